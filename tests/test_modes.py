@@ -1,0 +1,108 @@
+"""Every layout takes the very step that one process takes on the full tensors, to the last bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import package, part, run_ranks
+
+DENSE = [(16, 24), (24, 16), (10, 12), (3, 8), (16, 16), (33, 7), (16, 24), (1, 9)]  # 3 and 1 rows: empty shards
+EVEN = [(16, 24), (24, 16), (32, 8), (16, 16)]
+EXPERTS = [(8, 6, 10), (8, 10, 6), (8, 5, 3)]
+STEPS = 3
+
+
+def placements_of(layout, world):
+    """(mesh shape, placements, shapes) of a layout's name."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    R, S, half = Replicate(), Shard, world // 2
+    return {
+        "replicated": ((world,), [R], DENSE),
+        "fsdp rows": ((world,), [S(0)], DENSE),
+        "fsdp columns": ((world,), [S(1)], DENSE),
+        "hsdp": ((2, half), [R, S(0)], DENSE),
+        "hsdp, many replicas": ((half, 2), [R, S(0)], DENSE),
+        "tp columns x fsdp rows": ((2, half), [S(0), S(1)], DENSE),
+        "tp rows x fsdp rows, strided": ((2, half), [_StridedShard(0, split_factor=half), S(0)], EVEN),
+        "tp rows x fsdp rows, strided, uneven": ((2, half), [_StridedShard(0, split_factor=half), S(0)], [(20, 6), (36, 5)]),
+        "rows over both axes": ((2, half), [S(0), S(0)], EVEN),
+        "hsdp x tp": ((2, 2, world // 4), [R, S(0), S(1)], DENSE),
+        "ep": ((world,), [S(0)], EXPERTS),
+        "ep, replicated": ((2, half), [R, S(0)], EXPERTS),
+        "ep x fsdp rows": ((2, half), [S(1), S(0)], EXPERTS),
+        "ep x fsdp columns": ((half, 2), [S(0), S(2)], EXPERTS),
+        "experts, fsdp rows": ((world,), [S(1)], EXPERTS),
+    }[layout]
+
+
+LAYOUTS = ["replicated", "fsdp rows", "fsdp columns", "hsdp", "hsdp, many replicas", "tp columns x fsdp rows",
+           "tp rows x fsdp rows, strided", "tp rows x fsdp rows, strided, uneven", "rows over both axes", "hsdp x tp", "ep",
+           "ep, replicated", "ep x fsdp rows", "ep x fsdp columns", "experts, fsdp rows"]
+
+
+def sharded(full, mesh, placements):
+    """A DTensor with the values of `full`, cut as the package's own boxes say; torch has to agree."""
+    from torch.distributed.tensor import DTensor
+
+    box = part("layout").box_at(mesh.get_coordinate(), full.shape, placements, tuple(mesh.mesh.shape))
+    local = full[tuple(slice(a, b) for a, b in box)].clone()
+    tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+    assert torch.equal(tensor.full_tensor(), full), ("our boxes disagree with torch", placements)
+    return tensor
+
+
+def spread(shape, generator):
+    """Random entries whose rows differ in size by a factor of 100, as NorMuon has to see."""
+    return torch.randn(shape, generator=generator) * torch.logspace(0, 2, shape[-2])[:, None]
+
+
+def make(name, params, **options):
+    return getattr(package(), name)([{"params": params}], lr=0.02, weight_decay=0.1, workspace_bytes=24000, **options)
+
+
+def compare(rank, world, name, layout, options, device="cpu"):
+    """Step the same matrices sharded and whole; return the largest difference and how far the weights moved."""
+    from torch.distributed.tensor import init_device_mesh
+
+    mesh_shape, placements, shapes = placements_of(layout, world)
+    mesh = init_device_mesh(device, mesh_shape)
+    generator = torch.Generator().manual_seed(0)
+    full = [spread(s, generator).to(device) for s in shapes]
+    whole = [nn.Parameter(f.clone()) for f in full]
+    cut = [nn.Parameter(sharded(f, mesh, placements)) for f in full]
+    one, many = make(name, whole, **options), make(name, cut, **options)
+    for _ in range(STEPS):
+        for w, c in zip(whole, cut):
+            gradient = spread(w.shape, generator).to(device)
+            w.grad, c.grad = gradient.clone(), sharded(gradient, mesh, placements)
+        one.step()
+        many.step()
+    return difference(one, many, whole, cut, full)
+
+
+def difference(one, many, whole, cut, full):
+    """(largest difference of weights and state, smallest largest movement of a weight, names of the routes)."""
+    error = 0.0
+    for w, c in zip(whole, cut):
+        pairs = [(w, c), *((one.state[w][key], many.state[c][key]) for key in one.state[w])]
+        for a, b in pairs:
+            b = b.full_tensor() if hasattr(b, "full_tensor") else b
+            error = max(error, (a - b).abs().max().item() if a.numel() else 0.0)
+    moved = min((w - f).abs().max().item() for w, f in zip(whole, full))
+    return error, moved, sorted({type(route).__name__ for route, _ in many._jobs})
+
+
+@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sharded_is_one_process(layout, name, world):
+    for error, moved, routes in run_ranks(world, compare, name, layout, {"wire_dtype": torch.float32}):
+        assert error == 0.0
+        assert moved > 1e-3

@@ -1,0 +1,152 @@
+"""Parameter groups: which parameters go to Muon, and what a group may hold.
+
+Decides by fully qualified name, shape and module; knows nothing of ranks. Every parameter lands in exactly one group.
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .layout import check_placements, is_dtensor
+from .polar import steps_of
+from .recipe import SCALES
+
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # DDP, compile, FSDP1, checkpointing
+HEADS = ("lm_head", "output", "head", "embed_out", "unembed", "score", "classifier")  # by the last module's whole name
+KEYS = frozenset(("params", "param_names", "use_muon", "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps",
+                  "ns_steps", "adjust_lr_fn", "betas"))
+TOLERATED = frozenset(("fused", "foreach", "initial_lr"))  # torchtitan's and the schedulers'; without effect
+
+
+def clean_name(name: str) -> str:
+    """A fully qualified name without the prefixes of DDP, torch.compile, FSDP1 and activation checkpointing."""
+    first, *rest = [part for part in name.split(".") if part not in WRAPPERS[1:]] or [name]
+    return ".".join(rest if first == "module" and rest else [first, *rest])
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter of the split: its name, its shape, whether Muon takes it, and why."""
+    name: str
+    shape: tuple
+    use_muon: bool
+    why: str
+
+
+def get_default_muon_param_groups(model: nn.Module, *, report=None) -> list[dict]:
+    """Split the parameters of `model` for `Muon`: hidden matrices to Muon, the rest to AdamW.
+
+    Muon takes 2-D weights and 3-D stacks of expert weights (E, R, C). Embeddings, output heads, convolutions, norms,
+    biases and scalars go to AdamW. Tied weights count once, frozen ones not at all. The Muon group sets
+    adjust_lr_fn="match_rms_adamw" (arXiv 2502.16982), so that one learning rate serves both. `report`: a function that
+    gets the split as a printable table (for example `print`). Raises ValueError if nothing goes to Muon.
+    """
+    rows, chosen = [], {True: [], False: []}
+    for row, param in _split(model):
+        rows.append(row)
+        chosen[row.use_muon].append((row.name, param))
+    if report is not None:
+        report(table(rows))
+    if not chosen[True]:
+        raise ValueError("no parameter of the model goes to Muon: it has no trainable 2-D weight or 3-D stack besides embeddings, "
+                         "heads and convolutions; pass groups with use_muon=True yourself\n" + table(rows))
+    groups = [_group(chosen[True], True, adjust_lr_fn="match_rms_adamw"), _group(chosen[False], False)]
+    return [group for group in groups if group["params"]]
+
+
+def _group(named, use_muon, **options):
+    return {"params": [p for _, p in named], "param_names": [n for n, _ in named], "use_muon": use_muon, **options}
+
+
+def _split(model):
+    """Yield (Row, parameter) for each trainable parameter, once, in the order of the model."""
+    tied = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for leaf, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            tied.setdefault(param, []).append((clean_name(leaf), module))
+    for param in dict.fromkeys(model.parameters()):
+        places = tied[param]
+        if param.requires_grad:
+            use_muon, why = _judge(param, places)
+            yield Row(places[0][0], tuple(param.shape), use_muon, why), param
+
+
+def _judge(param, places):
+    """(whether Muon takes a parameter, why). One place that is an embedding or a head decides for all tied ones."""
+    if param.ndim not in (2, 3):
+        return False, f"{param.ndim}-D"
+    for name, module in places:
+        parts = name.split(".")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or any("embed" in part for part in parts[:-1]):
+            return False, "embedding"
+        if any(part in HEADS for part in parts[-2:-1]) and len(parts) <= 3:
+            return False, "head"
+        if isinstance(module, nn.modules.conv._ConvNd):
+            return False, "convolution"
+    return True, "matrix" if param.ndim == 2 else "stack of matrices"
+
+
+def table(rows) -> str:
+    """The split as text: one line for each parameter, totals below."""
+    width = max((len(row.name) for row in rows), default=4)
+    lines = [f"{row.name:{width}}  {str(row.shape):20}  {'Muon' if row.use_muon else 'AdamW':5}  {row.why}" for row in rows]
+    for use_muon, name in ((True, "Muon"), (False, "AdamW")):
+        shapes = [row.shape for row in rows if row.use_muon == use_muon]
+        lines.append(f"{name}: {len(shapes)} parameters, {sum(map(math.prod, shapes)):,} elements")
+    return "\n".join(lines)
+
+
+def check_group(group, extra_keys=()) -> None:
+    """Raise ValueError or NotImplementedError for a parameter group that could not be stepped; say which, why, what to do."""
+    unknown = sorted(set(group) - KEYS - TOLERATED - set(extra_keys))
+    if unknown:
+        raise ValueError(f"unknown key {unknown[0]!r} in a parameter group; allowed: {', '.join(sorted(KEYS | set(extra_keys)))}")
+    if not group["params"]:
+        raise ValueError("a parameter group has no parameters; leave the group out")
+    _check_numbers(group)
+    for i, param in enumerate(group["params"]):
+        _check_param(param, name_of(group, i), group["use_muon"])
+
+
+def name_of(group, number) -> str:
+    """The name of a group's parameter for messages: as given, or its number."""
+    names = group.get("param_names")
+    return names[number] if names else f"#{number}"
+
+
+def _check_numbers(group) -> None:
+    for key in ("lr", "weight_decay", "eps"):
+        _require(math.isfinite(group[key]) and group[key] >= 0, key, group[key], "a finite number >= 0")
+    if not group["use_muon"]:
+        betas = group["betas"]
+        _require(len(betas) == 2 and all(0 <= b < 1 for b in betas), "betas", betas, "two numbers in [0, 1)")
+        return
+    _require(0 <= group["momentum"] < 1, "momentum", group["momentum"], "a number in [0, 1)")
+    _require(group["adjust_lr_fn"] in (None, *SCALES), "adjust_lr_fn", group["adjust_lr_fn"], f"None or one of {list(SCALES)}")
+    if "beta2" in group:
+        _require(0 <= group["beta2"] < 1, "beta2", group["beta2"], "a number in [0, 1)")
+    steps_of(group["ns_coefficients"], group["ns_steps"])
+
+
+def _require(true, key, came, allowed) -> None:
+    if not true:
+        raise ValueError(f"{key}={came!r} is not allowed: it must be {allowed}")
+
+
+def _check_param(param, name, use_muon) -> None:
+    what = f"parameter {name} of shape {tuple(param.shape)}"
+    if param.is_sparse or param.layout != torch.strided:
+        raise ValueError(f"{what} is sparse ({param.layout}); only dense parameters are allowed: call to_dense() on it")
+    if not param.is_floating_point():
+        raise ValueError(f"{what} has dtype {param.dtype}; allowed are real floating-point parameters: "
+                         "use torch.view_as_real for complex ones and torch.optim.AdamW for them")
+    if use_muon and param.ndim < 2:
+        raise ValueError(f"{what} is {param.ndim}-D; Muon takes matrices (R, C) and stacks of them (..., R, C): "
+                         "put it into a group with use_muon=False, or use get_default_muon_param_groups(model)")
+    if is_dtensor(param) and not torch.distributed.is_initialized():
+        raise ValueError(f"{what} is a DTensor, but torch.distributed is not initialized, so its mesh has no process groups: "
+                         "call init_process_group before the model is sharded, and keep it until training ends")
+    check_placements(param, name)

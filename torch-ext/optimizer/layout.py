@@ -1,0 +1,123 @@
+"""Where the elements of a parameter live: one box of global indices per rank.
+
+Decides how placements on a mesh become boxes, and refuses placements for which that is not certain. The only file that
+knows DTensors' placements; it knows nothing of matrices, owners or routes.
+"""
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`boxes`: rank -> ((start, stop) for each dim), the global indices it stores; `copies`: the rank sets which together
+    hold the tensor once, one for each replica; `plain`: not a DTensor, so that gradients may come unreduced."""
+    shape: tuple
+    boxes: dict = field(hash=False)
+    copies: tuple
+    plain: bool = True
+
+    @functools.cached_property
+    def copy_of(self) -> dict:
+        """rank -> number of the copy that it is part of."""
+        return {rank: i for i, ranks in enumerate(self.copies) for rank in ranks}
+
+
+def is_dtensor(tensor) -> bool:
+    """Whether `tensor` is a DTensor; imports nothing, since nobody has one before that module is imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor):
+    """The tensor of this rank's elements, without DTensor's dispatch and outside autograd."""
+    return tensor._local_tensor.detach() if is_dtensor(tensor) else tensor.detach()
+
+
+def layout_of(param, group=None, shape=None) -> Layout:
+    """The layout of `param`, or of a tensor of another `shape` placed like it (row state is (..., R, 1)).
+
+    `group`: the ranks which hold a copy of a plain tensor; None means that nobody else does.
+    """
+    shape = tuple(param.shape if shape is None else shape)
+    if is_dtensor(param):
+        return _dtensor_layout(param, shape)
+    ranks = [this_rank()] if group is None else dist.get_process_group_ranks(group)
+    return Layout(shape, dict.fromkeys(ranks, tuple((0, n) for n in shape)), tuple((r,) for r in ranks))
+
+
+def _dtensor_layout(param, shape) -> Layout:
+    mesh, boxes, copies = param.device_mesh.mesh, {}, {}
+    sizes = tuple(mesh.shape)
+    for coordinate in (mesh >= 0).nonzero().tolist():
+        rank = int(mesh[tuple(coordinate)])
+        boxes[rank] = box_at(coordinate, shape, param.placements, sizes)
+        replica = tuple(i for i, p in zip(coordinate, param.placements) if p.is_replicate())
+        copies.setdefault(replica, []).append(rank)
+    return Layout(shape, boxes, tuple(map(tuple, copies.values())), plain=False)
+
+
+def box_at(coordinate, shape, placements, sizes):
+    """The box stored at one mesh coordinate. FSDP2 over TP cuts what TP left: its _StridedShard goes last."""
+    box = [(0, n) for n in shape]
+    axes = [i for i, p in enumerate(placements) if _shard_dim(p) is not None]
+    for axis in sorted(axes, key=lambda i: _is_strided(placements[i])):
+        dim = _shard_dim(placements[axis])
+        start, stop = box[dim]
+        chunk = -(-(stop - start) // sizes[axis])
+        box[dim] = (min(start + chunk * coordinate[axis], stop), min(start + chunk * (coordinate[axis] + 1), stop))
+    return tuple(box)
+
+
+def check_placements(param, name) -> None:
+    """Raise NotImplementedError, naming the parameter, for placements whose boxes would be a guess."""
+    if not is_dtensor(param):
+        return
+    kinds, what = param.placements, f"parameter {name} of shape {tuple(param.shape)} with placements {param.placements}"
+    if any(p.is_partial() for p in kinds):
+        raise NotImplementedError(f"{what}: Partial holds unsummed terms; redistribute it to Replicate or Shard first")
+    if any(_shard_dim(p) is None and not p.is_replicate() for p in kinds):
+        raise NotImplementedError(f"{what}: only Replicate, Shard and FSDP2's _StridedShard over TP are known")
+    strided = [i for i, p in enumerate(kinds) if _is_strided(p)]
+    for i in strided:
+        later = [j for j in range(i + 1, len(kinds)) if _shard_dim(kinds[j]) == _shard_dim(kinds[i])]
+        split = math.prod(param.device_mesh.mesh.shape[j] for j in later)
+        if len(strided) > 1 or kinds[i].split_factor != split:
+            raise NotImplementedError(f"{what}: of shard orders, only FSDP2 over TP is known: at most one _StridedShard, "
+                                      f"whose split_factor is the size of the later mesh axes on its dim ({split})")
+    _check_shard_order(param, what)
+
+
+def _check_shard_order(param, what) -> None:
+    """torch >= 2.10 can shard one dim over mesh axes in any order; the boxes here assume left to right."""
+    order = getattr(param._spec, "shard_order", None)
+    usual = getattr(type(param._spec), "compute_default_shard_order", None)
+    if order and usual and not any(map(_is_strided, param.placements)) and order != usual(param.placements):
+        raise NotImplementedError(f"{what}: shard order {order} is not left to right; redistribute it")
+
+
+def check_local_shape(param, layout, name) -> None:
+    """Raise NotImplementedError if torch put another box on this rank than `layout` says."""
+    box = layout.boxes.get(this_rank()) if is_dtensor(param) else None
+    if box is not None and tuple(b - a for a, b in box) != tuple(param._local_tensor.shape):
+        raise NotImplementedError(f"parameter {name}: this rank stores {tuple(param._local_tensor.shape)}, its placements "
+                                  f"{param.placements} say {box}; only torch's own even-chunk sharding is known")
+
+
+def _shard_dim(placement):
+    """The sharded dim, or None. _StridedShard is a subclass of Shard in some versions of torch and not in others."""
+    return placement.dim if placement.is_shard() or _is_strided(placement) else None
+
+
+def _is_strided(placement) -> bool:
+    return type(placement).__name__ == "_StridedShard"
+
+
+def this_rank() -> int:
+    """The global rank of this process; 0 where nothing is distributed."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

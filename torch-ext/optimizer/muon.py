@@ -1,0 +1,271 @@
+"""The optimizer: options, parameter groups, and one step.
+
+Decides when to plan (collectively, for other parameters or placements) and when to bind again (at this rank, for moved
+memory); everything else is done by the layers below.
+"""
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from . import pipeline, recipe
+from .groups import check_group, name_of
+from .layout import check_local_shape, is_dtensor, layout_of, local_of, this_rank
+from .plan import Bucket, chunk_share, digest, make_plan, share_of
+from .routes import Elementwise, Groups, agree, bind
+from .store import Store, create_state
+
+MUON_STATE, NORMUON_STATE = ("momentum_buffer",), ("momentum_buffer", "second_moment")
+ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What holds for the whole optimizer: the keyword arguments of `Muon` that no group can change."""
+    process_group: object = None
+    grads_are_reduced: bool = True
+    state_dtype: torch.dtype = torch.float32
+    wire_dtype: torch.dtype = torch.bfloat16
+    ns_dtype: torch.dtype | None = None
+    workspace_bytes: int | None = None
+
+    def check(self) -> None:
+        """Raise ValueError for a value that is not allowed."""
+        for key, allowed in (("state_dtype", (torch.float32, torch.bfloat16)), ("wire_dtype", (torch.float32, torch.bfloat16)),
+                             ("ns_dtype", (None, torch.float32, torch.bfloat16, torch.float16))):
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"{key}={getattr(self, key)} is not allowed: it must be one of {allowed}")
+        if not self.grads_are_reduced and self.process_group is None:
+            raise ValueError("grads_are_reduced=False needs process_group: the ranks over which the gradients are to be averaged")
+        if self.process_group is not None and not dist.is_initialized():
+            raise ValueError("process_group was given, but torch.distributed is not initialized: call init_process_group first")
+
+    def owner_bytes(self, device) -> int:
+        """What one owner takes in one bucket: the workspace holds three buckets (pipeline.py) of about four times that."""
+        total = self.workspace_bytes
+        if total is None and device.type == "cuda":
+            total = min(2 << 30, torch.cuda.get_device_properties(device).total_memory * 3 // 100)
+        return (total or 256 << 20) // (4 * pipeline.SLOTS)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for hidden matrices and AdamW for the rest, on any sharding (Keller Jordan, 2024; arXiv 2502.16982).
+
+    params: parameters, named parameters or groups. Groups with use_muon=True (the default) hold parameters (..., R, C),
+    each (R, C) a matrix; groups with use_muon=False go to AdamW. lr, weight_decay, momentum, nesterov, ns_coefficients,
+    eps, ns_steps, adjust_lr_fn: as in torch.optim.Muon and settable per group. ns_coefficients: the name of a set, a triple
+    or ns_steps triples. adjust_lr_fn: None or "original", "match_rms_adamw", "rms_norm", "spectral_norm".
+    adamw_betas, adamw_eps: defaults of `betas` and `eps` in AdamW groups.
+
+    process_group: the ranks that hold copies of plain (non-DTensor) parameters, among which the work is then split; None
+    means that every process steps its plain parameters alone. grads_are_reduced=False: the gradients of plain parameters
+    have not been averaged over process_group; the optimizer does it, and each owner alone keeps the state.
+    state_dtype: of momentum_buffer, exp_avg and exp_avg_sq. wire_dtype: of updates between home and owner, on every layout,
+    so that all layouts give the same bits. ns_dtype: of the Newton-Schulz products; None means fp16 on accelerators and fp32
+    on CPUs. workspace_bytes: bound on the memory for travelling updates; None means the smaller of 2 GiB and 3 % of the device.
+
+    Raises ValueError or NotImplementedError at construction for what could not be stepped.
+    """
+
+    def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, ns_coefficients="polar_express",
+                 eps=1e-7, ns_steps=5, adjust_lr_fn=None, *, adamw_betas=(0.9, 0.95), adamw_eps=1e-8, **options):
+        self._options, self._adamw_eps = Options(**options), adamw_eps
+        self._options.check()
+        self._forget()
+        super().__init__(params, {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
+            "betas": adamw_betas, "use_muon": True, **self._extra_defaults()})
+
+    def _extra_defaults(self) -> dict:
+        return {}
+
+    def add_param_group(self, param_group) -> None:
+        """Add a group; see the class for what it may hold."""
+        if not param_group.get("use_muon", True):
+            param_group.setdefault("eps", self._adamw_eps)
+        super().add_param_group(param_group)
+        try:
+            check_group(self.param_groups[-1], self._extra_defaults())
+            self._check_devices()
+        except (ValueError, NotImplementedError):
+            del self.param_groups[-1]
+            raise
+        self._forget()
+
+    def _check_devices(self) -> None:
+        first, *others = [(group, i, p) for group in self.param_groups for i, p in enumerate(group["params"])]
+        for group, i, param in others:
+            if param.device != first[2].device:
+                raise ValueError(f"parameter {name_of(group, i)} is on {param.device}, parameter {name_of(first[0], first[1])} on "
+                                 f"{first[2].device}; one optimizer steps one device: move the model, or build one for each")
+            if is_dtensor(param) and not self._options.grads_are_reduced:
+                raise ValueError(f"grads_are_reduced=False, but parameter {name_of(group, i)} is a DTensor, whose gradients its "
+                                 "parallelism reduces: leave it out, or use plain parameters")
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step; returns the closure's loss. The first step plans: all ranks have to take it together."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for store in self._ready():
+            store.read()
+        pipeline.run(self._jobs)
+        return loss
+
+    def _ready(self):
+        """The stores of this step. Planned anew if parameters changed, bound anew if memory or gradients' form did."""
+        for alone in (False, True):  # what this process steps alone must not change what it steps with others
+            units = [(group, params) for group in self.param_groups if (params := self._stepped(group, alone))]
+            key = [(g["use_muon"], g["adjust_lr_fn"], tuple(map(id, params))) for g, params in units]
+            if key != self._planned_for[alone]:
+                loads = {}
+                self._plans[alone] = [plan for group, params in units for plan in self._plan(group, params, alone, loads)]
+                self._planned_for[alone], self._bound_for = key, None
+        plans = self._plans[False] + self._plans[True]
+        key = [_memory_key(p) for plan in plans for p in plan.params]
+        if key != self._bound_for:
+            self._stores, self._jobs = self._bind(plans)
+            self._bound_for = key
+        return self._stores
+
+    def _stepped(self, group, alone) -> list:
+        """The parameters of a step that this process takes alone, or with other ranks.
+
+        Where ranks must act alike, a missing gradient does not leave a parameter out; alone it does, as in torch.
+        """
+        shared = self._options.process_group is not None
+        params = [p for p in group["params"] if p.requires_grad and (not shared and not is_dtensor(p)) == alone]
+        return [p for p in params if p.grad is not None] if alone else params
+
+    def _plan(self, group, params, alone, loads) -> list:
+        """The plans of one group; creates the state. On ranks that share parameters, all of them call it together."""
+        process_group = None if alone else self._options.process_group
+        self._groups.learn(params, process_group)
+        reduced = alone or self._options.grads_are_reduced
+        if group["use_muon"]:
+            return [self._plan_matrices(group, params, process_group, reduced, loads)]
+        if reduced:
+            for p in params:
+                create_state(self.state[p], p, ADAMW_STATE, self._options.state_dtype)
+            return [Plan(group, params, None, None, ())]
+        by_dtype = {}
+        for p in params:
+            by_dtype.setdefault(p.dtype, []).append(p)
+        return [self._plan_chunks(group, part, process_group) for part in by_dtype.values()]
+
+    def _plan_matrices(self, group, params, process_group, reduced, loads):
+        layouts = _layouts(params, process_group, lambda shape: shape)
+        for i, (param, layout) in enumerate(zip(params, layouts)):
+            check_local_shape(param, layout, f"#{i}")
+        rows = _layouts(params, process_group, lambda shape: (*shape[:-1], 1)) if "beta2" in group else None
+        wire, device, rank = self._options.wire_dtype, local_of(params[0]).device, this_rank()
+        buckets = make_plan(layouts, recipe.cost(group), loads, reduced=reduced,
+                            owner_bytes=self._options.owner_bytes(device), itemsize=wire.itemsize)
+        elsewhere = {m.param for b in buckets if b.route == "reduce" for m, o in zip(b.matrices, b.owners) if o != rank}
+        for i, p in enumerate(params):
+            keys = MUON_STATE if rows is None else NORMUON_STATE
+            create_state(self.state[p], p, keys, self._options.state_dtype, rows=0 if i in elsewhere else None)
+        buckets = [b for b in buckets if rank in b.ranks]
+        for ranks in dict.fromkeys(b.ranks for b in buckets if b.route != "local"):
+            together = [b for b in buckets if b.ranks == ranks and b.route != "local"]
+            agree(self._groups.of(ranks), digest(together, layouts), device)
+        sizes = {"update": wire.itemsize, "row": 4}
+        return Plan(group, params, layouts, rows, [(b, share_of(b, rank, layouts, rows, sizes)) for b in buckets])
+
+    def _plan_chunks(self, group, params, process_group):
+        ranks, rank = tuple(dist.get_process_group_ranks(process_group)), this_rank()
+        shapes = [(p.shape[0], p[0].numel()) if p.ndim else (1, 1) for p in params]
+        sizes = {"gradient": params[0].dtype.itemsize, "weight": params[0].dtype.itemsize}
+        share = chunk_share(shapes, ranks, rank, sizes)
+        mine = {p.matrix.param: p.matrix.rows for p in share.owned if p.home == rank}
+        for i, p in enumerate(params):
+            create_state(self.state[p], p, ADAMW_STATE, self._options.state_dtype, rows=mine.get(i, 0))
+        bucket = Bucket("reduce_elementwise", ranks, share.matrices, (rank,) * len(share.matrices))
+        return Plan(group, params, None, None, [(bucket, share)])
+
+    def _bind(self, plans):
+        """(stores, jobs) of all groups: their buckets share one workspace and one pipeline."""
+        stores = [Store(plan.params, plan.layouts, plan.row_layouts, self.state) for plan in plans]
+        tasks = [(p.group, store, *part) for p, store in zip(plans, stores) for part in p.shares]
+        at_home = [(Elementwise(store), p.group) for p, store in zip(plans, stores) if not p.shares and not p.layouts]
+        return stores, bind(tasks, self._options, self._groups, pipeline.SLOTS) + at_home
+
+    def _forget(self) -> None:
+        """Drop plans and bound memory; the next step makes them anew. State stays."""
+        self._planned_for, self._bound_for = {False: None, True: None}, None
+        self._plans, self._stores, self._jobs, self._groups = {False: [], True: []}, [], [], Groups()
+
+    def load_state_dict(self, state_dict) -> None:
+        """As in torch, but state keeps the dtype that it was saved in, not the parameter's (momentum stays fp32)."""
+        final = {}
+        hook = self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        saved = itertools.chain(*(group["params"] for group in final["param_groups"]))
+        for number, param in zip(saved, itertools.chain(*(group["params"] for group in self.param_groups))):
+            for key, value in final["state"].get(number, {}).items():
+                if key != "step" and torch.is_tensor(value):
+                    self.state[param][key] = value.detach().to(param.device, copy=True)
+        self._forget()
+
+    def __getstate__(self):
+        options = replace(self._options, process_group=getattr(self._options.process_group, "group_name", None))
+        return {**super().__getstate__(), "_options": options, "_adamw_eps": self._adamw_eps}
+
+    def __setstate__(self, state) -> None:
+        super().__setstate__(state)
+        if isinstance(self._options.process_group, str):
+            group = dist.distributed_c10d._resolve_process_group(self._options.process_group)
+            self._options = replace(self._options, process_group=group)
+        self._forget()
+
+
+class NorMuon(Muon):
+    """Muon whose update is divided, row by row, by the root of its mean square over time (arXiv 2510.05491).
+
+    beta2: decay of that mean square, kept in fp32 as `second_moment` (..., R, 1); all else as in `Muon`.
+    """
+
+    def __init__(self, params, *args, beta2=0.95, **kwargs):
+        self._beta2 = beta2
+        super().__init__(params, *args, **kwargs)
+
+    def _extra_defaults(self):
+        return {"beta2": self._beta2}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One group's parameters, their layouts (None for AdamW), and what this rank has of each bucket."""
+    group: dict
+    params: list
+    layouts: list | None
+    row_layouts: list | None
+    shares: list
+
+
+def _layouts(params, process_group, shape_of) -> list:
+    """One layout for each parameter; parameters of one shape, mesh and placement share it."""
+    known = {}
+    for p in params:
+        key = (p.shape, p.device_mesh, p.placements) if is_dtensor(p) else (p.shape,)
+        if key not in known:
+            known[key] = layout_of(p, process_group, shape_of(p.shape))
+    return [known[(p.shape, p.device_mesh, p.placements) if is_dtensor(p) else (p.shape,)] for p in params]
+
+
+def _memory_key(param):
+    """What bound views and launches depend on: where the parameter lies, and how its gradient is laid out."""
+    grad = param.grad
+    if grad is None:
+        return local_of(param).data_ptr(), None
+    grad = local_of(grad)
+    return local_of(param).data_ptr(), grad.dtype, grad.stride()

@@ -1,0 +1,38 @@
+"""When each bucket moves on: the only place where the overlap of communication and computation is decided.
+
+A route's `run` is a generator that yields collectives in flight. This file decides whose turn it is and waits; what is
+inside a bucket it does not see.
+"""
+from __future__ import annotations
+
+SLOTS = 3  # buckets alive at once: one arriving, one being computed, one returning; each has memory of its own
+
+
+def run(jobs) -> None:
+    """Step all buckets. `jobs`: [(route, live parameter group)], in the same order on every rank.
+
+    In each turn a bucket starts on its way in, then the one before it is computed and sent back, then the one before that
+    is applied: the wire is busy while matrices are multiplied. Buckets that stay at home run while the first one travels.
+    """
+    stories = [route.run(hp) for route, hp in jobs if route.travels]
+    at_home = [route.run(hp) for route, hp in jobs if not route.travels]
+    alive = _advance(stories[:1])
+    for story in at_home:
+        next(story, None)
+    for story in [*stories[1:], None, None]:
+        started = _advance([story] if story else [])
+        alive = _resume(alive) + started
+
+
+def _advance(stories):
+    """[(story, collective it waits for)] of those that are not at their end."""
+    return [(story, collective) for story in stories if (collective := next(story, None)) is not None]
+
+
+def _resume(alive):
+    """Let every bucket on its way go on once its collective is done, the one that started last first."""
+    resumed = []
+    for story, collective in reversed(alive):
+        collective.wait()
+        resumed = _advance([story]) + resumed
+    return resumed

@@ -1,0 +1,246 @@
+"""The polar factor: coefficient sets, and the iteration that applies them to a stack of matrices.
+
+Decides: what a set's name means, standard or Gram iteration, where the Gram iteration restarts, and in which precision.
+Must not know: where the matrices come from, or that there are other ranks.
+"""
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .kernels.gram import gram, product, symmetric_product
+from .kernels.norm import unit_norm
+
+Triple = tuple[float, float, float]
+REPEATED_LAST = (1.875, -1.25, 0.375)
+LONGEST_SEGMENT = 3  # steps of the Gram iteration between restarts; 16-bit rounding spoils longer ones
+SAFETY = 1.02
+
+SETS: dict[str, tuple[Triple, ...]] = {
+    # Keller Jordan's post on Muon; torch.optim.Muon's default
+    "jordan": ((3.4445, -4.7750, 2.0315),),
+    # YOU: modded-nanogpt's medium track, Emerging-Optimizers' default
+    "quintic": ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
+                (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012)),
+    # arXiv 2505.16932, raw
+    "polar_express": ((8.28721201814563, -23.595886519098837, 17.300387312530933),
+                      (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+                      (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+                      (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+                      (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+                      (1.891301407787398, -1.2679958271945868, 0.37680408948524835)),
+    # the same algorithm with a safety factor of 1.02 inside: nanochat, modded-nanogpt, Dion
+    "polar_express_nanochat": ((8.156554524902461, -22.48329292557795, 15.878769915207462),
+                               (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+                               (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+                               (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                               (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)),
+    # arXiv 2506.10935
+    "cans": ((8.4703, -25.1081, 18.6293), (4.1828, -3.1087, 0.5806), (3.9619, -2.9541, 0.5630),
+             (3.2866, -2.4647, 0.5074), (2.2737, -1.6447, 0.4162)),
+    # arXiv 2512.04632, only after AOL scaling
+    "turbo": ((4.6051, -9.6552, 5.6769), (4.7505, -6.0861, 2.1790), (2.7763, -2.3190, 0.5523),
+              (2.4231, -2.2861, 0.8193)),
+    # Emerging-Optimizers, only after AOL scaling
+    "aol": ((4.0098, -7.0585, 2.4635), (3.4585, -5.5479, 2.5959), (2.7573, -3.2939, 1.4254),
+            (2.7215, -3.0494, 1.3169)),
+    # arXiv 2606.00371, lower bound 7e-3
+    "cubic": ((3.3656576, -3.3420992, 0.0), (2.5744352, -1.4957376, 0.0), (2.5368962, -1.4312570, 0.0),
+              (2.4418906, -1.2764040, 0.0), (2.2230472, -0.9630650, 0.0)),
+    # DeepSeek-V4's report
+    "deepseek_v4": ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2,
+}
+ANY_LENGTH = ("jordan", "polar_express")
+NEEDS_AOL = ("turbo", "aol")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """An iteration: each step is X <- (a I + b A + c A^2) X with A = X X^T; `aol` scales the rows before the first."""
+
+    name: str
+    triples: tuple[Triple, ...]
+    aol: bool = False
+
+    @property
+    def segments(self) -> tuple[tuple[Triple, ...], ...]:
+        """The steps between two restarts of the Gram iteration: as few segments as allowed, the longer ones first."""
+        count = math.ceil(len(self.triples) / LONGEST_SEGMENT)
+        ends = [math.ceil(len(self.triples) * i / count) for i in range(count + 1)]
+        return tuple(self.triples[first:last] for first, last in zip(ends, ends[1:]))
+
+
+def steps_of(ns_coefficients: str | Sequence, ns_steps: int = 5) -> Steps:
+    """Return the iteration for a set's name, a triple (a, b, c) to be repeated, or a sequence of ns_steps triples.
+
+    A named set of fixed length takes that length or 5, the default, for ns_steps.
+    """
+    if not isinstance(ns_coefficients, str):
+        ns_coefficients = _as_tuples(ns_coefficients)
+    return _steps_of(ns_coefficients, ns_steps)
+
+
+def _as_tuples(numbers):
+    try:
+        return tuple(tuple(x) if isinstance(x, Sequence) else x for x in numbers)
+    except TypeError:
+        raise ValueError(f"ns_coefficients is {numbers!r}; pass a name, a triple, or a sequence of triples") from None
+
+
+@functools.lru_cache(maxsize=None)
+def _steps_of(ns_coefficients, ns_steps):
+    if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or not 1 <= ns_steps < 100:
+        raise ValueError(f"ns_steps is {ns_steps!r}; pass a whole number from 1 to 99")
+    if isinstance(ns_coefficients, str):
+        return _named(ns_coefficients, ns_steps)
+    single = len(ns_coefficients) == 3 and not any(isinstance(x, tuple) for x in ns_coefficients)
+    triples = (ns_coefficients,) * ns_steps if single else ns_coefficients
+    for triple in triples:
+        _check_triple(triple)
+    if len(triples) != ns_steps:
+        raise ValueError(f"ns_coefficients holds {len(triples)} triples and ns_steps is {ns_steps}; "
+                         f"pass ns_steps={len(triples)}, or {ns_steps} triples")
+    return Steps("custom", tuple(tuple(map(float, t)) for t in triples))
+
+
+def _check_triple(triple):
+    right = isinstance(triple, tuple) and len(triple) == 3 and all(isinstance(x, (int, float)) for x in triple)
+    if not (right and all(map(math.isfinite, triple))):
+        raise ValueError(f"ns_coefficients holds {triple!r}; a triple is three finite numbers (a, b, c)")
+
+
+def _named(name, ns_steps):
+    if name not in SETS:
+        raise ValueError(f"ns_coefficients is {name!r}; the sets are {', '.join(SETS)}; or pass a triple or triples")
+    triples = SETS[name]
+    if name == "polar_express":
+        triples = tuple(_safe(t, SAFETY) for t in triples)
+    if name in ANY_LENGTH:
+        last = REPEATED_LAST if name == "polar_express" else triples[-1]
+        triples = (triples + (last,) * ns_steps)[:ns_steps]
+    elif ns_steps not in (5, len(triples)):
+        raise ValueError(f"ns_steps is {ns_steps}, but the set {name!r} has {len(triples)} steps; "
+                         f"pass ns_steps={len(triples)}, or leave it at 5, the default")
+    return Steps(name, triples, name in NEEDS_AOL)
+
+
+def _safe(triple, s):
+    """Return the triple of p(x / s): singular values that rounding pushes above 1 stay where p is bounded."""
+    a, b, c = triple
+    return (a / s, b / s**3, c / s**5)
+
+
+def cost(R: int, C: int, steps: Steps) -> int:
+    """Return the FLOPs that one (R, C) matrix needs, a symmetric result counted once; owners are balanced by it."""
+    n, m = sorted((R, C))
+    return min(_cost_standard(n, m, steps), _cost_gram(n, m, steps))
+
+
+def _cost_standard(n, m, steps):
+    squares = sum(c != 0 for _, _, c in steps.triples)
+    return 3 * len(steps.triples) * n * n * m + squares * n**3
+
+
+def _cost_gram(n, m, steps):
+    squares = sum(c != 0 for _, _, c in steps.triples)
+    segments = len(steps.segments)
+    return 3 * segments * n * n * m + (squares + 3 * (len(steps.triples) - segments)) * n**3
+
+
+def _uses_gram(n, m, steps):
+    """Choose the Gram iteration where it saves a tenth: it has more launches and a little more rounding."""
+    return _cost_gram(n, m, steps) < 0.9 * _cost_standard(n, m, steps)
+
+
+def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_express", ns_steps: int = 5,
+                  eps: float = 1e-7, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the approximate polar factor of every matrix of X, as a new tensor of X's shape and dtype.
+
+    X (..., R, C) in fp32, bf16 or fp16, any strides; unchanged. With X = P S Q^T, the result is P p(S / ||X||) Q^T, p the
+    composition of the set's polynomials. eps counts in units of the largest element, so the result does not depend on
+    the scale of X. `dtype` is that of the iteration: fp16 on an accelerator, fp32 on a CPU unless chosen.
+    """
+    if X.dim() < 2 or X.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"X is {X.dtype} of shape {tuple(X.shape)}; pass matrices (..., R, C) in fp32, bf16 or fp16")
+    steps = steps_of(ns_coefficients, ns_steps)
+    out = torch.empty(X.shape, dtype=X.dtype, device=X.device)
+    if X.numel():
+        _polar(X.detach().reshape(-1, *X.shape[-2:]), out.view(-1, *X.shape[-2:]), steps, eps, dtype)
+    return out
+
+
+def orthogonalize_(stack: torch.Tensor, steps: Steps, eps: float = 1e-7, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Replace every matrix of a stack (N, R, C) in fp32, bf16 or fp16 by its polar factor, in place; see `orthogonalize`."""
+    if stack.numel():
+        _polar(stack, stack, steps, eps, dtype)
+    return stack
+
+
+@torch.no_grad()
+def _polar(U, out, steps, eps, dtype):
+    """Orthogonalize U into out; they may be the same. The short side comes first from here on."""
+    if U.shape[1] > U.shape[2]:
+        U, out = U.mT, out.mT
+    N, n, m = U.shape
+    dtype = dtype or (torch.float32 if U.device.type == "cpu" else torch.float16)
+    X, A = (torch.empty(shape, dtype=dtype, device=U.device) for shape in ((N, n, m), (N, n, n)))
+    unit_norm(U, X, eps)
+    gram(X, A)
+    if steps.aol:
+        _scale_rows(X, A)
+    (_gram_iteration if _uses_gram(n, m, steps) else _standard_iteration)(X, A, out, steps)
+
+
+def _scale_rows(X, A):
+    """Scale row i of X, with A = X X^T, by (sum_j |A_ij|)^(-1/2): no singular value exceeds 1 (AOL, arXiv 2208.03160)."""
+    scales = torch.stack([a.float().abs().sum(dim=1) for a in A])
+    scales = torch.where(scales > 0, scales.rsqrt(), 1.0)
+    X.mul_(scales.unsqueeze(2))
+    A.mul_(scales.unsqueeze(2) * scales.unsqueeze(1))
+
+
+def _standard_iteration(X, A, out, steps):
+    """X <- P X with P = a I + b A + c A^2 and A = X X^T, step by step; the last product is written to out."""
+    P, Y = torch.empty_like(A), torch.empty_like(X)
+    for step, triple in enumerate(steps.triples, start=1):
+        if step > 1:
+            gram(X, A)
+        _polynomial(A, triple, P)
+        product(P, X, out if step == len(steps.triples) else Y)
+        X, Y = Y, X
+
+
+def _gram_iteration(X, A, out, steps):
+    """Follow A and Q, the product of the polynomials, in place of X; X <- Q X at the end of each segment.
+
+    After that a restart computes A afresh: rounding makes A and Q drift apart and A indefinite.
+    """
+    P, Q, T, Y = torch.empty_like(A), torch.empty_like(A), torch.empty_like(A), torch.empty_like(X)
+    for number, segment in enumerate(steps.segments, start=1):
+        if number > 1:
+            gram(X, A)
+        for step, triple in enumerate(segment, start=1):
+            _polynomial(A, triple, P)
+            if step < len(segment):
+                symmetric_product(A, P, T)
+                symmetric_product(P, T, A)
+            if step > 1:
+                symmetric_product(Q, P, T)
+                Q, T = T, Q
+            else:
+                Q, P = P, Q
+        product(Q, X, out if number == len(steps.segments) else Y)
+        X, Y = Y, X
+
+
+def _polynomial(A, triple, P):
+    """P <- a I + b A + c A^2."""
+    a, b, c = triple
+    if c:
+        symmetric_product(A, A, P, c, A, b, a)
+    else:
+        torch.mul(A, b, out=P).diagonal(dim1=1, dim2=2).add_(a)

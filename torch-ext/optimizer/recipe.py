@@ -1,0 +1,71 @@
+"""The update rule of Muon, NorMuon and AdamW on lists of tensors and stacks of matrices. Knows no rank and no bucket.
+
+momentum -> orthogonalize -> (normalize) -> apply. `hp` is the live parameter group: schedules change it between steps.
+"""
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.optim.adamw import adamw as torch_adamw
+
+from . import polar
+from .kernels.rows import normalize as normalize_rows
+
+SCALES = {  # adjust_lr_fn -> factor on the learning rate of a whole (R, C) matrix
+    "original": lambda R, C: math.sqrt(max(1.0, R / C)),  # Keller Jordan, torch.optim.Muon
+    "match_rms_adamw": lambda R, C: 0.2 * math.sqrt(max(R, C)),  # Moonlight, arXiv 2502.16982
+    "rms_norm": lambda R, C: 0.2 * math.sqrt(max(R, C)),  # the same, by Dion's name
+    "spectral_norm": lambda R, C: math.sqrt(R / C),  # Dion's default, arXiv 2310.17813
+}
+
+
+def scale_of(matrix, adjust_lr_fn) -> float:
+    """The factor on the learning rate of a piece: that of its whole matrix, never of the piece."""
+    return SCALES[adjust_lr_fn or "original"](matrix.rows, matrix.cols)
+
+
+def momentum(pack, gradients, hp) -> None:
+    """M <- mu M + (1 - mu) G and U <- (1 - mu) G + mu M (Nesterov) or M, for all pieces of a bound `pack`."""
+    pack(*gradients, float(hp["momentum"]), hp["nesterov"])
+
+
+def orthogonalize(stacks, hp, dtype) -> None:
+    """Replace each (R, C) matrix of each stack (N, R, C) by its polar factor, as the coefficients approximate it."""
+    steps = polar.steps_of(hp["ns_coefficients"], hp["ns_steps"])
+    for stack in stacks:
+        polar.orthogonalize_(stack, steps, hp["eps"], dtype)
+
+
+def normalize(stacks, rows, hp) -> None:
+    """NorMuon (arXiv 2510.05491): divide each row by the root of its mean square over time; keep the Frobenius norm.
+
+    A group without `beta2` is plain Muon's.
+    """
+    for U, V in zip(stacks, rows if "beta2" in hp else ()):
+        normalize_rows(U, V, hp["beta2"], 1e-8)
+
+
+def apply(update, hp) -> None:
+    """W <- (1 - lr wd) W - lr s U for all pieces of a bound `update`."""
+    update(float(hp["lr"]), float(hp["weight_decay"]))
+
+
+def adamw(W, G, exp_avgs, exp_avg_sqs, steps, hp) -> None:
+    """AdamW (arXiv 1711.05101) in place, through torch's fused or foreach kernels; state wider than W is updated in its dtype."""
+    if not W:
+        return
+    dtype = exp_avgs[0].dtype
+    wide = W if all(w.dtype == dtype for w in W) else [w.to(dtype) for w in W]
+    fused = W[0].is_cuda
+    torch_adamw(wide, [g.to(dtype) for g in G], exp_avgs, exp_avg_sqs, [], steps, foreach=not fused, fused=fused or None,
+                amsgrad=False, beta1=hp["betas"][0], beta2=hp["betas"][1], lr=float(hp["lr"]),
+                weight_decay=float(hp["weight_decay"]), eps=hp["eps"], maximize=False)
+    if wide is not W:
+        torch._foreach_copy_(W, wide)
+
+
+def cost(hp):
+    """(R, C) -> FLOPs of one orthogonalization: what owners are balanced by."""
+    steps = polar.steps_of(hp["ns_coefficients"], hp["ns_steps"])
+    return lambda R, C: polar.cost(R, C, steps)

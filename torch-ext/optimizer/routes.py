@@ -1,0 +1,253 @@
+"""How a bucket is stepped: Local, Exchange, Reduce, Elementwise, ReduceElementwise. The only file with collectives.
+
+Each route binds its views and launches once, and tells its story in `run`, a generator that yields a collective in flight
+and goes on once that has finished. No formula stands here (recipe.py), and no choice of owner or order (plan.py).
+"""
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from . import recipe
+from .kernels.pack import Copy, Pack
+from .kernels.table import Source
+from .kernels.update import Update
+from .layout import is_dtensor
+from .store import Bound, Workspace, piece_at
+
+
+class Local:
+    """The whole matrix is at home: nothing travels."""
+    travels = False
+
+    def __init__(self, bound):
+        self.bound, home = bound, bound.pieces("home")
+        self.stacks, self.rows, whole = bound.stacks()
+        V, updates = bound.states(bound.pieces("home", "row"), "second_moment"), [whole[p] for p in home]
+        self.pack = Pack(bound.states(home, "momentum_buffer"), updates, bound.sources(home), bound.store.gradients)
+        self.fetch_rows = Copy([whole[p] for p in bound.pieces("home", "row")], V)
+        self.keep_rows = Copy(V, [whole[p] for p in bound.pieces("home", "row")])
+        self.update = Update(bound.weights(home), updates, bound.scales(home))
+
+    def run(self, hp):
+        recipe.momentum(self.pack, self.bound.gradients(), hp)
+        self.fetch_rows()
+        recipe.orthogonalize(self.stacks, hp, self.bound.options.ns_dtype)
+        recipe.normalize(self.stacks, self.rows, hp)
+        self.keep_rows()
+        recipe.apply(self.update, hp)
+        return
+        yield  # a story like the others, without a collective
+
+
+class Exchange:
+    """Shards -> owner -> shards. FSDP2, HSDP, TP x FSDP and DDP differ in their pieces only. State stays at home."""
+    travels = True
+
+    def __init__(self, bound):
+        self.bound, home, rows = bound, bound.pieces("home"), bound.pieces("home", "row")
+        self.stacks, self.rows, whole = bound.stacks()
+        self.inbound = Wire(bound, "inbound", "leave", "arrive")
+        self.outbound = Wire(bound, "outbound", "arrive", "return")
+        # Where home and owner are one rank, the update is written into and read from the matrix itself. A replica whose
+        # copy is not sent updates its momentum all the same: its own update lands where the answer will.
+        back = {**self.outbound.arrive, **{p: whole[p] for p in (*home, *rows) if p in whole}}
+        sent = {**back, **self.inbound.leave}
+        V, sent_rows = bound.states(rows, "second_moment"), [p for p in rows if p.fed]
+        self.pack = Pack(bound.states(home, "momentum_buffer"), [sent[p] for p in home], bound.sources(home),
+                         bound.store.gradients)
+        self.send_rows = Copy([sent[p] for p in sent_rows], bound.states(sent_rows, "second_moment"))
+        self.assemble = Copy([whole[p] for p in self.inbound.arrive], list(self.inbound.arrive.values()))
+        self.dismantle = Copy(list(self.outbound.leave.values()), [whole[p] for p in self.outbound.leave])
+        self.keep_rows = Copy(V, [back[p] for p in rows])
+        self.update = Update(bound.weights(home), [back[p] for p in home], bound.scales(home))
+
+    def run(self, hp):
+        recipe.momentum(self.pack, self.bound.gradients(), hp)
+        self.send_rows()
+        yield from self.inbound.go()
+        self.assemble()
+        recipe.orthogonalize(self.stacks, hp, self.bound.options.ns_dtype)
+        recipe.normalize(self.stacks, self.rows, hp)
+        self.dismantle()
+        yield from self.outbound.go()
+        recipe.apply(self.update, hp)
+        self.keep_rows()
+
+
+class Reduce:
+    """Unreduced gradients -> owner, updates -> everybody: DDP without its all-reduce. State lives at the owner."""
+    travels = True
+
+    def __init__(self, bound):
+        self.bound, home, rows = bound, bound.pieces("home"), bound.pieces("owned", "row")
+        owned = [p for p in home if p.owner == bound.rank]
+        self.stacks, self.rows, whole = bound.stacks()
+        self.inbound = Wire(bound, "inbound", "leave", "arrive")
+        self.outbound = Wire(bound, "outbound", "arrive", "return")
+        self.fill = Copy.of_gradients([self.inbound.leave[p] for p in home], bound.sources(home), bound.store.gradients)
+        self.mean = Mean(self.inbound, bound.memory["mean"])
+        self.pack = Pack(bound.states(owned, "momentum_buffer"), [whole[p] for p in owned],
+                         [self.mean.source(p) for p in owned], [self.mean.out])
+        self.fetch_rows = Copy([whole[p] for p in rows], bound.states(rows, "second_moment"))
+        self.keep_rows = Copy(bound.states(rows, "second_moment"), [whole[p] for p in rows])
+        self.dismantle = Copy(list(self.outbound.leave.values()), [whole[p] for p in self.outbound.leave])
+        back = {**self.outbound.arrive, **{p: whole[p] for p in owned}}
+        self.update = Update(bound.weights(home), [back[p] for p in home], bound.scales(home))
+
+    def run(self, hp):
+        self.fill(*self.bound.gradients())
+        yield from self.inbound.go()
+        recipe.momentum(self.pack, self.mean(), hp)
+        self.fetch_rows()
+        recipe.orthogonalize(self.stacks, hp, self.bound.options.ns_dtype)
+        recipe.normalize(self.stacks, self.rows, hp)
+        self.keep_rows()
+        self.dismantle()
+        yield from self.outbound.go()
+        recipe.apply(self.update, hp)
+
+
+class Elementwise:
+    """AdamW: every element is stepped where it is stored."""
+    travels = False
+
+    def __init__(self, store):
+        self.store, self.W = store, store.locals()
+        self.state = [store.locals(key) for key in ("exp_avg", "exp_avg_sq", "step")]
+
+    def run(self, hp):
+        here = self.store.present
+        lists = [self.W, self.store.gradients, *self.state]
+        recipe.adamw(*([tensors[i] for i in here] for tensors in lists), hp)
+        return
+        yield  # a story like the others, without a collective
+
+
+class ReduceElementwise:
+    """AdamW on unreduced gradients: every rank sums and steps its chunk of each parameter and returns the weights."""
+    travels = True
+
+    def __init__(self, bound):
+        self.bound, home = bound, bound.pieces("home", "chunk")
+        owned = [p for p in home if p.owner == bound.rank]
+        self.inbound = Wire(bound, "inbound", "leave", "arrive", bound.store.gradients[0].dtype)
+        self.outbound = Wire(bound, "outbound", "arrive", "return", bound.store.params[0].dtype)
+        self.fill = Copy.of_gradients([self.inbound.leave[p] for p in home], bound.sources(home), bound.store.gradients)
+        self.mean = Mean(self.inbound, bound.memory["mean"])
+        self.lists = [bound.weights(owned), [self.mean.view(p) for p in owned],
+                      *(bound.states(owned, key) for key in ("exp_avg", "exp_avg_sq")),
+                      [bound.store.state[bound.store.params[p.matrix.param]]["step"] for p in owned]]
+        self.leave = Copy(list(self.outbound.leave.values()), bound.weights(self.outbound.leave))
+        self.land = Copy(bound.weights(self.outbound.arrive), list(self.outbound.arrive.values()))
+
+    def run(self, hp):
+        self.fill(*self.bound.gradients())
+        yield from self.inbound.go()
+        self.mean()
+        recipe.adamw(*self.lists, hp)
+        self.leave()
+        yield from self.outbound.go()
+        self.land()
+
+
+ROUTES = {"local": Local, "exchange": Exchange, "reduce": Reduce, "reduce_elementwise": ReduceElementwise}
+
+
+class Wire:
+    """One direction of travel: flat send and receive buffers, and the view of each piece in them."""
+
+    def __init__(self, bound, direction, send, recv, dtype=None):
+        self.travel, self.crosses = getattr(bound.share, direction), getattr(bound.share, f"crosses_{direction}")
+        self.group, self.dtype = bound.group, dtype or bound.options.wire_dtype
+        self.send = bound.memory[send][:sum(self.travel.send_bytes)]
+        self.recv = bound.memory[recv][:sum(self.travel.recv_bytes)]
+        self.leave = {p: self._view(self.send, p, at) for p, at in self.travel.leave.items()}
+        self.arrive = {p: self._view(self.recv, p, at) for p, at in self.travel.arrive.items()}
+
+    def _view(self, flat, piece, at):
+        return piece_at(flat, at, piece.shape, torch.float32 if piece.kind == "row" else self.dtype)
+
+    def go(self):
+        """Yield the collective, unless the plan says that no rank sends anything."""
+        if self.crosses:
+            splits = list(self.travel.recv_bytes), list(self.travel.send_bytes)
+            yield dist.all_to_all_single(self.recv, self.send, *splits, group=self.group, async_op=True)
+
+
+class Mean:
+    """The mean over the ranks of what arrived from each, in fp32, summed in the order of the ranks."""
+
+    def __init__(self, wire, memory):
+        ranks, nbytes = len(wire.travel.recv_bytes), wire.travel.recv_bytes[0]
+        self.arrived = wire.recv.view(wire.dtype).view(ranks, nbytes // wire.dtype.itemsize)
+        self.offsets, self.itemsize = wire.travel.arrive, wire.dtype.itemsize
+        self.out = memory.view(torch.float32)[:self.arrived.size(1)]
+        self.address = torch.tensor([self.out.data_ptr()], device=self.out.device)
+
+    def __call__(self):
+        torch.sum(self.arrived, 0, dtype=torch.float32, out=self.out)
+        self.out.div_(self.arrived.size(0))
+        return [self.out], self.address
+
+    def source(self, piece):
+        """Where the mean of `piece`, which arrived from all ranks alike, lies."""
+        return Source(0, self.offsets[piece] % (self.arrived.size(1) * self.itemsize) // self.itemsize, (piece.shape[1], 1))
+
+    def view(self, piece):
+        return self.out.as_strided(piece.shape, self.source(piece).strides, self.source(piece).offset)
+
+
+
+
+class Groups:
+    """The process group of each set of ranks: one that is there already (the default, a mesh's), else a new one."""
+
+    def __init__(self):
+        self.known = {}
+
+    def learn(self, params, process_group) -> None:
+        """Remember the groups that the parameters bring along."""
+        groups = [process_group] if process_group is not None else []
+        for mesh in {p.device_mesh for p in params if is_dtensor(p)}:
+            groups += [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        for group in [dist.group.WORLD, *groups] if dist.is_initialized() else []:
+            self.known.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+
+    def of(self, ranks):
+        """All ranks of the group call this in the same order, since all have the same plan."""
+        if ranks not in self.known:
+            self.known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        return self.known[ranks]
+
+
+def agree(group, number, device) -> None:
+    """Compare the plan's digest over the ranks of a group, once: ranks with different plans would wait for each other."""
+    mine = torch.tensor([number], dtype=torch.int64, device=device)
+    theirs = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(theirs, mine, group=group)
+    odd = [rank for rank, t in zip(dist.get_process_group_ranks(group), theirs) if int(t) != number]
+    if odd:
+        raise RuntimeError(f"rank {dist.get_rank()} and ranks {odd} have different plans: their parameters differ in order, "
+                           "shape, placement or group options; build the optimizer alike on all ranks")
+
+
+def bind(tasks, options, groups, slots):
+    """[(live parameter group, store, bucket, share)] -> [(route, live parameter group)], bound to one workspace.
+
+    `slots`: how many buckets are alive at once (pipeline.py); a bucket that stays at home borrows the second slot while
+    only the first has been started.
+    """
+    jobs, bounds, travelling = [], [], 0
+    for hp, store, bucket, share in tasks:
+        route = ROUTES[bucket.route]
+        bound = Bound(bucket, share, store, options, groups.of(bucket.ranks) if route.travels else None, hp)
+        bounds.append((route, bound, travelling if route.travels else 1))
+        travelling += route.travels
+    workspace = Workspace(slots)
+    for _, bound, number in bounds:
+        workspace.reserve(number, bound.needs())
+    for route, bound, number in bounds:
+        bound.memory = workspace.take(number, bound.needs(), bound.store.device)
+        jobs.append((route(bound), bound.hp))
+    return jobs
