@@ -105,4 +105,95 @@ def difference(one, many, whole, cut, full):
 def test_sharded_is_one_process(layout, name, world):
     for error, moved, routes in run_ranks(world, compare, name, layout, {"wire_dtype": torch.float32}):
         assert error == 0.0
-        assert moved > 1e-3
+        assert moved > 1e-4
+
+
+def plain(rank, world, name, reduced, options):
+    """Plain replicated parameters, matrices and AdamW ones, against one process with the averaged gradients."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [*DENSE, *EXPERTS]
+    full = [spread(s, generator) for s in shapes]
+    rest = [torch.randn(s, generator=generator) for s in [(50, 6), (7,), (), (3, 2, 2), (1, 5)]]
+
+    def build(**more):
+        params = [[nn.Parameter(t.clone()) for t in tensors] for tensors in (full, rest)]
+        groups = [{"params": params[0]}, {"params": params[1], "use_muon": False, "lr": 0.01, "weight_decay": 0.3}]
+        return params[0] + params[1], getattr(package(), name)(groups, lr=0.02, workspace_bytes=24000, **options, **more)
+
+    whole, one = build()
+    copied, many = build(process_group=dist.group.WORLD, grads_are_reduced=reduced)
+    for _ in range(STEPS):
+        for w, c in zip(whole, copied):
+            gradients = torch.randn((world, *w.shape), generator=generator)
+            w.grad = gradients.double().mean(0).float()
+            c.grad = w.grad.clone() if reduced else gradients[rank].clone()
+        one.step()
+        many.step()
+    error = max((w - c).abs().max().item() for w, c in zip(whole, copied))
+    moved = min((w - f).abs().max().item() for w, f in zip(whole, full + rest))
+    stored = sum(t.numel() for c in copied for key, t in many.state[c].items() if key != "step")
+    same = all(torch.equal(torch.cat([c.detach().flatten() for c in copied]), other) for other in everybody(copied, world))
+    return error, moved, stored, sum(t.numel() for w in whole for k, t in one.state[w].items() if k != "step"), same
+
+
+def everybody(params, world):
+    mine = torch.cat([p.detach().flatten() for p in params])
+    theirs = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(theirs, mine)
+    return theirs
+
+
+@pytest.mark.parametrize("world", [1, 4, 8])
+@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
+def test_ddp_splits_the_work_and_changes_no_bit(name, world):
+    for error, moved, stored, whole, same in run_ranks(world, plain, name, True, {"wire_dtype": torch.float32}):
+        assert error == 0.0 and same
+        assert moved > 1e-4
+        assert stored == whole
+
+
+@pytest.mark.parametrize("world", [1, 4, 8])
+@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
+def test_unreduced_gradients_are_averaged_and_state_is_owned(name, world):
+    results = run_ranks(world, plain, name, False, {"wire_dtype": torch.float32})
+    for error, moved, _, _, same in results:
+        assert error < 2e-4 and same  # sums in another order, through five steps of a polynomial that amplifies
+        assert moved > 1e-4
+    assert sum(stored for _, _, stored, _, _ in results) == results[0][3]  # every element of the state is kept once
+
+
+def missing(rank, world, layout, options):
+    """Steps in which gradients are missing: on no rank, on some, on all."""
+    from torch.distributed.tensor import init_device_mesh
+
+    mesh_shape, placements, shapes = placements_of(layout, world)
+    mesh = init_device_mesh("cpu", mesh_shape)
+    generator = torch.Generator().manual_seed(2)
+    full = [spread(s, generator) for s in shapes]
+    whole = [nn.Parameter(f.clone()) for f in full]
+    cut = [nn.Parameter(sharded(f, mesh, placements)) for f in full]
+    half = len(full) // 2
+
+    def build(params):
+        groups = [{"params": params[:half]}, {"params": params[half:], "use_muon": False}]
+        return package().NorMuon(groups, lr=0.02, wire_dtype=torch.float32, workspace_bytes=24000)
+
+    one, many = build(whole), build(cut)
+    for _ in range(6):
+        for w, c in zip(whole, cut):
+            gradient, has = spread(w.shape, generator), torch.rand(world, generator=generator) < 0.5
+            if torch.rand((), generator=generator) < 0.4:
+                has[:] = False
+            shard = sharded(gradient, mesh, placements)
+            if not has[rank]:
+                shard._local_tensor.zero_()
+            w.grad = shard.full_tensor() if has.any() else None
+            c.grad = shard if has[rank] else None
+        one.step()
+        many.step()
+    return difference(one, many, whole, cut, full)[0]
+
+
+@pytest.mark.parametrize("layout", ["fsdp rows", "fsdp columns", "tp columns x fsdp rows", "ep x fsdp rows"])
+def test_missing_gradients_count_as_zero_unless_no_rank_has_one(layout):
+    assert run_ranks(4, missing, layout, {}) == [0.0] * 4

@@ -15,7 +15,7 @@ from . import pipeline, recipe
 from .groups import check_group, name_of
 from .layout import check_local_shape, is_dtensor, layout_of, local_of, this_rank
 from .plan import Bucket, chunk_share, digest, make_plan, share_of
-from .routes import Elementwise, Groups, agree, bind
+from .routes import Elementwise, Groups, Presence, agree, bind
 from .store import Store, create_state
 
 MUON_STATE, NORMUON_STATE = ("momentum_buffer",), ("momentum_buffer", "second_moment")
@@ -115,7 +115,9 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         for store in self._ready():
             store.read()
+        self._presence.save()
         pipeline.run(self._jobs)
+        self._presence.settle()
         return loss
 
     def _ready(self):
@@ -131,6 +133,7 @@ class Muon(torch.optim.Optimizer):
         key = [_memory_key(p) for plan in plans for p in plan.params]
         if key != self._bound_for:
             self._stores, self._jobs = self._bind(plans)
+            self._presence = Presence(self._stores, self._groups)
             self._bound_for = key
         return self._stores
 
@@ -153,17 +156,17 @@ class Muon(torch.optim.Optimizer):
         if reduced:
             for p in params:
                 create_state(self.state[p], p, ADAMW_STATE, self._options.state_dtype)
-            return [Plan(group, params, None, None, ())]
+            return [Plan(group, params, _layouts(params, process_group), None, None)]
         by_dtype = {}
         for p in params:
             by_dtype.setdefault(p.dtype, []).append(p)
         return [self._plan_chunks(group, part, process_group) for part in by_dtype.values()]
 
     def _plan_matrices(self, group, params, process_group, reduced, loads):
-        layouts = _layouts(params, process_group, lambda shape: shape)
+        layouts = _layouts(params, process_group)
         for i, (param, layout) in enumerate(zip(params, layouts)):
             check_local_shape(param, layout, f"#{i}")
-        rows = _layouts(params, process_group, lambda shape: (*shape[:-1], 1)) if "beta2" in group else None
+        rows = _layouts(params, process_group, of_rows=True) if "beta2" in group else None
         wire, device, rank = self._options.wire_dtype, local_of(params[0]).device, this_rank()
         buckets = make_plan(layouts, recipe.cost(group), loads, reduced=reduced,
                             owner_bytes=self._options.owner_bytes(device), itemsize=wire.itemsize)
@@ -187,13 +190,13 @@ class Muon(torch.optim.Optimizer):
         for i, p in enumerate(params):
             create_state(self.state[p], p, ADAMW_STATE, self._options.state_dtype, rows=mine.get(i, 0))
         bucket = Bucket("reduce_elementwise", ranks, share.matrices, (rank,) * len(share.matrices))
-        return Plan(group, params, None, None, [(bucket, share)])
+        return Plan(group, params, _layouts(params, process_group), None, [(bucket, share)])
 
     def _bind(self, plans):
         """(stores, jobs) of all groups: their buckets share one workspace and one pipeline."""
         stores = [Store(plan.params, plan.layouts, plan.row_layouts, self.state) for plan in plans]
-        tasks = [(p.group, store, *part) for p, store in zip(plans, stores) for part in p.shares]
-        at_home = [(Elementwise(store), p.group) for p, store in zip(plans, stores) if not p.shares and not p.layouts]
+        tasks = [(p.group, store, *part) for p, store in zip(plans, stores) for part in p.shares or ()]
+        at_home = [(Elementwise(store), p.group) for p, store in zip(plans, stores) if p.shares is None]
         return stores, bind(tasks, self._options, self._groups, pipeline.SLOTS) + at_home
 
     def _forget(self) -> None:
@@ -244,22 +247,23 @@ class NorMuon(Muon):
 
 @dataclass(frozen=True)
 class Plan:
-    """One group's parameters, their layouts (None for AdamW), and what this rank has of each bucket."""
+    """One group's parameters, where they and their row state live, and what this rank has of each bucket (None: all of it
+    is stepped elementwise where it is stored)."""
     group: dict
     params: list
-    layouts: list | None
+    layouts: list
     row_layouts: list | None
-    shares: list
+    shares: list | None
 
 
-def _layouts(params, process_group, shape_of) -> list:
-    """One layout for each parameter; parameters of one shape, mesh and placement share it."""
+def _layouts(params, process_group, of_rows=False) -> list:
+    """The layout of each parameter, or of its row state; parameters of one shape, mesh and placement share it."""
     known = {}
-    for p in params:
-        key = (p.shape, p.device_mesh, p.placements) if is_dtensor(p) else (p.shape,)
+    keys = [(p.shape, p.device_mesh, p.placements) if is_dtensor(p) else (p.shape,) for p in params]
+    for key, p in zip(keys, params):
         if key not in known:
-            known[key] = layout_of(p, process_group, shape_of(p.shape))
-    return [known[(p.shape, p.device_mesh, p.placements) if is_dtensor(p) else (p.shape,)] for p in params]
+            known[key] = layout_of(p, process_group, (*p.shape[:-1], 1) if of_rows else None)
+    return [known[key] for key in keys]
 
 
 def _memory_key(param):

@@ -117,9 +117,7 @@ class Elementwise:
         self.state = [store.locals(key) for key in ("exp_avg", "exp_avg_sq", "step")]
 
     def run(self, hp):
-        here = self.store.present
-        lists = [self.W, self.store.gradients, *self.state]
-        recipe.adamw(*([tensors[i] for i in here] for tensors in lists), hp)
+        recipe.adamw(self.W, self.store.gradients, *self.state, hp)
         return
         yield  # a story like the others, without a collective
 
@@ -198,6 +196,46 @@ class Mean:
         return self.out.as_strided(piece.shape, self.source(piece).strides, self.source(piece).offset)
 
 
+
+
+class Presence:
+    """Puts back what the step changed of parameters that have no gradient on any rank.
+
+    Where ranks must act alike, a missing gradient counts as zero. After the step the ranks compare what they had, in one
+    small collective, which only a rank that missed a gradient waits for.
+    """
+
+    def __init__(self, stores, groups):
+        self.members, self.flags, self.groups, self.saved, self.works = {}, {}, groups, {}, []
+        for store in stores:
+            for number, layout in enumerate(store.layouts["update"] or ()):
+                if len(layout.boxes) > 1:
+                    self.members.setdefault(tuple(sorted(layout.boxes)), []).append((store, number))
+
+    def save(self) -> None:
+        """Before the step: copy what may have to be put back, and note which gradients are here."""
+        for work in self.works:
+            work.wait()
+        self.works, self.saved = [], {}
+        for ranks, members in self.members.items():
+            here = [store.params[number].grad is not None for store, number in members]
+            if ranks not in self.flags or not all(here) or not self.complete:
+                self.flags[ranks] = torch.tensor(here, dtype=torch.float32).to(members[0][0].device)
+            self.saved.update({(ranks, i): [t.clone() for t in store.all_of(number)]
+                               for i, (store, number) in enumerate(members) if not here[i]})
+        self.complete = not self.saved
+
+    def settle(self) -> None:
+        """After the step: compare, and put back."""
+        for ranks, flags in self.flags.items():
+            self.works.append(dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.groups.of(ranks), async_op=True))
+        for work in self.works if self.saved else ():
+            work.wait()
+        for (ranks, i), before in self.saved.items():
+            store, number = self.members[ranks][i]
+            anywhere = self.flags[ranks][i] > 0
+            for now, then in zip(store.all_of(number), before):
+                now.copy_(torch.where(anywhere.to(now.device), now, then))
 
 
 class Groups:

@@ -28,7 +28,6 @@ class Store:
 
     def read(self):
         """Take this step's gradients, which autograd may have put elsewhere; a missing one counts as zero."""
-        self.present = [i for i, p in enumerate(self.params) if p.grad is not None]
         self.gradients = [_gradient(p) for p in self.params]
         self.addresses = None
         if self.device.type != "cpu":
@@ -51,6 +50,11 @@ class Store:
         """State `key` of each piece, (rows, cols) views. Of a chunk, the owner stores no more than that."""
         locals_ = [local_of(self.state[self.params[p.matrix.param]][key]) for p in pieces]
         return [s.view(p.shape) if p.kind == "chunk" else self._view(s, p) for s, p in zip(locals_, pieces)]
+
+    def all_of(self, number) -> list:
+        """The local tensors of one parameter: its weight and all its state."""
+        param = self.params[number]
+        return [local_of(param), *(local_of(t) for t in self.state[param].values())]
 
     def locals(self, key=None):
         """The local tensors of the parameters, or of their state `key`."""

@@ -1,0 +1,56 @@
+"""What the device does: every operation has a torch reference, a Triton kernel, a launcher and a launch choice.
+
+Decides: whether Triton is used on a device, and when Triton is imported (by the first launch, never by loading the
+package). Must not know: what the operations are for.
+"""
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+from .. import debug
+
+
+def use_triton(device: torch.device) -> bool:
+    """Say whether operations on `device` run in Triton: NVIDIA from sm80 on, ROCm and XPU, where Triton is installed."""
+    choice = debug.kernels()
+    if choice == "auto":
+        return _triton_runs_on(device.type, device.index)
+    return choice == "triton"
+
+
+@functools.lru_cache(maxsize=None)
+def _triton_runs_on(kind: str, index: int | None) -> bool:
+    if kind not in ("cuda", "xpu") or importlib.util.find_spec("triton") is None:
+        return False
+    return kind == "xpu" or torch.version.hip is not None or torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+class jit:
+    """Decorator: a Triton kernel that is made by its first launch, so that loading the package imports no Triton.
+
+    The kernel is written as plain Python at module level; its annotations stay strings, and the name `tl` is put into
+    its module here. Functions that it calls are decorated alike.
+    """
+
+    def __init__(self, function):
+        functools.update_wrapper(self, function)
+        self.function, self.made = function, None
+
+    def __getitem__(self, grid):
+        return self.make()[grid]
+
+    def make(self):
+        """Return Triton's own function object; the same one at every call."""
+        if self.made is None:
+            import triton
+
+            scope = self.function.__globals__
+            scope["tl"] = triton.language
+            for name in self.function.__code__.co_names:
+                if isinstance(scope.get(name), jit):
+                    scope[name] = scope[name].make()
+            self.made = triton.jit(self.function)
+        return self.made

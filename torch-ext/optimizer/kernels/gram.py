@@ -1,0 +1,153 @@
+"""Batched products for the Newton-Schulz iterations: X X^T, products of symmetric matrices, and A X.
+
+Decides: how a product is computed and rounded. A symmetric result is computed in one triangle and mirrored, so it is
+exactly symmetric. The result for one matrix does not depend, in any bit, on the batch that it is in: no atomics, no
+split sums, and a launch choice that ignores the batch. Must not know: what the products are used for.
+"""
+from __future__ import annotations
+
+import torch
+
+from . import jit, tiles, use_triton
+
+tl = None  # Triton's language, put here by jit
+ALIGNMENT_BYTES = 64
+
+
+def gram(X: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write X X^T to out.
+
+    X (N, n, m) in fp16, bf16 or fp32, any strides; out (N, n, n), any strides, sharing no memory with X.
+    Sums in fp32, rounded once.
+    """
+    if use_triton(X.device):
+        return _launch("gram", X, X.mT, out)
+    return symmetric_product_torch(X, X.mT, out)
+
+
+def symmetric_product(A, B, out, alpha=1.0, C=None, beta=0.0, diagonal=0.0) -> torch.Tensor:
+    """Write alpha A B + beta C + diagonal I to out, for symmetric A and B that commute, and symmetric C.
+
+    All (N, n, n), any strides. Only the lower triangle of C counts. out may be C itself; it shares no memory with A or B.
+    Sums and the rest in fp32, rounded once.
+    """
+    if use_triton(A.device):
+        return _launch("symmetric", A, B, out, C, (alpha, beta, diagonal))
+    return symmetric_product_torch(A, B, out, alpha, C, beta, diagonal)
+
+
+def product(A: torch.Tensor, X: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write A X to out.
+
+    A (N, n, n), X (N, n, m); out (N, n, m) of any dtype and strides (a transposed view too), sharing no memory with
+    them. Sums in fp32, rounded once.
+    """
+    if use_triton(A.device):
+        return _launch("product", A, X, out)
+    return product_torch(A, X, out)
+
+
+def product_torch(A, X, out):
+    """Compute `product` matrix by matrix: batched products of CPU libraries give bits that change with the batch."""
+    for a, x, o in zip(A, X, out):
+        o.copy_(_multiply(a, x))
+    return out
+
+
+def symmetric_product_torch(A, B, out, alpha=1.0, C=None, beta=0.0, diagonal=0.0):
+    """Compute `symmetric_product` matrix by matrix."""
+    for i, o in enumerate(out):
+        result = _multiply(A[i], B[i]).mul_(alpha)
+        if C is not None:
+            result.add_(C[i].float().mul(beta))
+        result.diagonal().add_(diagonal)
+        o.copy_(result.tril() + result.tril(-1).mT)
+    return out
+
+
+def _multiply(a, b):
+    """Multiply two matrices, sums in fp32.
+
+    A CPU library may sum in another order where memory is aligned otherwise: every operand begins as new memory does.
+    """
+    if a.device.type != "cpu":
+        return torch.mm(a, b).float()
+    return torch.mm(*(x.clone() if x.data_ptr() % ALIGNMENT_BYTES else x for x in (a.float(), b.float())))
+
+
+def _launch(op, A, B, out, C=None, factors=(1.0, 0.0, 0.0)):
+    """Launch one program per tile of every matrix of the batch."""
+    (N, rows, columns), inner = out.shape, A.shape[2]
+    symmetric = op != "product"
+    tile = tiles.choose(op, A.dtype, rows, inner if op == "gram" else columns, out.device)
+    down, across = -(-rows // tile.rows), -(-columns // tile.columns)
+    count = down * (down + 1) // 2 if symmetric else down * across
+    if N * count:
+        _product_kernel[(N * count,)](
+            A, B, C, out, rows, columns, inner, A.stride(), B.stride(), (0, 0, 0) if C is None else C.stride(),
+            out.stride(), *factors, SYMMETRIC=symmetric, EVEN=inner % tile.inner == 0,
+            BLOCK_R=tile.rows, BLOCK_C=tile.columns, BLOCK_K=tile.inner, GROUP=tile.group,
+            num_stages=tile.stages, num_warps=tile.warps)
+    return out
+
+
+@jit
+def _product_kernel(A, B, C, OUT, rows, columns, inner, a_strides, b_strides, c_strides, out_strides,
+                    alpha, beta, diagonal, SYMMETRIC: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr,
+                    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    """OUT = alpha A B + beta C + diagonal I; offsets of matrices and rows are 64 bit."""
+    matrix, i, j = _tile_of(rows, columns, SYMMETRIC, BLOCK_R, BLOCK_C, GROUP)
+    r = i * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = j * BLOCK_C + tl.arange(0, BLOCK_C)
+    k = tl.arange(0, BLOCK_K)
+    # rows beyond the edge wrap round: they are read, multiplied and never stored
+    a = A + matrix * a_strides[0] + (r % rows).to(tl.int64)[:, None] * a_strides[1] + k[None, :] * a_strides[2]
+    b = B + matrix * b_strides[0] + k[:, None] * b_strides[1] + (c % columns).to(tl.int64)[None, :] * b_strides[2]
+    sums = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
+    for first in range(0, inner, BLOCK_K):
+        if EVEN:
+            left, right = tl.load(a), tl.load(b)
+        else:
+            left = tl.load(a, mask=k[None, :] < inner - first, other=0.0)
+            right = tl.load(b, mask=k[:, None] < inner - first, other=0.0)
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+        a += BLOCK_K * a_strides[2]
+        b += BLOCK_K * b_strides[1]
+    sums *= alpha
+    r, c = r.to(tl.int64)[:, None], c.to(tl.int64)[None, :]
+    inside = (r < rows) & (c < columns)
+    if SYMMETRIC:
+        inside &= r >= c
+        sums += tl.where(r == c, diagonal, 0.0)
+    if C is not None:
+        addend = tl.load(C + matrix * c_strides[0] + r * c_strides[1] + c * c_strides[2], mask=inside, other=0.0)
+        sums += beta * addend.to(tl.float32)
+    result = sums.to(OUT.dtype.element_ty)
+    out = OUT + matrix * out_strides[0]
+    tl.store(out + r * out_strides[1] + c * out_strides[2], result, mask=inside)
+    if SYMMETRIC:
+        tl.store(out + c * out_strides[1] + r * out_strides[2], result, mask=inside)
+
+
+@jit
+def _tile_of(rows, columns, SYMMETRIC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr):
+    """Return (matrix, tile row, tile column) of this program: the lower triangle row by row, or groups of GROUP rows."""
+    program = tl.program_id(0)
+    down = tl.cdiv(rows, BLOCK_R)
+    if SYMMETRIC:
+        count = down * (down + 1) // 2
+        tile = program % count
+        i = ((tl.sqrt((8 * tile + 1).to(tl.float32)) - 1) * 0.5).to(tl.int32)
+        i = tl.where(i * (i + 1) // 2 > tile, i - 1, i)  # the square root may be one off
+        i = tl.where((i + 1) * (i + 2) // 2 <= tile, i + 1, i)
+        j = tile - i * (i + 1) // 2
+    else:
+        across = tl.cdiv(columns, BLOCK_C)
+        count = down * across
+        tile = program % count
+        first = tile // (GROUP * across) * GROUP
+        size = min(down - first, GROUP)
+        within = tile % (GROUP * across)
+        i = first + within % size
+        j = within // size
+    return (program // count).to(tl.int64), i, j

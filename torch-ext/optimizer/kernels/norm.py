@@ -1,0 +1,102 @@
+"""Scaling before the iteration: bring every matrix to Frobenius norm 1, whatever its scale, and cast it.
+
+Decides: how maxima and squares are summed, in a fixed order that does not depend on the batch, and that nothing
+overflows or vanishes on the way. Must not know: what happens to the matrices afterwards.
+"""
+from __future__ import annotations
+
+import torch
+
+from . import jit, use_triton
+
+tl = None  # Triton's language, put here by jit
+BLOCK = 1024
+TILE = 64
+
+
+def unit_norm(U: torch.Tensor, X: torch.Tensor, eps: float) -> None:
+    """Write U / ||U|| to X, norms over whole matrices; a matrix of zeros stays so.
+
+    U (N, n, m) and X alike, in fp32, bf16 or fp16, any strides (transposed views too). All in fp32, rounded once.
+    U is divided by its largest element first, and eps is added to the norm then: a multiple of U gives the same X.
+    """
+    if not use_triton(U.device):
+        return unit_norm_torch(U, X, eps)
+    if U.stride(2) > U.stride(1):
+        U, X = U.mT, X.mT
+    N, R, C = U.shape
+    rows = torch.empty((2, N, R), dtype=torch.float32, device=U.device)
+    matrices = torch.empty((2, N), dtype=torch.float32, device=U.device)
+    tiles = -(-R // TILE) * -(-C // TILE)
+    _rows_kernel[(N * R,)](U, rows, N * R, R, C, U.stride(), BLOCK=BLOCK)
+    _matrices_kernel[(N,)](rows, matrices, N, R, eps, BLOCK=BLOCK)
+    _cast_kernel[(N * tiles,)](U, X, matrices, N, R, C, U.stride(), X.stride(), TILE=TILE)
+
+
+def unit_norm_torch(U, X, eps):
+    """Compute `unit_norm` matrix by matrix, so that a sum's order does not depend on the batch."""
+    for u, x in zip(U, X):
+        wide = u.float()
+        wide = wide / _or_one(wide.abs().amax())
+        x.copy_(wide / _or_one(wide.square().sum().sqrt(), eps))
+
+
+def _or_one(divisor, eps=0.0):
+    return torch.where(divisor > 0, divisor + eps, 1.0)
+
+
+@jit
+def _rows_kernel(U, rows, numel, R, C, strides, BLOCK: tl.constexpr):
+    """One row per program: its largest magnitude, and the sum of squares in units of that, to rows (2, N, R)."""
+    program = tl.program_id(0).to(tl.int64)
+    start = U + program // R * strides[0] + program % R * strides[1]
+    largest = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, C, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        u = tl.load(start + column.to(tl.int64) * strides[2], mask=column < C, other=0.0)
+        largest = tl.maximum(largest, tl.abs(u.to(tl.float32)))
+    unit = tl.max(largest)
+    divisor = tl.where(unit > 0, unit, 1.0)
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, C, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        u = tl.load(start + column.to(tl.int64) * strides[2], mask=column < C, other=0.0).to(tl.float32) / divisor
+        sums += u * u
+    tl.store(rows + program, unit)
+    tl.store(rows + numel + program, tl.sum(sums))
+
+
+@jit
+def _matrices_kernel(rows, matrices, N, R, eps, BLOCK: tl.constexpr):
+    """One matrix per program: its largest magnitude, and its norm in units of that, to matrices (2, N)."""
+    matrix = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, R, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, tl.load(rows + matrix * R + row, mask=row < R, other=0.0))
+    unit = tl.max(largest)
+    divisor = tl.where(unit > 0, unit, 1.0)
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, R, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        ratio = tl.load(rows + matrix * R + row, mask=row < R, other=0.0) / divisor
+        sums += tl.load(rows + (N + matrix) * R + row, mask=row < R, other=0.0) * ratio * ratio
+    norm = tl.sqrt(tl.sum(sums))
+    tl.store(matrices + matrix, divisor)
+    tl.store(matrices + N + matrix, tl.where(norm > 0, norm + eps, 1.0))
+
+
+@jit
+def _cast_kernel(U, X, matrices, N, R, C, u_strides, x_strides, TILE: tl.constexpr):
+    """One tile per program: X = U / largest / norm."""
+    program = tl.program_id(0)
+    across = tl.cdiv(C, TILE)
+    count = tl.cdiv(R, TILE) * across
+    matrix, tile = (program // count).to(tl.int64), program % count
+    row = ((tile // across) * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
+    column = ((tile % across) * TILE + tl.arange(0, TILE)).to(tl.int64)[None, :]
+    inside = (row < R) & (column < C)
+    u = tl.load(U + matrix * u_strides[0] + row * u_strides[1] + column * u_strides[2], mask=inside, other=0.0)
+    x = u.to(tl.float32) / tl.load(matrices + matrix) / tl.load(matrices + N + matrix)
+    out = X + matrix * x_strides[0] + row * x_strides[1] + column * x_strides[2]
+    tl.store(out, x.to(X.dtype.element_ty), mask=inside)

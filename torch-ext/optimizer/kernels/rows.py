@@ -1,0 +1,100 @@
+"""NorMuon's normalisation: divide every row by the root of its mean square over time, keep the matrix's Frobenius norm.
+
+Decides: how rows and whole matrices are summed, in a fixed order that does not depend on the batch. Must not know: how
+the rows' second moment V is stored or sent.
+"""
+from __future__ import annotations
+
+import torch
+
+from . import jit, use_triton
+
+tl = None  # Triton's language, put here by jit
+BLOCK = 1024
+
+
+def normalize(U: torch.Tensor, V: torch.Tensor, beta2: float, eps: float) -> None:
+    """Normalise U in place and move V along.
+
+    U (N, R, C) in fp32, bf16 or fp16; V (N, R, 1) in fp32; any strides. With s the mean square of a row:
+    V <- beta2 V + (1 - beta2) s, N = U / (sqrt(V) + eps), U <- N ||U|| / ||N||, norms over whole matrices.
+    A matrix of zeros stays so. Source: arXiv 2510.05491, in the norm-preserving form of its authors' code.
+    """
+    if U.numel() == 0:
+        return
+    if not use_triton(U.device):
+        return normalize_torch(U, V, beta2, eps)
+    N, R, C = U.shape
+    squares = torch.empty((2, N, R), dtype=torch.float32, device=U.device)
+    factors = torch.empty(N, dtype=torch.float32, device=U.device)
+    _moments_kernel[(N * R,)](U, V, squares, N * R, R, C, U.stride(), V.stride(), beta2, 1.0 - beta2, eps, BLOCK=BLOCK)
+    _norms_kernel[(N,)](squares, factors, N * R, R, BLOCK=BLOCK)
+    _scale_kernel[(N * R,)](U, V, factors, R, C, U.stride(), V.stride(), eps, BLOCK=BLOCK)
+
+
+def normalize_torch(U, V, beta2, eps):
+    """Compute `normalize` matrix by matrix, so that a sum's order does not depend on the batch."""
+    for u, v in zip(U, V):
+        wide = u.float()
+        square = wide.square().mean(dim=1, keepdim=True)
+        v.mul_(beta2).add_(square.mul(1.0 - beta2))
+        w = v.sqrt().add_(eps).reciprocal_().masked_fill_(v == 0, 0.0)
+        before, after = square.sum(), square.mul(w).mul(w).sum()
+        factor = torch.where(after > 0, before / after, after).sqrt()
+        u.copy_(wide * (w * factor))
+
+
+@jit
+def _weight(v, eps):
+    """Return 1 / (sqrt(v) + eps), and 0 for a row that has always been zero."""
+    return tl.where(v == 0, 0.0, 1.0 / (tl.sqrt(v) + eps))
+
+
+@jit
+def _moments_kernel(U, V, squares, numel, R, C, u_strides, v_strides, beta2, rest, eps, BLOCK: tl.constexpr):
+    """One row per program: V, and the mean square before and after the division, to squares (2, N, R)."""
+    program = tl.program_id(0).to(tl.int64)
+    matrix, row = program // R, program % R
+    start = U + matrix * u_strides[0] + row * u_strides[1]
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, C, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        u = tl.load(start + column.to(tl.int64) * u_strides[2], mask=column < C, other=0.0).to(tl.float32)
+        sums += u * u
+    square = tl.sum(sums) / C
+    v_at = V + matrix * v_strides[0] + row * v_strides[1]
+    v = beta2 * tl.load(v_at) + rest * square
+    tl.store(v_at, v)
+    w = _weight(v, eps)
+    tl.store(squares + program, square)
+    tl.store(squares + numel + program, square * w * w)
+
+
+@jit
+def _norms_kernel(squares, factors, numel, R, BLOCK: tl.constexpr):
+    """One matrix per program: the factor that keeps its norm."""
+    matrix = tl.program_id(0).to(tl.int64)
+    before = tl.zeros((BLOCK,), dtype=tl.float32)
+    after = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, R, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        before += tl.load(squares + matrix * R + row, mask=row < R, other=0.0)
+        after += tl.load(squares + numel + matrix * R + row, mask=row < R, other=0.0)
+    total = tl.sum(after)
+    factor = tl.sqrt(tl.sum(before) / tl.where(total > 0, total, 1.0))
+    tl.store(factors + matrix, tl.where(total > 0, factor, total))
+
+
+@jit
+def _scale_kernel(U, V, factors, R, C, u_strides, v_strides, eps, BLOCK: tl.constexpr):
+    """One row per program: multiply it by its weight and its matrix's factor."""
+    program = tl.program_id(0).to(tl.int64)
+    matrix, row = program // R, program % R
+    v = tl.load(V + matrix * v_strides[0] + row * v_strides[1])
+    factor = _weight(v, eps) * tl.load(factors + matrix)
+    start = U + matrix * u_strides[0] + row * u_strides[1]
+    for first in range(0, C, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        at = start + column.to(tl.int64) * u_strides[2]
+        u = tl.load(at, mask=column < C, other=0.0).to(tl.float32)
+        tl.store(at, (u * factor).to(U.dtype.element_ty), mask=column < C)

@@ -1,0 +1,143 @@
+"""Many rectangles of memory in one launch.
+
+Decides: how lists of 2-D tensors are written into a device table once, and how a program finds its elements there.
+Element by element the lists correspond; every list has its own strides and dtypes. Must not know: what is computed.
+
+A record of the table holds int64 fields: rows, columns, then (address, row stride, column stride) per list. The last
+list may be fresh gradients, whose memory is another at every step: their field holds a byte offset in place of the
+address, one more field holds the gradient's index, and the address comes from a list that is made for the step.
+"""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from . import jit
+
+tl = None  # Triton's language, put here by jit
+BLOCK = 4096  # elements per program
+LONGEST = 1 << 30  # elements per row of a record: a position in a row stays a 32-bit number
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a rectangle lies in a fresh gradient.
+
+    `tensor` is the index in the list of gradients, `offset` the elements from the gradient's data pointer to the first
+    element, `strides` the elements from row to row and from column to column.
+    """
+
+    tensor: int
+    offset: int
+    strides: tuple[int, int]
+
+    def view(self, tensors: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+        """Return the rectangle as a view of this step's gradient."""
+        whole = tensors[self.tensor]
+        return whole.as_strided(shape, self.strides, whole.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The rectangles of one combination of dtypes, in device memory.
+
+    `blocks` (count, 2) says per program which record, and which element of it is the first; `origins` says per record
+    from which place of the bound lists it comes.
+    """
+
+    types: tuple[torch.dtype, ...]
+    records: torch.Tensor
+    blocks: torch.Tensor
+    origins: torch.Tensor
+
+
+def bind(lists: Sequence[Sequence[torch.Tensor]], sources=None, gradients=None) -> list[Launch]:
+    """Write corresponding rectangles into tables, one for each combination of dtypes.
+
+    `lists` holds lists of 2-D tensors, equal in shapes; with `sources`, a fresh gradient is the last list of the launch
+    and `gradients` shows the dtypes. The caller keeps the tensors alive.
+    """
+    groups = defaultdict(list)
+    for origin, rectangle in enumerate(zip(*lists)):
+        shape = rectangle[0].shape
+        assert all(t.shape == shape for t in rectangle), [t.shape for t in rectangle]
+        types = tuple(t.dtype for t in rectangle)
+        fields = [(t.data_ptr(), *t.stride(), t.element_size()) for t in rectangle]
+        index = ()
+        if sources is not None:
+            index, example = (sources[origin].tensor,), gradients[sources[origin].tensor]
+            types += (example.dtype,)
+            size = example.element_size()
+            fields.append((sources[origin].offset * size, *sources[origin].strides, size))
+        groups[types] += [(origin, record + list(index)) for record in _records(shape, fields)]
+    return [_launch(types, group, lists[0][0].device) for types, group in groups.items()]
+
+
+def _records(shape, fields):
+    """Return the records of one rectangle: none for an empty one, one long row where all is contiguous."""
+    rows, columns = shape
+    if rows * columns == 0:
+        return []
+    if not all(_is_one_row(rows, columns, *strides) for _, *strides, _ in fields):
+        return [[rows, columns] + [x for address, down, across, _ in fields for x in (address, down, across)]]
+    numel = rows * columns
+    return [[1, min(LONGEST, numel - first)] + [x for address, _, _, size in fields for x in (address + first * size, 0, 1)]
+            for first in range(0, numel, LONGEST)]
+
+
+def _is_one_row(rows, columns, down, across):
+    return (columns == 1 or across == 1) and (rows == 1 or down == columns)
+
+
+def _launch(types, group, device):
+    """Cut the records into blocks and send the table to the device."""
+    records = torch.tensor([record for _, record in group], dtype=torch.int64)
+    counts = (records[:, 0] * records[:, 1] + BLOCK - 1) // BLOCK
+    index = torch.repeat_interleave(torch.arange(len(group)), counts)
+    place = torch.arange(len(index)) - (counts.cumsum(0) - counts)[index]
+    blocks = torch.stack((index, place * BLOCK), dim=1)
+    origins = torch.tensor([origin for origin, _ in group])
+    return Launch(types, records.to(device), blocks.to(device), origins)
+
+
+def run(kernel, launch: Launch, *arguments, **constants):
+    """Launch a kernel over a table; products and sums are rounded one by one, as torch rounds them."""
+    import triton.language
+
+    types = {f"TYPE_{i}": getattr(triton.language, str(t).rpartition(".")[2]) for i, t in enumerate(launch.types)}
+    kernel[(len(launch.blocks),)](launch.records, launch.blocks, *arguments, FIELDS=launch.records.shape[1],
+                                  BLOCK=BLOCK, **types, **constants, num_warps=8, enable_fp_fusion=False)
+
+
+@jit
+def locate(records, blocks, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return this program's record, the rows and columns of its elements, and which of them exist."""
+    block = blocks + tl.program_id(0).to(tl.int64) * 2
+    record = records + tl.load(block) * FIELDS
+    first = tl.load(block + 1)
+    rows = tl.load(record)
+    columns = tl.load(record + 1)
+    # divide by 64 bits once per program, by 32 bits per element
+    row = first // columns
+    column = (first - row * columns).to(tl.int32) + tl.arange(0, BLOCK)
+    down = column // columns.to(tl.int32)
+    row += down
+    column -= down * columns.to(tl.int32)
+    return record, row, column, row < rows
+
+
+@jit
+def elements(record, row, column, LIST: tl.constexpr, TYPE: tl.constexpr, base):
+    """Return the pointers to elements of a list; `base` is added to the record's address (0 for bound memory)."""
+    field = record + 2 + 3 * LIST
+    address = (tl.load(field) + base).to(tl.pointer_type(TYPE))
+    return address + row * tl.load(field + 1) + column * tl.load(field + 2)
+
+
+@jit
+def fresh(record, addresses, FIELDS: tl.constexpr):
+    """Return the address of this step's gradient, from the record's last field."""
+    return tl.load(addresses + tl.load(record + FIELDS - 1))

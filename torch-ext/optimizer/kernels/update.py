@@ -1,0 +1,54 @@
+"""Weight decay and the scaled update: many rectangles in one launch, read straight from where they arrive.
+
+Decides: the arithmetic, in fp32, every product and sum rounded on its own, so that an element's bits do not depend on
+how its matrix is cut. Must not know: where the update comes from.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from . import jit, use_triton
+from .table import bind, elements, locate, run
+
+tl = None  # Triton's language, put here by jit
+
+
+class Update:
+    """W <- (1 - lr weight_decay) W - (lr scale) U, over lists of rectangles."""
+
+    def __init__(self, W: Sequence[torch.Tensor], U: Sequence[torch.Tensor], scales: Sequence[float]):
+        """Bind weights and updates, 2-D views of equal shapes that stay in place, and the scale of every rectangle.
+
+        W and U may each be fp32, bf16 or fp16.
+        """
+        self.W, self.U = list(W), list(U)
+        self.scales = torch.tensor(list(scales), dtype=torch.float32, device=W[0].device if W else None)
+        self.launches = bind((self.W, self.U)) if W and use_triton(W[0].device) else None
+        self.scales_of = [self.scales[launch.origins.to(self.scales.device)] for launch in self.launches or ()]
+
+    def __call__(self, lr: float, weight_decay: float):
+        """Change W in place; the fp32 result is rounded once to its dtype."""
+        if self.launches is None:
+            return update_torch(self.W, self.U, self.scales, lr, weight_decay)
+        for launch, scales in zip(self.launches, self.scales_of):
+            run(_update_kernel, launch, scales, lr, 1.0 - lr * weight_decay)
+
+
+def update_torch(W, U, scales, lr, weight_decay):
+    """Compute `Update` rectangle by rectangle."""
+    for w, u, factor in zip(W, U, scales * lr):
+        w.copy_(w.float().mul(1.0 - lr * weight_decay).sub_(u.float().mul(factor)))
+
+
+@jit
+def _update_kernel(records, blocks, scales, lr, keep, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+                   TYPE_0: tl.constexpr, TYPE_1: tl.constexpr):
+    """Lists: W, U."""
+    record, row, column, inside = locate(records, blocks, FIELDS, BLOCK)
+    factor = tl.load(scales + tl.load(blocks + tl.program_id(0).to(tl.int64) * 2)) * lr
+    w_at = elements(record, row, column, 0, TYPE_0, 0)
+    w = tl.load(w_at, mask=inside).to(tl.float32)
+    u = tl.load(elements(record, row, column, 1, TYPE_1, 0), mask=inside).to(tl.float32)
+    tl.store(w_at, (w * keep - u * factor).to(TYPE_0), mask=inside)
