@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import math
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def placements_of(layout, world):
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    R, S, half = Replicate(), Shard, world // 2
+    R, S, half = Replicate(), Shard, max(world // 2, 1)
     return {
         "replicated": ((world,), [R], DENSE),
         "fsdp rows": ((world,), [S(0)], DENSE),
@@ -31,7 +31,7 @@ def placements_of(layout, world):
         "hsdp, many replicas": ((half, 2), [R, S(0)], DENSE),
         "tp columns x fsdp rows": ((2, half), [S(0), S(1)], DENSE),
         "tp rows x fsdp rows, strided": ((2, half), [_StridedShard(0, split_factor=half), S(0)], EVEN),
-        "tp rows x fsdp rows, strided, uneven": ((2, half), [_StridedShard(0, split_factor=half), S(0)], [(20, 6), (36, 5)]),
+        "tp rows x fsdp rows, uneven": ((2, half), [_StridedShard(0, split_factor=half), S(0)], [(20, 6), (36, 5)]),
         "rows over both axes": ((2, half), [S(0), S(0)], EVEN),
         "hsdp x tp": ((2, 2, world // 4), [R, S(0), S(1)], DENSE),
         "ep": ((world,), [S(0)], EXPERTS),
@@ -43,7 +43,7 @@ def placements_of(layout, world):
 
 
 LAYOUTS = ["replicated", "fsdp rows", "fsdp columns", "hsdp", "hsdp, many replicas", "tp columns x fsdp rows",
-           "tp rows x fsdp rows, strided", "tp rows x fsdp rows, strided, uneven", "rows over both axes", "hsdp x tp", "ep",
+           "tp rows x fsdp rows, strided", "tp rows x fsdp rows, uneven", "rows over both axes", "hsdp x tp", "ep",
            "ep, replicated", "ep x fsdp rows", "ep x fsdp columns", "experts, fsdp rows"]
 
 
@@ -103,9 +103,27 @@ def difference(one, many, whole, cut, full):
 @pytest.mark.parametrize("name", ["Muon", "NorMuon"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sharded_is_one_process(layout, name, world):
-    for error, moved, routes in run_ranks(world, compare, name, layout, {"wire_dtype": torch.float32}):
+    for error, moved, _ in run_ranks(world, compare, name, layout, {"wire_dtype": torch.float32}):
         assert error == 0.0
         assert moved > 1e-4
+
+
+@pytest.mark.parametrize("options", [{}, {"ns_dtype": torch.bfloat16}, {"state_dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize("layout", ["fsdp rows", "hsdp", "tp columns x fsdp rows", "ep x fsdp rows"])
+def test_a_16_bit_wire_is_part_of_the_rule_on_every_layout(layout, options):
+    assert [error for error, _, _ in run_ranks(4, compare, "NorMuon", layout, options)] == [0.0] * 4
+
+
+@pytest.mark.parametrize("world", [1, *(pytest.param(n, marks=pytest.mark.gpus(n)) for n in (2, 4))])
+@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.gpu
+def test_sharded_is_one_gpu(layout, name, world):
+    if math.prod(placements_of(layout, world)[0]) != world:
+        pytest.skip(f"no {layout} on {world} ranks")
+    for wire in (torch.float32, torch.bfloat16):
+        for error, moved, _ in run_ranks(world, compare, name, layout, {"wire_dtype": wire}, "cuda", backend="nccl"):
+            assert error == 0.0 and moved > 1e-4
 
 
 def plain(rank, world, name, reduced, options):
@@ -118,7 +136,8 @@ def plain(rank, world, name, reduced, options):
     def build(**more):
         params = [[nn.Parameter(t.clone()) for t in tensors] for tensors in (full, rest)]
         groups = [{"params": params[0]}, {"params": params[1], "use_muon": False, "lr": 0.01, "weight_decay": 0.3}]
-        return params[0] + params[1], getattr(package(), name)(groups, lr=0.02, workspace_bytes=24000, **options, **more)
+        optimizer = getattr(package(), name)(groups, lr=0.02, workspace_bytes=24000, **options, **more)
+        return params[0] + params[1], optimizer
 
     whole, one = build()
     copied, many = build(process_group=dist.group.WORLD, grads_are_reduced=reduced)
@@ -132,12 +151,16 @@ def plain(rank, world, name, reduced, options):
     error = max((w - c).abs().max().item() for w, c in zip(whole, copied))
     moved = min((w - f).abs().max().item() for w, f in zip(whole, full + rest))
     stored = sum(t.numel() for c in copied for key, t in many.state[c].items() if key != "step")
-    same = all(torch.equal(torch.cat([c.detach().flatten() for c in copied]), other) for other in everybody(copied, world))
+    same = all(torch.equal(flat(copied), other) for other in everybody(copied, world))
     return error, moved, stored, sum(t.numel() for w in whole for k, t in one.state[w].items() if k != "step"), same
 
 
+def flat(params):
+    return torch.cat([p.detach().flatten() for p in params])
+
+
 def everybody(params, world):
-    mine = torch.cat([p.detach().flatten() for p in params])
+    mine = flat(params)
     theirs = [torch.empty_like(mine) for _ in range(world)]
     dist.all_gather(theirs, mine)
     return theirs

@@ -14,10 +14,11 @@ from .layout import check_placements, is_dtensor
 from .polar import steps_of
 from .recipe import SCALES
 
-WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # DDP, compile, FSDP1, checkpointing
+# DDP, torch.compile, FSDP1, activation checkpointing
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 HEADS = ("lm_head", "output", "head", "embed_out", "unembed", "score", "classifier")  # by the last module's whole name
-KEYS = frozenset(("params", "param_names", "use_muon", "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps",
-                  "ns_steps", "adjust_lr_fn", "betas"))
+KEYS = frozenset(("params", "param_names", "use_muon", "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients",
+                  "eps", "ns_steps", "adjust_lr_fn", "betas"))
 TOLERATED = frozenset(("fused", "foreach", "initial_lr"))  # torchtitan's and the schedulers'; without effect
 
 
@@ -41,8 +42,8 @@ def get_default_muon_param_groups(model: nn.Module, *, report=None) -> list[dict
 
     Muon takes 2-D weights and 3-D stacks of expert weights (E, R, C). Embeddings, output heads, convolutions, norms,
     biases and scalars go to AdamW. Tied weights count once, frozen ones not at all. The Muon group sets
-    adjust_lr_fn="match_rms_adamw" (arXiv 2502.16982), so that one learning rate serves both. `report`: a function that
-    gets the split as a printable table (for example `print`). Raises ValueError if nothing goes to Muon.
+    adjust_lr_fn="match_rms_adamw" (arXiv 2502.16982), so that one learning rate serves both. `report`: a function
+    that gets the split as a printable table (for example `print`). Raises ValueError if nothing goes to Muon.
     """
     rows, chosen = [], {True: [], False: []}
     for row, param in _split(model):
@@ -51,8 +52,8 @@ def get_default_muon_param_groups(model: nn.Module, *, report=None) -> list[dict
     if report is not None:
         report(table(rows))
     if not chosen[True]:
-        raise ValueError("no parameter of the model goes to Muon: it has no trainable 2-D weight or 3-D stack besides embeddings, "
-                         "heads and convolutions; pass groups with use_muon=True yourself\n" + table(rows))
+        raise ValueError("no parameter of the model goes to Muon: it has no trainable 2-D weight or 3-D stack besides "
+                         "embeddings, heads and convolutions; pass groups with use_muon=True yourself\n" + table(rows))
     groups = [_group(chosen[True], True, adjust_lr_fn="match_rms_adamw"), _group(chosen[False], False)]
     return [group for group in groups if group["params"]]
 
@@ -92,7 +93,7 @@ def _judge(param, places):
 def table(rows) -> str:
     """The split as text: one line for each parameter, totals below."""
     width = max((len(row.name) for row in rows), default=4)
-    lines = [f"{row.name:{width}}  {str(row.shape):20}  {'Muon' if row.use_muon else 'AdamW':5}  {row.why}" for row in rows]
+    lines = [f"{r.name:{width}}  {r.shape!s:20}  {'Muon' if r.use_muon else 'AdamW':5}  {r.why}" for r in rows]
     for use_muon, name in ((True, "Muon"), (False, "AdamW")):
         shapes = [row.shape for row in rows if row.use_muon == use_muon]
         lines.append(f"{name}: {len(shapes)} parameters, {sum(map(math.prod, shapes)):,} elements")
@@ -100,10 +101,13 @@ def table(rows) -> str:
 
 
 def check_group(group, extra_keys=()) -> None:
-    """Raise ValueError or NotImplementedError for a parameter group that could not be stepped; say which, why, what to do."""
+    """Raise ValueError or NotImplementedError for a parameter group that could not be stepped; say which, why, what
+    to do.
+    """
     unknown = sorted(set(group) - KEYS - TOLERATED - set(extra_keys))
     if unknown:
-        raise ValueError(f"unknown key {unknown[0]!r} in a parameter group; allowed: {', '.join(sorted(KEYS | set(extra_keys)))}")
+        allowed = ", ".join(sorted(KEYS | set(extra_keys)))
+        raise ValueError(f"unknown key {unknown[0]!r} in a parameter group; allowed are {allowed}: remove or rename it")
     if not group["params"]:
         raise ValueError("a parameter group has no parameters; leave the group out")
     _check_numbers(group)
@@ -125,7 +129,8 @@ def _check_numbers(group) -> None:
         _require(len(betas) == 2 and all(0 <= b < 1 for b in betas), "betas", betas, "two numbers in [0, 1)")
         return
     _require(0 <= group["momentum"] < 1, "momentum", group["momentum"], "a number in [0, 1)")
-    _require(group["adjust_lr_fn"] in (None, *SCALES), "adjust_lr_fn", group["adjust_lr_fn"], f"None or one of {list(SCALES)}")
+    scales = (None, *SCALES)
+    _require(group["adjust_lr_fn"] in scales, "adjust_lr_fn", group["adjust_lr_fn"], f"one of {scales}")
     if "beta2" in group:
         _require(0 <= group["beta2"] < 1, "beta2", group["beta2"], "a number in [0, 1)")
     steps_of(group["ns_coefficients"], group["ns_steps"])
@@ -147,6 +152,6 @@ def _check_param(param, name, use_muon) -> None:
         raise ValueError(f"{what} is {param.ndim}-D; Muon takes matrices (R, C) and stacks of them (..., R, C): "
                          "put it into a group with use_muon=False, or use get_default_muon_param_groups(model)")
     if is_dtensor(param) and not torch.distributed.is_initialized():
-        raise ValueError(f"{what} is a DTensor, but torch.distributed is not initialized, so its mesh has no process groups: "
-                         "call init_process_group before the model is sharded, and keep it until training ends")
+        raise ValueError(f"{what} is a DTensor, but torch.distributed is not initialized, so its mesh has no process "
+                         "groups: call init_process_group before the model is sharded, and keep it until training ends")
     check_placements(param, name)

@@ -1,7 +1,7 @@
 """Where the elements of a parameter live: one box of global indices per rank.
 
-Decides how placements on a mesh become boxes, and refuses placements for which that is not certain. The only file that
-knows DTensors' placements; it knows nothing of matrices, owners or routes.
+Decides how placements on a mesh become boxes, and refuses placements for which that is not certain. The only file
+that knows DTensors' placements; it knows nothing of matrices, owners or routes.
 """
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Layout:
-    """`boxes`: rank -> ((start, stop) for each dim), the global indices it stores; `copies`: the rank sets which together
-    hold the tensor once, one for each replica; `plain`: not a DTensor, so that gradients may come unreduced."""
+    """`boxes`: rank -> ((start, stop) for each dim), the global indices it stores; `copies`: the rank sets which
+    together hold the tensor once, one for each replica; `plain`: not a DTensor, so that gradients may come unreduced.
+    """
     shape: tuple
     boxes: dict = field(hash=False)
     copies: tuple
@@ -88,7 +89,7 @@ def check_placements(param, name) -> None:
         later = [j for j in range(i + 1, len(kinds)) if _shard_dim(kinds[j]) == _shard_dim(kinds[i])]
         split = math.prod(param.device_mesh.mesh.shape[j] for j in later)
         if len(strided) > 1 or kinds[i].split_factor != split:
-            raise NotImplementedError(f"{what}: of shard orders, only FSDP2 over TP is known: at most one _StridedShard, "
+            raise NotImplementedError(f"{what}: only the shard order of FSDP2 over TP is known: one _StridedShard, "
                                       f"whose split_factor is the size of the later mesh axes on its dim ({split})")
     _check_shard_order(param, what)
 
@@ -105,8 +106,8 @@ def check_local_shape(param, layout, name) -> None:
     """Raise NotImplementedError if torch put another box on this rank than `layout` says."""
     box = layout.boxes.get(this_rank()) if is_dtensor(param) else None
     if box is not None and tuple(b - a for a, b in box) != tuple(param._local_tensor.shape):
-        raise NotImplementedError(f"parameter {name}: this rank stores {tuple(param._local_tensor.shape)}, its placements "
-                                  f"{param.placements} say {box}; only torch's own even-chunk sharding is known")
+        raise NotImplementedError(f"parameter {name}: this rank stores {tuple(param._local_tensor.shape)}, its "
+                                  f"placements {param.placements} say {box}; only torch's own sharding is known")
 
 
 def _shard_dim(placement):

@@ -1,7 +1,7 @@
 """The optimizer: options, parameter groups, and one step.
 
-Decides when to plan (collectively, for other parameters or placements) and when to bind again (at this rank, for moved
-memory); everything else is done by the layers below.
+Decides when to plan (collectively, for other parameters or placements) and when to bind again (at this rank, for
+moved memory); everything else is done by the layers below.
 """
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ class Options:
 
     def check(self) -> None:
         """Raise ValueError for a value that is not allowed."""
-        for key, allowed in (("state_dtype", (torch.float32, torch.bfloat16)), ("wire_dtype", (torch.float32, torch.bfloat16)),
-                             ("ns_dtype", (None, torch.float32, torch.bfloat16, torch.float16))):
+        wide = (torch.float32, torch.bfloat16)
+        for key, allowed in (("state_dtype", wide), ("wire_dtype", wide), ("ns_dtype", (None, *wide, torch.float16))):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key}={getattr(self, key)} is not allowed: it must be one of {allowed}")
         if not self.grads_are_reduced and self.process_group is None:
-            raise ValueError("grads_are_reduced=False needs process_group: the ranks over which the gradients are to be averaged")
+            raise ValueError("grads_are_reduced=False needs process_group: the ranks over which gradients are averaged")
         if self.process_group is not None and not dist.is_initialized():
-            raise ValueError("process_group was given, but torch.distributed is not initialized: call init_process_group first")
+            raise ValueError("process_group was given, but torch.distributed is not initialized: "
+                             "call init_process_group first")
 
     def owner_bytes(self, device) -> int:
-        """What one owner takes in one bucket: the workspace holds three buckets (pipeline.py) of about four times that."""
+        """What one owner takes in one bucket: the workspace holds SLOTS buckets of about four times that."""
         total = self.workspace_bytes
         if total is None and device.type == "cuda":
             total = min(2 << 30, torch.cuda.get_device_properties(device).total_memory * 3 // 100)
@@ -54,18 +55,19 @@ class Options:
 class Muon(torch.optim.Optimizer):
     """Muon for hidden matrices and AdamW for the rest, on any sharding (Keller Jordan, 2024; arXiv 2502.16982).
 
-    params: parameters, named parameters or groups. Groups with use_muon=True (the default) hold parameters (..., R, C),
-    each (R, C) a matrix; groups with use_muon=False go to AdamW. lr, weight_decay, momentum, nesterov, ns_coefficients,
-    eps, ns_steps, adjust_lr_fn: as in torch.optim.Muon and settable per group. ns_coefficients: the name of a set, a triple
-    or ns_steps triples. adjust_lr_fn: None or "original", "match_rms_adamw", "rms_norm", "spectral_norm".
-    adamw_betas, adamw_eps: defaults of `betas` and `eps` in AdamW groups.
+    params: parameters, named parameters or groups. Groups with use_muon=True (the default) hold parameters (..., R,
+    C), each (R, C) a matrix; groups with use_muon=False go to AdamW. lr, weight_decay, momentum, nesterov,
+    ns_coefficients, eps, ns_steps, adjust_lr_fn: as in torch.optim.Muon and settable per group. ns_coefficients: the
+    name of a set, a triple or ns_steps triples. adjust_lr_fn: None or "original", "match_rms_adamw", "rms_norm",
+    "spectral_norm". adamw_betas, adamw_eps: defaults of `betas` and `eps` in AdamW groups.
 
-    process_group: the ranks that hold copies of plain (non-DTensor) parameters, among which the work is then split; None
-    means that every process steps its plain parameters alone. grads_are_reduced=False: the gradients of plain parameters
-    have not been averaged over process_group; the optimizer does it, and each owner alone keeps the state.
-    state_dtype: of momentum_buffer, exp_avg and exp_avg_sq. wire_dtype: of updates between home and owner, on every layout,
-    so that all layouts give the same bits. ns_dtype: of the Newton-Schulz products; None means fp16 on accelerators and fp32
-    on CPUs. workspace_bytes: bound on the memory for travelling updates; None means the smaller of 2 GiB and 3 % of the device.
+    process_group: the ranks that hold copies of plain (non-DTensor) parameters, among which the work is then split;
+    None means that every process steps its plain parameters alone. grads_are_reduced=False: the gradients of plain
+    parameters have not been averaged over process_group; the optimizer does it, and each owner alone keeps the state.
+    state_dtype: of momentum_buffer, exp_avg and exp_avg_sq. wire_dtype: of updates between home and owner, on every
+    layout, so that all layouts give the same bits. ns_dtype: of the Newton-Schulz products; None means fp16 on
+    accelerators and fp32 on CPUs. workspace_bytes: bound on the memory for travelling updates; None means the smaller
+    of 2 GiB and 3 % of the device.
 
     Raises ValueError or NotImplementedError at construction for what could not be stepped.
     """
@@ -90,21 +92,24 @@ class Muon(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1], self._extra_defaults())
-            self._check_devices()
+            self._check_together()
         except (ValueError, NotImplementedError):
             del self.param_groups[-1]
             raise
         self._forget()
 
-    def _check_devices(self) -> None:
-        first, *others = [(group, i, p) for group in self.param_groups for i, p in enumerate(group["params"])]
+    def _check_together(self) -> None:
+        """What concerns more than one parameter: devices, and who reduces the gradients."""
+        everything = [(group, i, p) for group in self.param_groups for i, p in enumerate(group["params"])]
+        for group, i, param in everything:
+            if is_dtensor(param) and not self._options.grads_are_reduced:
+                raise ValueError(f"grads_are_reduced=False, but parameter {name_of(group, i)} is a DTensor, whose "
+                                 "gradients its parallelism reduces: leave the option out, or use plain parameters")
+        first, *others = everything
         for group, i, param in others:
             if param.device != first[2].device:
-                raise ValueError(f"parameter {name_of(group, i)} is on {param.device}, parameter {name_of(first[0], first[1])} on "
-                                 f"{first[2].device}; one optimizer steps one device: move the model, or build one for each")
-            if is_dtensor(param) and not self._options.grads_are_reduced:
-                raise ValueError(f"grads_are_reduced=False, but parameter {name_of(group, i)} is a DTensor, whose gradients its "
-                                 "parallelism reduces: leave it out, or use plain parameters")
+                raise ValueError(f"parameter {name_of(group, i)} is on {param.device}, but {name_of(*first[:2])} is on "
+                                 f"{first[2].device}; an optimizer steps one device: move the model, or build one each")
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -127,7 +132,7 @@ class Muon(torch.optim.Optimizer):
             key = [(g["use_muon"], g["adjust_lr_fn"], tuple(map(id, params))) for g, params in units]
             if key != self._planned_for[alone]:
                 loads = {}
-                self._plans[alone] = [plan for group, params in units for plan in self._plan(group, params, alone, loads)]
+                self._plans[alone] = [plan for unit in units for plan in self._plan(*unit, alone, loads)]
                 self._planned_for[alone], self._bound_for = key, None
         plans = self._plans[False] + self._plans[True]
         key = [_memory_key(p) for plan in plans for p in plan.params]
@@ -247,8 +252,9 @@ class NorMuon(Muon):
 
 @dataclass(frozen=True)
 class Plan:
-    """One group's parameters, where they and their row state live, and what this rank has of each bucket (None: all of it
-    is stepped elementwise where it is stored)."""
+    """One group's parameters, where they and their row state live, and what this rank has of each bucket (None: all
+    of it is stepped elementwise where it is stored).
+    """
     group: dict
     params: list
     layouts: list

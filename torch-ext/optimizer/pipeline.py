@@ -1,7 +1,7 @@
 """When each bucket moves on: the only place where the overlap of communication and computation is decided.
 
-A route's `run` is a generator that yields collectives in flight. This file decides whose turn it is and waits; what is
-inside a bucket it does not see.
+A route's `run` is a generator that yields collectives in flight. This file decides whose turn it is and waits; what
+is inside a bucket it does not see.
 """
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ SLOTS = 3  # buckets alive at once: one arriving, one being computed, one return
 def run(jobs) -> None:
     """Step all buckets. `jobs`: [(route, live parameter group)], in the same order on every rank.
 
-    In each turn a bucket starts on its way in, then the one before it is computed and sent back, then the one before that
-    is applied: the wire is busy while matrices are multiplied. Buckets that stay at home run while the first one travels.
+    In each turn a bucket starts on its way in, then the one before it is computed and sent back, then the one before
+    that is applied: the wire is busy while matrices are multiplied. Buckets that stay at home run while the first one
+    travels.
     """
     stories = [route.run(hp) for route, hp in jobs if route.travels]
     at_home = [route.run(hp) for route, hp in jobs if not route.travels]

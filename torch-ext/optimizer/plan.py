@@ -1,8 +1,8 @@
 """Which rank orthogonalizes which matrix, what travels for it, and in which bucket. Touches no tensor.
 
-Every rank computes the same plan from the same layouts, so that no message is needed to agree on it. What depends on the
-rank (its pieces, the bytes it sends) is derived from the plan for that rank alone: a plan of 10,000 matrices on 4096 ranks
-never lists all their pieces.
+Every rank computes the same plan from the same layouts, so that no message is needed to agree on it. What depends on
+the rank (its pieces, the bytes it sends) is derived from the plan for that rank alone: a plan of 10,000 matrices on
+4096 ranks never lists all their pieces.
 """
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ ALIGNMENT = 16  # bytes: what one rank sends to another begins where the widest 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The unit of orthogonalization: `rows` x `cols` of parameter number `param`, at the leading index `at` (experts)."""
+    """The unit of orthogonalization: `rows` x `cols` of parameter number `param`, at the leading index `at`
+    (experts).
+    """
     param: int
     at: tuple
     rows: int
@@ -32,8 +34,8 @@ class Matrix:
 class Piece:
     """A rectangle of a matrix: stored at its `home`, computed at its `owner`.
 
-    `kind`: "update" (of the matrix itself), "row" (of its (R, 1) row state) or "chunk" (of a parameter that is reduced
-    elementwise). `fed`: this home's copy is the one that is sent to the owner.
+    `kind`: "update" (of the matrix itself), "row" (of its (R, 1) row state) or "chunk" (of a parameter that is
+    reduced elementwise). `fed`: this home's copy is the one that is sent to the owner.
     """
     kind: str
     matrix: Matrix
@@ -87,9 +89,9 @@ class Share:
 def make_plan(layouts, cost, loads, *, reduced=True, owner_bytes=1 << 26, itemsize=2) -> list[Bucket]:
     """Layouts -> buckets, the same on every rank.
 
-    `cost(rows, cols)`: the work of one matrix; `loads`: work per rank from earlier plans of this step, updated in place;
-    `reduced`: the gradients of plain tensors are already summed over the ranks; `owner_bytes`: how much one owner
-    takes in one bucket (at least one matrix); `itemsize`: bytes of an element on the wire.
+    `cost(rows, cols)`: the work of one matrix; `loads`: work per rank from earlier plans of this step, updated in
+    place; `reduced`: the gradients of plain tensors are already summed over the ranks; `owner_bytes`: how much one
+    owner takes in one bucket (at least one matrix); `itemsize`: bytes of an element on the wire.
     """
     families = _families(layouts, reduced)
     owner_of = _assign(families, cost, loads)
@@ -131,7 +133,8 @@ def _places(layout, reduced) -> list:
 def _assign(families, cost, loads) -> dict:
     """matrix -> owner: the costliest first, each to the rank with the least work (Graham's LPT rule, 1969).
 
-    Where the gradients are reduced, the owner also keeps the state, and a parameter has one owner for all its matrices.
+    Where the gradients are reduced, the owner also keeps the state, and a parameter has one owner for all its
+    matrices.
     """
     owner_of, units = {}, []
     for (route, ranks), matrices in families.items():
@@ -149,7 +152,9 @@ def _assign(families, cost, loads) -> dict:
 
 
 def _lightest(heaps, loads, ranks, work):
-    """The rank with the least work, which then has `work` more. Several heaps share the loads: stale entries are renewed."""
+    """The rank with the least work, which then has `work` more. Several heaps share the loads: stale entries are
+    renewed.
+    """
     if ranks not in heaps:
         heaps[ranks] = [(loads.get(r, 0), r) for r in ranks]
         heapq.heapify(heaps[ranks])
@@ -205,7 +210,9 @@ def _stored_whole(layout, ranks) -> bool:
 
 
 def _pieces_at(bucket, rank, layouts, kind):
-    """The pieces that `rank` stores or computes, in the order that both ends of every wire know: matrices, then homes."""
+    """The pieces that `rank` stores or computes, in the order that both ends of every wire know: matrices, then
+    homes.
+    """
     for matrix, owner in zip(bucket.matrices, bucket.owners):
         layout = layouts[matrix.param]
         for home in bucket.ranks if owner == rank else (rank,):
@@ -224,7 +231,9 @@ def travel(pieces, source, target, rank, ranks, itemsizes, with_self=False) -> T
 
 
 def _lay_out(pieces, end, ranks, itemsizes):
-    """({piece: byte offset}, bytes per peer). A peer's part is a multiple of ALIGNMENT; wider elements come first in it."""
+    """({piece: byte offset}, bytes per peer). A peer's part is a multiple of ALIGNMENT; wider elements come first in
+    it.
+    """
     parts, offsets, sizes, at = defaultdict(list), {}, [], 0
     for piece in pieces:
         parts[getattr(piece, end)].append(piece)
@@ -239,7 +248,8 @@ def _lay_out(pieces, end, ranks, itemsizes):
 
 
 def chunk_share(shapes, ranks, rank, itemsizes) -> Share:
-    """What `rank` has where whole parameters are reduced elementwise: rank number i owns the i-th chunk of the rows of each.
+    """What `rank` has where whole parameters are reduced elementwise: rank number i owns the i-th chunk of the rows
+    of each.
 
     `shapes`: (rows, the rest) of each parameter. `itemsizes`: "gradient" and "weight" -> bytes.
     """

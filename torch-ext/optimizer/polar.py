@@ -1,7 +1,7 @@
 """The polar factor: coefficient sets, and the iteration that applies them to a stack of matrices.
 
-Decides: what a set's name means, standard or Gram iteration, where the Gram iteration restarts, and in which precision.
-Must not know: where the matrices come from, or that there are other ranks.
+Decides: what a set's name means, standard or Gram iteration, where the Gram iteration restarts, and in which
+precision. Must not know: where the matrices come from, or that there are other ranks.
 """
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Steps:
 
     @property
     def segments(self) -> tuple[tuple[Triple, ...], ...]:
-        """The steps between restarts of the Gram iteration: as few segments as allowed, of 5 steps the first 3 first."""
+        """The steps between restarts of the Gram iteration: the fewest segments allowed; of 5 steps, 3 and then 2."""
         count = math.ceil(len(self.triples) / LONGEST_SEGMENT)
         ends = [math.ceil(len(self.triples) * i / count) for i in range(count + 1)]
         return tuple(self.triples[first:last] for first, last in zip(ends, ends[1:]))
@@ -91,7 +91,7 @@ def _as_tuples(numbers):
         raise ValueError(f"ns_coefficients is {numbers!r}; pass a name, a triple, or a sequence of triples") from None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _steps_of(ns_coefficients, ns_steps):
     if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or not 1 <= ns_steps < 100:
         raise ValueError(f"ns_steps is {ns_steps!r}; pass a whole number from 1 to 99")
@@ -160,9 +160,9 @@ def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_expr
                   eps: float = 1e-7, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return the approximate polar factor of every matrix of X, as a new tensor of X's shape and dtype.
 
-    X (..., R, C) in fp32, bf16 or fp16, any strides; unchanged. With X = P S Q^T, the result is P p(S / ||X||) Q^T, p the
-    composition of the set's polynomials. eps counts in units of the largest element, so the result does not depend on
-    the scale of X. `dtype` is that of the iteration: fp16 on an accelerator, fp32 on a CPU unless chosen.
+    X (..., R, C) in fp32, bf16 or fp16, any strides; unchanged. With X = P S Q^T, the result is P p(S / ||X||) Q^T, p
+    the composition of the set's polynomials. eps counts in units of the largest element, so the result does not
+    depend on the scale of X. `dtype` is that of the iteration: fp16 on an accelerator, fp32 on a CPU unless chosen.
     """
     if X.dim() < 2 or X.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"X is {X.dtype} of shape {tuple(X.shape)}; pass matrices (..., R, C) in fp32, bf16 or fp16")
@@ -173,8 +173,9 @@ def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_expr
     return out
 
 
-def orthogonalize_(stack: torch.Tensor, steps: Steps, eps: float = 1e-7, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Replace every matrix of a stack (N, R, C) in fp32, bf16 or fp16 by its polar factor, in place; see `orthogonalize`."""
+def orthogonalize_(stack: torch.Tensor, steps: Steps, eps: float = 1e-7,
+                   dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Replace every matrix of a stack (N, R, C) in fp32, bf16 or fp16 by its polar factor; see `orthogonalize`."""
     if stack.numel():
         _polar(stack, stack, steps, eps, dtype)
     return stack
@@ -196,7 +197,7 @@ def _polar(U, out, steps, eps, dtype):
 
 
 def _scale_rows(X, A):
-    """Scale row i of X, with A = X X^T, by (sum_j |A_ij|)^(-1/2): no singular value exceeds 1 (AOL, arXiv 2208.03160)."""
+    """Scale row i of X by (sum_j |A_ij|)^(-1/2), A = X X^T: no singular value exceeds 1 (AOL, arXiv 2208.03160)."""
     scales = torch.stack([a.float().abs().sum(dim=1) for a in A])
     scales = torch.where(scales > 0, scales.rsqrt(), 1.0)
     X.mul_(scales.unsqueeze(2))

@@ -1,6 +1,7 @@
 """The update rule of Muon, NorMuon and AdamW on lists of tensors and stacks of matrices. Knows no rank and no bucket.
 
-momentum -> orthogonalize -> (normalize) -> apply. `hp` is the live parameter group: schedules change it between steps.
+momentum -> orthogonalize -> (normalize) -> apply. `hp` is the live parameter group: schedules change it between
+steps.
 """
 from __future__ import annotations
 
@@ -52,13 +53,15 @@ def apply(update, hp) -> None:
 
 
 def adamw(W, G, exp_avgs, exp_avg_sqs, steps, hp) -> None:
-    """AdamW (arXiv 1711.05101) in place, through torch's fused or foreach kernels; state wider than W is updated in its dtype."""
+    """AdamW (arXiv 1711.05101) in place, through torch's fused or foreach kernels; state wider than W is updated in
+    its dtype.
+    """
     if not W:
         return
     dtype = exp_avgs[0].dtype
     wide = W if all(w.dtype == dtype for w in W) else [w.to(dtype) for w in W]
     fused = W[0].is_cuda
-    torch_adamw(wide, [g.to(dtype) for g in G], exp_avgs, exp_avg_sqs, [], steps, foreach=not fused, fused=fused or None,
+    torch_adamw(wide, [g.to(dtype) for g in G], exp_avgs, exp_avg_sqs, [], steps, foreach=not fused, fused=fused,
                 amsgrad=False, beta1=hp["betas"][0], beta2=hp["betas"][1], lr=float(hp["lr"]),
                 weight_decay=float(hp["weight_decay"]), eps=hp["eps"], maximize=False)
     if wide is not W:

@@ -1,7 +1,8 @@
 """How a bucket is stepped: Local, Exchange, Reduce, Elementwise, ReduceElementwise. The only file with collectives.
 
-Each route binds its views and launches once, and tells its story in `run`, a generator that yields a collective in flight
-and goes on once that has finished. No formula stands here (recipe.py), and no choice of owner or order (plan.py).
+Each route binds its views and launches once, and tells its story in `run`, a generator that yields a collective in
+flight and goes on once that has finished. No formula stands here (recipe.py), and no choice of owner or order
+(plan.py).
 """
 from __future__ import annotations
 
@@ -190,7 +191,8 @@ class Mean:
 
     def source(self, piece):
         """Where the mean of `piece`, which arrived from all ranks alike, lies."""
-        return Source(0, self.offsets[piece] % (self.arrived.size(1) * self.itemsize) // self.itemsize, (piece.shape[1], 1))
+        offset = self.offsets[piece] // self.itemsize % self.arrived.size(1)
+        return Source(0, offset, (piece.shape[1], 1))
 
     def view(self, piece):
         return self.out.as_strided(piece.shape, self.source(piece).strides, self.source(piece).offset)
@@ -201,8 +203,8 @@ class Mean:
 class Presence:
     """Puts back what the step changed of parameters that have no gradient on any rank.
 
-    Where ranks must act alike, a missing gradient counts as zero. After the step the ranks compare what they had, in one
-    small collective, which only a rank that missed a gradient waits for.
+    Where ranks must act alike, a missing gradient counts as zero. After the step the ranks compare what they had, in
+    one small collective, which only a rank that missed a gradient waits for.
     """
 
     def __init__(self, stores, groups):
@@ -260,21 +262,23 @@ class Groups:
 
 
 def agree(group, number, device) -> None:
-    """Compare the plan's digest over the ranks of a group, once: ranks with different plans would wait for each other."""
+    """Compare the plan's digest over the ranks of a group, once: ranks with different plans would wait for each
+    other.
+    """
     mine = torch.tensor([number], dtype=torch.int64, device=device)
     theirs = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(theirs, mine, group=group)
     odd = [rank for rank, t in zip(dist.get_process_group_ranks(group), theirs) if int(t) != number]
     if odd:
-        raise RuntimeError(f"rank {dist.get_rank()} and ranks {odd} have different plans: their parameters differ in order, "
-                           "shape, placement or group options; build the optimizer alike on all ranks")
+        raise RuntimeError(f"rank {dist.get_rank()} and ranks {odd} have different plans: their parameters differ in "
+                           "order, shape, placement or group options; build the optimizer alike on all ranks")
 
 
 def bind(tasks, options, groups, slots):
     """[(live parameter group, store, bucket, share)] -> [(route, live parameter group)], bound to one workspace.
 
-    `slots`: how many buckets are alive at once (pipeline.py); a bucket that stays at home borrows the second slot while
-    only the first has been started.
+    `slots`: how many buckets are alive at once (pipeline.py); a bucket that stays at home borrows the second slot
+    while only the first has been started.
     """
     jobs, bounds, travelling = [], [], 0
     for hp, store, bucket, share in tasks:

@@ -1,4 +1,5 @@
-"""What this rank stores: gradients, weights and state of its pieces, as views of local memory; and memory lent to buckets.
+"""What this rank stores: gradients, weights and state of its pieces, as views of local memory; and memory lent to
+buckets.
 
 Decides where state is created and how a piece is found in a shard. Knows nothing of routes and issues no collective.
 """
@@ -73,17 +74,17 @@ def _gradient(param):
     if param.grad is None:
         return torch.zeros_like(local_of(param))
     if param.grad.is_sparse:
-        raise RuntimeError(f"a parameter of shape {tuple(param.shape)} has a sparse gradient; Muon and its AdamW take dense "
-                           "ones: use sparse=False in nn.Embedding, or step it with torch.optim.SparseAdam")
+        raise RuntimeError(f"a parameter of shape {tuple(param.shape)} has a sparse gradient; Muon and its AdamW take "
+                           "dense ones: use sparse=False in nn.Embedding, or step it with torch.optim.SparseAdam")
     return local_of(param.grad)
 
 
 def create_state(state, param, keys, dtype, rows=None) -> None:
     """Zeros for the state of one parameter, placed like it, on every rank alike: checkpoint keys may not differ.
 
-    `keys`: "momentum_buffer", "exp_avg" and "exp_avg_sq" of the parameter's shape in `dtype`; "second_moment" (..., R, 1)
-    in fp32 (bf16 has too few bits for an average over 20 steps); "step", a scalar. `rows`: how many rows of the state this
-    rank keeps where it is not stored like the parameter; None means like the parameter.
+    `keys`: "momentum_buffer", "exp_avg" and "exp_avg_sq" of the parameter's shape in `dtype`; "second_moment" (...,
+    R, 1) in fp32 (bf16 has too few bits for an average over 20 steps); "step", a scalar. `rows`: how many rows of the
+    state this rank keeps where it is not stored like the parameter; None means like the parameter.
     """
     for key in [k for k in keys if k not in state]:
         if key == "step":
@@ -136,7 +137,8 @@ class Bound:
     """One bucket at this rank: its share of the plan, the tensors of its pieces, its process group and its memory."""
 
     def __init__(self, bucket, share, store, options, group, hp):
-        self.bucket, self.share, self.store, self.options, self.group, self.hp = bucket, share, store, options, group, hp
+        self.bucket, self.share, self.store = bucket, share, store
+        self.options, self.group, self.hp = options, group, hp
         self.rank, self.memory = store.rank, None
         self.weights, self.states, self.sources = store.weights, store.states, store.sources
 
@@ -151,7 +153,8 @@ class Bound:
         return [scale_of(p.matrix, self.hp["adjust_lr_fn"]) for p in pieces]
 
     def needs(self) -> dict:
-        """use -> bytes of workspace. What arrives is copied into the stack before answers leave from the same memory."""
+        """use -> bytes of workspace. What arrives is copied into the stack before answers leave from the same memory.
+        """
         inbound, outbound = self.share.inbound, self.share.outbound
         numel = sum(m.numel for m in self.share.matrices)
         return {"leave": sum(inbound.send_bytes), "return": sum(outbound.recv_bytes),
