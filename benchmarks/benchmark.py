@@ -1,0 +1,72 @@
+"""Time `orthogonalize` against the plain PyTorch form of the same iteration: `kernels benchmark .`, or `make bench`.
+
+Shapes are those of a 1.2B transformer on a GPU, and small ones on a CPU. `verify_*` composes the same polynomials from
+torch.matmul in fp32, matrix by matrix, so its time is what an optimizer without kernels or batches would take.
+"""
+
+from __future__ import annotations
+
+import torch
+from kernels.benchmark import Benchmark
+
+# The classic quintic (Keller Jordan's Muon), five times: a triple that every implementation of Muon knows.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+
+
+def newton_schulz(X: torch.Tensor) -> torch.Tensor:
+    """Return the approximate polar factor of one matrix (R, C), in fp32, by a X + (b A + c A A) X with A = X X^T."""
+    a, b, c = COEFFICIENTS
+    wide = X.size(0) <= X.size(1)
+    X = X.float() if wide else X.float().mT
+    X = X / X.norm()
+    for _ in range(STEPS):
+        A = X @ X.mT
+        X = a * X + (b * A + c * (A @ A)) @ X
+    return X if wide else X.mT
+
+
+class Orthogonalize(Benchmark):
+    """Stacks of equal matrices, as the optimizer hands them over."""
+
+    seed = 0
+
+    def stack(self, count: int, rows: int, columns: int) -> None:
+        """Draw `count` matrices; on a CPU their sides are 16 times smaller."""
+        on_cpu = torch.device(self.device).type == "cpu"
+        rows, columns = (rows // 16, columns // 16) if on_cpu else (rows, columns)
+        dtype = torch.float32 if on_cpu else torch.bfloat16
+        self.X = torch.randn(count, rows, columns, device=self.device, dtype=dtype)
+
+    def run(self) -> None:
+        self.out = self.kernel.orthogonalize(self.X, ns_coefficients=COEFFICIENTS, ns_steps=STEPS)
+
+    def reference(self) -> torch.Tensor:
+        return torch.stack([newton_schulz(matrix) for matrix in self.X]).to(self.X.dtype)
+
+    def setup_attention(self) -> None:
+        self.stack(16, 2048, 2048)
+
+    def benchmark_attention(self) -> None:
+        self.run()
+
+    def verify_attention(self) -> torch.Tensor:
+        return self.reference()
+
+    def setup_mlp(self) -> None:
+        self.stack(8, 8192, 2048)
+
+    def benchmark_mlp(self) -> None:
+        self.run()
+
+    def verify_mlp(self) -> torch.Tensor:
+        return self.reference()
+
+    def setup_experts(self) -> None:
+        self.stack(64, 768, 2048)
+
+    def benchmark_experts(self) -> None:
+        self.run()
+
+    def verify_experts(self) -> torch.Tensor:
+        return self.reference()

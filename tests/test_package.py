@@ -1,0 +1,317 @@
+"""The package as a kernel: what the builder and the loader demand of it, checked with their own parsers, no network."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jinja2
+import pytest
+import torch
+import yaml
+from kernels import get_local_kernel
+from kernels._rust import Build, Digest, DigestAlgorithm, DigestValidationError, Metadata
+
+from tests.hub import COMMIT, serve
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "torch-ext" / "optimizer"
+BACKENDS = ["cpu", "cuda", "rocm", "xpu"]
+# The loader demands that the first argument of these decorators is a direct call of add_op_namespace_prefix.
+REGISTERS = {"custom_op", "triton_op", "register_kernel", "register_fake", "register_vmap", "register_torch_dispatch"}
+
+GET = """
+from kernels import get_kernel
+print(get_kernel("org/optimizer", version=1).__name__)
+"""
+
+# Prints the modules that loading the build argv[1] brings into a process which has torch and kernels.
+LOAD_AND_LIST = """
+import json, sys
+from pathlib import Path
+import torch, kernels
+before = set(sys.modules)
+name = kernels.get_local_kernel(Path(sys.argv[1])).__name__
+print(json.dumps([name, sorted(set(sys.modules) - before)]))
+"""
+
+LOAD_WITHOUT_TRITON = """
+import sys
+from pathlib import Path
+sys.modules["triton"] = None  # importing it raises ModuleNotFoundError
+import torch, kernels
+package = kernels.get_local_kernel(Path(sys.argv[1]))
+print(package.orthogonalize(torch.eye(4)).sum().item())
+"""
+
+
+def python(code: str, *args: object, **env: str | None) -> subprocess.Popen:
+    """Start code in a fresh interpreter; an environment value of None removes the variable."""
+    merged = {name: value for name, value in {**os.environ, **env}.items() if value is not None}
+    command = [sys.executable, "-W", "ignore", "-c", code, *map(str, args)]
+    return subprocess.Popen(command, env=merged, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def printed(process: subprocess.Popen) -> str:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out.strip().splitlines()[-1]
+
+
+def hub_environment(hub, home: Path) -> dict[str, str | None]:
+    """The environment of a machine that knows no kernel yet and has `hub` for its Hub.
+
+    Telemetry stays at its default: without it, kernels 0.17.2 sends a user agent that huggingface_hub 2.4 refuses.
+    """
+    unset = dict.fromkeys(["LOCAL_KERNELS", "KERNELS_CACHE", "HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_DISABLE_TELEMETRY"])
+    return {**unset, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+
+
+def make_build(out: Path, *options: str, root: Path = ROOT) -> Path:
+    command = [sys.executable, str(ROOT / "tools" / "make_build.py"), "--root", str(root), "--out", str(out), *options]
+    subprocess.run(command, check=True, capture_output=True)
+    return out
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    paths = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def git(*args: str, root: Path = ROOT) -> str:
+    identity = ["-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false"]
+    command = ["git", "-C", str(root), *identity, *args]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def build_id(build: Path) -> str:
+    return json.loads((build / "torch-cpu" / "metadata.json").read_text())["id"].removeprefix("_optimizer_cpu_")
+
+
+def trees(*folders: Path) -> list[tuple[str, ast.Module]]:
+    paths = [path for folder in folders for path in sorted(folder.rglob("*.py")) if "__pycache__" not in path.parts]
+    return [(path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory) -> Path:
+    return make_build(tmp_path_factory.mktemp("build"))
+
+
+@pytest.fixture
+def repository(tmp_path) -> Path:
+    """A git repository of its own with the committed sources of the package."""
+    root = tmp_path / "repository"
+    ignored = shutil.ignore_patterns("__pycache__", "_ops.py", ".ruff_cache")
+    shutil.copytree(ROOT / "torch-ext", root / "torch-ext", ignore=ignored)
+    for name in ("build.toml", ".gitignore"):
+        shutil.copy(ROOT / name, root / name)
+    git("init", "--quiet", root=root)
+    git("add", "--all", root=root)
+    git("commit", "--quiet", "--message", "sources", root=root)
+    return root
+
+
+# What is written
+
+
+def test_build_toml_parses_as_the_builder_parses_it(tmp_path):
+    parsed = Build.open(ROOT)
+    assert sorted(str(backend) for backend in parsed.general.backends) == BACKENDS
+    assert not any(parsed.all_kernel_depends(backend) for backend in parsed.general.backends)
+    (tmp_path / "build.toml").write_text((ROOT / "build.toml").read_text() + "unknown = 1\n")
+    with pytest.raises(ValueError, match="unknown"):
+        Build.open(tmp_path)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_metadata_parses_as_the_loader_parses_it(build, backend):
+    path = build / f"torch-{backend}" / "metadata.json"
+    metadata = Metadata.read_from_file(path)
+    assert (str(metadata.name), metadata.version, metadata.license) == ("optimizer", 1, "apache-2.0")
+    assert (str(metadata.backend.backend_type), metadata.backend.archs) == (backend, None)
+    assert not metadata.python_depends and not metadata.kernel_depends
+    assert re.fullmatch(rf"_optimizer_{backend}_[0-9a-f]{{7}}(_dirty)?", metadata.id)
+    assert {"name", "id", "version", "license", "python-depends", "backend"} <= set(json.loads(path.read_text()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_digest_holds_and_notices_a_change(build, tmp_path, backend):
+    variant = tmp_path / "variant"
+    shutil.copytree(build / f"torch-{backend}", variant)
+    expected = Metadata.read_from_file(variant / "metadata.json").digest
+    assert "__init__.py" in expected.files and "metadata.json" not in expected.files
+    expected.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
+    (variant / "_ops.py").write_text("changed")
+    with pytest.raises(DigestValidationError):
+        expected.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
+
+
+def test_a_build_holds_the_package_and_what_is_generated(build):
+    shipped = {name for name in contents(SOURCE) if name.endswith((".py", ".pyi", ".json"))} | {"_ops.py"}
+    for backend in BACKENDS:
+        files = contents(build / f"torch-{backend}")
+        assert set(files) == shipped | {"metadata.json"}
+        assert all(files[name] == (SOURCE / name).read_bytes() for name in shipped - {"_ops.py"})
+
+
+def test_two_builds_of_one_commit_are_identical(repository, tmp_path):
+    copy = tmp_path / "copy"
+    git("clone", "--quiet", str(repository), str(copy))
+    first, second = make_build(tmp_path / "a", root=repository), make_build(tmp_path / "b", root=copy)
+    assert contents(first) == contents(second)
+    assert build_id(first) == git("rev-parse", "HEAD:torch-ext", root=repository)[:7]
+
+
+def test_a_build_without_git_has_the_id_of_the_commit(repository, tmp_path):
+    first = build_id(make_build(tmp_path / "a", root=repository))
+    shutil.rmtree(repository / ".git")
+    assert build_id(make_build(tmp_path / "b", root=repository)) == first
+
+
+@pytest.mark.parametrize("change", ["edit", "add"])
+def test_changed_sources_are_named_dirty(repository, tmp_path, change):
+    clean = build_id(make_build(tmp_path / "a", root=repository))
+    path = repository / "torch-ext" / "optimizer" / ("__init__.py" if change == "edit" else "new.py")
+    path.write_text("# changed\n")
+    dirty = build_id(make_build(tmp_path / "b", root=repository))
+    assert "_dirty" not in clean and re.fullmatch("[0-9a-f]{7}_dirty", dirty) and not dirty.startswith(clean)
+
+
+def test_one_backend_can_be_built_alone(tmp_path):
+    assert [path.name for path in make_build(tmp_path, "--backend", "cuda").iterdir()] == ["torch-cuda"]
+
+
+def test_nothing_generated_is_tracked():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    generated = re.compile(r"^build/|(^|/)_ops\.py$|(^|/)metadata(-\w+)?\.json$|\.pyc$|__pycache__|^setup\.py$|\.so$")
+    assert [name for name in git("ls-files").splitlines() if generated.search(name)] == []
+
+
+# What is imported
+
+
+def test_imports_are_relative_or_of_torch_and_the_standard_library():
+    allowed = sys.stdlib_module_names | {"torch", "triton", "safetensors"}
+    for name, tree in trees(SOURCE):
+        depth = len(Path(name).parts) - len(SOURCE.relative_to(ROOT).parts)  # 1: a module of the package itself
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.level > 0:
+                assert node.level <= depth, f"{name}:{node.lineno} imports from outside the package"
+            else:
+                found = {"Import": lambda n: [a.name for a in n.names], "ImportFrom": lambda n: [n.module]}
+                for module in found.get(type(node).__name__, lambda _: [])(node):
+                    assert module.split(".")[0] in allowed, f"{name}:{node.lineno} imports {module}"
+
+
+def test_registered_operators_carry_the_prefix():
+    for name, tree in trees(SOURCE, ROOT / "tests"):
+        for function in filter(lambda node: hasattr(node, "decorator_list"), ast.walk(tree)):
+            for call in filter(lambda node: isinstance(node, ast.Call), function.decorator_list):
+                if getattr(call.func, "attr", getattr(call.func, "id", "")) in REGISTERS:
+                    first = call.args[0] if call.args else None
+                    prefixed = isinstance(first, ast.Call) and ast.unparse(first.func) == "add_op_namespace_prefix"
+                    assert prefixed, f"{name}:{call.lineno} registers an operator without add_op_namespace_prefix(...)"
+
+
+def test_public_names_are_a_literal_list_and_exist(optimizer):
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    values = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
+    assert len(values) == 1 and isinstance(values[0], ast.List)
+    names = [element.value for element in values[0].elts]
+    assert all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
+    assert all(hasattr(optimizer, name) for name in names) and optimizer.__all__ == names
+
+
+def test_loading_imports_torch_and_the_standard_library_only(build):
+    package, loaded = json.loads(printed(python(LOAD_AND_LIST, build)))
+    known = sys.stdlib_module_names | {"torch", package}
+    foreign = [name for name in loaded if name.split(".")[0] not in known and not name.startswith("_sysconfigdata")]
+    assert foreign == []
+    slow = ("torch.distributed.tensor", "torch._dynamo", "torch._inductor")
+    assert [name for name in loaded if name.startswith(slow)] == []
+
+
+def test_a_torch_without_triton_loads_and_works(build):
+    assert float(printed(python(LOAD_WITHOUT_TRITON, build))) == pytest.approx(4.0, rel=0.5)
+
+
+# The ways to load it
+
+
+@pytest.mark.parametrize("below", ["", "build", "build/torch-cpu"])
+def test_get_local_kernel_takes_the_repository_the_build_or_a_variant(build, tmp_path, below):
+    shutil.copytree(build, tmp_path / "build")
+    name = get_local_kernel(tmp_path / below).__name__
+    assert name.startswith("_optimizer_") and name.endswith(build_id(build))
+    generated = importlib.import_module(f"{name}._ops")
+    namespace, _, op = generated.add_op_namespace_prefix("gram").partition("::")
+    assert op == "gram" and namespace.endswith(f"_{build_id(build)}")
+    assert generated.ops is getattr(torch.ops, namespace)
+
+
+def test_local_kernels_names_the_build(build, tmp_path):
+    env = {"LOCAL_KERNELS": f"org/optimizer={build}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    assert printed(python(GET, **env)).endswith(build_id(build))
+    assert list(tmp_path.rglob("*.py")) == []
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_get_kernel_from_a_hub_with_a_cold_cache(build, tmp_path, processes):
+    with serve(build) as hub:
+        started = [python(GET, **hub_environment(hub, tmp_path)) for _ in range(processes)]
+        names = [printed(process) for process in started]
+    assert len(set(names)) == 1 and names[0].endswith(build_id(build))
+    variant = f"build/torch-{names[0].split('_')[2]}"
+    fetched = {path: count for (method, path), count in hub.requests.items() if method == "GET" and "/resolve/" in path}
+    prefix = f"kernels/org/optimizer/resolve/{COMMIT}/{variant}/"
+    assert fetched == {prefix + name: 1 for name in contents(build / Path(variant).name)}
+
+
+def test_an_untrusted_publisher_is_refused_unless_the_caller_trusts_it(build, tmp_path):
+    with serve(build, trusted=False) as hub:
+        env = hub_environment(hub, tmp_path)
+        refused = python(GET, **env)
+        assert "trust" in refused.communicate(timeout=120)[1] and refused.returncode != 0
+        trusting = GET.replace("version=1", "version=1, trust_remote_code=True")
+        assert printed(python(trusting, **env)).endswith(build_id(build))
+
+
+# The files around it
+
+
+@pytest.mark.parametrize("has_benchmark", [True, False])
+def test_card_renders(has_benchmark):
+    functions = ast.literal_eval(re.search(r"__all__ = (\[.*?\])", (SOURCE / "__init__.py").read_text(), re.S)[1])
+    card = jinja2.Template((ROOT / "CARD.md").read_text(), undefined=jinja2.StrictUndefined).render(
+        repo_id="org/optimizer", version=1, functions=functions, layers=[], license="apache-2.0",
+        has_benchmark=has_benchmark, upstream=None, source=None,
+    )  # fmt: skip
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["library_name"] == "kernels" and front["license"] == "apache-2.0"
+    assert 'get_kernel("org/optimizer", version=1' in card
+    assert all(f"`{name}`" in card for name in functions)
+    assert ("kernels benchmark" in card) == has_benchmark and "{" + "{" not in card
+
+
+def test_flake_lock_pins_the_builder():
+    lock = json.loads((ROOT / "flake.lock").read_text())
+    locked = lock["nodes"]["kernel-builder"]["locked"]
+    assert (locked["owner"], locked["repo"]) == ("huggingface", "kernels")
+    assert re.fullmatch("[0-9a-f]{40}", locked["rev"])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.name)
+def test_workflow_actions_are_pinned_by_commit(path):
+    workflow = yaml.safe_load(path.read_text())
+    used = [step["uses"] for job in workflow["jobs"].values() for step in job.get("steps", []) if "uses" in step]
+    assert used and all(re.fullmatch(r"[\w.-]+/[\w./-]+@[0-9a-f]{40}", name) for name in used), used
+    assert "permissions" in workflow

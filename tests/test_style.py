@@ -1,0 +1,241 @@
+"""The rules of the code, asserted: sizes, layers, who may do what, docstrings, and what the repository may not say.
+
+A number that stands in the way of a clearer text is changed here, with its reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "torch-ext" / "optimizer"
+
+FILE_LINES, FUNCTION_LINES, MEDIAN_LINES, KERNEL_LINES = 300, 40, 12, 80
+PARAMETERS, KERNEL_PARAMETERS, NESTING, COMMENT_LINES = 7, 20, 3, 2
+
+# The optimizers take the arguments of torch.optim.Muon, which they replace, and those of the modes.
+MANY_PARAMETERS = {"muon.Muon.__init__", "muon.NorMuon.__init__"}
+
+# A module imports only from rows above its own. `debug` is a leaf for everybody.
+LAYERS = [
+    ["debug"],
+    ["kernels"],
+    ["kernels.tiles"],
+    ["kernels.table"],
+    ["kernels.gram", "kernels.norm", "kernels.pack", "kernels.rows", "kernels.update"],
+    ["polar"],
+    ["recipe"],
+    ["layout"],
+    ["plan"],
+    ["store"],
+    ["offload"],
+    ["routes"],
+    ["pipeline"],
+    ["qk_clip", "checkpoint", "groups"],
+    ["muon"],
+    ["__init__"],
+]
+LAYER_OF = {module: number for number, row in enumerate(LAYERS) for module in row}
+
+COLLECTIVES = re.compile(
+    r"^(dist|distributed|c10d|funcol)\.(all_|reduce|broadcast|barrier|monitored_barrier|i?send|i?recv|scatter|gather|batch_)"
+)
+PLACEMENTS = {"Shard", "_StridedShard", "Replicate", "Partial"}
+VAGUE = re.compile(r"util|helper|manager|context", re.IGNORECASE)
+
+
+def name_of(path: Path) -> str:
+    """The module's name inside the package: "polar", "kernels.gram", "kernels" and "__init__" for the two packages."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+
+
+PATHS = {name_of(path): path for path in sorted(SOURCE.rglob("*.py")) if path.name != "_ops.py"}
+TREES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
+every_module = pytest.mark.parametrize("module", PATHS)
+
+
+def functions(tree: ast.AST, scope: str = "") -> list[tuple[str, ast.FunctionDef]]:
+    """All functions with their qualified names, also those inside classes and functions."""
+    found = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            name = f"{scope}{node.name}"
+            found += [] if isinstance(node, ast.ClassDef) else [(name, node)]
+            found += functions(node, f"{name}.")
+        else:
+            found += functions(node, scope)
+    return found
+
+
+def is_kernel(function: ast.FunctionDef) -> bool:
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def length(function: ast.FunctionDef) -> int:
+    return function.end_lineno - function.lineno + 1
+
+
+def depth(node: ast.AST) -> int:
+    """How deep blocks are nested under `node`; an elif is as deep as its if, an inner function starts again."""
+    deepest = 0
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            continue
+        is_block = isinstance(child, (ast.For, ast.While, ast.If, ast.With, ast.Try))
+        is_elif = isinstance(child, ast.If) and isinstance(node, ast.If) and node.orelse == [child]
+        deepest = max(deepest, depth(child) + (is_block and not is_elif))
+    return deepest
+
+
+def imported(module: str) -> set[str]:
+    """The modules of the package that `module` imports, at the top or inside functions."""
+    package = [] if module in ("__init__",) else PATHS[module].relative_to(SOURCE).parts[:-1]
+    found = set()
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.ImportFrom) and node.level > 0:
+            base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+            base = ".".join(part for part in base if part)
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".lstrip(".")
+                found.add(inner if inner in PATHS else base or "__init__")
+    return found - {module}
+
+
+# Sizes
+
+
+@every_module
+def test_files_are_short(module):
+    assert len(PATHS[module].read_text().splitlines()) <= FILE_LINES
+
+
+@every_module
+def test_functions_are_short_and_flat(module):
+    for name, function in functions(TREES[module]):
+        arguments = function.args
+        count = len([*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs])
+        count -= bool(arguments.args) and arguments.args[0].arg in ("self", "cls")
+        most, lines = (KERNEL_PARAMETERS, KERNEL_LINES) if is_kernel(function) else (PARAMETERS, FUNCTION_LINES)
+        assert length(function) <= lines, f"{module}.{name} has {length(function)} lines"
+        assert count <= most or f"{module}.{name}" in MANY_PARAMETERS, f"{module}.{name} has {count} parameters"
+        assert depth(function) <= NESTING, f"{module}.{name} is nested {depth(function)} deep"
+
+
+def test_half_of_all_functions_are_very_short():
+    lengths = [length(f) for tree in TREES.values() for _, f in functions(tree) if not is_kernel(f)]
+    assert statistics.median(lengths) <= MEDIAN_LINES
+
+
+@every_module
+def test_comments_are_one_or_two_lines(module):
+    blocks = re.findall(r"(?:^[ ]*#.*\n)+", PATHS[module].read_text(), re.MULTILINE)
+    assert [block for block in blocks if block.count("\n") > COMMENT_LINES] == []
+
+
+# Layers and walls
+
+
+@every_module
+def test_modules_import_only_from_layers_below(module):
+    assert module in LAYER_OF, f"say in LAYERS where {module} stands"
+    for other in imported(module):
+        assert LAYER_OF[other] < LAYER_OF[module], f"{module} imports {other}"
+
+
+@every_module
+def test_only_routes_issues_collectives(module):
+    calls = [node for node in ast.walk(TREES[module]) if isinstance(node, ast.Call)]
+    found = [f"line {call.lineno}: {ast.unparse(call.func)}" for call in calls if _is_collective(call)]
+    assert module == "routes" or found == []
+
+
+def _is_collective(call: ast.Call) -> bool:
+    return bool(COLLECTIVES.match(ast.unparse(call.func).removeprefix("torch.")))
+
+
+@every_module
+def test_only_layout_knows_placements(module):
+    nodes = list(ast.walk(TREES[module]))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert module == "layout" or not names & PLACEMENTS
+
+
+@every_module
+def test_triton_and_dtensor_are_imported_late_and_triton_by_kernels_only(module):
+    for node in ast.walk(TREES[module]):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+        at_top = getattr(node, "col_offset", 1) == 0
+        assert not any(name.startswith("triton") for name in names) or module.startswith("kernels") and not at_top
+        assert not any(name.startswith("torch.distributed.") for name in names) or not at_top
+        known = sys.stdlib_module_names | {"torch"}
+        assert not at_top or all(name.split(".")[0] in known for name in names), f"{module}:{node.lineno}"
+
+
+# Text
+
+
+@every_module
+def test_modules_begin_alike(module):
+    tree = TREES[module]
+    assert ast.get_docstring(tree), "the docstring says what the module decides and what it must not know"
+    first = tree.body[1] if len(tree.body) > 1 else None
+    assert isinstance(first, ast.ImportFrom) and first.module == "__future__", "from __future__ import annotations"
+
+
+@every_module
+def test_what_is_public_has_a_docstring(module):
+    public = [node for node in TREES[module].body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    assert [n.name for n in public if not n.name.startswith("_") and not ast.get_docstring(n)] == []
+
+
+@every_module
+def test_names_say_what_a_thing_is(module):
+    classes = [node.name for node in ast.walk(TREES[module]) if isinstance(node, ast.ClassDef)]
+    assert [name for name in [module, *classes] if VAGUE.search(name)] == []
+
+
+def test_ruff_passes():
+    if importlib.util.find_spec("ruff") is None:
+        pytest.skip("ruff is not installed")
+    command = [sys.executable, "-m", "ruff", "check", "--output-format=concise", ROOT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def _tracked_texts() -> dict[str, str]:
+    """The text files that git tracks or would track."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    texts = {}
+    for name in names:
+        data = (ROOT / name).read_bytes() if (ROOT / name).is_file() else b"\0"
+        if b"\0" not in data:
+            texts[name] = data.decode()
+    return texts
+
+
+def test_the_repository_speaks_of_itself_only():
+    folders = "|".join(["wo" + "rk", "ro" + "ot", "tm" + "p", "ho" + "me", "op" + "t"])
+    hosts = "|".join([r"py" + r"pi\.org", r"python" + r"hosted\.org", r"download\.py" + r"torch\.org", "npm" + "js"])
+    words = "|".join(["work" + "place", "sub-?" + "agent", "clau" + "de", "anth" + "ropic", "chat" + "gpt"])
+    forbidden = re.compile(rf"(?<![\w.~}}-])/(?:{folders})/|{hosts}|\b(?:{words})", re.IGNORECASE)
+    found = [(name, match.group()) for name, text in _tracked_texts().items() for match in forbidden.finditer(text)]
+    assert found == []
+
+
+def test_text_is_plain():
+    forbidden = re.compile("[\u2014\U0001f300-\U0001faff\u2600-\u27bf]")  # em dashes, emoji, dingbats
+    assert [name for name, text in _tracked_texts().items() if forbidden.search(text)] == []
