@@ -1,0 +1,87 @@
+"""Find the learning rates that the demo uses: the same grid and seeds for every optimizer, the demo's own length.
+
+Each run is one row appended to examples/results/sweep.csv; runs that are already there are not repeated, so several
+of these can share the work.
+"""
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from train_gpt import BEST_LR, options_of, parser, pick_device, train
+
+RESULTS = Path(__file__).parent / "results" / "sweep.csv"
+GRID = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
+SEEDS = (0, 1, 2)
+COLUMNS = ("optimizer", "lr", "seed", "steps", "train_loss", "heldout_loss", "device", "torch")
+
+
+def read_rows(path: Path = RESULTS) -> list[dict[str, str]]:
+    """The rows of a sweep, as text."""
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def append_row(path: Path, row: dict) -> None:
+    """Add one row, after a header if the file is new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def mean_losses(rows: list[dict[str, str]]) -> dict[str, dict[float, float]]:
+    """Per optimizer and learning rate, the held-out loss averaged over the seeds; infinite if one run diverged."""
+    losses = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        loss = float(row["heldout_loss"])
+        losses[row["optimizer"]][float(row["lr"])].append(loss if math.isfinite(loss) else math.inf)
+    return {name: {lr: statistics.mean(values) for lr, values in sorted(by_lr.items())}
+            for name, by_lr in sorted(losses.items())}
+
+
+def run_one(options, device: torch.device) -> dict:
+    """Train once and return its row; the train loss is the mean of the last tenth of the steps."""
+    records = list(train(options, device))
+    last = records[-max(1, len(records) // 10):]
+    train_loss = statistics.mean(record.train_loss for record in last)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    values = (options.optimizer, options.lr, options.seed, options.steps, round(train_loss, 4),
+              round(records[-1].heldout_loss, 4), where, torch.__version__)
+    return dict(zip(COLUMNS, values))
+
+
+def main() -> None:
+    """Run what is missing of the grid, then print the mean losses."""
+    made = parser(__doc__)
+    made.add_argument("--out", default=str(RESULTS), help="CSV file, continued where it exists (default: %(default)s)")
+    made.add_argument("--optimizer", choices=sorted(BEST_LR), help="only this one (default: all)")
+    made.add_argument("--lr", type=float, help="only this rate (default: the whole grid)")
+    made.add_argument("--seed", type=int, help="only this seed (default: all)")
+    made.set_defaults(eval_every=10**9)  # at the end only
+    base = options_of(made.parse_args())
+    device, path = pick_device(0), Path(base.out)
+    done = {(row["optimizer"], float(row["lr"]), int(row["seed"])) for row in read_rows(path)}
+    for name in [base.optimizer] if base.optimizer else BEST_LR:
+        for lr in [base.lr] if base.lr else GRID:
+            for seed in SEEDS if base.seed is None else [base.seed]:
+                if (name, lr, seed) not in done:
+                    append_row(path, run_one(replace(base, optimizer=name, lr=lr, seed=seed), device))
+    for name, by_lr in mean_losses(read_rows(path)).items():
+        best = min(by_lr, key=by_lr.get)
+        print(f"{name:8}", "  ".join(f"{lr:g}: {loss:.3f}{'*' if lr == best else ' '}" for lr, loss in by_lr.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

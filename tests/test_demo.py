@@ -1,0 +1,119 @@
+"""The demo and the training example: a tiny run through get_kernel, its text, its options and its learning rates."""
+from __future__ import annotations
+
+import csv
+import dataclasses
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+TINY = ["--layers", "1", "--width", "64", "--heads", "2", "--batch", "8", "--seq", "32"]
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """A function: example("corpus") is the module examples/corpus.py."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module
+
+
+def run_demo(*arguments: str) -> subprocess.CompletedProcess:
+    """Run examples/demo.py with a tiny model on two processes."""
+    command = [sys.executable, EXAMPLES / "demo.py", *TINY, "--processes", "2", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def write_text(folder: Path, order: list[int]) -> None:
+    """Many small files, created in the given order."""
+    (folder / "package" / "tests").mkdir(parents=True)
+    for number in order:
+        (folder / "package" / f"file{number}.py").write_text(f"value = {number}\n" * 100)
+        (folder / "package" / "tests" / f"file{number}.py").write_text("skipped\n" * 100)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two processes need no GPU or two")
+def test_both_optimizers_learn(optimizer, tmp_path):
+    done = run_demo("--steps", "16", "--eval-every", "8", "--lr", "0.01", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+    runs = json.loads((tmp_path / "summary.json").read_text())["runs"]
+    assert [run["optimizer"] for run in runs] == ["Muon", "AdamW"]
+    for name in ("muon", "adamw"):
+        with open(tmp_path / f"{name}.csv", newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [int(row["step"]) for row in rows] == list(range(1, 17))
+        assert float(rows[-1]["train_loss"]) < float(rows[0]["train_loss"]) - 0.3
+        assert [row["step"] for row in rows if row["heldout_loss"]] == ["8", "16"]
+        assert all(0 < float(row["optimizer_ms"]) < float(row["step_ms"]) for row in rows)
+
+
+def test_a_failed_process_ends_the_demo(tmp_path):
+    done = run_demo("--steps", "4", "--batch", "7", "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert "--batch 7 cannot be split over 2 processes" in done.stdout
+
+
+def test_help_explains_every_option(example):
+    train_gpt = example("train_gpt")
+    text = train_gpt.parser("").format_help()
+    for entry in dataclasses.fields(train_gpt.Options):
+        assert "--" + entry.name.replace("_", "-") in text
+        assert entry.metadata["help"].split("%")[0] in " ".join(text.split())
+
+
+def test_text_does_not_depend_on_the_order_of_files(example, tmp_path):
+    corpus = example("corpus")
+    write_text(tmp_path / "one", list(range(200)))
+    write_text(tmp_path / "two", list(range(200))[::-1])
+    for one, two in zip(corpus.read_corpus(tmp_path / "one"), corpus.read_corpus(tmp_path / "two")):
+        assert torch.equal(one, two)
+        assert b"skipped" not in bytes(one.numpy())
+
+
+def test_heldout_files_are_never_trained_on(example):
+    corpus = example("corpus")
+    files = corpus.source_files()
+    train, heldout = corpus.read_corpus()
+    assert len(train) + len(heldout) == sum(path.stat().st_size for path in files)
+    sizes = [path.stat().st_size for path in files if corpus.is_heldout(path)]
+    assert 0.01 < len(sizes) / len(files) < 0.1 and len(heldout) == sum(sizes)
+
+
+def test_too_little_text_is_refused(example, tmp_path):
+    with pytest.raises(ValueError, match="too little text"):
+        example("corpus").read_corpus(tmp_path)
+
+
+def test_windows_are_reproducible_and_one_byte_ahead(example):
+    corpus = example("corpus")
+    tokens = torch.randint(256, (1000,), dtype=torch.uint8)
+    inputs, targets = corpus.random_windows(tokens, 5, 16, torch.Generator().manual_seed(3))
+    again, _ = corpus.random_windows(tokens, 5, 16, torch.Generator().manual_seed(3))
+    assert torch.equal(inputs, again) and torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10, 200])
+def test_learning_rate_rises_and_falls(example, steps):
+    factors = [example("train_gpt").lr_factor(step, steps) for step in range(steps)]
+    peak = factors.index(max(factors))
+    assert all(0 < factor <= 1 for factor in factors)
+    assert factors[:peak + 1] == sorted(factors[:peak + 1]) and factors[peak:] == sorted(factors[peak:], reverse=True)
+
+
+def test_default_rates_are_the_best_of_a_fair_sweep(example):
+    train_gpt, sweep = example("train_gpt"), example("sweep")
+    losses = sweep.mean_losses(sweep.read_rows())
+    assert set(losses) == set(train_gpt.BEST_LR)
+    for name, by_lr in losses.items():
+        best = min(by_lr, key=by_lr.get)
+        assert best == train_gpt.BEST_LR[name]
+        assert min(by_lr) < best < max(by_lr), f"{name}: the best rate lies on the edge of its grid"
+        assert list(by_lr) == list(losses["adamw"])
+    assert len({(row["optimizer"], row["lr"], row["seed"]) for row in sweep.read_rows()}) == len(sweep.read_rows())
