@@ -17,8 +17,14 @@ from .kernels.norm import unit_norm
 
 Triple = tuple[float, float, float]
 REPEATED_LAST = (1.875, -1.25, 0.375)
-LONGEST_SEGMENT = 3  # steps of the Gram iteration between restarts: 16-bit rounding spoils longer segments
-SAFETY = 1.05  # of Polar Express: in fp16 a third to a half less error than 1.02 (docs/math.md)
+LONGEST_SEGMENT = {torch.float32: 3, torch.float16: 3, torch.bfloat16: 2}  # steps of the Gram iteration per restart
+
+
+def _safe(triple: Triple, s: float) -> Triple:
+    """Return the triple of p(x / s): singular values that rounding pushes above 1 stay where p is bounded."""
+    a, b, c = triple
+    return a / s, b / s**3, c / s**5
+
 
 SETS: dict[str, tuple[Triple, ...]] = {
     # Keller Jordan's post on Muon; torch.optim.Muon's default
@@ -26,31 +32,35 @@ SETS: dict[str, tuple[Triple, ...]] = {
     # YOU: modded-nanogpt's medium track, Emerging-Optimizers' default
     "quintic": ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
                 (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012)),
-    # arXiv 2505.16932, raw
-    "polar_express": ((8.28721201814563, -23.595886519098837, 17.300387312530933),
-                      (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-                      (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-                      (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-                      (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-                      (1.891301407787398, -1.2679958271945868, 0.37680408948524835)),
+    # arXiv 2505.16932, with a safety factor of 1.05: less error in fp16 than with 1.02 (docs/math.md)
+    "polar_express": tuple(_safe(t, 1.05) for t in (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+        (1.891301407787398, -1.2679958271945868, 0.37680408948524835))),
     # the same algorithm with a safety factor of 1.02 inside: nanochat, modded-nanogpt, Dion
     "polar_express_nanochat": ((8.156554524902461, -22.48329292557795, 15.878769915207462),
                                (4.042929935166739, -2.808917465908714, 0.5000178451051316),
                                (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
                                (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
                                (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)),
-    # arXiv 2506.10935
-    "cans": ((8.4703, -25.1081, 18.6293), (4.1828, -3.1087, 0.5806), (3.9619, -2.9541, 0.5630),
-             (3.2866, -2.4647, 0.5074), (2.2737, -1.6447, 0.4162)),
+    # arXiv 2506.10935; unscaled, the composition reaches 1e36 at 1.002
+    "cans": tuple(_safe(t, 1.02) for t in (
+        (8.4703, -25.1081, 18.6293), (4.1828, -3.1087, 0.5806), (3.9619, -2.9541, 0.5630),
+        (3.2866, -2.4647, 0.5074), (2.2737, -1.6447, 0.4162))),
     # arXiv 2512.04632, only after AOL scaling
     "turbo": ((4.6051, -9.6552, 5.6769), (4.7505, -6.0861, 2.1790), (2.7763, -2.3190, 0.5523),
               (2.4231, -2.2861, 0.8193)),
-    # Emerging-Optimizers, only after AOL scaling
-    "aol": ((4.0098, -7.0585, 2.4635), (3.4585, -5.5479, 2.5959), (2.7573, -3.2939, 1.4254),
+    # Emerging-Optimizers, only after AOL scaling, which promises singular values up to 1; the composition turns
+    # negative from 0.884 on, so its argument is divided by 1.2 here
+    "aol": (_safe((4.0098, -7.0585, 2.4635), 1.2), (3.4585, -5.5479, 2.5959), (2.7573, -3.2939, 1.4254),
             (2.7215, -3.0494, 1.3169)),
-    # arXiv 2606.00371, lower bound 7e-3
-    "cubic": ((3.3656576, -3.3420992, 0.0), (2.5744352, -1.4957376, 0.0), (2.5368962, -1.4312570, 0.0),
-              (2.4418906, -1.2764040, 0.0), (2.2230472, -0.9630650, 0.0)),
+    # arXiv 2606.00371, lower bound 7e-3; unscaled, the composition is negative from 1.004 on
+    "cubic": tuple(_safe(t, 1.02) for t in (
+        (3.3656576, -3.3420992, 0.0), (2.5744352, -1.4957376, 0.0), (2.5368962, -1.4312570, 0.0),
+        (2.4418906, -1.2764040, 0.0), (2.2230472, -0.9630650, 0.0))),
     # DeepSeek-V4's report
     "deepseek_v4": ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2,
 }
@@ -66,10 +76,9 @@ class Steps:
     triples: tuple[Triple, ...]
     aol: bool = False
 
-    @property
-    def segments(self) -> tuple[tuple[Triple, ...], ...]:
-        """The steps between restarts of the Gram iteration: the fewest segments allowed; of 5 steps, 3 and then 2."""
-        count = math.ceil(len(self.triples) / LONGEST_SEGMENT)
+    def segments(self, dtype: torch.dtype = torch.float16) -> tuple[tuple[Triple, ...], ...]:
+        """Return the steps between restarts of the Gram iteration: few segments; of 5 steps in fp16, 3 and then 2."""
+        count = math.ceil(len(self.triples) / LONGEST_SEGMENT[dtype])
         ends = [math.ceil(len(self.triples) * i / count) for i in range(count + 1)]
         return tuple(self.triples[first:last] for first, last in zip(ends, ends[1:]))
 
@@ -91,7 +100,7 @@ def _as_tuples(numbers):
         raise ValueError(f"ns_coefficients is {numbers!r}; pass a name, a triple, or a sequence of triples") from None
 
 
-@functools.cache
+@functools.lru_cache(maxsize=None, typed=True)  # True is no number of steps
 def _steps_of(ns_coefficients, ns_steps):
     if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or not 1 <= ns_steps < 100:
         raise ValueError(f"ns_steps is {ns_steps!r}; pass a whole number from 1 to 99")
@@ -117,8 +126,6 @@ def _named(name, ns_steps):
     if name not in SETS:
         raise ValueError(f"ns_coefficients is {name!r}; the sets are {', '.join(SETS)}; or pass a triple or triples")
     triples = SETS[name]
-    if name == "polar_express":
-        triples = tuple(_safe(t, SAFETY) for t in triples)
     if name in ANY_LENGTH:
         last = REPEATED_LAST if name == "polar_express" else triples[-1]
         triples = (triples + (last,) * ns_steps)[:ns_steps]
@@ -126,12 +133,6 @@ def _named(name, ns_steps):
         raise ValueError(f"ns_steps is {ns_steps}, but the set {name!r} has {len(triples)} steps; "
                          f"pass ns_steps={len(triples)}, or leave it at 5, the default")
     return Steps(name, triples, name in NEEDS_AOL)
-
-
-def _safe(triple, s):
-    """Return the triple of p(x / s): singular values that rounding pushes above 1 stay where p is bounded."""
-    a, b, c = triple
-    return (a / s, b / s**3, c / s**5)
 
 
 def cost(R: int, C: int, steps: Steps) -> int:
@@ -147,7 +148,7 @@ def _cost_standard(n, m, steps):
 
 def _cost_gram(n, m, steps):
     squares = sum(c != 0 for _, _, c in steps.triples)
-    segments = len(steps.segments)
+    segments = len(steps.segments())
     return 3 * segments * n * n * m + (squares + 3 * (len(steps.triples) - segments)) * n**3
 
 
@@ -188,12 +189,22 @@ def _polar(U, out, steps, eps, dtype):
         U, out = U.mT, out.mT
     N, n, m = U.shape
     dtype = dtype or (torch.float32 if U.device.type == "cpu" else torch.float16)
-    X, A = (torch.empty(shape, dtype=dtype, device=U.device) for shape in ((N, n, m), (N, n, n)))
+    X, A = _empty(N, n, m, dtype, U.device), _empty(N, n, n, dtype, U.device)
     unit_norm(U, X, eps)
     gram(X, A)
     if steps.aol:
         _scale_rows(X, A)
     (_gram_iteration if _uses_gram(n, m, steps) else _standard_iteration)(X, A, out, steps)
+
+
+def _empty(N, n, m, dtype, device):
+    """Uninitialised (N, n, m) whose rows begin at multiples of 16 bytes, as TMA wants them."""
+    step = 16 // dtype.itemsize
+    return torch.empty((N, n, -(-m // step) * step), dtype=dtype, device=device)[:, :, :m]
+
+
+def _like(X):
+    return _empty(*X.shape, X.dtype, X.device)
 
 
 def _scale_rows(X, A):
@@ -206,7 +217,7 @@ def _scale_rows(X, A):
 
 def _standard_iteration(X, A, out, steps):
     """X <- P X with P = a I + b A + c A^2 and A = X X^T, step by step; the last product is written to out."""
-    P, Y = torch.empty_like(A), torch.empty_like(X)
+    P, Y = _like(A), _like(X)
     for step, triple in enumerate(steps.triples, start=1):
         if step > 1:
             gram(X, A)
@@ -221,8 +232,9 @@ def _gram_iteration(X, A, out, steps):
     With Z = b A + c A^2: A <- (Z + a I) A (Z + a I), Q <- Q (Z + a I); a is added after the product, for in 16 bits
     Z + a I loses much of Z. A restart computes A afresh: rounding makes A and Q drift apart, and A indefinite.
     """
-    Z, Q, T, Y = torch.empty_like(A), torch.empty_like(A), torch.empty_like(A), torch.empty_like(X)
-    for number, segment in enumerate(steps.segments, start=1):
+    Z, Q, T, Y = _like(A), _like(A), _like(A), _like(X)
+    segments = steps.segments(X.dtype)
+    for number, segment in enumerate(segments, start=1):
         if number > 1:
             gram(X, A)
         for step, (a, b, c) in enumerate(segment, start=1):
@@ -235,7 +247,7 @@ def _gram_iteration(X, A, out, steps):
                 Q, T = T, Q
             else:
                 Q.copy_(Z).diagonal(dim1=1, dim2=2).add_(a)
-        product(Q, X, out if number == len(steps.segments) else Y)
+        product(Q, X, out if number == len(segments) else Y)
         X, Y = Y, X
 
 

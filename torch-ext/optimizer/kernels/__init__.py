@@ -14,14 +14,14 @@ from .. import debug
 
 
 def use_triton(device: torch.device) -> bool:
-    """Say whether operations on `device` run in Triton: NVIDIA from sm80 on, ROCm and XPU, where Triton is installed."""
+    """Say whether operations on `device` run in Triton: NVIDIA from sm80, ROCm, XPU, where Triton is installed."""
     choice = debug.kernels()
     if choice == "auto":
         return _triton_runs_on(device.type, device.index)
     return choice == "triton"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _triton_runs_on(kind: str, index: int | None) -> bool:
     if kind not in ("cuda", "xpu") or importlib.util.find_spec("triton") is None:
         return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from . import jit, tiles, use_triton
+from . import gram_sm90, jit, tiles, use_triton
 
 tl = None  # Triton's language, put here by jit
 ALIGNMENT_BYTES = 64
@@ -28,8 +28,8 @@ def gram(X: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 def symmetric_product(A, B, out, alpha=1.0, C=None, beta=0.0, diagonal=0.0) -> torch.Tensor:
     """Write alpha A B + beta C + diagonal I to out, for symmetric A and B that commute, and symmetric C.
 
-    All (N, n, n), any strides. Only the lower triangle of C counts. out may be C itself; it shares no memory with A or B.
-    Sums and the rest in fp32, rounded once.
+    All (N, n, n), any strides. Only the lower triangle of C counts. out may be C itself; it shares no memory with A
+    or B. Sums and the rest in fp32, rounded once.
     """
     if use_triton(A.device):
         return _launch("symmetric", A, B, out, C, (alpha, beta, diagonal))
@@ -56,12 +56,16 @@ def product_torch(A, X, out):
 
 def symmetric_product_torch(A, B, out, alpha=1.0, C=None, beta=0.0, diagonal=0.0):
     """Compute `symmetric_product` matrix by matrix."""
+    lower = torch.ones(out.shape[1:], dtype=torch.bool, device=out.device).tril_()
     for i, o in enumerate(out):
-        result = _multiply(A[i], B[i]).mul_(alpha)
+        result = _multiply(A[i], B[i])
+        if alpha != 1.0:
+            result.mul_(alpha)
         if C is not None:
-            result.add_(C[i].float().mul(beta))
-        result.diagonal().add_(diagonal)
-        o.copy_(result.tril() + result.tril(-1).mT)
+            result.add_(C[i], alpha=beta)
+        if diagonal != 0.0:
+            result.diagonal().add_(diagonal)
+        o.copy_(torch.where(lower, result, result.mT))
     return out
 
 
@@ -70,8 +74,6 @@ def _multiply(a, b):
 
     A CPU library may sum in another order where memory is aligned otherwise: every operand begins as new memory does.
     """
-    if a.device.type != "cpu":
-        return torch.mm(a, b).float()
     return torch.mm(*(x.clone() if x.data_ptr() % ALIGNMENT_BYTES else x for x in (a.float(), b.float())))
 
 
@@ -80,6 +82,11 @@ def _launch(op, A, B, out, C=None, factors=(1.0, 0.0, 0.0)):
     (N, rows, columns), inner = out.shape, A.shape[2]
     symmetric = op != "product"
     tile = tiles.choose(op, A.dtype, rows, inner if op == "gram" else columns, out.device)
+    if tile.loop != "pointers" and gram_sm90.addressable(A, A if C is None else C, B.mT if symmetric else B):
+        if N * rows * columns:
+            gram_sm90.launch(A, B, out, C, factors, tile, symmetric)
+        return out
+    tile = tile if tile.loop == "pointers" else tiles.DEFAULT
     down, across = -(-rows // tile.rows), -(-columns // tile.columns)
     count = down * (down + 1) // 2 if symmetric else down * across
     if N * count:
@@ -117,21 +124,22 @@ def _product_kernel(A, B, C, OUT, rows, columns, inner, a_strides, b_strides, c_
     r, c = r.to(tl.int64)[:, None], c.to(tl.int64)[None, :]
     inside = (r < rows) & (c < columns)
     if SYMMETRIC:
-        inside &= r >= c
         sums += tl.where(r == c, diagonal, 0.0)
     if C is not None:
         addend = tl.load(C + matrix * c_strides[0] + r * c_strides[1] + c * c_strides[2], mask=inside, other=0.0)
         sums += beta * addend.to(tl.float32)
+    if SYMMETRIC and i == j:
+        sums = tl.where(r >= c, sums, tl.trans(sums))
     result = sums.to(OUT.dtype.element_ty)
     out = OUT + matrix * out_strides[0]
     tl.store(out + r * out_strides[1] + c * out_strides[2], result, mask=inside)
-    if SYMMETRIC:
+    if SYMMETRIC and i != j:
         tl.store(out + c * out_strides[1] + r * out_strides[2], result, mask=inside)
 
 
 @jit
 def _tile_of(rows, columns, SYMMETRIC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr):
-    """Return (matrix, tile row, tile column) of this program: the lower triangle row by row, or groups of GROUP rows."""
+    """Return this program's (matrix, tile row, tile column): the lower triangle row by row, or GROUP rows at a time."""
     program = tl.program_id(0)
     down = tl.cdiv(rows, BLOCK_R)
     if SYMMETRIC:

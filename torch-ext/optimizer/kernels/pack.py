@@ -27,7 +27,8 @@ class Pack:
         self.M, self.U, self.sources = list(M), list(U), list(sources)
         self.launches = bind((self.M, self.U), sources, gradients) if M and use_triton(M[0].device) else None
 
-    def __call__(self, tensors: Sequence[torch.Tensor], addresses: torch.Tensor | None, momentum: float, nesterov: bool):
+    def __call__(self, tensors: Sequence[torch.Tensor], addresses: torch.Tensor | None, momentum: float,
+                 nesterov: bool):
         """Take this step's gradients, and their addresses as an int64 tensor on the device (None without Triton).
 
         M and U change in place, the gradients do not. U gets the fp32 result, rounded once to its dtype.
@@ -85,8 +86,8 @@ class Copy:
     def __call__(self, tensors: Sequence[torch.Tensor] = (), addresses: torch.Tensor | None = None):
         """Copy; with fresh gradients, take them and their addresses as `Pack` does."""
         if self.launches is None:
-            what = self.what if self.sources is None else [s.view(tensors, t.shape) for s, t in zip(self.sources, self.to)]
-            return copy_torch(self.to, what)
+            views = (s.view(tensors, t.shape) for s, t in zip(self.sources or (), self.to))
+            return copy_torch(self.to, list(views) if self.sources is not None else self.what)
         for launch in self.launches:
             run(_copy_kernel, launch, addresses, FRESH=self.sources is not None)
 

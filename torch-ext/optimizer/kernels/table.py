@@ -82,10 +82,12 @@ def _records(shape, fields):
     if rows * columns == 0:
         return []
     if not all(_is_one_row(rows, columns, *strides) for _, *strides, _ in fields):
-        return [[rows, columns] + [x for address, down, across, _ in fields for x in (address, down, across)]]
-    numel = rows * columns
-    return [[1, min(LONGEST, numel - first)] + [x for address, _, _, size in fields for x in (address + first * size, 0, 1)]
-            for first in range(0, numel, LONGEST)]
+        return [[rows, columns] + [x for field in fields for x in field[:3]]]
+    records = []
+    for first in range(0, rows * columns, LONGEST):
+        columns_here = min(LONGEST, rows * columns - first)
+        records.append([1, columns_here] + [x for at, _, _, size in fields for x in (at + first * size, 0, 1)])
+    return records
 
 
 def _is_one_row(rows, columns, down, across):

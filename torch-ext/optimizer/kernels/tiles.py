@@ -22,7 +22,10 @@ TABLES = Path(__file__).with_name("tables")
 class Tile:
     """Elements of the output (rows, columns) and of the sum (inner) that a program takes at a time, and its resources.
 
-    Symmetric results need rows == columns. `group` rows of tiles are visited together, so that they share the cache.
+    `loop` says which kernel, and how its programs take turns: "pointers" (any memory, a tile each); with TMA (sm90 on)
+    "once" (a tile each), "turns" (a program per processor, tile after tile) or "flat" (the same as one pipelined loop).
+    Symmetric results need square tiles; with TMA they may be twice as wide as high. `group` rows of tiles are visited
+    together, so that they share the cache ("pointers" only).
     """
 
     rows: int
@@ -31,9 +34,11 @@ class Tile:
     group: int
     stages: int
     warps: int
+    loop: str = "pointers"
 
 
-SMALL, DEFAULT, WIDE = Tile(32, 32, 32, 8, 2, 4), Tile(64, 64, 32, 8, 3, 4), Tile(32, 32, 32, 8, 2, 4)
+# fit every GPU from 64 KiB of shared memory on
+DEFAULT, DEFAULT_FP32 = Tile(64, 64, 32, 8, 3, 4), Tile(32, 32, 32, 8, 2, 4)
 _forced: Tile | None = None
 
 
@@ -53,7 +58,7 @@ def force(tile: Tile):
         _forced = before
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def architecture(kind: str, index: int | None = None) -> str:
     """Return the name that tables go by: sm90, gfx942, or the kind of device where there is no finer name."""
     if kind != "cuda":
@@ -63,21 +68,22 @@ def architecture(kind: str, index: int | None = None) -> str:
     return "sm{}{}".format(*torch.cuda.get_device_capability(index))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def table(arch: str) -> dict:
     """Read the table of an architecture; an unknown one has no entries."""
     path = TABLES / f"{arch}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"measured": False, "entries": []}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _nearest(op: str, itemsize: int, rows: int, columns: int, arch: str) -> Tile:
     """Take the entry whose shape is nearest, in powers of two; the first of equals."""
     entries = [e for e in table(arch)["entries"] if e["op"] == op and e["bytes"] == itemsize]
     if not entries:
-        return SMALL if itemsize > 2 else DEFAULT
+        return DEFAULT_FP32 if itemsize > 2 else DEFAULT
+
     def distance(entry):
         return abs(math.log2(entry["rows"] / max(rows, 1))) + abs(math.log2(entry["columns"] / max(columns, 1)))
 
     best = min(entries, key=distance)
-    return Tile(*best["tile"], best["group"], best["stages"], best["warps"])
+    return Tile(*best["tile"], best["group"], best["stages"], best["warps"], best.get("loop", "pointers"))
