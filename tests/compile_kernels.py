@@ -1,0 +1,80 @@
+"""Compile every Triton kernel for one architecture, without a GPU: `python -m tests.compile_kernels sm90`.
+
+Prints one line of JSON per kernel: its name, its tile, and the shared memory that it takes.
+"""
+from __future__ import annotations
+
+import json
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.ranks import part
+
+TARGETS = {"sm80": ("cuda", 80, 32), "sm90": ("cuda", 90, 32), "sm100": ("cuda", 100, 32),
+           "gfx942": ("hip", "gfx942", 64)}
+ROW_MAJOR, COLUMN_MAJOR = ("i32", "i32", 1), ("i32", 1, "i32")
+TYPES = {"TYPE_0": triton.language.float32, "TYPE_1": triton.language.bfloat16, "TYPE_2": triton.language.float32}
+
+
+def compile_for(arch: str, kernel, arguments: dict, **options) -> int:
+    """Compile; an argument is a type's name, or a constant. Return the bytes of shared memory."""
+    function = kernel.make()
+    signature, constants, hints = {}, {}, {}
+    for place, name in enumerate(function.arg_names):
+        value = arguments[name]
+        if isinstance(value, tuple):
+            signature[name] = tuple(x if isinstance(x, str) else "constexpr" for x in value)
+            constants |= {(place, i): x for i, x in enumerate(value) if not isinstance(x, str)}
+        elif isinstance(value, str):
+            signature[name] = value
+            hints |= {(place,): [["tt.divisibility", 16]]} if value.startswith("*") else {}
+        else:
+            signature[name], constants[(place,)] = "constexpr", value
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=hints)
+    return triton.compile(source, target=GPUTarget(*TARGETS[arch]), options=options).metadata.shared
+
+
+def products(arch: str):
+    """Compile the product kernel once for each distinct use and tile of the table."""
+    tiles, gram = part("kernels.tiles"), part("kernels.gram")
+    entries = [e for e in tiles.table(arch)["entries"] if e.get("loop", "pointers") == "pointers"]
+    uses = {(e["op"], e["bytes"], *e["tile"]): e for e in entries}
+    for (op, itemsize, rows, columns, inner), entry in uses.items():
+        pointer = "*fp16" if itemsize == 2 else "*fp32"
+        arguments = dict(
+            A=pointer, B=pointer, OUT=pointer, C=pointer if op == "symmetric" else None, rows="i32", columns="i32",
+            inner="i32", a_strides=ROW_MAJOR, b_strides=COLUMN_MAJOR if op == "gram" else ROW_MAJOR,
+            c_strides=ROW_MAJOR, out_strides=ROW_MAJOR, alpha="fp32", beta="fp32", diagonal="fp32",
+            SYMMETRIC=op != "product", EVEN=op == "gram", BLOCK_R=rows, BLOCK_C=columns, BLOCK_K=inner,
+            GROUP=entry["group"])
+        options = dict(num_stages=entry["stages"], num_warps=entry["warps"])
+        yield entry, compile_for(arch, gram._product_kernel, arguments, **options)
+    compile_for(arch, gram._product_kernel, dict(arguments, rows=1, columns=1, inner=1, EVEN=False), **options)
+
+
+def others(arch: str):
+    """Compile the kernels of everything that is not a product."""
+    pack, update, rows, norm = (part(f"kernels.{name}") for name in ("pack", "update", "rows", "norm"))
+    table = dict(records="*i64", blocks="*i64", FIELDS=12, BLOCK=4096, **TYPES)
+    yield compile_for(arch, pack._pack_kernel, dict(table, addresses="*i64", weight="fp32", NESTEROV=True))
+    yield compile_for(arch, pack._copy_kernel, dict(table, addresses="*i64", FRESH=True))
+    yield compile_for(arch, pack._copy_kernel, dict(table, addresses=None, FRESH=False))
+    yield compile_for(arch, update._update_kernel, dict(table, scales="*fp32", lr="fp32", keep="fp32"))
+    sizes = dict(numel="i32", N="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR,
+                 u_strides=COLUMN_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR)
+    floats = dict(V="*fp32", squares="*fp32", factors="*fp32", rows="*fp32", matrices="*fp32", beta2="fp32",
+                  rest="fp32")
+    for kernel in (rows._moments_kernel, rows._norms_kernel, rows._scale_kernel, norm._rows_kernel,
+                   norm._matrices_kernel, norm._cast_kernel):
+        yield compile_for(arch, kernel, dict(sizes, **floats, U="*bf16", X="*fp16"))
+        if arch == "sm90":  # sizes of 1 are constants to the compiler
+            yield compile_for(arch, kernel, dict(sizes, **floats, U="*fp32", X="*bf16", N=1, R=1, C=1, numel=1))
+
+
+if __name__ == "__main__":
+    for entry, shared in products(sys.argv[1]):
+        print(json.dumps({**entry, "shared_bytes": shared}))
+    print(json.dumps({"others": len(list(others(sys.argv[1])))}))

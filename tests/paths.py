@@ -1,0 +1,44 @@
+"""The two paths of every kernel: "torch" and "triton".
+
+Without a GPU, Triton's kernels run in Triton's CPU interpreter, which has to be chosen before triton is imported, and
+so when pytest collects. It multiplies bf16 wrongly and rounds to bf16 towards zero: bf16 is tested there with care.
+"""
+from __future__ import annotations
+
+import importlib.util
+import os
+from importlib.metadata import version
+
+import pytest
+import torch
+
+INTERPRETED = not torch.cuda.is_available()
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def why_no_triton() -> str | None:
+    """Say why Triton's kernels cannot run here, None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if INTERPRETED and tuple(map(int, version("numpy").split(".")[:2])) >= (2, 4):
+        return "Triton's interpreter does not work with numpy 2.4 or newer"
+    return None
+
+
+PATHS = ["torch", pytest.param("triton", marks=[pytest.mark.interpreter] if INTERPRETED else [])]
+quiet = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # the interpreter's own
+
+
+def take(path: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Send every operation of this test down a path; skip the test where it cannot go."""
+    if path == "triton" and (reason := why_no_triton()):
+        pytest.skip(reason)
+    monkeypatch.setenv("OPTIMIZER_KERNELS", path)
+    return path
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return memory that shows whether it has been written."""
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)
+

@@ -1,0 +1,419 @@
+"""What could not be stepped is refused at construction, with its name, what came, what is allowed and what to do."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import package, run_threads
+
+
+def matrix(*shape, dtype=torch.float32, device="cpu"):
+    return nn.Parameter(torch.randn(*(shape or (4, 3)), device=device).to(dtype))
+
+
+def refuse(parts, params, error=ValueError, name="Muon", **options):
+    """Assert that construction raises `error` with all the `parts` in its message."""
+    with pytest.raises(error) as raised:
+        getattr(package(), name)(params, **options)
+    missing = [part for part in parts if part not in str(raised.value)]
+    assert not missing, f"{missing} not in {raised.value}"
+
+
+@pytest.fixture(autouse=True)
+def loaded(optimizer):
+    """The package is loaded before the first test is timed."""
+
+
+# parameters ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.kernels_ci
+def test_a_scalar_parameter():
+    refuse(["norm.scale", "shape ()", "0-D", "use_muon=False"], [("norm.scale", nn.Parameter(torch.tensor(1.0)))])
+
+
+@pytest.mark.kernels_ci
+def test_a_vector_parameter():
+    refuse(["fc.bias", "(5,)", "1-D", "use_muon=False"], [("fc.weight", matrix()), ("fc.bias", matrix(5))])
+
+
+def test_a_vector_parameter_without_names_is_named_by_its_number():
+    refuse(["#1", "(5,)", "1-D"], [matrix(), matrix(5)])
+
+
+def test_a_sparse_parameter():
+    refuse(["table", "sparse", "dense", "to_dense"], [("table", torch.eye(4).to_sparse().requires_grad_())])
+
+
+def test_a_compressed_sparse_parameter():
+    refuse(["table", "sparse", "to_dense"], [("table", torch.eye(4).to_sparse_csr().requires_grad_())])
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_a_complex_parameter(use_muon):
+    params = [("rotor", matrix(dtype=torch.complex64))]
+    refuse(["rotor", "complex64", "floating-point", "view_as_real"], [{"params": params, "use_muon": use_muon}])
+
+
+def test_an_integer_parameter():
+    codes = torch.ones(4, 4, dtype=torch.int32)
+    refuse(["codes", "int32", "floating-point"], [("codes", nn.Parameter(codes, requires_grad=False))])
+
+
+def test_a_parameter_of_8_bits():
+    """Its arithmetic is not defined here."""
+    weight = nn.Parameter(torch.ones(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+    refuse(["quantized", "float8_e4m3fn", "bfloat16"], [("quantized", weight)])
+
+
+def test_a_parameter_of_64_bits_keeps_its_precision_or_is_refused():
+    """Momentum and update are fp32: silently less than the parameter has."""
+    refuse(["precise", "float64", "float32"], [("precise", matrix(dtype=torch.float64))])
+
+
+def test_a_tensor_that_is_no_leaf():
+    refuse(["leaf"], [matrix() * 2])
+
+
+def test_something_else_than_a_tensor():
+    refuse(["Tensor", "list"], [[1.0, 2.0]], error=TypeError)
+
+
+# groups ----------------------------------------------------------------------------------------------------------
+
+def test_no_parameters():
+    refuse(["empty"], [])
+
+
+def test_a_group_without_parameters():
+    refuse(["no parameters", "leave"], [{"params": [matrix()]}, {"params": [], "use_muon": False}])
+
+
+@pytest.mark.kernels_ci
+def test_an_unknown_group_key():
+    refuse(["learning_rate", "allowed", "lr", "use_muon"], [{"params": [matrix()], "learning_rate": 0.1}])
+
+
+def test_beta2_is_unknown_to_muon():
+    refuse(["beta2", "allowed"], [{"params": [matrix()], "beta2": 0.9}])
+
+
+@pytest.mark.parametrize("key", ["fused", "foreach", "initial_lr"])
+def test_keys_of_other_tools_are_let_through(key):
+    package().Muon([{"params": [matrix()], key: True}])
+
+
+def test_a_parameter_in_two_groups():
+    shared = matrix()
+    second = {"params": [("b.bias", matrix(3)), ("b.weight", shared)], "use_muon": False}
+    refuse(["weight", "more than one"], [{"params": [("a.weight", shared)]}, second])
+
+
+def test_a_parameter_twice_in_a_group():
+    """It would be stepped twice."""
+    shared = matrix()
+    refuse(["tied.weight", "twice"], [("first.weight", matrix()), ("tied.weight", shared), ("tied.weight", shared)])
+
+
+def test_a_list_of_names_of_another_length():
+    refuse(["param_names", "1", "2"], [{"params": [matrix(), matrix()], "param_names": ["only.one"]}])
+
+
+def test_a_group_that_is_no_dict():
+    optimizer = package().Muon([matrix()])
+    with pytest.raises(TypeError, match="dict"):
+        optimizer.add_param_group([matrix()])
+
+
+# numbers ---------------------------------------------------------------------------------------------------------
+
+OUT_OF_RANGE = [("lr", -1e-3), ("lr", math.nan), ("lr", math.inf), ("lr", torch.tensor(-1.0)),
+                ("weight_decay", -0.1), ("weight_decay", math.nan), ("weight_decay", math.inf),
+                ("eps", -1e-8), ("eps", math.nan)]
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize(("key", "value"), OUT_OF_RANGE, ids=lambda x: str(x))
+def test_a_number_that_must_not_be_negative(key, value):
+    refuse([f"{key}={value!r}", "finite", ">= 0"], [matrix()], **{key: value})
+    refuse([f"{key}={value!r}", "finite", ">= 0"], [{"params": [matrix()], key: value}])
+    refuse([f"{key}={value!r}", "finite", ">= 0"], [{"params": [matrix()], key: value, "use_muon": False}])
+
+
+@pytest.mark.parametrize("value", [1.0, 1.5, -0.1, math.nan])
+def test_momentum_outside_its_range(value):
+    refuse([f"momentum={value!r}", "[0, 1)"], [matrix()], momentum=value)
+
+
+@pytest.mark.parametrize("value", [1.0, -0.1, math.nan])
+def test_beta2_outside_its_range(value):
+    refuse([f"beta2={value!r}", "[0, 1)"], [matrix()], name="NorMuon", beta2=value)
+    refuse([f"beta2={value!r}", "[0, 1)"], [{"params": [matrix()], "beta2": value}], name="NorMuon")
+
+
+@pytest.mark.parametrize("value", [(0.9, 1.0), (-0.1, 0.9), (0.9,), (0.9, 0.9, 0.9), (0.9, math.nan)])
+def test_betas_outside_their_range(value):
+    refuse(["betas", repr(value), "[0, 1)"], [{"params": [matrix(3)], "use_muon": False}], adamw_betas=value)
+    refuse(["betas", repr(value), "[0, 1)"], [{"params": [matrix(3)], "use_muon": False, "betas": value}])
+
+
+@pytest.mark.parametrize("value", [-1e-8, math.nan])
+def test_adamw_eps_outside_its_range(value):
+    refuse(["eps", "finite"], [{"params": [matrix(3)], "use_muon": False}], adamw_eps=value)
+
+
+@pytest.mark.parametrize(("key", "value"), [("lr", "1e-3"), ("lr", None), ("lr", torch.ones(2)), ("momentum", "0.95"),
+                                            ("weight_decay", None), ("eps", "1e-7"), ("adamw_betas", 0.9)])
+def test_something_else_than_a_number(key, value):
+    """A YAML file says 1e-3 and means a string."""
+    key_in_group = key.replace("adamw_", "")
+    refuse([key_in_group], [{"params": [matrix(3)], "use_muon": False}, {"params": [matrix()]}],
+           error=(ValueError, TypeError), **{key: value})
+
+
+def test_an_unknown_coefficient_set():
+    refuse(["ns_coefficients", "'quintik'", "polar_express", "quintic"], [matrix()], ns_coefficients="quintik")
+    refuse(["'quintik'"], [{"params": [matrix()], "ns_coefficients": "quintik"}])
+
+
+TRIPLES = [(1.0, 2.0), (1.0, 2.0, 3.0, 4.0), (), 3.0, None, (1.0, 2.0, math.nan), (1.0, "2", 3.0),
+           [(1.0, 2.0, 3.0), (1.0, 2.0)], [(1.0, 2.0, math.inf)] * 5]
+
+
+@pytest.mark.parametrize("value", TRIPLES, ids=str)
+def test_a_wrong_triple(value):
+    refuse(["ns_coefficients", "triple"], [matrix()], ns_coefficients=value)
+
+
+def test_another_number_of_triples_than_steps():
+    refuse(["2 triples", "ns_steps is 5", "ns_steps=2"], [matrix()], ns_coefficients=[(1.5, -0.5, 0.0)] * 2)
+
+
+def test_another_number_of_steps_than_the_set_has():
+    refuse(["ns_steps is 7", "'cans'", "ns_steps=5"], [matrix()], ns_coefficients="cans", ns_steps=7)
+
+
+@pytest.mark.parametrize("value", [0, -1, 100, 2.5, "5", True, None])
+def test_ns_steps_outside_its_range(value):
+    refuse(["ns_steps", repr(value), "1 to 99"], [matrix()], ns_steps=value)
+
+
+def test_an_unknown_adjust_lr_fn():
+    refuse(["adjust_lr_fn", "'rms'", "original", "match_rms_adamw", "spectral_norm"], [matrix()], adjust_lr_fn="rms")
+
+
+# options of the whole optimizer ----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("key", "value"), [("wire_dtype", torch.float16), ("state_dtype", torch.float16),
+                                            ("ns_dtype", torch.float64), ("wire_dtype", "bf16"), ("state_dtype", None)])
+def test_a_dtype_that_is_not_allowed(key, value):
+    refuse([f"{key}={value}", "bfloat16", "float32"], [matrix()], **{key: value})
+
+
+def test_an_unknown_keyword():
+    refuse(["wire_dtpye"], [matrix()], error=TypeError, wire_dtpye=torch.float32)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5])
+def test_a_workspace_without_room(value):
+    refuse(["workspace_bytes", repr(value)], [matrix()], workspace_bytes=value)
+
+
+def test_unreduced_gradients_without_a_process_group():
+    refuse(["grads_are_reduced=False", "process_group"], [matrix()], grads_are_reduced=False)
+
+
+def test_a_process_group_of_nothing():
+    refuse(["process_group", "init_process_group"], [matrix()], process_group=object())
+
+
+def test_parameters_on_different_devices():
+    refuse(["b.weight", "meta", "a.weight", "cpu"], [("a.weight", matrix()), ("b.weight", matrix(device="meta"))])
+    second = {"params": [("b.bias", matrix(3, device="meta"))], "use_muon": False}
+    refuse(["b.bias", "meta", "a.weight", "cpu"], [{"params": [("a.weight", matrix())]}, second])
+
+
+# DTensors --------------------------------------------------------------------------------------------------------
+
+def dtensor(shape, mesh_shape, placements, order=None):
+    """A DTensor parameter of zeros, cut evenly."""
+    from torch.distributed.tensor import DTensor, init_device_mesh
+
+    mesh, local = init_device_mesh("cpu", mesh_shape), list(shape)
+    for size, placement in zip(mesh_shape, placements):
+        if hasattr(placement, "dim"):
+            local[placement.dim] //= size
+    tensor = DTensor.from_local(torch.zeros(local), mesh, placements, run_check=False, shape=torch.Size(shape),
+                                stride=torch.empty(shape).stride())
+    param = nn.Parameter(tensor)
+    if order is not None:
+        param._spec.shard_order = order
+    return param
+
+
+def refused_on_ranks(rank, world, make, parts, error, options):
+    groups = make()
+    if options.pop("end", False):
+        dist.destroy_process_group()
+    if "process_group" in options:
+        options["process_group"] = dist.group.WORLD
+    refuse(parts, groups, error, **options)
+    return True
+
+
+def refuse_on_ranks(make, parts, error=NotImplementedError, **options):
+    assert all(run_threads(4, lambda *args: refused_on_ranks(*args, dict(options)), make, parts, error))
+
+
+def test_partial_placements():
+    from torch.distributed.tensor import Partial, Shard
+
+    refuse_on_ranks(lambda: [("fc.weight", dtensor((8, 4), (2, 2), [Shard(0), Partial()]))],
+                    ["fc.weight", "(8, 4)", "Partial", "Replicate", "redistribute"])
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_partial_placements_in_either_kind_of_group(use_muon):
+    from torch.distributed.tensor import Partial
+
+    refuse_on_ranks(lambda: [{"params": [("fc.weight", dtensor((8, 4), (4,), [Partial()]))], "use_muon": use_muon}],
+                    ["fc.weight", "Partial"])
+
+
+STRIDED = {
+    "of another factor": lambda S, T: ([T(0, split_factor=3), S(0)], (2, 2)),
+    "over nothing": lambda S, T: ([T(0, split_factor=2), S(1)], (2, 2)),
+    "last": lambda S, T: ([S(0), T(0, split_factor=2)], (2, 2)),
+    "twice": lambda S, T: ([T(0, split_factor=2), T(0, split_factor=1)], (2, 2)),
+}
+
+
+@pytest.mark.parametrize("case", STRIDED)
+def test_a_strided_shard_that_is_not_fsdp_over_tp(case):
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placements, mesh_shape = STRIDED[case](Shard, _StridedShard)
+    refuse_on_ranks(lambda: [("fc.weight", dtensor((12, 8), mesh_shape, placements))],
+                    ["fc.weight", "(12, 8)", "_StridedShard", "FSDP2 over TP"])
+
+
+def test_an_order_of_shards_from_right_to_left():
+    from torch.distributed.tensor import Shard, _dtensor_spec
+
+    entry = getattr(_dtensor_spec, "ShardOrderEntry", None)
+    if entry is None:
+        pytest.skip("this torch knows one order only")
+    order = (entry(tensor_dim=0, mesh_dims=(1, 0)),)
+    refuse_on_ranks(lambda: [("fc.weight", dtensor((8, 4), (2, 2), [Shard(0), Shard(0)], order))],
+                    ["fc.weight", "(8, 4)", "order", "redistribute"])
+
+
+@pytest.mark.parametrize("more", [0, 1], ids=["alone", "among others"])
+def test_unreduced_gradients_of_a_dtensor(more):
+    from torch.distributed.tensor import Shard
+
+    def make():
+        return [("plain", matrix())] * more + [("fc.weight", dtensor((8, 4), (4,), [Shard(0)]))]
+
+    refuse_on_ranks(make, ["grads_are_reduced=False", "fc.weight", "DTensor"], ValueError, process_group=None,
+                    grads_are_reduced=False)
+
+
+def test_a_mesh_that_is_not_initialized():
+    from torch.distributed.tensor import Shard
+
+    refuse_on_ranks(lambda: [("fc.weight", dtensor((8, 4), (4,), [Shard(0)]))],
+                    ["fc.weight", "not initialized", "init_process_group"], ValueError, end=True)
+
+
+def uneven(rank, world):
+    """Chunks that torch itself would not make."""
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    mesh, rows = init_device_mesh("cpu", (world,)), (1, 3, 2, 2)
+    tensor = DTensor.from_local(torch.zeros(rows[rank], 4), mesh, [Shard(0)], run_check=False, shape=torch.Size((8, 4)),
+                                stride=(4, 1))
+    param = nn.Parameter(tensor)
+    with pytest.raises(NotImplementedError) as raised:
+        optimizer = package().Muon([("fc.weight", param)])
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+    return str(raised.value)
+
+
+def test_chunks_of_ones_own():
+    """Only the ranks that store something else than torch would can see it."""
+    for message in run_threads(2, uneven):
+        assert "fc.weight" in message and "(1, 4)" in message or "(3, 4)" in message
+
+
+# sparse gradients, at step time ----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("use_muon", [True, False])
+@pytest.mark.parametrize("steps", [0, 1], ids=["first step", "second step"])
+def test_a_sparse_gradient(steps, use_muon):
+    weight = matrix(6, 4)
+    optimizer = package().Muon([{"params": [("table.weight", weight)], "use_muon": use_muon}])
+    for _ in range(steps):
+        weight.grad = torch.randn(6, 4)
+        optimizer.step()
+    before = weight.detach().clone()
+    weight.grad = torch.eye(6, 4).to_sparse()
+    with pytest.raises(RuntimeError) as raised:
+        optimizer.step()
+    assert all(part in str(raised.value) for part in ("(6, 4)", "sparse gradient", "sparse=False"))
+    assert torch.equal(weight, before)
+
+
+def test_the_gradient_of_a_sparse_embedding():
+    table = nn.Embedding(10, 4, sparse=True)
+    optimizer = package().Muon([{"params": table.parameters(), "use_muon": False}])
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse gradient"):
+        optimizer.step()
+
+
+# a refused group -------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "vector": lambda: {"params": [matrix(3)]},
+    "empty": lambda: {"params": []},
+    "unknown key": lambda: {"params": [matrix()], "learning_rate": 1.0},
+    "negative lr": lambda: {"params": [matrix()], "lr": -1.0},
+    "lr of text": lambda: {"params": [matrix()], "lr": "1e-3"},
+    "betas of one": lambda: {"params": [matrix(3)], "use_muon": False, "betas": 0.9},
+    "coefficients": lambda: {"params": [matrix()], "ns_coefficients": "quintik"},
+    "device": lambda: {"params": [matrix(device="meta")]},
+    "complex": lambda: {"params": [matrix(dtype=torch.complex64)], "use_muon": False},
+    "no leaf": lambda: {"params": [matrix() * 2]},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refused_group_leaves_the_optimizer_as_it_was(case):
+    weight, group = matrix(), REFUSED[case]()
+    optimizer = package().NorMuon([weight], lr=0.1)
+    twin = copy.deepcopy(optimizer)
+    for number in range(2):
+        with pytest.raises((ValueError, TypeError)):
+            optimizer.add_param_group(group)
+        assert len(optimizer.param_groups) == 1 and optimizer.param_groups[0]["params"][0] is weight
+        weight.grad = torch.full_like(weight, number + 1.0).cumsum(0)
+        twin.param_groups[0]["params"][0].grad = weight.grad.clone()
+        optimizer.step()
+        twin.step()
+    assert torch.equal(weight, twin.param_groups[0]["params"][0]) and len(optimizer.state) == 1
+
+
+def test_a_parameter_of_another_group_leaves_the_optimizer_as_it_was():
+    weight = matrix()
+    optimizer = package().Muon([weight])
+    with pytest.raises(ValueError, match="more than one"):
+        optimizer.add_param_group({"params": [matrix(), weight]})
+    assert len(optimizer.param_groups) == 1

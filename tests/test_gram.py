@@ -1,0 +1,164 @@
+"""The batched products: accuracy against fp64, symmetry, aliasing, layouts, bits that do not depend on the batch."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.paths import INTERPRETED, PATHS, poisoned, quiet, take
+
+pytestmark = quiet
+
+SHAPES = [(1, 1), (1, 9), (5, 3), (16, 16), (17, 1), (33, 50), (40, 20)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+every_shape = pytest.mark.parametrize("n, m", SHAPES)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(params=PATHS)
+def path(request, monkeypatch):
+    return take(request.param, monkeypatch)
+
+
+@pytest.fixture
+def gram(part, path):
+    """The module, on small tiles, so that small matrices have many."""
+    tiles = part("kernels.tiles")
+    with tiles.force(tiles.Tile(rows=16, columns=16, inner=16, group=2, stages=2, warps=4)):
+        yield part("kernels.gram")
+
+
+def skip_interpreted_bf16(path, dtype):
+    if INTERPRETED and path == "triton" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter multiplies bf16 wrongly")
+
+
+def check(out, exact, magnitude, inner):
+    """Compare with fp64: one rounding of the result, and the rounding of `inner` fp32 sums of this magnitude."""
+    bound = torch.finfo(out.dtype).eps * exact.abs() + (inner + 4) * 2.0**-23 * magnitude
+    bound += torch.finfo(out.dtype).smallest_normal
+    assert ((out.double() - exact).abs() <= bound).all()
+
+
+def symmetric(N, n, dtype, device):
+    """Return two symmetric matrices that commute: polynomials of one."""
+    X = torch.randn(N, n, n, dtype=torch.float64, device=device) / n**0.5
+    A = (X + X.mT) / 2
+    return A.to(dtype), (A @ A).to(dtype)
+
+
+@pytest.mark.kernels_ci
+@every_shape
+@every_dtype
+def test_gram_against_fp64(gram, device, path, n, m, dtype):
+    skip_interpreted_bf16(path, dtype)
+    X, out = torch.randn(3, n, m, device=device).to(dtype), poisoned(3, n, n, dtype=dtype, device=device)
+    assert gram.gram(X, out) is out
+    wide = X.double()
+    check(out, wide @ wide.mT, wide.abs() @ wide.abs().mT, m)
+    assert torch.equal(out, out.mT)
+
+
+@every_shape
+@every_dtype
+def test_product_against_fp64_into_a_transposed_view_of_another_dtype(gram, device, path, n, m, dtype):
+    skip_interpreted_bf16(path, dtype)
+    A, X = torch.randn(2, n, n, device=device).to(dtype), torch.randn(2, m, n, device=device).to(dtype).mT
+    out = poisoned(2, m, n, device=device).mT
+    gram.product(A, X, out)
+    A, X = A.double(), X.double()
+    check(out, A @ X, A.abs() @ X.abs(), n)
+
+
+@pytest.mark.parametrize("n", [1, 5, 16, 33])
+@every_dtype
+@pytest.mark.parametrize("aliased", [False, True])
+def test_symmetric_product_against_fp64(gram, device, path, n, dtype, aliased):
+    """C is read in its lower triangle only, and may be the output."""
+    skip_interpreted_bf16(path, dtype)
+    A, B = symmetric(2, n, dtype, device)
+    C = symmetric(2, n, dtype, device)[0]
+    exact = 0.5 * A.double() @ B.double() - 1.5 * C.double() + 0.25 * torch.eye(n, device=device)
+    exact = exact.tril() + exact.tril(-1).mT
+    given = C.masked_fill(torch.ones(n, n, dtype=torch.bool, device=device).triu(1), float("nan"))
+    out = given if aliased else poisoned(2, n, n, dtype=dtype, device=device)
+    gram.symmetric_product(A, B, out, alpha=0.5, C=given, beta=-1.5, diagonal=0.25)
+    magnitude = A.double().abs() @ B.double().abs() + 2 * C.double().abs() + torch.eye(n, device=device)
+    check(out, exact, torch.maximum(magnitude, magnitude.mT), n)
+    assert torch.equal(out, out.mT)
+
+
+@every_shape
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_one_matrix_has_the_same_bits_in_every_batch(gram, device, n, m, dtype):
+    X, A = torch.randn(4, n, m, device=device).to(dtype), symmetric(4, n, dtype, device)[0]
+
+    def results(X, A):
+        square, rectangle = (poisoned(*t.shape, dtype=dtype, device=device) for t in (A, X))
+        return (gram.gram(X, square.clone()), gram.symmetric_product(A, A, square.clone(), C=A, beta=2.0, diagonal=1.0),
+                gram.product(A, X, rectangle))
+
+    whole = results(X, A)
+    for some in (slice(1, 3), slice(3, 4)):
+        for copied in (False, True):
+            part = results(*(t[some].clone() if copied else t[some] for t in (X, A)))
+            assert all(torch.equal(w[some], p) for w, p in zip(whole, part))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("n, m", [(33, 7), (54, 11), (9, 49), (128, 300)])
+def test_bits_do_not_depend_on_the_batch_on_any_number_of_threads(part, monkeypatch, threads, n, m):
+    """A CPU's batched product does not do this: its order of summation changes with the batch and with alignment."""
+    monkeypatch.setenv("OPTIMIZER_KERNELS", "torch")
+    module, before = part("kernels.gram"), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        X = torch.randn(6, n, m)
+        whole = module.gram(X, torch.empty(6, n, n))
+        alone = [module.gram(x[None], torch.empty(1, n, n))[0] for x in X]
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(whole, torch.stack(alone))
+
+
+def test_nan_stays_in_its_matrix(gram, device):
+    X = torch.randn(3, 20, 24, device=device)
+    X[1, 3, 3] = float("nan")
+    out = gram.gram(X, poisoned(3, 20, 20, device=device))
+    assert out[1].isnan().any() and out[[0, 2]].isfinite().all()
+
+
+def test_empty_batches_and_empty_sums(gram, device):
+    assert gram.gram(torch.empty(0, 3, 4, device=device), torch.empty(0, 3, 3, device=device)).shape == (0, 3, 3)
+    out = gram.gram(torch.empty(2, 3, 0, device=device), poisoned(2, 3, 3, device=device))
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+@pytest.mark.parametrize("strides", [(1 << 30, 8, 1), (8, (1 << 31) // 3 + 1, 1)], ids=str)
+def test_offsets_beyond_32_bits(gram, device, strides):
+    """Peers' defect 14: batched kernels whose offsets overflow from 2^31 elements on."""
+    memory = torch.empty((1 << 31) + 4096, dtype=torch.float16, device=device)
+    X = memory.as_strided((3, 4, 8), strides)
+    X.copy_(values := torch.randn(3, 4, 8, device=device))
+    out = gram.gram(X, poisoned(3, 4, 4, device=device))
+    values = values.half().double()
+    check(out, values @ values.mT, values.abs() @ values.abs().mT, 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n, m", [(768, 3072), (1000, 1003), (4096, 1024), (64, 256)])
+@every_dtype
+def test_large_matrices_with_the_tiles_of_the_table(part, monkeypatch, n, m, dtype):
+    """No worse than cuBLAS on the same input, and the same bits in another batch."""
+    monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
+    module = part("kernels.gram")
+    X = torch.randn(3, n, m, device="cuda").to(dtype) / m**0.5
+    out = module.gram(X, poisoned(3, n, n, dtype=dtype, device="cuda"))
+    exact = X.double() @ X.double().mT
+    error, reference = ((x.double() - exact).abs().max() for x in (out, torch.bmm(X, X.mT)))
+    assert error <= 1.5 * reference + 4e-6 and torch.equal(out, out.mT)
+    assert torch.equal(module.gram(X[2:].clone(), torch.empty_like(out[:1]))[0], out[2])
+    P = module.symmetric_product(out, out, torch.empty_like(out), 0.5, out, -1.0, 2.0)
+    exact = 0.5 * out.double() @ out.double() - out.double() + 2 * torch.eye(n, device="cuda")
+    assert (P.double() - exact).abs().max() < 4 * torch.finfo(dtype).eps + 1e-5
+    Y = module.product(P, X, torch.empty_like(X))
+    check(Y, P.double() @ X.double(), P.double().abs() @ X.double().abs(), n)

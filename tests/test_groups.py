@@ -1,0 +1,295 @@
+"""Which parameters go to Muon: by shape, module and name, each into exactly one group."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import package, part
+
+
+def split(model, **options):
+    """{cleaned name: whether Muon takes it}, after checking that every trainable parameter is in one group."""
+    groups = package().get_default_muon_param_groups(model, **options)
+    params = [p for group in groups for p in group["params"]]
+    assert len(params) == len(set(params))
+    assert set(params) == {p for p in model.parameters() if p.requires_grad}
+    assert all(len(group["params"]) == len(group["param_names"]) > 0 for group in groups)
+    names = [name for group in groups for name in group["param_names"]]
+    assert len(names) == len(set(names))
+    package().Muon(groups)
+    return {name: group["use_muon"] for group in groups for name in group["param_names"]}
+
+
+class Attention(nn.Module):
+    def __init__(self, dim, last="output"):
+        super().__init__()
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.add_module(last, nn.Linear(dim, dim, bias=False))
+
+
+class Experts(nn.Module):
+    def __init__(self, count, dim):
+        super().__init__()
+        self.gate = nn.Linear(dim, count, bias=False)
+        self.up = nn.Parameter(torch.randn(count, 2 * dim, dim))
+        self.down = nn.Parameter(torch.randn(count, dim, 2 * dim))
+
+
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.attn = Attention(dim)
+        self.mlp = Experts(3, dim)
+
+
+class Model(nn.Module):
+    def __init__(self, dim=8, vocab=20, tie=False, head="lm_head"):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList([Block(dim) for _ in range(2)])
+        self.norm = nn.RMSNorm(dim)
+        self.add_module(head, nn.Linear(dim, vocab, bias=False))
+        if tie:
+            getattr(self, head).weight = self.tok_embeddings.weight
+
+
+MUON = {f"layers.{i}.{name}" for i in range(2)
+        for name in ("attn.qkv.weight", "attn.output.weight", "mlp.gate.weight", "mlp.up", "mlp.down")}
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("head", ["lm_head", "output", "head", "embed_out", "unembed", "score", "classifier"])
+def test_a_transformer(head):
+    by_name = split(Model(head=head))
+    assert {name for name, use_muon in by_name.items() if use_muon} == MUON
+    assert by_name["tok_embeddings.weight"] is False and by_name[f"{head}.weight"] is False
+    assert by_name["layers.0.norm.weight"] is False and by_name["layers.0.attn.qkv.bias"] is False
+
+
+@pytest.mark.parametrize("head", ["lm_head", "output"])
+def test_tied_weights_count_once_and_as_an_embedding(head):
+    by_name = split(Model(tie=True, head=head))
+    assert {name for name, use_muon in by_name.items() if use_muon} == MUON
+    assert ("tok_embeddings.weight" in by_name) + (f"{head}.weight" in by_name) == 1
+
+
+def test_a_head_tied_to_an_embedding_that_comes_later():
+    """Whichever of its names is met first."""
+    model = nn.Module()
+    model.project = nn.Linear(8, 20, bias=False)
+    model.hidden = nn.Linear(8, 8)
+    model.table = nn.Embedding(20, 8)
+    model.table.weight = model.project.weight
+    assert split(model) == {"project.weight": False, "hidden.weight": True, "hidden.bias": False}
+
+
+@pytest.mark.parametrize("last", ["output", "out_proj", "head_proj", "c_proj"])
+def test_an_attention_output_is_no_head(last):
+    """Peers' defect: a skip list matches the middle of a name. Here the module is near the top of the model, too."""
+    model = nn.Module()
+    model.attn = Attention(8, last)
+    model.layers = nn.ModuleList([nn.ModuleDict({"attn": Attention(8, last)})])
+    by_name = split(model)
+    assert by_name[f"attn.{last}.weight"] and by_name[f"layers.0.attn.{last}.weight"]
+
+
+def test_a_name_that_contains_the_name_of_a_head_or_embedding():
+    names = ("heads_mixer", "output_gate", "overhead", "scores", "lm_head_norm_proj")
+    by_name = split(nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in names}))
+    assert all(by_name.values())
+
+
+def test_a_head_inside_a_language_model_of_another_model():
+    model = nn.Module()
+    model.vision = nn.Linear(8, 8)
+    model.language_model = Model()
+    by_name = split(model)
+    assert by_name["language_model.lm_head.weight"] is False
+    assert by_name["language_model.tok_embeddings.weight"] is False and by_name["vision.weight"]
+
+
+def test_embeddings_are_known_by_type():
+    model = nn.ModuleDict({"a": nn.Embedding(5, 4), "b": nn.EmbeddingBag(5, 4), "c": nn.Linear(4, 4)})
+    assert split(model) == {"a.weight": False, "b.weight": False, "c.weight": True, "c.bias": False}
+
+
+class Subclass(nn.Embedding):
+    """As sharded and scaled embeddings of many models are."""
+
+
+def test_embeddings_are_known_by_their_base():
+    assert split(nn.Sequential(Subclass(5, 4), nn.Linear(4, 4, bias=False))) == {"0.weight": False, "1.weight": True}
+
+
+class VisionTransformer(nn.Module):
+    def __init__(self, dim=8):
+        super().__init__()
+        self.patch_embed = nn.Conv2d(3, dim, 4)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
+        self.pos_embed = nn.Parameter(torch.zeros(1, 17, dim))
+        self.block = nn.Linear(dim, dim)
+        self.head = nn.Linear(dim, 10)
+
+
+def test_position_embeddings_and_class_tokens_are_no_stacks_of_matrices():
+    """(1, N, D) and (1, 1, D): parameters of their own, without a module that says what they are."""
+    by_name = split(VisionTransformer())
+    assert {name for name, use_muon in by_name.items() if use_muon} == {"block.weight"}
+
+
+@pytest.mark.parametrize("layer", [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d])
+def test_convolutions_go_to_adamw(layer):
+    """(C, C, K) is no stack of expert weights."""
+    model = nn.Sequential(layer(4, 4, 3, bias=False), nn.Linear(4, 4, bias=False))
+    assert split(model) == {"0.weight": False, "1.weight": True}
+
+
+def test_norms_go_to_adamw_whatever_their_shape():
+    model = nn.Sequential(nn.LayerNorm((4, 6)), nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.RMSNorm((2, 3)),
+                          nn.Linear(4, 4, bias=False))
+    by_name = split(model)
+    assert {name for name, use_muon in by_name.items() if use_muon} == {"4.weight"}
+
+
+def test_attention_of_torch():
+    by_name = split(nn.TransformerEncoderLayer(8, 2, 16))
+    assert {name for name, use_muon in by_name.items() if use_muon} == {
+        "self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"}
+
+
+def test_frozen_parameters_are_in_no_group():
+    model = Model()
+    model.layers[0].requires_grad_(False)
+    by_name = split(model)
+    assert {name for name, use_muon in by_name.items() if use_muon} == {name for name in MUON if ".1." in name}
+    assert not any(name.startswith("layers.0") for name in by_name)
+
+
+def test_a_model_without_other_parameters_has_one_group():
+    groups = package().get_default_muon_param_groups(nn.Linear(4, 4, bias=False))
+    assert [group["use_muon"] for group in groups] == [True]
+
+
+@pytest.mark.parametrize("model", [
+    nn.Sequential(nn.LayerNorm(4)), nn.Sequential(nn.Embedding(5, 4), nn.Conv2d(3, 3, 3)),
+    nn.Linear(4, 4).requires_grad_(False), nn.Sequential()], ids=["norm", "embedding", "frozen", "empty"])
+def test_nothing_for_muon_is_an_error(model):
+    with pytest.raises(ValueError, match="no parameter of the model goes to Muon.*use_muon=True"):
+        package().get_default_muon_param_groups(model)
+
+
+# wrappers --------------------------------------------------------------------------------------------------------
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def blocks_compiled(model):
+    for i, block in enumerate(model.layers):
+        model.layers[i] = torch.compile(block, backend="eager")
+    return model
+
+
+def checkpointed(model):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for i, block in enumerate(model.layers):
+        model.layers[i] = checkpoint_wrapper(block)
+    return model
+
+
+class Parallel(nn.Module):
+    """The prefix of DistributedDataParallel, without its process group."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+WRAPPERS = {
+    "compile": compiled, "blocks compiled": blocks_compiled, "checkpoint": checkpointed, "DDP": Parallel,
+    "DDP of compile": lambda m: Parallel(compiled(m)), "compile of DDP": lambda m: compiled(Parallel(m)),
+    "all": lambda m: compiled(Parallel(blocks_compiled(checkpointed(m)))),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_names_are_those_of_the_model_without_its_wrappers(wrapper):
+    for tie in (False, True):
+        model = Model(tie=tie, head="output")
+        bare = split(model)
+        assert split(WRAPPERS[wrapper](model)) == bare
+
+
+def distributed(rank, world):
+    model = nn.parallel.DistributedDataParallel(Model())
+    return split(model)
+
+
+def test_the_real_ddp_has_that_prefix():
+    from tests.ranks import run_threads
+
+    assert run_threads(1, distributed) == [split(Model())]
+
+
+def test_a_module_of_the_model_may_be_called_module():
+    model = nn.Module()
+    model.first = nn.Linear(4, 4, bias=False)
+    model.encoder = Parallel(nn.Linear(4, 4, bias=False))
+    assert split(model) == {"first.weight": True, "encoder.module.weight": True}
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("module.a.weight", "a.weight"), ("_orig_mod.module.a._checkpoint_wrapped_module.b", "a.b"),
+    ("a.module.b", "a.module.b"), ("module", "module"), ("weight", "weight"),
+    ("_fsdp_wrapped_module.a._fsdp_wrapped_module.b", "a.b")])
+def test_clean_name(name, expected, optimizer):
+    assert part("groups").clean_name(name) == expected
+
+
+# report ----------------------------------------------------------------------------------------------------------
+
+def test_the_report_lists_every_parameter_and_the_totals():
+    reports, model = [], Model(tie=True)
+    by_name = split(model, report=reports.append)
+    (text,) = reports
+    lines = text.splitlines()
+    assert len(lines) == len(by_name) + 2
+    for name, use_muon in by_name.items():
+        (line,) = [line for line in lines if line.split()[0] == name]
+        assert ("Muon" if use_muon else "AdamW") in line
+        shape = tuple(dict(model.named_parameters())[name].shape)
+        assert str(shape) in line
+    assert "embedding" in next(line for line in lines if line.startswith("tok_embeddings"))
+    for use_muon, title in ((True, "Muon"), (False, "AdamW")):
+        params = [p for n, p in model.named_parameters() if by_name.get(n) is use_muon]
+        total = next(line for line in lines if line.startswith(f"{title}:"))
+        numbers = [int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", total)]
+        assert numbers == [len(params), sum(p.numel() for p in params)]
+
+
+def test_nothing_for_muon_is_reported_before_it_is_an_error():
+    reports = []
+    with pytest.raises(ValueError, match="0.weight"):
+        package().get_default_muon_param_groups(nn.Sequential(nn.LayerNorm(4)), report=reports.append)
+    assert "AdamW: 2 parameters" in reports[0]
+
+
+def test_the_groups_train_with_one_learning_rate():
+    """The Muon group's update has the size of AdamW's."""
+    groups = package().get_default_muon_param_groups(Model())
+    assert groups[0]["adjust_lr_fn"] == "match_rms_adamw" and "adjust_lr_fn" not in groups[1]
+    optimizer = package().NorMuon(groups, lr=0.01, weight_decay=0.0)
+    before = [[p.detach().clone() for p in group["params"]] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.randn_like(p)
+    optimizer.step()
+    for group, old in zip(optimizer.param_groups, before):
+        sizes = [(p - o).square().mean().sqrt().item() for p, o in zip(group["params"], old)]
+        assert all(0.001 < size < 0.02 for size in sizes)

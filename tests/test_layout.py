@@ -1,0 +1,209 @@
+"""Boxes against torch's own: what DTensor stores where, and what is refused because it would be a guess."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from tests.ranks import part, run_threads
+
+R, S = Replicate(), Shard
+SHAPES = [(16, 24), (10, 12), (3, 8), (33, 7), (1, 9), (0, 5), (7, 0), (8, 6, 10), (5, 4, 3), (2, 3, 4, 5), (9,)]
+MESHES = {
+    "replicated": ((4,), [R]),
+    "rows": ((4,), [S(0)]),
+    "columns": ((4,), [S(1)]),
+    "last dim": ((4,), [S(2)]),
+    "hsdp": ((2, 3), [R, S(0)]),
+    "hsdp, turned": ((3, 2), [S(1), R]),
+    "tp x fsdp": ((2, 3), [S(0), S(1)]),
+    "fsdp x tp": ((3, 2), [S(1), S(0)]),
+    "rows twice": ((2, 3), [S(0), S(0)]),
+    "columns twice": ((3, 2), [S(1), S(1)]),
+    "three axes": ((2, 2, 2), [R, S(1), S(0)]),
+    "three axes of rows": ((2, 2, 2), [S(0), S(0), S(0)]),
+    "experts": ((2, 3), [S(0), S(2)]),
+}
+STRIDED = {  # FSDP2 over TP: the TP axis comes last in the mesh and first in the cutting
+    "rows": ((2, 2), [_StridedShard(0, split_factor=2), S(0)], (16, 24)),
+    "more shards than TP": ((4, 2), [_StridedShard(0, split_factor=2), S(0)], (32, 3)),
+    "more TP than shards": ((2, 4), [_StridedShard(0, split_factor=4), S(0)], (32, 3)),
+    "uneven": ((2, 2), [_StridedShard(0, split_factor=2), S(0)], (20, 6)),
+    "columns": ((2, 3), [_StridedShard(1, split_factor=3), S(1)], (5, 24)),
+    "replicated too": ((2, 2, 2), [R, _StridedShard(0, split_factor=2), S(0)], (16, 3)),
+    "an ordinary axis before": ((2, 2, 2), [S(0), _StridedShard(0, split_factor=2), S(0)], (16, 3)),
+    "an axis between": ((2, 2, 2), [_StridedShard(0, split_factor=2), S(1), S(0)], (16, 6)),
+}
+
+
+def boxes_on_rank(rank, world, mesh_shape, placements, shapes):
+    """[(our box of this rank, torch's)] for each shape; our layout is the same on every rank."""
+    layout, mesh, found = part("layout"), init_device_mesh("cpu", mesh_shape), []
+    for shape in shapes:
+        local, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+        tensor = DTensor.from_local(torch.zeros(local), mesh, placements, run_check=False, shape=torch.Size(shape),
+                                    stride=torch.empty(shape).stride())
+        ours = layout.layout_of(tensor)
+        layout.check_placements(tensor, "w")
+        layout.check_local_shape(tensor, ours, "w")
+        theirs = tuple((start, start + size) for start, size in zip(offset, local))
+        found.append((ours.boxes[rank], theirs, ours.boxes, ours.copies))
+    return found
+
+
+def extent(box):
+    """The elements of a box; all empty ones are alike."""
+    return box if all(a < b for a, b in box) else None
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_boxes_are_torchs(mesh, optimizer):
+    mesh_shape, placements = MESHES[mesh]
+    least = 1 + max((p.dim for p in placements if p.is_shard()), default=0)
+    shapes = [shape for shape in SHAPES if len(shape) >= least]
+    results = run_threads(torch.Size(mesh_shape).numel(), boxes_on_rank, mesh_shape, placements, shapes)
+    for of_shape in zip(*results):
+        for rank, (ours, theirs, boxes, copies) in enumerate(of_shape):
+            assert extent(ours) == extent(theirs)
+            assert boxes[rank] == ours and (boxes, copies) == of_shape[0][2:]
+
+
+def check_copies(shape, boxes, copies):
+    """Each copy holds every element once; the copies share no rank and leave none out."""
+    assert sorted(itertools.chain(*copies)) == sorted(boxes)
+    for ranks in copies:
+        count = torch.zeros(shape, dtype=torch.int64)
+        for rank in ranks:
+            count[tuple(slice(*side) for side in boxes[rank])] += 1
+        assert (count == 1).all()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_each_copy_is_the_whole_tensor(mesh, optimizer):
+    mesh_shape, placements = MESHES[mesh]
+    shapes = [(8, 6, 10), (5, 7, 3)]
+    results = run_threads(torch.Size(mesh_shape).numel(), boxes_on_rank, mesh_shape, placements, shapes)
+    for shape, (_, _, boxes, copies) in zip(shapes, results[0]):
+        check_copies(shape, boxes, copies)
+        assert len(copies) == torch.Size(n for n, p in zip(mesh_shape, placements) if p.is_replicate()).numel()
+
+
+def strided_on_rank(rank, world, mesh_shape, placements, shape):
+    """Cut an arange as our boxes say; torch has to put it together again."""
+    layout, mesh = part("layout"), init_device_mesh("cpu", mesh_shape)
+    full = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    box = layout.box_at(mesh.get_coordinate(), shape, placements, mesh_shape)
+    local = full[tuple(slice(*side) for side in box)].clone()
+    tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+    layout.check_placements(tensor, "w")
+    ours = layout.layout_of(tensor)
+    check_copies(shape, ours.boxes, ours.copies)
+    return torch.equal(tensor.full_tensor(), full), ours.boxes
+
+
+@pytest.mark.parametrize("case", STRIDED)
+def test_strided_shards_of_fsdp_over_tp_are_torchs(case, optimizer):
+    mesh_shape, placements, shape = STRIDED[case]
+    results = run_threads(torch.Size(mesh_shape).numel(), strided_on_rank, mesh_shape, placements, shape)
+    assert all(equal for equal, _ in results)
+    assert all(boxes == results[0][1] for _, boxes in results)
+
+
+def fsdp_over_tp_on_rank(rank, world, mesh_shape, shape, style):
+    """What FSDP2 really makes of a Linear that TP has cut: our boxes hold the very elements that are stored."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    layout, mesh = part("layout"), init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False))
+    full = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    model[0].weight.data.copy_(full)
+    if style:
+        parallelize_module(model, mesh["tp"], {"0": {"rows": ColwiseParallel(), "columns": RowwiseParallel()}[style]})
+    fully_shard(model, mesh=mesh["dp"])
+    param = model[0].weight
+    layout.check_placements(param, "w")
+    ours = layout.layout_of(param)
+    layout.check_local_shape(param, ours, "w")
+    stored = full[tuple(slice(*side) for side in ours.boxes[rank])]
+    return torch.equal(layout.local_of(param), stored), str(param.placements)
+
+
+@pytest.mark.parametrize(("style", "shape"), [("rows", (16, 6)), ("rows", (20, 6)), ("columns", (16, 6)),
+                                              ("columns", (5, 6)), (None, (7, 6)), (None, (1, 3))])
+def test_what_fsdp2_makes_is_known(style, shape, optimizer):
+    results = run_threads(4, fsdp_over_tp_on_rank, (2, 2), shape, style)
+    assert all(equal for equal, _ in results), results[0][1]
+    assert ("_StridedShard" in results[0][1]) == (style == "rows")
+
+
+REFUSED = {
+    "partial": ((2, 2), [Partial(), S(0)]),
+    "factor of another size": ((2, 2), [_StridedShard(0, split_factor=3), S(0)]),
+    "strided over nothing": ((2, 2), [_StridedShard(0, split_factor=2), S(1)]),
+    "strided over a replica": ((2, 2), [_StridedShard(0, split_factor=2), R]),
+    "strided axis last": ((2, 2), [S(0), _StridedShard(0, split_factor=2)]),
+    "two strided": ((2, 2, 2), [_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=2), S(0)]),
+    "two strided dims": ((2, 2, 2), [_StridedShard(0, split_factor=2), _StridedShard(1, split_factor=1), S(0)]),
+}
+
+
+def refused_on_rank(rank, world, mesh_shape, placements):
+    mesh, layout = init_device_mesh("cpu", mesh_shape), part("layout")
+    tensor = DTensor.from_local(torch.zeros(4, 4), mesh, placements, run_check=False, shape=torch.Size((16, 16)),
+                                stride=(16, 1))
+    with pytest.raises(NotImplementedError, match=r"fc\.weight of shape \(16, 16\) with placements"):
+        layout.check_placements(tensor, "fc.weight")
+    return True
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_placements_that_would_be_a_guess_are_refused(case, optimizer):
+    mesh_shape, placements = REFUSED[case]
+    assert all(run_threads(torch.Size(mesh_shape).numel(), refused_on_rank, mesh_shape, placements))
+
+
+def row_state_on_rank(rank, world, mesh_shape, placements, shape):
+    layout, mesh = part("layout"), init_device_mesh("cpu", mesh_shape)
+    tensor = distribute_tensor(torch.zeros(shape), mesh, placements, src_data_rank=None)
+    rows = layout.layout_of(tensor, shape=(*shape[:-1], 1))
+    whole = layout.layout_of(tensor)
+    check_copies(rows.shape, rows.boxes, rows.copies)
+    if not any(p.is_shard() and p.dim == len(shape) - 1 for p in placements):
+        assert all(rows.boxes[r][:-1] == whole.boxes[r][:-1] for r in rows.boxes)
+    return rows.boxes
+
+
+@pytest.mark.parametrize("mesh", ["rows", "columns", "hsdp", "tp x fsdp", "three axes"])
+@pytest.mark.parametrize("shape", [(10, 12), (3, 8, 6)])
+def test_row_state_lies_where_its_rows_do(mesh, shape, optimizer):
+    """(R, 1) cut along columns lies on one rank of them."""
+    mesh_shape, placements = MESHES[mesh]
+    results = run_threads(torch.Size(mesh_shape).numel(), row_state_on_rank, mesh_shape, placements, shape)
+    assert all(boxes == results[0] for boxes in results)
+
+
+def test_a_plain_tensor_is_whole_where_it_is(optimizer):
+    layout = part("layout").layout_of(torch.zeros(3, 4))
+    assert layout.boxes == {0: ((0, 3), (0, 4))} and layout.copies == ((0,),) and layout.plain
+
+
+def plain_on_rank(rank, world):
+    import torch.distributed as dist
+
+    layout = part("layout")
+    alone, shared = layout.layout_of(torch.zeros(3, 4)), layout.layout_of(torch.zeros(3, 4), dist.group.WORLD)
+    assert list(alone.boxes) == [rank]
+    return shared.boxes, shared.copies, shared.copy_of
+
+
+def test_a_plain_tensor_of_a_process_group_is_whole_on_each_rank(optimizer):
+    for boxes, copies, copy_of in run_threads(3, plain_on_rank):
+        assert boxes == dict.fromkeys(range(3), ((0, 3), (0, 4)))
+        assert copies == ((0,), (1,), (2,)) and copy_of == {0: 0, 1: 1, 2: 2}

@@ -1,0 +1,401 @@
+"""The plan: every element of every matrix travels once, both ends of a wire agree, and the work is balanced."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import Counter, defaultdict
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from tests.ranks import package, part, run_threads
+
+SIZES = {"update": 2, "row": 4}
+
+
+def cost(rows, cols):
+    return rows * cols * min(rows, cols)
+
+
+def layout_on(sizes, placements, shape, plain=False):
+    """The layout of a tensor on a mesh of consecutive ranks."""
+    layout, boxes, copies = part("layout"), {}, defaultdict(list)
+    for rank, coordinate in enumerate(itertools.product(*map(range, sizes))):
+        boxes[rank] = layout.box_at(coordinate, shape, placements, sizes)
+        copies[tuple(c for c, p in zip(coordinate, placements) if p.is_replicate())].append(rank)
+    return layout.Layout(shape, boxes, tuple(map(tuple, copies.values())), plain)
+
+
+def layouts_on(sizes, placements, shapes, plain=False):
+    """Parameters of one shape and placement share their layout, as in the optimizer."""
+    known = {shape: layout_on(sizes, placements, shape, plain) for shape in set(shapes)}
+    return [known[shape] for shape in shapes]
+
+
+def rows_of(layouts, sizes, placements):
+    return layouts_on(sizes, placements, [(*layout.shape[:-1], 1) for layout in layouts])
+
+
+def plan_of(layouts, **options):
+    return part("plan").make_plan(layouts, cost, {}, **options)
+
+
+def shares_of(bucket, layouts, rows=None):
+    return {rank: part("plan").share_of(bucket, rank, layouts, rows, SIZES) for rank in bucket.ranks}
+
+
+def check_owners(buckets, layouts):
+    """Every matrix is in one bucket, once, and its owner is one of the bucket's ranks."""
+    planned = Counter(m for b in buckets for m in b.matrices)
+    expected = {(i, at) for i, layout in enumerate(layouts) if math.prod(layout.shape[-2:])
+                for at in itertools.product(*map(range, layout.shape[:-2]))}
+    assert {(m.param, m.at) for m in planned} == expected and set(planned.values()) <= {1}
+    for bucket in buckets:
+        assert len(bucket.owners) == len(bucket.matrices) and set(bucket.owners) <= set(bucket.ranks)
+        assert list(bucket.ranks) == sorted(set(bucket.ranks))
+        assert all((m.rows, m.cols) == layouts[m.param].shape[-2:] for m in bucket.matrices)
+
+
+def covered(shape, boxes):
+    """How many of the boxes hold each element."""
+    count = torch.zeros(shape, dtype=torch.int64)
+    for box in boxes:
+        count[tuple(slice(*side) for side in box)] += 1
+    return count
+
+
+def check_pieces(bucket, layouts, shares, kind="update"):
+    """The fed pieces of a matrix hold each of its elements once, and every stored piece gets its answer."""
+    for rank, share in shares.items():
+        assert set(share.matrices) == {m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank}
+        fed = defaultdict(list)
+        for piece in share.owned:
+            assert piece.owner == rank
+            if piece.fed and piece.kind == kind:
+                fed[piece.matrix].append(piece)
+        for matrix in share.matrices:
+            shape = (matrix.rows, matrix.cols if kind == "update" else 1)
+            homes = 1 if bucket.route != "reduce" else len(bucket.ranks)
+            assert (covered(shape, [p.box for p in fed[matrix]]) == homes).all()
+        answered = set(share.outbound.arrive) | {p for p in share.home if p.owner == rank}
+        assert answered == set(share.home)
+        for piece in share.home:
+            if piece.kind == kind:
+                box = layouts[piece.matrix.param].boxes[rank]
+                assert piece.box == box[-2:] and all(a <= i < b for i, (a, b) in zip(piece.matrix.at, box))
+
+
+def check_wire(bucket, shares, direction):
+    """What a rank sends to another is what the other receives from it: pieces, order, places and bytes."""
+    ways = {rank: getattr(share, direction) for rank, share in shares.items()}
+    sent = torch.tensor([ways[rank].send_bytes for rank in bucket.ranks])
+    received = torch.tensor([ways[rank].recv_bytes for rank in bucket.ranks])
+    assert torch.equal(sent, received.T)
+    source, target = ("home", "owner") if direction == "inbound" else ("owner", "home")
+    left, arrived, index = {}, {}, {rank: i for i, rank in enumerate(bucket.ranks)}
+    for rank, way in ways.items():
+        left.update(by_pair(way.leave, way.send_bytes, index, (source, rank), target))
+        arrived.update(by_pair(way.arrive, way.recv_bytes, index, (target, rank), source))
+    assert left == {pair[::-1]: pieces for pair, pieces in arrived.items()}
+    if sent.sum():
+        assert getattr(shares[bucket.ranks[0]], f"crosses_{direction}")
+    assert len({getattr(share, f"crosses_{direction}") for share in shares.values()}) == 1
+
+
+def by_pair(offsets, nbytes, index, here, peer):
+    """(rank, peer) -> [(place in what travels between the two, piece)], checked against the bytes of that part."""
+    starts, alignment = list(itertools.accumulate((0, *nbytes))), part("plan").ALIGNMENT
+    (end, rank), pairs, last = here, defaultdict(list), defaultdict(int)
+    for piece, at in offsets.items():
+        other, size = getattr(piece, peer), SIZES.get(piece.kind, 4)
+        place = at - starts[index[other]]
+        assert getattr(piece, end) == rank and place >= last[other] and at % size == 0
+        last[other] = place + piece.numel * size
+        pairs[rank, other].append((place, piece))
+    assert all(start % alignment == 0 for start in starts)
+    assert all(0 <= nbytes[index[other]] - used < alignment for other, used in last.items())
+    assert sum(nbytes) == sum(nbytes[index[other]] for other in last)
+    return dict(pairs)
+
+
+def check_budget(buckets, owner_bytes, itemsize):
+    for bucket in buckets:
+        taken = defaultdict(list)
+        for matrix, owner in zip(bucket.matrices, bucket.owners):
+            taken[owner].append(matrix.numel * itemsize)
+        if bucket.route != "local":
+            assert all(sum(sizes) <= owner_bytes or len(sizes) == 1 for sizes in taken.values())
+
+
+def check_all(layouts, rows=None, **options):
+    buckets = plan_of(layouts, **options)
+    check_owners(buckets, layouts)
+    check_budget(buckets, options.get("owner_bytes", 1 << 26), options.get("itemsize", 2))
+    for bucket in buckets:
+        shares = shares_of(bucket, layouts, rows)
+        check_pieces(bucket, layouts, shares)
+        if rows and bucket.route != "reduce":
+            check_pieces(bucket, rows, shares, "row")
+        if bucket.route == "local":
+            assert len(bucket.ranks) == 1 and not shares[bucket.ranks[0]].crosses_outbound
+        for direction in ("inbound", "outbound"):
+            check_wire(bucket, shares, direction)
+    return buckets
+
+
+DENSE = [(16, 24), (24, 16), (10, 12), (3, 8), (16, 16), (33, 7), (16, 24), (1, 9), (0, 5), (4, 0)]
+EXPERTS = [(8, 6, 10), (8, 10, 6), (3, 5, 3), (2, 0, 4)]
+MESHES = {
+    "one": ((1,), [Shard(0)], DENSE + EXPERTS),
+    "replicated": ((6,), [Replicate()], DENSE + EXPERTS),
+    "rows": ((8,), [Shard(0)], DENSE),
+    "columns": ((8,), [Shard(1)], DENSE),
+    "hsdp": ((3, 4), [Replicate(), Shard(0)], DENSE),
+    "tp x fsdp": ((4, 3), [Shard(0), Shard(1)], DENSE),
+    "hsdp x tp": ((2, 3, 2), [Replicate(), Shard(1), Shard(0)], DENSE),
+    "experts": ((4,), [Shard(0)], EXPERTS),
+    "experts, uneven": ((5,), [Shard(0)], EXPERTS),
+    "experts, replicated": ((2, 4), [Replicate(), Shard(0)], EXPERTS),
+    "ep x fsdp": ((3, 4), [Shard(1), Shard(0)], EXPERTS),
+    "ep x fsdp x replicas": ((2, 2, 3), [Replicate(), Shard(0), Shard(2)], EXPERTS),
+}
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("owner_bytes", [1, 1000, 1 << 26])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_plan_is_whole(mesh, owner_bytes, optimizer):
+    sizes, placements, shapes = MESHES[mesh]
+    layouts = layouts_on(sizes, placements, shapes)
+    check_all(layouts, rows_of(layouts, sizes, placements), owner_bytes=owner_bytes)
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_a_plan_of_plain_parameters_is_whole(reduced, optimizer):
+    layouts = layouts_on((6,), [Replicate()], DENSE + EXPERTS, plain=True)
+    buckets = check_all(layouts, rows_of(layouts, (6,), [Replicate()]), reduced=reduced, owner_bytes=1000)
+    assert {b.route for b in buckets} == {"exchange" if reduced else "reduce"}
+
+
+def test_the_owner_of_a_reduced_parameter_owns_all_its_matrices(optimizer):
+    """Its state is kept there, in one tensor."""
+    layouts = layouts_on((6,), [Replicate()], [(8, 6, 10), (8, 10, 6), (7, 5, 5)], plain=True)
+    owners = defaultdict(set)
+    for bucket in plan_of(layouts, reduced=False, owner_bytes=100):
+        for matrix, owner in zip(bucket.matrices, bucket.owners):
+            owners[matrix.param].add(owner)
+    assert all(len(ranks) == 1 for ranks in owners.values()) and len(owners) == 3
+
+
+LARGE = {"rows": ((1024,), [Shard(0)]), "columns": ((1024,), [Shard(1)]), "hsdp": ((64, 16), [Replicate(), Shard(0)]),
+         "tp x fsdp": ((128, 8), [Shard(1), Shard(0)])}
+
+
+@pytest.mark.parametrize("mesh", LARGE)
+def test_a_plan_for_1024_ranks_is_whole(mesh, optimizer):
+    sizes, placements = LARGE[mesh]
+    shapes = [(2048, 64), (16, 1024), (1500, 3), (7, 7)]
+    layouts = layouts_on(sizes, placements, shapes)
+    check_all(layouts, rows_of(layouts, sizes, placements))
+
+
+def random_mesh(draw, st):
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
+    ndim = draw(st.integers(2, 3))
+    kinds = st.sampled_from([Replicate(), *map(Shard, range(ndim))])
+    placements = draw(st.lists(kinds, min_size=len(sizes), max_size=len(sizes)))
+    shapes = draw(st.lists(st.tuples(*[st.integers(0, 9)] * ndim), min_size=1, max_size=6))
+    return sizes, placements, shapes
+
+
+def test_any_plan_is_whole(optimizer):
+    hypothesis = pytest.importorskip("hypothesis")
+    st = hypothesis.strategies
+
+    @hypothesis.settings(max_examples=60)
+    @hypothesis.given(st.data(), st.integers(1, 400), st.sampled_from([2, 4]))
+    def check(data, owner_bytes, itemsize):
+        sizes, placements, shapes = random_mesh(data.draw, st)
+        layouts = layouts_on(sizes, placements, shapes)
+        check_all(layouts, rows_of(layouts, sizes, placements), owner_bytes=owner_bytes, itemsize=itemsize)
+
+    check()
+
+
+def test_work_is_balanced(optimizer):
+    """Greedy assignment of the costliest first is at most one matrix above the mean, whatever the matrices."""
+    hypothesis = pytest.importorskip("hypothesis")
+    st = hypothesis.strategies
+
+    @hypothesis.settings(max_examples=60)
+    @hypothesis.given(st.integers(1, 32), st.lists(st.tuples(*[st.integers(1, 64)] * 2), min_size=1, max_size=60))
+    def check(world, shapes):
+        loads = {}
+        part("plan").make_plan(layouts_on((world,), [Replicate()], shapes), cost, loads)
+        costs = [cost(*shape) for shape in shapes]
+        assert sum(loads.values()) == sum(costs)
+        assert max(loads.values()) <= sum(costs) / world + max(costs)
+
+    check()
+
+
+def test_a_model_is_balanced_within_two_percent(optimizer):
+    """32 layers of seven matrices on 8, 64 and 128 ranks, and a second group that fills what the first left."""
+    layer = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]
+    for world, bound in ((8, 1.02), (64, 1.3)):
+        ranks = {}
+        part("plan").make_plan(layouts_on((world,), [Replicate()], layer * 32), cost, ranks)
+        mean = sum(ranks.values()) / world
+        assert max(ranks.values()) <= bound * mean, (world, max(ranks.values()) / mean)
+
+
+def test_a_second_plan_sees_the_loads_of_the_first(optimizer):
+    loads, layouts = {}, layouts_on((4,), [Replicate()], [(8, 8)] * 2)
+    first = part("plan").make_plan(layouts, cost, loads)
+    second = part("plan").make_plan(layouts, cost, loads)
+    assert {o for b in first for o in b.owners} | {o for b in second for o in b.owners} == {0, 1, 2, 3}
+
+
+def test_overlapping_rank_sets_share_their_loads(optimizer):
+    """Experts bind work to some ranks; the dense matrices of all ranks then go to the others."""
+    layouts = layouts_on((4,), [Replicate()], [(8, 8)] * 6)
+    busy = part("layout").Layout((8, 8), {r: ((0, 8), (0, 8)) for r in (0, 1)}, ((0,), (1,)), plain=False)
+    loads = {}
+    part("plan").make_plan([busy, busy, *layouts], cost, loads)
+    assert loads == dict.fromkeys(range(4), 2 * cost(8, 8))
+
+
+@pytest.mark.parametrize("world", [8, 64, 512])
+def test_every_bucket_gives_every_rank_work_when_there_is_enough(world, optimizer):
+    """A byte budget for a whole bucket would not: at 64 ranks it holds a few matrices."""
+    layouts = layouts_on((world,), [Shard(0)], [(64, 32)] * (4 * world))
+    buckets = plan_of(layouts, owner_bytes=64 * 32 * 2)
+    assert len(buckets) == 4
+    assert all(set(bucket.owners) == set(range(world)) for bucket in buckets)
+
+
+def test_every_rank_makes_the_same_plan(optimizer):
+    """The order in which a rank lists its mesh or finds its ranks changes nothing."""
+    sizes, placements, shapes = MESHES["hsdp x tp"]
+    layouts = layouts_on(sizes, placements, shapes)
+    other = [part("layout").Layout(x.shape, dict(reversed(x.boxes.items())), x.copies, x.plain) for x in layouts]
+    assert plan_of(layouts, owner_bytes=500) == plan_of(other, owner_bytes=500)
+    digest = part("plan").digest
+    assert digest(plan_of(layouts), layouts) == digest(plan_of(other), other)
+
+
+USUAL = (4,), [Shard(0)], [(8, 8), (8, 6)] * 3, 1000
+DIFFERENT = {
+    "one more parameter": ((4,), [Shard(0)], [(8, 8), (8, 6)] * 3 + [(8, 8)], 1000),
+    "another shape": ((4,), [Shard(0)], [(8, 8), (8, 7)] * 3, 1000),
+    "another order": ((4,), [Shard(0)], [(8, 6), (8, 8)] * 3, 1000),
+    "another budget": ((4,), [Shard(0)], [(8, 8), (8, 6)] * 3, 1),
+    "another dim": ((4,), [Shard(1)], [(8, 8), (8, 6)] * 3, 1000),
+    "replicated": ((4,), [Replicate()], [(8, 8), (8, 6)] * 3, 1000),
+    "another mesh": ((2, 2), [Replicate(), Shard(0)], [(8, 8), (8, 6)] * 3, 1000),
+    "both axes": ((2, 2), [Shard(1), Shard(0)], [(8, 8), (8, 6)] * 3, 1000),
+}
+
+
+@pytest.mark.parametrize("change", DIFFERENT)
+def test_the_digest_differs_when_anything_differs(change, optimizer):
+    def digest(sizes, placements, shapes, owner_bytes):
+        layouts = layouts_on(sizes, placements, shapes)
+        return part("plan").digest(plan_of(layouts, owner_bytes=owner_bytes), layouts)
+
+    assert digest(*USUAL) == digest(*USUAL)
+    assert digest(*USUAL) != digest(*DIFFERENT[change])
+
+
+def test_the_digest_sees_every_parameter_of_a_bucket(optimizer):
+    """Not only the first: here the second is cut along rows on one rank's account and along columns on another's."""
+    first, rows, columns = (layout_on((4,), [Shard(dim)], (8, 8)) for dim in (0, 0, 1))  # the same shape and copies
+    digests = []
+    for second in (rows, columns):
+        layouts = [first, second]
+        digests.append(part("plan").digest(plan_of(layouts), layouts))
+    assert digests[0] != digests[1]
+
+
+@pytest.mark.parametrize("world", [1, 2, 7, 64])
+def test_chunks_hold_every_element_once(world, optimizer):
+    """AdamW on unreduced gradients: each rank sums and steps its rows of every parameter."""
+    shapes, ranks = [(50, 6), (7, 1), (1, 1), (3, 4), (64, 2), (128, 3)], tuple(range(world))
+    shares = {r: part("plan").chunk_share(shapes, ranks, r, {"gradient": 4, "weight": 4}) for r in ranks}
+    owned = defaultdict(list)
+    for rank, share in shares.items():
+        for piece in share.owned:
+            if piece.home == rank:
+                owned[piece.matrix.param].append(piece.box)
+        assert len({p for p in share.owned}) == len(share.owned)
+        assert {p for p in share.home} == {p for p in share.inbound.leave}
+    for param, shape in enumerate(shapes):
+        assert (covered(shape, owned[param]) == 1).all()
+    bucket = part("plan").Bucket("reduce_elementwise", ranks, (), ())
+    for direction in ("inbound", "outbound"):
+        check_wire(bucket, shares, direction)
+
+
+def test_planning_ten_thousand_matrices_for_4096_ranks(record_property, optimizer):
+    """The time is reported, not asserted: what a rank has of the plan must not need the other ranks' pieces."""
+    shapes = [(8192, 2048), (2048, 8192), (2048, 2048), (512, 2048)]
+    kinds = layouts_on((512, 8), [Shard(0), Shard(1)], shapes)
+    layouts = kinds * 2500
+    start = time.perf_counter()
+    buckets = plan_of(layouts)
+    planned = time.perf_counter()
+    mine = [part("plan").share_of(bucket, 17, layouts, None, SIZES) for bucket in buckets[:1]]
+    shared = time.perf_counter()
+    assert sum(len(b.matrices) for b in buckets) == 10_000
+    assert 2 <= len(mine[0].matrices) <= 3 and len(mine[0].owned) == 4096 * len(mine[0].matrices)
+    record_property("plan_ms", round(1e3 * (planned - start)))
+    record_property("share_ms", round(1e3 * (shared - planned)))
+    print(f"10,000 matrices, 4096 ranks: plan {planned - start:.2f} s, one rank's share {shared - planned:.2f} s")
+
+
+def step_as_rank(rank, world, shapes, placed):
+    """Two steps of one of many ranks; returns the whole weights, put together from the shards."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    layout, params, full = part("layout"), [], []
+    mesh = init_device_mesh("cpu", (world,)) if placed else None
+    for i, shape in enumerate(shapes):
+        full.append(torch.linspace(-1, 1, math.prod(shape)).view(shape).mul(i + 1).cos())
+        params.append(nn.Parameter(place(full[-1], mesh, placed, layout, DTensor)))
+    group = None if placed else dist.group.WORLD
+    optimizer = package().NorMuon(params, lr=0.1, process_group=group, wire_dtype=torch.float32)
+    for number in range(2):
+        for p, f in zip(params, full):
+            p.grad = place((f * (number + 3)).sin(), mesh, placed, layout, DTensor)
+        optimizer.step()
+    owned = sum(len(share.matrices) for plan in optimizer._plans[False] for _, share in plan.shares)
+    return [layout.local_of(p).clone() for p in params], owned
+
+
+def place(tensor, mesh, placed, layout, DTensor):
+    if mesh is None:
+        return tensor.clone()
+    box = layout.box_at(mesh.get_coordinate(), tensor.shape, placed, tuple(mesh.mesh.shape))
+    local = tensor[tuple(slice(*side) for side in box)].clone()
+    return DTensor.from_local(local, mesh, placed, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+@pytest.mark.parametrize("placed", [[], [Shard(0)], [Shard(1)]], ids=["ddp", "rows", "columns"])
+def test_64_ranks_step_as_one(placed, optimizer):
+    """The bookkeeping of 64 ranks, with empty shards and idle ranks, in threads."""
+    shapes = [(70, 9), (16, 80), (64, 64), (3, 5)]
+    results = run_threads(64, step_as_rank, shapes, placed)
+    (expected, _), = run_threads(1, step_as_rank, shapes, [])
+    assert sum(owned for _, owned in results) == len(shapes)
+    for i, whole in enumerate(expected):
+        shards = [params[i] for params, _ in results]
+        if placed:
+            assert torch.equal(torch.cat(shards, dim=placed[0].dim), whole)
+        else:
+            assert all(torch.equal(shard, whole) for shard in shards)

@@ -1,0 +1,395 @@
+"""The polar factor: every set against its own polynomial in fp64, in every precision, at every scale, in any batch."""
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.paths import PATHS, quiet, take
+
+pytestmark = quiet
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+LENGTHS = {"jordan": 5, "quintic": 5, "polar_express": 5, "polar_express_nanochat": 5, "cans": 5, "turbo": 4, "aol": 4,
+           "cubic": 5, "deepseek_v4": 10}
+
+# The largest relative error allowed in fp16, up to twice the largest seen (docs/math.md); other dtypes by FACTORS.
+BOUNDS = {"gaussian": 0.004, "k^-1/2": 0.010, "1/k": 0.030, "1/k^2": 0.100, "log to 1e-3": 0.025, "log to 1e-5": 0.040,
+          "half rank": 0.050, "steps": 0.110, "spike": 0.006, "heavy rows": 0.012}
+FACTORS = {F32: 2.0**-8, F16: 1.0, BF16: 8.0}
+
+
+@pytest.fixture
+def polar(part):
+    return part("polar")
+
+
+@pytest.fixture(params=PATHS)
+def path(request, monkeypatch):
+    return take(request.param, monkeypatch)
+
+
+def spectrum(name, n, m):
+    """Return an (n, m) matrix in fp64 with singular values of the named kind."""
+    k = torch.arange(1, n + 1, dtype=torch.float64)
+    noise = torch.randn(n, m, dtype=torch.float64)
+    values = {"k^-1/2": k**-0.5, "1/k": 1 / k, "1/k^2": k**-2, "log to 1e-3": torch.logspace(0, -3, n),
+              "log to 1e-5": torch.logspace(0, -5, n), "half rank": k <= n // 2,
+              "steps": torch.where(k <= n // 8, 1.0, 1e-4)}
+    if name == "spike":
+        noise[0, 0] = 1000.0
+        return noise
+    if name == "heavy rows":
+        return noise * torch.randn(n, 1, dtype=torch.float64).mul(2).exp()
+    if name == "gaussian":
+        return noise
+    left, right = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0], torch.linalg.qr(noise.mT)[0]
+    return (left * values[name].double()) @ right.mT
+
+
+def exact(X, steps):
+    """Apply the set's polynomials to the singular values in fp64: what the iteration computes, by definition."""
+    X = X.double()
+    if X.shape[-2] > X.shape[-1]:
+        return exact(X.mT, steps).mT
+    X = X / torch.linalg.matrix_norm(X, keepdim=True)
+    if steps.aol:
+        X = X / (X @ X.mT).abs().sum(dim=-1, keepdim=True).sqrt()
+    left, S, right = torch.linalg.svd(X, full_matrices=False)
+    for a, b, c in steps.triples:
+        S = a * S + b * S**3 + c * S**5
+    return (left * S.unsqueeze(-2)) @ right
+
+
+def error(O, X, steps):
+    """Return the largest relative error, in the Frobenius norm, of a batch."""
+    reference = exact(X, steps)
+    return (torch.linalg.matrix_norm(O.double() - reference) / torch.linalg.matrix_norm(reference)).max().item()
+
+
+# Accuracy
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("shape", [(2, 40, 40), (2, 24, 80), (80, 24)], ids=str)
+def test_every_set_against_its_polynomial(polar, device, name, shape):
+    X = torch.randn(shape, device=device)
+    assert error(polar.orthogonalize(X, name, dtype=F32), X, polar.steps_of(name)) < 2e-5
+
+
+@pytest.mark.parametrize("kind", BOUNDS)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("form", ["standard", "gram"])
+def test_error_over_spectra(polar, device, monkeypatch, kind, dtype, form):
+    """Standard and Gram iteration keep the same bounds (peers' defect 7: without a restart 1/k and 1/k^2 explode)."""
+    monkeypatch.setattr(polar, "_uses_gram", lambda *shape: form == "gram")
+    X = spectrum(kind, 96, 288).float().to(device)
+    O = polar.orthogonalize(X, dtype=dtype)
+    assert error(O, X, polar.steps_of("polar_express")) < BOUNDS[kind] * FACTORS[dtype]
+
+
+def test_no_restart_would_fail_the_bounds(polar, monkeypatch):
+    """The bounds can fail: one segment of five steps breaks the one of 1/k."""
+    monkeypatch.setitem(polar.LONGEST_SEGMENT, F16, 5)
+    X = spectrum("1/k", 96, 288).float()
+    assert error(polar.orthogonalize(X, dtype=F16), X, polar.steps_of("polar_express")) > BOUNDS["1/k"]
+
+
+@pytest.mark.parametrize("shape", [(2, 20, 33), (33, 20), (18, 18), (1, 7), (7, 1), (1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_both_paths(part, polar, device, path, shape, dtype):
+    tiles = part("kernels.tiles")
+    X = torch.randn(shape, device=device)
+    with tiles.force(tiles.Tile(16, 16, 16, 2, 2, 4)):
+        result = polar.orthogonalize(X, "quintic", dtype=dtype)
+    assert error(result, X, polar.steps_of("quintic")) < (1e-5 if dtype == F32 else 1e-2)
+
+
+@pytest.mark.parametrize("x_dtype", [BF16, F16], ids=str)
+def test_sixteen_bit_input(polar, device, x_dtype):
+    X = torch.randn(2, 24, 60, device=device).to(x_dtype)
+    O = polar.orthogonalize(X, dtype=F32)
+    assert O.dtype == x_dtype and error(O, X, polar.steps_of("polar_express")) < torch.finfo(x_dtype).eps
+
+
+def test_polar_express_ends_at_one(polar):
+    """With more steps every singular value within reach goes to 1."""
+    O = polar.orthogonalize(torch.randn(30, 90), ns_steps=9)
+    torch.testing.assert_close(O @ O.mT, torch.eye(30), rtol=0, atol=1e-4)
+
+
+def test_the_result_of_torch_optim_muon(polar):
+    """Its default: the Jordan triple, in bf16."""
+    from torch.optim._muon import _zeropower_via_newtonschulz
+
+    X, triple = torch.randn(48, 96), (3.4445, -4.7750, 2.0315)
+    theirs = _zeropower_via_newtonschulz(X, triple, 5, 1e-7).float()
+    ours = polar.orthogonalize(X, triple, 5)
+    assert (theirs - ours).norm() / ours.norm() < 0.03
+
+
+# Scale, zeros, NaN
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-25, 1e-20, 1e-12, 1e-6, 1e6, 1e30])
+@pytest.mark.parametrize("dtype, bound", [(F32, 2e-5), (F16, 1e-2)], ids=str)
+def test_any_scale_gives_the_same_result(polar, device, scale, dtype, bound):
+    """Peers' defects 2, 3 and 4: a cast before the normalisation, an absolute eps, squares that underflow."""
+    X = torch.randn(2, 24, 60, device=device)
+    assert error(polar.orthogonalize(X * scale, dtype=dtype), X, polar.steps_of("polar_express")) < bound
+
+
+@pytest.mark.parametrize("power", [-126, -60, 60, 120])
+def test_powers_of_two_give_the_same_bits(polar, power):
+    X = torch.rand(2, 24, 60).add_(1.0)
+    assert torch.equal(polar.orthogonalize(X * 2.0**power), polar.orthogonalize(X))
+
+
+@pytest.mark.parametrize("x_dtype, scale", [(F16, 2.0**-8), (F16, 2.0**8), (BF16, 2.0**-90), (BF16, 2.0**90)], ids=str)
+def test_any_scale_of_sixteen_bits(polar, x_dtype, scale):
+    X = torch.rand(24, 60).add_(0.1).to(x_dtype)
+    assert torch.equal(polar.orthogonalize(X * scale, dtype=F16), polar.orthogonalize(X, dtype=F16))
+
+
+def test_subnormal_input(polar):
+    X = torch.randn(20, 50) * 1e-40
+    assert error(polar.orthogonalize(X), X, polar.steps_of("polar_express")) < 1e-3
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("eps", [1e-7, 0.0])
+def test_zeros_give_zeros(polar, device, name, eps):
+    """Peers' defect 5; a zero row of another matrix is as harmless."""
+    X = torch.randn(3, 12, 30, device=device)
+    X[1], X[2, 4] = 0, 0
+    O = polar.orthogonalize(X, name, eps=eps)
+    assert O.isfinite().all() and not O[1].any() and not O[2, 4].any() and O[[0, 2]].any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("shape", [(3, 20, 60), (3, 20, 20)], ids=str)
+def test_nan_stays_in_its_matrix(polar, device, path, bad, shape):
+    X = torch.randn(shape, device=device)
+    X[1, 2, 3] = bad
+    O = polar.orthogonalize(X, dtype=F32)
+    assert O[1].isnan().any()
+    torch.testing.assert_close(O[[0, 2]], polar.orthogonalize(X[[0, 2]], dtype=F32), rtol=0, atol=0)
+
+
+def test_aol_sets_never_turn_a_direction_round(polar, device):
+    """Peers' defect 1: the polynomials of these sets are negative from 0.884 on, where unscaled input may lie."""
+    u, v = torch.randn(2, 20, 1, dtype=torch.float64), torch.randn(2, 1, 60, dtype=torch.float64)
+    u, v = u / u.norm(dim=1, keepdim=True), v / v.norm(dim=2, keepdim=True)
+    for size in (0.02, 0.05, 0.4, 0.9):
+        X = (u @ v + size / 20 * torch.randn(2, 20, 60, dtype=torch.float64)).float().to(device)
+        for name in ("turbo", "aol"):
+            O = polar.orthogonalize(X, name)
+            left, _, right = torch.linalg.svd(X.double(), full_matrices=False)
+            along = (left.mT @ O.double() @ right.mT).diagonal(dim1=1, dim2=2)
+            assert (along[:, 0] > 0.3).all() and (O.double() * (left @ right)).sum(dim=(1, 2)).min() > 0
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("shape", [(5, 32, 32), (5, 24, 80)], ids=str)
+def test_rounding_above_one_is_harmless(polar, device, name, dtype, shape):
+    """Equal elements are all rounded the same way, which brings the only singular value up to 2^-9 above 1."""
+    O = polar.orthogonalize(torch.ones(shape, device=device) * torch.rand(5, 1, 1, device=device), name, dtype=dtype)
+    along = O.sum(dim=(1, 2)) / math.sqrt(shape[1] * shape[2])
+    assert (along > 0.5).all() and (along < 1.5).all()
+
+
+# Batches, layouts, memory
+
+
+@pytest.mark.parametrize("shape", [(33, 70), (70, 33), (27, 27)], ids=str)
+@pytest.mark.parametrize("dtype, threads", [(F32, 1), (F32, 2), (F16, 1)], ids=str)
+@pytest.mark.parametrize("name", ["polar_express", "turbo", "cubic"])
+def test_one_matrix_has_the_same_bits_in_every_batch(polar, device, shape, dtype, threads, name):
+    """Peers' defects 13 and 17: replicas, and N stacked weights, must agree to the bit with one by one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        X = torch.randn(5, *shape, device=device)
+        whole = polar.orthogonalize(X, name, dtype=dtype)
+        assert torch.equal(whole, torch.stack([polar.orthogonalize(x, name, dtype=dtype) for x in X]))
+        assert torch.equal(whole[1:4], polar.orthogonalize(X[1:4], name, dtype=dtype))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.interpreter
+def test_one_matrix_has_the_same_bits_in_every_batch_in_triton(part, polar, device, monkeypatch):
+    take("triton", monkeypatch)
+    tiles, X = part("kernels.tiles"), torch.randn(3, 17, 40, device=device)
+    with tiles.force(tiles.Tile(16, 16, 16, 2, 2, 4)):
+        whole = polar.orthogonalize(X, ns_steps=2, dtype=F16)
+        assert all(torch.equal(o, polar.orthogonalize(x, ns_steps=2, dtype=F16)) for x, o in zip(X, whole))
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 6), (3, 0, 6), (3, 4, 0), (2, 0, 4, 6)], ids=str)
+def test_empty_input(polar, device, shape):
+    assert polar.orthogonalize(torch.empty(shape, device=device)).shape == shape
+    polar.orthogonalize_(torch.empty(shape[-3:], device=device), polar.steps_of("jordan"))
+
+
+def test_transposed_and_scattered_memory(polar, device):
+    X = torch.randn(4, 20, 60, device=device)
+    expected = polar.orthogonalize(X, dtype=F32)
+    scattered = torch.randn(60, 20, 8, device=device).permute(2, 1, 0)[::2]
+    scattered.copy_(X)
+    for other in (scattered, X.mT.contiguous().mT, X.view(2, 2, 20, 60)):
+        result = polar.orthogonalize(other, dtype=F32)
+        assert result.is_contiguous() and result.shape == other.shape
+        torch.testing.assert_close(result.view(X.shape), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(polar.orthogonalize(X.mT, dtype=F32), expected.mT, rtol=1e-4, atol=1e-5)
+
+
+def test_input_is_unchanged_and_needs_no_gradient(polar, device):
+    """Peers' defect 10: the caller's fp32 input normalised in place."""
+    X = torch.randn(2, 20, 60, device=device, requires_grad=True)
+    before = X.detach().clone()
+    assert not polar.orthogonalize(X).requires_grad and torch.equal(X, before)
+
+
+@pytest.mark.parametrize("x_dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 20, 60), (2, 60, 20)], ids=str)
+def test_in_place_is_the_same(polar, device, x_dtype, shape):
+    stack = torch.randn(shape, device=device).to(x_dtype)
+    expected = polar.orthogonalize(stack, "cans", dtype=F16)
+    assert polar.orthogonalize_(stack, polar.steps_of("cans"), 1e-7, F16) is stack
+    assert torch.equal(stack, expected)
+
+
+# Sets
+
+
+@pytest.mark.parametrize("name, length", LENGTHS.items())
+def test_named_sets(polar, name, length):
+    steps = polar.steps_of(name)
+    assert (steps.name, len(steps.triples), steps.aol) == (name, length, name in ("turbo", "aol"))
+    assert polar.steps_of(name, length) == steps and hash(steps) == hash(polar.steps_of(name))
+    assert set(polar.SETS) == set(LENGTHS)
+
+
+@pytest.mark.parametrize("name", ["jordan", "polar_express"])
+@pytest.mark.parametrize("ns_steps", [1, 4, 7, 99])
+def test_sets_of_any_length(polar, name, ns_steps):
+    triples = polar.steps_of(name, ns_steps).triples
+    assert len(triples) == ns_steps and triples[:1] == polar.steps_of(name).triples[:1]
+    assert name == "jordan" or ns_steps < 7 or triples[6:] == ((1.875, -1.25, 0.375),) * (ns_steps - 6)
+
+
+def test_the_safety_factor_scales_the_argument(polar):
+    """p_s(x) = p(x / s): here for the first step of Polar Express as published, with s = 1.05."""
+    raw, safe = (8.28721201814563, -23.595886519098837, 17.300387312530933), polar.steps_of("polar_express").triples[0]
+    for x in (0.01, 0.5, 1.0):
+        values = [sum(k * y**e for k, e in zip(t, (1, 3, 5))) for t, y in ((safe, x), (raw, x / 1.05))]
+        assert math.isclose(*values, rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_sets_keep_singular_values_positive_and_near_one(polar, name):
+    """On [0.05, 1], where normalised input lies, and a little beyond, where rounding may push it."""
+    S = torch.linspace(0.05, 1.01, 20000, dtype=torch.float64)
+    for a, b, c in polar.steps_of(name).triples:
+        S = a * S + b * S**3 + c * S**5
+    assert 0.65 < S.min() and S.max() < 1.35
+
+
+def test_triples(polar):
+    triple, other = (3.0, -3.0, 1.0), [2, -1.5, 0.5]
+    assert polar.steps_of(triple, 3).triples == (triple,) * 3
+    assert polar.steps_of([triple, other], 2).triples == (triple, tuple(map(float, other)))
+    assert polar.steps_of((other,) * 3, 3).triples == (tuple(map(float, other)),) * 3
+
+
+@pytest.mark.parametrize("coefficients, ns_steps, message", [
+    ("newton", 5, "ns_coefficients is 'newton'; the sets are jordan, "),
+    ("turbo", 3, "ns_steps is 3, but the set 'turbo' has 4 steps; pass ns_steps=4, or leave it at 5"),
+    ("deepseek_v4", 4, "has 10 steps"),
+    ("jordan", 0, "ns_steps is 0; pass a whole number from 1 to 99"),
+    ("jordan", 100, "ns_steps is 100"),
+    ("jordan", 2.5, "ns_steps is 2.5"),
+    ("jordan", True, "ns_steps is True"),
+    ((1.0, 2.0), 5, "a triple is three finite numbers"),
+    ((1.0, 2.0, float("nan")), 5, "holds .*nan.*; a triple is three finite numbers"),
+    ([(1.0, 2.0, 3.0), (1.0, 2.0)], 2, r"holds \(1.0, 2.0\); a triple"),
+    ([(1.0, 2.0, float("inf"))], 1, "inf"),
+    ((1.0, 2.0, "3"), 5, "a triple is three finite numbers"),
+    ([(1.0, -1.0, 0.5)] * 3, 5, "holds 3 triples and ns_steps is 5; pass ns_steps=3, or 5 triples"),
+    ([], 5, "holds 0 triples"),
+    (None, 5, "ns_coefficients is None; pass a name, a triple, or a sequence of triples"),
+    (3.0, 5, "ns_coefficients is 3.0"),
+])
+def test_wrong_sets_raise(polar, coefficients, ns_steps, message):
+    with pytest.raises(ValueError, match=message):
+        polar.steps_of(coefficients, ns_steps)
+
+
+@pytest.mark.parametrize("shape, dtype", [((5,), F32), ((2, 2), torch.float64), ((2, 2), torch.int32)], ids=str)
+def test_wrong_input_raises(polar, shape, dtype):
+    with pytest.raises(ValueError, match="pass matrices"):
+        polar.orthogonalize(torch.zeros(shape, dtype=dtype))
+
+
+def test_cost_counts_the_cheaper_iteration(polar):
+    """Per n^3, a = long / short: T (3 a + 1), or 3 a k + 4 T - 3 k with k segments; cubic steps save one product."""
+    steps, n = polar.steps_of("polar_express"), 100
+    assert polar.cost(n, n, steps) == 5 * 4 * n**3
+    assert polar.cost(n, 4 * n, steps) == polar.cost(4 * n, n, steps) == (6 * 4 + 14) * n**3
+    assert polar.cost(n, 4 * n, polar.steps_of("cubic")) == (6 * 4 + 9) * n**3
+    assert polar.cost(n, 4 * n, polar.steps_of("jordan", 1)) == 13 * n**3
+    assert polar.cost(0, 5, steps) == 0
+
+
+@pytest.mark.parametrize("ns_steps, dtype, lengths", [
+    (1, F16, [1]), (3, F16, [3]), (4, F16, [2, 2]), (5, F16, [3, 2]), (5, F32, [3, 2]), (5, BF16, [2, 2, 1]),
+    (7, F16, [3, 2, 2]), (10, F16, [3, 2, 3, 2])])
+def test_segments_between_restarts(polar, ns_steps, dtype, lengths):
+    """Longer segments drift: in bf16, three steps of 1/k already explode."""
+    steps = polar.steps_of("jordan", ns_steps)
+    segments = steps.segments(dtype)
+    assert [len(segment) for segment in segments] == lengths and sum(segments, ()) == steps.triples
+
+
+# GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4, 768, 3072), (3, 1000, 1003), (2, 4096, 1024), (2, 257, 129)], ids=str)
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_large_matrices_on_a_gpu(polar, monkeypatch, shape, dtype):
+    """Accuracy by the bounds, and one matrix has the same bits in every batch and place."""
+    monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
+    X = torch.randn(shape, device="cuda")
+    O = polar.orthogonalize(X, dtype=dtype)
+    assert error(O, X, polar.steps_of("polar_express")) < BOUNDS["gaussian"] * FACTORS[dtype]
+    assert all(torch.equal(o, polar.orthogonalize(x.clone(), dtype=dtype)) for x, o in zip(X, O))
+    assert torch.equal(polar.orthogonalize(X[1:], dtype=dtype), O[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", BOUNDS)
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("form", ["standard", "gram"])
+def test_error_over_spectra_on_a_gpu(polar, monkeypatch, kind, dtype, form):
+    monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
+    monkeypatch.setattr(polar, "_uses_gram", lambda *shape: form == "gram")
+    X = spectrum(kind, 384, 1536).float().cuda()
+    O = polar.orthogonalize(X, dtype=dtype)
+    assert error(O, X, polar.steps_of("polar_express")) < BOUNDS[kind] * FACTORS[dtype]
+
+
+@pytest.mark.gpu
+def test_no_host_synchronisation(polar):
+    X = torch.randn(2, 128, 512, device="cuda")
+    expected = polar.orthogonalize(X)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = polar.orthogonalize(X)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(result, expected)

@@ -1,0 +1,127 @@
+"""The update rule on lists of tensors, against formulas written out in fp64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.ranks import part
+
+HP = {"lr": 0.1, "weight_decay": 0.2, "momentum": 0.9, "nesterov": True, "ns_coefficients": "jordan", "ns_steps": 5,
+      "eps": 1e-7, "adjust_lr_fn": None, "betas": (0.8, 0.9)}
+SHAPES = [(12, 8), (8, 12), (5, 1), (1, 7), (0, 4)]
+
+
+def bound_pack(M, U, G):
+    """A Pack over whole gradients."""
+    table = part("kernels.table")
+    sources = [table.Source(i, 0, tuple(g.stride())) for i, g in enumerate(G)]
+    return part("kernels.pack").Pack(M, U, sources, G)
+
+
+def addresses(G, device):
+    return None if device.type == "cpu" else torch.tensor([g.data_ptr() for g in G], device=device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum(nesterov, dtype, device):
+    """M <- mu M + (1 - mu) G; U <- (1 - mu) G + mu M, or M."""
+    M = [torch.randn(s, device=device) for s in SHAPES]
+    G = [torch.randn(s, device=device).to(dtype) for s in SHAPES]
+    U = [torch.full_like(m, math.nan) for m in M]
+    means = [0.9 * m.double() + 0.1 * g.double() for m, g in zip(M, G)]
+    expected = [0.1 * g.double() + 0.9 * m if nesterov else m for m, g in zip(means, G)]
+    kept = [g.clone() for g in G]
+    part("recipe").momentum(bound_pack(M, U, G), (G, addresses(G, device)), {**HP, "nesterov": nesterov})
+    for now, then in [*zip(M, means), *zip(U, expected)]:
+        torch.testing.assert_close(now.double(), then, rtol=1e-6, atol=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(G, kept))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_apply(dtype, device):
+    """W <- (1 - lr wd) W - lr s U, rounded once."""
+    W = [torch.randn(s, device=device).to(dtype) for s in SHAPES]
+    U = [torch.randn(s, device=device) for s in SHAPES]
+    scales = [1.0 + i for i in range(len(SHAPES))]
+    expected = [(1 - 0.02) * w.double() - 0.1 * s * u.double() for w, u, s in zip(W, U, scales)]
+    part("recipe").apply(part("kernels.update").Update(W, U, scales), HP)
+    for now, then in zip(W, expected):
+        tolerance = 1e-6 if dtype == torch.float32 else 2 ** -8
+        torch.testing.assert_close(now.double(), then, rtol=tolerance, atol=tolerance)
+
+
+def test_orthogonalize_replaces_stacks_in_place(device):
+    stacks = [torch.randn(shape, device=device) for shape in [(3, 12, 8), (1, 8, 12), (0, 4, 4)]]
+    expected = [part("polar").orthogonalize(s, "jordan", dtype=torch.float32) for s in stacks]
+    places = [s.data_ptr() for s in stacks]
+    part("recipe").orthogonalize(stacks, HP, torch.float32)
+    assert [s.data_ptr() for s in stacks] == places
+    assert all(torch.equal(a, b) for a, b in zip(stacks, expected))
+
+
+def test_normalize_is_for_groups_with_beta2_only(device):
+    U, V = torch.randn(2, 6, 4, device=device), torch.zeros(2, 6, 1, device=device)
+    before = U.clone()
+    part("recipe").normalize([U], [V], HP)
+    assert torch.equal(U, before) and not V.any()
+    part("recipe").normalize([U], [V], {**HP, "beta2": 0.5})
+    square = before.double().square().mean(2, keepdim=True)
+    torch.testing.assert_close(V.double(), 0.5 * square, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(U.norm(dim=(1, 2)), before.norm(dim=(1, 2)))  # the Frobenius norm of each matrix stays
+    rows = U.double().norm(dim=2)
+    torch.testing.assert_close(rows, rows[:, :1].expand_as(rows), rtol=1e-5, atol=1e-6)  # all rows are alike at first
+
+
+@pytest.mark.parametrize(("name", "formula"), [
+    (None, lambda R, C: max(1, R / C) ** 0.5), ("original", lambda R, C: max(1, R / C) ** 0.5),
+    ("match_rms_adamw", lambda R, C: 0.2 * max(R, C) ** 0.5), ("rms_norm", lambda R, C: 0.2 * max(R, C) ** 0.5),
+    ("spectral_norm", lambda R, C: (R / C) ** 0.5)])
+@pytest.mark.parametrize("shape", [(4096, 1024), (1024, 4096), (64, 64), (1, 9)])
+def test_scale_of(name, formula, shape, optimizer):
+    matrix = part("plan").Matrix(0, (), *shape)
+    assert part("recipe").scale_of(matrix, name) == pytest.approx(formula(*shape), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adamw(dtype, device):
+    """Three steps against the formula in fp64; state in fp32 whatever the weight."""
+    shapes = [(6, 4), (5,), ()]
+    W = [torch.randn(s, device=device).to(dtype) for s in shapes]
+    states = [[torch.zeros(s, device=device) for s in shapes] for _ in range(2)]
+    steps = [torch.zeros((), device=device if device.type == "cuda" else "cpu") for _ in shapes]
+    expected = [w.double() for w in W]
+    m, v = ([torch.zeros(s, device=device).double() for s in shapes] for _ in range(2))
+    for t in range(1, 4):
+        G = [torch.randn(s, device=device).to(dtype) for s in shapes]
+        part("recipe").adamw(W, G, *states, steps, HP)
+        for i, g in enumerate(G):
+            m[i] = 0.8 * m[i] + 0.2 * g.double()
+            v[i] = 0.9 * v[i] + 0.1 * g.double() ** 2
+            denominator = (v[i] / (1 - 0.9 ** t)).sqrt() + 1e-7
+            expected[i] = expected[i] * (1 - 0.02) - 0.1 * m[i] / (1 - 0.8 ** t) / denominator
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    for w, e in zip(W, expected):
+        assert w.dtype == dtype
+        torch.testing.assert_close(w.double(), e, rtol=tolerance, atol=tolerance)
+    assert [int(s) for s in steps] == [3, 3, 3] and all(s.dtype == torch.float32 for state in states for s in state)
+
+
+def test_adamw_of_nothing(optimizer):
+    part("recipe").adamw([], [], [], [], [], HP)
+
+
+@pytest.mark.parametrize("name", ["jordan", "polar_express", "cubic", "turbo"])
+def test_cost_grows_with_the_matrix_and_knows_no_orientation(name, optimizer):
+    cost = part("recipe").cost({**HP, "ns_coefficients": name})
+    assert cost(64, 256) == cost(256, 64) > 0
+    assert cost(64, 64) < cost(64, 128) < cost(128, 128) < cost(128, 1024)
+    assert part("recipe").cost({**HP, "ns_steps": 8})(64, 64) > part("recipe").cost(HP)(64, 64)
+
+
+def test_cost_is_within_a_factor_of_the_flops(optimizer):
+    """5 steps of the standard iteration on a square matrix: 15 n^3 for X X^T and P X, 5 n^3 for A^2."""
+    assert part("recipe").cost(HP)(128, 128) == pytest.approx(20 * 128 ** 3)

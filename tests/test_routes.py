@@ -1,0 +1,310 @@
+"""Routes on real ranks: what `test_modes` does not mix, and what must not hang, alias or grow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import package, part, run_ranks, run_threads
+
+EXACT = {"wire_dtype": torch.float32}
+
+
+def cut(full, mesh, placements):
+    """A DTensor of the values of `full`, which every rank has."""
+    from torch.distributed.tensor import DTensor
+
+    box = part("layout").box_at(mesh.get_coordinate(), full.shape, placements, tuple(mesh.mesh.shape))
+    local = full[tuple(slice(*side) for side in box)].clone()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+
+
+def both(cls, fulls, place, **options):
+    """The same parameters whole and placed, and an optimizer for each; `fulls` holds a list for each Muon group."""
+    whole = [[nn.Parameter(f.clone()) for f in group] for group in fulls]
+    placed = [[nn.Parameter(place(i, j, f)) for j, f in enumerate(group)] for i, group in enumerate(fulls)]
+    one, many = (cls([{"params": group} for group in groups], lr=0.1, **EXACT, **options) for groups in (whole, placed))
+    return sum(whole, []), sum(placed, []), one, many
+
+
+def overlapping(rank, world, experts, first, second):
+    """Dense matrices of all ranks in two groups, and experts that lie unevenly on pairs of ranks between them."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    flat, pairs = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (world // 2, 2))
+    generator = torch.Generator().manual_seed(0)
+    fulls = [[torch.randn(s, generator=generator) for s in group] for group in ([first, experts], [second] * 3)]
+
+    def place(_, __, full):
+        return cut(full, flat, [Shard(0)]) if full.ndim == 2 else cut(full, pairs, [Shard(0), Shard(1)])
+
+    whole, placed, one, many = both(package().NorMuon, fulls, place, workspace_bytes=4000)
+    for _ in range(3):
+        for w, p in zip(whole, placed):
+            w.grad = torch.randn(w.shape, generator=generator)
+            p.grad = place(0, 0, w.grad)
+        one.step()
+        many.step()
+    return max((w - p.full_tensor()).abs().max().item() for w, p in zip(whole, placed))
+
+
+@pytest.mark.parametrize("case", [((3, 16, 16), (20, 20), (24, 16)), ((1, 16, 16), (8, 8), (24, 16)),
+                                  ((1, 8, 8), (24, 16), (24, 16))], ids=["uneven", "large", "small"])
+def test_ranks_that_take_part_in_different_buckets_keep_the_order_of_each_group(case, optimizer):
+    """A bucket between two others on some ranks only must not let one rank send what another expects later."""
+    assert run_ranks(4, overlapping, *case, timeout=20) == [0.0] * 4
+
+
+# plain parameters with unreduced gradients -----------------------------------------------------------------------
+
+def unreduced(rank, world, shapes, odd, dtype, grad_dtype, missing):
+    """Two steps on `world` ranks and one process: the largest difference relative to the movement, per parameter."""
+    generator = torch.Generator().manual_seed(0)
+    fulls = [torch.randn(s, generator=generator).to(dtype) for s in shapes]
+    ours, alone = ([nn.Parameter(in_format(f.clone(), odd)) for f in fulls] for _ in "12")
+    options = {"lr": 0.1, "wire_dtype": torch.float32}
+    many = package().NorMuon(groups_of(ours), process_group=dist.group.WORLD, grads_are_reduced=False, **options)
+    one = package().NorMuon(groups_of(alone), **options)
+    for _ in range(2):
+        for i, (p, q) in enumerate(zip(ours, alone)):
+            grads = torch.randn(world, *p.shape, generator=generator).to(grad_dtype)
+            if i in missing and world > 1:
+                grads[0] = 0
+            if dtype != grad_dtype:
+                p.grad_dtype = q.grad_dtype = None
+            q.grad = grads.float().mean(0).to(grad_dtype)
+            p.grad = None if i in missing and rank == 0 and world > 1 else in_format(grads[rank], odd)
+        many.step()
+        one.step()
+    moved = [(q - f).float().norm().clamp_min(1e-12) for q, f in zip(alone, fulls)]
+    return [((p - q).float().norm() / m).item() for p, q, m in zip(ours, alone, moved)]
+
+
+def in_format(tensor, memory_format):
+    return tensor.contiguous(memory_format=memory_format) if tensor.ndim == 4 else tensor
+
+
+def groups_of(params):
+    muon = [p for p in params if p.ndim == 2 and p.numel() > 8]
+    rest = [p for p in params if not (p.ndim == 2 and p.numel() > 8)]
+    return [group for group in ({"params": muon}, {"params": rest, "use_muon": False}) if group["params"]]
+
+
+MIXED = [(12, 8), (8, 12), (20, 4), (7,), (), (1, 5), (6, 2, 3, 3)]
+CASES = {
+    "usual": (MIXED, torch.contiguous_format, torch.float32, torch.float32, ()),
+    "channels last": (MIXED, torch.channels_last, torch.float32, torch.float32, ()),
+    "no elements": ([(12, 8), (7,), (0, 5), (3, 0)], torch.contiguous_format, torch.float32, torch.float32, ()),
+    "bf16": (MIXED, torch.contiguous_format, torch.bfloat16, torch.bfloat16, ()),
+    "bf16 with gradients in fp32": (MIXED, torch.contiguous_format, torch.bfloat16, torch.float32, ()),
+    "fp32 with gradients in bf16": (MIXED, torch.contiguous_format, torch.float32, torch.bfloat16, ()),
+    "missing on one rank": (MIXED, torch.contiguous_format, torch.float32, torch.float32, (0, 3)),
+    "missing, gradients in fp32": (MIXED, torch.contiguous_format, torch.bfloat16, torch.float32, (0, 3)),
+}
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_unreduced_gradients(case, world, optimizer):
+    shapes, odd, dtype, grad_dtype, missing = CASES[case]
+    if dtype != grad_dtype and not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("this torch ties the gradient's dtype to the parameter's")
+    for errors in run_threads(world, unreduced, *CASES[case]):
+        assert all(error < (2e-3 if dtype == grad_dtype == torch.float32 else 0.1) for error in errors), errors
+
+
+# agreement -------------------------------------------------------------------------------------------------------
+
+def disagreeing(rank, world, kind):
+    """Ranks whose optimizers differ: they have to say so, not to wait for each other or to mix up bytes."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh, shapes = init_device_mesh("cpu", (world,)), [(8, 6), (6, 8), (12, 4)]
+    name, options = "Muon", {}
+    if kind == "order" and rank:
+        shapes.reverse()
+    if kind == "wire_dtype" and rank:
+        options["wire_dtype"] = torch.float32
+    if kind == "class" and rank:
+        name = "NorMuon"
+    if kind == "workspace":
+        options["workspace_bytes"] = 1000 if rank else 100_000_000
+        shapes *= 4
+    dim = rank if kind == "dim" else 0
+    params = [nn.Parameter(cut(torch.ones(shape), mesh, [Shard(dim)])) for shape in shapes]
+    stepper = getattr(package(), name)(params, **options)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    try:
+        stepper.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["order", "wire_dtype", "class", "workspace", "dim"])
+def test_ranks_that_planned_differently_say_so(kind, optimizer):
+    for message in run_ranks(2, disagreeing, kind, timeout=10):
+        assert "different plans" in message and "alike" in message
+
+
+# exactness, counts and state -------------------------------------------------------------------------------------
+
+def default_wire(rank, world, dim):
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh, generator = init_device_mesh("cpu", (world,)), torch.Generator().manual_seed(0)
+    fulls = [torch.randn(s, generator=generator).to(torch.bfloat16) for s in [(16, 24), (9, 5), (24, 16), (3, 8)]]
+    whole, placed = [nn.Parameter(f.clone()) for f in fulls], [nn.Parameter(cut(f, mesh, [Shard(dim)])) for f in fulls]
+    one, many = package().NorMuon(whole, lr=0.1), package().NorMuon(placed, lr=0.1)
+    for _ in range(3):
+        for w, p in zip(whole, placed):
+            w.grad = torch.randn(w.shape, generator=generator).to(torch.bfloat16)
+            p.grad = cut(w.grad, mesh, [Shard(dim)])
+        one.step()
+        many.step()
+    return all(torch.equal(part("layout").local_of(p), part("layout").local_of(cut(w.detach(), mesh, [Shard(dim)])))
+               for w, p in zip(whole, placed))
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("dim", [0, 1])
+def test_with_the_default_wire_too_all_layouts_give_the_same_bits(dim, optimizer):
+    """bf16 parameters, bf16 wire: the update is rounded in one process as it is between ranks."""
+    assert all(run_threads(4, default_wire, dim))
+
+
+class Counted:
+    """Counts the calls of one collective per thread."""
+
+    def __init__(self, function):
+        self.function, self.calls = function, []
+
+    def __call__(self, output, *args, **kwargs):
+        self.calls.append(output.numel() * output.itemsize)
+        return self.function(output, *args, **kwargs)
+
+
+def counted_step(rank, world, mode):
+    from torch.distributed.tensor import Replicate, Shard, init_device_mesh
+
+    mesh, generator = init_device_mesh("cpu", (world,)), torch.Generator().manual_seed(0)
+    placements = {"fsdp": [Shard(0)], "replicated": [Replicate()], "ep": [Shard(0)]}.get(mode)
+    shapes = [(world, 6, 8), (world, 8, 6)] if mode == "ep" else [(16, 8), (8, 16), (16, 8), (8, 8)]
+    fulls = [torch.randn(s, generator=generator) for s in shapes]
+    params = [nn.Parameter(cut(f, mesh, placements) if placements else f.clone()) for f in fulls]
+    group = dist.group.WORLD if mode in ("ddp", "unreduced") else None
+    stepper = package().Muon(params, process_group=group, grads_are_reduced=mode != "unreduced")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    stepper.step()
+    stepper.step()
+    return [type(route).__name__ for route, _ in stepper._jobs]
+
+
+@pytest.mark.parametrize(("mode", "route", "per_step"), [
+    ("alone", "Local", 0), ("ep", "Local", 0), ("ddp", "Exchange", 1), ("replicated", "Exchange", 1),
+    ("fsdp", "Exchange", 2), ("unreduced", "Reduce", 2)])
+def test_the_number_of_collectives(mode, route, per_step, optimizer, monkeypatch):
+    """Nothing travels that is there already: DDP sends answers only, experts nothing."""
+    counted = Counted(dist.all_to_all_single)
+    monkeypatch.setattr(dist, "all_to_all_single", counted)
+    world = 4
+    for routes in run_threads(world, counted_step, mode):
+        assert set(routes) == {route} and len(routes) == 1
+    assert len(counted.calls) == 2 * world * per_step
+
+
+def round_trip(rank, world, mode, copied):
+    """Save after two steps, load into a new optimizer, go on: the very bits."""
+    import copy
+
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh, generator = init_device_mesh("cpu", (world,)), torch.Generator().manual_seed(0)
+    fulls = [torch.randn(s, generator=generator) for s in [(16, 8), (8, 16), (3, 8), (1, 5), (7,), (4, 2)]]
+
+    def place(full):
+        return cut(full, mesh, [Shard(0)]) if mode == "fsdp" else full.clone()
+
+    def build(params):
+        groups = [{"params": params[:4]}, {"params": params[4:], "use_muon": False}]
+        if mode == "fsdp":
+            return package().NorMuon(groups, lr=0.1)
+        return package().NorMuon(groups, lr=0.1, process_group=dist.group.WORLD, grads_are_reduced=mode == "reduced")
+
+    first = [nn.Parameter(place(f)) for f in fulls]
+    stepper = build(first)
+    step_with(stepper, first, place, range(2))
+    if copied:
+        again, other = copy.deepcopy((first, stepper))
+    else:
+        again = [nn.Parameter(p.detach().clone()) for p in first]
+        other = build(again)
+        other.load_state_dict(copy.deepcopy(stepper.state_dict()))
+    step_with(stepper, first, place, range(2, 4))
+    step_with(other, again, place, range(2, 4))
+    local = part("layout").local_of
+    keys = [sorted(stepper.state[p]) for p in first]
+    pairs = [(p, q) for p, q in zip(first, again)]
+    pairs += [(s, other.state[q][key]) for p, q in zip(first, again) for key, s in stepper.state[p].items()]
+    return all(torch.equal(local(a), local(b)) for a, b in pairs), keys
+
+
+def step_with(stepper, params, place, numbers):
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        for p in params:
+            p.grad = place(torch.randn(p.shape, generator=generator))
+        stepper.step()
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["load_state_dict", "deepcopy"])
+@pytest.mark.parametrize("mode", ["fsdp", "reduced", "unreduced"])
+def test_state_comes_back_on_every_rank(mode, copied, optimizer):
+    """Also where nothing is stored, and with the same keys on every rank."""
+    results = run_threads(3, round_trip, mode, copied)
+    assert all(equal for equal, _ in results)
+    assert all(keys == results[0][1] for _, keys in results)
+
+
+def placed_state(rank, world):
+    """State of the first step with lr 0 and zero gradients, as DCP takes it to learn the keys."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh, placements = init_device_mesh("cpu", (2, 2)), [Shard(1), Shard(0)]
+    params = [nn.Parameter(cut(torch.ones(shape), mesh, placements)) for shape in [(3, 8), (1, 5), (5, 4, 6), (8, 8)]]
+    stepper = package().NorMuon(params, lr=0.0)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    stepper.step()
+    for p in params:
+        for key, value in stepper.state[p].items():
+            rows = (*p.shape[:-1], 1) if key == "second_moment" else tuple(p.shape)
+            assert tuple(value.shape) == rows
+            assert value.placements == p.placements and value.device_mesh == p.device_mesh
+            assert not value.full_tensor().any()
+        assert torch.equal(p.full_tensor(), torch.ones(p.shape))
+    return [sorted(stepper.state[p]) for p in params]
+
+
+def test_state_is_placed_like_its_parameter(optimizer):
+    results = run_threads(4, placed_state)
+    assert results == [[["momentum_buffer", "second_moment"]] * 4] * 4
+
+
+def test_steps_leave_no_tensors_behind(optimizer):
+    """In the steady state nothing is kept from step to step."""
+    import gc
+
+    params = [nn.Parameter(torch.randn(12, 8)), nn.Parameter(torch.randn(5))]
+    stepper, counts = optimizer.NorMuon([{"params": params[:1]}, {"params": params[1:], "use_muon": False}]), []
+    for _ in range(6):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        stepper.step()
+        gc.collect()
+        counts.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+    assert counts[2] == counts[-1]

@@ -1,0 +1,87 @@
+"""NorMuon's normalisation: against fp64, with the whole matrix's norm, and safe for zeros."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.paths import PATHS, quiet, take
+
+pytestmark = quiet
+
+BETA2, EPS = 0.95, 1e-8
+every_shape = pytest.mark.parametrize("shape", [(1, 1, 1), (3, 7, 50), (2, 40, 3), (2, 3, 70), (1, 40, 2)], ids=str)
+
+
+@pytest.fixture(params=PATHS)
+def path(request, monkeypatch):
+    return take(request.param, monkeypatch)
+
+
+@pytest.fixture
+def normalize(part, path, monkeypatch):
+    """The function, on short blocks, so that short rows have many."""
+    monkeypatch.setattr(part("kernels.rows"), "BLOCK", 16)
+    return part("kernels.rows").normalize
+
+
+def exact(U, V):
+    """Return the result and the new V in fp64 (arXiv 2510.05491, norm preserving)."""
+    U, V = U.double(), V.double()
+    V = BETA2 * V + (1 - BETA2) * U.square().mean(dim=2, keepdim=True)
+    N = U / (V.sqrt() + EPS)
+    return N * torch.linalg.matrix_norm(U, keepdim=True) / torch.linalg.matrix_norm(N, keepdim=True), V
+
+
+@pytest.mark.kernels_ci
+@every_shape
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_rows_against_fp64(normalize, device, shape, dtype):
+    U, V = torch.randn(shape, device=device).to(dtype), torch.rand(*shape[:2], 1, device=device)
+    result, second = exact(U, V)
+    normalize(U, V, BETA2, EPS)
+    torch.testing.assert_close(V.double(), second, rtol=1e-6, atol=0)
+    torch.testing.assert_close(U.double(), result, rtol=torch.finfo(dtype).eps + 2e-6, atol=1e-7)
+
+
+def test_several_steps_of_transposed_memory(normalize, device):
+    stack, V = torch.randn(2, 9, 5, device=device).mT, torch.zeros(1, 5, 2, device=device).permute(2, 1, 0)
+    second = V.clone()
+    for _ in range(3):
+        stack.normal_()
+        result, second = exact(stack, second)
+        normalize(stack, V, BETA2, EPS)
+        torch.testing.assert_close(stack.double(), result, rtol=1e-5, atol=1e-7)
+
+
+def test_zeros_stay_zero(normalize, device):
+    """Peers' defect 5: a zero gradient gave NaN. A zero row in another matrix is as harmless."""
+    U, V = torch.randn(3, 6, 10, device=device), torch.zeros(3, 6, 1, device=device)
+    U[1], U[2, 3] = 0, 0
+    norm = torch.linalg.matrix_norm(U)
+    for eps in (EPS, 0.0):
+        normalize(U, V, BETA2, eps)
+        assert U.isfinite().all() and V.isfinite().all()
+        assert not U[1].any() and not U[2, 3].any()
+        torch.testing.assert_close(torch.linalg.matrix_norm(U), norm)
+
+
+def test_nan_stays_in_its_matrix(normalize, device):
+    U, V = torch.randn(3, 6, 10, device=device), torch.rand(3, 6, 1, device=device)
+    U[1, 2, 3] = float("nan")
+    normalize(U, V, BETA2, EPS)
+    assert U[1].isnan().any() and U[[0, 2]].isfinite().all() and V[[0, 2]].isfinite().all()
+
+
+@every_shape
+def test_one_matrix_has_the_same_bits_in_every_batch(normalize, device, shape):
+    U = torch.randn(4, *shape[1:], device=device)
+    V = torch.rand(4, shape[1], 1, device=device)
+    alone = [(u[None].clone(), v[None].clone()) for u, v in zip(U, V)]
+    normalize(U, V, BETA2, EPS)
+    for i, (u, v) in enumerate(alone):
+        normalize(u, v, BETA2, EPS)
+        assert torch.equal(U[i], u[0]) and torch.equal(V[i], v[0])
+
+
+def test_an_empty_stack(normalize, device):
+    normalize(torch.empty(0, 3, 4, device=device), torch.empty(0, 3, 1, device=device), BETA2, EPS)

@@ -1,0 +1,177 @@
+"""What a rank stores, seen piece by piece: views of the very memory, state of the right form, memory lent in turn."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import part, run_threads
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def store_of(params, keys=("momentum_buffer",), dtype=F32, rows=None):
+    store, layout, state = part("store"), part("layout"), {p: {} for p in params}
+    for p in params:
+        store.create_state(state[p], p, keys, dtype, rows)
+    row_layouts = [layout.layout_of(p, shape=(*p.shape[:-1], 1)) for p in params]
+    return store.Store(params, [layout.layout_of(p) for p in params], row_layouts, state)
+
+
+def pieces_of(params, kind="update"):
+    """All matrices of plain parameters, whole."""
+    plan = part("plan")
+    matrices = [plan.Matrix(i, at, *p.shape[-2:]) for i, p in enumerate(params)
+                for at in itertools.product(*map(range, p.shape[:-2]))]
+    return [plan.Piece(kind, m, ((0, m.rows), (0, m.cols if kind == "update" else 1)), 0, 0, True) for m in matrices]
+
+
+def shares_memory(view, tensor):
+    return view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
+# views -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("make", [torch.clone, lambda t: t.mT.contiguous().mT], ids=["contiguous", "transposed"])
+def test_pieces_are_views_of_weights_and_state(make, optimizer):
+    params = [nn.Parameter(make(torch.randn(s))) for s in [(6, 4), (3, 4, 6), (2, 2, 5, 3)]]
+    store, pieces = store_of(params, ("momentum_buffer", "second_moment")), pieces_of(params)
+    assert len(pieces) == 1 + 3 + 4
+    for piece, weight, buffer in zip(pieces, store.weights(pieces), store.states(pieces, "momentum_buffer")):
+        param = params[piece.matrix.param]
+        assert torch.equal(weight, param[piece.matrix.at].detach()) and shares_memory(weight, param)
+        buffer.fill_(7)
+        assert (store.state[param]["momentum_buffer"][piece.matrix.at] == 7).all() and not weight.requires_grad
+    rows = pieces_of(params, "row")
+    for piece, V in zip(rows, store.states(rows, "second_moment")):
+        whole = store.state[params[piece.matrix.param]]["second_moment"]
+        assert V.shape == (piece.matrix.rows, 1) and shares_memory(V, whole)
+
+
+@pytest.mark.parametrize("offset", [0, 5])
+def test_sources_find_pieces_in_any_gradient(offset, optimizer):
+    """Told only this step's tensors: with another storage offset, and other strides than the weight's."""
+    params = [nn.Parameter(torch.randn(s)) for s in [(6, 4), (3, 4, 6)]]
+    store, pieces = None, pieces_of(params)
+    for p in params:
+        p.grad = torch.randn(p.numel() + offset)[offset:].view(*p.shape[:-2], p.shape[-1], p.shape[-2]).mT
+    store = store_of(params)
+    for source, piece in zip(store.sources(pieces), pieces):
+        grad = params[piece.matrix.param].grad
+        assert torch.equal(source.view(store.gradients, piece.shape), grad[piece.matrix.at])
+        assert source.offset >= 0
+
+
+def test_a_missing_gradient_is_zero_of_the_weights_form(optimizer):
+    params = [nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4, 6))]
+    params[0].grad = torch.ones(6, 4)
+    store = store_of(params)
+    assert store.gradients[0] is not None and not store.gradients[1].any() and store.gradients[1].shape == (4, 6)
+    params[1].grad = torch.ones(4, 6)
+    store.read()
+    assert store.gradients[1].all()
+
+
+def shard_on_rank(rank, world):
+    """The pieces of a sharded parameter, for each of the ways to cut it."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh, plan, layout = init_device_mesh("cpu", (2, 2)), part("plan"), part("layout")
+    rows_columns, experts = [Shard(0), Shard(1)], [Shard(1), Shard(0)]
+    for shape, placements in [((7, 6), rows_columns), ((1, 9), rows_columns), ((5, 4, 6), experts)]:
+        full = torch.arange(torch.Size(shape).numel(), dtype=F32).view(shape)
+        param = nn.Parameter(distribute_tensor(full, mesh, placements, src_data_rank=None))
+        store = store_of([param], ("momentum_buffer", "second_moment"))
+        buckets = plan.make_plan(store.layouts["update"], lambda R, C: R * C, {})
+        for bucket in (b for b in buckets if rank in b.ranks):
+            share = plan.share_of(bucket, rank, store.layouts["update"], store.layouts["row"], {"update": 4, "row": 4})
+            home = [p for p in share.home if p.kind == "update"]
+            for piece, weight in zip(home, store.weights(home)):
+                assert torch.equal(weight, full[piece.matrix.at][tuple(slice(*side) for side in piece.box)])
+                assert shares_memory(weight, layout.local_of(param))
+            rows = [p for p in share.home if p.kind == "row"]
+            assert all(V.shape == p.shape for V, p in zip(store.states(rows, "second_moment"), rows))
+    return True
+
+
+def test_pieces_of_a_shard_are_its_part_of_the_matrix(optimizer):
+    assert all(run_threads(4, shard_on_rank))
+
+
+# state -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("of_param", [F32, BF16])
+def test_state_is_zeros_of_the_right_form(of_param, dtype, optimizer):
+    param, state = nn.Parameter(torch.randn(3, 6, 4).to(of_param)), {}
+    part("store").create_state(state, param, ("momentum_buffer", "second_moment", "step", "exp_avg"), dtype)
+    assert {k: (tuple(v.shape), v.dtype) for k, v in state.items()} == {
+        "momentum_buffer": ((3, 6, 4), dtype), "second_moment": ((3, 6, 1), F32), "step": ((), F32),
+        "exp_avg": ((3, 6, 4), dtype)}
+    assert not any(v.any() or v.requires_grad for v in state.values())
+
+
+def test_state_that_is_there_stays(optimizer):
+    param, state = nn.Parameter(torch.randn(6, 4)), {"momentum_buffer": torch.ones(6, 4)}
+    buffer = state["momentum_buffer"]
+    part("store").create_state(state, param, ("momentum_buffer", "second_moment"), F32)
+    assert state["momentum_buffer"] is buffer and buffer.all() and set(state) == {"momentum_buffer", "second_moment"}
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_state_of_an_owner_alone(rows, optimizer):
+    """Where the gradients are reduced, a rank keeps the state of its rows only; the keys are the same everywhere."""
+    param, state = nn.Parameter(torch.randn(6, 4)), {}
+    part("store").create_state(state, param, ("momentum_buffer", "second_moment"), F32, rows=rows)
+    assert {k: tuple(v.shape) for k, v in state.items()} == {"momentum_buffer": (rows, 4), "second_moment": (rows, 1)}
+
+
+# memory lent to buckets ------------------------------------------------------------------------------------------
+
+def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
+    workspace, needs = part("store").Workspace(3), {"leave": 64, "arrive": 32}
+    for number in range(6):
+        workspace.reserve(number, {use: n * (1 + number) for use, n in needs.items()})
+    taken = [workspace.take(number, needs, torch.device("cpu")) for number in range(6)]
+    places = [{use: t.data_ptr() for use, t in lent.items()} for lent in taken]
+    assert [places[i] == places[i + 3] for i in range(3)] == [True] * 3
+    assert len({place for lent in places for place in lent.values()}) == 6
+    assert [t["leave"].numel() for t in taken] == [256, 320, 384] * 2  # the largest of those that share it
+
+
+def test_piece_at_views_bytes(optimizer):
+    flat = torch.zeros(64, dtype=torch.uint8)
+    view = part("store").piece_at(flat, 16, (3, 2), F32)
+    view.copy_(torch.arange(6.0).view(3, 2))
+    assert shares_memory(view, flat) and torch.equal(flat[16:40].view(F32), torch.arange(6.0)) and not flat[40:].any()
+
+
+def bound_on_rank(rank, world, route):
+    """The stacks of a bucket do not overlap, hold every matrix computed here, and the needs cover them."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    store_part, plan = part("store"), part("plan")
+    mesh = init_device_mesh("cpu", (world,))
+    shapes = [(7, 5), (5, 7), (7, 5), (3, 3), (9, 1)]
+    params = [nn.Parameter(distribute_tensor(torch.zeros(s), mesh, [Shard(0)], src_data_rank=None)) for s in shapes]
+    store = store_of(params, ("momentum_buffer", "second_moment"))
+    (bucket,) = [b for b in plan.make_plan(store.layouts["update"], lambda R, C: R * C, {}) if b.route == route]
+    share = plan.share_of(bucket, rank, store.layouts["update"], store.layouts["row"], {"update": 2, "row": 4})
+    options = part("muon").Options()
+    bound = store_part.Bound(bucket, share, store, options, None, {"adjust_lr_fn": None})
+    bound.memory = {use: torch.empty(n, dtype=torch.uint8) for use, n in bound.needs().items()}
+    stacks, rows, views = bound.stacks()
+    assert sum(s.shape[0] for s in stacks) == len(share.matrices) and set(views) == set(share.owned)
+    for i, tensor in enumerate([*stacks, *rows]):
+        tensor.fill_(i + 1)
+    assert all((tensor == i + 1).all() for i, tensor in enumerate([*stacks, *rows]))
+    assert all(v.shape == p.shape for p, v in views.items())
+    assert all(s.data_ptr() % plan.ALIGNMENT == 0 for s in stacks) or not stacks
+    return len(share.matrices)
+
+
+def test_the_matrices_of_a_bucket_lie_side_by_side(optimizer):
+    assert sum(run_threads(3, bound_on_rank, "exchange")) == 5

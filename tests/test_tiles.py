@@ -1,0 +1,108 @@
+"""Launch choice: tables that fit their architecture, the nearest entry, and which path a device takes."""
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import paths
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED_BYTES = {"sm80": 166912, "sm90": 232448, "sm100": 232448, "gfx942": 65536}  # a program's most, by the vendors
+every_architecture = pytest.mark.parametrize("arch", SHARED_BYTES)
+
+
+@pytest.fixture
+def tiles(part):
+    return part("kernels.tiles")
+
+
+def nearest(tiles, op, rows, columns, arch, itemsize=2):
+    return tiles._nearest(op, itemsize, rows, columns, arch)
+
+
+@every_architecture
+def test_tables_are_whole(tiles, arch):
+    table = tiles.table(arch)
+    assert table["arch"] == arch and isinstance(table["measured"], bool)
+    assert {(e["op"], e["bytes"]) for e in table["entries"]} == {
+        (op, size) for op in ("gram", "symmetric", "product") for size in (2, 4)}
+    for entry in table["entries"]:
+        rows, columns, inner = entry["tile"]
+        assert all(x >= 16 and x & (x - 1) == 0 for x in entry["tile"])
+        square = rows == columns or columns == 2 * rows and entry.get("loop", "pointers") != "pointers"
+        assert entry["op"] == "product" or square, "a symmetric result needs square tiles"
+        assert entry["stages"] * inner * (rows + columns) * entry["bytes"] <= SHARED_BYTES[arch]
+
+
+@every_architecture
+def test_every_kernel_compiles(arch, tmp_path):
+    """For GPUs that are not here; the compiler itself needs none."""
+    if reason := paths.why_no_triton():
+        pytest.skip(reason)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.compile_kernels", arch]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *products, rest = map(json.loads, done.stdout.splitlines())
+    assert len(products) >= 3 and rest["others"] >= 10
+    assert all(entry["shared_bytes"] <= SHARED_BYTES[arch] for entry in products)
+
+
+def test_the_nearest_entry_is_taken_in_powers_of_two(tiles):
+    def entry(rows, columns):
+        return {"op": "gram", "bytes": 2, "rows": rows, "columns": columns, "tile": [rows, rows, 16], "group": 1,
+                "stages": 1, "warps": 4}
+
+    made = {"measured": False, "entries": [entry(64, 64), entry(64, 512), entry(512, 512)]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "table", lambda arch: made)
+        choose = tiles._nearest.__wrapped__
+        assert choose("gram", 2, 60, 70, "x").rows == 64
+        assert choose("gram", 2, 300, 300, "x").rows == 512
+        assert choose("gram", 2, 100000, 600, "x").rows == 512
+        assert choose("gram", 2, 0, 0, "x").rows == 64
+
+
+def test_an_unknown_architecture_or_size_gets_the_default(tiles):
+    assert nearest(tiles, "gram", 64, 64, "sm75") == tiles.DEFAULT
+    assert nearest(tiles, "product", 64, 64, "cpu", 4) == tiles.DEFAULT_FP32
+
+
+def test_the_choice_knows_no_batch(tiles):
+    """One matrix must have the same bits on every rank, whatever else the rank computes."""
+    assert list(inspect.signature(tiles.choose).parameters) == ["op", "dtype", "rows", "columns", "device"]
+
+
+def test_a_choice_can_be_forced(tiles):
+    tile, cpu = tiles.Tile(16, 16, 16, 1, 1, 1), torch.device("cpu")
+    usual = tiles.choose("gram", torch.float16, 64, 64, cpu)
+    with tiles.force(tile):
+        assert tiles.choose("gram", torch.float16, 64, 64, cpu) is tile
+    assert tiles.choose("gram", torch.float16, 64, 64, cpu) == usual != tile
+
+
+@pytest.mark.parametrize("choice, expected", [("auto", False), ("torch", False), ("triton", True)])
+def test_the_path_of_a_cpu(part, monkeypatch, choice, expected):
+    monkeypatch.setenv("OPTIMIZER_KERNELS", choice)
+    assert part("kernels").use_triton(torch.device("cpu")) is expected
+
+
+def test_an_unknown_path_raises(part, monkeypatch):
+    monkeypatch.setenv("OPTIMIZER_KERNELS", "cuda")
+    with pytest.raises(ValueError, match="OPTIMIZER_KERNELS is 'cuda'; it may be one of auto, torch, triton"):
+        part("kernels").use_triton(torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_the_path_of_a_gpu(part, tiles, monkeypatch):
+    monkeypatch.delenv("OPTIMIZER_KERNELS", raising=False)
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert part("kernels").use_triton(device)
+    assert tiles.architecture("cuda", None).startswith("gfx" if torch.version.hip else "sm")
