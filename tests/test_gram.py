@@ -81,7 +81,7 @@ def test_symmetric_product_against_fp64(gram, device, path, n, dtype, aliased):
     exact = exact.tril() + exact.tril(-1).mT
     given = C.masked_fill(torch.ones(n, n, dtype=torch.bool, device=device).triu(1), float("nan"))
     out = given if aliased else poisoned(2, n, n, dtype=dtype, device=device)
-    gram.symmetric_product(A, B, out, alpha=0.5, C=given, beta=-1.5, diagonal=0.25)
+    gram.symmetric_product(A, B, out, 0.5, [(given, -1.5)], 0.25)
     magnitude = A.double().abs() @ B.double().abs() + 2 * C.double().abs() + torch.eye(n, device=device)
     check(out, exact, torch.maximum(magnitude, magnitude.mT), n)
     assert torch.equal(out, out.mT)
@@ -94,8 +94,8 @@ def test_one_matrix_has_the_same_bits_in_every_batch(gram, device, n, m, dtype):
 
     def results(X, A):
         square, rectangle = (poisoned(*t.shape, dtype=dtype, device=device) for t in (A, X))
-        return (gram.gram(X, square.clone()), gram.symmetric_product(A, A, square.clone(), C=A, beta=2.0, diagonal=1.0),
-                gram.product(A, X, rectangle))
+        sums = gram.symmetric_product(A, A, square.clone(), 1.0, [(A, 2.0), (A.mT, 0.5)], 1.0)
+        return gram.gram(X, square.clone()), sums, gram.product(A, X, rectangle)
 
     whole = results(X, A)
     for some in (slice(1, 3), slice(3, 4)):
@@ -157,7 +157,7 @@ def test_large_matrices_with_the_tiles_of_the_table(part, monkeypatch, n, m, dty
     error, reference = ((x.double() - exact).abs().max() for x in (out, torch.bmm(X, X.mT)))
     assert error <= 1.5 * reference + 4e-6 and torch.equal(out, out.mT)
     assert torch.equal(module.gram(X[2:].clone(), torch.empty_like(out[:1]))[0], out[2])
-    P = module.symmetric_product(out, out, torch.empty_like(out), 0.5, out, -1.0, 2.0)
+    P = module.symmetric_product(out, out, torch.empty_like(out), 0.5, [(out, -1.0)], 2.0)
     exact = 0.5 * out.double() @ out.double() - out.double() + 2 * torch.eye(n, device="cuda")
     assert (P.double() - exact).abs().max() < 4 * torch.finfo(dtype).eps + 1e-5
     Y = module.product(P, X, torch.empty_like(X))

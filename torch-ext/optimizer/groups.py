@@ -19,7 +19,7 @@ WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 HEADS = ("lm_head", "output", "head", "embed_out", "unembed", "score", "classifier")  # by the last module's whole name
 KEYS = frozenset(("params", "param_names", "use_muon", "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients",
                   "eps", "ns_steps", "adjust_lr_fn", "betas"))
-TOLERATED = frozenset(("fused", "foreach", "initial_lr"))  # torchtitan's and the schedulers'; without effect
+TOLERATED = frozenset(("fused", "foreach", "differentiable", "initial_lr"))  # torchtitan's and the schedulers'; without effect
 
 
 def clean_name(name: str) -> str:
@@ -122,6 +122,13 @@ def name_of(group, number) -> str:
 
 
 def _check_numbers(group) -> None:
+    try:
+        _check_ranges(group)
+    except TypeError as error:
+        raise ValueError(f"lr, weight_decay, eps, momentum, betas or beta2 is not a number: {error}") from error
+
+
+def _check_ranges(group) -> None:
     for key in ("lr", "weight_decay", "eps"):
         _require(math.isfinite(group[key]) and group[key] >= 0, key, group[key], "a finite number >= 0")
     if not group["use_muon"]:

@@ -6,6 +6,7 @@ moved memory); everything else is done by the layers below.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,11 +15,12 @@ import torch.distributed as dist
 from . import pipeline, recipe
 from .groups import check_group, name_of
 from .layout import check_local_shape, is_dtensor, layout_of, local_of, this_rank
-from .plan import Bucket, chunk_share, digest, make_plan, share_of
+from .plan import ALIGNMENT, Bucket, chunk_share, digest, make_plan, share_of
 from .routes import Elementwise, Groups, Presence, agree, bind
 from .store import Store, create_state
 
 MUON_STATE, NORMUON_STATE = ("momentum_buffer",), ("momentum_buffer", "second_moment")
+CAST = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -71,29 +73,29 @@ class Muon(torch.optim.Optimizer):
 
     Raises ValueError or NotImplementedError at construction for what could not be stepped.
     """
+    _extra_keys = ()
 
     def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, ns_coefficients="polar_express",
                  eps=1e-7, ns_steps=5, adjust_lr_fn=None, *, adamw_betas=(0.9, 0.95), adamw_eps=1e-8, **options):
-        self._options, self._adamw_eps = Options(**options), adamw_eps
+        extra = {key: options.pop(key) for key in self._extra_keys}
+        self._options, self._adamw = Options(**options), {"betas": adamw_betas, "eps": adamw_eps}
         self._options.check()
         self._forget()
         super().__init__(params, {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
-            "betas": adamw_betas, "use_muon": True, **self._extra_defaults()})
-
-    def _extra_defaults(self) -> dict:
-        return {}
+            "use_muon": True, **extra})
 
     def add_param_group(self, param_group) -> None:
         """Add a group; see the class for what it may hold."""
-        if not param_group.get("use_muon", True):
-            param_group.setdefault("eps", self._adamw_eps)
+        if isinstance(param_group, dict) and not param_group.get("use_muon", True):
+            for key, value in self._adamw.items():
+                param_group.setdefault(key, value)
         super().add_param_group(param_group)
         try:
-            check_group(self.param_groups[-1], self._extra_defaults())
+            check_group(self.param_groups[-1], self._extra_keys)
             self._check_together()
-        except (ValueError, NotImplementedError):
+        except Exception:
             del self.param_groups[-1]
             raise
         self._forget()
@@ -135,7 +137,7 @@ class Muon(torch.optim.Optimizer):
                 self._plans[alone] = [plan for unit in units for plan in self._plan(*unit, alone, loads)]
                 self._planned_for[alone], self._bound_for = key, None
         plans = self._plans[False] + self._plans[True]
-        key = [_memory_key(p) for plan in plans for p in plan.params]
+        key = [_memory_key(p, self.state[p]) for plan in plans for p in plan.params]
         if key != self._bound_for:
             self._stores, self._jobs = self._bind(plans)
             self._presence = Presence(self._stores, self._groups)
@@ -182,13 +184,13 @@ class Muon(torch.optim.Optimizer):
         buckets = [b for b in buckets if rank in b.ranks]
         for ranks in dict.fromkeys(b.ranks for b in buckets if b.route != "local"):
             together = [b for b in buckets if b.ranks == ranks and b.route != "local"]
-            agree(self._groups.of(ranks), digest(together, layouts), device)
+            agree(self._groups.of(ranks), digest(together, layouts, str(wire), rows is None), device)
         sizes = {"update": wire.itemsize, "row": 4}
         return Plan(group, params, layouts, rows, [(b, share_of(b, rank, layouts, rows, sizes)) for b in buckets])
 
     def _plan_chunks(self, group, params, process_group):
         ranks, rank = tuple(dist.get_process_group_ranks(process_group)), this_rank()
-        shapes = [(p.shape[0], p[0].numel()) if p.ndim else (1, 1) for p in params]
+        shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
         sizes = {"gradient": params[0].dtype.itemsize, "weight": params[0].dtype.itemsize}
         share = chunk_share(shapes, ranks, rank, sizes)
         mine = {p.matrix.param: p.matrix.rows for p in share.owned if p.home == rank}
@@ -211,22 +213,27 @@ class Muon(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict) -> None:
         """As in torch, but state keeps the dtype that it was saved in, not the parameter's (momentum stays fp32)."""
-        final = {}
+        final, own = {}, [dict(group) for group in self.param_groups]
         hook = self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded))
         try:
             super().load_state_dict(state_dict)
         finally:
             hook.remove()
+        for group, before in zip(self.param_groups, own):
+            for key, value in before.items():
+                group.setdefault(key, value)
         saved = itertools.chain(*(group["params"] for group in final["param_groups"]))
         for number, param in zip(saved, itertools.chain(*(group["params"] for group in self.param_groups))):
             for key, value in final["state"].get(number, {}).items():
-                if key != "step" and torch.is_tensor(value):
-                    self.state[param][key] = value.detach().to(param.device, copy=True)
+                if torch.is_tensor(value):
+                    like = self.state[param][key] if key == "step" else param
+                    dtype = self._options.state_dtype if key in CAST else value.dtype
+                    self.state[param][key] = value.detach().to(like.device, dtype, copy=True)
         self._forget()
 
     def __getstate__(self):
         options = replace(self._options, process_group=getattr(self._options.process_group, "group_name", None))
-        return {**super().__getstate__(), "_options": options, "_adamw_eps": self._adamw_eps}
+        return {**super().__getstate__(), "_options": options, "_adamw": self._adamw}
 
     def __setstate__(self, state) -> None:
         super().__setstate__(state)
@@ -241,13 +248,10 @@ class NorMuon(Muon):
 
     beta2: decay of that mean square, kept in fp32 as `second_moment` (..., R, 1); all else as in `Muon`.
     """
+    _extra_keys = ("beta2",)
 
     def __init__(self, params, *args, beta2=0.95, **kwargs):
-        self._beta2 = beta2
-        super().__init__(params, *args, **kwargs)
-
-    def _extra_defaults(self):
-        return {"beta2": self._beta2}
+        super().__init__(params, *args, beta2=beta2, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -272,10 +276,10 @@ def _layouts(params, process_group, of_rows=False) -> list:
     return [known[key] for key in keys]
 
 
-def _memory_key(param):
-    """What bound views and launches depend on: where the parameter lies, and how its gradient is laid out."""
-    grad = param.grad
-    if grad is None:
-        return local_of(param).data_ptr(), None
-    grad = local_of(grad)
-    return local_of(param).data_ptr(), grad.dtype, grad.stride()
+def _memory_key(param, state):
+    """What bound views and launches depend on: where parameter and state lie, and how the gradient is laid out."""
+    places = local_of(param).data_ptr(), *(local_of(t).data_ptr() for t in state.values())
+    if param.grad is None:
+        return places, None
+    grad = local_of(param.grad)
+    return places, grad.dtype, grad.stride(), grad.data_ptr() % ALIGNMENT

@@ -268,8 +268,13 @@ def chunk_share(shapes, ranks, rank, itemsizes) -> Share:
                  tuple(p.matrix for p in home if p.owner == rank), inbound, outbound, True, True)
 
 
-def digest(buckets, layouts) -> int:
+def digest(buckets, layouts, *more) -> int:
     """A number that differs where two ranks' plans differ: exchanged once, instead of the plans."""
-    text = repr([(b.route, b.ranks, b.matrices, b.owners) for b in buckets])
-    shapes = repr([(layouts[m.param].shape, layouts[m.param].copies) for b in buckets for m in b.matrices[:1]])
-    return int.from_bytes(hashlib.sha256((text + shapes).encode()).digest()[:7], "big")
+    text = repr([(b.route, b.ranks, b.matrices, b.owners) for b in buckets]) + repr(more)
+    placed = {}  # a layout that parameters share is written out once
+    for layout in (layouts[m.param] for b in buckets for m in b.matrices):
+        if id(layout) not in placed:
+            boxes = repr((layout.shape, layout.copies, sorted(layout.boxes.items()))).encode()
+            placed[id(layout)] = hashlib.sha256(boxes).hexdigest()
+    text += repr([placed[id(layouts[m.param])] for b in buckets for m in b.matrices])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

@@ -198,8 +198,8 @@ def _polar(U, out, steps, eps, dtype):
 
 
 def _empty(N, n, m, dtype, device):
-    """Uninitialised (N, n, m) whose rows begin at multiples of 16 bytes, as TMA wants them."""
-    step = 16 // dtype.itemsize
+    """Uninitialised (N, n, m); on a GPU rows begin at multiples of 16 bytes, as TMA wants them."""
+    step = 1 if device.type == "cpu" else 16 // dtype.itemsize
     return torch.empty((N, n, -(-m // step) * step), dtype=dtype, device=device)[:, :, :m]
 
 
@@ -227,7 +227,7 @@ def _standard_iteration(X, A, out, steps):
 
 
 def _gram_iteration(X, A, out, steps):
-    """Follow A and Q, the product of the polynomials, in place of X; X <- Q X at the end of each segment.
+    """Follow A and Q + q I, the product of the polynomials, in place of X; X <- Q X at the end of each segment.
 
     With Z = b A + c A^2: A <- (Z + a I) A (Z + a I), Q <- Q (Z + a I); a is added after the product, for in 16 bits
     Z + a I loses much of Z. A restart computes A afresh: rounding makes A and Q drift apart, and A indefinite.
@@ -240,13 +240,15 @@ def _gram_iteration(X, A, out, steps):
         for step, (a, b, c) in enumerate(segment, start=1):
             _polynomial(A, (0.0, b, c), Z)
             if step < len(segment):
-                symmetric_product(A, Z, T, C=A, beta=a)
-                symmetric_product(Z, T, A, C=T, beta=a)
-            if step > 1:
-                symmetric_product(Q, Z, T, C=Q, beta=a)
-                Q, T = T, Q
+                symmetric_product(A, Z, T, addends=[(A, a)])
+                symmetric_product(Z, T, A, addends=[(T, a)])
+            if step == 1:
+                Q, Z, q = Z, Q, a
             else:
-                Q.copy_(Z).diagonal(dim1=1, dim2=2).add_(a)
+                symmetric_product(Q, Z, T, 1.0, [(Q, a), (Z, q)] if q else [(Q, a)], q * a)
+                Q, T, q = T, Q, 0.0
+        if q:
+            Q.diagonal(dim1=1, dim2=2).add_(q)
         product(Q, X, out if number == len(segments) else Y)
         X, Y = Y, X
 
@@ -255,6 +257,6 @@ def _polynomial(A, triple, P):
     """P <- a I + b A + c A^2."""
     a, b, c = triple
     if c:
-        symmetric_product(A, A, P, c, A, b, a)
+        symmetric_product(A, A, P, c, [(A, b)], a)
     else:
         torch.mul(A, b, out=P).diagonal(dim1=1, dim2=2).add_(a)

@@ -150,6 +150,19 @@ class ReduceElementwise:
         self.land()
 
 
+class Pause:
+    """A turn in which nothing starts, between buckets of different groups or ranks.
+
+    Another rank may have a bucket in between, so that here too the answers of the one must leave before the other starts:
+    the ranks of a process group have to issue its collectives in one order.
+    """
+    travels = True
+
+    def run(self, hp):
+        return
+        yield
+
+
 ROUTES = {"local": Local, "exchange": Exchange, "reduce": Reduce, "reduce_elementwise": ReduceElementwise}
 
 
@@ -280,7 +293,7 @@ def bind(tasks, options, groups, slots):
     `slots`: how many buckets are alive at once (pipeline.py); a bucket that stays at home borrows the second slot
     while only the first has been started.
     """
-    jobs, bounds, travelling = [], [], 0
+    jobs, bounds, travelling, last = [], [], 0, None
     for hp, store, bucket, share in tasks:
         route = ROUTES[bucket.route]
         bound = Bound(bucket, share, store, options, groups.of(bucket.ranks) if route.travels else None, hp)
@@ -291,5 +304,9 @@ def bind(tasks, options, groups, slots):
         workspace.reserve(number, bound.needs())
     for route, bound, number in bounds:
         bound.memory = workspace.take(number, bound.needs(), bound.store.device)
+        here = (id(bound.store), bound.bucket.ranks)
+        if route.travels and last not in (None, here):
+            jobs.append((Pause(), bound.hp))
+        last = here if route.travels else last
         jobs.append((route(bound), bound.hp))
     return jobs

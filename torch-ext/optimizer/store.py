@@ -9,6 +9,7 @@ from collections import defaultdict
 
 import torch
 
+from .kernels import use_triton
 from .kernels.table import Source
 from .layout import is_dtensor, layout_of, local_of, this_rank
 from .plan import ALIGNMENT
@@ -31,9 +32,10 @@ class Store:
         """Take this step's gradients, which autograd may have put elsewhere; a missing one counts as zero."""
         self.gradients = [_gradient(p) for p in self.params]
         self.addresses = None
-        if self.device.type != "cpu":
-            addresses = torch.tensor([g.data_ptr() for g in self.gradients], dtype=torch.int64).pin_memory()
-            self.addresses = addresses.to(self.device, non_blocking=True)
+        if use_triton(self.device):
+            addresses = torch.tensor([g.data_ptr() for g in self.gradients], dtype=torch.int64)
+            pinned = addresses.pin_memory() if self.device.type == "cuda" else addresses
+            self.addresses = pinned.to(self.device, non_blocking=True)
 
     def sources(self, pieces):
         """Where each piece lies in the gradients, for launches that are told only the gradients' addresses."""

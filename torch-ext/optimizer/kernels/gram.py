@@ -25,15 +25,15 @@ def gram(X: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return symmetric_product_torch(X, X.mT, out)
 
 
-def symmetric_product(A, B, out, alpha=1.0, C=None, beta=0.0, diagonal=0.0) -> torch.Tensor:
-    """Write alpha A B + beta C + diagonal I to out, for symmetric A and B that commute, and symmetric C.
+def symmetric_product(A, B, out, alpha=1.0, addends=(), diagonal=0.0) -> torch.Tensor:
+    """Write alpha A B + sum of beta C over addends (C, beta) + diagonal I to out, for symmetric A and B that commute.
 
-    All (N, n, n), any strides. Only the lower triangle of C counts. out may be C itself; it shares no memory with A
-    or B. Sums and the rest in fp32, rounded once.
+    All (N, n, n), any strides; at most two addends, symmetric too, of which only the lower triangles count. out may be
+    an addend; it shares no memory with A or B. Sums and the rest in fp32, rounded once.
     """
     if use_triton(A.device):
-        return _launch("symmetric", A, B, out, C, (alpha, beta, diagonal))
-    return symmetric_product_torch(A, B, out, alpha, C, beta, diagonal)
+        return _launch("symmetric", A, B, out, addends, (alpha, diagonal))
+    return symmetric_product_torch(A, B, out, alpha, addends, diagonal)
 
 
 def product(A: torch.Tensor, X: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -54,14 +54,14 @@ def product_torch(A, X, out):
     return out
 
 
-def symmetric_product_torch(A, B, out, alpha=1.0, C=None, beta=0.0, diagonal=0.0):
+def symmetric_product_torch(A, B, out, alpha=1.0, addends=(), diagonal=0.0):
     """Compute `symmetric_product` matrix by matrix."""
     lower = torch.ones(out.shape[1:], dtype=torch.bool, device=out.device).tril_()
     for i, o in enumerate(out):
         result = _multiply(A[i], B[i])
         if alpha != 1.0:
             result.mul_(alpha)
-        if C is not None:
+        for C, beta in addends:
             result.add_(C[i], alpha=beta)
         if diagonal != 0.0:
             result.diagonal().add_(diagonal)
@@ -77,32 +77,36 @@ def _multiply(a, b):
     return torch.mm(*(x.clone() if x.data_ptr() % ALIGNMENT_BYTES else x for x in (a.float(), b.float())))
 
 
-def _launch(op, A, B, out, C=None, factors=(1.0, 0.0, 0.0)):
-    """Launch one program per tile of every matrix of the batch."""
+def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0)):
+    """Choose kernel and tile, and launch."""
     (N, rows, columns), inner = out.shape, A.shape[2]
-    symmetric = op != "product"
-    tile = tiles.choose(op, A.dtype, rows, inner if op == "gram" else columns, out.device)
-    if tile.loop != "pointers" and gram_sm90.addressable(A, A if C is None else C, B.mT if symmetric else B):
-        if N * rows * columns:
-            gram_sm90.launch(A, B, out, C, factors, tile, symmetric)
+    if N * rows * columns == 0:
         return out
-    tile = tile if tile.loop == "pointers" else tiles.DEFAULT
+    tile = tiles.choose(op, A.dtype, rows, inner if op == "gram" else columns, out.device)
+    columns_of_b = B.mT if op == "gram" else B  # a symmetric B holds its columns as rows
+    if tile.loop != "pointers":
+        if gram_sm90.addressable(A, columns_of_b, *(C for C, _ in addends)):
+            gram_sm90.launch(op, A, columns_of_b, out, addends, factors, tile)
+            return out
+        tile = tiles.DEFAULT
     down, across = -(-rows // tile.rows), -(-columns // tile.columns)
-    count = down * (down + 1) // 2 if symmetric else down * across
-    if N * count:
-        _product_kernel[(N * count,)](
-            A, B, C, out, rows, columns, inner, A.stride(), B.stride(), (0, 0, 0) if C is None else C.stride(),
-            out.stride(), *factors, SYMMETRIC=symmetric, EVEN=inner % tile.inner == 0,
-            BLOCK_R=tile.rows, BLOCK_C=tile.columns, BLOCK_K=tile.inner, GROUP=tile.group,
-            num_stages=tile.stages, num_warps=tile.warps)
+    count = down * across if op == "product" else down * (down + 1) // 2
+    (C, beta), (D, delta) = (*addends, (None, 0.0), (None, 0.0))[:2]
+    strides = [t.stride() if t is not None else (0, 0, 0) for t in (A, B, C, D, out)]
+    _product_kernel[(N * count,)](
+        A, B, C, D, out, *strides, (rows, columns, inner), (*factors, beta, delta), SYMMETRIC=op != "product",
+        EVEN=inner % tile.inner == 0, BLOCK_R=tile.rows, BLOCK_C=tile.columns, BLOCK_K=tile.inner, GROUP=tile.group,
+        num_stages=tile.stages, num_warps=tile.warps)
     return out
 
 
 @jit
-def _product_kernel(A, B, C, OUT, rows, columns, inner, a_strides, b_strides, c_strides, out_strides,
-                    alpha, beta, diagonal, SYMMETRIC: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr,
-                    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-    """OUT = alpha A B + beta C + diagonal I; offsets of matrices and rows are 64 bit."""
+def _product_kernel(A, B, C, D, OUT, a_strides, b_strides, c_strides, d_strides, out_strides, sizes, factors,
+                    SYMMETRIC: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+                    BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    """OUT = alpha A B + beta C + delta D + diagonal I; offsets of matrices and rows are 64 bit."""
+    rows, columns, inner = sizes
+    alpha, diagonal, beta, delta = factors
     matrix, i, j = _tile_of(rows, columns, SYMMETRIC, BLOCK_R, BLOCK_C, GROUP)
     r = i * BLOCK_R + tl.arange(0, BLOCK_R)
     c = j * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -123,11 +127,14 @@ def _product_kernel(A, B, C, OUT, rows, columns, inner, a_strides, b_strides, c_
     sums *= alpha
     r, c = r.to(tl.int64)[:, None], c.to(tl.int64)[None, :]
     inside = (r < rows) & (c < columns)
-    if SYMMETRIC:
-        sums += tl.where(r == c, diagonal, 0.0)
     if C is not None:
         addend = tl.load(C + matrix * c_strides[0] + r * c_strides[1] + c * c_strides[2], mask=inside, other=0.0)
         sums += beta * addend.to(tl.float32)
+    if D is not None:
+        addend = tl.load(D + matrix * d_strides[0] + r * d_strides[1] + c * d_strides[2], mask=inside, other=0.0)
+        sums += delta * addend.to(tl.float32)
+    if SYMMETRIC:
+        sums += tl.where(r == c, diagonal, 0.0)
     if SYMMETRIC and i == j:
         sums = tl.where(r >= c, sums, tl.trans(sums))
     result = sums.to(OUT.dtype.element_ty)

@@ -10,8 +10,10 @@ import functools
 import torch
 
 from . import jit
+from .tiles import Tile
 
 tl = None  # Triton's language, put here by jit
+POINTERS = Tile(128, 128, 64, 8, 3, 4, "once")  # where the result is stored by pointers, which takes more memory
 SQUARE = 8  # squares of 8 x 8 tiles are visited one after another, so that their operands stay in the cache
 
 
@@ -21,27 +23,29 @@ def addressable(*tensors: torch.Tensor) -> bool:
                and all(step * t.element_size() % 16 == 0 for step in t.stride()[:2]) for t in tensors)
 
 
-def launch(A, B, out, C, factors, tile, symmetric) -> None:
-    """Write factors[0] A B + factors[1] C + factors[2] I to out, batched.
+def launch(op, A, B, out, addends, factors, tile) -> None:
+    """Write factors[0] A B + addends + factors[1] I to out, batched.
 
-    A (N, R, K) and C (N, R, R) addressable, in fp16 or bf16. With `symmetric`, B (N, K, R) is the transpose of an
-    addressable tensor or symmetric, and so is the result; else B (N, K, C) is addressable. out (N, R, C):
-    addressable, or a transposed view of what is, or anything (then it is stored by pointers).
+    A and B, in fp16 or bf16, and the addends are addressable. A (N, R, K); out (N, R, C), anything. "gram" and
+    "symmetric": B (N, R, K) holds the columns of the second factor as its rows. "product": B is (N, K, C), A symmetric.
     """
-    (N, rows, columns), inner = out.shape, A.shape[2]
+    symmetric, turned = op != "product", op == "product" and out.stride(2) != 1
+    if turned:  # store the transpose, B^T A, into what is a transposed view
+        A, B, out = B, A, out.mT
+    straight = symmetric or (addressable(out) and out.element_size() == 2)
+    tile = tile if straight else POINTERS
+    (N, rows, columns), inner = out.shape, A.shape[1 if turned else 2]
     down, across, ratio = -(-rows // tile.rows), -(-columns // tile.columns), tile.columns // tile.rows
     order, count = _order(down, across, ratio if symmetric else 0, out.device)
-    programs = N * count if tile.loop == "once" else min(N * count, _processors(out.device))
     half = tile.rows if symmetric else tile.columns
-    store = "pointers" if out.element_size() != 2 else "straight" if addressable(out) else \
-        "flipped" if addressable(out.mT) else "pointers"
-    stored = {"straight": (out, tile.rows, half), "flipped": (out.mT, half, tile.rows), "pointers": (A, 16, 16)}
-    a = _describe(A, tile.rows, tile.inner)
-    b = _describe(B.mT, tile.columns, tile.inner) if symmetric else _describe(B, tile.inner, tile.columns)
-    c = _describe(A if C is None else C, tile.rows, half)
-    _kernel[(programs,)](
-        a, b, c, _describe(*stored[store]), out, out.stride(), order, count, N * count, (rows, columns, inner), factors,
-        SYMMETRIC=symmetric, STORE=store, SCALE=factors[0] != 1.0, ADD=C is not None, DIAGONAL=factors[2] != 0.0,
+    describe = [(A, (tile.inner, tile.rows) if turned else (tile.rows, tile.inner)),
+                (B, (tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns)),
+                *((C, (tile.rows, half)) for C, _ in (*addends, (A, 0.0), (A, 0.0))[:2]),
+                (out if straight else A, (tile.rows, half))]
+    _kernel[(N * count if tile.loop == "once" else min(N * count, _processors(out.device)),)](
+        *(_describe(tensor, *box) for tensor, box in describe), out, out.stride(), order, count,
+        (rows, columns, inner, N * count), (*factors, *(beta for _, beta in addends)), SYMMETRIC=symmetric,
+        TURNED=turned, STRAIGHT=straight, ADDENDS=len(addends), FORM=(factors[0] != 1.0) + 2 * (factors[1] != 0.0),
         BLOCK_R=tile.rows, BLOCK_C=tile.columns, BLOCK_K=tile.inner, LOOP=tile.loop,
         num_stages=tile.stages, num_warps=tile.warps)
 
@@ -68,21 +72,26 @@ def _order(down, across, ratio, device):
 
 
 @jit
-def _kernel(a, b, c, out, pointer, strides, order, count, total, sizes, factors, SYMMETRIC: tl.constexpr,
-            STORE: tl.constexpr, SCALE: tl.constexpr, ADD: tl.constexpr, DIAGONAL: tl.constexpr, BLOCK_R: tl.constexpr,
-            BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr):
-    """Tiles in turns; without turns, one tile each."""
+def _kernel(a, b, c, d, out, pointer, strides, order, count, sizes, factors, SYMMETRIC: tl.constexpr,
+            TURNED: tl.constexpr, STRAIGHT: tl.constexpr, ADDENDS: tl.constexpr, FORM: tl.constexpr,
+            BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr):
+    """Tiles in turns; without turns, one tile each. FORM: 1 for a first factor other than 1, 2 for a diagonal."""
     if LOOP == "once":
         matrix, i, j = _tile(order, count, tl.program_id(0))
-        sums = _sums(a, b, matrix, i, j, sizes[2], SYMMETRIC, BLOCK_R, BLOCK_C, BLOCK_K)
-        _finish(sums, c, out, pointer, strides, matrix, i, j, sizes, factors, SYMMETRIC, STORE, SCALE, ADD, DIAGONAL,
-                BLOCK_R, BLOCK_C, False)
+        sums = _sums(a, b, matrix, i, j, sizes[2], SYMMETRIC, TURNED, BLOCK_R, BLOCK_C, BLOCK_K)
+        if SYMMETRIC:
+            _finish_symmetric(sums, c, d, out, matrix, i, j, sizes[0], factors, ADDENDS, FORM, BLOCK_R, BLOCK_C, False)
+        else:
+            _finish(sums, out, pointer, strides, matrix, i, j, sizes, STRAIGHT, BLOCK_R, BLOCK_C)
     else:
-        for turn in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=LOOP == "flat"):
+        for turn in tl.range(tl.program_id(0), sizes[3], tl.num_programs(0), flatten=LOOP == "flat"):
             matrix, i, j = _tile(order, count, turn)
-            sums = _sums(a, b, matrix, i, j, sizes[2], SYMMETRIC, BLOCK_R, BLOCK_C, BLOCK_K)
-            _finish(sums, c, out, pointer, strides, matrix, i, j, sizes, factors, SYMMETRIC, STORE, SCALE, ADD,
-                    DIAGONAL, BLOCK_R, BLOCK_C, LOOP == "flat")
+            sums = _sums(a, b, matrix, i, j, sizes[2], SYMMETRIC, TURNED, BLOCK_R, BLOCK_C, BLOCK_K)
+            if SYMMETRIC:
+                _finish_symmetric(sums, c, d, out, matrix, i, j, sizes[0], factors, ADDENDS, FORM, BLOCK_R, BLOCK_C,
+                                  True)
+            else:
+                _finish(sums, out, pointer, strides, matrix, i, j, sizes, STRAIGHT, BLOCK_R, BLOCK_C)
 
 
 @jit
@@ -93,12 +102,15 @@ def _tile(order, count, turn):
 
 
 @jit
-def _sums(a, b, matrix, i, j, inner, ROWS_OF_B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-          BLOCK_K: tl.constexpr):
+def _sums(a, b, matrix, i, j, inner, ROWS_OF_B: tl.constexpr, TURNED: tl.constexpr, BLOCK_R: tl.constexpr,
+          BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr):
     """Return the tile's sums of products in fp32; beyond the edges TMA reads zeros."""
     sums = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
     for k in range(0, inner, BLOCK_K):
-        left = a.load([matrix, i * BLOCK_R, k]).reshape(BLOCK_R, BLOCK_K)
+        if TURNED:
+            left = a.load([matrix, k, i * BLOCK_R]).reshape(BLOCK_K, BLOCK_R).T
+        else:
+            left = a.load([matrix, i * BLOCK_R, k]).reshape(BLOCK_R, BLOCK_K)
         if ROWS_OF_B:
             right = b.load([matrix, j * BLOCK_C, k]).reshape(BLOCK_C, BLOCK_K).T
         else:
@@ -108,44 +120,49 @@ def _sums(a, b, matrix, i, j, inner, ROWS_OF_B: tl.constexpr, BLOCK_R: tl.conste
 
 
 @jit
-def _finish(sums, c, out, pointer, strides, matrix, i, j, sizes, factors, SYMMETRIC: tl.constexpr, STORE: tl.constexpr,
-            SCALE: tl.constexpr, ADD: tl.constexpr, DIAGONAL: tl.constexpr, BLOCK_R: tl.constexpr,
-            BLOCK_C: tl.constexpr, STRAIGHT: tl.constexpr):
-    """Add what is to be added, round, and store."""
-    TYPE: tl.constexpr = pointer.dtype.element_ty
-    if SCALE:
-        sums *= factors[0]
-    if SYMMETRIC and BLOCK_C == 2 * BLOCK_R:
-        left, right = tl.split(tl.permute(tl.reshape(sums, (BLOCK_R, 2, BLOCK_R)), (0, 2, 1)))
-        _finish_square(left, c, out, matrix, i, 2 * j, sizes[0], factors, ADD, DIAGONAL, BLOCK_R, TYPE, STRAIGHT)
-        _finish_square(right, c, out, matrix, i, 2 * j + 1, sizes[0], factors, ADD, DIAGONAL, BLOCK_R, TYPE, STRAIGHT)
-    elif SYMMETRIC:
-        _finish_square(sums, c, out, matrix, i, j, sizes[0], factors, ADD, DIAGONAL, BLOCK_R, TYPE, STRAIGHT)
-    elif STORE == "straight":
-        out.store([matrix, i * BLOCK_R, j * BLOCK_C], sums.to(TYPE).reshape(1, BLOCK_R, BLOCK_C))
-    elif STORE == "flipped":
-        out.store([matrix, j * BLOCK_C, i * BLOCK_R], sums.to(TYPE).T.reshape(1, BLOCK_C, BLOCK_R))
+def _finish(sums, out, pointer, strides, matrix, i, j, sizes, STRAIGHT: tl.constexpr, BLOCK_R: tl.constexpr,
+            BLOCK_C: tl.constexpr):
+    """Round and store a tile of a rectangular result: by TMA, or by pointers where TMA cannot address it."""
+    result = sums.to(pointer.dtype.element_ty)
+    if STRAIGHT:
+        out.store([matrix, i * BLOCK_R, j * BLOCK_C], result.reshape(1, BLOCK_R, BLOCK_C))
     else:
         r = (i * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
         s = (j * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
         at = pointer + matrix.to(tl.int64) * strides[0] + r * strides[1] + s * strides[2]
-        tl.store(at, sums.to(TYPE), mask=(r < sizes[0]) & (s < sizes[1]))
+        tl.store(at, result, mask=(r < sizes[0]) & (s < sizes[1]))
 
 
 @jit
-def _finish_square(sums, c, out, matrix, i, j, rows, factors, ADD: tl.constexpr, DIAGONAL: tl.constexpr,
-                   BLOCK: tl.constexpr, TYPE: tl.constexpr, STRAIGHT: tl.constexpr):
+def _finish_symmetric(sums, c, d, out, matrix, i, j, rows, factors, ADDENDS: tl.constexpr, FORM: tl.constexpr,
+                      BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, LOOPED: tl.constexpr):
+    """Finish a tile of a symmetric result, square by square."""
+    if FORM % 2 == 1:
+        sums *= factors[0]
+    if BLOCK_C == BLOCK_R:
+        _finish_square(sums, c, d, out, matrix, i, j, rows, factors, ADDENDS, FORM, BLOCK_R, LOOPED)
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(sums, (BLOCK_R, 2, BLOCK_R)), (0, 2, 1)))
+        _finish_square(left, c, d, out, matrix, i, 2 * j, rows, factors, ADDENDS, FORM, BLOCK_R, LOOPED)
+        _finish_square(right, c, d, out, matrix, i, 2 * j + 1, rows, factors, ADDENDS, FORM, BLOCK_R, LOOPED)
+
+
+@jit
+def _finish_square(sums, c, d, out, matrix, i, j, rows, factors, ADDENDS: tl.constexpr, FORM: tl.constexpr,
+                   BLOCK: tl.constexpr, LOOPED: tl.constexpr):
     """Store a square on or below the diagonal, and its mirror image. What is not wanted goes beyond the edge, where
-    TMA stores nothing: a loop with an `if` would not be pipelined from one tile to the next (STRAIGHT).
+    TMA stores nothing: a loop with an `if` would not be pipelined from one tile to the next (LOOPED).
     """
     r, s = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
-    if ADD:
-        sums += factors[1] * c.load([matrix, i * BLOCK, j * BLOCK]).reshape(BLOCK, BLOCK).to(tl.float32)
-    if DIAGONAL:
-        sums += tl.where((i == j) & (r == s), factors[2], 0.0)
-    result = sums.to(TYPE)
+    if ADDENDS > 0:
+        sums += factors[2] * c.load([matrix, i * BLOCK, j * BLOCK]).reshape(BLOCK, BLOCK).to(tl.float32)
+    if ADDENDS > 1:
+        sums += factors[3] * d.load([matrix, i * BLOCK, j * BLOCK]).reshape(BLOCK, BLOCK).to(tl.float32)
+    if FORM >= 2:
+        sums += tl.where((i == j) & (r == s), factors[1], 0.0)
+    result = sums.to(out.dtype)
     flipped = result.T
-    if STRAIGHT:
+    if LOOPED:
         result = tl.where((i == j) & (r < s), flipped, result)
     elif i == j:
         result = tl.where(r < s, flipped, result)

@@ -11,6 +11,7 @@ from . import jit, use_triton
 
 tl = None  # Triton's language, put here by jit
 BLOCK = 1024
+LONGEST = 16384  # elements of a row that are held in registers; a longer row is read twice
 TILE = 64
 
 
@@ -28,7 +29,10 @@ def unit_norm(U: torch.Tensor, X: torch.Tensor, eps: float) -> None:
     rows = torch.empty((2, N, R), dtype=torch.float32, device=U.device)
     matrices = torch.empty((2, N), dtype=torch.float32, device=U.device)
     tiles = -(-R // TILE) * -(-C // TILE)
-    _rows_kernel[(N * R,)](U, rows, N * R, R, C, U.stride(), BLOCK=BLOCK)
+    block = min(LONGEST, 1 << (C - 1).bit_length())
+    together = max(1, 4 * BLOCK // block)
+    _rows_kernel[(-(-N * R // together),)](U, rows, N * R, R, C, U.stride(), ROWS=together, BLOCK=block,
+                                           ONCE=C <= block, num_warps=8)
     _matrices_kernel[(N,)](rows, matrices, N, R, eps, BLOCK=BLOCK)
     _cast_kernel[(N * tiles,)](U, X, matrices, N, R, C, U.stride(), X.stride(), TILE=TILE)
 
@@ -46,24 +50,33 @@ def _or_one(divisor, eps=0.0):
 
 
 @jit
-def _rows_kernel(U, rows, numel, R, C, strides, BLOCK: tl.constexpr):
-    """One row per program: its largest magnitude, and the sum of squares in units of that, to rows (2, N, R)."""
-    program = tl.program_id(0).to(tl.int64)
-    start = U + program // R * strides[0] + program % R * strides[1]
-    largest = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(0, C, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        u = tl.load(start + column.to(tl.int64) * strides[2], mask=column < C, other=0.0)
-        largest = tl.maximum(largest, tl.abs(u.to(tl.float32)))
-    unit = tl.max(largest)
-    divisor = tl.where(unit > 0, unit, 1.0)
-    sums = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(0, C, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        u = tl.load(start + column.to(tl.int64) * strides[2], mask=column < C, other=0.0).to(tl.float32) / divisor
-        sums += u * u
-    tl.store(rows + program, unit)
-    tl.store(rows + numel + program, tl.sum(sums))
+def _rows_kernel(U, rows, numel, R, C, strides, ROWS: tl.constexpr, BLOCK: tl.constexpr, ONCE: tl.constexpr):
+    """ROWS rows per program: their largest magnitudes, and sums of squares in units of those, to rows (2, N, R)."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    start = (U + row // R * strides[0] + row % R * strides[1])[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < numel)[:, None]
+    if ONCE:
+        u = tl.load(start + column * strides[2], mask=inside & (column < C), other=0.0).to(tl.float32)
+        unit = tl.max(tl.abs(u), 1)
+        u /= tl.where(unit > 0, unit, 1.0)[:, None]
+        sums = tl.sum(u * u, 1)
+    else:
+        largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        for first in range(0, C, BLOCK):
+            at = (first + column).to(tl.int64)
+            u = tl.load(start + at * strides[2], mask=inside & (at < C), other=0.0)
+            largest = tl.maximum(largest, tl.abs(u.to(tl.float32)))
+        unit = tl.max(largest, 1)
+        squares = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        for first in range(0, C, BLOCK):
+            at = (first + column).to(tl.int64)
+            u = tl.load(start + at * strides[2], mask=inside & (at < C), other=0.0).to(tl.float32)
+            u /= tl.where(unit > 0, unit, 1.0)[:, None]
+            squares += u * u
+        sums = tl.sum(squares, 1)
+    tl.store(rows + row, unit, mask=row < numel)
+    tl.store(rows + numel + row, sums, mask=row < numel)
 
 
 @jit

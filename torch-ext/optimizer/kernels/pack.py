@@ -51,13 +51,14 @@ def pack_torch(M, U, G, momentum, nesterov):
 
 
 @jit
-def _pack_kernel(records, blocks, addresses, weight, NESTEROV: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
-                 TYPE_0: tl.constexpr, TYPE_1: tl.constexpr, TYPE_2: tl.constexpr):
+def _pack_kernel(records, blocks, addresses, weight, NESTEROV: tl.constexpr, FIELDS: tl.constexpr,
+                 BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TYPE_0: tl.constexpr, TYPE_1: tl.constexpr,
+                 TYPE_2: tl.constexpr):
     """Lists: M, U, G."""
-    record, row, column, inside = locate(records, blocks, FIELDS, BLOCK)
-    m_at = elements(record, row, column, 0, TYPE_0, 0)
-    u_at = elements(record, row, column, 1, TYPE_1, 0)
-    g_at = elements(record, row, column, 2, TYPE_2, fresh(record, addresses, FIELDS))
+    record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ALIGNED)
+    m_at = elements(record, row, column, 0, TYPE_0, 0, ALIGNED)
+    u_at = elements(record, row, column, 1, TYPE_1, 0, ALIGNED)
+    g_at = elements(record, row, column, 2, TYPE_2, fresh(record, addresses, FIELDS), ALIGNED)
     g = tl.load(g_at, mask=inside).to(tl.float32)
     m = tl.load(m_at, mask=inside).to(tl.float32)
     m += weight * (g - m)
@@ -100,9 +101,9 @@ def copy_torch(to, what):
 
 @jit
 def _copy_kernel(records, blocks, addresses, FRESH: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
-                 TYPE_0: tl.constexpr, TYPE_1: tl.constexpr):
+                 ALIGNED: tl.constexpr, TYPE_0: tl.constexpr, TYPE_1: tl.constexpr):
     """Lists: to, what."""
-    record, row, column, inside = locate(records, blocks, FIELDS, BLOCK)
+    record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ALIGNED)
     base = fresh(record, addresses, FIELDS) if FRESH else 0
-    value = tl.load(elements(record, row, column, 1, TYPE_1, base), mask=inside)
-    tl.store(elements(record, row, column, 0, TYPE_0, 0), value.to(tl.float32).to(TYPE_0), mask=inside)
+    value = tl.load(elements(record, row, column, 1, TYPE_1, base, ALIGNED), mask=inside)
+    tl.store(elements(record, row, column, 0, TYPE_0, 0, ALIGNED), value.to(tl.float32).to(TYPE_0), mask=inside)

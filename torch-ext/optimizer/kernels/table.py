@@ -19,6 +19,7 @@ from . import jit
 
 tl = None  # Triton's language, put here by jit
 BLOCK = 4096  # elements per program
+ALIGNMENT = 16  # bytes: the widest access of a thread
 LONGEST = 1 << 30  # elements per row of a record: a position in a row stays a 32-bit number
 
 
@@ -44,11 +45,13 @@ class Source:
 class Launch:
     """The rectangles of one combination of dtypes, in device memory.
 
+    `aligned` says that all of them are one row without gaps that begins at a multiple of 16 bytes, in every list.
     `blocks` (count, 2) says per program which record, and which element of it is the first; `origins` says per record
     from which place of the bound lists it comes.
     """
 
     types: tuple[torch.dtype, ...]
+    aligned: bool
     records: torch.Tensor
     blocks: torch.Tensor
     origins: torch.Tensor
@@ -58,7 +61,7 @@ def bind(lists: Sequence[Sequence[torch.Tensor]], sources=None, gradients=None) 
     """Write corresponding rectangles into tables, one for each combination of dtypes.
 
     `lists` holds lists of 2-D tensors, equal in shapes; with `sources`, a fresh gradient is the last list of the launch
-    and `gradients` shows the dtypes. The caller keeps the tensors alive.
+    and `gradients` shows the dtypes and whether addresses are multiples of 16 bytes. The caller keeps the tensors.
     """
     groups = defaultdict(list)
     for origin, rectangle in enumerate(zip(*lists)):
@@ -66,14 +69,16 @@ def bind(lists: Sequence[Sequence[torch.Tensor]], sources=None, gradients=None) 
         assert all(t.shape == shape for t in rectangle), [t.shape for t in rectangle]
         types = tuple(t.dtype for t in rectangle)
         fields = [(t.data_ptr(), *t.stride(), t.element_size()) for t in rectangle]
-        index = ()
+        index, base = [], 0
         if sources is not None:
-            index, example = (sources[origin].tensor,), gradients[sources[origin].tensor]
+            example = gradients[sources[origin].tensor]
+            index, base, size = [sources[origin].tensor], example.data_ptr(), example.element_size()
             types += (example.dtype,)
-            size = example.element_size()
             fields.append((sources[origin].offset * size, *sources[origin].strides, size))
-        groups[types] += [(origin, record + list(index)) for record in _records(shape, fields)]
-    return [_launch(types, group, lists[0][0].device) for types, group in groups.items()]
+        for record in _records(shape, fields):
+            aligned = record[:1] == [1] and not any(at % ALIGNMENT for at in (2 * record[1], base, *record[2::3]))
+            groups[types, aligned].append((origin, record + index))
+    return [_launch(*key, group, lists[0][0].device) for key, group in groups.items()]
 
 
 def _records(shape, fields):
@@ -94,7 +99,7 @@ def _is_one_row(rows, columns, down, across):
     return (columns == 1 or across == 1) and (rows == 1 or down == columns)
 
 
-def _launch(types, group, device):
+def _launch(types, aligned, group, device):
     """Cut the records into blocks and send the table to the device."""
     records = torch.tensor([record for _, record in group], dtype=torch.int64)
     counts = (records[:, 0] * records[:, 1] + BLOCK - 1) // BLOCK
@@ -102,7 +107,7 @@ def _launch(types, group, device):
     place = torch.arange(len(index)) - (counts.cumsum(0) - counts)[index]
     blocks = torch.stack((index, place * BLOCK), dim=1)
     origins = torch.tensor([origin for origin, _ in group])
-    return Launch(types, records.to(device), blocks.to(device), origins)
+    return Launch(types, aligned, records.to(device), blocks.to(device), origins)
 
 
 def run(kernel, launch: Launch, *arguments, **constants):
@@ -111,32 +116,42 @@ def run(kernel, launch: Launch, *arguments, **constants):
 
     types = {f"TYPE_{i}": getattr(triton.language, str(t).rpartition(".")[2]) for i, t in enumerate(launch.types)}
     kernel[(len(launch.blocks),)](launch.records, launch.blocks, *arguments, FIELDS=launch.records.shape[1],
-                                  BLOCK=BLOCK, **types, **constants, num_warps=8, enable_fp_fusion=False)
+                                  BLOCK=BLOCK, ALIGNED=launch.aligned, **types, **constants, num_warps=8, enable_fp_fusion=False)
 
 
 @jit
-def locate(records, blocks, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+def locate(records, blocks, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     """Return this program's record, the rows and columns of its elements, and which of them exist."""
     block = blocks + tl.program_id(0).to(tl.int64) * 2
     record = records + tl.load(block) * FIELDS
     first = tl.load(block + 1)
     rows = tl.load(record)
     columns = tl.load(record + 1)
-    # divide by 64 bits once per program, by 32 bits per element
-    row = first // columns
-    column = (first - row * columns).to(tl.int32) + tl.arange(0, BLOCK)
-    down = column // columns.to(tl.int32)
-    row += down
-    column -= down * columns.to(tl.int32)
-    return record, row, column, row < rows
+    if ALIGNED:
+        row = first * 0
+        column = tl.multiple_of(first.to(tl.int32), BLOCK) + tl.arange(0, BLOCK)
+        inside = column < tl.multiple_of(columns.to(tl.int32), 8)
+    else:
+        # divide by 64 bits once per program, by 32 bits per element
+        row = first // columns
+        column = (first - row * columns).to(tl.int32) + tl.arange(0, BLOCK)
+        down = column // columns.to(tl.int32)
+        row += down
+        column -= down * columns.to(tl.int32)
+        inside = row < rows
+    return record, row, column, inside
 
 
 @jit
-def elements(record, row, column, LIST: tl.constexpr, TYPE: tl.constexpr, base):
+def elements(record, row, column, LIST: tl.constexpr, TYPE: tl.constexpr, base, ALIGNED: tl.constexpr):
     """Return the pointers to elements of a list; `base` is added to the record's address (0 for bound memory)."""
     field = record + 2 + 3 * LIST
     address = (tl.load(field) + base).to(tl.pointer_type(TYPE))
-    return address + row * tl.load(field + 1) + column * tl.load(field + 2)
+    if ALIGNED:
+        at = tl.multiple_of(address, 16) + column
+    else:
+        at = address + row * tl.load(field + 1) + column * tl.load(field + 2)
+    return at
 
 
 @jit

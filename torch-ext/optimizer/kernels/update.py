@@ -43,12 +43,12 @@ def update_torch(W, U, scales, lr, weight_decay):
 
 
 @jit
-def _update_kernel(records, blocks, scales, lr, keep, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+def _update_kernel(records, blocks, scales, lr, keep, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
                    TYPE_0: tl.constexpr, TYPE_1: tl.constexpr):
     """Lists: W, U."""
-    record, row, column, inside = locate(records, blocks, FIELDS, BLOCK)
+    record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ALIGNED)
     factor = tl.load(scales + tl.load(blocks + tl.program_id(0).to(tl.int64) * 2)) * lr
-    w_at = elements(record, row, column, 0, TYPE_0, 0)
+    w_at = elements(record, row, column, 0, TYPE_0, 0, ALIGNED)
     w = tl.load(w_at, mask=inside).to(tl.float32)
-    u = tl.load(elements(record, row, column, 1, TYPE_1, 0), mask=inside).to(tl.float32)
+    u = tl.load(elements(record, row, column, 1, TYPE_1, 0, ALIGNED), mask=inside).to(tl.float32)
     tl.store(w_at, (w * keep - u * factor).to(TYPE_0), mask=inside)
