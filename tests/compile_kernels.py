@@ -20,7 +20,7 @@ TYPES = {"TYPE_0": triton.language.float32, "TYPE_1": triton.language.bfloat16, 
 
 
 def compile_for(arch: str, kernel, arguments: dict, **options) -> int:
-    """Compile; an argument is a type's name, or a constant. Return the bytes of shared memory."""
+    """Compile; an argument is a type's name, or a constant (a text as constexpr). Return the bytes of shared memory."""
     function = kernel.make()
     signature, constants, hints = {}, {}, {}
     for place, name in enumerate(function.arg_names):
@@ -32,39 +32,57 @@ def compile_for(arch: str, kernel, arguments: dict, **options) -> int:
             signature[name] = value
             hints |= {(place,): [["tt.divisibility", 16]]} if value.startswith("*") else {}
         else:
-            signature[name], constants[(place,)] = "constexpr", value
+            signature[name], constants[(place,)] = "constexpr", getattr(value, "value", value)
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=hints)
     return triton.compile(source, target=GPUTarget(*TARGETS[arch]), options=options).metadata.shared
 
 
 def products(arch: str):
     """Compile the product kernel once for each distinct use and tile of the table."""
-    tiles, gram = part("kernels.tiles"), part("kernels.gram")
-    entries = [e for e in tiles.table(arch)["entries"] if e.get("loop", "pointers") == "pointers"]
-    uses = {(e["op"], e["bytes"], *e["tile"]): e for e in entries}
-    for (op, itemsize, rows, columns, inner), entry in uses.items():
-        pointer = "*fp16" if itemsize == 2 else "*fp32"
-        arguments = dict(
-            A=pointer, B=pointer, OUT=pointer, C=pointer if op == "symmetric" else None, rows="i32", columns="i32",
-            inner="i32", a_strides=ROW_MAJOR, b_strides=COLUMN_MAJOR if op == "gram" else ROW_MAJOR,
-            c_strides=ROW_MAJOR, out_strides=ROW_MAJOR, alpha="fp32", beta="fp32", diagonal="fp32",
-            SYMMETRIC=op != "product", EVEN=op == "gram", BLOCK_R=rows, BLOCK_C=columns, BLOCK_K=inner,
-            GROUP=entry["group"])
-        options = dict(num_stages=entry["stages"], num_warps=entry["warps"])
-        yield entry, compile_for(arch, gram._product_kernel, arguments, **options)
-    compile_for(arch, gram._product_kernel, dict(arguments, rows=1, columns=1, inner=1, EVEN=False), **options)
+    tiles = part("kernels.tiles")
+    uses = {(e["op"], e["bytes"], *e["tile"], e.get("loop")): e for e in tiles.table(arch)["entries"]}
+    for entry in uses.values():
+        yield entry, (by_pointers if entry.get("loop", "pointers") == "pointers" else by_tma)(arch, entry)
+    by_pointers(arch, dict(entry, bytes=4), sizes=(1, 1, 1), EVEN=False)
+
+
+def by_pointers(arch: str, entry: dict, sizes=("i32", "i32", "i32"), **more) -> int:
+    pointer, op = "*fp16" if entry["bytes"] == 2 else "*fp32", entry["op"]
+    rows, columns, inner = entry["tile"]
+    arguments = dict(
+        A=pointer, B=pointer, OUT=pointer, C=pointer if op == "symmetric" else None, D=None, sizes=sizes,
+        a_strides=ROW_MAJOR, b_strides=COLUMN_MAJOR if op == "gram" else ROW_MAJOR, c_strides=ROW_MAJOR,
+        d_strides=(0, 0, 0), out_strides=ROW_MAJOR, factors=("fp32",) * 4, SYMMETRIC=op != "product",
+        EVEN=op == "gram", BLOCK_R=rows, BLOCK_C=columns, BLOCK_K=inner, GROUP=entry["group"])
+    return compile_for(arch, part("kernels.gram")._product_kernel, {**arguments, **more},
+                       num_stages=entry["stages"], num_warps=entry["warps"])
+
+
+def by_tma(arch: str, entry: dict) -> int:
+    symmetric, (rows, columns, inner) = entry["op"] != "product", entry["tile"]
+    half = rows if symmetric else columns
+    boxes = dict(a=(rows, inner), b=(columns, inner) if symmetric else (inner, columns), c=(rows, half),
+                 d=(rows, half), out=(rows, half))
+    arguments = dict(
+        {name: "tensordesc<fp16[1, {}, {}]>".format(*box) for name, box in boxes.items()}, pointer="*fp16",
+        strides=ROW_MAJOR, order="*i32", count="i32", sizes=("i32",) * 4, factors=("fp32",) * 4, SYMMETRIC={"product": 0, "gram": 1, "symmetric": 2}[entry["op"]],
+        TURNED=False, STRAIGHT=True, ADDENDS=2 * (entry["op"] == "symmetric"), FORM=3, BLOCK_R=rows, BLOCK_C=columns,
+        BLOCK_K=inner, LOOP=triton.language.constexpr(entry["loop"]))
+    return compile_for(arch, part("kernels.gram_sm90")._kernel, arguments,
+                       num_stages=entry["stages"], num_warps=entry["warps"])
 
 
 def others(arch: str):
     """Compile the kernels of everything that is not a product."""
     pack, update, rows, norm = (part(f"kernels.{name}") for name in ("pack", "update", "rows", "norm"))
-    table = dict(records="*i64", blocks="*i64", FIELDS=12, BLOCK=4096, **TYPES)
+    table = dict(records="*i64", blocks="*i64", FIELDS=12, BLOCK=4096, ALIGNED=True, **TYPES)
     yield compile_for(arch, pack._pack_kernel, dict(table, addresses="*i64", weight="fp32", NESTEROV=True))
     yield compile_for(arch, pack._copy_kernel, dict(table, addresses="*i64", FRESH=True))
-    yield compile_for(arch, pack._copy_kernel, dict(table, addresses=None, FRESH=False))
+    yield compile_for(arch, pack._copy_kernel, dict(table, addresses=None, FRESH=False, ALIGNED=False))
     yield compile_for(arch, update._update_kernel, dict(table, scales="*fp32", lr="fp32", keep="fp32"))
     sizes = dict(numel="i32", N="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR,
                  u_strides=COLUMN_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR)
+    sizes |= dict(ROWS=4, ONCE=True)
     floats = dict(V="*fp32", squares="*fp32", factors="*fp32", rows="*fp32", matrices="*fp32", beta2="fp32",
                   rest="fp32")
     for kernel in (rows._moments_kernel, rows._norms_kernel, rows._scale_kernel, norm._rows_kernel,

@@ -1,8 +1,9 @@
 """Batched products for the Newton-Schulz iterations: X X^T, products of symmetric matrices, and A X.
 
 Decides: how a product is computed and rounded. A symmetric result is computed in one triangle and mirrored, so it is
-exactly symmetric. The result for one matrix does not depend, in any bit, on the batch that it is in: no atomics, no
-split sums, and a launch choice that ignores the batch. Must not know: what the products are used for.
+exactly symmetric; the Gram iteration loses accuracy where it is not. The result for one matrix does not depend, in any
+bit, on the batch that it is in: no atomics, no split sums, and a launch choice that ignores the batch. Must not know:
+what the products are used for.
 """
 from __future__ import annotations
 

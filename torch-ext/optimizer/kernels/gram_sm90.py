@@ -13,6 +13,7 @@ from . import jit
 from .tiles import Tile
 
 tl = None  # Triton's language, put here by jit
+SYMMETRY = {"product": 0, "gram": 1, "symmetric": 2}  # X X^T sums the same products in the same order on both sides
 POINTERS = Tile(128, 128, 64, 8, 3, 4, "once")  # where the result is stored by pointers, which takes more memory
 SQUARE = 8  # squares of 8 x 8 tiles are visited one after another, so that their operands stay in the cache
 
@@ -44,7 +45,7 @@ def launch(op, A, B, out, addends, factors, tile) -> None:
                 (out if straight else A, (tile.rows, half))]
     _kernel[(N * count if tile.loop == "once" else min(N * count, _processors(out.device)),)](
         *(_describe(tensor, *box) for tensor, box in describe), out, out.stride(), order, count,
-        (rows, columns, inner, N * count), (*factors, *(beta for _, beta in addends)), SYMMETRIC=symmetric,
+        (rows, columns, inner, N * count), (*factors, *(beta for _, beta in addends)), SYMMETRIC=SYMMETRY[op],
         TURNED=turned, STRAIGHT=straight, ADDENDS=len(addends), FORM=(factors[0] != 1.0) + 2 * (factors[1] != 0.0),
         BLOCK_R=tile.rows, BLOCK_C=tile.columns, BLOCK_K=tile.inner, LOOP=tile.loop,
         num_stages=tile.stages, num_warps=tile.warps)
@@ -75,12 +76,15 @@ def _order(down, across, ratio, device):
 def _kernel(a, b, c, d, out, pointer, strides, order, count, sizes, factors, SYMMETRIC: tl.constexpr,
             TURNED: tl.constexpr, STRAIGHT: tl.constexpr, ADDENDS: tl.constexpr, FORM: tl.constexpr,
             BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr):
-    """Tiles in turns; without turns, one tile each. FORM: 1 for a first factor other than 1, 2 for a diagonal."""
+    """Tiles in turns; without turns, one tile each. SYMMETRIC: 1 for a result that is so in every bit, 2 for one that is
+    made so; FORM: 1 for a first factor other than 1, plus 2 for a diagonal.
+    """
     if LOOP == "once":
         matrix, i, j = _tile(order, count, tl.program_id(0))
         sums = _sums(a, b, matrix, i, j, sizes[2], SYMMETRIC, TURNED, BLOCK_R, BLOCK_C, BLOCK_K)
         if SYMMETRIC:
-            _finish_symmetric(sums, c, d, out, matrix, i, j, sizes[0], factors, ADDENDS, FORM, BLOCK_R, BLOCK_C, False)
+            _finish_symmetric(sums, c, d, out, matrix, i, j, sizes[0], factors, ADDENDS, FORM, BLOCK_R, BLOCK_C,
+                              SYMMETRIC == 2, False)
         else:
             _finish(sums, out, pointer, strides, matrix, i, j, sizes, STRAIGHT, BLOCK_R, BLOCK_C)
     else:
@@ -89,7 +93,7 @@ def _kernel(a, b, c, d, out, pointer, strides, order, count, sizes, factors, SYM
             sums = _sums(a, b, matrix, i, j, sizes[2], SYMMETRIC, TURNED, BLOCK_R, BLOCK_C, BLOCK_K)
             if SYMMETRIC:
                 _finish_symmetric(sums, c, d, out, matrix, i, j, sizes[0], factors, ADDENDS, FORM, BLOCK_R, BLOCK_C,
-                                  True)
+                                  SYMMETRIC == 2, True)
             else:
                 _finish(sums, out, pointer, strides, matrix, i, j, sizes, STRAIGHT, BLOCK_R, BLOCK_C)
 
@@ -135,21 +139,21 @@ def _finish(sums, out, pointer, strides, matrix, i, j, sizes, STRAIGHT: tl.const
 
 @jit
 def _finish_symmetric(sums, c, d, out, matrix, i, j, rows, factors, ADDENDS: tl.constexpr, FORM: tl.constexpr,
-                      BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, LOOPED: tl.constexpr):
+                      BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, MIRROR: tl.constexpr, LOOPED: tl.constexpr):
     """Finish a tile of a symmetric result, square by square."""
     if FORM % 2 == 1:
         sums *= factors[0]
     if BLOCK_C == BLOCK_R:
-        _finish_square(sums, c, d, out, matrix, i, j, rows, factors, ADDENDS, FORM, BLOCK_R, LOOPED)
+        _finish_square(sums, c, d, out, matrix, i, j, rows, factors, ADDENDS, FORM, BLOCK_R, MIRROR, LOOPED)
     else:
         left, right = tl.split(tl.permute(tl.reshape(sums, (BLOCK_R, 2, BLOCK_R)), (0, 2, 1)))
-        _finish_square(left, c, d, out, matrix, i, 2 * j, rows, factors, ADDENDS, FORM, BLOCK_R, LOOPED)
-        _finish_square(right, c, d, out, matrix, i, 2 * j + 1, rows, factors, ADDENDS, FORM, BLOCK_R, LOOPED)
+        _finish_square(left, c, d, out, matrix, i, 2 * j, rows, factors, ADDENDS, FORM, BLOCK_R, MIRROR, LOOPED)
+        _finish_square(right, c, d, out, matrix, i, 2 * j + 1, rows, factors, ADDENDS, FORM, BLOCK_R, MIRROR, LOOPED)
 
 
 @jit
 def _finish_square(sums, c, d, out, matrix, i, j, rows, factors, ADDENDS: tl.constexpr, FORM: tl.constexpr,
-                   BLOCK: tl.constexpr, LOOPED: tl.constexpr):
+                   BLOCK: tl.constexpr, MIRROR: tl.constexpr, LOOPED: tl.constexpr):
     """Store a square on or below the diagonal, and its mirror image. What is not wanted goes beyond the edge, where
     TMA stores nothing: a loop with an `if` would not be pipelined from one tile to the next (LOOPED).
     """
@@ -162,10 +166,11 @@ def _finish_square(sums, c, d, out, matrix, i, j, rows, factors, ADDENDS: tl.con
         sums += tl.where((i == j) & (r == s), factors[1], 0.0)
     result = sums.to(out.dtype)
     flipped = result.T
-    if LOOPED:
+    if MIRROR and LOOPED:
         result = tl.where((i == j) & (r < s), flipped, result)
-    elif i == j:
-        result = tl.where(r < s, flipped, result)
+    elif MIRROR:
+        if i == j:
+            result = tl.where(r < s, flipped, result)
     nowhere = rows + BLOCK
     out.store([matrix, tl.where(j <= i, i * BLOCK, nowhere), j * BLOCK], result.reshape(1, BLOCK, BLOCK))
     out.store([matrix, tl.where(j < i, j * BLOCK, nowhere), i * BLOCK], flipped.reshape(1, BLOCK, BLOCK))

@@ -115,8 +115,9 @@ def run(kernel, launch: Launch, *arguments, **constants):
     import triton.language
 
     types = {f"TYPE_{i}": getattr(triton.language, str(t).rpartition(".")[2]) for i, t in enumerate(launch.types)}
-    kernel[(len(launch.blocks),)](launch.records, launch.blocks, *arguments, FIELDS=launch.records.shape[1],
-                                  BLOCK=BLOCK, ALIGNED=launch.aligned, **types, **constants, num_warps=8, enable_fp_fusion=False)
+    kernel[(len(launch.blocks),)](
+        launch.records, launch.blocks, *arguments, FIELDS=launch.records.shape[1], BLOCK=BLOCK, ALIGNED=launch.aligned,
+        **types, **constants, num_warps=8, enable_fp_fusion=False)
 
 
 @jit
