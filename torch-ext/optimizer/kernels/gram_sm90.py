@@ -76,8 +76,8 @@ def _order(down, across, ratio, device):
 def _kernel(a, b, c, d, out, pointer, strides, order, count, sizes, factors, SYMMETRIC: tl.constexpr,
             TURNED: tl.constexpr, STRAIGHT: tl.constexpr, ADDENDS: tl.constexpr, FORM: tl.constexpr,
             BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr):
-    """Tiles in turns; without turns, one tile each. SYMMETRIC: 1 for a result that is so in every bit, 2 for one that is
-    made so; FORM: 1 for a first factor other than 1, plus 2 for a diagonal.
+    """Tiles in turns; without turns, one tile each. SYMMETRIC: 1 for a result that is so in every bit, 2 for one that
+    is made so; FORM: 1 for a first factor other than 1, plus 2 for a diagonal.
     """
     if LOOP == "once":
         matrix, i, j = _tile(order, count, tl.program_id(0))
