@@ -30,7 +30,7 @@ def nearest(tiles, op, rows, columns, arch, itemsize=2):
 @every_architecture
 def test_tables_are_whole(tiles, arch):
     table = tiles.table(arch)
-    assert table["arch"] == arch and isinstance(table["measured"], bool)
+    assert table["arch"] == arch and set(table["measured"]) <= {2, 4}
     assert {(e["op"], e["bytes"]) for e in table["entries"]} == {
         (op, size) for op in ("gram", "symmetric", "product") for size in (2, 4)}
     for entry in table["entries"]:

@@ -72,7 +72,7 @@ def architecture(kind: str, index: int | None = None) -> str:
 def table(arch: str) -> dict:
     """Read the table of an architecture; an unknown one has no entries."""
     path = TABLES / f"{arch}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"measured": False, "entries": []}
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"measured": [], "entries": []}
 
 
 @functools.cache
