@@ -178,6 +178,26 @@ def test_state_of_two_dtypes(use_muon):
     assert all(p.isfinite().all() for p in ours)
 
 
+def test_a_count_of_steps_that_is_a_number_or_on_the_host(device):
+    """Older AdamWs kept a number; a checkpoint may be loaded to the host. Where it belongs is known here."""
+    params = weights([(8, 6), (6,)], device)
+    grads, others = gradients(params, 4), [copies(params), copies(params)]
+    optimizer = package().Muon([{"params": params, "use_muon": False}])
+    train(optimizer, params, grads[:2])
+    for again, changed in zip(others, (lambda step: step.item(), lambda step: step.cpu().double())):
+        other, saved = package().Muon([{"params": again, "use_muon": False}]), copy.deepcopy(optimizer.state_dict())
+        for state in saved["state"].values():
+            state["step"] = changed(state["step"])
+            state["max_exp_avg_sq"] = None  # of no use here
+        other.load_state_dict(saved)
+        for p, q in zip(again, params):
+            p.data.copy_(q.data)
+        train(other, again, grads[2:])
+        assert set(other.state[again[0]]) == {"step", "exp_avg", "exp_avg_sq"}
+    train(optimizer, params, grads[2:])
+    assert same(params, others[0]) and same(params, others[1])
+
+
 @NAMES
 @pytest.mark.parametrize("key", ["adjust_lr_fn", "ns_steps", "betas", "use_muon"])
 def test_a_state_dict_that_lacks_a_key(key, name):

@@ -51,7 +51,7 @@ def boxes_on_rank(rank, world, mesh_shape, placements, shapes):
                                     stride=torch.empty(shape).stride())
         ours = layout.layout_of(tensor)
         layout.check_placements(tensor, "w")
-        layout.check_local_shape(tensor, ours, "w")
+        layout.check_local_shape(tensor, "w")
         theirs = tuple((start, start + size) for start, size in zip(offset, local))
         found.append((ours.boxes[rank], theirs, ours.boxes, ours.copies))
     return found
@@ -130,7 +130,7 @@ def fsdp_over_tp_on_rank(rank, world, mesh_shape, shape, style):
     param = model[0].weight
     layout.check_placements(param, "w")
     ours = layout.layout_of(param)
-    layout.check_local_shape(param, ours, "w")
+    layout.check_local_shape(param, "w")
     stored = full[tuple(slice(*side) for side in ours.boxes[rank])]
     return torch.equal(layout.local_of(param), stored), str(param.placements)
 

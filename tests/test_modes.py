@@ -63,8 +63,10 @@ def spread(shape, generator):
     return torch.randn(shape, generator=generator) * torch.logspace(0, 2, shape[-2])[:, None]
 
 
-def make(name, params, **options):
-    return getattr(package(), name)([{"params": params}], lr=0.02, weight_decay=0.1, workspace_bytes=24000, **options)
+def make(name, params, world, **options):
+    """With as little workspace as there may be, so that there are several buckets."""
+    group, room = {"params": params}, 16_000 * max(world, 4)
+    return getattr(package(), name)([group], lr=0.02, weight_decay=0.1, workspace_bytes=room, **options)
 
 
 def compare(rank, world, name, layout, options, device="cpu"):
@@ -77,7 +79,7 @@ def compare(rank, world, name, layout, options, device="cpu"):
     full = [spread(s, generator).to(device) for s in shapes]
     whole = [nn.Parameter(f.clone()) for f in full]
     cut = [nn.Parameter(sharded(f, mesh, placements)) for f in full]
-    one, many = make(name, whole, **options), make(name, cut, **options)
+    one, many = make(name, whole, world, **options), make(name, cut, world, **options)
     for _ in range(STEPS):
         for w, c in zip(whole, cut):
             gradient = spread(w.shape, generator).to(device)
@@ -141,7 +143,8 @@ def plain(rank, world, name, reduced, options):
     def build(**more):
         params = [[nn.Parameter(t.clone()) for t in tensors] for tensors in (full, rest)]
         groups = [{"params": params[0]}, {"params": params[1], "use_muon": False, "lr": 0.01, "weight_decay": 0.3}]
-        optimizer = getattr(package(), name)(groups, lr=0.02, workspace_bytes=24000, **options, **more)
+        room = 16_000 * max(world, 4)
+        optimizer = getattr(package(), name)(groups, lr=0.02, workspace_bytes=room, **options, **more)
         return params[0] + params[1], optimizer
 
     whole, one = build()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.paths import quiet, take
 from tests.ranks import package, run_threads
 
 SHAPES = [(16, 16), (48, 16), (16, 48), (7, 33), (33, 7), (1, 9), (9, 1), (64, 40)]
@@ -372,7 +373,7 @@ def test_the_workspace_changes_no_bit(device):
     params = weights(SHAPES, device)
     grads = gradients(params)
     usual, _ = stepped("NorMuon", params, grads)
-    small, _ = stepped("NorMuon", params, grads, workspace_bytes=1000)
+    small, _ = stepped("NorMuon", params, grads, workspace_bytes=20000)
     assert same(usual, small)
 
 
@@ -599,3 +600,39 @@ def test_moved_state_is_stepped(device):
                     state[key] = value.clone()
         results.append((ours, [t for p in ours for t in optimizer.state[p].values()]))
     assert same(results[0][0], results[1][0]) and same(results[0][1], results[1][1])
+
+
+# kernels ----------------------------------------------------------------------------------------------------------
+
+@quiet
+@pytest.mark.interpreter
+def test_a_step_through_the_kernels_is_one_without_them(monkeypatch, device):
+    """Where there is no GPU, in Triton's interpreter."""
+    params = weights([(12, 7), (7, 12), (2, 5, 3), (6,)], device)
+    grads, results = gradients(params, 2), []
+    for path in ("torch", "triton"):
+        take(path, monkeypatch)
+        ours = copies(params)
+        optimizer = package().NorMuon([{"params": ours[:3]}, {"params": ours[3:], "use_muon": False}], lr=0.1, **EXACT)
+        results.append(train(optimizer, ours, grads))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_parameters_of_16_and_64_bits(dtype, use_muon, device):
+    """AdamW steps fp64 in fp64, also beside others in one group; Muon refuses it."""
+    if use_muon and dtype == torch.float64:
+        pytest.skip("refused: test_bad_input")
+    params = weights([(12, 7), (5, 5)], device, dtype) + weights([(4, 3)], device)
+    grads = gradients(params, 3)
+    ours, optimizer = stepped("Muon", params, grads, {"use_muon": use_muon}, lr=0.01)
+    if dtype == torch.float64:
+        theirs = copies(params)
+        train(torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95)), theirs, grads)
+        for a, b in zip(ours, theirs):
+            torch.testing.assert_close(a, b, rtol=1e-12 if a.dtype == dtype else 1e-6, atol=1e-12)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert [next(t for key, t in optimizer.state[p].items() if key != "step").dtype
+            for p in optimizer.param_groups[0]["params"]] == [wide, wide, torch.float32]

@@ -40,7 +40,7 @@ def overlapping(rank, world, experts, first, second):
     def place(_, __, full):
         return cut(full, flat, [Shard(0)]) if full.ndim == 2 else cut(full, pairs, [Shard(0), Shard(1)])
 
-    whole, placed, one, many = both(package().NorMuon, fulls, place, workspace_bytes=4000)
+    whole, placed, one, many = both(package().NorMuon, fulls, place, workspace_bytes=20_000)
     for _ in range(3):
         for w, p in zip(whole, placed):
             w.grad = torch.randn(w.shape, generator=generator)
@@ -130,7 +130,7 @@ def disagreeing(rank, world, kind):
     if kind == "class" and rank:
         name = "NorMuon"
     if kind == "workspace":
-        options["workspace_bytes"] = 1000 if rank else 100_000_000
+        options["workspace_bytes"] = 3000 if rank else 100_000_000
         shapes *= 4
     dim = rank if kind == "dim" else 0
     params = [nn.Parameter(cut(torch.ones(shape), mesh, [Shard(dim)])) for shape in shapes]
@@ -208,13 +208,100 @@ def counted_step(rank, world, mode):
     ("alone", "Local", 0), ("ep", "Local", 0), ("ddp", "Exchange", 1), ("replicated", "Exchange", 1),
     ("fsdp", "Exchange", 2), ("unreduced", "Reduce", 2)])
 def test_the_number_of_collectives(mode, route, per_step, optimizer, monkeypatch):
-    """Nothing travels that is there already: DDP sends answers only, experts nothing."""
-    counted = Counted(dist.all_to_all_single)
-    monkeypatch.setattr(dist, "all_to_all_single", counted)
-    world = 4
+    """Nothing travels that is there already: DDP sends answers only, experts nothing, and ask nobody for gradients."""
+    exchanges, questions, world = Counted(dist.all_to_all_single), Counted(dist.all_reduce), 4
+    monkeypatch.setattr(dist, "all_to_all_single", exchanges)
+    monkeypatch.setattr(dist, "all_reduce", questions)
     for routes in run_threads(world, counted_step, mode):
         assert set(routes) == {route} and len(routes) == 1
-    assert len(counted.calls) == 2 * world * per_step
+    assert len(exchanges.calls) == 2 * world * per_step
+    assert len(questions.calls) == 2 * world * (per_step > 0)
+
+
+def two_groups(rank, world, meshes):
+    """The routes of two Muon groups, of matrices on all ranks; or the second one of experts on pairs of them."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    flat, pairs = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (world // 2, 2))
+    shapes = [(16, 8), (8, 16)] * 4
+    params = [[nn.Parameter(cut(torch.ones(s), flat, [Shard(0)])) for s in shapes],
+              [nn.Parameter(cut(torch.ones(s), flat, [Shard(0)]) if meshes == "one" else
+                            cut(torch.ones(4, *s), pairs, [Shard(0), Shard(1)])) for s in shapes]]
+    stepper = package().Muon([{"params": group} for group in params], workspace_bytes=6_000)
+    for p in sum(params, []):
+        p.grad = torch.ones_like(p)
+    stepper.step()
+    return [type(route).__name__ for route, _ in stepper._jobs]
+
+
+@pytest.mark.parametrize(("meshes", "pauses"), [("one", 0), ("two", 1)])
+def test_a_pause_only_between_buckets_of_different_ranks(meshes, pauses, optimizer):
+    for routes in run_threads(4, two_groups, meshes):
+        assert routes.count("Pause") == pauses and routes.count("Exchange") > 2
+
+
+def experts_alone(rank, world):
+    """Experts by rank, with gradients missing on some ranks, against an optimizer of this rank's own experts."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh, generator = init_device_mesh("cpu", (world,)), torch.Generator().manual_seed(0)
+    fulls = [torch.randn(s, generator=generator) for s in [(8, 6, 10), (5, 10, 6)]]
+    local, placed = part("layout").local_of, [nn.Parameter(cut(f, mesh, [Shard(0)])) for f in fulls]
+    own = [nn.Parameter(local(p).clone()) for p in placed]
+    many, one = package().NorMuon(placed, lr=0.1), package().NorMuon(own, lr=0.1)
+    for step in range(6):
+        for p, q in zip(placed, own):
+            here = cut(torch.randn(p.shape, generator=generator), mesh, [Shard(0)])
+            has = step == 0 or torch.rand(world, generator=generator)[rank] < 0.5
+            p.grad, q.grad = (here, local(here).clone()) if has else (None, None)
+        many.step()
+        one.step()
+    pairs = [(p, q) for p, q in zip(placed, own)]
+    pairs += [(many.state[p][key], one.state[q][key]) for p, q in zip(placed, own) for key in one.state[q]]
+    return all(torch.equal(local(a), local(b)) for a, b in pairs)
+
+
+def test_experts_without_a_gradient_on_their_rank_are_left_alone(optimizer):
+    assert all(run_threads(4, experts_alone))
+
+
+def chunked(rank, world, workspace_bytes):
+    """AdamW on unreduced gradients, in buckets of so many bytes, with gradients missing everywhere at times."""
+    generator = torch.Generator().manual_seed(0)
+    fulls = [torch.randn(s, generator=generator, dtype=d) for s, d in [
+        ((50, 6), torch.float32), ((7,), torch.float32), ((), torch.float32), ((9, 4), torch.float64)]]
+    params = [nn.Parameter(f.clone()) for f in fulls]
+    stepper = package().Muon([{"params": params, "use_muon": False}], lr=0.1, process_group=dist.group.WORLD,
+                             grads_are_reduced=False, workspace_bytes=workspace_bytes)
+    for step in range(6):
+        for p in params:
+            grad = torch.randn(world, *p.shape, generator=generator, dtype=p.dtype)[rank]
+            p.grad = grad if step in (0, 4, 5) or torch.rand((), generator=generator) < 0.5 else None
+        stepper.step()
+    return [p.detach() for p in params], sum(type(route).__name__ == "ReduceElementwise" for route, _ in stepper._jobs)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_buckets_of_adamw_change_no_bit(world, optimizer):
+    """A parameter may be in several: its steps are counted once."""
+    one, many = (run_threads(world, chunked, nbytes) for nbytes in (None, 4000))
+    for (whole, few), (pieces, buckets) in zip(one, many):
+        assert few == 2 and buckets >= 5
+        assert all(map(torch.equal, whole, pieces))
+
+
+def too_small(rank, world):
+    params = [nn.Parameter(torch.ones(64, 64)) for _ in range(world)]
+    stepper = package().Muon(params, process_group=dist.group.WORLD, workspace_bytes=50_000)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match="workspace_bytes=50000 is too small.*one matrix per rank.*takes [0-9]+ bytes"):
+        stepper.step()
+    return True
+
+
+def test_a_workspace_that_does_not_hold_one_matrix_per_rank(optimizer):
+    assert all(run_threads(4, too_small))
 
 
 def round_trip(rank, world, mode, copied):

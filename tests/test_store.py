@@ -26,7 +26,8 @@ def pieces_of(params, kind="update"):
     plan = part("plan")
     matrices = [plan.Matrix(i, at, *p.shape[-2:]) for i, p in enumerate(params)
                 for at in itertools.product(*map(range, p.shape[:-2]))]
-    return [plan.Piece(kind, m, ((0, m.rows), (0, m.cols if kind == "update" else 1)), 0, 0, True) for m in matrices]
+    Piece = part("share").Piece
+    return [Piece(kind, m, ((0, m.rows), (0, m.cols if kind == "update" else 1)), 0, 0, True) for m in matrices]
 
 
 def shares_memory(view, tensor):
@@ -87,7 +88,7 @@ def shard_on_rank(rank, world):
         store = store_of([param], ("momentum_buffer", "second_moment"))
         buckets = plan.make_plan(store.layouts["update"], lambda R, C: R * C, {})
         for bucket in (b for b in buckets if rank in b.ranks):
-            share = plan.share_of(bucket, rank, store.layouts["update"], store.layouts["row"], {"update": 4, "row": 4})
+            share = part("share").share_of(bucket, rank, *store.layouts.values(), {"update": 4, "row": 4})
             home = [p for p in share.home if p.kind == "update"]
             for piece, weight in zip(home, store.weights(home)):
                 assert torch.equal(weight, full[piece.matrix.at][tuple(slice(*side) for side in piece.box)])
@@ -132,14 +133,21 @@ def test_state_of_an_owner_alone(rows, optimizer):
 # memory lent to buckets ------------------------------------------------------------------------------------------
 
 def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
-    workspace, needs = part("store").Workspace(3), {"leave": 64, "arrive": 32}
-    for number in range(6):
-        workspace.reserve(number, {use: n * (1 + number) for use, n in needs.items()})
-    taken = [workspace.take(number, needs, torch.device("cpu")) for number in range(6)]
-    places = [{use: t.data_ptr() for use, t in lent.items()} for lent in taken]
-    assert [places[i] == places[i + 3] for i in range(3)] == [True] * 3
-    assert len({place for lent in places for place in lent.values()}) == 6
-    assert [t["leave"].numel() for t in taken] == [256, 320, 384] * 2  # the largest of those that share it
+    workspace = part("store").Workspace(3, torch.device("cpu"))
+    needs = [{"leave": 60 * (1 + i % 4), "arrive": 7 * i, "stack": 32} for i in range(6)]
+    for number, need in enumerate(needs):
+        workspace.reserve(number, need)
+    taken = [workspace.take(number, need) for number, need in enumerate(needs)]
+    ranges = []
+    for need, lent in zip(needs, taken):
+        assert {use: t.numel() for use, t in lent.items()} == need
+        assert all(t.data_ptr() % part("plan").ALIGNMENT == 0 for t in lent.values() if t.numel())
+        ends = sorted((t.data_ptr(), t.data_ptr() + t.numel()) for t in lent.values() if t.numel())
+        assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:]))
+        ranges.append((ends[0][0], ends[-1][1]))
+    assert [ranges[i][0] == ranges[i + 3][0] for i in range(3)] == [True] * 3
+    spans = sorted((start, max(end for s, end in ranges if s == start)) for start in {start for start, _ in ranges})
+    assert len(spans) == 3 and all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
 
 
 def test_piece_at_views_bytes(optimizer):
@@ -159,10 +167,10 @@ def bound_on_rank(rank, world, route):
     params = [nn.Parameter(distribute_tensor(torch.zeros(s), mesh, [Shard(0)], src_data_rank=None)) for s in shapes]
     store = store_of(params, ("momentum_buffer", "second_moment"))
     (bucket,) = [b for b in plan.make_plan(store.layouts["update"], lambda R, C: R * C, {}) if b.route == route]
-    share = plan.share_of(bucket, rank, store.layouts["update"], store.layouts["row"], {"update": 2, "row": 4})
+    share = part("share").share_of(bucket, rank, *store.layouts.values(), {"update": 2, "row": 4})
     options = part("muon").Options()
     bound = store_part.Bound(bucket, share, store, options, None, {"adjust_lr_fn": None})
-    bound.memory = {use: torch.empty(n, dtype=torch.uint8) for use, n in bound.needs().items()}
+    bound.memory = {use: torch.empty(n, dtype=torch.uint8) for use, n in share.needs.items()}
     stacks, rows, views = bound.stacks()
     assert sum(s.shape[0] for s in stacks) == len(share.matrices) and set(views) == set(share.owned)
     for i, tensor in enumerate([*stacks, *rows]):

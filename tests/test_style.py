@@ -36,11 +36,13 @@ LAYERS = [
     ["recipe"],
     ["layout"],
     ["plan"],
+    ["share"],  # plan.py, cut in two: the plan of all ranks, and what one rank has of it
     ["store"],
     ["offload"],
     ["routes"],
     ["pipeline"],
     ["qk_clip", "checkpoint", "groups"],
+    ["bind"],  # what muon.py did before the first step: it plans with other ranks, and lends memory
     ["muon"],
     ["__init__"],
 ]

@@ -10,16 +10,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .layout import check_placements, is_dtensor
+from .layout import check_local_shape, check_placements, is_dtensor
 from .polar import steps_of
 from .recipe import SCALES
 
 # DDP, torch.compile, FSDP1, activation checkpointing
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-HEADS = ("lm_head", "output", "head", "embed_out", "unembed", "score", "classifier")  # by the last module's whole name
+HEADS = ("lm_head", "embed_out", "unembed")  # output heads wherever they are, by the last module's whole name
+TOP_HEADS = ("output", "head", "score", "classifier")  # output heads at the top of a model only
+TOPS = ("model", "transformer", "language_model", "net", "backbone")  # containers whose children are at the top, too
 KEYS = frozenset(("params", "param_names", "use_muon", "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients",
                   "eps", "ns_steps", "adjust_lr_fn", "betas"))
-TOLERATED = frozenset(("fused", "foreach", "differentiable", "initial_lr"))  # torchtitan's and the schedulers'; without effect
+TOLERATED = frozenset(("fused", "foreach", "differentiable", "initial_lr"))  # torch's, torchtitan's; without effect
+WIDE = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of Muon's parameters
 
 
 def clean_name(name: str) -> str:
@@ -80,13 +83,17 @@ def _judge(param, places):
     if param.ndim not in (2, 3):
         return False, f"{param.ndim}-D"
     for name, module in places:
-        parts = name.split(".")
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or any("embed" in part for part in parts[:-1]):
+        *path, leaf = name.split(".")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or any("embed" in part for part in (*path, leaf)):
             return False, "embedding"
-        if any(part in HEADS for part in parts[-2:-1]) and len(parts) <= 3:
+        if any(word in leaf for word in ("token", "position")):
+            return False, "token"
+        if path and (path[-1] in HEADS or path[-1] in TOP_HEADS and all(part in TOPS for part in path[:-1])):
             return False, "head"
         if isinstance(module, nn.modules.conv._ConvNd):
             return False, "convolution"
+        if "Norm" in type(module).__name__:
+            return False, "norm"
     return True, "matrix" if param.ndim == 2 else "stack of matrices"
 
 
@@ -98,6 +105,24 @@ def table(rows) -> str:
         shapes = [row.shape for row in rows if row.use_muon == use_muon]
         lines.append(f"{name}: {len(shapes)} parameters, {sum(map(math.prod, shapes)):,} elements")
     return "\n".join(lines)
+
+
+def check_unique(group, others) -> None:
+    """Raise ValueError for a parameter that a new group holds twice or another group holds too; torch names neither."""
+    if isinstance(group["params"], (torch.Tensor, set)):  # one parameter; what torch refuses
+        return
+    group["params"] = entries = list(group["params"])  # it may be a generator; torch makes it a list too
+    names = group.get("param_names") or [f"#{i}" for i in range(len(entries))]
+    if len(names) != len(entries):
+        raise ValueError(f"param_names holds {len(names)} names for {len(entries)} parameters: pass one for each")
+    seen, elsewhere = set(), {id(p) for other in others for p in other["params"]}
+    for name, entry in zip(names, entries):
+        name, param = entry if isinstance(entry, tuple) else (name, entry)
+        if id(param) in seen:
+            raise ValueError(f"parameter {name} is twice in a group; it would be stepped twice: leave one out")
+        if id(param) in elsewhere:
+            raise ValueError(f"parameter {name} is in more than one parameter group: leave it in one")
+        seen.add(id(param))
 
 
 def check_group(group, extra_keys=()) -> None:
@@ -122,25 +147,26 @@ def name_of(group, number) -> str:
 
 
 def _check_numbers(group) -> None:
-    try:
-        _check_ranges(group)
-    except TypeError as error:
-        raise ValueError(f"lr, weight_decay, eps, momentum, betas or beta2 is not a number: {error}") from error
-
-
-def _check_ranges(group) -> None:
     for key in ("lr", "weight_decay", "eps"):
-        _require(math.isfinite(group[key]) and group[key] >= 0, key, group[key], "a finite number >= 0")
+        _require(0 <= _number(group[key]) < math.inf, key, group[key], "a finite number >= 0")
     if not group["use_muon"]:
         betas = group["betas"]
-        _require(len(betas) == 2 and all(0 <= b < 1 for b in betas), "betas", betas, "two numbers in [0, 1)")
+        pair = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0 <= _number(b) < 1 for b in betas)
+        _require(pair, "betas", betas, "two numbers in [0, 1)")
         return
-    _require(0 <= group["momentum"] < 1, "momentum", group["momentum"], "a number in [0, 1)")
+    for key in ("momentum", "beta2"):
+        _require(0 <= _number(group.get(key, 0)) < 1, key, group.get(key), "a number in [0, 1)")
     scales = (None, *SCALES)
     _require(group["adjust_lr_fn"] in scales, "adjust_lr_fn", group["adjust_lr_fn"], f"one of {scales}")
-    if "beta2" in group:
-        _require(0 <= group["beta2"] < 1, "beta2", group["beta2"], "a number in [0, 1)")
     steps_of(group["ns_coefficients"], group["ns_steps"])
+
+
+def _number(value) -> float:
+    """The value of a number or of a tensor of one element; NaN for anything else, such as "1e-3" from a YAML file."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
 
 
 def _require(true, key, came, allowed) -> None:
@@ -152,9 +178,12 @@ def _check_param(param, name, use_muon) -> None:
     what = f"parameter {name} of shape {tuple(param.shape)}"
     if param.is_sparse or param.layout != torch.strided:
         raise ValueError(f"{what} is sparse ({param.layout}); only dense parameters are allowed: call to_dense() on it")
-    if not param.is_floating_point():
-        raise ValueError(f"{what} has dtype {param.dtype}; allowed are real floating-point parameters: "
-                         "use torch.view_as_real for complex ones and torch.optim.AdamW for them")
+    if param.dtype not in (*WIDE, torch.float64):
+        raise ValueError(f"{what} has dtype {param.dtype}; allowed are real floating-point parameters in float32, "
+                         "bfloat16, float16 and, for AdamW, float64: use torch.view_as_real for complex ones")
+    if use_muon and param.dtype not in WIDE:
+        raise ValueError(f"{what} has dtype {param.dtype}; Muon steps float32, bfloat16 and float16, in fp32: "
+                         "convert it, or put it into a group with use_muon=False")
     if use_muon and param.ndim < 2:
         raise ValueError(f"{what} is {param.ndim}-D; Muon takes matrices (R, C) and stacks of them (..., R, C): "
                          "put it into a group with use_muon=False, or use get_default_muon_param_groups(model)")
@@ -162,3 +191,4 @@ def _check_param(param, name, use_muon) -> None:
         raise ValueError(f"{what} is a DTensor, but torch.distributed is not initialized, so its mesh has no process "
                          "groups: call init_process_group before the model is sharded, and keep it until training ends")
     check_placements(param, name)
+    check_local_shape(param, name)

@@ -5,23 +5,20 @@ moved memory); everything else is done by the layers below.
 """
 from __future__ import annotations
 
+import contextlib
 import itertools
-import math
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
-from . import pipeline, recipe
-from .groups import check_group, name_of
-from .layout import check_local_shape, is_dtensor, layout_of, local_of, this_rank
-from .plan import ALIGNMENT, Bucket, chunk_share, digest, make_plan, share_of
-from .routes import Elementwise, Groups, Presence, agree, bind
-from .store import Store, create_state
-
-MUON_STATE, NORMUON_STATE = ("momentum_buffer",), ("momentum_buffer", "second_moment")
-CAST = ("momentum_buffer", "exp_avg", "exp_avg_sq")
-ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
+from . import pipeline
+from .bind import Planner, bind
+from .groups import check_group, check_unique, name_of
+from .layout import address_of, is_dtensor, local_of
+from .plan import ALIGNMENT
+from .routes import Groups, Presence
+from .store import gradient_of, restore_state
 
 
 @dataclass(frozen=True)
@@ -40,18 +37,22 @@ class Options:
         for key, allowed in (("state_dtype", wide), ("wire_dtype", wide), ("ns_dtype", (None, *wide, torch.float16))):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key}={getattr(self, key)} is not allowed: it must be one of {allowed}")
+        room = self.workspace_bytes
+        if room is not None and (type(room) is not int or room < 1):
+            raise ValueError(f"workspace_bytes={room!r} is not allowed: it must be a whole number >= 1, or None")
         if not self.grads_are_reduced and self.process_group is None:
             raise ValueError("grads_are_reduced=False needs process_group: the ranks over which gradients are averaged")
         if self.process_group is not None and not dist.is_initialized():
             raise ValueError("process_group was given, but torch.distributed is not initialized: "
                              "call init_process_group first")
 
-    def owner_bytes(self, device) -> int:
-        """What one owner takes in one bucket: the workspace holds SLOTS buckets of about four times that."""
-        total = self.workspace_bytes
-        if total is None and device.type == "cuda":
-            total = min(2 << 30, torch.cuda.get_device_properties(device).total_memory * 3 // 100)
-        return (total or 256 << 20) // (4 * pipeline.SLOTS)
+    def workspace(self, device) -> int:
+        """The bytes that buckets may take of one rank, all together."""
+        if self.workspace_bytes is not None:
+            return self.workspace_bytes
+        if device.type != "cuda":
+            return 256 << 20
+        return min(2 << 30, torch.cuda.get_device_properties(device).total_memory * 3 // 100)
 
 
 class Muon(torch.optim.Optimizer):
@@ -66,10 +67,11 @@ class Muon(torch.optim.Optimizer):
     process_group: the ranks that hold copies of plain (non-DTensor) parameters, among which the work is then split;
     None means that every process steps its plain parameters alone. grads_are_reduced=False: the gradients of plain
     parameters have not been averaged over process_group; the optimizer does it, and each owner alone keeps the state.
+    Gradients of matrices are then rounded to wire_dtype before they are averaged in fp32 (AdamW's are not).
     state_dtype: of momentum_buffer, exp_avg and exp_avg_sq. wire_dtype: of updates between home and owner, on every
     layout, so that all layouts give the same bits. ns_dtype: of the Newton-Schulz products; None means fp16 on
-    accelerators and fp32 on CPUs. workspace_bytes: bound on the memory for travelling updates; None means the smaller
-    of 2 GiB and 3 % of the device.
+    accelerators and fp32 on CPUs. workspace_bytes: bound on the memory for travelling updates, ValueError at the first
+    step if one matrix per rank takes more; None means the smaller of 2 GiB and 3 % of the device, or what it must.
 
     Raises ValueError or NotImplementedError at construction for what could not be stepped.
     """
@@ -88,15 +90,19 @@ class Muon(torch.optim.Optimizer):
 
     def add_param_group(self, param_group) -> None:
         """Add a group; see the class for what it may hold."""
-        if isinstance(param_group, dict) and not param_group.get("use_muon", True):
+        if not isinstance(param_group, dict):
+            raise TypeError(f"a parameter group must be a dict, not {type(param_group).__name__}")
+        if not param_group.get("use_muon", True):
             for key, value in self._adamw.items():
                 param_group.setdefault(key, value)
-        super().add_param_group(param_group)
+        count = len(self.param_groups)
         try:
+            check_unique(param_group, self.param_groups)
+            super().add_param_group(param_group)
             check_group(self.param_groups[-1], self._extra_keys)
             self._check_together()
         except Exception:
-            del self.param_groups[-1]
+            del self.param_groups[count:]
             raise
         self._forget()
 
@@ -120,11 +126,12 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for store in self._ready():
-            store.read()
-        self._presence.save()
-        pipeline.run(self._jobs)
-        self._presence.settle()
+        with _on(local_of(self.param_groups[0]["params"][0]).device):
+            for store in self._ready():
+                store.read()
+            self._presence.save()
+            pipeline.run(self._jobs)
+            self._presence.settle()
         return loss
 
     def _ready(self):
@@ -133,15 +140,15 @@ class Muon(torch.optim.Optimizer):
             units = [(group, params) for group in self.param_groups if (params := self._stepped(group, alone))]
             key = [(g["use_muon"], g["adjust_lr_fn"], tuple(map(id, params))) for g, params in units]
             if key != self._planned_for[alone]:
-                loads = {}
-                self._plans[alone] = [plan for unit in units for plan in self._plan(*unit, alone, loads)]
+                planner = Planner(self._options, self._groups, self.state, alone)
+                self._plans[alone] = [plan for unit in units for plan in planner.plan(*unit)]
                 self._planned_for[alone], self._bound_for = key, None
         plans = self._plans[False] + self._plans[True]
         key = [_memory_key(p, self.state[p]) for plan in plans for p in plan.params]
         if key != self._bound_for:
-            self._stores, self._jobs = self._bind(plans)
-            self._presence = Presence(self._stores, self._groups)
-            self._bound_for = key
+            self._presence.wait()
+            self._stores, self._jobs = bind(plans, self._options, self._groups, self.state)
+            self._presence, self._bound_for = Presence(plans, self._stores, self._groups), key
         return self._stores
 
     def _stepped(self, group, alone) -> list:
@@ -153,66 +160,16 @@ class Muon(torch.optim.Optimizer):
         params = [p for p in group["params"] if p.requires_grad and (not shared and not is_dtensor(p)) == alone]
         return [p for p in params if p.grad is not None] if alone else params
 
-    def _plan(self, group, params, alone, loads) -> list:
-        """The plans of one group; creates the state. On ranks that share parameters, all of them call it together."""
-        process_group = None if alone else self._options.process_group
-        self._groups.learn(params, process_group)
-        reduced = alone or self._options.grads_are_reduced
-        if group["use_muon"]:
-            return [self._plan_matrices(group, params, process_group, reduced, loads)]
-        if reduced:
-            for p in params:
-                create_state(self.state[p], p, ADAMW_STATE, self._options.state_dtype)
-            return [Plan(group, params, _layouts(params, process_group), None, None)]
-        by_dtype = {}
-        for p in params:
-            by_dtype.setdefault(p.dtype, []).append(p)
-        return [self._plan_chunks(group, part, process_group) for part in by_dtype.values()]
-
-    def _plan_matrices(self, group, params, process_group, reduced, loads):
-        layouts = _layouts(params, process_group)
-        for i, (param, layout) in enumerate(zip(params, layouts)):
-            check_local_shape(param, layout, f"#{i}")
-        rows = _layouts(params, process_group, of_rows=True) if "beta2" in group else None
-        wire, device, rank = self._options.wire_dtype, local_of(params[0]).device, this_rank()
-        buckets = make_plan(layouts, recipe.cost(group), loads, reduced=reduced,
-                            owner_bytes=self._options.owner_bytes(device), itemsize=wire.itemsize)
-        elsewhere = {m.param for b in buckets if b.route == "reduce" for m, o in zip(b.matrices, b.owners) if o != rank}
-        for i, p in enumerate(params):
-            keys = MUON_STATE if rows is None else NORMUON_STATE
-            create_state(self.state[p], p, keys, self._options.state_dtype, rows=0 if i in elsewhere else None)
-        buckets = [b for b in buckets if rank in b.ranks]
-        for ranks in dict.fromkeys(b.ranks for b in buckets if b.route != "local"):
-            together = [b for b in buckets if b.ranks == ranks and b.route != "local"]
-            agree(self._groups.of(ranks), digest(together, layouts, str(wire), rows is None), device)
-        sizes = {"update": wire.itemsize, "row": 4}
-        return Plan(group, params, layouts, rows, [(b, share_of(b, rank, layouts, rows, sizes)) for b in buckets])
-
-    def _plan_chunks(self, group, params, process_group):
-        ranks, rank = tuple(dist.get_process_group_ranks(process_group)), this_rank()
-        shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
-        sizes = {"gradient": params[0].dtype.itemsize, "weight": params[0].dtype.itemsize}
-        share = chunk_share(shapes, ranks, rank, sizes)
-        mine = {p.matrix.param: p.matrix.rows for p in share.owned if p.home == rank}
-        for i, p in enumerate(params):
-            create_state(self.state[p], p, ADAMW_STATE, self._options.state_dtype, rows=mine.get(i, 0))
-        bucket = Bucket("reduce_elementwise", ranks, share.matrices, (rank,) * len(share.matrices))
-        return Plan(group, params, _layouts(params, process_group), None, [(bucket, share)])
-
-    def _bind(self, plans):
-        """(stores, jobs) of all groups: their buckets share one workspace and one pipeline."""
-        stores = [Store(plan.params, plan.layouts, plan.row_layouts, self.state) for plan in plans]
-        tasks = [(p.group, store, *part) for p, store in zip(plans, stores) for part in p.shares or ()]
-        at_home = [(Elementwise(store), p.group) for p, store in zip(plans, stores) if p.shares is None]
-        return stores, bind(tasks, self._options, self._groups, pipeline.SLOTS) + at_home
-
     def _forget(self) -> None:
         """Drop plans and bound memory; the next step makes them anew. State stays."""
         self._planned_for, self._bound_for = {False: None, True: None}, None
         self._plans, self._stores, self._jobs, self._groups = {False: [], True: []}, [], [], Groups()
+        self._presence = Presence()
 
     def load_state_dict(self, state_dict) -> None:
-        """As in torch, but state keeps the dtype that it was saved in, not the parameter's (momentum stays fp32)."""
+        """As in torch, but state gets the dtype of `state_dtype`, not the parameter's, and what the saved groups lack
+        (those of torch.optim.Muon or AdamW, or of an older version) stays this optimizer's own.
+        """
         final, own = {}, [dict(group) for group in self.param_groups]
         hook = self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded))
         try:
@@ -224,11 +181,8 @@ class Muon(torch.optim.Optimizer):
                 group.setdefault(key, value)
         saved = itertools.chain(*(group["params"] for group in final["param_groups"]))
         for number, param in zip(saved, itertools.chain(*(group["params"] for group in self.param_groups))):
-            for key, value in final["state"].get(number, {}).items():
-                if torch.is_tensor(value):
-                    like = self.state[param][key] if key == "step" else param
-                    dtype = self._options.state_dtype if key in CAST else value.dtype
-                    self.state[param][key] = value.detach().to(like.device, dtype, copy=True)
+            if number in final["state"]:
+                restore_state(self.state[param], param, final["state"][number], self._options.state_dtype)
         self._forget()
 
     def __getstate__(self):
@@ -254,32 +208,15 @@ class NorMuon(Muon):
         super().__init__(params, *args, beta2=beta2, **kwargs)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One group's parameters, where they and their row state live, and what this rank has of each bucket (None: all
-    of it is stepped elementwise where it is stored).
-    """
-    group: dict
-    params: list
-    layouts: list
-    row_layouts: list | None
-    shares: list | None
-
-
-def _layouts(params, process_group, of_rows=False) -> list:
-    """The layout of each parameter, or of its row state; parameters of one shape, mesh and placement share it."""
-    known = {}
-    keys = [(p.shape, p.device_mesh, p.placements) if is_dtensor(p) else (p.shape,) for p in params]
-    for key, p in zip(keys, params):
-        if key not in known:
-            known[key] = layout_of(p, process_group, (*p.shape[:-1], 1) if of_rows else None)
-    return [known[key] for key in keys]
-
-
 def _memory_key(param, state):
     """What bound views and launches depend on: where parameter and state lie, and how the gradient is laid out."""
-    places = local_of(param).data_ptr(), *(local_of(t).data_ptr() for t in state.values())
+    places = [address_of(param), *map(address_of, state.values())]
     if param.grad is None:
         return places, None
-    grad = local_of(param.grad)
+    grad = gradient_of(param)
     return places, grad.dtype, grad.stride(), grad.data_ptr() % ALIGNMENT
+
+
+def _on(device):
+    """Kernels are launched on the current device, which need not be the parameters'."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

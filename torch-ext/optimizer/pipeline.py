@@ -8,6 +8,18 @@ from __future__ import annotations
 SLOTS = 3  # buckets alive at once: one arriving, one being computed, one returning; each has memory of its own
 
 
+class Pause:
+    """A turn in which no bucket starts, between buckets of different ranks: what is on its way gets ahead of the next.
+
+    Ranks have to issue the collectives of a process group in one order, and some of its ranks may have no other.
+    """
+    travels = True
+
+    def run(self, hp):
+        return
+        yield
+
+
 def run(jobs) -> None:
     """Step all buckets. `jobs`: [(route, live parameter group)], in the same order on every rank.
 

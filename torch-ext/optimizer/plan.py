@@ -1,15 +1,15 @@
-"""Which rank orthogonalizes which matrix, what travels for it, and in which bucket. Touches no tensor.
+"""Which rank orthogonalizes which matrix, in which bucket, and how much workspace that takes. Touches no tensor.
 
 Every rank computes the same plan from the same layouts, so that no message is needed to agree on it. What depends on
-the rank (its pieces, the bytes it sends) is derived from the plan for that rank alone: a plan of 10,000 matrices on
-4096 ranks never lists all their pieces.
+the rank (its pieces, the bytes it sends) is derived for that rank alone (share.py): a plan of 10,000 matrices on 4096
+ranks never lists all their pieces.
 """
 from __future__ import annotations
 
 import hashlib
 import heapq
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 ALIGNMENT = 16  # bytes: what one rank sends to another begins where the widest load of a GPU may begin
@@ -31,75 +31,37 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A rectangle of a matrix: stored at its `home`, computed at its `owner`.
-
-    `kind`: "update" (of the matrix itself), "row" (of its (R, 1) row state) or "chunk" (of a parameter that is
-    reduced elementwise). `fed`: this home's copy is the one that is sent to the owner.
-    """
-    kind: str
-    matrix: Matrix
-    box: tuple
-    home: int
-    owner: int
-    fed: bool
-
-    @property
-    def shape(self):
-        return tuple(stop - start for start, stop in self.box)
-
-    @property
-    def numel(self):
-        return self.shape[0] * self.shape[1]
-
-
-@dataclass(frozen=True)
 class Bucket:
-    """Matrices that travel together over `ranks`, the owner of each, and the name of the route that steps them."""
+    """Matrices that travel together over `ranks`, the owner of each, the name of the route that steps them, and how
+    many bytes of workspace that takes of one rank at most.
+    """
     route: str
     ranks: tuple
     matrices: tuple
     owners: tuple
+    nbytes: int = 0
 
 
-@dataclass(frozen=True)
-class Travel:
-    """One direction of a bucket at one rank: piece -> byte offset in its flat buffers, and the bytes for each peer."""
-    leave: dict
-    arrive: dict
-    send_bytes: tuple
-    recv_bytes: tuple
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one rank has of a bucket: the pieces it stores, the pieces it computes, and what it sends and receives.
-
-    `crosses_inbound`, `crosses_outbound`: whether anything travels in that direction at all, on any rank.
-    """
-    home: tuple
-    owned: tuple
-    matrices: tuple
-    inbound: Travel
-    outbound: Travel
-    crosses_inbound: bool
-    crosses_outbound: bool
-
-
-def make_plan(layouts, cost, loads, *, reduced=True, owner_bytes=1 << 26, itemsize=2) -> list[Bucket]:
+def make_plan(layouts, cost, loads, *, reduced=True, rank_bytes=1 << 28, itemsizes=None) -> list[Bucket]:
     """Layouts -> buckets, the same on every rank.
 
     `cost(rows, cols)`: the work of one matrix; `loads`: work per rank from earlier plans of this step, updated in
-    place; `reduced`: the gradients of plain tensors are already summed over the ranks; `owner_bytes`: how much one
-    owner takes in one bucket (at least one matrix); `itemsize`: bytes of an element on the wire.
+    place; `reduced`: the gradients of plain tensors are already summed over the ranks; `rank_bytes`: how much workspace
+    a bucket may take of one rank (it takes more where one matrix per owner does); `itemsizes`: bytes of an element on
+    the wire, of an "update" and, where it travels, of a "row" of row state.
     """
     families = _families(layouts, reduced)
-    owner_of = _assign(families, cost, loads)
-    buckets = []
-    for route, ranks in sorted(families, key=lambda key: (-sum(m.numel for m in families[key]), key)):
-        for chunk in _rounds(families[route, ranks], owner_of, owner_bytes // itemsize, cost):
-            buckets.append(Bucket(route, ranks, tuple(chunk), tuple(owner_of[m] for m in chunk)))
+    owner_of, buckets = _assign(families, cost, loads), []
+    for route, ranks in sorted(families, key=lambda family: (turn(family[1]), family)):
+        freight = _Freight(layouts, itemsizes or {"update": 2}, route, ranks)
+        for matrices, nbytes in _rounds(families[route, ranks], owner_of, cost, freight, rank_bytes):
+            buckets.append(Bucket(route, ranks, tuple(matrices), tuple(owner_of[m] for m in matrices), nbytes))
     return buckets
+
+
+def turn(ranks) -> tuple:
+    """The key by which buckets are ordered in a step: those of the same ranks follow each other, on every rank."""
+    return -len(ranks), ranks
 
 
 def _families(layouts, reduced) -> dict:
@@ -167,105 +129,97 @@ def _lightest(heaps, loads, ranks, work):
     return rank
 
 
-def _rounds(matrices, owner_of, owner_numel, cost):
-    """Yield the matrices of one bucket after another: in each, every owner takes up to `owner_numel` elements."""
+def _rounds(matrices, owner_of, cost, freight, rank_bytes):
+    """Yield (matrices, bytes of workspace) of one bucket after another.
+
+    A bucket takes the next matrix of every owner, the costliest first, as long as there is room: each has work for all.
+    """
     queues = defaultdict(list)
     for matrix in sorted(matrices, key=lambda m: (-cost(m.rows, m.cols), m.rows, m.param, m.at)):
         queues[owner_of[matrix]].append(matrix)
-    rounds = defaultdict(list)
-    for owner in sorted(queues):
-        number, numel = 0, 0
-        for matrix in queues[owner]:
-            if numel and numel + matrix.numel > owner_numel:
-                number, numel = number + 1, 0
-            rounds[number].append(matrix)
-            numel += matrix.numel
-    yield from (rounds[i] for i in sorted(rounds))
+    bucket, taken = [], Counter()
+    for layer in itertools.zip_longest(*(queues[owner] for owner in sorted(queues))):
+        layer = [matrix for matrix in layer if matrix is not None]
+        more = freight.sum((matrix, owner_of[matrix]) for matrix in layer)
+        if bucket and freight.most(taken + more) > rank_bytes:
+            yield bucket, freight.most(taken)
+            bucket, taken = [], Counter()
+        bucket, taken = bucket + layer, taken + more
+    yield bucket, freight.most(taken)
 
 
-def share_of(bucket, rank, layouts, row_layouts, itemsizes) -> Share:
-    """What `rank` has of `bucket`. `itemsizes`: piece kind -> bytes; `row_layouts`: None without row state."""
-    travelling = list(_pieces_at(bucket, rank, layouts, "update"))
-    rows = list(_pieces_at(bucket, rank, row_layouts, "row")) if row_layouts else []
-    reduce = bucket.route == "reduce"
-    if reduce:  # the state lives at the owner
-        pieces = [p for p in rows if p.home == p.owner == rank] + travelling
-    else:
-        pieces = travelling = rows + travelling
-    fed = [p for p in travelling if p.fed]
-    whole = all(_stored_whole(layouts[param], bucket.ranks) for param in {m.param for m in bucket.matrices})
-    return Share(
-        home=tuple(p for p in pieces if p.home == rank),
-        owned=tuple(p for p in pieces if p.owner == rank),
-        matrices=tuple(m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank),
-        inbound=travel(fed, "home", "owner", rank, bucket.ranks, itemsizes, with_self=reduce),
-        outbound=travel(travelling, "owner", "home", rank, bucket.ranks, itemsizes),
-        crosses_inbound=reduce or not whole,
-        crosses_outbound=bucket.route != "local")
+class _Freight:
+    """What matrices take of the workspace: bytes by use, and by owner or, of what leaves, by the copy that is sent."""
+
+    def __init__(self, layouts, itemsizes, route, ranks):
+        self.layouts, self.update, self.row = layouts, itemsizes["update"], itemsizes.get("row", 0)
+        self.route, self.ranks, self.known, self.partitions = route, ranks, {}, {}
+
+    def sum(self, owned) -> Counter:
+        """`owned`: (matrix, its owner), any number of them."""
+        total = Counter()
+        for matrix, owner in owned:
+            total.update(self._one(self.layouts[matrix.param], owner))
+        return total
+
+    def _one(self, layout, owner) -> dict:
+        R, C = layout.shape[-2:]
+        numel, others = R * C * self.update, len(self.ranks) - 1
+        held = {("held", owner): numel + 4 * R + ALIGNMENT}
+        if self.route == "local":
+            return held
+        if self.route == "reduce":
+            return {("held", owner): held["held", owner] + 4 * (R * C + ALIGNMENT), ("leave", 0, 0): numel,
+                    ("return",): numel, ("in", owner): numel * (others + 1), ("out", owner): numel * others}
+        if id(layout) not in self.known:
+            self.known[id(layout)] = self._pieces(layout)
+        pieces, largest, whole, partition = self.known[id(layout)]
+        copy, alone = layout.copy_of[owner], whole[layout.copy_of[owner]] == pieces[owner]
+        return {**held, ("leave", partition, copy): 0 if alone else largest[copy], ("return",): max(largest.values()),
+                ("in", owner): whole[copy] - pieces[owner], ("out", owner): sum(whole.values()) - pieces[owner]}
+
+    def _pieces(self, layout):
+        """({rank: bytes of its piece}, {copy: those of its largest}, {copy: those of all}, number of the partition)."""
+        pieces, largest, whole = {}, defaultdict(int), defaultdict(int)
+        for rank in self.ranks:
+            (r0, r1), (c0, c1) = layout.boxes[rank][-2:]
+            nbytes = (r1 - r0) * ((c1 - c0) * self.update + self.row) if c0 < c1 else 0
+            pieces[rank], copy = nbytes, layout.copy_of[rank]
+            largest[copy], whole[copy] = max(largest[copy], nbytes), whole[copy] + nbytes
+        return pieces, largest, whole, self.partitions.setdefault(layout.copies, len(self.partitions))
+
+    def most(self, taken) -> int:
+        """The bytes of any rank at most; see `Share.needs`. What arrives and what answers share memory."""
+        leave, owners = defaultdict(int), {where[0] for use, *where in taken if use == "held"}
+        for (use, *where), nbytes in taken.items():
+            if use == "leave":
+                leave[where[0]] = max(leave[where[0]], nbytes)
+        owner = max(max(taken["in", o], taken["out", o]) + taken["held", o] for o in owners)
+        return owner + sum(leave.values()) + taken["return",] + 3 * ALIGNMENT * (len(self.ranks) + 2)
 
 
-def _stored_whole(layout, ranks) -> bool:
-    """Whether each of `ranks` holds a copy of its own, so that its owner needs nothing from the others."""
-    return len({layout.copy_of[r] for r in ranks}) == len(ranks)
+def plan_chunks(shapes, ranks, rank_bytes, itemsizes) -> list[Bucket]:
+    """Buckets of parameters that are reduced elementwise: rank number i owns the i-th part of the rows of each.
 
-
-def _pieces_at(bucket, rank, layouts, kind):
-    """The pieces that `rank` stores or computes, in the order that both ends of every wire know: matrices, then
-    homes.
+    `shapes`: (rows, the rest) of each parameter; `itemsizes`: bytes of an element, of "gradient" and "weight". A bucket
+    takes some rows of every part; its Matrix says how many (`rows`), from which one on (`at`).
     """
-    for matrix, owner in zip(bucket.matrices, bucket.owners):
-        layout = layouts[matrix.param]
-        for home in bucket.ranks if owner == rank else (rank,):
-            box = layout.boxes[home][-2:]
-            if all(a < b for a, b in box):
-                fed = bucket.route == "reduce" or layout.copy_of[home] == layout.copy_of[owner]
-                yield Piece(kind, matrix, box, home, owner, fed)
-
-
-def travel(pieces, source, target, rank, ranks, itemsizes, with_self=False) -> Travel:
-    """Lay out one direction of travel in flat buffers: by peer, then row state first, then in the order of the plan."""
-    pieces = [p for p in pieces if with_self or p.home != p.owner]
-    leave, send = _lay_out([p for p in pieces if getattr(p, source) == rank], target, ranks, itemsizes)
-    arrive, recv = _lay_out([p for p in pieces if getattr(p, target) == rank], source, ranks, itemsizes)
-    return Travel(leave, arrive, send, recv)
-
-
-def _lay_out(pieces, end, ranks, itemsizes):
-    """({piece: byte offset}, bytes per peer). A peer's part is a multiple of ALIGNMENT; wider elements come first in
-    it.
-    """
-    parts, offsets, sizes, at = defaultdict(list), {}, [], 0
-    for piece in pieces:
-        parts[getattr(piece, end)].append(piece)
-    for peer in ranks:
-        start = at
-        for piece in sorted(parts.get(peer, ()), key=lambda p: -itemsizes[p.kind]):
-            offsets[piece] = at
-            at += piece.numel * itemsizes[piece.kind]
-        at += -at % ALIGNMENT
-        sizes.append(at - start)
-    return offsets, tuple(sizes)
-
-
-def chunk_share(shapes, ranks, rank, itemsizes) -> Share:
-    """What `rank` has where whole parameters are reduced elementwise: rank number i owns the i-th chunk of the rows
-    of each.
-
-    `shapes`: (rows, the rest) of each parameter. `itemsizes`: "gradient" and "weight" -> bytes.
-    """
-    pieces = []
+    N, gradient, weight = len(ranks), itemsizes["gradient"], itemsizes["weight"]
+    element = N * gradient + max(N * gradient, N * weight - weight) + N * weight - weight + max(4, gradient)
+    fixed = 3 * ALIGNMENT * (N + 2)
+    numel, buckets = (rank_bytes - fixed) // element, [[]]
     for param, (rows, cols) in enumerate(shapes):
-        step = -(-rows // len(ranks))
-        for i, owner in enumerate(ranks):
-            box = ((min(i * step, rows), min((i + 1) * step, rows)), (0, cols))
-            matrix = Matrix(param, (i,), box[0][1] - box[0][0], cols)
-            homes = ranks if owner == rank else (rank,)
-            pieces += [Piece("chunk", matrix, box, home, owner, True) for home in homes if matrix.numel]
-    inbound = travel(pieces, "home", "owner", rank, ranks, {"chunk": itemsizes["gradient"]}, with_self=True)
-    outbound = travel(pieces, "owner", "home", rank, ranks, {"chunk": itemsizes["weight"]})
-    home = tuple(p for p in pieces if p.home == rank)
-    return Share(home, tuple(p for p in pieces if p.owner == rank),
-                 tuple(p.matrix for p in home if p.owner == rank), inbound, outbound, True, True)
+        first, last = 0, -(-rows // N) if cols else 0
+        while first < last:
+            room = numel - sum(m.numel for m in buckets[-1])
+            if room < cols and buckets[-1]:
+                buckets.append([])
+                continue
+            count = min(max(room // cols, 1), last - first)
+            buckets[-1].append(Matrix(param, (first,), count, cols))
+            first += count
+    return [Bucket("reduce_elementwise", ranks, tuple(b), (), fixed + element * sum(m.numel for m in b))
+            for b in buckets if b]
 
 
 def digest(buckets, layouts, *more) -> int:

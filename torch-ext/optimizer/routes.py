@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from . import recipe
-from .kernels.pack import Copy, Pack
+from .kernels.pack import Copy, Pack, copy_torch
 from .kernels.table import Source
 from .kernels.update import Update
 from .layout import is_dtensor
-from .store import Bound, Workspace, piece_at
+from .store import gradient_dtype, piece_at
 
 
 class Local:
@@ -128,39 +128,39 @@ class ReduceElementwise:
     travels = True
 
     def __init__(self, bound):
-        self.bound, home = bound, bound.pieces("home", "chunk")
+        self.bound, home, first = bound, bound.pieces("home", "chunk"), bound.store.params[0]
         owned = [p for p in home if p.owner == bound.rank]
-        self.inbound = Wire(bound, "inbound", "leave", "arrive", bound.store.gradients[0].dtype)
-        self.outbound = Wire(bound, "outbound", "arrive", "return", bound.store.params[0].dtype)
+        self.inbound = Wire(bound, "inbound", "leave", "arrive", gradient_dtype(first))
+        self.outbound = Wire(bound, "outbound", "arrive", "return", first.dtype)
         self.fill = Copy.of_gradients([self.inbound.leave[p] for p in home], bound.sources(home), bound.store.gradients)
-        self.mean = Mean(self.inbound, bound.memory["mean"])
-        self.lists = [bound.weights(owned), [self.mean.view(p) for p in owned],
+        self.mean, W = Mean(self.inbound, bound.memory["mean"]), bound.weights(owned)
+        self.lists = [W, [self.mean.view(p).view(w.shape) for p, w in zip(owned, W)],
                       *(bound.states(owned, key) for key in ("exp_avg", "exp_avg_sq")),
-                      [bound.store.state[bound.store.params[p.matrix.param]]["step"] for p in owned]]
-        self.leave = Copy(list(self.outbound.leave.values()), bound.weights(self.outbound.leave))
-        self.land = Copy(bound.weights(self.outbound.arrive), list(self.outbound.arrive.values()))
+                      [_steps(bound, p) for p in owned]]
+        self.leave = self._both_ends(self.outbound.leave)
+        self.land = self._both_ends(self.outbound.arrive)[::-1]
+
+    def _both_ends(self, places):
+        """(where weights lie on the wire, the weights), in the weights' shapes."""
+        W = self.bound.weights(places)
+        return [place.view(w.shape) for place, w in zip(places.values(), W)], W
 
     def run(self, hp):
         self.fill(*self.bound.gradients())
         yield from self.inbound.go()
         self.mean()
         recipe.adamw(*self.lists, hp)
-        self.leave()
+        copy_torch(*self.leave)
         yield from self.outbound.go()
-        self.land()
+        copy_torch(*self.land)
 
 
-class Pause:
-    """A turn in which nothing starts, between buckets of different groups or ranks.
-
-    Another rank may have a bucket in between, so that here too the answers of the one must leave before the other starts:
-    the ranks of a process group have to issue its collectives in one order.
+def _steps(bound, piece):
+    """AdamW's count of steps for a chunk; the chunks of a parameter that later buckets bring count along by
+    themselves.
     """
-    travels = True
-
-    def run(self, hp):
-        return
-        yield
+    step = bound.store.state[bound.store.params[piece.matrix.param]]["step"]
+    return step.clone() if piece.matrix.at[0] else step
 
 
 ROUTES = {"local": Local, "exchange": Exchange, "reduce": Reduce, "reduce_elementwise": ReduceElementwise}
@@ -188,17 +188,17 @@ class Wire:
 
 
 class Mean:
-    """The mean over the ranks of what arrived from each, in fp32, summed in the order of the ranks."""
+    """The mean over the ranks of what arrived from each, in fp32 (fp64 in fp64), summed in the order of the ranks."""
 
     def __init__(self, wire, memory):
         ranks, nbytes = len(wire.travel.recv_bytes), wire.travel.recv_bytes[0]
         self.arrived = wire.recv.view(wire.dtype).view(ranks, nbytes // wire.dtype.itemsize)
         self.offsets, self.itemsize = wire.travel.arrive, wire.dtype.itemsize
-        self.out = memory.view(torch.float32)[:self.arrived.size(1)]
+        self.out = memory.view(torch.promote_types(wire.dtype, torch.float32))
         self.address = torch.tensor([self.out.data_ptr()], device=self.out.device)
 
     def __call__(self):
-        torch.sum(self.arrived, 0, dtype=torch.float32, out=self.out)
+        torch.sum(self.arrived, 0, dtype=self.out.dtype, out=self.out)
         self.out.div_(self.arrived.size(0))
         return [self.out], self.address
 
@@ -208,33 +208,33 @@ class Mean:
         return Source(0, offset, (piece.shape[1], 1))
 
     def view(self, piece):
-        return self.out.as_strided(piece.shape, self.source(piece).strides, self.source(piece).offset)
-
+        return self.source(piece).view([self.out], piece.shape)
 
 
 
 class Presence:
-    """Puts back what the step changed of parameters that have no gradient on any rank.
+    """Puts back what the step changed of parameters that have no gradient.
 
-    Where ranks must act alike, a missing gradient counts as zero. After the step the ranks compare what they had, in
-    one small collective, which only a rank that missed a gradient waits for.
+    Where ranks must act alike, a missing gradient counts as zero unless no rank has one. After the step the ranks
+    compare what they had, in one small collective, which only a rank that missed a gradient waits for. Of parameters
+    whose matrices never travel, each rank leaves its own alone, and asks nobody.
     """
 
-    def __init__(self, stores, groups):
+    def __init__(self, plans=(), stores=(), groups=None):
         self.members, self.flags, self.groups, self.saved, self.works = {}, {}, groups, {}, []
-        for store in stores:
-            for number, layout in enumerate(store.layouts["update"] or ()):
+        for plan, store in zip(plans, stores):
+            for number, layout in enumerate(plan.layouts):
+                ranks = tuple(sorted(layout.boxes)) if number in plan.shared else ()
                 if len(layout.boxes) > 1:
-                    self.members.setdefault(tuple(sorted(layout.boxes)), []).append((store, number))
+                    self.members.setdefault(ranks, []).append((store, number))
 
     def save(self) -> None:
         """Before the step: copy what may have to be put back, and note which gradients are here."""
-        for work in self.works:
-            work.wait()
-        self.works, self.saved = [], {}
+        self.wait()
+        self.saved = {}
         for ranks, members in self.members.items():
             here = [store.params[number].grad is not None for store, number in members]
-            if ranks not in self.flags or not all(here) or not self.complete:
+            if ranks and (ranks not in self.flags or not all(here) or not self.complete):
                 self.flags[ranks] = torch.tensor(here, dtype=torch.float32).to(members[0][0].device)
             self.saved.update({(ranks, i): [t.clone() for t in store.all_of(number)]
                                for i, (store, number) in enumerate(members) if not here[i]})
@@ -244,13 +244,18 @@ class Presence:
         """After the step: compare, and put back."""
         for ranks, flags in self.flags.items():
             self.works.append(dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.groups.of(ranks), async_op=True))
-        for work in self.works if self.saved else ():
-            work.wait()
+        if self.saved:
+            self.wait()
         for (ranks, i), before in self.saved.items():
             store, number = self.members[ranks][i]
-            anywhere = self.flags[ranks][i] > 0
             for now, then in zip(store.all_of(number), before):
-                now.copy_(torch.where(anywhere.to(now.device), now, then))
+                now.copy_(torch.where((self.flags[ranks][i] > 0).to(now.device), now, then) if ranks else then)
+
+    def wait(self) -> None:
+        """Until the last step's collective is done: then its memory may be used again."""
+        for work in self.works:
+            work.wait()
+        self.works = []
 
 
 class Groups:
@@ -285,28 +290,3 @@ def agree(group, number, device) -> None:
     if odd:
         raise RuntimeError(f"rank {dist.get_rank()} and ranks {odd} have different plans: their parameters differ in "
                            "order, shape, placement or group options; build the optimizer alike on all ranks")
-
-
-def bind(tasks, options, groups, slots):
-    """[(live parameter group, store, bucket, share)] -> [(route, live parameter group)], bound to one workspace.
-
-    `slots`: how many buckets are alive at once (pipeline.py); a bucket that stays at home borrows the second slot
-    while only the first has been started.
-    """
-    jobs, bounds, travelling, last = [], [], 0, None
-    for hp, store, bucket, share in tasks:
-        route = ROUTES[bucket.route]
-        bound = Bound(bucket, share, store, options, groups.of(bucket.ranks) if route.travels else None, hp)
-        bounds.append((route, bound, travelling if route.travels else 1))
-        travelling += route.travels
-    workspace = Workspace(slots)
-    for _, bound, number in bounds:
-        workspace.reserve(number, bound.needs())
-    for route, bound, number in bounds:
-        bound.memory = workspace.take(number, bound.needs(), bound.store.device)
-        here = (id(bound.store), bound.bucket.ranks)
-        if route.travels and last not in (None, here):
-            jobs.append((Pause(), bound.hp))
-        last = here if route.travels else last
-        jobs.append((route(bound), bound.hp))
-    return jobs

@@ -15,22 +15,27 @@ from .layout import is_dtensor, layout_of, local_of, this_rank
 from .plan import ALIGNMENT
 from .recipe import scale_of
 
+STATE = ("momentum_buffer", "second_moment", "step", "exp_avg", "exp_avg_sq")
+
 
 class Store:
     """The tensors of one parameter group at this rank, seen piece by piece.
 
     `layouts`, `row_layouts`: of each parameter and of its row state (None without). `state`: the optimizer's.
+    `in_chunks`: the parameters are cut into rows of dim 0, and their gradients are made contiguous for that.
     """
 
-    def __init__(self, params, layouts, row_layouts, state):
-        self.params, self.state, self.rank = params, state, this_rank()
+    def __init__(self, params, layouts, row_layouts, state, in_chunks=False):
+        self.params, self.state, self.rank, self.in_chunks = params, state, this_rank(), in_chunks
         self.layouts = {"update": layouts, "row": row_layouts}
         self.device = local_of(params[0]).device
         self.read()
 
     def read(self):
         """Take this step's gradients, which autograd may have put elsewhere; a missing one counts as zero."""
-        self.gradients = [_gradient(p) for p in self.params]
+        self.gradients = [gradient_of(p) if p.grad is not None else _zero_gradient(p) for p in self.params]
+        if self.in_chunks:
+            self.gradients = [g.contiguous() for g in self.gradients]
         self.addresses = None
         if use_triton(self.device):
             addresses = torch.tensor([g.data_ptr() for g in self.gradients], dtype=torch.int64)
@@ -39,20 +44,24 @@ class Store:
 
     def sources(self, pieces):
         """Where each piece lies in the gradients, for launches that are told only the gradients' addresses."""
-        return [self._source(p.matrix.param, self._view(self.gradients[p.matrix.param], p)) for p in pieces]
+        return [self._source(p, self.gradients[p.matrix.param]) for p in pieces]
 
-    def _source(self, param, view):
-        offset = view.storage_offset() - self.gradients[param].storage_offset()
-        return Source(param, offset, tuple(view.stride()))
+    def _source(self, piece, gradient):
+        (start, _), (_, cols) = piece.box
+        if piece.kind == "chunk":
+            return Source(piece.matrix.param, start * cols, (cols, 1))
+        view = self._view(gradient, piece)
+        return Source(piece.matrix.param, view.storage_offset() - gradient.storage_offset(), tuple(view.stride()))
 
     def weights(self, pieces):
-        """W of each piece, (rows, cols) views."""
+        """W of each piece: (rows, cols) views, of a chunk (rows, ...)."""
         return [self._view(local_of(self.params[p.matrix.param]), p) for p in pieces]
 
     def states(self, pieces, key):
-        """State `key` of each piece, (rows, cols) views. Of a chunk, the owner stores no more than that."""
+        """State `key` of each piece, views like those of W. Of chunks, the owner stores its own only."""
         locals_ = [local_of(self.state[self.params[p.matrix.param]][key]) for p in pieces]
-        return [s.view(p.shape) if p.kind == "chunk" else self._view(s, p) for s, p in zip(locals_, pieces)]
+        first = [p.matrix.at[0] if p.kind == "chunk" else None for p in pieces]
+        return [self._view(s, p) if at is None else s[at:at + p.shape[0]] for s, p, at in zip(locals_, pieces, first)]
 
     def all_of(self, number) -> list:
         """The local tensors of one parameter: its weight and all its state."""
@@ -64,21 +73,29 @@ class Store:
         return [local_of(self.state[p][key] if key else p) for p in self.params]
 
     def _view(self, local, piece):
-        """The (rows, cols) of `piece` in this rank's shard."""
+        """What this rank's shard holds of `piece`."""
         if piece.kind == "chunk":
-            (start, stop), (_, cols) = piece.box
-            return local.view(-1, cols)[start:stop]
+            return torch.atleast_1d(local)[slice(*piece.box[0])]
         box = self.layouts[piece.kind][piece.matrix.param].boxes[self.rank]
         return local[tuple(i - start for i, (start, _) in zip(piece.matrix.at, box))]
 
 
-def _gradient(param):
-    if param.grad is None:
-        return torch.zeros_like(local_of(param))
-    if param.grad.is_sparse:
+def gradient_of(param):
+    """This rank's part of a gradient; raises RuntimeError for a sparse one."""
+    if param.grad.layout is not torch.strided:
         raise RuntimeError(f"a parameter of shape {tuple(param.shape)} has a sparse gradient; Muon and its AdamW take "
                            "dense ones: use sparse=False in nn.Embedding, or step it with torch.optim.SparseAdam")
     return local_of(param.grad)
+
+
+def gradient_dtype(param):
+    """The dtype in which all ranks exchange the gradient of a parameter, whether or not they have one."""
+    dtype = getattr(param, "grad_dtype", param.dtype)  # torch before 2.10 has no such attribute; None: any dtype
+    return dtype or torch.promote_types(param.dtype, torch.float32)
+
+
+def _zero_gradient(param):
+    return torch.zeros_like(local_of(param), dtype=gradient_dtype(param))
 
 
 def create_state(state, param, keys, dtype, rows=None) -> None:
@@ -89,16 +106,31 @@ def create_state(state, param, keys, dtype, rows=None) -> None:
     state this rank keeps where it is not stored like the parameter; None means like the parameter.
     """
     for key in [k for k in keys if k not in state]:
+        device, wide = _home_of(key, param, dtype)
         if key == "step":
-            state[key] = torch.zeros((), dtype=torch.float32, device=param.device if param.is_cuda else "cpu")
+            state[key] = torch.zeros((), dtype=wide, device=device)
         elif rows is not None:
             last = param.shape[1:-1] + (1,) if key == "second_moment" else param.shape[1:]
-            wide = torch.float32 if key == "second_moment" else dtype
-            state[key] = torch.zeros((rows, *last), dtype=wide, device=param.device)
+            state[key] = torch.zeros((rows, *last), dtype=wide, device=device)
         elif key == "second_moment":
             state[key] = _zero_rows(param)
         else:
-            state[key] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+            state[key] = torch.zeros_like(param, dtype=wide, requires_grad=False)
+
+
+def restore_state(state, param, saved, dtype) -> None:
+    """Replace the state of one parameter by copies of what was saved, where and in the dtype `create_state` has it."""
+    state.clear()
+    for key in [k for k in saved if k in STATE]:
+        device, wide = _home_of(key, param, dtype)
+        state[key] = torch.as_tensor(saved[key]).detach().to(device, wide, copy=True)
+
+
+def _home_of(key, param, dtype):
+    """(device, dtype) of a state. Of AdamW's implementations the fused one, on GPUs, wants the steps there."""
+    if key in ("step", "second_moment"):
+        return param.device if param.is_cuda or key != "step" else torch.device("cpu"), torch.float32
+    return param.device, torch.float64 if param.dtype == torch.float64 else dtype
 
 
 def _zero_rows(param):
@@ -115,24 +147,29 @@ def _zero_rows(param):
 
 
 class Workspace:
-    """Flat memory that buckets use in turn. First every bucket reserves what it needs, then each takes its part."""
+    """Flat memory that buckets use in turn: one buffer for each slot, as large as the largest bucket that takes it."""
 
-    def __init__(self, slots):
-        self.slots, self.sizes, self.buffers = slots, {}, {}
+    def __init__(self, slots, device):
+        self.sizes, self.device, self.buffers = [0] * slots, device, {}
 
     def reserve(self, number, needs) -> None:
-        """`needs`: use -> bytes, for bucket `number`; buckets share memory with those `slots` before and after."""
-        for use, nbytes in needs.items():
-            key = number % self.slots, use
-            self.sizes[key] = max(self.sizes.get(key, 0), nbytes)
+        """`needs`: use -> bytes, for bucket `number`. All buckets reserve before the first takes its part."""
+        slot = number % len(self.sizes)
+        self.sizes[slot] = max(self.sizes[slot], sum(map(_aligned, needs.values())))
 
-    def take(self, number, needs, device) -> dict:
-        """use -> flat uint8 tensor of the reserved size."""
-        for use in needs:
-            key = number % self.slots, use
-            if key not in self.buffers:
-                self.buffers[key] = torch.empty(self.sizes[key], dtype=torch.uint8, device=device)
-        return {use: self.buffers[number % self.slots, use] for use in needs}
+    def take(self, number, needs) -> dict:
+        """use -> flat uint8 tensor of so many bytes, one after another in the slot."""
+        slot, at, lent = number % len(self.sizes), 0, {}
+        if slot not in self.buffers:
+            self.buffers[slot] = torch.empty(self.sizes[slot], dtype=torch.uint8, device=self.device)
+        for use, nbytes in needs.items():
+            lent[use] = self.buffers[slot][at:at + nbytes]
+            at += _aligned(nbytes)
+        return lent
+
+
+def _aligned(nbytes):
+    return nbytes + -nbytes % ALIGNMENT
 
 
 class Bound:
@@ -153,17 +190,6 @@ class Bound:
 
     def scales(self, pieces):
         return [scale_of(p.matrix, self.hp["adjust_lr_fn"]) for p in pieces]
-
-    def needs(self) -> dict:
-        """use -> bytes of workspace. What arrives is copied into the stack before answers leave from the same memory.
-        """
-        inbound, outbound = self.share.inbound, self.share.outbound
-        numel = sum(m.numel for m in self.share.matrices)
-        return {"leave": sum(inbound.send_bytes), "return": sum(outbound.recv_bytes),
-                "arrive": max(sum(inbound.recv_bytes), sum(outbound.send_bytes)),
-                "stack": numel * self.options.wire_dtype.itemsize + ALIGNMENT * len(self.share.matrices),
-                "rows": sum(4 * m.rows for m in self.share.matrices),
-                "mean": 4 * (numel + ALIGNMENT) if self.bucket.route.startswith("reduce") else 0}
 
     def stacks(self):
         """([(N, R, C) of each shape], [its (N, R, 1) row state], {piece computed here: its view in them})."""

@@ -1,0 +1,153 @@
+"""From parameter groups to routes that can run: what happens before the first step, and after a change.
+
+Decides what several ranks plan together, where state is created, and which memory a bucket gets. Knows no optimizer;
+what a plan says (plan.py) and what a route does (routes.py) it only passes on.
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from . import recipe
+from .groups import name_of
+from .layout import check_local_shape, is_dtensor, layout_of, local_of, this_rank
+from .pipeline import SLOTS, Pause
+from .plan import digest, make_plan, plan_chunks, turn
+from .routes import ROUTES, Elementwise, agree
+from .share import chunk_share, share_of
+from .store import Bound, Store, Workspace, create_state, gradient_dtype
+
+ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One group's parameters of one kind, where they and their row state live, and what this rank has of each bucket.
+
+    `shares`: None if all of it is stepped elementwise where it is stored; `shared`: the numbers of the parameters for
+    which ranks must act alike; `in_chunks`: whether they are cut into rows of dim 0.
+    """
+    group: dict
+    params: list
+    layouts: list
+    row_layouts: list | None
+    shares: list | None
+    shared: frozenset
+    in_chunks: bool = False
+
+
+class Planner:
+    """Plans the groups of one step, and creates their state. `alone`: this process steps them without others.
+
+    Ranks that share parameters call it together, for the same groups in the same order.
+    """
+
+    def __init__(self, options, groups, state, alone):
+        self.options, self.groups, self.state, self.rank, self.loads = options, groups, state, this_rank(), {}
+        self.process_group = None if alone else options.process_group
+        self.reduced = alone or options.grads_are_reduced
+
+    def plan(self, group, params) -> list[Plan]:
+        """The plans of one group."""
+        names = {id(p): name_of(group, i) for i, p in enumerate(group["params"])}
+        for p in params:
+            check_local_shape(p, names[id(p)])
+        self.device = local_of(params[0]).device
+        self.groups.learn(params, self.process_group)
+        if group["use_muon"]:
+            return [self._matrices(group, params)]
+        kinds = {}
+        for p in params:
+            kind = p.dtype == torch.float64 if self.reduced else (p.dtype, gradient_dtype(p))
+            kinds.setdefault(kind, []).append(p)
+        return [(self._elementwise if self.reduced else self._chunks)(group, part) for part in kinds.values()]
+
+    def _matrices(self, group, params):
+        layouts, wire = self._layouts(params), self.options.wire_dtype
+        rows = self._layouts(params, of_rows=True) if "beta2" in group else None
+        sizes = {"update": wire.itemsize, "row": 4 if rows else 0}
+        buckets = make_plan(layouts, recipe.cost(group), self.loads, reduced=self.reduced, itemsizes=sizes,
+                            rank_bytes=self._rank_bytes())
+        self._check_room(buckets, "one matrix per rank")
+        owners = {m.param: o for b in buckets if b.route == "reduce" for m, o in zip(b.matrices, b.owners)}
+        keys = ("momentum_buffer", "second_moment") if rows else ("momentum_buffer",)
+        for i, p in enumerate(params):
+            kept = None if owners.get(i, self.rank) == self.rank else 0
+            create_state(self.state[p], p, keys, self.options.state_dtype, rows=kept)
+        self._agree(buckets, layouts, str(wire), bool(rows))
+        shares = [(b, share_of(b, self.rank, layouts, rows, sizes)) for b in buckets if self.rank in b.ranks]
+        travelling = frozenset(m.param for b in buckets if b.route != "local" for m in b.matrices)
+        return Plan(group, params, layouts, rows, shares, travelling)
+
+    def _elementwise(self, group, params):
+        for p in params:
+            create_state(self.state[p], p, ADAMW_STATE, self.options.state_dtype)
+        return Plan(group, params, self._layouts(params), None, None, frozenset(range(len(params))))
+
+    def _chunks(self, group, params):
+        ranks, layouts = tuple(dist.get_process_group_ranks(self.process_group)), self._layouts(params)
+        shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
+        sizes = {"gradient": gradient_dtype(params[0]).itemsize, "weight": params[0].dtype.itemsize}
+        buckets = plan_chunks(shapes, ranks, self._rank_bytes(), sizes)
+        self._check_room(buckets, "one row of a parameter per rank")
+        for p, (rows, _) in zip(params, shapes):
+            part = -(-rows // len(ranks))
+            kept = min(part, max(0, rows - part * ranks.index(self.rank)))
+            create_state(self.state[p], p, ADAMW_STATE, self.options.state_dtype, rows=kept)
+        self._agree(buckets, layouts, str(params[0].dtype), sizes)
+        shares = [(b, chunk_share(b, shapes, self.rank, sizes)) for b in buckets]
+        return Plan(group, params, layouts, None, shares, frozenset(range(len(params))), in_chunks=True)
+
+    def _layouts(self, params, of_rows=False) -> list:
+        """The layout of each parameter, or of its row state; those of one shape, mesh and placement share it."""
+        known = {}
+        keys = [(p.shape, p.device_mesh, p.placements) if is_dtensor(p) else (p.shape,) for p in params]
+        for key, p in zip(keys, params):
+            if key not in known:
+                known[key] = layout_of(p, self.process_group, (*p.shape[:-1], 1) if of_rows else None)
+        return [known[key] for key in keys]
+
+    def _rank_bytes(self) -> int:
+        return self.options.workspace(self.device) // SLOTS
+
+    def _check_room(self, buckets, least) -> None:
+        """A bucket that takes more than its part of the workspace holds no more than it must."""
+        given, needed = self.options.workspace_bytes, SLOTS * max((b.nbytes for b in buckets), default=0)
+        if given is not None and needed > given:
+            raise ValueError(f"workspace_bytes={given} is too small: with {least}, {SLOTS} buckets at a time, it takes "
+                             f"{needed} bytes; pass at least that, or None")
+
+    def _agree(self, buckets, layouts, *more) -> None:
+        """With every set of ranks that this rank shares buckets with."""
+        travelling = [b for b in buckets if self.rank in b.ranks and b.route != "local"]
+        for ranks in dict.fromkeys(b.ranks for b in travelling):
+            together = [b for b in travelling if b.ranks == ranks]
+            agree(self.groups.of(ranks), digest(together, layouts, *more), self.device)
+
+
+def bind(plans, options, groups, state):
+    """(stores, [(route, live parameter group)]) of all plans: their buckets share one workspace and one pipeline."""
+    stores = [Store(p.params, p.layouts, p.row_layouts, state, p.in_chunks) for p in plans]
+    jobs = [(Elementwise(store), p.group) for p, store in zip(plans, stores) if p.shares is None]
+    tasks = [(store, p.group, *part) for p, store in zip(plans, stores) for part in p.shares or ()]
+    bounds, travelling = [], 0
+    for store, hp, bucket, share in sorted(tasks, key=lambda task: turn(task[2].ranks)):
+        route = ROUTES[bucket.route]
+        group = groups.of(bucket.ranks) if route.travels else None
+        # a bucket that stays at home borrows the second slot while only the first has been started
+        bounds.append((route, travelling if route.travels else 1, Bound(bucket, share, store, options, group, hp)))
+        travelling += route.travels
+    workspace = Workspace(SLOTS, stores[0].device if stores else None)
+    for _, number, bound in bounds:
+        workspace.reserve(number, bound.share.needs)
+    ranks = None
+    for route, number, bound in bounds:
+        if route.travels and ranks not in (None, bound.bucket.ranks):
+            jobs.append((Pause(), bound.hp))
+        ranks = bound.bucket.ranks if route.travels else ranks
+        bound.memory = workspace.take(number, bound.share.needs)
+        jobs.append((route(bound), bound.hp))
+    return stores, jobs

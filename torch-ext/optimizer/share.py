@@ -1,0 +1,149 @@
+"""What one rank has of a bucket: the pieces it stores and computes, and what travels for them. Touches no tensor.
+
+Derived from the plan for one rank at a time; both ends of every wire find the same pieces in the same order.
+"""
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from .plan import ALIGNMENT, Matrix
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a matrix: stored at its `home`, computed at its `owner`.
+
+    `kind`: "update" (of the matrix itself), "row" (of its (R, 1) row state) or "chunk" (of a parameter that is
+    reduced elementwise). `fed`: this home's copy is the one that is sent to the owner.
+    """
+    kind: str
+    matrix: Matrix
+    box: tuple
+    home: int
+    owner: int
+    fed: bool
+
+    @property
+    def shape(self):
+        return tuple(stop - start for start, stop in self.box)
+
+    @property
+    def numel(self):
+        return self.shape[0] * self.shape[1]
+
+
+@dataclass(frozen=True)
+class Travel:
+    """One direction of a bucket at one rank: piece -> byte offset in its flat buffers, and the bytes for each peer."""
+    leave: dict
+    arrive: dict
+    send_bytes: tuple
+    recv_bytes: tuple
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank has of a bucket: the pieces it stores, the pieces it computes, and what it sends and receives.
+
+    `crosses_inbound`, `crosses_outbound`: whether anything travels in that direction at all, on any rank. `needs`: use
+    -> bytes of workspace; what arrives is copied into the stack before answers leave from the same memory.
+    """
+    home: tuple
+    owned: tuple
+    matrices: tuple
+    inbound: Travel
+    outbound: Travel
+    crosses_inbound: bool
+    crosses_outbound: bool
+    needs: dict
+
+
+def share_of(bucket, rank, layouts, row_layouts, itemsizes) -> Share:
+    """What `rank` has of `bucket`. `itemsizes`: piece kind -> bytes; `row_layouts`: None without row state."""
+    travelling = list(_pieces_at(bucket, rank, layouts, "update"))
+    rows = list(_pieces_at(bucket, rank, row_layouts, "row")) if row_layouts else []
+    reduce = bucket.route == "reduce"
+    if reduce:  # the state lives at the owner
+        pieces = [p for p in rows if p.home == p.owner == rank] + travelling
+    else:
+        pieces = travelling = rows + travelling
+    fed = [p for p in travelling if p.fed]
+    whole = all(_stored_whole(layouts[param], bucket.ranks) for param in {m.param for m in bucket.matrices})
+    matrices = tuple(m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank)
+    inbound = travel(fed, "home", "owner", rank, bucket.ranks, itemsizes, with_self=reduce)
+    outbound = travel(travelling, "owner", "home", rank, bucket.ranks, itemsizes)
+    return Share(
+        home=tuple(p for p in pieces if p.home == rank), owned=tuple(p for p in pieces if p.owner == rank),
+        matrices=matrices, inbound=inbound, outbound=outbound,
+        crosses_inbound=reduce or not whole, crosses_outbound=bucket.route != "local",
+        needs={**_needs(inbound, outbound, itemsizes["update"] if reduce else 0),
+               "stack": sum(m.numel * itemsizes["update"] + ALIGNMENT for m in matrices),
+               "rows": sum(4 * m.rows for m in matrices)})
+
+
+def _needs(inbound, outbound, averaged):
+    """`averaged`: bytes of an element that arrives from every rank, to be averaged in fp32 or wider; 0: nothing is."""
+    mean = inbound.recv_bytes[0] // averaged * max(4, averaged) if averaged else 0
+    return {"leave": sum(inbound.send_bytes), "return": sum(outbound.recv_bytes),
+            "arrive": max(sum(inbound.recv_bytes), sum(outbound.send_bytes)), "mean": mean}
+
+
+def _stored_whole(layout, ranks) -> bool:
+    """Whether each of `ranks` holds a copy of its own, so that its owner needs nothing from the others."""
+    return len({layout.copy_of[r] for r in ranks}) == len(ranks)
+
+
+def _pieces_at(bucket, rank, layouts, kind):
+    """The pieces that `rank` stores or computes, in the order that both ends of every wire know: matrices, then
+    homes.
+    """
+    for matrix, owner in zip(bucket.matrices, bucket.owners):
+        layout = layouts[matrix.param]
+        for home in bucket.ranks if owner == rank else (rank,):
+            box = layout.boxes[home][-2:]
+            if all(a < b for a, b in box):
+                fed = bucket.route == "reduce" or layout.copy_of[home] == layout.copy_of[owner]
+                yield Piece(kind, matrix, box, home, owner, fed)
+
+
+def travel(pieces, source, target, rank, ranks, itemsizes, with_self=False) -> Travel:
+    """Lay out one direction of travel in flat buffers: by peer, then row state first, then in the order of the plan."""
+    pieces = [p for p in pieces if with_self or p.home != p.owner]
+    leave, send = _lay_out([p for p in pieces if getattr(p, source) == rank], target, ranks, itemsizes)
+    arrive, recv = _lay_out([p for p in pieces if getattr(p, target) == rank], source, ranks, itemsizes)
+    return Travel(leave, arrive, send, recv)
+
+
+def _lay_out(pieces, end, ranks, itemsizes):
+    """({piece: byte offset}, bytes per peer). A peer's part is a multiple of ALIGNMENT; wider elements come first in
+    it.
+    """
+    parts, offsets, sizes, at = defaultdict(list), {}, [], 0
+    for piece in pieces:
+        parts[getattr(piece, end)].append(piece)
+    for peer in ranks:
+        start = at
+        for piece in sorted(parts.get(peer, ()), key=lambda p: -itemsizes[p.kind]):
+            offsets[piece] = at
+            at += piece.numel * itemsizes[piece.kind]
+        at += -at % ALIGNMENT
+        sizes.append(at - start)
+    return offsets, tuple(sizes)
+
+
+def chunk_share(bucket, shapes, rank, itemsizes) -> Share:
+    """What `rank` has of a bucket of `plan_chunks`; the same `shapes` and `itemsizes`."""
+    pieces, ranks = [], bucket.ranks
+    for matrix in bucket.matrices:
+        rows = shapes[matrix.param][0]
+        for i, owner in enumerate(ranks):
+            start = i * -(-rows // len(ranks)) + matrix.at[0]
+            box = (start, min(start + matrix.rows, rows)), (0, matrix.cols)
+            homes = ranks if owner == rank else (rank,)
+            pieces += [Piece("chunk", matrix, box, home, owner, True) for home in homes if start < rows]
+    inbound = travel(pieces, "home", "owner", rank, ranks, {"chunk": itemsizes["gradient"]}, with_self=True)
+    outbound = travel(pieces, "owner", "home", rank, ranks, {"chunk": itemsizes["weight"]})
+    home = tuple(p for p in pieces if p.home == rank)
+    owned = tuple(p for p in pieces if p.owner == rank)
+    return Share(home, owned, (), inbound, outbound, True, True, _needs(inbound, outbound, itemsizes["gradient"]))
