@@ -66,8 +66,9 @@ def by_tma(arch: str, entry: dict) -> int:
     arguments = dict(
         {name: "tensordesc<fp16[1, {}, {}]>".format(*box) for name, box in boxes.items()}, pointer="*fp16",
         strides=ROW_MAJOR, order="*i32", count="i32", sizes=("i32",) * 4, factors=("fp32",) * 4,
-        SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]], TURNED=False, STRAIGHT=True, ADDENDS=2 * (entry["op"] == "symmetric"), FORM=3, BLOCK_R=rows, BLOCK_C=columns,
-        BLOCK_K=inner, LOOP=triton.language.constexpr(entry["loop"]))
+        SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]], TURNED=False, STRAIGHT=True,
+        ADDENDS=2 * (entry["op"] == "symmetric"), FORM=3, BLOCK_R=rows, BLOCK_C=columns, BLOCK_K=inner,
+        LOOP=triton.language.constexpr(entry["loop"]))
     return compile_for(arch, part("kernels.gram_sm90")._kernel, arguments,
                        num_stages=entry["stages"], num_warps=entry["warps"])
 

@@ -367,7 +367,8 @@ GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12
 LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)] * 32
 MIXTURE = [(8, 2048, 1024), (8, 1024, 2048), (2048, 2048)] * 4
 MODES = {"ddp": ((8,), [Replicate()], True), "unreduced": ((8,), [Replicate()], False),
-         "fsdp": ((8,), [Shard(0)], True), "columns": ((8,), [Shard(1)], True), "hsdp": ((2, 8), [Replicate(), Shard(0)], True),
+         "fsdp": ((8,), [Shard(0)], True), "columns": ((8,), [Shard(1)], True),
+         "hsdp": ((2, 8), [Replicate(), Shard(0)], True),
          "hsdp, many replicas": ((8, 2), [Replicate(), Shard(0)], True), "64": ((64,), [Shard(0)], True)}
 
 

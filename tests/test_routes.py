@@ -57,6 +57,42 @@ def test_ranks_that_take_part_in_different_buckets_keep_the_order_of_each_group(
     assert run_ranks(4, overlapping, *case, timeout=20) == [0.0] * 4
 
 
+def issued(rank, world):
+    """Matrices on all ranks, on this rank's row and on its column of a square mesh: the collectives in order."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    params = [nn.Parameter(cut(torch.ones(shape), mesh, [Shard(0)]))
+              for shape in [(8, 6), (6, 8)] for mesh in (square["rows"], flat, square["columns"])]
+    stepper, mine = package().Muon([{"params": [p]} for p in params]), ISSUED[rank]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    stepper.step()
+    mine.clear()
+    stepper.step()
+    return mine
+
+
+ISSUED = {rank: [] for rank in range(4)}
+
+
+def test_ranks_issue_the_collectives_of_all_their_groups_in_one_order(optimizer, monkeypatch):
+    """NCCL may not get on with collectives of two groups in different orders, even where no rank waits for another."""
+    function = dist.all_to_all_single
+
+    def noted(*args, group=None, **kwargs):
+        ranks, mine = tuple(dist.get_process_group_ranks(group)), ISSUED[dist.get_rank()]
+        mine.append((ranks, sum(other == ranks for other, _ in mine)))
+        return function(*args, group=group, **kwargs)
+
+    monkeypatch.setattr(dist, "all_to_all_single", noted)
+    orders = run_threads(4, issued)
+    assert all(len(set(order)) == 12 for order in orders)
+    for first in orders:
+        for second in orders:
+            assert [c for c in first if c in second] == [c for c in second if c in first]
+
+
 # plain parameters with unreduced gradients -----------------------------------------------------------------------
 
 def unreduced(rank, world, shapes, odd, dtype, grad_dtype, missing):

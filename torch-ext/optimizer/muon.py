@@ -15,10 +15,10 @@ import torch.distributed as dist
 from . import pipeline
 from .bind import Planner, bind
 from .groups import check_group, check_unique, name_of
-from .layout import address_of, is_dtensor, local_of
+from .layout import is_dtensor, local_of, raw_locals
 from .plan import ALIGNMENT
 from .routes import Groups, Presence
-from .store import gradient_of, restore_state
+from .store import check_dense, restore_state
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Muon(torch.optim.Optimizer):
                 self._plans[alone] = [plan for unit in units for plan in planner.plan(*unit)]
                 self._planned_for[alone], self._bound_for = key, None
         plans = self._plans[False] + self._plans[True]
-        key = [_memory_key(p, self.state[p]) for plan in plans for p in plan.params]
+        key = _memory_key([p for plan in plans for p in plan.params], self.state)
         if key != self._bound_for:
             self._presence.wait()
             self._stores, self._jobs = bind(plans, self._options, self._groups, self.state)
@@ -208,13 +208,14 @@ class NorMuon(Muon):
         super().__init__(params, *args, beta2=beta2, **kwargs)
 
 
-def _memory_key(param, state):
-    """What bound views and launches depend on: where parameter and state lie, and how the gradient is laid out."""
-    places = [address_of(param), *map(address_of, state.values())]
-    if param.grad is None:
-        return places, None
-    grad = gradient_of(param)
-    return places, grad.dtype, grad.stride(), grad.data_ptr() % ALIGNMENT
+def _memory_key(params, state):
+    """What bound views and launches depend on: where parameters and state lie, and how the gradients are laid out."""
+    gradients = [p.grad for p in params]
+    there = [g for g in gradients if g is not None]
+    check_dense(there)
+    return ([t.data_ptr() for t in raw_locals(t for p in params for t in (p, *state[p].values()))],
+            [g is None for g in gradients],
+            [(g.dtype, g.stride(), g.data_ptr() % ALIGNMENT) for g in raw_locals(there)])
 
 
 def _on(device):

@@ -9,9 +9,9 @@ SLOTS = 3  # buckets alive at once: one arriving, one being computed, one return
 
 
 class Pause:
-    """A turn in which no bucket starts, between buckets of different ranks: what is on its way gets ahead of the next.
+    """A turn in which no bucket starts, between buckets of different ranks: the answers of one leave before the next.
 
-    Ranks have to issue the collectives of a process group in one order, and some of its ranks may have no other.
+    So all ranks issue the collectives of all their process groups in one order, whichever other groups they are in.
     """
     travels = True
 

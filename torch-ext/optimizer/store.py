@@ -33,7 +33,7 @@ class Store:
 
     def read(self):
         """Take this step's gradients, which autograd may have put elsewhere; a missing one counts as zero."""
-        self.gradients = [gradient_of(p) if p.grad is not None else _zero_gradient(p) for p in self.params]
+        self.gradients = [_zeros(p) if p.grad is None else local_of(p.grad) for p in self.params]
         if self.in_chunks:
             self.gradients = [g.contiguous() for g in self.gradients]
         self.addresses = None
@@ -80,12 +80,12 @@ class Store:
         return local[tuple(i - start for i, (start, _) in zip(piece.matrix.at, box))]
 
 
-def gradient_of(param):
-    """This rank's part of a gradient; raises RuntimeError for a sparse one."""
-    if param.grad.layout is not torch.strided:
-        raise RuntimeError(f"a parameter of shape {tuple(param.shape)} has a sparse gradient; Muon and its AdamW take "
-                           "dense ones: use sparse=False in nn.Embedding, or step it with torch.optim.SparseAdam")
-    return local_of(param.grad)
+def check_dense(gradients) -> None:
+    """Raise RuntimeError if one of them is sparse."""
+    for grad in gradients:
+        if grad.layout is not torch.strided:
+            raise RuntimeError(f"a parameter of shape {tuple(grad.shape)} has a sparse gradient; Muon and its AdamW "
+                               "take dense ones: use sparse=False in nn.Embedding, or torch.optim.SparseAdam for it")
 
 
 def gradient_dtype(param):
@@ -94,7 +94,7 @@ def gradient_dtype(param):
     return dtype or torch.promote_types(param.dtype, torch.float32)
 
 
-def _zero_gradient(param):
+def _zeros(param):
     return torch.zeros_like(local_of(param), dtype=gradient_dtype(param))
 
 
