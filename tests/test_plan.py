@@ -237,6 +237,7 @@ def test_work_is_balanced(optimizer):
         loads = {}
         part("plan").make_plan(layouts_on((world,), [Replicate()], shapes), cost, loads)
         costs = [cost(*shape) for shape in shapes]
+        loads = sum(loads.values(), Counter())
         assert sum(loads.values()) == sum(costs)
         assert max(loads.values()) <= sum(costs) / world + max(costs)
 
@@ -247,8 +248,9 @@ def test_a_model_is_balanced_within_two_percent(optimizer):
     """32 layers of seven matrices on 8, 64 and 128 ranks, and a second group that fills what the first left."""
     layer = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]
     for world, bound in ((8, 1.02), (64, 1.3)):
-        ranks = {}
-        part("plan").make_plan(layouts_on((world,), [Replicate()], layer * 32), cost, ranks)
+        loads = {}
+        part("plan").make_plan(layouts_on((world,), [Replicate()], layer * 32), cost, loads)
+        ranks = sum(loads.values(), Counter())
         mean = sum(ranks.values()) / world
         assert max(ranks.values()) <= bound * mean, (world, max(ranks.values()) / mean)
 
@@ -262,11 +264,29 @@ def test_a_second_plan_sees_the_loads_of_the_first(optimizer):
 
 def test_overlapping_rank_sets_share_their_loads(optimizer):
     """Experts bind work to some ranks; the dense matrices of all ranks then go to the others."""
-    layouts = layouts_on((4,), [Replicate()], [(8, 8)] * 6)
-    busy = part("layout").Layout((8, 8), {r: ((0, 8), (0, 8)) for r in (0, 1)}, ((0,), (1,)), plain=False)
+    whole, none = ((0, 2), (0, 8), (0, 8)), ((2, 2), (0, 8), (0, 8))
+    experts = part("layout").Layout((2, 8, 8), {0: whole, 1: whole, 2: none, 3: none}, ((0, 2), (1, 3)), plain=False)
     loads = {}
-    part("plan").make_plan([busy, busy, *layouts], cost, loads)
-    assert loads == dict.fromkeys(range(4), 2 * cost(8, 8))
+    part("plan").make_plan([experts, *layouts_on((4,), [Replicate()], [(8, 8)] * 6)], cost, loads)
+    assert sum(loads.values(), Counter()) == dict.fromkeys(range(4), 2 * cost(8, 8))
+
+
+def test_ranks_that_know_of_different_work_agree_on_what_they_share(optimizer):
+    """Rank 0 of a square mesh has matrices on its row and on its column that ranks 1 and 2 do not know."""
+    def square(*ranks):
+        rows = {rank: ((4 * i, 4 * i + 4), (0, 8)) for i, rank in enumerate(ranks)}
+        return part("layout").Layout((4 * len(ranks), 8), rows, (ranks,), plain=False)
+
+    of = {0: [(0, 1), (0, 2)], 1: [(0, 1), (1, 3)], 2: [(2, 3), (0, 2)], 3: [(2, 3), (1, 3)]}
+    seen = {}
+    for rank, sets in of.items():
+        layouts = [square(*ranks) for ranks in (sets[0], (0, 1, 2, 3), sets[1]) for _ in range(5)]
+        loads = {}
+        for group in (layouts[:7], layouts[7:]):
+            for bucket in part("plan").make_plan(group, cost, loads):
+                if rank in bucket.ranks:
+                    seen.setdefault((bucket.ranks, len(group)), set()).add((bucket.matrices, bucket.owners))
+    assert len(seen) == 6 and all(len(plans) == 1 for plans in seen.values())
 
 
 @pytest.mark.parametrize("world", [8, 64, 512])

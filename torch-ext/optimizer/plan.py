@@ -45,13 +45,13 @@ class Bucket:
 def make_plan(layouts, cost, loads, *, reduced=True, rank_bytes=1 << 28, itemsizes=None) -> list[Bucket]:
     """Layouts -> buckets, the same on every rank.
 
-    `cost(rows, cols)`: the work of one matrix; `loads`: work per rank from earlier plans of this step, updated in
-    place; `reduced`: the gradients of plain tensors are already summed over the ranks; `rank_bytes`: how much workspace
-    a bucket may take of one rank (it takes more where one matrix per owner does); `itemsizes`: bytes of an element on
-    the wire, of an "update" and, where it travels, of a "row" of row state.
+    `cost(rows, cols)`: the work of one matrix; `loads`: work from earlier plans of this step, by the ranks that know of
+    it and by rank, updated in place; `reduced`: the gradients of plain tensors are already summed over the ranks;
+    `rank_bytes`: how much workspace a bucket may take of one rank (it takes more where one matrix per owner does);
+    `itemsizes`: bytes of an element on the wire, of an "update" and, where it travels, of a "row" of row state.
     """
     families = _families(layouts, reduced)
-    owner_of, buckets = _assign(families, cost, loads), []
+    owner_of, buckets = _assign(families, layouts, cost, loads), []
     for route, ranks in sorted(families, key=lambda family: (turn(family[1]), family)):
         freight = _Freight(layouts, itemsizes or {"update": 2}, route, ranks)
         for matrices, nbytes in _rounds(families[route, ranks], owner_of, cost, freight, rank_bytes):
@@ -92,41 +92,35 @@ def _places(layout, reduced) -> list:
     return found
 
 
-def _assign(families, cost, loads) -> dict:
+def _assign(families, layouts, cost, loads) -> dict:
     """matrix -> owner: the costliest first, each to the rank with the least work (Graham's LPT rule, 1969).
 
+    Only work on layouts that all ranks of a family have part in counts: of other work some of them know nothing.
     Where the gradients are reduced, the owner also keeps the state, and a parameter has one owner for all its
     matrices.
     """
-    owner_of, units = {}, []
+    owner_of, units, queues = {}, [], {}
+    loads_on = {id(layout): layout for layout in layouts}
+    loads_on = {key: loads.setdefault(frozenset(layout.boxes), Counter()) for key, layout in loads_on.items()}
     for (route, ranks), matrices in families.items():
-        if route == "local":
-            owner_of.update(dict.fromkeys(matrices, ranks[0]))
-            loads[ranks[0]] = loads.get(ranks[0], 0) + sum(cost(m.rows, m.cols) for m in matrices)
-            continue
         for _, unit in itertools.groupby(matrices, key=lambda m: m.param if route == "reduce" else m):
             unit = list(unit)
             units.append((-cost(unit[0].rows, unit[0].cols) * len(unit), unit[0].param, unit[0].at, ranks, unit))
-    heaps = {}
-    for work, _, _, ranks, unit in sorted(units, key=lambda u: u[:3]):
-        owner_of.update(dict.fromkeys(unit, _lightest(heaps, loads, ranks, -work)))
+    for work, param, _, ranks, unit in sorted(units, key=lambda u: u[:3]):
+        if ranks not in queues:
+            known = [load for everybody, load in loads.items() if everybody.issuperset(ranks)]
+            queues[ranks] = known, sorted((sum(load[r] for load in known), r) for r in ranks)
+        owner = _lightest(*queues[ranks])
+        owner_of.update(dict.fromkeys(unit, owner))
+        loads_on[id(layouts[param])][owner] -= work
     return owner_of
 
 
-def _lightest(heaps, loads, ranks, work):
-    """The rank with the least work, which then has `work` more. Several heaps share the loads: stale entries are
-    renewed.
-    """
-    if ranks not in heaps:
-        heaps[ranks] = [(loads.get(r, 0), r) for r in ranks]
-        heapq.heapify(heaps[ranks])
-    heap = heaps[ranks]
-    while heap[0][0] != loads.get(heap[0][1], 0):
-        heapq.heapreplace(heap, (loads.get(heap[0][1], 0), heap[0][1]))
-    load, rank = heap[0]
-    loads[rank] = load + work
-    heapq.heapreplace(heap, (load + work, rank))
-    return rank
+def _lightest(loads, heap):
+    """The rank with the least work. What the heap says of the one on top may be out of date: then it is renewed."""
+    while (now := sum(load[heap[0][1]] for load in loads)) != heap[0][0]:
+        heapq.heapreplace(heap, (now, heap[0][1]))
+    return heap[0][1]
 
 
 def _rounds(matrices, owner_of, cost, freight, rank_bytes):
