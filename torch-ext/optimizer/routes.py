@@ -211,7 +211,6 @@ class Mean:
         return self.source(piece).view([self.out], piece.shape)
 
 
-
 class Presence:
     """Puts back what the step changed of parameters that have no gradient.
 
