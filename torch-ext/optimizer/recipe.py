@@ -53,19 +53,26 @@ def apply(update, hp) -> None:
 
 
 def adamw(W, G, exp_avgs, exp_avg_sqs, steps, hp) -> None:
-    """AdamW (arXiv 1711.05101) in place, through torch's fused or foreach kernels; state wider than W is updated in
-    its dtype.
+    """AdamW (arXiv 1711.05101) in place, through torch's fused or foreach kernels, in the dtype of the state.
+
+    The fused one wants all four alike in dtype and strides: what lies otherwise in memory is stepped as a copy.
     """
     if not W:
         return
-    dtype = exp_avgs[0].dtype
-    wide = W if all(w.dtype == dtype for w in W) else [w.to(dtype) for w in W]
+    alike = [[_like(t, pattern) for t, pattern in zip(tensors, exp_avgs)] for tensors in (W, G, exp_avg_sqs)]
     fused = W[0].is_cuda
-    torch_adamw(wide, [g.to(dtype) for g in G], exp_avgs, exp_avg_sqs, [], steps, foreach=not fused, fused=fused,
+    torch_adamw(*alike[:2], exp_avgs, alike[2], [], steps, foreach=not fused, fused=fused,
                 amsgrad=False, beta1=hp["betas"][0], beta2=hp["betas"][1], lr=float(hp["lr"]),
                 weight_decay=float(hp["weight_decay"]), eps=hp["eps"], maximize=False)
-    if wide is not W:
-        torch._foreach_copy_(W, wide)
+    copied = [pair for pair in zip([*W, *exp_avg_sqs], [*alike[0], *alike[2]]) if pair[0] is not pair[1]]
+    if copied:
+        torch._foreach_copy_(*map(list, zip(*copied)))
+
+
+def _like(tensor, pattern):
+    if tensor.dtype == pattern.dtype and tensor.stride() == pattern.stride():
+        return tensor
+    return torch.empty_like(pattern).copy_(tensor)
 
 
 def cost(hp):
