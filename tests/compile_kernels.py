@@ -69,28 +69,34 @@ def by_tma(arch: str, entry: dict) -> int:
         SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]], TURNED=False, STRAIGHT=True,
         ADDENDS=2 * (entry["op"] == "symmetric"), FORM=3, BLOCK_R=rows, BLOCK_C=columns, BLOCK_K=inner,
         LOOP=triton.language.constexpr(entry["loop"]))
+    arguments |= dict.fromkeys("cd" if entry["op"] != "symmetric" else "")
     return compile_for(arch, part("kernels.gram_sm90")._kernel, arguments,
                        num_stages=entry["stages"], num_warps=entry["warps"])
 
 
 def others(arch: str):
     """Compile the kernels of everything that is not a product."""
-    pack, update, rows, norm = (part(f"kernels.{name}") for name in ("pack", "update", "rows", "norm"))
+    pack, update, rows, norm, on_chip = (part(f"kernels.{name}") for name in "pack update rows norm on_chip".split())
     table = dict(records="*i64", blocks="*i64", FIELDS=12, BLOCK=4096, ALIGNED=True, **TYPES)
     yield compile_for(arch, pack._pack_kernel, dict(table, addresses="*i64", weight="fp32", NESTEROV=True))
     yield compile_for(arch, pack._copy_kernel, dict(table, addresses="*i64", FRESH=True))
     yield compile_for(arch, pack._copy_kernel, dict(table, addresses=None, FRESH=False, ALIGNED=False))
     yield compile_for(arch, update._update_kernel, dict(table, scales="*fp32", lr="fp32", keep="fp32"))
-    sizes = dict(numel="i32", N="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR,
-                 u_strides=COLUMN_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR)
-    sizes |= dict(ROWS=4, ONCE=True)
-    floats = dict(V="*fp32", squares="*fp32", factors="*fp32", rows="*fp32", matrices="*fp32", beta2="fp32",
-                  rest="fp32")
-    for kernel in (rows._moments_kernel, rows._norms_kernel, rows._scale_kernel, norm._rows_kernel,
-                   norm._matrices_kernel, norm._cast_kernel):
+    sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
+                 span="i32", u_strides=COLUMN_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR, ROWS=4,
+                 WIDE=True)
+    floats = dict(V="*fp32", squares="*fp32", factors="*fp32", sums="*fp32", beta2="fp32", rest="fp32")
+    for kernel in (rows._moments_kernel, rows._norms_kernel, rows._scale_kernel, norm._sums_kernel, norm._cast_kernel):
         yield compile_for(arch, kernel, dict(sizes, **floats, U="*bf16", X="*fp16"))
         if arch == "sm90":  # sizes of 1 are constants to the compiler
-            yield compile_for(arch, kernel, dict(sizes, **floats, U="*fp32", X="*bf16", N=1, R=1, C=1, numel=1))
+            yield compile_for(arch, kernel, dict(sizes, **floats, U="*fp32", X="*bf16", R=1, C=1, numel=1, parts=1))
+    for block in (64, 128):
+        arguments = dict(
+            U="*bf16", X="*fp16", out="*bf16", u_strides=ROW_MAJOR, x_strides=ROW_MAJOR, out_strides=ROW_MAJOR,
+            triples=("fp32",) * 15, n="i32", m="i32", eps="fp32", WIDE=True, AOL=block == 64, STEPS=5, FIRSTS=0b101001,
+            BLOCK=block, CHUNK=128, DTYPE=triton.language.float16)
+        for kernel in (on_chip._standard_kernel, on_chip._gram_kernel):
+            yield compile_for(arch, kernel, arguments, num_warps=block // 16)
 
 
 if __name__ == "__main__":

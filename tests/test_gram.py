@@ -163,3 +163,29 @@ def test_large_matrices_with_the_tiles_of_the_table(part, monkeypatch, n, m, dty
     assert (P.double() - exact).abs().max() < bound and torch.equal(P, P.mT)
     Y = module.product(P, X, torch.empty_like(X))
     check(Y, P.double() @ X.double(), P.double().abs() @ X.double().abs(), n)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["gram", "symmetric", "product"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("N, n, m", [(3, 200, 520), (2, 768, 776), (1, 1000, 3000)])
+def test_measured_tiles_agree_in_every_bit(part, device, op, dtype, N, n, m):
+    """Otherwise a matrix would get other bits on a rank that owns more matrices: measured choices count the batch."""
+    gram, tiles = part("kernels.gram"), part("kernels.tiles")
+    entries = [e for e in tiles.table(tiles.architecture("cuda"))["entries"] if e["op"] == op and "us" in e]
+    if not entries:
+        pytest.skip("this architecture has no measured entries")
+    X, (A, B) = torch.randn(N, n, m, device=device).to(dtype), symmetric(N, n, dtype, device)
+    results = []
+    for entry in entries:
+        tile = tiles.Tile(*entry["tile"], entry["group"], entry["stages"], entry["warps"], entry["loop"])
+        out = poisoned(N, n, m if op == "product" else n, dtype=dtype, device=device)
+        with tiles.force(tile):
+            if op == "gram":
+                gram.gram(X, out)
+            elif op == "product":
+                gram.product(A, X, out)
+            else:
+                gram.symmetric_product(A, B, out, 0.7, [(A, 0.3), (B, -1.1)], 0.5)
+        results.append(out)
+    assert all(torch.equal(out, results[0]) for out in results)

@@ -32,6 +32,7 @@ LAYERS = [
     ["kernels.table"],
     ["kernels.gram_sm90"],
     ["kernels.gram", "kernels.norm", "kernels.pack", "kernels.rows", "kernels.update"],
+    ["kernels.on_chip"],
     ["polar"],
     ["recipe"],
     ["layout"],

@@ -1,7 +1,6 @@
 """Launch choice: tables that fit their architecture, the nearest entry, and which path a device takes."""
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import subprocess
@@ -24,7 +23,7 @@ def tiles(part):
 
 
 def nearest(tiles, op, rows, columns, arch, itemsize=2):
-    return tiles._nearest(op, itemsize, rows, columns, arch)
+    return tiles._best(op, itemsize, rows, columns, 1, arch)
 
 
 @every_architecture
@@ -63,11 +62,11 @@ def test_the_nearest_entry_is_taken_in_powers_of_two(tiles):
     made = {"measured": False, "entries": [entry(64, 64), entry(64, 512), entry(512, 512)]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "table", lambda arch: made)
-        choose = tiles._nearest.__wrapped__
-        assert choose("gram", 2, 60, 70, "x").rows == 64
-        assert choose("gram", 2, 300, 300, "x").rows == 512
-        assert choose("gram", 2, 100000, 600, "x").rows == 512
-        assert choose("gram", 2, 0, 0, "x").rows == 64
+        choose = tiles._best.__wrapped__
+        assert choose("gram", 2, 60, 70, 1, "x").rows == 64
+        assert choose("gram", 2, 300, 300, 1, "x").rows == 512
+        assert choose("gram", 2, 100000, 600, 1, "x").rows == 512
+        assert choose("gram", 2, 0, 0, 1, "x").rows == 64
 
 
 def test_an_unknown_architecture_or_size_gets_the_default(tiles):
@@ -75,9 +74,18 @@ def test_an_unknown_architecture_or_size_gets_the_default(tiles):
     assert nearest(tiles, "product", 64, 64, "cpu", 4) == tiles.DEFAULT_FP32
 
 
-def test_the_choice_knows_no_batch(tiles):
-    """One matrix must have the same bits on every rank, whatever else the rank computes."""
-    assert list(inspect.signature(tiles.choose).parameters) == ["op", "dtype", "rows", "columns", "device"]
+def test_a_measured_table_counts_turns(tiles):
+    """A small tile for few matrices, a large one where all processors are busy with it."""
+    small, large = (tiles._best("symmetric", 2, 768, 768, n, "sm90") for n in (1, 64))
+    assert small.rows < large.rows
+
+
+def test_the_expected_time_is_that_of_the_busiest_processor(tiles):
+    entry = {"op": "gram", "tile": [64, 64, 32], "us": [100.0, 10.0, 1.0, 0.0]}
+    # 128 rows: 3 tiles of the lower triangle; 96 columns: 3 steps; 2 matrices on 4 processors: 2 turns
+    assert tiles.expected_us(entry, 128, 96, 2, 4) == 100 + 2 * 10 + 2 * 3 * 1
+    entry.update(op="product", us=[0.0, 0.0, 0.0, 1.0])  # 2 x 2 tiles, 4 steps, 8 tiles over 4 processors
+    assert tiles.expected_us(entry, 128, 96, 2, 4) == 4 * 2
 
 
 def test_a_choice_can_be_forced(tiles):

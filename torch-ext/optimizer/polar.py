@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .kernels import on_chip
 from .kernels.gram import gram, product, symmetric_product
 from .kernels.norm import unit_norm
 
@@ -189,6 +190,8 @@ def _polar(U, out, steps, eps, dtype):
         U, out = U.mT, out.mT
     N, n, m = U.shape
     dtype = dtype or (torch.float32 if U.device.type == "cpu" else torch.float16)
+    if on_chip.fits(U, dtype):
+        return on_chip.polar(U, out, steps.segments(dtype), steps.aol, eps, dtype)
     X, A = _empty(N, n, m, dtype, U.device), _empty(N, n, n, dtype, U.device)
     unit_norm(U, X, eps)
     gram(X, A)

@@ -37,10 +37,23 @@ class jit:
 
     def __init__(self, function):
         functools.update_wrapper(self, function)
-        self.function, self.made = function, None
+        self.function, self.made, self.compiled = function, None, {}
 
     def __getitem__(self, grid):
         return self.make()[grid]
+
+    def launch(self, programs: int, key: tuple, *arguments, **options) -> None:
+        """Launch so many programs; `arguments` are all of the kernel's, constants too, in its order.
+
+        `key` names what decides about the binary: the device, types, alignments, constants, and numbers that are 1 or
+        multiples of 16. From the second launch with it on, Triton does not look at that again, which would take longer
+        than a small kernel.
+        """
+        compiled = self.compiled.get(key)
+        if compiled is None:
+            self.compiled[key] = self.make()[programs, 1, 1](*arguments, **options)  # None in the interpreter
+        else:
+            compiled[programs, 1, 1](*arguments)
 
     def make(self):
         """Return Triton's own function object; the same one at every call."""
@@ -54,3 +67,15 @@ class jit:
                     scope[name] = scope[name].make()
             self.made = triton.jit(self.function)
         return self.made
+
+
+def typed(dtype: torch.dtype):
+    """Return Triton's name of a dtype."""
+    import triton.language
+
+    return getattr(triton.language, str(dtype).rpartition(".")[2])
+
+
+def look(*tensors: torch.Tensor) -> tuple:
+    """Return what a kernel's binary knows of tensors, and more: a part of a key for `jit.launch`."""
+    return tuple((t.dtype, t.device.index, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors)

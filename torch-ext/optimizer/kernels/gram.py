@@ -2,7 +2,7 @@
 
 Decides: how a product is computed and rounded. A symmetric result is computed in one triangle and mirrored, so it is
 exactly symmetric; the Gram iteration loses accuracy where it is not. The result for one matrix does not depend, in any
-bit, on the batch that it is in: no atomics, no split sums, and a launch choice that ignores the batch. Must not know:
+bit, on the batch that it is in: no atomics, no split sums, and launch choices that agree in every bit. Must not know:
 what the products are used for.
 """
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0)):
     (N, rows, columns), inner = out.shape, A.shape[2]
     if N * rows * columns == 0:
         return out
-    tile = tiles.choose(op, A.dtype, rows, inner if op == "gram" else columns, out.device)
+    tile = tiles.choose(op, A.dtype, rows, inner if op == "gram" else columns, out.device, N)
     columns_of_b = B.mT if op == "gram" else B  # a symmetric B holds its columns as rows
     if tile.loop != "pointers":
         if gram_sm90.addressable(A, columns_of_b, *(C for C, _ in addends)):

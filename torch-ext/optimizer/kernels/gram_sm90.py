@@ -9,12 +9,13 @@ import functools
 
 import torch
 
-from . import jit
+from . import jit, look
 from .tiles import Tile
 
 tl = None  # Triton's language, put here by jit
 SYMMETRY = {"product": 0, "gram": 1, "symmetric": 2}  # X X^T sums the same products in the same order on both sides
 POINTERS = Tile(128, 128, 64, 8, 3, 4, "once")  # where the result is stored by pointers, which takes more memory
+_checked: dict = {}  # (dtype, shape, strides, box) -> what a descriptor says apart from its address
 SQUARE = 8  # squares of 8 x 8 tiles are visited one after another, so that their operands stay in the cache
 
 
@@ -39,23 +40,33 @@ def launch(op, A, B, out, addends, factors, tile) -> None:
     down, across, ratio = -(-rows // tile.rows), -(-columns // tile.columns), tile.columns // tile.rows
     order, count = _order(down, across, ratio if symmetric else 0, out.device)
     half = tile.rows if symmetric else tile.columns
-    describe = [(A, (tile.inner, tile.rows) if turned else (tile.rows, tile.inner)),
-                (B, (tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns)),
-                *((C, (tile.rows, half)) for C, _ in (*addends, (A, 0.0), (A, 0.0))[:2]),
-                (out if straight else A, (tile.rows, half))]
-    _kernel[(N * count if tile.loop == "once" else min(N * count, _processors(out.device)),)](
-        *(_describe(tensor, *box) for tensor, box in describe), out, out.stride(), order, count,
-        (rows, columns, inner, N * count), (*factors, *(beta for _, beta in addends)), SYMMETRIC=SYMMETRY[op],
-        TURNED=turned, STRAIGHT=straight, ADDENDS=len(addends), FORM=(factors[0] != 1.0) + 2 * (factors[1] != 0.0),
-        BLOCK_R=tile.rows, BLOCK_C=tile.columns, BLOCK_K=tile.inner, LOOP=tile.loop,
-        num_stages=tile.stages, num_warps=tile.warps)
+    left = _describe(A, *((tile.inner, tile.rows) if turned else (tile.rows, tile.inner)))
+    right = _describe(B, *((tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns)))
+    add = [_describe(C, tile.rows, half) for C, _ in addends] + [None, None]
+    result = _describe(out, tile.rows, half) if straight else None
+    form = (factors[0] != 1.0) + 2 * (factors[1] != 0.0)
+    programs = N * count if tile.loop == "once" else min(N * count, _processors(out.device))
+    key = (op, tile, form, *look(A, B, out, *(C for C, _ in addends)))
+    _kernel.launch(
+        programs, key, left, right, *add[:2], result, out, out.stride(), order, count,
+        (rows, columns, inner, N * count), (*factors, *(beta for _, beta in addends)), SYMMETRY[op], turned, straight,
+        len(addends), form, tile.rows, tile.columns, tile.inner, tile.loop, num_stages=tile.stages,
+        num_warps=tile.warps, enable_fp_fusion=False)  # fused or not, by tile: other bits
 
 
 def _describe(tensor, rows, columns):
-    """A descriptor for boxes of (rows, columns) in one matrix of `tensor`."""
+    """A descriptor for boxes of (rows, columns) in one matrix of `tensor`; checked once per shape."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, rows, columns])
+    shape, strides = tensor.shape, tensor.stride()
+    checked = _checked.get((tensor.dtype, shape, strides, rows, columns))
+    if checked is None:
+        made = TensorDescriptor(tensor, list(shape), list(strides), [1, rows, columns])
+        _checked[tensor.dtype, shape, strides, rows, columns] = {**vars(made), "base": None}
+        return made
+    described = TensorDescriptor.__new__(TensorDescriptor)
+    vars(described).update(checked, base=tensor)
+    return described
 
 
 @functools.cache

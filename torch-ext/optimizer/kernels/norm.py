@@ -1,17 +1,18 @@
 """Scaling before the iteration: bring every matrix to Frobenius norm 1, whatever its scale, and cast it.
 
-Decides: how maxima and squares are summed, in a fixed order that does not depend on the batch, and that nothing
-overflows or vanishes on the way. Must not know: what happens to the matrices afterwards.
+Decides: how squares are summed, in a fixed order that does not depend on the batch, and that nothing overflows or
+vanishes on the way. Must not know: what happens to the matrices afterwards.
 """
 from __future__ import annotations
 
 import torch
 
-from . import jit, use_triton
+from . import jit, look, use_triton
 
 tl = None  # Triton's language, put here by jit
-BLOCK = 1024
-LONGEST = 16384  # elements of a row that are held in registers; a longer row is read twice
+AT_ONCE = 2048  # elements that a program reads at a time
+SHARE = 16  # times that it reads, at least; few large shares are few sums to add for whoever casts a tile
+PARTS = 256  # shares of one matrix, at most
 TILE = 64
 
 
@@ -19,22 +20,23 @@ def unit_norm(U: torch.Tensor, X: torch.Tensor, eps: float) -> None:
     """Write U / ||U|| to X, norms over whole matrices; a matrix of zeros stays so.
 
     U (N, n, m) and X alike, in fp32, bf16 or fp16, any strides (transposed views too). All in fp32, rounded once.
-    U is divided by its largest element first, and eps is added to the norm then: a multiple of U gives the same X.
+    eps times the largest magnitude is added to the norm: a multiple of U gives the same X.
     """
     if not use_triton(U.device):
         return unit_norm_torch(U, X, eps)
     if U.stride(2) > U.stride(1):
         U, X = U.mT, X.mT
     N, R, C = U.shape
-    rows = torch.empty((2, N, R), dtype=torch.float32, device=U.device)
-    matrices = torch.empty((2, N), dtype=torch.float32, device=U.device)
-    tiles = -(-R // TILE) * -(-C // TILE)
-    block = min(LONGEST, 1 << (C - 1).bit_length())
-    together = max(1, 4 * BLOCK // block)
-    _rows_kernel[(-(-N * R // together),)](U, rows, N * R, R, C, U.stride(), ROWS=together, BLOCK=block,
-                                           ONCE=C <= block, num_warps=8)
-    _matrices_kernel[(N,)](rows, matrices, N, R, eps, BLOCK=BLOCK)
-    _cast_kernel[(N * tiles,)](U, X, matrices, N, R, C, U.stride(), X.stride(), TILE=TILE)
+    block = min(AT_ONCE, max(16, 1 << (C - 1).bit_length()))
+    rows = AT_ONCE // block
+    span = max(rows * -(-R // (rows * PARTS)), rows * max(1, SHARE * block // max(block, C)))
+    parts = -(-R // span)
+    sums = torch.empty((N, 4, parts), dtype=torch.float32, device=U.device)
+    key, wide = look(U, X), U.dtype != torch.float16
+    _sums_kernel.launch(N * parts, key, U, sums, parts, span, R, C, U.stride(), wide, rows, block, num_warps=4)
+    _cast_kernel.launch(
+        N * -(-R // TILE) * -(-C // TILE), key, U, X, sums, parts, R, C, U.stride(), X.stride(), eps,
+        1 << (parts - 1).bit_length(), TILE, num_warps=8)
 
 
 def unit_norm_torch(U, X, eps):
@@ -50,58 +52,61 @@ def _or_one(divisor, eps=0.0):
 
 
 @jit
-def _rows_kernel(U, rows, numel, R, C, strides, ROWS: tl.constexpr, BLOCK: tl.constexpr, ONCE: tl.constexpr):
-    """ROWS rows per program: their largest magnitudes, and sums of squares in units of those, to rows (2, N, R)."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    start = (U + row // R * strides[0] + row % R * strides[1])[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < numel)[:, None]
-    if ONCE:
-        u = tl.load(start + column * strides[2], mask=inside & (column < C), other=0.0).to(tl.float32)
-        unit = tl.max(tl.abs(u), 1)
-        u /= tl.where(unit > 0, unit, 1.0)[:, None]
-        sums = tl.sum(u * u, 1)
-    else:
-        largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-        for first in range(0, C, BLOCK):
-            at = (first + column).to(tl.int64)
-            u = tl.load(start + at * strides[2], mask=inside & (at < C), other=0.0)
-            largest = tl.maximum(largest, tl.abs(u.to(tl.float32)))
-        unit = tl.max(largest, 1)
-        squares = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-        for first in range(0, C, BLOCK):
-            at = (first + column).to(tl.int64)
-            u = tl.load(start + at * strides[2], mask=inside & (at < C), other=0.0).to(tl.float32)
-            u /= tl.where(unit > 0, unit, 1.0)[:, None]
-            squares += u * u
-        sums = tl.sum(squares, 1)
-    tl.store(rows + row, unit, mask=row < numel)
-    tl.store(rows + numel + row, sums, mask=row < numel)
+def _sums_kernel(U, sums, parts, span, R, C, strides, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """`span` rows per program: the largest magnitude, and the sum of squares in one of three units, to sums (N, 4,
+    parts). The units keep squares from overflow and loss (WIDE: where the dtype has such numbers); it is the idea of
+    J. L. Blue, ACM Trans. Math. Softw. 4, 1978, with one unit for all that a program reads.
+    """
+    part = tl.program_id(0) % parts
+    matrix = (tl.program_id(0) // parts).to(tl.int64)
+    start = U + matrix * strides[0]
+    largest, squares = _sum(start, part * span, part * span + span, R, C, strides, 1.0, ROWS, BLOCK)
+    unit = unit_of(largest)
+    if WIDE and unit != 1.0:
+        _, squares = _sum(start, part * span, part * span + span, R, C, strides, unit, ROWS, BLOCK)
+    at = sums + matrix * 4 * parts + part
+    tl.store(at, largest)
+    tl.store(at + parts, tl.where(unit > 1, squares, 0.0))
+    tl.store(at + 2 * parts, tl.where(unit == 1, squares, 0.0))
+    tl.store(at + 3 * parts, tl.where(unit < 1, squares, 0.0))
 
 
 @jit
-def _matrices_kernel(rows, matrices, N, R, eps, BLOCK: tl.constexpr):
-    """One matrix per program: its largest magnitude, and its norm in units of that, to matrices (2, N)."""
-    matrix = tl.program_id(0).to(tl.int64)
-    largest = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(0, R, BLOCK):
-        row = first + tl.arange(0, BLOCK)
-        largest = tl.maximum(largest, tl.load(rows + matrix * R + row, mask=row < R, other=0.0))
-    unit = tl.max(largest)
-    divisor = tl.where(unit > 0, unit, 1.0)
-    sums = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(0, R, BLOCK):
-        row = first + tl.arange(0, BLOCK)
-        ratio = tl.load(rows + matrix * R + row, mask=row < R, other=0.0) / divisor
-        sums += tl.load(rows + (N + matrix) * R + row, mask=row < R, other=0.0) * ratio * ratio
-    norm = tl.sqrt(tl.sum(sums))
-    tl.store(matrices + matrix, divisor)
-    tl.store(matrices + N + matrix, tl.where(norm > 0, norm + eps, 1.0))
+def _sum(start, first, end, R, C, strides, unit, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the largest magnitude in rows from `first` to `end`, and the sum of squares times the unit's square."""
+    largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    squares = largest
+    across = tl.cdiv(C, BLOCK)
+    for turn in tl.range(0, (end - first) // ROWS * across, num_stages=4):
+        row = first + turn // across * ROWS + tl.arange(0, ROWS)[:, None]
+        column = turn % across * BLOCK + tl.arange(0, BLOCK)[None, :]
+        at = start + row.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
+        u = tl.load(at, mask=(row < R) & (column < C), other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(u))
+        squares += (u * unit) * (u * unit)
+    return tl.max(largest), tl.sum(squares)
 
 
 @jit
-def _cast_kernel(U, X, matrices, N, R, C, u_strides, x_strides, TILE: tl.constexpr):
-    """One tile per program: X = U / largest / norm."""
+def unit_of(largest):
+    """Return a power of two by which to multiply numbers up to `largest` before they are squared and summed."""
+    return tl.where(largest > 2.0**50, 2.0**-80, tl.where(largest < 2.0**-40, 2.0**80, 1.0))
+
+
+@jit
+def factors_of(largest, small, middle, large, eps):
+    """Return the power of two, and then the number, by which a matrix is multiplied."""
+    down, up = large > 0, (large == 0) & (middle < 2.0**-60)
+    power = tl.where(down, 2.0**-80, tl.where(up, 2.0**80, 1.0))
+    less = tl.where(up, 1.0, 2.0**-80)
+    squares = middle * power * power + tl.where(down, large, small * less * less)
+    norm = tl.sqrt(squares) + eps * (largest * power)
+    return power, 1.0 / tl.where(norm == 0, 1.0, norm)
+
+
+@jit
+def _cast_kernel(U, X, sums, parts, R, C, u_strides, x_strides, eps, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """One tile per program: X = U / norm."""
     program = tl.program_id(0)
     across = tl.cdiv(C, TILE)
     count = tl.cdiv(R, TILE) * across
@@ -109,7 +114,12 @@ def _cast_kernel(U, X, matrices, N, R, C, u_strides, x_strides, TILE: tl.constex
     row = ((tile // across) * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
     column = ((tile % across) * TILE + tl.arange(0, TILE)).to(tl.int64)[None, :]
     inside = (row < R) & (column < C)
+    part = tl.arange(0, BLOCK)
+    at, there = sums + matrix * 4 * parts + part, part < parts
+    power, factor = factors_of(
+        tl.max(tl.load(at, mask=there, other=0.0)), tl.sum(tl.load(at + parts, mask=there, other=0.0)),
+        tl.sum(tl.load(at + 2 * parts, mask=there, other=0.0)), tl.sum(tl.load(at + 3 * parts, mask=there, other=0.0)),
+        eps)
     u = tl.load(U + matrix * u_strides[0] + row * u_strides[1] + column * u_strides[2], mask=inside, other=0.0)
-    x = u.to(tl.float32) / tl.load(matrices + matrix) / tl.load(matrices + N + matrix)
     out = X + matrix * x_strides[0] + row * x_strides[1] + column * x_strides[2]
-    tl.store(out, x.to(X.dtype.element_ty), mask=inside)
+    tl.store(out, (u.to(tl.float32) * power * factor).to(X.dtype.element_ty), mask=inside)

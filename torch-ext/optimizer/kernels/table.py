@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import jit
+from . import jit, typed
 
 tl = None  # Triton's language, put here by jit
 BLOCK = 4096  # elements per program
@@ -112,9 +112,7 @@ def _launch(types, aligned, group, device):
 
 def run(kernel, launch: Launch, *arguments, **constants):
     """Launch a kernel over a table; products and sums are rounded one by one, as torch rounds them."""
-    import triton.language
-
-    types = {f"TYPE_{i}": getattr(triton.language, str(t).rpartition(".")[2]) for i, t in enumerate(launch.types)}
+    types = {f"TYPE_{i}": typed(t) for i, t in enumerate(launch.types)}
     kernel[(len(launch.blocks),)](
         launch.records, launch.blocks, *arguments, FIELDS=launch.records.shape[1], BLOCK=BLOCK, ALIGNED=launch.aligned,
         **types, **constants, num_warps=8, enable_fp_fusion=False)

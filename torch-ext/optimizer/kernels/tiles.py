@@ -1,8 +1,9 @@
 """Launch choice: how a batched product is cut into tiles.
 
 Decides: tile, stages and warps by (operation, element size, shape, architecture), from one table per architecture in
-tables/, with a conservative default. Must not know: the number of matrices in the batch. A choice that depended on it,
-or on timing at run time, would give one matrix different bits on different ranks.
+tables/, with a conservative default. Where the table holds measured times, the batch counts too: such entries have to
+give one matrix the same bits, all of them (tests/test_gram.py). Must not know: timing at run time, by which ranks would
+choose differently.
 """
 from __future__ import annotations
 
@@ -42,9 +43,12 @@ DEFAULT, DEFAULT_FP32 = Tile(64, 64, 32, 8, 3, 4), Tile(32, 32, 32, 8, 2, 4)
 _forced: Tile | None = None
 
 
-def choose(op: str, dtype: torch.dtype, rows: int, columns: int, device: torch.device) -> Tile:
-    """Return the tile for `op` ("gram", "symmetric" or "product") on matrices of this shape."""
-    return _forced or _nearest(op, dtype.itemsize, rows, columns, architecture(device.type, device.index))
+def choose(op: str, dtype: torch.dtype, rows: int, columns: int, device: torch.device, matrices: int = 1) -> Tile:
+    """Return the tile for `op` on so many matrices: "gram" of (rows, columns), "symmetric" (rows, rows), or "product"
+    of (rows, rows) and (rows, columns).
+    """
+    arch = architecture(device.type, device.index)
+    return _forced or _best(op, dtype.itemsize, rows, columns, matrices, arch)
 
 
 @contextlib.contextmanager
@@ -75,9 +79,11 @@ def table(arch: str) -> dict:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"measured": [], "entries": []}
 
 
-@functools.cache
-def _nearest(op: str, itemsize: int, rows: int, columns: int, arch: str) -> Tile:
-    """Take the entry whose shape is nearest, in powers of two; the first of equals."""
+@functools.lru_cache(maxsize=4096)
+def _best(op: str, itemsize: int, rows: int, columns: int, matrices: int, arch: str) -> Tile:
+    """Take the entry that is expected to be fastest, or without times the one whose shape is nearest, in powers of two;
+    the first of equals.
+    """
     entries = [e for e in table(arch)["entries"] if e["op"] == op and e["bytes"] == itemsize]
     if not entries:
         return DEFAULT_FP32 if itemsize > 2 else DEFAULT
@@ -85,5 +91,25 @@ def _nearest(op: str, itemsize: int, rows: int, columns: int, arch: str) -> Tile
     def distance(entry):
         return abs(math.log2(entry["rows"] / max(rows, 1))) + abs(math.log2(entry["columns"] / max(columns, 1)))
 
-    best = min(entries, key=distance)
+    def time(entry):
+        return expected_us(entry, rows, columns, matrices, table(arch)["processors"])
+
+    best = min(entries, key=time if all("us" in e for e in entries) else distance)
     return Tile(*best["tile"], best["group"], best["stages"], best["warps"], best.get("loop", "pointers"))
+
+
+def expected_us(entry: dict, rows: int, columns: int, matrices: int, processors: int) -> float:
+    """Return the microseconds that a launch should take, from the four numbers of its entry that were fitted to
+    measurements: per launch, per turn (the most tiles that one processor gets), per step of a turn (`inner` elements of
+    the sum), and per step of an even share of all tiles.
+    """
+    height, width, inner = entry["tile"]
+    product, down = entry["op"] == "product", -(-rows // height)
+    if product:
+        tiles = down * -(-columns // width)
+    else:  # the lower triangle, in tiles that are `ratio` times as wide as high
+        ratio = width // height
+        tiles = sum(i // ratio + 1 for i in range(down))
+    turns, steps = -(-matrices * tiles // processors), -(-(rows if product else columns) // inner)
+    launch, turn, turn_step, share_step = entry["us"]
+    return launch + turn * turns + turn_step * turns * steps + share_step * steps * matrices * tiles / processors

@@ -1,0 +1,182 @@
+"""The whole Gram iteration of a small matrix in one program: between first read and last store nothing leaves the chip
+but X.
+
+Decides: which matrices are small. Sums, rounding and restarts are those of polar.py's Gram iteration; addends are not
+rounded on the way. Must not know: what the coefficients mean.
+"""
+from __future__ import annotations
+
+import torch
+
+from . import jit, look, typed, use_triton
+from .norm import unit_of
+
+tl = None  # Triton's language, put here by jit
+LARGEST, LONGEST = 128, 1024  # short and long side; one processor reads a longer matrix for longer than launches take
+
+
+def fits(U: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Say whether matrices U (N, n, m), n <= m, to be iterated in `dtype`, go through `polar`."""
+    return use_triton(U.device) and dtype.itemsize == 2 and U.shape[1] <= LARGEST and U.shape[2] <= LONGEST
+
+
+def polar(U: torch.Tensor, out: torch.Tensor, segments, aol: bool, eps: float, dtype: torch.dtype) -> None:
+    """Write to out the polar factor of every matrix of U (N, n, m), n <= m; they may be the same memory.
+
+    segments: the triples (a, b, c) between restarts, as `polar.Steps.segments` gives them. aol: scale the rows first.
+    """
+    N, n, m = U.shape
+    firsts, steps = 0, 0
+    for segment in segments:
+        firsts |= 1 << steps
+        steps += len(segment)
+    triples = tuple(float(x) for segment in segments for triple in segment for x in triple)
+    block, chunk = 64 if n <= 64 else 128, 64 if m <= 64 else 128
+    key = (steps, firsts, aol, *look(U, out))
+    numbers, constants = (triples, n, m, eps, U.dtype != torch.float16, aol, steps), (block, chunk)
+    if m <= chunk:
+        _standard_kernel.launch(N, (dtype, *key), U, out, U.stride(), out.stride(), *numbers, *constants,
+                                typed(dtype), num_warps=block // 16)
+    else:
+        X = torch.empty((N, n, -(-m // chunk) * chunk), dtype=dtype, device=U.device)
+        _gram_kernel.launch(N, (dtype, *key), U, X, out, U.stride(), X.stride(), out.stride(), *numbers,
+                            firsts | 1 << steps, *constants, num_warps=block // 16)
+
+
+@jit
+def _standard_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: tl.constexpr, AOL: tl.constexpr,
+                     STEPS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr):
+    """One matrix of at most CHUNK columns per program: X <- P X, with P = a I + b A + c A^2 and A = X X^T."""
+    matrix = tl.program_id(0).to(tl.int64)
+    row, column = tl.arange(0, BLOCK).to(tl.int64)[:, None], tl.arange(0, CHUNK).to(tl.int64)[None, :]
+    inside = (row < n) & (column < m)
+    u_at = U + matrix * u_strides[0] + row * u_strides[1]
+    unit, factor = _factors(u_at, n, m, u_strides[2], eps, WIDE, BLOCK, CHUNK)
+    u = tl.load(u_at + column * u_strides[2], mask=inside, other=0.0)
+    X = (u.to(tl.float32) * unit * factor).to(DTYPE)
+    for step in tl.static_range(STEPS):
+        sums = tl.dot(X, X.T)
+        if AOL and step == 0:
+            scale = _aol(sums)
+            sums *= scale[:, None] * scale[None, :]
+            X = (X * scale[:, None]).to(DTYPE)
+        A = sums.to(DTYPE)
+        P = triples[3 * step + 1] * A.to(tl.float32) + triples[3 * step + 2] * tl.dot(A, A)
+        sums = tl.dot(P.to(DTYPE), X) + triples[3 * step] * X.to(tl.float32)
+        X = sums.to(DTYPE)
+    out_at = out + matrix * out_strides[0] + row * out_strides[1] + column * out_strides[2]
+    tl.store(out_at, sums.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _gram_kernel(U, X, out, u_strides, x_strides, out_strides, triples, n, m, eps, WIDE: tl.constexpr,
+                 AOL: tl.constexpr, STEPS: tl.constexpr, FIRSTS: tl.constexpr, BLOCK: tl.constexpr,
+                 CHUNK: tl.constexpr):
+    """One matrix per program. FIRSTS: bit s says that step s begins a segment, or is one after the last."""
+    matrix = tl.program_id(0).to(tl.int64)
+    row, column = tl.arange(0, BLOCK).to(tl.int64)[:, None], tl.arange(0, CHUNK).to(tl.int64)[None, :]
+    u_at = U + matrix * u_strides[0] + row * u_strides[1]
+    x_at = X + matrix * x_strides[0] + row * x_strides[1] + column
+    out_at = out + matrix * out_strides[0] + row * out_strides[1]
+    unit, factor = _factors(u_at, n, m, u_strides[2], eps, WIDE, BLOCK, CHUNK)
+    sums = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    for k in range(0, m, CHUNK):
+        inside = (row < n) & (k + column < m)
+        u = tl.load(u_at + (k + column) * u_strides[2], mask=inside, other=0.0)
+        x = (u.to(tl.float32) * unit * factor).to(X.dtype.element_ty)
+        tl.store(x_at + k, x, mask=row < n)
+        sums = tl.dot(x, x.T, sums)
+    if AOL:
+        scale = _aol(sums)
+        sums *= scale[:, None] * scale[None, :]
+    A = sums.to(X.dtype.element_ty)
+    Q, q = A, 0.0
+    for step in tl.static_range(STEPS):
+        a, b, c = triples[3 * step], triples[3 * step + 1], triples[3 * step + 2]
+        Z = (b * A.to(tl.float32) + c * tl.dot(A, A)).to(A.dtype)  # the square of what is symmetric is so in every bit
+        if (FIRSTS >> step) % 2 == 1:
+            Q, q = Z, a
+        else:
+            Q = _symmetric(tl.dot(Q, Z) + a * Q.to(tl.float32) + q * Z.to(tl.float32) + _diagonal(q * a, BLOCK), A)
+            q = 0.0
+        if (FIRSTS >> (step + 1)) % 2 == 0:
+            T = _symmetric(tl.dot(A, Z) + a * A.to(tl.float32), A)
+            A = _symmetric(tl.dot(T, Z) + a * T.to(tl.float32), A)
+        else:
+            whole = Q.to(tl.float32) + _diagonal(q, BLOCK)
+            if AOL and FIRSTS % (2 << step) == 1:
+                whole *= scale[None, :]
+            Q = whole.to(X.dtype.element_ty)
+            tl.debug_barrier()  # other threads stored what this one loads
+            if step + 1 < STEPS:
+                A = _restart(Q, x_at, n, m, BLOCK, CHUNK)
+            else:
+                _finish(Q, x_at, out_at, out_strides[2], n, m, BLOCK, CHUNK)
+
+
+@jit
+def _restart(Q, x_at, n, m, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """X <- Q X; return X X^T."""
+    sums = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    inside = tl.arange(0, BLOCK)[:, None] < n
+    for k in range(0, m, CHUNK):
+        x = tl.dot(Q, tl.load(x_at + k, mask=inside, other=0.0)).to(Q.dtype)
+        tl.store(x_at + k, x, mask=inside)
+        sums = tl.dot(x, x.T, sums)
+    return sums.to(Q.dtype)
+
+
+@jit
+def _finish(Q, x_at, out_at, stride, n, m, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Store Q X."""
+    inside = tl.arange(0, BLOCK)[:, None] < n
+    for k in range(0, m, CHUNK):
+        x = tl.dot(Q, tl.load(x_at + k, mask=inside, other=0.0))
+        column = k + tl.arange(0, CHUNK).to(tl.int64)[None, :]
+        tl.store(out_at + column * stride, x.to(out_at.dtype.element_ty), mask=inside & (column < m))
+
+
+@jit
+def _factors(u_at, n, m, stride, eps, WIDE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the power of two, and then the number, by which a matrix is multiplied."""
+    largest, squares = _sum(u_at, n, m, stride, 1.0, BLOCK, CHUNK)
+    unit = unit_of(largest)
+    if WIDE and unit != 1.0:
+        _, squares = _sum(u_at, n, m, stride, unit, BLOCK, CHUNK)
+    norm = tl.sqrt(squares) + eps * (largest * unit)
+    return unit, 1.0 / tl.where(norm == 0, 1.0, norm)
+
+
+@jit
+def _aol(sums):
+    """Return (sum_j |A_ij|)^(-1/2) for each row of A, and 1 for a row of zeros."""
+    scale = tl.sum(tl.abs(sums), 0)
+    return tl.where(scale > 0, tl.rsqrt(scale), 1.0)
+
+
+@jit
+def _sum(u_at, n, m, stride, unit, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the largest magnitude of a matrix, and the sum of squares times the unit's square."""
+    largest = tl.zeros((BLOCK, CHUNK), dtype=tl.float32)
+    squares = largest
+    for k in tl.range(0, m, CHUNK, num_stages=4):
+        column = k + tl.arange(0, CHUNK).to(tl.int64)[None, :]
+        inside = (tl.arange(0, BLOCK)[:, None] < n) & (column < m)
+        u = tl.load(u_at + column * stride, mask=inside, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(u))
+        squares += (u * unit) * (u * unit)
+    return tl.max(largest), tl.sum(squares)
+
+
+@jit
+def _symmetric(sums, like):
+    """Round, and mirror the lower triangle."""
+    low = sums.to(like.dtype)
+    r, s = tl.arange(0, low.shape[0])[:, None], tl.arange(0, low.shape[1])[None, :]
+    return tl.where(r >= s, low, low.T)
+
+
+@jit
+def _diagonal(value, BLOCK: tl.constexpr):
+    r, s = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    return tl.where(r == s, value, 0.0)
