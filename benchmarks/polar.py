@@ -99,7 +99,7 @@ def tasks(options) -> list:
 
 def polar_calls(polar, steps, options):
     """name -> function that makes a function of a stack; all with the coefficients of our default."""
-    made = {"ours": lambda: polar.orthogonalize}
+    made = {"ours": lambda: sys.modules[polar.__package__].orthogonalize}
     for name in options.peers:
         if name in peers.POLAR:
             made[name] = lambda maker=peers.POLAR[name]: maker(steps)
