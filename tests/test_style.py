@@ -26,7 +26,7 @@ MANY_PARAMETERS = {"muon.Muon.__init__", "muon.NorMuon.__init__"}
 
 # A module imports only from rows above its own. `debug` is a leaf for everybody.
 LAYERS = [
-    ["debug"],
+    ["debug", "_ops"],  # _ops is generated: the operators' namespace
     ["kernels"],
     ["kernels.tiles"],
     ["kernels.table"],
@@ -34,7 +34,7 @@ LAYERS = [
     ["kernels.gram", "kernels.norm", "kernels.pack", "kernels.rows", "kernels.update"],
     ["kernels.on_chip"],
     ["polar"],
-    ["recipe"],
+    ["op", "recipe"],
     ["layout"],
     ["plan"],
     ["share"],  # plan.py, cut in two: the plan of all ranks, and what one rank has of it

@@ -3,6 +3,6 @@ from __future__ import annotations
 
 from .groups import get_default_muon_param_groups
 from .muon import Muon, NorMuon
-from .polar import orthogonalize
+from .op import orthogonalize
 
 __all__ = ["Muon", "NorMuon", "get_default_muon_param_groups", "orthogonalize"]

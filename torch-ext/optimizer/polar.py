@@ -91,7 +91,8 @@ def steps_of(ns_coefficients: str | Sequence, ns_steps: int = 5) -> Steps:
     """
     if not isinstance(ns_coefficients, str):
         ns_coefficients = _as_tuples(ns_coefficients)
-    return _steps_of(ns_coefficients, ns_steps)
+    make = _steps_of.__wrapped__ if torch.compiler.is_compiling() else _steps_of  # dynamo warns of a cache
+    return make(ns_coefficients, ns_steps)
 
 
 def _as_tuples(numbers):
@@ -160,18 +161,22 @@ def _uses_gram(n, m, steps):
 
 def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_express", ns_steps: int = 5,
                   eps: float = 1e-7, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the approximate polar factor of every matrix of X, as a new tensor of X's shape and dtype.
+    """Return what `op.orthogonalize` returns, without an operator around it, and detached."""
+    check(X)
+    return polar_factor(X.detach(), steps_of(ns_coefficients, ns_steps), eps, dtype)
 
-    X (..., R, C) in fp32, bf16 or fp16, any strides; unchanged. With X = P S Q^T, the result is P p(S / ||X||) Q^T, p
-    the composition of the set's polynomials. eps counts in units of the largest element, so the result does not
-    depend on the scale of X. `dtype` is that of the iteration: fp16 on an accelerator, fp32 on a CPU unless chosen.
-    """
+
+def check(X: torch.Tensor) -> None:
+    """Raise ValueError where X is no tensor of matrices (..., R, C) in fp32, bf16 or fp16."""
     if X.dim() < 2 or X.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"X is {X.dtype} of shape {tuple(X.shape)}; pass matrices (..., R, C) in fp32, bf16 or fp16")
-    steps = steps_of(ns_coefficients, ns_steps)
+
+
+def polar_factor(X: torch.Tensor, steps: Steps, eps: float, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the polar factor of every matrix of X (..., R, C), contiguous, in X's dtype; see `op.orthogonalize`."""
     out = torch.empty(X.shape, dtype=X.dtype, device=X.device)
     if X.numel():
-        _polar(X.detach().reshape(-1, *X.shape[-2:]), out.view(-1, *X.shape[-2:]), steps, eps, dtype)
+        _polar(X.reshape(-1, *X.shape[-2:]), out.view(-1, *X.shape[-2:]), steps, eps, dtype)
     return out
 
 

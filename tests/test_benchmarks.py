@@ -1,0 +1,94 @@
+"""The scripts under benchmarks/: a run on a CPU from CSV to figures, the grid, and the timing."""
+from __future__ import annotations
+
+import csv
+import importlib
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+def load(name, monkeypatch):
+    """A script of benchmarks/ as a module."""
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module(name)
+
+
+def run(script, *arguments):
+    done = subprocess.run([sys.executable, FOLDER / script, *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_from_measurement_to_figures(tmp_path):
+    """A peer that is not installed leaves empty fields and a note; everything else is there."""
+    table = tmp_path / "polar.csv"
+    text = run("polar.py", "--shapes", "2x16x40", "3x20x8", "--products", "--spectra", "--peers", "cublas", "gns",
+               "--rounds", 2, "--burst-ms", 0.1, "--rest-ms", 0, "--commit", "abc", "--out", table)
+    with open(table, newline="") as file:
+        rows = list(csv.DictReader(file))
+    ours = [row for row in rows if row["implementation"] == "ours"]
+    assert {(row["n"], row["rows"], row["cols"], row["algorithm"]) for row in ours if row["run"] == "eager"} >= {
+        ("2", "16", "40", "gram"), ("3", "20", "8", "gram"), ("2", "16", "40", "product")}
+    assert len([row for row in ours if row["spectrum"]]) == 10
+    timed = [row for row in ours if row["run"] == "eager"]
+    assert all(0 < float(row["p20_ms"]) <= float(row["median_ms"]) <= float(row["p80_ms"]) for row in timed)
+    assert all(0 < float(row["error_fp64"]) < 0.01 and row["commit"] == "abc" for row in ours)
+    if importlib.util.find_spec("gram_newton_schulz") is None:
+        missing = [row for row in rows if row["implementation"] == "gns"]
+        assert missing and all((row["median_ms"], row["note"]) == ("", "ModuleNotFoundError") for row in missing)
+    assert "eager: " in text and "faster than cublas (1 shapes)" in text
+    run("plot.py", table, "--out", tmp_path / "figures")
+    assert {p.name for p in (tmp_path / "figures").iterdir()} == {"time.png", "roofline.png", "spectra.png"}
+
+
+def test_a_table_with_other_columns_is_not_appended_to(tmp_path):
+    (tmp_path / "old.csv").write_text("commit,gpu\n")
+    command = [sys.executable, FOLDER / "polar.py", "--out", tmp_path / "old.csv"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "has other columns" in done.stderr
+
+
+def test_the_grid_covers_what_was_promised(monkeypatch):
+    shapes = load("shapes", monkeypatch)
+    grid = shapes.GRID
+    assert len(set(grid)) == len(grid) >= 60 and not set(grid) & set(shapes.ROWS)
+    sides = [min(s[1:]) for s in grid]
+    aspects = [max(s[1:]) / min(s[1:]) for s in grid]
+    assert max(sides) == 8192 and min(aspects) == 1 and max(aspects) == 8
+    assert {64, 128, 256, 512, 1024, 2048, 4096, 8192} <= set(sides)
+    assert min(s[0] for s in grid) == 1 and max(s[0] for s in grid) == 128
+    tall, wide = ([s for s in grid if (s[1] > s[2]) is way and s[1] != s[2]] for way in (True, False))
+    assert len(tall) >= 8 and len(wide) >= 30
+    assert any(side % 8 for s in grid for side in s[1:]) and any(side % 128 for s in grid for side in s[1:])
+    both = {s[1:] for s in grid} | {s[:0:-1] for s in grid}
+    assert {(1600, 6400), (896, 4864), (2304, 9216), (1000, 3000), (50, 70)} <= both
+
+
+def test_competitors_take_turns(monkeypatch):
+    """Every competitor has its bursts in every round, each round begins with another one, inputs are fresh."""
+    race = load("race", monkeypatch)
+    events = []
+    calls = {name: lambda name=name: events.append(name) for name in "ab"}
+    times = race.race(calls, lambda: events.append("|"), rounds=2, burst_ms=0, rest_ms=0)
+    rounds = "".join(events).split("|")[1:]
+    assert [r.replace("aa", "a").replace("bb", "b")[0] for r in rounds] == ["a", "b"]
+    assert all(set(r) == {"a", "b"} for r in rounds)
+    assert all(len(t.ms) == len(t.host_us) == 4 for t in times.values())
+
+
+@pytest.mark.gpu
+def test_launches_are_counted(monkeypatch):
+    import torch
+
+    race = load("race", monkeypatch)
+    x = torch.ones(1000, device="cuda")
+    replay, launches = race.captured(lambda: (x + 1) * 2)
+    assert launches == 2
+    x.fill_(3)
+    assert (replay() == 8).all()

@@ -1,0 +1,133 @@
+"""`orthogonalize` as an operator: opaque to the compiler, right without data, capturable, without a gradient."""
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from tests.paths import quiet
+
+pytestmark = quiet
+
+CHOICES = {"default": (), "turbo": ("turbo",), "a triple": ((3.4445, -4.775, 2.0315), 3),
+           "triples": ([(3.0, -3.0, 1.0), [2, -1.5, 0.5]], 2)}
+
+
+@pytest.fixture
+def op(part):
+    return part("op")
+
+
+def stacks():
+    """Inputs of every kind: wide, tall, without matrices, without elements, with other strides, of other dtypes."""
+    yield torch.randn(2, 6, 20)
+    yield torch.randn(20, 6)
+    yield torch.randn(2, 3, 8, 8, dtype=torch.bfloat16)
+    yield torch.randn(0, 4, 5)
+    yield torch.randn(3, 0, 5)
+    yield torch.randn(2, 20, 6, dtype=torch.float16).mT
+    yield torch.randn(4, 9, 9)[::2, :, ::3]
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_opcheck(op, number):
+    """torch's own check: schema, the fake against the real result, and tracing with static and dynamic shapes."""
+    X = list(stacks())[number]
+    torch.library.opcheck(op._orthogonalize, (X, [2.0, -1.5, 0.5] * 2, False, 1e-7, torch.float32))
+    torch.library.opcheck(op._orthogonalize, (X, [4.6051, -9.6552, 5.6769], True, 1e-7, None))
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("choice", CHOICES)
+def test_torch_compile_sees_one_opaque_operator(optimizer, op, device, choice):
+    """No break, no warning, no recompilation for other values, the same bits as without the compiler."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda X: 2 * optimizer.orthogonalize(X + 1, *CHOICES[choice]), fullgraph=True,
+                             backend=backend)
+    with warnings.catch_warnings(), torch._dynamo.config.patch(error_on_recompile=True):
+        warnings.simplefilter("error")
+        for _ in range(2):
+            X = torch.randn(2, 6, 20, device=device)
+            assert torch.equal(compiled(X), 2 * optimizer.orthogonalize(X + 1, *CHOICES[choice]))
+    (graph,) = graphs
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert len(names) == 3 and names[1].endswith("orthogonalize.default")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_torch_compile_through_aot(optimizer, device, dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda X: optimizer.orthogonalize(X.mT).sum(dim=0), fullgraph=True, backend="aot_eager",
+                             dynamic=dynamic)
+    for N in (2, 3):
+        X = torch.randn(N, 6, 20, device=device)
+        assert torch.equal(compiled(X), optimizer.orthogonalize(X.mT).sum(dim=0))
+
+
+def test_export(optimizer):
+    class Model(torch.nn.Module):
+        def forward(self, X):
+            return optimizer.orthogonalize(X, "cubic")
+
+    X = torch.randn(2, 6, 20)
+    assert torch.equal(torch.export.export(Model(), (X,)).module()(X), optimizer.orthogonalize(X, "cubic"))
+
+
+def test_there_is_no_gradient_and_it_is_said(optimizer):
+    """A result that looked constant to autograd would be a wrong gradient without a word."""
+    X = torch.randn(2, 6, 20, requires_grad=True)
+    before = X.detach().clone()
+    with pytest.raises(NotImplementedError, match=r"orthogonalize has no gradient; call it on X.detach\(\)"):
+        optimizer.orthogonalize(X).sum().backward()
+    assert X.grad is None and torch.equal(X, before)
+    assert not optimizer.orthogonalize(X.detach()).requires_grad
+    with torch.no_grad():
+        assert not optimizer.orthogonalize(X).requires_grad
+
+
+def test_the_operator_and_the_function_give_the_same(optimizer, part, device):
+    X = torch.randn(2, 6, 20, device=device)
+    for choice in CHOICES.values():
+        assert torch.equal(optimizer.orthogonalize(X, *choice), part("polar").orthogonalize(X, *choice))
+
+
+@pytest.mark.parametrize("X, options, message", [
+    (torch.zeros(5), {}, r"X is torch.float32 of shape \(5,\); pass matrices"),
+    (torch.zeros(2, 2, dtype=torch.float64), {}, "pass matrices .* in fp32, bf16 or fp16"),
+    (torch.zeros(2, 2), {"ns_coefficients": "newton"}, "ns_coefficients is 'newton'"),
+    (torch.zeros(2, 2), {"ns_steps": 0}, "ns_steps is 0"),
+])
+def test_wrong_arguments_raise(optimizer, X, options, message):
+    with pytest.raises(ValueError, match=message):
+        optimizer.orthogonalize(X, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(12, 768, 768), (2, 768, 3072), (1, 3072, 768), (8, 64, 128), (2, 50, 70)], ids=str)
+def test_a_cuda_graph_replays_it(optimizer, shape):
+    X = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    optimizer.orthogonalize(X)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        O = optimizer.orthogonalize(X)
+    for _ in range(2):
+        X.normal_()
+        graph.replay()
+        assert torch.equal(O, optimizer.orthogonalize(X))
+
+
+@pytest.mark.gpu
+def test_torch_compile_with_its_own_cuda_graphs(optimizer):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda X: 2 * optimizer.orthogonalize(X), fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        X = torch.randn(2, 256, 512, device="cuda")
+        assert torch.equal(compiled(X), 2 * optimizer.orthogonalize(X))

@@ -1,0 +1,48 @@
+"""`orthogonalize` as an operator of torch: opaque to torch.compile and export, capturable in a CUDA graph.
+
+Decides: the operator's schema, its shape without data, and that it has no gradient. Must not know: how a polar factor
+is computed.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from . import polar
+from ._ops import add_op_namespace_prefix
+
+SCHEMA = "(Tensor X, float[] triples, bool aol, float eps, ScalarType? dtype) -> Tensor"
+
+
+@torch.library.custom_op(add_op_namespace_prefix("orthogonalize"), mutates_args=(), schema=SCHEMA)
+def _orthogonalize(X, triples, aol, eps, dtype):
+    steps = polar.Steps("given", tuple(zip(*[iter(triples)] * 3)), aol)
+    return polar.polar_factor(X, steps, eps, dtype)
+
+
+@_orthogonalize.register_fake
+def _(X, triples, aol, eps, dtype):
+    return X.new_empty(X.shape)
+
+
+def _no_gradient(context, gradient):
+    raise NotImplementedError("orthogonalize has no gradient; call it on X.detach() or under torch.no_grad()")
+
+
+_orthogonalize.register_autograd(_no_gradient)
+
+
+def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_express", ns_steps: int = 5,
+                  eps: float = 1e-7, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the approximate polar factor of every matrix of X, as a new tensor of X's shape and dtype.
+
+    X (..., R, C) in fp32, bf16 or fp16, any strides; unchanged. With X = P S Q^T, the result is P p(S / ||X||) Q^T, p
+    the composition of the set's polynomials. eps counts in units of the largest element, so the result does not
+    depend on the scale of X. `dtype` is that of the iteration: fp16 on an accelerator, fp32 on a CPU unless chosen.
+    One operator under torch.compile, and capturable in a CUDA graph. There is no gradient: backward raises
+    NotImplementedError. ValueError names what is wrong with X, ns_coefficients or ns_steps.
+    """
+    polar.check(X)
+    steps = polar.steps_of(ns_coefficients, ns_steps)
+    return _orthogonalize(X, [number for triple in steps.triples for number in triple], steps.aol, eps, dtype)
