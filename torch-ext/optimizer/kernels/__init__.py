@@ -42,12 +42,12 @@ class jit:
     def __getitem__(self, grid):
         return self.make()[grid]
 
-    def launch(self, programs: int, key: tuple, *arguments, **options) -> None:
+    def launch(self, programs: int, key, *arguments, **options) -> None:
         """Launch so many programs; `arguments` are all of the kernel's, constants too, in its order.
 
-        `key` names what decides about the binary: the device, types, alignments, constants, and numbers that are 1 or
-        multiples of 16. From the second launch with it on, Triton does not look at that again, which would take longer
-        than a small kernel.
+        `key` stands for what decides about the binary: the device, types, alignments, constants, and numbers that are 1
+        or multiples of 16. From the second launch with it on, Triton does not look at that again, which would take
+        longer than a small kernel.
         """
         compiled = self.compiled.get(key)
         if compiled is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from . import gram_sm90, jit, tiles, use_triton
+from . import gram_sm90, jit, look, tiles, use_triton
 
 tl = None  # Triton's language, put here by jit
 ALIGNMENT_BYTES = 64
@@ -78,18 +78,37 @@ def _multiply(a, b):
     return torch.mm(*(x.clone() if x.data_ptr() % ALIGNMENT_BYTES else x for x in (a.float(), b.float())))
 
 
+_known: dict = {}  # what decides about a launch -> the tile, or what is bound
+
+
 def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0)):
-    """Choose kernel and tile, and launch."""
-    (N, rows, columns), inner = out.shape, A.shape[2]
-    if N * rows * columns == 0:
+    """Choose kernel and tile, once per kind of input, and launch."""
+    if out.numel() == 0:
         return out
-    tile = tiles.choose(op, A.dtype, rows, inner if op == "gram" else columns, out.device, N)
     columns_of_b = B.mT if op == "gram" else B  # a symmetric B holds its columns as rows
-    if tile.loop != "pointers":
-        if gram_sm90.addressable(A, columns_of_b, *(C for C, _ in addends)):
-            gram_sm90.launch(op, A, columns_of_b, out, addends, factors, tile)
-            return out
-        tile = tiles.DEFAULT
+    key = (op, tiles.forced(), factors[0] != 1.0, factors[1] != 0.0, look(A, B, out, *(C for C, _ in addends)))
+    known = _known.get(key)
+    if known is None:
+        known = _known[key] = _choose(op, A, columns_of_b, out, addends, factors)
+    if isinstance(known, gram_sm90.Bound):
+        known(A, columns_of_b, out, addends, factors)
+    else:
+        _launch_by_pointers(op, A, B, out, addends, factors, known)
+    return out
+
+
+def _choose(op, A, columns_of_b, out, addends, factors):
+    (N, rows, columns), inner = out.shape, A.shape[2]
+    tile = tiles.choose(op, A.dtype, rows, inner if op == "gram" else columns, out.device, N)
+    if tile.loop == "pointers":
+        return tile
+    if gram_sm90.addressable(A, columns_of_b, *(C for C, _ in addends)):
+        return gram_sm90.Bound(op, A, columns_of_b, out, addends, factors, tile)
+    return tiles.DEFAULT
+
+
+def _launch_by_pointers(op, A, B, out, addends, factors, tile):
+    (N, rows, columns), inner = out.shape, A.shape[2]
     down, across = -(-rows // tile.rows), -(-columns // tile.columns)
     count = down * across if op == "product" else down * (down + 1) // 2
     (C, beta), (D, delta) = (*addends, (None, 0.0), (None, 0.0))[:2]
@@ -98,7 +117,6 @@ def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0)):
         A, B, C, D, out, *strides, (rows, columns, inner), (*factors, beta, delta), SYMMETRIC=op != "product",
         EVEN=inner % tile.inner == 0, BLOCK_R=tile.rows, BLOCK_C=tile.columns, BLOCK_K=tile.inner, GROUP=tile.group,
         num_stages=tile.stages, num_warps=tile.warps)
-    return out
 
 
 @jit

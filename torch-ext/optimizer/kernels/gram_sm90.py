@@ -9,13 +9,12 @@ import functools
 
 import torch
 
-from . import jit, look
+from . import jit
 from .tiles import Tile
 
 tl = None  # Triton's language, put here by jit
 SYMMETRY = {"product": 0, "gram": 1, "symmetric": 2}  # X X^T sums the same products in the same order on both sides
 POINTERS = Tile(128, 128, 64, 8, 3, 4, "once")  # where the result is stored by pointers, which takes more memory
-_checked: dict = {}  # (dtype, shape, strides, box) -> what a descriptor says apart from its address
 SQUARE = 8  # squares of 8 x 8 tiles are visited one after another, so that their operands stay in the cache
 
 
@@ -25,48 +24,61 @@ def addressable(*tensors: torch.Tensor) -> bool:
                and all(step * t.element_size() % 16 == 0 for step in t.stride()[:2]) for t in tensors)
 
 
-def launch(op, A, B, out, addends, factors, tile) -> None:
-    """Write factors[0] A B + addends + factors[1] I to out, batched.
+class Bound:
+    """A product of tensors of certain shapes, strides and dtypes: everything about its launch but their addresses.
 
-    A and B, in fp16 or bf16, and the addends are addressable. A (N, R, K); out (N, R, C), anything. "gram" and
-    "symmetric": B (N, R, K) holds the columns of the second factor as its rows. "product": B is (N, K, C), A symmetric.
+    Writes factors[0] A B + addends + factors[1] I to out, batched. A and B, in fp16 or bf16, and the addends are
+    addressable. A (N, R, K); out (N, R, C), anything. "gram" and "symmetric": B (N, R, K) holds the columns of the
+    second factor as its rows. "product": B is (N, K, C), A symmetric.
     """
-    symmetric, turned = op != "product", op == "product" and out.stride(2) != 1
-    if turned:  # store the transpose, B^T A, into what is a transposed view
-        A, B, out = B, A, out.mT
-    straight = symmetric or (addressable(out) and out.element_size() == 2)
-    tile = tile if straight else POINTERS
-    (N, rows, columns), inner = out.shape, A.shape[1 if turned else 2]
-    down, across, ratio = -(-rows // tile.rows), -(-columns // tile.columns), tile.columns // tile.rows
-    order, count = _order(down, across, ratio if symmetric else 0, out.device)
-    half = tile.rows if symmetric else tile.columns
-    left = _describe(A, *((tile.inner, tile.rows) if turned else (tile.rows, tile.inner)))
-    right = _describe(B, *((tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns)))
-    add = [_describe(C, tile.rows, half) for C, _ in addends] + [None, None]
-    result = _describe(out, tile.rows, half) if straight else None
-    form = (factors[0] != 1.0) + 2 * (factors[1] != 0.0)
-    programs = N * count if tile.loop == "once" else min(N * count, _processors(out.device))
-    key = (op, tile, form, *look(A, B, out, *(C for C, _ in addends)))
-    _kernel.launch(
-        programs, key, left, right, *add[:2], result, out, out.stride(), order, count,
-        (rows, columns, inner, N * count), (*factors, *(beta for _, beta in addends)), SYMMETRY[op], turned, straight,
-        len(addends), form, tile.rows, tile.columns, tile.inner, tile.loop, num_stages=tile.stages,
-        num_warps=tile.warps, enable_fp_fusion=False)  # fused or not, by tile: other bits
+
+    def __init__(self, op, A, B, out, addends, factors, tile):
+        symmetric, self.turned = op != "product", op == "product" and out.stride(2) != 1
+        if self.turned:  # store the transpose, B^T A, into what is a transposed view
+            A, B, out = B, A, out.mT
+        self.straight = symmetric or (addressable(out) and out.element_size() == 2)
+        tile = tile if self.straight else POINTERS
+        (N, rows, columns), inner = out.shape, A.shape[1 if self.turned else 2]
+        down, across, ratio = -(-rows // tile.rows), -(-columns // tile.columns), tile.columns // tile.rows
+        order, count = _order(down, across, ratio if symmetric else 0, out.device)
+        half = tile.rows if symmetric else tile.columns
+        self.left = _description(A, *((tile.inner, tile.rows) if self.turned else (tile.rows, tile.inner)))
+        self.right = _description(B, *((tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns)))
+        self.add = [_description(C, tile.rows, half) for C, _ in addends]
+        self.result = _description(out, tile.rows, half) if self.straight else None
+        form = (factors[0] != 1.0) + 2 * (factors[1] != 0.0)
+        self.programs = N * count if tile.loop == "once" else min(N * count, _processors(out.device))
+        self.numbers = (out.stride(), order, count, (rows, columns, inner, N * count))
+        self.constants = (SYMMETRY[op], self.turned, self.straight, len(addends), form, tile.rows, tile.columns,
+                          tile.inner, tile.loop)
+        # fused multiply-adds, which depend on the tile, would give other bits
+        self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "enable_fp_fusion": False}
+
+    def __call__(self, A, B, out, addends, factors) -> None:
+        if self.turned:
+            A, B, out = B, A, out.mT
+        add = [_describe(what, C) for what, (C, _) in zip(self.add, addends)] + [None, None]
+        _kernel.launch(
+            self.programs, self, _describe(self.left, A), _describe(self.right, B), *add[:2],
+            _describe(self.result, out) if self.straight else None, out, *self.numbers,
+            (*factors, *(beta for _, beta in addends)), *self.constants, **self.options)
 
 
-def _describe(tensor, rows, columns):
-    """A descriptor for boxes of (rows, columns) in one matrix of `tensor`; checked once per shape."""
+def _description(tensor, rows, columns) -> dict:
+    """What a descriptor for boxes of (rows, columns) in one matrix says, checked."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    shape, strides = tensor.shape, tensor.stride()
-    checked = _checked.get((tensor.dtype, shape, strides, rows, columns))
-    if checked is None:
-        made = TensorDescriptor(tensor, list(shape), list(strides), [1, rows, columns])
-        _checked[tensor.dtype, shape, strides, rows, columns] = {**vars(made), "base": None}
-        return made
-    described = TensorDescriptor.__new__(TensorDescriptor)
-    vars(described).update(checked, base=tensor)
-    return described
+    checked = TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, rows, columns])
+    return vars(checked) | {"base": None}
+
+
+def _describe(description, tensor):
+    """A descriptor, without the checks."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    vars(descriptor).update(description, base=tensor)
+    return descriptor
 
 
 @functools.cache

@@ -51,6 +51,11 @@ def choose(op: str, dtype: torch.dtype, rows: int, columns: int, device: torch.d
     return _forced or _best(op, dtype.itemsize, rows, columns, matrices, arch)
 
 
+def forced() -> Tile | None:
+    """Return the tile that a `with` block forces."""
+    return _forced
+
+
 @contextlib.contextmanager
 def force(tile: Tile):
     """Use `tile` for every launch inside a `with` block (tests and tuning only)."""
