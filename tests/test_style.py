@@ -32,13 +32,15 @@ LAYERS = [
     ["kernels.table"],
     ["kernels.gram_sm90"],
     ["kernels.gram", "kernels.norm", "kernels.pack", "kernels.rows", "kernels.update"],
+    ["graphs"],  # how launches are repeated; knows no operation
     ["polar"],
     ["recipe"],
     ["layout"],
     ["plan"],
     ["share"],  # plan.py, cut in two: the plan of all ranks, and what one rank has of it
+    ["feed"],  # what is sent to the device at every step, from every store in one copy
     ["store"],
-    ["offload"],
+    ["offload", "mean", "process_groups"],
     ["routes"],
     ["pipeline"],
     ["qk_clip", "checkpoint", "groups"],
