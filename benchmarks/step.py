@@ -47,7 +47,8 @@ def arguments():
     parser.add_argument("--models", nargs="+", default=["gpt2_124m"], choices=MODELS, help="which models' matrices")
     parser.add_argument("--modes", nargs="+", default=["fsdp"], choices=MESHES, help="how the parameters are laid out")
     parser.add_argument("--optimizers", nargs="+", default=["muon"], choices=["muon", "normuon"])
-    parser.add_argument("--runs", nargs="+", default=["eager"], choices=["eager"])
+    parser.add_argument("--runs", nargs="+", default=["eager"], choices=["eager", "graph"],
+                        help="graph: capturable=True")
     parser.add_argument("--layers", type=int, default=None, help="layers in place of the model's own number")
     parser.add_argument("--steps", type=int, default=12, help="timed steps")
     parser.add_argument("--warmup", type=int, default=4, help="steps before them")
@@ -73,14 +74,15 @@ def worker(rank: int, options, port: int, rows) -> None:
     for model in options.models:
         for mode in options.modes:
             for optimizer in options.optimizers:
-                row = measure(rank, options, model, mode, optimizer)
-                if rank == 0:
-                    print({k: row[k] for k in COLUMNS[3:15]}, flush=True)
-                    rows.put(row)
+                for run in options.runs:
+                    row = measure(rank, options, model, mode, optimizer, run)
+                    if rank == 0:
+                        print({k: row[k] for k in COLUMNS[3:15]}, flush=True)
+                        rows.put(row)
     dist.destroy_process_group()
 
 
-def measure(rank, options, model, mode, optimizer) -> dict:
+def measure(rank, options, model, mode, optimizer, run) -> dict:
     from kernels import get_kernel
 
     package = get_kernel("org/optimizer", version=1)
@@ -88,7 +90,8 @@ def measure(rank, options, model, mode, optimizer) -> dict:
     params = parameters(shapes, mode, options.ranks)
     shared = {"process_group": dist.group.WORLD} if mode in ("ddp", "reduce") else {}
     opt = {"muon": package.Muon, "normuon": package.NorMuon}[optimizer](
-        params, lr=1e-3, adjust_lr_fn="match_rms_adamw", grads_are_reduced=mode != "reduce", **shared)
+        params, lr=1e-3, adjust_lr_fn="match_rms_adamw", grads_are_reduced=mode != "reduce",
+        capturable=run == "graph", **shared)
     state = create_state(opt, params, mode)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -109,7 +112,7 @@ def measure(rank, options, model, mode, optimizer) -> dict:
     torch.cuda.empty_cache()
     return {
         "commit": options.commit or commit(), "gpu": torch.cuda.get_device_name(), "ranks": options.ranks, "mode": mode,
-        "model": model, "implementation": "ours", "optimizer": optimizer, "run": "eager",
+        "model": model, "implementation": "ours", "optimizer": optimizer, "run": run,
         "median_ms": round(statistics.median(times), 4), "p20_ms": round(quantiles[0], 4),
         "p80_ms": round(quantiles[3], 4),
         "host_ms": round(statistics.median(hosts), 4), "first_step_s": round(figures[-2].item(), 3),

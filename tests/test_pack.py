@@ -31,6 +31,11 @@ def addresses(gradients, path):
     return torch.tensor([g.data_ptr() for g in gradients], dtype=torch.int64, device=gradients[0].device)
 
 
+def weight(momentum, device):
+    """The share of the gradient, where the kernel reads it."""
+    return torch.tensor([1.0 - momentum], dtype=torch.float32, device=device)
+
+
 def setting(part, device, m_dtype, u_dtype, g_dtype, shapes=SHAPES):
     """Momenta with transposed memory, poisoned updates, and gradients that are windows of larger tensors."""
     Source = part("kernels.table").Source
@@ -51,7 +56,7 @@ def assert_close(result, exact, dtype):
 def test_momentum_against_fp64(pack, part, device, path, m_dtype, u_dtype, g_dtype, nesterov):
     M, U, sources, G = setting(part, device, m_dtype, u_dtype, g_dtype)
     before, kept = [m.double() for m in M], [g.clone() for g in G]
-    pack.Pack(M, U, sources, G)(G, addresses(G, path), 0.9, nesterov)
+    pack.Pack(M, U, sources, G)(G, addresses(G, path), weight(0.9, device), nesterov)
     for old, m, u, source, g in zip(before, M, U, sources, G):
         g = source.view([g] * len(M), m.shape).double()
         new = 0.9 * old + 0.1 * g
@@ -67,7 +72,7 @@ def test_fresh_gradients_at_every_step(pack, part, device, path):
     bound, sums = pack.Pack(M, U, sources, G), [torch.zeros_like(m, dtype=torch.float64) for m in M]
     for _ in range(3):
         G = [torch.randn_like(g) for g in G]
-        bound(G, addresses(G, path), 0.95, True)
+        bound(G, addresses(G, path), weight(0.95, device), True)
         sums = [0.95 * s + source.view(G, m.shape).double() for s, source, m in zip(sums, sources, M)]
     for m, u, s, source in zip(M, U, sums, sources):
         assert_close(m, 0.05 * s, F32)
@@ -91,7 +96,7 @@ def test_bits_do_not_depend_on_how_a_matrix_is_cut(pack, part, device, path, m_d
         full_m, full_u = M.clone(), poisoned(R, C, dtype=u_dtype, device=device)
         m, u = ([t[piece].clone() if contiguous else t[piece] for piece in pieces] for t in (full_m, full_u))
         sources = [Source(0, rows.start * C + columns.start, (C, 1)) for rows, columns in pieces]
-        pack.Pack(m, u, sources, [G])([G], addresses([G], path), 0.95, True)
+        pack.Pack(m, u, sources, [G])([G], addresses([G], path), weight(0.95, device), True)
         for piece, part_m, part_u in zip(pieces, m, u):
             full_m[piece], full_u[piece] = part_m, part_u
         return full_m, full_u
@@ -113,7 +118,7 @@ def test_triton_and_torch_give_the_same_bits(part, device, monkeypatch, m_dtype,
         take(path, monkeypatch)
         torch.manual_seed(0)
         M, U, sources, G = setting(part, device, m_dtype, u_dtype, g_dtype)
-        part("kernels.pack").Pack(M, U, sources, G)(G, addresses(G, path), 0.95, True)
+        part("kernels.pack").Pack(M, U, sources, G)(G, addresses(G, path), weight(0.95, device), True)
         results.append(M + U)
     assert all(map(torch.equal, *results))
 
@@ -123,13 +128,13 @@ def test_gradients_of_several_dtypes_in_one_call(pack, part, device, path):
     G = [g.to(dtype) for g, dtype in zip(G, (F32, BF16) * 3)]
     bound = pack.Pack(M, U, sources, G)
     assert bound.launches is None or sorted(launch.types[2] == F32 for launch in bound.launches) == [False, True]
-    bound(G, addresses(G, path), 0.0, False)
+    bound(G, addresses(G, path), weight(0.0, device), False)
     for m, source in zip(M, sources):
         assert_close(m, source.view(G, m.shape).double(), F32)
 
 
 def test_empty_lists(pack):
-    pack.Pack([], [], [], [])([], None, 0.9, True)
+    pack.Pack([], [], [], [])([], None, weight(0.9, "cpu"), True)
     pack.Copy([], [])()
     pack.Copy.of_gradients([], [], [])([], None)
 
@@ -180,6 +185,6 @@ def test_many_large_rectangles(part, monkeypatch):
     for path in ("torch", "triton"):
         monkeypatch.setenv("OPTIMIZER_KERNELS", path)
         M, U = [m.clone() for m in start], [poisoned(*s, dtype=BF16, device="cuda") for s in shapes]
-        part("kernels.pack").Pack(M, U, sources, G)(G, addresses(G, path), 0.95, True)
+        part("kernels.pack").Pack(M, U, sources, G)(G, addresses(G, path), weight(0.95, "cuda"), True)
         results.append(M + U)
     assert all(map(torch.equal, *results))

@@ -10,7 +10,7 @@ import torch
 from tests.ranks import part
 
 HP = {"lr": 0.1, "weight_decay": 0.2, "momentum": 0.9, "nesterov": True, "ns_coefficients": "jordan", "ns_steps": 5,
-      "eps": 1e-7, "adjust_lr_fn": None, "betas": (0.8, 0.9)}
+      "eps": 1e-7, "adjust_lr_fn": None, "betas": (0.8, 0.9), "use_muon": True}
 SHAPES = [(12, 8), (8, 12), (5, 1), (1, 7), (0, 4)]
 
 
@@ -25,6 +25,10 @@ def addresses(G, device):
     return None if device.type == "cpu" else torch.tensor([g.data_ptr() for g in G], device=device)
 
 
+def numbers(device):
+    return torch.tensor(part("recipe").numbers_of(HP), dtype=torch.float32, device=device)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_momentum(nesterov, dtype, device):
@@ -35,7 +39,8 @@ def test_momentum(nesterov, dtype, device):
     means = [0.9 * m.double() + 0.1 * g.double() for m, g in zip(M, G)]
     expected = [0.1 * g.double() + 0.9 * m if nesterov else m for m, g in zip(means, G)]
     kept = [g.clone() for g in G]
-    part("recipe").momentum(bound_pack(M, U, G), (G, addresses(G, device)), {**HP, "nesterov": nesterov})
+    part("recipe").momentum(bound_pack(M, U, G), (G, addresses(G, device)), numbers(device),
+                            {**HP, "nesterov": nesterov})
     for now, then in [*zip(M, means), *zip(U, expected)]:
         torch.testing.assert_close(now.double(), then, rtol=1e-6, atol=1e-6)
     assert all(torch.equal(a, b) for a, b in zip(G, kept))
@@ -48,7 +53,7 @@ def test_apply(dtype, device):
     U = [torch.randn(s, device=device) for s in SHAPES]
     scales = [1.0 + i for i in range(len(SHAPES))]
     expected = [(1 - 0.02) * w.double() - 0.1 * s * u.double() for w, u, s in zip(W, U, scales)]
-    part("recipe").apply(part("kernels.update").Update(W, U, scales), HP)
+    part("recipe").apply(part("kernels.update").Update(W, U, scales), numbers(device))
     for now, then in zip(W, expected):
         tolerance = 1e-6 if dtype == torch.float32 else 2 ** -8
         torch.testing.assert_close(now.double(), then, rtol=tolerance, atol=tolerance)
@@ -97,7 +102,7 @@ def test_adamw(dtype, device):
     m, v = ([torch.zeros(s, device=device).double() for s in shapes] for _ in range(2))
     for t in range(1, 4):
         G = [torch.randn(s, device=device).to(dtype) for s in shapes]
-        part("recipe").adamw(W, G, *states, steps, HP)
+        part("recipe").adamw(W, G, [*states, steps], HP, numbers(device))
         for i, g in enumerate(G):
             m[i] = 0.8 * m[i] + 0.2 * g.double()
             v[i] = 0.9 * v[i] + 0.1 * g.double() ** 2
@@ -111,7 +116,7 @@ def test_adamw(dtype, device):
 
 
 def test_adamw_of_nothing(optimizer):
-    part("recipe").adamw([], [], [], [], [], HP)
+    part("recipe").adamw([], [], [[], [], []], HP, None)
 
 
 @pytest.mark.parametrize("name", ["jordan", "polar_express", "cubic", "turbo"])

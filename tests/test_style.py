@@ -33,13 +33,15 @@ LAYERS = [
     ["kernels.gram_sm90"],
     ["kernels.gram", "kernels.norm", "kernels.pack", "kernels.rows", "kernels.update"],
     ["kernels.on_chip"],
+    ["graphs"],  # how launches are repeated; knows no operation
     ["polar"],
     ["op", "recipe"],
     ["layout"],
     ["plan"],
     ["share"],  # plan.py, cut in two: the plan of all ranks, and what one rank has of it
+    ["feed"],  # what is sent to the device at every step, from every store in one copy
     ["store"],
-    ["offload"],
+    ["offload", "mean", "process_groups"],
     ["routes"],
     ["pipeline"],
     ["qk_clip", "checkpoint", "groups"],

@@ -15,6 +15,11 @@ SHAPES = [(3, 5), (1, 7), (0, 4), (9, 1), (70, 90)]
 SCALES = [0.2, 1.0, 3.0, 1.7, 0.31]
 
 
+def factors(lr, weight_decay, device):
+    """What the kernel reads from the device."""
+    return torch.tensor([lr, 1.0 - lr * weight_decay], dtype=torch.float32, device=device)
+
+
 @pytest.fixture(params=PATHS)
 def path(request, monkeypatch):
     return take(request.param, monkeypatch)
@@ -32,8 +37,8 @@ def test_update_against_fp64(update, device, w_dtype, u_dtype):
     U = [torch.randn(r, c, device=device).to(u_dtype) for r, c in SHAPES]
     before, kept = [w.double() for w in W], [u.clone() for u in U]
     bound = update.Update(W, U, SCALES)
-    bound(0.02, 0.1)
-    bound(0.5, 0.0)
+    bound(factors(0.02, 0.1, device))
+    bound(factors(0.5, 0.0, device))
     for w, old, u, scale in zip(W, before, U, SCALES):
         once = ((1 - 0.02 * 0.1) * old - 0.02 * scale * u.double()).to(w_dtype)
         exact = once.double() - 0.5 * scale * u.double()
@@ -50,7 +55,7 @@ def test_bits_do_not_depend_on_how_a_matrix_is_cut(update, device, w_dtype, u_dt
     def run(pieces, contiguous):
         full = W.clone()
         w = [full[piece].clone() if contiguous else full[piece] for piece in pieces]
-        update.Update(w, [U[piece] for piece in pieces], [0.37] * len(pieces))(0.013, 0.1)
+        update.Update(w, [U[piece] for piece in pieces], [0.37] * len(pieces))(factors(0.013, 0.1, device))
         for piece, part_w in zip(pieces, w):
             full[piece] = part_w
         return full
@@ -65,12 +70,13 @@ def test_bits_do_not_depend_on_how_a_matrix_is_cut(update, device, w_dtype, u_dt
 def test_scales_follow_their_rectangles_when_dtypes_are_mixed(update, device):
     """One launch per combination of dtypes: the order of the lists changes, the scales go with them."""
     W = [torch.zeros(3, 5, device=device, dtype=dtype) for dtype in (F32, BF16, F32, BF16, F32)]
-    update.Update(W, [torch.ones(3, 5, device=device) for _ in W], [1.0, 2.0, 4.0, 8.0, 16.0])(0.5, 0.1)
+    update.Update(W, [torch.ones(3, 5, device=device) for _ in W], [1.0, 2.0, 4.0, 8.0, 16.0])(
+        factors(0.5, 0.1, device))
     assert [w.unique().tolist() for w in W] == [[-0.5], [-1.0], [-2.0], [-4.0], [-8.0]]
 
 
 def test_empty_lists(update):
-    update.Update([], [], [])(0.1, 0.1)
+    update.Update([], [], [])(factors(0.1, 0.1, "cpu"))
 
 
 @pytest.mark.interpreter
@@ -83,6 +89,6 @@ def test_triton_and_torch_give_the_same_bits(part, device, monkeypatch, w_dtype,
     for path in ("torch", "triton"):
         take(path, monkeypatch)
         W = [w.clone() for w in start]
-        part("kernels.update").Update(W, U, SCALES)(0.02, 0.1)
+        part("kernels.update").Update(W, U, SCALES)(factors(0.02, 0.1, device))
         results.append(W)
     assert all(map(torch.equal, *results))

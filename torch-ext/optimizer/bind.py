@@ -128,10 +128,11 @@ class Planner:
             agree(self.groups.of(ranks), digest(together, layouts, *more), self.device)
 
 
-def bind(plans, options, groups, state):
+def bind(plans, options, groups, state, graphs):
     """(stores, [(route, live parameter group)]) of all plans: their buckets share one workspace and one pipeline."""
-    stores = [Store(p.params, p.layouts, p.row_layouts, state, p.in_chunks) for p in plans]
-    jobs = [(Elementwise(store), p.group) for p, store in zip(plans, stores) if p.shares is None]
+    stores = [Store(p.params, p.layouts, p.row_layouts, state, p.in_chunks, p.group) for p in plans]
+    jobs = [(Elementwise(store, graphs if options.capturable else None), p.group)
+            for p, store in zip(plans, stores) if p.shares is None]
     tasks = [(store, p.group, *part) for p, store in zip(plans, stores) for part in p.shares or ()]
     bounds, travelling = [], 0
     for store, hp, bucket, share in sorted(tasks, key=lambda task: turn(task[2].ranks)):
@@ -148,6 +149,6 @@ def bind(plans, options, groups, state):
         if route.travels and ranks not in (None, bound.bucket.ranks):
             jobs.append((Pause(), bound.hp))
         ranks = bound.bucket.ranks if route.travels else ranks
-        bound.memory = workspace.take(number, bound.share.needs)
+        bound.memory, bound.graphs = workspace.take(number, bound.share.needs), graphs
         jobs.append((route(bound), bound.hp))
     return stores, jobs

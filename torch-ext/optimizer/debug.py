@@ -7,11 +7,21 @@ from __future__ import annotations
 import os
 
 CHOICES = ("auto", "torch", "triton")
+GRAPHS = ("auto", "off")
 
 
 def kernels() -> str:
     """Say which kernels are wanted, by OPTIMIZER_KERNELS: auto (default), torch, or triton (CPU: its interpreter)."""
-    choice = os.environ.get("OPTIMIZER_KERNELS", "auto")
-    if choice not in CHOICES:
-        raise ValueError(f"OPTIMIZER_KERNELS is {choice!r}; it may be one of {', '.join(CHOICES)}")
+    return _choice("OPTIMIZER_KERNELS", CHOICES)
+
+
+def graphs() -> str:
+    """Say whether CUDA graphs may be used, by OPTIMIZER_GRAPHS: auto (default), or off."""
+    return _choice("OPTIMIZER_GRAPHS", GRAPHS)
+
+
+def _choice(name, allowed):
+    choice = os.environ.get(name, "auto")
+    if choice not in allowed:
+        raise ValueError(f"{name} is {choice!r}; it may be one of {', '.join(allowed)}")
     return choice

@@ -14,11 +14,15 @@ import torch.distributed as dist
 
 from . import pipeline
 from .bind import Planner, bind
+from .feed import Feed
+from .graphs import Graphs, release_before_groups
 from .groups import check_group, check_unique, name_of
 from .layout import is_dtensor, local_of, raw_locals
 from .plan import ALIGNMENT
-from .routes import Groups, Presence
-from .store import check_dense, restore_state
+from .process_groups import Groups
+from .recipe import baked
+from .routes import Elementwise, Presence
+from .store import check_dense, form_of_zeros, restore_state
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Options:
     wire_dtype: torch.dtype = torch.bfloat16
     ns_dtype: torch.dtype | None = None
     workspace_bytes: int | None = None
+    capturable: bool = False
 
     def check(self) -> None:
         """Raise ValueError for a value that is not allowed."""
@@ -75,7 +80,7 @@ class Muon(torch.optim.Optimizer):
 
     Raises ValueError or NotImplementedError at construction for what could not be stepped.
     """
-    _extra_keys = ()
+    _extra_keys, _graphs = (), None
 
     def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, ns_coefficients="polar_express",
                  eps=1e-7, ns_steps=5, adjust_lr_fn=None, *, adamw_betas=(0.9, 0.95), adamw_eps=1e-8, **options):
@@ -129,10 +134,23 @@ class Muon(torch.optim.Optimizer):
         with _on(local_of(self.param_groups[0]["params"][0]).device):
             for store in self._ready():
                 store.read()
+            self._feed.send()
             self._presence.save()
-            pipeline.run(self._jobs)
+            self._launch()
             self._presence.settle()
         return loss
+
+    def _launch(self) -> None:
+        """All work of the step; with `capturable`, as one graph and one for each AdamW group that knows no ranks."""
+        if not self._options.capturable:
+            return self._run()
+        release_before_groups()
+        self._graphs(self._run, [baked(store.hp, store.wide) for store in self._together])
+        pipeline.run(self._alone)
+
+    def _run(self) -> None:
+        pipeline.run(self._jobs)
+        self._presence.compare()
 
     def _ready(self):
         """The stores of this step. Planned anew if parameters changed, bound anew if memory or gradients' form did."""
@@ -147,8 +165,15 @@ class Muon(torch.optim.Optimizer):
         key = _memory_key([p for plan in plans for p in plan.params], self.state)
         if key != self._bound_for:
             self._presence.wait()
-            self._stores, self._jobs = bind(plans, self._options, self._groups, self.state)
+            self._graphs.say("parameters, their memory or the form of gradients changed, or a gradient is missing")
+            self._graphs.begin(local_of(self.param_groups[0]["params"][0]).device)
+            self._stores, jobs = bind(plans, self._options, self._groups, self.state, self._graphs)
             self._presence, self._bound_for = Presence(plans, self._stores, self._groups), key
+            self._feed = Feed(self._stores, self._presence)
+            # what holds addresses of gradients is a graph of its own: other ranks do not wait when it is made anew
+            self._alone = [job for job in jobs if self._options.capturable and isinstance(job[0], Elementwise)]
+            self._jobs = [job for job in jobs if job not in self._alone]
+            self._together = [s for s in self._stores if all(s is not route.store for route, _ in self._alone)]
         return self._stores
 
     def _stepped(self, group, alone) -> list:
@@ -163,8 +188,10 @@ class Muon(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Drop plans and bound memory; the next step makes them anew. State stays."""
         self._planned_for, self._bound_for = {False: None, True: None}, None
-        self._plans, self._stores, self._jobs, self._groups = {False: [], True: []}, [], [], Groups()
-        self._presence = Presence()
+        self._plans, self._stores, self._jobs, self._alone = {False: [], True: []}, [], [], []
+        self._groups, self._presence, self._feed = Groups(), Presence(), None
+        self._graphs = self._graphs or Graphs(self._options.capturable)
+        self._graphs.drop()
 
     def load_state_dict(self, state_dict) -> None:
         """As in torch, but state gets the dtype of `state_dtype`, not the parameter's, and what the saved groups lack
@@ -213,9 +240,9 @@ def _memory_key(params, state):
     gradients = [p.grad for p in params]
     there = [g for g in gradients if g is not None]
     check_dense(there)
+    forms = iter([(g.dtype, g.stride(), g.data_ptr() % ALIGNMENT) for g in raw_locals(there)])
     return ([t.data_ptr() for t in raw_locals(t for p in params for t in (p, *state[p].values()))],
-            [g is None for g in gradients],
-            [(g.dtype, g.stride(), g.data_ptr() % ALIGNMENT) for g in raw_locals(there)])
+            [next(forms) if g is not None else form_of_zeros(p) for p, g in zip(params, gradients)])
 
 
 def _on(device):

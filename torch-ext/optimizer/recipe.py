@@ -26,9 +26,26 @@ def scale_of(matrix, adjust_lr_fn) -> float:
     return SCALES[adjust_lr_fn or "original"](matrix.rows, matrix.cols)
 
 
-def momentum(pack, gradients, hp) -> None:
+def numbers_of(hp) -> list[float]:
+    """What may be another at every step, for the device's memory in fp32: lr, 1 - lr wd; and, 16 bytes on, 1 - mu.
+
+    Each kernel finds its part aligned, and is compiled once.
+    """
+    lr = float(hp["lr"])
+    return [lr, 1.0 - lr * float(hp["weight_decay"]), 0.0, 0.0, 1.0 - float(hp["momentum"]), 0.0, 0.0, 0.0]
+
+
+def baked(hp, wide=False) -> tuple:
+    """What launches of a group take from the host, and a CUDA graph of them keeps. `wide`: AdamW steps in fp64."""
+    if hp["use_muon"]:
+        steps = polar.steps_of(hp["ns_coefficients"], hp["ns_steps"])
+        return steps, hp["eps"], hp.get("beta2"), bool(hp["nesterov"])
+    return tuple(hp["betas"]), hp["eps"], float(hp["weight_decay"]), float(hp["lr"]) if wide else None
+
+
+def momentum(pack, gradients, numbers, hp) -> None:
     """M <- mu M + (1 - mu) G and U <- (1 - mu) G + mu M (Nesterov) or M, for all pieces of a bound `pack`."""
-    pack(*gradients, float(hp["momentum"]), hp["nesterov"])
+    pack(*gradients, numbers[4:5], hp["nesterov"])
 
 
 def orthogonalize(stacks, hp, dtype) -> None:
@@ -47,22 +64,26 @@ def normalize(stacks, rows, hp) -> None:
         normalize_rows(U, V, hp["beta2"], 1e-8)
 
 
-def apply(update, hp) -> None:
+def apply(update, numbers) -> None:
     """W <- (1 - lr wd) W - lr s U for all pieces of a bound `update`."""
-    update(float(hp["lr"]), float(hp["weight_decay"]))
+    update(numbers[:2])
 
 
-def adamw(W, G, exp_avgs, exp_avg_sqs, steps, hp) -> None:
+def adamw(W, G, states, hp, numbers) -> None:
     """AdamW (arXiv 1711.05101) in place, through torch's fused or foreach kernels, in the dtype of the state.
 
-    The fused one wants all four alike in dtype and strides: what lies otherwise in memory is stepped as a copy.
+    `states`: exp_avg, exp_avg_sq and step of each. The fused kernel wants W, G and the first two alike in dtype and
+    strides: what lies otherwise in memory is stepped as a copy. It reads lr from the device, in fp32; in fp64 it does
+    not.
     """
     if not W:
         return
+    exp_avgs, exp_avg_sqs, steps = states
     alike = [[_like(t, pattern) for t, pattern in zip(tensors, exp_avgs)] for tensors in (W, G, exp_avg_sqs)]
-    fused = W[0].is_cuda
+    fused, narrow = W[0].is_cuda, exp_avgs[0].dtype != torch.float64
     torch_adamw(*alike[:2], exp_avgs, alike[2], [], steps, foreach=not fused, fused=fused,
-                amsgrad=False, beta1=hp["betas"][0], beta2=hp["betas"][1], lr=float(hp["lr"]),
+                amsgrad=False, beta1=hp["betas"][0], beta2=hp["betas"][1],
+                lr=numbers[0] if fused and narrow else float(hp["lr"]),
                 weight_decay=float(hp["weight_decay"]), eps=hp["eps"], maximize=False)
     copied = [pair for pair in zip([*W, *exp_avg_sqs], [*alike[0], *alike[2]]) if pair[0] is not pair[1]]
     if copied:

@@ -1,8 +1,8 @@
 """How a bucket is stepped: Local, Exchange, Reduce, Elementwise, ReduceElementwise. The only file with collectives.
 
 Each route binds its views and launches once, and tells its story in `run`, a generator that yields a collective in
-flight and goes on once that has finished. No formula stands here (recipe.py), and no choice of owner or order
-(plan.py).
+flight and goes on once that has finished; what lies between two collectives is a part that CUDA graphs replay
+(graphs.py). No formula stands here (recipe.py), and no choice of owner or order (plan.py).
 """
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from . import recipe
+from .graphs import capturing
 from .kernels.pack import Copy, Pack, copy_torch
-from .kernels.table import Source
 from .kernels.update import Update
-from .layout import is_dtensor
+from .mean import Mean
 from .store import gradient_dtype, piece_at
 
 
@@ -31,19 +31,33 @@ class Local:
         self.update = Update(bound.weights(home), updates, bound.scales(home))
 
     def run(self, hp):
-        recipe.momentum(self.pack, self.bound.gradients(), hp)
+        self.bound.replay(self.step, hp)
+        return
+        yield  # a story like the others, without a collective
+
+    def step(self, hp):
+        recipe.momentum(self.pack, self.bound.gradients(), self.bound.store.numbers, hp)
         self.fetch_rows()
         recipe.orthogonalize(self.stacks, hp, self.bound.options.ns_dtype)
         recipe.normalize(self.stacks, self.rows, hp)
         self.keep_rows()
-        recipe.apply(self.update, hp)
-        return
-        yield  # a story like the others, without a collective
+        recipe.apply(self.update, self.bound.store.numbers)
 
 
-class Exchange:
-    """Shards -> owner -> shards. FSDP2, HSDP, TP x FSDP and DDP differ in their pieces only. State stays at home."""
+class Journey:
+    """There and back: what travels in, what is done with it, what travels out."""
     travels = True
+
+    def run(self, hp):
+        self.bound.replay(self.leave, hp)
+        yield from self.inbound.go()
+        self.bound.replay(self.compute, hp)
+        yield from self.outbound.go()
+        self.bound.replay(self.land, hp)
+
+
+class Exchange(Journey):
+    """Shards -> owner -> shards. FSDP2, HSDP, TP x FSDP and DDP differ in their pieces only. State stays at home."""
 
     def __init__(self, bound):
         self.bound, home, rows = bound, bound.pieces("home"), bound.pieces("home", "row")
@@ -63,22 +77,23 @@ class Exchange:
         self.keep_rows = Copy(V, [back[p] for p in rows])
         self.update = Update(bound.weights(home), [back[p] for p in home], bound.scales(home))
 
-    def run(self, hp):
-        recipe.momentum(self.pack, self.bound.gradients(), hp)
+    def leave(self, hp):
+        recipe.momentum(self.pack, self.bound.gradients(), self.bound.store.numbers, hp)
         self.send_rows()
-        yield from self.inbound.go()
+
+    def compute(self, hp):
         self.assemble()
         recipe.orthogonalize(self.stacks, hp, self.bound.options.ns_dtype)
         recipe.normalize(self.stacks, self.rows, hp)
         self.dismantle()
-        yield from self.outbound.go()
-        recipe.apply(self.update, hp)
+
+    def land(self, hp):
+        recipe.apply(self.update, self.bound.store.numbers)
         self.keep_rows()
 
 
-class Reduce:
+class Reduce(Journey):
     """Unreduced gradients -> owner, updates -> everybody: DDP without its all-reduce. State lives at the owner."""
-    travels = True
 
     def __init__(self, bound):
         self.bound, home, rows = bound, bound.pieces("home"), bound.pieces("owned", "row")
@@ -96,36 +111,45 @@ class Reduce:
         back = {**self.outbound.arrive, **{p: whole[p] for p in owned}}
         self.update = Update(bound.weights(home), [back[p] for p in home], bound.scales(home))
 
-    def run(self, hp):
+    def leave(self, _):
         self.fill(*self.bound.gradients())
-        yield from self.inbound.go()
-        recipe.momentum(self.pack, self.mean(), hp)
+
+    def compute(self, hp):
+        recipe.momentum(self.pack, self.mean(), self.bound.store.numbers, hp)
         self.fetch_rows()
         recipe.orthogonalize(self.stacks, hp, self.bound.options.ns_dtype)
         recipe.normalize(self.stacks, self.rows, hp)
         self.keep_rows()
         self.dismantle()
-        yield from self.outbound.go()
-        recipe.apply(self.update, hp)
+
+    def land(self, _):
+        recipe.apply(self.update, self.bound.store.numbers)
 
 
 class Elementwise:
     """AdamW: every element is stepped where it is stored."""
     travels = False
 
-    def __init__(self, store):
-        self.store, self.W = store, store.locals()
-        self.state = [store.locals(key) for key in ("exp_avg", "exp_avg_sq", "step")]
+    def __init__(self, store, graphs=None):
+        """`graphs`: None launches every step anew; a graph holds the addresses of its gradients."""
+        self.store, self.graphs, self.W = store, graphs, store.locals()
+        self.states = [store.locals(key) for key in ("exp_avg", "exp_avg_sq", "step")]
 
     def run(self, hp):
-        recipe.adamw(self.W, self.store.gradients, *self.state, hp)
+        if self.graphs is None:
+            self.step(hp)
+        else:
+            places = [g.data_ptr() for g in self.store.gradients]
+            self.graphs(self.step, (*recipe.baked(hp, self.store.wide), places), hp)
         return
         yield  # a story like the others, without a collective
 
+    def step(self, hp):
+        recipe.adamw(self.W, self.store.gradients, self.states, hp, self.store.numbers)
 
-class ReduceElementwise:
+
+class ReduceElementwise(Journey):
     """AdamW on unreduced gradients: every rank sums and steps its chunk of each parameter and returns the weights."""
-    travels = True
 
     def __init__(self, bound):
         self.bound, home, first = bound, bound.pieces("home", "chunk"), bound.store.params[0]
@@ -135,32 +159,35 @@ class ReduceElementwise:
         self.fill = Copy.of_gradients([self.inbound.leave[p] for p in home], bound.sources(home), bound.store.gradients)
         self.mean, W = Mean(self.inbound, bound.memory["mean"]), bound.weights(owned)
         self.lists = [W, [self.mean.view(p).view(w.shape) for p, w in zip(owned, W)],
-                      *(bound.states(owned, key) for key in ("exp_avg", "exp_avg_sq")),
-                      [_steps(bound, p) for p in owned]]
-        self.leave = self._both_ends(self.outbound.leave)
-        self.land = self._both_ends(self.outbound.arrive)[::-1]
+                      [*(bound.states(owned, key) for key in ("exp_avg", "exp_avg_sq")),
+                       [_steps(bound, p) for p in owned]]]
+        self.sent = self._both_ends(self.outbound.leave)
+        self.answered = self._both_ends(self.outbound.arrive)[::-1]
 
     def _both_ends(self, places):
         """(where weights lie on the wire, the weights), in the weights' shapes."""
         W = self.bound.weights(places)
         return [place.view(w.shape) for place, w in zip(places.values(), W)], W
 
-    def run(self, hp):
+    def leave(self, _):
         self.fill(*self.bound.gradients())
-        yield from self.inbound.go()
+
+    def compute(self, hp):
         self.mean()
-        recipe.adamw(*self.lists, hp)
-        copy_torch(*self.leave)
-        yield from self.outbound.go()
-        copy_torch(*self.land)
+        recipe.adamw(*self.lists, hp, self.bound.store.numbers)
+        copy_torch(*self.sent)
+
+    def land(self, _):
+        copy_torch(*self.answered)
 
 
 def _steps(bound, piece):
     """AdamW's count of steps for a chunk; the chunks of a parameter that later buckets bring count along by
     themselves.
     """
-    step = bound.store.state[bound.store.params[piece.matrix.param]]["step"]
-    return step.clone() if piece.matrix.at[0] else step
+    number = piece.matrix.param
+    step = bound.store.state[bound.store.params[number]]["step"]
+    return bound.store.twin(number, step) if piece.matrix.at[0] else step
 
 
 ROUTES = {"local": Local, "exchange": Exchange, "reduce": Reduce, "reduce_elementwise": ReduceElementwise}
@@ -187,30 +214,6 @@ class Wire:
             yield dist.all_to_all_single(self.recv, self.send, *splits, group=self.group, async_op=True)
 
 
-class Mean:
-    """The mean over the ranks of what arrived from each, in fp32 (fp64 in fp64), summed in the order of the ranks."""
-
-    def __init__(self, wire, memory):
-        ranks, nbytes = len(wire.travel.recv_bytes), wire.travel.recv_bytes[0]
-        self.arrived = wire.recv.view(wire.dtype).view(ranks, nbytes // wire.dtype.itemsize)
-        self.offsets, self.itemsize = wire.travel.arrive, wire.dtype.itemsize
-        self.out = memory.view(torch.promote_types(wire.dtype, torch.float32))
-        self.address = torch.tensor([self.out.data_ptr()], device=self.out.device)
-
-    def __call__(self):
-        torch.sum(self.arrived, 0, dtype=self.out.dtype, out=self.out)
-        self.out.div_(self.arrived.size(0))
-        return [self.out], self.address
-
-    def source(self, piece):
-        """Where the mean of `piece`, which arrived from all ranks alike, lies."""
-        offset = self.offsets[piece] // self.itemsize % self.arrived.size(1)
-        return Source(0, offset, (piece.shape[1], 1))
-
-    def view(self, piece):
-        return self.source(piece).view([self.out], piece.shape)
-
-
 class Presence:
     """Puts back what the step changed of parameters that have no gradient.
 
@@ -219,63 +222,53 @@ class Presence:
     whose matrices never travel, each rank leaves its own alone, and asks nobody.
     """
 
+    flags = {}  # ranks -> (what this rank has, what any rank has), on the device, from a Feed
+
     def __init__(self, plans=(), stores=(), groups=None):
-        self.members, self.flags, self.groups, self.saved, self.works = {}, {}, groups, {}, []
+        self.members, self.groups, self.saved, self.works = {}, groups, {}, []
+        self.device = stores[0].device if stores else torch.device("cpu")
         for plan, store in zip(plans, stores):
             for number, layout in enumerate(plan.layouts):
                 ranks = tuple(sorted(layout.boxes)) if number in plan.shared else ()
                 if len(layout.boxes) > 1:
                     self.members.setdefault(ranks, []).append((store, number))
 
+    def here(self) -> list[bool]:
+        """Which gradients of the compared parameters are here, in the order of the flags."""
+        return [store.here[number] for ranks, members in self.members.items() if ranks for store, number in members]
+
     def save(self) -> None:
-        """Before the step: copy what may have to be put back, and note which gradients are here."""
+        """Before the step: copy what may have to be put back."""
+        if capturing(self.device):  # a graph cannot wait for what is outside of it; who captures has synchronized
+            self.works = []
         self.wait()
-        self.saved = {}
-        for ranks, members in self.members.items():
-            here = [store.params[number].grad is not None for store, number in members]
-            if ranks and (ranks not in self.flags or not all(here) or not self.complete):
-                self.flags[ranks] = torch.tensor(here, dtype=torch.float32).to(members[0][0].device)
-            self.saved.update({(ranks, i): [t.clone() for t in store.all_of(number)]
-                               for i, (store, number) in enumerate(members) if not here[i]})
-        self.complete = not self.saved
+        self.saved = {(ranks, i): [t.clone() for t in store.all_of(number)]
+                      for ranks, members in self.members.items()
+                      for i, (store, number) in enumerate(members) if not store.here[number]}
+
+    def compare(self) -> None:
+        """Ask the other ranks, at the end of the step's work."""
+        self.works = []
+        for ranks, (mine, anybody) in self.flags.items():
+            anybody.copy_(mine)
+            self.works.append(dist.all_reduce(anybody, dist.ReduceOp.MAX, group=self.groups.of(ranks), async_op=True))
+        if capturing(self.device):  # nothing outside a graph may wait for what is in it
+            self.wait()
 
     def settle(self) -> None:
-        """After the step: compare, and put back."""
-        for ranks, flags in self.flags.items():
-            self.works.append(dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.groups.of(ranks), async_op=True))
+        """After the step: put back."""
         if self.saved:
             self.wait()
         for (ranks, i), before in self.saved.items():
             store, number = self.members[ranks][i]
             for now, then in zip(store.all_of(number), before):
-                now.copy_(torch.where((self.flags[ranks][i] > 0).to(now.device), now, then) if ranks else then)
+                now.copy_(torch.where((self.flags[ranks][1][i] > 0).to(now.device), now, then) if ranks else then)
 
     def wait(self) -> None:
         """Until the last step's collective is done: then its memory may be used again."""
         for work in self.works:
             work.wait()
         self.works = []
-
-
-class Groups:
-    """The process group of each set of ranks: one that is there already (the default, a mesh's), else a new one."""
-
-    def __init__(self):
-        self.known = {}
-
-    def learn(self, params, process_group) -> None:
-        """Remember the groups that the parameters bring along."""
-        groups = [process_group] if process_group is not None else []
-        for mesh in {p.device_mesh for p in params if is_dtensor(p)}:
-            groups += [mesh.get_group(axis) for axis in range(mesh.ndim)]
-        for group in [dist.group.WORLD, *groups] if dist.is_initialized() else []:
-            self.known.setdefault(tuple(dist.get_process_group_ranks(group)), group)
-
-    def of(self, ranks):
-        """All ranks of the group call this in the same order, since all have the same plan."""
-        if ranks not in self.known:
-            self.known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-        return self.known[ranks]
 
 
 def agree(group, number, device) -> None:

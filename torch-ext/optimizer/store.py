@@ -9,11 +9,10 @@ from collections import defaultdict
 
 import torch
 
-from .kernels import use_triton
 from .kernels.table import Source
 from .layout import is_dtensor, layout_of, local_of, this_rank
 from .plan import ALIGNMENT
-from .recipe import scale_of
+from .recipe import baked, scale_of
 
 STATE = ("momentum_buffer", "second_moment", "step", "exp_avg", "exp_avg_sq")
 
@@ -22,25 +21,24 @@ class Store:
     """The tensors of one parameter group at this rank, seen piece by piece.
 
     `layouts`, `row_layouts`: of each parameter and of its row state (None without). `state`: the optimizer's.
-    `in_chunks`: the parameters are cut into rows of dim 0, and their gradients are made contiguous for that.
+    `in_chunks`: the parameters are cut into rows of dim 0, and their gradients are made contiguous for that. `hp`: the
+    live group. `addresses` (of gradients) and `numbers` (of the group): this step's, on the device, from a Feed.
     """
+    addresses = numbers = None
 
-    def __init__(self, params, layouts, row_layouts, state, in_chunks=False):
-        self.params, self.state, self.rank, self.in_chunks = params, state, this_rank(), in_chunks
-        self.layouts = {"update": layouts, "row": row_layouts}
-        self.device = local_of(params[0]).device
+    def __init__(self, params, layouts, row_layouts, state, in_chunks=False, hp=None):
+        self.params, self.state, self.rank, self.in_chunks, self.hp = params, state, this_rank(), in_chunks, hp
+        self.layouts, self.twins = {"update": layouts, "row": row_layouts}, defaultdict(list)
+        self.device, self.wide = local_of(params[0]).device, params[0].dtype == torch.float64
         self.read()
 
     def read(self):
         """Take this step's gradients, which autograd may have put elsewhere; a missing one counts as zero."""
-        self.gradients = [_zeros(p) if p.grad is None else local_of(p.grad) for p in self.params]
+        gradients = [p.grad for p in self.params]
+        self.here = [g is not None for g in gradients]
+        self.gradients = [_zeros(p) if g is None else local_of(g) for p, g in zip(self.params, gradients)]
         if self.in_chunks:
             self.gradients = [g.contiguous() for g in self.gradients]
-        self.addresses = None
-        if use_triton(self.device):
-            addresses = torch.tensor([g.data_ptr() for g in self.gradients], dtype=torch.int64)
-            pinned = addresses.pin_memory() if self.device.type == "cuda" else addresses
-            self.addresses = pinned.to(self.device, non_blocking=True)
 
     def sources(self, pieces):
         """Where each piece lies in the gradients, for launches that are told only the gradients' addresses."""
@@ -64,9 +62,14 @@ class Store:
         return [self._view(s, p) if at is None else s[at:at + p.shape[0]] for s, p, at in zip(locals_, pieces, first)]
 
     def all_of(self, number) -> list:
-        """The local tensors of one parameter: its weight and all its state."""
+        """The local tensors of one parameter: its weight, all its state and the twins of that."""
         param = self.params[number]
-        return [local_of(param), *(local_of(t) for t in self.state[param].values())]
+        return [local_of(param), *(local_of(t) for t in self.state[param].values()), *self.twins[number]]
+
+    def twin(self, number, state):
+        """A copy of a state of parameter `number` that changes along with it."""
+        self.twins[number].append(state.clone())
+        return self.twins[number][-1]
 
     def locals(self, key=None):
         """The local tensors of the parameters, or of their state `key`."""
@@ -96,6 +99,11 @@ def gradient_dtype(param):
 
 def _zeros(param):
     return torch.zeros_like(local_of(param), dtype=gradient_dtype(param))
+
+
+def form_of_zeros(param):
+    """(dtype, stride, bytes beyond alignment) of what stands for a missing gradient."""
+    return gradient_dtype(param), local_of(param).stride(), 0
 
 
 def create_state(state, param, keys, dtype, rows=None) -> None:
@@ -178,7 +186,7 @@ class Bound:
     def __init__(self, bucket, share, store, options, group, hp):
         self.bucket, self.share, self.store = bucket, share, store
         self.options, self.group, self.hp = options, group, hp
-        self.rank, self.memory = store.rank, None
+        self.rank, self.memory, self.graphs = store.rank, None, None
         self.weights, self.states, self.sources = store.weights, store.states, store.sources
 
     def pieces(self, end, kind="update"):
@@ -187,6 +195,10 @@ class Bound:
 
     def gradients(self):
         return self.store.gradients, self.store.addresses
+
+    def replay(self, part, hp):
+        """Do part(hp), by a CUDA graph where it can be. What else it reads of this step lies on the device."""
+        self.graphs(part, baked(hp, self.store.wide), hp)
 
     def scales(self, pieces):
         return [scale_of(p.matrix, self.hp["adjust_lr_fn"]) for p in pieces]

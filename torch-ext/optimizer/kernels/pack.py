@@ -27,27 +27,28 @@ class Pack:
         self.M, self.U, self.sources = list(M), list(U), list(sources)
         self.launches = bind((self.M, self.U), sources, gradients) if M and use_triton(M[0].device) else None
 
-    def __call__(self, tensors: Sequence[torch.Tensor], addresses: torch.Tensor | None, momentum: float,
-                 nesterov: bool):
+    def __call__(self, tensors: Sequence[torch.Tensor], addresses: torch.Tensor | None,
+                 weight: torch.Tensor, nesterov: bool):
         """Take this step's gradients, and their addresses as an int64 tensor on the device (None without Triton).
 
-        M and U change in place, the gradients do not. U gets the fp32 result, rounded once to its dtype.
+        `weight`: 1 - mu, one fp32 element on the device. M and U change in place, the gradients do not. U gets the fp32
+        result, rounded once to its dtype.
         """
         if self.launches is None:
             gradients = [s.view(tensors, m.shape) for s, m in zip(self.sources, self.M)]
-            return pack_torch(self.M, self.U, gradients, momentum, nesterov)
+            return pack_torch(self.M, self.U, gradients, weight, nesterov)
         for launch in self.launches:
-            run(_pack_kernel, launch, addresses, 1.0 - momentum, NESTEROV=nesterov)
+            run(_pack_kernel, launch, addresses, weight, NESTEROV=nesterov)
 
 
-def pack_torch(M, U, G, momentum, nesterov):
+def pack_torch(M, U, G, weight, nesterov):
     """Compute `Pack` rectangle by rectangle, in the form x + (1 - mu)(g - x), as torch's lerp does."""
     for m, u, g in zip(M, U, G):
         g, wide = g.float(), m.float()
-        wide.add_(torch.sub(g, wide).mul_(1.0 - momentum))
+        wide.add_(torch.sub(g, wide).mul_(weight))
         if wide is not m:
             m.copy_(wide)
-        u.copy_(torch.sub(g, wide).mul_(1.0 - momentum).add_(wide) if nesterov else wide)
+        u.copy_(torch.sub(g, wide).mul_(weight).add_(wide) if nesterov else wide)
 
 
 @jit
@@ -61,10 +62,11 @@ def _pack_kernel(records, blocks, addresses, weight, NESTEROV: tl.constexpr, FIE
     g_at = elements(record, row, column, 2, TYPE_2, fresh(record, addresses, FIELDS), ALIGNED)
     g = tl.load(g_at, mask=inside).to(tl.float32)
     m = tl.load(m_at, mask=inside).to(tl.float32)
-    m += weight * (g - m)
+    share = tl.load(weight)
+    m += share * (g - m)
     tl.store(m_at, m.to(TYPE_0), mask=inside)
     if NESTEROV:
-        m += weight * (g - m)
+        m += share * (g - m)
     tl.store(u_at, m.to(TYPE_1), mask=inside)
 
 

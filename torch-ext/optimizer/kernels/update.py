@@ -28,27 +28,30 @@ class Update:
         self.launches = bind((self.W, self.U)) if W and use_triton(W[0].device) else None
         self.scales_of = [self.scales[launch.origins.to(self.scales.device)] for launch in self.launches or ()]
 
-    def __call__(self, lr: float, weight_decay: float):
-        """Change W in place; the fp32 result is rounded once to its dtype."""
+    def __call__(self, factors: torch.Tensor):
+        """Change W in place; the fp32 result is rounded once to its dtype.
+
+        `factors`: lr and 1 - lr weight_decay, two fp32 elements on the device.
+        """
         if self.launches is None:
-            return update_torch(self.W, self.U, self.scales, lr, weight_decay)
+            return update_torch(self.W, self.U, self.scales, *factors)
         for launch, scales in zip(self.launches, self.scales_of):
-            run(_update_kernel, launch, scales, lr, 1.0 - lr * weight_decay)
+            run(_update_kernel, launch, scales, factors)
 
 
-def update_torch(W, U, scales, lr, weight_decay):
+def update_torch(W, U, scales, lr, keep):
     """Compute `Update` rectangle by rectangle."""
     for w, u, factor in zip(W, U, scales * lr):
-        w.copy_(w.float().mul(1.0 - lr * weight_decay).sub_(u.float().mul(factor)))
+        w.copy_(w.float().mul(keep).sub_(u.float().mul(factor)))
 
 
 @jit
-def _update_kernel(records, blocks, scales, lr, keep, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+def _update_kernel(records, blocks, scales, factors, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
                    TYPE_0: tl.constexpr, TYPE_1: tl.constexpr):
     """Lists: W, U."""
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ALIGNED)
-    factor = tl.load(scales + tl.load(blocks + tl.program_id(0).to(tl.int64) * 2)) * lr
+    factor = tl.load(scales + tl.load(blocks + tl.program_id(0).to(tl.int64) * 2)) * tl.load(factors)
     w_at = elements(record, row, column, 0, TYPE_0, 0, ALIGNED)
     w = tl.load(w_at, mask=inside).to(tl.float32)
     u = tl.load(elements(record, row, column, 1, TYPE_1, 0, ALIGNED), mask=inside).to(tl.float32)
-    tl.store(w_at, (w * keep - u * factor).to(TYPE_0), mask=inside)
+    tl.store(w_at, (w * tl.load(factors + 1) - u * factor).to(TYPE_0), mask=inside)

@@ -1,0 +1,337 @@
+"""Steps by CUDA graphs: the very bits of steps without them, whatever changes in between; and what lets graphs go.
+
+On a CPU a tape stands for the graph: it notes what is launched, with the tensors and numbers of that time, and launches
+just that again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.paths import INTERPRETED, quiet, why_no_triton
+from tests.ranks import package, part, run_ranks
+
+pytestmark = quiet
+KINDS = ("off", "auto", "capturable")
+
+
+class Tape(TorchDispatchMode):
+    """What `torch.cuda.CUDAGraph` does, on a CPU: a capture leaves memory as it was, a replay repeats its launches."""
+
+    current, replays, fails = None, 0, False
+
+    def __init__(self):
+        super().__init__()
+        self.launches, self.memory, self.gone = [], {}, False
+
+    def capture_begin(self, pool=None, capture_error_mode="global"):
+        assert Tape.current is None and capture_error_mode == "thread_local"
+        assert pool is None or not pool.gone
+        if Tape.fails:
+            raise RuntimeError("out of graphs")
+        Tape.current = self
+        self.__enter__()
+
+    def capture_end(self):
+        if Tape.current is self:
+            Tape.current = None
+            self.__exit__(None, None, None)
+            for storage, kept in self.memory.values():
+                storage.copy_(kept)
+
+    def __torch_dispatch__(self, function, types, arguments=(), constants=None):
+        """Launch what makes temporaries, once all memory that it may change is kept."""
+        for tensor in tree_leaves((arguments, constants)):
+            if isinstance(tensor, torch.Tensor) and tensor.numel():
+                storage = tensor.untyped_storage()
+                self.memory.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        out = function(*arguments, **(constants or {}))
+        self.launches.append((function, arguments, constants or {}, out))
+        return out
+
+    def replay(self):
+        assert Tape.current is None and not self.gone
+        Tape.replays += 1
+        for launch, arguments, constants, out in self.launches:
+            for now, then in zip(tree_leaves(launch(*arguments, **constants)), tree_leaves(out)):
+                if isinstance(then, torch.Tensor) and now.data_ptr() != then.data_ptr():
+                    then.copy_(now)  # a temporary keeps its place in the pool
+
+    def pool(self):
+        return self
+
+    def reset(self):
+        self.gone = True
+
+
+@pytest.fixture
+def tape(monkeypatch, optimizer):
+    """CUDA graphs on a CPU, with the kernels in Triton's interpreter."""
+    if not INTERPRETED or (reason := why_no_triton()):
+        pytest.skip("there is a GPU" if not INTERPRETED else reason)
+    graphs, jit = part("graphs"), part("kernels").jit
+    monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
+    monkeypatch.setattr(Tape, "replays", 0)
+    monkeypatch.setattr(Tape, "fails", False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Tape.current is not None)
+    monkeypatch.setattr(graphs, "available", lambda device: part("debug").graphs() == "auto")
+    for name in ("routes", "feed"):
+        monkeypatch.setattr(part(name), "capturing", lambda device: Tape.current is not None)
+    plain = jit.__getitem__
+
+    def launcher(kernel, grid):
+        launch = plain(kernel, grid)
+
+        def note(*arguments, **constants):
+            Tape.current.launches.append((launch, arguments, constants, None))
+
+        return launch if Tape.current is None else note
+
+    monkeypatch.setattr(jit, "__getitem__", launcher)
+    monkeypatch.setattr(part("recipe"), "torch_adamw", adamw_on_tensors)
+    return Tape
+
+
+def adamw_on_tensors(W, G, means, squares, _, counts, *, lr, beta1, beta2, weight_decay, eps, **__):
+    """torch's reads the count of steps on the host, on a CPU, and a tape would repeat it."""
+    for w, g, m, v, count in zip(W, G, means, squares, counts):
+        count += 1
+        m.lerp_(g, 1 - beta1)
+        v.lerp_(g * g, 1 - beta2)
+        corrected = (v / (1 - beta2 ** count)).sqrt() + eps
+        w.mul_(1 - lr * weight_decay).sub_(lr * m / (1 - beta1 ** count) / corrected)
+
+
+# a run --------------------------------------------------------------------------------------------------------------
+
+MATRICES = {"cpu": [(8, 12), (12, 8), (8, 12)], "cuda": [(256, 128), (96, 320), (256, 128), (64, 64), (33, 7)]}
+REST, STEPS = [(7,), (5, 3), ()], 8
+
+
+class Run:
+    """An optimizer of a kind, whose schedules change what may change at every step, and at times what may not."""
+
+    def __init__(self, kind, name, place=lambda full: full, device="cpu", **options):
+        generator = torch.Generator().manual_seed(0)
+        self.kind, self.place, self.device, self.kept = kind, place, device, []
+        matrices, rest = ([nn.Parameter(place(torch.randn(s, generator=generator).to(device))) for s in shapes]
+                          for shapes in (MATRICES[device], REST))
+        self.params = matrices + rest
+        few = {"ns_coefficients": "jordan", "ns_steps": 2 if device == "cpu" else 5}  # the interpreter is slow
+        groups = [{"params": matrices[:2], **few}, {"params": matrices[2:], **few},
+                  {"params": rest, "use_muon": False, "lr": 0.01}]
+        self.optimizer = getattr(package(), name)(groups, capturable=kind == "capturable", **options)
+
+    def schedule(self, number):
+        for group in self.optimizer.param_groups[:2]:
+            group.update(lr=0.02 + 0.003 * number, weight_decay=0.1 * (number % 3), momentum=0.95 - 0.04 * number)
+        if number == 5:
+            self.optimizer.param_groups[0]["ns_steps"] = 3
+        if number == 6:
+            self.optimizer.param_groups[2]["weight_decay"] = 0.3
+        if self.device == "cuda":
+            self.optimizer.param_groups[2]["lr"] = 0.01 + 0.001 * number
+
+    def step(self, number, missing=()):
+        """`missing`: the numbers of the parameters that have no gradient."""
+        self.schedule(number)
+        generator = torch.Generator().manual_seed(100 + number)
+        self.kept = [p.grad for p in self.params] if number in (2, 3) else []  # the next ones lie elsewhere
+        for i, p in enumerate(self.params):
+            gradient = self.place(torch.randn(p.shape, generator=generator).to(self.device))
+            p.grad = None if i in missing else gradient
+        os.environ["OPTIMIZER_GRAPHS"] = "off" if self.kind == "off" else "auto"
+        self.optimizer.step()
+        del os.environ["OPTIMIZER_GRAPHS"]
+        return [t.detach().clone() for p in self.params for t in (p, *self.optimizer.state[p].values())]
+
+
+def differing(runs, number, missing=()):
+    """The kinds whose weights or state are not the first one's, bit for bit, after a step."""
+    first, *others = [run.step(number, missing) for run in runs]
+    return [run.kind for run, tensors in zip(runs[1:], others)
+            if not all(torch.equal(local(a), local(b)) for a, b in zip(first, tensors))]
+
+
+def local(tensor):
+    return part("layout").local_of(tensor)
+
+
+# on a CPU -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
+def test_the_bits_of_steps_without_graphs(name, tape):
+    runs = [Run(kind, name, wire_dtype=torch.float32) for kind in KINDS]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(STEPS):
+            assert differing(runs, number) == [], number
+    assert [str(w.message)[:17] for w in said if "not replayed" in str(w.message)] == ["capturable=True: "]
+    assert tape.replays > STEPS
+
+
+# on GPUs ------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def replays(monkeypatch):
+    """The graphs that are replayed, one entry for each time."""
+    replay, seen = torch.cuda.CUDAGraph.replay, []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (seen.append(graph), replay(graph)))
+    return seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
+@pytest.mark.parametrize("options", [{}, {"state_dtype": torch.bfloat16}, {"workspace_bytes": 3000}], ids=str)
+def test_the_bits_of_steps_without_graphs_on_a_gpu(name, options, replays):
+    runs = [Run(kind, name, device="cuda", **options) for kind in KINDS]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(STEPS):
+            assert differing(runs, number) == [], number
+    assert sum("not replayed" in str(w.message) for w in said) == 1
+    assert not any("could not be captured" in str(w.message) for w in said)
+    assert not runs[0].optimizer._graphs.parts and len(replays) > 2 * STEPS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_host_never_waits_for_the_gpu(kind):
+    run = Run(kind, "NorMuon", device="cuda")
+    for number in range(4):
+        run.step(number)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in range(40, 50):  # schedules go on; what is baked stays
+            for group in run.optimizer.param_groups:
+                group["lr"] = 0.001 * number
+            run.optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ahead", [1, 30])
+def test_values_that_are_on_their_way_are_not_overwritten(ahead):
+    """The host runs ahead of a busy GPU, with another lr at each step."""
+    runs = [Run(kind, "Muon", device="cuda") for kind in ("off", "auto")]
+    for run in runs:
+        for number in range(3):
+            run.step(number)
+    for run, wait in zip(runs, (True, False)):
+        for number in range(ahead):
+            if not wait:
+                torch.cuda._sleep(20_000_000)
+            for group in run.optimizer.param_groups:
+                group["lr"] = 0.001 * (number + 1)
+            run.optimizer.step()
+            if wait:
+                torch.cuda.synchronize()
+    assert all(map(torch.equal, runs[0].params, runs[1].params))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("between", [False, True])
+def test_the_step_in_a_graph_of_the_user(between):
+    """Replays step with what was live at the capture, also after steps of other values between them."""
+    own, plain = (Run(kind, "NorMuon", device="cuda") for kind in ("auto", "off"))
+    for number in range(3):
+        assert differing([own, plain], number) == []
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        own.optimizer.step()
+    for _ in range(3):
+        graph.replay()
+        plain.optimizer.step()
+        if between:
+            for run in (own, plain):
+                before = [group["lr"] for group in run.optimizer.param_groups]
+                for group in run.optimizer.param_groups:
+                    group["lr"] = 0.123
+                run.optimizer.step()
+                for group, lr in zip(run.optimizer.param_groups, before):
+                    group["lr"] = lr
+    assert all(map(torch.equal, own.params, plain.params))
+
+
+@pytest.mark.gpu
+def test_all_parts_share_their_memory():
+    """Many buckets take no more than a few of the same size."""
+    shapes, sizes = [(256, 512), (512, 256)] * 16, []
+    for count in (4, 32):
+        params = [nn.Parameter(torch.randn(s, device="cuda")) for s in shapes[:count]]
+        stepper = package().Muon(params, workspace_bytes=4_000_000)
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            stepper.step()
+        sizes.append(len(stepper._graphs.parts))
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        stepper._graphs.drop()
+        torch.cuda.empty_cache()
+        sizes.append(before - torch.cuda.memory_reserved())
+    few, little, many, much = sizes
+    assert many >= 4 * few and 0 < much <= 2 * little
+
+
+_alive = []  # optimizers whose graphs hold collectives while the process group is destroyed
+
+
+def ranked(rank, world, mode, name, option):
+    """(steps at which a kind differs; replays of a steady step, by kind; whether the last steps were alike)."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    _alive.clear()
+    mesh, options = init_device_mesh("cuda", (world,)), dict(option)
+    if mode in ("ddp", "reduce"):
+        options.update(process_group=dist.group.WORLD, grads_are_reduced=mode == "ddp")
+
+    def place(full):
+        return full.clone() if mode in ("ddp", "reduce") else distribute_tensor(
+            full, mesh, [Shard(0) if full.ndim else Replicate()])
+
+    runs = [Run(kind, name, place, "cuda", **options) for kind in KINDS]
+    wrong, missing = [], {3: (0, 5) if rank == 0 else (), 4: (0, 5) if rank == 1 else (2,), 6: (1, 6)}
+    for number in range(STEPS):
+        wrong += [(number, kind) for kind in differing(runs, number, missing.get(number, ()))]
+    replay, seen, steady = torch.cuda.CUDAGraph.replay, [], {}
+    torch.cuda.CUDAGraph.replay = lambda graph: (seen.append(graph), replay(graph))
+    try:
+        for run in runs:
+            for _ in range(4):
+                seen.clear()
+                run.optimizer.step()
+            steady[run.kind] = len(seen)
+    finally:
+        torch.cuda.CUDAGraph.replay = replay
+    same = all(torch.equal(local(a), local(b)) for run in runs[1:] for a, b in zip(runs[0].params, run.params))
+    _alive.extend(runs)
+    return wrong, steady, same
+
+
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.gpus(n)) for n in (2, 4)])
+@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
+@pytest.mark.parametrize(("mode", "option"), [
+    ("fsdp", {}), ("fsdp", {"workspace_bytes": 700_000}), ("ddp", {}), ("reduce", {})], ids=str)
+@pytest.mark.gpu
+def test_the_bits_of_steps_without_graphs_on_many_gpus(mode, option, name, world):
+    """Also with gradients missing on one rank and on all. Afterwards the group is destroyed while graphs hold it."""
+    for wrong, steady, same in run_ranks(world, ranked, mode, name, option, backend="nccl", timeout=120):
+        assert wrong == [] and same
+        # a graph for all that travels, and one for AdamW where it knows no ranks; else three for each bucket
+        assert steady["off"] == 0 and steady["auto"] >= 3 and steady["capturable"] == (1 if mode == "reduce" else 2)

@@ -1,0 +1,134 @@
+"""Parts of a step as CUDA graphs: launched one by one at first, captured next, replayed from then on.
+
+Decides: when a part is captured, replayed or run as it is, and when graphs are let go. Must not know: what a part does.
+What a part reads from the host is its `key`; everything else that changes between steps it reads from device memory.
+"""
+from __future__ import annotations
+
+import atexit
+import functools
+import warnings
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from . import debug
+from .kernels import use_triton
+
+CAPTURES = 8  # of one part; a part whose key keeps changing is not worth more
+
+
+def capturing(device) -> bool:
+    """Whether what is launched now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def available(device) -> bool:
+    """Whether parts on `device` are captured: NVIDIA GPUs with the Triton kernels, unless OPTIMIZER_GRAPHS forbids."""
+    return (device.type == "cuda" and torch.version.hip is None and debug.graphs() == "auto" and use_triton(device))
+
+
+class Part:
+    """What is known of one part: the key of its last run, its graph and the key of that."""
+
+    def __init__(self):
+        self.last = self.graph = self.captured = None
+        self.count = 0
+
+
+class Graphs:
+    """The CUDA graphs of one optimizer, in one memory pool.
+
+    They run one after another on one stream, and no tensor of the pool outlives its part: they may share all memory,
+    and come in any order. `loud`: say once where a graph could not be replayed.
+    """
+
+    def __init__(self, loud=False):
+        self.parts, self.stream, self.loud = {}, None, loud
+        self.on, self.failed = False, False
+        _all.add(self)
+
+    def begin(self, device) -> None:
+        """Capture what runs on `device` from now on, with new memory."""
+        self.drop()
+        self.on = available(device) and not self.failed
+
+    def __call__(self, part, key, *arguments) -> None:
+        """Do part(*arguments): a bound method whose host values are all in `key`.
+
+        Inside another capture, part is captured with it.
+        """
+        if not self.on or torch.cuda.is_current_stream_capturing():
+            return part(*arguments)
+        known = self.parts.setdefault((id(part.__self__), part.__name__), Part())
+        if known.captured != key and known.last == key and known.count < CAPTURES:
+            self._capture(known, key, functools.partial(part, *arguments))
+        known.last = key
+        if known.graph is not None and known.captured == key:
+            return known.graph.replay()
+        if known.graph is not None:
+            self.say("what is part of the graph changed: addresses of AdamW's gradients, or a number that is not lr, "
+                     "weight_decay of matrices or momentum")
+        part(*arguments)
+
+    def _capture(self, known, key, work) -> None:
+        """Capturing launches nothing. Where it fails, parts run as they are from now on."""
+        graph, self.stream = torch.cuda.CUDAGraph(), self.stream or torch.cuda.Stream()
+        shared = next((part.graph.pool() for part in self.parts.values() if part.graph is not None), None)
+        known.count += 1
+        try:
+            with torch.cuda.stream(self.stream), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # a part may have nothing to do
+                # other threads (NCCL's watchdog) may do what a capture forbids
+                graph.capture_begin(*([shared] if shared else []), capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
+        except Exception as error:
+            self.drop()
+            self.on, self.failed = False, True
+            warnings.warn(f"steps run without CUDA graphs, since one could not be captured: {error}", stacklevel=2)
+        else:
+            known.graph, known.captured = graph, key
+
+    def say(self, why) -> None:
+        """Tell once that a step is launched as without graphs, where graphs were asked for and there was one."""
+        if self.loud and any(part.graph is not None for part in self.parts.values()):
+            self.loud = False
+            warnings.warn(f"capturable=True: this step is not replayed, because {why}; it is captured anew once two "
+                          "steps are alike. Said once.", stacklevel=2)
+
+    def drop(self) -> None:
+        """Let all graphs go, and with them their memory; before the owners of parts go, whose ids name the parts."""
+        for part in self.parts.values():
+            if part.graph is not None:
+                part.graph.reset()
+        self.parts = {}
+
+
+_all = weakref.WeakSet()
+
+
+def drop_all() -> None:
+    """Let all graphs of all optimizers go; the next steps capture them anew."""
+    for graphs in list(_all):
+        graphs.drop()
+
+
+@functools.cache
+def release_before_groups() -> None:
+    """Have all graphs let go before process groups are destroyed and before the process exits.
+
+    NCCL waits for graphs that hold its collectives, forever. Called before the first collective is captured.
+    """
+    atexit.register(drop_all)
+    destroy = dist.destroy_process_group
+
+    @functools.wraps(destroy)
+    def release_and_destroy(*arguments, **more):
+        drop_all()
+        return destroy(*arguments, **more)
+
+    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = release_and_destroy

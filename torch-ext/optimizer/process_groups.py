@@ -1,0 +1,27 @@
+"""Which process group connects a set of ranks. Makes what is missing; issues no collective of a step."""
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from .layout import is_dtensor
+
+
+class Groups:
+    """The process group of each set of ranks: one that is there already (the default, a mesh's), else a new one."""
+
+    def __init__(self):
+        self.known = {}
+
+    def learn(self, params, process_group) -> None:
+        """Remember the groups that the parameters bring along."""
+        groups = [process_group] if process_group is not None else []
+        for mesh in {p.device_mesh for p in params if is_dtensor(p)}:
+            groups += [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        for group in [dist.group.WORLD, *groups] if dist.is_initialized() else []:
+            self.known.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+
+    def of(self, ranks):
+        """All ranks of the group call this in the same order, since all have the same plan."""
+        if ranks not in self.known:
+            self.known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        return self.known[ranks]
