@@ -10,6 +10,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from tests.ranks import part
 
@@ -33,7 +34,8 @@ def compile_for(arch: str, kernel, arguments: dict, **options) -> int:
             hints |= {(place,): [["tt.divisibility", 16]]} if value.startswith("*") else {}
         else:
             signature[name], constants[(place,)] = "constexpr", getattr(value, "value", value)
-    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=hints)
+    kind = GluonASTSource if function.is_gluon() else ASTSource
+    source = kind(fn=function, signature=signature, constexprs=constants, attrs=hints)
     return triton.compile(source, target=GPUTarget(*TARGETS[arch]), options=options).metadata.shared
 
 
@@ -70,6 +72,11 @@ def by_tma(arch: str, entry: dict) -> int:
         ADDENDS=2 * (entry["op"] == "symmetric"), FORM=3, BLOCK_R=rows, BLOCK_C=columns, BLOCK_K=inner,
         LOOP=triton.language.constexpr(entry["loop"]))
     arguments |= dict.fromkeys("cd" if entry["op"] != "symmetric" else "")
+    if entry["loop"] == "pingpong":
+        layout = ",NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)"
+        arguments |= {name: "tensordesc<fp16[1, {}, {}]{}>".format(*box, layout) for name, box in boxes.items()}
+        arguments |= dict(BLOCK=rows, STAGES=entry["stages"], sizes=("i32",) * 2)
+        return compile_for(arch, part("kernels.pingpong").kernel, arguments, num_warps=entry["warps"])
     return compile_for(arch, part("kernels.gram_sm90")._kernel, arguments,
                        num_stages=entry["stages"], num_warps=entry["warps"])
 
@@ -78,10 +85,10 @@ def others(arch: str):
     """Compile the kernels of everything that is not a product."""
     pack, update, rows, norm, on_chip = (part(f"kernels.{name}") for name in "pack update rows norm on_chip".split())
     table = dict(records="*i64", blocks="*i64", FIELDS=12, BLOCK=4096, ALIGNED=True, **TYPES)
-    yield compile_for(arch, pack._pack_kernel, dict(table, addresses="*i64", weight="fp32", NESTEROV=True))
+    yield compile_for(arch, pack._pack_kernel, dict(table, addresses="*i64", weight="*fp32", NESTEROV=True))
     yield compile_for(arch, pack._copy_kernel, dict(table, addresses="*i64", FRESH=True))
     yield compile_for(arch, pack._copy_kernel, dict(table, addresses=None, FRESH=False, ALIGNED=False))
-    yield compile_for(arch, update._update_kernel, dict(table, scales="*fp32", lr="fp32", keep="fp32"))
+    yield compile_for(arch, update._update_kernel, dict(table, scales="*fp32", factors="*fp32"))
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
                  span="i32", u_strides=COLUMN_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR, ROWS=4,
                  WIDE=True)

@@ -30,6 +30,7 @@ LAYERS = [
     ["kernels"],
     ["kernels.tiles"],
     ["kernels.table"],
+    ["kernels.pingpong"],
     ["kernels.gram_sm90"],
     ["kernels.gram", "kernels.norm", "kernels.pack", "kernels.rows", "kernels.update"],
     ["kernels.on_chip"],

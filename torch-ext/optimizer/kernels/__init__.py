@@ -58,15 +58,19 @@ class jit:
     def make(self):
         """Return Triton's own function object; the same one at every call."""
         if self.made is None:
-            import triton
-
-            scope = self.function.__globals__
-            scope["tl"] = triton.language
+            decorator, scope = self.decorate(self.function.__globals__), self.function.__globals__
             for name in self.function.__code__.co_names:
                 if isinstance(scope.get(name), jit):
                     scope[name] = scope[name].make()
-            self.made = triton.jit(self.function)
+            self.made = decorator(self.function)
         return self.made
+
+    def decorate(self, scope: dict):
+        """Put the names of the language into the kernel's module, and return Triton's decorator."""
+        import triton
+
+        scope["tl"] = triton.language
+        return triton.jit
 
 
 def typed(dtype: torch.dtype):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from . import gram_sm90, jit, look, tiles, use_triton
+from . import gram_sm90, jit, look, pingpong, tiles, use_triton
 
 tl = None  # Triton's language, put here by jit
 ALIGNMENT_BYTES = 64
@@ -98,13 +98,18 @@ def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0)):
 
 
 def _choose(op, A, columns_of_b, out, addends, factors):
+    """A tile for `_launch_by_pointers`, or a bound launch by TMA."""
     (N, rows, columns), inner = out.shape, A.shape[2]
-    tile = tiles.choose(op, A.dtype, rows, inner if op == "gram" else columns, out.device, N)
+    shape = op, A.dtype, rows, inner if op == "gram" else columns, out.device, N
+    tile = tiles.choose(*shape)
     if tile.loop == "pointers":
         return tile
-    if gram_sm90.addressable(A, columns_of_b, *(C for C, _ in addends)):
-        return gram_sm90.Bound(op, A, columns_of_b, out, addends, factors, tile)
-    return tiles.DEFAULT
+    by_tma = [A, columns_of_b, *(C for C, _ in addends), *([out] if op != "product" else [])]
+    if not gram_sm90.addressable(*by_tma):
+        return tiles.DEFAULT
+    if tile.loop == "pingpong" and not pingpong.available():
+        tile = tiles.choose(*shape, without="pingpong")
+    return gram_sm90.Bound(op, A, columns_of_b, out, addends, factors, tile)
 
 
 def _launch_by_pointers(op, A, B, out, addends, factors, tile):

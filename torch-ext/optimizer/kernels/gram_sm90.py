@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-from . import jit
+from . import jit, pingpong
 from .tiles import Tile
 
 tl = None  # Triton's language, put here by jit
@@ -28,8 +28,8 @@ class Bound:
     """A product of tensors of certain shapes, strides and dtypes: everything about its launch but their addresses.
 
     Writes factors[0] A B + addends + factors[1] I to out, batched. A and B, in fp16 or bf16, and the addends are
-    addressable. A (N, R, K); out (N, R, C), anything. "gram" and "symmetric": B (N, R, K) holds the columns of the
-    second factor as its rows. "product": B is (N, K, C), A symmetric.
+    addressable, a symmetric out too. A (N, R, K); out (N, R, C), of a "product" anything. "gram" and "symmetric": B (N,
+    R, K) holds the columns of the second factor as its rows. "product": B is (N, K, C), A symmetric.
     """
 
     def __init__(self, op, A, B, out, addends, factors, tile):
@@ -41,43 +41,53 @@ class Bound:
         (N, rows, columns), inner = out.shape, A.shape[1 if self.turned else 2]
         down, across, ratio = -(-rows // tile.rows), -(-columns // tile.columns), tile.columns // tile.rows
         order, count = _order(down, across, ratio if symmetric else 0, out.device)
-        half = tile.rows if symmetric else tile.columns
-        self.left = _description(A, *((tile.inner, tile.rows) if self.turned else (tile.rows, tile.inner)))
-        self.right = _description(B, *((tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns)))
-        self.add = [_description(C, tile.rows, half) for C, _ in addends]
-        self.result = _description(out, tile.rows, half) if self.straight else None
+        half, describe = (tile.rows if symmetric else tile.columns), _description
         form = (factors[0] != 1.0) + 2 * (factors[1] != 0.0)
         self.programs = N * count if tile.loop == "once" else min(N * count, _processors(out.device))
-        self.numbers = (out.stride(), order, count, (rows, columns, inner, N * count))
-        self.constants = (SYMMETRY[op], self.turned, self.straight, len(addends), form, tile.rows, tile.columns,
-                          tile.inner, tile.loop)
         # fused multiply-adds, which depend on the tile, would give other bits
         self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "enable_fp_fusion": False}
+        if tile.loop == "pingpong":
+            self.kernel, self.pointer, describe = pingpong.kernel, False, pingpong.description
+            self.numbers = (order, count, (inner, N * count))
+            self.constants = (SYMMETRY[op], len(addends), form, tile.rows, tile.inner, tile.stages)
+        else:
+            self.kernel, self.pointer = _kernel, True
+            self.numbers = (out.stride(), order, count, (rows, columns, inner, N * count))
+            self.constants = (SYMMETRY[op], self.turned, self.straight, len(addends), form, tile.rows, tile.columns,
+                              tile.inner, tile.loop)
+        self.left = _blank(describe(A, *((tile.inner, tile.rows) if self.turned else (tile.rows, tile.inner))))
+        self.right = _blank(describe(B, *((tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns))))
+        self.add = [_blank(describe(C, tile.rows, half)) for C, _ in addends]
+        self.result = _blank(describe(out, tile.rows, half)) if self.straight else None
 
     def __call__(self, A, B, out, addends, factors) -> None:
         if self.turned:
             A, B, out = B, A, out.mT
-        add = [_describe(what, C) for what, (C, _) in zip(self.add, addends)] + [None, None]
-        _kernel.launch(
-            self.programs, self, _describe(self.left, A), _describe(self.right, B), *add[:2],
-            _describe(self.result, out) if self.straight else None, out, *self.numbers,
-            (*factors, *(beta for _, beta in addends)), *self.constants, **self.options)
+        result = _filled(self.result, out) if self.straight else None
+        add = [_filled(blank, C) for blank, (C, _) in zip(self.add, addends)] + 2 * [result]  # what is more is unused
+        self.kernel.launch(
+            self.programs, self, _filled(self.left, A), _filled(self.right, B), *add[:2], result,
+            *((out,) if self.pointer else ()), *self.numbers, (*factors, *(beta for _, beta in addends)),
+            *self.constants, **self.options)
 
 
-def _description(tensor, rows, columns) -> dict:
-    """What a descriptor for boxes of (rows, columns) in one matrix says, checked."""
+def _description(tensor, rows, columns):
+    """A descriptor for boxes of (rows, columns) in one matrix, checked."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    checked = TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, rows, columns])
-    return vars(checked) | {"base": None}
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, rows, columns])
 
 
-def _describe(description, tensor):
-    """A descriptor, without the checks."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
+def _blank(descriptor):
+    """A descriptor without its tensor."""
+    descriptor.base = None
+    return descriptor
 
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    vars(descriptor).update(description, base=tensor)
+
+def _filled(blank, tensor):
+    """A descriptor of another tensor of the same shape and strides, without the checks."""
+    descriptor = object.__new__(type(blank))
+    vars(descriptor).update(vars(blank), base=tensor)
     return descriptor
 
 

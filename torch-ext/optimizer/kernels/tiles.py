@@ -24,8 +24,9 @@ class Tile:
     """Elements of the output (rows, columns) and of the sum (inner) that a program takes at a time, and its resources.
 
     `loop` says which kernel, and how its programs take turns: "pointers" (any memory, a tile each); with TMA (sm90 on)
-    "once" (a tile each), "turns" (a program per processor, tile after tile) or "flat" (the same as one pipelined loop).
-    Symmetric results need square tiles; with TMA they may be twice as wide as high. `group` rows of tiles are visited
+    "once" (a tile each), "turns" (a program per processor, tile after tile), "flat" (the same as one pipelined loop) or
+    "pingpong" (a program per processor, two groups of warps in turns; pingpong.py). Symmetric results need square
+    tiles; with TMA, but not in pingpong.py, they may be twice as wide as high. `group` rows of tiles are visited
     together, so that they share the cache ("pointers" only).
     """
 
@@ -43,12 +44,13 @@ DEFAULT, DEFAULT_FP32 = Tile(64, 64, 32, 8, 3, 4), Tile(32, 32, 32, 8, 2, 4)
 _forced: Tile | None = None
 
 
-def choose(op: str, dtype: torch.dtype, rows: int, columns: int, device: torch.device, matrices: int = 1) -> Tile:
+def choose(op: str, dtype: torch.dtype, rows: int, columns: int, device: torch.device, matrices: int = 1,
+           without: str = "") -> Tile:
     """Return the tile for `op` on so many matrices: "gram" of (rows, columns), "symmetric" (rows, rows), or "product"
-    of (rows, rows) and (rows, columns).
+    of (rows, rows) and (rows, columns). `without`: a loop that cannot be had here.
     """
     arch = architecture(device.type, device.index)
-    return _forced or _best(op, dtype.itemsize, rows, columns, matrices, arch)
+    return _forced or _best(op, dtype.itemsize, rows, columns, matrices, arch, without)
 
 
 def forced() -> Tile | None:
@@ -85,11 +87,12 @@ def table(arch: str) -> dict:
 
 
 @functools.lru_cache(maxsize=4096)
-def _best(op: str, itemsize: int, rows: int, columns: int, matrices: int, arch: str) -> Tile:
+def _best(op: str, itemsize: int, rows: int, columns: int, matrices: int, arch: str, without: str = "") -> Tile:
     """Take the entry that is expected to be fastest, or without times the one whose shape is nearest, in powers of two;
     the first of equals.
     """
     entries = [e for e in table(arch)["entries"] if e["op"] == op and e["bytes"] == itemsize]
+    entries = [e for e in entries if e.get("loop") != without]
     if not entries:
         return DEFAULT_FP32 if itemsize > 2 else DEFAULT
 
