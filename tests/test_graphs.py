@@ -96,17 +96,16 @@ def tape(monkeypatch, optimizer):
     monkeypatch.setattr(graphs, "available", lambda device: part("debug").graphs() == "auto")
     for name in ("routes", "feed"):
         monkeypatch.setattr(part(name), "capturing", lambda device: Tape.current is not None)
-    plain = jit.__getitem__
 
-    def launcher(kernel, grid):
-        launch = plain(kernel, grid)
-
+    def noted(launch):
         def note(*arguments, **constants):
             Tape.current.launches.append((launch, arguments, constants, None))
 
         return launch if Tape.current is None else note
 
-    monkeypatch.setattr(jit, "__getitem__", launcher)
+    plain, launch = jit.__getitem__, jit.launch
+    monkeypatch.setattr(jit, "__getitem__", lambda kernel, grid: noted(plain(kernel, grid)))
+    monkeypatch.setattr(jit, "launch", lambda kernel, *a, **k: noted(functools.partial(launch, kernel))(*a, **k))
     monkeypatch.setattr(part("recipe"), "torch_adamw", adamw_on_tensors)
     return Tape
 
