@@ -297,6 +297,20 @@ def test_values_are_sent_once_and_together(optimizer, monkeypatch):
     assert all(store.numbers.data_ptr() % 16 == 0 for store in run.optimizer._stores)
 
 
+def other_backends(rank, world):
+    groups = part("process_groups").Groups()
+    groups.learn([], dist.group.WORLD)
+    groups.check_capturable()  # known, but not in use
+    groups.of((0, 1))
+    with pytest.raises(ValueError, match=r"ranks \(0, 1\) has the backends cpu:gloo.* hold collectives of NCCL only"):
+        groups.check_capturable()
+    return True
+
+
+def test_collectives_that_no_graph_can_hold_are_refused(optimizer):
+    assert run_ranks(2, other_backends) == [True, True]
+
+
 @pytest.mark.parametrize("value", [None, 1, "yes"])
 def test_capturable_is_true_or_false(value, optimizer):
     with pytest.raises(ValueError, match="capturable=.* must be True or False"):

@@ -149,7 +149,6 @@ class Muon(torch.optim.Optimizer):
         """All work of the step; with `capturable`, as one graph and one for each AdamW group that knows no ranks."""
         if not self._options.capturable:
             return self._run()
-        release_before_groups()
         self._graphs(self._run, [baked(store.hp, store.wide) for store in self._together])
         pipeline.run(self._alone)
 
@@ -173,6 +172,9 @@ class Muon(torch.optim.Optimizer):
             self._graphs.say("parameters, their memory or the form of gradients changed, or a gradient is missing")
             self._graphs.begin(local_of(self.param_groups[0]["params"][0]).device)
             self._stores, jobs = bind(plans, self._options, self._groups, self.state, self._graphs)
+            if self._options.capturable and self._graphs.on:
+                self._groups.check_capturable()
+                release_before_groups()
             self._presence, self._bound_for = Presence(plans, self._stores, self._groups), key
             self._feed = Feed(self._stores, self._presence)
             # what holds addresses of gradients is a graph of its own: other ranks do not wait when it is made anew
