@@ -7,6 +7,7 @@ just that again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 
@@ -63,8 +64,16 @@ class Tape(TorchDispatchMode):
         Tape.replays += 1
         for launch, arguments, constants, out in self.launches:
             for now, then in zip(tree_leaves(launch(*arguments, **constants)), tree_leaves(out)):
-                if isinstance(then, torch.Tensor) and now.data_ptr() != then.data_ptr():
+                if hasattr(now, "wait"):  # a collective
+                    now.wait()
+                elif isinstance(then, torch.Tensor) and now.data_ptr() != then.data_ptr():
                     then.copy_(now)  # a temporary keeps its place in the pool
+
+    @contextlib.contextmanager
+    def capturing(self):
+        self.capture_begin(capture_error_mode="thread_local")
+        yield
+        self.capture_end()
 
     def pool(self):
         return self
@@ -78,6 +87,11 @@ def tape(monkeypatch, optimizer):
     """CUDA graphs on a CPU, with the kernels in Triton's interpreter."""
     if not INTERPRETED or (reason := why_no_triton()):
         pytest.skip("there is a GPU" if not INTERPRETED else reason)
+    return taped(monkeypatch)
+
+
+def taped(monkeypatch):
+    """Put tapes where graphs are."""
     graphs, jit = part("graphs"), part("kernels").jit
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
     monkeypatch.setattr(Tape, "replays", 0)
@@ -89,17 +103,16 @@ def tape(monkeypatch, optimizer):
     monkeypatch.setattr(graphs, "available", lambda device: part("debug").graphs() == "auto")
     for name in ("routes", "feed"):
         monkeypatch.setattr(part(name), "capturing", lambda device: Tape.current is not None)
-    plain = jit.__getitem__
 
-    def launcher(kernel, grid):
-        launch = plain(kernel, grid)
-
+    def noted(launch):
         def note(*arguments, **constants):
             Tape.current.launches.append((launch, arguments, constants, None))
 
         return launch if Tape.current is None else note
 
-    monkeypatch.setattr(jit, "__getitem__", launcher)
+    plain, launch = jit.__getitem__, jit.launch
+    monkeypatch.setattr(jit, "__getitem__", lambda kernel, grid: noted(plain(kernel, grid)))
+    monkeypatch.setattr(jit, "launch", lambda kernel, *a, **k: noted(functools.partial(launch, kernel))(*a, **k))
     monkeypatch.setattr(part("recipe"), "torch_adamw", adamw_on_tensors)
     return Tape
 
@@ -116,7 +129,7 @@ def adamw_on_tensors(W, G, means, squares, _, counts, *, lr, beta1, beta2, weigh
 
 # a run --------------------------------------------------------------------------------------------------------------
 
-MATRICES = {"cpu": [(8, 12), (12, 8), (8, 12)], "cuda": [(256, 128), (96, 320), (256, 128), (64, 64), (33, 7)]}
+MATRICES = {"cpu": [(8, 12), (12, 8)], "cuda": [(256, 128), (96, 320), (256, 128), (64, 64), (33, 7)]}
 REST, STEPS = [(7,), (5, 3), ()], 8
 
 
@@ -130,7 +143,8 @@ class Run:
                           for shapes in (MATRICES[device], REST))
         self.params = matrices + rest
         few = {"ns_coefficients": "jordan", "ns_steps": 2 if device == "cpu" else 5}  # the interpreter is slow
-        groups = [{"params": matrices[:2], **few}, {"params": matrices[2:], **few},
+        half = len(matrices) // 2
+        groups = [{"params": matrices[:half], **few}, {"params": matrices[half:], **few},
                   {"params": rest, "use_muon": False, "lr": 0.01}]
         self.optimizer = getattr(package(), name)(groups, capturable=kind == "capturable", **options)
 
@@ -148,10 +162,12 @@ class Run:
         """`missing`: the numbers of the parameters that have no gradient."""
         self.schedule(number)
         generator = torch.Generator().manual_seed(100 + number)
-        self.kept = [p.grad for p in self.params] if number in (2, 3) else []  # the next ones lie elsewhere
         for i, p in enumerate(self.params):
             gradient = self.place(torch.randn(p.shape, generator=generator).to(self.device))
-            p.grad = None if i in missing else gradient
+            if p.grad is None or number in (2, 3):
+                self.kept.append(p.grad)  # so that the new one lies elsewhere
+                p.grad = gradient
+            p.grad = None if i in missing or i - len(self.params) in missing else p.grad.copy_(gradient)
         os.environ["OPTIMIZER_GRAPHS"] = "off" if self.kind == "off" else "auto"
         self.optimizer.step()
         del os.environ["OPTIMIZER_GRAPHS"]
@@ -171,16 +187,180 @@ def local(tensor):
 
 # on a CPU -----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
-def test_the_bits_of_steps_without_graphs(name, tape):
-    runs = [Run(kind, name, wire_dtype=torch.float32) for kind in KINDS]
-    with warnings.catch_warnings(record=True) as said:
+@pytest.fixture
+def said():
+    """What is said, all of it."""
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
-        for number in range(STEPS):
-            assert differing(runs, number) == [], number
-    assert [str(w.message)[:17] for w in said if "not replayed" in str(w.message)] == ["capturable=True: "]
-    assert tape.replays > STEPS
+        yield messages
+
+
+def count(said, words):
+    return sum(words in str(warning.message) for warning in said)
+
+
+def replays_of(run, tape, number, missing=()):
+    before = tape.replays
+    run.step(number, missing)
+    return tape.replays - before
+
+
+@pytest.mark.interpreter
+def test_the_bits_of_steps_without_graphs(tape, said):
+    runs = [Run(kind, "NorMuon", wire_dtype=torch.float32) for kind in KINDS]
+    for number in range(STEPS):
+        assert differing(runs, number) == [], number
+    assert count(said, "not replayed") == 1 and tape.replays > STEPS
+
+
+@pytest.mark.interpreter
+def test_what_is_replayed_and_when(tape, said):
+    """Bucket by bucket, but for the bucket of the group that took another number of steps; or all, and AdamW's."""
+    auto, whole = Run("auto", "Muon"), Run("capturable", "Muon")
+    assert [replays_of(auto, tape, number) for number in range(STEPS)] == [0, 2, 2, 2, 2, 1, 2, 2]
+    assert count(said, "not replayed") == 0
+    # 2, 3: AdamW's gradients lie elsewhere; 5: only the other bucket and AdamW's; 6: AdamW's weight decay is another
+    assert [replays_of(whole, tape, number) for number in range(STEPS)] == [0, 2, 1, 1, 2, 2, 1, 2]
+    assert count(said, "not replayed") == 1
+
+
+@pytest.mark.interpreter
+def test_missing_gradients_and_other_parameters(tape, said):
+    """They have the step planned anew, which takes the graphs along."""
+    runs = [Run(kind, "Muon") for kind in KINDS]
+    for number, missing in enumerate([(), (), (1,), (1, 4), (), ()]):
+        assert differing(runs, number, missing) == []
+        assert count(said, "a gradient is missing") == (number >= 2)
+    for run in runs:
+        run.params.append(nn.Parameter(torch.ones(6, 4)))
+        run.optimizer.add_param_group({"params": run.params[-1:]})
+        assert not run.optimizer._graphs.parts
+    for number in range(2):
+        assert differing(runs, number) == []
+
+
+@pytest.mark.interpreter
+def test_a_capture_that_fails_is_said_and_not_tried_again(tape, said):
+    tape.fails = True
+    runs = [Run(kind, "Muon") for kind in KINDS]
+    for number in range(5):
+        assert differing(runs, number) == []
+    assert tape.replays == 0 and count(said, "out of graphs") == 2
+
+
+@pytest.mark.interpreter
+def test_a_part_that_keeps_changing_is_given_up(tape, monkeypatch):
+    monkeypatch.setattr(part("graphs"), "CAPTURES", 2)
+    run, counts = Run("auto", "Muon"), []
+    for number in range(8):
+        run.optimizer.param_groups[0]["eps"] = 1e-7 * (1 + number // 2)
+        counts.append(replays_of(run, tape, 0))
+    assert counts == [0, 2, 1, 2, 1, 1, 1, 1]
+
+
+@pytest.mark.interpreter
+def test_the_step_in_a_graph_of_the_user_on_a_tape(tape, monkeypatch):
+    monkeypatch.setattr(part("feed"), "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    assert_replays_of_the_user(*(Run(kind, "NorMuon") for kind in ("auto", "off")), True, tape())
+
+
+def assert_replays_of_the_user(own, plain, between, graph):
+    """They step with what was live at the capture, also after steps of other values between them."""
+    for number in range(3):
+        assert differing([own, plain], number) == []
+    with torch.cuda.graph(graph) if own.device == "cuda" else graph.capturing():
+        own.optimizer.step()
+    for _ in range(3):
+        graph.replay()
+        plain.optimizer.step()
+        for run in (own, plain) if between else ():
+            before = [group["lr"] for group in run.optimizer.param_groups]
+            for group in run.optimizer.param_groups[:2]:
+                group["lr"] = 0.123
+            run.optimizer.step()
+            for group, lr in zip(run.optimizer.param_groups, before):
+                group["lr"] = lr
+    assert all(map(torch.equal, own.params, plain.params))
+
+
+def on_tapes(rank, world, mode, name):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part("process_groups").Groups, "check_capturable", lambda groups: None)  # a tape holds gloo's
+        return ranked(rank, world, mode, name, {"wire_dtype": torch.float32}, taped(patch), "cpu")
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("mode", "name"), [("fsdp", "NorMuon"), ("reduce", "Muon")])
+def test_the_bits_of_steps_without_graphs_on_many_ranks(mode, name, tape):
+    """Also with gradients missing on one rank and on all: then those ranks replay what the others replay."""
+    for wrong, steady, same in run_ranks(2, on_tapes, mode, name):
+        assert wrong == [] and same
+        assert steady["off"] == 0 and steady["auto"] >= 3 and steady["capturable"] == (1 if mode == "reduce" else 2)
+
+
+def test_values_are_sent_once_and_together(optimizer, monkeypatch):
+    """Nothing is sent while nothing changes; a number or an address has all sent again, in one copy."""
+    run = Run("auto", "NorMuon")
+    sent, send = [], part("feed").Feed._send
+    monkeypatch.setattr(part("feed").Feed, "_send", lambda feed, packed: (sent.append(feed), send(feed, packed)))
+    run.step(0)
+    assert len(sent) == 1
+    run.optimizer.step()
+    assert len(sent) == 1
+    run.optimizer.param_groups[1]["lr"] = 0.5
+    run.optimizer.step()
+    run.params[0].grad = run.params[0].grad.clone()
+    run.optimizer.step()
+    assert len(sent) == 3 and len(set(map(id, sent))) == 1
+    first, second, _ = run.optimizer._stores
+    assert first.numbers[0] == torch.tensor(0.02) and second.numbers[0] == 0.5
+    assert second.numbers[1] == torch.tensor(1 - 0.5 * run.optimizer.param_groups[1]["weight_decay"])
+    assert all(store.numbers.data_ptr() % 16 == 0 for store in run.optimizer._stores)
+
+
+def other_backends(rank, world):
+    groups = part("process_groups").Groups()
+    groups.learn([], dist.group.WORLD)
+    groups.check_capturable()  # known, but not in use
+    groups.of((0, 1))
+    with pytest.raises(ValueError, match=r"ranks \(0, 1\) has the backends cpu:gloo.* hold collectives of NCCL only"):
+        groups.check_capturable()
+    return True
+
+
+def test_collectives_that_no_graph_can_hold_are_refused(optimizer):
+    assert run_ranks(2, other_backends) == [True, True]
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes"])
+def test_capturable_is_true_or_false(value, optimizer):
+    with pytest.raises(ValueError, match="capturable=.* must be True or False"):
+        optimizer.Muon([nn.Parameter(torch.ones(2, 2))], capturable=value)
+
+
+def test_the_environment_says_off_or_auto(part, monkeypatch):
+    monkeypatch.setenv("OPTIMIZER_GRAPHS", "on")
+    with pytest.raises(ValueError, match="OPTIMIZER_GRAPHS is 'on'; it may be one of auto, off"):
+        part("debug").graphs()
+
+
+@pytest.mark.interpreter
+def test_graphs_go_before_process_groups_do(tape, monkeypatch):
+    """NCCL waits for graphs that hold its collectives; there is no group here, and the call fails after that."""
+    graphs = part("graphs")
+    for module in (dist, dist.distributed_c10d):
+        monkeypatch.setattr(module, "destroy_process_group", dist.destroy_process_group)
+    monkeypatch.setattr(graphs, "release_before_groups", functools.cache(graphs.release_before_groups.__wrapped__))
+    monkeypatch.setattr(part("muon"), "release_before_groups", graphs.release_before_groups)
+    run = Run("capturable", "Muon")
+    for number in range(2):
+        run.step(number)
+    held = [known.graph for known in run.optimizer._graphs.parts.values() if known.graph]
+    assert held and not any(graph.gone for graph in held)
+    with pytest.raises((AssertionError, ValueError)):
+        dist.distributed_c10d.destroy_process_group()
+    assert all(graph.gone for graph in held) and not run.optimizer._graphs.parts
+    assert replays_of(run, tape, 1) == 0 and replays_of(run, tape, 1) == 2
 
 
 # on GPUs ------------------------------------------------------------------------------------------------------------
@@ -196,14 +376,11 @@ def replays(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["Muon", "NorMuon"])
 @pytest.mark.parametrize("options", [{}, {"state_dtype": torch.bfloat16}, {"workspace_bytes": 3000}], ids=str)
-def test_the_bits_of_steps_without_graphs_on_a_gpu(name, options, replays):
+def test_the_bits_of_steps_without_graphs_on_a_gpu(name, options, replays, said):
     runs = [Run(kind, name, device="cuda", **options) for kind in KINDS]
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for number in range(STEPS):
-            assert differing(runs, number) == [], number
-    assert sum("not replayed" in str(w.message) for w in said) == 1
-    assert not any("could not be captured" in str(w.message) for w in said)
+    for number in range(STEPS):
+        assert differing(runs, number) == [], number
+    assert count(said, "not replayed") == 1 and count(said, "could not be captured") == 0
     assert not runs[0].optimizer._graphs.parts and len(replays) > 2 * STEPS
 
 
@@ -247,25 +424,8 @@ def test_values_that_are_on_their_way_are_not_overwritten(ahead):
 @pytest.mark.gpu
 @pytest.mark.parametrize("between", [False, True])
 def test_the_step_in_a_graph_of_the_user(between):
-    """Replays step with what was live at the capture, also after steps of other values between them."""
     own, plain = (Run(kind, "NorMuon", device="cuda") for kind in ("auto", "off"))
-    for number in range(3):
-        assert differing([own, plain], number) == []
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        own.optimizer.step()
-    for _ in range(3):
-        graph.replay()
-        plain.optimizer.step()
-        if between:
-            for run in (own, plain):
-                before = [group["lr"] for group in run.optimizer.param_groups]
-                for group in run.optimizer.param_groups:
-                    group["lr"] = 0.123
-                run.optimizer.step()
-                for group, lr in zip(run.optimizer.param_groups, before):
-                    group["lr"] = lr
-    assert all(map(torch.equal, own.params, plain.params))
+    assert_replays_of_the_user(own, plain, between, torch.cuda.CUDAGraph())
 
 
 @pytest.mark.gpu
@@ -292,12 +452,12 @@ def test_all_parts_share_their_memory():
 _alive = []  # optimizers whose graphs hold collectives while the process group is destroyed
 
 
-def ranked(rank, world, mode, name, option):
+def ranked(rank, world, mode, name, option, graph=torch.cuda.CUDAGraph, device="cuda"):
     """(steps at which a kind differs; replays of a steady step, by kind; whether the last steps were alike)."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
     _alive.clear()
-    mesh, options = init_device_mesh("cuda", (world,)), dict(option)
+    mesh, options = init_device_mesh(device, (world,)), dict(option)
     if mode in ("ddp", "reduce"):
         options.update(process_group=dist.group.WORLD, grads_are_reduced=mode == "ddp")
 
@@ -305,12 +465,14 @@ def ranked(rank, world, mode, name, option):
         return full.clone() if mode in ("ddp", "reduce") else distribute_tensor(
             full, mesh, [Shard(0) if full.ndim else Replicate()])
 
-    runs = [Run(kind, name, place, "cuda", **options) for kind in KINDS]
-    wrong, missing = [], {3: (0, 5) if rank == 0 else (), 4: (0, 5) if rank == 1 else (2,), 6: (1, 6)}
+    runs = [Run(kind, name, place, device, **options) for kind in KINDS]
+    wrong, feeds, missing = [], None, {3: (0, -3) if rank == 0 else (), 4: (0, -3) if rank == 1 else (2,), 6: (1, -2)}
     for number in range(STEPS):
         wrong += [(number, kind) for kind in differing(runs, number, missing.get(number, ()))]
-    replay, seen, steady = torch.cuda.CUDAGraph.replay, [], {}
-    torch.cuda.CUDAGraph.replay = lambda graph: (seen.append(graph), replay(graph))
+        feeds = feeds or [run.optimizer._feed for run in runs]
+    wrong += [run.kind for run, feed in zip(runs, feeds) if run.optimizer._feed is not feed]  # bound anew
+    replay, seen, steady = graph.replay, [], {}
+    graph.replay = lambda one: (seen.append(one), replay(one))
     try:
         for run in runs:
             for _ in range(4):
@@ -318,7 +480,7 @@ def ranked(rank, world, mode, name, option):
                 run.optimizer.step()
             steady[run.kind] = len(seen)
     finally:
-        torch.cuda.CUDAGraph.replay = replay
+        graph.replay = replay
     same = all(torch.equal(local(a), local(b)) for run in runs[1:] for a, b in zip(runs[0].params, run.params))
     _alive.extend(runs)
     return wrong, steady, same

@@ -124,6 +124,8 @@ def release_before_groups() -> None:
     NCCL waits for graphs that hold its collectives, forever. Called before the first collective is captured.
     """
     atexit.register(drop_all)
+    if not dist.is_available():
+        return
     destroy = dist.destroy_process_group
 
     @functools.wraps(destroy)

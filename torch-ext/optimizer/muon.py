@@ -45,6 +45,8 @@ class Options:
         room = self.workspace_bytes
         if room is not None and (type(room) is not int or room < 1):
             raise ValueError(f"workspace_bytes={room!r} is not allowed: it must be a whole number >= 1, or None")
+        if type(self.capturable) is not bool:
+            raise ValueError(f"capturable={self.capturable!r} is not allowed: it must be True or False")
         if not self.grads_are_reduced and self.process_group is None:
             raise ValueError("grads_are_reduced=False needs process_group: the ranks over which gradients are averaged")
         if self.process_group is not None and not dist.is_initialized():
@@ -77,6 +79,9 @@ class Muon(torch.optim.Optimizer):
     layout, so that all layouts give the same bits. ns_dtype: of the Newton-Schulz products; None means fp16 on
     accelerators and fp32 on CPUs. workspace_bytes: bound on the memory for travelling updates, ValueError at the first
     step if one matrix per rank takes more; None means the smaller of 2 GiB and 3 % of the device, or what it must.
+    capturable=True: on NVIDIA GPUs the step, its collectives included, is captured as a CUDA graph in the second step
+    and replayed; without, only the parts between collectives are. Either way the bits are the same, and lr,
+    weight_decay and momentum may change at every step (weight_decay of AdamW: at the price of a new capture).
 
     Raises ValueError or NotImplementedError at construction for what could not be stepped.
     """
@@ -144,7 +149,6 @@ class Muon(torch.optim.Optimizer):
         """All work of the step; with `capturable`, as one graph and one for each AdamW group that knows no ranks."""
         if not self._options.capturable:
             return self._run()
-        release_before_groups()
         self._graphs(self._run, [baked(store.hp, store.wide) for store in self._together])
         pipeline.run(self._alone)
 
@@ -168,6 +172,9 @@ class Muon(torch.optim.Optimizer):
             self._graphs.say("parameters, their memory or the form of gradients changed, or a gradient is missing")
             self._graphs.begin(local_of(self.param_groups[0]["params"][0]).device)
             self._stores, jobs = bind(plans, self._options, self._groups, self.state, self._graphs)
+            if self._options.capturable and self._graphs.on:
+                self._groups.check_capturable()
+                release_before_groups()
             self._presence, self._bound_for = Presence(plans, self._stores, self._groups), key
             self._feed = Feed(self._stores, self._presence)
             # what holds addresses of gradients is a graph of its own: other ranks do not wait when it is made anew

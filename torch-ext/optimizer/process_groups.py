@@ -10,7 +10,7 @@ class Groups:
     """The process group of each set of ranks: one that is there already (the default, a mesh's), else a new one."""
 
     def __init__(self):
-        self.known = {}
+        self.known, self.used = {}, set()
 
     def learn(self, params, process_group) -> None:
         """Remember the groups that the parameters bring along."""
@@ -24,4 +24,14 @@ class Groups:
         """All ranks of the group call this in the same order, since all have the same plan."""
         if ranks not in self.known:
             self.known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        self.used.add(ranks)
         return self.known[ranks]
+
+    def check_capturable(self) -> None:
+        """Raise ValueError if a CUDA graph cannot hold the collectives of a group in use."""
+        for ranks in sorted(self.used):
+            backends = dist.get_backend_config(self.known[ranks])
+            if "cuda:nccl" not in backends:
+                raise ValueError(f"capturable=True is not allowed: the process group of ranks {ranks} has the backends "
+                                 f"{backends}, and CUDA graphs hold collectives of NCCL only: initialize it with nccl, "
+                                 "or leave capturable out")
