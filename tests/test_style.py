@@ -31,7 +31,7 @@ LAYERS = [
     ["kernels.tiles"],
     ["kernels.table"],
     ["kernels.gram_sm90"],
-    ["kernels.gram", "kernels.norm", "kernels.pack", "kernels.rows", "kernels.update"],
+    ["kernels.aol", "kernels.gram", "kernels.norm", "kernels.pack", "kernels.rows", "kernels.update"],
     ["kernels.on_chip"],
     ["graphs"],  # how launches are repeated; knows no operation
     ["polar"],
