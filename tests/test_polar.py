@@ -352,6 +352,7 @@ def test_cost_counts_the_cheaper_iteration(polar):
     assert polar.cost(n, n, steps) == 5 * 4 * n**3
     assert polar.cost(n, 4 * n, steps) == polar.cost(4 * n, n, steps) == (6 * 4 + 14) * n**3
     assert polar.cost(n, 4 * n, polar.steps_of("cubic")) == (3 * 4 + 12) * n**3
+    assert polar._uses_gram(n, n, polar.steps_of("cubic")) and not polar._uses_gram(n, n, steps)
     assert polar.cost(n, 4 * n, polar.steps_of("jordan", 1)) == 13 * n**3
     assert polar.cost(0, 5, steps) == 0
 
