@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -82,10 +83,23 @@ def test_competitors_take_turns(monkeypatch):
     assert all(len(t.ms) == len(t.host_us) == 4 for t in times.values())
 
 
+def test_every_workload_of_the_kernels_benchmark_verifies(optimizer, device, monkeypatch):
+    """As the runner does it: a right result passes its tolerance, one that is wrong by a tenth or missing does not."""
+    made = load("benchmark", monkeypatch).Orthogonalize()
+    names = [name.removeprefix("verify_") for name in dir(made) if name.startswith("verify_")]
+    assert len(names) == 5 and made.out is None
+    for name in names:
+        made.kernel, made.device = optimizer, str(device)
+        getattr(made, f"setup_{name}")()
+        getattr(made, f"benchmark_{name}")()
+        expected = getattr(made, f"verify_{name}")()
+        assert torch.allclose(made.out, expected, atol=1e-2)
+        for factor in (0.0, 0.9):
+            assert not torch.allclose(made.out * factor, expected, atol=1e-2)
+
+
 @pytest.mark.gpu
 def test_launches_are_counted(monkeypatch):
-    import torch
-
     race = load("race", monkeypatch)
     x = torch.ones(1000, device="cuda")
     replay, launches = race.captured(lambda: (x + 1) * 2)
