@@ -48,6 +48,15 @@ def test_from_measurement_to_figures(tmp_path):
     assert {p.name for p in (tmp_path / "figures").iterdir()} == {"time.png", "roofline.png", "spectra.png"}
 
 
+def test_first_calls_by_a_cold_and_a_warm_cache(tmp_path):
+    out = tmp_path / "first.csv"
+    run("first_call.py", "--divide", 64, "--commit", "abc", "--out", out)
+    with open(out, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["cache"] for row in rows] == ["cold", "warm"] and {row["shapes"] for row in rows} == {"4"}
+    assert all(0 < float(row["longest_s"]) <= float(row["first_s"]) for row in rows)
+
+
 def test_a_table_with_other_columns_is_not_appended_to(tmp_path):
     (tmp_path / "old.csv").write_text("commit,gpu\n")
     command = [sys.executable, FOLDER / "polar.py", "--out", tmp_path / "old.csv"]
