@@ -41,6 +41,9 @@ class Options:
                             choices=sorted(BEST_LR))
     lr: float = option(None, "peak learning rate (default: the best of the committed sweep)", type=float)
     adamw_lr: float = option(None, "peak learning rate of what Muon leaves to AdamW (default: --lr)", type=float)
+    ns_coefficients: str = option("polar_express", "coefficient set of Muon's and NorMuon's polar factor")
+    ns_dtype: str = option(None, "its precision (default: fp16 on a GPU, fp32 on a CPU)", type=str,
+                           choices=("float16", "bfloat16", "float32"))
     weight_decay: float = option(0.1, "decoupled weight decay, of all parameters")
     steps: int = option(160, "optimizer steps; 10 %% of them are warm-up, then the rate falls linearly to zero")
     batch: int = option(16, "sequences per step, over all processes")
@@ -118,7 +121,8 @@ def make_optimizer(model: torch.nn.Module, options: Options) -> torch.optim.Opti
         if not group["use_muon"]:
             group["lr"] = options.adamw_lr or lr
     kind = {"muon": package.Muon, "normuon": package.NorMuon}[options.optimizer]
-    return kind(groups, lr=lr, weight_decay=options.weight_decay)
+    return kind(groups, lr=lr, weight_decay=options.weight_decay, ns_coefficients=options.ns_coefficients,
+                ns_dtype=options.ns_dtype and getattr(torch, options.ns_dtype))
 
 
 def lr_factor(step: int, steps: int) -> float:

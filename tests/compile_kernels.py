@@ -83,7 +83,8 @@ def by_tma(arch: str, entry: dict) -> int:
 
 def others(arch: str):
     """Compile the kernels of everything that is not a product."""
-    pack, update, rows, norm, on_chip = (part(f"kernels.{name}") for name in "pack update rows norm on_chip".split())
+    pack, update, rows, norm, on_chip, aol = (
+        part(f"kernels.{name}") for name in "pack update rows norm on_chip aol".split())
     table = dict(records="*i64", blocks="*i64", FIELDS=12, BLOCK=4096, ALIGNED=True, **TYPES)
     yield compile_for(arch, pack._pack_kernel, dict(table, addresses="*i64", weight="*fp32", NESTEROV=True))
     yield compile_for(arch, pack._copy_kernel, dict(table, addresses="*i64", FRESH=True))
@@ -97,6 +98,10 @@ def others(arch: str):
         yield compile_for(arch, kernel, dict(sizes, **floats, U="*bf16", X="*fp16"))
         if arch == "sm90":  # sizes of 1 are constants to the compiler
             yield compile_for(arch, kernel, dict(sizes, **floats, U="*fp32", X="*bf16", R=1, C=1, numel=1, parts=1))
+    lengths = dict(U="*bf16", Y="*fp16", A="*fp16", lengths="*fp32", scales="*fp32", n="i32", m="i32", ROWS=4,
+                   strides=ROW_MAJOR, u_strides=COLUMN_MAJOR, y_strides=ROW_MAJOR, BLOCK=512, TILE=64)
+    for kernel in (aol._lengths_kernel, aol._cast_kernel, aol._scales_kernel, aol._scale_kernel):
+        yield compile_for(arch, kernel, lengths)
     for block in (64, 128):
         arguments = dict(
             U="*bf16", X="*fp16", out="*bf16", u_strides=ROW_MAJOR, x_strides=ROW_MAJOR, out_strides=ROW_MAJOR,

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -47,6 +48,15 @@ def test_from_measurement_to_figures(tmp_path):
     assert {p.name for p in (tmp_path / "figures").iterdir()} == {"time.png", "roofline.png", "spectra.png"}
 
 
+def test_first_calls_by_a_cold_and_a_warm_cache(tmp_path):
+    out = tmp_path / "first.csv"
+    run("first_call.py", "--divide", 64, "--commit", "abc", "--out", out)
+    with open(out, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["cache"] for row in rows] == ["cold", "warm"] and {row["shapes"] for row in rows} == {"4"}
+    assert all(0 < float(row["longest_s"]) <= float(row["first_s"]) for row in rows)
+
+
 def test_a_table_with_other_columns_is_not_appended_to(tmp_path):
     (tmp_path / "old.csv").write_text("commit,gpu\n")
     command = [sys.executable, FOLDER / "polar.py", "--out", tmp_path / "old.csv"]
@@ -82,10 +92,23 @@ def test_competitors_take_turns(monkeypatch):
     assert all(len(t.ms) == len(t.host_us) == 4 for t in times.values())
 
 
+def test_every_workload_of_the_kernels_benchmark_verifies(optimizer, device, monkeypatch):
+    """As the runner does it: a right result passes its tolerance, one that is wrong by a tenth or missing does not."""
+    made = load("benchmark", monkeypatch).Orthogonalize()
+    names = [name.removeprefix("verify_") for name in dir(made) if name.startswith("verify_")]
+    assert len(names) == 5 and made.out is None
+    for name in names:
+        made.kernel, made.device = optimizer, str(device)
+        getattr(made, f"setup_{name}")()
+        getattr(made, f"benchmark_{name}")()
+        expected = getattr(made, f"verify_{name}")()
+        assert torch.allclose(made.out, expected, atol=1e-2)
+        for factor in (0.0, 0.9):
+            assert not torch.allclose(made.out * factor, expected, atol=1e-2)
+
+
 @pytest.mark.gpu
 def test_launches_are_counted(monkeypatch):
-    import torch
-
     race = load("race", monkeypatch)
     x = torch.ones(1000, device="cuda")
     replay, launches = race.captured(lambda: (x + 1) * 2)

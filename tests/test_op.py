@@ -131,3 +131,10 @@ def test_torch_compile_with_its_own_cuda_graphs(optimizer):
     for _ in range(4):
         X = torch.randn(2, 256, 512, device="cuda")
         assert torch.equal(compiled(X), 2 * optimizer.orthogonalize(X))
+
+
+@pytest.mark.gpus(2)
+def test_a_device_that_is_not_the_current_one(optimizer):
+    X = torch.randn(2, 256, 512)
+    first, second = (optimizer.orthogonalize(X.to(f"cuda:{i}")) for i in range(2))
+    assert second.device.index == 1 and torch.equal(first.cpu(), second.cpu())

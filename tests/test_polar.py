@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from benchmarks.spectra import KINDS, spectrum
 from tests.paths import PATHS, quiet, take
 
 pytestmark = quiet
@@ -17,6 +18,9 @@ LENGTHS = {"jordan": 5, "quintic": 5, "polar_express": 5, "polar_express_nanocha
 # The largest relative error allowed in fp16, up to twice the largest seen (docs/math.md); other dtypes by FACTORS.
 BOUNDS = {"gaussian": 0.004, "k^-1/2": 0.010, "1/k": 0.030, "1/k^2": 0.100, "log to 1e-3": 0.025, "log to 1e-5": 0.040,
           "half rank": 0.050, "steps": 0.110, "spike": 0.006, "heavy rows": 0.012}
+# The same for the presets in fp16: "turbo" with its rows scaled before the cast, "cubic" without a restart.
+PRESETS = {"turbo": dict(zip(KINDS, (.003, .009, .005, .018, .012, .016, .024, .040, .003, .004))),
+           "cubic": dict(zip(KINDS, (.006, .008, .040, .070, .025, .030, .012, .025, .003, .006)))}
 FACTORS = {F32: 2.0**-8, F16: 1.0, BF16: 8.0}
 
 
@@ -30,24 +34,6 @@ def path(request, monkeypatch):
     return take(request.param, monkeypatch)
 
 
-def spectrum(name, n, m):
-    """Return an (n, m) matrix in fp64 with singular values of the named kind."""
-    k = torch.arange(1, n + 1, dtype=torch.float64)
-    noise = torch.randn(n, m, dtype=torch.float64)
-    values = {"k^-1/2": k**-0.5, "1/k": 1 / k, "1/k^2": k**-2, "log to 1e-3": torch.logspace(0, -3, n),
-              "log to 1e-5": torch.logspace(0, -5, n), "half rank": k <= n // 2,
-              "steps": torch.where(k <= n // 8, 1.0, 1e-4)}
-    if name == "spike":
-        noise[0, 0] = 1000.0
-        return noise
-    if name == "heavy rows":
-        return noise * torch.randn(n, 1, dtype=torch.float64).mul(2).exp()
-    if name == "gaussian":
-        return noise
-    left, right = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0], torch.linalg.qr(noise.mT)[0]
-    return (left * values[name].double()) @ right.mT
-
-
 def exact(X, steps):
     """Apply the set's polynomials to the singular values in fp64: what the iteration computes, by definition."""
     X = X.double()
@@ -55,7 +41,8 @@ def exact(X, steps):
         return exact(X.mT, steps).mT
     X = X / torch.linalg.matrix_norm(X, keepdim=True)
     if steps.aol:
-        X = X / (X @ X.mT).abs().sum(dim=-1, keepdim=True).sqrt()
+        sums = (X @ X.mT).abs().sum(dim=-1, keepdim=True)
+        X = X / torch.where(sums > 0, sums, 1.0).sqrt()
     left, S, right = torch.linalg.svd(X, full_matrices=False)
     for a, b, c in steps.triples:
         S = a * S + b * S**3 + c * S**5
@@ -88,6 +75,30 @@ def test_error_over_spectra(polar, device, monkeypatch, kind, dtype, form):
     X = spectrum(kind, 96, 288).float().to(device)
     O = polar.orthogonalize(X, dtype=dtype)
     assert error(O, X, polar.steps_of("polar_express")) < BOUNDS[kind] * FACTORS[dtype]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize("form", ["standard", "gram"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_error_of_the_presets_over_spectra(polar, device, monkeypatch, name, kind, dtype, form):
+    """Rows of unlike lengths that are cast before AOL scaling evens them out would give .04 to .16 ("heavy rows")."""
+    monkeypatch.setattr(polar, "_uses_gram", lambda *shape: form == "gram")
+    X = spectrum(kind, 96, 288).float().to(device)
+    O = polar.orthogonalize(X, name, dtype=dtype)
+    assert error(O, X, polar.steps_of(name)) < PRESETS[name][kind] * FACTORS[dtype]
+
+
+@pytest.mark.parametrize("name", ["turbo", "aol"])
+@pytest.mark.parametrize("shape", [(2, 20, 60), (2, 60, 20), (2, 33, 33)], ids=str)
+def test_aol_in_both_paths(part, polar, device, path, name, shape):
+    """Rows of any length, from subnormal to the largest numbers, and rows of zeros."""
+    X = torch.randn(shape, device=device)
+    rows = X if shape[1] <= shape[2] else X.mT
+    rows[0, 1], rows[0, 2], rows[1, 3] = 0, 1e-20 * rows[0, 2], 1e3 * rows[1, 3]
+    with part("kernels.tiles").force(part("kernels.tiles").Tile(16, 16, 16, 2, 2, 4)):
+        O = polar.orthogonalize(X * 1e25, name, dtype=F32)
+    assert error(O, X, polar.steps_of(name)) < 1e-4
 
 
 def test_no_restart_would_fail_the_bounds(polar, monkeypatch):
@@ -340,7 +351,8 @@ def test_cost_counts_the_cheaper_iteration(polar):
     steps, n = polar.steps_of("polar_express"), 100
     assert polar.cost(n, n, steps) == 5 * 4 * n**3
     assert polar.cost(n, 4 * n, steps) == polar.cost(4 * n, n, steps) == (6 * 4 + 14) * n**3
-    assert polar.cost(n, 4 * n, polar.steps_of("cubic")) == (6 * 4 + 9) * n**3
+    assert polar.cost(n, 4 * n, polar.steps_of("cubic")) == (3 * 4 + 12) * n**3
+    assert polar._uses_gram(n, n, polar.steps_of("cubic")) and not polar._uses_gram(n, n, steps)
     assert polar.cost(n, 4 * n, polar.steps_of("jordan", 1)) == 13 * n**3
     assert polar.cost(0, 5, steps) == 0
 
@@ -353,6 +365,11 @@ def test_segments_between_restarts(polar, ns_steps, dtype, lengths):
     steps = polar.steps_of("jordan", ns_steps)
     segments = steps.segments(dtype)
     assert [len(segment) for segment in segments] == lengths and sum(segments, ()) == steps.triples
+
+
+def test_cubic_steps_need_no_restart(polar):
+    steps = polar.steps_of("cubic")
+    assert [[len(s) for s in steps.segments(dtype)] for dtype in (F16, F32, BF16)] == [[5], [5], [2, 2, 1]]
 
 
 # GPU

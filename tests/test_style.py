@@ -32,7 +32,7 @@ LAYERS = [
     ["kernels.table"],
     ["kernels.pingpong"],
     ["kernels.gram_sm90"],
-    ["kernels.gram", "kernels.norm", "kernels.pack", "kernels.rows", "kernels.update"],
+    ["kernels.aol", "kernels.gram", "kernels.norm", "kernels.pack", "kernels.rows", "kernels.update"],
     ["kernels.on_chip"],
     ["graphs"],  # how launches are repeated; knows no operation
     ["polar"],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from . import recipe
+from . import debug, recipe
 from .groups import name_of
 from .layout import check_local_shape, is_dtensor, layout_of, local_of, this_rank
 from .pipeline import SLOTS, Pause
@@ -125,7 +125,7 @@ class Planner:
         travelling = [b for b in buckets if self.rank in b.ranks and b.route != "local"]
         for ranks in dict.fromkeys(b.ranks for b in travelling):
             together = [b for b in travelling if b.ranks == ranks]
-            agree(self.groups.of(ranks), digest(together, layouts, *more), self.device)
+            agree(self.groups.of(ranks), digest(together, layouts, debug.choices(), *more), self.device)
 
 
 def bind(plans, options, groups, state, graphs):

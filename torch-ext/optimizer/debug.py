@@ -4,7 +4,9 @@ Decides: their names and what they may say. Must not know: anything else of the 
 """
 from __future__ import annotations
 
+import hashlib
 import os
+from pathlib import Path
 
 CHOICES = ("auto", "torch", "triton")
 GRAPHS = ("auto", "off")
@@ -24,3 +26,17 @@ def _check(name, choice, allowed):
     if choice not in allowed:
         raise ValueError(f"{name} is {choice!r}; it may be one of {', '.join(allowed)}")
     return choice
+
+
+def tiles() -> Path | None:
+    """Return the file that OPTIMIZER_TILES names, a table of tiles in place of the package's own (docs/kernels.md)."""
+    name = os.environ.get("OPTIMIZER_TILES")
+    if name and not Path(name).is_file():
+        raise ValueError(f"OPTIMIZER_TILES is {name!r}, which is no file; tools/tune_tiles.py writes one, or unset it")
+    return Path(name) if name else None
+
+
+def choices() -> tuple[str, str]:
+    """Return what all ranks must have alike, for one matrix to have the same bits on each: kernels, and which tiles."""
+    own = tiles()
+    return kernels(), hashlib.sha256(own.read_bytes()).hexdigest() if own else ""

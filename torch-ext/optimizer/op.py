@@ -18,7 +18,8 @@ SCHEMA = "(Tensor X, float[] triples, bool aol, float eps, ScalarType? dtype) ->
 @torch.library.custom_op(add_op_namespace_prefix("orthogonalize"), mutates_args=(), schema=SCHEMA)
 def _orthogonalize(X, triples, aol, eps, dtype):
     steps = polar.Steps("given", tuple(zip(*[iter(triples)] * 3)), aol)
-    return polar.polar_factor(X, steps, eps, dtype)
+    with torch.cuda.device_of(X):  # Triton launches on the current device
+        return polar.polar_factor(X, steps, eps, dtype)
 
 
 @_orthogonalize.register_fake

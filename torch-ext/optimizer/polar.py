@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from .kernels import on_chip
+from .kernels.aol import aol, unit_rows
 from .kernels.gram import gram, product, symmetric_product
 from .kernels.norm import unit_norm
 
@@ -78,8 +79,12 @@ class Steps:
     aol: bool = False
 
     def segments(self, dtype: torch.dtype = torch.float16) -> tuple[tuple[Triple, ...], ...]:
-        """Return the steps between restarts of the Gram iteration: few segments; of 5 steps in fp16, 3 and then 2."""
-        count = math.ceil(len(self.triples) / LONGEST_SEGMENT[dtype])
+        """Return the steps between restarts of the Gram iteration: few segments; of 5 steps in fp16, 3 and then 2.
+
+        Cubic steps (c = 0) grow slowly enough to need no restart, but for bf16.
+        """
+        cubic = dtype != torch.bfloat16 and not any(c for _, _, c in self.triples)
+        count = 1 if cubic else math.ceil(len(self.triples) / LONGEST_SEGMENT[dtype])
         ends = [math.ceil(len(self.triples) * i / count) for i in range(count + 1)]
         return tuple(self.triples[first:last] for first, last in zip(ends, ends[1:]))
 
@@ -155,8 +160,12 @@ def _cost_gram(n, m, steps):
 
 
 def _uses_gram(n, m, steps):
-    """Choose the Gram iteration where it saves a tenth: it has more launches and a little more rounding."""
-    return _cost_gram(n, m, steps) < 0.9 * _cost_standard(n, m, steps)
+    """Choose the Gram iteration where it saves a tenth: it has more launches and a little more rounding.
+
+    Of cubic steps always: it costs no more, and a I + b A, rounded to 16 bits, loses more of b A than of b A + c A^2.
+    """
+    cubic = not any(c for _, _, c in steps.triples)
+    return cubic or _cost_gram(n, m, steps) < 0.9 * _cost_standard(n, m, steps)
 
 
 def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_express", ns_steps: int = 5,
@@ -194,15 +203,14 @@ def _polar(U, out, steps, eps, dtype):
     if U.shape[1] > U.shape[2]:
         U, out = U.mT, out.mT
     N, n, m = U.shape
-    dtype = dtype or (torch.float32 if U.device.type == "cpu" else torch.float16)
-    if on_chip.fits(U, dtype):
-        return on_chip.polar(U, out, steps.segments(dtype), steps.aol, eps, dtype)
+    dtype, eps = dtype or (torch.float32 if U.device.type == "cpu" else torch.float16), float(eps)
+    if on_chip.fits(U, dtype) and not steps.aol:
+        return on_chip.polar(U, out, steps.segments(dtype), False, eps, dtype)
     X, A = _empty(N, n, m, dtype, U.device), _empty(N, n, n, dtype, U.device)
-    unit_norm(U, X, eps)
+    lengths = unit_rows(U, X) if steps.aol else unit_norm(U, X, eps)
     gram(X, A)
-    if steps.aol:
-        _scale_rows(X, A)
-    (_gram_iteration if _uses_gram(n, m, steps) else _standard_iteration)(X, A, out, steps)
+    iterate = _gram_iteration if _uses_gram(n, m, steps) else _standard_iteration
+    iterate(X, A, out, steps, aol(A, lengths) if steps.aol else None)
 
 
 def _empty(N, n, m, dtype, device):
@@ -215,30 +223,40 @@ def _like(X):
     return _empty(*X.shape, X.dtype, X.device)
 
 
-def _scale_rows(X, A):
-    """Scale row i of X by (sum_j |A_ij|)^(-1/2), A = X X^T: no singular value exceeds 1 (AOL, arXiv 2208.03160)."""
-    scales = torch.stack([a.float().abs().sum(dim=1) for a in A])
-    scales = torch.where(scales > 0, scales.rsqrt(), 1.0)
-    X.mul_(scales.unsqueeze(2))
-    A.mul_(scales.unsqueeze(2) * scales.unsqueeze(1))
+def _scale_rows(P, X, scales, last):
+    """Let P X become P D X, D = diag(scales): one pass over P, for X is larger.
+
+    The last product may be computed transposed, which wants P symmetric: there X is scaled.
+    """
+    if last:
+        X.mul_(scales.unsqueeze(2))
+    else:
+        P.mul_(scales.unsqueeze(1))
 
 
-def _standard_iteration(X, A, out, steps):
-    """X <- P X with P = a I + b A + c A^2 and A = X X^T, step by step; the last product is written to out."""
+def _standard_iteration(X, A, out, steps, scales):
+    """X <- P X with P = a I + b A + c A^2 and A = X X^T, step by step; the last product is written to out.
+
+    scales (N, n): where A is already scaled (AOL) and X is not, else None.
+    """
     P, Y = _like(A), _like(X)
     for step, triple in enumerate(steps.triples, start=1):
         if step > 1:
             gram(X, A)
         _polynomial(A, triple, P)
-        product(P, X, out if step == len(steps.triples) else Y)
+        last = step == len(steps.triples)
+        if step == 1 and scales is not None:
+            _scale_rows(P, X, scales, last)
+        product(P, X, out if last else Y)
         X, Y = Y, X
 
 
-def _gram_iteration(X, A, out, steps):
+def _gram_iteration(X, A, out, steps, scales):
     """Follow A and Q + q I, the product of the polynomials, in place of X; X <- Q X at the end of each segment.
 
     With Z = b A + c A^2: A <- (Z + a I) A (Z + a I), Q <- Q (Z + a I); a is added after the product, for in 16 bits
     Z + a I loses much of Z. A restart computes A afresh: rounding makes A and Q drift apart, and A indefinite.
+    scales: see `_standard_iteration`.
     """
     Z, Q, T, Y = _like(A), _like(A), _like(A), _like(X)
     segments = steps.segments(X.dtype)
@@ -257,7 +275,10 @@ def _gram_iteration(X, A, out, steps):
                 Q, T, q = T, Q, 0.0
         if q:
             Q.diagonal(dim1=1, dim2=2).add_(q)
-        product(Q, X, out if number == len(segments) else Y)
+        last = number == len(segments)
+        if number == 1 and scales is not None:
+            _scale_rows(Q, X, scales, last)
+        product(Q, X, out if last else Y)
         X, Y = Y, X
 
 

@@ -281,4 +281,5 @@ def agree(group, number, device) -> None:
     odd = [rank for rank, t in zip(dist.get_process_group_ranks(group), theirs) if int(t) != number]
     if odd:
         raise RuntimeError(f"rank {dist.get_rank()} and ranks {odd} have different plans: their parameters differ in "
-                           "order, shape, placement or group options; build the optimizer alike on all ranks")
+                           "order, shape, placement or group options, or OPTIMIZER_KERNELS or OPTIMIZER_TILES do; "
+                           "build the optimizer alike on all ranks")

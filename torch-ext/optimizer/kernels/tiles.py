@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from .. import debug
+
 TABLES = Path(__file__).with_name("tables")
 
 
@@ -81,9 +83,47 @@ def architecture(kind: str, index: int | None = None) -> str:
 
 @functools.cache
 def table(arch: str) -> dict:
-    """Read the table of an architecture; an unknown one has no entries."""
+    """Read the table of an architecture, the user's own (OPTIMIZER_TILES) or ours; an unknown one has no entries.
+
+    Read once: a later change of the variable or of the file has no effect.
+    """
+    if own := debug.tiles():
+        given = json.loads(own.read_text(encoding="utf-8"))
+        check_table(given, str(own))
+        if given["arch"] == arch:
+            return given
     path = TABLES / f"{arch}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"measured": [], "entries": []}
+
+
+def check_table(given: dict, name: str) -> None:
+    """Raise ValueError where a table lacks something, or holds an entry that no kernel takes."""
+    timed = {(e.get("op"), e.get("bytes"), "us" in e) for e in given.get("entries", ())}
+    needed = {"arch", "measured", "entries"} | ({"processors"} if any(us for *_, us in timed) else set())
+    missing = needed - set(given)
+    if missing:
+        raise ValueError(f"{name}: a table of tiles needs {', '.join(sorted(missing))}; see docs/kernels.md")
+    for entry in given["entries"]:
+        both = (entry.get("op"), entry.get("bytes"), "us" not in entry) in timed
+        if fault := "us, which others of its kind have or lack," if both else _fault(entry):
+            raise ValueError(f"{name}: {fault} in the entry {entry}; see docs/kernels.md")
+
+
+def _fault(entry):
+    rows, columns, inner = tile = entry.get("tile", (0, 0, 0))
+    loop = entry.get("loop", "pointers")
+    wide = loop != "pointers" and columns == 2 * rows
+    checks = {
+        'op is none of "gram", "symmetric", "product"': entry.get("op") in ("gram", "symmetric", "product"),
+        "bytes is neither 2 nor 4": entry.get("bytes") in (2, 4),
+        "a side of the tile is no power of two from 16 on": all(x >= 16 and x & (x - 1) == 0 for x in tile),
+        "a symmetric result needs square tiles": entry.get("op") == "product" or rows == columns or wide,
+        "loop is unknown": loop in ("pointers", "once", "turns", "flat"),
+        "group, stages or warps is no positive number": all(entry.get(k, 0) > 0 for k in ("group", "stages", "warps")),
+        "there are neither four numbers `us` nor `rows` and `columns`":
+            len(entry.get("us", ())) == 4 or {"rows", "columns"} <= set(entry),
+    }
+    return next((fault for fault, right in checks.items() if not right), None)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,41 @@
+"""The algorithms as other packages write them, in plain torch: every product in fp32, then rounded once to `dtype`.
+
+What an implementation of the same algorithm in the same precision is measured by.
+"""
+from __future__ import annotations
+
+import torch
+
+
+def standard(X: torch.Tensor, steps, dtype: torch.dtype) -> torch.Tensor:
+    """X <- a X + B X with B = b A + c A^2 and A = X X^T: torch.matmul and torch.baddbmm, step by step."""
+    X = _normalised(X, dtype)
+    for a, b, c in steps.triples:
+        A = _rounded(X @ X.mT, dtype)
+        B = _rounded(b * A + c * (A @ A), dtype)
+        X = _rounded(a * X + B @ X, dtype)
+    return X
+
+
+def gram(X: torch.Tensor, steps, dtype: torch.dtype) -> torch.Tensor:
+    """Gram Newton-Schulz as in Dao-AILab's package, with the restarts that `steps` asks for."""
+    X = _normalised(X, dtype)
+    for segment in steps.segments(dtype):
+        R, Q = _rounded(X @ X.mT, dtype), None
+        for number, (a, b, c) in enumerate(segment, start=1):
+            Z = _rounded(b * R + c * (R @ R), dtype)
+            Q = _rounded(Z + a * torch.eye(len(R)), dtype) if Q is None else _rounded(a * Q + Q @ Z, dtype)
+            if number < len(segment):
+                RZ = _rounded(a * R + R @ Z, dtype)
+                R = _rounded(a * RZ + Z @ RZ, dtype)
+        X = _rounded(Q @ X, dtype)
+    return X
+
+
+def _normalised(X, dtype):
+    X = X.float()
+    return _rounded(X / X.norm(), dtype)
+
+
+def _rounded(X, dtype):
+    return X.to(dtype).float()

@@ -1,0 +1,53 @@
+"""tools/sanitize.py: it reaches every kernel, and on a GPU the sanitizer finds nothing."""
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import paths
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "tools" / "sanitize.py"
+
+
+def kernels() -> set[str]:
+    """Every function under @jit that takes program_id itself or is launched: by convention its name ends so."""
+    found = set()
+    for path in (ROOT / "torch-ext" / "optimizer" / "kernels").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.decorator_list and node.name.endswith("_kernel"):
+                found.add(f"kernels.{path.stem}.{node.name}")
+    return found
+
+
+def test_every_kernel_is_run():
+    """In Triton's interpreter, where only TMA cannot be; a new kernel has to be added to the script."""
+    if reason := paths.why_no_triton():
+        pytest.skip(reason)
+    interpreter = {"TRITON_INTERPRET": "1"} if paths.INTERPRETED else {}
+    environment = os.environ | {"OPTIMIZER_KERNELS": "triton"} | interpreter
+    done = subprocess.run([sys.executable, SCRIPT, "--run", "--small"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    launched = {f"kernels.{name.removeprefix('kernels.')}" for name in done.stdout.split("launched:")[1].split()}
+    missing = kernels() - launched
+    assert len(kernels()) > 12 and missing <= ({"kernels.gram_sm90._kernel"} if paths.INTERPRETED else set()), missing
+
+
+def test_without_the_sanitizer_it_says_so(tmp_path):
+    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True,
+                          env=os.environ | {"PATH": str(tmp_path), "CUDA_HOME": str(tmp_path)})
+    assert done.returncode == 2 and "compute-sanitizer is not installed" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
+def test_the_sanitizer_finds_nothing(tool):
+    done = subprocess.run([sys.executable, SCRIPT, "--tools", tool], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,148 @@
+"""The user's own table of tiles: how it is found and refused, how ranks agree on it, and the tool that writes it."""
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.ranks import package, run_ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+CHOOSE = """
+import importlib, torch
+from kernels import get_kernel
+tiles = importlib.import_module(get_kernel("org/optimizer", version=1).__name__ + ".kernels.tiles")
+print(tiles.choose("gram", torch.float16, 64, 64, torch.device("cpu")))
+"""
+ENTRY = {"op": "gram", "bytes": 2, "rows": 64, "columns": 64, "tile": [16, 16, 32], "group": 1, "stages": 2, "warps": 4}
+
+
+@pytest.fixture
+def tiles(part):
+    return part("kernels.tiles")
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    return importlib.import_module("tune_tiles")
+
+
+def chosen(path) -> subprocess.CompletedProcess:
+    """What a new process chooses with this table."""
+    return subprocess.run([sys.executable, "-c", CHOOSE], capture_output=True, text=True,
+                          env=os.environ | {"OPTIMIZER_TILES": str(path)})
+
+
+def table(**changes):
+    return {"arch": "cpu", "measured": [], "entries": [ENTRY]} | changes
+
+
+@pytest.mark.parametrize("arch, expected", [("cpu", "rows=16, columns=16, inner=32"), ("sm90", "rows=64, columns=64")])
+def test_a_table_of_ones_own_is_taken_on_its_architecture(tmp_path, arch, expected):
+    (tmp_path / "mine.json").write_text(json.dumps(table(arch=arch)))
+    done = chosen(tmp_path / "mine.json")
+    assert done.returncode == 0 and expected in done.stdout, done.stderr
+
+
+def test_no_such_file(tmp_path):
+    done = chosen(tmp_path / "none.json")
+    assert done.returncode == 1 and "which is no file; tools/tune_tiles.py writes one, or unset it" in done.stderr
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"arch": None}, "needs arch"),
+    ({"entries": [ENTRY | {"us": [1, 1, 1, 1]}]}, "needs processors"),
+    ({"entries": [ENTRY | {"op": "sum"}]}, "op is none of"),
+    ({"entries": [ENTRY | {"tile": [48, 48, 32]}]}, "no power of two"),
+    ({"entries": [ENTRY | {"tile": [16, 32, 32]}]}, "a symmetric result needs square tiles"),
+    ({"entries": [ENTRY | {"loop": "twice"}]}, "loop is unknown"),
+    ({"entries": [ENTRY | {"warps": 0}]}, "no positive number"),
+    ({"entries": [{k: v for k, v in ENTRY.items() if k != "rows"}]}, "neither four numbers"),
+    ({"entries": [ENTRY, ENTRY | {"us": [1, 1, 1, 1]}], "processors": 1}, "which others of its kind have or lack"),
+])
+def test_a_wrong_table_is_refused(tiles, changes, message):
+    given = {key: value for key, value in (table() | changes).items() if value is not None}
+    with pytest.raises(ValueError, match=f"mine.json: .*{message}"):
+        tiles.check_table(given, "mine.json")
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100", "gfx942"])
+def test_our_own_tables_pass(tiles, arch):
+    tiles.check_table(tiles.table(arch), arch)
+
+
+def step_with_tiles(rank, world, folder):
+    """One step of a matrix that both ranks share, with tables of other content on each."""
+    mesh = init_device_mesh("cpu", (world,))
+    W = torch.nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
+    W.grad = distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)])
+    os.environ["OPTIMIZER_TILES"] = str(Path(folder) / f"{rank}.json")
+    try:
+        package().Muon([W], lr=0.1).step()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        del os.environ["OPTIMIZER_TILES"]
+    return ""
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_ranks_with_unlike_tables_are_told(tmp_path, same):
+    """They would compute other bits for one matrix, and replicas would drift apart without a word."""
+    for rank in range(2):
+        (tmp_path / f"{rank}.json").write_text(json.dumps(table(measured=[] if same else [rank])))
+    messages = run_ranks(2, step_with_tiles, str(tmp_path))
+    assert all((message == "") == same and (same or "OPTIMIZER_TILES" in message) for message in messages)
+
+
+def test_the_fit_recovers_the_numbers_that_made_the_times(tool, tiles):
+    entry = next(tool.candidates("product", "sm90", 232448)) | {"us": [3.0, 0.5, 0.0, 0.25]}
+    times = {(N, n, m): tiles.expected_us(entry, n, m, N, 132) for N, n, m in tool.cases("product", 132)}
+    assert len(times) > 20
+    assert tool.fit(tiles, entry, times, 132) == pytest.approx(entry["us"], rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("op", ["gram", "symmetric", "product"])
+def test_the_choice_keeps_the_tiles_that_win_somewhere(tool, tiles, op, tmp_path):
+    """Small tiles that start fast, large ones that compute fast, and one that is worse everywhere; then the file."""
+    one, two, bad = [e for e in tool.candidates(op, "sm90", 232448) if e["stages"] == 3][::3][:3]
+    cases = list(dict.fromkeys(tool.cases(op, 132)))
+    numbers = ([1.0, 0.1, 0.0, 0.4], [9.0, 0.1, 0.0, 0.2], [30.0, 3.0, 0.3, 3.0])
+    times = {json.dumps(e): {(N, n, m): tiles.expected_us(e | {"us": us}, n, m, N, 132) for N, n, m in cases}
+             for e, us in zip((one, two, bad), numbers)}
+    kept = tool.choose(tiles, op, times, 132)
+    assert sorted(e["us"] for e in kept) == [pytest.approx(us, rel=0.01, abs=1e-3) for us in sorted(numbers[:2])]
+    tool.write(tmp_path / "t.json", {"arch": "sm90", "measured": [2], "processors": 132, "entries": kept})
+    written = json.loads((tmp_path / "t.json").read_text())
+    tiles.check_table(written, "t.json")
+    assert written["entries"] == kept
+
+
+@pytest.mark.parametrize("arch, shared", [("sm80", 166912), ("sm90", 232448), ("gfx942", 65536)])
+def test_candidates_are_valid_for_their_architecture(tool, tiles, arch, shared):
+    for op in tool.OPS:
+        entries = list(tool.candidates(op, arch, shared))
+        assert len(entries) >= 4
+        tiles.check_table({"arch": arch, "measured": [2], "processors": 1,
+                           "entries": [e | {"us": [1, 1, 1, 1]} for e in entries]}, arch)
+        assert all((e["loop"] == "pointers") == (arch != "sm90") for e in entries)
+
+
+@pytest.mark.gpu
+def test_the_tool_on_a_gpu(tmp_path, tiles):
+    out = tmp_path / "mine.json"
+    done = subprocess.run([sys.executable, ROOT / "tools" / "tune_tiles.py", "--out", out, "--ops", "symmetric",
+                           "--seconds", "20"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    written = json.loads(out.read_text())
+    tiles.check_table(written, str(out))
+    assert written["arch"] == tiles.architecture("cuda") and any("us" in e for e in written["entries"])

@@ -1,0 +1,152 @@
+"""Run every kernel on one shape under NVIDIA's compute-sanitizer: memcheck, racecheck and initcheck.
+
+    LOCAL_KERNELS=org/optimizer=build python tools/sanitize.py
+
+It compiles everything first, without the sanitizer, then starts itself once per tool. Shapes are no multiples of a
+tile, so that every edge is there. Exit status 0: nothing found; 1: something; 2: there is no compute-sanitizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from kernels import get_kernel
+
+TOOLS = ("memcheck", "racecheck", "initcheck")
+SOMETHING = 9  # exit status of the sanitizer where it found something
+FULL, SMALL = {"sides": (200, 328), "chip": (100, 300)}, {"sides": (20, 40), "chip": (20, 300)}
+HALF, WIDE = torch.float16, torch.float32
+TRIPLES = ((3.4445, -4.7750, 2.0315),) * 2
+
+
+def part(name: str):
+    return importlib.import_module(f"{get_kernel('org/optimizer', version=1).__name__}.{name}")
+
+
+def padded(N: int, n: int, m: int, dtype: torch.dtype, device) -> torch.Tensor:
+    """Normal numbers whose rows begin at multiples of 16 bytes."""
+    X = torch.randn(N, n, -(-m // 8) * 8, device=device).to(dtype)
+    return X[:, :, :m]
+
+
+def products(device, size) -> None:
+    """The three products by pointers, in both precisions; on sm90 and later also by TMA in all its loops."""
+    gram, tiles, (n, m) = part("kernels.gram"), part("kernels.tiles"), size["sides"]
+    found = [(HALF, tiles.Tile(64, 64, 32, 2, 2, 4)), (WIDE, tiles.Tile(32, 32, 32, 2, 2, 4))]
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0):
+        found += [(HALF, tiles.Tile(*sides, 64, 8, 3, 8, loop)) for loop in ("once", "turns", "flat")
+                  for sides in ((64, 64), (64, 128))]
+    for dtype, tile in found:
+        X, A, out = padded(2, n, m, dtype, device), padded(2, n, n, dtype, device), padded(2, n, n, dtype, device)
+        with tiles.force(tile):
+            gram.gram(X, A)
+            gram.symmetric_product(A, A, out, 0.5, [(A, 2.0), (A, 0.1)], 1.0)
+            gram.product(out, X, padded(2, n, m, dtype, device))
+            gram.product(out, X, torch.empty(2, m, n, device=device, dtype=torch.bfloat16).mT)
+
+
+def norms(device, size) -> None:
+    """Frobenius norm and cast, of ordinary and of tiny numbers, wide and tall."""
+    norm, (n, m) = part("kernels.norm"), size["sides"]
+    for U in (torch.randn(2, n, m, device=device), torch.randn(2, m, n, device=device).mT * 1e-30):
+        norm.unit_norm(U, padded(2, n, m, HALF, device), 1e-7)
+
+
+def aol(device, size) -> None:
+    """Lengths of rows, cast, and the scaling of a Gram matrix."""
+    module, (n, m) = part("kernels.aol"), size["sides"]
+    for U in (torch.randn(2, n, m, device=device), torch.randn(2, m, n, device=device).mT):
+        Y = padded(2, n, m, HALF, device)
+        lengths = module.unit_rows(U, Y)
+        module.aol(Y @ Y.mT, lengths)
+
+
+def small_matrices(device, size) -> None:
+    """The whole iteration in one program: of matrices that fit, and of longer ones."""
+    module, (n, m) = part("kernels.on_chip"), size["chip"]
+    for N, rows, columns in ((3, n, m), (2, 20, 30)):
+        X = torch.randn(N, rows, columns, device=device)
+        if module.fits(X, HALF):
+            module.polar(X, torch.empty_like(X), (TRIPLES,), False, 1e-7, HALF)
+
+
+def rows(device, size) -> None:
+    """NorMuon's rows."""
+    n, m = size["sides"]
+    part("kernels.rows").normalize(torch.randn(2, n, m, device=device), torch.rand(2, n, 1, device=device), 0.9, 1e-8)
+
+
+def rectangles(device, size) -> None:
+    """Momentum, copies and updates: rectangles without gaps and others."""
+    pack, table, update = (part(f"kernels.{name}") for name in ("pack", "table", "update"))
+    n, m = size["sides"]
+    for width in (m, m - 3):
+        M, U, G, W = (torch.randn(n, m, device=device)[:, :width] for _ in range(4))
+        sources = [table.Source(0, 0, (m, 1))]
+        addresses = torch.tensor([G.data_ptr()], dtype=torch.int64, device=device)
+        numbers = torch.tensor([0.1, 0.99], device=device)
+        pack.Pack([M], [U], sources, [G])([G], addresses, numbers[:1], True)
+        pack.Copy.of_gradients([U], sources, [G])([G], addresses)
+        pack.Copy([W], [M])()
+        update.Update([W], [U], [0.5])(numbers)
+
+
+CASES = {function.__name__: function for function in (products, norms, aol, small_matrices, rows, rectangles)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tools", nargs="+", default=TOOLS, choices=TOOLS)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--sanitizer", default=None, help="compute-sanitizer (default: that of PATH or of CUDA_HOME)")
+    parser.add_argument("--run", action="store_true", help="run the cases in this process, without a sanitizer")
+    parser.add_argument("--small", action="store_true", help="smaller shapes, for Triton's interpreter")
+    options = parser.parse_args()
+    if options.run:
+        return run(options)
+    home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+    sanitizer = options.sanitizer or shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:{home / 'bin'}")
+    if sanitizer is None:
+        print("compute-sanitizer is not installed; it comes with the CUDA toolkit (or name it with --sanitizer)")
+        return 2
+    myself = [sys.executable, __file__, "--run", "--cases", *options.cases]
+    subprocess.run(myself, check=True)
+    # without a cache in between, every tensor is an allocation of its own
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    failed = 0
+    for tool in options.tools:
+        command = [sanitizer, "--tool", tool, "--error-exitcode", str(SOMETHING), *myself]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        found = [line for line in done.stdout.splitlines() if line.startswith("=========")]
+        print(f"{tool}: {found[-1].strip('= ') if found else 'no answer'} (exit status {done.returncode})", flush=True)
+        if done.returncode:
+            failed += 1
+            print("\n".join(found[:60]) or done.stderr[-2000:])
+    return int(failed > 0)
+
+
+def run(options) -> int:
+    """The cases, and which kernels they launched."""
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for name in options.cases:
+        CASES[name](device, SMALL if options.small else FULL)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    package = part("kernels").__name__
+    launched = sorted(f"{name.removeprefix(package + '.')}.{key}" for name, module in list(sys.modules.items())
+                      if name.startswith(package + ".") for key, value in vars(module).items()
+                      if getattr(value, "made", None) is not None)
+    print("launched:", *launched)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

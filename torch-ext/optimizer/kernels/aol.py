@@ -1,0 +1,149 @@
+"""AOL scaling (arXiv 2208.03160): D X has no singular value above 1, D = diag(sum_j |(X X^T)_ij|)^(-1/2).
+
+Decides: how it is done in 16 bits. D makes rows alike in length, and a cast would have rounded short rows away before.
+So X = E Y, where the rows of Y have length 1 and E is kept in fp32; with A = Y Y^T, D X is T Y, and T = D E has
+t_i^2 = e_i / sum_j e_j |A_ij|, at most 1. T goes into A here, and into the next factor of Y by the caller. Sums have a
+fixed order that does not depend on the batch. Must not know: what happens to the matrices afterwards.
+"""
+from __future__ import annotations
+
+import torch
+
+from . import jit, look, use_triton
+
+tl = None  # Triton's language, put here by jit
+BLOCK, TILE = 1024, 64
+
+
+def unit_rows(U: torch.Tensor, Y: torch.Tensor) -> torch.Tensor:
+    """Write U with every row divided by its length to Y; a row of zeros stays so.
+
+    U (N, n, m) and Y alike, in fp32, bf16 or fp16, any strides. Returns the lengths (N, 2, n) in fp32, each as two
+    factors: the largest magnitude of a row, and its length in units of that.
+    """
+    N, n, m = U.shape
+    lengths = torch.empty((N, 2, n), dtype=torch.float32, device=U.device)
+    if not use_triton(U.device):
+        return unit_rows_torch(U, Y, lengths)
+    rows, block = (4, 512) if U.stride(2) <= U.stride(1) else (64, 32)
+    key = look(U, Y)
+    _lengths_kernel.launch(N * -(-n // rows), key, U, lengths, n, m, U.stride(), rows, block)
+    _cast_kernel.launch(N * -(-n // TILE) * -(-m // TILE), key, U, Y, lengths, n, m, U.stride(), Y.stride(), TILE,
+                        num_warps=8)
+    return lengths
+
+
+def unit_rows_torch(U, Y, lengths):
+    """Compute `unit_rows` matrix by matrix, so that a sum's order does not depend on the batch."""
+    for u, y, (largest, length) in zip(U, Y, lengths):
+        wide = u.float()
+        torch.amax(wide.abs(), dim=1, out=largest)
+        wide = wide / torch.where(largest > 0, largest, 1.0).unsqueeze(1)
+        length.copy_(wide.square().sum(dim=1).sqrt())
+        y.copy_(wide / torch.where(length == 0, 1.0, length).unsqueeze(1))
+    return lengths
+
+
+def aol(A: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Replace A = Y Y^T (N, n, n), any strides, by T A T, rounded once; return T's diagonals (N, n) in fp32."""
+    if not use_triton(A.device):
+        return aol_torch(A, lengths)
+    N, n, _ = A.shape
+    scales = torch.empty((N, n), dtype=torch.float32, device=A.device)
+    down, key = -(-n // TILE), look(A)
+    _scales_kernel.launch(N * n, key, A, lengths, scales, n, A.stride(), BLOCK)
+    _scale_kernel.launch(N * down * down, key, A, scales, n, A.stride(), TILE)
+    return scales
+
+
+def aol_torch(A, lengths):
+    """Compute `aol` matrix by matrix."""
+    scales = torch.empty_like(lengths[:, 0])
+    for a, (largest, length), scale in zip(A, lengths, scales):
+        top = largest.amax()
+        e = largest / torch.where(top > 0, top, 1.0) * length
+        sums = (a.float().abs() * e).sum(dim=1)
+        scale.copy_(torch.where(sums > 0, (e / sums).sqrt(), 1.0))
+        a.mul_(scale.unsqueeze(1) * scale)
+    return scales
+
+
+@jit
+def _lengths_kernel(U, lengths, n, m, strides, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """ROWS rows per program, each read twice."""
+    down = tl.cdiv(n, ROWS)
+    matrix = (tl.program_id(0) // down).to(tl.int64)
+    row = tl.program_id(0) % down * ROWS + tl.arange(0, ROWS)
+    start = U + matrix * strides[0] + row.to(tl.int64)[:, None] * strides[1]
+    largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for first in range(0, m, BLOCK):
+        column = (first + tl.arange(0, BLOCK)).to(tl.int64)[None, :]
+        u = tl.load(start + column * strides[2], mask=(row < n)[:, None] & (column < m), other=0.0)
+        largest = tl.maximum(largest, tl.abs(u.to(tl.float32)))
+    unit = tl.max(largest, 1)
+    divisor = tl.where(unit > 0, unit, 1.0)[:, None]
+    squares = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for first in range(0, m, BLOCK):
+        column = (first + tl.arange(0, BLOCK)).to(tl.int64)[None, :]
+        u = tl.load(start + column * strides[2], mask=(row < n)[:, None] & (column < m), other=0.0)
+        u = u.to(tl.float32) / divisor
+        squares += u * u
+    at = lengths + matrix * 2 * n + row
+    tl.store(at, unit, mask=row < n)
+    tl.store(at + n, tl.sqrt(tl.sum(squares, 1)), mask=row < n)
+
+
+@jit
+def _cast_kernel(U, Y, lengths, n, m, u_strides, y_strides, TILE: tl.constexpr):
+    """One tile per program: Y = U / largest / length."""
+    across = tl.cdiv(m, TILE)
+    count = tl.cdiv(n, TILE) * across
+    matrix, tile = (tl.program_id(0) // count).to(tl.int64), tl.program_id(0) % count
+    row = (tile // across * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
+    column = (tile % across * TILE + tl.arange(0, TILE)).to(tl.int64)[None, :]
+    inside = (row < n) & (column < m)
+    at = lengths + matrix * 2 * n + row
+    unit, length = tl.load(at, mask=row < n, other=0.0), tl.load(at + n, mask=row < n, other=0.0)
+    u = tl.load(U + matrix * u_strides[0] + row * u_strides[1] + column * u_strides[2], mask=inside, other=0.0)
+    y = u.to(tl.float32) / tl.where(unit > 0, unit, 1.0) / tl.where(length == 0, 1.0, length)
+    at = Y + matrix * y_strides[0] + row * y_strides[1] + column * y_strides[2]
+    tl.store(at, y.to(Y.dtype.element_ty), mask=inside)
+
+
+@jit
+def _scales_kernel(A, lengths, scales, n, strides, BLOCK: tl.constexpr):
+    """One row per program: its element of T."""
+    program = tl.program_id(0).to(tl.int64)
+    matrix, row = program // n, program % n
+    largest, length = lengths + matrix * 2 * n, lengths + matrix * 2 * n + n
+    start = A + matrix * strides[0] + row * strides[1]
+    top = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, n, BLOCK):
+        column = (first + tl.arange(0, BLOCK)).to(tl.int64)
+        top = tl.maximum(top, tl.load(largest + column, mask=column < n, other=0.0))
+    unit = tl.max(top)
+    unit = tl.where(unit > 0, unit, 1.0)
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, n, BLOCK):
+        column = (first + tl.arange(0, BLOCK)).to(tl.int64)
+        e = tl.load(largest + column, mask=column < n, other=0.0) / unit
+        e *= tl.load(length + column, mask=column < n, other=0.0)
+        sums += e * tl.abs(tl.load(start + column * strides[2], mask=column < n, other=0.0).to(tl.float32))
+    total = tl.sum(sums)
+    own = tl.load(largest + row) / unit * tl.load(length + row)
+    tl.store(scales + program, tl.where(total > 0, tl.sqrt(own / tl.where(total > 0, total, 1.0)), 1.0))
+
+
+@jit
+def _scale_kernel(A, scales, n, strides, TILE: tl.constexpr):
+    """One tile per program: T A T."""
+    down = tl.cdiv(n, TILE)
+    matrix, tile = (tl.program_id(0) // (down * down)).to(tl.int64), tl.program_id(0) % (down * down)
+    row = (tile // down * TILE + tl.arange(0, TILE)).to(tl.int64)
+    column = (tile % down * TILE + tl.arange(0, TILE)).to(tl.int64)
+    left = tl.load(scales + matrix * n + row, mask=row < n)
+    right = tl.load(scales + matrix * n + column, mask=column < n)
+    at = A + matrix * strides[0] + row[:, None] * strides[1] + column[None, :] * strides[2]
+    inside = (row < n)[:, None] & (column < n)[None, :]
+    a = tl.load(at, mask=inside).to(tl.float32) * (left[:, None] * right[None, :])
+    tl.store(at, a.to(A.dtype.element_ty), mask=inside)
