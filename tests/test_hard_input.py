@@ -81,7 +81,7 @@ def test_nothing(optimizer, part, device, path, shape):
     O = optimizer.orthogonalize(X)
     assert O.shape == X.shape and O.dtype == X.dtype and O is not X
     if len(shape) == 3:
-        part("polar").orthogonalize_(X, part("polar").steps_of("turbo"))
+        part("polar").orthogonalize_([X], part("polar").steps_of("turbo"))
         part("kernels.rows").normalize(X, torch.zeros(*shape[:2], 1, device=device), 0.95, 1e-8)
 
 

@@ -243,7 +243,7 @@ def test_one_matrix_has_the_same_bits_in_every_batch_in_triton(part, polar, devi
 @pytest.mark.parametrize("shape", [(0, 4, 6), (3, 0, 6), (3, 4, 0), (2, 0, 4, 6)], ids=str)
 def test_empty_input(polar, device, shape):
     assert polar.orthogonalize(torch.empty(shape, device=device)).shape == shape
-    polar.orthogonalize_(torch.empty(shape[-3:], device=device), polar.steps_of("jordan"))
+    polar.orthogonalize_([torch.empty(shape[-3:], device=device)], polar.steps_of("jordan"))
 
 
 def test_transposed_and_scattered_memory(polar, device):
@@ -270,8 +270,21 @@ def test_input_is_unchanged_and_needs_no_gradient(polar, device):
 def test_in_place_is_the_same(polar, device, x_dtype, shape):
     stack = torch.randn(shape, device=device).to(x_dtype)
     expected = polar.orthogonalize(stack, "cans", dtype=F16)
-    assert polar.orthogonalize_(stack, polar.steps_of("cans"), 1e-7, F16) is stack
+    polar.orthogonalize_([stack], polar.steps_of("cans"), 1e-7, F16)
     assert torch.equal(stack, expected)
+
+
+@pytest.mark.parametrize("name", ["polar_express", "turbo", "cubic"])
+@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
+def test_bits_do_not_depend_on_other_stacks(polar, device, name, dtype):
+    """Tall and wide, long and square matrices of one short side share launches."""
+    shapes = [(2, 24, 60), (1, 60, 24), (3, 24, 24), (2, 24, 130), (1, 16, 24), (0, 24, 60), (2, 130, 1040)]
+    stacks, steps = [torch.randn(shape, device=device) for shape in shapes], polar.steps_of(name)
+    alone = [stack.clone() for stack in stacks]
+    for stack in alone:
+        polar.orthogonalize_([stack], steps, 1e-7, dtype)
+    polar.orthogonalize_(stacks, steps, 1e-7, dtype)
+    assert all(torch.equal(a, b) for a, b in zip(alone, stacks))
 
 
 # Sets

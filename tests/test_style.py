@@ -35,6 +35,7 @@ LAYERS = [
     ["kernels.aol", "kernels.gram", "kernels.norm", "kernels.pack", "kernels.rows", "kernels.update"],
     ["kernels.on_chip"],
     ["graphs"],  # how launches are repeated; knows no operation
+    ["iteration"],
     ["polar"],
     ["op", "recipe"],
     ["layout"],

@@ -1,7 +1,7 @@
 """The polar factor: coefficient sets, and the iteration that applies them to a stack of matrices.
 
-Decides: what a set's name means, standard or Gram iteration, where the Gram iteration restarts, and in which
-precision. Must not know: where the matrices come from, or that there are other ranks.
+Decides: what a set's name means, standard or Gram iteration, where the Gram iteration restarts, in which precision, and
+which matrices share launches. Must not know: where the matrices come from, or that there are other ranks.
 """
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .iteration import iterate
 from .kernels import on_chip
-from .kernels.aol import aol, unit_rows
-from .kernels.gram import gram, product, symmetric_product
-from .kernels.norm import unit_norm
 
 Triple = tuple[float, float, float]
 REPEATED_LAST = (1.875, -1.25, 0.375)
@@ -185,107 +183,34 @@ def polar_factor(X: torch.Tensor, steps: Steps, eps: float, dtype: torch.dtype |
     """Return the polar factor of every matrix of X (..., R, C), contiguous, in X's dtype; see `op.orthogonalize`."""
     out = torch.empty(X.shape, dtype=X.dtype, device=X.device)
     if X.numel():
-        _polar(X.reshape(-1, *X.shape[-2:]), out.view(-1, *X.shape[-2:]), steps, eps, dtype)
+        _polar([(X.reshape(-1, *X.shape[-2:]), out.view(-1, *X.shape[-2:]))], steps, eps, dtype)
     return out
 
 
-def orthogonalize_(stack: torch.Tensor, steps: Steps, eps: float = 1e-7,
-                   dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Replace every matrix of a stack (N, R, C) in fp32, bf16 or fp16 by its polar factor; see `orthogonalize`."""
-    if stack.numel():
-        _polar(stack, stack, steps, eps, dtype)
-    return stack
+def orthogonalize_(stacks: Sequence[torch.Tensor], steps: Steps, eps: float = 1e-7,
+                   dtype: torch.dtype | None = None) -> None:
+    """Replace every matrix of stacks (N, R, C) in fp32, bf16 or fp16 by its polar factor; see `orthogonalize`.
+
+    Stacks with equal short sides share launches; the bits of a matrix do not depend on its company.
+    """
+    _polar([(stack, stack) for stack in stacks], steps, eps, dtype)
 
 
 @torch.no_grad()
-def _polar(U, out, steps, eps, dtype):
-    """Orthogonalize U into out; they may be the same. The short side comes first from here on."""
-    if U.shape[1] > U.shape[2]:
-        U, out = U.mT, out.mT
-    N, n, m = U.shape
-    dtype, eps = dtype or (torch.float32 if U.device.type == "cpu" else torch.float16), float(eps)
-    if on_chip.fits(U, dtype) and not steps.aol:
-        return on_chip.polar(U, out, steps.segments(dtype), False, eps, dtype)
-    X, A = _empty(N, n, m, dtype, U.device), _empty(N, n, n, dtype, U.device)
-    lengths = unit_rows(U, X) if steps.aol else unit_norm(U, X, eps)
-    gram(X, A)
-    iterate = _gram_iteration if _uses_gram(n, m, steps) else _standard_iteration
-    iterate(X, A, out, steps, aol(A, lengths) if steps.aol else None)
-
-
-def _empty(N, n, m, dtype, device):
-    """Uninitialised (N, n, m); on a GPU rows begin at multiples of 16 bytes, as TMA wants them."""
-    step = 1 if device.type == "cpu" else 16 // dtype.itemsize
-    return torch.empty((N, n, -(-m // step) * step), dtype=dtype, device=device)[:, :, :m]
-
-
-def _like(X):
-    return _empty(*X.shape, X.dtype, X.device)
-
-
-def _scale_rows(P, X, scales, last):
-    """Let P X become P D X, D = diag(scales): one pass over P, for X is larger.
-
-    The last product may be computed transposed, which wants P symmetric: there X is scaled.
-    """
-    if last:
-        X.mul_(scales.unsqueeze(2))
-    else:
-        P.mul_(scales.unsqueeze(1))
-
-
-def _standard_iteration(X, A, out, steps, scales):
-    """X <- P X with P = a I + b A + c A^2 and A = X X^T, step by step; the last product is written to out.
-
-    scales (N, n): where A is already scaled (AOL) and X is not, else None.
-    """
-    P, Y = _like(A), _like(X)
-    for step, triple in enumerate(steps.triples, start=1):
-        if step > 1:
-            gram(X, A)
-        _polynomial(A, triple, P)
-        last = step == len(steps.triples)
-        if step == 1 and scales is not None:
-            _scale_rows(P, X, scales, last)
-        product(P, X, out if last else Y)
-        X, Y = Y, X
-
-
-def _gram_iteration(X, A, out, steps, scales):
-    """Follow A and Q + q I, the product of the polynomials, in place of X; X <- Q X at the end of each segment.
-
-    With Z = b A + c A^2: A <- (Z + a I) A (Z + a I), Q <- Q (Z + a I); a is added after the product, for in 16 bits
-    Z + a I loses much of Z. A restart computes A afresh: rounding makes A and Q drift apart, and A indefinite.
-    scales: see `_standard_iteration`.
-    """
-    Z, Q, T, Y = _like(A), _like(A), _like(A), _like(X)
-    segments = steps.segments(X.dtype)
-    for number, segment in enumerate(segments, start=1):
-        if number > 1:
-            gram(X, A)
-        for step, (a, b, c) in enumerate(segment, start=1):
-            _polynomial(A, (0.0, b, c), Z)
-            if step < len(segment):
-                symmetric_product(A, Z, T, addends=[(A, a)])
-                symmetric_product(Z, T, A, addends=[(T, a)])
-            if step == 1:
-                Q, Z, q = Z, Q, a
-            else:
-                symmetric_product(Q, Z, T, 1.0, [(Q, a), (Z, q)] if q else [(Q, a)], q * a)
-                Q, T, q = T, Q, 0.0
-        if q:
-            Q.diagonal(dim1=1, dim2=2).add_(q)
-        last = number == len(segments)
-        if number == 1 and scales is not None:
-            _scale_rows(Q, X, scales, last)
-        product(Q, X, out if last else Y)
-        X, Y = Y, X
-
-
-def _polynomial(A, triple, P):
-    """P <- a I + b A + c A^2."""
-    a, b, c = triple
-    if c:
-        symmetric_product(A, A, P, c, [(A, b)], a)
-    else:
-        torch.mul(A, b, out=P).diagonal(dim1=1, dim2=2).add_(a)
+def _polar(pairs, steps, eps, dtype):
+    """Orthogonalize each U into its out, which may be U. The short side comes first from here on."""
+    together = {}
+    for U, out in pairs:
+        if U.numel() == 0:
+            continue
+        if U.shape[1] > U.shape[2]:
+            U, out = U.mT, out.mT
+        n, m = U.shape[1:]
+        own = dtype or (torch.float32 if U.device.type == "cpu" else torch.float16)
+        if on_chip.fits(U, own) and not steps.aol:
+            on_chip.polar(U, out, steps.segments(own), eps, own)
+        else:
+            key = (n, own) if _uses_gram(n, m, steps) else (n, own, m)
+            together.setdefault(key, []).append((U, out))
+    for (_, own, *square), members in together.items():
+        iterate(members, steps, float(eps), own, gram_form=not square)

@@ -51,8 +51,7 @@ def momentum(pack, gradients, numbers, hp) -> None:
 def orthogonalize(stacks, hp, dtype) -> None:
     """Replace each (R, C) matrix of each stack (N, R, C) by its polar factor, as the coefficients approximate it."""
     steps = polar.steps_of(hp["ns_coefficients"], hp["ns_steps"])
-    for stack in stacks:
-        polar.orthogonalize_(stack, steps, hp["eps"], dtype)
+    polar.orthogonalize_(stacks, steps, hp["eps"], dtype)
 
 
 def normalize(stacks, rows, hp) -> None:

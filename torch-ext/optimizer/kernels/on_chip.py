@@ -20,10 +20,10 @@ def fits(U: torch.Tensor, dtype: torch.dtype) -> bool:
     return use_triton(U.device) and dtype.itemsize == 2 and U.shape[1] <= LARGEST and U.shape[2] <= LONGEST
 
 
-def polar(U: torch.Tensor, out: torch.Tensor, segments, aol: bool, eps: float, dtype: torch.dtype) -> None:
+def polar(U: torch.Tensor, out: torch.Tensor, segments, eps: float, dtype: torch.dtype) -> None:
     """Write to out the polar factor of every matrix of U (N, n, m), n <= m; they may be the same memory.
 
-    segments: the triples (a, b, c) between restarts, as `polar.Steps.segments` gives them. aol: scale the rows first.
+    segments: the triples (a, b, c) between restarts, as `polar.Steps.segments` gives them.
     """
     N, n, m = U.shape
     firsts, steps = 0, 0
@@ -32,8 +32,8 @@ def polar(U: torch.Tensor, out: torch.Tensor, segments, aol: bool, eps: float, d
         steps += len(segment)
     triples = tuple(float(x) for segment in segments for triple in segment for x in triple)
     block, chunk = 64 if n <= 64 else 128, 64 if m <= 64 else 128
-    key = (steps, firsts, aol, *look(U, out))
-    numbers, constants = (triples, n, m, eps, U.dtype != torch.float16, aol, steps), (block, chunk)
+    key = (steps, firsts, *look(U, out))
+    numbers, constants = (triples, n, m, eps, U.dtype != torch.float16, steps), (block, chunk)
     if m <= chunk:
         _standard_kernel.launch(N, (dtype, *key), U, out, U.stride(), out.stride(), *numbers, *constants,
                                 typed(dtype), num_warps=block // 16)
@@ -44,7 +44,7 @@ def polar(U: torch.Tensor, out: torch.Tensor, segments, aol: bool, eps: float, d
 
 
 @jit
-def _standard_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: tl.constexpr, AOL: tl.constexpr,
+def _standard_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: tl.constexpr,
                      STEPS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr):
     """One matrix of at most CHUNK columns per program: X <- P X, with P = a I + b A + c A^2 and A = X X^T."""
     matrix = tl.program_id(0).to(tl.int64)
@@ -56,10 +56,6 @@ def _standard_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: t
     X = (u.to(tl.float32) * unit * factor).to(DTYPE)
     for step in tl.static_range(STEPS):
         sums = tl.dot(X, X.T)
-        if AOL and step == 0:
-            scale = _aol(sums)
-            sums *= scale[:, None] * scale[None, :]
-            X = (X * scale[:, None]).to(DTYPE)
         A = sums.to(DTYPE)
         P = triples[3 * step + 1] * A.to(tl.float32) + triples[3 * step + 2] * tl.dot(A, A)
         sums = tl.dot(P.to(DTYPE), X) + triples[3 * step] * X.to(tl.float32)
@@ -70,8 +66,7 @@ def _standard_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: t
 
 @jit
 def _gram_kernel(U, X, out, u_strides, x_strides, out_strides, triples, n, m, eps, WIDE: tl.constexpr,
-                 AOL: tl.constexpr, STEPS: tl.constexpr, FIRSTS: tl.constexpr, BLOCK: tl.constexpr,
-                 CHUNK: tl.constexpr):
+                 STEPS: tl.constexpr, FIRSTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """One matrix per program. FIRSTS: bit s says that step s begins a segment, or is one after the last."""
     matrix = tl.program_id(0).to(tl.int64)
     row, column = tl.arange(0, BLOCK).to(tl.int64)[:, None], tl.arange(0, CHUNK).to(tl.int64)[None, :]
@@ -86,9 +81,6 @@ def _gram_kernel(U, X, out, u_strides, x_strides, out_strides, triples, n, m, ep
         x = (u.to(tl.float32) * unit * factor).to(X.dtype.element_ty)
         tl.store(x_at + k, x, mask=row < n)
         sums = tl.dot(x, x.T, sums)
-    if AOL:
-        scale = _aol(sums)
-        sums *= scale[:, None] * scale[None, :]
     A = sums.to(X.dtype.element_ty)
     Q, q = A, 0.0
     for step in tl.static_range(STEPS):
@@ -103,10 +95,7 @@ def _gram_kernel(U, X, out, u_strides, x_strides, out_strides, triples, n, m, ep
             T = _symmetric(tl.dot(A, Z) + a * A.to(tl.float32), A)
             A = _symmetric(tl.dot(T, Z) + a * T.to(tl.float32), A)
         else:
-            whole = Q.to(tl.float32) + _diagonal(q, BLOCK)
-            if AOL and FIRSTS % (2 << step) == 1:
-                whole *= scale[None, :]
-            Q = whole.to(X.dtype.element_ty)
+            Q = (Q.to(tl.float32) + _diagonal(q, BLOCK)).to(X.dtype.element_ty)
             tl.debug_barrier()  # other threads stored what this one loads
             if step + 1 < STEPS:
                 A = _restart(Q, x_at, n, m, BLOCK, CHUNK)
@@ -145,13 +134,6 @@ def _factors(u_at, n, m, stride, eps, WIDE: tl.constexpr, BLOCK: tl.constexpr, C
         _, squares = _sum(u_at, n, m, stride, unit, BLOCK, CHUNK)
     norm = tl.sqrt(squares) + eps * (largest * unit)
     return unit, 1.0 / tl.where(norm == 0, 1.0, norm)
-
-
-@jit
-def _aol(sums):
-    """Return (sum_j |A_ij|)^(-1/2) for each row of A, and 1 for a row of zeros."""
-    scale = tl.sum(tl.abs(sums), 0)
-    return tl.where(scale > 0, tl.rsqrt(scale), 1.0)
 
 
 @jit
