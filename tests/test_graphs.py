@@ -378,7 +378,7 @@ def replays(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["Muon", "NorMuon"])
-@pytest.mark.parametrize("options", [{}, {"state_dtype": torch.bfloat16}, {"workspace_bytes": 3000}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"state_dtype": torch.bfloat16}, {"workspace_bytes": 250_000}], ids=str)
 def test_the_bits_of_steps_without_graphs_on_a_gpu(name, options, replays, said):
     runs = [Run(kind, name, device="cuda", **options) for kind in KINDS]
     for number in range(STEPS):
@@ -433,11 +433,11 @@ def test_the_step_in_a_graph_of_the_user(between):
 
 @pytest.mark.gpu
 def test_all_parts_share_their_memory():
-    """Many buckets take no more than a few of the same size."""
-    shapes, sizes = [(256, 512), (512, 256)] * 16, []
+    """Many buckets take about as much as one: 5 matrices, where the other has 4."""
+    shapes, sizes = [(512, 1024), (1024, 512)] * 16, []
     for count in (4, 32):
         params = [nn.Parameter(torch.randn(s, device="cuda")) for s in shapes[:count]]
-        stepper = package().Muon(params, workspace_bytes=4_000_000)
+        stepper = package().Muon(params, workspace_bytes=16_000_000)
         for _ in range(3):
             for p in params:
                 p.grad = torch.randn_like(p)
@@ -449,7 +449,7 @@ def test_all_parts_share_their_memory():
         torch.cuda.empty_cache()
         sizes.append(before - torch.cuda.memory_reserved())
     few, little, many, much = sizes
-    assert many >= 4 * few and 0 < much <= 2 * little
+    assert many >= 4 * few and 0 < much <= 3 * little
 
 
 _alive = []  # optimizers whose graphs hold collectives while the process group is destroyed
