@@ -210,7 +210,8 @@ def test_the_bits_of_steps_without_graphs(tape, said):
     runs = [Run(kind, "NorMuon", wire_dtype=torch.float32) for kind in KINDS]
     for number in range(STEPS):
         assert differing(runs, number) == [], number
-    assert count(said, "not replayed") == 1 and tape.replays > STEPS
+    assert count(said, "the step is not replayed") == count(said, "AdamW's step is not replayed") == 1
+    assert tape.replays > STEPS
 
 
 @pytest.mark.interpreter
@@ -221,7 +222,7 @@ def test_what_is_replayed_and_when(tape, said):
     assert count(said, "not replayed") == 0
     # 2, 3: AdamW's gradients lie elsewhere; 5: only the other bucket and AdamW's; 6: AdamW's weight decay is another
     assert [replays_of(whole, tape, number) for number in range(STEPS)] == [0, 2, 1, 1, 2, 2, 1, 2]
-    assert count(said, "not replayed") == 1
+    assert count(said, "not replayed") == 2
 
 
 @pytest.mark.interpreter
@@ -245,7 +246,7 @@ def test_a_capture_that_fails_is_said_and_not_tried_again(tape, said):
     runs = [Run(kind, "Muon") for kind in KINDS]
     for number in range(5):
         assert differing(runs, number) == []
-    assert tape.replays == 0 and count(said, "out of graphs") == 2
+    assert tape.replays == 0 and count(said, "out of graphs") == 3
 
 
 @pytest.mark.interpreter
@@ -325,6 +326,7 @@ def other_backends(rank, world):
     groups.of((0, 1))
     with pytest.raises(ValueError, match=r"ranks \(0, 1\) has the backends cpu:gloo.* hold collectives of NCCL only"):
         groups.check_capturable()
+    dist.barrier()
     return True
 
 
@@ -355,8 +357,9 @@ def test_graphs_go_before_process_groups_do(tape, monkeypatch):
     run = Run("capturable", "Muon")
     for number in range(2):
         run.step(number)
-    held = [known.graph for known in run.optimizer._graphs.parts.values() if known.graph]
-    assert held and not any(graph.gone for graph in held)
+    parts = [*run.optimizer._graphs.parts.values(), *run.optimizer._beside.parts.values()]
+    held = [known.graph for known in parts if known.graph]
+    assert len(held) == 2 and not any(graph.gone for graph in held)
     with pytest.raises((AssertionError, ValueError)):
         dist.distributed_c10d.destroy_process_group()
     assert all(graph.gone for graph in held) and not run.optimizer._graphs.parts
@@ -375,12 +378,12 @@ def replays(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["Muon", "NorMuon"])
-@pytest.mark.parametrize("options", [{}, {"state_dtype": torch.bfloat16}, {"workspace_bytes": 3000}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"state_dtype": torch.bfloat16}, {"workspace_bytes": 250_000}], ids=str)
 def test_the_bits_of_steps_without_graphs_on_a_gpu(name, options, replays, said):
     runs = [Run(kind, name, device="cuda", **options) for kind in KINDS]
     for number in range(STEPS):
         assert differing(runs, number) == [], number
-    assert count(said, "not replayed") == 1 and count(said, "could not be captured") == 0
+    assert count(said, "not replayed") == 2 and count(said, "could not be captured") == 0
     assert not runs[0].optimizer._graphs.parts and len(replays) > 2 * STEPS
 
 
@@ -430,11 +433,11 @@ def test_the_step_in_a_graph_of_the_user(between):
 
 @pytest.mark.gpu
 def test_all_parts_share_their_memory():
-    """Many buckets take no more than a few of the same size."""
-    shapes, sizes = [(256, 512), (512, 256)] * 16, []
+    """Many buckets take about as much as one: 5 matrices, where the other has 4."""
+    shapes, sizes = [(512, 1024), (1024, 512)] * 16, []
     for count in (4, 32):
         params = [nn.Parameter(torch.randn(s, device="cuda")) for s in shapes[:count]]
-        stepper = package().Muon(params, workspace_bytes=4_000_000)
+        stepper = package().Muon(params, workspace_bytes=16_000_000)
         for _ in range(3):
             for p in params:
                 p.grad = torch.randn_like(p)
@@ -446,7 +449,7 @@ def test_all_parts_share_their_memory():
         torch.cuda.empty_cache()
         sizes.append(before - torch.cuda.memory_reserved())
     few, little, many, much = sizes
-    assert many >= 4 * few and 0 < much <= 2 * little
+    assert many >= 4 * few and 0 < much <= 3 * little
 
 
 _alive = []  # optimizers whose graphs hold collectives while the process group is destroyed

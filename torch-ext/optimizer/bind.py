@@ -129,9 +129,13 @@ class Planner:
 
 
 def bind(plans, options, groups, state, graphs):
-    """(stores, [(route, live parameter group)]) of all plans: their buckets share one workspace and one pipeline."""
+    """(stores, [(route, live parameter group)]) of all plans: their buckets share one workspace and one pipeline.
+
+    `graphs`: those of buckets, and those of what is stepped where it is stored.
+    """
+    graphs, beside = graphs
     stores = [Store(p.params, p.layouts, p.row_layouts, state, p.in_chunks, p.group) for p in plans]
-    jobs = [(Elementwise(store, graphs if options.capturable else None), p.group)
+    jobs = [(Elementwise(store, beside if options.capturable else None), p.group)
             for p, store in zip(plans, stores) if p.shares is None]
     tasks = [(store, p.group, *part) for p, store in zip(plans, stores) for part in p.shares or ()]
     bounds, travelling = [], 0

@@ -41,11 +41,11 @@ class Graphs:
     """The CUDA graphs of one optimizer, in one memory pool.
 
     They run one after another on one stream, and no tensor of the pool outlives its part: they may share all memory,
-    and come in any order. `loud`: say once where a graph could not be replayed.
+    and come in any order. `excuse`: what to say, once, where there is a graph that does not fit the step.
     """
 
-    def __init__(self, loud=False):
-        self.parts, self.stream, self.loud = {}, None, loud
+    def __init__(self, excuse=""):
+        self.parts, self.stream, self.excuse = {}, None, excuse
         self.on, self.failed = False, False
         _all.add(self)
 
@@ -53,6 +53,7 @@ class Graphs:
         """Capture what runs on `device` from now on, with new memory."""
         self.drop()
         self.on = available(device) and not self.failed
+        self.stream = torch.cuda.Stream() if self.on else None
 
     def __call__(self, part, key, *arguments) -> None:
         """Do part(*arguments): a bound method whose host values are all in `key`.
@@ -67,14 +68,12 @@ class Graphs:
         known.last = key
         if known.graph is not None and known.captured == key:
             return known.graph.replay()
-        if known.graph is not None:
-            self.say("what is part of the graph changed: addresses of AdamW's gradients, or a number that is not lr, "
-                     "weight_decay of matrices or momentum")
+        self.say(self.excuse)
         part(*arguments)
 
     def _capture(self, known, key, work) -> None:
         """Capturing launches nothing. Where it fails, parts run as they are from now on."""
-        graph, self.stream = torch.cuda.CUDAGraph(), self.stream or torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
         shared = next((part.graph.pool() for part in self.parts.values() if part.graph is not None), None)
         known.count += 1
         try:
@@ -94,11 +93,11 @@ class Graphs:
             known.graph, known.captured = graph, key
 
     def say(self, why) -> None:
-        """Tell once that a step is launched as without graphs, where graphs were asked for and there was one."""
-        if self.loud and any(part.graph is not None for part in self.parts.values()):
-            self.loud = False
-            warnings.warn(f"capturable=True: this step is not replayed, because {why}; it is captured anew once two "
-                          "steps are alike. Said once.", stacklevel=2)
+        """Tell once that a graph is not replayed, where there is one and the user asked for it."""
+        if self.excuse and any(part.graph is not None for part in self.parts.values()):
+            self.excuse = ""
+            warnings.warn(f"capturable=True: {why}; it is captured anew once two steps are alike. Said once.",
+                          stacklevel=2)
 
     def drop(self) -> None:
         """Let all graphs go, and with them their memory; before the owners of parts go, whose ids name the parts."""

@@ -24,6 +24,12 @@ from .recipe import baked
 from .routes import Elementwise, Presence
 from .store import check_dense, form_of_zeros, restore_state
 
+# what capturable=True says, once each, where a graph does not fit
+OTHER_NUMBERS = "the step is not replayed, since a number other than lr, weight_decay and momentum changed"
+OTHER_PLACES = "AdamW's step is not replayed, since gradients lie elsewhere or a number other than lr changed"
+OTHER_PARAMETERS = ("the step is not replayed, since parameters, their memory or the form of gradients changed or a "
+                    "gradient is missing")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -85,7 +91,7 @@ class Muon(torch.optim.Optimizer):
 
     Raises ValueError or NotImplementedError at construction for what could not be stepped.
     """
-    _extra_keys, _graphs = (), None
+    _extra_keys, _graphs, _beside = (), None, None
 
     def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, ns_coefficients="polar_express",
                  eps=1e-7, ns_steps=5, adjust_lr_fn=None, *, adamw_betas=(0.9, 0.95), adamw_eps=1e-8, **options):
@@ -149,8 +155,8 @@ class Muon(torch.optim.Optimizer):
         """All work of the step; with `capturable`, as one graph and one for each AdamW group that knows no ranks."""
         if not self._options.capturable:
             return self._run()
-        self._graphs(self._run, [baked(store.hp, store.wide) for store in self._together])
-        pipeline.run(self._alone)
+        key = [baked(store.hp, store.wide) for store in self._together]
+        pipeline.beside(lambda: self._graphs(self._run, key), self._alone, self._beside.stream)
 
     def _run(self) -> None:
         pipeline.run(self._jobs)
@@ -169,9 +175,10 @@ class Muon(torch.optim.Optimizer):
         key = _memory_key([p for plan in plans for p in plan.params], self.state)
         if key != self._bound_for:
             self._presence.wait()
-            self._graphs.say("parameters, their memory or the form of gradients changed, or a gradient is missing")
-            self._graphs.begin(local_of(self.param_groups[0]["params"][0]).device)
-            self._stores, jobs = bind(plans, self._options, self._groups, self.state, self._graphs)
+            self._graphs.say(OTHER_PARAMETERS)
+            for graphs in (self._graphs, self._beside):
+                graphs.begin(local_of(self.param_groups[0]["params"][0]).device)
+            self._stores, jobs = bind(plans, self._options, self._groups, self.state, (self._graphs, self._beside))
             if self._options.capturable and self._graphs.on:
                 self._groups.check_capturable()
                 release_before_groups()
@@ -197,8 +204,11 @@ class Muon(torch.optim.Optimizer):
         self._planned_for, self._bound_for = {False: None, True: None}, None
         self._plans, self._stores, self._jobs, self._alone = {False: [], True: []}, [], [], []
         self._groups, self._presence, self._feed = Groups(), Presence(), None
-        self._graphs = self._graphs or Graphs(self._options.capturable)
-        self._graphs.drop()
+        excuses = (OTHER_NUMBERS, OTHER_PLACES) if self._options.capturable else ("", "")
+        if self._graphs is None:
+            self._graphs, self._beside = map(Graphs, excuses)
+        for graphs in (self._graphs, self._beside):
+            graphs.drop()
 
     def load_state_dict(self, state_dict) -> None:
         """As in torch, but state gets the dtype of `state_dtype`, not the parameter's, and what the saved groups lack

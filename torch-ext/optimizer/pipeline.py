@@ -5,6 +5,8 @@ is inside a bucket it does not see.
 """
 from __future__ import annotations
 
+import torch
+
 SLOTS = 3  # buckets alive at once: one arriving, one being computed, one returning; each has memory of its own
 
 
@@ -35,6 +37,19 @@ def run(jobs) -> None:
     for story in [*stories[1:], None, None]:
         started = _advance([story] if story else [])
         alive = _resume(alive) + started
+
+
+def beside(work, jobs, stream) -> None:
+    """Do `work`, and step jobs that stay at home beside it, on a stream of their own (None: before it)."""
+    if stream is None or not jobs:
+        run(jobs)
+        return work()
+    here = torch.cuda.current_stream()
+    stream.wait_stream(here)
+    with torch.cuda.stream(stream):
+        run(jobs)
+    work()
+    here.wait_stream(stream)
 
 
 def _advance(stories):
