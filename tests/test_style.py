@@ -37,6 +37,8 @@ LAYERS = [
     ["graphs"],  # how launches are repeated; knows no operation
     ["polar"],
     ["op", "recipe"],
+    ["pipeline"],  # it knows nothing; the cost model runs it on clocks in place of buckets
+    ["pace", "balance", "cut"],
     ["layout"],
     ["plan"],
     ["share"],  # plan.py, cut in two: the plan of all ranks, and what one rank has of it
@@ -44,9 +46,9 @@ LAYERS = [
     ["store"],
     ["offload", "mean", "process_groups"],
     ["routes"],
-    ["pipeline"],
     ["qk_clip", "checkpoint", "groups"],
     ["bind"],  # what muon.py did before the first step: it plans with other ranks, and lends memory
+    ["report"],
     ["muon"],
     ["__init__"],
 ]
