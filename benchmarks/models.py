@@ -9,19 +9,32 @@ COPY_BYTES_PER_S = 4.3e12  # bytes read and written by a device copy
 WIRE_BYTES_PER_S = 325e9  # all_to_all_single over 8 ranks, per direction
 EXPOSED_WIRE = 0.4  # the part of the wire's time that lengthens the products it overlaps
 
-MODELS = {  # name -> [(how many, shape)]
+MODELS = {  # name -> [(in how many layers, shape)]
     "gpt2_124m": [(12, shape) for shape in 4 * [(768, 768)] + [(3072, 768), (768, 3072)]],
     "qwen3_1p7b": [(28, s) for s in 2 * [(2048, 2048)] + 2 * [(1024, 2048)] + 2 * [(6144, 2048)] + [(2048, 6144)]],
     "llama3_8b": [(32, s) for s in 2 * [(4096, 4096)] + 2 * [(1024, 4096)] + 2 * [(14336, 4096)] + [(4096, 14336)]],
     "motif_12b": [(40, s) for s in 2 * [(4096, 4096)] + 2 * [(1024, 4096)] + 2 * [(4096, 16384)] + [(16384, 4096)]],
     "moe_experts": [(4, s) for s in 2 * [(128, 768, 2048)] + [(128, 2048, 768)]],
+    # 1T parameters: latent attention and a dense MLP or 1 shared and 384 routed experts (arXiv 2507.20534 and the
+    # config.json of moonshotai/Kimi-K2-Base); router and embeddings go to AdamW, as does whatever is no matrix
+    "kimi_k2": [
+        *((61, s) for s in [(1536, 7168), (12288, 1536), (576, 7168), (16384, 512), (7168, 8192)]),
+        *((1, s) for s in 2 * [(18432, 7168)] + [(7168, 18432)]),
+        *((60, s) for s in 2 * [(2048, 7168)] + [(7168, 2048)]),
+        *((60, s) for s in 2 * [(384, 2048, 7168)] + [(384, 7168, 2048)])],
+    "tiny": [(2, shape) for shape in [(32, 32), (32, 48), (48, 32)]],  # for tests, on a CPU
+    "tiny_experts": [(1, shape) for shape in [(8, 16, 24), (8, 24, 16)]],
 }
 
 
 def shapes_of(model: str, layers: int | None = None) -> list[tuple[int, ...]]:
-    """The shape of every parameter, layer by layer; `layers` in place of the model's own number."""
-    per_layer = MODELS[model]
-    return [shape for _ in range(layers or per_layer[0][0]) for _, shape in per_layer]
+    """The shape of every parameter, layer by layer; `layers` in place of the model's own number.
+
+    What a model has in some of its layers only is in the first ones here.
+    """
+    own = max(count for count, _ in MODELS[model])
+    return [shape for layer in range(layers or own) for count, shape in MODELS[model]
+            if layer < count or count == own]
 
 
 def products_flops(rows: int, columns: int, steps: int = 5) -> float:
