@@ -1,6 +1,6 @@
 """What a step takes on 8 to 4096 GPUs, on paper: the optimizer's own plan, on a stated cluster.
 
-    python tools/simulate.py --models llama3_8b kimi_k2 --out scaling
+    make build && python tools/simulate.py --models llama3_8b kimi_k2 --out scaling
 
 The planner of the package plans for every number of ranks; its buckets run through the package's pipeline on a clock,
 with times of products as measured on one GPU, and times of the wire from bytes, bandwidths and messages. Two things
@@ -17,6 +17,7 @@ import dataclasses
 import importlib
 import itertools
 import math
+import os
 import statistics
 import sys
 import time
@@ -26,10 +27,13 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "torch-ext"), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={ROOT}")
+from kernels import get_kernel  # noqa: E402
 from models import MODELS, shapes_of  # noqa: E402
 
-balance, layout, pace, plan, polar = (importlib.import_module(f"optimizer.{name}")
+PACKAGE = get_kernel("org/optimizer", version=1).__name__
+balance, layout, pace, plan, polar = (importlib.import_module(f"{PACKAGE}.{name}")
                                       for name in ("balance", "layout", "pace", "plan", "polar"))
 RESULTS = ROOT / "benchmarks" / "results" / "step.csv"
 WORKSPACE = (2 << 30) // 3  # bytes of one of three slots

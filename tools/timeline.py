@@ -2,16 +2,17 @@
 
     python tools/timeline.py traces/*.json.gz --out timeline.png
 
-Reads Chrome traces as torch.profiler writes them (json or json.gz), takes what ran on the device (without a GPU: torch's
-operators on the CPU), and sorts it by name into wire, products, memory and other. If the trace holds a range named
-"step" (benchmarks/step.py --trace marks it), only that is shown. The CSV has the busy time of each kind per rank, the
-time in which only the wire was busy (exposed), and the idle rest.
+Reads Chrome traces as torch.profiler writes them (json or json.gz), takes what ran on the device (without a GPU:
+torch's operators on the CPU), and sorts it by name into wire, products, memory and other. If the trace holds a range
+named "step" (benchmarks/step.py --trace marks it), only that is shown. The CSV has the busy time of each kind per rank,
+the time in which only the wire was busy (exposed), and the idle rest.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import gzip
 import json
 import re
@@ -20,14 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STEP = "step"
-KINDS = {  # kind -> the kernels and operators that are of it; the first that fits is taken
-    "wire": re.compile(r"^nccl|^c10d::|^gloo:|all_?to_?all|all_?gather|all_?reduce|reduce_?scatter", re.IGNORECASE),
-    "products": re.compile(r"^_kernel\b|^_product|^_symmetric|^_gram|gemm|cutlass|cublas|xmma|sgemm|wgmma|nvjet"
-                           r"|^aten::(mm|bmm|addmm|baddbmm|matmul)$|Cijk_", re.IGNORECASE),
-    "memory": re.compile(r"^_pack_kernel|^_copy_kernel|^_update_kernel|^_norm|^_unit|^_rows|^_normalize|^_squares"
-                         r"|memcpy|memset|foreach|multi_tensor_apply|elementwise|reduce_kernel|FusedAdam"
-                         r"|^aten::(copy_|_foreach|_fused|fill_|zero_|mul|add|sub|div|lerp|sum|where|clone|sqrt)",
-                         re.IGNORECASE),
+SOURCES = Path(__file__).resolve().parent.parent / "torch-ext" / "optimizer" / "kernels"
+PRODUCTS = {"gram", "gram_sm90", "on_chip"}  # files whose kernels multiply; those of the others move memory
+OTHERS = {  # kind -> names of kernels and operators that are not this package's; the first kind that fits is taken
+    "wire": re.compile(r"nccl|^c10d::|^gloo:|^_c10d|all_?to_?all|all_?gather|all_?reduce|reduce_?scatter", re.I),
+    "products": re.compile(r"gemm|cutlass|cublas|xmma|wgmma|nvjet|^Cijk_|^aten::(mm|bmm|addmm|baddbmm)$", re.I),
+    "memory": re.compile(r"memcpy|memset|foreach|multi_tensor|elementwise|reduce_kernel|fused_?adam"
+                         r"|^aten::(copy_|_fused|fill_|zero_|mul|add|sub|div|lerp|sum|where|clone|sqrt|amax)", re.I),
 }
 COLORS = {"wire": "#6366f1", "products": "#c2410c", "memory": "#0ea5e9", "other": "#6b7280"}
 
@@ -83,9 +83,22 @@ def work(event, lane) -> Work:
     return Work(lane, kind_of(event["name"]), event["name"], event["ts"], event["ts"] + event["dur"])
 
 
+@functools.cache
+def own_kernels() -> dict[str, str]:
+    """Kernel -> kind, of the package's Triton kernels: a kernel is a function under `jit` whose name ends so."""
+    kinds = {}
+    for path in SOURCES.glob("*.py"):
+        names = re.findall(r"^@jit\ndef (_(?:\w+_)?kernel)\(", path.read_text(), re.MULTILINE)
+        kinds.update(dict.fromkeys(names, "products" if path.stem in PRODUCTS else "memory"))
+    return kinds
+
+
+@functools.cache
 def kind_of(name) -> str:
     """wire, products, memory or other."""
-    return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), "other")
+    if name in own_kernels():
+        return own_kernels()[name]
+    return next((kind for kind, pattern in OTHERS.items() if pattern.search(name)), "other")
 
 
 def innermost(events) -> list:

@@ -1,26 +1,32 @@
-"""How long things take: products by shape, memory, the wire; and when buckets then run.
+"""How long things take: products by shape and batch, memory, the wire; and when buckets then run.
 
-Decides: the cost model, integers in nanoseconds made from measured times (kernels/tables/*_pace.json), by which owners
-are chosen, buckets are cut and ordered, and plans are reported. Must not know: matrices' owners, layouts, tensors.
+Decides: the cost model, whole nanoseconds from measured times (the tiles' in kernels/tables/*.json, the rest in
+*_pace.json), by which owners are chosen, buckets are cut and ordered, and plans are reported. Must not know: owners,
+layouts, tensors.
 """
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from . import pipeline, polar
-from .kernels import tiles
+from .kernels import on_chip, tiles
 
 NOMINAL = 1000  # FLOPs in a nanosecond, where nothing was measured: only ratios count there
+BATCH = 16  # the matrix whose time counts for its owner is one of so many: a lone one leaves processors without work
 
 
 @functools.cache
 def table(arch: str) -> dict:
-    """The measured times of an architecture; {} where there are none."""
+    """The times of an architecture other than its products': {} where none were measured.
+
+    `copy_gbps` (device copy, bytes read + written), `wire_gbps` and `wire_us` (an all-to-all, docs/facts.md),
+    `exposed` (how much longer products take for each second of wire beside them), `norm` (of scaling to norm 1: per
+    stack, and bytes moved per element), `on_chip_us` (of a small matrix in one program: and per column).
+    """
     path = tiles.TABLES / f"{arch}_pace.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
@@ -28,14 +34,16 @@ def table(arch: str) -> dict:
 class Pace:
     """Expected times, in ns, of the iteration `steps` (polar.Steps) on an architecture ("sm90", see kernels/tiles.py).
 
-    Called with (R, C), it returns the time of one more (R, C) matrix in a stack. `measured` says whether these are
-    times at all: of an architecture without a table only the ratios of products mean something.
+    Called with (R, C), it returns what a matrix of that shape counts for its owner, an int above 0. `measured` says
+    whether these are times at all: of an architecture without tables only the ratios mean something.
     """
 
     def __init__(self, steps: polar.Steps, arch: str):
-        self.steps, self.table = steps, table(arch)
-        self.measured = bool(self.table)
-        self.key = hashlib.sha256(repr((arch, self.table)).encode()).hexdigest()  # part of the plan's digest
+        products = [e for e in tiles.table(arch)["entries"] if e["bytes"] == 2]
+        self.steps, self.table, self.processors = steps, table(arch), tiles.table(arch).get("processors", 1)
+        self.measured = bool(self.table) and all("us" in entry for entry in products)
+        self.entries = {op: [e for e in products if e["op"] == op] for op in ("gram", "symmetric", "product")}
+        self.key = hashlib.sha256(repr((arch, self.table, products)).encode()).hexdigest()  # part of the plan's digest
         self._known = {}
 
     @classmethod
@@ -45,26 +53,31 @@ class Pace:
         return cls(steps, tiles.architecture(device.type, device.index))
 
     def __call__(self, R: int, C: int) -> int:
-        shape = (R, C)
-        if shape not in self._known:
-            flops = polar.cost(R, C, self.steps)
-            self._known[shape] = max(1, round(flops / (self._rate(*sorted(shape)) if self.measured else NOMINAL)))
-        return self._known[shape]
-
-    def _rate(self, n, m):
-        """FLOPs in a ns: what was measured at the same shape, or a mean in which near shapes count most."""
-        total, weights = 0.0, 0.0
-        for stack in self.table["stacks"]:
-            rows, columns = sorted((stack["rows"], stack["columns"]))
-            away = math.log2(max(n, 1) / rows) ** 2 + math.log2(max(m, 1) / columns) ** 2
-            weight = 1 / (away + 1e-6) ** 2
-            total, weights = total + weight * math.log(_rate_of(stack, self.table["stack_us"])), weights + weight
-        return math.exp(total / weights)
+        if not self.measured:
+            return max(1, polar.cost(R, C, self.steps) // NOMINAL)
+        return max(1, self._stack(*sorted((R, C)), BATCH) // BATCH)
 
     def stacks(self, counts: Mapping) -> int:
         """The time of a stack of each shape, `counts`: (R, C) -> matrices."""
-        fixed = round(1e3 * self.table["stack_us"]) if self.measured else 0
-        return sum(fixed + count * self(*shape) for shape, count in counts.items() if count)
+        if not self.measured:
+            return sum(count * self(*shape) for shape, count in counts.items())
+        return sum(self._stack(*sorted(shape), count) for shape, count in counts.items() if count)
+
+    def _stack(self, n, m, count):
+        """ns of `count` (n, m) matrices, n <= m: every launch with the tile that is expected to be fastest."""
+        if (n, m, count) not in self._known:
+            if n <= on_chip.LARGEST and m <= on_chip.LONGEST:
+                first, column = self.table["on_chip_us"]
+                us = -(-count // self.processors) * (first + column * m)
+            else:
+                norm = self.table["norm"]
+                us = norm["launch_us"] + count * n * m * norm["bytes"] / self.table["copy_gbps"] / 1e3
+                for op, launches in polar.launches(n, m, self.steps).items():
+                    columns = n if op == "symmetric" else m
+                    us += launches * min(tiles.expected_us(entry, n, columns, count, self.processors)
+                                         for entry in self.entries[op])
+            self._known[n, m, count] = round(1e3 * us)
+        return self._known[n, m, count]
 
     def memory(self, nbytes: float) -> int:
         """The time to read or write so many bytes, all counted."""
@@ -79,13 +92,6 @@ class Pace:
     def spans(self, parts) -> list[Span]:
         """When buckets run; see `spans`."""
         return spans(parts, self.table["exposed"] if self.measured else 0.0)
-
-
-def _rate_of(stack, stack_us):
-    """FLOPs in a ns of a measured stack, less what every stack takes."""
-    steps = polar.steps_of("polar_express", 5)
-    flops = stack["count"] * polar.cost(stack["rows"], stack["columns"], steps)
-    return flops / (1e3 * (stack["us"] - stack_us))
 
 
 @dataclass(frozen=True)
