@@ -45,19 +45,25 @@ def products_flops(rows: int, columns: int, steps: int = 5) -> float:
     return min(steps * (3 * m + n) * n * n, (6 * m + (4 * steps - 6) * n) * n * n)
 
 
-def floor_ms(shapes, ranks: int, replicated: bool = False) -> float:
+def floor_ms(shapes, ranks: int, shards: int | None = None, mode: str = "fsdp") -> float:
     """What the step takes at least: products at the measured rate over balanced ranks, memory traffic, exposed wire.
 
-    Memory: momentum 14 bytes an element (gradient, momentum in and out, update), assembly 4 and back 4, update 10, at
-    home; replicated parameters have all of home on every rank.
+    `shards`: ranks that hold one copy together (default: all; 1: replicated). `mode` "reduce": gradients travel in from
+    all ranks, state is the owner's; "ep": nothing travels; "allreduce": gradients, fp32, are all-reduced before.
+    Memory, bytes an element: momentum 14 (gradient, momentum in and out, update) on one copy, shared by all; update 10,
+    at home; assembly 4 and back 4 at the owner. Wire: what a rank receives, as an owner and as a home.
     """
     matrices = [(s[-2:], numel) for s in shapes for numel in [s[-2] * s[-1]] * (s[0] if len(s) == 3 else 1)]
-    loads = [0.0] * ranks
+    loads, shards = [0.0] * ranks, shards or ranks
     for flops in sorted((products_flops(*shape) for shape, _ in matrices), reverse=True):
         heapq.heapreplace(loads, loads[0] + flops)
     elements = sum(numel for _, numel in matrices)
-    home, owned = elements if replicated else elements / ranks, elements / ranks
-    memory_s = (home * 24 + owned * 4) / COPY_BYTES_PER_S
-    travels = elements / ranks * (ranks - 1) * (1 if replicated else 2 / ranks)  # a copy for each, or there and back
-    wire_s = 2 * travels / WIRE_BYTES_PER_S
-    return 1e3 * (max(loads) / TENSOR_FLOPS + memory_s + EXPOSED_WIRE * wire_s)
+    home, owned, others = elements / shards, elements / ranks, (ranks - 1) / ranks
+    moved = home * 10 + owned * (14 + 8 * (shards > 1))
+    travels = owned * (1 - 1 / shards) + home * others
+    if mode == "reduce":  # pack 6, update 10; the owner sums what came (2 from each rank), and has momentum
+        moved, travels = home * 16 + owned * (2 * ranks + 14), 2 * home * others
+    if mode == "ep":
+        moved, travels = home * 24, 0
+    wire_s = (2 * travels * EXPOSED_WIRE + (8 * elements * others if mode == "allreduce" else 0)) / WIRE_BYTES_PER_S
+    return 1e3 * (max(loads) / TENSOR_FLOPS + moved / COPY_BYTES_PER_S + wire_s)

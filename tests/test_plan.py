@@ -288,7 +288,7 @@ def test_models_are_balanced_within_five_percent(model, layers, placements, opti
 @pytest.mark.parametrize("world", [16, 64, 256])
 @pytest.mark.parametrize("model", DENSE_MODELS)
 def test_where_matrices_cannot_be_cut_the_best_possible_is_close(model, world, optimizer):
-    """Many ranks, few matrices: no plan reaches the mean. The most loaded rank stays near what one must have at least."""
+    """Many ranks, few matrices: no plan reaches the mean. The most loaded rank stays near what one must have."""
     shapes, pace = models.shapes_of(model), measured_pace()
     loads, _ = loads_of(shapes, world, [Shard(0)], pace)
     least = part("balance").least_load([pace(*shape) for shape in shapes], world)

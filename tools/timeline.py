@@ -69,7 +69,7 @@ def read(path) -> tuple[int | None, list[Work]]:
     device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     works = [work(e, f"stream {e['args'].get('stream', e['tid'])}") for e in device]
     if not works:  # a trace without a GPU
-        works = [work(e, f"thread {e['tid']}") for e in innermost([e for e in events if e.get("cat") == "cpu_op"])]
+        works = [work(e, f"thread {e['tid']}") for e in outermost([e for e in events if e.get("cat") == "cpu_op"])]
     begin, end = window(events, bool(device)) or (0, float("inf"))
     works = sorted((w for w in works if begin <= w.start < end), key=lambda w: w.start)
     if not works:
@@ -101,14 +101,21 @@ def kind_of(name) -> str:
     return next((kind for kind, pattern in OTHERS.items() if pattern.search(name)), "other")
 
 
-def innermost(events) -> list:
-    """Of operators that call each other, those that call none."""
+def outermost(events) -> list:
+    """Of operators that call each other, the outermost ones of a known kind; and of what is left, those that call none.
+    """
     found, threads = [], defaultdict(list)
     for event in events:
         threads[event["tid"]].append(event)
     for thread in threads.values():
         thread.sort(key=lambda e: (e["ts"], -e["dur"]))
-        found += [a for a, b in zip(thread, [*thread[1:], None]) if b is None or b["ts"] >= a["ts"] + a["dur"]]
+        covered = float("-inf")
+        for event, after in zip(thread, [*thread[1:], None]):
+            end = event["ts"] + event["dur"]
+            calls_none = after is None or after["ts"] >= end
+            if event["ts"] >= covered and (calls_none or kind_of(event["name"]) != "other"):
+                found.append(event)
+                covered = end
     return found
 
 
