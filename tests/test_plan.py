@@ -376,6 +376,23 @@ def test_ranks_that_know_of_different_work_agree_on_what_they_share(optimizer):
     assert len(seen) == 6 and all(len(plans) == 1 for plans in seen.values())
 
 
+def test_work_that_some_ranks_do_not_know_of_moves_nobodys_owners(optimizer):
+    """Experts of four ranks lie on two of them, which have a matrix of their own beside: the others must not need it."""
+    def layout(shape, boxes):
+        return part("layout").Layout(shape, boxes, (tuple(boxes),), plain=False)
+
+    halves = {rank: ((0, 1), (8 * rank, 8 * rank + 8), (0, 16)) for rank in (0, 1)}
+    empty = {rank: ((1, 1), (0, 16), (0, 16)) for rank in (2, 3)}
+    dense = [layout((16, 8), {rank: ((4 * rank, 4 * rank + 4), (0, 8)) for rank in range(4)})] * 5
+    experts = layout((1, 16, 16), {**halves, **empty})
+    own = layout((32, 32), {rank: ((16 * rank, 16 * rank + 16), (0, 32)) for rank in (0, 1)})
+    seen = set()
+    for layouts in ([*dense, experts, own], [*dense, experts]):
+        buckets = [b for b in plan_of(layouts) if len(b.ranks) == 4]
+        seen.add(tuple((b.matrices, b.owners) for b in buckets))
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize("world", [8, 64, 512])
 def test_every_bucket_gives_every_rank_work_when_there_is_enough(world, optimizer):
     """A byte budget for a whole bucket would not: at 64 ranks it holds a few matrices."""
