@@ -74,6 +74,20 @@ def test_only_allowed_ranks_own(optimizer):
     assert sum(o > 1 for o in owners[3:]) >= 9
 
 
+@pytest.mark.parametrize("stride", [1, 16], ids=["neighbours", "far apart"])
+def test_work_for_all_leaves_room_for_work_that_is_bound(stride, optimizer):
+    """Each 16 of 256 ranks have 160 small units of their own; 80 large ones may go anywhere."""
+    every = tuple(range(256))
+    sets = [tuple(every[i::16]) if stride == 16 else every[16 * i:16 * i + 16] for i in range(16)]
+    units = [(50, every)] * 80 + [(7, ranks) for ranks in sets for _ in range(160)]
+    owners, _ = part("balance").assign(units, dict.fromkeys(every, 0))
+    loads = Counter()
+    for (work, ranks), owner in zip(units, owners):
+        loads[owner] += work
+        assert owner in ranks
+    assert max(loads.values()) <= 1.12 * sum(loads.values()) / 256
+
+
 def test_earlier_work_counts(optimizer):
     loads, _ = assign([4] * 6, 3, {0: 8, 1: 0, 2: 0})
     assert sorted(loads) == [8, 12, 12] and assign([], 3, {0: 5, 1: 0, 2: 0})[0] == [5, 0, 0]

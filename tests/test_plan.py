@@ -377,7 +377,7 @@ def test_ranks_that_know_of_different_work_agree_on_what_they_share(optimizer):
 
 
 def test_work_that_some_ranks_do_not_know_of_moves_nobodys_owners(optimizer):
-    """Experts of four ranks lie on two of them, which have a matrix of their own beside: the others must not need it."""
+    """Experts of four ranks lie on two of them, which have a matrix of their own beside: the others need not know."""
     def layout(shape, boxes):
         return part("layout").Layout(shape, boxes, (tuple(boxes),), plain=False)
 

@@ -88,6 +88,14 @@ def test_alone_every_copy_does_all_the_work(simulate):
     assert alone["products_ms"] > 3 * shared["products_ms"] and alone["network_mb"] == 0 < shared["network_mb"]
 
 
+def test_pieces_of_an_expert_that_lie_side_by_side_leave_no_node(simulate):
+    far, near = (planned(simulate, "tiny_experts", "fsdp", 16, "--expert-parallel", 8, "--expert-shards", where)
+                 for where in ("far", "near"))
+    for (layouts, buckets, *_), crosses in ((far, True), (near, False)):
+        found = [simulate.traffic(bucket, layouts, simulate.Cluster(node=2), True)["far"].any() for bucket in buckets]
+        assert found == [crosses] * len(buckets) and len(buckets) == 8
+
+
 def test_the_model_fits_what_was_measured(simulate):
     """Steps of the committed results that the device bounds, within a quarter, and the fit is shown row by row."""
     measured = simulate.read_measured(simulate.RESULTS)

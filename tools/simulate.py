@@ -83,6 +83,8 @@ def arguments(given=None):
     parser.add_argument("--shards", type=int, default=64, help="ranks that share one copy, in the hsdp modes")
     parser.add_argument("--expert-parallel", type=int, default=64, help="ranks that share the experts; FSDP cuts them "
                         "further where there are more ranks")
+    parser.add_argument("--expert-shards", default="far", choices=["far", "near"], help="where FSDP's pieces of an "
+                        "expert lie: in other nodes (neighbours hold other experts), or side by side")
     parser.add_argument("--run", default="graph", choices=["graph", "eager"], help="eager: the host's time counts too")
     parser.add_argument("--layers", type=int, default=None, help="layers in place of the model's own number")
     parser.add_argument("--measured", type=Path, default=RESULTS, help="CSV of measured steps to fit to")
@@ -114,6 +116,8 @@ def _layout(shape, mode, ranks, options):
     elif mode == "fsdp" and dim:  # experts: expert parallel, then FSDP over the rows of each
         inner = math.gcd(math.gcd(options.expert_parallel, shape[0]), ranks)
         sizes, placements = (ranks // inner, inner), [Shard(1), Shard(0)]
+        if options.expert_shards == "near":
+            sizes, placements = sizes[::-1], placements[::-1]
     elif mode == "fsdp":
         sizes, placements = (ranks,), [Shard(0)]
     else:

@@ -11,13 +11,15 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 
 NEIGHBOURS = 32  # an exchange is sought with so many of the least loaded ranks
+GOLDEN = 2654435769  # 2^32 over the golden ratio: multiples of it, modulo 2^32, lie evenly however many are taken
 EFFORT = 1_000_000  # pairs of kinds of work that are compared at most: seconds, in a plan for thousands of ranks
 
 
 def assign(units, base, effort=EFFORT) -> tuple:
     """(owner of each unit, comparisons made). `units`: [(work > 0, ranks that may own it)]; `base`: rank -> load.
 
-    Graham's LPT rule (1969), at most 4/3 of the best possible where every rank may own everything; then moves and
+    Graham's LPT rule (1969), at most 4/3 of the best possible where every rank may own everything; of equally loaded
+    ranks those first that lie far apart, so that work which is bound to neighbours finds room later. Then moves and
     swaps of one unit, as long as they relieve the most loaded rank.
     """
     loads, queues, owners = dict(base), {}, [None] * len(units)
@@ -25,7 +27,7 @@ def assign(units, base, effort=EFFORT) -> tuple:
     for i in sorted(range(len(units)), key=lambda i: (-units[i][0], i)):
         (work, ranks), (_, number) = units[i], kinds[i]
         if number not in queues:
-            queues[number] = sorted((loads.setdefault(r, 0), r) for r in ranks)
+            queues[number] = sorted((loads.setdefault(r, 0), r * GOLDEN % 2**32, r) for r in ranks)
         owners[i] = _lightest(loads, queues[number])
         loads[owners[i]] += work
     return _Exchange(kinds, allowed, owners, loads, effort).run()
@@ -40,9 +42,9 @@ def _kinds(units):
 
 def _lightest(loads, heap):
     """The rank with the least work. What the heap says of the one on top may be out of date: then it is renewed."""
-    while loads[heap[0][1]] != heap[0][0]:
-        heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
-    return heap[0][1]
+    while loads[heap[0][2]] != heap[0][0]:
+        heapq.heapreplace(heap, (loads[heap[0][2]], *heap[0][1:]))
+    return heap[0][2]
 
 
 class _Exchange:
