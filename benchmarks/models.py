@@ -9,19 +9,32 @@ COPY_BYTES_PER_S = 4.3e12  # bytes read and written by a device copy
 WIRE_BYTES_PER_S = 325e9  # all_to_all_single over 8 ranks, per direction
 EXPOSED_WIRE = 0.4  # the part of the wire's time that lengthens the products it overlaps
 
-MODELS = {  # name -> [(how many, shape)]
+MODELS = {  # name -> [(in how many layers, shape)]
     "gpt2_124m": [(12, shape) for shape in 4 * [(768, 768)] + [(3072, 768), (768, 3072)]],
     "qwen3_1p7b": [(28, s) for s in 2 * [(2048, 2048)] + 2 * [(1024, 2048)] + 2 * [(6144, 2048)] + [(2048, 6144)]],
     "llama3_8b": [(32, s) for s in 2 * [(4096, 4096)] + 2 * [(1024, 4096)] + 2 * [(14336, 4096)] + [(4096, 14336)]],
     "motif_12b": [(40, s) for s in 2 * [(4096, 4096)] + 2 * [(1024, 4096)] + 2 * [(4096, 16384)] + [(16384, 4096)]],
     "moe_experts": [(4, s) for s in 2 * [(128, 768, 2048)] + [(128, 2048, 768)]],
+    # 1T parameters: latent attention and a dense MLP or 1 shared and 384 routed experts (arXiv 2507.20534 and the
+    # config.json of moonshotai/Kimi-K2-Base); router and embeddings go to AdamW, as does whatever is no matrix
+    "kimi_k2": [
+        *((61, s) for s in [(1536, 7168), (12288, 1536), (576, 7168), (16384, 512), (7168, 8192)]),
+        *((1, s) for s in 2 * [(18432, 7168)] + [(7168, 18432)]),
+        *((60, s) for s in 2 * [(2048, 7168)] + [(7168, 2048)]),
+        *((60, s) for s in 2 * [(384, 2048, 7168)] + [(384, 7168, 2048)])],
+    "tiny": [(2, shape) for shape in [(32, 32), (32, 48), (48, 32)]],  # for tests, on a CPU
+    "tiny_experts": [(1, shape) for shape in [(8, 16, 24), (8, 24, 16)]],
 }
 
 
 def shapes_of(model: str, layers: int | None = None) -> list[tuple[int, ...]]:
-    """The shape of every parameter, layer by layer; `layers` in place of the model's own number."""
-    per_layer = MODELS[model]
-    return [shape for _ in range(layers or per_layer[0][0]) for _, shape in per_layer]
+    """The shape of every parameter, layer by layer; `layers` in place of the model's own number.
+
+    What a model has in some of its layers only is in the first ones here.
+    """
+    own = max(count for count, _ in MODELS[model])
+    return [shape for layer in range(layers or own) for count, shape in MODELS[model]
+            if layer < count or count == own]
 
 
 def products_flops(rows: int, columns: int, steps: int = 5) -> float:
@@ -32,19 +45,25 @@ def products_flops(rows: int, columns: int, steps: int = 5) -> float:
     return min(steps * (3 * m + n) * n * n, (6 * m + (4 * steps - 6) * n) * n * n)
 
 
-def floor_ms(shapes, ranks: int, replicated: bool = False) -> float:
+def floor_ms(shapes, ranks: int, shards: int | None = None, mode: str = "fsdp") -> float:
     """What the step takes at least: products at the measured rate over balanced ranks, memory traffic, exposed wire.
 
-    Memory: momentum 14 bytes an element (gradient, momentum in and out, update), assembly 4 and back 4, update 10, at
-    home; replicated parameters have all of home on every rank.
+    `shards`: ranks that hold one copy together (default: all; 1: replicated). `mode` "reduce": gradients travel in from
+    all ranks, state is the owner's; "ep": nothing travels; "allreduce": gradients, fp32, are all-reduced before.
+    Memory, bytes an element: momentum 14 (gradient, momentum in and out, update) on one copy, shared by all; update 10,
+    at home; assembly 4 and back 4 at the owner. Wire: what a rank receives, as an owner and as a home.
     """
     matrices = [(s[-2:], numel) for s in shapes for numel in [s[-2] * s[-1]] * (s[0] if len(s) == 3 else 1)]
-    loads = [0.0] * ranks
+    loads, shards = [0.0] * ranks, shards or ranks
     for flops in sorted((products_flops(*shape) for shape, _ in matrices), reverse=True):
         heapq.heapreplace(loads, loads[0] + flops)
     elements = sum(numel for _, numel in matrices)
-    home, owned = elements if replicated else elements / ranks, elements / ranks
-    memory_s = (home * 24 + owned * 4) / COPY_BYTES_PER_S
-    travels = elements / ranks * (ranks - 1) * (1 if replicated else 2 / ranks)  # a copy for each, or there and back
-    wire_s = 2 * travels / WIRE_BYTES_PER_S
-    return 1e3 * (max(loads) / TENSOR_FLOPS + memory_s + EXPOSED_WIRE * wire_s)
+    home, owned, others = elements / shards, elements / ranks, (ranks - 1) / ranks
+    moved = home * 10 + owned * (14 + 8 * (shards > 1))
+    travels = owned * (1 - 1 / shards) + home * others
+    if mode == "reduce":  # pack 6, update 10; the owner sums what came (2 from each rank), and has momentum
+        moved, travels = home * 16 + owned * (2 * ranks + 14), 2 * home * others
+    if mode == "ep":
+        moved, travels = home * 24, 0
+    wire_s = (2 * travels * EXPOSED_WIRE + (8 * elements * others if mode == "allreduce" else 0)) / WIRE_BYTES_PER_S
+    return 1e3 * (max(loads) / TENSOR_FLOPS + moved / COPY_BYTES_PER_S + wire_s)

@@ -1,16 +1,26 @@
 """Time of the whole optimizer step on several GPUs, by model, mode and optimizer; one CSV row for each measurement.
 
     LOCAL_KERNELS=org/optimizer=build python benchmarks/step.py --ranks 8 --models gpt2_124m llama3_8b --out step.csv
+    ... --runs eager graph --optimizers muon normuon --modes fsdp hsdp hsdp4 tp_fsdp ddp
+    ... --models moe_experts --modes ep single       nothing travels; the same experts on one GPU
+    ... --modes reduce allreduce                     gradients reduced by the step, and by an all-reduce before it
+    ... --ranks 1 2 4 8 --layers 4 8 16              as it grows
+    ... --trace traces                               one more step, profiled, for tools/timeline.py
+    python benchmarks/plot_step.py step.csv          figures
 
 Weights are 0.02 x normal and gradients 0.01 x normal, fp32. After warm-up, every step is timed between CUDA events,
 with a synchronize and a barrier before it; a figure is the largest over the ranks, then the median over the steps.
+Without a GPU, ranks are CPU processes with gloo and times are the host's: good to try the script.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import importlib.metadata
 import os
+import platform
 import socket
 import statistics
 import subprocess
@@ -28,97 +38,170 @@ from models import MODELS, floor_ms, shapes_of  # noqa: E402
 
 COLUMNS = ("commit gpu ranks mode model implementation optimizer run median_ms p20_ms p80_ms host_ms first_step_s "
            "extra_mib floor_ms torch triton layers").split()
-
-
-def main() -> None:
-    options = arguments()
-    rows = mp.get_context("spawn").SimpleQueue()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(worker, (options, port, rows), nprocs=options.ranks)
-    while not rows.empty():
-        append(options.out, rows.get())
-
-
-def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count(), help="GPUs, one process each")
-    parser.add_argument("--models", nargs="+", default=["gpt2_124m"], choices=MODELS, help="which models' matrices")
-    parser.add_argument("--modes", nargs="+", default=["fsdp"], choices=MESHES, help="how the parameters are laid out")
-    parser.add_argument("--optimizers", nargs="+", default=["muon"], choices=["muon", "normuon"])
-    parser.add_argument("--runs", nargs="+", default=["eager"], choices=["eager", "graph"],
-                        help="graph: capturable=True")
-    parser.add_argument("--layers", type=int, default=None, help="layers in place of the model's own number")
-    parser.add_argument("--steps", type=int, default=12, help="timed steps")
-    parser.add_argument("--warmup", type=int, default=4, help="steps before them")
-    parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
-    parser.add_argument("--out", default="step.csv", help="CSV to append to")
-    return parser.parse_args()
-
-
 MESHES = {  # mode -> (mesh shape for W ranks, placements as letters)
     "fsdp": lambda W: ((W,), "0"),
     "hsdp": lambda W: ((2, W // 2), "R0"),
     "hsdp4": lambda W: ((4, W // 4), "R0"),
     "tp_fsdp": lambda W: ((W // 2, 2), "01"),
     "ep": lambda W: ((W,), "0"),
-    **dict.fromkeys(("ddp", "reduce", "single"), lambda W: None),
+    **dict.fromkeys(("ddp", "reduce", "allreduce", "single"), lambda W: None),
 }
+AT_LEAST = {"hsdp": 2, "hsdp4": 4, "tp_fsdp": 2}  # ranks, of which the number has to be a multiple
+REDUCED_BYTES = 25 << 20  # of gradients in one all-reduce, as DDP has it
 
 
-def worker(rank: int, options, port: int, rows) -> None:
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=options.ranks,
-                            device_id=torch.device("cuda", rank))
-    for model in options.models:
-        for mode in options.modes:
-            for optimizer in options.optimizers:
-                for run in options.runs:
-                    row = measure(rank, options, model, mode, optimizer, run)
-                    if rank == 0:
-                        print({k: row[k] for k in COLUMNS[3:15]}, flush=True)
-                        rows.put(row)
+def main() -> None:
+    options = arguments()
+    for ranks in options.ranks:
+        rows = mp.get_context("spawn").SimpleQueue()
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        mp.spawn(worker, (options, ranks, port, rows), nprocs=ranks)
+        while not rows.empty():
+            append(options.out, rows.get())
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[torch.cuda.device_count() or 2],
+                        help="GPUs, one process each; several numbers are measured one after the other")
+    parser.add_argument("--models", nargs="+", default=["gpt2_124m"], choices=MODELS, help="which models' matrices")
+    parser.add_argument("--modes", nargs="+", default=["fsdp"], choices=MESHES, help="how the parameters are laid out")
+    parser.add_argument("--optimizers", nargs="+", default=["muon"], choices=["muon", "normuon"])
+    parser.add_argument("--runs", nargs="+", default=["eager"], choices=["eager", "graph"],
+                        help="graph: capturable=True")
+    parser.add_argument("--layers", type=int, nargs="+", default=[None], help="in place of the model's own number")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps")
+    parser.add_argument("--warmup", type=int, default=4, help="steps before them")
+    parser.add_argument("--workspace-mib", type=int, default=None, help="workspace_bytes, in MiB")
+    parser.add_argument("--trace", type=Path, default=None, help="folder for traces of one more step, one per rank")
+    parser.add_argument("--report", action="store_true", help="print rank 0's plan_report(), with one more step timed")
+    parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
+    parser.add_argument("--out", default="step.csv", help="CSV to append to")
+    return parser.parse_args()
+
+
+def worker(rank: int, options, ranks: int, port: int, rows) -> None:
+    device, where = pick_device(rank), {}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        where = {"device_id": device}
+    dist.init_process_group("nccl" if where else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
+                            world_size=ranks, **where)
+    for case in cases(options, ranks):
+        row = Measurement(rank, ranks, device, options, **case).row()
+        if rank == 0:
+            print({k: row[k] for k in (*COLUMNS[2:15], "layers")}, flush=True)
+            rows.put(row)
     dist.destroy_process_group()
 
 
-def measure(rank, options, model, mode, optimizer, run) -> dict:
-    from kernels import get_kernel
+def cases(options, ranks):
+    """What is measured with so many ranks; modes for which they are too few are left out."""
+    for model in options.models:
+        for layers in options.layers:
+            for mode in [mode for mode in options.modes if ranks % AT_LEAST.get(mode, 1) == 0]:
+                for optimizer in options.optimizers:
+                    for run in options.runs:
+                        yield {"model": model, "layers": layers, "mode": mode, "optimizer": optimizer, "run": run}
 
-    package = get_kernel("org/optimizer", version=1)
-    shapes = shapes_of(model, options.layers)
-    params = parameters(shapes, mode, options.ranks)
-    shared = {"process_group": dist.group.WORLD} if mode in ("ddp", "reduce") else {}
-    opt = {"muon": package.Muon, "normuon": package.NorMuon}[optimizer](
-        params, lr=1e-3, adjust_lr_fn="match_rms_adamw", grads_are_reduced=mode != "reduce",
-        capturable=run == "graph", **shared)
-    state = create_state(opt, params, mode)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    opt.step()
-    torch.cuda.synchronize()
-    first_s = time.perf_counter() - start
-    for _ in range(options.warmup):
-        opt.step()
-    times, hosts = zip(*(timed(opt.step) for _ in range(options.steps)))
-    extra = torch.cuda.max_memory_allocated() - before
-    figures = torch.tensor([*times, *hosts, first_s, extra], dtype=torch.float64, device="cuda")
-    dist.all_reduce(figures, dist.ReduceOp.MAX)
-    times, hosts = figures[:len(times)].tolist(), figures[len(times):-2].tolist()
-    quantiles = statistics.quantiles(times, n=5, method="inclusive")
-    del opt, params, state
-    torch.cuda.empty_cache()
-    return {
-        "commit": options.commit or commit(), "gpu": torch.cuda.get_device_name(), "ranks": options.ranks, "mode": mode,
-        "model": model, "implementation": "ours", "optimizer": optimizer, "run": run,
-        "median_ms": round(statistics.median(times), 4), "p20_ms": round(quantiles[0], 4),
-        "p80_ms": round(quantiles[3], 4),
-        "host_ms": round(statistics.median(hosts), 4), "first_step_s": round(figures[-2].item(), 3),
-        "extra_mib": round(figures[-1].item() / 2**20, 1),
-        "floor_ms": round(floor_ms(shapes, options.ranks, mode in ("ddp", "reduce")), 3),
-        "torch": torch.__version__, "triton": triton_version(), "layers": options.layers or ""}
+
+class Measurement:
+    """One optimizer on one model's matrices."""
+
+    def __init__(self, rank, ranks, device, options, *, model, layers, mode, optimizer, run):
+        self.rank, self.ranks, self.device, self.options = rank, ranks, device, options
+        self.model, self.layers, self.mode, self.optimizer, self.run = model, layers, mode, optimizer, run
+        self.shapes = shapes_of(model, layers)
+        self.params = parameters(self.shapes, mode, ranks, device)
+        self.opt = self.make()
+        self.state = create_state(self.opt, self.params, mode)
+        self.flat = flatten([p.grad for p in self.params]) if mode == "allreduce" else []
+        if self.flat:
+            give_back(self.params, self.flat)
+
+    def make(self):
+        from kernels import get_kernel
+
+        package = get_kernel("org/optimizer", version=1)
+        shared = {"process_group": dist.group.WORLD} if self.mode in ("ddp", "reduce", "allreduce") else {}
+        room = self.options.workspace_mib
+        return {"muon": package.Muon, "normuon": package.NorMuon}[self.optimizer](
+            self.params, lr=1e-3, adjust_lr_fn="match_rms_adamw", grads_are_reduced=self.mode != "reduce",
+            capturable=self.run == "graph", workspace_bytes=None if room is None else room << 20, **shared)
+
+    def step(self):
+        """What is timed: the optimizer's step, with the gradients' all-reduce where that is the mode."""
+        for work in [dist.all_reduce(flat, async_op=True) for flat in self.flat]:
+            work.wait()
+        self.opt.step()
+
+    def row(self) -> dict:
+        """The CSV's row."""
+        synchronize(self.device)
+        before = allocated(self.device)
+        start = time.perf_counter()
+        self.step()
+        synchronize(self.device)
+        first_s = time.perf_counter() - start
+        for _ in range(self.options.warmup):
+            self.step()
+        times, hosts = zip(*(timed(self.step, self.device) for _ in range(self.options.steps)))
+        extra = peak(self.device) - before
+        self.look()
+        figures = torch.tensor([*times, *hosts, first_s, extra], dtype=torch.float64, device=self.device)
+        dist.all_reduce(figures, dist.ReduceOp.MAX)
+        times, hosts = figures[:len(times)].tolist(), figures[len(times):-2].tolist()
+        quantiles = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else times * 4
+        return {
+            "commit": self.options.commit or commit(), "gpu": device_name(self.device), "ranks": self.ranks,
+            "mode": self.mode, "model": self.model, "implementation": "ours", "optimizer": self.optimizer,
+            "run": self.run, "median_ms": round(statistics.median(times), 4), "p20_ms": round(quantiles[0], 4),
+            "p80_ms": round(quantiles[3], 4), "host_ms": round(statistics.median(hosts), 4),
+            "first_step_s": round(figures[-2].item(), 3), "extra_mib": round(figures[-1].item() / 2**20, 1),
+            "floor_ms": round(self.floor_ms(), 4), "torch": torch.__version__, "triton": triton_version(),
+            "layers": self.layers or ""}
+
+    def floor_ms(self) -> float:
+        """Of this mode; that of a single GPU and of expert parallelism has no wire."""
+        mesh = MESHES[self.mode](self.ranks)
+        if mesh is None:
+            alone = self.mode == "single"
+            return floor_ms(self.shapes, 1 if alone else self.ranks, 1, self.mode)
+        copies = mesh[0][0] if mesh[1][0] == "R" else 1
+        return floor_ms(self.shapes, self.ranks, self.ranks // copies, self.mode)
+
+    def look(self) -> None:
+        """The profiled step and the report, where they were asked for."""
+        if self.options.trace is not None:
+            self.options.trace.mkdir(parents=True, exist_ok=True)
+            name = f"{self.model}_{self.mode}_{self.optimizer}_{self.run}_{self.ranks}ranks_rank{self.rank}.json.gz"
+            trace(self.step, self.device, self.options.trace / name)
+        if self.options.report:
+            self.opt.timing = True
+            self.step()
+            self.opt.timing = False
+            if self.rank == 0:
+                print(self.opt.plan_report(), flush=True)
+
+
+def trace(step, device, path) -> None:
+    """Write a Chrome trace of one step, marked as "step"."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    dist.barrier()
+    settle(device)
+    with profile(activities=activities) as profiler:
+        step()  # the first one under a profiler is slow
+        synchronize(device)
+        dist.barrier()
+        with record_function("step"):
+            step()
+            synchronize(device)
+        settle(device)
+    profiler.export_chrome_trace(str(path))
 
 
 def create_state(opt, params, mode):
@@ -129,33 +212,61 @@ def create_state(opt, params, mode):
         opt.state[p]["momentum_buffer"] = torch.zeros_like(p.detach(), dtype=torch.float32)
 
 
-def parameters(shapes, mode, ranks) -> list:
+def parameters(shapes, mode, ranks, device) -> list:
     """Parameters with gradients, as DTensors on the mode's mesh or plain and equal on all ranks."""
-    layout = MESHES[mode](ranks)
-    if layout is None:
-        generator = torch.Generator("cuda").manual_seed(0)
-        params = [nn.Parameter(0.02 * torch.randn(s, device="cuda", generator=generator)) for s in shapes]
-        for p in params:
-            p.grad = 0.01 * torch.randn(p.shape, device="cuda", generator=generator)
-        return params
-    from torch.distributed.tensor import Replicate, Shard, init_device_mesh, randn
+    layout, generator = MESHES[mode](ranks), torch.Generator(device).manual_seed(0)
+    if layout is not None:
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-    mesh = init_device_mesh("cuda", layout[0])
-    placements = [Replicate() if letter == "R" else Shard(int(letter)) for letter in layout[1]]
-    params = []
-    for shape in shapes:
-        param = nn.Parameter(randn(*shape, device_mesh=mesh, placements=placements).mul_(0.02))
-        param.grad = randn(*shape, device_mesh=mesh, placements=placements).mul_(0.01)
-        params.append(param)
+        mesh = init_device_mesh(device.type, layout[0])
+        placements = [Replicate() if letter == "R" else Shard(int(letter)) for letter in layout[1]]
+
+    def normal(shape, size):
+        whole = size * torch.randn(shape, device=device, generator=generator)
+        if layout is None:
+            return whole
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None).clone()  # not a view of the whole
+
+    params = [nn.Parameter(normal(shape, 0.02)) for shape in shapes]
+    for p in params:
+        p.grad = normal(p.shape, 0.01)
     return params
 
 
-def timed(step) -> tuple[float, float]:
-    """(GPU ms, host ms) of one call."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
+def flatten(gradients) -> list:
+    """Flat tensors of about 25 MiB that hold the gradients one after another, as DDP reduces them."""
+    flats, parts, nbytes = [], [], 0
+    for gradient in gradients:
+        parts.append(gradient.flatten())
+        nbytes += gradient.nbytes
+        if nbytes >= REDUCED_BYTES:
+            flats, parts, nbytes = [*flats, torch.cat(parts)], [], 0
+    return [*flats, torch.cat(parts)] if parts else flats
+
+
+def give_back(params, flats) -> None:
+    """Let the gradients be views of the flat tensors."""
+    rest, views = list(params), []
+    for flat in flats:
+        at = 0
+        while rest and at < flat.numel():
+            p = rest.pop(0)
+            views.append((p, flat[at:at + p.numel()].view(p.shape)))
+            at += p.numel()
+    for p, view in views:
+        p.grad = view
+
+
+def timed(step, device) -> tuple[float, float]:
+    """(device ms, host ms) of one call; on a CPU both are the host's."""
+    synchronize(device)
     dist.barrier()
-    torch.cuda.synchronize()
+    synchronize(device)
+    if device.type != "cuda":
+        start = time.perf_counter()
+        step()
+        return (1e3 * (time.perf_counter() - start),) * 2
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start = time.perf_counter()
     begin.record()
     step()
@@ -165,10 +276,43 @@ def timed(step) -> tuple[float, float]:
     return begin.elapsed_time(end), host_ms
 
 
+def pick_device(rank) -> torch.device:
+    return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def synchronize(device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def settle(device) -> None:
+    """Wait for gloo's threads, which must not be at work when a profiler begins or ends."""
+    if device.type != "cuda":
+        dist.barrier()
+        time.sleep(0.2)
+
+
+def allocated(device) -> int:
+    """Bytes allocated now; the peak is counted from here on."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def peak(device) -> int:
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+
+
+def device_name(device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else f"CPU ({platform.machine()}), gloo"
+
+
 def append(path, row) -> None:
     new = not Path(path).exists()
     with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         if new:
             writer.writeheader()
         writer.writerow(row)
@@ -181,9 +325,9 @@ def commit() -> str:
 
 
 def triton_version() -> str:
-    import triton
-
-    return triton.__version__
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("triton")
+    return ""
 
 
 if __name__ == "__main__":

@@ -606,7 +606,7 @@ def test_moved_state_is_stepped(device):
 
 @quiet
 @pytest.mark.interpreter
-def test_a_step_through_the_kernels_is_one_without_them(monkeypatch, device):
+def test_a_step_through_the_kernels_is_one_without_them(part, monkeypatch, device):
     """Where there is no GPU, in Triton's interpreter."""
     params = weights([(12, 7), (7, 12), (2, 5, 3), (6,)], device)
     grads, results = gradients(params, 2), []
@@ -615,8 +615,10 @@ def test_a_step_through_the_kernels_is_one_without_them(monkeypatch, device):
         ours = copies(params)
         optimizer = package().NorMuon([{"params": ours[:3]}, {"params": ours[3:], "use_muon": False}], lr=0.1, **EXACT)
         results.append(train(optimizer, ours, grads))
+    # two steps of fp32 roundings, which the polynomials magnify, like small singular values, by up to their slope at 0
+    slope = math.prod(a for a, _, _ in part("polar").steps_of("polar_express").triples)
     for a, b in zip(*results):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+        torch.testing.assert_close(a, b, rtol=0, atol=2 * 0.1 * 2.0**-23 * slope)
 
 
 @pytest.mark.parametrize("use_muon", [True, False])

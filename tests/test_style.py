@@ -38,6 +38,8 @@ LAYERS = [
     ["iteration"],
     ["polar"],
     ["op", "recipe"],
+    ["pipeline"],  # it knows nothing; the cost model runs it on clocks in place of buckets
+    ["pace", "balance", "cut"],
     ["layout"],
     ["plan"],
     ["share"],  # plan.py, cut in two: the plan of all ranks, and what one rank has of it
@@ -45,9 +47,9 @@ LAYERS = [
     ["store"],
     ["offload", "mean", "process_groups"],
     ["routes"],
-    ["pipeline"],
     ["qk_clip", "checkpoint", "groups"],
     ["bind"],  # what muon.py did before the first step: it plans with other ranks, and lends memory
+    ["report"],
     ["muon"],
     ["__init__"],
 ]

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from . import debug, recipe
+from . import debug
 from .groups import name_of
 from .layout import check_local_shape, is_dtensor, layout_of, local_of, this_rank
+from .pace import Pace
 from .pipeline import SLOTS, Pause
 from .plan import digest, make_plan, plan_chunks, turn
 from .routes import ROUTES, Elementwise, agree
@@ -69,15 +70,16 @@ class Planner:
         layouts, wire = self._layouts(params), self.options.wire_dtype
         rows = self._layouts(params, of_rows=True) if "beta2" in group else None
         sizes = {"update": wire.itemsize, "row": 4 if rows else 0}
-        buckets = make_plan(layouts, recipe.cost(group), self.loads, reduced=self.reduced, itemsizes=sizes,
-                            rank_bytes=self._rank_bytes())
+        pace = Pace.of(group, self.device)
+        buckets = make_plan(layouts, pace, self.loads, reduced=self.reduced, itemsizes=sizes,
+                            rank_bytes=self._rank_bytes(), pace=pace if pace.measured else None)
         self._check_room(buckets, "one matrix per rank")
         owners = {m.param: o for b in buckets if b.route == "reduce" for m, o in zip(b.matrices, b.owners)}
         keys = ("momentum_buffer", "second_moment") if rows else ("momentum_buffer",)
         for i, p in enumerate(params):
             kept = None if owners.get(i, self.rank) == self.rank else 0
             create_state(self.state[p], p, keys, self.options.state_dtype, rows=kept)
-        self._agree(buckets, layouts, str(wire), bool(rows))
+        self._agree(buckets, layouts, str(wire), bool(rows), pace.key)
         shares = [(b, share_of(b, self.rank, layouts, rows, sizes)) for b in buckets if self.rank in b.ranks]
         travelling = frozenset(m.param for b in buckets if b.route != "local" for m in b.matrices)
         return Plan(group, params, layouts, rows, shares, travelling)

@@ -17,10 +17,11 @@ from .bind import Planner, bind
 from .feed import Feed
 from .graphs import Graphs, release_before_groups
 from .groups import check_group, check_unique, name_of
-from .layout import is_dtensor, local_of, raw_locals
+from .layout import is_dtensor, local_of, raw_locals, this_rank
 from .plan import ALIGNMENT
 from .process_groups import Groups
 from .recipe import baked
+from .report import Report, Stopwatch, report_of
 from .routes import Elementwise, Presence
 from .store import check_dense, form_of_zeros, restore_state
 
@@ -91,7 +92,7 @@ class Muon(torch.optim.Optimizer):
 
     Raises ValueError or NotImplementedError at construction for what could not be stepped.
     """
-    _extra_keys, _graphs, _beside = (), None, None
+    timing, _extra_keys, _graphs, _beside = False, (), None, None
 
     def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, ns_coefficients="polar_express",
                  eps=1e-7, ns_steps=5, adjust_lr_fn=None, *, adamw_betas=(0.9, 0.95), adamw_eps=1e-8, **options):
@@ -153,14 +154,27 @@ class Muon(torch.optim.Optimizer):
 
     def _launch(self) -> None:
         """All work of the step; with `capturable`, as one graph and one for each AdamW group that knows no ranks."""
+        if self.timing:
+            self._watch = Stopwatch(self._stores[0].device) if self._stores else None
+            return self._run(self._watch.over(self._jobs + self._alone) if self._watch else [])
         if not self._options.capturable:
             return self._run()
         key = [baked(store.hp, store.wide) for store in self._together]
         pipeline.beside(lambda: self._graphs(self._run, key), self._alone, self._beside.stream)
 
-    def _run(self) -> None:
-        pipeline.run(self._jobs)
+    def _run(self, jobs=None) -> None:
+        pipeline.run(self._jobs if jobs is None else jobs)
         self._presence.compare()
+
+    def plan_report(self) -> Report:
+        """The plan of the last step, as this rank knows it: print it, or draw its `figure()`. Not collective.
+
+        Set the attribute `timing` to True before a step to have that step's times in it; such a step is not replayed
+        from one graph. RuntimeError before the first step, which makes the plan.
+        """
+        if not self._jobs + self._alone:
+            raise RuntimeError("there is no plan yet: the first step makes it (call step() before plan_report())")
+        return report_of(self._jobs + self._alone, this_rank(), self._watch)
 
     def _ready(self):
         """The stores of this step. Planned anew if parameters changed, bound anew if memory or gradients' form did."""
@@ -183,7 +197,7 @@ class Muon(torch.optim.Optimizer):
                 self._groups.check_capturable()
                 release_before_groups()
             self._presence, self._bound_for = Presence(plans, self._stores, self._groups), key
-            self._feed = Feed(self._stores, self._presence)
+            self._feed, self._watch = Feed(self._stores, self._presence), None
             # what holds addresses of gradients is a graph of its own: other ranks do not wait when it is made anew
             self._alone = [job for job in jobs if self._options.capturable and isinstance(job[0], Elementwise)]
             self._jobs = [job for job in jobs if job not in self._alone]
@@ -203,7 +217,7 @@ class Muon(torch.optim.Optimizer):
         """Drop plans and bound memory; the next step makes them anew. State stays."""
         self._planned_for, self._bound_for = {False: None, True: None}, None
         self._plans, self._stores, self._jobs, self._alone = {False: [], True: []}, [], [], []
-        self._groups, self._presence, self._feed = Groups(), Presence(), None
+        self._groups, self._presence, self._feed, self._watch = Groups(), Presence(), None, None
         excuses = (OTHER_NUMBERS, OTHER_PLACES) if self._options.capturable else ("", "")
         if self._graphs is None:
             self._graphs, self._beside = map(Graphs, excuses)

@@ -7,10 +7,14 @@ ranks never lists all their pieces.
 from __future__ import annotations
 
 import hashlib
-import heapq
 import itertools
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+
+from .balance import assign
+from .cut import cut, layers_of, total
+from .pace import Part
 
 ALIGNMENT = 16  # bytes: what one rank sends to another begins where the widest load of a GPU may begin
 
@@ -32,30 +36,37 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices that travel together over `ranks`, the owner of each, the name of the route that steps them, and how
-    many bytes of workspace that takes of one rank at most.
+    """Matrices that travel together over `ranks`, the owner of each, the name of the route that steps them, how many
+    bytes of workspace that takes of one rank at most, and the times that are expected where they are known.
     """
     route: str
     ranks: tuple
     matrices: tuple
     owners: tuple
     nbytes: int = 0
+    part: Part | None = field(default=None, compare=False)
 
 
-def make_plan(layouts, cost, loads, *, reduced=True, rank_bytes=1 << 28, itemsizes=None) -> list[Bucket]:
+def make_plan(layouts, cost, loads, *, reduced=True, rank_bytes=1 << 28, itemsizes=None, pace=None) -> list[Bucket]:
     """Layouts -> buckets, the same on every rank.
 
-    `cost(rows, cols)`: the work of one matrix; `loads`: work from earlier plans of this step, by the ranks that know of
-    it and by rank, updated in place; `reduced`: the gradients of plain tensors are already summed over the ranks;
-    `rank_bytes`: how much workspace a bucket may take of one rank (it takes more where one matrix per owner does);
-    `itemsizes`: bytes of an element on the wire, of an "update" and, where it travels, of a "row" of row state.
+    `cost(rows, cols)`: the work of one matrix, a whole number; `loads`: work from earlier plans of this step, by the
+    ranks that know of it and by rank, updated in place; `reduced`: the gradients of plain tensors are already summed
+    over the ranks; `rank_bytes`: how much workspace a bucket may take of one rank (it takes more where one matrix per
+    owner does); `itemsizes`: bytes of an element on the wire, of an "update" and, where it travels, of a "row" of row
+    state; `pace`: the times by which buckets are cut and ordered, None where as few as fit are wanted.
     """
     families = _families(layouts, reduced)
     owner_of, buckets = _assign(families, layouts, cost, loads), []
     for route, ranks in sorted(families, key=lambda family: (turn(family[1]), family)):
         freight = _Freight(layouts, itemsizes or {"update": 2}, route, ranks)
-        for matrices, nbytes in _rounds(families[route, ranks], owner_of, cost, freight, rank_bytes):
-            buckets.append(Bucket(route, ranks, tuple(matrices), tuple(owner_of[m] for m in matrices), nbytes))
+        layers = layers_of(families[route, ranks], owner_of, cost, freight)
+        price = partial(freight.price, owner_of, pace) if pace and route != "local" else None
+        for group in cut(layers, freight.most, rank_bytes, price):
+            taken, matrices = freight.together(group)
+            owners = tuple(owner_of[m] for m in matrices)
+            part = pace and freight.part(matrices, owners, taken, pace)
+            buckets.append(Bucket(route, ranks, matrices, owners, freight.most(taken), part))
     return buckets
 
 
@@ -93,53 +104,30 @@ def _places(layout, reduced) -> list:
 
 
 def _assign(families, layouts, cost, loads) -> dict:
-    """matrix -> owner: the costliest first, each to the rank with the least work (Graham's LPT rule, 1969).
+    """matrix -> owner, balanced over all shapes at once (balance.py).
 
-    Only work on layouts that all ranks of a family have part in counts: of other work some of them know nothing.
-    Where the gradients are reduced, the owner also keeps the state, and a parameter has one owner for all its
-    matrices.
+    Only work on layouts that all ranks of a layout have part in counts: of other work some of them know nothing. So
+    the layouts of the most ranks come first. Where gradients are reduced, the owner also keeps the state, and a
+    parameter has one owner for all its matrices.
     """
-    owner_of, units, queues = {}, [], {}
-    loads_on = {id(layout): layout for layout in layouts}
-    loads_on = {key: loads.setdefault(frozenset(layout.boxes), Counter()) for key, layout in loads_on.items()}
+    owner_of, worlds = {}, defaultdict(list)
+    world_of = {id(layout): layout for layout in layouts}
+    world_of = {key: frozenset(layout.boxes) for key, layout in world_of.items()}
     for (route, ranks), matrices in families.items():
         for _, unit in itertools.groupby(matrices, key=lambda m: m.param if route == "reduce" else m):
             unit = list(unit)
-            units.append((-cost(unit[0].rows, unit[0].cols) * len(unit), unit[0].param, unit[0].at, ranks, unit))
-    for work, param, _, ranks, unit in sorted(units, key=lambda u: u[:3]):
-        if ranks not in queues:
-            known = [load for everybody, load in loads.items() if everybody.issuperset(ranks)]
-            queues[ranks] = known, sorted((sum(load[r] for load in known), r) for r in ranks)
-        owner = _lightest(*queues[ranks])
-        owner_of.update(dict.fromkeys(unit, owner))
-        loads_on[id(layouts[param])][owner] -= work
+            work = max(1, cost(unit[0].rows, unit[0].cols)) * len(unit)
+            worlds[world_of[id(layouts[unit[0].param])]].append((unit[0].param, unit[0].at, ranks, work, unit))
+    for world in sorted(worlds, key=lambda world: (-len(world), sorted(world))):
+        units, base = sorted(worlds[world], key=lambda u: u[:2]), Counter()
+        for everybody in [e for e in loads if e >= world]:
+            base.update(loads[everybody])
+        owners, _ = assign([(work, ranks) for _, _, ranks, work, _ in units], {r: base[r] for r in sorted(world)})
+        mine = loads.setdefault(world, Counter())
+        for owner, (*_, work, unit) in zip(owners, units):
+            owner_of.update(dict.fromkeys(unit, owner))
+            mine[owner] += work
     return owner_of
-
-
-def _lightest(loads, heap):
-    """The rank with the least work. What the heap says of the one on top may be out of date: then it is renewed."""
-    while (now := sum(load[heap[0][1]] for load in loads)) != heap[0][0]:
-        heapq.heapreplace(heap, (now, heap[0][1]))
-    return heap[0][1]
-
-
-def _rounds(matrices, owner_of, cost, freight, rank_bytes):
-    """Yield (matrices, bytes of workspace) of one bucket after another.
-
-    A bucket takes the next matrix of every owner, the costliest first, as long as there is room: each has work for all.
-    """
-    queues = defaultdict(list)
-    for matrix in sorted(matrices, key=lambda m: (-cost(m.rows, m.cols), m.rows, m.param, m.at)):
-        queues[owner_of[matrix]].append(matrix)
-    bucket, taken = [], Counter()
-    for layer in itertools.zip_longest(*(queues[owner] for owner in sorted(queues))):
-        layer = [matrix for matrix in layer if matrix is not None]
-        more = freight.sum((matrix, owner_of[matrix]) for matrix in layer)
-        if bucket and freight.most(taken + more) > rank_bytes:
-            yield bucket, freight.most(taken)
-            bucket, taken = [], Counter()
-        bucket, taken = bucket + layer, taken + more
-    yield bucket, freight.most(taken)
 
 
 class _Freight:
@@ -151,10 +139,10 @@ class _Freight:
 
     def sum(self, owned) -> Counter:
         """`owned`: (matrix, its owner), any number of them."""
-        total = Counter()
+        taken = Counter()
         for matrix, owner in owned:
-            total.update(self._one(self.layouts[matrix.param], owner))
-        return total
+            taken.update(self._one(self.layouts[matrix.param], owner))
+        return taken
 
     def _one(self, layout, owner) -> dict:
         R, C = layout.shape[-2:]
@@ -181,6 +169,35 @@ class _Freight:
             pieces[rank], copy = nbytes, layout.copy_of[rank]
             largest[copy], whole[copy] = max(largest[copy], nbytes), whole[copy] + nbytes
         return pieces, largest, whole, self.partitions.setdefault(layout.copies, len(self.partitions))
+
+    def together(self, layers):
+        """(what layers take together, their matrices)."""
+        return total(layers), tuple(matrix for layer in layers for matrix in layer.matrices)
+
+    def price(self, owner_of, pace, buckets) -> float:
+        """When the last of `buckets`, lists of layers, is done, in ns."""
+        parts = []
+        for taken, matrices in map(self.together, buckets):
+            parts.append(self.part(matrices, [owner_of[m] for m in matrices], taken, pace))
+        return max(span.end for span in pace.spans(parts))
+
+    def part(self, matrices, owners, taken, pace) -> Part:
+        """The times of a bucket at the rank that has the most to do.
+
+        Per element 14 bytes for momentum and update (G, M in and out, U), 10 for the weight (W in and out, U), at home;
+        4 each way to gather pieces into a matrix and to cut it, at the owner.
+        """
+        counts, uses = defaultdict(Counter), defaultdict(list)
+        for matrix, owner in zip(matrices, owners):
+            counts[owner][matrix.rows, matrix.cols] += 1
+        for (use, *_), nbytes in taken.items():
+            uses[use].append(nbytes)
+        travels, held = self.route != "local", max(uses["held"]) / self.update
+        home = max(uses["return"]) / self.update if travels else held
+        products = max(map(pace.stacks, counts.values())) + pace.memory(8 * held if travels else 0)
+        inbound, outbound = max(uses["in"] + uses["leave"], default=0), max(uses["out"], default=0)
+        return Part(pace.memory(14 * home), pace.wire(inbound), products, pace.wire(outbound), pace.memory(10 * home),
+                    travels)
 
     def most(self, taken) -> int:
         """The bytes of any rank at most; see `Share.needs`. What arrives and what answers share memory."""

@@ -157,6 +157,15 @@ def _cost_gram(n, m, steps):
     return 3 * segments * n * n * m + (squares + 3 * (len(steps.triples) - segments)) * n**3
 
 
+def launches(n: int, m: int, steps: Steps) -> dict[str, int]:
+    """Return how many products of each kind a stack of (n, m) matrices takes, n <= m, in 16 bits outside the chip."""
+    squares, count = sum(c != 0 for _, _, c in steps.triples), len(steps.triples)
+    if not _uses_gram(n, m, steps):
+        return {"gram": count, "symmetric": squares, "product": count}
+    segments = len(steps.segments())
+    return {"gram": segments, "symmetric": squares + 3 * (count - segments), "product": segments}
+
+
 def _uses_gram(n, m, steps):
     """Choose the Gram iteration where it saves a tenth: it has more launches and a little more rounding.
 

@@ -93,9 +93,3 @@ def _like(tensor, pattern):
     if tensor.dtype == pattern.dtype and tensor.stride() == pattern.stride():
         return tensor
     return torch.empty_like(pattern).copy_(tensor)
-
-
-def cost(hp):
-    """(R, C) -> FLOPs of one orthogonalization: what owners are balanced by."""
-    steps = polar.steps_of(hp["ns_coefficients"], hp["ns_steps"])
-    return lambda R, C: polar.cost(R, C, steps)

@@ -43,12 +43,11 @@ def unit_norm_torch(U, X, eps):
     """Compute `unit_norm` matrix by matrix, so that a sum's order does not depend on the batch."""
     for u, x in zip(U, X):
         wide = u.float()
-        wide = wide / _or_one(wide.abs().amax())
-        x.copy_(wide / _or_one(wide.square().sum().sqrt(), eps))
-
-
-def _or_one(divisor, eps=0.0):
-    return torch.where(divisor > 0, divisor + eps, 1.0)
+        largest = wide.abs().amax()
+        unit = torch.where(largest > 2.0**50, 2.0**-80, torch.where(largest < 2.0**-40, 2.0**80, 1.0))
+        wide = wide * unit
+        norm = wide.square().sum().sqrt() + eps * (largest * unit)
+        x.copy_(wide / torch.where(norm == 0, 1.0, norm))
 
 
 @jit
@@ -95,13 +94,13 @@ def unit_of(largest):
 
 @jit
 def factors_of(largest, small, middle, large, eps):
-    """Return the power of two, and then the number, by which a matrix is multiplied."""
+    """Return the power of two by which a matrix is multiplied, and then the number by which it is divided."""
     down, up = large > 0, (large == 0) & (middle < 2.0**-60)
     power = tl.where(down, 2.0**-80, tl.where(up, 2.0**80, 1.0))
     less = tl.where(up, 1.0, 2.0**-80)
     squares = middle * power * power + tl.where(down, large, small * less * less)
     norm = tl.sqrt(squares) + eps * (largest * power)
-    return power, 1.0 / tl.where(norm == 0, 1.0, norm)
+    return power, tl.where(norm == 0, 1.0, norm)
 
 
 @jit
@@ -116,10 +115,10 @@ def _cast_kernel(U, X, sums, parts, R, C, u_strides, x_strides, eps, BLOCK: tl.c
     inside = (row < R) & (column < C)
     part = tl.arange(0, BLOCK)
     at, there = sums + matrix * 4 * parts + part, part < parts
-    power, factor = factors_of(
+    power, norm = factors_of(
         tl.max(tl.load(at, mask=there, other=0.0)), tl.sum(tl.load(at + parts, mask=there, other=0.0)),
         tl.sum(tl.load(at + 2 * parts, mask=there, other=0.0)), tl.sum(tl.load(at + 3 * parts, mask=there, other=0.0)),
         eps)
     u = tl.load(U + matrix * u_strides[0] + row * u_strides[1] + column * u_strides[2], mask=inside, other=0.0)
     out = X + matrix * x_strides[0] + row * x_strides[1] + column * x_strides[2]
-    tl.store(out, (u.to(tl.float32) * power * factor).to(X.dtype.element_ty), mask=inside)
+    tl.store(out, (u.to(tl.float32) * power / norm).to(X.dtype.element_ty), mask=inside)

@@ -51,9 +51,9 @@ def _standard_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: t
     row, column = tl.arange(0, BLOCK).to(tl.int64)[:, None], tl.arange(0, CHUNK).to(tl.int64)[None, :]
     inside = (row < n) & (column < m)
     u_at = U + matrix * u_strides[0] + row * u_strides[1]
-    unit, factor = _factors(u_at, n, m, u_strides[2], eps, WIDE, BLOCK, CHUNK)
+    unit, norm = _factors(u_at, n, m, u_strides[2], eps, WIDE, BLOCK, CHUNK)
     u = tl.load(u_at + column * u_strides[2], mask=inside, other=0.0)
-    X = (u.to(tl.float32) * unit * factor).to(DTYPE)
+    X = (u.to(tl.float32) * unit / norm).to(DTYPE)
     for step in tl.static_range(STEPS):
         sums = tl.dot(X, X.T)
         A = sums.to(DTYPE)
@@ -73,12 +73,12 @@ def _gram_kernel(U, X, out, u_strides, x_strides, out_strides, triples, n, m, ep
     u_at = U + matrix * u_strides[0] + row * u_strides[1]
     x_at = X + matrix * x_strides[0] + row * x_strides[1] + column
     out_at = out + matrix * out_strides[0] + row * out_strides[1]
-    unit, factor = _factors(u_at, n, m, u_strides[2], eps, WIDE, BLOCK, CHUNK)
+    unit, norm = _factors(u_at, n, m, u_strides[2], eps, WIDE, BLOCK, CHUNK)
     sums = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     for k in range(0, m, CHUNK):
         inside = (row < n) & (k + column < m)
         u = tl.load(u_at + (k + column) * u_strides[2], mask=inside, other=0.0)
-        x = (u.to(tl.float32) * unit * factor).to(X.dtype.element_ty)
+        x = (u.to(tl.float32) * unit / norm).to(X.dtype.element_ty)
         tl.store(x_at + k, x, mask=row < n)
         sums = tl.dot(x, x.T, sums)
     A = sums.to(X.dtype.element_ty)
@@ -127,13 +127,13 @@ def _finish(Q, x_at, out_at, stride, n, m, BLOCK: tl.constexpr, CHUNK: tl.conste
 
 @jit
 def _factors(u_at, n, m, stride, eps, WIDE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the power of two, and then the number, by which a matrix is multiplied."""
+    """Return the power of two by which a matrix is multiplied, and then the number by which it is divided."""
     largest, squares = _sum(u_at, n, m, stride, 1.0, BLOCK, CHUNK)
     unit = unit_of(largest)
     if WIDE and unit != 1.0:
         _, squares = _sum(u_at, n, m, stride, unit, BLOCK, CHUNK)
     norm = tl.sqrt(squares) + eps * (largest * unit)
-    return unit, 1.0 / tl.where(norm == 0, 1.0, norm)
+    return unit, tl.where(norm == 0, 1.0, norm)
 
 
 @jit

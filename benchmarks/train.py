@@ -1,0 +1,208 @@
+"""The optimizer's share of a real training step: a GPT of 1B parameters under FSDP2, bf16 compute, Muon against AdamW.
+
+    LOCAL_KERNELS=org/optimizer=build python benchmarks/train.py --ranks 8 --out train.csv
+
+The model is that of examples/gpt.py, the text the demo's (bytes of Python source). Weights and gradients are fp32,
+compute is bf16. Each optimizer trains the same model on the same text, after warm-up without a wait between steps; a
+step's time is from event to event of the device, the optimizer's is between events around `step()`, and both are the
+largest over the ranks, then the median. One CSV row for each optimizer. AdamW is torch's, fused, on all parameters;
+Muon steps what is no hidden matrix with AdamW, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import socket
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn import functional as F
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
+from corpus import VOCABULARY, even_windows, random_windows, read_corpus  # noqa: E402
+from gpt import GPT  # noqa: E402
+from step import commit, device_name, pick_device, synchronize  # noqa: E402
+
+COLUMNS = ("commit gpu ranks model implementation optimizer seed steps tokens train_loss heldout_loss step_ms "
+           "optimizer_ms torch run parameters batch seq p80_step_ms compile").split()
+LR = {"muon": 1.6e-2, "normuon": 1.6e-2, "adamw": 1e-3}  # examples/results/sweep.csv; a model this large may want less
+HELDOUT_WINDOWS = 64
+
+
+def main() -> None:
+    options = arguments()
+    rows = mp.get_context("spawn").SimpleQueue()
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(worker, (options, port, rows), nprocs=options.ranks)
+    measured = []
+    while not rows.empty():
+        measured.append(rows.get())
+    new = not Path(options.out).exists()
+    with open(options.out, "a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(measured)
+    for line in shares(measured):
+        print(line)
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2, help="processes, a GPU each")
+    parser.add_argument("--optimizers", nargs="+", default=["adamw", "muon", "normuon"], choices=sorted(LR))
+    parser.add_argument("--run", default="eager", choices=["eager", "graph"], help="graph: capturable=True, of Muon")
+    parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=192, help="sequences per step, over all ranks")
+    parser.add_argument("--seq", type=int, default=1024, help="bytes per sequence")
+    parser.add_argument("--warmup", type=int, default=10, help="steps before the timed ones")
+    parser.add_argument("--steps", type=int, default=30, help="timed steps")
+    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients; 0: as they are")
+    parser.add_argument("--compile", action="store_true", help="compile each layer")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data", default=None, help="folder whose *.py files are the text")
+    parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
+    parser.add_argument("--out", default="train.csv", help="CSV to append to")
+    options = parser.parse_args()
+    if options.batch % options.ranks:
+        parser.error(f"--batch {options.batch} cannot be split over {options.ranks} ranks")
+    return options
+
+
+def worker(rank: int, options, port: int, rows) -> None:
+    device, where = pick_device(rank), {}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        where = {"device_id": device}
+    dist.init_process_group("nccl" if where else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
+                            world_size=options.ranks, **where)
+    for name in options.optimizers:
+        row = Training(name, rank, device, options).row()
+        if rank == 0:
+            print({key: row[key] for key in COLUMNS[4:14]}, flush=True)
+            rows.put(row)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+class Training:
+    """One optimizer's run."""
+
+    def __init__(self, name, rank, device, options):
+        self.name, self.rank, self.device, self.options = name, rank, device, options
+        self.text, self.heldout = read_corpus(options.data)
+        self.model = make_model(options, device)
+        self.optimizer = make_optimizer(self.model, name, options)
+        self.order, self.marks, self.loss = torch.Generator().manual_seed(options.seed), [], None
+
+    def step(self) -> None:
+        """Forward, backward, the optimizer's step; nothing waits for the device."""
+        batch = random_windows(self.text, self.options.batch, self.options.seq, self.order)
+        began = self.mark()
+        self.loss = self.loss_of(batch)
+        self.loss.backward()
+        if self.options.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
+        begin = self.mark()
+        self.optimizer.step()
+        self.marks.append((began, begin, self.mark()))
+        self.optimizer.zero_grad()
+
+    def loss_of(self, batch):
+        inputs, targets = (part[self.rank::self.options.ranks].to(self.device, non_blocking=True) for part in batch)
+        return F.cross_entropy(self.model(inputs).float().flatten(0, 1), targets.flatten())
+
+    def mark(self):
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, one, other) -> float:
+        """ms."""
+        return one.elapsed_time(other) if self.device.type == "cuda" else 1e3 * (other - one)
+
+    def row(self) -> dict:
+        """Train, and return the CSV's row."""
+        options = self.options
+        for _ in range(options.warmup):
+            self.step()
+        self.marks = []
+        for _ in range(options.steps + 1):  # the last one ends the step before it
+            self.step()
+        synchronize(self.device)
+        steps = [self.between(a[0], b[0]) for a, b in zip(self.marks, self.marks[1:])]
+        own = [self.between(begin, end) for _, begin, end in self.marks[:-1]]
+        figures = torch.tensor([steps, own], dtype=torch.float64, device=self.device)
+        dist.all_reduce(figures, dist.ReduceOp.MAX)
+        steps, own = figures.tolist()
+        with torch.no_grad():
+            heldout = self.loss_of(even_windows(self.heldout, HELDOUT_WINDOWS * options.ranks, options.seq))
+        losses = torch.stack([self.loss.detach(), heldout])
+        dist.all_reduce(losses)
+        train_loss, heldout_loss = (losses / options.ranks).tolist()
+        count = options.warmup + options.steps + 1
+        parameters = sum(p.numel() for p in self.model.parameters())
+        return {
+            "commit": options.commit or commit(), "gpu": device_name(self.device), "ranks": options.ranks,
+            "model": f"gpt_{options.layers}x{options.width}", "optimizer": self.name, "seed": options.seed,
+            "implementation": "torch" if self.name == "adamw" else "ours", "steps": count,
+            "tokens": count * options.batch * options.seq, "train_loss": round(train_loss, 4),
+            "heldout_loss": round(heldout_loss, 4), "step_ms": round(statistics.median(steps), 3),
+            "optimizer_ms": round(statistics.median(own), 3), "torch": torch.__version__,
+            "run": options.run if self.name != "adamw" else "eager", "parameters": parameters,
+            "batch": options.batch, "seq": options.seq, "compile": int(options.compile),
+            "p80_step_ms": round(sorted(steps)[int(0.8 * (len(steps) - 1))], 3)}
+
+
+def make_model(options, device):
+    """The model from its seed, sharded by FSDP2 layer by layer; compute in bf16, gradients reduced in fp32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.manual_seed(options.seed)
+    model = GPT(VOCABULARY, options.layers, options.width, options.heads).to(device)
+    mesh = dist.device_mesh.init_device_mesh(device.type, (options.ranks,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        if options.compile:
+            block.compile()
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def make_optimizer(model, name, options):
+    """torch's fused AdamW on everything, or Muon on hidden matrices and AdamW on the rest."""
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), LR[name], (0.9, 0.95), weight_decay=0.1, fused=True)
+    from kernels import get_kernel
+
+    package = get_kernel("org/optimizer", version=1)
+    kind = {"muon": package.Muon, "normuon": package.NorMuon}[name]
+    return kind(package.get_default_muon_param_groups(model), lr=LR[name], capturable=options.run == "graph")
+
+
+def shares(rows) -> list[str]:
+    """What the optimizers take of a step, and how much longer a step is than with AdamW."""
+    base = next((row["step_ms"] for row in rows if row["optimizer"] == "adamw"), None)
+    return [f"{row['optimizer']}: {row['optimizer_ms']:.2f} ms of {row['step_ms']:.2f} ms, "
+            f"{100 * row['optimizer_ms'] / row['step_ms']:.1f} %"
+            + (f"; the step is {100 * (row['step_ms'] / base - 1):+.1f} % against AdamW's" if base else "")
+            for row in rows]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Cutting into buckets: nothing is lost, the room is kept, and where times are known all is done earlier."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.ranks import part
+
+
+def layers(works, count=4):
+    """One layer per entry: (matrices, bytes)."""
+    Layer = part("cut").Layer
+    return [Layer(tuple(f"{i}.{j}" for j in range(n or count)), Counter(bytes=nbytes))
+            for i, (nbytes, n) in enumerate(works)]
+
+
+def most(taken):
+    return taken["bytes"]
+
+
+def flat(buckets):
+    return sorted(m for bucket in buckets for layer in bucket for m in layer.matrices)
+
+
+def price_of(pack, wire, products, fixed):
+    """Price buckets by a rate of bytes for each kind of work, and a time for each bucket."""
+    def price(buckets):
+        parts = []
+        for bucket in buckets:
+            n = sum(layer.taken["bytes"] for layer in bucket)
+            parts.append(part("pace").Part(int(pack * n), int(wire * n), int(products * n) + fixed, int(wire * n), 0))
+        return max(span.end for span in part("pace").spans(parts, 0.0))
+    return price
+
+
+def test_without_prices_as_few_as_fit(optimizer):
+    work = layers([(40, 4), (30, 4), (30, 4), (10, 4), (5, 1)])
+    assert [len(b) for b in part("cut").cut(work, most, 100)] == [3, 2]
+    assert [len(b) for b in part("cut").cut(work, most, 1)] == [1] * 5
+    assert [len(b) for b in part("cut").cut(work, most, 10**6)] == [5]
+
+
+def test_nothing_is_lost_and_the_room_is_kept(optimizer):
+    hypothesis = pytest.importorskip("hypothesis")
+    st = hypothesis.strategies
+
+    @hypothesis.settings(max_examples=80)
+    @hypothesis.given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(0, 4), st.integers(1, 150),
+                      *[st.floats(0.1, 10)] * 3, st.integers(0, 300))
+    def check(sizes, ragged, room, pack, wire, products, fixed):
+        sizes = sorted(sizes, reverse=True)
+        work = layers([(n, 4 if i < len(sizes) - ragged else 2) for i, n in enumerate(sizes)])
+        price = price_of(pack, wire, products, fixed)
+        plain, chosen = part("cut").cut(work, most, room), part("cut").cut(work, most, room, price)
+        assert flat(chosen) == flat(plain) and all(chosen)
+        assert all(len(b) == 1 or sum(map(most, (x.taken for x in b))) <= room for b in chosen)
+        assert price(chosen) <= price(plain)
+
+    check()
+
+
+def test_products_start_early_and_the_last_transfer_is_small(optimizer):
+    """Enough work to hide every transfer but the first and the last: those are the smallest."""
+    work = layers([(100, 4)] * 6 + [(20, 4), (10, 4)])
+    price = price_of(0.0, 1.0, 4.0, 1)
+    chosen = part("cut").cut(work, most, 200, price)
+    bytes_of = [sum(layer.taken["bytes"] for layer in bucket) for bucket in chosen]
+    assert {bytes_of[0], bytes_of[-1]} == {10, 20}
+    assert price(chosen) < 0.95 * price(part("cut").cut(work, most, 200))
+
+
+def test_one_bucket_is_cut_where_its_transfers_would_be_waited_for(optimizer):
+    work, slow_wire = layers([(100, 4)] * 8), price_of(0.0, 1.0, 2.0, 5)
+    assert len(part("cut").cut(work, most, 1000, slow_wire)) > 2
+    costly_buckets = price_of(0.0, 1.0, 2.0, 5000)
+    assert len(part("cut").cut(work, most, 1000, costly_buckets)) == 1

@@ -1,0 +1,114 @@
+"""The cost model: it is near what was measured, and buckets run in the pipeline's own order."""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import part
+
+ROOT = Path(__file__).resolve().parent.parent
+HP = {"ns_coefficients": "polar_express", "ns_steps": 5}
+
+
+def pace(arch, **changes):
+    hp = {**HP, **changes}
+    return part("pace").Pace(part("polar").steps_of(hp["ns_coefficients"], hp["ns_steps"]), arch)
+
+
+@pytest.mark.parametrize("arch", ["cpu", "sm90"])
+@pytest.mark.parametrize("name", ["jordan", "polar_express", "cubic", "turbo"])
+def test_cost_grows_with_the_matrix_and_knows_no_orientation(name, arch, optimizer):
+    cost = pace(arch, ns_coefficients=name)
+    assert cost(640, 256) == cost(256, 640) > 0
+    assert cost(256, 256) < cost(256, 1024) < cost(1024, 1024) < cost(1024, 8192) < cost(4096, 4096)
+    assert pace(arch, ns_steps=8)(512, 512) > pace(arch)(512, 512)
+    assert all(isinstance(cost(*shape), int) and cost(*shape) > 0 for shape in [(1, 1), (3, 0), (7, 90_000)])
+
+
+def test_without_measurements_cost_is_flops(optimizer):
+    """5 steps of the standard iteration on a square matrix: 15 n^3 for X X^T and P X, 5 n^3 for A^2."""
+    assert pace("cpu")(1000, 1000) == 20 * 1000**3 // part("pace").NOMINAL
+    assert not pace("cpu").measured and pace("cpu").wire(1 << 20) == pace("cpu").memory(1 << 20) == 0
+
+
+def test_expected_times_are_near_the_measured_ones(optimizer):
+    """Every captured stack of the committed results, within a quarter; on average within a tenth."""
+    with open(ROOT / "benchmarks" / "results" / "polar.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["run"] == "graph" and row["implementation"] == "ours"
+                and row["gpu"] == part("pace").table("sm90")["gpu"] and row["dtype"] == "bf16"]
+    ratios = []
+    for row in rows:
+        count, *shape = (int(row[key]) for key in ("n", "rows", "cols"))
+        if min(shape) > part("kernels.on_chip").LARGEST:
+            ratios.append(pace("sm90").stacks({tuple(shape): count}) / 1e6 / float(row["median_ms"]))
+    assert len(ratios) >= 10 and 0.75 < min(ratios) and max(ratios) < 1.25
+    assert statistics.mean(abs(math.log(ratio)) for ratio in ratios) < 0.1
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 12), (8, 64)])
+@pytest.mark.parametrize("name", ["jordan", "polar_express", "cubic", "aol", "deepseek_v4"])
+def test_the_launches_that_are_priced_are_those_that_are_made(name, shape, monkeypatch, optimizer):
+    polar, steps, made = part("polar"), part("polar").steps_of(name), Counter()
+
+    def counting(op, real):
+        def counted(*args, **kwargs):
+            made[op] += 1
+            return real(*args, **kwargs)
+        return counted
+
+    for op, function in (("gram", "gram"), ("symmetric", "symmetric_product"), ("product", "product")):
+        monkeypatch.setattr(polar, function, counting(op, getattr(polar, function)))
+    polar.orthogonalize_(torch.randn(2, *shape), steps, dtype=torch.float16)
+    assert made == Counter(polar.launches(*shape, steps))
+
+
+def test_a_stack_takes_less_than_its_matrices_one_by_one(optimizer):
+    p = pace("sm90")
+    for shape in [(768, 768), (1024, 4096), (64, 256)]:
+        assert p.stacks({shape: 1}) <= p.stacks({shape: 8}) < 8 * p.stacks({shape: 1})
+    assert p.stacks({(768, 768): 2, (1024, 64): 3, (5, 5): 0}) == p.stacks({(768, 768): 2}) + p.stacks({(64, 1024): 3})
+
+
+def test_the_key_names_the_table(optimizer):
+    """It is part of what ranks compare: owners chosen by other times are other owners."""
+    assert pace("cpu").key == pace("cpu").key != pace("sm90").key
+    assert part("pace").Pace.of(HP, torch.device("cpu")).key == pace("cpu").key
+
+
+def test_the_wire_has_a_latency_and_a_rate(optimizer):
+    p = pace("sm90")
+    assert p.wire(0) == 0 < p.wire(1) and p.wire(2 << 30) - p.wire(1 << 30) == pytest.approx((1 << 30) / 330, rel=1e-6)
+
+
+def lanes(spans, lane):
+    return [(s.what, s.bucket, s.start, s.end) for s in spans if s.lane == lane]
+
+
+def test_buckets_overlap_as_the_pipeline_lets_them(optimizer):
+    """Bucket 1 travels in while bucket 0 is computed; the answer of 0 travels while 1 is computed."""
+    Part, spans = part("pace").Part, part("pace").spans
+    assert lanes(spans([Part(1, 10, 100, 10, 2)] * 2, 0.0), "stream") == [
+        ("pack", 0, 0, 1), ("pack", 1, 1, 2), ("products", 0, 11, 111), ("products", 1, 111, 211),
+        ("apply", 0, 211, 213), ("apply", 1, 221, 223)]
+    assert lanes(spans([Part(1, 10, 100, 10, 2)] * 2, 0.0), "wire") == [
+        ("in", 0, 1, 11), ("in", 1, 11, 21), ("out", 0, 111, 121), ("out", 1, 211, 221)]
+
+
+def test_a_busy_wire_slows_what_is_computed_beside_it(optimizer):
+    Part, spans = part("pace").Part, part("pace").spans
+    alone, beside = (max(s.end for s in spans([Part(0, 10, 100, 10, 0)] * 4, exposed)) for exposed in (0.0, 0.5))
+    assert alone == 420 and beside == 420 + 0.5 * 6 * 10
+
+
+def test_what_stays_at_home_runs_beside_the_first_way_in(optimizer):
+    Part, spans = part("pace").Part, part("pace").spans
+    order = lanes(spans([Part(1, 50, 10, 5, 1), Part(1, 0, 20, 0, 1, travels=False)], 0.0), "stream")
+    assert order == [("pack", 0, 0, 1), ("pack", 1, 1, 2), ("products", 1, 2, 22), ("apply", 1, 22, 23),
+                     ("products", 0, 51, 61), ("apply", 0, 66, 67)]

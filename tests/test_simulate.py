@@ -1,0 +1,139 @@
+"""The step on paper: bytes are those of the package's own plan, the wire follows its arguments, the fit fits."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import part
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def simulate(monkeypatch, optimizer):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    return importlib.import_module("simulate")
+
+
+def planned(simulate, model, mode, ranks, *arguments):
+    options = simulate.arguments(list(map(str, arguments)))
+    return simulate.planned(model, mode, ranks, options)
+
+
+@pytest.mark.parametrize("model, mode, ranks", [("tiny", "fsdp", 16), ("tiny", "hsdp", 16), ("tiny", "ddp", 16),
+                                                ("tiny_experts", "fsdp", 16)])
+def test_bytes_are_those_of_the_plan(model, mode, ranks, simulate):
+    """What every rank sends and receives, inside nodes and between them, against the shares of all ranks."""
+    cluster = simulate.Cluster(node=4)
+    layouts, buckets, _, _ = planned(simulate, model, mode, ranks, "--shards", 8, "--expert-parallel", 4)
+    assert any(b.route == "exchange" for b in buckets)
+    for bucket in [b for b in buckets if b.route == "exchange"]:
+        for inbound in (True, False):
+            found = simulate.traffic(bucket, layouts, cluster, inbound)
+            expected = {where: Counter() for where in found}
+            for rank in bucket.ranks:
+                share = part("share").share_of(bucket, rank, layouts, None, {"update": 2})
+                way = share.inbound if inbound else share.outbound
+                here, there = ("", "owner ") if inbound else ("owner ", "")
+                for pieces, end, peer in ((way.leave, here, "owner" if inbound else "home"),
+                                          (way.arrive, there, "home" if inbound else "owner")):
+                    peers = Counter()
+                    for piece in pieces:
+                        peers[getattr(piece, peer)] += 2 * piece.numel
+                    for other, nbytes in peers.items():
+                        far = other // 4 != rank // 4
+                        expected[end + ("far" if far else "near")][rank] += nbytes
+                        expected[f"{end}messages"][rank] += far
+            for what, values in found.items():
+                assert [expected[what][r] for r in bucket.ranks] == values.tolist(), what
+
+
+def test_the_wire_follows_its_arguments(simulate):
+    layouts, (bucket,), *_ = planned(simulate, "tiny", "fsdp", 32)
+
+    def ms(exchange, **changes):
+        cluster = simulate.Cluster(**changes)
+        return simulate.wire_ms(simulate.traffic(bucket, layouts, cluster, True), bucket, cluster, exchange)
+
+    assert ms("flat", network_us=1060.0) == pytest.approx(ms("flat") + 1)
+    assert ms("flat", network_gbps=5.0) > ms("flat") > ms("flat", node=32) == ms("two-level", node=32)
+    assert ms("two-level", message_us=100.0) < ms("flat", message_us=100.0)  # 3 messages in place of up to 24
+    assert ms("flat", message_us=0.0) < ms("two-level", message_us=0.0)
+
+
+def test_a_step_is_at_least_its_products_and_its_wire_counts(simulate, monkeypatch):
+    options = simulate.arguments(["--layers", "4"])
+    fitted = {"scale": 1.0, "host_ms": 100.0, "stack_ms": 1.0}
+    flat, two = simulate.simulate("qwen3_1p7b", "fsdp", 64, simulate.Cluster(), fitted, options)
+    assert (flat["exchange"], two["exchange"]) == ("flat", "two-level") and flat["matrices"] == 28
+    assert flat["step_ms"] >= flat["products_ms"] and flat["step_ms"] >= flat["wire_ms"] > 0
+    elements = 28 / 196 * 1.409e9  # each received once and answered once, 2 bytes, less what stays in a node
+    assert flat["network_mb"] >= 2 * 2 * elements / 64 * 56 / 64 / 1e6
+    assert flat["balance"] >= flat["least_balance"] >= 1
+    options.run = "eager"
+    assert simulate.simulate("qwen3_1p7b", "fsdp", 64, simulate.Cluster(), fitted, options)[0]["step_ms"] > 100
+
+
+def test_alone_every_copy_does_all_the_work(simulate):
+    options = simulate.arguments(["--layers", "8", "--shards", "8"])
+    fitted = {"scale": 1.0, "host_ms": 0.0, "stack_ms": 0.0}
+    shared, alone = (simulate.simulate("qwen3_1p7b", mode, 32, simulate.Cluster(), fitted, options)[0]
+                     for mode in ("hsdp", "hsdp_alone"))
+    assert alone["products_ms"] > 3 * shared["products_ms"] and alone["network_mb"] == 0 < shared["network_mb"]
+
+
+def test_pieces_of_an_expert_that_lie_side_by_side_leave_no_node(simulate):
+    far, near = (planned(simulate, "tiny_experts", "fsdp", 16, "--expert-parallel", 8, "--expert-shards", where)
+                 for where in ("far", "near"))
+    for (layouts, buckets, *_), crosses in ((far, True), (near, False)):
+        found = [simulate.traffic(bucket, layouts, simulate.Cluster(node=2), True)["far"].any() for bucket in buckets]
+        assert found == [crosses] * len(buckets) and len(buckets) == 8
+
+
+def test_the_model_fits_what_was_measured(simulate):
+    """Steps of the committed results that the device bounds, within a quarter, and the fit is shown row by row."""
+    measured = simulate.read_measured(simulate.RESULTS)
+    fitted = simulate.fit(simulate.Cluster(), measured)
+    assert len(fitted["rows"]) == len(measured) >= 5 and 0.8 < fitted["scale"] < 1.3
+    for row, source in zip(fitted["rows"], measured):
+        assert row["measured_ms"] == pytest.approx(float(source["median_ms"]), abs=0.01)
+        if row["run"] == "eager" and row["measured_ms"] > 1.1 * float(source["host_ms"]):
+            assert row["predicted_ms"] == pytest.approx(row["measured_ms"], rel=0.25), row
+
+
+def test_lines_are_fitted(simulate):
+    assert simulate.line([(1, 3.0), (2, 5.0), (10, 21.0)]) == pytest.approx((1, 2))
+    assert simulate.line([(2, 4.0), (2, 6.0)]) == (0.0, 2.5) and simulate.line([]) == (0.0, 0.0)
+    assert simulate.line([(1, 1.0), (2, 4.0)])[0] == 0.0  # no negative start
+
+
+def test_the_newest_row_of_a_kind_counts(simulate, tmp_path):
+    keys = "ranks mode model implementation optimizer run median_ms host_ms layers".split()
+    lines = ["4,fsdp,tiny,ours,muon,eager,9,1,", "4,fsdp,tiny,ours,muon,eager,8,1,", "4,fsdp,tiny,peer,muon,eager,7,1,",
+             "4,reduce,tiny,ours,muon,eager,6,1,", "4,fsdp,tiny,ours,normuon,eager,5,1,",
+             "4,fsdp,tiny,ours,muon,graph,4,1,"]
+    rows = [dict(zip(keys, line.split(","))) for line in lines]
+    with open(tmp_path / "step.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, keys)
+        writer.writeheader()
+        writer.writerows(rows)
+    assert [row["median_ms"] for row in simulate.read_measured(tmp_path / "step.csv")] == ["8", "4"]
+
+
+def test_one_command_says_where_a_flat_exchange_stops_paying(simulate, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["simulate.py", "--models", "tiny", "--ranks", "8", "16", "64", "--layers", "20",
+                                     "--message-us", "50", "--out", str(tmp_path)])
+    simulate.main()
+    text = capsys.readouterr().out
+    assert "fitted to measured steps" in text and "tiny, fsdp: from 16 ranks on a flat all-to-all takes longer" in text
+    with open(tmp_path / "scaling.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["ranks"], row["exchange"]) for row in rows] == [
+        (ranks, exchange) for ranks in ("8", "16", "64") for exchange in ("flat", "two-level")]
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000 and math.isfinite(float(rows[-1]["step_ms"]))

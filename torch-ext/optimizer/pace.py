@@ -1,0 +1,169 @@
+"""How long things take: products by shape and batch, memory, the wire; and when buckets then run.
+
+Decides: the cost model, whole nanoseconds from measured times (the tiles' in kernels/tables/*.json, the rest in
+*_pace.json), by which owners are chosen, buckets are cut and ordered, and plans are reported. Must not know: owners,
+layouts, tensors.
+"""
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from . import pipeline, polar
+from .kernels import on_chip, tiles
+
+NOMINAL = 1000  # FLOPs in a nanosecond, where nothing was measured: only ratios count there
+BATCH = 16  # the matrix whose time counts for its owner is one of so many: a lone one leaves processors without work
+
+
+@functools.cache
+def table(arch: str) -> dict:
+    """The times of an architecture other than its products': {} where none were measured.
+
+    `copy_gbps` (device copy, bytes read + written), `wire_gbps` and `wire_us` (an all-to-all, docs/facts.md),
+    `exposed` (how much longer products take for each second of wire beside them), `norm` (of scaling to norm 1: per
+    stack, and bytes moved per element), `on_chip_us` (of a small matrix in one program: and per column).
+    """
+    path = tiles.TABLES / f"{arch}_pace.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+class Pace:
+    """Expected times, in ns, of the iteration `steps` (polar.Steps) on an architecture ("sm90", see kernels/tiles.py).
+
+    Called with (R, C), it returns what a matrix of that shape counts for its owner, an int above 0. `measured` says
+    whether these are times at all: of an architecture without tables only the ratios mean something.
+    """
+
+    def __init__(self, steps: polar.Steps, arch: str):
+        products = [e for e in tiles.table(arch)["entries"] if e["bytes"] == 2]
+        self.steps, self.table, self.processors = steps, table(arch), tiles.table(arch).get("processors", 1)
+        self.measured = bool(self.table) and all("us" in entry for entry in products)
+        self.entries = {op: [e for e in products if e["op"] == op] for op in ("gram", "symmetric", "product")}
+        self.key = hashlib.sha256(repr((arch, self.table, products)).encode()).hexdigest()  # part of the plan's digest
+        self._known = {}
+
+    @classmethod
+    def of(cls, hp, device) -> Pace:
+        """That of a parameter group on a device."""
+        steps = polar.steps_of(hp["ns_coefficients"], hp["ns_steps"])
+        return cls(steps, tiles.architecture(device.type, device.index))
+
+    def __call__(self, R: int, C: int) -> int:
+        if not self.measured:
+            return max(1, polar.cost(R, C, self.steps) // NOMINAL)
+        return max(1, self._stack(*sorted((R, C)), BATCH) // BATCH)
+
+    def stacks(self, counts: Mapping) -> int:
+        """The time of a stack of each shape, `counts`: (R, C) -> matrices."""
+        if not self.measured:
+            return sum(count * self(*shape) for shape, count in counts.items())
+        return sum(self._stack(*sorted(shape), count) for shape, count in counts.items() if count)
+
+    def _stack(self, n, m, count):
+        """ns of `count` (n, m) matrices, n <= m: every launch with the tile that is expected to be fastest."""
+        if (n, m, count) not in self._known:
+            if n <= on_chip.LARGEST and m <= on_chip.LONGEST:
+                first, column = self.table["on_chip_us"]
+                us = -(-count // self.processors) * (first + column * m)
+            else:
+                norm = self.table["norm"]
+                us = norm["launch_us"] + count * n * m * norm["bytes"] / self.table["copy_gbps"] / 1e3
+                for op, launches in polar.launches(n, m, self.steps).items():
+                    columns = n if op == "symmetric" else m
+                    us += launches * min(tiles.expected_us(entry, n, columns, count, self.processors)
+                                         for entry in self.entries[op])
+            self._known[n, m, count] = round(1e3 * us)
+        return self._known[n, m, count]
+
+    def memory(self, nbytes: float) -> int:
+        """The time to read or write so many bytes, all counted."""
+        return round(nbytes / self.table["copy_gbps"]) if self.measured else 0
+
+    def wire(self, nbytes: float) -> int:
+        """The time of an all-to-all in which no rank sends or receives more bytes."""
+        if not (self.measured and nbytes):
+            return 0
+        return round(1e3 * self.table["wire_us"] + nbytes / self.table["wire_gbps"])
+
+    def spans(self, parts) -> list[Span]:
+        """When buckets run; see `spans`."""
+        return spans(parts, self.table["exposed"] if self.measured else 0.0)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The expected times of one bucket, in ns: before its way in, the way, the products, the way back, the rest."""
+    pack: int
+    inbound: int
+    products: int
+    outbound: int
+    apply: int
+    travels: bool = True
+
+
+@dataclass(frozen=True)
+class Span:
+    """From `start` to `end`, in ns, bucket number `bucket` is at `what` on `lane` ("stream" or "wire")."""
+    lane: str
+    what: str
+    bucket: int
+    start: float
+    end: float
+
+
+def spans(parts, exposed: float) -> list[Span]:
+    """When buckets run on one rank: the pipeline's own order on a stream that computes and a wire that carries.
+
+    `exposed`: how much longer computing takes for each second in which the wire is busy beside it.
+    """
+    clock = _Clock(exposed)
+    pipeline.run([(_Story(clock, number, part), None) for number, part in enumerate(parts)])
+    return clock.spans
+
+
+class _Clock:
+    def __init__(self, exposed):
+        self.exposed, self.spans, self.now, self.free = exposed, [], 0.0, 0.0
+
+    def compute(self, what, bucket, duration):
+        start, end = self.now, self.now + duration
+        busy = sum(max(0.0, min(end, s.end) - max(start, s.start)) for s in self.spans[-16:] if s.lane == "wire")
+        self.now = end + self.exposed * busy
+        self.spans.append(Span("stream", what, bucket, start, self.now))
+
+    def carry(self, what, bucket, duration):
+        start = max(self.now, self.free)
+        self.free = start + duration
+        self.spans.append(Span("wire", what, bucket, start, self.free))
+        return _Flight(self, self.free)
+
+
+class _Flight:
+    """A collective that is done at a known time."""
+
+    def __init__(self, clock, end):
+        self.clock, self.end = clock, end
+
+    def wait(self):
+        self.clock.now = max(self.clock.now, self.end)
+
+
+class _Story:
+    """A route that only takes time."""
+
+    def __init__(self, clock, number, part):
+        self.clock, self.number, self.part, self.travels = clock, number, part, part.travels
+
+    def run(self, hp):
+        clock, part, number = self.clock, self.part, self.number
+        clock.compute("pack", number, part.pack)
+        if part.inbound:
+            yield clock.carry("in", number, part.inbound)
+        clock.compute("products", number, part.products)
+        if part.outbound:
+            yield clock.carry("out", number, part.outbound)
+        clock.compute("apply", number, part.apply)
