@@ -9,6 +9,7 @@ tile, so that every edge is there. Exit status 0: nothing found; 1: something; 2
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import shutil
@@ -43,11 +44,14 @@ def products(device, size) -> None:
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0):
         found += [(HALF, tiles.Tile(*sides, 64, 8, 3, 8, loop)) for loop in ("once", "turns", "flat")
                   for sides in ((64, 64), (64, 128))]
+        if torch.cuda.get_device_capability() == (9, 0) and part("kernels.pingpong").available():
+            found.append((HALF, tiles.Tile(128, 128, 64, 8, 5, 4, "pingpong")))
     for dtype, tile in found:
         X, A, out = padded(2, n, m, dtype, device), padded(2, n, n, dtype, device), padded(2, n, n, dtype, device)
         with tiles.force(tile):
             gram.gram(X, A)
             gram.symmetric_product(A, A, out, 0.5, [(A, 2.0), (A, 0.1)], 1.0)
+        with tiles.force(tile) if tile.loop != "pingpong" else contextlib.nullcontext():
             gram.product(out, X, padded(2, n, m, dtype, device))
             gram.product(out, X, torch.empty(2, m, n, device=device, dtype=torch.bfloat16).mT)
 

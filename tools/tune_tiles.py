@@ -64,6 +64,10 @@ def candidates(op: str, arch: str, shared: int):
         if fits and sensible and (not tma or inner == 64):
             yield {"op": op, "bytes": 2, "tile": [rows, columns, inner], "group": 8, "stages": stages, "warps": warps,
                    "loop": loop}
+    for stages in (3, 4, 5) if arch == "sm90" and op != "product" else ():
+        if 2 * stages * 64 * 256 + 4 * 128 * 128 <= shared:
+            yield {"op": op, "bytes": 2, "tile": [128, 128, 64], "group": 8, "stages": stages, "warps": 4,
+                   "loop": "pingpong"}
 
 
 def cases(op: str, processors: int):

@@ -112,13 +112,13 @@ def check_table(given: dict, name: str) -> None:
 def _fault(entry):
     rows, columns, inner = tile = entry.get("tile", (0, 0, 0))
     loop = entry.get("loop", "pointers")
-    wide = loop != "pointers" and columns == 2 * rows
+    wide = loop not in ("pointers", "pingpong") and columns == 2 * rows
     checks = {
         'op is none of "gram", "symmetric", "product"': entry.get("op") in ("gram", "symmetric", "product"),
         "bytes is neither 2 nor 4": entry.get("bytes") in (2, 4),
         "a side of the tile is no power of two from 16 on": all(x >= 16 and x & (x - 1) == 0 for x in tile),
         "a symmetric result needs square tiles": entry.get("op") == "product" or rows == columns or wide,
-        "loop is unknown": loop in ("pointers", "once", "turns", "flat"),
+        "loop is unknown": loop in ("pointers", "once", "turns", "flat", "pingpong"),
         "group, stages or warps is no positive number": all(entry.get(k, 0) > 0 for k in ("group", "stages", "warps")),
         "there are neither four numbers `us` nor `rows` and `columns`":
             len(entry.get("us", ())) == 4 or {"rows", "columns"} <= set(entry),
