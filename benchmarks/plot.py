@@ -17,7 +17,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-COLOURS = {"ours": "tab:red", "gns": "tab:blue", "torch.compile": "tab:gray", "dion": "tab:green",
+COLOURS = {"ours": "tab:red", "ours turbo": "tab:orange", "ours cubic": "tab:pink", "gns": "tab:blue",
+           "torch.compile": "tab:gray", "dion": "tab:green",
            "cublas": "black", "quack": "tab:purple"}
 
 

@@ -32,16 +32,18 @@ def test_from_measurement_to_figures(tmp_path):
     """A peer that is not installed leaves empty fields and a note; everything else is there."""
     table = tmp_path / "polar.csv"
     text = run("polar.py", "--shapes", "2x16x40", "3x20x8", "--products", "--spectra", "--peers", "cublas", "gns",
-               "--rounds", 2, "--burst-ms", 0.1, "--rest-ms", 0, "--commit", "abc", "--out", table)
+               "--presets", "turbo", "cubic", "--rounds", 2, "--burst-ms", 0.1, "--rest-ms", 0, "--commit", "abc",
+               "--out", table)
     with open(table, newline="") as file:
         rows = list(csv.DictReader(file))
     ours = [row for row in rows if row["implementation"] == "ours"]
     assert {(row["n"], row["rows"], row["cols"], row["algorithm"]) for row in ours if row["run"] == "eager"} >= {
         ("2", "16", "40", "gram"), ("3", "20", "8", "gram"), ("2", "16", "40", "product")}
     assert len([row for row in ours if row["spectrum"]]) == 10
-    timed = [row for row in ours if row["run"] == "eager"]
+    timed = [row for row in rows if row["run"] == "eager" and row["implementation"].startswith("ours")]
+    assert {row["implementation"] for row in timed} == {"ours", "ours turbo", "ours cubic"}
     assert all(0 < float(row["p20_ms"]) <= float(row["median_ms"]) <= float(row["p80_ms"]) for row in timed)
-    assert all(0 < float(row["error_fp64"]) < 0.01 and row["commit"] == "abc" for row in ours)
+    assert all(0 < float(row["error_fp64"]) < 0.01 and row["commit"] == "abc" for row in ours + timed)
     if importlib.util.find_spec("gram_newton_schulz") is None:
         missing = [row for row in rows if row["implementation"] == "gns"]
         assert missing and all((row["median_ms"], row["note"]) == ("", "ModuleNotFoundError") for row in missing)

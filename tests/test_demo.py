@@ -117,3 +117,19 @@ def test_default_rates_are_the_best_of_a_fair_sweep(example):
         assert min(by_lr) < best < max(by_lr), f"{name}: the best rate lies on the edge of its grid"
         assert list(by_lr) == list(losses["adamw"])
     assert len({(row["optimizer"], row["lr"], row["seed"]) for row in sweep.read_rows()}) == len(sweep.read_rows())
+
+
+def test_presets_are_trained_once(optimizer, tmp_path):
+    """One row per measurement of the held-out loss; a second call adds nothing."""
+    out = tmp_path / "presets.csv"
+    command = [sys.executable, EXAMPLES / "presets.py", *TINY, "--steps", "4", "--eval-every", "2", "--lr", "0.01",
+               "--sets", "turbo", "--seeds", "0", "--ns-dtype", "float16", "--out", out]
+    texts = []
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        texts.append((out.read_text(), done.stdout))
+    rows = list(csv.DictReader(texts[0][0].splitlines()))
+    assert [(row["ns_coefficients"], row["ns_dtype"], row["step"]) for row in rows] == [
+        ("turbo", "float16", "2"), ("turbo", "float16", "4")]
+    assert texts[0] == texts[1] and f"({float(rows[-1]['heldout_loss']):.4f})" in texts[0][1]
