@@ -78,7 +78,7 @@ def small_matrices(device, size) -> None:
     for N, rows, columns in ((3, n, m), (2, 20, 30)):
         X = torch.randn(N, rows, columns, device=device)
         if module.fits(X, HALF):
-            module.polar(X, torch.empty_like(X), (TRIPLES,), False, 1e-7, HALF)
+            module.polar(X, torch.empty_like(X), (TRIPLES,), 1e-7, HALF)
 
 
 def rows(device, size) -> None:
