@@ -86,10 +86,12 @@ def others(arch: str):
     pack, update, rows, norm, on_chip, aol = (
         part(f"kernels.{name}") for name in "pack update rows norm on_chip aol".split())
     table = dict(records="*i64", blocks="*i64", FIELDS=12, BLOCK=4096, ALIGNED=True, **TYPES)
-    yield compile_for(arch, pack._pack_kernel, dict(table, addresses="*i64", weight="*fp32", NESTEROV=True))
-    yield compile_for(arch, pack._copy_kernel, dict(table, addresses="*i64", FRESH=True))
-    yield compile_for(arch, pack._copy_kernel, dict(table, addresses=None, FRESH=False, ALIGNED=False))
-    yield compile_for(arch, update._update_kernel, dict(table, scales="*fp32", factors="*fp32"))
+    for skips in (False, True):
+        skip = dict(table, flags="*fp32" if skips else "*i64", places="*i64", SKIPS=skips)
+        yield compile_for(arch, pack._pack_kernel, dict(skip, addresses="*i64", weight="*fp32", NESTEROV=True))
+        yield compile_for(arch, pack._copy_kernel, dict(skip, addresses="*i64", FRESH=True))
+        yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ALIGNED=False))
+        yield compile_for(arch, update._update_kernel, dict(skip, scales="*fp32", factors="*fp32"))
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
                  span="i32", u_strides=COLUMN_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR, ROWS=4,
                  WIDE=True)

@@ -93,6 +93,28 @@ def test_ranks_issue_the_collectives_of_all_their_groups_in_one_order(optimizer,
             assert [c for c in first if c in second] == [c for c in second if c in first]
 
 
+def lopsided(rank, world):
+    """Stacks on the upper and the lower half of the ranks, and one matrix that the even ranks alone have."""
+    from torch.distributed.tensor import Replicate, Shard, init_device_mesh
+
+    R, cube = Replicate(), init_device_mesh("cpu", (2, 2, 2))
+    ways = {(2, 8, 6): [Shard(0), R, Shard(1)], (1, 6, 8): [Shard(1), R, Shard(0)]}
+    before = len(dist.distributed_c10d._world.pg_map)
+    params = [nn.Parameter(cut(torch.ones(shape), cube, way)) for shape, way in ways.items()]
+    stepper = package().Muon(params)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        stepper.step()
+        stepper.load_state_dict(stepper.state_dict())
+    return len(dist.distributed_c10d._world.pg_map) - before
+
+
+def test_ranks_in_different_numbers_of_groups_find_each_other(optimizer):
+    """Found by test_random: torch names a new group by how many groups a rank has. And none is made twice."""
+    assert run_threads(8, lopsided, timeout=20) == [2, 1] * 4
+
+
 # plain parameters with unreduced gradients -----------------------------------------------------------------------
 
 def unreduced(rank, world, shapes, odd, dtype, grad_dtype, missing):

@@ -48,8 +48,10 @@ LAYERS = [
     ["offload", "mean", "process_groups"],
     ["routes"],
     ["qk_clip", "checkpoint", "groups"],
+    ["agree", "guard", "move"],  # what ranks tell each other besides what the buckets carry
     ["bind"],  # what muon.py did before the first step: it plans with other ranks, and lends memory
     ["report"],
+    ["options"],
     ["muon"],
     ["__init__"],
 ]
@@ -162,10 +164,12 @@ def test_modules_import_only_from_layers_below(module):
 
 
 @every_module
-def test_only_routes_issues_collectives(module):
+def test_collectives_are_issued_where_ranks_talk(module):
+    """`routes` carries the buckets; `agree` compares the plans once; `guard` compares flags of broken gradients;
+    `move` brings state to new owners."""
     calls = [node for node in ast.walk(TREES[module]) if isinstance(node, ast.Call)]
     found = [f"line {call.lineno}: {ast.unparse(call.func)}" for call in calls if _is_collective(call)]
-    assert module == "routes" or found == []
+    assert module in ("routes", "agree", "guard", "move") or found == []
 
 
 def _is_collective(call: ast.Call) -> bool:

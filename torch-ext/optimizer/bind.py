@@ -11,16 +11,21 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from . import debug
-from .groups import name_of
+from .groups import name_in, name_of
+from .guard import Guard
 from .layout import check_local_shape, is_dtensor, layout_of, local_of, this_rank
 from .pace import Pace
 from .pipeline import SLOTS, Pause
-from .plan import digest, make_plan, plan_chunks, turn
-from .routes import ROUTES, Elementwise, agree
+from .plan import make_plan, plan_chunks, turn
+from .routes import ROUTES, Elementwise
 from .share import chunk_share, share_of
 from .store import Bound, Store, Workspace, create_state, gradient_dtype
 
+# what capturable=True says, once each, where a graph does not fit
+OTHER_NUMBERS = "the step is not replayed, since a number other than lr, weight_decay and momentum changed"
+OTHER_PLACES = "AdamW's step is not replayed, since gradients lie elsewhere or a number other than lr changed"
+OTHER_PARAMETERS = ("the step is not replayed, since parameters, their memory or the form of gradients changed or a "
+                    "gradient is missing")
 ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -29,7 +34,8 @@ class Plan:
     """One group's parameters of one kind, where they and their row state live, and what this rank has of each bucket.
 
     `shares`: None if all of it is stepped elementwise where it is stored; `shared`: the numbers of the parameters for
-    which ranks must act alike; `in_chunks`: whether they are cut into rows of dim 0.
+    which ranks must act alike; `in_chunks`: whether they are cut into rows of dim 0; `pace`: a
+    digest of the times by which owners were chosen.
     """
     group: dict
     params: list
@@ -38,6 +44,7 @@ class Plan:
     shares: list | None
     shared: frozenset
     in_chunks: bool = False
+    pace: str = ""
 
 
 class Planner:
@@ -79,10 +86,9 @@ class Planner:
         for i, p in enumerate(params):
             kept = None if owners.get(i, self.rank) == self.rank else 0
             create_state(self.state[p], p, keys, self.options.state_dtype, rows=kept)
-        self._agree(buckets, layouts, str(wire), bool(rows), pace.key)
         shares = [(b, share_of(b, self.rank, layouts, rows, sizes)) for b in buckets if self.rank in b.ranks]
         travelling = frozenset(m.param for b in buckets if b.route != "local" for m in b.matrices)
-        return Plan(group, params, layouts, rows, shares, travelling)
+        return Plan(group, params, layouts, rows, shares, travelling, pace=pace.key)
 
     def _elementwise(self, group, params):
         for p in params:
@@ -99,7 +105,10 @@ class Planner:
             part = -(-rows // len(ranks))
             kept = min(part, max(0, rows - part * ranks.index(self.rank)))
             create_state(self.state[p], p, ADAMW_STATE, self.options.state_dtype, rows=kept)
-        self._agree(buckets, layouts, str(params[0].dtype), sizes)
+            if p.ndim and len(self.state[p]["exp_avg"]) != kept:
+                raise RuntimeError(f"the state of parameter {name_in(group, p)} has {len(self.state[p]['exp_avg'])} "
+                                   f"rows at this rank, not {kept}: it is that of another number of ranks; load one "
+                                   "of as many ranks (load_state_dict)")
         shares = [(b, chunk_share(b, shapes, self.rank, sizes)) for b in buckets]
         return Plan(group, params, layouts, None, shares, frozenset(range(len(params))), in_chunks=True)
 
@@ -122,21 +131,28 @@ class Planner:
             raise ValueError(f"workspace_bytes={given} is too small: with {least}, {SLOTS} buckets at a time, it takes "
                              f"{needed} bytes; pass at least that, or None")
 
-    def _agree(self, buckets, layouts, *more) -> None:
-        """With every set of ranks that this rank shares buckets with."""
-        travelling = [b for b in buckets if self.rank in b.ranks and b.route != "local"]
-        for ranks in dict.fromkeys(b.ranks for b in travelling):
-            together = [b for b in travelling if b.ranks == ranks]
-            agree(self.groups.of(ranks), digest(together, layouts, debug.choices(), *more), self.device)
+
+def watch(plans, stores, groups, mode):
+    """The Guard that flags what the step leaves alone; `mode`: what to do about it. None: nobody looks."""
+    return None if mode == "propagate" else Guard(plans, stores, groups, whole=mode != "skip")
 
 
-def bind(plans, options, groups, state, graphs):
-    """(stores, [(route, live parameter group)]) of all plans: their buckets share one workspace and one pipeline.
+def make_stores(plans, state) -> list:
+    """The memory of each plan's parameters. Raises RuntimeError for a parameter whose memory was freed."""
+    for plan in plans:
+        for p in plan.params:
+            if p.numel() and local_of(p).numel() and not local_of(p).untyped_storage().nbytes():
+                raise RuntimeError(f"parameter {name_in(plan.group, p)} has no memory: it was freed, and has to be "
+                                   "materialized again before the step")
+    return [Store(p.params, p.layouts, p.row_layouts, state, p.in_chunks, p.group) for p in plans]
+
+
+def bind(plans, stores, options, groups, graphs):
+    """[(route, live parameter group)] of all plans: their buckets share one workspace and one pipeline.
 
     `graphs`: those of buckets, and those of what is stepped where it is stored.
     """
     graphs, beside = graphs
-    stores = [Store(p.params, p.layouts, p.row_layouts, state, p.in_chunks, p.group) for p in plans]
     jobs = [(Elementwise(store, beside if options.capturable else None), p.group)
             for p, store in zip(plans, stores) if p.shares is None]
     tasks = [(store, p.group, *part) for p, store in zip(plans, stores) for part in p.shares or ()]
@@ -157,4 +173,12 @@ def bind(plans, options, groups, state, graphs):
         ranks = bound.bucket.ranks if route.travels else ranks
         bound.memory, bound.graphs = workspace.take(number, bound.share.needs), graphs
         jobs.append((route(bound), bound.hp))
-    return stores, jobs
+        jobs[-1][0].label = _label(number, bound)
+    return jobs
+
+
+def _label(number, bound) -> str:
+    """A bucket's name in messages."""
+    ranks, first = bound.bucket.ranks, bound.store.params[bound.bucket.matrices[0].param]
+    return (f"bucket {number} ({bound.bucket.route}; {len(bound.bucket.matrices)} matrices, the first of parameter "
+            f"{name_in(bound.hp, first)}; ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''})")

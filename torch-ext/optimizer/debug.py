@@ -1,9 +1,11 @@
-"""Environment variables for finding faults.
+"""Finding faults: environment variables, and errors that say where they happened.
 
-Decides: their names and what they may say. Must not know: anything else of the package; everybody may import it.
+Decides: the variables' names and what they may say. Must not know: anything else of the package; everybody may
+import it.
 """
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from pathlib import Path
@@ -40,3 +42,16 @@ def choices() -> tuple[str, str]:
     """Return what all ranks must have alike, for one matrix to have the same bits on each: kernels, and which tiles."""
     own = tiles()
     return kernels(), hashlib.sha256(own.read_bytes()).hexdigest() if own else ""
+
+
+@contextlib.contextmanager
+def during(what: str):
+    """Let an error say during what it happened; it keeps its type where it has a message of its own."""
+    try:
+        yield
+    except Exception as error:
+        text = f"in {what}: {error}"
+        if not error.args or not isinstance(error.args[0], str):
+            raise RuntimeError(text) from error
+        error.args = (text, *error.args[1:])
+        raise

@@ -146,6 +146,11 @@ def name_of(group, number) -> str:
     return names[number] if names else f"#{number}"
 
 
+def name_in(group, param) -> str:
+    """The name of a parameter that is in a group, for messages."""
+    return name_of(group, next(i for i, p in enumerate(group["params"]) if p is param))
+
+
 def _check_numbers(group) -> None:
     for key in ("lr", "weight_decay", "eps"):
         _require(0 <= _number(group[key]) < math.inf, key, group[key], "a finite number >= 0")

@@ -47,6 +47,11 @@ def raw_locals(tensors) -> list:
     return [t._local_tensor if isinstance(t, kind) else t for t in tensors]
 
 
+def form_of(param) -> tuple:
+    """What a plan depends on besides the parameter itself: other memory may come with another form."""
+    return param.shape, param.dtype, param.device, param._spec if is_dtensor(param) else None
+
+
 def layout_of(param, group=None, shape=None) -> Layout:
     """The layout of `param`, or of a tensor of another `shape` placed like it (row state is (..., R, 1)).
 

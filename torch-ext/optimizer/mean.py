@@ -7,7 +7,7 @@ from .kernels.table import Source
 
 
 class Mean:
-    """The mean over the ranks of what arrived from each, in fp32 (fp64 in fp64), summed in the order of the ranks."""
+    """The mean over the ranks of what arrived from each, in fp32 (fp64 in fp64), summed in torch's order."""
 
     def __init__(self, wire, memory):
         ranks, nbytes = len(wire.travel.recv_bytes), wire.travel.recv_bytes[0]

@@ -7,66 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from . import pipeline
-from .bind import Planner, bind
+from .agree import agree
+from .bind import OTHER_NUMBERS, OTHER_PARAMETERS, OTHER_PLACES, Planner, bind, make_stores, watch
 from .feed import Feed
 from .graphs import Graphs, release_before_groups
 from .groups import check_group, check_unique, name_of
-from .layout import is_dtensor, local_of, raw_locals, this_rank
-from .plan import ALIGNMENT
+from .guard import unscale
+from .layout import form_of, is_dtensor, local_of, this_rank
+from .move import move_state
+from .options import Options
 from .process_groups import Groups
 from .recipe import baked
 from .report import Report, Stopwatch, report_of
 from .routes import Elementwise, Presence
-from .store import check_dense, form_of_zeros, restore_state
-
-# what capturable=True says, once each, where a graph does not fit
-OTHER_NUMBERS = "the step is not replayed, since a number other than lr, weight_decay and momentum changed"
-OTHER_PLACES = "AdamW's step is not replayed, since gradients lie elsewhere or a number other than lr changed"
-OTHER_PARAMETERS = ("the step is not replayed, since parameters, their memory or the form of gradients changed or a "
-                    "gradient is missing")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What holds for the whole optimizer: the keyword arguments of `Muon` that no group can change."""
-    process_group: object = None
-    grads_are_reduced: bool = True
-    state_dtype: torch.dtype = torch.float32
-    wire_dtype: torch.dtype = torch.bfloat16
-    ns_dtype: torch.dtype | None = None
-    workspace_bytes: int | None = None
-    capturable: bool = False
-
-    def check(self) -> None:
-        """Raise ValueError for a value that is not allowed."""
-        wide = (torch.float32, torch.bfloat16)
-        for key, allowed in (("state_dtype", wide), ("wire_dtype", wide), ("ns_dtype", (None, *wide, torch.float16))):
-            if getattr(self, key) not in allowed:
-                raise ValueError(f"{key}={getattr(self, key)} is not allowed: it must be one of {allowed}")
-        room = self.workspace_bytes
-        if room is not None and (type(room) is not int or room < 1):
-            raise ValueError(f"workspace_bytes={room!r} is not allowed: it must be a whole number >= 1, or None")
-        if type(self.capturable) is not bool:
-            raise ValueError(f"capturable={self.capturable!r} is not allowed: it must be True or False")
-        if not self.grads_are_reduced and self.process_group is None:
-            raise ValueError("grads_are_reduced=False needs process_group: the ranks over which gradients are averaged")
-        if self.process_group is not None and not dist.is_initialized():
-            raise ValueError("process_group was given, but torch.distributed is not initialized: "
-                             "call init_process_group first")
-
-    def workspace(self, device) -> int:
-        """The bytes that buckets may take of one rank, all together."""
-        if self.workspace_bytes is not None:
-            return self.workspace_bytes
-        if device.type != "cuda":
-            return 256 << 20
-        return min(2 << 30, torch.cuda.get_device_properties(device).total_memory * 3 // 100)
+from .store import memory_key, restore_state
 
 
 class Muon(torch.optim.Optimizer):
@@ -89,16 +49,23 @@ class Muon(torch.optim.Optimizer):
     capturable=True: on NVIDIA GPUs the step, its collectives included, is captured as a CUDA graph in the second step
     and replayed; without, only the parts between collectives are. Either way the bits are the same, and lr,
     weight_decay and momentum may change at every step (weight_decay of AdamW: at the price of a new capture).
+    nonfinite: what NaN or Inf in a gradient does. "propagate" looks at nothing: it spoils the matrix. "skip": that
+    matrix (under AdamW, that parameter) keeps its weight and state on every rank, and `skipped` counts it. "raise":
+    nothing changes on any rank, and the step ends in a RuntimeError; it waits for the device once. With a
+    torch.amp.GradScaler, whose found_inf keeps all of the step, gradients are unscaled in place by the step.
 
     Raises ValueError or NotImplementedError at construction for what could not be stepped.
     """
     timing, _extra_keys, _graphs, _beside = False, (), None, None
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler sets `grad_scale` and `found_inf`, and leaves the rest
+    _half_way, _world, _skipped, _groups = False, None, None, None
 
     def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, ns_coefficients="polar_express",
                  eps=1e-7, ns_steps=5, adjust_lr_fn=None, *, adamw_betas=(0.9, 0.95), adamw_eps=1e-8, **options):
         extra = {key: options.pop(key) for key in self._extra_keys}
         self._options, self._adamw = Options(**options), {"betas": adamw_betas, "eps": adamw_eps}
         self._options.check()
+        self._is_world = options.get("process_group") is not None and self._options.process_group is dist.group.WORLD
         self._forget()
         super().__init__(params, {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
@@ -138,19 +105,50 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One step; returns the closure's loss. The first step plans: all ranks have to take it together."""
+        """One step; returns the closure's loss. The first step plans: all ranks have to take it together.
+
+        Raises RuntimeError, also for all later steps until `load_state_dict`, if it failed half-way.
+        """
+        if self._half_way:
+            raise RuntimeError("the last step of this optimizer failed half-way: some weights and state are those of "
+                               "before it, some those of after it. Load a checkpoint into the model and into the "
+                               "optimizer (load_state_dict), then go on")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with _on(local_of(self.param_groups[0]["params"][0]).device):
-            for store in self._ready():
-                store.read()
-            self._feed.send()
-            self._presence.save()
-            self._launch()
-            self._presence.settle()
+            self._take(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         return loss
+
+    def _take(self, grad_scale, found_inf) -> None:
+        """Step, with what a GradScaler says of the gradients, or None."""
+        stores = self._ready(found_inf is not None)
+        unscale(stores, grad_scale)
+        for store in stores:
+            store.read()
+        self._feed.send()
+        if self._guard is not None:
+            self._guard.check(found_inf)
+        self._presence.save()
+        self._half_way = True
+        self._launch()
+        self._presence.settle()
+        self._half_way = False
+        if self._guard is not None:
+            self._note(found_inf is None)
+
+    def _note(self, tell) -> None:
+        """Count what was left alone; `tell`: it is for the optimizer to say so, if it is to."""
+        count = self._guard.flags.count_nonzero()
+        self._skipped = count if self._skipped is None else self._skipped.to(count.device).add_(count)
+        if tell and self._options.nonfinite == "raise":
+            self._guard.tell()
+
+    @property
+    def skipped(self) -> torch.Tensor:
+        """How many matrices (AdamW: parameters) this rank left alone for NaN or Inf so far: int64, on the device."""
+        return torch.zeros((), dtype=torch.int64) if self._skipped is None else self._skipped
 
     def _launch(self) -> None:
         """All work of the step; with `capturable`, as one graph and one for each AdamW group that knows no ranks."""
@@ -176,33 +174,61 @@ class Muon(torch.optim.Optimizer):
             raise RuntimeError("there is no plan yet: the first step makes it (call step() before plan_report())")
         return report_of(self._jobs + self._alone, this_rank(), self._watch)
 
-    def _ready(self):
+    def _ready(self, scaled=False):
         """The stores of this step. Planned anew if parameters changed, bound anew if memory or gradients' form did."""
+        self._find_world()
         for alone in (False, True):  # what this process steps alone must not change what it steps with others
             units = [(group, params) for group in self.param_groups if (params := self._stepped(group, alone))]
             key = [(g["use_muon"], g["adjust_lr_fn"], tuple(map(id, params))) for g, params in units]
             if key != self._planned_for[alone]:
                 planner = Planner(self._options, self._groups, self.state, alone)
-                self._plans[alone] = [plan for unit in units for plan in planner.plan(*unit)]
-                self._planned_for[alone], self._bound_for = key, None
+                plans = [plan for unit in units for plan in planner.plan(*unit)]
+                agree(plans, self._options, self._groups)
+                move_state(plans, self.state, self._groups)
+                self._plans[alone], self._planned_for[alone] = plans, key
+                self._bound_for = self._forms = None
         plans = self._plans[False] + self._plans[True]
-        key = _memory_key([p for plan in plans for p in plan.params], self.state)
+        params = [p for plan in plans for p in plan.params]
+        key = *memory_key(params, self.state), scaled
         if key != self._bound_for:
-            self._presence.wait()
-            self._graphs.say(OTHER_PARAMETERS)
-            for graphs in (self._graphs, self._beside):
-                graphs.begin(local_of(self.param_groups[0]["params"][0]).device)
-            self._stores, jobs = bind(plans, self._options, self._groups, self.state, (self._graphs, self._beside))
-            if self._options.capturable and self._graphs.on:
-                self._groups.check_capturable()
-                release_before_groups()
-            self._presence, self._bound_for = Presence(plans, self._stores, self._groups), key
-            self._feed, self._watch = Feed(self._stores, self._presence), None
-            # what holds addresses of gradients is a graph of its own: other ranks do not wait when it is made anew
-            self._alone = [job for job in jobs if self._options.capturable and isinstance(job[0], Elementwise)]
-            self._jobs = [job for job in jobs if job not in self._alone]
-            self._together = [s for s in self._stores if all(s is not route.store for route, _ in self._alone)]
+            forms = [form_of(p) for p in params]
+            if self._forms not in (None, forms):
+                self._forget()
+                return self._ready(scaled)
+            self._bind(plans, "raise" if scaled else self._options.nonfinite)
+            self._bound_for, self._forms = key, forms
         return self._stores
+
+    def _bind(self, plans, nonfinite) -> None:
+        self._presence.wait()
+        self._graphs.say(OTHER_PARAMETERS)
+        for graphs in (self._graphs, self._beside):
+            graphs.begin(local_of(self.param_groups[0]["params"][0]).device)
+        self._stores = make_stores(plans, self.state)
+        self._guard = watch(plans, self._stores, self._groups, nonfinite)
+        jobs = bind(plans, self._stores, self._options, self._groups, (self._graphs, self._beside))
+        if self._options.capturable and self._graphs.on:
+            self._groups.check_capturable()
+            release_before_groups()
+        self._presence = Presence(plans, self._stores, self._groups)
+        self._feed, self._watch = Feed(self._stores, self._presence), None
+        # what holds addresses of gradients is a graph of its own: other ranks do not wait when it is made anew
+        self._alone = [job for job in jobs if self._options.capturable and isinstance(job[0], Elementwise)]
+        self._jobs = [job for job in jobs if job not in self._alone]
+        self._together = [s for s in self._stores if all(s is not route.store for route, _ in self._alone)]
+
+    def _find_world(self) -> None:
+        """Drop what was planned for process groups that were destroyed."""
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if world is self._world:
+            return
+        if self._world is not None and self._options.process_group is not None:
+            if world is None or not self._is_world:
+                raise RuntimeError("process_group was destroyed since the optimizer was built; build another one with "
+                                   "a group of now, and load this one's state_dict() into it")
+            self._options = replace(self._options, process_group=world)
+        self._world, self._groups = world, Groups()
+        self._forget()
 
     def _stepped(self, group, alone) -> list:
         """The parameters of a step that this process takes alone, or with other ranks.
@@ -217,7 +243,8 @@ class Muon(torch.optim.Optimizer):
         """Drop plans and bound memory; the next step makes them anew. State stays."""
         self._planned_for, self._bound_for = {False: None, True: None}, None
         self._plans, self._stores, self._jobs, self._alone = {False: [], True: []}, [], [], []
-        self._groups, self._presence, self._feed, self._watch = Groups(), Presence(), None, None
+        self._presence, self._feed, self._watch, self._guard, self._forms = Presence(), None, None, None, None
+        self._groups = self._groups or Groups()  # making them again at each plan would leave more and more behind
         excuses = (OTHER_NUMBERS, OTHER_PLACES) if self._options.capturable else ("", "")
         if self._graphs is None:
             self._graphs, self._beside = map(Graphs, excuses)
@@ -241,11 +268,13 @@ class Muon(torch.optim.Optimizer):
         for number, param in zip(saved, itertools.chain(*(group["params"] for group in self.param_groups))):
             if number in final["state"]:
                 restore_state(self.state[param], param, final["state"][number], self._options.state_dtype)
+        self._half_way = False
         self._forget()
 
     def __getstate__(self):
         options = replace(self._options, process_group=getattr(self._options.process_group, "group_name", None))
-        return {**super().__getstate__(), "_options": options, "_adamw": self._adamw}
+        return {**super().__getstate__(), "_options": options, "_adamw": self._adamw, "_half_way": self._half_way,
+                "_skipped": self._skipped, "_is_world": self._is_world}
 
     def __setstate__(self, state) -> None:
         super().__setstate__(state)
@@ -264,16 +293,6 @@ class NorMuon(Muon):
 
     def __init__(self, params, *args, beta2=0.95, **kwargs):
         super().__init__(params, *args, beta2=beta2, **kwargs)
-
-
-def _memory_key(params, state):
-    """What bound views and launches depend on: where parameters and state lie, and how the gradients are laid out."""
-    gradients = [p.grad for p in params]
-    there = [g for g in gradients if g is not None]
-    check_dense(there)
-    forms = iter([(g.dtype, g.stride(), g.data_ptr() % ALIGNMENT) for g in raw_locals(there)])
-    return ([t.data_ptr() for t in raw_locals(t for p in params for t in (p, *state[p].values()))],
-            [next(forms) if g is not None else form_of_zeros(p) for p, g in zip(params, gradients)])
 
 
 def _on(device):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from . import debug
+
 SLOTS = 3  # buckets alive at once: one arriving, one being computed, one returning; each has memory of its own
 
 
@@ -29,8 +31,8 @@ def run(jobs) -> None:
     that is applied: the wire is busy while matrices are multiplied. Buckets that stay at home run while the first one
     travels.
     """
-    stories = [route.run(hp) for route, hp in jobs if route.travels]
-    at_home = [route.run(hp) for route, hp in jobs if not route.travels]
+    stories = [_told(route, hp) for route, hp in jobs if route.travels]
+    at_home = [_told(route, hp) for route, hp in jobs if not route.travels]
     alive = _advance(stories[:1])
     for story in at_home:
         next(story, None)
@@ -52,6 +54,12 @@ def beside(work, jobs, stream) -> None:
     here.wait_stream(stream)
 
 
+def _told(route, hp):
+    """A route's story. An error in it, or of a collective that it waits for, says which bucket that was."""
+    with debug.during(getattr(route, "label", type(route).__name__)):
+        yield from route.run(hp)
+
+
 def _advance(stories):
     """[(story, collective it waits for)] of those that are not at their end."""
     return [(story, collective) for story in stories if (collective := next(story, None)) is not None]
@@ -61,6 +69,9 @@ def _resume(alive):
     """Let every bucket on its way go on once its collective is done, the one that started last first."""
     resumed = []
     for story, collective in reversed(alive):
-        collective.wait()
+        try:
+            collective.wait()
+        except Exception as error:
+            story.throw(error)
         resumed = _advance([story]) + resumed
     return resumed

@@ -1,6 +1,11 @@
 """Which process group connects a set of ranks. Makes what is missing; issues no collective of a step."""
 from __future__ import annotations
 
+import functools
+import hashlib
+import itertools
+import threading
+
 import torch.distributed as dist
 
 from .layout import is_dtensor
@@ -13,7 +18,8 @@ class Groups:
         self.known, self.used = {}, set()
 
     def learn(self, params, process_group) -> None:
-        """Remember the groups that the parameters bring along."""
+        """Remember the groups that the parameters bring along, and forget which ones earlier plans used."""
+        self.used.clear()
         groups = [process_group] if process_group is not None else []
         for mesh in {p.device_mesh for p in params if is_dtensor(p)}:
             groups += [mesh.get_group(axis) for axis in range(mesh.ndim)]
@@ -23,7 +29,12 @@ class Groups:
     def of(self, ranks):
         """All ranks of the group call this in the same order, since all have the same plan."""
         if ranks not in self.known:
-            self.known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+            _name_by_ranks()
+            _making.ours = True
+            try:
+                self.known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+            finally:
+                _making.ours = False
         self.used.add(ranks)
         return self.known[ranks]
 
@@ -35,3 +46,28 @@ class Groups:
                 raise ValueError(f"capturable=True is not allowed: the process group of ranks {ranks} has the backends "
                                  f"{backends}, and CUDA graphs hold collectives of NCCL only: initialize it with nccl, "
                                  "or leave capturable out")
+
+
+_making = threading.local()
+
+
+@functools.cache
+def _name_by_ranks() -> None:
+    """Have the ranks of a new group find each other by its ranks alone.
+
+    torch (2.11 to 2.13) puts the number of groups that each of them has into the name, and ranks that are in different
+    numbers of groups wait for each other under different names.
+    """
+    c10d = dist.distributed_c10d
+    torchs = c10d._hash_ranks_to_str
+
+    def name(ranks):
+        return _free_name(ranks, c10d._world.pg_names.values()) if getattr(_making, "ours", False) else torchs(ranks)
+
+    c10d._hash_ranks_to_str = name
+
+
+def _free_name(ranks, taken) -> str:
+    """The first name of these ranks that no group has yet; they make their groups in the same order."""
+    names = (hashlib.sha256(repr((list(ranks), number)).encode()).hexdigest() for number in itertools.count())
+    return next(name for name in names if name not in taken)

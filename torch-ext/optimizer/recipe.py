@@ -68,6 +68,15 @@ def apply(update, numbers) -> None:
     update(numbers[:2])
 
 
+def adamw_unless(flags, W, G, states, hp, numbers) -> None:
+    """AdamW parameter by parameter; one whose flag is set keeps its weight and state. The rest as `adamw` takes it."""
+    for flag, w, g, *own in zip(flags, W, G, *states):
+        old = [t.clone() for t in (w, *own)]
+        adamw([w], [g], [[t] for t in own], hp, numbers)
+        for now, then in zip((w, *own), old):
+            now.copy_(torch.where((flag > 0).to(now.device), then, now))
+
+
 def adamw(W, G, states, hp, numbers) -> None:
     """AdamW (arXiv 1711.05101) in place, through torch's fused or foreach kernels, in the dtype of the state.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from . import recipe
+from . import debug, recipe
 from .graphs import capturing
 from .kernels.pack import Copy, Pack, copy_torch
 from .kernels.update import Update
@@ -25,10 +25,12 @@ class Local:
         self.bound, home = bound, bound.pieces("home")
         self.stacks, self.rows, whole = bound.stacks()
         V, updates = bound.states(bound.pieces("home", "row"), "second_moment"), [whole[p] for p in home]
-        self.pack = Pack(bound.states(home, "momentum_buffer"), updates, bound.sources(home), bound.store.gradients)
-        self.fetch_rows = Copy([whole[p] for p in bound.pieces("home", "row")], V)
-        self.keep_rows = Copy(V, [whole[p] for p in bound.pieces("home", "row")])
-        self.update = Update(bound.weights(home), updates, bound.scales(home))
+        skip, rows = bound.store.skip(home), bound.pieces("home", "row")
+        self.pack = Pack(bound.states(home, "momentum_buffer"), updates, bound.sources(home), bound.store.gradients,
+                         skip)
+        self.fetch_rows = Copy([whole[p] for p in rows], V)
+        self.keep_rows = Copy(V, [whole[p] for p in rows], bound.store.skip(rows))
+        self.update = Update(bound.weights(home), updates, bound.scales(home), skip)
 
     def run(self, hp):
         self.bound.replay(self.step, hp)
@@ -69,13 +71,14 @@ class Exchange(Journey):
         back = {**self.outbound.arrive, **{p: whole[p] for p in (*home, *rows) if p in whole}}
         sent = {**back, **self.inbound.leave}
         V, sent_rows = bound.states(rows, "second_moment"), [p for p in rows if p.fed]
+        skip = bound.store.skip(home)
         self.pack = Pack(bound.states(home, "momentum_buffer"), [sent[p] for p in home], bound.sources(home),
-                         bound.store.gradients)
+                         bound.store.gradients, skip)
         self.send_rows = Copy([sent[p] for p in sent_rows], bound.states(sent_rows, "second_moment"))
         self.assemble = Copy([whole[p] for p in self.inbound.arrive], list(self.inbound.arrive.values()))
         self.dismantle = Copy(list(self.outbound.leave.values()), [whole[p] for p in self.outbound.leave])
-        self.keep_rows = Copy(V, [back[p] for p in rows])
-        self.update = Update(bound.weights(home), [back[p] for p in home], bound.scales(home))
+        self.keep_rows = Copy(V, [back[p] for p in rows], bound.store.skip(rows))
+        self.update = Update(bound.weights(home), [back[p] for p in home], bound.scales(home), skip)
 
     def leave(self, hp):
         recipe.momentum(self.pack, self.bound.gradients(), self.bound.store.numbers, hp)
@@ -104,12 +107,12 @@ class Reduce(Journey):
         self.fill = Copy.of_gradients([self.inbound.leave[p] for p in home], bound.sources(home), bound.store.gradients)
         self.mean = Mean(self.inbound, bound.memory["mean"])
         self.pack = Pack(bound.states(owned, "momentum_buffer"), [whole[p] for p in owned],
-                         [self.mean.source(p) for p in owned], [self.mean.out])
+                         [self.mean.source(p) for p in owned], [self.mean.out], bound.store.skip(owned))
         self.fetch_rows = Copy([whole[p] for p in rows], bound.states(rows, "second_moment"))
-        self.keep_rows = Copy(bound.states(rows, "second_moment"), [whole[p] for p in rows])
+        self.keep_rows = Copy(bound.states(rows, "second_moment"), [whole[p] for p in rows], bound.store.skip(rows))
         self.dismantle = Copy(list(self.outbound.leave.values()), [whole[p] for p in self.outbound.leave])
         back = {**self.outbound.arrive, **{p: whole[p] for p in owned}}
-        self.update = Update(bound.weights(home), [back[p] for p in home], bound.scales(home))
+        self.update = Update(bound.weights(home), [back[p] for p in home], bound.scales(home), bound.store.skip(home))
 
     def leave(self, _):
         self.fill(*self.bound.gradients())
@@ -134,6 +137,7 @@ class Elementwise:
         """`graphs`: None launches every step anew; a graph holds the addresses of its gradients."""
         self.store, self.graphs, self.W = store, graphs, store.locals()
         self.states = [store.locals(key) for key in ("exp_avg", "exp_avg_sq", "step")]
+        self.flags = None if store.flags is None else [store.flags[store.first[i]] for i in range(len(self.W))]
 
     def run(self, hp):
         if self.graphs is None:
@@ -145,7 +149,7 @@ class Elementwise:
         yield  # a story like the others, without a collective
 
     def step(self, hp):
-        recipe.adamw(self.W, self.store.gradients, self.states, hp, self.store.numbers)
+        _adamw(self.flags, self.W, self.store.gradients, self.states, hp, self.store.numbers)
 
 
 class ReduceElementwise(Journey):
@@ -161,6 +165,8 @@ class ReduceElementwise(Journey):
         self.lists = [W, [self.mean.view(p).view(w.shape) for p, w in zip(owned, W)],
                       [*(bound.states(owned, key) for key in ("exp_avg", "exp_avg_sq")),
                        [_steps(bound, p) for p in owned]]]
+        skip = bound.store.skip(owned)
+        self.flags = None if skip is None else [skip.flags[place] for place in skip.places]
         self.sent = self._both_ends(self.outbound.leave)
         self.answered = self._both_ends(self.outbound.arrive)[::-1]
 
@@ -174,11 +180,15 @@ class ReduceElementwise(Journey):
 
     def compute(self, hp):
         self.mean()
-        recipe.adamw(*self.lists, hp, self.bound.store.numbers)
+        _adamw(self.flags, *self.lists, hp, self.bound.store.numbers)
         copy_torch(*self.sent)
 
     def land(self, _):
         copy_torch(*self.answered)
+
+
+def _adamw(flags, *arguments):
+    recipe.adamw(*arguments) if flags is None else recipe.adamw_unless(flags, *arguments)
 
 
 def _steps(bound, piece):
@@ -229,9 +239,8 @@ class Presence:
         self.device = stores[0].device if stores else torch.device("cpu")
         for plan, store in zip(plans, stores):
             for number, layout in enumerate(plan.layouts):
-                ranks = tuple(sorted(layout.boxes)) if number in plan.shared else ()
-                if len(layout.boxes) > 1:
-                    self.members.setdefault(ranks, []).append((store, number))
+                ranks = tuple(sorted(layout.boxes)) if number in plan.shared and len(layout.boxes) > 1 else ()
+                self.members.setdefault(ranks, []).append((store, number))
 
     def here(self) -> list[bool]:
         """Which gradients of the compared parameters are here, in the order of the flags."""
@@ -266,20 +275,7 @@ class Presence:
 
     def wait(self) -> None:
         """Until the last step's collective is done: then its memory may be used again."""
-        for work in self.works:
-            work.wait()
-        self.works = []
-
-
-def agree(group, number, device) -> None:
-    """Compare the plan's digest over the ranks of a group, once: ranks with different plans would wait for each
-    other.
-    """
-    mine = torch.tensor([number], dtype=torch.int64, device=device)
-    theirs = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(theirs, mine, group=group)
-    odd = [rank for rank, t in zip(dist.get_process_group_ranks(group), theirs) if int(t) != number]
-    if odd:
-        raise RuntimeError(f"rank {dist.get_rank()} and ranks {odd} have different plans: their parameters differ in "
-                           "order, shape, placement or group options, or OPTIMIZER_KERNELS or OPTIMIZER_TILES do; "
-                           "build the optimizer alike on all ranks")
+        works, self.works = self.works, []
+        with debug.during("the comparison of missing gradients"):
+            for work in works:
+                work.wait()

@@ -9,8 +9,8 @@ from collections import defaultdict
 
 import torch
 
-from .kernels.table import Source
-from .layout import is_dtensor, layout_of, local_of, this_rank
+from .kernels.table import Skip, Source
+from .layout import is_dtensor, layout_of, local_of, raw_locals, this_rank
 from .plan import ALIGNMENT
 from .recipe import baked, scale_of
 
@@ -24,7 +24,8 @@ class Store:
     `in_chunks`: the parameters are cut into rows of dim 0, and their gradients are made contiguous for that. `hp`: the
     live group. `addresses` (of gradients) and `numbers` (of the group): this step's, on the device, from a Feed.
     """
-    addresses = numbers = None
+    addresses = numbers = flags = None
+    first = {}  # number of a parameter -> that of its first flag
 
     def __init__(self, params, layouts, row_layouts, state, in_chunks=False, hp=None):
         self.params, self.state, self.rank, self.in_chunks, self.hp = params, state, this_rank(), in_chunks, hp
@@ -61,6 +62,16 @@ class Store:
         first = [p.matrix.at[0] if p.kind == "chunk" else None for p in pieces]
         return [self._view(s, p) if at is None else s[at:at + p.shape[0]] for s, p, at in zip(locals_, pieces, first)]
 
+    def skip(self, pieces):
+        """Which pieces launches leave as they are: those whose matrix is flagged (guard.py). None: no one watches."""
+        return None if self.flags is None else Skip(self.flags, tuple(self._flag_at(p) for p in pieces))
+
+    def _flag_at(self, piece) -> int:
+        place, lead = 0, () if piece.kind == "chunk" else self.layouts["update"][piece.matrix.param].shape[:-2]
+        for size, at in zip(lead, piece.matrix.at):
+            place = place * size + at
+        return self.first[piece.matrix.param] + place
+
     def all_of(self, number) -> list:
         """The local tensors of one parameter: its weight, all its state and the twins of that."""
         param = self.params[number]
@@ -81,6 +92,16 @@ class Store:
             return torch.atleast_1d(local)[slice(*piece.box[0])]
         box = self.layouts[piece.kind][piece.matrix.param].boxes[self.rank]
         return local[tuple(i - start for i, (start, _) in zip(piece.matrix.at, box))]
+
+
+def memory_key(params, state):
+    """What bound views and launches depend on: where parameters and state lie, and how the gradients are laid out."""
+    gradients = [p.grad for p in params]
+    there = [g for g in gradients if g is not None]
+    check_dense(there)
+    forms = iter([(g.dtype, g.stride(), g.data_ptr() % ALIGNMENT) for g in raw_locals(there)])
+    return ([t.data_ptr() for t in raw_locals(t for p in params for t in (p, *state[p].values()))],
+            [next(forms) if g is not None else form_of_zeros(p) for p, g in zip(params, gradients)])
 
 
 def check_dense(gradients) -> None:
@@ -113,9 +134,12 @@ def create_state(state, param, keys, dtype, rows=None) -> None:
     R, 1) in fp32 (bf16 has too few bits for an average over 20 steps); "step", a scalar. `rows`: how many rows of the
     state this rank keeps where it is not stored like the parameter; None means like the parameter.
     """
-    for key in [k for k in keys if k not in state]:
+    for key in keys:
         device, wide = _home_of(key, param, dtype)
-        if key == "step":
+        if key in state:
+            if state[key].device != device:  # model.to() takes the parameters only
+                state[key] = state[key].to(device)
+        elif key == "step":
             state[key] = torch.zeros((), dtype=wide, device=device)
         elif rows is not None:
             last = param.shape[1:-1] + (1,) if key == "second_moment" else param.shape[1:]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from . import jit, use_triton
-from .table import Source, bind, elements, fresh, locate, run
+from .table import Skip, Source, bind, elements, fresh, locate, moving, run, skips_of
 
 tl = None  # Triton's language, put here by jit
 
@@ -19,13 +19,16 @@ class Pack:
     """M <- mu M + (1 - mu) G, and U <- (1 - mu) G + mu M (Nesterov) or M, over lists of rectangles."""
 
     def __init__(self, M: Sequence[torch.Tensor], U: Sequence[torch.Tensor], sources: Sequence[Source],
-                 gradients: Sequence[torch.Tensor]):
+                 gradients: Sequence[torch.Tensor], skip: Skip | None = None):
         """Bind momenta and updates, 2-D views of equal shapes that stay in place, and where their gradients lie.
+
+        What `skip` names keeps M, and U gets M: what is computed from it stays finite.
 
         M, U and the gradients may each be fp32, bf16 or fp16; `gradients` are examples of what every call brings.
         """
         self.M, self.U, self.sources = list(M), list(U), list(sources)
         self.launches = bind((self.M, self.U), sources, gradients) if M and use_triton(M[0].device) else None
+        self.skip, self.skips = skip, skips_of(skip, self.launches)
 
     def __call__(self, tensors: Sequence[torch.Tensor], addresses: torch.Tensor | None,
                  weight: torch.Tensor, nesterov: bool):
@@ -36,9 +39,15 @@ class Pack:
         """
         if self.launches is None:
             gradients = [s.view(tensors, m.shape) for s, m in zip(self.sources, self.M)]
-            return pack_torch(self.M, self.U, gradients, weight, nesterov)
-        for launch in self.launches:
-            run(_pack_kernel, launch, addresses, weight, NESTEROV=nesterov)
+            return pack_torch(self.M, self.U, self._moving(gradients), weight, nesterov)
+        for launch, (flags, places, skips) in zip(self.launches, self.skips):
+            run(_pack_kernel, launch, addresses, weight, flags, places, NESTEROV=nesterov, SKIPS=skips)
+
+    def _moving(self, gradients):
+        """Where M is to stay, M in the gradient's place: M + (1 - mu) (M - M) is M."""
+        if self.skip is None:
+            return gradients
+        return [torch.where(self.skip.moves(i), g, m) for i, (g, m) in enumerate(zip(gradients, self.M))]
 
 
 def pack_torch(M, U, G, weight, nesterov):
@@ -52,9 +61,9 @@ def pack_torch(M, U, G, weight, nesterov):
 
 
 @jit
-def _pack_kernel(records, blocks, addresses, weight, NESTEROV: tl.constexpr, FIELDS: tl.constexpr,
-                 BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TYPE_0: tl.constexpr, TYPE_1: tl.constexpr,
-                 TYPE_2: tl.constexpr):
+def _pack_kernel(records, blocks, addresses, weight, flags, places, NESTEROV: tl.constexpr, SKIPS: tl.constexpr,
+                 FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TYPE_0: tl.constexpr,
+                 TYPE_1: tl.constexpr, TYPE_2: tl.constexpr):
     """Lists: M, U, G."""
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ALIGNED)
     m_at = elements(record, row, column, 0, TYPE_0, 0, ALIGNED)
@@ -62,6 +71,8 @@ def _pack_kernel(records, blocks, addresses, weight, NESTEROV: tl.constexpr, FIE
     g_at = elements(record, row, column, 2, TYPE_2, fresh(record, addresses, FIELDS), ALIGNED)
     g = tl.load(g_at, mask=inside).to(tl.float32)
     m = tl.load(m_at, mask=inside).to(tl.float32)
+    if SKIPS:
+        g = tl.where(moving(inside, blocks, flags, places), g, m)
     share = tl.load(weight)
     m += share * (g - m)
     tl.store(m_at, m.to(TYPE_0), mask=inside)
@@ -73,10 +84,11 @@ def _pack_kernel(records, blocks, addresses, weight, NESTEROV: tl.constexpr, FIE
 class Copy:
     """to <- what, with a cast (to the nearest, ties to even), over lists of rectangles."""
 
-    def __init__(self, to: Sequence[torch.Tensor], what: Sequence[torch.Tensor]):
-        """Bind both ends, 2-D views of equal shapes that stay in place."""
+    def __init__(self, to: Sequence[torch.Tensor], what: Sequence[torch.Tensor], skip: Skip | None = None):
+        """Bind both ends, 2-D views of equal shapes that stay in place; what `skip` names is not copied."""
         self.to, self.what, self.sources = list(to), list(what), None
         self.launches = bind((self.to, self.what)) if to and use_triton(to[0].device) else None
+        self.skip, self.skips = skip, skips_of(skip, self.launches)
 
     @classmethod
     def of_gradients(cls, to: Sequence[torch.Tensor], sources: Sequence[Source], gradients: Sequence[torch.Tensor]):
@@ -84,28 +96,34 @@ class Copy:
         copy = cls((), ())
         copy.to, copy.sources = list(to), list(sources)
         copy.launches = bind((copy.to,), sources, gradients) if to and use_triton(to[0].device) else None
+        copy.skips = skips_of(None, copy.launches)
         return copy
 
     def __call__(self, tensors: Sequence[torch.Tensor] = (), addresses: torch.Tensor | None = None):
         """Copy; with fresh gradients, take them and their addresses as `Pack` does."""
         if self.launches is None:
             views = (s.view(tensors, t.shape) for s, t in zip(self.sources or (), self.to))
-            return copy_torch(self.to, list(views) if self.sources is not None else self.what)
-        for launch in self.launches:
-            run(_copy_kernel, launch, addresses, FRESH=self.sources is not None)
+            return copy_torch(self.to, list(views) if self.sources is not None else self.what, self.skip)
+        for launch, (flags, places, skips) in zip(self.launches, self.skips):
+            run(_copy_kernel, launch, addresses, flags, places, FRESH=self.sources is not None, SKIPS=skips)
 
 
-def copy_torch(to, what):
+def copy_torch(to, what, skip=None):
     """Compute `Copy`."""
+    if skip is not None:
+        what = [torch.where(skip.moves(i), w, t) for i, (w, t) in enumerate(zip(what, to))]
     if to:
         torch._foreach_copy_(to, what)
 
 
 @jit
-def _copy_kernel(records, blocks, addresses, FRESH: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
-                 ALIGNED: tl.constexpr, TYPE_0: tl.constexpr, TYPE_1: tl.constexpr):
+def _copy_kernel(records, blocks, addresses, flags, places, FRESH: tl.constexpr, SKIPS: tl.constexpr,
+                 FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TYPE_0: tl.constexpr,
+                 TYPE_1: tl.constexpr):
     """Lists: to, what."""
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ALIGNED)
+    if SKIPS:
+        inside = moving(inside, blocks, flags, places)
     base = fresh(record, addresses, FIELDS) if FRESH else 0
     value = tl.load(elements(record, row, column, 1, TYPE_1, base, ALIGNED), mask=inside)
     tl.store(elements(record, row, column, 0, TYPE_0, 0, ALIGNED), value.to(tl.float32).to(TYPE_0), mask=inside)

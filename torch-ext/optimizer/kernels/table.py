@@ -57,6 +57,31 @@ class Launch:
     origins: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Skip:
+    """Which rectangles stay as they are: those whose flag is not 0 when the launch runs.
+
+    `flags` (F,) fp32 on the device, `places` the number of every rectangle's flag.
+    """
+
+    flags: torch.Tensor
+    places: tuple[int, ...]
+
+    def moves(self, number: int) -> torch.Tensor:
+        """Return whether rectangle `number` moves, as a tensor of one bool."""
+        return self.flags[self.places[number]] == 0
+
+    def of(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the flags and, for each record of a launch, the number of its flag."""
+        places = torch.tensor(self.places, dtype=torch.int64)[launch.origins.cpu()]
+        return self.flags, places.to(self.flags.device)
+
+
+def skips_of(skip: Skip | None, launches: Sequence[Launch] | None) -> list[tuple]:
+    """Return for each launch what its kernel takes: flags, places and whether there are any."""
+    return [(*skip.of(launch), True) if skip else (launch.records, launch.records, False) for launch in launches or ()]
+
+
 def bind(lists: Sequence[Sequence[torch.Tensor]], sources=None, gradients=None) -> list[Launch]:
     """Write corresponding rectangles into tables, one for each combination of dtypes.
 
@@ -139,6 +164,13 @@ def locate(records, blocks, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: 
         column -= down * columns.to(tl.int32)
         inside = row < rows
     return record, row, column, inside
+
+
+@jit
+def moving(inside, blocks, flags, places):
+    """Return `inside`, without the elements of a rectangle whose flag is set."""
+    record = tl.load(blocks + tl.program_id(0).to(tl.int64) * 2)
+    return inside & (tl.load(flags + tl.load(places + record)).to(tl.int32) == 0)  # as integers, for the interpreter
 
 
 @jit

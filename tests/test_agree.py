@@ -1,0 +1,140 @@
+"""Ranks whose optimizers differ are told at the first step which rank and what, and nobody waits in vain."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import package, part, run_threads
+from tests.test_routes import cut
+
+SHAPES = [(8, 6), (6, 8), (12, 4), (6,)]
+MODES = ["fsdp", "reduced", "unreduced"]
+
+
+def build(mode, name, shapes, split=3, dtype=torch.float32, dim=0, group=(), **options):
+    """An optimizer with Muon and AdamW groups; `split`: how many go to Muon; `group`: what the first group sets."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fulls = [torch.ones(shape, dtype=dtype) for shape in shapes]
+    params = [nn.Parameter(cut(f, mesh, [Shard(min(dim, f.ndim - 1))]) if mode == "fsdp" else f) for f in fulls]
+    groups = [{"params": params[:split], **dict(group)}, {"params": params[split:], "use_muon": False}]
+    if mode != "fsdp":
+        options |= {"process_group": dist.group.WORLD, "grads_are_reduced": mode == "reduced"}
+    for p in params:
+        p.grad = torch.ones_like(p)
+    return params, getattr(package(), name)([g for g in groups if g["params"]], **options)
+
+
+# what the odd rank has; what it is told
+CASES = {
+    "order": ({"shapes": [(6, 8), (8, 6), (12, 4), (6,)]}, "parameters; the first is number 0, here #0 of shape"),
+    "shape": ({"shapes": [(8, 6), (6, 8), (12, 5), (6,)]}, "parameters; the first is number 2, here #2 of shape"),
+    "one more": ({"shapes": [(8, 6), (6, 8), (12, 4), (6,), (3,)]}, "number of parameters"),
+    "a group less": ({"shapes": SHAPES[:3]}, "number of parameter groups"),
+    "dtype": ({"dtype": torch.bfloat16}, "parameters; the first is number 0"),
+    "lr": ({"group": {"lr": 0.5}}, "group option lr"),
+    "weight_decay": ({"weight_decay": 0.5}, "group option weight_decay"),
+    "momentum": ({"group": {"momentum": 0.5}}, "group option momentum"),
+    "nesterov": ({"nesterov": False}, "group option nesterov"),
+    "ns_coefficients": ({"ns_coefficients": "jordan"}, "group option ns_coefficients"),
+    "ns_steps": ({"ns_steps": 6}, "group option ns_steps"),
+    "adjust_lr_fn": ({"group": {"adjust_lr_fn": "spectral_norm"}}, "group option adjust_lr_fn"),
+    "betas": ({"adamw_betas": (0.8, 0.9)}, "group option betas"),
+    "beta2": ({"name": "NorMuon", "beta2": 0.5}, "group option beta2"),
+    "class": ({"name": "NorMuon"}, "group option beta2"),
+    "wire_dtype": ({"wire_dtype": torch.float32}, "wire_dtype"),
+    "state_dtype": ({"state_dtype": torch.bfloat16}, "state_dtype"),
+    "ns_dtype": ({"ns_dtype": torch.float32}, "ns_dtype"),
+    "nonfinite": ({"nonfinite": "skip"}, "nonfinite"),
+}
+
+
+def told(rank, world, mode, odd, usual=None):
+    """What rank 2 of the others, whose optimizer is another, and they themselves are told; whether anything moved."""
+    form = {"name": "Muon", "shapes": SHAPES, **(usual or {}), **(odd if rank == 2 else {})}
+    params, optimizer = build(mode, **form)
+    messages = []
+    for _ in "12":  # and again: nothing was planned
+        with pytest.raises(RuntimeError) as raised:
+            optimizer.step()
+        messages.append(str(raised.value))
+    moved = not all((part("layout").local_of(p) == 1).all() for p in params)
+    return messages, moved
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES)
+def test_the_odd_rank_and_what_it_has_are_told(case, mode, optimizer):
+    odd, what = CASES[case]
+    usual = {"name": "NorMuon"} if case == "beta2" else None
+    for rank, (messages, moved) in enumerate(run_threads(4, told, mode, odd, usual, timeout=20)):
+        for message in messages:
+            assert f"rank {rank}: the ranks have different plans. Ranks [2] and ranks [0, 1, 3] differ in: {what}" in (
+                message), message
+            assert "Build the optimizer alike on all ranks" in message
+        assert not moved
+
+
+def test_another_placement_is_told(optimizer):
+    for messages, _ in run_threads(4, told, "fsdp", {"dim": 1}):
+        assert "Ranks [2] and ranks [0, 1, 3] differ in: parameters; the first is number 0, here #0" in messages[0]
+
+
+@pytest.mark.parametrize(("where", "name", "what"), [
+    ("agree", "_sources", "version of the package"),
+    ("agree", "use_triton", "device, OPTIMIZER_KERNELS or OPTIMIZER_TILES")])
+def test_another_version_is_told(where, name, what, optimizer, monkeypatch):
+    monkeypatch.setattr(part(where), name, lambda *_: dist.get_rank() == 2)
+    for messages, _ in run_threads(4, told, "fsdp", {}):
+        assert f"Ranks [2] and ranks [0, 1, 3] differ in: {what}" in messages[0]
+
+
+def test_the_version_is_that_of_the_sources(optimizer, tmp_path, monkeypatch):
+    agree = part("agree")
+    before = agree._sources()
+    (tmp_path / "muon.py").write_text("pass")
+    agree._sources.cache_clear()
+    monkeypatch.setattr(agree, "__file__", str(tmp_path / "agree.py"))
+    other = agree._sources()
+    (tmp_path / "muon.py").write_text("pass ")
+    agree._sources.cache_clear()
+    assert len({before, other, agree._sources()}) == 3
+    agree._sources.cache_clear()
+
+
+def adamw_only(rank, world):
+    """No bucket travels, but flags of missing gradients do."""
+    odd = {"shapes": [(8, 6), (6,)]} if rank == 1 else {"shapes": [(8, 6)]}
+    _, optimizer = build("fsdp", "Muon", split=0, **odd)
+    with pytest.raises(RuntimeError, match="number of parameters"):
+        optimizer.step()
+    return True
+
+
+def test_adamw_alone_is_compared_too(optimizer):
+    assert all(run_threads(2, adamw_only, timeout=20))
+
+
+def alike(rank, world):
+    """What may differ: how an equal thing is written, and what ranks step alone."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    params = [nn.Parameter(cut(torch.ones(s), mesh, [Shard(0)])) for s in SHAPES]
+    own = [nn.Parameter(torch.ones(4 + rank, 3)) for _ in range(1 + rank)]
+    groups = [{"params": params[:3], "lr": torch.tensor(0.25) if rank else 0.25, "adjust_lr_fn": None},
+              {"params": params[3:], "use_muon": False, "betas": [0.9, 0.95] if rank else (0.9, 0.95)},
+              {"params": own, "lr": 0.1 * (1 + rank)}]
+    optimizer = package().Muon(groups)
+    for p in (*params, *own):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return True
+
+
+def test_what_may_differ_between_ranks(optimizer):
+    assert all(run_threads(3, alike))

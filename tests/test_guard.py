@@ -1,0 +1,316 @@
+"""NaN and Inf in gradients: one matrix is left alone, on every rank and layout, or nothing changes; no host sync."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.paths import quiet, take
+from tests.ranks import package, part, run_ranks, run_threads
+from tests.test_modes import DENSE, LAYOUTS, placements_of
+from tests.test_muon import EXACT, copies, gradients, same, train, weights
+from tests.test_routes import cut
+
+SHAPES = [(12, 7), (7, 12), (3, 6, 4), (5,), (4, 3)]
+BAD = [math.nan, math.inf, -math.inf]
+NAMES = pytest.mark.parametrize("name", ["Muon", "NorMuon"])
+
+
+def build(name, params, **options):
+    groups = [{"params": params[:3]}, {"params": params[3:], "use_muon": False, "lr": 0.02}]
+    return getattr(package(), name)(groups, lr=0.1, **options)
+
+
+def state_of(optimizer, params):
+    return [t for p in params for t in optimizer.state[p].values()]
+
+
+class Reads(TorchDispatchMode):
+    """Notes every operation that makes the host wait for the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(word in str(function) for word in ("local_scalar_dense", "is_nonzero", "aten.nonzero", "equal")):
+            self.found.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+# one process -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.kernels_ci
+@NAMES
+@pytest.mark.parametrize("broken", [0, 1, 3, 4])
+@pytest.mark.parametrize("value", BAD)
+def test_skip_leaves_one_parameter_alone(value, broken, name, device):
+    """It steps as if it had had no gradient; the others take the very step that they would have taken."""
+    params = weights(SHAPES, device)
+    grads = gradients(params)
+    good, without = ([list(step) for step in grads] for _ in "12")
+    grads[1][broken] = grads[1][broken].clone()
+    grads[1][broken].view(-1)[-1] = value
+    without[1][broken] = None
+    results = []
+    for steps, options in ((grads, {"nonfinite": "skip"}), (good, {}), (without, {})):
+        ours = copies(params)
+        optimizer = build(name, ours, **options)
+        train(optimizer, ours, steps)
+        results.append((ours, state_of(optimizer, ours), optimizer))
+    (ours, _, optimizer), (clean, _, _), (left, state, _) = results
+    assert [torch.equal(a, b) for a, b in zip(ours, clean)] == [i != broken for i in range(len(params))]
+    assert same(ours, left) and same(state_of(optimizer, ours), state)
+    assert optimizer.skipped.item() == 1 and optimizer.skipped.device == ours[0].device
+
+
+@NAMES
+def test_skip_knows_the_experts_of_a_stack(name, device):
+    params = weights([(2, 3, 6, 4), (3, 4, 6)], device)
+    grads = gradients(params, 3)
+    clean, ours = copies(params), copies(params)
+    train(getattr(package(), name)(clean, lr=0.1), clean, grads)
+    for step, places in ((0, [(0, 1, 2)]), (2, [(0, 1, 2), (1, 0)])):
+        for index, *place in places:
+            grads[step][index][tuple(place)][0, 0] = math.nan
+    optimizer = getattr(package(), name)(ours, lr=0.1, nonfinite="skip")
+    train(optimizer, ours, grads)
+    differs = [(i, at) for i, p in enumerate(ours) for at in itertools.product(*map(range, p.shape[:-2]))
+               if not torch.equal(p[at], clean[i][at])]
+    assert differs == [(0, (1, 2)), (1, (0,))] and optimizer.skipped.item() == 3
+    assert all(t.isfinite().all() for t in [*ours, *state_of(optimizer, ours)])
+
+
+@NAMES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_watching_changes_no_bit(dtype, name, device):
+    params = weights(SHAPES, device, dtype)
+    grads, results = gradients(params), []
+    for mode in ("propagate", "skip", "raise"):
+        ours = copies(params)
+        results.append(train(build(name, ours, nonfinite=mode), ours, grads))
+    assert same(results[0], results[1]) and same(results[0], results[2])
+
+
+@NAMES
+def test_raise_changes_nothing_and_names_the_parameter(name, device):
+    params = weights(SHAPES, device)
+    grads = gradients(params)
+    optimizer = build(name, params, nonfinite="raise")
+    train(optimizer, params, grads[:2])
+    before = copies(params), [t.clone() for t in state_of(optimizer, params)]
+    grads[2][1][0, 0] = math.inf
+    with pytest.raises(RuntimeError, match="NaN or Inf in the gradient of #1: no weight and no state has changed"):
+        train(optimizer, params, [grads[2]])
+    assert same(params, before[0]) and same(state_of(optimizer, params), before[1])
+    train(optimizer, params, [grads[3]])
+    assert not torch.equal(params[1], before[0][1])
+
+
+def test_a_mode_that_is_not_allowed():
+    with pytest.raises(ValueError, match="nonfinite='ignore' is not allowed: it must be one of"):
+        package().Muon(weights([(4, 4)]), nonfinite="ignore")
+
+
+@NAMES
+@pytest.mark.parametrize("mode", ["propagate", "skip"])
+def test_no_step_makes_the_host_wait(mode, name, device):
+    """torch's AdamW of the CPU reads its steps there; the one of GPUs does not."""
+    params = weights(SHAPES if device.type == "cuda" else SHAPES[:3], device)
+    optimizer = build(name, params, nonfinite=mode) if params[3:] else getattr(package(), name)(params, nonfinite=mode)
+    train(optimizer, params, gradients(params, 1))
+    with Reads() as reads:
+        train(optimizer, params, gradients(params, 1))
+    assert reads.found == []
+    with Reads() as reads:
+        torch.ones(()).item()
+    assert reads.found != []
+
+
+@quiet
+@pytest.mark.interpreter
+def test_the_kernels_skip_as_the_torch_path_does(monkeypatch, device):
+    params = weights([(12, 7), (7, 12), (2, 5, 3), (6,)], device)
+    grads, results = gradients(params, 2), []
+    grads[1][0][3, 3] = grads[1][2][1, 0, 0] = math.nan
+    for path in ("torch", "triton"):
+        take(path, monkeypatch)
+        ours = copies(params)
+        groups = [{"params": ours[:3]}, {"params": ours[3:], "use_muon": False}]
+        optimizer = package().NorMuon(groups, lr=0.1, nonfinite="skip", **EXACT)
+        train(optimizer, ours, grads[:1])
+        before = copies(ours)
+        train(optimizer, ours, grads[1:])
+        assert torch.equal(before[0], ours[0]) and torch.equal(before[2][1], ours[2][1])
+        assert not torch.equal(before[1], ours[1]) and not torch.equal(before[2][0], ours[2][0])
+        results.append([*ours, *state_of(optimizer, ours)])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+# many ranks ------------------------------------------------------------------------------------------------------
+
+def skipping(rank, world, layout, name, mode):
+    """Steps with one broken element, on the rank that stores it alone: sharded against one process; (equal, count)."""
+    from torch.distributed.tensor import init_device_mesh
+
+    shape, placements, shapes = placements_of(layout, world)
+    mesh, generator = init_device_mesh("cpu", shape), torch.Generator().manual_seed(0)
+    fulls = [torch.randn(s, generator=generator) for s in [*shapes, shapes[0]]]
+
+    def groups(params):
+        return [{"params": params[:-1]}, {"params": params[-1:], "use_muon": False}]
+
+    whole = [nn.Parameter(f.clone()) for f in fulls]
+    placed = [nn.Parameter(cut(f, mesh, placements)) for f in fulls]
+    one, many = (getattr(package(), name)(groups(ps), lr=0.1, nonfinite=mode) for ps in (whole, placed))
+    raised = [[], []]
+    for step in range(4):
+        for i, (w, p) in enumerate(zip(whole, placed)):
+            w.grad = torch.randn(w.shape, generator=generator)
+            if step in (1, 2) and i in (step, len(fulls) - 1):
+                w.grad.view(-1)[step * 5] = math.nan
+            p.grad = cut(w.grad, mesh, placements)
+        for optimizer, seen in ((one, raised[0]), (many, raised[1])):
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                seen.append((step, "no weight and no state has changed" in str(error)))
+    local, pairs = part("layout").local_of, [*zip(whole, placed)]
+    pairs += [(one.state[w][key], many.state[p][key]) for w, p in zip(whole, placed) for key in one.state[w]]
+    assert all(w.isfinite().all() for w in whole)
+    same_bits = all(torch.equal(local(cut(a.detach(), mesh, placements)) if a.ndim else a, local(b)) for a, b in pairs)
+    return same_bits, (one.skipped.item(), many.skipped.item()), raised
+
+
+@NAMES
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_skip_on_every_layout_is_skip_in_one_process(layout, name):
+    results = run_threads(8, skipping, layout, name, "skip")
+    assert all(equal for equal, _, _ in results)
+    assert all(0 < one and (many == one or layout.startswith("ep")) for _, (one, many), _ in results)
+
+
+@pytest.mark.parametrize("layout", ["fsdp rows", "hsdp x tp", "ep x fsdp rows"])
+def test_raise_keeps_every_rank_at_the_old_step(layout):
+    """Also where the rank itself saw nothing wrong."""
+    for equal, _, raised in run_threads(8, skipping, layout, "NorMuon", "raise"):
+        assert equal and raised[0] == raised[1] == [(1, True), (2, True)]
+
+
+def unreduced(rank, world, name, reduced):
+    """Plain parameters, one rank's gradient broken: (weights of all steps, the count)."""
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(s, generator=generator)) for s in [*DENSE[:4], (50, 6), (7,), ()]]
+    groups = [{"params": params[:4]}, {"params": params[4:], "use_muon": False}]
+    optimizer = getattr(package(), name)(groups, lr=0.1, process_group=dist.group.WORLD, grads_are_reduced=reduced,
+                                         nonfinite="skip")
+    history = []
+    for step in range(3):
+        for i, p in enumerate(params):
+            p.grad = torch.randn(world, *p.shape, generator=generator)[0 if reduced else rank]
+            if step == 1 and i in (1, 4) and rank == 2:
+                p.grad.view(-1)[3] = math.inf
+        optimizer.step()
+        history.append([p.detach().clone() for p in params])
+    return history, optimizer.skipped.item()
+
+
+@NAMES
+@pytest.mark.parametrize("reduced", [True, False], ids=["reduced", "unreduced"])
+def test_a_broken_gradient_of_one_replica_counts_on_all(reduced, name):
+    results = run_threads(4, unreduced, name, reduced)
+    for history, count in results:
+        assert count == 2
+        for ours, theirs in zip(history, results[0][0]):
+            assert same(ours, theirs)
+        stays = [torch.equal(a, b) for a, b in zip(history[0], history[1])]
+        assert stays == [i in (1, 4) for i in range(7)] and all(p.isfinite().all() for p in history[2])
+
+
+# GradScaler ------------------------------------------------------------------------------------------------------
+
+def scaled(optimizer, params, grads, scaler, clip):
+    """Step with gradients of a scaled loss."""
+    for step in grads:
+        optimizer.zero_grad()
+        loss = sum((p * g).sum() for p, g in zip(params, step))
+        (scaler.scale(loss) if scaler else loss).backward()
+        if scaler and clip:
+            scaler.unscale_(optimizer)
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+    return params
+
+
+@NAMES
+@pytest.mark.parametrize("clip", [False, True], ids=["as it is", "unscaled before"])
+@pytest.mark.parametrize("mode", ["propagate", "skip", "raise"])
+def test_a_grad_scaler_changes_no_bit_and_keeps_a_step_with_inf(mode, clip, name, device):
+    params = weights(SHAPES, device)
+    grads, ours, plain = gradients(params, 5), copies(params), copies(params)
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=2)
+    optimizer, other = build(name, ours, nonfinite=mode), build(name, plain)
+    assert same(scaled(optimizer, ours, grads[:3], scaler, clip), scaled(other, plain, grads[:3], None, clip))
+    assert scaler.get_scale() == 2048.0
+    before, state = copies(ours), [t.clone() for t in state_of(optimizer, ours)]
+    grads[3][0] = grads[3][0].clone()
+    grads[3][0][0, 0] = math.inf
+    scaled(optimizer, ours, grads[3:4], scaler, clip)
+    assert same(before, ours) and same(state, state_of(optimizer, ours))
+    assert scaler.get_scale() == 1024.0 and optimizer.skipped.item() == len(params) + 2
+    assert same(scaled(optimizer, ours, grads[4:], scaler, clip), scaled(other, plain, grads[4:], None, clip))
+    assert optimizer.found_inf is None if hasattr(optimizer, "found_inf") else True
+
+
+def scaled_on_ranks(rank, world, mode):
+    """FSDP2-like shards, or plain parameters with gradients of their own per rank; one rank sees Inf."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh, generator = init_device_mesh("cpu", (world,)), torch.Generator().manual_seed(0)
+    fulls = [torch.randn(s, generator=generator) for s in [(12, 8), (8, 12), (9, 4), (6,)]]
+
+    def place(full):
+        return cut(full, mesh, [Shard(0)]) if mode == "fsdp" else full.clone()
+
+    ways = {"fsdp": {}, "reduced": {"process_group": dist.group.WORLD},
+            "unreduced": {"process_group": dist.group.WORLD, "grads_are_reduced": False}}
+    optimizers, sets = [], []
+    for _ in range(2):
+        params = [nn.Parameter(place(f)) for f in fulls]
+        groups = [{"params": params[:3]}, {"params": params[3:], "use_muon": False}]
+        optimizers.append(package().NorMuon(groups, lr=0.1, **ways[mode]))
+        sets.append(params)
+    scaler, local, kept = torch.amp.GradScaler("cpu", init_scale=256.0), part("layout").local_of, []
+    for step in range(4):
+        scale = scaler.get_scale()
+        before = [local(p).clone() for p in sets[0]]
+        for i, (p, q) in enumerate(zip(*sets)):
+            gradient = torch.randn(world, *fulls[i].shape, generator=generator)[rank if mode == "unreduced" else 0]
+            broken = step == 2 and i == 1 and (mode != "unreduced" or rank == 1)
+            q.grad, p.grad = place(gradient), place(gradient * scale)
+            if broken:
+                p.grad = place((gradient * scale).index_fill(0, torch.tensor([0]), math.inf))
+        scaler.scale(torch.zeros(()))  # makes the scale, as a loss would
+        scaler.step(optimizers[0])
+        scaler.update()
+        if step != 2:
+            optimizers[1].step()
+        kept.append(all(torch.equal(local(p), b) for p, b in zip(sets[0], before)))
+    return all(torch.equal(local(p), local(q)) for p, q in zip(*sets)), kept, scaler.get_scale()
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "reduced", "unreduced"])
+def test_a_grad_scaler_on_many_ranks(mode, optimizer):
+    for rank, (equal, kept, scale) in enumerate(run_ranks(2, scaled_on_ranks, mode)):
+        assert equal and kept == [False, False, True, False]
+        assert scale == (256.0 if mode == "unreduced" and rank == 0 else 128.0)  # the scaler's own affair

@@ -1,0 +1,119 @@
+"""Missing gradients, another subset on each rank at each step: never a hang, and the result that is documented."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import package, part, run_threads
+from tests.test_routes import cut
+
+WORLD, PATTERNS = 8, 50
+DENSE, EXPERTS = [(16, 8), (8, 16), (9, 5), (2, 7)], [(8, 6, 4), (8, 4, 6)]
+MODES = {"fsdp": ((8,), DENSE), "tp x fsdp": ((2, 4), DENSE), "ep x fsdp": ((4, 2), EXPERTS),
+         "unreduced": (None, DENSE)}
+
+
+def pattern(shares, generator):
+    """[for each parameter, which ranks have a gradient]: none at all, single ones, most, everybody."""
+    likely = torch.tensor([0.0, 0.1, 0.5, 0.9, 1.0])[torch.randint(5, (shares,), generator=generator)]
+    likely = likely * (torch.rand((), generator=generator) > 0.1)
+    return torch.rand(shares, WORLD, generator=generator) < likely[:, None]
+
+
+def patterns(rank, world, mode):
+    """Steps with gradients missing beside steps with zeros in their place, and with nothing where no rank has one."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh_shape, shapes = MODES[mode]
+    generator = torch.Generator().manual_seed(len(mode))
+    mesh = init_device_mesh("cpu", mesh_shape) if mesh_shape else None
+    placements = {"fsdp": [Shard(0)], "tp x fsdp": [Shard(0), Shard(1)], "ep x fsdp": [Shard(0), Shard(1)]}.get(mode)
+    options = {} if mesh else {"process_group": dist.group.WORLD, "grads_are_reduced": False}
+
+    def place(full):
+        return cut(full, mesh, placements) if mesh else full.clone()
+
+    fulls = [torch.randn(s, generator=generator) for s in [*shapes, shapes[0]]]
+    ours, theirs = ([nn.Parameter(place(f)) for f in fulls] for _ in "12")
+    missing, filled = (package().NorMuon([{"params": ps[:-1]}, {"params": ps[-1:], "use_muon": False}], lr=0.1,
+                                         **options) for ps in (ours, theirs))
+    local, seen = part("layout").local_of, set()
+    for step in range(PATTERNS):
+        has = pattern(len(fulls), generator) if step else torch.ones(len(fulls), WORLD, dtype=torch.bool)
+        kept = []
+        for i, (p, q) in enumerate(zip(ours, theirs)):
+            gradient = place(torch.randn(world, *fulls[i].shape, generator=generator)[0 if mesh else rank])
+            p.grad = gradient if has[i, rank] else None
+            q.grad = gradient if has[i, rank] else torch.zeros_like(gradient)
+            if not has[i].any():
+                kept += [(t, t.clone()) for t in (local(q), *(local(s) for s in filled.state[q].values()))]
+        missing.step()
+        filled.step()
+        for now, then in kept:
+            now.copy_(then)
+        seen |= {"none" if not row.any() else "all" if row.all() else "some" for row in has}
+    pairs = [*zip(ours, theirs)] + [(s, filled.state[q][k]) for p, q in zip(ours, theirs)
+                                    for k, s in missing.state[p].items()]
+    return seen == {"none", "some", "all"}, all(torch.equal(local(a), local(b)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_random_patterns_over_eight_ranks(mode, optimizer):
+    """200 in all."""
+    assert PATTERNS * len(MODES) == 200
+    for varied, equal in run_threads(WORLD, patterns, mode, timeout=120):
+        assert varied and equal
+
+
+def nothing(rank, world, mode):
+    """No rank has any gradient, from the first step on; then one rank has one."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    options = {} if mode == "fsdp" else {"process_group": dist.group.WORLD, "grads_are_reduced": mode == "reduced"}
+    fulls = [torch.ones(s) for s in [(8, 4), (4, 8), (6, 3)]]
+    params = [nn.Parameter(cut(f, mesh, [Shard(0)]) if mode == "fsdp" else f.clone()) for f in fulls]
+    optimizer = package().NorMuon([{"params": params[:2]}, {"params": params[2:], "use_muon": False}], **options)
+    for _ in range(3):
+        optimizer.step()
+    local = part("layout").local_of
+    still = all((local(p) == 1).all() and not any(t.any() for t in map(local, optimizer.state[p].values()))
+                for p in params)
+    if rank == 1:
+        params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    return still, bool((local(params[0]) != 1).any()) or not local(params[0]).numel()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("mode", ["fsdp", "reduced", "unreduced"])
+def test_steps_in_which_no_rank_has_any(mode, world, optimizer):
+    for still, moved in run_threads(world, nothing, mode):
+        assert still and moved
+
+
+def single(rank, world, mode):
+    """A mesh or a group of one rank: two steps, the second without gradients; whether that one changed anything."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    options = {} if mode == "fsdp" else {"process_group": dist.group.WORLD, "grads_are_reduced": mode == "reduced"}
+    fulls = torch.ones(4, 3), torch.ones(5)
+    params = [nn.Parameter(cut(f, mesh, [Shard(0)]) if mode == "fsdp" else f) for f in fulls]
+    optimizer = package().NorMuon([{"params": params[:1]}, {"params": params[1:], "use_muon": False}], **options)
+    local, history = part("layout").local_of, []
+    for has in (True, False):
+        for p in params:
+            p.grad = torch.ones_like(p) if has else None
+        optimizer.step()
+        history.append([local(t).clone() for p in params for t in (p, *optimizer.state[p].values())])
+    return all(map(torch.equal, *history))
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "reduced", "unreduced"])
+def test_a_mesh_of_one_rank_leaves_alone_what_has_no_gradient(mode, optimizer):
+    """Found by test_random: it was stepped with zeros."""
+    assert run_threads(1, single, mode) == [True]

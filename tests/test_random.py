@@ -1,0 +1,247 @@
+"""Random models, meshes, placements, dtypes and options: sharded against one process to the bit, and that against a
+plain fp64 reference.
+
+OPTIMIZER_EXAMPLES=10000 runs that many, other ones each time; by default the same 500.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import package, part, run_threads
+from tests.test_routes import cut
+
+pytest.importorskip("hypothesis")
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+EXAMPLES = int(os.environ.get("OPTIMIZER_EXAMPLES", "500"))
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+MESHES = {1: [(1,)], 2: [(2,)], 3: [(3,)], 4: [(4,), (2, 2)], 5: [(5,)], 6: [(6,), (2, 3), (3, 2)], 7: [(7,)],
+          8: [(8,), (2, 4), (4, 2), (2, 2, 2)]}
+STEPS, LR = 2, 0.1
+
+
+# problems --------------------------------------------------------------------------------------------------------
+
+def work(shape):
+    r, c = sorted(shape[-2:])
+    return math.prod(shape[:-2]) * r * r * c
+
+
+@st.composite
+def shapes(draw):
+    """1 to 40 parameters of 2 to 4 dims from 1 to 300, made smaller until they are quick to step."""
+    dim = st.one_of(st.integers(1, 8), st.integers(1, 40), st.integers(1, 300))
+    found = draw(st.lists(st.tuples(st.lists(st.integers(1, 4), max_size=2), dim, dim), min_size=1, max_size=40))
+    found, room = [[*lead, r, c] for lead, r, c in found], draw(st.sampled_from([1e5] * 6 + [1e6] * 3 + [2.7e7]))
+    while sum(map(work, found)) > room:
+        largest = max(found, key=work)
+        place = largest.index(max(largest))
+        largest[place] = max(1, largest[place] * 2 // 3)
+    return [tuple(shape) for shape in found]
+
+
+@st.composite
+def placement(draw, shape, mesh):
+    """For each axis of the mesh the dim that it cuts, None for a copy, or -1 - dim: strided, as FSDP2 over TP."""
+    cuts = [draw(st.one_of(st.none(), st.integers(0, len(shape) - 1))) for _ in mesh]
+    if len(mesh) == 2 and cuts[0] is not None and cuts[0] == cuts[1] and draw(st.booleans()):
+        cuts[0] = -1 - cuts[0]
+    return cuts
+
+
+@st.composite
+def problems(draw):
+    """Everything that a run depends on, as plain values."""
+    mode = draw(st.sampled_from(["dtensor"] * 4 + ["ddp", "unreduced"]))
+    world = draw(st.integers(1, 8))
+    sizes, mesh = draw(shapes()), draw(st.sampled_from(MESHES[world]))
+    name = draw(st.sampled_from(["Muon", "NorMuon"]))
+    coefficients, ns_steps = draw(st.sampled_from([("polar_express", 5), ("polar_express", 3), ("jordan", 5),
+                                                   ("cubic", 5), ("aol", 5), ((1.5, -0.5, 0.0), 4)]))
+    return {
+        "mode": mode, "world": world, "mesh": mesh, "shapes": sizes, "name": name,
+        "placements": [draw(placement(s, mesh)) for s in sizes] if mode == "dtensor" else None,
+        "muon": [draw(st.integers(0, 4)) > 0 for _ in sizes],
+        "gradients": [[draw(st.sampled_from(["usual"] * 5 + ["zero", "rows", "none"])) for _ in sizes]
+                      for _ in range(STEPS)],
+        "dtype": draw(st.sampled_from([F32, F32, BF16, F16])), "state_dtype": draw(st.sampled_from([F32, F32, BF16])),
+        "wire_dtype": draw(st.sampled_from([F32, BF16])), "small": draw(st.booleans()),
+        "nonfinite": draw(st.sampled_from(["propagate", "skip"])), "momentum": draw(st.sampled_from([0.0, 0.5, 0.95])),
+        "nesterov": draw(st.booleans()), "weight_decay": draw(st.sampled_from([0.0, 0.1])),
+        "adjust_lr_fn": draw(st.sampled_from([None, "match_rms_adamw", "spectral_norm"])),
+        "ns_coefficients": coefficients, "ns_steps": ns_steps, "seed": draw(st.integers(0, 1000)),
+    }
+
+
+def values(problem):
+    """(weights, gradients of each step; None where no rank has one)."""
+    generator = torch.Generator().manual_seed(problem["seed"])
+
+    def random(shape, kind="usual"):
+        value = torch.randn(shape, generator=generator) * (kind != "zero")
+        if kind == "rows":
+            value *= torch.logspace(-1, 1, shape[-2])[:, None]
+        return None if kind == "none" else value.to(problem["dtype"])
+
+    fulls = [random(s) for s in problem["shapes"]]
+    return fulls, [[random(s, kind) for s, kind in zip(problem["shapes"], step)] for step in problem["gradients"]]
+
+
+def built(problem, params, **options):
+    muon = [p for p, use in zip(params, problem["muon"]) if use]
+    rest = [p for p, use in zip(params, problem["muon"]) if not use]
+    keys = ("state_dtype", "wire_dtype", "nonfinite", "momentum", "nesterov", "weight_decay", "adjust_lr_fn",
+            "ns_coefficients", "ns_steps")
+    groups = [group for group in ({"params": muon}, {"params": rest, "use_muon": False}) if group["params"]]
+    return getattr(package(), problem["name"])(groups, lr=LR, **{k: problem[k] for k in keys}, **options)
+
+
+# three ways to step ------------------------------------------------------------------------------------------------
+
+def alone(problem):
+    """The package in one process: weights, and the state of each."""
+    fulls, grads = values(problem)
+    params = [nn.Parameter(f.clone()) for f in fulls]
+    optimizer = built(problem, params)
+    for step in grads:
+        for p, g in zip(params, step):
+            p.grad = g
+        optimizer.step()
+    return [p.detach() for p in params], [dict(optimizer.state[p]) for p in params]
+
+
+def together(rank, world, problem, one):
+    """The package on many ranks: the names of what is not what one process has."""
+    from torch.distributed.tensor import init_device_mesh
+
+    (fulls, grads), mode = values(problem), problem["mode"]
+    mesh = init_device_mesh("cpu", problem["mesh"])
+    ways = [placements(cuts, problem["mesh"]) for cuts in problem["placements"] or ()]
+
+    def place(i, full):
+        return cut(full, mesh, ways[i]) if ways else full.clone()
+
+    options = {} if mode == "dtensor" else {"process_group": dist.group.WORLD, "grads_are_reduced": mode == "ddp"}
+    params = [nn.Parameter(place(i, f)) for i, f in enumerate(fulls)]
+    room = {"workspace_bytes": least_room(problem)} if problem["small"] else {}
+    optimizer = built(problem, params, **options, **room)
+    for step in grads:
+        for i, (p, g) in enumerate(zip(params, step)):
+            p.grad = None if g is None else place(i, g)
+        optimizer.step()
+    local, wrong = part("layout").local_of, []
+    for i, (p, W, state) in enumerate(zip(params, *one)):
+        if mode == "unreduced":
+            moved = (W - fulls[i]).float().norm()
+            if (p.detach() - W).float().norm() > 0.1 * moved + 4 * ulp(problem) * W.float().norm():
+                wrong.append((i, "weight"))
+            continue
+        pairs = {"weight": (p, W), **{k: (optimizer.state[p][k], v) for k, v in state.items()}}
+        for key, (here, whole) in pairs.items():
+            if not torch.equal(local(here), local(place(i, whole)) if whole.ndim else whole):
+                wrong.append((i, key))
+    return wrong
+
+
+def placements(cuts, mesh):
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return [Replicate() if dim is None else Shard(dim) if dim >= 0 else _StridedShard(-1 - dim, split_factor=mesh[1])
+            for dim in cuts]
+
+
+def least_room(problem):
+    """Enough for one matrix, or one row of a parameter, per rank, and little more."""
+    largest = max(max(math.prod(s[-2:]), math.prod(s[1:])) for s in problem["shapes"])
+    return 3 * (problem["world"] + 3) * 8 * (largest + 400) + 3000 * problem["world"]
+
+
+def reference(problem):
+    """The rule in plain fp64, rounded where the package says that it rounds."""
+    fulls, grads = values(problem)
+    weights, states = [f.double() for f in fulls], [{} for _ in fulls]
+    for step in grads:
+        for i, g in enumerate(step):
+            if g is not None:
+                rule = muon_step if problem["muon"][i] else adamw_step
+                weights[i] = rule(problem, weights[i], g.double(), states[i]).to(problem["dtype"]).double()
+    return weights
+
+
+def muon_step(problem, W, G, state):
+    mu, R, C = problem["momentum"], *W.shape[-2:]
+    M = mu * state.get("M", torch.zeros_like(W)) + (1 - mu) * G
+    U = (1 - mu) * G + mu * M if problem["nesterov"] else M
+    state["M"] = M.to(problem["state_dtype"]).double()
+    U = polar(U.to(problem["wire_dtype"]).double(), problem)
+    if problem["name"] == "NorMuon":
+        square = U.square().mean(-1, keepdim=True)
+        V = state["V"] = 0.95 * state.get("V", torch.zeros_like(square)) + 0.05 * square
+        N = torch.where(V > 0, U / (V.sqrt() + 1e-8), 0.0)
+        before, after = (X.square().sum((-1, -2), keepdim=True) for X in (U, N))
+        U = torch.where(after > 0, N * (before / after).sqrt(), 0.0)
+    scale = {None: max(1.0, R / C) ** 0.5, "match_rms_adamw": 0.2 * max(R, C) ** 0.5,
+             "spectral_norm": (R / C) ** 0.5}[problem["adjust_lr_fn"]]
+    return (1 - LR * problem["weight_decay"]) * W - LR * scale * U
+
+
+def polar(U, problem):
+    steps = part("polar").steps_of(problem["ns_coefficients"], problem["ns_steps"])
+    X = U.mT if U.shape[-2] > U.shape[-1] else U
+    largest = X.abs().amax((-1, -2), keepdim=True)
+    X = torch.where(largest > 0, X / largest, 0.0)
+    X = torch.where(largest > 0, X / (X.square().sum((-1, -2), keepdim=True).sqrt() + 1e-7), 0.0)
+    if steps.aol:
+        rows = (X @ X.mT).abs().sum(-1, keepdim=True)
+        X = torch.where(rows > 0, X * rows.rsqrt(), 0.0)
+    for a, b, c in steps.triples:
+        A = X @ X.mT
+        X = a * X + (b * A + c * A @ A) @ X
+    return X.mT if U.shape[-2] > U.shape[-1] else X
+
+
+def adamw_step(problem, W, G, state):
+    t = state["t"] = state.get("t", 0) + 1
+    m = state["m"] = 0.9 * state.get("m", torch.zeros_like(W)) + 0.1 * G
+    v = state["v"] = 0.95 * state.get("v", torch.zeros_like(W)) + 0.05 * G.square()
+    return (1 - LR * problem["weight_decay"]) * W - LR * (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
+
+
+def ulp(problem):
+    return torch.finfo(problem["dtype"]).eps
+
+
+def far(problem, ours, theirs):
+    """The parameters whose weights are not the reference's, up to rounding."""
+    exact = problem["wire_dtype"] == F32 and problem["state_dtype"] == F32
+    wrong = []
+    for i, (W, expected, shape) in enumerate(zip(ours, theirs, problem["shapes"])):
+        R, C = shape[-2:]
+        size = math.sqrt(min(R, C)) * max(1.0, R / C, 0.04 * max(R, C)) ** 0.5 if problem["muon"][i] else (R * C) ** 0.5
+        rounding = 2e-3 if exact else 0.05 if problem["muon"][i] else 0.2  # AdamW computes in the state's dtype
+        allowed = STEPS * LR * size * math.prod(shape[:-2]) ** 0.5 * rounding
+        if not (W.double() - expected).norm() <= allowed + 2 * STEPS * ulp(problem) * expected.norm():
+            wrong.append((i, shape, (W.double() - expected).norm().item(), allowed))
+    return wrong
+
+
+def check(problem):
+    one = alone(problem)
+    assert far(problem, one[0], reference(problem)) == []
+    assert run_threads(problem["world"], together, problem, one) == [[]] * problem["world"]
+
+
+@settings(max_examples=EXAMPLES, derandomize="OPTIMIZER_EXAMPLES" not in os.environ,
+          suppress_health_check=list(HealthCheck))
+@given(problems())
+def test_random_models(problem):
+    check(problem)

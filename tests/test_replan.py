@@ -1,0 +1,307 @@
+"""What changes under an optimizer's feet: process groups, meshes, parameters and their memory. State is kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import package, part, run_ranks, run_threads
+from tests.test_muon import EXACT, copies, same, weights
+from tests.test_routes import cut
+
+SHAPES = [(16, 8), (8, 16), (3, 8), (6,), (9, 5)]
+
+
+def wholes():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=generator) for s in SHAPES]
+
+
+def groups(params):
+    return [{"params": params[:3]}, {"params": params[3:], "use_muon": False}]
+
+
+def build(params, **options):
+    return package().NorMuon(groups(params), lr=0.1, **EXACT, **options)
+
+
+def step(optimizer, params, number, place=torch.clone):
+    generator = torch.Generator().manual_seed(100 + number)
+    for p in params:
+        p.grad = place(torch.randn(p.shape, generator=generator))
+    optimizer.step()
+
+
+def alone(steps):
+    """The weights and state of one process after so many steps."""
+    params = [nn.Parameter(f) for f in wholes()]
+    optimizer = build(params)
+    for number in range(steps):
+        step(optimizer, params, number)
+    return params, [t for p in params for t in optimizer.state[p].values()]
+
+
+def again(folder, name, rank, world):
+    """Another process group in this process."""
+    dist.destroy_process_group()
+    if rank < world:
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{name}", world), rank=rank, world_size=world)
+        part("layout")
+        from tests.ranks import _forget_meshes
+        _forget_meshes()
+    return rank < world
+
+
+def elastic(rank, world, folder, worlds):
+    """Replicated parameters: the same optimizer goes on in process groups of other sizes."""
+    params = [nn.Parameter(f) for f in wholes()]
+    optimizer, number = build(params, process_group=dist.group.WORLD), 0
+    for size in (world, *worlds):
+        if number and not again(folder, f"plain{number}", rank, size):
+            return None
+        for _ in range(2):
+            step(optimizer, params, number)
+            number += 1
+    expected, state = alone(number)
+    return same(params, expected) and same([t for p in params for t in optimizer.state[p].values()], state)
+
+
+@pytest.mark.parametrize("worlds", [(4,), (2,), (3, 1)], ids=str)
+def test_an_elastic_restart_with_replicas(worlds, tmp_path, optimizer):
+    """Also with as many ranks as before: the groups are others."""
+    results = run_ranks(4, elastic, str(tmp_path), worlds)
+    assert results == [True] * worlds[-1] + [None] * (4 - worlds[-1])
+
+
+def elastic_shards(rank, world, folder, worlds):
+    """Sharded parameters, put anew on the mesh of each process group; their state comes along."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    def place(full):
+        return cut(full, mesh, [Shard(0)])
+
+    mesh, number = init_device_mesh("cpu", (world,)), 0
+    params = [nn.Parameter(place(f)) for f in wholes()]
+    optimizer = build(params)
+    for size in (world, *worlds):
+        if number:
+            full = [(p.full_tensor(), {k: gathered(v) for k, v in optimizer.state.pop(p).items()}) for p in params]
+            if not again(folder, f"shards{number}", rank, size):
+                return None
+            mesh = init_device_mesh("cpu", (size,))
+            params = [nn.Parameter(place(W.detach())) for W, _ in full]
+            for group, new in zip(optimizer.param_groups, (params[:3], params[3:])):
+                group["params"] = list(new)
+            for p, (_, state) in zip(params, full):
+                optimizer.state[p] = {k: place(v) if v.ndim else v for k, v in state.items()}
+        for _ in range(2):
+            step(optimizer, params, number, place)
+            number += 1
+    expected, state = alone(number)
+    return (same([p.full_tensor() for p in params], expected)
+            and same([gathered(t) for p in params for t in optimizer.state[p].values()], state))
+
+
+def gathered(t):
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+@pytest.mark.parametrize("worlds", [(4,), (3, 2)], ids=str)
+def test_an_elastic_restart_with_shards(worlds, tmp_path, optimizer):
+    results = run_ranks(4, elastic_shards, str(tmp_path), worlds)
+    assert results == [True] * worlds[-1] + [None] * (4 - worlds[-1])
+
+
+def another_group(rank, world, folder):
+    """A group that is not the default one cannot be found again."""
+    params = [nn.Parameter(f) for f in wholes()]
+    optimizer = build(params, process_group=dist.new_group([0, 1]))
+    step(optimizer, params, 0)
+    again(folder, "other", rank, world)
+    with pytest.raises(RuntimeError, match="process_group was destroyed.*state_dict"):
+        step(optimizer, params, 1)
+    other = build(params, process_group=dist.new_group([0, 1]))
+    other.load_state_dict(optimizer.state_dict())
+    step(other, params, 1)
+    return same(params, alone(2)[0])
+
+
+def test_a_process_group_that_is_gone_is_named(tmp_path, optimizer):
+    assert run_ranks(2, another_group, str(tmp_path)) == [True] * 2
+
+
+# meshes and parameters -------------------------------------------------------------------------------------------
+
+def remeshed(rank, world):
+    """The very parameter objects come to lie on another mesh, with other placements."""
+    from torch.distributed.tensor import Replicate, Shard, init_device_mesh
+
+    flat, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, 2))
+    ways = [(flat, [Shard(0)]), (square, [Shard(0), Shard(1)]), (square, [Replicate(), Shard(0)]), (flat, [Shard(0)])]
+    fulls = [f for f in wholes() if f.ndim == 2]
+    params = [nn.Parameter(cut(f, *ways[0])) for f in fulls]
+    expected = [nn.Parameter(f.clone()) for f in fulls]
+    optimizer, other = (package().NorMuon(ps, lr=0.1, **EXACT) for ps in (params, expected))
+    for number, (mesh, placements) in enumerate(ways):
+        if number:
+            move(optimizer, params, other, expected, mesh, placements)
+        step(optimizer, params, number, lambda g, way=(mesh, placements): cut(g, *way))
+        step(other, expected, number)
+    local = part("layout").local_of
+    return all(torch.equal(local(p), cut(e.detach(), mesh, placements)._local_tensor) for p, e in zip(params, expected))
+
+
+def move(optimizer, params, other, expected, mesh, placements):
+    """Place parameters and state anew; the values are those of the optimizer that has them whole."""
+    for p, whole in zip(params, expected):
+        p.grad = None
+        torch.utils.swap_tensors(p, nn.Parameter(cut(whole.detach(), mesh, placements)))
+        for key, value in other.state[whole].items():
+            optimizer.state[p][key] = cut(value, mesh, placements)
+
+
+def test_another_mesh_under_the_same_parameters(optimizer):
+    assert all(run_threads(4, remeshed))
+
+
+def swapped(rank, world):
+    """Accelerate prepares the model after the optimizer, and puts the new parameters into the groups."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    first, expected = [nn.Parameter(f) for f in wholes()], [nn.Parameter(f.clone()) for f in wholes()]
+    optimizer, other = build(first), build(expected)
+    for steps in (0, 1):
+        params = [nn.Parameter(cut(e.detach(), mesh, [Shard(0)])) for e in expected]
+        for group, new in zip(optimizer.param_groups, (params[:3], params[3:])):
+            group["params"] = list(new)
+        if steps:
+            for p, e in zip(params, expected):
+                optimizer.state[p] = {k: cut(v, mesh, [Shard(0)]) if v.ndim else v.clone()
+                                      for k, v in other.state[e].items()}
+        for number in (2 * steps, 2 * steps + 1):
+            step(optimizer, params, number, lambda g: cut(g, mesh, [Shard(0)]))
+            step(other, expected, number)
+    local = part("layout").local_of
+    return all(torch.equal(local(p), cut(e.detach(), mesh, [Shard(0)])._local_tensor) for p, e in zip(params, expected))
+
+
+def test_a_swapped_parameter_list(optimizer):
+    assert all(run_threads(4, swapped))
+
+
+# memory ----------------------------------------------------------------------------------------------------------
+
+def test_another_shape_under_the_same_parameter(optimizer):
+    """Vocabulary resized in place, before there is state of it; the others keep theirs."""
+    params = weights([(8, 6), (6, 8)])
+    muon = optimizer.Muon(params)
+    step(muon, params, 0)
+    momentum = muon.state[params[1]]["momentum_buffer"].clone()
+    params[0].grad, params[0].data = None, torch.randn(10, 6)
+    del muon.state[params[0]]["momentum_buffer"]
+    params[0].grad, params[1].grad = torch.ones(10, 6), torch.zeros(6, 8)
+    muon.step()
+    assert muon.state[params[0]]["momentum_buffer"].shape == (10, 6)
+    torch.testing.assert_close(muon.state[params[1]]["momentum_buffer"], 0.95 * momentum)
+
+
+def test_parameters_freed_and_materialized_again(optimizer):
+    """Between steps, as FSDP1 and CPU offload do; a step on freed memory is refused."""
+    params, usual = weights([(8, 6), (6, 8)]), None
+    usual = copies(params)
+    muon, other = optimizer.NorMuon(params), optimizer.NorMuon(usual)
+    for number in range(3):
+        step(muon, params, number)
+        step(other, usual, number)
+        for p in params:
+            value, size = p.detach().clone(), p.untyped_storage().nbytes()
+            p.untyped_storage().resize_(0)
+            if number == 1 and p is params[1]:
+                with pytest.raises(RuntimeError, match="parameter #0 has no memory: it was freed"):
+                    p.untyped_storage().resize_(size)
+                    p.data.copy_(value)
+                    params[0].untyped_storage().resize_(0)
+                    muon.step()
+                params[0].untyped_storage().resize_(usual[0].untyped_storage().nbytes())
+                params[0].data.copy_(usual[0])
+                continue
+            p.untyped_storage().resize_(size)
+            p.data.copy_(value)
+    assert same(params, usual)
+
+
+@pytest.mark.gpu
+def test_a_model_that_moves_to_the_gpu_takes_its_state_along(optimizer):
+    results = []
+    for before in (0, 2):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 6)
+        muon = optimizer.NorMuon([{"params": [model.weight]}, {"params": [model.bias], "use_muon": False}], **EXACT)
+        model.to("cpu" if before else "cuda")
+        for number in range(4):
+            if number == before:
+                model.to("cuda")
+            for p, shape in ((model.weight, (6, 8)), (model.bias, (6,))):
+                p.grad = torch.full(shape, 1.0 + number, device=p.device) + torch.arange(shape[-1], device=p.device)
+            muon.step()
+        assert all(t.device == p.device for p in model.parameters() for t in muon.state[p].values())
+        results.append([p.detach() for p in model.parameters()])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+# unreduced gradients: the owners' state ----------------------------------------------------------------------------
+
+def thawed(rank, world, change):
+    """Matrices that are frozen, thawed or added give the others other owners; their bits do not notice."""
+    fulls = [torch.randn(s, generator=torch.Generator().manual_seed(i))
+             for i, s in enumerate([(40, 30), (20, 16), (16, 20), (8, 12), (9, 7)])]
+    results, owners = [], []
+    for changed in (False, True):
+        params = [nn.Parameter(f.clone()) for f in fulls]
+        optimizer = package().NorMuon(params, lr=0.1, process_group=dist.group.WORLD, grads_are_reduced=False)
+        for number in range(6):
+            if changed and change == "frozen":
+                params[0].requires_grad_(number not in (2, 3))
+            if changed and change == "added" and number == 2:
+                optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(64, 64)))
+            generator = torch.Generator().manual_seed(number)
+            for p in optimizer.param_groups[0]["params"]:
+                p.grad = torch.randn(world, *p.shape, generator=generator)[rank]
+            if changed and change == "frozen" and number in (2, 3):
+                params[0].grad = None
+            optimizer.step()
+            owners.append([len(optimizer.state[p]["momentum_buffer"]) > 0 for p in params])
+        results.append([p.detach() for p in params])
+    stored = sum(t.numel() for p in params for t in optimizer.state[p].values())
+    return same(results[0][1:], results[1][1:]), owners, stored
+
+
+@pytest.mark.parametrize("change", ["frozen", "added"])
+def test_state_goes_to_its_new_owner(change, optimizer):
+    results = run_threads(3, thawed, change)
+    assert all(equal for equal, _, _ in results)
+    assert any(len({tuple(row) for row in owners}) > 1 for _, owners, _ in results), "no owner changed: a weak test"
+    total = sum(r * c + r for r, c in [(40, 30), (20, 16), (16, 20), (8, 12), (9, 7)])
+    assert sum(stored for _, _, stored in results) == total
+
+
+def lost(rank, world):
+    params = [nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(4, 6))]
+    optimizer = package().Muon(params, process_group=dist.group.WORLD, grads_are_reduced=False)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    for p in params:
+        optimizer.state[p]["momentum_buffer"] = optimizer.state[p]["momentum_buffer"][:0].clone()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 3))]})
+    with pytest.raises(RuntimeError, match="no rank has the state of parameter #0 any more"):
+        optimizer.step()
+    return True
+
+
+def test_state_that_is_lost_is_not_taken_for_zeros(optimizer):
+    assert all(run_threads(2, lost))

@@ -1,0 +1,198 @@
+"""One step has one result: for every layout, world size, bucket size, order of parameters and wire, to the last bit."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import package, part, run_ranks, run_threads
+from tests.test_modes import DENSE, EXPERTS, LAYOUTS, placements_of
+from tests.test_muon import same
+from tests.test_routes import cut
+
+FLAT = ["replicated", "fsdp rows", "fsdp columns", "experts, fsdp rows", "ep"]  # of any number of ranks
+WIRES, STEPS, LR = (torch.float32, torch.bfloat16), 2, 0.1
+ROOMS = {True: lambda world: 16_000 * max(world, 4), False: lambda world: None}  # by whether there are many buckets
+
+
+@functools.cache
+def problem(shapes, device):
+    """(weights, gradients of each step) of matrices, and of two parameters for AdamW."""
+    generator = torch.Generator().manual_seed(len(shapes))
+    fulls = [torch.randn(s, generator=generator).to(device) for s in (*shapes, shapes[0], shapes[-1])]
+    return fulls, [[torch.randn(f.shape, generator=generator).to(device) for f in fulls] for _ in range(STEPS)]
+
+
+def stepped(shapes, device, wire, place=torch.clone, order=1, room=None, **options):
+    """Weights and state after the steps, in the order of the problem."""
+    fulls, grads = problem(shapes, device)
+    params = [nn.Parameter(place(f)) for f in fulls]
+    groups = [{"params": params[:-2][::order]}, {"params": params[-2:][::order], "use_muon": False}]
+    optimizer = package().NorMuon(groups[::order], lr=LR, wire_dtype=wire, workspace_bytes=room, **options)
+    for step in grads:
+        for p, g in zip(params, step):
+            p.grad = place(g)
+        optimizer.step()
+    return [t for p in params for t in (p.detach(), *(optimizer.state[p][k] for k in sorted(optimizer.state[p])))]
+
+
+@functools.cache
+def expected(shapes, device, wire):
+    return stepped(shapes, device, wire)
+
+
+def cases_of(world):
+    """(layout, many buckets, order of the parameters, wire) for so many ranks."""
+    names = LAYOUTS if world >= 4 and world % 2 == 0 else FLAT
+    fits = [n for n in names if math.prod(placements_of(n, world)[0]) == world]
+    for number, (layout, wire) in enumerate((name, wire) for name in [*fits, "ddp"] for wire in WIRES):
+        yield layout, (number + world) % 3 != 2, 1 if (number + world) // 2 % 2 else -1, wire
+
+
+def all_layouts(rank, world, device="cpu"):
+    """{case: whether this rank has the bits of one process}."""
+    from torch.distributed.tensor import init_device_mesh
+
+    results, local = {}, part("layout").local_of
+    for layout, many, order, wire in cases_of(world):
+        room = ROOMS[many](world)
+        if layout == "ddp":
+            shapes = tuple(DENSE)
+            ours = stepped(shapes, device, wire, order=order, room=room, process_group=dist.group.WORLD)
+            theirs = expected(shapes, device, wire)
+        else:
+            mesh_shape, placements, shapes = placements_of(layout, world)
+            mesh = init_device_mesh(device, mesh_shape)
+
+            def place(full, way=(mesh, placements)):
+                return cut(full, *way) if full.ndim else full
+
+            ours = [local(t) for t in stepped(tuple(shapes), device, wire, place, order, room)]
+            theirs = [local(place(t)) for t in expected(tuple(shapes), device, wire)]
+        results[layout, many, order, wire] = same(ours, theirs)
+    return results
+
+
+def warm(device="cpu"):
+    """What the ranks compare with, made before they start: threads share it."""
+    shapes = {tuple(placements_of(layout, 8)[2]) for layout in LAYOUTS} | {tuple(DENSE), tuple(EXPERTS)}
+    for wire in WIRES:
+        for s in shapes:
+            expected(s, device, wire)
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+def test_every_layout_gives_the_bits_of_one_process(world, optimizer):
+    warm()
+    for results in run_threads(world, all_layouts, timeout=120):
+        assert [case for case, equal in results.items() if not equal] == []
+        assert len(results) >= 12
+
+
+def test_the_matrix_is_large(optimizer):
+    layouts = {(world, case[0]) for world in range(1, 9) for case in cases_of(world)}
+    cases = [case[1:] for world in range(1, 9) for case in cases_of(world)]
+    assert len(layouts) >= 40 and len(cases) >= 120 and len(set(cases)) == 8
+
+
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.gpus(n)) for n in (2, 4, 8)])
+def test_every_layout_gives_the_bits_of_one_gpu(world, optimizer):
+    for results in run_ranks(world, all_layouts, "cuda", backend="nccl", timeout=240):
+        assert [case for case, equal in results.items() if not equal] == []
+
+
+# unreduced gradients: a bound instead ------------------------------------------------------------------------------
+
+def unreduced(rank, world, device="cpu"):
+    """For both wires: (difference to one process relative to the movement, the same between two ways of cutting it
+    into buckets, the weights).
+    """
+    results = []
+    for wire in WIRES:
+        runs = []
+        for order, many in ((1, True), (-1, False)):
+            fulls, grads = problem(tuple(DENSE), device)
+            noise = [[torch.randn((world, *g.shape), generator=torch.Generator().manual_seed(i + 99 * step)).to(device)
+                      for i, g in enumerate(gs)] for step, gs in enumerate(grads)]
+            params = [nn.Parameter(f.clone()) for f in fulls]
+            groups = [{"params": params[:-2][::order]}, {"params": params[-2:][::order], "use_muon": False}]
+            opt = package().NorMuon(groups, lr=LR, wire_dtype=wire, process_group=dist.group.WORLD,
+                                    grads_are_reduced=False, workspace_bytes=40_000 * max(4, world) if many else None)
+            for step, gs in enumerate(grads):
+                for p, g, n in zip(params, gs, noise[step]):
+                    p.grad = g + (n - n.mean(0))[rank]
+                opt.step()
+            runs.append([p.detach() for p in params])
+        one = weights_of(expected(tuple(DENSE), device, wire), len(DENSE))
+        results.append((*(max((a - b).norm().item() / (b - f).norm().item() for a, b, f in zip(runs[0], other, fulls))
+                          for other in (one, runs[1])), runs[0]))
+    return results
+
+
+def weights_of(tensors, matrices):
+    """The weights among what `stepped` gives: one of three tensors of a matrix, of four of AdamW's two parameters."""
+    return [*tensors[:3 * matrices:3], *tensors[3 * matrices::4]]
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_unreduced_gradients_stay_within_a_bound(world, optimizer):
+    """The mean is summed in another order; over bf16 it is a mean of rounded gradients. Replicas are alike."""
+    warm()
+    everybody = run_threads(world, unreduced)
+    for (exact, between, weights), (rounded, also, low) in everybody:
+        assert exact < 1e-4 and rounded < 0.03  # relative to how far the weights moved
+        assert between < 1e-5 and also < 1e-5  # torch.sum's order depends on where in the bucket an element lies
+        assert same(weights, everybody[0][0][2]) and same(low, everybody[0][1][2])
+
+
+# runs ------------------------------------------------------------------------------------------------------------
+
+def test_two_runs_from_one_seed_are_identical(optimizer, device):
+    def run():
+        torch.manual_seed(7)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(device)
+        muon = optimizer.NorMuon(optimizer.get_default_muon_param_groups(model), lr=LR)
+        for _ in range(5):
+            muon.zero_grad()
+            model(torch.randn(32, 8, device=device)).square().mean().backward()
+            muon.step()
+        return [p.detach() for p in model.parameters()]
+
+    assert same(run(), run())
+
+
+def deterministic(rank, world):
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    return [part("layout").local_of(t) for t in stepped(
+        tuple(DENSE), "cpu", torch.bfloat16, lambda f: cut(f, mesh, [Shard(0)]) if f.ndim else f, nonfinite="skip")]
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_deterministic_algorithms_are_honoured(world, optimizer):
+    """Nothing that torch knows to be nondeterministic is used, and memory it fills with NaN is not read."""
+    usual = run_threads(world, deterministic)
+    torch.use_deterministic_algorithms(True)
+    try:
+        strict = run_threads(world, deterministic)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(same(a, b) for a, b in zip(usual, strict))
+
+
+@pytest.mark.gpu
+def test_deterministic_algorithms_are_honoured_on_a_gpu(optimizer, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    usual = stepped(tuple(DENSE), "cuda", torch.bfloat16, nonfinite="skip")
+    torch.use_deterministic_algorithms(True)
+    try:
+        strict = stepped(tuple(DENSE), "cuda", torch.bfloat16, nonfinite="skip")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert same(usual, strict)

@@ -1,0 +1,116 @@
+"""What a step leaves alone because of NaN or Inf: one flag for each matrix, for each parameter under AdamW.
+
+Decides: which gradients are broken, and that all ranks with a part in a matrix take it alike. Everything stays on the
+device: launches read the flags when they run, and only nonfinite="raise" looks at them, at the end of the step. Must
+not know: how a step is taken.
+"""
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from . import debug
+from .groups import name_in
+from .layout import raw_locals
+from .plan import turn
+
+
+class Guard:
+    """The flags of all plans of a step. Ranks that share parameters make it, and call it, together.
+
+    `whole`: one broken gradient keeps the whole step (nonfinite="raise", or a GradScaler's found_inf).
+    """
+
+    def __init__(self, plans, stores, groups, whole):
+        self.groups, self.whole, self.numbers, self.segments = groups, whole, [], {}
+        members = {}
+        for plan, store in zip(plans, stores):
+            for number, layout in enumerate(plan.layouts):
+                ranks = tuple(sorted(layout.boxes)) if number in plan.shared and len(layout.boxes) > 1 else ()
+                members.setdefault(ranks, []).append((plan, store, number))
+        firsts, self.count = {id(store): {} for store in stores}, 0
+        for ranks in sorted(members, key=turn):
+            start = self.count
+            for plan, store, number in members[ranks]:
+                firsts[id(store)][number] = self.count
+                self.numbers.append((self.count, plan, number))
+                self.count += math.prod(_lead(plan, number))
+            self.segments[ranks] = slice(start, self.count)
+        self.flags = torch.zeros(self.count, dtype=torch.float32, device=stores[0].device if stores else None)
+        self.broken = self.flags.new_zeros(self.count)
+        for store in stores:
+            store.flags, store.first = self.flags, firsts[id(store)]
+        self.watched = [self._watched(plan, store) for plan, store in zip(plans, stores)]
+        places = [place for _, _, _, places in self.watched for place in places]
+        self.places = torch.tensor(places, dtype=torch.int64, device=self.flags.device)
+
+    def _watched(self, plan, store):
+        """(store, numbers of its gradients with one flag, of those with several, the places of their flags)."""
+        single, several, places = [], [], ([], [])
+        for number, (layout, param) in enumerate(zip(plan.layouts, store.locals())):
+            lead = _lead(plan, number)
+            if not param.numel():
+                continue
+            box = [slice(*side) for side in layout.boxes[store.rank][:len(lead)]]
+            here = torch.arange(math.prod(lead)).view(lead)[tuple(box)] + store.first[number]
+            (several if lead else single).append(number)
+            places[bool(lead)].extend(here.flatten().tolist())
+        return store, single, several, places[0] + places[1]
+
+    def check(self, found_inf=None) -> None:
+        """Set the flags for this step's gradients; `found_inf`, a GradScaler's, in the gradients' place."""
+        self.flags.zero_()
+        if found_inf is None:
+            self._look()
+        with debug.during("the comparison of NaN and Inf in gradients"):
+            if found_inf is not None or self.whole:
+                worst = found_inf.to(self.flags) if found_inf is not None else self.flags.amax()
+                self._spread(worst.reshape(1).clone())
+            else:
+                for ranks in filter(None, self.segments):
+                    dist.all_reduce(self.flags[self.segments[ranks]], dist.ReduceOp.MAX, group=self.groups.of(ranks))
+
+    def _look(self):
+        """A gradient is broken if its largest magnitude is not a finite number."""
+        norms = []
+        for store, single, several, _ in self.watched:
+            norms += torch._foreach_norm([store.gradients[i] for i in single], math.inf) if single else []
+            norms += [torch.linalg.vector_norm(store.gradients[i], math.inf, dim=(-2, -1)) for i in several]
+        if norms:
+            norms = torch.cat([norm.flatten() for norm in norms])
+            self.flags.index_copy_(0, self.places, norms.isfinite().logical_not().float())
+
+    def _spread(self, worst):
+        """One flag for all, over every set of ranks in turn; the second round reaches ranks that share no set."""
+        self.broken.copy_(self.flags)
+        for ranks in [*filter(None, self.segments)] * 2:
+            dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.groups.of(ranks))
+        self.flags.copy_(worst.clamp(max=1.0).expand_as(self.flags))
+
+    def tell(self) -> None:
+        """Raise RuntimeError if the step was kept, naming what is broken at this rank. Waits for the device."""
+        if not self.count or not float(self.flags[0]):
+            return
+        broken = set(self.broken.nonzero().flatten().tolist())
+        names = [name_in(plan.group, plan.params[number]) for first, plan, number in self.numbers
+                 if broken.intersection(range(first, first + math.prod(_lead(plan, number))))]
+        where = f"of {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else "on another rank"
+        raise RuntimeError(f"NaN or Inf in the gradient {where}: no weight and no state has changed (nonfinite="
+                           "'raise'). Look for what caused it, or use nonfinite='skip'")
+
+
+def unscale(stores, grad_scale) -> None:
+    """Divide this step's gradients by a GradScaler's scale, in place; None: they are not scaled."""
+    if grad_scale is None:
+        return
+    gradients = raw_locals(p.grad for store in stores for p in store.params if p.grad is not None)
+    if gradients:
+        torch._foreach_mul_(gradients, grad_scale.double().reciprocal().float().to(gradients[0].device))
+
+
+def _lead(plan, number) -> tuple:
+    """The shape of the flags of a parameter: its leading dims where every matrix has one."""
+    whole = plan.shares is None or plan.in_chunks
+    return () if whole else tuple(plan.layouts[number].shape[:-2])

@@ -1,0 +1,52 @@
+"""What holds for a whole optimizer: the arguments that no group can change.
+
+Decides which values are allowed, and how much memory travelling updates may take. Knows no parameter.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+NONFINITE = ("propagate", "skip", "raise")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What holds for the whole optimizer: the keyword arguments of `Muon` that no group can change."""
+    process_group: object = None
+    grads_are_reduced: bool = True
+    state_dtype: torch.dtype = torch.float32
+    wire_dtype: torch.dtype = torch.bfloat16
+    ns_dtype: torch.dtype | None = None
+    workspace_bytes: int | None = None
+    capturable: bool = False
+    nonfinite: str = "propagate"
+
+    def check(self) -> None:
+        """Raise ValueError for a value that is not allowed."""
+        wide = (torch.float32, torch.bfloat16)
+        for key, allowed in (("state_dtype", wide), ("wire_dtype", wide), ("ns_dtype", (None, *wide, torch.float16))):
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"{key}={getattr(self, key)} is not allowed: it must be one of {allowed}")
+        if self.nonfinite not in NONFINITE:
+            raise ValueError(f"nonfinite={self.nonfinite!r} is not allowed: it must be one of {NONFINITE}")
+        room = self.workspace_bytes
+        if room is not None and (type(room) is not int or room < 1):
+            raise ValueError(f"workspace_bytes={room!r} is not allowed: it must be a whole number >= 1, or None")
+        if type(self.capturable) is not bool:
+            raise ValueError(f"capturable={self.capturable!r} is not allowed: it must be True or False")
+        if not self.grads_are_reduced and self.process_group is None:
+            raise ValueError("grads_are_reduced=False needs process_group: the ranks over which gradients are averaged")
+        if self.process_group is not None and not dist.is_initialized():
+            raise ValueError("process_group was given, but torch.distributed is not initialized: "
+                             "call init_process_group first")
+
+    def workspace(self, device) -> int:
+        """The bytes that buckets may take of one rank, all together."""
+        if self.workspace_bytes is not None:
+            return self.workspace_bytes
+        if device.type != "cuda":
+            return 256 << 20
+        return min(2 << 30, torch.cuda.get_device_properties(device).total_memory * 3 // 100)
