@@ -88,7 +88,7 @@ def long_run(rank, world, mode):
 def test_a_long_run_leaves_nothing_behind(mode, optimizer):
     for (early, late), skipped in run_ranks(2, long_run, mode, timeout=120):
         assert skipped > 3
-        assert late["tensors"] <= early["tensors"] and late["groups"] == early["groups"] == 1
+        assert late["tensors"] <= early["tensors"] + 4 and late["groups"] == early["groups"] == 1
         assert late["handles"] <= early["handles"] and late["objects"] <= early["objects"] + 200
         assert late["MiB"] <= early["MiB"] + 8  # an allocator's slack; one float per parameter and step is more
 
