@@ -435,6 +435,18 @@ def test_the_digest_differs_when_anything_differs(change, optimizer):
     assert digest(*USUAL) != digest(*DIFFERENT[change])
 
 
+def test_ranks_with_other_times_have_another_plan(monkeypatch, optimizer):
+    """Owners chosen by other times would be others, if not today then for another model."""
+    def pace_of_rank(hp, device):
+        made = part("pace").Pace(part("polar").steps_of("polar_express"), "cpu")
+        made.key = f"the table of rank {dist.get_rank()}"
+        return made
+
+    monkeypatch.setattr(part("pace").Pace, "of", pace_of_rank)
+    with pytest.raises(RuntimeError, match="have different plans"):
+        run_threads(2, step_as_rank, [(8, 8)], [Shard(0)])
+
+
 def test_the_digest_sees_every_parameter_of_a_bucket(optimizer):
     """Not only the first: here the second is cut along rows on one rank's account and along columns on another's."""
     first, rows, columns = (layout_on((4,), [Shard(dim)], (8, 8)) for dim in (0, 0, 1))  # the same shape and copies
