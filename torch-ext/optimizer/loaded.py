@@ -1,0 +1,71 @@
+"""What becomes of a state dict that is loaded: what fits is copied to where this rank keeps it, the rest is refused.
+
+Decides what a saved state must look like, by name, shape and group, and does so before anything is changed. Knows no
+file (checkpoint.py) and no other optimizer (foreign.py).
+"""
+from __future__ import annotations
+
+import torch
+
+from .groups import name_of
+from .layout import is_by_rows, place_like
+from .store import home_of, state_keys, state_shape
+
+FOREIGN = {"momentum", "variance", "variance_neuron", "moment1", "moment2"}
+
+
+def restore(loaded, groups, options) -> dict:
+    """{parameter: a copy of its saved state, in the dtype and place in which the optimizer keeps it}.
+
+    `loaded`: a state dict of as many groups and parameters. Tensors that lie otherwise than the parameter are moved;
+    from DTensors that is collective. Raises ValueError, naming the parameter, for what does not fit.
+    """
+    members = []
+    for number, (group, saved) in enumerate(zip(groups, loaded["param_groups"])):
+        _check_kind(number, group, saved)
+        for i, (param, key) in enumerate(zip(group["params"], saved["params"])):
+            if key in loaded["state"]:
+                members.append((param, group, name_of(group, i), loaded["state"][key]))
+    for param, group, name, state in members:
+        check_state(param, state_keys(group), name, state)
+    return {param: _restored(param, state_keys(group), state, options) for param, group, _, state in members}
+
+
+def fits(state_dict, groups) -> bool:
+    """Whether there are as many groups and parameters; torch's own message is for those that do not."""
+    return [len(g["params"]) for g in state_dict["param_groups"]] == [len(g["params"]) for g in groups]
+
+
+def check_state(param, keys, name, state) -> None:
+    """Raise ValueError unless the saved `state` of a parameter can be that of one whose rule keeps `keys`."""
+    if state and not set(keys) & set(state):
+        todo = "pass the state dict through convert_state_dict first" if FOREIGN & set(state) else "swap the groups"
+        raise ValueError(f"the state of parameter {name} has {', '.join(sorted(state))}, but it needs "
+                         f"{', '.join(keys)}: {todo}")
+    for key in [k for k in keys if k in state]:
+        shape, came = state_shape(param, key), tuple(getattr(state[key], "shape", ()))
+        if came != shape and not (key == "step" and came == (1,)):
+            raise ValueError(f"{key} of parameter {name} has shape {came} in the state, but a parameter of shape "
+                             f"{tuple(param.shape)} needs {shape}: it was saved for another parameter")
+
+
+def _check_kind(number, group, saved) -> None:
+    kinds = {True: "Muon", False: "AdamW"}
+    ours, theirs = bool(group["use_muon"]), bool(saved.get("use_muon", group["use_muon"]))
+    if ours != theirs:
+        names = saved.get("param_names") or saved["params"]
+        raise ValueError(f"parameter group {number} ({names[0]}, ...) is one of {kinds[theirs]} in the state dict, but "
+                         f"of {kinds[ours]} here: build the groups in the order in which they were saved")
+
+
+def _restored(param, keys, state, options) -> dict:
+    kept = {}
+    for key in [k for k in keys if k in state]:
+        device, dtype = home_of(key, param, options.state_dtype)
+        value = torch.as_tensor(state[key]).detach()
+        if key == "step":
+            value = value.reshape(())
+        elif options.grads_are_reduced or not is_by_rows(value, options.process_group):
+            value = place_like(value, param)
+        kept[key] = value.to(device, dtype, copy=True)
+    return kept
