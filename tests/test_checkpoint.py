@@ -37,7 +37,7 @@ def placements_of(layout, world):
         "tp x fsdp, strided": ((half, 2), {"dense": [_StridedShard(0, split_factor=2), S(0)],
                                            "experts": [S(1), S(0)], "rest": [S(0), R]}),
         "ep x fsdp": ((2, half), {"dense": [S(0), R], "experts": [S(1), S(0)], "rest": [S(0), R]}),
-        "hsdp x tp": ((2, 2, world // 4), dict.fromkeys(("dense", "experts"), [R, S(0), S(1)]) | {"rest": [R, S(0), R]}),
+        "hsdp x tp": ((2, 2, world // 4), {"dense": [R, S(0), S(1)], "experts": [R, S(0), S(1)], "rest": [R, S(0), R]}),
     }.get(layout)
 
 

@@ -11,7 +11,7 @@ from .groups import name_of
 from .layout import is_by_rows, place_like
 from .store import home_of, state_keys, state_shape
 
-FOREIGN = {"momentum", "variance", "variance_neuron", "moment1", "moment2"}
+FOREIGN = {"adamw_betas", "algorithm"}  # keys of groups whose momentum is another sum: foreign.py
 
 
 def restore(loaded, groups, options) -> dict:
@@ -39,9 +39,8 @@ def fits(state_dict, groups) -> bool:
 def check_state(param, keys, name, state) -> None:
     """Raise ValueError unless the saved `state` of a parameter can be that of one whose rule keeps `keys`."""
     if state and not set(keys) & set(state):
-        todo = "pass the state dict through convert_state_dict first" if FOREIGN & set(state) else "swap the groups"
-        raise ValueError(f"the state of parameter {name} has {', '.join(sorted(state))}, but it needs "
-                         f"{', '.join(keys)}: {todo}")
+        raise ValueError(f"the state of parameter {name} is {', '.join(sorted(state))}, but it needs "
+                         f"{', '.join(keys)}: it was saved by another optimizer, or for another kind of group")
     for key in [k for k in keys if k in state]:
         shape, came = state_shape(param, key), tuple(getattr(state[key], "shape", ()))
         if came != shape and not (key == "step" and came == (1,)):
@@ -50,6 +49,9 @@ def check_state(param, keys, name, state) -> None:
 
 
 def _check_kind(number, group, saved) -> None:
+    if FOREIGN & set(saved):
+        raise ValueError("this is the state dict of another Muon, which scales its state differently: pass it through "
+                         "convert_state_dict first")
     kinds = {True: "Muon", False: "AdamW"}
     ours, theirs = bool(group["use_muon"]), bool(saved.get("use_muon", group["use_muon"]))
     if ours != theirs:
