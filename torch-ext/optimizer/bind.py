@@ -84,11 +84,11 @@ class Planner:
 
     def _create(self, group, params, kept) -> None:
         """The state of parameters whose gradients are reduced, or of which each rank keeps so many rows."""
+        if not self.reduced:
+            claim(self.state, {p: self.names[p] for p in params}, kept, self.process_group)
         for p in params:
             rows = None if self.reduced else kept[p][self._ranks().index(self.rank)]
             create_state(self.state[p], p, state_keys(group), self.options.state_dtype, rows=rows)
-        if not self.reduced:
-            claim(self.state, {p: self.names[p] for p in params}, kept, self.process_group)
 
     def _ranks(self) -> tuple:
         return (self.rank,) if self.process_group is None else tuple(dist.get_process_group_ranks(self.process_group))

@@ -123,15 +123,24 @@ def _read(path):
     if metadata.get("version") != VERSION:
         raise ValueError(f"{path} has version {metadata.get('version')!r} of the format, but this package reads "
                          f"{VERSION!r}: load it with the package that wrote it")
-    try:
-        header = {key: json.loads(metadata[key]) for key in ("params", "groups", "tensors")}
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"{path} has a header that cannot be read: {error}") from error
+    header = _header(path, metadata)
     for name in sorted(set(tensors) | set(header["tensors"])):
         came, said = name in tensors and _described(tensors[name]), header["tensors"].get(name, False)
         if came != said:
             raise ValueError(f"{path} holds {name} as {came or 'nothing'}, but its header says {said or 'nothing'}")
     return header, tensors
+
+
+def _header(path, metadata) -> dict:
+    try:
+        header = {key: json.loads(metadata[key]) for key in ("params", "groups", "tensors")}
+        if [type(header[key]) for key in header] != [dict, list, dict]:
+            raise ValueError(f"{', '.join(header)} are not of the types that export_state writes")
+        for group in header["groups"]:
+            set(group["params"]), group["use_muon"], group["options"].items()
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} has a header that cannot be read: {error}") from error
+    return header
 
 
 def _check_params(path, ours, theirs) -> None:
