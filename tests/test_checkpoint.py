@@ -1,11 +1,13 @@
 """Saved on one layout, loaded on another: the very bits of a run that was never stopped.
 
-Every chain of layouts trains three steps on each, saves, and loads what the layout before it saved. One process that
-never stops is beside each of them. Gradients are multiples of 2^-4 that few bits hold, so that the mean of equal ones
-is exact and `grads_are_reduced=False` gives the bits of the others.
+Every chain of layouts trains three steps on each, saves, and loads what the layout before it saved; beside it is one
+process that never stops. Gradients are multiples of 2^-4 that 7 bits hold, so that the mean of equal ones is exact and
+`grads_are_reduced=False` gives the bits of the others.
 """
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ UNEVEN = {"dense.up": (33, 7), "dense.down": (10, 12), "dense.square": (16, 16),
           "experts.w1": (8, 6, 10), "experts.w2": (8, 10, 6), "rest.embed": (50, 6), "rest.norm": (7,)}
 EVEN = {"dense.up": (32, 8), "dense.down": (16, 24), "dense.odd": (20, 6), "experts.w1": (8, 6, 10),
         "rest.embed": (48, 6), "rest.norm": (7,)}
+BF16 = ("dense.square", "dense.odd", "experts.w2", "rest.norm")  # the others are fp32
 STEPS = 3
 
 
@@ -41,7 +44,7 @@ def placements_of(layout, world):
     }.get(layout)
 
 
-def model_of(shapes, dtype, layout, world, device="cpu"):
+def model_of(shapes, layout, world, device="cpu"):
     """A model of parameters only, whole or cut; a function that cuts a whole tensor as the parameter of a name is."""
     from torch.distributed.tensor import DTensor, init_device_mesh
 
@@ -60,8 +63,12 @@ def model_of(shapes, dtype, layout, world, device="cpu"):
     model = nn.ModuleDict({kind: nn.ParameterDict() for kind in ("dense", "experts", "rest")})
     for name, shape in shapes.items():
         kind, leaf = name.split(".")
-        model[kind][leaf] = nn.Parameter(cut(name, torch.zeros(shape, dtype=dtype)))
+        model[kind][leaf] = nn.Parameter(cut(name, torch.zeros(shape, dtype=dtype_of(name))))
     return model, cut
+
+
+def dtype_of(name):
+    return torch.bfloat16 if name in BF16 else torch.float32
 
 
 def build(model, name, layout="one process", **more):
@@ -74,9 +81,9 @@ def build(model, name, layout="one process", **more):
     return getattr(package(), name)(groups, **plain, **more)
 
 
-def initial(shapes, dtype):
+def initial(shapes):
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(s, generator=generator).to(dtype) for name, s in shapes.items()}
+    return {name: torch.randn(s, generator=generator).to(dtype_of(name)) for name, s in shapes.items()}
 
 
 def fill(model, cut, tensors):
@@ -98,12 +105,31 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def unequal(model, optimizer, other, uninterrupted):
-    """The names of the weights and states in which two runs differ."""
-    mine, theirs = ({**dsd.get_model_state_dict(m), **tensors_of(flat_state(m, o))}
-                    for m, o in ((model, optimizer), (other, uninterrupted)))
-    assert mine.keys() == theirs.keys() and len(mine) > 2 * len(list(model.parameters()))
-    return [key for key in mine if not torch.equal(whole(mine[key]).cpu(), whole(theirs[key]).cpu())]
+def content(model, optimizer):
+    """All weights and all state, whole, by name."""
+    tensors = {**dsd.get_model_state_dict(model), **tensors_of(flat_state(model, optimizer))}
+    assert len(tensors) > 2 * len(list(model.parameters()))
+    return {key: whole(t.detach()).cpu() for key, t in tensors.items()}
+
+
+def unequal(model, optimizer, other):
+    """The names of the weights and states in which a run differs from the content of another."""
+    mine = content(model, optimizer)
+    assert mine.keys() == other.keys()
+    return [key for key in mine if not torch.equal(mine[key], other[key]) or mine[key].dtype != other[key].dtype]
+
+
+@functools.cache
+def uninterrupted(name, even, device):
+    """The content of a run on one process after the steps of each stage, and after no steps at all."""
+    shapes = EVEN if even else UNEVEN
+    model, keep = model_of(shapes, "one process", 1, device)
+    fill(model, keep, initial(shapes))
+    optimizer, contents = build(model, name), [None]
+    for number in range(9):
+        train(model, keep, optimizer, range(STEPS * number, STEPS * (number + 1)))
+        contents.append({key: t.clone() for key, t in content(model, optimizer).items()})
+    return contents
 
 
 def flat_state(model, optimizer):
@@ -161,34 +187,31 @@ FORMATS = {"nested": Dcp(NESTED), "flat": Dcp(FLAT), "safetensors": Safetensors(
            "consolidated safetensors": Safetensors(True)}
 
 
-def stages(rank, world, name, shapes, dtype, kind, numbered, folder, device="cpu"):
+def stages(rank, world, name, even, kinds, numbered, folder, device):
     """Train on some layouts of a chain in turn; return what differs from the uninterrupted run after each."""
-    differences = []
+    differences, shapes = [], EVEN if even else UNEVEN
     for number, layout in numbered:
-        model, cut = model_of(shapes, dtype, layout, world, device)
+        model, cut = model_of(shapes, layout, world, device)
         optimizer = build(model, name, layout)
         if number:
-            FORMATS[kind].load(model, optimizer, f"{folder}/{number - 1}")
+            FORMATS[kinds[(number - 1) % len(kinds)]].load(model, optimizer, f"{folder}/{number - 1}")
         else:
-            fill(model, cut, initial(shapes, dtype))
+            fill(model, cut, initial(shapes))
         train(model, cut, optimizer, range(STEPS * number, STEPS * (number + 1)))
-        FORMATS[kind].save(model, optimizer, f"{folder}/{number}")
-        other, keep = model_of(shapes, dtype, "one process", 1, device)
-        fill(other, keep, initial(shapes, dtype))
-        uninterrupted = build(other, name)
-        train(other, keep, uninterrupted, range(STEPS * (number + 1)))
-        differences.append(unequal(model, optimizer, other, uninterrupted))
+        FORMATS[kinds[number % len(kinds)]].save(model, optimizer, f"{folder}/{number}")
+        differences.append(unequal(model, optimizer, uninterrupted(name, even, device)[number + 1]))
     return differences
 
 
-def run_chain(chain, name, shapes, dtype, kind, folder, **more):
-    """Layouts of as many ranks that follow each other share a process group."""
+def run_chain(chain, name, kinds, folder, device="cpu", even=False):
+    """Layouts of as many ranks that follow each other share a process group. `kinds`: of the files, in turn."""
     numbered = list(enumerate(chain))
     while numbered:
         world = numbered[0][1][1]
         count = next((i for i, (_, (_, ranks)) in enumerate(numbered) if ranks != world), len(numbered))
         part_of = [(number, layout) for number, (layout, _) in numbered[:count]]
-        for differences in run_ranks(world, stages, name, shapes, dtype, kind, part_of, str(folder), **more):
+        how = {"backend": "nccl", "timeout": 120} if device == "cuda" else {}
+        for differences in run_ranks(world, stages, name, even, kinds, part_of, str(folder), device, **how):
             assert differences == [[]] * count, part_of
         numbered = numbered[count:]
 
@@ -199,20 +222,30 @@ MODES = [("fsdp", 4), ("hsdp", 4), ("tp x fsdp", 4), ("ep x fsdp", 4), ("ddp", 4
 OWNED = [("unreduced", 4), ("fsdp", 4), ("unreduced", 4), ONE, ("unreduced", 2), ("ddp", 2), ("unreduced", 8),
          ("unreduced", 2), ("tp x fsdp", 4)]
 STRIDED = [("fsdp", 8), ("tp x fsdp, strided", 8), ("hsdp x tp", 8), ("tp x fsdp, strided", 4), ("unreduced", 4), ONE]
-CHAINS = {"fewer ranks": (FEWER_RANKS, UNEVEN), "modes": (MODES, UNEVEN), "owned": (OWNED, UNEVEN),
-          "strided": (STRIDED, EVEN)}
-VARIANTS = [("NorMuon", torch.float32, "nested"), ("Muon", torch.bfloat16, "flat")]
+CHAINS = {"fewer ranks": (FEWER_RANKS, "Muon"), "modes": (MODES, "NorMuon"), "owned": (OWNED, "NorMuon"),
+          "strided": (STRIDED, "Muon")}
 
 
-@pytest.mark.parametrize(("name", "dtype", "kind"), VARIANTS, ids=[f"{n}, {k}" for n, _, k in VARIANTS])
 @pytest.mark.parametrize("chain", CHAINS)
-def test_a_run_goes_on_with_its_bits_on_another_layout(chain, name, dtype, kind, tmp_path):
-    """24 pairs of layouts, each for NorMuon in fp32 and Muon in bf16."""
-    layouts, shapes = CHAINS[chain]
-    run_chain(layouts, name, shapes, dtype, kind, tmp_path)
+def test_a_run_goes_on_with_its_bits_on_another_layout(chain, tmp_path):
+    """23 pairs of layouts, with parameters in fp32 and bf16, flattened and not in turn."""
+    layouts, name = CHAINS[chain]
+    run_chain(layouts, name, ["nested", "flat"], tmp_path, even=chain == "strided")
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "consolidated safetensors"])
 def test_and_through_safetensors(kind, tmp_path):
-    chain = [("fsdp", 4), ("unreduced", 4), ("tp x fsdp", 4), ONE, ("hsdp", 4)]
-    run_chain(chain, "NorMuon", UNEVEN, torch.float32, kind, tmp_path)
+    chain = [("fsdp", 4), ("unreduced", 4), ("tp x fsdp", 4), ONE, ("fsdp columns", 2)]
+    run_chain(chain, "NorMuon", [kind], tmp_path)
+
+
+TWO_GPUS = [("fsdp", 2), ("unreduced", 2), ("ddp", 2), ("fsdp columns", 2), ONE, ("unreduced", 2)]
+FOUR_GPUS = [("fsdp", 4), ("hsdp", 4), ("tp x fsdp", 4), ("ep x fsdp", 4), ("unreduced", 4), ("fsdp", 2), ("ddp", 4)]
+
+
+@pytest.mark.parametrize("chain", [pytest.param(TWO_GPUS, marks=pytest.mark.gpus(2), id="2 GPUs"),
+                                   pytest.param(FOUR_GPUS, marks=pytest.mark.gpus(4), id="4 GPUs")])
+@pytest.mark.parametrize("kinds", [("nested", "flat"), ("safetensors", "consolidated safetensors")], ids=str)
+@pytest.mark.gpu
+def test_a_run_goes_on_with_its_bits_on_gpus(chain, kinds, tmp_path):
+    run_chain(chain, "NorMuon", kinds, tmp_path, device="cuda")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from .groups import name_of
-from .layout import is_by_rows, place_like
+from .layout import as_dtensor, is_by_rows, is_dtensor, local_of, place_like
 from .store import home_of, state_keys, state_shape
 
 FOREIGN = {"adamw_betas", "algorithm"}  # keys of groups whose momentum is another sum: foreign.py
@@ -69,5 +69,7 @@ def _restored(param, keys, state, options) -> dict:
             value = value.reshape(())
         elif options.grads_are_reduced or not is_by_rows(value, options.process_group):
             value = place_like(value, param)
-        kept[key] = value.to(device, dtype, copy=True)
+        local = local_of(value).to(device, dtype, copy=True)
+        dtensor = is_dtensor(value)
+        kept[key] = as_dtensor(local, value.shape, value.device_mesh, value.placements) if dtensor else local
     return kept
