@@ -230,11 +230,10 @@ def test_owned_state_follows_its_owner():
     assert sum(moved for _, moved in results) > 0
 
 
-def present_rows(rank, world, workspace):
+def present_rows(rank, world):
     """The shown state is 1/W on each rank, the optimizer's own stays where it was."""
-    shapes = UNEVEN | {"rest.wide": (10, 3), "rest.thin": (3, 40)}
-    model, cut = model_of(shapes, "unreduced", world)
-    optimizer = chains.build(model, "NorMuon", "unreduced", workspace_bytes=workspace)
+    model, cut = model_of(UNEVEN, "unreduced", world)
+    optimizer = chains.build(model, "NorMuon", "unreduced")
     chains.train(model, cut, optimizer, range(3))
     own = {p: {key: (t.data_ptr(), t.shape) for key, t in s.items()} for p, s in optimizer.state.items()}
     shown = optimizer.state_dict()["state"]
@@ -244,13 +243,52 @@ def present_rows(rank, world, workspace):
             assert key == "step" or len(value.to_local()) == max(0, min(rows, param.shape[0] - rank * rows))
             assert value.shape == part("store").state_shape(param, key)
     assert own == {p: {key: (t.data_ptr(), t.shape) for key, t in s.items()} for p, s in optimizer.state.items()}
-    return [int(state["step"]) for state in optimizer.state.values() if "step" in state]
 
 
-@pytest.mark.parametrize("workspace", [None, 40_000], ids=["one bucket", "several buckets"])
-def test_owned_state_is_shown_by_rows_and_true_on_every_rank(workspace):
-    """AdamW's steps too, where a rank has no row of a parameter, or a parameter is cut over several buckets."""
-    assert run_threads(4, present_rows, workspace) == [[3, 3, 3, 3]] * 4
+def test_owned_state_is_shown_by_rows():
+    run_threads(4, present_rows)
+
+
+def count_steps(rank, world):
+    """AdamW's parameters of 5 rows, of which the last rank has none, each cut over several buckets."""
+    results = []
+    for options in ({"process_group": dist.group.WORLD, "grads_are_reduced": False, "workspace_bytes": 12_000}, {}):
+        params = [nn.Parameter(torch.full((5, 60), float(i))) for i in range(3)]
+        optimizer = package().Muon([{"params": params, "use_muon": False}], lr=0.1, **options)
+        for missing in (None, 1, 1, None):
+            for i, param in enumerate(params):
+                param.grad = None if i == missing else torch.full_like(param, 0.5 + i)
+            optimizer.step()
+        shown = optimizer.state_dict()["state"].values()
+        results.append([params, *([whole(state[key]) for state in shown] for key in ("exp_avg", "exp_avg_sq", "step"))])
+        results[-1].append([optimizer.state[param]["step"] for param in params])
+        routes = [type(route).__name__ for route, _ in optimizer._jobs]
+        assert not options or routes.count("ReduceElementwise") == 6
+    return all(torch.equal(a, b) for first, second in zip(*results) for a, b in zip(first, second))
+
+
+def test_steps_are_true_on_every_rank():
+    """Also where a rank has no row of a parameter, and where no rank had a gradient for a while."""
+    assert run_threads(4, count_steps) == [True] * 4
+
+
+def load_and_show(rank, world):
+    """What was loaded is shown before the next step as after it, whole or by rows."""
+    for form in (whole, lambda value: value):
+        model, cut, optimizer = trained("unreduced", world)
+        saved = optimizer.state_dict()
+        saved["state"] = {number: {key: form(value) for key, value in state.items()}
+                          for number, state in saved["state"].items()}
+        kept = content(model, optimizer)
+        heir = chains.build(model, "NorMuon", "unreduced")
+        heir.load_state_dict(saved)
+        if unequal(model, heir, kept):
+            return False
+    return True
+
+
+def test_loaded_state_is_shown_before_it_is_claimed():
+    assert run_threads(4, load_and_show) == [True] * 4
 
 
 def scalar(rank, world):
