@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import random
 
 import pytest
 import torch
@@ -193,6 +194,36 @@ def test_a_truncated_file_is_refused(whole, part):
     refused(path, "state is truncated or no safetensors file")
 
 
+def test_a_file_is_refused_wherever_it_ends(whole):
+    path, data = whole[0], whole[0].read_bytes()
+    optimizer = build(Model())
+    for end in range(0, len(data), 61):
+        path.write_bytes(data[:end])
+        with pytest.raises(ValueError, match="truncated or no safetensors file"):
+            package().import_state(optimizer, path)
+    assert not optimizer.state
+
+
+def test_a_damaged_header_is_refused_if_it_can_be_told(whole):
+    """Any byte of it changed: a ValueError, or state that fits, but never another error, or half of a load."""
+    path, data = whole[0], whole[0].read_bytes()
+    size, generator = 8 + int.from_bytes(data[:8], "little"), random.Random(0)
+    model, optimizer = trained(1)
+    before, refusals = copy.deepcopy(optimizer.state_dict()), 0
+    for _ in range(300):
+        damaged = bytearray(data)
+        damaged[generator.randrange(8, size)] = generator.choice(b'0a"[]{}:,. ')
+        path.write_bytes(damaged)
+        try:
+            package().import_state(optimizer, path)
+        except ValueError:
+            refusals += 1
+            assert_equal(optimizer.state_dict(), before)
+        before = copy.deepcopy(optimizer.state_dict())
+    assert refusals > 200
+    train(model, optimizer, [1])
+
+
 def test_a_longer_file_is_refused(whole):
     path = whole[0]
     path.write_bytes(path.read_bytes() + b"\0" * 8)
@@ -227,12 +258,13 @@ def test_a_foreign_safetensors_file_is_refused(tmp_path):
     (lambda m, t: m.update(params="{"), "a header that cannot be read"),
     (lambda m, t: m.update(params="[]"), "params, groups, tensors are not of the types"),
     (lambda m, t: m.update(groups='[{"params": ["up"]}]'), "a header that cannot be read: 'use_muon'"),
+    (lambda m, t: m.update(groups=m["groups"].replace('"lr": 0.1', '"lr": "fast"')), "lr='fast' is not allowed"),
     (lambda m, t: t.pop("state.down.second_moment"), "holds state.down.second_moment as nothing, but its header says"),
     (lambda m, t: t.update(more=torch.zeros(1)), "holds more as .*, but its header says nothing"),
     (lambda m, t: t.update({"state.embed.step": torch.tensor(1.0, dtype=torch.float64)}), "holds state.embed.step as"),
     (lambda m, t: t.update({"state.up.momentum_buffer": torch.zeros(8, 12)}), "holds state.up.momentum_buffer as"),
-], ids=["version", "no groups", "no JSON", "no dict", "half a group", "tensor gone", "tensor added", "other dtype",
-        "other shape"])
+], ids=["version", "no groups", "no JSON", "no dict", "half a group", "no number", "tensor gone", "tensor added",
+        "other dtype", "other shape"])
 def test_a_file_that_is_not_what_its_header_says_is_refused(whole, change, message):
     path, metadata, tensors = whole
     change(metadata, tensors)

@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from .groups import clean_name
+from .groups import check_group, clean_name
 from .layout import is_dtensor
 from .loaded import check_state
 from .store import state_keys
@@ -168,4 +168,5 @@ def _saved_group(path, group, names, saved, states) -> dict:
     from_file = [g["options"] for g in saved if set(g["params"]) & set(mine)]
     options = from_file[0] if len(from_file) == 1 else {}
     taken = {key: _as_own(group[key], options[key]) for key in group if key in options}
+    check_group({**group, **taken}, set(group))
     return {**group, **taken, "params": mine}

@@ -122,7 +122,7 @@ def place_like(value, param):
     if not is_dtensor(param):
         return whole
     box = layout_of(param, shape=whole.shape).boxes[this_rank()]
-    local = whole[tuple(slice(*ends) for ends in box)]
+    local = whole[tuple(slice(*ends) for ends in box)].to(param.device)
     return as_dtensor(local, whole.shape, param.device_mesh, param.placements)
 
 

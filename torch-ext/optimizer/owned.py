@@ -25,8 +25,6 @@ def present(state, named, group) -> dict:
     shown = {param: dict(state[param]) for param in named if param in state}
     for param, key, have in _survey(shown, named, group):
         local, rows = _rows(shown[param][key]), _row_count(param)
-        if have == [rows] * len(have) and len(have) > 1:
-            continue  # as it was loaded: whole, on every rank
         if param.ndim == 0:
             shown[param][key] = _everywhere(local, have, group)
         else:
@@ -38,12 +36,7 @@ def present(state, named, group) -> dict:
 def claim(state, named, wanted, group) -> None:
     """Give every rank the rows it is to keep. `wanted`: {parameter: rows of each rank}. Errors as in `present`."""
     for param, key, have in _survey(state, named, group):
-        want, local = wanted[param], _rows(state[param][key])
-        if have == [_row_count(param)] * len(have):
-            first = sum(want[:group.rank()])
-            state[param][key] = local[first:first + want[group.rank()]].clone()
-        else:
-            state[param][key] = _move(local, have, want, group)
+        state[param][key] = _move(_rows(state[param][key]), have, wanted[param], group)
 
 
 def _survey(state, named, group) -> list:
@@ -57,7 +50,7 @@ def _survey(state, named, group) -> list:
     found = [(*entry, list(have)) for entry, have in zip(entries, columns) if max(have) >= 0]
     for param, key, have in found:
         rows = _row_count(param)
-        if min(have) < 0 or sum(have) != rows and have != [rows] * len(have):
+        if sum(have) != rows and have != [rows] * len(have):  # the latter as loaded: whole on every rank
             raise RuntimeError(f"the ranks of process_group hold {have} rows of {key} of parameter {named[param]}, "
                                f"which has {rows}: load the state on all ranks, or on none")
     return found
@@ -72,7 +65,7 @@ def _rows(tensor):
 
 
 def _move(local, have, want, group):
-    """The rows that this rank wants, of a tensor of which all ranks together have every row once."""
+    """The rows that this rank wants, of a tensor whose rows lie over the ranks; if all have all, from the first."""
     if have == want:
         return local
     me, nbytes = group.rank(), math.prod(local.shape[1:]) * local.element_size()
@@ -80,7 +73,7 @@ def _move(local, have, want, group):
     leave = [nbytes * _overlap(have, me, want, rank) for rank in range(len(have))]
     arrive = [nbytes * _overlap(want, me, have, rank) for rank in range(len(have))]
     send, recv = (t.contiguous().flatten().view(torch.uint8) for t in (local, moved))
-    dist.all_to_all_single(recv, send, arrive, leave, group=group)
+    dist.all_to_all_single(recv, send[:sum(leave)], arrive, leave, group=group)
     return moved
 
 
