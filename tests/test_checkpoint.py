@@ -210,7 +210,7 @@ def run_chain(chain, name, kinds, folder, device="cpu", even=False):
         world = numbered[0][1][1]
         count = next((i for i, (_, (_, ranks)) in enumerate(numbered) if ranks != world), len(numbered))
         part_of = [(number, layout) for number, (layout, _) in numbered[:count]]
-        how = {"backend": "nccl", "timeout": 120} if device == "cuda" else {}
+        how = {"backend": "nccl" if device == "cuda" else "gloo", "timeout": 120}
         for differences in run_ranks(world, stages, name, even, kinds, part_of, str(folder), device, **how):
             assert differences == [[]] * count, part_of
         numbered = numbered[count:]
