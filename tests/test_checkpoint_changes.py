@@ -477,3 +477,15 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing(change, message)
         step(model, optimizer, range(2, 4))
         runs.append((model.state_dict(), optimizer.state_dict()))
     assert_equal(*(list(run) for run in runs))
+
+
+def test_hooks_see_the_state_that_was_loaded():
+    model = matrices()
+    optimizer = package().Muon(model.parameters(), lr=0.1)
+    step(model, optimizer, range(2))
+    heir, seen = package().Muon(model.parameters(), lr=5.0), []
+    heir.register_load_state_dict_post_hook(lambda o: seen.append((o.param_groups[0]["lr"], dict(o.state))))
+    heir.load_state_dict(optimizer.state_dict())
+    ((lr, state),) = seen
+    assert lr == 0.1
+    assert_equal(state, dict(optimizer.state))

@@ -253,15 +253,19 @@ class Muon(torch.optim.Optimizer):
             numbers = {number for group in loaded["param_groups"] for number in group["params"]}
             return {**loaded, "state": {key: s for key, s in loaded["state"].items() if key not in numbers}}
 
-        hook = self.register_load_state_dict_pre_hook(take)
+        def settle(_):
+            for group, before in zip(self.param_groups, own):
+                group.update({key: before[key] for key in before if key not in group or key == "param_names"})
+            self.state.update(restored)
+            self._forget()
+
+        hooks = [self.register_load_state_dict_pre_hook(take),
+                 self.register_load_state_dict_post_hook(settle, prepend=True)]  # before those of others
         try:
             super().load_state_dict(state_dict)
         finally:
-            hook.remove()
-        for group, before in zip(self.param_groups, own):
-            group.update({key: before[key] for key in before if key not in group or key == "param_names"})
-        self.state.update(restored)
-        self._forget()
+            for hook in hooks:
+                hook.remove()
 
     def __getstate__(self):
         options = replace(self._options, process_group=getattr(self._options.process_group, "group_name", None))
