@@ -14,6 +14,28 @@ from .store import home_of, state_keys, state_shape
 FOREIGN = {"adamw_betas", "algorithm"}  # keys of groups whose momentum is another sum: foreign.py
 
 
+class Loading:
+    """One `load_state_dict`: torch gets the groups, and the state is put in place when it is done with them."""
+
+    def __init__(self, groups, options):
+        self.own, self.options, self.restored = [dict(group) for group in groups], options, {}
+
+    def take(self, _, loaded):
+        """Before: check and copy the state. Groups of other numbers of parameters are torch's to refuse."""
+        counts = [[len(group["params"]) for group in groups] for groups in (loaded["param_groups"], self.own)]
+        if counts[0] != counts[1]:
+            return None
+        self.restored = restore(loaded, self.own, self.options)
+        numbers = {number for group in loaded["param_groups"] for number in group["params"]}
+        return {**loaded, "state": {key: state for key, state in loaded["state"].items() if key not in numbers}}
+
+    def settle(self, optimizer) -> None:
+        """After: names, and options that the saved groups lack, are the optimizer's own."""
+        for group, own in zip(optimizer.param_groups, self.own):
+            group.update({key: own[key] for key in own if key not in group or key == "param_names"})
+        optimizer.state.update(self.restored)
+
+
 def restore(loaded, groups, options) -> dict:
     """{parameter: a copy of its saved state, in the dtype and place in which the optimizer keeps it}.
 
@@ -29,11 +51,6 @@ def restore(loaded, groups, options) -> dict:
     for param, group, name, state in members:
         check_state(param, state_keys(group), name, state)
     return {param: _restored(param, state_keys(group), state, options) for param, group, _, state in members}
-
-
-def fits(state_dict, groups) -> bool:
-    """Whether there are as many groups and parameters; torch's own message is for those that do not."""
-    return [len(g["params"]) for g in state_dict["param_groups"]] == [len(g["params"]) for g in groups]
 
 
 def check_state(param, keys, name, state) -> None:

@@ -17,7 +17,7 @@ from .feed import Feed
 from .graphs import Graphs, release_before_groups
 from .groups import check_group, check_unique, name_of
 from .layout import is_dtensor, local_of, raw_locals, this_rank
-from .loaded import fits, restore
+from .loaded import Loading
 from .owned import present
 from .plan import ALIGNMENT
 from .process_groups import Groups
@@ -244,28 +244,15 @@ class Muon(torch.optim.Optimizer):
         `state_dtype`. What the saved groups lack (those of torch.optim.Muon or AdamW, or of an older version) stays
         this optimizer's own. Raises ValueError, before anything is changed, for state of another shape or kind.
         """
-        restored, own = {}, [dict(group) for group in self.param_groups]
-
-        def take(_, loaded):
-            if not fits(loaded, own):
-                return None
-            restored.update(restore(loaded, own, self._options))
-            numbers = {number for group in loaded["param_groups"] for number in group["params"]}
-            return {**loaded, "state": {key: s for key, s in loaded["state"].items() if key not in numbers}}
-
-        def settle(_):
-            for group, before in zip(self.param_groups, own):
-                group.update({key: before[key] for key in before if key not in group or key == "param_names"})
-            self.state.update(restored)
-            self._forget()
-
-        hooks = [self.register_load_state_dict_pre_hook(take),
-                 self.register_load_state_dict_post_hook(settle, prepend=True)]  # before those of others
+        loading = Loading(self.param_groups, self._options)
+        hooks = [self.register_load_state_dict_pre_hook(loading.take),
+                 self.register_load_state_dict_post_hook(loading.settle, prepend=True)]  # before those of others
         try:
             super().load_state_dict(state_dict)
         finally:
             for hook in hooks:
                 hook.remove()
+        self._forget()
 
     def __getstate__(self):
         options = replace(self._options, process_group=getattr(self._options.process_group, "group_name", None))
