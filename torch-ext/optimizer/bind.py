@@ -13,15 +13,14 @@ import torch.distributed as dist
 
 from . import debug
 from .groups import name_of
-from .layout import check_local_shape, is_dtensor, layout_of, local_of, this_rank
+from .layout import check_local_shape, is_dtensor, layout_of, local_of, row_chunks, this_rank
+from .owned import claim
 from .pace import Pace
 from .pipeline import SLOTS, Pause
 from .plan import digest, make_plan, plan_chunks, turn
 from .routes import ROUTES, Elementwise, agree
 from .share import chunk_share, share_of
-from .store import Bound, Store, Workspace, create_state, gradient_dtype
-
-ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
+from .store import Bound, Store, Workspace, create_state, gradient_dtype, state_keys
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,9 @@ class Planner:
 
     def plan(self, group, params) -> list[Plan]:
         """The plans of one group."""
-        names = {id(p): name_of(group, i) for i, p in enumerate(group["params"])}
+        self.names = {p: name_of(group, i) for i, p in enumerate(group["params"])}
         for p in params:
-            check_local_shape(p, names[id(p)])
+            check_local_shape(p, self.names[p])
         self.device = local_of(params[0]).device
         self.groups.learn(params, self.process_group)
         if group["use_muon"]:
@@ -74,32 +73,39 @@ class Planner:
         buckets = make_plan(layouts, pace, self.loads, reduced=self.reduced, itemsizes=sizes,
                             rank_bytes=self._rank_bytes(), pace=pace if pace.measured else None)
         self._check_room(buckets, "one matrix per rank")
-        owners = {m.param: o for b in buckets if b.route == "reduce" for m, o in zip(b.matrices, b.owners)}
-        keys = ("momentum_buffer", "second_moment") if rows else ("momentum_buffer",)
-        for i, p in enumerate(params):
-            kept = None if owners.get(i, self.rank) == self.rank else 0
-            create_state(self.state[p], p, keys, self.options.state_dtype, rows=kept)
         self._agree(buckets, layouts, str(wire), bool(rows), pace.key)
+        owners = {m.param: o for b in buckets if b.route == "reduce" for m, o in zip(b.matrices, b.owners)}
+        kept = {p: [p.shape[0] if owners.get(i, self.rank) == rank else 0 for rank in self._ranks()]
+                for i, p in enumerate(params)}
+        self._create(group, params, kept)
         shares = [(b, share_of(b, self.rank, layouts, rows, sizes)) for b in buckets if self.rank in b.ranks]
         travelling = frozenset(m.param for b in buckets if b.route != "local" for m in b.matrices)
         return Plan(group, params, layouts, rows, shares, travelling)
 
+    def _create(self, group, params, kept) -> None:
+        """The state of parameters whose gradients are reduced, or of which each rank keeps so many rows."""
+        if not self.reduced:
+            claim(self.state, {p: self.names[p] for p in params}, kept, self.process_group)
+        for p in params:
+            rows = None if self.reduced else kept[p][self._ranks().index(self.rank)]
+            create_state(self.state[p], p, state_keys(group), self.options.state_dtype, rows=rows)
+
+    def _ranks(self) -> tuple:
+        return (self.rank,) if self.process_group is None else tuple(dist.get_process_group_ranks(self.process_group))
+
     def _elementwise(self, group, params):
         for p in params:
-            create_state(self.state[p], p, ADAMW_STATE, self.options.state_dtype)
+            create_state(self.state[p], p, state_keys(group), self.options.state_dtype)
         return Plan(group, params, self._layouts(params), None, None, frozenset(range(len(params))))
 
     def _chunks(self, group, params):
-        ranks, layouts = tuple(dist.get_process_group_ranks(self.process_group)), self._layouts(params)
+        ranks, layouts = self._ranks(), self._layouts(params)
         shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
         sizes = {"gradient": gradient_dtype(params[0]).itemsize, "weight": params[0].dtype.itemsize}
         buckets = plan_chunks(shapes, ranks, self._rank_bytes(), sizes)
         self._check_room(buckets, "one row of a parameter per rank")
-        for p, (rows, _) in zip(params, shapes):
-            part = -(-rows // len(ranks))
-            kept = min(part, max(0, rows - part * ranks.index(self.rank)))
-            create_state(self.state[p], p, ADAMW_STATE, self.options.state_dtype, rows=kept)
         self._agree(buckets, layouts, str(params[0].dtype), sizes)
+        self._create(group, params, {p: row_chunks(rows, len(ranks)) for p, (rows, _) in zip(params, shapes)})
         shares = [(b, chunk_share(b, shapes, self.rank, sizes)) for b in buckets]
         return Plan(group, params, layouts, None, shares, frozenset(range(len(params))), in_chunks=True)
 

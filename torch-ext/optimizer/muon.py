@@ -6,7 +6,6 @@ moved memory); everything else is done by the layers below.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,12 +17,14 @@ from .feed import Feed
 from .graphs import Graphs, release_before_groups
 from .groups import check_group, check_unique, name_of
 from .layout import is_dtensor, local_of, raw_locals, this_rank
+from .loaded import Loading
+from .owned import present
 from .plan import ALIGNMENT
 from .process_groups import Groups
 from .recipe import baked
 from .report import Report, Stopwatch, report_of
 from .routes import Elementwise, Presence
-from .store import check_dense, form_of_zeros, restore_state
+from .store import check_dense, form_of_zeros
 
 # what capturable=True says, once each, where a graph does not fit
 OTHER_NUMBERS = "the step is not replayed, since a number other than lr, weight_decay and momentum changed"
@@ -224,23 +225,33 @@ class Muon(torch.optim.Optimizer):
         for graphs in (self._graphs, self._beside):
             graphs.drop()
 
-    def load_state_dict(self, state_dict) -> None:
-        """As in torch, but state gets the dtype of `state_dtype`, not the parameter's, and what the saved groups lack
-        (those of torch.optim.Muon or AdamW, or of an older version) stays this optimizer's own.
+    def state_dict(self) -> dict:
+        """As in torch. With grads_are_reduced=False collective over process_group, whose ranks each have a part of the
+        state: it comes as DTensors cut by rows, which any layout reads.
         """
-        final, own = {}, [dict(group) for group in self.param_groups]
-        hook = self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded))
+        if self._options.grads_are_reduced:
+            return super().state_dict()
+        named = {p: name_of(group, i) for group in self.param_groups for i, p in enumerate(group["params"])}
+        held = self.state
+        self.state = present(held, named, self._options.process_group)
+        try:
+            return super().state_dict()
+        finally:
+            self.state = held
+
+    def load_state_dict(self, state_dict) -> None:
+        """As in torch, from any layout: tensors that lie otherwise than the parameters are moved, and get the dtype of
+        `state_dtype`. What the saved groups lack (those of torch.optim.Muon or AdamW, or of an older version) stays
+        this optimizer's own. Raises ValueError, before anything is changed, for state of another shape or kind.
+        """
+        loading = Loading(self.param_groups, self._options)
+        hooks = [self.register_load_state_dict_pre_hook(loading.take),
+                 self.register_load_state_dict_post_hook(loading.settle, prepend=True)]  # before those of others
         try:
             super().load_state_dict(state_dict)
         finally:
-            hook.remove()
-        for group, before in zip(self.param_groups, own):
-            for key, value in before.items():
-                group.setdefault(key, value)
-        saved = itertools.chain(*(group["params"] for group in final["param_groups"]))
-        for number, param in zip(saved, itertools.chain(*(group["params"] for group in self.param_groups))):
-            if number in final["state"]:
-                restore_state(self.state[param], param, final["state"][number], self._options.state_dtype)
+            for hook in hooks:
+                hook.remove()
         self._forget()
 
     def __getstate__(self):

@@ -89,6 +89,12 @@ def adamw(W, G, states, hp, numbers) -> None:
         torch._foreach_copy_(*map(list, zip(*copied)))
 
 
+def count(steps) -> None:
+    """AdamW's count of steps, where another rank keeps all else of a parameter: its state is true on every rank."""
+    if steps:
+        torch._foreach_add_(steps, 1)
+
+
 def _like(tensor, pattern):
     if tensor.dtype == pattern.dtype and tensor.stride() == pattern.stride():
         return tensor

@@ -161,6 +161,9 @@ class ReduceElementwise(Journey):
         self.lists = [W, [self.mean.view(p).view(w.shape) for p, w in zip(owned, W)],
                       [*(bound.states(owned, key) for key in ("exp_avg", "exp_avg_sq")),
                        [_steps(bound, p) for p in owned]]]
+        begun = sorted({p.matrix.param for p in home if p.matrix.at[0] == 0})
+        states = [bound.store.state[bound.store.params[i]] for i in begun]
+        self.without_rows = [s["step"] for s in states if len(s["exp_avg"]) == 0]
         self.sent = self._both_ends(self.outbound.leave)
         self.answered = self._both_ends(self.outbound.arrive)[::-1]
 
@@ -175,6 +178,7 @@ class ReduceElementwise(Journey):
     def compute(self, hp):
         self.mean()
         recipe.adamw(*self.lists, hp, self.bound.store.numbers)
+        recipe.count(self.without_rows)
         copy_torch(*self.sent)
 
     def land(self, _):
