@@ -382,8 +382,12 @@ def draw(rows, path) -> None:
         for ax, key in zip(axes, ("step_ms", "network_mb")):
             ax.plot([p["ranks"] for p in points], [p[key] for p in points], marker="o", markersize=3, **style,
                     label=f"{model}, {mode}, {exchange}")
+    axes[0].set_yscale("log")
+    axes[1].set_yscale("symlog", linthresh=10)
+    axes[1].set_ylim(bottom=0)
     for ax, what in zip(axes, ("step (ms)", "MB on a GPU's network link, both ways")):
-        ax.set(xscale="log", yscale="log" if what.startswith("step") else "symlog", xlabel="GPUs", ylabel=what)
+        ax.set(xlabel="GPUs", ylabel=what)
+        ax.set_xscale("log", base=2)
         ax.grid(alpha=0.3)
     axes[0].legend(frameon=False, fontsize=7)
     figure.savefig(path)
