@@ -76,7 +76,7 @@ class Pace:
     def _side_us(self, n, longs):
         us, shared, launches = 0.0, 0, {}
         for m, count in longs:
-            if n <= on_chip.LARGEST and m <= on_chip.LONGEST and not self.steps.aol:
+            if n <= on_chip.LARGEST and n * m <= on_chip.MOST and not self.steps.aol:
                 first, column = self.table["on_chip_us"]
                 us += -(-count // self.processors) * (first + column * m)
                 continue
