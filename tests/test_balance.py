@@ -42,6 +42,11 @@ def test_exchanges_improve_on_the_greedy_rule(optimizer):
     assert max(assign([5, 5, 4, 4, 3, 3, 3], 3, effort=0)[0]) == 11
 
 
+def test_two_units_at_a_time_help_where_one_does_not(optimizer):
+    """8 + 3 + 3 against 5 + 4 + 3: no move or swap of one unit helps, 8 + 5 and 4 + 3 + 3 + 3 are even."""
+    assert greedy([8, 5, 4, 3, 3, 3], 2) == 14 and sorted(assign([8, 5, 4, 3, 3, 3], 2)[0]) == [13, 13]
+
+
 def test_no_assignment_is_worse_than_greedy_or_better_than_possible(optimizer):
     hypothesis = pytest.importorskip("hypothesis")
     st = hypothesis.strategies

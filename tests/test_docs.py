@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [p.relative_to(ROOT).as_posix() for p in [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]]
-RUN = ["README.md", "docs/modes.md", "docs/scaling.md", "docs/walk.md"]  # the blocks of the others are compiled
+RUN = ["README.md", "docs/checkpoint.md", "docs/modes.md", "docs/scaling.md", "docs/walk.md"]  # of others: compiled
 
 FENCE = re.compile(r"^```(?:(python)(?: ranks=(\d+))?)?[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
@@ -157,23 +157,25 @@ def programs() -> list:
     return found
 
 
-def execute(rank, world, document, parts):
-    """Run blocks in one namespace and return the routes of its `opt`; a traceback names the line of the document."""
-    namespace = {"__name__": "__main__"}
+def execute(rank, world, document, parts, folder):
+    """Run blocks in one namespace, which has a `folder` to write to, and return the routes of its `opt`; a traceback
+    names the line of the document.
+    """
+    namespace = {"__name__": "__main__", "folder": folder}
     for before, _, code in parts:
         exec(compile("\n" * before + code, document, "exec"), namespace)
     return [type(route).__name__ for route, _ in getattr(namespace.get("opt"), "_jobs", ())]
 
 
 @pytest.mark.parametrize("document, ranks, parts", programs())
-def test_code_blocks_run(document, ranks, parts, optimizer):
+def test_code_blocks_run(document, ranks, parts, optimizer, tmp_path):
     if torch.cuda.device_count() in range(1, ranks):
         pytest.skip(f"needs {ranks} GPUs, or none")
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if ranks == 1:
-        taken = [execute(0, 1, document, parts)]
+        taken = [execute(0, 1, document, parts, str(tmp_path))]
     else:
-        taken = run_ranks(ranks, execute, document, parts, backend=backend)
+        taken = run_ranks(ranks, execute, document, parts, str(tmp_path), backend=backend)
     if document == "docs/modes.md" and len(parts) > 1:
         mode = re.findall(r"^## (.*)$", "\n".join(text_of(document).splitlines()[:parts[1][0]]), re.MULTILINE)[-1]
         assert all(table(document, "# Modes")[mode][0] in routes for routes in taken)

@@ -292,7 +292,7 @@ def test_where_matrices_cannot_be_cut_the_best_possible_is_close(model, world, o
     shapes, pace = models.shapes_of(model), measured_pace()
     loads, _ = loads_of(shapes, world, [Shard(0)], pace)
     least = part("balance").least_load([pace(*shape) for shape in shapes], world)
-    assert least <= max(loads) <= 1.1 * least
+    assert least <= max(loads) <= 1.05 * least
 
 
 def test_experts_stay_at_home(optimizer):
@@ -433,6 +433,18 @@ def test_the_digest_differs_when_anything_differs(change, optimizer):
 
     assert digest(*USUAL) == digest(*USUAL)
     assert digest(*USUAL) != digest(*DIFFERENT[change])
+
+
+def test_ranks_with_other_times_have_another_plan(monkeypatch, optimizer):
+    """Owners chosen by other times would be others, if not today then for another model."""
+    def pace_of_rank(hp, device):
+        made = part("pace").Pace(part("polar").steps_of("polar_express"), "cpu")
+        made.key = f"the table of rank {dist.get_rank()}"
+        return made
+
+    monkeypatch.setattr(part("pace").Pace, "of", pace_of_rank)
+    with pytest.raises(RuntimeError, match="have different plans"):
+        run_threads(2, step_as_rank, [(8, 8)], [Shard(0)])
 
 
 def test_the_digest_sees_every_parameter_of_a_bucket(optimizer):

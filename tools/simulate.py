@@ -210,7 +210,7 @@ def simulate(model, mode, ranks, cluster, fitted, options) -> list[dict]:
             "least_balance": round(least / mean, 4), "network_mb": round(totals["far"] / 1e6, 2),
             "nvlink_mb": round(totals["near"] / 1e6, 2), "messages": int(totals["messages"]),
             "wire_ms": round(wire, 3), "products_ms": round(max(loads.values()) / 1e6, 3),
-            "step_ms": round(max(fitted["scale"] * step, host if options.run == "eager" else 0), 3)})
+            "step_ms": round(max(fitted["device_ms"] + fitted["scale"] * step, host * (options.run == "eager")), 3)})
     return rows
 
 
@@ -285,8 +285,8 @@ def read_measured(path) -> list[dict]:
 
 
 def fit(cluster, measured) -> dict:
-    """How much longer the device takes than its parts (`scale`), the host's ms for a step and for a stack; the rows
-    with measured, predicted and error. Steps that are no longer than their host time do not count for `scale`.
+    """What the device takes for a step (`device_ms`) and for a ms of its parts (`scale`), the host for a step and for a
+    stack; the rows with measured, predicted and error. Steps no longer than their host time say nothing of the device.
     """
     rows, points = [], []
     for row in measured:
@@ -299,24 +299,28 @@ def fit(cluster, measured) -> dict:
                 for b in buckets]
         device, _ = step_ms(buckets, ways, times, cluster, "flat")
         points.append((row, device, stacks_of(buckets)))
-    bound = [(float(row["median_ms"]), device) for row, device, _ in points
+    bound = [(device, float(row["median_ms"])) for row, device, _ in points
              if row["run"] == "graph" or float(row["median_ms"]) > 1.1 * float(row["host_ms"])]
-    scale = statistics.geometric_mean([ms / device for ms, device in bound]) if bound else 1.0
+    if len(bound) > 2:
+        device_ms, scale = line(bound)
+    else:  # a line through two points would foretell nothing
+        device_ms, scale = 0.0, statistics.geometric_mean([ms / device for device, ms in bound]) if bound else 1.0
     host_ms, stack_ms = line([(stacks, float(row["host_ms"])) for row, _, stacks in points if row["run"] == "eager"])
     for row, device, stacks in points:
         eager = row["run"] == "eager"
-        predicted, ms = max(scale * device, (host_ms + stack_ms * stacks) * eager), float(row["median_ms"])
+        device = device_ms + scale * device
+        predicted, ms = max(device, (host_ms + stack_ms * stacks) * eager), float(row["median_ms"])
         rows.append({**{key: row[key] for key in ("model", "mode", "ranks", "run")}, "stacks": stacks,
-                     "device_ms": round(scale * device, 2), "host_ms": round(host_ms + stack_ms * stacks, 2),
+                     "device_ms": round(device, 2), "host_ms": round(host_ms + stack_ms * stacks, 2),
                      "predicted_ms": round(predicted, 2), "measured_ms": round(ms, 2),
                      "error": f"{100 * (predicted / ms - 1):+.0f} %"})
-    return {"scale": scale, "host_ms": host_ms, "stack_ms": stack_ms, "rows": rows}
+    return {"device_ms": device_ms, "scale": scale, "host_ms": host_ms, "stack_ms": stack_ms, "rows": rows}
 
 
 def line(points) -> tuple[float, float]:
     """(at 0, slope) of the straight line with the least squared relative errors, neither below 0."""
     if len({x for x, _ in points}) < 2:
-        return 0.0, statistics.mean([y / x for x, y in points]) if points else 0.0
+        return 0.0, statistics.mean([y / x for x, y in points]) if points else 1.0
     X = np.array([[1 / y, x / y] for x, y in points])
     at, slope = np.linalg.lstsq(X, np.ones(len(points)), rcond=None)[0]
     return (float(at), float(slope)) if at >= 0 and slope >= 0 else (0.0, float(1 / statistics.mean(
@@ -378,8 +382,12 @@ def draw(rows, path) -> None:
         for ax, key in zip(axes, ("step_ms", "network_mb")):
             ax.plot([p["ranks"] for p in points], [p[key] for p in points], marker="o", markersize=3, **style,
                     label=f"{model}, {mode}, {exchange}")
+    axes[0].set_yscale("log")
+    axes[1].set_yscale("symlog", linthresh=10)
+    axes[1].set_ylim(bottom=0)
     for ax, what in zip(axes, ("step (ms)", "MB on a GPU's network link, both ways")):
-        ax.set(xscale="log", yscale="log" if what.startswith("step") else "symlog", xlabel="GPUs", ylabel=what)
+        ax.set(xlabel="GPUs", ylabel=what)
+        ax.set_xscale("log", base=2)
         ax.grid(alpha=0.3)
     axes[0].legend(frameon=False, fontsize=7)
     figure.savefig(path)

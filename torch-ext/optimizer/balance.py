@@ -20,7 +20,7 @@ def assign(units, base, effort=EFFORT) -> tuple:
 
     Graham's LPT rule (1969), at most 4/3 of the best possible where every rank may own everything; of equally loaded
     ranks those first that lie far apart, so that work which is bound to neighbours finds room later. Then moves and
-    swaps of one unit, as long as they relieve the most loaded rank.
+    swaps of one or two units, as long as they relieve the most loaded rank.
     """
     loads, queues, owners = dict(base), {}, [None] * len(units)
     kinds, allowed = _kinds(units)
@@ -58,37 +58,41 @@ class _Exchange:
             self.held[owner][kinds[i]].append(i)
 
     def run(self):
-        while self.order and self.spent < self.effort and (best := self._best(self.order[-1][1])):
+        while self.order and self.spent < self.effort:
+            best = self._best(self.order[-1][1], 1) or self._best(self.order[-1][1], 2)
+            if not best:
+                break
             self._do(*best)
         return self.owners, self.spent
 
-    def _best(self, rank):
-        """(rank, other, kind to give, kind to take or None) with the smallest larger load of the two, if any helps."""
+    def _best(self, rank, size):
+        """(rank, other, kinds to give, kinds to take), at most `size` of each: what leaves the smallest larger load."""
         best, top = None, self.loads[rank]
-        gives = [kind for kind, held in self.held[rank].items() if held]
         for load, other in self.order[:NEIGHBOURS]:
-            for give, take in self._pairs(rank, other, gives):
-                more = give[0] - (take[0] if take else 0)
-                larger = max(top - more, load + more)
+            if other == rank:
+                continue
+            gives, takes = self._bundles(rank, other, size)[1:], self._bundles(other, rank, size)
+            self.spent += len(gives) * len(takes)
+            for (give, more), (take, less) in itertools.product(gives, takes):
+                larger = max(top - more + less, load + more - less)
                 if larger < (best[0] if best else top):
                     best = larger, (rank, other, give, take)
         return best and best[1]
 
-    def _pairs(self, rank, other, gives):
-        """Kinds that `rank` may give to `other`, and what it may take for them."""
-        gives = [kind for kind in gives if other in self.allowed[kind[1]]] if other != rank else []
-        takes = [kind for kind, held in self.held[other].items() if held and rank in self.allowed[kind[1]]]
-        self.spent += len(gives) * (len(takes) + 1)
-        return itertools.product(gives, [None, *takes])
+    def _bundles(self, rank, other, size):
+        """[(kinds, their work)] of what `rank` has and `other` may own, up to so many units; nothing comes first."""
+        mine = [(kind, len(held)) for kind, held in self.held[rank].items() if held and other in self.allowed[kind[1]]]
+        units = [kind for kind, count in mine for _ in range(min(count, size))]
+        bundles = dict.fromkeys(b for n in range(size + 1) for b in itertools.combinations(units, n))
+        return [(bundle, sum(work for work, _ in bundle)) for bundle in bundles]
 
     def _do(self, rank, other, give, take):
-        for kind, source, target in ((give, rank, other), (take, other, rank)):
-            if kind is not None:
-                unit = self.held[source][kind].pop()
-                self.held[target][kind].append(unit)
-                self.owners[unit] = target
-                self._load(source, -kind[0])
-                self._load(target, kind[0])
+        moves = [(kind, rank, other) for kind in give] + [(kind, other, rank) for kind in take]
+        for unit, kind, source, target in [(self.held[a][kind].pop(), kind, a, b) for kind, a, b in moves]:
+            self.held[target][kind].append(unit)
+            self.owners[unit] = target
+            self._load(source, -kind[0])
+            self._load(target, kind[0])
 
     def _load(self, rank, more):
         del self.order[bisect_left(self.order, (self.loads[rank], rank))]

@@ -11,22 +11,23 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .groups import name_in, name_of
+from . import debug
+from .groups import name_in, names_in
 from .guard import Guard
-from .layout import check_local_shape, is_dtensor, layout_of, local_of, this_rank
+from .layout import check_local_shape, is_dtensor, layout_of, local_of, row_chunks, this_rank
+from .owned import claim
 from .pace import Pace
 from .pipeline import SLOTS, Pause
 from .plan import make_plan, plan_chunks, turn
 from .routes import ROUTES, Elementwise
 from .share import chunk_share, share_of
-from .store import Bound, Store, Workspace, create_state, gradient_dtype
+from .store import Bound, Store, Workspace, create_state, gradient_dtype, state_keys
 
 # what capturable=True says, once each, where a graph does not fit
 OTHER_NUMBERS = "the step is not replayed, since a number other than lr, weight_decay and momentum changed"
 OTHER_PLACES = "AdamW's step is not replayed, since gradients lie elsewhere or a number other than lr changed"
 OTHER_PARAMETERS = ("the step is not replayed, since parameters, their memory or the form of gradients changed or a "
                     "gradient is missing")
-ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Plan:
     """One group's parameters of one kind, where they and their row state live, and what this rank has of each bucket.
 
     `shares`: None if all of it is stepped elementwise where it is stored; `shared`: the numbers of the parameters for
-    which ranks must act alike; `in_chunks`: whether they are cut into rows of dim 0; `pace`: a
-    digest of the times by which owners were chosen.
+    which ranks must act alike; `in_chunks`: whether they are cut into rows of dim 0; `pace`: a digest of the times by
+    which owners were chosen; `kept`: how many rows of each parameter's state each rank keeps, None: as it is stored.
     """
     group: dict
     params: list
@@ -45,24 +46,25 @@ class Plan:
     shared: frozenset
     in_chunks: bool = False
     pace: str = ""
+    kept: list | None = None
 
 
 class Planner:
-    """Plans the groups of one step, and creates their state. `alone`: this process steps them without others.
+    """Plans the groups of one step. `alone`: this process steps them without others.
 
-    Ranks that share parameters call it together, for the same groups in the same order.
+    Ranks that share parameters call it together, for the same groups in the same order; nothing of state travels.
     """
 
-    def __init__(self, options, groups, state, alone):
-        self.options, self.groups, self.state, self.rank, self.loads = options, groups, state, this_rank(), {}
+    def __init__(self, options, groups, alone):
+        self.options, self.groups, self.rank, self.loads = options, groups, this_rank(), {}
         self.process_group = None if alone else options.process_group
         self.reduced = alone or options.grads_are_reduced
 
     def plan(self, group, params) -> list[Plan]:
         """The plans of one group."""
-        names = {id(p): name_of(group, i) for i, p in enumerate(group["params"])}
+        names = names_in(group)
         for p in params:
-            check_local_shape(p, names[id(p)])
+            check_local_shape(p, names[p])
         self.device = local_of(params[0]).device
         self.groups.learn(params, self.process_group)
         if group["use_muon"]:
@@ -82,35 +84,28 @@ class Planner:
                             rank_bytes=self._rank_bytes(), pace=pace if pace.measured else None)
         self._check_room(buckets, "one matrix per rank")
         owners = {m.param: o for b in buckets if b.route == "reduce" for m, o in zip(b.matrices, b.owners)}
-        keys = ("momentum_buffer", "second_moment") if rows else ("momentum_buffer",)
-        for i, p in enumerate(params):
-            kept = None if owners.get(i, self.rank) == self.rank else 0
-            create_state(self.state[p], p, keys, self.options.state_dtype, rows=kept)
+        kept = [[p.shape[0] * (owners.get(i, self.rank) == rank) for rank in self._ranks()]
+                for i, p in enumerate(params)]
         shares = [(b, share_of(b, self.rank, layouts, rows, sizes)) for b in buckets if self.rank in b.ranks]
         travelling = frozenset(m.param for b in buckets if b.route != "local" for m in b.matrices)
-        return Plan(group, params, layouts, rows, shares, travelling, pace=pace.key)
+        return Plan(group, params, layouts, rows, shares, travelling, pace=pace.key,
+                    kept=None if self.reduced else kept)
+
+    def _ranks(self) -> tuple:
+        return (self.rank,) if self.process_group is None else tuple(dist.get_process_group_ranks(self.process_group))
 
     def _elementwise(self, group, params):
-        for p in params:
-            create_state(self.state[p], p, ADAMW_STATE, self.options.state_dtype)
         return Plan(group, params, self._layouts(params), None, None, frozenset(range(len(params))))
 
     def _chunks(self, group, params):
-        ranks, layouts = tuple(dist.get_process_group_ranks(self.process_group)), self._layouts(params)
+        ranks, layouts = self._ranks(), self._layouts(params)
         shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
         sizes = {"gradient": gradient_dtype(params[0]).itemsize, "weight": params[0].dtype.itemsize}
         buckets = plan_chunks(shapes, ranks, self._rank_bytes(), sizes)
         self._check_room(buckets, "one row of a parameter per rank")
-        for p, (rows, _) in zip(params, shapes):
-            part = -(-rows // len(ranks))
-            kept = min(part, max(0, rows - part * ranks.index(self.rank)))
-            create_state(self.state[p], p, ADAMW_STATE, self.options.state_dtype, rows=kept)
-            if p.ndim and len(self.state[p]["exp_avg"]) != kept:
-                raise RuntimeError(f"the state of parameter {name_in(group, p)} has {len(self.state[p]['exp_avg'])} "
-                                   f"rows at this rank, not {kept}: it is that of another number of ranks; load one "
-                                   "of as many ranks (load_state_dict)")
+        kept = [row_chunks(rows, len(ranks)) for rows, _ in shapes]
         shares = [(b, chunk_share(b, shapes, self.rank, sizes)) for b in buckets]
-        return Plan(group, params, layouts, None, shares, frozenset(range(len(params))), in_chunks=True)
+        return Plan(group, params, layouts, None, shares, frozenset(range(len(params))), in_chunks=True, kept=kept)
 
     def _layouts(self, params, of_rows=False) -> list:
         """The layout of each parameter, or of its row state; those of one shape, mesh and placement share it."""
@@ -130,6 +125,21 @@ class Planner:
         if given is not None and needed > given:
             raise ValueError(f"workspace_bytes={given} is too small: with {least}, {SLOTS} buckets at a time, it takes "
                              f"{needed} bytes; pass at least that, or None")
+
+
+def settle_state(plans, state, options) -> None:
+    """Bring state to the ranks that are to keep it, and create what there is none of. Ranks that share parameters call
+    it together, after they agreed on the plans. Raises RuntimeError where a part of a state is at no rank.
+    """
+    for plan in plans:
+        if plan.kept is not None:
+            names, kept = names_in(plan.group), dict(zip(plan.params, plan.kept))
+            with debug.during("the move of state to new owners"):
+                claim(state, {p: names[p] for p in plan.params}, kept, options.process_group)
+        mine = None if plan.kept is None else dist.get_group_rank(options.process_group, this_rank())
+        for i, p in enumerate(plan.params):
+            rows = None if mine is None else plan.kept[i][mine]
+            create_state(state[p], p, state_keys(plan.group), options.state_dtype, rows=rows)
 
 
 def watch(plans, stores, groups, mode):

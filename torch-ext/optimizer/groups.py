@@ -151,6 +151,24 @@ def name_in(group, param) -> str:
     return name_of(group, next(i for i, p in enumerate(group["params"]) if p is param))
 
 
+def names_in(group) -> dict:
+    """{parameter: its name}, for messages."""
+    return {param: name_of(group, i) for i, param in enumerate(group["params"])}
+
+
+def check_together(groups, reduced) -> None:
+    """Raise ValueError for what concerns more than one parameter: devices, and who reduces the gradients."""
+    everything = [entry for group in groups for entry in names_in(group).items()]
+    for param, name in everything:
+        if is_dtensor(param) and not reduced:
+            raise ValueError(f"grads_are_reduced=False, but parameter {name} is a DTensor, whose gradients its "
+                             "parallelism reduces: leave the option out, or use plain parameters")
+        if param.device != everything[0][0].device:
+            raise ValueError(f"parameter {name} is on {param.device}, but {everything[0][1]} is on "
+                             f"{everything[0][0].device}; an optimizer steps one device: move the model, or build one "
+                             "each")
+
+
 def _check_numbers(group) -> None:
     for key in ("lr", "weight_decay", "eps"):
         _require(0 <= _number(group[key]) < math.inf, key, group[key], "a finite number >= 0")

@@ -10,6 +10,7 @@ import math
 import sys
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 
 
@@ -85,6 +86,49 @@ def box_at(coordinate, shape, placements, sizes):
         chunk = -(-(stop - start) // sizes[axis])
         box[dim] = (min(start + chunk * coordinate[axis], stop), min(start + chunk * (coordinate[axis] + 1), stop))
     return tuple(box)
+
+
+def row_chunks(rows, parts) -> list:
+    """The sizes of the chunks into which torch cuts so many rows."""
+    part = -(-rows // parts)
+    return [min(part, max(0, rows - part * i)) for i in range(parts)]
+
+
+def as_dtensor(local, shape, mesh, placements):
+    """The DTensor of a global `shape` of which this rank stores `local`; nothing is sent or checked."""
+    from torch.distributed.tensor import DTensor
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def by_rows(local, shape, group):
+    """The DTensor of a global `shape` whose dim 0 is cut over the ranks of a process group."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
+    return as_dtensor(local, shape, DeviceMesh.from_group(group, local.device.type), [Shard(0)])
+
+
+def is_by_rows(tensor, group) -> bool:
+    """Whether `by_rows` could have made it."""
+    if not is_dtensor(tensor) or tensor.device_mesh.ndim != 1 or not tensor.placements[0].is_shard(0):
+        return False
+    return tensor.device_mesh.mesh.tolist() == dist.get_process_group_ranks(group)
+
+
+def place_like(value, param):
+    """`value` (a tensor of `param`'s shape, or of (..., R, 1)) with its elements where `param` has them.
+
+    Whole tensors are cut without communication; DTensors with other placements are gathered first, which is collective.
+    """
+    if is_dtensor(value) and is_dtensor(param):
+        if (value.device_mesh, value.placements) == (param.device_mesh, param.placements):
+            return value
+    whole = value.full_tensor() if is_dtensor(value) else value
+    if not is_dtensor(param):
+        return whole
+    box = layout_of(param, shape=whole.shape).boxes[this_rank()]
+    local = whole[tuple(slice(*ends) for ends in box)].to(param.device)
+    return as_dtensor(local, whole.shape, param.device_mesh, param.placements)
 
 
 def check_placements(param, name) -> None:

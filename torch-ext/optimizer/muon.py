@@ -6,7 +6,6 @@ moved memory); everything else is done by the layers below.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from dataclasses import replace
 
 import torch
@@ -14,19 +13,20 @@ import torch.distributed as dist
 
 from . import pipeline
 from .agree import agree
-from .bind import OTHER_NUMBERS, OTHER_PARAMETERS, OTHER_PLACES, Planner, bind, make_stores, watch
+from .bind import OTHER_NUMBERS, OTHER_PARAMETERS, OTHER_PLACES, Planner, bind, make_stores, settle_state, watch
 from .feed import Feed
 from .graphs import Graphs, release_before_groups
-from .groups import check_group, check_unique, name_of
+from .groups import check_group, check_together, check_unique, names_in
 from .guard import unscale
 from .layout import form_of, is_dtensor, local_of, this_rank
-from .move import move_state
+from .loaded import Loading
 from .options import Options
+from .owned import present
 from .process_groups import Groups
 from .recipe import baked
 from .report import Report, Stopwatch, report_of
 from .routes import Elementwise, Presence
-from .store import memory_key, restore_state
+from .store import memory_key
 
 
 class Muon(torch.optim.Optimizer):
@@ -84,24 +84,11 @@ class Muon(torch.optim.Optimizer):
             check_unique(param_group, self.param_groups)
             super().add_param_group(param_group)
             check_group(self.param_groups[-1], self._extra_keys)
-            self._check_together()
+            check_together(self.param_groups, self._options.grads_are_reduced)
         except Exception:
             del self.param_groups[count:]
             raise
         self._forget()
-
-    def _check_together(self) -> None:
-        """What concerns more than one parameter: devices, and who reduces the gradients."""
-        everything = [(group, i, p) for group in self.param_groups for i, p in enumerate(group["params"])]
-        for group, i, param in everything:
-            if is_dtensor(param) and not self._options.grads_are_reduced:
-                raise ValueError(f"grads_are_reduced=False, but parameter {name_of(group, i)} is a DTensor, whose "
-                                 "gradients its parallelism reduces: leave the option out, or use plain parameters")
-        first, *others = everything
-        for group, i, param in others:
-            if param.device != first[2].device:
-                raise ValueError(f"parameter {name_of(group, i)} is on {param.device}, but {name_of(*first[:2])} is on "
-                                 f"{first[2].device}; an optimizer steps one device: move the model, or build one each")
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -181,10 +168,10 @@ class Muon(torch.optim.Optimizer):
             units = [(group, params) for group in self.param_groups if (params := self._stepped(group, alone))]
             key = [(g["use_muon"], g["adjust_lr_fn"], tuple(map(id, params))) for g, params in units]
             if key != self._planned_for[alone]:
-                planner = Planner(self._options, self._groups, self.state, alone)
+                planner = Planner(self._options, self._groups, alone)
                 plans = [plan for unit in units for plan in planner.plan(*unit)]
                 agree(plans, self._options, self._groups)
-                move_state(plans, self.state, self._groups)
+                settle_state(plans, self.state, self._options)
                 self._plans[alone], self._planned_for[alone] = plans, key
                 self._bound_for = self._forms = None
         plans = self._plans[False] + self._plans[True]
@@ -251,23 +238,35 @@ class Muon(torch.optim.Optimizer):
         for graphs in (self._graphs, self._beside):
             graphs.drop()
 
-    def load_state_dict(self, state_dict) -> None:
-        """As in torch, but state gets the dtype of `state_dtype`, not the parameter's, and what the saved groups lack
-        (those of torch.optim.Muon or AdamW, or of an older version) stays this optimizer's own.
+    def state_dict(self) -> dict:
+        """As in torch. With grads_are_reduced=False collective over process_group, whose ranks each have a part of the
+        state: it comes as DTensors cut by rows, which any layout reads.
         """
-        final, own = {}, [dict(group) for group in self.param_groups]
-        hook = self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded))
+        if self._options.grads_are_reduced:
+            return super().state_dict()
+        self._find_world()
+        named = {p: name for group in self.param_groups for p, name in names_in(group).items()}
+        held = self.state
+        self.state = present(held, named, self._options.process_group)
+        try:
+            return super().state_dict()
+        finally:
+            self.state = held
+
+    def load_state_dict(self, state_dict) -> None:
+        """As in torch, from any layout: tensors that lie otherwise than the parameters are moved, and get the dtype of
+        `state_dtype`. What the saved groups lack (those of torch.optim.Muon or AdamW, or of an older version) stays
+        this optimizer's own. Raises ValueError, before anything is changed, for state of another shape or kind.
+        """
+        self._find_world()
+        loading = Loading(self.param_groups, self._options)
+        hooks = [self.register_load_state_dict_pre_hook(loading.take),
+                 self.register_load_state_dict_post_hook(loading.settle, prepend=True)]  # before those of others
         try:
             super().load_state_dict(state_dict)
         finally:
-            hook.remove()
-        for group, before in zip(self.param_groups, own):
-            for key, value in before.items():
-                group.setdefault(key, value)
-        saved = itertools.chain(*(group["params"] for group in final["param_groups"]))
-        for number, param in zip(saved, itertools.chain(*(group["params"] for group in self.param_groups))):
-            if number in final["state"]:
-                restore_state(self.state[param], param, final["state"][number], self._options.state_dtype)
+            for hook in hooks:
+                hook.remove()
         self._half_way = False
         self._forget()
 

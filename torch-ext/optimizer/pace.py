@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -55,29 +56,42 @@ class Pace:
     def __call__(self, R: int, C: int) -> int:
         if not self.measured:
             return max(1, polar.cost(R, C, self.steps) // NOMINAL)
-        return max(1, self._stack(*sorted((R, C)), BATCH) // BATCH)
+        return max(1, self.stacks({(R, C): BATCH}) // BATCH)
 
     def stacks(self, counts: Mapping) -> int:
-        """The time of a stack of each shape, `counts`: (R, C) -> matrices."""
+        """The time of a stack of each shape, `counts`: (R, C) -> matrices; those of one short side share launches."""
         if not self.measured:
             return sum(count * self(*shape) for shape, count in counts.items())
-        return sum(self._stack(*sorted(shape), count) for shape, count in counts.items() if count)
+        sides = defaultdict(Counter)
+        for (R, C), count in counts.items():
+            sides[min(R, C)][max(R, C)] += count
+        return sum(self._side(n, tuple(sorted((+longs).items()))) for n, longs in sides.items())
 
-    def _stack(self, n, m, count):
-        """ns of `count` (n, m) matrices, n <= m: every launch with the tile that is expected to be fastest."""
-        if (n, m, count) not in self._known:
-            if n <= on_chip.LARGEST and m <= on_chip.LONGEST:
+    def _side(self, n, longs):
+        """ns of the matrices of one short side; `longs`: (long side, matrices)."""
+        if (n, longs) not in self._known:
+            self._known[n, longs] = round(1e3 * self._side_us(n, longs))
+        return self._known[n, longs]
+
+    def _side_us(self, n, longs):
+        us, shared, launches = 0.0, 0, {}
+        for m, count in longs:
+            if n <= on_chip.LARGEST and n * m <= on_chip.MOST and not self.steps.aol:
                 first, column = self.table["on_chip_us"]
-                us = -(-count // self.processors) * (first + column * m)
+                us += -(-count // self.processors) * (first + column * m)
+                continue
+            norm, made = self.table["norm"], polar.launches(n, m, self.steps)
+            us += norm["launch_us"] + count * n * m * norm["bytes"] / self.table["copy_gbps"] / 1e3
+            us += sum(made[op] * self._product_us(op, n, m, count) for op in ("gram", "product"))
+            if made["product"] == len(self.steps.triples):  # the standard iteration shares none
+                us += made["symmetric"] * self._product_us("symmetric", n, n, count)
             else:
-                norm = self.table["norm"]
-                us = norm["launch_us"] + count * n * m * norm["bytes"] / self.table["copy_gbps"] / 1e3
-                for op, launches in polar.launches(n, m, self.steps).items():
-                    columns = n if op == "symmetric" else m
-                    us += launches * min(tiles.expected_us(entry, n, columns, count, self.processors)
-                                         for entry in self.entries[op])
-            self._known[n, m, count] = round(1e3 * us)
-        return self._known[n, m, count]
+                shared, launches = shared + count, made
+        return us + (launches["symmetric"] * self._product_us("symmetric", n, n, shared) if shared else 0.0)
+
+    def _product_us(self, op, n, m, count):
+        """One launch, with the tile that is expected to be fastest."""
+        return min(tiles.expected_us(entry, n, m, count, self.processors) for entry in self.entries[op])
 
     def memory(self, nbytes: float) -> int:
         """The time to read or write so many bytes, all counted."""

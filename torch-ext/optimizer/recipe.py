@@ -98,6 +98,18 @@ def adamw(W, G, states, hp, numbers) -> None:
         torch._foreach_copy_(*map(list, zip(*copied)))
 
 
+def count(steps, flags=None) -> None:
+    """AdamW's count of steps, where another rank keeps all else of a parameter: its state is true on every rank.
+
+    `flags`: as in `adamw_unless`; what is left alone is not counted.
+    """
+    if flags is not None:
+        for step, flag in zip(steps, flags):
+            step.add_((flag == 0).to(step))
+    elif steps:
+        torch._foreach_add_(steps, 1)
+
+
 def _like(tensor, pattern):
     if tensor.dtype == pattern.dtype and tensor.stride() == pattern.stride():
         return tensor

@@ -137,7 +137,7 @@ class Elementwise:
         """`graphs`: None launches every step anew; a graph holds the addresses of its gradients."""
         self.store, self.graphs, self.W = store, graphs, store.locals()
         self.states = [store.locals(key) for key in ("exp_avg", "exp_avg_sq", "step")]
-        self.flags = None if store.flags is None else [store.flags[store.first[i]] for i in range(len(self.W))]
+        self.flags = _flags(store, range(len(self.W)))
 
     def run(self, hp):
         if self.graphs is None:
@@ -165,8 +165,11 @@ class ReduceElementwise(Journey):
         self.lists = [W, [self.mean.view(p).view(w.shape) for p, w in zip(owned, W)],
                       [*(bound.states(owned, key) for key in ("exp_avg", "exp_avg_sq")),
                        [_steps(bound, p) for p in owned]]]
-        skip = bound.store.skip(owned)
-        self.flags = None if skip is None else [skip.flags[place] for place in skip.places]
+        self.flags = _flags(bound.store, [p.matrix.param for p in owned])
+        begun = {p.matrix.param for p in home if p.matrix.at[0] == 0}
+        states = [bound.store.state[p] for p in bound.store.params]
+        without = sorted(i for i in begun if len(states[i]["exp_avg"]) == 0)
+        self.without_rows = [states[i]["step"] for i in without], _flags(bound.store, without)
         self.sent = self._both_ends(self.outbound.leave)
         self.answered = self._both_ends(self.outbound.arrive)[::-1]
 
@@ -181,10 +184,16 @@ class ReduceElementwise(Journey):
     def compute(self, hp):
         self.mean()
         _adamw(self.flags, *self.lists, hp, self.bound.store.numbers)
+        recipe.count(*self.without_rows)
         copy_torch(*self.sent)
 
     def land(self, _):
         copy_torch(*self.answered)
+
+
+def _flags(store, numbers):
+    """Those of so many parameters of AdamW, None if no one watches."""
+    return None if store.flags is None else [store.flags[store.first[i]] for i in numbers]
 
 
 def _adamw(flags, *arguments):

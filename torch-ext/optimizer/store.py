@@ -10,11 +10,9 @@ from collections import defaultdict
 import torch
 
 from .kernels.table import Skip, Source
-from .layout import is_dtensor, layout_of, local_of, raw_locals, this_rank
+from .layout import as_dtensor, is_dtensor, layout_of, local_of, raw_locals, this_rank
 from .plan import ALIGNMENT
 from .recipe import baked, scale_of
-
-STATE = ("momentum_buffer", "second_moment", "step", "exp_avg", "exp_avg_sq")
 
 
 class Store:
@@ -127,6 +125,13 @@ def form_of_zeros(param):
     return gradient_dtype(param), local_of(param).stride(), 0
 
 
+def state_keys(group) -> tuple:
+    """What a parameter of a group has in its state."""
+    if not group["use_muon"]:
+        return ("step", "exp_avg", "exp_avg_sq")
+    return ("momentum_buffer", "second_moment") if "beta2" in group else ("momentum_buffer",)
+
+
 def create_state(state, param, keys, dtype, rows=None) -> None:
     """Zeros for the state of one parameter, placed like it, on every rank alike: checkpoint keys may not differ.
 
@@ -135,7 +140,7 @@ def create_state(state, param, keys, dtype, rows=None) -> None:
     state this rank keeps where it is not stored like the parameter; None means like the parameter.
     """
     for key in keys:
-        device, wide = _home_of(key, param, dtype)
+        device, wide = home_of(key, param, dtype)
         if key in state:
             if state[key].device != device:  # model.to() takes the parameters only
                 state[key] = state[key].to(device)
@@ -150,15 +155,7 @@ def create_state(state, param, keys, dtype, rows=None) -> None:
             state[key] = torch.zeros_like(param, dtype=wide, requires_grad=False)
 
 
-def restore_state(state, param, saved, dtype) -> None:
-    """Replace the state of one parameter by copies of what was saved, where and in the dtype `create_state` has it."""
-    state.clear()
-    for key in [k for k in saved if k in STATE]:
-        device, wide = _home_of(key, param, dtype)
-        state[key] = torch.as_tensor(saved[key]).detach().to(device, wide, copy=True)
-
-
-def _home_of(key, param, dtype):
+def home_of(key, param, dtype):
     """(device, dtype) of a state. Of AdamW's implementations the fused one, on GPUs, wants the steps there."""
     if key in ("step", "second_moment"):
         return param.device if param.is_cuda or key != "step" else torch.device("cpu"), torch.float32
@@ -166,16 +163,19 @@ def _home_of(key, param, dtype):
 
 
 def _zero_rows(param):
-    shape = (*param.shape[:-1], 1)
+    shape = state_shape(param, "second_moment")
     if not is_dtensor(param):
         return torch.zeros(shape, dtype=torch.float32, device=param.device)
-    from torch.distributed.tensor import DTensor
-    layout = layout_of(param, shape=shape)
-    box = layout.boxes[this_rank()]
+    box = layout_of(param, shape=shape).boxes[this_rank()]
     local = torch.zeros([b - a for a, b in box], dtype=torch.float32, device=param.device)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False,
-                              shape=torch.Size(shape), stride=stride)
+    return as_dtensor(local, shape, param.device_mesh, param.placements)
+
+
+def state_shape(param, key) -> tuple:
+    """The global shape of a state: (..., R, 1) for the rows' second moments, () for the steps, else the parameter's."""
+    if key == "step":
+        return ()
+    return (*param.shape[:-1], 1) if key == "second_moment" else tuple(param.shape)
 
 
 class Workspace:

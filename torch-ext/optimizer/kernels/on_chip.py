@@ -12,12 +12,12 @@ from . import jit, look, typed, use_triton
 from .norm import unit_of
 
 tl = None  # Triton's language, put here by jit
-LARGEST, LONGEST = 128, 1024  # short and long side; one processor reads a longer matrix for longer than launches take
+LARGEST, MOST = 128, 1 << 16  # short side, elements; one processor reads a larger matrix for longer than launches take
 
 
 def fits(U: torch.Tensor, dtype: torch.dtype) -> bool:
     """Say whether matrices U (N, n, m), n <= m, to be iterated in `dtype`, go through `polar`."""
-    return use_triton(U.device) and dtype.itemsize == 2 and U.shape[1] <= LARGEST and U.shape[2] <= LONGEST
+    return use_triton(U.device) and dtype.itemsize == 2 and U.shape[1] <= LARGEST and U.shape[1] * U.shape[2] <= MOST
 
 
 def polar(U: torch.Tensor, out: torch.Tensor, segments, eps: float, dtype: torch.dtype) -> None:

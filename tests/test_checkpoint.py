@@ -1,0 +1,251 @@
+"""Saved on one layout, loaded on another: the very bits of a run that was never stopped.
+
+Every chain of layouts trains three steps on each, saves, and loads what the layout before it saved; beside it is one
+process that never stops. Gradients are multiples of 2^-4 that 7 bits hold, so that the mean of equal ones is exact and
+`grads_are_reduced=False` gives the bits of the others.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dsd
+
+from tests.ranks import package, part, run_ranks
+
+UNEVEN = {"dense.up": (33, 7), "dense.down": (10, 12), "dense.square": (16, 16), "dense.thin": (3, 8),
+          "experts.w1": (8, 6, 10), "experts.w2": (8, 10, 6), "rest.embed": (50, 6), "rest.norm": (7,)}
+EVEN = {"dense.up": (32, 8), "dense.down": (16, 24), "dense.odd": (20, 6), "experts.w1": (8, 6, 10),
+        "rest.embed": (48, 6), "rest.norm": (7,)}
+BF16 = ("dense.square", "dense.odd", "experts.w2", "rest.norm")  # the others are fp32
+STEPS = 3
+
+
+def placements_of(layout, world):
+    """(mesh shape, {kind of parameter: placements}); None for the layouts of plain parameters."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    R, S, half = Replicate(), Shard, world // 2
+    return {
+        "fsdp": ((world,), {"dense": [S(0)], "experts": [S(0)], "rest": [S(0)]}),
+        "fsdp columns": ((world,), {"dense": [S(1)], "experts": [S(2)], "rest": [S(0)]}),
+        "hsdp": ((2, half), dict.fromkeys(("dense", "experts", "rest"), [R, S(0)])),
+        "tp x fsdp": ((2, half), {"dense": [S(0), S(1)], "experts": [S(0), S(2)], "rest": [S(0), R]}),
+        "tp x fsdp, strided": ((half, 2), {"dense": [_StridedShard(0, split_factor=2), S(0)],
+                                           "experts": [S(1), S(0)], "rest": [S(0), R]}),
+        "ep x fsdp": ((2, half), {"dense": [S(0), R], "experts": [S(1), S(0)], "rest": [S(0), R]}),
+        "hsdp x tp": ((2, 2, world // 4), {"dense": [R, S(0), S(1)], "experts": [R, S(0), S(1)], "rest": [R, S(0), R]}),
+    }.get(layout)
+
+
+def model_of(shapes, layout, world, device="cpu"):
+    """A model of parameters only, whole or cut; a function that cuts a whole tensor as the parameter of a name is."""
+    from torch.distributed.tensor import DTensor, init_device_mesh
+
+    mesh_shape, placements = placements_of(layout, world) or (None, {})
+    mesh = init_device_mesh(device, mesh_shape) if mesh_shape else None
+
+    def cut(name, full):
+        full = full.to(device)
+        places = placements.get(name.split(".")[0])
+        if places is None:
+            return full.clone()
+        box = part("layout").box_at(mesh.get_coordinate(), full.shape, places, mesh_shape)
+        local = full[tuple(slice(*ends) for ends in box)].clone()
+        return DTensor.from_local(local, mesh, places, run_check=False, shape=full.shape, stride=full.stride())
+
+    model = nn.ModuleDict({kind: nn.ParameterDict() for kind in ("dense", "experts", "rest")})
+    for name, shape in shapes.items():
+        kind, leaf = name.split(".")
+        model[kind][leaf] = nn.Parameter(cut(name, torch.zeros(shape, dtype=dtype_of(name))))
+    return model, cut
+
+
+def dtype_of(name):
+    return torch.bfloat16 if name in BF16 else torch.float32
+
+
+def build(model, name, layout="one process", **more):
+    plain = {"ddp": {"process_group": dist.group.WORLD},
+             "unreduced": {"process_group": dist.group.WORLD, "grads_are_reduced": False}}.get(layout, {})
+    rest = [p for n, p in model.named_parameters() if n.startswith("rest")]
+    matrices = [p for n, p in model.named_parameters() if not n.startswith("rest")]
+    groups = [{"params": matrices[:2], "lr": 0.02, "momentum": 0.9}, {"params": matrices[2:], "lr": 0.05},
+              {"params": rest, "use_muon": False, "lr": 0.01}]
+    return getattr(package(), name)(groups, **plain, **more)
+
+
+def initial(shapes):
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(s, generator=generator).to(dtype_of(name)) for name, s in shapes.items()}
+
+
+def fill(model, cut, tensors):
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(cut(name, tensors[name]))
+
+
+def train(model, cut, optimizer, numbers):
+    for number in numbers:
+        generator = torch.Generator().manual_seed(100 + number)
+        for name, param in model.named_parameters():
+            gradient = torch.randint(-127, 128, param.shape, generator=generator) / 16
+            param.grad = cut(name, gradient.to(param.dtype))
+        optimizer.step()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def content(model, optimizer):
+    """All weights and all state, whole, by name."""
+    tensors = {**dsd.get_model_state_dict(model), **tensors_of(flat_state(model, optimizer))}
+    assert len(tensors) > 2 * len(list(model.parameters()))
+    return {key: whole(t.detach()).cpu() for key, t in tensors.items()}
+
+
+def unequal(model, optimizer, other):
+    """The names of the weights and states in which a run differs from the content of another."""
+    mine = content(model, optimizer)
+    assert mine.keys() == other.keys()
+    return [key for key in mine if not torch.equal(mine[key], other[key]) or mine[key].dtype != other[key].dtype]
+
+
+@functools.cache
+def uninterrupted(name, even, device):
+    """The content of a run on one process after the steps of each stage, and after no steps at all."""
+    shapes = EVEN if even else UNEVEN
+    model, keep = model_of(shapes, "one process", 1, device)
+    fill(model, keep, initial(shapes))
+    optimizer, contents = build(model, name), [None]
+    for number in range(9):
+        train(model, keep, optimizer, range(STEPS * number, STEPS * (number + 1)))
+        contents.append({key: t.clone() for key, t in content(model, optimizer).items()})
+    return contents
+
+
+def flat_state(model, optimizer):
+    return dsd.get_optimizer_state_dict(model, optimizer, options=FLAT)
+
+
+def tensors_of(state):
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+FLAT, NESTED = (dsd.StateDictOptions(flatten_optimizer_state_dict=flat) for flat in (True, False))
+
+
+class Dcp:
+    """DCP's own format: hyperparameters travel along."""
+
+    def __init__(self, options):
+        self.options = options
+
+    def save(self, model, optimizer, folder):
+        state = {"model": dsd.get_model_state_dict(model),
+                 "optimizer": dsd.get_optimizer_state_dict(model, optimizer, options=self.options)}
+        dcp.save(state, checkpoint_id=folder)
+
+    def load(self, model, optimizer, folder):
+        state = {"model": dsd.get_model_state_dict(model),
+                 "optimizer": dsd.get_optimizer_state_dict(model, optimizer, options=self.options)}
+        dcp.load(state, checkpoint_id=folder)
+        dsd.set_model_state_dict(model, state["model"])
+        dsd.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=self.options)
+
+
+class Safetensors:
+    """DCP's Hugging Face storage: tensors only, one file for each rank, or one for all. Steps are 0-D, and torch
+    consolidates 0-D tensors to zeros, so they travel as views of one element.
+    """
+
+    def __init__(self, consolidated):
+        self.consolidated = consolidated
+
+    def save(self, model, optimizer, folder):
+        writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=self.consolidated)
+        tensors = dsd.get_model_state_dict(model) | tensors_of(flat_state(model, optimizer))
+        dcp.save({key: torch.atleast_1d(t) for key, t in tensors.items()}, storage_writer=writer)
+
+    def load(self, model, optimizer, folder):
+        weights, state = dsd.get_model_state_dict(model), flat_state(model, optimizer)
+        tensors = {key: torch.atleast_1d(t) for key, t in (weights | tensors_of(state)).items()}
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(folder))  # into the tensors of `state`
+        dsd.set_model_state_dict(model, weights)
+        dsd.set_optimizer_state_dict(model, optimizer, state, options=FLAT)
+
+
+FORMATS = {"nested": Dcp(NESTED), "flat": Dcp(FLAT), "safetensors": Safetensors(False),
+           "consolidated safetensors": Safetensors(True)}
+
+
+def stages(rank, world, name, even, kinds, numbered, folder, device):
+    """Train on some layouts of a chain in turn; return what differs from the uninterrupted run after each."""
+    differences, shapes = [], EVEN if even else UNEVEN
+    for number, layout in numbered:
+        model, cut = model_of(shapes, layout, world, device)
+        optimizer = build(model, name, layout)
+        if number:
+            FORMATS[kinds[(number - 1) % len(kinds)]].load(model, optimizer, f"{folder}/{number - 1}")
+        else:
+            fill(model, cut, initial(shapes))
+        train(model, cut, optimizer, range(STEPS * number, STEPS * (number + 1)))
+        FORMATS[kinds[number % len(kinds)]].save(model, optimizer, f"{folder}/{number}")
+        differences.append(unequal(model, optimizer, uninterrupted(name, even, device)[number + 1]))
+    return differences
+
+
+def run_chain(chain, name, kinds, folder, device="cpu", even=False):
+    """Layouts of as many ranks that follow each other share a process group. `kinds`: of the files, in turn."""
+    numbered = list(enumerate(chain))
+    while numbered:
+        world = numbered[0][1][1]
+        count = next((i for i, (_, (_, ranks)) in enumerate(numbered) if ranks != world), len(numbered))
+        part_of = [(number, layout) for number, (layout, _) in numbered[:count]]
+        how = {"backend": "nccl" if device == "cuda" else "gloo", "timeout": 120}
+        for differences in run_ranks(world, stages, name, even, kinds, part_of, str(folder), device, **how):
+            assert differences == [[]] * count, part_of
+        numbered = numbered[count:]
+
+
+ONE = ("one process", 1)
+FEWER_RANKS = [("fsdp", 8), ("fsdp", 4), ("fsdp", 2), ONE, ("fsdp", 8)]
+MODES = [("fsdp", 4), ("hsdp", 4), ("tp x fsdp", 4), ("ep x fsdp", 4), ("ddp", 4), ("fsdp columns", 4), ("ddp", 2)]
+OWNED = [("unreduced", 4), ("fsdp", 4), ("unreduced", 4), ONE, ("unreduced", 2), ("ddp", 2), ("unreduced", 8),
+         ("unreduced", 2), ("tp x fsdp", 4)]
+STRIDED = [("fsdp", 8), ("tp x fsdp, strided", 8), ("hsdp x tp", 8), ("tp x fsdp, strided", 4), ("unreduced", 4), ONE]
+CHAINS = {"fewer ranks": (FEWER_RANKS, "Muon"), "modes": (MODES, "NorMuon"), "owned": (OWNED, "NorMuon"),
+          "strided": (STRIDED, "Muon")}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_run_goes_on_with_its_bits_on_another_layout(chain, tmp_path):
+    """23 pairs of layouts, with parameters in fp32 and bf16, flattened and not in turn."""
+    layouts, name = CHAINS[chain]
+    run_chain(layouts, name, ["nested", "flat"], tmp_path, even=chain == "strided")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "consolidated safetensors"])
+def test_and_through_safetensors(kind, tmp_path):
+    chain = [("fsdp", 4), ("unreduced", 4), ("tp x fsdp", 4), ONE, ("fsdp columns", 2)]
+    run_chain(chain, "NorMuon", [kind], tmp_path)
+
+
+TWO_GPUS = [("fsdp", 2), ("unreduced", 2), ("ddp", 2), ("fsdp columns", 2), ONE, ("unreduced", 2)]
+FOUR_GPUS = [("fsdp", 4), ("hsdp", 4), ("tp x fsdp", 4), ("ep x fsdp", 4), ("unreduced", 4), ("fsdp", 2), ("ddp", 4)]
+
+
+@pytest.mark.parametrize("chain", [pytest.param(TWO_GPUS, marks=pytest.mark.gpus(2), id="2 GPUs"),
+                                   pytest.param(FOUR_GPUS, marks=pytest.mark.gpus(4), id="4 GPUs")])
+@pytest.mark.parametrize("kinds", [("nested", "flat"), ("safetensors", "consolidated safetensors")], ids=str)
+@pytest.mark.gpu
+def test_a_run_goes_on_with_its_bits_on_gpus(chain, kinds, tmp_path):
+    run_chain(chain, "NorMuon", kinds, tmp_path, device="cuda")

@@ -1,0 +1,285 @@
+"""State of other Muons: small references of each, made from their formulas, hand over to this package."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import package, part
+
+SHAPES = [(24, 16), (16, 24), (32, 8), (20, 20)]
+REST = [(30, 6), (7,)]
+STEPS = 4
+ROUNDING = 2 ** -6  # torch.optim.Muon rounds every product to the 8 bits of bf16
+
+
+def polar(U, name):
+    """The polynomial of a Newton-Schulz iteration, in bf16 where the others are: on its way in and out."""
+    X = U.bfloat16().double()
+    X = X / X.norm(dim=(-2, -1), keepdim=True)
+    for a, b, c in part("polar").steps_of(name, 5).triples:
+        A = X @ X.mT
+        X = a * X + (b * A + c * A @ A) @ X
+    return X.bfloat16().float()
+
+
+class Theirs(torch.optim.Optimizer):
+    """What the references have in common: one rule for each group."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if "step" in group:
+                group["step"] += 1
+            for p in group["params"]:
+                self.rule(group)(p, p.grad, self.state[p], group)
+
+
+def adam(p, G, m, v, t, lr, betas, eps, weight_decay):
+    m.lerp_(G, 1 - betas[0])
+    v.lerp_(G.square(), 1 - betas[1])
+    p.mul_(1 - lr * weight_decay)
+    p.sub_(lr * (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps))
+
+
+class KellerJordan(Theirs):
+    """EMA, Nesterov, lr sqrt(max(1, R/C)); MuonWithAuxAdam where groups say use_muon."""
+
+    def __init__(self, matrices, rest):
+        super().__init__([{"params": matrices, "use_muon": True, "lr": 0.02, "momentum": 0.9, "weight_decay": 0.1},
+                          {"params": rest, "use_muon": False, "lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-10,
+                           "weight_decay": 0.2}], {})
+
+    def rule(self, group):
+        return self.muon if group["use_muon"] else self.adam
+
+    def muon(self, p, G, state, group):
+        M = state.setdefault("momentum_buffer", torch.zeros_like(p))
+        M.lerp_(G, 1 - group["momentum"])
+        update = polar(G.lerp(M, group["momentum"]), "jordan") * max(1, p.size(-2) / p.size(-1)) ** 0.5
+        p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * update)
+
+    def adam(self, p, G, state, group):
+        m, v = (state.setdefault(key, torch.zeros_like(p)) for key in ("exp_avg", "exp_avg_sq"))
+        state["step"] = state.get("step", 0) + 1
+        adam(p, G, m, v, state["step"], group["lr"], group["betas"], group["eps"], group["weight_decay"])
+
+
+class Motif(Theirs):
+    """Sum, lr 0.2 sqrt(max(R, C)); AdamW's averages are `moment1` and `moment2`."""
+    coefficients = "quintic"
+
+    def __init__(self, matrices, rest, **more):
+        super().__init__([{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}],
+                         {"lr": 0.03, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "ns_steps": 5,
+                          "adamw_betas": (0.85, 0.9), "adamw_eps": 1e-9, "none_grad": True, **more})
+
+    def rule(self, group):
+        return self.muon if group["use_muon"] else self.adam
+
+    def muon(self, p, G, state, group):
+        S = state.setdefault("momentum_buffer", torch.zeros_like(p))
+        S.mul_(group["momentum"]).add_(G)
+        U = G + group["momentum"] * S if group["nesterov"] else S
+        update = polar(U, self.coefficients) * 0.2 * max(p.shape[-2:]) ** 0.5
+        p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * update)
+
+    def adam(self, p, G, state, group):
+        m, v = (state.setdefault(key, torch.zeros_like(p)) for key in ("moment1", "moment2"))
+        state["step"] = state.get("step", 0) + 1
+        adam(p, G, m, v, state["step"], group["lr"], group["adamw_betas"], group["adamw_eps"], group["weight_decay"])
+
+
+class Dion(Theirs):
+    """Sum, lr sqrt(R / C) or 0.2 sqrt(max(R, C)), steps counted by groups; NorMuon's rows in `variance_neuron`."""
+    ours, coefficients = "Muon", "polar_express_nanochat"
+
+    def __init__(self, matrices, rest, algorithm="muon", adjust_lr="spectral_norm", nesterov=False, **more):
+        defaults = {"lr": 0.03, "mu": 0.9, "beta1": 0.85, "beta2": 0.9, "weight_decay": 0.1, "cautious_wd": False,
+                    "algorithm": algorithm, "step": 0, "epsilon": 1e-9, "nesterov": nesterov, "flatten": False,
+                    "adjust_lr": adjust_lr, **more}
+        super().__init__([{"params": matrices}, {"params": rest, "algorithm": "adamw"}], defaults)
+
+    def rule(self, group):
+        return self.adam if group["algorithm"] == "adamw" else self.muon
+
+    def muon(self, p, G, state, group):
+        S = state.setdefault("momentum", torch.zeros_like(p))
+        S.mul_(group["mu"]).add_(G)
+        U = G + group["mu"] * S if group["nesterov"] else S
+        update = self.normalized(polar(U, self.coefficients), state, group)
+        R, C = p.shape[-2:]
+        scale = (R / C) ** 0.5 if group["adjust_lr"] == "spectral_norm" else 0.2 * max(R, C) ** 0.5
+        p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * scale * update)
+
+    def normalized(self, update, state, group):
+        return update
+
+    def adam(self, p, G, state, group):
+        m, v = (state.setdefault(key, torch.zeros_like(p)) for key in ("momentum", "variance"))
+        adam(p, G, m, v, group["step"], group["lr"], (group["beta1"], group["beta2"]), group["epsilon"],
+             group["weight_decay"])
+
+
+class DionNorMuon(Dion):
+    ours = "NorMuon"
+
+    def __init__(self, matrices, rest, **more):
+        super().__init__(matrices, rest, "normuon", muon_beta2=0.8, **more)
+
+    def normalized(self, update, state, group):
+        V = state.setdefault("variance_neuron", torch.zeros_like(update[..., :1]))
+        V.lerp_(update.square().mean(-1, keepdim=True), 1 - group["muon_beta2"])
+        scaled = update / (V.sqrt() + 1e-8)
+        return scaled * update.norm() / scaled.norm()
+
+
+def torchs(matrices, rest):
+    return torch.optim.Muon(matrices, lr=0.02, momentum=0.9, adjust_lr_fn="match_rms_adamw", ns_steps=4)
+
+
+SOURCES = {
+    "torch": (torchs, {}), "Keller Jordan": (KellerJordan, {}), "Motif": (Motif, {}),
+    "Motif, no Nesterov": (Motif, {"nesterov": False}), "Dion": (Dion, {}),
+    "Dion, Nesterov, rms": (Dion, {"nesterov": True, "adjust_lr": "rms_norm"}), "Dion's NorMuon": (DionNorMuon, {}),
+}
+
+
+def problem(source):
+    generator = torch.Generator().manual_seed(0)
+    matrices, rest = ([nn.Parameter(torch.randn(s, generator=generator)) for s in shapes] for shapes in (SHAPES, REST))
+    make, options = SOURCES[source]
+    return matrices if make is torchs else matrices + rest, make(matrices, rest, **options)
+
+
+def train(optimizer, params, numbers):
+    """Gradients with a common part, so that the momentum has a direction, and rows of different size."""
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        for i, p in enumerate(params):
+            common = torch.randn(p.shape, generator=torch.Generator().manual_seed(50 + i))
+            p.grad = torch.randn(p.shape, generator=generator) + common
+            p.grad.mul_(torch.logspace(0, 1, len(p)).view(-1, *[1] * (p.ndim - 1)))
+        optimizer.step()
+
+
+def heir_of(theirs, params):
+    """Ours on copies of their parameters. Coefficients, which the state dicts of some lack, are theirs; little else."""
+    copies = [nn.Parameter(p.detach().clone()) for p in params]
+    groups = [{"params": copies[:len(SHAPES)]}, {"params": copies[len(SHAPES):], "use_muon": False}]
+    make = getattr(package(), getattr(theirs, "ours", "Muon"))
+    coefficients = getattr(theirs, "coefficients", "polar_express")
+    optimizer = make([g for g in groups if g["params"]], lr=9.0, momentum=0.5, ns_coefficients=coefficients)
+    return copies, optimizer
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_next_step_is_theirs(source):
+    params, theirs = problem(source)
+    train(theirs, params, range(STEPS))
+    saved = theirs.state_dict()
+    kept = copy.deepcopy(saved)
+    ours, optimizer = heir_of(theirs, params)
+    optimizer.load_state_dict(package().convert_state_dict(saved))
+    assert repr(saved) == repr(kept)
+    before = [p.detach().clone() for p in ours]
+    train(theirs, params, [STEPS])
+    train(optimizer, ours, [STEPS])
+    for old, a, b in zip(before, ours, params):
+        assert (b - old).abs().max() > 1e-3
+        assert (a - b).norm() < ROUNDING * (b - old).norm()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_state_is_a_mean_in_our_names(source):
+    params, theirs = problem(source)
+    train(theirs, params, range(STEPS))
+    ours, optimizer = heir_of(theirs, params)
+    optimizer.load_state_dict(package().convert_state_dict(theirs.state_dict()))
+    for p, q in zip(ours[:len(SHAPES)], params):
+        state = theirs.state[q]
+        momentum = state.get("momentum_buffer", state.get("momentum"))
+        scale = 1.0 if isinstance(theirs, (KellerJordan, torch.optim.Muon)) else 1 - 0.9
+        torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], momentum * scale, rtol=1e-6, atol=0)
+    for p in ours[len(SHAPES):]:
+        assert set(optimizer.state[p]) == {"step", "exp_avg", "exp_avg_sq"} and optimizer.state[p]["step"] == STEPS
+    assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in theirs.param_groups]
+
+
+def test_names_in_place_of_numbers():
+    """As get_optimizer_state_dict gives them, of a model under any wrapper."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    params, theirs = problem("Dion's NorMuon")
+    train(theirs, params, range(STEPS))
+    ours, optimizer = heir_of(theirs, params)
+    old, new = nn.ParameterList(params), nn.ParameterList(ours)
+    converted = package().convert_state_dict(get_optimizer_state_dict(old, theirs))
+    set_optimizer_state_dict(new, optimizer, converted)
+    before = [p.detach().clone() for p in ours]
+    train(theirs, params, [STEPS])
+    train(optimizer, ours, [STEPS])
+    assert all((a - b).norm() < ROUNDING * (b - old).norm() for old, a, b in zip(before, ours, params))
+
+
+def test_ours_is_returned_as_it_is():
+    params, _ = problem("Dion")
+    optimizer = package().NorMuon(params[:4], lr=0.1)
+    train(optimizer, params[:4], range(2))
+    saved = optimizer.state_dict()
+    assert package().convert_state_dict(saved) is saved
+
+
+def states_of(make, **options):
+    params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(3, 4))]
+    optimizer = make(params, **options)
+    train(optimizer, params, range(1))
+    return optimizer.state_dict()
+
+
+@pytest.mark.parametrize(("make", "options"), [
+    (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {}), (torch.optim.RMSprop, {"momentum": 0.9}),
+    (torch.optim.Adagrad, {}),
+], ids=lambda value: getattr(value, "__name__", ""))
+def test_what_is_no_muon_is_refused(make, options):
+    with pytest.raises(ValueError, match="no Muon that is known.*known are torch.optim.Muon"):
+        package().convert_state_dict(states_of(make, **options))
+
+
+@pytest.mark.parametrize(("key", "value", "message"), [
+    ("adjust_lr", None, "group 0 has adjust_lr=None"), ("cautious_wd", True, "group 0 has cautious_wd=True"),
+    ("algorithm", "dion2", "group 0 is stepped by 'dion2'"),
+])
+def test_options_without_a_counterpart_are_refused(key, value, message):
+    params, theirs = problem("Dion")
+    train(theirs, params, range(1))
+    saved = theirs.state_dict()
+    saved["param_groups"][0][key] = value
+    with pytest.raises(NotImplementedError, match=message):
+        package().convert_state_dict(saved)
+
+
+def test_flattened_convolutions_are_refused():
+    params = [nn.Parameter(torch.randn(4, 3, 2, 2))]
+    saved = Dion([nn.Parameter(torch.randn(4, 3))], [nn.Parameter(torch.randn(3))], flatten=True).state_dict()
+    saved["state"][0] = {"momentum": torch.zeros_like(params[0])}
+    with pytest.raises(NotImplementedError, match="group 0 has 4-D parameters"):
+        package().convert_state_dict(saved)
+
+
+def test_a_flattened_state_dict_is_refused():
+    with pytest.raises(ValueError, match="without flatten_optimizer_state_dict"):
+        package().convert_state_dict({"state.a.momentum": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("source", ["Motif", "Dion", "Dion's NorMuon"])
+def test_unconverted_state_is_refused_with_what_to_do(source):
+    params, theirs = problem(source)
+    train(theirs, params, range(1))
+    ours, optimizer = heir_of(theirs, params)
+    with pytest.raises(ValueError, match="convert_state_dict"):
+        optimizer.load_state_dict(theirs.state_dict())
+    assert not optimizer.state

@@ -1,0 +1,172 @@
+"""The whole state of an optimizer in one safetensors file, for one process.
+
+Decides the file's form: tensors `state.<parameter>.<key>`, as torch.distributed.checkpoint names them, and a header
+that says what belongs to which parameter. Nothing is unpickled, and nothing is loaded before everything fits. Sharded
+state goes through torch.distributed.checkpoint and needs nothing of this file.
+"""
+from __future__ import annotations
+
+import itertools
+import json
+import os
+
+import torch
+
+from .groups import check_group, clean_name
+from .layout import is_dtensor
+from .loaded import check_state
+from .store import state_keys
+
+FORMAT, VERSION = "optimizer-state", "1"
+STRUCTURE = ("params", "param_names", "use_muon")  # of a group: what its options are not
+KINDS = {True: "Muon", False: "AdamW"}
+
+
+def export_state(optimizer, path, model=None) -> None:
+    """Write the state and the options of all groups to a safetensors file, whole or not at all.
+
+    `model` names the parameters; without it the groups' `param_names` do. For one process: ValueError for DTensors and
+    grads_are_reduced=False (use torch.distributed.checkpoint), or where a parameter has no name.
+    """
+    names = _names(optimizer, model)
+    tensors = {f"state.{name}.{key}": value.detach().cpu().contiguous() for param, name in names.items()
+               for key, value in optimizer.state.get(param, {}).items()}
+    groups = [{"params": [names[p] for p in group["params"]], "use_muon": bool(group["use_muon"]),
+               "options": {key: _plain(value) for key, value in group.items() if key not in STRUCTURE}}
+              for group in optimizer.param_groups]
+    header = {"params": {name: list(p.shape) for p, name in names.items()}, "groups": groups,
+              "tensors": {name: _described(t) for name, t in tensors.items()}}
+    _write(path, tensors, {"format": FORMAT, "version": VERSION, **{k: json.dumps(v) for k, v in header.items()}})
+
+
+def import_state(optimizer, path, model=None) -> None:
+    """Load what `export_state` wrote: state by the parameters' names, and options of the groups in which they were.
+
+    A group whose parameters were in several groups keeps its own options. Names as in `export_state`. Raises
+    ValueError, before the optimizer is changed, for a file that is truncated or of another form, naming the parameter
+    that is missing, unknown, of another shape or in another kind of group.
+    """
+    names = _names(optimizer, model)
+    header, tensors = _read(path)
+    _check_params(path, {name: list(p.shape) for p, name in names.items()}, header["params"])
+    states = {}
+    for name, tensor in tensors.items():
+        param, _, key = name.removeprefix("state.").rpartition(".")
+        states.setdefault(param, {})[key] = tensor
+    groups = [_saved_group(path, group, names, header["groups"], states) for group in optimizer.param_groups]
+    number = {name: i for i, name in enumerate(n for group in groups for n in group["params"])}
+    if set(states) - set(number):
+        raise ValueError(f"{path} has state of {min(set(states) - set(number))}, which it does not list as a parameter")
+    for group in groups:
+        group["params"] = [number[name] for name in group["params"]]
+    optimizer.load_state_dict({"state": {number[n]: s for n, s in states.items()}, "param_groups": groups})
+
+
+def _names(optimizer, model) -> dict:
+    """{parameter: its name}, for what one process holds whole."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if model is not None:
+        known = {p: clean_name(name) for name, p in model.named_parameters()}
+    else:
+        known = dict(zip(params, itertools.chain(*(g.get("param_names") or [None] * len(g["params"])
+                                                   for g in optimizer.param_groups))))
+    for i, param in enumerate(params):
+        if known.get(param) is None:
+            raise ValueError(f"parameter #{i} of shape {tuple(param.shape)} has no name: pass model=, the model that "
+                             "has it, or build the optimizer from named parameters")
+        if is_dtensor(param) or not optimizer._options.grads_are_reduced:
+            raise ValueError(f"the state of parameter {known[param]} is spread over several ranks, but one file is for "
+                             "one process: use torch.distributed.checkpoint, which also writes safetensors")
+    return {param: known[param] for param in params}
+
+
+def _plain(value):
+    """An option as JSON has it."""
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _as_own(own, value):
+    """An option from JSON in the form in which a group has it."""
+    if isinstance(own, torch.Tensor):
+        return torch.full_like(own, value)
+    return tuple(_as_own(None, v) for v in value) if isinstance(value, list) else value
+
+
+def _described(tensor) -> list:
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+
+
+def _write(path, tensors, metadata) -> None:
+    """Under another name first: whoever is interrupted leaves the old file."""
+    from safetensors.torch import save_file
+    part = f"{os.fspath(path)}.{os.getpid()}.part"
+    try:
+        save_file(tensors, part, metadata)
+        os.replace(part, path)
+    finally:
+        if os.path.exists(part):
+            os.remove(part)
+
+
+def _read(path):
+    """(header, {name: tensor}) of a file that is what its header says; otherwise ValueError."""
+    from safetensors import SafetensorError, safe_open
+    try:
+        with safe_open(os.fspath(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or no safetensors file: {error}") from error
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{path} is a safetensors file, but not one that export_state wrote: its format is "
+                         f"{metadata.get('format')!r}")
+    if metadata.get("version") != VERSION:
+        raise ValueError(f"{path} has version {metadata.get('version')!r} of the format, but this package reads "
+                         f"{VERSION!r}: load it with the package that wrote it")
+    header = _header(path, metadata)
+    for name in sorted(set(tensors) | set(header["tensors"])):
+        came, said = name in tensors and _described(tensors[name]), header["tensors"].get(name, False)
+        if came != said:
+            raise ValueError(f"{path} holds {name} as {came or 'nothing'}, but its header says {said or 'nothing'}")
+    return header, tensors
+
+
+def _header(path, metadata) -> dict:
+    try:
+        header = {key: json.loads(metadata[key]) for key in ("params", "groups", "tensors")}
+        if [type(header[key]) for key in header] != [dict, list, dict]:
+            raise ValueError(f"{', '.join(header)} are not of the types that export_state writes")
+        for group in header["groups"]:
+            set(group["params"]), group["use_muon"], group["options"].items()
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} has a header that cannot be read: {error}") from error
+    return header
+
+
+def _check_params(path, ours, theirs) -> None:
+    for name in sorted(set(ours) | set(theirs)):
+        if name not in theirs:
+            raise ValueError(f"{path} has no parameter {name}, which the optimizer has")
+        if name not in ours:
+            raise ValueError(f"{path} has a parameter {name}, which the optimizer does not have")
+        if ours[name] != theirs[name]:
+            raise ValueError(f"parameter {name} has shape {ours[name]} here, but {theirs[name]} in {path}")
+
+
+def _saved_group(path, group, names, saved, states) -> dict:
+    """A group as a state dict has it, with the options of the file; `params` are names."""
+    mine, keys = [names[p] for p in group["params"]], state_keys(group)
+    for param, name in zip(group["params"], mine):
+        was = next((g["use_muon"] for g in saved if name in g["params"]), group["use_muon"])
+        if was != bool(group["use_muon"]):
+            raise ValueError(f"parameter {name} was in a group of {KINDS[was]} when {path} was written, but is in one "
+                             f"of {KINDS[not was]} here")
+        if name in states and set(states[name]) != set(keys):
+            raise ValueError(f"{path} has {', '.join(sorted(states[name]))} of parameter {name}, but its state here is "
+                             f"{', '.join(sorted(keys))}")
+        check_state(param, keys, name, states.get(name, {}))
+    from_file = [g["options"] for g in saved if set(g["params"]) & set(mine)]
+    options = from_file[0] if len(from_file) == 1 else {}
+    taken = {key: _as_own(group[key], options[key]) for key in group if key in options}
+    check_group({**group, **taken}, set(group))
+    return {**group, **taken, "params": mine}

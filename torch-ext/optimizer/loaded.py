@@ -1,0 +1,92 @@
+"""What becomes of a state dict that is loaded: what fits is copied to where this rank keeps it, the rest is refused.
+
+Decides what a saved state must look like, by name, shape and group, and does so before anything is changed. Knows no
+file (checkpoint.py) and no other optimizer (foreign.py).
+"""
+from __future__ import annotations
+
+import torch
+
+from .groups import name_of
+from .layout import as_dtensor, is_by_rows, is_dtensor, local_of, place_like
+from .store import home_of, state_keys, state_shape
+
+FOREIGN = {"adamw_betas", "algorithm"}  # keys of groups whose momentum is another sum: foreign.py
+
+
+class Loading:
+    """One `load_state_dict`: torch gets the groups, and the state is put in place when it is done with them."""
+
+    def __init__(self, groups, options):
+        self.own, self.options, self.restored = [dict(group) for group in groups], options, {}
+
+    def take(self, _, loaded):
+        """Before: check and copy the state. Groups of other numbers of parameters are torch's to refuse."""
+        counts = [[len(group["params"]) for group in groups] for groups in (loaded["param_groups"], self.own)]
+        if counts[0] != counts[1]:
+            return None
+        self.restored = restore(loaded, self.own, self.options)
+        numbers = {number for group in loaded["param_groups"] for number in group["params"]}
+        return {**loaded, "state": {key: state for key, state in loaded["state"].items() if key not in numbers}}
+
+    def settle(self, optimizer) -> None:
+        """After: names, and options that the saved groups lack, are the optimizer's own."""
+        for group, own in zip(optimizer.param_groups, self.own):
+            group.update({key: own[key] for key in own if key not in group or key == "param_names"})
+        optimizer.state.update(self.restored)
+
+
+def restore(loaded, groups, options) -> dict:
+    """{parameter: a copy of its saved state, in the dtype and place in which the optimizer keeps it}.
+
+    `loaded`: a state dict of as many groups and parameters. Tensors that lie otherwise than the parameter are moved;
+    from DTensors that is collective. Raises ValueError, naming the parameter, for what does not fit.
+    """
+    members = []
+    for number, (group, saved) in enumerate(zip(groups, loaded["param_groups"])):
+        _check_kind(number, group, saved)
+        for i, (param, key) in enumerate(zip(group["params"], saved["params"])):
+            if key in loaded["state"]:
+                members.append((param, group, name_of(group, i), loaded["state"][key]))
+    for param, group, name, state in members:
+        check_state(param, state_keys(group), name, state)
+    return {param: _restored(param, state_keys(group), state, options) for param, group, _, state in members}
+
+
+def check_state(param, keys, name, state) -> None:
+    """Raise ValueError unless the saved `state` of a parameter can be that of one whose rule keeps `keys`."""
+    if state and not set(keys) & set(state):
+        raise ValueError(f"the state of parameter {name} is {', '.join(sorted(state))}, but it needs "
+                         f"{', '.join(keys)}: it was saved by another optimizer, or for another kind of group")
+    for key in [k for k in keys if k in state]:
+        shape, came = state_shape(param, key), tuple(getattr(state[key], "shape", ()))
+        if came != shape and not (key == "step" and came == (1,)):
+            raise ValueError(f"{key} of parameter {name} has shape {came} in the state, but a parameter of shape "
+                             f"{tuple(param.shape)} needs {shape}: it was saved for another parameter")
+
+
+def _check_kind(number, group, saved) -> None:
+    if FOREIGN & set(saved):
+        raise ValueError("this is the state dict of another Muon, which scales its state differently: pass it through "
+                         "convert_state_dict first")
+    kinds = {True: "Muon", False: "AdamW"}
+    ours, theirs = bool(group["use_muon"]), bool(saved.get("use_muon", group["use_muon"]))
+    if ours != theirs:
+        names = saved.get("param_names") or saved["params"]
+        raise ValueError(f"parameter group {number} ({names[0]}, ...) is one of {kinds[theirs]} in the state dict, but "
+                         f"of {kinds[ours]} here: build the groups in the order in which they were saved")
+
+
+def _restored(param, keys, state, options) -> dict:
+    kept = {}
+    for key in [k for k in keys if k in state]:
+        device, dtype = home_of(key, param, options.state_dtype)
+        value = torch.as_tensor(state[key]).detach()
+        if key == "step":
+            value = value.reshape(())
+        elif options.grads_are_reduced or not is_by_rows(value, options.process_group):
+            value = place_like(value, param)
+        local = local_of(value).to(device, dtype, copy=True)
+        dtensor = is_dtensor(value)
+        kept[key] = as_dtensor(local, value.shape, value.device_mesh, value.placements) if dtensor else local
+    return kept

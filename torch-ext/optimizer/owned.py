@@ -1,0 +1,91 @@
+"""State that one rank keeps for all (`grads_are_reduced=False`): which rank has which rows, how rows change hands.
+
+Decides the form in which others see such state, DTensors cut by rows over the process group, which every layout can
+read, and how owners come by what a load or another plan left elsewhere. Rows lie over the ranks in their order. Both
+functions are collective, outside the step: all ranks of the group call them for the same parameters in one order.
+"""
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from .layout import by_rows, local_of, row_chunks
+from .store import state_shape
+
+ROWS = ("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq")  # state that is cut by rows of the parameter
+
+
+def present(state, named, group) -> dict:
+    """{parameter: its state as DTensors by rows over `group`}, of a 0-D parameter plain. `named`: {parameter: name}.
+
+    Raises RuntimeError, naming the parameter, if the ranks together do not hold the state once.
+    """
+    shown = {param: dict(state[param]) for param in named if param in state}
+    for param, key, have in _survey(shown, named, group):
+        local, rows = _rows(shown[param][key]).to(param.device), _row_count(param)
+        if param.ndim == 0:
+            shown[param][key] = _everywhere(local, have, group)
+        else:
+            local = _move(local, have, row_chunks(rows, len(have)), group)
+            shown[param][key] = by_rows(local, state_shape(param, key), group)
+    return shown
+
+
+def claim(state, named, wanted, group) -> None:
+    """Give every rank the rows it is to keep. `wanted`: {parameter: rows of each rank}. Errors as in `present`."""
+    for param, key, have in _survey(state, named, group):
+        local = _rows(state[param][key]).to(param.device)  # a model that moved left its state behind
+        state[param][key] = _move(local, have, wanted[param], group)
+
+
+def _survey(state, named, group) -> list:
+    """[(parameter, key, how many rows each rank has of it)]."""
+    entries = [(param, key) for param in named for key in ROWS]
+    counts = [len(_rows(state[p][key])) if key in state.get(p, {}) else -1 for p, key in entries]
+    mine = torch.tensor(counts, dtype=torch.int64, device=local_of(next(iter(named))).device)
+    every = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(every, mine, group=group)
+    columns = zip(*(vector.tolist() for vector in every))
+    found = [(*entry, list(have)) for entry, have in zip(entries, columns) if max(have) >= 0]
+    for param, key, have in found:
+        rows = _row_count(param)
+        if sum(have) != rows and have != [rows] * len(have):  # the latter as loaded: whole on every rank
+            raise RuntimeError(f"the ranks of process_group hold {have} rows of {key} of parameter {named[param]}, "
+                               f"which has {rows}: load the state on all ranks, or on none")
+    return found
+
+
+def _row_count(param) -> int:
+    return param.shape[0] if param.ndim else 1
+
+
+def _rows(tensor):
+    return torch.atleast_1d(local_of(tensor))
+
+
+def _move(local, have, want, group):
+    """The rows that this rank wants, of a tensor whose rows lie over the ranks; if all have all, from the first."""
+    if have == want:
+        return local
+    me, nbytes = group.rank(), math.prod(local.shape[1:]) * local.element_size()
+    moved = local.new_empty((want[me], *local.shape[1:]))
+    leave = [nbytes * _overlap(have, me, want, rank) for rank in range(len(have))]
+    arrive = [nbytes * _overlap(want, me, have, rank) for rank in range(len(have))]
+    send, recv = (t.contiguous().flatten().view(torch.uint8) for t in (local, moved))
+    dist.all_to_all_single(recv, send[:sum(leave)], arrive, leave, group=group)
+    return moved
+
+
+def _overlap(first, i, second, j) -> int:
+    """How many of rank i's rows in one division are rank j's in another."""
+    a, b = sum(first[:i]), sum(second[:j])
+    return max(0, min(a + first[i], b + second[j]) - max(a, b))
+
+
+def _everywhere(local, have, group):
+    """The only row of a 0-D parameter's state, on every rank."""
+    value = local.clone() if len(local) else local.new_empty(1)
+    dist.broadcast(value, dist.get_global_rank(group, have.index(1)), group=group)
+    return value[0]
