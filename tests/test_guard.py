@@ -205,9 +205,9 @@ def test_raise_keeps_every_rank_at_the_old_step(layout):
 
 
 def unreduced(rank, world, name, reduced):
-    """Plain parameters, one rank's gradient broken: (weights of all steps, the count)."""
+    """Plain parameters, one rank's gradient broken: (weights of all steps, the count, AdamW's steps)."""
     generator = torch.Generator().manual_seed(0)
-    params = [nn.Parameter(torch.randn(s, generator=generator)) for s in [*DENSE[:4], (50, 6), (7,), ()]]
+    params = [nn.Parameter(torch.randn(s, generator=generator)) for s in [*DENSE[:4], (50, 6), (3,), ()]]
     groups = [{"params": params[:4]}, {"params": params[4:], "use_muon": False}]
     optimizer = getattr(package(), name)(groups, lr=0.1, process_group=dist.group.WORLD, grads_are_reduced=reduced,
                                          nonfinite="skip")
@@ -215,23 +215,24 @@ def unreduced(rank, world, name, reduced):
     for step in range(3):
         for i, p in enumerate(params):
             p.grad = torch.randn(world, *p.shape, generator=generator)[0 if reduced else rank]
-            if step == 1 and i in (1, 4) and rank == 2:
-                p.grad.view(-1)[3] = math.inf
+            if step == 1 and i in (1, 4, 5) and rank == 2:
+                p.grad.view(-1)[2] = math.inf
         optimizer.step()
         history.append([p.detach().clone() for p in params])
-    return history, optimizer.skipped.item()
+    return history, optimizer.skipped.item(), [optimizer.state[p]["step"].item() for p in params[4:]]
 
 
 @NAMES
 @pytest.mark.parametrize("reduced", [True, False], ids=["reduced", "unreduced"])
 def test_a_broken_gradient_of_one_replica_counts_on_all(reduced, name):
+    """Also on the ranks that, of 3 rows and of a scalar, keep no state but the count of steps."""
     results = run_threads(4, unreduced, name, reduced)
-    for history, count in results:
-        assert count == 2
+    for history, count, steps in results:
+        assert count == 3 and steps == [2, 2, 3]
         for ours, theirs in zip(history, results[0][0]):
             assert same(ours, theirs)
         stays = [torch.equal(a, b) for a, b in zip(history[0], history[1])]
-        assert stays == [i in (1, 4) for i in range(7)] and all(p.isfinite().all() for p in history[2])
+        assert stays == [i in (1, 4, 5) for i in range(7)] and all(p.isfinite().all() for p in history[2])
 
 
 # GradScaler ------------------------------------------------------------------------------------------------------
