@@ -233,7 +233,7 @@ def training(rank, world, route, folder, first, fault):
         losses.append(descend(params, route, step))
         optimizer.step()
         if step == 1 and not first:
-            states = [{k: local(v) for k, v in optimizer.state[p].items()} for p in params]
+            states = [{k: local(v) for k, v in state.items()} for state in optimizer.state_dict()["state"].values()]
             torch.save(([local(p) for p in params], states), saved)
     return losses
 
@@ -253,18 +253,16 @@ def descend(params, route, step):
 
 
 def restore(params, optimizer, saved):
-    """The weights in place; the state through load_state_dict, placed like the parameters."""
-    from torch.distributed.tensor import DTensor
-
-    local = part("layout").local_of
-    for p, W in zip(params, saved[0]):
-        local(p).copy_(W)
-    states = saved[1]
-    for p, state in zip(params, states):
-        for key, value in state.items() if hasattr(p, "placements") else ():
-            shape = (*p.shape[:-1], 1) if key == "second_moment" else p.shape
-            state[key] = DTensor.from_local(value, p.device_mesh, p.placements, run_check=False,
-                                            shape=torch.Size(shape), stride=torch.empty(shape).stride())
+    """The weights in place; the state through load_state_dict, in the form in which state_dict gave it."""
+    layout, (weights, states) = part("layout"), saved
+    for p, W, state in zip(params, weights, states):
+        layout.local_of(p).copy_(W)
+        for key in set(state) - {"step"}:
+            shape = part("store").state_shape(p, key)
+            if layout.is_dtensor(p):
+                state[key] = layout.as_dtensor(state[key], shape, p.device_mesh, p.placements)
+            else:
+                state[key] = layout.by_rows(state[key], shape, dist.group.WORLD)
     optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(states))})
 
 
