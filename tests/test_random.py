@@ -18,10 +18,10 @@ from tests.ranks import package, part, run_threads
 from tests.test_routes import cut
 
 pytest.importorskip("hypothesis")
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-EXAMPLES = int(os.environ.get("OPTIMIZER_EXAMPLES", "500"))
+EXAMPLES, PORTIONS = int(os.environ.get("OPTIMIZER_EXAMPLES", "500")), 4
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 MESHES = {1: [(1,)], 2: [(2,)], 3: [(3,)], 4: [(4,), (2, 2)], 5: [(5,)], 6: [(6,), (2, 3), (3, 2)], 7: [(7,)],
           8: [(8,), (2, 4), (4, 2), (2, 2, 2)]}
@@ -240,8 +240,8 @@ def check(problem):
     assert run_threads(problem["world"], together, problem, one) == [[]] * problem["world"]
 
 
-@settings(max_examples=EXAMPLES, derandomize="OPTIMIZER_EXAMPLES" not in os.environ,
-          suppress_health_check=list(HealthCheck))
-@given(problems())
-def test_random_models(problem):
-    check(problem)
+@pytest.mark.parametrize("portion", range(PORTIONS))
+def test_random_models(portion):
+    """In portions, which workers take side by side."""
+    run = settings(max_examples=EXAMPLES // PORTIONS, suppress_health_check=list(HealthCheck))(given(problems())(check))
+    (run if "OPTIMIZER_EXAMPLES" in os.environ else seed(portion)(run))()
