@@ -93,13 +93,14 @@ def others(arch: str):
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ALIGNED=False))
         yield compile_for(arch, update._update_kernel, dict(skip, scales="*fp32", factors="*fp32"))
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
-                 span="i32", u_strides=COLUMN_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR, ROWS=4,
-                 WIDE=True)
+                 span="i32", u_strides=ROW_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR, ROWS=4,
+                 WIDE=True, EVEN=8, STRAIGHT=True)
     floats = dict(V="*fp32", squares="*fp32", factors="*fp32", sums="*fp32", beta2="fp32", rest="fp32")
     for kernel in (rows._moments_kernel, rows._norms_kernel, rows._scale_kernel, norm._sums_kernel, norm._cast_kernel):
         yield compile_for(arch, kernel, dict(sizes, **floats, U="*bf16", X="*fp16"))
         if arch == "sm90":  # sizes of 1 are constants to the compiler
-            yield compile_for(arch, kernel, dict(sizes, **floats, U="*fp32", X="*bf16", R=1, C=1, numel=1, parts=1))
+            ones = dict(R=1, C=1, numel=1, parts=1, EVEN=1, u_strides=COLUMN_MAJOR)
+            yield compile_for(arch, kernel, {**sizes, **floats, "U": "*fp32", "X": "*bf16", **ones})
     lengths = dict(U="*bf16", Y="*fp16", A="*fp16", lengths="*fp32", scales="*fp32", n="i32", m="i32", ROWS=4,
                    strides=ROW_MAJOR, u_strides=COLUMN_MAJOR, y_strides=ROW_MAJOR, BLOCK=512, TILE=64)
     for kernel in (aol._lengths_kernel, aol._cast_kernel, aol._scales_kernel, aol._scale_kernel):

@@ -5,6 +5,8 @@ vanishes on the way. Must not know: what happens to the matrices afterwards.
 """
 from __future__ import annotations
 
+import math
+
 import torch
 
 from . import jit, look, use_triton
@@ -33,10 +35,19 @@ def unit_norm(U: torch.Tensor, X: torch.Tensor, eps: float) -> None:
     parts = -(-R // span)
     sums = torch.empty((N, 4, parts), dtype=torch.float32, device=U.device)
     key, wide = look(U, X), U.dtype != torch.float16
-    _sums_kernel.launch(N * parts, key, U, sums, parts, span, R, C, U.stride(), wide, rows, block, num_warps=4)
+    even, straight = _common_power(R, C, U, X), X.stride(2) == 1
+    _sums_kernel.launch(N * parts, key, U, sums, parts, span, R, C, U.stride(), wide, rows, block, even, num_warps=4)
     _cast_kernel.launch(
         N * -(-R // TILE) * -(-C // TILE), key, U, X, sums, parts, R, C, U.stride(), X.stride(), eps,
-        1 << (parts - 1).bit_length(), TILE, num_warps=8)
+        1 << (parts - 1).bit_length(), TILE, even, straight, num_warps=8)
+
+
+def _common_power(R, C, U, X) -> int:
+    """The largest power of two up to 16 that divides sizes and strides: how wide accesses may be; 1 for odd layouts."""
+    strides = [step for t in (U, X) for step in t.stride()]
+    if U.stride(2) != 1 or strides.count(1) != 2 or 1 in (R, C):
+        return 1
+    return math.gcd(16, R, C, *(step for step in strides if step != 1))
 
 
 def unit_norm_torch(U, X, eps):
@@ -51,18 +62,19 @@ def unit_norm_torch(U, X, eps):
 
 
 @jit
-def _sums_kernel(U, sums, parts, span, R, C, strides, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _sums_kernel(U, sums, parts, span, R, C, strides, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+                 EVEN: tl.constexpr):
     """`span` rows per program: the largest magnitude, and the sum of squares in one of three units, to sums (N, 4,
     parts). The units keep squares from overflow and loss (WIDE: where the dtype has such numbers); it is the idea of
     J. L. Blue, ACM Trans. Math. Softw. 4, 1978, with one unit for all that a program reads.
     """
     part = tl.program_id(0) % parts
     matrix = (tl.program_id(0) // parts).to(tl.int64)
-    start = U + matrix * strides[0]
-    largest, squares = _sum(start, part * span, part * span + span, R, C, strides, 1.0, ROWS, BLOCK)
+    start = U + matrix * _even(strides[0], EVEN)
+    largest, squares = _sum(start, part * span, part * span + span, R, C, strides, 1.0, ROWS, BLOCK, EVEN)
     unit = unit_of(largest)
     if WIDE and unit != 1.0:
-        _, squares = _sum(start, part * span, part * span + span, R, C, strides, unit, ROWS, BLOCK)
+        _, squares = _sum(start, part * span, part * span + span, R, C, strides, unit, ROWS, BLOCK, EVEN)
     at = sums + matrix * 4 * parts + part
     tl.store(at, largest)
     tl.store(at + parts, tl.where(unit > 1, squares, 0.0))
@@ -71,7 +83,8 @@ def _sums_kernel(U, sums, parts, span, R, C, strides, WIDE: tl.constexpr, ROWS: 
 
 
 @jit
-def _sum(start, first, end, R, C, strides, unit, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum(start, first, end, R, C, strides, unit, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+         EVEN: tl.constexpr):
     """Return the largest magnitude in rows from `first` to `end`, and the sum of squares times the unit's square."""
     largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     squares = largest
@@ -79,11 +92,17 @@ def _sum(start, first, end, R, C, strides, unit, ROWS: tl.constexpr, BLOCK: tl.c
     for turn in tl.range(0, (end - first) // ROWS * across, num_stages=4):
         row = first + turn // across * ROWS + tl.arange(0, ROWS)[:, None]
         column = turn % across * BLOCK + tl.arange(0, BLOCK)[None, :]
-        at = start + row.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
-        u = tl.load(at, mask=(row < R) & (column < C), other=0.0).to(tl.float32)
+        at = start + row.to(tl.int64) * _even(strides[1], EVEN) + column.to(tl.int64) * strides[2]
+        u = tl.load(at, mask=(row < R) & (column < _even(C, EVEN)), other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(u))
         squares += (u * unit) * (u * unit)
     return tl.max(largest), tl.sum(squares)
+
+
+@jit
+def _even(number, EVEN: tl.constexpr):
+    """Tell the compiler that EVEN divides a number; of itself it only looks for multiples of 16."""
+    return number if EVEN == 1 else tl.multiple_of(number, EVEN)
 
 
 @jit
@@ -104,7 +123,8 @@ def factors_of(largest, small, middle, large, eps):
 
 
 @jit
-def _cast_kernel(U, X, sums, parts, R, C, u_strides, x_strides, eps, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def _cast_kernel(U, X, sums, parts, R, C, u_strides, x_strides, eps, BLOCK: tl.constexpr, TILE: tl.constexpr,
+                 EVEN: tl.constexpr, STRAIGHT: tl.constexpr):
     """One tile per program: X = U / norm."""
     program = tl.program_id(0)
     across = tl.cdiv(C, TILE)
@@ -112,13 +132,17 @@ def _cast_kernel(U, X, sums, parts, R, C, u_strides, x_strides, eps, BLOCK: tl.c
     matrix, tile = (program // count).to(tl.int64), program % count
     row = ((tile // across) * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
     column = ((tile % across) * TILE + tl.arange(0, TILE)).to(tl.int64)[None, :]
-    inside = (row < R) & (column < C)
+    inside = (row < _even(R, EVEN)) & (column < _even(C, EVEN))
     part = tl.arange(0, BLOCK)
     at, there = sums + matrix * 4 * parts + part, part < parts
     power, norm = factors_of(
         tl.max(tl.load(at, mask=there, other=0.0)), tl.sum(tl.load(at + parts, mask=there, other=0.0)),
         tl.sum(tl.load(at + 2 * parts, mask=there, other=0.0)), tl.sum(tl.load(at + 3 * parts, mask=there, other=0.0)),
         eps)
-    u = tl.load(U + matrix * u_strides[0] + row * u_strides[1] + column * u_strides[2], mask=inside, other=0.0)
-    out = X + matrix * x_strides[0] + row * x_strides[1] + column * x_strides[2]
-    tl.store(out, (u.to(tl.float32) * power / norm).to(X.dtype.element_ty), mask=inside)
+    u_at = U + matrix * _even(u_strides[0], EVEN) + row * _even(u_strides[1], EVEN) + column * u_strides[2]
+    u = tl.load(u_at, mask=inside, other=0.0).to(tl.float32)
+    if STRAIGHT:
+        x_at = X + matrix * _even(x_strides[0], EVEN) + row * _even(x_strides[1], EVEN) + column * x_strides[2]
+    else:
+        x_at = X + matrix * _even(x_strides[0], EVEN) + row * x_strides[1] + column * _even(x_strides[2], EVEN)
+    tl.store(x_at, (u * power / norm).to(X.dtype.element_ty), mask=inside)
