@@ -132,6 +132,21 @@ def test_a_process_group_that_is_gone_is_named(tmp_path, optimizer):
     assert run_ranks(2, another_group, str(tmp_path)) == [True] * 2
 
 
+def owned_again(rank, world, folder):
+    """State that each rank has a part of is saved and loaded in a process group made anew, before any step there."""
+    params = [nn.Parameter(f) for f in wholes()]
+    optimizer = build(params, process_group=dist.group.WORLD, grads_are_reduced=False)
+    step(optimizer, params, 0)
+    again(folder, "owned", rank, world)
+    optimizer.load_state_dict(optimizer.state_dict())
+    step(optimizer, params, 1)
+    return same(params, alone(2)[0])
+
+
+def test_owned_state_outlives_its_process_group(tmp_path, optimizer):
+    assert run_ranks(2, owned_again, str(tmp_path)) == [True] * 2
+
+
 # meshes and parameters -------------------------------------------------------------------------------------------
 
 def remeshed(rank, world):
