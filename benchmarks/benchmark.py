@@ -6,6 +6,8 @@ torch.matmul in fp32, matrix by matrix, so its time is what an optimizer without
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from kernels.benchmark import Benchmark
 
@@ -57,47 +59,10 @@ class Orthogonalize(Benchmark):
     def out(self, value: torch.Tensor | None) -> None:
         self.result = value
 
-    def setup_attention(self) -> None:
-        self.stack(16, 2048, 2048)
 
-    def benchmark_attention(self) -> None:
-        self.run()
-
-    def verify_attention(self) -> torch.Tensor:
-        return self.reference()
-
-    def setup_mlp(self) -> None:
-        self.stack(8, 8192, 2048)
-
-    def benchmark_mlp(self) -> None:
-        self.run()
-
-    def verify_mlp(self) -> torch.Tensor:
-        return self.reference()
-
-    def setup_experts(self) -> None:
-        self.stack(64, 768, 2048)
-
-    def benchmark_experts(self) -> None:
-        self.run()
-
-    def verify_experts(self) -> torch.Tensor:
-        return self.reference()
-
-    def setup_heads(self) -> None:
-        self.stack(64, 128, 512)
-
-    def benchmark_heads(self) -> None:
-        self.run()
-
-    def verify_heads(self) -> torch.Tensor:
-        return self.reference()
-
-    def setup_uneven(self) -> None:
-        self.stack(4, 1000, 3000)
-
-    def benchmark_uneven(self) -> None:
-        self.run()
-
-    def verify_uneven(self) -> torch.Tensor:
-        return self.reference()
+SHAPES = {"attention": (16, 2048, 2048), "mlp": (8, 8192, 2048), "experts": (64, 768, 2048), "heads": (64, 128, 512),
+          "uneven": (4, 1000, 3000)}
+for _name, _shape in SHAPES.items():  # the runner looks for three methods of each workload
+    setattr(Orthogonalize, f"setup_{_name}", functools.partialmethod(Orthogonalize.stack, *_shape))
+    setattr(Orthogonalize, f"benchmark_{_name}", Orthogonalize.run)
+    setattr(Orthogonalize, f"verify_{_name}", Orthogonalize.reference)

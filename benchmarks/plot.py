@@ -8,14 +8,9 @@ which the CSV has no rows is left out.
 
 from __future__ import annotations
 
-import argparse
 import csv
-from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+from figures import arguments, write
 
 COLOURS = {"ours": "tab:red", "ours turbo": "tab:orange", "ours cubic": "tab:pink", "gns": "tab:blue",
            "torch.compile": "tab:gray", "dion": "tab:green",
@@ -23,22 +18,12 @@ COLOURS = {"ours": "tab:red", "ours turbo": "tab:orange", "ours cubic": "tab:pin
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("csv", help="what polar.py wrote")
-    parser.add_argument("--out", default=".", help="folder for the figures")
-    parser.add_argument("--gpu", default=None, help="rows of this GPU (default: that of the last row)")
-    options = parser.parse_args()
+    options = arguments(__doc__, "polar.py")
     with open(options.csv, newline="") as file:
         rows = list(csv.DictReader(file))
     gpu = options.gpu or rows[-1]["gpu"]
     rows = [row for row in rows if row["gpu"] == gpu]
-    Path(options.out).mkdir(parents=True, exist_ok=True)
-    for name, draw in (("time", times), ("roofline", roofline), ("spectra", spectra)):
-        figure, axes = plt.subplots(figsize=(11, 5.5))
-        if draw(axes, rows, gpu):
-            axes.legend()
-            figure.savefig(Path(options.out) / f"{name}.png", dpi=120, bbox_inches="tight")
-        plt.close(figure)
+    write(options.out, {"time": times, "roofline": roofline, "spectra": spectra}, rows, gpu)
 
 
 def times(axes, rows, gpu) -> bool:

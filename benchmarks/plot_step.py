@@ -8,33 +8,17 @@ the CSV has no rows is left out.
 
 from __future__ import annotations
 
-import argparse
 import csv
 from collections import defaultdict
-from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+from figures import arguments, write
 
 KEY = ("ranks", "mode", "model", "implementation", "optimizer", "run", "layers")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("csv", help="what step.py wrote")
-    parser.add_argument("--out", default=".", help="folder for the figures")
-    parser.add_argument("--gpu", default=None, help="rows of this GPU (default: that of the last row)")
-    options = parser.parse_args()
-    rows = read(options.csv, options.gpu)
-    Path(options.out).mkdir(parents=True, exist_ok=True)
-    for name, draw in (("step", times), ("gpus", growth), ("layers", layers)):
-        figure, axes = plt.subplots(figsize=(11, 4.5), layout="constrained")
-        if draw(axes, rows):
-            axes.legend(frameon=False, fontsize=8)
-            figure.savefig(Path(options.out) / f"{name}.png", dpi=120)
-        plt.close(figure)
+    options = arguments(__doc__, "step.py")
+    write(options.out, {"step": times, "gpus": growth, "layers": layers}, read(options.csv, options.gpu))
 
 
 def read(path, gpu=None) -> list[dict]:

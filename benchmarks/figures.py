@@ -1,0 +1,31 @@
+"""What plot.py and plot_step.py share: their options, and a file for each figure that the CSV has rows for."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+
+def arguments(description: str, writer: str):
+    """The command line of a script that draws what `writer` wrote."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", help=f"what {writer} wrote")
+    parser.add_argument("--out", default=".", help="folder for the figures")
+    parser.add_argument("--gpu", default=None, help="rows of this GPU (default: that of the last row)")
+    return parser.parse_args()
+
+
+def write(out: str, figures: dict, *rows) -> None:
+    """Write NAME.png to the folder `out` for each name -> draw(axes, *rows) that returns True."""
+    Path(out).mkdir(parents=True, exist_ok=True)
+    for name, draw in figures.items():
+        figure, axes = plt.subplots(figsize=(11, 5), layout="constrained")
+        if draw(axes, *rows):
+            axes.legend(frameon=False, fontsize=8)
+            figure.savefig(Path(out) / f"{name}.png", dpi=120)
+        plt.close(figure)
