@@ -37,6 +37,15 @@ class Theirs(torch.optim.Optimizer):
             for p in group["params"]:
                 self.rule(group)(p, p.grad, self.state[p], group)
 
+    def rule(self, group):
+        return self.muon if group["use_muon"] else self.adam
+
+    def adam(self, p, G, state, group):
+        m, v = (state.setdefault(key, torch.zeros_like(p)) for key in self.averages)
+        state["step"] = state.get("step", 0) + 1
+        betas, eps = (group[key] for key in self.adam_options)
+        adam(p, G, m, v, state["step"], group["lr"], betas, eps, group["weight_decay"])
+
 
 def adam(p, G, m, v, t, lr, betas, eps, weight_decay):
     m.lerp_(G, 1 - betas[0])
@@ -47,14 +56,12 @@ def adam(p, G, m, v, t, lr, betas, eps, weight_decay):
 
 class KellerJordan(Theirs):
     """EMA, Nesterov, lr sqrt(max(1, R/C)); MuonWithAuxAdam where groups say use_muon."""
+    averages, adam_options = ("exp_avg", "exp_avg_sq"), ("betas", "eps")
 
     def __init__(self, matrices, rest):
         super().__init__([{"params": matrices, "use_muon": True, "lr": 0.02, "momentum": 0.9, "weight_decay": 0.1},
                           {"params": rest, "use_muon": False, "lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-10,
                            "weight_decay": 0.2}], {})
-
-    def rule(self, group):
-        return self.muon if group["use_muon"] else self.adam
 
     def muon(self, p, G, state, group):
         M = state.setdefault("momentum_buffer", torch.zeros_like(p))
@@ -62,23 +69,15 @@ class KellerJordan(Theirs):
         update = polar(G.lerp(M, group["momentum"]), "jordan") * max(1, p.size(-2) / p.size(-1)) ** 0.5
         p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * update)
 
-    def adam(self, p, G, state, group):
-        m, v = (state.setdefault(key, torch.zeros_like(p)) for key in ("exp_avg", "exp_avg_sq"))
-        state["step"] = state.get("step", 0) + 1
-        adam(p, G, m, v, state["step"], group["lr"], group["betas"], group["eps"], group["weight_decay"])
-
 
 class Motif(Theirs):
     """Sum, lr 0.2 sqrt(max(R, C)); AdamW's averages are `moment1` and `moment2`."""
-    coefficients = "quintic"
+    coefficients, averages, adam_options = "quintic", ("moment1", "moment2"), ("adamw_betas", "adamw_eps")
 
     def __init__(self, matrices, rest, **more):
         super().__init__([{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}],
                          {"lr": 0.03, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "ns_steps": 5,
                           "adamw_betas": (0.85, 0.9), "adamw_eps": 1e-9, "none_grad": True, **more})
-
-    def rule(self, group):
-        return self.muon if group["use_muon"] else self.adam
 
     def muon(self, p, G, state, group):
         S = state.setdefault("momentum_buffer", torch.zeros_like(p))
@@ -86,11 +85,6 @@ class Motif(Theirs):
         U = G + group["momentum"] * S if group["nesterov"] else S
         update = polar(U, self.coefficients) * 0.2 * max(p.shape[-2:]) ** 0.5
         p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * update)
-
-    def adam(self, p, G, state, group):
-        m, v = (state.setdefault(key, torch.zeros_like(p)) for key in ("moment1", "moment2"))
-        state["step"] = state.get("step", 0) + 1
-        adam(p, G, m, v, state["step"], group["lr"], group["adamw_betas"], group["adamw_eps"], group["weight_decay"])
 
 
 class Dion(Theirs):
