@@ -1,4 +1,5 @@
-"""How a bucket is stepped: Local, Exchange, Reduce, Elementwise, ReduceElementwise. The only file with collectives.
+"""How a bucket is stepped: Local, Exchange, Reduce, Elementwise, ReduceElementwise. The only file whose collectives
+carry buckets.
 
 Each route binds its views and launches once, and tells its story in `run`, a generator that yields a collective in
 flight and goes on once that has finished; what lies between two collectives is a part that CUDA graphs replay

@@ -71,15 +71,23 @@ def _sums_kernel(U, sums, parts, span, R, C, strides, WIDE: tl.constexpr, ROWS: 
     part = tl.program_id(0) % parts
     matrix = (tl.program_id(0) // parts).to(tl.int64)
     start = U + matrix * _even(strides[0], EVEN)
-    largest, squares = _sum(start, part * span, part * span + span, R, C, strides, 1.0, ROWS, BLOCK, EVEN)
-    unit = unit_of(largest)
-    if WIDE and unit != 1.0:
-        _, squares = _sum(start, part * span, part * span + span, R, C, strides, unit, ROWS, BLOCK, EVEN)
+    largest, unit, squares = squares_of(start, part * span, part * span + span, R, C, strides, WIDE, ROWS, BLOCK, EVEN)
     at = sums + matrix * 4 * parts + part
     tl.store(at, largest)
     tl.store(at + parts, tl.where(unit > 1, squares, 0.0))
     tl.store(at + 2 * parts, tl.where(unit == 1, squares, 0.0))
     tl.store(at + 3 * parts, tl.where(unit < 1, squares, 0.0))
+
+
+@jit
+def squares_of(start, first, end, R, C, strides, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+               EVEN: tl.constexpr):
+    """Return the largest magnitude in rows from `first` to `end`, a unit, and the sum of squares in that unit."""
+    largest, squares = _sum(start, first, end, R, C, strides, 1.0, ROWS, BLOCK, EVEN)
+    unit = _unit_of(largest)
+    if WIDE and unit != 1.0:
+        _, squares = _sum(start, first, end, R, C, strides, unit, ROWS, BLOCK, EVEN)
+    return largest, unit, squares
 
 
 @jit
@@ -106,13 +114,13 @@ def _even(number, EVEN: tl.constexpr):
 
 
 @jit
-def unit_of(largest):
+def _unit_of(largest):
     """Return a power of two by which to multiply numbers up to `largest` before they are squared and summed."""
     return tl.where(largest > 2.0**50, 2.0**-80, tl.where(largest < 2.0**-40, 2.0**80, 1.0))
 
 
 @jit
-def factors_of(largest, small, middle, large, eps):
+def _factors_of(largest, small, middle, large, eps):
     """Return the power of two by which a matrix is multiplied, and then the number by which it is divided."""
     down, up = large > 0, (large == 0) & (middle < 2.0**-60)
     power = tl.where(down, 2.0**-80, tl.where(up, 2.0**80, 1.0))
@@ -135,7 +143,7 @@ def _cast_kernel(U, X, sums, parts, R, C, u_strides, x_strides, eps, BLOCK: tl.c
     inside = (row < _even(R, EVEN)) & (column < _even(C, EVEN))
     part = tl.arange(0, BLOCK)
     at, there = sums + matrix * 4 * parts + part, part < parts
-    power, norm = factors_of(
+    power, norm = _factors_of(
         tl.max(tl.load(at, mask=there, other=0.0)), tl.sum(tl.load(at + parts, mask=there, other=0.0)),
         tl.sum(tl.load(at + 2 * parts, mask=there, other=0.0)), tl.sum(tl.load(at + 3 * parts, mask=there, other=0.0)),
         eps)

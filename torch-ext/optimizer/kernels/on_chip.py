@@ -1,15 +1,15 @@
-"""The whole Gram iteration of a small matrix in one program: between first read and last store nothing leaves the chip
-but X.
+"""The whole iteration of a small matrix in one program: from first read to last store nothing leaves the chip but X.
 
-Decides: which matrices are small. Sums, rounding and restarts are those of polar.py's Gram iteration; addends are not
-rounded on the way. Must not know: what the coefficients mean.
+Decides: which matrices are small, and that those whose long side fits too take the standard iteration, others the Gram
+iteration. Restarts are those of iteration.py; addends are not rounded on the way. Must not know: what the coefficients
+mean.
 """
 from __future__ import annotations
 
 import torch
 
 from . import jit, look, typed, use_triton
-from .norm import unit_of
+from .norm import squares_of
 
 tl = None  # Triton's language, put here by jit
 LARGEST, MOST = 128, 1 << 16  # short side, elements; one processor reads a larger matrix for longer than launches take
@@ -51,7 +51,7 @@ def _standard_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: t
     row, column = tl.arange(0, BLOCK).to(tl.int64)[:, None], tl.arange(0, CHUNK).to(tl.int64)[None, :]
     inside = (row < n) & (column < m)
     u_at = U + matrix * u_strides[0] + row * u_strides[1]
-    unit, norm = _factors(u_at, n, m, u_strides[2], eps, WIDE, BLOCK, CHUNK)
+    unit, norm = _factors(U + matrix * u_strides[0], n, m, u_strides, eps, WIDE, BLOCK, CHUNK)
     u = tl.load(u_at + column * u_strides[2], mask=inside, other=0.0)
     X = (u.to(tl.float32) * unit / norm).to(DTYPE)
     for step in tl.static_range(STEPS):
@@ -73,7 +73,7 @@ def _gram_kernel(U, X, out, u_strides, x_strides, out_strides, triples, n, m, ep
     u_at = U + matrix * u_strides[0] + row * u_strides[1]
     x_at = X + matrix * x_strides[0] + row * x_strides[1] + column
     out_at = out + matrix * out_strides[0] + row * out_strides[1]
-    unit, norm = _factors(u_at, n, m, u_strides[2], eps, WIDE, BLOCK, CHUNK)
+    unit, norm = _factors(U + matrix * u_strides[0], n, m, u_strides, eps, WIDE, BLOCK, CHUNK)
     sums = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     for k in range(0, m, CHUNK):
         inside = (row < n) & (k + column < m)
@@ -126,28 +126,11 @@ def _finish(Q, x_at, out_at, stride, n, m, BLOCK: tl.constexpr, CHUNK: tl.conste
 
 
 @jit
-def _factors(u_at, n, m, stride, eps, WIDE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def _factors(start, n, m, strides, eps, WIDE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """Return the power of two by which a matrix is multiplied, and then the number by which it is divided."""
-    largest, squares = _sum(u_at, n, m, stride, 1.0, BLOCK, CHUNK)
-    unit = unit_of(largest)
-    if WIDE and unit != 1.0:
-        _, squares = _sum(u_at, n, m, stride, unit, BLOCK, CHUNK)
+    largest, unit, squares = squares_of(start, 0, BLOCK, n, m, strides, WIDE, BLOCK, CHUNK, 1)
     norm = tl.sqrt(squares) + eps * (largest * unit)
     return unit, tl.where(norm == 0, 1.0, norm)
-
-
-@jit
-def _sum(u_at, n, m, stride, unit, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the largest magnitude of a matrix, and the sum of squares times the unit's square."""
-    largest = tl.zeros((BLOCK, CHUNK), dtype=tl.float32)
-    squares = largest
-    for k in tl.range(0, m, CHUNK, num_stages=4):
-        column = k + tl.arange(0, CHUNK).to(tl.int64)[None, :]
-        inside = (tl.arange(0, BLOCK)[:, None] < n) & (column < m)
-        u = tl.load(u_at + column * stride, mask=inside, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(u))
-        squares += (u * unit) * (u * unit)
-    return tl.max(largest), tl.sum(squares)
 
 
 @jit
