@@ -32,7 +32,7 @@ from step import commit, device_name, pick_device, synchronize  # noqa: E402
 
 COLUMNS = ("commit gpu ranks model implementation optimizer seed steps tokens train_loss heldout_loss step_ms "
            "optimizer_ms torch run parameters batch seq p80_step_ms compile").split()
-LR = {"muon": 1.6e-2, "normuon": 1.6e-2, "adamw": 1e-3}  # examples/results/sweep.csv; a model this large may want less
+LR = {"muon": 1e-2, "normuon": 1e-2, "adamw": 1e-3}  # of matrices, and of what AdamW steps; not tuned for this model
 HELDOUT_WINDOWS = 64
 
 
@@ -192,7 +192,10 @@ def make_optimizer(model, name, options):
 
     package = get_kernel("org/optimizer", version=1)
     kind = {"muon": package.Muon, "normuon": package.NorMuon}[name]
-    return kind(package.get_default_muon_param_groups(model), lr=LR[name], capturable=options.run == "graph")
+    groups = package.get_default_muon_param_groups(model)
+    for group in groups:
+        group["lr"] = LR[name if group["use_muon"] else "adamw"]
+    return kind(groups, capturable=options.run == "graph")
 
 
 def shares(rows) -> list[str]:

@@ -453,3 +453,19 @@ def test_steps_leave_no_tensors_behind(optimizer):
         gc.collect()
         counts.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
     assert counts[2] == counts[-1]
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_the_step_keeps_no_gradient_alive(optimizer, use_muon):
+    """After zero_grad their memory is the next backward pass's, not the optimizer's until its next step."""
+    import weakref
+
+    param = nn.Parameter(torch.randn(12, 8))
+    stepper = optimizer.Muon([{"params": [param], "use_muon": use_muon}])
+    for _ in range(3):
+        param.grad = torch.randn_like(param)
+        memory = weakref.ref(param.grad.untyped_storage())
+        stepper.step()
+        assert memory() is not None
+        stepper.zero_grad()
+        assert memory() is None

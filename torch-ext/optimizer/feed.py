@@ -38,7 +38,9 @@ class Feed:
             self.pages = [(_pinned(at), torch.cuda.Event()) for _ in range(PAGES)]
 
     def send(self) -> None:
-        """Have the device know this step's values, from here on in the order of the stream."""
+        """Have the stores know this step's gradients and the device its values, from here on in the stream's order."""
+        for store in self.stores:
+            store.read()
         values = [g.data_ptr() for store in self.stores for g in store.gradients]
         for store in self.stores:
             values += numbers_of(store.hp)
@@ -48,6 +50,11 @@ class Feed:
         elif packed != self.sent:
             self._send(packed)
             self.sent = None if self.replayed else packed
+
+    def forget(self) -> None:
+        """The step is launched: nothing here may keep its gradients alive."""
+        for store in self.stores:
+            store.forget()
 
     def _send(self, packed) -> None:
         source = torch.frombuffer(bytearray(packed), dtype=torch.uint8)

@@ -26,7 +26,7 @@ from .process_groups import Groups
 from .recipe import baked
 from .report import Report, Stopwatch, report_of
 from .routes import Elementwise, Presence
-from .store import memory_key
+from .store import glance, memory_key
 
 
 class Muon(torch.optim.Optimizer):
@@ -100,10 +100,8 @@ class Muon(torch.optim.Optimizer):
             raise RuntimeError("the last step of this optimizer failed half-way: some weights and state are those of "
                                "before it, some those of after it. Load a checkpoint into the model and into the "
                                "optimizer (load_state_dict), then go on")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         with _on(local_of(self.param_groups[0]["params"][0]).device):
             self._take(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         return loss
@@ -112,8 +110,6 @@ class Muon(torch.optim.Optimizer):
         """Step, with what a GradScaler says of the gradients, or None."""
         stores = self._ready(found_inf is not None)
         unscale(stores, grad_scale)
-        for store in stores:
-            store.read()
         self._feed.send()
         if self._guard is not None:
             self._guard.check(found_inf)
@@ -122,6 +118,7 @@ class Muon(torch.optim.Optimizer):
         self._launch()
         self._presence.settle()
         self._half_way = False
+        self._feed.forget()
         if self._guard is not None:
             self._note(found_inf is None)
 
@@ -164,6 +161,9 @@ class Muon(torch.optim.Optimizer):
     def _ready(self, scaled=False):
         """The stores of this step. Planned anew if parameters changed, bound anew if memory or gradients' form did."""
         self._find_world()
+        seen = glance(self.param_groups, self.state, scaled)
+        if seen == self._seen:
+            return self._stores
         for alone in (False, True):  # what this process steps alone must not change what it steps with others
             units = [(group, params) for group in self.param_groups if (params := self._stepped(group, alone))]
             key = [(g["use_muon"], g["adjust_lr_fn"], tuple(map(id, params))) for g, params in units]
@@ -184,6 +184,7 @@ class Muon(torch.optim.Optimizer):
                 return self._ready(scaled)
             self._bind(plans, "raise" if scaled else self._options.nonfinite)
             self._bound_for, self._forms = key, forms
+        self._seen = seen
         return self._stores
 
     def _bind(self, plans, nonfinite) -> None:
@@ -228,7 +229,7 @@ class Muon(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Drop plans and bound memory; the next step makes them anew. State stays."""
-        self._planned_for, self._bound_for = {False: None, True: None}, None
+        self._planned_for, self._bound_for, self._seen = {False: None, True: None}, None, None
         self._plans, self._stores, self._jobs, self._alone = {False: [], True: []}, [], [], []
         self._presence, self._feed, self._watch, self._guard, self._forms = Presence(), None, None, None, None
         self._groups = self._groups or Groups()  # making them again at each plan would leave more and more behind

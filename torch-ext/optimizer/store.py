@@ -33,11 +33,15 @@ class Store:
 
     def read(self):
         """Take this step's gradients, which autograd may have put elsewhere; a missing one counts as zero."""
-        gradients = [p.grad for p in self.params]
+        gradients = raw_locals([p.grad for p in self.params])
         self.here = [g is not None for g in gradients]
-        self.gradients = [_zeros(p) if g is None else local_of(g) for p, g in zip(self.params, gradients)]
+        self.gradients = [_zeros(p) if g is None else g for p, g in zip(self.params, gradients)]
         if self.in_chunks:
             self.gradients = [g.contiguous() for g in self.gradients]
+
+    def forget(self):
+        """Let the gradients go: once the step is launched, their memory is for whatever the caller does next."""
+        self.gradients = None
 
     def sources(self, pieces):
         """Where each piece lies in the gradients, for launches that are told only the gradients' addresses."""
@@ -90,6 +94,21 @@ class Store:
             return torch.atleast_1d(local)[slice(*piece.box[0])]
         box = self.layouts[piece.kind][piece.matrix.param].boxes[self.rank]
         return local[tuple(i - start for i, (start, _) in zip(piece.matrix.at, box))]
+
+
+def glance(groups, state, *more):
+    """What a step depends on besides numbers, and `more`, as cheaply as it can be had: if it equals the last step's,
+    nothing has to be planned or bound anew. Equals nothing where a closer look is due (a sparse gradient).
+    """
+    params = [p for group in groups for p in group["params"]]
+    gradients = raw_locals([p.grad for p in params])
+    held = raw_locals([*params, *(t for states in state.values() for t in states.values())])
+    try:
+        forms = [g if g is None else (g.dtype, g.stride(), g.data_ptr() % ALIGNMENT) for g in gradients]
+        return ([(group["use_muon"], group["adjust_lr_fn"], len(group["params"])) for group in groups],
+                list(map(id, params)), [p.requires_grad for p in params], forms, [t.data_ptr() for t in held], more)
+    except RuntimeError:  # no strides
+        return object()
 
 
 def memory_key(params, state):
