@@ -27,6 +27,7 @@ MANY_PARAMETERS = {"muon.Muon.__init__", "muon.NorMuon.__init__"}
 # A module imports only from rows above its own. `debug` is a leaf for everybody.
 LAYERS = [
     ["debug", "_ops"],  # _ops is generated: the operators' namespace
+    ["kernels.tape"],
     ["kernels"],
     ["kernels.tiles"],
     ["kernels.table"],

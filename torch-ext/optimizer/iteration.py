@@ -9,38 +9,63 @@ import itertools
 
 import torch
 
+from .kernels import use_triton
 from .kernels.aol import aol, unit_rows
 from .kernels.gram import gram, product, symmetric_product
 from .kernels.norm import unit_norm
+from .kernels.tape import play
+from .kernels.tiles import forced
+
+ROW_BYTES = 16  # rows begin at multiples of so many bytes, as TMA wants them
+BEGIN_BYTES = 128
 
 
 class Part:
     """The matrices of one long side: X (N, n, m), where their Gram matrices lie in A, and where results go."""
 
-    def __init__(self, members, A, first, dtype):
+    def __init__(self, members, A, first, X, Y):
         counts = [len(U) for U, _ in members]
         ends = list(itertools.accumulate(counts))
         self.places = [slice(end - count, end) for end, count in zip(ends, counts)]
-        self.members, self.A = members, slice(first, first + ends[-1])
-        self.X = _empty(ends[-1], *members[0][0].shape[1:], dtype, A.device)
-        self.Y = _like(self.X)
+        self.members, self.A, self.X, self.Y = members, A[first:first + ends[-1]], X, Y
+        self.rows = slice(first, first + ends[-1])
 
-    def begin(self, A, eps, scaled) -> list:
-        """X <- U scaled and cast, A <- X X^T; return lengths of rows where they, not matrices, were scaled."""
+    def begin(self, eps, scaled) -> list:
+        """X <- U scaled and cast; return lengths of rows where they, not matrices, were scaled."""
         scale = unit_rows if scaled else lambda U, X: unit_norm(U, X, eps)
-        lengths = [scale(U, self.X[place]) for (U, _), place in zip(self.members, self.places)]
-        gram(self.X, A[self.A])
-        return lengths
+        return [scale(U, self.X[place]) for (U, _), place in zip(self.members, self.places)]
 
-    def multiply(self, P, last) -> None:
-        """X <- P X, or the last time out <- P X."""
-        P = P[self.A]
-        if last:
-            for (_, out), place in zip(self.members, self.places):
-                product(P[place], self.X[place], out)
-        else:
-            product(P, self.X, self.Y)
-            self.X, self.Y = self.Y, self.X
+    def multiply(self, P) -> None:
+        """X <- P X."""
+        product(P[self.rows], self.X, self.Y)
+        self.X, self.Y = self.Y, self.X
+
+    def finish(self, P) -> None:
+        """out <- P X."""
+        P = P[self.rows]
+        for (_, out), place in zip(self.members, self.places):
+            product(P[place], self.X[place], out)
+
+
+class Room:
+    """Matrices in one piece of memory, whose rows begin, on a GPU, where TMA wants them to."""
+
+    def __init__(self, shapes, dtype, device):
+        step = 1 if device.type == "cpu" else ROW_BYTES // dtype.itemsize
+        self.forms, self.at, end = [], [], 0
+        for N, n, m in shapes:
+            pitch = m + -m % step
+            self.forms.append(((N, n, m), (n * pitch, pitch, 1)))
+            self.at.append(end)
+            end += N * n * pitch + -(N * n * pitch) % (BEGIN_BYTES // dtype.itemsize)
+        self.memory = torch.empty(end, dtype=dtype, device=device)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return self.memory.as_strided(*self.forms[number], self.at[number])
+
+    def number_of(self, tensor) -> int:
+        """Which one it is."""
+        return self.at.index(tensor.storage_offset())
 
 
 def iterate(members, steps, eps: float, dtype: torch.dtype, gram_form: bool) -> None:
@@ -49,66 +74,74 @@ def iterate(members, steps, eps: float, dtype: torch.dtype, gram_form: bool) -> 
     They may be the same memory. `steps`: a `polar.Steps`; `dtype`: that of the products.
     """
     longs = sorted({U.shape[2] for U, _ in members})
-    n, N = members[0][0].shape[1], sum(len(U) for U, _ in members)
-    A, parts, lengths = _empty(N, n, n, dtype, members[0][0].device), [], []
-    for m in longs:
-        first = parts[-1].A.stop if parts else 0
-        parts.append(Part([pair for pair in members if pair[0].shape[2] == m], A, first, dtype))
-        lengths += parts[-1].begin(A, eps, steps.aol)
+    groups = [[pair for pair in members if pair[0].shape[2] == m] for m in longs]
+    counts = [sum(len(U) for U, _ in group) for group in groups]
+    n, N, device = members[0][0].shape[1], sum(counts), members[0][0].device
+    shapes = [(count, n, m) for count, m in zip(counts, longs) for _ in "XY"]
+    room = Room(shapes + [(N, n, n)] * (4 if gram_form else 2), dtype, device)
+    squares, parts, first = [room[i] for i in range(len(shapes), len(room.at))], [], 0
+    for i, (group, count) in enumerate(zip(groups, counts)):
+        parts.append(Part(group, squares[0], first, room[2 * i], room[2 * i + 1]))
+        first += count
+    lengths = [length for part in parts for length in part.begin(eps, steps.aol)]
+
+    def middle():
+        """All launches but the first and the last, which look at the caller's memory; return where P and X are then."""
+        P = _iterate(parts, squares, steps, gram_form, lengths)
+        return [room.number_of(tensor) for tensor in (P, *(part.X for part in parts))]
+
+    if use_triton(device) and _only_launches(steps, gram_form, dtype):
+        P, *places = play((tuple(shapes), n, N, dtype, steps, gram_form, forced()), room.memory, middle)
+    else:
+        P, *places = middle()
+    for part, place in zip(parts, places):
+        part.X = room[place]
+        part.finish(room[P])
+
+
+def _only_launches(steps, gram_form, dtype) -> bool:
+    """Whether `_iterate` takes no operation of torch's."""
+    alone = gram_form and any(len(segment) == 1 for segment in steps.segments(dtype))
+    return not steps.aol and not alone and all(c for _, _, c in steps.triples)
+
+
+def _iterate(parts, squares, steps, gram_form, lengths):
+    """Return P, with P X the result; X is changed on the way. `squares`: memory for square matrices, the Gram matrices'
+    first. `lengths`: of rows, for AOL.
+    """
+    A = squares[0]
+    _restart(parts)
     scales = aol(A, torch.cat(lengths)) if steps.aol else None
     if gram_form:
-        _gram_iteration(parts, A, steps.segments(dtype), scales)
-    else:
-        _standard_iteration(parts, A, steps.triples, scales)
+        return _gram_iteration(parts, squares, steps.segments(A.dtype), scales)
+    return _standard_iteration(parts, squares, steps.triples, scales)
 
 
-def _empty(N, n, m, dtype, device):
-    """Uninitialised (N, n, m); on a GPU rows begin at multiples of 16 bytes, as TMA wants them."""
-    step = 1 if device.type == "cpu" else 16 // dtype.itemsize
-    return torch.empty((N, n, -(-m // step) * step), dtype=dtype, device=device)[:, :, :m]
-
-
-def _like(X):
-    return _empty(*X.shape, X.dtype, X.device)
-
-
-def _multiply(parts, P, scales, last):
-    """X <- P X; with scales, P D X, D = diag(scales): one pass over P, for X is larger.
-
-    The last product may be computed transposed, which wants P symmetric: there X is scaled.
-    """
-    if scales is not None and not last:
-        P.mul_(scales.unsqueeze(1))
-    for part in parts:
-        if scales is not None and last:
-            part.X.mul_(scales[part.A].unsqueeze(2))
-        part.multiply(P, last)
-
-
-def _standard_iteration(parts, A, triples, scales):
-    """X <- P X with P = a I + b A + c A^2 and A = X X^T, step by step.
+def _standard_iteration(parts, squares, triples, scales):
+    """X <- P X with P = a I + b A + c A^2 and A = X X^T, step by step, but for the last.
 
     scales (N, n): where A is already scaled (AOL) and X is not, else None.
     """
-    P = _like(A)
-    for step, triple in enumerate(triples, start=1):
-        if step > 1:
-            _restart(parts, A)
+    A, P = squares
+    for step, triple in enumerate(triples):
+        if step:
+            _multiply(parts, P, scales if step == 1 else None)
         _polynomial(A, triple, P)
-        _multiply(parts, P, scales if step == 1 else None, step == len(triples))
+    _scale(parts, scales if len(triples) == 1 else None)
+    return P
 
 
-def _gram_iteration(parts, A, segments, scales):
-    """Follow A and Q + q I, the product of the polynomials, in place of X; X <- Q X at the end of each segment.
+def _gram_iteration(parts, squares, segments, scales):
+    """Follow A and Q + q I, the product of the polynomials, in place of X; X <- Q X between segments.
 
     With Z = b A + c A^2: A <- (Z + a I) A (Z + a I), Q <- Q (Z + a I); a is added after the product, for in 16 bits
     Z + a I loses much of Z. A restart computes A afresh: rounding makes A and Q drift apart, and A indefinite.
     scales: see `_standard_iteration`.
     """
-    Z, Q, T = _like(A), _like(A), _like(A)
-    for number, segment in enumerate(segments, start=1):
-        if number > 1:
-            _restart(parts, A)
+    A, Z, Q, T = squares
+    for number, segment in enumerate(segments):
+        if number:
+            _multiply(parts, Q, scales if number == 1 else None)
         for step, (a, b, c) in enumerate(segment, start=1):
             _polynomial(A, (0.0, b, c), Z)
             if step < len(segment):
@@ -121,13 +154,29 @@ def _gram_iteration(parts, A, segments, scales):
                 Q, T, q = T, Q, 0.0
         if q:
             Q.diagonal(dim1=1, dim2=2).add_(q)
-        _multiply(parts, Q, scales if number == 1 else None, number == len(segments))
+    _scale(parts, scales if len(segments) == 1 else None)
+    return Q
 
 
-def _restart(parts, A):
+def _multiply(parts, P, scales) -> None:
+    """X <- P X, or P D X with scales, D = diag(scales); A <- X X^T."""
+    if scales is not None:
+        P.mul_(scales.unsqueeze(1))  # one pass over P, for X is larger
+    for part in parts:
+        part.multiply(P)
+    _restart(parts)
+
+
+def _scale(parts, scales) -> None:
+    """X <- D X: the last product may be computed transposed, which wants P symmetric."""
+    for part in parts if scales is not None else ():
+        part.X.mul_(scales[part.rows].unsqueeze(2))
+
+
+def _restart(parts) -> None:
     """A <- X X^T."""
     for part in parts:
-        gram(part.X, A[part.A])
+        gram(part.X, part.A)
 
 
 def _polynomial(A, triple, P):

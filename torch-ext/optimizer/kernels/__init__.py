@@ -11,6 +11,7 @@ import importlib.util
 import torch
 
 from .. import debug
+from . import tape
 
 
 def use_triton(device: torch.device) -> bool:
@@ -51,9 +52,10 @@ class jit:
         """
         compiled = self.compiled.get(key)
         if compiled is None:
-            self.compiled[key] = self.make()[programs, 1, 1](*arguments, **options)  # None in the interpreter
+            compiled = self.compiled[key] = self.make()[programs, 1, 1](*arguments, **options)  # interpreter: None
         else:
             compiled[programs, 1, 1](*arguments)
+        tape.note(compiled, programs, arguments)
 
     def make(self):
         """Return Triton's own function object; the same one at every call."""

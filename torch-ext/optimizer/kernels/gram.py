@@ -93,7 +93,7 @@ def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0)):
     if isinstance(known, gram_sm90.Bound):
         known(A, columns_of_b, out, addends, factors)
     else:
-        _launch_by_pointers(op, A, B, out, addends, factors, known)
+        _launch_by_pointers(key, known, A, B, out, addends, factors)
     return out
 
 
@@ -112,15 +112,15 @@ def _choose(op, A, columns_of_b, out, addends, factors):
     return gram_sm90.Bound(op, A, columns_of_b, out, addends, factors, tile)
 
 
-def _launch_by_pointers(op, A, B, out, addends, factors, tile):
-    (N, rows, columns), inner = out.shape, A.shape[2]
+def _launch_by_pointers(key, tile, A, B, out, addends, factors):
+    op, (N, rows, columns), inner = key[0], out.shape, A.shape[2]
     down, across = -(-rows // tile.rows), -(-columns // tile.columns)
     count = down * across if op == "product" else down * (down + 1) // 2
     (C, beta), (D, delta) = (*addends, (None, 0.0), (None, 0.0))[:2]
     strides = [t.stride() if t is not None else (0, 0, 0) for t in (A, B, C, D, out)]
-    _product_kernel[(N * count,)](
-        A, B, C, D, out, *strides, (rows, columns, inner), (*factors, beta, delta), SYMMETRIC=op != "product",
-        EVEN=inner % tile.inner == 0, BLOCK_R=tile.rows, BLOCK_C=tile.columns, BLOCK_K=tile.inner, GROUP=tile.group,
+    _product_kernel.launch(
+        N * count, (tile, key), A, B, C, D, out, *strides, (rows, columns, inner), (*factors, beta, delta),
+        op != "product", inner % tile.inner == 0, tile.rows, tile.columns, tile.inner, tile.group,
         num_stages=tile.stages, num_warps=tile.warps)
 
 
