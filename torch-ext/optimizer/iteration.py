@@ -5,11 +5,12 @@ how a product is computed.
 """
 from __future__ import annotations
 
+import functools
 import itertools
 
 import torch
 
-from .kernels import use_triton
+from .kernels import look, use_triton
 from .kernels.aol import aol, unit_rows
 from .kernels.gram import gram, product, symmetric_product
 from .kernels.norm import unit_norm
@@ -17,7 +18,7 @@ from .kernels.tape import play
 from .kernels.tiles import forced
 
 ROW_BYTES = 16  # rows begin at multiples of so many bytes, as TMA wants them
-BEGIN_BYTES = 128
+BEGIN = 64  # stacks begin at multiples of so many elements
 
 
 class Part:
@@ -32,7 +33,7 @@ class Part:
 
     def begin(self, eps, scaled) -> list:
         """X <- U scaled and cast; return lengths of rows where they, not matrices, were scaled."""
-        scale = unit_rows if scaled else lambda U, X: unit_norm(U, X, eps)
+        scale = unit_rows if scaled else lambda U, X: unit_norm(U, X, eps, self.Y)
         return [scale(U, self.X[place]) for (U, _), place in zip(self.members, self.places)]
 
     def multiply(self, P) -> None:
@@ -51,21 +52,22 @@ class Room:
     """Matrices in one piece of memory, whose rows begin, on a GPU, where TMA wants them to."""
 
     def __init__(self, shapes, dtype, device):
-        step = 1 if device.type == "cpu" else ROW_BYTES // dtype.itemsize
-        self.forms, self.at, end = [], [], 0
-        for N, n, m in shapes:
-            pitch = m + -m % step
-            self.forms.append(((N, n, m), (n * pitch, pitch, 1)))
-            self.at.append(end)
-            end += N * n * pitch + -(N * n * pitch) % (BEGIN_BYTES // dtype.itemsize)
+        self.forms, end = _arrange(shapes, 1 if device.type == "cpu" else ROW_BYTES // dtype.itemsize)
         self.memory = torch.empty(end, dtype=dtype, device=device)
 
     def __getitem__(self, number: int) -> torch.Tensor:
-        return self.memory.as_strided(*self.forms[number], self.at[number])
+        return self.memory.as_strided(*self.forms[number])
 
-    def number_of(self, tensor) -> int:
-        """Which one it is."""
-        return self.at.index(tensor.storage_offset())
+
+@functools.lru_cache(maxsize=1024)
+def _arrange(shapes, step):
+    """[(shape, strides, offset)] for `Room`, and how many elements that takes."""
+    forms, end = [], 0
+    for N, n, m in shapes:
+        pitch = m + -m % step
+        forms.append(((N, n, m), (n * pitch, pitch, 1), end))
+        end += N * n * pitch + -(N * n * pitch) % BEGIN
+    return forms, end
 
 
 def iterate(members, steps, eps: float, dtype: torch.dtype, gram_form: bool) -> None:
@@ -76,51 +78,45 @@ def iterate(members, steps, eps: float, dtype: torch.dtype, gram_form: bool) -> 
     longs = sorted({U.shape[2] for U, _ in members})
     groups = [[pair for pair in members if pair[0].shape[2] == m] for m in longs]
     counts = [sum(len(U) for U, _ in group) for group in groups]
-    n, N, device = members[0][0].shape[1], sum(counts), members[0][0].device
+    n, device = members[0][0].shape[1], members[0][0].device
     shapes = [(count, n, m) for count, m in zip(counts, longs) for _ in "XY"]
-    room = Room(shapes + [(N, n, n)] * (4 if gram_form else 2), dtype, device)
-    squares, parts, first = [room[i] for i in range(len(shapes), len(room.at))], [], 0
-    for i, (group, count) in enumerate(zip(groups, counts)):
-        parts.append(Part(group, squares[0], first, room[2 * i], room[2 * i + 1]))
-        first += count
-    lengths = [length for part in parts for length in part.begin(eps, steps.aol)]
-
-    def middle():
-        """All launches but the first and the last, which look at the caller's memory; return where P and X are then."""
-        P = _iterate(parts, squares, steps, gram_form, lengths)
-        return [room.number_of(tensor) for tensor in (P, *(part.X for part in parts))]
-
+    shapes += [(sum(counts), n, n)] * (4 if gram_form else 2)
+    room, tensors = Room(tuple(shapes), dtype, device), [t for pair in members for t in pair]
+    work = functools.partial(_iterate, groups, counts, room, steps, eps, gram_form)
     if use_triton(device) and _only_launches(steps, gram_form, dtype):
-        P, *places = play((tuple(shapes), n, N, dtype, steps, gram_form, forced()), room.memory, middle)
+        play((look(*tensors), steps, eps, dtype, gram_form, forced()), room.memory, tensors, work)
     else:
-        P, *places = middle()
-    for part, place in zip(parts, places):
-        part.X = room[place]
-        part.finish(room[P])
+        work()
 
 
+@functools.cache
 def _only_launches(steps, gram_form, dtype) -> bool:
     """Whether `_iterate` takes no operation of torch's."""
     alone = gram_form and any(len(segment) == 1 for segment in steps.segments(dtype))
     return not steps.aol and not alone and all(c for _, _, c in steps.triples)
 
 
-def _iterate(parts, squares, steps, gram_form, lengths):
-    """Return P, with P X the result; X is changed on the way. `squares`: memory for square matrices, the Gram matrices'
-    first. `lengths`: of rows, for AOL.
-    """
-    A = squares[0]
+def _iterate(groups, counts, room, steps, eps, gram_form) -> None:
+    """Do `iterate`. `groups`: the members of each long side, `counts`: how many matrices they are."""
+    squares, parts, first = [room[i] for i in range(2 * len(groups), len(room.forms))], [], 0
+    for i, (group, count) in enumerate(zip(groups, counts)):
+        parts.append(Part(group, squares[0], first, room[2 * i], room[2 * i + 1]))
+        first += count
+    lengths = [length for part in parts for length in part.begin(eps, steps.aol)]
     _restart(parts)
-    scales = aol(A, torch.cat(lengths)) if steps.aol else None
+    scales = aol(squares[0], torch.cat(lengths)) if steps.aol else None
     if gram_form:
-        return _gram_iteration(parts, squares, steps.segments(A.dtype), scales)
-    return _standard_iteration(parts, squares, steps.triples, scales)
+        P = _gram_iteration(parts, squares, steps.segments(squares[0].dtype), scales)
+    else:
+        P = _standard_iteration(parts, squares, steps.triples, scales)
+    for part in parts:
+        part.finish(P)
 
 
 def _standard_iteration(parts, squares, triples, scales):
-    """X <- P X with P = a I + b A + c A^2 and A = X X^T, step by step, but for the last.
+    """X <- P X with P = a I + b A + c A^2 and A = X X^T, step by step; return the last P, yet to be applied.
 
-    scales (N, n): where A is already scaled (AOL) and X is not, else None.
+    squares: A, and memory for P. scales (N, n): where A is already scaled (AOL) and X is not, else None.
     """
     A, P = squares
     for step, triple in enumerate(triples):
@@ -132,7 +128,7 @@ def _standard_iteration(parts, squares, triples, scales):
 
 
 def _gram_iteration(parts, squares, segments, scales):
-    """Follow A and Q + q I, the product of the polynomials, in place of X; X <- Q X between segments.
+    """Follow A and Q + q I, the product of the polynomials, in place of X; X <- Q X between segments. Return Q.
 
     With Z = b A + c A^2: A <- (Z + a I) A (Z + a I), Q <- Q (Z + a I); a is added after the product, for in 16 bits
     Z + a I loses much of Z. A restart computes A afresh: rounding makes A and Q drift apart, and A indefinite.

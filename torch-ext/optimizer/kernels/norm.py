@@ -18,11 +18,12 @@ PARTS = 256  # shares of one matrix, at most
 TILE = 64
 
 
-def unit_norm(U: torch.Tensor, X: torch.Tensor, eps: float) -> None:
+def unit_norm(U: torch.Tensor, X: torch.Tensor, eps: float, scratch: torch.Tensor | None = None) -> None:
     """Write U / ||U|| to X, norms over whole matrices; a matrix of zeros stays so.
 
     U (N, n, m) and X alike, in fp32, bf16 or fp16, any strides (transposed views too). All in fp32, rounded once.
-    eps times the largest magnitude is added to the norm: a multiple of U gives the same X.
+    eps times the largest magnitude is added to the norm: a multiple of U gives the same X. scratch: a tensor like X of
+    other memory, which is spoiled; what it is for needs less than the matrices do.
     """
     if not use_triton(U.device):
         return unit_norm_torch(U, X, eps)
@@ -33,13 +34,21 @@ def unit_norm(U: torch.Tensor, X: torch.Tensor, eps: float) -> None:
     rows = AT_ONCE // block
     span = max(rows * -(-R // (rows * PARTS)), rows * max(1, SHARE * block // max(block, C)))
     parts = -(-R // span)
-    sums = torch.empty((N, 4, parts), dtype=torch.float32, device=U.device)
+    sums = _room_for_sums(scratch, N, parts, U.device)
     key, wide = look(U, X), U.dtype != torch.float16
     even, straight = _common_power(R, C, U, X), X.stride(2) == 1
     _sums_kernel.launch(N * parts, key, U, sums, parts, span, R, C, U.stride(), wide, rows, block, even, num_warps=4)
     _cast_kernel.launch(
         N * -(-R // TILE) * -(-C // TILE), key, U, X, sums, parts, R, C, U.stride(), X.stride(), eps,
         1 << (parts - 1).bit_length(), TILE, even, straight, num_warps=8)
+
+
+def _room_for_sums(scratch, N, parts, device):
+    """(N, 4, parts) in fp32, in the memory of `scratch` where that is long enough."""
+    if scratch is None or scratch.stride(0) * scratch.itemsize < 16 * parts:
+        return torch.empty((N, 4, parts), dtype=torch.float32, device=device)
+    words = scratch.as_strided((16 // scratch.itemsize * N * parts,), (1,))
+    return words.view(torch.float32).view(N, 4, parts)
 
 
 def _common_power(R, C, U, X) -> int:

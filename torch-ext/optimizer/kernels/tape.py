@@ -1,56 +1,75 @@
-"""Launches repeated from a tape: for known work on known memory, only Triton's launchers are called.
+"""Launches repeated from a tape: for work of a known kind on known memory, only Triton's launchers are called.
 
 Decides: when launches are recorded and played, and how Triton is called without its Python. Must not know: what is
 launched. Python takes 30 to 40 us for a launch with descriptors, longer than a small kernel runs.
 """
 from __future__ import annotations
 
+import copy
 import threading
+import weakref
 from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
 TAPES = 256  # kept, those that were played last
 
-_tapes: OrderedDict = OrderedDict()  # key -> (what the work returned, calls)
+_tapes: OrderedDict = OrderedDict()  # key -> calls
+_lasting: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # id -> tensor
 _local = threading.local()
 
 
-def play(key, memory: torch.Tensor, work):
-    """Do `work()`, of which everything is in `key`, and return what it returned, which holds no tensor.
+def play(kind: Hashable, memory: torch.Tensor, tensors: Sequence[torch.Tensor], work: Callable[[], None]) -> None:
+    """Do `work()`, which `kind` describes whole, but for addresses.
 
-    All it does on the device are launches by `jit.launch`, on tensors in `memory` and on such as live for ever.
+    All that it does on the device are launches by `jit.launch`, on `tensors` from their first element on, on views of
+    `memory`, on its own from one call to the next, and on lasting tensors.
     """
-    key = memory.data_ptr(), memory.device.index, key
-    known = _tapes.get(key)
-    if known is not None and not _hooked():
-        _tapes.move_to_end(key)
-        stream = torch.cuda.current_stream(memory.device).cuda_stream
-        for launcher, programs, head, arguments in known[1]:
-            launcher(programs, 1, 1, stream, *head, *arguments)
-        return known[0]
-    start = memory.data_ptr()
-    _local.tape, _local.memory = [], range(start, start + memory.nbytes)
-    try:
-        result = work()
-        if known is None and None not in _local.tape:
-            _tapes[key] = result, tuple(_local.tape)
-    finally:
-        _local.tape = None
-    if len(_tapes) > TAPES:
-        _tapes.popitem(last=False)
-    return result
+    starts = [t.data_ptr() for t in tensors]
+    key = memory.data_ptr(), memory.device.index, tuple(map(starts.index, starts)), kind
+    calls = _tapes.get(key)
+    if calls is None or _hooked():
+        return _record(key, memory, starts, work)
+    _tapes.move_to_end(key)
+    stream = torch.cuda.current_stream(memory.device).cuda_stream
+    for launcher, programs, head, arguments, gaps in calls:
+        if gaps:
+            arguments = list(arguments)
+            for first, last, number, fill in gaps:
+                arguments[first:last] = fill(tensors[number])
+        launcher(programs, 1, 1, stream, *head, *arguments)
+
+
+def lasting(tensor: torch.Tensor) -> torch.Tensor:
+    """Say that launches use `tensor`, whose contents never change; a tape may keep it."""
+    _lasting[id(tensor)] = tensor
+    return tensor
 
 
 def note(compiled, programs: int, arguments) -> None:
     """A kernel was launched: put it on the tape, if one is recorded in this thread."""
     tape = getattr(_local, "tape", None)
     if tape is not None:
-        tape.append(_call(compiled, programs, arguments, _local.memory))
+        tape.append(_call(compiled, programs, arguments, *_local.memory))
 
 
-def _call(compiled, programs, arguments, memory):
-    """(C function, programs, what stands between stream and arguments, arguments); None if Triton is another one.
+def _record(key, memory, starts, work):
+    start = memory.data_ptr()
+    _local.tape, _local.memory = [], (range(start, start + memory.nbytes), starts)
+    try:
+        work()
+        if None not in _local.tape:
+            _tapes[key] = tuple(_local.tape)
+    finally:
+        _local.tape = None
+    if len(_tapes) > TAPES:
+        _tapes.popitem(last=False)
+
+
+def _call(compiled, programs, arguments, memory, starts):
+    """(C function, programs, what stands between stream and arguments, arguments, gaps in them: from, to, number of the
+    tensor, what makes arguments of it). None if this cannot be said, or if Triton is another one.
 
     Triton 3.6: a launcher has a C function `launch`, inside a Python function where there are descriptors, which that
     encodes at every call. Here they are encoded once; addresses are kept in place of tensors, which may go.
@@ -65,17 +84,40 @@ def _call(compiled, programs, arguments, memory):
             function = dict(zip(function.__code__.co_freevars, function.__closure__))["launcher"].cell_contents
         head = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None,
                 compiled.packed_metadata, None, None, None)
-        flat, forms = [], iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+        flat, gaps, forms = [], [], iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
         for argument in arguments:
+            fill, tensor = _address, argument
             if hasattr(argument, "block_shape"):
-                flat += make_tensordesc_arg(argument, next(forms))
-            elif isinstance(argument, torch.Tensor) and argument.data_ptr() in memory:
-                flat.append(argument.data_ptr())
-            else:
+                fill, tensor = _Encode(argument, make_tensordesc_arg, next(forms)), argument.base
+            if not isinstance(tensor, torch.Tensor) or _lasting.get(id(tensor)) is tensor:
                 flat.append(argument)
-        return function, programs, head, tuple(flat)
+                continue
+            first = len(flat)
+            flat += fill(tensor)
+            if tensor.data_ptr() in starts:
+                gaps.append((first, len(flat), starts.index(tensor.data_ptr()), fill))
+            elif tensor.data_ptr() not in memory:
+                return None
+        return function, programs, head, tuple(flat), gaps
     except (ImportError, AttributeError, KeyError, StopIteration, TypeError):
         return None
+
+
+def _address(tensor):
+    return [tensor.data_ptr()]
+
+
+class _Encode:
+    """Makes of a tensor what a launcher takes for a descriptor of it."""
+
+    def __init__(self, descriptor, encode, form):
+        self.blank, self.encode, self.form = copy.copy(descriptor), encode, form
+        self.blank.base = None
+
+    def __call__(self, tensor):
+        descriptor = copy.copy(self.blank)
+        descriptor.base = tensor
+        return self.encode(descriptor, self.form)
 
 
 def _hooked() -> bool:
