@@ -17,7 +17,7 @@ from .kernels.norm import unit_norm
 from .kernels.tape import play
 from .kernels.tiles import forced
 
-ROW_BYTES = 16  # rows begin at multiples of so many bytes, as TMA wants them
+ROW_BYTES = 128  # rows begin at multiples of so many bytes: TMA wants 16, whole lines of the cache are a third faster
 BEGIN = 64  # stacks begin at multiples of so many elements
 
 
@@ -49,7 +49,7 @@ class Part:
 
 
 class Room:
-    """Matrices in one piece of memory, whose rows begin, on a GPU, where TMA wants them to."""
+    """Matrices in one piece of memory, whose rows begin, on a GPU, where the cache's lines do."""
 
     def __init__(self, shapes, dtype, device):
         self.forms, end = _arrange(shapes, 1 if device.type == "cpu" else ROW_BYTES // dtype.itemsize)
