@@ -110,7 +110,8 @@ class _Encode:
     """Makes of a tensor what a launcher takes for a descriptor of it."""
 
     def __init__(self, descriptor, encode, form):
-        self.kind, self.fields, self.encode, self.form = type(descriptor), vars(descriptor) | {"base": None}, encode, form
+        self.kind, self.fields = type(descriptor), vars(descriptor) | {"base": None}
+        self.encode, self.form = encode, form
 
     def __call__(self, tensor):
         descriptor = object.__new__(self.kind)
