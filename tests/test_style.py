@@ -28,7 +28,7 @@ MANY_PARAMETERS = {"muon.Muon.__init__", "muon.NorMuon.__init__"}
 LAYERS = [
     ["debug", "_ops"],  # _ops is generated: the operators' namespace
     ["kernels"],
-    ["kernels.tiles"],
+    ["kernels.tiles", "kernels.ahead"],
     ["kernels.table"],
     ["kernels.pingpong"],
     ["kernels.gram_sm90"],

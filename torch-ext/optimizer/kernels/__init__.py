@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import threading
 
 import torch
 
@@ -28,6 +29,15 @@ def _triton_runs_on(kind: str, index: int | None) -> bool:
     return kind == "xpu" or torch.version.hip is not None or torch.cuda.get_device_capability(index) >= (8, 0)
 
 
+class _Here(threading.local):
+    """What is so in this thread; `rehearsing`: kernels are not launched, but compiled (ahead.py)."""
+
+    rehearsing = False
+
+
+here = _Here()
+
+
 class jit:
     """Decorator: a Triton kernel that is made by its first launch, so that loading the package imports no Triton.
 
@@ -40,6 +50,8 @@ class jit:
         self.function, self.made, self.compiled = function, None, {}
 
     def __getitem__(self, grid):
+        if here.rehearsing:
+            return functools.partial(self.make().run, grid=grid, warmup=True)
         return self.make()[grid]
 
     def launch(self, programs: int, key, *arguments, **options) -> None:
@@ -50,8 +62,11 @@ class jit:
         longer than a small kernel.
         """
         compiled = self.compiled.get(key)
-        if compiled is None:
-            self.compiled[key] = self.make()[programs, 1, 1](*arguments, **options)  # None in the interpreter
+        if here.rehearsing:
+            if compiled is None:
+                self[programs, 1, 1](*arguments, **options)
+        elif compiled is None:
+            self.compiled[key] = self[programs, 1, 1](*arguments, **options)  # None in the interpreter
         else:
             compiled[programs, 1, 1](*arguments)
 
