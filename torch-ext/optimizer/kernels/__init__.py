@@ -45,9 +45,14 @@ class jit:
     its module here. Functions that it calls are decorated alike.
     """
 
-    def __init__(self, function):
+    def __init__(self, function, numbers=()):
         functools.update_wrapper(self, function)
-        self.function, self.made, self.compiled = function, None, {}
+        self.function, self.numbers, self.made, self.compiled = function, numbers, None, {}
+
+    @classmethod
+    def alike(cls, *numbers: str):
+        """Decorate a kernel whose binary is the same for all values of these integers, also 1 and multiples of 16."""
+        return functools.partial(cls, numbers=numbers)
 
     def __getitem__(self, grid):
         if here.rehearsing:
@@ -77,7 +82,7 @@ class jit:
             for name in self.function.__code__.co_names:
                 if isinstance(scope.get(name), jit):
                     scope[name] = scope[name].make()
-            self.made = decorator(self.function)
+            self.made = decorator(self.function, do_not_specialize=self.numbers)
         return self.made
 
     def decorate(self, scope: dict):
