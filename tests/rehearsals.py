@@ -129,7 +129,9 @@ def untouched() -> dict:
         now = [param.detach(), param.grad, *(t for t in optimizer.state[param].values())]
         before += [torch.zeros_like(t) for t in now[2:]]
         changed += [kind for a, b in zip(now, before) if not torch.equal(a, b)]
-    return {"changed": changed, "launched": launched, "events": events}
+    from triton.runtime.cache import triton_key
+
+    return {"changed": changed, "launched": launched, "events": events, "read": triton_key.cache_info().misses}
 
 
 def wrong_kernel(X):
@@ -206,4 +208,4 @@ def bits_without() -> dict:
 if __name__ == "__main__":
     watch()
     found = globals()[sys.argv[1]]()
-    print(json.dumps({**found, "devices": devices, "threads": part("kernels.ahead")._threads()}))
+    print(json.dumps({**found, "devices": devices}))

@@ -7,7 +7,9 @@ is tried again, and fails or not, by the launch itself. Must not know: what the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +19,28 @@ from . import here, use_triton
 
 MOST_THREADS = 16  # of a process; on a node there are several, which compile the same kernels at the same time
 _done: set = set()
+
+
+def begin(device: torch.device) -> None:
+    """Import Triton in a thread, where work on `device` will need it soon, and have it read what its cache's keys do:
+    itself, 400 MB. What waits for other ranks meanwhile waits no longer for that.
+    """
+    if _is_possible(device):
+        _reader()
+
+
+@functools.cache
+def _reader() -> threading.Thread:
+    thread = threading.Thread(target=_read_compiler, name="read the compiler", daemon=True)
+    thread.start()
+    return thread
+
+
+def _read_compiler() -> None:
+    with contextlib.suppress(Exception):
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 def rehearse(device: torch.device, work: Callable[[], None], kind: Hashable = None) -> None:
@@ -45,7 +69,9 @@ def _rehearse(work) -> None:
 
     if not hasattr(triton, "AsyncCompileMode"):  # it came with 3.5
         return
+    reader = _reader()
     gpus, number = driver.active.get_device_interface(), driver.active.get_current_device()
+    reader.join()  # Triton would read it twice
     pool = _Pool(_threads(), "compile", gpus.set_device, (number,))  # a new thread is on the first GPU
     with triton.AsyncCompileMode(pool, ignore_errors=True), pool:
         here.rehearsing = True
