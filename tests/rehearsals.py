@@ -180,6 +180,18 @@ def fallback() -> dict:
     return {"first": first, "second": events[len(first):]}
 
 
+def alike() -> dict:
+    """Binaries for shares and tiles whose counts are 1, odd, and multiples of 16."""
+    gram, norm, tiles = part("kernels.gram"), part("kernels.norm"), part("kernels.tiles")
+    for columns in (2048, 4096):
+        norm.unit_norm(torch.ones(1, 256, columns), torch.empty(1, 256, columns, dtype=torch.float16), 1e-7)
+    for loop in ["turns", "pingpong"][:1 + part("kernels.pingpong").available()]:
+        with tiles.force(tiles.Tile(128, 128, 64, 8, 4, 4, loop)):
+            for N, n in ((1, 128), (16, 128), (1, 256), (16, 256)):
+                gram.gram(torch.ones(N, n, 128, dtype=torch.float16), torch.empty(N, n, n, dtype=torch.float16))
+    return {"events": events}
+
+
 def bits(ahead: bool = True) -> dict:
     """On a GPU: a digest of all results of first and second calls, and what was compiled for each."""
     if not ahead:

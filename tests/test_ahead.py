@@ -77,6 +77,15 @@ def test_without_compilation_in_threads_launches_compile(tmp_path):
     assert found["devices"] == []
 
 
+@without_gpu
+def test_counts_do_not_split_binaries(tmp_path):
+    events = scenario("alike", tmp_path)["events"]
+    compiled, launched = ([name for name, _ in of(what, events)] for what in ("compile", "launch"))
+    assert launched.count("_sums_kernel") == 2 and compiled.count("_sums_kernel") == 1
+    assert (launched.count("kernel"), compiled.count("kernel")) in ((4, 1), (0, 0))  # of pingpong.py, if it is there
+    assert launched.count("_kernel") == 4 and compiled.count("_kernel") == 3  # N * count = 1, 3, 16 k are three
+
+
 def test_only_launches_on_a_gpu_outside_of_captures_are_rehearsed(part, monkeypatch):
     ahead, capturing = part("kernels.ahead"), []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
