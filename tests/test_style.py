@@ -29,7 +29,7 @@ LAYERS = [
     ["debug", "_ops"],  # _ops is generated: the operators' namespace
     ["kernels.tape"],
     ["kernels"],
-    ["kernels.tiles"],
+    ["kernels.tiles", "kernels.ahead"],
     ["kernels.table"],
     ["kernels.pingpong"],
     ["kernels.gram_sm90"],

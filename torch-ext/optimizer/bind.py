@@ -14,6 +14,7 @@ import torch.distributed as dist
 from . import debug
 from .groups import name_in, names_in
 from .guard import Guard
+from .kernels import ahead
 from .layout import check_local_shape, is_dtensor, layout_of, local_of, row_chunks, this_rank
 from .owned import claim
 from .pace import Pace
@@ -66,6 +67,7 @@ class Planner:
         for p in params:
             check_local_shape(p, names[p])
         self.device = local_of(params[0]).device
+        ahead.begin(self.device)
         self.groups.learn(params, self.process_group)
         if group["use_muon"]:
             return [self._matrices(group, params)]

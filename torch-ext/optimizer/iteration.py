@@ -10,7 +10,7 @@ import itertools
 
 import torch
 
-from .kernels import look, use_triton
+from .kernels import here, look, use_triton
 from .kernels.aol import aol, unit_rows
 from .kernels.gram import gram, product, symmetric_product
 from .kernels.norm import unit_norm
@@ -83,7 +83,7 @@ def iterate(members, steps, eps: float, dtype: torch.dtype, gram_form: bool) -> 
     shapes += [(sum(counts), n, n)] * (4 if gram_form else 2)
     room, tensors = Room(tuple(shapes), dtype, device), [t for pair in members for t in pair]
     work = functools.partial(_iterate, groups, counts, room, steps, eps, gram_form)
-    if use_triton(device) and _only_launches(steps, gram_form, dtype):
+    if use_triton(device) and not here.rehearsing and _only_launches(steps, gram_form, dtype):
         play((look(*tensors), steps, eps, dtype, gram_form, forced()), room.memory, tensors, work)
     else:
         work()

@@ -200,6 +200,7 @@ class Muon(torch.optim.Optimizer):
             release_before_groups()
         self._presence = Presence(plans, self._stores, self._groups)
         self._feed, self._watch = Feed(self._stores, self._presence), None
+        pipeline.rehearse(jobs if self._forms is None else [], self._presence.device)
         # what holds addresses of gradients is a graph of its own: other ranks do not wait when it is made anew
         self._alone = [job for job in jobs if self._options.capturable and isinstance(job[0], Elementwise)]
         self._jobs = [job for job in jobs if job not in self._alone]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from . import debug
+from .kernels import ahead
 
 SLOTS = 3  # buckets alive at once: one arriving, one being computed, one returning; each has memory of its own
 
@@ -17,11 +18,22 @@ class Pause:
 
     So all ranks issue the collectives of all their process groups in one order, whichever other groups they are in.
     """
-    travels = True
+    travels, rehearsed = True, ()
 
     def run(self, hp):
         return
         yield
+
+
+def rehearse(jobs, device) -> None:
+    """Have the kernels of all buckets compiled side by side, before the first step; nothing is launched or sent."""
+    def work():
+        for part, hp in parts:
+            part(hp)
+
+    parts = [(getattr(route, name), hp) for route, hp in jobs for name in route.rehearsed]
+    if parts:
+        ahead.rehearse(device, work)
 
 
 def run(jobs) -> None:

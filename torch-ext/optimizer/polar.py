@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from .iteration import iterate
-from .kernels import on_chip
+from .kernels import ahead, on_chip
 
 Triple = tuple[float, float, float]
 REPEATED_LAST = (1.875, -1.25, 0.375)
@@ -205,9 +205,17 @@ def orthogonalize_(stacks: Sequence[torch.Tensor], steps: Steps, eps: float = 1e
     _polar([(stack, stack) for stack in stacks], steps, eps, dtype)
 
 
-@torch.no_grad()
 def _polar(pairs, steps, eps, dtype):
-    """Orthogonalize each U into its out, which may be U. The short side comes first from here on."""
+    """Orthogonalize each U into its out, which may be U. Only launches write to out, so a rehearsal leaves it alone."""
+    kind = steps, dtype, *((U.dtype, U.device, U.shape, U.stride()) for U, _ in pairs)
+    if pairs:
+        ahead.rehearse(pairs[0][0].device, lambda: _launch(pairs, steps, eps, dtype), kind)
+    _launch(pairs, steps, eps, dtype)
+
+
+@torch.no_grad()
+def _launch(pairs, steps, eps, dtype):
+    """Sort by what shares launches. The short side comes first from here on."""
     together = {}
     for U, out in pairs:
         if U.numel() == 0:

@@ -20,7 +20,7 @@ from .store import gradient_dtype, piece_at
 
 class Local:
     """The whole matrix is at home: nothing travels."""
-    travels = False
+    travels, rehearsed = False, ("step",)  # the parts that touch gradients, weights and state by launches only
 
     def __init__(self, bound):
         self.bound, home = bound, bound.pieces("home")
@@ -49,7 +49,7 @@ class Local:
 
 class Journey:
     """There and back: what travels in, what is done with it, what travels out."""
-    travels = True
+    travels, rehearsed = True, ("leave", "compute", "land")
 
     def run(self, hp):
         self.bound.replay(self.leave, hp)
@@ -132,7 +132,7 @@ class Reduce(Journey):
 
 class Elementwise:
     """AdamW: every element is stepped where it is stored."""
-    travels = False
+    travels, rehearsed = False, ()
 
     def __init__(self, store, graphs=None):
         """`graphs`: None launches every step anew; a graph holds the addresses of its gradients."""
@@ -155,6 +155,7 @@ class Elementwise:
 
 class ReduceElementwise(Journey):
     """AdamW on unreduced gradients: every rank sums and steps its chunk of each parameter and returns the weights."""
+    rehearsed = ("leave",)
 
     def __init__(self, bound):
         self.bound, home, first = bound, bound.pieces("home", "chunk"), bound.store.params[0]

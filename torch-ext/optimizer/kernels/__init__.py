@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import threading
 
 import torch
 
@@ -29,6 +30,15 @@ def _triton_runs_on(kind: str, index: int | None) -> bool:
     return kind == "xpu" or torch.version.hip is not None or torch.cuda.get_device_capability(index) >= (8, 0)
 
 
+class _Here(threading.local):
+    """What is so in this thread; `rehearsing`: kernels are not launched, but compiled (ahead.py)."""
+
+    rehearsing = False
+
+
+here = _Here()
+
+
 class jit:
     """Decorator: a Triton kernel that is made by its first launch, so that loading the package imports no Triton.
 
@@ -36,11 +46,18 @@ class jit:
     its module here. Functions that it calls are decorated alike.
     """
 
-    def __init__(self, function):
+    def __init__(self, function, numbers=()):
         functools.update_wrapper(self, function)
-        self.function, self.made, self.compiled = function, None, {}
+        self.function, self.numbers, self.made, self.compiled = function, numbers, None, {}
+
+    @classmethod
+    def alike(cls, *numbers: str):
+        """Decorate a kernel whose binary is the same for all values of these integers, also 1 and multiples of 16."""
+        return functools.partial(cls, numbers=numbers)
 
     def __getitem__(self, grid):
+        if here.rehearsing:
+            return functools.partial(self.make().run, grid=grid, warmup=True)
         return self.make()[grid]
 
     def launch(self, programs: int, key, *arguments, **options) -> None:
@@ -51,8 +68,12 @@ class jit:
         longer than a small kernel.
         """
         compiled = self.compiled.get(key)
+        if here.rehearsing:
+            if compiled is None:
+                self[programs, 1, 1](*arguments, **options)
+            return
         if compiled is None:
-            compiled = self.compiled[key] = self.make()[programs, 1, 1](*arguments, **options)  # interpreter: None
+            compiled = self.compiled[key] = self[programs, 1, 1](*arguments, **options)  # None in the interpreter
         else:
             compiled[programs, 1, 1](*arguments)
         tape.note(compiled, programs, arguments)
@@ -64,7 +85,7 @@ class jit:
             for name in self.function.__code__.co_names:
                 if isinstance(scope.get(name), jit):
                     scope[name] = scope[name].make()
-            self.made = decorator(self.function)
+            self.made = decorator(self.function, do_not_specialize=self.numbers)
         return self.made
 
     def decorate(self, scope: dict):

@@ -48,7 +48,7 @@ class Bound:
         self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "enable_fp_fusion": False}
         if tile.loop == "pingpong":
             self.kernel, self.pointer, describe = pingpong.kernel, False, pingpong.description
-            self.numbers = (order, count, (inner, N * count))
+            self.numbers = (order, count, N * count, inner)
             self.constants = (SYMMETRY[op], len(addends), form, tile.rows, tile.inner, tile.stages)
         else:
             self.kernel, self.pointer = _kernel, True
@@ -105,7 +105,7 @@ def _order(down, across, ratio, device):
     return tape.lasting(torch.tensor(tiles, dtype=torch.int32).to(device)), len(tiles)
 
 
-@jit
+@jit.alike("count")
 def _kernel(a, b, c, d, out, pointer, strides, order, count, sizes, factors, SYMMETRIC: tl.constexpr,
             TURNED: tl.constexpr, STRAIGHT: tl.constexpr, ADDENDS: tl.constexpr, FORM: tl.constexpr,
             BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr):

@@ -70,7 +70,7 @@ def unit_norm_torch(U, X, eps):
         x.copy_(wide / torch.where(norm == 0, 1.0, norm))
 
 
-@jit
+@jit.alike("parts", "span")
 def _sums_kernel(U, sums, parts, span, R, C, strides, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
                  EVEN: tl.constexpr):
     """`span` rows per program: the largest magnitude, and the sum of squares in one of three units, to sums (N, 4,
@@ -139,7 +139,7 @@ def _factors_of(largest, small, middle, large, eps):
     return power, tl.where(norm == 0, 1.0, norm)
 
 
-@jit
+@jit.alike("parts")
 def _cast_kernel(U, X, sums, parts, R, C, u_strides, x_strides, eps, BLOCK: tl.constexpr, TILE: tl.constexpr,
                  EVEN: tl.constexpr, STRAIGHT: tl.constexpr):
     """One tile per program: X = U / norm."""

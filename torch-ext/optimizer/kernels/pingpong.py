@@ -44,11 +44,11 @@ class gluon_jit(jit):
         return gluon.jit
 
 
-@gluon_jit
-def kernel(a, b, c, d, out, order, count, sizes, factors, SYMMETRIC: gl.constexpr, ADDENDS: gl.constexpr,
+@gluon_jit.alike("count", "total", "inner")
+def kernel(a, b, c, d, out, order, count, total, inner, factors, SYMMETRIC: gl.constexpr, ADDENDS: gl.constexpr,
            FORM: gl.constexpr, BLOCK: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """out = factors[0] A B + addends + factors[1] I in tiles of the lower triangle, mirrored; names as in gram_sm90."""
-    turns, steps = gl.to_tensor(sizes[1]), gl.to_tensor((sizes[0] + BLOCK_K - 1) // BLOCK_K)
+    steps = (inner + BLOCK_K - 1) // BLOCK_K
     left = gl.allocate_shared_memory(a.dtype, [STAGES, 1, BLOCK, BLOCK_K], a.layout)
     right = gl.allocate_shared_memory(b.dtype, [STAGES, 1, BLOCK, BLOCK_K], b.layout)
     tiles = gl.allocate_shared_memory(out.dtype, [2, 1, BLOCK, BLOCK], out.layout)
@@ -63,7 +63,7 @@ def kernel(a, b, c, d, out, order, count, sizes, factors, SYMMETRIC: gl.constexp
         mbarrier.init(added.index(who), count=1)
         mbarrier.init(may_multiply.index(who), count=1)
     fence()
-    ring, work = (left, right, full, empty), (order, gl.to_tensor(count), turns, steps)
+    ring, work = (left, right, full, empty), (order, count, total, steps)
     finish = (c, d, out, tiles, added, may_multiply)
     gl.warp_specialize([
         (_consume, (ring, work, finish, factors, 0, SYMMETRIC, ADDENDS, FORM, BLOCK, BLOCK_K, STAGES)),

@@ -1,0 +1,223 @@
+"""What a process compiles, loads and launches, and in which thread: `python -m tests.rehearsals <scenario>`.
+
+Prints one line of JSON. Without a GPU, kernels are compiled for sm90 all the same, and a stub stands for the driver: it
+loads and launches nothing. A process of its own: Triton's interpreter, which other tests use, excludes its compiler.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import torch
+
+os.environ["OPTIMIZER_KERNELS"] = "triton"
+from tests.ranks import package, part  # noqa: E402
+
+ON_GPU = torch.cuda.is_available()
+NUMBER = 1  # the stub's current GPU
+tl = None  # Triton's language, put here by jit
+events: list[tuple[str, str, bool]] = []  # what, which kernel, whether in the main thread
+devices, broken = [], []
+
+
+def note(what: str, name: str) -> None:
+    events.append((what, name, threading.current_thread() is threading.main_thread()))
+
+
+class Stub:
+    """A driver without a GPU, as far as Triton asks one."""
+
+    def __init__(self):
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", 90, 32)
+        self.utils = SimpleNamespace(load_binary=self.load, get_device_properties=lambda _: {"max_shared_mem": 232448})
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return NUMBER
+
+    def get_current_stream(self, _):
+        return 0
+
+    def get_device_interface(self):
+        return SimpleNamespace(set_device=devices.append)
+
+    def launcher_cls(self, src, metadata):
+        return lambda *_: note("launch", metadata.name)
+
+    def load(self, name, *_):
+        note("load", name)
+        if name in broken:
+            broken.remove(name)
+            raise RuntimeError("the driver is out of memory")
+        return 1, 1, 32, 0, 1024
+
+
+def watch() -> None:
+    """Note every compilation; without a GPU, put the stub in the driver's place, and say that CPU tensors have one."""
+    import triton
+    from triton.runtime import driver
+
+    triton.knobs.compilation.listener = lambda *, src, **_: note("compile", src.name)
+    if not ON_GPU:
+        driver.set_active(Stub())
+        part("kernels.tiles").architecture = lambda *_: "sm90"
+        part("kernels.gram_sm90")._processors = lambda _: 132
+        part("kernels.ahead")._is_possible = lambda _: True
+
+
+def inputs() -> list[tuple]:
+    """(stacks, set of coefficients): Gram and standard iteration, in place, transposed, on the chip, AOL, cubic."""
+    torch.manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, dtype=torch.bfloat16, device="cuda" if ON_GPU else "cpu")
+
+    return [([draw(1, 256, 512), draw(2, 512, 256), draw(1, 256, 256)], "polar_express"), ([draw(2, 64, 96)], "jordan"),
+            ([draw(1, 192, 256)], "turbo"), ([draw(1, 192, 256)], "cubic")]
+
+
+def orthogonalize(stacks, name) -> None:
+    polar = part("polar")
+    polar.orthogonalize_(stacks, polar.steps_of(name), dtype=torch.float16)
+
+
+def order() -> dict:
+    """One call, in which no kernel is compiled before the rehearsal is through."""
+    ahead, through, submitted = part("kernels.ahead"), threading.Event(), []
+    made_ready, shutdown = ahead._made_ready, ahead._Pool.shutdown
+
+    def later(compile_kernel):
+        submitted.append(compile_kernel)
+        return made_ready(compile_kernel) if through.wait(60) else None
+
+    def waiting(pool, *arguments, **more):
+        note("wait", str(pool._work_queue.qsize() + len(submitted)))
+        through.set()
+        shutdown(pool, *arguments, **more)
+
+    ahead._made_ready, ahead._Pool.shutdown = later, waiting
+    stacks, name = inputs()[0]
+    orthogonalize(stacks, name)
+    first = list(events)
+    orthogonalize(stacks, name)
+    return {"first": first, "second": events[len(first):]}
+
+
+def untouched() -> dict:
+    """Rehearsals alone, and then steps whose launches do nothing: what of the caller's tensors has changed."""
+    ahead, changed, polar = part("kernels.ahead"), [], part("polar")
+    for stacks, name in inputs():
+        before = [stack.clone() for stack in stacks]
+        ahead._rehearse(lambda stacks=stacks, name=name: polar._launch(
+            [(stack, stack) for stack in stacks], polar.steps_of(name), 1e-7, torch.float16))
+        changed += [name for stack, b in zip(stacks, before) if not torch.equal(stack, b)]
+    launched = [event for event in events if event[0] == "launch"]
+    for kind, shape in (("Muon", (256, 512)), ("NorMuon", (3, 64, 96))):
+        param = torch.nn.Parameter(torch.randn(shape))
+        param.grad = torch.randn(shape)
+        optimizer, before = getattr(package(), kind)([param]), [param.detach().clone(), param.grad.clone()]
+        optimizer.step()
+        now = [param.detach(), param.grad, *(t for t in optimizer.state[param].values())]
+        before += [torch.zeros_like(t) for t in now[2:]]
+        changed += [kind for a, b in zip(now, before) if not torch.equal(a, b)]
+    from triton.runtime.cache import triton_key
+
+    return {"changed": changed, "launched": launched, "events": events, "read": triton_key.cache_info().misses}
+
+
+def wrong_kernel(X):
+    """A kernel that does not compile."""
+    tl.static_assert(False, "wrong on purpose")
+
+
+def plain_kernel(X):
+    """A kernel that does."""
+    tl.store(X, 0.0)
+
+
+def errors() -> dict:
+    """What a launch raises where its compilation, or its loading, failed in the rehearsal."""
+    ahead, jit = part("kernels.ahead"), part("kernels").jit
+    wrong, plain, X, said = jit(wrong_kernel), jit(plain_kernel), torch.zeros(16), []
+
+    def work():
+        wrong.launch(1, "key", X)
+        plain.launch(1, "key", X)
+
+    broken.append("plain_kernel")
+    ahead.rehearse(X.device, work)
+    rehearsed = list(events)
+    for kernel in (wrong, plain):
+        try:
+            kernel.launch(1, "key", X)
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        else:
+            said.append("")
+    return {"rehearsed": rehearsed, "said": said, "after": events[len(rehearsed):]}
+
+
+def fallback() -> dict:
+    """An older Triton, and one whose driver is another: kernels are compiled by their launches."""
+    import triton
+    from triton.runtime import driver
+
+    stacks, name = inputs()[3]
+    del triton.AsyncCompileMode
+    orthogonalize(stacks, name)
+    first = list(events)
+    triton.AsyncCompileMode, driver.active.get_device_interface = triton.runtime._async_compile.AsyncCompileMode, None
+    orthogonalize(*inputs()[1])
+    return {"first": first, "second": events[len(first):]}
+
+
+def alike() -> dict:
+    """Binaries for shares and tiles whose counts are 1, odd, and multiples of 16."""
+    gram, norm, tiles = part("kernels.gram"), part("kernels.norm"), part("kernels.tiles")
+    for columns in (2048, 4096):
+        norm.unit_norm(torch.ones(1, 256, columns), torch.empty(1, 256, columns, dtype=torch.float16), 1e-7)
+    for loop in ["turns", "pingpong"][:1 + part("kernels.pingpong").available()]:
+        with tiles.force(tiles.Tile(128, 128, 64, 8, 4, 4, loop)):
+            for N, n in ((1, 128), (16, 128), (1, 256), (16, 256)):
+                gram.gram(torch.ones(N, n, 128, dtype=torch.float16), torch.empty(N, n, n, dtype=torch.float16))
+    return {"events": events}
+
+
+def bits(ahead: bool = True) -> dict:
+    """On a GPU: a digest of all results of first and second calls, and what was compiled for each."""
+    if not ahead:
+        part("kernels.ahead")._is_possible = lambda _: False
+    digest, compiled, times = hashlib.sha256(), [], []
+    param = torch.nn.Parameter(torch.randn(256, 512, device="cuda", generator=torch.Generator("cuda").manual_seed(0)))
+    optimizer = package().NorMuon([param])
+    for _ in range(2):
+        begin, start = len(events), time.perf_counter()
+        param.grad = torch.sin(torch.arange(256 * 512, device="cuda").float()).view(256, 512)
+        optimizer.step()
+        for stacks, name in inputs():
+            orthogonalize(stacks, name)
+            for tensor in (*stacks, param.detach()):
+                digest.update(tensor.cpu().view(torch.uint8).numpy().tobytes())
+        compiled.append([event for event in events[begin:] if event[0] == "compile"])
+        times.append(time.perf_counter() - start)
+    return {"digest": digest.hexdigest(), "compiled": compiled, "seconds": times}
+
+
+def bits_without() -> dict:
+    """The same without rehearsals."""
+    return bits(ahead=False)
+
+
+if __name__ == "__main__":
+    watch()
+    found = globals()[sys.argv[1]]()
+    print(json.dumps({**found, "devices": devices}))

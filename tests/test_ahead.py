@@ -1,0 +1,119 @@
+"""Kernels compiled side by side: a rehearsal submits all of them, launches and changes nothing, and hides no error."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import paths
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def scenario(name: str, cache: Path) -> dict:
+    """What a process of its own reports, with an empty cache of kernels (tests/rehearsals.py)."""
+    if reason := paths.why_no_triton():
+        pytest.skip(reason)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-m", "tests.rehearsals", name]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def of(what: str, events: list) -> list[tuple[str, bool]]:
+    """(kernel, whether in the main thread) of all events of a kind."""
+    return [(name, main) for kind, name, main in events if kind == what]
+
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a stub stands for the driver")
+
+
+@without_gpu
+def test_all_kernels_of_a_call_are_submitted_before_one_is_waited_for(tmp_path):
+    found = scenario("order", tmp_path)
+    first, kinds = found["first"], [kind for kind, *_ in found["first"]]
+    compiled, loaded = of("compile", first), of("load", first)
+    assert len(compiled) >= 6 and len(loaded) == len(compiled)
+    assert kinds.index("wait") < kinds.index("compile") and of("wait", first) == [(str(len(compiled)), True)]
+    assert not any(main for _, main in compiled + loaded)
+    assert kinds.index("launch") > max(i for i, kind in enumerate(kinds) if kind == "load")
+    assert len(of("launch", first)) > len(compiled)
+    assert found["devices"] and set(found["devices"]) == {1}  # each thread takes the caller's GPU
+    assert {kind for kind, *_ in found["second"]} == {"launch"}
+    assert len(of("launch", found["second"])) == len(of("launch", first))
+
+
+@without_gpu
+def test_a_rehearsal_launches_nothing_and_leaves_the_callers_tensors_alone(tmp_path):
+    found = scenario("untouched", tmp_path)
+    assert found["launched"] == [] and found["changed"] == [] and found["read"] == 1
+    compiled, launched = of("compile", found["events"]), of("launch", found["events"])
+    assert {"_pack_kernel", "_update_kernel", "_moments_kernel"} <= {name for name, _ in compiled}
+    assert {name for name, _ in compiled} >= {name for name, _ in launched} != set()
+    assert not any(main for _, main in compiled)  # the step's own rehearsal misses none
+
+
+@without_gpu
+def test_errors_are_raised_by_the_launch(tmp_path):
+    found = scenario("errors", tmp_path)
+    assert "CompileTimeAssertionFailure" in found["said"][0] and "wrong on purpose" in found["said"][0]
+    assert of("load", found["rehearsed"]) == [("plain_kernel", False)]  # which failed that time
+    assert found["said"][1] == "" and of("launch", found["after"]) == [("plain_kernel", True)]
+
+
+@without_gpu
+def test_without_compilation_in_threads_launches_compile(tmp_path):
+    found = scenario("fallback", tmp_path)
+    for events in (found["first"], found["second"]):
+        compiled, launched = of("compile", events), of("launch", events)
+        assert compiled and launched and all(main for _, main in compiled)
+    assert found["devices"] == []
+
+
+@without_gpu
+def test_counts_do_not_split_binaries(tmp_path):
+    events = scenario("alike", tmp_path)["events"]
+    compiled, launched = ([name for name, _ in of(what, events)] for what in ("compile", "launch"))
+    assert launched.count("_sums_kernel") == 2 and compiled.count("_sums_kernel") == 1
+    assert (launched.count("kernel"), compiled.count("kernel")) in ((4, 1), (0, 0))  # of pingpong.py, if it is there
+    assert launched.count("_kernel") == 4 and compiled.count("_kernel") == 3  # N * count = 1, 3, 16 k are three
+
+
+def test_only_launches_on_a_gpu_outside_of_captures_are_rehearsed(part, monkeypatch):
+    ahead, capturing = part("kernels.ahead"), []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
+    assert ahead._is_possible(torch.device("cuda", 0)) and not ahead._is_possible(torch.device("cpu"))
+    capturing.append(True)
+    assert not ahead._is_possible(torch.device("cuda", 0))
+    capturing.clear()
+    monkeypatch.setenv("OPTIMIZER_KERNELS", "torch")  # there, all work is torch's own, and would be done
+    assert not ahead._is_possible(torch.device("cuda", 0))
+
+
+def test_what_could_not_be_rehearsed_is_rehearsed_later_and_once(part, monkeypatch):
+    ahead, possible, calls = part("kernels.ahead"), [], []
+    monkeypatch.setattr(ahead, "_is_possible", lambda device: bool(possible))
+    monkeypatch.setattr(ahead, "_done", set())
+    monkeypatch.setattr(ahead, "_rehearse", lambda work: work())
+    for _ in range(3):
+        ahead.rehearse(torch.device("cpu"), lambda: calls.append(len(calls)), "kind")
+        possible.append(True)
+    assert calls == [0]
+
+
+@pytest.mark.gpu
+def test_the_same_bits_with_and_without_rehearsals(tmp_path):
+    found, plain = scenario("bits", tmp_path / "with"), scenario("bits_without", tmp_path / "without")
+    assert found["digest"] == plain["digest"]
+    first, second = (of("compile", compiled) for compiled in found["compiled"])
+    assert second == [] == of("compile", plain["compiled"][1])
+    assert sorted(name for name, _ in first) == sorted(name for name, _ in of("compile", plain["compiled"][0]))
+    assert not any(main for _, main in first)
