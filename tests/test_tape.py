@@ -1,6 +1,7 @@
 """kernels/tape.py: the second call of a kind on the same memory calls launchers only, with the same bits."""
 from __future__ import annotations
 
+import functools
 import weakref
 from types import SimpleNamespace
 
@@ -68,10 +69,15 @@ def test_what_was_recorded_is_played(tape):
 
 def test_other_memory_another_kind_and_other_sharing_are_recorded_anew(tape):
     done, memories, tensors = [], [torch.zeros(8), torch.zeros(8)], [torch.zeros(2), torch.zeros(2)]
+
+    def work(memory):
+        done.append(0)
+        tape.note(Kernel([]), 1, (memory,))
+
     for memory in memories * 2:
         for kind in "ab" * 2:
             for together in (tensors, tensors[:1] * 2, tensors[1:] * 2):
-                tape.play(kind, memory, together, lambda: done.append(0))
+                tape.play(kind, memory, together, functools.partial(work, memory))
     assert len(done) == 8
 
 
@@ -81,10 +87,18 @@ def test_nothing_is_kept_alive_and_not_too_much_is_kept(tape):
     tape.play("kind", pair[0], pair[1:], lambda: tape.note(Kernel([]), 1, (*pair, Descriptor(pair[0]))))
     pair.clear()
     assert [ref() for ref in gone] == [None, None] and any(key[0] == start for key in tape._tapes)
-    memory = torch.zeros(8)
+    memory, kernel = torch.zeros(8), Kernel([])
     for kind in range(2 * tape.TAPES):
-        tape.play(kind, memory, [], lambda: None)
+        tape.play(kind, memory, [], lambda: tape.note(kernel, 1, (memory,)))
     assert len(tape._tapes) == tape.TAPES
+
+
+def test_work_without_launches_is_done_again(tape):
+    """A rehearsal launches nothing; what it leaves out must not be left out for ever."""
+    done, memory = [], torch.zeros(8)
+    for _ in range(3):
+        tape.play("kind", memory, [], lambda: done.append(0))
+    assert len(done) == 3
 
 
 @pytest.mark.parametrize("kernel", [Kernel([], scratch=16), SimpleNamespace(), None])
@@ -126,14 +140,20 @@ def test_an_error_ends_the_recording(tape):
 def test_a_profiler_of_triton_hears_of_launches(tape):
     from triton import knobs
 
-    done, memory = [], torch.zeros(8)
-    tape.play("kind", memory, [], lambda: done.append(1))
+    done, memory, kernel = [], torch.zeros(8), Kernel([])
+
+    def work():
+        done.append(0)
+        tape.note(kernel, 1, (memory,))
+
+    tape.play("kind", memory, [], work)
     knobs.runtime.launch_enter_hook.add(print)
     try:
-        tape.play("kind", memory, [], lambda: done.append(2))
+        tape.play("kind", memory, [], work)
     finally:
         knobs.runtime.launch_enter_hook.remove(print)
-    assert done == [1, 2]
+    tape.play("kind", memory, [], work)
+    assert len(done) == 2
 
 
 @pytest.mark.gpu

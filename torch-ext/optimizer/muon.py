@@ -108,8 +108,7 @@ class Muon(torch.optim.Optimizer):
 
     def _take(self, grad_scale, found_inf) -> None:
         """Step, with what a GradScaler says of the gradients, or None."""
-        stores = self._ready(found_inf is not None)
-        unscale(stores, grad_scale)
+        unscale(self._ready(found_inf is not None), grad_scale)
         self._feed.send()
         if self._guard is not None:
             self._guard.check(found_inf)

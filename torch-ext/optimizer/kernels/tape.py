@@ -58,7 +58,7 @@ def _record(key, memory, starts, work):
     _local.tape, _local.memory = [], (range(start, start + memory.nbytes), starts)
     try:
         work()
-        if None not in _local.tape:
+        if _local.tape and None not in _local.tape:
             _tapes[key] = tuple(_local.tape)
     finally:
         _local.tape = None
