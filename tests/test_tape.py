@@ -49,7 +49,7 @@ def tape(part, monkeypatch):
 
 
 def test_what_was_recorded_is_played(tape):
-    calls, done, memory, forever = [], [], torch.zeros(8), tape.lasting(torch.ones(2))
+    calls, done, memory, forever = [], [], torch.zeros(8), tape.lasting(torch.ones(2), torch.device("cpu"))
     kernel, mine = Kernel(calls), torch.ones(4)
 
     def work(tensor):

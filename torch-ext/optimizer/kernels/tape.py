@@ -40,8 +40,18 @@ def play(kind: Hashable, memory: torch.Tensor, tensors: Sequence[torch.Tensor], 
         launcher(programs, 1, 1, stream, *head, *arguments)
 
 
-def lasting(tensor: torch.Tensor) -> torch.Tensor:
-    """Say that launches use `tensor`, whose contents never change; a tape may keep it."""
+def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy on `device` for launches to use, which never changes; a tape may keep it.
+
+    Memory of a stream of its own: what is allocated on the caller's may belong to a graph that it is being made for.
+    """
+    if device.type == "cuda":
+        side = torch.cuda.Stream(device)
+        with torch.cuda.stream(side):
+            tensor = values.to(device)
+        side.synchronize()
+    else:
+        tensor = values.to(device, copy=True)
     _lasting[id(tensor)] = tensor
     return tensor
 
