@@ -88,7 +88,7 @@ def own_kernels() -> dict[str, str]:
     """Kernel -> kind, of the package's Triton kernels: a kernel is a function under `jit` whose name ends so."""
     kinds = {}
     for path in SOURCES.glob("*.py"):
-        names = re.findall(r"^@\w*jit\ndef (\w*kernel)\(", path.read_text(), re.MULTILINE)
+        names = re.findall(r"^@\w*jit\b.*\ndef (\w*kernel)\(", path.read_text(), re.MULTILINE)
         kinds.update(dict.fromkeys(names, "products" if path.stem in PRODUCTS else "memory"))
     return kinds
 
