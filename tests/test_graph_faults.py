@@ -54,8 +54,8 @@ def check_alone(result, replays, messages):
 
 @pytest.mark.interpreter
 def test_patterns_on_tapes(tape):  # noqa: F811
-    check_alone(*captured_patterns(0, 1, "alone", 3, 4, tape, "cpu"))
-    check_patterns(run_ranks(2, on_tapes, captured_patterns, "fsdp", 1, 8), 8)
+    check_alone(*captured_patterns(0, 1, "alone", 3, 3, tape, "cpu"))
+    check_patterns(run_ranks(2, on_tapes, captured_patterns, "fsdp", 1, 6), 6)
 
 
 @pytest.mark.gpu
@@ -79,6 +79,11 @@ AT_ADAMW = PARAMETERS - 3  # the place of its first parameter
 MODES_OF_RANKS = ["fsdp", "ddp", "reduce"]
 
 
+def steps_on(device):
+    """The interpreter is slow."""
+    return range(STEPS if device == "cuda" else 5)
+
+
 def runs_of(kinds, mode, world, device, **options):
     """A run of each kind, placed as `mode` says; None: in a process without others."""
     place, shared = placed(mode, world, device) if mode else (torch.clone, {})
@@ -97,7 +102,7 @@ def broken_runs(rank, world, mode, nonfinite, graph=torch.cuda.CUDAGraph, device
     """
     runs, (left,) = runs_of(kinds, mode, world, device, nonfinite=nonfinite), runs_of(["off"], mode, world, device)
     wrong, raised, replays = [], dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
-    for number in range(STEPS):
+    for number in steps_on(device):
         names = BROKEN.get(number, ())
         if names and nonfinite == "raise":
             expected = left.tensors()  # as if there had been no step
@@ -117,18 +122,23 @@ def broken_runs(rank, world, mode, nonfinite, graph=torch.cuda.CUDAGraph, device
     return wrong, [run.optimizer.skipped.item() for run in runs], raised, replays
 
 
-def check_broken(result, nonfinite):
+def check_broken(result, nonfinite, device="cuda"):
     wrong, skipped, raised, replays = result
+    broken = [BROKEN[number] for number in steps_on(device) if number in BROKEN]
     assert wrong == []
-    assert nonfinite != "skip" or {*skipped} == {sum(map(len, BROKEN.values()))}
-    assert {*raised.values()} == {len(BROKEN) if nonfinite == "raise" else 0}
-    assert not replays.get("off") and replays["capturable"] >= STEPS - 2  # not at first, nor with other ns_steps
+    assert nonfinite != "skip" or {*skipped} == {sum(map(len, broken))}
+    assert {*raised.values()} == {len(broken) if nonfinite == "raise" else 0}
+    check_replays(replays, device)
+
+
+def check_replays(replays, device):
+    """All but the first step, and one with other ns_steps."""
+    assert not replays.get("off") and replays["capturable"] >= len(steps_on(device)) - 2
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
-def test_broken_gradients_on_a_tape(nonfinite, tape):  # noqa: F811
-    check_broken(broken_runs(0, 1, None, nonfinite, tape, "cpu", ["capturable"]), nonfinite)
+def test_broken_gradients_on_a_tape(tape):  # noqa: F811
+    check_broken(broken_runs(0, 1, None, "skip", tape, "cpu", ["capturable"]), "skip", "cpu")
 
 
 @pytest.mark.gpu
@@ -186,7 +196,7 @@ def scaled_runs(rank, world, mode, graph=torch.cuda.CUDAGraph, device="cuda", ki
     for _ in runs:
         scalers.append(torch.amp.GradScaler(device, init_scale=256.0))
         scalers[-1].scale(torch.zeros((), device=device))  # makes the scale, as a loss would
-    for number in range(STEPS):
+    for number in steps_on(device):
         names = (0,) if number in INFINITE else ()
         expected = plain.tensors() if names else plain.step(number)
         if mode == "reduce" and rank != world - 1:
@@ -208,21 +218,21 @@ def scaled(run, scaler):
     return take
 
 
-def check_scaled(result, scale, parameters):
+def check_scaled(result, scale, skips, device="cuda"):
     wrong, scales, skipped, replays = result
     assert wrong == []
-    assert {*scales} == {scale} and {*skipped} == {len(INFINITE) * parameters}
-    assert not replays.get("off") and replays["capturable"] >= STEPS - 2
+    assert {*scales} == {scale} and {*skipped} == {skips}
+    check_replays(replays, device)
 
 
 @pytest.mark.interpreter
 def test_a_grad_scaler_on_a_tape(tape):  # noqa: F811
-    check_scaled(scaled_runs(0, 1, None, tape, "cpu", ["capturable"]), 64.0, 5)
+    check_scaled(scaled_runs(0, 1, None, tape, "cpu", ["capturable"]), 128.0, 5, "cpu")
 
 
 @pytest.mark.gpu
 def test_a_grad_scaler_on_a_gpu():
-    check_scaled(scaled_runs(0, 1, None), 64.0, PARAMETERS)
+    check_scaled(scaled_runs(0, 1, None), 64.0, 2 * PARAMETERS)
 
 
 @pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.gpus(n)) for n in (2, 4)])
@@ -231,7 +241,7 @@ def test_a_grad_scaler_on_a_gpu():
 def test_a_grad_scaler_on_many_gpus(mode, world):
     """With unreduced gradients, only the rank that saw it lowers its scale."""
     for rank, result in enumerate(run_ranks(world, scaled_runs, mode, backend="nccl", timeout=120)):
-        check_scaled(result, 256.0 if mode == "reduce" and rank != world - 1 else 64.0, PARAMETERS)
+        check_scaled(result, 256.0 if mode == "reduce" and rank != world - 1 else 64.0, 2 * PARAMETERS)
 
 
 # waiting ------------------------------------------------------------------------------------------------------------
