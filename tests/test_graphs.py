@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 import warnings
 
 import pytest
@@ -137,13 +136,10 @@ REST, STEPS = [(7,), (5, 3), ()], 8
 @contextlib.contextmanager
 def graphs_as(kind):
     """Steps in it, from the first one of an optimizer on, are of a kind; None: of the kind that they would be."""
-    if kind is not None:
-        os.environ["OPTIMIZER_GRAPHS"] = "off" if kind == "off" else "auto"
-    try:
-        yield
-    finally:
+    with pytest.MonkeyPatch.context() as patch:
         if kind is not None:
-            del os.environ["OPTIMIZER_GRAPHS"]
+            patch.setenv("OPTIMIZER_GRAPHS", "off" if kind == "off" else "auto")
+        yield
 
 
 class Run:

@@ -56,7 +56,9 @@ def stepped(shapes, device, wire, place=torch.clone, order=1, room=None, **optio
 
 @functools.cache
 def expected(shapes, device, wire):
-    with graphs_as("off" if device == "cuda" else None):
+    if device == "cpu":  # whose ranks may be threads, which share the environment
+        return stepped(shapes, device, wire)
+    with graphs_as("off"):
         return stepped(shapes, device, wire)
 
 
@@ -140,7 +142,8 @@ def test_every_layout_gives_the_bits_of_one_gpu(world, optimizer):
     for results, replays in run_ranks(world, on_gpus, backend="nccl", timeout=240):
         assert [case for case, equal in results.items() if not equal] == []
         assert len(results) == (192 if world > 2 else 72)
-        assert replays["off"] == 0 and replays["auto"] > len(results) and replays["capturable"] >= len(results) // 3
+        least = 2 * len(results) // len(KINDS)  # of three steps, the first is launched
+        assert replays["off"] == 0 and replays["auto"] >= least and replays["capturable"] >= least
 
 
 # unreduced gradients: a bound instead ------------------------------------------------------------------------------
