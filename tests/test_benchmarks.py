@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.ranks import run_threads
+
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
@@ -189,3 +191,37 @@ def test_train_compares_optimizers(optimizer, tmp_path):
         assert 0 < float(row["optimizer_ms"]) < float(row["step_ms"]) and int(row["tokens"]) == 4 * 4 * 32
         assert 1 < float(row["heldout_loss"]) < 7
     assert re.search(r"^muon: [\d.]+ ms of [\d.]+ ms, [\d.]+ %; the step is [+-][\d.]+ % against AdamW's$", text, re.M)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")
+def test_soak_finds_nothing_that_grows_or_differs(optimizer):
+    text = run("soak.py", "--ranks", 2, "--model", "tiny", "--steps", 20, "--mode", "hsdp", "reduce")
+    assert len(re.findall(r"^(hsdp|reduce) step \d+: [\d.]+ ms", text, re.M)) == 20
+    assert len(re.findall(r"\+0 files, \+0 groups since step 6; 2 copies, 0 tensors differ", text)) == 2
+
+
+def test_soak_fails_for_a_copy_that_differs_and_for_growth(optimizer, monkeypatch):
+    """In one process, whose copy is said to differ, or which is said to have more at each look."""
+    soak = load("soak", monkeypatch)
+    had = [[float(i), 1.0, 1.0] for i in range(20)]
+    for differing, holdings in ((1, lambda device: [1.0, 1.0, 1.0]), (0, lambda device: had.pop(0)[::-1])):
+        run_threads(1, soak_of, soak, differing, holdings)
+
+
+def soak_of(rank, world, soak, differing, holdings):
+    class Steps:
+        mode, rank, device, copies = "hsdp", 0, torch.device("cpu"), 2
+        opt = type("Optimizer", (), {"skipped": torch.tensor(1)})
+
+        def give(self, number, all_of_them):
+            pass
+
+        def step(self):
+            return lambda: 1.0
+
+        def differing(self):
+            return differing
+
+    soak.holdings = holdings
+    with pytest.raises(SystemExit, match="something grew, copies differ"):
+        soak.soak(Steps(), 20)

@@ -66,10 +66,15 @@ def _fork(rank, world, number, case, folder):
     if child:
         return child
     signal.alarm(60)  # no child outlives its test
+    _answer(rank, world, number, case, folder, "gloo")
+
+
+def _answer(rank, world, number, case, folder, backend):
+    """Leave what case[0](rank, world, *case[1:]) returns, or its traceback, in the folder, and end this process."""
     try:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.FileStore(os.path.join(folder, f"store{number}"), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world,
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world,
                                 timeout=datetime.timedelta(seconds=40))
         result = case[0](rank, world, *case[1:])
     except BaseException:
@@ -110,6 +115,27 @@ class Faulty:
         raise RuntimeError("a fault of this rank's own")
 
 
+def run_on_gpus(cases, folder, world=2, backend="nccl") -> list:
+    """As run_mortal, with every rank in a new process that has a GPU; those that take too long are killed."""
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_rank_on_gpu, args=(rank, world, i, case, str(folder), backend), daemon=True)
+             for i, case in enumerate(cases) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + START_S
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
+    return [[_read(folder / f"{i}.{rank}") for rank in range(world)] for i in range(len(cases))]
+
+
+def _rank_on_gpu(rank, world, number, case, folder, backend):
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    _answer(rank, world, number, case, folder, backend)
+
+
 # problems --------------------------------------------------------------------------------------------------------
 
 def build(route, fulls):
@@ -117,7 +143,7 @@ def build(route, fulls):
     from torch.distributed.tensor import Shard, init_device_mesh
 
     if route == "exchange":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(fulls[0].device.type, (dist.get_world_size(),))
         params = [nn.Parameter(cut(f, mesh, [Shard(0)])) for f in fulls]
         return params, package().NorMuon(params, lr=0.1, workspace_bytes=9_600)
     params = [nn.Parameter(f.clone()) for f in fulls]
@@ -127,15 +153,15 @@ def build(route, fulls):
                                      workspace_bytes=room)
 
 
-def wholes():
+def wholes(device="cpu"):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(s, generator=generator) for s in [(16, 24), (24, 16)] * 3]
+    return [torch.randn(s, generator=generator).to(device) for s in [(16, 24), (24, 16)] * 3]
 
 
 def give(params, route, step):
     generator = torch.Generator().manual_seed(step)
     for p in params:
-        grads = torch.randn(dist.get_world_size(), *p.shape, generator=generator)
+        grads = torch.randn(dist.get_world_size(), *p.shape, generator=generator).to(p.device)
         p.grad = cut(grads[0], p.device_mesh, p.placements) if route == "exchange" else grads[dist.get_rank()]
 
 
@@ -144,9 +170,9 @@ def tensors(params, optimizer):
     return [local(t).clone() for p in params for t in (p, *optimizer.state[p].values())]
 
 
-def struck(rank, world, route, place, fault, hop):
+def struck(rank, world, route, place, fault, hop, device="cpu"):
     """Two good steps, then one in which rank 1 fails; what rank 0 saw."""
-    (params, optimizer), (others, twin) = build(route, wholes()), build(route, wholes())
+    (params, optimizer), (others, twin) = build(route, wholes(device)), build(route, wholes(device))
     for step in range(2):
         for ps, opt in ((params, optimizer), (others, twin)):
             give(ps, route, step)
@@ -191,16 +217,31 @@ def test_a_fault_at_every_yield_is_told_and_nothing_goes_on_silently(route, tmp_
     cases = [(struck, route, place, fault, hop) for place, fault, hop in
              itertools.product(PLACES, FAULTS, HOPS.values())]
     for case, (seen, own) in zip(cases, run_mortal(cases, tmp_path)):
-        assert seen["buckets"] == [ROUTES[route]] * 3, seen["buckets"]
-        assert f"({route}; " in seen["message"] and "in bucket " in seen["message"], (case, seen["message"])
-        assert "the first of parameter #" in seen["message"] and "ranks 0, 1)" in seen["message"]
-        of = {"old", "new"} | ({"both"} if route == "reduce_elementwise" else set())
-        assert seen["seconds"] < 3 * TIMEOUT_S and set(seen["steps"]) <= of
-        assert "failed half-way" in seen["again"] and "load_state_dict" in seen["again"]
-        assert (own is None) == (case[3] == "dies")
-        if own is not None:
-            assert "a fault of this rank's own" in own["message"] and "in bucket " in own["message"]
-            assert "failed half-way" in own["again"] and set(own["steps"]) <= of
+        check_struck(route, case, seen, own)
+
+
+def check_struck(route, case, seen, own):
+    """What the rank saw that lives on, and what the other one did."""
+    assert seen["buckets"] == [ROUTES[route]] * 3, seen["buckets"]
+    assert f"({route}; " in seen["message"] and "in bucket " in seen["message"], (case, seen["message"])
+    assert "the first of parameter #" in seen["message"] and "ranks 0, 1)" in seen["message"]
+    of = {"old", "new"} | ({"both"} if route == "reduce_elementwise" else set())
+    assert seen["seconds"] < 3 * TIMEOUT_S and set(seen["steps"]) <= of
+    assert "failed half-way" in seen["again"] and "load_state_dict" in seen["again"]
+    assert (own is None) == (case[3] == "dies")
+    if own is not None:
+        assert "a fault of this rank's own" in own["message"] and "in bucket " in own["message"]
+        assert "failed half-way" in own["again"] and set(own["steps"]) <= of
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_on_gpus_is_told_where_the_host_waits(fault, tmp_path, optimizer):
+    """With TORCH_NCCL_BLOCKING_WAIT=1; without, torch ends the process."""
+    cases = [(struck, route, "before", fault, HOPS["inbound"], "cuda") for route in ROUTES]
+    for case, (seen, own) in zip(cases, run_on_gpus(cases, tmp_path)):
+        check_struck(case[1], case, seen, own)
 
 
 def gone(rank, world):

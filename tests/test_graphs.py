@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
+import math
 import warnings
 
 import pytest
@@ -133,6 +133,15 @@ MATRICES = {"cpu": [(8, 12), (12, 8)], "cuda": [(256, 128), (96, 320), (256, 128
 REST, STEPS = [(7,), (5, 3), ()], 8
 
 
+@contextlib.contextmanager
+def graphs_as(kind):
+    """Steps in it, from the first one of an optimizer on, are of a kind; None: of the kind that they would be."""
+    with pytest.MonkeyPatch.context() as patch:
+        if kind is not None:
+            patch.setenv("OPTIMIZER_GRAPHS", "off" if kind == "off" else "auto")
+        yield
+
+
 class Run:
     """An optimizer of a kind, whose schedules change what may change at every step, and at times what may not."""
 
@@ -158,19 +167,28 @@ class Run:
         if self.device == "cuda":
             self.optimizer.param_groups[2]["lr"] = 0.01 + 0.001 * number
 
-    def step(self, number, missing=()):
-        """`missing`: the numbers of the parameters that have no gradient."""
-        self.schedule(number)
+    def give(self, number, missing=(), broken=(), scale=1.0):
+        """Gradients: none for the parameters with the numbers in `missing`, one with a NaN for those in `broken`."""
         generator = torch.Generator().manual_seed(100 + number)
         for i, p in enumerate(self.params):
-            gradient = self.place(torch.randn(p.shape, generator=generator).to(self.device))
+            value, names = torch.randn(p.shape, generator=generator), {i, i - len(self.params)}
+            if names & {*broken}:
+                value.view(-1)[-1] = math.nan
+            gradient = self.place((value * scale).to(self.device))
             if p.grad is None or number in (2, 3):
                 self.kept.append(p.grad)  # so that the new one lies elsewhere
                 p.grad = gradient
-            p.grad = None if i in missing or i - len(self.params) in missing else p.grad.copy_(gradient)
-        os.environ["OPTIMIZER_GRAPHS"] = "off" if self.kind == "off" else "auto"
-        self.optimizer.step()
-        del os.environ["OPTIMIZER_GRAPHS"]
+            p.grad = None if names & {*missing} else p.grad.copy_(gradient)
+
+    def step(self, number, *what, take=None, **more):
+        """`what`, `more`: as for `give`; `take`: what takes the step."""
+        self.schedule(number)
+        self.give(number, *what, **more)
+        with graphs_as(self.kind):
+            (take or self.optimizer.step)()
+        return self.tensors()
+
+    def tensors(self):
         return [t.detach().clone() for p in self.params for t in (p, *self.optimizer.state[p].values())]
 
 
@@ -369,11 +387,10 @@ def test_graphs_go_before_process_groups_do(tape, monkeypatch):
 # on GPUs ------------------------------------------------------------------------------------------------------------
 
 @pytest.fixture
-def replays(monkeypatch):
+def replays():
     """The graphs that are replayed, one entry for each time."""
-    replay, seen = torch.cuda.CUDAGraph.replay, []
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (seen.append(graph), replay(graph)))
-    return seen
+    with counted(torch.cuda.CUDAGraph) as seen:
+        yield seen
 
 
 @pytest.mark.gpu
@@ -455,35 +472,45 @@ def test_all_parts_share_their_memory():
 _alive = []  # optimizers whose graphs hold collectives while the process group is destroyed
 
 
-def ranked(rank, world, mode, name, option, graph=torch.cuda.CUDAGraph, device="cuda"):
-    """(steps at which a kind differs; replays of a steady step, by kind; whether the last steps were alike)."""
+def placed(mode, world, device):
+    """(how parameters and gradients are placed, the options that go with it) of "fsdp", "ddp" and "reduce"."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
+    if mode != "fsdp":
+        return torch.clone, {"process_group": dist.group.WORLD, "grads_are_reduced": mode == "ddp"}
+    mesh = init_device_mesh(device, (world,))
+    return lambda full: distribute_tensor(full, mesh, [Shard(0) if full.ndim else Replicate()]), {}
+
+
+@contextlib.contextmanager
+def counted(graph):
+    """The graphs that are replayed meanwhile, one entry for each time."""
+    replay, seen = graph.replay, []
+    graph.replay = lambda one: (seen.append(one), replay(one))
+    try:
+        yield seen
+    finally:
+        graph.replay = replay
+
+
+def ranked(rank, world, mode, name, option, graph=torch.cuda.CUDAGraph, device="cuda"):
+    """(steps at which a kind differs; replays of a steady step, by kind; whether the last steps were alike)."""
     _alive.clear()
-    mesh, options = init_device_mesh(device, (world,)), dict(option)
-    if mode in ("ddp", "reduce"):
-        options.update(process_group=dist.group.WORLD, grads_are_reduced=mode == "ddp")
-
-    def place(full):
-        return full.clone() if mode in ("ddp", "reduce") else distribute_tensor(
-            full, mesh, [Shard(0) if full.ndim else Replicate()])
-
+    place, shared = placed(mode, world, device)
+    options = {**shared, **option}
     runs = [Run(kind, name, place, device, **options) for kind in KINDS]
     wrong, feeds, missing = [], None, {3: (0, -3) if rank == 0 else (), 4: (0, -3) if rank == 1 else (2,), 6: (1, -2)}
     for number in range(STEPS):
         wrong += [(number, kind) for kind in differing(runs, number, missing.get(number, ()))]
         feeds = feeds or [run.optimizer._feed for run in runs]
     wrong += [run.kind for run, feed in zip(runs, feeds) if run.optimizer._feed is not feed]  # bound anew
-    replay, seen, steady = graph.replay, [], {}
-    graph.replay = lambda one: (seen.append(one), replay(one))
-    try:
+    steady = {}
+    with counted(graph) as seen:
         for run in runs:
             for _ in range(4):
                 seen.clear()
                 run.optimizer.step()
             steady[run.kind] = len(seen)
-    finally:
-        graph.replay = replay
     same = all(torch.equal(local(a), local(b)) for run in runs[1:] for a, b in zip(runs[0].params, run.params))
     _alive.extend(runs)
     return wrong, steady, same

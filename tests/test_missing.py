@@ -8,56 +8,75 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import package, part, run_threads
+from tests.test_graphs import graphs_as
 from tests.test_routes import cut
 
 WORLD, PATTERNS = 8, 50
 DENSE, EXPERTS = [(16, 8), (8, 16), (9, 5), (2, 7)], [(8, 6, 4), (8, 4, 6)]
-MODES = {"fsdp": ((8,), DENSE), "tp x fsdp": ((2, 4), DENSE), "ep x fsdp": ((4, 2), EXPERTS),
-         "unreduced": (None, DENSE)}
+MODES = {"fsdp": DENSE, "tp x fsdp": DENSE, "ep x fsdp": EXPERTS, "unreduced": DENSE}
 
 
-def pattern(shares, generator):
+def pattern(shares, world, generator):
     """[for each parameter, which ranks have a gradient]: none at all, single ones, most, everybody."""
     likely = torch.tensor([0.0, 0.1, 0.5, 0.9, 1.0])[torch.randint(5, (shares,), generator=generator)]
     likely = likely * (torch.rand((), generator=generator) > 0.1)
-    return torch.rand(shares, WORLD, generator=generator) < likely[:, None]
+    return torch.rand(shares, world, generator=generator) < likely[:, None]
 
 
-def patterns(rank, world, mode):
-    """Steps with gradients missing beside steps with zeros in their place, and with nothing where no rank has one."""
+def placing(mode, world, device):
+    """(how tensors are placed, the options that go with it); "alone": no rank knows of another."""
     from torch.distributed.tensor import Shard, init_device_mesh
 
-    mesh_shape, shapes = MODES[mode]
+    if mode == "alone":
+        return torch.clone, {}
+    if mode == "unreduced":
+        return torch.clone, {"process_group": dist.group.WORLD, "grads_are_reduced": False}
+    shape = {"fsdp": (world,), "tp x fsdp": (2, world // 2), "ep x fsdp": (world // 2, 2)}[mode]
+    mesh, ways = init_device_mesh(device, shape), [Shard(0), Shard(1)][:len(shape)]
+    return lambda full: cut(full, mesh, ways), {}
+
+
+def patterns(rank, world, mode, device="cpu", kind=None, hold=1, count=PATTERNS):
+    """Steps with gradients missing beside steps with zeros in their place, and with nothing where no rank has one.
+
+    `kind`: of the first ones (test_graphs.py), the others then are without graphs; `hold`: steps with one pattern, of
+    which there are `count`.
+    Returns whether all there is to miss was missed, and whether weights and state have the same bits.
+    """
     generator = torch.Generator().manual_seed(len(mode))
-    mesh = init_device_mesh("cpu", mesh_shape) if mesh_shape else None
-    placements = {"fsdp": [Shard(0)], "tp x fsdp": [Shard(0), Shard(1)], "ep x fsdp": [Shard(0), Shard(1)]}.get(mode)
-    options = {} if mesh else {"process_group": dist.group.WORLD, "grads_are_reduced": False}
-
-    def place(full):
-        return cut(full, mesh, placements) if mesh else full.clone()
-
-    fulls = [torch.randn(s, generator=generator) for s in [*shapes, shapes[0]]]
+    place, options = placing(mode, world, device)
+    shapes = [*MODES.get(mode, DENSE), DENSE[0]]
+    if kind and device == "cpu":  # the interpreter is slow
+        shapes, options = shapes[-3:], {**options, "ns_coefficients": "jordan", "ns_steps": 1}
+    fulls = [torch.randn(s, generator=generator).to(device) for s in shapes]
     ours, theirs = ([nn.Parameter(place(f)) for f in fulls] for _ in "12")
-    missing, filled = (package().NorMuon([{"params": ps[:-1]}, {"params": ps[-1:], "use_muon": False}], lr=0.1,
-                                         **options) for ps in (ours, theirs))
-    local, seen = part("layout").local_of, set()
-    for step in range(PATTERNS):
-        has = pattern(len(fulls), generator) if step else torch.ones(len(fulls), WORLD, dtype=torch.bool)
+    missing, filled = (
+        package().NorMuon([{"params": ps[:-1]}, {"params": ps[-1:], "use_muon": False}], lr=0.1, capturable=captured,
+                          **options) for ps, captured in ((ours, kind == "capturable"), (theirs, False)))
+    local, seen, grads = part("layout").local_of, set(), [place(torch.zeros_like(f)) for f in fulls]
+    has = torch.ones(len(fulls), world, dtype=torch.bool)
+    for step in range(count * hold):
+        if step and step % hold == 0:
+            has = pattern(len(fulls), world, generator)
         kept = []
         for i, (p, q) in enumerate(zip(ours, theirs)):
-            gradient = place(torch.randn(world, *fulls[i].shape, generator=generator)[0 if mesh else rank])
-            p.grad = gradient if has[i, rank] else None
+            own = rank if mode == "unreduced" else 0
+            gradient = place(torch.randn(world, *fulls[i].shape, generator=generator)[own].to(device))
+            p.grad = grads[i].copy_(gradient) if has[i, rank] else None
             q.grad = gradient if has[i, rank] else torch.zeros_like(gradient)
             if not has[i].any():
                 kept += [(t, t.clone()) for t in (local(q), *(local(s) for s in filled.state[q].values()))]
-        missing.step()
-        filled.step()
+        with graphs_as(kind):
+            missing.step()
+        with graphs_as(kind and "off"):
+            filled.step()
         for now, then in kept:
             now.copy_(then)
         seen |= {"none" if not row.any() else "all" if row.all() else "some" for row in has}
     pairs = [*zip(ours, theirs)] + [(s, filled.state[q][k]) for p, q in zip(ours, theirs)
                                     for k, s in missing.state[p].items()]
-    return seen == {"none", "some", "all"}, all(torch.equal(local(a), local(b)) for a, b in pairs)
+    ways = {"none", "all"} if world == 1 else {"none", "some", "all"}
+    return seen == ways, all(torch.equal(local(a), local(b)) for a, b in pairs)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -14,9 +14,9 @@ from tests.test_routes import cut
 SHAPES = [(16, 8), (8, 16), (3, 8), (6,), (9, 5)]
 
 
-def wholes():
+def wholes(device="cpu"):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(s, generator=generator) for s in SHAPES]
+    return [torch.randn(s, generator=generator).to(device) for s in SHAPES]
 
 
 def groups(params):
@@ -30,13 +30,13 @@ def build(params, **options):
 def step(optimizer, params, number, place=torch.clone):
     generator = torch.Generator().manual_seed(100 + number)
     for p in params:
-        p.grad = place(torch.randn(p.shape, generator=generator))
+        p.grad = place(torch.randn(p.shape, generator=generator).to(p.device))
     optimizer.step()
 
 
-def alone(steps):
+def alone(steps, device="cpu"):
     """The weights and state of one process after so many steps."""
-    params = [nn.Parameter(f) for f in wholes()]
+    params = [nn.Parameter(f) for f in wholes(device)]
     optimizer = build(params)
     for number in range(steps):
         step(optimizer, params, number)
@@ -44,27 +44,28 @@ def alone(steps):
 
 
 def again(folder, name, rank, world):
-    """Another process group in this process."""
+    """Another process group in this process, of the same backend."""
+    backend = dist.get_backend()
     dist.destroy_process_group()
     if rank < world:
-        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{name}", world), rank=rank, world_size=world)
+        dist.init_process_group(backend, store=dist.FileStore(f"{folder}/{name}", world), rank=rank, world_size=world)
         part("layout")
         from tests.ranks import _forget_meshes
         _forget_meshes()
     return rank < world
 
 
-def elastic(rank, world, folder, worlds):
+def elastic(rank, world, folder, worlds, device="cpu", capturable=False):
     """Replicated parameters: the same optimizer goes on in process groups of other sizes."""
-    params = [nn.Parameter(f) for f in wholes()]
-    optimizer, number = build(params, process_group=dist.group.WORLD), 0
+    params = [nn.Parameter(f) for f in wholes(device)]
+    optimizer, number = build(params, process_group=dist.group.WORLD, capturable=capturable), 0
     for size in (world, *worlds):
         if number and not again(folder, f"plain{number}", rank, size):
             return None
         for _ in range(2):
             step(optimizer, params, number)
             number += 1
-    expected, state = alone(number)
+    expected, state = alone(number, device)
     return same(params, expected) and same([t for p in params for t in optimizer.state[p].values()], state)
 
 
@@ -75,22 +76,22 @@ def test_an_elastic_restart_with_replicas(worlds, tmp_path, optimizer):
     assert results == [True] * worlds[-1] + [None] * (4 - worlds[-1])
 
 
-def elastic_shards(rank, world, folder, worlds):
+def elastic_shards(rank, world, folder, worlds, device="cpu", capturable=False):
     """Sharded parameters, put anew on the mesh of each process group; their state comes along."""
     from torch.distributed.tensor import Shard, init_device_mesh
 
     def place(full):
         return cut(full, mesh, [Shard(0)])
 
-    mesh, number = init_device_mesh("cpu", (world,)), 0
-    params = [nn.Parameter(place(f)) for f in wholes()]
-    optimizer = build(params)
+    mesh, number = init_device_mesh(device, (world,)), 0
+    params = [nn.Parameter(place(f)) for f in wholes(device)]
+    optimizer = build(params, capturable=capturable)
     for size in (world, *worlds):
         if number:
             full = [(p.full_tensor(), {k: gathered(v) for k, v in optimizer.state.pop(p).items()}) for p in params]
             if not again(folder, f"shards{number}", rank, size):
                 return None
-            mesh = init_device_mesh("cpu", (size,))
+            mesh = init_device_mesh(device, (size,))
             params = [nn.Parameter(place(W.detach())) for W, _ in full]
             for group, new in zip(optimizer.param_groups, (params[:3], params[3:])):
                 group["params"] = list(new)
@@ -99,7 +100,7 @@ def elastic_shards(rank, world, folder, worlds):
         for _ in range(2):
             step(optimizer, params, number, place)
             number += 1
-    expected, state = alone(number)
+    expected, state = alone(number, device)
     return (same([p.full_tensor() for p in params], expected)
             and same([gathered(t) for p in params for t in optimizer.state[p].values()], state))
 
@@ -112,6 +113,17 @@ def gathered(t):
 def test_an_elastic_restart_with_shards(worlds, tmp_path, optimizer):
     results = run_ranks(4, elastic_shards, str(tmp_path), worlds)
     assert results == [True] * worlds[-1] + [None] * (4 - worlds[-1])
+
+
+@pytest.mark.parametrize(("world", "worlds"), [pytest.param(2, (2, 1), marks=pytest.mark.gpus(2)),
+                                              pytest.param(4, (4, 3, 2), marks=pytest.mark.gpus(4))], ids=str)
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("what", [elastic, elastic_shards])
+@pytest.mark.gpu
+def test_an_elastic_restart_on_gpus(what, capturable, world, worlds, tmp_path, optimizer):
+    """Graphs that hold collectives go with the process group."""
+    results = run_ranks(world, what, str(tmp_path), worlds, "cuda", capturable, backend="nccl", timeout=120)
+    assert results == [True] * worlds[-1] + [None] * (world - worlds[-1])
 
 
 def another_group(rank, world, folder):

@@ -11,13 +11,25 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import package, part, run_ranks, run_threads
+from tests.test_graphs import KINDS, counted, graphs_as
 from tests.test_modes import DENSE, EXPERTS, LAYOUTS, placements_of
 from tests.test_muon import same
 from tests.test_routes import cut
 
 FLAT = ["replicated", "fsdp rows", "fsdp columns", "experts, fsdp rows", "ep"]  # of any number of ranks
 WIRES, STEPS, LR = (torch.float32, torch.bfloat16), 2, 0.1
-ROOMS = {True: lambda world: 16_000 * max(world, 4), False: lambda world: None}  # by whether there are many buckets
+GROWN = 16  # by how much matrices on GPUs are larger in each of the last two dims
+
+
+def grown(shapes, device):
+    """On GPUs beside each matrix one that takes many tiles."""
+    more = [(*s[:-2], GROWN * s[-2], GROWN * s[-1]) for s in shapes]
+    return tuple(shapes) if device == "cpu" else (*shapes, *more)
+
+
+def room_of(many, world, device):
+    """`workspace_bytes` for many buckets or for few."""
+    return 16_000 * max(world, 4) * (1 if device == "cpu" else GROWN * GROWN) if many else None
 
 
 @functools.cache
@@ -25,7 +37,8 @@ def problem(shapes, device):
     """(weights, gradients of each step) of matrices, and of two parameters for AdamW."""
     generator = torch.Generator().manual_seed(len(shapes))
     fulls = [torch.randn(s, generator=generator).to(device) for s in (*shapes, shapes[0], shapes[-1])]
-    return fulls, [[torch.randn(f.shape, generator=generator).to(device) for f in fulls] for _ in range(STEPS)]
+    steps = STEPS if device == "cpu" else STEPS + 1  # launched, captured, replayed
+    return fulls, [[torch.randn(f.shape, generator=generator).to(device) for f in fulls] for _ in range(steps)]
 
 
 def stepped(shapes, device, wire, place=torch.clone, order=1, room=None, **options):
@@ -36,14 +49,17 @@ def stepped(shapes, device, wire, place=torch.clone, order=1, room=None, **optio
     optimizer = package().NorMuon(groups[::order], lr=LR, wire_dtype=wire, workspace_bytes=room, **options)
     for step in grads:
         for p, g in zip(params, step):
-            p.grad = place(g)
+            p.grad = place(g) if p.grad is None else p.grad.copy_(place(g))
         optimizer.step()
     return [t for p in params for t in (p.detach(), *(optimizer.state[p][k] for k in sorted(optimizer.state[p])))]
 
 
 @functools.cache
 def expected(shapes, device, wire):
-    return stepped(shapes, device, wire)
+    if device == "cpu":  # whose ranks may be threads, which share the environment
+        return stepped(shapes, device, wire)
+    with graphs_as("off"):
+        return stepped(shapes, device, wire)
 
 
 def cases_of(world):
@@ -54,28 +70,47 @@ def cases_of(world):
         yield layout, (number + world) % 3 != 2, 1 if (number + world) // 2 % 2 else -1, wire
 
 
-def all_layouts(rank, world, device="cpu"):
+def all_layouts(rank, world):
     """{case: whether this rank has the bits of one process}."""
+    return {case: has_the_bits_of_one(world, "cpu", {}, *case) for case in cases_of(world)}
+
+
+def on_gpus(rank, world, device="cuda"):
+    """As all_layouts, each case in every kind of step (test_graphs.py) and once more with the other buckets and order.
+    Returns {(kind, *case): whether this rank has the bits of one process}, and how many graphs were replayed by kind.
+    """
+    results, meshes, replays = {}, {}, {}
+    for kind in KINDS:
+        with graphs_as(kind), counted(torch.cuda.CUDAGraph) as seen:
+            for layout, many, order, wire in cases_of(world):
+                for case in ((layout, many, order, wire), (layout, not many, -order, wire)):
+                    results[(kind, *case)] = has_the_bits_of_one(world, device, meshes, *case,
+                                                                 capturable=kind == "capturable")
+            replays[kind] = len(seen)
+    return results, replays
+
+
+def has_the_bits_of_one(world, device, meshes, layout, many, order, wire, **options):
+    """Whether this rank has, after the steps of a case, what one process has. `meshes`: those that are there, by shape,
+    for others of that shape.
+    """
     from torch.distributed.tensor import init_device_mesh
 
-    results, local = {}, part("layout").local_of
-    for layout, many, order, wire in cases_of(world):
-        room = ROOMS[many](world)
-        if layout == "ddp":
-            shapes = tuple(DENSE)
-            ours = stepped(shapes, device, wire, order=order, room=room, process_group=dist.group.WORLD)
-            theirs = expected(shapes, device, wire)
-        else:
-            mesh_shape, placements, shapes = placements_of(layout, world)
-            mesh = init_device_mesh(device, mesh_shape)
+    local, room = part("layout").local_of, room_of(many, world, device)
+    if layout == "ddp":
+        shapes = grown(DENSE, device)
+        ours = stepped(shapes, device, wire, order=order, room=room, process_group=dist.group.WORLD, **options)
+        return same(ours, expected(shapes, device, wire))
+    mesh_shape, placements, shapes = placements_of(layout, world)
+    if mesh_shape not in meshes:
+        meshes[mesh_shape] = init_device_mesh(device, mesh_shape)
 
-            def place(full, way=(mesh, placements)):
-                return cut(full, *way) if full.ndim else full
+    def place(full):
+        return cut(full, meshes[mesh_shape], placements) if full.ndim else full
 
-            ours = [local(t) for t in stepped(tuple(shapes), device, wire, place, order, room)]
-            theirs = [local(place(t)) for t in expected(tuple(shapes), device, wire)]
-        results[layout, many, order, wire] = same(ours, theirs)
-    return results
+    shapes = grown(shapes, device)
+    ours = [local(t) for t in stepped(shapes, device, wire, place, order, room, **options)]
+    return same(ours, [local(place(t)) for t in expected(shapes, device, wire)])
 
 
 def warm(device="cpu"):
@@ -100,22 +135,27 @@ def test_the_matrix_is_large(optimizer):
     assert len(layouts) >= 40 and len(cases) >= 120 and len(set(cases)) == 8
 
 
-@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.gpus(n)) for n in (2, 4, 8)])
+@pytest.mark.parametrize("world", [1, *(pytest.param(n, marks=pytest.mark.gpus(n)) for n in (2, 4, 8))])
+@pytest.mark.gpu
 def test_every_layout_gives_the_bits_of_one_gpu(world, optimizer):
-    for results in run_ranks(world, all_layouts, "cuda", backend="nccl", timeout=240):
+    """72 cases for 1 and 2 GPUs, 192 for 4 and for 8: layouts, wires, buckets, order, graphs or not."""
+    for results, replays in run_ranks(world, on_gpus, backend="nccl", timeout=240):
         assert [case for case, equal in results.items() if not equal] == []
+        assert len(results) == (192 if world > 2 else 72)
+        least = 2 * len(results) // len(KINDS)  # of three steps, the first is launched
+        assert replays["off"] == 0 and replays["auto"] >= least and replays["capturable"] >= least
 
 
 # unreduced gradients: a bound instead ------------------------------------------------------------------------------
 
 def unreduced(rank, world, device="cpu"):
     """For both wires: (difference to one process relative to the movement, the same between two ways of cutting it
-    into buckets, the weights).
+    into buckets, the weights). Of two runs alike, the bits are compared here.
     """
     results = []
     for wire in WIRES:
         runs = []
-        for order, many in ((1, True), (-1, False)):
+        for order, many in ((1, True), (-1, False), (1, True)):
             fulls, grads = problem(tuple(DENSE), device)
             noise = [[torch.randn((world, *g.shape), generator=torch.Generator().manual_seed(i + 99 * step)).to(device)
                       for i, g in enumerate(gs)] for step, gs in enumerate(grads)]
@@ -130,7 +170,8 @@ def unreduced(rank, world, device="cpu"):
             runs.append([p.detach() for p in params])
         one = weights_of(expected(tuple(DENSE), device, wire), len(DENSE))
         results.append((*(max((a - b).norm().item() / (b - f).norm().item() for a, b, f in zip(runs[0], other, fulls))
-                          for other in (one, runs[1])), runs[0]))
+                          for other in (one, runs[1])), [w.cpu() for w in runs[0]]))
+        assert same(runs[0], runs[2])
     return results
 
 
@@ -150,13 +191,26 @@ def test_unreduced_gradients_stay_within_a_bound(world, optimizer):
         assert same(weights, everybody[0][0][2]) and same(low, everybody[0][1][2])
 
 
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.gpus(n)) for n in (2, 4)])
+@pytest.mark.gpu
+def test_unreduced_gradients_stay_within_a_bound_on_gpus(world, optimizer):
+    """Newton-Schulz takes fp16 there, to which another last bit of the mean may round otherwise."""
+    everybody = run_ranks(world, unreduced, "cuda", backend="nccl", timeout=120)
+    for results in everybody:
+        for (far, between, weights), (_, _, first) in zip(results, everybody[0]):
+            assert far < 0.03 and between < 0.03
+            assert same(weights, first)
+
+
 # runs ------------------------------------------------------------------------------------------------------------
 
-def test_two_runs_from_one_seed_are_identical(optimizer, device):
+@pytest.mark.parametrize("capturable", [False, True])
+def test_two_runs_from_one_seed_are_identical(capturable, optimizer, device):
     def run():
         torch.manual_seed(7)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(device)
-        muon = optimizer.NorMuon(optimizer.get_default_muon_param_groups(model), lr=LR)
+        groups = optimizer.get_default_muon_param_groups(model)
+        muon = optimizer.NorMuon(groups, lr=LR, capturable=capturable)
         for _ in range(5):
             muon.zero_grad()
             model(torch.randn(32, 8, device=device)).square().mean().backward()
@@ -166,33 +220,49 @@ def test_two_runs_from_one_seed_are_identical(optimizer, device):
     assert same(run(), run())
 
 
-def deterministic(rank, world):
+def deterministic(rank, world, device="cpu", **options):
     from torch.distributed.tensor import Shard, init_device_mesh
 
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(device, (world,))
     return [part("layout").local_of(t) for t in stepped(
-        tuple(DENSE), "cpu", torch.bfloat16, lambda f: cut(f, mesh, [Shard(0)]) if f.ndim else f, nonfinite="skip")]
+        tuple(DENSE), device, torch.bfloat16, lambda f: cut(f, mesh, [Shard(0)]) if f.ndim else f, nonfinite="skip",
+        **options)]
+
+
+def strictly(function, *args, **options):
+    """What a function gives while torch accepts deterministic algorithms only."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        return function(*args, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_deterministic_algorithms_are_honoured(world, optimizer):
     """Nothing that torch knows to be nondeterministic is used, and memory it fills with NaN is not read."""
     usual = run_threads(world, deterministic)
-    torch.use_deterministic_algorithms(True)
-    try:
-        strict = run_threads(world, deterministic)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    strict = strictly(run_threads, world, deterministic)
     assert all(same(a, b) for a, b in zip(usual, strict))
 
 
 @pytest.mark.gpu
-def test_deterministic_algorithms_are_honoured_on_a_gpu(optimizer, monkeypatch):
+@pytest.mark.parametrize("capturable", [False, True])
+def test_deterministic_algorithms_are_honoured_on_a_gpu(capturable, optimizer, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    usual = stepped(tuple(DENSE), "cuda", torch.bfloat16, nonfinite="skip")
-    torch.use_deterministic_algorithms(True)
-    try:
-        strict = stepped(tuple(DENSE), "cuda", torch.bfloat16, nonfinite="skip")
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert same(usual, strict)
+    what, how = (tuple(DENSE), "cuda", torch.bfloat16), {"nonfinite": "skip", "capturable": capturable}
+    assert same(stepped(*what, **how), strictly(stepped, *what, **how))
+
+
+def strict_ranks(rank, world, capturable, device="cuda"):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        usual = deterministic(rank, world, device, capturable=capturable)
+        return same(usual, strictly(deterministic, rank, world, device, capturable=capturable))
+
+
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.gpus(n)) for n in (2, 4)])
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.gpu
+def test_deterministic_algorithms_are_honoured_on_many_gpus(capturable, world, optimizer):
+    assert run_ranks(world, strict_ranks, capturable, backend="nccl", timeout=120) == [True] * world
