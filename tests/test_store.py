@@ -132,22 +132,32 @@ def test_state_of_an_owner_alone(rows, optimizer):
 
 # memory lent to buckets ------------------------------------------------------------------------------------------
 
+def share_with(needs):
+    """A share of which only the memory counts."""
+    travel = part("share").Travel({}, {}, (), ())
+    uses = ("leave", "return", "arrive", "long", "rows", "square", "stack", "mean")
+    return part("share").Share((), (), (), travel, travel, True, True, {**dict.fromkeys(uses, 0), **needs})
+
+
 def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
+    """All have the bench in common, and none needs more than the largest."""
     workspace = part("store").Workspace(3, torch.device("cpu"))
-    needs = [{"leave": 60 * (1 + i % 4), "arrive": 7 * i, "stack": 32} for i in range(6)]
-    for number, need in enumerate(needs):
-        workspace.reserve(number, need)
-    taken = [workspace.take(number, need) for number, need in enumerate(needs)]
-    ranges = []
-    for need, lent in zip(needs, taken):
-        assert {use: t.numel() for use, t in lent.items()} == need
+    shares = [share_with({"leave": 60 * (1 + i % 4), "return": 80, "arrive": 7 * i, "long": 90, "rows": 20, "stack": 32,
+                          "square": 8 + 8 * i, "mean": 9}) for i in range(6)]
+    for number, share in enumerate(shares):
+        workspace.reserve(number, share)
+    taken, slot, bench = [workspace.take(number, share) for number, share in enumerate(shares)], [], []
+    for share, lent in zip(shares, taken):
+        assert {use: t.numel() for use, t in lent.items()} == share.needs
         assert all(t.data_ptr() % part("plan").ALIGNMENT == 0 for t in lent.values() if t.numel())
-        ends = sorted((t.data_ptr(), t.data_ptr() + t.numel()) for t in lent.values() if t.numel())
-        assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:]))
-        ranges.append((ends[0][0], ends[-1][1]))
-    assert [ranges[i][0] == ranges[i + 3][0] for i in range(3)] == [True] * 3
-    spans = sorted((start, max(end for s, end in ranges if s == start)) for start in {start for start, _ in ranges})
-    assert len(spans) == 3 and all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
+        slot.append(lent["rows"].untyped_storage().data_ptr())
+        bench.append(lent["stack"].untyped_storage().data_ptr())
+        assert {lent[use].untyped_storage().data_ptr() for use in ("leave", "return", "long")} == {slot[-1]}
+        assert {lent[use].untyped_storage().data_ptr() for use in ("square", "mean")} == {bench[-1]}
+    assert slot[:3] == slot[3:] and len({*slot, *bench}) == 4 and len(set(bench)) == 1
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for lent in taken for t in lent.values()}
+    largest = [max(shares[i].places()[1]["slot"], shares[i + 3].places()[1]["slot"]) for i in range(3)]
+    assert [sizes[at] for at in (*slot[:3], bench[0])] == [*largest, shares[-1].places()[1]["bench"]]
 
 
 def test_piece_at_views_bytes(optimizer):

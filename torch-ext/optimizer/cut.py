@@ -12,6 +12,8 @@ from dataclasses import dataclass
 SHARES = (1, 1 / 2, 1 / 4, 1 / 8)  # of the room that a bucket may take
 ENDS = (0, 1, 2)  # layers that make a bucket of their own, at the beginning and at the end
 WORTH = 0.995  # more buckets, or another order, have to save some of the time: expectations are not exact
+SPARE = 1.01  # of the time, for less memory
+LESS = 0.8  # from one share to the next, where less memory is looked for
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,12 @@ def layers_of(matrices, owner_of, cost, freight) -> list[Layer]:
     return layers
 
 
-def cut(layers, most, room, price=None) -> list[list[Layer]]:
-    """Layers -> buckets. `most(taken)`: bytes of a bucket at one rank; `price(buckets)`: when the last one is done.
+def cut(layers, most, room, price=None, held=None) -> list[list[Layer]]:
+    """Layers -> buckets. `most(taken)`: the workspace that such a bucket wants; `price(buckets)`: when the last is done.
 
     As few buckets as there is room for, unless others are done earlier: smaller ones, which overlap more; small layers
     first, so that products start early; small layers last, so that little is left to send when products end.
+    `held(buckets)`: the bytes that they take together; where given, as few as cost no more than SPARE of the time.
     """
     best, choice = _fill(layers, most, room), [1, 0, 0]
     if price is None or len(layers) == 1:
@@ -52,7 +55,30 @@ def cut(layers, most, room, price=None) -> list[list[Layer]]:
         done = price(buckets)
         if done < WORTH * least:
             best, least, choice = buckets, done, tried
+    return best if held is None else _smallest(best, held, _smaller(layers, most, room, choice), price)
+
+
+def _smallest(best, held, others, price):
+    """Of `best` and others that are done nearly as early, what takes the fewest bytes."""
+    latest, least = SPARE * price(best), held(best)
+    for buckets in others:
+        if held(buckets) < least and price(buckets) <= latest:
+            best, least = buckets, held(buckets)
     return best
+
+
+def _smaller(layers, most, room, choice):
+    """The same arrangement, and one without ends, in smaller and smaller shares of the room."""
+    share, seen = choice[0], set()
+    while share * room >= 1:
+        for ends in (choice[1:], (0, 0)):
+            buckets = _arranged(layers, most, room, (share, *ends))
+            if _key(buckets) not in seen and not any(len(b) > 1 and most(total(b)) > room for b in buckets):
+                seen.add(_key(buckets))
+                yield buckets
+        if max(map(len, _fill(layers, most, share * room))) == 1:
+            return
+        share *= LESS
 
 
 def total(layers) -> Counter:

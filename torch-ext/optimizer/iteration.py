@@ -6,6 +6,7 @@ how a product is computed.
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 
@@ -17,13 +18,12 @@ from .kernels.norm import unit_norm
 class Part:
     """The matrices of one long side: X (N, n, m), where their Gram matrices lie in A, and where results go."""
 
-    def __init__(self, members, A, first, dtype):
+    def __init__(self, members, A, first, room):
         counts = [len(U) for U, _ in members]
         ends = list(itertools.accumulate(counts))
         self.places = [slice(end - count, end) for end, count in zip(ends, counts)]
         self.members, self.A = members, slice(first, first + ends[-1])
-        self.X = _empty(ends[-1], *members[0][0].shape[1:], dtype, A.device)
-        self.Y = _like(self.X)
+        self.X, self.Y = (room.empty(ends[-1], *members[0][0].shape[1:]) for _ in range(2))
 
     def begin(self, A, eps, scaled) -> list:
         """X <- U scaled and cast, A <- X X^T; return lengths of rows where they, not matrices, were scaled."""
@@ -43,33 +43,49 @@ class Part:
             self.X, self.Y = self.Y, self.X
 
 
-def iterate(members, steps, eps: float, dtype: torch.dtype, gram_form: bool) -> None:
+class Room:
+    """Memory for stacks in `dtype`: one after another in `flat` (uint8), or new memory where that is None."""
+
+    def __init__(self, flat, dtype, device):
+        self.flat, self.dtype, self.device, self.at = flat, dtype, device, 0
+
+    def empty(self, N, n, m):
+        """Uninitialised (N, n, m); on a GPU rows begin at multiples of 16 bytes, as TMA wants them."""
+        step = 1 if self.device.type == "cpu" else 16 // self.dtype.itemsize
+        shape = N, n, -(-m // step) * step
+        if self.flat is None:
+            return torch.empty(shape, dtype=self.dtype, device=self.device)[:, :, :m]
+        first, last = self.at, self.at + math.prod(shape) * self.dtype.itemsize
+        self.at = last + -last % 16
+        return self.flat[first:last].view(self.dtype).view(shape)[:, :, :m]
+
+
+def takes(n: int, m: int, itemsize: int, gram_form: bool) -> tuple[int, int]:
+    """Return the bytes that `iterate` takes for one (n, m) matrix, n <= m: of its own shape, and of n x n."""
+    long, short = (n * (side * itemsize + -side * itemsize % 16) for side in (m, n))
+    return 2 * long, (4 if gram_form else 2) * short
+
+
+def iterate(members, steps, eps: float, dtype: torch.dtype, gram_form: bool, memory=(None, None)) -> None:
     """Orthogonalize each U (N, n, m), n <= m, of members (U, out) into out; n is the same for all.
 
-    They may be the same memory. `steps`: a `polar.Steps`; `dtype`: that of the products.
+    They may be the same memory. `steps`: a `polar.Steps`; `dtype`: that of the products; `memory`: two flat uint8
+    tensors of the bytes that `takes` says for all matrices together, None for new memory.
     """
     longs = sorted({U.shape[2] for U, _ in members})
     n, N = members[0][0].shape[1], sum(len(U) for U, _ in members)
-    A, parts, lengths = _empty(N, n, n, dtype, members[0][0].device), [], []
+    long, square = (Room(flat, dtype, members[0][0].device) for flat in memory)
+    A, parts, lengths = square.empty(N, n, n), [], []
     for m in longs:
         first = parts[-1].A.stop if parts else 0
-        parts.append(Part([pair for pair in members if pair[0].shape[2] == m], A, first, dtype))
+        parts.append(Part([pair for pair in members if pair[0].shape[2] == m], A, first, long))
         lengths += parts[-1].begin(A, eps, steps.aol)
     scales = aol(A, torch.cat(lengths)) if steps.aol else None
+    more = [square.empty(N, n, n) for _ in range(3 if gram_form else 1)]
     if gram_form:
-        _gram_iteration(parts, A, steps.segments(dtype), scales)
+        _gram_iteration(parts, (A, *more), steps.segments(dtype), scales)
     else:
-        _standard_iteration(parts, A, steps.triples, scales)
-
-
-def _empty(N, n, m, dtype, device):
-    """Uninitialised (N, n, m); on a GPU rows begin at multiples of 16 bytes, as TMA wants them."""
-    step = 1 if device.type == "cpu" else 16 // dtype.itemsize
-    return torch.empty((N, n, -(-m // step) * step), dtype=dtype, device=device)[:, :, :m]
-
-
-def _like(X):
-    return _empty(*X.shape, X.dtype, X.device)
+        _standard_iteration(parts, (A, *more), steps.triples, scales)
 
 
 def _multiply(parts, P, scales, last):
@@ -85,12 +101,12 @@ def _multiply(parts, P, scales, last):
         part.multiply(P, last)
 
 
-def _standard_iteration(parts, A, triples, scales):
+def _standard_iteration(parts, squares, triples, scales):
     """X <- P X with P = a I + b A + c A^2 and A = X X^T, step by step.
 
     scales (N, n): where A is already scaled (AOL) and X is not, else None.
     """
-    P = _like(A)
+    A, P = squares
     for step, triple in enumerate(triples, start=1):
         if step > 1:
             _restart(parts, A)
@@ -98,14 +114,14 @@ def _standard_iteration(parts, A, triples, scales):
         _multiply(parts, P, scales if step == 1 else None, step == len(triples))
 
 
-def _gram_iteration(parts, A, segments, scales):
+def _gram_iteration(parts, squares, segments, scales):
     """Follow A and Q + q I, the product of the polynomials, in place of X; X <- Q X at the end of each segment.
 
     With Z = b A + c A^2: A <- (Z + a I) A (Z + a I), Q <- Q (Z + a I); a is added after the product, for in 16 bits
     Z + a I loses much of Z. A restart computes A afresh: rounding makes A and Q drift apart, and A indefinite.
     scales: see `_standard_iteration`.
     """
-    Z, Q, T = _like(A), _like(A), _like(A)
+    A, Z, Q, T = squares
     for number, segment in enumerate(segments, start=1):
         if number > 1:
             _restart(parts, A)

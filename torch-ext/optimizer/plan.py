@@ -15,8 +15,10 @@ from functools import partial
 from .balance import assign
 from .cut import cut, layers_of, total
 from .pace import Part
+from .pipeline import SLOTS
 
 ALIGNMENT = 16  # bytes: what one rank sends to another begins where the widest load of a GPU may begin
+SLOT, BENCH = 2, 3  # how much of the workspace a slot may take, and the bench, in equal parts
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices that travel together over `ranks`, the owner of each, the name of the route that steps them, how many
-    bytes of workspace that takes of one rank at most, and the times that are expected where they are known.
+    """Matrices that travel together over `ranks`, the owner of each, the name of the route that steps them, in how large
+    a workspace of one rank any number of such buckets have room, and the times that are expected where they are known.
     """
     route: str
     ranks: tuple
@@ -47,22 +49,23 @@ class Bucket:
     part: Part | None = field(default=None, compare=False)
 
 
-def make_plan(layouts, cost, loads, *, reduced=True, rank_bytes=1 << 28, itemsizes=None, pace=None) -> list[Bucket]:
+def make_plan(layouts, cost, loads, *, reduced=True, rank_bytes=1 << 30, itemsizes=None, thrifty=False) -> list[Bucket]:
     """Layouts -> buckets, the same on every rank.
 
-    `cost(rows, cols)`: the work of one matrix, a whole number; `loads`: work from earlier plans of this step, by the
-    ranks that know of it and by rank, updated in place; `reduced`: the gradients of plain tensors are already summed
-    over the ranks; `rank_bytes`: how much workspace a bucket may take of one rank (it takes more where one matrix per
-    owner does); `itemsizes`: bytes of an element on the wire, of an "update" and, where it travels, of a "row" of row
-    state; `pace`: the times by which buckets are cut and ordered, None where as few as fit are wanted.
+    `cost(rows, cols)`: the work of one matrix, a whole number; a Pace with measured times says also how buckets are cut
+    and ordered (else they are as few as fit). `loads`: work from earlier plans of this step, by the ranks that know of
+    it and by rank, updated in place; `reduced`: the gradients of plain tensors are already summed over the ranks;
+    `rank_bytes`: how much workspace buckets may take of one rank (more where one matrix per owner does); `itemsizes`:
+    bytes of an element on the wire, of an "update" and, where it travels, of a "row" of row state; "scratch": what a
+    matrix takes while it is iterated, see `polar.scratch`; `thrifty`: take less where that costs next to no time.
     """
-    families = _families(layouts, reduced)
+    families, pace = _families(layouts, reduced), cost if getattr(cost, "measured", False) else None
     owner_of, buckets = _assign(families, layouts, cost, loads), []
     for route, ranks in sorted(families, key=lambda family: (turn(family[1]), family)):
         freight = _Freight(layouts, itemsizes or {"update": 2}, route, ranks)
         layers = layers_of(families[route, ranks], owner_of, cost, freight)
-        price = partial(freight.price, owner_of, pace) if pace and route != "local" else None
-        for group in cut(layers, freight.most, rank_bytes, price):
+        price = partial(freight.price, owner_of, pace) if pace else None
+        for group in cut(layers, freight.most, rank_bytes, price, freight.held if thrifty else None):
             taken, matrices = freight.together(group)
             owners = tuple(owner_of[m] for m in matrices)
             part = pace and freight.part(matrices, owners, taken, pace)
@@ -135,6 +138,7 @@ class _Freight:
 
     def __init__(self, layouts, itemsizes, route, ranks):
         self.layouts, self.update, self.row = layouts, itemsizes["update"], itemsizes.get("row", 0)
+        self.scratch = itemsizes.get("scratch", lambda R, C: (0, 0, 0))
         self.route, self.ranks, self.known, self.partitions = route, ranks, {}, {}
 
     def sum(self, owned) -> Counter:
@@ -146,12 +150,13 @@ class _Freight:
 
     def _one(self, layout, owner) -> dict:
         R, C = layout.shape[-2:]
-        numel, others = R * C * self.update, len(self.ranks) - 1
-        held = {("held", owner): numel + 4 * R + ALIGNMENT}
+        numel, others, (key, long, square) = R * C * self.update, len(self.ranks) - 1, self.scratch(R, C)
+        held = {("held", owner): numel + ALIGNMENT, ("rows", owner): 4 * R + ALIGNMENT, ("long", owner, key): long,
+                ("square", owner, key): square}
         if self.route == "local":
             return held
         if self.route == "reduce":
-            return {("held", owner): held["held", owner] + 4 * (R * C + ALIGNMENT), ("leave", 0, 0): numel,
+            return {**held, ("held", owner): held["held", owner] + 4 * (R * C + ALIGNMENT), ("leave", 0, 0): numel,
                     ("return",): numel, ("in", owner): numel * (others + 1), ("out", owner): numel * others}
         if id(layout) not in self.known:
             self.known[id(layout)] = self._pieces(layout)
@@ -200,13 +205,34 @@ class _Freight:
                     travels)
 
     def most(self, taken) -> int:
-        """The bytes of any rank at most; see `Share.needs`. What arrives and what answers share memory."""
-        leave, owners = defaultdict(int), {where[0] for use, *where in taken if use == "held"}
+        """The workspace in which any number of such buckets have room, on every rank."""
+        return workspace(*self.memory(taken))
+
+    def held(self, buckets) -> int:
+        """The workspace that buckets, lists of layers, take of one rank at most."""
+        slots, benches = zip(*(self.memory(total(bucket)) for bucket in buckets))
+        turns = SLOTS if self.route != "local" else 1
+        return sum(max(slots[number::turns], default=0) for number in range(turns)) + max(benches)
+
+    def memory(self, taken) -> tuple[int, int]:
+        """(bytes of a slot, bytes of the bench) of any rank at most; see `Share.places`. What leaves a rank are pieces
+        to which answers return.
+        """
+        iterated = {"long": defaultdict(int), "square": defaultdict(int)}
         for (use, *where), nbytes in taken.items():
-            if use == "leave":
-                leave[where[0]] = max(leave[where[0]], nbytes)
-        owner = max(max(taken["in", o], taken["out", o]) + taken["held", o] for o in owners)
-        return owner + sum(leave.values()) + taken["return",] + 3 * ALIGNMENT * (len(self.ranks) + 2)
+            if use in iterated:
+                iterated[use][where[0]] = max(iterated[use][where[0]], nbytes)
+        slot, bench, fixed = 0, 0, 3 * ALIGNMENT * (len(self.ranks) + 2)
+        for o, square in iterated["square"].items():
+            wire = taken["return",] + max(taken["in", o], taken["out", o]) + fixed
+            slot = max(slot, max(wire, iterated["long"][o] + fixed) + taken["rows", o])
+            bench = max(bench, square + taken["held", o] + fixed)
+        return slot, bench
+
+
+def workspace(slot, bench) -> int:
+    """The bytes in which all buckets have room that take so many bytes of their slot and of the bench."""
+    return -(-max(slot * BENCH, bench * SLOT) * (SLOTS * SLOT + BENCH) // (SLOT * BENCH))
 
 
 def plan_chunks(shapes, ranks, rank_bytes, itemsizes) -> list[Bucket]:
@@ -216,9 +242,9 @@ def plan_chunks(shapes, ranks, rank_bytes, itemsizes) -> list[Bucket]:
     takes some rows of every part; its Matrix says how many (`rows`), from which one on (`at`).
     """
     N, gradient, weight = len(ranks), itemsizes["gradient"], itemsizes["weight"]
-    element = N * gradient + max(N * gradient, N * weight - weight) + N * weight - weight + max(4, gradient)
-    fixed = 3 * ALIGNMENT * (N + 2)
-    numel, buckets = (rank_bytes - fixed) // element, [[]]
+    leaves, returns, fixed = N * gradient, N * weight - weight, 3 * ALIGNMENT * (N + 2)
+    element = workspace(2 * max(leaves, returns), max(4, gradient))
+    numel, buckets = (rank_bytes - workspace(fixed, fixed)) // element, [[]]
     for param, (rows, cols) in enumerate(shapes):
         first, last = 0, -(-rows // N) if cols else 0
         while first < last:
@@ -229,7 +255,7 @@ def plan_chunks(shapes, ranks, rank_bytes, itemsizes) -> list[Bucket]:
             count = min(max(room // cols, 1), last - first)
             buckets[-1].append(Matrix(param, (first,), count, cols))
             first += count
-    return [Bucket("reduce_elementwise", ranks, tuple(b), (), fixed + element * sum(m.numel for m in b))
+    return [Bucket("reduce_elementwise", ranks, tuple(b), (), workspace(fixed, fixed) + element * sum(m.numel for m in b))
             for b in buckets if b]
 
 

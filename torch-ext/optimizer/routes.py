@@ -41,7 +41,7 @@ class Local:
     def step(self, hp):
         recipe.momentum(self.pack, self.bound.gradients(), self.bound.store.numbers, hp)
         self.fetch_rows()
-        recipe.orthogonalize(self.stacks, hp, self.bound.options.ns_dtype)
+        self.bound.orthogonalize(self.stacks, hp)
         recipe.normalize(self.stacks, self.rows, hp)
         self.keep_rows()
         recipe.apply(self.update, self.bound.store.numbers)
@@ -67,33 +67,45 @@ class Exchange(Journey):
         self.stacks, self.rows, whole = bound.stacks()
         self.inbound = Wire(bound, "inbound", "leave", "arrive")
         self.outbound = Wire(bound, "outbound", "arrive", "return")
-        # Where home and owner are one rank, the update is written into and read from the matrix itself. A replica whose
-        # copy is not sent updates its momentum all the same: its own update lands where the answer will.
+        # Where home and owner are one rank, the update is written into and read from the matrix itself, while the bench
+        # is this bucket's. A replica whose copy is not sent updates its momentum all the same: its own update lands
+        # where the answer will, once what leaves from there has left.
         back = {**self.outbound.arrive, **{p: whole[p] for p in (*home, *rows) if p in whole}}
         sent = {**back, **self.inbound.leave}
         V, sent_rows = bound.states(rows, "second_moment"), [p for p in rows if p.fed]
-        skip = bound.store.skip(home)
-        self.pack = Pack(bound.states(home, "momentum_buffer"), [sent[p] for p in home], bound.sources(home),
-                         bound.store.gradients, skip)
+        leaving, staying = _parted(home, self.inbound.leave)
+        owned, answered = _parted(home, whole)
+        self.pack, self.pack_here = (
+            Pack(bound.states(pieces, "momentum_buffer"), [sent[p] for p in pieces], bound.sources(pieces),
+                 bound.store.gradients, bound.store.skip(pieces)) for pieces in (leaving, staying))
         self.send_rows = Copy([sent[p] for p in sent_rows], bound.states(sent_rows, "second_moment"))
         self.assemble = Copy([whole[p] for p in self.inbound.arrive], list(self.inbound.arrive.values()))
         self.dismantle = Copy(list(self.outbound.leave.values()), [whole[p] for p in self.outbound.leave])
         self.keep_rows = Copy(V, [back[p] for p in rows], bound.store.skip(rows))
-        self.update = Update(bound.weights(home), [back[p] for p in home], bound.scales(home), skip)
+        self.update_here, self.update = (
+            Update(bound.weights(pieces), [back[p] for p in pieces], bound.scales(pieces), bound.store.skip(pieces))
+            for pieces in (owned, answered))
 
     def leave(self, hp):
         recipe.momentum(self.pack, self.bound.gradients(), self.bound.store.numbers, hp)
         self.send_rows()
 
     def compute(self, hp):
+        recipe.momentum(self.pack_here, self.bound.gradients(), self.bound.store.numbers, hp)
         self.assemble()
-        recipe.orthogonalize(self.stacks, hp, self.bound.options.ns_dtype)
+        self.bound.orthogonalize(self.stacks, hp)
         recipe.normalize(self.stacks, self.rows, hp)
         self.dismantle()
+        recipe.apply(self.update_here, self.bound.store.numbers)
 
     def land(self, hp):
         recipe.apply(self.update, self.bound.store.numbers)
         self.keep_rows()
+
+
+def _parted(pieces, those):
+    """(the pieces that are among those, the others)."""
+    return [p for p in pieces if p in those], [p for p in pieces if p not in those]
 
 
 class Reduce(Journey):
@@ -101,7 +113,7 @@ class Reduce(Journey):
 
     def __init__(self, bound):
         self.bound, home, rows = bound, bound.pieces("home"), bound.pieces("owned", "row")
-        owned = [p for p in home if p.owner == bound.rank]
+        owned, answered = _parted(home, set(bound.pieces("owned")))
         self.stacks, self.rows, whole = bound.stacks()
         self.inbound = Wire(bound, "inbound", "leave", "arrive")
         self.outbound = Wire(bound, "outbound", "arrive", "return")
@@ -113,7 +125,9 @@ class Reduce(Journey):
         self.keep_rows = Copy(bound.states(rows, "second_moment"), [whole[p] for p in rows], bound.store.skip(rows))
         self.dismantle = Copy(list(self.outbound.leave.values()), [whole[p] for p in self.outbound.leave])
         back = {**self.outbound.arrive, **{p: whole[p] for p in owned}}
-        self.update = Update(bound.weights(home), [back[p] for p in home], bound.scales(home), bound.store.skip(home))
+        self.update_here, self.update = (
+            Update(bound.weights(pieces), [back[p] for p in pieces], bound.scales(pieces), bound.store.skip(pieces))
+            for pieces in (owned, answered))
 
     def leave(self, _):
         self.fill(*self.bound.gradients())
@@ -121,10 +135,11 @@ class Reduce(Journey):
     def compute(self, hp):
         recipe.momentum(self.pack, self.mean(), self.bound.store.numbers, hp)
         self.fetch_rows()
-        recipe.orthogonalize(self.stacks, hp, self.bound.options.ns_dtype)
+        self.bound.orthogonalize(self.stacks, hp)
         recipe.normalize(self.stacks, self.rows, hp)
         self.keep_rows()
         self.dismantle()
+        recipe.apply(self.update_here, self.bound.store.numbers)
 
     def land(self, _):
         recipe.apply(self.update, self.bound.store.numbers)
