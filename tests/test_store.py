@@ -6,9 +6,13 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from tests.ranks import part, run_threads
+from tests.ranks import package, part, run_threads
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -193,3 +197,56 @@ def bound_on_rank(rank, world, route):
 
 def test_the_matrices_of_a_bucket_lie_side_by_side(optimizer):
     assert sum(run_threads(3, bound_on_rank, "exchange")) == 5
+
+
+# the workspace that was promised, against the memory that a step takes --------------------------------------------
+
+class Peak(TorchDispatchMode):
+    """`most`: of storages of `large` bytes or more that were made inside, the most bytes alive at once."""
+
+    def __init__(self, large):
+        super().__init__()
+        self.large, self.alive, self.most = large, {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() >= self.large:
+                storage = tensor.untyped_storage()
+                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
+                self.most = max(self.most, sum(nbytes for _, nbytes in self.alive.values()))
+        return result
+
+
+def measured_on_rank(rank, world, shapes, mode, room):
+    """(bytes of stacks and buffers that two steps take at most, the report's sum, its buckets) at one rank."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh, placed, options = init_device_mesh("cpu", (2, world // 2)), {"fsdp": [Shard(0), Shard(1)], "hsdp": [
+        Replicate(), Shard(0)]}.get(mode), {}
+    full = [torch.linspace(-1, 1, rows * cols).view(rows, cols) for rows, cols in shapes]
+    if placed:
+        full = [distribute_tensor(t, mesh, placed, src_data_rank=None) for t in full]
+    elif mode != "alone":
+        options = {"process_group": dist.group.WORLD, "grads_are_reduced": mode == "ddp"}
+    params = [nn.Parameter(t.clone()) for t in full]
+    for p in params:
+        p.grad = p.detach().clone()
+    optimizer = package().NorMuon(params, lr=0.1, workspace_bytes=room, **options)
+    with Peak(2 * 4 * max(rows * cols for rows, cols in shapes)) as peak:  # a CPU multiplies matrix by matrix
+        optimizer.step()
+        optimizer.step()
+    report = optimizer.plan_report()
+    return peak.most, report.workspace, len(report.rows), peak.large
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "hsdp", "ddp", "unreduced", "alone"])
+@pytest.mark.parametrize("room", [None, 1_500_000])
+@pytest.mark.parametrize("shapes", [[(24, 32)] * 64, [(16, 64), (64, 16), (32, 32), (32, 16)] * 20],
+                         ids=["one", "mixed"])
+def test_a_step_takes_the_workspace_that_was_promised_and_no_more(shapes, room, mode, optimizer):
+    for most, workspace, buckets, large in run_threads(4, measured_on_rank, shapes, mode, room):
+        assert most == sum(nbytes for nbytes in workspace.values() if nbytes >= large) > 0
+        assert room is None or sum(workspace.values()) <= room
+        assert buckets > 0

@@ -81,8 +81,9 @@ class Planner:
         layouts, wire = self._layouts(params), self.options.wire_dtype
         rows = self._layouts(params, of_rows=True) if "beta2" in group else None
         pace = Pace.of(group, self.device)
-        taken = partial(scratch, steps=pace.steps, itemsize=products_dtype(self.options.ns_dtype, self.device).itemsize)
-        sizes = {"update": wire.itemsize, "row": 4 if rows else 0, "scratch": taken}
+        itemsize = products_dtype(self.options.ns_dtype, self.device).itemsize
+        sizes = {"update": wire.itemsize, "row": 4 if rows else 0,
+                 "scratch": partial(scratch, steps=pace.steps, itemsize=itemsize)}
         buckets = make_plan(layouts, pace, self.loads, reduced=self.reduced, itemsizes=sizes,
                             rank_bytes=self.options.workspace(self.device),
                             thrifty=self.options.workspace_bytes is None)

@@ -202,7 +202,7 @@ def products_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dty
 
 
 def scratch(R: int, C: int, steps: Steps, itemsize: int) -> tuple:
-    """What one (R, C) matrix takes of the `memory` of `orthogonalize_`: (key, bytes of the first, of the second tensor).
+    """What one (R, C) matrix takes of the `memory` of `orthogonalize_`: (key, bytes of the first, of the second).
 
     Matrices of one key are iterated together and need the sum of it; keys follow each other and share their memory.
     """

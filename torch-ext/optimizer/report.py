@@ -108,7 +108,8 @@ class Report:
 
     `loads`: rank -> expected work (ns where times were measured on this device, else in proportion to FLOPs) of the
     buckets that this rank has part in; `least_load`: what the most loaded rank has at least, however matrices are
-    shared; `workspace`: the bytes of every slot and of the bench. `expected`, `measured`: lists of Span, empty where nothing is known.
+    shared; `workspace`: the bytes of every slot and of the bench. `expected`, `measured`: lists of Span, empty where
+    nothing is known.
     """
     rank: int
     rows: tuple

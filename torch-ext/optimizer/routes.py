@@ -15,6 +15,7 @@ from .graphs import capturing
 from .kernels.pack import Copy, Pack, copy_torch
 from .kernels.update import Update
 from .mean import Mean
+from .share import parted
 from .store import gradient_dtype, piece_at
 
 
@@ -67,24 +68,19 @@ class Exchange(Journey):
         self.stacks, self.rows, whole = bound.stacks()
         self.inbound = Wire(bound, "inbound", "leave", "arrive")
         self.outbound = Wire(bound, "outbound", "arrive", "return")
-        # Where home and owner are one rank, the update is written into and read from the matrix itself, while the bench
-        # is this bucket's. A replica whose copy is not sent updates its momentum all the same: its own update lands
-        # where the answer will, once what leaves from there has left.
+        # Where home and owner are one rank, the update is written into and read from the matrix itself. A replica whose
+        # copy is not sent updates its momentum all the same: its update lands where the answer will, after what leaves.
         back = {**self.outbound.arrive, **{p: whole[p] for p in (*home, *rows) if p in whole}}
         sent = {**back, **self.inbound.leave}
         V, sent_rows = bound.states(rows, "second_moment"), [p for p in rows if p.fed]
-        leaving, staying = _parted(home, self.inbound.leave)
-        owned, answered = _parted(home, whole)
         self.pack, self.pack_here = (
-            Pack(bound.states(pieces, "momentum_buffer"), [sent[p] for p in pieces], bound.sources(pieces),
-                 bound.store.gradients, bound.store.skip(pieces)) for pieces in (leaving, staying))
+            Pack(bound.states(some, "momentum_buffer"), [sent[p] for p in some], bound.sources(some),
+                 bound.store.gradients, bound.store.skip(some)) for some in parted(home, self.inbound.leave))
         self.send_rows = Copy([sent[p] for p in sent_rows], bound.states(sent_rows, "second_moment"))
         self.assemble = Copy([whole[p] for p in self.inbound.arrive], list(self.inbound.arrive.values()))
         self.dismantle = Copy(list(self.outbound.leave.values()), [whole[p] for p in self.outbound.leave])
         self.keep_rows = Copy(V, [back[p] for p in rows], bound.store.skip(rows))
-        self.update_here, self.update = (
-            Update(bound.weights(pieces), [back[p] for p in pieces], bound.scales(pieces), bound.store.skip(pieces))
-            for pieces in (owned, answered))
+        self.update_here, self.update = _updates(bound, whole, back)
 
     def leave(self, hp):
         recipe.momentum(self.pack, self.bound.gradients(), self.bound.store.numbers, hp)
@@ -103,9 +99,9 @@ class Exchange(Journey):
         self.keep_rows()
 
 
-def _parted(pieces, those):
-    """(the pieces that are among those, the others)."""
-    return [p for p in pieces if p in those], [p for p in pieces if p not in those]
+def _updates(bound, whole, back):  # of what is computed here, before the next bucket is; and of what is answered
+    return (Update(bound.weights(some), [back[p] for p in some], bound.scales(some), bound.store.skip(some))
+            for some in parted(bound.pieces("home"), whole))
 
 
 class Reduce(Journey):
@@ -113,7 +109,7 @@ class Reduce(Journey):
 
     def __init__(self, bound):
         self.bound, home, rows = bound, bound.pieces("home"), bound.pieces("owned", "row")
-        owned, answered = _parted(home, set(bound.pieces("owned")))
+        owned = [p for p in home if p.owner == bound.rank]
         self.stacks, self.rows, whole = bound.stacks()
         self.inbound = Wire(bound, "inbound", "leave", "arrive")
         self.outbound = Wire(bound, "outbound", "arrive", "return")
@@ -125,9 +121,7 @@ class Reduce(Journey):
         self.keep_rows = Copy(bound.states(rows, "second_moment"), [whole[p] for p in rows], bound.store.skip(rows))
         self.dismantle = Copy(list(self.outbound.leave.values()), [whole[p] for p in self.outbound.leave])
         back = {**self.outbound.arrive, **{p: whole[p] for p in owned}}
-        self.update_here, self.update = (
-            Update(bound.weights(pieces), [back[p] for p in pieces], bound.scales(pieces), bound.store.skip(pieces))
-            for pieces in (owned, answered))
+        self.update_here, self.update = _updates(bound, whole, back)
 
     def leave(self, _):
         self.fill(*self.bound.gradients())

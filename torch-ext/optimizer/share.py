@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from .plan import ALIGNMENT, Matrix
+from .freight import ALIGNMENT
+from .plan import Matrix
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ class Share:
 
 
     def places(self) -> tuple[dict, dict]:
-        """({use: (memory, first byte)}, {memory: bytes}). The "slot" is the bucket's own from its first part to its last,
-        the "bench" is for the one that is being computed.
+        """({use: (memory, first byte)}, {memory: bytes}). The "slot" is the bucket's own from its first part to its
+        last, the "bench" is for the one that is being computed.
 
         What leaves has left before answers return to its place, and what arrives is copied before answers leave from
         where it was; in between, while matrices are multiplied, both are free for the iteration's stacks ("long").
@@ -173,3 +174,8 @@ def chunk_share(bucket, shapes, rank, itemsizes) -> Share:
     home = tuple(p for p in pieces if p.home == rank)
     owned = tuple(p for p in pieces if p.owner == rank)
     return Share(home, owned, (), inbound, outbound, True, True, _needs(inbound, outbound, itemsizes["gradient"]))
+
+
+def parted(pieces, those) -> tuple[list, list]:
+    """(the pieces that are among those, the others)."""
+    return [p for p in pieces if p in those], [p for p in pieces if p not in those]

@@ -9,9 +9,9 @@ from collections import defaultdict
 
 import torch
 
+from .freight import ALIGNMENT
 from .kernels.table import Skip, Source
 from .layout import as_dtensor, is_dtensor, layout_of, local_of, raw_locals, this_rank
-from .plan import ALIGNMENT
 from .recipe import baked, orthogonalize, scale_of
 
 
@@ -179,9 +179,7 @@ def state_shape(param, key) -> tuple:
 
 
 class Workspace:
-    """Flat memory that buckets use in turn: a buffer for each slot and one for the bench, as large as the largest bucket
-    that takes it.
-    """
+    """Flat memory that buckets use in turn: a buffer for each slot and one for the bench, as large as any wants."""
 
     def __init__(self, slots, device):
         self.slots, self.device, self.sizes, self.buffers = slots, device, defaultdict(int), {}
