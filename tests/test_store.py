@@ -209,14 +209,18 @@ class Peak(TorchDispatchMode):
         self.large, self.alive, self.most = large, {}, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {storage._cdata for storage in _storages((args, kwargs))}  # other threads' too, in a collective
         result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() >= self.large:
-                storage = tensor.untyped_storage()
+        for storage in _storages(result):
+            if storage.nbytes() >= self.large and storage._cdata not in given:
                 self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                 self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
                 self.most = max(self.most, sum(nbytes for _, nbytes in self.alive.values()))
         return result
+
+
+def _storages(things):
+    return [thing.untyped_storage() for thing in tree_leaves(things) if isinstance(thing, torch.Tensor)]
 
 
 def measured_on_rank(rank, world, shapes, mode, room):
