@@ -22,7 +22,11 @@ from tests.ranks import package, part, run_threads
 MODELS_PY = Path(__file__).resolve().parent.parent / "benchmarks" / "models.py"
 models = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("models", MODELS_PY))
 spec.loader.exec_module(models)
-SIZES = {"update": 2, "row": 4}
+SIZES = {"update": 2, "row": 4, "scratch": lambda R, C: (min(R, C), 4 * R * C, 8 * min(R, C) ** 2)}
+
+
+ALIVE = [{"leave", "arrive", "rows"}, {"stack", "arrive", "rows", "mean"}, {"return", "stack", "rows"},
+         {"stack", "long", "square", "rows"}, {"arrive", "return", "rows"}, {"mean", "stack"}]
 
 
 def cost(rows, cols):
@@ -130,15 +134,31 @@ def by_pair(offsets, nbytes, index, here, peer):
     return dict(pairs)
 
 
+def bucket_sizes(share):
+    """(bytes of the slot, bytes of the bench) of one rank, whose uses at one time do not overlap."""
+    places, sizes = share.places()
+    spans = {use: (memory, at, at + share.needs[use]) for use, (memory, at) in places.items() if share.needs[use]}
+    assert set(places) == set(share.needs) and all(sizes[memory] >= end for memory, _, end in spans.values())
+    for together in ALIVE:
+        for (a, (memory, start, end)), (b, (other, at, _)) in itertools.permutations(spans.items(), 2):
+            assert not ({a, b} <= together and memory == other and start <= at < end), (a, b)
+    return sizes["slot"], sizes["bench"]
+
+
+def room_of(sizes):
+    """The workspace that three buckets take whose slots and benches are no larger than these."""
+    slot, bench = (max(values) for values in zip(*sizes))
+    return part("pipeline").SLOTS * slot + bench
+
+
 def check_room(bucket, shares, rank_bytes):
     """No rank needs more workspace than the plan says, and that is within bounds unless owners have one matrix each."""
-    needs = [sum(n + -n % 16 for n in share.needs.values()) for share in shares.values()]
-    assert max(needs) <= bucket.nbytes
+    assert room_of([bucket_sizes(share) for share in shares.values()]) <= bucket.nbytes
     assert bucket.nbytes <= rank_bytes or max(Counter(bucket.owners).values()) == 1
 
 
 def check_all(layouts, rows=None, **options):
-    options = {"rank_bytes": 1 << 28, "itemsizes": SIZES if rows else {"update": 2}, **options}
+    options = {"rank_bytes": 1 << 28, "itemsizes": SIZES, **options}
     buckets = plan_of(layouts, **options)
     check_owners(buckets, layouts)
     for bucket in buckets:
@@ -260,7 +280,7 @@ def measured_pace():
 
 def loads_of(shapes, world, placements, pace):
     loads = {}
-    buckets = part("plan").make_plan(layouts_on((world,), placements, shapes), pace, loads, pace=pace)
+    buckets = part("plan").make_plan(layouts_on((world,), placements, shapes), pace, loads)
     owned = Counter()
     for bucket in buckets:
         for matrix, owner in zip(bucket.matrices, bucket.owners):
@@ -304,7 +324,7 @@ def test_experts_stay_at_home(optimizer):
 
 def test_times_cut_a_plan_without_changing_owners(optimizer):
     pace, layouts = measured_pace(), layouts_on((8,), [Shard(0)], models.shapes_of("qwen3_1p7b", 12))
-    plain, timed = (part("plan").make_plan(layouts, pace, {}, rank_bytes=1 << 30, pace=p) for p in (None, pace))
+    plain, timed = (part("plan").make_plan(layouts, p, {}, rank_bytes=6 << 30) for p in (lambda R, C: pace(R, C), pace))
     assert len(timed) > len(plain) == 1
     assert {m: o for b in plain for m, o in zip(b.matrices, b.owners)} == {
         m: o for b in timed for m, o in zip(b.matrices, b.owners)}
@@ -314,6 +334,9 @@ def test_times_cut_a_plan_without_changing_owners(optimizer):
 class Hurried:
     """A pace by which every bucket pays that makes a transfer shorter."""
     measured, key = True, "hurried"
+
+    def __init__(self, steps):
+        self.steps = steps
 
     def __call__(self, R, C):
         return R * C
@@ -333,7 +356,8 @@ class Hurried:
 
 def test_how_a_plan_is_cut_changes_no_bit(monkeypatch, optimizer):
     shapes, results, counts = [(16, 8)] * 9 + [(8, 24)] * 12, [], []
-    for kind in (part("pace").Pace.of, lambda hp, device: Hurried()):
+    usual = part("pace").Pace.of
+    for kind in (usual, lambda hp, device: Hurried(usual(hp, device).steps)):
         monkeypatch.setattr(part("pace").Pace, "of", kind)
         ranks = run_threads(4, step_as_rank, shapes, [Shard(0)])
         results.append([torch.cat(shards) for shards in zip(*(params for params, _, _ in ranks))])
@@ -397,7 +421,7 @@ def test_work_that_some_ranks_do_not_know_of_moves_nobodys_owners(optimizer):
 def test_every_bucket_gives_every_rank_work_when_there_is_enough(world, optimizer):
     """A byte budget for a whole bucket would not: at 64 ranks it holds a few matrices."""
     layouts = layouts_on((world,), [Shard(0)], [(64, 32)] * (4 * world))
-    buckets = plan_of(layouts, rank_bytes=6 * 64 * 32 * 2)
+    buckets = plan_of(layouts, rank_bytes=64 * 32 * 2 * 12, itemsizes=SIZES)
     assert len(buckets) == 4
     assert all(set(bucket.owners) == set(range(world)) for bucket in buckets)
 
@@ -467,7 +491,7 @@ def test_chunks_hold_every_element_once(world, rank_bytes, optimizer):
     assert (len(buckets) == 1) == (rank_bytes == 1 << 28)
     for bucket in buckets:
         shares = {r: part("share").chunk_share(bucket, shapes, r, sizes) for r in ranks}
-        assert max(sum(n + -n % 16 for n in share.needs.values()) for share in shares.values()) <= bucket.nbytes
+        assert room_of([bucket_sizes(share) for share in shares.values()]) <= bucket.nbytes
         assert bucket.nbytes <= rank_bytes or [m.rows for m in bucket.matrices] == [1]
         for rank, share in shares.items():
             for piece in share.owned:
@@ -488,7 +512,7 @@ def test_planning_ten_thousand_matrices_for_4096_ranks(record_property, optimize
     layouts = layouts_on((512, 8), [Shard(0), Shard(1)], shapes) * 2500
     pace, profile = measured_pace(), cProfile.Profile()
     start = time.perf_counter()
-    buckets = profile.runcall(part("plan").make_plan, layouts, pace, {}, pace=pace)
+    buckets = profile.runcall(part("plan").make_plan, layouts, pace, {}, thrifty=True)
     planned = time.perf_counter()
     mine = [part("share").share_of(bucket, 17, layouts, None, SIZES) for bucket in buckets]
     shared = time.perf_counter()
@@ -521,13 +545,14 @@ def test_the_workspace_of_no_rank_is_exceeded(shapes, mode, least, optimizer):
     rows = rows_of(layouts, sizes, placements)
     options = {"reduced": reduced, "itemsizes": SIZES}
     one_each = max(b.nbytes for b in plan_of(layouts, rank_bytes=1, **options))
-    given, taken = int(least * slots * one_each), Counter()
-    buckets = plan_of(layouts, rank_bytes=given // slots, **options)
+    given, taken = int(least * one_each), Counter()
+    buckets = plan_of(layouts, rank_bytes=given, **options)
     for number, bucket in enumerate(buckets):
         for rank in bucket.ranks[:: max(1, len(bucket.ranks) // 8)]:
-            needs = part("share").share_of(bucket, rank, layouts, rows, SIZES).needs
-            taken[number % slots, rank] = max(taken[number % slots, rank], sum(n + -n % 16 for n in needs.values()))
-    most = max(sum(taken[slot, rank] for slot in range(slots)) for rank in buckets[0].ranks)
+            sizes = bucket_sizes(part("share").share_of(bucket, rank, layouts, rows, SIZES))
+            for memory, nbytes in zip((number % slots, "bench"), sizes):
+                taken[memory, rank] = max(taken[memory, rank], nbytes)
+    most = max(sum(nbytes for (_, owner), nbytes in taken.items() if owner == rank) for rank in buckets[0].ranks)
     assert most <= given
     assert most > 0.4 * given or len(buckets) < slots or shapes is MIXTURE
 

@@ -6,9 +6,13 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from tests.ranks import part, run_threads
+from tests.ranks import package, part, run_threads
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -132,22 +136,32 @@ def test_state_of_an_owner_alone(rows, optimizer):
 
 # memory lent to buckets ------------------------------------------------------------------------------------------
 
+def share_with(needs):
+    """A share of which only the memory counts."""
+    travel = part("share").Travel({}, {}, (), ())
+    uses = ("leave", "return", "arrive", "long", "rows", "square", "stack", "mean")
+    return part("share").Share((), (), (), travel, travel, True, True, {**dict.fromkeys(uses, 0), **needs})
+
+
 def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
+    """All have the bench in common, and none needs more than the largest."""
     workspace = part("store").Workspace(3, torch.device("cpu"))
-    needs = [{"leave": 60 * (1 + i % 4), "arrive": 7 * i, "stack": 32} for i in range(6)]
-    for number, need in enumerate(needs):
-        workspace.reserve(number, need)
-    taken = [workspace.take(number, need) for number, need in enumerate(needs)]
-    ranges = []
-    for need, lent in zip(needs, taken):
-        assert {use: t.numel() for use, t in lent.items()} == need
+    shares = [share_with({"leave": 60 * (1 + i % 4), "return": 80, "arrive": 7 * i, "long": 90, "rows": 20, "stack": 32,
+                          "square": 8 + 8 * i, "mean": 9}) for i in range(6)]
+    for number, share in enumerate(shares):
+        workspace.reserve(number, share)
+    taken, slot, bench = [workspace.take(number, share) for number, share in enumerate(shares)], [], []
+    for share, lent in zip(shares, taken):
+        assert {use: t.numel() for use, t in lent.items()} == share.needs
         assert all(t.data_ptr() % part("plan").ALIGNMENT == 0 for t in lent.values() if t.numel())
-        ends = sorted((t.data_ptr(), t.data_ptr() + t.numel()) for t in lent.values() if t.numel())
-        assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:]))
-        ranges.append((ends[0][0], ends[-1][1]))
-    assert [ranges[i][0] == ranges[i + 3][0] for i in range(3)] == [True] * 3
-    spans = sorted((start, max(end for s, end in ranges if s == start)) for start in {start for start, _ in ranges})
-    assert len(spans) == 3 and all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
+        slot.append(lent["rows"].untyped_storage().data_ptr())
+        bench.append(lent["stack"].untyped_storage().data_ptr())
+        assert {lent[use].untyped_storage().data_ptr() for use in ("leave", "return", "long")} == {slot[-1]}
+        assert {lent[use].untyped_storage().data_ptr() for use in ("square", "mean")} == {bench[-1]}
+    assert slot[:3] == slot[3:] and len({*slot, *bench}) == 4 and len(set(bench)) == 1
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for lent in taken for t in lent.values()}
+    largest = [max(shares[i].places()[1]["slot"], shares[i + 3].places()[1]["slot"]) for i in range(3)]
+    assert [sizes[at] for at in (*slot[:3], bench[0])] == [*largest, shares[-1].places()[1]["bench"]]
 
 
 def test_piece_at_views_bytes(optimizer):
@@ -183,3 +197,60 @@ def bound_on_rank(rank, world, route):
 
 def test_the_matrices_of_a_bucket_lie_side_by_side(optimizer):
     assert sum(run_threads(3, bound_on_rank, "exchange")) == 5
+
+
+# the workspace that was promised, against the memory that a step takes --------------------------------------------
+
+class Peak(TorchDispatchMode):
+    """`most`: of storages of `large` bytes or more that were made inside, the most bytes alive at once."""
+
+    def __init__(self, large):
+        super().__init__()
+        self.large, self.alive, self.most = large, {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {storage._cdata for storage in _storages((args, kwargs))}  # other threads' too, in a collective
+        result = function(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            if storage.nbytes() >= self.large and storage._cdata not in given:
+                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
+                self.most = max(self.most, sum(nbytes for _, nbytes in self.alive.values()))
+        return result
+
+
+def _storages(things):
+    return [thing.untyped_storage() for thing in tree_leaves(things) if isinstance(thing, torch.Tensor)]
+
+
+def measured_on_rank(rank, world, shapes, mode, room):
+    """(bytes of stacks and buffers that two steps take at most, the report's sum, its buckets) at one rank."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh, placed, options = init_device_mesh("cpu", (2, world // 2)), {"fsdp": [Shard(0), Shard(1)], "hsdp": [
+        Replicate(), Shard(0)]}.get(mode), {}
+    full = [torch.linspace(-1, 1, rows * cols).view(rows, cols) for rows, cols in shapes]
+    if placed:
+        full = [distribute_tensor(t, mesh, placed, src_data_rank=None) for t in full]
+    elif mode != "alone":
+        options = {"process_group": dist.group.WORLD, "grads_are_reduced": mode == "ddp"}
+    params = [nn.Parameter(t.clone()) for t in full]
+    for p in params:
+        p.grad = p.detach().clone()
+    optimizer = package().NorMuon(params, lr=0.1, workspace_bytes=room, **options)
+    with Peak(2 * 4 * max(rows * cols for rows, cols in shapes)) as peak:  # a CPU multiplies matrix by matrix
+        optimizer.step()
+        optimizer.step()
+    report = optimizer.plan_report()
+    return peak.most, report.workspace, len(report.rows), peak.large
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "hsdp", "ddp", "unreduced", "alone"])
+@pytest.mark.parametrize("room", [None, 1_500_000])
+@pytest.mark.parametrize("shapes", [[(24, 32)] * 64, [(16, 64), (64, 16), (32, 32), (32, 16)] * 20],
+                         ids=["one", "mixed"])
+def test_a_step_takes_the_workspace_that_was_promised_and_no_more(shapes, room, mode, optimizer):
+    for most, workspace, buckets, large in run_threads(4, measured_on_rank, shapes, mode, room):
+        assert most == sum(nbytes for nbytes in workspace.values() if nbytes >= large) > 0
+        assert room is None or sum(workspace.values()) <= room
+        assert buckets > 0

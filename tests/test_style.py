@@ -41,6 +41,7 @@ LAYERS = [
     ["op", "recipe"],
     ["pipeline"],  # it knows nothing; the cost model runs it on clocks in place of buckets
     ["pace", "balance", "cut"],
+    ["freight"],  # plan.py, cut in two: what matrices take of memory and time
     ["layout"],
     ["plan"],
     ["share"],  # plan.py, cut in two: the plan of all ranks, and what one rank has of it

@@ -56,10 +56,10 @@ def test_what_was_recorded_is_played(tape):
         done.append("work")
         tape.note(kernel, 3, (Descriptor(memory), memory[2:], forever, 0.5, None, tensor, Descriptor(tensor)))
 
-    tape.play("kind", memory, [mine], lambda: work(mine))
+    tape.play("kind", [memory], [mine], lambda: work(mine))
     assert done == ["work"] and not calls
     other = torch.ones(4)
-    tape.play("kind", memory, [other], lambda: work(other))
+    tape.play("kind", [memory], [other], lambda: work(other))
     assert done == ["work"]
     (call,) = calls
     assert call[:5] == (3, 1, 1, 5, 7) and call[9:13] == ((4, 1), None, None, None)
@@ -77,19 +77,19 @@ def test_other_memory_another_kind_and_other_sharing_are_recorded_anew(tape):
     for memory in memories * 2:
         for kind in "ab" * 2:
             for together in (tensors, tensors[:1] * 2, tensors[1:] * 2):
-                tape.play(kind, memory, together, functools.partial(work, memory))
+                tape.play(kind, [memory], together, functools.partial(work, memory))
     assert len(done) == 8
 
 
 def test_nothing_is_kept_alive_and_not_too_much_is_kept(tape):
     pair = [torch.zeros(8), torch.zeros(8)]
     gone, start = list(map(weakref.ref, pair)), pair[0].data_ptr()
-    tape.play("kind", pair[0], pair[1:], lambda: tape.note(Kernel([]), 1, (*pair, Descriptor(pair[0]))))
+    tape.play("kind", pair[:1], pair[1:], lambda: tape.note(Kernel([]), 1, (*pair, Descriptor(pair[0]))))
     pair.clear()
-    assert [ref() for ref in gone] == [None, None] and any(key[0] == start for key in tape._tapes)
+    assert [ref() for ref in gone] == [None, None] and any(key[0] == (start,) for key in tape._tapes)
     memory, kernel = torch.zeros(8), Kernel([])
     for kind in range(2 * tape.TAPES):
-        tape.play(kind, memory, [], lambda: tape.note(kernel, 1, (memory,)))
+        tape.play(kind, [memory], [], lambda: tape.note(kernel, 1, (memory,)))
     assert len(tape._tapes) == tape.TAPES
 
 
@@ -97,7 +97,7 @@ def test_work_without_launches_is_done_again(tape):
     """A rehearsal launches nothing; what it leaves out must not be left out for ever."""
     done, memory = [], torch.zeros(8)
     for _ in range(3):
-        tape.play("kind", memory, [], lambda: done.append(0))
+        tape.play("kind", [memory], [], lambda: done.append(0))
     assert len(done) == 3
 
 
@@ -111,7 +111,7 @@ def test_what_cannot_be_called_so_is_done_as_before(tape, kernel):
         tape.note(kernel, 1, (memory,))
 
     for _ in range(3):
-        tape.play("kind", memory, [], work)
+        tape.play("kind", [memory], [], work)
     assert len(done) == 3 and not tape._tapes
 
 
@@ -124,15 +124,15 @@ def test_memory_that_nobody_named_is_not_played(tape):
         tape.note(Kernel([]), 1, (tensor,))
 
     for _ in range(3):
-        tape.play("kind", memory, [], lambda: work(torch.zeros(3)))
-        tape.play("view", memory, [memory], lambda: work(torch.zeros(3)))
+        tape.play("kind", [memory], [], lambda: work(torch.zeros(3)))
+        tape.play("view", [memory], [memory], lambda: work(torch.zeros(3)))
     assert len(done) == 6 and not tape._tapes
 
 
 def test_an_error_ends_the_recording(tape):
     memory = torch.zeros(8)
     with pytest.raises(ZeroDivisionError):
-        tape.play("kind", memory, [], lambda: 1 / 0)
+        tape.play("kind", [memory], [], lambda: 1 / 0)
     tape.note(None, 1, ())
     assert tape._local.tape is None and not tape._tapes
 
@@ -146,13 +146,13 @@ def test_a_profiler_of_triton_hears_of_launches(tape):
         done.append(0)
         tape.note(kernel, 1, (memory,))
 
-    tape.play("kind", memory, [], work)
+    tape.play("kind", [memory], [], work)
     knobs.runtime.launch_enter_hook.add(print)
     try:
-        tape.play("kind", memory, [], work)
+        tape.play("kind", [memory], [], work)
     finally:
         knobs.runtime.launch_enter_hook.remove(print)
-    tape.play("kind", memory, [], work)
+    tape.play("kind", [memory], [], work)
     assert len(done) == 2
 
 

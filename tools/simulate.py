@@ -36,7 +36,7 @@ PACKAGE = get_kernel("org/optimizer", version=1).__name__
 balance, layout, pace, plan, polar = (importlib.import_module(f"{PACKAGE}.{name}")
                                       for name in ("balance", "layout", "pace", "plan", "polar"))
 RESULTS = ROOT / "benchmarks" / "results" / "step.csv"
-WORKSPACE = (2 << 30) // 3  # bytes of one of three slots
+WORKSPACE = 2 << 30  # bytes, at most
 COLUMNS = ("model mode ranks shards exchange matrices buckets plan_s balance least_balance network_mb nvlink_mb "
            "messages wire_ms products_ms step_ms").split()
 
@@ -135,7 +135,7 @@ def planned(model, mode, ranks, options, steps=5):
         mode, ranks = "hsdp", min(options.shards, ranks)
     layouts = layouts_of(model, mode, ranks, options)
     times, start = pace.Pace(polar.steps_of("polar_express", steps), "sm90"), time.perf_counter()
-    buckets = plan.make_plan(layouts, times, {}, rank_bytes=WORKSPACE, pace=times)
+    buckets = plan.make_plan(layouts, times, {}, rank_bytes=WORKSPACE, thrifty=True)
     return layouts, buckets, times, time.perf_counter() - start
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from .owned import claim
 from .pace import Pace
 from .pipeline import SLOTS, Pause
 from .plan import make_plan, plan_chunks, turn
+from .polar import products_dtype, scratch
 from .routes import ROUTES, Elementwise
 from .share import chunk_share, share_of
 from .store import Bound, Store, Workspace, create_state, gradient_dtype, state_keys
@@ -80,10 +82,13 @@ class Planner:
     def _matrices(self, group, params):
         layouts, wire = self._layouts(params), self.options.wire_dtype
         rows = self._layouts(params, of_rows=True) if "beta2" in group else None
-        sizes = {"update": wire.itemsize, "row": 4 if rows else 0}
         pace = Pace.of(group, self.device)
+        itemsize = products_dtype(self.options.ns_dtype, self.device).itemsize
+        sizes = {"update": wire.itemsize, "row": 4 if rows else 0,
+                 "scratch": partial(scratch, steps=pace.steps, itemsize=itemsize)}
         buckets = make_plan(layouts, pace, self.loads, reduced=self.reduced, itemsizes=sizes,
-                            rank_bytes=self._rank_bytes(), pace=pace if pace.measured else None)
+                            rank_bytes=self.options.workspace(self.device),
+                            thrifty=self.options.workspace_bytes is None)
         self._check_room(buckets, "one matrix per rank")
         owners = {m.param: o for b in buckets if b.route == "reduce" for m, o in zip(b.matrices, b.owners)}
         kept = [[p.shape[0] * (owners.get(i, self.rank) == rank) for rank in self._ranks()]
@@ -103,7 +108,7 @@ class Planner:
         ranks, layouts = self._ranks(), self._layouts(params)
         shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
         sizes = {"gradient": gradient_dtype(params[0]).itemsize, "weight": params[0].dtype.itemsize}
-        buckets = plan_chunks(shapes, ranks, self._rank_bytes(), sizes)
+        buckets = plan_chunks(shapes, ranks, self.options.workspace(self.device), sizes)
         self._check_room(buckets, "one row of a parameter per rank")
         kept = [row_chunks(rows, len(ranks)) for rows, _ in shapes]
         shares = [(b, chunk_share(b, shapes, self.rank, sizes)) for b in buckets]
@@ -118,12 +123,9 @@ class Planner:
                 known[key] = layout_of(p, self.process_group, (*p.shape[:-1], 1) if of_rows else None)
         return [known[key] for key in keys]
 
-    def _rank_bytes(self) -> int:
-        return self.options.workspace(self.device) // SLOTS
-
     def _check_room(self, buckets, least) -> None:
         """A bucket that takes more than its part of the workspace holds no more than it must."""
-        given, needed = self.options.workspace_bytes, SLOTS * max((b.nbytes for b in buckets), default=0)
+        given, needed = self.options.workspace_bytes, max((b.nbytes for b in buckets), default=0)
         if given is not None and needed > given:
             raise ValueError(f"workspace_bytes={given} is too small: with {least}, {SLOTS} buckets at a time, it takes "
                              f"{needed} bytes; pass at least that, or None")
@@ -177,13 +179,13 @@ def bind(plans, stores, options, groups, graphs):
         travelling += route.travels
     workspace = Workspace(SLOTS, stores[0].device if stores else None)
     for _, number, bound in bounds:
-        workspace.reserve(number, bound.share.needs)
+        workspace.reserve(number, bound.share)
     ranks = None
     for route, number, bound in bounds:
         if route.travels and ranks not in (None, bound.bucket.ranks):
             jobs.append((Pause(), bound.hp))
         ranks = bound.bucket.ranks if route.travels else ranks
-        bound.memory, bound.graphs = workspace.take(number, bound.share.needs), graphs
+        bound.memory, bound.graphs = workspace.take(number, bound.share), graphs
         jobs.append((route(bound), bound.hp))
         jobs[-1][0].label = _label(number, bound)
     return jobs

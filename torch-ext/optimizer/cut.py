@@ -12,6 +12,8 @@ from dataclasses import dataclass
 SHARES = (1, 1 / 2, 1 / 4, 1 / 8)  # of the room that a bucket may take
 ENDS = (0, 1, 2)  # layers that make a bucket of their own, at the beginning and at the end
 WORTH = 0.995  # more buckets, or another order, have to save some of the time: expectations are not exact
+SPARE = 1.01  # of the time, for less memory
+LESS = 0.85  # from one share to the next, where less memory is looked for
 
 
 @dataclass(frozen=True)
@@ -33,55 +35,96 @@ def layers_of(matrices, owner_of, cost, freight) -> list[Layer]:
     return layers
 
 
-def cut(layers, most, room, price=None) -> list[list[Layer]]:
-    """Layers -> buckets. `most(taken)`: bytes of a bucket at one rank; `price(buckets)`: when the last one is done.
+def cut(layers, most, room, price=None, held=None) -> list[list[Layer]]:
+    """Layers -> buckets. `most(taken)`: the workspace that such buckets want; `price(buckets)`: when the last is done.
 
     As few buckets as there is room for, unless others are done earlier: smaller ones, which overlap more; small layers
     first, so that products start early; small layers last, so that little is left to send when products end.
+    `held(buckets)`: the bytes that they take together; where given, as few as cost no more than SPARE of the time.
     """
-    best, choice = _fill(layers, most, room), [1, 0, 0]
+    size = _Sizes(most)
+    best, choice = _fill(layers, size, room), [1, 0, 0]
     if price is None or len(layers) == 1:
         return best
     least, seen = price(best), {_key(best)}
     for which, option in [(which, option) for which, options in enumerate((SHARES, ENDS, ENDS)) for option in options]:
         tried = [*choice[:which], option, *choice[which + 1:]]
-        buckets = _arranged(layers, most, room, tried)
-        if _key(buckets) in seen or any(len(b) > 1 and most(total(b)) > room for b in buckets):
+        buckets = _arranged(layers, size, room, tried)
+        if _key(buckets) in seen or any(len(b) > 1 and size(b) > room for b in buckets):
             continue
         seen.add(_key(buckets))
         done = price(buckets)
         if done < WORTH * least:
             best, least, choice = buckets, done, tried
+    return best if held is None else _smallest(best, held, _smaller(layers, size, room, choice), price)
+
+
+def _smallest(best, held, others, price):
+    """Of `best` and others that are done nearly as early, what takes the fewest bytes."""
+    latest, least, seen = SPARE * price(best), held(best), {_key(best)}
+    for buckets in others:
+        if _key(buckets) in seen:
+            continue
+        seen.add(_key(buckets))
+        nbytes = held(buckets)
+        if nbytes < least and price(buckets) <= latest:
+            best, least = buckets, nbytes
     return best
+
+
+def _smaller(layers, size, room, choice):
+    """The same arrangement, then one without ends, in smaller and smaller shares of the room."""
+    least = min(size([layer]) for layer in layers) / room
+    for ends in [choice[1:]] + [(0, 0)] * any(choice[1:]):
+        share, longest = choice[0], len(layers)
+        while share >= least and longest > 1:
+            buckets = _arranged(layers, size, room, (share, *ends))
+            longest = max(map(len, buckets))
+            if not any(len(b) > 1 and size(b) > room for b in buckets):
+                yield buckets
+            share = LESS * min(share, max(map(size, buckets)) / room)
 
 
 def total(layers) -> Counter:
     """What layers take of the workspace together."""
-    taken = Counter()
-    for layer in layers:
+    taken = Counter(layers[0].taken)
+    for layer in layers[1:]:
         taken.update(layer.taken)
     return taken
 
 
-def _arranged(layers, most, room, choice):
+def _arranged(layers, size, room, choice):
     """The smallest layers that give every owner work | the others, in descending order | the smallest."""
     share, lead, tail = choice
     end = max(0, len(layers) - tail)
     full = sum(len(layer.matrices) == len(layers[0].matrices) for layer in layers[:end])
     first, between = layers[max(0, full - lead):full], layers[:max(0, full - lead)] + layers[full:end]
-    return [part for part in (first, *_fill(between, most, share * room), layers[end:]) if part]
+    return [part for part in (first, *_fill(between, size, share * room), layers[end:]) if part]
 
 
-def _fill(layers, most, room):
-    buckets, taken = [], Counter()
+def _fill(layers, size, room):
+    buckets = []
     for layer in layers:
-        if buckets and most(taken + layer.taken) <= room:
+        if buckets and size([*buckets[-1], layer]) <= room:
             buckets[-1].append(layer)
-            taken = taken + layer.taken
         else:
             buckets.append([layer])
-            taken = layer.taken
     return buckets
+
+
+class _Sizes:
+    """`most` of layers together; each set of them is summed once."""
+
+    def __init__(self, most):
+        self.most, self.taken, self.sizes = most, {}, {}
+
+    def __call__(self, layers):
+        key = tuple(map(id, layers))
+        if key not in self.sizes:
+            before = self.taken.get(key[:-1])
+            taken = self.taken[key] = total(layers) if before is None else total([Layer((), before), layers[-1]])
+            self.sizes[key] = self.most(taken)
+        return self.sizes[key]
 
 
 def _key(buckets):

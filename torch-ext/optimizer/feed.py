@@ -8,9 +8,9 @@ import struct
 
 import torch
 
+from .freight import ALIGNMENT
 from .graphs import capturing
 from .kernels import use_triton
-from .plan import ALIGNMENT
 from .recipe import numbers_of
 
 PAGES = 4  # copies that may be on their way to the device

@@ -17,8 +17,7 @@ from .kernels.norm import unit_norm
 from .kernels.tape import play
 from .kernels.tiles import forced
 
-ROW_BYTES = 128  # rows begin at multiples of so many bytes: TMA wants 16, whole lines of the cache are a third faster
-BEGIN = 64  # stacks begin at multiples of so many elements
+LINE = 128  # bytes of the cache: TMA wants rows at multiples of 16, but those within lines take a third longer
 
 
 class Part:
@@ -49,42 +48,57 @@ class Part:
 
 
 class Room:
-    """Matrices in one piece of memory, whose rows begin, on a GPU, where the cache's lines do."""
+    """Stacks one after another in `flat` (uint8), or in new memory where that is None; on a GPU their rows begin where
+    the cache's lines do.
+    """
 
-    def __init__(self, shapes, dtype, device):
-        self.forms, end = _arrange(shapes, 1 if device.type == "cpu" else ROW_BYTES // dtype.itemsize)
-        self.memory = torch.empty(end, dtype=dtype, device=device)
+    def __init__(self, shapes, dtype, device, flat=None):
+        line = LINE // dtype.itemsize
+        self.forms, end = _arrange(shapes, 1 if device.type == "cpu" else line, line)
+        self.memory = torch.empty(end, dtype=dtype, device=device) if flat is None else flat.view(dtype)
+        assert self.memory.numel() >= end, "takes() promised less"
 
     def __getitem__(self, number: int) -> torch.Tensor:
-        return self.memory.as_strided(*self.forms[number])
+        shape, strides, at = self.forms[number]
+        return self.memory.as_strided(shape, strides, self.memory.storage_offset() + at)
+
+    def all(self) -> list:
+        return [self[number] for number in range(len(self.forms))]
 
 
 @functools.lru_cache(maxsize=1024)
-def _arrange(shapes, step):
+def _arrange(shapes, step, line):
     """[(shape, strides, offset)] for `Room`, and how many elements that takes."""
     forms, end = [], 0
     for N, n, m in shapes:
         pitch = m + -m % step
         forms.append(((N, n, m), (n * pitch, pitch, 1), end))
-        end += N * n * pitch + -(N * n * pitch) % BEGIN
+        end += N * n * pitch + -(N * n * pitch) % line
     return forms, end
 
 
-def iterate(members, steps, eps: float, dtype: torch.dtype, gram_form: bool) -> None:
+def takes(n: int, m: int, itemsize: int, gram_form: bool) -> tuple[int, int]:
+    """Return the bytes that `iterate` takes at most for one (n, m) matrix, n <= m: of its own shape, and of n x n."""
+    long, short = (n * (side * itemsize + -side * itemsize % LINE) for side in (m, n))
+    return 2 * long, (4 if gram_form else 2) * short
+
+
+def iterate(members, steps, eps: float, dtype: torch.dtype, gram_form: bool, memory=(None, None)) -> None:
     """Orthogonalize each U (N, n, m), n <= m, of members (U, out) into out; n is the same for all.
 
-    They may be the same memory. `steps`: a `polar.Steps`; `dtype`: that of the products.
+    They may be the same memory. `steps`: a `polar.Steps`; `dtype`: that of the products; `memory`: two flat uint8
+    tensors of the bytes that `takes` says for all matrices together, None for new memory.
     """
     longs = sorted({U.shape[2] for U, _ in members})
     groups = [[pair for pair in members if pair[0].shape[2] == m] for m in longs]
     counts = [sum(len(U) for U, _ in group) for group in groups]
     n, device = members[0][0].shape[1], members[0][0].device
-    shapes = [(count, n, m) for count, m in zip(counts, longs) for _ in "XY"]
-    shapes += [(sum(counts), n, n)] * (4 if gram_form else 2)
-    room, tensors = Room(tuple(shapes), dtype, device), [t for pair in members for t in pair]
-    work = functools.partial(_iterate, groups, counts, room, steps, eps, gram_form)
+    long = Room(tuple((count, n, m) for count, m in zip(counts, longs) for _ in "XY"), dtype, device, memory[0])
+    square = Room(((sum(counts), n, n),) * (4 if gram_form else 2), dtype, device, memory[1])
+    work = functools.partial(_iterate, groups, counts, long, square, steps, eps, gram_form)
     if use_triton(device) and not here.rehearsing and _only_launches(steps, gram_form, dtype):
-        play((look(*tensors), steps, eps, dtype, gram_form, forced()), room.memory, tensors, work)
+        tensors = [t for pair in members for t in pair]
+        play((look(*tensors), steps, eps, dtype, gram_form, forced()), (long.memory, square.memory), tensors, work)
     else:
         work()
 
@@ -96,11 +110,11 @@ def _only_launches(steps, gram_form, dtype) -> bool:
     return not steps.aol and not alone and all(c for _, _, c in steps.triples)
 
 
-def _iterate(groups, counts, room, steps, eps, gram_form) -> None:
+def _iterate(groups, counts, long, square, steps, eps, gram_form) -> None:
     """Do `iterate`. `groups`: the members of each long side, `counts`: how many matrices they are."""
-    squares, parts, first = [room[i] for i in range(2 * len(groups), len(room.forms))], [], 0
+    squares, parts, first = square.all(), [], 0
     for i, (group, count) in enumerate(zip(groups, counts)):
-        parts.append(Part(group, squares[0], first, room[2 * i], room[2 * i + 1]))
+        parts.append(Part(group, squares[0], first, long[2 * i], long[2 * i + 1]))
         first += count
     lengths = [length for part in parts for length in part.begin(eps, steps.aol)]
     _restart(parts)

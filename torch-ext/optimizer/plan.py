@@ -14,9 +14,8 @@ from functools import partial
 
 from .balance import assign
 from .cut import cut, layers_of, total
+from .freight import ALIGNMENT, Freight, workspace
 from .pace import Part
-
-ALIGNMENT = 16  # bytes: what one rank sends to another begins where the widest load of a GPU may begin
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices that travel together over `ranks`, the owner of each, the name of the route that steps them, how many
-    bytes of workspace that takes of one rank at most, and the times that are expected where they are known.
+    """Matrices that travel together over `ranks`, the owner of each, the name of the route that steps them, how large a
+    workspace has room for any number of such buckets on every rank, and the times that are expected where known.
     """
     route: str
     ranks: tuple
@@ -47,23 +46,24 @@ class Bucket:
     part: Part | None = field(default=None, compare=False)
 
 
-def make_plan(layouts, cost, loads, *, reduced=True, rank_bytes=1 << 28, itemsizes=None, pace=None) -> list[Bucket]:
+def make_plan(layouts, cost, loads, *, reduced=True, rank_bytes=1 << 30, itemsizes=None, thrifty=False) -> list[Bucket]:
     """Layouts -> buckets, the same on every rank.
 
-    `cost(rows, cols)`: the work of one matrix, a whole number; `loads`: work from earlier plans of this step, by the
-    ranks that know of it and by rank, updated in place; `reduced`: the gradients of plain tensors are already summed
-    over the ranks; `rank_bytes`: how much workspace a bucket may take of one rank (it takes more where one matrix per
-    owner does); `itemsizes`: bytes of an element on the wire, of an "update" and, where it travels, of a "row" of row
-    state; `pace`: the times by which buckets are cut and ordered, None where as few as fit are wanted.
+    `cost(rows, cols)`: the work of one matrix, a whole number; a Pace with measured times says also how buckets are cut
+    and ordered (else they are as few as fit). `loads`: work from earlier plans of this step, by the ranks that know of
+    it and by rank, updated in place; `reduced`: the gradients of plain tensors are already summed over the ranks;
+    `rank_bytes`: how much workspace buckets may take of one rank (more where one matrix per owner does); `itemsizes`:
+    bytes of an element on the wire, of an "update" and, where it travels, of a "row" of row state; "scratch": what a
+    matrix takes while it is iterated, see `polar.scratch`; `thrifty`: take less where that costs next to no time.
     """
-    families = _families(layouts, reduced)
+    families, pace = _families(layouts, reduced), cost if getattr(cost, "measured", False) else None
     owner_of, buckets = _assign(families, layouts, cost, loads), []
     for route, ranks in sorted(families, key=lambda family: (turn(family[1]), family)):
-        freight = _Freight(layouts, itemsizes or {"update": 2}, route, ranks)
+        freight = Freight(layouts, itemsizes or {"update": 2}, route, ranks)
         layers = layers_of(families[route, ranks], owner_of, cost, freight)
-        price = partial(freight.price, owner_of, pace) if pace and route != "local" else None
-        for group in cut(layers, freight.most, rank_bytes, price):
-            taken, matrices = freight.together(group)
+        price = partial(freight.price, owner_of, pace) if pace else None
+        for group in cut(layers, freight.most, rank_bytes, price, freight.held if thrifty else None):
+            taken, matrices = total(group), tuple(matrix for layer in group for matrix in layer.matrices)
             owners = tuple(owner_of[m] for m in matrices)
             part = pace and freight.part(matrices, owners, taken, pace)
             buckets.append(Bucket(route, ranks, matrices, owners, freight.most(taken), part))
@@ -130,85 +130,6 @@ def _assign(families, layouts, cost, loads) -> dict:
     return owner_of
 
 
-class _Freight:
-    """What matrices take of the workspace: bytes by use, and by owner or, of what leaves, by the copy that is sent."""
-
-    def __init__(self, layouts, itemsizes, route, ranks):
-        self.layouts, self.update, self.row = layouts, itemsizes["update"], itemsizes.get("row", 0)
-        self.route, self.ranks, self.known, self.partitions = route, ranks, {}, {}
-
-    def sum(self, owned) -> Counter:
-        """`owned`: (matrix, its owner), any number of them."""
-        taken = Counter()
-        for matrix, owner in owned:
-            taken.update(self._one(self.layouts[matrix.param], owner))
-        return taken
-
-    def _one(self, layout, owner) -> dict:
-        R, C = layout.shape[-2:]
-        numel, others = R * C * self.update, len(self.ranks) - 1
-        held = {("held", owner): numel + 4 * R + ALIGNMENT}
-        if self.route == "local":
-            return held
-        if self.route == "reduce":
-            return {("held", owner): held["held", owner] + 4 * (R * C + ALIGNMENT), ("leave", 0, 0): numel,
-                    ("return",): numel, ("in", owner): numel * (others + 1), ("out", owner): numel * others}
-        if id(layout) not in self.known:
-            self.known[id(layout)] = self._pieces(layout)
-        pieces, largest, whole, partition = self.known[id(layout)]
-        copy, alone = layout.copy_of[owner], whole[layout.copy_of[owner]] == pieces[owner]
-        return {**held, ("leave", partition, copy): 0 if alone else largest[copy], ("return",): max(largest.values()),
-                ("in", owner): whole[copy] - pieces[owner], ("out", owner): sum(whole.values()) - pieces[owner]}
-
-    def _pieces(self, layout):
-        """({rank: bytes of its piece}, {copy: those of its largest}, {copy: those of all}, number of the partition)."""
-        pieces, largest, whole = {}, defaultdict(int), defaultdict(int)
-        for rank in self.ranks:
-            (r0, r1), (c0, c1) = layout.boxes[rank][-2:]
-            nbytes = (r1 - r0) * ((c1 - c0) * self.update + self.row) if c0 < c1 else 0
-            pieces[rank], copy = nbytes, layout.copy_of[rank]
-            largest[copy], whole[copy] = max(largest[copy], nbytes), whole[copy] + nbytes
-        return pieces, largest, whole, self.partitions.setdefault(layout.copies, len(self.partitions))
-
-    def together(self, layers):
-        """(what layers take together, their matrices)."""
-        return total(layers), tuple(matrix for layer in layers for matrix in layer.matrices)
-
-    def price(self, owner_of, pace, buckets) -> float:
-        """When the last of `buckets`, lists of layers, is done, in ns."""
-        parts = []
-        for taken, matrices in map(self.together, buckets):
-            parts.append(self.part(matrices, [owner_of[m] for m in matrices], taken, pace))
-        return max(span.end for span in pace.spans(parts))
-
-    def part(self, matrices, owners, taken, pace) -> Part:
-        """The times of a bucket at the rank that has the most to do.
-
-        Per element 14 bytes for momentum and update (G, M in and out, U), 10 for the weight (W in and out, U), at home;
-        4 each way to gather pieces into a matrix and to cut it, at the owner.
-        """
-        counts, uses = defaultdict(Counter), defaultdict(list)
-        for matrix, owner in zip(matrices, owners):
-            counts[owner][matrix.rows, matrix.cols] += 1
-        for (use, *_), nbytes in taken.items():
-            uses[use].append(nbytes)
-        travels, held = self.route != "local", max(uses["held"]) / self.update
-        home = max(uses["return"]) / self.update if travels else held
-        products = max(map(pace.stacks, counts.values())) + pace.memory(8 * held if travels else 0)
-        inbound, outbound = max(uses["in"] + uses["leave"], default=0), max(uses["out"], default=0)
-        return Part(pace.memory(14 * home), pace.wire(inbound), products, pace.wire(outbound), pace.memory(10 * home),
-                    travels)
-
-    def most(self, taken) -> int:
-        """The bytes of any rank at most; see `Share.needs`. What arrives and what answers share memory."""
-        leave, owners = defaultdict(int), {where[0] for use, *where in taken if use == "held"}
-        for (use, *where), nbytes in taken.items():
-            if use == "leave":
-                leave[where[0]] = max(leave[where[0]], nbytes)
-        owner = max(max(taken["in", o], taken["out", o]) + taken["held", o] for o in owners)
-        return owner + sum(leave.values()) + taken["return",] + 3 * ALIGNMENT * (len(self.ranks) + 2)
-
-
 def plan_chunks(shapes, ranks, rank_bytes, itemsizes) -> list[Bucket]:
     """Buckets of parameters that are reduced elementwise: rank number i owns the i-th part of the rows of each.
 
@@ -216,9 +137,9 @@ def plan_chunks(shapes, ranks, rank_bytes, itemsizes) -> list[Bucket]:
     takes some rows of every part; its Matrix says how many (`rows`), from which one on (`at`).
     """
     N, gradient, weight = len(ranks), itemsizes["gradient"], itemsizes["weight"]
-    element = N * gradient + max(N * gradient, N * weight - weight) + N * weight - weight + max(4, gradient)
-    fixed = 3 * ALIGNMENT * (N + 2)
-    numel, buckets = (rank_bytes - fixed) // element, [[]]
+    leaves, returns, fixed = N * gradient, N * weight - weight, 3 * ALIGNMENT * (N + 2)
+    element = workspace(2 * max(leaves, returns), max(4, gradient))
+    numel, buckets = (rank_bytes - workspace(fixed, fixed)) // element, [[]]
     for param, (rows, cols) in enumerate(shapes):
         first, last = 0, -(-rows // N) if cols else 0
         while first < last:
@@ -229,8 +150,8 @@ def plan_chunks(shapes, ranks, rank_bytes, itemsizes) -> list[Bucket]:
             count = min(max(room // cols, 1), last - first)
             buckets[-1].append(Matrix(param, (first,), count, cols))
             first += count
-    return [Bucket("reduce_elementwise", ranks, tuple(b), (), fixed + element * sum(m.numel for m in b))
-            for b in buckets if b]
+    sizes = [workspace(fixed, fixed) + element * sum(m.numel for m in b) for b in buckets]
+    return [Bucket("reduce_elementwise", ranks, tuple(b), (), nbytes) for b, nbytes in zip(buckets, sizes) if b]
 
 
 def digest(buckets, layouts, *more) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .iteration import iterate
+from .iteration import iterate, takes
 from .kernels import ahead, on_chip
 
 Triple = tuple[float, float, float]
@@ -196,25 +196,41 @@ def polar_factor(X: torch.Tensor, steps: Steps, eps: float, dtype: torch.dtype |
     return out
 
 
+def products_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The dtype of products: the chosen one, else fp32 on a CPU and fp16 elsewhere."""
+    return dtype or (torch.float32 if device.type == "cpu" else torch.float16)
+
+
+def scratch(R: int, C: int, steps: Steps, itemsize: int) -> tuple:
+    """What one (R, C) matrix takes of the `memory` of `orthogonalize_`: (key, bytes of the first, of the second).
+
+    Matrices of one key are iterated together and need the sum of it; keys follow each other and share their memory.
+    """
+    n, m = sorted((R, C))
+    gram_form = _uses_gram(n, m, steps)
+    return (n if gram_form else (n, m), *takes(n, m, itemsize, gram_form))
+
+
 def orthogonalize_(stacks: Sequence[torch.Tensor], steps: Steps, eps: float = 1e-7,
-                   dtype: torch.dtype | None = None) -> None:
+                   dtype: torch.dtype | None = None, memory=(None, None)) -> None:
     """Replace every matrix of stacks (N, R, C) in fp32, bf16 or fp16 by its polar factor; see `orthogonalize`.
 
-    Stacks with equal short sides share launches; the bits of a matrix do not depend on its company.
+    Stacks with equal short sides share launches; the bits of a matrix do not depend on its company. `memory`: two flat
+    uint8 tensors of the bytes that `scratch` says, apart from the stacks; None for new memory.
     """
-    _polar([(stack, stack) for stack in stacks], steps, eps, dtype)
+    _polar([(stack, stack) for stack in stacks], steps, eps, dtype, memory)
 
 
-def _polar(pairs, steps, eps, dtype):
+def _polar(pairs, steps, eps, dtype, memory=(None, None)):
     """Orthogonalize each U into its out, which may be U. Only launches write to out, so a rehearsal leaves it alone."""
     kind = steps, dtype, *((U.dtype, U.device, U.shape, U.stride()) for U, _ in pairs)
     if pairs:
-        ahead.rehearse(pairs[0][0].device, lambda: _launch(pairs, steps, eps, dtype), kind)
-    _launch(pairs, steps, eps, dtype)
+        ahead.rehearse(pairs[0][0].device, lambda: _launch(pairs, steps, eps, dtype, memory), kind)
+    _launch(pairs, steps, eps, dtype, memory)
 
 
 @torch.no_grad()
-def _launch(pairs, steps, eps, dtype):
+def _launch(pairs, steps, eps, dtype, memory):
     """Sort by what shares launches. The short side comes first from here on."""
     together = {}
     for U, out in pairs:
@@ -223,11 +239,11 @@ def _launch(pairs, steps, eps, dtype):
         if U.shape[1] > U.shape[2]:
             U, out = U.mT, out.mT
         n, m = U.shape[1:]
-        own = dtype or (torch.float32 if U.device.type == "cpu" else torch.float16)
+        own = products_dtype(dtype, U.device)
         if on_chip.fits(U, own) and not steps.aol:
             on_chip.polar(U, out, steps.segments(own), eps, own)
         else:
             key = (n, own) if _uses_gram(n, m, steps) else (n, own, m)
             together.setdefault(key, []).append((U, out))
     for (_, own, *square), members in together.items():
-        iterate(members, steps, float(eps), own, gram_form=not square)
+        iterate(members, steps, float(eps), own, gram_form=not square, memory=memory)

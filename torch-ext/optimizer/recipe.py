@@ -48,10 +48,13 @@ def momentum(pack, gradients, numbers, hp) -> None:
     pack(*gradients, numbers[4:5], hp["nesterov"])
 
 
-def orthogonalize(stacks, hp, dtype) -> None:
-    """Replace each (R, C) matrix of each stack (N, R, C) by its polar factor, as the coefficients approximate it."""
+def orthogonalize(stacks, hp, dtype, memory) -> None:
+    """Replace each (R, C) matrix of each stack (N, R, C) by its polar factor, as the coefficients approximate it.
+
+    `memory`: see `polar.orthogonalize_`.
+    """
     steps = polar.steps_of(hp["ns_coefficients"], hp["ns_steps"])
-    polar.orthogonalize_(stacks, steps, hp["eps"], dtype)
+    polar.orthogonalize_(stacks, steps, hp["eps"], dtype, memory)
 
 
 def normalize(stacks, rows, hp) -> None:

@@ -108,12 +108,14 @@ class Report:
 
     `loads`: rank -> expected work (ns where times were measured on this device, else in proportion to FLOPs) of the
     buckets that this rank has part in; `least_load`: what the most loaded rank has at least, however matrices are
-    shared. `expected`, `measured`: lists of Span, empty where nothing is known.
+    shared; `workspace`: the bytes of every slot and of the bench. `expected`, `measured`: lists of Span, empty where
+    nothing is known.
     """
     rank: int
     rows: tuple
     loads: dict
     least_load: float
+    workspace: dict
     expected: list = field(repr=False)
     measured: list = field(repr=False)
 
@@ -130,7 +132,8 @@ class Report:
         return "\n".join([f"plan of rank {self.rank}", *lines, *self._sums()])
 
     def _sums(self):
-        yield f"workspace: {SLOTS} buckets at a time, {_bytes(_together(self.rows))}"
+        parts = ", ".join(f"{name} {_bytes(nbytes)}" for name, nbytes in self.workspace.items())
+        yield f"workspace: {_bytes(sum(self.workspace.values()))} ({parts})"
         if self.balance is not None:
             least = self.least_load * len(self.loads) / sum(self.loads.values())
             yield (f"balance: largest load / mean = {self.balance:.3f} over {len(self.loads)} ranks; as matrices are "
@@ -186,8 +189,9 @@ def report_of(jobs, rank, watch=None) -> Report:
             works += [pace(m.rows, m.cols) for m in route.bound.bucket.matrices]
     known = next((pace for pace in paces if pace and pace.measured), None)
     expected = known.spans([_part(route, known) for route, _ in jobs]) if known else []
-    return Report(rank, tuple(filter(None, rows)), dict(loads), least_load(works, max(len(loads), 1)), expected,
-                  measured)
+    bounds = [route.bound for route, _ in jobs if hasattr(route, "bound")]
+    return Report(rank, tuple(filter(None, rows)), dict(loads), least_load(works, max(len(loads), 1)),
+                  workspace_of(bounds), expected, measured)
 
 
 def _pace(route, hp):
@@ -215,7 +219,7 @@ def _row(number, route, hp, measured_ms):
     loads = _loads(bucket, pace) if pace else {}
     total, part = sum(loads.values()), _part(route, pace) if pace and pace.measured else None
     return Row(number, bucket.route, len(bucket.ranks), Counter((m.rows, m.cols) for m in bucket.matrices),
-               len(share.matrices), sum(share.needs.values()), sum(share.inbound.send_bytes),
+               len(share.matrices), sum(share.places()[1].values()), sum(share.inbound.send_bytes),
                sum(share.outbound.send_bytes), max(loads.values()) * len(loads) / total if total else None,
                (part.pack + part.products + part.apply) / 1e6 if part else None, measured_ms)
 
@@ -231,14 +235,18 @@ def _part(route, pace) -> Part:
     return Part(0, 0, 0, 0, pace.memory(28 * elements), route.travels)
 
 
-def _together(rows) -> int:
-    """The bytes that all slots take: buckets that travel use them in turn, the others the second one."""
-    slots, travelling = [0] * SLOTS, 0
-    for row in [row for row in rows if row.route != "elementwise"]:
-        number = 1 if row.route == "local" else travelling % SLOTS
-        slots[number] = max(slots[number], row.workspace_bytes)
-        travelling += row.route != "local"
-    return sum(slots)
+def workspace_of(bounds) -> dict[str, int]:
+    """What bound buckets take of this rank, in bytes: by slot, and the bench. Those that travel use slots in turn, the
+    others the second one.
+    """
+    sizes, travelling = Counter(), 0
+    for bound in bounds:
+        home = bound.bucket.route == "local"
+        for memory, nbytes in bound.share.places()[1].items():
+            name = f"slot {1 if home else travelling % SLOTS}" if memory == "slot" else memory
+            sizes[name] = max(sizes[name], nbytes)
+        travelling += not home
+    return dict(sizes)
 
 
 def _bytes(count) -> str:

@@ -15,6 +15,7 @@ from .graphs import capturing
 from .kernels.pack import Copy, Pack, copy_torch
 from .kernels.update import Update
 from .mean import Mean
+from .share import parted
 from .store import gradient_dtype, piece_at
 
 
@@ -41,7 +42,7 @@ class Local:
     def step(self, hp):
         recipe.momentum(self.pack, self.bound.gradients(), self.bound.store.numbers, hp)
         self.fetch_rows()
-        recipe.orthogonalize(self.stacks, hp, self.bound.options.ns_dtype)
+        self.bound.orthogonalize(self.stacks, hp)
         recipe.normalize(self.stacks, self.rows, hp)
         self.keep_rows()
         recipe.apply(self.update, self.bound.store.numbers)
@@ -68,32 +69,39 @@ class Exchange(Journey):
         self.inbound = Wire(bound, "inbound", "leave", "arrive")
         self.outbound = Wire(bound, "outbound", "arrive", "return")
         # Where home and owner are one rank, the update is written into and read from the matrix itself. A replica whose
-        # copy is not sent updates its momentum all the same: its own update lands where the answer will.
+        # copy is not sent updates its momentum all the same: its update lands where the answer will, after what leaves.
         back = {**self.outbound.arrive, **{p: whole[p] for p in (*home, *rows) if p in whole}}
         sent = {**back, **self.inbound.leave}
         V, sent_rows = bound.states(rows, "second_moment"), [p for p in rows if p.fed]
-        skip = bound.store.skip(home)
-        self.pack = Pack(bound.states(home, "momentum_buffer"), [sent[p] for p in home], bound.sources(home),
-                         bound.store.gradients, skip)
+        self.pack, self.pack_here = (
+            Pack(bound.states(some, "momentum_buffer"), [sent[p] for p in some], bound.sources(some),
+                 bound.store.gradients, bound.store.skip(some)) for some in parted(home, self.inbound.leave))
         self.send_rows = Copy([sent[p] for p in sent_rows], bound.states(sent_rows, "second_moment"))
         self.assemble = Copy([whole[p] for p in self.inbound.arrive], list(self.inbound.arrive.values()))
         self.dismantle = Copy(list(self.outbound.leave.values()), [whole[p] for p in self.outbound.leave])
         self.keep_rows = Copy(V, [back[p] for p in rows], bound.store.skip(rows))
-        self.update = Update(bound.weights(home), [back[p] for p in home], bound.scales(home), skip)
+        self.update_here, self.update = _updates(bound, whole, back)
 
     def leave(self, hp):
         recipe.momentum(self.pack, self.bound.gradients(), self.bound.store.numbers, hp)
         self.send_rows()
 
     def compute(self, hp):
+        recipe.momentum(self.pack_here, self.bound.gradients(), self.bound.store.numbers, hp)
         self.assemble()
-        recipe.orthogonalize(self.stacks, hp, self.bound.options.ns_dtype)
+        self.bound.orthogonalize(self.stacks, hp)
         recipe.normalize(self.stacks, self.rows, hp)
         self.dismantle()
+        recipe.apply(self.update_here, self.bound.store.numbers)
 
     def land(self, hp):
         recipe.apply(self.update, self.bound.store.numbers)
         self.keep_rows()
+
+
+def _updates(bound, whole, back):  # of what is computed here, before the next bucket is; and of what is answered
+    return (Update(bound.weights(some), [back[p] for p in some], bound.scales(some), bound.store.skip(some))
+            for some in parted(bound.pieces("home"), whole))
 
 
 class Reduce(Journey):
@@ -113,7 +121,7 @@ class Reduce(Journey):
         self.keep_rows = Copy(bound.states(rows, "second_moment"), [whole[p] for p in rows], bound.store.skip(rows))
         self.dismantle = Copy(list(self.outbound.leave.values()), [whole[p] for p in self.outbound.leave])
         back = {**self.outbound.arrive, **{p: whole[p] for p in owned}}
-        self.update = Update(bound.weights(home), [back[p] for p in home], bound.scales(home), bound.store.skip(home))
+        self.update_here, self.update = _updates(bound, whole, back)
 
     def leave(self, _):
         self.fill(*self.bound.gradients())
@@ -121,10 +129,11 @@ class Reduce(Journey):
     def compute(self, hp):
         recipe.momentum(self.pack, self.mean(), self.bound.store.numbers, hp)
         self.fetch_rows()
-        recipe.orthogonalize(self.stacks, hp, self.bound.options.ns_dtype)
+        self.bound.orthogonalize(self.stacks, hp)
         recipe.normalize(self.stacks, self.rows, hp)
         self.keep_rows()
         self.dismantle()
+        recipe.apply(self.update_here, self.bound.store.numbers)
 
     def land(self, _):
         recipe.apply(self.update, self.bound.store.numbers)

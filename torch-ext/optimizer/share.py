@@ -4,10 +4,11 @@ Derived from the plan for one rank at a time; both ends of every wire find the s
 """
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from .plan import ALIGNMENT, Matrix
+from .freight import ALIGNMENT
+from .plan import Matrix
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Share:
     """What one rank has of a bucket: the pieces it stores, the pieces it computes, and what it sends and receives.
 
     `crosses_inbound`, `crosses_outbound`: whether anything travels in that direction at all, on any rank. `needs`: use
-    -> bytes of workspace; what arrives is copied into the stack before answers leave from the same memory.
+    -> bytes of workspace, see `places`.
     """
     home: tuple
     owned: tuple
@@ -59,8 +60,24 @@ class Share:
     needs: dict
 
 
+    def places(self) -> tuple[dict, dict]:
+        """({use: (memory, first byte)}, {memory: bytes}). The "slot" is the bucket's own from its first part to its
+        last, the "bench" is for the one that is being computed.
+
+        What leaves has left before answers return to its place, and what arrives is copied before answers leave from
+        where it was; in between, while matrices are multiplied, both are free for the iteration's stacks ("long").
+        """
+        size = {use: nbytes + -nbytes % ALIGNMENT for use, nbytes in self.needs.items()}
+        home = max(size["leave"], size["return"])
+        wire = max(home + size["arrive"], size["long"])
+        places = {"leave": 0, "return": 0, "arrive": home, "long": 0, "rows": wire}
+        bench = {"square": 0, "stack": size["square"], "mean": size["square"] + size["stack"]}
+        found = {use: (memory, at) for memory, uses in (("slot", places), ("bench", bench)) for use, at in uses.items()}
+        return found, {"slot": wire + size["rows"], "bench": bench["mean"] + size["mean"]}
+
+
 def share_of(bucket, rank, layouts, row_layouts, itemsizes) -> Share:
-    """What `rank` has of `bucket`. `itemsizes`: piece kind -> bytes; `row_layouts`: None without row state."""
+    """What `rank` has of `bucket`. `itemsizes`: as in `make_plan`; `row_layouts`: None without row state."""
     travelling = list(_pieces_at(bucket, rank, layouts, "update"))
     rows = list(_pieces_at(bucket, rank, row_layouts, "row")) if row_layouts else []
     reduce = bucket.route == "reduce"
@@ -77,7 +94,7 @@ def share_of(bucket, rank, layouts, row_layouts, itemsizes) -> Share:
         home=tuple(p for p in pieces if p.home == rank), owned=tuple(p for p in pieces if p.owner == rank),
         matrices=matrices, inbound=inbound, outbound=outbound,
         crosses_inbound=reduce or not whole, crosses_outbound=bucket.route != "local",
-        needs={**_needs(inbound, outbound, itemsizes["update"] if reduce else 0),
+        needs={**_needs(inbound, outbound, itemsizes["update"] if reduce else 0), **_iterated(matrices, itemsizes),
                "stack": sum(m.numel * itemsizes["update"] + ALIGNMENT for m in matrices),
                "rows": sum(4 * m.rows for m in matrices)})
 
@@ -86,7 +103,17 @@ def _needs(inbound, outbound, averaged):
     """`averaged`: bytes of an element that arrives from every rank, to be averaged in fp32 or wider; 0: nothing is."""
     mean = inbound.recv_bytes[0] // averaged * max(4, averaged) if averaged else 0
     return {"leave": sum(inbound.send_bytes), "return": sum(outbound.recv_bytes),
-            "arrive": max(sum(inbound.recv_bytes), sum(outbound.send_bytes)), "mean": mean}
+            "arrive": max(sum(inbound.recv_bytes), sum(outbound.send_bytes)), "mean": mean,
+            **dict.fromkeys(("rows", "stack", "long", "square"), 0)}
+
+
+def _iterated(matrices, itemsizes):
+    """Bytes of the iteration's stacks; see `polar.scratch`."""
+    long, square = Counter(), Counter()
+    for matrix in matrices if "scratch" in itemsizes else ():
+        key, *nbytes = itemsizes["scratch"](matrix.rows, matrix.cols)
+        long[key], square[key] = long[key] + nbytes[0], square[key] + nbytes[1]
+    return {"long": max(long.values(), default=0), "square": max(square.values(), default=0)}
 
 
 def _stored_whole(layout, ranks) -> bool:
@@ -147,3 +174,8 @@ def chunk_share(bucket, shapes, rank, itemsizes) -> Share:
     home = tuple(p for p in pieces if p.home == rank)
     owned = tuple(p for p in pieces if p.owner == rank)
     return Share(home, owned, (), inbound, outbound, True, True, _needs(inbound, outbound, itemsizes["gradient"]))
+
+
+def parted(pieces, those) -> tuple[list, list]:
+    """(the pieces that are among those, the others)."""
+    return [p for p in pieces if p in those], [p for p in pieces if p not in those]

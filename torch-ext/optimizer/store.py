@@ -9,10 +9,10 @@ from collections import defaultdict
 
 import torch
 
+from .freight import ALIGNMENT
 from .kernels.table import Skip, Source
 from .layout import as_dtensor, is_dtensor, layout_of, local_of, raw_locals, this_rank
-from .plan import ALIGNMENT
-from .recipe import baked, scale_of
+from .recipe import baked, orthogonalize, scale_of
 
 
 class Store:
@@ -198,29 +198,29 @@ def state_shape(param, key) -> tuple:
 
 
 class Workspace:
-    """Flat memory that buckets use in turn: one buffer for each slot, as large as the largest bucket that takes it."""
+    """Flat memory that buckets use in turn: a buffer for each slot and one for the bench, as large as any wants."""
 
     def __init__(self, slots, device):
-        self.sizes, self.device, self.buffers = [0] * slots, device, {}
+        self.slots, self.device, self.sizes, self.buffers = slots, device, defaultdict(int), {}
 
-    def reserve(self, number, needs) -> None:
-        """`needs`: use -> bytes, for bucket `number`. All buckets reserve before the first takes its part."""
-        slot = number % len(self.sizes)
-        self.sizes[slot] = max(self.sizes[slot], sum(map(_aligned, needs.values())))
+    def reserve(self, number, share) -> None:
+        """For bucket `number`. All buckets reserve before the first takes its part."""
+        for memory, nbytes in share.places()[1].items():
+            key = self._key(number, memory)
+            self.sizes[key] = max(self.sizes[key], nbytes)
 
-    def take(self, number, needs) -> dict:
-        """use -> flat uint8 tensor of so many bytes, one after another in the slot."""
-        slot, at, lent = number % len(self.sizes), 0, {}
-        if slot not in self.buffers:
-            self.buffers[slot] = torch.empty(self.sizes[slot], dtype=torch.uint8, device=self.device)
-        for use, nbytes in needs.items():
-            lent[use] = self.buffers[slot][at:at + nbytes]
-            at += _aligned(nbytes)
+    def take(self, number, share) -> dict:
+        """use -> flat uint8 tensor of the bytes that the share needs, at its place."""
+        lent = {}
+        for use, (memory, at) in share.places()[0].items():
+            key = self._key(number, memory)
+            if key not in self.buffers:
+                self.buffers[key] = torch.empty(self.sizes[key], dtype=torch.uint8, device=self.device)
+            lent[use] = self.buffers[key][at:at + share.needs[use]]
         return lent
 
-
-def _aligned(nbytes):
-    return nbytes + -nbytes % ALIGNMENT
+    def _key(self, number, memory):
+        return number % self.slots if memory == "slot" else memory
 
 
 class Bound:
@@ -245,6 +245,10 @@ class Bound:
 
     def scales(self, pieces):
         return [scale_of(p.matrix, self.hp["adjust_lr_fn"]) for p in pieces]
+
+    def orthogonalize(self, stacks, hp):
+        """The iteration, in memory that is this bucket's while it is computed."""
+        orthogonalize(stacks, hp, self.options.ns_dtype, (self.memory["long"], self.memory["square"]))
 
     def stacks(self):
         """([(N, R, C) of each shape], [its (N, R, 1) row state], {piece computed here: its view in them})."""

@@ -19,19 +19,20 @@ _lasting: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # id -> t
 _local = threading.local()
 
 
-def play(kind: Hashable, memory: torch.Tensor, tensors: Sequence[torch.Tensor], work: Callable[[], None]) -> None:
+def play(kind: Hashable, memory: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor],
+         work: Callable[[], None]) -> None:
     """Do `work()`, which `kind` describes whole, but for addresses.
 
     All that it does on the device are launches by `jit.launch`, on `tensors` from their first element on, on views of
-    `memory`, on its own from one call to the next, and on lasting tensors.
+    `memory`, flat tensors that often lie where they lay, and on lasting tensors.
     """
-    starts = [t.data_ptr() for t in tensors]
-    key = memory.data_ptr(), memory.device.index, tuple(map(starts.index, starts)), kind
+    starts, device = [t.data_ptr() for t in tensors], memory[0].device
+    key = tuple(m.data_ptr() for m in memory), device.index, tuple(map(starts.index, starts)), kind
     calls = _tapes.get(key)
     if calls is None or _hooked():
         return _record(key, memory, starts, work)
     _tapes.move_to_end(key)
-    stream = torch.cuda.current_stream(memory.device).cuda_stream
+    stream = torch.cuda.current_stream(device).cuda_stream
     for launcher, programs, head, arguments, gaps in calls:
         if gaps:
             arguments = list(arguments)
@@ -64,8 +65,8 @@ def note(compiled, programs: int, arguments) -> None:
 
 
 def _record(key, memory, starts, work):
-    start = memory.data_ptr()
-    _local.tape, _local.memory = [], (range(start, start + memory.nbytes), starts)
+    _local.tape = []
+    _local.memory = [range(m.data_ptr(), m.data_ptr() + m.nbytes) for m in memory], starts
     try:
         work()
         if _local.tape and None not in _local.tape:
@@ -105,7 +106,7 @@ def _call(compiled, programs, arguments, memory, starts):
             flat += fill(tensor)
             if tensor.data_ptr() in starts:
                 gaps.append((first, len(flat), starts.index(tensor.data_ptr()), fill))
-            elif tensor.data_ptr() not in memory:
+            elif not any(tensor.data_ptr() in addresses for addresses in memory):
                 return None
         return function, programs, head, tuple(flat), gaps
     except (ImportError, AttributeError, KeyError, StopIteration, TypeError):

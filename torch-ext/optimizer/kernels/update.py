@@ -35,6 +35,8 @@ class Update:
 
         `factors`: lr and 1 - lr weight_decay, two fp32 elements on the device.
         """
+        if not self.W:
+            return
         if self.launches is None:
             return update_torch(self.W, self.U, self.scales, *factors, self.skip)
         for launch, scales, (flags, places, skips) in zip(self.launches, self.scales_of, self.skips):

@@ -1,0 +1,154 @@
+"""What matrices take of the workspace while they travel and are computed, and how long that lasts. Touches no tensor.
+
+Decides how the workspace is divided: a slot for each bucket alive, and a bench for the one that is being computed. Must
+not know: how buckets are cut.
+"""
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+from .cut import total
+from .pace import Part
+from .pipeline import SLOTS
+
+ALIGNMENT = 16  # bytes: what one rank sends to another begins where the widest load of a GPU may begin
+SLOT, BENCH = 2, 3  # how much of the workspace a slot may take, and the bench, in equal parts
+
+
+def workspace(slot, bench) -> int:
+    """The bytes in which all buckets have room that take no more than so many bytes of a slot and of the bench."""
+    return -(-max(slot * BENCH, bench * SLOT) * (SLOTS * SLOT + BENCH) // (SLOT * BENCH))
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one matrix takes, in bytes: of its owner `inbound`, `outbound`, what is `held` on the bench (the matrix, its
+    mean), its `rows`, and for the iteration `long` and `square`, of which those of one `key` are needed at once; of the
+    others what leaves, by the copy that is sent, and what returns.
+    """
+    inbound: int
+    outbound: int
+    held: int
+    rows: int
+    long: int
+    square: int
+    key: object
+    leaves: int
+    copy: tuple
+    returns: int
+
+
+class Freight:
+    """What matrices of one family take together; Counters of (owner, number of a layout) stand for them."""
+
+    def __init__(self, layouts, itemsizes, route, ranks):
+        self.update, self.row = itemsizes["update"], itemsizes.get("row", 0)
+        self.scratch = itemsizes.get("scratch", lambda R, C: (0, 0, 0))
+        self.route, self.ranks, self.layouts = route, ranks, layouts
+        self.forms, self.numbers, self.loads, self.partitions = [], {}, {}, {}
+
+    def sum(self, owned) -> Counter:
+        """`owned`: (matrix, its owner), any number of them."""
+        return Counter((owner, self._number(self.layouts[matrix.param])) for matrix, owner in owned)
+
+    def _number(self, layout):
+        if id(layout) not in self.numbers:
+            self.numbers[id(layout)] = len(self.forms)
+            self.forms.append((layout, self.scratch(*layout.shape[-2:]), *self._pieces(layout)))
+        return self.numbers[id(layout)]
+
+    def _pieces(self, layout):
+        """({rank: bytes of its piece}, {copy: those of its largest}, {copy: those of all}, number of the partition)."""
+        pieces, largest, whole = {}, defaultdict(int), defaultdict(int)
+        for rank in self.ranks if self.route == "exchange" else ():
+            (r0, r1), (c0, c1) = layout.boxes[rank][-2:]
+            nbytes = (r1 - r0) * ((c1 - c0) * self.update + self.row) if c0 < c1 else 0
+            pieces[rank], copy = nbytes, layout.copy_of[rank]
+            largest[copy], whole[copy] = max(largest[copy], nbytes), whole[copy] + nbytes
+        return pieces, largest, whole, self.partitions.setdefault(layout.copies, len(self.partitions))
+
+    def _load(self, owner, number) -> Load:
+        if (owner, number) in self.loads:
+            return self.loads[owner, number]
+        layout, (key, long, square), pieces, largest, whole, partition = self.forms[number]
+        R, C = layout.shape[-2:]
+        numel, others = R * C * self.update, len(self.ranks) - 1
+        inbound = outbound = leaves = copy = returns = 0
+        held = numel + ALIGNMENT
+        if self.route == "reduce":
+            held += 4 * (R * C + ALIGNMENT)
+            inbound, outbound, leaves, returns = numel * (others + 1), numel * others, numel, numel
+        elif self.route == "exchange":
+            copy, here = layout.copy_of[owner], pieces[owner]
+            inbound, outbound = whole[copy] - here, sum(whole.values()) - here
+            leaves, returns = largest[copy] if inbound else 0, max(largest.values())
+        load = Load(inbound, outbound, held, 4 * R + ALIGNMENT, long, square, key, leaves, (partition, copy), returns)
+        return self.loads.setdefault((owner, number), load)
+
+    def _together(self, taken):
+        """({owner: [inbound, outbound, held, rows]}, {(owner, key): [long, square]}, {copy: leaving}, returning)."""
+        owners, iterated, leaves, returns = {}, {}, Counter(), 0
+        for (owner, number), count in taken.items():
+            load = self._load(owner, number)
+            if owner not in owners:
+                owners[owner] = [0, 0, 0, 0]
+            if (owner, load.key) not in iterated:
+                iterated[owner, load.key] = [0, 0]
+            mine, stacks = owners[owner], iterated[owner, load.key]
+            mine[0] += count * load.inbound
+            mine[1] += count * load.outbound
+            mine[2] += count * load.held
+            mine[3] += count * load.rows
+            stacks[0] += count * load.long
+            stacks[1] += count * load.square
+            leaves[load.copy] += count * load.leaves
+            returns += count * load.returns
+        return owners, iterated, leaves, returns
+
+    def price(self, owner_of, pace, buckets) -> float:
+        """When the last of `buckets`, lists of layers, is done, in ns."""
+        parts = []
+        for bucket in buckets:
+            matrices = [matrix for layer in bucket for matrix in layer.matrices]
+            parts.append(self.part(matrices, [owner_of[m] for m in matrices], total(bucket), pace))
+        return max(span.end for span in pace.spans(parts))
+
+    def part(self, matrices, owners, taken, pace) -> Part:
+        """The times of a bucket at the rank that has the most to do.
+
+        Per element 14 bytes for momentum and update (G, M in and out, U), 10 for the weight (W in and out, U), at home;
+        4 each way to gather pieces into a matrix and to cut it, at the owner.
+        """
+        counts, (at_owners, _, leaves, returns) = defaultdict(Counter), self._together(taken)
+        for matrix, owner in zip(matrices, owners):
+            counts[owner][matrix.rows, matrix.cols] += 1
+        inbound, outbound, held, _ = (max(nbytes) for nbytes in zip(*at_owners.values()))
+        travels, held = self.route != "local", held / self.update
+        home = returns / self.update if travels else held
+        products = max(map(pace.stacks, counts.values())) + pace.memory(8 * held if travels else 0)
+        inbound = max(inbound, *leaves.values())
+        return Part(pace.memory(14 * home), pace.wire(inbound), products, pace.wire(outbound), pace.memory(10 * home),
+                    travels)
+
+    def most(self, taken) -> int:
+        """The workspace in which any number of such buckets have room, on every rank."""
+        return workspace(*self.memory(taken))
+
+    def held(self, buckets) -> int:
+        """The workspace that buckets, lists of layers, take of one rank at most."""
+        slots, benches = zip(*(self.memory(total(bucket)) for bucket in buckets))
+        turns = SLOTS if self.route != "local" else 1
+        return sum(max(slots[number::turns], default=0) for number in range(turns)) + max(benches)
+
+    def memory(self, taken) -> tuple[int, int]:
+        """(bytes of a slot, bytes of the bench) of any rank at most; see `Share.places`. What leaves a rank are pieces
+        to which answers return.
+        """
+        owners, iterated, _, returns = self._together(taken)
+        slot, bench, fixed = 0, 0, 3 * ALIGNMENT * (len(self.ranks) + 2)
+        for (owner, _), (long, square) in iterated.items():
+            inbound, outbound, held, rows = owners[owner]
+            slot = max(slot, returns + inbound + rows, returns + outbound + rows, long + rows)
+            bench = max(bench, square + held)
+        return slot + fixed, bench + fixed
