@@ -44,6 +44,13 @@ def part(name: str) -> ModuleType:
     return importlib.import_module(f"{package().__name__}.{name}")
 
 
+def _is_own(name: str) -> bool:
+    return name.startswith("OPTIMIZER_")
+
+
+OWN = {name: value for name, value in os.environ.items() if _is_own(name)}  # before tests
+
+
 def run_ranks(world: int, function, *args, backend: str = "gloo", timeout: float = 60.0) -> list:
     """Run function(rank, world, *args) on `world` processes and return the results by rank.
 
@@ -161,7 +168,7 @@ class _Pool:
         fresh = []
         while len(self.workers) < world:
             ours, theirs = self.context.Pipe()
-            process = self.context.Process(target=_worker, args=(theirs,), daemon=True)
+            process = self.context.Process(target=_worker, args=(theirs, OWN), daemon=True)
             process.start()
             theirs.close()
             self.workers.append((process, ours))
@@ -201,8 +208,11 @@ def _pool() -> _Pool:
     return _Pool()
 
 
-def _worker(pipe: connection.Connection) -> None:
-    """Answer jobs from the pipe until the other end closes it."""
+def _worker(pipe: connection.Connection, own: dict) -> None:
+    """Answer jobs from the pipe until the other end closes it. `own`: what the environment says of the package."""
+    for name in filter(_is_own, list(os.environ)):  # a test that has set it may have started the fork server
+        del os.environ[name]
+    os.environ.update(own)
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

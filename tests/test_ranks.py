@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,3 +120,18 @@ def test_64_threads():
     assert all(run_threads(64, exchange, True))
     assert all(run_threads(64, meshes, (8, 8)))
     assert threading.active_count() < 64
+
+
+def own_environment(rank, world):
+    return {name: value for name, value in os.environ.items() if name.startswith("OPTIMIZER_")}
+
+
+def test_what_a_test_sets_stays_in_its_process():
+    """Whichever test starts the fork server: its environment would be that of all later ranks."""
+    program = ("import os; from tests import ranks, test_ranks; os.environ['OPTIMIZER_KERNELS'] = 'triton'; "
+               "print(ranks.run_ranks(1, test_ranks.own_environment))")
+    environment = os.environ | {"OPTIMIZER_GRAPHS": "off"}
+    environment.pop("OPTIMIZER_KERNELS", None)
+    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent.parent, env=environment,
+                          capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[{'OPTIMIZER_GRAPHS': 'off'}]", done.stderr

@@ -40,7 +40,7 @@ def overlapping(rank, world, experts, first, second):
     def place(_, __, full):
         return cut(full, flat, [Shard(0)]) if full.ndim == 2 else cut(full, pairs, [Shard(0), Shard(1)])
 
-    whole, placed, one, many = both(package().NorMuon, fulls, place, workspace_bytes=20_000)
+    whole, placed, one, many = both(package().NorMuon, fulls, place, workspace_bytes=30_000)
     for _ in range(3):
         for w, p in zip(whole, placed):
             w.grad = torch.randn(w.shape, generator=generator)
@@ -188,7 +188,7 @@ def disagreeing(rank, world, kind):
     if kind == "class" and rank:
         name = "NorMuon"
     if kind == "workspace":
-        options["workspace_bytes"] = 7000 if rank else 100_000_000
+        options["workspace_bytes"] = 10_200 if rank else 100_000_000
         shapes *= 4
     dim = rank if kind == "dim" else 0
     params = [nn.Parameter(cut(torch.ones(shape), mesh, [Shard(dim)])) for shape in shapes]
@@ -285,7 +285,7 @@ def two_groups(rank, world, meshes):
     params = [[nn.Parameter(cut(torch.ones(s), flat, [Shard(0)])) for s in shapes],
               [nn.Parameter(cut(torch.ones(s), flat, [Shard(0)]) if meshes == "one" else
                             cut(torch.ones(4, *s), pairs, [Shard(0), Shard(1)])) for s in shapes]]
-    stepper = package().Muon([{"params": group} for group in params], workspace_bytes=6_400)
+    stepper = package().Muon([{"params": group} for group in params], workspace_bytes=14_000)
     for p in sum(params, []):
         p.grad = torch.ones_like(p)
     stepper.step()

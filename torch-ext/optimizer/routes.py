@@ -69,7 +69,7 @@ class Exchange(Journey):
         self.inbound = Wire(bound, "inbound", "leave", "arrive")
         self.outbound = Wire(bound, "outbound", "arrive", "return")
         # Where home and owner are one rank, the update is written into and read from the matrix itself. A replica whose
-        # copy is not sent updates its momentum all the same: its update lands where the answer will, after what leaves.
+        # copy is not sent updates its momentum all the same; its update is written where the answer will arrive.
         back = {**self.outbound.arrive, **{p: whole[p] for p in (*home, *rows) if p in whole}}
         sent = {**back, **self.inbound.leave}
         V, sent_rows = bound.states(rows, "second_moment"), [p for p in rows if p.fed]
@@ -178,8 +178,7 @@ class ReduceElementwise(Journey):
                        [_steps(bound, p) for p in owned]]]
         self.flags = _flags(bound.store, [p.matrix.param for p in owned])
         begun = {p.matrix.param for p in home if p.matrix.at[0] == 0}
-        states = [bound.store.state[p] for p in bound.store.params]
-        without = sorted(i for i in begun if len(states[i]["exp_avg"]) == 0)
+        without = sorted(i for i in begun if len(bound.store.state[bound.store.params[i]]["exp_avg"]) == 0)
         self.without_rows = [states[i]["step"] for i in without], _flags(bound.store, without)
         self.sent = self._both_ends(self.outbound.leave)
         self.answered = self._both_ends(self.outbound.arrive)[::-1]
