@@ -177,8 +177,8 @@ class ReduceElementwise(Journey):
                       [*(bound.states(owned, key) for key in ("exp_avg", "exp_avg_sq")),
                        [_steps(bound, p) for p in owned]]]
         self.flags = _flags(bound.store, [p.matrix.param for p in owned])
-        begun = {p.matrix.param for p in home if p.matrix.at[0] == 0}
-        without = sorted(i for i in begun if len(bound.store.state[bound.store.params[i]]["exp_avg"]) == 0)
+        states, begun = [bound.store.state[p] for p in bound.store.params], (p.matrix for p in home if not p.matrix.at[0])
+        without = sorted({m.param for m in begun if len(states[m.param]["exp_avg"]) == 0})
         self.without_rows = [states[i]["step"] for i in without], _flags(bound.store, without)
         self.sent = self._both_ends(self.outbound.leave)
         self.answered = self._both_ends(self.outbound.arrive)[::-1]
