@@ -120,8 +120,7 @@ class Reduce(Journey):
         self.fetch_rows = Copy([whole[p] for p in rows], bound.states(rows, "second_moment"))
         self.keep_rows = Copy(bound.states(rows, "second_moment"), [whole[p] for p in rows], bound.store.skip(rows))
         self.dismantle = Copy(list(self.outbound.leave.values()), [whole[p] for p in self.outbound.leave])
-        back = {**self.outbound.arrive, **{p: whole[p] for p in owned}}
-        self.update_here, self.update = _updates(bound, whole, back)
+        self.update_here, self.update = _updates(bound, whole, {**self.outbound.arrive, **{p: whole[p] for p in owned}})
 
     def leave(self, _):
         self.fill(*self.bound.gradients())
@@ -177,8 +176,9 @@ class ReduceElementwise(Journey):
                       [*(bound.states(owned, key) for key in ("exp_avg", "exp_avg_sq")),
                        [_steps(bound, p) for p in owned]]]
         self.flags = _flags(bound.store, [p.matrix.param for p in owned])
-        states, begun = [bound.store.state[p] for p in bound.store.params], (p.matrix for p in home if not p.matrix.at[0])
-        without = sorted({m.param for m in begun if len(states[m.param]["exp_avg"]) == 0})
+        begun = {p.matrix.param for p in home if p.matrix.at[0] == 0}
+        states = [bound.store.state[p] for p in bound.store.params]
+        without = sorted(i for i in begun if len(states[i]["exp_avg"]) == 0)
         self.without_rows = [states[i]["step"] for i in without], _flags(bound.store, without)
         self.sent = self._both_ends(self.outbound.leave)
         self.answered = self._both_ends(self.outbound.arrive)[::-1]

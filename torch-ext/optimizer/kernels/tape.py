@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -44,15 +45,10 @@ def play(kind: Hashable, memory: Sequence[torch.Tensor], tensors: Sequence[torch
 def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy on `device` for launches to use, which never changes; a tape may keep it.
 
-    Memory of a stream of its own: what is allocated on the caller's may belong to a graph that it is being made for.
+    Made in a thread of its own: what this one allocates may belong to a graph that is being made.
     """
-    if device.type == "cuda":
-        side = torch.cuda.Stream(device)
-        with torch.cuda.stream(side):
-            tensor = values.to(device)
-        side.synchronize()
-    else:
-        tensor = values.to(device, copy=True)
+    with ThreadPoolExecutor(1) as thread:
+        tensor = thread.submit(values.to, device, copy=True).result()
     _lasting[id(tensor)] = tensor
     return tensor
 
