@@ -145,10 +145,10 @@ def build(route, fulls):
     if route == "exchange":
         mesh = init_device_mesh(fulls[0].device.type, (dist.get_world_size(),))
         params = [nn.Parameter(cut(f, mesh, [Shard(0)])) for f in fulls]
-        return params, package().NorMuon(params, lr=0.1, workspace_bytes=16_000)
+        return params, package().NorMuon(params, lr=0.1, workspace_bytes=28_000)
     params = [nn.Parameter(f.clone()) for f in fulls]
     group = {"params": params, "use_muon": route == "reduce"}
-    room = 24_000 if route == "reduce" else 30_000
+    room = 33_000 if route == "reduce" else 30_000
     return params, package().NorMuon([group], lr=0.1, process_group=dist.group.WORLD, grads_are_reduced=False,
                                      workspace_bytes=room)
 

@@ -207,7 +207,7 @@ def missing(rank, world, layout, options):
 
     def build(params):
         groups = [{"params": params[:half]}, {"params": params[half:], "use_muon": False}]
-        return package().NorMuon(groups, lr=0.02, wire_dtype=torch.float32, workspace_bytes=30_000)
+        return package().NorMuon(groups, lr=0.02, wire_dtype=torch.float32, workspace_bytes=34_000)
 
     one, many = build(whole), build(cut)
     for _ in range(6):

@@ -40,7 +40,7 @@ def overlapping(rank, world, experts, first, second):
     def place(_, __, full):
         return cut(full, flat, [Shard(0)]) if full.ndim == 2 else cut(full, pairs, [Shard(0), Shard(1)])
 
-    whole, placed, one, many = both(package().NorMuon, fulls, place, workspace_bytes=30_000)
+    whole, placed, one, many = both(package().NorMuon, fulls, place, workspace_bytes=34_000)
     for _ in range(3):
         for w, p in zip(whole, placed):
             w.grad = torch.randn(w.shape, generator=generator)

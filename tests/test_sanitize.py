@@ -52,3 +52,16 @@ def test_without_the_sanitizer_it_says_so(tmp_path):
 def test_the_sanitizer_finds_nothing(tool):
     done = subprocess.run([sys.executable, SCRIPT, "--tools", tool], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_what_racecheck_says_of_the_hand_over_does_not_hide_anything_else(part, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import sanitize
+
+    places = sorted(sanitize.hand_overs())
+    assert len(places) == 2 and all(place.startswith("pingpong.py:") for place in places)
+    report = ["========= Error: Race reported between Read access at kernel+0x100 in " + places[0],
+              "=========     and Write access at kernel+0xf770 in " + places[1] + " [18 hazards]"]
+    assert sanitize.only_hand_over(report) and not sanitize.only_hand_over([])
+    elsewhere = "=========     and Write access at kernel+0x10 in pingpong.py:999 [1 hazards]"
+    assert not sanitize.only_hand_over([*report, elsewhere])

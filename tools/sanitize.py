@@ -4,14 +4,20 @@
 
 It compiles everything first, without the sanitizer, then starts itself once per tool. Shapes are no multiples of a
 tile, so that every edge is there. Exit status 0: nothing found; 1: something; 2: there is no compute-sanitizer.
+
+racecheck reports the hand-over of work to groups of warps (`warp_specialize`) as races, in a kernel that does nothing
+else, too: those warps wait at barriers of Triton's that it does not follow. What it reports there is shown, and does
+not count as found.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -132,9 +138,29 @@ def main() -> int:
         found = [line for line in done.stdout.splitlines() if line.startswith("=========")]
         print(f"{tool}: {found[-1].strip('= ') if found else 'no answer'} (exit status {done.returncode})", flush=True)
         if done.returncode:
-            failed += 1
             print("\n".join(found[:60]) or done.stderr[-2000:])
+            failed += not (done.returncode == SOMETHING and tool == "racecheck" and only_hand_over(found))
     return int(failed > 0)
+
+
+def only_hand_over(report: list[str]) -> bool:
+    """Whether racecheck reports something, and all of it where a kernel hands work to groups of warps."""
+    places = re.findall(r" access at .* in (\S+:\d+)", "\n".join(report))
+    return bool(places) and set(places) <= hand_overs()
+
+
+def hand_overs() -> set[str]:
+    """file:line of every call of warp_specialize in the kernels, and of the first statement of its kernel, which stands
+    for what Triton puts before it.
+    """
+    found = set()
+    for path in Path(part("kernels").__file__).parent.glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                calls = [node for node in ast.walk(function) if getattr(node, "attr", "") == "warp_specialize"]
+                lines = [node.lineno for node in calls] + [node.lineno for node in function.body[1:2] if calls]
+                found |= {f"{path.name}:{line}" for line in lines}
+    return found
 
 
 def run(options) -> int:

@@ -48,7 +48,7 @@ def momentum(pack, gradients, numbers, hp) -> None:
     pack(*gradients, numbers[4:5], hp["nesterov"])
 
 
-def orthogonalize(stacks, hp, dtype, memory) -> None:
+def orthogonalize(stacks, hp, dtype, memory=(None, None)) -> None:
     """Replace each (R, C) matrix of each stack (N, R, C) by its polar factor, as the coefficients approximate it.
 
     `memory`: see `polar.orthogonalize_`.
