@@ -395,7 +395,7 @@ def replays():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["Muon", "NorMuon"])
-@pytest.mark.parametrize("options", [{}, {"state_dtype": torch.bfloat16}, {"workspace_bytes": 300_000}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"state_dtype": torch.bfloat16}, {"workspace_bytes": 600_000}], ids=str)
 def test_the_bits_of_steps_without_graphs_on_a_gpu(name, options, replays, said):
     runs = [Run(kind, name, device="cuda", **options) for kind in KINDS]
     for number in range(STEPS):

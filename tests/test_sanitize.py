@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import paths
 
@@ -65,3 +66,16 @@ def test_what_racecheck_says_of_the_hand_over_does_not_hide_anything_else(part, 
     assert sanitize.only_hand_over(report) and not sanitize.only_hand_over([])
     elsewhere = "=========     and Write access at kernel+0x10 in pingpong.py:999 [1 hazards]"
     assert not sanitize.only_hand_over([*report, elsewhere])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed")
+@pytest.mark.parametrize("kind", ["alone", "barrier"])
+def test_racecheck_does_not_follow_a_hand_over(kind):
+    """Why its reports there do not count: one barrier among some warps, and a kernel without shared memory has them."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not Hopper")
+    command = ["compute-sanitizer", "--tool", "racecheck", sys.executable, "-m", "tests.hand_over", kind]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("Race reported" in done.stdout) == (kind == "barrier")

@@ -5,9 +5,9 @@
 It compiles everything first, without the sanitizer, then starts itself once per tool. Shapes are no multiples of a
 tile, so that every edge is there. Exit status 0: nothing found; 1: something; 2: there is no compute-sanitizer.
 
-racecheck reports the hand-over of work to groups of warps (`warp_specialize`) as races, in a kernel that does nothing
-else, too: those warps wait at barriers of Triton's that it does not follow. What it reports there is shown, and does
-not count as found.
+racecheck takes the hand-over of work to groups of warps (`warp_specialize`) for a race wherever some of a program's
+warps wait for each other elsewhere, also in a kernel that does nothing else (tests/hand_over.py). What it reports there
+is shown, and does not count as found.
 """
 
 from __future__ import annotations
@@ -150,16 +150,13 @@ def only_hand_over(report: list[str]) -> bool:
 
 
 def hand_overs() -> set[str]:
-    """file:line of every call of warp_specialize in the kernels, and of the first statement of its kernel, which stands
-    for what Triton puts before it.
-    """
+    """file:line of each call of warp_specialize in the kernels, and of its kernel's `def`, for what Triton adds."""
     found = set()
     for path in Path(part("kernels").__file__).parent.glob("*.py"):
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef):
                 calls = [node for node in ast.walk(function) if getattr(node, "attr", "") == "warp_specialize"]
-                lines = [node.lineno for node in calls] + [node.lineno for node in function.body[1:2] if calls]
-                found |= {f"{path.name}:{line}" for line in lines}
+                found |= {f"{path.name}:{node.lineno}" for node in (*calls, *([function] if calls else []))}
     return found
 
 
