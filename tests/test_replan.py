@@ -235,6 +235,25 @@ def test_another_shape_under_the_same_parameter(optimizer):
     torch.testing.assert_close(muon.state[params[1]]["momentum_buffer"], 0.95 * momentum)
 
 
+@pytest.mark.parametrize("part_of_it", ["bind", "Presence"])
+def test_binding_that_failed_is_done_again(part_of_it, optimizer, monkeypatch):
+    """Out of memory, say, for gradients of another dtype; with those of before, the step is whole."""
+    (param,) = weights([(8, 6)])
+    muon, before = optimizer.Muon([param], nonfinite="skip"), param.detach().clone()
+    param.grad, module = torch.zeros(8, 6), part("muon")
+    muon.param_groups[0]["weight_decay"] = 0.0
+    for _ in range(2):  # the second sees the state that the first has made
+        muon.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, part_of_it, lambda *_: 1 / 0)
+        param.grad = torch.zeros(6, 8).mT
+        with pytest.raises(ZeroDivisionError):
+            muon.step()
+    param.grad = torch.full((8, 6), torch.nan)
+    muon.step()
+    assert torch.equal(param, before) and int(muon.skipped) == 1
+
+
 def test_parameters_freed_and_materialized_again(optimizer):
     """Between steps, as FSDP1 and CPU offload do; a step on freed memory is refused."""
     params, usual = weights([(8, 6), (6, 8)]), None

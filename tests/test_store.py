@@ -80,6 +80,53 @@ def test_a_missing_gradient_is_zero_of_the_weights_form(optimizer):
     assert store.gradients[1].all()
 
 
+# what a glance sees ------------------------------------------------------------------------------------------------
+
+def other_dtype_of_a_missing_gradient(param, state):
+    param.grad_dtype = torch.float64
+
+
+def another_order_in_the_same_memory(param, state):
+    param.data = param.data.mT
+
+
+def state_elsewhere(param, state):
+    state[param] = {"momentum_buffer": torch.zeros(4, 4)}
+
+
+def frozen(param, state):
+    param.requires_grad_(False)
+
+
+def a_gradient(param, state):
+    param.grad = torch.zeros(4, 4)
+
+
+@pytest.mark.parametrize("change", [other_dtype_of_a_missing_gradient, another_order_in_the_same_memory,
+                                    state_elsewhere, frozen, a_gradient])
+def test_a_glance_sees_what_binding_depends_on(change, optimizer):
+    if change is other_dtype_of_a_missing_gradient and not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("torch before 2.10")
+    param, glance = nn.Parameter(torch.randn(4, 4)), part("store").glance
+    groups, first = [{"params": [param], "use_muon": True, "adjust_lr_fn": None}], {"momentum_buffer": param.clone()}
+    state = {param: first}
+    before = glance(groups, state, False)
+    assert before == glance(groups, state, False)
+    change(param, state)
+    assert before != glance(groups, state, False)
+
+
+@pytest.mark.parametrize("kept", [{"count": 1}, 1], ids=str)
+def test_what_others_keep_in_the_state_need_not_be_tensors(kept, optimizer):
+    param = nn.Parameter(torch.randn(4, 4))
+    param.grad, muon = torch.randn(4, 4), optimizer.Muon([param])
+    muon.state["another's"] = kept
+    for _ in range(2):
+        before = param.detach().clone()
+        muon.step()
+        assert not torch.equal(param, before)
+
+
 def shard_on_rank(rank, world):
     """The pieces of a sharded parameter, for each of the ways to cut it."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh

@@ -93,6 +93,19 @@ def test_nothing_is_kept_alive_and_not_too_much_is_kept(tape):
     assert len(tape._tapes) == tape.TAPES
 
 
+def test_a_tape_that_another_thread_drops_is_played_to_its_end(tape, monkeypatch):
+    class Shared(type(tape._tapes)):
+        def get(self, key):
+            return self.pop(key, None)
+
+    calls, memory = [], torch.zeros(8)
+    kernel = Kernel(calls)
+    monkeypatch.setattr(tape, "_tapes", Shared())
+    for _ in range(2):
+        tape.play("kind", [memory], [], lambda: tape.note(kernel, 1, (memory,)))
+    assert len(calls) == 1
+
+
 def test_work_without_launches_is_done_again(tape):
     """A rehearsal launches nothing; what it leaves out must not be left out for ever."""
     done, memory = [], torch.zeros(8)

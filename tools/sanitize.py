@@ -145,8 +145,9 @@ def main() -> int:
 
 def only_hand_over(report: list[str]) -> bool:
     """Whether racecheck reports something, and all of it where a kernel hands work to groups of warps."""
-    places = re.findall(r" access at .* in (\S+:\d+)", "\n".join(report))
-    return bool(places) and set(places) <= hand_overs()
+    accesses, known = [line for line in report if " access at " in line], hand_overs()
+    places = [re.search(r" access at .* in (\S+:\d+)", line) for line in accesses]
+    return bool(places) and all(place is not None and place[1] in known for place in places)
 
 
 def hand_overs() -> set[str]:

@@ -44,8 +44,8 @@ class Muon(torch.optim.Optimizer):
     Gradients of matrices are then rounded to wire_dtype before they are averaged in fp32 (AdamW's are not).
     state_dtype: of momentum_buffer, exp_avg and exp_avg_sq. wire_dtype: of updates between home and owner, on every
     layout, so that all layouts give the same bits. ns_dtype: of the Newton-Schulz products; None means fp16 on
-    accelerators and fp32 on CPUs. workspace_bytes: bound on the memory for travelling updates, ValueError at the first
-    step if one matrix per rank takes more; None means the smaller of 2 GiB and 3 % of the device, or what it must.
+    accelerators and fp32 on CPUs. workspace_bytes: bound on the memory of buckets and of the iteration, ValueError
+    at the first step if one matrix per rank takes more; None means what pays up to 2 GiB and 3 % of the device.
     capturable=True: on NVIDIA GPUs the step, its collectives included, is captured as a CUDA graph in the second step
     and replayed; without, only the parts between collectives are. Either way the bits are the same, and lr,
     weight_decay and momentum may change at every step (weight_decay of AdamW: at the price of a new capture).
@@ -172,12 +172,12 @@ class Muon(torch.optim.Optimizer):
                 agree(plans, self._options, self._groups)
                 settle_state(plans, self.state, self._options)
                 self._plans[alone], self._planned_for[alone] = plans, key
-                self._bound_for = self._forms = None
+                self._bound_for = self._forms = self._seen = None
         plans = self._plans[False] + self._plans[True]
         params = [p for plan in plans for p in plan.params]
         key = *memory_key(params, self.state), scaled
         if key != self._bound_for:
-            forms = [form_of(p) for p in params]
+            forms, self._bound_for, self._seen = [form_of(p) for p in params], None, None  # should binding fail
             if self._forms not in (None, forms):
                 self._forget()
                 return self._ready(scaled)

@@ -98,16 +98,18 @@ class Store:
 
 def glance(groups, state, *more):
     """What a step depends on besides numbers, and `more`, as cheaply as it can be had: if it equals the last step's,
-    nothing has to be planned or bound anew. Equals nothing where a closer look is due (a sparse gradient).
+    nothing has to be planned or bound anew. Equals nothing where a closer look is due (a sparse gradient, a state of
+    somebody else's that is no tensor).
     """
     params = [p for group in groups for p in group["params"]]
-    gradients = raw_locals([p.grad for p in params])
-    held = raw_locals([*params, *(t for states in state.values() for t in states.values())])
+    gradients, weights = raw_locals([p.grad for p in params]), raw_locals(params)
     try:
-        forms = [g if g is None else (g.dtype, g.stride(), g.data_ptr() % ALIGNMENT) for g in gradients]
+        held = weights + raw_locals([t for states in state.values() for t in states.values()])
+        forms = [(gradient_dtype(p), w.stride()) if g is None else (g.dtype, g.stride(), g.data_ptr() % ALIGNMENT)
+                 for p, w, g in zip(params, weights, gradients)]
         return ([(group["use_muon"], group["adjust_lr_fn"], len(group["params"])) for group in groups],
-                list(map(id, params)), [p.requires_grad for p in params], forms, [t.data_ptr() for t in held], more)
-    except RuntimeError:  # no strides
+                [(id(p), p.requires_grad) for p in params], forms, [t.data_ptr() for t in held], more)
+    except (AttributeError, RuntimeError):  # no addresses, no strides
         return object()
 
 

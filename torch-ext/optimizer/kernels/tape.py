@@ -5,6 +5,7 @@ launched. Python takes 30 to 40 us for a launch with descriptors, longer than a 
 """
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import OrderedDict
@@ -32,7 +33,8 @@ def play(kind: Hashable, memory: Sequence[torch.Tensor], tensors: Sequence[torch
     calls = _tapes.get(key)
     if calls is None or _hooked():
         return _record(key, memory, starts, work)
-    _tapes.move_to_end(key)
+    with contextlib.suppress(KeyError):  # another thread has just dropped it
+        _tapes.move_to_end(key)
     stream = torch.cuda.current_stream(device).cuda_stream
     for launcher, programs, head, arguments, gaps in calls:
         if gaps:
