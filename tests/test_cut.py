@@ -24,6 +24,10 @@ def flat(buckets):
     return sorted(m for bucket in buckets for layer in bucket for m in layer.matrices)
 
 
+def held(buckets):
+    return max(sum(layer.taken["bytes"] for layer in bucket) for bucket in buckets)
+
+
 def price_of(pack, wire, products, fixed):
     """Price buckets by a rate of bytes for each kind of work, and a time for each bucket."""
     def price(buckets):
@@ -57,6 +61,9 @@ def test_nothing_is_lost_and_the_room_is_kept(optimizer):
         assert flat(chosen) == flat(plain) and all(chosen)
         assert all(len(b) == 1 or sum(map(most, (x.taken for x in b))) <= room for b in chosen)
         assert price(chosen) <= price(plain)
+        small = part("cut").cut(work, most, room, price, held)
+        assert flat(small) == flat(plain) and all(small)
+        assert held(small) <= held(chosen) and price(small) <= 1.01 * price(chosen)
 
     check()
 
@@ -76,3 +83,24 @@ def test_one_bucket_is_cut_where_its_transfers_would_be_waited_for(optimizer):
     assert len(part("cut").cut(work, most, 1000, slow_wire)) > 2
     costly_buckets = price_of(0.0, 1.0, 2.0, 5000)
     assert len(part("cut").cut(work, most, 1000, costly_buckets)) == 1
+
+
+@pytest.mark.parametrize("fixed", [5, 20, 80])
+def test_the_fewest_bytes_that_cost_one_percent(fixed, optimizer):
+    """Every bucket takes `fixed` longer: of all equal cuts that take 1 % longer than one bucket, the finest."""
+    work, price = layers([(50, 4)] * 200), price_of(0.0, 0.0, 1.0, fixed)
+    assert len(part("cut").cut(work, most, 10_000, price)) == 1
+    chosen, latest = part("cut").cut(work, most, 10_000, price, held), 1.01 * (10_000 + fixed)
+    least = min(50 * n for n in range(1, 201) if 10_000 + -(-200 // n) * fixed <= latest)
+    assert price(chosen) <= latest and least <= held(chosen) <= least / part("cut").LESS
+
+
+def test_all_of_the_room_is_for_time(optimizer):
+    """Without `held`: nothing slower than what fits the room, or a share of it, however much memory that takes."""
+    work, rates = layers([(100 - i, 4) for i in range(60)]), [(0.0, 1.0, 2.0, 5), (0.5, 3.0, 1.0, 200), (0, 0, 1, 9)]
+    for room in (200, 1000, 5000):
+        for price in (price_of(*rate) for rate in rates):
+            shares = [part("cut").cut(work, most, room / n) for n in (1, 2, 4, 8)]
+            chosen = part("cut").cut(work, most, room, price)
+            assert price(chosen) <= min(map(price, shares)) / part("cut").WORTH
+    assert len(chosen) == 1  # where all of it fits, and each bucket costs something

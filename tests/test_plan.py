@@ -539,22 +539,71 @@ MODES = {"ddp": ((8,), [Replicate()], True), "unreduced": ((8,), [Replicate()], 
 @pytest.mark.parametrize("shapes", [GPT2, LLAMA, MIXTURE], ids=["GPT-2", "Llama", "mixture"])
 def test_the_workspace_of_no_rank_is_exceeded(shapes, mode, least, optimizer):
     """All slots together, wherever one matrix per rank fits; and what is given is used."""
-    slots = part("pipeline").SLOTS
     sizes, placements, reduced = MODES[mode]
     layouts = layouts_on(sizes, placements, shapes, plain=mode in ("ddp", "unreduced"))
     rows = rows_of(layouts, sizes, placements)
     options = {"reduced": reduced, "itemsizes": SIZES}
     one_each = max(b.nbytes for b in plan_of(layouts, rank_bytes=1, **options))
-    given, taken = int(least * one_each), Counter()
+    given = int(least * one_each)
     buckets = plan_of(layouts, rank_bytes=given, **options)
+    most = workspace_of(buckets, layouts, rows)
+    assert most <= given
+    assert most > 0.4 * given or len(buckets) < part("pipeline").SLOTS or shapes is MIXTURE
+
+
+def workspace_of(buckets, layouts, rows=None):
+    """The bytes of all slots and of the bench, of the rank that takes the most (of 8, where there are more)."""
+    taken = Counter()
     for number, bucket in enumerate(buckets):
         for rank in bucket.ranks[:: max(1, len(bucket.ranks) // 8)]:
             sizes = bucket_sizes(part("share").share_of(bucket, rank, layouts, rows, SIZES))
-            for memory, nbytes in zip((number % slots, "bench"), sizes):
+            for memory, nbytes in zip((number % part("pipeline").SLOTS, "bench"), sizes):
                 taken[memory, rank] = max(taken[memory, rank], nbytes)
-    most = max(sum(nbytes for (_, owner), nbytes in taken.items() if owner == rank) for rank in buckets[0].ranks)
-    assert most <= given
-    assert most > 0.4 * given or len(buckets) < slots or shapes is MIXTURE
+    return max(sum(nbytes for (_, owner), nbytes in taken.items() if owner == rank) for rank in buckets[0].ranks)
+
+
+def timed_plan(layouts, rank_bytes, thrifty=False):
+    """(the plan by measured times, when its last bucket is expected to be done, in ns)."""
+    pace = measured_pace()
+    buckets = part("plan").make_plan(layouts, pace, {}, rank_bytes=rank_bytes, itemsizes=SIZES, thrifty=thrifty)
+    return buckets, max(span.end for span in pace.spans([bucket.part for bucket in buckets]))
+
+
+def test_thrift_saves_workspace_and_costs_one_percent_at_most(optimizer):
+    """Of what the quickest plan takes under the same cap; where the cap is meant (no thrift), time is what counts."""
+    saved, slower = [], []
+    for model, world, placement in itertools.product(DENSE_MODELS, (4, 8), (Shard(0), Replicate())):
+        layouts = layouts_on((world,), [placement], models.shapes_of(model))
+        (quick, least), (small, done) = (timed_plan(layouts, 2 << 30, thrifty) for thrifty in (False, True))
+        assert done <= 1.01 * least, (model, world, placement)
+        nbytes = [workspace_of(buckets, layouts) for buckets in (small, quick)]
+        assert nbytes[0] <= nbytes[1], (model, world, placement)
+        saved.append(1 - nbytes[0] / nbytes[1])
+        slower.append(done / least - 1)
+    assert max(saved) > 0.2 and max(slower) > 0.001
+
+
+def test_twice_the_budget_is_not_slower(optimizer):
+    """By more than what other cuts have to save; with thrift, than the 1 % that it may cost."""
+    for model, world, placement in itertools.product(DENSE_MODELS, (4, 8), (Shard(0), Replicate())):
+        layouts = layouts_on((world,), [placement], models.shapes_of(model))
+        budgets = [1 << shift for shift in range(28, 32)]
+        least, spared = ([timed_plan(layouts, n, thrifty)[1] for n in budgets] for thrifty in (False, True))
+        for before, after, after_spared in zip(itertools.accumulate(least, min), least[1:], spared[1:]):
+            assert after <= before / 0.995, (model, world, placement, least)
+            assert after_spared <= 1.01 * before / 0.995, (model, world, placement, spared)
+        assert least[-1] < 0.999 * least[0] or model == "gpt2_124m"
+
+
+def test_only_a_budget_by_default_is_spared(monkeypatch, optimizer):
+    make_plan, asked = part("bind").make_plan, []
+    monkeypatch.setattr(part("bind"), "make_plan",
+                        lambda *args, thrifty, **options: asked.append(thrifty) or make_plan(*args, **options))
+    for given in (None, 1 << 20):
+        weight = nn.Parameter(torch.ones(8, 4))
+        weight.grad = torch.ones(8, 4)
+        optimizer.Muon([weight], workspace_bytes=given).step()
+    assert asked == [True, False]
 
 
 def step_as_rank(rank, world, shapes, placed):

@@ -54,6 +54,19 @@ def test_bytes_are_those_of_the_plan(model, mode, ranks, simulate):
                 assert [expected[what][r] for r in bucket.ranks] == values.tolist(), what
 
 
+def test_what_is_planned_fits_the_package_s_default(simulate):
+    """With the memory of the iteration: three slots and the bench, of each rank, within 2 GiB."""
+    layouts, buckets, times, _ = planned(simulate, "llama3_8b", "fsdp", 4)
+    sizes = {"update": 2, "scratch": lambda R, C: part("polar").scratch(R, C, times.steps, 2)}
+    for rank in range(4):
+        taken = Counter()
+        for number, bucket in enumerate(buckets):
+            for memory, nbytes in part("share").share_of(bucket, rank, layouts, None, sizes).places()[1].items():
+                place = memory, number % 3 * (memory == "slot")
+                taken[place] = max(taken[place], nbytes)
+        assert 1 << 30 < sum(taken.values()) <= 2 << 30
+
+
 def test_the_wire_follows_its_arguments(simulate):
     layouts, (bucket,), *_ = planned(simulate, "tiny", "fsdp", 32)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 SHARES = (1, 1 / 2, 1 / 4, 1 / 8)  # of the room that a bucket may take
 ENDS = (0, 1, 2)  # layers that make a bucket of their own, at the beginning and at the end
 WORTH = 0.995  # more buckets, or another order, have to save some of the time: expectations are not exact
-SPARE = 1.01  # of the time, for less memory
-LESS = 0.85  # from one share to the next, where less memory is looked for
+SPARE = 1.01  # how much of the best time less memory may cost
+LESS = 0.85  # where less memory is looked for: each room to the one before it
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,13 @@ def layers_of(matrices, owner_of, cost, freight) -> list[Layer]:
 
 
 def cut(layers, most, room, price=None, held=None) -> list[list[Layer]]:
-    """Layers -> buckets. `most(taken)`: the workspace that such buckets want; `price(buckets)`: when the last is done.
+    """Layers -> buckets. `most(taken)`: the workspace that such buckets want; `room`: the bytes it may have;
+    `price(buckets)`: when the last is done.
 
     As few buckets as there is room for, unless others are done earlier: smaller ones, which overlap more; small layers
     first, so that products start early; small layers last, so that little is left to send when products end.
-    `held(buckets)`: the bytes that they take together; where given, as few as cost no more than SPARE of the time.
+    `held(buckets)`: the bytes that these take together. Where given, the buckets that take the fewest of those tried
+    which are done in SPARE of the best time; else time alone counts.
     """
     size = _Sizes(most)
     best, choice = _fill(layers, size, room), [1, 0, 0]
@@ -56,26 +58,29 @@ def cut(layers, most, room, price=None, held=None) -> list[list[Layer]]:
         done = price(buckets)
         if done < WORTH * least:
             best, least, choice = buckets, done, tried
-    return best if held is None else _smallest(best, held, _smaller(layers, size, room, choice), price)
+    if held is None:
+        return best
+    options = {_key(buckets): buckets for buckets in (best, *_smaller(layers, size, room, choice))}
+    return _smallest(options.values(), held, price, SPARE * least)
 
 
-def _smallest(best, held, others, price):
-    """Of `best` and others that are done nearly as early, what takes the fewest bytes."""
-    latest, least, seen = SPARE * price(best), held(best), {_key(best)}
+def _smallest(options, held, price, latest):
+    """The first option, or of the others that are done by `latest` the one that takes the fewest bytes."""
+    best, *others = options
+    fewest = held(best)
     for buckets in others:
-        if _key(buckets) in seen:
-            continue
-        seen.add(_key(buckets))
         nbytes = held(buckets)
-        if nbytes < least and price(buckets) <= latest:
-            best, least = buckets, nbytes
+        if nbytes < fewest and price(buckets) <= latest:
+            best, fewest = buckets, nbytes
     return best
 
 
 def _smaller(layers, size, room, choice):
-    """The same arrangement, then one without ends, in smaller and smaller shares of the room."""
+    """The same arrangement, then one without ends, each in smaller and smaller shares of the room, until every bucket
+    is one layer.
+    """
     least = min(size([layer]) for layer in layers) / room
-    for ends in [choice[1:]] + [(0, 0)] * any(choice[1:]):
+    for ends in dict.fromkeys([tuple(choice[1:]), (0, 0)]):
         share, longest = choice[0], len(layers)
         while share >= least and longest > 1:
             buckets = _arranged(layers, size, room, (share, *ends))
@@ -113,7 +118,7 @@ def _fill(layers, size, room):
 
 
 class _Sizes:
-    """`most` of layers together; each set of them is summed once."""
+    """Layers -> `most` of what they take together; what was asked before is not summed again."""
 
     def __init__(self, most):
         self.most, self.taken, self.sizes = most, {}, {}

@@ -13,30 +13,27 @@ from .pace import Part
 from .pipeline import SLOTS
 
 ALIGNMENT = 16  # bytes: what one rank sends to another begins where the widest load of a GPU may begin
-SLOT, BENCH = 2, 3  # how much of the workspace a slot may take, and the bench, in equal parts
+SLOT, BENCH = 2, 3  # of SLOTS * SLOT + BENCH equal parts of the workspace, those of each slot, and of the bench
 
 
 def workspace(slot, bench) -> int:
-    """The bytes in which all buckets have room that take no more than so many bytes of a slot and of the bench."""
+    """The bytes of the smallest workspace whose slots and bench, cut as above, have room for so many bytes each."""
     return -(-max(slot * BENCH, bench * SLOT) * (SLOTS * SLOT + BENCH) // (SLOT * BENCH))
 
 
 @dataclass(frozen=True)
 class Load:
-    """What one matrix takes, in bytes: of its owner `inbound`, `outbound`, what is `held` on the bench (the matrix, its
-    mean), its `rows`, and for the iteration `long` and `square`, of which those of one `key` are needed at once; of the
-    others what leaves, by the copy that is sent, and what returns.
-    """
-    inbound: int
-    outbound: int
-    held: int
-    rows: int
-    long: int
-    square: int
-    key: object
-    leaves: int
-    copy: tuple
-    returns: int
+    """What one matrix takes, in bytes: of its owner, down to `key`, and of every other rank."""
+    inbound: int  # arrives at its owner
+    outbound: int  # leaves its owner again
+    held: int  # on the bench: the matrix, and the mean where gradients are reduced
+    rows: int  # in the slot: a number for each row
+    long: int  # in the slot, while it is iterated
+    square: int  # on the bench, while it is iterated
+    key: object  # matrices of one key are iterated at once, see `polar.scratch`
+    leaves: int  # the largest piece that goes to the owner
+    copy: tuple  # whose pieces these are: (number of the partition, number of the copy)
+    returns: int  # the largest piece that comes back
 
 
 class Freight:
@@ -132,11 +129,13 @@ class Freight:
                     travels)
 
     def most(self, taken) -> int:
-        """The workspace in which any number of such buckets have room, on every rank."""
+        """The workspace in which any number of buckets that take this have room, on every rank."""
         return workspace(*self.memory(taken))
 
     def held(self, buckets) -> int:
-        """The workspace that buckets, lists of layers, take of one rank at most."""
+        """The workspace that these buckets, lists of layers, take of one rank at most: every slot and the bench are as
+        large as the largest that uses them.
+        """
         slots, benches = zip(*(self.memory(total(bucket)) for bucket in buckets))
         turns = SLOTS if self.route != "local" else 1
         return sum(max(slots[number::turns], default=0) for number in range(turns)) + max(benches)

@@ -35,8 +35,9 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices that travel together over `ranks`, the owner of each, the name of the route that steps them, how large a
-    workspace has room for any number of such buckets on every rank, and the times that are expected where known.
+    """Matrices that travel together over `ranks`, the owner of each, the name of the route that steps them, the bytes
+    of a workspace that has room for any number of such buckets on every rank, and the times that are expected where
+    known.
     """
     route: str
     ranks: tuple
@@ -54,7 +55,7 @@ def make_plan(layouts, cost, loads, *, reduced=True, rank_bytes=1 << 30, itemsiz
     it and by rank, updated in place; `reduced`: the gradients of plain tensors are already summed over the ranks;
     `rank_bytes`: how much workspace buckets may take of one rank (more where one matrix per owner does); `itemsizes`:
     bytes of an element on the wire, of an "update" and, where it travels, of a "row" of row state; "scratch": what a
-    matrix takes while it is iterated, see `polar.scratch`; `thrifty`: take less where that costs next to no time.
+    matrix takes while it is iterated, see `polar.scratch`; `thrifty`: take less where that costs 1 % of time at most.
     """
     families, pace = _families(layouts, reduced), cost if getattr(cost, "measured", False) else None
     owner_of, buckets = _assign(families, layouts, cost, loads), []
@@ -138,7 +139,7 @@ def plan_chunks(shapes, ranks, rank_bytes, itemsizes) -> list[Bucket]:
     """
     N, gradient, weight = len(ranks), itemsizes["gradient"], itemsizes["weight"]
     leaves, returns, fixed = N * gradient, N * weight - weight, 3 * ALIGNMENT * (N + 2)
-    element = workspace(2 * max(leaves, returns), max(4, gradient))
+    element = workspace(2 * max(leaves, returns), max(4, gradient))  # as much arrives as leaves; the mean on the bench
     numel, buckets = (rank_bytes - workspace(fixed, fixed)) // element, [[]]
     for param, (rows, cols) in enumerate(shapes):
         first, last = 0, -(-rows // N) if cols else 0

@@ -59,7 +59,6 @@ class Share:
     crosses_outbound: bool
     needs: dict
 
-
     def places(self) -> tuple[dict, dict]:
         """({use: (memory, first byte)}, {memory: bytes}). The "slot" is the bucket's own from its first part to its
         last, the "bench" is for the one that is being computed.
