@@ -21,6 +21,7 @@ import torch
 from tests import ranks
 
 ROOT = Path(__file__).resolve().parent.parent
+LONG = ("test_tiles.py", "test_random.py", "test_soak.py", "test_demo.py", "test_benchmarks.py")
 
 try:
     import hypothesis
@@ -49,7 +50,7 @@ def pytest_report_header() -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine has no GPUs for; a test on `device` is a GPU test where there is a GPU."""
+    """Skip what this machine has no GPUs for; where there is one, tests on `device` are GPU tests. Long tests first."""
     count = torch.cuda.device_count()
     for item in items:
         if count and "device" in getattr(item, "fixturenames", ()):
@@ -58,6 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needed = (several.args or (2,))[0] if several else int(item.get_closest_marker("gpu") is not None)
         if needed > count:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), found {count}"))
+    items.sort(key=lambda item: item.path.name not in LONG)  # else one worker ends with them while the others wait
 
 
 @pytest.fixture(scope="session")
