@@ -51,6 +51,15 @@ package = kernels.get_local_kernel(Path(sys.argv[1]))
 print(package.orthogonalize(torch.eye(4)).sum().item())
 """
 
+LOAD_TWICE_AND_CALL = """
+import sys
+from pathlib import Path
+import torch, kernels
+results = [kernels.get_local_kernel(Path(path)).orthogonalize(torch.eye(4)) for path in sys.argv[1:]]
+assert torch.equal(*results)
+print("torch._dynamo" in sys.modules)
+"""
+
 
 def python(code: str, *args: object, **env: str | None) -> subprocess.Popen:
     """Start code in a fresh interpreter; an environment value of None removes the variable."""
@@ -242,6 +251,12 @@ def test_loading_imports_torch_and_the_standard_library_only(build):
 
 def test_a_torch_without_triton_loads_and_works(build):
     assert float(printed(python(LOAD_WITHOUT_TRITON, build))) == pytest.approx(4.0, rel=0.5)
+
+
+def test_two_copies_load_side_by_side_and_a_first_call_imports_no_compiler(build, tmp_path):
+    """One build has one namespace for its operators, wherever it lies; torch._dynamo takes seconds to import."""
+    shutil.copytree(build, tmp_path / "build")
+    assert printed(python(LOAD_TWICE_AND_CALL, build, tmp_path / "build")) == "False"
 
 
 # The ways to load it

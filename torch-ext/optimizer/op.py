@@ -10,20 +10,18 @@ from collections.abc import Sequence
 import torch
 
 from . import polar
-from ._ops import add_op_namespace_prefix
+from ._ops import add_op_namespace_prefix, ops
 
-SCHEMA = "(Tensor X, float[] triples, bool aol, float eps, ScalarType? dtype) -> Tensor"
+SCHEMA = "orthogonalize(Tensor X, float[] triples, bool aol, float eps, ScalarType? dtype) -> Tensor"
 
 
-@torch.library.custom_op(add_op_namespace_prefix("orthogonalize"), mutates_args=(), schema=SCHEMA)
-def _orthogonalize(X, triples, aol, eps, dtype):
+def _compute(X, triples, aol, eps, dtype):
     steps = polar.Steps("given", tuple(zip(*[iter(triples)] * 3)), aol)
     with torch.cuda.device_of(X):  # Triton launches on the current device
         return polar.polar_factor(X, steps, eps, dtype)
 
 
-@_orthogonalize.register_fake
-def _(X, triples, aol, eps, dtype):
+def _fake(X, triples, aol, eps, dtype):
     return X.new_empty(X.shape)
 
 
@@ -31,7 +29,20 @@ def _no_gradient(context, gradient):
     raise NotImplementedError("orthogonalize has no gradient; call it on X.detach() or under torch.no_grad()")
 
 
-_orthogonalize.register_autograd(_no_gradient)
+def _define() -> torch.library.Library | None:
+    """Define the operator, by the parts of torch.library: its custom_op imports torch's compiler, 2 s, when called."""
+    if hasattr(ops, "orthogonalize"):  # this very build was loaded from another path before
+        return None
+    library = torch.library.Library(ops.name, "FRAGMENT")
+    library.define(SCHEMA, tags=torch.Tag.pt2_compliant_tag)
+    library.impl("orthogonalize", _compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(add_op_namespace_prefix("orthogonalize"), _fake, lib=library)
+    torch.library.register_autograd(add_op_namespace_prefix("orthogonalize"), _no_gradient, lib=library)
+    return library
+
+
+_library = _define()  # the operator lives as long as this
+_orthogonalize = ops.orthogonalize.default
 
 
 def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_express", ns_steps: int = 5,
