@@ -112,6 +112,8 @@ def others(arch: str):
             BLOCK=block, CHUNK=128, DTYPE=triton.language.float16)
         for kernel in (on_chip._standard_kernel, on_chip._gram_kernel):
             yield compile_for(arch, kernel, arguments, num_warps=block // 16)
+        squares = dict(A="*fp16", Q="*fp16", a_strides=ROW_MAJOR, q_strides=ROW_MAJOR)
+        yield compile_for(arch, on_chip._segment_kernel, arguments | squares, num_warps=block // 16)
 
 
 if __name__ == "__main__":

@@ -80,12 +80,15 @@ def aol(device, size) -> None:
 
 
 def small_matrices(device, size) -> None:
-    """The whole iteration in one program: of matrices that fit, and of longer ones."""
+    """The iteration in one program: of matrices that fit, of longer ones, and from the Gram matrix on."""
     module, (n, m) = part("kernels.on_chip"), size["chip"]
     for N, rows, columns in ((3, n, m), (2, 20, 30)):
         X = torch.randn(N, rows, columns, device=device)
         if module.fits(X, HALF):
             module.polar(X, torch.empty_like(X), (TRIPLES,), 1e-7, HALF)
+        A = padded(2, rows, rows, HALF, device)
+        A.copy_(torch.eye(rows, device=device))
+        module.follow(A, padded(2, rows, rows, HALF, device), TRIPLES)
 
 
 def rows(device, size) -> None:

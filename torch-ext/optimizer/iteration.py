@@ -10,7 +10,7 @@ import itertools
 
 import torch
 
-from .kernels import here, look, use_triton
+from .kernels import here, look, on_chip, use_triton
 from .kernels.aol import aol, unit_rows
 from .kernels.gram import gram, product, symmetric_product
 from .kernels.norm import unit_norm
@@ -152,6 +152,9 @@ def _gram_iteration(parts, squares, segments, scales):
     for number, segment in enumerate(segments):
         if number:
             _multiply(parts, Q, scales if number == 1 else None)
+        if on_chip.follows(A):
+            on_chip.follow(A, Q, segment)
+            continue
         for step, (a, b, c) in enumerate(segment, start=1):
             _polynomial(A, (0.0, b, c), Z)
             if step < len(segment):

@@ -26,7 +26,8 @@ def table(arch: str) -> dict:
 
     `copy_gbps` (device copy, bytes read + written), `wire_gbps` and `wire_us` (an all-to-all, docs/facts.md),
     `exposed` (how much longer products take for each second of wire beside them), `norm` (of scaling to norm 1: per
-    stack, and bytes moved per element), `on_chip_us` (of a small matrix in one program: and per column).
+    stack, and bytes moved per element), `on_chip_us` (of a small matrix in one program: and per column), `follow_us` (of what follows its Gram matrices,
+    where only they are in one program: up to 64 rows, up to 128).
     """
     path = tiles.TABLES / f"{arch}_pace.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -87,6 +88,8 @@ class Pace:
                 us += made["symmetric"] * self._product_us("symmetric", n, n, count)
             else:
                 shared, launches = shared + count, made
+        if shared and n <= on_chip.LARGEST:
+            return us + -(-shared // self.processors) * self.table["follow_us"][n > 64]
         return us + (launches["symmetric"] * self._product_us("symmetric", n, n, shared) if shared else 0.0)
 
     def _product_us(self, op, n, m, count):

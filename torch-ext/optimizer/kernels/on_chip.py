@@ -1,4 +1,5 @@
 """The whole iteration of a small matrix in one program: from first read to last store nothing leaves the chip but X.
+Of a matrix that is small on one side only, what follows its Gram matrix.
 
 Decides: which matrices are small, and that those whose long side fits too take the standard iteration, others the Gram
 iteration. Restarts are those of iteration.py; addends are not rounded on the way. Must not know: what the coefficients
@@ -43,6 +44,22 @@ def polar(U: torch.Tensor, out: torch.Tensor, segments, eps: float, dtype: torch
                             firsts | 1 << steps, *constants, num_warps=block // 16)
 
 
+def follows(A: torch.Tensor) -> bool:
+    """Say whether Gram matrices A (N, n, n) go through `follow`."""
+    return use_triton(A.device) and A.element_size() == 2 and A.shape[1] <= LARGEST
+
+
+def follow(A: torch.Tensor, Q: torch.Tensor, segment) -> None:
+    """Write to Q the product of the polynomials a I + b A + c A^2 of a segment's steps, A following them.
+
+    A, Q (N, n, n), symmetric, of one dtype; segment: triples (a, b, c), as in `polar`.
+    """
+    N, n, _ = A.shape
+    block, triples = 64 if n <= 64 else 128, tuple(float(x) for triple in segment for x in triple)
+    _segment_kernel.launch(N, (len(segment), *look(A, Q)), A, Q, A.stride(), Q.stride(), triples, n, len(segment),
+                           block, num_warps=block // 16)
+
+
 @jit
 def _standard_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: tl.constexpr,
                      STEPS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr):
@@ -84,23 +101,46 @@ def _gram_kernel(U, X, out, u_strides, x_strides, out_strides, triples, n, m, ep
     A = sums.to(X.dtype.element_ty)
     Q, q = A, 0.0
     for step in tl.static_range(STEPS):
-        a, b, c = triples[3 * step], triples[3 * step + 1], triples[3 * step + 2]
-        Z = (b * A.to(tl.float32) + c * tl.dot(A, A)).to(A.dtype)  # the square of what is symmetric is so in every bit
-        if (FIRSTS >> step) % 2 == 1:
-            Q, q = Z, a
-        else:
-            Q = _symmetric(tl.dot(Q, Z) + a * Q.to(tl.float32) + q * Z.to(tl.float32) + _diagonal(q * a, BLOCK), A)
-            q = 0.0
-        if (FIRSTS >> (step + 1)) % 2 == 0:
-            T = _symmetric(tl.dot(A, Z) + a * A.to(tl.float32), A)
-            A = _symmetric(tl.dot(T, Z) + a * T.to(tl.float32), A)
-        else:
-            Q = (Q.to(tl.float32) + _diagonal(q, BLOCK)).to(X.dtype.element_ty)
+        A, Q, q = _step(A, Q, q, triples[3 * step], triples[3 * step + 1], triples[3 * step + 2],
+                        (FIRSTS >> step) % 2 == 1, (FIRSTS >> (step + 1)) % 2 == 1, BLOCK)
+        if (FIRSTS >> (step + 1)) % 2 == 1:
             tl.debug_barrier()  # other threads stored what this one loads
             if step + 1 < STEPS:
                 A = _restart(Q, x_at, n, m, BLOCK, CHUNK)
             else:
                 _finish(Q, x_at, out_at, out_strides[2], n, m, BLOCK, CHUNK)
+
+
+@jit
+def _segment_kernel(A, Q, a_strides, q_strides, triples, n, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Follow one matrix per program."""
+    matrix = tl.program_id(0).to(tl.int64)
+    row, column = tl.arange(0, BLOCK).to(tl.int64)[:, None], tl.arange(0, BLOCK).to(tl.int64)[None, :]
+    inside = (row < n) & (column < n)
+    at = A + matrix * a_strides[0] + row * a_strides[1] + column * a_strides[2]
+    now = tl.load(at, mask=inside, other=0.0)
+    result, q = now, 0.0
+    for step in tl.static_range(STEPS):
+        now, result, q = _step(now, result, q, triples[3 * step], triples[3 * step + 1], triples[3 * step + 2],
+                               step == 0, step == STEPS - 1, BLOCK)
+    tl.store(Q + matrix * q_strides[0] + row * q_strides[1] + column * q_strides[2], result, mask=inside)
+
+
+@jit
+def _step(A, Q, q, a, b, c, FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr):
+    """A <- (Z + a I) A (Z + a I) and Q + q I <- (Q + q I) (Z + a I) with Z = b A + c A^2; see iteration.py."""
+    Z = (b * A.to(tl.float32) + c * tl.dot(A, A)).to(A.dtype)  # the square of what is symmetric is so in every bit
+    if FIRST:
+        Q, q = Z, a
+    else:
+        Q = _symmetric(tl.dot(Q, Z) + a * Q.to(tl.float32) + q * Z.to(tl.float32) + _diagonal(q * a, BLOCK), A)
+        q = 0.0
+    if LAST:
+        Q = (Q.to(tl.float32) + _diagonal(q, BLOCK)).to(A.dtype)
+    else:
+        T = _symmetric(tl.dot(A, Z) + a * A.to(tl.float32), A)
+        A = _symmetric(tl.dot(T, Z) + a * T.to(tl.float32), A)
+    return A, Q, q
 
 
 @jit

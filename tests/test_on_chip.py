@@ -1,0 +1,52 @@
+"""What follows a Gram matrix in one program: `polar` as a whole is tested in test_polar.py."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import paths
+
+pytestmark = [paths.quiet, *([pytest.mark.interpreter] if paths.INTERPRETED else [])]
+
+TRIPLES = ((8.2, -23.0, 16.4), (4.0, -2.9, 0.55), (3.9, -2.8, 0.52))  # of polar_express, rounded
+
+
+@pytest.fixture
+def on_chip(part):
+    if reason := paths.why_no_triton():
+        pytest.skip(reason)
+    return part("kernels.on_chip")
+
+
+def gram_matrices(N, n, device):
+    """Symmetric in every bit, of trace 1, in memory whose rows begin apart."""
+    X = torch.randn(N, n, 2 * n, device=device)
+    X /= X.flatten(1).norm(dim=1)[:, None, None]
+    A = torch.zeros(N, n, n + 8, dtype=torch.float16, device=device)[:, :, :n]
+    return A.copy_((X @ X.mT).tril() + (X @ X.mT).tril(-1).mT)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("n", [33, 64, 70, 128])
+def test_a_segment_is_the_product_of_its_polynomials(on_chip, device, n, count):
+    torch.manual_seed(n)
+    A = gram_matrices(3, n, device)
+    before, Q = A.clone(), torch.full_like(A, 7.0)
+    on_chip.follow(A, Q, TRIPLES[:count])
+    now, expected = A.double(), torch.eye(n, dtype=torch.float64, device=device)
+    for a, b, c in TRIPLES[:count]:
+        P = a * torch.eye(n, dtype=torch.float64, device=device) + b * now + c * now @ now
+        now, expected = P @ now @ P, expected @ P
+    assert torch.equal(A, before) and torch.equal(Q, Q.mT)
+    assert (Q - expected).abs().max() <= 2.5e-3 * count * expected.abs().max()
+    on_chip.follow(A[1:2], alone := torch.empty_like(A[:1]), TRIPLES[:count])
+    assert torch.equal(alone[0], Q[1])
+
+
+def test_who_goes_through_it(on_chip, device, monkeypatch):
+    monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
+    assert on_chip.follows(gram_matrices(1, 128, device)) and not on_chip.follows(gram_matrices(1, 129, device))
+    assert not on_chip.follows(torch.zeros(1, 8, 8, device=device))
+    monkeypatch.setenv("OPTIMIZER_KERNELS", "torch")
+    assert not on_chip.follows(gram_matrices(1, 8, device))
