@@ -26,8 +26,8 @@ def table(arch: str) -> dict:
 
     `copy_gbps` (device copy, bytes read + written), `wire_gbps` and `wire_us` (an all-to-all, docs/facts.md),
     `exposed` (how much longer products take for each second of wire beside them), `norm` (of scaling to norm 1: per
-    stack, and bytes moved per element), `on_chip_us` (of a small matrix in one program: and per column), `follow_us` (of what follows its Gram matrices,
-    where only they are in one program: up to 64 rows, up to 128).
+    stack, and bytes moved per element), `on_chip_us` (of a small matrix in one program: and per column), `follow_us`
+    (of what follows Gram matrices in one program: of up to 64 rows, of more).
     """
     path = tiles.TABLES / f"{arch}_pace.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
