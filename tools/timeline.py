@@ -29,13 +29,13 @@ OTHERS = {  # kind -> names of kernels and operators that are not this package's
     "memory": re.compile(r"memcpy|memset|foreach|multi_tensor|elementwise|reduce_kernel|fused_?adam"
                          r"|^aten::(copy_|_fused|fill_|zero_|mul|add|sub|div|lerp|sum|where|clone|sqrt|amax)", re.I),
 }
+CLOCK = 1.0  # us by which the times of works that follow each other may overlap
 COLORS = {"wire": "#6366f1", "products": "#c2410c", "memory": "#0ea5e9", "other": "#6b7280"}
 
 
 @dataclass(frozen=True)
 class Work:
-    """Something that ran: on which lane (a stream, or a thread), of which kind, from and to, in us."""
-    lane: str
+    """Something that ran: of which kind, from and to, in us."""
     kind: str
     name: str
     start: float
@@ -67,20 +67,20 @@ def read(path) -> tuple[int | None, list[Work]]:
         trace = json.load(file)
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("dur", 0) > 0]
     device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    works = [work(e, f"stream {e['args'].get('stream', e['tid'])}") for e in device]
+    works = [work(e) for e in device]
     if not works:  # a trace without a GPU
-        works = [work(e, f"thread {e['tid']}") for e in outermost([e for e in events if e.get("cat") == "cpu_op"])]
+        works = [work(e) for e in outermost([e for e in events if e.get("cat") == "cpu_op"])]
     begin, end = window(events, bool(device)) or (0, float("inf"))
     works = sorted((w for w in works if begin <= w.start < end), key=lambda w: w.start)
     if not works:
         raise ValueError(f"{path}: no kernels and no operators in this trace; record it with torch.profiler")
     first = min(w.start for w in works)
-    works = [Work(w.lane, w.kind, w.name, w.start - first, w.end - first) for w in works]
+    works = [Work(w.kind, w.name, w.start - first, w.end - first) for w in works]
     return trace.get("distributedInfo", {}).get("rank"), works
 
 
-def work(event, lane) -> Work:
-    return Work(lane, kind_of(event["name"]), event["name"], event["ts"], event["ts"] + event["dur"])
+def work(event) -> Work:
+    return Work(kind_of(event["name"]), event["name"], event["ts"], event["ts"] + event["dur"])
 
 
 @functools.cache
@@ -145,7 +145,7 @@ def length(intervals) -> float:
 
 def overlap(one, other) -> float:
     """How long two lists of disjoint intervals have in common."""
-    return length(one) + length(other) - length(union([Work("", "", "", *pair) for pair in (*one, *other)]))
+    return length(one) + length(other) - length(union([Work("", "", *pair) for pair in (*one, *other)]))
 
 
 def busy(rank, works) -> list[dict]:
@@ -171,21 +171,34 @@ def write(path, rows) -> None:
         writer.writerows(rows)
 
 
+def lanes_of(works) -> list[tuple[str, list[Work]]]:
+    """(wire or compute, work one after another): as many lanes as run side by side. A graph's streams say nothing."""
+    lanes = []
+    for work in sorted(works, key=lambda w: (w.kind == "wire", w.start)):
+        name = "wire" if work.kind == "wire" else "compute"
+        free = next((lane for of, lane in lanes if of == name and lane[-1].end <= work.start + CLOCK), None)
+        if free is None:
+            lanes.append((name, [work]))
+        else:
+            free.append(work)
+    return lanes
+
+
 def draw(ranks, path, title=None) -> bool:
-    """A lane for each stream of each rank; False where matplotlib is not installed."""
+    """A lane for the wire of each rank and one for the rest; False where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ModuleNotFoundError:
         return False
-    lanes = [(rank, lane) for rank, works in sorted(ranks.items()) for lane in sorted({w.lane for w in works})]
-    figure = Figure(figsize=(12, 1.4 + 0.45 * len(lanes)), dpi=150, layout="constrained")
+    lanes = [(f"rank {rank}, {name}", lane) for rank, works in sorted(ranks.items()) for name, lane in lanes_of(works)]
+    figure = Figure(figsize=(12, 1.4 + 0.45 * len(lanes)), dpi=100, layout="constrained")
     axes = figure.subplots()
-    for place, (rank, lane) in enumerate(lanes):
+    for place, (_, lane) in enumerate(lanes):
         for kind, color in COLORS.items():
-            bars = [(w.start / 1e3, (w.end - w.start) / 1e3) for w in ranks[rank] if w.lane == lane and w.kind == kind]
+            bars = [(w.start / 1e3, (w.end - w.start) / 1e3) for w in lane if w.kind == kind]
             axes.broken_barh(bars, (-place - 0.4, 0.8), color=color, linewidth=0)
-    axes.set_yticks([-place for place in range(len(lanes))], [f"rank {rank}, {lane}" for rank, lane in lanes])
+    axes.set_yticks([-place for place in range(len(lanes))], [name for name, _ in lanes])
     axes.set_xlabel("ms")
     axes.set_title(title or "")
     figure.legend(handles=[Patch(color=color, label=kind) for kind, color in COLORS.items()], ncols=len(COLORS),

@@ -47,7 +47,7 @@ class Bound:
         # fused multiply-adds, which depend on the tile, would give other bits
         self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "enable_fp_fusion": False}
         if tile.loop == "pingpong":
-            self.kernel, self.pointer, describe = pingpong.kernel, False, pingpong.description
+            self.kernel, self.pointer, describe = pingpong.pingpong_kernel, False, pingpong.description
             self.numbers = (order, count, N * count, inner)
             self.constants = (SYMMETRY[op], len(addends), form, tile.rows, tile.inner, tile.stages)
         else:

@@ -45,8 +45,9 @@ class gluon_jit(jit):
 
 
 @gluon_jit.alike("count", "total", "inner")
-def kernel(a, b, c, d, out, order, count, total, inner, factors, SYMMETRIC: gl.constexpr, ADDENDS: gl.constexpr,
-           FORM: gl.constexpr, BLOCK: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
+def pingpong_kernel(a, b, c, d, out, order, count, total, inner, factors, SYMMETRIC: gl.constexpr,
+                    ADDENDS: gl.constexpr, FORM: gl.constexpr, BLOCK: gl.constexpr, BLOCK_K: gl.constexpr,
+                    STAGES: gl.constexpr):
     """out = factors[0] A B + addends + factors[1] I in tiles of the lower triangle, mirrored; names as in gram_sm90."""
     steps = (inner + BLOCK_K - 1) // BLOCK_K
     left = gl.allocate_shared_memory(a.dtype, [STAGES, 1, BLOCK, BLOCK_K], a.layout)
