@@ -312,7 +312,7 @@ def fit(cluster, measured) -> dict:
         eager = row["run"] == "eager"
         device = device_ms + scale * device
         predicted, ms = max(device, (host_ms + stack_ms * stacks) * eager), float(row["median_ms"])
-        rows.append({**{key: row[key] for key in ("model", "mode", "ranks", "run")}, "stacks": stacks,
+        rows.append({**{key: row[key] for key in ("model", "layers", "mode", "ranks", "run")}, "stacks": stacks,
                      "device_ms": round(device, 2), "host_ms": round(host_ms + stack_ms * stacks, 2),
                      "predicted_ms": round(predicted, 2), "measured_ms": round(ms, 2),
                      "error": f"{100 * (predicted / ms - 1):+.0f} %"})

@@ -9,9 +9,12 @@ import functools
 import math
 import sys
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
+
+_local_tensor = attrgetter("_local_tensor")  # of a DTensor
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,13 @@ def local_of(tensor):
 
 def raw_locals(tensors) -> list:
     """The tensors of this rank's elements, inside autograd: only to be looked at. Many, cheaply, at every step."""
-    module = sys.modules.get("torch.distributed.tensor")
-    kind = module.DTensor if module is not None else ()
+    tensors, module = list(tensors), sys.modules.get("torch.distributed.tensor")
+    kind = module.DTensor if module is not None else None
+    kinds = set(map(type, tensors))
+    if kinds == {kind}:  # the usual cases take no Python per tensor
+        return list(map(_local_tensor, tensors))
+    if kind is None or kinds <= {torch.Tensor, torch.nn.Parameter, type(None)}:
+        return tensors
     return [t._local_tensor if isinstance(t, kind) else t for t in tensors]
 
 

@@ -5,7 +5,9 @@ Decides where state is created and how a piece is found in a shard. Knows nothin
 """
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
+from operator import attrgetter, itemgetter
 
 import torch
 
@@ -13,6 +15,9 @@ from .freight import ALIGNMENT
 from .kernels.table import Skip, Source
 from .layout import as_dtensor, is_dtensor, layout_of, local_of, raw_locals, this_rank
 from .recipe import baked, orthogonalize, scale_of
+
+_gradient, _dtype, _requires_grad = map(attrgetter, ("grad", "dtype", "requires_grad"))
+_params = itemgetter("params")
 
 
 class Store:
@@ -33,9 +38,10 @@ class Store:
 
     def read(self):
         """Take this step's gradients, which autograd may have put elsewhere; a missing one counts as zero."""
-        gradients = raw_locals([p.grad for p in self.params])
-        self.here = [g is not None for g in gradients]
-        self.gradients = [_zeros(p) if g is None else g for p, g in zip(self.params, gradients)]
+        self.gradients = raw_locals(map(_gradient, self.params))
+        self.here = [g is not None for g in self.gradients]
+        if not all(self.here):
+            self.gradients = [_zeros(p) if g is None else g for p, g in zip(self.params, self.gradients)]
         if self.in_chunks:
             self.gradients = [g.contiguous() for g in self.gradients]
 
@@ -99,17 +105,21 @@ class Store:
 def glance(groups, state, *more):
     """What a step depends on besides numbers, and `more`, as cheaply as it can be had: if it equals the last step's,
     nothing has to be planned or bound anew. Equals nothing where a closer look is due (a sparse gradient, a state of
-    somebody else's that is no tensor).
+    somebody else's that is no tensor). One list for each attribute: no Python runs per parameter.
     """
-    params = [p for group in groups for p in group["params"]]
-    gradients, weights = raw_locals([p.grad for p in params]), raw_locals(params)
+    params = list(itertools.chain.from_iterable(map(_params, groups)))
+    gradients, weights = raw_locals(map(_gradient, params)), raw_locals(params)
+    missing = [i for i, g in enumerate(gradients) if g is None]
+    for i in missing:
+        gradients[i] = weights[i]
     try:
-        held = weights + raw_locals([t for states in state.values() for t in states.values()])
-        forms = [(gradient_dtype(p), w.stride()) if g is None else (g.dtype, g.stride(), g.data_ptr() % ALIGNMENT)
-                 for p, w, g in zip(params, weights, gradients)]
+        held = weights + raw_locals(itertools.chain.from_iterable(map(dict.values, state.values())))
+        forms = [list(map(look, gradients)) for look in (_dtype, torch.Tensor.stride)]
+        odd = [start % ALIGNMENT for start in map(torch.Tensor.data_ptr, gradients)]
         return ([(group["use_muon"], group["adjust_lr_fn"], len(group["params"])) for group in groups],
-                [(id(p), p.requires_grad) for p in params], forms, [t.data_ptr() for t in held], more)
-    except (AttributeError, RuntimeError):  # no addresses, no strides
+                list(map(id, params)), list(map(_requires_grad, params)), forms, odd, missing,
+                [gradient_dtype(params[i]) for i in missing], list(map(torch.Tensor.data_ptr, held)), more)
+    except (AttributeError, RuntimeError, TypeError):  # no addresses, no strides
         return object()
 
 
