@@ -25,12 +25,13 @@ import torch
 import torch.multiprocessing as mp
 from kernels import get_kernel
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import peers  # noqa: E402
 import shapes  # noqa: E402
 from race import captured, race  # noqa: E402
-from spectra import KINDS, spectrum  # noqa: E402
 from step import commit, triton_version  # noqa: E402
+
+from tests.spectra import KINDS, spectrum  # noqa: E402
 
 COLUMNS = ("commit gpu implementation algorithm n rows cols dtype run median_ms p20_ms p80_ms error_fp64 torch triton "
            "tflops_needed tflops_dense host_us launches host_us_per_launch spectrum version note").split()

@@ -1,7 +1,7 @@
 """Builds the package from torch-ext/ at the start of a test session and lets tests load it through `get_kernel`.
 
 The build lies in a folder of this session's own, so sessions do not disturb each other, nor build/. Where LOCAL_KERNELS
-already names org/optimizer (the Hub's CI, an xdist worker), that build is tested instead.
+already names a build (the Hub's CI, an xdist worker), that one is tested instead, whatever its owner is called.
 """
 
 from __future__ import annotations
@@ -32,9 +32,20 @@ else:
     hypothesis.settings.load_profile("here")
 
 
+# The Hub's CI gets the package and the tests, but neither documents nor benchmarks (nor pytest.ini).
+collect_ignore = [] if (ROOT / "benchmarks").is_dir() else ["test_docs.py", "test_plan.py"]
+MARKERS = ("gpu: needs a GPU (skipped where there is none)", "gpus(n=2): needs n GPUs",
+           "kernels_ci: the subset of under 60 s that the Hub's CI runs (`pytest -m kernels_ci`)",
+           "interpreter: runs Triton kernels in Triton's CPU interpreter")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # the same bits on every machine, and xdist workers that do not compete
-    if "org/optimizer=" in os.environ.get("LOCAL_KERNELS", ""):
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
+    builds = dict(entry.split("=", 1) for entry in os.environ.get("LOCAL_KERNELS", "").split(":") if "=" in entry)
+    if build := next((folder for name, folder in builds.items() if name.endswith("/optimizer")), None):
+        os.environ["LOCAL_KERNELS"] = f"org/optimizer={build}"
         return
     folder = tempfile.mkdtemp(prefix="optimizer-build-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.spectra import KINDS, spectrum
 from tests import references
+from tests.spectra import KINDS, spectrum
 from tests.test_polar import exact
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"

@@ -23,9 +23,9 @@ def example(monkeypatch):
     return importlib.import_module
 
 
-def run_demo(*arguments: str) -> subprocess.CompletedProcess:
-    """Run examples/demo.py with a tiny model on two processes."""
-    command = [sys.executable, EXAMPLES / "demo.py", *TINY, "--processes", "2", *arguments]
+def run_demo(*arguments: str, processes: int = 2) -> subprocess.CompletedProcess:
+    """Run examples/demo.py with a tiny model."""
+    command = [sys.executable, EXAMPLES / "demo.py", *TINY, "--processes", str(processes), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
@@ -37,9 +37,15 @@ def write_text(folder: Path, order: list[int]) -> None:
         (folder / "package" / "tests" / f"file{number}.py").write_text("skipped\n" * 100)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two processes need no GPU or two")
-def test_both_optimizers_learn(optimizer, tmp_path):
-    done = run_demo("--steps", "16", "--eval-every", "8", "--lr", "0.01", "--out", str(tmp_path))
+ON_CPUS = pytest.mark.skipif(torch.cuda.is_available(), reason="the demo takes the GPUs that it finds")
+
+
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=ON_CPUS, id="cpu"),
+                                       pytest.param(1, marks=pytest.mark.gpu, id="1 gpu"),
+                                       pytest.param(2, marks=pytest.mark.gpus(2), id="2 gpus"),
+                                       pytest.param(4, marks=pytest.mark.gpus(4), id="4 gpus")])
+def test_both_optimizers_learn(optimizer, tmp_path, processes):
+    done = run_demo("--steps", "16", "--eval-every", "8", "--lr", "0.01", "--out", str(tmp_path), processes=processes)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert (tmp_path / "demo.png").stat().st_size > 10_000

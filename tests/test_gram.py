@@ -135,7 +135,7 @@ def test_empty_batches_and_empty_sums(gram, device):
 
 @pytest.mark.parametrize("strides", [(1 << 30, 8, 1), (8, (1 << 31) // 3 + 1, 1)], ids=str)
 def test_offsets_beyond_32_bits(gram, device, strides):
-    """Peers' defect 14: batched kernels whose offsets overflow from 2^31 elements on."""
+    """Peers' defect: batched kernels whose offsets overflow from 2^31 elements on."""
     memory = torch.empty((1 << 31) + 4096, dtype=torch.float16, device=device)
     X = memory.as_strided((3, 4, 8), strides)
     X.copy_(values := torch.randn(3, 4, 8, device=device))

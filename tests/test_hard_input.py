@@ -182,7 +182,7 @@ def test_large_matrices_have_the_same_bits_in_any_place(optimizer, shape, name):
     assert torch.equal(optimizer.orthogonalize(X.flip(0), name), whole.flip(0))
 
 
-# More than 2^31 elements: 32-bit offsets would wrap (peers' defect 14)
+# More than 2^31 elements: 32-bit offsets would wrap (a peer's defect)
 
 
 @pytest.mark.gpu

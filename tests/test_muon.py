@@ -156,7 +156,7 @@ def split_scale(rank, world, full, grad):
 
 
 def test_a_split_parameter_is_scaled_and_normalised_as_a_whole(optimizer):
-    """Peers' defects 11 and 12: the shards of (40, 16) on four ranks are wide, and the rows of one rank are large."""
+    """Peers' defect: the shards of (40, 16) on four ranks are wide, and the rows of one rank are large."""
     full, grad = torch.randn(40, 16), torch.randn(40, 16)
     grad[:10] *= 100
     shards = run_threads(4, split_scale, full, grad)
@@ -200,7 +200,7 @@ def test_normuon_is_its_papers(shape, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_the_second_moment_is_always_fp32(dtype, state_dtype, device):
-    """Peers' defect 15: an average over 20 steps in 8 bits stands still."""
+    """Peers' defect: an average over 20 steps in 8 bits stands still."""
     params = weights([(6, 4), (3, 6, 4)], device, dtype)
     _, optimizer = stepped("NorMuon", params, gradients(params, 1), state_dtype=state_dtype)
     for state in optimizer.state.values():
@@ -317,7 +317,7 @@ def test_parameters_of_two_dtypes_in_one_group(device):
             assert torch.equal(alone, together[i])
 
 
-# every option changes the result (peers' defect 20) --------------------------------------------------------------
+# every option changes the result (a peer's defect) --------------------------------------------------------------
 
 MUON_OPTIONS = {"lr": 0.02, "weight_decay": 0.5, "momentum": 0.5, "nesterov": False, "ns_coefficients": "quintic",
                 "eps": 0.5, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"}
@@ -411,7 +411,7 @@ def test_a_learning_rate_may_be_a_tensor_and_stays_what_it_is(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_gradients_are_read_only(nesterov, dtype, device):
-    """Peers' defects 9 and 10: gradients used as scratch memory, or replaced by the update."""
+    """Peers' defect: gradients used as scratch memory, or replaced by the update."""
     params = weights([(12, 7), (7, 12), (3, 6, 4), (5,)], device, dtype)
     groups = [{"params": params[:3]}, {"params": params[3:], "use_muon": False}]
     optimizer = package().NorMuon(groups, nesterov=nesterov)
@@ -425,7 +425,7 @@ def test_gradients_are_read_only(nesterov, dtype, device):
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_state_survives_zeroed_gradients(nesterov, device):
-    """Peers' defect 9: the momentum was the gradient's memory."""
+    """Peers' defect: the momentum was the gradient's memory."""
     params = weights([(12, 7)], device)
     optimizer = package().Muon(params, nesterov=nesterov)
     train(optimizer, params, gradients(params, 1))
@@ -439,7 +439,7 @@ def test_state_survives_zeroed_gradients(nesterov, device):
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("name", ["Muon", "NorMuon"])
 def test_momentum_is_the_average_of_the_gradients(name, nesterov, dtype, device):
-    """Peers' defect 8: torch.optim.Muon normalises it in place for bf16 gradients without Nesterov."""
+    """Peers' defect: torch.optim.Muon normalises it in place for bf16 gradients without Nesterov."""
     params = weights([(12, 7), (7, 12), (8, 8), (2, 5, 3)], device, dtype)
     grads = gradients(params, 6)
     _, optimizer = stepped(name, params, grads, nesterov=nesterov, momentum=0.9)
@@ -491,7 +491,7 @@ def test_no_gradient_at_all(device):
 @pytest.mark.parametrize("name", ["Muon", "NorMuon"])
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-12, 1e-6, 1e6, 1e20, 1e30])
 def test_the_size_of_the_gradients_does_not_matter(scale, name, device):
-    """Peers' defects 2, 3 and 4: casts before normalising, an absolute eps, squares that vanish."""
+    """Peers' defect: casts before normalising, an absolute eps, squares that vanish."""
     params = weights([(24, 16), (16, 24)], device)
     grads = gradients(params, 2)
     usual, _ = stepped(name, params, grads, lr=0.1, weight_decay=0.0, **EXACT)
@@ -502,7 +502,7 @@ def test_the_size_of_the_gradients_does_not_matter(scale, name, device):
 
 @pytest.mark.parametrize("name", ["Muon", "NorMuon"])
 def test_zero_gradients_decay_only(name, device):
-    """Peers' defect 5: NaN from 0 / 0, now or at the next step."""
+    """Peers' defect: NaN from 0 / 0, now or at the next step."""
     params = weights([(12, 7), (3, 6, 4)], device)
     zeros = [[torch.zeros_like(p) for p in params]]
     new, optimizer = stepped(name, params, zeros * 2, lr=0.1, weight_decay=0.5)
@@ -528,7 +528,7 @@ def test_a_row_of_zeros_stays_finite(name, device):
 @pytest.mark.parametrize("name", ["Muon", "NorMuon"])
 @pytest.mark.parametrize("shape", [(5, 8, 6), (2, 3, 6, 8)])
 def test_a_stack_is_its_matrices_one_by_one(shape, name, device):
-    """Peers' defect 13: the batch axis flattened into rows."""
+    """Peers' defect: the batch axis flattened into rows."""
     (stack,) = weights([shape], device)
     grads = gradients([stack])
     (together,), _ = stepped(name, [stack], grads)

@@ -62,7 +62,7 @@ def test_momentum_against_fp64(pack, part, device, path, m_dtype, u_dtype, g_dty
         new = 0.9 * old + 0.1 * g
         assert_close(m, new, m_dtype)
         assert_close(u, 0.1 * g + 0.9 * new if nesterov else new, u_dtype)
-    assert all(map(torch.equal, G, kept)), "gradients are never changed (peers' defect 9)"
+    assert all(map(torch.equal, G, kept)), "gradients are never changed (a peer's defect)"
 
 
 def test_fresh_gradients_at_every_step(pack, part, device, path):

@@ -176,7 +176,7 @@ def test_two_builds_of_one_commit_are_identical(repository, tmp_path):
     git("clone", "--quiet", str(repository), str(copy))
     first, second = make_build(tmp_path / "a", root=repository), make_build(tmp_path / "b", root=copy)
     assert contents(first) == contents(second)
-    assert build_id(first) == git("rev-parse", "HEAD:torch-ext", root=repository)[:7]
+    assert re.fullmatch("[0-9a-f]{7}", build_id(first))
 
 
 def test_a_build_without_git_has_the_id_of_the_commit(repository, tmp_path):
@@ -185,11 +185,11 @@ def test_a_build_without_git_has_the_id_of_the_commit(repository, tmp_path):
     assert build_id(make_build(tmp_path / "b", root=repository)) == first
 
 
-@pytest.mark.parametrize("change", ["edit", "add"])
+@pytest.mark.parametrize("change", ["torch-ext/optimizer/__init__.py", "torch-ext/optimizer/new.py", "build.toml"])
 def test_changed_sources_are_named_dirty(repository, tmp_path, change):
     clean = build_id(make_build(tmp_path / "a", root=repository))
-    path = repository / "torch-ext" / "optimizer" / ("__init__.py" if change == "edit" else "new.py")
-    path.write_text("# changed\n")
+    with open(repository / change, "a", encoding="utf-8") as file:
+        file.write("# changed\n")
     dirty = build_id(make_build(tmp_path / "b", root=repository))
     assert "_dirty" not in clean and re.fullmatch("[0-9a-f]{7}_dirty", dirty) and not dirty.startswith(clean)
 
@@ -298,6 +298,18 @@ def test_an_untrusted_publisher_is_refused_unless_the_caller_trusts_it(build, tm
         assert "trust" in refused.communicate(timeout=120)[1] and refused.returncode != 0
         trusting = GET.replace("version=1", "version=1, trust_remote_code=True")
         assert printed(python(trusting, **env)).endswith(build_id(build))
+
+
+def test_the_hubs_ci_has_all_that_its_subset_needs(build, tmp_path):
+    """Its sandbox holds build.toml, the package and the tests, nothing else, and the build has the publisher's name."""
+    for name in ("torch-ext", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "build.toml", tmp_path)
+    env = os.environ | {"LOCAL_KERNELS": f"me/optimizer={build}", "PYTHONPATH": ""}
+    command = [sys.executable, "-m", "pytest", "tests", "-m", "kernels_ci", "--collect-only", "-q"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.search(r"(\d+)/\d+ tests collected", done.stdout)[1]) > 300
 
 
 # The files around it

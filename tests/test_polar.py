@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from benchmarks.spectra import KINDS, spectrum
 from tests.paths import PATHS, quiet, take
+from tests.spectra import KINDS, spectrum
 
 pytestmark = quiet
 
@@ -70,7 +70,7 @@ def test_every_set_against_its_polynomial(polar, device, name, shape):
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("form", ["standard", "gram"])
 def test_error_over_spectra(polar, device, monkeypatch, kind, dtype, form):
-    """Standard and Gram iteration keep the same bounds (peers' defect 7: without a restart 1/k and 1/k^2 explode)."""
+    """Standard and Gram iteration keep the same bounds (a peer's defect: without a restart 1/k and 1/k^2 explode)."""
     monkeypatch.setattr(polar, "_uses_gram", lambda *shape: form == "gram")
     X = spectrum(kind, 96, 288).float().to(device)
     O = polar.orthogonalize(X, dtype=dtype)
@@ -147,7 +147,7 @@ def test_the_result_of_torch_optim_muon(polar):
 @pytest.mark.parametrize("scale", [1e-30, 1e-25, 1e-20, 1e-12, 1e-6, 1e6, 1e30])
 @pytest.mark.parametrize("dtype, bound", [(F32, 2e-5), (F16, 1e-2)], ids=str)
 def test_any_scale_gives_the_same_result(polar, device, scale, dtype, bound):
-    """Peers' defects 2, 3 and 4: a cast before the normalisation, an absolute eps, squares that underflow."""
+    """Peers' defect: a cast before the normalisation, an absolute eps, squares that underflow."""
     X = torch.randn(2, 24, 60, device=device)
     assert error(polar.orthogonalize(X * scale, dtype=dtype), X, polar.steps_of("polar_express")) < bound
 
@@ -172,7 +172,7 @@ def test_subnormal_input(polar):
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("eps", [1e-7, 0.0])
 def test_zeros_give_zeros(polar, device, name, eps):
-    """Peers' defect 5; a zero row of another matrix is as harmless."""
+    """Peers' defect; a zero row of another matrix is as harmless."""
     X = torch.randn(3, 12, 30, device=device)
     X[1], X[2, 4] = 0, 0
     O = polar.orthogonalize(X, name, eps=eps)
@@ -190,7 +190,7 @@ def test_nan_stays_in_its_matrix(polar, device, path, bad, shape):
 
 
 def test_aol_sets_never_turn_a_direction_round(polar, device):
-    """Peers' defect 1: the polynomials of these sets are negative from 0.884 on, where unscaled input may lie."""
+    """Peers' defect: the polynomials of these sets are negative from 0.884 on, where unscaled input may lie."""
     u, v = torch.randn(2, 20, 1, dtype=torch.float64), torch.randn(2, 1, 60, dtype=torch.float64)
     u, v = u / u.norm(dim=1, keepdim=True), v / v.norm(dim=2, keepdim=True)
     for size in (0.02, 0.05, 0.4, 0.9):
@@ -219,7 +219,7 @@ def test_rounding_above_one_is_harmless(polar, device, name, dtype, shape):
 @pytest.mark.parametrize("dtype, threads", [(F32, 1), (F32, 2), (F16, 1)], ids=str)
 @pytest.mark.parametrize("name", ["polar_express", "turbo", "cubic"])
 def test_one_matrix_has_the_same_bits_in_every_batch(polar, device, shape, dtype, threads, name):
-    """Peers' defects 13 and 17: replicas, and N stacked weights, must agree to the bit with one by one."""
+    """Peers' defect: replicas, and N stacked weights, must agree to the bit with one by one."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -259,7 +259,7 @@ def test_transposed_and_scattered_memory(polar, device):
 
 
 def test_input_is_unchanged_and_needs_no_gradient(polar, device):
-    """Peers' defect 10: the caller's fp32 input normalised in place."""
+    """Peers' defect: the caller's fp32 input normalised in place."""
     X = torch.randn(2, 20, 60, device=device, requires_grad=True)
     before = X.detach().clone()
     assert not polar.orthogonalize(X).requires_grad and torch.equal(X, before)

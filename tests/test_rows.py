@@ -54,7 +54,7 @@ def test_several_steps_of_transposed_memory(normalize, device):
 
 
 def test_zeros_stay_zero(normalize, device):
-    """Peers' defect 5: a zero gradient gave NaN. A zero row in another matrix is as harmless."""
+    """Peers' defect: a zero gradient gave NaN. A zero row in another matrix is as harmless."""
     U, V = torch.randn(3, 6, 10, device=device), torch.zeros(3, 6, 1, device=device)
     U[1], U[2, 3] = 0, 0
     norm = torch.linalg.matrix_norm(U)

@@ -47,9 +47,9 @@ LAYERS = [
     ["share"],  # plan.py, cut in two: the plan of all ranks, and what one rank has of it
     ["feed"],  # what is sent to the device at every step, from every store in one copy
     ["store"],
-    ["offload", "mean", "process_groups"],
+    ["mean", "process_groups"],
     ["routes", "owned"],
-    ["qk_clip", "groups"],
+    ["groups"],
     ["loaded", "foreign"],
     ["checkpoint"],
     ["agree", "guard"],  # what ranks tell each other besides what the buckets carry

@@ -58,6 +58,12 @@ def is_source(path: Path) -> bool:
     return not (generated or path.name == "__pycache__" or path.suffix == ".pyc")
 
 
+def blob_hash(path: Path) -> bytes:
+    """Return the hash that git gives to a file, 20 bytes."""
+    data = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).digest()
+
+
 def tree_hash(folder: Path) -> bytes:
     """Return the hash that git gives to the tree `folder`, 20 bytes."""
     entries = []
@@ -67,20 +73,23 @@ def tree_hash(folder: Path) -> bytes:
                 entries.append((path.name + "/", b"40000", tree_hash(path)))
         else:
             mode = b"100755" if path.stat().st_mode & 0o100 else b"100644"
-            data = path.read_bytes()
-            entries.append((path.name, mode, hashlib.sha1(b"blob %d\0" % len(data) + data).digest()))
+            entries.append((path.name, mode, blob_hash(path)))
     data = b"".join(mode + b" " + name.rstrip("/").encode() + b"\0" + sha for name, mode, sha in sorted(entries))
     return hashlib.sha1(b"tree %d\0" % len(data) + data).digest()
 
 
 def build_id(root: Path) -> str:
-    """Return the last part of a build's id: 7 characters of the source's tree hash, `_dirty` if it is not committed."""
-    tree = tree_hash(root / "torch-ext").hex()
+    """Return the last part of a build's id: 7 characters of its sources' hash, `_dirty` if they are not committed.
+
+    Sources are torch-ext/ and build.toml; the Hub's builder takes the hash of the whole repository.
+    """
+    hashes = {"torch-ext": tree_hash(root / "torch-ext").hex(), "build.toml": blob_hash(root / "build.toml").hex()}
+    uid = hashlib.sha1("".join(hashes.values()).encode()).hexdigest()[:7]
     if not (root / ".git").exists():
-        return tree[:7]
-    command = ["git", "-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD:torch-ext"]
-    committed = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return tree[:7] + ("" if committed == tree else "_dirty")
+        return uid
+    command = ["git", "-C", str(root), "rev-parse", *(f"HEAD:{name}" for name in hashes)]
+    committed = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return uid + ("" if committed == list(hashes.values()) else "_dirty")
 
 
 def metadata(general: dict, name: str, uid: str, backend: str, files: dict[str, bytes]) -> bytes:
