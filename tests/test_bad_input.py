@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import package, run_threads
+from tests.ranks import package, run_ranks, run_threads
 
 
 def matrix(*shape, dtype=torch.float32, device="cpu"):
@@ -417,3 +417,56 @@ def test_a_parameter_of_another_group_leaves_the_optimizer_as_it_was():
     with pytest.raises(ValueError, match="more than one"):
         optimizer.add_param_group({"params": [matrix(), weight]})
     assert len(optimizer.param_groups) == 1
+
+
+def test_a_parameter_that_keeps_its_elements_elsewhere():
+    """A quantized weight (torchao's) has no memory of its own: kernels would read address 0."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    with pytest.raises(NotImplementedError, match="parameter w of shape .* is a TwoTensor, which keeps its elements"):
+        package().Muon([("w", nn.Parameter(TwoTensor(torch.zeros(2, 2), torch.zeros(2, 2))))])
+
+
+@pytest.mark.parametrize("key, value, good", [("ns_steps", 2.0, 2), ("eps", None, 1e-7), ("adjust_lr_fn", "foo", None),
+                                              ("ns_coefficients", "nope", "jordan")])
+def test_a_wrong_number_between_steps_is_refused_before_anything_changes(key, value, good):
+    param = nn.Parameter(torch.ones(2, 3))
+    param.grad = torch.ones(2, 3)
+    optimizer = package().Muon([param])
+    optimizer.step()
+    before = param.detach().clone()
+    optimizer.param_groups[0][key] = value
+    with pytest.raises(ValueError, match=key):
+        optimizer.step()
+    assert torch.equal(param, before)
+    optimizer.param_groups[0][key] = good
+    optimizer.step()
+    assert not torch.equal(param, before)
+
+
+@pytest.mark.parametrize("key, value", [("dtype", torch.float64), ("eps", -1.0), ("eps", float("nan")), ("eps", "a")])
+def test_options_of_orthogonalize(key, value):
+    with pytest.raises(ValueError, match=f"{key}=.* is not allowed"):
+        package().orthogonalize(torch.eye(2), **{key: value})
+
+
+def outsider(rank, world):
+    group = dist.new_group([0])
+    if rank == 0:
+        return ""
+    with pytest.raises(ValueError, match="no process group of which this rank is a member") as error:
+        package().Muon([nn.Parameter(torch.ones(2, 2))], process_group=group)
+    return str(error.value)
+
+
+def test_a_process_group_of_others():
+    assert run_ranks(2, outsider)[1].startswith("process_group=")
+
+
+def test_another_default_device():
+    """Tables and flags are made where they are needed, not where the user makes tensors."""
+    param = nn.Parameter(torch.ones(2, 3))
+    param.grad = torch.ones(2, 3)
+    with torch.device("meta"):
+        package().Muon([param], nonfinite="skip").step()
+    assert param[0, 0] != 1

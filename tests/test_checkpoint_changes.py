@@ -489,3 +489,19 @@ def test_hooks_see_the_state_that_was_loaded():
     ((lr, state),) = seen
     assert lr == 0.1
     assert_equal(state, dict(optimizer.state))
+
+
+@pytest.mark.parametrize("key, value", [("maximize", True), ("amsgrad", True), ("decoupled_weight_decay", False)])
+def test_options_that_would_be_lost_are_refused(optimizer, key, value):
+    params = [nn.Parameter(torch.randn(4, 4))]
+    theirs = torch.optim.Adam(params, weight_decay=0.1)
+    state, ours = theirs.state_dict(), optimizer.Muon([{"params": params, "use_muon": False}])
+    state["param_groups"][0] |= {"decoupled_weight_decay": True, key: value}
+    with pytest.raises(ValueError, match=f"was saved with {key}={value}"):
+        ours.load_state_dict(state)
+
+
+def test_a_state_of_normuon_is_none_of_muon(optimizer):
+    params = [nn.Parameter(torch.randn(4, 4))]
+    with pytest.raises(ValueError, match="was saved with beta2="):
+        optimizer.Muon(params).load_state_dict(optimizer.NorMuon(params).state_dict())

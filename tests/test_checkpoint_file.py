@@ -328,3 +328,12 @@ def spread_state(rank, world, folder):
 
 def test_sharded_state_is_refused(tmp_path):
     assert run_threads(2, spread_state, str(tmp_path)) == [[], []]
+
+
+def test_two_parameters_of_one_name_are_refused(optimizer, tmp_path):
+    """One would overwrite the other's state."""
+    params = [nn.Parameter(torch.randn(4, 4)) for _ in range(2)]
+    opt = optimizer.Muon([{"params": [p], "param_names": ["w"]} for p in params])
+    with pytest.raises(ValueError, match="two parameters, .* have the name w"):
+        optimizer.export_state(opt, tmp_path / "state.safetensors")
+    assert not (tmp_path / "state.safetensors").exists()

@@ -293,3 +293,33 @@ def test_the_groups_train_with_one_learning_rate():
     for group, old in zip(optimizer.param_groups, before):
         sizes = [(p - o).square().mean().sqrt().item() for p, o in zip(group["params"], old)]
         assert all(0.001 < size < 0.02 for size in sizes)
+
+
+class Odd(nn.Module):
+    """Heads and embeddings as bare parameters, below modules, and under parametrizations."""
+
+    def __init__(self):
+        super().__init__()
+        self.wte, self.lm_head = nn.Parameter(torch.randn(9, 4)), nn.Parameter(torch.randn(9, 4))
+        self.logit_scale = nn.Parameter(torch.ones(1, 1))
+        self.conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 4, 3))
+        self.hidden = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, bias=False))
+        self.classifier = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False))
+        self.module = nn.Linear(4, 4, bias=False)
+
+
+def test_heads_and_embeddings_wherever_they_are(optimizer):
+    muon, _ = optimizer.get_default_muon_param_groups(Odd())
+    assert muon["param_names"] == ["hidden.parametrizations.weight.original1", "module.weight"]
+
+
+def test_a_child_called_module_keeps_its_name(optimizer):
+    model = nn.Linear(4, 4, bias=False)
+    model.module = nn.Linear(4, 4, bias=False)
+    (muon,) = optimizer.get_default_muon_param_groups(model)
+    assert muon["param_names"] == ["weight", "module.weight"]
+
+
+def test_a_parameter_without_a_shape_is_named(optimizer):
+    with pytest.raises(ValueError, match="parameter 0.weight has no shape yet"):
+        optimizer.get_default_muon_param_groups(nn.Sequential(nn.LazyLinear(3)))

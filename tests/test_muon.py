@@ -638,3 +638,13 @@ def test_parameters_of_16_and_64_bits(dtype, use_muon, device):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert [next(t for key, t in optimizer.state[p].items() if key != "step").dtype
             for p in optimizer.param_groups[0]["params"]] == [wide, wide, torch.float32]
+
+
+def test_a_step_inside_autocast_has_the_bits_of_one_outside(optimizer):
+    """Products in bf16 would be too coarse for steps that are planned for fp32: weights moved by 1e10."""
+    params = [nn.Parameter(torch.zeros(16, 64)) for _ in range(2)]
+    for p, inside in zip(params, (False, True)):
+        p.grad = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            optimizer.Muon([p], lr=1.0).step()
+    assert torch.equal(*params) and params[0].abs().max() < 2

@@ -107,7 +107,7 @@ def a_gradient(param, state):
 def test_a_glance_sees_what_binding_depends_on(change, optimizer):
     if change is other_dtype_of_a_missing_gradient and not hasattr(torch.Tensor, "grad_dtype"):
         pytest.skip("torch before 2.10")
-    param, glance = nn.Parameter(torch.randn(4, 4)), part("store").glance
+    param, glance = nn.Parameter(torch.randn(4, 4)), part("change").glance
     groups, first = [{"params": [param], "use_muon": True, "adjust_lr_fn": None}], {"momentum_buffer": param.clone()}
     state = {param: first}
     before = glance(groups, state, False)

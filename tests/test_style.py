@@ -46,6 +46,7 @@ LAYERS = [
     ["plan"],
     ["share"],  # plan.py, cut in two: the plan of all ranks, and what one rank has of it
     ["feed"],  # what is sent to the device at every step, from every store in one copy
+    ["change"],
     ["store"],
     ["mean", "process_groups"],
     ["routes", "owned"],

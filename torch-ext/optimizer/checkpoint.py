@@ -70,6 +70,7 @@ def _names(optimizer, model) -> dict:
     else:
         known = dict(zip(params, itertools.chain(*(g.get("param_names") or [None] * len(g["params"])
                                                    for g in optimizer.param_groups))))
+    first = {}
     for i, param in enumerate(params):
         if known.get(param) is None:
             raise ValueError(f"parameter #{i} of shape {tuple(param.shape)} has no name: pass model=, the model that "
@@ -77,6 +78,10 @@ def _names(optimizer, model) -> dict:
         if is_dtensor(param) or not optimizer._options.grads_are_reduced:
             raise ValueError(f"the state of parameter {known[param]} is spread over several ranks, but one file is for "
                              "one process: use torch.distributed.checkpoint, which also writes safetensors")
+        twin = first.setdefault(known[param], param)
+        if twin is not param:
+            raise ValueError(f"two parameters, of shapes {tuple(twin.shape)} and {tuple(param.shape)}, have the name "
+                             f"{known[param]}, and one file holds one state by it: name them apart (param_names)")
     return {param: known[param] for param in params}
 
 

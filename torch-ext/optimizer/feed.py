@@ -76,7 +76,7 @@ class Feed:
 
 
 def _pinned(nbytes):
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def _form(places, letter, size):

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .layout import check_local_shape, check_placements, is_dtensor
+from .layout import check_local_shape, check_placements, is_dtensor, local_of
 from .polar import steps_of
 from .recipe import SCALES
 
 # DDP, torch.compile, FSDP1, activation checkpointing
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-HEADS = ("lm_head", "embed_out", "unembed")  # output heads wherever they are, by the last module's whole name
-TOP_HEADS = ("output", "head", "score", "classifier")  # output heads at the top of a model only
+HEADS = ("lm_head", "embed_out", "unembed", "output_layer", "to_logits", "qa_outputs")  # output heads, wherever
+TOP_HEADS = ("output", "head", "heads", "score", "classifier")  # output heads at the top of a model only
+EMBEDDINGS = ("wte", "wpe")  # besides names with "embed" in them
 TOPS = ("model", "transformer", "language_model", "net", "backbone")  # containers whose children are at the top, too
 KEYS = frozenset(("params", "param_names", "use_muon", "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients",
                   "eps", "ns_steps", "adjust_lr_fn", "betas"))
@@ -66,11 +68,14 @@ def _group(named, use_muon, **options):
 
 
 def _split(model):
-    """Yield (Row, parameter) for each trainable parameter, once, in the order of the model."""
-    tied = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    """Yield (Row, parameter) for each trainable parameter, once, in the order of the model. What a parametrization
+    keeps belongs to the module whose weight it makes.
+    """
+    tied, modules = {}, dict(model.named_modules(remove_duplicate=False))
+    for prefix, module in modules.items():
         for leaf, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
-            tied.setdefault(param, []).append((clean_name(leaf), module))
+            owner, _, made = prefix.partition(".parametrizations")
+            tied.setdefault(param, []).append((_name_in(model, leaf), modules[owner] if made else module))
     for param in dict.fromkeys(model.parameters()):
         places = tied[param]
         if param.requires_grad:
@@ -78,22 +83,37 @@ def _split(model):
             yield Row(places[0][0], tuple(param.shape), use_muon, why), param
 
 
+def _name_in(model, name) -> str:
+    """The clean name; a child that is called `module` beside others is no wrapped model."""
+    alone = [child for child, _ in model.named_children()] == ["module"] and not model._parameters
+    return clean_name(name) if alone or not name.startswith("module.") else f"module.{clean_name(name)}"
+
+
 def _judge(param, places):
     """(whether Muon takes a parameter, why). One place that is an embedding or a head decides for all tied ones."""
+    if isinstance(param, nn.parameter.UninitializedTensorMixin):
+        raise ValueError(f"parameter {places[0][0]} has no shape yet: call the model once before its parameters are "
+                         "split")
     if param.ndim not in (2, 3):
         return False, f"{param.ndim}-D"
+    if param.numel() == 1:
+        return False, "scalar"
     for name, module in places:
-        *path, leaf = name.split(".")
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or any("embed" in part for part in (*path, leaf)):
+        *path, leaf = parts = name.split(".")
+        top = next((part for part in parts if part not in TOPS), leaf)
+        if (isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or any("embed" in part for part in parts)
+                or set(parts) & set(EMBEDDINGS)):
             return False, "embedding"
         if any(word in leaf for word in ("token", "position")):
             return False, "token"
-        if path and (path[-1] in HEADS or path[-1] in TOP_HEADS and all(part in TOPS for part in path[:-1])):
+        if set(parts) & set(HEADS) or top in TOP_HEADS:
             return False, "head"
         if isinstance(module, nn.modules.conv._ConvNd):
             return False, "convolution"
         if "Norm" in type(module).__name__:
             return False, "norm"
+        if "parametrizations" in path and 1 in param.shape:
+            return False, "part of a parametrization"
     return True, "matrix" if param.ndim == 2 else "stack of matrices"
 
 
@@ -133,9 +153,11 @@ def check_group(group, extra_keys=()) -> None:
     if unknown:
         allowed = ", ".join(sorted(KEYS | set(extra_keys)))
         raise ValueError(f"unknown key {unknown[0]!r} in a parameter group; allowed are {allowed}: remove or rename it")
+    if group.get("differentiable"):
+        raise ValueError("differentiable=True is not allowed: a step is not recorded by autograd; remove it")
     if not group["params"]:
         raise ValueError("a parameter group has no parameters; leave the group out")
-    _check_numbers(group)
+    check_numbers(group)
     for i, param in enumerate(group["params"]):
         _check_param(param, name_of(group, i), group["use_muon"])
 
@@ -169,11 +191,18 @@ def check_together(groups, reduced) -> None:
                              "each")
 
 
-def _check_numbers(group) -> None:
+def check_again(groups) -> None:
+    """Raise ValueError for a number of a group that was set since it was checked, before a step begins."""
+    for group in groups:
+        check_numbers(group)
+
+
+def check_numbers(group) -> None:
+    """Raise ValueError for what is not allowed of a group's numbers and names."""
     for key in ("lr", "weight_decay", "eps"):
         _require(0 <= _number(group[key]) < math.inf, key, group[key], "a finite number >= 0")
     if not group["use_muon"]:
-        betas = group["betas"]
+        betas = group.get("betas")
         pair = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0 <= _number(b) < 1 for b in betas)
         _require(pair, "betas", betas, "two numbers in [0, 1)")
         return
@@ -201,6 +230,9 @@ def _check_param(param, name, use_muon) -> None:
     what = f"parameter {name} of shape {tuple(param.shape)}"
     if param.is_sparse or param.layout != torch.strided:
         raise ValueError(f"{what} is sparse ({param.layout}); only dense parameters are allowed: call to_dense() on it")
+    if is_traceable_wrapper_subclass(local_of(param)):
+        raise NotImplementedError(f"{what} is a {type(local_of(param)).__name__}, which keeps its elements in other "
+                                  "tensors; kernels take plain memory: keep the weights in high precision")
     if param.dtype not in (*WIDE, torch.float64):
         raise ValueError(f"{what} has dtype {param.dtype}; allowed are real floating-point parameters in float32, "
                          "bfloat16, float16 and, for AdamW, float64: use torch.view_as_real for complex ones")

@@ -54,7 +54,7 @@ class Guard:
             if not param.numel():
                 continue
             box = [slice(*side) for side in layout.boxes[store.rank][:len(lead)]]
-            here = torch.arange(math.prod(lead)).view(lead)[tuple(box)] + store.first[number]
+            here = torch.arange(math.prod(lead), device="cpu").view(lead)[tuple(box)] + store.first[number]
             (several if lead else single).append(number)
             places[bool(lead)].extend(here.flatten().tolist())
         return store, single, several, places[0] + places[1]

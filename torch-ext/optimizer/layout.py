@@ -56,6 +56,25 @@ def raw_locals(tensors) -> list:
     return [t._local_tensor if isinstance(t, kind) else t for t in tensors]
 
 
+def placements_of(tensors) -> list:
+    """The placements of those that are DTensors, in order: where autograd left gradients."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return [t._spec.placements for t in tensors if isinstance(t, module.DTensor)] if module is not None else []
+
+
+def is_astray(param) -> bool:
+    """Whether the gradient has other placements than its parameter, such as Partial where SequenceParallel was used."""
+    return is_dtensor(param) and param.grad is not None and param.grad.placements != param.placements
+
+
+def brought_home(param) -> torch.Tensor:
+    """The local part of a gradient that is astray, placed like its parameter; collective over the parameter's mesh."""
+    if param.grad.device_mesh != param.device_mesh:
+        raise RuntimeError(f"the gradient of a parameter of shape {tuple(param.shape)} is on another device mesh than "
+                           f"the parameter: {param.grad.device_mesh} in place of {param.device_mesh}")
+    return param.grad.redistribute(placements=param.placements).to_local().clone(memory_format=torch.contiguous_format)
+
+
 def form_of(param) -> tuple:
     """What a plan depends on besides the parameter itself: other memory may come with another form."""
     return param.shape, param.dtype, param.device, param._spec if is_dtensor(param) else None

@@ -11,6 +11,7 @@ from .groups import name_of
 from .layout import as_dtensor, is_by_rows, is_dtensor, local_of, place_like
 from .store import home_of, state_keys, state_shape
 
+OTHERS = "maximize", "amsgrad", "differentiable"  # options of torch's that change what a step is
 FOREIGN = {"adamw_betas", "algorithm"}  # keys of groups whose momentum is another sum: foreign.py
 
 
@@ -69,6 +70,11 @@ def _check_kind(number, group, saved) -> None:
     if FOREIGN & set(saved):
         raise ValueError("this is the state dict of another Muon, which scales its state differently: pass it through "
                          "convert_state_dict first")
+    other = [key for key in OTHERS if saved.get(key)] + ["beta2"] * ("beta2" in saved and "beta2" not in group)
+    other += ["decoupled_weight_decay"] * (saved.get("decoupled_weight_decay") is False and bool(saved["weight_decay"]))
+    if other:
+        raise ValueError(f"parameter group {number} was saved with {other[0]}={saved[other[0]]!r}, which is not known "
+                         "here: go on with the one that saved it, or remove the key")
     kinds = {True: "Muon", False: "AdamW"}
     ours, theirs = bool(group["use_muon"]), bool(saved.get("use_muon", group["use_muon"]))
     if ours != theirs:

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from . import pipeline
 from .agree import agree
 from .bind import OTHER_NUMBERS, OTHER_PARAMETERS, OTHER_PLACES, Planner, bind, make_stores, settle_state, watch
+from .change import glance, memory_key
 from .feed import Feed
 from .graphs import Graphs, release_before_groups
-from .groups import check_group, check_together, check_unique, names_in
+from .groups import check_again, check_group, check_together, check_unique, names_in
 from .guard import unscale
 from .layout import form_of, is_dtensor, local_of, this_rank
 from .loaded import Loading
@@ -26,7 +27,6 @@ from .process_groups import Groups
 from .recipe import baked
 from .report import Report, Stopwatch, report_of
 from .routes import Elementwise, Presence
-from .store import glance, memory_key
 
 
 class Muon(torch.optim.Optimizer):
@@ -63,7 +63,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, ns_coefficients="polar_express",
                  eps=1e-7, ns_steps=5, adjust_lr_fn=None, *, adamw_betas=(0.9, 0.95), adamw_eps=1e-8, **options):
         extra = {key: options.pop(key) for key in self._extra_keys}
-        self._options, self._adamw = Options(**options), {"betas": adamw_betas, "eps": adamw_eps}
+        self._options, self._adamw = Options.of(options), {"betas": adamw_betas, "eps": adamw_eps}
         self._options.check()
         self._is_world = options.get("process_group") is not None and self._options.process_group is dist.group.WORLD
         self._forget()
@@ -163,6 +163,7 @@ class Muon(torch.optim.Optimizer):
         seen = glance(self.param_groups, self.state, scaled)
         if seen == self._seen:
             return self._stores
+        check_again(self.param_groups)
         for alone in (False, True):  # what this process steps alone must not change what it steps with others
             units = [(group, params) for group in self.param_groups if (params := self._stepped(group, alone))]
             key = [(g["use_muon"], g["adjust_lr_fn"], tuple(map(id, params))) for g, params in units]
@@ -207,8 +208,7 @@ class Muon(torch.optim.Optimizer):
 
     def _find_world(self) -> None:
         """Drop what was planned for process groups that were destroyed."""
-        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        if world is self._world:
+        if (world := dist.group.WORLD if dist.is_available() and dist.is_initialized() else None) is self._world:
             return
         if self._world is not None and self._options.process_group is not None:
             if world is None or not self._is_world:

@@ -53,8 +53,8 @@ def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_expr
     the composition of the set's polynomials. eps counts in units of the largest element, so the result does not
     depend on the scale of X. `dtype` is that of the iteration: fp16 on an accelerator, fp32 on a CPU unless chosen.
     One operator under torch.compile, and capturable in a CUDA graph. There is no gradient: backward raises
-    NotImplementedError. ValueError names what is wrong with X, ns_coefficients or ns_steps.
+    NotImplementedError. ValueError names what is wrong with X or an option.
     """
-    polar.check(X)
+    polar.check(X, eps, dtype)
     steps = polar.steps_of(ns_coefficients, ns_steps)
     return _orthogonalize(X, [number for triple in steps.triples for number in triple], steps.aol, eps, dtype)

@@ -4,7 +4,7 @@ Decides which values are allowed, and how much memory travelling updates may tak
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,15 @@ class Options:
     capturable: bool = False
     nonfinite: str = "propagate"
 
+    @classmethod
+    def of(cls, given: dict) -> Options:
+        """Those that are given, and defaults. Raises TypeError for another name."""
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(given) - set(known)):
+            raise TypeError(f"there is no argument {unknown[0]!r}: leave it out. Besides torch.optim.Muon's there are "
+                            f"adamw_betas, adamw_eps, {', '.join(known)}")
+        return cls(**given)
+
     def check(self) -> None:
         """Raise ValueError for a value that is not allowed."""
         wide = (torch.float32, torch.bfloat16)
@@ -42,6 +51,9 @@ class Options:
         if self.process_group is not None and not dist.is_initialized():
             raise ValueError("process_group was given, but torch.distributed is not initialized: "
                              "call init_process_group first")
+        if self.process_group is not None and not isinstance(self.process_group, dist.ProcessGroup):
+            raise ValueError(f"process_group={self.process_group!r} is no process group of which this rank is a "
+                             "member: only its members may build the optimizer with it")
 
     def workspace(self, device) -> int:
         """The bytes that buckets may take of one rank, all together."""

@@ -17,6 +17,7 @@ from .kernels import ahead, on_chip
 
 Triple = tuple[float, float, float]
 REPEATED_LAST = (1.875, -1.25, 0.375)
+WIDE = torch.float32, torch.bfloat16, torch.float16
 LONGEST_SEGMENT = {torch.float32: 3, torch.float16: 3, torch.bfloat16: 2}  # steps of the Gram iteration per restart
 
 
@@ -178,14 +179,20 @@ def _uses_gram(n, m, steps):
 def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_express", ns_steps: int = 5,
                   eps: float = 1e-7, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return what `op.orthogonalize` returns, without an operator around it, and detached."""
-    check(X)
+    check(X, eps, dtype)
     return polar_factor(X.detach(), steps_of(ns_coefficients, ns_steps), eps, dtype)
 
 
-def check(X: torch.Tensor) -> None:
-    """Raise ValueError where X is no tensor of matrices (..., R, C) in fp32, bf16 or fp16."""
-    if X.dim() < 2 or X.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"X is {X.dtype} of shape {tuple(X.shape)}; pass matrices (..., R, C) in fp32, bf16 or fp16")
+def check(X: torch.Tensor, eps: float = 0.0, dtype: torch.dtype | None = None) -> None:
+    """Raise ValueError where X is no tensor of matrices (..., R, C) in fp32, bf16 or fp16; for a wrong eps or dtype."""
+    if X.dim() < 2 or X.dtype not in WIDE or X.layout != torch.strided:
+        kind = "" if X.layout == torch.strided else f", {X.layout}"
+        raise ValueError(f"X is {X.dtype} of shape {tuple(X.shape)}{kind}; pass matrices (..., R, C) in fp32, bf16 or "
+                         "fp16, dense")
+    if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
+        raise ValueError(f"eps={eps!r} is not allowed: it must be a finite number >= 0")
+    if dtype not in (None, *WIDE):
+        raise ValueError(f"dtype={dtype!r} is not allowed: it must be one of {WIDE}, or None")
 
 
 def polar_factor(X: torch.Tensor, steps: Steps, eps: float, dtype: torch.dtype | None = None) -> torch.Tensor:

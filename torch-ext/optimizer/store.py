@@ -5,19 +5,24 @@ Decides where state is created and how a piece is found in a shard. Knows nothin
 """
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from operator import attrgetter, itemgetter
 
 import torch
 
+from .change import gradient_dtype
 from .freight import ALIGNMENT
 from .kernels.table import Skip, Source
-from .layout import as_dtensor, is_dtensor, layout_of, local_of, raw_locals, this_rank
+from .layout import (
+    as_dtensor,
+    brought_home,
+    is_astray,
+    is_dtensor,
+    layout_of,
+    local_of,
+    raw_locals,
+    this_rank,
+)
 from .recipe import baked, orthogonalize, scale_of
-
-_gradient, _dtype, _requires_grad = map(attrgetter, ("grad", "dtype", "requires_grad"))
-_params = itemgetter("params")
 
 
 class Store:
@@ -34,14 +39,19 @@ class Store:
         self.params, self.state, self.rank, self.in_chunks, self.hp = params, state, this_rank(), in_chunks, hp
         self.layouts, self.twins = {"update": layouts, "row": row_layouts}, defaultdict(list)
         self.device, self.wide = local_of(params[0]).device, params[0].dtype == torch.float64
-        self.read()
+        self.astray = [number for number, param in enumerate(params) if is_astray(param)]
+        self.read(bring=lambda param: torch.zeros(local_of(param).shape, dtype=param.grad.dtype, device=self.device))
 
-    def read(self):
-        """Take this step's gradients, which autograd may have put elsewhere; a missing one counts as zero."""
-        self.gradients = raw_locals(map(_gradient, self.params))
+    def read(self, bring=brought_home):
+        """Take this step's gradients, which autograd may have put elsewhere; a missing one counts as zero. `bring`:
+        what stands for those that are placed otherwise than their parameters.
+        """
+        self.gradients = raw_locals(p.grad for p in self.params)
         self.here = [g is not None for g in self.gradients]
         if not all(self.here):
             self.gradients = [_zeros(p) if g is None else g for p, g in zip(self.params, self.gradients)]
+        for number in self.astray:
+            self.gradients[number] = bring(self.params[number])
         if self.in_chunks:
             self.gradients = [g.contiguous() for g in self.gradients]
 
@@ -102,58 +112,8 @@ class Store:
         return local[tuple(i - start for i, (start, _) in zip(piece.matrix.at, box))]
 
 
-def glance(groups, state, *more):
-    """What a step depends on besides numbers, and `more`, as cheaply as it can be had: if it equals the last step's,
-    nothing has to be planned or bound anew. Equals nothing where a closer look is due (a sparse gradient, a state of
-    somebody else's that is no tensor). One list for each attribute: no Python runs per parameter.
-    """
-    params = list(itertools.chain.from_iterable(map(_params, groups)))
-    gradients, weights = raw_locals(map(_gradient, params)), raw_locals(params)
-    missing = [i for i, g in enumerate(gradients) if g is None]
-    for i in missing:
-        gradients[i] = weights[i]
-    try:
-        held = weights + raw_locals(itertools.chain.from_iterable(map(dict.values, state.values())))
-        forms = [list(map(look, gradients)) for look in (_dtype, torch.Tensor.stride)]
-        odd = [start % ALIGNMENT for start in map(torch.Tensor.data_ptr, gradients)]
-        return ([(group["use_muon"], group["adjust_lr_fn"], len(group["params"])) for group in groups],
-                list(map(id, params)), list(map(_requires_grad, params)), forms, odd, missing,
-                [gradient_dtype(params[i]) for i in missing], list(map(torch.Tensor.data_ptr, held)), more)
-    except (AttributeError, RuntimeError, TypeError):  # no addresses, no strides
-        return object()
-
-
-def memory_key(params, state):
-    """What bound views and launches depend on: where parameters and state lie, and how the gradients are laid out."""
-    gradients = [p.grad for p in params]
-    there = [g for g in gradients if g is not None]
-    check_dense(there)
-    forms = iter([(g.dtype, g.stride(), g.data_ptr() % ALIGNMENT) for g in raw_locals(there)])
-    return ([t.data_ptr() for t in raw_locals(t for p in params for t in (p, *state[p].values()))],
-            [next(forms) if g is not None else form_of_zeros(p) for p, g in zip(params, gradients)])
-
-
-def check_dense(gradients) -> None:
-    """Raise RuntimeError if one of them is sparse."""
-    for grad in gradients:
-        if grad.layout is not torch.strided:
-            raise RuntimeError(f"a parameter of shape {tuple(grad.shape)} has a sparse gradient; Muon and its AdamW "
-                               "take dense ones: use sparse=False in nn.Embedding, or torch.optim.SparseAdam for it")
-
-
-def gradient_dtype(param):
-    """The dtype in which all ranks exchange the gradient of a parameter, whether or not they have one."""
-    dtype = getattr(param, "grad_dtype", param.dtype)  # torch before 2.10 has no such attribute; None: any dtype
-    return dtype or torch.promote_types(param.dtype, torch.float32)
-
-
 def _zeros(param):
     return torch.zeros_like(local_of(param), dtype=gradient_dtype(param))
-
-
-def form_of_zeros(param):
-    """(dtype, stride, bytes beyond alignment) of what stands for a missing gradient."""
-    return gradient_dtype(param), local_of(param).stride(), 0
 
 
 def state_keys(group) -> tuple:

@@ -71,11 +71,12 @@ def symmetric_product_torch(A, B, out, alpha=1.0, addends=(), diagonal=0.0):
 
 
 def _multiply(a, b):
-    """Multiply two matrices, sums in fp32.
+    """Multiply two matrices, sums in fp32, also inside autocast.
 
     A CPU library may sum in another order where memory is aligned otherwise: every operand begins as new memory does.
     """
-    return torch.mm(*(x.clone() if x.data_ptr() % ALIGNMENT_BYTES else x for x in (a.float(), b.float())))
+    with torch.autocast(a.device.type, enabled=False):
+        return torch.mm(*(x.clone() if x.data_ptr() % ALIGNMENT_BYTES else x for x in (a.float(), b.float())))
 
 
 _known: dict = {}  # what decides about a launch -> the tile, or what is bound

@@ -102,7 +102,7 @@ def _order(down, across, ratio, device):
     triangle, whose tiles are `ratio` times as wide as high (0: all tiles)."""
     tiles = [(i, j) for i in range(down) for j in range(across) if not ratio or j * ratio <= i]
     tiles.sort(key=lambda tile: (tile[0] // SQUARE, tile[1] // SQUARE, tile[1], tile[0]))
-    return tape.lasting(torch.tensor(tiles, dtype=torch.int32), device), len(tiles)
+    return tape.lasting(torch.tensor(tiles, dtype=torch.int32, device="cpu"), device), len(tiles)
 
 
 @jit.alike("count")

@@ -73,7 +73,7 @@ class Skip:
 
     def of(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the flags and, for each record of a launch, the number of its flag."""
-        places = torch.tensor(self.places, dtype=torch.int64)[launch.origins.cpu()]
+        places = torch.tensor(self.places, dtype=torch.int64, device="cpu")[launch.origins.cpu()]
         return self.flags, places.to(self.flags.device)
 
 
@@ -126,12 +126,12 @@ def _is_one_row(rows, columns, down, across):
 
 def _launch(types, aligned, group, device):
     """Cut the records into blocks and send the table to the device."""
-    records = torch.tensor([record for _, record in group], dtype=torch.int64)
+    records = torch.tensor([record for _, record in group], dtype=torch.int64, device="cpu")
     counts = (records[:, 0] * records[:, 1] + BLOCK - 1) // BLOCK
-    index = torch.repeat_interleave(torch.arange(len(group)), counts)
-    place = torch.arange(len(index)) - (counts.cumsum(0) - counts)[index]
+    index = torch.repeat_interleave(torch.arange(len(group), device="cpu"), counts)
+    place = torch.arange(len(index), device="cpu") - (counts.cumsum(0) - counts)[index]
     blocks = torch.stack((index, place * BLOCK), dim=1)
-    origins = torch.tensor([origin for origin, _ in group])
+    origins = torch.tensor([origin for origin, _ in group], device="cpu")
     return Launch(types, aligned, records.to(device), blocks.to(device), origins)
 
 

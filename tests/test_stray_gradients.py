@@ -1,0 +1,82 @@
+"""Gradients that autograd leaves in other placements than their parameters have, as after SequenceParallel."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import package, run_ranks
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16, bias=False), nn.Linear(16, 8))
+
+
+def optimizer_of(model, name):
+    groups = [{"params": [p for p in model.parameters() if p.ndim == 2]},
+              {"params": [p for p in model.parameters() if p.ndim == 1], "use_muon": False}]
+    return getattr(package(), name)(groups, lr=0.02, wire_dtype=torch.float32)
+
+
+def sequence_parallel(rank, world, name):
+    """Two steps beside one process; the largest differences, and the placements of the norm's gradient."""
+    from torch.distributed.tensor import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+    from torch.distributed.tensor.placement_types import Shard
+
+    mesh = init_device_mesh("cpu", (world,))
+    plan = {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1)),
+            "2": RowwiseParallel(output_layouts=Shard(1))}
+    alone, ours = model(), parallelize_module(model(), mesh, plan)
+    optimizers = [optimizer_of(m, name) for m in (alone, ours)]
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(3))
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        alone(x).square().sum().backward()
+        y = ours(x.chunk(world, 1)[rank].contiguous())
+        (y.to_local() if hasattr(y, "to_local") else y).square().sum().backward()
+        placements = str(ours[0].weight.grad.placements)
+        for optimizer in optimizers:
+            optimizer.step()
+    return [(p.full_tensor() - q).abs().max().item() for p, q in zip(ours.parameters(), alone.parameters())], placements
+
+
+@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
+def test_sequence_parallel_is_one_process(name):
+    """The norms' gradients are Partial: each rank has seen some of the tokens."""
+    for differences, placements in run_ranks(2, sequence_parallel, name):
+        assert "Partial" in placements and max(differences) < 1e-5
+
+
+def placed_otherwise(rank, world):
+    """Steps with gradients in every placement; the differences from one process."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh, wrong = init_device_mesh("cpu", (world,)), {}
+    for place in (Replicate(), Shard(1), Partial(), Shard(0)):
+        full = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+        params = [nn.Parameter(full.clone()), nn.Parameter(distribute_tensor(full, mesh, [Shard(0)]))]
+        optimizers = [package().Muon([p], lr=0.02, wire_dtype=torch.float32) for p in params]
+        for step in range(3):
+            gradient = torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+            params[0].grad = gradient
+            if place.is_partial() and step:  # also a change of placements between steps
+                params[1].grad = DTensor.from_local(gradient / world, mesh, [place], run_check=False)
+            else:
+                params[1].grad = distribute_tensor(gradient, mesh, [Shard(0) if place.is_partial() else place])
+            for optimizer in optimizers:
+                optimizer.step()
+        wrong[str(place)] = (params[1].full_tensor() - params[0]).abs().max().item()
+    return wrong
+
+
+def test_gradients_in_any_placement():
+    for wrong in run_ranks(4, placed_otherwise):
+        assert len(wrong) == 4 and max(wrong.values()) < 1e-6

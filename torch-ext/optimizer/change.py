@@ -1,0 +1,73 @@
+"""What a step depends on besides numbers: while it stays the same, nothing is planned or bound anew.
+
+Decides what has to be looked at in every step, cheaply, and what more closely where that has changed. Knows neither
+plans nor what is bound.
+"""
+from __future__ import annotations
+
+import itertools
+from operator import attrgetter, itemgetter
+
+import torch
+
+from .freight import ALIGNMENT
+from .layout import local_of, placements_of, raw_locals
+
+_gradient, _dtype, _requires_grad = map(attrgetter, ("grad", "dtype", "requires_grad"))
+_params = itemgetter("params")
+FIXED = "use_muon", "adjust_lr_fn", "ns_coefficients", "ns_steps", "eps", "betas"  # numbers that no schedule changes
+
+
+def glance(groups, state, *more):
+    """What a step depends on besides numbers, and `more`, as cheaply as it can be had: if it equals the last step's,
+    nothing has to be planned or bound anew. Equals nothing where a closer look is due (a sparse gradient, a state of
+    somebody else's that is no tensor). One list for each attribute: no Python runs per parameter.
+    """
+    params = list(itertools.chain.from_iterable(map(_params, groups)))
+    whole, weights = list(map(_gradient, params)), raw_locals(params)
+    gradients = raw_locals(whole)
+    missing = [i for i, g in enumerate(gradients) if g is None]
+    for i in missing:
+        gradients[i] = weights[i]
+    try:
+        held = weights + raw_locals(itertools.chain.from_iterable(map(dict.values, state.values())))
+        forms = [list(map(look, gradients)) for look in (_dtype, torch.Tensor.stride)]
+        odd = [start % ALIGNMENT for start in map(torch.Tensor.data_ptr, gradients)]
+        return ([(len(group["params"]), *map(group.get, FIXED)) for group in groups],
+                list(map(id, params)), list(map(_requires_grad, params)), forms, odd, missing,
+                placements_of(whole), [gradient_dtype(params[i]) for i in missing],
+                list(map(torch.Tensor.data_ptr, held)), more)
+    except (AttributeError, RuntimeError, TypeError):  # no addresses, no strides
+        return object()
+
+
+def memory_key(params, state):
+    """What bound views and launches depend on: where parameters and state lie, and how the gradients are laid out. A
+    missing gradient changes nothing: other ranks, which may have it, do not bind anew either.
+    """
+    gradients = [p.grad for p in params]
+    there = [g for g in gradients if g is not None]
+    check_dense(there)
+    forms = iter([(g.dtype, g.stride(), g.data_ptr() % ALIGNMENT) for g in raw_locals(there)])
+    return ([t.data_ptr() for t in raw_locals(t for p in params for t in (p, *state[p].values()))],
+            [next(forms) if g is not None else form_of_zeros(p) for p, g in zip(params, gradients)],
+            placements_of(p if g is None else g for p, g in zip(params, gradients)))
+
+
+def check_dense(gradients) -> None:
+    """Raise RuntimeError if one of them is sparse."""
+    for grad in gradients:
+        if grad.layout is not torch.strided:
+            raise RuntimeError(f"a parameter of shape {tuple(grad.shape)} has a sparse gradient; Muon and its AdamW "
+                               "take dense ones: use sparse=False in nn.Embedding, or torch.optim.SparseAdam for it")
+
+
+def gradient_dtype(param):
+    """The dtype in which all ranks exchange the gradient of a parameter, whether or not they have one."""
+    dtype = getattr(param, "grad_dtype", param.dtype)  # torch before 2.10 has no such attribute; None: any dtype
+    return dtype or torch.promote_types(param.dtype, torch.float32)
+
+
+def form_of_zeros(param):
+    """(dtype, stride, bytes beyond alignment) of what stands for a missing gradient."""
+    return gradient_dtype(param), local_of(param).stride(), 0
