@@ -648,3 +648,25 @@ def test_a_step_inside_autocast_has_the_bits_of_one_outside(optimizer):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
             optimizer.Muon([p], lr=1.0).step()
     assert torch.equal(*params) and params[0].abs().max() < 2
+
+
+def test_a_compiled_training_step(optimizer):
+    """The compiler leaves the step as it is, with AdamW groups too."""
+    models = [nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    steps = []
+    for model in models:
+        opt = optimizer.Muon(optimizer.get_default_muon_param_groups(model), lr=0.01)
+
+        def step(x, model=model, opt=opt):
+            model(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+        steps.append(step)
+    torch._dynamo.reset()
+    for _ in range(2):
+        x = torch.randn(3, 4)
+        steps[0](x)
+        torch.compile(steps[1], backend="eager")(x)
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))

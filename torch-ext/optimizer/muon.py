@@ -90,6 +90,7 @@ class Muon(torch.optim.Optimizer):
             raise
         self._forget()
 
+    @torch._disable_dynamo  # a compiled training step breaks here: this one's graphs are its own
     @torch.no_grad()
     def step(self, closure=None):
         """One step; returns the closure's loss. The first step plans: all ranks have to take it together.
@@ -233,9 +234,8 @@ class Muon(torch.optim.Optimizer):
         self._plans, self._stores, self._jobs, self._alone = {False: [], True: []}, [], [], []
         self._presence, self._feed, self._watch, self._guard, self._forms = Presence(), None, None, None, None
         self._groups = self._groups or Groups()  # making them again at each plan would leave more and more behind
-        excuses = (OTHER_NUMBERS, OTHER_PLACES) if self._options.capturable else ("", "")
         if self._graphs is None:
-            self._graphs, self._beside = map(Graphs, excuses)
+            self._graphs, self._beside = [Graphs(s * self._options.capturable) for s in (OTHER_NUMBERS, OTHER_PLACES)]
         for graphs in (self._graphs, self._beside):
             graphs.drop()
 
