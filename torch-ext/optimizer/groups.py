@@ -191,26 +191,27 @@ def check_together(groups, reduced) -> None:
                              "each")
 
 
-def check_again(groups) -> None:
-    """Raise ValueError for a number of a group that was set since it was checked, before a step begins."""
-    for group in groups:
-        check_numbers(group)
-
-
 def check_numbers(group) -> None:
     """Raise ValueError for what is not allowed of a group's numbers and names."""
-    for key in ("lr", "weight_decay", "eps"):
+    for key in ("lr", "weight_decay"):
         _require(0 <= _number(group[key]) < math.inf, key, group[key], "a finite number >= 0")
-    if not group["use_muon"]:
+    for key in ("momentum", "beta2") if group["use_muon"] else ():
+        _require(0 <= _number(group.get(key, 0)) < 1, key, group.get(key), "a number in [0, 1)")
+    check_again([group])
+
+
+def check_again(groups) -> None:
+    """The same, before a step, for what no schedule changes; the rest may lie on a device that nobody waits for."""
+    for group in groups:
+        _require(0 <= _number(group["eps"]) < math.inf, "eps", group["eps"], "a finite number >= 0")
+        if group["use_muon"]:
+            scales = (None, *SCALES)
+            _require(group["adjust_lr_fn"] in scales, "adjust_lr_fn", group["adjust_lr_fn"], f"one of {scales}")
+            steps_of(group["ns_coefficients"], group["ns_steps"])
+            continue
         betas = group.get("betas")
         pair = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0 <= _number(b) < 1 for b in betas)
         _require(pair, "betas", betas, "two numbers in [0, 1)")
-        return
-    for key in ("momentum", "beta2"):
-        _require(0 <= _number(group.get(key, 0)) < 1, key, group.get(key), "a number in [0, 1)")
-    scales = (None, *SCALES)
-    _require(group["adjust_lr_fn"] in scales, "adjust_lr_fn", group["adjust_lr_fn"], f"one of {scales}")
-    steps_of(group["ns_coefficients"], group["ns_steps"])
 
 
 def _number(value) -> float:
