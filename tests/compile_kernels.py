@@ -108,7 +108,7 @@ def others(arch: str):
     for block in (64, 128):
         arguments = dict(
             U="*bf16", X="*fp16", out="*bf16", u_strides=ROW_MAJOR, x_strides=ROW_MAJOR, out_strides=ROW_MAJOR,
-            triples=("fp32",) * 9, n="i32", m="i32", eps="fp32", WIDE=True, STEPS=3, FIRSTS=0b1101,
+            triples=("fp32",) * 15, n="i32", m="i32", eps="fp32", WIDE=True, STEPS=5, FIRSTS=0b101001,
             BLOCK=block, CHUNK=128, DTYPE=triton.language.float16)
         for kernel in (on_chip._standard_kernel, on_chip._gram_kernel):
             yield compile_for(arch, kernel, arguments, num_warps=block // 16)

@@ -44,7 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
     builds = dict(entry.split("=", 1) for entry in os.environ.get("LOCAL_KERNELS", "").split(":") if "=" in entry)
-    if build := next((folder for name, folder in builds.items() if name.endswith("/optimizer")), None):
+    others = (folder for name, folder in builds.items() if name.endswith("/optimizer"))
+    if build := builds.get("org/optimizer") or next(others, None):
         os.environ["LOCAL_KERNELS"] = f"org/optimizer={build}"
         return
     folder = tempfile.mkdtemp(prefix="optimizer-build-")

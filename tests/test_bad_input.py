@@ -470,3 +470,8 @@ def test_another_default_device():
     with torch.device("meta"):
         package().Muon([param], nonfinite="skip").step()
     assert param[0, 0] != 1
+
+
+def test_a_differentiable_step():
+    with pytest.raises(ValueError, match="differentiable=True is not allowed"):
+        package().Muon([{"params": [nn.Parameter(torch.ones(2, 3))], "differentiable": True}])

@@ -337,3 +337,17 @@ def test_two_parameters_of_one_name_are_refused(optimizer, tmp_path):
     with pytest.raises(ValueError, match="two parameters, .* have the name w"):
         optimizer.export_state(opt, tmp_path / "state.safetensors")
     assert not (tmp_path / "state.safetensors").exists()
+
+
+def test_a_child_called_module_keeps_its_name(optimizer, tmp_path):
+    model = nn.Linear(4, 4, bias=False)
+    model.module = nn.Linear(4, 4, bias=False)
+    opt = optimizer.Muon(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.randn(4, 4)
+    opt.step()
+    optimizer.export_state(opt, tmp_path / "state.safetensors", model)
+    heir = optimizer.Muon(model.parameters())
+    optimizer.import_state(heir, tmp_path / "state.safetensors", model)
+    for param in model.parameters():
+        assert torch.equal(heir.state[param]["momentum_buffer"], opt.state[param]["momentum_buffer"])

@@ -47,7 +47,7 @@ ON_CPUS = pytest.mark.skipif(torch.cuda.is_available(), reason="the demo takes t
 def test_both_optimizers_learn(optimizer, tmp_path, processes):
     done = run_demo("--steps", "16", "--eval-every", "8", "--lr", "0.01", "--out", str(tmp_path), processes=processes)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == "" or torch.cuda.is_available()  # where drivers and NCCL may have something to say
+    assert done.stderr == ""
     assert (tmp_path / "demo.png").stat().st_size > 10_000
     runs = json.loads((tmp_path / "summary.json").read_text())["runs"]
     assert [run["optimizer"] for run in runs] == ["Muon", "AdamW"]

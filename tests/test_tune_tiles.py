@@ -1,12 +1,16 @@
 """The user's own table of tiles: how it is found and refused, how ranks agree on it, and the tool that writes it."""
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,3 +150,18 @@ def test_the_tool_on_a_gpu(tmp_path, tiles):
     written = json.loads(out.read_text())
     tiles.check_table(written, str(out))
     assert written["arch"] == tiles.architecture("cuda") and any("us" in e for e in written["entries"])
+
+
+def test_a_replay_keeps_the_tensors_of_its_call_alive(tool, monkeypatch):
+    """A graph knows addresses only; the memory went to somebody else, or back to the driver."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=list))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    tensor = torch.zeros(4)
+    watch, replay = weakref.ref(tensor), tool.captured(lambda tensor=tensor: tensor.add_(1))
+    del tensor
+    gc.collect()
+    assert watch() is not None
+    del replay
+    gc.collect()
+    assert watch() is None

@@ -21,7 +21,7 @@ FIXED = "use_muon", "adjust_lr_fn", "ns_coefficients", "ns_steps", "eps", "betas
 def glance(groups, state, *more):
     """What a step depends on besides numbers, and `more`, as cheaply as it can be had: if it equals the last step's,
     nothing has to be planned or bound anew. Equals nothing where a closer look is due (a sparse gradient, a state of
-    somebody else's that is no tensor). One list for each attribute: no Python runs per parameter.
+    somebody else's that is no tensor). One list for each attribute, which is cheaper than one tuple for each parameter.
     """
     params = list(itertools.chain.from_iterable(map(_params, groups)))
     whole, weights = list(map(_gradient, params)), raw_locals(params)

@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from .groups import check_group, clean_name
+from .groups import check_group, clean_names
 from .layout import is_dtensor
 from .loaded import check_state
 from .store import state_keys
@@ -66,7 +66,8 @@ def _names(optimizer, model) -> dict:
     """{parameter: its name}, for what one process holds whole."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if model is not None:
-        known = {p: clean_name(name) for name, p in model.named_parameters()}
+        names = clean_names(model)
+        known = {p: names[name] for name, p in model.named_parameters()}
     else:
         known = dict(zip(params, itertools.chain(*(g.get("param_names") or [None] * len(g["params"])
                                                    for g in optimizer.param_groups))))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .layout import check_local_shape, check_placements, is_dtensor, local_of
-from .polar import steps_of
+from .polar import WIDE, steps_of
 from .recipe import SCALES
 
 # DDP, torch.compile, FSDP1, activation checkpointing
@@ -24,13 +24,20 @@ TOPS = ("model", "transformer", "language_model", "net", "backbone")  # containe
 KEYS = frozenset(("params", "param_names", "use_muon", "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients",
                   "eps", "ns_steps", "adjust_lr_fn", "betas"))
 TOLERATED = frozenset(("fused", "foreach", "differentiable", "initial_lr"))  # torch's, torchtitan's; without effect
-WIDE = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of Muon's parameters
 
 
 def clean_name(name: str) -> str:
     """A fully qualified name without the prefixes of DDP, torch.compile, FSDP1 and activation checkpointing."""
     first, *rest = [part for part in name.split(".") if part not in WRAPPERS[1:]] or [name]
     return ".".join(rest if first == "module" and rest else [first, *rest])
+
+
+def clean_names(model: nn.Module) -> dict[str, str]:
+    """{fully qualified name: clean name} of a model's parameters. A first `module` is a wrapper's where all have it."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    clean = {name: clean_name(f"module.{name}") for name in names}  # which takes that one off again, and no other
+    wrapped = all(name.startswith("module.") for name in clean.values())
+    return {name: inner.removeprefix("module.") if wrapped else inner for name, inner in clean.items()}
 
 
 @dataclass(frozen=True)
@@ -71,22 +78,16 @@ def _split(model):
     """Yield (Row, parameter) for each trainable parameter, once, in the order of the model. What a parametrization
     keeps belongs to the module whose weight it makes.
     """
-    tied, modules = {}, dict(model.named_modules(remove_duplicate=False))
+    tied, names, modules = {}, clean_names(model), dict(model.named_modules(remove_duplicate=False))
     for prefix, module in modules.items():
         for leaf, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
             owner, _, made = prefix.partition(".parametrizations")
-            tied.setdefault(param, []).append((_name_in(model, leaf), modules[owner] if made else module))
+            tied.setdefault(param, []).append((names[leaf], modules[owner] if made else module))
     for param in dict.fromkeys(model.parameters()):
         places = tied[param]
         if param.requires_grad:
             use_muon, why = _judge(param, places)
             yield Row(places[0][0], tuple(param.shape), use_muon, why), param
-
-
-def _name_in(model, name) -> str:
-    """The clean name; a child that is called `module` beside others is no wrapped model."""
-    alone = [child for child, _ in model.named_children()] == ["module"] and not model._parameters
-    return clean_name(name) if alone or not name.startswith("module.") else f"module.{clean_name(name)}"
 
 
 def _judge(param, places):
@@ -157,7 +158,7 @@ def check_group(group, extra_keys=()) -> None:
         raise ValueError("differentiable=True is not allowed: a step is not recorded by autograd; remove it")
     if not group["params"]:
         raise ValueError("a parameter group has no parameters; leave the group out")
-    check_numbers(group)
+    _check_numbers(group)
     for i, param in enumerate(group["params"]):
         _check_param(param, name_of(group, i), group["use_muon"])
 
@@ -191,7 +192,7 @@ def check_together(groups, reduced) -> None:
                              "each")
 
 
-def check_numbers(group) -> None:
+def _check_numbers(group) -> None:
     """Raise ValueError for what is not allowed of a group's numbers and names."""
     for key in ("lr", "weight_decay"):
         _require(0 <= _number(group[key]) < math.inf, key, group[key], "a finite number >= 0")

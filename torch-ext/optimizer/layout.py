@@ -72,7 +72,8 @@ def brought_home(param) -> torch.Tensor:
     if param.grad.device_mesh != param.device_mesh:
         raise RuntimeError(f"the gradient of a parameter of shape {tuple(param.shape)} is on another device mesh than "
                            f"the parameter: {param.grad.device_mesh} in place of {param.device_mesh}")
-    return param.grad.redistribute(placements=param.placements).to_local().clone(memory_format=torch.contiguous_format)
+    local = param.grad.redistribute(placements=param.placements).to_local()
+    return local.clone(memory_format=torch.contiguous_format)  # it may be a part of a larger one, at any address
 
 
 def form_of(param) -> tuple:

@@ -17,7 +17,7 @@ from .kernels import ahead, on_chip
 
 Triple = tuple[float, float, float]
 REPEATED_LAST = (1.875, -1.25, 0.375)
-WIDE = torch.float32, torch.bfloat16, torch.float16
+WIDE = torch.float32, torch.bfloat16, torch.float16  # dtypes of matrices
 LONGEST_SEGMENT = {torch.float32: 3, torch.float16: 3, torch.bfloat16: 2}  # steps of the Gram iteration per restart
 
 
