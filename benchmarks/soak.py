@@ -4,6 +4,8 @@
     ... --ranks 4 --mode ddp --run graph
     ... --mode hsdp hsdp4 ddp reduce fsdp            fsdp has one copy of everything, with nothing to compare
 
+More ranks than GPUs share them, over gloo, which no graph can hold: then only --run eager.
+
 Gradients, learning rate and weight decay are others at every step; at some, one gradient has a NaN (which
 nonfinite="skip" keeps out) or is missing. After each tenth of the steps a line says the median time of its steps, and
 memory, open files and process groups of rank 0. The program fails if weights or state of two copies differ in a bit,
@@ -42,7 +44,7 @@ def main() -> None:
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2, help="processes, a GPU each")
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2, help="processes")
     parser.add_argument("--model", default="qwen3_1p7b", choices=MODELS, help="whose matrices, and a vector per layer")
     parser.add_argument("--mode", nargs="+", default=["hsdp"], choices=["fsdp", "hsdp", "hsdp4", "ddp", "reduce"])
     parser.add_argument("--optimizer", default="NorMuon", choices=["Muon", "NorMuon"])
@@ -56,10 +58,11 @@ def arguments():
 
 
 def worker(rank: int, options, port: int) -> None:
-    device, where = pick_device(rank), {}
-    if device.type == "cuda":
+    gpus = torch.cuda.device_count()
+    device = pick_device(rank % max(gpus, 1))
+    if gpus:
         torch.cuda.set_device(device)
-        where = {"device_id": device}
+    where = {"device_id": device} if options.ranks <= gpus else {}
     dist.init_process_group("nccl" if where else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
                             world_size=options.ranks, **where)
     for mode in options.mode:
@@ -157,11 +160,16 @@ def soak(run, steps) -> None:
     dist.all_reduce(figures, dist.ReduceOp.MAX)
     mib, files, groups, different, unskipped = figures.tolist()
     if run.rank == 0:
-        print(f"{run.mode}, {steps} steps on {dist.get_world_size()} x {device_name(run.device)}: {mib:+.1f} MiB, "
+        print(f"{run.mode}, {steps} steps of {dist.get_world_size()} ranks on {where(run.device)}: {mib:+.1f} MiB, "
               f"{files:+.0f} files, {groups:+.0f} groups since step {3 * tenth}; {run.copies} copies, {different:.0f} "
               f"tensors differ; last tenth's median step {medians[-1]:.3f} ms, third's {medians[2]:.3f} ms", flush=True)
     if mib > SLACK_MIB[run.device.type] or files > 0 or groups > 0 or different or unskipped:
         raise SystemExit(f"{run.mode}: something grew, copies differ, or no broken gradient was skipped")
+
+
+def where(device) -> str:
+    count = min(dist.get_world_size(), max(torch.cuda.device_count(), 1))
+    return f"{count} x {device_name(device)}"
 
 
 def reserved_mib(device) -> float:
