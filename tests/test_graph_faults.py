@@ -5,6 +5,7 @@ As in test_graphs.py, a tape stands for the graph on a CPU.
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import pytest
@@ -55,7 +56,14 @@ def check_alone(result, replays, messages):
 @pytest.mark.interpreter
 def test_patterns_on_tapes(tape):  # noqa: F811
     check_alone(*captured_patterns(0, 1, "alone", 3, 3, tape, "cpu"))
-    check_patterns(run_ranks(2, on_tapes, captured_patterns, "fsdp", 1, 6), 6)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("mode", MODES)
+def test_patterns_over_eight_ranks_on_tapes(mode, tape):  # noqa: F811
+    """Some of each mode; OPTIMIZER_PATTERNS=50 takes 200 in all."""
+    number = int(os.environ.get("OPTIMIZER_PATTERNS", 5))
+    check_patterns(run_ranks(8, on_tapes, captured_patterns, mode, 1, number, timeout=30 * number), number)
 
 
 @pytest.mark.gpu
