@@ -75,12 +75,12 @@ def all_layouts(rank, world):
     return {case: has_the_bits_of_one(world, "cpu", {}, *case) for case in cases_of(world)}
 
 
-def on_gpus(rank, world, device="cuda"):
+def on_gpus(rank, world, device="cuda", kinds=KINDS):
     """As all_layouts, each case in every kind of step (test_graphs.py) and once more with the other buckets and order.
     Returns {(kind, *case): whether this rank has the bits of one process}, and how many graphs were replayed by kind.
     """
     results, meshes, replays = {}, {}, {}
-    for kind in KINDS:
+    for kind in kinds:
         with graphs_as(kind), counted(torch.cuda.CUDAGraph) as seen:
             for layout, many, order, wire in cases_of(world):
                 for case in ((layout, many, order, wire), (layout, not many, -order, wire)):
@@ -144,6 +144,20 @@ def test_every_layout_gives_the_bits_of_one_gpu(world, optimizer):
         assert len(results) == (192 if world > 2 else 72)
         least = 2 * len(results) // len(KINDS)  # of three steps, the first is launched
         assert replays["off"] == 0 and replays["auto"] >= least and replays["capturable"] >= least
+
+
+def on_shared_gpus(rank, world):
+    """As on_gpus; the ranks share what GPUs there are, over gloo, which no graph of a whole step can hold."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    return on_gpus(rank, world, kinds=KINDS[:2])
+
+
+@pytest.mark.parametrize("world", [3, 8])
+@pytest.mark.gpu
+def test_ranks_that_share_a_gpu_have_its_bits(world, optimizer):
+    for results, replays in run_ranks(world, on_shared_gpus, timeout=400):
+        assert [case for case, equal in results.items() if not equal] == []
+        assert len(results) == 2 * len(cases_of(world)) * 2 and replays["auto"] >= len(results)
 
 
 # unreduced gradients: a bound instead ------------------------------------------------------------------------------
