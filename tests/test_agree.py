@@ -106,6 +106,13 @@ def test_the_version_is_that_of_the_sources(optimizer, tmp_path, monkeypatch):
     agree._sources.cache_clear()
 
 
+def test_another_order_of_names_is_told_where_shapes_are_equal(optimizer):
+    for messages, moved in run_threads(4, told, "fsdp", {"group": {"param_names": ["k", "q", "o"]}},
+                                       {"shapes": [(8, 8)] * 3, "group": {"param_names": ["q", "k", "o"]}}):
+        assert "Ranks [2] and ranks [0, 1, 3] differ in: parameters; the first is number 0, here " in messages[0]
+        assert not moved
+
+
 def adamw_only(rank, world):
     """No bucket travels, but flags of missing gradients do."""
     odd = {"shapes": [(8, 6), (6,)]} if rank == 1 else {"shapes": [(8, 6)]}

@@ -316,3 +316,42 @@ def test_a_grad_scaler_on_many_ranks(mode, optimizer):
     for rank, (equal, kept, scale) in enumerate(run_ranks(2, scaled_on_ranks, mode)):
         assert equal and kept == [False, False, True, False]
         assert scale == (256.0 if mode == "unreduced" and rank == 0 else 128.0)  # the scaler's own affair
+
+
+@NAMES
+@pytest.mark.parametrize("mode", ["propagate", "skip", "raise"])
+def test_steps_without_any_gradient(mode, name, device):
+    """Among steps with some; of a process of its own, which then has nothing to look at."""
+    params = weights(SHAPES, device)
+    optimizer, grads = build(name, params, nonfinite=mode), gradients(params, 2)
+    for step in (None, grads[0], None, grads[1], None):
+        before = copies(params)
+        for p, g in zip(params, step or [None] * len(params)):
+            p.grad = g
+        optimizer.step()
+        assert same(before, params) == (step is None)
+
+
+def scaled_on_some(rank, world, reduced):
+    """A GradScaler's step where one rank has no gradient, for which torch says found_inf=0, a plain number."""
+    params = [nn.Parameter(torch.ones(8, 6)) for _ in "12"]
+    optimizer, other = (package().Muon([p], lr=0.1, process_group=dist.group.WORLD, grads_are_reduced=reduced,
+                                       wire_dtype=torch.float32) for p in params)
+    scaler, elsewhere = torch.amp.GradScaler("cpu", init_scale=8.0), torch.optim.SGD([nn.Parameter(torch.ones(3))])
+    for step in range(4):
+        scaler.scale(torch.zeros(()))
+        elsewhere.param_groups[0]["params"][0].grad = torch.ones(3)
+        params[0].grad = params[1].grad = None
+        if rank == 0 or step == 0:
+            gradient = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+            params[0].grad, params[1].grad = 8 * gradient, gradient
+        for stepped in (elsewhere, optimizer):
+            scaler.step(stepped)
+        scaler.update()
+        other.step()
+    return torch.equal(*params)
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_a_grad_scaler_where_a_rank_has_no_gradient(reduced, optimizer):
+    assert all(run_ranks(2, scaled_on_some, reduced))

@@ -13,6 +13,7 @@ from tests.test_routes import cut
 
 WORLD, PATTERNS = 8, 50
 DENSE, EXPERTS = [(16, 8), (8, 16), (9, 5), (2, 7)], [(8, 6, 4), (8, 4, 6)]
+COPIED = {"ddp": 1, "hsdp": 4}  # ranks that share a copy: those that hold the same elements have the same gradients
 MODES = {"fsdp": DENSE, "tp x fsdp": DENSE, "ep x fsdp": EXPERTS, "unreduced": DENSE}
 
 
@@ -25,14 +26,15 @@ def pattern(shares, world, generator):
 
 def placing(mode, world, device):
     """(how tensors are placed, the options that go with it); "alone": no rank knows of another."""
-    from torch.distributed.tensor import Shard, init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
     if mode == "alone":
         return torch.clone, {}
-    if mode == "unreduced":
-        return torch.clone, {"process_group": dist.group.WORLD, "grads_are_reduced": False}
-    shape = {"fsdp": (world,), "tp x fsdp": (2, world // 2), "ep x fsdp": (world // 2, 2)}[mode]
-    mesh, ways = init_device_mesh(device, shape), [Shard(0), Shard(1)][:len(shape)]
+    if mode in ("unreduced", "ddp"):
+        return torch.clone, {"process_group": dist.group.WORLD, "grads_are_reduced": mode == "ddp"}
+    shape = {"fsdp": (world,), "tp x fsdp": (2, world // 2), "ep x fsdp": (world // 2, 2), "hsdp": (2, world // 2)}
+    mesh, ways = init_device_mesh(device, shape[mode]), [Shard(0), Shard(1)][:len(shape[mode])]
+    ways = [Replicate(), Shard(0)] if mode == "hsdp" else ways
     return lambda full: cut(full, mesh, ways), {}
 
 
@@ -54,10 +56,10 @@ def patterns(rank, world, mode, device="cpu", kind=None, hold=1, count=PATTERNS)
         package().NorMuon([{"params": ps[:-1]}, {"params": ps[-1:], "use_muon": False}], lr=0.1, capturable=captured,
                           **options) for ps, captured in ((ours, kind == "capturable"), (theirs, False)))
     local, seen, grads = part("layout").local_of, set(), [place(torch.zeros_like(f)) for f in fulls]
-    has = torch.ones(len(fulls), world, dtype=torch.bool)
+    has, shards = torch.ones(len(fulls), world, dtype=torch.bool), COPIED.get(mode, world)
     for step in range(count * hold):
         if step and step % hold == 0:
-            has = pattern(len(fulls), world, generator)
+            has = pattern(len(fulls), shards, generator).repeat(1, world // shards)
         kept = []
         for i, (p, q) in enumerate(zip(ours, theirs)):
             own = rank if mode == "unreduced" else 0
@@ -75,7 +77,7 @@ def patterns(rank, world, mode, device="cpu", kind=None, hold=1, count=PATTERNS)
         seen |= {"none" if not row.any() else "all" if row.all() else "some" for row in has}
     pairs = [*zip(ours, theirs)] + [(s, filled.state[q][k]) for p, q in zip(ours, theirs)
                                     for k, s in missing.state[p].items()]
-    ways = {"none", "all"} if world == 1 else {"none", "some", "all"}
+    ways = {"none", "all"} if shards == 1 else {"none", "some", "all"}
     return seen == ways, all(torch.equal(local(a), local(b)) for a, b in pairs)
 
 
@@ -83,6 +85,12 @@ def patterns(rank, world, mode, device="cpu", kind=None, hold=1, count=PATTERNS)
 def test_random_patterns_over_eight_ranks(mode, optimizer):
     """200 in all."""
     assert PATTERNS * len(MODES) == 200
+    for varied, equal in run_threads(WORLD, patterns, mode, timeout=120):
+        assert varied and equal
+
+
+@pytest.mark.parametrize("mode", COPIED)
+def test_random_patterns_that_copies_share(mode, optimizer):
     for varied, equal in run_threads(WORLD, patterns, mode, timeout=120):
         assert varied and equal
 

@@ -161,8 +161,8 @@ def test_owned_state_outlives_its_process_group(tmp_path, optimizer):
 
 # meshes and parameters -------------------------------------------------------------------------------------------
 
-def remeshed(rank, world):
-    """The very parameter objects come to lie on another mesh, with other placements."""
+def remeshed(rank, world, by_hand):
+    """The very parameter objects come to lie on another mesh, with other placements; the state `by_hand` too."""
     from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
     flat, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, 2))
@@ -173,27 +173,28 @@ def remeshed(rank, world):
     optimizer, other = (package().NorMuon(ps, lr=0.1, **EXACT) for ps in (params, expected))
     for number, (mesh, placements) in enumerate(ways):
         if number:
-            move(optimizer, params, other, expected, mesh, placements)
+            move(optimizer, params, other, expected, mesh, placements, by_hand)
         step(optimizer, params, number, lambda g, way=(mesh, placements): cut(g, *way))
         step(other, expected, number)
     local = part("layout").local_of
     return all(torch.equal(local(p), cut(e.detach(), mesh, placements)._local_tensor) for p, e in zip(params, expected))
 
 
-def move(optimizer, params, other, expected, mesh, placements):
-    """Place parameters and state anew; the values are those of the optimizer that has them whole."""
+def move(optimizer, params, other, expected, mesh, placements, by_hand):
+    """Place parameters anew, and state; the values are those of the optimizer that has them whole."""
     for p, whole in zip(params, expected):
         p.grad = None
         torch.utils.swap_tensors(p, nn.Parameter(cut(whole.detach(), mesh, placements)))
-        for key, value in other.state[whole].items():
+        for key, value in other.state[whole].items() if by_hand else ():
             optimizer.state[p][key] = cut(value, mesh, placements)
 
 
-def test_another_mesh_under_the_same_parameters(optimizer):
-    assert all(run_threads(4, remeshed))
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_another_mesh_under_the_same_parameters(by_hand, optimizer):
+    assert all(run_threads(4, remeshed, by_hand))
 
 
-def swapped(rank, world):
+def swapped(rank, world, by_hand):
     """Accelerate prepares the model after the optimizer, and puts the new parameters into the groups."""
     from torch.distributed.tensor import Shard, init_device_mesh
 
@@ -204,19 +205,34 @@ def swapped(rank, world):
         params = [nn.Parameter(cut(e.detach(), mesh, [Shard(0)])) for e in expected]
         for group, new in zip(optimizer.param_groups, (params[:3], params[3:])):
             group["params"] = list(new)
-        if steps:
+        if steps and by_hand:
             for p, e in zip(params, expected):
                 optimizer.state[p] = {k: cut(v, mesh, [Shard(0)]) if v.ndim else v.clone()
                                       for k, v in other.state[e].items()}
         for number in (2 * steps, 2 * steps + 1):
             step(optimizer, params, number, lambda g: cut(g, mesh, [Shard(0)]))
             step(other, expected, number)
+    assert len(optimizer.state_dict()["state"]) == len(optimizer.state) == len(params)
     local = part("layout").local_of
     return all(torch.equal(local(p), cut(e.detach(), mesh, [Shard(0)])._local_tensor) for p, e in zip(params, expected))
 
 
-def test_a_swapped_parameter_list(optimizer):
-    assert all(run_threads(4, swapped))
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_swapped_parameter_list(by_hand, optimizer):
+    """The state of a parameter goes to the one in its place."""
+    assert all(run_threads(4, swapped, by_hand))
+
+
+def test_a_parameter_of_another_shape_in_the_place_of_one_begins_anew(optimizer):
+    params = weights([(8, 6), (6, 8)])
+    muon = optimizer.Muon(params)
+    step(muon, params, 0)
+    kept, momentum = params[1], muon.state[params[1]]["momentum_buffer"].clone()
+    muon.param_groups[0]["params"] = now = [nn.Parameter(torch.ones(8, 8)), kept]
+    now[0].grad, kept.grad = torch.ones(8, 8), torch.zeros(6, 8)
+    muon.step()
+    torch.testing.assert_close(muon.state[now[0]]["momentum_buffer"], torch.full((8, 8), 0.05))
+    torch.testing.assert_close(muon.state[kept]["momentum_buffer"], 0.95 * momentum)
 
 
 # memory ----------------------------------------------------------------------------------------------------------
@@ -233,6 +249,33 @@ def test_another_shape_under_the_same_parameter(optimizer):
     muon.step()
     assert muon.state[params[0]]["momentum_buffer"].shape == (10, 6)
     torch.testing.assert_close(muon.state[params[1]]["momentum_buffer"], 0.95 * momentum)
+
+
+def test_state_of_another_shape_is_named_before_anything_changes(optimizer):
+    params = weights([(6, 8), (1, 6)])
+    muon = optimizer.NorMuon(params)
+    step(muon, params, 0)
+    before = copies(params)[:1]
+    params[1].grad, params[1].data = None, torch.randn(8, 6)
+    params[1].grad = torch.ones(8, 6)
+    for _ in "12":
+        with pytest.raises(RuntimeError, match=r"momentum_buffer of parameter #1 has shape \(1, 6\), .*needs \(8, 6\)"):
+            muon.step()
+    assert same(before, params[:1])
+    del muon.state[params[1]]
+    muon.step()
+    assert muon.state[params[1]]["momentum_buffer"].shape == (8, 6)
+
+
+def test_a_model_that_was_cast_to_what_muon_does_not_step(optimizer):
+    model = nn.Linear(8, 6, bias=False)
+    muon = optimizer.Muon(model.parameters())
+    step(muon, [model.weight], 0)
+    model.double().weight.grad = torch.ones(6, 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match="parameter #0 of shape .* has dtype torch.float64; Muon steps"):
+        muon.step()
+    model.float()
+    step(muon, [model.weight], 1)
 
 
 @pytest.mark.parametrize("part_of_it", ["bind", "Presence"])

@@ -80,3 +80,36 @@ def placed_otherwise(rank, world):
 def test_gradients_in_any_placement():
     for wrong in run_ranks(4, placed_otherwise):
         assert len(wrong) == 4 and max(wrong.values()) < 1e-6
+
+
+def missing_astray(rank, world, from_the_first):
+    """The gradient of a replicated parameter is Partial on one rank, and there is none on the other. Returns the
+    difference from one process, or what is said.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor, init_device_mesh
+
+    mesh, full = init_device_mesh("cpu", (world,)), torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    params = [nn.Parameter(full.clone()), nn.Parameter(distribute_tensor(full, mesh, [Replicate()]))]
+    alone, ours = (package().Muon([p], lr=0.02, wire_dtype=torch.float32) for p in params)
+    for step in range(4):
+        gradients = torch.randn(world, 7, 5, generator=torch.Generator().manual_seed(step))
+        here = [step != 2 and (rank == 0 or not (step or from_the_first)) for rank in range(world)]
+        params[0].grad = sum(g for g, there in zip(gradients, here) if there) if any(here) else None
+        part = DTensor.from_local(gradients[rank], mesh, [Partial()], run_check=False)
+        params[1].grad = part if here[rank] else None
+        alone.step()
+        try:
+            ours.step()
+        except RuntimeError as error:
+            return str(error)
+    return (params[1].to_local() - params[0]).abs().max().item()
+
+
+def test_a_missing_gradient_counts_as_zero_among_partial_ones():
+    assert max(run_ranks(2, missing_astray, False)) < 1e-6
+
+
+def test_a_gradient_that_is_partial_on_some_ranks_only_is_told():
+    """Which placements the others have, a rank without a gradient cannot know in the first step."""
+    for said in run_ranks(2, missing_astray, True):
+        assert "differ in: parameters; the first is number 0" in said and "of its gradient" in said

@@ -54,7 +54,7 @@ LAYERS = [
     ["loaded", "foreign"],
     ["checkpoint"],
     ["agree", "guard"],  # what ranks tell each other besides what the buckets carry
-    ["bind"],  # what muon.py did before the first step: it plans with other ranks, and lends memory
+    ["bind", "settle"],  # what muon.py did before the first step: it plans with other ranks, and lends memory
     ["report"],
     ["options"],
     ["muon"],

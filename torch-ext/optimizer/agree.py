@@ -68,7 +68,9 @@ def _facts(ranks, plans, forms, options) -> list:
 
 def _form(plan, number) -> int:
     param, layout = plan.params[number], plan.layouts[number]
-    return _number((layout.shape, param.dtype, layout.copies, sorted(layout.boxes.items())))
+    name = name_in(plan.group, param) if plan.group.get("param_names") else None
+    return _number((name, layout.shape, param.dtype, layout.copies, sorted(layout.boxes.items()),
+                    plan.strays.get(number)))
 
 
 def _plain(value):
@@ -114,7 +116,8 @@ def _first(forms, ranks, group, device) -> str:
     """Where the lists of parameters part; they are of one length, and all ranks know that they differ."""
     rows = _gather([number for _, number in forms], group, device)
     place = next(i for i, column in enumerate(zip(*rows)) if len(set(column)) > 1)
-    return f"parameters; the first is number {place}, here {forms[place][0]} (order, shape, dtype or placement)"
+    return (f"parameters; the first is number {place}, here {forms[place][0]} (order, shape, dtype, placement, or that "
+            "of its gradient)")
 
 
 def _gather(numbers, group, device) -> list:

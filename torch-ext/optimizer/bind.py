@@ -1,30 +1,28 @@
 """From parameter groups to routes that can run: what happens before the first step, and after a change.
 
-Decides what several ranks plan together, where state is created, and which memory a bucket gets. Knows no optimizer;
+Decides what several ranks plan together, and which memory a bucket gets. Knows no optimizer;
 what a plan says (plan.py) and what a route does (routes.py) it only passes on.
 """
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from . import debug
-from .groups import name_in, names_in
+from .groups import check_param, name_in, names_in
 from .guard import Guard
 from .kernels import ahead
-from .layout import check_local_shape, is_dtensor, layout_of, local_of, row_chunks, this_rank
-from .owned import claim
+from .layout import is_astray, is_dtensor, layout_of, local_of, row_chunks, this_rank
 from .pace import Pace
 from .pipeline import SLOTS, Pause
 from .plan import make_plan, plan_chunks, turn
 from .polar import products_dtype, scratch
 from .routes import ROUTES, Elementwise
 from .share import chunk_share, share_of
-from .store import Bound, Store, Workspace, create_state, gradient_dtype, state_keys
+from .store import Bound, Store, Workspace, gradient_dtype
 
 # what capturable=True says, once each, where a graph does not fit
 OTHER_NUMBERS = "the step is not replayed, since a number other than lr, weight_decay and momentum changed"
@@ -39,7 +37,8 @@ class Plan:
 
     `shares`: None if all of it is stepped elementwise where it is stored; `shared`: the numbers of the parameters for
     which ranks must act alike; `in_chunks`: whether they are cut into rows of dim 0; `pace`: a digest of the times by
-    which owners were chosen; `kept`: how many rows of each parameter's state each rank keeps, None: as it is stored.
+    which owners were chosen; `kept`: how many rows of each parameter's state each rank keeps, None: as it is stored;
+    `strays`: number of a parameter -> placements of its gradients, where those are not the parameter's.
     """
     group: dict
     params: list
@@ -50,6 +49,7 @@ class Plan:
     in_chunks: bool = False
     pace: str = ""
     kept: list | None = None
+    strays: dict = field(default_factory=dict)
 
 
 class Planner:
@@ -66,8 +66,8 @@ class Planner:
     def plan(self, group, params) -> list[Plan]:
         """The plans of one group."""
         names = names_in(group)
-        for p in params:
-            check_local_shape(p, names[p])
+        for p in params:  # since they were checked, a module may have been cast or cut
+            check_param(p, names[p], group["use_muon"])
         self.device = local_of(params[0]).device
         ahead.begin(self.device)
         self.groups.learn(params, self.process_group)
@@ -96,13 +96,14 @@ class Planner:
         shares = [(b, share_of(b, self.rank, layouts, rows, sizes)) for b in buckets if self.rank in b.ranks]
         travelling = frozenset(m.param for b in buckets if b.route != "local" for m in b.matrices)
         return Plan(group, params, layouts, rows, shares, travelling, pace=pace.key,
-                    kept=None if self.reduced else kept)
+                    kept=None if self.reduced else kept, strays=_strays(params))
 
     def _ranks(self) -> tuple:
         return (self.rank,) if self.process_group is None else tuple(dist.get_process_group_ranks(self.process_group))
 
     def _elementwise(self, group, params):
-        return Plan(group, params, self._layouts(params), None, None, frozenset(range(len(params))))
+        return Plan(group, params, self._layouts(params), None, None, frozenset(range(len(params))),
+                    strays=_strays(params))
 
     def _chunks(self, group, params):
         ranks, layouts = self._ranks(), self._layouts(params)
@@ -131,19 +132,8 @@ class Planner:
                              f"{needed} bytes; pass at least that, or None")
 
 
-def settle_state(plans, state, options) -> None:
-    """Bring state to the ranks that are to keep it, and create what there is none of. Ranks that share parameters call
-    it together, after they agreed on the plans. Raises RuntimeError where a part of a state is at no rank.
-    """
-    for plan in plans:
-        if plan.kept is not None:
-            names, kept = names_in(plan.group), dict(zip(plan.params, plan.kept))
-            with debug.during("the move of state to new owners"):
-                claim(state, {p: names[p] for p in plan.params}, kept, options.process_group)
-        mine = None if plan.kept is None else dist.get_group_rank(options.process_group, this_rank())
-        for i, p in enumerate(plan.params):
-            rows = None if mine is None else plan.kept[i][mine]
-            create_state(state[p], p, state_keys(plan.group), options.state_dtype, rows=rows)
+def _strays(params) -> dict:
+    return {i: p.grad.placements for i, p in enumerate(params) if is_astray(p)}
 
 
 def watch(plans, stores, groups, mode):
@@ -158,7 +148,7 @@ def make_stores(plans, state) -> list:
             if p.numel() and local_of(p).numel() and not local_of(p).untyped_storage().nbytes():
                 raise RuntimeError(f"parameter {name_in(plan.group, p)} has no memory: it was freed, and has to be "
                                    "materialized again before the step")
-    return [Store(p.params, p.layouts, p.row_layouts, state, p.in_chunks, p.group) for p in plans]
+    return [Store(p.params, p.layouts, p.row_layouts, state, p.in_chunks, p.group, p.strays) for p in plans]
 
 
 def bind(plans, stores, options, groups, graphs):

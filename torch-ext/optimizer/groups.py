@@ -160,7 +160,7 @@ def check_group(group, extra_keys=()) -> None:
         raise ValueError("a parameter group has no parameters; leave the group out")
     _check_numbers(group)
     for i, param in enumerate(group["params"]):
-        _check_param(param, name_of(group, i), group["use_muon"])
+        check_param(param, name_of(group, i), group["use_muon"])
 
 
 def name_of(group, number) -> str:
@@ -228,7 +228,8 @@ def _require(true, key, came, allowed) -> None:
         raise ValueError(f"{key}={came!r} is not allowed: it must be {allowed}")
 
 
-def _check_param(param, name, use_muon) -> None:
+def check_param(param, name, use_muon) -> None:
+    """Raise ValueError or NotImplementedError for a parameter that could not be stepped."""
     what = f"parameter {name} of shape {tuple(param.shape)}"
     if param.is_sparse or param.layout != torch.strided:
         raise ValueError(f"{what} is sparse ({param.layout}); only dense parameters are allowed: call to_dense() on it")

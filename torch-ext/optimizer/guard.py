@@ -66,8 +66,8 @@ class Guard:
             self._look()
         with debug.during("the comparison of NaN and Inf in gradients"):
             if found_inf is not None or self.whole:
-                worst = found_inf.to(self.flags) if found_inf is not None else self.flags.amax()
-                self._spread(worst.reshape(1).clone())
+                flags = self.flags if found_inf is None else torch.as_tensor(found_inf)  # a GradScaler's 0: no gradient
+                self._spread(torch.cat([flags.to(self.flags).flatten(), self.flags.new_zeros(1)]).amax(keepdim=True))
             else:
                 for ranks in filter(None, self.segments):
                     dist.all_reduce(self.flags[self.segments[ranks]], dist.ReduceOp.MAX, group=self.groups.of(ranks))

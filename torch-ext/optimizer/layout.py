@@ -67,13 +67,21 @@ def is_astray(param) -> bool:
     return is_dtensor(param) and param.grad is not None and param.grad.placements != param.placements
 
 
-def brought_home(param) -> torch.Tensor:
+def brought_home(param, grad) -> torch.Tensor:
     """The local part of a gradient that is astray, placed like its parameter; collective over the parameter's mesh."""
-    if param.grad.device_mesh != param.device_mesh:
+    if grad.device_mesh != param.device_mesh:
         raise RuntimeError(f"the gradient of a parameter of shape {tuple(param.shape)} is on another device mesh than "
-                           f"the parameter: {param.grad.device_mesh} in place of {param.device_mesh}")
-    local = param.grad.redistribute(placements=param.placements).to_local()
+                           f"the parameter: {grad.device_mesh} in place of {param.device_mesh}")
+    local = grad.redistribute(placements=param.placements).to_local()
     return local.clone(memory_format=torch.contiguous_format)  # it may be a part of a larger one, at any address
+
+
+def zeros_astray(param, placements, dtype):
+    """Zeros of a parameter's shape with placements of a gradient; nothing is sent."""
+    mesh = param.device_mesh
+    box = box_at(mesh.get_coordinate(), tuple(param.shape), placements, tuple(mesh.mesh.shape))
+    local = torch.zeros([b - a for a, b in box], dtype=dtype, device=param.device)
+    return as_dtensor(local, param.shape, mesh, placements)
 
 
 def form_of(param) -> tuple:
@@ -141,6 +149,13 @@ def is_by_rows(tensor, group) -> bool:
     if not is_dtensor(tensor) or tensor.device_mesh.ndim != 1 or not tensor.placements[0].is_shard(0):
         return False
     return tensor.device_mesh.mesh.tolist() == dist.get_process_group_ranks(group)
+
+
+def is_placed_like(value, param) -> bool:
+    """Whether each rank has the same elements of both."""
+    if not (is_dtensor(value) and is_dtensor(param)):
+        return is_dtensor(value) == is_dtensor(param)
+    return value.placements == param.placements and torch.equal(value.device_mesh.mesh, param.device_mesh.mesh)
 
 
 def place_like(value, param):

@@ -5,7 +5,7 @@ moved memory); everything else is done by the layers below.
 """
 from __future__ import annotations
 
-import contextlib
+import warnings
 from dataclasses import replace
 
 import torch
@@ -13,20 +13,24 @@ import torch.distributed as dist
 
 from . import pipeline
 from .agree import agree
-from .bind import OTHER_NUMBERS, OTHER_PARAMETERS, OTHER_PLACES, Planner, bind, make_stores, settle_state, watch
+from .bind import OTHER_NUMBERS, OTHER_PARAMETERS, OTHER_PLACES, Planner, bind, make_stores, watch
 from .change import glance, memory_key
 from .feed import Feed
 from .graphs import Graphs, release_before_groups
-from .groups import check_again, check_group, check_together, check_unique, names_in
+from .groups import check_again, check_group, check_together, check_unique
 from .guard import unscale
+from .kernels import on
 from .layout import form_of, is_dtensor, local_of, this_rank
 from .loaded import Loading
 from .options import Options
-from .owned import present
 from .process_groups import Groups
 from .recipe import baked
 from .report import Report, Stopwatch, report_of
 from .routes import Elementwise, Presence
+from .settle import inherit, settle_state, whole_state
+
+HALF_WAY = ("the last step of this optimizer failed half-way: some weights and state are those of before it, some "
+            "those of after it")
 
 
 class Muon(torch.optim.Optimizer):
@@ -58,7 +62,7 @@ class Muon(torch.optim.Optimizer):
     """
     timing, _extra_keys, _graphs, _beside = False, (), None, None
     _step_supports_amp_scaling = True  # torch.amp.GradScaler sets `grad_scale` and `found_inf`, and leaves the rest
-    _half_way, _world, _skipped, _groups = False, None, None, None
+    _half_way, _world, _skipped, _groups, _members = False, None, None, None, ()
 
     def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, ns_coefficients="polar_express",
                  eps=1e-7, ns_steps=5, adjust_lr_fn=None, *, adamw_betas=(0.9, 0.95), adamw_eps=1e-8, **options):
@@ -98,12 +102,11 @@ class Muon(torch.optim.Optimizer):
         Raises RuntimeError, also for all later steps until `load_state_dict`, if it failed half-way.
         """
         if self._half_way:
-            raise RuntimeError("the last step of this optimizer failed half-way: some weights and state are those of "
-                               "before it, some those of after it. Load a checkpoint into the model and into the "
-                               "optimizer (load_state_dict), then go on")
+            raise RuntimeError(f"{HALF_WAY}. Load a checkpoint into the model and into the optimizer "
+                               "(load_state_dict), then go on")
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        with _on(local_of(self.param_groups[0]["params"][0]).device):
+        with on(local_of(self.param_groups[0]["params"][0]).device):
             self._take(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         return loss
 
@@ -165,6 +168,7 @@ class Muon(torch.optim.Optimizer):
         if seen == self._seen:
             return self._stores
         check_again(self.param_groups)
+        self._members = inherit(self._members, self.param_groups, self.state)
         for alone in (False, True):  # what this process steps alone must not change what it steps with others
             units = [(group, params) for group in self.param_groups if (params := self._stepped(group, alone))]
             key = [(g["use_muon"], g["adjust_lr_fn"], tuple(map(id, params))) for g, params in units]
@@ -241,14 +245,14 @@ class Muon(torch.optim.Optimizer):
 
     def state_dict(self) -> dict:
         """As in torch. With grads_are_reduced=False collective over process_group, whose ranks each have a part of the
-        state: it comes as DTensors cut by rows, which any layout reads.
+        state: it comes as DTensors cut by rows, which any layout reads. Warns after a step that failed half-way.
         """
-        if self._options.grads_are_reduced:
-            return super().state_dict()
-        self._find_world()
-        named = {p: name for group in self.param_groups for p, name in names_in(group).items()}
+        if self._half_way:
+            warnings.warn(f"{HALF_WAY}: do not save this state, load what was saved before", stacklevel=2)
         held = self.state
-        self.state = present(held, named, self._options.process_group)
+        if not self._options.grads_are_reduced:
+            self._find_world()
+            self.state = whole_state(self.param_groups, held, self._options.process_group)
         try:
             return super().state_dict()
         finally:
@@ -293,8 +297,3 @@ class NorMuon(Muon):
 
     def __init__(self, params, *args, beta2=0.95, **kwargs):
         super().__init__(params, *args, beta2=beta2, **kwargs)
-
-
-def _on(device):
-    """Kernels are launched on the current device, which need not be the parameters'."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

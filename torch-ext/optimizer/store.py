@@ -9,6 +9,7 @@ from collections import defaultdict
 
 import torch
 
+from . import debug
 from .change import gradient_dtype
 from .freight import ALIGNMENT
 from .kernels.table import Skip, Source
@@ -21,6 +22,7 @@ from .layout import (
     local_of,
     raw_locals,
     this_rank,
+    zeros_astray,
 )
 from .recipe import baked, orthogonalize, scale_of
 
@@ -30,28 +32,33 @@ class Store:
 
     `layouts`, `row_layouts`: of each parameter and of its row state (None without). `state`: the optimizer's.
     `in_chunks`: the parameters are cut into rows of dim 0, and their gradients are made contiguous for that. `hp`: the
-    live group. `addresses` (of gradients) and `numbers` (of the group): this step's, on the device, from a Feed.
+    live group. `strays`: number of a parameter -> placements of its gradients, where those are others; is added to.
+    `addresses` (of gradients) and `numbers` (of the group): this step's, on the device, from a Feed.
     """
     addresses = numbers = flags = None
     first = {}  # number of a parameter -> that of its first flag
 
-    def __init__(self, params, layouts, row_layouts, state, in_chunks=False, hp=None):
+    def __init__(self, params, layouts, row_layouts, state, in_chunks=False, hp=None, strays=None):
         self.params, self.state, self.rank, self.in_chunks, self.hp = params, state, this_rank(), in_chunks, hp
         self.layouts, self.twins = {"update": layouts, "row": row_layouts}, defaultdict(list)
         self.device, self.wide = local_of(params[0]).device, params[0].dtype == torch.float64
-        self.astray = [number for number, param in enumerate(params) if is_astray(param)]
-        self.read(bring=lambda param: torch.zeros(local_of(param).shape, dtype=param.grad.dtype, device=self.device))
+        self.strays = {} if strays is None else strays
+        self.strays.update({i: p.grad.placements for i, p in enumerate(params) if is_astray(p)})
+        self.read(bring=lambda param, grad: torch.zeros(local_of(param).shape, dtype=grad.dtype, device=self.device))
 
     def read(self, bring=brought_home):
         """Take this step's gradients, which autograd may have put elsewhere; a missing one counts as zero. `bring`:
-        what stands for those that are placed otherwise than their parameters.
+        what makes one like its parameter that is placed otherwise; where one is missing, too, for others wait.
         """
         self.gradients = raw_locals(p.grad for p in self.params)
         self.here = [g is not None for g in self.gradients]
         if not all(self.here):
             self.gradients = [_zeros(p) if g is None else g for p, g in zip(self.params, self.gradients)]
-        for number in self.astray:
-            self.gradients[number] = bring(self.params[number])
+        for number, placements in self.strays.items():
+            param = self.params[number]
+            with debug.during(f"the way home of the gradient of a parameter of shape {tuple(param.shape)}"):
+                grad = zeros_astray(param, placements, gradient_dtype(param)) if param.grad is None else param.grad
+                self.gradients[number] = bring(param, grad)
         if self.in_chunks:
             self.gradients = [g.contiguous() for g in self.gradients]
 

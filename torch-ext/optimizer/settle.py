@@ -1,0 +1,80 @@
+"""State before it is bound: whose it is, which rank keeps it, and where its elements lie.
+
+Decides: that state follows its parameter to another mesh, another placement or another object, and what cannot. Knows
+no rule of a step. Collective where DTensors move: ranks that share parameters call it together, before a step.
+"""
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from . import debug
+from .groups import names_in
+from .layout import is_placed_like, place_like, this_rank
+from .owned import claim, present
+from .store import create_state, state_keys, state_shape
+
+
+def inherit(before, groups, state) -> list:
+    """Give the state of a parameter that has left its group to the one in its place, of the same shape: who prepares a
+    model after its optimizer puts other parameters into the groups. Returns each group's parameters, which are to be
+    `before` at the next call.
+    """
+    here = {p for group in groups for p in group["params"]}
+    for gone, group in zip(before, groups):
+        for old, new in zip(gone, group["params"]) if len(gone) == len(group["params"]) else ():
+            if old not in here and old in state and old.shape == new.shape:
+                held = state.pop(old)
+                state.setdefault(new, held)
+    return [list(group["params"]) for group in groups]
+
+
+def settle_state(plans, state, options) -> None:
+    """Bring state to the ranks that are to keep it and to where their parameters lie, and create what there is none of.
+
+    Raises RuntimeError where a state has not its parameter's shape, before anything is moved, or a part of it is at no
+    rank.
+    """
+    for plan in plans:
+        names = names_in(plan.group)
+        for p in plan.params:
+            _check_shapes(state.get(p, {}), p, names[p], by_rows=plan.kept is not None)
+    for plan in plans:
+        if plan.kept is not None:
+            names, kept = names_in(plan.group), dict(zip(plan.params, plan.kept))
+            with debug.during("the move of state to new owners"):
+                claim(state, {p: names[p] for p in plan.params}, kept, options.process_group)
+        mine = None if plan.kept is None else dist.get_group_rank(options.process_group, this_rank())
+        for i, p in enumerate(plan.params):
+            if mine is None:
+                _follow(state[p], p)
+            rows = None if mine is None else plan.kept[i][mine]
+            create_state(state[p], p, state_keys(plan.group), options.state_dtype, rows=rows)
+
+
+def whole_state(groups, state, process_group) -> dict:
+    """What `owned.present` says of the state of all groups."""
+    return present(state, {p: name for group in groups for p, name in names_in(group).items()}, process_group)
+
+
+def _check_shapes(state, param, name, by_rows) -> None:
+    """`by_rows`: a rank may have some rows only."""
+    first = 1 if by_rows else 0
+    for key, value in _of_elements(state):
+        expected = state_shape(param, key)
+        if param.ndim and tuple(value.shape[first:]) != expected[first:]:
+            raise RuntimeError(f"{key} of parameter {name} has shape {tuple(value.shape)}, but the parameter, of shape "
+                               f"{tuple(param.shape)}, needs {expected}: it was resized. Delete its entry in the "
+                               "optimizer's `state`, or load state that fits")
+
+
+def _follow(state, param) -> None:
+    for key, value in _of_elements(state):
+        if not is_placed_like(value, param):
+            with debug.during("the move of state to where its parameter lies now"):
+                state[key] = place_like(value, param)
+
+
+def _of_elements(state) -> list:
+    """[(key, tensor)] of what belongs to elements of the parameter."""
+    return [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor) and key != "step"]
