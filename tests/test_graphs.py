@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import socket
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -365,11 +368,13 @@ def test_the_environment_says_off_or_auto(part, monkeypatch):
 
 
 @pytest.mark.interpreter
-def test_graphs_go_before_process_groups_do(tape, monkeypatch):
-    """NCCL waits for graphs that hold its collectives; there is no group here, and the call fails after that."""
-    graphs = part("graphs")
-    for module in (dist, dist.distributed_c10d):
-        monkeypatch.setattr(module, "destroy_process_group", dist.destroy_process_group)
+@pytest.mark.parametrize("name", ["its module's", "imported before"])
+def test_graphs_go_before_process_groups_do(name, tape, monkeypatch, tmp_path):
+    """NCCL waits for graphs that hold its collectives."""
+    graphs, imported = part("graphs"), dist.destroy_process_group
+    for owner in (dist, dist.distributed_c10d):
+        monkeypatch.setattr(owner, "destroy_process_group", dist.destroy_process_group)
+    monkeypatch.setattr(dist.ProcessGroup, "shutdown", dist.ProcessGroup.shutdown)
     monkeypatch.setattr(graphs, "release_before_groups", functools.cache(graphs.release_before_groups.__wrapped__))
     monkeypatch.setattr(part("muon"), "release_before_groups", graphs.release_before_groups)
     run = Run("capturable", "Muon")
@@ -378,8 +383,8 @@ def test_graphs_go_before_process_groups_do(tape, monkeypatch):
     parts = [*run.optimizer._graphs.parts.values(), *run.optimizer._beside.parts.values()]
     held = [known.graph for known in parts if known.graph]
     assert len(held) == 2 and not any(graph.gone for graph in held)
-    with pytest.raises((AssertionError, ValueError)):
-        dist.distributed_c10d.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    imported() if name == "imported before" else dist.distributed_c10d.destroy_process_group()
     assert all(graph.gone for graph in held) and not run.optimizer._graphs.parts
     assert replays_of(run, tape, 1) == 0 and replays_of(run, tape, 1) == 2
 
@@ -514,6 +519,46 @@ def ranked(rank, world, mode, name, option, graph=torch.cuda.CUDAGraph, device="
     same = all(torch.equal(local(a), local(b)) for run in runs[1:] for a, b in zip(runs[0].params, run.params))
     _alive.extend(runs)
     return wrong, steady, same
+
+
+LEAVES = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed import destroy_process_group
+from kernels import get_kernel
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+rank, port, way = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+whole, mesh = torch.ones(64, 64, device="cuda"), init_device_mesh("cuda", (2,))
+param = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+optimizer = get_kernel("org/optimizer", version=1).Muon([param], capturable=True)
+param.grad = torch.ones_like(param)
+for _ in range(4):
+    optimizer.step()
+torch.cuda.synchronize()
+assert any(part.graph for part in optimizer._graphs.parts.values())
+if way == "destroys":
+    destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("way", ["destroys", "just ends"])
+@pytest.mark.gpus(2)
+@pytest.mark.gpu
+def test_a_process_ends_while_graphs_hold_collectives(way):
+    """Also where destroy_process_group was imported by name before the optimizer was built."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    ranks = [subprocess.Popen([sys.executable, "-c", LEAVES, str(rank), str(port), way]) for rank in range(2)]
+    try:
+        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 @pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.gpus(n)) for n in (2, 4)])

@@ -278,6 +278,25 @@ def test_a_model_that_was_cast_to_what_muon_does_not_step(optimizer):
     step(muon, [model.weight], 1)
 
 
+@pytest.mark.parametrize("shape", [(64, 64), (64, 128), (96, 512)])
+@pytest.mark.parametrize(("first", "then"), [
+    (("jordan", 1), ("jordan", 5)), (("jordan", 5), ("cubic", 5)), (("polar_express", 5), ("cubic", 5)),
+    (("polar_express", 5), ("polar_express", 8))], ids=str)
+def test_other_coefficients_between_steps(first, then, shape, optimizer):
+    """They may take another form of the iteration, and with it more memory than was planned."""
+    (param,) = weights([shape])
+    usual, keys = copies([param])[0], ("ns_coefficients", "ns_steps")
+    muon = optimizer.Muon([param], **EXACT, **dict(zip(keys, first)))
+    step(muon, [param], 0)
+    usual.data.copy_(param.detach())
+    other = optimizer.Muon([usual], **EXACT, **dict(zip(keys, then)))
+    other.load_state_dict({**other.state_dict(), "state": muon.state_dict()["state"]})
+    muon.param_groups[0].update(zip(keys, then))
+    for optimizer, p in ((muon, param), (other, usual)):
+        step(optimizer, [p], 1)
+    assert torch.equal(param, usual)
+
+
 @pytest.mark.parametrize("part_of_it", ["bind", "Presence"])
 def test_binding_that_failed_is_done_again(part_of_it, optimizer, monkeypatch):
     """Out of memory, say, for gradients of another dtype; with those of before, the step is whole."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import package, part, run_ranks, run_threads
 
@@ -246,6 +247,14 @@ class Counted:
 
 
 def counted_step(rank, world, mode):
+    """Two steps; the routes."""
+    stepper = stepper_of(world, mode)
+    stepper.step()
+    stepper.step()
+    return [type(route).__name__ for route, _ in stepper._jobs]
+
+
+def stepper_of(world, mode):
     from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
     mesh, generator = init_device_mesh("cpu", (world,)), torch.Generator().manual_seed(0)
@@ -257,9 +266,7 @@ def counted_step(rank, world, mode):
     stepper = package().Muon(params, process_group=group, grads_are_reduced=mode != "unreduced")
     for p in params:
         p.grad = torch.ones_like(p)
-    stepper.step()
-    stepper.step()
-    return [type(route).__name__ for route, _ in stepper._jobs]
+    return stepper
 
 
 @pytest.mark.parametrize(("mode", "route", "per_step"), [
@@ -270,10 +277,42 @@ def test_the_number_of_collectives(mode, route, per_step, optimizer, monkeypatch
     exchanges, questions, world = Counted(dist.all_to_all_single), Counted(dist.all_reduce), 4
     monkeypatch.setattr(dist, "all_to_all_single", exchanges)
     monkeypatch.setattr(dist, "all_reduce", questions)
+    comparisons = []
+    monkeypatch.setattr(dist, "all_gather", lambda *a, f=dist.all_gather, **k: (comparisons.append(a), f(*a, **k)))
     for routes in run_threads(world, counted_step, mode):
         assert set(routes) == {route} and len(routes) == 1
-    assert len(exchanges.calls) == 2 * world * per_step
-    assert len(questions.calls) == 2 * world * (per_step > 0)
+    shares = per_step > 0
+    assert len(exchanges.calls) == 2 * world * per_step + world * shares
+    assert exchanges.calls[:world] == [4 * world] * world * shares  # of nothing, before all else: pairs get to know
+    assert len(questions.calls) == 2 * world * shares
+    assert len(comparisons) == world * (shares + (mode == "unreduced"))  # of plans, once; of who has which state
+
+
+class NoDTensors(TorchDispatchMode):
+    """No operation is given a DTensor."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), constants=None):
+        from torch.distributed.tensor import DTensor
+
+        assert not any(issubclass(kind, DTensor) for kind in types), f"{function} of a DTensor"
+        return function(*arguments, **(constants or {}))
+
+
+def undispatched(rank, world, mode):
+    """A step after the first ones, in which no operation goes through DTensor."""
+    stepper = stepper_of(world, mode)
+    stepper.step()
+    stepper.step()
+    with NoDTensors():
+        with pytest.raises(AssertionError, match="of a DTensor"):
+            stepper.param_groups[0]["params"][0].grad + 1
+        stepper.step()
+    return True
+
+
+@pytest.mark.parametrize("mode", ["ep", "replicated", "fsdp"])
+def test_a_steady_step_does_not_go_through_dtensor(mode, optimizer):
+    assert all(run_ranks(2, undispatched, mode))
 
 
 def two_groups(rank, world, meshes):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from . import debug
-from .groups import name_in
+from .groups import names_in
 from .kernels import use_triton
 from .layout import local_of, this_rank
 from .plan import digest, turn
@@ -36,18 +36,29 @@ def agree(plans, options, groups) -> None:
     sets = {ranks for plan in plans for ranks in _sets(plan)}
     for ranks in sorted(sets, key=turn):
         together = [(plan, numbers) for plan in plans if (numbers := _sets(plan).get(ranks))]
-        forms = [(f"{name_in(plan.group, plan.params[i])} of shape {plan.layouts[i].shape}", _form(plan, i))
-                 for plan, numbers in together for i in sorted(numbers)]
+        forms = [form for plan, numbers in together for form in _forms(plan, sorted(numbers))]
         facts = _facts(ranks, [plan for plan, _ in together], forms, options)
         with debug.during(f"the comparison of plans of ranks {ranks}"):
             _compare(facts, forms, groups.of(ranks), local_of(together[0][0].params[0]).device)
+    for ranks in sorted({b.ranks for plan in plans for b, _ in plan.shares or () if b.route != "local"}, key=turn):
+        with debug.during(f"the first exchange of ranks {ranks}"):
+            _connect(groups.of(ranks), groups.connected, local_of(plans[0].params[0]).device)
+
+
+def _connect(group, connected, device) -> None:
+    """Have all pairs of ranks exchange something, once, while nothing else is under way: NCCL connects two ranks when
+    they first do, and then waits for both.
+    """
+    if group not in connected:
+        dist.all_to_all_single(*(torch.zeros(group.size(), device=device) for _ in "12"), group=group)
+        connected.add(group)
 
 
 def _sets(plan) -> dict:
     """ranks -> numbers of the parameters for which these ranks exchange something."""
     sets = {}
     for number in plan.shared:
-        sets.setdefault(tuple(sorted(plan.layouts[number].boxes)), set()).add(number)
+        sets.setdefault(plan.layouts[number].ranks, set()).add(number)
     for bucket, _ in plan.shares or ():
         if bucket.route != "local":
             sets.setdefault(bucket.ranks, set()).update(m.param for m in bucket.matrices)
@@ -66,11 +77,15 @@ def _facts(ranks, plans, forms, options) -> list:
     return [*map(_number, texts), len(forms), _number([number for _, number in forms]), _number(buckets)]
 
 
-def _form(plan, number) -> int:
-    param, layout = plan.params[number], plan.layouts[number]
-    name = name_in(plan.group, param) if plan.group.get("param_names") else None
-    return _number((name, layout.shape, param.dtype, layout.copies, sorted(layout.boxes.items()),
-                    plan.strays.get(number)))
+def _forms(plan, numbers) -> list:
+    """[(what a parameter is called, a number for what it is)]; names count where the user gave them."""
+    names, found = names_in(plan.group), []
+    for i in numbers:
+        param, layout = plan.params[i], plan.layouts[i]
+        given = names[param] if plan.group.get("param_names") else None
+        found.append((f"{names[param]} of shape {layout.shape}",
+                      _number((given, param.dtype, layout.digest, plan.strays.get(i)))))
+    return found
 
 
 def _plain(value):

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from . import polar
 from .groups import check_param, name_in, names_in
 from .guard import Guard
 from .kernels import ahead
@@ -19,7 +20,6 @@ from .layout import is_astray, is_dtensor, layout_of, local_of, row_chunks, this
 from .pace import Pace
 from .pipeline import SLOTS, Pause
 from .plan import make_plan, plan_chunks, turn
-from .polar import products_dtype, scratch
 from .routes import ROUTES, Elementwise
 from .share import chunk_share, share_of
 from .store import Bound, Store, Workspace, gradient_dtype
@@ -83,9 +83,9 @@ class Planner:
         layouts, wire = self._layouts(params), self.options.wire_dtype
         rows = self._layouts(params, of_rows=True) if "beta2" in group else None
         pace = Pace.of(group, self.device)
-        itemsize = products_dtype(self.options.ns_dtype, self.device).itemsize
+        itemsize = polar.products_dtype(self.options.ns_dtype, self.device).itemsize
         sizes = {"update": wire.itemsize, "row": 4 if rows else 0,
-                 "scratch": partial(scratch, steps=pace.steps, itemsize=itemsize)}
+                 "scratch": partial(polar.scratch, steps=pace.steps, itemsize=itemsize)}
         buckets = make_plan(layouts, pace, self.loads, reduced=self.reduced, itemsizes=sizes,
                             rank_bytes=self.options.workspace(self.device),
                             thrifty=self.options.workspace_bytes is None)
@@ -130,6 +130,15 @@ class Planner:
         if given is not None and needed > given:
             raise ValueError(f"workspace_bytes={given} is too small: with {least}, {SLOTS} buckets at a time, it takes "
                              f"{needed} bytes; pass at least that, or None")
+
+
+def planned_as(group, params) -> tuple:
+    """What the plan of a group rests on: another one needs another plan. Of the coefficients only which memory they
+    need counts.
+    """
+    steps = polar.steps_of(group["ns_coefficients"], group["ns_steps"]) if group["use_muon"] else None
+    forms = steps and {(shape, polar.scratch(*shape, steps, 1)) for shape in {p.shape[-2:] for p in params}}
+    return group["use_muon"], group["adjust_lr_fn"], forms, tuple(map(id, params))
 
 
 def _strays(params) -> dict:

@@ -125,11 +125,16 @@ def release_before_groups() -> None:
     atexit.register(drop_all)
     if not dist.is_available():
         return
-    destroy = dist.destroy_process_group
+    destroy = _after_release(dist.destroy_process_group)
+    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy
+    # who imported that by name before calls this
+    dist.ProcessGroup.shutdown = _after_release(dist.ProcessGroup.shutdown)
 
-    @functools.wraps(destroy)
-    def release_and_destroy(*arguments, **more):
+
+def _after_release(function):
+    @functools.wraps(function)
+    def release_before(*arguments, **more):
         drop_all()
-        return destroy(*arguments, **more)
+        return function(*arguments, **more)
 
-    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = release_and_destroy
+    return release_before

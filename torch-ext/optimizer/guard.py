@@ -28,7 +28,7 @@ class Guard:
         members = {}
         for plan, store in zip(plans, stores):
             for number, layout in enumerate(plan.layouts):
-                ranks = tuple(sorted(layout.boxes)) if number in plan.shared and len(layout.boxes) > 1 else ()
+                ranks = layout.ranks if number in plan.shared and len(layout.boxes) > 1 else ()
                 members.setdefault(ranks, []).append((plan, store, number))
         firsts, self.count = {id(store): {} for store in stores}, 0
         for ranks in sorted(members, key=turn):

@@ -6,6 +6,7 @@ that knows DTensors' placements; it knows nothing of matrices, owners or routes.
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import sys
 from dataclasses import dataclass, field
@@ -26,6 +27,17 @@ class Layout:
     boxes: dict = field(hash=False)
     copies: tuple
     plain: bool = True
+
+    @functools.cached_property
+    def ranks(self) -> tuple:
+        """The ranks that have a box, in ascending order."""
+        return tuple(sorted(self.boxes))
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A text that differs where two ranks' layouts do; thousands of boxes are written out once."""
+        text = repr((self.shape, self.copies, [(rank, self.boxes[rank]) for rank in self.ranks]))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @functools.cached_property
     def copy_of(self) -> dict:

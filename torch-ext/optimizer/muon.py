@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from . import pipeline
 from .agree import agree
-from .bind import OTHER_NUMBERS, OTHER_PARAMETERS, OTHER_PLACES, Planner, bind, make_stores, watch
+from .bind import OTHER_NUMBERS, OTHER_PARAMETERS, OTHER_PLACES, Planner, bind, make_stores, planned_as, watch
 from .change import glance, memory_key
 from .feed import Feed
 from .graphs import Graphs, release_before_groups
@@ -171,7 +171,7 @@ class Muon(torch.optim.Optimizer):
         self._members = inherit(self._members, self.param_groups, self.state)
         for alone in (False, True):  # what this process steps alone must not change what it steps with others
             units = [(group, params) for group in self.param_groups if (params := self._stepped(group, alone))]
-            key = [(g["use_muon"], g["adjust_lr_fn"], tuple(map(id, params))) for g, params in units]
+            key = [planned_as(*unit) for unit in units]
             if key != self._planned_for[alone]:
                 planner = Planner(self._options, self._groups, alone)
                 plans = [plan for unit in units for plan in planner.plan(*unit)]

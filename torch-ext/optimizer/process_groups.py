@@ -15,7 +15,7 @@ class Groups:
     """The process group of each set of ranks: one that is there already (the default, a mesh's), else a new one."""
 
     def __init__(self):
-        self.known, self.used = {}, set()
+        self.known, self.used, self.connected = {}, set(), set()
 
     def learn(self, params, process_group) -> None:
         """Remember the groups that the parameters bring along, and forget which ones earlier plans used."""

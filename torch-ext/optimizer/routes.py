@@ -258,7 +258,7 @@ class Presence:
         self.device = stores[0].device if stores else torch.device("cpu")
         for plan, store in zip(plans, stores):
             for number, layout in enumerate(plan.layouts):
-                ranks = tuple(sorted(layout.boxes)) if number in plan.shared and len(layout.boxes) > 1 else ()
+                ranks = layout.ranks if number in plan.shared and len(layout.boxes) > 1 else ()
                 self.members.setdefault(ranks, []).append((store, number))
 
     def here(self) -> list[bool]:
