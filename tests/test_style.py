@@ -54,6 +54,7 @@ LAYERS = [
     ["loaded", "foreign"],
     ["checkpoint"],
     ["agree", "guard"],  # what ranks tell each other besides what the buckets carry
+    ["early"],  # what leaves before the step
     ["bind"],  # what muon.py did before the first step: it plans with other ranks, and lends memory
     ["report"],
     ["options"],

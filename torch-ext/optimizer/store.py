@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import torch
 
-from .change import gradient_dtype
+from .change import check_dense, form_of_gradient, gradient_dtype, in_form
 from .freight import ALIGNMENT
 from .kernels.table import Skip, Source
 from .layout import (
@@ -40,24 +40,47 @@ class Store:
         self.layouts, self.twins = {"update": layouts, "row": row_layouts}, defaultdict(list)
         self.device, self.wide = local_of(params[0]).device, params[0].dtype == torch.float64
         self.astray = [number for number, param in enumerate(params) if is_astray(param)]
-        self.read(bring=lambda param: torch.zeros(local_of(param).shape, dtype=param.grad.dtype, device=self.device))
+        self.forms, zeros = None, lambda p: torch.zeros(local_of(p).shape, dtype=p.grad.dtype, device=self.device)
+        self.read(bring=zeros)
+        self.forms = list(map(form_of_gradient, self.gradients))
 
-    def read(self, bring=brought_home):
+    def read(self, bring=brought_home, as_bound=False) -> bool:
         """Take this step's gradients, which autograd may have put elsewhere; a missing one counts as zero. `bring`:
-        what stands for those that are placed otherwise than their parameters.
+        what stands for those that are placed otherwise than their parameters. `as_bound`: give all the form for which
+        this was bound, and return whether any had another.
         """
+        check_dense([p.grad for p in self.params if as_bound and p.grad is not None])
         self.gradients = raw_locals(p.grad for p in self.params)
         self.here = [g is not None for g in self.gradients]
         if not all(self.here):
             self.gradients = [_zeros(p) if g is None else g for p, g in zip(self.params, self.gradients)]
-        for number in self.astray:
+        for number in [n for n, p in enumerate(self.params) if is_astray(p)] if as_bound else self.astray:
             self.gradients[number] = bring(self.params[number])
         if self.in_chunks:
             self.gradients = [g.contiguous() for g in self.gradients]
+        forms = zip(self.gradients, self.forms) if as_bound else ()
+        others = [number for number, (g, form) in enumerate(forms) if form_of_gradient(g) != form]
+        for number in others:
+            self.gradients[number] = in_form(self.gradients[number], self.forms[number])
+        return bool(others)
+
+    def take(self, numbers) -> bool:
+        """Take the gradients of some parameters before the others. False if one of them is missing, or is not as those
+        for which this was bound.
+        """
+        for number in numbers:
+            param = self.params[number]
+            if param.grad is None or param.grad.layout is not torch.strided or is_astray(param):
+                return False
+            gradient, = raw_locals([param.grad])
+            self.gradients[number] = gradient.contiguous() if self.in_chunks else gradient
+            if form_of_gradient(self.gradients[number]) != self.forms[number]:
+                return False
+        return True
 
     def forget(self):
         """Let the gradients go: once the step is launched, their memory is for whatever the caller does next."""
-        self.gradients = None
+        self.gradients = [None] * len(self.params)
 
     def sources(self, pieces):
         """Where each piece lies in the gradients, for launches that are told only the gradients' addresses."""
@@ -201,7 +224,7 @@ class Bound:
     def __init__(self, bucket, share, store, options, group, hp):
         self.bucket, self.share, self.store = bucket, share, store
         self.options, self.group, self.hp = options, group, hp
-        self.rank, self.memory, self.graphs = store.rank, None, None
+        self.rank, self.memory, self.slot, self.graphs = store.rank, None, None, None
         self.weights, self.states, self.sources = store.weights, store.states, store.sources
 
     def pieces(self, end, kind="update"):
