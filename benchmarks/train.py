@@ -12,6 +12,7 @@ Muon steps what is no hidden matrix with AdamW, too.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import socket
 import statistics
@@ -69,6 +70,7 @@ def arguments():
     parser.add_argument("--warmup", type=int, default=10, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=30, help="timed steps")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients; 0: as they are")
+    parser.add_argument("--overlap", action="store_true", help="overlap_backward=True, of Muon; needs --clip 0")
     parser.add_argument("--compile", action="store_true", help="compile each layer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", default=None, help="folder whose *.py files are the text")
@@ -77,6 +79,8 @@ def arguments():
     options = parser.parse_args()
     if options.batch % options.ranks:
         parser.error(f"--batch {options.batch} cannot be split over {options.ranks} ranks")
+    if options.overlap and (options.clip or options.run == "graph"):
+        parser.error("--overlap needs --clip 0, and no --run graph")
     return options
 
 
@@ -105,6 +109,8 @@ class Training:
         self.text, self.heldout = read_corpus(options.data)
         self.model = make_model(options, device)
         self.optimizer = make_optimizer(self.model, name, options)
+        self.overlap = options.overlap and name != "adamw"
+        self.run = "eager" if name == "adamw" else "overlap" if self.overlap else options.run
         self.order, self.marks, self.loss = torch.Generator().manual_seed(options.seed), [], None
 
     def step(self) -> None:
@@ -112,7 +118,8 @@ class Training:
         batch = random_windows(self.text, self.options.batch, self.options.seq, self.order)
         began = self.mark()
         self.loss = self.loss_of(batch)
-        self.loss.backward()
+        with self.optimizer.last_backward() if self.overlap else contextlib.nullcontext():
+            self.loss.backward()
         if self.options.clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
         begin = self.mark()
@@ -163,7 +170,7 @@ class Training:
             "tokens": count * options.batch * options.seq, "train_loss": round(train_loss, 4),
             "heldout_loss": round(heldout_loss, 4), "step_ms": round(statistics.median(steps), 3),
             "optimizer_ms": round(statistics.median(own), 3), "torch": torch.__version__,
-            "run": options.run if self.name != "adamw" else "eager", "parameters": parameters,
+            "run": self.run, "parameters": parameters,
             "batch": options.batch, "seq": options.seq, "compile": int(options.compile),
             "p80_step_ms": round(sorted(steps)[int(0.8 * (len(steps) - 1))], 3)}
 
@@ -195,7 +202,7 @@ def make_optimizer(model, name, options):
     groups = package.get_default_muon_param_groups(model)
     for group in groups:
         group["lr"] = LR[name if group["use_muon"] else "adamw"]
-    return kind(groups, capturable=options.run == "graph")
+    return kind(groups, capturable=options.run == "graph", overlap_backward=options.overlap)
 
 
 def shares(rows) -> list[str]:

@@ -110,6 +110,23 @@ def test_a_bucket_that_other_ranks_have_does_not_change_the_order_of_the_rest(co
     assert [line for line in diary if "." in line and not line.startswith("wait")] == with_it
 
 
+def test_all_are_in_before_the_first_goes_out(optimizer):
+    """In words: all leave, then all are computed and sent back, then all are applied; what stays at home is first."""
+    pipeline, diary, slots = part("pipeline"), [], {}
+    jobs = [(Route(i, hop, diary, slots), {"group": i}) for i, hop in ((0, 2), (2, 2), (3, 1))]
+    home = Route("home", 0, diary, slots, travels=False), {"group": "home"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "SLOTS", 5)  # one for each
+        pipeline.run_all_in([jobs[0], home, *jobs[1:]])
+        late, diary[:] = list(diary), []
+        begun = [pipeline.begin(*job) for job in jobs[:2]]
+        assert diary == ["0.0", "2.0"]
+        pipeline.run_all_in([jobs[0], home, *jobs[1:]], begun)
+    assert diary == late == [
+        "0.0", "2.0", "3.0", "home ends", "wait 0.0", "0.1", "wait 2.0", "2.1", "wait 3.0", "3 ends",
+        "wait 0.1", "0 ends", "wait 2.1", "2 ends"]
+
+
 def test_an_error_in_one_bucket_is_not_swallowed(optimizer):
     class Broken(Route):
         def run(self, hp):

@@ -54,7 +54,9 @@ LAYERS = [
     ["loaded", "foreign"],
     ["checkpoint"],
     ["agree", "guard"],  # what ranks tell each other besides what the buckets carry
-    ["bind", "settle"],  # what muon.py did before the first step: it plans with other ranks, and lends memory
+    ["early"],  # what leaves before the step
+    ["settle"],
+    ["bind"],  # what muon.py did before the first step: it plans with other ranks, and lends memory
     ["report"],
     ["options"],
     ["muon"],

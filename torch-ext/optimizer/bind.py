@@ -6,6 +6,7 @@ what a plan says (plan.py) and what a route does (routes.py) it only passes on.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,14 +14,17 @@ import torch
 import torch.distributed as dist
 
 from . import polar
+from .agree import agree
 from .groups import check_param, name_in, names_in
 from .guard import Guard
 from .kernels import ahead
+from .kernels.tiles import architecture
 from .layout import is_astray, is_dtensor, layout_of, local_of, row_chunks, this_rank
-from .pace import Pace
+from .pace import Pace, latency_bytes
 from .pipeline import SLOTS, Pause
-from .plan import make_plan, plan_chunks, turn
+from .plan import along_backward, chunks_along_backward, make_plan, plan_chunks, turn
 from .routes import ROUTES, Elementwise
+from .settle import settle_state
 from .share import chunk_share, share_of
 from .store import Bound, Store, Workspace, gradient_dtype
 
@@ -69,6 +73,7 @@ class Planner:
         for p in params:  # since they were checked, a module may have been cast or cut
             check_param(p, names[p], group["use_muon"])
         self.device = local_of(params[0]).device
+        self.latency = latency_bytes(architecture(self.device.type, self.device.index))
         ahead.begin(self.device)
         self.groups.learn(params, self.process_group)
         if group["use_muon"]:
@@ -89,6 +94,8 @@ class Planner:
         buckets = make_plan(layouts, pace, self.loads, reduced=self.reduced, itemsizes=sizes,
                             rank_bytes=self.options.workspace(self.device),
                             thrifty=self.options.workspace_bytes is None)
+        if self.options.overlap_backward:
+            buckets = along_backward(buckets, layouts, pace, sizes, self.latency)
         self._check_room(buckets, "one matrix per rank")
         owners = {m.param: o for b in buckets if b.route == "reduce" for m, o in zip(b.matrices, b.owners)}
         kept = [[p.shape[0] * (owners.get(i, self.rank) == rank) for rank in self._ranks()]
@@ -109,7 +116,10 @@ class Planner:
         ranks, layouts = self._ranks(), self._layouts(params)
         shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
         sizes = {"gradient": gradient_dtype(params[0]).itemsize, "weight": params[0].dtype.itemsize}
-        buckets = plan_chunks(shapes, ranks, self.options.workspace(self.device), sizes)
+        if self.options.overlap_backward:
+            buckets = chunks_along_backward(shapes, ranks, sizes, self.latency)
+        else:
+            buckets = plan_chunks(shapes, ranks, self.options.workspace(self.device), sizes)
         self._check_room(buckets, "one row of a parameter per rank")
         kept = [row_chunks(rows, len(ranks)) for rows, _ in shapes]
         shares = [(b, chunk_share(b, shapes, self.rank, sizes)) for b in buckets]
@@ -127,18 +137,39 @@ class Planner:
     def _check_room(self, buckets, least) -> None:
         """A bucket that takes more than its part of the workspace holds no more than it must."""
         given, needed = self.options.workspace_bytes, max((b.nbytes for b in buckets), default=0)
-        if given is not None and needed > given:
+        if given is not None and needed > given and not self.options.overlap_backward:
             raise ValueError(f"workspace_bytes={given} is too small: with {least}, {SLOTS} buckets at a time, it takes "
                              f"{needed} bytes; pass at least that, or None")
 
 
-def planned_as(group, params) -> tuple:
-    """What the plan of a group rests on: another one needs another plan. Of the coefficients only which memory they
-    need counts.
+def stepped(groups, options, alone) -> tuple[list, list]:
+    """([(group, its parameters of a step)], what plans of them rest on), of those that this process takes alone, or
+    with other ranks.
+
+    Where ranks must act alike, a missing gradient does not leave a parameter out; alone it does, as in torch.
     """
+    shared, units = options.process_group is not None, []
+    for group in groups:
+        params = [p for p in group["params"] if p.requires_grad and (not shared and not is_dtensor(p)) == alone]
+        units.append((group, [p for p in params if p.grad is not None] if alone else params))
+    units = [(group, params) for group, params in units if params]
+    return units, [_rests_on(*unit) for unit in units]
+
+
+def _rests_on(group, params) -> tuple:
+    """Of the coefficients only which memory they need counts."""
     steps = polar.steps_of(group["ns_coefficients"], group["ns_steps"]) if group["use_muon"] else None
     forms = steps and {(shape, polar.scratch(*shape, steps, 1)) for shape in {p.shape[-2:] for p in params}}
     return group["use_muon"], group["adjust_lr_fn"], forms, tuple(map(id, params))
+
+
+def planned(units, state, options, groups, alone) -> list[Plan]:
+    """The plans of a step's parameters, after all ranks have agreed on them, and their state. Collective."""
+    planner = Planner(options, groups, alone)
+    plans = [plan for unit in units for plan in planner.plan(*unit)]
+    agree(plans, options, groups)
+    settle_state(plans, state, options)
+    return plans
 
 
 def _strays(params) -> dict:
@@ -168,26 +199,58 @@ def bind(plans, stores, options, groups, graphs):
     graphs, beside = graphs
     jobs = [(Elementwise(store, beside if options.capturable else None), p.group)
             for p, store in zip(plans, stores) if p.shares is None]
-    tasks = [(store, p.group, *part) for p, store in zip(plans, stores) for part in p.shares or ()]
+    tasks = _in_order(plans, stores, options.overlap_backward)
+    slots, at_home = _slots([bucket for _, _, bucket, _ in tasks], options)
     bounds, travelling = [], 0
-    for store, hp, bucket, share in sorted(tasks, key=lambda task: turn(task[2].ranks)):
+    for store, hp, bucket, share in tasks:
         route = ROUTES[bucket.route]
         group = groups.of(bucket.ranks) if route.travels else None
-        # a bucket that stays at home borrows the second slot while only the first has been started
-        bounds.append((route, travelling if route.travels else 1, Bound(bucket, share, store, options, group, hp)))
+        number = travelling if route.travels else at_home
+        bounds.append((route, number, Bound(bucket, share, store, options, group, hp)))
         travelling += route.travels
-    workspace = Workspace(SLOTS, stores[0].device if stores else None)
+    workspace = Workspace(slots, stores[0].device if stores else None)
     for _, number, bound in bounds:
         workspace.reserve(number, bound.share)
     ranks = None
     for route, number, bound in bounds:
-        if route.travels and ranks not in (None, bound.bucket.ranks):
+        if route.travels and ranks not in (None, bound.bucket.ranks) and not options.overlap_backward:
             jobs.append((Pause(), bound.hp))
         ranks = bound.bucket.ranks if route.travels else ranks
-        bound.memory, bound.graphs = workspace.take(number, bound.share), graphs
+        bound.memory, bound.graphs, bound.slot = workspace.take(number, bound.share), graphs, number % slots
         jobs.append((route(bound), bound.hp))
         jobs[-1][0].label = _label(number, bound)
     return jobs
+
+
+def _in_order(plans, stores, along) -> list:
+    """[(store, live parameter group, bucket, share)] in the order of a step: those of the same ranks follow each other.
+
+    `along` backward: the first bucket of each family, then the second ones; those last that nothing brings in. The key
+    says only what all ranks of a bucket know, so those of several families find one order.
+    """
+    tasks = []
+    for plan, store in zip(plans, stores):
+        counts, seen = Counter((b.route, b.ranks) for b, _ in plan.shares or ()), Counter()
+        for bucket, share in plan.shares or ():
+            family = bucket.route, bucket.ranks
+            seen[family] += 1
+            place = (not share.crosses_inbound, seen[family] / counts[family]) if along else ()
+            tasks.append(((*place, turn(bucket.ranks)), (store, plan.group, bucket, share)))
+    return [task for _, task in sorted(tasks, key=lambda task: task[0])]
+
+
+def _slots(buckets, options) -> tuple[int, int]:
+    """(number of slots, that of buckets that stay at home). ValueError if all slots and the bench take too much."""
+    if not options.overlap_backward:
+        return SLOTS, 1  # borrowed while only the first one that travels has been started
+    away, home = ([b.memory for b in buckets if ROUTES[b.route].travels == travels] for travels in (True, False))
+    needed = (sum(slot for slot, _ in away) + max((slot for slot, _ in home), default=0)
+              + max((bench for _, bench in away + home), default=0))
+    if options.workspace_bytes is not None and needed > options.workspace_bytes:
+        raise ValueError(f"workspace_bytes={options.workspace_bytes} is too small: with overlap_backward=True every "
+                         f"bucket has a slot of its own, which takes {needed} bytes together; pass at least that, or "
+                         "None, or leave overlap_backward out")
+    return len(away) + 1, len(away)
 
 
 def _label(number, bound) -> str:

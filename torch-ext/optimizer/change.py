@@ -30,14 +30,22 @@ def glance(groups, state, *more):
     for i in missing:
         gradients[i] = weights[i]
     try:
-        held = weights + raw_locals(itertools.chain.from_iterable(map(dict.values, state.values())))
         forms = [list(map(look, gradients)) for look in (_dtype, torch.Tensor.stride)]
         odd = [start % ALIGNMENT for start in map(torch.Tensor.data_ptr, gradients)]
-        return ([(len(group["params"]), *map(group.get, FIXED)) for group in groups],
-                list(map(id, params)), list(map(_requires_grad, params)), forms, odd, missing,
-                placements_of(whole), [gradient_dtype(params[i]) for i in missing],
-                list(map(torch.Tensor.data_ptr, held)), more)
+        return (at_rest(groups, state), forms, odd, missing, placements_of(whole),
+                [gradient_dtype(params[i]) for i in missing], more)
     except (AttributeError, RuntimeError, TypeError):  # no addresses, no strides
+        return object()
+
+
+def at_rest(groups, state):
+    """The part of a glance that is there without gradients: parameters, what no schedule changes, where they lie."""
+    params = list(itertools.chain.from_iterable(map(_params, groups)))
+    try:
+        held = raw_locals(params) + raw_locals(itertools.chain.from_iterable(map(dict.values, state.values())))
+        return ([(len(group["params"]), *map(group.get, FIXED)) for group in groups],
+                list(map(id, params)), list(map(_requires_grad, params)), list(map(torch.Tensor.data_ptr, held)))
+    except (AttributeError, RuntimeError, TypeError):
         return object()
 
 
@@ -48,10 +56,27 @@ def memory_key(params, state):
     gradients = [p.grad for p in params]
     there = [g for g in gradients if g is not None]
     check_dense(there)
-    forms = iter([(g.dtype, g.stride(), g.data_ptr() % ALIGNMENT) for g in raw_locals(there)])
+    forms = map(form_of_gradient, raw_locals(there))
     return ([t.data_ptr() for t in raw_locals(t for p in params for t in (p, *state[p].values()))],
             [next(forms) if g is not None else form_of_zeros(p) for p, g in zip(params, gradients)],
             placements_of(p if g is None else g for p, g in zip(params, gradients)))
+
+
+def form_of_gradient(local):
+    """(dtype, stride, bytes beyond alignment) of this rank's part of a gradient."""
+    return local.dtype, local.stride(), local.data_ptr() % ALIGNMENT
+
+
+def in_form(gradient, form):
+    """A copy of a gradient in the form of another. RuntimeError where the dtype does not hold its numbers."""
+    dtype, stride, odd = form
+    if torch.promote_types(gradient.dtype, dtype) != dtype:
+        raise RuntimeError(f"a gradient of shape {tuple(gradient.shape)} came in {gradient.dtype}, after buckets had "
+                           f"left during backward; in the steps before it came in {dtype}. Load a checkpoint, and take "
+                           "a step without last_backward() when dtypes change")
+    extent = 1 + sum((size - 1) * step for size, step in zip(gradient.shape, stride)) if gradient.numel() else 0
+    flat = torch.empty(extent + odd // dtype.itemsize, dtype=dtype, device=gradient.device)
+    return flat.as_strided(gradient.shape, stride, odd // dtype.itemsize).copy_(gradient)
 
 
 def check_dense(gradients) -> None:
@@ -69,5 +94,5 @@ def gradient_dtype(param):
 
 
 def form_of_zeros(param):
-    """(dtype, stride, bytes beyond alignment) of what stands for a missing gradient."""
+    """The form of what stands for a missing gradient."""
     return gradient_dtype(param), local_of(param).stride(), 0

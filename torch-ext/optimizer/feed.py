@@ -19,8 +19,10 @@ PAGES = 4  # copies that may be on their way to the device
 class Feed:
     """One buffer on the device, in which every store and every set of flags finds its own."""
 
-    def __init__(self, stores, presence):
-        """Give `stores` their `addresses` (int64, None without Triton) and `numbers` (fp32), `presence` its flags."""
+    def __init__(self, stores, presence, early=0):
+        """Give `stores` their `addresses` (int64, None without Triton) and `numbers` (fp32), `presence` its flags.
+        `early`: how many buckets may leave before the step.
+        """
         self.stores, self.presence, self.device = stores, presence, presence.device
         flags = {ranks: len(members) for ranks, members in presence.members.items() if ranks}
         addresses, at = _lay_out([8 * len(store.params) for store in stores], 0)
@@ -35,13 +37,19 @@ class Feed:
         self.packer = struct.Struct("=" + _form(addresses, "q", 8) + _form(numbers, "f", 4) + _form(places, "f", 4))
         self.sent, self.replayed, self.kept, self.pages = b"", False, [], []
         if self.device.type == "cuda":
-            self.pages = [(_pinned(at), torch.cuda.Event()) for _ in range(PAGES)]
+            self.pages = [(_pinned(at), torch.cuda.Event()) for _ in range(PAGES * (1 + early))]
 
-    def send(self) -> None:
-        """Have the stores know this step's gradients and the device its values, from here on in the stream's order."""
-        for store in self.stores:
-            store.read()
-        values = [g.data_ptr() for store in self.stores for g in store.gradients]
+    def send(self, as_bound=False) -> bool:
+        """Have the stores know this step's gradients and the device its values, from here on in the stream's order.
+        Returns whether gradients had to be brought into the form in which the stores were bound (`as_bound`).
+        """
+        brought = [store.read(as_bound=as_bound) for store in self.stores]
+        self.tell()
+        return any(brought)
+
+    def tell(self) -> None:
+        """The device's part of it, of what the stores know."""
+        values = [0 if g is None else g.data_ptr() for store in self.stores for g in store.gradients]
         for store in self.stores:
             values += numbers_of(store.hp)
         packed = self.packer.pack(*values, *self.presence.here())
@@ -62,7 +70,7 @@ class Feed:
             self.memory.copy_(source)
             return
         page, copied = self.pages.pop(0)
-        copied.synchronize()  # that was PAGES steps ago: only a host that is far ahead waits
+        copied.synchronize()  # that was PAGES steps ago or so: only a host that is far ahead waits
         self.memory.copy_(page.copy_(source), non_blocking=True)
         copied.record()
         self.pages.append((page, copied))

@@ -6,6 +6,7 @@ What a part reads from the host is its `key`; everything else that changes betwe
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import warnings
 import weakref
@@ -22,6 +23,11 @@ CAPTURES = 8  # of one part; a part whose key keeps changing is not worth more
 def capturing(device) -> bool:
     """Whether what is launched now goes into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def current(device):
+    """Launches go to the current device, which need not be the parameters': meanwhile, make it `device`."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def available(device) -> bool:

@@ -5,6 +5,8 @@ file (checkpoint.py) and no other optimizer (foreign.py).
 """
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from .groups import name_of
@@ -20,6 +22,17 @@ class Loading:
 
     def __init__(self, groups, options):
         self.own, self.options, self.restored = [dict(group) for group in groups], options, {}
+
+    @contextlib.contextmanager
+    def inside(self, optimizer):
+        """Have an optimizer's `load_state_dict` do it meanwhile."""
+        hooks = [optimizer.register_load_state_dict_pre_hook(self.take),
+                 optimizer.register_load_state_dict_post_hook(self.settle, prepend=True)]  # before those of others
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def take(self, _, loaded):
         """Before: check and copy the state. Groups of other numbers of parameters are torch's to refuse."""

@@ -5,32 +5,28 @@ moved memory); everything else is done by the layers below.
 """
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from . import pipeline
-from .agree import agree
-from .bind import OTHER_NUMBERS, OTHER_PARAMETERS, OTHER_PLACES, Planner, bind, make_stores, planned_as, watch
-from .change import glance, memory_key
+from .bind import OTHER_NUMBERS, OTHER_PARAMETERS, OTHER_PLACES, bind, make_stores, planned, stepped, watch
+from .change import at_rest, glance, memory_key
+from .early import Early
 from .feed import Feed
-from .graphs import Graphs, release_before_groups
-from .groups import check_again, check_group, check_together, check_unique
+from .graphs import Graphs, current, release_before_groups
+from .groups import check_again, check_group, check_together, check_unique, names_in
 from .guard import unscale
-from .kernels import on
-from .layout import form_of, is_dtensor, local_of, this_rank
+from .layout import form_of, local_of, this_rank
 from .loaded import Loading
 from .options import Options
-from .process_groups import Groups
+from .owned import presented
+from .process_groups import Groups, check_process_group, world_now
 from .recipe import baked
 from .report import Report, Stopwatch, report_of
 from .routes import Elementwise, Presence
-from .settle import inherit, settle_state, whole_state
-
-HALF_WAY = ("the last step of this optimizer failed half-way: some weights and state are those of before it, some "
-            "those of after it")
+from .settle import inherit, refuse_torn, warn_torn
 
 
 class Muon(torch.optim.Optimizer):
@@ -57,12 +53,14 @@ class Muon(torch.optim.Optimizer):
     matrix (under AdamW, that parameter) keeps its weight and state on every rank, and `skipped` counts it. "raise":
     nothing changes on any rank, and the step ends in a RuntimeError; it waits for the device once. With a
     torch.amp.GradScaler, whose found_inf keeps all of the step, gradients are unscaled in place by the step.
+    overlap_backward=True: gradients leave for their owners during the backward that `last_backward` is put round. The
+    bits stay the same; each bucket then has memory of its own.
 
     Raises ValueError or NotImplementedError at construction for what could not be stepped.
     """
     timing, _extra_keys, _graphs, _beside = False, (), None, None
     _step_supports_amp_scaling = True  # torch.amp.GradScaler sets `grad_scale` and `found_inf`, and leaves the rest
-    _half_way, _world, _skipped, _groups, _members = False, None, None, None, ()
+    _half_way, _world, _skipped, _groups, _early, _members = False, None, None, None, Early(), ()
 
     def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, ns_coefficients="polar_express",
                  eps=1e-7, ns_steps=5, adjust_lr_fn=None, *, adamw_betas=(0.9, 0.95), adamw_eps=1e-8, **options):
@@ -84,6 +82,7 @@ class Muon(torch.optim.Optimizer):
             for key, value in self._adamw.items():
                 param_group.setdefault(key, value)
         count = len(self.param_groups)
+        self._early.refuse("add_param_group")
         try:
             check_unique(param_group, self.param_groups)
             super().add_param_group(param_group)
@@ -101,19 +100,22 @@ class Muon(torch.optim.Optimizer):
 
         Raises RuntimeError, also for all later steps until `load_state_dict`, if it failed half-way.
         """
-        if self._half_way:
-            raise RuntimeError(f"{HALF_WAY}. Load a checkpoint into the model and into the optimizer "
-                               "(load_state_dict), then go on")
+        refuse_torn(self._half_way or self._early.failed)
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        with on(local_of(self.param_groups[0]["params"][0]).device):
+        with current(local_of(self.param_groups[0]["params"][0]).device):
             self._take(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         return loss
 
     def _take(self, grad_scale, found_inf) -> None:
         """Step, with what a GradScaler says of the gradients, or None."""
-        unscale(self._ready(found_inf is not None), grad_scale)
-        self._feed.send()
+        self._half_way = begun = self._early.begun
+        if begun:
+            self._early.check(self._as_bound(), (grad_scale, found_inf) != (None, None))
+        else:
+            unscale(self._ready(found_inf is not None), grad_scale)
+        if self._feed.send(as_bound=begun):  # the next step binds anew
+            self._bound_for = self._seen = None
         if self._guard is not None:
             self._guard.check(found_inf)
         self._presence.save()
@@ -148,8 +150,22 @@ class Muon(torch.optim.Optimizer):
         pipeline.beside(lambda: self._graphs(self._run, key), self._alone, self._beside.stream)
 
     def _run(self, jobs=None) -> None:
-        pipeline.run(self._jobs if jobs is None else jobs)
+        self._early.run(self._jobs if jobs is None else jobs)
         self._presence.compare()
+
+    def last_backward(self):
+        """Round the backward of the step's last micro-batch: with overlap_backward=True, gradients leave for their
+        owners as soon as all of a bucket are there. Otherwise, and before the first step, nothing happens.
+
+        Then call `step` before gradients change. Raises RuntimeError if gradients have left already.
+        """
+        refuse_torn(self._half_way or self._early.failed)
+        return self._early.opened(self._as_bound() and not self.timing)
+
+    def _as_bound(self) -> bool:
+        """Whether all but the gradients is as the last step found it."""
+        same = world_now() is self._world and isinstance(self._seen, tuple) and self._guard is None
+        return same and at_rest(self.param_groups, self.state) == self._seen[0]
 
     def plan_report(self) -> Report:
         """The plan of the last step, as this rank knows it: print it, or draw its `figure()`. Not collective.
@@ -159,7 +175,7 @@ class Muon(torch.optim.Optimizer):
         """
         if not self._jobs + self._alone:
             raise RuntimeError("there is no plan yet: the first step makes it (call step() before plan_report())")
-        return report_of(self._jobs + self._alone, this_rank(), self._watch)
+        return report_of(self._jobs + self._alone, this_rank(), self._watch, self._early.order)
 
     def _ready(self, scaled=False):
         """The stores of this step. Planned anew if parameters changed, bound anew if memory or gradients' form did."""
@@ -170,15 +186,10 @@ class Muon(torch.optim.Optimizer):
         check_again(self.param_groups)
         self._members = inherit(self._members, self.param_groups, self.state)
         for alone in (False, True):  # what this process steps alone must not change what it steps with others
-            units = [(group, params) for group in self.param_groups if (params := self._stepped(group, alone))]
-            key = [planned_as(*unit) for unit in units]
+            units, key = stepped(self.param_groups, self._options, alone)
             if key != self._planned_for[alone]:
-                planner = Planner(self._options, self._groups, alone)
-                plans = [plan for unit in units for plan in planner.plan(*unit)]
-                agree(plans, self._options, self._groups)
-                settle_state(plans, self.state, self._options)
-                self._plans[alone], self._planned_for[alone] = plans, key
-                self._bound_for = self._forms = self._seen = None
+                self._plans[alone] = planned(units, self.state, self._options, self._groups, alone)
+                self._planned_for[alone], self._bound_for, self._forms, self._seen = key, None, None, None
         plans = self._plans[False] + self._plans[True]
         params = [p for plan in plans for p in plan.params]
         key = *memory_key(params, self.state), scaled
@@ -189,7 +200,7 @@ class Muon(torch.optim.Optimizer):
                 return self._ready(scaled)
             self._bind(plans, "raise" if scaled else self._options.nonfinite)
             self._bound_for, self._forms = key, forms
-        self._seen = seen
+        self._seen = glance(self.param_groups, self.state, scaled)  # with the state that there is now
         return self._stores
 
     def _bind(self, plans, nonfinite) -> None:
@@ -204,40 +215,31 @@ class Muon(torch.optim.Optimizer):
             self._groups.check_capturable()
             release_before_groups()
         self._presence = Presence(plans, self._stores, self._groups)
-        self._feed, self._watch = Feed(self._stores, self._presence), None
+        self._feed, self._watch = Feed(self._stores, self._presence, len(jobs) * self._options.overlap_backward), None
         pipeline.rehearse(jobs if self._forms is None else [], self._presence.device)
         # what holds addresses of gradients is a graph of its own: other ranks do not wait when it is made anew
         self._alone = [job for job in jobs if self._options.capturable and isinstance(job[0], Elementwise)]
         self._jobs = [job for job in jobs if job not in self._alone]
+        self._early = Early(self._jobs if self._options.overlap_backward else None, self._feed)
         self._together = [s for s in self._stores if all(s is not route.store for route, _ in self._alone)]
 
     def _find_world(self) -> None:
         """Drop what was planned for process groups that were destroyed."""
-        if (world := dist.group.WORLD if dist.is_available() and dist.is_initialized() else None) is self._world:
+        if (world := world_now()) is self._world:
             return
         if self._world is not None and self._options.process_group is not None:
-            if world is None or not self._is_world:
-                raise RuntimeError("process_group was destroyed since the optimizer was built; build another one with "
-                                   "a group of now, and load this one's state_dict() into it")
+            check_process_group(world, self._is_world)
             self._options = replace(self._options, process_group=world)
-        self._world, self._groups = world, Groups()
+        self._world, self._groups = world, None
         self._forget()
-
-    def _stepped(self, group, alone) -> list:
-        """The parameters of a step that this process takes alone, or with other ranks.
-
-        Where ranks must act alike, a missing gradient does not leave a parameter out; alone it does, as in torch.
-        """
-        shared = self._options.process_group is not None
-        params = [p for p in group["params"] if p.requires_grad and (not shared and not is_dtensor(p)) == alone]
-        return [p for p in params if p.grad is not None] if alone else params
 
     def _forget(self) -> None:
         """Drop plans and bound memory; the next step makes them anew. State stays."""
         self._planned_for, self._bound_for, self._seen = {False: None, True: None}, None, None
         self._plans, self._stores, self._jobs, self._alone = {False: [], True: []}, [], [], []
         self._presence, self._feed, self._watch, self._guard, self._forms = Presence(), None, None, None, None
-        self._groups = self._groups or Groups()  # making them again at each plan would leave more and more behind
+        self._early = Early()
+        self._groups = self._groups or Groups(own=self._options.overlap_backward)  # new ones at each plan would pile up
         if self._graphs is None:
             self._graphs, self._beside = [Graphs(s * self._options.capturable) for s in (OTHER_NUMBERS, OTHER_PLACES)]
         for graphs in (self._graphs, self._beside):
@@ -247,37 +249,33 @@ class Muon(torch.optim.Optimizer):
         """As in torch. With grads_are_reduced=False collective over process_group, whose ranks each have a part of the
         state: it comes as DTensors cut by rows, which any layout reads. Warns after a step that failed half-way.
         """
-        if self._half_way:
-            warnings.warn(f"{HALF_WAY}: do not save this state, load what was saved before", stacklevel=2)
-        held = self.state
-        if not self._options.grads_are_reduced:
-            self._find_world()
-            self.state = whole_state(self.param_groups, held, self._options.process_group)
-        try:
+        if not warn_torn(self._half_way or self._early.failed):
+            self._early.refuse("state_dict")
+        if self._options.grads_are_reduced:
             return super().state_dict()
-        finally:
-            self.state = held
+        self._find_world()
+        named = {p: name for group in self.param_groups for p, name in names_in(group).items()}
+        with presented(self, named, self._options.process_group):
+            return super().state_dict()
 
     def load_state_dict(self, state_dict) -> None:
         """As in torch, from any layout: tensors that lie otherwise than the parameters are moved, and get the dtype of
         `state_dtype`. What the saved groups lack (those of torch.optim.Muon or AdamW, or of an older version) stays
         this optimizer's own. Raises ValueError, before anything is changed, for state of another shape or kind.
         """
+        self._half_way = self._half_way or self._early.begun  # should loading fail
+        self._early.drain()
         self._find_world()
-        loading = Loading(self.param_groups, self._options)
-        hooks = [self.register_load_state_dict_pre_hook(loading.take),
-                 self.register_load_state_dict_post_hook(loading.settle, prepend=True)]  # before those of others
-        try:
+        with Loading(self.param_groups, self._options).inside(self):
             super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
         self._half_way = False
+        self._groups = None if self._options.overlap_backward else self._groups  # not all ranks sent alike over these
         self._forget()
 
     def __getstate__(self):
         options = replace(self._options, process_group=getattr(self._options.process_group, "group_name", None))
-        return {**super().__getstate__(), "_options": options, "_adamw": self._adamw, "_half_way": self._half_way,
+        half_way = self._half_way or self._early.begun
+        return {**super().__getstate__(), "_options": options, "_adamw": self._adamw, "_half_way": half_way,
                 "_skipped": self._skipped, "_is_world": self._is_world}
 
     def __setstate__(self, state) -> None:

@@ -23,6 +23,7 @@ class Options:
     workspace_bytes: int | None = None
     capturable: bool = False
     nonfinite: str = "propagate"
+    overlap_backward: bool = False
 
     @classmethod
     def of(cls, given: dict) -> Options:
@@ -44,8 +45,9 @@ class Options:
         room = self.workspace_bytes
         if room is not None and (type(room) is not int or room < 1):
             raise ValueError(f"workspace_bytes={room!r} is not allowed: it must be a whole number >= 1, or None")
-        if type(self.capturable) is not bool:
-            raise ValueError(f"capturable={self.capturable!r} is not allowed: it must be True or False")
+        for key in ("capturable", "overlap_backward"):
+            if type(getattr(self, key)) is not bool:
+                raise ValueError(f"{key}={getattr(self, key)!r} is not allowed: it must be True or False")
         if not self.grads_are_reduced and self.process_group is None:
             raise ValueError("grads_are_reduced=False needs process_group: the ranks over which gradients are averaged")
         if self.process_group is not None and not dist.is_initialized():
@@ -54,6 +56,23 @@ class Options:
         if self.process_group is not None and not isinstance(self.process_group, dist.ProcessGroup):
             raise ValueError(f"process_group={self.process_group!r} is no process group of which this rank is a "
                              "member: only its members may build the optimizer with it")
+        self._check_overlap()
+
+    def _check_overlap(self) -> None:
+        """Raise ValueError for what does not go together with buckets that leave during backward."""
+        if not self.overlap_backward:
+            return
+        if self.capturable:
+            raise ValueError("overlap_backward=True is not allowed with capturable=True, whose step is one graph: "
+                             "leave one of them out")
+        if self.nonfinite != "propagate":
+            raise ValueError(f"overlap_backward=True is not allowed with nonfinite={self.nonfinite!r}, which looks at "
+                             "all gradients before the first one leaves: leave one of them out")
+        if self.process_group is not None and self.grads_are_reduced:
+            raise ValueError("overlap_backward=True is not allowed with a process_group whose gradients come reduced: "
+                             "they could leave before DistributedDataParallel has reduced them. Use "
+                             "grads_are_reduced=False without DistributedDataParallel; leave process_group out where "
+                             "all parameters are DTensors")
 
     def workspace(self, device) -> int:
         """The bytes that buckets may take of one rank, all together."""

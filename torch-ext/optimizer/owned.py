@@ -6,6 +6,7 @@ functions are collective, outside the step: all ranks of the group call them for
 """
 from __future__ import annotations
 
+import contextlib
 import math
 
 import torch
@@ -15,6 +16,17 @@ from .layout import by_rows, local_of, row_chunks
 from .store import state_shape
 
 ROWS = ("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq")  # state that is cut by rows of the parameter
+
+
+@contextlib.contextmanager
+def presented(optimizer, named, group):
+    """Meanwhile, an optimizer's state is as `present` shows it."""
+    held = optimizer.state
+    optimizer.state = present(held, named, group)
+    try:
+        yield
+    finally:
+        optimizer.state = held
 
 
 def present(state, named, group) -> dict:

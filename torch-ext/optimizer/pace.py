@@ -33,6 +33,12 @@ def table(arch: str) -> dict:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
+def latency_bytes(arch: str) -> int:
+    """The bytes that the wire carries in the time of its latency; 0 where none was measured."""
+    known = table(arch)
+    return round(1e3 * known["wire_us"] * known["wire_gbps"]) if known else 0
+
+
 class Pace:
     """Expected times, in ns, of the iteration `steps` (polar.Steps) on an architecture ("sm90", see kernels/tiles.py).
 
@@ -106,9 +112,9 @@ class Pace:
             return 0
         return round(1e3 * self.table["wire_us"] + nbytes / self.table["wire_gbps"])
 
-    def spans(self, parts) -> list[Span]:
+    def spans(self, parts, run=pipeline.run) -> list[Span]:
         """When buckets run; see `spans`."""
-        return spans(parts, self.table["exposed"] if self.measured else 0.0)
+        return spans(parts, self.table["exposed"] if self.measured else 0.0, run)
 
 
 @dataclass(frozen=True)
@@ -132,13 +138,13 @@ class Span:
     end: float
 
 
-def spans(parts, exposed: float) -> list[Span]:
+def spans(parts, exposed: float, run=pipeline.run) -> list[Span]:
     """When buckets run on one rank: the pipeline's own order on a stream that computes and a wire that carries.
 
     `exposed`: how much longer computing takes for each second in which the wire is busy beside it.
     """
     clock = _Clock(exposed)
-    pipeline.run([(_Story(clock, number, part), None) for number, part in enumerate(parts)])
+    run([(_Story(clock, number, part), None) for number, part in enumerate(parts)])
     return clock.spans
 
 

@@ -53,6 +53,29 @@ def run(jobs) -> None:
         alive = _resume(alive) + started
 
 
+def begin(route, hp):
+    """Start one bucket on its way in: (its story, the collective in flight)."""
+    story = _told(route, hp)
+    return story, next(story)
+
+
+def run_all_in(jobs, begun=()) -> None:
+    """Step all buckets: all start on their way in, then all are computed and sent back, then all are applied. `begun`:
+    the first of those that travel, which `begin` has started.
+
+    Each has memory of its own. So ranks of which other buckets have begun issue the collectives of all process groups
+    in one order, and none waits for another before the last matrix is computed. Buckets that stay at home run while
+    the others travel in.
+    """
+    stories = [_told(route, hp) for route, hp in jobs if route.travels]
+    at_home = [_told(route, hp) for route, hp in jobs if not route.travels]
+    alive = [*begun, *_advance(stories[len(begun):])]
+    for story in at_home:
+        next(story, None)
+    while alive:
+        alive = [later for one in alive for later in _resume([one])]
+
+
 def beside(work, jobs, stream) -> None:
     """Do `work`, and step jobs that stay at home beside it, on a stream of their own (None: before it)."""
     if stream is None or not jobs:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from .balance import assign
-from .cut import cut, layers_of, total
+from .cut import PARTS, cut, in_parts, layers_of, total
 from .freight import ALIGNMENT, Freight, workspace
 from .pace import Part
 
@@ -36,8 +36,8 @@ class Matrix:
 @dataclass(frozen=True)
 class Bucket:
     """Matrices that travel together over `ranks`, the owner of each, the name of the route that steps them, the bytes
-    of a workspace that has room for any number of such buckets on every rank, and the times that are expected where
-    known.
+    of a workspace that has room for any number of such buckets on every rank, the times that are expected where known,
+    and what it takes itself of any rank at most: (bytes of a slot, bytes of the bench).
     """
     route: str
     ranks: tuple
@@ -45,6 +45,7 @@ class Bucket:
     owners: tuple
     nbytes: int = 0
     part: Part | None = field(default=None, compare=False)
+    memory: tuple = (0, 0)
 
 
 def make_plan(layouts, cost, loads, *, reduced=True, rank_bytes=1 << 30, itemsizes=None, thrifty=False) -> list[Bucket]:
@@ -66,9 +67,34 @@ def make_plan(layouts, cost, loads, *, reduced=True, rank_bytes=1 << 30, itemsiz
         for group in cut(layers, freight.most, rank_bytes, price, freight.held if thrifty else None):
             taken, matrices = total(group), tuple(matrix for layer in group for matrix in layer.matrices)
             owners = tuple(owner_of[m] for m in matrices)
-            part = pace and freight.part(matrices, owners, taken, pace)
-            buckets.append(Bucket(route, ranks, matrices, owners, freight.most(taken), part))
+            buckets.append(_bucket(freight, matrices, owners, taken, pace))
     return buckets
+
+
+def _bucket(freight, matrices, owners, taken, pace) -> Bucket:
+    part = pace and freight.part(matrices, owners, taken, pace)
+    return Bucket(freight.route, freight.ranks, matrices, owners, freight.most(taken), part, freight.memory(taken))
+
+
+def along_backward(buckets, layouts, cost, itemsizes, latency=0) -> list[Bucket]:
+    """The same matrices with the same owners, in buckets that are complete one after another while backward goes from
+    the last parameter to the first. Those that stay at home stay as they are.
+
+    `latency`: the fewest bytes that are worth a bucket on the wire, of one rank; the rest as in `make_plan`.
+    """
+    families, pace, found = defaultdict(dict), cost if getattr(cost, "measured", False) else None, []
+    for bucket in buckets:
+        families[bucket.route, bucket.ranks].update(zip(bucket.matrices, bucket.owners))
+    for (route, ranks), owner_of in families.items():
+        if route == "local":
+            found += [bucket for bucket in buckets if (bucket.route, bucket.ranks) == (route, ranks)]
+            continue
+        freight = Freight(layouts, itemsizes, route, ranks)
+        order = sorted(owner_of, key=lambda m: (-m.param, m.at))
+        for matrices in in_parts(order, latency * len(ranks) / itemsizes["update"]):
+            owners = tuple(owner_of[m] for m in matrices)
+            found.append(_bucket(freight, matrices, owners, freight.sum(zip(matrices, owners)), pace))
+    return found
 
 
 def turn(ranks) -> tuple:
@@ -137,10 +163,9 @@ def plan_chunks(shapes, ranks, rank_bytes, itemsizes) -> list[Bucket]:
     `shapes`: (rows, the rest) of each parameter; `itemsizes`: bytes of an element, of "gradient" and "weight". A bucket
     takes some rows of every part; its Matrix says how many (`rows`), from which one on (`at`).
     """
-    N, gradient, weight = len(ranks), itemsizes["gradient"], itemsizes["weight"]
-    leaves, returns, fixed = N * gradient, N * weight - weight, 3 * ALIGNMENT * (N + 2)
-    element = workspace(2 * max(leaves, returns), max(4, gradient))  # as much arrives as leaves; the mean on the bench
-    numel, buckets = (rank_bytes - workspace(fixed, fixed)) // element, [[]]
+    slot, bench, fixed = _of_chunks(ranks, itemsizes)
+    element = workspace(slot, bench)
+    N, numel, buckets = len(ranks), (rank_bytes - workspace(fixed, fixed)) // element, [[]]
     for param, (rows, cols) in enumerate(shapes):
         first, last = 0, -(-rows // N) if cols else 0
         while first < last:
@@ -151,8 +176,25 @@ def plan_chunks(shapes, ranks, rank_bytes, itemsizes) -> list[Bucket]:
             count = min(max(room // cols, 1), last - first)
             buckets[-1].append(Matrix(param, (first,), count, cols))
             first += count
-    sizes = [workspace(fixed, fixed) + element * sum(m.numel for m in b) for b in buckets]
-    return [Bucket("reduce_elementwise", ranks, tuple(b), (), nbytes) for b, nbytes in zip(buckets, sizes) if b]
+    sizes = [sum(m.numel for m in b) for b in buckets]
+    return [Bucket("reduce_elementwise", ranks, tuple(b), (), workspace(fixed, fixed) + element * n, None,
+                   (slot * n + fixed, bench * n + fixed)) for b, n in zip(buckets, sizes) if b]
+
+
+def _of_chunks(ranks, itemsizes) -> tuple[int, int, int]:
+    """What chunks take: (bytes of a slot for each element of a part, of the bench, of each for any number of them)."""
+    N, gradient, weight = len(ranks), itemsizes["gradient"], itemsizes["weight"]
+    leaves, returns = N * gradient, N * weight - weight
+    return 2 * max(leaves, returns), max(4, gradient), 3 * ALIGNMENT * (N + 2)  # as much arrives as leaves; the mean
+
+
+def chunks_along_backward(shapes, ranks, itemsizes, latency=0) -> list[Bucket]:
+    """As `plan_chunks`, in buckets for which gradients come one after another during backward; see `along_backward`."""
+    slot, bench, fixed = _of_chunks(ranks, itemsizes)
+    numel = sum(-(-rows // len(ranks)) * cols for rows, cols in shapes)
+    most = max(-(-numel // PARTS), latency // (len(ranks) * itemsizes["gradient"]))
+    room = workspace(fixed, fixed) + workspace(slot, bench) * most
+    return plan_chunks(shapes, ranks, room, itemsizes)[::-1]
 
 
 def digest(buckets, layouts, *more) -> int:

@@ -1,6 +1,7 @@
 """Which process group connects a set of ranks. Makes what is missing; issues no collective of a step."""
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -12,14 +13,20 @@ from .layout import is_dtensor
 
 
 class Groups:
-    """The process group of each set of ranks: one that is there already (the default, a mesh's), else a new one."""
+    """The process group of each set of ranks: one that is there already (the default, a mesh's), else a new one.
 
-    def __init__(self):
-        self.known, self.used, self.connected = {}, set(), set()
+    `own`: new ones only. During backward the model's collectives are on their way too, and not every rank has the same
+    buckets leave between the same two of them.
+    """
+
+    def __init__(self, own=False):
+        self.known, self.used, self.connected, self.own = {}, set(), set(), own
 
     def learn(self, params, process_group) -> None:
         """Remember the groups that the parameters bring along, and forget which ones earlier plans used."""
         self.used.clear()
+        if self.own:
+            return
         groups = [process_group] if process_group is not None else []
         for mesh in {p.device_mesh for p in params if is_dtensor(p)}:
             groups += [mesh.get_group(axis) for axis in range(mesh.ndim)]
@@ -32,7 +39,7 @@ class Groups:
             _name_by_ranks()
             _making.ours = True
             try:
-                self.known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+                self.known[ranks] = dist.new_group(list(ranks), _timeout(), use_local_synchronization=True)
             finally:
                 _making.ours = False
         self.used.add(ranks)
@@ -46,6 +53,26 @@ class Groups:
                 raise ValueError(f"capturable=True is not allowed: the process group of ranks {ranks} has the backends "
                                  f"{backends}, and CUDA graphs hold collectives of NCCL only: initialize it with nccl, "
                                  "or leave capturable out")
+
+
+def world_now():
+    """The default process group, None where there is none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def check_process_group(world, was_world) -> None:
+    """Raise RuntimeError unless the option process_group, which was destroyed, `was_world` and there is another one."""
+    if world is None or not was_world:
+        raise RuntimeError("process_group was destroyed since the optimizer was built; build another one with a group "
+                           "of now, and load this one's state_dict() into it")
+
+
+def _timeout():
+    """That of the default process group, which new ones do not inherit; None where a backend has none."""
+    with contextlib.suppress(AttributeError, IndexError, RuntimeError):
+        world = dist.group.WORLD
+        return world._get_backend(world._device_types[0]).options._timeout
+    return None
 
 
 _making = threading.local()

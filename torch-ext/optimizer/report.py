@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from . import pipeline
 from .balance import least_load
 from .pace import Pace, Part, Span
-from .pipeline import SLOTS
 
 COLORS = {"pack": "#0ea5e9", "products": "#c2410c", "pack, products": "#c2410c", "apply": "#16a34a", "all": "#c2410c",
           "in": "#6366f1", "out": "#a855f7", "under way": "#a5b4fc"}
@@ -175,8 +175,10 @@ def draw(axes, found) -> None:
     axes.legend(seen.values(), seen, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def report_of(jobs, rank, watch=None) -> Report:
-    """The report of bound jobs, [(route, live parameter group)] in the order of a step; `watch`: of the last one."""
+def report_of(jobs, rank, watch=None, run=pipeline.run) -> Report:
+    """The report of bound jobs, [(route, live parameter group)] in the order of a step; `watch`: of the last one;
+    `run`: what steps them.
+    """
     measured, took = watch.spans() if watch else [], Counter()
     for span in measured:
         took[span.bucket] += (span.end - span.start) / 1e6 * (span.lane == "stream")
@@ -188,7 +190,7 @@ def report_of(jobs, rank, watch=None) -> Report:
             loads.update(_loads(route.bound.bucket, pace))
             works += [pace(m.rows, m.cols) for m in route.bound.bucket.matrices]
     known = next((pace for pace in paces if pace and pace.measured), None)
-    expected = known.spans([_part(route, known) for route, _ in jobs]) if known else []
+    expected = known.spans([_part(route, known) for route, _ in jobs], run) if known else []
     bounds = [route.bound for route, _ in jobs if hasattr(route, "bound")]
     return Report(rank, tuple(filter(None, rows)), dict(loads), least_load(works, max(len(loads), 1)),
                   workspace_of(bounds), expected, measured)
@@ -236,16 +238,12 @@ def _part(route, pace) -> Part:
 
 
 def workspace_of(bounds) -> dict[str, int]:
-    """What bound buckets take of this rank, in bytes: by slot, and the bench. Those that travel use slots in turn, the
-    others the second one.
-    """
-    sizes, travelling = Counter(), 0
+    """What bound buckets take of this rank, in bytes: by slot, and the bench."""
+    sizes = Counter()
     for bound in bounds:
-        home = bound.bucket.route == "local"
         for memory, nbytes in bound.share.places()[1].items():
-            name = f"slot {1 if home else travelling % SLOTS}" if memory == "slot" else memory
+            name = f"slot {bound.slot}" if memory == "slot" else memory
             sizes[name] = max(sizes[name], nbytes)
-        travelling += not home
     return dict(sizes)
 
 

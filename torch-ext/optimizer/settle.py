@@ -1,9 +1,12 @@
 """State before it is bound: whose it is, which rank keeps it, and where its elements lie.
 
-Decides: that state follows its parameter to another mesh, another placement or another object, and what cannot. Knows
-no rule of a step. Collective where DTensors move: ranks that share parameters call it together, before a step.
+Decides: that state follows its parameter to another mesh, another placement or another object, what cannot, and what is
+said of state that a failed step has torn. Knows no rule of a step. Collective where DTensors move: ranks that share
+parameters call it together, before a step.
 """
 from __future__ import annotations
+
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -11,8 +14,25 @@ import torch.distributed as dist
 from . import debug
 from .groups import names_in
 from .layout import is_placed_like, place_like, this_rank
-from .owned import claim, present
+from .owned import claim
 from .store import create_state, state_keys, state_shape
+
+TORN = ("the last step of this optimizer failed half-way: some weights and state are those of before it, some those of "
+        "after it")
+
+
+def refuse_torn(torn) -> None:
+    """Raise RuntimeError if a step failed half-way."""
+    if torn:
+        raise RuntimeError(f"{TORN}. Load a checkpoint into the model and into the optimizer (load_state_dict), then "
+                           "go on")
+
+
+def warn_torn(torn) -> bool:
+    """Warn if a step failed half-way, where somebody may save what it left."""
+    if torn:
+        warnings.warn(f"{TORN}: do not save this state, load what was saved before", stacklevel=3)
+    return torn
 
 
 def inherit(before, groups, state) -> list:
@@ -50,11 +70,6 @@ def settle_state(plans, state, options) -> None:
                 _follow(state[p], p)
             rows = None if mine is None else plan.kept[i][mine]
             create_state(state[p], p, state_keys(plan.group), options.state_dtype, rows=rows)
-
-
-def whole_state(groups, state, process_group) -> dict:
-    """What `owned.present` says of the state of all groups."""
-    return present(state, {p: name for group in groups for p, name in names_in(group).items()}, process_group)
 
 
 def _check_shapes(state, param, name, by_rows) -> None:

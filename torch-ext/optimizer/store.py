@@ -10,7 +10,7 @@ from collections import defaultdict
 import torch
 
 from . import debug
-from .change import gradient_dtype
+from .change import check_dense, form_of_gradient, gradient_dtype, in_form
 from .freight import ALIGNMENT
 from .kernels.table import Skip, Source
 from .layout import (
@@ -42,18 +42,26 @@ class Store:
         self.params, self.state, self.rank, self.in_chunks, self.hp = params, state, this_rank(), in_chunks, hp
         self.layouts, self.twins = {"update": layouts, "row": row_layouts}, defaultdict(list)
         self.device, self.wide = local_of(params[0]).device, params[0].dtype == torch.float64
-        self.strays = {} if strays is None else strays
-        self.strays.update({i: p.grad.placements for i, p in enumerate(params) if is_astray(p)})
+        self.strays, self.forms = {} if strays is None else strays, None
+        self._find_strays()
         self.read(bring=lambda param, grad: torch.zeros(local_of(param).shape, dtype=grad.dtype, device=self.device))
+        self.forms = list(map(form_of_gradient, self.gradients))
 
-    def read(self, bring=brought_home):
+    def _find_strays(self) -> None:
+        self.strays.update({i: p.grad.placements for i, p in enumerate(self.params) if is_astray(p)})
+
+    def read(self, bring=brought_home, as_bound=False) -> bool:
         """Take this step's gradients, which autograd may have put elsewhere; a missing one counts as zero. `bring`:
         what makes one like its parameter that is placed otherwise; where one is missing, too, for others wait.
+        `as_bound`: give all the form for which this was bound, and return whether any had another.
         """
+        check_dense([p.grad for p in self.params if as_bound and p.grad is not None])
         self.gradients = raw_locals(p.grad for p in self.params)
         self.here = [g is not None for g in self.gradients]
         if not all(self.here):
             self.gradients = [_zeros(p) if g is None else g for p, g in zip(self.params, self.gradients)]
+        if as_bound:
+            self._find_strays()
         for number, placements in self.strays.items():
             param = self.params[number]
             with debug.during(f"the way home of the gradient of a parameter of shape {tuple(param.shape)}"):
@@ -61,10 +69,29 @@ class Store:
                 self.gradients[number] = bring(param, grad)
         if self.in_chunks:
             self.gradients = [g.contiguous() for g in self.gradients]
+        forms = zip(self.gradients, self.forms) if as_bound else ()
+        others = [number for number, (g, form) in enumerate(forms) if form_of_gradient(g) != form]
+        for number in others:
+            self.gradients[number] = in_form(self.gradients[number], self.forms[number])
+        return bool(others)
+
+    def take(self, numbers) -> bool:
+        """Take the gradients of some parameters before the others. False if one of them is missing, or is not as those
+        for which this was bound.
+        """
+        for number in numbers:
+            param = self.params[number]
+            if param.grad is None or param.grad.layout is not torch.strided or is_astray(param):
+                return False
+            gradient, = raw_locals([param.grad])
+            self.gradients[number] = gradient.contiguous() if self.in_chunks else gradient
+            if form_of_gradient(self.gradients[number]) != self.forms[number]:
+                return False
+        return True
 
     def forget(self):
         """Let the gradients go: once the step is launched, their memory is for whatever the caller does next."""
-        self.gradients = None
+        self.gradients = [None] * len(self.params)
 
     def sources(self, pieces):
         """Where each piece lies in the gradients, for launches that are told only the gradients' addresses."""
@@ -208,7 +235,7 @@ class Bound:
     def __init__(self, bucket, share, store, options, group, hp):
         self.bucket, self.share, self.store = bucket, share, store
         self.options, self.group, self.hp = options, group, hp
-        self.rank, self.memory, self.graphs = store.rank, None, None
+        self.rank, self.memory, self.slot, self.graphs = store.rank, None, None, None
         self.weights, self.states, self.sources = store.weights, store.states, store.sources
 
     def pieces(self, end, kind="update"):

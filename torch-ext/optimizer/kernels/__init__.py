@@ -5,7 +5,6 @@ package). Must not know: what the operations are for.
 """
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import threading
@@ -22,11 +21,6 @@ def use_triton(device: torch.device) -> bool:
     if choice == "auto":
         return _triton_runs_on(device.type, device.index)
     return choice == "triton"
-
-
-def on(device: torch.device):
-    """Kernels are launched on the current device, which need not be that of tensors: make it so in a `with` block."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @functools.cache
