@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.ranks import package, part
+from tests.test_checkpoint_file import assert_equal
 
 SHAPES = [(24, 16), (16, 24), (32, 8), (20, 20)]
 REST = [(30, 6), (7,)]
@@ -243,17 +244,75 @@ def test_what_is_no_muon_is_refused(make, options):
         package().convert_state_dict(states_of(make, **options))
 
 
-@pytest.mark.parametrize(("key", "value", "message"), [
-    ("adjust_lr", None, "group 0 has adjust_lr=None"), ("cautious_wd", True, "group 0 has cautious_wd=True"),
-    ("algorithm", "dion2", "group 0 is stepped by 'dion2'"),
+def saved_by(source):
+    """The state dict of a few steps, to be changed."""
+    params, theirs = problem(source)
+    train(theirs, params, range(STEPS))
+    return copy.deepcopy(theirs.state_dict())
+
+
+@pytest.mark.parametrize(("number", "key", "value", "message"), [
+    (0, "adjust_lr", None, "group 0 has adjust_lr=None, .* set adjust_lr='spectral_norm'"),
+    (0, "cautious_wd", True, "group 0 has cautious_wd=True, .* set cautious_wd=False"),
+    (1, "cautious_wd", True, "group 1 has cautious_wd=True, .* set cautious_wd=False"),
+    (0, "num_heads", 4, "group 0 has num_heads=4, .* set num_heads=None"),
+    (0, "split_sizes", (8, 8, 8), r"group 0 has split_sizes=\(8, 8, 8\), .* set split_sizes=None"),
+    (0, "algorithm", "dion2", "group 0 is stepped by 'dion2'"),
 ])
-def test_options_without_a_counterpart_are_refused(key, value, message):
-    params, theirs = problem("Dion")
-    train(theirs, params, range(1))
-    saved = theirs.state_dict()
-    saved["param_groups"][0][key] = value
+def test_options_without_a_counterpart_are_refused(number, key, value, message):
+    saved = saved_by("Dion")
+    saved["param_groups"][number][key] = value
     with pytest.raises(NotImplementedError, match=message):
         package().convert_state_dict(saved)
+
+
+@pytest.mark.parametrize(("number", "key", "value"), [
+    (0, "num_heads", None), (0, "num_heads", 1), (0, "split_sizes", None), (1, "num_heads", 4), (1, "adjust_lr", None)])
+def test_options_without_effect_are_not(number, key, value):
+    """One head is the whole parameter, and Dion's AdamW knows neither heads nor a scale."""
+    saved = saved_by("Dion")
+    expected = package().convert_state_dict(copy.deepcopy(saved))
+    saved["param_groups"][number][key] = value
+    assert_equal(package().convert_state_dict(saved), expected)
+
+
+@pytest.mark.parametrize(("source", "gone", "message"), [
+    ("Keller Jordan", (1, 3), r"group 0 lacks the momentum of 2 of its 4 parameters \(1, 3\)\. .*gather the states"),
+    ("Keller Jordan", (0, 1, 2, 3), r"lacks the momentum of 4 of its 4 parameters \(0, 1, 2, \.\.\.\)\."),
+    ("Motif", (2,), r"group 0 lacks the momentum of 1 of its 4 parameters \(2\)\."),
+    ("Dion's NorMuon", (0,), r"group 0 lacks the momentum of 1 of its 4 parameters \(0\)\."),
+])
+@pytest.mark.parametrize("leave", [dict.pop, lambda states, number: states[number].clear()], ids=["gone", "empty"])
+def test_the_state_of_one_rank_is_refused(source, gone, message, leave):
+    """Keller Jordan's distributed Muon keeps a momentum on its owner's rank; some own none."""
+    saved = saved_by(source)
+    for number in gone:
+        leave(saved["state"], number)
+    with pytest.raises(ValueError, match=message):
+        package().convert_state_dict(saved)
+    saved["param_groups"][0]["param_names"] = ["up", "down", "gate", "out"]
+    with pytest.raises(ValueError, match=rf"parameters \({('up', 'down', 'gate', 'out')[gone[0]]}[,)]"):
+        package().convert_state_dict(saved)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_an_optimizer_that_was_never_stepped_has_no_state(source):
+    params, theirs = problem(source)
+    ours, optimizer = heir_of(theirs, params)
+    optimizer.load_state_dict(package().convert_state_dict(theirs.state_dict()))
+    assert not optimizer.state
+    assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in theirs.param_groups]
+
+
+@pytest.mark.parametrize(("source", "empty"), [
+    ("Keller Jordan", (4,)), ("Motif", (4,)), ("Motif", range(4)), ("Dion", (4,)), ("Dion's NorMuon", range(4))])
+def test_empty_states_stay_empty(source, empty):
+    """Of frozen parameters, of which Keller Jordan's Muon has none."""
+    saved = saved_by(source)
+    expected = package().convert_state_dict(copy.deepcopy(saved))
+    for number in empty:
+        saved["state"][number] = expected["state"][number] = {}
+    assert_equal(package().convert_state_dict(saved), expected)
 
 
 def test_flattened_convolutions_are_refused():

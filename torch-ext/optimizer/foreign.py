@@ -15,6 +15,8 @@ SHARED = ("params", "param_names", "initial_lr", "lr", "weight_decay")  # the sa
 JORDANS = frozenset((*SHARED, "momentum", "use_muon", "betas", "eps"))
 RENAMED = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 DION_RULES = ("muon", "normuon", "adamw")
+DIONS = {"cautious_wd": (False, None), "adjust_lr": ("spectral_norm", "rms_norm"), "num_heads": (None, 1),
+         "split_sizes": (None,)}  # options that change a step, and their values that exist here
 
 
 def convert_state_dict(state_dict) -> dict:
@@ -26,7 +28,8 @@ def convert_state_dict(state_dict) -> dict:
     coefficients) stays the loading optimizer's own. Parameters may be numbered, or named as by get_optimizer_state_dict
     (not flattened).
 
-    Raises ValueError for any other state dict, NotImplementedError for options that do not exist here.
+    Raises ValueError for any other state dict, and for a group of Muon's that lacks the momentum of some parameters, as
+    that of one rank of Keller Jordan's does; NotImplementedError for options that do not exist here.
     """
     if "state" not in state_dict or "param_groups" not in state_dict:
         raise ValueError("a state dict has `state` and `param_groups`; this one has "
@@ -36,12 +39,15 @@ def convert_state_dict(state_dict) -> dict:
     if convert is None:
         return state_dict
     states, groups = dict(state_dict["state"]), []
+    stepped = convert is _jordan and any(states.values())  # it steps every parameter, also without a gradient
     for number, group in enumerate(state_dict["param_groups"]):
         dims = [value.ndim for p in group["params"] for value in states.get(p, {}).values() if hasattr(value, "ndim")]
         options, of_state = convert(f"group {number}", group, max(dims, default=0))
+        if options["use_muon"]:
+            _check_whole(f"group {number}", group, states, stepped)
         groups.append({**{key: group[key] for key in SHARED if key in group}, **options})
         for param in group["params"]:
-            if param in states:
+            if states.get(param):
                 states[param] = of_state(states[param])
     return {**state_dict, "state": states, "param_groups": groups}
 
@@ -84,15 +90,15 @@ def _dion(name, group, dims):
     rule = group["algorithm"]
     if rule not in DION_RULES:
         raise NotImplementedError(f"{name} is stepped by {rule!r}; only {DION_RULES} have a counterpart here")
+    for key in DIONS if rule != "adamw" else ("cautious_wd",):
+        if group.get(key, DIONS[key][0]) not in DIONS[key]:
+            raise NotImplementedError(f"{name} has {key}={group[key]!r}, for which there is no option here: to take "
+                                      f"the state without it, set {key}={DIONS[key][0]!r} in the state dict")
     if rule == "adamw":
         def of_state(state):
             renamed = {"exp_avg": state["momentum"], "exp_avg_sq": state["variance"]}
             return {"step": torch.tensor(float(group["step"])), **renamed}
         return _adamw((group["beta1"], group["beta2"]), group["epsilon"]), of_state
-    for key, wrong in (("adjust_lr", None), ("cautious_wd", True)):
-        if key in group and group[key] is wrong:
-            raise NotImplementedError(f"{name} has {key}={wrong}, for which there is no option here: to take the state "
-                                      "without it, set another value in the state dict")
     _check_dims(name, dims, flattened=group["flatten"])
     options = {"use_muon": True, "momentum": group["mu"], "nesterov": group["nesterov"],
                "adjust_lr_fn": group["adjust_lr"]}
@@ -105,6 +111,16 @@ def _check_dims(name, dims, flattened) -> None:
     if flattened and dims > 2:
         raise NotImplementedError(f"{name} has {dims}-D parameters, which were stepped as one matrix each; here they "
                                   "are stacks of matrices: make the parameters 2-D, or step them by AdamW")
+
+
+def _check_whole(name, group, states, stepped) -> None:
+    names = group.get("param_names") or group["params"]
+    lacking = [str(n) for n, param in zip(names, group["params"]) if not states.get(param)]
+    if lacking and (stepped or len(lacking) < len(names)):
+        raise ValueError(f"{name} lacks the momentum of {len(lacking)} of its {len(names)} parameters "
+                         f"({', '.join(lacking[:3])}{', ...' * (len(lacking) > 3)}). Keller Jordan's distributed Muon "
+                         "keeps each on one rank: gather the states of all ranks into one state dict first. Where a "
+                         "parameter was never trained, put zeros")
 
 
 def _adamw(betas, eps) -> dict:
