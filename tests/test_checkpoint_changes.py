@@ -457,11 +457,30 @@ def rename(saved):
     saved["state"][2] = {"moment1": saved["state"][2]["exp_avg"], "moment2": saved["state"][2]["exp_avg_sq"]}
 
 
+def lose(number, key):
+    return lambda saved: saved["state"][number].pop(key)
+
+
+def recast(number, key, dtype):
+    def change(saved):
+        saved["state"][number][key] = saved["state"][number][key].to(dtype)
+    return change
+
+
 @pytest.mark.parametrize(("change", "message"), [
     (swap_kinds, "parameter group 0 .* is one of AdamW in the state dict, but of Muon here"),
     (transpose, r"momentum_buffer of parameter b has shape \(4, 6\) in the state, but .* of shape \(6, 4\) needs"),
     (rename, "the state of parameter c is moment1, moment2, but it needs step, exp_avg, exp_avg_sq"),
-], ids=["kinds", "shape", "keys"])
+    (lose(3, "exp_avg_sq"), "parameter d is exp_avg, step, but it needs step, exp_avg, exp_avg_sq: a part"),
+    (lose(3, "exp_avg"), "parameter d is exp_avg_sq, step, but it needs step, exp_avg, exp_avg_sq: a part"),
+    (lose(3, "step"), "parameter d is exp_avg, exp_avg_sq, but it needs step, exp_avg, exp_avg_sq: a part"),
+    (lose(1, "momentum_buffer"), "the state of parameter b is second_moment, but it needs momentum_buffer"),
+    (recast(1, "momentum_buffer", torch.int64), "momentum_buffer of parameter b has dtype torch.int64 in the state"),
+    (recast(1, "second_moment", torch.bool), "second_moment of parameter b has dtype torch.bool in the state"),
+    (recast(3, "exp_avg", torch.complex64), "exp_avg of parameter d has dtype torch.complex64 in the state"),
+    (recast(3, "step", torch.bool), "step of parameter d has dtype torch.bool in the state"),
+], ids=["kinds", "shape", "keys", "no exp_avg_sq", "no exp_avg", "no step", "no momentum", "int64", "bool", "complex",
+        "bool step"])
 def test_state_that_does_not_fit_is_refused_and_changes_nothing(change, message):
     runs = []
     for refuse in (True, False):
@@ -477,6 +496,34 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing(change, message)
         step(model, optimizer, range(2, 4))
         runs.append((model.state_dict(), optimizer.state_dict()))
     assert_equal(*(list(run) for run in runs))
+
+
+@pytest.mark.parametrize("change", [lambda state: state.clear(), lambda state: state.update(step=2),
+                                    lambda state: state.update(step=torch.tensor(2))],
+                         ids=["none", "whole number", "tensor of whole number"])
+def test_state_of_adamw_is_whole_or_none(change):
+    """And steps may be whole numbers, as other optimizers count them."""
+    model = matrices()
+    groups = [{"params": list(model.values()), "use_muon": False}]
+    optimizer, heir = (package().Muon(groups, lr=0.1) for _ in range(2))
+    step(model, optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    change(saved["state"][0])
+    heir.load_state_dict(saved)
+    assert_equal(heir.state[model["a"]], dict(optimizer.state[model["a"]]) if saved["state"][0] else {})
+
+
+def test_normuon_goes_on_with_the_state_of_muon():
+    """Its second moment begins at zero, as in a first step."""
+    model = matrices()
+    muon, normuon = (getattr(package(), make)(model.parameters(), lr=0.1) for make in ("Muon", "NorMuon"))
+    step(model, muon, range(2))
+    normuon.load_state_dict(muon.state_dict())
+    step(model, normuon, range(2, 3))
+    step(model, muon, range(2, 3))
+    for param in model.values():
+        assert torch.equal(normuon.state[param]["momentum_buffer"], muon.state[param]["momentum_buffer"])
+        assert normuon.state[param]["second_moment"].min() > 0
 
 
 def test_hooks_see_the_state_that_was_loaded():

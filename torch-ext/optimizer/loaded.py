@@ -1,7 +1,7 @@
 """What becomes of a state dict that is loaded: what fits is copied to where this rank keeps it, the rest is refused.
 
-Decides what a saved state must look like, by name, shape and group, and does so before anything is changed. Knows no
-file (checkpoint.py) and no other optimizer (foreign.py).
+Decides what a saved state must look like, by name, shape, dtype and group, and does so before anything is changed.
+Knows no file (checkpoint.py) and no other optimizer (foreign.py).
 """
 from __future__ import annotations
 
@@ -68,15 +68,23 @@ def restore(loaded, groups, options) -> dict:
 
 
 def check_state(param, keys, name, state) -> None:
-    """Raise ValueError unless the saved `state` of a parameter can be that of one whose rule keeps `keys`."""
-    if state and not set(keys) & set(state):
+    """Raise ValueError unless the saved `state` of a parameter can be that of one whose rule keeps `keys`: all of them
+    or none, but NorMuon goes on with Muon's, which has no second moment.
+    """
+    if state and not set(keys) - {"second_moment"} <= set(state):
         raise ValueError(f"the state of parameter {name} is {', '.join(sorted(state))}, but it needs "
-                         f"{', '.join(keys)}: it was saved by another optimizer, or for another kind of group")
+                         f"{', '.join(keys)}: a part of it was lost, or it was saved by another optimizer or for "
+                         "another kind of group")
     for key in [k for k in keys if k in state]:
         shape, came = state_shape(param, key), tuple(getattr(state[key], "shape", ()))
         if came != shape and not (key == "step" and came == (1,)):
             raise ValueError(f"{key} of parameter {name} has shape {came} in the state, but a parameter of shape "
                              f"{tuple(param.shape)} needs {shape}: it was saved for another parameter")
+        dtype = torch.as_tensor(state[key]).dtype
+        whole = key == "step" and not dtype.is_complex and dtype != torch.bool
+        if not (dtype.is_floating_point or whole):
+            raise ValueError(f"{key} of parameter {name} has dtype {dtype} in the state, but it needs a floating-point "
+                             "one: it was saved by another optimizer, or is damaged")
 
 
 def _check_kind(number, group, saved) -> None:
