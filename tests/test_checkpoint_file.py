@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
-from tests.ranks import package, run_threads
+from tests.ranks import package, part, run_threads
 
 
 def assert_equal(first, second):
@@ -252,24 +252,68 @@ def test_a_foreign_safetensors_file_is_refused(tmp_path):
     refused(tmp_path / "model.safetensors", "not one that export_state wrote: its format is None")
 
 
+def option(old, new):
+    """A change of an option in the header, in all groups."""
+    def change(metadata, tensors):
+        assert old in metadata["groups"]
+        metadata["groups"] = metadata["groups"].replace(old, new)
+    return change
+
+
 @pytest.mark.parametrize(("change", "message"), [
     (lambda m, t: m.update(version="2"), "has version '2' of the format, but this package reads '1'"),
     (lambda m, t: m.pop("groups"), "a header that cannot be read"),
     (lambda m, t: m.update(params="{"), "a header that cannot be read"),
     (lambda m, t: m.update(params="[]"), "params, groups, tensors are not of the types"),
     (lambda m, t: m.update(groups='[{"params": ["up"]}]'), "a header that cannot be read: 'use_muon'"),
-    (lambda m, t: m.update(groups=m["groups"].replace('"lr": 0.1', '"lr": "fast"')), "lr='fast' is not allowed"),
+    (option('"use_muon": true', '"use_muon": "no"'), "a header that cannot be read: use_muon='no' must be True"),
+    (option('"lr": 0.1', '"lr": "fast"'), "lr='fast' is not allowed: it must be a number"),
+    (option('"weight_decay": 0.1', '"weight_decay": false'), "weight_decay=False is not allowed: it must be a number"),
+    (option('"nesterov": true', '"nesterov": "no"'), "nesterov='no' is not allowed: it must be True or False"),
+    (option('"nesterov": true', '"nesterov": 0'), "nesterov=0 is not allowed: it must be True or False"),
+    (option('"nesterov": true', '"nesterov": null'), "nesterov=None is not allowed: it must be True or False"),
+    (option('"adjust_lr_fn": null', '"adjust_lr_fn": 1'), "adjust_lr_fn=1 is not allowed"),
     (lambda m, t: t.pop("state.down.second_moment"), "holds state.down.second_moment as nothing, but its header says"),
     (lambda m, t: t.update(more=torch.zeros(1)), "holds more as .*, but its header says nothing"),
     (lambda m, t: t.update({"state.embed.step": torch.tensor(1.0, dtype=torch.float64)}), "holds state.embed.step as"),
     (lambda m, t: t.update({"state.up.momentum_buffer": torch.zeros(8, 12)}), "holds state.up.momentum_buffer as"),
-], ids=["version", "no groups", "no JSON", "no dict", "half a group", "no number", "tensor gone", "tensor added",
+], ids=["version", "no groups", "no JSON", "no dict", "half a group", "no kind", "no number", "bool for a number",
+        "word for a bool", "number for a bool", "null for a bool", "number for a name", "tensor gone", "tensor added",
         "other dtype", "other shape"])
 def test_a_file_that_is_not_what_its_header_says_is_refused(whole, change, message):
     path, metadata, tensors = whole
     change(metadata, tensors)
     save_file(tensors, path, metadata)
     refused(path, message)
+
+
+def test_a_number_may_be_whole_and_none_stay_none(whole):
+    path, metadata, tensors = whole
+    option('"lr": 0.1', '"lr": 0')(metadata, tensors)
+    option('"adjust_lr_fn": null', '"adjust_lr_fn": "original"')(metadata, tensors)
+    option('"nesterov": true', '"fused": null, "nesterov": false')(metadata, tensors)
+    save_file(tensors, path, metadata)
+    optimizer = build(Model(), adjust_lr_fn="rms_norm")
+    optimizer.param_groups[0]["fused"] = True
+    package().import_state(optimizer, path)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["adjust_lr_fn"], group["nesterov"], group["fused"]) == (0, "original", False, None)
+
+
+def test_a_tensor_takes_a_number_only(whole):
+    path, metadata, tensors = whole
+    option('"lr": 0.1', '"lr": "fast"')(metadata, tensors)
+    save_file(tensors, path, metadata)
+    refused(path, "lr='fast' is not allowed: it must be a number", lr=torch.tensor(0.1))
+
+
+def test_averages_of_whole_numbers_are_refused(whole):
+    path, metadata, tensors = whole
+    tensors["state.up.momentum_buffer"] = tensors["state.up.momentum_buffer"].long()
+    metadata["tensors"] = metadata["tensors"].replace('"state.up.momentum_buffer": ["float32"',
+                                                      '"state.up.momentum_buffer": ["int64"')
+    save_file(tensors, path, metadata)
+    refused(path, "momentum_buffer of parameter up has dtype torch.int64 in the state")
 
 
 @pytest.mark.parametrize(("shapes", "message"), [
@@ -311,6 +355,22 @@ def test_who_is_interrupted_leaves_the_old_file(whole, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         package().export_state(trained(1)[1], path)
     assert path.read_bytes() == data and os.listdir(path.parent) == [path.name]
+
+
+def test_torn_state_is_not_exported(whole, monkeypatch):
+    path, data = whole[0], whole[0].read_bytes()
+    model, optimizer = trained(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(part("recipe"), "adamw", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory")))
+        with pytest.raises(torch.OutOfMemoryError):
+            train(model, optimizer, [1])
+    for target in (path, path.with_name("other")):
+        with pytest.raises(RuntimeError, match="last step of this optimizer failed half-way, .* load a checkpoint"):
+            package().export_state(optimizer, target)
+    assert path.read_bytes() == data and os.listdir(path.parent) == [path.name]
+    package().import_state(optimizer, path)
+    package().export_state(optimizer, path.with_name("other"))
+    assert_equal(load_file(path.with_name("other")), load_file(path))
 
 
 def spread_state(rank, world, folder):

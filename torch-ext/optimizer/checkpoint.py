@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from .groups import check_group, clean_names
+from .groups import TOLERATED, check_group, clean_names
 from .layout import is_dtensor
 from .loaded import check_state
 from .store import state_keys
@@ -26,8 +26,12 @@ def export_state(optimizer, path, model=None) -> None:
     """Write the state and the options of all groups to a safetensors file, whole or not at all.
 
     `model` names the parameters; without it the groups' `param_names` do. For one process: ValueError for DTensors and
-    grads_are_reduced=False (use torch.distributed.checkpoint), or where a parameter has no name.
+    grads_are_reduced=False (use torch.distributed.checkpoint), or where a parameter has no name; RuntimeError after a
+    step that failed half-way.
     """
+    if optimizer._half_way:
+        raise RuntimeError("the last step of this optimizer failed half-way, so that a file would hold some state of "
+                           "before it and some of after it: load a checkpoint (load_state_dict), then export")
     names = _names(optimizer, model)
     tensors = {f"state.{name}.{key}": value.detach().cpu().contiguous() for param, name in names.items()
                for key, value in optimizer.state.get(param, {}).items()}
@@ -44,7 +48,7 @@ def import_state(optimizer, path, model=None) -> None:
 
     A group whose parameters were in several groups keeps its own options. Names as in `export_state`. Raises
     ValueError, before the optimizer is changed, for a file that is truncated or of another form, naming the parameter
-    that is missing, unknown, of another shape or in another kind of group.
+    that is missing, unknown, of another shape or in another kind of group, or the option that is of another type.
     """
     names = _names(optimizer, model)
     header, tensors = _read(path)
@@ -91,11 +95,21 @@ def _plain(value):
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-def _as_own(own, value):
-    """An option from JSON in the form in which a group has it."""
+def _as_own(key, own, value):
+    """An option from JSON in the form in which a group has it. ValueError where one is a bool or a number, the other
+    not; for the rest, see check_group.
+    """
+    types, allowed = ((bool,), "True or False") if isinstance(own, bool) else ((int, float), "a number")
+    typed = isinstance(own, (bool, int, float, torch.Tensor)) and not (key in TOLERATED and value is None)
+    if typed and type(value) not in types:
+        raise ValueError(f"{key}={value!r} is not allowed: it must be {allowed}")
     if isinstance(own, torch.Tensor):
         return torch.full_like(own, value)
-    return tuple(_as_own(None, v) for v in value) if isinstance(value, list) else value
+    return _as_tuples(value)
+
+
+def _as_tuples(value):
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def _described(tensor) -> list:
@@ -143,7 +157,9 @@ def _header(path, metadata) -> dict:
         if [type(header[key]) for key in header] != [dict, list, dict]:
             raise ValueError(f"{', '.join(header)} are not of the types that export_state writes")
         for group in header["groups"]:
-            set(group["params"]), group["use_muon"], group["options"].items()
+            if not isinstance(group["use_muon"], bool):
+                raise ValueError(f"use_muon={group['use_muon']!r} must be True or False")
+            set(group["params"]), group["options"].items()
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} has a header that cannot be read: {error}") from error
     return header
@@ -173,6 +189,6 @@ def _saved_group(path, group, names, saved, states) -> dict:
         check_state(param, keys, name, states.get(name, {}))
     from_file = [g["options"] for g in saved if set(g["params"]) & set(mine)]
     options = from_file[0] if len(from_file) == 1 else {}
-    taken = {key: _as_own(group[key], options[key]) for key in group if key in options}
+    taken = {key: _as_own(key, group[key], options[key]) for key in group if key in options}
     check_group({**group, **taken}, set(group))
     return {**group, **taken, "params": mine}
