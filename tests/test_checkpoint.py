@@ -39,6 +39,7 @@ def placements_of(layout, world):
         "tp x fsdp": ((2, half), {"dense": [S(0), S(1)], "experts": [S(0), S(2)], "rest": [S(0), R]}),
         "tp x fsdp, strided": ((half, 2), {"dense": [_StridedShard(0, split_factor=2), S(0)],
                                            "experts": [S(1), S(0)], "rest": [S(0), R]}),
+        "ep": ((world,), {"dense": [R], "experts": [S(0)], "rest": [R]}),
         "ep x fsdp": ((2, half), {"dense": [S(0), R], "experts": [S(1), S(0)], "rest": [S(0), R]}),
         "hsdp x tp": ((2, 2, world // 4), {"dense": [R, S(0), S(1)], "experts": [R, S(0), S(1)], "rest": [R, S(0), R]}),
     }.get(layout)
@@ -224,13 +225,14 @@ MODES = [("fsdp", 4), ("hsdp", 4), ("tp x fsdp", 4), ("ep x fsdp", 4), ("ddp", 4
 OWNED = [("unreduced", 4), ("fsdp", 4), ("unreduced", 4), ONE, ("unreduced", 2), ("ddp", 2), ("unreduced", 8),
          ("unreduced", 2), ("tp x fsdp", 4)]
 STRIDED = [("fsdp", 8), ("tp x fsdp, strided", 8), ("hsdp x tp", 8), ("tp x fsdp, strided", 4), ("unreduced", 4), ONE]
+EXPERTS = [("tp x fsdp", 4), ("ep", 4), ("fsdp", 4), ("ep", 3), ("ddp", 3), ("ep", 2)]  # 8 experts, also over 3 ranks
 CHAINS = {"fewer ranks": (FEWER_RANKS, "Muon"), "modes": (MODES, "NorMuon"), "owned": (OWNED, "NorMuon"),
-          "strided": (STRIDED, "Muon")}
+          "strided": (STRIDED, "Muon"), "experts": (EXPERTS, "NorMuon")}
 
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_a_run_goes_on_with_its_bits_on_another_layout(chain, tmp_path):
-    """23 pairs of layouts, with parameters in fp32 and bf16, flattened and not in turn."""
+    """28 pairs of layouts, with parameters in fp32 and bf16, flattened and not in turn."""
     layouts, name = CHAINS[chain]
     run_chain(layouts, name, ["nested", "flat"], tmp_path, even=chain == "strided")
 
