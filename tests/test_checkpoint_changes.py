@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import glob
 import os
+import shutil
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dsd
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests import test_checkpoint as chains
 from tests.ranks import package, part, run_ranks, run_threads
@@ -524,6 +529,61 @@ def test_normuon_goes_on_with_the_state_of_muon():
     for param in model.values():
         assert torch.equal(normuon.state[param]["momentum_buffer"], muon.state[param]["momentum_buffer"])
         assert normuon.state[param]["second_moment"].min() > 0
+
+
+def truncate(path):
+    with open(path, "r+b") as file:
+        file.truncate(os.path.getsize(path) * 6 // 10)
+
+
+def edit(change):
+    """Damage that leaves a good file. `change`: of {name: tensor} and the name of a momentum."""
+    def damage(path):
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+        tensors = load_file(path)
+        change(tensors, next(name for name in tensors if name.endswith("up.momentum_buffer")))
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, path, metadata)
+    return damage
+
+
+def shorten(tensors, name):
+    tensors[name] = tensors[name][:-1]
+
+
+DAMAGES = {"truncated": truncate, "file gone": os.remove, "tensor gone": edit(dict.pop), "shape": edit(shorten)}
+
+
+def damaged(rank, world, folder, kind):
+    """What each kind of damage to the last file does to a run that loads them; what the whole files do."""
+    model, cut, optimizer = trained("fsdp", world)
+    chains.FORMATS[kind].save(model, optimizer, f"{folder}/whole")
+    saved = content(model, optimizer)
+    chains.train(model, cut, optimizer, range(2, 4))
+    live, told = content(model, optimizer), {}
+    for name, damage in DAMAGES.items():
+        if rank == 0:
+            shutil.copytree(f"{folder}/whole", f"{folder}/{name}")
+            damage(max(glob.glob(f"{folder}/{name}/*.safetensors")))
+        dist.barrier()
+        try:
+            chains.FORMATS[kind].load(model, optimizer, f"{folder}/{name}")
+        except CheckpointException as error:
+            told[name] = repr(error.failures)
+        told[name] = told.get(name), unequal(model, optimizer, live)
+    chains.FORMATS[kind].load(model, optimizer, f"{folder}/whole")
+    return told, len(unequal(model, optimizer, live)), unequal(model, optimizer, saved)
+
+
+@pytest.mark.parametrize(("kind", "gone"), [
+    ("safetensors", "Size mismatch"), ("consolidated safetensors", "Missing key")])
+def test_damaged_safetensors_are_refused_and_change_nothing(kind, gone, tmp_path):
+    """Of files for each rank, the last says how long a tensor is. That another is gone, DCP does not notice."""
+    messages = {"truncated": "metadata is None", "file gone": gone, "tensor gone": gone, "shape": "Size mismatch"}
+    for told, replaced, unlike in run_ranks(2, damaged, str(tmp_path), kind):
+        assert replaced > 8 and not unlike
+        for name, message in messages.items():
+            assert message in told[name][0] and not told[name][1], (name, told[name])
 
 
 def test_hooks_see_the_state_that_was_loaded():
