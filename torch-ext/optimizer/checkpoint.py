@@ -29,7 +29,7 @@ def export_state(optimizer, path, model=None) -> None:
     grads_are_reduced=False (use torch.distributed.checkpoint), or where a parameter has no name; RuntimeError after a
     step that failed half-way.
     """
-    if optimizer._half_way:
+    if optimizer._half_way or optimizer._early.begun:
         raise RuntimeError("the last step of this optimizer failed half-way, so that a file would hold some state of "
                            "before it and some of after it: load a checkpoint (load_state_dict), then export")
     names = _names(optimizer, model)
