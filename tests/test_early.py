@@ -126,7 +126,7 @@ def test_every_layout_has_the_bits_of_a_step_without(layout, kind, world, optimi
         assert left == [0] * STEPS if layout in ("replicated", "ep") else left[0] == 0 and min(left[1:]) >= 4, left
 
 
-def trained(rank, world, mesh_shape, kind, overlap, steps=STEPS):
+def trained(rank, world, mesh_shape, kind, overlap, steps=STEPS, device="cpu"):
     """A model under FSDP2, two micro-batches per step; (buckets that left at each step, collectives seen meanwhile,
     the weights).
     """
@@ -134,10 +134,12 @@ def trained(rank, world, mesh_shape, kind, overlap, steps=STEPS):
     from torch.distributed.tensor import init_device_mesh
 
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replica", "shard")[-len(mesh_shape):])
-    blocks = [nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16)) for _ in range(4)]
-    model = nn.Sequential(nn.Embedding(20, 16), *blocks)
+    mesh = init_device_mesh(device, mesh_shape, mesh_dim_names=("replica", "shard")[-len(mesh_shape):])
+    few, more = (16, 24) if device == "cpu" else (256, 640)
+    blocks = [nn.Sequential(nn.Linear(few, more), nn.ReLU(), nn.Linear(more, few)) for _ in range(4)]
+    model = nn.Sequential(nn.Embedding(20, few), *blocks).to(device)
     model[2][0].weight.requires_grad_(False)
+    model[0].weight.requires_grad_(device == "cpu")  # on GPUs its gradient is summed in any order
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -148,7 +150,7 @@ def trained(rank, world, mesh_shape, kind, overlap, steps=STEPS):
             torch.manual_seed(world * step + rank)
             for last in (False, True):
                 model.set_requires_gradient_sync(last)
-                loss = model(torch.randint(20, (8,))).square().mean()
+                loss = model(torch.randint(20, (8,)).to(device)).square().mean()
                 if last:
                     with opt.last_backward():
                         loss.backward()
@@ -159,7 +161,7 @@ def trained(rank, world, mesh_shape, kind, overlap, steps=STEPS):
             opt.zero_grad()
             schedule.step()
             calls.clear()
-    return left, [p._local_tensor.detach() for p in model.parameters()]
+    return left, [p._local_tensor.detach().cpu() for p in model.parameters()]
 
 
 class observed:
@@ -187,6 +189,20 @@ def test_fsdp2_trains_with_the_bits_of_steps_without(mesh_shape, kind, optimizer
     for (left, ours), (_, theirs) in zip(*runs):
         assert same(ours, theirs)
         assert left[0] == (0, 0) and all(count == calls >= 4 for count, calls in left[1:]), left
+
+
+@pytest.mark.parametrize("kind", ["Muon", "NorMuon"])
+@pytest.mark.parametrize(("world", "mesh_shape"), [
+    pytest.param(2, (2,), marks=pytest.mark.gpus(2)), pytest.param(4, (4,), marks=pytest.mark.gpus(4)),
+    pytest.param(4, (2, 2), marks=pytest.mark.gpus(4))])
+@pytest.mark.gpu
+def test_fsdp2_trains_with_the_bits_of_steps_without_on_gpus(world, mesh_shape, kind, optimizer):
+    """Buckets leave on a stream of their own, beside reduce-scatters; parts of them are replayed from graphs."""
+    runs = [run_ranks(world, trained, mesh_shape, kind, overlap, 8, "cuda", backend="nccl", timeout=120)
+            for overlap in (True, False)]
+    for (left, ours), (_, theirs) in zip(*runs):
+        assert same(ours, theirs)
+        assert left[0] == (0, 0) and all(count == calls >= 1 for count, calls in left[1:]), left
 
 
 def unreduced(rank, world, way):
