@@ -205,6 +205,41 @@ def test_raise_keeps_every_rank_at_the_old_step(layout):
         assert equal and raised[0] == raised[1] == [(1, True), (2, True)]
 
 
+def chained(rank, world, bad, scaler):
+    """One parameter lies along x, one along y: no set of ranks has all four. A good step, one that rank `bad` spoils,
+    a good one: (whether each changed anything, what the second raised).
+    """
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    params = [nn.Parameter(cut(torch.ones(8, 6), mesh[axis], [Shard(0)])) for axis in "xy"]
+    optimizer, local = package().NorMuon(params, lr=0.1, nonfinite="raise"), part("layout").local_of
+    changed, said = [], ""
+    for step in range(3):
+        for p in params:
+            p.grad = cut(torch.ones(8, 6), p.device_mesh, [Shard(0)])
+        before = [local(t).clone() for t in (*params, *state_of(optimizer, params))]
+        if scaler:
+            optimizer.found_inf = torch.tensor(float(step == 1 and rank == bad))
+        elif step == 1 and rank == bad:
+            params[bad % 2].grad.to_local().fill_(math.nan)
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            said = str(error)
+        changed.append(not same([local(t) for t in (*params, *state_of(optimizer, params))][:len(before)], before))
+    return changed, said
+
+
+@pytest.mark.parametrize("scaler", [False, True], ids=["raise", "found_inf"])
+@pytest.mark.parametrize("bad", range(4))
+def test_ranks_that_only_a_chain_of_two_sets_joins_keep_the_step_together(bad, scaler):
+    for rank, (changed, said) in enumerate(run_threads(4, chained, bad, scaler)):
+        assert changed == [True, False, True]
+        assert ("no weight and no state has changed" in said) != scaler
+        assert scaler or ("on another rank" in said) == (rank != bad)
+
+
 def unreduced(rank, world, name, reduced):
     """Plain parameters, one rank's gradient broken: (weights of all steps, the count, AdamW's steps)."""
     generator = torch.Generator().manual_seed(0)
