@@ -341,6 +341,21 @@ def test_parameters_freed_and_materialized_again(optimizer):
     assert same(params, usual)
 
 
+def test_a_model_that_moves_takes_its_state_along_on_any_machine(optimizer, monkeypatch):
+    """To "meta", where everything runs but the iteration; AdamW's count of steps stays on the CPU, as in torch."""
+    params = weights([(8, 6), (3, 6, 4), (5,)])
+    muon = optimizer.NorMuon([{"params": params[:2]}, {"params": params[2:], "use_muon": False}])
+    for number, device in enumerate(("cpu", "cpu", "meta", "meta")):
+        for p in params if number == 2 else ():
+            monkeypatch.setattr(part("store"), "orthogonalize", lambda *_: None)
+            p.grad = None
+            torch.utils.swap_tensors(p, nn.Parameter(torch.empty_like(p, device=device)))
+        step(muon, params, number)
+        places = {(key, t.device.type) for p in params for key, t in muon.state[p].items()}
+        assert places == {("step", "cpu"), *((key, device) for key in
+                                             ("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq"))}
+
+
 @pytest.mark.gpu
 def test_a_model_that_moves_to_the_gpu_takes_its_state_along(optimizer):
     results = []
