@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import multiprocessing
 import os
 import pickle
+import re
 import signal
+import sys
 import time
 import traceback
 
@@ -19,10 +22,15 @@ from torch import nn
 from tests.ranks import PRELOADED, START_S, package, part
 from tests.test_routes import cut
 
-TIMEOUT_S = 1.5  # of the process group, in the step with the fault
-AT_ONCE = 18  # cases that run side by side; most of them only wait
+TIMEOUT_S = 1.2  # of the process group, in the step with the fault
+AT_ONCE = 82  # processes that run side by side; most of them only wait
 ROUTES = {"exchange": "Exchange", "reduce": "Reduce", "reduce_elementwise": "ReduceElementwise"}
-PLACES, FAULTS, HOPS = ["before", "in", "after"], ["dies", "stalls", "raises"], {"inbound": 0, "outbound": 2}
+PLACED = {"exchange": 28_000, "experts": 14_000}  # DTensors, and the room that makes several buckets
+PLACES, FAULTS = ["before", "in", "after"], ["dies", "stalls", "raises"]
+COLLECTIVES = ("all_to_all_single", "all_reduce")
+# During what each collective of a step is issued, in their order. The last one is waited for in the next step.
+BROKEN, MISSING = "the comparison of NaN and Inf in gradients", "the comparison of missing gradients"
+HOPS = [*(f"bucket {number} (" for number in (0, 1, 0, 2, 1, 2)), MISSING]
 
 
 # processes that may die -------------------------------------------------------------------------------------------
@@ -54,8 +62,8 @@ def _fork_all(cases, folder, world):
     optimizer = package().Muon([{"params": params[:1]}, {"params": params[1:], "use_muon": False}])
     params[0].grad = params[1].grad = torch.ones(2, 2)
     optimizer.step()  # what a first step imports, once for all
-    for first in range(0, len(cases), AT_ONCE):
-        batch = enumerate(cases[first:first + AT_ONCE], first)
+    for first in range(0, len(cases), AT_ONCE // world):
+        batch = enumerate(cases[first:first + AT_ONCE // world], first)
         children = [_fork(rank, world, i, case, folder) for i, case in batch for rank in range(world)]
         for child in children:
             os.waitpid(child, 0)
@@ -86,22 +94,23 @@ def _answer(rank, world, number, case, folder, backend):
 
 
 class Faulty:
-    """A collective that fails at its n-th call: before it is issued, while it is in flight, or once it is done."""
+    """The n-th collective of a step fails: before it is issued, while it is in flight, or once it is done."""
 
     def __init__(self, place, fault, hop):
-        self.function, self.place, self.fault, self.left = dist.all_to_all_single, place, fault, hop
-        dist.all_to_all_single = self
+        self.place, self.fault, self.left = place, fault, hop
+        for name in COLLECTIVES:
+            setattr(dist, name, functools.partial(self.call, getattr(dist, name)))
 
-    def __call__(self, *args, **kwargs):
+    def call(self, function, *args, async_op=False, **kwargs):
         self.left -= 1
         if self.left != -1:
-            return self.function(*args, **kwargs)
+            return function(*args, async_op=async_op, **kwargs)
         if self.place == "before":
             self.strike()
-        self.work = self.function(*args, **kwargs)
+        self.work = function(*args, async_op=True, **kwargs)
         if self.place == "in":
             self.strike()
-        return self
+        return self if async_op else self.wait()
 
     def wait(self):
         self.work.wait()
@@ -138,31 +147,43 @@ def _rank_on_gpu(rank, world, number, case, folder, backend):
 
 # problems --------------------------------------------------------------------------------------------------------
 
-def build(route, fulls):
-    """Parameters and an optimizer whose step is three buckets of one route."""
-    from torch.distributed.tensor import Shard, init_device_mesh
-
-    if route == "exchange":
-        mesh = init_device_mesh(fulls[0].device.type, (dist.get_world_size(),))
-        params = [nn.Parameter(cut(f, mesh, [Shard(0)])) for f in fulls]
-        return params, package().NorMuon(params, lr=0.1, workspace_bytes=28_000)
+def build(route, fulls, **options):
+    """Parameters and an optimizer whose step is three buckets of one route; for "experts" two buckets of two matrices
+    among the ranks of an expert, and two of all ranks.
+    """
+    if route in PLACED:
+        groups = [{"params": [nn.Parameter(cut(f, *place)) for f, place in zip(fulls, places(route, fulls))]}]
+        params = groups[0]["params"]
+        return params, package().NorMuon(groups, lr=0.1, workspace_bytes=PLACED[route], **options)
     params = [nn.Parameter(f.clone()) for f in fulls]
     group = {"params": params, "use_muon": route == "reduce"}
     room = 33_000 if route == "reduce" else 30_000
     return params, package().NorMuon([group], lr=0.1, process_group=dist.group.WORLD, grads_are_reduced=False,
-                                     workspace_bytes=room)
+                                     workspace_bytes=room, **options)
 
 
-def wholes(device="cpu"):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(s, generator=generator).to(device) for s in [(16, 24), (24, 16)] * 3]
+def places(route, fulls):
+    """(mesh, placements) of each parameter."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    flat = init_device_mesh(fulls[0].device.type, (dist.get_world_size(),))
+    if route == "exchange":
+        return [(flat, [Shard(0)])] * len(fulls)
+    square = init_device_mesh("cpu", (2, 2))
+    return [(flat, [Shard(0)]) if f.ndim == 2 else (square, [Shard(1), Shard(0)]) for f in fulls]
+
+
+def wholes(device="cpu", route="exchange"):
+    generator, shapes = torch.Generator().manual_seed(0), [(16, 24), (24, 16)] * 3
+    shapes = [(4, 8, 6), (12, 8), (4, 8, 6), (8, 12)] if route == "experts" else shapes
+    return [torch.randn(s, generator=generator).to(device) for s in shapes]
 
 
 def give(params, route, step):
     generator = torch.Generator().manual_seed(step)
     for p in params:
         grads = torch.randn(dist.get_world_size(), *p.shape, generator=generator).to(p.device)
-        p.grad = cut(grads[0], p.device_mesh, p.placements) if route == "exchange" else grads[dist.get_rank()]
+        p.grad = cut(grads[0], p.device_mesh, p.placements) if route in PLACED else grads[dist.get_rank()]
 
 
 def tensors(params, optimizer):
@@ -170,68 +191,118 @@ def tensors(params, optimizer):
     return [local(t).clone() for p in params for t in (p, *optimizer.state[p].values())]
 
 
-def struck(rank, world, route, place, fault, hop, device="cpu"):
-    """Two good steps, then one in which rank 1 fails; what rank 0 saw."""
-    (params, optimizer), (others, twin) = build(route, wholes(device)), build(route, wholes(device))
+def struck(rank, world, route, place, fault, hop, nonfinite="propagate", device="cpu"):
+    """Two good steps, then two in which the last rank fails at one of the collectives; what was seen."""
+    (params, optimizer), (others, twin) = (build(route, wholes(device, route), nonfinite=nonfinite) for _ in "12")
     for step in range(2):
         for ps, opt in ((params, optimizer), (others, twin)):
             give(ps, route, step)
             opt.step()
-    give(others, route, 2)
-    twin.step()
-    old, new = tensors(params, optimizer), tensors(others, twin)
-    buckets = [type(r).__name__ for r, _ in optimizer._jobs]
+    for ps in (params, others):
+        give(ps, route, 2)
+    now, expected, count = tensors(params, optimizer), [], Faulty("", "", sys.maxsize)
+    for _ in "12":
+        twin.step()
+        expected.append(tensors(others, twin))
     dist.barrier()
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT_S), dist.group.WORLD)
-    if rank == 1:
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT_S), group)
+    if rank == world - 1:
         Faulty(place, fault, hop)
-    give(params, route, 2)
-    began = time.monotonic()
-    message, took = fail(optimizer), time.monotonic() - began
-    now = tensors(params, optimizer)
-    steps = [of_which(*three) for three in zip(now, old, new)]
-    again = fail(optimizer)
-    if fault == "raises" and rank == 1:
-        time.sleep(1.5 * TIMEOUT_S)  # it lives on
-    return {"message": message, "seconds": took, "steps": steps, "again": again, "buckets": buckets}
+    seen = {"collectives": (sys.maxsize - count.left) // 2, "buckets": [type(r).__name__ for r, _ in optimizer._jobs],
+            "messages": [], "seconds": [], "steps": []}
+    for new in expected:
+        message, seconds = fail(optimizer)
+        old, now = now, tensors(params, optimizer)
+        seen["messages"].append(message)
+        seen["seconds"].append(seconds)
+        seen["steps"].append({of_which(*three) for three in zip(now, old, new)})
+        time.sleep(1.5 * TIMEOUT_S * (fault == "raises" and rank == world - 1))  # it lives on
+    return seen
 
 
 def of_which(now, old, new):
-    """The step that a tensor is of; "both" where several buckets bring its rows."""
+    """The step that a tensor is of; "rows" or "matrices" where each of those is of one step, but not all of the same.
+    """
     if torch.equal(now, old) or torch.equal(now, new):
-        return "old" if torch.equal(now, old) else "new"
-    return "both" if ((now == old) | (now == new)).flatten(1).all(1).all() else "torn"
+        return "same" if torch.equal(old, new) else "old" if torch.equal(now, old) else "new"
+    of_one = ((now == old).flatten(1).all(1) | (now == new).flatten(1).all(1)).all()
+    return "torn" if not of_one else "matrices" if now.ndim > 2 else "rows"
 
 
 def fail(optimizer):
+    """(what a step raises, or "", how many seconds it takes)."""
+    began, message = time.monotonic(), ""
     try:
         optimizer.step()
     except RuntimeError as error:
-        return str(error)
-    return ""
+        message = str(error)
+    return message, time.monotonic() - began
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_fault_at_every_yield_is_told_and_nothing_goes_on_silently(route, tmp_path, optimizer):
+def test_a_fault_at_every_hop_is_told_and_nothing_goes_on_silently(route, tmp_path, optimizer):
     """The others raise within the timeout and name the bucket, all of which is of the old step or of the new."""
-    cases = [(struck, route, place, fault, hop) for place, fault, hop in
-             itertools.product(PLACES, FAULTS, HOPS.values())]
+    cases = [(struck, route, *case) for case in itertools.product(PLACES, FAULTS, range(len(HOPS)))]
+    cases += [(struck, route, *case, "skip") for case in itertools.product(PLACES, FAULTS, (0, len(HOPS)))]
     for case, (seen, own) in zip(cases, run_mortal(cases, tmp_path)):
-        check_struck(route, case, seen, own)
+        hops = [BROKEN, *HOPS] if case[-1] == "skip" else HOPS
+        assert seen["buckets"] == [ROUTES[route]] * 3, seen["buckets"]
+        check_struck(case, seen, hops, len(hops) - 3)  # two answers on their way, and what is missing
+        assert (own is None) == (case[3] == "dies")
+        if own is not None:
+            check_own(case, own, hops)
 
 
-def check_struck(route, case, seen, own):
-    """What the rank saw that lives on, and what the other one did."""
-    assert seen["buckets"] == [ROUTES[route]] * 3, seen["buckets"]
-    assert f"({route}; " in seen["message"] and "in bucket " in seen["message"], (case, seen["message"])
-    assert "the first of parameter #" in seen["message"] and "ranks 0, 1)" in seen["message"]
-    of = {"old", "new"} | ({"both"} if route == "reduce_elementwise" else set())
-    assert seen["seconds"] < 3 * TIMEOUT_S and set(seen["steps"]) <= of
-    assert "failed half-way" in seen["again"] and "load_state_dict" in seen["again"]
-    assert (own is None) == (case[3] == "dies")
-    if own is not None:
-        assert "a fault of this rank's own" in own["message"] and "in bucket " in own["message"]
-        assert "failed half-way" in own["again"] and set(own["steps"]) <= of
+def check_struck(case, seen, hops, last):
+    """What a rank saw that lives on: it raises in this step or, from collective `last` on, in the next one."""
+    _, route, _, _, hop, *_ = case
+    told = seen["messages"][0] or seen["messages"][1]
+    assert seen["collectives"] == len(hops)
+    assert seen["messages"][0] or hop >= last, (case, seen)
+    assert any(f"in {label}" in told for label in hops), (case, seen)
+    if "in bucket" in told:
+        route = {"experts": "exchange"}.get(route, route)
+        assert re.search(rf"\({route}; \d+ matrices, the first of parameter #\d+; ranks \d, \d", told), (case, told)
+    check_rest(case, seen)
+
+
+def check_own(case, own, hops):
+    """What the rank saw that failed and lives on: its own error, at the very hop."""
+    _, _, place, _, hop, *_ = case
+    told = own["messages"][0] or own["messages"][1]
+    if own["messages"][0] or BROKEN not in told:
+        assert f"in {hops[hop]}" in told and "a fault of this rank's own" in told, (case, own)
+    assert own["messages"][0] or hop == len(hops) - 1 and place == "after", (case, own)
+    check_rest(case, own)
+
+
+def check_rest(case, seen):
+    """No matrix is torn, none changes once a step has failed half-way, and further ones are refused."""
+    (first, then), (steps, later) = seen["messages"], seen["steps"]
+    of = {"old", "new", "same", {"reduce_elementwise": "rows", "experts": "matrices"}.get(case[1])}
+    assert max(seen["seconds"]) < 3 * TIMEOUT_S and steps | later <= of, (case, seen)
+    if BROKEN in first:
+        assert steps | later <= {"old", "same"} and BROKEN in then, (case, seen)
+    elif first:
+        assert "failed half-way" in then and "load_state_dict" in then and later <= {"old", "same"}, (case, seen)
+    else:
+        assert steps <= {"new", "same"}, (case, seen)
+
+
+def test_a_fault_among_the_ranks_of_an_expert_is_told_on_all(tmp_path, optimizer):
+    """EP x FSDP: rank 3 fails; rank 1 shares its experts with it, ranks 0 and 2 hear of it by what all ranks share."""
+    own = [f"bucket {number} (" for number in (0, 0, 1, 2, 1, 2)] + [MISSING]
+    hops, turn = {"propagate": own, "raise": [BROKEN, BROKEN, *own]}, itertools.cycle(PLACES)
+    cases = [(struck, "experts", next(turn), fault, hop, nonfinite)
+             for nonfinite in hops for fault in ("dies", "raises") for hop in range(len(hops[nonfinite]))]
+    for case, (*seen, own) in zip(cases, run_mortal(cases, tmp_path, 4)):
+        told = hops[case[-1]]
+        assert seen[0]["buckets"] == ["Exchange", "Pause", "Exchange", "Exchange"], seen[0]["buckets"]
+        for rank, one in enumerate(seen):
+            check_struck(case, one, told, len(told) - (3 if rank == 1 else 6))
+        if own is not None:
+            check_own(case, own, told)
 
 
 @pytest.mark.gpus(2)
@@ -239,9 +310,12 @@ def check_struck(route, case, seen, own):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_on_gpus_is_told_where_the_host_waits(fault, tmp_path, optimizer):
     """With TORCH_NCCL_BLOCKING_WAIT=1; without, torch ends the process."""
-    cases = [(struck, route, "before", fault, HOPS["inbound"], "cuda") for route in ROUTES]
+    cases = [(struck, route, "before", fault, 0, "propagate", "cuda") for route in ROUTES]
     for case, (seen, own) in zip(cases, run_on_gpus(cases, tmp_path)):
-        check_struck(case[1], case, seen, own)
+        check_struck(case, seen, HOPS, len(HOPS) - 3)
+        assert (own is None) == (fault == "dies")
+        if own is not None:
+            check_own(case, own, HOPS)
 
 
 def gone(rank, world):
@@ -251,7 +325,7 @@ def gone(rank, world):
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return fail(optimizer), [torch.equal(t, f) for t, f in zip(tensors(params, optimizer)[::3], wholes())]
+    return fail(optimizer)[0], [torch.equal(t, f) for t, f in zip(tensors(params, optimizer)[::3], wholes())]
 
 
 def test_a_rank_that_is_gone_before_the_first_step(tmp_path, optimizer):

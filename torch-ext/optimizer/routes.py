@@ -276,10 +276,10 @@ class Presence:
 
     def compare(self) -> None:
         """Ask the other ranks, at the end of the step's work."""
-        self.works = []
-        for ranks, (mine, anybody) in self.flags.items():
-            anybody.copy_(mine)
-            self.works.append(dist.all_reduce(anybody, dist.ReduceOp.MAX, group=self.groups.of(ranks), async_op=True))
+        with debug.during("the comparison of missing gradients"):
+            self.works = [
+                dist.all_reduce(anybody.copy_(mine), dist.ReduceOp.MAX, group=self.groups.of(ranks), async_op=True)
+                for ranks, (mine, anybody) in self.flags.items()]
         if capturing(self.device):  # nothing outside a graph may wait for what is in it
             self.wait()
 
