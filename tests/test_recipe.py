@@ -117,3 +117,20 @@ def test_adamw(dtype, device):
 
 def test_adamw_of_nothing(optimizer):
     part("recipe").adamw([], [], [[], [], []], HP, None)
+
+
+@pytest.mark.parametrize("watched", ["propagate", "skip"])
+def test_adamw_moves_fp32_weights_by_small_steps_with_bf16_state(watched, optimizer, device):
+    """Found by test_random once its tolerance was AdamW's own: weights were rounded to the state's dtype."""
+    moved = []
+    for dtype in (torch.float32, torch.bfloat16):
+        param = torch.nn.Parameter(torch.full((4, 3), 1.2345678, device=device))
+        other = torch.nn.Parameter(torch.ones(5, device=device, dtype=torch.bfloat16))  # each goes by its own dtype
+        muon = optimizer.Muon([{"params": [other, param], "use_muon": False}], lr=1e-3, weight_decay=0.0,
+                              state_dtype=dtype, nonfinite=watched)
+        for _ in range(20):
+            param.grad, other.grad = torch.ones_like(param), torch.ones_like(other)
+            muon.step()
+        assert muon.state[param]["exp_avg"].dtype == muon.state[param]["exp_avg_sq"].dtype == dtype
+        moved.append(1.2345678 - param.detach())
+    torch.testing.assert_close(moved[1], moved[0], rtol=0.02, atol=0)

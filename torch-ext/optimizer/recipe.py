@@ -81,7 +81,8 @@ def adamw_unless(flags, W, G, states, hp, numbers) -> None:
 
 
 def adamw(W, G, states, hp, numbers) -> None:
-    """AdamW (arXiv 1711.05101) in place, through torch's fused or foreach kernels, in the dtype of the state.
+    """AdamW (arXiv 1711.05101) in place, through torch's fused or foreach kernels, in the wider dtype of
+    each weight and its state: rounded to bf16, a weight would not notice a small step.
 
     `states`: exp_avg, exp_avg_sq and step of each. The fused kernel wants W, G and the first two alike in dtype and
     strides: what lies otherwise in memory is stepped as a copy. It reads lr from the device, in fp32; in fp64 it does
@@ -90,13 +91,16 @@ def adamw(W, G, states, hp, numbers) -> None:
     if not W:
         return
     exp_avgs, exp_avg_sqs, steps = states
-    alike = [[_like(t, pattern) for t, pattern in zip(tensors, exp_avgs)] for tensors in (W, G, exp_avg_sqs)]
+    wide = [torch.promote_types(w.dtype, state.dtype) for w, state in zip(W, exp_avgs)]
+    alike = [[_like(*three) for three in zip(tensors, exp_avgs, wide)]
+             for tensors in (W, G, exp_avgs, exp_avg_sqs)]
     fused, narrow = W[0].is_cuda, exp_avgs[0].dtype != torch.float64
-    torch_adamw(*alike[:2], exp_avgs, alike[2], [], steps, foreach=not fused, fused=fused,
+    torch_adamw(*alike, [], steps, foreach=not fused, fused=fused,
                 amsgrad=False, beta1=hp["betas"][0], beta2=hp["betas"][1],
                 lr=numbers[0] if fused and narrow else float(hp["lr"]),
                 weight_decay=float(hp["weight_decay"]), eps=hp["eps"], maximize=False)
-    copied = [pair for pair in zip([*W, *exp_avg_sqs], [*alike[0], *alike[2]]) if pair[0] is not pair[1]]
+    copied = [pair for pair in zip([*W, *exp_avgs, *exp_avg_sqs], [*alike[0], *alike[2], *alike[3]])
+              if pair[0] is not pair[1]]
     if copied:
         torch._foreach_copy_(*map(list, zip(*copied)))
 
@@ -113,7 +117,7 @@ def count(steps, flags=None) -> None:
         torch._foreach_add_(steps, 1)
 
 
-def _like(tensor, pattern):
-    if tensor.dtype == pattern.dtype and tensor.stride() == pattern.stride():
+def _like(tensor, pattern, dtype):
+    if tensor.dtype == dtype and tensor.stride() == pattern.stride():
         return tensor
-    return torch.empty_like(pattern).copy_(tensor)
+    return torch.empty_like(pattern, dtype=dtype).copy_(tensor)
