@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import io
+import math
 import os
 import subprocess
 import sys
@@ -17,7 +17,7 @@ from torch import nn
 from tests.ranks import package, run_ranks
 from tests.test_routes import cut
 
-MEASURED = {"fsdp": (400, 1999), "unreduced": (299, 699)}  # the steps after which things are counted, the last one too
+STEPS, MEASURED = 2000, (399, 1999)  # the steps after which things are counted; 400 is the period of what is frozen
 
 
 def handles():
@@ -44,50 +44,73 @@ def long_run(rank, world, mode):
     from torch.distributed.tensor import Shard, init_device_mesh
 
     mesh, generator = init_device_mesh("cpu", (world,)), torch.Generator().manual_seed(0)
-    fulls = [torch.randn(s, generator=generator) for s in [(6, 4), (4, 6), (6, 4), (3, 5), (5,), (4, 3)]]
 
-    def place(full):
-        return cut(full, mesh, [Shard(0)]) if mode == "fsdp" else full.clone()
+    def fresh(*shape):
+        full = torch.randn(shape, generator=generator)
+        return nn.Parameter(cut(full, mesh, [Shard(0)]) if mode == "fsdp" else full)
 
     options = {"fsdp": {}, "unreduced": {"process_group": dist.group.WORLD, "grads_are_reduced": False}}[mode]
-    params = [nn.Parameter(place(f)) for f in fulls]
+    params = [fresh(*s) for s in [(6, 4), (4, 6), (6, 4), (3, 5), (5,), (4, 3)]]
     parts = [{"params": params[:2]}, {"params": params[4:], "use_muon": False}]
     optimizer = package().NorMuon([dict(part) for part in parts], lr=0.1, nonfinite="skip", **options)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
-    seen = []
-    for step in range(MEASURED[mode][1] + 1):
+    schedule, seen, rates = torch.optim.lr_scheduler.LambdaLR(optimizer, wave), [], set()
+    for step in range(STEPS):
         if step == 150:
-            optimizer.add_param_group({"params": params[2:4], "momentum": 0.9})
+            add(optimizer, schedule, {"params": params[2:4], "momentum": 0.9})
+        if step % 100 == 50:  # a group that comes, and below goes
+            add(optimizer, schedule, {"params": [fresh(4, 6)], "use_muon": step % 200 == 50})
+        if step % 100 == 80:
+            drop(optimizer, schedule)
         if step % 100 == 20:  # the same on every rank
             params[step // 100 % 2].requires_grad_(step // 200 % 2 == 0)
-        if step % 250 == 30:
-            saved = copy.deepcopy(optimizer.state_dict())
-            file = io.BytesIO()
-            torch.save({k: v for k, v in saved.items() if k == "param_groups"}, file)
-            optimizer.load_state_dict(saved)
-            del saved
-        for p in params:
-            has = torch.rand((), generator=generator) > 0.1 or step in MEASURED[mode]
+        if step % 250 == 60:
+            save_and_load(optimizer)
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            has = torch.rand((), generator=generator) > 0.1 or step in MEASURED
             value = float(torch.randn((), generator=generator))
             p.grad = torch.full_like(p, value) if p.requires_grad and has else None
         if step % 97 == 5 and params[0].grad is not None and rank == 0:
             params[0].grad = params[0].grad * float("nan")
         optimizer.param_groups[0]["weight_decay"] = float(torch.rand((), generator=generator))
         optimizer.step()
-        if step >= 150:
-            schedule.base_lrs = [0.1] * len(optimizer.param_groups)
-        else:
-            schedule.step()
-        if step in MEASURED[mode]:
+        schedule.step()
+        rates.add(optimizer.param_groups[0]["lr"])
+        if step in MEASURED:
             seen.append(counts())
     assert all((p.to_local() if mode == "fsdp" else p).isfinite().all() for p in params)
-    return seen, optimizer.skipped.item()
+    return seen, optimizer.skipped.item(), len(rates)
 
 
-@pytest.mark.parametrize("mode", MEASURED)
+def wave(step):
+    return 0.55 + 0.45 * math.cos(step)
+
+
+def add(optimizer, schedule, group):
+    optimizer.add_param_group(group)
+    schedule.base_lrs.append(0.1)
+    schedule.lr_lambdas.append(wave)
+
+
+def drop(optimizer, schedule):
+    """The last group, as one does who removes an adapter."""
+    for p in optimizer.param_groups.pop()["params"]:
+        del optimizer.state[p]
+    del schedule.base_lrs[-1], schedule.lr_lambdas[-1]
+
+
+def save_and_load(optimizer):
+    """All of it through a file in memory; DTensors too."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    optimizer.load_state_dict(torch.load(file, weights_only=True))
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "unreduced"])
 def test_a_long_run_leaves_nothing_behind(mode, optimizer):
-    for (early, late), skipped in run_ranks(2, long_run, mode, timeout=120):
-        assert skipped > 3
+    """Between the two counts 16 groups come and go, and 6 checkpoints; at both, the same parameters are there."""
+    for (early, late), skipped, rates in run_ranks(2, long_run, mode, timeout=180):
+        assert skipped > 3 and rates > STEPS - 10
         assert late["tensors"] <= early["tensors"] + 4 and late["groups"] == early["groups"] == 1
         assert late["handles"] <= early["handles"] and late["objects"] <= early["objects"] + 200
         assert late["MiB"] <= early["MiB"] + 8  # an allocator's slack; one float per parameter and step is more
