@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.ranks import part
+from tests.test_store import Peak
 
 HP = {"lr": 0.1, "weight_decay": 0.2, "momentum": 0.9, "nesterov": True, "ns_coefficients": "jordan", "ns_steps": 5,
       "eps": 1e-7, "adjust_lr_fn": None, "betas": (0.8, 0.9), "use_muon": True}
@@ -134,3 +135,33 @@ def test_adamw_moves_fp32_weights_by_small_steps_with_bf16_state(watched, optimi
         assert muon.state[param]["exp_avg"].dtype == muon.state[param]["exp_avg_sq"].dtype == dtype
         moved.append(1.2345678 - param.detach())
     torch.testing.assert_close(moved[1], moved[0], rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_adamw_takes_what_it_copies_in_parts(dtype, watched, monkeypatch, optimizer, device):
+    """A large parameter in pieces, small ones together: the same bits, in memory of so many elements."""
+    recipe, runs, peaks = part("recipe"), [], []
+    shapes, hp = [(40, 100), (7,), (30, 50), (3, 5)], {
+        "betas": (0.9, 0.95), "eps": 1e-8, "lr": 0.1, "weight_decay": 0.1, "use_muon": False}
+    numbers = torch.tensor([0.1], device=device)
+    for most in (500, 1 << 24):
+        monkeypatch.setattr(recipe, "COPIED", most)
+        generator = torch.Generator().manual_seed(0)
+        W = [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
+        states = [[torch.zeros_like(w, dtype=torch.float32) for w in W] for _ in "12"]
+        states.append([torch.zeros((), device=device) for _ in W])
+        flags = torch.zeros(len(W), device=device)
+        for _ in range(3):
+            G = [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
+            if watched:
+                recipe.adamw_unless(flags, W, G, states, hp, numbers)
+            else:
+                with Peak(1000) as peak:
+                    recipe.adamw(W, G, states, hp, numbers)
+                peaks.append(peak.most)
+        runs.append([*W, *(t for state in states for t in state)])
+    assert all(map(torch.equal, *runs))
+    assert [step.item() for step in states[2]] == [3.0] * len(W)
+    if dtype == torch.bfloat16 and not watched:
+        assert 0 < max(peaks[:3]) <= 4 * 4 * 500 < min(peaks[3:])

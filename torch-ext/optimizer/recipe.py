@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from . import polar
 from .kernels.rows import normalize as normalize_rows
 
+COPIED = 1 << 24  # elements of which AdamW has copies in another dtype at a time
 SCALES = {  # adjust_lr_fn -> factor on the learning rate of a whole (R, C) matrix
     "original": lambda R, C: math.sqrt(max(1.0, R / C)),  # Keller Jordan, torch.optim.Muon
     "match_rms_adamw": lambda R, C: 0.2 * math.sqrt(max(R, C)),  # Moonlight, arXiv 2502.16982
@@ -81,28 +82,65 @@ def adamw_unless(flags, W, G, states, hp, numbers) -> None:
 
 
 def adamw(W, G, states, hp, numbers) -> None:
-    """AdamW (arXiv 1711.05101) in place, through torch's fused or foreach kernels, in the wider dtype of
-    each weight and its state: rounded to bf16, a weight would not notice a small step.
+    """AdamW (arXiv 1711.05101) in place, through torch's fused or foreach kernels, in the wider dtype of each weight
+    and its state: rounded to bf16, a weight would not notice a small step.
 
     `states`: exp_avg, exp_avg_sq and step of each. The fused kernel wants W, G and the first two alike in dtype and
-    strides: what lies otherwise in memory is stepped as a copy. It reads lr from the device, in fp32; in fp64 it does
-    not.
+    strides: what lies otherwise in memory is stepped as a copy, COPIED elements at a time.
     """
-    if not W:
-        return
-    exp_avgs, exp_avg_sqs, steps = states
-    wide = [torch.promote_types(w.dtype, state.dtype) for w, state in zip(W, exp_avgs)]
-    alike = [[_like(*three) for three in zip(tensors, exp_avgs, wide)]
-             for tensors in (W, G, exp_avgs, exp_avg_sqs)]
+    straight, others = [], []
+    for w, g, m, v, step in zip(W, G, *states):
+        (straight if all(_fits(t, w, m) for t in (w, g, m, v)) else others).append((w, g, m, v, step))
+    if straight:
+        _fused(straight, hp, numbers)
+    for part in _in_parts(others):
+        copies = [_copied(*member[:4]) for member in part]
+        _fused([(*four, member[4]) for four, member in zip(copies, part)], hp, numbers)
+        pairs = [(member[i], four[i]) for four, member in zip(copies, part) for i in (0, 2, 3)]
+        if pairs := [pair for pair in pairs if pair[0] is not pair[1]]:
+            torch._foreach_copy_(*map(list, zip(*pairs)))
+
+
+def _fused(members, hp, numbers):
+    """The fused kernel reads lr from the device, in fp32; in fp64 it does not."""
+    W, G, exp_avgs, exp_avg_sqs, steps = map(list, zip(*members))
     fused, narrow = W[0].is_cuda, exp_avgs[0].dtype != torch.float64
-    torch_adamw(*alike, [], steps, foreach=not fused, fused=fused,
+    torch_adamw(W, G, exp_avgs, exp_avg_sqs, [], steps, foreach=not fused, fused=fused,
                 amsgrad=False, beta1=hp["betas"][0], beta2=hp["betas"][1],
                 lr=numbers[0] if fused and narrow else float(hp["lr"]),
                 weight_decay=float(hp["weight_decay"]), eps=hp["eps"], maximize=False)
-    copied = [pair for pair in zip([*W, *exp_avgs, *exp_avg_sqs], [*alike[0], *alike[2], *alike[3]])
-              if pair[0] is not pair[1]]
-    if copied:
-        torch._foreach_copy_(*map(list, zip(*copied)))
+
+
+def _fits(tensor, w, m) -> bool:
+    return tensor.dtype == torch.promote_types(w.dtype, m.dtype) and tensor.stride() == m.stride()
+
+
+def _copied(w, g, m, v) -> list:
+    """Those that are as they should be, and copies of the others."""
+    wide = torch.promote_types(w.dtype, m.dtype)
+    return [t if _fits(t, w, m) else torch.empty_like(m, dtype=wide).copy_(t) for t in (w, g, m, v)]
+
+
+def _in_parts(members):
+    """Lists of at most COPIED elements, but for what cannot be cut."""
+    part, numel = [], 0
+    for piece in (piece for member in members for piece in _pieces(*member)):
+        if part and numel + piece[0].numel() > COPIED:
+            yield part
+            part, numel = [], 0
+        part.append(piece)
+        numel += piece[0].numel()
+    if part:
+        yield part
+
+
+def _pieces(*member):
+    """A parameter in pieces, each with a count of steps of its own; they count along."""
+    *tensors, step = member
+    if tensors[0].numel() <= COPIED or not all(t.is_contiguous() for t in tensors):
+        return [member]
+    flat = zip(*(t.view(-1).split(COPIED) for t in tensors))
+    return [(*four, step.clone() if number else step) for number, four in enumerate(flat)]
 
 
 def count(steps, flags=None) -> None:
@@ -115,9 +153,3 @@ def count(steps, flags=None) -> None:
             step.add_((flag == 0).to(step))
     elif steps:
         torch._foreach_add_(steps, 1)
-
-
-def _like(tensor, pattern, dtype):
-    if tensor.dtype == dtype and tensor.stride() == pattern.stride():
-        return tensor
-    return torch.empty_like(pattern, dtype=dtype).copy_(tensor)
