@@ -562,6 +562,21 @@ def workspace_of(buckets, layouts, rows=None):
     return max(sum(nbytes for (_, owner), nbytes in taken.items() if owner == rank) for rank in buckets[0].ranks)
 
 
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2)], ids=str)
+@pytest.mark.parametrize("shapes", [GPT2, LLAMA], ids=["GPT-2", "Llama"])
+def test_copies_share_the_work(shapes, sizes, optimizer):
+    """HSDP: owners are all ranks, each with its part, and no matrix has two."""
+    layouts = layouts_on(sizes, [Replicate(), Shard(0)], shapes)
+    buckets, _ = timed_plan(layouts, 2 << 30)
+    pace, loads, seen = measured_pace(), Counter(), Counter()
+    for bucket in buckets:
+        for matrix, owner in zip(bucket.matrices, bucket.owners):
+            loads[owner] += pace(matrix.rows, matrix.cols)
+            seen[matrix.param] += 1
+    assert set(seen.values()) == {1} and len(seen) == len(shapes)
+    assert len(loads) == 8 and max(loads.values()) <= 1.05 * sum(loads.values()) / 8
+
+
 def timed_plan(layouts, rank_bytes, thrifty=False):
     """(the plan by measured times, when its last bucket is expected to be done, in ns)."""
     pace = measured_pace()
