@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import types
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -111,6 +114,20 @@ def test_another_order_of_names_is_told_where_shapes_are_equal(optimizer):
                                        {"shapes": [(8, 8)] * 3, "group": {"param_names": ["q", "k", "o"]}}):
         assert "Ranks [2] and ranks [0, 1, 3] differ in: parameters; the first is number 0, here " in messages[0]
         assert not moved
+
+
+def many(rank, world):
+    params, optimizer = build("fsdp", "Muon", [(8, 6), (6, 8)] * 20, split=40)
+    optimizer.step()
+
+
+def test_layouts_are_digested_once(optimizer, monkeypatch):
+    """Not for each parameter: 10,000 of them with 4096 boxes each took half a minute."""
+    layout, digested = part("layout"), []
+    counted = types.SimpleNamespace(sha256=lambda text: (digested.append(text), hashlib.sha256(text))[1])
+    monkeypatch.setattr(layout, "hashlib", counted)
+    run_threads(2, many)
+    assert len(digested) == 2 * 2
 
 
 def adamw_only(rank, world):
