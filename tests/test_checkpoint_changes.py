@@ -612,3 +612,19 @@ def test_a_state_of_normuon_is_none_of_muon(optimizer):
     params = [nn.Parameter(torch.randn(4, 4))]
     with pytest.raises(ValueError, match="was saved with beta2="):
         optimizer.Muon(params).load_state_dict(optimizer.NorMuon(params).state_dict())
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("lr", -1.0), ("lr", "1e-3"), ("momentum", 2.0), ("weight_decay", float("nan")), ("adjust_lr_fn", "none"),
+    ("ns_steps", 0)], ids=str)
+def test_wrong_numbers_are_refused_before_anything_is_changed(key, value, optimizer):
+    param = nn.Parameter(torch.ones(4, 6))
+    muon = optimizer.Muon([param], lr=0.1)
+    param.grad = torch.ones(4, 6)
+    muon.step()
+    saved, kept = muon.state_dict(), muon.state[param]["momentum_buffer"].clone()
+    saved = {**saved, "param_groups": [{**saved["param_groups"][0], key: value}]}
+    with pytest.raises(ValueError, match=key.partition("_")[0]):
+        muon.load_state_dict(saved)
+    assert muon.param_groups[0][key] != value and torch.equal(muon.state[param]["momentum_buffer"], kept)
+    muon.step()

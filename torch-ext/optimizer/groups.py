@@ -158,7 +158,7 @@ def check_group(group, extra_keys=()) -> None:
         raise ValueError("differentiable=True is not allowed: a step is not recorded by autograd; remove it")
     if not group["params"]:
         raise ValueError("a parameter group has no parameters; leave the group out")
-    _check_numbers(group)
+    check_numbers(group)
     for i, param in enumerate(group["params"]):
         check_param(param, name_of(group, i), group["use_muon"])
 
@@ -192,7 +192,7 @@ def check_together(groups, reduced) -> None:
                              "each")
 
 
-def _check_numbers(group) -> None:
+def check_numbers(group) -> None:
     """Raise ValueError for what is not allowed of a group's numbers and names."""
     for key in ("lr", "weight_decay"):
         _require(0 <= _number(group[key]) < math.inf, key, group[key], "a finite number >= 0")

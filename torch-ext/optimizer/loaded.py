@@ -9,7 +9,7 @@ import contextlib
 
 import torch
 
-from .groups import name_of
+from .groups import check_numbers, name_of
 from .layout import as_dtensor, is_by_rows, is_dtensor, local_of, place_like
 from .store import home_of, state_keys, state_shape
 
@@ -102,6 +102,7 @@ def _check_kind(number, group, saved) -> None:
         names = saved.get("param_names") or saved["params"]
         raise ValueError(f"parameter group {number} ({names[0]}, ...) is one of {kinds[theirs]} in the state dict, but "
                          f"of {kinds[ours]} here: build the groups in the order in which they were saved")
+    check_numbers({**group, **{key: saved[key] for key in saved if key in group}})
 
 
 def _restored(param, keys, state, options) -> dict:
