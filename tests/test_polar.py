@@ -380,9 +380,12 @@ def test_segments_between_restarts(polar, ns_steps, dtype, lengths):
     assert [len(segment) for segment in segments] == lengths and sum(segments, ()) == steps.triples
 
 
-def test_cubic_steps_need_no_restart(polar):
-    steps = polar.steps_of("cubic")
-    assert [[len(s) for s in steps.segments(dtype)] for dtype in (F16, F32, BF16)] == [[5], [5], [2, 2, 1]]
+def test_up_to_five_cubic_steps_need_no_restart(polar):
+    def lengths(steps):
+        return [[len(segment) for segment in steps.segments(dtype)] for dtype in (F16, F32, BF16)]
+
+    assert lengths(polar.steps_of("cubic")) == [[5], [5], [2, 2, 1]]
+    assert lengths(polar.steps_of((1.5, -0.5, 0.0), 12)) == [[4] * 3, [4] * 3, [2] * 6]
 
 
 # GPU

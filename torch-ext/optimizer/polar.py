@@ -19,6 +19,7 @@ Triple = tuple[float, float, float]
 REPEATED_LAST = (1.875, -1.25, 0.375)
 WIDE = torch.float32, torch.bfloat16, torch.float16  # dtypes of matrices
 LONGEST_SEGMENT = {torch.float32: 3, torch.float16: 3, torch.bfloat16: 2}  # steps of the Gram iteration per restart
+LONGEST_CUBIC = {torch.float32: 5, torch.float16: 5, torch.bfloat16: 2}  # the same where every c is 0: they grow slowly
 
 
 def _safe(triple: Triple, s: float) -> Triple:
@@ -78,12 +79,9 @@ class Steps:
     aol: bool = False
 
     def segments(self, dtype: torch.dtype = torch.float16) -> tuple[tuple[Triple, ...], ...]:
-        """Return the steps between restarts of the Gram iteration: few segments; of 5 steps in fp16, 3 and then 2.
-
-        Cubic steps (c = 0) grow slowly enough to need no restart, but for bf16.
-        """
-        cubic = dtype != torch.bfloat16 and not any(c for _, _, c in self.triples)
-        count = 1 if cubic else math.ceil(len(self.triples) / LONGEST_SEGMENT[dtype])
+        """Return the steps between restarts of the Gram iteration: few segments; of 5 steps in fp16, 3 and then 2."""
+        cubic = not any(c for _, _, c in self.triples)
+        count = math.ceil(len(self.triples) / (LONGEST_CUBIC if cubic else LONGEST_SEGMENT)[dtype])
         ends = [math.ceil(len(self.triples) * i / count) for i in range(count + 1)]
         return tuple(self.triples[first:last] for first, last in zip(ends, ends[1:]))
 
