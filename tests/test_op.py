@@ -1,10 +1,12 @@
 """`orthogonalize` as an operator: opaque to the compiler, right without data, capturable, without a gradient."""
 from __future__ import annotations
 
+import functools
 import warnings
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from tests.paths import quiet
 
@@ -90,6 +92,26 @@ def test_there_is_no_gradient_and_it_is_said(optimizer):
     assert not optimizer.orthogonalize(X.detach()).requires_grad
     with torch.no_grad():
         assert not optimizer.orthogonalize(X).requires_grad
+
+
+def test_there_is_no_forward_derivative_either(optimizer):
+    """The operator would give a tangent of zero."""
+    X = torch.randn(6, 20)
+    refused = functools.partial(pytest.raises, NotImplementedError, match="no forward-mode derivative")
+    with refused():
+        torch.func.jvp(optimizer.orthogonalize, (X,), (X,))
+    with refused():
+        torch.func.jacfwd(optimizer.orthogonalize)(X)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(X, X)
+        with refused():
+            optimizer.orthogonalize(dual)
+        assert torch.equal(optimizer.orthogonalize(forward_ad.unpack_dual(dual).primal), optimizer.orthogonalize(X))
+
+
+def test_vmap(optimizer):
+    X = torch.randn(3, 2, 6, 20)
+    torch.testing.assert_close(torch.func.vmap(optimizer.orthogonalize)(X), optimizer.orthogonalize(X))
 
 
 def test_the_operator_and_the_function_give_the_same(optimizer, part, device):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.autograd import forward_ad
 
 from . import polar
 from ._ops import add_op_namespace_prefix, ops
@@ -27,6 +28,13 @@ def _fake(X, triples, aol, eps, dtype):
 
 def _no_gradient(context, gradient):
     raise NotImplementedError("orthogonalize has no gradient; call it on X.detach() or under torch.no_grad()")
+
+
+def _check_tangent(X):
+    """The operator would drop a tangent, which is a zero derivative without a word; dynamo cannot look for one."""
+    if not torch.compiler.is_compiling() and forward_ad.unpack_dual(X).tangent is not None:
+        raise NotImplementedError("orthogonalize has no forward-mode derivative either (jvp, jacfwd, dual tensors); "
+                                  "call it on the primal")
 
 
 def _define() -> torch.library.Library | None:
@@ -52,9 +60,10 @@ def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_expr
     X (..., R, C) in fp32, bf16 or fp16, any strides; unchanged. With X = P S Q^T, the result is P p(S / ||X||) Q^T, p
     the composition of the set's polynomials. eps counts in units of the largest element, so the result does not
     depend on the scale of X. `dtype` is that of the iteration: fp16 on an accelerator, fp32 on a CPU unless chosen.
-    One operator under torch.compile, and capturable in a CUDA graph. There is no gradient: backward raises
-    NotImplementedError. ValueError names what is wrong with X or an option.
+    One operator under torch.compile, and capturable in a CUDA graph. There is no gradient: backward and
+    forward mode raise NotImplementedError. ValueError names what is wrong with X or an option.
     """
     polar.check(X, eps, dtype)
+    _check_tangent(X)
     steps = polar.steps_of(ns_coefficients, ns_steps)
     return _orthogonalize(X, [number for triple in steps.triples for number in triple], steps.aol, eps, dtype)
