@@ -5,6 +5,7 @@ import contextlib
 import gc
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -27,6 +28,8 @@ tiles = importlib.import_module(get_kernel("org/optimizer", version=1).__name__ 
 print(tiles.choose("gram", torch.float16, 64, 64, torch.device("cpu")))
 """
 ENTRY = {"op": "gram", "bytes": 2, "rows": 64, "columns": 64, "tile": [16, 16, 32], "group": 1, "stages": 2, "warps": 4}
+
+PINGPONG = ENTRY | {"loop": "pingpong", "tile": [128, 128, 64], "stages": 5}
 
 
 @pytest.fixture
@@ -69,13 +72,51 @@ def test_no_such_file(tmp_path):
     ({"entries": [ENTRY | {"tile": [48, 48, 32]}]}, "no power of two"),
     ({"entries": [ENTRY | {"tile": [16, 32, 32]}]}, "a symmetric result needs square tiles"),
     ({"entries": [ENTRY | {"loop": "twice"}]}, "loop is unknown"),
-    ({"entries": [ENTRY | {"warps": 0}]}, "no positive number"),
+    ({"entries": [ENTRY | {"group": 0}]}, "no positive whole number"),
+    ({"entries": [ENTRY | {"group": 0.5}]}, "no positive whole number"),
+    ({"entries": [ENTRY | {"stages": None}]}, "no positive whole number"),
+    ({"entries": [ENTRY | {"stages": True}]}, "no positive whole number"),
+    ({"entries": [ENTRY | {"warps": 3}]}, "warps is no power of two"),
+    ({"entries": [ENTRY | {"warps": 2.5}]}, "warps is no power of two"),
+    ({"entries": [ENTRY | {"warps": 64}]}, "warps is no power of two"),
+    ({"entries": [ENTRY | {"tile": [64, 64]}]}, "no power of two"),
+    ({"entries": [ENTRY | {"tile": ["64"] * 3}]}, "no power of two"),
+    ({"entries": [ENTRY | {"tile": 64}]}, "no power of two"),
+    ({"entries": [ENTRY | {"tile": [4096] * 3}]}, "too large for any GPU"),
+    ({"entries": [ENTRY | {"stages": 200}]}, "too large for any GPU"),
+    ({"entries": [ENTRY | {"op": ["gram"]}]}, "op is none of"),
+    ({"entries": [ENTRY | {"bytes": "2"}]}, "bytes is neither 2 nor 4"),
+    ({"entries": [ENTRY | {"rows": 0}]}, "neither four numbers"),
+    ({"entries": [ENTRY | {"columns": -1}]}, "neither four numbers"),
+    ({"entries": [ENTRY | {"rows": 10**400}]}, "neither four numbers"),
+    ({"entries": [ENTRY | {"us": ["a"] * 4}], "processors": 1}, "neither four numbers"),
+    ({"entries": [ENTRY | {"us": [math.nan] * 4}], "processors": 1}, "neither four numbers"),
+    ({"entries": [ENTRY | {"us": 4}], "processors": 1}, "neither four numbers"),
+    ({"entries": [ENTRY | {"us": [1] * 4}], "processors": 0}, "processors no positive whole number"),
+    ({"entries": {"a": 1}}, "entries is no list of objects"),
+    ({"entries": [1]}, "entries is no list of objects"),
+    ({"arch": 90}, "arch is no text"),
+    ({"arch": "sm80", "entries": [ENTRY | {"loop": "once"}]}, "TMA needs 2 bytes and sm90"),
+    ({"arch": "gfx942", "entries": [ENTRY | {"loop": "flat"}]}, "TMA needs 2 bytes and sm90"),
+    ({"arch": "sm90", "entries": [ENTRY | {"loop": "once", "bytes": 4}]}, "TMA needs 2 bytes and sm90"),
+    ({"arch": "sm90", "entries": [PINGPONG | {"bytes": 4}]}, "TMA needs 2 bytes and sm90"),
+    ({"arch": "sm100", "entries": [PINGPONG]}, "pingpong is for"),
+    ({"arch": "sm90", "entries": [PINGPONG | {"op": "product"}]}, "pingpong is for"),
+    ({"arch": "sm90", "entries": [PINGPONG | {"tile": [64, 64, 64]}]}, "pingpong is for"),
+    ({"arch": "sm90", "entries": [PINGPONG | {"warps": 8}]}, "pingpong is for"),
+    ({"arch": "sm90", "entries": [PINGPONG | {"stages": 6}]}, "pingpong is for"),
     ({"entries": [{k: v for k, v in ENTRY.items() if k != "rows"}]}, "neither four numbers"),
     ({"entries": [ENTRY, ENTRY | {"us": [1, 1, 1, 1]}], "processors": 1}, "which others of its kind have or lack"),
 ])
 def test_a_wrong_table_is_refused(tiles, changes, message):
     given = {key: value for key, value in (table() | changes).items() if value is not None}
     with pytest.raises(ValueError, match=f"mine.json: .*{message}"):
+        tiles.check_table(given, "mine.json")
+
+
+@pytest.mark.parametrize("given", [[1], None, "table", 7])
+def test_what_is_no_table_is_refused(tiles, given):
+    with pytest.raises(ValueError, match="mine.json: a table of tiles is an object of JSON"):
         tiles.check_table(given, "mine.json")
 
 

@@ -43,6 +43,7 @@ class Tile:
 
 # fit every GPU from 64 KiB of shared memory on
 DEFAULT, DEFAULT_FP32 = Tile(64, 64, 32, 8, 3, 4), Tile(32, 32, 32, 8, 2, 4)
+MOST_SHARED = 232448  # bytes: what a program has on the GPU with the most
 _forced: Tile | None = None
 
 
@@ -97,31 +98,68 @@ def table(arch: str) -> dict:
 
 
 def check_table(given: dict, name: str) -> None:
-    """Raise ValueError where a table lacks something, or holds an entry that no kernel takes."""
-    timed = {(e.get("op"), e.get("bytes"), "us" in e) for e in given.get("entries", ())}
-    needed = {"arch", "measured", "entries"} | ({"processors"} if any(us for *_, us in timed) else set())
-    missing = needed - set(given)
-    if missing:
-        raise ValueError(f"{name}: a table of tiles needs {', '.join(sorted(missing))}; see docs/kernels.md")
+    """Raise ValueError where a table is malformed or lacks something, or holds an entry that no kernel takes."""
+    if fault := _malformed(given):
+        raise ValueError(f"{name}: {fault}; see docs/kernels.md")
+    timed = [(e.get("op"), e.get("bytes"), "us" in e) for e in given["entries"]]
     for entry in given["entries"]:
         both = (entry.get("op"), entry.get("bytes"), "us" not in entry) in timed
-        if fault := "us, which others of its kind have or lack," if both else _fault(entry):
+        if fault := "us, which others of its kind have or lack," if both else _fault(entry, given["arch"]):
             raise ValueError(f"{name}: {fault} in the entry {entry}; see docs/kernels.md")
 
 
-def _fault(entry):
-    rows, columns, inner = tile = entry.get("tile", (0, 0, 0))
-    loop = entry.get("loop", "pointers")
-    wide = loop not in ("pointers", "pingpong") and columns == 2 * rows
+def _malformed(given):
+    if not isinstance(given, dict):
+        return "a table of tiles is an object of JSON"
+    entries = given.get("entries", [])
+    if not (isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)):
+        return "entries is no list of objects"
+    needed = {"arch", "measured", "entries"} | ({"processors"} if any("us" in entry for entry in entries) else set())
+    if missing := needed - set(given):
+        return f"a table of tiles needs {', '.join(sorted(missing))}"
+    if not (isinstance(given["arch"], str) and _whole(given.get("processors", 1))):
+        return "arch is no text, or processors no positive whole number"
+    return None
+
+
+def _whole(*numbers) -> bool:
+    return all(type(x) is int and 0 < x < 1 << 31 for x in numbers)  # True is no number
+
+
+def _power(*numbers) -> bool:
+    return _whole(*numbers) and all(x & (x - 1) == 0 for x in numbers)
+
+
+def _fault(entry, arch):
+    tile, us = (entry.get(key) if isinstance(entry.get(key), list) else [] for key in ("tile", "us"))
+    op, loop, warps = entry.get("op"), entry.get("loop", "pointers"), entry.get("warps")
     checks = {
-        'op is none of "gram", "symmetric", "product"': entry.get("op") in ("gram", "symmetric", "product"),
+        'op is none of "gram", "symmetric", "product"': op in ("gram", "symmetric", "product"),
         "bytes is neither 2 nor 4": entry.get("bytes") in (2, 4),
-        "a side of the tile is no power of two from 16 on": all(x >= 16 and x & (x - 1) == 0 for x in tile),
-        "a symmetric result needs square tiles": entry.get("op") == "product" or rows == columns or wide,
+        "a side of the tile is no power of two from 16 on": len(tile) == 3 and _power(*tile) and min(tile) >= 16,
         "loop is unknown": loop in ("pointers", "once", "turns", "flat", "pingpong"),
-        "group, stages or warps is no positive number": all(entry.get(k, 0) > 0 for k in ("group", "stages", "warps")),
+        "group or stages is no positive whole number": _whole(entry.get("group"), entry.get("stages")),
+        "warps is no power of two up to 32": _power(warps) and warps <= 32,
         "there are neither four numbers `us` nor `rows` and `columns`":
-            len(entry.get("us", ())) == 4 or {"rows", "columns"} <= set(entry),
+            len(us) == 4 and all(type(x) in (int, float) and abs(x) < 1e9 for x in us)
+            or "us" not in entry and _whole(entry.get("rows"), entry.get("columns")),
+    }
+    return next((fault for fault, right in checks.items() if not right), None) or _misfit(entry, arch, op, loop)
+
+
+def _misfit(entry, arch, op, loop):
+    """Say what no kernel takes of an entry whose fields are right one by one."""
+    (rows, columns, inner), stages = entry["tile"], entry["stages"]
+    wide = loop not in ("pointers", "pingpong") and columns == 2 * rows
+    tma = arch[:2] == "sm" and arch[2:].isdecimal() and int(arch[2:]) >= 90 and entry["bytes"] == 2
+    likes_pingpong = (arch, rows, columns, inner, entry["warps"]) == ("sm90", 128, 128, 64, 4) and op != "product"
+    checks = {
+        "a symmetric result needs square tiles": op == "product" or rows == columns or wide,
+        "TMA needs 2 bytes and sm90 or newer": loop == "pointers" or tma,
+        "pingpong is for symmetric results on sm90, tiles of 128 x 128 x 64, 4 warps and 3 to 5 stages":
+            loop != "pingpong" or likes_pingpong and tma and 3 <= stages <= 5,
+        "the tile is too large for any GPU":
+            rows * columns <= 1 << 16 and stages * inner * (rows + columns) * entry["bytes"] <= MOST_SHARED,
     }
     return next((fault for fault, right in checks.items() if not right), None)
 
