@@ -347,6 +347,15 @@ def test_triples(polar):
     ([], 5, "holds 0 triples"),
     (None, 5, "ns_coefficients is None; pass a name, a triple, or a sequence of triples"),
     (3.0, 5, "ns_coefficients is 3.0"),
+    (b"abc", 5, "ns_coefficients is b'abc'; pass a name, a triple, or a sequence of triples"),
+    ({1.0, 2.0, 3.0}, 5, "ns_coefficients is {.*}; pass a name"),
+    ({1.0: 0, 2.0: 0, 3.0: 0}, 5, "ns_coefficients is {.*}; pass a name"),
+    ([[[1, 2, 3]]], 1, "a triple is three finite numbers"),
+    ([{}], 1, "holds {}; a triple is three finite numbers"),
+    ([b"abc"], 1, "holds b'abc'; a triple is three finite numbers"),
+    ((10**400, 1, 1), 5, "a triple is three finite numbers"),
+    ((True, 1, 1), 5, "holds .True, 1, 1.; a triple is three finite numbers"),
+    ("jordan", [5], "ns_steps is .5.; pass a whole number"),
 ])
 def test_wrong_sets_raise(polar, coefficients, ns_steps, message):
     with pytest.raises(ValueError, match=message):
@@ -357,6 +366,18 @@ def test_wrong_sets_raise(polar, coefficients, ns_steps, message):
 def test_wrong_input_raises(polar, shape, dtype):
     with pytest.raises(ValueError, match="pass matrices"):
         polar.orthogonalize(torch.zeros(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("X", [None, [[1.0, 2.0]], 3.0, torch.zeros(2, 2).numpy()], ids=lambda X: type(X).__name__)
+def test_what_is_no_tensor_raises(polar, X):
+    with pytest.raises(ValueError, match="X is of type .*; pass a tensor"):
+        polar.orthogonalize(X)
+
+
+@pytest.mark.parametrize("eps", [True, "0", None, -1.0, math.nan, math.inf, 10**400], ids=lambda eps: str(eps)[:5])
+def test_wrong_eps_raises(polar, eps):
+    with pytest.raises(ValueError, match="eps=.* is not allowed: it must be a finite number >= 0"):
+        polar.orthogonalize(torch.zeros(2, 2), eps=eps)
 
 
 def test_cost_counts_the_cheaper_iteration(polar):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -93,15 +94,23 @@ def steps_of(ns_coefficients: str | Sequence, ns_steps: int = 5) -> Steps:
     """
     if not isinstance(ns_coefficients, str):
         ns_coefficients = _as_tuples(ns_coefficients)
-    make = _steps_of.__wrapped__ if torch.compiler.is_compiling() else _steps_of  # dynamo warns of a cache
-    return make(ns_coefficients, ns_steps)
+    if torch.compiler.is_compiling():  # dynamo warns of a cache
+        return _steps_of.__wrapped__(ns_coefficients, ns_steps)
+    try:
+        return _steps_of(ns_coefficients, ns_steps)
+    except TypeError:  # what a cache cannot hold is no number
+        return _steps_of.__wrapped__(ns_coefficients, ns_steps)
 
 
 def _as_tuples(numbers):
-    try:
-        return tuple(tuple(x) if isinstance(x, Sequence) else x for x in numbers)
-    except TypeError:
-        raise ValueError(f"ns_coefficients is {numbers!r}; pass a name, a triple, or a sequence of triples") from None
+    """Text and bytes are no sequences of numbers here, and a set has no order."""
+    if not _is_sequence(numbers):
+        raise ValueError(f"ns_coefficients is {numbers!r}; pass a name, a triple, or a sequence of triples")
+    return tuple(tuple(x) if _is_sequence(x) else x for x in numbers)
+
+
+def _is_sequence(x):
+    return isinstance(x, Sequence) and not isinstance(x, (str, bytes, bytearray))
 
 
 @functools.lru_cache(maxsize=None, typed=True)  # True is no number of steps
@@ -121,9 +130,13 @@ def _steps_of(ns_coefficients, ns_steps):
 
 
 def _check_triple(triple):
-    right = isinstance(triple, tuple) and len(triple) == 3 and all(isinstance(x, (int, float)) for x in triple)
-    if not (right and all(map(math.isfinite, triple))):
+    if not (isinstance(triple, tuple) and len(triple) == 3 and all(map(_is_number, triple))):
         raise ValueError(f"ns_coefficients holds {triple!r}; a triple is three finite numbers (a, b, c)")
+
+
+def _is_number(x):
+    """Whether x is a finite number; True is none."""
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
 
 
 def _named(name, ns_steps):
@@ -183,11 +196,13 @@ def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_expr
 
 def check(X: torch.Tensor, eps: float = 0.0, dtype: torch.dtype | None = None) -> None:
     """Raise ValueError where X is no tensor of matrices (..., R, C) in fp32, bf16 or fp16; for a wrong eps or dtype."""
+    if not isinstance(X, torch.Tensor):
+        raise ValueError(f"X is of type {type(X).__name__}; pass a tensor of matrices (..., R, C)")
     if X.dim() < 2 or X.dtype not in WIDE or X.layout != torch.strided:
         kind = "" if X.layout == torch.strided else f", {X.layout}"
         raise ValueError(f"X is {X.dtype} of shape {tuple(X.shape)}{kind}; pass matrices (..., R, C) in fp32, bf16 or "
                          "fp16, dense")
-    if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
+    if not _is_number(eps) or eps < 0:
         raise ValueError(f"eps={eps!r} is not allowed: it must be a finite number >= 0")
     if dtype not in (None, *WIDE):
         raise ValueError(f"dtype={dtype!r} is not allowed: it must be one of {WIDE}, or None")
