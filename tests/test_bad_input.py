@@ -134,11 +134,11 @@ def test_a_group_that_is_no_dict():
 
 OUT_OF_RANGE = [("lr", -1e-3), ("lr", math.nan), ("lr", math.inf), ("lr", torch.tensor(-1.0)),
                 ("weight_decay", -0.1), ("weight_decay", math.nan), ("weight_decay", math.inf),
-                ("eps", -1e-8), ("eps", math.nan)]
+                ("eps", -1e-8), ("eps", math.nan), ("eps", 10**400)]
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize(("key", "value"), OUT_OF_RANGE, ids=lambda x: str(x))
+@pytest.mark.parametrize(("key", "value"), OUT_OF_RANGE, ids=lambda x: str(x)[:20])
 def test_a_number_that_must_not_be_negative(key, value):
     refuse([f"{key}={value!r}", "finite", ">= 0"], [matrix()], **{key: value})
     refuse([f"{key}={value!r}", "finite", ">= 0"], [{"params": [matrix()], key: value}])

@@ -219,7 +219,7 @@ def _number(value) -> float:
     """The value of a number or of a tensor of one element; NaN for anything else, such as "1e-3" from a YAML file."""
     try:
         return math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         return math.nan
 
 
