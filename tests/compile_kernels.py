@@ -1,10 +1,13 @@
-"""Compile every Triton kernel for one architecture, without a GPU: `python -m tests.compile_kernels sm90`.
+"""Compile every Triton kernel for one architecture, without a GPU: `python -m tests.compile_kernels sm90 232448`.
 
-Prints one line of JSON per kernel: its name, its tile, and the shared memory that it takes.
+The number is the bytes of shared memory there. Prints a line of JSON per product, with its tile and the shared memory
+that it takes, and one for the rest: their shared memory, and how many bytes the cast reads at once (sm90).
 """
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import sys
 
 import triton
@@ -14,35 +17,47 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from tests.ranks import part
 
-TARGETS = {"sm80": ("cuda", 80, 32), "sm90": ("cuda", 90, 32), "sm100": ("cuda", 100, 32),
-           "gfx942": ("hip", "gfx942", 64)}
+TARGETS = {"sm80": ("cuda", 80, 32), "sm86": ("cuda", 86, 32), "sm90": ("cuda", 90, 32),
+           "sm100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
 ROW_MAJOR, COLUMN_MAJOR = ("i32", "i32", 1), ("i32", 1, "i32")
 TYPES = {"TYPE_0": triton.language.float32, "TYPE_1": triton.language.bfloat16, "TYPE_2": triton.language.float32}
 
 
 def compile_for(arch: str, kernel, arguments: dict, **options) -> int:
     """Compile; an argument is a type's name, or a constant (a text as constexpr). Return the bytes of shared memory."""
+    return compiled(arch, kernel, arguments, **options).metadata.shared
+
+
+def compiled(arch: str, kernel, arguments: dict, even: bool = True, **options):
+    """Compile as for a launch whose addresses are multiples of 16 and, if `even`, whose sizes and strides are, too.
+
+    Such a launch takes the most shared memory: what is read at once by a thread may be fetched ahead.
+    """
     function = kernel.make()
-    signature, constants, hints = {}, {}, {}
+    signature, constants, hints, sixteen = {}, {}, {}, [["tt.divisibility", 16]]
     for place, name in enumerate(function.arg_names):
-        value = arguments[name]
+        value, known = arguments[name], even and name not in kernel.numbers
         if isinstance(value, tuple):
             signature[name] = tuple(x if isinstance(x, str) else "constexpr" for x in value)
             constants |= {(place, i): x for i, x in enumerate(value) if not isinstance(x, str)}
+            hints |= {(place, i): sixteen for i, x in enumerate(value) if x == "i32" and known}
         elif isinstance(value, str):
             signature[name] = value
-            hints |= {(place,): [["tt.divisibility", 16]]} if value.startswith("*") else {}
+            hints |= {(place,): sixteen} if value.startswith("*") or value == "i32" and known else {}
         else:
             signature[name], constants[(place,)] = "constexpr", getattr(value, "value", value)
     kind = GluonASTSource if function.is_gluon() else ASTSource
     source = kind(fn=function, signature=signature, constexprs=constants, attrs=hints)
-    return triton.compile(source, target=GPUTarget(*TARGETS[arch]), options=options).metadata.shared
+    return triton.compile(source, target=GPUTarget(*TARGETS[arch]), options=options)
 
 
 def products(arch: str):
-    """Compile the product kernel once for each distinct use and tile of the table."""
+    """Compile the product kernel once for each distinct use and tile of the table, or for the default tiles."""
     tiles = part("kernels.tiles")
-    uses = {(e["op"], e["bytes"], *e["tile"], e.get("loop")): e for e in tiles.table(arch)["entries"]}
+    usual = [dict(op=op, bytes=size, tile=(t.rows, t.columns, t.inner), group=t.group, stages=t.stages, warps=t.warps)
+             for size, t in ((2, tiles.DEFAULT), (4, tiles.DEFAULT_FP32)) for op in ("gram", "symmetric", "product")]
+    entries = tiles.table(arch)["entries"] or usual
+    uses = {(e["op"], e["bytes"], *e["tile"], e.get("loop")): e for e in entries}
     for entry in uses.values():
         yield entry, (by_pointers if entry.get("loop", "pointers") == "pointers" else by_tma)(arch, entry)
     by_pointers(arch, dict(entry, bytes=4), sizes=(1, 1, 1), EVEN=False)
@@ -81,10 +96,9 @@ def by_tma(arch: str, entry: dict) -> int:
                        num_stages=entry["stages"], num_warps=entry["warps"])
 
 
-def others(arch: str):
+def others(arch: str, shared: int):
     """Compile the kernels of everything that is not a product."""
-    pack, update, rows, norm, on_chip, aol = (
-        part(f"kernels.{name}") for name in "pack update rows norm on_chip aol".split())
+    pack, update, rows, norm, aol = (part(f"kernels.{name}") for name in "pack update rows norm aol".split())
     table = dict(records="*i64", blocks="*i64", FIELDS=12, BLOCK=4096, ALIGNED=True, **TYPES)
     for skips in (False, True):
         skip = dict(table, flags="*fp32" if skips else "*i64", places="*i64", SKIPS=skips)
@@ -94,7 +108,7 @@ def others(arch: str):
         yield compile_for(arch, update._update_kernel, dict(skip, scales="*fp32", factors="*fp32"))
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
                  span="i32", u_strides=ROW_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR, ROWS=4,
-                 WIDE=True, EVEN=8, STRAIGHT=True)
+                 WIDE=True, EVEN=16, STRAIGHT=True)
     floats = dict(V="*fp32", squares="*fp32", factors="*fp32", sums="*fp32", beta2="fp32", rest="fp32")
     for kernel in (rows._moments_kernel, rows._norms_kernel, rows._scale_kernel, norm._sums_kernel, norm._cast_kernel):
         yield compile_for(arch, kernel, dict(sizes, **floats, U="*bf16", X="*fp16"))
@@ -105,18 +119,39 @@ def others(arch: str):
                    strides=ROW_MAJOR, u_strides=COLUMN_MAJOR, y_strides=ROW_MAJOR, BLOCK=512, TILE=64)
     for kernel in (aol._lengths_kernel, aol._cast_kernel, aol._scales_kernel, aol._scale_kernel):
         yield compile_for(arch, kernel, lengths)
-    for block in (64, 128):
-        arguments = dict(
-            U="*bf16", X="*fp16", out="*bf16", u_strides=ROW_MAJOR, x_strides=ROW_MAJOR, out_strides=ROW_MAJOR,
-            triples=("fp32",) * 15, n="i32", m="i32", eps="fp32", WIDE=True, STEPS=5, FIRSTS=0b101001,
-            BLOCK=block, CHUNK=128, DTYPE=triton.language.float16)
-        for kernel in (on_chip._standard_kernel, on_chip._gram_kernel):
-            yield compile_for(arch, kernel, arguments, num_warps=block // 16)
-        squares = dict(A="*fp16", Q="*fp16", a_strides=ROW_MAJOR, q_strides=ROW_MAJOR)
-        yield compile_for(arch, on_chip._segment_kernel, arguments | squares, num_warps=block // 16)
+    for side, U in itertools.product((64, 128), ("*bf16", "*fp32")):
+        yield from small(arch, shared, side, U)
+
+
+def small(arch: str, shared: int, side: int, U: str):
+    """Compile the kernels of matrices with a short side of at most `side` as they are launched with so much memory."""
+    on_chip, size = part("kernels.on_chip"), 2 if U == "*bf16" else 4
+    arguments = dict(
+        U=U, X="*fp16", out=U, u_strides=ROW_MAJOR, x_strides=ROW_MAJOR, out_strides=ROW_MAJOR, A="*fp16", Q="*fp16",
+        a_strides=ROW_MAJOR, q_strides=ROW_MAJOR, triples=("fp32",) * 15, n="i32", m="i32", eps="fp32", WIDE=True,
+        STEPS=5, FIRSTS=0b101001, BLOCK=side, DTYPE=triton.language.float16)
+    yield compile_for(arch, on_chip._segment_kernel, arguments, num_warps=side // 16)
+    standard, gram = on_chip._standard_kernel, on_chip._gram_kernel
+    for kernel, chunk in ((standard, side), (standard, 128), (gram, 128)):
+        stages, options = on_chip.depth(shared, side * chunk, size)
+        constants = dict(CHUNK=chunk, STAGES=stages)
+        yield compile_for(arch, kernel, arguments | constants, num_warps=side // 16, **options)
+
+
+def cast_bytes(even: int) -> int:
+    """Return how many bytes a thread of `norm._cast_kernel` reads of bf16 at once on sm90, where `even` divides."""
+    arguments = dict(
+        U="*bf16", X="*fp16", sums="*fp32", parts="i32", R="i32", C="i32", u_strides=ROW_MAJOR, x_strides=ROW_MAJOR,
+        eps="fp32", BLOCK=64, TILE=64, EVEN=even, STRAIGHT=True)
+    ptx = compiled("sm90", part("kernels.norm")._cast_kernel, arguments, even=even == 16, num_warps=8).asm["ptx"]
+    sizes = [int(bits) // 8 * int(count or 1) for count, bits in re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", ptx)]
+    return max(sizes)
 
 
 if __name__ == "__main__":
-    for entry, shared in products(sys.argv[1]):
-        print(json.dumps({**entry, "shared_bytes": shared}))
-    print(json.dumps({"others": len(list(others(sys.argv[1])))}))
+    for entry, taken in products(sys.argv[1]):
+        print(json.dumps({**entry, "shared_bytes": taken}))
+    rest = {"others": list(others(sys.argv[1], int(sys.argv[2])))}
+    if sys.argv[1] == "sm90":
+        rest["cast_bytes"] = {even: cast_bytes(even) for even in (1, 4, 8, 16)}
+    print(json.dumps(rest))

@@ -24,7 +24,8 @@ def gram(X: torch.Tensor, steps, dtype: torch.dtype) -> torch.Tensor:
         R, Q = _rounded(X @ X.mT, dtype), None
         for number, (a, b, c) in enumerate(segment, start=1):
             Z = _rounded(b * R + c * (R @ R), dtype)
-            Q = _rounded(Z + a * torch.eye(len(R), device=R.device), dtype) if Q is None else _rounded(a * Q + Q @ Z, dtype)
+            one = torch.eye(len(R), device=R.device)
+            Q = _rounded(Z + a * one if Q is None else a * Q + Q @ Z, dtype)
             if number < len(segment):
                 RZ = _rounded(a * R + R @ Z, dtype)
                 R = _rounded(a * RZ + Z @ RZ, dtype)

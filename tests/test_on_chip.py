@@ -1,6 +1,8 @@
 """What follows a Gram matrix in one program: `polar` as a whole is tested in test_polar.py."""
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -50,3 +52,30 @@ def test_who_goes_through_it(on_chip, device, monkeypatch):
     assert not on_chip.follows(torch.zeros(1, 8, 8, device=device))
     monkeypatch.setenv("OPTIMIZER_KERNELS", "torch")
     assert not on_chip.follows(gram_matrices(1, 8, device))
+
+
+def test_how_far_ahead_by_the_shared_memory(on_chip):
+    """H200, A100 in bf16 and in fp32, RTX 4090, and a GPU with less than either way takes."""
+    far, near = (4, {}), (1, {"num_stages": 1})
+    expected = {(232448, 4): far, (166912, 2): far, (166912, 4): near, (101376, 2): near, (49152, 2): None}
+    assert {key: on_chip.depth(key[0], 128 * 128, key[1]) for key in expected} == expected
+
+
+def test_matrices_that_do_not_fit_the_chip_take_products(on_chip, part, device, monkeypatch):
+    polar = part("polar")
+    monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
+    X = torch.randn(2, 70, 70, device=device)
+    usual = polar.orthogonalize(X, dtype=torch.float16)
+    assert on_chip.fits(X, torch.float16)
+    monkeypatch.setattr(on_chip, "shared_bytes", lambda kind, index: 49152)
+    monkeypatch.setattr(on_chip, "polar", None)
+    assert on_chip.fits(X[:, :64, :64], torch.float16) and not on_chip.fits(X, torch.float16)
+    assert (polar.orthogonalize(X, dtype=torch.float16) - usual).norm() < 5e-3 * usual.norm()
+
+
+def test_the_shared_memory_of_a_device(on_chip, monkeypatch):
+    """Not every torch knows it."""
+    for properties, expected in (({"shared_memory_per_block_optin": 101376}, 101376), ({}, 65536)):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, p=properties: SimpleNamespace(**p))
+        assert on_chip.shared_bytes.__wrapped__("cuda", 0) == expected
+    assert on_chip.shared_bytes("cpu", None) == 65536

@@ -37,7 +37,7 @@ def unit_norm(U: torch.Tensor, X: torch.Tensor, eps: float, scratch: torch.Tenso
     sums = _room_for_sums(scratch, N, parts, U.device)
     key, wide = look(U, X), U.dtype != torch.float16
     even, straight = _common_power(R, C, U, X), X.stride(2) == 1
-    _sums_kernel.launch(N * parts, key, U, sums, parts, span, R, C, U.stride(), wide, rows, block, even, num_warps=4)
+    _sums_kernel.launch(N * parts, key, U, sums, parts, span, R, C, U.stride(), wide, rows, block, num_warps=4)
     _cast_kernel.launch(
         N * -(-R // TILE) * -(-C // TILE), key, U, X, sums, parts, R, C, U.stride(), X.stride(), eps,
         1 << (parts - 1).bit_length(), TILE, even, straight, num_warps=8)
@@ -71,16 +71,16 @@ def unit_norm_torch(U, X, eps):
 
 
 @jit.alike("parts", "span")
-def _sums_kernel(U, sums, parts, span, R, C, strides, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-                 EVEN: tl.constexpr):
+def _sums_kernel(U, sums, parts, span, R, C, strides, WIDE: tl.constexpr, ROWS: tl.constexpr,
+                 BLOCK: tl.constexpr):
     """`span` rows per program: the largest magnitude, and the sum of squares in one of three units, to sums (N, 4,
     parts). The units keep squares from overflow and loss (WIDE: where the dtype has such numbers); it is the idea of
     J. L. Blue, ACM Trans. Math. Softw. 4, 1978, with one unit for all that a program reads.
     """
     part = tl.program_id(0) % parts
     matrix = (tl.program_id(0) // parts).to(tl.int64)
-    start = U + matrix * _even(strides[0], EVEN)
-    largest, unit, squares = squares_of(start, part * span, part * span + span, R, C, strides, WIDE, ROWS, BLOCK, EVEN)
+    start = U + matrix * strides[0]
+    largest, unit, squares = squares_of(start, part * span, part * span + span, R, C, strides, WIDE, ROWS, BLOCK, 4)
     at = sums + matrix * 4 * parts + part
     tl.store(at, largest)
     tl.store(at + parts, tl.where(unit > 1, squares, 0.0))
@@ -90,27 +90,27 @@ def _sums_kernel(U, sums, parts, span, R, C, strides, WIDE: tl.constexpr, ROWS: 
 
 @jit
 def squares_of(start, first, end, R, C, strides, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-               EVEN: tl.constexpr):
+               STAGES: tl.constexpr):
     """Return the largest magnitude in rows from `first` to `end`, a unit, and the sum of squares in that unit."""
-    largest, squares = _sum(start, first, end, R, C, strides, 1.0, ROWS, BLOCK, EVEN)
+    largest, squares = _sum(start, first, end, R, C, strides, 1.0, ROWS, BLOCK, STAGES)
     unit = _unit_of(largest)
     if WIDE and unit != 1.0:
-        _, squares = _sum(start, first, end, R, C, strides, unit, ROWS, BLOCK, EVEN)
+        _, squares = _sum(start, first, end, R, C, strides, unit, ROWS, BLOCK, STAGES)
     return largest, unit, squares
 
 
 @jit
 def _sum(start, first, end, R, C, strides, unit, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-         EVEN: tl.constexpr):
+         STAGES: tl.constexpr):
     """Return the largest magnitude in rows from `first` to `end`, and the sum of squares times the unit's square."""
     largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     squares = largest
     across = tl.cdiv(C, BLOCK)
-    for turn in tl.range(0, (end - first) // ROWS * across, num_stages=4):
+    for turn in tl.range(0, (end - first) // ROWS * across, num_stages=STAGES):
         row = first + turn // across * ROWS + tl.arange(0, ROWS)[:, None]
         column = turn % across * BLOCK + tl.arange(0, BLOCK)[None, :]
-        at = start + row.to(tl.int64) * _even(strides[1], EVEN) + column.to(tl.int64) * strides[2]
-        u = tl.load(at, mask=(row < R) & (column < _even(C, EVEN)), other=0.0).to(tl.float32)
+        at = start + row.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
+        u = tl.load(at, mask=(row < R) & (column < C), other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(u))
         squares += (u * unit) * (u * unit)
     return tl.max(largest), tl.sum(squares)
@@ -118,8 +118,8 @@ def _sum(start, first, end, R, C, strides, unit, ROWS: tl.constexpr, BLOCK: tl.c
 
 @jit
 def _even(number, EVEN: tl.constexpr):
-    """Tell the compiler that EVEN divides a number; of itself it only looks for multiples of 16."""
-    return number if EVEN == 1 else tl.multiple_of(number, EVEN)
+    """Tell the compiler that EVEN divides a number: it finds multiples of 16, and ignores tl.multiple_of here."""
+    return number if EVEN == 1 or EVEN == 16 else number // EVEN * EVEN
 
 
 @jit

@@ -2,10 +2,12 @@
 Of a matrix that is small on one side only, what follows its Gram matrix.
 
 Decides: which matrices are small, and that those whose long side fits too take the standard iteration, others the Gram
-iteration. Restarts are those of iteration.py; addends are not rounded on the way. Must not know: what the coefficients
-mean.
+iteration; how far ahead they are fetched, by the shared memory. Restarts are those of iteration.py; addends are not
+rounded on the way. Must not know: what the coefficients mean.
 """
 from __future__ import annotations
+
+import functools
 
 import torch
 
@@ -18,7 +20,31 @@ LARGEST, MOST = 128, 1 << 16  # short side, elements; one processor reads a larg
 
 def fits(U: torch.Tensor, dtype: torch.dtype) -> bool:
     """Say whether matrices U (N, n, m), n <= m, to be iterated in `dtype`, go through `polar`."""
-    return use_triton(U.device) and dtype.itemsize == 2 and U.shape[1] <= LARGEST and U.shape[1] * U.shape[2] <= MOST
+    small = dtype.itemsize == 2 and U.shape[1] <= LARGEST and U.shape[1] * U.shape[2] <= MOST
+    return small and use_triton(U.device) and _launch_of(U) is not None
+
+
+def _launch_of(U):
+    """((BLOCK, CHUNK, STAGES), options of the launch) for matrices U, or None where their tiles do not fit the chip."""
+    block, chunk = 64 if U.shape[1] <= 64 else 128, 64 if U.shape[2] <= 64 else 128
+    found = depth(shared_bytes(U.device.type, U.device.index), block * chunk, U.element_size())
+    return found and ((block, chunk, found[0]), {"num_warps": block // 16} | found[1])
+
+
+def depth(shared: int, elements: int, itemsize: int) -> tuple | None:
+    """Return how far ahead tiles of so many elements are fetched, given the bytes of shared memory: stages of the sum
+    of squares, and options of the launch. What they take was seen in compiled kernels (tests/test_tiles.py).
+    """
+    if shared >= max(3 * itemsize, 8) * elements:
+        return 4, {}
+    return (1, {"num_stages": 1}) if shared >= 4 * elements else None
+
+
+@functools.cache
+def shared_bytes(kind: str, index: int | None) -> int:
+    """Return the bytes of shared memory that a program may have; 64 KiB where the driver does not say."""
+    device = torch.cuda.get_device_properties(index) if kind == "cuda" else None
+    return getattr(device, "shared_memory_per_block_optin", 1 << 16)
 
 
 def polar(U: torch.Tensor, out: torch.Tensor, segments, eps: float, dtype: torch.dtype) -> None:
@@ -32,16 +58,16 @@ def polar(U: torch.Tensor, out: torch.Tensor, segments, eps: float, dtype: torch
         firsts |= 1 << steps
         steps += len(segment)
     triples = tuple(float(x) for segment in segments for triple in segment for x in triple)
-    block, chunk = 64 if n <= 64 else 128, 64 if m <= 64 else 128
+    (block, chunk, stages), options = _launch_of(U)
     key = (steps, firsts, *look(U, out))
-    numbers, constants = (triples, n, m, eps, U.dtype != torch.float16, steps), (block, chunk)
+    numbers, constants = (triples, n, m, eps, U.dtype != torch.float16, steps), (block, chunk, stages)
     if m <= chunk:
         _standard_kernel.launch(N, (dtype, *key), U, out, U.stride(), out.stride(), *numbers, *constants,
-                                typed(dtype), num_warps=block // 16)
+                                typed(dtype), **options)
     else:
         X = torch.empty((N, n, -(-m // chunk) * chunk), dtype=dtype, device=U.device)
         _gram_kernel.launch(N, (dtype, *key), U, X, out, U.stride(), X.stride(), out.stride(), *numbers,
-                            firsts | 1 << steps, *constants, num_warps=block // 16)
+                            firsts | 1 << steps, *constants, **options)
 
 
 def follows(A: torch.Tensor) -> bool:
@@ -62,13 +88,14 @@ def follow(A: torch.Tensor, Q: torch.Tensor, segment) -> None:
 
 @jit
 def _standard_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: tl.constexpr,
-                     STEPS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr):
+                     STEPS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+                     DTYPE: tl.constexpr):
     """One matrix of at most CHUNK columns per program: X <- P X, with P = a I + b A + c A^2 and A = X X^T."""
     matrix = tl.program_id(0).to(tl.int64)
     row, column = tl.arange(0, BLOCK).to(tl.int64)[:, None], tl.arange(0, CHUNK).to(tl.int64)[None, :]
     inside = (row < n) & (column < m)
     u_at = U + matrix * u_strides[0] + row * u_strides[1]
-    unit, norm = _factors(U + matrix * u_strides[0], n, m, u_strides, eps, WIDE, BLOCK, CHUNK)
+    unit, norm = _factors(U + matrix * u_strides[0], n, m, u_strides, eps, WIDE, BLOCK, CHUNK, STAGES)
     u = tl.load(u_at + column * u_strides[2], mask=inside, other=0.0)
     X = (u.to(tl.float32) * unit / norm).to(DTYPE)
     for step in tl.static_range(STEPS):
@@ -83,14 +110,15 @@ def _standard_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: t
 
 @jit
 def _gram_kernel(U, X, out, u_strides, x_strides, out_strides, triples, n, m, eps, WIDE: tl.constexpr,
-                 STEPS: tl.constexpr, FIRSTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+                 STEPS: tl.constexpr, FIRSTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+                 STAGES: tl.constexpr):
     """One matrix per program. FIRSTS: bit s says that step s begins a segment, or is one after the last."""
     matrix = tl.program_id(0).to(tl.int64)
     row, column = tl.arange(0, BLOCK).to(tl.int64)[:, None], tl.arange(0, CHUNK).to(tl.int64)[None, :]
     u_at = U + matrix * u_strides[0] + row * u_strides[1]
     x_at = X + matrix * x_strides[0] + row * x_strides[1] + column
     out_at = out + matrix * out_strides[0] + row * out_strides[1]
-    unit, norm = _factors(U + matrix * u_strides[0], n, m, u_strides, eps, WIDE, BLOCK, CHUNK)
+    unit, norm = _factors(U + matrix * u_strides[0], n, m, u_strides, eps, WIDE, BLOCK, CHUNK, STAGES)
     sums = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     for k in range(0, m, CHUNK):
         inside = (row < n) & (k + column < m)
@@ -166,9 +194,10 @@ def _finish(Q, x_at, out_at, stride, n, m, BLOCK: tl.constexpr, CHUNK: tl.conste
 
 
 @jit
-def _factors(start, n, m, strides, eps, WIDE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def _factors(start, n, m, strides, eps, WIDE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+             STAGES: tl.constexpr):
     """Return the power of two by which a matrix is multiplied, and then the number by which it is divided."""
-    largest, unit, squares = squares_of(start, 0, BLOCK, n, m, strides, WIDE, BLOCK, CHUNK, 1)
+    largest, unit, squares = squares_of(start, 0, BLOCK, n, m, strides, WIDE, BLOCK, CHUNK, STAGES)
     norm = tl.sqrt(squares) + eps * (largest * unit)
     return unit, tl.where(norm == 0, 1.0, norm)
 
