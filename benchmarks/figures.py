@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 from pathlib import Path
 
 import matplotlib
@@ -16,8 +17,13 @@ def arguments(description: str, writer: str):
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", help=f"what {writer} wrote")
     parser.add_argument("--out", default=".", help="folder for the figures")
-    parser.add_argument("--gpu", default=None, help="rows of this GPU (default: that of the last row)")
+    parser.add_argument("--gpu", default=None, help="rows of this GPU (default: that of most rows)")
     return parser.parse_args()
+
+
+def usual_gpu(rows) -> str:
+    """The GPU of most rows."""
+    return statistics.mode(row["gpu"] for row in rows)
 
 
 def write(out: str, figures: dict, *rows) -> None:

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import csv
 
-from figures import arguments, write
+from figures import arguments, usual_gpu, write
 
+CUBLAS = "cuBLAS, n x n x n"
 COLOURS = {"ours": "tab:red", "ours turbo": "tab:orange", "ours cubic": "tab:pink", "gns": "tab:blue",
-           "torch.compile": "tab:gray", "dion": "tab:green",
-           "cublas": "black", "quack": "tab:purple"}
+           "torch.compile": "tab:gray", "dion": "tab:green", CUBLAS: "black"}
 
 
 def main() -> None:
     options = arguments(__doc__, "polar.py")
     with open(options.csv, newline="") as file:
         rows = list(csv.DictReader(file))
-    gpu = options.gpu or rows[-1]["gpu"]
+    gpu = options.gpu or usual_gpu(rows)
     rows = [row for row in rows if row["gpu"] == gpu]
     write(options.out, {"time": times, "roofline": roofline, "spectra": spectra}, rows, gpu)
 
@@ -50,13 +50,13 @@ def roofline(axes, rows, gpu) -> bool:
     rates = {}
     for row in rows:
         if timed(row) and row["algorithm"] != "product":
-            name = "cuBLAS, n x n x n" if row["algorithm"] == "matmul" else row["implementation"]
+            name = CUBLAS if row["algorithm"] == "matmul" else row["implementation"]
             rates.setdefault(name, {})[shape(row)] = float(row["tflops_needed"])
     for name, found in rates.items():
-        style = "k--" if name.startswith("cuBLAS") else "o"
+        style = "--" if name == CUBLAS else "o"
         points = sorted((min(s[1:]), rate) for s, rate in found.items())
         axes.plot(*zip(*points), style, markersize=4, label=name, color=COLOURS.get(name))
-        if style == "k--":
+        if name == CUBLAS:
             axes.axhline(0.8 * points[-1][1], color="black", linewidth=0.5, label="80 % of its last")
     axes.set_xscale("log", base=2)
     axes.set(xlabel="short side", ylabel="TFLOP/s of what is needed", title=f"orthogonalize, bf16, {gpu}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 
-from figures import arguments, write
+from figures import arguments, usual_gpu, write
 
 KEY = ("ranks", "mode", "model", "implementation", "optimizer", "run", "layers")
 
@@ -25,7 +25,7 @@ def read(path, gpu=None) -> list[dict]:
     """The last row of each kind of step on one GPU, numbers as such."""
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
-    newest = {tuple(row[key] for key in KEY): row for row in rows if row["gpu"] == (gpu or rows[-1]["gpu"])}
+    newest = {tuple(row[key] for key in KEY): row for row in rows if row["gpu"] == (gpu or usual_gpu(rows))}
     times = ("median_ms", "floor_ms", "host_ms")
     return [{**row, "ranks": int(row["ranks"]), **{key: float(row[key]) for key in times}} for row in newest.values()]
 

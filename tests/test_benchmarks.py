@@ -54,6 +54,20 @@ def test_from_measurement_to_figures(tmp_path):
     assert {p.name for p in (tmp_path / "figures").iterdir()} == {"time.png", "roofline.png", "spectra.png"}
 
 
+def test_figures_of_the_usual_gpu_with_a_colour_for_each_line(monkeypatch):
+    """cuBLAS was drawn as GNS is, and a few last rows of another GPU were all that was drawn."""
+    plot = load("plot", monkeypatch)
+    figures = importlib.import_module("figures")
+    row = {"median_ms": "1", "run": "graph", "n": "1", "rows": "64", "cols": "64", "tflops_needed": "1", "spectrum": ""}
+    rows = [row | {"gpu": gpu, "implementation": name, "algorithm": "matmul" if name == "cublas" else "gram"}
+            for gpu, name in (("A", "ours"), ("A", "gns"), ("A", "cublas"), ("B", "ours"))]
+    assert figures.usual_gpu(rows) == "A"
+    _, axes = figures.plt.subplots()
+    assert plot.roofline(axes, rows[:3], "A")
+    colours = {line.get_label(): line.get_color() for line in axes.lines}
+    assert colours[plot.CUBLAS] == "black" and {colours[name] for name in ("ours", "gns")} == {"tab:red", "tab:blue"}
+
+
 def test_first_calls_by_a_cold_and_a_warm_cache(tmp_path):
     out = tmp_path / "first.csv"
     run("first_call.py", "--divide", 64, "--commit", "abc", "--out", out)
