@@ -4,8 +4,10 @@ from __future__ import annotations
 import csv
 import importlib
 import importlib.util
+import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +127,21 @@ def test_every_workload_of_the_kernels_benchmark_verifies(optimizer, device, mon
         assert torch.allclose(made.out, expected, atol=1e-2)
         for factor in (0.0, 0.9):
             assert not torch.allclose(made.out * factor, expected, atol=1e-2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("kernels.cli") is None, reason="this kernels has no command line")
+def test_kernels_benchmark_runs_and_verifies_every_workload(tmp_path):
+    """The command itself, as `make bench` has it, on a build and a copy of the script."""
+    make_build = [sys.executable, FOLDER.parent / "tools" / "make_build.py", "--out", tmp_path / "build"]
+    subprocess.run(make_build, check=True, capture_output=True)
+    (tmp_path / "benchmarks").mkdir()
+    shutil.copy(FOLDER / "benchmark.py", tmp_path / "benchmarks")
+    command = "from kernels.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", command, "benchmark", ".", "--iterations", "2", "--warmup", "1",
+                           "--output", "found.json"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())["results"]
+    assert len(found) == 5 and all(workload["verified"] is True for workload in found), found
 
 
 @pytest.mark.gpu
