@@ -34,16 +34,21 @@ def path(request, monkeypatch):
     return take(request.param, monkeypatch)
 
 
-def exact(X, steps):
-    """Apply the set's polynomials to the singular values in fp64: what the iteration computes, by definition."""
+def scaled(X, steps):
+    """What the polynomials are applied to, of X with the short side first, in fp64."""
     X = X.double()
-    if X.shape[-2] > X.shape[-1]:
-        return exact(X.mT, steps).mT
     X = X / torch.linalg.matrix_norm(X, keepdim=True)
     if steps.aol:
         sums = (X @ X.mT).abs().sum(dim=-1, keepdim=True)
         X = X / torch.where(sums > 0, sums, 1.0).sqrt()
-    left, S, right = torch.linalg.svd(X, full_matrices=False)
+    return X
+
+
+def exact(X, steps):
+    """Apply the set's polynomials to the singular values in fp64: what the iteration computes, by definition."""
+    if X.shape[-2] > X.shape[-1]:
+        return exact(X.mT, steps).mT
+    left, S, right = torch.linalg.svd(scaled(X, steps), full_matrices=False)
     for a, b, c in steps.triples:
         S = a * S + b * S**3 + c * S**5
     return (left * S.unsqueeze(-2)) @ right
