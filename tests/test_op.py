@@ -132,18 +132,19 @@ def test_wrong_arguments_raise(optimizer, X, options, message):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["polar_express", "turbo", "cubic"])
 @pytest.mark.parametrize("shape", [(12, 768, 768), (2, 768, 3072), (1, 3072, 768), (8, 64, 128), (2, 50, 70)], ids=str)
-def test_a_cuda_graph_replays_it(optimizer, shape):
+def test_a_cuda_graph_replays_it(optimizer, shape, name):
     X = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    optimizer.orthogonalize(X)
+    optimizer.orthogonalize(X, name)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        O = optimizer.orthogonalize(X)
+        O = optimizer.orthogonalize(X, name)
     for _ in range(2):
         X.normal_()
         graph.replay()
-        assert torch.equal(O, optimizer.orthogonalize(X))
+        assert torch.equal(O, optimizer.orthogonalize(X, name))
 
 
 @pytest.mark.gpu

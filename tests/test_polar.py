@@ -292,6 +292,17 @@ def test_bits_do_not_depend_on_other_stacks(polar, device, name, dtype):
     assert all(torch.equal(a, b) for a, b in zip(alone, stacks))
 
 
+@pytest.mark.parametrize("name", ["polar_express", "turbo", "cubic"])
+@pytest.mark.parametrize("x_dtype", [F32, BF16], ids=str)
+def test_bits_do_not_depend_on_other_stacks_off_the_chip(polar, device, name, x_dtype):
+    """The same of a short side of 256; matrices in other memory, the last of a larger stack, too."""
+    shapes = [(1, 256, 512), (2, 512, 256), (1, 256, 256), (1, 256, 300), (1, 301, 256), (3, 256, 512)]
+    stacks, steps = [torch.randn(shape, device=device).to(x_dtype) for shape in shapes], polar.steps_of(name)
+    alone = [torch.cat([polar.orthogonalize(X[None].clone(), name, dtype=F16) for X in stack]) for stack in stacks]
+    polar.orthogonalize_(stacks, steps, 1e-7, F16)
+    assert all(torch.equal(a, b) for a, b in zip(alone, stacks))
+
+
 # Sets
 
 
@@ -452,3 +463,34 @@ def test_no_host_synchronisation(polar):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(result, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["polar_express", "turbo", "cubic"])
+@pytest.mark.parametrize("shape", [(2, 100, 100), (2, 128, 512), (4, 768, 3072), (1, 1000, 3000)], ids=str)
+def test_a_second_call_allocates_the_output_and_the_workspaces_only(polar, name, shape):
+    """In bytes that were ever allocated: nothing of X's size besides, in fp32 least of all."""
+    def allocated():
+        return torch.cuda.memory_stats()["allocated_bytes.all.allocated"]
+
+    X = torch.randn(shape, device="cuda", dtype=BF16)
+    steps, (N, n, m) = polar.steps_of(name), shape
+    polar.orthogonalize(X, name)
+    before = allocated()
+    O = polar.orthogonalize(X, name)
+    own = O.numel() * O.element_size() + N * sum(polar.scratch(n, m, steps, 2)[1:])
+    assert allocated() - before <= own + (64 << 10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["polar_express", "turbo", "cubic"])
+def test_the_number_of_allocations_of_a_second_call(polar, name):
+    """The output, two workspaces, and of AOL scaling a few vectors; no more for more matrices."""
+    def allocations(N):
+        X = torch.randn(N, 768, 3072, device="cuda", dtype=BF16)
+        polar.orthogonalize(X, name)
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        polar.orthogonalize(X, name)
+        return torch.cuda.memory_stats()["allocation.all.allocated"] - before
+
+    assert allocations(1) == allocations(5) <= (3 if name != "turbo" else 8)
