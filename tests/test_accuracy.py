@@ -20,8 +20,8 @@ pytestmark = quiet
 
 SETS = [("polar_express", F16), ("polar_express", BF16), ("jordan", F16), ("jordan", BF16), ("cubic", F16)]
 
-# The band of each set: (smallest, largest) for singular values of U / ||U|| from `reach` on, in exact arithmetic; of the
-# matrix with evened rows for the sets that scale so.
+# The band of each set: (smallest, largest) for singular values of U / ||U|| from `reach` on, in exact arithmetic; of
+# the matrix with evened rows for the sets that scale so.
 BANDS = {"polar_express": (0.846, 1.124, 3e-3), "quintic": (0.978, 1.145, 3e-3), "cans": (0.836, 1.114, 3e-3),
          "jordan": (0.681, 1.203, 3e-3), "cubic": (0.839, 1.300, 1e-2),
          "polar_express_nanochat": (0.858, 1.142, 3e-3), "turbo": (0.940, 1.050, 1e-2), "aol": (0.987, 1.085, 2e-2),
