@@ -29,9 +29,10 @@ def export_state(optimizer, path, model=None) -> None:
     grads_are_reduced=False (use torch.distributed.checkpoint), or where a parameter has no name; RuntimeError after a
     step that failed half-way.
     """
-    if optimizer._half_way or optimizer._early.begun:
+    if optimizer._half_way or optimizer._early.failed:
         raise RuntimeError("the last step of this optimizer failed half-way, so that a file would hold some state of "
                            "before it and some of after it: load a checkpoint (load_state_dict), then export")
+    optimizer._early.refuse("export_state")
     names = _names(optimizer, model)
     tensors = {f"state.{name}.{key}": value.detach().cpu().contiguous() for param, name in names.items()
                for key, value in optimizer.state.get(param, {}).items()}
