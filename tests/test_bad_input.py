@@ -379,6 +379,29 @@ def test_the_gradient_of_a_sparse_embedding():
         optimizer.step()
 
 
+@pytest.mark.parametrize("use_muon", [True, False])
+@pytest.mark.parametrize("steps", [0, 2], ids=["first step", "third step"])
+def test_a_lazily_negated_gradient(steps, use_muon):
+    """Its memory has the other sign, and kernels read memory."""
+    weight, usual = matrix(6, 4), matrix(6, 4)
+    usual.data.copy_(weight)
+    optimizer, other = (package().Muon([{"params": [p], "use_muon": use_muon}]) for p in (weight, usual))
+    for _ in range(steps):
+        weight.grad = usual.grad = torch.randn(6, 4)
+        optimizer.step()
+        other.step()
+    before, memory = weight.detach().clone(), torch.randn(6, 4)
+    weight.grad = torch._neg_view(memory)
+    for _ in "12":
+        with pytest.raises(RuntimeError, match="negated view.*resolve_neg"):
+            optimizer.step()
+    assert torch.equal(weight, before)
+    weight.grad, usual.grad = weight.grad.resolve_neg(), -memory
+    optimizer.step()
+    other.step()
+    assert torch.equal(weight, usual)
+
+
 # a refused group -------------------------------------------------------------------------------------------------
 
 REFUSED = {
@@ -386,6 +409,9 @@ REFUSED = {
     "empty": lambda: {"params": []},
     "unknown key": lambda: {"params": [matrix()], "learning_rate": 1.0},
     "negative lr": lambda: {"params": [matrix()], "lr": -1.0},
+    "use_muon of text": lambda: {"params": [matrix()], "use_muon": "false"},
+    "nesterov of text": lambda: {"params": [matrix()], "nesterov": "no"},
+    "use_muon of nothing": lambda: {"params": [matrix()], "use_muon": None},
     "lr of text": lambda: {"params": [matrix()], "lr": "1e-3"},
     "betas of one": lambda: {"params": [matrix(3)], "use_muon": False, "betas": 0.9},
     "coefficients": lambda: {"params": [matrix()], "ns_coefficients": "quintik"},

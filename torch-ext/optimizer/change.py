@@ -20,8 +20,9 @@ FIXED = "use_muon", "adjust_lr_fn", "ns_coefficients", "ns_steps", "eps", "betas
 
 def glance(groups, state, *more):
     """What a step depends on besides numbers, and `more`, as cheaply as it can be had: if it equals the last step's,
-    nothing has to be planned or bound anew. Equals nothing where a closer look is due (a sparse gradient, a state of
-    somebody else's that is no tensor). One list for each attribute, which is cheaper than one tuple for each parameter.
+    nothing has to be planned or bound anew. Equals nothing where a closer look is due (a gradient that is sparse or
+    lazily negated, a state of somebody else's that is no tensor). One list for each attribute, which is cheaper than
+    one tuple for each parameter.
     """
     params = list(itertools.chain.from_iterable(map(_params, groups)))
     whole, weights = list(map(_gradient, params)), raw_locals(params)
@@ -30,6 +31,8 @@ def glance(groups, state, *more):
     for i in missing:
         gradients[i] = weights[i]
     try:
+        if any(map(torch.Tensor.is_neg, gradients)):
+            return object()
         forms = [list(map(look, gradients)) for look in (_dtype, torch.Tensor.stride)]
         odd = [start % ALIGNMENT for start in map(torch.Tensor.data_ptr, gradients)]
         return (at_rest(groups, state), forms, odd, missing, placements_of(whole),
@@ -80,11 +83,15 @@ def in_form(gradient, form):
 
 
 def check_dense(gradients) -> None:
-    """Raise RuntimeError if one of them is sparse."""
-    for grad in gradients:
+    """Raise RuntimeError if one of them is sparse, or if its memory holds the numbers with the other sign."""
+    for grad, local in zip(gradients, raw_locals(gradients)):
+        what = f"a parameter of shape {tuple(grad.shape)} has a"
         if grad.layout is not torch.strided:
-            raise RuntimeError(f"a parameter of shape {tuple(grad.shape)} has a sparse gradient; Muon and its AdamW "
-                               "take dense ones: use sparse=False in nn.Embedding, or torch.optim.SparseAdam for it")
+            raise RuntimeError(f"{what} sparse gradient; Muon and its AdamW take dense ones: use sparse=False in "
+                               "nn.Embedding, or torch.optim.SparseAdam for it")
+        if local.is_neg():
+            raise RuntimeError(f"{what} gradient that is a lazily negated view (is_neg), whose memory has the other "
+                               "sign: put p.grad.resolve_neg() in its place")
 
 
 def gradient_dtype(param):

@@ -194,6 +194,8 @@ def check_together(groups, reduced) -> None:
 
 def check_numbers(group) -> None:
     """Raise ValueError for what is not allowed of a group's numbers and names."""
+    for key in ("use_muon", "nesterov"):
+        _require(not isinstance(group[key], str) and group[key] in (True, False), key, group[key], "True or False")
     for key in ("lr", "weight_decay"):
         _require(0 <= _number(group[key]) < math.inf, key, group[key], "a finite number >= 0")
     for key in ("momentum", "beta2") if group["use_muon"] else ():

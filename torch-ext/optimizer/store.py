@@ -84,6 +84,8 @@ class Store:
             if param.grad is None or param.grad.layout is not torch.strided or is_astray(param):
                 return False
             gradient, = raw_locals([param.grad])
+            if gradient.is_neg():
+                return False
             self.gradients[number] = gradient.contiguous() if self.in_chunks else gradient
             if form_of_gradient(self.gradients[number]) != self.forms[number]:
                 return False
