@@ -84,6 +84,8 @@ def run_threads(world: int, function, *args, timeout: float = 60.0) -> list:
                 dist.destroy_process_group()
 
     torch._C._ensureCUDADeviceGuardSet()  # the first FakeTensorMode does it, and two at once crash (2.11 without a GPU)
+    if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11's own, without which it destroys no group
+        threaded.ThreadLocalWorld.comms = []
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
     threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world)]
