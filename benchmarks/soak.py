@@ -160,14 +160,14 @@ def soak(run, steps) -> None:
     dist.all_reduce(figures, dist.ReduceOp.MAX)
     mib, files, groups, different, unskipped = figures.tolist()
     if run.rank == 0:
-        print(f"{run.mode}, {steps} steps of {dist.get_world_size()} ranks on {where(run.device)}: {mib:+.1f} MiB, "
+        print(f"{run.mode}, {steps} steps of {dist.get_world_size()} ranks on {machine(run.device)}: {mib:+.1f} MiB, "
               f"{files:+.0f} files, {groups:+.0f} groups since step {3 * tenth}; {run.copies} copies, {different:.0f} "
               f"tensors differ; last tenth's median step {medians[-1]:.3f} ms, third's {medians[2]:.3f} ms", flush=True)
     if mib > SLACK_MIB[run.device.type] or files > 0 or groups > 0 or different or unskipped:
         raise SystemExit(f"{run.mode}: something grew, copies differ, or no broken gradient was skipped")
 
 
-def where(device) -> str:
+def machine(device) -> str:
     count = min(dist.get_world_size(), max(torch.cuda.device_count(), 1))
     return f"{count} x {device_name(device)}"
 

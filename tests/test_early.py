@@ -78,6 +78,15 @@ def backward(params, place, step, opt, upto=None):
 
 # the bits --------------------------------------------------------------------------------------------------------
 
+def step_both(early, late) -> int:
+    """Step both, and let their gradients go; how many buckets had left before."""
+    left = len(early._early.left)
+    for opt in (early, late):
+        opt.step()
+        opt.zero_grad()
+    return left
+
+
 def side_by_side(rank, world, layout, kind):
     """Steps with gradients on the way during backward beside steps without; ([how many buckets left], equal)."""
     from torch.distributed.tensor import init_device_mesh
@@ -104,10 +113,7 @@ def side_by_side(rank, world, layout, kind):
         for q, g in zip(theirs, gradients):
             q.grad = place(g)
             q.grad._local_tensor.copy_(g_sum(place(g)))
-        left.append(len(early._early.left))
-        for opt in (early, late):
-            opt.step()
-            opt.zero_grad()
+        left.append(step_both(early, late))
     return left, same(tensors(ours, early), tensors(theirs, late))
 
 
@@ -263,10 +269,7 @@ def mixed(rank, world):
                 come(ours[i], gradients[i])
         for p, q, g in zip(ours, theirs, gradients):
             p.grad, q.grad = g if p.grad is None else p.grad, g
-        counts.append(len(early._early.left))
-        for opt in (early, late):
-            opt.step()
-            opt.zero_grad()
+        counts.append(step_both(early, late))
     return counts, same(tensors(ours, early), tensors(theirs, late))
 
 
@@ -299,10 +302,7 @@ def missing(rank, world, odd):
                 theirs[i].grad = place(full) if has[i, rank] else None
                 if has[i, rank]:
                     come(ours[i], elsewhere(place(full)) if odds[i] else place(full))
-        left.add(len(early._early.left))
-        for opt in (early, late):
-            opt.step()
-            opt.zero_grad()
+        left.add(step_both(early, late))
     return left, same(tensors(ours, early), tensors(theirs, late))
 
 

@@ -25,9 +25,10 @@ def glance(groups, state, *more):
     one tuple for each parameter.
     """
     params = list(itertools.chain.from_iterable(map(_params, groups)))
-    whole, weights = list(map(_gradient, params)), raw_locals(params)
+    whole = list(map(_gradient, params))
     gradients = raw_locals(whole)
     missing = [i for i, g in enumerate(gradients) if g is None]
+    weights = raw_locals(params) if missing else ()
     for i in missing:
         gradients[i] = weights[i]
     try:

@@ -15,7 +15,7 @@ from operator import attrgetter
 import torch
 import torch.distributed as dist
 
-_local_tensor = attrgetter("_local_tensor")  # of a DTensor
+_local_tensor, _placements = map(attrgetter, ("_local_tensor", "_spec.placements"))  # of a DTensor
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,12 @@ def raw_locals(tensors) -> list:
 
 def placements_of(tensors) -> list:
     """The placements of those that are DTensors, in order: where autograd left gradients."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return [t._spec.placements for t in tensors if isinstance(t, module.DTensor)] if module is not None else []
+    tensors, module = list(tensors), sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return []
+    if set(map(type, tensors)) != {module.DTensor}:
+        tensors = [t for t in tensors if isinstance(t, module.DTensor)]
+    return list(map(_placements, tensors))
 
 
 def is_astray(param) -> bool:

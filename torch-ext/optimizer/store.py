@@ -55,13 +55,13 @@ class Store:
         what makes one like its parameter that is placed otherwise; where one is missing, too, for others wait.
         `as_bound`: give all the form for which this was bound, and return whether any had another.
         """
-        check_dense([p.grad for p in self.params if as_bound and p.grad is not None])
+        if as_bound:
+            check_dense([p.grad for p in self.params if p.grad is not None])
+            self._find_strays()
         self.gradients = raw_locals(p.grad for p in self.params)
         self.here = [g is not None for g in self.gradients]
         if not all(self.here):
             self.gradients = [_zeros(p) if g is None else g for p, g in zip(self.params, self.gradients)]
-        if as_bound:
-            self._find_strays()
         for number, placements in self.strays.items():
             param = self.params[number]
             with debug.during(f"the way home of the gradient of a parameter of shape {tuple(param.shape)}"):
