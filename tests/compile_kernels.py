@@ -20,7 +20,8 @@ from tests.ranks import part
 TARGETS = {"sm80": ("cuda", 80, 32), "sm86": ("cuda", 86, 32), "sm90": ("cuda", 90, 32),
            "sm100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
 ROW_MAJOR, COLUMN_MAJOR = ("i32", "i32", 1), ("i32", 1, "i32")
-TYPES = {"TYPE_0": triton.language.float32, "TYPE_1": triton.language.bfloat16, "TYPE_2": triton.language.float32}
+TYPES = {"TYPE_0": triton.language.float32, "TYPE_1": triton.language.bfloat16, "TYPE_2": triton.language.float32,
+         "TYPE_3": triton.language.float32}
 
 
 def compile_for(arch: str, kernel, arguments: dict, **options) -> int:
@@ -99,13 +100,16 @@ def by_tma(arch: str, entry: dict) -> int:
 def others(arch: str, shared: int):
     """Compile the kernels of everything that is not a product."""
     pack, update, rows, norm, aol = (part(f"kernels.{name}") for name in "pack update rows norm aol".split())
-    table = dict(records="*i64", blocks="*i64", FIELDS=12, BLOCK=4096, ALIGNED=True, **TYPES)
+    table = dict(records="*i64", blocks="*i64", FIELDS=15, BLOCK=4096, ALIGNED=True, **TYPES)
     for skips in (False, True):
         skip = dict(table, flags="*fp32" if skips else "*i64", places="*i64", SKIPS=skips)
-        yield compile_for(arch, pack._pack_kernel, dict(skip, addresses="*i64", weight="*fp32", NESTEROV=True))
+        fresh = dict(skip, addresses="*i64", weight="*fp32", keeps="i32")
+        yield compile_for(arch, pack._pack_kernel, dict(fresh, NESTEROV=True))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses="*i64", FRESH=True))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ALIGNED=False))
-        yield compile_for(arch, update._update_kernel, dict(skip, scales="*fp32", factors="*fp32"))
+        for momenta in (False, True):
+            yield compile_for(arch, update._update_kernel, dict(fresh if momenta else dict(
+                skip, addresses=None, weight=None, keeps="i32"), scales="*fp32", factors="*fp32", MOMENTA=momenta))
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
                  span="i32", u_strides=ROW_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR, ROWS=4,
                  WIDE=True, EVEN=16, STRAIGHT=True)

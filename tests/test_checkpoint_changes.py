@@ -257,7 +257,7 @@ def test_owned_state_is_shown_by_rows():
 def count_steps(rank, world):
     """AdamW's parameters of 5 rows, of which the last rank has none, each cut over several buckets."""
     results = []
-    for options in ({"process_group": dist.group.WORLD, "grads_are_reduced": False, "workspace_bytes": 12_000}, {}):
+    for options in ({"process_group": dist.group.WORLD, "grads_are_reduced": False, "workspace_bytes": 16_000}, {}):
         params = [nn.Parameter(torch.full((5, 60), float(i))) for i in range(3)]
         optimizer = package().Muon([{"params": params, "use_muon": False}], lr=0.1, **options)
         for missing in (None, 1, 1, None):

@@ -157,7 +157,7 @@ def build(route, fulls, **options):
         return params, package().NorMuon(groups, lr=0.1, workspace_bytes=PLACED[route], **options)
     params = [nn.Parameter(f.clone()) for f in fulls]
     group = {"params": params, "use_muon": route == "reduce"}
-    room = 33_000 if route == "reduce" else 30_000
+    room = 33_000 if route == "reduce" else 50_000
     return params, package().NorMuon([group], lr=0.1, process_group=dist.group.WORLD, grads_are_reduced=False,
                                      workspace_bytes=room, **options)
 
@@ -191,6 +191,20 @@ def tensors(params, optimizer):
     return [local(t).clone() for p in params for t in (p, *optimizer.state[p].values())]
 
 
+def by_bucket(optimizer):
+    """Of each bucket that travels, what it changes at this rank: weights of all its pieces, and their state kept here.
+    """
+    found = []
+    for bound in [route.bound for route, _ in optimizer._jobs if hasattr(route, "bound")]:
+        pieces = [p for p in bound.share.home if p.kind != "row"]
+        here = [p for p in bound.share.home if bound.bucket.route == "exchange" or p.owner == bound.rank]
+        rows, others = ([p for p in here if (p.kind == "row") == is_row] for is_row in (True, False))
+        keys = ("exp_avg", "exp_avg_sq") if "chunk" in {p.kind for p in pieces} else ("momentum_buffer",)
+        views = [bound.weights(pieces), bound.states(rows, "second_moment"), *(bound.states(others, k) for k in keys)]
+        found.append([view.clone() for view in itertools.chain(*views)])
+    return found
+
+
 def struck(rank, world, route, place, fault, hop, nonfinite="propagate", device="cpu"):
     """Two good steps, then two in which the last rank fails at one of the collectives; what was seen."""
     (params, optimizer), (others, twin) = (build(route, wholes(device, route), nonfinite=nonfinite) for _ in "12")
@@ -201,19 +215,21 @@ def struck(rank, world, route, place, fault, hop, nonfinite="propagate", device=
     for ps in (params, others):
         give(ps, route, 2)
     now, expected, count = tensors(params, optimizer), [], Faulty("", "", sys.maxsize)
+    whole = by_bucket(optimizer)
     for _ in "12":
         twin.step()
-        expected.append(tensors(others, twin))
+        expected.append((tensors(others, twin), by_bucket(twin)))
     dist.barrier()
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT_S), group)
     if rank == world - 1:
         Faulty(place, fault, hop)
     seen = {"collectives": (sys.maxsize - count.left) // 2, "buckets": [type(r).__name__ for r, _ in optimizer._jobs],
-            "messages": [], "seconds": [], "steps": []}
-    for new in expected:
+            "messages": [], "seconds": [], "steps": [], "whole": []}
+    for new, new_whole in expected:
         message, seconds = fail(optimizer)
-        old, now = now, tensors(params, optimizer)
+        old, now, old_whole, whole = now, tensors(params, optimizer), whole, by_bucket(optimizer)
+        seen["whole"] += [{of_which(*three) for three in zip(*bucket)} for bucket in zip(whole, old_whole, new_whole)]
         seen["messages"].append(message)
         seen["seconds"].append(seconds)
         seen["steps"].append({of_which(*three) for three in zip(now, old, new)})
@@ -278,8 +294,9 @@ def check_own(case, own, hops):
 
 
 def check_rest(case, seen):
-    """No matrix is torn, none changes once a step has failed half-way, and further ones are refused."""
+    """No bucket is torn, none changes once a step has failed half-way, and further ones are refused."""
     (first, then), (steps, later) = seen["messages"], seen["steps"]
+    assert all(bucket - {"same"} in ({"old"}, {"new"}) for bucket in seen["whole"]), (case, seen)
     of = {"old", "new", "same", {"reduce_elementwise": "rows", "experts": "matrices"}.get(case[1])}
     assert max(seen["seconds"]) < 3 * TIMEOUT_S and steps | later <= of, (case, seen)
     if BROKEN in first:
@@ -434,6 +451,20 @@ def test_a_step_that_failed_half_way_refuses_until_a_checkpoint_is_loaded(optimi
         q.grad = p.grad
     other.step()
     assert all(map(torch.equal, params, again))
+
+
+def test_an_error_while_matrices_are_multiplied_leaves_the_bucket_of_the_old_step(optimizer, monkeypatch):
+    """Also where nothing travels: the momentum moves with the weight."""
+    params = [nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6, 4))]
+    muon = optimizer.NorMuon(params)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    muon.step()
+    before = tensors(params, muon)
+    monkeypatch.setattr(part("store"), "orthogonalize", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+    with pytest.raises(torch.OutOfMemoryError, match="in bucket"):
+        muon.step()
+    assert all(map(torch.equal, before, tensors(params, muon)))
 
 
 def test_what_fails_before_anything_has_changed_may_be_tried_again(optimizer):

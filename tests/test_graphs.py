@@ -104,7 +104,7 @@ def taped(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Tape.current is not None)
     monkeypatch.setattr(graphs, "available", lambda device: part("debug").graphs() == "auto")
-    for name in ("routes", "feed"):
+    for name in ("graphs", "routes", "presence", "feed"):
         monkeypatch.setattr(part(name), "capturing", lambda device: Tape.current is not None)
 
     def noted(launch):

@@ -144,3 +144,24 @@ def single(rank, world, mode):
 def test_a_mesh_of_one_rank_leaves_alone_what_has_no_gradient(mode, optimizer):
     """Found by test_random: it was stepped with zeros."""
     assert run_threads(1, single, mode) == [True]
+
+
+def failed(rank, world):
+    """Steps of which the second fails at its end; whether it changed parameters with gradients, and those without."""
+    params = [nn.Parameter(torch.ones(s)) for s in [(8, 4), (4, 8), (6, 3), (5,)]]
+    optimizer = package().NorMuon([{"params": params[:2]}, {"params": params[2:], "use_muon": False}],
+                                  process_group=dist.group.WORLD)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    held = [[t.clone() for t in (p, *optimizer.state[p].values())] for p in params]
+    params[1].grad = params[3].grad = None
+    optimizer._presence.compare = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    now = [[p, *optimizer.state[p].values()] for p in params]
+    return [not all(map(torch.equal, then, here)) for then, here in zip(held, now)]
+
+
+def test_a_step_that_fails_leaves_alone_what_has_no_gradient(optimizer):
+    assert run_threads(2, failed) == [[True, False] * 2] * 2

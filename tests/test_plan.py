@@ -25,8 +25,9 @@ spec.loader.exec_module(models)
 SIZES = {"update": 2, "row": 4, "scratch": lambda R, C: (min(R, C), 4 * R * C, 8 * min(R, C) ** 2)}
 
 
-ALIVE = [{"leave", "arrive", "rows"}, {"stack", "arrive", "rows", "mean"}, {"return", "stack", "rows"},
-         {"stack", "long", "square", "rows"}, {"arrive", "return", "rows"}, {"mean", "stack"}]
+ALIVE = [{"leave", "arrive", "rows"}, {"stack", "arrive", "rows", "mean", "stays"}, {"mean", "stack"},
+         {"return", "stack", "rows", "stays"}, {"stack", "long", "square", "rows", "stays"},
+         {"arrive", "return", "rows", "stays"}]
 
 
 def cost(rows, cols):
@@ -486,7 +487,7 @@ def test_the_digest_sees_every_parameter_of_a_bucket(optimizer):
 def test_chunks_hold_every_element_once(world, rank_bytes, optimizer):
     """AdamW on unreduced gradients: each rank sums and steps its rows of every parameter."""
     shapes, ranks = [(50, 6), (7, 1), (1, 1), (3, 4), (64, 2), (0, 5), (3, 0), (128, 3)], tuple(range(world))
-    sizes, owned = {"gradient": 4, "weight": 4}, defaultdict(list)
+    sizes, owned = {"gradient": 4, "weight": 4, "state": 4}, defaultdict(list)
     buckets = part("plan").plan_chunks(shapes, ranks, rank_bytes, sizes)
     assert (len(buckets) == 1) == (rank_bytes == 1 << 28)
     for bucket in buckets:

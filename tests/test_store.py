@@ -186,15 +186,15 @@ def test_state_of_an_owner_alone(rows, optimizer):
 def share_with(needs):
     """A share of which only the memory counts."""
     travel = part("share").Travel({}, {}, (), ())
-    uses = ("leave", "return", "arrive", "long", "rows", "square", "stack", "mean")
-    return part("share").Share((), (), (), travel, travel, True, True, {**dict.fromkeys(uses, 0), **needs})
+    uses = ("leave", "return", "arrive", "long", "rows", "stays", "square", "stack", "mean")
+    return part("share").Share((), (), (), travel, travel, True, True, {**dict.fromkeys(uses, 0), **needs}, {})
 
 
 def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
     """All have the bench in common, and none needs more than the largest."""
     workspace = part("store").Workspace(3, torch.device("cpu"))
-    shares = [share_with({"leave": 60 * (1 + i % 4), "return": 80, "arrive": 7 * i, "long": 90, "rows": 20, "stack": 32,
-                          "square": 8 + 8 * i, "mean": 9}) for i in range(6)]
+    shares = [share_with({"leave": 60 * (1 + i % 4), "return": 80, "arrive": 7 * i, "long": 90, "rows": 20,
+                          "stays": 3 * i, "stack": 32, "square": 8 + 8 * i, "mean": 9}) for i in range(6)]
     for number, share in enumerate(shares):
         workspace.reserve(number, share)
     taken, slot, bench = [workspace.take(number, share) for number, share in enumerate(shares)], [], []

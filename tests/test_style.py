@@ -33,8 +33,8 @@ LAYERS = [
     ["kernels.table"],
     ["kernels.pingpong"],
     ["kernels.gram_sm90"],
-    ["kernels.aol", "kernels.gram", "kernels.norm", "kernels.pack", "kernels.rows", "kernels.update"],
-    ["kernels.on_chip"],
+    ["kernels.aol", "kernels.gram", "kernels.norm", "kernels.pack", "kernels.rows"],
+    ["kernels.on_chip", "kernels.update"],
     ["graphs"],  # how launches are repeated; knows no operation
     ["iteration"],
     ["polar"],
@@ -53,7 +53,7 @@ LAYERS = [
     ["groups"],
     ["loaded", "foreign"],
     ["checkpoint"],
-    ["agree", "guard"],  # what ranks tell each other besides what the buckets carry
+    ["agree", "guard", "presence"],  # what ranks tell each other besides what the buckets carry
     ["early"],  # what leaves before the step
     ["settle"],
     ["bind"],  # what muon.py did before the first step: it plans with other ranks, and lends memory
@@ -173,11 +173,11 @@ def test_modules_import_only_from_layers_below(module):
 @every_module
 def test_collectives_are_issued_where_ranks_talk(module):
     """`routes` carries the buckets; `agree` compares the plans once; `guard` compares flags of broken gradients;
-    `owned` brings state to new owners, and shows it to whoever saves it.
+    `presence` which gradients there are; `owned` brings state to new owners, and shows it to whoever saves it.
     """
     calls = [node for node in ast.walk(TREES[module]) if isinstance(node, ast.Call)]
     found = [f"line {call.lineno}: {ast.unparse(call.func)}" for call in calls if _is_collective(call)]
-    assert module in ("routes", "agree", "guard", "owned") or found == []
+    assert module in ("routes", "agree", "guard", "presence", "owned") or found == []
 
 
 def _is_collective(call: ast.Call) -> bool:

@@ -26,7 +26,7 @@ from .plan import along_backward, chunks_along_backward, make_plan, plan_chunks,
 from .routes import ROUTES, Elementwise
 from .settle import settle_state
 from .share import chunk_share, share_of
-from .store import Bound, Store, Workspace, gradient_dtype
+from .store import Bound, Store, Workspace, gradient_dtype, home_of
 
 # what capturable=True says, once each, where a graph does not fit
 OTHER_NUMBERS = "the step is not replayed, since a number other than lr, weight_decay and momentum changed"
@@ -115,7 +115,9 @@ class Planner:
     def _chunks(self, group, params):
         ranks, layouts = self._ranks(), self._layouts(params)
         shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
-        sizes = {"gradient": gradient_dtype(params[0]).itemsize, "weight": params[0].dtype.itemsize}
+        state = home_of("exp_avg", params[0], self.options.state_dtype)[1]
+        sizes = {"gradient": gradient_dtype(params[0]).itemsize, "weight": params[0].dtype.itemsize,
+                 "state": state.itemsize}
         if self.options.overlap_backward:
             buckets = chunks_along_backward(shapes, ranks, sizes, self.latency)
         else:

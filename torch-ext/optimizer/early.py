@@ -54,7 +54,7 @@ class Early:
 
     @property
     def begun(self) -> bool:
-        """Whether the next step has begun: momentum of what has left is the new one."""
+        """Whether the next step has begun: other ranks wait for what has left, here nothing has changed."""
         return bool(self.left) or self.failed
 
     @contextlib.contextmanager
@@ -63,7 +63,7 @@ class Early:
         if self.begun:
             raise RuntimeError("buckets have left already, for the step that is due: call step() before the next "
                                "last_backward(), which goes round the backward of the last micro-batch only")
-        self._judge()
+        self.judge()
         self.is_open = bool(ready and self.journeys) and not capturing(self.device)
         self.pending = [set(awaited) for awaited in self.awaited]
         if self.stream is not None:
@@ -118,8 +118,9 @@ class Early:
     def _refuse_torn(self, what) -> None:
         if what is not None:
             self.failed = True
-            raise RuntimeError(f"after buckets had left during backward, {what}. Momentum is of two steps now: load a "
-                               "checkpoint into the model and into the optimizer (load_state_dict), then go on")
+            raise RuntimeError(f"after buckets had left during backward, {what}. Other ranks may step with what has "
+                               "left: load a checkpoint into the model and into the optimizer (load_state_dict), then "
+                               "go on")
 
     def _compare(self, differ) -> None:
         """Have a look whether any gradient differs from what has left; on GPUs when the next step begins."""
@@ -127,11 +128,12 @@ class Early:
             return
         self.verdict = torch.stack(differ).any().to("cpu", non_blocking=True)
         if self.stream is None:
-            return self._judge()
+            return self.judge()
         self.judged = torch.cuda.Event()
         self.judged.record()
 
-    def _judge(self) -> None:
+    def judge(self) -> None:
+        """Raise RuntimeError if gradients of the last step had changed; waits for the device."""
         verdict, self.verdict = self.verdict, None
         if verdict is None:
             return
@@ -146,10 +148,9 @@ class Early:
 
     def refuse(self, what) -> None:
         """Raise RuntimeError if the next step has begun; `what` is asked for."""
-        self._judge()
+        self.judge()
         if self.begun:
-            raise RuntimeError(f"{what} is not possible now: buckets have left during backward, so momentum is of two "
-                               "steps. Call step() first")
+            raise RuntimeError(f"{what} is not possible now: buckets have left during backward. Call step() first")
 
     def run(self, jobs) -> None:
         """Step all buckets, going on with those that have left."""

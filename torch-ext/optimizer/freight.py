@@ -13,6 +13,11 @@ from .pace import Part
 from .pipeline import SLOTS
 
 ALIGNMENT = 16  # bytes: what one rank sends to another begins where the widest load of a GPU may begin
+BYTES = {  # route -> read and written of an element in fp32: where it leaves, at its owner, where its update lands
+    "local": (14, 0, 10),  # G, M in and out, U | - | W in and out, U
+    "exchange": (10, 8, 22),  # G, M, U | pieces gathered into a matrix, and it cut | W, M in and out, G, U
+    "reduce": (6, 38, 10),  # G, out | what arrives, averaged; as in an exchange, with momentum | W in and out, U
+}
 SLOT, BENCH = 2, 3  # of SLOTS * SLOT + BENCH equal parts of the workspace, those of each slot, and of the bench
 
 
@@ -26,8 +31,8 @@ class Load:
     """What one matrix takes, in bytes: of its owner, down to `key`, and of every other rank."""
     inbound: int  # arrives at its owner
     outbound: int  # leaves its owner again
-    held: int  # on the bench: the matrix, and the mean where gradients are reduced
-    rows: int  # in the slot: a number for each row
+    held: int  # on the bench: the matrix
+    stays: int  # in the slot: a number for each row, and the mean where gradients are reduced
     long: int  # in the slot, while it is iterated
     square: int  # on the bench, while it is iterated
     key: object  # matrices of one key are iterated at once, see `polar.scratch`
@@ -72,19 +77,19 @@ class Freight:
         R, C = layout.shape[-2:]
         numel, others = R * C * self.update, len(self.ranks) - 1
         inbound = outbound = leaves = copy = returns = 0
-        held = numel + ALIGNMENT
+        held, stays = numel + ALIGNMENT, 4 * R + ALIGNMENT
         if self.route == "reduce":
-            held += 4 * (R * C + ALIGNMENT)
+            stays += 4 * (R * C + ALIGNMENT)
             inbound, outbound, leaves, returns = numel * (others + 1), numel * others, numel, numel
         elif self.route == "exchange":
             copy, here = layout.copy_of[owner], pieces[owner]
             inbound, outbound = whole[copy] - here, sum(whole.values()) - here
             leaves, returns = largest[copy] if inbound else 0, max(largest.values())
-        load = Load(inbound, outbound, held, 4 * R + ALIGNMENT, long, square, key, leaves, (partition, copy), returns)
+        load = Load(inbound, outbound, held, stays, long, square, key, leaves, (partition, copy), returns)
         return self.loads.setdefault((owner, number), load)
 
     def _together(self, taken):
-        """({owner: [inbound, outbound, held, rows]}, {(owner, key): [long, square]}, {copy: leaving}, returning)."""
+        """({owner: [inbound, outbound, held, stays]}, {(owner, key): [long, square]}, {copy: leaving}, returning)."""
         owners, iterated, leaves, returns = {}, {}, Counter(), 0
         for (owner, number), count in taken.items():
             load = self._load(owner, number)
@@ -96,7 +101,7 @@ class Freight:
             mine[0] += count * load.inbound
             mine[1] += count * load.outbound
             mine[2] += count * load.held
-            mine[3] += count * load.rows
+            mine[3] += count * load.stays
             stacks[0] += count * load.long
             stacks[1] += count * load.square
             leaves[load.copy] += count * load.leaves
@@ -112,21 +117,17 @@ class Freight:
         return max(span.end for span in pace.spans(parts))
 
     def part(self, matrices, owners, taken, pace) -> Part:
-        """The times of a bucket at the rank that has the most to do.
-
-        Per element 14 bytes for momentum and update (G, M in and out, U), 10 for the weight (W in and out, U), at home;
-        4 each way to gather pieces into a matrix and to cut it, at the owner.
-        """
+        """The times of a bucket at the rank that has the most to do; see `BYTES`."""
         counts, (at_owners, _, leaves, returns) = defaultdict(Counter), self._together(taken)
         for matrix, owner in zip(matrices, owners):
             counts[owner][matrix.rows, matrix.cols] += 1
         inbound, outbound, held, _ = (max(nbytes) for nbytes in zip(*at_owners.values()))
-        travels, held = self.route != "local", held / self.update
-        home = returns / self.update if travels else held
-        products = max(map(pace.stacks, counts.values())) + pace.memory(8 * held if travels else 0)
-        inbound = max(inbound, *leaves.values())
-        return Part(pace.memory(14 * home), pace.wire(inbound), products, pace.wire(outbound), pace.memory(10 * home),
-                    travels)
+        travels, (leave, gather, land) = self.route != "local", BYTES[self.route]
+        inbound, away = max(inbound, *leaves.values()), max(leaves.values()) if travels else held
+        gathered = gather * held / self.update + (inbound if self.route == "reduce" else 0)
+        products = max(map(pace.stacks, counts.values())) + pace.memory(gathered)
+        return Part(pace.memory(leave * away / self.update), pace.wire(inbound), products, pace.wire(outbound),
+                    pace.memory(land * (returns if travels else held) / self.update), travels)
 
     def most(self, taken) -> int:
         """The workspace in which any number of buckets that take this have room, on every rank."""
@@ -147,7 +148,7 @@ class Freight:
         owners, iterated, _, returns = self._together(taken)
         slot, bench, fixed = 0, 0, 3 * ALIGNMENT * (len(self.ranks) + 2)
         for (owner, _), (long, square) in iterated.items():
-            inbound, outbound, held, rows = owners[owner]
-            slot = max(slot, returns + inbound + rows, returns + outbound + rows, long + rows)
+            inbound, outbound, held, stays = owners[owner]
+            slot = max(slot, returns + inbound + stays, returns + outbound + stays, long + stays)
             bench = max(bench, square + held)
         return slot + fixed, bench + fixed

@@ -47,18 +47,19 @@ class Graphs:
     """The CUDA graphs of one optimizer, in one memory pool.
 
     They run one after another on one stream, and no tensor of the pool outlives its part: they may share all memory,
-    and come in any order. `excuse`: what to say, once, where there is a graph that does not fit the step.
+    and come in any order. `excuse`: what to say, once, where there is a graph that does not fit the step. `within`:
+    whether the part that is launched goes into a graph with others: no error of the host comes between them.
     """
 
     def __init__(self, excuse=""):
         self.parts, self.stream, self.excuse = {}, None, excuse
-        self.on, self.failed = False, False
+        self.on, self.failed, self.device, self.within = False, False, torch.device("cpu"), False
         _all.add(self)
 
     def begin(self, device) -> None:
         """Capture what runs on `device` from now on, with new memory."""
         self.drop()
-        self.on = available(device) and not self.failed
+        self.on, self.device = available(device) and not self.failed, device
         self.stream = torch.cuda.Stream() if self.on else None
 
     def __call__(self, part, key, *arguments) -> None:
@@ -67,7 +68,9 @@ class Graphs:
         Inside another capture, part is captured with it.
         """
         if not self.on or torch.cuda.is_current_stream_capturing():
+            self.within = capturing(self.device)
             return part(*arguments)
+        self.within = False
         known = self.parts.setdefault((id(part.__self__), part.__name__), Part())
         if known.captured != key and known.last == key and known.count < CAPTURES:
             self._capture(known, key, functools.partial(part, *arguments))

@@ -14,12 +14,13 @@ class Mean:
         self.arrived = wire.recv.view(wire.dtype).view(ranks, nbytes // wire.dtype.itemsize)
         self.offsets, self.itemsize = wire.travel.arrive, wire.dtype.itemsize
         self.out = memory.view(torch.promote_types(wire.dtype, torch.float32))
-        self.address = torch.tensor([self.out.data_ptr()], device=self.out.device)
+        self.result = [self.out], torch.tensor([self.out.data_ptr()], device=self.out.device)
 
     def __call__(self):
+        """The mean as a list of one gradient, and its address."""
         torch.sum(self.arrived, 0, dtype=self.out.dtype, out=self.out)
         self.out.div_(self.arrived.size(0))
-        return [self.out], self.address
+        return self.result
 
     def source(self, piece):
         """Where the mean of `piece`, which arrived from all ranks alike, lies."""

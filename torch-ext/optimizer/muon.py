@@ -22,10 +22,11 @@ from .layout import form_of, local_of, this_rank
 from .loaded import Loading
 from .options import Options
 from .owned import presented
+from .presence import Presence
 from .process_groups import Groups, check_process_group, world_now
 from .recipe import baked
 from .report import Report, Stopwatch, report_of
-from .routes import Elementwise, Presence
+from .routes import Elementwise
 from .settle import inherit, refuse_torn, warn_torn
 
 
@@ -118,10 +119,9 @@ class Muon(torch.optim.Optimizer):
             self._bound_for = self._seen = None
         if self._guard is not None:
             self._guard.check(found_inf)
-        self._presence.save()
-        self._half_way = True
-        self._launch()
-        self._presence.settle()
+        with self._presence.around():
+            self._half_way = True
+            self._launch()
         self._half_way = False
         self._feed.forget()
         if self._guard is not None:
@@ -250,7 +250,7 @@ class Muon(torch.optim.Optimizer):
         state: it comes as DTensors cut by rows, which any layout reads. Warns after a step that failed half-way.
         """
         if not warn_torn(self._half_way or self._early.failed):
-            self._early.refuse("state_dict")
+            self._early.judge()
         if self._options.grads_are_reduced:
             return super().state_dict()
         self._find_world()
@@ -274,7 +274,7 @@ class Muon(torch.optim.Optimizer):
 
     def __getstate__(self):
         options = replace(self._options, process_group=getattr(self._options.process_group, "group_name", None))
-        half_way = self._half_way or self._early.begun
+        half_way = self._half_way or self._early.failed
         return {**super().__getstate__(), "_options": options, "_adamw": self._adamw, "_half_way": half_way,
                 "_skipped": self._skipped, "_is_world": self._is_world}
 

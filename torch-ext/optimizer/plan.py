@@ -160,8 +160,8 @@ def _assign(families, layouts, cost, loads) -> dict:
 def plan_chunks(shapes, ranks, rank_bytes, itemsizes) -> list[Bucket]:
     """Buckets of parameters that are reduced elementwise: rank number i owns the i-th part of the rows of each.
 
-    `shapes`: (rows, the rest) of each parameter; `itemsizes`: bytes of an element, of "gradient" and "weight". A bucket
-    takes some rows of every part; its Matrix says how many (`rows`), from which one on (`at`).
+    `shapes`: (rows, the rest) of each parameter; `itemsizes`: bytes of an element, of "gradient", "weight" and "state".
+    A bucket takes some rows of every part; its Matrix says how many (`rows`), from which one on (`at`).
     """
     slot, bench, fixed = _of_chunks(ranks, itemsizes)
     element = workspace(slot, bench)
@@ -184,8 +184,9 @@ def plan_chunks(shapes, ranks, rank_bytes, itemsizes) -> list[Bucket]:
 def _of_chunks(ranks, itemsizes) -> tuple[int, int, int]:
     """What chunks take: (bytes of a slot for each element of a part, of the bench, of each for any number of them)."""
     N, gradient, weight = len(ranks), itemsizes["gradient"], itemsizes["weight"]
-    leaves, returns = N * gradient, N * weight - weight
-    return 2 * max(leaves, returns), max(4, gradient), 3 * ALIGNMENT * (N + 2)  # as much arrives as leaves; the mean
+    leaves, returns, stepped = N * gradient, N * weight - weight, weight + 2 * itemsizes["state"]
+    # as much arrives as leaves; the part's own weight and state, stepped; the mean
+    return 2 * max(leaves, returns) + stepped, max(4, gradient), 3 * ALIGNMENT * (N + 3)
 
 
 def chunks_along_backward(shapes, ranks, itemsizes, latency=0) -> list[Bucket]:

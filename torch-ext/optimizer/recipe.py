@@ -44,9 +44,11 @@ def baked(hp, wide=False) -> tuple:
     return tuple(hp["betas"]), hp["eps"], float(hp["weight_decay"]), float(hp["lr"]) if wide else None
 
 
-def momentum(pack, gradients, numbers, hp) -> None:
-    """M <- mu M + (1 - mu) G and U <- (1 - mu) G + mu M (Nesterov) or M, for all pieces of a bound `pack`."""
-    pack(*gradients, numbers[4:5], hp["nesterov"])
+def momentum(pack, gradients, numbers, hp, keeps=True) -> None:
+    """M <- mu M + (1 - mu) G and U <- (1 - mu) G + mu M (Nesterov) or M, for all pieces of a bound `pack`. Without
+    `keeps`, M stays until `apply`.
+    """
+    pack(*gradients, numbers[4:5], hp["nesterov"], keeps)
 
 
 def orthogonalize(stacks, hp, dtype, memory=(None, None)) -> None:
@@ -67,9 +69,11 @@ def normalize(stacks, rows, hp) -> None:
         normalize_rows(U, V, hp["beta2"], 1e-8)
 
 
-def apply(update, numbers) -> None:
-    """W <- (1 - lr wd) W - lr s U for all pieces of a bound `update`."""
-    update(numbers[:2])
+def apply(update, numbers, gradients=((), None), keeps=True) -> None:
+    """W <- (1 - lr wd) W - lr s U for all pieces of a bound `update`, and M as in `momentum` of those bound with it.
+    Without `keeps`, M has changed before.
+    """
+    update(numbers[:2], *gradients, numbers[4:5], keeps)
 
 
 def adamw_unless(flags, W, G, states, hp, numbers) -> None:

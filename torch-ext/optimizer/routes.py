@@ -7,15 +7,17 @@ flight and goes on once that has finished; what lies between two collectives is 
 """
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.distributed as dist
 
-from . import debug, recipe
+from . import recipe
+from .freight import ALIGNMENT
 from .graphs import capturing
 from .kernels.pack import Copy, Pack, copy_torch
 from .kernels.update import Update
 from .mean import Mean
-from .share import parted
 from .store import gradient_dtype, piece_at
 
 
@@ -28,11 +30,11 @@ class Local:
         self.stacks, self.rows, whole = bound.stacks()
         V, updates = bound.states(bound.pieces("home", "row"), "second_moment"), [whole[p] for p in home]
         skip, rows = bound.store.skip(home), bound.pieces("home", "row")
-        self.pack = Pack(bound.states(home, "momentum_buffer"), updates, bound.sources(home), bound.store.gradients,
-                         skip)
+        M, *sources = bound.momenta(home)
+        self.pack = Pack(M, updates, *sources, skip)
         self.fetch_rows = Copy([whole[p] for p in rows], V)
         self.keep_rows = Copy(V, [whole[p] for p in rows], bound.store.skip(rows))
-        self.update = Update(bound.weights(home), updates, bound.scales(home), skip)
+        self.update = Update(bound.weights(home), updates, bound.scales(home), skip, *bound.momenta(home))
 
     def run(self, hp):
         self.bound.replay(self.step, hp)
@@ -40,12 +42,13 @@ class Local:
         yield  # a story like the others, without a collective
 
     def step(self, hp):
-        recipe.momentum(self.pack, self.bound.gradients(), self.bound.store.numbers, hp)
+        at_once = capturing(self.bound.store.device)  # no error of the host can come in between
+        recipe.momentum(self.pack, self.bound.gradients(), self.bound.store.numbers, hp, at_once)
         self.fetch_rows()
         self.bound.orthogonalize(self.stacks, hp)
         recipe.normalize(self.stacks, self.rows, hp)
+        recipe.apply(self.update, self.bound.store.numbers, self.bound.gradients(), not at_once)
         self.keep_rows()
-        recipe.apply(self.update, self.bound.store.numbers)
 
 
 class Journey:
@@ -61,47 +64,54 @@ class Journey:
 
 
 class Exchange(Journey):
-    """Shards -> owner -> shards. FSDP2, HSDP, TP x FSDP and DDP differ in their pieces only. State stays at home."""
+    """Shards -> owner -> shards. FSDP2, HSDP, TP x FSDP and DDP differ in their pieces only. State stays at home.
+
+    Until the answer is there nothing changes, for the step may fail: momentum moves with the weight. Only in a graph
+    of the whole step, which no error of the host interrupts, it does where it is read first.
+    """
 
     def __init__(self, bound):
         self.bound, home, rows = bound, bound.pieces("home"), bound.pieces("home", "row")
         self.stacks, self.rows, whole = bound.stacks()
         self.inbound = Wire(bound, "inbound", "leave", "arrive")
         self.outbound = Wire(bound, "outbound", "arrive", "return")
-        # Where home and owner are one rank, the update is written into and read from the matrix itself. A replica whose
-        # copy is not sent updates its momentum all the same; its update is written where the answer will arrive.
-        back = {**self.outbound.arrive, **{p: whole[p] for p in (*home, *rows) if p in whole}}
-        sent = {**back, **self.inbound.leave}
-        V, sent_rows = bound.states(rows, "second_moment"), [p for p in rows if p.fed]
+        away, here = ([p for p in home if p in those] for those in (self.inbound.leave, whole))
+        copies = [p for p in home if p not in self.inbound.leave and p not in whole]
         self.pack, self.pack_here = (
-            Pack(bound.states(some, "momentum_buffer"), [sent[p] for p in some], bound.sources(some),
-                 bound.store.gradients, bound.store.skip(some)) for some in parted(home, self.inbound.leave))
-        self.send_rows = Copy([sent[p] for p in sent_rows], bound.states(sent_rows, "second_moment"))
+            Pack(M, [to[p] for p in some], *sources, bound.store.skip(some))
+            for some, to, (M, *sources) in ((away, self.inbound.leave, bound.momenta(away)),
+                                            (here, whole, bound.momenta(here))))
+        sent = {p: {**self.inbound.leave, **whole}[p] for p in rows if p.fed}
+        self.send_rows = Copy(list(sent.values()), bound.states(sent, "second_moment"))
         self.assemble = Copy([whole[p] for p in self.inbound.arrive], list(self.inbound.arrive.values()))
-        self.dismantle = Copy(list(self.outbound.leave.values()), [whole[p] for p in self.outbound.leave])
-        self.keep_rows = Copy(V, [back[p] for p in rows], bound.store.skip(rows))
-        self.update_here, self.update = _updates(bound, whole, back)
+        self.dismantle = _dismantle(self.outbound.leave, bound.kept(), whole)
+        back = {**self.outbound.arrive, **bound.kept(), **{p: whole[p] for p in rows if p in whole}}
+        self.keep_rows = Copy(bound.states(rows, "second_moment"), [back[p] for p in rows], bound.store.skip(rows))
+        self.update, self.update_copies = (
+            Update(bound.weights(some), [back[p] for p in some], bound.scales(some), bound.store.skip(some),
+                   *bound.momenta(some)) for some in (away + here, copies))
 
     def leave(self, hp):
-        recipe.momentum(self.pack, self.bound.gradients(), self.bound.store.numbers, hp)
+        recipe.momentum(self.pack, self.bound.gradients(), self.bound.store.numbers, hp, self.bound.graphs.within)
         self.send_rows()
 
     def compute(self, hp):
-        recipe.momentum(self.pack_here, self.bound.gradients(), self.bound.store.numbers, hp)
+        recipe.momentum(self.pack_here, self.bound.gradients(), self.bound.store.numbers, hp, self.bound.graphs.within)
         self.assemble()
         self.bound.orthogonalize(self.stacks, hp)
         recipe.normalize(self.stacks, self.rows, hp)
         self.dismantle()
-        recipe.apply(self.update_here, self.bound.store.numbers)
 
     def land(self, hp):
-        recipe.apply(self.update, self.bound.store.numbers)
+        recipe.apply(self.update, self.bound.store.numbers, self.bound.gradients(), not self.bound.graphs.within)
+        recipe.apply(self.update_copies, self.bound.store.numbers, self.bound.gradients())
         self.keep_rows()
 
 
-def _updates(bound, whole, back):  # of what is computed here, before the next bucket is; and of what is answered
-    return (Update(bound.weights(some), [back[p] for p in some], bound.scales(some), bound.store.skip(some))
-            for some in parted(bound.pieces("home"), whole))
+def _dismantle(leave, kept, whole):
+    """Matrices -> what leaves, and what stays here until the bucket lands: the next one is computed before that."""
+    places = {**leave, **kept}
+    return Copy(list(places.values()), [whole[p] for p in places])
 
 
 class Reduce(Journey):
@@ -114,28 +124,33 @@ class Reduce(Journey):
         self.inbound = Wire(bound, "inbound", "leave", "arrive")
         self.outbound = Wire(bound, "outbound", "arrive", "return")
         self.fill = Copy.of_gradients([self.inbound.leave[p] for p in home], bound.sources(home), bound.store.gradients)
-        self.mean = Mean(self.inbound, bound.memory["mean"])
-        self.pack = Pack(bound.states(owned, "momentum_buffer"), [whole[p] for p in owned],
-                         [self.mean.source(p) for p in owned], [self.mean.out], bound.store.skip(owned))
+        self.mean = Mean(self.inbound, bound.memory["stays"])
+        M, skip = bound.states(owned, "momentum_buffer"), bound.store.skip(owned)
+        means = [self.mean.source(p) for p in owned], [self.mean.out]
+        self.pack = Pack(M, [whole[p] for p in owned], *means, skip)
         self.fetch_rows = Copy([whole[p] for p in rows], bound.states(rows, "second_moment"))
         self.keep_rows = Copy(bound.states(rows, "second_moment"), [whole[p] for p in rows], bound.store.skip(rows))
-        self.dismantle = Copy(list(self.outbound.leave.values()), [whole[p] for p in self.outbound.leave])
-        self.update_here, self.update = _updates(bound, whole, {**self.outbound.arrive, **{p: whole[p] for p in owned}})
+        self.dismantle = _dismantle(self.outbound.leave, bound.kept(), whole)
+        self.update_owned = Update(bound.weights(owned), [bound.kept()[p] for p in owned], bound.scales(owned), skip, M,
+                                   *means)
+        others = self.outbound.arrive
+        self.update = Update(bound.weights(others), list(others.values()), bound.scales(others),
+                             bound.store.skip(others))
 
     def leave(self, _):
         self.fill(*self.bound.gradients())
 
     def compute(self, hp):
-        recipe.momentum(self.pack, self.mean(), self.bound.store.numbers, hp)
+        recipe.momentum(self.pack, self.mean(), self.bound.store.numbers, hp, self.bound.graphs.within)
         self.fetch_rows()
         self.bound.orthogonalize(self.stacks, hp)
         recipe.normalize(self.stacks, self.rows, hp)
-        self.keep_rows()
         self.dismantle()
-        recipe.apply(self.update_here, self.bound.store.numbers)
 
     def land(self, _):
+        recipe.apply(self.update_owned, self.bound.store.numbers, self.mean.result, not self.bound.graphs.within)
         recipe.apply(self.update, self.bound.store.numbers)
+        self.keep_rows()
 
 
 class Elementwise:
@@ -162,7 +177,9 @@ class Elementwise:
 
 
 class ReduceElementwise(Journey):
-    """AdamW on unreduced gradients: every rank sums and steps its chunk of each parameter and returns the weights."""
+    """AdamW on unreduced gradients: every rank sums and steps its chunk of each parameter and returns the weights. Its
+    own weights and state are stepped as copies, which take their place when the bucket lands.
+    """
     rehearsed = ("leave",)
 
     def __init__(self, bound):
@@ -171,34 +188,48 @@ class ReduceElementwise(Journey):
         self.inbound = Wire(bound, "inbound", "leave", "arrive", gradient_dtype(first))
         self.outbound = Wire(bound, "outbound", "arrive", "return", first.dtype)
         self.fill = Copy.of_gradients([self.inbound.leave[p] for p in home], bound.sources(home), bound.store.gradients)
-        self.mean, W = Mean(self.inbound, bound.memory["mean"]), bound.weights(owned)
-        self.lists = [W, [self.mean.view(p).view(w.shape) for p, w in zip(owned, W)],
-                      [*(bound.states(owned, key) for key in ("exp_avg", "exp_avg_sq")),
-                       [_steps(bound, p) for p in owned]]]
+        self.mean = Mean(self.inbound, bound.memory["mean"])
+        now = [bound.weights(owned), *(bound.states(owned, key) for key in ("exp_avg", "exp_avg_sq"))]
+        steps = [_steps(bound, p) for p in owned]
+        W, *states = next_ = [*_like(now, bound.memory["stays"]), [step.clone() for step in steps]]
+        self.now, self.next = [*itertools.chain(*now), *steps], [*itertools.chain(*next_)]
+        self.lists = [W, [self.mean.view(p).view(w.shape) for p, w in zip(owned, W)], states]
         self.flags = _flags(bound.store, [p.matrix.param for p in owned])
         begun = {p.matrix.param for p in home if p.matrix.at[0] == 0}
         states = [bound.store.state[p] for p in bound.store.params]
         without = sorted(i for i in begun if len(states[i]["exp_avg"]) == 0)
         self.without_rows = [states[i]["step"] for i in without], _flags(bound.store, without)
-        self.sent = self._both_ends(self.outbound.leave)
-        self.answered = self._both_ends(self.outbound.arrive)[::-1]
-
-    def _both_ends(self, places):
-        """(where weights lie on the wire, the weights), in the weights' shapes."""
-        W = self.bound.weights(places)
-        return [place.view(w.shape) for place, w in zip(places.values(), W)], W
+        stepped = {p.matrix: w for p, w in zip(owned, W)}
+        W = [stepped[p.matrix] for p in self.outbound.leave]
+        self.sent = [place.view(w.shape) for place, w in zip(self.outbound.leave.values(), W)], W
+        W = bound.weights(self.outbound.arrive)
+        self.answered = W, [place.view(w.shape) for place, w in zip(self.outbound.arrive.values(), W)]
 
     def leave(self, _):
         self.fill(*self.bound.gradients())
 
     def compute(self, hp):
         self.mean()
+        copy_torch(self.next, self.now)
         _adamw(self.flags, *self.lists, hp, self.bound.store.numbers)
-        recipe.count(*self.without_rows)
         copy_torch(*self.sent)
 
     def land(self, _):
+        copy_torch(self.now, self.next)
+        recipe.count(*self.without_rows)
         copy_torch(*self.answered)
+
+
+def _like(lists, flat):
+    """Lists of contiguous tensors like those of `lists`, each list one after another in a flat uint8 buffer."""
+    found, at = [], 0
+    for tensors in lists:
+        at += -at % ALIGNMENT
+        found.append([])
+        for t in tensors:
+            found[-1].append(flat[at:at + t.nbytes].view(t.dtype).view(t.shape))
+            at += t.nbytes
+    return found
 
 
 def _flags(store, numbers):
@@ -241,60 +272,3 @@ class Wire:
         if self.crosses:
             splits = list(self.travel.recv_bytes), list(self.travel.send_bytes)
             yield dist.all_to_all_single(self.recv, self.send, *splits, group=self.group, async_op=True)
-
-
-class Presence:
-    """Puts back what the step changed of parameters that have no gradient.
-
-    Where ranks must act alike, a missing gradient counts as zero unless no rank has one. After the step the ranks
-    compare what they had, in one small collective, which only a rank that missed a gradient waits for. Of parameters
-    whose matrices never travel, each rank leaves its own alone, and asks nobody.
-    """
-
-    flags = {}  # ranks -> (what this rank has, what any rank has), on the device, from a Feed
-
-    def __init__(self, plans=(), stores=(), groups=None):
-        self.members, self.groups, self.saved, self.works = {}, groups, {}, []
-        self.device = stores[0].device if stores else torch.device("cpu")
-        for plan, store in zip(plans, stores):
-            for number, layout in enumerate(plan.layouts):
-                ranks = layout.ranks if number in plan.shared and len(layout.boxes) > 1 else ()
-                self.members.setdefault(ranks, []).append((store, number))
-
-    def here(self) -> list[bool]:
-        """Which gradients of the compared parameters are here, in the order of the flags."""
-        return [store.here[number] for ranks, members in self.members.items() if ranks for store, number in members]
-
-    def save(self) -> None:
-        """Before the step: copy what may have to be put back."""
-        if capturing(self.device):  # a graph cannot wait for what is outside of it; who captures has synchronized
-            self.works = []
-        self.wait()
-        self.saved = {(ranks, i): [t.clone() for t in store.all_of(number)]
-                      for ranks, members in self.members.items()
-                      for i, (store, number) in enumerate(members) if not store.here[number]}
-
-    def compare(self) -> None:
-        """Ask the other ranks, at the end of the step's work."""
-        with debug.during("the comparison of missing gradients"):
-            self.works = [
-                dist.all_reduce(anybody.copy_(mine), dist.ReduceOp.MAX, group=self.groups.of(ranks), async_op=True)
-                for ranks, (mine, anybody) in self.flags.items()]
-        if capturing(self.device):  # nothing outside a graph may wait for what is in it
-            self.wait()
-
-    def settle(self) -> None:
-        """After the step: put back."""
-        if self.saved:
-            self.wait()
-        for (ranks, i), before in self.saved.items():
-            store, number = self.members[ranks][i]
-            for now, then in zip(store.all_of(number), before):
-                now.copy_(torch.where((self.flags[ranks][1][i] > 0).to(now.device), now, then) if ranks else then)
-
-    def wait(self) -> None:
-        """Until the last step's collective is done: then its memory may be used again."""
-        works, self.works = self.works, []
-        with debug.during("the comparison of missing gradients"):
-            for work in works:
-                work.wait()

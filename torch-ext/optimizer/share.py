@@ -48,7 +48,8 @@ class Share:
     """What one rank has of a bucket: the pieces it stores, the pieces it computes, and what it sends and receives.
 
     `crosses_inbound`, `crosses_outbound`: whether anything travels in that direction at all, on any rank. `needs`: use
-    -> bytes of workspace, see `places`.
+    -> bytes of workspace, see `places`. `kept`: pieces that are stored and computed here -> byte offset among what
+    returns, after the bytes of all peers.
     """
     home: tuple
     owned: tuple
@@ -58,6 +59,7 @@ class Share:
     crosses_inbound: bool
     crosses_outbound: bool
     needs: dict
+    kept: dict
 
     def places(self) -> tuple[dict, dict]:
         """({use: (memory, first byte)}, {memory: bytes}). The "slot" is the bucket's own from its first part to its
@@ -65,14 +67,15 @@ class Share:
 
         What leaves has left before answers return to its place, and what arrives is copied before answers leave from
         where it was; in between, while matrices are multiplied, both are free for the iteration's stacks ("long").
+        What was computed and is applied at the end, where it is not an answer, "stays".
         """
         size = {use: nbytes + -nbytes % ALIGNMENT for use, nbytes in self.needs.items()}
         home = max(size["leave"], size["return"])
         wire = max(home + size["arrive"], size["long"])
-        places = {"leave": 0, "return": 0, "arrive": home, "long": 0, "rows": wire}
+        places = {"leave": 0, "return": 0, "arrive": home, "long": 0, "rows": wire, "stays": wire + size["rows"]}
         bench = {"square": 0, "stack": size["square"], "mean": size["square"] + size["stack"]}
         found = {use: (memory, at) for memory, uses in (("slot", places), ("bench", bench)) for use, at in uses.items()}
-        return found, {"slot": wire + size["rows"], "bench": bench["mean"] + size["mean"]}
+        return found, {"slot": wire + size["rows"] + size["stays"], "bench": bench["mean"] + size["mean"]}
 
 
 def share_of(bucket, rank, layouts, row_layouts, itemsizes) -> Share:
@@ -89,21 +92,30 @@ def share_of(bucket, rank, layouts, row_layouts, itemsizes) -> Share:
     matrices = tuple(m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank)
     inbound = travel(fed, "home", "owner", rank, bucket.ranks, itemsizes, with_self=reduce)
     outbound = travel(travelling, "owner", "home", rank, bucket.ranks, itemsizes)
+    here = [p for p in travelling if p.home == p.owner == rank and p.kind == "update" and bucket.route != "local"]
+    kept, (nbytes,) = _lay_out(here, "home", (rank,), itemsizes)
+    needs = _needs(inbound, outbound, nbytes)
+    if reduce:
+        needs["stays"] = _of_mean(inbound, itemsizes["update"])
     return Share(
         home=tuple(p for p in pieces if p.home == rank), owned=tuple(p for p in pieces if p.owner == rank),
         matrices=matrices, inbound=inbound, outbound=outbound,
         crosses_inbound=reduce or not whole, crosses_outbound=bucket.route != "local",
-        needs={**_needs(inbound, outbound, itemsizes["update"] if reduce else 0), **_iterated(matrices, itemsizes),
+        needs={**needs, **_iterated(matrices, itemsizes),
                "stack": sum(m.numel * itemsizes["update"] + ALIGNMENT for m in matrices),
-               "rows": sum(4 * m.rows for m in matrices)})
+               "rows": sum(4 * m.rows for m in matrices)},
+        kept={p: sum(outbound.recv_bytes) + at for p, at in kept.items()})
 
 
-def _needs(inbound, outbound, averaged):
-    """`averaged`: bytes of an element that arrives from every rank, to be averaged in fp32 or wider; 0: nothing is."""
-    mean = inbound.recv_bytes[0] // averaged * max(4, averaged) if averaged else 0
-    return {"leave": sum(inbound.send_bytes), "return": sum(outbound.recv_bytes),
-            "arrive": max(sum(inbound.recv_bytes), sum(outbound.send_bytes)), "mean": mean,
-            **dict.fromkeys(("rows", "stack", "long", "square"), 0)}
+def _needs(inbound, outbound, kept=0):
+    return {"leave": sum(inbound.send_bytes), "return": sum(outbound.recv_bytes) + kept,
+            "arrive": max(sum(inbound.recv_bytes), sum(outbound.send_bytes)),
+            **dict.fromkeys(("rows", "stays", "stack", "long", "square", "mean"), 0)}
+
+
+def _of_mean(inbound, itemsize):
+    """Bytes of what arrives from every rank, averaged in fp32 or wider; `itemsize`: of an element that arrives."""
+    return inbound.recv_bytes[0] // itemsize * max(4, itemsize)
 
 
 def _iterated(matrices, itemsizes):
@@ -172,9 +184,7 @@ def chunk_share(bucket, shapes, rank, itemsizes) -> Share:
     outbound = travel(pieces, "owner", "home", rank, ranks, {"chunk": itemsizes["weight"]})
     home = tuple(p for p in pieces if p.home == rank)
     owned = tuple(p for p in pieces if p.owner == rank)
-    return Share(home, owned, (), inbound, outbound, True, True, _needs(inbound, outbound, itemsizes["gradient"]))
-
-
-def parted(pieces, those) -> tuple[list, list]:
-    """(the pieces that are among those, the others)."""
-    return [p for p in pieces if p in those], [p for p in pieces if p not in those]
+    numel = sum(p.numel for p in owned if p.home == rank)
+    stays = 3 * ALIGNMENT + numel * (itemsizes["weight"] + 2 * itemsizes["state"])
+    needs = _needs(inbound, outbound) | {"mean": _of_mean(inbound, itemsizes["gradient"]), "stays": stays}
+    return Share(home, owned, (), inbound, outbound, True, True, needs, {})

@@ -244,6 +244,15 @@ class Bound:
         """The pieces that are stored ("home") or computed ("owned") at this rank."""
         return [p for p in getattr(self.share, end) if p.kind == kind]
 
+    def kept(self):
+        """{piece stored and computed here: where its update stays until the bucket lands}."""
+        dtype = self.options.wire_dtype
+        return {p: piece_at(self.memory["return"], at, p.shape, dtype) for p, at in self.share.kept.items()}
+
+    def momenta(self, pieces):
+        """(M of each piece, where its gradient lies, this step's gradients)."""
+        return self.states(pieces, "momentum_buffer"), self.sources(pieces), self.store.gradients
+
     def gradients(self):
         return self.store.gradients, self.store.addresses
 

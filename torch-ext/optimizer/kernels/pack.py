@@ -31,39 +31,42 @@ class Pack:
         self.skip, self.skips = skip, skips_of(skip, self.launches)
 
     def __call__(self, tensors: Sequence[torch.Tensor], addresses: torch.Tensor | None,
-                 weight: torch.Tensor, nesterov: bool):
+                 weight: torch.Tensor, nesterov: bool, keeps: bool = True):
         """Take this step's gradients, and their addresses as an int64 tensor on the device (None without Triton).
 
-        `weight`: 1 - mu, one fp32 element on the device. M and U change in place, the gradients do not. U gets the fp32
-        result, rounded once to its dtype.
+        `weight`: 1 - mu, one fp32 element on the device. M and U change in place, the gradients do not; without `keeps`
+        M does not either, until `Update` moves it along with the weight. U gets the fp32 result, rounded once to its
+        dtype.
         """
         if self.launches is None:
-            gradients = [s.view(tensors, m.shape) for s, m in zip(self.sources, self.M)]
-            return pack_torch(self.M, self.U, self._moving(gradients), weight, nesterov)
+            gradients = moved(tensors, self.sources, self.M, self.skip)
+            return pack_torch(self.M, self.U, gradients, weight, nesterov, keeps)
         for launch, (flags, places, skips) in zip(self.launches, self.skips):
-            run(_pack_kernel, launch, addresses, weight, flags, places, NESTEROV=nesterov, SKIPS=skips)
-
-    def _moving(self, gradients):
-        """Where M is to stay, M in the gradient's place: M + (1 - mu) (M - M) is M."""
-        if self.skip is None:
-            return gradients
-        return [torch.where(self.skip.moves(i), g, m) for i, (g, m) in enumerate(zip(gradients, self.M))]
+            run(_pack_kernel, launch, addresses, weight, flags, places, int(keeps), NESTEROV=nesterov, SKIPS=skips)
 
 
-def pack_torch(M, U, G, weight, nesterov):
+def moved(tensors, sources, M, skip):
+    """The gradients; where M is to stay, M in the gradient's place: M + (1 - mu) (M - M) is M."""
+    gradients = [s.view(tensors, m.shape) for s, m in zip(sources, M)]
+    if skip is None:
+        return gradients
+    return [torch.where(skip.moves(i), g, m) for i, (g, m) in enumerate(zip(gradients, M))]
+
+
+def pack_torch(M, U, G, weight, nesterov, keeps=True):
     """Compute `Pack` rectangle by rectangle, in the form x + (1 - mu)(g - x), as torch's lerp does."""
     for m, u, g in zip(M, U, G):
         g, wide = g.float(), m.float()
-        wide.add_(torch.sub(g, wide).mul_(weight))
-        if wide is not m:
+        wide = torch.sub(g, wide).mul_(weight).add_(wide)
+        if keeps:
             m.copy_(wide)
         u.copy_(torch.sub(g, wide).mul_(weight).add_(wide) if nesterov else wide)
 
 
-@jit
-def _pack_kernel(records, blocks, addresses, weight, flags, places, NESTEROV: tl.constexpr, SKIPS: tl.constexpr,
-                 FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TYPE_0: tl.constexpr,
-                 TYPE_1: tl.constexpr, TYPE_2: tl.constexpr):
+@jit.alike("keeps")
+def _pack_kernel(records, blocks, addresses, weight, flags, places, keeps, NESTEROV: tl.constexpr,
+                 SKIPS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+                 TYPE_0: tl.constexpr, TYPE_1: tl.constexpr, TYPE_2: tl.constexpr):
     """Lists: M, U, G."""
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ALIGNED)
     m_at = elements(record, row, column, 0, TYPE_0, 0, ALIGNED)
@@ -75,7 +78,7 @@ def _pack_kernel(records, blocks, addresses, weight, flags, places, NESTEROV: tl
         g = tl.where(moving(inside, blocks, flags, places), g, m)
     share = tl.load(weight)
     m += share * (g - m)
-    tl.store(m_at, m.to(TYPE_0), mask=inside)
+    tl.store(m_at, m.to(TYPE_0), mask=inside & (keeps != 0))
     if NESTEROV:
         m += share * (g - m)
     tl.store(u_at, m.to(TYPE_1), mask=inside)

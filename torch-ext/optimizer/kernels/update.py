@@ -1,4 +1,5 @@
-"""Weight decay and the scaled update: many rectangles in one launch, read straight from where they arrive.
+"""Weight decay and the scaled update: many rectangles in one launch, read straight from where they arrive. Where that
+is not until after a journey, the momentum changes with them, so that both are of one step at any time.
 
 Decides: the arithmetic, in fp32, every product and sum rounded on its own, so that an element's bits do not depend on
 how its matrix is cut. Must not know: where the update comes from.
@@ -10,50 +11,69 @@ from collections.abc import Sequence
 import torch
 
 from . import jit, use_triton
-from .table import Skip, bind, elements, locate, moving, run, skips_of
+from .pack import moved
+from .table import Skip, Source, bind, elements, fresh, locate, moving, run, skips_of
 
 tl = None  # Triton's language, put here by jit
 
 
 class Update:
-    """W <- (1 - lr weight_decay) W - (lr scale) U, over lists of rectangles."""
+    """W <- (1 - lr weight_decay) W - (lr scale) U, over lists of rectangles; with momenta, M <- mu M + (1 - mu) G."""
 
     def __init__(self, W: Sequence[torch.Tensor], U: Sequence[torch.Tensor], scales: Sequence[float],
-                 skip: Skip | None = None):
-        """Bind weights and updates, 2-D views of equal shapes that stay in place, and the scale of every rectangle.
+                 skip: Skip | None = None, M: Sequence[torch.Tensor] | None = None, sources: Sequence[Source] = (),
+                 gradients: Sequence[torch.Tensor] = ()):
+        """Bind weights and updates, 2-D views of equal shapes that stay in place, and the scale of every rectangle;
+        with momenta M of these shapes, where their gradients lie, as in `Pack`.
 
-        W and U may each be fp32, bf16 or fp16. What `skip` names keeps W.
+        W, U, M and the gradients may each be fp32, bf16 or fp16. What `skip` names keeps W and M.
         """
-        self.W, self.U = list(W), list(U)
+        self.W, self.U, self.M, self.sources = list(W), list(U), M, sources
         self.scales = torch.tensor(list(scales), dtype=torch.float32, device=W[0].device if W else None)
-        self.launches = bind((self.W, self.U)) if W and use_triton(W[0].device) else None
+        self.launches = None
+        if W and use_triton(W[0].device):
+            self.launches = bind((W, U)) if M is None else bind((W, U, M), sources, gradients)
         self.skip, self.skips = skip, skips_of(skip, self.launches)
         self.scales_of = [self.scales[launch.origins.to(self.scales.device)] for launch in self.launches or ()]
 
-    def __call__(self, factors: torch.Tensor):
+    def __call__(self, factors: torch.Tensor, tensors: Sequence[torch.Tensor] = (),
+                 addresses: torch.Tensor | None = None, weight: torch.Tensor | None = None, keeps: bool = True):
         """Change W in place; the fp32 result is rounded once to its dtype.
 
-        `factors`: lr and 1 - lr weight_decay, two fp32 elements on the device.
+        `factors`: lr and 1 - lr weight_decay, two fp32 elements on the device. With momenta: this step's gradients,
+        their addresses and 1 - mu, as `Pack` takes them; without `keeps` M stays, for `Pack` has moved it.
         """
         if not self.W:
             return
         if self.launches is None:
+            if self.M is not None and keeps:
+                keep_torch(self.M, moved(tensors, self.sources, self.M, self.skip), weight)
             return update_torch(self.W, self.U, self.scales, *factors, self.skip)
         for launch, scales, (flags, places, skips) in zip(self.launches, self.scales_of, self.skips):
-            run(_update_kernel, launch, scales, factors, flags, places, SKIPS=skips)
+            run(_update_kernel, launch, scales, factors, addresses, weight, flags, places, int(keeps),
+                MOMENTA=self.M is not None, SKIPS=skips)
 
 
 def update_torch(W, U, scales, lr, keep, skip=None):
-    """Compute `Update` rectangle by rectangle."""
+    """Compute the weights of `Update` rectangle by rectangle."""
     for i, (w, u, factor) in enumerate(zip(W, U, scales * lr)):
         new = w.float().mul(keep).sub_(u.float().mul(factor))
         w.copy_(new if skip is None else torch.where(skip.moves(i), new, w.float()))
 
 
-@jit
-def _update_kernel(records, blocks, scales, factors, flags, places, SKIPS: tl.constexpr, FIELDS: tl.constexpr,
-                   BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TYPE_0: tl.constexpr, TYPE_1: tl.constexpr):
-    """Lists: W, U."""
+def keep_torch(M, G, weight):
+    """Compute the momenta of `Update` rectangle by rectangle, as `pack_torch` does."""
+    for m, g in zip(M, G):
+        wide = m.float()
+        m.copy_(torch.sub(g.float(), wide).mul_(weight).add_(wide))
+
+
+@jit.alike("keeps")
+def _update_kernel(records, blocks, scales, factors, addresses, weight, flags, places, keeps, MOMENTA: tl.constexpr,
+                   SKIPS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+                   TYPE_0: tl.constexpr, TYPE_1: tl.constexpr, TYPE_2: tl.constexpr = None,
+                   TYPE_3: tl.constexpr = None):
+    """Lists: W, U; with MOMENTA also M, G, where M changes if it `keeps` what follows."""
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ALIGNED)
     factor = tl.load(scales + tl.load(blocks + tl.program_id(0).to(tl.int64) * 2)) * tl.load(factors)
     if SKIPS:
@@ -61,4 +81,11 @@ def _update_kernel(records, blocks, scales, factors, flags, places, SKIPS: tl.co
     w_at = elements(record, row, column, 0, TYPE_0, 0, ALIGNED)
     w = tl.load(w_at, mask=inside).to(tl.float32)
     u = tl.load(elements(record, row, column, 1, TYPE_1, 0, ALIGNED), mask=inside).to(tl.float32)
+    if MOMENTA:
+        moves = inside & (keeps != 0)
+        m_at = elements(record, row, column, 2, TYPE_2, 0, ALIGNED)
+        g_at = elements(record, row, column, 3, TYPE_3, fresh(record, addresses, FIELDS), ALIGNED)
+        m = tl.load(m_at, mask=moves).to(tl.float32)
+        m += tl.load(weight) * (tl.load(g_at, mask=moves).to(tl.float32) - m)
+        tl.store(m_at, m.to(TYPE_2), mask=moves)
     tl.store(w_at, (w * tl.load(factors + 1) - u * factor).to(TYPE_0), mask=inside)

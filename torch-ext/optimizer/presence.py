@@ -1,0 +1,88 @@
+"""Parameters that have no gradient: the step leaves them alone.
+
+Decides: when ranks tell each other which gradients they have, and what is put back after the step. Must not know: how a
+step is taken.
+"""
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+
+from . import debug
+from .graphs import capturing
+
+
+class Presence:
+    """Puts back what the step changed of parameters that have no gradient.
+
+    Where ranks must act alike, a missing gradient counts as zero unless no rank has one. After the step the ranks
+    compare what they had, in one small collective, which only a rank that missed a gradient waits for. Of parameters
+    whose matrices never travel, each rank leaves its own alone, and asks nobody.
+    """
+
+    flags = {}  # ranks -> (what this rank has, what any rank has), on the device, from a Feed
+
+    def __init__(self, plans=(), stores=(), groups=None):
+        self.members, self.groups, self.saved, self.works = {}, groups, {}, []
+        self.device = stores[0].device if stores else torch.device("cpu")
+        for plan, store in zip(plans, stores):
+            for number, layout in enumerate(plan.layouts):
+                ranks = layout.ranks if number in plan.shared and len(layout.boxes) > 1 else ()
+                self.members.setdefault(ranks, []).append((store, number))
+
+    def here(self) -> list[bool]:
+        """Which gradients of the compared parameters are here, in the order of the flags."""
+        return [store.here[number] for ranks, members in self.members.items() if ranks for store, number in members]
+
+    @contextlib.contextmanager
+    def around(self):
+        """Round a step's work, which ends in `compare`."""
+        self.save()
+        try:
+            yield
+            self.settle()
+        except BaseException:
+            with contextlib.suppress(Exception):  # the error is what counts
+                self.put_back()
+            raise
+
+    def save(self) -> None:
+        """Before the step: copy what may have to be put back."""
+        if capturing(self.device):  # a graph cannot wait for what is outside of it; who captures has synchronized
+            self.works = []
+        self.wait()
+        self.saved = {(ranks, i): [t.clone() for t in store.all_of(number)]
+                      for ranks, members in self.members.items()
+                      for i, (store, number) in enumerate(members) if not store.here[number]}
+
+    def compare(self) -> None:
+        """Ask the other ranks, at the end of the step's work."""
+        with debug.during("the comparison of missing gradients"):
+            self.works = [
+                dist.all_reduce(anybody.copy_(mine), dist.ReduceOp.MAX, group=self.groups.of(ranks), async_op=True)
+                for ranks, (mine, anybody) in self.flags.items()]
+        if capturing(self.device):  # nothing outside a graph may wait for what is in it
+            self.wait()
+
+    def settle(self) -> None:
+        """After the step: put back what no rank has a gradient of."""
+        if self.saved:
+            self.wait()
+            self.put_back(lambda ranks, i: self.flags[ranks][1][i] > 0 if ranks else None)
+
+    def put_back(self, moves=lambda ranks, i: None) -> None:
+        """As it was before the step. `moves`: whether number i of those that `ranks` compare is one to be stepped."""
+        for (ranks, i), before in self.saved.items():
+            store, number = self.members[ranks][i]
+            moved = moves(ranks, i)
+            for now, then in zip(store.all_of(number), before):
+                now.copy_(then if moved is None else torch.where(moved.to(now.device), now, then))
+
+    def wait(self) -> None:
+        """Until the last step's collective is done: then its memory may be used again."""
+        works, self.works = self.works, []
+        with debug.during("the comparison of missing gradients"):
+            for work in works:
+                work.wait()
