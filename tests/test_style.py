@@ -34,6 +34,7 @@ LAYERS = [
     ["kernels.pingpong"],
     ["kernels.gram_sm90"],
     ["kernels.aol", "kernels.gram", "kernels.norm", "kernels.pack", "kernels.rows", "kernels.update"],
+    ["kernels.chain"],
     ["kernels.on_chip"],
     ["graphs"],  # how launches are repeated; knows no operation
     ["iteration"],
