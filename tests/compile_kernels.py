@@ -125,6 +125,9 @@ def others(arch: str, shared: int):
         yield compile_for(arch, kernel, lengths)
     for side, U in itertools.product((64, 128), ("*bf16", "*fp32")):
         yield from small(arch, shared, side, U)
+    if arch == "sm90":
+        for U, turned in (("*bf16", False), ("*bf16", True), ("*fp32", False), ("*fp32", True)):
+            yield whole(U, turned)
 
 
 def small(arch: str, shared: int, side: int, U: str):
@@ -140,6 +143,17 @@ def small(arch: str, shared: int, side: int, U: str):
         stages, options = on_chip.depth(shared, side * chunk, size)
         constants = dict(CHUNK=chunk, STAGES=stages)
         yield compile_for(arch, kernel, arguments | constants, num_warps=side // 16, **options)
+
+
+def whole(U: str, turned: bool, pieces: int = 8) -> int:
+    """Compile the kernel of matrices that stay in shared memory as it is launched, for so many pieces."""
+    chain, size, strides = part("kernels.chain"), 2 if U == "*bf16" else 4, COLUMN_MAJOR if turned else ROW_MAJOR
+    arguments = dict(
+        U=U, out=U, u_strides=strides, out_strides=strides, triples=("fp32",) * 15, n="i32", m="i32", eps="fp32",
+        WIDE=True, STEPS=5, FIRSTS=0b101001, TURNED=turned, FROM=chain._lines(size, turned),
+        TO=chain._lines(size, turned), SIDE=chain.SIDE, WIDTH=chain.WIDTH, PIECES=pieces,
+        KEPT=min(chain.KEPT[size], pieces), DTYPE=triton.language.float16)
+    return compile_for("sm90", chain._chain_kernel, arguments, num_warps=8)
 
 
 def cast_bytes(even: int) -> int:

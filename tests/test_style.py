@@ -34,7 +34,8 @@ LAYERS = [
     ["kernels.pingpong"],
     ["kernels.gram_sm90"],
     ["kernels.aol", "kernels.gram", "kernels.norm", "kernels.pack", "kernels.rows"],
-    ["kernels.on_chip", "kernels.update"],
+    ["kernels.chain", "kernels.update"],
+    ["kernels.on_chip"],
     ["graphs"],  # how launches are repeated; knows no operation
     ["iteration"],
     ["polar"],

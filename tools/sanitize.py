@@ -82,7 +82,7 @@ def aol(device, size) -> None:
 def small_matrices(device, size) -> None:
     """The iteration in one program: of matrices that fit, of longer ones, and from the Gram matrix on."""
     module, (n, m) = part("kernels.on_chip"), size["chip"]
-    for N, rows, columns in ((3, n, m), (2, 20, 30)):
+    for N, rows, columns in ((3, n, m), (1, n, 2 * m), (2, 20, 30)):
         X = torch.randn(N, rows, columns, device=device)
         if module.fits(X, HALF):
             module.polar(X, torch.empty_like(X), (TRIPLES,), 1e-7, HALF)

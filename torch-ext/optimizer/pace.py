@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from . import pipeline, polar
-from .kernels import on_chip, tiles
+from .kernels import chain, on_chip, tiles
 
 NOMINAL = 1000  # FLOPs in a nanosecond, where nothing was measured: only ratios count there
 BATCH = 16  # the matrix whose time counts for its owner is one of so many: a lone one leaves processors without work
@@ -26,8 +26,8 @@ def table(arch: str) -> dict:
 
     `copy_gbps` (device copy, bytes read + written), `wire_gbps` and `wire_us` (an all-to-all, docs/facts.md),
     `exposed` (how much longer products take for each second of wire beside them), `norm` (of scaling to norm 1: per
-    stack, and bytes moved per element), `on_chip_us` (of a small matrix in one program: and per column), `follow_us`
-    (of what follows Gram matrices in one program: of up to 64 rows, of more).
+    stack, and bytes moved per element), `on_chip_us` (of a small matrix in one program: and per column), `chain_us`
+    (the same of chain.py), `follow_us` (of what follows Gram matrices in one program: of up to 64 rows, of more).
     """
     path = tiles.TABLES / f"{arch}_pace.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -84,7 +84,8 @@ class Pace:
         us, shared, launches = 0.0, 0, {}
         for m, count in longs:
             if n <= on_chip.LARGEST and n * m <= on_chip.MOST and not self.steps.aol:
-                first, column = self.table["on_chip_us"]
+                chained = chain.takes(n, m, len(self.steps.triples)) and "chain_us" in self.table
+                first, column = self.table["chain_us" if chained else "on_chip_us"]
                 us += -(-count // self.processors) * (first + column * m)
                 continue
             norm, made = self.table["norm"], polar.launches(n, m, self.steps)

@@ -2,8 +2,8 @@
 Of a matrix that is small on one side only, what follows its Gram matrix.
 
 Decides: which matrices are small, and that those whose long side fits too take the standard iteration, others the Gram
-iteration; how far ahead they are fetched, by the shared memory. Restarts are those of iteration.py; addends are not
-rounded on the way. Must not know: what the coefficients mean.
+iteration; how far ahead they are fetched, by the shared memory; which are left to chain.py. Restarts are those of
+iteration.py; addends are not rounded on the way. Must not know: what the coefficients mean.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import functools
 
 import torch
 
-from . import jit, look, typed, use_triton
+from . import chain, jit, look, typed, use_triton
 from .norm import squares_of
 
 tl = None  # Triton's language, put here by jit
@@ -58,6 +58,8 @@ def polar(U: torch.Tensor, out: torch.Tensor, segments, eps: float, dtype: torch
         firsts |= 1 << steps
         steps += len(segment)
     triples = tuple(float(x) for segment in segments for triple in segment for x in triple)
+    if chain.fits(U, dtype, steps):
+        return chain.polar(U, out, triples, firsts, eps, dtype)
     (block, chunk, stages), options = _launch_of(U)
     key = (steps, firsts, *look(U, out))
     numbers, constants = (triples, n, m, eps, U.dtype != torch.float16, steps), (block, chunk, stages)

@@ -1,0 +1,300 @@
+"""The whole iteration of a matrix with a short side of 65 to 128 and a long side of 129 to 512 on sm90: between its
+first read and its last store nothing leaves the chip, not even X.
+
+Decides: what lies in shared memory and what in registers, and which products wait for which. Nothing is made symmetric
+on the way, for which products have an order: with P = Z + a I, X <- P X makes A <- P A P^T and Q <- P Q, whether or not
+rounding left Z symmetric. Left factors never leave the registers. Needs Gluon. Must not know: what coefficients mean.
+"""
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from . import look, typed
+from .pingpong import available, gluon_jit
+from .tiles import architecture
+
+gl = fence = multiply = multiplied = None  # Gluon's language, put here by gluon_jit
+SIDE, LONGEST = 128, 512  # short side, and long side
+MOST_STEPS = 10  # each is compiled for itself
+WIDTH = 64  # columns of X that are multiplied at a time
+KEPT = {2: 8, 4: 4}  # pieces of so many columns that stay in registers between norm and cast, by element size
+
+
+def takes(n: int, m: int, steps: int) -> bool:
+    """Say whether so many steps on matrices (n, m), n <= m, are taken here, where the kernel runs."""
+    return SIDE // 2 < n <= SIDE < m <= LONGEST and steps <= MOST_STEPS
+
+
+def fits(U: torch.Tensor, dtype: torch.dtype, steps: int) -> bool:
+    """Say whether so many steps on matrices U (N, n, m), n <= m, in `dtype`, go through `polar`."""
+    small = dtype.itemsize == 2 and takes(*U.shape[1:], steps)
+    return small and architecture(U.device.type, U.device.index) == "sm90" and available()
+
+
+def polar(U: torch.Tensor, out: torch.Tensor, triples: tuple, firsts: int, eps: float, dtype: torch.dtype) -> None:
+    """Write to out the polar factor of every matrix of U (N, n, m); they may be the same memory.
+
+    triples: all coefficients, one after another; firsts: bit s says that step s begins a segment.
+    """
+    (N, n, m), steps = U.shape, len(triples) // 3
+    pieces, turned = -(-m // WIDTH), U.stride(1) < U.stride(2)
+    lines = _lines(U.element_size(), turned), _lines(out.element_size(), out.stride(1) < out.stride(2))
+    _chain_kernel.launch(
+        N, (dtype, steps, firsts, *look(U, out)), U, out, U.stride(), out.stride(), triples, n, m, eps,
+        U.dtype != torch.float16, steps, firsts | 1 << steps, turned, *lines, SIDE, WIDTH, pieces,
+        min(KEPT[U.element_size()], pieces), typed(dtype), num_warps=8)
+
+
+@functools.cache
+def _lines(itemsize: int, turned: bool, width: int = WIDTH):
+    """How 256 threads read or write a piece of a matrix, 16 bytes each at a time."""
+    from triton.experimental.gluon.language import BlockedLayout
+
+    each = 16 // itemsize
+    if turned:
+        across = min(32, SIDE // each)
+        return BlockedLayout([each, 1], [across, 32 // across], [1, 8], [0, 1])
+    across = min(32, width // each)
+    return BlockedLayout([1, each], [32 // across, across], [8, 1], [1, 0])
+
+
+@gluon_jit
+def _chain_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: gl.constexpr, STEPS: gl.constexpr,
+                  FIRSTS: gl.constexpr, TURNED: gl.constexpr, FROM: gl.constexpr, TO: gl.constexpr, SIDE: gl.constexpr,
+                  WIDTH: gl.constexpr, PIECES: gl.constexpr, KEPT: gl.constexpr, DTYPE: gl.constexpr):
+    """One matrix per program. FIRSTS: bit s says that step s begins a segment, or is one after the last; TURNED: a
+    matrix lies transposed, and so it does in shared memory; FROM, TO: how it is read and written.
+    """
+    matrix = gl.program_id(0).to(gl.int64)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, WIDTH, 16])
+    X, tiles = (), ()  # of memory in one piece the compiler would not know what is read where
+    for piece in gl.static_range(PIECES + 3):
+        if piece < PIECES:
+            X = X + (gl.allocate_shared_memory(DTYPE, [WIDTH, SIDE] if TURNED else [SIDE, WIDTH], swizzled),)
+        else:
+            tiles = tiles + (gl.allocate_shared_memory(DTYPE, [SIDE, SIDE], swizzled),)
+    A, zero = _begin(U + matrix * u_strides[0], u_strides, n, m, eps, X, WIDE, TURNED, SIDE, WIDTH, PIECES, KEPT, FROM)
+    Q = A
+    for step in gl.static_range(STEPS):
+        if (FIRSTS >> step) % 2 == 1:
+            _show(A, tiles[0])
+        A, Q = _step(A, Q, tiles, triples, zero, step, FIRSTS)
+        if (FIRSTS >> (step + 1)) % 2 == 1 and step + 1 < STEPS:
+            A = _restart(Q, X, TURNED, PIECES, narrow)
+    _finish(Q, X, out + matrix * out_strides[0], out_strides, n, m, TURNED, PIECES, narrow, SIDE, WIDTH, TO)
+
+
+@gluon_jit
+def _begin(start, strides, n, m, eps, X, WIDE: gl.constexpr, TURNED: gl.constexpr, SIDE: gl.constexpr,
+           WIDTH: gl.constexpr, PIECES: gl.constexpr, KEPT: gl.constexpr, layout: gl.constexpr):
+    """X <- U scaled and cast; return X X^T, and a zero of which the compiler does not know. The first pieces are read
+    once, the others again after the sum of squares.
+    """
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, SIDE, 16])
+    others, pieces = (), ()
+    for piece in gl.static_range(KEPT, PIECES):
+        others = others + (_read(start, strides, piece, n, m, SIDE, WIDTH, layout),)
+    for piece in gl.static_range(KEPT):
+        pieces = pieces + (_read(start, strides, piece, n, m, SIDE, WIDTH, layout),)
+    unit, norm = _factors(others + pieces, start, strides, n, m, eps, WIDE, SIDE, WIDTH, PIECES, layout)
+    sums = gl.zeros((SIDE, SIDE), gl.float32, mma)
+    for piece in gl.static_range(PIECES):
+        if piece + KEPT < PIECES:
+            pieces = pieces + (_read(start, strides, piece + KEPT, n, m, SIDE, WIDTH, layout),)
+        tile = _tile(X, piece, TURNED)
+        _show(_cast(_read_again(pieces[piece]).to(gl.float32) * unit * norm, tile.dtype), tile)
+        sums = multiply(tile, tile.permute([1, 0]), sums, use_acc=piece > 0, is_async=True)
+    return _cast(multiplied(0, deps=(sums,)), X[0].dtype), 0.0 * norm
+
+
+@gluon_jit
+def _factors(pieces, start, strides, n, m, eps, WIDE: gl.constexpr, SIDE: gl.constexpr, WIDTH: gl.constexpr,
+             PIECES: gl.constexpr, layout: gl.constexpr):
+    """Return two factors of a matrix, to be applied one after the other: a power of two, and the rest (norm.py)."""
+    largest = gl.zeros((SIDE, WIDTH), gl.float32, layout)
+    squares = largest
+    for piece in gl.static_range(PIECES):
+        u = pieces[piece].to(gl.float32)
+        largest = gl.maximum(largest, gl.abs(u))
+        squares += u * u
+    largest, squares = gl.reduce((largest, squares), None, _both)
+    unit = gl.where(largest > 2.0**50, 2.0**-80, gl.where(largest < 2.0**-40, 2.0**80, 1.0))
+    if WIDE and unit != 1.0:
+        squares = _sum(start, strides, unit, n, m, SIDE, WIDTH, PIECES, layout)
+    norm = gl.sqrt(squares) + eps * (largest * unit)
+    return unit, 1.0 / gl.where(norm == 0, 1.0, norm)
+
+
+@gluon_jit
+def _both(largest, squares, other, others):
+    return gl.maximum(largest, other), squares + others
+
+
+@gluon_jit
+def _sum(start, strides, unit, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr,
+         layout: gl.constexpr):
+    """Return the sum of squares in a unit."""
+    squares = gl.zeros((SIDE, WIDTH), gl.float32, layout)
+    for piece in range(PIECES):
+        u = _read(start, strides, piece, n, m, SIDE, WIDTH, layout).to(gl.float32) * unit
+        squares += u * u
+    return gl.sum(squares)
+
+
+@gluon_jit
+def _step(A, Q, tiles, triples, zero, step: gl.constexpr, FIRSTS: gl.constexpr):
+    """With Z = b A + c A^2: A <- (Z + a I) A (Z + a I)^T, Q <- (Z + a I) Q; see iteration.py. After the first step of a
+    segment Q + q I stands for Q, where q is that step's a. A lies in the first tile, too, Q in the last.
+    """
+    FIRST: gl.constexpr = (FIRSTS >> step) % 2 == 1
+    SECOND: gl.constexpr = (FIRSTS << 1 >> step) % 2 == 1
+    LAST: gl.constexpr = (FIRSTS >> (step + 1)) % 2 == 1
+    # parameters as they are would be loaded again by each of their uses
+    a, b, c = triples[3 * step] + zero, triples[3 * step + 1] + zero, triples[3 * step + 2] + zero
+    q = triples[0 if FIRST else 3 * step - 3] + zero
+    a_tile, q_tile = tiles[0], tiles[2]
+    mma: gl.constexpr = A.type.layout
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    sums = gl.zeros(A.shape, gl.float32, mma)
+    sums = multiply(gl.convert_layout(A, left), a_tile, sums, use_acc=False, is_async=True)
+    Z = _cast(c * multiplied(0, deps=(sums,)) + b * A.to(gl.float32), A.dtype)
+    z = gl.convert_layout(Z, left)
+    if LAST and FIRST:
+        Q = _cast(Z.to(gl.float32) + _diagonal(a, A), A.dtype)
+    elif LAST:
+        sums = multiply(z, q_tile, _addends(Q, Z, q, a, SECOND), is_async=True)
+        Q = _cast(multiplied(0, deps=(sums,)), A.dtype)
+    else:
+        sums = multiply(z, a_tile, a * A.to(gl.float32), is_async=True)
+        if not FIRST:
+            follow = multiply(z, q_tile, _addends(Q, Z, q, a, SECOND), is_async=True)
+        tile = tiles[2 if FIRST else 1]
+        tile.store(Z)
+        T = _cast(multiplied(0 if FIRST else 1, deps=(sums,)), A.dtype)
+        fence()
+        gl.thread_barrier()
+        sums = multiply(gl.convert_layout(T, left), tile.permute([1, 0]), a * T.to(gl.float32), is_async=True)
+        if FIRST:
+            Q = Z
+        else:
+            Q = _cast(multiplied(1, deps=(follow,)), A.dtype)
+            gl.thread_barrier()
+            q_tile.store(Q)
+        A = _cast(multiplied(0, deps=(sums,)), A.dtype)
+        _show(A, a_tile)
+    return A, Q
+
+
+@gluon_jit
+def _cast(sums, DTYPE: gl.constexpr):
+    """Round, two at a time."""
+    low = sums
+    if DTYPE == gl.float16:
+        low = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [sums], gl.float16, True, 2)
+    elif DTYPE == gl.bfloat16:
+        low = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [sums], gl.bfloat16, True, 2)
+    return low
+
+
+@gluon_jit
+def _addends(Q, Z, q, a, SECOND: gl.constexpr):
+    """a Q, or what is added to Z Q for (Z + a I) (Q + q I)."""
+    sums = a * Q.to(gl.float32)
+    if SECOND:
+        sums += q * Z.to(gl.float32) + _diagonal(q * a, Q)
+    return sums
+
+
+@gluon_jit
+def _restart(Q, X, TURNED: gl.constexpr, PIECES: gl.constexpr, narrow: gl.constexpr):
+    """X <- Q X; return X X^T."""
+    q = gl.convert_layout(Q, gl.DotOperandLayout(0, narrow, 2))
+    sums = gl.full(Q.shape, 0.0, gl.float32, Q.type.layout)
+    products = (_product(q, X, 0, TURNED, narrow),)
+    for piece in gl.static_range(PIECES):
+        if piece + 1 < PIECES:
+            products = products + (_product(q, X, piece + 1, TURNED, narrow),)
+        x = _cast(multiplied((piece > 0) + (piece + 1 < PIECES), deps=(products[piece],)), Q.dtype)
+        tile = _tile(X, piece, TURNED)
+        gl.thread_barrier()
+        _show(x, tile)
+        sums = multiply(tile, tile.permute([1, 0]), sums, use_acc=piece > 0, is_async=True)
+    return _cast(multiplied(0, deps=(sums,)), Q.dtype)
+
+
+@gluon_jit
+def _finish(Q, X, start, strides, n, m, TURNED: gl.constexpr, PIECES: gl.constexpr, narrow: gl.constexpr,
+            SIDE: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """Store Q X, through shared memory where it can be read in lines."""
+    DTYPE: gl.constexpr = start.dtype.element_ty
+    OUT_TURNED: gl.constexpr = layout.order[0] == 0
+    shape: gl.constexpr = [WIDTH, SIDE] if OUT_TURNED else [SIDE, WIDTH]
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, rank=2)
+    stages = (gl.allocate_shared_memory(DTYPE, shape, swizzled), gl.allocate_shared_memory(DTYPE, shape, swizzled))
+    q = gl.convert_layout(Q, gl.DotOperandLayout(0, narrow, 2))
+    products = (_product(q, X, 0, TURNED, narrow),)
+    for piece in gl.static_range(PIECES):
+        if piece + 1 < PIECES:
+            products = products + (_product(q, X, piece + 1, TURNED, narrow),)
+        tile = _tile(stages, piece % 2, OUT_TURNED)
+        tile.store(_cast(multiplied(piece + 1 < PIECES, deps=(products[piece],)), DTYPE))
+        gl.thread_barrier()
+        at, inside = _place(start, strides, piece, n, m, SIDE, WIDTH, layout)
+        gl.store(at, tile.load(layout), mask=inside)
+
+
+@gluon_jit
+def _product(q, X, piece: gl.constexpr, TURNED: gl.constexpr, narrow: gl.constexpr):
+    """Begin to multiply a piece of X."""
+    tile = _tile(X, piece, TURNED)
+    return multiply(q, tile, gl.full(tile.shape, 0.0, gl.float32, narrow), use_acc=False, is_async=True)
+
+
+@gluon_jit
+def _tile(X, piece: gl.constexpr, TURNED: gl.constexpr):
+    """A piece of X, which is stored transposed if TURNED."""
+    tile = X[piece]
+    if TURNED:
+        tile = tile.permute([1, 0])
+    return tile
+
+
+@gluon_jit
+def _show(values, tile):
+    """Store where no product reads any more, for products to come."""
+    tile.store(values)
+    fence()
+    gl.thread_barrier()
+
+
+@gluon_jit
+def _read(start, strides, piece, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """A piece of a matrix, with zeros beyond its edges."""
+    at, inside = _place(start, strides, piece, n, m, SIDE, WIDTH, layout)
+    return gl.load(at, mask=inside, other=0.0)
+
+
+@gluon_jit
+def _read_again(u):
+    """The same numbers, of which the compiler keeps no fp32 copies."""
+    EACH: gl.constexpr = 32 // u.dtype.primitive_bitwidth
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [u], u.dtype, False, EACH)
+
+
+@gluon_jit
+def _place(start, strides, piece, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """Return where a piece of a matrix lies, and which of its elements are there."""
+    row = gl.arange(0, SIDE, layout=gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))[None, :] + piece * WIDTH
+    at = start + row.to(gl.int64) * strides[1] + column.to(gl.int64) * strides[2]
+    return at, (row < n) & (column < m)
+
+
+@gluon_jit
+def _diagonal(value, like):
+    r = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, like.type.layout))[:, None]
+    s = gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, like.type.layout))[None, :]
+    return gl.where(r == s, value, 0.0)
