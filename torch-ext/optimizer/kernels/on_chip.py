@@ -11,8 +11,9 @@ import functools
 
 import torch
 
-from . import chain, jit, look, typed, use_triton
+from . import chain, here, jit, look, typed, use_triton
 from .norm import squares_of
+from .tape import play
 
 tl = None  # Triton's language, put here by jit
 LARGEST, MOST = 128, 1 << 16  # short side, elements; one processor reads a larger matrix for longer than launches take
@@ -52,24 +53,35 @@ def polar(U: torch.Tensor, out: torch.Tensor, segments, eps: float, dtype: torch
 
     segments: the triples (a, b, c) between restarts, as `polar.Steps.segments` gives them.
     """
-    N, n, m = U.shape
     firsts, steps = 0, 0
     for segment in segments:
         firsts |= 1 << steps
         steps += len(segment)
     triples = tuple(float(x) for segment in segments for triple in segment for x in triple)
     if chain.fits(U, dtype, steps):
-        return chain.polar(U, out, triples, firsts, eps, dtype)
+        tensors, work = (U, out), functools.partial(chain.polar, U, out, triples, firsts, eps, dtype)
+    else:
+        tensors, work = _triton(U, out, triples, firsts, eps, dtype)
+    if here.rehearsing:
+        work()
+    else:
+        play((look(*tensors), triples, firsts, eps, dtype), (), tensors, work)
+
+
+def _triton(U, out, triples, firsts, eps, dtype):
+    """(the tensors that a launch takes, what launches it)."""
+    (N, n, m), steps = U.shape, len(triples) // 3
     (block, chunk, stages), options = _launch_of(U)
     key = (steps, firsts, *look(U, out))
     numbers, constants = (triples, n, m, eps, U.dtype != torch.float16, steps), (block, chunk, stages)
     if m <= chunk:
-        _standard_kernel.launch(N, (dtype, *key), U, out, U.stride(), out.stride(), *numbers, *constants,
-                                typed(dtype), **options)
-    else:
-        X = torch.empty((N, n, -(-m // chunk) * chunk), dtype=dtype, device=U.device)
-        _gram_kernel.launch(N, (dtype, *key), U, X, out, U.stride(), X.stride(), out.stride(), *numbers,
-                            firsts | 1 << steps, *constants, **options)
+        return (U, out), functools.partial(
+            _standard_kernel.launch, N, (dtype, *key), U, out, U.stride(), out.stride(), *numbers, *constants,
+            typed(dtype), **options)
+    X = torch.empty((N, n, -(-m // chunk) * chunk), dtype=dtype, device=U.device)
+    return (U, X, out), functools.partial(
+        _gram_kernel.launch, N, (dtype, *key), U, X, out, U.stride(), X.stride(), out.stride(), *numbers,
+        firsts | 1 << steps, *constants, **options)
 
 
 def follows(A: torch.Tensor) -> bool:

@@ -28,7 +28,7 @@ def play(kind: Hashable, memory: Sequence[torch.Tensor], tensors: Sequence[torch
     All that it does on the device are launches by `jit.launch`, on `tensors` from their first element on, on views of
     `memory`, flat tensors that often lie where they lay, and on lasting tensors.
     """
-    starts, device = [t.data_ptr() for t in tensors], memory[0].device
+    starts, device = [t.data_ptr() for t in tensors], (*memory, *tensors)[0].device
     key = tuple(m.data_ptr() for m in memory), device.index, tuple(map(starts.index, starts)), kind
     calls = _tapes.get(key)
     if calls is None or _hooked():
