@@ -28,13 +28,12 @@ class Local:
     def __init__(self, bound):
         self.bound, home = bound, bound.pieces("home")
         self.stacks, self.rows, whole = bound.stacks()
-        V, updates = bound.states(bound.pieces("home", "row"), "second_moment"), [whole[p] for p in home]
-        skip, rows = bound.store.skip(home), bound.pieces("home", "row")
-        M, *sources = bound.momenta(home)
-        self.pack = Pack(M, updates, *sources, skip)
+        rows = bound.pieces("home", "row")
+        V = bound.states(rows, "second_moment")
+        self.pack = _pack(bound, home, whole)
         self.fetch_rows = Copy([whole[p] for p in rows], V)
         self.keep_rows = Copy(V, [whole[p] for p in rows], bound.store.skip(rows))
-        self.update = Update(bound.weights(home), updates, bound.scales(home), skip, *bound.momenta(home))
+        self.update = _update(bound, home, whole)
 
     def run(self, hp):
         self.bound.replay(self.step, hp)
@@ -49,6 +48,18 @@ class Local:
         recipe.normalize(self.stacks, self.rows, hp)
         recipe.apply(self.update, self.bound.store.numbers, self.bound.gradients(), not at_once)
         self.keep_rows()
+
+
+def _pack(bound, pieces, to):
+    """Momentum of these pieces, whose updates go to the places that `to` says."""
+    M, *sources = bound.momenta(pieces)
+    return Pack(M, [to[p] for p in pieces], *sources, bound.store.skip(pieces))
+
+
+def _update(bound, pieces, back):
+    """Weights and momentum of these pieces, by updates that are where `back` says."""
+    return Update(bound.weights(pieces), [back[p] for p in pieces], bound.scales(pieces), bound.store.skip(pieces),
+                  *bound.momenta(pieces))
 
 
 class Journey:
@@ -77,33 +88,28 @@ class Exchange(Journey):
         self.outbound = Wire(bound, "outbound", "arrive", "return")
         away, here = ([p for p in home if p in those] for those in (self.inbound.leave, whole))
         copies = [p for p in home if p not in self.inbound.leave and p not in whole]
-        self.pack, self.pack_here = (
-            Pack(M, [to[p] for p in some], *sources, bound.store.skip(some))
-            for some, to, (M, *sources) in ((away, self.inbound.leave, bound.momenta(away)),
-                                            (here, whole, bound.momenta(here))))
+        self.pack, self.pack_here = _pack(bound, away, self.inbound.leave), _pack(bound, here, whole)
         sent = {p: {**self.inbound.leave, **whole}[p] for p in rows if p.fed}
         self.send_rows = Copy(list(sent.values()), bound.states(sent, "second_moment"))
         self.assemble = Copy([whole[p] for p in self.inbound.arrive], list(self.inbound.arrive.values()))
         self.dismantle = _dismantle(self.outbound.leave, bound.kept(), whole)
         back = {**self.outbound.arrive, **bound.kept(), **{p: whole[p] for p in rows if p in whole}}
         self.keep_rows = Copy(bound.states(rows, "second_moment"), [back[p] for p in rows], bound.store.skip(rows))
-        self.update, self.update_copies = (
-            Update(bound.weights(some), [back[p] for p in some], bound.scales(some), bound.store.skip(some),
-                   *bound.momenta(some)) for some in (away + here, copies))
+        self.update, self.update_copies = _update(bound, away + here, back), _update(bound, copies, back)
 
     def leave(self, hp):
-        recipe.momentum(self.pack, self.bound.gradients(), self.bound.store.numbers, hp, self.bound.graphs.within)
+        recipe.momentum(self.pack, self.bound.gradients(), self.bound.store.numbers, hp, self.bound.at_once)
         self.send_rows()
 
     def compute(self, hp):
-        recipe.momentum(self.pack_here, self.bound.gradients(), self.bound.store.numbers, hp, self.bound.graphs.within)
+        recipe.momentum(self.pack_here, self.bound.gradients(), self.bound.store.numbers, hp, self.bound.at_once)
         self.assemble()
         self.bound.orthogonalize(self.stacks, hp)
         recipe.normalize(self.stacks, self.rows, hp)
         self.dismantle()
 
     def land(self, hp):
-        recipe.apply(self.update, self.bound.store.numbers, self.bound.gradients(), not self.bound.graphs.within)
+        recipe.apply(self.update, self.bound.store.numbers, self.bound.gradients(), not self.bound.at_once)
         recipe.apply(self.update_copies, self.bound.store.numbers, self.bound.gradients())
         self.keep_rows()
 
@@ -141,14 +147,14 @@ class Reduce(Journey):
         self.fill(*self.bound.gradients())
 
     def compute(self, hp):
-        recipe.momentum(self.pack, self.mean(), self.bound.store.numbers, hp, self.bound.graphs.within)
+        recipe.momentum(self.pack, self.mean(), self.bound.store.numbers, hp, self.bound.at_once)
         self.fetch_rows()
         self.bound.orthogonalize(self.stacks, hp)
         recipe.normalize(self.stacks, self.rows, hp)
         self.dismantle()
 
     def land(self, _):
-        recipe.apply(self.update_owned, self.bound.store.numbers, self.mean.result, not self.bound.graphs.within)
+        recipe.apply(self.update_owned, self.bound.store.numbers, self.mean.result, not self.bound.at_once)
         recipe.apply(self.update, self.bound.store.numbers)
         self.keep_rows()
 

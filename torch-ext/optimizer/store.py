@@ -244,6 +244,11 @@ class Bound:
         """The pieces that are stored ("home") or computed ("owned") at this rank."""
         return [p for p in getattr(self.share, end) if p.kind == kind]
 
+    @property
+    def at_once(self) -> bool:
+        """Whether what is launched now goes into one graph with all of the step."""
+        return self.graphs.within
+
     def kept(self):
         """{piece stored and computed here: where its update stays until the bucket lands}."""
         dtype = self.options.wire_dtype
