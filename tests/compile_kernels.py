@@ -111,7 +111,7 @@ def others(arch: str, shared: int):
             yield compile_for(arch, update._update_kernel, dict(fresh if momenta else dict(
                 skip, addresses=None, weight=None, keeps="i32"), scales="*fp32", factors="*fp32", MOMENTA=momenta))
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
-                 span="i32", u_strides=ROW_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR, ROWS=4,
+                 span="i32", u_strides=ROW_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR, ROWS=4, COLUMNS=256,
                  WIDE=True, EVEN=16, STRAIGHT=True)
     floats = dict(V="*fp32", squares="*fp32", factors="*fp32", sums="*fp32", beta2="fp32", rest="fp32")
     for kernel in (rows._moments_kernel, rows._norms_kernel, rows._scale_kernel, norm._sums_kernel, norm._cast_kernel):
@@ -160,8 +160,8 @@ def cast_bytes(even: int) -> int:
     """Return how many bytes a thread of `norm._cast_kernel` reads of bf16 at once on sm90, where `even` divides."""
     arguments = dict(
         U="*bf16", X="*fp16", sums="*fp32", parts="i32", R="i32", C="i32", u_strides=ROW_MAJOR, x_strides=ROW_MAJOR,
-        eps="fp32", BLOCK=64, TILE=64, EVEN=even, STRAIGHT=True)
-    ptx = compiled("sm90", part("kernels.norm")._cast_kernel, arguments, even=even == 16, num_warps=8).asm["ptx"]
+        eps="fp32", BLOCK=64, ROWS=32, COLUMNS=256, EVEN=even, STRAIGHT=True)
+    ptx = compiled("sm90", part("kernels.norm")._cast_kernel, arguments, even=even == 16, num_warps=4).asm["ptx"]
     sizes = [int(bits) // 8 * int(count or 1) for count, bits in re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", ptx)]
     return max(sizes)
 

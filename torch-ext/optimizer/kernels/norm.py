@@ -15,7 +15,7 @@ tl = None  # Triton's language, put here by jit
 AT_ONCE = 2048  # elements that a program reads at a time
 SHARE = 16  # times that it reads, at least; few large shares are few sums to add for whoever casts a tile
 PARTS = 256  # shares of one matrix, at most
-TILE = 64
+LINES, SQUARE = (32, 256), (64, 64)  # rows and columns that are cast at a time, where X has them as lines, and else
 
 
 def unit_norm(U: torch.Tensor, X: torch.Tensor, eps: float, scratch: torch.Tensor | None = None) -> None:
@@ -37,10 +37,11 @@ def unit_norm(U: torch.Tensor, X: torch.Tensor, eps: float, scratch: torch.Tenso
     sums = _room_for_sums(scratch, N, parts, U.device)
     key, wide = look(U, X), U.dtype != torch.float16
     even, straight = _common_power(R, C, U, X), X.stride(2) == 1
+    rows_at_once, columns_at_once = LINES if straight else SQUARE
     _sums_kernel.launch(N * parts, key, U, sums, parts, span, R, C, U.stride(), wide, rows, block, num_warps=4)
     _cast_kernel.launch(
-        N * -(-R // TILE) * -(-C // TILE), key, U, X, sums, parts, R, C, U.stride(), X.stride(), eps,
-        1 << (parts - 1).bit_length(), TILE, even, straight, num_warps=8)
+        N * -(-R // rows_at_once) * -(-C // columns_at_once), key, U, X, sums, parts, R, C, U.stride(), X.stride(), eps,
+        1 << (parts - 1).bit_length(), rows_at_once, columns_at_once, even, straight, num_warps=4)
 
 
 def _room_for_sums(scratch, N, parts, device):
@@ -140,24 +141,24 @@ def _factors_of(largest, small, middle, large, eps):
 
 
 @jit.alike("parts")
-def _cast_kernel(U, X, sums, parts, R, C, u_strides, x_strides, eps, BLOCK: tl.constexpr, TILE: tl.constexpr,
-                 EVEN: tl.constexpr, STRAIGHT: tl.constexpr):
-    """One tile per program: X = U / norm."""
+def _cast_kernel(U, X, sums, parts, R, C, u_strides, x_strides, eps, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+                 COLUMNS: tl.constexpr, EVEN: tl.constexpr, STRAIGHT: tl.constexpr):
+    """One tile per program: X = U / norm. The tile is on its way while the sums are added."""
     program = tl.program_id(0)
-    across = tl.cdiv(C, TILE)
-    count = tl.cdiv(R, TILE) * across
+    across = tl.cdiv(C, COLUMNS)
+    count = tl.cdiv(R, ROWS) * across
     matrix, tile = (program // count).to(tl.int64), program % count
-    row = ((tile // across) * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
-    column = ((tile % across) * TILE + tl.arange(0, TILE)).to(tl.int64)[None, :]
+    row = ((tile // across) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = ((tile % across) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
     inside = (row < _even(R, EVEN)) & (column < _even(C, EVEN))
+    u_at = U + matrix * _even(u_strides[0], EVEN) + row * _even(u_strides[1], EVEN) + column * u_strides[2]
+    u = tl.load(u_at, mask=inside, other=0.0).to(tl.float32)
     part = tl.arange(0, BLOCK)
     at, there = sums + matrix * 4 * parts + part, part < parts
     power, norm = _factors_of(
         tl.max(tl.load(at, mask=there, other=0.0)), tl.sum(tl.load(at + parts, mask=there, other=0.0)),
         tl.sum(tl.load(at + 2 * parts, mask=there, other=0.0)), tl.sum(tl.load(at + 3 * parts, mask=there, other=0.0)),
         eps)
-    u_at = U + matrix * _even(u_strides[0], EVEN) + row * _even(u_strides[1], EVEN) + column * u_strides[2]
-    u = tl.load(u_at, mask=inside, other=0.0).to(tl.float32)
     if STRAIGHT:
         x_at = X + matrix * _even(x_strides[0], EVEN) + row * _even(x_strides[1], EVEN) + column * x_strides[2]
     else:
