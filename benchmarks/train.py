@@ -6,7 +6,8 @@ The model is that of examples/gpt.py, the text the demo's (bytes of Python sourc
 compute is bf16. Each optimizer trains the same model on the same text, after warm-up without a wait between steps; a
 step's time is from event to event of the device, the optimizer's is between events around `step()`, and both are the
 largest over the ranks, then the median. One CSV row for each optimizer. AdamW is torch's, fused, on all parameters;
-Muon steps what is no hidden matrix with AdamW, too.
+Muon steps what is no hidden matrix with AdamW, too. muon+forward is Muon with overlap_forward=True, whose time between
+events around `step()` says nothing: what it takes of the next forward is in the time of a step.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from step import commit, device_name, pick_device, synchronize  # noqa: E402
 COLUMNS = ("commit gpu ranks model implementation optimizer seed steps tokens train_loss heldout_loss step_ms "
            "optimizer_ms torch run parameters batch seq p80_step_ms compile").split()
 LR = {"muon": 1e-2, "normuon": 1e-2, "adamw": 1e-3}  # of matrices, and of what AdamW steps; not tuned for this model
+FORWARD = "+forward"  # after an optimizer's name: overlap_forward=True
 HELDOUT_WINDOWS = 64
 
 
@@ -60,7 +62,8 @@ def main() -> None:
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2, help="processes, a GPU each")
-    parser.add_argument("--optimizers", nargs="+", default=["adamw", "muon", "normuon"], choices=sorted(LR))
+    parser.add_argument("--optimizers", nargs="+", default=["adamw", "muon", "normuon"],
+                        choices=[*sorted(LR), *(name + FORWARD for name in LR if name != "adamw")])
     parser.add_argument("--run", default="eager", choices=["eager", "graph"], help="graph: capturable=True, of Muon")
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--width", type=int, default=2048)
@@ -81,6 +84,8 @@ def arguments():
         parser.error(f"--batch {options.batch} cannot be split over {options.ranks} ranks")
     if options.overlap and (options.clip or options.run == "graph"):
         parser.error("--overlap needs --clip 0, and no --run graph")
+    if options.run == "graph" and any(name.endswith(FORWARD) for name in options.optimizers):
+        parser.error(f"an optimizer{FORWARD} needs no --run graph")
     return options
 
 
@@ -105,12 +110,14 @@ class Training:
     """One optimizer's run."""
 
     def __init__(self, name, rank, device, options):
-        self.name, self.rank, self.device, self.options = name, rank, device, options
+        self.name, self.forward = name.removesuffix(FORWARD), name.endswith(FORWARD)
+        self.rank, self.device, self.options = rank, device, options
         self.text, self.heldout = read_corpus(options.data)
         self.model = make_model(options, device)
-        self.optimizer = make_optimizer(self.model, name, options)
+        self.optimizer = make_optimizer(self.model, self.name, options, self.forward)
         self.overlap = options.overlap and name != "adamw"
-        self.run = "eager" if name == "adamw" else "overlap" if self.overlap else options.run
+        ways = ["overlap"] * self.overlap + ["forward"] * self.forward
+        self.run = "eager" if name == "adamw" else "+".join(ways) or options.run
         self.order, self.marks, self.loss = torch.Generator().manual_seed(options.seed), [], None
 
     def step(self) -> None:
@@ -191,8 +198,10 @@ def make_model(options, device):
     return model
 
 
-def make_optimizer(model, name, options):
-    """torch's fused AdamW on everything, or Muon on hidden matrices and AdamW on the rest."""
+def make_optimizer(model, name, options, forward=False):
+    """torch's fused AdamW on everything, or Muon on hidden matrices and AdamW on the rest; `forward`: its updates
+    return during the next forward.
+    """
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), LR[name], (0.9, 0.95), weight_decay=0.1, fused=True)
     from kernels import get_kernel
@@ -202,16 +211,20 @@ def make_optimizer(model, name, options):
     groups = package.get_default_muon_param_groups(model)
     for group in groups:
         group["lr"] = LR[name if group["use_muon"] else "adamw"]
-    return kind(groups, capturable=options.run == "graph", overlap_backward=options.overlap)
+    optimizer = kind(groups, capturable=options.run == "graph", overlap_backward=options.overlap,
+                     overlap_forward=forward)
+    optimizer.updates_return_during(model)
+    return optimizer
 
 
 def shares(rows) -> list[str]:
     """What the optimizers take of a step, and how much longer a step is than with AdamW."""
     base = next((row["step_ms"] for row in rows if row["optimizer"] == "adamw"), None)
-    return [f"{row['optimizer']}: {row['optimizer_ms']:.2f} ms of {row['step_ms']:.2f} ms, "
+    names = [row["optimizer"] + FORWARD * row["run"].endswith("forward") for row in rows]
+    return [f"{name}: {row['optimizer_ms']:.2f} ms of {row['step_ms']:.2f} ms, "
             f"{100 * row['optimizer_ms'] / row['step_ms']:.1f} %"
             + (f"; the step is {100 * (row['step_ms'] / base - 1):+.1f} % against AdamW's" if base else "")
-            for row in rows]
+            for name, row in zip(names, rows)]
 
 
 if __name__ == "__main__":

@@ -214,14 +214,19 @@ def test_shapes_of_models(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")
 def test_train_compares_optimizers(optimizer, tmp_path):
     text = run("train.py", "--ranks", 2, "--layers", 1, "--width", 64, "--heads", 2, "--batch", 4, "--seq", 32,
-               "--warmup", 1, "--steps", 2, "--optimizers", "adamw", "muon", "--out", tmp_path / "train.csv")
+               "--warmup", 1, "--steps", 2, "--optimizers", "adamw", "muon", "muon+forward", "--out",
+               tmp_path / "train.csv")
     with open(tmp_path / "train.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["optimizer"], row["implementation"]) for row in rows] == [("adamw", "torch"), ("muon", "ours")]
+    assert [(row["optimizer"], row["implementation"], row["run"]) for row in rows] == [
+        ("adamw", "torch", "eager"), ("muon", "ours", "eager"), ("muon", "ours", "forward")]
+    assert len({row["heldout_loss"] for row in rows[1:]}) == 1
     for row in rows:
         assert 0 < float(row["optimizer_ms"]) < float(row["step_ms"]) and int(row["tokens"]) == 4 * 4 * 32
         assert 1 < float(row["heldout_loss"]) < 7
-    assert re.search(r"^muon: [\d.]+ ms of [\d.]+ ms, [\d.]+ %; the step is [+-][\d.]+ % against AdamW's$", text, re.M)
+    for name in ("muon", r"muon\+forward"):
+        took = rf"^{name}: [\d.]+ ms of [\d.]+ ms, [\d.]+ %; the step is [+-][\d.]+ % against AdamW's$"
+        assert re.search(took, text, re.MULTILINE)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")

@@ -22,7 +22,7 @@ FILE_LINES, FUNCTION_LINES, MEDIAN_LINES, KERNEL_LINES = 300, 40, 12, 80
 PARAMETERS, KERNEL_PARAMETERS, NESTING, COMMENT_LINES = 7, 20, 3, 2
 
 # The optimizers take the arguments of torch.optim.Muon, which they replace, and those of the modes.
-MANY_PARAMETERS = {"muon.Muon.__init__", "muon.NorMuon.__init__"}
+MANY_PARAMETERS = {"muon.Muon.__init__", "normuon.NorMuon.__init__"}
 
 # A module imports only from rows above its own. `debug` is a leaf for everybody.
 LAYERS = [
@@ -55,12 +55,14 @@ LAYERS = [
     ["loaded", "foreign"],
     ["checkpoint"],
     ["agree", "guard", "presence"],  # what ranks tell each other besides what the buckets carry
-    ["early"],  # what leaves before the step
+    ["early", "waiting"],  # what leaves before the step; who waits for what returns after it
+    ["late"],
     ["settle"],
     ["bind"],  # what muon.py did before the first step: it plans with other ranks, and lends memory
     ["report"],
     ["options"],
     ["muon"],
+    ["normuon"],
     ["__init__"],
 ]
 LAYER_OF = {module: number for number, row in enumerate(LAYERS) for module in row}

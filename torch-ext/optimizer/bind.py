@@ -22,7 +22,15 @@ from .kernels.tiles import architecture
 from .layout import is_astray, is_dtensor, layout_of, local_of, row_chunks, this_rank
 from .pace import Pace, latency_bytes
 from .pipeline import SLOTS, Pause
-from .plan import along_backward, chunks_along_backward, make_plan, plan_chunks, turn
+from .plan import (
+    along_backward,
+    along_forward,
+    chunks_along_backward,
+    chunks_along_forward,
+    make_plan,
+    plan_chunks,
+    turn,
+)
 from .routes import ROUTES, Elementwise
 from .settle import settle_state
 from .share import chunk_share, share_of
@@ -91,11 +99,13 @@ class Planner:
         itemsize = polar.products_dtype(self.options.ns_dtype, self.device).itemsize
         sizes = {"update": wire.itemsize, "row": 4 if rows else 0,
                  "scratch": partial(polar.scratch, steps=pace.steps, itemsize=itemsize)}
-        buckets = make_plan(layouts, pace, self.loads, reduced=self.reduced, itemsizes=sizes,
-                            rank_bytes=self.options.workspace(self.device),
+        room = self.options.workspace(self.device)
+        buckets = make_plan(layouts, pace, self.loads, reduced=self.reduced, itemsizes=sizes, rank_bytes=room,
                             thrifty=self.options.workspace_bytes is None)
         if self.options.overlap_backward:
             buckets = along_backward(buckets, layouts, pace, sizes, self.latency)
+        elif self.options.overlap_forward:
+            buckets = along_forward(buckets, layouts, pace, sizes, self.latency, room)
         self._check_room(buckets, "one matrix per rank")
         owners = {m.param: o for b in buckets if b.route == "reduce" for m, o in zip(b.matrices, b.owners)}
         kept = [[p.shape[0] * (owners.get(i, self.rank) == rank) for rank in self._ranks()]
@@ -118,10 +128,13 @@ class Planner:
         state = home_of("exp_avg", params[0], self.options.state_dtype)[1]
         sizes = {"gradient": gradient_dtype(params[0]).itemsize, "weight": params[0].dtype.itemsize,
                  "state": state.itemsize}
+        room = self.options.workspace(self.device)
         if self.options.overlap_backward:
             buckets = chunks_along_backward(shapes, ranks, sizes, self.latency)
+        elif self.options.overlap_forward:
+            buckets = chunks_along_forward(shapes, ranks, sizes, self.latency, room)
         else:
-            buckets = plan_chunks(shapes, ranks, self.options.workspace(self.device), sizes)
+            buckets = plan_chunks(shapes, ranks, room, sizes)
         self._check_room(buckets, "one row of a parameter per rank")
         kept = [row_chunks(rows, len(ranks)) for rows, _ in shapes]
         shares = [(b, chunk_share(b, shapes, self.rank, sizes)) for b in buckets]
@@ -201,7 +214,7 @@ def bind(plans, stores, options, groups, graphs):
     graphs, beside = graphs
     jobs = [(Elementwise(store, beside if options.capturable else None), p.group)
             for p, store in zip(plans, stores) if p.shares is None]
-    tasks = _in_order(plans, stores, options.overlap_backward)
+    tasks = _in_order(plans, stores, options)
     slots, at_home = _slots([bucket for _, _, bucket, _ in tasks], options)
     bounds, travelling = [], 0
     for store, hp, bucket, share in tasks:
@@ -224,11 +237,12 @@ def bind(plans, stores, options, groups, graphs):
     return jobs
 
 
-def _in_order(plans, stores, along) -> list:
+def _in_order(plans, stores, options) -> list:
     """[(store, live parameter group, bucket, share)] in the order of a step: those of the same ranks follow each other.
 
-    `along` backward: the first bucket of each family, then the second ones; those last that nothing brings in. The key
-    says only what all ranks of a bucket know, so those of several families find one order.
+    Along backward: the first bucket of each family, then the second ones; those last that nothing brings in. Along
+    forward the same, among those of the same ranks. The key says only what all ranks of a bucket know, so those of
+    several families find one order.
     """
     tasks = []
     for plan, store in zip(plans, stores):
@@ -236,8 +250,11 @@ def _in_order(plans, stores, along) -> list:
         for bucket, share in plan.shares or ():
             family = bucket.route, bucket.ranks
             seen[family] += 1
-            place = (not share.crosses_inbound, seen[family] / counts[family]) if along else ()
-            tasks.append(((*place, turn(bucket.ranks)), (store, plan.group, bucket, share)))
+            place, those = seen[family] / counts[family], turn(bucket.ranks)
+            key = those, place * options.overlap_forward
+            if options.overlap_backward:
+                key = not share.crosses_inbound, place, those
+            tasks.append((key, (store, plan.group, bucket, share)))
     return [task for _, task in sorted(tasks, key=lambda task: task[0])]
 
 

@@ -33,6 +33,7 @@ def export_state(optimizer, path, model=None) -> None:
         raise RuntimeError("the last step of this optimizer failed half-way, so that a file would hold some state of "
                            "before it and some of after it: load a checkpoint (load_state_dict), then export")
     optimizer._early.refuse("export_state")
+    optimizer.wait()
     names = _names(optimizer, model)
     tensors = {f"state.{name}.{key}": value.detach().cpu().contiguous() for param, name in names.items()
                for key, value in optimizer.state.get(param, {}).items()}

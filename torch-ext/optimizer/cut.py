@@ -13,7 +13,7 @@ SHARES = (1, 1 / 2, 1 / 4, 1 / 8)  # of the room that a bucket may take
 ENDS = (0, 1, 2)  # layers that make a bucket of their own, at the beginning and at the end
 WORTH = 0.995  # more buckets, or another order, have to save some of the time: expectations are not exact
 SPARE = 1.01  # how much of the best time less memory may cost
-PARTS = 8  # buckets of one family that leave one after another during backward: each has memory of its own
+PARTS = 8  # buckets of one family along backward, where each has memory of its own, or along forward
 LESS = 0.85  # where less memory is looked for: each room to the one before it
 
 
@@ -91,17 +91,17 @@ def _smaller(layers, size, room, choice):
             share = LESS * min(share, max(map(size, buckets)) / room)
 
 
-def in_parts(matrices, least) -> list[tuple]:
-    """Matrices in the order in which backward brings their gradients -> at most PARTS parts of about one size, in
-    elements, of `least` or more; only the last one may be smaller.
+def in_parts(rounds, least, count=PARTS) -> list[tuple]:
+    """Tuples of matrices in the order in which they are to go -> the matrices in at most `count` parts of about one
+    size, in elements, of `least` or more; only the last one may be smaller.
     """
-    size = max(sum(m.numel for m in matrices) / PARTS, least)
+    size = max(sum(m.numel for together in rounds for m in together) / count, least)
     parts, numel = [[]], 0
-    for matrix in matrices:
+    for together in rounds:
         if numel >= size * len(parts):
             parts.append([])
-        parts[-1].append(matrix)
-        numel += matrix.numel
+        parts[-1] += together
+        numel += sum(m.numel for m in together)
     return [tuple(part) for part in parts]
 
 

@@ -18,6 +18,7 @@ from .feed import Feed
 from .graphs import Graphs, current, release_before_groups
 from .groups import check_again, check_group, check_together, check_unique, names_in
 from .guard import unscale
+from .late import Late, Returning, settled
 from .layout import form_of, local_of, this_rank
 from .loaded import Loading
 from .options import Options
@@ -30,7 +31,7 @@ from .routes import Elementwise
 from .settle import inherit, refuse_torn, warn_torn
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Returning):
     """Muon for hidden matrices and AdamW for the rest, on any sharding (Keller Jordan, 2024; arXiv 2502.16982).
 
     params: parameters, named parameters or groups. Groups with use_muon=True (the default) hold parameters (..., R,
@@ -54,8 +55,9 @@ class Muon(torch.optim.Optimizer):
     matrix (under AdamW, that parameter) keeps its weight and state on every rank, and `skipped` counts it. "raise":
     nothing changes on any rank, and the step ends in a RuntimeError; it waits for the device once. With a
     torch.amp.GradScaler, whose found_inf keeps all of the step, gradients are unscaled in place by the step.
-    overlap_backward=True: gradients leave for their owners during the backward that `last_backward` is put round. The
-    bits stay the same; each bucket then has memory of its own.
+    overlap_backward=True: gradients leave for their owners during the backward that `last_backward` is put round; each
+    bucket then has memory of its own. overlap_forward=True: on GPUs no stream waits for `step`; each module of a model
+    that was given to `updates_return_during` waits for its own weights. With both the bits stay the same.
 
     Raises ValueError or NotImplementedError at construction for what could not be stepped.
     """
@@ -68,6 +70,7 @@ class Muon(torch.optim.Optimizer):
         extra = {key: options.pop(key) for key in self._extra_keys}
         self._options, self._adamw = Options.of(options), {"betas": adamw_betas, "eps": adamw_eps}
         self._options.check()
+        self._late = Late(self._options.overlap_forward)
         self._is_world = options.get("process_group") is not None and self._options.process_group is dist.group.WORLD
         self._forget()
         super().__init__(params, {
@@ -75,6 +78,7 @@ class Muon(torch.optim.Optimizer):
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
             "use_muon": True, **extra})
 
+    @settled
     def add_param_group(self, param_group) -> None:
         """Add a group; see the class for what it may hold."""
         if not isinstance(param_group, dict):
@@ -104,8 +108,10 @@ class Muon(torch.optim.Optimizer):
         refuse_torn(self._half_way or self._early.failed)
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        with current(local_of(self.param_groups[0]["params"][0]).device):
-            self._take(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        scaled = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        device = local_of(self.param_groups[0]["params"][0]).device
+        with current(device), self._late.aside(device, at_once=scaled != (None, None)):
+            self._take(*scaled)
         return loss
 
     def _take(self, grad_scale, found_inf) -> None:
@@ -123,6 +129,7 @@ class Muon(torch.optim.Optimizer):
             self._half_way = True
             self._launch()
         self._half_way = False
+        self._late.keep(self._stores)
         self._feed.forget()
         if self._guard is not None:
             self._note(found_inf is None)
@@ -135,6 +142,7 @@ class Muon(torch.optim.Optimizer):
             self._guard.tell()
 
     @property
+    @settled
     def skipped(self) -> torch.Tensor:
         """How many matrices (AdamW: parameters) this rank left alone for NaN or Inf so far: int64, on the device."""
         return torch.zeros((), dtype=torch.int64) if self._skipped is None else self._skipped
@@ -153,6 +161,7 @@ class Muon(torch.optim.Optimizer):
         self._early.run(self._jobs if jobs is None else jobs)
         self._presence.compare()
 
+    @settled
     def last_backward(self):
         """Round the backward of the step's last micro-batch: with overlap_backward=True, gradients leave for their
         owners as soon as all of a bucket are there. Otherwise, and before the first step, nothing happens.
@@ -221,6 +230,7 @@ class Muon(torch.optim.Optimizer):
         self._alone = [job for job in jobs if self._options.capturable and isinstance(job[0], Elementwise)]
         self._jobs = [job for job in jobs if job not in self._alone]
         self._early = Early(self._jobs if self._options.overlap_backward else None, self._feed)
+        self._late.follow(jobs, self._stores)
         self._together = [s for s in self._stores if all(s is not route.store for route, _ in self._alone)]
 
     def _find_world(self) -> None:
@@ -239,12 +249,13 @@ class Muon(torch.optim.Optimizer):
         self._plans, self._stores, self._jobs, self._alone = {False: [], True: []}, [], [], []
         self._presence, self._feed, self._watch, self._guard, self._forms = Presence(), None, None, None, None
         self._early = Early()
-        self._groups = self._groups or Groups(own=self._options.overlap_backward)  # new ones at each plan would pile up
+        self._groups = self._groups or Groups(own=self._options.overlaps)  # new ones at each plan would pile up
         if self._graphs is None:
             self._graphs, self._beside = [Graphs(s * self._options.capturable) for s in (OTHER_NUMBERS, OTHER_PLACES)]
         for graphs in (self._graphs, self._beside):
             graphs.drop()
 
+    @settled
     def state_dict(self) -> dict:
         """As in torch. With grads_are_reduced=False collective over process_group, whose ranks each have a part of the
         state: it comes as DTensors cut by rows, which any layout reads. Warns after a step that failed half-way.
@@ -258,6 +269,7 @@ class Muon(torch.optim.Optimizer):
         with presented(self, named, self._options.process_group):
             return super().state_dict()
 
+    @settled
     def load_state_dict(self, state_dict) -> None:
         """As in torch, from any layout: tensors that lie otherwise than the parameters are moved, and get the dtype of
         `state_dtype`. What the saved groups lack (those of torch.optim.Muon or AdamW, or of an older version) stays
@@ -272,6 +284,7 @@ class Muon(torch.optim.Optimizer):
         self._groups = None if self._options.overlap_backward else self._groups  # not all ranks sent alike over these
         self._forget()
 
+    @settled
     def __getstate__(self):
         options = replace(self._options, process_group=getattr(self._options.process_group, "group_name", None))
         half_way = self._half_way or self._early.failed
@@ -280,18 +293,8 @@ class Muon(torch.optim.Optimizer):
 
     def __setstate__(self, state) -> None:
         super().__setstate__(state)
+        self._late = vars(self).get("_late") or Late(self._options.overlap_forward)
         if isinstance(self._options.process_group, str):
             group = dist.distributed_c10d._resolve_process_group(self._options.process_group)
             self._options = replace(self._options, process_group=group)
         self._forget()
-
-
-class NorMuon(Muon):
-    """Muon whose update is divided, row by row, by the root of its mean square over time (arXiv 2510.05491).
-
-    beta2: decay of that mean square, kept in fp32 as `second_moment` (..., R, 1); all else as in `Muon`.
-    """
-    _extra_keys = ("beta2",)
-
-    def __init__(self, params, *args, beta2=0.95, **kwargs):
-        super().__init__(params, *args, beta2=beta2, **kwargs)

@@ -24,6 +24,7 @@ class Options:
     capturable: bool = False
     nonfinite: str = "propagate"
     overlap_backward: bool = False
+    overlap_forward: bool = False
 
     @classmethod
     def of(cls, given: dict) -> Options:
@@ -45,7 +46,7 @@ class Options:
         room = self.workspace_bytes
         if room is not None and (type(room) is not int or room < 1):
             raise ValueError(f"workspace_bytes={room!r} is not allowed: it must be a whole number >= 1, or None")
-        for key in ("capturable", "overlap_backward"):
+        for key in ("capturable", "overlap_backward", "overlap_forward"):
             if type(getattr(self, key)) is not bool:
                 raise ValueError(f"{key}={getattr(self, key)!r} is not allowed: it must be True or False")
         if not self.grads_are_reduced and self.process_group is None:
@@ -59,12 +60,18 @@ class Options:
         self._check_overlap()
 
     def _check_overlap(self) -> None:
-        """Raise ValueError for what does not go together with buckets that leave during backward."""
+        """Raise ValueError for what does not go together with buckets that leave during backward, or return during the
+        next forward.
+        """
+        for key in ("overlap_backward", "overlap_forward"):
+            if getattr(self, key) and self.capturable:
+                raise ValueError(f"{key}=True is not allowed with capturable=True, whose step is one graph: leave one "
+                                 "of them out")
+        if self.overlap_forward and self.nonfinite == "raise":
+            raise ValueError("overlap_forward=True is not allowed with nonfinite='raise', for which the host waits at "
+                             "the end of the step: leave one of them out")
         if not self.overlap_backward:
             return
-        if self.capturable:
-            raise ValueError("overlap_backward=True is not allowed with capturable=True, whose step is one graph: "
-                             "leave one of them out")
         if self.nonfinite != "propagate":
             raise ValueError(f"overlap_backward=True is not allowed with nonfinite={self.nonfinite!r}, which looks at "
                              "all gradients before the first one leaves: leave one of them out")
@@ -73,6 +80,11 @@ class Options:
                              "they could leave before DistributedDataParallel has reduced them. Use "
                              "grads_are_reduced=False without DistributedDataParallel; leave process_group out where "
                              "all parameters are DTensors")
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the model's collectives are on their way beside the optimizer's."""
+        return self.overlap_backward or self.overlap_forward
 
     def workspace(self, device) -> int:
         """The bytes that buckets may take of one rank, all together."""

@@ -90,9 +90,13 @@ def beside(work, jobs, stream) -> None:
 
 
 def _told(route, hp):
-    """A route's story. An error in it, or of a collective that it waits for, says which bucket that was."""
+    """A route's story, at whose end it says that it has `landed`, where somebody wants to know. An error in it, or of a
+    collective that it waits for, says which bucket that was.
+    """
     with debug.during(getattr(route, "label", type(route).__name__)):
         yield from route.run(hp)
+        if (landed := getattr(route, "landed", None)) is not None:
+            landed()
 
 
 def _advance(stories):

@@ -82,6 +82,35 @@ def along_backward(buckets, layouts, cost, itemsizes, latency=0) -> list[Bucket]
 
     `latency`: the fewest bytes that are worth a bucket on the wire, of one rank; the rest as in `make_plan`.
     """
+    def cut_anew(owner_of, least, pack):
+        order = sorted(owner_of, key=lambda m: (-m.param, m.at))
+        return pack(in_parts([(m,) for m in order], least))
+
+    return _along(cut_anew, buckets, layouts, cost, itemsizes, latency)
+
+
+def along_forward(buckets, layouts, cost, itemsizes, latency=0, rank_bytes=1 << 30) -> list[Bucket]:
+    """The same in buckets that land one after another as forward goes from the first parameter to the last: the next
+    matrix of every owner, so that each bucket has work for all. As many as there is no room for fewer.
+    """
+    def cut_anew(owner_of, least, pack):
+        queues = defaultdict(list)
+        for matrix in sorted(owner_of, key=lambda m: (m.param, m.at)):
+            queues[owner_of[matrix]].append(matrix)
+        rounds = [tuple(m for m in together if m is not None) for together in itertools.zip_longest(*queues.values())]
+        found, count = pack(in_parts(rounds, least)), PARTS
+        while max(b.nbytes for b in found) > rank_bytes and len(found) < len(rounds):
+            count *= 2
+            found = pack(in_parts(rounds, 0, count))
+        return found
+
+    return _along(cut_anew, buckets, layouts, cost, itemsizes, latency)
+
+
+def _along(cut_anew, buckets, layouts, cost, itemsizes, latency) -> list[Bucket]:
+    """`cut_anew(owner_of, least, pack)`: the buckets of one family, of at least so many elements; `pack` makes them of
+    matrices.
+    """
     families, pace, found = defaultdict(dict), cost if getattr(cost, "measured", False) else None, []
     for bucket in buckets:
         families[bucket.route, bucket.ranks].update(zip(bucket.matrices, bucket.owners))
@@ -89,11 +118,16 @@ def along_backward(buckets, layouts, cost, itemsizes, latency=0) -> list[Bucket]
         if route == "local":
             found += [bucket for bucket in buckets if (bucket.route, bucket.ranks) == (route, ranks)]
             continue
-        freight = Freight(layouts, itemsizes, route, ranks)
-        order = sorted(owner_of, key=lambda m: (-m.param, m.at))
-        for matrices in in_parts(order, latency * len(ranks) / itemsizes["update"]):
-            owners = tuple(owner_of[m] for m in matrices)
-            found.append(_bucket(freight, matrices, owners, freight.sum(zip(matrices, owners)), pace))
+        pack = partial(_packed, Freight(layouts, itemsizes, route, ranks), owner_of, pace)
+        found += cut_anew(owner_of, latency * len(ranks) / itemsizes["update"], pack)
+    return found
+
+
+def _packed(freight, owner_of, pace, parts) -> list[Bucket]:
+    found = []
+    for matrices in parts:
+        owners = tuple(owner_of[m] for m in matrices)
+        found.append(_bucket(freight, matrices, owners, freight.sum(zip(matrices, owners)), pace))
     return found
 
 
@@ -191,11 +225,21 @@ def _of_chunks(ranks, itemsizes) -> tuple[int, int, int]:
 
 def chunks_along_backward(shapes, ranks, itemsizes, latency=0) -> list[Bucket]:
     """As `plan_chunks`, in buckets for which gradients come one after another during backward; see `along_backward`."""
+    return plan_chunks(shapes, ranks, _room_of_part(shapes, ranks, itemsizes, latency), itemsizes)[::-1]
+
+
+def chunks_along_forward(shapes, ranks, itemsizes, latency=0, rank_bytes=1 << 30) -> list[Bucket]:
+    """As `plan_chunks`, in buckets that land one after another during forward; see `along_forward`."""
+    room = min(rank_bytes, _room_of_part(shapes, ranks, itemsizes, latency))
+    return plan_chunks(shapes, ranks, room, itemsizes)
+
+
+def _room_of_part(shapes, ranks, itemsizes, latency) -> int:
+    """The workspace in which there is room for one of PARTS parts."""
     slot, bench, fixed = _of_chunks(ranks, itemsizes)
     numel = sum(-(-rows // len(ranks)) * cols for rows, cols in shapes)
     most = max(-(-numel // PARTS), latency // (len(ranks) * itemsizes["gradient"]))
-    room = workspace(fixed, fixed) + workspace(slot, bench) * most
-    return plan_chunks(shapes, ranks, room, itemsizes)[::-1]
+    return workspace(fixed, fixed) + workspace(slot, bench) * most
 
 
 def digest(buckets, layouts, *more) -> int:

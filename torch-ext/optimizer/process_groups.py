@@ -16,7 +16,7 @@ class Groups:
     """The process group of each set of ranks: one that is there already (the default, a mesh's), else a new one.
 
     `own`: new ones only. During backward the model's collectives are on their way too, and not every rank has the same
-    buckets leave between the same two of them.
+    buckets leave between the same two of them; during forward they would wait for all of the step's in one group.
     """
 
     def __init__(self, own=False):

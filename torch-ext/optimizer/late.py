@@ -1,0 +1,172 @@
+"""Updates that return during the next forward: the step on a stream of its own, and what waits for which weights.
+
+Decides: what the optimizer's stream does beside the current one, which mark says that a parameter is written, and who
+waits for it. Issues no collective, and must not know how a bucket goes (pipeline.py).
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+
+import torch
+
+from .graphs import capturing
+from .waiting import Waiting
+
+
+def _streams(device):
+    """What makes streams and events for a device; None where there are none."""
+    return torch.cuda if device.type == "cuda" else None
+
+
+class Late:
+    """The marks in the optimizer's stream behind which weights are written, and how far other streams have waited."""
+
+    def __init__(self, on=False):
+        self.on, self.stream, self.models = on, None, weakref.WeakKeyDictionary()
+        self._begin(None)
+
+    def _begin(self, home) -> None:
+        """`home`: the stream in which `step` was called. Marks follow each other: who waits for one, waits for those
+        before it, too.
+        """
+        self.home, self.marks, self.is_open = home, [], home is not None
+        self.places, self.waited, self.kept = {}, {}, {}  # parameter -> mark; stream -> mark; mark -> gradients
+
+    @contextlib.contextmanager
+    def aside(self, device, at_once=False):
+        """Round a step: it goes to the optimizer's stream, after what the current one has been given, which then waits
+        for what no known model has; `at_once`: for everything.
+        """
+        self.wait()
+        self.device, self.streams = device, _streams(device)
+        if not self.on or self.streams is None or capturing(device):
+            self._begin(None)
+            yield
+            return
+        if self.stream is None or self.stream.device != device:
+            self.stream = self.streams.Stream(device)
+        self._begin(self.streams.current_stream(device))
+        self.stream.wait_stream(self.home)
+        try:
+            with self.streams.stream(self.stream):
+                yield
+                self._mark()
+        except BaseException:
+            self.home.wait_stream(self.stream)
+            self._begin(None)
+            raise
+        self.is_open = False
+        self.order(self.home, len(self.marks) - 1 if at_once else self._unknown())
+
+    def follow(self, jobs, stores) -> None:
+        """Have the routes of `jobs` say when they have landed. Weights that are freed meanwhile are still written."""
+        for route, _ in jobs if self.on else ():
+            if hasattr(route, "bound"):
+                params = [route.bound.store.params[i] for i in {m.param for m in route.bound.bucket.matrices}]
+            else:
+                params = route.store.params if hasattr(route, "store") else []
+            route.landed = functools.partial(self._land, list(map(id, params)))
+        for weight in [w for store in stores for w in store.locals()] if self.is_open else ():
+            if weight.is_cuda:
+                weight.record_stream(self.stream)
+
+    def _land(self, params) -> None:
+        if self.is_open:
+            self.places.update(dict.fromkeys(params, len(self.marks)))
+            self._mark()
+
+    def _mark(self) -> None:
+        event = self.streams.Event()
+        event.record(self.stream)
+        self.marks.append(event)
+
+    def keep(self, stores) -> None:
+        """At the end of a step's work: its gradients have to live until their parameters are written. What has not
+        landed by itself, and what is put back because no rank has a gradient of it, is written at the end.
+        """
+        last = len(self.marks)
+        for store in stores if self.is_open else ():
+            for param, gradient, here in zip(store.params, store.gradients, store.here):
+                place = self.places[id(param)] = self.places.get(id(param), last) if here else last
+                self.kept.setdefault(place, []).append(gradient)
+
+    def _unknown(self) -> int:
+        """The last mark of the parameters for which no model waits; if one does for none, that which ends the step."""
+        known = {key for waiting in self.models.values() for key, param in waiting.known.items() if param() is not None}
+        places = [place for key, place in self.places.items() if key not in known]
+        return len(self.marks) - 1 if len(places) == len(self.places) else max(places, default=-1)
+
+    def order(self, stream, place) -> None:
+        """What follows in a stream comes after a mark."""
+        if self.waited.get(stream, -1) >= place:
+            return
+        stream.wait_event(self.marks[place])
+        self.waited[stream] = place
+        if stream == self.home:  # from now on its allocator may have the gradients
+            for done in [at for at in self.kept if at <= place]:
+                del self.kept[done]
+
+    def ask(self, params, reader=None) -> None:
+        """What follows comes after the writing of some parameters, by their ids: in the current stream and in that of
+        the step, or in the stream `reader` alone.
+        """
+        if not self.marks or capturing(self.device):  # who captures has synchronized
+            return
+        place = max([self.places.get(param, -1) for param in params], default=-1)
+        for stream in (self.streams.current_stream(self.device), self.home) if reader is None else (reader,):
+            self.order(stream, place)
+
+    def wait(self) -> None:
+        """What follows in the current stream comes after all of the last step."""
+        if self.marks and not capturing(self.device):
+            for stream in (self.streams.current_stream(self.device), self.home):
+                self.order(stream, len(self.marks) - 1)
+
+    def __del__(self):
+        """Nobody waits any more for what an optimizer that goes has launched: now it is waited for."""
+        with contextlib.suppress(Exception):  # the process may be at its end
+            self.wait()
+
+    def know(self, model, params) -> None:
+        """From now on the modules of a model wait for those of `params` that they have."""
+        if (before := self.models.pop(model, None)) is not None:
+            before.remove()
+        if self.on:
+            self.wait()
+            self.models[model] = waiting = Waiting(model, {id(p): p for p in params}, self)
+            weakref.finalize(self, waiting.remove)
+
+
+def settled(method):
+    """A method that sees no weight or state half-written: the current stream waits first."""
+    @functools.wraps(method)
+    def after(self, *arguments, **options):
+        self._late.wait()
+        return method(self, *arguments, **options)
+
+    return after
+
+
+class Returning(torch.optim.Optimizer):
+    """An optimizer whose updates may return during the next forward."""
+    _late = Late()
+
+    def updates_return_during(self, model: torch.nn.Module) -> None:
+        """With overlap_forward=True, `step` no longer waits for the weights of this model: its modules do, each before
+        its forward. Call it once the model is wrapped, sharded and compiled, for each model; again after changes.
+        """
+        self._late.know(model, [p for group in self.param_groups for p in group["params"]])
+
+    def wait(self) -> None:
+        """Have the current stream wait for all that the last `step` has launched: before weights, state or gradients
+        are read or written otherwise than by the forward of a model given to `updates_return_during`. The host goes on.
+        """
+        self._late.wait()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. Gradients that become zeros are not read any more; others may go, and are kept while needed."""
+        if not set_to_none:
+            self._late.wait()
+        super().zero_grad(set_to_none)

@@ -1,0 +1,15 @@
+"""Muon with a second moment of each row. Decides: what a group of it has besides Muon's. Must not know: a step."""
+from __future__ import annotations
+
+from .muon import Muon
+
+
+class NorMuon(Muon):
+    """Muon whose update is divided, row by row, by the root of its mean square over time (arXiv 2510.05491).
+
+    beta2: decay of that mean square, kept in fp32 as `second_moment` (..., R, 1); all else as in `Muon`.
+    """
+    _extra_keys = ("beta2",)
+
+    def __init__(self, params, *args, beta2=0.95, **kwargs):
+        super().__init__(params, *args, beta2=beta2, **kwargs)
