@@ -149,7 +149,9 @@ class Store:
 
 
 def _zeros(param):
-    return torch.zeros_like(local_of(param), dtype=gradient_dtype(param))
+    """Of the form that `change.form_of_zeros` says, also where rows lie apart, which zeros_like would close up."""
+    local = local_of(param)
+    return torch.empty_strided(local.shape, local.stride(), dtype=gradient_dtype(param), device=local.device).zero_()
 
 
 def state_keys(group) -> tuple:
