@@ -114,6 +114,7 @@ class Muon(torch.optim.Optimizer):
         if begun:
             self._early.check(self._as_bound(), (grad_scale, found_inf) != (None, None))
         else:
+            self._early.judge()  # binding anew would forget it
             unscale(self._ready(found_inf is not None), grad_scale)
         if self._feed.send(as_bound=begun):  # the next step binds anew
             self._bound_for = self._seen = None
