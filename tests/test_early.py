@@ -505,6 +505,25 @@ def test_changes_after_buckets_have_left_are_told(number, optimizer):
         assert left == 7 and healed
 
 
+def judged_late(rank, world):
+    """Clipped DTensors as on GPUs, where the host has not looked when the step ends; then a step that binds anew."""
+    params, opt, place = fsdp(world)
+    backward(params, place, 1, opt)
+    clip(params, opt)
+    opt._early.judge = lambda: None
+    opt.step()
+    del opt._early.judge
+    move(params, opt)
+    with pytest.raises(RuntimeError, match="gradients changed"):
+        opt.step()
+    with pytest.raises(RuntimeError, match="failed half-way"):
+        opt.step()
+
+
+def test_a_step_that_binds_anew_does_not_forget_that_gradients_had_changed(optimizer):
+    run_threads(2, judged_late)
+
+
 def half_way(rank, world, upto):
     """Between backward and step: nothing has changed, what is refused, and that loading makes it whole. `upto`:
     gradients missing, more of them on rank 1.

@@ -146,6 +146,33 @@ def test_a_mesh_of_one_rank_leaves_alone_what_has_no_gradient(mode, optimizer):
     assert run_threads(1, single, mode) == [True]
 
 
+def apart(full):
+    """The same matrix, whose rows do not follow each other in memory."""
+    return torch.full((full.shape[0], full.shape[1] + 3), 7.0)[:, :full.shape[1]].copy_(full)
+
+
+def in_rows(rank, world, reduced, first):
+    """Two steps, one of them without gradients; how far a parameter whose rows lie apart is from one without gaps."""
+    fulls = torch.randn(2, 8, 30, generator=torch.Generator().manual_seed(0))
+    ours, theirs = nn.Parameter(apart(fulls[0])), nn.Parameter(fulls[0].clone())
+    options = {"lr": 0.1, "wire_dtype": torch.float32}
+    many = package().Muon([ours], process_group=dist.group.WORLD, grads_are_reduced=reduced, **options)
+    one = package().Muon([theirs], **options)
+    for has in (first, not first):
+        ours.grad, theirs.grad = (apart(fulls[1]), fulls[1]) if has else (None, None)
+        many.step()
+        one.step()
+    return (ours - theirs).abs().max().item()
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("reduced", [True, False])
+def test_a_missing_gradient_of_a_parameter_whose_rows_lie_apart(reduced, first, optimizer):
+    """Zeros in its place had no gaps, so the gradient in another step was read in the wrong places, or beyond its end.
+    """
+    assert max(run_threads(2, in_rows, reduced, first)) < 1e-6
+
+
 def failed(rank, world):
     """Steps of which the second fails at its end; whether it changed parameters with gradients, and those without."""
     params = [nn.Parameter(torch.ones(s)) for s in [(8, 4), (4, 8), (6, 3), (5,)]]

@@ -120,6 +120,7 @@ class Muon(Returning):
         if begun:
             self._early.check(self._as_bound(), (grad_scale, found_inf) != (None, None))
         else:
+            self._early.judge()  # binding anew would forget it
             unscale(self._ready(found_inf is not None), grad_scale)
         if self._feed.send(as_bound=begun):  # the next step binds anew
             self._bound_for = self._seen = None
@@ -287,9 +288,8 @@ class Muon(Returning):
     @settled
     def __getstate__(self):
         options = replace(self._options, process_group=getattr(self._options.process_group, "group_name", None))
-        half_way = self._half_way or self._early.failed
-        return {**super().__getstate__(), "_options": options, "_adamw": self._adamw, "_half_way": half_way,
-                "_skipped": self._skipped, "_is_world": self._is_world}
+        return {**super().__getstate__(), "_options": options, "_adamw": self._adamw, "_skipped": self._skipped,
+                "_half_way": self._half_way or self._early.failed, "_is_world": self._is_world}
 
     def __setstate__(self, state) -> None:
         super().__setstate__(state)

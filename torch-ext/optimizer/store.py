@@ -149,7 +149,9 @@ class Store:
 
 
 def _zeros(param):
-    return torch.zeros_like(local_of(param), dtype=gradient_dtype(param))
+    """Of the form that `change.form_of_zeros` says, also where rows lie apart, which zeros_like would close up."""
+    local = local_of(param)
+    return torch.empty_strided(local.shape, local.stride(), dtype=gradient_dtype(param), device=local.device).zero_()
 
 
 def state_keys(group) -> tuple:
@@ -285,12 +287,7 @@ class Bound:
             at += -at % ALIGNMENT
             of.update({(m, "update"): t for m, t in zip(matrices, stacks[-1])})
             of.update({(m, "row"): t for m, t in zip(matrices, rows[-1])})
-        return stacks, rows, {p: _window(of[p.matrix, p.kind], p.box) for p in self.share.owned}
-
-
-def _window(matrix, box):
-    (r0, r1), (c0, c1) = box
-    return matrix[r0:r1, c0:c1]
+        return stacks, rows, {p: of[p.matrix, p.kind][slice(*p.box[0]), slice(*p.box[1])] for p in self.share.owned}
 
 
 def piece_at(flat, offset, shape, dtype):
