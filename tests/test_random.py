@@ -180,7 +180,7 @@ def placements(cuts, mesh):
 def least_room(problem):
     """Enough for one matrix, or one row of a parameter, per rank, and little more."""
     largest = max(max(math.prod(s[-2:]), math.prod(s[1:])) for s in problem["shapes"])
-    return 3 * (problem["world"] + 3) * 8 * (largest + 400) + 3000 * problem["world"]
+    return 36 * (problem["world"] + 2) * (largest + 400) + 3000 * problem["world"]
 
 
 def reference(problem, fulls, grads):
