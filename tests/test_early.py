@@ -655,19 +655,27 @@ def test_a_timed_step_begins_with_the_step(optimizer):
     assert run_threads(2, timed) == [(0, 8)] * 2
 
 
-@pytest.mark.parametrize("latency", [0, 300, 1 << 30])
-def test_buckets_are_complete_one_after_another(latency, optimizer):
-    """The same matrices and owners, the last parameter first, of about one size, as few as the wire's latency says."""
-    plan, layout, W = part("plan"), part("layout"), 4
+def planned_along(which, W, *more):
+    """The buckets of 40 matrices on W ranks and of one that is whole on rank 0, as they are, and cut anew `which` way:
+    the same matrices with the same owners.
+    """
+    plan, layout = part("plan"), part("layout")
     heights = [4 + 2 * (i % 3) for i in range(40)]
     layouts = [layout.Layout((W * h, 24), {r: ((h * r, h * (r + 1)), (0, 24)) for r in range(W)}, (tuple(range(W)),),
                              plain=False) for h in heights]
     layouts.append(layout.Layout((8, 8), {0: ((0, 8), (0, 8))}, ((0,),), plain=False))
     cost, sizes = lambda R, C: R * C * min(R, C), {"update": 2, "row": 0}
     before = plan.make_plan(layouts, cost, {}, itemsizes=sizes)
-    after = plan.along_backward(before, layouts, cost, sizes, latency)
+    after = getattr(plan, which)(before, layouts, cost, sizes, *more)
     pairs = [{(m, o) for b in buckets for m, o in zip(b.matrices, b.owners)} for buckets in (before, after)]
     assert pairs[0] == pairs[1]
+    return before, after
+
+
+@pytest.mark.parametrize("latency", [0, 300, 1 << 30])
+def test_buckets_are_complete_one_after_another(latency, optimizer):
+    """The same matrices and owners, the last parameter first, of about one size, as few as the wire's latency says."""
+    W, (before, after) = 4, planned_along("along_backward", 4, latency)
     assert [b for b in after if b.route == "local"] == [b for b in before if b.route == "local"]
     away = [b for b in after if b.route == "exchange"]
     params = [[m.param for m in b.matrices] for b in away]

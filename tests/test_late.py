@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import package, part, run_ranks, run_threads
-from tests.test_early import LAYOUTS, build, drawn, tensors
+from tests.test_early import LAYOUTS, build, drawn, planned_along, tensors
 from tests.test_modes import DENSE, placements_of
 from tests.test_muon import same
 from tests.test_routes import cut
@@ -827,16 +827,7 @@ def test_unreduced_gradients_return_during_forward(optimizer):
 @pytest.mark.parametrize("room, latency", [(1 << 40, 0), (1 << 40, 1 << 30), (16_000, 0), (1, 0), (1, 1 << 30)])
 def test_buckets_land_one_after_another(room, latency, optimizer):
     """The same matrices and owners, the first parameter of each owner first, and as much as there is room for."""
-    plan, layout, W = part("plan"), part("layout"), 4
-    heights = [4 + 2 * (i % 3) for i in range(40)]
-    layouts = [layout.Layout((W * h, 24), {r: ((h * r, h * (r + 1)), (0, 24)) for r in range(W)}, (tuple(range(W)),),
-                             plain=False) for h in heights]
-    layouts.append(layout.Layout((8, 8), {0: ((0, 8), (0, 8))}, ((0,),), plain=False))
-    cost, sizes = lambda R, C: R * C * min(R, C), {"update": 2, "row": 0}
-    before = plan.make_plan(layouts, cost, {}, itemsizes=sizes)
-    after = plan.along_forward(before, layouts, cost, sizes, latency, room)
-    pairs = [{(m, o) for b in buckets for m, o in zip(b.matrices, b.owners)} for buckets in (before, after)]
-    assert pairs[0] == pairs[1]
+    W, (_, after) = 4, planned_along("along_forward", 4, latency, room)
     away = [b for b in after if b.route == "exchange"]
     for owner in range(W):
         mine = [m.param for b in away for m, o in zip(b.matrices, b.owners) if o == owner]

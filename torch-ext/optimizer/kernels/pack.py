@@ -56,11 +56,16 @@ def moved(tensors, sources, M, skip):
 def pack_torch(M, U, G, weight, nesterov, keeps=True):
     """Compute `Pack` rectangle by rectangle, in the form x + (1 - mu)(g - x), as torch's lerp does."""
     for m, u, g in zip(M, U, G):
-        g, wide = g.float(), m.float()
-        wide = torch.sub(g, wide).mul_(weight).add_(wide)
+        new = nearer(m, g, weight)
         if keeps:
-            m.copy_(wide)
-        u.copy_(torch.sub(g, wide).mul_(weight).add_(wide) if nesterov else wide)
+            m.copy_(new)
+        u.copy_(nearer(new, g, weight) if nesterov else new)
+
+
+def nearer(m, g, weight):
+    """m + (1 - mu)(g - m) in fp32."""
+    wide = m.float()
+    return torch.sub(g.float(), wide).mul_(weight).add_(wide)
 
 
 @jit.alike("keeps")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from . import jit, use_triton
-from .pack import moved
+from .pack import moved, nearer
 from .table import Skip, Source, bind, elements, fresh, locate, moving, run, skips_of
 
 tl = None  # Triton's language, put here by jit
@@ -47,7 +47,8 @@ class Update:
             return
         if self.launches is None:
             if self.M is not None and keeps:
-                keep_torch(self.M, moved(tensors, self.sources, self.M, self.skip), weight)
+                for m, g in zip(self.M, moved(tensors, self.sources, self.M, self.skip)):
+                    m.copy_(nearer(m, g, weight))
             return update_torch(self.W, self.U, self.scales, *factors, self.skip)
         for launch, scales, (flags, places, skips) in zip(self.launches, self.scales_of, self.skips):
             run(_update_kernel, launch, scales, factors, addresses, weight, flags, places, int(keeps),
@@ -59,13 +60,6 @@ def update_torch(W, U, scales, lr, keep, skip=None):
     for i, (w, u, factor) in enumerate(zip(W, U, scales * lr)):
         new = w.float().mul(keep).sub_(u.float().mul(factor))
         w.copy_(new if skip is None else torch.where(skip.moves(i), new, w.float()))
-
-
-def keep_torch(M, G, weight):
-    """Compute the momenta of `Update` rectangle by rectangle, as `pack_torch` does."""
-    for m, g in zip(M, G):
-        wide = m.float()
-        m.copy_(torch.sub(g.float(), wide).mul_(weight).add_(wide))
 
 
 @jit.alike("keeps")
