@@ -112,7 +112,7 @@ def others(arch: str, shared: int):
                 skip, addresses=None, weight=None, keeps="i32"), scales="*fp32", factors="*fp32", MOMENTA=momenta))
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
                  span="i32", u_strides=ROW_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR, ROWS=4, COLUMNS=256,
-                 WIDE=True, EVEN=16, STRAIGHT=True)
+                 WIDE=True, EVEN=16, STRAIGHT=True, STAGES=8)
     floats = dict(V="*fp32", squares="*fp32", factors="*fp32", sums="*fp32", beta2="fp32", rest="fp32")
     for kernel in (rows._moments_kernel, rows._norms_kernel, rows._scale_kernel, norm._sums_kernel, norm._cast_kernel):
         yield compile_for(arch, kernel, dict(sizes, **floats, U="*bf16", X="*fp16"))

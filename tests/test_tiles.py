@@ -89,6 +89,8 @@ def test_the_expected_time_is_that_of_the_busiest_processor(tiles):
     assert tiles.expected_us(entry, 128, 96, 2, 4) == 100 + 2 * 10 + 2 * 3 * 1
     entry.update(op="product", us=[0.0, 0.0, 0.0, 1.0])  # 2 x 2 tiles, 4 steps, 8 tiles over 4 processors
     assert tiles.expected_us(entry, 128, 96, 2, 4) == 4 * 2
+    entry.update(resident=2, us=[0.0, 1.0, 0.0, 0.0])  # 8 tiles, 2 on each of 4 processors at a time; then 12 of 3
+    assert [tiles.expected_us(entry, 128, 96, matrices, 4) for matrices in (2, 3)] == [1, 2]
 
 
 def test_a_choice_can_be_forced(tiles):

@@ -92,6 +92,7 @@ def test_no_such_file(tmp_path):
     ({"entries": [ENTRY | {"us": ["a"] * 4}], "processors": 1}, "neither four numbers"),
     ({"entries": [ENTRY | {"us": [math.nan] * 4}], "processors": 1}, "neither four numbers"),
     ({"entries": [ENTRY | {"us": 4}], "processors": 1}, "neither four numbers"),
+    ({"entries": [ENTRY | {"us": [1] * 4, "resident": 0}], "processors": 1}, "group, stages or resident"),
     ({"entries": [ENTRY | {"us": [1] * 4}], "processors": 0}, "processors no positive whole number"),
     ({"entries": {"a": 1}}, "entries is no list of objects"),
     ({"entries": [1]}, "entries is no list of objects"),
@@ -149,11 +150,13 @@ def test_ranks_with_unlike_tables_are_told(tmp_path, same):
     assert all((message == "") == same and (same or "OPTIMIZER_TILES" in message) for message in messages)
 
 
-def test_the_fit_recovers_the_numbers_that_made_the_times(tool, tiles):
-    entry = next(tool.candidates("product", "sm90", 232448)) | {"us": [3.0, 0.5, 0.0, 0.25]}
+@pytest.mark.parametrize("resident", [1, 2, 4])
+def test_the_fit_recovers_the_numbers_that_made_the_times(tool, tiles, resident):
+    entry = next(tool.candidates("product", "sm90", 232448)) | {"resident": resident, "us": [3.0, 0.5, 0.0, 0.25]}
     times = {(N, n, m): tiles.expected_us(entry, n, m, N, 132) for N, n, m in tool.cases("product", 132)}
     assert len(times) > 20
-    assert tool.fit(tiles, entry, times, 132) == pytest.approx(entry["us"], rel=1e-3, abs=1e-3)
+    found = tool.fit(tiles, entry, times, 132)
+    assert found["resident"] == resident and found["us"] == pytest.approx(entry["us"], rel=1e-3, abs=1e-3)
 
 
 @pytest.mark.parametrize("op", ["gram", "symmetric", "product"])

@@ -3,9 +3,10 @@
     LOCAL_KERNELS=org/optimizer=build python tools/tune_tiles.py --out my_tiles.json
     export OPTIMIZER_TILES=$PWD/my_tiles.json        # alike on all ranks
 
-Every tile is timed on matrices of many sizes, under CUDA graphs. Four numbers are fitted to its times (tiles.py,
-expected_us), and the few tiles are kept whose predicted choice is best. A tile that gives other bits than the rest is
-left out: which tile is chosen depends on the batch, and the bits must not. About ten minutes with the defaults.
+Every tile is timed on matrices of many sizes, under CUDA graphs. Four numbers, and how many programs a processor takes
+at a time, are fitted to its times (tiles.py, expected_us), and the few tiles are kept whose predicted choice is best. A
+tile that gives other bits than the rest is left out: which tile is chosen depends on the batch, and the bits must not.
+About ten minutes with the defaults.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ SIDES = (128, 256, 512, 768, 1024, 2048, 4096)
 ASPECTS = (1, 4)
 TILES_OF_WORK = (1, 2, 5, 12, 40)  # matrices in a case: about so many 128 x 128 tiles per processor
 MOST_ELEMENTS = 1 << 28
+RESIDENT = (1, 2, 3, 4)  # programs on one processor at a time
 KEPT, GAIN = 8, 0.002  # tiles of an operation at most; another one has to bring so much of the time
 
 
@@ -155,8 +157,18 @@ def race(calls, rounds=5) -> dict:
     return {key: statistics.median(found) for key, found in times.items()}
 
 
-def fit(tiles, entry, times, processors) -> list[float]:
-    """The four numbers of expected_us, none negative, with the least relative error over {case: microseconds}."""
+def fit(tiles, entry, times, processors) -> dict:
+    """What expected_us needs, with the least relative error over {case: microseconds}: `resident`, and the four numbers
+    `us`, none negative.
+    """
+    loops = RESIDENT if entry["loop"] == "once" else RESIDENT[:1]  # others start one program per processor
+    solved = [_solve(tiles, entry | {"resident": resident}, times, processors) for resident in loops]
+    _, resident, us = min((error, resident, us) for resident, (us, error) in zip(loops, solved))
+    return {"resident": resident, "us": us}
+
+
+def _solve(tiles, entry, times, processors):
+    """(The four numbers, their error.)"""
     units = torch.eye(4, dtype=torch.float64).tolist()
     terms = torch.tensor([[tiles.expected_us(entry | {"us": unit}, n, m, N, processors) / us for unit in units]
                           for (N, n, m), us in times.items()], dtype=torch.float64)
@@ -171,14 +183,14 @@ def fit(tiles, entry, times, processors) -> list[float]:
             best, smallest = [0.0] * 4, error
             for i, value in zip(columns, solution.tolist()):
                 best[i] = value
-    return [float(f"{x:.4g}") for x in best]
+    return [float(f"{x:.4g}") for x in best], smallest
 
 
 def choose(tiles, op, times, processors) -> list[dict]:
     """Entries with their numbers: one after another the tile that shortens the predicted choices' times most."""
     fitted = {key: json.loads(key) for key, found in times.items() if len(found) >= 8}
     for key, entry in fitted.items():
-        entry["us"] = fit(tiles, entry, times[key], processors)
+        entry |= fit(tiles, entry, times[key], processors)
     common = set.intersection(*(set(times[key]) for key in fitted)) if fitted else set()
     kept, loss = [], math.inf
     while fitted.keys() - kept and len(kept) < KEPT:

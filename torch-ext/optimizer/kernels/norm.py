@@ -15,6 +15,7 @@ tl = None  # Triton's language, put here by jit
 AT_ONCE = 2048  # elements that a program reads at a time
 SHARE = 16  # times that it reads, at least; few large shares are few sums to add for whoever casts a tile
 PARTS = 256  # shares of one matrix, at most
+LONG = 24  # turns from which on more reads are on their way at a time
 LINES, SQUARE = (32, 256), (64, 64)  # rows and columns that are cast at a time, where X has them as lines, and else
 
 
@@ -38,7 +39,9 @@ def unit_norm(U: torch.Tensor, X: torch.Tensor, eps: float, scratch: torch.Tenso
     key, wide = look(U, X), U.dtype != torch.float16
     even, straight = _common_power(R, C, U, X), X.stride(2) == 1
     rows_at_once, columns_at_once = LINES if straight else SQUARE
-    _sums_kernel.launch(N * parts, key, U, sums, parts, span, R, C, U.stride(), wide, rows, block, num_warps=4)
+    stages = 8 if span // rows * -(-C // block) > LONG else 4
+    _sums_kernel.launch(
+        N * parts, key, U, sums, parts, span, R, C, U.stride(), wide, rows, block, stages, num_warps=4)
     _cast_kernel.launch(
         N * -(-R // rows_at_once) * -(-C // columns_at_once), key, U, X, sums, parts, R, C, U.stride(), X.stride(), eps,
         1 << (parts - 1).bit_length(), rows_at_once, columns_at_once, even, straight, num_warps=4)
@@ -72,8 +75,8 @@ def unit_norm_torch(U, X, eps):
 
 
 @jit.alike("parts", "span")
-def _sums_kernel(U, sums, parts, span, R, C, strides, WIDE: tl.constexpr, ROWS: tl.constexpr,
-                 BLOCK: tl.constexpr):
+def _sums_kernel(U, sums, parts, span, R, C, strides, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+                 STAGES: tl.constexpr):
     """`span` rows per program: the largest magnitude, and the sum of squares in one of three units, to sums (N, 4,
     parts). The units keep squares from overflow and loss (WIDE: where the dtype has such numbers); it is the idea of
     J. L. Blue, ACM Trans. Math. Softw. 4, 1978, with one unit for all that a program reads.
@@ -81,7 +84,8 @@ def _sums_kernel(U, sums, parts, span, R, C, strides, WIDE: tl.constexpr, ROWS: 
     part = tl.program_id(0) % parts
     matrix = (tl.program_id(0) // parts).to(tl.int64)
     start = U + matrix * strides[0]
-    largest, unit, squares = squares_of(start, part * span, part * span + span, R, C, strides, WIDE, ROWS, BLOCK, 4)
+    largest, unit, squares = squares_of(start, part * span, part * span + span, R, C, strides, WIDE, ROWS, BLOCK,
+                                        STAGES)
     at = sums + matrix * 4 * parts + part
     tl.store(at, largest)
     tl.store(at + parts, tl.where(unit > 1, squares, 0.0))
@@ -130,7 +134,20 @@ def _unit_of(largest):
 
 
 @jit
-def _factors_of(largest, small, middle, large, eps):
+def _factors(sums, parts, eps, BLOCK: tl.constexpr):
+    """Return the power of two by which a matrix is multiplied, and the number by which it is multiplied then, from its
+    sums (4, parts): a division per element would take as long as the memory does.
+    """
+    row, part = tl.arange(0, 4), tl.arange(0, BLOCK)[None, :]
+    found = tl.load(sums + row[:, None] * parts + part, mask=part < parts, other=0.0)
+    largest, total = tl.max(tl.where(row[:, None] == 0, found, 0.0)), tl.sum(found, axis=1)
+    small, middle = tl.sum(tl.where(row == 1, total, 0.0)), tl.sum(tl.where(row == 2, total, 0.0))
+    power, norm = _norm_of(largest, small, middle, tl.sum(tl.where(row == 3, total, 0.0)), eps)
+    return power, 1.0 / norm
+
+
+@jit
+def _norm_of(largest, small, middle, large, eps):
     """Return the power of two by which a matrix is multiplied, and then the number by which it is divided."""
     down, up = large > 0, (large == 0) & (middle < 2.0**-60)
     power = tl.where(down, 2.0**-80, tl.where(up, 2.0**80, 1.0))
@@ -153,14 +170,9 @@ def _cast_kernel(U, X, sums, parts, R, C, u_strides, x_strides, eps, BLOCK: tl.c
     inside = (row < _even(R, EVEN)) & (column < _even(C, EVEN))
     u_at = U + matrix * _even(u_strides[0], EVEN) + row * _even(u_strides[1], EVEN) + column * u_strides[2]
     u = tl.load(u_at, mask=inside, other=0.0).to(tl.float32)
-    part = tl.arange(0, BLOCK)
-    at, there = sums + matrix * 4 * parts + part, part < parts
-    power, norm = _factors_of(
-        tl.max(tl.load(at, mask=there, other=0.0)), tl.sum(tl.load(at + parts, mask=there, other=0.0)),
-        tl.sum(tl.load(at + 2 * parts, mask=there, other=0.0)), tl.sum(tl.load(at + 3 * parts, mask=there, other=0.0)),
-        eps)
+    power, inverse = _factors(sums + matrix * 4 * parts, parts, eps, BLOCK)
     if STRAIGHT:
         x_at = X + matrix * _even(x_strides[0], EVEN) + row * _even(x_strides[1], EVEN) + column * x_strides[2]
     else:
         x_at = X + matrix * _even(x_strides[0], EVEN) + row * x_strides[1] + column * _even(x_strides[2], EVEN)
-    tl.store(x_at, (u * power / norm).to(X.dtype.element_ty), mask=inside)
+    tl.store(x_at, (u * power * inverse).to(X.dtype.element_ty), mask=inside)

@@ -138,7 +138,8 @@ def _fault(entry, arch):
         "bytes is neither 2 nor 4": entry.get("bytes") in (2, 4),
         "a side of the tile is no power of two from 16 on": len(tile) == 3 and _power(*tile) and min(tile) >= 16,
         "loop is unknown": loop in ("pointers", "once", "turns", "flat", "pingpong"),
-        "group or stages is no positive whole number": _whole(entry.get("group"), entry.get("stages")),
+        "group, stages or resident is no positive whole number":
+            _whole(entry.get("group"), entry.get("stages"), entry.get("resident", 1)),
         "warps is no power of two up to 32": _power(warps) and warps <= 32,
         "there are neither four numbers `us` nor `rows` and `columns`":
             len(us) == 4 and all(type(x) in (int, float) and abs(x) < 1e9 for x in us)
@@ -186,8 +187,8 @@ def _best(op: str, itemsize: int, rows: int, columns: int, matrices: int, arch: 
 
 def expected_us(entry: dict, rows: int, columns: int, matrices: int, processors: int) -> float:
     """Return the microseconds that a launch should take, from the four numbers of its entry that were fitted to
-    measurements: per launch, per turn (the most tiles that one processor gets), per step of a turn (`inner` elements of
-    the sum), and per step of an even share of all tiles.
+    measurements: per launch, per turn (the most tiles that one processor gets, `resident` of them at a time), per step
+    of a turn (`inner` elements of the sum), and per step of an even share of all tiles.
     """
     height, width, inner = entry["tile"]
     product, down = entry["op"] == "product", -(-rows // height)
@@ -196,6 +197,7 @@ def expected_us(entry: dict, rows: int, columns: int, matrices: int, processors:
     else:  # the lower triangle, in tiles that are `ratio` times as wide as high
         ratio = width // height
         tiles = sum(i // ratio + 1 for i in range(down))
-    turns, steps = -(-matrices * tiles // processors), -(-(rows if product else columns) // inner)
+    turns = -(-matrices * tiles // (processors * entry.get("resident", 1)))
+    steps = -(-(rows if product else columns) // inner)
     launch, turn, turn_step, share_step = entry["us"]
     return launch + turn * turns + turn_step * turns * steps + share_step * steps * matrices * tiles / processors
