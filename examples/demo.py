@@ -135,7 +135,11 @@ def describe(options: Options, processes: int, threads: int) -> str:
 def run_all(processes: int, options: Options, seconds: float) -> list[Summary]:
     """Start the processes, wait, and stop them all if one fails or the user interrupts."""
     with tempfile.TemporaryDirectory() as folder:
-        group = mp.spawn(run_rank, (processes, folder, options, seconds), processes, join=False)
+        # torch (2.13) aborts a process in which a thread of gloo lets go of a tensor just as Python (before 3.14) is
+        # finalized. Forked processes end without finalizing it; those on GPUs have no gloo.
+        method = "spawn" if torch.cuda.is_available() else "forkserver"
+        group = mp.start_processes(run_rank, (processes, folder, options, seconds), processes, join=False,
+                                   start_method=method)
         try:
             while not group.join():
                 pass

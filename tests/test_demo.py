@@ -3,8 +3,10 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +66,31 @@ def test_a_failed_process_ends_the_demo(tmp_path):
     done = run_demo("--steps", "4", "--batch", "7", "--out", str(tmp_path))
     assert done.returncode == 1
     assert "--batch 7 cannot be split over 2 processes" in done.stdout
+
+
+class Leaving:
+    """Leaves a file where Python is finalized while this is there."""
+
+    def __init__(self, path: Path) -> None:
+        self.leave = functools.partial(os.open, path, os.O_CREAT)
+
+    def __del__(self) -> None:
+        self.leave()
+
+
+def stay(rank: int, *arguments, path: Path) -> None:
+    """One process of a demo that does nothing; what `sys` holds is let go when Python is finalized."""
+    sys.leaving = Leaving(path)
+
+
+@ON_CPUS
+def test_processes_end_without_finalizing_python(example, monkeypatch, tmp_path):
+    """Rarely, a thread of gloo was still letting go of a tensor then, and torch aborted the process."""
+    demo, path = example("demo"), tmp_path / "finalized"
+    monkeypatch.setattr(demo, "run_rank", functools.partial(stay, path=path))
+    with pytest.raises(FileNotFoundError, match="muon.json"):  # what rank 0 of a real one writes
+        demo.run_all(2, demo.Options(), 1.0)
+    assert not path.exists()
 
 
 def test_help_explains_every_option(example):

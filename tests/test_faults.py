@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -348,6 +349,64 @@ def gone(rank, world):
 def test_a_rank_that_is_gone_before_the_first_step(tmp_path, optimizer):
     ((message, _), _), = run_mortal([(gone,)], tmp_path)
     assert "in the comparison of plans of ranks (0, 1)" in message
+
+
+# the end of a process --------------------------------------------------------------------------------------------
+
+ENDS = """
+import atexit
+import sys
+import time
+from pathlib import Path
+
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+
+
+@atexit.register  # before torch's own, so that it runs last
+def leave():
+    (folder / f"left{rank}").touch()
+    end = time.perf_counter() + 0.5
+    while time.perf_counter() < end:  # who wants the interpreter meanwhile still waits for it when that is finalized
+        pass
+
+
+import torch
+import torch.distributed as dist
+from kernels import get_kernel
+
+
+def train():
+    param = torch.nn.Parameter(torch.ones(8, 8))
+    optimizer = get_kernel("org/optimizer", version=1).Muon([param], process_group=dist.group.WORLD)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    if rank == 1:
+        compare = optimizer._presence.compare
+        optimizer._presence.compare = lambda: (wait(), compare())
+    optimizer.step()
+
+
+def wait():
+    while not (folder / "left0").exists():
+        time.sleep(0.01)
+
+
+sys.setswitchinterval(100.0)
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+kept = dist.group.WORLD  # torch keeps it too, once there are DTensors; its threads go on until Python has ended
+train()
+dist.destroy_process_group()
+"""
+
+
+def test_a_process_ends_while_another_is_still_in_its_last_step(tmp_path, optimizer):
+    """Gloo's thread let go of the comparison of missing gradients last, and torch aborted the process."""
+    ranks = [subprocess.Popen([sys.executable, "-c", ENDS, str(rank), tmp_path]) for rank in range(2)]
+    try:
+        assert [rank.wait(timeout=60) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 # restart ---------------------------------------------------------------------------------------------------------

@@ -65,6 +65,8 @@ class Presence:
                 for ranks, (mine, anybody) in self.flags.items()]
         if capturing(self.device):  # nothing outside a graph may wait for what is in it
             self.wait()
+        if self.device.type == "cpu":
+            _keep(self.works)
 
     def settle(self) -> None:
         """After the step: put back what no rank has a gradient of."""
@@ -86,3 +88,15 @@ class Presence:
         with debug.during("the comparison of missing gradients"):
             for work in works:
                 work.wait()
+
+
+_under_way = []
+
+
+def _keep(works) -> None:
+    """Hold collectives that may outlive their optimizer until they are done, or Python has ended.
+
+    A thread of gloo that is the last to hold one has to ask Python to let its tensors go; if Python ends meanwhile
+    (before 3.14), that aborts the process.
+    """
+    _under_way[:] = [work for work in _under_way if not work.is_completed()] + works
