@@ -25,7 +25,7 @@ from kernels import get_kernel
 OPS = ("gram", "symmetric", "product")
 SIDES = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 ASPECTS = (1, 4)
-TILES_OF_WORK = (1, 2, 5, 12, 40)  # matrices in a case: about so many 128 x 128 tiles per processor
+TILES_OF_WORK = (0.25, 1, 2, 5, 12, 40)  # matrices in a case: about so many 128 x 128 tiles per processor
 MOST_ELEMENTS = 1 << 28
 RESIDENT = (1, 2, 3, 4)  # programs on one processor at a time
 REST = 3  # as many times as long as a call took
