@@ -28,7 +28,7 @@ AT_ONCE = 82  # processes that run side by side; most of them only wait
 ROUTES = {"exchange": "Exchange", "reduce": "Reduce", "reduce_elementwise": "ReduceElementwise"}
 PLACED = {"exchange": 28_000, "experts": 14_000}  # DTensors, and the room that makes several buckets
 PLACES, FAULTS = ["before", "in", "after"], ["dies", "stalls", "raises"]
-COLLECTIVES = ("all_to_all_single", "all_reduce")
+COLLECTIVES = ("all_to_all_single", "all_to_all", "all_reduce")
 # During what each collective of a step is issued, in their order. The last one is waited for in the next step.
 BROKEN, MISSING = "the comparison of NaN and Inf in gradients", "the comparison of missing gradients"
 HOPS = [*(f"bucket {number} (" for number in (0, 1, 0, 2, 1, 2)), MISSING]

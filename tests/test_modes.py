@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import package, part, run_ranks
+from tests.ranks import package, part, run_ranks, run_threads
 
 DENSE = [(16, 24), (24, 16), (10, 12), (3, 8), (16, 16), (33, 7), (16, 24), (1, 9)]  # 3 and 1 rows: empty shards
 EVEN = [(16, 24), (24, 16), (32, 8), (16, 16)]
@@ -114,6 +114,24 @@ def test_sharded_is_one_process(layout, name, world):
 @pytest.mark.parametrize("layout", ["fsdp rows", "hsdp", "tp columns x fsdp rows", "ep x fsdp rows"])
 def test_a_16_bit_wire_is_part_of_the_rule_on_every_layout(layout, options):
     assert [error for error, _, _ in run_ranks(4, compare, "NorMuon", layout, options)] == [0.0] * 4
+
+
+@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
+@pytest.mark.parametrize("layout", ["replicated", "hsdp", "hsdp, many replicas", "hsdp x tp"])
+def test_what_several_ranks_get_leaves_from_one_place(layout, name, optimizer, monkeypatch):
+    """As on GPUs; gloo's collectives, of other tests, cannot send one place to several ranks."""
+    apart, collective = [], dist.all_to_all
+
+    def send(received, sent, **options):
+        apart.append((len({t.data_ptr() for t in sent if t.numel()}), sum(t.numel() > 0 for t in sent)))
+        return collective(received, sent, **options)
+
+    monkeypatch.setattr(part("bind"), "sends_once", lambda device: True)
+    monkeypatch.setattr(dist, "all_to_all", send)
+    for error, moved, _ in run_threads(8, compare, name, layout, {"wire_dtype": torch.float32}):
+        assert error == 0.0
+        assert moved > 1e-4
+    assert all(places <= peers for places, peers in apart) and any(places < peers for places, peers in apart)
 
 
 def compare_all(rank, world, name):

@@ -22,7 +22,8 @@ from tests.ranks import package, part, run_threads
 MODELS_PY = Path(__file__).resolve().parent.parent / "benchmarks" / "models.py"
 models = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("models", MODELS_PY))
 spec.loader.exec_module(models)
-SIZES = {"update": 2, "row": 4, "scratch": lambda R, C: (min(R, C), 4 * R * C, 8 * min(R, C) ** 2)}
+SIZES = {"update": 2, "row": 4, "once": True,
+         "scratch": lambda R, C: (min(R, C), 4 * R * C, 8 * min(R, C) ** 2)}
 
 
 ALIVE = [{"leave", "arrive", "rows"}, {"stack", "arrive", "rows", "mean", "stays"}, {"mean", "stack"},
@@ -111,18 +112,18 @@ def check_wire(bucket, shares, direction):
     source, target = ("home", "owner") if direction == "inbound" else ("owner", "home")
     left, arrived, index = {}, {}, {rank: i for i, rank in enumerate(bucket.ranks)}
     for rank, way in ways.items():
-        left.update(by_pair(way.leave, way.send_bytes, index, (source, rank), target))
-        arrived.update(by_pair(way.arrive, way.recv_bytes, index, (target, rank), source))
+        left.update(by_pair(way.leave, way.send_bytes, way.send_from, index, (source, rank), target))
+        starts = [0, *itertools.accumulate(way.recv_bytes)]
+        arrived.update(by_pair(way.arrive, way.recv_bytes, starts, index, (target, rank), source))
     assert left == {pair[::-1]: pieces for pair, pieces in arrived.items()}
     if sent.sum():
         assert getattr(shares[bucket.ranks[0]], f"crosses_{direction}")
     assert len({getattr(share, f"crosses_{direction}") for share in shares.values()}) == 1
 
 
-def by_pair(offsets, nbytes, index, here, peer):
+def by_pair(offsets, nbytes, starts, index, here, peer):
     """(rank, peer) -> [(place in what travels between the two, piece)], checked against the bytes of that part."""
-    starts, alignment = list(itertools.accumulate((0, *nbytes))), part("plan").ALIGNMENT
-    (end, rank), pairs, last = here, defaultdict(list), defaultdict(int)
+    (end, rank), pairs, last, alignment = here, defaultdict(list), defaultdict(int), part("plan").ALIGNMENT
     for piece, at in offsets.items():
         other, size = getattr(piece, peer), SIZES.get(piece.kind, 4)
         place = at - starts[index[other]]
@@ -194,9 +195,11 @@ MESHES = {
 
 
 @pytest.mark.kernels_ci
+@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("rank_bytes", [1, 4000, 1 << 28])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_plan_is_whole(mesh, rank_bytes, optimizer):
+def test_a_plan_is_whole(mesh, rank_bytes, once, optimizer, monkeypatch):
+    monkeypatch.setitem(SIZES, "once", once)
     sizes, placements, shapes = MESHES[mesh]
     layouts = layouts_on(sizes, placements, shapes)
     check_all(layouts, rows_of(layouts, sizes, placements), rank_bytes=rank_bytes)

@@ -164,9 +164,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world, once", [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("case", CASES)
-def test_unreduced_gradients(case, world, optimizer):
+def test_unreduced_gradients(case, world, once, optimizer, monkeypatch):
+    """`once`: what several ranks get leaves from one place, as on GPUs."""
+    monkeypatch.setattr(part("bind"), "sends_once", lambda device: once)
     shapes, odd, dtype, grad_dtype, missing = CASES[case]
     if dtype != grad_dtype and not hasattr(torch.Tensor, "grad_dtype"):
         pytest.skip("this torch ties the gradient's dtype to the parameter's")

@@ -185,9 +185,9 @@ def test_state_of_an_owner_alone(rows, optimizer):
 
 def share_with(needs):
     """A share of which only the memory counts."""
-    travel = part("share").Travel({}, {}, (), ())
+    travel = part("share").Travel({}, {}, (), (), ())
     uses = ("leave", "return", "arrive", "long", "rows", "stays", "square", "stack", "mean")
-    return part("share").Share((), (), (), travel, travel, True, True, {**dict.fromkeys(uses, 0), **needs}, {})
+    return part("share").Share((), (), (), travel, travel, True, True, False, {**dict.fromkeys(uses, 0), **needs}, {})
 
 
 def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
@@ -296,7 +296,10 @@ def measured_on_rank(rank, world, shapes, mode, room):
 @pytest.mark.parametrize("room", [None, 1_500_000])
 @pytest.mark.parametrize("shapes", [[(24, 32)] * 64, [(16, 64), (64, 16), (32, 32), (32, 16)] * 20],
                          ids=["one", "mixed"])
-def test_a_step_takes_the_workspace_that_was_promised_and_no_more(shapes, room, mode, optimizer):
+@pytest.mark.parametrize("once", [False, True])
+def test_a_step_takes_the_workspace_that_was_promised_and_no_more(once, shapes, room, mode, optimizer, monkeypatch):
+    """`once`: what several ranks get leaves from one place, as on GPUs."""
+    monkeypatch.setattr(part("bind"), "sends_once", lambda device: once)
     for most, workspace, buckets, large in run_threads(4, measured_on_rank, shapes, mode, room):
         assert most == sum(nbytes for nbytes in workspace.values() if nbytes >= large) > 0
         assert room is None or sum(workspace.values()) <= room

@@ -31,6 +31,7 @@ from .plan import (
     plan_chunks,
     turn,
 )
+from .process_groups import sends_once
 from .routes import ROUTES, Elementwise
 from .settle import settle_state
 from .share import chunk_share, share_of
@@ -97,7 +98,7 @@ class Planner:
         rows = self._layouts(params, of_rows=True) if "beta2" in group else None
         pace = Pace.of(group, self.device)
         itemsize = polar.products_dtype(self.options.ns_dtype, self.device).itemsize
-        sizes = {"update": wire.itemsize, "row": 4 if rows else 0,
+        sizes = {"update": wire.itemsize, "row": 4 if rows else 0, "once": sends_once(self.device),
                  "scratch": partial(polar.scratch, steps=pace.steps, itemsize=itemsize)}
         room = self.options.workspace(self.device)
         buckets = make_plan(layouts, pace, self.loads, reduced=self.reduced, itemsizes=sizes, rank_bytes=room,

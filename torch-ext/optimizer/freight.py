@@ -31,6 +31,7 @@ class Load:
     """What one matrix takes, in bytes: of its owner, down to `key`, and of every other rank."""
     inbound: int  # arrives at its owner
     outbound: int  # leaves its owner again
+    spread: int  # of its memory, from which it leaves: ranks that hold the same may get it from one place
     held: int  # on the bench: the matrix
     stays: int  # in the slot: a number for each row, and the mean where gradients are reduced
     long: int  # in the slot, while it is iterated
@@ -49,6 +50,19 @@ class Freight:
         self.scratch = itemsizes.get("scratch", lambda R, C: (0, 0, 0))
         self.route, self.ranks, self.layouts = route, ranks, layouts
         self.forms, self.numbers, self.loads, self.partitions = [], {}, {}, {}
+        self.once = itemsizes.get("once", False)
+        self.alike = self._alike({id(layout): layout for layout in layouts}.values())
+
+    def _alike(self, layouts) -> dict:
+        """rank -> the ranks that hold the same as it of all these layouts, where they can meet in one bucket, if what
+        they get leaves once.
+        """
+        if not self.once:
+            return {rank: [rank] for rank in self.ranks}
+        layouts, alike = [x for x in layouts if all(rank in x.boxes for rank in self.ranks)], defaultdict(list)
+        for rank in self.ranks:
+            alike[tuple(x.boxes[rank][-2:] for x in layouts)].append(rank)
+        return {rank: ranks for ranks in alike.values() for rank in ranks}
 
     def sum(self, owned) -> Counter:
         """`owned`: (matrix, its owner), any number of them."""
@@ -61,47 +75,55 @@ class Freight:
         return self.numbers[id(layout)]
 
     def _pieces(self, layout):
-        """({rank: bytes of its piece}, {copy: those of its largest}, {copy: those of all}, number of the partition)."""
+        """({rank: bytes of its piece}, {copy: those of its largest}, {copy: those of all}, those of pieces that differ,
+        number of the partition).
+        """
         pieces, largest, whole = {}, defaultdict(int), defaultdict(int)
         for rank in self.ranks if self.route == "exchange" else ():
             (r0, r1), (c0, c1) = layout.boxes[rank][-2:]
             nbytes = (r1 - r0) * ((c1 - c0) * self.update + self.row) if c0 < c1 else 0
             pieces[rank], copy = nbytes, layout.copy_of[rank]
             largest[copy], whole[copy] = max(largest[copy], nbytes), whole[copy] + nbytes
-        return pieces, largest, whole, self.partitions.setdefault(layout.copies, len(self.partitions))
+        places = sum(nbytes for rank, nbytes in pieces.items() if self.alike[rank][0] == rank)
+        return pieces, largest, whole, places, self.partitions.setdefault(layout.copies, len(self.partitions))
 
     def _load(self, owner, number) -> Load:
         if (owner, number) in self.loads:
             return self.loads[owner, number]
-        layout, (key, long, square), pieces, largest, whole, partition = self.forms[number]
+        layout, (key, long, square), pieces, largest, whole, places, partition = self.forms[number]
         R, C = layout.shape[-2:]
         numel, others = R * C * self.update, len(self.ranks) - 1
-        inbound = outbound = leaves = copy = returns = 0
+        inbound = outbound = spread = leaves = copy = returns = 0
         held, stays = numel + ALIGNMENT, 4 * R + ALIGNMENT
         if self.route == "reduce":
             stays += 4 * (R * C + ALIGNMENT)
             inbound, outbound, leaves, returns = numel * (others + 1), numel * others, numel, numel
+            spread = numel if self.once else outbound
         elif self.route == "exchange":
             copy, here = layout.copy_of[owner], pieces[owner]
             inbound, outbound = whole[copy] - here, sum(whole.values()) - here
+            spread = places if len(self.alike[owner]) > 1 else places - here
             leaves, returns = largest[copy] if inbound else 0, max(largest.values())
-        load = Load(inbound, outbound, held, stays, long, square, key, leaves, (partition, copy), returns)
+        load = Load(inbound, outbound, spread, held, stays, long, square, key, leaves, (partition, copy), returns)
         return self.loads.setdefault((owner, number), load)
 
     def _together(self, taken):
-        """({owner: [inbound, outbound, held, stays]}, {(owner, key): [long, square]}, {copy: leaving}, returning)."""
+        """({owner: [inbound, outbound, spread, held, stays]}, {(owner, key): [long, square]}, {copy: leaving},
+        returning).
+        """
         owners, iterated, leaves, returns = {}, {}, Counter(), 0
         for (owner, number), count in taken.items():
             load = self._load(owner, number)
             if owner not in owners:
-                owners[owner] = [0, 0, 0, 0]
+                owners[owner] = [0, 0, 0, 0, 0]
             if (owner, load.key) not in iterated:
                 iterated[owner, load.key] = [0, 0]
             mine, stacks = owners[owner], iterated[owner, load.key]
             mine[0] += count * load.inbound
             mine[1] += count * load.outbound
-            mine[2] += count * load.held
-            mine[3] += count * load.stays
+            mine[2] += count * load.spread
+            mine[3] += count * load.held
+            mine[4] += count * load.stays
             stacks[0] += count * load.long
             stacks[1] += count * load.square
             leaves[load.copy] += count * load.leaves
@@ -121,7 +143,7 @@ class Freight:
         counts, (at_owners, _, leaves, returns) = defaultdict(Counter), self._together(taken)
         for matrix, owner in zip(matrices, owners):
             counts[owner][matrix.rows, matrix.cols] += 1
-        inbound, outbound, held, _ = (max(nbytes) for nbytes in zip(*at_owners.values()))
+        inbound, outbound, _, held, _ = (max(nbytes) for nbytes in zip(*at_owners.values()))
         travels, (leave, gather, land) = self.route != "local", BYTES[self.route]
         inbound, away = max(inbound, *leaves.values()), max(leaves.values()) if travels else held
         gathered = gather * held / self.update + (inbound if self.route == "reduce" else 0)
@@ -148,7 +170,7 @@ class Freight:
         owners, iterated, _, returns = self._together(taken)
         slot, bench, fixed = 0, 0, 3 * ALIGNMENT * (len(self.ranks) + 2)
         for (owner, _), (long, square) in iterated.items():
-            inbound, outbound, held, stays = owners[owner]
-            slot = max(slot, returns + inbound + stays, returns + outbound + stays, long + stays)
+            inbound, _, spread, held, stays = owners[owner]
+            slot = max(slot, returns + inbound + stays, returns + spread + stays, long + stays)
             bench = max(bench, square + held)
         return slot + fixed, bench + fixed

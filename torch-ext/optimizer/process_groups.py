@@ -55,6 +55,11 @@ class Groups:
                                  "or leave capturable out")
 
 
+def sends_once(device) -> bool:
+    """Whether a collective can send one place to several ranks: gloo's cannot."""
+    return device.type != "cpu"
+
+
 def world_now():
     """The default process group, None where there is none."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

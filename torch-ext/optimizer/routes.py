@@ -260,21 +260,32 @@ ROUTES = {"local": Local, "exchange": Exchange, "reduce": Reduce, "reduce_elemen
 
 
 class Wire:
-    """One direction of travel: flat send and receive buffers, and the view of each piece in them."""
+    """One direction of travel: flat send and receive buffers, and the view of each piece in them. `leave`: one piece
+    for each place, of those that go to several ranks.
+    """
 
     def __init__(self, bound, direction, send, recv, dtype=None):
         self.travel, self.crosses = getattr(bound.share, direction), getattr(bound.share, f"crosses_{direction}")
         self.group, self.dtype = bound.group, dtype or bound.options.wire_dtype
-        self.send = bound.memory[send][:sum(self.travel.send_bytes)]
+        self.send = bound.memory[send][:self.travel.leaving]
         self.recv = bound.memory[recv][:sum(self.travel.recv_bytes)]
-        self.leave = {p: self._view(self.send, p, at) for p, at in self.travel.leave.items()}
+        once = {at: p for p, at in self.travel.leave.items()}
+        self.leave = {p: self._view(self.send, p, at) for at, p in once.items()}
         self.arrive = {p: self._view(self.recv, p, at) for p, at in self.travel.arrive.items()}
+        self.parts = self._parts() if bound.share.copies and direction == "outbound" else None
+
+    def _parts(self):
+        """(What each peer sends, what each gets): some get the same memory."""
+        sent = zip(self.travel.send_from, self.travel.send_bytes)
+        return list(self.recv.split(self.travel.recv_bytes)), [self.send[at:at + size] for at, size in sent]
 
     def _view(self, flat, piece, at):
         return piece_at(flat, at, piece.shape, torch.float32 if piece.kind == "row" else self.dtype)
 
     def go(self):
         """Yield the collective, unless the plan says that no rank sends anything."""
-        if self.crosses:
+        if self.crosses and self.parts:
+            yield dist.all_to_all(*self.parts, group=self.group, async_op=True)
+        elif self.crosses:
             splits = list(self.travel.recv_bytes), list(self.travel.send_bytes)
             yield dist.all_to_all_single(self.recv, self.send, *splits, group=self.group, async_op=True)

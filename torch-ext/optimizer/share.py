@@ -36,20 +36,28 @@ class Piece:
 
 @dataclass(frozen=True)
 class Travel:
-    """One direction of a bucket at one rank: piece -> byte offset in its flat buffers, and the bytes for each peer."""
+    """One direction of a bucket at one rank: piece -> byte offset in its flat buffers, the bytes for each peer, and
+    where they begin: what several peers get leaves from one place.
+    """
     leave: dict
     arrive: dict
     send_bytes: tuple
     recv_bytes: tuple
+    send_from: tuple
+
+    @property
+    def leaving(self) -> int:
+        """The bytes of memory of all that leaves."""
+        return max(map(sum, zip(self.send_from, self.send_bytes)), default=0)
 
 
 @dataclass(frozen=True)
 class Share:
     """What one rank has of a bucket: the pieces it stores, the pieces it computes, and what it sends and receives.
 
-    `crosses_inbound`, `crosses_outbound`: whether anything travels in that direction at all, on any rank. `needs`: use
-    -> bytes of workspace, see `places`. `kept`: pieces that are stored and computed here -> byte offset among what
-    returns, after the bytes of all peers.
+    `crosses_inbound`, `crosses_outbound`: whether anything travels in that direction at all, on any rank; `copies`:
+    whether the same goes to several ranks, and leaves from one place. `needs`: use -> bytes of workspace, see `places`.
+    `kept`: pieces that are stored and computed here -> byte offset among what returns, after the bytes of all peers.
     """
     home: tuple
     owned: tuple
@@ -58,6 +66,7 @@ class Share:
     outbound: Travel
     crosses_inbound: bool
     crosses_outbound: bool
+    copies: bool
     needs: dict
     kept: dict
 
@@ -88,28 +97,34 @@ def share_of(bucket, rank, layouts, row_layouts, itemsizes) -> Share:
     else:
         pieces = travelling = rows + travelling
     fed = [p for p in travelling if p.fed]
-    whole = all(_stored_whole(layouts[param], bucket.ranks) for param in {m.param for m in bucket.matrices})
+    copies = _copies(bucket, layouts)
     matrices = tuple(m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank)
     inbound = travel(fed, "home", "owner", rank, bucket.ranks, itemsizes, with_self=reduce)
     outbound = travel(travelling, "owner", "home", rank, bucket.ranks, itemsizes)
     here = [p for p in travelling if p.home == p.owner == rank and p.kind == "update" and bucket.route != "local"]
-    kept, (nbytes,) = _lay_out(here, "home", (rank,), itemsizes)
+    kept, (nbytes,), _ = _lay_out(here, "home", (rank,), itemsizes)
     needs = _needs(inbound, outbound, nbytes)
     if reduce:
         needs["stays"] = _of_mean(inbound, itemsizes["update"])
     return Share(
         home=tuple(p for p in pieces if p.home == rank), owned=tuple(p for p in pieces if p.owner == rank),
         matrices=matrices, inbound=inbound, outbound=outbound,
-        crosses_inbound=reduce or not whole, crosses_outbound=bucket.route != "local",
+        crosses_inbound=reduce or min(copies) < len(bucket.ranks), crosses_outbound=bucket.route != "local",
+        copies=itemsizes.get("once", False) and max(copies) > 1,
         needs={**needs, **_iterated(matrices, itemsizes),
                "stack": sum(m.numel * itemsizes["update"] + ALIGNMENT for m in matrices),
                "rows": sum(4 * m.rows for m in matrices)},
         kept={p: sum(outbound.recv_bytes) + at for p, at in kept.items()})
 
 
+def _copies(bucket, layouts) -> list:
+    """How many copies of each parameter the ranks of a bucket hold together."""
+    return [len({layouts[param].copy_of[r] for r in bucket.ranks}) for param in {m.param for m in bucket.matrices}]
+
+
 def _needs(inbound, outbound, kept=0):
-    return {"leave": sum(inbound.send_bytes), "return": sum(outbound.recv_bytes) + kept,
-            "arrive": max(sum(inbound.recv_bytes), sum(outbound.send_bytes)),
+    return {"leave": inbound.leaving, "return": sum(outbound.recv_bytes) + kept,
+            "arrive": max(sum(inbound.recv_bytes), outbound.leaving),
             **dict.fromkeys(("rows", "stays", "stack", "long", "square", "mean"), 0)}
 
 
@@ -125,11 +140,6 @@ def _iterated(matrices, itemsizes):
         key, *nbytes = itemsizes["scratch"](matrix.rows, matrix.cols)
         long[key], square[key] = long[key] + nbytes[0], square[key] + nbytes[1]
     return {"long": max(long.values(), default=0), "square": max(square.values(), default=0)}
-
-
-def _stored_whole(layout, ranks) -> bool:
-    """Whether each of `ranks` holds a copy of its own, so that its owner needs nothing from the others."""
-    return len({layout.copy_of[r] for r in ranks}) == len(ranks)
 
 
 def _pieces_at(bucket, rank, layouts, kind):
@@ -148,26 +158,31 @@ def _pieces_at(bucket, rank, layouts, kind):
 def travel(pieces, source, target, rank, ranks, itemsizes, with_self=False) -> Travel:
     """Lay out one direction of travel in flat buffers: by peer, then row state first, then in the order of the plan."""
     pieces = [p for p in pieces if with_self or p.home != p.owner]
-    leave, send = _lay_out([p for p in pieces if getattr(p, source) == rank], target, ranks, itemsizes)
-    arrive, recv = _lay_out([p for p in pieces if getattr(p, target) == rank], source, ranks, itemsizes)
-    return Travel(leave, arrive, send, recv)
+    mine, once = [p for p in pieces if getattr(p, source) == rank], itemsizes.get("once", False)
+    leave, send, starts = _lay_out(mine, target, ranks, itemsizes, once)
+    arrive, recv, _ = _lay_out([p for p in pieces if getattr(p, target) == rank], source, ranks, itemsizes)
+    return Travel(leave, arrive, send, recv, starts)
 
 
-def _lay_out(pieces, end, ranks, itemsizes):
-    """({piece: byte offset}, bytes per peer). A peer's part is a multiple of ALIGNMENT; wider elements come first in
-    it.
+def _lay_out(pieces, end, ranks, itemsizes, once=False):
+    """({piece: byte offset}, bytes per peer, their first). A peer's part is a multiple of ALIGNMENT; wider elements
+    come first in it. `once`: parts of peers that get the same lie in one place.
     """
-    parts, offsets, sizes, at = defaultdict(list), {}, [], 0
+    parts, offsets, sizes, starts, free, known = defaultdict(list), {}, [], [], 0, {}
     for piece in pieces:
         parts[getattr(piece, end)].append(piece)
     for peer in ranks:
-        start = at
-        for piece in sorted(parts.get(peer, ()), key=lambda p: -itemsizes[p.kind]):
+        part = sorted(parts.get(peer, ()), key=lambda p: -itemsizes[p.kind])
+        what = tuple((p.kind, p.matrix, p.box) for p in part) if once else peer
+        at = start = known.setdefault(what, free)
+        for piece in part:
             offsets[piece] = at
             at += piece.numel * itemsizes[piece.kind]
         at += -at % ALIGNMENT
         sizes.append(at - start)
-    return offsets, tuple(sizes)
+        starts.append(start)
+        free = max(free, at)
+    return offsets, tuple(sizes), tuple(starts)
 
 
 def chunk_share(bucket, shapes, rank, itemsizes) -> Share:
@@ -187,4 +202,4 @@ def chunk_share(bucket, shapes, rank, itemsizes) -> Share:
     numel = sum(p.numel for p in owned if p.home == rank)
     stays = 3 * ALIGNMENT + numel * (itemsizes["weight"] + 2 * itemsizes["state"])
     needs = _needs(inbound, outbound) | {"mean": _of_mean(inbound, itemsizes["gradient"]), "stays": stays}
-    return Share(home, owned, (), inbound, outbound, True, True, needs, {})
+    return Share(home, owned, (), inbound, outbound, True, True, False, needs, {})
