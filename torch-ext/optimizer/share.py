@@ -118,8 +118,9 @@ def share_of(bucket, rank, layouts, row_layouts, itemsizes) -> Share:
 
 
 def _copies(bucket, layouts) -> list:
-    """How many copies of each parameter the ranks of a bucket hold together."""
-    return [len({layouts[param].copy_of[r] for r in bucket.ranks}) for param in {m.param for m in bucket.matrices}]
+    """How many copies of its parameters the ranks of a bucket hold together, for each layout that there is."""
+    known = {id(layouts[m.param]): layouts[m.param] for m in bucket.matrices}
+    return [len({layout.copy_of[rank] for rank in bucket.ranks}) for layout in known.values()]
 
 
 def _needs(inbound, outbound, kept=0):
