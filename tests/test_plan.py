@@ -485,12 +485,13 @@ def test_the_digest_sees_every_parameter_of_a_bucket(optimizer):
     assert digests[0] != digests[1]
 
 
+@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("rank_bytes", [1, 3000, 1 << 28])
 @pytest.mark.parametrize("world", [1, 2, 7, 64])
-def test_chunks_hold_every_element_once(world, rank_bytes, optimizer):
+def test_chunks_hold_every_element_once(world, rank_bytes, once, optimizer):
     """AdamW on unreduced gradients: each rank sums and steps its rows of every parameter."""
     shapes, ranks = [(50, 6), (7, 1), (1, 1), (3, 4), (64, 2), (0, 5), (3, 0), (128, 3)], tuple(range(world))
-    sizes, owned = {"gradient": 4, "weight": 4, "state": 4}, defaultdict(list)
+    sizes, owned = {"gradient": 4, "weight": 4, "state": 4, "once": once}, defaultdict(list)
     buckets = part("plan").plan_chunks(shapes, ranks, rank_bytes, sizes)
     assert (len(buckets) == 1) == (rank_bytes == 1 << 28)
     for bucket in buckets:

@@ -128,7 +128,7 @@ class Planner:
         shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
         state = home_of("exp_avg", params[0], self.options.state_dtype)[1]
         sizes = {"gradient": gradient_dtype(params[0]).itemsize, "weight": params[0].dtype.itemsize,
-                 "state": state.itemsize}
+                 "state": state.itemsize, "once": sends_once(self.device)}
         room = self.options.workspace(self.device)
         if self.options.overlap_backward:
             buckets = chunks_along_backward(shapes, ranks, sizes, self.latency)

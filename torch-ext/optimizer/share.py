@@ -197,10 +197,11 @@ def chunk_share(bucket, shapes, rank, itemsizes) -> Share:
             homes = ranks if owner == rank else (rank,)
             pieces += [Piece("chunk", matrix, box, home, owner, True) for home in homes if start < rows]
     inbound = travel(pieces, "home", "owner", rank, ranks, {"chunk": itemsizes["gradient"]}, with_self=True)
-    outbound = travel(pieces, "owner", "home", rank, ranks, {"chunk": itemsizes["weight"]})
+    once = itemsizes.get("once", False)
+    outbound = travel(pieces, "owner", "home", rank, ranks, {"chunk": itemsizes["weight"], "once": once})
     home = tuple(p for p in pieces if p.home == rank)
     owned = tuple(p for p in pieces if p.owner == rank)
     numel = sum(p.numel for p in owned if p.home == rank)
     stays = 3 * ALIGNMENT + numel * (itemsizes["weight"] + 2 * itemsizes["state"])
     needs = _needs(inbound, outbound) | {"mean": _of_mean(inbound, itemsizes["gradient"]), "stays": stays}
-    return Share(home, owned, (), inbound, outbound, True, True, False, needs, {})
+    return Share(home, owned, (), inbound, outbound, True, True, once, needs, {})
