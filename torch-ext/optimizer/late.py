@@ -12,6 +12,7 @@ import weakref
 import torch
 
 from .graphs import capturing
+from .layout import raw_locals
 from .waiting import Waiting
 
 
@@ -68,9 +69,13 @@ class Late:
             else:
                 params = route.store.params if hasattr(route, "store") else []
             route.landed = functools.partial(self._land, list(map(id, params)))
-        for weight in [w for store in stores for w in store.locals()] if self.is_open else ():
-            if weight.is_cuda:
-                weight.record_stream(self.stream)
+        self.share(param for store in stores for param in store.params)
+
+    def share(self, tensors) -> None:
+        """What is freed meanwhile is given to nobody before the step is done with it."""
+        for tensor in raw_locals(tensors) if self.is_open else ():
+            if getattr(tensor, "is_cuda", False):
+                tensor.record_stream(self.stream)
 
     def _land(self, params) -> None:
         if self.is_open:
@@ -83,14 +88,15 @@ class Late:
         self.marks.append(event)
 
     def keep(self, stores) -> None:
-        """At the end of a step's work: its gradients have to live until their parameters are written. What has not
-        landed by itself, and what is put back because no rank has a gradient of it, is written at the end.
+        """At the end of a step's work: its gradients have to live until their parameters are written, as they came and
+        as they were brought home. What has not landed by itself, and what is put back because no rank has a gradient of
+        it, is written at the end.
         """
         last = len(self.marks)
         for store in stores if self.is_open else ():
             for param, gradient, here in zip(store.params, store.gradients, store.here):
                 place = self.places[id(param)] = self.places.get(id(param), last) if here else last
-                self.kept.setdefault(place, []).append(gradient)
+                self.kept.setdefault(place, []).append((param.grad, gradient))
 
     def _unknown(self) -> int:
         """The last mark of the parameters for which no model waits; if one does for none, that which ends the step."""
@@ -105,8 +111,8 @@ class Late:
         stream.wait_event(self.marks[place])
         self.waited[stream] = place
         if stream == self.home:  # from now on its allocator may have the gradients
-            for done in [at for at in self.kept if at <= place]:
-                del self.kept[done]
+            for done in [at for at in list(self.kept) if at <= place]:
+                self.kept.pop(done, None)  # another thread may have been faster
 
     def ask(self, params, reader=None) -> None:
         """What follows comes after the writing of some parameters, by their ids: in the current stream and in that of
@@ -131,6 +137,9 @@ class Late:
 
     def know(self, model, params) -> None:
         """From now on the modules of a model wait for those of `params` that they have."""
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"updates_return_during takes one torch.nn.Module, not {type(model).__name__}: call it "
+                            "once for each model")
         if (before := self.models.pop(model, None)) is not None:
             before.remove()
         if self.on:

@@ -146,7 +146,7 @@ class Muon(Returning):
     @settled
     def skipped(self) -> torch.Tensor:
         """How many matrices (AdamW: parameters) this rank left alone for NaN or Inf so far: int64, on the device."""
-        return torch.zeros((), dtype=torch.int64) if self._skipped is None else self._skipped
+        return torch.zeros((), dtype=torch.int64) if self._skipped is None else self._skipped.clone()
 
     def _launch(self) -> None:
         """All work of the step; with `capturable`, as one graph and one for each AdamW group that knows no ranks."""
@@ -190,14 +190,14 @@ class Muon(Returning):
     def _ready(self, scaled=False):
         """The stores of this step. Planned anew if parameters changed, bound anew if memory or gradients' form did."""
         self._find_world()
-        seen = glance(self.param_groups, self.state, scaled)
-        if seen == self._seen:
+        if glance(self.param_groups, self.state, scaled) == self._seen:
             return self._stores
         check_again(self.param_groups)
         self._members = inherit(self._members, self.param_groups, self.state)
         for alone in (False, True):  # what this process steps alone must not change what it steps with others
             units, key = stepped(self.param_groups, self._options, alone)
             if key != self._planned_for[alone]:
+                self._late.share(t for s in self.state.values() if isinstance(s, dict) for t in s.values())  # it may go
                 self._plans[alone] = planned(units, self.state, self._options, self._groups, alone)
                 self._planned_for[alone], self._bound_for, self._forms, self._seen = key, None, None, None
         plans = self._plans[False] + self._plans[True]

@@ -4,6 +4,7 @@ Decides: where a model stops until its weights are written. Must not know: who w
 """
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 
@@ -33,7 +34,7 @@ class Waiting:
         for module, hook in [*((m, Before(late, keys)) for m, keys in stops.items()),
                              *((m, Quiet(late, keys)) for m, keys in quiet.items())]:
             self.handles.append(module.register_forward_pre_hook(hook, prepend=True))  # before FSDP2's own
-        for module in {model, *stops}:
+        for module in {model, *stops, *quiet} if not _is_script(model) else ():
             self.handles += [module.register_state_dict_pre_hook(Before(late)),
                              module.register_load_state_dict_pre_hook(Before(late))]
         met = set().union(*stops.values()) - unseen
@@ -47,13 +48,16 @@ class Waiting:
 
 
 class Before:
-    """A hook that waits for parameters, by id; None: for everything. Copies of it, as of its module, do nothing."""
+    """A hook that waits for parameters, by id; None: for everything. Copies of it, as of its module, do nothing, and
+    are loaded where this package is not; what is exported has no hooks.
+    """
 
-    def __init__(self, late=lambda: None, keys=None):
+    def __init__(self, late, keys=None):
         self.late, self.keys = late, keys
 
     def __call__(self, *_) -> None:
-        self._wait()
+        if not torch.compiler.is_exporting():
+            self._wait()
 
     @torch._disable_dynamo  # a compiled region breaks here
     def _wait(self) -> None:
@@ -61,7 +65,7 @@ class Before:
             late.wait() if self.keys is None else late.ask(self.keys)
 
     def __reduce__(self):
-        return type(self), ()
+        return getattr, (contextlib.nullcontext(), "__exit__")  # takes whatever comes, and does nothing
 
 
 class Quiet(Before):
@@ -122,23 +126,25 @@ def _stops(model, keys):
     """({module: those of `keys` for which it waits}, the same of modules that may be inside a compiled region, those
     for which nobody may wait).
 
-    A module waits for its own parameters; one that is in a list, or compiled, for all below it, which it may use
-    without calling who has them; the model for all that is in no list.
+    A module waits for its own parameters; one that is in a list, compiled or replicated, for all below it, which it may
+    use without calling who has them; the model for all that is in no list.
     """
-    stops, listed = {module: _own(module) & keys for module in model.modules()}, set()
+    scripted = set().union(*(_keys(m.parameters()) for m in model.modules() if _is_script(m))) & keys
+    keys, modules = keys - scripted, [module for module in model.modules() if not _is_script(module)]
+    stops, listed, inside = {module: _own(module) & keys for module in modules}, set(), set()
     for module in _listed(model):
         stops[module] = _keys(module.parameters()) & keys
         listed.update(module.modules())
     outside = set().union(*(own for module, own in stops.items() if module not in listed))
-    stops[model] |= outside
-    quiet = {}
-    for module in filter(_is_compiled, model.modules()):
-        if module in stops:
-            stops[module] = _keys(module.parameters()) & keys
-            for inner in set(module.modules()) - {module}:
-                stops.pop(inner, None)
-            quiet |= {inner: stops[module] for inner in [module._modules.get("_orig_mod")] if inner is not None}
-    return {m: own for m, own in stops.items() if own}, quiet, set() if _is_called(model) else outside
+    if model in stops:
+        stops[model] |= outside
+    for module in filter(_is_whole, modules):
+        for one in {module, *_wrapped(module)}.intersection(modules):
+            stops[one] = _keys(module.parameters()) & keys
+        inside.update(set(module.modules()) - {module})
+    stops = {m: own for m, own in stops.items() if own}
+    quiet = {m: stops.pop(m) for m in inside & set(stops)}
+    return stops, quiet, scripted | (set() if _is_called(model) else outside)
 
 
 def _own(module) -> set:
@@ -160,16 +166,39 @@ def _listed(module):
 
 
 def _is_list(module) -> bool:
-    return isinstance(module, nn.Sequential) or not _is_called(module)
+    return isinstance(module, nn.Sequential) or not _has_forward(module)
 
 
 def _is_called(module) -> bool:
-    """Whether it has a forward."""
-    return type(module).forward is not nn.Module.forward or _is_compiled(module)
+    """Whether it has a forward before which its hooks run: a `__call__` of its class' own may run none."""
+    own_call = type(module).__call__ is not nn.Module.__call__ and not isinstance(module, torch.fx.GraphModule)
+    return _has_forward(module) and not (own_call or _is_script(module)) or _is_compiled(module)
+
+
+def _has_forward(module) -> bool:
+    own = _is_script(module) or "forward" in vars(module)
+    return own or type(module).forward is not nn.Module.forward or _is_compiled(module)
+
+
+def _is_script(module) -> bool:
+    """Whether it is TorchScript, which has no hooks."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _is_whole(module) -> bool:
+    """Whether it uses what is below it without calling that: compiled code, or copies on other devices."""
+    return _is_compiled(module) or isinstance(module, nn.DataParallel)
 
 
 def _is_compiled(module) -> bool:
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+    forward = getattr(module, "forward", None)
+    in_place = module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
+    return in_place or "_orig_mod" in module._modules
+
+
+def _wrapped(module) -> list:
+    """What a whole module is put round, which may be called past it."""
+    return [module._modules[name] for name in ("_orig_mod", "module") if name in module._modules]
 
 
 def _keys(params) -> set:
