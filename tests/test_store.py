@@ -292,11 +292,11 @@ def measured_on_rank(rank, world, shapes, mode, room):
     return peak.most, report.workspace, len(report.rows), peak.large
 
 
-@pytest.mark.parametrize("mode", ["fsdp", "hsdp", "ddp", "unreduced", "alone"])
+@pytest.mark.parametrize("mode, once", [*((mode, False) for mode in ("fsdp", "hsdp", "ddp", "unreduced", "alone")),
+                                        *((mode, True) for mode in ("hsdp", "ddp", "unreduced"))])
 @pytest.mark.parametrize("room", [None, 1_500_000])
 @pytest.mark.parametrize("shapes", [[(24, 32)] * 64, [(16, 64), (64, 16), (32, 32), (32, 16)] * 20],
                          ids=["one", "mixed"])
-@pytest.mark.parametrize("once", [False, True])
 def test_a_step_takes_the_workspace_that_was_promised_and_no_more(once, shapes, room, mode, optimizer, monkeypatch):
     """`once`: what several ranks get leaves from one place, as on GPUs."""
     monkeypatch.setattr(part("bind"), "sends_once", lambda device: once)
