@@ -74,8 +74,8 @@ def candidates(op: str, arch: str, shared: int):
 
 
 def cases(op: str, processors: int):
-    """(matrices, rows, columns) of all sizes, from few tiles to many."""
-    for side, aspect, work in itertools.product(SIDES, ASPECTS if op != "symmetric" else (1,), TILES_OF_WORK):
+    """(matrices, rows, columns) of all sizes, from few tiles to many: if time is short, the largest batches go."""
+    for work, aspect, side in itertools.product(TILES_OF_WORK, ASPECTS if op != "symmetric" else (1,), SIDES):
         n, m = side, side * aspect
         per_matrix = math.ceil(n / 128) * math.ceil((m if op == "product" else n / 2) / 128)
         N = max(1, round(work * processors / per_matrix))
