@@ -34,12 +34,12 @@ from kernels import get_kernel  # noqa: E402
 from models import MODELS, shapes_of  # noqa: E402
 
 PACKAGE = get_kernel("org/optimizer", version=1).__name__
-balance, layout, pace, plan, polar = (importlib.import_module(f"{PACKAGE}.{name}")
-                                      for name in ("balance", "layout", "pace", "plan", "polar"))
+balance, layout, pace, pipeline, plan, polar = (
+    importlib.import_module(f"{PACKAGE}.{name}") for name in "balance layout pace pipeline plan polar".split())
 RESULTS = ROOT / "benchmarks" / "results" / "step.csv"
 WORKSPACE = 2 << 30  # bytes, at most
 COLUMNS = ("model mode ranks shards exchange matrices buckets plan_s balance least_balance network_mb nvlink_mb "
-           "messages wire_ms products_ms step_ms").split()
+           "messages wire_ms products_ms step_ms workspace_mib").split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +212,8 @@ def simulate(model, mode, ranks, cluster, fitted, options) -> list[dict]:
             "least_balance": round(least / mean, 4), "network_mb": round(totals["far"] / 1e6, 2),
             "nvlink_mb": round(totals["near"] / 1e6, 2), "messages": int(totals["messages"]),
             "wire_ms": round(wire, 3), "products_ms": round(max(loads.values()) / 1e6, 3),
-            "step_ms": round(max(fitted["device_ms"] + fitted["scale"] * step, host * (options.run == "eager")), 3)})
+            "step_ms": round(max(fitted["device_ms"] + fitted["scale"] * step, host * (options.run == "eager")), 3),
+            "workspace_mib": workspace_mib(buckets)})
     return rows
 
 
@@ -239,6 +240,13 @@ def step_ms(buckets, ways, times, cluster, exchange):
         if (end := max(span.end for span in spans) / 1e6) > done:
             done, wire = end, sum(p.inbound + p.outbound for p in mine) / 1e6
     return done, wire
+
+
+def workspace_mib(buckets) -> int:
+    """All slots and the bench, as large as the largest bucket that uses them."""
+    slots, benches = zip(*(bucket.memory for bucket in buckets))
+    turns = [slots[number::pipeline.SLOTS] for number in range(pipeline.SLOTS)]
+    return round((sum(max(slot, default=0) for slot in turns) + max(benches)) / 2**20)
 
 
 def most_buckets(buckets) -> int:
@@ -311,10 +319,11 @@ def fit(cluster, measured) -> dict:
     for row, device, stacks in points:
         eager = row["run"] == "eager"
         device = device_ms + scale * device
-        predicted, ms = max(device, (host_ms + stack_ms * stacks) * eager), float(row["median_ms"])
+        predicted = round(max(device, (host_ms + stack_ms * stacks) * eager), 2)
+        ms = round(float(row["median_ms"]), 2)
         rows.append({**{key: row[key] for key in ("model", "layers", "mode", "ranks", "run")}, "stacks": stacks,
                      "device_ms": round(device, 2), "host_ms": round(host_ms + stack_ms * stacks, 2),
-                     "predicted_ms": round(predicted, 2), "measured_ms": round(ms, 2),
+                     "predicted_ms": predicted, "measured_ms": ms,
                      "error": f"{100 * (predicted / ms - 1):+.0f} %"})
     return {"device_ms": device_ms, "scale": scale, "host_ms": host_ms, "stack_ms": stack_ms, "rows": rows}
 
