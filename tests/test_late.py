@@ -244,6 +244,11 @@ def muon(model, told=True, **options):
     return opt
 
 
+def place(opt, *params):
+    """The mark behind which they are written."""
+    return opt._late.place(frozenset(map(id, params)))
+
+
 @pytest.fixture
 def looking(machine):
     Seen.machine = machine
@@ -274,9 +279,9 @@ def test_the_current_stream_waits_only_where_it_must(told, looking):
     last = len(late.marks) - 1
     assert late.waited.get(home, -1) == (-1 if told else last)
     model.layers[0]["block"](torch.ones(1, 8))
-    assert late.waited[home] == max(late.places[id(p)] for p in model.layers[0].parameters()) if told else last
+    assert late.waited[home] == place(opt, *model.layers[0].parameters()) if told else last
     model(torch.ones(1, 8))
-    assert late.waited[home] == (max(late.places.values()) if told else last) and looking.wrong == []
+    assert late.waited[home] == (max(late.landed.values()) if told else last) and looking.wrong == []
 
 
 def test_the_machine_sees_what_does_not_wait(looking, monkeypatch):
@@ -319,27 +324,39 @@ def test_gradients_live_until_their_weights_are_written(looking):
     assert all(ref() is None for ref in mine.values()) and looking.wrong == []
 
 
-def missing(rank, world, patched=True):
-    """Parameters without a gradient are put back after the step: their marks are the last one."""
+def missing(rank, world, found):
+    """Parameters without a gradient are put back after the step: their marks are the last one. `found`: they have one
+    again in the step after.
+    """
     with pytest.MonkeyPatch.context() as patch:
         machine, generator = install(patch), torch.Generator().manual_seed(0)
         model = nn.ModuleList(Seen(6, 6, bias=False) for _ in range(5))
         opt = package().Muon(model.parameters(), process_group=dist.group.WORLD, overlap_forward=True)
         opt.updates_return_during(model)
-        for step in range(3):
+        for step in range(4 if found else 3):
             for i, module in enumerate(model):
-                has = step == 0 or i != 2 and (i != 3 or rank)
+                has = step in (0, 3) or i != 2 and (i != 3 or rank)
                 module.weight.grad = torch.randn(6, 6, generator=generator) if has else None
             opt.step()
-        places = [opt._late.places[id(m.weight)] for m in model]
-        before = model[2].weight.detach().clone()
+        places = [place(opt, m.weight) for m in model]
         opt.wait()
-        return places, len(opt._late.marks) - 1, machine.wrong, bool(torch.equal(before, model[2].weight))
+        return places, len(opt._late.marks) - 1, machine.wrong
 
 
-def test_what_is_put_back_is_written_at_the_end(optimizer):
-    for rank, (places, last, wrong, _) in enumerate(run_ranks(2, missing)):
-        assert wrong == [] and places[2] == last and (places[3] == last) == (rank == 0) and places[0] < last
+@pytest.mark.parametrize("found", [False, True])
+def test_what_is_put_back_is_written_at_the_end(found, optimizer):
+    for rank, (places, last, wrong) in enumerate(run_ranks(2, missing, found)):
+        at_end = [place == last for place in places]
+        assert wrong == [] and at_end == [False, False, not found, rank == 0 and not found, False]
+
+
+def test_events_are_used_again(looking):
+    model = Model()
+    opt = muon(model)
+    steps(model, opt, 2)
+    before = opt._late.marks
+    steps(model, opt, 1)
+    assert opt._late.marks == before and opt._late.marks is not before and looking.wrong == []
 
 
 # who waits, before anything else sees weights, state or gradients ----------------------------------------------------
@@ -524,7 +541,7 @@ def test_parts_of_what_has_no_forward_wait_for_themselves(looking):
         p.grad = torch.ones_like(p)
     opt.step()
     late = opt._late
-    assert late.waited[looking.main] == late.places[id(model.both)]
+    assert late.waited[looking.main] == place(opt, model.both)
     model.other(torch.ones(1, 8))
     assert looking.wrong == []
 
@@ -549,7 +566,7 @@ def test_a_compiled_module_waits_for_all_of_it_before_it(whole, looking):
     Seen.machine, late = None, opt._late
     steps(model, opt)
     model(torch.ones(1, 8))
-    assert late.waited[looking.main] >= max(late.places[id(p)] for p in blocks[0].parameters())
+    assert late.waited[looking.main] >= place(opt, *blocks[0].parameters())
     steps(model, opt, 1)
     Seen.machine = looking
     blocks[1](torch.ones(1, 8))  # as it is, not compiled
@@ -566,7 +583,7 @@ def test_a_region_stays_whole_where_its_wrapper_waits(optimizer, machine):
         opt.step()
         assert opt._late.waited.get(machine.main, -1) == -1
         compiled(torch.ones(2, 4))
-        assert opt._late.waited[machine.main] == max(opt._late.places.values())
+        assert opt._late.waited[machine.main] == max(opt._late.landed.values())
     torch._dynamo.reset()
 
 
@@ -607,7 +624,7 @@ def test_models_are_not_kept_and_one_that_is_gone_waits_for_nothing(looking):
     gc.collect()
     assert ref() is None
     opt.step()
-    assert late.waited[looking.main] == max(late.places[id(p)] for p in weights)
+    assert late.waited[looking.main] == place(opt, *weights)
 
 
 # FSDP2 --------------------------------------------------------------------------------------------------------------
@@ -643,9 +660,7 @@ def sharded(rank, world, mesh_shape, way):
         for step in range(STEPS):
             torch.manual_seed(world * step + rank)
             train(model, opts, machine, way, torch.randint(20, (8,)))
-        late, block = opts[0]._late, model[1]
-        gathered = [late.places[id(p)] for p in block.parameters() if id(p) in late.places]
-        return machine.wrong, len(late.marks), max(gathered, default=-1)
+        return machine.wrong, len(opts[0]._late.marks), place(opts[0], *model[1].parameters())
 
 
 def shard(model, mesh, way):

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import package, part, run_ranks
-from tests.test_late import install, muon
+from tests.test_late import install, muon, place
 
 VIEWS = ("detach", "alias", "view", "aten::t", "transpose")
 
@@ -132,7 +132,7 @@ def test_a_compiled_forward_stays_whole_and_waits_before_it(kind, ran, machine):
     for _ in range(3):
         launch(model, opt)
         model(X)
-        assert opt._late.waited[machine.main] == max(opt._late.places.values())
+        assert opt._late.waited[machine.main] == max(opt._late.landed.values())
     torch._dynamo.reset()
 
 
@@ -185,8 +185,7 @@ def test_the_step_waits_for_torchscript(alone, machine):
     model = script if alone else nn.Sequential(nn.Linear(8, 8), script)
     opt = muon(model)
     launch(model, opt)
-    late = opt._late
-    assert late.waited[machine.main] >= max(late.places[id(p)] for p in script.parameters())
+    assert opt._late.waited[machine.main] >= place(opt, *script.parameters())
     model(X)
 
 

@@ -6,6 +6,7 @@ plans nor what is bound.
 from __future__ import annotations
 
 import itertools
+import operator
 from operator import attrgetter, itemgetter
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from .freight import ALIGNMENT
 from .layout import local_of, placements_of, raw_locals
 
-_gradient, _dtype, _requires_grad = map(attrgetter, ("grad", "dtype", "requires_grad"))
+gradient_of, _dtype, _requires_grad = map(attrgetter, ("grad", "dtype", "requires_grad"))
 _params = itemgetter("params")
 FIXED = "use_muon", "adjust_lr_fn", "ns_coefficients", "ns_steps", "eps", "betas"  # numbers that no schedule changes
 
@@ -25,9 +26,9 @@ def glance(groups, state, *more):
     one tuple for each parameter.
     """
     params = list(itertools.chain.from_iterable(map(_params, groups)))
-    whole = list(map(_gradient, params))
+    whole = list(map(gradient_of, params))
     gradients = raw_locals(whole)
-    missing = [i for i, g in enumerate(gradients) if g is None]
+    missing = missing_from(gradients)
     weights = raw_locals(params) if missing else ()
     for i in missing:
         gradients[i] = weights[i]
@@ -35,11 +36,16 @@ def glance(groups, state, *more):
         if any(map(torch.Tensor.is_neg, gradients)):
             return object()
         forms = [list(map(look, gradients)) for look in (_dtype, torch.Tensor.stride)]
-        odd = [start % ALIGNMENT for start in map(torch.Tensor.data_ptr, gradients)]
+        odd = list(map(operator.mod, map(torch.Tensor.data_ptr, gradients), itertools.repeat(ALIGNMENT)))
         return (at_rest(groups, state), forms, odd, missing, placements_of(whole),
                 [gradient_dtype(params[i]) for i in missing], more)
     except (AttributeError, RuntimeError, TypeError):  # no addresses, no strides
         return object()
+
+
+def missing_from(gradients) -> list[int]:
+    """The numbers of those that are None; without Python for each of them where all are there."""
+    return [i for i, g in enumerate(gradients) if g is None] if type(None) in set(map(type, gradients)) else []
 
 
 def at_rest(groups, state):

@@ -49,7 +49,9 @@ class Feed:
 
     def tell(self) -> None:
         """The device's part of it, of what the stores know."""
-        values = [0 if g is None else g.data_ptr() for store in self.stores for g in store.gradients]
+        values = []
+        for store in self.stores:
+            values += _addresses(store.gradients)
         for store in self.stores:
             values += numbers_of(store.hp)
         packed = self.packer.pack(*values, *self.presence.here())
@@ -81,6 +83,13 @@ class Feed:
         self.kept.append(page.copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8)))
         self.memory.copy_(page, non_blocking=True)
         self.sent, self.replayed = None, True
+
+
+def _addresses(gradients) -> list[int]:
+    """0 for those that are still to come."""
+    if type(None) in set(map(type, gradients)):
+        return [0 if g is None else g.data_ptr() for g in gradients]
+    return list(map(torch.Tensor.data_ptr, gradients))
 
 
 def _pinned(nbytes):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from operator import itemgetter
 
 import torch
 
@@ -22,18 +23,23 @@ def _streams(device):
 
 
 class Late:
-    """The marks in the optimizer's stream behind which weights are written, and how far other streams have waited."""
+    """The marks in the optimizer's stream behind which weights are written, and how far other streams have waited.
+
+    A step looks at buckets only; which parameters they bring, and for which ones models wait, is found out once.
+    """
 
     def __init__(self, on=False):
-        self.on, self.stream, self.models = on, None, weakref.WeakKeyDictionary()
+        self.on, self.stream, self.events, self.models = on, None, [], weakref.WeakKeyDictionary()
         self._begin(None)
+        self.follow((), ())
 
     def _begin(self, home) -> None:
         """`home`: the stream in which `step` was called. Marks follow each other: who waits for one, waits for those
         before it, too.
         """
         self.home, self.marks, self.is_open = home, [], home is not None
-        self.places, self.waited, self.kept = {}, {}, {}  # parameter -> mark; stream -> mark; mark -> gradients
+        self.landed, self.waited, self.kept = {}, {}, {}  # bucket -> mark; stream -> mark; mark -> gradients
+        self.missing = frozenset()  # the parameters without a gradient
 
     @contextlib.contextmanager
     def aside(self, device, at_once=False):
@@ -47,7 +53,7 @@ class Late:
             yield
             return
         if self.stream is None or self.stream.device != device:
-            self.stream = self.streams.Stream(device)
+            self.stream, self.events = self.streams.Stream(device), []
         self._begin(self.streams.current_stream(device))
         self.stream.wait_stream(self.home)
         try:
@@ -63,13 +69,26 @@ class Late:
 
     def follow(self, jobs, stores) -> None:
         """Have the routes of `jobs` say when they have landed. Weights that are freed meanwhile are still written."""
+        self.brought, self.buckets = [], {}  # bucket -> its part of a store; parameter -> its buckets
+        self.found, self.models_then, self.unknown = {}, None, frozenset()  # parameters -> their buckets
         for route, _ in jobs if self.on else ():
             if hasattr(route, "bound"):
-                params = [route.bound.store.params[i] for i in {m.param for m in route.bound.bucket.matrices}]
+                store, numbers = route.bound.store, sorted({m.param for m in route.bound.bucket.matrices})
+            elif hasattr(route, "store"):
+                store, numbers = route.store, range(len(route.store.params))
             else:
-                params = route.store.params if hasattr(route, "store") else []
-            route.landed = functools.partial(self._land, list(map(id, params)))
+                continue
+            route.landed = functools.partial(self._land, len(self.brought))
+            self._brings(stores, store, numbers)
+        for store in stores if self.on else ():  # one bucket more, of what no route brings: it never lands
+            self._brings(stores, store, [i for i, p in enumerate(store.params) if id(p) not in self.buckets])
         self.share(param for store in stores for param in store.params)
+
+    def _brings(self, stores, store, numbers) -> None:
+        for number in numbers:
+            self.buckets.setdefault(id(store.params[number]), []).append(len(self.brought))
+        if numbers:
+            self.brought.append((stores.index(store), itemgetter(*numbers)))
 
     def share(self, tensors) -> None:
         """What is freed meanwhile is given to nobody before the step is done with it."""
@@ -77,32 +96,47 @@ class Late:
             if getattr(tensor, "is_cuda", False):
                 tensor.record_stream(self.stream)
 
-    def _land(self, params) -> None:
+    def _land(self, bucket) -> None:
         if self.is_open:
-            self.places.update(dict.fromkeys(params, len(self.marks)))
+            self.landed[bucket] = len(self.marks)
             self._mark()
 
     def _mark(self) -> None:
-        event = self.streams.Event()
-        event.record(self.stream)
-        self.marks.append(event)
+        """Events are the same in every step: who waits for one does not see that it is recorded again."""
+        if len(self.marks) == len(self.events):
+            self.events.append(self.streams.Event())
+        self.marks.append(self.events[len(self.marks)])
+        self.marks[-1].record(self.stream)
 
     def keep(self, stores) -> None:
         """At the end of a step's work: its gradients have to live until their parameters are written, as they came and
-        as they were brought home. What has not landed by itself, and what is put back because no rank has a gradient of
-        it, is written at the end.
+        as they were brought home.
         """
-        last = len(self.marks)
-        for store in stores if self.is_open else ():
-            for param, gradient, here in zip(store.params, store.gradients, store.here):
-                place = self.places[id(param)] = self.places.get(id(param), last) if here else last
-                self.kept.setdefault(place, []).append((param.grad, gradient))
+        if not self.is_open:
+            return
+        for bucket, (number, part) in enumerate(self.brought):
+            store, place = stores[number], self.landed.get(bucket, len(self.marks))
+            self.kept.setdefault(place, []).append((part(store.came), part(store.gradients)))
+        self.missing = frozenset(id(store.params[i]) for store in stores for i in store.missing)
+
+    def place(self, params) -> int:
+        """The mark behind which the last of some parameters is written, by a frozenset of their ids; -1: none of them
+        is. What has not landed by itself, and what is put back because no rank has a gradient of it, is written at the
+        end.
+        """
+        last = len(self.marks) - 1
+        if params not in self.found:
+            self.found[params] = {bucket for key in params for bucket in self.buckets.get(key, ())}
+        if not self.missing.isdisjoint(params):
+            return last
+        return max((self.landed.get(bucket, last) for bucket in self.found[params]), default=-1)
 
     def _unknown(self) -> int:
-        """The last mark of the parameters for which no model waits; if one does for none, that which ends the step."""
-        known = {key for waiting in self.models.values() for key, param in waiting.known.items() if param() is not None}
-        places = [place for key, place in self.places.items() if key not in known]
-        return len(self.marks) - 1 if len(places) == len(self.places) else max(places, default=-1)
+        """The mark of the parameters for which no model waits; if one does for none, that which ends the step."""
+        if (models := list(self.models.values())) != self.models_then:
+            known = {key for waiting in models for key, param in waiting.known.items() if param() is not None}
+            self.models_then, self.unknown = models, frozenset(self.buckets.keys() - known)
+        return len(self.marks) - 1 if len(self.unknown) == len(self.buckets) else self.place(self.unknown)
 
     def order(self, stream, place) -> None:
         """What follows in a stream comes after a mark."""
@@ -115,12 +149,12 @@ class Late:
                 self.kept.pop(done, None)  # another thread may have been faster
 
     def ask(self, params, reader=None) -> None:
-        """What follows comes after the writing of some parameters, by their ids: in the current stream and in that of
-        the step, or in the stream `reader` alone.
+        """What follows comes after the writing of some parameters, by a frozenset of their ids: in the current stream
+        and in that of the step, or in the stream `reader` alone.
         """
         if not self.marks or capturing(self.device):  # who captures has synchronized
             return
-        place = max([self.places.get(param, -1) for param in params], default=-1)
+        place = self.place(params)
         for stream in (self.streams.current_stream(self.device), self.home) if reader is None else (reader,):
             self.order(stream, place)
 

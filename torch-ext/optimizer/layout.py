@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 import sys
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from operator import attrgetter
 import torch
 import torch.distributed as dist
 
-_local_tensor, _placements = map(attrgetter, ("_local_tensor", "_spec.placements"))  # of a DTensor
+PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}  # surely no DTensors
+_placements = attrgetter("_spec.placements")  # of a DTensor
 
 
 @dataclass(frozen=True)
@@ -59,23 +61,21 @@ def local_of(tensor):
 def raw_locals(tensors) -> list:
     """The tensors of this rank's elements, inside autograd: only to be looked at. Many, cheaply, at every step."""
     tensors, module = list(tensors), sys.modules.get("torch.distributed.tensor")
-    kind = module.DTensor if module is not None else None
     kinds = set(map(type, tensors))
-    if kinds == {kind}:  # the usual cases take no Python per tensor
-        return list(map(_local_tensor, tensors))
-    if kind is None or kinds <= {torch.Tensor, torch.nn.Parameter, type(None)}:
+    if module is None or kinds <= PLAIN:  # the usual cases take no Python per tensor
         return tensors
-    return [t._local_tensor if isinstance(t, kind) else t for t in tensors]
+    if kinds <= {module.DTensor, *PLAIN}:
+        return list(map(getattr, tensors, itertools.repeat("_local_tensor"), tensors))
+    return [t._local_tensor if isinstance(t, module.DTensor) else t for t in tensors]
 
 
 def placements_of(tensors) -> list:
     """The placements of those that are DTensors, in order: where autograd left gradients."""
     tensors, module = list(tensors), sys.modules.get("torch.distributed.tensor")
-    if module is None:
+    if module is None or set(map(type, tensors)) <= PLAIN:
         return []
-    if set(map(type, tensors)) != {module.DTensor}:
-        tensors = [t for t in tensors if isinstance(t, module.DTensor)]
-    return list(map(_placements, tensors))
+    are_some = map(isinstance, tensors, itertools.repeat(module.DTensor))
+    return list(map(_placements, itertools.compress(tensors, are_some)))
 
 
 def is_astray(param) -> bool:

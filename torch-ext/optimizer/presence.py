@@ -25,16 +25,23 @@ class Presence:
     flags = {}  # ranks -> (what this rank has, what any rank has), on the device, from a Feed
 
     def __init__(self, plans=(), stores=(), groups=None):
-        self.members, self.groups, self.saved, self.works = {}, groups, {}, []
+        self.members, self.stores, self.groups, self.saved, self.works = {}, stores, groups, {}, []
         self.device = stores[0].device if stores else torch.device("cpu")
         for plan, store in zip(plans, stores):
             for number, layout in enumerate(plan.layouts):
                 ranks = layout.ranks if number in plan.shared and len(layout.boxes) > 1 else ()
                 self.members.setdefault(ranks, []).append((store, number))
+        self.all_here = [True] * sum(len(members) for ranks, members in self.members.items() if ranks)
 
     def here(self) -> list[bool]:
         """Which gradients of the compared parameters are here, in the order of the flags."""
-        return [store.here[number] for ranks, members in self.members.items() if ranks for store, number in members]
+        if not self._misses():
+            return self.all_here
+        return [number not in store.missing for ranks, members in self.members.items() if ranks
+                for store, number in members]
+
+    def _misses(self) -> bool:
+        return any(store.missing for store in self.stores)
 
     @contextlib.contextmanager
     def around(self):
@@ -54,8 +61,8 @@ class Presence:
             self.works = []
         self.wait()
         self.saved = {(ranks, i): [t.clone() for t in store.all_of(number)]
-                      for ranks, members in self.members.items()
-                      for i, (store, number) in enumerate(members) if not store.here[number]}
+                      for ranks, members in (self.members.items() if self._misses() else ())
+                      for i, (store, number) in enumerate(members) if number in store.missing}
 
     def compare(self) -> None:
         """Ask the other ranks, at the end of the step's work."""

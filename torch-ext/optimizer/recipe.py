@@ -5,7 +5,9 @@ steps.
 """
 from __future__ import annotations
 
+import itertools
 import math
+from operator import attrgetter
 
 import torch
 from torch.optim.adamw import adamw as torch_adamw
@@ -13,6 +15,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from . import polar
 from .kernels.rows import normalize as normalize_rows
 
+_dtype = attrgetter("dtype")
 COPIED = 1 << 24  # elements of which AdamW has copies in another dtype at a time
 SCALES = {  # adjust_lr_fn -> factor on the learning rate of a whole (R, C) matrix
     "original": lambda R, C: math.sqrt(max(1.0, R / C)),  # Keller Jordan, torch.optim.Muon
@@ -92,9 +95,11 @@ def adamw(W, G, states, hp, numbers) -> None:
     `states`: exp_avg, exp_avg_sq and step of each. The fused kernel wants W, G and the first two alike in dtype and
     strides: what lies otherwise in memory is stepped as a copy, COPIED elements at a time.
     """
-    straight, others = [], []
-    for w, g, m, v, step in zip(W, G, *states):
-        (straight if all(_fits(t, w, m) for t in (w, g, m, v)) else others).append((w, g, m, v, step))
+    straight, others = list(zip(W, G, *states)), []
+    if not _all_fit(W, G, *states[:2]):
+        members, straight = straight, []
+        for w, g, m, v, step in members:
+            (straight if all(_fits(t, w, m) for t in (w, g, m, v)) else others).append((w, g, m, v, step))
     if straight:
         _fused(straight, hp, numbers)
     for part in _in_parts(others):
@@ -117,6 +122,12 @@ def _fused(members, hp, numbers):
 
 def _fits(tensor, w, m) -> bool:
     return tensor.dtype == torch.promote_types(w.dtype, m.dtype) and tensor.stride() == m.stride()
+
+
+def _all_fit(*lists) -> bool:
+    """Whether all have one dtype and strides, as is usual: without Python for each of them."""
+    strides = [list(map(torch.Tensor.stride, tensors)) for tensors in lists]
+    return len(set(map(_dtype, itertools.chain(*lists)))) == 1 and strides.count(strides[0]) == len(strides)
 
 
 def _copied(w, g, m, v) -> list:

@@ -173,7 +173,7 @@ class Elementwise:
         if self.graphs is None:
             self.step(hp)
         else:
-            places = [g.data_ptr() for g in self.store.gradients]
+            places = list(map(torch.Tensor.data_ptr, self.store.gradients))
             self.graphs(self.step, (*recipe.baked(hp, self.store.wide), places), hp)
         return
         yield  # a story like the others, without a collective

@@ -10,7 +10,7 @@ from collections import defaultdict
 import torch
 
 from . import debug
-from .change import check_dense, form_of_gradient, gradient_dtype, in_form
+from .change import check_dense, form_of_gradient, gradient_dtype, gradient_of, in_form, missing_from
 from .freight import ALIGNMENT
 from .kernels.table import Skip, Source
 from .layout import (
@@ -33,7 +33,8 @@ class Store:
     `layouts`, `row_layouts`: of each parameter and of its row state (None without). `state`: the optimizer's.
     `in_chunks`: the parameters are cut into rows of dim 0, and their gradients are made contiguous for that. `hp`: the
     live group. `strays`: number of a parameter -> placements of its gradients, where those are others; is added to.
-    `addresses` (of gradients) and `numbers` (of the group): this step's, on the device, from a Feed.
+    `addresses` (of gradients) and `numbers` (of the group): this step's, on the device, from a Feed. `gradients`: this
+    step's, as they are read; `came`: as autograd left them; `missing`: the numbers of those that it did not make.
     """
     addresses = numbers = flags = None
     first = {}  # number of a parameter -> that of its first flag
@@ -58,17 +59,17 @@ class Store:
         if as_bound:
             check_dense([p.grad for p in self.params if p.grad is not None])
             self._find_strays()
-        self.gradients = raw_locals(p.grad for p in self.params)
-        self.here = [g is not None for g in self.gradients]
-        if not all(self.here):
-            self.gradients = [_zeros(p) if g is None else g for p, g in zip(self.params, self.gradients)]
+        self.came = raw_locals(map(gradient_of, self.params))
+        self.missing, self.gradients = frozenset(missing_from(self.came)), list(self.came)
+        for number in self.missing:
+            self.gradients[number] = _zeros(self.params[number])
         for number, placements in self.strays.items():
             param = self.params[number]
             with debug.during(f"the way home of the gradient of a parameter of shape {tuple(param.shape)}"):
                 grad = zeros_astray(param, placements, gradient_dtype(param)) if param.grad is None else param.grad
                 self.gradients[number] = bring(param, grad)
         if self.in_chunks:
-            self.gradients = [g.contiguous() for g in self.gradients]
+            self.gradients = list(map(torch.Tensor.contiguous, self.gradients))
         forms = zip(self.gradients, self.forms) if as_bound else ()
         others = [number for number, (g, form) in enumerate(forms) if form_of_gradient(g) != form]
         for number in others:
@@ -93,7 +94,7 @@ class Store:
 
     def forget(self):
         """Let the gradients go: once the step is launched, their memory is for whatever the caller does next."""
-        self.gradients = [None] * len(self.params)
+        self.came, self.gradients = (), [None] * len(self.params)
 
     def sources(self, pieces):
         """Where each piece lies in the gradients, for launches that are told only the gradients' addresses."""

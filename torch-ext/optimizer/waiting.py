@@ -53,7 +53,7 @@ class Before:
     """
 
     def __init__(self, late, keys=None):
-        self.late, self.keys = late, keys
+        self.late, self.keys = late, None if keys is None else frozenset(keys)
 
     def __call__(self, *_) -> None:
         if not torch.compiler.is_exporting():
@@ -82,7 +82,7 @@ class Gate:
     """
 
     def __init__(self, group, late, keys):
-        self.group, self.gather, self.late, self.keys = group, group.unshard, late, keys
+        self.group, self.gather, self.late, self.keys = group, group.unshard, late, frozenset(keys)
         group.unshard = self
 
     def __call__(self, async_op=False):

@@ -1,0 +1,111 @@
+"""A steady step does no Python work for each parameter: what it interprets outside the kernels is counted for two
+sizes of a model. On a CPU the kernels' stand-ins go from matrix to matrix; what they stand for is one launch.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import package, run_ranks
+from tests.test_late import install
+
+FEW, MANY = 32, 64  # matrices, and as many vectors
+WAYS = {
+    "alone": {},
+    "replicated": {"process_group": True},
+    "unreduced": {"process_group": True, "grads_are_reduced": False},
+    "sharded": {},
+    "late": {"overlap_forward": True},
+    "late and replicated": {"overlap_forward": True, "process_group": True},
+    "late and unreduced": {"overlap_forward": True, "process_group": True, "grads_are_reduced": False},
+    "late and sharded": {"overlap_forward": True},
+}
+
+
+class Model(nn.Module):
+    """One module waits for all of it."""
+
+    def __init__(self, count, place):
+        super().__init__()
+        self.matrices = nn.ParameterList(nn.Parameter(place(torch.randn(8, 8))) for _ in range(count))
+        self.vectors = nn.ParameterList(nn.Parameter(place(torch.randn(8))) for _ in range(count))
+
+    def forward(self, x):
+        return x
+
+
+@contextlib.contextmanager
+def counting(found):
+    """Count what is interpreted meanwhile in each file of the package."""
+    home = Path(package().__file__).parent
+
+    def each(frame, event, _):
+        found[Path(frame.f_code.co_filename).stem] += event == "opcode"
+        return each
+
+    def begin(frame, *_):
+        if Path(frame.f_code.co_filename).parent != home:
+            return None
+        frame.f_trace_opcodes = True
+        return each
+
+    gc.collect()  # what another optimizer leaves behind is not to end meanwhile
+    before = sys.gettrace()
+    sys.settrace(begin)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def work(count, way, place):
+    """({file: how much it interprets in a steady step and the forward after it}, how many buckets there are)."""
+    options = {**WAYS[way], **({"process_group": dist.group.WORLD} if "process_group" in WAYS[way] else {})}
+    model, found = Model(count, place), collections.Counter()
+    opt = package().NorMuon([{"params": [*model.matrices]}, {"params": [*model.vectors], "use_muon": False}], **options)
+    if "late" in way:
+        opt.updates_return_during(model)
+    for step in range(5):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        with counting(found) if step == 4 else contextlib.nullcontext():
+            opt.step()
+            model(None)
+    assert bool(opt._late.marks) == ("late" in way)
+    return found, len(opt._jobs)
+
+
+def growth(rank, world, way):
+    """{file: how much more it interprets for each parameter more}, of those that interpret more."""
+    torch.manual_seed(0)
+    place = torch.clone
+    if "sharded" in way:
+        from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+        mesh = init_device_mesh("cpu", (world,))
+
+        def place(full):
+            return distribute_tensor(full, mesh, [Shard(0)])
+
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch) if "late" in way else None
+        (few, buckets), (many, as_many) = (work(count, way, place) for count in (FEW, MANY))
+    assert buckets == as_many and few["muon"] and few["pipeline"] and ("late" not in way or few["late"])
+    more = 2 * (MANY - FEW)
+    return {name: (many[name] - few[name]) / more for name in many if many[name] - few[name] >= more}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_steady_step_does_no_work_for_each_parameter(way, optimizer):
+    """The least that could be done for each is more than one operation."""
+    world = 1 if way in ("alone", "late") else 2
+    assert run_ranks(world, growth, way) == [{}] * world
