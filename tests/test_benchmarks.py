@@ -79,6 +79,15 @@ def test_first_calls_by_a_cold_and_a_warm_cache(tmp_path):
     assert all(0 < float(row["longest_s"]) <= float(row["first_s"]) for row in rows)
 
 
+def test_collectives_against_each_other(tmp_path):
+    out = tmp_path / "wire.csv"
+    run("wire.py", "--ranks", 2, "--mib", 0.01, "--rounds", 2, "--commit", "abc", "--out", out)
+    with open(out, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len({(row["what"], row["collective"]) for row in rows}) == len(rows) >= 5
+    assert all(float(row["median_us"]) > 0 and row["ranks"] == "2" for row in rows)
+
+
 def test_a_table_with_other_columns_is_not_appended_to(tmp_path):
     (tmp_path / "old.csv").write_text("commit,gpu\n")
     command = [sys.executable, FOLDER / "polar.py", "--out", tmp_path / "old.csv"]

@@ -15,7 +15,9 @@ from .tiles import Tile
 tl = None  # Triton's language, put here by jit
 SYMMETRY = {"product": 0, "gram": 1, "symmetric": 2}  # X X^T sums the same products in the same order on both sides
 POINTERS = Tile(128, 128, 64, 8, 3, 4, "once")  # where the result is stored by pointers, which takes more memory
-SQUARE = 8  # squares of 8 x 8 tiles are visited one after another, so that their operands stay in the cache
+# squares of so many tiles a side are visited one after another, so that their operands stay in the cache: smaller ones
+# where a symmetric result and its sums are not longer than that (docs/log.md)
+SQUARE, SMALL_SQUARE, SMALL = 8, 4, 4096
 
 
 def addressable(*tensors: torch.Tensor) -> bool:
@@ -40,7 +42,8 @@ class Bound:
         tile = tile if self.straight else POINTERS
         (N, rows, columns), inner = out.shape, A.shape[1 if self.turned else 2]
         down, across, ratio = -(-rows // tile.rows), -(-columns // tile.columns), tile.columns // tile.rows
-        order, count = _order(down, across, ratio if symmetric else 0, out.device)
+        square = SMALL_SQUARE if symmetric and max(rows, inner) <= SMALL else SQUARE
+        order, count = _order(down, across, ratio if symmetric else 0, square, out.device)
         half, describe = (tile.rows if symmetric else tile.columns), _description
         form = (factors[0] != 1.0) + 2 * (factors[1] != 0.0)
         self.programs = N * count if tile.loop == "once" else min(N * count, _processors(out.device))
@@ -97,11 +100,11 @@ def _processors(device) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _order(down, across, ratio, device):
+def _order(down, across, ratio, square, device):
     """(tile row, tile column) of every tile on the device, and their number; of a symmetric result those of the lower
-    triangle, whose tiles are `ratio` times as wide as high (0: all tiles)."""
+    triangle, whose tiles are `ratio` times as wide as high (0: all tiles); `square` by `square` of them together."""
     tiles = [(i, j) for i in range(down) for j in range(across) if not ratio or j * ratio <= i]
-    tiles.sort(key=lambda tile: (tile[0] // SQUARE, tile[1] // SQUARE, tile[1], tile[0]))
+    tiles.sort(key=lambda tile: (tile[0] // square, tile[1] // square, tile[1], tile[0]))
     return tape.lasting(torch.tensor(tiles, dtype=torch.int32, device="cpu"), device), len(tiles)
 
 
