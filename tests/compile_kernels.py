@@ -60,38 +60,45 @@ def products(arch: str):
     entries = tiles.table(arch)["entries"] or usual
     uses = {(e["op"], e["bytes"], *e["tile"], e.get("loop")): e for e in entries}
     for entry in uses.values():
-        yield entry, (by_pointers if entry.get("loop", "pointers") == "pointers" else by_tma)(arch, entry)
+        compile_product = by_pointers if entry.get("loop", "pointers") == "pointers" else by_tma
+        yield entry, compile_product(arch, entry)
+        if entry["op"] == "product":
+            yield {**entry, "to": "rows"}, compile_product(arch, entry, rows=True)
     by_pointers(arch, dict(entry, bytes=4), sizes=(1, 1, 1), EVEN=False)
 
 
-def by_pointers(arch: str, entry: dict, sizes=("i32", "i32", "i32"), **more) -> int:
+def by_pointers(arch: str, entry: dict, sizes=("i32", "i32", "i32"), rows=False, **more) -> int:
+    """Compile as for a result that is stored as a whole, or by a table of `rows`."""
     pointer, op = "*fp16" if entry["bytes"] == 2 else "*fp32", entry["op"]
-    rows, columns, inner = entry["tile"]
+    height, width, inner = entry["tile"]
     arguments = dict(
         A=pointer, B=pointer, OUT=pointer, C=pointer if op == "symmetric" else None, D=None, sizes=sizes,
         a_strides=ROW_MAJOR, b_strides=COLUMN_MAJOR if op == "gram" else ROW_MAJOR, c_strides=ROW_MAJOR,
-        d_strides=(0, 0, 0), out_strides=ROW_MAJOR, factors=("fp32",) * 4, SYMMETRIC=op != "product",
-        EVEN=op == "gram", BLOCK_R=rows, BLOCK_C=columns, BLOCK_K=inner, GROUP=entry["group"])
+        d_strides=(0, 0, 0), out_strides=None if rows else ROW_MAJOR, factors=("fp32",) * 4,
+        SYMMETRIC=op != "product", EVEN=op == "gram", TURNED=rows, BLOCK_R=height, BLOCK_C=width, BLOCK_K=inner,
+        GROUP=entry["group"])
     return compile_for(arch, part("kernels.gram")._product_kernel, {**arguments, **more},
                        num_stages=entry["stages"], num_warps=entry["warps"])
 
 
-def by_tma(arch: str, entry: dict) -> int:
-    symmetric, (rows, columns, inner) = entry["op"] != "product", entry["tile"]
-    half = rows if symmetric else columns
-    boxes = dict(a=(rows, inner), b=(columns, inner) if symmetric else (inner, columns), c=(rows, half),
-                 d=(rows, half), out=(rows, half))
+def by_tma(arch: str, entry: dict, rows=False) -> int:
+    """The same, by TMA but for the store by a table of `rows`."""
+    symmetric, (height, width, inner) = entry["op"] != "product", entry["tile"]
+    half = height if symmetric else width
+    boxes = dict(a=(height, inner), b=(width, inner) if symmetric else (inner, width), c=(height, half),
+                 d=(height, half), out=(height, half))
     arguments = dict(
         {name: "tensordesc<fp16[1, {}, {}]>".format(*box) for name, box in boxes.items()}, pointer="*fp16",
         strides=ROW_MAJOR, order="*i32", count="i32", sizes=("i32",) * 4, factors=("fp32",) * 4,
-        SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]], TURNED=False, STRAIGHT=True,
-        ADDENDS=2 * (entry["op"] == "symmetric"), FORM=3, BLOCK_R=rows, BLOCK_C=columns, BLOCK_K=inner,
+        SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]], TURNED=False, STRAIGHT=not rows,
+        ADDENDS=2 * (entry["op"] == "symmetric"), FORM=3, BLOCK_R=height, BLOCK_C=width, BLOCK_K=inner,
         LOOP=triton.language.constexpr(entry["loop"]))
     arguments |= dict.fromkeys("cd" if entry["op"] != "symmetric" else "")
+    arguments |= dict(out=None, strides=None) if rows else {}
     if entry["loop"] == "pingpong":
         layout = ",NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)"
         arguments |= {name: "tensordesc<fp16[1, {}, {}]{}>".format(*box, layout) for name, box in boxes.items()}
-        arguments |= dict(BLOCK=rows, STAGES=entry["stages"], total="i32", inner="i32")
+        arguments |= dict(BLOCK=height, STAGES=entry["stages"], total="i32", inner="i32")
         return compile_for(arch, part("kernels.pingpong").pingpong_kernel, arguments, num_warps=entry["warps"])
     return compile_for(arch, part("kernels.gram_sm90")._kernel, arguments,
                        num_stages=entry["stages"], num_warps=entry["warps"])
@@ -119,6 +126,9 @@ def others(arch: str, shared: int):
         if arch == "sm90":  # sizes of 1 are constants to the compiler
             ones = dict(R=1, C=1, numel=1, parts=1, EVEN=1, u_strides=COLUMN_MAJOR)
             yield compile_for(arch, kernel, {**sizes, **floats, "U": "*fp32", "X": "*bf16", **ones})
+    in_rows = dict(sizes, **floats, U="*bf16", X="*fp16") | dict(strides=None, u_strides=None)
+    for kernel in (rows._moments_kernel, rows._scale_kernel, norm._sums_kernel, norm._cast_kernel):
+        yield compile_for(arch, kernel, in_rows)
     lengths = dict(U="*bf16", Y="*fp16", A="*fp16", lengths="*fp32", scales="*fp32", n="i32", m="i32", ROWS=4,
                    strides=ROW_MAJOR, u_strides=COLUMN_MAJOR, y_strides=ROW_MAJOR, BLOCK=512, TILE=64)
     for kernel in (aol._lengths_kernel, aol._cast_kernel, aol._scales_kernel, aol._scale_kernel):

@@ -22,13 +22,14 @@ from tests.ranks import package, part, run_threads
 MODELS_PY = Path(__file__).resolve().parent.parent / "benchmarks" / "models.py"
 models = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("models", MODELS_PY))
 spec.loader.exec_module(models)
-SIZES = {"update": 2, "row": 4, "once": True,
+SIZES = {"update": 2, "row": 4, "once": True, "splits": lambda R, C: True,
          "scratch": lambda R, C: (min(R, C), 4 * R * C, 8 * min(R, C) ** 2)}
 
 
 ALIVE = [{"leave", "arrive", "rows"}, {"stack", "arrive", "rows", "mean", "stays"}, {"mean", "stack"},
-         {"return", "stack", "rows", "stays"}, {"stack", "long", "square", "rows", "stays"},
-         {"arrive", "return", "rows", "stays"}]
+         {"stack", "now", "next", "square", "rows", "stays"}, {"stack", "arrive", "kept", "rows", "stays"},
+         {"arrive", "return", "kept", "rows", "stays"}]
+DIRECT = [*ALIVE, {"stack", "now", "next", "square", "arrive", "kept", "rows", "stays"}]
 
 
 def cost(rows, cols):
@@ -141,7 +142,7 @@ def bucket_sizes(share):
     places, sizes = share.places()
     spans = {use: (memory, at, at + share.needs[use]) for use, (memory, at) in places.items() if share.needs[use]}
     assert set(places) == set(share.needs) and all(sizes[memory] >= end for memory, _, end in spans.values())
-    for together in ALIVE:
+    for together in DIRECT if share.direct else ALIVE:
         for (a, (memory, start, end)), (b, (other, at, _)) in itertools.permutations(spans.items(), 2):
             assert not ({a, b} <= together and memory == other and start <= at < end), (a, b)
     return sizes["slot"], sizes["bench"]

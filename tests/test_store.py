@@ -186,15 +186,16 @@ def test_state_of_an_owner_alone(rows, optimizer):
 def share_with(needs):
     """A share of which only the memory counts."""
     travel = part("share").Travel({}, {}, (), (), ())
-    uses = ("leave", "return", "arrive", "long", "rows", "stays", "square", "stack", "mean")
+    uses = ("leave", "return", "kept", "arrive", "now", "next", "rows", "stays", "square", "stack", "mean")
     return part("share").Share((), (), (), travel, travel, True, True, False, {**dict.fromkeys(uses, 0), **needs}, {})
 
 
 def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
     """All have the bench in common, and none needs more than the largest."""
     workspace = part("store").Workspace(3, torch.device("cpu"))
-    shares = [share_with({"leave": 60 * (1 + i % 4), "return": 80, "arrive": 7 * i, "long": 90, "rows": 20,
-                          "stays": 3 * i, "stack": 32, "square": 8 + 8 * i, "mean": 9}) for i in range(6)]
+    shares = [share_with({"leave": 60 * (1 + i % 4), "return": 80, "arrive": 7 * i, "now": 45, "next": 45,
+                          "kept": 5 * i, "rows": 20, "stays": 3 * i, "stack": 32, "square": 8 + 8 * i, "mean": 9})
+              for i in range(6)]
     for number, share in enumerate(shares):
         workspace.reserve(number, share)
     taken, slot, bench = [workspace.take(number, share) for number, share in enumerate(shares)], [], []
@@ -203,7 +204,7 @@ def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
         assert all(t.data_ptr() % part("plan").ALIGNMENT == 0 for t in lent.values() if t.numel())
         slot.append(lent["rows"].untyped_storage().data_ptr())
         bench.append(lent["stack"].untyped_storage().data_ptr())
-        assert {lent[use].untyped_storage().data_ptr() for use in ("leave", "return", "long")} == {slot[-1]}
+        assert {lent[use].untyped_storage().data_ptr() for use in ("leave", "return", "now", "next")} == {slot[-1]}
         assert {lent[use].untyped_storage().data_ptr() for use in ("square", "mean")} == {bench[-1]}
     assert slot[:3] == slot[3:] and len({*slot, *bench}) == 4 and len(set(bench)) == 1
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for lent in taken for t in lent.values()}
@@ -232,7 +233,8 @@ def bound_on_rank(rank, world, route):
     options = part("muon").Options()
     bound = store_part.Bound(bucket, share, store, options, None, {"adjust_lr_fn": None})
     bound.memory = {use: torch.empty(n, dtype=torch.uint8) for use, n in share.needs.items()}
-    stacks, rows, views = bound.stacks()
+    made = part("direct").Stacks(bound)
+    stacks, rows, views = made.read, made.rows, made.come
     assert sum(s.shape[0] for s in stacks) == len(share.matrices) and set(views) == set(share.owned)
     for i, tensor in enumerate([*stacks, *rows]):
         tensor.fill_(i + 1)

@@ -69,6 +69,26 @@ def norms(device, size) -> None:
         norm.unit_norm(U, padded(2, n, m, HALF, device), 1e-7)
 
 
+def pieces(device, size) -> None:
+    """What is read and stored in pieces of whole rows: norms, NorMuon's rows, and products, wide and tall."""
+    gram, norm, rows_, split, tiles = (part(f"kernels.{name}") for name in ("gram", "norm", "rows", "split", "tiles"))
+    n, m = size["sides"]
+    found = [tiles.Tile(64, 64, 32, 2, 2, 4)]
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0):
+        found += [tiles.Tile(64, 128, 64, 8, 3, 8, loop) for loop in ("once", "turns", "flat")]
+    for R, C, dtype in ((n, m, HALF), (m, n // 8 * 8, HALF), (n, m, WIDE)):
+        ends = ((0, 3, R), (0, R // 2 + 1, R))
+        U = split.Split([[torch.randn(b - a, C, device=device).to(dtype) for a, b in zip(bounds, bounds[1:])]
+                         for bounds in ends])
+        U, short = (U.mT if R > C else U), min(R, C)
+        X, A = padded(*U.shape, HALF, device), padded(2, short, short, HALF, device)
+        norm.unit_norm(U, X, 1e-7)
+        for tile in found:
+            with tiles.force(tile):
+                gram.product(A, X, U)
+        rows_.normalize(U.mT if R > C else U, torch.rand(2, R, 1, device=device), 0.9, 1e-8)
+
+
 def aol(device, size) -> None:
     """Lengths of rows, cast, and the scaling of a Gram matrix."""
     module, (n, m) = part("kernels.aol"), size["sides"]
@@ -112,7 +132,7 @@ def rectangles(device, size) -> None:
         update.Update([W], [U], [0.5])(numbers)
 
 
-CASES = {function.__name__: function for function in (products, norms, aol, small_matrices, rows, rectangles)}
+CASES = {function.__name__: function for function in (products, norms, pieces, aol, small_matrices, rows, rectangles)}
 
 
 def main() -> int:

@@ -136,9 +136,14 @@ def planned(model, mode, ranks, options, steps=5):
         mode, ranks = "hsdp", min(options.shards, ranks)
     layouts = layouts_of(model, mode, ranks, options)
     times, start = pace.Pace(polar.steps_of("polar_express", steps), "sm90"), time.perf_counter()
-    sizes = {"update": 2, "once": True, "scratch": functools.partial(polar.scratch, steps=times.steps, itemsize=2)}
-    buckets = plan.make_plan(layouts, times, {}, rank_bytes=WORKSPACE, itemsizes=sizes, thrifty=True)
+    buckets = plan.make_plan(layouts, times, {}, rank_bytes=WORKSPACE, itemsizes=sizes_of(times), thrifty=True)
     return layouts, buckets, times, time.perf_counter() - start
+
+
+def sizes_of(times) -> dict:
+    """The bytes by which the optimizer plans, on GPUs."""
+    return {"update": 2, "once": True, "scratch": functools.partial(polar.scratch, steps=times.steps, itemsize=2),
+            "splits": functools.partial(polar.splits, steps=times.steps), "room": WORKSPACE}
 
 
 # The wire

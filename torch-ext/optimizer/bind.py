@@ -99,8 +99,10 @@ class Planner:
         pace = Pace.of(group, self.device)
         itemsize = polar.products_dtype(self.options.ns_dtype, self.device).itemsize
         sizes = {"update": wire.itemsize, "row": 4 if rows else 0, "once": sends_once(self.device),
-                 "scratch": partial(polar.scratch, steps=pace.steps, itemsize=itemsize)}
+                 "scratch": partial(polar.scratch, steps=pace.steps, itemsize=itemsize),
+                 "splits": partial(polar.splits, steps=pace.steps)}
         room = self.options.workspace(self.device)
+        sizes["room"] = None if self.options.overlap_backward else room
         buckets = make_plan(layouts, pace, self.loads, reduced=self.reduced, itemsizes=sizes, rank_bytes=room,
                             thrifty=self.options.workspace_bytes is None)
         if self.options.overlap_backward:
@@ -175,7 +177,8 @@ def stepped(groups, options, alone) -> tuple[list, list]:
 def _rests_on(group, params) -> tuple:
     """Of the coefficients only which memory they need counts."""
     steps = polar.steps_of(group["ns_coefficients"], group["ns_steps"]) if group["use_muon"] else None
-    forms = steps and {(shape, polar.scratch(*shape, steps, 1)) for shape in {p.shape[-2:] for p in params}}
+    shapes = {p.shape[-2:] for p in params}
+    forms = steps and {(shape, polar.scratch(*shape, steps, 1), polar.splits(*shape, steps)) for shape in shapes}
     return group["use_muon"], group["adjust_lr_fn"], forms, tuple(map(id, params))
 
 

@@ -26,6 +26,11 @@ def workspace(slot, bench) -> int:
     return -(-max(slot * BENCH, bench * SLOT) * (SLOTS * SLOT + BENCH) // (SLOT * BENCH))
 
 
+def parts(nbytes) -> tuple[int, int]:
+    """(bytes of a slot, bytes of the bench) of such a workspace."""
+    return nbytes * SLOT // (SLOTS * SLOT + BENCH), nbytes * BENCH // (SLOTS * SLOT + BENCH)
+
+
 @dataclass(frozen=True)
 class Load:
     """What one matrix takes, in bytes: of its owner, down to `key`, and of every other rank."""

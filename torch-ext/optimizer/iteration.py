@@ -14,6 +14,7 @@ from .kernels import here, look, on_chip, use_triton
 from .kernels.aol import aol, unit_rows
 from .kernels.gram import gram, product, symmetric_product
 from .kernels.norm import unit_norm
+from .kernels.split import memory_of
 from .kernels.tape import play
 from .kernels.tiles import forced
 
@@ -48,23 +49,21 @@ class Part:
 
 
 class Room:
-    """Stacks one after another in `flat` (uint8), or in new memory where that is None; on a GPU their rows begin where
-    the cache's lines do.
-    """
+    """Stacks one after another in memory that is lent; on a GPU their rows begin where the cache's lines do."""
 
-    def __init__(self, shapes, dtype, device, flat=None):
+    def __init__(self, shapes, dtype, device):
         line = LINE // dtype.itemsize
         self.forms, end = _arrange(shapes, 1 if device.type == "cpu" else line, line)
-        self.memory = torch.empty(end, dtype=dtype, device=device) if flat is None else flat.view(dtype)
-        assert self.memory.numel() >= end, "takes() promised less"
+        self.dtype, self.nbytes, self.memory = dtype, end * dtype.itemsize, None
 
-    def __getitem__(self, number: int) -> torch.Tensor:
-        shape, strides, at = self.forms[number]
-        return self.memory.as_strided(shape, strides, self.memory.storage_offset() + at)
+    def lend(self, flat) -> None:
+        """`flat`: uint8, of `nbytes` or more."""
+        assert flat.numel() >= self.nbytes, "takes() promised less"
+        self.memory = flat.view(self.dtype)
 
     def all(self) -> list:
-        return [self[number] for number in range(len(self.forms))]
-
+        first = self.memory.storage_offset()
+        return [self.memory.as_strided(shape, strides, first + at) for shape, strides, at in self.forms]
 
 @functools.lru_cache(maxsize=1024)
 def _arrange(shapes, step, line):
@@ -78,27 +77,34 @@ def _arrange(shapes, step, line):
 
 
 def takes(n: int, m: int, itemsize: int, gram_form: bool) -> tuple[int, int]:
-    """Return the bytes that `iterate` takes at most for one (n, m) matrix, n <= m: of its own shape, and of n x n."""
+    """Return the bytes that `iterate` takes at most for one (n, m) matrix, n <= m: of its own shape, in two equal
+    parts, and of n x n.
+    """
     long, short = (n * (side * itemsize + -side * itemsize % LINE) for side in (m, n))
     return 2 * long, (4 if gram_form else 2) * short
 
 
-def iterate(members, steps, eps: float, dtype: torch.dtype, gram_form: bool, memory=(None, None)) -> None:
+def iterate(members, steps, eps: float, dtype: torch.dtype, gram_form: bool, memory=None) -> None:
     """Orthogonalize each U (N, n, m), n <= m, of members (U, out) into out; n is the same for all.
 
-    They may be the same memory. `steps`: a `polar.Steps`; `dtype`: that of the products; `memory`: two flat uint8
-    tensors of the bytes that `takes` says for all matrices together, None for new memory.
+    They may be the same memory, and each a Split. `steps`: a `polar.Steps`; `dtype`: that of the products; `memory`:
+    three flat uint8 tensors of the bytes that `takes` says for all matrices together, the first of two equal parts, the
+    second, and the rest; None for new memory.
     """
     longs = sorted({U.shape[2] for U, _ in members})
     groups = [[pair for pair in members if pair[0].shape[2] == m] for m in longs]
     counts = [sum(len(U) for U, _ in group) for group in groups]
     n, device = members[0][0].shape[1], members[0][0].device
-    long = Room(tuple((count, n, m) for count, m in zip(counts, longs) for _ in "XY"), dtype, device, memory[0])
-    square = Room(((sum(counts), n, n),) * (4 if gram_form else 2), dtype, device, memory[1])
-    work = functools.partial(_iterate, groups, counts, long, square, steps, eps, gram_form)
+    long, square = tuple((count, n, m) for count, m in zip(counts, longs)), (sum(counts), n, n)
+    rooms = [Room(shapes, dtype, device) for shapes in (long, long, (square,) * (4 if gram_form else 2))]
+    sizes = [room.nbytes for room in rooms]
+    for room, flat in zip(rooms, memory or torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)):
+        room.lend(flat)
+    work = functools.partial(_iterate, groups, counts, rooms, steps, eps, gram_form)
     if use_triton(device) and not here.rehearsing and _only_launches(steps, gram_form, dtype):
-        tensors = [t for pair in members for t in pair]
-        play((look(*tensors), steps, eps, dtype, gram_form, forced()), (long.memory, square.memory), tensors, work)
+        stacks = [t for pair in members for t in pair]
+        kind = look(*stacks), steps, eps, dtype, gram_form, forced()
+        play(kind, [room.memory for room in rooms], [memory_of(t) for t in stacks], work)
     else:
         work()
 
@@ -110,11 +116,11 @@ def _only_launches(steps, gram_form, dtype) -> bool:
     return not steps.aol and not alone and all(c for _, _, c in steps.triples)
 
 
-def _iterate(groups, counts, long, square, steps, eps, gram_form) -> None:
+def _iterate(groups, counts, rooms, steps, eps, gram_form) -> None:
     """Do `iterate`. `groups`: the members of each long side, `counts`: how many matrices they are."""
-    squares, parts, first = square.all(), [], 0
-    for i, (group, count) in enumerate(zip(groups, counts)):
-        parts.append(Part(group, squares[0], first, long[2 * i], long[2 * i + 1]))
+    (Xs, Ys, squares), parts, first = (room.all() for room in rooms), [], 0
+    for group, count, X, Y in zip(groups, counts, Xs, Ys):
+        parts.append(Part(group, squares[0], first, X, Y))
         first += count
     lengths = [length for part in parts for length in part.begin(eps, steps.aol)]
     _restart(parts)

@@ -56,8 +56,9 @@ def make_plan(layouts, cost, loads, *, reduced=True, rank_bytes=1 << 30, itemsiz
     it and by rank, updated in place; `reduced`: the gradients of plain tensors are already summed over the ranks;
     `rank_bytes`: how much workspace buckets may take of one rank (more where one matrix per owner does); `itemsizes`:
     bytes of an element on the wire, of an "update" and, where it travels, of a "row" of row state; "scratch": what a
-    matrix takes while it is iterated, see `polar.scratch`; "once": whether what goes to several ranks leaves from one
-    place; `thrifty`: take less where that costs 1 % of time at most.
+    matrix takes while it is iterated, see `polar.scratch`; "splits": whether it may be in pieces, see `polar.splits`;
+    "once": whether what goes to several ranks leaves from one place; "room": how much workspace there may be for
+    matrices in pieces, None for what whole ones take; `thrifty`: take less where that costs 1 % of time at most.
     """
     families, pace = _families(layouts, reduced), cost if getattr(cost, "measured", False) else None
     owner_of, buckets = _assign(families, layouts, cost, loads), []

@@ -15,6 +15,7 @@ import torch
 
 from .iteration import iterate, takes
 from .kernels import ahead, on_chip
+from .kernels.split import Split
 
 Triple = tuple[float, float, float]
 REPEATED_LAST = (1.875, -1.25, 0.375)
@@ -222,7 +223,7 @@ def products_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dty
 
 
 def scratch(R: int, C: int, steps: Steps, itemsize: int) -> tuple:
-    """What one (R, C) matrix takes of the `memory` of `orthogonalize_`: (key, bytes of the first, of the second).
+    """What one (R, C) matrix takes of the `memory` of `orthogonalize_`: (key, bytes of the first two, of the third).
 
     Matrices of one key are iterated together and need the sum of it; keys follow each other and share their memory.
     """
@@ -231,17 +232,23 @@ def scratch(R: int, C: int, steps: Steps, itemsize: int) -> tuple:
     return (n if gram_form else (n, m), *takes(n, m, itemsize, gram_form))
 
 
-def orthogonalize_(stacks: Sequence[torch.Tensor], steps: Steps, eps: float = 1e-7,
-                   dtype: torch.dtype | None = None, memory=(None, None)) -> None:
+def splits(R: int, C: int, steps: Steps) -> bool:
+    """Say whether (R, C) matrices may be Splits: those that are small, or scaled row by row, are read as a whole."""
+    return not (steps.aol or on_chip.is_small(*sorted((R, C))))
+
+
+def orthogonalize_(stacks: Sequence[torch.Tensor | Split], steps: Steps, eps: float = 1e-7,
+                   dtype: torch.dtype | None = None, memory=None, into: Sequence | None = None) -> None:
     """Replace every matrix of stacks (N, R, C) in fp32, bf16 or fp16 by its polar factor; see `orthogonalize`.
 
-    Stacks with equal short sides share launches; the bits of a matrix do not depend on its company. `memory`: two flat
-    uint8 tensors of the bytes that `scratch` says, apart from the stacks; None for new memory.
+    Stacks with equal short sides share launches; the bits of a matrix do not depend on its company. `memory`: three
+    flat uint8 tensors, apart from the stacks, of the bytes that `scratch` says: two of half the first number each, and
+    of the second; None for new memory. `into`: where polar factors go instead. Both may be Splits, if `splits` says so.
     """
-    _polar([(stack, stack) for stack in stacks], steps, eps, dtype, memory)
+    _polar(list(zip(stacks, into or stacks)), steps, eps, dtype, memory)
 
 
-def _polar(pairs, steps, eps, dtype, memory=(None, None)):
+def _polar(pairs, steps, eps, dtype, memory=None):
     """Orthogonalize each U into its out, which may be U. Only launches write to out, so a rehearsal leaves it alone."""
     kind = steps, dtype, *((U.dtype, U.device, U.shape, U.stride()) for U, _ in pairs)
     if pairs:

@@ -54,13 +54,13 @@ def momentum(pack, gradients, numbers, hp, keeps=True) -> None:
     pack(*gradients, numbers[4:5], hp["nesterov"], keeps)
 
 
-def orthogonalize(stacks, hp, dtype, memory=(None, None)) -> None:
+def orthogonalize(stacks, hp, dtype, memory=None, into=None) -> None:
     """Replace each (R, C) matrix of each stack (N, R, C) by its polar factor, as the coefficients approximate it.
 
-    `memory`: see `polar.orthogonalize_`.
+    `memory`, `into`: see `polar.orthogonalize_`.
     """
     steps = polar.steps_of(hp["ns_coefficients"], hp["ns_steps"])
-    polar.orthogonalize_(stacks, steps, hp["eps"], dtype, memory)
+    polar.orthogonalize_(stacks, steps, hp["eps"], dtype, memory, into)
 
 
 def normalize(stacks, rows, hp) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from . import recipe
+from .direct import Stacks, copy_apart
 from .freight import ALIGNMENT
 from .graphs import capturing
 from .kernels.pack import Copy, Pack, copy_torch
@@ -27,8 +28,8 @@ class Local:
 
     def __init__(self, bound):
         self.bound, home = bound, bound.pieces("home")
-        self.stacks, self.rows, whole = bound.stacks()
-        rows = bound.pieces("home", "row")
+        rows, self.stacks = bound.pieces("home", "row"), Stacks(bound)
+        whole = self.stacks.come
         V = bound.states(rows, "second_moment")
         self.pack = _pack(bound, home, whole)
         self.fetch_rows = Copy([whole[p] for p in rows], V)
@@ -45,7 +46,7 @@ class Local:
         recipe.momentum(self.pack, self.bound.gradients(), self.bound.store.numbers, hp, at_once)
         self.fetch_rows()
         self.bound.orthogonalize(self.stacks, hp)
-        recipe.normalize(self.stacks, self.rows, hp)
+        recipe.normalize(self.stacks.written, self.stacks.rows, hp)
         recipe.apply(self.update, self.bound.store.numbers, self.bound.gradients(), not at_once)
         self.keep_rows()
 
@@ -83,17 +84,20 @@ class Exchange(Journey):
 
     def __init__(self, bound):
         self.bound, home, rows = bound, bound.pieces("home"), bound.pieces("home", "row")
-        self.stacks, self.rows, whole = bound.stacks()
         self.inbound = Wire(bound, "inbound", "leave", "arrive")
         self.outbound = Wire(bound, "outbound", "arrive", "return")
-        away, here = ([p for p in home if p in those] for those in (self.inbound.leave, whole))
-        copies = [p for p in home if p not in self.inbound.leave and p not in whole]
-        self.pack, self.pack_here = _pack(bound, away, self.inbound.leave), _pack(bound, here, whole)
-        sent = {p: {**self.inbound.leave, **whole}[p] for p in rows if p.fed}
+        kept, direct = bound.kept(), bound.share.direct
+        self.stacks = Stacks(bound, {**self.inbound.arrive, **kept}, {**self.outbound.leave, **kept})
+        come, go = self.stacks.come, self.stacks.go
+        away, here = ([p for p in home if p in those] for those in (self.inbound.leave, kept))
+        copies = [p for p in home if p not in self.inbound.leave and p not in kept]
+        self.pack, self.pack_here = _pack(bound, away, self.inbound.leave), _pack(bound, here, come)
+        sent = {p: {**self.inbound.leave, **come}[p] for p in rows if p.fed}
         self.send_rows = Copy(list(sent.values()), bound.states(sent, "second_moment"))
-        self.assemble = Copy([whole[p] for p in self.inbound.arrive], list(self.inbound.arrive.values()))
-        self.dismantle = _dismantle(self.outbound.leave, bound.kept(), whole)
-        back = {**self.outbound.arrive, **bound.kept(), **{p: whole[p] for p in rows if p in whole}}
+        self.assemble = copy_apart({p: come[p] for p in self.inbound.arrive}, self.inbound.arrive)
+        stays = {p: go[p] if p.matrix in direct else place for p, place in kept.items()}
+        self.dismantle = copy_apart({**self.outbound.leave, **stays}, go)
+        back = {**self.outbound.arrive, **stays, **{p: go[p] for p in rows if p in go}}
         self.keep_rows = Copy(bound.states(rows, "second_moment"), [back[p] for p in rows], bound.store.skip(rows))
         self.update, self.update_copies = _update(bound, away + here, back), _update(bound, copies, back)
 
@@ -105,7 +109,7 @@ class Exchange(Journey):
         recipe.momentum(self.pack_here, self.bound.gradients(), self.bound.store.numbers, hp, self.bound.at_once)
         self.assemble()
         self.bound.orthogonalize(self.stacks, hp)
-        recipe.normalize(self.stacks, self.rows, hp)
+        recipe.normalize(self.stacks.written, self.stacks.rows, hp)
         self.dismantle()
 
     def land(self, hp):
@@ -114,29 +118,23 @@ class Exchange(Journey):
         self.keep_rows()
 
 
-def _dismantle(leave, kept, whole):
-    """Matrices -> what leaves, and what stays here until the bucket lands: the next one is computed before that."""
-    places = {**leave, **kept}
-    return Copy(list(places.values()), [whole[p] for p in places])
-
-
 class Reduce(Journey):
     """Unreduced gradients -> owner, updates -> everybody: DDP without its all-reduce. State lives at the owner."""
 
     def __init__(self, bound):
         self.bound, home, rows = bound, bound.pieces("home"), bound.pieces("owned", "row")
         owned = [p for p in home if p.owner == bound.rank]
-        self.stacks, self.rows, whole = bound.stacks()
+        self.stacks = Stacks(bound)
         self.inbound = Wire(bound, "inbound", "leave", "arrive")
         self.outbound = Wire(bound, "outbound", "arrive", "return")
         self.fill = Copy.of_gradients([self.inbound.leave[p] for p in home], bound.sources(home), bound.store.gradients)
         self.mean = Mean(self.inbound, bound.memory["stays"])
-        M, skip = bound.states(owned, "momentum_buffer"), bound.store.skip(owned)
+        M, skip, whole = bound.states(owned, "momentum_buffer"), bound.store.skip(owned), self.stacks.come
         means = [self.mean.source(p) for p in owned], [self.mean.out]
         self.pack = Pack(M, [whole[p] for p in owned], *means, skip)
         self.fetch_rows = Copy([whole[p] for p in rows], bound.states(rows, "second_moment"))
         self.keep_rows = Copy(bound.states(rows, "second_moment"), [whole[p] for p in rows], bound.store.skip(rows))
-        self.dismantle = _dismantle(self.outbound.leave, bound.kept(), whole)
+        self.dismantle = copy_apart({**self.outbound.leave, **bound.kept()}, whole)
         self.update_owned = Update(bound.weights(owned), [bound.kept()[p] for p in owned], bound.scales(owned), skip, M,
                                    *means)
         others = self.outbound.arrive
@@ -150,7 +148,7 @@ class Reduce(Journey):
         recipe.momentum(self.pack, self.mean(), self.bound.store.numbers, hp, self.bound.at_once)
         self.fetch_rows()
         self.bound.orthogonalize(self.stacks, hp)
-        recipe.normalize(self.stacks, self.rows, hp)
+        recipe.normalize(self.stacks.written, self.stacks.rows, hp)
         self.dismantle()
 
     def land(self, _):

@@ -4,10 +4,11 @@ Derived from the plan for one rank at a time; both ends of every wire find the s
 """
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .freight import ALIGNMENT
+from .freight import ALIGNMENT, parts
 from .plan import Matrix
 
 
@@ -57,7 +58,8 @@ class Share:
 
     `crosses_inbound`, `crosses_outbound`: whether anything travels in that direction at all, on any rank; `copies`:
     whether the same goes to several ranks, and leaves from one place. `needs`: use -> bytes of workspace, see `places`.
-    `kept`: pieces that are stored and computed here -> byte offset among what returns, after the bytes of all peers.
+    `kept`: pieces that are stored and computed here -> byte offset. `direct`: those of `matrices` that are read where
+    their pieces arrived and are kept, and written where these leave from.
     """
     home: tuple
     owned: tuple
@@ -69,22 +71,30 @@ class Share:
     copies: bool
     needs: dict
     kept: dict
+    direct: frozenset = frozenset()
 
     def places(self) -> tuple[dict, dict]:
         """({use: (memory, first byte)}, {memory: bytes}). The "slot" is the bucket's own from its first part to its
         last, the "bench" is for the one that is being computed.
 
         What leaves has left before answers return to its place, and what arrives is copied before answers leave from
-        where it was; in between, while matrices are multiplied, both are free for the iteration's stacks ("long").
-        What was computed and is applied at the end, where it is not an answer, "stays".
+        where it was; in between, while matrices are multiplied, both are free for what is iterated ("now", "next").
+        Where matrices are `direct`, only what has left is free. What was computed and is applied at the end stays in
+        the slot: answers of matrices that leave ("kept"), and what is reduced ("stays").
         """
         size = {use: nbytes + -nbytes % ALIGNMENT for use, nbytes in self.needs.items()}
-        home = max(size["leave"], size["return"])
-        wire = max(home + size["arrive"], size["long"])
-        places = {"leave": 0, "return": 0, "arrive": home, "long": 0, "rows": wire, "stays": wire + size["rows"]}
-        bench = {"square": 0, "stack": size["square"], "mean": size["square"] + size["stack"]}
-        found = {use: (memory, at) for memory, uses in (("slot", places), ("bench", bench)) for use, at in uses.items()}
-        return found, {"slot": wire + size["rows"] + size["stays"], "bench": bench["mean"] + size["mean"]}
+        if self.direct:
+            kept, bench = max(size["leave"], size["return"], size["next"]), ("square", "now", "stack", "mean")
+            slot = {"leave": 0, "return": 0, "next": 0, "kept": kept, "arrive": kept + size["kept"]}
+            wire = slot["arrive"] + size["arrive"]
+        else:
+            home, bench = max(size["leave"], size["return"] + size["kept"]), ("square", "stack", "mean")
+            slot = {"leave": 0, "return": 0, "kept": size["return"], "arrive": home, "now": 0, "next": size["now"]}
+            wire = max(home + size["arrive"], size["now"] + size["next"])
+        slot |= {"rows": wire, "stays": wire + size["rows"]}
+        on_bench = zip(bench, itertools.accumulate((size[use] for use in bench), initial=0))
+        found = {use: ("slot", at) for use, at in slot.items()} | {use: ("bench", at) for use, at in on_bench}
+        return found, {"slot": slot["stays"] + size["stays"], "bench": sum(size[use] for use in bench)}
 
 
 def share_of(bucket, rank, layouts, row_layouts, itemsizes) -> Share:
@@ -103,18 +113,45 @@ def share_of(bucket, rank, layouts, row_layouts, itemsizes) -> Share:
     outbound = travel(travelling, "owner", "home", rank, bucket.ranks, itemsizes)
     here = [p for p in travelling if p.home == p.owner == rank and p.kind == "update" and bucket.route != "local"]
     kept, (nbytes,), _ = _lay_out(here, "home", (rank,), itemsizes)
-    needs = _needs(inbound, outbound, nbytes)
+    needs = _needs(inbound, outbound, nbytes) | _iterated(matrices, itemsizes)
     if reduce:
         needs["stays"] = _of_mean(inbound, itemsizes["update"])
-    return Share(
+    share = Share(
         home=tuple(p for p in pieces if p.home == rank), owned=tuple(p for p in pieces if p.owner == rank),
         matrices=matrices, inbound=inbound, outbound=outbound,
         crosses_inbound=reduce or min(copies) < len(bucket.ranks), crosses_outbound=bucket.route != "local",
         copies=itemsizes.get("once", False) and max(copies) > 1,
-        needs={**needs, **_iterated(matrices, itemsizes),
-               "stack": sum(m.numel * itemsizes["update"] + ALIGNMENT for m in matrices),
-               "rows": sum(4 * m.rows for m in matrices)},
-        kept={p: sum(outbound.recv_bytes) + at for p, at in kept.items()})
+        needs={**needs, "stack": _stacked(matrices, itemsizes), "rows": sum(4 * m.rows for m in matrices)}, kept=kept)
+    if bucket.route != "exchange" or "splits" not in itemsizes:
+        return share
+    room = itemsizes.get("room")
+    return _in_pieces(share, bucket.memory if room is None else parts(max(room, bucket.nbytes)), itemsizes)
+
+
+def _in_pieces(share, room, itemsizes) -> Share:
+    """The share with its `direct` matrices: those that are cut into whole rows, by all copies alike, all at multiples
+    of ALIGNMENT. As it is where (slot, bench) have no `room` for that, or where answers would leave from where matrices
+    that are iterated later still lie.
+    """
+    read, leave, whole = share.inbound.arrive | share.kept, share.outbound.leave, set()
+    boxes = {(p.matrix, p.box) for p in read}
+    for p in [p for p in share.owned if p.kind == "update"]:
+        numbers = p.matrix.cols * itemsizes["update"], read.get(p, 0), leave.get(p, 0)
+        if p.shape[1] < p.matrix.cols or (p.matrix, p.box) not in boxes or any(n % ALIGNMENT for n in numbers):
+            whole.add(p.matrix)
+    matrices = [m for m in share.matrices if m not in whole and itemsizes["splits"](m.rows, m.cols)]
+    keys = {itemsizes["scratch"](m.rows, m.cols)[0] for m in matrices}
+    if len(keys) > 1 and any(leave[p] != at for p, at in share.inbound.arrive.items()):
+        return share
+    stack = _stacked([m for m in share.matrices if m not in matrices], itemsizes)
+    direct = replace(share, direct=frozenset(matrices), needs=share.needs | {"stack": stack})
+    sizes = direct.places()[1]
+    return direct if sizes["slot"] <= room[0] and sizes["bench"] <= room[1] else share
+
+
+def _stacked(matrices, itemsizes) -> int:
+    """Bytes of whole matrices, one stack for each shape."""
+    return sum(m.numel * itemsizes["update"] + ALIGNMENT for m in matrices)
 
 
 def _copies(bucket, layouts) -> list:
@@ -124,9 +161,9 @@ def _copies(bucket, layouts) -> list:
 
 
 def _needs(inbound, outbound, kept=0):
-    return {"leave": inbound.leaving, "return": sum(outbound.recv_bytes) + kept,
+    return {"leave": inbound.leaving, "return": sum(outbound.recv_bytes), "kept": kept,
             "arrive": max(sum(inbound.recv_bytes), outbound.leaving),
-            **dict.fromkeys(("rows", "stays", "stack", "long", "square", "mean"), 0)}
+            **dict.fromkeys(("rows", "stays", "stack", "now", "next", "square", "mean"), 0)}
 
 
 def _of_mean(inbound, itemsize):
@@ -140,7 +177,8 @@ def _iterated(matrices, itemsizes):
     for matrix in matrices if "scratch" in itemsizes else ():
         key, *nbytes = itemsizes["scratch"](matrix.rows, matrix.cols)
         long[key], square[key] = long[key] + nbytes[0], square[key] + nbytes[1]
-    return {"long": max(long.values(), default=0), "square": max(square.values(), default=0)}
+    half = max(long.values(), default=0) // 2
+    return {"now": half, "next": half, "square": max(square.values(), default=0)}
 
 
 def _pieces_at(bucket, rank, layouts, kind):

@@ -11,7 +11,6 @@ import torch
 
 from . import debug
 from .change import check_dense, form_of_gradient, gradient_dtype, gradient_of, in_form, missing_from
-from .freight import ALIGNMENT
 from .kernels.table import Skip, Source
 from .layout import (
     as_dtensor,
@@ -255,7 +254,7 @@ class Bound:
     def kept(self):
         """{piece stored and computed here: where its update stays until the bucket lands}."""
         dtype = self.options.wire_dtype
-        return {p: piece_at(self.memory["return"], at, p.shape, dtype) for p, at in self.share.kept.items()}
+        return {p: piece_at(self.memory["kept"], at, p.shape, dtype) for p, at in self.share.kept.items()}
 
     def momenta(self, pieces):
         """(M of each piece, where its gradient lies, this step's gradients)."""
@@ -272,23 +271,9 @@ class Bound:
         return [scale_of(p.matrix, self.hp["adjust_lr_fn"]) for p in pieces]
 
     def orthogonalize(self, stacks, hp):
-        """The iteration, in memory that is this bucket's while it is computed."""
-        orthogonalize(stacks, hp, self.options.ns_dtype, (self.memory["long"], self.memory["square"]))
-
-    def stacks(self):
-        """([(N, R, C) of each shape], [its (N, R, 1) row state], {piece computed here: its view in them})."""
-        members, stacks, rows, of, at, row = defaultdict(list), [], [], {}, 0, 0
-        for matrix in self.share.matrices:
-            members[matrix.rows, matrix.cols].append(matrix)
-        for (R, C), matrices in members.items():
-            N, dtype = len(matrices), self.options.wire_dtype
-            stacks.append(piece_at(self.memory["stack"], at, (N * R, C), dtype).view(N, R, C))
-            rows.append(piece_at(self.memory["rows"], row, (N * R, 1), torch.float32).view(N, R, 1))
-            at, row = at + N * R * C * dtype.itemsize, row + 4 * N * R
-            at += -at % ALIGNMENT
-            of.update({(m, "update"): t for m, t in zip(matrices, stacks[-1])})
-            of.update({(m, "row"): t for m, t in zip(matrices, rows[-1])})
-        return stacks, rows, {p: of[p.matrix, p.kind][slice(*p.box[0]), slice(*p.box[1])] for p in self.share.owned}
+        """The iteration of Stacks, in memory that is this bucket's while it is computed."""
+        memory = [self.memory[use] for use in ("now", "next", "square")]
+        orthogonalize(stacks.read, hp, self.options.ns_dtype, memory, stacks.written)
 
 
 def piece_at(flat, offset, shape, dtype):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from . import gram_sm90, jit, look, pingpong, tiles, use_triton
+from .split import Split, memory_of, rows_at, strides_of, table_of
 
 tl = None  # Triton's language, put here by jit
 ALIGNMENT_BYTES = 64
@@ -37,7 +38,7 @@ def symmetric_product(A, B, out, alpha=1.0, addends=(), diagonal=0.0) -> torch.T
     return symmetric_product_torch(A, B, out, alpha, addends, diagonal)
 
 
-def product(A: torch.Tensor, X: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def product(A: torch.Tensor, X: torch.Tensor, out: torch.Tensor | Split) -> torch.Tensor | Split:
     """Write A X to out.
 
     A (N, n, n), X (N, n, m); out (N, n, m) of any dtype and strides (a transposed view too), sharing no memory with
@@ -118,18 +119,20 @@ def _launch_by_pointers(key, tile, A, B, out, addends, factors):
     down, across = -(-rows // tile.rows), -(-columns // tile.columns)
     count = down * across if op == "product" else down * (down + 1) // 2
     (C, beta), (D, delta) = (*addends, (None, 0.0), (None, 0.0))[:2]
-    strides = [t.stride() if t is not None else (0, 0, 0) for t in (A, B, C, D, out)]
+    strides = [strides_of(t) if t is not None else (0, 0, 0) for t in (A, B, C, D, out)]
     _product_kernel.launch(
-        N * count, (tile, key), A, B, C, D, out, *strides, (rows, columns, inner), (*factors, beta, delta),
-        op != "product", inner % tile.inner == 0, tile.rows, tile.columns, tile.inner, tile.group,
+        N * count, (tile, key), A, B, C, D, memory_of(out), *strides, (rows, columns, inner), (*factors, beta, delta),
+        op != "product", inner % tile.inner == 0, out.stride(2) != 1, tile.rows, tile.columns, tile.inner, tile.group,
         num_stages=tile.stages, num_warps=tile.warps)
 
 
 @jit
 def _product_kernel(A, B, C, D, OUT, a_strides, b_strides, c_strides, d_strides, out_strides, sizes, factors,
-                    SYMMETRIC: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-                    BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-    """OUT = alpha A B + beta C + delta D + diagonal I; offsets of matrices and rows are 64 bit."""
+                    SYMMETRIC: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr, BLOCK_R: tl.constexpr,
+                    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    """OUT = alpha A B + beta C + delta D + diagonal I; offsets of matrices and rows are 64 bit. Without out_strides OUT
+    is a table (split.py), TURNED: of columns.
+    """
     rows, columns, inner = sizes
     alpha, diagonal, beta, delta = factors
     matrix, i, j = _tile_of(rows, columns, SYMMETRIC, BLOCK_R, BLOCK_C, GROUP)
@@ -150,6 +153,10 @@ def _product_kernel(A, B, C, D, OUT, a_strides, b_strides, c_strides, d_strides,
         a += BLOCK_K * a_strides[2]
         b += BLOCK_K * b_strides[1]
     sums *= alpha
+    if out_strides is None and TURNED:
+        out = rows_at(table_of(OUT, matrix, columns), c, c < columns)[None, :]
+    elif out_strides is None:
+        out = rows_at(table_of(OUT, matrix, rows), r, r < rows)[:, None]
     r, c = r.to(tl.int64)[:, None], c.to(tl.int64)[None, :]
     inside = (r < rows) & (c < columns)
     if C is not None:
@@ -163,8 +170,11 @@ def _product_kernel(A, B, C, D, OUT, a_strides, b_strides, c_strides, d_strides,
     if SYMMETRIC and i == j:
         sums = tl.where(r >= c, sums, tl.trans(sums))
     result = sums.to(OUT.dtype.element_ty)
-    out = OUT + matrix * out_strides[0]
-    tl.store(out + r * out_strides[1] + c * out_strides[2], result, mask=inside)
+    if out_strides is None:
+        tl.store(out + (r if TURNED else c), result, mask=inside)
+    else:
+        out = OUT + matrix * out_strides[0]
+        tl.store(out + r * out_strides[1] + c * out_strides[2], result, mask=inside)
     if SYMMETRIC and i != j:
         tl.store(out + c * out_strides[1] + r * out_strides[2], result, mask=inside)
 

@@ -10,6 +10,7 @@ import functools
 import torch
 
 from . import jit, pingpong, tape
+from .split import Split, memory_of, rows_at, strides_of, table_of
 from .tiles import Tile
 
 tl = None  # Triton's language, put here by jit
@@ -31,7 +32,8 @@ class Bound:
 
     Writes factors[0] A B + addends + factors[1] I to out, batched. A and B, in fp16 or bf16, and the addends are
     addressable, a symmetric out too. A (N, R, K); out (N, R, C), of a "product" anything. "gram" and "symmetric": B (N,
-    R, K) holds the columns of the second factor as its rows. "product": B is (N, K, C), A symmetric.
+    R, K) holds the columns of the second factor as its rows. "product": B is (N, K, C), A symmetric, out perhaps a
+    Split.
     """
 
     def __init__(self, op, A, B, out, addends, factors, tile):
@@ -39,7 +41,8 @@ class Bound:
         if self.turned:  # store the transpose, B^T A, into what is a transposed view
             A, B, out = B, A, out.mT
         self.straight = symmetric or (addressable(out) and out.element_size() == 2)
-        tile = tile if self.straight else POINTERS
+        narrow = isinstance(out, Split) and out.element_size() == 2
+        tile = tile if self.straight or narrow else POINTERS
         (N, rows, columns), inner = out.shape, A.shape[1 if self.turned else 2]
         down, across, ratio = -(-rows // tile.rows), -(-columns // tile.columns), tile.columns // tile.rows
         square = SMALL_SQUARE if symmetric and max(rows, inner) <= SMALL else SQUARE
@@ -55,7 +58,7 @@ class Bound:
             self.constants = (SYMMETRY[op], len(addends), form, tile.rows, tile.inner, tile.stages)
         else:
             self.kernel, self.pointer = _kernel, True
-            self.numbers = (out.stride(), order, count, (rows, columns, inner, N * count))
+            self.numbers = (strides_of(out), order, count, (rows, columns, inner, N * count))
             self.constants = (SYMMETRY[op], self.turned, self.straight, len(addends), form, tile.rows, tile.columns,
                               tile.inner, tile.loop)
         self.left = _blank(describe(A, *((tile.inner, tile.rows) if self.turned else (tile.rows, tile.inner))))
@@ -70,7 +73,7 @@ class Bound:
         add = [_filled(blank, C) for blank, (C, _) in zip(self.add, addends)] + 2 * [result]  # what is more is unused
         self.kernel.launch(
             self.programs, self, _filled(self.left, A), _filled(self.right, B), *add[:2], result,
-            *((out,) if self.pointer else ()), *self.numbers, (*factors, *(beta for _, beta in addends)),
+            *((memory_of(out),) if self.pointer else ()), *self.numbers, (*factors, *(beta for _, beta in addends)),
             *self.constants, **self.options)
 
 
@@ -162,14 +165,20 @@ def _sums(a, b, matrix, i, j, inner, ROWS_OF_B: tl.constexpr, TURNED: tl.constex
 @jit
 def _finish(sums, out, pointer, strides, matrix, i, j, sizes, STRAIGHT: tl.constexpr, BLOCK_R: tl.constexpr,
             BLOCK_C: tl.constexpr):
-    """Round and store a tile of a rectangular result: by TMA, or by pointers where TMA cannot address it."""
+    """Round and store a tile of a rectangular result: by TMA, or by pointers where TMA cannot address it; without
+    strides by a table of rows (split.py).
+    """
     result = sums.to(pointer.dtype.element_ty)
     if STRAIGHT:
         out.store([matrix, i * BLOCK_R, j * BLOCK_C], result.reshape(1, BLOCK_R, BLOCK_C))
     else:
         r = (i * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
         s = (j * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
-        at = pointer + matrix.to(tl.int64) * strides[0] + r * strides[1] + s * strides[2]
+        if strides is None:
+            line = i * BLOCK_R + tl.arange(0, BLOCK_R)
+            at = rows_at(table_of(pointer, matrix.to(tl.int64), sizes[0]), line, line < sizes[0])[:, None] + s
+        else:
+            at = pointer + matrix.to(tl.int64) * strides[0] + r * strides[1] + s * strides[2]
         tl.store(at, result, mask=(r < sizes[0]) & (s < sizes[1]))
 
 

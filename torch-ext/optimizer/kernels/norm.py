@@ -10,6 +10,7 @@ import math
 import torch
 
 from . import jit, look, use_triton
+from .split import Split, memory_of, piece_of, rows_at, strides_of, table_of
 
 tl = None  # Triton's language, put here by jit
 AT_ONCE = 2048  # elements that a program reads at a time
@@ -19,7 +20,7 @@ LONG = 24  # turns from which on more reads are on their way at a time
 LINES, SQUARE = (32, 256), (64, 64)  # rows and columns that are cast at a time, where X has them as lines, and else
 
 
-def unit_norm(U: torch.Tensor, X: torch.Tensor, eps: float, scratch: torch.Tensor | None = None) -> None:
+def unit_norm(U: torch.Tensor | Split, X: torch.Tensor, eps: float, scratch: torch.Tensor | None = None) -> None:
     """Write U / ||U|| to X, norms over whole matrices; a matrix of zeros stays so.
 
     U (N, n, m) and X alike, in fp32, bf16 or fp16, any strides (transposed views too). All in fp32, rounded once.
@@ -38,13 +39,13 @@ def unit_norm(U: torch.Tensor, X: torch.Tensor, eps: float, scratch: torch.Tenso
     sums = _room_for_sums(scratch, N, parts, U.device)
     key, wide = look(U, X), U.dtype != torch.float16
     even, straight = _common_power(R, C, U, X), X.stride(2) == 1
-    rows_at_once, columns_at_once = LINES if straight else SQUARE
+    lines, columns = LINES if straight else SQUARE
     stages = 8 if span // rows * -(-C // block) > LONG else 4
     _sums_kernel.launch(
-        N * parts, key, U, sums, parts, span, R, C, U.stride(), wide, rows, block, stages, num_warps=4)
+        N * parts, key, memory_of(U), sums, parts, span, R, C, strides_of(U), wide, rows, block, stages, num_warps=4)
     _cast_kernel.launch(
-        N * -(-R // rows_at_once) * -(-C // columns_at_once), key, U, X, sums, parts, R, C, U.stride(), X.stride(), eps,
-        1 << (parts - 1).bit_length(), rows_at_once, columns_at_once, even, straight, num_warps=4)
+        N * -(-R // lines) * -(-C // columns), key, memory_of(U), X, sums, parts, R, C, strides_of(U), X.stride(), eps,
+        1 << (parts - 1).bit_length(), lines, columns, even, straight, num_warps=4)
 
 
 def _room_for_sums(scratch, N, parts, device):
@@ -60,7 +61,7 @@ def _common_power(R, C, U, X) -> int:
     strides = [step for t in (U, X) for step in t.stride()]
     if U.stride(2) != 1 or strides.count(1) != 2 or 1 in (R, C):
         return 1
-    return math.gcd(16, R, C, *(step for step in strides if step != 1))
+    return math.gcd(16, R, C, *(step for step in strides if step > 1))
 
 
 def unit_norm_torch(U, X, eps):
@@ -83,7 +84,7 @@ def _sums_kernel(U, sums, parts, span, R, C, strides, WIDE: tl.constexpr, ROWS: 
     """
     part = tl.program_id(0) % parts
     matrix = (tl.program_id(0) // parts).to(tl.int64)
-    start = U + matrix * strides[0]
+    start = table_of(U, matrix, R) if strides is None else U + matrix * strides[0]
     largest, unit, squares = squares_of(start, part * span, part * span + span, R, C, strides, WIDE, ROWS, BLOCK,
                                         STAGES)
     at = sums + matrix * 4 * parts + part
@@ -110,15 +111,38 @@ def _sum(start, first, end, R, C, strides, unit, ROWS: tl.constexpr, BLOCK: tl.c
     """Return the largest magnitude in rows from `first` to `end`, and the sum of squares times the unit's square."""
     largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     squares = largest
+    if strides is None:  # piece by piece; where one ends among rows that are read together, these are read twice
+        row, last = first.to(tl.int64), tl.minimum(end, R).to(tl.int64)
+        while row < last:
+            piece, pitch, stop = piece_of(start, row, C)
+            stop = tl.minimum(stop, last)
+            turn = row - (row - first) % ROWS
+            largest, squares = _add(largest, squares, piece, turn, turn + tl.cdiv(stop - turn, ROWS) * ROWS, row, stop,
+                                    C, (0, pitch, 1), unit, ROWS, BLOCK, STAGES)
+            row = stop
+    else:
+        largest, squares = _add(largest, squares, start, first, end, None, R, C, strides, unit, ROWS, BLOCK, STAGES)
+    return tl.max(largest), tl.sum(squares)
+
+
+@jit
+def _add(largest, squares, start, first, end, low, R, C, strides, unit, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+         STAGES: tl.constexpr):
+    """Add to each element's largest magnitude and sum of squares those of rows from `first` to `end`, of which there
+    are those below R and from `low` on.
+    """
     across = tl.cdiv(C, BLOCK)
     for turn in tl.range(0, (end - first) // ROWS * across, num_stages=STAGES):
         row = first + turn // across * ROWS + tl.arange(0, ROWS)[:, None]
         column = turn % across * BLOCK + tl.arange(0, BLOCK)[None, :]
         at = start + row.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
-        u = tl.load(at, mask=(row < R) & (column < C), other=0.0).to(tl.float32)
+        inside = (row < R) & (column < C)
+        if low is not None:
+            inside &= row >= low
+        u = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(u))
         squares += (u * unit) * (u * unit)
-    return tl.max(largest), tl.sum(squares)
+    return largest, squares
 
 
 @jit
@@ -168,7 +192,11 @@ def _cast_kernel(U, X, sums, parts, R, C, u_strides, x_strides, eps, BLOCK: tl.c
     row = ((tile // across) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = ((tile % across) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
     inside = (row < _even(R, EVEN)) & (column < _even(C, EVEN))
-    u_at = U + matrix * _even(u_strides[0], EVEN) + row * _even(u_strides[1], EVEN) + column * u_strides[2]
+    if u_strides is None:
+        line = (tile // across) * ROWS + tl.arange(0, ROWS)
+        u_at = rows_at(table_of(U, matrix, R), line, line < R)[:, None] + column
+    else:
+        u_at = U + matrix * _even(u_strides[0], EVEN) + row * _even(u_strides[1], EVEN) + column * u_strides[2]
     u = tl.load(u_at, mask=inside, other=0.0).to(tl.float32)
     power, inverse = _factors(sums + matrix * 4 * parts, parts, eps, BLOCK)
     if STRAIGHT:

@@ -21,8 +21,13 @@ LARGEST, MOST = 128, 1 << 16  # short side, elements; one processor reads a larg
 
 def fits(U: torch.Tensor, dtype: torch.dtype) -> bool:
     """Say whether matrices U (N, n, m), n <= m, to be iterated in `dtype`, go through `polar`."""
-    small = dtype.itemsize == 2 and U.shape[1] <= LARGEST and U.shape[1] * U.shape[2] <= MOST
+    small = dtype.itemsize == 2 and is_small(*U.shape[1:])
     return small and use_triton(U.device) and _launch_of(U) is not None
+
+
+def is_small(n: int, m: int) -> bool:
+    """Say whether matrices (n, m), n <= m, go through `polar` if dtype and device allow it."""
+    return n <= LARGEST and n * m <= MOST
 
 
 def _launch_of(U):

@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 
 from . import jit, use_triton
+from .split import Split, memory_of, rows_at, strides_of, table_of
 
 tl = None  # Triton's language, put here by jit
 BLOCK = 1024
 
 
-def normalize(U: torch.Tensor, V: torch.Tensor, beta2: float, eps: float) -> None:
+def normalize(U: torch.Tensor | Split, V: torch.Tensor, beta2: float, eps: float) -> None:
     """Normalise U in place and move V along.
 
     U (N, R, C) in fp32, bf16 or fp16; V (N, R, 1) in fp32; any strides. With s the mean square of a row:
@@ -27,9 +28,11 @@ def normalize(U: torch.Tensor, V: torch.Tensor, beta2: float, eps: float) -> Non
     N, R, C = U.shape
     squares = torch.empty((2, N, R), dtype=torch.float32, device=U.device)
     factors = torch.empty(N, dtype=torch.float32, device=U.device)
-    _moments_kernel[(N * R,)](U, V, squares, N * R, R, C, U.stride(), V.stride(), beta2, 1.0 - beta2, eps, BLOCK=BLOCK)
+    memory, strides = memory_of(U), strides_of(U)
+    _moments_kernel[(N * R,)](memory, V, squares, N * R, R, C, strides, V.stride(), beta2, 1.0 - beta2, eps,
+                              BLOCK=BLOCK)
     _norms_kernel[(N,)](squares, factors, N * R, R, BLOCK=BLOCK)
-    _scale_kernel[(N * R,)](U, V, factors, R, C, U.stride(), V.stride(), eps, BLOCK=BLOCK)
+    _scale_kernel[(N * R,)](memory, V, factors, R, C, strides, V.stride(), eps, BLOCK=BLOCK)
 
 
 def normalize_torch(U, V, beta2, eps):
@@ -55,11 +58,14 @@ def _moments_kernel(U, V, squares, numel, R, C, u_strides, v_strides, beta2, res
     """One row per program: V, and the mean square before and after the division, to squares (2, N, R)."""
     program = tl.program_id(0).to(tl.int64)
     matrix, row = program // R, program % R
-    start = U + matrix * u_strides[0] + row * u_strides[1]
+    if u_strides is None:
+        start, step = rows_at(table_of(U, matrix, R), row), 1
+    else:
+        start, step = U + matrix * u_strides[0] + row * u_strides[1], u_strides[2]
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, C, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        u = tl.load(start + column.to(tl.int64) * u_strides[2], mask=column < C, other=0.0).to(tl.float32)
+        u = tl.load(start + column.to(tl.int64) * step, mask=column < C, other=0.0).to(tl.float32)
         sums += u * u
     square = tl.sum(sums) / C
     v_at = V + matrix * v_strides[0] + row * v_strides[1]
@@ -92,9 +98,12 @@ def _scale_kernel(U, V, factors, R, C, u_strides, v_strides, eps, BLOCK: tl.cons
     matrix, row = program // R, program % R
     v = tl.load(V + matrix * v_strides[0] + row * v_strides[1])
     factor = _weight(v, eps) * tl.load(factors + matrix)
-    start = U + matrix * u_strides[0] + row * u_strides[1]
+    if u_strides is None:
+        start, step = rows_at(table_of(U, matrix, R), row), 1
+    else:
+        start, step = U + matrix * u_strides[0] + row * u_strides[1], u_strides[2]
     for first in range(0, C, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        at = start + column.to(tl.int64) * u_strides[2]
+        at = start + column.to(tl.int64) * step
         u = tl.load(at, mask=column < C, other=0.0).to(tl.float32)
         tl.store(at, (u * factor).to(U.dtype.element_ty), mask=column < C)

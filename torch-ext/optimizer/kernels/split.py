@@ -1,0 +1,127 @@
+"""Stacks of matrices that lie in pieces of whole rows: read where they arrived, written where they leave.
+
+Decides: how a launch is told where rows lie, and how a kernel finds one. Must not know: why they lie there.
+"""
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+
+from . import jit
+
+tl = None  # Triton's language, put here by jit
+ALIGNMENT = 16  # bytes: every row begins where the widest access of a thread may
+
+
+class Split:
+    """Matrices (N, R, C) in pieces that stay in place. Launchers take it for a tensor of whole matrices, but that there
+    is no step from one to the next.
+
+    `table` (N, R, 2) holds for every row where it begins, in units of 16 bytes from where its matrix does in the table,
+    and the first row that is not of its piece. It is on the device, int64, and seen as of the dtype of what lies there.
+    """
+
+    def __init__(self, matrices: Sequence[Sequence[torch.Tensor]]):
+        """Take the pieces (rows, C) of every matrix, from its first row to its last, contiguous; all have to fit."""
+        assert all(_fits(piece) for pieces in matrices for piece in pieces), "rows are no multiples of 16 bytes"
+        self.pieces, first, self.turned = [list(pieces) for pieces in matrices], matrices[0][0], False
+        N, R, C = len(matrices), sum(map(len, matrices[0])), first.shape[1]
+        self.shape, self.dtype, self.device = torch.Size((N, R, C)), first.dtype, first.device
+        table = torch.empty(N, R, 2, dtype=torch.int64, device=self.device)
+        table.copy_(torch.stack([_table(pieces, part.data_ptr()) for pieces, part in zip(self.pieces, table)]))
+        self.table = table.view(-1).view(self.dtype)
+
+    @property
+    def mT(self) -> Split:
+        """The transposed matrices, in the same memory."""
+        turned = copy.copy(self)
+        turned.turned, turned.shape = not self.turned, torch.Size((self.shape[0], self.shape[2], self.shape[1]))
+        return turned
+
+    def stride(self, dim: int | None = None):
+        """Those inside of a piece; -1 from matrix to matrix, which no tensor has."""
+        strides = (-1, 1, self.shape[1]) if self.turned else (-1, self.shape[2], 1)
+        return strides if dim is None else strides[dim]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def data_ptr(self) -> int:
+        return self.table.data_ptr()
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __iter__(self):
+        return (_Matrix(pieces, self.turned) for pieces in self.pieces)
+
+
+class _Matrix:
+    """One matrix of a Split, for operations of torch's."""
+
+    def __init__(self, pieces, turned):
+        self.pieces, self.turned = pieces, turned
+
+    def float(self) -> torch.Tensor:
+        whole = torch.cat(self.pieces).float()
+        return whole.mT if self.turned else whole
+
+    def copy_(self, values: torch.Tensor) -> None:
+        rows = (values.mT if self.turned else values).split([len(piece) for piece in self.pieces])
+        for piece, part in zip(self.pieces, rows):
+            piece.copy_(part)
+
+
+def _table(pieces, origin):
+    """The part of one matrix, that begins at the address `origin`."""
+    parts, end = [], 0
+    for piece in pieces:
+        end += len(piece)
+        at = torch.arange(len(piece), device="cpu") * piece[0].nbytes + (piece.data_ptr() - origin)
+        parts.append(torch.stack((at // ALIGNMENT, torch.full_like(at, end)), dim=1))
+    return torch.cat(parts)
+
+
+def _fits(piece):
+    return piece.is_contiguous() and not (piece.data_ptr() % ALIGNMENT or piece[0].nbytes % ALIGNMENT)
+
+
+def memory_of(stack: torch.Tensor | Split) -> torch.Tensor:
+    """Return what a launch takes for a stack."""
+    return stack.table if isinstance(stack, Split) else stack
+
+
+def strides_of(stack: torch.Tensor | Split):
+    """Return the strides that a launch takes; None tells the kernel that the memory is a table of rows."""
+    return None if isinstance(stack, Split) else stack.stride()
+
+
+@jit
+def table_of(table, matrix, R):
+    """Return where the part of a matrix in a table begins."""
+    return table + matrix * R * (128 // table.dtype.element_ty.primitive_bitwidth)
+
+
+@jit
+def rows_at(table, row, inside=None):
+    """Return where rows begin, by their matrix's part of a table. `row`, `inside`: a number, or one dimension (in two,
+    threads would load alike), and those that there are. The compiler sees that they are multiples of 16 bytes.
+    """
+    EACH: tl.constexpr = 128 // table.dtype.element_ty.primitive_bitwidth
+    return table + tl.load(table.to(tl.pointer_type(tl.int64)) + 2 * row, mask=inside) * EACH
+
+
+@jit
+def piece_of(table, row, C):
+    """Return where row 0 would begin if the piece of this row went back so far, the elements from row to row, and the
+    first row that is not of the piece.
+    """
+    EACH: tl.constexpr = 128 // table.dtype.element_ty.primitive_bitwidth
+    pitch = C // EACH * EACH
+    end = tl.load(table.to(tl.pointer_type(tl.int64)) + 2 * row + 1)
+    return rows_at(table, row) - row * pitch, pitch, end
