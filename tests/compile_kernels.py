@@ -131,8 +131,12 @@ def others(arch: str, shared: int):
         yield compile_for(arch, kernel, in_rows)
     lengths = dict(U="*bf16", Y="*fp16", A="*fp16", lengths="*fp32", scales="*fp32", n="i32", m="i32", ROWS=4,
                    strides=ROW_MAJOR, u_strides=COLUMN_MAJOR, y_strides=ROW_MAJOR, BLOCK=512, TILE=64)
-    for kernel in (aol._lengths_kernel, aol._cast_kernel, aol._scales_kernel, aol._scale_kernel):
+    for kernel in (aol._lengths_kernel, aol._cast_kernel, aol._scales_kernel):
         yield compile_for(arch, kernel, lengths)
+    for left, right in (("*fp32", "*fp32"), ("*fp32", None), (None, "*fp32")):
+        yield compile_for(arch, aol._scale_kernel, dict(lengths, left=left, right=right))
+    linear = dict(lengths, OUT="*fp16", a_strides=ROW_MAJOR, out_strides=ROW_MAJOR, b="fp32", a="fp32", SIDE=64)
+    yield compile_for(arch, part("kernels.gram")._linear_kernel, linear)
     for side, U in itertools.product((64, 128), ("*bf16", "*fp32")):
         yield from small(arch, shared, side, U)
     if arch == "sm90":

@@ -18,6 +18,7 @@ pytestmark = quiet
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CUTS = [[[0, 7, 24], [0, 24], [0, 3, 20, 24]], [[0, 1, 2, 3, 24], [0, 23, 24], [0, 24]], [list(range(25))] * 3]
 SHAPES = [(24, 40), (24, 24), (24, 8), (24, 72)]
+SUMMED = [(24, 48), (24, 16), (24, 80), (24, 2064)]  # of a GPU's sums over rows the order depends on multiples of 16
 
 
 @pytest.fixture(params=PATHS)
@@ -55,7 +56,7 @@ def whole(split, memory):
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 1e-30])
 @pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("shape", [*SHAPES, (24, 2056)], ids=str)
+@pytest.mark.parametrize("shape", SUMMED, ids=str)
 def test_norms_have_the_bits_of_whole_matrices(part, path, device, shape, cuts, scale, turned):
     U = torch.randn(3, *shape, device=device) * scale
     split, memory = pieces_of(U, cuts)
@@ -95,7 +96,7 @@ def test_products_have_the_bits_of_whole_matrices(part, path, device, small_tile
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_rows_are_normalized_alike(part, path, device, dtype, cuts):
-    U, V = torch.randn(3, 24, 40, device=device).to(dtype), torch.rand(3, 24, 1, device=device)
+    U, V = torch.randn(3, 24, 48, device=device).to(dtype), torch.rand(3, 24, 1, device=device)
     (split, memory), W = pieces_of(U, cuts), V.clone()
     part("kernels.rows").normalize(U, V, 0.95, 1e-8)
     part("kernels.rows").normalize(split, W, 0.95, 1e-8)
@@ -111,9 +112,10 @@ def test_rows_have_to_begin_at_multiples_of_16_bytes(part):
 
 
 @pytest.mark.parametrize("name", ["polar_express", "jordan", "cubic"])
-def test_an_iteration_of_splits_and_stacks_together(part, path, device, small_tiles, name):
+def test_an_iteration_of_splits_and_stacks_together(part, path, device, small_tiles, name, monkeypatch):
     """Matrices of one short side share launches, whole or not; read here, written there."""
     polar, steps = part("polar"), part("polar").steps_of(name)
+    monkeypatch.setattr(part("kernels.on_chip"), "fits", lambda U, dtype: False)  # no Split would come there
     Us = [torch.randn(3, *shape, device=device).to(F16) for shape in SHAPES[:3]]
     sources = [pieces_of(U, cuts)[0] for U, cuts in zip(Us, CUTS)]
     targets = [pieces_of(torch.full_like(U, float("nan")), cuts) for U, cuts in zip(Us, CUTS[::-1])]
@@ -247,6 +249,7 @@ def test_coefficients_that_read_whole_matrices_bind_anew(optimizer):
     """A set with AOL scaling takes the memory of the others, but no pieces."""
     polar, found = part("polar"), []
     assert polar.splits(256, 512, polar.steps_of("polar_express"))
+    assert not polar.splits(512, 264, polar.steps_of("polar_express"))  # rows of no multiple of 16
     assert not polar.splits(256, 512, polar.steps_of("turbo")) and not polar.splits(64, 64, polar.steps_of("cans"))
     for directly in (True, False):
         with way(directly):
@@ -270,7 +273,7 @@ def switched(rank, world):
 
 # GPUs ------------------------------------------------------------------------------------------------------------
 
-LARGE = [(768, 768), (768, 3072), (3072, 768), (1000, 3000), (2100, 520), (520, 2104)]
+LARGE = [(768, 768), (768, 3072), (3072, 768), (1000, 3008), (2100, 528), (520, 2112)]
 
 
 def uneven(rows, ranks):

@@ -46,6 +46,17 @@ def symmetric(N, n, dtype, device):
     return A.to(dtype), (A @ A).to(dtype)
 
 
+@pytest.mark.parametrize("n", [1, 17, 130])
+@every_dtype
+def test_what_is_linear_against_fp64(gram, device, n, dtype):
+    """Also in place, and in transposed memory."""
+    A = torch.randn(3, n, n, device=device).to(dtype)
+    exact = -1.5 * A.double() + 0.75 * torch.eye(n, device=device, dtype=torch.float64)
+    for out in (poisoned(3, n, n, dtype=dtype, device=device), poisoned(3, n, n, dtype=dtype, device=device).mT, A):
+        assert gram.linear(A, -1.5, 0.75, out) is out
+        assert ((out.double() - exact).abs() <= torch.finfo(dtype).eps * (exact.abs() + 2)).all()
+
+
 @pytest.mark.kernels_ci
 @every_shape
 @every_dtype

@@ -94,9 +94,13 @@ def aol(device, size) -> None:
     module, (n, m) = part("kernels.aol"), size["sides"]
     for U in (torch.randn(2, n, m, device=device), torch.randn(2, m, n, device=device).mT):
         Y = padded(2, n, m, HALF, device)
-        lengths = module.unit_rows(U, Y)
+        lengths, scales = (torch.empty(*shape, device=device) for shape in ((2, 2, n), (2, n)))
+        module.unit_rows(U, Y, lengths)
         host = Y.float().cpu()  # initcheck does not see what cuBLAS writes by TMA
-        module.aol((host @ host.mT).to(device, HALF), lengths)
+        A = (host @ host.mT).to(device, HALF)
+        module.aol(A, lengths, scales)
+        module.scale_rows(Y, scales)
+        module.scale_columns(A, scales)
 
 
 def small_matrices(device, size) -> None:

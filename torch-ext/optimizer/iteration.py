@@ -11,8 +11,8 @@ import itertools
 import torch
 
 from .kernels import here, look, on_chip, use_triton
-from .kernels.aol import aol, unit_rows
-from .kernels.gram import gram, product, symmetric_product
+from .kernels.aol import aol, scale_columns, scale_rows, unit_rows
+from .kernels.gram import gram, linear, product, symmetric_product
 from .kernels.norm import unit_norm
 from .kernels.split import memory_of
 from .kernels.tape import play
@@ -31,10 +31,13 @@ class Part:
         self.members, self.A, self.X, self.Y = members, A[first:first + ends[-1]], X, Y
         self.rows = slice(first, first + ends[-1])
 
-    def begin(self, eps, scaled) -> list:
-        """X <- U scaled and cast; return lengths of rows where they, not matrices, were scaled."""
-        scale = unit_rows if scaled else lambda U, X: unit_norm(U, X, eps, self.Y)
-        return [scale(U, self.X[place]) for (U, _), place in zip(self.members, self.places)]
+    def begin(self, eps, lengths=None) -> None:
+        """X <- U scaled and cast, row by row where there are `lengths` of rows to be told."""
+        for (U, _), place in zip(self.members, self.places):
+            if lengths is None:
+                unit_norm(U, self.X[place], eps, self.Y)
+            else:
+                unit_rows(U, self.X[place], lengths[self.rows][place])
 
     def multiply(self, P) -> None:
         """X <- P X."""
@@ -64,6 +67,7 @@ class Room:
     def all(self) -> list:
         first = self.memory.storage_offset()
         return [self.memory.as_strided(shape, strides, first + at) for shape, strides, at in self.forms]
+
 
 @functools.lru_cache(maxsize=1024)
 def _arrange(shapes, step, line):
@@ -101,19 +105,12 @@ def iterate(members, steps, eps: float, dtype: torch.dtype, gram_form: bool, mem
     for room, flat in zip(rooms, memory or torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)):
         room.lend(flat)
     work = functools.partial(_iterate, groups, counts, rooms, steps, eps, gram_form)
-    if use_triton(device) and not here.rehearsing and _only_launches(steps, gram_form, dtype):
+    if use_triton(device) and not here.rehearsing:
         stacks = [t for pair in members for t in pair]
         kind = look(*stacks), steps, eps, dtype, gram_form, forced()
         play(kind, [room.memory for room in rooms], [memory_of(t) for t in stacks], work)
     else:
         work()
-
-
-@functools.cache
-def _only_launches(steps, gram_form, dtype) -> bool:
-    """Whether `_iterate` takes no operation of torch's."""
-    alone = gram_form and any(len(segment) == 1 for segment in steps.segments(dtype))
-    return not steps.aol and not alone and all(c for _, _, c in steps.triples)
 
 
 def _iterate(groups, counts, rooms, steps, eps, gram_form) -> None:
@@ -122,15 +119,26 @@ def _iterate(groups, counts, rooms, steps, eps, gram_form) -> None:
     for group, count, X, Y in zip(groups, counts, Xs, Ys):
         parts.append(Part(group, squares[0], first, X, Y))
         first += count
-    lengths = [length for part in parts for length in part.begin(eps, steps.aol)]
+    lengths, scales = _factors(rooms[1].memory, *squares[0].shape[:2]) if steps.aol else (None, None)
+    for part in parts:
+        part.begin(eps, lengths)
     _restart(parts)
-    scales = aol(squares[0], torch.cat(lengths)) if steps.aol else None
+    if steps.aol:
+        aol(squares[0], lengths, scales)
     if gram_form:
         P = _gram_iteration(parts, squares, steps.segments(squares[0].dtype), scales)
     else:
         P = _standard_iteration(parts, squares, steps.triples, scales)
     for part in parts:
         part.finish(P)
+
+
+def _factors(memory, N, n):
+    """Lengths (N, 2, n) and scales (N, n) of rows, fp32, in memory that is free until X <- P X, if it is enough."""
+    memory, numbers = memory.view(torch.uint8), 3 * N * n
+    flat = memory[:4 * numbers] if memory.numel() >= 4 * numbers else memory.new_empty(4 * numbers)
+    lengths, scales = flat.view(torch.float32).split((2 * N * n, N * n))
+    return lengths.view(N, 2, n), scales.view(N, n)
 
 
 def _standard_iteration(parts, squares, triples, scales):
@@ -172,7 +180,7 @@ def _gram_iteration(parts, squares, segments, scales):
                 symmetric_product(Q, Z, T, 1.0, [(Q, a), (Z, q)] if q else [(Q, a)], q * a)
                 Q, T, q = T, Q, 0.0
         if q:
-            Q.diagonal(dim1=1, dim2=2).add_(q)
+            linear(Q, 1.0, q, Q)
     _scale(parts, scales if len(segments) == 1 else None)
     return Q
 
@@ -180,7 +188,7 @@ def _gram_iteration(parts, squares, segments, scales):
 def _multiply(parts, P, scales) -> None:
     """X <- P X, or P D X with scales, D = diag(scales); A <- X X^T."""
     if scales is not None:
-        P.mul_(scales.unsqueeze(1))  # one pass over P, for X is larger
+        scale_columns(P, scales)  # one pass over P, for X is larger
     for part in parts:
         part.multiply(P)
     _restart(parts)
@@ -189,7 +197,7 @@ def _multiply(parts, P, scales) -> None:
 def _scale(parts, scales) -> None:
     """X <- D X: the last product may be computed transposed, which wants P symmetric."""
     for part in parts if scales is not None else ():
-        part.X.mul_(scales[part.rows].unsqueeze(2))
+        scale_rows(part.X, scales[part.rows])
 
 
 def _restart(parts) -> None:
@@ -204,4 +212,4 @@ def _polynomial(A, triple, P):
     if c:
         symmetric_product(A, A, P, c, [(A, b)], a)
     else:
-        torch.mul(A, b, out=P).diagonal(dim1=1, dim2=2).add_(a)
+        linear(A, b, a, P)

@@ -233,8 +233,10 @@ def scratch(R: int, C: int, steps: Steps, itemsize: int) -> tuple:
 
 
 def splits(R: int, C: int, steps: Steps) -> bool:
-    """Say whether (R, C) matrices may be Splits: those that are small, or scaled row by row, are read as a whole."""
-    return not (steps.aol or on_chip.is_small(*sorted((R, C))))
+    """Say whether (R, C) matrices may be Splits: those that are small, or scaled row by row, are read as a whole. So
+    are rows of other lengths than multiples of 16, which the compiler would read in other orders than a whole matrix.
+    """
+    return not (C % 16 or steps.aol or on_chip.is_small(*sorted((R, C))))
 
 
 def orthogonalize_(stacks: Sequence[torch.Tensor | Split], steps: Steps, eps: float = 1e-7,

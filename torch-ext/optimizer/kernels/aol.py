@@ -15,22 +15,20 @@ tl = None  # Triton's language, put here by jit
 BLOCK, TILE = 1024, 64
 
 
-def unit_rows(U: torch.Tensor, Y: torch.Tensor) -> torch.Tensor:
+def unit_rows(U: torch.Tensor, Y: torch.Tensor, lengths: torch.Tensor) -> None:
     """Write U with every row divided by its length to Y; a row of zeros stays so.
 
-    U (N, n, m) and Y alike, in fp32, bf16 or fp16, any strides. Returns the lengths (N, 2, n) in fp32, each as two
-    factors: the largest magnitude of a row, and its length in units of that.
+    U (N, n, m) and Y alike, in fp32, bf16 or fp16, any strides. The lengths are written to `lengths` (N, 2, n), fp32,
+    contiguous, each as two factors: the largest magnitude of a row, and its length in units of that.
     """
-    N, n, m = U.shape
-    lengths = torch.empty((N, 2, n), dtype=torch.float32, device=U.device)
     if not use_triton(U.device):
         return unit_rows_torch(U, Y, lengths)
+    N, n, m = U.shape
     rows, block = (4, 512) if U.stride(2) <= U.stride(1) else (64, 32)
-    key = look(U, Y)
+    key = look(U, Y, lengths)
     _lengths_kernel.launch(N * -(-n // rows), key, U, lengths, n, m, U.stride(), rows, block)
     _cast_kernel.launch(N * -(-n // TILE) * -(-m // TILE), key, U, Y, lengths, n, m, U.stride(), Y.stride(), TILE,
                         num_warps=8)
-    return lengths
 
 
 def unit_rows_torch(U, Y, lengths):
@@ -41,31 +39,47 @@ def unit_rows_torch(U, Y, lengths):
         wide = wide / torch.where(largest > 0, largest, 1.0).unsqueeze(1)
         length.copy_(wide.square().sum(dim=1).sqrt())
         y.copy_(wide / torch.where(length == 0, 1.0, length).unsqueeze(1))
-    return lengths
 
 
-def aol(A: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Replace A = Y Y^T (N, n, n), any strides, by T A T, rounded once; return T's diagonals (N, n) in fp32."""
+def aol(A: torch.Tensor, lengths: torch.Tensor, scales: torch.Tensor) -> None:
+    """Replace A = Y Y^T (N, n, n), any strides, by T A T, rounded once; write T's diagonals to `scales` (N, n), fp32,
+    contiguous.
+    """
     if not use_triton(A.device):
-        return aol_torch(A, lengths)
+        return aol_torch(A, lengths, scales)
     N, n, _ = A.shape
-    scales = torch.empty((N, n), dtype=torch.float32, device=A.device)
-    down, key = -(-n // TILE), look(A)
+    down, key = -(-n // TILE), look(A, lengths, scales)
     _scales_kernel.launch(N * n, key, A, lengths, scales, n, A.stride(), BLOCK)
-    _scale_kernel.launch(N * down * down, key, A, scales, n, A.stride(), TILE)
-    return scales
+    _scale_kernel.launch(N * down * down, key, A, scales, scales, n, n, A.stride(), TILE)
 
 
-def aol_torch(A, lengths):
+def aol_torch(A, lengths, scales):
     """Compute `aol` matrix by matrix."""
-    scales = torch.empty_like(lengths[:, 0])
     for a, (largest, length), scale in zip(A, lengths, scales):
         top = largest.amax()
         e = largest / torch.where(top > 0, top, 1.0) * length
         sums = (a.float().abs() * e).sum(dim=1)
         scale.copy_(torch.where(sums > 0, (e / sums).sqrt(), 1.0))
         a.mul_(scale.unsqueeze(1) * scale)
-    return scales
+
+
+def scale_rows(X: torch.Tensor, scales: torch.Tensor) -> None:
+    """Replace X (N, n, m), any strides, by D X, D = diag(scales); `scales` (N, n) in fp32, contiguous. Rounded once."""
+    if not use_triton(X.device):
+        return X.mul_(scales.unsqueeze(2))
+    _scale(X, scales, None)
+
+
+def scale_columns(P: torch.Tensor, scales: torch.Tensor) -> None:
+    """Replace P (N, n, n) by P D, as in `scale_rows`."""
+    if not use_triton(P.device):
+        return P.mul_(scales.unsqueeze(1))
+    _scale(P, None, scales)
+
+
+def _scale(X, left, right):
+    (N, n, m), key = X.shape, (left is None, look(X, right if left is None else left))
+    _scale_kernel.launch(N * -(-n // TILE) * -(-m // TILE), key, X, left, right, n, m, X.stride(), TILE)
 
 
 @jit
@@ -135,15 +149,19 @@ def _scales_kernel(A, lengths, scales, n, strides, BLOCK: tl.constexpr):
 
 
 @jit
-def _scale_kernel(A, scales, n, strides, TILE: tl.constexpr):
-    """One tile per program: T A T."""
-    down = tl.cdiv(n, TILE)
-    matrix, tile = (tl.program_id(0) // (down * down)).to(tl.int64), tl.program_id(0) % (down * down)
-    row = (tile // down * TILE + tl.arange(0, TILE)).to(tl.int64)
-    column = (tile % down * TILE + tl.arange(0, TILE)).to(tl.int64)
-    left = tl.load(scales + matrix * n + row, mask=row < n)
-    right = tl.load(scales + matrix * n + column, mask=column < n)
-    at = A + matrix * strides[0] + row[:, None] * strides[1] + column[None, :] * strides[2]
-    inside = (row < n)[:, None] & (column < n)[None, :]
-    a = tl.load(at, mask=inside).to(tl.float32) * (left[:, None] * right[None, :])
+def _scale_kernel(A, left, right, n, m, strides, TILE: tl.constexpr):
+    """One tile per program: A times factors of its rows, of its columns, or both."""
+    across = tl.cdiv(m, TILE)
+    count = tl.cdiv(n, TILE) * across
+    matrix, tile = (tl.program_id(0) // count).to(tl.int64), tl.program_id(0) % count
+    row = (tile // across * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
+    column = (tile % across * TILE + tl.arange(0, TILE)).to(tl.int64)[None, :]
+    at, inside = A + matrix * strides[0] + row * strides[1] + column * strides[2], (row < n) & (column < m)
+    if right is None:
+        factor = tl.load(left + matrix * n + row, mask=row < n)
+    elif left is None:
+        factor = tl.load(right + matrix * m + column, mask=column < m)
+    else:
+        factor = tl.load(left + matrix * n + row, mask=row < n) * tl.load(right + matrix * m + column, mask=column < m)
+    a = tl.load(at, mask=inside).to(tl.float32) * factor
     tl.store(at, a.to(A.dtype.element_ty), mask=inside)

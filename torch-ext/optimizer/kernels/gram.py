@@ -14,6 +14,7 @@ from .split import Split, memory_of, rows_at, strides_of, table_of
 
 tl = None  # Triton's language, put here by jit
 ALIGNMENT_BYTES = 64
+SIDE = 64  # of a tile of `linear`
 
 
 def gram(X: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -47,6 +48,17 @@ def product(A: torch.Tensor, X: torch.Tensor, out: torch.Tensor | Split) -> torc
     if use_triton(A.device):
         return _launch("product", A, X, out)
     return product_torch(A, X, out)
+
+
+def linear(A: torch.Tensor, b: float, a: float, out: torch.Tensor) -> torch.Tensor:
+    """Write b A + a I to out, which may be A: (N, n, n), any strides."""
+    if not use_triton(A.device):
+        torch.mul(A, b, out=out).diagonal(dim1=1, dim2=2).add_(a)
+        return out
+    N, n, _ = A.shape
+    _linear_kernel.launch(N * (-(-n // SIDE)) ** 2, look(A, out), A, out, n, A.stride(), out.stride(), float(b),
+                          float(a), SIDE)
+    return out
 
 
 def product_torch(A, X, out):
@@ -201,3 +213,17 @@ def _tile_of(rows, columns, SYMMETRIC: tl.constexpr, BLOCK_R: tl.constexpr, BLOC
         i = first + within % size
         j = within // size
     return (program // count).to(tl.int64), i, j
+
+
+@jit
+def _linear_kernel(A, OUT, n, a_strides, out_strides, b, a, SIDE: tl.constexpr):
+    """One tile per program."""
+    down = tl.cdiv(n, SIDE)
+    matrix, tile = (tl.program_id(0) // (down * down)).to(tl.int64), tl.program_id(0) % (down * down)
+    r = (tile // down * SIDE + tl.arange(0, SIDE)).to(tl.int64)[:, None]
+    c = (tile % down * SIDE + tl.arange(0, SIDE)).to(tl.int64)[None, :]
+    inside = (r < n) & (c < n)
+    values = tl.load(A + matrix * a_strides[0] + r * a_strides[1] + c * a_strides[2], mask=inside, other=0.0)
+    result = b * values.to(tl.float32) + tl.where(r == c, a, 0.0)
+    at = OUT + matrix * out_strides[0] + r * out_strides[1] + c * out_strides[2]
+    tl.store(at, result.to(OUT.dtype.element_ty), mask=inside)
