@@ -28,7 +28,8 @@ import torch.distributed as dist
 START_S = 180.0  # importing torch in many processes on a busy machine
 GRACE_S = 5.0  # how long the other ranks may go on once one has failed
 HOST = "127.0.0.1"
-PRELOADED = ["torch", "torch.distributed.tensor", "kernels"]  # imported once, in the process that forks the workers
+# Imported once, in the process that forks the workers. A first step imports torch._dynamo, which takes seconds.
+PRELOADED = ["torch", "torch.distributed.tensor", "torch._dynamo", "kernels", "pytest"]
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import package, part, run_ranks, run_threads
+from tests.test_routes import cut
 
 DENSE = [(16, 24), (24, 16), (10, 12), (3, 8), (16, 16), (33, 7), (16, 24), (1, 9)]  # 3 and 1 rows: empty shards
 EVEN = [(16, 24), (24, 16), (32, 8), (16, 16)]
@@ -69,36 +71,47 @@ def make(name, params, world, **options):
     return getattr(package(), name)([group], lr=0.02, weight_decay=0.1, workspace_bytes=room, **options)
 
 
+@functools.cache
+def alone(name, shapes, options, device):
+    """(weights, gradients of each step, weights and state in the end) of a process without others."""
+    generator = torch.Generator().manual_seed(0)
+    full = [spread(s, generator).to(device) for s in shapes]
+    gradients = [[spread(s, generator).to(device) for s in shapes] for _ in range(STEPS)]
+    params = [nn.Parameter(f.clone()) for f in full]
+    optimizer = make(name, params, 1, **dict(options))
+    for step in gradients:
+        for p, g in zip(params, step):
+            p.grad = g.clone()
+        optimizer.step()
+    return full, gradients, [{"weight": p.detach(), **optimizer.state[p]} for p in params]
+
+
 def compare(rank, world, name, layout, options, device="cpu"):
     """Step the same matrices sharded and whole; return the largest difference and how far the weights moved."""
     from torch.distributed.tensor import init_device_mesh
 
     mesh_shape, placements, shapes = placements_of(layout, world)
+    full, gradients, expected = alone(name, tuple(shapes), tuple(options.items()), device)
     mesh = init_device_mesh(device, mesh_shape)
-    generator = torch.Generator().manual_seed(0)
-    full = [spread(s, generator).to(device) for s in shapes]
-    whole = [nn.Parameter(f.clone()) for f in full]
-    cut = [nn.Parameter(sharded(f, mesh, placements)) for f in full]
-    one, many = make(name, whole, world, **options), make(name, cut, world, **options)
-    for _ in range(STEPS):
-        for w, c in zip(whole, cut):
-            gradient = spread(w.shape, generator).to(device)
-            w.grad, c.grad = gradient.clone(), sharded(gradient, mesh, placements)
-        one.step()
-        many.step()
-    return difference(one, many, whole, cut, full)
+    params = [nn.Parameter(sharded(f, mesh, placements)) for f in full]
+    optimizer = make(name, params, world, **options)
+    for step in gradients:
+        for p, g in zip(params, step):
+            p.grad = cut(g, mesh, placements)
+        optimizer.step()
+    return difference(expected, optimizer, params, full)
 
 
-def difference(one, many, whole, cut, full):
+def difference(expected, optimizer, params, full):
     """(largest difference of weights and state, smallest largest movement of a weight, names of the routes)."""
     error = 0.0
-    for w, c in zip(whole, cut):
-        pairs = [(w, c), *((one.state[w][key], many.state[c][key]) for key in one.state[w])]
-        for a, b in pairs:
+    for whole, p in zip(expected, params):
+        for key, a in whole.items():
+            b = p.detach() if key == "weight" else optimizer.state[p][key]
             b = b.full_tensor() if hasattr(b, "full_tensor") else b
             error = max(error, (a - b).abs().max().item() if a.numel() else 0.0)
-    moved = min((w - f).abs().max().item() for w, f in zip(whole, full))
-    return error, moved, sorted({type(route).__name__ for route, _ in many._jobs})
+    moved = min((whole["weight"] - f).abs().max().item() for whole, f in zip(expected, full))
+    return error, moved, sorted({type(route).__name__ for route, _ in optimizer._jobs})
 
 
 @pytest.mark.parametrize("world", [4, 8])
@@ -220,16 +233,16 @@ def missing(rank, world, layout, options):
     generator = torch.Generator().manual_seed(2)
     full = [spread(s, generator) for s in shapes]
     whole = [nn.Parameter(f.clone()) for f in full]
-    cut = [nn.Parameter(sharded(f, mesh, placements)) for f in full]
+    placed = [nn.Parameter(sharded(f, mesh, placements)) for f in full]
     half = len(full) // 2
 
     def build(params):
         groups = [{"params": params[:half]}, {"params": params[half:], "use_muon": False}]
         return package().NorMuon(groups, lr=0.02, wire_dtype=torch.float32, workspace_bytes=34_000)
 
-    one, many = build(whole), build(cut)
+    one, many = build(whole), build(placed)
     for _ in range(6):
-        for w, c in zip(whole, cut):
+        for w, c in zip(whole, placed):
             gradient, has = spread(w.shape, generator), torch.rand(world, generator=generator) < 0.5
             if torch.rand((), generator=generator) < 0.4:
                 has[:] = False
@@ -240,7 +253,8 @@ def missing(rank, world, layout, options):
             c.grad = shard if has[rank] else None
         one.step()
         many.step()
-    return difference(one, many, whole, cut, full)[0]
+    expected = [{"weight": w.detach(), **one.state[w]} for w in whole]
+    return difference(expected, many, placed, full)[0]
 
 
 @pytest.mark.parametrize("layout", ["fsdp rows", "fsdp columns", "tp columns x fsdp rows", "ep x fsdp rows"])
