@@ -139,12 +139,12 @@ def _in_pieces(share, room, itemsizes) -> Share:
         numbers = p.matrix.cols * itemsizes["update"], read.get(p, 0), leave.get(p, 0)
         if p.shape[1] < p.matrix.cols or (p.matrix, p.box) not in boxes or any(n % ALIGNMENT for n in numbers):
             whole.add(p.matrix)
-    matrices = [m for m in share.matrices if m not in whole and itemsizes["splits"](m.rows, m.cols)]
+    matrices = frozenset(m for m in share.matrices if m not in whole and itemsizes["splits"](m.rows, m.cols))
     keys = {itemsizes["scratch"](m.rows, m.cols)[0] for m in matrices}
     if len(keys) > 1 and any(leave[p] != at for p, at in share.inbound.arrive.items()):
         return share
     stack = _stacked([m for m in share.matrices if m not in matrices], itemsizes)
-    direct = replace(share, direct=frozenset(matrices), needs=share.needs | {"stack": stack})
+    direct = replace(share, direct=matrices, needs=share.needs | {"stack": stack})
     sizes = direct.places()[1]
     return direct if sizes["slot"] <= room[0] and sizes["bench"] <= room[1] else share
 
