@@ -90,7 +90,7 @@ def pieces(device, size) -> None:
 
 
 def aol(device, size) -> None:
-    """Lengths of rows, cast, and the scaling of a Gram matrix."""
+    """Lengths of rows, cast, the scaling of a Gram matrix, and what presets do to matrices besides."""
     module, (n, m) = part("kernels.aol"), size["sides"]
     for U in (torch.randn(2, n, m, device=device), torch.randn(2, m, n, device=device).mT):
         Y = padded(2, n, m, HALF, device)
@@ -101,6 +101,7 @@ def aol(device, size) -> None:
         module.aol(A, lengths, scales)
         module.scale_rows(Y, scales)
         module.scale_columns(A, scales)
+        part("kernels.gram").linear(A, 2.0, 0.5, A)
 
 
 def small_matrices(device, size) -> None:
