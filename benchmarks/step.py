@@ -83,12 +83,7 @@ def arguments():
 
 
 def worker(rank: int, options, ranks: int, port: int, rows) -> None:
-    device, where = pick_device(rank), {}
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        where = {"device_id": device}
-    dist.init_process_group("nccl" if where else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
-                            world_size=ranks, **where)
+    device = join(rank, ranks, port)
     for case in cases(options, ranks):
         row = Measurement(rank, ranks, device, options, **case).row()
         if rank == 0:
@@ -274,6 +269,17 @@ def timed(step, device) -> tuple[float, float]:
     host_ms = 1e3 * (time.perf_counter() - start)
     torch.cuda.synchronize()
     return begin.elapsed_time(end), host_ms
+
+
+def join(rank: int, ranks: int, port: int) -> torch.device:
+    """Become one of so many ranks, by NCCL on a GPU of one's own or by gloo on a CPU; return the device."""
+    device, where = pick_device(rank), {}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        where = {"device_id": device}
+    dist.init_process_group("nccl" if where else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
+                            world_size=ranks, **where)
+    return device
 
 
 def pick_device(rank) -> torch.device:

@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
 from corpus import VOCABULARY, even_windows, random_windows, read_corpus  # noqa: E402
 from gpt import GPT  # noqa: E402
-from step import commit, device_name, pick_device, synchronize  # noqa: E402
+from step import commit, device_name, join, synchronize  # noqa: E402
 
 COLUMNS = ("commit gpu ranks model implementation optimizer seed steps tokens train_loss heldout_loss step_ms "
            "optimizer_ms torch run parameters batch seq p80_step_ms compile").split()
@@ -90,12 +90,7 @@ def arguments():
 
 
 def worker(rank: int, options, port: int, rows) -> None:
-    device, where = pick_device(rank), {}
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        where = {"device_id": device}
-    dist.init_process_group("nccl" if where else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
-                            world_size=options.ranks, **where)
+    device = join(rank, options.ranks, port)
     for name in options.optimizers:
         row = Training(name, rank, device, options).row()
         if rank == 0:

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from step import commit, device_name, pick_device
+from step import commit, device_name, join
 
 COLUMNS = "commit gpu ranks what collective mib_per_rank median_us torch".split()
 
@@ -49,12 +49,7 @@ def main() -> None:
 
 
 def worker(rank: int, options, port: int, rows) -> None:
-    device, where = pick_device(rank), {}
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        where = {"device_id": device}
-    dist.init_process_group("nccl" if where else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
-                            world_size=options.ranks, **where)
+    device = join(rank, options.ranks, port)
     for mib in options.mib:
         for (what, name), call in collectives(int(mib * 2**20) // 2, options.ranks, device).items():
             us = microseconds(call, device, options.rounds)

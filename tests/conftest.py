@@ -86,6 +86,14 @@ def part(optimizer):
     return ranks.part
 
 
+@pytest.fixture
+def small_tiles(part):
+    """Many tiles in a small matrix, for the interpreter."""
+    tiles = part("kernels.tiles")
+    with tiles.force(tiles.Tile(16, 16, 16, 2, 2, 4)):
+        yield
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """The GPU where there is one, else the CPU."""

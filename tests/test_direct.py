@@ -26,13 +26,6 @@ def path(request, monkeypatch):
     return take(request.param, monkeypatch)
 
 
-@pytest.fixture
-def small_tiles(part):
-    tiles = part("kernels.tiles")
-    with tiles.force(tiles.Tile(16, 16, 16, 2, 2, 4)):
-        yield
-
-
 def pieces_of(U, cuts, gap=16):
     """(a Split of the matrices of U, the memory that it lies in): pieces in any order, between numbers that stay."""
     pieces = [(i, a, b) for i, bounds in enumerate(cuts) for a, b in itertools.pairwise(bounds)]

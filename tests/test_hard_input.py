@@ -23,14 +23,6 @@ def path(request, monkeypatch):
     return take(request.param, monkeypatch)
 
 
-@pytest.fixture
-def small_tiles(part):
-    """Many tiles in a small matrix, for the interpreter."""
-    tiles = part("kernels.tiles")
-    with tiles.force(tiles.Tile(16, 16, 16, 2, 2, 4)):
-        yield
-
-
 # Views, vectors, nothing
 
 
