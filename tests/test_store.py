@@ -301,7 +301,7 @@ def measured_on_rank(rank, world, shapes, mode, room):
                          ids=["one", "mixed"])
 def test_a_step_takes_the_workspace_that_was_promised_and_no_more(once, shapes, room, mode, optimizer, monkeypatch):
     """`once`: what several ranks get leaves from one place, as on GPUs."""
-    monkeypatch.setattr(part("bind"), "sends_once", lambda device: once)
+    monkeypatch.setattr(part("process_groups").Groups, "send_once", lambda groups, device: once)
     for most, workspace, buckets, large in run_threads(4, measured_on_rank, shapes, mode, room):
         assert most == sum(nbytes for nbytes in workspace.values() if nbytes >= large) > 0
         assert room is None or sum(workspace.values()) <= room

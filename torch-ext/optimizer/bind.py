@@ -31,7 +31,6 @@ from .plan import (
     plan_chunks,
     turn,
 )
-from .process_groups import sends_once
 from .routes import ROUTES, Elementwise
 from .settle import settle_state
 from .share import chunk_share, share_of
@@ -98,7 +97,7 @@ class Planner:
         rows = self._layouts(params, of_rows=True) if "beta2" in group else None
         pace = Pace.of(group, self.device)
         itemsize = polar.products_dtype(self.options.ns_dtype, self.device).itemsize
-        sizes = {"update": wire.itemsize, "row": 4 if rows else 0, "once": sends_once(self.device),
+        sizes = {"update": wire.itemsize, "row": 4 if rows else 0, "once": self.groups.send_once(self.device),
                  "scratch": partial(polar.scratch, steps=pace.steps, itemsize=itemsize),
                  "splits": partial(polar.splits, steps=pace.steps)}
         room = self.options.workspace(self.device)
@@ -130,7 +129,7 @@ class Planner:
         shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
         state = home_of("exp_avg", params[0], self.options.state_dtype)[1]
         sizes = {"gradient": gradient_dtype(params[0]).itemsize, "weight": params[0].dtype.itemsize,
-                 "state": state.itemsize, "once": sends_once(self.device)}
+                 "state": state.itemsize, "once": self.groups.send_once(self.device)}
         room = self.options.workspace(self.device)
         if self.options.overlap_backward:
             buckets = chunks_along_backward(shapes, ranks, sizes, self.latency)

@@ -20,17 +20,17 @@ class Groups:
     """
 
     def __init__(self, own=False):
-        self.known, self.used, self.connected, self.own = {}, set(), set(), own
+        self.known, self.used, self.connected, self.own, self.backends = {}, set(), set(), own, set()
 
     def learn(self, params, process_group) -> None:
         """Remember the groups that the parameters bring along, and forget which ones earlier plans used."""
         self.used.clear()
-        if self.own:
-            return
         groups = [process_group] if process_group is not None else []
         for mesh in {p.device_mesh for p in params if is_dtensor(p)}:
             groups += [mesh.get_group(axis) for axis in range(mesh.ndim)]
-        for group in [dist.group.WORLD, *groups] if dist.is_initialized() else []:
+        groups = [dist.group.WORLD, *groups] if dist.is_initialized() else []
+        self.backends = {dist.get_backend_config(group) for group in groups}
+        for group in groups if not self.own else []:
             self.known.setdefault(tuple(dist.get_process_group_ranks(group)), group)
 
     def of(self, ranks):
@@ -45,6 +45,10 @@ class Groups:
         self.used.add(ranks)
         return self.known[ranks]
 
+    def send_once(self, device) -> bool:
+        """Whether a collective can send one place to several ranks: NCCL's can, gloo's cannot."""
+        return bool(self.backends) and all(f"{device.type}:nccl" in backends for backends in self.backends)
+
     def check_capturable(self) -> None:
         """Raise ValueError if a CUDA graph cannot hold the collectives of a group in use."""
         for ranks in sorted(self.used):
@@ -53,11 +57,6 @@ class Groups:
                 raise ValueError(f"capturable=True is not allowed: the process group of ranks {ranks} has the backends "
                                  f"{backends}, and CUDA graphs hold collectives of NCCL only: initialize it with nccl, "
                                  "or leave capturable out")
-
-
-def sends_once(device) -> bool:
-    """Whether a collective can send one place to several ranks: gloo's cannot."""
-    return device.type != "cpu"
 
 
 def world_now():
