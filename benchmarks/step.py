@@ -69,8 +69,9 @@ def arguments():
     parser.add_argument("--models", nargs="+", default=["gpt2_124m"], choices=MODELS, help="which models' matrices")
     parser.add_argument("--modes", nargs="+", default=["fsdp"], choices=MESHES, help="how the parameters are laid out")
     parser.add_argument("--optimizers", nargs="+", default=["muon"], choices=["muon", "normuon"])
-    parser.add_argument("--runs", nargs="+", default=["eager"], choices=["eager", "graph"],
-                        help="graph: capturable=True")
+    parser.add_argument("--runs", nargs="+", default=["eager"], choices=["eager", "graph", "replay"],
+                        help="graph: step() with capturable=True; replay: of a CUDA graph of one's own that holds a "
+                        "step, which is how peers are timed under a graph")
     parser.add_argument("--layers", type=int, nargs="+", default=[None], help="in place of the model's own number")
     parser.add_argument("--steps", type=int, default=12, help="timed steps")
     parser.add_argument("--warmup", type=int, default=4, help="steps before them")
@@ -142,6 +143,8 @@ class Measurement:
         first_s = time.perf_counter() - start
         for _ in range(self.options.warmup):
             self.step()
+        if self.run == "replay":
+            self.replay()
         times, hosts = zip(*(timed(self.step, self.device) for _ in range(self.options.steps)))
         extra = peak(self.device) - before
         self.look()
@@ -157,6 +160,13 @@ class Measurement:
             "first_step_s": round(figures[-2].item(), 3), "extra_mib": round(figures[-1].item() / 2**20, 1),
             "floor_ms": round(self.floor_ms(), 4), "torch": torch.__version__, "triton": triton_version(),
             "layers": self.layers or ""}
+
+    def replay(self) -> None:
+        """From now on a step is the replay of a graph that holds one."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.opt.step()
+        self.step = graph.replay
 
     def floor_ms(self) -> float:
         """Of this mode; that of a single GPU and of expert parallelism has no wire."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections import defaultdict
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.paths import PATHS, poisoned, quiet, take
@@ -228,6 +230,35 @@ def test_what_several_ranks_get_leaves_from_where_it_is_written(optimizer, layou
     assert all(torch.equal(a, b) for (mine, _), (theirs, _) in zip(direct, usual) for a, b in zip(mine, theirs))
     assert all(layout == "replicas" or counts[3] == 0 < all_[3] for (_, counts), (_, all_) in zip(direct, usual))
     assert sum(counts[3] for _, counts in direct) < sum(counts[3] for _, counts in usual)
+
+
+def test_what_stays_is_packed_while_the_rest_travels(optimizer, monkeypatch):
+    """Before anybody waits for what travels in: the device has nothing else to do in a step of one bucket."""
+    events, momentum, exchange = defaultdict(list), part("recipe").momentum, dist.all_to_all_single
+
+    class Flying:
+        def __init__(self, work):
+            self.work = work
+
+        def wait(self):
+            events[dist.get_rank()].append("waited")
+            return self.work.wait()
+
+    def packed(pack, *args):
+        events[dist.get_rank()].append(len(pack.M))
+        momentum(pack, *args)
+
+    def sent(*args, **options):
+        events[dist.get_rank()].append("sent")
+        return Flying(exchange(*args, **options))
+
+    monkeypatch.setattr(part("recipe"), "momentum", packed)
+    monkeypatch.setattr(dist, "all_to_all_single", sent)
+    with way(True):
+        run_threads(4, steps, "Muon", "rows", F32)
+    assert len(events) == 4
+    for leave, first, stay, *rest in (mine[-7:] for mine in events.values()):
+        assert leave > 0 < stay and [first, *rest] == ["sent", "waited", 0, "sent", "waited"]
 
 
 def test_what_is_read_elsewhere_shows(optimizer, monkeypatch):

@@ -17,6 +17,7 @@ from . import polar
 from .agree import agree
 from .groups import check_param, name_in, names_in
 from .guard import Guard
+from .iteration import gain_side_by_side
 from .kernels import ahead
 from .kernels.tiles import architecture
 from .layout import is_astray, is_dtensor, layout_of, local_of, row_chunks, this_rank
@@ -99,7 +100,7 @@ class Planner:
         itemsize = polar.products_dtype(self.options.ns_dtype, self.device).itemsize
         sizes = {"update": wire.itemsize, "row": 4 if rows else 0, "once": self.groups.send_once(self.device),
                  "scratch": partial(polar.scratch, steps=pace.steps, itemsize=itemsize),
-                 "splits": partial(polar.splits, steps=pace.steps)}
+                 "splits": partial(polar.splits, steps=pace.steps), "side_by_side": gain_side_by_side}
         room = self.options.workspace(self.device)
         sizes["room"] = None if self.options.overlap_backward else room
         buckets = make_plan(layouts, pace, self.loads, reduced=self.reduced, itemsizes=sizes, rank_bytes=room,

@@ -1,12 +1,13 @@
 """The two Newton-Schulz iterations, on matrices that share launches: all of one short side.
 
-Decides: which products are taken in which order, and in which memory. Must not know: what the coefficients mean, nor
-how a product is computed.
+Decides: which products are taken in which order, in which memory, and what runs side by side. Must not know: what the
+coefficients mean, nor how a product is computed.
 """
 from __future__ import annotations
 
 import functools
 import itertools
+import operator
 
 import torch
 
@@ -18,6 +19,7 @@ from .kernels.split import memory_of
 from .kernels.tape import play
 from .kernels.tiles import forced
 
+LARGE, MANY = 3072, 160_000_000  # short sides below, and numbers of all matrices, of which `gain_side_by_side` is true
 LINE = 128  # bytes of the cache: TMA wants rows at multiples of 16, but those within lines take a third longer
 
 
@@ -86,6 +88,59 @@ def takes(n: int, m: int, itemsize: int, gram_form: bool) -> tuple[int, int]:
     """
     long, short = (n * (side * itemsize + -side * itemsize % LINE) for side in (m, n))
     return 2 * long, (4 if gram_form else 2) * short
+
+
+def gain_side_by_side(shapes) -> bool:
+    """Say whether the iterations of matrices (n, m), n <= m, are done earlier side by side: one fills the processors
+    that another leaves idle, but large products drive each other out of the cache (measured on an H200, docs/log.md).
+    """
+    return max(n for n, _ in shapes) < LARGE and sum(n * m for n, m in shapes) <= MANY
+
+
+def iterate_all(stacks, steps, eps: float, dtype: torch.dtype, memory=None) -> None:
+    """`iterate` each of stacks (members, gram_form): side by side, in a CUDA graph, if `memory` is enough for all of
+    them together; else one after the other, in the same memory.
+    """
+    device, lent = stacks[0][0][0][0].device, _divided(stacks, dtype, memory)
+    works = [functools.partial(iterate, members, steps, eps, dtype, gram_form, own)
+             for (members, gram_form), own in zip(stacks, lent or itertools.repeat(memory))]
+    if lent and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _side_by_side(works, device)
+    for work in works:
+        work()
+
+
+def _divided(stacks, dtype, memory):
+    """The part of `memory` for each of `stacks`; None if it is not enough for all of them together."""
+    needs = [_needs(members, dtype.itemsize, gram_form) for members, gram_form in stacks]
+    sizes = list(zip(*needs))
+    if memory is None or len(stacks) == 1 or any(map(operator.lt, map(torch.numel, memory), map(sum, sizes))):
+        return None
+    return list(zip(*(flat[:sum(parts)].split(parts) for flat, parts in zip(memory, sizes))))
+
+
+def _needs(members, itemsize, gram_form) -> tuple[int, int, int]:
+    """The bytes of `memory` that `iterate` takes at most."""
+    each = [(len(U), *takes(*U.shape[1:], itemsize, gram_form)) for U, _ in members]
+    long, square = (sum(sizes[0] * sizes[i] for sizes in each) for i in (1, 2))
+    return long // 2, long // 2, square
+
+
+def _side_by_side(works, device) -> None:
+    """Into the graph that is being captured, each in a stream of its own."""
+    here, streams = torch.cuda.current_stream(device), _streams(device, len(works) - 1)
+    for stream, work in zip(streams, works[1:]):
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            work()
+    works[0]()
+    for stream in streams:
+        here.wait_stream(stream)
+
+
+@functools.cache
+def _streams(device, count) -> list:
+    return [torch.cuda.Stream(device) for _ in range(count)]
 
 
 def iterate(members, steps, eps: float, dtype: torch.dtype, gram_form: bool, memory=None) -> None:

@@ -159,8 +159,8 @@ class Muon(Returning):
         pipeline.beside(lambda: self._graphs(self._run, key), self._alone, self._beside.stream)
 
     def _run(self, jobs=None) -> None:
-        self._early.run(self._jobs if jobs is None else jobs)
-        self._presence.compare()
+        with self._presence.compared():
+            self._early.run(self._jobs if jobs is None else jobs)
 
     @settled
     def last_backward(self):

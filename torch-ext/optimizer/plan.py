@@ -57,6 +57,7 @@ def make_plan(layouts, cost, loads, *, reduced=True, rank_bytes=1 << 30, itemsiz
     `rank_bytes`: how much workspace buckets may take of one rank (more where one matrix per owner does); `itemsizes`:
     bytes of an element on the wire, of an "update" and, where it travels, of a "row" of row state; "scratch": what a
     matrix takes while it is iterated, see `polar.scratch`; "splits": whether it may be in pieces, see `polar.splits`;
+    "side_by_side": whether several gain by memory of their own, see `iteration.gain_side_by_side`;
     "once": whether what goes to several ranks leaves from one place; "room": how much workspace there may be for
     matrices in pieces, None for what whole ones take; `thrifty`: take less where that costs 1 % of time at most.
     """

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .iteration import iterate, takes
+from .iteration import iterate_all, takes
 from .kernels import ahead, on_chip
 from .kernels.split import Split
 
@@ -272,7 +272,9 @@ def _launch(pairs, steps, eps, dtype, memory):
         if on_chip.fits(U, own) and not steps.aol:
             on_chip.polar(U, out, steps.segments(own), eps, own)
         else:
-            key = (n, own) if _uses_gram(n, m, steps) else (n, own, m)
-            together.setdefault(key, []).append((U, out))
-    for (_, own, *square), members in together.items():
-        iterate(members, steps, float(eps), own, gram_form=not square, memory=memory)
+            gram_form = _uses_gram(n, m, steps)
+            together.setdefault((n if gram_form else (n, m), gram_form), []).append((U, out))
+    if together:
+        own = products_dtype(dtype, pairs[0][0].device)
+        stacks = [(members, gram_form) for (_, gram_form), members in together.items()]
+        iterate_all(stacks, steps, float(eps), own, memory)

@@ -45,7 +45,7 @@ class Presence:
 
     @contextlib.contextmanager
     def around(self):
-        """Round a step's work, which ends in `compare`."""
+        """Round a step's work, in which ranks are `compared`."""
         self.save()
         try:
             yield
@@ -64,14 +64,26 @@ class Presence:
                       for ranks, members in (self.members.items() if self._misses() else ())
                       for i, (store, number) in enumerate(members) if number in store.missing}
 
+    @contextlib.contextmanager
+    def compared(self):
+        """Round a step's work. In a graph ranks ask each other first: that costs the host nothing there, and the device
+        has something else to do meanwhile.
+        """
+        first = capturing(self.device)
+        if first:
+            self.compare()
+        yield
+        if first:
+            self.wait()  # nothing outside a graph may wait for what is in it
+        else:
+            self.compare()
+
     def compare(self) -> None:
-        """Ask the other ranks, at the end of the step's work."""
+        """Ask the other ranks."""
         with debug.during("the comparison of missing gradients"):
             self.works = [
                 dist.all_reduce(anybody.copy_(mine), dist.ReduceOp.MAX, group=self.groups.of(ranks), async_op=True)
                 for ranks, (mine, anybody) in self.flags.items()]
-        if capturing(self.device):  # nothing outside a graph may wait for what is in it
-            self.wait()
         if self.device.type == "cpu":
             _keep(self.works)
 

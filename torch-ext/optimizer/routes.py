@@ -65,11 +65,14 @@ def _update(bound, pieces, back):
 
 class Journey:
     """There and back: what travels in, what is done with it, what travels out."""
-    travels, rehearsed = True, ("leave", "compute", "land")
+    travels, rehearsed, meanwhile = True, ("leave", "compute", "land"), ()
 
     def run(self, hp):
         self.bound.replay(self.leave, hp)
-        yield from self.inbound.go()
+        collectives = self.inbound.go()
+        for part in self.meanwhile:
+            self.bound.replay(part, hp)
+        yield from collectives
         self.bound.replay(self.compute, hp)
         yield from self.outbound.go()
         self.bound.replay(self.land, hp)
@@ -91,7 +94,11 @@ class Exchange(Journey):
         come, go = self.stacks.come, self.stacks.go
         away, here = ([p for p in home if p in those] for those in (self.inbound.leave, kept))
         copies = [p for p in home if p not in self.inbound.leave and p not in kept]
-        self.pack, self.pack_here = _pack(bound, away, self.inbound.leave), _pack(bound, here, come)
+        early = [p for p in here if p.matrix in direct and bound.share.crosses_inbound]  # the bench is another bucket's
+        self.pack, self.pack_kept = _pack(bound, away, self.inbound.leave), _pack(bound, early, kept)
+        self.pack_here = _pack(bound, [p for p in here if p not in early], come)
+        if early:
+            self.rehearsed, self.meanwhile = (*self.rehearsed, "stay"), (self.stay,)
         sent = {p: {**self.inbound.leave, **come}[p] for p in rows if p.fed}
         self.send_rows = Copy(list(sent.values()), bound.states(sent, "second_moment"))
         self.assemble = copy_apart({p: come[p] for p in self.inbound.arrive}, self.inbound.arrive)
@@ -104,6 +111,9 @@ class Exchange(Journey):
     def leave(self, hp):
         recipe.momentum(self.pack, self.bound.gradients(), self.bound.store.numbers, hp, self.bound.at_once)
         self.send_rows()
+
+    def stay(self, hp):
+        recipe.momentum(self.pack_kept, self.bound.gradients(), self.bound.store.numbers, hp, self.bound.at_once)
 
     def compute(self, hp):
         recipe.momentum(self.pack_here, self.bound.gradients(), self.bound.store.numbers, hp, self.bound.at_once)
@@ -280,10 +290,11 @@ class Wire:
     def _view(self, flat, piece, at):
         return piece_at(flat, at, piece.shape, torch.float32 if piece.kind == "row" else self.dtype)
 
-    def go(self):
-        """Yield the collective, unless the plan says that no rank sends anything."""
-        if self.crosses and self.parts:
-            yield dist.all_to_all(*self.parts, group=self.group, async_op=True)
-        elif self.crosses:
-            splits = list(self.travel.recv_bytes), list(self.travel.send_bytes)
-            yield dist.all_to_all_single(self.recv, self.send, *splits, group=self.group, async_op=True)
+    def go(self) -> list:
+        """Start the collective, unless the plan says that no rank sends anything; return what is in flight."""
+        if not self.crosses:
+            return []
+        if self.parts:
+            return [dist.all_to_all(*self.parts, group=self.group, async_op=True)]
+        splits = list(self.travel.recv_bytes), list(self.travel.send_bytes)
+        return [dist.all_to_all_single(self.recv, self.send, *splits, group=self.group, async_op=True)]

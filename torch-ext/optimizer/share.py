@@ -122,10 +122,13 @@ def share_of(bucket, rank, layouts, row_layouts, itemsizes) -> Share:
         crosses_inbound=reduce or min(copies) < len(bucket.ranks), crosses_outbound=bucket.route != "local",
         copies=itemsizes.get("once", False) and max(copies) > 1,
         needs={**needs, "stack": _stacked(matrices, itemsizes), "rows": sum(4 * m.rows for m in matrices)}, kept=kept)
-    if bucket.route != "exchange" or "splits" not in itemsizes:
+    if "splits" not in itemsizes:
         return share
     room = itemsizes.get("room")
-    return _in_pieces(share, bucket.memory if room is None else parts(max(room, bucket.nbytes)), itemsizes)
+    room = bucket.memory if room is None else parts(max(room, bucket.nbytes))
+    if bucket.route == "exchange":
+        share = _in_pieces(share, room, itemsizes)
+    return _side_by_side(share, room, itemsizes)
 
 
 def _in_pieces(share, room, itemsizes) -> Share:
@@ -144,9 +147,22 @@ def _in_pieces(share, room, itemsizes) -> Share:
     if len(keys) > 1 and any(leave[p] != at for p, at in share.inbound.arrive.items()):
         return share
     stack = _stacked([m for m in share.matrices if m not in matrices], itemsizes)
-    direct = replace(share, direct=matrices, needs=share.needs | {"stack": stack})
-    sizes = direct.places()[1]
-    return direct if sizes["slot"] <= room[0] and sizes["bench"] <= room[1] else share
+    return _if_it_fits(replace(share, direct=matrices, needs=share.needs | {"stack": stack}), room, share)
+
+
+def _side_by_side(share, room, itemsizes) -> Share:
+    """The share with memory for all of its iterations together, where they gain by that. As it is where (slot, bench)
+    have no `room` for that.
+    """
+    shapes = [sorted((m.rows, m.cols)) for m in share.matrices]
+    if not shapes or "side_by_side" not in itemsizes or not itemsizes["side_by_side"](shapes):
+        return share
+    return _if_it_fits(replace(share, needs=share.needs | _iterated(share.matrices, itemsizes, sum)), room, share)
+
+
+def _if_it_fits(wanted, room, share) -> Share:
+    sizes = wanted.places()[1]
+    return wanted if sizes["slot"] <= room[0] and sizes["bench"] <= room[1] else share
 
 
 def _stacked(matrices, itemsizes) -> int:
@@ -171,14 +187,14 @@ def _of_mean(inbound, itemsize):
     return inbound.recv_bytes[0] // itemsize * max(4, itemsize)
 
 
-def _iterated(matrices, itemsizes):
-    """Bytes of the iteration's stacks; see `polar.scratch`."""
+def _iterated(matrices, itemsizes, together=max):
+    """Bytes of the iteration's stacks, see `polar.scratch`; `together`: max for keys that share them, or sum."""
     long, square = Counter(), Counter()
     for matrix in matrices if "scratch" in itemsizes else ():
         key, *nbytes = itemsizes["scratch"](matrix.rows, matrix.cols)
         long[key], square[key] = long[key] + nbytes[0], square[key] + nbytes[1]
-    half = max(long.values(), default=0) // 2
-    return {"now": half, "next": half, "square": max(square.values(), default=0)}
+    half = together([*long.values(), 0]) // 2
+    return {"now": half, "next": half, "square": together([*square.values(), 0])}
 
 
 def _pieces_at(bucket, rank, layouts, kind):
