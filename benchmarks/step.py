@@ -4,6 +4,7 @@
     ... --runs eager graph --optimizers muon normuon --modes fsdp hsdp hsdp4 tp_fsdp ddp
     ... --models moe_experts --modes ep single       nothing travels; the same experts on one GPU
     ... --modes reduce allreduce                     gradients reduced by the step, and by an all-reduce before it
+    ... --modes ddp ddp_sharded                      state on every rank, and at its owner alone (shard_state=True)
     ... --ranks 1 2 4 8 --layers 4 8 16              as it grows
     ... --trace traces                               one more step, profiled, for tools/timeline.py
     python benchmarks/plot_step.py step.csv          figures
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import gc
 import importlib.metadata
 import os
 import platform
@@ -44,7 +46,7 @@ MESHES = {  # mode -> (mesh shape for W ranks, placements as letters)
     "hsdp4": lambda W: ((4, W // 4), "R0"),
     "tp_fsdp": lambda W: ((W // 2, 2), "01"),
     "ep": lambda W: ((W,), "0"),
-    **dict.fromkeys(("ddp", "reduce", "allreduce", "single"), lambda W: None),
+    **dict.fromkeys(("ddp", "ddp_sharded", "reduce", "allreduce", "single"), lambda W: None),
 }
 AT_LEAST = {"hsdp": 2, "hsdp4": 4, "tp_fsdp": 2}  # ranks, of which the number has to be a multiple
 REDUCED_BYTES = 25 << 20  # of gradients in one all-reduce, as DDP has it
@@ -87,6 +89,7 @@ def worker(rank: int, options, ranks: int, port: int, rows) -> None:
     device = join(rank, ranks, port)
     for case in cases(options, ranks):
         row = Measurement(rank, ranks, device, options, **case).row()
+        gc.collect()  # graphs and hooks make cycles, which hold a model each
         if rank == 0:
             print({k: row[k] for k in (*COLUMNS[2:15], "layers")}, flush=True)
             rows.put(row)
@@ -121,11 +124,13 @@ class Measurement:
         from kernels import get_kernel
 
         package = get_kernel("org/optimizer", version=1)
-        shared = {"process_group": dist.group.WORLD} if self.mode in ("ddp", "reduce", "allreduce") else {}
+        replicated = MESHES[self.mode](self.ranks) is None and self.mode != "single"
+        shared = {"process_group": dist.group.WORLD} if replicated else {}
         room = self.options.workspace_mib
         return {"muon": package.Muon, "normuon": package.NorMuon}[self.optimizer](
             self.params, lr=1e-3, adjust_lr_fn="match_rms_adamw", grads_are_reduced=self.mode != "reduce",
-            capturable=self.run == "graph", workspace_bytes=None if room is None else room << 20, **shared)
+            shard_state=self.mode == "ddp_sharded", capturable=self.run == "graph",
+            workspace_bytes=None if room is None else room << 20, **shared)
 
     def step(self):
         """What is timed: the optimizer's step, with the gradients' all-reduce where that is the mode."""
@@ -211,7 +216,7 @@ def trace(step, device, path) -> None:
 
 def create_state(opt, params, mode):
     """Momentum that is there before memory is measured, as in a run that goes on (targets count what the step adds)."""
-    if mode == "reduce":
+    if mode in ("reduce", "ddp_sharded"):
         return None
     for p in params:
         opt.state[p]["momentum_buffer"] = torch.zeros_like(p.detach(), dtype=torch.float32)

@@ -168,7 +168,7 @@ def check_all(layouts, rows=None, **options):
         shares = shares_of(bucket, layouts, rows)
         check_room(bucket, shares, options["rank_bytes"])
         check_pieces(bucket, layouts, shares)
-        if rows and bucket.route != "reduce":
+        if rows and bucket.route not in part("plan").ROUTES_OF_OWNERS:
             check_pieces(bucket, rows, shares, "row")
         if bucket.route == "local":
             assert len(bucket.ranks) == 1 and not shares[bucket.ranks[0]].crosses_outbound
@@ -206,18 +206,19 @@ def test_a_plan_is_whole(mesh, rank_bytes, once, optimizer, monkeypatch):
     check_all(layouts, rows_of(layouts, sizes, placements), rank_bytes=rank_bytes)
 
 
-@pytest.mark.parametrize("reduced", [True, False])
-def test_a_plan_of_plain_parameters_is_whole(reduced, optimizer):
+@pytest.mark.parametrize("route", ["exchange", "own", "reduce"])
+def test_a_plan_of_plain_parameters_is_whole(route, optimizer):
     layouts = layouts_on((6,), [Replicate()], DENSE + EXPERTS, plain=True)
-    buckets = check_all(layouts, rows_of(layouts, (6,), [Replicate()]), reduced=reduced, rank_bytes=20_000)
-    assert {b.route for b in buckets} == {"exchange" if reduced else "reduce"}
+    buckets = check_all(layouts, rows_of(layouts, (6,), [Replicate()]), plain=route, rank_bytes=20_000)
+    assert {b.route for b in buckets} == {route}
 
 
-def test_the_owner_of_a_reduced_parameter_owns_all_its_matrices(optimizer):
+@pytest.mark.parametrize("route", ["own", "reduce"])
+def test_the_owner_of_a_parameter_that_keeps_its_state_owns_all_its_matrices(route, optimizer):
     """Its state is kept there, in one tensor."""
     layouts = layouts_on((6,), [Replicate()], [(8, 6, 10), (8, 10, 6), (7, 5, 5)], plain=True)
     owners = defaultdict(set)
-    for bucket in plan_of(layouts, reduced=False, rank_bytes=100):
+    for bucket in plan_of(layouts, plain=route, rank_bytes=100):
         for matrix, owner in zip(bucket.matrices, bucket.owners):
             owners[matrix.param].add(owner)
     assert all(len(ranks) == 1 for ranks in owners.values()) and len(owners) == 3
@@ -534,10 +535,10 @@ def test_planning_ten_thousand_matrices_for_4096_ranks(record_property, optimize
 GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12
 LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)] * 32
 MIXTURE = [(8, 2048, 1024), (8, 1024, 2048), (2048, 2048)] * 4
-MODES = {"ddp": ((8,), [Replicate()], True), "unreduced": ((8,), [Replicate()], False),
-         "fsdp": ((8,), [Shard(0)], True), "columns": ((8,), [Shard(1)], True),
-         "hsdp": ((2, 8), [Replicate(), Shard(0)], True),
-         "hsdp, many replicas": ((8, 2), [Replicate(), Shard(0)], True), "64": ((64,), [Shard(0)], True)}
+PLAIN = {"ddp": "exchange", "sharded state": "own", "unreduced": "reduce"}
+MODES = {**dict.fromkeys(PLAIN, ((8,), [Replicate()])), "fsdp": ((8,), [Shard(0)]), "columns": ((8,), [Shard(1)]),
+         "hsdp": ((2, 8), [Replicate(), Shard(0)]), "hsdp, many replicas": ((8, 2), [Replicate(), Shard(0)]),
+         "64": ((64,), [Shard(0)])}
 
 
 @pytest.mark.parametrize("least", [1, 1.5, 4], ids="{}x".format)
@@ -545,10 +546,10 @@ MODES = {"ddp": ((8,), [Replicate()], True), "unreduced": ((8,), [Replicate()], 
 @pytest.mark.parametrize("shapes", [GPT2, LLAMA, MIXTURE], ids=["GPT-2", "Llama", "mixture"])
 def test_the_workspace_of_no_rank_is_exceeded(shapes, mode, least, optimizer):
     """All slots together, wherever one matrix per rank fits; and what is given is used."""
-    sizes, placements, reduced = MODES[mode]
-    layouts = layouts_on(sizes, placements, shapes, plain=mode in ("ddp", "unreduced"))
+    sizes, placements = MODES[mode]
+    layouts = layouts_on(sizes, placements, shapes, plain=mode in PLAIN)
     rows = rows_of(layouts, sizes, placements)
-    options = {"reduced": reduced, "itemsizes": SIZES}
+    options = {"plain": PLAIN.get(mode, "exchange"), "itemsizes": SIZES}
     one_each = max(b.nbytes for b in plan_of(layouts, rank_bytes=1, **options))
     given = int(least * one_each)
     buckets = plan_of(layouts, rank_bytes=given, **options)

@@ -38,6 +38,7 @@ balance, layout, pace, pipeline, plan, polar = (
     importlib.import_module(f"{PACKAGE}.{name}") for name in "balance layout pace pipeline plan polar".split())
 RESULTS = ROOT / "benchmarks" / "results" / "step.csv"
 WORKSPACE = 2 << 30  # bytes, at most
+PLAIN = {"ddp": "exchange", "ddp_sharded": "own"}  # mode of plain parameters -> their route
 COLUMNS = ("model mode ranks shards exchange matrices buckets plan_s balance least_balance network_mb nvlink_mb "
            "messages wire_ms products_ms step_ms workspace_mib").split()
 
@@ -79,7 +80,7 @@ def arguments(given=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["qwen3_1p7b", "llama3_8b", "kimi_k2"], choices=MODELS)
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096])
-    parser.add_argument("--modes", nargs="+", default=["fsdp"], choices=["fsdp", "hsdp", "hsdp_alone", "ddp"],
+    parser.add_argument("--modes", nargs="+", default=["fsdp"], choices=["fsdp", "hsdp", "hsdp_alone", *PLAIN],
                         help="hsdp: each --shards ranks hold a copy; hsdp_alone: and every copy does all of the work")
     parser.add_argument("--shards", type=int, default=64, help="ranks that share one copy, in the hsdp modes")
     parser.add_argument("--expert-parallel", type=int, default=64, help="ranks that share the experts; FSDP cuts them "
@@ -112,7 +113,7 @@ def _layout(shape, mode, ranks, options):
     from torch.distributed.tensor import Replicate, Shard
 
     shards, dim = min(options.shards, ranks), len(shape) - 2
-    if mode == "ddp":
+    if mode in PLAIN:
         sizes, placements = (ranks,), [Replicate()]
     elif mode == "fsdp" and dim:  # experts: expert parallel, then FSDP over the rows of each
         inner = math.gcd(math.gcd(options.expert_parallel, shape[0]), ranks)
@@ -127,7 +128,7 @@ def _layout(shape, mode, ranks, options):
     for rank, at in enumerate(itertools.product(*map(range, sizes))):
         boxes[rank] = layout.box_at(at, shape, placements, sizes)
         copies[tuple(i for i, p in zip(at, placements) if p.is_replicate())].append(rank)
-    return layout.Layout(shape, boxes, tuple(map(tuple, copies.values())), plain=mode == "ddp")
+    return layout.Layout(shape, boxes, tuple(map(tuple, copies.values())), plain=mode in PLAIN)
 
 
 def planned(model, mode, ranks, options, steps=5):
@@ -136,7 +137,8 @@ def planned(model, mode, ranks, options, steps=5):
         mode, ranks = "hsdp", min(options.shards, ranks)
     layouts = layouts_of(model, mode, ranks, options)
     times, start = pace.Pace(polar.steps_of("polar_express", steps), "sm90"), time.perf_counter()
-    buckets = plan.make_plan(layouts, times, {}, rank_bytes=WORKSPACE, itemsizes=sizes_of(times), thrifty=True)
+    buckets = plan.make_plan(layouts, times, {}, rank_bytes=WORKSPACE, itemsizes=sizes_of(times), thrifty=True,
+                             plain=PLAIN.get(mode, "exchange"))
     return layouts, buckets, times, time.perf_counter() - start
 
 

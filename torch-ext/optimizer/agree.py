@@ -22,7 +22,7 @@ from .plan import digest, turn
 
 GROUP = ("use_muon", "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn",
          "betas", "beta2")
-OPTIONS = ("grads_are_reduced", "state_dtype", "wire_dtype", "ns_dtype", "nonfinite", "capturable",
+OPTIONS = ("grads_are_reduced", "shard_state", "state_dtype", "wire_dtype", "ns_dtype", "nonfinite", "capturable",
            "overlap_backward", "overlap_forward")
 FACTS = ("version of the package", "version of torch", "device, OPTIMIZER_KERNELS or OPTIMIZER_TILES", *OPTIONS,
          "number of parameter groups", *(f"group option {key}" for key in GROUP), "number of parameters", "parameters",

@@ -24,6 +24,7 @@ from .layout import is_astray, is_dtensor, layout_of, local_of, row_chunks, this
 from .pace import Pace, latency_bytes
 from .pipeline import SLOTS, Pause
 from .plan import (
+    ROUTES_OF_OWNERS,
     along_backward,
     along_forward,
     chunks_along_backward,
@@ -103,20 +104,21 @@ class Planner:
                  "splits": partial(polar.splits, steps=pace.steps), "side_by_side": gain_side_by_side}
         room = self.options.workspace(self.device)
         sizes["room"] = None if self.options.overlap_backward else room
-        buckets = make_plan(layouts, pace, self.loads, reduced=self.reduced, itemsizes=sizes, rank_bytes=room,
+        plain = "reduce" if not self.reduced else "own" if self.options.shard_state else "exchange"
+        buckets = make_plan(layouts, pace, self.loads, plain=plain, itemsizes=sizes, rank_bytes=room,
                             thrifty=self.options.workspace_bytes is None)
         if self.options.overlap_backward:
             buckets = along_backward(buckets, layouts, pace, sizes, self.latency)
         elif self.options.overlap_forward:
             buckets = along_forward(buckets, layouts, pace, sizes, self.latency, room)
         self._check_room(buckets, "one matrix per rank")
-        owners = {m.param: o for b in buckets if b.route == "reduce" for m, o in zip(b.matrices, b.owners)}
+        owners = {m.param: o for b in buckets if b.route in ROUTES_OF_OWNERS for m, o in zip(b.matrices, b.owners)}
         kept = [[p.shape[0] * (owners.get(i, self.rank) == rank) for rank in self._ranks()]
                 for i, p in enumerate(params)]
         shares = [(b, share_of(b, self.rank, layouts, rows, sizes)) for b in buckets if self.rank in b.ranks]
         travelling = frozenset(m.param for b in buckets if b.route != "local" for m in b.matrices)
         return Plan(group, params, layouts, rows, shares, travelling, pace=pace.key,
-                    kept=None if self.reduced else kept, strays=_strays(params))
+                    kept=kept if plain in ROUTES_OF_OWNERS else None, strays=_strays(params))
 
     def _ranks(self) -> tuple:
         return (self.rank,) if self.process_group is None else tuple(dist.get_process_group_ranks(self.process_group))

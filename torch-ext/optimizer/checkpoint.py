@@ -26,8 +26,8 @@ def export_state(optimizer, path, model=None) -> None:
     """Write the state and the options of all groups to a safetensors file, whole or not at all.
 
     `model` names the parameters; without it the groups' `param_names` do. For one process: ValueError for DTensors and
-    grads_are_reduced=False (use torch.distributed.checkpoint), or where a parameter has no name; RuntimeError after a
-    step that failed half-way.
+    where owners keep the state (use torch.distributed.checkpoint), or where a parameter has no name; RuntimeError after
+    a step that failed half-way.
     """
     if optimizer._half_way or optimizer._early.failed:
         raise RuntimeError("the last step of this optimizer failed half-way, so that a file would hold some state of "
@@ -82,7 +82,7 @@ def _names(optimizer, model) -> dict:
         if known.get(param) is None:
             raise ValueError(f"parameter #{i} of shape {tuple(param.shape)} has no name: pass model=, the model that "
                              "has it, or build the optimizer from named parameters")
-        if is_dtensor(param) or not optimizer._options.grads_are_reduced:
+        if is_dtensor(param) or optimizer._options.owner_keeps_state:
             raise ValueError(f"the state of parameter {known[param]} is spread over several ranks, but one file is for "
                              "one process: use torch.distributed.checkpoint, which also writes safetensors")
         twin = first.setdefault(known[param], param)

@@ -16,6 +16,7 @@ ALIGNMENT = 16  # bytes: what one rank sends to another begins where the widest 
 BYTES = {  # route -> read and written of an element in fp32: where it leaves, at its owner, where its update lands
     "local": (14, 0, 10),  # G, M in and out, U | - | W in and out, U
     "exchange": (10, 8, 22),  # G, M, U | pieces gathered into a matrix, and it cut | W, M in and out, G, U
+    "own": (10, 8, 10),  # as in an exchange, but momentum stays with its owner
     "reduce": (6, 38, 10),  # G, out | what arrives, averaged; as in an exchange, with momentum | W in and out, U
 }
 SLOT, BENCH = 2, 3  # of SLOTS * SLOT + BENCH equal parts of the workspace, those of each slot, and of the bench
@@ -51,7 +52,7 @@ class Freight:
     """What matrices of one family take together; Counters of (owner, number of a layout) stand for them."""
 
     def __init__(self, layouts, itemsizes, route, ranks):
-        self.update, self.row = itemsizes["update"], itemsizes.get("row", 0)
+        self.update, self.row = itemsizes["update"], itemsizes.get("row", 0) * (route != "own")
         self.scratch = itemsizes.get("scratch", lambda R, C: (0, 0, 0))
         self.route, self.ranks, self.layouts = route, ranks, layouts
         self.forms, self.numbers, self.loads, self.partitions = [], {}, {}, {}
@@ -84,7 +85,7 @@ class Freight:
         number of the partition).
         """
         pieces, largest, whole = {}, defaultdict(int), defaultdict(int)
-        for rank in self.ranks if self.route == "exchange" else ():
+        for rank in self.ranks if self.route in ("exchange", "own") else ():
             (r0, r1), (c0, c1) = layout.boxes[rank][-2:]
             nbytes = (r1 - r0) * ((c1 - c0) * self.update + self.row) if c0 < c1 else 0
             pieces[rank], copy = nbytes, layout.copy_of[rank]
@@ -104,7 +105,7 @@ class Freight:
             stays += 4 * (R * C + ALIGNMENT)
             inbound, outbound, leaves, returns = numel * (others + 1), numel * others, numel, numel
             spread = numel if self.once else outbound
-        elif self.route == "exchange":
+        elif self.route != "local":
             copy, here = layout.copy_of[owner], pieces[owner]
             inbound, outbound = whole[copy] - here, sum(whole.values()) - here
             spread = places if len(self.alike[owner]) > 1 else places - here

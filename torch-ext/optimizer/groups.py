@@ -179,11 +179,14 @@ def names_in(group) -> dict:
     return {param: name_of(group, i) for i, param in enumerate(group["params"])}
 
 
-def check_together(groups, reduced) -> None:
+def check_together(groups, options) -> None:
     """Raise ValueError for what concerns more than one parameter: devices, and who reduces the gradients."""
     everything = [entry for group in groups for entry in names_in(group).items()]
     for param, name in everything:
-        if is_dtensor(param) and not reduced:
+        if is_dtensor(param) and options.shard_state:
+            raise ValueError(f"shard_state=True, but parameter {name} is a DTensor, whose state is sharded as it is: "
+                             "leave the option out, or use plain parameters")
+        if is_dtensor(param) and not options.grads_are_reduced:
             raise ValueError(f"grads_are_reduced=False, but parameter {name} is a DTensor, whose gradients its "
                              "parallelism reduces: leave the option out, or use plain parameters")
         if param.device != everything[0][0].device:

@@ -112,7 +112,7 @@ def _restored(param, keys, state, options) -> dict:
         value = torch.as_tensor(state[key]).detach()
         if key == "step":
             value = value.reshape(())
-        elif options.grads_are_reduced or not is_by_rows(value, options.process_group):
+        elif not options.owner_keeps_state or not is_by_rows(value, options.process_group):
             value = place_like(value, param)
         local = local_of(value).to(device, dtype, copy=True)
         dtensor = is_dtensor(value)

@@ -41,9 +41,10 @@ class Muon(Returning):
     "spectral_norm". adamw_betas, adamw_eps: defaults of `betas` and `eps` in AdamW groups.
 
     process_group: the ranks that hold copies of plain (non-DTensor) parameters, among which the work is then split;
-    None means that every process steps its plain parameters alone. grads_are_reduced=False: the gradients of plain
-    parameters have not been averaged over process_group; the optimizer does it, and each owner alone keeps the state.
-    Gradients of matrices are then rounded to wire_dtype before they are averaged in fp32 (AdamW's are not).
+    None means that every process steps its plain parameters alone. shard_state=True: the rank that owns a matrix alone
+    keeps its state. grads_are_reduced=False: the gradients of plain parameters have not been averaged over
+    process_group; the optimizer does it, and owners alone keep the state, AdamW's too. Gradients of matrices are then
+    rounded to wire_dtype before they are averaged in fp32 (AdamW's are not).
     state_dtype: of momentum_buffer, exp_avg and exp_avg_sq. wire_dtype: of updates between home and owner, on every
     layout, so that all layouts give the same bits. ns_dtype: of the Newton-Schulz products; None means fp16 on
     accelerators and fp32 on CPUs. workspace_bytes: bound on the memory of buckets and of the iteration, ValueError
@@ -54,7 +55,7 @@ class Muon(Returning):
     nonfinite: what NaN or Inf in a gradient does. "propagate" looks at nothing: it spoils the matrix. "skip": that
     matrix (under AdamW, that parameter) keeps its weight and state on every rank, and `skipped` counts it. "raise":
     nothing changes on any rank, and the step ends in a RuntimeError; it waits for the device once. With a
-    torch.amp.GradScaler, whose found_inf keeps all of the step, gradients are unscaled in place by the step.
+    torch.amp.GradScaler, whose found_inf keeps all of it, the step unscales gradients in place.
     overlap_backward=True: gradients leave for their owners during the backward that `last_backward` is put round; each
     bucket then has memory of its own. overlap_forward=True: on GPUs no stream waits for `step`; each module of a model
     that was given to `updates_return_during` waits for its own weights. With both the bits stay the same.
@@ -92,7 +93,7 @@ class Muon(Returning):
             check_unique(param_group, self.param_groups)
             super().add_param_group(param_group)
             check_group(self.param_groups[-1], self._extra_keys)
-            check_together(self.param_groups, self._options.grads_are_reduced)
+            check_together(self.param_groups, self._options)
         except Exception:
             del self.param_groups[count:]
             raise
@@ -258,12 +259,12 @@ class Muon(Returning):
 
     @settled
     def state_dict(self) -> dict:
-        """As in torch. With grads_are_reduced=False collective over process_group, whose ranks each have a part of the
-        state: it comes as DTensors cut by rows, which any layout reads. Warns after a step that failed half-way.
+        """As in torch. With shard_state or unreduced gradients collective over process_group, of which each rank has a
+        part of the state: it comes as DTensors cut by rows, for any layout. Warns after a step that failed half-way.
         """
         if not warn_torn(self._half_way or self._early.failed):
             self._early.judge()
-        if self._options.grads_are_reduced:
+        if not self._options.owner_keeps_state:
             return super().state_dict()
         self._find_world()
         named = {p: name for group in self.param_groups for p, name in names_in(group).items()}

@@ -17,6 +17,7 @@ class Options:
     """What holds for the whole optimizer: the keyword arguments of `Muon` that no group can change."""
     process_group: object = None
     grads_are_reduced: bool = True
+    shard_state: bool = False
     state_dtype: torch.dtype = torch.float32
     wire_dtype: torch.dtype = torch.bfloat16
     ns_dtype: torch.dtype | None = None
@@ -46,11 +47,14 @@ class Options:
         room = self.workspace_bytes
         if room is not None and (type(room) is not int or room < 1):
             raise ValueError(f"workspace_bytes={room!r} is not allowed: it must be a whole number >= 1, or None")
-        for key in ("capturable", "overlap_backward", "overlap_forward"):
+        for key in ("shard_state", "capturable", "overlap_backward", "overlap_forward"):
             if type(getattr(self, key)) is not bool:
                 raise ValueError(f"{key}={getattr(self, key)!r} is not allowed: it must be True or False")
         if not self.grads_are_reduced and self.process_group is None:
             raise ValueError("grads_are_reduced=False needs process_group: the ranks over which gradients are averaged")
+        if self.shard_state and self.process_group is None:
+            raise ValueError("shard_state=True needs process_group: the ranks that hold copies of plain parameters, of "
+                             "which one is to keep the state; that of DTensors is sharded as they are")
         if self.process_group is not None and not dist.is_initialized():
             raise ValueError("process_group was given, but torch.distributed is not initialized: "
                              "call init_process_group first")
@@ -80,6 +84,11 @@ class Options:
                              "they could leave before DistributedDataParallel has reduced them. Use "
                              "grads_are_reduced=False without DistributedDataParallel; leave process_group out where "
                              "all parameters are DTensors")
+
+    @property
+    def owner_keeps_state(self) -> bool:
+        """Whether of a plain matrix that several ranks hold one alone has the state."""
+        return self.shard_state or not self.grads_are_reduced
 
     @property
     def overlaps(self) -> bool:

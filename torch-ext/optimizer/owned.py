@@ -1,4 +1,4 @@
-"""State that one rank keeps for all (`grads_are_reduced=False`): which rank has which rows, how rows change hands.
+"""State that one rank keeps for all (`shard_state`, unreduced gradients): which rank has which rows, how they move.
 
 Decides the form in which others see such state, DTensors cut by rows over the process group, which every layout can
 read, and how owners come by what a load or another plan left elsewhere. Rows lie over the ranks in their order. Both

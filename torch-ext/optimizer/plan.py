@@ -17,6 +17,8 @@ from .cut import PARTS, cut, in_parts, layers_of, total
 from .freight import ALIGNMENT, Freight, workspace
 from .pace import Part
 
+ROUTES_OF_OWNERS = "own", "reduce"  # of plain matrices whose owner keeps the state: gradients come reduced, or not
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -48,12 +50,12 @@ class Bucket:
     memory: tuple = (0, 0)
 
 
-def make_plan(layouts, cost, loads, *, reduced=True, rank_bytes=1 << 30, itemsizes=None, thrifty=False) -> list[Bucket]:
-    """Layouts -> buckets, the same on every rank.
+def make_plan(layouts, cost, loads, *, plain="exchange", rank_bytes=1 << 30, itemsizes=None, thrifty=False) -> list:
+    """Layouts -> [Bucket], the same on every rank.
 
     `cost(rows, cols)`: the work of one matrix, a whole number; a Pace with measured times says also how buckets are cut
     and ordered (else they are as few as fit). `loads`: work from earlier plans of this step, by the ranks that know of
-    it and by rank, updated in place; `reduced`: the gradients of plain tensors are already summed over the ranks;
+    it and by rank, updated in place; `plain`: the route of plain matrices on several ranks, see ROUTES_OF_OWNERS;
     `rank_bytes`: how much workspace buckets may take of one rank (more where one matrix per owner does); `itemsizes`:
     bytes of an element on the wire, of an "update" and, where it travels, of a "row" of row state; "scratch": what a
     matrix takes while it is iterated, see `polar.scratch`; "splits": whether it may be in pieces, see `polar.splits`;
@@ -61,7 +63,7 @@ def make_plan(layouts, cost, loads, *, reduced=True, rank_bytes=1 << 30, itemsiz
     "once": whether what goes to several ranks leaves from one place; "room": how much workspace there may be for
     matrices in pieces, None for what whole ones take; `thrifty`: take less where that costs 1 % of time at most.
     """
-    families, pace = _families(layouts, reduced), cost if getattr(cost, "measured", False) else None
+    families, pace = _families(layouts, plain), cost if getattr(cost, "measured", False) else None
     owner_of, buckets = _assign(families, layouts, cost, loads), []
     for route, ranks in sorted(families, key=lambda family: (turn(family[1]), family)):
         freight = Freight(layouts, itemsizes or {"update": 2}, route, ranks)
@@ -139,19 +141,19 @@ def turn(ranks) -> tuple:
     return -len(ranks), ranks
 
 
-def _families(layouts, reduced) -> dict:
+def _families(layouts, plain) -> dict:
     """(route, ranks) -> matrices whose pieces lie on the same ranks and are stepped alike."""
     families, places = defaultdict(list), {}
     for param, layout in enumerate(layouts):
         if id(layout) not in places:  # parameters of one shape and placement share their layout
-            places[id(layout)] = _places(layout, reduced)
+            places[id(layout)] = _places(layout, plain)
         for lead, family in places[id(layout)]:
             for at in itertools.product(*(range(a, b) for a, b in lead)):
                 families[family].append(Matrix(param, at, *layout.shape[-2:]))
     return dict(families)
 
 
-def _places(layout, reduced) -> list:
+def _places(layout, plain) -> list:
     """[(box of leading indices, (route, ranks))]: who stores pieces of the matrices at these indices."""
     ranks_of = defaultdict(list)
     for rank, box in layout.boxes.items():
@@ -163,7 +165,7 @@ def _places(layout, reduced) -> list:
         if len(storing) == 1:
             found.append((lead, ("local", tuple(storing))))
         elif storing:
-            found.append((lead, ("exchange" if reduced or not layout.plain else "reduce", tuple(sorted(ranks)))))
+            found.append((lead, (plain if layout.plain else "exchange", tuple(sorted(ranks)))))
     return found
 
 
@@ -171,14 +173,14 @@ def _assign(families, layouts, cost, loads) -> dict:
     """matrix -> owner, balanced over all shapes at once (balance.py).
 
     Only work on layouts that all ranks of a layout have part in counts: of other work some of them know nothing. So
-    the layouts of the most ranks come first. Where gradients are reduced, the owner also keeps the state, and a
-    parameter has one owner for all its matrices.
+    the layouts of the most ranks come first. Where the owner also keeps the state, a parameter has one owner for all
+    its matrices.
     """
     owner_of, worlds = {}, defaultdict(list)
     world_of = {id(layout): layout for layout in layouts}
     world_of = {key: frozenset(layout.boxes) for key, layout in world_of.items()}
     for (route, ranks), matrices in families.items():
-        for _, unit in itertools.groupby(matrices, key=lambda m: m.param if route == "reduce" else m):
+        for _, unit in itertools.groupby(matrices, key=lambda m: m.param if route in ROUTES_OF_OWNERS else m):
             unit = list(unit)
             work = max(1, cost(unit[0].rows, unit[0].cols)) * len(unit)
             worlds[world_of[id(layouts[unit[0].param])]].append((unit[0].param, unit[0].at, ranks, work, unit))

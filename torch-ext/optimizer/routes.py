@@ -79,10 +79,9 @@ class Journey:
 
 
 class Exchange(Journey):
-    """Shards -> owner -> shards. FSDP2, HSDP, TP x FSDP and DDP differ in their pieces only. State stays at home.
-
-    Until the answer is there nothing changes, for the step may fail: momentum moves with the weight. Only in a graph
-    of the whole step, which no error of the host interrupts, it does where it is read first.
+    """Shards -> owner -> shards. FSDP2, HSDP, TP x FSDP and DDP differ in their pieces only. State stays at home (own:
+    with the owner). Until the answer is there nothing changes: momentum moves with the weight. Only in a graph of the
+    whole step, which no error of the host interrupts, it does where it is read first.
     """
 
     def __init__(self, bound):
@@ -264,7 +263,8 @@ def _steps(bound, piece):
     return bound.store.twin(number, step) if piece.matrix.at[0] else step
 
 
-ROUTES = {"local": Local, "exchange": Exchange, "reduce": Reduce, "reduce_elementwise": ReduceElementwise}
+ROUTES = {"local": Local, "exchange": Exchange, "own": Exchange, "reduce": Reduce,
+          "reduce_elementwise": ReduceElementwise}
 
 
 class Wire:

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
 from .freight import ALIGNMENT, parts
-from .plan import Matrix
+from .plan import ROUTES_OF_OWNERS, Matrix
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def share_of(bucket, rank, layouts, row_layouts, itemsizes) -> Share:
     travelling = list(_pieces_at(bucket, rank, layouts, "update"))
     rows = list(_pieces_at(bucket, rank, row_layouts, "row")) if row_layouts else []
     reduce = bucket.route == "reduce"
-    if reduce:  # the state lives at the owner
+    if bucket.route in ROUTES_OF_OWNERS:
         pieces = [p for p in rows if p.home == p.owner == rank] + travelling
     else:
         pieces = travelling = rows + travelling
@@ -126,7 +126,7 @@ def share_of(bucket, rank, layouts, row_layouts, itemsizes) -> Share:
         return share
     room = itemsizes.get("room")
     room = bucket.memory if room is None else parts(max(room, bucket.nbytes))
-    if bucket.route == "exchange":
+    if bucket.route in ("exchange", "own"):
         share = _in_pieces(share, room, itemsizes)
     return _side_by_side(share, room, itemsizes)
 

@@ -257,7 +257,9 @@ class Bound:
         return {p: piece_at(self.memory["kept"], at, p.shape, dtype) for p, at in self.share.kept.items()}
 
     def momenta(self, pieces):
-        """(M of each piece, where its gradient lies, this step's gradients)."""
+        """(M of each piece, where its gradient lies, this step's gradients); nothing of pieces that others keep."""
+        if self.bucket.route == "own" and any(p.owner != self.rank for p in pieces):
+            return ()
         return self.states(pieces, "momentum_buffer"), self.sources(pieces), self.store.gradients
 
     def gradients(self):
