@@ -88,6 +88,15 @@ def test_collectives_against_each_other(tmp_path):
     assert all(float(row["median_us"]) > 0 and row["ranks"] == "2" for row in rows)
 
 
+@pytest.mark.parametrize(("what", "stacks"), [("pieces", "1x144x160+1x160x144"), ("side_by_side", "1x72x72+1x72x96")])
+def test_ways_of_one_bucket(what, stacks, tmp_path):
+    out = tmp_path / "stacks.csv"
+    run("stacks.py", what, "--stacks", stacks, "--ranks", 3, "--rounds", 1, "--commit", "abc", "--out", out)
+    with open(out, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len({row["way"] for row in rows}) == 2 and all(float(row["median_us"]) > 0 for row in rows)
+
+
 def test_a_table_with_other_columns_is_not_appended_to(tmp_path):
     (tmp_path / "old.csv").write_text("commit,gpu\n")
     command = [sys.executable, FOLDER / "polar.py", "--out", tmp_path / "old.csv"]
@@ -166,15 +175,15 @@ def test_launches_are_counted(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")
 def test_step_measures_every_mode_and_is_drawn(optimizer, tmp_path):
     common = ["--models", "tiny", "--ranks", 2, "--steps", 2, "--warmup", 1, "--commit", "abc"]
-    modes = ["fsdp", "hsdp", "hsdp4", "tp_fsdp", "ddp", "reduce", "allreduce", "single"]
+    modes = ["fsdp", "hsdp", "hsdp4", "tp_fsdp", "ddp", "ddp_sharded", "reduce", "allreduce", "single"]
     run("step.py", *common, "--modes", *modes, "--out", tmp_path / "step.csv")
     text = run("step.py", *common, "--modes", "fsdp", "ep", "--runs", "eager", "graph", "--optimizers", "normuon",
                "--layers", 1, 3, "--trace", tmp_path, "--report", "--out", tmp_path / "step.csv")
     with open(tmp_path / "step.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     modes.remove("hsdp4")  # four replicas need four ranks
-    assert [row["mode"] for row in rows[:7]] == modes
-    assert {(row["mode"], row["run"], row["layers"], row["optimizer"]) for row in rows[7:]} == {
+    assert [row["mode"] for row in rows[:8]] == modes
+    assert {(row["mode"], row["run"], row["layers"], row["optimizer"]) for row in rows[8:]} == {
         (mode, run, layers, "normuon") for mode in ("fsdp", "ep") for run in ("eager", "graph") for layers in "13"}
     for row in rows:
         assert 0 < float(row["p20_ms"]) <= float(row["median_ms"]) <= float(row["p80_ms"])

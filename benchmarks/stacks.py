@@ -1,0 +1,134 @@
+"""The iteration of one bucket's matrices, in ways that give the same bits; one CSV row for each measurement.
+
+    LOCAL_KERNELS=org/optimizer=build python benchmarks/stacks.py pieces --ranks 8 --stacks 6x768x768 2x768x3072
+    ... side_by_side --stacks 6x768x768+2x768x3072 2x2048x2048+2x2048x6144
+
+"pieces": matrices that arrive cut by rows over so many ranks are copied together, iterated and copied to where they
+leave ("copied"), or read and written where their pieces are ("in pieces"). "side_by_side": stacks follow each other in
+the same memory ("in turns"), or each has memory of its own, which lets a CUDA graph run them together ("side by side").
+By CUDA graphs, in turns; without a GPU called, where the ways take the same time: good to try the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib
+import itertools
+from functools import partial
+from pathlib import Path
+
+import torch
+from kernels import get_kernel
+from race import captured, race
+from step import commit, device_name, triton_version
+
+PACKAGE = get_kernel("org/optimizer", version=1).__name__
+polar, split, pack = (importlib.import_module(f"{PACKAGE}.{name}")
+                      for name in ("polar", "kernels.split", "kernels.pack"))
+COLUMNS = "commit gpu what stacks ranks way median_us p20_us p80_us torch triton".split()
+STEPS, WIRE = polar.steps_of("polar_express"), torch.bfloat16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=WAYS)
+    parser.add_argument("--stacks", nargs="+", required=True, help="NxRxC, several of one bucket joined by +")
+    parser.add_argument("--ranks", type=int, default=8, help="over which rows are cut, in pieces")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
+    parser.add_argument("--out", default="stacks.csv", help="CSV to append to")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for text in options.stacks:
+        shapes = [tuple(map(int, stack.split("x"))) for stack in text.split("+")]
+        if options.what == "pieces" and not all(polar.splits(R, C, STEPS) for _, R, C in shapes):
+            parser.error(f"{text}: small matrices, and rows of no multiple of 16 elements, do not go in pieces")
+        ways, results = WAYS[options.what](shapes, options.ranks, device)
+        same_bits(ways, results)
+        calls = {way: captured(call)[0] if device.type == "cuda" else call for way, call in ways.items()}
+        for way, times in race(calls, lambda: None, options.rounds, burst_ms=3, rest_ms=6).items():
+            median, p20, p80 = (round(1e3 * ms, 1) for ms in times.summary())
+            row = [options.commit or commit(), device_name(device), options.what, text, options.ranks, way, median, p20,
+                   p80, torch.__version__, triton_version()]
+            append(options.out, row)
+
+
+def in_pieces(shapes, ranks, device):
+    """({way: function}, where both leave their results)."""
+    stacks = [torch.randn(shape, device=device).to(WIRE) for shape in shapes]
+    arrived, leaves = (torch.empty(sum(t.numel() for t in stacks), dtype=WIRE, device=device) for _ in "12")
+    came, go = (on_wire(flat, shapes, ranks) for flat in (arrived, leaves))
+    wholes = [pieces_of(t, ranks) for t in stacks]
+    flat = [[piece for stack in where for matrix in stack for piece in matrix] for where in (came, go, wholes)]
+    for place, piece in zip(flat[0], flat[2]):
+        place.copy_(piece)
+    assemble, dismantle = pack.Copy(flat[2], flat[0]), pack.Copy(flat[1], flat[2])
+
+    def copied():
+        assemble()
+        polar.orthogonalize_(stacks, STEPS)
+        dismantle()
+
+    read, written = ([split.Split(stack) for stack in where] for where in (came, go))
+    return {"copied": copied, "in pieces": partial(polar.orthogonalize_, read, STEPS, into=written)}, [leaves]
+
+
+def pieces_of(stack, ranks):
+    """Of each matrix its rows as Shard(0) cuts them."""
+    return [list(matrix.split(-(-len(matrix) // ranks))) for matrix in stack]
+
+
+def on_wire(flat, shapes, ranks):
+    """Places for all pieces in a flat tensor: by rank, then by matrix."""
+    at, places = 0, [[[] for _ in range(N)] for N, _, _ in shapes]
+    for rank in range(ranks):
+        for stack, (_, R, C) in zip(places, shapes):
+            each = -(-R // ranks)
+            rows = max(0, min(R - rank * each, each))
+            for matrix in stack if rows else ():
+                matrix.append(flat[at:at + rows * C].view(rows, C))
+                at += rows * C
+    return places
+
+
+def side_by_side(shapes, ranks, device):
+    """({way: function}, where both leave their results)."""
+    stacks = [torch.randn(shape, device=device).to(WIRE) for shape in shapes]
+    results = [torch.empty_like(t) for t in stacks]
+    needs = {}
+    for N, R, C in shapes:
+        key, long, square = polar.scratch(R, C, STEPS, polar.products_dtype(None, device).itemsize)
+        before = needs.get(key, (0, 0, 0))
+        needs[key] = tuple(a + N * b for a, b in zip(before, (long // 2, long // 2, square)))
+
+    def way(together):
+        memory = [torch.empty(together(sizes), dtype=torch.uint8, device=device) for sizes in zip(*needs.values())]
+        return partial(polar.orthogonalize_, stacks, STEPS, memory=memory, into=results)
+
+    return {"in turns": way(max), "side by side": way(sum)}, results
+
+
+def same_bits(ways, results) -> None:
+    """Try all ways once."""
+    found = []
+    for call in ways.values():
+        call()
+        found.append([t.clone() for t in results])
+        for t in results:
+            t.fill_(float("nan"))
+    for first, second in itertools.pairwise(found):
+        assert all(map(torch.equal, first, second)), f"{list(ways)} differ"
+
+
+def append(path, row) -> None:
+    new = not Path(path).exists()
+    with open(path, "a", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, row] if new else [row])
+    print(*row[2:7], flush=True)
+
+
+WAYS = {"pieces": in_pieces, "side_by_side": side_by_side}
+
+if __name__ == "__main__":
+    main()
