@@ -41,10 +41,9 @@ class Muon(Returning):
     "spectral_norm". adamw_betas, adamw_eps: defaults of `betas` and `eps` in AdamW groups.
 
     process_group: the ranks that hold copies of plain (non-DTensor) parameters, among which the work is then split;
-    None means that every process steps its plain parameters alone. shard_state=True: the rank that owns a matrix alone
-    keeps its state. grads_are_reduced=False: the gradients of plain parameters have not been averaged over
-    process_group; the optimizer does it, and owners alone keep the state, AdamW's too. Gradients of matrices are then
-    rounded to wire_dtype before they are averaged in fp32 (AdamW's are not).
+    None means that every process steps its plain parameters alone. shard_state=True: a matrix's owner alone keeps its
+    state. grads_are_reduced=False: their gradients have not been averaged over process_group; the optimizer does it,
+    and owners alone keep the state. Gradients of matrices are then rounded to wire_dtype and averaged in fp32.
     state_dtype: of momentum_buffer, exp_avg and exp_avg_sq. wire_dtype: of updates between home and owner, on every
     layout, so that all layouts give the same bits. ns_dtype: of the Newton-Schulz products; None means fp16 on
     accelerators and fp32 on CPUs. workspace_bytes: bound on the memory of buckets and of the iteration, ValueError
