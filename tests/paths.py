@@ -12,6 +12,8 @@ from importlib.metadata import version
 import pytest
 import torch
 
+from tests import interpreter
+
 INTERPRETED = not torch.cuda.is_available()
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -34,6 +36,8 @@ def take(path: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Send every operation of this test down a path; skip the test where it cannot go."""
     if path == "triton" and (reason := why_no_triton()):
         pytest.skip(reason)
+    if path == "triton" and INTERPRETED:
+        interpreter.hasten()
     monkeypatch.setenv("OPTIMIZER_KERNELS", path)
     return path
 

@@ -53,7 +53,7 @@ def sharded(full, mesh, placements):
     """A DTensor with the values of `full`, cut as the package's own boxes say; torch has to agree."""
     from torch.distributed.tensor import DTensor
 
-    box = part("layout").box_at(mesh.get_coordinate(), full.shape, placements, tuple(mesh.mesh.shape))
+    box = part("layout").box_at(mesh.get_coordinate(), full.shape, placements, tuple(mesh.shape))
     local = full[tuple(slice(a, b) for a, b in box)].clone()
     tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
     assert torch.equal(tensor.full_tensor(), full), ("our boxes disagree with torch", placements)

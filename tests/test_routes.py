@@ -17,7 +17,7 @@ def cut(full, mesh, placements):
     """A DTensor of the values of `full`, which every rank has."""
     from torch.distributed.tensor import DTensor
 
-    box = part("layout").box_at(mesh.get_coordinate(), full.shape, placements, tuple(mesh.mesh.shape))
+    box = part("layout").box_at(mesh.get_coordinate(), full.shape, placements, tuple(mesh.shape))
     local = full[tuple(slice(*side) for side in box)].clone()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
 

@@ -153,7 +153,8 @@ class Freight:
         travels, (leave, gather, land) = self.route != "local", BYTES[self.route]
         inbound, away = max(inbound, *leaves.values()), max(leaves.values()) if travels else held
         gathered = gather * held / self.update + (inbound if self.route == "reduce" else 0)
-        products = max(map(pace.stacks, counts.values())) + pace.memory(gathered)
+        distinct = {frozenset(shapes.items()): shapes for shapes in counts.values()}  # most owners have the same
+        products = max(map(pace.stacks, distinct.values())) + pace.memory(gathered)
         return Part(pace.memory(leave * away / self.update), pace.wire(inbound), products, pace.wire(outbound),
                     pace.memory(land * (returns if travels else held) / self.update), travels)
 

@@ -95,7 +95,7 @@ def brought_home(param, grad) -> torch.Tensor:
 def zeros_astray(param, placements, dtype):
     """Zeros of a parameter's shape with placements of a gradient; nothing is sent."""
     mesh = param.device_mesh
-    box = box_at(mesh.get_coordinate(), tuple(param.shape), placements, tuple(mesh.mesh.shape))
+    box = box_at(mesh.get_coordinate(), tuple(param.shape), placements, tuple(mesh.shape))
     local = torch.zeros([b - a for a, b in box], dtype=dtype, device=param.device)
     return as_dtensor(local, param.shape, mesh, placements)
 
@@ -146,10 +146,18 @@ def row_chunks(rows, parts) -> list:
     return [min(part, max(0, rows - part * i)) for i in range(parts)]
 
 
-def as_dtensor(local, shape, mesh, placements):
+def zeros_of(param, dtype):
+    """Zeros like a parameter, in its order of memory. A DTensor's own zeros_like takes milliseconds."""
+    zeros = torch.zeros_like(local_of(param), dtype=dtype, requires_grad=False)
+    if not is_dtensor(param):
+        return zeros
+    return as_dtensor(zeros, param.shape, param.device_mesh, param.placements, param.stride())
+
+
+def as_dtensor(local, shape, mesh, placements, stride=None):
     """The DTensor of a global `shape` of which this rank stores `local`; nothing is sent or checked."""
     from torch.distributed.tensor import DTensor
-    stride = torch.empty(shape, device="meta").stride()
+    stride = torch.empty(shape, device="meta").stride() if stride is None else stride
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
@@ -171,7 +179,8 @@ def is_placed_like(value, param) -> bool:
     """Whether each rank has the same elements of both."""
     if not (is_dtensor(value) and is_dtensor(param)):
         return is_dtensor(value) == is_dtensor(param)
-    return value.placements == param.placements and torch.equal(value.device_mesh.mesh, param.device_mesh.mesh)
+    ours, theirs = param.device_mesh, value.device_mesh
+    return value.placements == param.placements and (ours is theirs or torch.equal(ours.mesh, theirs.mesh))
 
 
 def place_like(value, param):
@@ -202,7 +211,7 @@ def check_placements(param, name) -> None:
     strided = [i for i, p in enumerate(kinds) if _is_strided(p)]
     for i in strided:
         later = [j for j in range(i + 1, len(kinds)) if _shard_dim(kinds[j]) == _shard_dim(kinds[i])]
-        split = math.prod(param.device_mesh.mesh.shape[j] for j in later)
+        split = math.prod(param.device_mesh.shape[j] for j in later)
         if len(strided) > 1 or kinds[i].split_factor != split:
             raise NotImplementedError(f"{what}: only the shard order of FSDP2 over TP is known: one _StridedShard, "
                                       f"whose split_factor is the size of the later mesh axes on its dim ({split})")
@@ -222,7 +231,7 @@ def check_local_shape(param, name) -> None:
     coordinate = param.device_mesh.get_coordinate() if is_dtensor(param) else None
     if coordinate is None:
         return
-    box = box_at(coordinate, tuple(param.shape), param.placements, tuple(param.device_mesh.mesh.shape))
+    box = box_at(coordinate, tuple(param.shape), param.placements, tuple(param.device_mesh.shape))
     if tuple(b - a for a, b in box) != tuple(param._local_tensor.shape):
         raise NotImplementedError(f"parameter {name}: this rank stores {tuple(param._local_tensor.shape)}, its "
                                   f"placements {param.placements} say {box}; only torch's own sharding is known")

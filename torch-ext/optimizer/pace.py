@@ -52,7 +52,7 @@ class Pace:
         self.measured = bool(self.table) and all("us" in entry for entry in products)
         self.entries = {op: [e for e in products if e["op"] == op] for op in ("gram", "symmetric", "product")}
         self.key = hashlib.sha256(repr((arch, self.table, products)).encode()).hexdigest()  # part of the plan's digest
-        self._known = {}
+        self._known, self._costs = {}, {}
 
     @classmethod
     def of(cls, hp, device) -> Pace:
@@ -61,9 +61,10 @@ class Pace:
         return cls(steps, tiles.architecture(device.type, device.index))
 
     def __call__(self, R: int, C: int) -> int:
-        if not self.measured:
-            return max(1, polar.cost(R, C, self.steps) // NOMINAL)
-        return max(1, self.stacks({(R, C): BATCH}) // BATCH)
+        if (R, C) not in self._costs:
+            cost = self.stacks({(R, C): BATCH}) // BATCH if self.measured else polar.cost(R, C, self.steps) // NOMINAL
+            self._costs[R, C] = max(1, cost)
+        return self._costs[R, C]
 
     def stacks(self, counts: Mapping) -> int:
         """The time of a stack of each shape, `counts`: (R, C) -> matrices; those of one short side share launches."""

@@ -173,7 +173,7 @@ def _stacked(matrices, itemsizes) -> int:
 def _copies(bucket, layouts) -> list:
     """How many copies of its parameters the ranks of a bucket hold together, for each layout that there is."""
     known = {id(layouts[m.param]): layouts[m.param] for m in bucket.matrices}
-    return [len({layout.copy_of[rank] for rank in bucket.ranks}) for layout in known.values()]
+    return [len(set(map(layout.copy_of.__getitem__, bucket.ranks))) for layout in known.values()]
 
 
 def _needs(inbound, outbound, kept=0):
@@ -223,20 +223,19 @@ def _lay_out(pieces, end, ranks, itemsizes, once=False):
     """({piece: byte offset}, bytes per peer, their first). A peer's part is a multiple of ALIGNMENT; wider elements
     come first in it. `once`: parts of peers that get the same lie in one place.
     """
-    parts, offsets, sizes, starts, free, known = defaultdict(list), {}, [], [], 0, {}
+    parts, offsets, free, known = defaultdict(list), {}, 0, {}
+    sizes, starts = ([0] * len(ranks) for _ in range(2))
     for piece in pieces:
         parts[getattr(piece, end)].append(piece)
-    for peer in ranks:
-        part = sorted(parts.get(peer, ()), key=lambda p: -itemsizes[p.kind])
-        what = tuple((p.kind, p.matrix, p.box) for p in part) if once else peer
-        at = start = known.setdefault(what, free)
+    for i in itertools.compress(itertools.count(), map(parts.__contains__, ranks)):  # of thousands, most have no part
+        part = sorted(parts[ranks[i]], key=lambda p: -itemsizes[p.kind])
+        what = tuple((p.kind, p.matrix, p.box) for p in part) if once else i
+        at = starts[i] = known.setdefault(what, free)
         for piece in part:
             offsets[piece] = at
             at += piece.numel * itemsizes[piece.kind]
         at += -at % ALIGNMENT
-        sizes.append(at - start)
-        starts.append(start)
-        free = max(free, at)
+        sizes[i], free = at - starts[i], max(free, at)
     return offsets, tuple(sizes), tuple(starts)
 
 

@@ -22,6 +22,7 @@ from .layout import (
     raw_locals,
     this_rank,
     zeros_astray,
+    zeros_of,
 )
 from .recipe import baked, orthogonalize, scale_of
 
@@ -181,7 +182,7 @@ def create_state(state, param, keys, dtype, rows=None) -> None:
         elif key == "second_moment":
             state[key] = _zero_rows(param)
         else:
-            state[key] = torch.zeros_like(param, dtype=wide, requires_grad=False)
+            state[key] = zeros_of(param, wide)
 
 
 def home_of(key, param, dtype):
