@@ -116,12 +116,109 @@ def test_a_glance_sees_what_binding_depends_on(change, optimizer):
     assert before != glance(groups, state, False)
 
 
+def another_gradient(p, state, groups):
+    p.grad = torch.ones_like(p)
+
+
+def another_rate(p, state, groups):
+    groups[0]["lr"] = 0.5
+
+
+def nothing(p, state, groups):
+    pass
+
+
+def gradient(make):
+    def change(p, state, groups):
+        p.grad = make(p)
+    return change
+
+
+def data_of(what):
+    def change(p, state, groups):
+        tensor = {"weight": p, "gradient": p.grad, "state": state[p]["momentum_buffer"]}[what]
+        tensor.data = tensor.detach().clone()
+    return change
+
+
+def parameter_instead(p, state, groups):
+    groups[0]["params"] = [nn.Parameter(p.detach())]
+
+
+def option(key, value):
+    return lambda p, state, groups: groups[0].update({key: value})
+
+
+CHANGES = {
+    "the gradient is transposed": gradient(lambda p: torch.ones(6, 4).mT), "it is missing": gradient(lambda p: None),
+    "it is negated lazily": gradient(lambda p: torch._neg_view(torch.ones(4, 6))),
+    "it is sparse": gradient(lambda p: p.detach().to_sparse()),
+    "it lies elsewhere in a line": gradient(lambda p: torch.ones(25)[1:].view(4, 6)),
+    "weight elsewhere": data_of("weight"), "state elsewhere": data_of("state"), "another parameter": parameter_instead,
+    "frozen": lambda p, state, groups: p.requires_grad_(False), "ns_steps": option("ns_steps", 7),
+    "adjust_lr_fn": option("adjust_lr_fn", "rms_norm"), "use_muon": option("use_muon", False),
+    "another state": lambda p, state, groups: state[p].update(momentum_buffer=state[p]["momentum_buffer"].clone()),
+    "more state": lambda p, state, groups: state[p].update(more=torch.zeros(4, 6)),
+    "a new group": lambda p, state, groups: groups.append({"params": []}),
+}
+SAME = {"nothing": nothing, "another gradient": another_gradient, "lr": another_rate,
+        "the gradient's memory": data_of("gradient")}
+
+
+def looked(change, place=lambda tensor: tensor):
+    """(whether the quick way was taken, whether it and the whole look find all as it was)."""
+    p = nn.Parameter(place(torch.ones(4, 6)))
+    p.grad, state = place(torch.ones(4, 6)), {p: {"momentum_buffer": place(torch.zeros(4, 6))}}
+    groups = [{"params": [p], "use_muon": True, "adjust_lr_fn": None, "ns_steps": 5, "lr": 0.1}]
+    with torch.no_grad():
+        look = part("change").Look(groups, state, False)
+        change(p, state, groups)
+        return look.quick, look._soon(groups, state, (False,)), look.holds(groups, state, False)
+
+
+@pytest.mark.parametrize("name", [*CHANGES, *SAME])
+def test_a_quick_look_sees_no_less_and_takes_no_gradient_for_a_change(name, optimizer):
+    same = name in SAME
+    assert looked({**CHANGES, **SAME}[name]) == (True, same, same)
+
+
+def placed(rank, world):
+    from torch.distributed.tensor import Partial, Replicate, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+
+    def place(tensor):
+        return distribute_tensor(tensor, mesh, [Replicate()])
+
+    def elsewhere(p, state, groups):
+        p.grad = type(p.grad).from_local(torch.ones(4, 6), mesh, [Partial()])
+
+    return [looked(change, place) for change in (nothing, another_gradient, elsewhere, CHANGES["it is missing"],
+                                                 CHANGES["frozen"])]
+
+
+def test_a_quick_look_knows_placements(optimizer):
+    for found in run_threads(2, placed):
+        assert found == [(True, True, True)] * 2 + [(True, False, False)] * 3
+
+
+def test_without_guards_looks_are_whole(optimizer, monkeypatch):
+    monkeypatch.setattr(part("change"), "TensorGuards", None)
+    for change, same in ((nothing, True), (CHANGES["frozen"], False)):
+        p = nn.Parameter(torch.ones(4, 6))
+        p.grad, state, groups = torch.ones(4, 6), {p: {}}, [{"params": [p]}]
+        look = part("change").Look(groups, state)
+        change(p, state, groups)
+        assert not look.quick and look.holds(groups, state) == same
+
+
 @pytest.mark.parametrize("kept", [{"count": 1}, 1], ids=str)
 def test_what_others_keep_in_the_state_need_not_be_tensors(kept, optimizer):
     param = nn.Parameter(torch.randn(4, 4))
     param.grad, muon = torch.randn(4, 4), optimizer.Muon([param])
-    muon.state["another's"] = kept
-    for _ in range(2):
+    for number in range(4):
+        if number != 1:
+            muon.state["another's"] = kept
         before = param.detach().clone()
         muon.step()
         assert not torch.equal(param, before)

@@ -5,16 +5,22 @@ plans nor what is bound.
 """
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 from operator import attrgetter, itemgetter
 
 import torch
 
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # no part of torch's interface: without it looks take longer
+    TensorGuards = None
+
 from .freight import ALIGNMENT
 from .layout import local_of, placements_of, raw_locals
 
-gradient_of, _dtype, _requires_grad = map(attrgetter, ("grad", "dtype", "requires_grad"))
+gradient_of, _dtype, _requires_grad, _spec = map(attrgetter, ("grad", "dtype", "requires_grad", "_spec"))
 _params = itemgetter("params")
 FIXED = "use_muon", "adjust_lr_fn", "ns_coefficients", "ns_steps", "eps", "betas"  # numbers that no schedule changes
 
@@ -25,7 +31,7 @@ def glance(groups, state, *more):
     lazily negated, a state of somebody else's that is no tensor). One list for each attribute, which is cheaper than
     one tuple for each parameter.
     """
-    params = list(itertools.chain.from_iterable(map(_params, groups)))
+    params = _params_of(groups)
     whole = list(map(gradient_of, params))
     gradients = raw_locals(whole)
     missing = missing_from(gradients)
@@ -36,11 +42,93 @@ def glance(groups, state, *more):
         if any(map(torch.Tensor.is_neg, gradients)):
             return object()
         forms = [list(map(look, gradients)) for look in (_dtype, torch.Tensor.stride)]
-        odd = list(map(operator.mod, map(torch.Tensor.data_ptr, gradients), itertools.repeat(ALIGNMENT)))
-        return (at_rest(groups, state), forms, odd, missing, placements_of(whole),
+        return (at_rest(groups, state), forms, _odd(gradients), missing, placements_of(whole),
                 [gradient_dtype(params[i]) for i in missing], more)
     except (AttributeError, RuntimeError, TypeError):  # no addresses, no strides
         return object()
+
+
+class Look:
+    """What `glance` saw, and a quicker look whether it is so again: at every step Python takes longer for that than a
+    GPU for some models. It sees a change wherever `glance` sees one. The guards are those by which compiled code knows
+    tensors: types, dtypes, shapes, strides, what is lazy or sparse, and whether gradients are wanted.
+    """
+
+    def __init__(self, groups, state, *more):
+        self.seen, self.came, self.quick = glance(groups, state, *more), None, False
+        self.params = _params_of(groups)
+        whole = list(map(gradient_of, self.params))
+        known = isinstance(self.seen, tuple) and isinstance(self.seen[0], tuple) and not self.seen[3]
+        if TensorGuards is None or not known or len(set(map(type, whole))) != 1:
+            return
+        self.values = _values_of(state)
+        gradients, held = raw_locals(whole), self.params + self.values
+        self.numbers, self.more, self.odd, self.placements = _numbers(groups), more, *self.seen[2:5:2]
+        self.kind, self.specs = type(whole[0]), list(map(_spec, whole)) if self.placements else []
+        self.plain, self.places = _same(raw_locals(held), held), list(map(torch.Tensor.data_ptr, raw_locals(held)))
+        with torch.enable_grad():  # else guards do not see who wants gradients
+            self.guards = [TensorGuards(*ts, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+                           for ts in (self.params, gradients)]
+            self.quick = self.guards[0].check(*self.params) and self.guards[1].check(*gradients)
+
+    def holds(self, groups, state, *more) -> bool:
+        """Whether nothing that a step depends on has changed."""
+        with contextlib.suppress(AttributeError, RuntimeError, TypeError):  # as in a glance
+            if self.quick and self._soon(groups, state, more):
+                return True
+        return glance(groups, state, *more) == self.seen
+
+    def at_rest(self, groups, state) -> bool:
+        """The same without gradients, where it is known."""
+        return isinstance(self.seen, tuple) and at_rest(groups, state) == self.seen[0]
+
+    def take(self) -> dict:
+        """{parameter's id: its gradient here} as the quick look just saw them, once; empty where it did not."""
+        came, self.came = self.came, None
+        return {} if came is None else dict(zip(map(id, self.params), came))
+
+    def _soon(self, groups, state, more) -> bool:
+        params, values = _params_of(groups), _values_of(state)
+        if not (_same(params, self.params) and _same(values, self.values) and more == self.more
+                and _numbers(groups) == self.numbers):
+            return False
+        whole, held = list(map(gradient_of, params)), params + values
+        if set(map(type, whole)) != {self.kind}:
+            return False
+        gradients, specs = _locals(whole, not self.placements), list(map(_spec, whole)) if self.placements else []
+        with torch.enable_grad():
+            if not (self.guards[0].check(*params) and self.guards[1].check(*gradients)):
+                return False
+        if not ((_same(specs, self.specs) or placements_of(whole) == self.placements) and _odd(gradients) == self.odd
+                and list(map(torch.Tensor.data_ptr, _locals(held, self.plain))) == self.places):
+            return False
+        self.came = gradients
+        return True
+
+
+def _locals(tensors, plain) -> list:
+    """`raw_locals` of DTensors and others, or of `plain` ones only."""
+    return tensors if plain else list(map(getattr, tensors, itertools.repeat("_local_tensor"), tensors))
+
+
+def _same(ours, theirs) -> bool:
+    return len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
+
+
+def _params_of(groups) -> list:
+    return list(itertools.chain.from_iterable(map(_params, groups)))
+
+
+def _values_of(state) -> list:
+    return list(itertools.chain.from_iterable(map(dict.values, state.values())))
+
+
+def _numbers(groups) -> list:
+    return [(len(group["params"]), *map(group.get, FIXED)) for group in groups]
+
+
+def _odd(gradients) -> list:
+    return list(map(operator.mod, map(torch.Tensor.data_ptr, gradients), itertools.repeat(ALIGNMENT)))
 
 
 def missing_from(gradients) -> list[int]:
@@ -50,10 +138,10 @@ def missing_from(gradients) -> list[int]:
 
 def at_rest(groups, state):
     """The part of a glance that is there without gradients: parameters, what no schedule changes, where they lie."""
-    params = list(itertools.chain.from_iterable(map(_params, groups)))
+    params = _params_of(groups)
     try:
-        held = raw_locals(params) + raw_locals(itertools.chain.from_iterable(map(dict.values, state.values())))
-        return ([(len(group["params"]), *map(group.get, FIXED)) for group in groups],
+        held = raw_locals(params) + raw_locals(_values_of(state))
+        return (_numbers(groups),
                 list(map(id, params)), list(map(_requires_grad, params)), list(map(torch.Tensor.data_ptr, held)))
     except (AttributeError, RuntimeError, TypeError):
         return object()

@@ -39,11 +39,13 @@ class Feed:
         if self.device.type == "cuda":
             self.pages = [(_pinned(at), torch.cuda.Event()) for _ in range(PAGES * (1 + early))]
 
-    def send(self, as_bound=False) -> bool:
+    def send(self, seen=None, as_bound=False) -> bool:
         """Have the stores know this step's gradients and the device its values, from here on in the stream's order.
+        `seen`: the Look that has just seen them.
         Returns whether gradients had to be brought into the form in which the stores were bound (`as_bound`).
         """
-        brought = [store.read(as_bound=as_bound) for store in self.stores]
+        came = {} if seen is None else seen.take()
+        brought = [store.read(came=came, as_bound=as_bound) for store in self.stores]
         self.tell()
         return any(brought)
 

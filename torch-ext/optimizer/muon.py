@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from . import pipeline
 from .bind import OTHER_NUMBERS, OTHER_PARAMETERS, OTHER_PLACES, bind, make_stores, planned, stepped, watch
-from .change import at_rest, glance, memory_key
+from .change import Look, memory_key
 from .early import Early
 from .feed import Feed
 from .graphs import Graphs, current, release_before_groups
@@ -122,7 +122,7 @@ class Muon(Returning):
         else:
             self._early.judge()  # binding anew would forget it
             unscale(self._ready(found_inf is not None), grad_scale)
-        if self._feed.send(as_bound=begun):  # the next step binds anew
+        if self._feed.send(None if begun else self._seen, as_bound=begun):  # the next step binds anew
             self._bound_for = self._seen = None
         if self._guard is not None:
             self._guard.check(found_inf)
@@ -174,8 +174,8 @@ class Muon(Returning):
 
     def _as_bound(self) -> bool:
         """Whether all but the gradients is as the last step found it."""
-        same = world_now() is self._world and isinstance(self._seen, tuple) and self._guard is None
-        return same and at_rest(self.param_groups, self.state) == self._seen[0]
+        same = world_now() is self._world and self._seen is not None and self._guard is None
+        return same and self._seen.at_rest(self.param_groups, self.state)
 
     def plan_report(self) -> Report:
         """The plan of the last step, as this rank knows it: print it, or draw its `figure()`. Not collective.
@@ -190,7 +190,7 @@ class Muon(Returning):
     def _ready(self, scaled=False):
         """The stores of this step. Planned anew if parameters changed, bound anew if memory or gradients' form did."""
         self._find_world()
-        if glance(self.param_groups, self.state, scaled) == self._seen:
+        if self._seen is not None and self._seen.holds(self.param_groups, self.state, scaled):
             return self._stores
         check_again(self.param_groups)
         self._members = inherit(self._members, self.param_groups, self.state)
@@ -210,7 +210,7 @@ class Muon(Returning):
                 return self._ready(scaled)
             self._bind(plans, "raise" if scaled else self._options.nonfinite)
             self._bound_for, self._forms = key, forms
-        self._seen = glance(self.param_groups, self.state, scaled)  # with the state that there is now
+        self._seen = Look(self.param_groups, self.state, scaled)  # with the state that there is now
         return self._stores
 
     def _bind(self, plans, nonfinite) -> None:

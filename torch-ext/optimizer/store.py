@@ -51,15 +51,17 @@ class Store:
     def _find_strays(self) -> None:
         self.strays.update({i: p.grad.placements for i, p in enumerate(self.params) if is_astray(p)})
 
-    def read(self, bring=brought_home, as_bound=False) -> bool:
+    def read(self, bring=brought_home, as_bound=False, came=None) -> bool:
         """Take this step's gradients, which autograd may have put elsewhere; a missing one counts as zero. `bring`:
         what makes one like its parameter that is placed otherwise; where one is missing, too, for others wait.
-        `as_bound`: give all the form for which this was bound, and return whether any had another.
+        `as_bound`: give all the form for which this was bound, and return whether any had another. `came`: those of
+        all parameters, by id, where they are known.
         """
         if as_bound:
             check_dense([p.grad for p in self.params if p.grad is not None])
             self._find_strays()
-        self.came = raw_locals(map(gradient_of, self.params))
+        known = came and map(came.__getitem__, map(id, self.params))
+        self.came = list(known) if known else raw_locals(map(gradient_of, self.params))
         self.missing, self.gradients = frozenset(missing_from(self.came)), list(self.came)
         for number in self.missing:
             self.gradients[number] = _zeros(self.params[number])
