@@ -1,7 +1,8 @@
 """Compile every Triton kernel for one architecture, without a GPU: `python -m tests.compile_kernels sm90 232448`.
 
-The number is the bytes of shared memory there. Prints a line of JSON per product, with its tile and the shared memory
-that it takes, and one for the rest: their shared memory, and how many bytes the cast reads at once (sm90).
+The number is the bytes of shared memory there. For sm90 the assembler takes part, for others PTX or AMDGCN is the end.
+Prints a line of JSON per product, with its tile and the shared memory that it takes, and one for the rest: their shared
+memory, and how many bytes the cast reads at once (sm90).
 """
 from __future__ import annotations
 
@@ -23,6 +24,11 @@ TARGETS = {"sm80": ("cuda", 80, 32), "sm86": ("cuda", 80, 32), "sm90": ("cuda", 
 ROW_MAJOR, COLUMN_MAJOR = ("i32", "i32", 1), ("i32", 1, "i32")
 TYPES = {"TYPE_0": triton.language.float32, "TYPE_1": triton.language.bfloat16, "TYPE_2": triton.language.float32,
          "TYPE_3": triton.language.float32}
+
+
+def end_with_text(backend, stages, *_):
+    """Leave the assembler of this kind of GPU out."""
+    stages[backend.binary_ext] = lambda text, metadata: b""
 
 
 def compile_for(arch: str, kernel, arguments: dict, **options) -> int:
@@ -151,14 +157,16 @@ def small(arch: str, shared: int, side: int, U: str):
     arguments = dict(
         U=U, X="*fp16", out=U, u_strides=ROW_MAJOR, x_strides=ROW_MAJOR, out_strides=ROW_MAJOR, A="*fp16", Q="*fp16",
         a_strides=ROW_MAJOR, q_strides=ROW_MAJOR, triples=("fp32",) * 15, n="i32", m="i32", eps="fp32", WIDE=True,
-        FIRSTS=0b11001, BLOCK=side, DTYPE=triton.language.float16)
+        BLOCK=side, DTYPE=triton.language.float16)
     # As few steps as show every kind; each is compiled for itself, and more of them take no more memory. The Gram
-    # iteration's: the first, one between and the last of a segment, and, after a restart, the only one of another.
+    # iteration's: the first, one between and the last of a segment, and, after a restart, the only one of another. Of
+    # what U's dtype changes, which is before the first step and after the last, two only steps show as much.
     yield compile_for(arch, on_chip._segment_kernel, arguments | dict(STEPS=3), num_warps=side // 16)
-    standard, gram = (on_chip._standard_kernel, 2), (on_chip._gram_kernel, 4)
+    standard = on_chip._standard_kernel, dict(STEPS=2 if U == "*bf16" else 1)
+    gram = on_chip._gram_kernel, dict(STEPS=4, FIRSTS=0b11001) if U == "*bf16" else dict(STEPS=2, FIRSTS=0b111)
     for (kernel, steps), chunk in ((standard, side), (standard, 128), (gram, 128)):
         stages, options = on_chip.depth(shared, side * chunk, size)
-        constants = dict(CHUNK=chunk, STAGES=stages, STEPS=steps)
+        constants = dict(steps, CHUNK=chunk, STAGES=stages)
         yield compile_for(arch, kernel, arguments | constants, num_warps=side // 16, **options)
 
 
@@ -184,6 +192,8 @@ def cast_bytes(even: int) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] != "sm90":
+        triton.knobs.runtime.add_stages_inspection_hook = end_with_text
     for entry, taken in products(sys.argv[1]):
         print(json.dumps({**entry, "shared_bytes": taken}))
     rest = {"others": list(others(sys.argv[1], int(sys.argv[2])))}
