@@ -245,15 +245,23 @@ def _answer(rank: int, world: int, backend: str, port: int, call: int, timeout: 
         return pickle.dumps((time.monotonic(), traceback.format_exc()))
     finally:
         faulthandler.cancel_dump_traceback_later()
+        _forget_meshes()
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
-        _forget_meshes()
 
 
 def _forget_meshes() -> None:
-    """Clear DTensor's caches: a mesh of an earlier group equals a later one, but names groups that are gone."""
+    """Clear DTensor's caches: a mesh of an earlier group equals a later one, but names groups that are gone.
+
+    A group lives as long as a cached mesh does, and with it gloo's threads, which spin once its other ranks are gone.
+    """
     if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _redistribute as redistribute
+        from torch.distributed.tensor._collective_utils import MeshTopoInfo
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
+        MeshTopoInfo.build_from_mesh.cache_clear()
+        redistribute._gen_transform_infos.cache_clear()
+        getattr(redistribute, "_planner_cache", {}).clear()  # torch 2.11 may have none
