@@ -29,7 +29,7 @@ START_S = 180.0  # importing torch in many processes on a busy machine
 GRACE_S = 5.0  # how long the other ranks may go on once one has failed
 HOST = "127.0.0.1"
 # Imported once, in the process that forks the workers. A first step imports torch._dynamo, which takes seconds.
-PRELOADED = ["torch", "torch.distributed.tensor", "torch._dynamo", "kernels", "pytest"]
+PRELOADED = ["torch", "torch.distributed.tensor.debug", "torch._dynamo", "kernels", "pytest", "tests.preloaded"]
 
 
 @functools.cache
