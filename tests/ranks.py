@@ -237,11 +237,12 @@ def _answer(rank: int, world: int, backend: str, port: int, call: int, timeout: 
         function, args = pickle.loads(payload)
         if "nccl" in backend:
             torch.cuda.set_device(rank)
-        store = dist.PrefixStore(f"call{call}", dist.TCPStore(HOST, port, is_master=False))
+        store = dist.PrefixStore(f"call{call}", _connect(port))
         limit = datetime.timedelta(seconds=timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
         return pickle.dumps((None, function(rank, world, *args)))
     except BaseException:
+        _connect.cache_clear()  # nobody knows what waits in that connection
         return pickle.dumps((time.monotonic(), traceback.format_exc()))
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -249,6 +250,12 @@ def _answer(rank: int, world: int, backend: str, port: int, call: int, timeout: 
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@functools.cache
+def _connect(port: int) -> dist.TCPStore:
+    """Connect to the store once: now and then the other end takes 5 s to answer a new connection."""
+    return dist.TCPStore(HOST, port, is_master=False)
 
 
 def _forget_meshes() -> None:
