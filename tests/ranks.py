@@ -29,7 +29,7 @@ START_S = 180.0  # importing torch in many processes on a busy machine
 GRACE_S = 5.0  # how long the other ranks may go on once one has failed
 HOST = "127.0.0.1"
 # Imported once, in the process that forks the workers. A first step imports torch._dynamo, which takes seconds.
-PRELOADED = ["torch", "torch.distributed.tensor", "torch._dynamo", "kernels", "pytest"]
+PRELOADED = ["torch", "torch.distributed.tensor.debug", "torch._dynamo", "kernels", "pytest", "tests.preloaded"]
 
 
 @functools.cache
@@ -237,23 +237,38 @@ def _answer(rank: int, world: int, backend: str, port: int, call: int, timeout: 
         function, args = pickle.loads(payload)
         if "nccl" in backend:
             torch.cuda.set_device(rank)
-        store = dist.PrefixStore(f"call{call}", dist.TCPStore(HOST, port, is_master=False))
+        store = dist.PrefixStore(f"call{call}", _connect(port))
         limit = datetime.timedelta(seconds=timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
         return pickle.dumps((None, function(rank, world, *args)))
     except BaseException:
+        _connect.cache_clear()  # nobody knows what waits in that connection
         return pickle.dumps((time.monotonic(), traceback.format_exc()))
     finally:
         faulthandler.cancel_dump_traceback_later()
+        _forget_meshes()
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
-        _forget_meshes()
+
+
+@functools.cache
+def _connect(port: int) -> dist.TCPStore:
+    """Connect to the store once: now and then the other end takes 5 s to answer a new connection."""
+    return dist.TCPStore(HOST, port, is_master=False)
 
 
 def _forget_meshes() -> None:
-    """Clear DTensor's caches: a mesh of an earlier group equals a later one, but names groups that are gone."""
+    """Clear DTensor's caches: a mesh of an earlier group equals a later one, but names groups that are gone.
+
+    A group lives as long as a cached mesh does, and with it gloo's threads, which spin once its other ranks are gone.
+    """
     if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _redistribute as redistribute
+        from torch.distributed.tensor._collective_utils import MeshTopoInfo
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
+        MeshTopoInfo.build_from_mesh.cache_clear()
+        redistribute._gen_transform_infos.cache_clear()
+        getattr(redistribute, "_planner_cache", {}).clear()  # torch 2.11 may have none

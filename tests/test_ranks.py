@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -92,6 +93,18 @@ def test_uneven_exchange_between_gpus():
 def test_every_call_has_its_own_groups(run):
     for shape, groups_before in [((2, 2), 0), ((4, 1), 0), ((2, 2), 2)]:
         assert all(run(4, meshes, shape, groups_before))
+
+
+def meshes_left(rank, world):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return sum(isinstance(thing, DeviceMesh) for thing in gc.get_objects())
+
+
+def test_a_call_leaves_no_groups_behind():
+    """Threads of groups that outlive their call spin: after a hundred calls they would have most of the machine."""
+    assert all(run_ranks(4, meshes, (2, 2)))
+    assert run_ranks(4, meshes_left) == [0] * 4
 
 
 def test_the_first_failure_is_reported(run):
