@@ -263,6 +263,22 @@ def test_state_is_zeros_of_the_right_form(of_param, dtype, optimizer):
     assert not any(v.any() or v.requires_grad for v in state.values())
 
 
+def zeros_on_rank(rank, world):
+    """Of a parameter that lies transposed: (the state's global form, the local one), ours and zeros_like's."""
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    mesh, local = init_device_mesh("cpu", (world,)), torch.ones(6, 3).mT
+    param = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((6, 6)), stride=(1, 6))
+    ours, theirs = part("layout").zeros_of(param, BF16), torch.zeros_like(param, dtype=BF16)
+    assert not ours.to_local().any() and not ours.requires_grad
+    return [(t.shape, t.stride(), t.dtype, t.placements, t.to_local().stride(), t.device_mesh == mesh)
+            for t in (ours, theirs)]
+
+
+def test_placed_zeros_are_those_of_torch(optimizer):
+    assert all(ours == theirs for ours, theirs in run_threads(2, zeros_on_rank))
+
+
 def test_state_that_is_there_stays(optimizer):
     param, state = nn.Parameter(torch.randn(6, 4)), {"momentum_buffer": torch.ones(6, 4)}
     buffer = state["momentum_buffer"]
