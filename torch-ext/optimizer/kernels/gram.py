@@ -88,8 +88,11 @@ def _multiply(a, b):
 
     A CPU library may sum in another order where memory is aligned otherwise: every operand begins as new memory does.
     """
+    operands = (x.clone() if x.data_ptr() % ALIGNMENT_BYTES else x for x in (a.float(), b.float()))
+    if not torch.is_autocast_enabled(a.device.type):  # entering it takes longer than a small product
+        return torch.mm(*operands)
     with torch.autocast(a.device.type, enabled=False):
-        return torch.mm(*(x.clone() if x.data_ptr() % ALIGNMENT_BYTES else x for x in (a.float(), b.float())))
+        return torch.mm(*operands)
 
 
 _known: dict = {}  # what decides about a launch -> the tile, or what is bound
