@@ -71,12 +71,12 @@ def product_torch(A, X, out):
 def symmetric_product_torch(A, B, out, alpha=1.0, addends=(), diagonal=0.0):
     """Compute `symmetric_product` matrix by matrix."""
     lower = torch.ones(out.shape[1:], dtype=torch.bool, device=out.device).tril_()
-    for a, b, o, *Cs in zip(A, B, out, *(C for C, _ in addends)):
-        result = _multiply(a, b)
+    for i, o in enumerate(out):
+        result = _multiply(A[i], B[i])
         if alpha != 1.0:
             result.mul_(alpha)
-        for C, (_, beta) in zip(Cs, addends):
-            result.add_(C, alpha=beta)
+        for C, beta in addends:
+            result.add_(C[i], alpha=beta)
         if diagonal != 0.0:
             result.diagonal().add_(diagonal)
         o.copy_(torch.where(lower, result, result.mT))
@@ -88,16 +88,11 @@ def _multiply(a, b):
 
     A CPU library may sum in another order where memory is aligned otherwise: every operand begins as new memory does.
     """
-    a, b = _as_new(a), _as_new(b)
-    if not torch.is_autocast_enabled(a.device.type):  # to enter it takes longer than a small product
-        return torch.mm(a, b)
+    operands = (x.clone() if x.data_ptr() % ALIGNMENT_BYTES else x for x in (a.float(), b.float()))
+    if not torch.is_autocast_enabled(a.device.type):  # entering it takes longer than a small product
+        return torch.mm(*operands)
     with torch.autocast(a.device.type, enabled=False):
-        return torch.mm(a, b)
-
-
-def _as_new(x):
-    x = x.float()
-    return x.clone() if x.data_ptr() % ALIGNMENT_BYTES else x
+        return torch.mm(*operands)
 
 
 _known: dict = {}  # what decides about a launch -> the tile, or what is bound
