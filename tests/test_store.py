@@ -202,6 +202,17 @@ def test_a_quick_look_knows_placements(optimizer):
         assert found == [(True, True, True)] * 2 + [(True, False, False)] * 3
 
 
+def test_gradients_of_a_step_that_failed_are_not_taken_for_later_ones(optimizer):
+    """The quick look has seen them, nobody has taken them; the next look is a whole one that finds all as it was."""
+    p = nn.Parameter(torch.ones(4, 6))
+    p.grad, groups = torch.ones(4, 6), [{"params": [p]}]
+    with torch.no_grad():
+        look = part("change").Look(groups, {})
+        assert look.holds(groups, {}) and look.came
+        look.quick = False
+        assert look.holds(groups, {}) and look.take() == {}
+
+
 def test_without_guards_looks_are_whole(optimizer, monkeypatch):
     monkeypatch.setattr(part("change"), "TensorGuards", None)
     for change, same in ((nothing, True), (CHANGES["frozen"], False)):

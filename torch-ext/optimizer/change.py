@@ -73,6 +73,7 @@ class Look:
 
     def holds(self, groups, state, *more) -> bool:
         """Whether nothing that a step depends on has changed."""
+        self.came = None  # should the step before have failed
         with contextlib.suppress(AttributeError, RuntimeError, TypeError):  # as in a glance
             if self.quick and self._soon(groups, state, more):
                 return True
