@@ -18,6 +18,7 @@ from tests.test_routes import cut
 
 FLAT = ["replicated", "fsdp rows", "fsdp columns", "experts, fsdp rows", "ep"]  # of any number of ranks
 WIRES, STEPS, LR = (torch.float32, torch.bfloat16), 2, 0.1
+REPLICATED = ["ddp", "ddp, state at owners"]  # plain parameters, and a process group
 GROWN = 16  # by how much matrices on GPUs are larger in each of the last two dims
 
 
@@ -51,7 +52,15 @@ def stepped(shapes, device, wire, place=torch.clone, order=1, room=None, **optio
         for p, g in zip(params, step):
             p.grad = place(g) if p.grad is None else p.grad.copy_(place(g))
         optimizer.step()
-    return [t for p in params for t in (p.detach(), *(optimizer.state[p][k] for k in sorted(optimizer.state[p])))]
+    state = whole_state(optimizer) if options.get("shard_state") else optimizer.state
+    return [t for p in params for t in (p.detach(), *(state[p][k] for k in sorted(state[p])))]
+
+
+def whole_state(optimizer):
+    """{parameter: state}, also of what other ranks keep; collective."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return {params[i]: {k: t.full_tensor() if hasattr(t, "full_tensor") else t for k, t in state.items()}
+            for i, state in optimizer.state_dict()["state"].items()}
 
 
 @functools.cache
@@ -66,7 +75,7 @@ def cases_of(world):
     """(layout, many buckets, order of the parameters, wire) for so many ranks."""
     names = LAYOUTS if world >= 4 and world % 2 == 0 else FLAT
     fits = [n for n in names if math.prod(placements_of(n, world)[0]) == world]
-    for number, (layout, wire) in enumerate((name, wire) for name in [*fits, "ddp"] for wire in WIRES):
+    for number, (layout, wire) in enumerate((name, wire) for name in [*fits, *REPLICATED] for wire in WIRES):
         yield layout, (number + world) % 3 != 2, 1 if (number + world) // 2 % 2 else -1, wire
 
 
@@ -97,8 +106,8 @@ def has_the_bits_of_one(world, device, meshes, layout, many, order, wire, **opti
     from torch.distributed.tensor import init_device_mesh
 
     local, room = part("layout").local_of, room_of(many, world, device)
-    if layout == "ddp":
-        shapes = grown(DENSE, device)
+    if layout in REPLICATED:
+        shapes, options = grown(DENSE, device), {**options, "shard_state": layout == "ddp, state at owners"}
         ours = stepped(shapes, device, wire, order=order, room=room, process_group=dist.group.WORLD, **options)
         return same(ours, expected(shapes, device, wire))
     mesh_shape, placements, shapes = placements_of(layout, world)
@@ -138,10 +147,10 @@ def test_the_matrix_is_large(optimizer):
 @pytest.mark.parametrize("world", [1, *(pytest.param(n, marks=pytest.mark.gpus(n)) for n in (2, 4, 8))])
 @pytest.mark.gpu
 def test_every_layout_gives_the_bits_of_one_gpu(world, optimizer):
-    """72 cases for 1 and 2 GPUs, 192 for 4 and for 8: layouts, wires, buckets, order, graphs or not."""
+    """84 cases for 1 and 2 GPUs, 204 for 4 and for 8: layouts, wires, buckets, order, graphs or not."""
     for results, replays in run_ranks(world, on_gpus, backend="nccl", timeout=240):
         assert [case for case, equal in results.items() if not equal] == []
-        assert len(results) == (192 if world > 2 else 72)
+        assert len(results) == (204 if world > 2 else 84)
         least = 2 * len(results) // len(KINDS)  # of three steps, the first is launched
         assert replays["off"] == 0 and replays["auto"] >= least and replays["capturable"] >= least
 
