@@ -52,15 +52,22 @@ def stepped(shapes, device, wire, place=torch.clone, order=1, room=None, **optio
         for p, g in zip(params, step):
             p.grad = place(g) if p.grad is None else p.grad.copy_(place(g))
         optimizer.step()
-    state = whole_state(optimizer) if options.get("shard_state") else optimizer.state
+    state = shown_state(optimizer) if options.get("shard_state") else optimizer.state
     return [t for p in params for t in (p.detach(), *(state[p][k] for k in sorted(state[p])))]
 
 
-def whole_state(optimizer):
-    """{parameter: state}, also of what other ranks keep; collective."""
+def shown_state(optimizer):
+    """{parameter: state} as a state dict has it: of what owners keep alone by rows, as DTensors."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    return {params[i]: {k: t.full_tensor() if hasattr(t, "full_tensor") else t for k, t in state.items()}
-            for i, state in optimizer.state_dict()["state"].items()}
+    return {params[i]: state for i, state in optimizer.state_dict()["state"].items()}
+
+
+def mine(full, like):
+    """This rank's rows of a whole tensor, where `like` is a DTensor."""
+    if not hasattr(like, "to_local"):
+        return full
+    rank, rows = dist.get_rank(), full.chunk(dist.get_world_size())
+    return rows[rank] if rank < len(rows) else full[:0]
 
 
 @functools.cache
@@ -109,7 +116,8 @@ def has_the_bits_of_one(world, device, meshes, layout, many, order, wire, **opti
     if layout in REPLICATED:
         shapes, options = grown(DENSE, device), {**options, "shard_state": layout == "ddp, state at owners"}
         ours = stepped(shapes, device, wire, order=order, room=room, process_group=dist.group.WORLD, **options)
-        return same(ours, expected(shapes, device, wire))
+        wholes = [mine(full, t) for full, t in zip(expected(shapes, device, wire), ours, strict=True)]
+        return same(list(map(local, ours)), wholes)
     mesh_shape, placements, shapes = placements_of(layout, world)
     if mesh_shape not in meshes:
         meshes[mesh_shape] = init_device_mesh(device, mesh_shape)
