@@ -105,7 +105,9 @@ def by_tma(arch: str, entry: dict, rows=False) -> int:
     if entry["loop"] == "pingpong":
         layout = ",NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)"
         arguments |= {name: "tensordesc<fp16[1, {}, {}]{}>".format(*box, layout) for name, box in boxes.items()}
-        arguments |= dict(BLOCK=height, STAGES=entry["stages"], total="i32", inner="i32")
+        quarter = f"tensordesc<fp16[1, {height // 2}, {inner}]{layout}>"
+        arguments |= dict.fromkeys(("a_half", "c_half", "d_half", "out_half"), quarter)
+        arguments |= dict(BLOCK=height, STAGES=entry["stages"], whole="i32", halves="i32", inner="i32")
         return compile_for(arch, part("kernels.pingpong").pingpong_kernel, arguments, num_warps=entry["warps"])
     return compile_for(arch, part("kernels.gram_sm90")._kernel, arguments,
                        num_stages=entry["stages"], num_warps=entry["warps"])

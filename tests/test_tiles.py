@@ -96,6 +96,21 @@ def test_the_expected_time_is_that_of_the_busiest_processor(tiles):
     assert [tiles.expected_us(entry, 128, 96, matrices, 4) for matrices in (2, 3)] == [1, 2]
 
 
+def test_a_tile_is_shared_where_half_of_the_processors_would_be_idle(tiles):
+    for count in range(1, 400):
+        programs, whole, halves = tiles.divide(count, 132)
+        last = count % 132
+        assert (whole + halves // 2, halves % 2) == (count, 0) and programs == min(132, whole + halves)
+        assert (halves > 0) == (0 < last <= 66) and (not halves or whole % 132 == 0 and halves <= 132)
+
+
+def test_a_turn_of_shared_tiles_is_expected_to_take_less(tiles):
+    entry = {"op": "symmetric", "tile": [128, 128, 64], "us": [0.0, 1.0, 0.0, 0.0], "loop": "pingpong"}
+    turns = [tiles.expected_us(entry, 128, 128, matrices, 4) for matrices in range(1, 10)]
+    assert turns == [0.6, 0.6, 1, 1, 1.6, 1.6, 2, 2, 2.6]
+    assert tiles.expected_us(entry | {"loop": "turns"}, 128, 128, 5, 4) == 2
+
+
 def test_a_choice_can_be_forced(tiles):
     tile, cpu = tiles.Tile(16, 16, 16, 1, 1, 1), torch.device("cpu")
     usual = tiles.choose("gram", torch.float16, 64, 64, cpu)

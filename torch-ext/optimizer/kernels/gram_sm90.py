@@ -11,7 +11,7 @@ import torch
 
 from . import jit, pingpong, tape
 from .split import Split, memory_of, rows_at, strides_of, table_of
-from .tiles import Tile
+from .tiles import Tile, divide
 
 tl = None  # Triton's language, put here by jit
 SYMMETRY = {"product": 0, "gram": 1, "symmetric": 2}  # X X^T sums the same products in the same order on both sides
@@ -54,8 +54,9 @@ class Bound:
         self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "enable_fp_fusion": False}
         if tile.loop == "pingpong":
             self.kernel, self.pointer, describe = pingpong.pingpong_kernel, False, pingpong.description
-            self.numbers = (order, count, N * count, inner)
-            self.constants = (SYMMETRY[op], len(addends), form, tile.rows, tile.inner, tile.stages)
+            self.programs, whole, halves = divide(N * count, _processors(out.device))
+            self.numbers = (order, count, whole, halves, inner)
+            self.constants = (SYMMETRY[op], len(addends), form, tile.rows, tile.stages)
         else:
             self.kernel, self.pointer = _kernel, True
             self.numbers = (strides_of(out), order, count, (rows, columns, inner, N * count))
@@ -65,16 +66,24 @@ class Bound:
         self.right = _blank(describe(B, *((tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns))))
         self.add = [_blank(describe(C, tile.rows, half)) for C, _ in addends]
         self.result = _blank(describe(out, tile.rows, half)) if self.straight else None
+        halved = _of_halves(A, out, addends) if tile.loop == "pingpong" else ()
+        self.halves = [_blank(describe(t, tile.rows // 2, tile.inner)) for t in halved]
 
     def __call__(self, A, B, out, addends, factors) -> None:
         if self.turned:
             A, B, out = B, A, out.mT
         result = _filled(self.result, out) if self.straight else None
         add = [_filled(blank, C) for blank, (C, _) in zip(self.add, addends)] + 2 * [result]  # what is more is unused
+        halves = [_filled(blank, t) for blank, t in zip(self.halves, _of_halves(A, out, addends))]
         self.kernel.launch(
-            self.programs, self, _filled(self.left, A), _filled(self.right, B), *add[:2], result,
+            self.programs, self, _filled(self.left, A), _filled(self.right, B), *add[:2], result, *halves,
             *((memory_of(out),) if self.pointer else ()), *self.numbers, (*factors, *(beta for _, beta in addends)),
             *self.constants, **self.options)
+
+
+def _of_halves(A, out, addends):
+    """The tensors of which pingpong.py takes halves of tiles, too; out in place of an addend that is not there."""
+    return A, *([C for C, _ in addends] + [out, out])[:2], out
 
 
 def _description(tensor, rows, columns):

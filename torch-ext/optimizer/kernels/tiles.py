@@ -43,6 +43,7 @@ class Tile:
 
 # fit every GPU from 64 KiB of shared memory on
 DEFAULT, DEFAULT_FP32 = Tile(64, 64, 32, 8, 3, 4), Tile(32, 32, 32, 8, 2, 4)
+HALF_TURN = 0.6  # of a turn: one in which processors share tiles (docs/log.md)
 MOST_SHARED = 232448  # bytes: what a program has on the GPU with the most
 _forced: Tile | None = None
 
@@ -198,6 +199,19 @@ def expected_us(entry: dict, rows: int, columns: int, matrices: int, processors:
         ratio = width // height
         tiles = sum(i // ratio + 1 for i in range(down))
     turns = -(-matrices * tiles // (processors * entry.get("resident", 1)))
+    if entry.get("loop") == "pingpong":
+        _, whole, halves = divide(matrices * tiles, processors)
+        turns = -(-whole // processors) + (HALF_TURN if halves else 0)
     steps = -(-(rows if product else columns) // inner)
     launch, turn, turn_step, share_step = entry["us"]
     return launch + turn * turns + turn_step * turns * steps + share_step * steps * matrices * tiles / processors
+
+
+def divide(tiles: int, processors: int) -> tuple[int, int, int]:
+    """Return (programs, tiles that they compute whole, halves of the other tiles), for the loop "pingpong": where the
+    last turn would leave half of the processors idle or more, two of them share a tile.
+    """
+    last = tiles % processors
+    halves = 2 * last if 2 * last <= processors else 0
+    whole = tiles - halves // 2
+    return min(whole + halves, processors), whole, halves
