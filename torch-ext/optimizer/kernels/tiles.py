@@ -43,7 +43,7 @@ class Tile:
 
 # fit every GPU from 64 KiB of shared memory on
 DEFAULT, DEFAULT_FP32 = Tile(64, 64, 32, 8, 3, 4), Tile(32, 32, 32, 8, 2, 4)
-HALF_TURN = 0.6  # of a turn: one in which processors share tiles, after others (docs/log.md)
+HALF_TURN = 0.6  # of a turn: the last one, in which processors share tiles (docs/log.md)
 MOST_SHARED = 232448  # bytes: what a program has on the GPU with the most
 _forced: Tile | None = None
 
@@ -201,7 +201,7 @@ def expected_us(entry: dict, rows: int, columns: int, matrices: int, processors:
     turns = -(-matrices * tiles // (processors * entry.get("resident", 1)))
     if entry.get("loop") == "pingpong":
         _, whole, halves = divide(matrices * tiles, processors)
-        turns -= 1 - HALF_TURN if whole and halves else 0
+        turns -= 1 - HALF_TURN if halves and whole >= 2 * processors else 0  # after fewer, small tiles are faster
     steps = -(-(rows if product else columns) // inner)
     launch, turn, turn_step, share_step = entry["us"]
     return launch + turn * turns + turn_step * turns * steps + share_step * steps * matrices * tiles / processors
