@@ -2,10 +2,12 @@
 
     LOCAL_KERNELS=org/optimizer=build python benchmarks/stacks.py pieces --ranks 8 --stacks 6x768x768 2x768x3072
     ... side_by_side --stacks 6x768x768+2x768x3072 2x2048x2048+2x2048x6144
+    ... last_turn --stacks 3x2048x6144 8x1024x4096
 
 "pieces": matrices that arrive cut by rows over so many ranks are copied together, iterated and copied to where they
 leave ("copied"), or read and written where their pieces are ("in pieces"). "side_by_side": stacks follow each other in
 the same memory ("in turns"), or each has memory of its own, which lets a CUDA graph run them together ("side by side").
+"last_turn": a processor computes whole tiles of symmetric products only, or two share a tile of the last turn.
 By CUDA graphs, in turns; without a GPU called, where the ways take the same time: good to try the script.
 """
 
@@ -24,8 +26,8 @@ from race import captured, race
 from step import commit, device_name, triton_version
 
 PACKAGE = get_kernel("org/optimizer", version=1).__name__
-polar, split, pack = (importlib.import_module(f"{PACKAGE}.{name}")
-                      for name in ("polar", "kernels.split", "kernels.pack"))
+polar, split, pack, gram, gram_sm90, tape, tiles = (importlib.import_module(f"{PACKAGE}.{name}") for name in (
+    "polar", "kernels.split", "kernels.pack", "kernels.gram", "kernels.gram_sm90", "kernels.tape", "kernels.tiles"))
 COLUMNS = "commit gpu what stacks ranks way median_us p20_us p80_us torch triton".split()
 STEPS, WIRE = polar.steps_of("polar_express"), torch.bfloat16
 
@@ -109,6 +111,23 @@ def side_by_side(shapes, ranks, device):
     return {"in turns": way(max), "side by side": way(sum)}, results
 
 
+def last_turn(shapes, ranks, device):
+    """({way: function}, where both leave their results). Both take the tiles that the table chooses for shared ones."""
+    stacks = [torch.randn(shape, device=device).to(WIRE) for shape in shapes]
+    results = [torch.empty_like(t) for t in stacks]
+
+    def way(divide):
+        gram_sm90.divide = divide
+        gram._known.clear()  # what was bound with the other one
+        tape._tapes.clear()
+        polar.orthogonalize_(stacks, STEPS, into=results)
+
+    def whole(count, processors):
+        return min(count, processors), count, 0
+
+    return {"whole tiles": partial(way, whole), "shared tiles": partial(way, tiles.divide)}, results
+
+
 def same_bits(ways, results) -> None:
     """Try all ways once."""
     found = []
@@ -128,7 +147,7 @@ def append(path, row) -> None:
     print(*row[2:7], flush=True)
 
 
-WAYS = {"pieces": in_pieces, "side_by_side": side_by_side}
+WAYS = {"pieces": in_pieces, "side_by_side": side_by_side, "last_turn": last_turn}
 
 if __name__ == "__main__":
     main()

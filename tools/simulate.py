@@ -295,7 +295,7 @@ def read_measured(path) -> list[dict]:
     newest = {}
     with open(path, newline="") as file:
         for row in csv.DictReader(file):
-            known = row["mode"] in ("fsdp", "hsdp", "ddp", "ep", "single") and row["model"] in MODELS
+            known = row["mode"] in ("fsdp", "hsdp", "ddp", "ddp_sharded", "ep", "single") and row["model"] in MODELS
             if known and (row["implementation"], row["optimizer"]) == ("ours", "muon") and row["run"] != "replay":
                 newest[row["model"], row["mode"], row["ranks"], row["run"], row["layers"]] = row
     return list(newest.values())
