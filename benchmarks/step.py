@@ -55,13 +55,21 @@ REDUCED_BYTES = 25 << 20  # of gradients in one all-reduce, as DDP has it
 def main() -> None:
     options = arguments()
     for ranks in options.ranks:
-        rows = mp.get_context("spawn").SimpleQueue()
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        mp.spawn(worker, (options, ranks, port, rows), nprocs=ranks)
-        while not rows.empty():
-            append(options.out, rows.get())
+        for row in on_ranks(worker, options, ranks):
+            append(options.out, row)
+
+
+def on_ranks(work, options, ranks: int) -> list[dict]:
+    """Run work(rank, ranks, port, options, rows) on so many processes; return what it has put into `rows`."""
+    rows = mp.get_context("spawn").SimpleQueue()
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(work, (ranks, port, options, rows), nprocs=ranks)
+    found = []
+    while not rows.empty():
+        found.append(rows.get())
+    return found
 
 
 def arguments():
@@ -85,7 +93,7 @@ def arguments():
     return parser.parse_args()
 
 
-def worker(rank: int, options, ranks: int, port: int, rows) -> None:
+def worker(rank: int, ranks: int, port: int, options, rows) -> None:
     device = join(rank, ranks, port)
     for case in cases(options, ranks):
         row = Measurement(rank, ranks, device, options, **case).row()

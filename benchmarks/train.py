@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
-import socket
 import statistics
 import sys
 import time
@@ -23,14 +22,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn import functional as F
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
 from corpus import VOCABULARY, even_windows, random_windows, read_corpus  # noqa: E402
 from gpt import GPT  # noqa: E402
-from step import commit, device_name, join, synchronize  # noqa: E402
+from step import commit, device_name, join, on_ranks, synchronize  # noqa: E402
 
 COLUMNS = ("commit gpu ranks model implementation optimizer seed steps tokens train_loss heldout_loss step_ms "
            "optimizer_ms torch run parameters batch seq p80_step_ms compile").split()
@@ -41,14 +39,7 @@ HELDOUT_WINDOWS = 64
 
 def main() -> None:
     options = arguments()
-    rows = mp.get_context("spawn").SimpleQueue()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(worker, (options, port, rows), nprocs=options.ranks)
-    measured = []
-    while not rows.empty():
-        measured.append(rows.get())
+    measured = on_ranks(worker, options, options.ranks)
     new = not Path(options.out).exists()
     with open(options.out, "a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -89,8 +80,8 @@ def arguments():
     return options
 
 
-def worker(rank: int, options, port: int, rows) -> None:
-    device = join(rank, options.ranks, port)
+def worker(rank: int, ranks: int, port: int, options, rows) -> None:
+    device = join(rank, ranks, port)
     for name in options.optimizers:
         row = Training(name, rank, device, options).row()
         if rank == 0:

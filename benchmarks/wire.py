@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import argparse
 import csv
-import socket
 import statistics
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from step import commit, device_name, join
+from step import commit, device_name, join, on_ranks
 
 COLUMNS = "commit gpu ranks what collective mib_per_rank median_us torch".split()
 
@@ -34,27 +32,22 @@ def main() -> None:
     parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
     parser.add_argument("--out", default="wire.csv", help="CSV to append to")
     options = parser.parse_args()
-    rows = mp.get_context("spawn").SimpleQueue()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(worker, (options, port, rows), nprocs=options.ranks)
+    rows = on_ranks(worker, options, options.ranks)
     new = not Path(options.out).exists()
     with open(options.out, "a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         if new:
             writer.writeheader()
-        while not rows.empty():
-            writer.writerow(rows.get())
+        writer.writerows(rows)
 
 
-def worker(rank: int, options, port: int, rows) -> None:
-    device = join(rank, options.ranks, port)
+def worker(rank: int, ranks: int, port: int, options, rows) -> None:
+    device = join(rank, ranks, port)
     for mib in options.mib:
-        for (what, name), call in collectives(int(mib * 2**20) // 2, options.ranks, device).items():
+        for (what, name), call in collectives(int(mib * 2**20) // 2, ranks, device).items():
             us = microseconds(call, device, options.rounds)
             if rank == 0:
-                row = (options.commit or commit(), device_name(device), options.ranks, what, name, mib, round(us, 1),
+                row = (options.commit or commit(), device_name(device), ranks, what, name, mib, round(us, 1),
                        torch.__version__)
                 print(*row[2:7], flush=True)
                 rows.put(dict(zip(COLUMNS, row)))
