@@ -486,26 +486,30 @@ def test_the_digest_sees_every_parameter_of_a_bucket(optimizer):
     assert digests[0] != digests[1]
 
 
-@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize(("once", "reduced"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("rank_bytes", [1, 3000, 1 << 28])
 @pytest.mark.parametrize("world", [1, 2, 7, 64])
-def test_chunks_hold_every_element_once(world, rank_bytes, once, optimizer):
-    """AdamW on unreduced gradients: each rank sums and steps its rows of every parameter."""
+def test_chunks_hold_every_element_once(world, rank_bytes, once, reduced, optimizer):
+    """AdamW with state at owners: each rank sums (unless it comes reduced) and steps its rows of every parameter."""
     shapes, ranks = [(50, 6), (7, 1), (1, 1), (3, 4), (64, 2), (0, 5), (3, 0), (128, 3)], tuple(range(world))
-    sizes, owned = {"gradient": 4, "weight": 4, "state": 4, "once": once}, defaultdict(list)
+    sizes, owned = {"gradient": 4, "weight": 4, "state": 4, "once": once, "reduced": reduced}, defaultdict(list)
     buckets = part("plan").plan_chunks(shapes, ranks, rank_bytes, sizes)
     assert (len(buckets) == 1) == (rank_bytes == 1 << 28)
     for bucket in buckets:
         shares = {r: part("share").chunk_share(bucket, shapes, r, sizes) for r in ranks}
         assert room_of([bucket_sizes(share) for share in shares.values()]) <= bucket.nbytes
-        assert bucket.nbytes <= rank_bytes or [m.rows for m in bucket.matrices] == [1]
+        assert bucket.nbytes <= rank_bytes or [m.rows for m in bucket.matrices if m.numel] == [1]
+        assert bucket.route == ("own_elementwise" if reduced else "reduce_elementwise")
         for rank, share in shares.items():
             for piece in share.owned:
                 if piece.home == rank:
                     owned[piece.matrix.param].append((piece.box, rank, piece.matrix.at[0]))
-            assert len(set(share.owned)) == len(share.owned) and set(share.home) == set(share.inbound.leave)
+            mine = {p for p in share.owned if p.home == rank}
+            assert len(set(share.owned)) == len(share.owned) and set(share.kept) == (mine if reduced else set())
+            assert set(share.inbound.leave) == (set() if reduced else set(share.home))
         for direction in ("inbound", "outbound"):
             check_wire(bucket, shares, direction)
+    assert [m.param for b in buckets for m in b.matrices if m.at[0] == 0] == list(range(len(shapes)))
     for param, (rows, cols) in enumerate(shapes):
         assert (covered((rows, cols), [box for box, _, _ in owned[param]]) == 1).all()
         for (rows_here, _), rank, at in owned[param]:  # of its part, an owner keeps the state without gaps

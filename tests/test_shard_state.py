@@ -1,7 +1,8 @@
-"""State of replicated matrices at their owners alone, with gradients that come reduced: the bits of one process."""
+"""State of replicated parameters at their owners alone, with gradients that come reduced: the bits of one process."""
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def train(optimizer, params, numbers, missing=lambda number, i: False, broken=la
     for number in numbers:
         generator = torch.Generator().manual_seed(number)
         for i, p in enumerate(params):
-            gradient = torch.randn(p.shape, generator=generator)
+            gradient = torch.randn(p.shape, generator=generator).to(p.dtype)
             p.grad = None if missing(number, i) else gradient.fill_(float("nan")) if broken(number, i) else gradient
         optimizer.step()
 
@@ -47,7 +48,7 @@ def state_of(optimizer, params):
 
 
 def kept(optimizer, params):
-    return sum(t.numel() for p in params[:len(MATRICES)] for t in optimizer.state[p].values())
+    return sum(t.numel() for p in params for key, t in optimizer.state[p].items() if key != "step")
 
 
 def against_one(rank, world, name, options, numbers=range(4), **gradients):
@@ -69,7 +70,27 @@ def test_it_has_the_bits_of_one_process_and_every_element_once(name, options, op
     results = run_threads(4, against_one, name, options)
     assert all(equal for equal, *_ in results)
     assert sum(mine for _, mine, _, _ in results) == results[0][2] and max(mine for _, mine, *_ in results) > 0
-    assert results[0][3] == {"own"}
+    assert results[0][3] == {"own", "own_elementwise"}
+
+
+def of_many_dtypes(rank, world):
+    """AdamW on weights and state of several dtypes, in one bucket and in several, against one process."""
+    results = []
+    for options in ({}, {"state_dtype": torch.bfloat16}, {"workspace_bytes": 4000}):
+        alone, many = ([nn.Parameter(torch.randn(s, generator=torch.Generator().manual_seed(i)).to(d))
+                        for i, (s, d) in enumerate(itertools.product(REST, (F32, torch.bfloat16, torch.float64)))]
+                       for _ in range(2))
+        group = {"process_group": dist.group.WORLD, "shard_state": True}
+        one, opt = (package().Muon([{"params": params, "use_muon": False}], lr=0.1, **options, **more)
+                    for params, more in ((alone, {}), (many, group)))
+        for params, optimizer in ((alone, one), (many, opt)):
+            train(optimizer, params, range(3))
+        results.append(same(alone, many) and same(state_of(one, alone), state_of(opt, many)))
+    return results
+
+
+def test_adamw_of_many_dtypes(optimizer):
+    assert run_threads(3, of_many_dtypes) == [[True] * 3] * 3
 
 
 def broken_ones(rank, world):
@@ -107,6 +128,7 @@ def test_state_goes_from_one_way_to_another(first, second, optimizer):
     results = run_threads(3, goes_on, first, second)
     assert all(equal for equal, _ in results)
     whole = sum(torch.Size(s).numel() + torch.Size(s[:-1]).numel() for s in MATRICES)
+    whole += sum(2 * torch.Size(s).numel() for s in REST)
     assert sum(mine for _, mine in results) == (whole if second else 3 * whole)
 
 

@@ -76,6 +76,7 @@ class Planner:
         self.options, self.groups, self.rank, self.loads = options, groups, this_rank(), {}
         self.process_group = None if alone else options.process_group
         self.reduced = alone or options.grads_are_reduced
+        self.in_chunks = not alone and options.owner_keeps_state
 
     def plan(self, group, params) -> list[Plan]:
         """The plans of one group."""
@@ -90,9 +91,9 @@ class Planner:
             return [self._matrices(group, params)]
         kinds = {}
         for p in params:
-            kind = p.dtype == torch.float64 if self.reduced else (p.dtype, gradient_dtype(p))
+            kind = (p.dtype, gradient_dtype(p)) if self.in_chunks else p.dtype == torch.float64
             kinds.setdefault(kind, []).append(p)
-        return [(self._elementwise if self.reduced else self._chunks)(group, part) for part in kinds.values()]
+        return [(self._chunks if self.in_chunks else self._elementwise)(group, part) for part in kinds.values()]
 
     def _matrices(self, group, params):
         layouts, wire = self._layouts(params), self.options.wire_dtype
@@ -132,7 +133,7 @@ class Planner:
         shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
         state = home_of("exp_avg", params[0], self.options.state_dtype)[1]
         sizes = {"gradient": gradient_dtype(params[0]).itemsize, "weight": params[0].dtype.itemsize,
-                 "state": state.itemsize, "once": self.groups.send_once(self.device)}
+                 "state": state.itemsize, "once": self.groups.send_once(self.device), "reduced": self.reduced}
         room = self.options.workspace(self.device)
         if self.options.overlap_backward:
             buckets = chunks_along_backward(shapes, ranks, sizes, self.latency)

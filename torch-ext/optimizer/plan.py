@@ -197,16 +197,18 @@ def _assign(families, layouts, cost, loads) -> dict:
 
 
 def plan_chunks(shapes, ranks, rank_bytes, itemsizes) -> list[Bucket]:
-    """Buckets of parameters that are reduced elementwise: rank number i owns the i-th part of the rows of each.
+    """Buckets of parameters whose state is at owners elementwise: rank number i owns the i-th part of the rows of each.
 
-    `shapes`: (rows, the rest) of each parameter; `itemsizes`: bytes of an element, of "gradient", "weight" and "state".
-    A bucket takes some rows of every part; its Matrix says how many (`rows`), from which one on (`at`).
+    `shapes`: (rows, the rest) of each parameter; `itemsizes`: bytes of an element, of "gradient", "weight" and "state";
+    "reduced": whether gradients come reduced, so that none travel. A bucket takes some rows of every part; its Matrix
+    says how many (`rows`), from which one on (`at`). One without elements is there for its count of steps.
     """
     slot, bench, fixed = _of_chunks(ranks, itemsizes)
     element = workspace(slot, bench)
     N, numel, buckets = len(ranks), (rank_bytes - workspace(fixed, fixed)) // element, [[]]
     for param, (rows, cols) in enumerate(shapes):
         first, last = 0, -(-rows // N) if cols else 0
+        buckets[-1] += [] if last else [Matrix(param, (0,), 0, 0)]
         while first < last:
             room = numel - sum(m.numel for m in buckets[-1])
             if room < cols and buckets[-1]:
@@ -216,14 +218,17 @@ def plan_chunks(shapes, ranks, rank_bytes, itemsizes) -> list[Bucket]:
             buckets[-1].append(Matrix(param, (first,), count, cols))
             first += count
     sizes = [sum(m.numel for m in b) for b in buckets]
-    return [Bucket("reduce_elementwise", ranks, tuple(b), (), workspace(fixed, fixed) + element * n, None,
-                   (slot * n + fixed, bench * n + fixed)) for b, n in zip(buckets, sizes) if b]
+    route = "own_elementwise" if itemsizes.get("reduced") else "reduce_elementwise"
+    return [Bucket(route, ranks, tuple(b), (), workspace(fixed, fixed) + element * n, None,
+                   (slot * n + fixed, bench * n + fixed)) for b, n in zip(buckets, sizes) if n]
 
 
 def _of_chunks(ranks, itemsizes) -> tuple[int, int, int]:
     """What chunks take: (bytes of a slot for each element of a part, of the bench, of each for any number of them)."""
     N, gradient, weight = len(ranks), itemsizes["gradient"], itemsizes["weight"]
     leaves, returns, stepped = N * gradient, N * weight - weight, weight + 2 * itemsizes["state"]
+    if itemsizes.get("reduced"):  # the part's own gradient in place of the mean
+        return 2 * returns + stepped + gradient, 0, 4 * ALIGNMENT * (N + 3)
     # as much arrives as leaves; the part's own weight and state, stepped; the mean
     return 2 * max(leaves, returns) + stepped, max(4, gradient), 3 * ALIGNMENT * (N + 3)
 

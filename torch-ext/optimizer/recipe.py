@@ -80,7 +80,11 @@ def apply(update, numbers, gradients=((), None), keeps=True) -> None:
 
 
 def adamw_unless(flags, W, G, states, hp, numbers) -> None:
-    """AdamW parameter by parameter; one whose flag is set keeps its weight and state. The rest as `adamw` takes it."""
+    """AdamW parameter by parameter; one whose flag is set keeps its weight and state. None: as `adamw`, which says
+    what the rest is.
+    """
+    if flags is None:
+        return adamw(W, G, states, hp, numbers)
     for flag, w, g, *own in zip(flags, W, G, *states):
         old = [t.clone() for t in (w, *own)]
         adamw([w], [g], [[t] for t in own], hp, numbers)

@@ -1,5 +1,5 @@
-"""How a bucket is stepped: Local, Exchange, Reduce, Elementwise, ReduceElementwise. The only file whose collectives
-carry buckets.
+"""How a bucket is stepped: Local, Exchange, Reduce, and for AdamW Elementwise, ReduceElementwise, OwnElementwise. The
+only file whose collectives carry buckets.
 
 Each route binds its views and launches once, and tells its story in `run`, a generator that yields a collective in
 flight and goes on once that has finished; what lies between two collectives is a part that CUDA graphs replay
@@ -14,12 +14,11 @@ import torch.distributed as dist
 
 from . import recipe
 from .direct import Stacks, copy_apart
-from .freight import ALIGNMENT
 from .graphs import capturing
 from .kernels.pack import Copy, Pack, copy_torch
 from .kernels.update import Update
 from .mean import Mean
-from .store import gradient_dtype, piece_at
+from .store import gradient_dtype, like, piece_at
 
 
 class Local:
@@ -186,7 +185,7 @@ class Elementwise:
         yield  # a story like the others, without a collective
 
     def step(self, hp):
-        _adamw(self.flags, self.W, self.store.gradients, self.states, hp, self.store.numbers)
+        recipe.adamw_unless(self.flags, self.W, self.store.gradients, self.states, hp, self.store.numbers)
 
 
 class ReduceElementwise(Journey):
@@ -200,15 +199,14 @@ class ReduceElementwise(Journey):
         owned = [p for p in home if p.owner == bound.rank]
         self.inbound = Wire(bound, "inbound", "leave", "arrive", gradient_dtype(first))
         self.outbound = Wire(bound, "outbound", "arrive", "return", first.dtype)
-        self.fill = Copy.of_gradients([self.inbound.leave[p] for p in home], bound.sources(home), bound.store.gradients)
-        self.mean = Mean(self.inbound, bound.memory["mean"])
+        gradients = self.bind_gradients(home, owned)
         now = [bound.weights(owned), *(bound.states(owned, key) for key in ("exp_avg", "exp_avg_sq"))]
         steps = [_steps(bound, p) for p in owned]
-        W, *states = next_ = [*_like(now, bound.memory["stays"]), [step.clone() for step in steps]]
+        W, *states = next_ = [*like(now, bound.memory["stays"]), [step.clone() for step in steps]]
         self.now, self.next = [*itertools.chain(*now), *steps], [*itertools.chain(*next_)]
-        self.lists = [W, [self.mean.view(p).view(w.shape) for p, w in zip(owned, W)], states]
+        self.lists = [W, [g.view(w.shape) for g, w in zip(gradients, W)], states]
         self.flags = _flags(bound.store, [p.matrix.param for p in owned])
-        begun = {p.matrix.param for p in home if p.matrix.at[0] == 0}
+        begun = {m.param for m in bound.bucket.matrices if m.at[0] == 0}
         states = [bound.store.state[p] for p in bound.store.params]
         without = sorted(i for i in begun if len(states[i]["exp_avg"]) == 0)
         self.without_rows = [states[i]["step"] for i in without], _flags(bound.store, without)
@@ -218,13 +216,20 @@ class ReduceElementwise(Journey):
         W = bound.weights(self.outbound.arrive)
         self.answered = W, [place.view(w.shape) for place, w in zip(self.outbound.arrive.values(), W)]
 
+    def bind_gradients(self, home, owned) -> list:
+        """Return where those of this rank's chunks are, once `collect` has run."""
+        sources, gradients = self.bound.sources(home), self.bound.store.gradients
+        self.fill = Copy.of_gradients([self.inbound.leave[p] for p in home], sources, gradients)
+        self.collect = Mean(self.inbound, self.bound.memory["mean"])
+        return [self.collect.view(p) for p in owned]
+
     def leave(self, _):
         self.fill(*self.bound.gradients())
 
     def compute(self, hp):
-        self.mean()
+        self.collect()
         copy_torch(self.next, self.now)
-        _adamw(self.flags, *self.lists, hp, self.bound.store.numbers)
+        recipe.adamw_unless(self.flags, *self.lists, hp, self.bound.store.numbers)
         copy_torch(*self.sent)
 
     def land(self, _):
@@ -233,25 +238,20 @@ class ReduceElementwise(Journey):
         copy_torch(*self.answered)
 
 
-def _like(lists, flat):
-    """Lists of contiguous tensors like those of `lists`, each list one after another in a flat uint8 buffer."""
-    found, at = [], 0
-    for tensors in lists:
-        at += -at % ALIGNMENT
-        found.append([])
-        for t in tensors:
-            found[-1].append(flat[at:at + t.nbytes].view(t.dtype).view(t.shape))
-            at += t.nbytes
-    return found
+class OwnElementwise(ReduceElementwise):
+    """The same on gradients that come reduced: nothing travels in."""
+
+    def bind_gradients(self, home, owned) -> list:
+        kept, own = self.bound.share.kept, self.bound.memory["kept"]
+        places = [piece_at(own, kept[p], p.shape, self.inbound.dtype) for p in owned]
+        self.fill = Copy.of_gradients(places, self.bound.sources(owned), self.bound.store.gradients)
+        self.collect = list  # nothing is left to do
+        return places
 
 
 def _flags(store, numbers):
     """Those of so many parameters of AdamW, None if no one watches."""
     return None if store.flags is None else [store.flags[store.first[i]] for i in numbers]
-
-
-def _adamw(flags, *arguments):
-    recipe.adamw(*arguments) if flags is None else recipe.adamw_unless(flags, *arguments)
 
 
 def _steps(bound, piece):
@@ -264,7 +264,7 @@ def _steps(bound, piece):
 
 
 ROUTES = {"local": Local, "exchange": Exchange, "own": Exchange, "reduce": Reduce,
-          "reduce_elementwise": ReduceElementwise}
+          "reduce_elementwise": ReduceElementwise, "own_elementwise": OwnElementwise}
 
 
 class Wire:

@@ -249,12 +249,12 @@ def chunk_share(bucket, shapes, rank, itemsizes) -> Share:
             box = (start, min(start + matrix.rows, rows)), (0, matrix.cols)
             homes = ranks if owner == rank else (rank,)
             pieces += [Piece("chunk", matrix, box, home, owner, True) for home in homes if start < rows]
-    inbound = travel(pieces, "home", "owner", rank, ranks, {"chunk": itemsizes["gradient"]}, with_self=True)
+    home, owned = ([p for p in pieces if getattr(p, end) == rank] for end in ("home", "owner"))
+    mine, reduced, gradient = [p for p in owned if p.home == rank], itemsizes.get("reduced"), itemsizes["gradient"]
+    inbound = travel([] if reduced else pieces, "home", "owner", rank, ranks, {"chunk": gradient}, with_self=True)
     once = itemsizes.get("once", False)
     outbound = travel(pieces, "owner", "home", rank, ranks, {"chunk": itemsizes["weight"], "once": once})
-    home = tuple(p for p in pieces if p.home == rank)
-    owned = tuple(p for p in pieces if p.owner == rank)
-    numel = sum(p.numel for p in owned if p.home == rank)
-    stays = 3 * ALIGNMENT + numel * (itemsizes["weight"] + 2 * itemsizes["state"])
-    needs = _needs(inbound, outbound) | {"mean": _of_mean(inbound, itemsizes["gradient"]), "stays": stays}
-    return Share(home, owned, (), inbound, outbound, True, True, once, needs, {})
+    kept, (nbytes,), _ = _lay_out(mine if reduced else [], "home", (rank,), {"chunk": gradient})
+    stays = 3 * ALIGNMENT + sum(p.numel for p in mine) * (itemsizes["weight"] + 2 * itemsizes["state"])
+    needs = _needs(inbound, outbound, nbytes) | {"mean": _of_mean(inbound, gradient), "stays": stays}
+    return Share(tuple(home), tuple(owned), (), inbound, outbound, not reduced, True, once, needs, kept)

@@ -11,6 +11,7 @@ import torch
 
 from . import debug
 from .change import check_dense, form_of_gradient, gradient_dtype, gradient_of, in_form, missing_from
+from .freight import ALIGNMENT
 from .kernels.table import Skip, Source
 from .layout import (
     as_dtensor,
@@ -285,3 +286,15 @@ def piece_at(flat, offset, shape, dtype):
     """The (rows, cols) view of a flat uint8 buffer that begins at a byte offset."""
     nbytes = shape[0] * shape[1] * dtype.itemsize
     return flat[offset:offset + nbytes].view(dtype).view(shape)
+
+
+def like(lists, flat):
+    """Lists of contiguous tensors like those of `lists`, each list one after another in a flat uint8 buffer."""
+    found, at = [], 0
+    for tensors in lists:
+        at += -at % ALIGNMENT
+        found.append([])
+        for t in tensors:
+            found[-1].append(flat[at:at + t.nbytes].view(t.dtype).view(t.shape))
+            at += t.nbytes
+    return found
