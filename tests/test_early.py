@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import package, part, run_ranks, run_threads
-from tests.test_faults import TIMEOUT_S, Faulty, run_mortal
+from tests.test_faults import BRIEF, TIMEOUT_S, Faulty, run_mortal
 from tests.test_missing import pattern
 from tests.test_modes import DENSE, placements_of
 from tests.test_muon import same
@@ -23,7 +23,6 @@ from tests.test_routes import cut
 SHAPES = [(16, 24), (24, 16), (10, 12), (16, 16)] * 3
 LAYOUTS = ["fsdp rows", "fsdp columns", "hsdp", "tp columns x fsdp rows", "ep x fsdp rows", "experts, fsdp rows"]
 STEPS = 4
-BRIEF = {"ns_coefficients": "jordan", "ns_steps": 1}  # what is multiplied in a step is not what is tested here
 
 
 def come(param, gradient) -> None:
@@ -40,7 +39,7 @@ def build(fulls, place, kind="NorMuon", adamw=2, **options):
     """Parameters, the last of them AdamW's, and an optimizer that lets buckets leave."""
     params = [nn.Parameter(place(f)) for f in fulls]
     groups = [{"params": params[:-adamw]}, {"params": params[-adamw:], "use_muon": False}]
-    return params, getattr(package(), kind)(groups, lr=0.02, **{"overlap_backward": True, **BRIEF, **options})
+    return params, getattr(package(), kind)(groups, lr=0.02, **{"overlap_backward": True, **options})
 
 
 def drawn(shapes, generator):
@@ -99,7 +98,8 @@ def side_by_side(rank, world, layout, kind):
         return cut(full, mesh, placements) if full.ndim > 1 else full
 
     fulls, left = drawn([*shapes, *shapes, shapes[0], shapes[1]], generator), []
-    (ours, early), (theirs, late) = (build(fulls, place, kind, overlap_backward=on) for on in (True, False))
+    (ours, early), (theirs, late) = (
+        build(fulls, place, kind, overlap_backward=on, **BRIEF) for on in (True, False))
     for step in range(STEPS):
         gradients = drawn([f.shape for f in fulls], generator)
         for opt in (early, late):
@@ -293,7 +293,7 @@ def missing(rank, world, odd):
         return cut(full, mesh, [Shard(0)])
 
     fulls, left = drawn(SHAPES, generator), set()
-    (ours, early), (theirs, late) = (build(fulls, place, overlap_backward=on) for on in (True, False))
+    (ours, early), (theirs, late) = (build(fulls, place, overlap_backward=on, **BRIEF) for on in (True, False))
     for step in range(20):
         has = pattern(len(fulls), world, generator) | (torch.rand(len(fulls), 1, generator=generator) < 0.6)
         odds = (torch.rand(len(fulls), generator=generator) < 0.2) & (torch.tensor(odd) and step % 3 == 2)
