@@ -12,6 +12,7 @@ import faulthandler
 import functools
 import gc
 import importlib
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -88,6 +89,7 @@ def run_threads(world: int, function, *args, timeout: float = 60.0) -> list:
     if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11's own, without which it destroys no group
         threaded.ThreadLocalWorld.comms = []
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    threaded.AllToAllBase._size_cumsum = _starts
     threaded._install_threaded_pg()
     threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world)]
     try:
@@ -105,6 +107,11 @@ def run_threads(world: int, function, *args, timeout: float = 60.0) -> list:
         raise TimeoutError(f"{_name(function)}: thread ranks {late} of {world} took longer than {timeout:g} s")
     _raise_first(failures, world, function)
     return results
+
+
+def _starts(_, size: int, sizes: list[int] | None, world: int) -> list[int]:
+    """Where the part of each rank begins; torch works it out in tensors, for every pair of ranks."""
+    return [0, *itertools.accumulate(sizes if sizes is not None and len(sizes) else [size // world] * world)]
 
 
 def _join(threads: list[threading.Thread], timeout: float, failures: list) -> list[threading.Thread]:

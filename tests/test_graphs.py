@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests import interpreter
 from tests.paths import INTERPRETED, quiet, why_no_triton
 from tests.ranks import package, part, run_ranks
 
@@ -95,6 +96,7 @@ def tape(monkeypatch, optimizer):
 
 def taped(monkeypatch):
     """Put tapes where graphs are."""
+    interpreter.hasten()
     graphs, jit = part("graphs"), part("kernels").jit
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
     monkeypatch.setattr(Tape, "replays", 0)

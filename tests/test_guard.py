@@ -157,52 +157,70 @@ def test_the_kernels_skip_as_the_torch_path_does(monkeypatch, device):
 
 # many ranks ------------------------------------------------------------------------------------------------------
 
-def skipping(rank, world, layout, name, mode):
+def broken_steps(world, layout):
+    """([full parameters], [[full gradients] of four steps]), some of which have one broken element."""
+    *_, shapes = placements_of(layout, world)
+    generator, steps = torch.Generator().manual_seed(0), []
+    fulls = [torch.randn(s, generator=generator) for s in [*shapes, shapes[0]]]
+    for step in range(4):
+        steps.append([torch.randn(f.shape, generator=generator) for f in fulls])
+        for i, grad in enumerate(steps[-1]):
+            if step in (1, 2) and i in (step, len(fulls) - 1):
+                grad.view(-1)[step * 5] = math.nan
+    return fulls, steps
+
+
+def stepped(params, steps, name, mode):
+    """The optimizer that has taken the steps, and [(step, whether what it raised was right)]."""
+    groups = [{"params": params[:-1]}, {"params": params[-1:], "use_muon": False}]
+    optimizer, raised = getattr(package(), name)(groups, lr=0.1, nonfinite=mode), []
+    for step, grads in enumerate(steps):
+        for p, grad in zip(params, grads):
+            p.grad = grad
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            raised.append((step, "no weight and no state has changed" in str(error)))
+    return optimizer, raised
+
+
+def skipping(rank, world, layout, name, mode, fulls, steps, whole, one):
     """Steps with one broken element, on the rank that stores it alone: sharded against one process; (equal, count)."""
     from torch.distributed.tensor import init_device_mesh
 
-    shape, placements, shapes = placements_of(layout, world)
-    mesh, generator = init_device_mesh("cpu", shape), torch.Generator().manual_seed(0)
-    fulls = [torch.randn(s, generator=generator) for s in [*shapes, shapes[0]]]
-
-    def groups(params):
-        return [{"params": params[:-1]}, {"params": params[-1:], "use_muon": False}]
-
-    whole = [nn.Parameter(f.clone()) for f in fulls]
+    shape, placements, _ = placements_of(layout, world)
+    mesh = init_device_mesh("cpu", shape)
     placed = [nn.Parameter(cut(f, mesh, placements)) for f in fulls]
-    one, many = (getattr(package(), name)(groups(ps), lr=0.1, nonfinite=mode) for ps in (whole, placed))
-    raised = [[], []]
-    for step in range(4):
-        for i, (w, p) in enumerate(zip(whole, placed)):
-            w.grad = torch.randn(w.shape, generator=generator)
-            if step in (1, 2) and i in (step, len(fulls) - 1):
-                w.grad.view(-1)[step * 5] = math.nan
-            p.grad = cut(w.grad, mesh, placements)
-        for optimizer, seen in ((one, raised[0]), (many, raised[1])):
-            try:
-                optimizer.step()
-            except RuntimeError as error:
-                seen.append((step, "no weight and no state has changed" in str(error)))
+    many, raised = stepped(placed, ([cut(g, mesh, placements) for g in grads] for grads in steps), name, mode)
     local, pairs = part("layout").local_of, [*zip(whole, placed)]
     pairs += [(one.state[w][key], many.state[p][key]) for w, p in zip(whole, placed) for key in one.state[w]]
-    assert all(w.isfinite().all() for w in whole)
     same_bits = all(torch.equal(local(cut(a.detach(), mesh, placements)) if a.ndim else a, local(b)) for a, b in pairs)
-    return same_bits, (one.skipped.item(), many.skipped.item()), raised
+    return same_bits, many.skipped.item(), raised
+
+
+def sharded_and_whole(layout, name, mode):
+    """([what `skipping` says on eight ranks], how many were skipped in one process, what that one raised)."""
+    fulls, steps = broken_steps(8, layout)
+    whole = [nn.Parameter(f.clone()) for f in fulls]
+    one, raised = stepped(whole, [[g.clone() for g in grads] for grads in steps], name, mode)
+    assert all(w.isfinite().all() for w in whole)
+    return run_threads(8, skipping, layout, name, mode, fulls, steps, whole, one), one.skipped.item(), raised
 
 
 @pytest.mark.parametrize("layout, name", [*((layout, "NorMuon") for layout in LAYOUTS),
                                           *((layout, "Muon") for layout in [*LAYOUTS][::4])])
 def test_skip_on_every_layout_is_skip_in_one_process(layout, name):
-    results = run_threads(8, skipping, layout, name, "skip")
+    results, one, _ = sharded_and_whole(layout, name, "skip")
     assert all(equal for equal, _, _ in results)
-    assert all(0 < one and (many == one or layout.startswith("ep")) for _, (one, many), _ in results)
+    assert all(0 < one and (many == one or layout.startswith("ep")) for _, many, _ in results)
 
 
 @pytest.mark.parametrize("layout", ["fsdp rows", "hsdp x tp", "ep x fsdp rows"])
 def test_raise_keeps_every_rank_at_the_old_step(layout):
     """Also where the rank itself saw nothing wrong."""
-    for equal, _, raised in run_threads(8, skipping, layout, "NorMuon", "raise"):
-        assert equal and raised[0] == raised[1] == [(1, True), (2, True)]
+    results, _, raised = sharded_and_whole(layout, "NorMuon", "raise")
+    for equal, _, also in results:
+        assert equal and also == raised == [(1, True), (2, True)]
 
 
 def chained(rank, world, bad, scaler):
