@@ -120,16 +120,22 @@ def unequal(model, optimizer, other):
     return [key for key in mine if not torch.equal(mine[key], other[key]) or mine[key].dtype != other[key].dtype]
 
 
-@functools.cache
-def uninterrupted(name, even, device):
-    """The content of a run on one process after the steps of each stage, and after no steps at all."""
-    shapes = EVEN if even else UNEVEN
+def whole_run(rank, world, name, even, device):
+    """The content of a run on one process after the steps of each stage."""
+    shapes, contents = EVEN if even else UNEVEN, []
     model, keep = model_of(shapes, "one process", 1, device)
     fill(model, keep, initial(shapes))
-    optimizer, contents = build(model, name), [None]
+    optimizer = build(model, name)
     for number in range(9):
         train(model, keep, optimizer, range(STEPS * number, STEPS * (number + 1)))
         contents.append({key: t.clone() for key, t in content(model, optimizer).items()})
+    return contents
+
+
+@functools.cache
+def uninterrupted(name, even, device):
+    """What all ranks compare with, made once."""
+    (contents,) = run_ranks(1, whole_run, name, even, device, backend="nccl" if device == "cuda" else "gloo")
     return contents
 
 
@@ -189,9 +195,12 @@ FORMATS = {"nested": Dcp(NESTED), "flat": Dcp(FLAT), "safetensors": Safetensors(
 
 
 def stages(rank, world, name, even, kinds, numbered, folder, device, capturable):
-    """Train on some layouts of a chain in turn; return what differs from the uninterrupted run after each."""
+    """Train on some layouts of a chain in turn; return what differs from the uninterrupted run after each.
+
+    `numbered`: (number, layout, content of the uninterrupted run) of each.
+    """
     differences, shapes = [], EVEN if even else UNEVEN
-    for number, layout in numbered:
+    for number, layout, expected in numbered:
         model, cut = model_of(shapes, layout, world, device)
         optimizer = build(model, name, layout, capturable=capturable)
         if number:
@@ -202,20 +211,20 @@ def stages(rank, world, name, even, kinds, numbered, folder, device, capturable)
         if capturable and device == "cuda":
             assert any(part.graph for part in optimizer._graphs.parts.values())
         FORMATS[kinds[number % len(kinds)]].save(model, optimizer, f"{folder}/{number}")
-        differences.append(unequal(model, optimizer, uninterrupted(name, even, device)[number + 1]))
+        differences.append(unequal(model, optimizer, expected))
     return differences
 
 
 def run_chain(chain, name, kinds, folder, device="cpu", even=False, capturable=False):
     """Layouts of as many ranks that follow each other share a process group. `kinds`: of the files, in turn."""
-    numbered = list(enumerate(chain))
+    numbered, contents = list(enumerate(chain)), uninterrupted(name, even, device)
     while numbered:
         world = numbered[0][1][1]
         count = next((i for i, (_, (_, ranks)) in enumerate(numbered) if ranks != world), len(numbered))
-        part_of = [(number, layout) for number, (layout, _) in numbered[:count]]
+        part_of = [(number, layout, contents[number]) for number, (layout, _) in numbered[:count]]
         how = {"backend": "nccl" if device == "cuda" else "gloo", "timeout": 120}
         for differences in run_ranks(world, stages, name, even, kinds, part_of, str(folder), device, capturable, **how):
-            assert differences == [[]] * count, part_of
+            assert differences == [[]] * count, [(number, layout) for number, layout, _ in part_of]
         numbered = numbered[count:]
 
 
