@@ -383,7 +383,8 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        made = [storage for storage in _storages(result) if storage.nbytes() >= self.large]
+        made = [storage for storage in _storages(result)
+                if storage.nbytes() >= self.large and storage._cdata not in self.alive]
         given = {storage._cdata for storage in _storages((args, kwargs))} if made else ()  # a collective: all threads'
         for storage in made:
             if storage._cdata not in given:
