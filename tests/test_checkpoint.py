@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dsd
 
+from tests import test_routes as routes
 from tests.ranks import package, part, run_ranks
 
 UNEVEN = {"dense.up": (33, 7), "dense.down": (10, 12), "dense.square": (16, 16), "dense.thin": (3, 8),
@@ -106,18 +107,32 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def content(model, optimizer):
-    """All weights and all state, whole, by name."""
+def shown(model, optimizer):
+    """All weights and all state, by name."""
     tensors = {**dsd.get_model_state_dict(model), **tensors_of(flat_state(model, optimizer))}
     assert len(tensors) > 2 * len(list(model.parameters()))
-    return {key: whole(t.detach()).cpu() for key, t in tensors.items()}
+    return {key: t.detach() for key, t in tensors.items()}
+
+
+def content(model, optimizer):
+    """The same, whole."""
+    return {key: whole(t).cpu() for key, t in shown(model, optimizer).items()}
 
 
 def unequal(model, optimizer, other):
-    """The names of the weights and states in which a run differs from the content of another."""
-    mine = content(model, optimizer)
+    """The names of the weights and states of which this rank's part differs from the content of another run."""
+    mine = shown(model, optimizer)
     assert mine.keys() == other.keys()
-    return [key for key in mine if not torch.equal(mine[key], other[key]) or mine[key].dtype != other[key].dtype]
+    return [key for key in mine if not is_part(mine[key], other[key])]
+
+
+def is_part(tensor, full):
+    """Whether a tensor holds, of this rank's part of `full`, the very bits."""
+    if tensor.shape != full.shape or tensor.dtype != full.dtype:
+        return False
+    if hasattr(tensor, "to_local"):
+        full, tensor = (t.to_local() for t in (routes.cut(full, tensor.device_mesh, tensor.placements), tensor))
+    return torch.equal(tensor.cpu(), full.cpu())
 
 
 def whole_run(rank, world, name, even, device):

@@ -215,8 +215,8 @@ def built(name, full, world, **options):
     """(parameters, optimizer): matrices, and AdamW's, which come last."""
     params, count = [nn.Parameter(t.clone()) for t in full], len(DENSE) + len(EXPERTS)
     rest = {"params": params[count:], "use_muon": False, "lr": 0.01, "weight_decay": 0.3}
-    room = 16_000 * max(world, 4)
-    return params, getattr(package(), name)([{"params": params[:count]}, rest], lr=0.02, workspace_bytes=room, **options)
+    groups, room = [{"params": params[:count]}, rest], 16_000 * max(world, 4)
+    return params, getattr(package(), name)(groups, lr=0.02, workspace_bytes=room, **options)
 
 
 def stored(optimizer, param):
