@@ -89,9 +89,9 @@ def initial(shapes):
 
 
 def fill(model, cut, tensors):
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(cut(name, tensors[name]))
+    local_of = part("layout").local_of
+    for name, param in model.named_parameters():
+        local_of(param).copy_(local_of(cut(name, tensors[name])))
 
 
 def train(model, cut, optimizer, numbers):
