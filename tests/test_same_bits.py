@@ -92,7 +92,8 @@ def cases_of(world):
 
 def all_layouts(rank, world):
     """{case: whether this rank has the bits of one process}."""
-    return {case: has_the_bits_of_one(world, "cpu", {}, *case) for case in cases_of(world)}
+    meshes = {}
+    return {case: has_the_bits_of_one(world, "cpu", meshes, *case) for case in cases_of(world)}
 
 
 def on_gpus(rank, world, device="cuda", kinds=KINDS):
