@@ -4,7 +4,9 @@ Tokens are bytes, so there is no tokenizer to train and a loss in nats per byte 
 """
 from __future__ import annotations
 
+import functools
 import hashlib
+import os
 import sysconfig
 from pathlib import Path
 
@@ -18,9 +20,11 @@ HELDOUT_ONE_IN = 20
 def source_files(folder: str | Path | None = None) -> list[Path]:
     """Every *.py file under `folder` (default: this Python's standard library) in the order of their paths."""
     root = Path(folder or sysconfig.get_paths()["stdlib"])
-    found = (path.relative_to(root) for path in root.rglob("*.py"))
-    kept = sorted(path.as_posix() for path in found if not SKIPPED_FOLDERS & set(path.parts))
-    return [root / path for path in kept]
+    kept = []
+    for here, folders, files in os.walk(root):
+        folders[:] = set(folders) - SKIPPED_FOLDERS  # what lies below is not even listed
+        kept += [Path(here, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
+    return [root / path for path in sorted(kept)]
 
 
 def is_heldout(path: Path) -> bool:
@@ -28,6 +32,7 @@ def is_heldout(path: Path) -> bool:
     return int.from_bytes(hashlib.sha256(path.name.encode()).digest()[:4], "big") % HELDOUT_ONE_IN == 0
 
 
+@functools.lru_cache(maxsize=1)  # the demo trains four times on one text
 def read_corpus(folder: str | Path | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The bytes of the training files and of the held-out files, two 1-D uint8 tensors."""
     text = {True: bytearray(), False: bytearray()}

@@ -138,6 +138,7 @@ def run_all(processes: int, options: Options, seconds: float) -> list[Summary]:
         # torch (2.13) aborts a process in which a thread of gloo lets go of a tensor just as Python (before 3.14) is
         # finalized. Forked processes end without finalizing it; those on GPUs have no gloo.
         method = "spawn" if torch.cuda.is_available() else "forkserver"
+        mp.set_forkserver_preload(["torch._dynamo"])  # with torch, most of what a process imports: once for all
         group = mp.start_processes(run_rank, (processes, folder, options, seconds), processes, join=False,
                                    start_method=method)
         try:

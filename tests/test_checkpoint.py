@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dsd
 
+from tests import test_routes as routes
 from tests.ranks import package, part, run_ranks
 
 UNEVEN = {"dense.up": (33, 7), "dense.down": (10, 12), "dense.square": (16, 16), "dense.thin": (3, 8),
@@ -88,9 +89,9 @@ def initial(shapes):
 
 
 def fill(model, cut, tensors):
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(cut(name, tensors[name]))
+    local_of = part("layout").local_of
+    for name, param in model.named_parameters():
+        local_of(param).copy_(local_of(cut(name, tensors[name])))
 
 
 def train(model, cut, optimizer, numbers):
@@ -106,30 +107,50 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def content(model, optimizer):
-    """All weights and all state, whole, by name."""
+def shown(model, optimizer):
+    """All weights and all state, by name."""
     tensors = {**dsd.get_model_state_dict(model), **tensors_of(flat_state(model, optimizer))}
     assert len(tensors) > 2 * len(list(model.parameters()))
-    return {key: whole(t.detach()).cpu() for key, t in tensors.items()}
+    return {key: t.detach() for key, t in tensors.items()}
+
+
+def content(model, optimizer):
+    """The same, whole."""
+    return {key: whole(t).cpu() for key, t in shown(model, optimizer).items()}
 
 
 def unequal(model, optimizer, other):
-    """The names of the weights and states in which a run differs from the content of another."""
-    mine = content(model, optimizer)
+    """The names of the weights and states of which this rank's part differs from the content of another run."""
+    mine = shown(model, optimizer)
     assert mine.keys() == other.keys()
-    return [key for key in mine if not torch.equal(mine[key], other[key]) or mine[key].dtype != other[key].dtype]
+    return [key for key in mine if not is_part(mine[key], other[key])]
+
+
+def is_part(tensor, full):
+    """Whether a tensor holds, of this rank's part of `full`, the very bits."""
+    if tensor.shape != full.shape or tensor.dtype != full.dtype:
+        return False
+    if hasattr(tensor, "to_local"):
+        full, tensor = (t.to_local() for t in (routes.cut(full, tensor.device_mesh, tensor.placements), tensor))
+    return torch.equal(tensor.cpu(), full.cpu())
+
+
+def whole_run(rank, world, name, even, device):
+    """The content of a run on one process after the steps of each stage."""
+    shapes, contents = EVEN if even else UNEVEN, []
+    model, keep = model_of(shapes, "one process", 1, device)
+    fill(model, keep, initial(shapes))
+    optimizer = build(model, name)
+    for number in range(9):
+        train(model, keep, optimizer, range(STEPS * number, STEPS * (number + 1)))
+        contents.append({key: t.clone() for key, t in content(model, optimizer).items()})
+    return contents
 
 
 @functools.cache
 def uninterrupted(name, even, device):
-    """The content of a run on one process after the steps of each stage, and after no steps at all."""
-    shapes = EVEN if even else UNEVEN
-    model, keep = model_of(shapes, "one process", 1, device)
-    fill(model, keep, initial(shapes))
-    optimizer, contents = build(model, name), [None]
-    for number in range(9):
-        train(model, keep, optimizer, range(STEPS * number, STEPS * (number + 1)))
-        contents.append({key: t.clone() for key, t in content(model, optimizer).items()})
+    """What all ranks compare with, made once."""
+    (contents,) = run_ranks(1, whole_run, name, even, device, backend="nccl" if device == "cuda" else "gloo")
     return contents
 
 
@@ -189,9 +210,12 @@ FORMATS = {"nested": Dcp(NESTED), "flat": Dcp(FLAT), "safetensors": Safetensors(
 
 
 def stages(rank, world, name, even, kinds, numbered, folder, device, capturable):
-    """Train on some layouts of a chain in turn; return what differs from the uninterrupted run after each."""
+    """Train on some layouts of a chain in turn; return what differs from the uninterrupted run after each.
+
+    `numbered`: (number, layout, content of the uninterrupted run) of each.
+    """
     differences, shapes = [], EVEN if even else UNEVEN
-    for number, layout in numbered:
+    for number, layout, expected in numbered:
         model, cut = model_of(shapes, layout, world, device)
         optimizer = build(model, name, layout, capturable=capturable)
         if number:
@@ -202,20 +226,20 @@ def stages(rank, world, name, even, kinds, numbered, folder, device, capturable)
         if capturable and device == "cuda":
             assert any(part.graph for part in optimizer._graphs.parts.values())
         FORMATS[kinds[number % len(kinds)]].save(model, optimizer, f"{folder}/{number}")
-        differences.append(unequal(model, optimizer, uninterrupted(name, even, device)[number + 1]))
+        differences.append(unequal(model, optimizer, expected))
     return differences
 
 
 def run_chain(chain, name, kinds, folder, device="cpu", even=False, capturable=False):
     """Layouts of as many ranks that follow each other share a process group. `kinds`: of the files, in turn."""
-    numbered = list(enumerate(chain))
+    numbered, contents = list(enumerate(chain)), uninterrupted(name, even, device)
     while numbered:
         world = numbered[0][1][1]
         count = next((i for i, (_, (_, ranks)) in enumerate(numbered) if ranks != world), len(numbered))
-        part_of = [(number, layout) for number, (layout, _) in numbered[:count]]
+        part_of = [(number, layout, contents[number]) for number, (layout, _) in numbered[:count]]
         how = {"backend": "nccl" if device == "cuda" else "gloo", "timeout": 120}
         for differences in run_ranks(world, stages, name, even, kinds, part_of, str(folder), device, capturable, **how):
-            assert differences == [[]] * count, part_of
+            assert differences == [[]] * count, [(number, layout) for number, layout, _ in part_of]
         numbered = numbered[count:]
 
 

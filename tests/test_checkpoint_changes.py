@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import glob
 import os
 import shutil
@@ -361,17 +362,23 @@ def trained(layout, world, steps=2):
     return model, cut, optimizer
 
 
-def full_states(rank, world):
+@functools.cache
+def alone():
+    """Of one process: the state after two steps as DCP has it, and the content after four."""
+    model, cut, optimizer = trained("one process", 1)
+    state = copy.deepcopy(dsd.get_optimizer_state_dict(model, optimizer)["state"])
+    chains.train(model, cut, optimizer, range(2, 4))
+    return state, content(model, optimizer)
+
+
+def full_states(rank, world, theirs, after):
     """full_state_dict gives every rank the whole; loaded from rank 0 alone, it does for every layout."""
-    differences, reference = [], trained("one process", world)
-    theirs = copy.deepcopy(dsd.get_optimizer_state_dict(reference[0], reference[2]))
-    chains.train(*reference, range(2, 4))
-    after = content(reference[0], reference[2])
+    differences = []
     for layout in ("fsdp columns", "hsdp", "unreduced", "ddp"):
         model, cut, optimizer = trained(layout, world)
         full = dsd.get_optimizer_state_dict(model, optimizer, options=dsd.StateDictOptions(full_state_dict=True))
         for name, state in full["state"].items():
-            whole_state = theirs["state"][name]
+            whole_state = theirs[name]
             assert state.keys() == whole_state.keys()
             differences += [(layout, name, key) for key in state if not torch.equal(state[key], whole_state[key])]
         heir_of, cut, heir = trained(layout, world, steps=1)
@@ -384,13 +391,12 @@ def full_states(rank, world):
 
 
 def test_full_state_dicts_are_whole_on_every_rank():
-    assert run_ranks(4, full_states) == [[]] * 4
+    assert run_ranks(4, full_states, *alone()) == [[]] * 4
 
 
-def plain_loads(rank, world):
+def plain_loads(rank, world, after):
     """load_state_dict takes the live state of any layout, without a file between."""
-    differences, (other, _, one_process) = [], trained("one process", world, steps=4)
-    after = content(other, one_process)
+    differences = []
     for first, second in zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1]):
         model, _, optimizer = trained(first, world)
         heir_of, cut, heir = trained(second, world, steps=1)
@@ -402,7 +408,7 @@ def plain_loads(rank, world):
 
 
 def test_load_state_dict_takes_the_state_of_any_layout():
-    assert run_ranks(4, plain_loads) == [[]] * 4
+    assert run_ranks(4, plain_loads, alone()[1]) == [[]] * 4
 
 
 SAFE = ["tp x fsdp", "unreduced", "ddp", "one process"]

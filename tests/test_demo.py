@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.ranks import run_ranks
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TINY = ["--layers", "1", "--width", "64", "--heads", "2", "--batch", "8", "--seq", "32"]
 
@@ -83,9 +85,14 @@ def stay(rank: int, *arguments, path: Path) -> None:
     sys.leaving = Leaving(path)
 
 
+def nothing(rank: int, world: int) -> None:
+    pass
+
+
 @ON_CPUS
 def test_processes_end_without_finalizing_python(example, monkeypatch, tmp_path):
     """Rarely, a thread of gloo was still letting go of a tensor then, and torch aborted the process."""
+    run_ranks(1, nothing)  # else the demo would start the process that forks ranks, and all later ones start slowly
     demo, path = example("demo"), tmp_path / "finalized"
     monkeypatch.setattr(demo, "run_rank", functools.partial(stay, path=path))
     with pytest.raises(FileNotFoundError, match="muon.json"):  # what rank 0 of a real one writes

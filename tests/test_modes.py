@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -16,6 +17,7 @@ from tests.test_routes import cut
 DENSE = [(16, 24), (24, 16), (10, 12), (3, 8), (16, 16), (33, 7), (16, 24), (1, 9)]  # 3 and 1 rows: empty shards
 EVEN = [(16, 24), (24, 16), (32, 8), (16, 16)]
 EXPERTS = [(8, 6, 10), (8, 10, 6), (8, 5, 3)]
+NAMES = ["Muon", "NorMuon"]
 STEPS = 3
 
 
@@ -51,11 +53,7 @@ LAYOUTS = ["replicated", "fsdp rows", "fsdp columns", "hsdp", "hsdp, many replic
 
 def sharded(full, mesh, placements):
     """A DTensor with the values of `full`, cut as the package's own boxes say; torch has to agree."""
-    from torch.distributed.tensor import DTensor
-
-    box = part("layout").box_at(mesh.get_coordinate(), full.shape, placements, tuple(mesh.shape))
-    local = full[tuple(slice(a, b) for a, b in box)].clone()
-    tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+    tensor = cut(full, mesh, placements)
     assert torch.equal(tensor.full_tensor(), full), ("our boxes disagree with torch", placements)
     return tensor
 
@@ -86,50 +84,80 @@ def alone(name, shapes, options, device):
     return full, gradients, [{"weight": p.detach(), **optimizer.state[p]} for p in params]
 
 
-def compare(rank, world, name, layout, options, device="cpu"):
-    """Step the same matrices sharded and whole; return the largest difference and how far the weights moved."""
+def cases_of(layout, world, kinds, device="cpu"):
+    """{(name, options): what one process has} of a layout's shapes, for `compare`. `kinds`: (name, options)."""
+    shapes = tuple(placements_of(layout, world)[2])
+    return {(name, tuple(options.items())): alone(name, shapes, tuple(options.items()), device)
+            for name, options in kinds}
+
+
+def compare(rank, world, layout, cases, device="cpu"):
+    """Step the same matrices sharded, in each of the cases; by case the largest difference of this rank's part to one
+    process, and how far the weights moved.
+    """
     from torch.distributed.tensor import init_device_mesh
 
     mesh_shape, placements, shapes = placements_of(layout, world)
-    full, gradients, expected = alone(name, tuple(shapes), tuple(options.items()), device)
-    mesh = init_device_mesh(device, mesh_shape)
-    params = [nn.Parameter(sharded(f, mesh, placements)) for f in full]
-    optimizer = make(name, params, world, **options)
-    for step in gradients:
-        for p, g in zip(params, step):
-            p.grad = cut(g, mesh, placements)
-        optimizer.step()
-    return difference(expected, optimizer, params, full)
+    mesh, results = init_device_mesh(device, mesh_shape), {}
+    for (name, options), (full, gradients, expected) in cases.items():
+        params = [nn.Parameter((cut if results else sharded)(f, mesh, placements)) for f in full]  # torch agrees, once
+        assert [p.shape for p in params] == [torch.Size(shape) for shape in shapes]
+        optimizer = make(name, params, world, **dict(options))
+        for step in gradients:
+            for p, g in zip(params, step):
+                p.grad = cut(g, mesh, placements)
+            optimizer.step()
+        results[name, options] = difference(expected, optimizer, params, full)
+    return results
 
 
 def difference(expected, optimizer, params, full):
-    """(largest difference of weights and state, smallest largest movement of a weight, names of the routes)."""
-    error = 0.0
+    """(largest difference of weights and state on this rank, smallest largest movement of a weight)."""
+    error, local_of = 0.0, part("layout").local_of
     for whole, p in zip(expected, params):
+        assert optimizer.state[p].keys() == whole.keys() - {"weight"}
         for key, a in whole.items():
             b = p.detach() if key == "weight" else optimizer.state[p][key]
-            b = b.full_tensor() if hasattr(b, "full_tensor") else b
-            error = max(error, (a - b).abs().max().item() if a.numel() else 0.0)
+            assert a.shape == b.shape and a.dtype == b.dtype, key
+            if a.ndim:
+                assert (b.device_mesh, b.placements) == (p.device_mesh, p.placements), key
+                a, b = local_of(cut(a, p.device_mesh, p.placements)), local_of(b)
+            assert a.shape == b.shape, key
+            error = max(error, (a - b).abs().nan_to_num(math.inf).max().item() if a.numel() else 0.0)
     moved = min((whole["weight"] - f).abs().max().item() for whole, f in zip(expected, full))
-    return error, moved, sorted({type(route).__name__ for route, _ in optimizer._jobs})
+    return error, moved
+
+
+EXACT = [(name, {"wire_dtype": torch.float32}) for name in NAMES]
+SHORT = [("NorMuon", options) for options in ({}, {"ns_dtype": torch.bfloat16}, {"state_dtype": torch.bfloat16})]
+
+
+def assert_exact(everybody, count):
+    """What `compare` gave, by rank."""
+    for results in everybody:
+        assert len(results) == count
+        assert {case: error for case, (error, _) in results.items() if error != 0.0} == {}
+
+
+def assert_moved(everybody):
+    for results in everybody:
+        assert {case: moved for case, (_, moved) in results.items() if not moved > 1e-4} == {}
 
 
 @pytest.mark.parametrize("world", [4, 8])
-@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sharded_is_one_process(layout, name, world):
-    for error, moved, _ in run_ranks(world, compare, name, layout, {"wire_dtype": torch.float32}):
-        assert error == 0.0
-        assert moved > 1e-4
+def test_sharded_is_one_process(layout, world):
+    results = run_ranks(world, compare, layout, cases_of(layout, world, EXACT))
+    assert_exact(results, len(NAMES))
+    assert_moved(results)
 
 
-@pytest.mark.parametrize("options", [{}, {"ns_dtype": torch.bfloat16}, {"state_dtype": torch.bfloat16}], ids=str)
 @pytest.mark.parametrize("layout", ["fsdp rows", "hsdp", "tp columns x fsdp rows", "ep x fsdp rows"])
-def test_a_16_bit_wire_is_part_of_the_rule_on_every_layout(layout, options):
-    assert [error for error, _, _ in run_ranks(4, compare, "NorMuon", layout, options)] == [0.0] * 4
+def test_a_16_bit_wire_is_part_of_the_rule_on_every_layout(layout):
+    assert_exact(run_ranks(4, compare, layout, cases_of(layout, 4, SHORT)), len(SHORT))
 
 
-@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layout", ["replicated", "hsdp", "hsdp, many replicas", "hsdp x tp"])
 def test_what_several_ranks_get_leaves_from_one_place(layout, name, optimizer, monkeypatch):
     """As on GPUs; gloo's collectives, of other tests, cannot send one place to several ranks."""
@@ -141,21 +169,22 @@ def test_what_several_ranks_get_leaves_from_one_place(layout, name, optimizer, m
 
     monkeypatch.setattr(part("process_groups").Groups, "send_once", lambda groups, device: True)
     monkeypatch.setattr(dist, "all_to_all", send)
-    for error, moved, _ in run_threads(8, compare, name, layout, {"wire_dtype": torch.float32}):
-        assert error == 0.0
-        assert moved > 1e-4
+    results = run_threads(8, compare, layout, cases_of(layout, 8, [(name, {"wire_dtype": torch.float32})]))
+    assert_exact(results, 1)
+    assert_moved(results)
     assert all(places <= peers for places, peers in apart) and any(places < peers for places, peers in apart)
 
 
 def compare_all(rank, world, name):
     """Every layout that this many ranks have, over both wires: {layout and wire: (error, moved)}."""
     layouts = [layout for layout in LAYOUTS if math.prod(placements_of(layout, world)[0]) == world]
-    return {(layout, wire): compare(rank, world, name, layout, {"wire_dtype": wire}, "cuda")[:2]
-            for layout in layouts for wire in (torch.float32, torch.bfloat16)}
+    kinds = [(name, {"wire_dtype": wire}) for wire in (torch.float32, torch.bfloat16)]
+    return {(layout, case): result for layout in layouts for case, result in compare(
+        rank, world, layout, cases_of(layout, world, kinds, "cuda"), "cuda").items()}
 
 
 @pytest.mark.parametrize("world", [1, *(pytest.param(n, marks=pytest.mark.gpus(n)) for n in (2, 4))])
-@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.gpu
 def test_sharded_is_one_gpu(name, world):
     for results in run_ranks(world, compare_all, name, backend="nccl", timeout=120):
@@ -164,34 +193,53 @@ def test_sharded_is_one_gpu(name, world):
         assert len(results) >= 10
 
 
-def plain(rank, world, name, reduced, options):
-    """Plain replicated parameters, matrices and AdamW ones, against one process with the averaged gradients."""
+@functools.cache
+def averaged(name, world):
+    """(weights at first, gradients of each step and rank, weights in the end, elements of state) of one process that
+    steps matrices and AdamW's parameters with the averaged gradients.
+    """
     generator = torch.Generator().manual_seed(1)
     shapes = [*DENSE, *EXPERTS]
     full = [spread(s, generator) for s in shapes]
-    rest = [torch.randn(s, generator=generator) for s in [(50, 6), (7,), (), (3, 2, 2), (1, 5)]]
-
-    def build(**more):
-        params = [[nn.Parameter(t.clone()) for t in tensors] for tensors in (full, rest)]
-        groups = [{"params": params[0]}, {"params": params[1], "use_muon": False, "lr": 0.01, "weight_decay": 0.3}]
-        room = 16_000 * max(world, 4)
-        optimizer = getattr(package(), name)(groups, lr=0.02, workspace_bytes=room, **options, **more)
-        return params[0] + params[1], optimizer
-
-    whole, one = build()
-    copied, many = build(process_group=dist.group.WORLD, grads_are_reduced=reduced)
-    for _ in range(STEPS):
-        for w, c in zip(whole, copied):
-            gradients = torch.randn((world, *w.shape), generator=generator)
-            w.grad = gradients.double().mean(0).float()
-            c.grad = w.grad.clone() if reduced else gradients[rank].clone()
+    full += [torch.randn(s, generator=generator) for s in [(50, 6), (7,), (), (3, 2, 2), (1, 5)]]
+    params, one = built(name, full, world, wire_dtype=torch.float32)
+    gradients = [[torch.randn((world, *f.shape), generator=generator) for f in full] for _ in range(STEPS)]
+    for step in gradients:
+        for p, g in zip(params, step):
+            p.grad = g.double().mean(0).float()
         one.step()
-        many.step()
-    error = max((w - c).abs().max().item() for w, c in zip(whole, copied))
-    moved = min((w - f).abs().max().item() for w, f in zip(whole, full + rest))
-    stored = sum(t.numel() for c in copied for key, t in many.state[c].items() if key != "step")
-    same = all(torch.equal(flat(copied), other) for other in everybody(copied, world))
-    return error, moved, stored, sum(t.numel() for w in whole for k, t in one.state[w].items() if k != "step"), same
+    return full, gradients, [p.detach() for p in params], sum(map(stored, [one] * len(params), params))
+
+
+def built(name, full, world, **options):
+    """(parameters, optimizer): matrices, and AdamW's, which come last."""
+    params, count = [nn.Parameter(t.clone()) for t in full], len(DENSE) + len(EXPERTS)
+    rest = {"params": params[count:], "use_muon": False, "lr": 0.01, "weight_decay": 0.3}
+    groups, room = [{"params": params[:count]}, rest], 16_000 * max(world, 4)
+    return params, getattr(package(), name)(groups, lr=0.02, workspace_bytes=room, **options)
+
+
+def stored(optimizer, param):
+    return sum(t.numel() for key, t in optimizer.state[param].items() if key != "step")
+
+
+def plain(rank, world, references, reduced):
+    """Plain replicated parameters against one process: for each name (difference, movement, elements of state, whether
+    all ranks have the same weights).
+    """
+    results = {}
+    for name, (full, gradients, expected, _) in references.items():
+        params, many = built(name, full, world, process_group=dist.group.WORLD, grads_are_reduced=reduced,
+                             wire_dtype=torch.float32)
+        for step in gradients:
+            for p, g in zip(params, step):
+                p.grad = g.double().mean(0).float() if reduced else g[rank].clone()
+            many.step()
+        error = max((w - p).abs().max().item() for w, p in zip(expected, params))
+        moved = min((w - f).abs().max().item() for w, f in zip(expected, full))
+        same = all(torch.equal(flat(params), other) for other in everybody(params, world))
+        results[name] = error, moved, sum(map(stored, [many] * len(params), params)), same
+    return results
 
 
 def flat(params):
@@ -206,57 +254,72 @@ def everybody(params, world):
 
 
 @pytest.mark.parametrize("world", [1, 4, 8])
-@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
-def test_ddp_splits_the_work_and_changes_no_bit(name, world):
-    for error, moved, stored, whole, same in run_ranks(world, plain, name, True, {"wire_dtype": torch.float32}):
-        assert error == 0.0 and same
-        assert moved > 1e-4
-        assert stored == whole
+def test_ddp_splits_the_work_and_changes_no_bit(world):
+    references = {name: averaged(name, world) for name in NAMES}
+    for results in run_ranks(world, plain, references, True):
+        for name, (error, moved, elements, same) in results.items():
+            assert error == 0.0 and same, name
+            assert moved > 1e-4, name
+            assert elements == references[name][3], name
 
 
 @pytest.mark.parametrize("world", [1, 4, 8])
-@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
-def test_unreduced_gradients_are_averaged_and_state_is_owned(name, world):
-    results = run_ranks(world, plain, name, False, {"wire_dtype": torch.float32})
-    for error, moved, _, _, same in results:
-        assert error < 2e-4 and same  # sums in another order, through five steps of a polynomial that amplifies
-        assert moved > 1e-4
-    assert sum(stored for _, _, stored, _, _ in results) == results[0][3]  # every element of the state is kept once
+def test_unreduced_gradients_are_averaged_and_state_is_owned(world):
+    references = {name: averaged(name, world) for name in NAMES}
+    everybodys = run_ranks(world, plain, references, False)
+    for name in NAMES:
+        results = [results[name] for results in everybodys]
+        for error, moved, _, same in results:
+            assert error < 2e-4 and same, name  # sums in another order, through five steps that amplify
+            assert moved > 1e-4, name
+        assert sum(elements for _, _, elements, _ in results) == references[name][3], name  # each is kept once
 
 
-def missing(rank, world, layout, options):
-    """Steps in which gradients are missing: on no rank, on some, on all."""
-    from torch.distributed.tensor import init_device_mesh
-
+def scarce(layout, world):
+    """Steps in which gradients are missing, on no rank, on some, on all: (weights at first, [(gradient, which ranks
+    have one) of each matrix] of each step, weights and state in the end) of one process.
+    """
     mesh_shape, placements, shapes = placements_of(layout, world)
-    mesh = init_device_mesh("cpu", mesh_shape)
-    generator = torch.Generator().manual_seed(2)
-    full = [spread(s, generator) for s in shapes]
-    whole = [nn.Parameter(f.clone()) for f in full]
-    placed = [nn.Parameter(sharded(f, mesh, placements)) for f in full]
-    half = len(full) // 2
-
-    def build(params):
-        groups = [{"params": params[:half]}, {"params": params[half:], "use_muon": False}]
-        return package().NorMuon(groups, lr=0.02, wire_dtype=torch.float32, workspace_bytes=34_000)
-
-    one, many = build(whole), build(placed)
+    generator, box_at = torch.Generator().manual_seed(2), part("layout").box_at
+    full, steps = [spread(s, generator) for s in shapes], []
+    params = [nn.Parameter(f.clone()) for f in full]
+    one = halved(params)
     for _ in range(6):
-        for w, c in zip(whole, placed):
-            gradient, has = spread(w.shape, generator), torch.rand(world, generator=generator) < 0.5
+        steps.append([])
+        for p in params:
+            gradient, has = spread(p.shape, generator), torch.rand(world, generator=generator) < 0.5
             if torch.rand((), generator=generator) < 0.4:
                 has[:] = False
-            shard = sharded(gradient, mesh, placements)
-            if not has[rank]:
-                shard._local_tensor.zero_()
-            w.grad = shard.full_tensor() if has.any() else None
-            c.grad = shard if has[rank] else None
+            steps[-1].append((gradient, has))
+            p.grad = gradient.clone() if has.any() else None
+            for coordinate, there in zip(itertools.product(*map(range, mesh_shape)), has):
+                if p.grad is not None and not there:
+                    p.grad[tuple(slice(*side) for side in box_at(coordinate, p.shape, placements, mesh_shape))] = 0
         one.step()
+    return full, steps, [{"weight": p.detach(), **one.state[p]} for p in params]
+
+
+def halved(params):
+    half = len(params) // 2
+    groups = [{"params": params[:half]}, {"params": params[half:], "use_muon": False}]
+    return package().NorMuon(groups, lr=0.02, wire_dtype=torch.float32, workspace_bytes=34_000)
+
+
+def missing(rank, world, layout, full, steps, expected):
+    """The largest difference to one process of what this rank has in the end."""
+    from torch.distributed.tensor import init_device_mesh
+
+    mesh_shape, placements, _ = placements_of(layout, world)
+    mesh = init_device_mesh("cpu", mesh_shape)
+    params = [nn.Parameter(sharded(f, mesh, placements)) for f in full]
+    many = halved(params)
+    for step in steps:
+        for p, (gradient, has) in zip(params, step):
+            p.grad = cut(gradient, mesh, placements) if has[rank] else None
         many.step()
-    expected = [{"weight": w.detach(), **one.state[w]} for w in whole]
-    return difference(expected, many, placed, full)[0]
+    return difference(expected, many, params, full)[0]
 
 
 @pytest.mark.parametrize("layout", ["fsdp rows", "fsdp columns", "tp columns x fsdp rows", "ep x fsdp rows"])
 def test_missing_gradients_count_as_zero_unless_no_rank_has_one(layout):
-    assert run_ranks(4, missing, layout, {}) == [0.0] * 4
+    assert run_ranks(4, missing, layout, *scarce(layout, 4)) == [0.0] * 4

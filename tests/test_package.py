@@ -33,6 +33,33 @@ from kernels import get_kernel
 print(get_kernel("org/optimizer", version=1).__name__)
 """
 
+# Runs argv[1:] in processes of their own, all at once, which share no more than the import of torch; prints of each the
+# exit status, what it printed and its errors. What kernels imports reads the environment, so it is not imported here.
+AT_ONCE = """
+import json, os, sys, tempfile, traceback
+import torch
+assert "kernels" not in sys.modules and "huggingface_hub" not in sys.modules
+started = []
+for code in sys.argv[1:]:
+    files = [tempfile.TemporaryFile("w+") for _ in range(2)]
+    child = os.fork()
+    if child == 0:
+        for number, file in enumerate(files, start=1):
+            os.dup2(file.fileno(), number)
+        try:
+            exec(code, {"__name__": "__main__"})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    started.append((child, files))
+ended = [(os.waitpid(child, 0)[1], files) for child, files in started]
+print(json.dumps([[status, *(file.seek(0) or file.read() for file in files)] for status, files in ended]))
+"""
+
 # Prints the modules that loading the build argv[1] brings into a process which has torch and kernels.
 LOAD_AND_LIST = """
 import json, sys
@@ -284,8 +311,9 @@ def test_local_kernels_names_the_build(build, tmp_path):
 @pytest.mark.parametrize("processes", [1, 4])
 def test_get_kernel_from_a_hub_with_a_cold_cache(build, tmp_path, processes):
     with serve(build) as hub:
-        started = [python(GET, **hub_environment(hub, tmp_path)) for _ in range(processes)]
-        names = [printed(process) for process in started]
+        ended = json.loads(printed(python(AT_ONCE, *[GET] * processes, **hub_environment(hub, tmp_path))))
+    assert len(ended) == processes and not any(status for status, *_ in ended), ended
+    names = [out.strip().splitlines()[-1] for _, out, _ in ended]
     assert len(set(names)) == 1 and names[0].endswith(build_id(build))
     variant = f"build/torch-{names[0].split('_')[2]}"
     fetched = {path: count for (method, path), count in hub.requests.items() if method == "GET" and "/resolve/" in path}
@@ -308,7 +336,7 @@ def test_the_hubs_ci_has_all_that_its_subset_needs(build, tmp_path):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "build.toml", tmp_path)
     env = os.environ | {"LOCAL_KERNELS": f"me/optimizer={build}", "PYTHONPATH": ""}
-    command = [sys.executable, "-m", "pytest", "tests", "-m", "kernels_ci", "--collect-only", "-q"]
+    command = [sys.executable, "-m", "pytest", "tests", "-m", "kernels_ci", "--collect-only", "-q", "--assert=plain"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(re.search(r"(\d+)/\d+ tests collected", done.stdout)[1]) > 300

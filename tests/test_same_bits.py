@@ -48,9 +48,13 @@ def stepped(shapes, device, wire, place=torch.clone, order=1, room=None, **optio
     params = [nn.Parameter(place(f)) for f in fulls]
     groups = [{"params": params[:-2][::order]}, {"params": params[-2:][::order], "use_muon": False}]
     optimizer = package().NorMuon(groups[::order], lr=LR, wire_dtype=wire, workspace_bytes=room, **options)
+    local_of = part("layout").local_of
     for step in grads:
         for p, g in zip(params, step):
-            p.grad = place(g) if p.grad is None else p.grad.copy_(place(g))
+            if p.grad is None:
+                p.grad = place(g)
+            else:  # in the same memory; DTensor's own copy_ takes longer than the step
+                local_of(p.grad).copy_(local_of(place(g)))
         optimizer.step()
     state = shown_state(optimizer) if options.get("shard_state") else optimizer.state
     return [t for p in params for t in (p.detach(), *(state[p][k] for k in sorted(state[p])))]
@@ -88,7 +92,8 @@ def cases_of(world):
 
 def all_layouts(rank, world):
     """{case: whether this rank has the bits of one process}."""
-    return {case: has_the_bits_of_one(world, "cpu", {}, *case) for case in cases_of(world)}
+    meshes = {}
+    return {case: has_the_bits_of_one(world, "cpu", meshes, *case) for case in cases_of(world)}
 
 
 def on_gpus(rank, world, device="cuda", kinds=KINDS):
