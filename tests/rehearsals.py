@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import sys
 import threading
 import time
@@ -62,23 +61,17 @@ class Stub:
         return 1, 1, 32, 0, 1024
 
 
-def end_with_memory(backend, stages, *_) -> None:
-    """Leave out what comes after shared memory is laid out: the stub runs nothing, and test_tiles.py compiles it."""
-    def name(text, metadata):
-        metadata["name"] = re.search(r"define [^@]*ptx_kernel void @(\w+)", text)[1]
-        return text
-
-    stages |= {"ptx": name, backend.binary_ext: lambda text, metadata: b""}
-
-
 def watch() -> None:
     """Note every compilation; without a GPU, put the stub in the driver's place, and say that CPU tensors have one."""
     import triton
     from triton.runtime import driver
 
+    from tests.compile_kernels import end_with_memory
+
     triton.knobs.compilation.listener = lambda *, src, **_: note("compile", src.name)
     if not ON_GPU:
         driver.set_active(Stub())
+        # The stub runs nothing, and test_tiles.py compiles to the end.
         triton.knobs.runtime.add_stages_inspection_hook = end_with_memory
         os.environ["DISABLE_LLVM_OPT"] = "1"
         part("kernels.tiles").architecture = lambda *_: "sm90"
