@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +19,9 @@ def scenario(name: str, cache: Path) -> dict:
     """What a process of its own reports, with an empty cache of kernels (tests/rehearsals.py)."""
     if reason := paths.why_no_triton():
         pytest.skip(reason)
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
     command = [sys.executable, "-m", "tests.rehearsals", name]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=paths.compiler_environment(cache), capture_output=True, text=True,
+                          check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +47,7 @@ def test_every_kernel_compiles(archs, tmp_path):
     """
     if reason := paths.why_no_triton():
         pytest.skip(reason)
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    environment = paths.compiler_environment(tmp_path)
     for arch in archs:
         command = [sys.executable, "-m", "tests.compile_kernels", arch, str(SHARED_BYTES[arch])]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

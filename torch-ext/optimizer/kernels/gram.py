@@ -14,6 +14,7 @@ from .split import Split, memory_of, rows_at, strides_of, table_of
 
 tl = None  # Triton's language, put here by jit
 ALIGNMENT_BYTES = 64
+AT_ONCE = 1 << 14  # elements that a CPU takes in one thread, each matrix as if alone
 SIDE = 64  # of a tile of `linear`
 
 
@@ -69,33 +70,40 @@ def product_torch(A, X, out):
 
 
 def symmetric_product_torch(A, B, out, alpha=1.0, addends=(), diagonal=0.0):
-    """Compute `symmetric_product` matrix by matrix."""
-    lower = torch.ones(out.shape[1:], dtype=torch.bool, device=out.device).tril_()
-    for o, a, b, *others in zip(*(stack.unbind() for stack in (out, A, B, *(C for C, _ in addends)))):
-        result = _multiply(a, b)
+    """Compute `symmetric_product` matrix by matrix, and what follows for as many as one thread takes at once."""
+    n = out.shape[1]
+    apart = -(-n * n * 4 // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // 4  # each begins as new memory does
+    count = max(1, min(AT_ONCE // max(1, apart), len(out)))
+    memory = torch.empty((count, apart), dtype=torch.float32, device=out.device)
+    results = memory[:, :n * n].unflatten(1, (n, n))
+    upper = torch.ones((n, n), dtype=torch.bool, device=out.device).triu_(1)
+    for start in range(0, len(out), count):
+        some = slice(start, start + count)
+        result = results[:len(out) - start]
+        for a, b, r in zip(A[some].unbind(), B[some].unbind(), result.unbind()):
+            _multiply(a, b, r)
         if alpha != 1.0:
             result.mul_(alpha)
-        for c, (_, beta) in zip(others, addends):
-            result.add_(c, alpha=beta)
+        for C, beta in addends:
+            result.add_(C[some], alpha=beta)
         if diagonal != 0.0:
-            result.diagonal().add_(diagonal)
-        if o.dtype == result.dtype:
-            torch.where(lower, result, result.mT, out=o)
-        else:
-            o.copy_(torch.where(lower, result, result.mT))
+            result.diagonal(dim1=1, dim2=2).add_(diagonal)
+        out[some].copy_(torch.where(upper, result.mT, result))
     return out
 
 
-def _multiply(a, b):
+def _multiply(a, b, out=None):
     """Multiply two matrices, sums in fp32, also inside autocast.
 
     A CPU library may sum in another order where memory is aligned otherwise: every operand begins as new memory does.
     """
-    operands = (x.clone() if x.data_ptr() % ALIGNMENT_BYTES else x for x in (a.float(), b.float()))
+    a, b = a.float(), b.float()
+    a = a.clone() if a.data_ptr() % ALIGNMENT_BYTES else a
+    b = b.clone() if b.data_ptr() % ALIGNMENT_BYTES else b
     if not torch.is_autocast_enabled(a.device.type):  # entering it takes longer than a small product
-        return torch.mm(*operands)
+        return torch.mm(a, b, out=out)
     with torch.autocast(a.device.type, enabled=False):
-        return torch.mm(*operands)
+        return torch.mm(a, b, out=out)
 
 
 _known: dict = {}  # what decides about a launch -> the tile, or what is bound
