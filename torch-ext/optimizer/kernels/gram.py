@@ -71,18 +71,15 @@ def product_torch(A, X, out):
 def symmetric_product_torch(A, B, out, alpha=1.0, addends=(), diagonal=0.0):
     """Compute `symmetric_product` matrix by matrix."""
     lower = torch.ones(out.shape[1:], dtype=torch.bool, device=out.device).tril_()
-    for o, a, b, *others in zip(*(stack.unbind() for stack in (out, A, B, *(C for C, _ in addends)))):
-        result = _multiply(a, b)
+    for i, o in enumerate(out):
+        result = _multiply(A[i], B[i])
         if alpha != 1.0:
             result.mul_(alpha)
-        for c, (_, beta) in zip(others, addends):
-            result.add_(c, alpha=beta)
+        for C, beta in addends:
+            result.add_(C[i], alpha=beta)
         if diagonal != 0.0:
             result.diagonal().add_(diagonal)
-        if o.dtype == result.dtype:
-            torch.where(lower, result, result.mT, out=o)
-        else:
-            o.copy_(torch.where(lower, result, result.mT))
+        o.copy_(torch.where(lower, result, result.mT))
     return out
 
 
