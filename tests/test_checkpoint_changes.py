@@ -386,7 +386,7 @@ def full_states(rank, world, theirs, after):
         from_first = dsd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         dsd.set_optimizer_state_dict(heir_of, heir, full if rank == 0 else {}, options=from_first)
         chains.train(heir_of, cut, heir, range(2, 4))
-        differences += unequal(heir_of, heir, after)
+        differences += [(layout, key) for key in unequal(heir_of, heir, after)]
     return differences
 
 
