@@ -14,7 +14,7 @@ from .split import Split, memory_of, rows_at, strides_of, table_of
 
 tl = None  # Triton's language, put here by jit
 ALIGNMENT_BYTES = 64
-AT_ONCE = 1 << 14  # elements that a CPU takes in one thread, each matrix as if alone
+AT_ONCE = 1 << 10  # elements that a CPU takes in one thread, each matrix as if alone; what they take is no workspace
 SIDE = 64  # of a tile of `linear`
 
 
