@@ -6,10 +6,8 @@ memory, and how many bytes the cast reads at once (sm90).
 """
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import os
 import re
 import sys
 
@@ -31,24 +29,6 @@ TYPES = {"TYPE_0": triton.language.float32, "TYPE_1": triton.language.bfloat16, 
 def end_with_text(backend, stages, *_):
     """Leave the assembler of this kind of GPU out."""
     stages[backend.binary_ext] = lambda text, metadata: b""
-
-
-def end_with_memory(backend, stages, *_):
-    """Leave out, for NVIDIA's, what comes after shared memory is laid out."""
-    def name(text, metadata):
-        metadata["name"] = re.search(r"define [^@]*ptx_kernel void @(\w+)", text)[1]
-        return text
-
-    stages |= {"ptx": name, backend.binary_ext: lambda text, metadata: b""}
-
-
-@contextlib.contextmanager
-def memory_alone():
-    """Ask how much shared memory kernels take on sm90, and no more."""
-    os.environ["DISABLE_LLVM_OPT"], triton.knobs.runtime.add_stages_inspection_hook = "1", end_with_memory
-    yield
-    del os.environ["DISABLE_LLVM_OPT"]
-    triton.knobs.runtime.add_stages_inspection_hook = None
 
 
 def compile_for(arch: str, kernel, arguments: dict, **options) -> int:
@@ -169,13 +149,8 @@ def others(arch: str, shared: int):
     for side, U in itertools.product((64, 128), ("*bf16", "*fp32")):
         yield from small(arch, shared, side, U)
     if arch == "sm90":
-        # Steps know neither the dtype nor which way a matrix lies, restarts the latter: once, all kinds of them.
-        yield whole("*bf16", False)
-        for U, turned in (("*bf16", True), ("*fp32", False), ("*fp32", True)):
-            with memory_alone():
-                taken = whole(U, turned)
-            yield taken
-            yield whole(U, turned, *((1, 0b11) if U == "*fp32" else (2, 0b111)))
+        for U, turned in (("*bf16", False), ("*bf16", True), ("*fp32", False), ("*fp32", True)):
+            yield whole(U, turned)
 
 
 def small(arch: str, shared: int, side: int, U: str):
@@ -197,12 +172,12 @@ def small(arch: str, shared: int, side: int, U: str):
         yield compile_for(arch, kernel, arguments | constants, num_warps=side // 16, **options)
 
 
-def whole(U: str, turned: bool, steps: int = 5, firsts: int = 0b101001, pieces: int = 8) -> int:
-    """Compile the kernel of matrices that stay in shared memory as it is launched, for so many steps and pieces."""
+def whole(U: str, turned: bool, pieces: int = 8) -> int:
+    """Compile the kernel of matrices that stay in shared memory as it is launched, for so many pieces."""
     chain, size, strides = part("kernels.chain"), 2 if U == "*bf16" else 4, COLUMN_MAJOR if turned else ROW_MAJOR
     arguments = dict(
         U=U, out=U, u_strides=strides, out_strides=strides, triples=("fp32",) * 15, n="i32", m="i32", eps="fp32",
-        WIDE=True, STEPS=steps, FIRSTS=firsts, TURNED=turned, FROM=chain._lines(size, turned),
+        WIDE=True, STEPS=5, FIRSTS=0b101001, TURNED=turned, FROM=chain._lines(size, turned),
         TO=chain._lines(size, turned), SIDE=chain.SIDE, WIDTH=chain.WIDTH, PIECES=pieces,
         KEPT=min(chain.KEPT[size], pieces), DTYPE=triton.language.float16)
     return compile_for("sm90", chain._chain_kernel, arguments, num_warps=8)

@@ -66,14 +66,9 @@ def watch() -> None:
     import triton
     from triton.runtime import driver
 
-    from tests.compile_kernels import end_with_memory
-
     triton.knobs.compilation.listener = lambda *, src, **_: note("compile", src.name)
     if not ON_GPU:
         driver.set_active(Stub())
-        # The stub runs nothing, and test_tiles.py compiles to the end.
-        triton.knobs.runtime.add_stages_inspection_hook = end_with_memory
-        os.environ["DISABLE_LLVM_OPT"] = "1"
         part("kernels.tiles").architecture = lambda *_: "sm90"
         part("kernels.gram_sm90")._processors = lambda _: 132
         part("kernels.ahead")._is_possible = lambda _: True

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import package, part, run_ranks, run_threads
-from tests.test_faults import BRIEF, TIMEOUT_S, Faulty, run_mortal
+from tests.test_faults import TIMEOUT_S, Faulty, run_mortal
 from tests.test_missing import pattern
 from tests.test_modes import DENSE, placements_of
 from tests.test_muon import same
@@ -98,8 +98,7 @@ def side_by_side(rank, world, layout, kind):
         return cut(full, mesh, placements) if full.ndim > 1 else full
 
     fulls, left = drawn([*shapes, *shapes, shapes[0], shapes[1]], generator), []
-    (ours, early), (theirs, late) = (
-        build(fulls, place, kind, overlap_backward=on, **BRIEF) for on in (True, False))
+    (ours, early), (theirs, late) = (build(fulls, place, kind, overlap_backward=on) for on in (True, False))
     for step in range(STEPS):
         gradients = drawn([f.shape for f in fulls], generator)
         for opt in (early, late):
@@ -293,7 +292,7 @@ def missing(rank, world, odd):
         return cut(full, mesh, [Shard(0)])
 
     fulls, left = drawn(SHAPES, generator), set()
-    (ours, early), (theirs, late) = (build(fulls, place, overlap_backward=on, **BRIEF) for on in (True, False))
+    (ours, early), (theirs, late) = (build(fulls, place, overlap_backward=on) for on in (True, False))
     for step in range(20):
         has = pattern(len(fulls), world, generator) | (torch.rand(len(fulls), 1, generator=generator) < 0.6)
         odds = (torch.rand(len(fulls), generator=generator) < 0.2) & (torch.tensor(odd) and step % 3 == 2)

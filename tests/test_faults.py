@@ -28,7 +28,6 @@ AT_ONCE = 82  # processes that run side by side; most of them only wait
 ROUTES = {"exchange": "Exchange", "reduce": "Reduce", "reduce_elementwise": "ReduceElementwise"}
 PLACED = {"exchange": 28_000, "experts": 14_000}  # DTensors, and the room that makes several buckets
 PLACES, FAULTS = ["before", "in", "after"], ["dies", "stalls", "raises"]
-BRIEF = {"ns_coefficients": "jordan", "ns_steps": 1}  # what is multiplied in a step is not what is tested here
 COLLECTIVES = ("all_to_all_single", "all_to_all", "all_reduce")
 # During what each collective of a step is issued, in their order. The last one is waited for in the next step.
 BROKEN, MISSING = "the comparison of NaN and Inf in gradients", "the comparison of missing gradients"
@@ -165,12 +164,12 @@ def build(route, fulls, **options):
     if route in PLACED:
         groups = [{"params": [nn.Parameter(cut(f, *place)) for f, place in zip(fulls, places(route, fulls))]}]
         params = groups[0]["params"]
-        return params, package().NorMuon(groups, lr=0.1, workspace_bytes=PLACED[route], **{**BRIEF, **options})
+        return params, package().NorMuon(groups, lr=0.1, workspace_bytes=PLACED[route], **options)
     params = [nn.Parameter(f.clone()) for f in fulls]
     group = {"params": params, "use_muon": route == "reduce"}
     room = 33_000 if route == "reduce" else 50_000
     return params, package().NorMuon([group], lr=0.1, process_group=dist.group.WORLD, grads_are_reduced=False,
-                                     workspace_bytes=room, **{**BRIEF, **options})
+                                     workspace_bytes=room, **options)
 
 
 def places(route, fulls):

@@ -48,10 +48,8 @@ def patterns(rank, world, mode, device="cpu", kind=None, hold=1, count=PATTERNS)
     generator = torch.Generator().manual_seed(len(mode))
     place, options = placing(mode, world, device)
     shapes = [*MODES.get(mode, DENSE), DENSE[0]]
-    if device == "cpu":  # products take their time, and are not what is tested here
-        options = {**options, "ns_coefficients": "jordan", "ns_steps": 1}
     if kind and device == "cpu":  # the interpreter is slow
-        shapes = shapes[-3:]
+        shapes, options = shapes[-3:], {**options, "ns_coefficients": "jordan", "ns_steps": 1}
     fulls = [torch.randn(s, generator=generator).to(device) for s in shapes]
     ours, theirs = ([nn.Parameter(place(f)) for f in fulls] for _ in "12")
     missing, filled = (

@@ -52,13 +52,13 @@ def long_run(rank, world, mode):
     options = {"fsdp": {}, "unreduced": {"process_group": dist.group.WORLD, "grads_are_reduced": False}}[mode]
     params = [fresh(*s) for s in [(6, 4), (4, 6), (6, 4), (3, 5), (5,), (4, 3)]]
     parts = [{"params": params[:2]}, {"params": params[4:], "use_muon": False}]
-    optimizer = package().NorMuon([dict(part) for part in parts], lr=0.1, nonfinite="skip", ns_steps=2, **options)
+    optimizer = package().NorMuon([dict(part) for part in parts], lr=0.1, nonfinite="skip", **options)
     schedule, seen, rates = torch.optim.lr_scheduler.LambdaLR(optimizer, wave), [], set()
     for step in range(STEPS):
         if step == 150:
             add(optimizer, schedule, {"params": params[2:4], "momentum": 0.9})
         if step % 100 == 50:  # a group that comes, and below goes
-            add(optimizer, schedule, {"params": [fresh(4, 6)], "use_muon": step % 200 == 50, "ns_steps": 5})
+            add(optimizer, schedule, {"params": [fresh(4, 6)], "use_muon": step % 200 == 50})
         if step % 100 == 80:
             drop(optimizer, schedule)
         if step % 100 == 20:  # the same on every rank
