@@ -41,7 +41,7 @@ class Muon(Returning):
     "spectral_norm". adamw_betas, adamw_eps: defaults of `betas` and `eps` in AdamW groups.
 
     process_group: the ranks that hold copies of plain (non-DTensor) parameters, among which the work is then split;
-    None means that every process steps its plain parameters alone. shard_state=True: an owner alone keeps the
+    None means that every process steps its plain parameters alone. shard_state=True: owners alone keep the
     state. grads_are_reduced=False: their gradients have not been averaged over process_group; the optimizer does it,
     and owners alone keep the state. Gradients of matrices are then rounded to wire_dtype and averaged in fp32.
     state_dtype: of momentum_buffer, exp_avg and exp_avg_sq. wire_dtype: of updates between home and owner, on every

@@ -87,7 +87,7 @@ class Options:
 
     @property
     def owner_keeps_state(self) -> bool:
-        """Whether of a plain matrix that several ranks hold one alone has the state."""
+        """Whether of what several ranks hold as plain parameters one alone has the state."""
         return self.shard_state or not self.grads_are_reduced
 
     @property

@@ -206,9 +206,8 @@ class ReduceElementwise(Journey):
         self.now, self.next = [*itertools.chain(*now), *steps], [*itertools.chain(*next_)]
         self.lists = [W, [g.view(w.shape) for g, w in zip(gradients, W)], states]
         self.flags = _flags(bound.store, [p.matrix.param for p in owned])
-        begun = {m.param for m in bound.bucket.matrices if m.at[0] == 0}
-        states = [bound.store.state[p] for p in bound.store.params]
-        without = sorted(i for i in begun if len(states[i]["exp_avg"]) == 0)
+        states, begun = [bound.store.state[p] for p in bound.store.params], bound.bucket.matrices
+        without = [m.param for m in begun if m.at[0] == 0 and len(states[m.param]["exp_avg"]) == 0]
         self.without_rows = [states[i]["step"] for i in without], _flags(bound.store, without)
         stepped = {p.matrix: w for p, w in zip(owned, W)}
         W = [stepped[p.matrix] for p in self.outbound.leave]
@@ -242,11 +241,12 @@ class OwnElementwise(ReduceElementwise):
     """The same on gradients that come reduced: nothing travels in."""
 
     def bind_gradients(self, home, owned) -> list:
-        kept, own = self.bound.share.kept, self.bound.memory["kept"]
-        places = [piece_at(own, kept[p], p.shape, self.inbound.dtype) for p in owned]
-        self.fill = Copy.of_gradients(places, self.bound.sources(owned), self.bound.store.gradients)
-        self.collect = list  # nothing is left to do
-        return places
+        kept, gradients = self.bound.kept(self.inbound.dtype), self.bound.store.gradients
+        self.fill = Copy.of_gradients([kept[p] for p in owned], self.bound.sources(owned), gradients)
+        return [kept[p] for p in owned]
+
+    def collect(self):
+        pass
 
 
 def _flags(store, numbers):

@@ -250,9 +250,9 @@ def chunk_share(bucket, shapes, rank, itemsizes) -> Share:
             homes = ranks if owner == rank else (rank,)
             pieces += [Piece("chunk", matrix, box, home, owner, True) for home in homes if start < rows]
     home, owned = ([p for p in pieces if getattr(p, end) == rank] for end in ("home", "owner"))
-    mine, reduced, gradient = [p for p in owned if p.home == rank], itemsizes.get("reduced"), itemsizes["gradient"]
+    mine, gradient = [p for p in owned if p.home == rank], itemsizes["gradient"]
+    once, reduced = itemsizes.get("once", False), bucket.route == "own_elementwise"
     inbound = travel([] if reduced else pieces, "home", "owner", rank, ranks, {"chunk": gradient}, with_self=True)
-    once = itemsizes.get("once", False)
     outbound = travel(pieces, "owner", "home", rank, ranks, {"chunk": itemsizes["weight"], "once": once})
     kept, (nbytes,), _ = _lay_out(mine if reduced else [], "home", (rank,), {"chunk": gradient})
     stays = 3 * ALIGNMENT + sum(p.numel for p in mine) * (itemsizes["weight"] + 2 * itemsizes["state"])

@@ -255,10 +255,10 @@ class Bound:
         """Whether what is launched now goes into one graph with all of the step."""
         return self.graphs.within
 
-    def kept(self):
-        """{piece stored and computed here: where its update stays until the bucket lands}."""
-        dtype = self.options.wire_dtype
-        return {p: piece_at(self.memory["kept"], at, p.shape, dtype) for p, at in self.share.kept.items()}
+    def kept(self, dtype=None):
+        """{piece stored and computed here: where its update, or its gradient, stays until the bucket lands}."""
+        dtype, memory = dtype or self.options.wire_dtype, self.memory["kept"]
+        return {p: piece_at(memory, at, p.shape, dtype) for p, at in self.share.kept.items()}
 
     def momenta(self, pieces):
         """(M of each piece, where its gradient lies, this step's gradients); nothing of pieces that others keep."""
