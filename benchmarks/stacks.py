@@ -3,11 +3,14 @@
     LOCAL_KERNELS=org/optimizer=build python benchmarks/stacks.py pieces --ranks 8 --stacks 6x768x768 2x768x3072
     ... side_by_side --stacks 6x768x768+2x768x3072 2x2048x2048+2x2048x6144
     ... last_turn --stacks 3x2048x6144 8x1024x4096
+    ... symmetric --stacks 3x2048x2048           one product with an addend alone
+    ... --rest-ms 0                              of large stacks a long run, at the power limit
 
 "pieces": matrices that arrive cut by rows over so many ranks are copied together, iterated and copied to where they
 leave ("copied"), or read and written where their pieces are ("in pieces"). "side_by_side": stacks follow each other in
 the same memory ("in turns"), or each has memory of its own, which lets a CUDA graph run them together ("side by side").
-"last_turn": a processor computes whole tiles of symmetric products only, or two share a tile of the last turn.
+"last_turn", "symmetric": a processor computes whole tiles of symmetric products only, or two share a tile of the last
+turn.
 By CUDA graphs, in turns; without a GPU called, where the ways take the same time: good to try the script.
 """
 
@@ -38,6 +41,7 @@ def main() -> None:
     parser.add_argument("--stacks", nargs="+", required=True, help="NxRxC, several of one bucket joined by +")
     parser.add_argument("--ranks", type=int, default=8, help="over which rows are cut, in pieces")
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rest-ms", type=float, default=6.0, help="how long the GPU rests before each burst")
     parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
     parser.add_argument("--out", default="stacks.csv", help="CSV to append to")
     options = parser.parse_args()
@@ -49,7 +53,7 @@ def main() -> None:
         ways, results = WAYS[options.what](shapes, options.ranks, device)
         same_bits(ways, results)
         calls = {way: captured(call)[0] if device.type == "cuda" else call for way, call in ways.items()}
-        for way, times in race(calls, lambda: None, options.rounds, burst_ms=3, rest_ms=6).items():
+        for way, times in race(calls, lambda: None, options.rounds, burst_ms=3, rest_ms=options.rest_ms).items():
             median, p20, p80 = (round(1e3 * ms, 1) for ms in times.summary())
             row = [options.commit or commit(), device_name(device), options.what, text, options.ranks, way, median, p20,
                    p80, torch.__version__, triton_version()]
@@ -115,17 +119,34 @@ def last_turn(shapes, ranks, device):
     """({way: function}, where both leave their results). Both take the tiles that the table chooses for shared ones."""
     stacks = [torch.randn(shape, device=device).to(WIRE) for shape in shapes]
     results = [torch.empty_like(t) for t in stacks]
+    return whole_and_shared(partial(polar.orthogonalize_, stacks, STEPS, into=results)), results
 
+
+def symmetric(shapes, ranks, device):
+    """The same of A A + 2 A for symmetric A (N, n, n)."""
+    stacks = [torch.randn(shape, device=device) / shape[1]**0.5 for shape in shapes]
+    stacks = [((A + A.mT) / 2).to(polar.products_dtype(None, device)) for A in stacks]
+    results = [torch.empty_like(A) for A in stacks]
+
+    def multiply():
+        for A, out in zip(stacks, results):
+            gram.symmetric_product(A, A, out, 1.0, [(A, 2.0)])
+
+    return whole_and_shared(multiply), results
+
+
+def whole_and_shared(work) -> dict:
+    """{way: function}."""
     def way(divide):
         gram_sm90.divide = divide
         gram._known.clear()  # what was bound with the other one
         tape._tapes.clear()
-        polar.orthogonalize_(stacks, STEPS, into=results)
+        work()
 
     def whole(count, processors):
         return min(count, processors), count, 0
 
-    return {"whole tiles": partial(way, whole), "shared tiles": partial(way, tiles.divide)}, results
+    return {"whole tiles": partial(way, whole), "shared tiles": partial(way, tiles.divide)}
 
 
 def same_bits(ways, results) -> None:
@@ -147,7 +168,7 @@ def append(path, row) -> None:
     print(*row[2:7], flush=True)
 
 
-WAYS = {"pieces": in_pieces, "side_by_side": side_by_side, "last_turn": last_turn}
+WAYS = {"pieces": in_pieces, "side_by_side": side_by_side, "last_turn": last_turn, "symmetric": symmetric}
 
 if __name__ == "__main__":
     main()
