@@ -389,6 +389,22 @@ def test_the_buckets_of_adamw_change_no_bit(world, optimizer):
         assert all(map(torch.equal, whole, pieces))
 
 
+def elementless(rank, world, options):
+    params = [nn.Parameter(torch.ones(s)) for s in [(0, 3), (5, 4), (2, 0), (1, 2)]]
+    stepper = package().Muon([{"params": params, "use_muon": False}], process_group=dist.group.WORLD, **options)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        stepper.step()
+    return [stepper.state[p]["step"].item() for p in params]
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_state": True}, {"grads_are_reduced": False}], ids=str)
+def test_what_has_no_elements_counts_its_steps(options, optimizer):
+    """As in one process, so that a checkpoint is the same from every layout."""
+    assert run_threads(3, elementless, options) == [[3.0] * 4] * 3
+
+
 def too_small(rank, world):
     params = [nn.Parameter(torch.ones(64, 64)) for _ in range(world)]
     stepper = package().Muon(params, process_group=dist.group.WORLD, workspace_bytes=50_000)
