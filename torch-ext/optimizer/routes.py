@@ -207,7 +207,7 @@ class ReduceElementwise(Journey):
         self.lists = [W, [g.view(w.shape) for g, w in zip(gradients, W)], states]
         self.flags = _flags(bound.store, [p.matrix.param for p in owned])
         states, begun = [bound.store.state[p] for p in bound.store.params], bound.bucket.matrices
-        without = [m.param for m in begun if m.at[0] == 0 and len(states[m.param]["exp_avg"]) == 0]
+        without = [m.param for m in begun if m.at[0] == 0 and not states[m.param]["exp_avg"].numel()]
         self.without_rows = [states[i]["step"] for i in without], _flags(bound.store, without)
         stepped = {p.matrix: w for p, w in zip(owned, W)}
         W = [stepped[p.matrix] for p in self.outbound.leave]

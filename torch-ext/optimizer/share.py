@@ -242,7 +242,7 @@ def _lay_out(pieces, end, ranks, itemsizes, once=False):
 def chunk_share(bucket, shapes, rank, itemsizes) -> Share:
     """What `rank` has of a bucket of `plan_chunks`; the same `shapes` and `itemsizes`."""
     pieces, ranks = [], bucket.ranks
-    for matrix in bucket.matrices:
+    for matrix in [m for m in bucket.matrices if m.numel]:
         rows = shapes[matrix.param][0]
         for i, owner in enumerate(ranks):
             start = i * -(-rows // len(ranks)) + matrix.at[0]
