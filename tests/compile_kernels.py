@@ -91,23 +91,23 @@ def by_pointers(arch: str, entry: dict, sizes=("i32", "i32", "i32"), rows=False,
 def by_tma(arch: str, entry: dict, rows=False) -> int:
     """The same, by TMA but for the store by a table of `rows`."""
     symmetric, (height, width, inner) = entry["op"] != "product", entry["tile"]
-    half = height if symmetric else width
-    boxes = dict(a=(height, inner), b=(width, inner) if symmetric else (inner, width), c=(height, half),
-                 d=(height, half), out=(height, half))
+    half, beside = (height, (height, height)) if symmetric else (width, (inner, width // 2))
+    boxes = dict(a=(height, inner), b=(width, inner) if symmetric else (inner, width), c=beside,
+                 d=(height, beside[1]), out=(height, half))
     arguments = dict(
         {name: "tensordesc<fp16[1, {}, {}]>".format(*box) for name, box in boxes.items()}, pointer="*fp16",
-        strides=ROW_MAJOR, order="*i32", count="i32", sizes=("i32",) * 4, factors=("fp32",) * 4,
-        SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]], TURNED=False, STRAIGHT=not rows,
+        strides=ROW_MAJOR, order="*i32", count="i32", halves="i32", sizes=("i32",) * 4, factors=("fp32",) * 4,
+        SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]], TURNED=False,
         ADDENDS=2 * (entry["op"] == "symmetric"), FORM=3, BLOCK_R=height, BLOCK_C=width, BLOCK_K=inner,
         LOOP=triton.language.constexpr(entry["loop"]))
-    arguments |= dict.fromkeys("cd" if entry["op"] != "symmetric" else "")
-    arguments |= dict(out=None, strides=None) if rows else {}
+    unused = "cd" if entry["op"] == "gram" or entry["loop"] == "once" and not symmetric else ""
+    arguments |= dict.fromkeys(unused) | (dict(d=None, out=None, strides=None) if rows else {})
     if entry["loop"] == "pingpong":
         layout = ",NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)"
         arguments |= {name: "tensordesc<fp16[1, {}, {}]{}>".format(*box, layout) for name, box in boxes.items()}
         quarter = f"tensordesc<fp16[1, {height // 2}, {inner}]{layout}>"
         arguments |= dict.fromkeys(("a_half", "c_half", "d_half", "out_half"), quarter)
-        arguments |= dict(BLOCK=height, STAGES=entry["stages"], whole="i32", halves="i32", inner="i32")
+        arguments |= dict(BLOCK=height, STAGES=entry["stages"], whole="i32", inner="i32")
         return compile_for(arch, part("kernels.pingpong").pingpong_kernel, arguments, num_warps=entry["warps"])
     return compile_for(arch, part("kernels.gram_sm90")._kernel, arguments,
                        num_stages=entry["stages"], num_warps=entry["warps"])

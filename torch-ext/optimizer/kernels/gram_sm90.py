@@ -48,23 +48,24 @@ class Bound:
         square = SMALL_SQUARE if symmetric and max(rows, inner) <= SMALL else SQUARE
         order, count = _order(down, across, ratio if symmetric else 0, square, out.device)
         half, describe = (tile.rows if symmetric else tile.columns), _description
+        self.programs, whole, halves = divide(N * count, _processors(out.device), op, tile.loop)
         form = (factors[0] != 1.0) + 2 * (factors[1] != 0.0)
-        self.programs = N * count if tile.loop == "once" else min(N * count, _processors(out.device))
         # fused multiply-adds, which depend on the tile, would give other bits
         self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "enable_fp_fusion": False}
         if tile.loop == "pingpong":
             self.kernel, self.pointer, describe = pingpong.pingpong_kernel, False, pingpong.description
-            self.programs, whole, halves = divide(N * count, _processors(out.device))
             self.numbers = (order, count, whole, halves, inner)
             self.constants = (SYMMETRY[op], len(addends), form, tile.rows, tile.stages)
         else:
             self.kernel, self.pointer = _kernel, True
-            self.numbers = (strides_of(out), order, count, (rows, columns, inner, N * count))
-            self.constants = (SYMMETRY[op], self.turned, self.straight, len(addends), form, tile.rows, tile.columns,
-                              tile.inner, tile.loop)
+            self.numbers = (strides_of(out), order, count, halves, (rows, columns, inner, whole))
+            self.constants = (SYMMETRY[op], self.turned, len(addends), form, tile.rows, tile.columns, tile.inner,
+                              tile.loop)
         self.left = _blank(describe(A, *((tile.inner, tile.rows) if self.turned else (tile.rows, tile.inner))))
         self.right = _blank(describe(B, *((tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns))))
-        self.add = [_blank(describe(C, tile.rows, half)) for C, _ in addends]
+        narrow = () if symmetric or tile.loop == "once" else (tile.inner, tile.rows)[:2 if self.straight else 1]
+        self.beside = [_blank(describe(C, tile.rows, half)) for C, _ in addends] + [
+            _blank(describe(t, height, tile.columns // 2)) for t, height in zip((B, out), narrow)]
         self.result = _blank(describe(out, tile.rows, half)) if self.straight else None
         halved = _of_halves(A, out, addends) if tile.loop == "pingpong" else ()
         self.halves = [_blank(describe(t, tile.rows // 2, tile.inner)) for t in halved]
@@ -73,10 +74,11 @@ class Bound:
         if self.turned:
             A, B, out = B, A, out.mT
         result = _filled(self.result, out) if self.straight else None
-        add = [_filled(blank, C) for blank, (C, _) in zip(self.add, addends)] + 2 * [result]  # what is more is unused
+        beside = [C for C, _ in addends] or [B, out]
+        beside = [_filled(blank, t) for blank, t in zip(self.beside, beside)] + 2 * [result]  # what is more is unused
         halves = [_filled(blank, t) for blank, t in zip(self.halves, _of_halves(A, out, addends))]
         self.kernel.launch(
-            self.programs, self, _filled(self.left, A), _filled(self.right, B), *add[:2], result, *halves,
+            self.programs, self, _filled(self.left, A), _filled(self.right, B), *beside[:2], result, *halves,
             *((memory_of(out),) if self.pointer else ()), *self.numbers, (*factors, *(beta for _, beta in addends)),
             *self.constants, **self.options)
 
@@ -120,12 +122,14 @@ def _order(down, across, ratio, square, device):
     return tape.lasting(torch.tensor(tiles, dtype=torch.int32, device="cpu"), device), len(tiles)
 
 
-@jit.alike("count")
-def _kernel(a, b, c, d, out, pointer, strides, order, count, sizes, factors, SYMMETRIC: tl.constexpr,
-            TURNED: tl.constexpr, STRAIGHT: tl.constexpr, ADDENDS: tl.constexpr, FORM: tl.constexpr,
-            BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr):
-    """Tiles in turns; without turns, one tile each. SYMMETRIC: 1 for a result that is so in every bit, 2 for one that
-    is made so; FORM: 1 for a first factor other than 1, plus 2 for a diagonal.
+@jit.alike("count", "halves")
+def _kernel(a, b, c, d, out, pointer, strides, order, count, halves, sizes, factors, SYMMETRIC: tl.constexpr,
+            TURNED: tl.constexpr, ADDENDS: tl.constexpr, FORM: tl.constexpr, BLOCK_R: tl.constexpr,
+            BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr):
+    """Tiles in turns, then left and right `halves` of the rest (tiles.divide); without turns, one tile each.
+
+    SYMMETRIC: 1 for a result that is so in every bit, 2 for one that is made so; FORM: 1 for a first factor other than
+    1, plus 2 for a diagonal. c, d: addends; of a product, b and out by half a tile's columns.
     """
     if LOOP == "once":
         matrix, i, j = _tile(order, count, tl.program_id(0))
@@ -134,7 +138,7 @@ def _kernel(a, b, c, d, out, pointer, strides, order, count, sizes, factors, SYM
             _finish_symmetric(sums, c, d, out, matrix, i, j, sizes[0], factors, ADDENDS, FORM, BLOCK_R, BLOCK_C,
                               SYMMETRIC == 2, False)
         else:
-            _finish(sums, out, pointer, strides, matrix, i, j, sizes, STRAIGHT, BLOCK_R, BLOCK_C)
+            _finish(sums, out, pointer, strides, matrix, i, j, sizes, BLOCK_R, BLOCK_C)
     else:
         for turn in tl.range(tl.program_id(0), sizes[3], tl.num_programs(0), flatten=LOOP == "flat"):
             matrix, i, j = _tile(order, count, turn)
@@ -143,7 +147,13 @@ def _kernel(a, b, c, d, out, pointer, strides, order, count, sizes, factors, SYM
                 _finish_symmetric(sums, c, d, out, matrix, i, j, sizes[0], factors, ADDENDS, FORM, BLOCK_R, BLOCK_C,
                                   SYMMETRIC == 2, True)
             else:
-                _finish(sums, out, pointer, strides, matrix, i, j, sizes, STRAIGHT, BLOCK_R, BLOCK_C)
+                _finish(sums, out, pointer, strides, matrix, i, j, sizes, BLOCK_R, BLOCK_C)
+        if not SYMMETRIC:
+            if tl.program_id(0) < halves:
+                matrix, i, j = _tile(order, count, sizes[3] + tl.program_id(0) // 2)
+                j = 2 * j + tl.program_id(0) % 2
+                sums = _sums(a, c, matrix, i, j, sizes[2], SYMMETRIC, TURNED, BLOCK_R, BLOCK_C // 2, BLOCK_K)
+                _finish(sums, d, pointer, strides, matrix, i, j, sizes, BLOCK_R, BLOCK_C // 2)
 
 
 @jit
@@ -172,13 +182,12 @@ def _sums(a, b, matrix, i, j, inner, ROWS_OF_B: tl.constexpr, TURNED: tl.constex
 
 
 @jit
-def _finish(sums, out, pointer, strides, matrix, i, j, sizes, STRAIGHT: tl.constexpr, BLOCK_R: tl.constexpr,
-            BLOCK_C: tl.constexpr):
-    """Round and store a tile of a rectangular result: by TMA, or by pointers where TMA cannot address it; without
-    strides by a table of rows (split.py).
+def _finish(sums, out, pointer, strides, matrix, i, j, sizes, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Round and store a tile of a rectangular result: by TMA, or by pointers where TMA cannot address it and there is
+    no `out`; without strides by a table of rows (split.py).
     """
     result = sums.to(pointer.dtype.element_ty)
-    if STRAIGHT:
+    if out is not None:
         out.store([matrix, i * BLOCK_R, j * BLOCK_C], result.reshape(1, BLOCK_R, BLOCK_C))
     else:
         r = (i * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
