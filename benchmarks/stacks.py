@@ -143,8 +143,8 @@ def whole_and_shared(work) -> dict:
         tape._tapes.clear()
         work()
 
-    def whole(count, processors, op, loop):
-        return min(count, tiles.divide(count, processors, op, loop)[0]), count, 0
+    def whole(count, processors, loop, wide):
+        return min(count, tiles.divide(count, processors, loop, wide)[0]), count, 0
 
     return {"whole tiles": partial(way, whole), "shared tiles": partial(way, tiles.divide)}
 

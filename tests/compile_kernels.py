@@ -100,7 +100,7 @@ def by_tma(arch: str, entry: dict, rows=False) -> int:
         SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]], TURNED=False,
         ADDENDS=2 * (entry["op"] == "symmetric"), FORM=3, BLOCK_R=height, BLOCK_C=width, BLOCK_K=inner,
         LOOP=triton.language.constexpr(entry["loop"]))
-    unused = "cd" if entry["op"] == "gram" or entry["loop"] == "once" and not symmetric else ""
+    unused = "cd" if entry["op"] == "gram" or not symmetric and width == height else ""
     arguments |= dict.fromkeys(unused) | (dict(d=None, out=None, strides=None) if rows else {})
     if entry["loop"] == "pingpong":
         layout = ",NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)"

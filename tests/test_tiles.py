@@ -95,18 +95,18 @@ def test_the_expected_time_is_that_of_the_busiest_processor(tiles):
     assert [tiles.expected_us(entry, 128, 96, matrices, 4) for matrices in (2, 3)] == [1, 2]
 
 
-@pytest.mark.parametrize("op, loop", [("symmetric", "pingpong"), ("gram", "pingpong"), ("product", "flat")])
-def test_a_tile_is_shared_where_half_of_the_processors_would_be_idle(tiles, op, loop):
+@pytest.mark.parametrize("loop, wide", [("pingpong", False), ("flat", True)])
+def test_a_tile_is_shared_where_half_of_the_processors_would_be_idle(tiles, loop, wide):
     for count in range(1, 400):
-        programs, whole, halves = tiles.divide(count, 132, op, loop)
+        programs, whole, halves = tiles.divide(count, 132, loop, wide)
         last = count % 132
         assert (whole + halves // 2, halves % 2) == (count, 0) and programs == min(132, whole + halves)
         assert (halves > 0) == (0 < last <= 66) and (not halves or whole % 132 == 0 and halves <= 132)
 
 
 def test_other_loops_share_no_tile(tiles):
-    assert tiles.divide(140, 132, "gram", "flat") == (132, 140, 0)
-    assert tiles.divide(140, 132, "product", "once") == tiles.divide(140, 132, "product", "pointers") == (140, 140, 0)
+    assert tiles.divide(140, 132, "flat") == (132, 140, 0)
+    assert tiles.divide(140, 132, "once", True) == tiles.divide(140, 132, "pointers") == (140, 140, 0)
 
 
 def test_a_turn_of_shared_tiles_is_expected_to_take_less(tiles):

@@ -48,7 +48,8 @@ class Bound:
         square = SMALL_SQUARE if symmetric and max(rows, inner) <= SMALL else SQUARE
         order, count = _order(down, across, ratio if symmetric else 0, square, out.device)
         half, describe = (tile.rows if symmetric else tile.columns), _description
-        self.programs, whole, halves = divide(N * count, _processors(out.device), op, tile.loop)
+        wide = not symmetric and tile.columns > tile.rows and tile.loop != "once"
+        self.programs, whole, halves = divide(N * count, _processors(out.device), tile.loop, wide)
         form = (factors[0] != 1.0) + 2 * (factors[1] != 0.0)
         # fused multiply-adds, which depend on the tile, would give other bits
         self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "enable_fp_fusion": False}
@@ -63,9 +64,10 @@ class Bound:
                               tile.loop)
         self.left = _blank(describe(A, *((tile.inner, tile.rows) if self.turned else (tile.rows, tile.inner))))
         self.right = _blank(describe(B, *((tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns))))
-        narrow = () if symmetric or tile.loop == "once" else (tile.inner, tile.rows)[:2 if self.straight else 1]
-        self.beside = [_blank(describe(C, tile.rows, half)) for C, _ in addends] + [
-            _blank(describe(t, height, tile.columns // 2)) for t, height in zip((B, out), narrow)]
+        beside = [(C, tile.rows, half) for C, _ in addends]
+        if wide:
+            beside = [(B, tile.inner, tile.columns // 2), (out, tile.rows, tile.columns // 2)][:1 + self.straight]
+        self.beside = [_blank(describe(*box)) for box in beside]
         self.result = _blank(describe(out, tile.rows, half)) if self.straight else None
         halved = _of_halves(A, out, addends) if tile.loop == "pingpong" else ()
         self.halves = [_blank(describe(t, tile.rows // 2, tile.inner)) for t in halved]
@@ -129,7 +131,7 @@ def _kernel(a, b, c, d, out, pointer, strides, order, count, halves, sizes, fact
     """Tiles in turns, then left and right `halves` of the rest (tiles.divide); without turns, one tile each.
 
     SYMMETRIC: 1 for a result that is so in every bit, 2 for one that is made so; FORM: 1 for a first factor other than
-    1, plus 2 for a diagonal. c, d: addends; of a product, b and out by half a tile's columns.
+    1, plus 2 for a diagonal. c, d: addends; of a product in wide tiles, b and out by half a tile's columns.
     """
     if LOOP == "once":
         matrix, i, j = _tile(order, count, tl.program_id(0))
@@ -148,11 +150,11 @@ def _kernel(a, b, c, d, out, pointer, strides, order, count, halves, sizes, fact
                                   SYMMETRIC == 2, True)
             else:
                 _finish(sums, out, pointer, strides, matrix, i, j, sizes, BLOCK_R, BLOCK_C)
-        if not SYMMETRIC:
+        if SYMMETRIC == 0 and BLOCK_C > BLOCK_R:
             if tl.program_id(0) < halves:
                 matrix, i, j = _tile(order, count, sizes[3] + tl.program_id(0) // 2)
                 j = 2 * j + tl.program_id(0) % 2
-                sums = _sums(a, c, matrix, i, j, sizes[2], SYMMETRIC, TURNED, BLOCK_R, BLOCK_C // 2, BLOCK_K)
+                sums = _sums(a, c, matrix, i, j, sizes[2], False, TURNED, BLOCK_R, BLOCK_C // 2, BLOCK_K)
                 _finish(sums, d, pointer, strides, matrix, i, j, sizes, BLOCK_R, BLOCK_C // 2)
 
 

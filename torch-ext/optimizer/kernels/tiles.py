@@ -199,20 +199,22 @@ def expected_us(entry: dict, rows: int, columns: int, matrices: int, processors:
         ratio = width // height
         tiles = sum(i // ratio + 1 for i in range(down))
     turns = -(-matrices * tiles // (processors * entry.get("resident", 1)))
-    _, whole, halves = divide(matrices * tiles, processors, entry["op"], entry.get("loop"))
-    turns -= 1 - HALF_TURN if halves and whole >= 2 * processors else 0  # after fewer, small tiles are faster
+    if entry.get("loop") == "pingpong":
+        _, whole, halves = divide(matrices * tiles, processors, "pingpong")
+        turns -= 1 - HALF_TURN if halves and whole >= 2 * processors else 0  # after fewer, small tiles are faster
     steps = -(-(rows if product else columns) // inner)
     launch, turn, turn_step, share_step = entry["us"]
     return launch + turn * turns + turn_step * turns * steps + share_step * steps * matrices * tiles / processors
 
 
-def divide(tiles: int, processors: int, op: str, loop: str) -> tuple[int, int, int]:
-    """Return (programs, tiles that they compute whole, halves of the other tiles): where the last of several turns
-    would leave half of the processors idle or more, two of them share a tile. Of symmetric results only "pingpong" can.
+def divide(tiles: int, processors: int, loop: str, wide: bool = False) -> tuple[int, int, int]:
+    """Return (programs, tiles that they compute whole, halves of the other tiles): where the last turn would leave half
+    of the processors idle or more, two of them share a tile, in "pingpong" or of a product's `wide` tiles. A half of a
+    narrower tile takes as long as the tile, since what it fetches first is not fetched ahead.
     """
     if loop not in ("turns", "flat", "pingpong"):
         return tiles, tiles, 0
     last = tiles % processors
-    halves = 2 * last if 2 * last <= processors and (op == "product" or loop == "pingpong") else 0
+    halves = 2 * last if 2 * last <= processors and (loop == "pingpong" or wide) else 0
     whole = tiles - halves // 2
     return min(whole + halves, processors), whole, halves
