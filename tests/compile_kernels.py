@@ -1,8 +1,8 @@
-"""Compile every Triton kernel for one architecture, without a GPU: `python -m tests.compile_kernels sm90 232448`.
+"""Compile every Triton kernel for some architectures, without a GPU: `python -m tests.compile_kernels sm90=232448`.
 
 The number is the bytes of shared memory there. For sm90 the assembler takes part, for others PTX or AMDGCN is the end.
-Prints a line of JSON per product, with its tile and the shared memory that it takes, and one for the rest: their shared
-memory, and how many bytes the cast reads at once (sm90).
+Prints a line of JSON per architecture: every product with its tile and the shared memory that it takes, that of the
+others, and how many bytes the cast reads at once (sm90).
 """
 from __future__ import annotations
 
@@ -193,12 +193,14 @@ def cast_bytes(even: int) -> int:
     return max(sizes)
 
 
+def everything(arch: str, shared: int) -> dict:
+    """Compile all of it for an architecture with so much shared memory."""
+    triton.knobs.runtime.add_stages_inspection_hook = None if arch == "sm90" else end_with_text
+    found = {"arch": arch, "products": [{**entry, "shared_bytes": taken} for entry, taken in products(arch)],
+             "others": list(others(arch, shared))}
+    return found | ({"cast_bytes": {even: cast_bytes(even) for even in (1, 4, 8, 16)}} if arch == "sm90" else {})
+
+
 if __name__ == "__main__":
-    if sys.argv[1] != "sm90":
-        triton.knobs.runtime.add_stages_inspection_hook = end_with_text
-    for entry, taken in products(sys.argv[1]):
-        print(json.dumps({**entry, "shared_bytes": taken}))
-    rest = {"others": list(others(sys.argv[1], int(sys.argv[2])))}
-    if sys.argv[1] == "sm90":
-        rest["cast_bytes"] = {even: cast_bytes(even) for even in (1, 4, 8, 16)}
-    print(json.dumps(rest))
+    for arch, shared in (argument.split("=") for argument in sys.argv[1:]):
+        print(json.dumps(everything(arch, int(shared))), flush=True)

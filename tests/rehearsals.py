@@ -1,7 +1,8 @@
-"""What a process compiles, loads and launches, and in which thread: `python -m tests.rehearsals <scenario>`.
+"""What processes compile, load and launch, and in which thread: `python -m tests.rehearsals <scenario> ...`.
 
-Prints one line of JSON. Without a GPU, kernels are compiled for sm90 all the same, and a stub stands for the driver: it
-loads and launches nothing. A process of its own: Triton's interpreter, which other tests use, excludes its compiler.
+Prints a line of JSON for each. Without a GPU, kernels are compiled for sm90 all the same, and a stub stands for the
+driver: it loads and launches nothing. Processes of their own: Triton's interpreter, which other tests use, excludes its
+compiler. What one scenario has compiled, the next reads from the cache; Triton tells of both alike.
 """
 from __future__ import annotations
 
@@ -217,7 +218,17 @@ def bits_without() -> dict:
     return bits(ahead=False)
 
 
-if __name__ == "__main__":
+def run(name: str) -> None:
+    """Run a scenario in this process."""
     watch()
-    found = globals()[sys.argv[1]]()
-    print(json.dumps({**found, "devices": devices}))
+    print(json.dumps({**globals()[name](), "devices": devices}), flush=True)
+
+
+if __name__ == "__main__":
+    *others, last = sys.argv[1:]
+    package()
+    for name in others:  # each in a process of its own, which imports nothing again
+        if (child := os.fork()) == 0:
+            sys.exit(run(name))
+        assert os.waitpid(child, 0)[1] == 0, name
+    run(last)

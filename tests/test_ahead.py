@@ -15,15 +15,17 @@ from tests import paths
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def scenario(name: str, cache: Path) -> dict:
-    """What a process of its own reports, with an empty cache of kernels (tests/rehearsals.py)."""
+def scenarios(cache: Path, *names: str) -> list[dict]:
+    """What processes of their own report, the first with an empty cache of kernels (tests/rehearsals.py)."""
     if reason := paths.why_no_triton():
         pytest.skip(reason)
-    command = [sys.executable, "-m", "tests.rehearsals", name]
+    command = [sys.executable, "-m", "tests.rehearsals", *names]
     done = subprocess.run(command, cwd=ROOT, env=paths.compiler_environment(cache), capture_output=True, text=True,
                           check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == len(names)
+    return found
 
 
 def of(what: str, events: list) -> list[tuple[str, bool]]:
@@ -31,12 +33,18 @@ def of(what: str, events: list) -> list[tuple[str, bool]]:
     return [(name, main) for kind, name, main in events if kind == what]
 
 
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a stub stands for the driver")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a stub stands for the driver")
+def test_rehearsals(tmp_path):
+    """All in one cache, first the scenario that takes the most kernels; `compile` is noted where one is read, too."""
+    checks = {"untouched": a_rehearsal_launches_nothing_and_leaves_the_callers_tensors_alone,
+              "order": all_kernels_of_a_call_are_submitted_before_one_is_waited_for,
+              "errors": errors_are_raised_by_the_launch, "alike": counts_do_not_split_binaries,
+              "fallback": without_compilation_in_threads_launches_compile}
+    for found, check in zip(scenarios(tmp_path, *checks), checks.values()):
+        check(found)
 
 
-@without_gpu
-def test_all_kernels_of_a_call_are_submitted_before_one_is_waited_for(tmp_path):
-    found = scenario("order", tmp_path)
+def all_kernels_of_a_call_are_submitted_before_one_is_waited_for(found):
     first, kinds = found["first"], [kind for kind, *_ in found["first"]]
     compiled, loaded = of("compile", first), of("load", first)
     assert len(compiled) >= 6 and len(loaded) == len(compiled)
@@ -49,9 +57,7 @@ def test_all_kernels_of_a_call_are_submitted_before_one_is_waited_for(tmp_path):
     assert len(of("launch", found["second"])) == len(of("launch", first))
 
 
-@without_gpu
-def test_a_rehearsal_launches_nothing_and_leaves_the_callers_tensors_alone(tmp_path):
-    found = scenario("untouched", tmp_path)
+def a_rehearsal_launches_nothing_and_leaves_the_callers_tensors_alone(found):
     assert found["launched"] == [] and found["changed"] == [] and found["read"] == 1
     compiled, launched = of("compile", found["events"]), of("launch", found["events"])
     assert {"_pack_kernel", "_update_kernel", "_moments_kernel"} <= {name for name, _ in compiled}
@@ -59,26 +65,21 @@ def test_a_rehearsal_launches_nothing_and_leaves_the_callers_tensors_alone(tmp_p
     assert not any(main for _, main in compiled)  # the step's own rehearsal misses none
 
 
-@without_gpu
-def test_errors_are_raised_by_the_launch(tmp_path):
-    found = scenario("errors", tmp_path)
+def errors_are_raised_by_the_launch(found):
     assert "CompileTimeAssertionFailure" in found["said"][0] and "wrong on purpose" in found["said"][0]
     assert of("load", found["rehearsed"]) == [("plain_kernel", False)]  # which failed that time
     assert found["said"][1] == "" and of("launch", found["after"]) == [("plain_kernel", True)]
 
 
-@without_gpu
-def test_without_compilation_in_threads_launches_compile(tmp_path):
-    found = scenario("fallback", tmp_path)
+def without_compilation_in_threads_launches_compile(found):
     for events in (found["first"], found["second"]):
         compiled, launched = of("compile", events), of("launch", events)
         assert compiled and launched and all(main for _, main in compiled)
     assert found["devices"] == []
 
 
-@without_gpu
-def test_counts_do_not_split_binaries(tmp_path):
-    events = scenario("alike", tmp_path)["events"]
+def counts_do_not_split_binaries(found):
+    events = found["events"]
     compiled, launched = ([name for name, _ in of(what, events)] for what in ("compile", "launch"))
     assert launched.count("_sums_kernel") == 2 and compiled.count("_sums_kernel") == 1
     pingpong = launched.count("pingpong_kernel"), compiled.count("pingpong_kernel")
@@ -111,7 +112,7 @@ def test_what_could_not_be_rehearsed_is_rehearsed_later_and_once(part, monkeypat
 
 @pytest.mark.gpu
 def test_the_same_bits_with_and_without_rehearsals(tmp_path):
-    found, plain = scenario("bits", tmp_path / "with"), scenario("bits_without", tmp_path / "without")
+    (found,), (plain,) = scenarios(tmp_path / "with", "bits"), scenarios(tmp_path / "without", "bits_without")
     assert found["digest"] == plain["digest"]
     first, second = (of("compile", compiled) for compiled in found["compiled"])
     assert second == [] == of("compile", plain["compiled"][1])

@@ -33,20 +33,35 @@ from kernels import get_kernel
 print(get_kernel("org/optimizer", version=1).__name__)
 """
 
-# Runs argv[1:] in processes of their own, all at once, which share no more than the import of torch; prints of each the
-# exit status, what it printed and its errors. What kernels imports reads the environment, so it is not imported here.
+# Prints why it was refused, and its name once it was not.
+REFUSED_THEN_TRUSTED = """
+import json
+from kernels import get_kernel
+try:
+    refusal = get_kernel("org/optimizer", version=1) and ""
+except Exception as error:
+    refusal = str(error)
+print(json.dumps([refusal, get_kernel("org/optimizer", version=1, trust_remote_code=True).__name__]))
+"""
+
+# Runs each [code, arguments, environment] of argv[1] in a process of its own, all at once, which share no more than the
+# import of torch; prints of each the exit status, what it printed and its errors. What kernels imports reads the
+# environment, so it is not imported here, nor does torch import Triton.
 AT_ONCE = """
 import json, os, sys, tempfile, traceback
 import torch
-assert "kernels" not in sys.modules and "huggingface_hub" not in sys.modules
+assert not {"kernels", "huggingface_hub", "triton"} & set(sys.modules)
 started = []
-for code in sys.argv[1:]:
+for code, args, env in json.loads(sys.argv[1]):
     files = [tempfile.TemporaryFile("w+") for _ in range(2)]
     child = os.fork()
     if child == 0:
         for number, file in enumerate(files, start=1):
             os.dup2(file.fileno(), number)
         try:
+            for name, value in env.items():
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+            sys.argv[1:] = args
             exec(code, {"__name__": "__main__"})
             status = 0
         except BaseException:
@@ -89,17 +104,17 @@ print("torch._dynamo" in sys.modules)
 """
 
 
-def python(code: str, *args: object, **env: str | None) -> subprocess.Popen:
-    """Start code in a fresh interpreter; an environment value of None removes the variable."""
-    merged = {name: value for name, value in {**os.environ, **env}.items() if value is not None}
-    command = [sys.executable, "-W", "ignore", "-c", code, *map(str, args)]
-    return subprocess.Popen(command, env=merged, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def run_at_once(*jobs: tuple) -> list[tuple[int, str, str]]:
+    """Run each (code, arguments, environment) in a process of its own; an environment value of None removes a variable.
 
-
-def printed(process: subprocess.Popen) -> str:
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return out.strip().splitlines()[-1]
+    Return the exit status, the last line printed, and the errors of each.
+    """
+    given = json.dumps([(code, list(map(str, args)), env) for code, args, env in jobs])
+    command = [sys.executable, "-W", "ignore", "-c", AT_ONCE, given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    ended = json.loads(done.stdout.splitlines()[-1])
+    return [(status, (out.strip().splitlines() or [""])[-1], errors) for status, out, errors in ended]
 
 
 def hub_environment(hub, home: Path) -> dict[str, str | None]:
@@ -269,27 +284,7 @@ def test_public_names_are_a_literal_list_and_exist(optimizer):
     assert all(hasattr(optimizer, name) for name in names) and optimizer.__all__ == names
 
 
-def test_loading_imports_torch_and_the_standard_library_only(build):
-    package, loaded = json.loads(printed(python(LOAD_AND_LIST, build)))
-    known = sys.stdlib_module_names | {"torch", package}
-    foreign = [name for name in loaded if name.split(".")[0] not in known and not name.startswith("_sysconfigdata")]
-    assert foreign == []
-    slow = ("torch.distributed.tensor", "torch._dynamo", "torch._inductor")
-    assert [name for name in loaded if name.startswith(slow)] == []
-
-
-def test_a_torch_without_triton_loads_and_works(build):
-    assert float(printed(python(LOAD_WITHOUT_TRITON, build))) == pytest.approx(4.0, rel=0.5)
-
-
-def test_two_copies_load_side_by_side_and_a_first_call_imports_no_compiler(build, tmp_path):
-    """One build has one namespace for its operators, wherever it lies; torch._dynamo takes seconds to import."""
-    shutil.copytree(build, tmp_path / "build")
-    assert printed(python(LOAD_TWICE_AND_CALL, build, tmp_path / "build")) == "False"
-
-
 # The ways to load it
-
 
 @pytest.mark.parametrize("below", ["", "build", "build/torch-cpu"])
 def test_get_local_kernel_takes_the_repository_the_build_or_a_variant(build, tmp_path, below):
@@ -302,18 +297,41 @@ def test_get_local_kernel_takes_the_repository_the_build_or_a_variant(build, tmp
     assert generated.ops is getattr(torch.ops, namespace)
 
 
-def test_local_kernels_names_the_build(build, tmp_path):
-    env = {"LOCAL_KERNELS": f"org/optimizer={build}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    assert printed(python(GET, **env)).endswith(build_id(build))
-    assert list(tmp_path.rglob("*.py")) == []
+def test_processes_that_begin_to_load_it(build, tmp_path):
+    """All at once, for they share the import of torch: copies of a build, LOCAL_KERNELS, and Hubs with cold caches. One
+    build has one namespace for its operators, wherever it lies.
+    """
+    shutil.copytree(build, tmp_path / "build")
+    with serve(build) as alone, serve(build) as shared, serve(build, trusted=False) as untrusted:
+        homes = {hub: tmp_path / str(number) for number, hub in enumerate((alone, shared, untrusted))}
+        alone_env, shared_env, untrusted_env = (hub_environment(hub, home) for hub, home in homes.items())
+        local = {"LOCAL_KERNELS": f"org/optimizer={build}", "HF_HOME": str(tmp_path / "local"), "HF_HUB_OFFLINE": "1"}
+        ended = run_at_once(
+            (LOAD_AND_LIST, [build], {}), (LOAD_WITHOUT_TRITON, [build], {}),
+            (LOAD_TWICE_AND_CALL, [build, tmp_path / "build"], {}), (GET, [], local), (GET, [], alone_env),
+            *[(GET, [], shared_env)] * 4, (REFUSED_THEN_TRUSTED, [], untrusted_env))
+    refusals = ended.pop()
+    for job in ended:
+        assert job[0] == 0, job[2]
+    listed, without_triton, twice, named, *fetched = (printed for _, printed, _ in ended)
+    loading_imports_torch_and_the_standard_library_only(*json.loads(listed))
+    assert float(without_triton) == pytest.approx(4.0, rel=0.5)
+    assert twice == "False", "a first call imports torch._dynamo, which takes seconds"
+    assert named.endswith(build_id(build)) and list((tmp_path / "local").rglob("*.py")) == []
+    a_cold_cache_is_filled_once(build, alone, fetched[:1])
+    a_cold_cache_is_filled_once(build, shared, fetched[1:])
+    an_untrusted_publisher_is_refused_unless_the_caller_trusts_it(build, *refusals)
 
 
-@pytest.mark.parametrize("processes", [1, 4])
-def test_get_kernel_from_a_hub_with_a_cold_cache(build, tmp_path, processes):
-    with serve(build) as hub:
-        ended = json.loads(printed(python(AT_ONCE, *[GET] * processes, **hub_environment(hub, tmp_path))))
-    assert len(ended) == processes and not any(status for status, *_ in ended), ended
-    names = [out.strip().splitlines()[-1] for _, out, _ in ended]
+def loading_imports_torch_and_the_standard_library_only(package, loaded):
+    known = sys.stdlib_module_names | {"torch", package}
+    foreign = [name for name in loaded if name.split(".")[0] not in known and not name.startswith("_sysconfigdata")]
+    assert foreign == []
+    slow = ("torch.distributed.tensor", "torch._dynamo", "torch._inductor")
+    assert [name for name in loaded if name.startswith(slow)] == []
+
+
+def a_cold_cache_is_filled_once(build, hub, names):
     assert len(set(names)) == 1 and names[0].endswith(build_id(build))
     variant = f"build/torch-{names[0].split('_')[2]}"
     fetched = {path: count for (method, path), count in hub.requests.items() if method == "GET" and "/resolve/" in path}
@@ -321,13 +339,10 @@ def test_get_kernel_from_a_hub_with_a_cold_cache(build, tmp_path, processes):
     assert fetched == {prefix + name: 1 for name in contents(build / Path(variant).name)}
 
 
-def test_an_untrusted_publisher_is_refused_unless_the_caller_trusts_it(build, tmp_path):
-    with serve(build, trusted=False) as hub:
-        env = hub_environment(hub, tmp_path)
-        refused = python(GET, **env)
-        assert "trust" in refused.communicate(timeout=120)[1] and refused.returncode != 0
-        trusting = GET.replace("version=1", "version=1, trust_remote_code=True")
-        assert printed(python(trusting, **env)).endswith(build_id(build))
+def an_untrusted_publisher_is_refused_unless_the_caller_trusts_it(build, status, printed, errors):
+    assert status == 0, errors
+    refusal, name = json.loads(printed)
+    assert "trust" in refusal and name.endswith(build_id(build))
 
 
 def test_the_hubs_ci_has_all_that_its_subset_needs(build, tmp_path):

@@ -21,12 +21,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.ranks import package, part, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
-CHOOSE = """
-import importlib, torch
-from kernels import get_kernel
-tiles = importlib.import_module(get_kernel("org/optimizer", version=1).__name__ + ".kernels.tiles")
-print(tiles.choose("gram", torch.float16, 64, 64, torch.device("cpu")))
-"""
 ENTRY = {"op": "gram", "bytes": 2, "rows": 64, "columns": 64, "tile": [16, 16, 32], "group": 1, "stages": 2, "warps": 4}
 
 PINGPONG = ENTRY | {"loop": "pingpong", "tile": [128, 128, 64], "stages": 5}
@@ -43,26 +37,36 @@ def tool(monkeypatch):
     return importlib.import_module("tune_tiles")
 
 
-def chosen(path) -> subprocess.CompletedProcess:
-    """What a new process chooses with this table."""
-    return subprocess.run([sys.executable, "-c", CHOOSE], capture_output=True, text=True,
-                          env=os.environ | {"OPTIMIZER_TILES": str(path)})
+@pytest.fixture
+def chosen(tiles, monkeypatch):
+    """A function: what a process chooses that begins with this table."""
+    def forget():
+        tiles.table.cache_clear()
+        tiles._best.cache_clear()
+
+    def choose(path):
+        monkeypatch.setenv("OPTIMIZER_TILES", str(path))
+        forget()
+        return tiles.choose("gram", torch.float16, 64, 64, torch.device("cpu"))
+
+    yield choose
+    forget()
 
 
 def table(**changes):
     return {"arch": "cpu", "measured": [], "entries": [ENTRY]} | changes
 
 
-@pytest.mark.parametrize("arch, expected", [("cpu", "rows=16, columns=16, inner=32"), ("sm90", "rows=64, columns=64")])
-def test_a_table_of_ones_own_is_taken_on_its_architecture(tmp_path, arch, expected):
+@pytest.mark.parametrize("arch, expected", [("cpu", (16, 16, 32)), ("sm90", (64, 64, 32))])
+def test_a_table_of_ones_own_is_taken_on_its_architecture(chosen, tmp_path, arch, expected):
     (tmp_path / "mine.json").write_text(json.dumps(table(arch=arch)))
-    done = chosen(tmp_path / "mine.json")
-    assert done.returncode == 0 and expected in done.stdout, done.stderr
+    tile = chosen(tmp_path / "mine.json")
+    assert (tile.rows, tile.columns, tile.inner) == expected
 
 
-def test_no_such_file(tmp_path):
-    done = chosen(tmp_path / "none.json")
-    assert done.returncode == 1 and "which is no file; tools/tune_tiles.py writes one, or unset it" in done.stderr
+def test_no_such_file(chosen, tmp_path):
+    with pytest.raises(ValueError, match="which is no file; tools/tune_tiles.py writes one, or unset it"):
+        chosen(tmp_path / "none.json")
 
 
 @pytest.mark.parametrize("changes, message", [
