@@ -24,11 +24,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import MODELS, shapes_of  # noqa: E402
-from step import MESHES, device_name, parameters, pick_device, synchronize  # noqa: E402
+from step import MESHES, device_name, parameters, pick_device, start, synchronize  # noqa: E402
 
 SLACK_MIB = {"cuda": 1, "cpu": 32}  # of a CPU, the whole process is counted, whose allocator keeps what is freed
 BROKEN, MISSING = 37, 41  # every so many steps
@@ -39,7 +38,7 @@ def main() -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(worker, (options, port), nprocs=options.ranks)
+    start(worker, (options, port), options.ranks)
 
 
 def arguments():

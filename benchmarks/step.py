@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import csv
 import gc
+import gzip
 import importlib.metadata
 import os
 import platform
@@ -65,11 +66,17 @@ def on_ranks(work, options, ranks: int) -> list[dict]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(work, (ranks, port, options, rows), nprocs=ranks)
+    start(work, (ranks, port, options, rows), ranks)
     found = []
     while not rows.empty():
         found.append(rows.get())
     return found
+
+
+def start(work, arguments, ranks: int) -> None:
+    """Run work(rank, *arguments) on so many processes; without GPUs they share most of what a process imports."""
+    mp.set_forkserver_preload(["torch._dynamo"])
+    mp.start_processes(work, arguments, ranks, start_method="spawn" if torch.cuda.is_available() else "forkserver")
 
 
 def arguments():
@@ -219,7 +226,10 @@ def trace(step, device, path) -> None:
             step()
             synchronize(device)
         settle(device)
-    profiler.export_chrome_trace(str(path))
+    plain = path.with_suffix("")
+    profiler.export_chrome_trace(str(plain))
+    path.write_bytes(gzip.compress(plain.read_bytes(), 6))  # torch's own compresses line by line, in ten times as long
+    plain.unlink()
 
 
 def create_state(opt, params, mode):

@@ -143,7 +143,7 @@ def own_environment(rank, world):
 def test_what_a_test_sets_stays_in_its_process():
     """Whichever test starts the fork server: its environment would be that of all later ranks."""
     program = ("import os; from tests import ranks, test_ranks; os.environ['OPTIMIZER_KERNELS'] = 'triton'; "
-               "print(ranks.run_ranks(1, test_ranks.own_environment))")
+               "ranks.PRELOADED[:] = ['torch']; print(ranks.run_ranks(1, test_ranks.own_environment))")
     environment = os.environ | {"OPTIMIZER_GRAPHS": "off"}
     environment.pop("OPTIMIZER_KERNELS", None)
     done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent.parent, env=environment,

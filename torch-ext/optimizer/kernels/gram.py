@@ -71,25 +71,28 @@ def product_torch(A, X, out):
 
 def symmetric_product_torch(A, B, out, alpha=1.0, addends=(), diagonal=0.0):
     """Compute `symmetric_product` matrix by matrix, and what follows for as many as one thread takes at once."""
-    n = out.shape[1]
+    N, n, _ = out.shape
     apart = -(-n * n * 4 // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // 4  # each begins as new memory does
-    count = max(1, min(AT_ONCE // max(1, apart), len(out)))
-    memory = torch.empty((count, apart), dtype=torch.float32, device=out.device)
-    results = memory[:, :n * n].unflatten(1, (n, n))
+    count = max(1, AT_ONCE // max(1, apart))
+    if N > count:
+        for start in range(0, N, count):
+            some = slice(start, start + count)
+            symmetric_product_torch(A[some], B[some], out[some], alpha, [(C[some], beta) for C, beta in addends],
+                                    diagonal)
+        return out
+    result = torch.empty_strided((N, n, n), (apart, n, 1), dtype=torch.float32, device=out.device)
+    for a, b, r in zip(A.unbind(), B.unbind(), result.unbind()):
+        _multiply(a, b, r)
+    if alpha != 1.0:
+        result.mul_(alpha)
+    for C, beta in addends:
+        result.add_(C, alpha=beta)
+    if diagonal != 0.0:
+        result.diagonal(dim1=1, dim2=2).add_(diagonal)
     upper = torch.ones((n, n), dtype=torch.bool, device=out.device).triu_(1)
-    for start in range(0, len(out), count):
-        some = slice(start, start + count)
-        result = results[:len(out) - start]
-        for a, b, r in zip(A[some].unbind(), B[some].unbind(), result.unbind()):
-            _multiply(a, b, r)
-        if alpha != 1.0:
-            result.mul_(alpha)
-        for C, beta in addends:
-            result.add_(C[some], alpha=beta)
-        if diagonal != 0.0:
-            result.diagonal(dim1=1, dim2=2).add_(diagonal)
-        out[some].copy_(torch.where(upper, result.mT, result))
-    return out
+    if out.dtype == torch.float32:
+        return torch.where(upper, result.mT, result, out=out)
+    return out.copy_(torch.where(upper, result.mT, result))
 
 
 def _multiply(a, b, out=None):
