@@ -1,7 +1,8 @@
 """Triton's CPU interpreter in a third of its time: what it works out anew at every operation is kept.
 
-It computes and checks as before. Most of its time goes into names of types and shapes, into replacing the language anew
-whenever a kernel calls a function, and into whether integers overflow, of which it makes nothing outside debug mode.
+It computes and checks as before. Most of its time goes into names of types and shapes, into numbers in a kernel's text,
+into replacing the language anew whenever a kernel calls a function, and into whether integers overflow, of which it
+makes nothing outside debug mode.
 """
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import functools
 def hasten() -> None:
     """Once, for all kernels of this process."""
     from triton.language import core
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     core.tensor.__init__ = _tensor_init(core)
@@ -21,6 +23,9 @@ def hasten() -> None:
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
     interpreter._get_np_dtype = _kept_by_name(interpreter._get_np_dtype)
+    interpreter._patch_attr = _set_direct(TritonSemantic)
+    TritonSemantic.broadcast_impl_value = _alike_first(TritonSemantic.broadcast_impl_value)
+    TritonSemantic.scalar_constant = _kept_by_value(TritonSemantic.scalar_constant)
     patch, execute, done = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
 
     def patch_once(fn):
@@ -44,6 +49,46 @@ def _kept_by_name(function):
         if dtype.name not in known:
             known[dtype.name] = function(dtype)
         return known[dtype.name]
+
+    return look_up
+
+
+def _set_direct(semantic_of):
+    """An operation of the language is called without the check that it was told who computes."""
+
+    @functools.cache
+    def direct(member, builder):
+        function, semantic = getattr(member, "__wrapped__", member), semantic_of(builder)
+
+        def call(*args, **kwargs):
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        return call
+
+    return lambda obj, name, member, builder, scope: scope.set_attr(obj, name, direct(member, builder))
+
+
+def _alike_first(broadcast):
+    """Blocks of one shape stay as they are."""
+
+    def look(self, lhs, rhs):
+        a, b = lhs.type, rhs.type
+        if a.is_block() and b.is_block() and a.shape.values == b.shape.values:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    return look
+
+
+def _kept_by_value(scalar_constant):
+    known = {}
+
+    def look_up(self, value, dtype):
+        key = type(value), value, dtype.name
+        if key not in known:
+            known[key] = scalar_constant(self, value, dtype)
+        return known[key]
 
     return look_up
 

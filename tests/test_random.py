@@ -38,15 +38,20 @@ def work(shape):
     return math.prod(shape[:-2]) * r * r * c
 
 
+DIM = st.one_of(st.integers(1, 8), st.integers(1, 40), st.integers(1, 300))  # made once: a strategy is checked when new
+SHAPES = st.lists(st.tuples(st.lists(st.integers(1, 4), max_size=2), DIM, DIM), min_size=1, max_size=8)
+AXIS = {dims: st.one_of(st.none(), st.integers(0, dims - 1)) for dims in (2, 3, 4)}
+KIND, MUON = st.sampled_from(["usual"] * 5 + ["zero", "rows", "none"]), st.integers(0, 4)
+
+
 @st.composite
 def shapes(draw):
     """1 to 40 parameters of 2 to 4 dims from 1 to 300, of up to 8 shapes, which are made smaller until they are quick
     to step; some models have one large parameter.
     """
-    dim = st.one_of(st.integers(1, 8), st.integers(1, 40), st.integers(1, 300))
-    shape = st.tuples(st.lists(st.integers(1, 4), max_size=2), dim, dim)
-    of = [[*lead, r, c] for lead, r, c in draw(st.lists(shape, min_size=1, max_size=8))]
-    found = [of[draw(st.integers(0, len(of) - 1))] for _ in range(draw(st.integers(1, 40)))]
+    of = [[*lead, r, c] for lead, r, c in draw(SHAPES)]
+    one = st.integers(0, len(of) - 1)
+    found = [of[draw(one)] for _ in range(draw(st.integers(1, 40)))]
     room = draw(st.sampled_from([1e5] * 4 + [1e6] * 4 + [1e7]))
     while sum(map(work, found)) > room:
         largest = max(found, key=work)
@@ -63,7 +68,7 @@ def shapes(draw):
 @st.composite
 def placement(draw, shape, mesh):
     """For each axis of the mesh the dim that it cuts, None for a copy, or -1 - dim: strided, as FSDP2 over TP."""
-    cuts = [draw(st.one_of(st.none(), st.integers(0, len(shape) - 1))) for _ in mesh]
+    cuts = [draw(AXIS[len(shape)]) for _ in mesh]
     if len(mesh) == 2 and cuts[0] is not None and cuts[0] == cuts[1] and draw(st.booleans()):
         cuts[0] = -1 - cuts[0]
     return cuts
@@ -82,9 +87,7 @@ def problems(draw, portion):
     return {
         "mode": mode, "world": world, "mesh": mesh, "shapes": sizes, "name": NAMES[portion // 2],
         "placements": [draw(placement(s, mesh)) for s in sizes] if mode == "dtensor" else None,
-        "muon": [draw(st.integers(0, 4)) > 0 for _ in sizes],
-        "gradients": [[draw(st.sampled_from(["usual"] * 5 + ["zero", "rows", "none"])) for _ in sizes]
-                      for _ in range(STEPS)],
+        "muon": [draw(MUON) > 0 for _ in sizes], "gradients": [[draw(KIND) for _ in sizes] for _ in range(STEPS)],
         "dtype": draw(st.sampled_from([F32, F32, BF16, F16])), "state_dtype": draw(st.sampled_from([F32, F32, BF16])),
         "wire_dtype": draw(st.sampled_from([F32, BF16])), "small": draw(st.booleans()),
         "nonfinite": draw(st.sampled_from(["propagate", "skip"])), "momentum": draw(st.sampled_from([0.0, 0.5, 0.95])),
@@ -187,19 +190,33 @@ def reference(problem, fulls, grads):
     """The rule in plain fp64, rounded where the package says that it rounds."""
     weights, states = [f.double() for f in fulls], [{} for _ in fulls]
     for step in grads:
-        for i, g in enumerate(step):
-            if g is not None:
-                rule = muon_step if problem["muon"][i] else adamw_step
-                weights[i] = rule(problem, weights[i], g.double(), states[i]).to(problem["dtype"]).double()
+        here = {i: g.double() for i, g in enumerate(step) if g is not None}
+        factors = polars({i: momentum(problem, g, states[i]) for i, g in here.items() if problem["muon"][i]}, problem)
+        for i, g in here.items():
+            rule, g = (muon_step, factors[i]) if i in factors else (adamw_step, g)
+            weights[i] = rule(problem, weights[i], g, states[i]).to(problem["dtype"]).double()
     return weights
 
 
-def muon_step(problem, W, G, state):
-    mu, R, C = problem["momentum"], *W.shape[-2:]
-    M = mu * state.get("M", torch.zeros_like(W)) + (1 - mu) * G
+def momentum(problem, G, state):
+    mu = problem["momentum"]
+    M = mu * state.get("M", torch.zeros_like(G)) + (1 - mu) * G
     U = (1 - mu) * G + mu * M if problem["nesterov"] else M
     state["M"] = M.to(problem["state_dtype"]).double()
-    U = polar(U.to(problem["wire_dtype"]).double(), problem)
+    return U.to(problem["wire_dtype"]).double()
+
+
+def polars(Us, problem):
+    """The polar factors, those of one shape in one call."""
+    found = {}
+    for shape in {U.shape for U in Us.values()}:
+        some = [i for i, U in Us.items() if U.shape == shape]
+        found.update(zip(some, polar(torch.stack([Us[i] for i in some]), problem)))
+    return found
+
+
+def muon_step(problem, W, U, state):
+    R, C = W.shape[-2:]
     if problem["name"] == "NorMuon":
         square = U.square().mean(-1, keepdim=True)
         V = state["V"] = 0.95 * state.get("V", torch.zeros_like(square)) + 0.05 * square

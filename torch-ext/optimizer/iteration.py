@@ -54,7 +54,7 @@ class Part:
 
 
 class Room:
-    """Stacks one after another in memory that is lent; on a GPU their rows begin where the cache's lines do."""
+    """Stacks one after another in memory that is lent. Matrices begin where the cache's lines do, on a GPU rows too."""
 
     def __init__(self, shapes, dtype, device):
         line = LINE // dtype.itemsize
@@ -77,8 +77,9 @@ def _arrange(shapes, step, line):
     forms, end = [], 0
     for N, n, m in shapes:
         pitch = m + -m % step
-        forms.append(((N, n, m), (n * pitch, pitch, 1), end))
-        end += N * n * pitch + -(N * n * pitch) % line
+        size = n * pitch + -(n * pitch) % line
+        forms.append(((N, n, m), (size, pitch, 1), end))
+        end += N * size
     return forms, end
 
 

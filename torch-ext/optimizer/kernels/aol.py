@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from . import jit, look, use_triton
+from .split import at_once
 
 tl = None  # Triton's language, put here by jit
 BLOCK, TILE = 1024, 64
@@ -32,13 +33,14 @@ def unit_rows(U: torch.Tensor, Y: torch.Tensor, lengths: torch.Tensor) -> None:
 
 
 def unit_rows_torch(U, Y, lengths):
-    """Compute `unit_rows` matrix by matrix, so that a sum's order does not depend on the batch."""
-    for u, y, (largest, length) in zip(U, Y, lengths):
-        wide = u.float()
-        torch.amax(wide.abs(), dim=1, out=largest)
-        wide = wide / torch.where(largest > 0, largest, 1.0).unsqueeze(1)
-        length.copy_(wide.square().sum(dim=1).sqrt())
-        y.copy_(wide / torch.where(length == 0, 1.0, length).unsqueeze(1))
+    """Compute `unit_rows`, sums matrix by matrix, so that a sum's order does not depend on the batch."""
+    for some in at_once(U):
+        wide, (largest, length) = U[some].float(), lengths[some].unbind(1)
+        torch.amax(wide.abs(), dim=2, out=largest)
+        wide = wide / torch.where(largest > 0, largest, 1.0).unsqueeze(2)
+        squares = torch.stack([matrix.sum(dim=1) for matrix in wide.square().unbind()])
+        length.copy_(squares.sqrt_())
+        Y[some].copy_(wide / torch.where(length == 0, 1.0, length).unsqueeze(2))
 
 
 def aol(A: torch.Tensor, lengths: torch.Tensor, scales: torch.Tensor) -> None:
@@ -54,13 +56,15 @@ def aol(A: torch.Tensor, lengths: torch.Tensor, scales: torch.Tensor) -> None:
 
 
 def aol_torch(A, lengths, scales):
-    """Compute `aol` matrix by matrix."""
-    for a, (largest, length), scale in zip(A, lengths, scales):
-        top = largest.amax()
+    """Compute `aol`, sums matrix by matrix."""
+    for some in at_once(A):
+        largest, length = lengths[some].unbind(1)
+        top = largest.amax(dim=1, keepdim=True)
         e = largest / torch.where(top > 0, top, 1.0) * length
-        sums = (a.float().abs() * e).sum(dim=1)
-        scale.copy_(torch.where(sums > 0, (e / sums).sqrt(), 1.0))
-        a.mul_(scale.unsqueeze(1) * scale)
+        weighed = A[some].float().abs() * e.unsqueeze(1)
+        sums = torch.stack([matrix.sum(dim=1) for matrix in weighed.unbind()])
+        scale = scales[some].copy_(torch.where(sums > 0, (e / sums).sqrt(), 1.0))
+        A[some].mul_(scale.unsqueeze(2) * scale.unsqueeze(1))
 
 
 def scale_rows(X: torch.Tensor, scales: torch.Tensor) -> None:

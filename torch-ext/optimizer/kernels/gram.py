@@ -10,11 +10,10 @@ from __future__ import annotations
 import torch
 
 from . import gram_sm90, jit, look, pingpong, tiles, use_triton
-from .split import Split, memory_of, rows_at, strides_of, table_of
+from .split import Split, at_once, memory_of, rows_at, strides_of, table_of
 
 tl = None  # Triton's language, put here by jit
 ALIGNMENT_BYTES = 64
-AT_ONCE = 1 << 10  # elements that a CPU takes in one thread, each matrix as if alone; what they take is no workspace
 SIDE = 64  # of a tile of `linear`
 
 
@@ -64,49 +63,71 @@ def linear(A: torch.Tensor, b: float, a: float, out: torch.Tensor) -> torch.Tens
 
 def product_torch(A, X, out):
     """Compute `product` matrix by matrix: batched products of CPU libraries give bits that change with the batch."""
-    for a, x, o in zip(A, X, out):
-        o.copy_(_multiply(a, x))
+    if _is_like_new(out):
+        return _multiply(A, X, out)
+    for some in at_once(out):
+        out[some].copy_(_multiply(A[some], X[some], _new(out, some)))
     return out
 
 
 def symmetric_product_torch(A, B, out, alpha=1.0, addends=(), diagonal=0.0):
     """Compute `symmetric_product` matrix by matrix, and what follows for as many as one thread takes at once."""
-    N, n, _ = out.shape
-    apart = -(-n * n * 4 // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // 4  # each begins as new memory does
-    count = max(1, AT_ONCE // max(1, apart))
-    if N > count:
-        for start in range(0, N, count):
-            some = slice(start, start + count)
-            symmetric_product_torch(A[some], B[some], out[some], alpha, [(C[some], beta) for C, beta in addends],
-                                    diagonal)
-        return out
-    result = torch.empty_strided((N, n, n), (apart, n, 1), dtype=torch.float32, device=out.device)
-    for a, b, r in zip(A.unbind(), B.unbind(), result.unbind()):
-        _multiply(a, b, r)
+    upper = torch.ones(out.shape[1:], dtype=torch.bool, device=out.device).triu_(1)
+    in_place = _is_like_new(out) and all(C.data_ptr() != out.data_ptr() for C, _ in addends)
+    if in_place:
+        _add(_multiply(A, B, out), alpha, addends, diagonal)
+    for some in at_once(out):
+        result = out[some]
+        if not in_place:
+            result = _multiply(A[some], B[some], _new(out, some))
+            _add(result, alpha, [(C[some], beta) for C, beta in addends], diagonal)
+        out[some].copy_(torch.where(upper, result.mT, result))
+    return out
+
+
+def _new(out, some):
+    """Memory for products that are cast to some of out: each begins as new memory does."""
+    N, n, m = out.shape
+    apart = n * m + -(n * m) % (ALIGNMENT_BYTES // 4)
+    memory = torch.empty((min(some.stop, N) - some.start, apart), dtype=torch.float32, device=out.device)
+    return memory.as_strided((len(memory), n, m), (apart, m, 1))
+
+
+def _add(result, alpha, addends, diagonal):
     if alpha != 1.0:
         result.mul_(alpha)
     for C, beta in addends:
         result.add_(C, alpha=beta)
     if diagonal != 0.0:
         result.diagonal(dim1=1, dim2=2).add_(diagonal)
-    upper = torch.ones((n, n), dtype=torch.bool, device=out.device).triu_(1)
-    if out.dtype == torch.float32:
-        return torch.where(upper, result.mT, result, out=out)
-    return out.copy_(torch.where(upper, result.mT, result))
 
 
-def _multiply(a, b, out=None):
-    """Multiply two matrices, sums in fp32, also inside autocast.
+def _multiply(A, B, out):
+    """Write products to out, which is like new; sums in fp32, also inside autocast."""
+    if torch.is_autocast_enabled(out.device.type):  # entering it takes longer than a small product
+        with torch.autocast(out.device.type, enabled=False):
+            return _multiply(A, B, out)
+    for a, b, o in zip(_operands(A), _operands(B), out.unbind()):
+        torch.mm(a, b, out=o)
+    return out
 
-    A CPU library may sum in another order where memory is aligned otherwise: every operand begins as new memory does.
+
+def _operands(stack):
+    """Return the matrices in fp32. A CPU library may sum in another order where memory is aligned otherwise: each
+    begins as new memory does.
     """
-    a, b = a.float(), b.float()
-    a = a.clone() if a.data_ptr() % ALIGNMENT_BYTES else a
-    b = b.clone() if b.data_ptr() % ALIGNMENT_BYTES else b
-    if not torch.is_autocast_enabled(a.device.type):  # entering it takes longer than a small product
-        return torch.mm(a, b, out=out)
-    with torch.autocast(a.device.type, enabled=False):
-        return torch.mm(a, b, out=out)
+    if _is_aligned(stack):
+        return stack.unbind()
+    return (x.clone() if x.data_ptr() % ALIGNMENT_BYTES else x for x in map(torch.Tensor.float, stack.unbind()))
+
+
+def _is_aligned(stack):
+    return stack.dtype == torch.float32 and not (stack.data_ptr() | stack.stride(0) * 4) % ALIGNMENT_BYTES
+
+
+def _is_like_new(out):
+    """Say whether every matrix lies as in new memory of fp32."""
+    return not isinstance(out, Split) and _is_aligned(out) and out.stride()[1:] == (out.shape[2], 1)
 
 
 _known: dict = {}  # what decides about a launch -> the tile, or what is bound

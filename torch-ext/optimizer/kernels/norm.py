@@ -10,7 +10,7 @@ import math
 import torch
 
 from . import jit, look, use_triton
-from .split import Split, memory_of, piece_of, rows_at, strides_of, table_of
+from .split import Split, at_once, memory_of, piece_of, rows_at, strides_of, table_of
 
 tl = None  # Triton's language, put here by jit
 AT_ONCE = 2048  # elements that a program reads at a time
@@ -65,14 +65,15 @@ def _common_power(R, C, U, X) -> int:
 
 
 def unit_norm_torch(U, X, eps):
-    """Compute `unit_norm` matrix by matrix, so that a sum's order does not depend on the batch."""
-    for u, x in zip(U, X):
-        wide = u.float()
-        largest = wide.abs().amax()
+    """Compute `unit_norm`, sums matrix by matrix, so that a sum's order does not depend on the batch."""
+    for some in at_once(U):
+        wide = U[some].float()
+        largest = wide.abs().amax((1, 2), keepdim=True)
         unit = torch.where(largest > 2.0**50, 2.0**-80, torch.where(largest < 2.0**-40, 2.0**80, 1.0))
         wide = wide * unit
-        norm = wide.square().sum().sqrt() + eps * (largest * unit)
-        x.copy_(wide / torch.where(norm == 0, 1.0, norm))
+        squares = torch.stack([matrix.sum() for matrix in wide.square().unbind()]).view(-1, 1, 1)
+        norm = squares.sqrt() + eps * (largest * unit)
+        X[some].copy_(wide / torch.where(norm == 0, 1.0, norm))
 
 
 @jit.alike("parts", "span")

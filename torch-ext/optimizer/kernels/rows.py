@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from . import jit, use_triton
-from .split import Split, memory_of, rows_at, strides_of, table_of
+from .split import Split, at_once, memory_of, rows_at, strides_of, table_of
 
 tl = None  # Triton's language, put here by jit
 BLOCK = 1024
@@ -36,15 +36,16 @@ def normalize(U: torch.Tensor | Split, V: torch.Tensor, beta2: float, eps: float
 
 
 def normalize_torch(U, V, beta2, eps):
-    """Compute `normalize` matrix by matrix, so that a sum's order does not depend on the batch."""
-    for u, v in zip(U, V):
-        wide = u.float()
-        square = wide.square().mean(dim=1, keepdim=True)
+    """Compute `normalize`, sums matrix by matrix, so that a sum's order does not depend on the batch."""
+    for some in at_once(U):
+        wide, v = U[some].float(), V[some]
+        square = torch.stack([matrix.mean(dim=1, keepdim=True) for matrix in wide.square().unbind()])
         v.mul_(beta2).add_(square.mul(1.0 - beta2))
         w = v.sqrt().add_(eps).reciprocal_().masked_fill_(v == 0, 0.0)
-        before, after = square.sum(), square.mul(w).mul(w).sum()
+        sums = [torch.stack([matrix.sum() for matrix in x.unbind()]) for x in (square, square.mul(w).mul(w))]
+        before, after = (x.view(-1, 1, 1) for x in sums)
         factor = torch.where(after > 0, before / after, after).sqrt()
-        u.copy_(wide * (w * factor))
+        U[some].copy_(wide * (w * factor))
 
 
 @jit

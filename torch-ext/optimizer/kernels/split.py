@@ -13,6 +13,7 @@ from . import jit
 
 tl = None  # Triton's language, put here by jit
 ALIGNMENT = 16  # bytes: every row begins where the widest access of a thread may
+AT_ONCE = 1 << 10  # elements that a CPU takes in one thread; what they take is no workspace
 
 
 class Split:
@@ -57,24 +58,32 @@ class Split:
     def __len__(self) -> int:
         return len(self.pieces)
 
-    def __iter__(self):
-        return (_Matrix(pieces, self.turned) for pieces in self.pieces)
+    def __getitem__(self, some: slice) -> _Matrices:
+        return _Matrices(self.pieces[some], self.turned)
 
 
-class _Matrix:
-    """One matrix of a Split, for operations of torch's."""
+class _Matrices:
+    """Some matrices of a Split, for operations of torch's."""
 
     def __init__(self, pieces, turned):
         self.pieces, self.turned = pieces, turned
 
     def float(self) -> torch.Tensor:
-        whole = torch.cat(self.pieces).float()
+        whole = torch.stack([torch.cat(pieces).float() for pieces in self.pieces])
         return whole.mT if self.turned else whole
 
     def copy_(self, values: torch.Tensor) -> None:
-        rows = (values.mT if self.turned else values).split([len(piece) for piece in self.pieces])
-        for piece, part in zip(self.pieces, rows):
-            piece.copy_(part)
+        for pieces, whole in zip(self.pieces, values.mT if self.turned else values):
+            for piece, part in zip(pieces, whole.split([len(piece) for piece in pieces])):
+                piece.copy_(part)
+
+
+def at_once(stack: torch.Tensor | Split) -> list[slice]:
+    """Return slices of as many matrices as one thread of a CPU takes at once: of one, where they lie in each other."""
+    N, R, C = stack.shape
+    apart = max(1, R * C + -(R * C) % 16)  # where each begins as new memory does
+    count = max(1, AT_ONCE // apart) if stack.stride(0) >= R * C else 1
+    return [slice(start, start + count) for start in range(0, N, count)]
 
 
 def _table(pieces, origin):
