@@ -48,7 +48,7 @@ def placements_of(layout, world):
 
 def model_of(shapes, layout, world, device="cpu"):
     """A model of parameters only, whole or cut; a function that cuts a whole tensor as the parameter of a name is."""
-    from torch.distributed.tensor import DTensor, init_device_mesh
+    from torch.distributed.tensor import init_device_mesh
 
     mesh_shape, placements = placements_of(layout, world) or (None, {})
     mesh = init_device_mesh(device, mesh_shape) if mesh_shape else None
@@ -56,11 +56,7 @@ def model_of(shapes, layout, world, device="cpu"):
     def cut(name, full):
         full = full.to(device)
         places = placements.get(name.split(".")[0])
-        if places is None:
-            return full.clone()
-        box = part("layout").box_at(mesh.get_coordinate(), full.shape, places, mesh_shape)
-        local = full[tuple(slice(*ends) for ends in box)].clone()
-        return DTensor.from_local(local, mesh, places, run_check=False, shape=full.shape, stride=full.stride())
+        return full.clone() if places is None else routes.cut(full, mesh, places)
 
     model = nn.ModuleDict({kind: nn.ParameterDict() for kind in ("dense", "experts", "rest")})
     for name, shape in shapes.items():
