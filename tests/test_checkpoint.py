@@ -162,7 +162,9 @@ FLAT, NESTED = (dsd.StateDictOptions(flatten_optimizer_state_dict=flat) for flat
 
 
 class Dcp:
-    """DCP's own format: hyperparameters travel along."""
+    """DCP's own format: hyperparameters travel along. Weights are loaded where they are: set_model_state_dict, which
+    Safetensors calls, would copy each onto itself, which takes DTensor longer than all the steps.
+    """
 
     def __init__(self, options):
         self.options = options
@@ -176,7 +178,6 @@ class Dcp:
         state = {"model": dsd.get_model_state_dict(model),
                  "optimizer": dsd.get_optimizer_state_dict(model, optimizer, options=self.options)}
         dcp.load(state, checkpoint_id=folder)
-        dsd.set_model_state_dict(model, state["model"])
         dsd.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=self.options)
 
 
