@@ -48,7 +48,7 @@ def placements_of(layout, world):
 
 def model_of(shapes, layout, world, device="cpu"):
     """A model of parameters only, whole or cut; a function that cuts a whole tensor as the parameter of a name is."""
-    from torch.distributed.tensor import DTensor, init_device_mesh
+    from torch.distributed.tensor import init_device_mesh
 
     mesh_shape, placements = placements_of(layout, world) or (None, {})
     mesh = init_device_mesh(device, mesh_shape) if mesh_shape else None
@@ -56,11 +56,7 @@ def model_of(shapes, layout, world, device="cpu"):
     def cut(name, full):
         full = full.to(device)
         places = placements.get(name.split(".")[0])
-        if places is None:
-            return full.clone()
-        box = part("layout").box_at(mesh.get_coordinate(), full.shape, places, mesh_shape)
-        local = full[tuple(slice(*ends) for ends in box)].clone()
-        return DTensor.from_local(local, mesh, places, run_check=False, shape=full.shape, stride=full.stride())
+        return full.clone() if places is None else routes.cut(full, mesh, places)
 
     model = nn.ModuleDict({kind: nn.ParameterDict() for kind in ("dense", "experts", "rest")})
     for name, shape in shapes.items():
@@ -166,7 +162,9 @@ FLAT, NESTED = (dsd.StateDictOptions(flatten_optimizer_state_dict=flat) for flat
 
 
 class Dcp:
-    """DCP's own format: hyperparameters travel along."""
+    """DCP's own format: hyperparameters travel along. Weights are loaded where they are: set_model_state_dict, which
+    Safetensors calls, would copy each onto itself, which takes DTensor longer than all the steps.
+    """
 
     def __init__(self, options):
         self.options = options
@@ -180,7 +178,6 @@ class Dcp:
         state = {"model": dsd.get_model_state_dict(model),
                  "optimizer": dsd.get_optimizer_state_dict(model, optimizer, options=self.options)}
         dcp.load(state, checkpoint_id=folder)
-        dsd.set_model_state_dict(model, state["model"])
         dsd.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=self.options)
 
 

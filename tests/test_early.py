@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import functools
 import gc
 import itertools
 import pickle
@@ -87,47 +88,61 @@ def step_both(early, late) -> int:
     return left
 
 
-def side_by_side(rank, world, layout, kind):
-    """Steps with gradients on the way during backward beside steps without; ([how many buckets left], equal)."""
+@functools.cache
+def alone(shapes, kind):
+    """(weights, gradients of each step, weights and state in the end) of one process, whose bits those of steps without
+    are on every layout (test_same_bits.py). Each gradient comes in three micro-batches.
+    """
+    generator = torch.Generator().manual_seed(len(shapes))
+    fulls = drawn([*shapes, *shapes, shapes[0], shapes[1]], generator)
+    steps = [drawn([f.shape for f in fulls], generator) for _ in range(STEPS)]
+    params, opt = build(fulls, torch.clone, kind, overlap_backward=False)
+    for step, gradients in enumerate(steps):
+        vary(opt, step)
+        for p, g in zip(params, gradients):
+            p.grad = g + g + g
+        opt.step()
+    return fulls, steps, tensors(params, opt)
+
+
+def vary(opt, step):
+    opt.param_groups[0]["lr"], opt.param_groups[0]["momentum"] = 0.02 / (1 + step), 0.9 + 0.01 * step
+
+
+def cut_up(rank, world, layout, kind, fulls, steps, expected):
+    """Steps with gradients on the way during backward; ([how many buckets left], whether this rank has the bits of one
+    process).
+    """
     from torch.distributed.tensor import init_device_mesh
 
-    mesh_shape, placements, shapes = placements_of(layout, world)
-    mesh, generator = init_device_mesh("cpu", mesh_shape), torch.Generator().manual_seed(len(layout))
+    mesh_shape, placements, _ = placements_of(layout, world)
+    mesh, local = init_device_mesh("cpu", mesh_shape), part("layout").local_of
 
     def place(full):
         return cut(full, mesh, placements) if full.ndim > 1 else full
 
-    fulls, left = drawn([*shapes, *shapes, shapes[0], shapes[1]], generator), []
-    (ours, early), (theirs, late) = (build(fulls, place, kind, overlap_backward=on) for on in (True, False))
-    for step in range(STEPS):
-        gradients = drawn([f.shape for f in fulls], generator)
-        for opt in (early, late):
-            opt.param_groups[0]["lr"], opt.param_groups[0]["momentum"] = 0.02 / (1 + step), 0.9 + 0.01 * step
+    (params, opt), left = build(fulls, place, kind), []
+    for step, gradients in enumerate(steps):
+        vary(opt, step)
         placed = [place(g) for g in gradients]
-        for p, q, g, here in zip(ours, theirs, gradients, placed):  # two micro-batches
-            q.grad = place(g)
-            q.grad._local_tensor.copy_(g_sum(here))
+        for p, g, here in zip(params, gradients, placed):  # two micro-batches
             come(p, place(g))
             come(p, here)
-        assert not early._early.left
-        with early.last_backward():
-            for p, here in [*zip(ours, placed)][::-1]:
+        assert not opt._early.left
+        with opt.last_backward():
+            for p, here in [*zip(params, placed)][::-1]:
                 come(p, here)
-        left.append(step_both(early, late))
-    return left, same(tensors(ours, early), tensors(theirs, late))
-
-
-def g_sum(gradient):
-    """Three micro-batches, in the order in which they are added."""
-    local = gradient._local_tensor
-    return local + local + local
+        left.append(len(opt._early.left))
+        opt.step()
+        opt.zero_grad()
+    return left, same(tensors(params, opt), [local(place(t)) for t in expected])
 
 
 @pytest.mark.parametrize("world", [4, 8])
 @pytest.mark.parametrize("kind", ["Muon", "NorMuon"])
 @pytest.mark.parametrize("layout", [*LAYOUTS, "replicated", "ep"])
 def test_every_layout_has_the_bits_of_a_step_without(layout, kind, world, optimizer):
-    for left, equal in run_threads(world, side_by_side, layout, kind):
+    for left, equal in run_threads(world, cut_up, layout, kind, *alone(tuple(placements_of(layout, world)[2]), kind)):
         assert equal
         assert left == [0] * STEPS if layout in ("replicated", "ep") else left[0] == 0 and min(left[1:]) >= 4, left
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import package, part, run_ranks, run_threads
-from tests.test_early import LAYOUTS, build, drawn, planned_along, tensors
+from tests.test_early import LAYOUTS, alone, build, drawn, planned_along, tensors, vary
 from tests.test_modes import DENSE, placements_of
 from tests.test_muon import same
 from tests.test_routes import cut
@@ -784,32 +784,30 @@ def test_gates_go_with_their_optimizer(optimizer):
 
 # the bits -------------------------------------------------------------------------------------------------------------
 
-def side_by_side(rank, world, layout, kind):
-    """Steps in buckets along forward beside steps without the option."""
+def cut_up(rank, world, layout, kind, fulls, steps, expected):
+    """Steps in buckets along forward; (whether this rank has the bits of one process, how many jobs there are)."""
     from torch.distributed.tensor import init_device_mesh
 
-    mesh_shape, placements, shapes = placements_of(layout, world)
-    mesh, generator = init_device_mesh("cpu", mesh_shape), torch.Generator().manual_seed(len(layout))
+    mesh_shape, placements, _ = placements_of(layout, world)
+    mesh, local = init_device_mesh("cpu", mesh_shape), part("layout").local_of
 
     def place(full):
         return cut(full, mesh, placements) if full.ndim > 1 else full
 
-    fulls = drawn([*shapes, *shapes, shapes[0], shapes[1]], generator)
-    made = [build(fulls, place, kind, overlap_backward=False, overlap_forward=on) for on in (True, False)]
-    for _ in range(STEPS):
-        gradients = drawn([f.shape for f in fulls], generator)
-        for params, opt in made:
-            for p, g in zip(params, gradients):
-                p.grad = place(g)
-            opt.step()
-            opt.zero_grad()
-    return same(*(tensors(*one) for one in made)), len(made[0][1]._jobs)
+    params, opt = build(fulls, place, kind, overlap_backward=False, overlap_forward=True)
+    for step, gradients in enumerate(steps):
+        vary(opt, step)
+        for p, g in zip(params, gradients):
+            p.grad = place(g + g + g)
+        opt.step()
+        opt.zero_grad()
+    return same(tensors(params, opt), [local(place(t)) for t in expected]), len(opt._jobs)
 
 
 @pytest.mark.parametrize("kind", ["Muon", "NorMuon"])
 @pytest.mark.parametrize("layout", [*LAYOUTS, "replicated", "ep"])
 def test_every_layout_has_the_bits_of_a_step_without(layout, kind, optimizer):
-    for equal, jobs in run_threads(4, side_by_side, layout, kind):
+    for equal, jobs in run_threads(4, cut_up, layout, kind, *alone(tuple(placements_of(layout, 4)[2]), kind)):
         assert equal and jobs >= (2 if layout in ("replicated", "ep") else 5)
 
 

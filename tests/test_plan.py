@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from tests.ranks import package, part, run_threads
+from tests.test_routes import cut
 
 MODELS_PY = Path(__file__).resolve().parent.parent / "benchmarks" / "models.py"
 models = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("models", MODELS_PY))
@@ -634,29 +635,24 @@ def test_only_a_budget_by_default_is_spared(monkeypatch, optimizer):
 def step_as_rank(rank, world, shapes, placed):
     """Two steps of one of many ranks; returns the whole weights, put together from the shards."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor
 
     layout, params, full = part("layout"), [], []
     mesh = init_device_mesh("cpu", (world,)) if placed else None
+
+    def place(whole):
+        return cut(whole, mesh, placed) if placed else whole.clone()
+
     for i, shape in enumerate(shapes):
         full.append(torch.linspace(-1, 1, math.prod(shape)).view(shape).mul(i + 1).cos())
-        params.append(nn.Parameter(place(full[-1], mesh, placed, layout, DTensor)))
+        params.append(nn.Parameter(place(full[-1])))
     group = None if placed else dist.group.WORLD
     optimizer = package().NorMuon(params, lr=0.1, process_group=group, wire_dtype=torch.float32)
     for number in range(2):
         for p, f in zip(params, full):
-            p.grad = place((f * (number + 3)).sin(), mesh, placed, layout, DTensor)
+            p.grad = place((f * (number + 3)).sin())
         optimizer.step()
     shares = [share for plan in optimizer._plans[False] for _, share in plan.shares]
     return [layout.local_of(p).clone() for p in params], sum(len(share.matrices) for share in shares), len(shares)
-
-
-def place(tensor, mesh, placed, layout, DTensor):
-    if mesh is None:
-        return tensor.clone()
-    box = layout.box_at(mesh.get_coordinate(), tensor.shape, placed, tuple(mesh.shape))
-    local = tensor[tuple(slice(*side) for side in box)].clone()
-    return DTensor.from_local(local, mesh, placed, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 @pytest.mark.parametrize("placed", [[], [Shard(0)], [Shard(1)]], ids=["ddp", "rows", "columns"])
