@@ -220,7 +220,7 @@ def test_rounding_above_one_is_harmless(polar, device, name, dtype, shape):
 # Batches, layouts, memory
 
 
-@pytest.mark.parametrize("shape", [(33, 70), (70, 33), (27, 27)], ids=str)
+@pytest.mark.parametrize("shape", [(33, 70), (70, 33), (27, 27), (5, 17)], ids=str)
 @pytest.mark.parametrize("dtype, threads", [(F32, 1), (F32, 2), (F16, 1)], ids=str)
 @pytest.mark.parametrize("name", ["polar_express", "turbo", "cubic"])
 def test_one_matrix_has_the_same_bits_in_every_batch(polar, device, shape, dtype, threads, name):
@@ -232,6 +232,9 @@ def test_one_matrix_has_the_same_bits_in_every_batch(polar, device, shape, dtype
         whole = polar.orthogonalize(X, name, dtype=dtype)
         assert torch.equal(whole, torch.stack([polar.orthogonalize(x, name, dtype=dtype) for x in X]))
         assert torch.equal(whole[1:4], polar.orthogonalize(X[1:4], name, dtype=dtype))
+        X = X.permute(1, 2, 0).contiguous().permute(2, 0, 1)  # in each other
+        whole = polar.orthogonalize(X, name, dtype=dtype)
+        assert torch.equal(whole, torch.cat([polar.orthogonalize(x, name, dtype=dtype) for x in X.split(1)]))
     finally:
         torch.set_num_threads(before)
 
