@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import sys
 import time
@@ -27,7 +26,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import MODELS, shapes_of  # noqa: E402
-from step import MESHES, device_name, parameters, pick_device, start, synchronize  # noqa: E402
+from step import MESHES, device_name, free_port, parameters, pick_device, start, synchronize  # noqa: E402
 
 SLACK_MIB = {"cuda": 1, "cpu": 32}  # of a CPU, the whole process is counted, whose allocator keeps what is freed
 BROKEN, MISSING = 37, 41  # every so many steps
@@ -35,10 +34,7 @@ BROKEN, MISSING = 37, 41  # every so many steps
 
 def main() -> None:
     options = arguments()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    start(worker, (options, port), options.ranks)
+    start(worker, (options, free_port()), options.ranks)
 
 
 def arguments():

@@ -4,13 +4,13 @@
     ... side_by_side --stacks 6x768x768+2x768x3072 2x2048x2048+2x2048x6144
     ... last_turn --stacks 3x2048x6144 8x1024x4096
     ... symmetric --stacks 3x2048x2048           one product with an addend alone
+    ... product --stacks 4x2880x2880             A X alone
     ... --rest-ms 0                              of large stacks a long run, at the power limit
 
 "pieces": matrices that arrive cut by rows over so many ranks are copied together, iterated and copied to where they
 leave ("copied"), or read and written where their pieces are ("in pieces"). "side_by_side": stacks follow each other in
 the same memory ("in turns"), or each has memory of its own, which lets a CUDA graph run them together ("side by side").
-"last_turn", "symmetric": a processor computes whole tiles of symmetric products only, or two share a tile of the last
-turn.
+"last_turn", "symmetric", "product": processors compute whole tiles only, or two share a tile of the last turn.
 By CUDA graphs, in turns; without a GPU called, where the ways take the same time: good to try the script.
 """
 
@@ -135,6 +135,21 @@ def symmetric(shapes, ranks, device):
     return whole_and_shared(multiply), results
 
 
+def product(shapes, ranks, device):
+    """The same of A X for symmetric A (N, R, R) and X (N, R, C)."""
+    dtype, pairs = polar.products_dtype(None, device), []
+    for N, R, C in shapes:
+        A = torch.randn(N, R, R, device=device) / R**0.5
+        pairs.append((((A + A.mT) / 2).to(dtype), torch.randn(N, R, C, device=device).to(dtype)))
+    results = [torch.empty_like(X) for _, X in pairs]
+
+    def multiply():
+        for (A, X), out in zip(pairs, results):
+            gram.product(A, X, out)
+
+    return whole_and_shared(multiply), results
+
+
 def whole_and_shared(work) -> dict:
     """{way: function}."""
     def way(divide):
@@ -168,7 +183,7 @@ def append(path, row) -> None:
     print(*row[2:7], flush=True)
 
 
-WAYS = {"pieces": in_pieces, "side_by_side": side_by_side, "last_turn": last_turn, "symmetric": symmetric}
+WAYS = {way.__name__: way for way in (side_by_side, last_turn, symmetric, product)} | {"pieces": in_pieces}
 
 if __name__ == "__main__":
     main()

@@ -63,14 +63,17 @@ def main() -> None:
 def on_ranks(work, options, ranks: int) -> list[dict]:
     """Run work(rank, ranks, port, options, rows) on so many processes; return what it has put into `rows`."""
     rows = mp.get_context("spawn").SimpleQueue()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    start(work, (ranks, port, options, rows), ranks)
+    start(work, (ranks, free_port(), options, rows), ranks)
     found = []
     while not rows.empty():
         found.append(rows.get())
     return found
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def start(work, arguments, ranks: int) -> None:
@@ -228,7 +231,7 @@ def trace(step, device, path) -> None:
         settle(device)
     plain = path.with_suffix("")
     profiler.export_chrome_trace(str(plain))
-    path.write_bytes(gzip.compress(plain.read_bytes(), 6))  # torch's own compresses line by line, in ten times as long
+    path.write_bytes(gzip.compress(plain.read_bytes(), 6))  # torch itself compresses line by line, which takes longer
     plain.unlink()
 
 

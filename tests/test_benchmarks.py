@@ -123,7 +123,7 @@ def test_collectives_against_each_other(tmp_path):
 
 @pytest.mark.parametrize(("what", "stacks"), [
     ("pieces", "1x144x160+1x160x144"), ("side_by_side", "1x72x72+1x72x96"), ("last_turn", "1x72x96"),
-    ("symmetric", "2x40x40")])
+    ("symmetric", "2x40x40"), ("product", "2x40x72")])
 def test_ways_of_one_bucket(what, stacks, tmp_path):
     out = tmp_path / "stacks.csv"
     run("stacks.py", what, "--stacks", stacks, "--ranks", 3, "--rounds", 1, "--commit", "abc", "--out", out)
@@ -284,7 +284,7 @@ def test_train_compares_optimizers(optimizer, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")
 def test_soak_finds_nothing_that_grows_or_differs(optimizer):
-    text = run("soak.py", "--ranks", 2, "--model", "tiny", "--steps", 20, "--mode", "hsdp", "reduce")
+    text = run_alone("soak.py", "--ranks", 2, "--model", "tiny", "--steps", 20, "--mode", "hsdp", "reduce")
     assert len(re.findall(r"^(hsdp|reduce) step \d+: [\d.]+ ms", text, re.M)) == 20
     assert len(re.findall(r"\+0 files, \+0 groups since step 6; 2 copies, 0 tensors differ", text)) == 2
 
