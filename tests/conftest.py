@@ -6,7 +6,6 @@ already names a build (the Hub's CI, an xdist worker), that one is tested instea
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import subprocess
@@ -73,12 +72,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if needed > count:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), found {count}"))
     items.sort(key=lambda item: item.path.name not in LONG)  # else one worker ends with them while the others wait
-
-
-def pytest_collection_finish() -> None:
-    """Have the garbage collector leave alone what is imported, which takes it longer than what a test makes."""
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

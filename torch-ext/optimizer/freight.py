@@ -55,7 +55,7 @@ class Freight:
         self.update, self.row = itemsizes["update"], itemsizes.get("row", 0) * (route != "own")
         self.scratch = itemsizes.get("scratch", lambda R, C: (0, 0, 0))
         self.route, self.ranks, self.layouts = route, ranks, layouts
-        self.forms, self.numbers, self.loads, self.partitions, self.parts = [], {}, {}, {}, {}
+        self.forms, self.numbers, self.loads, self.partitions = [], {}, {}, {}
         self.once = itemsizes.get("once", False)
         self.alike = self._alike({id(layout): layout for layout in layouts}.values())
 
@@ -140,12 +140,8 @@ class Freight:
         """When the last of `buckets`, lists of layers, is done, in ns."""
         parts = []
         for bucket in buckets:
-            taken = total(bucket)
-            key = frozenset(taken.items())  # tells how many matrices of each shape an owner has
-            if key not in self.parts:
-                matrices = [matrix for layer in bucket for matrix in layer.matrices]
-                self.parts[key] = self.part(matrices, [owner_of[m] for m in matrices], taken, pace)
-            parts.append(self.parts[key])
+            matrices = [matrix for layer in bucket for matrix in layer.matrices]
+            parts.append(self.part(matrices, [owner_of[m] for m in matrices], total(bucket), pace))
         return max(span.end for span in pace.spans(parts))
 
     def part(self, matrices, owners, taken, pace) -> Part:

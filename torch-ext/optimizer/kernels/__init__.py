@@ -1,7 +1,7 @@
 """What the device does: every operation has a torch reference, a Triton kernel, a launcher and a launch choice.
 
-Decides: whether Triton is used on a device, and when Triton is imported (by the first launch, never by loading the
-package). Must not know: what the operations are for.
+Decides: whether Triton is used on a device, when Triton is imported (by the first launch, never by loading the
+package), and how many matrices a CPU takes at once. Must not know: what the operations are for.
 """
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 
 from .. import debug
 from . import tape
+
+AT_ONCE = 1 << 10  # elements that a CPU takes in one thread; what they take is no workspace
 
 
 def use_triton(device: torch.device) -> bool:
@@ -106,3 +108,13 @@ def typed(dtype: torch.dtype):
 def look(*tensors: torch.Tensor) -> tuple:
     """Return what a kernel's binary knows of tensors, and more: a part of a key for `jit.launch`."""
     return tuple((t.dtype, t.device.index, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors)
+
+
+def at_once(stack) -> list[slice]:
+    """Return slices of as many matrices of a tensor or Split as one thread of a CPU takes at once: of one, where they
+    lie in each other, or in pieces.
+    """
+    N, R, C = stack.shape
+    apart = max(1, R * C + -(R * C) % 16)  # where each begins as new memory does
+    count = max(1, AT_ONCE // apart) if stack.stride(0) >= R * C else 1
+    return [slice(start, start + count) for start in range(0, N, count)]

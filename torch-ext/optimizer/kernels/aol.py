@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from . import jit, look, use_triton
-from .split import at_once
+from . import at_once, jit, look, use_triton
 
 tl = None  # Triton's language, put here by jit
 BLOCK, TILE = 1024, 64

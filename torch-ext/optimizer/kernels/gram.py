@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from . import gram_sm90, jit, look, pingpong, tiles, use_triton
-from .split import Split, at_once, memory_of, rows_at, strides_of, table_of
+from . import at_once, gram_sm90, jit, look, pingpong, tiles, use_triton
+from .split import Split, memory_of, rows_at, strides_of, table_of
 
 tl = None  # Triton's language, put here by jit
 ALIGNMENT_BYTES = 64

@@ -9,8 +9,8 @@ import math
 
 import torch
 
-from . import jit, look, use_triton
-from .split import Split, at_once, memory_of, piece_of, rows_at, strides_of, table_of
+from . import at_once, jit, look, use_triton
+from .split import Split, memory_of, piece_of, rows_at, strides_of, table_of
 
 tl = None  # Triton's language, put here by jit
 AT_ONCE = 2048  # elements that a program reads at a time

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from . import jit, use_triton
-from .split import Split, at_once, memory_of, rows_at, strides_of, table_of
+from . import at_once, jit, use_triton
+from .split import Split, memory_of, rows_at, strides_of, table_of
 
 tl = None  # Triton's language, put here by jit
 BLOCK = 1024

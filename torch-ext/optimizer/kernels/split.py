@@ -13,7 +13,6 @@ from . import jit
 
 tl = None  # Triton's language, put here by jit
 ALIGNMENT = 16  # bytes: every row begins where the widest access of a thread may
-AT_ONCE = 1 << 10  # elements that a CPU takes in one thread; what they take is no workspace
 
 
 class Split:
@@ -76,14 +75,6 @@ class _Matrices:
         for pieces, whole in zip(self.pieces, values.mT if self.turned else values):
             for piece, part in zip(pieces, whole.split([len(piece) for piece in pieces])):
                 piece.copy_(part)
-
-
-def at_once(stack: torch.Tensor | Split) -> list[slice]:
-    """Return slices of as many matrices as one thread of a CPU takes at once: of one, where they lie in each other."""
-    N, R, C = stack.shape
-    apart = max(1, R * C + -(R * C) % 16)  # where each begins as new memory does
-    count = max(1, AT_ONCE // apart) if stack.stride(0) >= R * C else 1
-    return [slice(start, start + count) for start in range(0, N, count)]
 
 
 def _table(pieces, origin):

@@ -209,8 +209,8 @@ def expected_us(entry: dict, rows: int, columns: int, matrices: int, processors:
 
 def divide(tiles: int, processors: int, loop: str, wide: bool = False) -> tuple[int, int, int]:
     """Return (programs, tiles that they compute whole, halves of the other tiles): where the last turn would leave half
-    of the processors idle or more, two of them share a tile, in "pingpong" or of a product's `wide` tiles. A half of a
-    narrower tile takes as long as the tile, since what it fetches first is not fetched ahead.
+    of the processors idle or more, two of them share a tile, in "pingpong" or of a product's `wide` tiles. Halves of
+    narrower ones gain nothing where those are chosen (docs/log.md).
     """
     if loop not in ("turns", "flat", "pingpong"):
         return tiles, tiles, 0
