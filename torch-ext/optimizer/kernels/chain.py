@@ -99,7 +99,7 @@ def _begin(start, strides, n, m, eps, X, WIDE: gl.constexpr, TURNED: gl.constexp
         others = others + (_read(start, strides, piece, n, m, SIDE, WIDTH, layout),)
     for piece in gl.static_range(KEPT):
         pieces = pieces + (_read(start, strides, piece, n, m, SIDE, WIDTH, layout),)
-    unit, norm = _factors(others + pieces, start, strides, n, m, eps, WIDE, SIDE, WIDTH, PIECES, layout)
+    unit, norm = _factors(others + pieces, start, strides, n, m, eps, WIDE, SIDE, WIDTH, PIECES, KEPT, layout)
     sums = gl.zeros((SIDE, SIDE), gl.float32, mma)
     for piece in gl.static_range(PIECES):
         if piece + KEPT < PIECES:
@@ -112,7 +112,7 @@ def _begin(start, strides, n, m, eps, X, WIDE: gl.constexpr, TURNED: gl.constexp
 
 @gluon_jit
 def _factors(pieces, start, strides, n, m, eps, WIDE: gl.constexpr, SIDE: gl.constexpr, WIDTH: gl.constexpr,
-             PIECES: gl.constexpr, layout: gl.constexpr):
+             PIECES: gl.constexpr, KEPT: gl.constexpr, layout: gl.constexpr):
     """Return two factors of a matrix, to be applied one after the other: a power of two, and the rest (norm.py)."""
     largest = gl.zeros((SIDE, WIDTH), gl.float32, layout)
     squares = largest
@@ -123,7 +123,7 @@ def _factors(pieces, start, strides, n, m, eps, WIDE: gl.constexpr, SIDE: gl.con
     largest, squares = gl.reduce((largest, squares), None, _both)
     unit = gl.where(largest > 2.0**50, 2.0**-80, gl.where(largest < 2.0**-40, 2.0**80, 1.0))
     if WIDE and unit != 1.0:
-        squares = _sum(start, strides, unit, n, m, SIDE, WIDTH, PIECES, layout)
+        squares = _sum(start, strides, unit, n, m, SIDE, WIDTH, PIECES, KEPT, layout)
     norm = gl.sqrt(squares) + eps * (largest * unit)
     return unit, 1.0 / gl.where(norm == 0, 1.0, norm)
 
@@ -135,11 +135,11 @@ def _both(largest, squares, other, others):
 
 @gluon_jit
 def _sum(start, strides, unit, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr,
-         layout: gl.constexpr):
-    """Return the sum of squares in a unit."""
+         KEPT: gl.constexpr, layout: gl.constexpr):
+    """Return the sum of squares in a unit, added in the order of `_factors`."""
     squares = gl.zeros((SIDE, WIDTH), gl.float32, layout)
-    for piece in range(PIECES):
-        u = _read(start, strides, piece, n, m, SIDE, WIDTH, layout).to(gl.float32) * unit
+    for number in range(PIECES):
+        u = _read(start, strides, (number + KEPT) % PIECES, n, m, SIDE, WIDTH, layout).to(gl.float32) * unit
         squares += u * u
     return gl.sum(squares)
 
