@@ -67,10 +67,13 @@ def products(arch: str):
     entries = tiles.table(arch)["entries"] or usual
     uses = {(e["op"], e["bytes"], *e["tile"], e.get("loop")): e for e in entries}
     for entry in uses.values():
-        compile_product = by_pointers if entry.get("loop", "pointers") == "pointers" else by_tma
+        loop = entry.get("loop", "pointers")
+        specialised = loop in tiles.SPECIALISED
+        compile_product = by_pointers if loop == "pointers" else by_groups if specialised else by_tma
         yield entry, compile_product(arch, entry)
         if entry["op"] == "product":
-            yield {**entry, "to": "rows"}, compile_product(arch, entry, rows=True)
+            kind = "turned" if specialised else "rows"
+            yield {**entry, "to": kind}, compile_product(arch, entry, **{kind: True})
     by_pointers(arch, dict(entry, bytes=4), sizes=(1, 1, 1), EVEN=False)
 
 
@@ -102,15 +105,28 @@ def by_tma(arch: str, entry: dict, rows=False) -> int:
         LOOP=triton.language.constexpr(entry["loop"]))
     unused = "cd" if entry["op"] == "gram" or not symmetric and width == height else ""
     arguments |= dict.fromkeys(unused) | (dict(d=None, out=None, strides=None) if rows else {})
-    if entry["loop"] == "pingpong":
-        layout = ",NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)"
-        arguments |= {name: "tensordesc<fp16[1, {}, {}]{}>".format(*box, layout) for name, box in boxes.items()}
-        quarter = f"tensordesc<fp16[1, {height // 2}, {inner}]{layout}>"
-        arguments |= dict.fromkeys(("a_half", "c_half", "d_half", "out_half"), quarter)
-        arguments |= dict(BLOCK=height, STAGES=entry["stages"], whole="i32", inner="i32")
-        return compile_for(arch, part("kernels.pingpong").pingpong_kernel, arguments, num_warps=entry["warps"])
     return compile_for(arch, part("kernels.gram_sm90")._kernel, arguments,
                        num_stages=entry["stages"], num_warps=entry["warps"])
+
+
+def by_groups(arch: str, entry: dict, turned=False) -> int:
+    """The same, by groups of warps that differ: as for a result, or for its transpose."""
+    op, (height, width, inner), half = entry["op"], entry["tile"], entry["tile"][0] // 2
+    left, right = (height, inner), (width, inner)
+    boxes = dict(a=left[::-1] if turned else left, b=right[::-1] if op == "product" else right)
+    kernel, sizes = part("kernels.pingpong").pingpong_kernel, {}
+    if entry["loop"] == "cooperative":
+        kernel, sizes = part("kernels.cooperative").cooperative_kernel, dict(BLOCK_R=height, BLOCK_C=width)
+        boxes["b_half"] = (inner, width // 2) if op == "product" else (width // 2, inner)
+    boxes |= dict.fromkeys(("c", "d", "out"), (half, half) if entry["loop"] == "cooperative" else (height, height))
+    if entry["loop"] == "pingpong":
+        boxes |= dict.fromkeys(("a_half", "c_half", "d_half", "out_half"), (half, inner))
+    kind = "tensordesc<fp16[1, {}, {}],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)>"
+    arguments = {name: kind.format(*box) for name, box in boxes.items()} | sizes | dict(
+        order="*i32", count="i32", whole="i32", halves="i32", inner="i32", TURNED=turned, STAGES=entry["stages"],
+        SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[op], factors=("fp32",) * 4, ADDENDS=2 * (op == "symmetric"),
+        FORM=0 if op == "product" else 3)
+    return compile_for(arch, kernel, arguments, num_warps=entry["warps"])
 
 
 def others(arch: str, shared: int):

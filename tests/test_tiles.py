@@ -97,7 +97,7 @@ def test_the_expected_time_is_that_of_the_busiest_processor(tiles):
     assert [tiles.expected_us(entry, 128, 96, matrices, 4) for matrices in (2, 3)] == [1, 2]
 
 
-@pytest.mark.parametrize("loop, wide", [("pingpong", False), ("flat", True)])
+@pytest.mark.parametrize("loop, wide", [("pingpong", False), ("cooperative", False), ("flat", True)])
 def test_a_tile_is_shared_where_half_of_the_processors_would_be_idle(tiles, loop, wide):
     for count in range(1, 400):
         programs, whole, halves = tiles.divide(count, 132, loop, wide)
@@ -116,6 +116,7 @@ def test_a_turn_of_shared_tiles_is_expected_to_take_less(tiles):
     turns = [tiles.expected_us(entry, 128, 128, matrices, 4) for matrices in range(1, 14)]
     assert turns == pytest.approx([1, 1, 1, 1, 2, 2, 2, 2, 2.6, 2.6, 3, 3, 3.6])
     assert tiles.expected_us(entry | {"loop": "turns"}, 128, 128, 5, 4) == 2
+    assert tiles.expected_us(entry | {"loop": "cooperative"}, 128, 128, 5, 4) == pytest.approx(1.6)
 
 
 def test_a_choice_can_be_forced(tiles):

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ENTRY = {"op": "gram", "bytes": 2, "rows": 64, "columns": 64, "tile": [16, 16, 32], "group": 1, "stages": 2, "warps": 4}
 
 PINGPONG = ENTRY | {"loop": "pingpong", "tile": [128, 128, 64], "stages": 5}
+COOPERATIVE = ENTRY | {"loop": "cooperative", "tile": [128, 256, 64], "stages": 3}
 
 
 @pytest.fixture
@@ -34,7 +35,9 @@ def tiles(part):
 @pytest.fixture
 def tool(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
-    return importlib.import_module("tune_tiles")
+    module = importlib.import_module("tune_tiles")
+    monkeypatch.setattr(module, "TRIES", 500)
+    return module
 
 
 @pytest.fixture
@@ -106,10 +109,12 @@ def test_no_such_file(chosen, tmp_path):
     ({"arch": "sm90", "entries": [ENTRY | {"loop": "once", "bytes": 4}]}, "TMA needs 2 bytes and sm90"),
     ({"arch": "sm90", "entries": [PINGPONG | {"bytes": 4}]}, "TMA needs 2 bytes and sm90"),
     ({"arch": "sm100", "entries": [PINGPONG]}, "pingpong is for"),
-    ({"arch": "sm90", "entries": [PINGPONG | {"op": "product"}]}, "pingpong is for"),
     ({"arch": "sm90", "entries": [PINGPONG | {"tile": [64, 64, 64]}]}, "pingpong is for"),
     ({"arch": "sm90", "entries": [PINGPONG | {"warps": 8}]}, "pingpong is for"),
     ({"arch": "sm90", "entries": [PINGPONG | {"stages": 6}]}, "pingpong is for"),
+    ({"arch": "sm100", "entries": [COOPERATIVE]}, "cooperative is for"),
+    ({"arch": "sm90", "entries": [COOPERATIVE | {"tile": [128, 128, 64]}]}, "cooperative is for"),
+    ({"arch": "sm90", "entries": [COOPERATIVE | {"stages": 4}]}, "cooperative is for"),
     ({"entries": [{k: v for k, v in ENTRY.items() if k != "rows"}]}, "neither four numbers"),
     ({"entries": [ENTRY, ENTRY | {"us": [1, 1, 1, 1]}], "processors": 1}, "which others of its kind have or lack"),
 ])
@@ -180,6 +185,21 @@ def test_the_choice_keeps_the_tiles_that_win_somewhere(tool, tiles, op, tmp_path
     written = json.loads((tmp_path / "t.json").read_text())
     tiles.check_table(written, "t.json")
     assert written["entries"] == kept
+
+
+def test_refined_numbers_choose_better_and_are_not_far_from_the_truth(tool, tiles):
+    """Of two tiles, one is taken for up to a tenth slower than it is: the other wins where it should not."""
+    numbers = [2, 1, 0, 0.2], [6, 1, 0, 0.1]
+    entries = [e | {"us": us} for e, us in zip(tool.candidates("product", "sm90", 232448), numbers)]
+    cases = list(dict.fromkeys(tool.cases("product", 132)))
+    times = [{(N, n, m): tiles.expected_us(e, n, m, N, 132) for N, n, m in cases} for e in entries]
+    wrong = [entries[0] | {"us": [x * 1.1 for x in entries[0]["us"]]}, entries[1]]
+    losses = []
+    for given in (wrong, tool.refine(tiles, wrong, times, 132)):
+        chosen = [min(range(2), key=lambda i: tiles.expected_us(given[i], n, m, N, 132)) for N, n, m in cases]
+        losses.append(sum(times[i][case] / min(t[case] for t in times) - 1 for i, case in zip(chosen, cases)))
+    assert losses[1] < 0.2 * losses[0]
+    assert [e["us"] for e in tool.refine(tiles, entries, times, 132)] == [e["us"] for e in entries]
 
 
 @pytest.mark.parametrize("arch, shared", [("sm80", 166912), ("sm90", 232448), ("gfx942", 65536)])

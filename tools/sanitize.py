@@ -50,24 +50,27 @@ def products(device, size) -> None:
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0):
         found += [(HALF, tiles.Tile(*sides, 64, 8, 3, 8, loop)) for loop in ("once", "turns", "flat")
                   for sides in ((64, 64), (64, 128))]
-        if torch.cuda.get_device_capability() == (9, 0) and part("kernels.pingpong").available():
-            found += [(HALF, tiles.Tile(128, 128, 64, 8, stages, 4, "pingpong")) for stages in (5, 4)]
-    for dtype, tile in found:
-        few = processors(4) if tile.loop == "pingpong" and tile.stages == 4 else contextlib.nullcontext()
+        if torch.cuda.get_device_capability() == (9, 0) and part("kernels.ring").available():
+            groups = tiles.Tile(128, 128, 64, 8, 5, 4, "pingpong"), tiles.Tile(128, 256, 64, 8, 3, 4, "cooperative")
+            found += [(HALF, tile, count) for tile in groups for count in (4, None)]
+    for dtype, tile, *few in found:
         X, A, out = padded(2, n, m, dtype, device), padded(2, n, n, dtype, device), padded(2, n, n, dtype, device)
-        with tiles.force(tile), few:
+        with tiles.force(tile), processors(*few):
             gram.gram(X, A)
             gram.symmetric_product(A, A, out, 0.5, [(A, 2.0), (A, 0.1)], 1.0)
-        with tiles.force(tile) if tile.loop != "pingpong" else contextlib.nullcontext():
             gram.product(out, X, padded(2, n, m, dtype, device))
             gram.product(out, X, torch.empty(2, m, n, device=device, dtype=torch.bfloat16).mT)
 
 
 @contextlib.contextmanager
-def processors(count: int):
-    """Let products by TMA believe in so many: in whole turns and a shared one of few tiles, as large products have."""
-    by_tma = part("kernels.gram_sm90")
-    real, by_tma._processors = by_tma._processors, lambda device: count
+def processors(count: int | None = None):
+    """Let products by TMA believe in so many: in whole turns and a shared one of few tiles, as large products have.
+
+    None: in those that there are.
+    """
+    by_tma, known = part("kernels.gram_sm90"), part("kernels.gram")._known
+    known.clear()  # a launch that is bound keeps its number
+    real, by_tma._processors = by_tma._processors, lambda device: count or real(device)
     try:
         yield
     finally:

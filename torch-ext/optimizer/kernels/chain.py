@@ -12,7 +12,7 @@ import functools
 import torch
 
 from . import look, typed
-from .pingpong import available, gluon_jit
+from .ring import available, gluon_jit
 from .tiles import architecture
 
 gl = fence = multiply = multiplied = None  # Gluon's language, put here by gluon_jit

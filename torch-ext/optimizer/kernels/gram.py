@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from . import at_once, gram_sm90, jit, look, pingpong, tiles, use_triton
+from . import at_once, gram_sm90, jit, look, ring, tiles, use_triton
 from .split import Split, memory_of, rows_at, strides_of, table_of
 
 tl = None  # Triton's language, put here by jit
@@ -159,9 +159,10 @@ def _choose(op, A, columns_of_b, out, addends, factors):
     by_tma = [A, columns_of_b, *(C for C, _ in addends), *([out] if op != "product" else [])]
     if not gram_sm90.addressable(*by_tma):
         return tiles.DEFAULT
-    if tile.loop == "pingpong" and not pingpong.available():
-        tile = tiles.choose(*shape, without="pingpong")
-    return gram_sm90.Bound(op, A, columns_of_b, out, addends, factors, tile)
+    if tile.loop in tiles.SPECIALISED and not (ring.available() and (op != "product" or gram_sm90.stores(out))):
+        tile = gram_sm90.POINTERS if tiles.forced() else tiles.choose(*shape, without=tiles.SPECIALISED)
+    kind = gram_sm90.Cooperative if tile.loop == "cooperative" else gram_sm90.Bound
+    return kind(op, A, columns_of_b, out, addends, factors, tile)
 
 
 def _launch_by_pointers(key, tile, A, B, out, addends, factors):

@@ -9,7 +9,9 @@ import functools
 
 import torch
 
-from . import jit, pingpong, tape
+from . import jit, ring, tape
+from .cooperative import cooperative_kernel
+from .pingpong import pingpong_kernel
 from .split import Split, memory_of, rows_at, strides_of, table_of
 from .tiles import Tile, divide
 
@@ -27,6 +29,11 @@ def addressable(*tensors: torch.Tensor) -> bool:
                and all(step * t.element_size() % 16 == 0 for step in t.stride()[:2]) for t in tensors)
 
 
+def stores(out: torch.Tensor | Split) -> bool:
+    """Say whether TMA can store a result in `out`, or its transpose."""
+    return out.element_size() == 2 and addressable(out if out.stride(2) == 1 else out.mT)
+
+
 class Bound:
     """A product of tensors of certain shapes, strides and dtypes: everything about its launch but their addresses.
 
@@ -40,7 +47,7 @@ class Bound:
         symmetric, self.turned = op != "product", op == "product" and out.stride(2) != 1
         if self.turned:  # store the transpose, B^T A, into what is a transposed view
             A, B, out = B, A, out.mT
-        self.straight = symmetric or (addressable(out) and out.element_size() == 2)
+        self.straight = symmetric or stores(out)
         narrow = isinstance(out, Split) and out.element_size() == 2
         tile = tile if self.straight or narrow else POINTERS
         (N, rows, columns), inner = out.shape, A.shape[1 if self.turned else 2]
@@ -54,9 +61,9 @@ class Bound:
         # fused multiply-adds, which depend on the tile, would give other bits
         self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "enable_fp_fusion": False}
         if tile.loop == "pingpong":
-            self.kernel, self.pointer, describe = pingpong.pingpong_kernel, False, pingpong.description
+            self.kernel, self.pointer, describe = pingpong_kernel, False, ring.description
             self.numbers = (order, count, whole, halves, inner)
-            self.constants = (SYMMETRY[op], len(addends), form, tile.rows, tile.stages)
+            self.constants = (SYMMETRY[op], self.turned, len(addends), form, tile.stages)
         else:
             self.kernel, self.pointer = _kernel, True
             self.numbers = (strides_of(out), order, count, halves, (rows, columns, inner, whole))
@@ -83,6 +90,40 @@ class Bound:
             self.programs, self, _filled(self.left, A), _filled(self.right, B), *beside[:2], result, *halves,
             *((memory_of(out),) if self.pointer else ()), *self.numbers, (*factors, *(beta for _, beta in addends)),
             *self.constants, **self.options)
+
+
+class Cooperative(Bound):
+    """The same by cooperative.py; of a "product" TMA can store the result."""
+
+    def __init__(self, op, A, B, out, addends, factors, tile):
+        symmetric, self.turned = op != "product", op == "product" and out.stride(2) != 1
+        A, B, out = self._straightened(A, B, out)
+        (N, rows, columns), inner = out.shape, B.shape[2 if symmetric else 1]
+        square = SMALL_SQUARE if symmetric and max(rows, inner) <= SMALL else SQUARE
+        down, across = -(-rows // tile.rows), -(-columns // tile.columns)
+        order, count = _order(down, across, tile.columns // tile.rows if symmetric else 0, square, out.device)
+        self.programs, whole, halves = divide(N * count, _processors(out.device), tile.loop)
+        self.numbers = order, count, whole, halves, inner
+        form = (factors[0] != 1.0) + 2 * (factors[1] != 0.0)
+        self.constants = SYMMETRY[op], self.turned, len(addends), form, tile.rows, tile.columns, tile.stages
+        side, step = tile.rows // 2, tile.inner
+        left, right = (tile.rows, step), [(tile.columns, step), (tile.columns // 2, step)]
+        boxes = [left[::-1] if self.turned else left, *(box if symmetric else box[::-1] for box in right)]
+        blanks = zip(self._tensors(A, B, out, addends), boxes + 3 * [(side, side)])
+        self.blanks = [_blank(ring.description(t, *box)) for t, box in blanks]
+
+    def __call__(self, A, B, out, addends, factors) -> None:
+        tensors = self._tensors(*self._straightened(A, B, out), addends)
+        cooperative_kernel.launch(
+            self.programs, self, *map(_filled, self.blanks, tensors), *self.numbers,
+            (*factors, *(beta for _, beta in addends)), *self.constants, num_warps=4, enable_fp_fusion=False)
+
+    def _straightened(self, A, B, out):
+        return (B, A, out.mT) if self.turned else (A, B, out)
+
+    def _tensors(self, A, B, out, addends):
+        """Those of the kernel's descriptors; out in place of an addend that is not there."""
+        return A, B, B, *([C for C, _ in addends] + [out, out])[:2], out
 
 
 def _of_halves(A, out, addends):

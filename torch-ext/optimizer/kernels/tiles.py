@@ -26,10 +26,10 @@ class Tile:
     """Elements of the output (rows, columns) and of the sum (inner) that a program takes at a time, and its resources.
 
     `loop` says which kernel, and how its programs take turns: "pointers" (any memory, a tile each); with TMA (sm90 on)
-    "once" (a tile each), "turns" (a program per processor, tile after tile), "flat" (the same as one pipelined loop) or
-    "pingpong" (a program per processor, two groups of warps in turns; pingpong.py). Symmetric results need square
-    tiles; with TMA, but not in pingpong.py, they may be twice as wide as high. `group` rows of tiles are visited
-    together, so that they share the cache ("pointers" only).
+    "once" (a tile each), "turns" (a program per processor, tile after tile), "flat" (the same as one pipelined loop);
+    or, of two groups of warps, "pingpong" (a tile each, in turns; pingpong.py) and "cooperative" (half a tile each;
+    cooperative.py). Symmetric results need square tiles; with TMA, but not in pingpong.py, they may be twice as wide as
+    high. `group` rows of tiles are visited together, so that they share the cache ("pointers" only).
     """
 
     rows: int
@@ -44,14 +44,15 @@ class Tile:
 # fit every GPU from 64 KiB of shared memory on
 DEFAULT, DEFAULT_FP32 = Tile(64, 64, 32, 8, 3, 4), Tile(32, 32, 32, 8, 2, 4)
 HALF_TURN = 0.6  # of a turn: the last one, in which processors share tiles (docs/log.md)
+SPECIALISED = "pingpong", "cooperative"  # loops of sm90 whose groups of warps differ; they store by TMA only
 MOST_SHARED = 232448  # bytes: what a program has on the GPU with the most
 _forced: Tile | None = None
 
 
 def choose(op: str, dtype: torch.dtype, rows: int, columns: int, device: torch.device, matrices: int = 1,
-           without: str = "") -> Tile:
+           without: tuple[str, ...] = ()) -> Tile:
     """Return the tile for `op` on so many matrices: "gram" of (rows, columns), "symmetric" (rows, rows), or "product"
-    of (rows, rows) and (rows, columns). `without`: a loop that cannot be had here.
+    of (rows, rows) and (rows, columns). `without`: loops that cannot be had here.
     """
     arch = architecture(device.type, device.index)
     return _forced or _best(op, dtype.itemsize, rows, columns, matrices, arch, without)
@@ -138,7 +139,7 @@ def _fault(entry, arch):
         'op is none of "gram", "symmetric", "product"': op in ("gram", "symmetric", "product"),
         "bytes is neither 2 nor 4": entry.get("bytes") in (2, 4),
         "a side of the tile is no power of two from 16 on": len(tile) == 3 and _power(*tile) and min(tile) >= 16,
-        "loop is unknown": loop in ("pointers", "once", "turns", "flat", "pingpong"),
+        "loop is unknown": loop in ("pointers", "once", "turns", "flat", *SPECIALISED),
         "group, stages or resident is no positive whole number":
             _whole(entry.get("group"), entry.get("stages"), entry.get("resident", 1)),
         "warps is no power of two up to 32": _power(warps) and warps <= 32,
@@ -154,12 +155,15 @@ def _misfit(entry, arch, op, loop):
     (rows, columns, inner), stages = entry["tile"], entry["stages"]
     wide = loop not in ("pointers", "pingpong") and columns == 2 * rows
     tma = arch[:2] == "sm" and arch[2:].isdecimal() and int(arch[2:]) >= 90 and entry["bytes"] == 2
-    likes_pingpong = (arch, rows, columns, inner, entry["warps"]) == ("sm90", 128, 128, 64, 4) and op != "product"
+    likes_pingpong = (arch, rows, columns, inner, entry["warps"]) == ("sm90", 128, 128, 64, 4)
+    likes_cooperative = (arch, rows, columns, inner, entry["warps"], stages) == ("sm90", 128, 256, 64, 4, 3)
     checks = {
         "a symmetric result needs square tiles": op == "product" or rows == columns or wide,
         "TMA needs 2 bytes and sm90 or newer": loop == "pointers" or tma,
-        "pingpong is for symmetric results on sm90, tiles of 128 x 128 x 64, 4 warps and 3 to 5 stages":
+        "pingpong is for sm90, tiles of 128 x 128 x 64, 4 warps and 3 to 5 stages":
             loop != "pingpong" or likes_pingpong and tma and 3 <= stages <= 5,
+        "cooperative is for sm90, tiles of 128 x 256 x 64, 4 warps and 3 stages":
+            loop != "cooperative" or likes_cooperative and tma,
         "the tile is too large for any GPU":
             rows * columns <= 1 << 16 and stages * inner * (rows + columns) * entry["bytes"] <= MOST_SHARED,
     }
@@ -167,12 +171,12 @@ def _misfit(entry, arch, op, loop):
 
 
 @functools.lru_cache(maxsize=4096)
-def _best(op: str, itemsize: int, rows: int, columns: int, matrices: int, arch: str, without: str = "") -> Tile:
+def _best(op: str, itemsize: int, rows: int, columns: int, matrices: int, arch: str, without=()) -> Tile:
     """Take the entry that is expected to be fastest, or without times the one whose shape is nearest, in powers of two;
     the first of equals.
     """
     entries = [e for e in table(arch)["entries"] if e["op"] == op and e["bytes"] == itemsize]
-    entries = [e for e in entries if e.get("loop") != without]
+    entries = [e for e in entries if e.get("loop") not in without]
     if not entries:
         return DEFAULT_FP32 if itemsize > 2 else DEFAULT
 
@@ -199,9 +203,10 @@ def expected_us(entry: dict, rows: int, columns: int, matrices: int, processors:
         ratio = width // height
         tiles = sum(i // ratio + 1 for i in range(down))
     turns = -(-matrices * tiles // (processors * entry.get("resident", 1)))
-    if entry.get("loop") == "pingpong":
-        _, whole, halves = divide(matrices * tiles, processors, "pingpong")
-        turns -= 1 - HALF_TURN if halves and whole >= 2 * processors else 0  # after fewer, small tiles are faster
+    if (loop := entry.get("loop")) in SPECIALISED:
+        _, whole, halves = divide(matrices * tiles, processors, loop)
+        early = loop == "pingpong" and whole < 2 * processors  # small tiles are faster then
+        turns -= 1 - HALF_TURN if halves and not early else 0
     steps = -(-(rows if product else columns) // inner)
     launch, turn, turn_step, share_step = entry["us"]
     return launch + turn * turns + turn_step * turns * steps + share_step * steps * matrices * tiles / processors
@@ -209,12 +214,12 @@ def expected_us(entry: dict, rows: int, columns: int, matrices: int, processors:
 
 def divide(tiles: int, processors: int, loop: str, wide: bool = False) -> tuple[int, int, int]:
     """Return (programs, tiles that they compute whole, halves of the other tiles): where the last turn would leave half
-    of the processors idle or more, two of them share a tile, in "pingpong" or of a product's `wide` tiles. Halves of
-    narrower ones gain nothing where those are chosen (docs/log.md).
+    of the processors idle or more, two of them share a tile, in SPECIALISED loops or of a product's `wide` tiles.
+    Halves of narrower ones gain nothing where those are chosen (docs/log.md).
     """
-    if loop not in ("turns", "flat", "pingpong"):
+    if loop not in ("turns", "flat", *SPECIALISED):
         return tiles, tiles, 0
     last = tiles % processors
-    halves = 2 * last if 2 * last <= processors and (loop == "pingpong" or wide) else 0
+    halves = 2 * last if 2 * last <= processors and (loop in SPECIALISED or wide) else 0
     whole = tiles - halves // 2
     return min(whole + halves, processors), whole, halves

@@ -1,0 +1,92 @@
+"""Products on sm90 with specialised warps: two groups of warps multiply the upper and the lower half of one tile.
+
+Decides: who does what inside a program. A warp fetches tiles into a ring of stages (ring.py), also those of the next
+tile while this one is finished; the groups share what it fetches of the second factor, and do not wait for each other.
+pingpong.py, whose groups each have a tile of their own, reads and writes more of the shared memory. Must not know: what
+the products are used for; gram_sm90.py calls it.
+"""
+from __future__ import annotations
+
+from .ring import fill, gluon_jit, make_ring, multiply_ring, place
+from .strip import ask, finish
+
+gl = mbarrier = tma = fence = multiply = multiplied = None  # Gluon's language, put here by gluon_jit
+
+
+@gluon_jit.alike("count", "whole", "halves", "inner")
+def cooperative_kernel(a, b, b_half, c, d, out, order, count, whole, halves, inner, factors, SYMMETRIC: gl.constexpr,
+                       TURNED: gl.constexpr, ADDENDS: gl.constexpr, FORM: gl.constexpr, BLOCK_R: gl.constexpr,
+                       BLOCK_C: gl.constexpr, STAGES: gl.constexpr):
+    """out = factors[0] A B + addends + factors[1] I; names as in gram_sm90. `whole` tiles, then left and right `halves`
+    of the rest (tiles.divide). b_half: B by half a tile's columns; c, d, out: by squares (strip.py).
+    """
+    BLOCK_K: gl.constexpr = a.block_type.shape[1 if TURNED else 2]
+    steps = (inner + BLOCK_K - 1) // BLOCK_K
+    ring = make_ring(a, b, STAGES, 2)
+    strips = gl.allocate_shared_memory(out.dtype, [2, 1, BLOCK_R // 2, BLOCK_C], out.layout)
+    added = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for who in gl.static_range(2):
+        mbarrier.init(added.index(who), count=1)
+    fence()
+    work, ends = (order, count, whole, halves, steps), (c, d, out, strips, added, factors)
+    gl.warp_specialize([
+        (_consume, (ring, work, ends, 0, SYMMETRIC, TURNED, ADDENDS, FORM, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
+        (_consume, (ring, work, ends, 1, SYMMETRIC, TURNED, ADDENDS, FORM, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
+        (_fetch, (a, b, b_half, ring, work, SYMMETRIC, TURNED, STAGES)),
+    ], [4, 1], [232, 24])
+
+
+@gluon_jit
+def _place_of_half(order, count, whole):
+    """Return (matrix, tile row, column of half tiles) of this program's half tile."""
+    matrix, i, j = place(order, count, whole + gl.program_id(0) // 2)
+    return matrix, i, 2 * j + gl.program_id(0) % 2
+
+
+@gluon_jit
+def _fetch(a, b, b_half, ring, work, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr, STAGES: gl.constexpr):
+    """Fill the ring with the operands of all tiles of this program, one after another."""
+    order, count, whole, halves, steps = work
+    number = 0
+    for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
+        matrix, i, j = place(order, count, turn)
+        fill(a, b, ring, matrix, i, j, number, steps, SYMMETRIC, TURNED, STAGES)
+        number += steps
+    if gl.program_id(0) < halves:
+        matrix, i, j = _place_of_half(order, count, whole)
+        fill(a, b_half, ring, matrix, i, j, number, steps, SYMMETRIC, TURNED, STAGES)
+
+
+@gluon_jit
+def _consume(ring, work, ends, WHO: gl.constexpr, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr,
+             ADDENDS: gl.constexpr, FORM: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_C: gl.constexpr,
+             BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
+    """Compute and store the upper or the lower half of every tile."""
+    order, count, whole, halves, steps = work
+    mine = 0
+    for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
+        matrix, i, j = place(order, count, turn)
+        _strip(ring, ends, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, ADDENDS, FORM, BLOCK_R, BLOCK_C,
+               BLOCK_K, STAGES)
+        mine += 1
+    if gl.program_id(0) < halves:
+        matrix, i, j = _place_of_half(order, count, whole)
+        _strip(ring, ends, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, ADDENDS, FORM, BLOCK_R, BLOCK_C // 2,
+               BLOCK_K, STAGES)
+    tma.store_wait(0)
+
+
+@gluon_jit
+def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr,
+           ADDENDS: gl.constexpr, FORM: gl.constexpr, HEIGHT: gl.constexpr, COLUMNS: gl.constexpr,
+           BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
+    """Compute and store half of tile (i, j), the program's number `mine`. The first addend arrives meanwhile."""
+    ROWS: gl.constexpr = HEIGHT // 2
+    c, d, out, strips, added, factors = ends
+    own, arrived, row, column = strips.index(WHO), added.index(WHO), i * HEIGHT + WHO * ROWS, j * COLUMNS
+    if ADDENDS > 0:
+        tma.store_wait(0)
+        ask(c, own, arrived, matrix, row, column, COLUMNS)
+    sums = multiply_ring(ring, mine * steps, steps, None, SYMMETRIC, TURNED, HEIGHT, WHO * ROWS, ROWS, COLUMNS, BLOCK_K,
+                         STAGES)
+    finish(sums, d, out, own, arrived, mine * ADDENDS, factors, matrix, row, column, SYMMETRIC, ADDENDS, FORM)

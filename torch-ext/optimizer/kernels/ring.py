@@ -1,0 +1,125 @@
+"""What kernels with specialised warps share: a warp fetches tiles through TMA into a ring of stages, in which groups of
+four warps find the operands of their products. For sm90.
+
+Decides: how stages change hands. Needs Gluon, the part of Triton in which this can be said. Must not know: which group
+takes which tile, nor what becomes of the sums; pingpong.py and cooperative.py call it.
+"""
+from __future__ import annotations
+
+import functools
+
+from . import jit
+
+gl = mbarrier = tma = fence = multiply = multiplied = None  # Gluon's language, put here by gluon_jit
+VERSION = "3.6."  # of Triton; Gluon is experimental and changes from one to the next
+
+
+@functools.cache
+def available() -> bool:
+    """Say whether this Triton has the Gluon that the kernels are written in."""
+    import triton
+
+    return triton.__version__.startswith(VERSION)
+
+
+def description(tensor, rows, columns):
+    """A descriptor for boxes of (rows, columns) in one matrix, checked."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, rows, columns], layout)
+
+
+class gluon_jit(jit):
+    """Decorator: the same for a Gluon kernel."""
+
+    def decorate(self, scope):
+        from triton.experimental import gluon
+        from triton.experimental.gluon import language
+        from triton.experimental.gluon.language.nvidia import hopper
+
+        scope.update(gl=language, mbarrier=hopper.mbarrier, tma=hopper.tma, fence=hopper.fence_async_shared,
+                     multiply=hopper.warpgroup_mma, multiplied=hopper.warpgroup_mma_wait)
+        return gluon.jit
+
+
+@gluon_jit
+def make_ring(a, b, STAGES: gl.constexpr, GROUPS: gl.constexpr):
+    """Return (left, right, full, empty): room for boxes of a and b, and what stages wait for; GROUPS read each."""
+    left = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
+    right = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    return left, right, full, empty
+
+
+@gluon_jit
+def place(order, count, turn):
+    """Return (matrix, tile row, tile column)."""
+    at = order + turn % count * 2
+    return turn // count, gl.load(at), gl.load(at + 1)
+
+
+@gluon_jit
+def fill(a, b, ring, matrix, i, j, number, steps, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr,
+         STAGES: gl.constexpr):
+    """Fetch the operands of tile (i, j), as large as the boxes of a and b, into the ring from stage `number` on."""
+    left, right, full, empty = ring
+    BLOCK_K: gl.constexpr = a.block_type.shape[1 if TURNED else 2]
+    ROWS: gl.constexpr = a.block_type.shape[2 if TURNED else 1]
+    COLUMNS: gl.constexpr = b.block_type.shape[1 if SYMMETRIC else 2]
+    for k in range(0, steps * BLOCK_K, BLOCK_K):
+        stage = number % STAGES
+        arrived = full.index(stage)
+        rows = left.index(stage)._reinterpret(a.dtype, a.block_type.shape, a.layout)
+        columns = right.index(stage)._reinterpret(b.dtype, b.block_type.shape, b.layout)
+        mbarrier.wait(empty.index(stage), (number // STAGES + 1) & 1)
+        mbarrier.expect(arrived, 2 * (ROWS + COLUMNS) * BLOCK_K)
+        if TURNED:
+            tma.async_copy_global_to_shared(a, [matrix, k, i * ROWS], arrived, rows)
+        else:
+            tma.async_copy_global_to_shared(a, [matrix, i * ROWS, k], arrived, rows)
+        if SYMMETRIC:
+            tma.async_copy_global_to_shared(b, [matrix, j * COLUMNS, k], arrived, columns)
+        else:
+            tma.async_copy_global_to_shared(b, [matrix, k, j * COLUMNS], arrived, columns)
+        number += 1
+
+
+@gluon_jit
+def multiply_ring(ring, number, steps, next_one, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr, HEIGHT: gl.constexpr,
+                  FIRST: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr,
+                  STAGES: gl.constexpr):
+    """Return sums of products in fp32, from stage `number` of the ring on: ROWS from FIRST on of boxes HEIGHT high.
+
+    `next_one`, or None: whom to tell when this group has its last operands.
+    """
+    left, right, full, empty = ring
+    shape: gl.constexpr = [16, COLUMNS, 16]
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=shape)
+    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    sums = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
+    for k in range(steps):
+        stage = number % STAGES
+        mbarrier.wait(full.index(stage), (number // STAGES) & 1)
+        if TURNED:
+            rows = left.index(stage)._reinterpret(left.dtype, [BLOCK_K, HEIGHT], flat).permute([1, 0])
+        else:
+            rows = left.index(stage)._reinterpret(left.dtype, [HEIGHT, BLOCK_K], flat)
+        if SYMMETRIC:
+            columns = right.index(stage)._reinterpret(right.dtype, [COLUMNS, BLOCK_K], flat).permute([1, 0])
+        else:
+            columns = right.index(stage)._reinterpret(right.dtype, [BLOCK_K, COLUMNS], flat)
+        sums = multiply(rows.slice(FIRST, ROWS), columns, sums, is_async=True)
+        sums = multiplied(1, deps=(sums,))
+        mbarrier.arrive(empty.index((number + STAGES - 1) % STAGES), pred=k > 0)
+        number += 1
+    if next_one is not None:
+        mbarrier.arrive(next_one)
+    sums = multiplied(0, deps=(sums,))
+    mbarrier.arrive(empty.index((number + STAGES - 1) % STAGES))
+    return sums

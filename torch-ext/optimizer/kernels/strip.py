@@ -1,0 +1,81 @@
+"""Strips: 64 rows of a tile, whose sums one group of four warps holds, on sm90.
+
+Decides: what becomes of the sums, in squares of 64 x 64, which TMA stores where they belong and where their mirror
+images do. Must not know: where the sums come from; pingpong.py and cooperative.py call it.
+"""
+from __future__ import annotations
+
+from .ring import gluon_jit
+
+gl = mbarrier = tma = fence = multiply = multiplied = None  # Gluon's language, put here by gluon_jit
+
+
+@gluon_jit
+def ask(addend, own, arrived, matrix, row, column, COLUMNS: gl.constexpr):
+    """Let the strip's squares of an addend arrive in the memory `own`, where nothing is stored from any more."""
+    SIDE: gl.constexpr = addend.block_type.shape[1]
+    squares = own._reinterpret(addend.dtype, [COLUMNS // SIDE, 1, SIDE, SIDE], addend.layout)
+    mbarrier.expect(arrived, 2 * SIDE * COLUMNS)
+    for k in gl.static_range(COLUMNS // SIDE):
+        tma.async_copy_global_to_shared(addend, [matrix, row, column + k * SIDE], arrived, squares.index(k))
+
+
+@gluon_jit
+def finish(sums, d, out, own, arrived, loads, factors, matrix, row, column, SYMMETRIC: gl.constexpr,
+           ADDENDS: gl.constexpr, FORM: gl.constexpr):
+    """Scale, add, round and store a strip whose first element is at (row, column). The first addend has been asked for,
+    `loads` after others; d: the second.
+    """
+    SIDE: gl.constexpr = sums.shape[0]
+    COLUMNS: gl.constexpr = sums.shape[1]
+    layout: gl.constexpr = sums.type.layout
+    upright: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    flat = own._reinterpret(out.dtype, [SIDE, COLUMNS], upright)
+    squares = own._reinterpret(out.dtype, [COLUMNS // SIDE, 1, SIDE, SIDE], out.layout)
+    if FORM % 2 == 1:
+        sums = sums * factors[0]
+    if ADDENDS > 0:
+        mbarrier.wait(arrived, loads & 1)
+        sums = sums + factors[2] * flat.load(layout).to(gl.float32)
+    if ADDENDS > 1:
+        gl.thread_barrier()
+        ask(d, own, arrived, matrix, row, column, COLUMNS)
+        mbarrier.wait(arrived, (loads + 1) & 1)
+        sums = sums + factors[3] * flat.load(layout).to(gl.float32)
+    if FORM >= 2:
+        r = row + gl.arange(0, SIDE, layout=gl.SliceLayout(1, layout))[:, None]
+        s = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
+        sums = sums + gl.where(r == s, factors[1], 0.0)
+    result = sums.to(out.dtype)
+    tma.store_wait(0)
+    gl.thread_barrier()
+    flat.store(result)
+    if SYMMETRIC == 2:
+        if (row >= column) & (row < column + COLUMNS):
+            gl.thread_barrier()
+            _make_symmetric(squares.index((row - column) // SIDE).reshape([SIDE, SIDE]), SIDE)
+    fence()
+    gl.thread_barrier()
+    for k in gl.static_range(COLUMNS // SIDE):
+        if (column + k * SIDE <= row) | (SYMMETRIC == 0):
+            tma.async_copy_shared_to_global(out, [matrix, row, column + k * SIDE], squares.index(k))
+    if SYMMETRIC:
+        tma.store_wait(0)
+        gl.thread_barrier()
+        own._reinterpret(out.dtype, [COLUMNS, SIDE], upright).permute([1, 0]).store(result)
+        fence()
+        gl.thread_barrier()
+        for k in gl.static_range(COLUMNS // SIDE):
+            if column + k * SIDE < row:
+                tma.async_copy_shared_to_global(out, [matrix, column + k * SIDE, row], squares.index(k))
+
+
+@gluon_jit
+def _make_symmetric(square, SIDE: gl.constexpr):
+    """Mirror the lower triangle of a square in shared memory."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SIDE, 16])
+    r = gl.arange(0, SIDE, layout=gl.SliceLayout(1, layout))[:, None]
+    s = gl.arange(0, SIDE, layout=gl.SliceLayout(0, layout))[None, :]
+    values = gl.where(r < s, square.permute([1, 0]).load(layout), square.load(layout))
+    gl.thread_barrier()
+    square.store(values)
