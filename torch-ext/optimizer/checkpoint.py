@@ -94,6 +94,8 @@ def _names(optimizer, model) -> dict:
 
 def _plain(value):
     """An option as JSON has it."""
+    if isinstance(value, (tuple, list)):
+        return list(map(_plain, value))
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
