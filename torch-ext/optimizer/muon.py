@@ -28,7 +28,7 @@ from .process_groups import Groups, check_process_group, world_now
 from .recipe import baked
 from .report import Report, Stopwatch, report_of
 from .routes import Elementwise
-from .settle import inherit, refuse_torn, warn_torn
+from .settle import inherit, lack_state, refuse_torn, warn_torn
 
 
 class Muon(Returning):
@@ -196,7 +196,7 @@ class Muon(Returning):
         self._members = inherit(self._members, self.param_groups, self.state)
         for alone in (False, True):  # what this process steps alone must not change what it steps with others
             units, key = stepped(self.param_groups, self._options, alone)
-            if key != self._planned_for[alone]:
+            if key != self._planned_for[alone] or lack_state(self._plans[alone], self.state):
                 self._late.share(t for s in self.state.values() if isinstance(s, dict) for t in s.values())  # it may go
                 self._plans[alone] = planned(units, self.state, self._options, self._groups, alone)
                 self._planned_for[alone], self._bound_for, self._forms, self._seen = key, None, None, None

@@ -49,6 +49,11 @@ def inherit(before, groups, state) -> list:
     return [list(group["params"]) for group in groups]
 
 
+def lack_state(plans, state) -> bool:
+    """Whether somebody has taken state away since it was created, as those do who begin anew: `state.clear()`."""
+    return any(key not in state.get(p, ()) for plan in plans for p in plan.params for key in state_keys(plan.group))
+
+
 def settle_state(plans, state, options) -> None:
     """Bring state to the ranks that are to keep it and to where their parameters lie, and create what there is none of.
 
