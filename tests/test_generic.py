@@ -557,6 +557,30 @@ def test_parameters_swapped_after_construction(steps, name, device):
 
 
 @NAMES
+def test_what_others_keep_in_the_state_of_a_parameter(name, device, tmp_path):
+    """It may have any form, is left alone, and is saved and loaded as in torch."""
+    params, grads = problem(device)
+    alike = copies(params)
+    optimizer, other = build(name, params), build(name, alike)
+    for p in params:
+        optimizer.state[p].update(mask=torch.ones(3, device=p.device), decay=torch.tensor(0.9), count=1)
+    assert same(train(optimizer, params, grads[:3]), train(other, alike, grads[:3]))
+    params[0].grad, alike[0].grad = None, None  # with others' gradients there, it is left out
+    optimizer.step(), other.step()
+    again = copies(params)
+    loaded = build(name, again)
+    loaded.load_state_dict(optimizer.state_dict())
+    assert all(loaded.state[p]["mask"].tolist() == [1, 1, 1] and loaded.state[p]["count"] == 1 for p in again)
+    train(other, alike, grads[3:])
+    assert same(train(loaded, again, grads[3:]), alike)
+    named = {p: f"p{i}" for i, p in enumerate(again)}
+    for group in loaded.param_groups:
+        group["param_names"] = [named[p] for p in group["params"]]
+    package().export_state(loaded, tmp_path / "state")
+    package().import_state(loaded, tmp_path / "state")
+
+
+@NAMES
 def test_parameters_moved_in_memory(name, device):
     params, grads = problem(device)
     moved = copies(params)

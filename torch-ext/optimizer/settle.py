@@ -14,7 +14,7 @@ import torch.distributed as dist
 from . import debug
 from .groups import names_in
 from .layout import is_placed_like, place_like, this_rank
-from .owned import claim
+from .owned import ROWS, claim
 from .store import create_state, state_keys, state_shape
 
 TORN = ("the last step of this optimizer failed half-way: some weights and state are those of before it, some those of "
@@ -97,4 +97,4 @@ def _follow(state, param) -> None:
 
 def _of_elements(state) -> list:
     """[(key, tensor)] of what belongs to elements of the parameter."""
-    return [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor) and key != "step"]
+    return [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor) and key in ROWS]
