@@ -556,6 +556,32 @@ def test_parameters_swapped_after_construction(steps, name, device):
     assert len(other.state) == len(fresh)
 
 
+@pytest.mark.parametrize("left", [(), (0,), (1, 2)], ids=str)
+def test_groups_whose_parameters_were_taken_out(left, device):
+    """Freezing by hand: what is in no group is left alone, as in torch, and is stepped again once it is back."""
+    params, grads = problem(device)
+    optimizer = build("Muon", params)
+    train(optimizer, params, grads[:1])
+    whole, before = [list(group["params"]) for group in optimizer.param_groups], copies(params)
+    for number, group in enumerate(optimizer.param_groups):
+        group["params"] = whole[number] if number in left else []
+    train(optimizer, params, grads[1:2])
+    moved = [not torch.equal(p, b) for p, b in zip(params, before) if p.numel()]
+    assert moved == [number in left for number, group in enumerate(whole) for p in group if p.numel()]
+    for group, members in zip(optimizer.param_groups, whole):
+        group["params"] = members
+    train(optimizer, params, grads[2:3])
+    assert not any(torch.equal(p, b) for p, b in zip(params, before) if p.numel())
+
+
+def test_a_parameter_that_is_appended_without_a_name():
+    first, second = weights([(8, 6), (6, 8)])
+    optimizer, before = package().Muon([("first", first)]), second.detach().clone()
+    optimizer.param_groups[0]["params"].append(second)
+    train(optimizer, [first, second], gradients([first, second], 2))
+    assert not torch.equal(second, before)
+
+
 @NAMES
 def test_what_others_keep_in_the_state_of_a_parameter(name, device, tmp_path):
     """It may have any form, is left alone, and is saved and loaded as in torch."""

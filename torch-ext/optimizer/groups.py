@@ -172,8 +172,8 @@ def check_group(group, extra_keys=()) -> None:
 
 def name_of(group, number) -> str:
     """The name of a group's parameter for messages: as given, or its number."""
-    names = group.get("param_names")
-    return names[number] if names else f"#{number}"
+    names = group.get("param_names") or ()  # who appends to a group's parameters need not name them
+    return names[number] if number < len(names) else f"#{number}"
 
 
 def name_in(group, param) -> str:
@@ -184,6 +184,11 @@ def name_in(group, param) -> str:
 def names_in(group) -> dict:
     """{parameter: its name}, for messages."""
     return {param: name_of(group, i) for i, param in enumerate(group["params"])}
+
+
+def device_of(groups) -> torch.device:
+    """Where the parameters are; the CPU if somebody took all of them out of their groups."""
+    return next((local_of(p).device for group in groups for p in group["params"]), torch.device("cpu"))
 
 
 def check_together(groups, options) -> None:

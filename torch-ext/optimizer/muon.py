@@ -16,10 +16,10 @@ from .change import Look, memory_key
 from .early import Early
 from .feed import Feed
 from .graphs import Graphs, current, release_before_groups
-from .groups import check_again, check_group, check_together, check_unique, names_in
+from .groups import check_again, check_group, check_together, check_unique, device_of, names_in
 from .guard import unscale
 from .late import Late, Returning, settled
-from .layout import form_of, local_of, this_rank
+from .layout import form_of, this_rank
 from .loaded import Loading
 from .options import Options
 from .owned import presented
@@ -109,7 +109,7 @@ class Muon(Returning):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         scaled = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        device = local_of(self.param_groups[0]["params"][0]).device
+        device = device_of(self.param_groups)
         with current(device), self._late.aside(device, at_once=scaled != (None, None)):
             self._take(*scaled)
         return loss
@@ -217,7 +217,7 @@ class Muon(Returning):
         self._presence.wait()
         self._graphs.say(OTHER_PARAMETERS)
         for graphs in (self._graphs, self._beside):
-            graphs.begin(local_of(self.param_groups[0]["params"][0]).device)
+            graphs.begin(device_of(self.param_groups))
         self._stores = make_stores(plans, self.state)
         self._guard = watch(plans, self._stores, self._groups, nonfinite)
         jobs = bind(plans, self._stores, self._options, self._groups, (self._graphs, self._beside))
