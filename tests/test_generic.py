@@ -556,6 +556,23 @@ def test_parameters_swapped_after_construction(steps, name, device):
     assert len(other.state) == len(fresh)
 
 
+@NAMES
+def test_groups_that_were_replaced_are_read_from_then_on(name, device):
+    """By dicts of the same parameters, as those do who rebuild `param_groups`: schedules write to the new ones."""
+    params, grads = problem(device)
+    alike = copies(params)
+    optimizer, other = build(name, params), build(name, alike)
+    for number, step in enumerate(grads):
+        if number == 2:
+            optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
+        if number == 4:
+            optimizer.param_groups[2] = dict(optimizer.param_groups[2])
+        for group in optimizer.param_groups + other.param_groups:
+            group["lr"] *= 0.5
+        train(optimizer, params, [step])
+        assert same(params, train(other, alike, [step]))
+
+
 @pytest.mark.parametrize("left", [(), (0,), (1, 2)], ids=str)
 def test_groups_whose_parameters_were_taken_out(left, device):
     """Freezing by hand: what is in no group is left alone, as in torch, and is stepped again once it is back."""

@@ -125,7 +125,7 @@ def _values_of(state) -> list:
 
 
 def _numbers(groups) -> list:
-    return [(len(group["params"]), *map(group.get, FIXED)) for group in groups]
+    return [(id(group), len(group["params"]), *map(group.get, FIXED)) for group in groups]
 
 
 def _odd(gradients) -> list:
