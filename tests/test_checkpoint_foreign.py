@@ -204,6 +204,17 @@ def test_the_state_is_a_mean_in_our_names(source):
     assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in theirs.param_groups]
 
 
+@pytest.mark.parametrize("source", SOURCES)
+def test_what_schedulers_keep_in_the_groups_comes_along(source):
+    params, theirs = problem(source)
+    torch.optim.lr_scheduler.OneCycleLR(theirs, 0.1, total_steps=10, cycle_momentum=False)
+    train(theirs, params, range(STEPS))
+    _, optimizer = heir_of(theirs, params)
+    optimizer.load_state_dict(package().convert_state_dict(theirs.state_dict()))
+    for key in ("initial_lr", "max_lr", "min_lr"):
+        assert [group[key] for group in optimizer.param_groups] == [group[key] for group in theirs.param_groups]
+
+
 def test_names_in_place_of_numbers():
     """As get_optimizer_state_dict gives them, of a model under any wrapper."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict

@@ -557,6 +557,73 @@ def test_parameters_swapped_after_construction(steps, name, device):
 
 
 @NAMES
+def test_groups_that_were_replaced_are_read_from_then_on(name, device):
+    """By dicts of the same parameters, as those do who rebuild `param_groups`: schedules write to the new ones."""
+    params, grads = problem(device)
+    alike = copies(params)
+    optimizer, other = build(name, params), build(name, alike)
+    for number, step in enumerate(grads):
+        if number == 2:
+            optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
+        if number == 4:
+            optimizer.param_groups[2] = dict(optimizer.param_groups[2])
+        for group in optimizer.param_groups + other.param_groups:
+            group["lr"] *= 0.5
+        train(optimizer, params, [step])
+        assert same(params, train(other, alike, [step]))
+
+
+@pytest.mark.parametrize("left", [(), (0,), (1, 2)], ids=str)
+def test_groups_whose_parameters_were_taken_out(left, device):
+    """Freezing by hand: what is in no group is left alone, as in torch, and is stepped again once it is back."""
+    params, grads = problem(device)
+    optimizer = build("Muon", params)
+    train(optimizer, params, grads[:1])
+    whole, before = [list(group["params"]) for group in optimizer.param_groups], copies(params)
+    for number, group in enumerate(optimizer.param_groups):
+        group["params"] = whole[number] if number in left else []
+    train(optimizer, params, grads[1:2])
+    moved = [not torch.equal(p, b) for p, b in zip(params, before) if p.numel()]
+    assert moved == [number in left for number, group in enumerate(whole) for p in group if p.numel()]
+    for group, members in zip(optimizer.param_groups, whole):
+        group["params"] = members
+    train(optimizer, params, grads[2:3])
+    assert not any(torch.equal(p, b) for p, b in zip(params, before) if p.numel())
+
+
+def test_a_parameter_that_is_appended_without_a_name():
+    first, second = weights([(8, 6), (6, 8)])
+    optimizer, before = package().Muon([("first", first)]), second.detach().clone()
+    optimizer.param_groups[0]["params"].append(second)
+    train(optimizer, [first, second], gradients([first, second], 2))
+    assert not torch.equal(second, before)
+
+
+@NAMES
+def test_what_others_keep_in_the_state_of_a_parameter(name, device, tmp_path):
+    """It may have any form, is left alone, and is saved and loaded as in torch."""
+    params, grads = problem(device)
+    alike = copies(params)
+    optimizer, other = build(name, params), build(name, alike)
+    for p in params:
+        optimizer.state[p].update(mask=torch.ones(3, device=p.device), decay=torch.tensor(0.9), count=1)
+    assert same(train(optimizer, params, grads[:3]), train(other, alike, grads[:3]))
+    params[0].grad, alike[0].grad = None, None  # with others' gradients there, it is left out
+    optimizer.step(), other.step()
+    again = copies(params)
+    loaded = build(name, again)
+    loaded.load_state_dict(optimizer.state_dict())
+    assert all(loaded.state[p]["mask"].tolist() == [1, 1, 1] and loaded.state[p]["count"] == 1 for p in again)
+    train(other, alike, grads[3:])
+    assert same(train(loaded, again, grads[3:]), alike)
+    named = {p: f"p{i}" for i, p in enumerate(again)}
+    for group in loaded.param_groups:
+        group["param_names"] = [named[p] for p in group["params"]]
+    package().export_state(loaded, tmp_path / "state")
+    package().import_state(loaded, tmp_path / "state")
+
+
+@NAMES
 def test_parameters_moved_in_memory(name, device):
     params, grads = problem(device)
     moved = copies(params)

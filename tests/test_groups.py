@@ -313,6 +313,33 @@ def test_heads_and_embeddings_wherever_they_are(optimizer):
     assert muon["param_names"] == ["hidden.parametrizations.weight.original1", "module.weight"]
 
 
+class Vectors(nn.Module):
+    """Biases of stacked experts (gpt-oss) and of attention (torch, XLNet), one number for each head (Swin), vectors."""
+
+    def __init__(self):
+        super().__init__()
+        for name, shape in {"up": (4, 6, 8), "up_bias": (4, 8), "bias_k": (1, 1, 6), "r_w_bias": (2, 3),
+                            "biases": (2, 4, 8), "logit_scale": (3, 1, 1), "time_mix": (1, 1, 6), "ia3": (6, 1),
+                            "weight": (1, 6), "weight_ih_l0": (8, 1), "debiased": (3, 6)}.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+
+def test_biases_and_vectors_of_any_number_of_dims_are_no_matrices():
+    assert {name for name, use_muon in split(Vectors()).items() if use_muon} == {
+        "up", "weight", "weight_ih_l0", "debiased"}
+    by_name = split(nn.MultiheadAttention(8, 2, add_bias_kv=True))
+    assert {name for name, use_muon in by_name.items() if use_muon} == {"in_proj_weight", "out_proj.weight"}
+
+
+@pytest.mark.parametrize("head", ["score", "classifier"])
+def test_a_head_under_adapters(head):
+    """peft: base_model.model.<the model>, whose head is trained whole beside the adapters."""
+    inner = nn.ModuleDict({"model": nn.ModuleDict({"q": nn.Linear(8, 8, bias=False)}),
+                           head: nn.ModuleDict({"modules_to_save": nn.Linear(8, 2, bias=False)})})
+    assert split(nn.ModuleDict({"base_model": nn.ModuleDict({"model": inner})})) == {
+        "base_model.model.model.q.weight": True, f"base_model.model.{head}.modules_to_save.weight": False}
+
+
 def test_a_child_called_module_keeps_its_name(optimizer):
     model = nn.Linear(4, 4, bias=False)
     model.module = nn.Linear(4, 4, bias=False)

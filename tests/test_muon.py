@@ -405,6 +405,25 @@ def test_a_learning_rate_may_be_a_tensor_and_stays_what_it_is(device):
     assert same(*results)
 
 
+@pytest.mark.parametrize("keys", [("adamw_betas",), ("beta2", "eps"), ("momentum", "weight_decay", "adamw_eps")],
+                         ids=str)
+def test_numbers_may_be_tensors(keys, device, tmp_path):
+    """torch's AdamW takes them for betas."""
+    params = weights([(12, 7), (7,)], device)
+    grads, results = gradients(params, 3), []
+    numbers = {"adamw_betas": (0.8, 0.9), "adamw_eps": 1e-6, "beta2": 0.9, "eps": 1e-6, "momentum": 0.9,
+               "weight_decay": 0.2}
+    for make in (lambda number: number, lambda number: torch.tensor(number, dtype=torch.float64)):
+        ours = copies(params)
+        options = {key: tuple(map(make, numbers[key])) if key == "adamw_betas" else make(numbers[key]) for key in keys}
+        named = [{"params": [("up", ours[0])]}, {"params": [("bias", ours[1])], "use_muon": False}]
+        optimizer = package().NorMuon(named, **options)
+        results.append(train(optimizer, ours, grads))
+        package().export_state(optimizer, tmp_path / "state")
+        package().import_state(optimizer, tmp_path / "state")
+    assert same(*results)
+
+
 # what a step must leave alone -------------------------------------------------------------------------------------
 
 @pytest.mark.kernels_ci

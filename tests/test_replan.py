@@ -267,6 +267,49 @@ def test_state_of_another_shape_is_named_before_anything_changes(optimizer):
     assert muon.state[params[1]]["momentum_buffer"].shape == (8, 6)
 
 
+def test_a_matrix_that_was_flattened_is_named(optimizer):
+    """FSDP1, which wraps the model after the optimizer was built, leaves each rank a part of it as a vector."""
+    (param,) = params = weights([(6, 8)])
+    muon = optimizer.Muon([("up.weight", param)])
+    for _ in range(2):
+        step(muon, params, 0)
+        param.grad, (whole, param.data) = None, (param.data, torch.randn(48))
+        with pytest.raises(ValueError, match=r"parameter up.weight of shape \(48,\) is 1-D; Muon takes matrices"):
+            step(muon, params, 1)
+        param.grad, param.data = None, whole
+
+
+def begun_anew(rank, world, replicated, options):
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh, place = init_device_mesh("cpu", (world,)), torch.clone
+    if not replicated:
+        def place(tensor):
+            return cut(tensor, mesh, [Shard(0)])
+    options = {**options, "process_group": dist.group.WORLD} if replicated else options
+    params, expected = [nn.Parameter(place(f)) for f in wholes()], [nn.Parameter(f) for f in wholes()]
+    optimizer, other = build(params, **options), build(expected)
+    for number in range(4):
+        if number == 2:
+            optimizer.state.clear()
+            other = build(expected)
+        if number == 3:
+            del optimizer.state[params[0]], other.state[expected[0]]
+            optimizer.state[params[3]].pop("step"), other.state[expected[3]].pop("step")
+        step(optimizer, params, number, place)
+        step(other, expected, number)
+    local = part("layout").local_of
+    return all(torch.equal(local(p), local(place(e.detach()))) for p, e in zip(params, expected))
+
+
+@pytest.mark.parametrize(("replicated", "options"), [
+    (False, {}), (True, {}), (True, {"shard_state": True}), (True, {"grads_are_reduced": False})], ids=str)
+def test_state_that_was_taken_away_begins_anew(replicated, options, optimizer):
+    """`state.clear()`, as those do who begin anew, and a part of it."""
+    world = 1 if "grads_are_reduced" in options else 4
+    assert all(run_threads(world, begun_anew, replicated, options))
+
+
 def test_a_model_that_was_cast_to_what_muon_does_not_step(optimizer):
     model = nn.Linear(8, 6, bias=False)
     muon = optimizer.Muon(model.parameters())

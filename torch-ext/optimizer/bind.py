@@ -178,11 +178,13 @@ def stepped(groups, options, alone) -> tuple[list, list]:
 
 
 def _rests_on(group, params) -> tuple:
-    """Of the coefficients only which memory they need counts."""
+    """The group itself, which routes read (a plan keeps it, so no other has its id); of the coefficients only which
+    memory they need.
+    """
     steps = polar.steps_of(group["ns_coefficients"], group["ns_steps"]) if group["use_muon"] else None
-    shapes = {p.shape[-2:] for p in params}
+    shapes = {p.shape[-2:] for p in params if p.ndim > 1}  # one that has lost its dims is refused when it is planned
     forms = steps and {(shape, polar.scratch(*shape, steps, 1), polar.splits(*shape, steps)) for shape in shapes}
-    return group["use_muon"], group["adjust_lr_fn"], forms, tuple(map(id, params))
+    return id(group), group["use_muon"], group["adjust_lr_fn"], forms, tuple(map(id, params))
 
 
 def planned(units, state, options, groups, alone) -> list[Plan]:

@@ -125,7 +125,7 @@ def _values_of(state) -> list:
 
 
 def _numbers(groups) -> list:
-    return [(len(group["params"]), *map(group.get, FIXED)) for group in groups]
+    return [(id(group), len(group["params"]), *map(group.get, FIXED)) for group in groups]
 
 
 def _odd(gradients) -> list:
@@ -156,7 +156,8 @@ def memory_key(params, state):
     there = [g for g in gradients if g is not None]
     check_dense(there)
     forms = map(form_of_gradient, raw_locals(there))
-    return ([t.data_ptr() for t in raw_locals(t for p in params for t in (p, *state[p].values()))],
+    held = [t for p in params for t in (p, *state[p].values()) if isinstance(t, torch.Tensor)]
+    return ([t.data_ptr() for t in raw_locals(held)],
             [next(forms) if g is not None else form_of_zeros(p) for p, g in zip(params, gradients)],
             placements_of(p if g is None else g for p, g in zip(params, gradients)))
 

@@ -20,7 +20,8 @@ WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 HEADS = ("lm_head", "embed_out", "unembed", "output_layer", "to_logits", "qa_outputs")  # output heads, wherever
 TOP_HEADS = ("output", "head", "heads", "score", "classifier")  # output heads at the top of a model only
 EMBEDDINGS = ("wte", "wpe")  # besides names with "embed" in them
-TOPS = ("model", "transformer", "language_model", "net", "backbone")  # containers whose children are at the top, too
+# containers whose children are at the top, too; the last is that of adapters (peft)
+TOPS = ("model", "transformer", "language_model", "net", "backbone", "base_model")
 KEYS = frozenset(("params", "param_names", "use_muon", "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients",
                   "eps", "ns_steps", "adjust_lr_fn", "betas"))
 TOLERATED = frozenset(("fused", "foreach", "differentiable", "initial_lr"))  # torch's, torchtitan's; without effect
@@ -53,9 +54,10 @@ def get_default_muon_param_groups(model: nn.Module, *, report=None) -> list[dict
     """Split the parameters of `model` for `Muon`: hidden matrices to Muon, the rest to AdamW.
 
     Muon takes 2-D weights and 3-D stacks of expert weights (E, R, C). Embeddings, output heads, convolutions, norms,
-    biases and scalars go to AdamW. Tied weights count once, frozen ones not at all. The Muon group sets
-    adjust_lr_fn="match_rms_adamw" (arXiv 2502.16982), so that one learning rate serves both. `report`: a function
-    that gets the split as a printable table (for example `print`). Raises ValueError if nothing goes to Muon.
+    biases (also those of a stack, (E, R)), vectors and scalars, whatever their number of dims, go to AdamW. Tied
+    weights count once, frozen ones not at all. The Muon group sets adjust_lr_fn="match_rms_adamw" (arXiv 2502.16982),
+    so that one learning rate serves both. `report`: a function that gets the split as a printable table (for example
+    `print`). Raises ValueError if nothing goes to Muon.
     """
     rows, chosen = [], {True: [], False: []}
     for row, param in _split(model):
@@ -99,6 +101,11 @@ def _judge(param, places):
         return False, f"{param.ndim}-D"
     if param.numel() == 1:
         return False, "scalar"
+    leaves = "_".join(name.rpartition(".")[2] for name, _ in places)
+    if param.numel() == max(param.shape) and (param.ndim == 3 or "weight" not in leaves):
+        return False, "vector"  # (1, 1, C), or (C, 1) that is no layer's weight
+    if any(word.startswith("bias") for word in leaves.split("_")):
+        return False, "bias"
     for name, module in places:
         *path, leaf = parts = name.split(".")
         top = next((part for part in parts if part not in TOPS), leaf)
@@ -165,8 +172,8 @@ def check_group(group, extra_keys=()) -> None:
 
 def name_of(group, number) -> str:
     """The name of a group's parameter for messages: as given, or its number."""
-    names = group.get("param_names")
-    return names[number] if names else f"#{number}"
+    names = group.get("param_names") or ()  # who appends to a group's parameters need not name them
+    return names[number] if number < len(names) else f"#{number}"
 
 
 def name_in(group, param) -> str:
@@ -177,6 +184,11 @@ def name_in(group, param) -> str:
 def names_in(group) -> dict:
     """{parameter: its name}, for messages."""
     return {param: name_of(group, i) for i, param in enumerate(group["params"])}
+
+
+def device_of(groups) -> torch.device:
+    """Where the parameters are; the CPU if somebody took all of them out of their groups."""
+    return next((local_of(p).device for group in groups for p in group["params"]), torch.device("cpu"))
 
 
 def check_together(groups, options) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from .groups import check_numbers, name_of
 from .layout import as_dtensor, is_by_rows, is_dtensor, local_of, place_like
+from .owned import KEYS
 from .store import home_of, state_keys, state_shape
 
 OTHERS = "maximize", "amsgrad", "differentiable"  # options of torch's that change what a step is
@@ -35,19 +36,23 @@ class Loading:
                 hook.remove()
 
     def take(self, _, loaded):
-        """Before: check and copy the state. Groups of other numbers of parameters are torch's to refuse."""
+        """Before: check and copy the state. Groups of other numbers of parameters are torch's to refuse, and what else
+        somebody keeps in the state of a parameter is torch's to load.
+        """
         counts = [[len(group["params"]) for group in groups] for groups in (loaded["param_groups"], self.own)]
         if counts[0] != counts[1]:
             return None
         self.restored = restore(loaded, self.own, self.options)
         numbers = {number for group in loaded["param_groups"] for number in group["params"]}
-        return {**loaded, "state": {key: state for key, state in loaded["state"].items() if key not in numbers}}
+        return {**loaded, "state": {key: _of_others(state) if key in numbers else state
+                                    for key, state in loaded["state"].items()}}
 
     def settle(self, optimizer) -> None:
         """After: names, and options that the saved groups lack, are the optimizer's own."""
         for group, own in zip(optimizer.param_groups, self.own):
             group.update({key: own[key] for key in own if key not in group or key == "param_names"})
-        optimizer.state.update(self.restored)
+        for param, state in self.restored.items():
+            optimizer.state[param].update(state)
 
 
 def restore(loaded, groups, options) -> dict:
@@ -65,6 +70,11 @@ def restore(loaded, groups, options) -> dict:
     for param, group, name, state in members:
         check_state(param, state_keys(group), name, state)
     return {param: _restored(param, state_keys(group), state, options) for param, group, _, state in members}
+
+
+def _of_others(state) -> dict:
+    """What neither this optimizer keeps nor torch's AdamW, with an option that is refused."""
+    return {key: value for key, value in state.items() if key not in (*KEYS, "max_exp_avg_sq")}
 
 
 def check_state(param, keys, name, state) -> None:

@@ -16,10 +16,10 @@ from .change import Look, memory_key
 from .early import Early
 from .feed import Feed
 from .graphs import Graphs, current, release_before_groups
-from .groups import check_again, check_group, check_together, check_unique, names_in
+from .groups import check_again, check_group, check_together, check_unique, device_of, names_in
 from .guard import unscale
 from .late import Late, Returning, settled
-from .layout import form_of, local_of, this_rank
+from .layout import form_of, this_rank
 from .loaded import Loading
 from .options import Options
 from .owned import presented
@@ -28,7 +28,7 @@ from .process_groups import Groups, check_process_group, world_now
 from .recipe import baked
 from .report import Report, Stopwatch, report_of
 from .routes import Elementwise
-from .settle import inherit, refuse_torn, warn_torn
+from .settle import inherit, lack_state, refuse_torn, warn_torn
 
 
 class Muon(Returning):
@@ -109,7 +109,7 @@ class Muon(Returning):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         scaled = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        device = local_of(self.param_groups[0]["params"][0]).device
+        device = device_of(self.param_groups)
         with current(device), self._late.aside(device, at_once=scaled != (None, None)):
             self._take(*scaled)
         return loss
@@ -196,7 +196,7 @@ class Muon(Returning):
         self._members = inherit(self._members, self.param_groups, self.state)
         for alone in (False, True):  # what this process steps alone must not change what it steps with others
             units, key = stepped(self.param_groups, self._options, alone)
-            if key != self._planned_for[alone]:
+            if key != self._planned_for[alone] or lack_state(self._plans[alone], self.state):
                 self._late.share(t for s in self.state.values() if isinstance(s, dict) for t in s.values())  # it may go
                 self._plans[alone] = planned(units, self.state, self._options, self._groups, alone)
                 self._planned_for[alone], self._bound_for, self._forms, self._seen = key, None, None, None
@@ -217,7 +217,7 @@ class Muon(Returning):
         self._presence.wait()
         self._graphs.say(OTHER_PARAMETERS)
         for graphs in (self._graphs, self._beside):
-            graphs.begin(local_of(self.param_groups[0]["params"][0]).device)
+            graphs.begin(device_of(self.param_groups))
         self._stores = make_stores(plans, self.state)
         self._guard = watch(plans, self._stores, self._groups, nonfinite)
         jobs = bind(plans, self._stores, self._options, self._groups, (self._graphs, self._beside))

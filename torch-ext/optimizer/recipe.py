@@ -43,8 +43,8 @@ def baked(hp, wide=False) -> tuple:
     """What launches of a group take from the host, and a CUDA graph of them keeps. `wide`: AdamW steps in fp64."""
     if hp["use_muon"]:
         steps = polar.steps_of(hp["ns_coefficients"], hp["ns_steps"])
-        return steps, hp["eps"], hp.get("beta2"), bool(hp["nesterov"])
-    return tuple(hp["betas"]), hp["eps"], float(hp["weight_decay"]), float(hp["lr"]) if wide else None
+        return steps, float(hp["eps"]), float(hp.get("beta2", 0)), bool(hp["nesterov"])
+    return *map(float, (*hp["betas"], hp["eps"], hp["weight_decay"])), float(hp["lr"]) if wide else None
 
 
 def momentum(pack, gradients, numbers, hp, keeps=True) -> None:
@@ -69,7 +69,7 @@ def normalize(stacks, rows, hp) -> None:
     A group without `beta2` is plain Muon's.
     """
     for U, V in zip(stacks, rows if "beta2" in hp else ()):
-        normalize_rows(U, V, hp["beta2"], 1e-8)
+        normalize_rows(U, V, float(hp["beta2"]), 1e-8)
 
 
 def apply(update, numbers, gradients=((), None), keeps=True) -> None:
@@ -118,10 +118,11 @@ def _fused(members, hp, numbers):
     """The fused kernel reads lr from the device, in fp32; in fp64 it does not."""
     W, G, exp_avgs, exp_avg_sqs, steps = map(list, zip(*members))
     fused, narrow = W[0].is_cuda, exp_avgs[0].dtype != torch.float64
+    beta1, beta2, eps = map(float, (*hp["betas"], hp["eps"]))
     torch_adamw(W, G, exp_avgs, exp_avg_sqs, [], steps, foreach=not fused, fused=fused,
-                amsgrad=False, beta1=hp["betas"][0], beta2=hp["betas"][1],
+                amsgrad=False, beta1=beta1, beta2=beta2,
                 lr=numbers[0] if fused and narrow else float(hp["lr"]),
-                weight_decay=float(hp["weight_decay"]), eps=hp["eps"], maximize=False)
+                weight_decay=float(hp["weight_decay"]), eps=eps, maximize=False)
 
 
 def _fits(tensor, w, m) -> bool:

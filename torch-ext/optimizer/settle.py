@@ -14,7 +14,7 @@ import torch.distributed as dist
 from . import debug
 from .groups import names_in
 from .layout import is_placed_like, place_like, this_rank
-from .owned import claim
+from .owned import ROWS, claim
 from .store import create_state, state_keys, state_shape
 
 TORN = ("the last step of this optimizer failed half-way: some weights and state are those of before it, some those of "
@@ -47,6 +47,11 @@ def inherit(before, groups, state) -> list:
                 held = state.pop(old)
                 state.setdefault(new, held)
     return [list(group["params"]) for group in groups]
+
+
+def lack_state(plans, state) -> bool:
+    """Whether somebody has taken state away since it was created, as those do who begin anew: `state.clear()`."""
+    return any(key not in state.get(p, ()) for plan in plans for p in plan.params for key in state_keys(plan.group))
 
 
 def settle_state(plans, state, options) -> None:
@@ -92,4 +97,4 @@ def _follow(state, param) -> None:
 
 def _of_elements(state) -> list:
     """[(key, tensor)] of what belongs to elements of the parameter."""
-    return [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor) and key != "step"]
+    return [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor) and key in ROWS]

@@ -133,7 +133,7 @@ class Store:
     def all_of(self, number) -> list:
         """The local tensors of one parameter: its weight, all its state and the twins of that."""
         param = self.params[number]
-        return [local_of(param), *(local_of(t) for t in self.state[param].values()), *self.twins[number]]
+        return [*map(local_of, filter(torch.is_tensor, (param, *self.state[param].values()))), *self.twins[number]]
 
     def twin(self, number, state):
         """A copy of a state of parameter `number` that changes along with it."""
