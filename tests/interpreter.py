@@ -19,11 +19,13 @@ def hasten() -> None:
 
     core.tensor.__init__ = _tensor_init(core)
     core.block_type.__init__ = _block_type_init(core)
+    core.block_type.with_element_ty = _kept_by_names(core.block_type.with_element_ty)
     core.dtype.__eq__ = _same_object_first(core.dtype.__eq__)
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
     interpreter._get_np_dtype = _kept_by_name(interpreter._get_np_dtype)
     interpreter._patch_attr = _set_direct(TritonSemantic)
+    TritonSemantic.binary_op_type_checking_impl = _learnt(TritonSemantic.binary_op_type_checking_impl, core.tensor)
     TritonSemantic.broadcast_impl_value = _alike_first(TritonSemantic.broadcast_impl_value)
     TritonSemantic.scalar_constant = _kept_by_value(TritonSemantic.scalar_constant)
     patch, execute, done = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
@@ -51,6 +53,51 @@ def _kept_by_name(function):
         return known[dtype.name]
 
     return look_up
+
+
+def _kept_by_names(function):
+    known = {}
+
+    def look_up(self, other):
+        key = self.name, other.name
+        if key not in known:
+            known[key] = function(self, other)
+        return known[key]
+
+    return look_up
+
+
+def _learnt(check, tensor, most=4096):
+    """Two sides of an operation of types that were left as they are stay so; what a number became beside a type is
+    kept.
+    """
+    known = {}
+
+    def name(side):
+        kind = type(side)
+        if kind is tensor:
+            return side.type.name
+        return (kind, side) if kind is int or kind is float and side else None  # 0.0 and -0.0 are equal
+
+    def look(self, lhs, rhs, *flags, **more):
+        a, b = name(lhs), name(rhs)
+        if a is None or b is None or more:
+            return check(self, lhs, rhs, *flags, **more)
+        key = a, b, flags
+        kept = known.get(key)
+        if kept is None:
+            left, right = check(self, lhs, rhs, *flags)
+            changed = type(a) is str and left is not lhs or type(b) is str and right is not rhs
+            if len(known) == most:
+                known.clear()
+            known[key] = () if changed else (None if left is lhs else left, None if right is rhs else right)
+            return left, right
+        if not kept:
+            return check(self, lhs, rhs, *flags)
+        left, right = kept
+        return lhs if left is None else left, rhs if right is None else right
+
+    return look
 
 
 def _set_direct(semantic_of):
@@ -101,7 +148,7 @@ def _tensor_init(core):
     init, known = core.tensor.__init__, {}
 
     def fill(self, handle, type):
-        key = tuple(getattr(type.shape, "values", type.shape)) if type.is_block() else ()
+        key = type.name  # of a block with its shape
         if key not in known:
             init(self, handle, type)
             known[key] = self.shape, self.numel
