@@ -68,7 +68,7 @@ def _kept_by_names(function):
 
 
 def _learnt(check, tensor, most=4096):
-    """Two sides of an operation of types that were left as they are stay so; what a number became beside a type is
+    """Two sides of an operation get the types that others of their types got; what a number became beside a type is
     kept.
     """
     known = {}
@@ -80,24 +80,40 @@ def _learnt(check, tensor, most=4096):
         return (kind, side) if kind is int or kind is float and side else None  # 0.0 and -0.0 are equal
 
     def look(self, lhs, rhs, *flags, **more):
-        a, b = name(lhs), name(rhs)
-        if a is None or b is None or more:
+        key = name(lhs), name(rhs), flags
+        if None in key or more:
             return check(self, lhs, rhs, *flags, **more)
-        key = a, b, flags
-        kept = known.get(key)
-        if kept is None:
-            left, right = check(self, lhs, rhs, *flags)
-            changed = type(a) is str and left is not lhs or type(b) is str and right is not rhs
+        if key not in known:
             if len(known) == most:
                 known.clear()
-            known[key] = () if changed else (None if left is lhs else left, None if right is rhs else right)
-            return left, right
-        if not kept:
-            return check(self, lhs, rhs, *flags)
-        left, right = kept
-        return lhs if left is None else left, rhs if right is None else right
+            found = check(self, lhs, rhs, *flags)
+            known[key] = [_way(self, *pair) for pair in zip((lhs, rhs), found)]
+            return found
+        left, right = known[key]
+        return left(lhs) if left else lhs, right(rhs) if right else rhs
 
     return look
+
+
+def _way(semantic, side, found):
+    """What makes a side of an operation what was found, None where nothing has to."""
+    if side is found:
+        return None
+    if not isinstance(side, type(found)):
+        return lambda number: found
+    type_, builder, is_block = found.type, semantic.builder, side.type.is_block()
+    shape = getattr(type_, "shape", ())
+    if len(getattr(side.type, "shape", shape)) < len(shape):
+        return lambda other: semantic.broadcast_impl_value(semantic.cast(other, type_.scalar), found)[0]
+    if side.shape == found.shape:
+        return lambda other: semantic.cast(other, type_.scalar)
+
+    def grow(other):
+        handle = semantic.cast(other, type_.scalar).handle
+        grown = builder.create_broadcast(handle, shape) if is_block else builder.create_splat(type_, handle)
+        return semantic.tensor(grown, type_)
+
+    return grow
 
 
 def _set_direct(semantic_of):
