@@ -19,11 +19,13 @@ def hasten() -> None:
 
     core.tensor.__init__ = _tensor_init(core)
     core.block_type.__init__ = _block_type_init(core)
+    core.block_type.with_element_ty = _kept_by_names(core.block_type.with_element_ty)
     core.dtype.__eq__ = _same_object_first(core.dtype.__eq__)
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
     interpreter._get_np_dtype = _kept_by_name(interpreter._get_np_dtype)
     interpreter._patch_attr = _set_direct(TritonSemantic)
+    TritonSemantic.binary_op_type_checking_impl = _learnt(TritonSemantic.binary_op_type_checking_impl, core.tensor)
     TritonSemantic.broadcast_impl_value = _alike_first(TritonSemantic.broadcast_impl_value)
     TritonSemantic.scalar_constant = _kept_by_value(TritonSemantic.scalar_constant)
     patch, execute, done = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
@@ -51,6 +53,67 @@ def _kept_by_name(function):
         return known[dtype.name]
 
     return look_up
+
+
+def _kept_by_names(function):
+    known = {}
+
+    def look_up(self, other):
+        key = self.name, other.name
+        if key not in known:
+            known[key] = function(self, other)
+        return known[key]
+
+    return look_up
+
+
+def _learnt(check, tensor, most=4096):
+    """Two sides of an operation get the types that others of their types got; what a number became beside a type is
+    kept.
+    """
+    known = {}
+
+    def name(side):
+        kind = type(side)
+        if kind is tensor:
+            return side.type.name
+        return (kind, side) if kind is int or kind is float and side else None  # 0.0 and -0.0 are equal
+
+    def look(self, lhs, rhs, *flags, **more):
+        key = name(lhs), name(rhs), flags
+        if None in key or more:
+            return check(self, lhs, rhs, *flags, **more)
+        if key not in known:
+            if len(known) == most:
+                known.clear()
+            found = check(self, lhs, rhs, *flags)
+            known[key] = [_way(self, *pair) for pair in zip((lhs, rhs), found)]
+            return found
+        left, right = known[key]
+        return left(lhs) if left else lhs, right(rhs) if right else rhs
+
+    return look
+
+
+def _way(semantic, side, found):
+    """What makes a side of an operation what was found, None where nothing has to."""
+    if side is found:
+        return None
+    if not isinstance(side, type(found)):
+        return lambda number: found
+    type_, builder, is_block = found.type, semantic.builder, side.type.is_block()
+    shape = getattr(type_, "shape", ())
+    if len(getattr(side.type, "shape", shape)) < len(shape):
+        return lambda other: semantic.broadcast_impl_value(semantic.cast(other, type_.scalar), found)[0]
+    if side.shape == found.shape:
+        return lambda other: semantic.cast(other, type_.scalar)
+
+    def grow(other):
+        handle = semantic.cast(other, type_.scalar).handle
+        grown = builder.create_broadcast(handle, shape) if is_block else builder.create_splat(type_, handle)
+        return semantic.tensor(grown, type_)
+
+    return grow
 
 
 def _set_direct(semantic_of):
@@ -101,7 +164,7 @@ def _tensor_init(core):
     init, known = core.tensor.__init__, {}
 
     def fill(self, handle, type):
-        key = tuple(getattr(type.shape, "values", type.shape)) if type.is_block() else ()
+        key = type.name  # of a block with its shape
         if key not in known:
             init(self, handle, type)
             known[key] = self.shape, self.numel

@@ -75,27 +75,30 @@ def run_threads(world: int, function, *args, timeout: float = 60.0) -> list:
 
     def rank_main(rank: int) -> None:
         torch.set_num_threads(1)  # a new thread starts with OpenMP's default
-        try:
-            dist.init_process_group("threaded", rank=rank, world_size=world, store=store)
-            results[rank] = function(rank, world, *args)
-        except BaseException as error:  # SystemExit is how a rank leaves a collective that another rank missed
-            failures.append((time.monotonic(), rank, traceback.format_exc()))
-            threaded.ProcessLocalGroup.exception_handle(error)
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        with turn:
+            try:
+                dist.init_process_group("threaded", rank=rank, world_size=world, store=store)
+                results[rank] = function(rank, world, *args)
+            except BaseException as error:  # SystemExit is how a rank leaves a collective that another rank missed
+                failures.append((time.monotonic(), rank, traceback.format_exc()))
+                threaded.ProcessLocalGroup.exception_handle(error)
+            finally:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
 
     torch._C._ensureCUDADeviceGuardSet()  # the first FakeTensorMode does it, and two at once crash (2.11 without a GPU)
     if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11's own, without which it destroys no group
         threaded.ThreadLocalWorld.comms = []
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threaded.AllToAllBase._size_cumsum = _starts
+    turn = _take_turns(threaded)
     threaded._install_threaded_pg()
     threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world)]
     try:
         stuck = _join(threads, timeout, failures)
-        if stuck:
+        if stuck and turn.acquire(timeout=GRACE_S):
             threaded.ProcessLocalGroup.exception_handle(TimeoutError())
+            turn.release()
             _join(stuck, GRACE_S, failures)
     finally:
         threaded.ProcessLocalGroup.reset()
@@ -107,6 +110,28 @@ def run_threads(world: int, function, *args, timeout: float = 60.0) -> list:
         raise TimeoutError(f"{_name(function)}: thread ranks {late} of {world} took longer than {timeout:g} s")
     _raise_first(failures, world, function)
     return results
+
+
+def _take_turns(threaded: ModuleType):
+    """Return the lock that a rank holds unless it waits for others: ranks that all want the interpreter take it from
+    each other at every operation of torch.
+    """
+    turn = threading.RLock()
+
+    class Collective(threaded.Collective.__mro__[-2]):
+        def __init__(self, *args) -> None:
+            super().__init__(*args)
+            self._start_cond, self._done_cond = threading.Condition(turn), threading.Condition(turn)
+
+    def barrier(*args) -> None:
+        turn.release()
+        try:
+            dist.distributed_c10d._store_based_barrier(*args)
+        finally:
+            turn.acquire()
+
+    threaded.Collective, threaded._store_based_barrier = Collective, barrier
+    return turn
 
 
 def _starts(_, size: int, sizes: list[int] | None, world: int) -> list[int]:
