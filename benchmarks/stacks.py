@@ -158,7 +158,7 @@ def whole_and_shared(work) -> dict:
         tape._tapes.clear()
         work()
 
-    def whole(count, processors, loop, wide):
+    def whole(count, processors, loop, wide=False):
         return min(count, tiles.divide(count, processors, loop, wide)[0]), count, 0
 
     return {"whole tiles": partial(way, whole), "shared tiles": partial(way, tiles.divide)}
