@@ -200,7 +200,33 @@ def test_measured_tiles_agree_in_every_bit(part, device, op, dtype, N, n, m):
                 gram.gram(X, out)
             elif op == "product":
                 gram.product(A, X, out)
+                turned = poisoned(N, m, n, dtype=dtype, device=device).mT
+                out = torch.cat([out, gram.product(A, X, turned)])
             else:
                 gram.symmetric_product(A, B, out, 0.7, [(A, 0.3), (B, -1.1)], 0.5)
         results.append(out)
     assert all(torch.equal(out, results[0]) for out in results)
+
+
+def test_groups_of_warps_are_taken_where_tma_stores_the_result(part, monkeypatch):
+    """By sm90's table, of the result's layout alone; without a GPU, so nothing is launched."""
+    gram, by_tma, tiles, split = (part(f"kernels.{name}") for name in ("gram", "gram_sm90", "tiles", "split"))
+    monkeypatch.setattr(tiles, "architecture", lambda kind, index: "sm90")
+    monkeypatch.setattr(part("kernels.ring"), "available", lambda: True)
+    for kind in ("Bound", "Cooperative"):
+        monkeypatch.setattr(by_tma, kind, lambda *about: about[-1].loop)
+    F16, BF16, (N, n, m) = torch.float16, torch.bfloat16, (12, 768, 3072)
+    A, X, rows = torch.empty(N, n, n, dtype=F16), torch.empty(N, n, m, dtype=F16), torch.empty(N, n, m, dtype=BF16)
+    odd, pieces = torch.empty(N, n, m + 4, dtype=F16), split.Split([list(matrix.split(96)) for matrix in rows])
+
+    def loop(out):
+        return gram._choose("product", A, X, out, (), (1.0, 0.0))
+
+    for out in (torch.empty_like(X), rows, torch.empty(N, m, n, dtype=F16).mT):
+        assert loop(out) == "cooperative"
+    for out in (X.float(), odd[..., :m], pieces, pieces.mT.mT):
+        assert loop(out) == "flat"
+    monkeypatch.setattr(part("kernels.ring"), "available", lambda: False)
+    assert loop(torch.empty_like(X)) == "flat"
+    with tiles.force(tiles.Tile(128, 256, 64, 8, 3, 4, "cooperative")):
+        assert loop(X) == loop(pieces) == "once"
