@@ -108,6 +108,14 @@ def test_keys_of_other_tools_are_let_through(key):
     package().Muon([{"params": [matrix()], key: True}])
 
 
+def test_groups_that_schedulers_have_written_to_make_another_optimizer():
+    first = package().Muon([{"params": [matrix()]}, {"params": [matrix(3)], "use_muon": False}])
+    torch.optim.lr_scheduler.OneCycleLR(first, 0.1, total_steps=10, cycle_momentum=False)
+    torch.optim.swa_utils.SWALR(first, swa_lr=0.05)
+    second = package().Muon(first.param_groups)
+    assert [group["max_lr"] for group in second.param_groups] == [0.1, 0.1] and "swa_lr" in second.param_groups[0]
+
+
 def test_a_parameter_in_two_groups():
     shared = matrix()
     second = {"params": [("b.bias", matrix(3)), ("b.weight", shared)], "use_muon": False}

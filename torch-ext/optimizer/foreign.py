@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import torch
 
+from .groups import SCHEDULED
+
 JORDAN = (3.4445, -4.775, 2.0315)
-SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")  # schedulers of torch's keep
 SHARED = ("params", "param_names", "lr", "weight_decay", *SCHEDULED)  # the same in all
 JORDANS = frozenset((*SHARED, "momentum", "use_muon", "betas", "eps"))
 RENAMED = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}

@@ -24,7 +24,8 @@ EMBEDDINGS = ("wte", "wpe")  # besides names with "embed" in them
 TOPS = ("model", "transformer", "language_model", "net", "backbone", "base_model")
 KEYS = frozenset(("params", "param_names", "use_muon", "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients",
                   "eps", "ns_steps", "adjust_lr_fn", "betas"))
-TOLERATED = frozenset(("fused", "foreach", "differentiable", "initial_lr"))  # torch's, torchtitan's; without effect
+SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")  # of schedulers
+TOLERATED = frozenset(("fused", "foreach", "differentiable", *SCHEDULED))  # torch's, torchtitan's; without effect
 
 
 def clean_name(name: str) -> str:
