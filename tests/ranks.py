@@ -85,6 +85,8 @@ def run_threads(world: int, function, *args, timeout: float = 60.0) -> list:
             finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
+                # else a thread that ends does it, and two at once can wait for each other for ever
+                getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", int)()
 
     torch._C._ensureCUDADeviceGuardSet()  # the first FakeTensorMode does it, and two at once crash (2.11 without a GPU)
     if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11's own, without which it destroys no group
