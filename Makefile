@@ -59,6 +59,6 @@ $(VENV)/demo.ready: requirements/torch.txt requirements/demo.txt
 	touch $@
 
 $(VENV)/test.ready: $(VENV)/demo.ready requirements/test.txt requirements/triton.txt
-	$(PYTHON) -m pip install --quiet -r requirements/test.txt
-	$(PYTHON) -c 'import triton' 2>/dev/null || $(PYTHON) -m pip install --quiet -r requirements/triton.txt
+	$(PYTHON) -m pip install --quiet -r requirements/test.txt \
+		$$($(PYTHON) -c 'import triton' 2>/dev/null || echo -r requirements/triton.txt)
 	touch $@

@@ -72,17 +72,22 @@ def product_torch(A, X, out):
 
 def symmetric_product_torch(A, B, out, alpha=1.0, addends=(), diagonal=0.0):
     """Compute `symmetric_product` matrix by matrix, and what follows for as many as one thread takes at once."""
-    upper = torch.ones(out.shape[1:], dtype=torch.bool, device=out.device).triu_(1)
-    in_place = _is_like_new(out) and all(C.data_ptr() != out.data_ptr() for C, _ in addends)
-    if in_place:
+    if _is_like_new(out) and all(C.data_ptr() != out.data_ptr() for C, _ in addends):
         _add(_multiply(A, B, out), alpha, addends, diagonal)
+        for some in at_once(out):
+            _mirror(out[some])
+        return out
     for some in at_once(out):
-        result = out[some]
-        if not in_place:
-            result = _multiply(A[some], B[some], _new(out, some))
-            _add(result, alpha, [(C[some], beta) for C, beta in addends], diagonal)
-        out[some].copy_(torch.where(upper, result.mT, result))
+        result = _multiply(A[some], B[some], _new(out, some))
+        _add(result, alpha, [(C[some], beta) for C, beta in addends], diagonal)
+        out[some].copy_(_mirror(result))
     return out
+
+
+def _mirror(result):
+    """Make the lower triangles count on both sides, in place."""
+    result.tril_()
+    return result.add_(result.tril(-1).mT)
 
 
 def _new(out, some):
