@@ -31,7 +31,7 @@ build: $(DEMO_READY) ## write build/torch-<backend>/, the package as the Hub ser
 demo: build ## train a small GPT with Muon and with AdamW, and compare them (4 minutes on 2 cores)
 	$(PYTHON) examples/demo.py $(ARGS)
 
-test: $(TEST_READY) ## run the CPU test suite (about 16 minutes on 2 cores)
+test: $(TEST_READY) ## run the CPU test suite (about 13 minutes on 2 cores)
 	CUDA_VISIBLE_DEVICES= LOCAL_KERNELS= $(PYTHON) -m pytest -n $(JOBS) --maxschedchunk 1 $(ARGS)
 
 test-gpu: $(TEST_READY) ## run the tests that need one or more GPUs
