@@ -7,10 +7,10 @@ the products are used for; gram_sm90.py calls it.
 """
 from __future__ import annotations
 
-from .ring import fill, gluon_jit, make_ring, multiply_ring, place
-from .strip import ask, finish
+from .ring import fetch, gluon_jit, make_ring, multiply_ring, place, place_of_half
+from .strip import ask, finish_strip
 
-gl = mbarrier = tma = fence = multiply = multiplied = None  # Gluon's language, put here by gluon_jit
+gl = mbarrier = tma = fence = None  # Gluon's language, put here by gluon_jit
 
 
 @gluon_jit.alike("count", "whole", "halves", "inner")
@@ -32,29 +32,8 @@ def cooperative_kernel(a, b, b_half, c, d, out, order, count, whole, halves, inn
     gl.warp_specialize([
         (_consume, (ring, work, ends, 0, SYMMETRIC, TURNED, ADDENDS, FORM, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
         (_consume, (ring, work, ends, 1, SYMMETRIC, TURNED, ADDENDS, FORM, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
-        (_fetch, (a, b, b_half, ring, work, SYMMETRIC, TURNED, STAGES)),
+        (fetch, (a, b, a, b_half, ring, work, True, SYMMETRIC, TURNED, STAGES)),
     ], [4, 1], [232, 24])
-
-
-@gluon_jit
-def _place_of_half(order, count, whole):
-    """Return (matrix, tile row, column of half tiles) of this program's half tile."""
-    matrix, i, j = place(order, count, whole + gl.program_id(0) // 2)
-    return matrix, i, 2 * j + gl.program_id(0) % 2
-
-
-@gluon_jit
-def _fetch(a, b, b_half, ring, work, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr, STAGES: gl.constexpr):
-    """Fill the ring with the operands of all tiles of this program, one after another."""
-    order, count, whole, halves, steps = work
-    number = 0
-    for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
-        matrix, i, j = place(order, count, turn)
-        fill(a, b, ring, matrix, i, j, number, steps, SYMMETRIC, TURNED, STAGES)
-        number += steps
-    if gl.program_id(0) < halves:
-        matrix, i, j = _place_of_half(order, count, whole)
-        fill(a, b_half, ring, matrix, i, j, number, steps, SYMMETRIC, TURNED, STAGES)
 
 
 @gluon_jit
@@ -70,7 +49,7 @@ def _consume(ring, work, ends, WHO: gl.constexpr, SYMMETRIC: gl.constexpr, TURNE
                BLOCK_K, STAGES)
         mine += 1
     if gl.program_id(0) < halves:
-        matrix, i, j = _place_of_half(order, count, whole)
+        matrix, i, j = place_of_half(order, count, whole, True)
         _strip(ring, ends, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, ADDENDS, FORM, BLOCK_R, BLOCK_C // 2,
                BLOCK_K, STAGES)
     tma.store_wait(0)
@@ -89,4 +68,4 @@ def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, SYMMETRIC: 
         ask(c, own, arrived, matrix, row, column, COLUMNS)
     sums = multiply_ring(ring, mine * steps, steps, None, SYMMETRIC, TURNED, HEIGHT, WHO * ROWS, ROWS, COLUMNS, BLOCK_K,
                          STAGES)
-    finish(sums, d, out, own, arrived, mine * ADDENDS, factors, matrix, row, column, SYMMETRIC, ADDENDS, FORM)
+    finish_strip(sums, d, out, own, arrived, mine * ADDENDS, factors, matrix, row, column, SYMMETRIC, ADDENDS, FORM)

@@ -45,18 +45,14 @@ class Bound:
 
     def __init__(self, op, A, B, out, addends, factors, tile):
         symmetric, self.turned = op != "product", op == "product" and out.stride(2) != 1
-        if self.turned:  # store the transpose, B^T A, into what is a transposed view
-            A, B, out = B, A, out.mT
+        A, B, out = self._straightened(A, B, out)
         self.straight = symmetric or stores(out)
         narrow = isinstance(out, Split) and out.element_size() == 2
         tile = tile if self.straight or narrow else POINTERS
-        (N, rows, columns), inner = out.shape, A.shape[1 if self.turned else 2]
-        down, across, ratio = -(-rows // tile.rows), -(-columns // tile.columns), tile.columns // tile.rows
-        square = SMALL_SQUARE if symmetric and max(rows, inner) <= SMALL else SQUARE
-        order, count = _order(down, across, ratio if symmetric else 0, square, out.device)
+        (rows, columns), inner = out.shape[1:], A.shape[1 if self.turned else 2]
         half, describe = (tile.rows if symmetric else tile.columns), _description
         wide = not symmetric and tile.columns > tile.rows and tile.loop != "once"
-        self.programs, whole, halves = divide(N * count, _processors(out.device), tile.loop, wide)
+        self.programs, order, count, whole, halves = _turns(op, out, inner, tile, wide)
         form = (factors[0] != 1.0) + 2 * (factors[1] != 0.0)
         # fused multiply-adds, which depend on the tile, would give other bits
         self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "enable_fp_fusion": False}
@@ -80,8 +76,7 @@ class Bound:
         self.halves = [_blank(describe(t, tile.rows // 2, tile.inner)) for t in halved]
 
     def __call__(self, A, B, out, addends, factors) -> None:
-        if self.turned:
-            A, B, out = B, A, out.mT
+        A, B, out = self._straightened(A, B, out)
         result = _filled(self.result, out) if self.straight else None
         beside = [C for C, _ in addends] or [B, out]
         beside = [_filled(blank, t) for blank, t in zip(self.beside, beside)] + 2 * [result]  # what is more is unused
@@ -91,6 +86,10 @@ class Bound:
             *((memory_of(out),) if self.pointer else ()), *self.numbers, (*factors, *(beta for _, beta in addends)),
             *self.constants, **self.options)
 
+    def _straightened(self, A, B, out):
+        """What is multiplied and stored: the transpose, B^T A, into what is a transposed view."""
+        return (B, A, out.mT) if self.turned else (A, B, out)
+
 
 class Cooperative(Bound):
     """The same by cooperative.py; of a "product" TMA can store the result."""
@@ -98,12 +97,9 @@ class Cooperative(Bound):
     def __init__(self, op, A, B, out, addends, factors, tile):
         symmetric, self.turned = op != "product", op == "product" and out.stride(2) != 1
         A, B, out = self._straightened(A, B, out)
-        (N, rows, columns), inner = out.shape, B.shape[2 if symmetric else 1]
-        square = SMALL_SQUARE if symmetric and max(rows, inner) <= SMALL else SQUARE
-        down, across = -(-rows // tile.rows), -(-columns // tile.columns)
-        order, count = _order(down, across, tile.columns // tile.rows if symmetric else 0, square, out.device)
-        self.programs, whole, halves = divide(N * count, _processors(out.device), tile.loop)
-        self.numbers = order, count, whole, halves, inner
+        inner = B.shape[2 if symmetric else 1]
+        self.programs, *turns = _turns(op, out, inner, tile)
+        self.numbers = *turns, inner
         form = (factors[0] != 1.0) + 2 * (factors[1] != 0.0)
         self.constants = SYMMETRY[op], self.turned, len(addends), form, tile.rows, tile.columns, tile.stages
         side, step = tile.rows // 2, tile.inner
@@ -118,17 +114,19 @@ class Cooperative(Bound):
             self.programs, self, *map(_filled, self.blanks, tensors), *self.numbers,
             (*factors, *(beta for _, beta in addends)), *self.constants, num_warps=4, enable_fp_fusion=False)
 
-    def _straightened(self, A, B, out):
-        return (B, A, out.mT) if self.turned else (A, B, out)
-
     def _tensors(self, A, B, out, addends):
-        """Those of the kernel's descriptors; out in place of an addend that is not there."""
-        return A, B, B, *([C for C, _ in addends] + [out, out])[:2], out
+        """Those of the kernel's descriptors."""
+        return A, B, B, *_two(addends, out), out
 
 
 def _of_halves(A, out, addends):
-    """The tensors of which pingpong.py takes halves of tiles, too; out in place of an addend that is not there."""
-    return A, *([C for C, _ in addends] + [out, out])[:2], out
+    """The tensors of which pingpong.py takes halves of tiles, too."""
+    return A, *_two(addends, out), out
+
+
+def _two(addends, out):
+    """The addends' tensors; out in place of one that is not there."""
+    return ([C for C, _ in addends] + [out, out])[:2]
 
 
 def _description(tensor, rows, columns):
@@ -154,6 +152,16 @@ def _filled(blank, tensor):
 @functools.cache
 def _processors(device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _turns(op, out, inner, tile, wide=False):
+    """(Programs, order of tiles on the device, tiles of a matrix, tiles that are computed whole, halves)."""
+    (N, rows, columns), symmetric = out.shape, op != "product"
+    down, across, ratio = -(-rows // tile.rows), -(-columns // tile.columns), tile.columns // tile.rows
+    square = SMALL_SQUARE if symmetric and max(rows, inner) <= SMALL else SQUARE
+    order, count = _order(down, across, ratio if symmetric else 0, square, out.device)
+    programs, whole, halves = divide(N * count, _processors(out.device), tile.loop, wide)
+    return programs, order, count, whole, halves
 
 
 @functools.lru_cache(maxsize=1024)

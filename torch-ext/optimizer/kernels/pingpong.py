@@ -6,11 +6,10 @@ the products are used for; gram_sm90.py calls it.
 """
 from __future__ import annotations
 
-from .ring import fill, gluon_jit, make_ring, multiply_ring, place
-from .strip import ask
-from .strip import finish as finish_strip
+from .ring import fetch, gluon_jit, make_ring, multiply_ring, place, place_of_half
+from .strip import ask, finish_strip
 
-gl = mbarrier = tma = fence = multiply = multiplied = None  # Gluon's language, put here by gluon_jit
+gl = mbarrier = tma = fence = None  # Gluon's language, put here by gluon_jit
 
 
 @gluon_jit.alike("count", "whole", "halves", "inner")
@@ -39,29 +38,8 @@ def pingpong_kernel(a, b, c, d, out, a_half, c_half, d_half, out_half, order, co
     gl.warp_specialize([
         (_consume, (ring, work, finish, half, factors, 0, SYMMETRIC, TURNED, ADDENDS, FORM, BLOCK, BLOCK_K, STAGES)),
         (_consume, (ring, work, finish, half, factors, 1, SYMMETRIC, TURNED, ADDENDS, FORM, BLOCK, BLOCK_K, STAGES)),
-        (_fetch, (a, b, a_half, ring, work, SYMMETRIC, TURNED, STAGES)),
+        (fetch, (a, b, a_half, b, ring, work, False, SYMMETRIC, TURNED, STAGES)),
     ], [4, 1], [232, 24])
-
-
-@gluon_jit
-def _place_of_half(order, count, whole):
-    """Return (matrix, row of half tiles, tile column) of this program's half tile."""
-    matrix, i, j = place(order, count, whole + gl.program_id(0) // 2)
-    return matrix, 2 * i + gl.program_id(0) % 2, j
-
-
-@gluon_jit
-def _fetch(a, b, a_half, ring, work, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr, STAGES: gl.constexpr):
-    """Fill the ring with the operands of all tiles of this program, one after another."""
-    order, count, whole, halves, steps = work
-    number = 0
-    for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
-        matrix, i, j = place(order, count, turn)
-        fill(a, b, ring, matrix, i, j, number, steps, SYMMETRIC, TURNED, STAGES)
-        number += steps
-    if gl.program_id(0) < halves:
-        matrix, i, j = _place_of_half(order, count, whole)
-        fill(a_half, b, ring, matrix, i, j, number, steps, SYMMETRIC, TURNED, STAGES)
 
 
 @gluon_jit
@@ -105,7 +83,7 @@ def _consume(ring, work, finish, half, factors, WHO: gl.constexpr, SYMMETRIC: gl
     if gl.program_id(0) < halves and whole // gl.num_programs(0) % 2 == WHO:
         c_half, d_half, out_half = half
         SIDE: gl.constexpr = BLOCK // 2
-        matrix, i, j = _place_of_half(order, count, whole)
+        matrix, i, j = place_of_half(order, count, whole, False)
         mbarrier.wait(may_multiply.index(WHO), (mine + 1 + WHO) & 1)
         tma.store_wait(0)
         if ADDENDS > 0:

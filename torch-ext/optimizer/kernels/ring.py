@@ -65,8 +65,36 @@ def place(order, count, turn):
 
 
 @gluon_jit
-def fill(a, b, ring, matrix, i, j, number, steps, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr,
-         STAGES: gl.constexpr):
+def place_of_half(order, count, whole, ACROSS: gl.constexpr):
+    """Return the same of this program's half tile (tiles.divide): in columns of left and right halves if ACROSS, else
+    in rows of upper and lower ones.
+    """
+    matrix, i, j = place(order, count, whole + gl.program_id(0) // 2)
+    if ACROSS:
+        j = 2 * j + gl.program_id(0) % 2
+    else:
+        i = 2 * i + gl.program_id(0) % 2
+    return matrix, i, j
+
+
+@gluon_jit
+def fetch(a, b, a_half, b_half, ring, work, ACROSS: gl.constexpr, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr,
+          STAGES: gl.constexpr):
+    """Fill the ring with the operands of all tiles of this program, one after another."""
+    order, count, whole, halves, steps = work
+    number = 0
+    for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
+        matrix, i, j = place(order, count, turn)
+        _fill(a, b, ring, matrix, i, j, number, steps, SYMMETRIC, TURNED, STAGES)
+        number += steps
+    if gl.program_id(0) < halves:
+        matrix, i, j = place_of_half(order, count, whole, ACROSS)
+        _fill(a_half, b_half, ring, matrix, i, j, number, steps, SYMMETRIC, TURNED, STAGES)
+
+
+@gluon_jit
+def _fill(a, b, ring, matrix, i, j, number, steps, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr,
+          STAGES: gl.constexpr):
     """Fetch the operands of tile (i, j), as large as the boxes of a and b, into the ring from stage `number` on."""
     left, right, full, empty = ring
     BLOCK_K: gl.constexpr = a.block_type.shape[1 if TURNED else 2]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .ring import gluon_jit
 
-gl = mbarrier = tma = fence = multiply = multiplied = None  # Gluon's language, put here by gluon_jit
+gl = mbarrier = tma = fence = None  # Gluon's language, put here by gluon_jit
 
 
 @gluon_jit
@@ -21,8 +21,8 @@ def ask(addend, own, arrived, matrix, row, column, COLUMNS: gl.constexpr):
 
 
 @gluon_jit
-def finish(sums, d, out, own, arrived, loads, factors, matrix, row, column, SYMMETRIC: gl.constexpr,
-           ADDENDS: gl.constexpr, FORM: gl.constexpr):
+def finish_strip(sums, d, out, own, arrived, loads, factors, matrix, row, column, SYMMETRIC: gl.constexpr,
+                 ADDENDS: gl.constexpr, FORM: gl.constexpr):
     """Scale, add, round and store a strip whose first element is at (row, column). The first addend has been asked for,
     `loads` after others; d: the second.
     """
