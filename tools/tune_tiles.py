@@ -29,6 +29,7 @@ TILES_OF_WORK = (0.25, 1, 2, 5, 12, 40)  # matrices in a case: about so many 128
 MOST_ELEMENTS = 1 << 28
 RESIDENT = (1, 2, 3, 4)  # programs on one processor at a time
 REST = 3  # as many times as long as a call took
+LEAST = 8  # cases that a tile's numbers are fitted to
 KEPT, GAIN = 8, 0.001  # tiles of an operation at most; another one has to bring so much of the time
 TRIES, MOVE, WRONG = 10000, 0.05, 0.02  # of `refine`: how often, by how much, and what a wrong expectation counts for
 
@@ -37,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="the table")
     parser.add_argument("--ops", nargs="+", default=OPS, choices=OPS, help="operations to measure")
-    parser.add_argument("--seconds", type=float, default=600, help="measure no further case after this time")
+    parser.add_argument("--seconds", type=float, default=600, help="measure no further case after this time, once there are enough to fit numbers to")
     options = parser.parse_args()
     package = get_kernel("org/optimizer", version=1).__name__
     gram, tiles = (importlib.import_module(f"{package}.kernels.{name}") for name in ("gram", "tiles"))
@@ -88,7 +89,7 @@ def cases(op: str, processors: int):
 def measure(gram, tiles, op, entries, processors, until) -> dict:
     """Index of the entry -> {case: microseconds}; tiles that fail or give other bits than most are left out."""
     times = {number: {} for number in range(len(entries))}
-    for case in dict.fromkeys(cases(op, processors)):
+    for count, case in enumerate(dict.fromkeys(cases(op, processors)), start=1):
         calls, results = {}, {}
         X, A = operands(op, *case)
         for number in list(times):
@@ -110,7 +111,7 @@ def measure(gram, tiles, op, entries, processors, until) -> dict:
                 del times[number], calls[number]
         for number, us in race(calls).items():
             times[number][case] = us
-        if time.monotonic() > until:
+        if time.monotonic() > until and count >= LEAST:
             break
     return {json.dumps(entries[number]): found for number, found in times.items()}
 
@@ -192,8 +193,10 @@ def _solve(tiles, entry, times, processors):
 
 
 def choose(tiles, op, times, processors) -> list[dict]:
-    """Entries with their numbers: one after another the tile that shortens the predicted choices' times most."""
-    fitted = {key: json.loads(key) for key, found in times.items() if len(found) >= 8}
+    """Entries with their numbers: one after another the tile that shortens the predicted choices' times most. None where
+    no tile was measured often enough.
+    """
+    fitted = {key: json.loads(key) for key, found in times.items() if len(found) >= LEAST}
     for key, entry in fitted.items():
         entry |= fit(tiles, entry, times[key], processors)
     common = set.intersection(*(set(times[key]) for key in fitted)) if fitted else set()
@@ -204,7 +207,7 @@ def choose(tiles, op, times, processors) -> list[dict]:
         if losses[best] > loss - GAIN:
             break
         kept, loss = [*kept, best], losses[best]
-    return refine(tiles, [fitted[key] for key in kept], [times[key] for key in kept], processors)
+    return refine(tiles, [fitted[key] for key in kept], [times[key] for key in kept], processors) if kept else []
 
 
 def refine(tiles, entries, times, processors) -> list[dict]:

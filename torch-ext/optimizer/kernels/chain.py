@@ -119,7 +119,7 @@ def _factors(pieces, start, strides, n, m, eps, WIDE: gl.constexpr, SIDE: gl.con
     for piece in gl.static_range(PIECES):
         u = pieces[piece].to(gl.float32)
         largest = gl.maximum(largest, gl.abs(u))
-        squares += u * u
+        squares = gl.fma(u, u, squares)
     largest, squares = gl.reduce((largest, squares), None, _both)
     unit = gl.where(largest > 2.0**50, 2.0**-80, gl.where(largest < 2.0**-40, 2.0**80, 1.0))
     if WIDE and unit != 1.0:
@@ -136,11 +136,11 @@ def _both(largest, squares, other, others):
 @gluon_jit
 def _sum(start, strides, unit, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr,
          KEPT: gl.constexpr, layout: gl.constexpr):
-    """Return the sum of squares in a unit, added in the order of `_factors`."""
+    """Return the sum of squares in a unit, added and rounded as by `_factors`."""
     squares = gl.zeros((SIDE, WIDTH), gl.float32, layout)
     for number in range(PIECES):
         u = _read(start, strides, (number + KEPT) % PIECES, n, m, SIDE, WIDTH, layout).to(gl.float32) * unit
-        squares += u * u
+        squares = gl.fma(u, u, squares)
     return gl.sum(squares)
 
 

@@ -142,7 +142,7 @@ def _add(largest, squares, start, first, end, low, R, C, strides, unit, ROWS: tl
             inside &= row >= low
         u = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(u))
-        squares += (u * unit) * (u * unit)
+        squares = tl.fma(u * unit, u * unit, squares)  # of a sum of squares either could be what is rounded first
     return largest, squares
 
 
@@ -185,8 +185,10 @@ def _norm_of(largest, small, middle, large, eps):
 @jit.alike("parts")
 def _cast_kernel(U, X, sums, parts, R, C, u_strides, x_strides, eps, BLOCK: tl.constexpr, ROWS: tl.constexpr,
                  COLUMNS: tl.constexpr, EVEN: tl.constexpr, STRAIGHT: tl.constexpr):
-    """One tile per program: X = U / norm. The tile is on its way while the sums are added."""
-    program = tl.program_id(0)
+    """One tile per program: X = U / norm. The tile is on its way while the sums are added. The last matrices first: the
+    sums left these in the cache, and the product to come begins with the first ones.
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     across = tl.cdiv(C, COLUMNS)
     count = tl.cdiv(R, ROWS) * across
     matrix, tile = (program // count).to(tl.int64), program % count
