@@ -39,6 +39,7 @@ def test_rehearsals(tmp_path):
     checks = {"untouched": a_rehearsal_launches_nothing_and_leaves_the_callers_tensors_alone,
               "order": all_kernels_of_a_call_are_submitted_before_one_is_waited_for,
               "errors": errors_are_raised_by_the_launch, "alike": counts_do_not_split_binaries,
+              "akin": what_is_likely_to_come_is_compiled_where_there_are_many_threads,
               "fallback": without_compilation_in_threads_launches_compile}
     for found, check in zip(scenarios(tmp_path, *checks), checks.values()):
         check(found)
@@ -87,6 +88,15 @@ def counts_do_not_split_binaries(found):
     assert launched.count("_kernel") == 4 and compiled.count("_kernel") == 3  # N * count = 1, 3, 16 k are three
 
 
+def what_is_likely_to_come_is_compiled_where_there_are_many_threads(found):
+    few, many = ([[name for name, _ in of("compile", events)] for events in found[f"torch.{dtype}"]]
+                 for dtype in ("bfloat16", "float16"))
+    assert all(few) and len(many[0]) > len(few[0]) and not many[2]
+    assert sum(map(len, many)) <= sum(map(len, few)) + 1  # a kernel that only the less suitable iteration takes
+    for each in found["torch.float16"]:
+        assert of("launch", each) and not any(main for _, main in of("compile", each))
+
+
 def test_only_launches_on_a_gpu_outside_of_captures_are_rehearsed(part, monkeypatch):
     ahead, capturing = part("kernels.ahead"), []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
@@ -103,7 +113,7 @@ def test_what_could_not_be_rehearsed_is_rehearsed_later_and_once(part, monkeypat
     ahead, possible, calls = part("kernels.ahead"), [], []
     monkeypatch.setattr(ahead, "_is_possible", lambda device: bool(possible))
     monkeypatch.setattr(ahead, "_done", set())
-    monkeypatch.setattr(ahead, "_rehearse", lambda work: work())
+    monkeypatch.setattr(ahead, "_rehearse", lambda work, _: work())
     for _ in range(3):
         ahead.rehearse(torch.device("cpu"), lambda: calls.append(len(calls)), "kind")
         possible.append(True)

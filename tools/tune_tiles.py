@@ -38,7 +38,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="the table")
     parser.add_argument("--ops", nargs="+", default=OPS, choices=OPS, help="operations to measure")
-    parser.add_argument("--seconds", type=float, default=600, help="measure no further case after this time, once there are enough to fit numbers to")
+    parser.add_argument("--seconds", type=float, default=600, 
+                        help="measure no further case after this time, once there are enough for a fit")
     options = parser.parse_args()
     package = get_kernel("org/optimizer", version=1).__name__
     gram, tiles = (importlib.import_module(f"{package}.kernels.{name}") for name in ("gram", "tiles"))
@@ -193,7 +194,7 @@ def _solve(tiles, entry, times, processors):
 
 
 def choose(tiles, op, times, processors) -> list[dict]:
-    """Entries with their numbers: one after another the tile that shortens the predicted choices' times most. None where
+    """Entries with their numbers: one after another the tile that shortens the predicted choices' times most; none if
     no tile was measured often enough.
     """
     fitted = {key: json.loads(key) for key, found in times.items() if len(found) >= LEAST}

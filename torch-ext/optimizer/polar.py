@@ -213,7 +213,9 @@ def polar_factor(X: torch.Tensor, steps: Steps, eps: float, dtype: torch.dtype |
     """Return the polar factor of every matrix of X (..., R, C), contiguous, in X's dtype; see `op.orthogonalize`."""
     out = torch.empty(X.shape, dtype=X.dtype, device=X.device)
     if X.numel():
-        _polar([(X.reshape(-1, *X.shape[-2:]), out.view(-1, *X.shape[-2:]))], steps, eps, dtype)
+        R, C = X.shape[-2:]
+        whole = out.view(-1, R, C)
+        _polar([(X.reshape(-1, R, C), whole)], steps, eps, dtype, akin=[whole, whole.view(-1, C, R)])
     return out
 
 
@@ -250,17 +252,21 @@ def orthogonalize_(stacks: Sequence[torch.Tensor | Split], steps: Steps, eps: fl
     _polar(list(zip(stacks, into or stacks)), steps, eps, dtype, memory)
 
 
-def _polar(pairs, steps, eps, dtype, memory=None):
-    """Orthogonalize each U into its out, which may be U. Only launches write to out, so a rehearsal leaves it alone."""
+def _polar(pairs, steps, eps, dtype, memory=None, akin=()):
+    """Orthogonalize each U into its out, which may be U. Only launches write to out, so a rehearsal leaves it alone.
+    `akin`: stacks like those that may come next, which are rehearsed only, by either iteration: models have square and
+    long matrices, wide and tall, of one short side.
+    """
     kind = steps, dtype, *((U.dtype, U.device, U.shape, U.stride()) for U, _ in pairs)
     if pairs:
-        ahead.rehearse(pairs[0][0].device, lambda: _launch(pairs, steps, eps, dtype, memory), kind)
+        ahead.rehearse(pairs[0][0].device, lambda: _launch(pairs, steps, eps, dtype, memory), kind, lambda: [
+            _launch([(U, U)], steps, eps, dtype, None, form) for U in akin for form in (True, False)])
     _launch(pairs, steps, eps, dtype, memory)
 
 
 @torch.no_grad()
-def _launch(pairs, steps, eps, dtype, memory):
-    """Sort by what shares launches. The short side comes first from here on."""
+def _launch(pairs, steps, eps, dtype, memory, gram_form=None):
+    """Sort by what shares launches. The short side comes first from here on. `gram_form`: None for the better one."""
     together = {}
     for U, out in pairs:
         if U.numel() == 0:
@@ -272,9 +278,9 @@ def _launch(pairs, steps, eps, dtype, memory):
         if on_chip.fits(U, own) and not steps.aol:
             on_chip.polar(U, out, steps.segments(own), eps, own)
         else:
-            gram_form = _uses_gram(n, m, steps)
-            together.setdefault((n if gram_form else (n, m), gram_form), []).append((U, out))
+            form = _uses_gram(n, m, steps) if gram_form is None else gram_form
+            together.setdefault((n if form else (n, m), form), []).append((U, out))
     if together:
         own = products_dtype(dtype, pairs[0][0].device)
-        stacks = [(members, gram_form) for (_, gram_form), members in together.items()]
+        stacks = [(members, form) for (_, form), members in together.items()]
         iterate_all(stacks, steps, float(eps), own, memory)

@@ -18,6 +18,7 @@ import torch
 from . import here, use_triton
 
 MOST_THREADS = 16  # of a process; on a node there are several, which compile the same kernels at the same time
+MANY_THREADS = 8  # from which on kernels are compiled that are not sure to be wanted
 _done: set = set()
 
 
@@ -43,12 +44,14 @@ def _read_compiler() -> None:
         triton_key()
 
 
-def rehearse(device: torch.device, work: Callable[[], None], kind: Hashable = None) -> None:
+def rehearse(device: torch.device, work: Callable[[], None], kind: Hashable = None,
+             likely: Callable[[], object] | None = None) -> None:
     """Have all kernels compiled that `work` launches on `device`, before it is called for the first time.
 
     Calls `work` without launches, once for each `kind` other than None. All else that it does it does twice: it may
     write only to memory that nobody reads before `work` has written it again. Does nothing on a CPU, while a CUDA graph
-    is captured, or where this Triton cannot compile in threads.
+    is captured, or where this Triton cannot compile in threads. `likely`: what may well follow; where there are many
+    processors its kernels are compiled beside the others.
     """
     if kind in _done or not _is_possible(device):
         return
@@ -56,14 +59,14 @@ def rehearse(device: torch.device, work: Callable[[], None], kind: Hashable = No
         _done.add(kind)
     if not here.rehearsing:  # else it is part of a longer rehearsal
         with contextlib.suppress(Exception):
-            _rehearse(work)
+            _rehearse(work, likely if _threads() >= MANY_THREADS else None)
 
 
 def _is_possible(device) -> bool:
     return device.type == "cuda" and use_triton(device) and not torch.cuda.is_current_stream_capturing()
 
 
-def _rehearse(work) -> None:
+def _rehearse(work, likely=None) -> None:
     import triton
     from triton.runtime import driver
 
@@ -77,6 +80,8 @@ def _rehearse(work) -> None:
         here.rehearsing = True
         try:
             work()
+            if likely is not None:
+                likely()
         finally:
             here.rehearsing = False
 
