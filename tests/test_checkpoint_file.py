@@ -152,6 +152,16 @@ def test_options_keep_their_form(tmp_path):
     assert group["adjust_lr_fn"] is None and group["nesterov"] is True and group["momentum"] == 0.8
 
 
+@pytest.mark.parametrize("lr", [torch.tensor([0.25]).numpy()[0], torch.tensor(0.25).numpy()], ids=["number", "0-D"])
+def test_numbers_of_numpy_are_written(lr, tmp_path):
+    """A schedule kept in an array gives such."""
+    model, optimizer = trained(1, lr=lr)
+    package().export_state(optimizer, tmp_path / "state")
+    _, heir = clone_of(model, lr=0.5)
+    package().import_state(heir, tmp_path / "state")
+    assert heir.param_groups[0]["lr"] == 0.25 and type(heir.param_groups[0]["lr"]) is float
+
+
 def test_a_parameter_that_was_never_stepped_has_no_state(tmp_path):
     model, optimizer = trained(0)
     model.up.grad = torch.ones_like(model.up)

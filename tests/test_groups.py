@@ -149,6 +149,30 @@ def test_convolutions_go_to_adamw(layer):
     assert split(model) == {"0.weight": False, "1.weight": True}
 
 
+class Tables(nn.Module):
+    """Positions without a module that says so (minGPT, SAM, VITS), Mamba's decays, scales of rows; and matrices."""
+
+    def __init__(self):
+        super().__init__()
+        for name, shape in {"pos_emb": (1, 9, 8), "rel_pos_h": (7, 4), "emb_rel_k": (1, 9, 4), "A_log": (8, 4),
+                            "post": (4, 4), "member": (4, 4), "log": (4, 4)}.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+        self.pos_proj, self.hidden = nn.Linear(8, 8, bias=False), nn.Linear(8, 6, bias=False)
+        nn.utils.weight_norm(self.hidden)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_tables_and_scales_of_rows_are_no_matrices():
+    assert {name for name, use_muon in split(Tables()).items() if use_muon} == {
+        "post", "member", "log", "pos_proj.weight", "hidden.weight_v"}
+
+
+@pytest.mark.parametrize("head", ["distillation_classifier", "value_head"])
+def test_a_head_that_is_one_of_several(head):
+    model = nn.ModuleDict({"hidden": nn.Linear(8, 8, bias=False), head: nn.Linear(8, 3, bias=False)})
+    assert split(nn.ModuleDict({"model": model})) == {"model.hidden.weight": True, f"model.{head}.weight": False}
+
+
 def test_norms_go_to_adamw_whatever_their_shape():
     model = nn.Sequential(nn.LayerNorm((4, 6)), nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.RMSNorm((2, 3)),
                           nn.Linear(4, 4, bias=False))

@@ -97,7 +97,7 @@ def _plain(value):
     """An option as JSON has it."""
     if isinstance(value, (tuple, list)):
         return list(map(_plain, value))
-    return value.item() if isinstance(value, torch.Tensor) else value
+    return value.item() if hasattr(value, "item") else value  # of torch or NumPy
 
 
 def _as_own(key, own, value):

@@ -111,17 +111,20 @@ def _judge(param, places):
         *path, leaf = parts = name.split(".")
         top = next((part for part in parts if part not in TOPS), leaf)
         if (isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or any("embed" in part for part in parts)
-                or set(parts) & set(EMBEDDINGS)):
+                or set(parts) & set(EMBEDDINGS) or {"emb", "pos"} & set(leaf.split("_"))):
             return False, "embedding"
         if any(word in leaf for word in ("token", "position")):
             return False, "token"
-        if set(parts) & set(HEADS) or top in TOP_HEADS:
+        if set(parts) & set(HEADS) or top in TOP_HEADS or top.endswith(("_head", "_classifier")):
             return False, "head"
         if isinstance(module, nn.modules.conv._ConvNd):
             return False, "convolution"
         if "Norm" in type(module).__name__:
             return False, "norm"
-        if "parametrizations" in path and 1 in param.shape:
+        if leaf == "A_log":  # of Mamba, whose state is multiplied by it element by element
+            return False, "decay"
+        scale = leaf.endswith("_g") and hasattr(module, f"{leaf[:-1]}v")  # of the weight_norm without parametrizations
+        if 1 in param.shape and (scale or "parametrizations" in path):
             return False, "part of a parametrization"
     return True, "matrix" if param.ndim == 2 else "stack of matrices"
 
