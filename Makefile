@@ -16,9 +16,12 @@ else
   TEST_READY := $(VENV)/test.ready
 endif
 
+# What is imported is compiled once, by the first that does, also where Python is told to keep nothing; all of torch
+# would take longer than the install.
+PIP = $(PYTHON) -m pip install --quiet --no-compile
+export PYTHONDONTWRITEBYTECODE :=
+
 test test-gpu validate: export OMP_NUM_THREADS ?= 1
-# Every rank imports tests and package: it reads what the first has compiled, also where Python is told to keep nothing.
-test test-gpu validate: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help build demo test test-gpu lint validate bench clean
 
@@ -54,11 +57,11 @@ clean: ## remove builds and caches, but not .venv
 $(VENV)/demo.ready: requirements/torch.txt requirements/demo.txt
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
 	python3 -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet "$(TORCH)"
-	$(PYTHON) -m pip install --quiet -r requirements/demo.txt
+	$(PIP) "$(TORCH)"
+	$(PIP) -r requirements/demo.txt
 	touch $@
 
 $(VENV)/test.ready: $(VENV)/demo.ready requirements/test.txt requirements/triton.txt
-	$(PYTHON) -m pip install --quiet -r requirements/test.txt \
+	$(PIP) -r requirements/test.txt \
 		$$($(PYTHON) -c 'import triton' 2>/dev/null || echo -r requirements/triton.txt)
 	touch $@
