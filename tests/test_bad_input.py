@@ -461,6 +461,19 @@ def test_a_parameter_that_keeps_its_elements_elsewhere():
         package().Muon([("w", nn.Parameter(TwoTensor(torch.zeros(2, 2), torch.zeros(2, 2))))])
 
 
+@pytest.mark.parametrize("kind, use_muon", [("fake", True), ("fake", False), ("meta", True)])
+def test_a_step_of_parameters_without_memory(kind, use_muon):
+    """Of estimates of memory, and of models that are yet to be initialized; the optimizer may be made before."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode() if kind == "fake" else torch.device("meta"):
+        weight = nn.Parameter(torch.empty(3, 4))
+        weight.grad = torch.empty(3, 4)
+    optimizer = package().Muon([{"params": [("w", weight)], "use_muon": use_muon}])
+    with pytest.raises(RuntimeError, match="parameter w is a fake tensor|parameter w; .*meta tensors hold no numbers"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("key, value, good", [("ns_steps", 2.0, 2), ("eps", None, 1e-7), ("adjust_lr_fn", "foo", None),
                                               ("ns_coefficients", "nope", "jordan")])
 def test_a_wrong_number_between_steps_is_refused_before_anything_changes(key, value, good):

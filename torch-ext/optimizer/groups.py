@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .layout import check_local_shape, check_placements, is_dtensor, local_of
@@ -219,21 +220,31 @@ def check_numbers(group) -> None:
         _require(0 <= _number(group[key]) < math.inf, key, group[key], "a finite number >= 0")
     for key in ("momentum", "beta2") if group["use_muon"] else ():
         _require(0 <= _number(group.get(key, 0)) < 1, key, group.get(key), "a number in [0, 1)")
-    check_again([group])
+    _check_values(group)
 
 
 def check_again(groups) -> None:
-    """The same, before a step, for what no schedule changes; the rest may lie on a device that nobody waits for."""
+    """The same, before a step, for what no schedule changes; the rest may lie on a device that nobody waits for. Raise
+    RuntimeError for a fake tensor, which an optimizer may be made for, but not step.
+    """
     for group in groups:
-        _require(0 <= _number(group["eps"]) < math.inf, "eps", group["eps"], "a finite number >= 0")
-        if group["use_muon"]:
-            scales = (None, *SCALES)
-            _require(group["adjust_lr_fn"] in scales, "adjust_lr_fn", group["adjust_lr_fn"], f"one of {scales}")
-            steps_of(group["ns_coefficients"], group["ns_steps"])
-            continue
-        betas = group.get("betas")
-        pair = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0 <= _number(b) < 1 for b in betas)
-        _require(pair, "betas", betas, "two numbers in [0, 1)")
+        _check_values(group)
+        for param, name in names_in(group).items():
+            if isinstance(local_of(param), FakeTensor):
+                raise RuntimeError(f"parameter {name} is a fake tensor: it has no memory in which step() could change "
+                                   "it. Leave the step out of what runs under FakeTensorMode")
+
+
+def _check_values(group) -> None:
+    _require(0 <= _number(group["eps"]) < math.inf, "eps", group["eps"], "a finite number >= 0")
+    if group["use_muon"]:
+        scales = (None, *SCALES)
+        _require(group["adjust_lr_fn"] in scales, "adjust_lr_fn", group["adjust_lr_fn"], f"one of {scales}")
+        steps_of(group["ns_coefficients"], group["ns_steps"])
+        return
+    betas = group.get("betas")
+    pair = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0 <= _number(b) < 1 for b in betas)
+    _require(pair, "betas", betas, "two numbers in [0, 1)")
 
 
 def _number(value) -> float:

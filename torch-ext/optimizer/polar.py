@@ -249,6 +249,9 @@ def orthogonalize_(stacks: Sequence[torch.Tensor | Split], steps: Steps, eps: fl
     flat uint8 tensors, apart from the stacks, of the bytes that `scratch` says: two of half the first number each, and
     of the second; None for new memory. `into`: where polar factors go instead. Both may be Splits, if `splits` says so.
     """
+    if any(stack.device.type == "meta" for stack in stacks):
+        raise RuntimeError("meta tensors hold no numbers to orthogonalize: give the model memory before it is stepped "
+                           "(model.to_empty() and an initialization)")
     _polar(list(zip(stacks, into or stacks)), steps, eps, dtype, memory)
 
 
