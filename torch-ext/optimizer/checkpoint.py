@@ -14,13 +14,12 @@ import torch
 
 from .groups import TOLERATED, check_group, clean_names
 from .layout import is_dtensor
-from .loaded import check_state
+from .loaded import KINDS, check_state
 from .owned import KEYS
 from .store import state_keys
 
 FORMAT, VERSION = "optimizer-state", "1"
 STRUCTURE = ("params", "param_names", "use_muon")  # of a group: what its options are not
-KINDS = {True: "Muon", False: "AdamW"}
 
 
 def export_state(optimizer, path, model=None) -> None:
