@@ -27,7 +27,7 @@ def export_state(optimizer, path, model=None) -> None:
 
     `model` names the parameters; without it the groups' `param_names` do. For one process: ValueError for DTensors and
     where owners keep the state (use torch.distributed.checkpoint), or where a parameter has no name; RuntimeError after
-    a step that failed half-way.
+    a step that failed half-way. Needs the package safetensors.
     """
     if optimizer._half_way or optimizer._early.failed:
         raise RuntimeError("the last step of this optimizer failed half-way, so that a file would hold some state of "
