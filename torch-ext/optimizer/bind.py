@@ -66,6 +66,11 @@ class Plan:
     kept: list | None = None
     strays: dict = field(default_factory=dict)
 
+    def compared_by(self, number) -> tuple:
+        """The ranks that tell each other of a parameter's gradients; () if no other rank has to know."""
+        layout = self.layouts[number]
+        return layout.ranks if number in self.shared and len(layout.boxes) > 1 else ()
+
 
 class Planner:
     """Plans the groups of one step. `alone`: this process steps them without others.
