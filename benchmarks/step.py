@@ -100,7 +100,10 @@ def arguments():
     parser.add_argument("--report", action="store_true", help="print rank 0's plan_report(), with one more step timed")
     parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
     parser.add_argument("--out", default="step.csv", help="CSV to append to")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if "replay" in options.runs and not torch.cuda.is_available():
+        parser.error("--runs replay needs a GPU: it replays a CUDA graph")
+    return options
 
 
 def worker(rank: int, ranks: int, port: int, options, rows) -> None:

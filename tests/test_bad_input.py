@@ -116,6 +116,10 @@ def test_groups_that_schedulers_have_written_to_make_another_optimizer():
     assert [group["max_lr"] for group in second.param_groups] == [0.1, 0.1] and "swa_lr" in second.param_groups[0]
 
 
+def test_who_reduces_gradients_is_said_by_a_bool():
+    refuse(["grads_are_reduced='no'", "True or False"], [matrix()], grads_are_reduced="no")
+
+
 def test_a_parameter_in_two_groups():
     shared = matrix()
     second = {"params": [("b.bias", matrix(3)), ("b.weight", shared)], "use_muon": False}

@@ -335,6 +335,8 @@ def test_flattened_convolutions_are_refused():
 
 
 def test_a_flattened_state_dict_is_refused():
+    with pytest.raises(ValueError, match="this one has nothing: "):
+        package().convert_state_dict({})
     with pytest.raises(ValueError, match="without flatten_optimizer_state_dict"):
         package().convert_state_dict({"state.a.momentum": torch.zeros(2)})
 

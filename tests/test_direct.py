@@ -64,7 +64,7 @@ def test_norms_have_the_bits_of_whole_matrices(part, path, device, shape, cuts, 
 def test_norms_where_reads_at_a_time_are_cut(part, path, device, monkeypatch):
     """Spans of several rows, and several reads of a span, each cut anywhere."""
     for at_once, share in itertools.product((16, 64, 2048), (1, 3, 16)):
-        monkeypatch.setattr(part("kernels.norm"), "AT_ONCE", at_once)
+        monkeypatch.setattr(part("kernels.norm"), "READ", at_once)
         monkeypatch.setattr(part("kernels.norm"), "SHARE", share)
         U = torch.randn(3, 24, 8, device=device)
         for cuts in CUTS:

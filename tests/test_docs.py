@@ -211,10 +211,25 @@ def test_the_table_of_group_keys_is_complete(part):
     assert set(table("README.md", "### Keys of a group")) == part("groups").KEYS | {"beta2"}
 
 
+def test_keys_that_are_let_through_are_listed(part):
+    said = re.search(r"\n\n([^|]*)are let through without effect", text_of("README.md"))[1]
+    assert {name.partition("=")[0] for name in re.findall(r"`([^`]+)`", said)} == part("groups").TOLERATED
+
+
+def test_ranks_compare_as_many_numbers_as_is_said(part):
+    assert f"one row of {len(part('agree').FACTS)} numbers" in text_of("docs/reliability.md")
+
+
 def test_every_variable_that_the_package_reads_is_documented():
     sources = "".join(p.read_text() for p in (ROOT / "torch-ext").rglob("*.py"))
     read = set(re.findall(r"environ(?:\.get\(|\[)\s*[\"'](\w+)", sources))
     assert read and read <= set(table("docs/env.md", "## The package"))
+
+
+def test_every_variable_of_the_tests_is_documented():
+    named = set(re.findall(r"\"(OPTIMIZER_[A-Z]+)\"", "".join(p.read_text() for p in (ROOT / "tests").glob("*.py"))))
+    tests = set(table("docs/env.md", "## Tests"))
+    assert tests <= named <= tests | set(table("docs/env.md", "## The package"))
 
 
 def test_every_mode_has_a_section():

@@ -38,9 +38,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="the table")
     parser.add_argument("--ops", nargs="+", default=OPS, choices=OPS, help="operations to measure")
-    parser.add_argument("--seconds", type=float, default=600, 
+    parser.add_argument("--seconds", type=float, default=600,
                         help="measure no further case after this time, once there are enough for a fit")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("tiles are timed on a GPU, and there is none")
     package = get_kernel("org/optimizer", version=1).__name__
     gram, tiles = (importlib.import_module(f"{package}.kernels.{name}") for name in ("gram", "tiles"))
     arch, device = tiles.architecture("cuda", torch.cuda.current_device()), torch.cuda.get_device_properties()

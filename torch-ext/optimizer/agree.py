@@ -114,7 +114,7 @@ def _compare(facts, forms, group, device) -> None:
     for place, fact in enumerate(FACTS):
         odd = _odd(ranks, [row[place] for row in rows])
         if odd and fact == "parameters":
-            fact = _first(forms, ranks, group, device)
+            fact = _first(forms, group, device)
         if odd:
             usual = [rank for rank in ranks if rank not in odd]
             raise RuntimeError(f"rank {this_rank()}: the ranks have different plans. Ranks {odd} and ranks {usual} "
@@ -128,7 +128,7 @@ def _odd(ranks, values) -> list:
     return [rank for rank, value in zip(ranks, values) if value != usual]
 
 
-def _first(forms, ranks, group, device) -> str:
+def _first(forms, group, device) -> str:
     """Where the lists of parameters part; they are of one length, and all ranks know that they differ."""
     rows = _gather([number for _, number in forms], group, device)
     place = next(i for i, column in enumerate(zip(*rows)) if len(set(column)) > 1)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from . import polar
 from .agree import agree
+from .change import gradient_dtype
 from .groups import check_param, name_in, names_in
 from .guard import Guard
 from .iteration import gain_side_by_side
@@ -36,7 +37,7 @@ from .plan import (
 from .routes import ROUTES, Elementwise
 from .settle import settle_state
 from .share import chunk_share, share_of
-from .store import Bound, Store, Workspace, gradient_dtype, home_of
+from .store import Bound, Store, Workspace, home_of
 
 # what capturable=True says, once each, where a graph does not fit
 OTHER_NUMBERS = "the step is not replayed, since a number other than lr, weight_decay and momentum changed"
@@ -64,6 +65,11 @@ class Plan:
     pace: str = ""
     kept: list | None = None
     strays: dict = field(default_factory=dict)
+
+    def compared_by(self, number) -> tuple:
+        """The ranks that tell each other of a parameter's gradients; () if no other rank has to know."""
+        layout = self.layouts[number]
+        return layout.ranks if number in self.shared and len(layout.boxes) > 1 else ()
 
 
 class Planner:

@@ -14,13 +14,12 @@ import torch
 
 from .groups import TOLERATED, check_group, clean_names
 from .layout import is_dtensor
-from .loaded import check_state
+from .loaded import KINDS, check_state
 from .owned import KEYS
 from .store import state_keys
 
 FORMAT, VERSION = "optimizer-state", "1"
 STRUCTURE = ("params", "param_names", "use_muon")  # of a group: what its options are not
-KINDS = {True: "Muon", False: "AdamW"}
 
 
 def export_state(optimizer, path, model=None) -> None:
@@ -28,7 +27,7 @@ def export_state(optimizer, path, model=None) -> None:
 
     `model` names the parameters; without it the groups' `param_names` do. For one process: ValueError for DTensors and
     where owners keep the state (use torch.distributed.checkpoint), or where a parameter has no name; RuntimeError after
-    a step that failed half-way.
+    a step that failed half-way. Needs the package safetensors.
     """
     if optimizer._half_way or optimizer._early.failed:
         raise RuntimeError("the last step of this optimizer failed half-way, so that a file would hold some state of "

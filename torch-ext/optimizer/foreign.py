@@ -34,9 +34,10 @@ def convert_state_dict(state_dict) -> dict:
     that of one rank of Keller Jordan's does; NotImplementedError for options that do not exist here.
     """
     if "state" not in state_dict or "param_groups" not in state_dict:
-        raise ValueError("a state dict has `state` and `param_groups`; this one has "
-                         f"{', '.join(map(str, list(state_dict)[:3]))}, ...: pass it as state_dict() returns it, or "
-                         "from get_optimizer_state_dict without flatten_optimizer_state_dict")
+        found = [*map(str, list(state_dict)[:3]), *["..."] * (len(state_dict) > 3)]
+        raise ValueError(f"a state dict has `state` and `param_groups`; this one has {', '.join(found) or 'nothing'}: "
+                         "pass it as state_dict() returns it, or from get_optimizer_state_dict without "
+                         "flatten_optimizer_state_dict")
     convert = _source(state_dict)
     if convert is None:
         return state_dict

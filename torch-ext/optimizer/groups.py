@@ -59,7 +59,7 @@ def get_default_muon_param_groups(model: nn.Module, *, report=None) -> list[dict
     biases (also those of a stack, (E, R)), vectors and scalars, whatever their number of dims, go to AdamW. Tied
     weights count once, frozen ones not at all. The Muon group sets adjust_lr_fn="match_rms_adamw" (arXiv 2502.16982),
     so that one learning rate serves both. `report`: a function that gets the split as a printable table (for example
-    `print`). Raises ValueError if nothing goes to Muon.
+    `print`). Raises ValueError if nothing goes to Muon, or if a parameter is lazy and has no shape yet.
     """
     rows, chosen = [], {True: [], False: []}
     for row, param in _split(model):

@@ -27,9 +27,8 @@ class Guard:
         self.groups, self.whole, self.numbers, self.segments = groups, whole, [], {}
         members = {}
         for plan, store in zip(plans, stores):
-            for number, layout in enumerate(plan.layouts):
-                ranks = layout.ranks if number in plan.shared and len(layout.boxes) > 1 else ()
-                members.setdefault(ranks, []).append((plan, store, number))
+            for number in range(len(plan.params)):
+                members.setdefault(plan.compared_by(number), []).append((plan, store, number))
         firsts, self.count = {id(store): {} for store in stores}, 0
         for ranks in sorted(members, key=turn):
             start = self.count

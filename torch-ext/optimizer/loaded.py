@@ -14,6 +14,7 @@ from .layout import as_dtensor, is_by_rows, is_dtensor, local_of, place_like
 from .owned import KEYS
 from .store import home_of, state_keys, state_shape
 
+KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
 OTHERS = "maximize", "amsgrad", "differentiable"  # options of torch's that change what a step is
 FOREIGN = {"adamw_betas", "algorithm"}  # keys of groups whose momentum is another sum: foreign.py
 
@@ -106,12 +107,11 @@ def _check_kind(number, group, saved) -> None:
     if other:
         raise ValueError(f"parameter group {number} was saved with {other[0]}={saved[other[0]]!r}, which is not known "
                          "here: go on with the one that saved it, or remove the key")
-    kinds = {True: "Muon", False: "AdamW"}
     ours, theirs = bool(group["use_muon"]), bool(saved.get("use_muon", group["use_muon"]))
     if ours != theirs:
         names = saved.get("param_names") or saved["params"]
-        raise ValueError(f"parameter group {number} ({names[0]}, ...) is one of {kinds[theirs]} in the state dict, but "
-                         f"of {kinds[ours]} here: build the groups in the order in which they were saved")
+        raise ValueError(f"parameter group {number} ({names[0]}, ...) is one of {KINDS[theirs]} in the state dict, but "
+                         f"of {KINDS[ours]} here: build the groups in the order in which they were saved")
     check_numbers({**group, **{key: saved[key] for key in saved if key in group}})
 
 

@@ -35,31 +35,33 @@ class Muon(Returning):
     """Muon for hidden matrices and AdamW for the rest, on any sharding (Keller Jordan, 2024; arXiv 2502.16982).
 
     params: parameters, named parameters or groups. Groups with use_muon=True (the default) hold parameters (..., R,
-    C), each (R, C) a matrix; groups with use_muon=False go to AdamW. lr, weight_decay, momentum, nesterov,
-    ns_coefficients, eps, ns_steps, adjust_lr_fn: as in torch.optim.Muon and settable per group. ns_coefficients: the
-    name of a set, a triple or ns_steps triples. adjust_lr_fn: None or "original", "match_rms_adamw", "rms_norm",
-    "spectral_norm". adamw_betas, adamw_eps: defaults of `betas` and `eps` in AdamW groups.
+    C), each (R, C) a matrix; groups with use_muon=False go to AdamW.
+    lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in torch.optim.Muon, settable
+    per group. eps is in units of a matrix's largest element; ns_coefficients: the name of a set, a triple or ns_steps
+    triples; adjust_lr_fn: None or "original", "match_rms_adamw" or "rms_norm", "spectral_norm".
+    adamw_betas, adamw_eps: defaults of `betas` and `eps` in AdamW groups.
 
-    process_group: the ranks that hold copies of plain (non-DTensor) parameters, among which the work is then split;
-    None means that every process steps its plain parameters alone. shard_state=True: owners alone keep the
-    state. grads_are_reduced=False: their gradients have not been averaged over process_group; the optimizer does it,
-    and owners alone keep the state. Gradients of matrices are then rounded to wire_dtype and averaged in fp32.
-    state_dtype: of momentum_buffer, exp_avg and exp_avg_sq. wire_dtype: of updates between home and owner, on every
-    layout, so that all layouts give the same bits. ns_dtype: of the Newton-Schulz products; None means fp16 on
-    accelerators and fp32 on CPUs. workspace_bytes: bound on the memory of buckets and of the iteration, ValueError
-    at the first step if one matrix per rank takes more; None means what pays up to 2 GiB and 3 % of the device.
-    capturable=True: on NVIDIA GPUs the step, its collectives included, is captured as a CUDA graph in the second step
-    and replayed; without, only the parts between collectives are. Either way the bits are the same, and lr,
-    weight_decay and momentum may change at every step (weight_decay of AdamW: at the price of a new capture).
-    nonfinite: what NaN or Inf in a gradient does. "propagate" looks at nothing: it spoils the matrix. "skip": that
-    matrix (under AdamW, that parameter) keeps its weight and state on every rank, and `skipped` counts it. "raise":
-    nothing changes on any rank, and the step ends in a RuntimeError; it waits for the device once. With a
-    torch.amp.GradScaler, whose found_inf keeps all of it, the step unscales gradients in place.
-    overlap_backward=True: gradients leave for their owners during the backward that `last_backward` is put round; each
-    bucket then has memory of its own. overlap_forward=True: on GPUs no stream waits for `step`; each module of a model
-    that was given to `updates_return_during` waits for its own weights. With both the bits stay the same.
+    process_group (None): the ranks that hold copies of plain (non-DTensor) parameters, among which the work is then
+    split; None means that every process steps its plain parameters alone.
+    shard_state (False): True: owners alone keep the state of those.
+    grads_are_reduced (True): False: their gradients have not been averaged over process_group; the optimizer does it,
+    of matrices in fp32 after they are rounded to wire_dtype, and owners alone keep the state.
+    state_dtype (fp32): of momentum_buffer, exp_avg and exp_avg_sq. wire_dtype (bf16): of updates between home and
+    owner, on every layout, so that all give the same bits. ns_dtype (None): of products; None means fp16, fp32 on CPUs.
+    workspace_bytes (None): bound on the memory of buckets and of the iteration, ValueError at the first step if one
+    matrix per rank takes more; None means what pays, up to 2 GiB and 3 % of a GPU, 256 MiB on a CPU.
+    capturable (False): True: on NVIDIA GPUs the step, its collectives included, is captured as a CUDA graph in the
+    second step and replayed; False: the parts between collectives are. The bits are the same, and lr, weight_decay and
+    momentum may change at every step (weight_decay of AdamW: at the price of a new capture).
+    nonfinite ("propagate"): what NaN or Inf in a gradient does. "propagate" looks at nothing: it spoils the matrix.
+    "skip": that matrix (under AdamW, that parameter) keeps its weight and state on every rank, and `skipped` counts it.
+    "raise": nothing changes on any rank; the step waits for the device once and ends in a RuntimeError.
+    overlap_backward (False): True: gradients leave for their owners during the backward that `last_backward` is put
+    round; each bucket then has memory of its own. overlap_forward (False): True: on GPUs no stream waits for `step`;
+    each module of a model given to `updates_return_during` waits for its own weights. With both the bits are the same.
 
-    Raises ValueError or NotImplementedError at construction for what could not be stepped.
+    With a torch.amp.GradScaler the step unscales gradients in place; its found_inf leaves the whole step out. Raises
+    ValueError, NotImplementedError or TypeError at construction for what could not be stepped.
     """
     timing, _extra_keys, _graphs, _beside = False, (), None, None
     _step_supports_amp_scaling = True  # torch.amp.GradScaler sets `grad_scale` and `found_inf`, and leaves the rest
@@ -166,7 +168,6 @@ class Muon(Returning):
     def last_backward(self):
         """Round the backward of the step's last micro-batch: with overlap_backward=True, gradients leave for their
         owners as soon as all of a bucket are there. Otherwise, and before the first step, nothing happens.
-
         Then call `step` before gradients change. Raises RuntimeError if gradients have left already.
         """
         refuse_torn(self._half_way or self._early.failed)
@@ -179,7 +180,6 @@ class Muon(Returning):
 
     def plan_report(self) -> Report:
         """The plan of the last step, as this rank knows it: print it, or draw its `figure()`. Not collective.
-
         Set the attribute `timing` to True before a step to have that step's times in it; such a step is not replayed
         from one graph. RuntimeError before the first step, which makes the plan.
         """

@@ -5,7 +5,8 @@ from .muon import Muon
 
 
 class NorMuon(Muon):
-    """Muon whose update is divided, row by row, by the root of its mean square over time (arXiv 2510.05491).
+    """Muon whose update is divided, row by row, by the root of its mean square over time, and keeps its Frobenius norm
+    (arXiv 2510.05491, in the form of its authors' code).
 
     beta2: decay of that mean square, kept in fp32 as `second_moment` (..., R, 1); all else as in `Muon`.
     """

@@ -47,7 +47,7 @@ class Options:
         room = self.workspace_bytes
         if room is not None and (type(room) is not int or room < 1):
             raise ValueError(f"workspace_bytes={room!r} is not allowed: it must be a whole number >= 1, or None")
-        for key in ("shard_state", "capturable", "overlap_backward", "overlap_forward"):
+        for key in ("grads_are_reduced", "shard_state", "capturable", "overlap_backward", "overlap_forward"):
             if type(getattr(self, key)) is not bool:
                 raise ValueError(f"{key}={getattr(self, key)!r} is not allowed: it must be True or False")
         if not self.grads_are_reduced and self.process_group is None:

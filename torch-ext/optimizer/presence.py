@@ -28,9 +28,8 @@ class Presence:
         self.members, self.stores, self.groups, self.saved, self.works = {}, stores, groups, {}, []
         self.device = stores[0].device if stores else torch.device("cpu")
         for plan, store in zip(plans, stores):
-            for number, layout in enumerate(plan.layouts):
-                ranks = layout.ranks if number in plan.shared and len(layout.boxes) > 1 else ()
-                self.members.setdefault(ranks, []).append((store, number))
+            for number in range(len(plan.params)):
+                self.members.setdefault(plan.compared_by(number), []).append((store, number))
         self.all_here = [True] * sum(len(members) for ranks, members in self.members.items() if ranks)
 
     def here(self) -> list[bool]:

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from . import recipe
+from .change import gradient_dtype
 from .direct import Stacks, copy_apart
 from .graphs import capturing
 from .kernels.pack import Copy, Pack, copy_torch
 from .kernels.update import Update
 from .mean import Mean
-from .store import gradient_dtype, like, piece_at
+from .store import like, piece_at
 
 
 class Local:
@@ -75,6 +76,10 @@ class Journey:
         self.bound.replay(self.compute, hp)
         yield from self.outbound.go()
         self.bound.replay(self.land, hp)
+
+    def leave(self, _):
+        """Gradients as they are, where a route says nothing else."""
+        self.fill(*self.bound.gradients())
 
 
 class Exchange(Journey):
@@ -149,9 +154,6 @@ class Reduce(Journey):
         self.update = Update(bound.weights(others), list(others.values()), bound.scales(others),
                              bound.store.skip(others))
 
-    def leave(self, _):
-        self.fill(*self.bound.gradients())
-
     def compute(self, hp):
         recipe.momentum(self.pack, self.mean(), self.bound.store.numbers, hp, self.bound.at_once)
         self.fetch_rows()
@@ -221,9 +223,6 @@ class ReduceElementwise(Journey):
         self.fill = Copy.of_gradients([self.inbound.leave[p] for p in home], sources, gradients)
         self.collect = Mean(self.inbound, self.bound.memory["mean"])
         return [self.collect.view(p) for p in owned]
-
-    def leave(self, _):
-        self.fill(*self.bound.gradients())
 
     def compute(self, hp):
         self.collect()

@@ -13,7 +13,7 @@ from . import at_once, jit, look, use_triton
 from .split import Split, memory_of, piece_of, rows_at, strides_of, table_of
 
 tl = None  # Triton's language, put here by jit
-AT_ONCE = 2048  # elements that a program reads at a time
+READ = 2048  # elements that a program reads at a time
 SHARE = 16  # times that it reads, at least; few large shares are few sums to add for whoever casts a tile
 PARTS = 256  # shares of one matrix, at most
 LONG = 24  # turns from which on more reads are on their way at a time
@@ -32,8 +32,8 @@ def unit_norm(U: torch.Tensor | Split, X: torch.Tensor, eps: float, scratch: tor
     if U.stride(2) > U.stride(1):
         U, X = U.mT, X.mT
     N, R, C = U.shape
-    block = min(AT_ONCE, max(16, 1 << (C - 1).bit_length()))
-    rows = AT_ONCE // block
+    block = min(READ, max(16, 1 << (C - 1).bit_length()))
+    rows = READ // block
     span = max(rows * -(-R // (rows * PARTS)), rows * max(1, SHARE * block // max(block, C)))
     parts = -(-R // span)
     sums = _room_for_sums(scratch, N, parts, U.device)
