@@ -15,7 +15,7 @@ from . import look, typed
 from .ring import available, gluon_jit
 from .tiles import architecture
 
-gl = fence = multiply = multiplied = None  # Gluon's language, put here by gluon_jit
+gl = fence = barrier = multiply = multiplied = None  # Gluon's language, put here by gluon_jit
 SIDE, LONGEST = 128, 512  # short side, and long side
 MOST_STEPS = 10  # each is compiled for itself
 WIDTH = 64  # columns of X that are multiplied at a time
@@ -175,13 +175,13 @@ def _step(A, Q, tiles, triples, zero, step: gl.constexpr, FIRSTS: gl.constexpr):
         tile.store(Z)
         T = _cast(multiplied(0 if FIRST else 1, deps=(sums,)), A.dtype)
         fence()
-        gl.thread_barrier()
+        barrier()
         sums = multiply(gl.convert_layout(T, left), tile.permute([1, 0]), a * T.to(gl.float32), is_async=True)
         if FIRST:
             Q = Z
         else:
             Q = _cast(multiplied(1, deps=(follow,)), A.dtype)
-            gl.thread_barrier()
+            barrier()
             q_tile.store(Q)
         A = _cast(multiplied(0, deps=(sums,)), A.dtype)
         _show(A, a_tile)
@@ -219,7 +219,7 @@ def _restart(Q, X, TURNED: gl.constexpr, PIECES: gl.constexpr, narrow: gl.conste
             products = products + (_product(q, X, piece + 1, TURNED, narrow),)
         x = _cast(multiplied((piece > 0) + (piece + 1 < PIECES), deps=(products[piece],)), Q.dtype)
         tile = _tile(X, piece, TURNED)
-        gl.thread_barrier()
+        barrier()
         _show(x, tile)
         sums = multiply(tile, tile.permute([1, 0]), sums, use_acc=piece > 0, is_async=True)
     return _cast(multiplied(0, deps=(sums,)), Q.dtype)
@@ -241,7 +241,7 @@ def _finish(Q, X, start, strides, n, m, TURNED: gl.constexpr, PIECES: gl.constex
             products = products + (_product(q, X, piece + 1, TURNED, narrow),)
         tile = _tile(stages, piece % 2, OUT_TURNED)
         tile.store(_cast(multiplied(piece + 1 < PIECES, deps=(products[piece],)), DTYPE))
-        gl.thread_barrier()
+        barrier()
         at, inside = _place(start, strides, piece, n, m, SIDE, WIDTH, layout)
         gl.store(at, tile.load(layout), mask=inside)
 
@@ -267,7 +267,7 @@ def _show(values, tile):
     """Store where no product reads any more, for products to come."""
     tile.store(values)
     fence()
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon_jit

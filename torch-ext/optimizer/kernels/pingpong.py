@@ -9,7 +9,7 @@ from __future__ import annotations
 from .ring import fetch, gluon_jit, make_ring, multiply_ring, place, place_of_half
 from .strip import ask, finish_strip
 
-gl = mbarrier = tma = fence = None  # Gluon's language, put here by gluon_jit
+gl = mbarrier = tma = fence = barrier = load_box = store_box = None  # Gluon's language, put here by gluon_jit
 
 
 @gluon_jit.alike("count", "whole", "halves", "inner")
@@ -61,7 +61,7 @@ def _consume(ring, work, finish, half, factors, WHO: gl.constexpr, SYMMETRIC: gl
         tma.store_wait(0)
         if ADDENDS > 0:
             mbarrier.expect(arrived, 2 * BLOCK * BLOCK)
-            tma.async_copy_global_to_shared(c, [matrix, i * BLOCK, j * BLOCK], arrived, tile)
+            load_box(c, [matrix, i * BLOCK, j * BLOCK], arrived, tile)
         mbarrier.wait(may_multiply.index(WHO), (mine + 1 + WHO) & 1)
         sums = multiply_ring(ring, (2 * mine + WHO) * steps, steps, may_multiply.index(1 - WHO), SYMMETRIC, TURNED,
                              BLOCK, 0, BLOCK, BLOCK, BLOCK_K, STAGES)
@@ -73,9 +73,9 @@ def _consume(ring, work, finish, half, factors, WHO: gl.constexpr, SYMMETRIC: gl
             loads += 1
             sums = sums + factors[2] * flat.load(layout).to(gl.float32)
         if ADDENDS > 1:
-            gl.thread_barrier()
+            barrier()
             mbarrier.expect(arrived, 2 * BLOCK * BLOCK)
-            tma.async_copy_global_to_shared(d, [matrix, i * BLOCK, j * BLOCK], arrived, tile)
+            load_box(d, [matrix, i * BLOCK, j * BLOCK], arrived, tile)
             mbarrier.wait(arrived, loads & 1)
             loads += 1
             sums = sums + factors[3] * flat.load(layout).to(gl.float32)
@@ -105,21 +105,21 @@ def _store(sums, factors, out, tile, matrix, i, j, layout: gl.constexpr, SYMMETR
     if FORM >= 2:
         sums = sums + gl.where((r == s) & (i == j), factors[1], 0.0)
     result = sums.to(out.dtype)
-    gl.thread_barrier()
+    barrier()
     flat.store(result)
     if SYMMETRIC == 2:
         if i == j:
             result = gl.where(r < s, flat.permute([1, 0]).load(layout), result)
-            gl.thread_barrier()
+            barrier()
             flat.store(result)
     fence()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(out, [matrix, i * BLOCK, j * BLOCK], tile)
+    barrier()
+    store_box(out, [matrix, i * BLOCK, j * BLOCK], tile)
     if SYMMETRIC:
         if i != j:
             tma.store_wait(0)
-            gl.thread_barrier()
+            barrier()
             flat.permute([1, 0]).store(result)
             fence()
-            gl.thread_barrier()
-            tma.async_copy_shared_to_global(out, [matrix, j * BLOCK, i * BLOCK], tile)
+            barrier()
+            store_box(out, [matrix, j * BLOCK, i * BLOCK], tile)

@@ -10,7 +10,7 @@ import functools
 
 from . import jit
 
-gl = mbarrier = tma = fence = multiply = multiplied = None  # Gluon's language, put here by gluon_jit
+gl = mbarrier = multiply = multiplied = load_box = view = None  # Gluon's language, put here by gluon_jit
 VERSION = "3.6."  # of Triton; Gluon is experimental and changes from one to the next
 
 
@@ -39,8 +39,16 @@ class gluon_jit(jit):
         from triton.experimental.gluon import language
         from triton.experimental.gluon.language.nvidia import hopper
 
-        scope.update(gl=language, mbarrier=hopper.mbarrier, tma=hopper.tma, fence=hopper.fence_async_shared,
-                     multiply=hopper.warpgroup_mma, multiplied=hopper.warpgroup_mma_wait)
+        def either(owner, name, newer):
+            return getattr(owner, name, None) or getattr(owner, newer)
+
+        scope.update(
+            gl=language, mbarrier=hopper.mbarrier, tma=hopper.tma, fence=hopper.fence_async_shared,
+            multiply=hopper.warpgroup_mma, multiplied=hopper.warpgroup_mma_wait,
+            barrier=either(language, "thread_barrier", "barrier"),
+            load_box=either(hopper.tma, "async_load", "async_copy_global_to_shared"),
+            store_box=either(hopper.tma, "async_store", "async_copy_shared_to_global"),
+            view=either(language.shared_memory_descriptor, "reinterpret", "_reinterpret"))
         return gluon.jit
 
 
@@ -103,18 +111,18 @@ def _fill(a, b, ring, matrix, i, j, number, steps, SYMMETRIC: gl.constexpr, TURN
     for k in range(0, steps * BLOCK_K, BLOCK_K):
         stage = number % STAGES
         arrived = full.index(stage)
-        rows = left.index(stage)._reinterpret(a.dtype, a.block_type.shape, a.layout)
-        columns = right.index(stage)._reinterpret(b.dtype, b.block_type.shape, b.layout)
+        rows = view(left.index(stage), a.dtype, a.block_type.shape, a.layout)
+        columns = view(right.index(stage), b.dtype, b.block_type.shape, b.layout)
         mbarrier.wait(empty.index(stage), (number // STAGES + 1) & 1)
         mbarrier.expect(arrived, 2 * (ROWS + COLUMNS) * BLOCK_K)
         if TURNED:
-            tma.async_copy_global_to_shared(a, [matrix, k, i * ROWS], arrived, rows)
+            load_box(a, [matrix, k, i * ROWS], arrived, rows)
         else:
-            tma.async_copy_global_to_shared(a, [matrix, i * ROWS, k], arrived, rows)
+            load_box(a, [matrix, i * ROWS, k], arrived, rows)
         if SYMMETRIC:
-            tma.async_copy_global_to_shared(b, [matrix, j * COLUMNS, k], arrived, columns)
+            load_box(b, [matrix, j * COLUMNS, k], arrived, columns)
         else:
-            tma.async_copy_global_to_shared(b, [matrix, k, j * COLUMNS], arrived, columns)
+            load_box(b, [matrix, k, j * COLUMNS], arrived, columns)
         number += 1
 
 
@@ -135,13 +143,13 @@ def multiply_ring(ring, number, steps, next_one, SYMMETRIC: gl.constexpr, TURNED
         stage = number % STAGES
         mbarrier.wait(full.index(stage), (number // STAGES) & 1)
         if TURNED:
-            rows = left.index(stage)._reinterpret(left.dtype, [BLOCK_K, HEIGHT], flat).permute([1, 0])
+            rows = view(left.index(stage), left.dtype, [BLOCK_K, HEIGHT], flat).permute([1, 0])
         else:
-            rows = left.index(stage)._reinterpret(left.dtype, [HEIGHT, BLOCK_K], flat)
+            rows = view(left.index(stage), left.dtype, [HEIGHT, BLOCK_K], flat)
         if SYMMETRIC:
-            columns = right.index(stage)._reinterpret(right.dtype, [COLUMNS, BLOCK_K], flat).permute([1, 0])
+            columns = view(right.index(stage), right.dtype, [COLUMNS, BLOCK_K], flat).permute([1, 0])
         else:
-            columns = right.index(stage)._reinterpret(right.dtype, [BLOCK_K, COLUMNS], flat)
+            columns = view(right.index(stage), right.dtype, [BLOCK_K, COLUMNS], flat)
         sums = multiply(rows.slice(FIRST, ROWS), columns, sums, is_async=True)
         sums = multiplied(1, deps=(sums,))
         mbarrier.arrive(empty.index((number + STAGES - 1) % STAGES), pred=k > 0)

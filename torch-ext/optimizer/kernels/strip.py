@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from .ring import gluon_jit
 
-gl = mbarrier = tma = fence = None  # Gluon's language, put here by gluon_jit
+gl = mbarrier = tma = fence = barrier = load_box = store_box = view = None  # Gluon's language, put here by gluon_jit
 
 
 @gluon_jit
 def ask(addend, own, arrived, matrix, row, column, COLUMNS: gl.constexpr):
     """Let the strip's squares of an addend arrive in the memory `own`, where nothing is stored from any more."""
     SIDE: gl.constexpr = addend.block_type.shape[1]
-    squares = own._reinterpret(addend.dtype, [COLUMNS // SIDE, 1, SIDE, SIDE], addend.layout)
+    squares = view(own, addend.dtype, [COLUMNS // SIDE, 1, SIDE, SIDE], addend.layout)
     mbarrier.expect(arrived, 2 * SIDE * COLUMNS)
     for k in gl.static_range(COLUMNS // SIDE):
-        tma.async_copy_global_to_shared(addend, [matrix, row, column + k * SIDE], arrived, squares.index(k))
+        load_box(addend, [matrix, row, column + k * SIDE], arrived, squares.index(k))
 
 
 @gluon_jit
@@ -30,15 +30,15 @@ def finish_strip(sums, d, out, own, arrived, loads, factors, matrix, row, column
     COLUMNS: gl.constexpr = sums.shape[1]
     layout: gl.constexpr = sums.type.layout
     upright: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    flat = own._reinterpret(out.dtype, [SIDE, COLUMNS], upright)
-    squares = own._reinterpret(out.dtype, [COLUMNS // SIDE, 1, SIDE, SIDE], out.layout)
+    flat = view(own, out.dtype, [SIDE, COLUMNS], upright)
+    squares = view(own, out.dtype, [COLUMNS // SIDE, 1, SIDE, SIDE], out.layout)
     if FORM % 2 == 1:
         sums = sums * factors[0]
     if ADDENDS > 0:
         mbarrier.wait(arrived, loads & 1)
         sums = sums + factors[2] * flat.load(layout).to(gl.float32)
     if ADDENDS > 1:
-        gl.thread_barrier()
+        barrier()
         ask(d, own, arrived, matrix, row, column, COLUMNS)
         mbarrier.wait(arrived, (loads + 1) & 1)
         sums = sums + factors[3] * flat.load(layout).to(gl.float32)
@@ -48,26 +48,26 @@ def finish_strip(sums, d, out, own, arrived, loads, factors, matrix, row, column
         sums = sums + gl.where(r == s, factors[1], 0.0)
     result = sums.to(out.dtype)
     tma.store_wait(0)
-    gl.thread_barrier()
+    barrier()
     flat.store(result)
     if SYMMETRIC == 2:
         if (row >= column) & (row < column + COLUMNS):
-            gl.thread_barrier()
+            barrier()
             _make_symmetric(squares.index((row - column) // SIDE).reshape([SIDE, SIDE]), SIDE)
     fence()
-    gl.thread_barrier()
+    barrier()
     for k in gl.static_range(COLUMNS // SIDE):
         if (column + k * SIDE <= row) | (SYMMETRIC == 0):
-            tma.async_copy_shared_to_global(out, [matrix, row, column + k * SIDE], squares.index(k))
+            store_box(out, [matrix, row, column + k * SIDE], squares.index(k))
     if SYMMETRIC:
         tma.store_wait(0)
-        gl.thread_barrier()
-        own._reinterpret(out.dtype, [COLUMNS, SIDE], upright).permute([1, 0]).store(result)
+        barrier()
+        view(own, out.dtype, [COLUMNS, SIDE], upright).permute([1, 0]).store(result)
         fence()
-        gl.thread_barrier()
+        barrier()
         for k in gl.static_range(COLUMNS // SIDE):
             if column + k * SIDE < row:
-                tma.async_copy_shared_to_global(out, [matrix, column + k * SIDE, row], squares.index(k))
+                store_box(out, [matrix, column + k * SIDE, row], squares.index(k))
 
 
 @gluon_jit
@@ -77,5 +77,5 @@ def _make_symmetric(square, SIDE: gl.constexpr):
     r = gl.arange(0, SIDE, layout=gl.SliceLayout(1, layout))[:, None]
     s = gl.arange(0, SIDE, layout=gl.SliceLayout(0, layout))[None, :]
     values = gl.where(r < s, square.permute([1, 0]).load(layout), square.load(layout))
-    gl.thread_barrier()
+    barrier()
     square.store(values)
