@@ -220,7 +220,7 @@ def plan_chunks(shapes, ranks, rank_bytes, itemsizes) -> list[Bucket]:
     sizes = [sum(m.numel for m in b) for b in buckets]
     route = "own_elementwise" if itemsizes.get("reduced") else "reduce_elementwise"
     return [Bucket(route, ranks, tuple(b), (), workspace(fixed, fixed) + element * n, None,
-                   (slot * n + fixed, bench * n + fixed)) for b, n in zip(buckets, sizes) if n]
+                   (slot * n + fixed, bench * n + fixed)) for b, n in zip(buckets, sizes) if b]
 
 
 def _of_chunks(ranks, itemsizes) -> tuple[int, int, int]:
