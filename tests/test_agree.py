@@ -162,3 +162,32 @@ def alike(rank, world):
 
 def test_what_may_differ_between_ranks(optimizer):
     assert all(run_threads(3, alike))
+
+
+def of_a_stage(rank, world):
+    """Stages of a pipeline: each half of the ranks has a matrix of its own, one of them before what all ranks have.
+    The largest difference from one process after two steps.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    stage, half = 2 * rank // world, world // 2
+    meshes = [DeviceMesh("cpu", list(range(i * half, i * half + half))) for i in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    *tied, own = [torch.randn(shape, generator=generator) for shape in [(8, 6), (6, 8), (5, 8)]]
+    tied = [cut(full, init_device_mesh("cpu", (world,)), [Shard(0)]) for full in tied]
+    own = cut(own, meshes[stage], [Shard(0)])
+    many = [nn.Parameter(p) for p in ([*tied, own] if stage == 0 else [own, *tied])]
+    one = [nn.Parameter(p.full_tensor()) for p in many]
+    optimizers = [package().Muon(params, lr=0.1) for params in (one, many)]
+    for _ in "12":
+        for params in (one, many):
+            for p in params:
+                p.grad = p.detach().clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    return max((whole - p.full_tensor()).abs().max().item() for whole, p in zip(one, many))
+
+
+def test_what_a_stage_has_of_its_own_may_stand_before_what_all_have(optimizer):
+    assert run_threads(4, of_a_stage) == [0.0] * 4

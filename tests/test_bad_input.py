@@ -344,6 +344,27 @@ def test_a_mesh_that_is_not_initialized():
                     ["fc.weight", "not initialized", "init_process_group"], ValueError, end=True)
 
 
+def elsewhere(rank, world, frozen):
+    """A parameter on a mesh of the first two ranks, with all others; what each is told."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    tensor = distribute_tensor(matrix().detach(), DeviceMesh("cpu", [0, 1]), [Shard(0)], src_data_rank=None)
+    param = nn.Parameter(tensor, requires_grad=not frozen)
+    try:
+        package().Muon([("fc.weight", param)])
+    except NotImplementedError as refused:
+        return str(refused)
+
+
+def test_a_mesh_of_other_ranks():
+    told = run_threads(3, elsewhere, False)
+    assert told[:2] == [None] * 2
+    assert "fc.weight" in told[2]
+    assert "rank 2 is no part of: leave it out of the groups on this rank" in told[2]
+    assert run_threads(3, elsewhere, True) == [None] * 3  # what is not stepped is nobody's trouble
+
+
 def uneven(rank, world):
     """Chunks that torch itself would not make."""
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh

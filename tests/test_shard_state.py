@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import itertools
 
 import pytest
@@ -172,3 +173,26 @@ def refusals(rank, world):
 
 def test_what_is_not_allowed_is_told(optimizer):
     assert all(run_threads(2, refusals))
+
+
+def shown_to_one(rank, world, unreduced):
+    """Rank 0 saves alone, as it may where every rank has all of the state; what it is told."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    options = {"grads_are_reduced": False} if unreduced else {"shard_state": True}
+    weight = nn.Parameter(torch.ones(4, 3))
+    opt = package().Muon([("w", weight)], process_group=group, **options)
+    weight.grad = torch.ones_like(weight)
+    opt.step()
+    told = None
+    if rank == 0:
+        with pytest.raises(RuntimeError) as raised:
+            opt.state_dict()
+        told = str(raised.value)
+    dist.barrier()
+    return told
+
+
+@pytest.mark.parametrize("unreduced", [False, True])
+def test_a_rank_that_saves_alone_is_told(unreduced, optimizer):
+    told, _ = run_ranks(2, shown_to_one, unreduced)
+    assert told.startswith("in state_dict(), which all ranks of process_group call together")

@@ -227,9 +227,14 @@ def _check_shard_order(param, what) -> None:
 
 
 def check_local_shape(param, name) -> None:
-    """Raise NotImplementedError if this rank stores another box of a DTensor than its placements say."""
+    """Raise NotImplementedError if this rank stores another box of a DTensor than its placements say, or none at all,
+    of one that is to be stepped.
+    """
     coordinate = param.device_mesh.get_coordinate() if is_dtensor(param) else None
     if coordinate is None:
+        if is_dtensor(param) and param.requires_grad:
+            raise NotImplementedError(f"parameter {name} lies on {param.device_mesh}, which rank {this_rank()} is no "
+                                      "part of: leave it out of the groups on this rank")
         return
     box = box_at(coordinate, tuple(param.shape), param.placements, tuple(param.device_mesh.shape))
     if tuple(b - a for a, b in box) != tuple(param._local_tensor.shape):

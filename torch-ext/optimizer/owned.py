@@ -12,6 +12,7 @@ import math
 import torch
 import torch.distributed as dist
 
+from . import debug
 from .layout import by_rows, local_of, row_chunks
 from .store import state_shape
 
@@ -23,7 +24,8 @@ KEYS = (*ROWS, "step")  # all that is this optimizer's; who keeps something else
 def presented(optimizer, named, group):
     """Meanwhile, an optimizer's state is as `present` shows it."""
     held = optimizer.state
-    optimizer.state = present(held, named, group)
+    with debug.during("state_dict(), which all ranks of process_group call together where owners keep the state"):
+        optimizer.state = present(held, named, group)
     try:
         yield
     finally:

@@ -220,7 +220,7 @@ def plan_chunks(shapes, ranks, rank_bytes, itemsizes) -> list[Bucket]:
     sizes = [sum(m.numel for m in b) for b in buckets]
     route = "own_elementwise" if itemsizes.get("reduced") else "reduce_elementwise"
     return [Bucket(route, ranks, tuple(b), (), workspace(fixed, fixed) + element * n, None,
-                   (slot * n + fixed, bench * n + fixed)) for b, n in zip(buckets, sizes) if n]
+                   (slot * n + fixed, bench * n + fixed)) for b, n in zip(buckets, sizes) if b]
 
 
 def _of_chunks(ranks, itemsizes) -> tuple[int, int, int]:
@@ -253,7 +253,11 @@ def _room_of_part(shapes, ranks, itemsizes, latency) -> int:
 
 
 def digest(buckets, layouts, *more) -> int:
-    """A number that differs where two ranks' plans differ: exchanged once, instead of the plans."""
-    text = repr([(b.route, b.ranks, b.matrices, b.owners) for b in buckets]) + repr(more)
+    """A number that differs where two ranks' plans differ: exchanged once, instead of the plans. Of parameters only
+    their order counts: between them a rank may have others, of which the ranks of these buckets know nothing.
+    """
+    place = {param: i for i, param in enumerate(sorted({m.param for b in buckets for m in b.matrices}))}
+    text = repr([(b.route, b.ranks, b.owners, [(place[m.param], m.at, m.rows, m.cols) for m in b.matrices])
+                 for b in buckets]) + repr(more)
     text += repr([layouts[m.param].digest for b in buckets for m in b.matrices])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
