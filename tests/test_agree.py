@@ -89,7 +89,8 @@ def test_another_placement_is_told(optimizer):
 
 @pytest.mark.parametrize(("where", "name", "what"), [
     ("agree", "_sources", "version of the package"),
-    ("agree", "use_triton", "device, OPTIMIZER_KERNELS or OPTIMIZER_TILES")])
+    ("agree", "use_triton", "device, OPTIMIZER_KERNELS or OPTIMIZER_TILES"),
+    ("agree", "triton_version", "version of Triton")])
 def test_another_version_is_told(where, name, what, optimizer, monkeypatch):
     monkeypatch.setattr(part(where), name, lambda *_: dist.get_rank() == 2)
     for messages, _ in run_threads(4, told, "fsdp", {}):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from . import debug
 from .groups import names_in
-from .kernels import use_triton
+from .kernels import triton_version, use_triton
 from .layout import local_of, this_rank
 from .plan import digest, turn
 
@@ -24,9 +24,9 @@ GROUP = ("use_muon", "lr", "weight_decay", "momentum", "nesterov", "ns_coefficie
          "betas", "beta2")
 OPTIONS = ("grads_are_reduced", "shard_state", "state_dtype", "wire_dtype", "ns_dtype", "nonfinite", "capturable",
            "overlap_backward", "overlap_forward")
-FACTS = ("version of the package", "version of torch", "device, OPTIMIZER_KERNELS or OPTIMIZER_TILES", *OPTIONS,
-         "number of parameter groups", *(f"group option {key}" for key in GROUP), "number of parameters", "parameters",
-         "buckets")
+FACTS = ("version of the package", "version of torch", "device, OPTIMIZER_KERNELS or OPTIMIZER_TILES",
+         "version of Triton", *OPTIONS, "number of parameter groups", *(f"group option {key}" for key in GROUP),
+         "number of parameters", "parameters", "buckets")
 
 
 def agree(plans, options, groups) -> None:
@@ -74,7 +74,7 @@ def _facts(ranks, plans, forms, options) -> list:
     options = [str(getattr(options, key)) for key in OPTIONS]
     by_group = [[_plain(plan.group.get(key)) for plan in plans] for key in GROUP]
     kernels = device.type, use_triton(device), debug.choices(), sorted({plan.pace for plan in plans} - {""})
-    texts = [_sources(), torch.__version__, kernels, *options, len(plans), *by_group]
+    texts = [_sources(), torch.__version__, kernels, triton_version(device), *options, len(plans), *by_group]
     return [*map(_number, texts), len(forms), _number([number for _, number in forms]), _number(buckets)]
 
 

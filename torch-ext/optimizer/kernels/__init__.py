@@ -6,6 +6,7 @@ package), and how many matrices a CPU takes at once. Must not know: what the ope
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import threading
 
@@ -30,6 +31,11 @@ def _triton_runs_on(kind: str, index: int | None) -> bool:
     if kind not in ("cuda", "xpu") or importlib.util.find_spec("triton") is None:
         return False
     return kind == "xpu" or torch.version.hip is not None or torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+def triton_version(device: torch.device) -> str | None:
+    """Return the version of the Triton that operations on `device` run in; None where they run in torch."""
+    return importlib.import_module("triton").__version__ if use_triton(device) else None
 
 
 class _Here(threading.local):

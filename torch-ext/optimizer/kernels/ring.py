@@ -11,7 +11,7 @@ import functools
 from . import jit
 
 gl = mbarrier = multiply = multiplied = load_box = view = None  # Gluon's language, put here by gluon_jit
-VERSION = "3.6."  # of Triton; Gluon is experimental and changes from one to the next
+VERSION = "3.6."  # of Triton, with which they ran; Gluon is experimental. They also compile with 3.7.1 and 3.9.0
 
 
 @functools.cache
@@ -39,8 +39,8 @@ class gluon_jit(jit):
         from triton.experimental.gluon import language
         from triton.experimental.gluon.language.nvidia import hopper
 
-        def either(owner, name, newer):
-            return getattr(owner, name, None) or getattr(owner, newer)
+        def either(owner, one, other):
+            return getattr(owner, one, None) or getattr(owner, other)
 
         scope.update(
             gl=language, mbarrier=hopper.mbarrier, tma=hopper.tma, fence=hopper.fence_async_shared,
