@@ -31,6 +31,13 @@ def problem(device="cpu", dtype=torch.float32):
     return params, gradients(params, 6)
 
 
+def twins(name, device):
+    """A problem twice: (parameters, their optimizer, equal parameters, theirs, the gradients of both)."""
+    params, grads = problem(device)
+    others = copies(params)
+    return params, build(name, params), others, build(name, others), grads
+
+
 def tensors_of(optimizer):
     return [t for group in optimizer.param_groups for p in group["params"] for t in optimizer.state[p].values()]
 
@@ -507,9 +514,7 @@ def test_memory_that_is_not_contiguous(of_param, of_grad, name, device):
 @NAMES
 def test_gradients_whose_memory_changes_from_step_to_step(name, device):
     """Views of a communication bucket, then of their own, then transposed: only the values count."""
-    params, grads = problem(device)
-    odd = copies(params)
-    optimizer, other = build(name, params), build(name, odd)
+    params, optimizer, odd, other, grads = twins(name, device)
     for number, step in enumerate(grads):
         flat = torch.cat([torch.zeros(number, device=device), *(g.flatten() for g in step)])
         at = number
@@ -540,9 +545,7 @@ def test_an_expanded_gradient(device):
 @pytest.mark.parametrize("steps", [0, 2])
 def test_parameters_swapped_after_construction(steps, name, device):
     """Accelerate and FSDP2 put other tensors into group["params"]; state that moved along is kept."""
-    params, grads = problem(device)
-    swapped = copies(params)
-    optimizer, other = build(name, params), build(name, swapped)
+    params, optimizer, swapped, other, grads = twins(name, device)
     train(other, swapped, grads[:steps])
     fresh = copies(swapped)
     for group in other.param_groups:
@@ -559,9 +562,7 @@ def test_parameters_swapped_after_construction(steps, name, device):
 @NAMES
 def test_groups_that_were_replaced_are_read_from_then_on(name, device):
     """By dicts of the same parameters, as those do who rebuild `param_groups`: schedules write to the new ones."""
-    params, grads = problem(device)
-    alike = copies(params)
-    optimizer, other = build(name, params), build(name, alike)
+    params, optimizer, alike, other, grads = twins(name, device)
     for number, step in enumerate(grads):
         if number == 2:
             optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
@@ -602,9 +603,7 @@ def test_a_parameter_that_is_appended_without_a_name():
 @NAMES
 def test_what_others_keep_in_the_state_of_a_parameter(name, device, tmp_path):
     """It may have any form, is left alone, and is saved and loaded as in torch."""
-    params, grads = problem(device)
-    alike = copies(params)
-    optimizer, other = build(name, params), build(name, alike)
+    params, optimizer, alike, other, grads = twins(name, device)
     for p in params:
         optimizer.state[p].update(mask=torch.ones(3, device=p.device), decay=torch.tensor(0.9), count=1)
     assert same(train(optimizer, params, grads[:3]), train(other, alike, grads[:3]))
@@ -625,9 +624,7 @@ def test_what_others_keep_in_the_state_of_a_parameter(name, device, tmp_path):
 
 @NAMES
 def test_parameters_moved_in_memory(name, device):
-    params, grads = problem(device)
-    moved = copies(params)
-    optimizer, other = build(name, params), build(name, moved)
+    params, optimizer, moved, other, grads = twins(name, device)
     for step in grads:
         train(other, moved, [step])
         for p in moved:
