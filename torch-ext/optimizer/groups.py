@@ -229,13 +229,14 @@ def check_again(groups) -> None:
     """
     for group in groups:
         _check_values(group)
-        for param, name in names_in(group).items():
+        for param in group["params"]:
             if isinstance(local_of(param), FakeTensor):
-                raise RuntimeError(f"parameter {name} is a fake tensor: it has no memory in which step() could change "
-                                   "it. Leave the step out of what runs under FakeTensorMode")
+                raise RuntimeError(f"parameter {name_in(group, param)} is a fake tensor: it has no memory in which "
+                                   "step() could change it. Leave the step out of what runs under FakeTensorMode")
 
 
 def _check_values(group) -> None:
+    """Raise ValueError for what no schedule changes."""
     _require(0 <= _number(group["eps"]) < math.inf, "eps", group["eps"], "a finite number >= 0")
     if group["use_muon"]:
         scales = (None, *SCALES)

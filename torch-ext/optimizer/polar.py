@@ -213,9 +213,9 @@ def polar_factor(X: torch.Tensor, steps: Steps, eps: float, dtype: torch.dtype |
     """Return the polar factor of every matrix of X (..., R, C), contiguous, in X's dtype; see `op.orthogonalize`."""
     out = torch.empty(X.shape, dtype=X.dtype, device=X.device)
     if X.numel():
-        R, C = X.shape[-2:]
-        whole = out.view(-1, R, C)
-        _polar([(X.reshape(-1, R, C), whole)], steps, eps, dtype, akin=[whole, whole.view(-1, C, R)])
+        whole = out.view(-1, *X.shape[-2:])
+        likely = functools.partial(_launch_akin, whole, steps, eps, dtype)
+        _polar([(X.reshape(whole.shape), whole)], steps, eps, dtype, likely=likely)
     return out
 
 
@@ -249,22 +249,29 @@ def orthogonalize_(stacks: Sequence[torch.Tensor | Split], steps: Steps, eps: fl
     flat uint8 tensors, apart from the stacks, of the bytes that `scratch` says: two of half the first number each, and
     of the second; None for new memory. `into`: where polar factors go instead. Both may be Splits, if `splits` says so.
     """
-    if any(stack.device.type == "meta" for stack in stacks):
+    if stacks and stacks[0].device.type == "meta":
         raise RuntimeError("meta tensors hold no numbers to orthogonalize: give the model memory before it is stepped "
                            "(model.to_empty() and an initialization)")
     _polar(list(zip(stacks, into or stacks)), steps, eps, dtype, memory)
 
 
-def _polar(pairs, steps, eps, dtype, memory=None, akin=()):
+def _polar(pairs, steps, eps, dtype, memory=None, likely=None):
     """Orthogonalize each U into its out, which may be U. Only launches write to out, so a rehearsal leaves it alone.
-    `akin`: stacks like those that may come next, which are rehearsed only, by either iteration: models have square and
-    long matrices, wide and tall, of one short side.
+    `likely`: see `ahead.rehearse`.
     """
     kind = steps, dtype, *((U.dtype, U.device, U.shape, U.stride()) for U, _ in pairs)
     if pairs:
-        ahead.rehearse(pairs[0][0].device, lambda: _launch(pairs, steps, eps, dtype, memory), kind, lambda: [
-            _launch([(U, U)], steps, eps, dtype, None, form) for U in akin for form in (True, False)])
+        ahead.rehearse(pairs[0][0].device, lambda: _launch(pairs, steps, eps, dtype, memory), kind, likely)
     _launch(pairs, steps, eps, dtype, memory)
+
+
+def _launch_akin(U, steps, eps, dtype):
+    """Launch what matrices like these take that a model may well have beside them: wide and tall, by both iterations,
+    since square matrices take the one and long ones the other. For rehearsals: U is spoiled.
+    """
+    for stack in (U, U.view(len(U), U.shape[2], U.shape[1])):
+        for gram_form in (True, False):
+            _launch([(stack, stack)], steps, eps, dtype, None, gram_form)
 
 
 @torch.no_grad()
