@@ -212,6 +212,19 @@ def test_candidates_are_valid_for_their_architecture(tool, tiles, arch, shared):
         assert all((e["loop"] == "pointers") == (arch != "sm90") for e in entries)
 
 
+def test_cases_are_enough_for_a_fit_however_little_time_there_is(tool, tiles, monkeypatch):
+    X, A = torch.ones(1, 4, 8), torch.ones(1, 4, 4)
+    for name, stub in {"operands": lambda *_: (X, A), "call_of": lambda gram, op, X, A, out: out.zero_,
+                       "captured": lambda call: call, "race": lambda calls: dict.fromkeys(calls, 1.0)}.items():
+        monkeypatch.setattr(tool, name, stub)
+    entries = list(tool.candidates("gram", "sm90", 232448))[:2]
+    times = tool.measure(None, tiles, "gram", entries, 132, until=0)
+    assert [len(found) for found in times.values()] == [tool.LEAST] * 2
+    assert len(tool.choose(tiles, "gram", times, 132)) >= 1
+    fewer = {key: dict(list(found.items())[1:]) for key, found in times.items()}
+    assert tool.choose(tiles, "gram", fewer, 132) == []  # so that the entries that there are stay
+
+
 @pytest.mark.gpu
 def test_the_tool_on_a_gpu(tmp_path, tiles):
     out = tmp_path / "mine.json"
