@@ -202,7 +202,7 @@ def alike() -> dict:
     gram, norm, tiles = part("kernels.gram"), part("kernels.norm"), part("kernels.tiles")
     for columns in (2048, 4096):
         norm.unit_norm(torch.ones(1, 256, columns), torch.empty(1, 256, columns, dtype=torch.float16), 1e-7)
-    for loop in ["turns", "pingpong"][:1 + part("kernels.ring").available()]:
+    for loop in ["turns", "pingpong"][:1 + part("kernels.tape").knows_triton()]:
         with tiles.force(tiles.Tile(128, 128, 64, 8, 4, 4, loop)):
             for N, n in ((1, 128), (16, 128), (1, 256), (16, 256)):
                 gram.gram(torch.ones(N, n, 128, dtype=torch.float16), torch.empty(N, n, n, dtype=torch.float16))

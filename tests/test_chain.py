@@ -61,7 +61,7 @@ def relative(O, target):
 def test_who_goes_through_it(part, monkeypatch):
     chain = part("kernels.chain")
     monkeypatch.setattr(chain, "architecture", lambda kind, index: "sm90")
-    monkeypatch.setattr(chain, "available", lambda: True)
+    monkeypatch.setattr(chain, "knows_triton", lambda: True)
     sizes = [(64, 512), (65, 129), (128, 512), (128, 128), (129, 512), (128, 513)]
     assert [size for size in sizes if chain.fits(torch.empty(1, *size), F16, 5)] == sizes[1:3]
     assert not chain.fits(torch.empty(1, 128, 512), F32, 5) and not chain.fits(torch.empty(1, 128, 512), F16, 11)

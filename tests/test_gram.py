@@ -212,7 +212,7 @@ def test_groups_of_warps_are_taken_where_tma_stores_the_result(part, monkeypatch
     """By sm90's table, of the result's layout alone; without a GPU, so nothing is launched."""
     gram, by_tma, tiles, split = (part(f"kernels.{name}") for name in ("gram", "gram_sm90", "tiles", "split"))
     monkeypatch.setattr(tiles, "architecture", lambda kind, index: "sm90")
-    monkeypatch.setattr(part("kernels.ring"), "available", lambda: True)
+    monkeypatch.setattr(gram, "knows_triton", lambda: True)
     for kind in ("Bound", "Cooperative"):
         monkeypatch.setattr(by_tma, kind, lambda *about: about[-1].loop)
     F16, BF16, (N, n, m) = torch.float16, torch.bfloat16, (12, 768, 3072)
@@ -226,7 +226,7 @@ def test_groups_of_warps_are_taken_where_tma_stores_the_result(part, monkeypatch
         assert loop(out) == "cooperative"
     for out in (X.float(), odd[..., :m], pieces, pieces.mT.mT):
         assert loop(out) == "flat"
-    monkeypatch.setattr(part("kernels.ring"), "available", lambda: False)
+    monkeypatch.setattr(gram, "knows_triton", lambda: False)
     assert loop(torch.empty_like(X)) == "flat"
     with tiles.force(tiles.Tile(128, 256, 64, 8, 3, 4, "cooperative")):
         assert loop(X) == loop(pieces) == "once"

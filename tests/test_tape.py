@@ -24,7 +24,7 @@ class Descriptor:
 class Kernel:
     """Stands for what Triton compiles: a C function, inside a Python function that encodes descriptors."""
 
-    def __init__(self, calls, scratch=0):
+    def __init__(self, calls, scratch=0, **more):
         def launcher(*arguments):
             calls.append(arguments)
 
@@ -32,7 +32,7 @@ class Kernel:
             return launcher(*arguments)
 
         self.run = SimpleNamespace(launch=encoding, global_scratch_size=scratch, profile_scratch_size=0,
-                                   launch_cooperative_grid=False, launch_pdl=False)
+                                   launch_cooperative_grid=False, launch_pdl=False, **more)
         self.metadata = SimpleNamespace(tensordesc_meta=["form 1", "form 2"])
         self.function, self.packed_metadata = 7, (4, 1)
 
@@ -48,9 +48,23 @@ def tape(part, monkeypatch):
     return module
 
 
-def test_what_was_recorded_is_played(tape):
+class Recorder:
+    """Stands for a C function."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __call__(self, *given):
+        self.calls.append(given)
+
+
+LATER = {"arg_annotations": "which are constants", "kernel_signature": b"types"}  # Triton 3.7
+
+
+@pytest.mark.parametrize("more", [{}, LATER], ids=["3.6", "3.7"])
+def test_what_was_recorded_is_played(tape, more):
     calls, done, memory, forever = [], [], torch.zeros(8), tape.lasting(torch.ones(2), torch.device("cpu"))
-    kernel, mine = Kernel(calls), torch.ones(4)
+    kernel, mine = Kernel(calls, **more), torch.ones(4)
 
     def work(tensor):
         done.append("work")
@@ -62,9 +76,12 @@ def test_what_was_recorded_is_played(tape):
     tape.play("kind", [memory], [other], lambda: work(other))
     assert done == ["work"]
     (call,) = calls
-    assert call[:5] == (3, 1, 1, 5, 7) and call[9:13] == ((4, 1), None, None, None)
+    assert call[:5] == (3, 1, 1, 5, 7) and call[7 if more else 9] == (4, 1)
     here, there = memory.data_ptr(), other.data_ptr()
-    assert call[13:] == (("form 1", here), 2, 3, here + 8, forever, 0.5, None, there, ("form 2", there), 2, 3)
+    if more:
+        assert call[13:15] == tuple(LATER.values()) and len(call) == 16
+    played = ("form 1", here), 2, 3, here + 8, forever, 0.5, None, there, ("form 2", there), 2, 3
+    assert tuple(call[15] if more else call[13:]) == played
 
 
 def test_other_memory_another_kind_and_other_sharing_are_recorded_anew(tape):
@@ -116,16 +133,36 @@ def test_work_without_launches_is_done_again(tape):
 
 @pytest.mark.parametrize("kernel", [Kernel([], scratch=16), SimpleNamespace(), None])
 def test_what_cannot_be_called_so_is_done_as_before(tape, kernel):
-    """Kernels with scratch memory, another Triton, its interpreter."""
+    """Kernels with scratch memory, another kind of launcher, Triton's interpreter."""
     done, memory = [], torch.zeros(8)
-
-    def work():
-        done.append("work")
-        tape.note(kernel, 1, (memory,))
-
     for _ in range(3):
-        tape.play("kind", [memory], [], work)
+        tape.play("kind", [memory], [], lambda: (done.append(0), tape.note(kernel, 1, (memory,))))
     assert len(done) == 3 and not tape._tapes
+
+
+def test_another_triton_is_launched_as_before(tape, monkeypatch):
+    done, memory = [], torch.zeros(8)
+    monkeypatch.setattr(tape, "knows_triton", lambda: False)
+    for _ in range(3):
+        tape.play("kind", [memory], [], lambda: (done.append(0), tape.note(Kernel([]), 1, (memory,))))
+    assert len(done) == 3 and not tape._tapes
+
+
+def test_launchers_are_called_as_triton_calls_them(tape, monkeypatch):
+    """The C function gets from a tape what the launcher of the Triton that is installed gives it."""
+    import triton
+    from triton.backends.nvidia import driver
+
+    calls, memory, kernel = [], torch.zeros(8), Kernel([])
+    later = LATER if "kernel_signature" in driver.CudaLauncher.__call__.__code__.co_names else {}
+    kernel.run = launcher = object.__new__(driver.CudaLauncher)
+    vars(launcher).update(vars(Kernel([], **later).run), launch=Recorder(calls), num_ctas=1,
+                          gsan_enabled=False, global_scratch_align=1, profile_scratch_align=1)
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=None))
+    launcher(3, 1, 1, 5, kernel.function, kernel.packed_metadata, None, None, None, memory.data_ptr(), 0.5)
+    for _ in range(2):
+        tape.play("kind", [memory], [], lambda: tape.note(kernel, 3, (memory, 0.5)))
+    assert len(calls) == 2 and calls[0] == calls[1]
 
 
 def test_memory_that_nobody_named_is_not_played(tape):

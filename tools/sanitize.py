@@ -50,7 +50,7 @@ def products(device, size) -> None:
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0):
         found += [(HALF, tiles.Tile(*sides, 64, 8, 3, 8, loop)) for loop in ("once", "turns", "flat")
                   for sides in ((64, 64), (64, 128))]
-        if torch.cuda.get_device_capability() == (9, 0) and part("kernels.ring").available():
+        if torch.cuda.get_device_capability() == (9, 0) and part("kernels.tape").knows_triton():
             groups = tiles.Tile(128, 128, 64, 8, 5, 4, "pingpong"), tiles.Tile(128, 256, 64, 8, 3, 4, "cooperative")
             found += [(HALF, tile, count) for tile in groups for count in (4, None)]
     for dtype, tile, *few in found:

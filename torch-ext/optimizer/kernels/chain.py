@@ -12,7 +12,8 @@ import functools
 import torch
 
 from . import look, typed
-from .ring import available, gluon_jit
+from .ring import gluon_jit
+from .tape import knows_triton
 from .tiles import architecture
 
 gl = fence = barrier = multiply = multiplied = None  # Gluon's language, put here by gluon_jit
@@ -30,7 +31,7 @@ def takes(n: int, m: int, steps: int) -> bool:
 def fits(U: torch.Tensor, dtype: torch.dtype, steps: int) -> bool:
     """Say whether so many steps on matrices U (N, n, m), n <= m, in `dtype`, go through `polar`."""
     small = dtype.itemsize == 2 and takes(*U.shape[1:], steps)
-    return small and architecture(U.device.type, U.device.index) == "sm90" and available()
+    return small and architecture(U.device.type, U.device.index) == "sm90" and knows_triton()
 
 
 def polar(U: torch.Tensor, out: torch.Tensor, triples: tuple, firsts: int, eps: float, dtype: torch.dtype) -> None:
@@ -53,10 +54,9 @@ def _lines(itemsize: int, turned: bool, width: int = WIDTH):
     from triton.experimental.gluon.language import BlockedLayout
 
     each = 16 // itemsize
+    across = min(32, (SIDE if turned else width) // each)
     if turned:
-        across = min(32, SIDE // each)
         return BlockedLayout([each, 1], [across, 32 // across], [1, 8], [0, 1])
-    across = min(32, width // each)
     return BlockedLayout([1, each], [32 // across, across], [8, 1], [1, 0])
 
 

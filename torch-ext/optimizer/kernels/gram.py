@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from . import at_once, gram_sm90, jit, look, ring, tiles, use_triton
+from . import at_once, gram_sm90, jit, look, tiles, use_triton
 from .split import Split, memory_of, rows_at, strides_of, table_of
+from .tape import knows_triton
 
 tl = None  # Triton's language, put here by jit
 ALIGNMENT_BYTES = 64
@@ -164,7 +165,7 @@ def _choose(op, A, columns_of_b, out, addends, factors):
     by_tma = [A, columns_of_b, *(C for C, _ in addends), *([out] if op != "product" else [])]
     if not gram_sm90.addressable(*by_tma):
         return tiles.DEFAULT
-    if tile.loop in tiles.SPECIALISED and not (ring.available() and (op != "product" or gram_sm90.stores(out))):
+    if tile.loop in tiles.SPECIALISED and not (knows_triton() and (op != "product" or gram_sm90.stores(out))):
         tile = gram_sm90.POINTERS if tiles.forced() else tiles.choose(*shape, without=tiles.SPECIALISED)
     kind = gram_sm90.Cooperative if tile.loop == "cooperative" else gram_sm90.Bound
     return kind(op, A, columns_of_b, out, addends, factors, tile)

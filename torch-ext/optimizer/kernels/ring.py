@@ -6,20 +6,9 @@ takes which tile, nor what becomes of the sums; pingpong.py and cooperative.py c
 """
 from __future__ import annotations
 
-import functools
-
 from . import jit
 
 gl = mbarrier = multiply = multiplied = load_box = view = None  # Gluon's language, put here by gluon_jit
-VERSION = "3.6."  # of Triton, with which they ran; Gluon is experimental. They also compile with 3.7.1 and 3.9.0
-
-
-@functools.cache
-def available() -> bool:
-    """Say whether this Triton has the Gluon that the kernels are written in."""
-    import triton
-
-    return triton.__version__.startswith(VERSION)
 
 
 def description(tensor, rows, columns):
@@ -50,6 +39,19 @@ class gluon_jit(jit):
             store_box=either(hopper.tma, "async_store", "async_copy_shared_to_global"),
             view=either(language.shared_memory_descriptor, "reinterpret", "_reinterpret"))
         return gluon.jit
+
+
+@gluon_jit
+def box_of(memory, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """View the beginning of `memory` as a box. All of it is viewed, as boxes of which this is the first, for Triton 3.8
+    views no part.
+    """
+    BOXES: gl.constexpr = memory.numel // (ROWS * COLUMNS)
+    if LAYOUT.rank == 3:
+        boxes = view(memory, memory.dtype, [BOXES, 1, ROWS, COLUMNS], LAYOUT)
+    else:
+        boxes = view(memory, memory.dtype, [BOXES, ROWS, COLUMNS], LAYOUT)
+    return boxes.index(0)
 
 
 @gluon_jit
@@ -108,11 +110,13 @@ def _fill(a, b, ring, matrix, i, j, number, steps, SYMMETRIC: gl.constexpr, TURN
     BLOCK_K: gl.constexpr = a.block_type.shape[1 if TURNED else 2]
     ROWS: gl.constexpr = a.block_type.shape[2 if TURNED else 1]
     COLUMNS: gl.constexpr = b.block_type.shape[1 if SYMMETRIC else 2]
+    LEFT: gl.constexpr = a.layout
+    RIGHT: gl.constexpr = b.layout
     for k in range(0, steps * BLOCK_K, BLOCK_K):
         stage = number % STAGES
         arrived = full.index(stage)
-        rows = view(left.index(stage), a.dtype, a.block_type.shape, a.layout)
-        columns = view(right.index(stage), b.dtype, b.block_type.shape, b.layout)
+        rows = box_of(left.index(stage), a.block_type.shape[1], a.block_type.shape[2], LEFT)
+        columns = box_of(right.index(stage), b.block_type.shape[1], b.block_type.shape[2], RIGHT)
         mbarrier.wait(empty.index(stage), (number // STAGES + 1) & 1)
         mbarrier.expect(arrived, 2 * (ROWS + COLUMNS) * BLOCK_K)
         if TURNED:
@@ -143,13 +147,13 @@ def multiply_ring(ring, number, steps, next_one, SYMMETRIC: gl.constexpr, TURNED
         stage = number % STAGES
         mbarrier.wait(full.index(stage), (number // STAGES) & 1)
         if TURNED:
-            rows = view(left.index(stage), left.dtype, [BLOCK_K, HEIGHT], flat).permute([1, 0])
+            rows = box_of(left.index(stage), BLOCK_K, HEIGHT, flat).permute([1, 0])
         else:
-            rows = view(left.index(stage), left.dtype, [HEIGHT, BLOCK_K], flat)
+            rows = box_of(left.index(stage), HEIGHT, BLOCK_K, flat)
         if SYMMETRIC:
-            columns = view(right.index(stage), right.dtype, [COLUMNS, BLOCK_K], flat).permute([1, 0])
+            columns = box_of(right.index(stage), COLUMNS, BLOCK_K, flat).permute([1, 0])
         else:
-            columns = view(right.index(stage), right.dtype, [BLOCK_K, COLUMNS], flat)
+            columns = box_of(right.index(stage), BLOCK_K, COLUMNS, flat)
         sums = multiply(rows.slice(FIRST, ROWS), columns, sums, is_async=True)
         sums = multiplied(1, deps=(sums,))
         mbarrier.arrive(empty.index((number + STAGES - 1) % STAGES), pred=k > 0)

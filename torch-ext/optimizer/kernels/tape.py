@@ -6,6 +6,7 @@ launched. Python takes 30 to 40 us for a launch with descriptors, longer than a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections import OrderedDict
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+TRITONS = ("3.6.", "3.7.", "3.8.", "3.9.")  # with which all kernels ran; others do without tapes and Gluon
 TAPES = 256  # kept, those that were played last
 
 _tapes: OrderedDict = OrderedDict()  # key -> calls
@@ -36,12 +38,23 @@ def play(kind: Hashable, memory: Sequence[torch.Tensor], tensors: Sequence[torch
     with contextlib.suppress(KeyError):  # another thread has just dropped it
         _tapes.move_to_end(key)
     stream = torch.cuda.current_stream(device).cuda_stream
-    for launcher, programs, head, arguments, gaps in calls:
+    for launcher, programs, head, arguments, gaps, together in calls:
         if gaps:
             arguments = list(arguments)
             for first, last, number, fill in gaps:
                 arguments[first:last] = fill(tensors[number])
-        launcher(programs, 1, 1, stream, *head, *arguments)
+        if together:
+            launcher(programs, 1, 1, stream, *head, arguments)
+        else:
+            launcher(programs, 1, 1, stream, *head, *arguments)
+
+
+@functools.cache
+def knows_triton() -> bool:
+    """Say whether this Triton's insides, which a tape calls, and its experimental Gluon are those that are known."""
+    import triton
+
+    return triton.__version__.startswith(TRITONS)
 
 
 def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -77,26 +90,18 @@ def _record(key, memory, starts, work):
 
 def _call(compiled, programs, arguments, memory, starts):
     """(C function, programs, what stands between stream and arguments, arguments, gaps in them: from, to, number of the
-    tensor, what makes arguments of it). None if this cannot be said, or if Triton is another one.
-
-    Triton 3.6: a launcher has a C function `launch`, inside a Python function where there are descriptors, which that
-    encodes at every call. Here they are encoded once; addresses are kept in place of tensors, which may go.
+    tensor, what makes arguments of it; whether it takes the arguments together). None if this cannot be said.
     """
     try:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        launcher, function = compiled.run, compiled.run.launch
-        if launcher.global_scratch_size or launcher.profile_scratch_size:
+        called = _function(compiled)
+        if called is None:
             return None
-        if hasattr(function, "__closure__"):
-            function = dict(zip(function.__code__.co_freevars, function.__closure__))["launcher"].cell_contents
-        head = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None,
-                compiled.packed_metadata, None, None, None)
+        function, head, together = called
         flat, gaps, forms = [], [], iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
         for argument in arguments:
             fill, tensor = _address, argument
             if hasattr(argument, "block_shape"):
-                fill, tensor = _Encode(argument, make_tensordesc_arg, next(forms)), argument.base
+                fill, tensor = _Encode(argument, next(forms)), argument.base
             if not isinstance(tensor, torch.Tensor) or _lasting.get(id(tensor)) is tensor:
                 flat.append(argument)
                 continue
@@ -106,9 +111,29 @@ def _call(compiled, programs, arguments, memory, starts):
                 gaps.append((first, len(flat), starts.index(tensor.data_ptr()), fill))
             elif not any(tensor.data_ptr() in addresses for addresses in memory):
                 return None
-        return function, programs, head, tuple(flat), gaps
+        return function, programs, head, tuple(flat), gaps, together
     except (ImportError, AttributeError, KeyError, StopIteration, TypeError):
         return None
+
+
+def _function(compiled):
+    """(C function, what stands between stream and arguments, whether it takes the arguments together). None if this
+    Triton is none of those whose insides are known.
+
+    A launcher of Triton's for NVIDIA has a C function `launch`, inside a Python function where there are descriptors,
+    which that encodes at every call. Here they are encoded once; addresses are kept in place of tensors, which may go.
+    From 3.7 on the function is the same for all kernels, and is told what their arguments are.
+    """
+    launcher, function = compiled.run, compiled.run.launch
+    scratch = launcher.global_scratch_size or launcher.profile_scratch_size
+    if scratch or getattr(launcher, "gsan_enabled", False) or not knows_triton():
+        return None
+    if hasattr(function, "__closure__"):
+        function = dict(zip(function.__code__.co_freevars, function.__closure__))["launcher"].cell_contents
+    start, about = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl), compiled.packed_metadata
+    if hasattr(launcher, "kernel_signature"):
+        return function, (*start, about, *[None] * 5, launcher.arg_annotations, launcher.kernel_signature), True
+    return function, (*start, None, None, about, None, None, None), False
 
 
 def _address(tensor):
@@ -118,14 +143,17 @@ def _address(tensor):
 class _Encode:
     """Makes of a tensor what a launcher takes for a descriptor of it."""
 
-    def __init__(self, descriptor, encode, form):
+    def __init__(self, descriptor, form):
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
         self.kind, self.fields = type(descriptor), vars(descriptor) | {"base": None}
-        self.encode, self.form = encode, form
+        self.encode, others = make_tensordesc_arg, make_tensordesc_arg.__code__.co_argcount - 2
+        self.form = (form, *[None] * others)  # from 3.8 on, also what AMD's wants to know
 
     def __call__(self, tensor):
         descriptor = object.__new__(self.kind)
         vars(descriptor).update(self.fields, base=tensor)
-        return self.encode(descriptor, self.form)
+        return self.encode(descriptor, *self.form)
 
 
 def _hooked() -> bool:
