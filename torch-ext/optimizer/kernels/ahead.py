@@ -99,7 +99,12 @@ class _Pool(ThreadPoolExecutor):
 
 
 def _made_ready(compile_kernel):
-    """Return a kernel whose launcher is built and whose binary is on the device, else its first launch would do it."""
+    """Return a kernel whose launcher is built and whose binary is on the device, else its first launch would do it;
+    or without these, if that fails: a Triton from 3.7 on would not try again.
+    """
     kernel = compile_kernel()
-    kernel._init_handles()
+    try:
+        kernel._init_handles()
+    except Exception:
+        kernel._run = None
     return kernel
