@@ -67,7 +67,9 @@ def error(O, X, steps):
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("shape", [(2, 40, 40), (2, 24, 80), (80, 24)], ids=str)
 def test_every_set_against_its_polynomial(polar, device, name, shape):
-    X = torch.randn(shape, device=device)
+    """A singular value near 0 grows 20,000 times, and what rounding adds to it, too: there is none here."""
+    left, S, right = torch.linalg.svd(torch.randn(shape, device=device), full_matrices=False)
+    X = (left * S.clamp(min=S.max() / 50).unsqueeze(-2)) @ right
     assert error(polar.orthogonalize(X, name, dtype=F32), X, polar.steps_of(name)) < 2e-5
 
 
