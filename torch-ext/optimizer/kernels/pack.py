@@ -83,7 +83,7 @@ def _pack_kernel(records, blocks, addresses, weight, flags, places, keeps, NESTE
         g = tl.where(moving(inside, blocks, flags, places), g, m)
     share = tl.load(weight)
     m += share * (g - m)
-    tl.store(m_at, m.to(TYPE_0), mask=inside & (keeps != 0))
+    tl.store(m_at, m.to(TYPE_0), mask=tl.where(keeps != 0, inside, False))
     if NESTEROV:
         m += share * (g - m)
     tl.store(u_at, m.to(TYPE_1), mask=inside)

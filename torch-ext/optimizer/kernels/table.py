@@ -170,7 +170,8 @@ def locate(records, blocks, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: 
 def moving(inside, blocks, flags, places):
     """Return `inside`, without the elements of a rectangle whose flag is set."""
     record = tl.load(blocks + tl.program_id(0).to(tl.int64) * 2)
-    return inside & (tl.load(flags + tl.load(places + record)).to(tl.int32) == 0)  # as integers, for the interpreter
+    flag = tl.load(flags + tl.load(places + record)).to(tl.int32)  # as integers, for the interpreter
+    return tl.where(flag == 0, inside, False)
 
 
 @jit

@@ -76,7 +76,7 @@ def _update_kernel(records, blocks, scales, factors, addresses, weight, flags, p
     w = tl.load(w_at, mask=inside).to(tl.float32)
     u = tl.load(elements(record, row, column, 1, TYPE_1, 0, ALIGNED), mask=inside).to(tl.float32)
     if MOMENTA:
-        moves = inside & (keeps != 0)
+        moves = tl.where(keeps != 0, inside, False)
         m_at = elements(record, row, column, 2, TYPE_2, 0, ALIGNED)
         g_at = elements(record, row, column, 3, TYPE_3, fresh(record, addresses, FIELDS), ALIGNED)
         m = tl.load(m_at, mask=moves).to(tl.float32)
