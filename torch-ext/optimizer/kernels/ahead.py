@@ -20,6 +20,7 @@ from . import here, use_triton
 MOST_THREADS = 16  # of a process; on a node there are several, which compile the same kernels at the same time
 MANY_THREADS = 8  # from which on kernels are compiled that are not sure to be wanted
 _done: set = set()
+_alone = threading.Lock()
 
 
 def begin(device: torch.device) -> None:
@@ -76,14 +77,16 @@ def _rehearse(work, likely=None) -> None:
     gpus, number = driver.active.get_device_interface(), driver.active.get_current_device()
     reader.join()  # Triton would read it twice
     pool = _Pool(_threads(), "compile", gpus.set_device, (number,))  # a new thread is on the first GPU
-    with triton.AsyncCompileMode(pool, ignore_errors=True), pool:
-        here.rehearsing = True
+    with _alone:
         try:
-            work()
-            if likely is not None:
-                likely()
+            with triton.AsyncCompileMode(pool, ignore_errors=True), pool:
+                here.rehearsing = True
+                work()
+                if likely is not None:
+                    likely()
         finally:
             here.rehearsing = False
+            pool.renew_launchers(driver.active.launcher_cls)
 
 
 def _threads() -> int:
@@ -94,17 +97,28 @@ def _threads() -> int:
 class _Pool(ThreadPoolExecutor):
     """What Triton hands over is compiled, and made ready for its first launch."""
 
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.kernels = []  # that are ready
+
     def submit(self, compile_kernel):
-        return super().submit(_made_ready, compile_kernel)
+        return super().submit(self._make_ready, compile_kernel)
 
+    def _make_ready(self, compile_kernel):
+        """Return a kernel whose launcher is built and whose binary is on the device, else its first launch would do it;
+        or without these, if that fails: a Triton from 3.7 on would not try again.
+        """
+        kernel = compile_kernel()
+        try:
+            kernel._init_handles()
+            self.kernels.append(kernel)
+        except Exception:
+            kernel._run = None
+        return kernel
 
-def _made_ready(compile_kernel):
-    """Return a kernel whose launcher is built and whose binary is on the device, else its first launch would do it;
-    or without these, if that fails: a Triton from 3.7 on would not try again.
-    """
-    kernel = compile_kernel()
-    try:
-        kernel._init_handles()
-    except Exception:
-        kernel._run = None
-    return kernel
+    def renew_launchers(self, kind) -> None:
+        """Give each kernel its launcher again, in this thread alone, from what was built. In Triton 3.6 launchers are
+        modules of one name, and of two threads that load one at a time, one can get the other's.
+        """
+        for kernel in self.kernels:
+            kernel._run = kind(kernel.src, kernel.metadata)
