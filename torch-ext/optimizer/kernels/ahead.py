@@ -77,16 +77,14 @@ def _rehearse(work, likely=None) -> None:
     gpus, number = driver.active.get_device_interface(), driver.active.get_current_device()
     reader.join()  # Triton would read it twice
     pool = _Pool(_threads(), "compile", gpus.set_device, (number,))  # a new thread is on the first GPU
-    with _alone:
+    with _alone, triton.AsyncCompileMode(pool, ignore_errors=True), pool:
+        here.rehearsing = True
         try:
-            with triton.AsyncCompileMode(pool, ignore_errors=True), pool:
-                here.rehearsing = True
-                work()
-                if likely is not None:
-                    likely()
+            work()
+            if likely is not None:
+                likely()
         finally:
             here.rehearsing = False
-            pool.renew_launchers(driver.active.launcher_cls)
 
 
 def _threads() -> int:
@@ -116,9 +114,12 @@ class _Pool(ThreadPoolExecutor):
             kernel._run = None
         return kernel
 
-    def renew_launchers(self, kind) -> None:
+    def __exit__(self, *about):
         """Give each kernel its launcher again, in this thread alone, from what was built. In Triton 3.6 launchers are
         modules of one name, and of two threads that load one at a time, one can get the other's.
         """
+        from triton.runtime import driver
+
+        super().__exit__(*about)
         for kernel in self.kernels:
-            kernel._run = kind(kernel.src, kernel.metadata)
+            kernel._run = driver.active.launcher_cls(kernel.src, kernel.metadata)
