@@ -103,15 +103,16 @@ class _Pool(ThreadPoolExecutor):
         return super().submit(self._make_ready, compile_kernel)
 
     def _make_ready(self, compile_kernel):
-        """Return a kernel whose launcher is built and whose binary is on the device, else its first launch would do it;
-        or without these, if that fails: a Triton from 3.7 on would not try again.
+        """Return a kernel whose launcher is built and whose binary is on the device, else its first launch would do it.
+        It does where that fails here: a Triton from 3.7 on would raise the same error again.
         """
         kernel = compile_kernel()
         try:
             kernel._init_handles()
             self.kernels.append(kernel)
         except Exception:
-            kernel._run = None
+            if kernel.module is None:
+                kernel._run = None
         return kernel
 
     def __exit__(self, *about):
