@@ -38,12 +38,13 @@ def compile_for(arch: str, kernel, arguments: dict, **options) -> int:
     return compiled(arch, kernel, arguments, **options).metadata.shared
 
 
-def compiled(arch: str, kernel, arguments: dict, even: bool = True, **options):
+def compiled(arch: str, kernel, arguments: dict, even: bool | None = None, **options):
     """Compile as for a launch whose addresses are multiples of 16 and, if `even`, whose sizes and strides are, too.
+    None: as this process was told.
 
     Such a launch takes the most shared memory: what is read at once by a thread may be fetched ahead.
     """
-    function = kernel.make()
+    function, even = kernel.make(), "--uneven" not in sys.argv if even is None else even
     signature, constants, hints, sixteen = {}, {}, {}, [["tt.divisibility", 16]]
     for place, name in enumerate(function.arg_names):
         value, known = arguments[name], even and name not in kernel.numbers
@@ -216,9 +217,11 @@ def everything(arch: str, shared: int) -> dict:
     triton.knobs.runtime.add_stages_inspection_hook = None if arch == "sm90" else end_with_text
     found = {"arch": arch, "products": [{**entry, "shared_bytes": taken} for entry, taken in products(arch)],
              "others": list(others(arch, shared))}
-    return found | ({"cast_bytes": {even: cast_bytes(even) for even in (1, 4, 8, 16)}} if arch == "sm90" else {})
+    if arch == "sm90" and "--uneven" not in sys.argv:
+        found["cast_bytes"] = {even: cast_bytes(even) for even in (1, 4, 8, 16)}
+    return found
 
 
 if __name__ == "__main__":
-    for arch, shared in (argument.split("=") for argument in sys.argv[1:]):
+    for arch, shared in (argument.split("=") for argument in sys.argv[1:] if "=" in argument):
         print(json.dumps(everything(arch, int(shared))), flush=True)

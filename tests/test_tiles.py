@@ -1,6 +1,7 @@
 """Launch choice: tables that fit their architecture, the nearest entry, and which path a device takes."""
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -40,13 +41,17 @@ def test_tables_are_whole(tiles, arch):
         assert entry["stages"] * inner * (rows + columns) * entry["bytes"] <= SHARED_BYTES[arch]
 
 
-def test_every_kernel_compiles(tmp_path):
+@pytest.mark.parametrize("sizes", ["even", "uneven"])
+def test_every_kernel_compiles(tmp_path, sizes):
     """For GPUs that are not here, and within their shared memory; the compiler itself needs none. One process and one
     cache: of two architectures with the same code, what they launch alike is compiled once.
     """
     if reason := paths.why_no_triton():
         pytest.skip(reason)
-    command = [sys.executable, "-m", "tests.compile_kernels", *map("{0[0]}={0[1]}".format, SHARED_BYTES.items())]
+    if sizes == "uneven" and importlib.metadata.version("triton").startswith("3.6."):
+        pytest.skip("with Triton 3.6 GPUs have run these; an assertion of 3.7.1's LLVM ended the process")
+    command = [sys.executable, "-m", "tests.compile_kernels", f"--{sizes}",
+               *map("{0[0]}={0[1]}".format, SHARED_BYTES.items())]
     done = subprocess.run(command, cwd=ROOT, env=paths.compiler_environment(tmp_path), capture_output=True, text=True,
                           check=False)
     assert done.returncode == 0, done.stderr
@@ -56,7 +61,7 @@ def test_every_kernel_compiles(tmp_path):
         arch, products, others = found["arch"], found["products"], found["others"]
         assert len(products) >= 3 and len(others) >= 30
         assert max([entry["shared_bytes"] for entry in products] + others) <= SHARED_BYTES[arch], arch
-        if arch == "sm90":  # rows of a multiple of 8 or 4 elements are no less read in one piece than those of 16
+        if (arch, sizes) == ("sm90", "even"):  # rows of a multiple of 8 or 4 elements are read in one piece, too
             at_once = found["cast_bytes"]
             assert at_once.items() >= {"4": 8, "8": 16, "16": 16}.items() and at_once["1"] < 8
 

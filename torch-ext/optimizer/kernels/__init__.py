@@ -64,9 +64,12 @@ class jit:
         return functools.partial(cls, numbers=numbers)
 
     def __getitem__(self, grid):
-        if here.rehearsing:
-            return functools.partial(self.make().run, grid=grid, warmup=True)
-        return self.make()[grid]
+        """With fused multiply-adds where nothing else is said: what Triton does without a word depends on version and
+        environment.
+        """
+        made = self.make()
+        run = functools.partial(made.run, grid=grid, warmup=True) if here.rehearsing else made[grid]
+        return functools.partial(run, enable_fp_fusion=True)
 
     def launch(self, programs: int, key, *arguments, **options) -> None:
         """Launch so many programs; `arguments` are all of the kernel's, constants too, in its order.

@@ -222,10 +222,10 @@ def _product_kernel(A, B, C, D, OUT, a_strides, b_strides, c_strides, d_strides,
     if D is not None:
         addend = tl.load(D + matrix * d_strides[0] + r * d_strides[1] + c * d_strides[2], mask=inside, other=0.0)
         sums += delta * addend.to(tl.float32)
-    if SYMMETRIC:
-        sums += tl.where(r == c, diagonal, 0.0)
     if SYMMETRIC and i == j:
-        sums = tl.where(r >= c, sums, tl.trans(sums))
+        down, across = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_C)[None, :]
+        sums += tl.where(down == across, diagonal, 0.0)
+        sums = tl.where(down >= across, sums, tl.trans(sums))
     result = sums.to(OUT.dtype.element_ty)
     if out_strides is None:
         tl.store(out + (r if TURNED else c), result, mask=inside)
