@@ -185,6 +185,23 @@ def errors() -> dict:
     return {"rehearsed": rehearsed, "said": said, "after": events[len(rehearsed):]}
 
 
+def turns() -> dict:
+    """Two threads, as ranks may be, rehearse at the same time."""
+    ahead, seen = part("kernels.ahead"), []
+
+    def work():
+        seen.append("begin")
+        time.sleep(0.5)  # in which the other one would begin, if it could
+        seen.append("end")
+
+    threads = [threading.Thread(target=ahead.rehearse, args=(torch.device("cpu"), work)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {"seen": seen}
+
+
 def fallback() -> dict:
     """An older Triton, and one whose driver is another: kernels are compiled by their launches."""
     import triton

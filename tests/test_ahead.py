@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,7 +39,8 @@ def test_rehearsals(tmp_path):
     """All in one cache, first the scenario that takes the most kernels; `compile` is noted where one is read, too."""
     checks = {"untouched": a_rehearsal_launches_nothing_and_leaves_the_callers_tensors_alone,
               "order": all_kernels_of_a_call_are_submitted_before_one_is_waited_for,
-              "errors": errors_are_raised_by_the_launch, "alike": counts_do_not_split_binaries,
+              "errors": errors_are_raised_by_the_launch, "turns": one_rehearsal_waits_for_another,
+              "alike": counts_do_not_split_binaries,
               "akin": what_may_come_next_is_compiled_where_there_are_many_threads,
               "akin_alone": elsewhere_each_call_compiles_its_own,
               "fallback": without_compilation_in_threads_launches_compile}
@@ -73,6 +75,10 @@ def errors_are_raised_by_the_launch(found):
     assert found["said"][1] == "" and of("launch", found["after"]) == [("plain_kernel", True)]
 
 
+def one_rehearsal_waits_for_another(found):
+    assert found["seen"] == ["begin", "end"] * 2
+
+
 def without_compilation_in_threads_launches_compile(found):
     for events in (found["first"], found["second"]):
         compiled, launched = of("compile", events), of("launch", events)
@@ -99,6 +105,43 @@ def what_may_come_next_is_compiled_where_there_are_many_threads(found):
 def elsewhere_each_call_compiles_its_own(found):
     square, wide, tall = ([name for name, _ in of("compile", events)] for events in found["calls"])
     assert square.count("_kernel") <= 4 and wide.count("_kernel") >= 3 and tall
+
+
+def test_what_could_not_be_loaded_is_loaded_by_its_launch(part):
+    """What is loaded, but cannot run (it wants more threads than there are), keeps what raises that."""
+    pool = part("kernels.ahead")._Pool(1)
+
+    def made(module):
+        kernel = SimpleNamespace(module=None, _run=None)
+
+        def load():
+            kernel.module, kernel._run = module, "a launcher, or what raises"
+            raise RuntimeError
+
+        kernel._init_handles = load
+        return pool._make_ready(lambda: kernel)
+
+    assert made(None)._run is None and made("module")._run == "a launcher, or what raises" and pool.kernels == []
+
+
+@pytest.mark.parametrize("rehearsing", [False, True])
+def test_launches_say_whether_multiplications_and_additions_are_fused(part, monkeypatch, rehearsing):
+    """Else it depends on Triton's version and on TRITON_DEFAULT_FP_FUSION."""
+    kernels, said = part("kernels"), []
+
+    class Made:
+        def run(self, **options):
+            said.append(options["enable_fp_fusion"])
+
+        def __getitem__(self, grid):
+            return self.run
+
+    kernel = kernels.jit(lambda: None)
+    kernel.made = Made()
+    monkeypatch.setattr(kernels.here, "rehearsing", rehearsing)
+    kernel[1, 1, 1]()
+    kernel[1, 1, 1](enable_fp_fusion=False)
+    assert said == [True, False]
 
 
 def test_only_launches_on_a_gpu_outside_of_captures_are_rehearsed(part, monkeypatch):

@@ -42,16 +42,14 @@ class gluon_jit(jit):
 
 
 @gluon_jit
-def box_of(memory, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """View the beginning of `memory` as a box. All of it is viewed, as boxes of which this is the first, for Triton 3.8
-    views no part.
-    """
+def boxes_of(memory, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """View `memory` as boxes, one after another: all of it, for Triton 3.8 views no part."""
     BOXES: gl.constexpr = memory.numel // (ROWS * COLUMNS)
     if LAYOUT.rank == 3:
         boxes = view(memory, memory.dtype, [BOXES, 1, ROWS, COLUMNS], LAYOUT)
     else:
         boxes = view(memory, memory.dtype, [BOXES, ROWS, COLUMNS], LAYOUT)
-    return boxes.index(0)
+    return boxes
 
 
 @gluon_jit
@@ -115,8 +113,8 @@ def _fill(a, b, ring, matrix, i, j, number, steps, SYMMETRIC: gl.constexpr, TURN
     for k in range(0, steps * BLOCK_K, BLOCK_K):
         stage = number % STAGES
         arrived = full.index(stage)
-        rows = box_of(left.index(stage), a.block_type.shape[1], a.block_type.shape[2], LEFT)
-        columns = box_of(right.index(stage), b.block_type.shape[1], b.block_type.shape[2], RIGHT)
+        rows = boxes_of(left.index(stage), a.block_type.shape[1], a.block_type.shape[2], LEFT).index(0)
+        columns = boxes_of(right.index(stage), b.block_type.shape[1], b.block_type.shape[2], RIGHT).index(0)
         mbarrier.wait(empty.index(stage), (number // STAGES + 1) & 1)
         mbarrier.expect(arrived, 2 * (ROWS + COLUMNS) * BLOCK_K)
         if TURNED:
@@ -147,13 +145,13 @@ def multiply_ring(ring, number, steps, next_one, SYMMETRIC: gl.constexpr, TURNED
         stage = number % STAGES
         mbarrier.wait(full.index(stage), (number // STAGES) & 1)
         if TURNED:
-            rows = box_of(left.index(stage), BLOCK_K, HEIGHT, flat).permute([1, 0])
+            rows = boxes_of(left.index(stage), BLOCK_K, HEIGHT, flat).index(0).permute([1, 0])
         else:
-            rows = box_of(left.index(stage), HEIGHT, BLOCK_K, flat)
+            rows = boxes_of(left.index(stage), HEIGHT, BLOCK_K, flat).index(0)
         if SYMMETRIC:
-            columns = box_of(right.index(stage), COLUMNS, BLOCK_K, flat).permute([1, 0])
+            columns = boxes_of(right.index(stage), COLUMNS, BLOCK_K, flat).index(0).permute([1, 0])
         else:
-            columns = box_of(right.index(stage), BLOCK_K, COLUMNS, flat)
+            columns = boxes_of(right.index(stage), BLOCK_K, COLUMNS, flat).index(0)
         sums = multiply(rows.slice(FIRST, ROWS), columns, sums, is_async=True)
         sums = multiplied(1, deps=(sums,))
         mbarrier.arrive(empty.index((number + STAGES - 1) % STAGES), pred=k > 0)

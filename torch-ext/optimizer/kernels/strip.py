@@ -5,16 +5,17 @@ images do. Must not know: where the sums come from; pingpong.py and cooperative.
 """
 from __future__ import annotations
 
-from .ring import box_of, gluon_jit
+from .ring import boxes_of, gluon_jit
 
-gl = mbarrier = tma = fence = barrier = load_box = store_box = view = None  # Gluon's language, put here by gluon_jit
+gl = mbarrier = tma = fence = barrier = load_box = store_box = None  # Gluon's language, put here by gluon_jit
 
 
 @gluon_jit
 def ask(addend, own, arrived, matrix, row, column, COLUMNS: gl.constexpr):
     """Let the strip's squares of an addend arrive in the memory `own`, where nothing is stored from any more."""
     SIDE: gl.constexpr = addend.block_type.shape[1]
-    squares = view(own, addend.dtype, [own.numel // (SIDE * SIDE), 1, SIDE, SIDE], addend.layout)
+    layout: gl.constexpr = addend.layout
+    squares = boxes_of(own, SIDE, SIDE, layout)
     mbarrier.expect(arrived, 2 * SIDE * COLUMNS)
     for k in gl.static_range(COLUMNS // SIDE):
         load_box(addend, [matrix, row, column + k * SIDE], arrived, squares.index(k))
@@ -30,8 +31,9 @@ def finish_strip(sums, d, out, own, arrived, loads, factors, matrix, row, column
     COLUMNS: gl.constexpr = sums.shape[1]
     layout: gl.constexpr = sums.type.layout
     upright: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    flat = box_of(own, SIDE, COLUMNS, upright)
-    squares = view(own, out.dtype, [own.numel // (SIDE * SIDE), 1, SIDE, SIDE], out.layout)
+    flat = boxes_of(own, SIDE, COLUMNS, upright).index(0)
+    stored: gl.constexpr = out.layout
+    squares = boxes_of(own, SIDE, SIDE, stored)
     if FORM % 2 == 1:
         sums = sums * factors[0]
     if ADDENDS > 0:
@@ -62,7 +64,7 @@ def finish_strip(sums, d, out, own, arrived, loads, factors, matrix, row, column
     if SYMMETRIC:
         tma.store_wait(0)
         barrier()
-        box_of(own, COLUMNS, SIDE, upright).permute([1, 0]).store(result)
+        boxes_of(own, COLUMNS, SIDE, upright).index(0).permute([1, 0]).store(result)
         fence()
         barrier()
         for k in gl.static_range(COLUMNS // SIDE):

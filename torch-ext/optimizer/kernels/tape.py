@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-TRITONS = ("3.6.", "3.7.", "3.8.", "3.9.")  # with which all kernels ran; others do without tapes and Gluon
+TRITONS = ("3.6.", "3.7.", "3.8.", "3.9.")  # with which kernels ran on a GPU; others do without tapes and Gluon
 TAPES = 256  # kept, those that were played last
 
 _tapes: OrderedDict = OrderedDict()  # key -> calls
