@@ -26,15 +26,15 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import MODELS, shapes_of  # noqa: E402
-from step import MESHES, device_name, free_port, parameters, pick_device, start, synchronize  # noqa: E402
+from step import MESHES, device_name, meet, meeting, parameters, pick_device, start, synchronize  # noqa: E402
 
 SLACK_MIB = {"cuda": 1, "cpu": 32}  # of a CPU, the whole process is counted, whose allocator keeps what is freed
 BROKEN, MISSING = 37, 41  # every so many steps
 
 
 def main() -> None:
-    options = arguments()
-    start(worker, (options, free_port()), options.ranks)
+    options, store = arguments(), meeting()
+    start(worker, (options, store.port), options.ranks)
 
 
 def arguments():
@@ -58,8 +58,7 @@ def worker(rank: int, options, port: int) -> None:
     if gpus:
         torch.cuda.set_device(device)
     where = {"device_id": device} if options.ranks <= gpus else {}
-    dist.init_process_group("nccl" if where else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
-                            world_size=options.ranks, **where)
+    dist.init_process_group("nccl" if where else "gloo", store=meet(port), rank=rank, world_size=options.ranks, **where)
     for mode in options.mode:
         soak(Run(options, mode, rank, device), options.steps)
     dist.destroy_process_group()

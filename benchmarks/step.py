@@ -24,7 +24,6 @@ import gzip
 import importlib.metadata
 import os
 import platform
-import socket
 import statistics
 import subprocess
 import sys
@@ -62,18 +61,21 @@ def main() -> None:
 
 def on_ranks(work, options, ranks: int) -> list[dict]:
     """Run work(rank, ranks, port, options, rows) on so many processes; return what it has put into `rows`."""
-    rows = mp.get_context("spawn").SimpleQueue()
-    start(work, (ranks, free_port(), options, rows), ranks)
+    rows, store = mp.get_context("spawn").SimpleQueue(), meeting()
+    start(work, (ranks, store.port, options, rows), ranks)
     found = []
     while not rows.empty():
         found.append(rows.get())
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def meeting() -> dist.TCPStore:
+    """Where ranks find each other for as long as it is kept: its port was free, and no other process gets it."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def meet(port: int) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", port, is_master=False)
 
 
 def start(work, arguments, ranks: int) -> None:
@@ -311,13 +313,15 @@ def timed(step, device) -> tuple[float, float]:
 
 
 def join(rank: int, ranks: int, port: int) -> torch.device:
-    """Become one of so many ranks, by NCCL on a GPU of one's own or by gloo on a CPU; return the device."""
+    """Become one of so many ranks, by NCCL on a GPU of one's own or by gloo on a CPU, as torchrun would have it; return
+    the device.
+    """
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
     device, where = pick_device(rank), {}
     if device.type == "cuda":
         torch.cuda.set_device(device)
         where = {"device_id": device}
-    dist.init_process_group("nccl" if where else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
-                            world_size=ranks, **where)
+    dist.init_process_group("nccl" if where else "gloo", store=meet(port), rank=rank, world_size=ranks, **where)
     return device
 
 

@@ -102,10 +102,10 @@ def by_tma(arch: str, entry: dict, rows=False) -> int:
                  d=(height, beside[1]), out=(height, half))
     arguments = dict(
         {name: "tensordesc<fp16[1, {}, {}]>".format(*box) for name, box in boxes.items()}, pointer="*fp16",
-        strides=ROW_MAJOR, order="*i32", count="i32", halves="i32", sizes=("i32",) * 4, factors=("fp32",) * 4,
+        strides=ROW_MAJOR, order="*i32", count="i32", whole="i32", halves="i32", sizes=("i32",) * 3,
+        factors=("fp32",) * 4,
         SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]], TURNED=False,
-        ADDENDS=2 * (entry["op"] == "symmetric"), FORM=3, BLOCK_R=height, BLOCK_C=width, BLOCK_K=inner,
-        LOOP=triton.language.constexpr(entry["loop"]))
+        ADDENDS=2 * (entry["op"] == "symmetric"), DIAGONAL=True, LOOP=triton.language.constexpr(entry["loop"]))
     unused = "cd" if entry["op"] == "gram" or not symmetric and width == height else ""
     arguments |= dict.fromkeys(unused) | (dict(d=None, out=None, strides=None) if rows else {})
     return compile_for(arch, part("kernels.gram_sm90")._kernel, arguments,
@@ -128,7 +128,7 @@ def by_groups(arch: str, entry: dict, turned=False) -> int:
     arguments = {name: kind.format(*box) for name, box in boxes.items()} | sizes | dict(
         order="*i32", count="i32", whole="i32", halves="i32", inner="i32", TURNED=turned, STAGES=entry["stages"],
         SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[op], factors=("fp32",) * 4, ADDENDS=2 * (op == "symmetric"),
-        FORM=0 if op == "product" else 3)
+        DIAGONAL=op != "product")
     return compile_for(arch, kernel, arguments, num_warps=entry["warps"])
 
 

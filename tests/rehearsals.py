@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -95,19 +96,14 @@ def orthogonalize(stacks, name) -> None:
 
 def order() -> dict:
     """One call, in which no kernel is compiled before the rehearsal is through."""
-    ahead, through, submitted = part("kernels.ahead"), threading.Event(), []
-    make_ready, shutdown = ahead._Pool._make_ready, ahead._Pool.shutdown
+    pool = part("kernels.ahead")._Pool
+    start = pool.start
 
-    def later(pool, compile_kernel):
-        submitted.append(compile_kernel)
-        return make_ready(pool, compile_kernel) if through.wait(60) else None
+    def noted(self):
+        note("wait", str(len(self.handed_over)))
+        start(self)
 
-    def waiting(pool, *arguments, **more):
-        note("wait", str(pool._work_queue.qsize() + len(submitted)))
-        through.set()
-        shutdown(pool, *arguments, **more)
-
-    ahead._Pool._make_ready, ahead._Pool.shutdown = later, waiting
+    pool.start = noted
     stacks, name = inputs()[0]
     orthogonalize(stacks, name)
     first = list(events)
@@ -137,9 +133,9 @@ def untouched() -> dict:
     return {"changed": changed, "launched": launched, "events": events, "read": triton_key.cache_info().misses}
 
 
-def akin(threads: int = 1) -> dict:
-    """First calls of a square matrix, then of wide and tall ones with its sides, where so many threads are many."""
-    polar, part("kernels.ahead").MANY_THREADS, found = part("polar"), threads, []
+def akin(processors: int = 1) -> dict:
+    """First calls of a square matrix, then of wide and tall ones with its sides, where so many processors are many."""
+    polar, part("kernels.ahead").MANY_PROCESSORS, found = part("polar"), processors, []
     for R, C in ((256, 256), (256, 512), (512, 256)):
         begin = len(events)
         X = torch.ones(1, R, C, dtype=torch.bfloat16)
@@ -149,8 +145,8 @@ def akin(threads: int = 1) -> dict:
 
 
 def akin_alone() -> dict:
-    """The same with fewer threads than that."""
-    return akin(threads=1 << 20)
+    """The same with fewer than that."""
+    return akin(processors=1 << 20)
 
 
 def wrong_kernel(X):
@@ -200,6 +196,26 @@ def turns() -> dict:
     for thread in threads:
         thread.join()
     return {"seen": seen}
+
+
+def shares() -> dict:
+    """What this process compiles, and what it has in the end, beside one that begins at the same time."""
+    import triton
+
+    compiled, ready = [], []
+
+    def listen(*, src, metadata_group, cache_hit, **_):
+        (compiled if not cache_hit else []).append(kernel := src.name + src.hash())
+        ready.append(kernel)
+
+    triton.knobs.compilation.listener = listen
+    part("kernels.ahead").begin(torch.device("cpu"))
+    part("kernels.ahead")._reader().join()
+    Path(os.environ["MEET"], os.environ["LOCAL_RANK"]).touch()
+    while len(list(Path(os.environ["MEET"]).glob("[01]"))) < 2:
+        time.sleep(0.01)
+    orthogonalize(*inputs()[0])
+    return {"compiled": compiled, "ready": ready}
 
 
 def fallback() -> dict:

@@ -27,7 +27,7 @@ MANY_PARAMETERS = {"muon.Muon.__init__", "normuon.NorMuon.__init__"}
 # A module imports only from rows above its own. `debug` is a leaf for everybody.
 LAYERS = [
     ["debug", "_ops"],  # _ops is generated: the operators' namespace
-    ["kernels.tape"],
+    ["kernels.tape", "kernels.neighbours"],
     ["kernels"],
     ["kernels.tiles", "kernels.ahead"],
     ["kernels.split", "kernels.table"],

@@ -81,6 +81,15 @@ def test_the_nearest_entry_is_taken_in_powers_of_two(tiles):
         assert choose("gram", 2, 0, 0, 1, "x").rows == 64
 
 
+def test_relatives_have_a_table_that_fits_them(tiles):
+    """By the vendors: 99 KiB for a program on sm86, sm89 and sm12x, 64 on gfx90a, of the others more than on theirs."""
+    for arch, relative in tiles.RELATIVES.items():
+        table = tiles.table(arch)
+        assert table == tiles.table(relative) and table["entries"] and table["measured"] == []
+        if relative == "sm80":
+            assert max(e["stages"] * e["tile"][2] * sum(e["tile"][:2]) * e["bytes"] for e in table["entries"]) <= 101376
+
+
 def test_an_unknown_architecture_or_size_gets_the_default(tiles):
     assert nearest(tiles, "gram", 64, 64, "sm75") == tiles.DEFAULT
     assert nearest(tiles, "product", 64, 64, "cpu", 4) == tiles.DEFAULT_FP32

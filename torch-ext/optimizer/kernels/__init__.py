@@ -39,9 +39,11 @@ def triton_version(device: torch.device) -> str | None:
 
 
 class _Here(threading.local):
-    """What is so in this thread; `rehearsing`: kernels are not launched, but compiled (ahead.py)."""
+    """What is so in this thread; `rehearsing`: kernels are not launched, but compiled (ahead.py); `slow`: this one
+    takes long.
+    """
 
-    rehearsing = False
+    rehearsing = slow = False
 
 
 here = _Here()
@@ -53,6 +55,8 @@ class jit:
     The kernel is written as plain Python at module level; its annotations stay strings, and the name `tl` is put into
     its module here. Functions that it calls are decorated alike.
     """
+
+    slow = False  # to compile
 
     def __init__(self, function, numbers=()):
         functools.update_wrapper(self, function)
@@ -67,7 +71,7 @@ class jit:
         """With fused multiply-adds where nothing else is said: what Triton does without a word depends on version and
         environment.
         """
-        made = self.make()
+        made, here.slow = self.make(), self.slow
         run = functools.partial(made.run, grid=grid, warmup=True) if here.rehearsing else made[grid]
         return functools.partial(run, enable_fp_fusion=True)
 

@@ -1,8 +1,8 @@
 """Kernels compiled side by side: before work is done for the first time, it is rehearsed, to learn what it launches.
 
-Decides: when there is a rehearsal, and how many threads compile. In a rehearsal no kernel is launched; one that is not
-known yet goes to a thread, which compiles it, builds its launcher and loads it. A rehearsal is a hint: what fails in it
-is tried again, and fails or not, by the launch itself. Must not know: what the work is.
+Decides: when there is a rehearsal, how many threads compile, and in which order. In a rehearsal no kernel is launched;
+those that are not known yet go to threads, which compile them, build their launchers and load them. A rehearsal is a
+hint: what fails in it is tried again, and fails or not, by the launch itself. Must not know: what the work is.
 """
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor, wait
 
 import torch
 
 from . import here, use_triton
+from .neighbours import alone, place
 
-MOST_THREADS = 16  # of a process; on a node there are several, which compile the same kernels at the same time
-MANY_THREADS = 8  # from which on kernels are compiled that are not sure to be wanted
+MOST_THREADS = 5  # of a process; more of them wait for Python, which one at a time may use (docs/log.md)
+MANY_PROCESSORS = 8  # from which on kernels are compiled that are not sure to be wanted
+HEAD_START = 0.5  # seconds for which a process compiles nothing but its share of what its neighbours need, too
 _done: set = set()
 _alone = threading.Lock()
 
@@ -60,7 +62,7 @@ def rehearse(device: torch.device, work: Callable[[], None], kind: Hashable = No
         _done.add(kind)
     if not here.rehearsing:  # else it is part of a longer rehearsal
         with contextlib.suppress(Exception):
-            _rehearse(work, likely if _threads() >= MANY_THREADS else None)
+            _rehearse(work, likely if _processors() >= MANY_PROCESSORS else None)
 
 
 def _is_possible(device) -> bool:
@@ -76,7 +78,8 @@ def _rehearse(work, likely=None) -> None:
     reader = _reader()
     gpus, number = driver.active.get_device_interface(), driver.active.get_current_device()
     reader.join()  # Triton would read it twice
-    pool = _Pool(_threads(), "compile", gpus.set_device, (number,))  # a new thread is on the first GPU
+    threads = min(MOST_THREADS, _processors())
+    pool = _Pool(threads, "compile", gpus.set_device, (number,))  # a new thread is on the first GPU
     with _alone, triton.AsyncCompileMode(pool, ignore_errors=True), pool:
         here.rehearsing = True
         try:
@@ -87,20 +90,51 @@ def _rehearse(work, likely=None) -> None:
             here.rehearsing = False
 
 
-def _threads() -> int:
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MOST_THREADS, allowed)
+def _processors() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Pool(ThreadPoolExecutor):
-    """What Triton hands over is compiled, and made ready for its first launch."""
+    """What Triton hands over is compiled once all is known, and made ready for its first launch."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
+        self.handed_over = []  # (whether it compiles fast, minus its number, what compiles it, what comes of it)
         self.kernels = []  # that are ready
 
     def submit(self, compile_kernel):
-        return super().submit(self._make_ready, compile_kernel)
+        future = Future()
+        self.handed_over.append((not here.slow, -len(self.handed_over), compile_kernel, future))
+        return future
+
+    def start(self) -> None:
+        """What takes long first: Python's part of compilations is done one at a time. And of what all processes of this
+        machine need each does a share first, and by then finds the rest done, or waits for it.
+        """
+        kernels = [kernel[2:] for kernel in sorted(self.handed_over, key=lambda kernel: kernel[:2])]
+        number, count = place()
+        own, others = kernels[number::count], [kernel for i, kernel in enumerate(kernels) if i % count != number]
+        begin = super().submit
+        try:
+            begun = [begin(self._fulfil, *kernel) for kernel in own]
+            wait(begun, HEAD_START if others else 0)
+            for kernel in others:
+                begin(self._fulfil, *kernel)
+        except BaseException:  # no thread, or the user has had enough
+            for _, future in kernels:  # for which Triton would wait
+                with contextlib.suppress(InvalidStateError):
+                    future.set_exception(CancelledError())
+            raise
+
+    def _fulfil(self, compile_kernel, future):
+        try:
+            with alone(getattr(future, "_key", None)):  # Triton's own
+                kernel = self._make_ready(compile_kernel)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(kernel)
 
     def _make_ready(self, compile_kernel):
         """Return a kernel whose launcher is built and whose binary is on the device, else its first launch would do it.
@@ -121,6 +155,7 @@ class _Pool(ThreadPoolExecutor):
         """
         from triton.runtime import driver
 
+        self.start()
         super().__exit__(*about)
         for kernel in self.kernels:
             kernel._run = driver.active.launcher_cls(kernel.src, kernel.metadata)

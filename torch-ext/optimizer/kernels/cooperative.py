@@ -15,7 +15,7 @@ gl = mbarrier = tma = fence = None  # Gluon's language, put here by gluon_jit
 
 @gluon_jit.alike("count", "whole", "halves", "inner")
 def cooperative_kernel(a, b, b_half, c, d, out, order, count, whole, halves, inner, factors, SYMMETRIC: gl.constexpr,
-                       TURNED: gl.constexpr, ADDENDS: gl.constexpr, FORM: gl.constexpr, BLOCK_R: gl.constexpr,
+                       TURNED: gl.constexpr, ADDENDS: gl.constexpr, DIAGONAL: gl.constexpr, BLOCK_R: gl.constexpr,
                        BLOCK_C: gl.constexpr, STAGES: gl.constexpr):
     """out = factors[0] A B + addends + factors[1] I; names as in gram_sm90. `whole` tiles, then left and right `halves`
     of the rest (tiles.divide). b_half: B by half a tile's columns; c, d, out: by squares (strip.py).
@@ -30,34 +30,34 @@ def cooperative_kernel(a, b, b_half, c, d, out, order, count, whole, halves, inn
     fence()
     work, ends = (order, count, whole, halves, steps), (c, d, out, strips, added, factors)
     gl.warp_specialize([
-        (_consume, (ring, work, ends, 0, SYMMETRIC, TURNED, ADDENDS, FORM, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
-        (_consume, (ring, work, ends, 1, SYMMETRIC, TURNED, ADDENDS, FORM, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
+        (_consume, (ring, work, ends, 0, SYMMETRIC, TURNED, ADDENDS, DIAGONAL, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
+        (_consume, (ring, work, ends, 1, SYMMETRIC, TURNED, ADDENDS, DIAGONAL, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
         (fetch, (a, b, a, b_half, ring, work, True, SYMMETRIC, TURNED, STAGES)),
     ], [4, 1], [232, 24])
 
 
 @gluon_jit
 def _consume(ring, work, ends, WHO: gl.constexpr, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr,
-             ADDENDS: gl.constexpr, FORM: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_C: gl.constexpr,
+             ADDENDS: gl.constexpr, DIAGONAL: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_C: gl.constexpr,
              BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Compute and store the upper or the lower half of every tile."""
     order, count, whole, halves, steps = work
     mine = 0
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
         matrix, i, j = place(order, count, turn)
-        _strip(ring, ends, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, ADDENDS, FORM, BLOCK_R, BLOCK_C,
+        _strip(ring, ends, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, ADDENDS, DIAGONAL, BLOCK_R, BLOCK_C,
                BLOCK_K, STAGES)
         mine += 1
     if gl.program_id(0) < halves:
         matrix, i, j = place_of_half(order, count, whole, True)
-        _strip(ring, ends, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, ADDENDS, FORM, BLOCK_R, BLOCK_C // 2,
+        _strip(ring, ends, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, ADDENDS, DIAGONAL, BLOCK_R, BLOCK_C // 2,
                BLOCK_K, STAGES)
     tma.store_wait(0)
 
 
 @gluon_jit
 def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr,
-           ADDENDS: gl.constexpr, FORM: gl.constexpr, HEIGHT: gl.constexpr, COLUMNS: gl.constexpr,
+           ADDENDS: gl.constexpr, DIAGONAL: gl.constexpr, HEIGHT: gl.constexpr, COLUMNS: gl.constexpr,
            BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Compute and store half of tile (i, j), the program's number `mine`. The first addend arrives meanwhile."""
     ROWS: gl.constexpr = HEIGHT // 2
@@ -68,4 +68,4 @@ def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, SYMMETRIC: 
         ask(c, own, arrived, matrix, row, column, COLUMNS)
     sums = multiply_ring(ring, mine * steps, steps, None, SYMMETRIC, TURNED, HEIGHT, WHO * ROWS, ROWS, COLUMNS, BLOCK_K,
                          STAGES)
-    finish_strip(sums, d, out, own, arrived, mine * ADDENDS, factors, matrix, row, column, SYMMETRIC, ADDENDS, FORM)
+    finish_strip(sums, d, out, own, arrived, mine, factors, matrix, row, column, SYMMETRIC, ADDENDS, DIAGONAL)

@@ -144,7 +144,7 @@ def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0)):
     if out.numel() == 0:
         return out
     columns_of_b = B.mT if op == "gram" else B  # a symmetric B holds its columns as rows
-    key = (op, tiles.forced(), factors[0] != 1.0, factors[1] != 0.0, look(A, B, out, *(C for C, _ in addends)))
+    key = (op, tiles.forced(), factors[1] != 0.0, look(A, B, out, *(C for C, _ in addends)))
     known = _known.get(key)
     if known is None:
         known = _known[key] = _choose(op, A, columns_of_b, out, addends, factors)
@@ -209,7 +209,6 @@ def _product_kernel(A, B, C, D, OUT, a_strides, b_strides, c_strides, d_strides,
         sums = tl.dot(left, right, sums, input_precision="ieee")
         a += BLOCK_K * a_strides[2]
         b += BLOCK_K * b_strides[1]
-    sums *= alpha
     if out_strides is None and TURNED:
         out = rows_at(table_of(OUT, matrix, columns), c, c < columns)[None, :]
     elif out_strides is None:
@@ -218,7 +217,9 @@ def _product_kernel(A, B, C, D, OUT, a_strides, b_strides, c_strides, d_strides,
     inside = (r < rows) & (c < columns)
     if C is not None:
         addend = tl.load(C + matrix * c_strides[0] + r * c_strides[1] + c * c_strides[2], mask=inside, other=0.0)
-        sums += beta * addend.to(tl.float32)
+        sums = tl.fma(sums, alpha, beta * addend.to(tl.float32))
+    else:
+        sums *= alpha
     if D is not None:
         addend = tl.load(D + matrix * d_strides[0] + r * d_strides[1] + c * d_strides[2], mask=inside, other=0.0)
         sums += delta * addend.to(tl.float32)

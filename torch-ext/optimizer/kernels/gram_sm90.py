@@ -53,18 +53,16 @@ class Bound:
         half, describe = (tile.rows if symmetric else tile.columns), _description
         wide = not symmetric and tile.columns > tile.rows and tile.loop != "once"
         self.programs, order, count, whole, halves = _turns(op, out, inner, tile, wide)
-        form = (factors[0] != 1.0) + 2 * (factors[1] != 0.0)
         # fused multiply-adds, which depend on the tile, would give other bits
         self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "enable_fp_fusion": False}
         if tile.loop == "pingpong":
             self.kernel, self.pointer, describe = pingpong_kernel, False, ring.description
             self.numbers = (order, count, whole, halves, inner)
-            self.constants = (SYMMETRY[op], self.turned, len(addends), form, tile.stages)
+            self.constants = SYMMETRY[op], self.turned, len(addends), factors[1] != 0.0, tile.stages
         else:
             self.kernel, self.pointer = _kernel, True
-            self.numbers = (strides_of(out), order, count, halves, (rows, columns, inner, whole))
-            self.constants = (SYMMETRY[op], self.turned, len(addends), form, tile.rows, tile.columns, tile.inner,
-                              tile.loop)
+            self.numbers = (strides_of(out), order, count, whole, halves, (rows, columns, inner))
+            self.constants = SYMMETRY[op], self.turned, len(addends), factors[1] != 0.0, tile.loop
         self.left = _blank(describe(A, *((tile.inner, tile.rows) if self.turned else (tile.rows, tile.inner))))
         self.right = _blank(describe(B, *((tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns))))
         beside = [(C, tile.rows, half) for C, _ in addends]
@@ -100,8 +98,8 @@ class Cooperative(Bound):
         inner = B.shape[2 if symmetric else 1]
         self.programs, *turns = _turns(op, out, inner, tile)
         self.numbers = *turns, inner
-        form = (factors[0] != 1.0) + 2 * (factors[1] != 0.0)
-        self.constants = SYMMETRY[op], self.turned, len(addends), form, tile.rows, tile.columns, tile.stages
+        self.constants = (SYMMETRY[op], self.turned, len(addends), factors[1] != 0.0, tile.rows, tile.columns,
+                          tile.stages)
         side, step = tile.rows // 2, tile.inner
         left, right = (tile.rows, step), [(tile.columns, step), (tile.columns // 2, step)]
         boxes = [left[::-1] if self.turned else left, *(box if symmetric else box[::-1] for box in right)]
@@ -173,37 +171,36 @@ def _order(down, across, ratio, square, device):
     return tape.lasting(torch.tensor(tiles, dtype=torch.int32, device="cpu"), device), len(tiles)
 
 
-@jit.alike("count", "halves")
-def _kernel(a, b, c, d, out, pointer, strides, order, count, halves, sizes, factors, SYMMETRIC: tl.constexpr,
-            TURNED: tl.constexpr, ADDENDS: tl.constexpr, FORM: tl.constexpr, BLOCK_R: tl.constexpr,
-            BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr):
-    """Tiles in turns, then left and right `halves` of the rest (tiles.divide); without turns, one tile each.
+@jit.alike("count", "whole", "halves")
+def _kernel(a, b, c, d, out, pointer, strides, order, count, whole, halves, sizes, factors, SYMMETRIC: tl.constexpr,
+            TURNED: tl.constexpr, ADDENDS: tl.constexpr, DIAGONAL: tl.constexpr, LOOP: tl.constexpr):
+    """`whole` tiles in turns, then left and right `halves` of the rest (tiles.divide); without turns, one tile each.
 
-    SYMMETRIC: 1 for a result that is so in every bit, 2 for one that is made so; FORM: 1 for a first factor other than
-    1, plus 2 for a diagonal. c, d: addends; of a product in wide tiles, b and out by half a tile's columns.
+    SYMMETRIC: 1 for a result that is so in every bit, 2 for one that is made so, and scaled; c, d: addends; of a
+    product in wide tiles, b and out by half a tile's columns.
     """
+    BLOCK_R: tl.constexpr = a.block_type.shape[2 if TURNED else 1]
+    BLOCK_C: tl.constexpr = b.block_type.shape[1 if SYMMETRIC else 2]
     if LOOP == "once":
         matrix, i, j = _tile(order, count, tl.program_id(0))
-        sums = _sums(a, b, matrix, i, j, sizes[2], SYMMETRIC, TURNED, BLOCK_R, BLOCK_C, BLOCK_K)
+        sums = _sums(a, b, matrix, i, j, sizes[2], SYMMETRIC, TURNED)
         if SYMMETRIC:
-            _finish_symmetric(sums, c, d, out, matrix, i, j, sizes[0], factors, ADDENDS, FORM, BLOCK_R, BLOCK_C,
-                              SYMMETRIC == 2, False)
+            _finish_symmetric(sums, c, d, out, matrix, i, j, sizes[0], factors, SYMMETRIC, ADDENDS, DIAGONAL, False)
         else:
             _finish(sums, out, pointer, strides, matrix, i, j, sizes, BLOCK_R, BLOCK_C)
     else:
-        for turn in tl.range(tl.program_id(0), sizes[3], tl.num_programs(0), flatten=LOOP == "flat"):
+        for turn in tl.range(tl.program_id(0), whole, tl.num_programs(0), flatten=LOOP == "flat"):
             matrix, i, j = _tile(order, count, turn)
-            sums = _sums(a, b, matrix, i, j, sizes[2], SYMMETRIC, TURNED, BLOCK_R, BLOCK_C, BLOCK_K)
+            sums = _sums(a, b, matrix, i, j, sizes[2], SYMMETRIC, TURNED)
             if SYMMETRIC:
-                _finish_symmetric(sums, c, d, out, matrix, i, j, sizes[0], factors, ADDENDS, FORM, BLOCK_R, BLOCK_C,
-                                  SYMMETRIC == 2, True)
+                _finish_symmetric(sums, c, d, out, matrix, i, j, sizes[0], factors, SYMMETRIC, ADDENDS, DIAGONAL, True)
             else:
                 _finish(sums, out, pointer, strides, matrix, i, j, sizes, BLOCK_R, BLOCK_C)
         if SYMMETRIC == 0 and BLOCK_C > BLOCK_R:
             if tl.program_id(0) < halves:
-                matrix, i, j = _tile(order, count, sizes[3] + tl.program_id(0) // 2)
+                matrix, i, j = _tile(order, count, whole + tl.program_id(0) // 2)
                 j = 2 * j + tl.program_id(0) % 2
-                sums = _sums(a, c, matrix, i, j, sizes[2], False, TURNED, BLOCK_R, BLOCK_C // 2, BLOCK_K)
+                sums = _sums(a, c, matrix, i, j, sizes[2], False, TURNED)
                 _finish(sums, d, pointer, strides, matrix, i, j, sizes, BLOCK_R, BLOCK_C // 2)
 
 
@@ -215,9 +212,11 @@ def _tile(order, count, turn):
 
 
 @jit
-def _sums(a, b, matrix, i, j, inner, ROWS_OF_B: tl.constexpr, TURNED: tl.constexpr, BLOCK_R: tl.constexpr,
-          BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr):
+def _sums(a, b, matrix, i, j, inner, ROWS_OF_B: tl.constexpr, TURNED: tl.constexpr):
     """Return the tile's sums of products in fp32; beyond the edges TMA reads zeros."""
+    BLOCK_R: tl.constexpr = a.block_type.shape[2 if TURNED else 1]
+    BLOCK_K: tl.constexpr = a.block_type.shape[1 if TURNED else 2]
+    BLOCK_C: tl.constexpr = b.block_type.shape[1 if ROWS_OF_B else 2]
     sums = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
     for k in range(0, inner, BLOCK_K):
         if TURNED:
@@ -252,37 +251,40 @@ def _finish(sums, out, pointer, strides, matrix, i, j, sizes, BLOCK_R: tl.conste
 
 
 @jit
-def _finish_symmetric(sums, c, d, out, matrix, i, j, rows, factors, ADDENDS: tl.constexpr, FORM: tl.constexpr,
-                      BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, MIRROR: tl.constexpr, LOOPED: tl.constexpr):
+def _finish_symmetric(sums, c, d, out, matrix, i, j, rows, factors, SYMMETRIC: tl.constexpr, ADDENDS: tl.constexpr,
+                      DIAGONAL: tl.constexpr, LOOPED: tl.constexpr):
     """Finish a tile of a symmetric result, square by square."""
-    if FORM % 2 == 1:
-        sums *= factors[0]
-    if BLOCK_C == BLOCK_R:
-        _finish_square(sums, c, d, out, matrix, i, j, rows, factors, ADDENDS, FORM, BLOCK_R, MIRROR, LOOPED)
+    BLOCK: tl.constexpr = sums.shape[0]
+    if sums.shape[1] == BLOCK:
+        _finish_square(sums, c, d, out, matrix, i, j, rows, factors, SYMMETRIC, ADDENDS, DIAGONAL, LOOPED)
     else:
-        left, right = tl.split(tl.permute(tl.reshape(sums, (BLOCK_R, 2, BLOCK_R)), (0, 2, 1)))
-        _finish_square(left, c, d, out, matrix, i, 2 * j, rows, factors, ADDENDS, FORM, BLOCK_R, MIRROR, LOOPED)
-        _finish_square(right, c, d, out, matrix, i, 2 * j + 1, rows, factors, ADDENDS, FORM, BLOCK_R, MIRROR, LOOPED)
+        left, right = tl.split(tl.permute(tl.reshape(sums, (BLOCK, 2, BLOCK)), (0, 2, 1)))
+        _finish_square(left, c, d, out, matrix, i, 2 * j, rows, factors, SYMMETRIC, ADDENDS, DIAGONAL, LOOPED)
+        _finish_square(right, c, d, out, matrix, i, 2 * j + 1, rows, factors, SYMMETRIC, ADDENDS, DIAGONAL, LOOPED)
 
 
 @jit
-def _finish_square(sums, c, d, out, matrix, i, j, rows, factors, ADDENDS: tl.constexpr, FORM: tl.constexpr,
-                   BLOCK: tl.constexpr, MIRROR: tl.constexpr, LOOPED: tl.constexpr):
+def _finish_square(sums, c, d, out, matrix, i, j, rows, factors, SYMMETRIC: tl.constexpr, ADDENDS: tl.constexpr,
+                   DIAGONAL: tl.constexpr, LOOPED: tl.constexpr):
     """Store a square on or below the diagonal, and its mirror image. What is not wanted goes beyond the edge, where
     TMA stores nothing: a loop with an `if` would not be pipelined from one tile to the next (LOOPED).
     """
+    BLOCK: tl.constexpr = sums.shape[0]
     r, s = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     if ADDENDS > 0:
-        sums += factors[2] * c.load([matrix, i * BLOCK, j * BLOCK]).reshape(BLOCK, BLOCK).to(tl.float32)
+        addend = c.load([matrix, i * BLOCK, j * BLOCK]).reshape(BLOCK, BLOCK).to(tl.float32)
+        sums = tl.fma(sums, factors[0], factors[2] * addend)
+    elif SYMMETRIC == 2:
+        sums *= factors[0]
     if ADDENDS > 1:
         sums += factors[3] * d.load([matrix, i * BLOCK, j * BLOCK]).reshape(BLOCK, BLOCK).to(tl.float32)
-    if FORM >= 2:
+    if DIAGONAL:
         sums += tl.where((i == j) & (r == s), factors[1], 0.0)
     result = sums.to(out.dtype)
     flipped = result.T
-    if MIRROR and LOOPED:
+    if SYMMETRIC == 2 and LOOPED:
         result = tl.where((i == j) & (r < s), flipped, result)
-    elif MIRROR:
+    elif SYMMETRIC == 2:
         if i == j:
             result = tl.where(r < s, flipped, result)
     nowhere = rows + BLOCK

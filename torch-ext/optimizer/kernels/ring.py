@@ -23,6 +23,8 @@ def description(tensor, rows, columns):
 class gluon_jit(jit):
     """Decorator: the same for a Gluon kernel."""
 
+    slow = True
+
     def decorate(self, scope):
         from triton.experimental import gluon
         from triton.experimental.gluon import language
@@ -42,14 +44,19 @@ class gluon_jit(jit):
 
 
 @gluon_jit
-def boxes_of(memory, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """View `memory` as boxes, one after another: all of it, for Triton 3.8 views no part."""
-    BOXES: gl.constexpr = memory.numel // (ROWS * COLUMNS)
-    if LAYOUT.rank == 3:
-        boxes = view(memory, memory.dtype, [BOXES, 1, ROWS, COLUMNS], LAYOUT)
-    else:
-        boxes = view(memory, memory.dtype, [BOXES, ROWS, COLUMNS], LAYOUT)
-    return boxes
+def boxes_of(memory, descriptor):
+    """View `memory` as boxes of a descriptor, one after another: all of it, for Triton 3.8 views no part."""
+    ROWS: gl.constexpr = descriptor.block_type.shape[1]
+    COLUMNS: gl.constexpr = descriptor.block_type.shape[2]
+    LAYOUT: gl.constexpr = descriptor.layout
+    return view(memory, memory.dtype, [memory.numel // (ROWS * COLUMNS), 1, ROWS, COLUMNS], LAYOUT)
+
+
+@gluon_jit
+def matrices_of(memory, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """The same as matrices, which is what is multiplied, loaded and stored."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return view(memory, memory.dtype, [memory.numel // (ROWS * COLUMNS), ROWS, COLUMNS], LAYOUT)
 
 
 @gluon_jit
@@ -108,13 +115,10 @@ def _fill(a, b, ring, matrix, i, j, number, steps, SYMMETRIC: gl.constexpr, TURN
     BLOCK_K: gl.constexpr = a.block_type.shape[1 if TURNED else 2]
     ROWS: gl.constexpr = a.block_type.shape[2 if TURNED else 1]
     COLUMNS: gl.constexpr = b.block_type.shape[1 if SYMMETRIC else 2]
-    LEFT: gl.constexpr = a.layout
-    RIGHT: gl.constexpr = b.layout
     for k in range(0, steps * BLOCK_K, BLOCK_K):
         stage = number % STAGES
         arrived = full.index(stage)
-        rows = boxes_of(left.index(stage), a.block_type.shape[1], a.block_type.shape[2], LEFT).index(0)
-        columns = boxes_of(right.index(stage), b.block_type.shape[1], b.block_type.shape[2], RIGHT).index(0)
+        rows, columns = boxes_of(left.index(stage), a).index(0), boxes_of(right.index(stage), b).index(0)
         mbarrier.wait(empty.index(stage), (number // STAGES + 1) & 1)
         mbarrier.expect(arrived, 2 * (ROWS + COLUMNS) * BLOCK_K)
         if TURNED:
@@ -139,19 +143,18 @@ def multiply_ring(ring, number, steps, next_one, SYMMETRIC: gl.constexpr, TURNED
     left, right, full, empty = ring
     shape: gl.constexpr = [16, COLUMNS, 16]
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=shape)
-    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     sums = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
     for k in range(steps):
         stage = number % STAGES
         mbarrier.wait(full.index(stage), (number // STAGES) & 1)
         if TURNED:
-            rows = boxes_of(left.index(stage), BLOCK_K, HEIGHT, flat).index(0).permute([1, 0])
+            rows = matrices_of(left.index(stage), BLOCK_K, HEIGHT).index(0).permute([1, 0])
         else:
-            rows = boxes_of(left.index(stage), HEIGHT, BLOCK_K, flat).index(0)
+            rows = matrices_of(left.index(stage), HEIGHT, BLOCK_K).index(0)
         if SYMMETRIC:
-            columns = boxes_of(right.index(stage), COLUMNS, BLOCK_K, flat).index(0).permute([1, 0])
+            columns = matrices_of(right.index(stage), COLUMNS, BLOCK_K).index(0).permute([1, 0])
         else:
-            columns = boxes_of(right.index(stage), BLOCK_K, COLUMNS, flat).index(0)
+            columns = matrices_of(right.index(stage), BLOCK_K, COLUMNS).index(0)
         sums = multiply(rows.slice(FIRST, ROWS), columns, sums, is_async=True)
         sums = multiplied(1, deps=(sums,))
         mbarrier.arrive(empty.index((number + STAGES - 1) % STAGES), pred=k > 0)

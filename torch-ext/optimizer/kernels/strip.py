@@ -1,11 +1,11 @@
-"""Strips: 64 rows of a tile, whose sums one group of four warps holds, on sm90.
+"""Strips: 64 or 128 rows of a tile, whose sums one group of four warps holds, on sm90.
 
-Decides: what becomes of the sums, in squares of 64 x 64, which TMA stores where they belong and where their mirror
-images do. Must not know: where the sums come from; pingpong.py and cooperative.py call it.
+Decides: what becomes of the sums, in squares as high as the strip, which TMA stores where they belong and where their
+mirror images do. Must not know: where the sums come from; pingpong.py and cooperative.py call it.
 """
 from __future__ import annotations
 
-from .ring import boxes_of, gluon_jit
+from .ring import boxes_of, gluon_jit, matrices_of
 
 gl = mbarrier = tma = fence = barrier = load_box = store_box = None  # Gluon's language, put here by gluon_jit
 
@@ -14,37 +14,33 @@ gl = mbarrier = tma = fence = barrier = load_box = store_box = None  # Gluon's l
 def ask(addend, own, arrived, matrix, row, column, COLUMNS: gl.constexpr):
     """Let the strip's squares of an addend arrive in the memory `own`, where nothing is stored from any more."""
     SIDE: gl.constexpr = addend.block_type.shape[1]
-    layout: gl.constexpr = addend.layout
-    squares = boxes_of(own, SIDE, SIDE, layout)
+    squares = boxes_of(own, addend)
     mbarrier.expect(arrived, 2 * SIDE * COLUMNS)
     for k in gl.static_range(COLUMNS // SIDE):
         load_box(addend, [matrix, row, column + k * SIDE], arrived, squares.index(k))
 
 
 @gluon_jit
-def finish_strip(sums, d, out, own, arrived, loads, factors, matrix, row, column, SYMMETRIC: gl.constexpr,
-                 ADDENDS: gl.constexpr, FORM: gl.constexpr):
-    """Scale, add, round and store a strip whose first element is at (row, column). The first addend has been asked for,
-    `loads` after others; d: the second.
+def finish_strip(sums, d, out, own, arrived, mine, factors, matrix, row, column, SYMMETRIC: gl.constexpr,
+                 ADDENDS: gl.constexpr, DIAGONAL: gl.constexpr):
+    """Scale, add, round and store a strip, the group's number `mine`, whose first element is at (row, column). The
+    first addend has been asked for; d: the second.
     """
     SIDE: gl.constexpr = sums.shape[0]
     COLUMNS: gl.constexpr = sums.shape[1]
     layout: gl.constexpr = sums.type.layout
-    upright: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    flat = boxes_of(own, SIDE, COLUMNS, upright).index(0)
-    stored: gl.constexpr = out.layout
-    squares = boxes_of(own, SIDE, SIDE, stored)
-    if FORM % 2 == 1:
-        sums = sums * factors[0]
+    flat, squares = matrices_of(own, SIDE, COLUMNS).index(0), boxes_of(own, out)
     if ADDENDS > 0:
-        mbarrier.wait(arrived, loads & 1)
-        sums = sums + factors[2] * flat.load(layout).to(gl.float32)
+        mbarrier.wait(arrived, (mine * ADDENDS) & 1)
+        sums = gl.fma(sums, factors[0], factors[2] * flat.load(layout).to(gl.float32))
+    elif SYMMETRIC == 2:
+        sums = sums * factors[0]
     if ADDENDS > 1:
         barrier()
         ask(d, own, arrived, matrix, row, column, COLUMNS)
-        mbarrier.wait(arrived, (loads + 1) & 1)
+        mbarrier.wait(arrived, (mine * ADDENDS + 1) & 1)
         sums = sums + factors[3] * flat.load(layout).to(gl.float32)
-    if FORM >= 2:
+    if DIAGONAL:
         r = row + gl.arange(0, SIDE, layout=gl.SliceLayout(1, layout))[:, None]
         s = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
         sums = sums + gl.where(r == s, factors[1], 0.0)
@@ -62,14 +58,23 @@ def finish_strip(sums, d, out, own, arrived, loads, factors, matrix, row, column
         if (column + k * SIDE <= row) | (SYMMETRIC == 0):
             store_box(out, [matrix, row, column + k * SIDE], squares.index(k))
     if SYMMETRIC:
-        tma.store_wait(0)
-        barrier()
-        boxes_of(own, COLUMNS, SIDE, upright).index(0).permute([1, 0]).store(result)
-        fence()
-        barrier()
-        for k in gl.static_range(COLUMNS // SIDE):
-            if column + k * SIDE < row:
-                store_box(out, [matrix, column + k * SIDE, row], squares.index(k))
+        if column < row:
+            _store_turned(result, out, own, squares, matrix, row, column)
+
+
+@gluon_jit
+def _store_turned(result, out, own, squares, matrix, row, column):
+    """Store the mirror images of a strip's squares that lie below the diagonal."""
+    SIDE: gl.constexpr = result.shape[0]
+    COLUMNS: gl.constexpr = result.shape[1]
+    tma.store_wait(0)
+    barrier()
+    matrices_of(own, COLUMNS, SIDE).index(0).permute([1, 0]).store(result)
+    fence()
+    barrier()
+    for k in gl.static_range(COLUMNS // SIDE):
+        if column + k * SIDE < row:
+            store_box(out, [matrix, column + k * SIDE, row], squares.index(k))
 
 
 @gluon_jit

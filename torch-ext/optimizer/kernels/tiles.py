@@ -19,6 +19,9 @@ import torch
 from .. import debug
 
 TABLES = Path(__file__).with_name("tables")
+# GPUs without a table of their own -> one whose entries suit them: the instructions are alike, and the tiles fit
+RELATIVES = {"sm86": "sm80", "sm87": "sm80", "sm89": "sm80", "sm120": "sm80", "sm121": "sm80", "sm103": "sm100",
+             "gfx90a": "gfx942", "gfx950": "gfx942"}
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ def architecture(kind: str, index: int | None = None) -> str:
 
 @functools.cache
 def table(arch: str) -> dict:
-    """Read the table of an architecture, the user's own (OPTIMIZER_TILES) or ours; an unknown one has no entries.
+    """Read the table of an architecture, the user's own (OPTIMIZER_TILES), ours or a relative's; an unknown one has no
+    entries.
 
     Read once: a later change of the variable or of the file has no effect.
     """
@@ -95,7 +99,7 @@ def table(arch: str) -> dict:
         check_table(given, str(own))
         if given["arch"] == arch:
             return given
-    path = TABLES / f"{arch}.json"
+    path = TABLES / f"{RELATIVES.get(arch, arch)}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"measured": [], "entries": []}
 
 

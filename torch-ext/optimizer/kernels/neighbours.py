@@ -1,0 +1,62 @@
+"""Processes of one machine, which need the same kernels: a kernel is compiled by one of them, and read by the others.
+
+Decides: who has which place among them, and who waits for whom. Must not know: how a kernel is compiled.
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import tempfile
+import time
+
+PATIENCE = 30.0  # seconds for which a process waits until another has compiled a kernel
+
+
+def place() -> tuple[int, int]:
+    """The number of this process among those of its job on this machine, and how many there are, as torchrun says."""
+    number, count = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    known = number.isdecimal() and count.isdecimal() and int(number) < int(count)
+    return (int(number), int(count)) if known else (0, 1)
+
+
+@contextlib.contextmanager
+def alone(key: str | None):
+    """Let processes that share a cache do what is inside, for one kernel known by Triton's `key`, one after the other.
+    Where that is not possible, or takes too long, they do it all the same.
+    """
+    release = _lock(key) if key else None
+    try:
+        yield
+    finally:
+        if release is not None:
+            release()
+
+
+def _lock(key):
+    """Lock the byte of a file that stands for the kernel, and return what frees it; it is free, too, where the process
+    that has locked it is no more. None where it cannot be locked, or not in time.
+    """
+    end = time.monotonic() + PATIENCE
+    try:
+        import fcntl
+
+        from triton import knobs
+
+        name = hashlib.sha256(f"{knobs.cache.dir} {key}".encode()).digest()
+        file, byte = _file(), int.from_bytes(name[:7], "big")
+        while time.monotonic() < end:
+            with contextlib.suppress(BlockingIOError, PermissionError):
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+                return functools.partial(fcntl.lockf, file, fcntl.LOCK_UN, 1, byte)
+            time.sleep(0.01)
+    except (ImportError, AttributeError, OSError):
+        pass
+    return None
+
+
+@functools.cache
+def _file() -> int:
+    """Of this user; open for as long as the process lives, for to close it is to lose all locks."""
+    return os.open(os.path.join(tempfile.gettempdir(), f"optimizer-{os.getuid()}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
