@@ -36,13 +36,13 @@ class Route:
         del self.slots[slot]
 
 
-def diary_of(hops, at_home=0):
+def diary_of(hops, at_home=0, closing=False):
     """What happens, in order, for buckets with so many collectives each and some that stay at home."""
     diary, slots = [], {}
     jobs = [(Route(i, count, diary, slots), {"group": i}) for i, count in enumerate(hops)]
     home = [(Route(f"home {i}", 0, diary, slots, travels=False), {"group": f"home {i}"}) for i in range(at_home)]
     jobs[len(jobs) // 2:len(jobs) // 2] = home
-    part("pipeline").run(jobs)
+    part("pipeline").run(jobs, *([lambda: diary.append("closing")] if closing else ()))
     assert not slots, "a story did not come to its end"
     return diary
 
@@ -97,6 +97,16 @@ def test_nothing_travels(optimizer):
     assert diary_of([], at_home=2) == ["home 0 ends", "home 1 ends"]
 
 
+@pytest.mark.parametrize("hops", [[], [1], [2], [1, 1], [2, 2], [2, 1], [1, 2], [2] * 5, [1, 2, 2, 1]])
+def test_what_closes_comes_after_all_collectives_and_before_the_last_lands(hops, optimizer):
+    """A collective that ranks add there is the last for each of them, whichever buckets they share with others."""
+    diary = diary_of(hops, at_home=1, closing=True)
+    before, after = diary[:diary.index("closing")], diary[diary.index("closing") + 1:]
+    assert "home 0 ends" in before and diary.count("closing") == 1
+    assert all(line.startswith("wait") or line.endswith("ends") for line in after)
+    assert hops[-1:] != [2] or f"{len(hops) - 1} ends" in after
+
+
 @pytest.mark.parametrize("count", [2, 5])
 def test_a_bucket_that_other_ranks_have_does_not_change_the_order_of_the_rest(count, optimizer):
     """A rank without bucket 1 takes part in the others in the order in which the ranks with it do.
@@ -121,7 +131,8 @@ def test_all_are_in_before_the_first_goes_out(optimizer):
         late, diary[:] = list(diary), []
         begun = [pipeline.begin(*job) for job in jobs[:2]]
         assert diary == ["0.0", "2.0"]
-        pipeline.run_all_in([jobs[0], home, *jobs[1:]], begun)
+        pipeline.run_all_in([jobs[0], home, *jobs[1:]], lambda: diary.append("closing"), begun)
+        assert diary.pop() == "closing"
     assert diary == late == [
         "0.0", "2.0", "3.0", "home ends", "wait 0.0", "0.1", "wait 2.0", "2.1", "wait 3.0", "3 ends",
         "wait 0.1", "0 ends", "wait 2.1", "2 ends"]

@@ -152,11 +152,11 @@ class Early:
         if self.begun:
             raise RuntimeError(f"{what} is not possible now: buckets have left during backward. Call step() first")
 
-    def run(self, jobs) -> None:
-        """Step all buckets, going on with those that have left."""
+    def run(self, jobs, closing=None) -> None:
+        """Step all buckets, going on with those that have left. `closing`: see pipeline.py."""
         left = self.left
         self._let_go()
-        self.order(jobs, *([left] if left else ()))
+        self.order(jobs, closing, *([left] if left else ()))
 
     def drain(self) -> None:
         """Wait for what is on its way, and forget it: what it changed is to be loaded."""

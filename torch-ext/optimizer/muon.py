@@ -161,8 +161,8 @@ class Muon(Returning):
         pipeline.beside(lambda: self._graphs(self._run, key), self._alone, self._beside.stream)
 
     def _run(self, jobs=None) -> None:
-        with self._presence.compared():
-            self._early.run(self._jobs if jobs is None else jobs)
+        with self._presence.compared() as closing:
+            self._early.run(self._jobs if jobs is None else jobs, closing)
 
     @settled
     def last_backward(self):

@@ -36,8 +36,9 @@ def rehearse(jobs, device) -> None:
         ahead.rehearse(device, work)
 
 
-def run(jobs) -> None:
-    """Step all buckets. `jobs`: [(route, live parameter group)], in the same order on every rank.
+def run(jobs, closing=None) -> None:
+    """Step all buckets. `jobs`: [(route, live parameter group)], in the same order on every rank. `closing`: what is
+    done as soon as no bucket sends anything any more.
 
     In each turn a bucket starts on its way in, then the one before it is computed and sent back, then the one before
     that is applied: the wire is busy while matrices are multiplied. Buckets that stay at home run while the first one
@@ -48,9 +49,12 @@ def run(jobs) -> None:
     alive = _advance(stories[:1])
     for story in at_home:
         next(story, None)
-    for story in [*stories[1:], None, None]:
+    for story in [*stories[1:], None]:
         started = _advance([story] if story else [])
         alive = _resume(alive) + started
+    if closing is not None:
+        closing()
+    _resume(alive)
 
 
 def begin(route, hp):
@@ -59,9 +63,9 @@ def begin(route, hp):
     return story, next(story)
 
 
-def run_all_in(jobs, begun=()) -> None:
+def run_all_in(jobs, closing=None, begun=()) -> None:
     """Step all buckets: all start on their way in, then all are computed and sent back, then all are applied. `begun`:
-    the first of those that travel, which `begin` has started.
+    the first of those that travel, which `begin` has started. `closing` is done after all of them.
 
     Each has memory of its own. So ranks of which other buckets have begun issue the collectives of all process groups
     in one order, and none waits for another before the last matrix is computed. Buckets that stay at home run while
@@ -74,6 +78,8 @@ def run_all_in(jobs, begun=()) -> None:
         next(story, None)
     while alive:
         alive = [later for one in alive for later in _resume([one])]
+    if closing is not None:
+        closing()
 
 
 def beside(work, jobs, stream) -> None:

@@ -65,14 +65,12 @@ class Presence:
 
     @contextlib.contextmanager
     def compared(self):
-        """Round a step's work. In a graph ranks ask each other first: that costs the host nothing there, and the device
-        has something else to do meanwhile.
+        """Round a step's work, after which ranks ask each other. A graph has to wait for the answers: in one they ask
+        as soon as nothing else is to be sent, by what this gives, and the last bucket lands meanwhile.
         """
-        first = capturing(self.device)
-        if first:
-            self.compare()
-        yield
-        if first:
+        in_graph = capturing(self.device)
+        yield self.compare if in_graph else None
+        if in_graph:
             self.wait()  # nothing outside a graph may wait for what is in it
         else:
             self.compare()
