@@ -596,7 +596,8 @@ def struck(rank, world, place_, fault, hop):
     group = opt._early.journeys[0][0].bound.group
     opt._presence.wait()  # for the end of the first step
     dist.barrier(group)
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT_S), group)
+    # rank 1 must come as far as its fault, and rank 0 with it, on a busy machine too
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=2 * TIMEOUT_S * (1 + 9 * rank)), group)
     if rank == 1:
         Faulty(place_, fault, hop)
     told = {}
