@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.paths import quiet, take
@@ -480,6 +481,32 @@ def test_frozen_parameters_are_left_alone(device):
     params[1].requires_grad_(True)
     train(optimizer, params, gradients(params, 1))
     assert not torch.equal(params[1], before[1])
+
+
+def test_what_has_a_gradient_is_stepped_though_it_wants_none(device):
+    """As in torch: copies of weights in another precision are given their gradients, and want none."""
+    params = weights([(12, 7), (5,)], device)
+    masters = [p.detach().clone() for p in params]
+    grads = gradients(params, 3)
+    for ps in (params, masters):
+        train(package().Muon([{"params": ps[:1]}, {"params": ps[1:], "use_muon": False}]), ps, grads)
+    assert all(torch.equal(a, b) and not b.requires_grad for a, b in zip(params, masters))
+
+
+def left_over(rank, world):
+    """Rank 1 alone has a gradient of what wants none."""
+    frozen, other = params = [nn.Parameter(torch.arange(84.0).view(shape)) for shape in ((12, 7), (7, 12))]
+    frozen.requires_grad_(False)
+    optimizer = package().Muon([("frozen", frozen), ("other", other)], process_group=dist.group.WORLD)
+    train(optimizer, params, [[torch.eye(12, 7) if rank else None, torch.eye(7, 12)]])
+    return frozen, other.detach()
+
+
+def test_where_ranks_act_alike_what_wants_no_gradient_is_left_alone():
+    with pytest.warns(UserWarning, match="frozen has a gradient but requires_grad=False: it is left alone"):
+        results = run_threads(2, left_over)
+    assert all(torch.equal(frozen, torch.arange(84.0).view(12, 7)) for frozen, _ in results)
+    assert torch.equal(results[0][1], results[1][1]) and not torch.equal(results[0][1], torch.arange(84.0).view(7, 12))
 
 
 def test_parameters_without_gradients_are_left_alone(device):

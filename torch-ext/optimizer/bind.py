@@ -6,6 +6,7 @@ what a plan says (plan.py) and what a route does (routes.py) it only passes on.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
@@ -173,12 +174,17 @@ def stepped(groups, options, alone) -> tuple[list, list]:
     """([(group, its parameters of a step)], what plans of them rest on), of those that this process takes alone, or
     with other ranks.
 
-    Where ranks must act alike, a missing gradient does not leave a parameter out; alone it does, as in torch.
+    Where ranks must act alike, those that want a gradient are; alone those that have one, as in torch.
     """
     shared, units = options.process_group is not None, []
     for group in groups:
-        params = [p for p in group["params"] if p.requires_grad and (not shared and not is_dtensor(p)) == alone]
-        units.append((group, [p for p in params if p.grad is not None] if alone else params))
+        params = [p for p in group["params"] if (not shared and not is_dtensor(p)) == alone]
+        units.append((group, [p for p in params if (p.grad is not None if alone else p.requires_grad)]))
+        for p in params if not alone else ():
+            if p.grad is not None and not p.requires_grad:
+                warnings.warn(f"parameter {name_in(group, p)} has a gradient but requires_grad=False: it is left "
+                              "alone, for other ranks cannot know; to have it stepped, call requires_grad_() on it",
+                              stacklevel=2)
     units = [(group, params) for group, params in units if params]
     return units, [_rests_on(*unit) for unit in units]
 
