@@ -55,11 +55,12 @@ def counting(found):
     def begin(frame, *_):
         if Path(frame.f_code.co_filename).parent != home:
             return None
-        frame.f_trace_opcodes = True
+        frame.f_trace, frame.f_trace_opcodes = each, True  # for Python 3.13, in this order
         return each
 
     gc.collect()  # what another optimizer leaves behind is not to end meanwhile
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for such frames when it is told to trace
     sys.settrace(begin)
     try:
         yield
