@@ -104,6 +104,15 @@ def test_a_name_that_contains_the_name_of_a_head_or_embedding():
     assert all(by_name.values())
 
 
+@pytest.mark.parametrize("name", ["latents", "queries", "scale_shift_table", "codebook", "codevectors"])
+def test_learned_vectors_are_no_matrix(name):
+    """Perceiver's latents, queries of decoders, PixArt's tables of modulation, codes of wav2vec 2.0."""
+    model = nn.Module()
+    model.hidden = nn.Linear(8, 8, bias=False)
+    model.register_parameter(name, nn.Parameter(torch.zeros(1, 6, 8) if name == "codevectors" else torch.zeros(6, 8)))
+    assert split(model) == {"hidden.weight": True, name: False}
+
+
 def test_a_head_inside_a_language_model_of_another_model():
     model = nn.Module()
     model.vision = nn.Linear(8, 8)

@@ -21,6 +21,7 @@ WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 HEADS = ("lm_head", "embed_out", "unembed", "output_layer", "to_logits", "qa_outputs")  # output heads, wherever
 TOP_HEADS = ("output", "head", "heads", "score", "classifier")  # output heads at the top of a model only
 EMBEDDINGS = ("wte", "wpe")  # besides names with "embed" in them
+LEARNED = ("latents", "queries", "table", "codebook", "codevectors")  # ends of names of tensors whose rows are vectors
 # containers whose children are at the top, too; the last is that of adapters (peft)
 TOPS = ("model", "transformer", "language_model", "net", "backbone", "base_model")
 KEYS = frozenset(("params", "param_names", "use_muon", "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients",
@@ -114,7 +115,7 @@ def _judge(param, places):
         if (isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or any("embed" in part for part in parts)
                 or set(parts) & set(EMBEDDINGS) or {"emb", "pos"} & set(leaf.split("_"))):
             return False, "embedding"
-        if any(word in leaf for word in ("token", "position")):
+        if any(word in leaf for word in ("token", "position")) or leaf.endswith(LEARNED):
             return False, "token"
         if set(parts) & set(HEADS) or top in TOP_HEADS or top.endswith(("_head", "_classifier")):
             return False, "head"
