@@ -323,6 +323,28 @@ def test_the_bits_of_steps_without_graphs_on_many_ranks(mode, name, tape):
         assert steady["off"] == 0 and steady["auto"] >= 3 and steady["capturable"] == (1 if mode == "reduce" else 2)
 
 
+def captured(rank, world):
+    """The collectives and the kernels that a graph of the whole step holds, in order."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part("process_groups").Groups, "check_capturable", lambda groups: None)  # a tape holds gloo's
+        taped(patch)
+        run = Run("capturable", "Muon", placed("fsdp", world, "cpu")[0])
+        for number in range(2):
+            run.step(number)
+        graphs = [known.graph for known in run.optimizer._graphs.parts.values() if known.graph is not None]
+        whole = max((graph.launches for graph in graphs), key=len)
+        names = [getattr(launch, "__name__", "kernel") for launch, *_ in whole]
+        return [name.partition(".")[0] for name in names if name == "kernel" or name.startswith("all")]
+
+
+@pytest.mark.interpreter
+def test_in_a_graph_ranks_compare_their_gradients_while_the_last_bucket_lands(tape):
+    """Not before the first one leaves, which would wait for that; and not at the end, which would, too."""
+    for launches in run_ranks(2, captured):
+        assert [name for name in launches if name != "kernel"] == ["alltoall_base_"] * 4 + ["allreduce_"]
+        assert launches[-1] == "kernel"
+
+
 def test_values_are_sent_once_and_together(optimizer, monkeypatch):
     """Nothing is sent while nothing changes; a number or an address has all sent again, in one copy."""
     run = Run("auto", "NorMuon")
