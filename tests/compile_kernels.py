@@ -85,9 +85,9 @@ def by_pointers(arch: str, entry: dict, sizes=("i32", "i32", "i32"), rows=False,
     pointer, op = "*fp16" if entry["bytes"] == 2 else "*fp32", entry["op"]
     height, width, inner = entry["tile"]
     arguments = dict(
-        A=pointer, B=pointer, OUT=pointer, C=pointer if op == "symmetric" else None, D=None, sizes=sizes,
+        A=pointer, B=pointer, OUT=pointer, sizes=sizes, **dict.fromkeys("CDE", pointer if op == "symmetric" else None),
         a_strides=ROW_MAJOR, b_strides=COLUMN_MAJOR if op == "gram" else ROW_MAJOR, c_strides=ROW_MAJOR,
-        d_strides=(0, 0, 0), out_strides=None if rows else ROW_MAJOR, factors=("fp32",) * 4,
+        d_strides=ROW_MAJOR, e_strides=ROW_MAJOR, out_strides=None if rows else ROW_MAJOR, factors=("fp32",) * 5,
         SYMMETRIC=op != "product", EVEN=op == "gram", TURNED=rows, BLOCK_R=height, BLOCK_C=width, BLOCK_K=inner,
         GROUP=entry["group"])
     return compile_for(arch, part("kernels.gram")._product_kernel, {**arguments, **more},
@@ -99,14 +99,14 @@ def by_tma(arch: str, entry: dict, rows=False) -> int:
     symmetric, (height, width, inner) = entry["op"] != "product", entry["tile"]
     half, beside = (height, (height, height)) if symmetric else (width, (inner, width // 2))
     boxes = dict(a=(height, inner), b=(width, inner) if symmetric else (inner, width), c=beside,
-                 d=(height, beside[1]), out=(height, half))
+                 d=(height, beside[1]), e=(height, height), out=(height, half))
     arguments = dict(
         {name: "tensordesc<fp16[1, {}, {}]>".format(*box) for name, box in boxes.items()}, pointer="*fp16",
         strides=ROW_MAJOR, order="*i32", count="i32", whole="i32", halves="i32", sizes=("i32",) * 3,
-        factors=("fp32",) * 4,
+        factors=("fp32",) * 5,
         SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]], TURNED=False,
-        ADDENDS=2 * (entry["op"] == "symmetric"), DIAGONAL=True, LOOP=triton.language.constexpr(entry["loop"]))
-    unused = "cd" if entry["op"] == "gram" or not symmetric and width == height else ""
+        ADDENDS=3 * (entry["op"] == "symmetric"), DIAGONAL=True, LOOP=triton.language.constexpr(entry["loop"]))
+    unused = "cde" if entry["op"] == "gram" or not symmetric and width == height else "" if symmetric else "e"
     arguments |= dict.fromkeys(unused) | (dict(d=None, out=None, strides=None) if rows else {})
     return compile_for(arch, part("kernels.gram_sm90")._kernel, arguments,
                        num_stages=entry["stages"], num_warps=entry["warps"])
@@ -121,13 +121,13 @@ def by_groups(arch: str, entry: dict, turned=False) -> int:
     if entry["loop"] == "cooperative":
         kernel, sizes = part("kernels.cooperative").cooperative_kernel, dict(BLOCK_R=height, BLOCK_C=width)
         boxes["b_half"] = (inner, width // 2) if op == "product" else (width // 2, inner)
-    boxes |= dict.fromkeys(("c", "d", "out"), (half, half) if entry["loop"] == "cooperative" else (height, height))
+    boxes |= dict.fromkeys(("c", "d", "e", "out"), (half, half) if entry["loop"] == "cooperative" else (height, height))
     if entry["loop"] == "pingpong":
-        boxes |= dict.fromkeys(("a_half", "c_half", "d_half", "out_half"), (half, inner))
+        boxes |= dict.fromkeys(("a_half", "c_half", "d_half", "e_half", "out_half"), (half, inner))
     kind = "tensordesc<fp16[1, {}, {}],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)>"
     arguments = {name: kind.format(*box) for name, box in boxes.items()} | sizes | dict(
         order="*i32", count="i32", whole="i32", halves="i32", inner="i32", TURNED=turned, STAGES=entry["stages"],
-        SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[op], factors=("fp32",) * 4, ADDENDS=2 * (op == "symmetric"),
+        SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[op], factors=("fp32",) * 5, ADDENDS=3 * (op == "symmetric"),
         DIAGONAL=op != "product")
     return compile_for(arch, kernel, arguments, num_warps=entry["warps"])
 

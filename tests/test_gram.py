@@ -82,18 +82,22 @@ def test_product_against_fp64_into_a_transposed_view_of_another_dtype(gram, devi
 
 @pytest.mark.parametrize("n", [1, 5, 16, 33])
 @every_dtype
+@pytest.mark.parametrize("addends", [1, 2, 3])
 @pytest.mark.parametrize("aliased", [False, True])
-def test_symmetric_product_against_fp64(gram, device, path, n, dtype, aliased):
-    """C is read in its lower triangle only, and may be the output."""
+def test_symmetric_product_against_fp64(gram, device, path, n, dtype, addends, aliased):
+    """Addends are read in their lower triangles only, and one may be the output."""
     skip_interpreted_bf16(path, dtype)
     A, B = symmetric(2, n, dtype, device)
-    C = symmetric(2, n, dtype, device)[0]
-    exact = 0.5 * A.double() @ B.double() - 1.5 * C.double() + 0.25 * torch.eye(n, device=device)
+    Cs, factors = [symmetric(2, n, dtype, device)[0] for _ in range(addends)], [-1.5, 0.75, 2.0]
+    sums = sum(factor * C.double() for C, factor in zip(Cs, factors))
+    exact = 0.5 * A.double() @ B.double() + sums + 0.25 * torch.eye(n, device=device)
     exact = exact.tril() + exact.tril(-1).mT
-    given = C.masked_fill(torch.ones(n, n, dtype=torch.bool, device=device).triu(1), float("nan"))
-    out = given if aliased else poisoned(2, n, n, dtype=dtype, device=device)
-    gram.symmetric_product(A, B, out, 0.5, [(given, -1.5)], 0.25)
-    magnitude = A.double().abs() @ B.double().abs() + 2 * C.double().abs() + torch.eye(n, device=device)
+    upper = torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
+    given = [C.masked_fill(upper, float("nan")) for C in Cs]
+    out = given[-1] if aliased else poisoned(2, n, n, dtype=dtype, device=device)
+    gram.symmetric_product(A, B, out, 0.5, list(zip(given, factors)), 0.25)
+    magnitude = A.double().abs() @ B.double().abs() + torch.eye(n, device=device)
+    magnitude += sum(2 * C.double().abs() for C in Cs)
     check(out, exact, torch.maximum(magnitude, magnitude.mT), n)
     assert torch.equal(out, out.mT)
 
@@ -203,7 +207,9 @@ def test_measured_tiles_agree_in_every_bit(part, device, op, dtype, N, n, m):
                 turned = poisoned(N, m, n, dtype=dtype, device=device).mT
                 out = torch.cat([out, gram.product(A, X, turned)])
             else:
-                gram.symmetric_product(A, B, out, 0.7, [(A, 0.3), (B, -1.1)], 0.5)
+                addends = [(A, 0.3), (B, -1.1), (X[:, :, :n] if m >= n else A, 0.9)]
+                out = torch.cat([gram.symmetric_product(A, B, out.clone(), 0.7, addends[:count], 0.5 * (count % 2))
+                                 for count in range(4)])
         results.append(out)
     assert all(torch.equal(out, results[0]) for out in results)
 

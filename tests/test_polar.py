@@ -75,10 +75,10 @@ def test_every_set_against_its_polynomial(polar, device, name, shape):
 
 @pytest.mark.parametrize("kind", BOUNDS)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-@pytest.mark.parametrize("form", ["standard", "gram"])
-def test_error_over_spectra(polar, device, monkeypatch, kind, dtype, form):
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_error_over_spectra(polar, device, monkeypatch, kind, dtype, most):
     """Standard and Gram iteration keep the same bounds (a peer's defect: without a restart 1/k and 1/k^2 explode)."""
-    monkeypatch.setattr(polar, "_uses_gram", lambda *shape: form == "gram")
+    monkeypatch.setattr(polar, "longest", lambda *about: most)
     X = spectrum(kind, 96, 288).float().to(device)
     O = polar.orthogonalize(X, dtype=dtype)
     assert error(O, X, polar.steps_of("polar_express")) < BOUNDS[kind] * FACTORS[dtype]
@@ -86,11 +86,11 @@ def test_error_over_spectra(polar, device, monkeypatch, kind, dtype, form):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
-@pytest.mark.parametrize("form", ["standard", "gram"])
+@pytest.mark.parametrize("most", [1, 100])
 @pytest.mark.parametrize("name", PRESETS)
-def test_error_of_the_presets_over_spectra(polar, device, monkeypatch, name, kind, dtype, form):
+def test_error_of_the_presets_over_spectra(polar, device, monkeypatch, name, kind, dtype, most):
     """Rows of unlike lengths that are cast before AOL scaling evens them out would give .04 to .16 ("heavy rows")."""
-    monkeypatch.setattr(polar, "_uses_gram", lambda *shape: form == "gram")
+    monkeypatch.setattr(polar, "longest", lambda *about: most)
     X = spectrum(kind, 96, 288).float().to(device)
     O = polar.orthogonalize(X, name, dtype=dtype)
     assert error(O, X, polar.steps_of(name)) < PRESETS[name][kind] * FACTORS[dtype]
@@ -108,9 +108,10 @@ def test_aol_in_both_paths(part, polar, device, path, name, shape):
     assert error(O, X, polar.steps_of(name)) < 1e-4
 
 
-def test_no_restart_would_fail_the_bounds(polar, monkeypatch):
+def test_no_restart_would_fail_the_bounds(part, polar, monkeypatch):
     """The bounds can fail: one segment of five steps breaks the one of 1/k."""
-    monkeypatch.setitem(polar.LONGEST_SEGMENT, F16, 5)
+    monkeypatch.setitem(part("steps").LONGEST_SEGMENT, F16, 5)
+    monkeypatch.setattr(polar, "longest", lambda *about: 5)
     X = spectrum("1/k", 96, 288).float()
     assert error(polar.orthogonalize(X, dtype=F16), X, polar.steps_of("polar_express")) > BOUNDS["1/k"]
 
@@ -312,11 +313,11 @@ def test_bits_do_not_depend_on_other_stacks_off_the_chip(polar, device, name, x_
 
 
 @pytest.mark.parametrize("name, length", LENGTHS.items())
-def test_named_sets(polar, name, length):
+def test_named_sets(part, polar, name, length):
     steps = polar.steps_of(name)
     assert (steps.name, len(steps.triples), steps.aol) == (name, length, name in ("turbo", "aol"))
     assert polar.steps_of(name, length) == steps and hash(steps) == hash(polar.steps_of(name))
-    assert set(polar.SETS) == set(LENGTHS)
+    assert set(part("steps").SETS) == set(LENGTHS)
 
 
 @pytest.mark.parametrize("name", ["jordan", "polar_express"])
@@ -402,23 +403,36 @@ def test_wrong_eps_raises(polar, eps):
 
 
 def test_cost_counts_the_cheaper_iteration(polar):
-    """Per n^3, a = long / short: T (3 a + 1), or 3 a k + 4 T - 3 k with k segments; cubic steps save one product."""
-    steps, n = polar.steps_of("polar_express"), 100
-    assert polar.cost(n, n, steps) == 5 * 4 * n**3
-    assert polar.cost(n, 4 * n, steps) == polar.cost(4 * n, n, steps) == (6 * 4 + 14) * n**3
+    """Per n^3, a = long / short: 3 a k + 4 T - 3 k with k segments; a pair saves one product, as a cubic step does."""
+    steps, other, n = polar.steps_of("polar_express"), polar.steps_of((3.0, -4.0, 2.0), 5), 100
+    assert polar.cost(n, n, steps) == (9 + 9) * n**3 and polar.cost(n, n, other) == 5 * 4 * n**3
+    assert polar.cost(n, 4 * n, steps) == polar.cost(4 * n, n, steps) == (6 * 4 + 12) * n**3
+    assert polar.cost(n, 4 * n, other) == (6 * 4 + 14) * n**3
     assert polar.cost(n, 4 * n, polar.steps_of("cubic")) == (3 * 4 + 12) * n**3
-    assert polar._uses_gram(n, n, polar.steps_of("cubic")) and not polar._uses_gram(n, n, steps)
     assert polar.cost(n, 4 * n, polar.steps_of("jordan", 1)) == 13 * n**3
     assert polar.cost(0, 5, steps) == 0
 
 
-@pytest.mark.parametrize("ns_steps, dtype, lengths", [
-    (1, F16, [1]), (3, F16, [3]), (4, F16, [2, 2]), (5, F16, [3, 2]), (5, F32, [3, 2]), (5, BF16, [2, 2, 1]),
-    (7, F16, [3, 2, 2]), (10, F16, [3, 2, 3, 2])])
-def test_segments_between_restarts(polar, ns_steps, dtype, lengths):
+def test_the_iteration_that_is_taken(polar):
+    """1: the standard iteration; pairs, in fp16, pay for square matrices, too."""
+    steps, other, n = polar.steps_of("polar_express"), polar.steps_of((3.0, -4.0, 2.0), 5), 100
+    sides = [n, n * 5 // 4, n * 4 // 3, n * 3 // 2, 4 * n]
+    assert [polar.longest(n, m, steps) for m in sides] == [2, 2, 2, 3, 3]
+    for kind, dtype in ((other, F16), (steps, F32)):
+        assert [polar.longest(n, m, kind, dtype) for m in sides] == [1, 1, 3, 3, 3]
+    assert [polar.longest(n, m, steps, BF16) for m in sides] == [1, 1, 1, 2, 2]
+    assert polar.longest(n, n, polar.steps_of("cubic")) > 5
+    assert polar.longest(n, 9 * n, polar.steps_of("jordan", 1)) == 1
+
+
+@pytest.mark.parametrize("ns_steps, dtype, longest, lengths", [
+    (1, F16, 100, [1]), (3, F16, 100, [3]), (4, F16, 100, [2, 2]), (5, F16, 100, [3, 2]), (5, F32, 100, [3, 2]),
+    (5, BF16, 100, [2, 2, 1]), (7, F16, 100, [3, 2, 2]), (10, F16, 100, [3, 2, 3, 2]), (5, F16, 1, [1] * 5),
+    (5, F16, 2, [1, 2, 2]), (4, F16, 2, [2, 2]), (5, F32, 2, [2, 2, 1]), (5, BF16, 3, [2, 2, 1])])
+def test_segments_between_restarts(polar, ns_steps, dtype, longest, lengths):
     """Longer segments drift: in bf16, three steps of 1/k already explode."""
     steps = polar.steps_of("jordan", ns_steps)
-    segments = steps.segments(dtype)
+    segments = steps.segments(dtype, longest)
     assert [len(segment) for segment in segments] == lengths and sum(segments, ()) == steps.triples
 
 
@@ -449,10 +463,10 @@ def test_large_matrices_on_a_gpu(polar, monkeypatch, shape, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", BOUNDS)
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-@pytest.mark.parametrize("form", ["standard", "gram"])
-def test_error_over_spectra_on_a_gpu(polar, monkeypatch, kind, dtype, form):
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_error_over_spectra_on_a_gpu(polar, monkeypatch, kind, dtype, most):
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
-    monkeypatch.setattr(polar, "_uses_gram", lambda *shape: form == "gram")
+    monkeypatch.setattr(polar, "longest", lambda *about: most)
     X = spectrum(kind, 384, 1536).float().cuda()
     O = polar.orthogonalize(X, dtype=dtype)
     assert error(O, X, polar.steps_of("polar_express")) < BOUNDS[kind] * FACTORS[dtype]
@@ -483,7 +497,7 @@ def test_a_second_call_allocates_the_output_and_the_workspaces_only(polar, name,
     polar.orthogonalize(X, name)
     before = allocated()
     O = polar.orthogonalize(X, name)
-    own = O.numel() * O.element_size() + N * sum(polar.scratch(n, m, steps, 2)[1:])
+    own = O.numel() * O.element_size() + N * sum(polar.scratch(n, m, steps, F16)[1:])
     assert allocated() - before <= own + (64 << 10)
 
 

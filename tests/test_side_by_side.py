@@ -33,7 +33,7 @@ def memory_for(part, shapes, steps, dtype, device, together):
     """As a share has it: the bytes of all keys together, or of the one that takes most."""
     sums = {}
     for N, R, C in shapes:
-        key, long, square = part("polar").scratch(R, C, steps, dtype.itemsize)
+        key, long, square = part("polar").scratch(R, C, steps, dtype)
         one = sums.setdefault(key, [0, 0, 0])
         for i, nbytes in enumerate((long // 2, long // 2, square)):
             one[i] += N * nbytes
@@ -70,7 +70,7 @@ def bucket_of(part, shapes):
     Layout = part("layout").Layout
     layouts = [Layout(shape, {0: ((0, shape[0]), (0, shape[1]))}, copies=((0,),), plain=True) for shape in shapes]
     steps = part("polar").steps_of("polar_express")
-    sizes = {"update": 2, "scratch": partial(part("polar").scratch, steps=steps, itemsize=2),
+    sizes = {"update": 2, "scratch": partial(part("polar").scratch, steps=steps, dtype=torch.float16),
              "splits": partial(part("polar").splits, steps=steps),
              "side_by_side": part("iteration").gain_side_by_side}
     bucket, = part("plan").make_plan(layouts, lambda rows, cols: rows * cols, {}, itemsizes=sizes)

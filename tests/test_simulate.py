@@ -57,7 +57,7 @@ def test_bytes_are_those_of_the_plan(model, mode, ranks, simulate):
 def test_what_is_planned_fits_the_package_s_default(simulate):
     """With the memory of the iteration: three slots and the bench, of each rank, within 2 GiB."""
     layouts, buckets, times, _ = planned(simulate, "llama3_8b", "fsdp", 4)
-    sizes = {"update": 2, "scratch": lambda R, C: part("polar").scratch(R, C, times.steps, 2),
+    sizes = {"update": 2, "scratch": lambda R, C: part("polar").scratch(R, C, times.steps, part("steps").F16),
              "splits": lambda R, C: part("polar").splits(R, C, times.steps)}
     for rank in range(4):
         taken = Counter()

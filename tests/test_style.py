@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "torch-ext" / "optimizer"
 
 FILE_LINES, FUNCTION_LINES, MEDIAN_LINES, KERNEL_LINES = 300, 40, 12, 80
-PARAMETERS, KERNEL_PARAMETERS, NESTING, COMMENT_LINES = 7, 20, 3, 2
+PARAMETERS, KERNEL_PARAMETERS, NESTING, COMMENT_LINES = 7, 22, 3, 2  # 22: the descriptors of pingpong.py
 
 # The optimizers take the arguments of torch.optim.Muon, which they replace, and those of the modes.
 MANY_PARAMETERS = {"muon.Muon.__init__", "normuon.NorMuon.__init__"}
@@ -39,6 +39,8 @@ LAYERS = [
     ["kernels.chain", "kernels.update"],
     ["kernels.on_chip"],
     ["graphs"],  # how launches are repeated; knows no operation
+    ["pairs"],
+    ["steps"],
     ["iteration"],
     ["polar"],
     ["op", "recipe"],

@@ -144,7 +144,7 @@ def planned(model, mode, ranks, options, steps=5):
 
 def sizes_of(times) -> dict:
     """The bytes by which the optimizer plans, on GPUs."""
-    return {"update": 2, "once": True, "scratch": functools.partial(polar.scratch, steps=times.steps, itemsize=2),
+    return {"update": 2, "once": True, "scratch": functools.partial(polar.scratch, steps=times.steps, dtype=polar.F16),
             "splits": functools.partial(polar.splits, steps=times.steps), "room": WORKSPACE}
 
 

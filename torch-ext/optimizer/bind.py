@@ -106,9 +106,9 @@ class Planner:
         layouts, wire = self._layouts(params), self.options.wire_dtype
         rows = self._layouts(params, of_rows=True) if "beta2" in group else None
         pace = Pace.of(group, self.device)
-        itemsize = polar.products_dtype(self.options.ns_dtype, self.device).itemsize
+        products = polar.products_dtype(self.options.ns_dtype, self.device)
         sizes = {"update": wire.itemsize, "row": 4 if rows else 0, "once": self.groups.send_once(self.device),
-                 "scratch": partial(polar.scratch, steps=pace.steps, itemsize=itemsize),
+                 "scratch": partial(polar.scratch, steps=pace.steps, dtype=products),
                  "splits": partial(polar.splits, steps=pace.steps), "side_by_side": gain_side_by_side}
         room = self.options.workspace(self.device)
         sizes["room"] = None if self.options.overlap_backward else room
@@ -186,16 +186,15 @@ def stepped(groups, options, alone) -> tuple[list, list]:
                               "alone, for other ranks cannot know; to have it stepped, call requires_grad_() on it",
                               stacklevel=2)
     units = [(group, params) for group, params in units if params]
-    return units, [_rests_on(*unit) for unit in units]
+    return units, [_rests_on(*unit, options.ns_dtype) for unit in units]
 
 
-def _rests_on(group, params) -> tuple:
-    """The group itself, which routes read (a plan keeps it, so no other has its id); of the coefficients only which
-    memory they need.
-    """
+def _rests_on(group, params, dtype) -> tuple:
+    """The group itself, which routes read (a plan keeps it, so no other has its id); of coefficients only memory."""
     steps = polar.steps_of(group["ns_coefficients"], group["ns_steps"]) if group["use_muon"] else None
     shapes = {p.shape[-2:] for p in params if p.ndim > 1}  # one that has lost its dims is refused when it is planned
-    forms = steps and {(shape, polar.scratch(*shape, steps, 1), polar.splits(*shape, steps)) for shape in shapes}
+    dtype = polar.products_dtype(dtype, params[0].device)
+    forms = steps and {(shape, polar.scratch(*shape, steps, dtype), polar.splits(*shape, steps)) for shape in shapes}
     return id(group), group["use_muon"], group["adjust_lr_fn"], forms, tuple(map(id, params))
 
 

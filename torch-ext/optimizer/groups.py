@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .layout import check_local_shape, check_placements, is_dtensor, local_of
-from .polar import WIDE, steps_of
+from .polar import WIDE
 from .recipe import SCALES
+from .steps import steps_of
 
 # DDP, torch.compile, FSDP1, activation checkpointing
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

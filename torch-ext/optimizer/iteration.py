@@ -1,4 +1,4 @@
-"""The two Newton-Schulz iterations, on matrices that share launches: all of one short side.
+"""The Newton-Schulz iterations, on matrices that share launches: all of one short side.
 
 Decides: which products are taken in which order, in which memory, and what runs side by side. Must not know: what the
 coefficients mean, nor how a product is computed.
@@ -83,12 +83,12 @@ def _arrange(shapes, step, line):
     return forms, end
 
 
-def takes(n: int, m: int, itemsize: int, gram_form: bool) -> tuple[int, int]:
+def takes(n: int, m: int, itemsize: int, most: int) -> tuple[int, int]:
     """Return the bytes that `iterate` takes at most for one (n, m) matrix, n <= m: of its own shape, in two equal
     parts, and of n x n.
     """
     long, short = (n * (side * itemsize + -side * itemsize % LINE) for side in (m, n))
-    return 2 * long, (4 if gram_form else 2) * short
+    return 2 * long, (4 if most > 1 else 2) * short
 
 
 def gain_side_by_side(shapes) -> bool:
@@ -99,12 +99,12 @@ def gain_side_by_side(shapes) -> bool:
 
 
 def iterate_all(stacks, steps, eps: float, dtype: torch.dtype, memory=None) -> None:
-    """`iterate` each of stacks (members, gram_form): side by side, in a CUDA graph, if `memory` is enough for all of
+    """`iterate` each of stacks (members, most): side by side, in a CUDA graph, if `memory` is enough for all of
     them together; else one after the other, in the same memory.
     """
     device, lent = stacks[0][0][0][0].device, _divided(stacks, dtype, memory)
-    works = [functools.partial(iterate, members, steps, eps, dtype, gram_form, own)
-             for (members, gram_form), own in zip(stacks, lent or itertools.repeat(memory))]
+    works = [functools.partial(iterate, members, steps, eps, dtype, most, own)
+             for (members, most), own in zip(stacks, lent or itertools.repeat(memory))]
     if lent and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return _side_by_side(works, device)
     for work in works:
@@ -113,16 +113,16 @@ def iterate_all(stacks, steps, eps: float, dtype: torch.dtype, memory=None) -> N
 
 def _divided(stacks, dtype, memory):
     """The part of `memory` for each of `stacks`; None if it is not enough for all of them together."""
-    needs = [_needs(members, dtype.itemsize, gram_form) for members, gram_form in stacks]
+    needs = [_needs(members, dtype.itemsize, most) for members, most in stacks]
     sizes = list(zip(*needs))
     if memory is None or len(stacks) == 1 or any(map(operator.lt, map(torch.numel, memory), map(sum, sizes))):
         return None
     return list(zip(*(flat[:sum(parts)].split(parts) for flat, parts in zip(memory, sizes))))
 
 
-def _needs(members, itemsize, gram_form) -> tuple[int, int, int]:
+def _needs(members, itemsize, most) -> tuple[int, int, int]:
     """The bytes of `memory` that `iterate` takes at most."""
-    each = [(len(U), *takes(*U.shape[1:], itemsize, gram_form)) for U, _ in members]
+    each = [(len(U), *takes(*U.shape[1:], itemsize, most)) for U, _ in members]
     long, square = (sum(sizes[0] * sizes[i] for sizes in each) for i in (1, 2))
     return long // 2, long // 2, square
 
@@ -144,10 +144,11 @@ def _streams(device, count) -> list:
     return [torch.cuda.Stream(device) for _ in range(count)]
 
 
-def iterate(members, steps, eps: float, dtype: torch.dtype, gram_form: bool, memory=None) -> None:
+def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=None) -> None:
     """Orthogonalize each U (N, n, m), n <= m, of members (U, out) into out; n is the same for all.
 
-    They may be the same memory, and each a Split. `steps`: a `polar.Steps`; `dtype`: that of the products; `memory`:
+    They may be the same memory, and each a Split. `steps`: a `steps.Steps`, `most` of which between restarts: 1 is the
+    standard iteration, others the Gram iteration; `dtype`: that of the products; `memory`:
     three flat uint8 tensors of the bytes that `takes` says for all matrices together, the first of two equal parts, the
     second, and the rest; None for new memory.
     """
@@ -156,20 +157,20 @@ def iterate(members, steps, eps: float, dtype: torch.dtype, gram_form: bool, mem
     counts = [sum(len(U) for U, _ in group) for group in groups]
     n, device = members[0][0].shape[1], members[0][0].device
     long, square = tuple((count, n, m) for count, m in zip(counts, longs)), (sum(counts), n, n)
-    rooms = [Room(shapes, dtype, device) for shapes in (long, long, (square,) * (4 if gram_form else 2))]
+    rooms = [Room(shapes, dtype, device) for shapes in (long, long, (square,) * (4 if most > 1 else 2))]
     sizes = [room.nbytes for room in rooms]
     for room, flat in zip(rooms, memory or torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)):
         room.lend(flat)
-    work = functools.partial(_iterate, groups, counts, rooms, steps, eps, gram_form)
+    work = functools.partial(_iterate, groups, counts, rooms, steps, eps, most)
     if use_triton(device) and not here.rehearsing:
         stacks = [t for pair in members for t in pair]
-        kind = look(*stacks), steps, eps, dtype, gram_form, forced()
+        kind = look(*stacks), steps, eps, dtype, most, forced()
         play(kind, [room.memory for room in rooms], [memory_of(t) for t in stacks], work)
     else:
         work()
 
 
-def _iterate(groups, counts, rooms, steps, eps, gram_form) -> None:
+def _iterate(groups, counts, rooms, steps, eps, most) -> None:
     """Do `iterate`. `groups`: the members of each long side, `counts`: how many matrices they are."""
     (Xs, Ys, squares), parts, first = (room.all() for room in rooms), [], 0
     for group, count, X, Y in zip(groups, counts, Xs, Ys):
@@ -181,10 +182,8 @@ def _iterate(groups, counts, rooms, steps, eps, gram_form) -> None:
     _restart(parts)
     if steps.aol:
         aol(squares[0], lengths, scales)
-    if gram_form:
-        P = _gram_iteration(parts, squares, steps.segments(squares[0].dtype), scales)
-    else:
-        P = _standard_iteration(parts, squares, steps.triples, scales)
+    cut = squares[0].dtype, most
+    P = _iteration(parts, squares, [*zip(steps.segments(*cut), steps.pairs(*cut))], scales)
     for part in parts:
         part.finish(P)
 
@@ -197,48 +196,59 @@ def _factors(memory, N, n):
     return lengths.view(N, 2, n), scales.view(N, n)
 
 
-def _standard_iteration(parts, squares, triples, scales):
-    """X <- P X with P = a I + b A + c A^2 and A = X X^T, step by step; return the last P, yet to be applied.
+def _iteration(parts, squares, segments, scales):
+    """X <- Q X, segment by segment; return the last Q, yet to be applied.
 
-    squares: A, and memory for P. scales (N, n): where A is already scaled (AOL) and X is not, else None.
+    segments: triples, and the pair that the last two are taken as, or None. squares: A and Q, and for more than a step
+    at a time Z and T. scales (N, n): where A is already scaled (AOL) and X is not, else None.
     """
-    A, P = squares
-    for step, triple in enumerate(triples):
-        if step:
-            _multiply(parts, P, scales if step == 1 else None)
-        _polynomial(A, triple, P)
-    _scale(parts, scales if len(triples) == 1 else None)
-    return P
+    A, Q, *others = squares
+    for number, (segment, pair) in enumerate(segments):
+        if number:
+            _multiply(parts, Q, scales if number == 1 else None)
+        if others and on_chip.follows(A):
+            on_chip.follow(A, Q, segment)
+        elif len(segment) == 1:
+            _polynomial(A, segment[0], Q)
+        else:
+            Q, *others = _follow(segment, pair, A, Q, *others)
+    _scale(parts, scales if len(segments) == 1 else None)
+    return Q
 
 
-def _gram_iteration(parts, squares, segments, scales):
-    """Follow A and Q + q I, the product of the polynomials, in place of X; X <- Q X between segments. Return Q.
+def _follow(segment, pair, A, Q, Z, T) -> tuple:
+    """Follow A and Q + q I, the product of the polynomials, in place of X. Return Q with q = 0, and the other two.
 
     With Z = b A + c A^2: A <- (Z + a I) A (Z + a I), Q <- Q (Z + a I); a is added after the product, for in 16 bits
     Z + a I loses much of Z. A restart computes A afresh: rounding makes A and Q drift apart, and A indefinite.
-    scales: see `_standard_iteration`.
     """
-    A, Z, Q, T = squares
-    for number, segment in enumerate(segments):
-        if number:
-            _multiply(parts, Q, scales if number == 1 else None)
-        if on_chip.follows(A):
-            on_chip.follow(A, Q, segment)
-            continue
-        for step, (a, b, c) in enumerate(segment, start=1):
-            _polynomial(A, (0.0, b, c), Z)
-            if step < len(segment):
-                symmetric_product(A, Z, T, addends=[(A, a)])
-                symmetric_product(Z, T, A, addends=[(T, a)])
-            if step == 1:
-                Q, Z, q = Z, Q, a
-            else:
-                symmetric_product(Q, Z, T, 1.0, [(Q, a), (Z, q)] if q else [(Q, a)], q * a)
-                Q, T, q = T, Q, 0.0
-        if q:
-            linear(Q, 1.0, q, Q)
-    _scale(parts, scales if len(segments) == 1 else None)
-    return Q
+    q = 0.0
+    for step, (a, b, c) in enumerate(segment[:-2] if pair else segment, start=1):
+        _polynomial(A, (0.0, b, c), Z)
+        if step < len(segment):
+            symmetric_product(A, Z, T, addends=[(A, a)])
+            symmetric_product(Z, T, A, addends=[(T, a)])
+        if step == 1:
+            Q, Z, q = Z, Q, a
+        else:
+            symmetric_product(Q, Z, T, 1.0, [(Q, a), (Z, q)] if q else [(Q, a)], q * a)
+            Q, T, q = T, Q, 0.0
+    if not pair:
+        return Q, Z, T
+    _two_steps(pair, A, Z, T)
+    if len(segment) == 2:
+        return Z, Q, T
+    symmetric_product(Q, Z, T, 1.0, [(Z, q)] if q else [])
+    return T, Q, Z
+
+
+def _two_steps(pair, A, S, C) -> None:
+    """S <- the polynomial of two steps; A and C are spoiled."""
+    (square, a), (cube, ca, cs), (half, ha, hs, hc, h), (qs, qc, q) = pair
+    symmetric_product(A, A, S, square, [(A, a)])
+    symmetric_product(A, S, C, cube, [(A, ca), (S, cs)])
+    symmetric_product(C, C, A, half, [(A, ha), (S, hs), (C, hc)], h)
+    symmetric_product(A, A, S, 1.0, [(S, qs), (C, qc)], q)
 
 
 def _multiply(parts, P, scales) -> None:

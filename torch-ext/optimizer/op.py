@@ -12,12 +12,13 @@ from torch.autograd import forward_ad
 
 from . import polar
 from ._ops import add_op_namespace_prefix, ops
+from .steps import Steps
 
 SCHEMA = "orthogonalize(Tensor X, float[] triples, bool aol, float eps, ScalarType? dtype) -> Tensor"
 
 
 def _compute(X, triples, aol, eps, dtype):
-    steps = polar.Steps("given", tuple(zip(*[iter(triples)] * 3)), aol)
+    steps = Steps("given", tuple(zip(*[iter(triples)] * 3)), aol)
     with torch.cuda.device_of(X):  # Triton launches on the current device
         return polar.polar_factor(X, steps, eps, dtype)
 

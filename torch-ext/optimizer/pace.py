@@ -40,7 +40,7 @@ def latency_bytes(arch: str) -> int:
 
 
 class Pace:
-    """Expected times, in ns, of the iteration `steps` (polar.Steps) on an architecture ("sm90", see kernels/tiles.py).
+    """Expected times, in ns, of the iteration `steps` (steps.Steps) on an architecture ("sm90", see kernels/tiles.py).
 
     Called with (R, C), it returns what a matrix of that shape counts for its owner, an int above 0. `measured` says
     whether these are times at all: of an architecture without tables only the ratios mean something.
@@ -82,7 +82,7 @@ class Pace:
         return self._known[n, longs]
 
     def _side_us(self, n, longs):
-        us, shared, launches = 0.0, 0, {}
+        us, shared = 0.0, Counter()
         for m, count in longs:
             if n <= on_chip.LARGEST and n * m <= on_chip.MOST and not self.steps.aol:
                 chained = chain.takes(n, m, len(self.steps.triples)) and "chain_us" in self.table
@@ -95,10 +95,10 @@ class Pace:
             if made["product"] == len(self.steps.triples):  # the standard iteration shares none
                 us += made["symmetric"] * self._product_us("symmetric", n, n, count)
             else:
-                shared, launches = shared + count, made
-        if shared and n <= on_chip.LARGEST:
-            return us + -(-shared // self.processors) * self.table["follow_us"][n > 64]
-        return us + (launches["symmetric"] * self._product_us("symmetric", n, n, shared) if shared else 0.0)
+                shared[made["symmetric"]] += count
+        if n <= on_chip.LARGEST:
+            return us + sum(-(-count // self.processors) * self.table["follow_us"][n > 64] for count in shared.values())
+        return us + sum(made * self._product_us("symmetric", n, n, count) for made, count in shared.items())
 
     def _product_us(self, op, n, m, count):
         """One launch, with the tile that is expected to be fastest."""

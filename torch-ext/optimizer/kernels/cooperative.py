@@ -14,11 +14,11 @@ gl = mbarrier = tma = fence = None  # Gluon's language, put here by gluon_jit
 
 
 @gluon_jit.alike("count", "whole", "halves", "inner")
-def cooperative_kernel(a, b, b_half, c, d, out, order, count, whole, halves, inner, factors, SYMMETRIC: gl.constexpr,
+def cooperative_kernel(a, b, b_half, c, d, e, out, order, count, whole, halves, inner, factors, SYMMETRIC: gl.constexpr,
                        TURNED: gl.constexpr, ADDENDS: gl.constexpr, DIAGONAL: gl.constexpr, BLOCK_R: gl.constexpr,
                        BLOCK_C: gl.constexpr, STAGES: gl.constexpr):
     """out = factors[0] A B + addends + factors[1] I; names as in gram_sm90. `whole` tiles, then left and right `halves`
-    of the rest (tiles.divide). b_half: B by half a tile's columns; c, d, out: by squares (strip.py).
+    of the rest (tiles.divide). b_half: B by half a tile's columns; c, d, e, out: by squares (strip.py).
     """
     BLOCK_K: gl.constexpr = a.block_type.shape[1 if TURNED else 2]
     steps = (inner + BLOCK_K - 1) // BLOCK_K
@@ -28,7 +28,7 @@ def cooperative_kernel(a, b, b_half, c, d, out, order, count, whole, halves, inn
     for who in gl.static_range(2):
         mbarrier.init(added.index(who), count=1)
     fence()
-    work, ends = (order, count, whole, halves, steps), (c, d, out, strips, added, factors)
+    work, ends = (order, count, whole, halves, steps), ((c, d, e), out, strips, added, factors)
     gl.warp_specialize([
         (_consume, (ring, work, ends, 0, SYMMETRIC, TURNED, ADDENDS, DIAGONAL, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
         (_consume, (ring, work, ends, 1, SYMMETRIC, TURNED, ADDENDS, DIAGONAL, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
@@ -61,11 +61,11 @@ def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, SYMMETRIC: 
            BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Compute and store half of tile (i, j), the program's number `mine`. The first addend arrives meanwhile."""
     ROWS: gl.constexpr = HEIGHT // 2
-    c, d, out, strips, added, factors = ends
+    addends, out, strips, added, factors = ends
     own, arrived, row, column = strips.index(WHO), added.index(WHO), i * HEIGHT + WHO * ROWS, j * COLUMNS
     if ADDENDS > 0:
         tma.store_wait(0)
-        ask(c, own, arrived, matrix, row, column, COLUMNS)
+        ask(addends[0], own, arrived, matrix, row, column, COLUMNS)
     sums = multiply_ring(ring, mine * steps, steps, None, SYMMETRIC, TURNED, HEIGHT, WHO * ROWS, ROWS, COLUMNS, BLOCK_K,
                          STAGES)
-    finish_strip(sums, d, out, own, arrived, mine, factors, matrix, row, column, SYMMETRIC, ADDENDS, DIAGONAL)
+    finish_strip(sums, addends, out, own, arrived, mine, factors, matrix, row, column, SYMMETRIC, ADDENDS, DIAGONAL)

@@ -32,8 +32,8 @@ def gram(X: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 def symmetric_product(A, B, out, alpha=1.0, addends=(), diagonal=0.0) -> torch.Tensor:
     """Write alpha A B + sum of beta C over addends (C, beta) + diagonal I to out, for symmetric A and B that commute.
 
-    All (N, n, n), any strides; at most two addends, symmetric too, of which only the lower triangles count. out may be
-    an addend; it shares no memory with A or B. Sums and the rest in fp32, rounded once.
+    All (N, n, n), any strides; at most three addends, symmetric too, of which only the lower triangles count. out may
+    be an addend; it shares no memory with A or B. Sums and the rest in fp32, rounded once.
     """
     if use_triton(A.device):
         return _launch("symmetric", A, B, out, addends, (alpha, diagonal))
@@ -175,23 +175,23 @@ def _launch_by_pointers(key, tile, A, B, out, addends, factors):
     op, (N, rows, columns), inner = key[0], out.shape, A.shape[2]
     down, across = -(-rows // tile.rows), -(-columns // tile.columns)
     count = down * across if op == "product" else down * (down + 1) // 2
-    (C, beta), (D, delta) = (*addends, (None, 0.0), (None, 0.0))[:2]
-    strides = [strides_of(t) if t is not None else (0, 0, 0) for t in (A, B, C, D, out)]
+    (C, beta), (D, delta), (E, epsilon) = (*addends, *3 * [(None, 0.0)])[:3]
+    strides = [strides_of(t) if t is not None else (0, 0, 0) for t in (A, B, C, D, E, out)]
     _product_kernel.launch(
-        N * count, (tile, key), A, B, C, D, memory_of(out), *strides, (rows, columns, inner), (*factors, beta, delta),
-        op != "product", inner % tile.inner == 0, out.stride(2) != 1, tile.rows, tile.columns, tile.inner, tile.group,
-        num_stages=tile.stages, num_warps=tile.warps)
+        N * count, (tile, key), A, B, C, D, E, memory_of(out), *strides, (rows, columns, inner),
+        (*factors, beta, delta, epsilon), op != "product", inner % tile.inner == 0, out.stride(2) != 1, tile.rows,
+        tile.columns, tile.inner, tile.group, num_stages=tile.stages, num_warps=tile.warps)
 
 
 @jit
-def _product_kernel(A, B, C, D, OUT, a_strides, b_strides, c_strides, d_strides, out_strides, sizes, factors,
-                    SYMMETRIC: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr, BLOCK_R: tl.constexpr,
+def _product_kernel(A, B, C, D, E, OUT, a_strides, b_strides, c_strides, d_strides, e_strides, out_strides, sizes,
+                    factors, SYMMETRIC: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr, BLOCK_R: tl.constexpr,
                     BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-    """OUT = alpha A B + beta C + delta D + diagonal I; offsets of matrices and rows are 64 bit. Without out_strides OUT
-    is a table (split.py), TURNED: of columns.
+    """OUT = alpha A B + beta C + delta D + epsilon E + diagonal I; offsets of matrices and rows are 64 bit. Without
+    out_strides OUT is a table (split.py), TURNED: of columns.
     """
     rows, columns, inner = sizes
-    alpha, diagonal, beta, delta = factors
+    alpha, diagonal, beta, delta, epsilon = factors
     matrix, i, j = _tile_of(rows, columns, SYMMETRIC, BLOCK_R, BLOCK_C, GROUP)
     r = i * BLOCK_R + tl.arange(0, BLOCK_R)
     c = j * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -223,6 +223,9 @@ def _product_kernel(A, B, C, D, OUT, a_strides, b_strides, c_strides, d_strides,
     if D is not None:
         addend = tl.load(D + matrix * d_strides[0] + r * d_strides[1] + c * d_strides[2], mask=inside, other=0.0)
         sums += delta * addend.to(tl.float32)
+    if E is not None:
+        addend = tl.load(E + matrix * e_strides[0] + r * e_strides[1] + c * e_strides[2], mask=inside, other=0.0)
+        sums += epsilon * addend.to(tl.float32)
     if SYMMETRIC and i == j:
         down, across = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_C)[None, :]
         sums += tl.where(down == across, diagonal, 0.0)

@@ -53,16 +53,17 @@ class Bound:
         half, describe = (tile.rows if symmetric else tile.columns), _description
         wide = not symmetric and tile.columns > tile.rows and tile.loop != "once"
         self.programs, order, count, whole, halves = _turns(op, out, inner, tile, wide)
+        diagonal = len(addends) > 1 or factors[1] != 0.0  # which is 0 with some of several addends: one kernel less
         # fused multiply-adds, which depend on the tile, would give other bits
         self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "enable_fp_fusion": False}
         if tile.loop == "pingpong":
             self.kernel, self.pointer, describe = pingpong_kernel, False, ring.description
             self.numbers = (order, count, whole, halves, inner)
-            self.constants = SYMMETRY[op], self.turned, len(addends), factors[1] != 0.0, tile.stages
+            self.constants = SYMMETRY[op], self.turned, len(addends), diagonal, tile.stages
         else:
             self.kernel, self.pointer = _kernel, True
             self.numbers = (strides_of(out), order, count, whole, halves, (rows, columns, inner))
-            self.constants = SYMMETRY[op], self.turned, len(addends), factors[1] != 0.0, tile.loop
+            self.constants = SYMMETRY[op], self.turned, len(addends), diagonal, tile.loop
         self.left = _blank(describe(A, *((tile.inner, tile.rows) if self.turned else (tile.rows, tile.inner))))
         self.right = _blank(describe(B, *((tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns))))
         beside = [(C, tile.rows, half) for C, _ in addends]
@@ -77,10 +78,10 @@ class Bound:
         A, B, out = self._straightened(A, B, out)
         result = _filled(self.result, out) if self.straight else None
         beside = [C for C, _ in addends] or [B, out]
-        beside = [_filled(blank, t) for blank, t in zip(self.beside, beside)] + 2 * [result]  # what is more is unused
+        beside = [_filled(blank, t) for blank, t in zip(self.beside, beside)] + 3 * [result]  # what is more is unused
         halves = [_filled(blank, t) for blank, t in zip(self.halves, _of_halves(A, out, addends))]
         self.kernel.launch(
-            self.programs, self, _filled(self.left, A), _filled(self.right, B), *beside[:2], result, *halves,
+            self.programs, self, _filled(self.left, A), _filled(self.right, B), *beside[:3], result, *halves,
             *((memory_of(out),) if self.pointer else ()), *self.numbers, (*factors, *(beta for _, beta in addends)),
             *self.constants, **self.options)
 
@@ -98,12 +99,12 @@ class Cooperative(Bound):
         inner = B.shape[2 if symmetric else 1]
         self.programs, *turns = _turns(op, out, inner, tile)
         self.numbers = *turns, inner
-        self.constants = (SYMMETRY[op], self.turned, len(addends), factors[1] != 0.0, tile.rows, tile.columns,
-                          tile.stages)
+        self.constants = (SYMMETRY[op], self.turned, len(addends), len(addends) > 1 or factors[1] != 0.0, tile.rows,
+                          tile.columns, tile.stages)
         side, step = tile.rows // 2, tile.inner
         left, right = (tile.rows, step), [(tile.columns, step), (tile.columns // 2, step)]
         boxes = [left[::-1] if self.turned else left, *(box if symmetric else box[::-1] for box in right)]
-        blanks = zip(self._tensors(A, B, out, addends), boxes + 3 * [(side, side)])
+        blanks = zip(self._tensors(A, B, out, addends), boxes + 4 * [(side, side)])
         self.blanks = [_blank(ring.description(t, *box)) for t, box in blanks]
 
     def __call__(self, A, B, out, addends, factors) -> None:
@@ -114,17 +115,17 @@ class Cooperative(Bound):
 
     def _tensors(self, A, B, out, addends):
         """Those of the kernel's descriptors."""
-        return A, B, B, *_two(addends, out), out
+        return A, B, B, *_three(addends, out), out
 
 
 def _of_halves(A, out, addends):
     """The tensors of which pingpong.py takes halves of tiles, too."""
-    return A, *_two(addends, out), out
+    return A, *_three(addends, out), out
 
 
-def _two(addends, out):
+def _three(addends, out):
     """The addends' tensors; out in place of one that is not there."""
-    return ([C for C, _ in addends] + [out, out])[:2]
+    return ([C for C, _ in addends] + 3 * [out])[:3]
 
 
 def _description(tensor, rows, columns):
@@ -172,12 +173,13 @@ def _order(down, across, ratio, square, device):
 
 
 @jit.alike("count", "whole", "halves")
-def _kernel(a, b, c, d, out, pointer, strides, order, count, whole, halves, sizes, factors, SYMMETRIC: tl.constexpr,
-            TURNED: tl.constexpr, ADDENDS: tl.constexpr, DIAGONAL: tl.constexpr, LOOP: tl.constexpr):
+def _kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halves, sizes, factors,
+            SYMMETRIC: tl.constexpr, TURNED: tl.constexpr, ADDENDS: tl.constexpr, DIAGONAL: tl.constexpr,
+            LOOP: tl.constexpr):
     """`whole` tiles in turns, then left and right `halves` of the rest (tiles.divide); without turns, one tile each.
 
-    SYMMETRIC: 1 for a result that is so in every bit, 2 for one that is made so, and scaled; c, d: addends; of a
-    product in wide tiles, b and out by half a tile's columns.
+    SYMMETRIC: 1 for a result that is so in every bit, 2 for one that is made so, and scaled; c, d, e: addends; c and
+    d of a product in wide tiles: b and out by half a tile's columns.
     """
     BLOCK_R: tl.constexpr = a.block_type.shape[2 if TURNED else 1]
     BLOCK_C: tl.constexpr = b.block_type.shape[1 if SYMMETRIC else 2]
@@ -185,7 +187,8 @@ def _kernel(a, b, c, d, out, pointer, strides, order, count, whole, halves, size
         matrix, i, j = _tile(order, count, tl.program_id(0))
         sums = _sums(a, b, matrix, i, j, sizes[2], SYMMETRIC, TURNED)
         if SYMMETRIC:
-            _finish_symmetric(sums, c, d, out, matrix, i, j, sizes[0], factors, SYMMETRIC, ADDENDS, DIAGONAL, False)
+            _finish_symmetric(sums, (c, d, e), out, matrix, i, j, sizes[0], factors, SYMMETRIC, ADDENDS, DIAGONAL,
+                              False)
         else:
             _finish(sums, out, pointer, strides, matrix, i, j, sizes, BLOCK_R, BLOCK_C)
     else:
@@ -193,7 +196,8 @@ def _kernel(a, b, c, d, out, pointer, strides, order, count, whole, halves, size
             matrix, i, j = _tile(order, count, turn)
             sums = _sums(a, b, matrix, i, j, sizes[2], SYMMETRIC, TURNED)
             if SYMMETRIC:
-                _finish_symmetric(sums, c, d, out, matrix, i, j, sizes[0], factors, SYMMETRIC, ADDENDS, DIAGONAL, True)
+                _finish_symmetric(sums, (c, d, e), out, matrix, i, j, sizes[0], factors, SYMMETRIC, ADDENDS, DIAGONAL,
+                                  True)
             else:
                 _finish(sums, out, pointer, strides, matrix, i, j, sizes, BLOCK_R, BLOCK_C)
         if SYMMETRIC == 0 and BLOCK_C > BLOCK_R:
@@ -251,20 +255,20 @@ def _finish(sums, out, pointer, strides, matrix, i, j, sizes, BLOCK_R: tl.conste
 
 
 @jit
-def _finish_symmetric(sums, c, d, out, matrix, i, j, rows, factors, SYMMETRIC: tl.constexpr, ADDENDS: tl.constexpr,
+def _finish_symmetric(sums, addends, out, matrix, i, j, rows, factors, SYMMETRIC: tl.constexpr, ADDENDS: tl.constexpr,
                       DIAGONAL: tl.constexpr, LOOPED: tl.constexpr):
     """Finish a tile of a symmetric result, square by square."""
     BLOCK: tl.constexpr = sums.shape[0]
     if sums.shape[1] == BLOCK:
-        _finish_square(sums, c, d, out, matrix, i, j, rows, factors, SYMMETRIC, ADDENDS, DIAGONAL, LOOPED)
+        _finish_square(sums, addends, out, matrix, i, j, rows, factors, SYMMETRIC, ADDENDS, DIAGONAL, LOOPED)
     else:
         left, right = tl.split(tl.permute(tl.reshape(sums, (BLOCK, 2, BLOCK)), (0, 2, 1)))
-        _finish_square(left, c, d, out, matrix, i, 2 * j, rows, factors, SYMMETRIC, ADDENDS, DIAGONAL, LOOPED)
-        _finish_square(right, c, d, out, matrix, i, 2 * j + 1, rows, factors, SYMMETRIC, ADDENDS, DIAGONAL, LOOPED)
+        _finish_square(left, addends, out, matrix, i, 2 * j, rows, factors, SYMMETRIC, ADDENDS, DIAGONAL, LOOPED)
+        _finish_square(right, addends, out, matrix, i, 2 * j + 1, rows, factors, SYMMETRIC, ADDENDS, DIAGONAL, LOOPED)
 
 
 @jit
-def _finish_square(sums, c, d, out, matrix, i, j, rows, factors, SYMMETRIC: tl.constexpr, ADDENDS: tl.constexpr,
+def _finish_square(sums, addends, out, matrix, i, j, rows, factors, SYMMETRIC: tl.constexpr, ADDENDS: tl.constexpr,
                    DIAGONAL: tl.constexpr, LOOPED: tl.constexpr):
     """Store a square on or below the diagonal, and its mirror image. What is not wanted goes beyond the edge, where
     TMA stores nothing: a loop with an `if` would not be pipelined from one tile to the next (LOOPED).
@@ -272,12 +276,14 @@ def _finish_square(sums, c, d, out, matrix, i, j, rows, factors, SYMMETRIC: tl.c
     BLOCK: tl.constexpr = sums.shape[0]
     r, s = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     if ADDENDS > 0:
-        addend = c.load([matrix, i * BLOCK, j * BLOCK]).reshape(BLOCK, BLOCK).to(tl.float32)
+        addend = addends[0].load([matrix, i * BLOCK, j * BLOCK]).reshape(BLOCK, BLOCK).to(tl.float32)
         sums = tl.fma(sums, factors[0], factors[2] * addend)
     elif SYMMETRIC == 2:
         sums *= factors[0]
     if ADDENDS > 1:
-        sums += factors[3] * d.load([matrix, i * BLOCK, j * BLOCK]).reshape(BLOCK, BLOCK).to(tl.float32)
+        sums += factors[3] * addends[1].load([matrix, i * BLOCK, j * BLOCK]).reshape(BLOCK, BLOCK).to(tl.float32)
+    if ADDENDS > 2:
+        sums += factors[4] * addends[2].load([matrix, i * BLOCK, j * BLOCK]).reshape(BLOCK, BLOCK).to(tl.float32)
     if DIAGONAL:
         sums += tl.where((i == j) & (r == s), factors[1], 0.0)
     result = sums.to(out.dtype)

@@ -56,7 +56,7 @@ def shared_bytes(kind: str, index: int | None) -> int:
 def polar(U: torch.Tensor, out: torch.Tensor, segments, eps: float, dtype: torch.dtype) -> None:
     """Write to out the polar factor of every matrix of U (N, n, m), n <= m; they may be the same memory.
 
-    segments: the triples (a, b, c) between restarts, as `polar.Steps.segments` gives them.
+    segments: the triples (a, b, c) between restarts, as `steps.Steps.segments` gives them.
     """
     firsts, steps = 0, 0
     for segment in segments:

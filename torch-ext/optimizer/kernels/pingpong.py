@@ -13,14 +13,15 @@ gl = mbarrier = tma = fence = None  # Gluon's language, put here by gluon_jit
 
 
 @gluon_jit.alike("count", "whole", "halves", "inner")
-def pingpong_kernel(a, b, c, d, out, a_half, c_half, d_half, out_half, order, count, whole, halves, inner, factors,
-                    SYMMETRIC: gl.constexpr, TURNED: gl.constexpr, ADDENDS: gl.constexpr, DIAGONAL: gl.constexpr,
-                    STAGES: gl.constexpr):
+def pingpong_kernel(a, b, c, d, e, out, a_half, c_half, d_half, e_half, out_half, order, count, whole, halves, inner,
+                    factors, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr, ADDENDS: gl.constexpr,
+                    DIAGONAL: gl.constexpr, STAGES: gl.constexpr):
     """out = factors[0] A B + addends + factors[1] I; names as in gram_sm90. Of a symmetric result tiles of the lower
     triangle are computed, and mirrored.
 
     `whole` tiles, which fill all turns but the last, then upper and lower `halves` of the rest, at most one per program
-    (tiles.divide). a_half: A by half a tile's rows; c_half, d_half, out_half: by squares, two of which are a half.
+    (tiles.divide). a_half: A by half a tile's rows; c_half, d_half, e_half, out_half: by squares, two of which are a
+    half.
     """
     BLOCK: gl.constexpr = out.block_type.shape[1]
     BLOCK_K: gl.constexpr = a.block_type.shape[1 if TURNED else 2]
@@ -33,7 +34,7 @@ def pingpong_kernel(a, b, c, d, out, a_half, c_half, d_half, out_half, order, co
         mbarrier.init(added.index(who), count=1)
         mbarrier.init(may_multiply.index(who), count=1)
     fence()
-    work, ends = (order, count, whole, halves, steps), ((c, d, out), (c_half, d_half, out_half), factors)
+    work, ends = (order, count, whole, halves, steps), (((c, d, e), out), ((c_half, d_half, e_half), out_half), factors)
     room = tiles, added, may_multiply
     gl.warp_specialize([
         (_consume, (ring, work, ends, room, 0, SYMMETRIC, TURNED, ADDENDS, DIAGONAL, BLOCK, BLOCK_K, STAGES)),
@@ -70,13 +71,14 @@ def _tile(ring, tensors, factors, room, matrix, i, j, mine, steps, WHO: gl.const
     will stand. The other group starts when this one has its last operands: were both to wait for stages, one could take
     a stage for another that is a round away.
     """
-    c, d, out = tensors
+    addends, out = tensors
     tiles, added, may_multiply = room
     own, arrived = tiles.index(WHO), added.index(WHO)
     tma.store_wait(0)
     if ADDENDS > 0:
-        ask(c, own, arrived, matrix, i * ROWS, j * COLUMNS, COLUMNS)
+        ask(addends[0], own, arrived, matrix, i * ROWS, j * COLUMNS, COLUMNS)
     mbarrier.wait(may_multiply.index(WHO), (mine + 1 + WHO) & 1)
     sums = multiply_ring(ring, (2 * mine + WHO) * steps, steps, may_multiply.index(1 - WHO), SYMMETRIC, TURNED, ROWS,
                          0, ROWS, COLUMNS, BLOCK_K, STAGES)
-    finish_strip(sums, d, out, own, arrived, mine, factors, matrix, i * ROWS, j * COLUMNS, SYMMETRIC, ADDENDS, DIAGONAL)
+    finish_strip(sums, addends, out, own, arrived, mine, factors, matrix, i * ROWS, j * COLUMNS, SYMMETRIC, ADDENDS,
+                 DIAGONAL)

@@ -21,10 +21,10 @@ def ask(addend, own, arrived, matrix, row, column, COLUMNS: gl.constexpr):
 
 
 @gluon_jit
-def finish_strip(sums, d, out, own, arrived, mine, factors, matrix, row, column, SYMMETRIC: gl.constexpr,
+def finish_strip(sums, addends, out, own, arrived, mine, factors, matrix, row, column, SYMMETRIC: gl.constexpr,
                  ADDENDS: gl.constexpr, DIAGONAL: gl.constexpr):
     """Scale, add, round and store a strip, the group's number `mine`, whose first element is at (row, column). The
-    first addend has been asked for; d: the second.
+    first of the addends has been asked for.
     """
     SIDE: gl.constexpr = sums.shape[0]
     COLUMNS: gl.constexpr = sums.shape[1]
@@ -35,11 +35,11 @@ def finish_strip(sums, d, out, own, arrived, mine, factors, matrix, row, column,
         sums = gl.fma(sums, factors[0], factors[2] * flat.load(layout).to(gl.float32))
     elif SYMMETRIC == 2:
         sums = sums * factors[0]
-    if ADDENDS > 1:
+    for k in gl.static_range(1, ADDENDS):
         barrier()
-        ask(d, own, arrived, matrix, row, column, COLUMNS)
-        mbarrier.wait(arrived, (mine * ADDENDS + 1) & 1)
-        sums = sums + factors[3] * flat.load(layout).to(gl.float32)
+        ask(addends[k], own, arrived, matrix, row, column, COLUMNS)
+        mbarrier.wait(arrived, (mine * ADDENDS + k) & 1)
+        sums = sums + factors[2 + k] * flat.load(layout).to(gl.float32)
     if DIAGONAL:
         r = row + gl.arange(0, SIDE, layout=gl.SliceLayout(1, layout))[:, None]
         s = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]

@@ -1,0 +1,105 @@
+"""Two steps as one polynomial: its numbers against the two steps in fp64, where it is taken, and what it saves."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.paths import PATHS, quiet, take
+
+pytestmark = quiet
+
+SETS = {"polar_express": 10, "polar_express_nanochat": 5, "cans": 5, "quintic": 5, "turbo": 4, "aol": 4, "jordan": 10,
+        "deepseek_v4": 10}
+
+
+@pytest.fixture
+def steps(part):
+    return part("steps")
+
+
+def places(steps, name):
+    """(steps so far, the last two of which are a pair, that pair), for each place of a set that has one."""
+    for count in range(2, SETS[name] + 1):
+        triples = steps._beginning(name, count)
+        pair = steps._pair(triples, name in steps.NEEDS_AOL)
+        if pair:
+            yield triples, pair
+
+
+def of_two(A, first, second):
+    def polynomial(triple, A):
+        return triple[0] + triple[1] * A + triple[2] * A * A
+
+    P = polynomial(first, A)
+    return P * polynomial(second, A * P * P)
+
+
+def of_pair(A, pair):
+    S = pair.S[0] * A * A + pair.S[1] * A
+    C = pair.C[0] * A * S + pair.C[1] * A + pair.C[2] * S
+    H = pair.H[0] * C * C + pair.H[1] * A + pair.H[2] * S + pair.H[3] * C + pair.H[4]
+    return H * H + pair.Q[0] * S + pair.Q[1] * C + pair.Q[2]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_pair_is_its_two_steps(steps, name):
+    """To less than half of what one rounding to bf16 takes, wherever A may be, and 2 % beyond, where rounding may put
+    it.
+    """
+    found = list(places(steps, name))
+    assert found and all(len(triples) > 2 for triples, _ in found)
+    for triples, pair in found:
+        S = torch.linspace(0, 1, 100_001, dtype=torch.float64)
+        for a, b, c in triples[:-2]:
+            S = a * S + b * S**3 + c * S**5
+        A = torch.linspace(0, 1.02 * float(S.max())**2, 100_001, dtype=torch.float64)
+        exact = of_two(A, *triples[-2:])
+        assert ((of_pair(A, pair) - exact) / exact).abs().max() < 0.8e-3
+        assert max(abs(number) for product in pair for number in product) < 32
+
+
+def test_a_pair_is_found_where_the_steps_begin_as_a_set_does(steps):
+    """Also of triples that are given by hand; elsewhere A has another range."""
+    named = steps.steps_of("polar_express")
+    given = steps.steps_of(named.triples, 5)
+    assert given.pairs() == named.pairs() and None not in named.pairs()
+    assert steps.steps_of(steps.SETS["jordan"][0], 5).pairs() == steps.steps_of("jordan").pairs() != (None, None)
+    moved = named.triples[1:] + named.triples[:1]
+    assert steps.steps_of(moved, 5).pairs() == (None, None)
+    assert steps.Steps("given", named.triples, aol=True).pairs() == (None, None)
+    assert steps.steps_of("turbo").pairs()[0] is None and steps.Steps("given", steps.SETS["turbo"]).pairs()[1] is None
+
+
+def test_only_products_in_fp16_take_pairs(steps):
+    named = steps.steps_of("polar_express")
+    assert [[p is not None for p in named.pairs(torch.float16, n)] for n in (1, 2, 3)] == [
+        [False] * 5, [False, True, True], [True, True]]
+    for dtype in (torch.float32, torch.bfloat16):
+        assert not any(named.pairs(dtype, 2)) and not any(named.pairs(dtype))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("n", [17, 64])
+def test_the_four_products(part, device, monkeypatch, path, n):
+    """Against fp64, of a matrix with all the values that A may have."""
+    take(path, monkeypatch)
+    steps, two_steps = part("steps"), part("iteration")._two_steps
+    triples, pair = next(places(steps, "polar_express"))
+    basis = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0]
+    values = torch.linspace(0, 3.9, n, dtype=torch.float64)
+    A = ((basis * values) @ basis.mT)[None].to(device, torch.float32)
+    S, C = torch.empty_like(A), torch.empty_like(A)
+    exact = (basis * of_pair(values, pair)) @ basis.mT
+    two_steps(pair, A, S, C)
+    torch.testing.assert_close(S[0].cpu().double(), exact, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("most, made", [(1, 5), (2, 9), (3, 12)])
+def test_products_of_an_iteration(part, monkeypatch, most, made):
+    """In fp16 a pair takes four, and with a step before it one more."""
+    iteration, polar, counts = part("iteration"), part("polar"), []
+    real = iteration.symmetric_product
+    monkeypatch.setattr(iteration, "symmetric_product", lambda *args, **more: (counts.append(1), real(*args, **more)))
+    monkeypatch.setattr(polar, "longest", lambda *about: most)
+    polar.orthogonalize(torch.randn(24, 24), dtype=torch.float16)
+    assert len(counts) == made
