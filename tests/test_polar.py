@@ -405,7 +405,8 @@ def test_wrong_eps_raises(polar, eps):
 def test_cost_counts_the_cheaper_iteration(polar):
     """Per n^3, a = long / short: 3 a k + 4 T - 3 k with k segments; a pair saves one product, as a cubic step does."""
     steps, other, n = polar.steps_of("polar_express"), polar.steps_of((3.0, -4.0, 2.0), 5), 100
-    assert polar.cost(n, n, steps) == (9 + 9) * n**3 and polar.cost(n, n, other) == 5 * 4 * n**3
+    assert polar.cost(n, n, steps) == polar.cost(4096, 4096, steps) * n**3 // 4096**3 == 18 * n**3
+    assert polar.cost(n, n, other) == 5 * 4 * n**3
     assert polar.cost(n, 4 * n, steps) == polar.cost(4 * n, n, steps) == (6 * 4 + 12) * n**3
     assert polar.cost(n, 4 * n, other) == (6 * 4 + 14) * n**3
     assert polar.cost(n, 4 * n, polar.steps_of("cubic")) == (3 * 4 + 12) * n**3
@@ -415,14 +416,15 @@ def test_cost_counts_the_cheaper_iteration(polar):
 
 def test_the_iteration_that_is_taken(polar):
     """1: the standard iteration; pairs, in fp16, pay for square matrices, too."""
-    steps, other, n = polar.steps_of("polar_express"), polar.steps_of((3.0, -4.0, 2.0), 5), 100
-    sides = [n, n * 5 // 4, n * 4 // 3, n * 3 // 2, 4 * n]
-    assert [polar.longest(n, m, steps) for m in sides] == [2, 2, 2, 3, 3]
-    for kind, dtype in ((other, F16), (steps, F32)):
-        assert [polar.longest(n, m, kind, dtype) for m in sides] == [1, 1, 3, 3, 3]
-    assert [polar.longest(n, m, steps, BF16) for m in sides] == [1, 1, 1, 2, 2]
-    assert polar.longest(n, n, polar.steps_of("cubic")) > 5
-    assert polar.longest(n, 9 * n, polar.steps_of("jordan", 1)) == 1
+    steps, other = polar.steps_of("polar_express"), polar.steps_of((3.0, -4.0, 2.0), 5)
+    for n in (100, 4096):
+        sides = [n, n * 5 // 4, n * 4 // 3, n * 3 // 2, 4 * n]
+        assert [polar.longest(n, m, steps) for m in sides] == [2 if n == 4096 else 3] * 3 + [3, 3]
+        for kind, dtype in ((other, F16), (steps, F32)):
+            assert [polar.longest(n, m, kind, dtype) for m in sides] == [1, 1, 3, 3, 3]
+        assert [polar.longest(n, m, steps, BF16) == 1 for m in sides] == [True, True, True, False, False]
+        assert polar.longest(n, n, polar.steps_of("cubic")) > 5
+        assert polar.longest(n, 9 * n, polar.steps_of("jordan", 1)) == 1
 
 
 @pytest.mark.parametrize("ns_steps, dtype, longest, lengths", [

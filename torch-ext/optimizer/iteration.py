@@ -19,7 +19,8 @@ from .kernels.split import memory_of
 from .kernels.tape import play
 from .kernels.tiles import forced
 
-LARGE, MANY = 3072, 160_000_000  # short sides below, and numbers of all matrices, of which `gain_side_by_side` is true
+LARGE = 3072  # short sides from here on fill a GPU alone (measured on an H200, docs/log.md)
+MANY = 160_000_000  # numbers of all matrices up to which `gain_side_by_side` is true
 LINE = 128  # bytes of the cache: TMA wants rows at multiples of 16, but those within lines take a third longer
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .iteration import iterate_all, takes
+from .iteration import LARGE, iterate_all, takes
 from .kernels import ahead, on_chip
 from .kernels.split import Split
 from .steps import F16, MANY, Steps, is_number, steps_of
@@ -45,8 +45,9 @@ def _launches(steps, dtype, longest):
 
 @functools.lru_cache(maxsize=4096)
 def longest(n: int, m: int, steps: Steps, dtype: torch.dtype = F16) -> int:
-    """Return the most steps between restarts: 1 is the standard iteration, others the Gram iteration, where they save a
-    tenth, and 3 where that saves a twentieth more, for it has more launches and more rounding.
+    """Return the most steps between restarts: 1 is the standard iteration, others the Gram iteration, where that saves
+    a tenth. 2 are more exact than 3, which have to save a twentieth more; not so of small matrices, for which sharing
+    launches counts: a model has long ones of the same short side.
 
     Of cubic steps always many: it costs no more, and a I + b A, rounded to 16 bits, loses more of b A than of b A + c
     A^2.
@@ -54,7 +55,7 @@ def longest(n: int, m: int, steps: Steps, dtype: torch.dtype = F16) -> int:
     if steps.cubic:
         return MANY
     costs = {most: _cost(n, m, _launches(steps, dtype, most)) for most in (1, 2, 3)}
-    best = 2 if 100 * costs[2] <= 90 * costs[1] else 1
+    best = 2 if n >= LARGE and 100 * costs[2] <= 90 * costs[1] else 1
     return 3 if 100 * costs[3] <= (90 if best == 1 else 95) * costs[best] else best
 
 
