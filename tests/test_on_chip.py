@@ -64,7 +64,7 @@ def test_how_far_ahead_by_the_shared_memory(on_chip):
 def test_matrices_that_do_not_fit_the_chip_take_products(on_chip, part, device, monkeypatch):
     polar = part("polar")
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
-    X = torch.randn(2, 70, 70, device=device)
+    X = torch.randn(2, 70, 140, device=device)
     usual = polar.orthogonalize(X, dtype=torch.float16)
     assert on_chip.fits(X, torch.float16)
     monkeypatch.setattr(on_chip, "shared_bytes", lambda kind, index: 49152)

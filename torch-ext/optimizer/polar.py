@@ -143,11 +143,12 @@ def _polar(pairs, steps, eps, dtype, memory=None, likely=None):
 
 
 def _launch_akin(U, steps, eps, dtype):
-    """Launch what matrices like these take that a model may well have beside them: wide and tall, by every iteration,
-    since square matrices take one and long ones another. For rehearsals: U is spoiled.
+    """Launch what matrices like these take that a model may well have beside them: wide and tall, as square ones and as
+    long ones, which may take another iteration. For rehearsals: U is spoiled.
     """
+    n, own = min(U.shape[1:]), products_dtype(dtype, U.device)
     for stack in (U, U.view(len(U), U.shape[2], U.shape[1])):
-        for most in (3, 2, 1):
+        for most in {longest(n, n, steps, own), longest(n, 4 * n, steps, own)}:
             _launch([(stack, stack)], steps, eps, dtype, None, most)
 
 
