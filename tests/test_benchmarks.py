@@ -182,6 +182,15 @@ def test_every_workload_of_the_kernels_benchmark_verifies(optimizer, device, mon
             assert not torch.allclose(made.out * factor, expected, atol=1e-2)
 
 
+def test_the_kernels_benchmark_takes_the_cpu_where_there_is_no_gpu(monkeypatch):
+    """Its runner says "cuda" wherever torch was built for it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    made = load("benchmark", monkeypatch).Orthogonalize()
+    made.device = "cuda"
+    made.stack(2, 64, 128)
+    assert made.device == "cpu" and made.X.device.type == "cpu" and made.X.shape == (2, 4, 8)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("kernels.cli") is None, reason="this kernels has no command line")
 def test_kernels_benchmark_runs_and_verifies_every_workload(tmp_path):
     """The command itself, as `make bench` has it, on a build and a copy of the script."""

@@ -37,6 +37,7 @@ PACKAGE = get_kernel("org/optimizer", version=1).__name__
 balance, layout, pace, pipeline, plan, polar = (
     importlib.import_module(f"{PACKAGE}.{name}") for name in "balance layout pace pipeline plan polar".split())
 RESULTS = ROOT / "benchmarks" / "results" / "step.csv"
+PAIRS_FROM = "6d124ed"  # the first rows of step.csv in which two steps were one
 WORKSPACE = 2 << 30  # bytes, at most
 PLAIN = {"ddp": "exchange", "ddp_sharded": "own"}  # mode of plain parameters -> their route
 COLUMNS = ("model mode ranks shards exchange matrices buckets plan_s balance least_balance network_mb nvlink_mb "
@@ -131,12 +132,17 @@ def _layout(shape, mode, ranks, options):
     return layout.Layout(shape, boxes, tuple(map(tuple, copies.values())), plain=mode in PLAIN)
 
 
-def planned(model, mode, ranks, options, steps=5):
-    """(layouts, buckets, cost model, seconds of planning); a mode whose copies work alone is planned for one copy."""
+def planned(model, mode, ranks, options, pairs=True):
+    """(layouts, buckets, cost model, seconds of planning); a mode whose copies work alone is planned for one copy.
+    Without `pairs` as before two steps were one.
+    """
     if mode == "hsdp_alone":
         mode, ranks = "hsdp", min(options.shards, ranks)
     layouts = layouts_of(model, mode, ranks, options)
-    times, start = pace.Pace(polar.steps_of("polar_express", steps), "sm90"), time.perf_counter()
+    steps = polar.steps_of("polar_express")
+    if not pairs:  # coefficients that no set begins with
+        steps = polar.steps_of([(a, b, c * (1 + 1e-12)) for a, b, c in steps.triples])
+    times, start = pace.Pace(steps, "sm90"), time.perf_counter()
     buckets = plan.make_plan(layouts, times, {}, rank_bytes=WORKSPACE, itemsizes=sizes_of(times), thrifty=True,
                              plain=PLAIN.get(mode, "exchange"))
     return layouts, buckets, times, time.perf_counter() - start
@@ -291,13 +297,14 @@ def sums(buckets, ways, ranks) -> dict:
 
 
 def read_measured(path) -> list[dict]:
-    """The newest row of each kind of step with Muon that this file can plan."""
-    newest = {}
+    """The newest row of each kind of step with Muon that this file can plan; and whether its step took pairs."""
+    newest, pairs = {}, False
     with open(path, newline="") as file:
         for row in csv.DictReader(file):
+            pairs = pairs or row["commit"] == PAIRS_FROM
             known = row["mode"] in ("fsdp", "hsdp", "ddp", "ddp_sharded", "ep", "single") and row["model"] in MODELS
             if known and (row["implementation"], row["optimizer"]) == ("ours", "muon") and row["run"] != "replay":
-                newest[row["model"], row["mode"], row["ranks"], row["run"], row["layers"]] = row
+                newest[row["model"], row["mode"], row["ranks"], row["run"], row["layers"]] = row | {"pairs": pairs}
     return list(newest.values())
 
 
@@ -311,7 +318,7 @@ def fit(cluster, measured) -> dict:
         mode, ranks = row["mode"], int(row["ranks"])
         options.shards, options.expert_parallel = max(1, ranks // 2) if mode == "hsdp" else ranks, ranks
         mode = {"ep": "fsdp", "single": "ddp"}.get(mode, mode)
-        layouts, buckets, times, _ = planned(row["model"], mode, ranks, options)
+        layouts, buckets, times, _ = planned(row["model"], mode, ranks, options, row["pairs"])
         ways = [[traffic(b, layouts, cluster, inbound) if b.route != "local" else None for inbound in (True, False)]
                 for b in buckets]
         device, _ = step_ms(buckets, ways, times, cluster, "flat")
