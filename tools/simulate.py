@@ -301,7 +301,7 @@ def read_measured(path) -> list[dict]:
     newest, pairs = {}, False
     with open(path, newline="") as file:
         for row in csv.DictReader(file):
-            pairs = pairs or row["commit"] == PAIRS_FROM
+            pairs = pairs or row.get("commit") == PAIRS_FROM
             known = row["mode"] in ("fsdp", "hsdp", "ddp", "ddp_sharded", "ep", "single") and row["model"] in MODELS
             if known and (row["implementation"], row["optimizer"]) == ("ours", "muon") and row["run"] != "replay":
                 newest[row["model"], row["mode"], row["ranks"], row["run"], row["layers"]] = row | {"pairs": pairs}
