@@ -1,12 +1,16 @@
 """Two steps as one polynomial: its numbers against the two steps in fp64, where it is taken, and what it saves."""
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.paths import PATHS, quiet, take
 
 pytestmark = quiet
+TOOLS = Path(__file__).resolve().parent.parent / "tools"
 
 SETS = {"polar_express": 10, "polar_express_nanochat": 5, "cans": 5, "quintic": 5, "turbo": 4, "aol": 4, "jordan": 10,
         "deepseek_v4": 10}
@@ -103,3 +107,18 @@ def test_products_of_an_iteration(part, monkeypatch, most, made):
     monkeypatch.setattr(polar, "longest", lambda *about: most)
     polar.orthogonalize(torch.randn(24, 24), dtype=torch.float16)
     assert len(counts) == made
+
+
+def test_numbers_are_fitted(optimizer, steps, monkeypatch):
+    """The tool's way, with fewer tries than its own; the second pair of the default."""
+    monkeypatch.syspath_prepend(TOOLS)
+    tool = importlib.import_module("fit_pairs")
+    for name, number in (("TRIES", 2), ("ROUNDS", 2)):
+        monkeypatch.setattr(tool, name, number)
+    found = list(tool.pairs_of(steps.steps_of("polar_express")))
+    assert [at for at, *_ in found] == [1, 3]
+    _, first, second, largest = found[1]
+    error, numbers = tool.fit(first, second, tool.MARGIN * largest**2)
+    A = torch.linspace(0, largest**2, 10_001, dtype=torch.float64)
+    exact = of_two(A, first, second)
+    assert ((of_pair(A, steps.Pair(*numbers)) - exact) / exact).abs().max() < 1.1 * error < 5e-4

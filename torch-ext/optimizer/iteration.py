@@ -100,8 +100,8 @@ def gain_side_by_side(shapes) -> bool:
 
 
 def iterate_all(stacks, steps, eps: float, dtype: torch.dtype, memory=None) -> None:
-    """`iterate` each of stacks (members, most): side by side, in a CUDA graph, if `memory` is enough for all of
-    them together; else one after the other, in the same memory.
+    """`iterate` each of stacks (members, most steps between restarts): side by side, in a CUDA graph, if `memory` is
+    enough for all of them together; else one after the other, in the same memory.
     """
     device, lent = stacks[0][0][0][0].device, _divided(stacks, dtype, memory)
     works = [functools.partial(iterate, members, steps, eps, dtype, most, own)
@@ -148,10 +148,10 @@ def _streams(device, count) -> list:
 def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=None) -> None:
     """Orthogonalize each U (N, n, m), n <= m, of members (U, out) into out; n is the same for all.
 
-    They may be the same memory, and each a Split. `steps`: a `steps.Steps`, `most` of which between restarts: 1 is the
-    standard iteration, others the Gram iteration; `dtype`: that of the products; `memory`:
-    three flat uint8 tensors of the bytes that `takes` says for all matrices together, the first of two equal parts, the
-    second, and the rest; None for new memory.
+    They may be the same memory, and each a Split. `steps`: a `steps.Steps`; `dtype`: that of products; `most`: steps
+    between restarts, 1 in the standard iteration, more in the Gram iteration; `memory`: three flat uint8 tensors of the
+    bytes that `takes` says for all matrices together, the first of two equal parts, the second, and the rest; None for
+    new memory.
     """
     longs = sorted({U.shape[2] for U, _ in members})
     groups = [[pair for pair in members if pair[0].shape[2] == m] for m in longs]

@@ -33,11 +33,11 @@ def launches(n: int, m: int, steps: Steps) -> dict[str, int]:
     return _launches(steps, F16, longest(n, m, steps))
 
 
-def _launches(steps, dtype, longest):
+def _launches(steps, dtype, most):
     """A step takes three n x n products besides its square, but for the last of a segment, which takes one, and none if
     it is also the first; a pair takes one less.
     """
-    segments, pairs = steps.segments(dtype, longest), steps.pairs(dtype, longest)
+    segments, pairs = steps.segments(dtype, most), steps.pairs(dtype, most)
     squares = sum(c != 0 for _, _, c in steps.triples)
     symmetric = squares + 3 * (len(steps.triples) - len(segments)) - sum(pair is not None for pair in pairs)
     return {"gram": len(segments), "symmetric": symmetric, "product": len(segments)}

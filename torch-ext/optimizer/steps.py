@@ -80,8 +80,8 @@ class Steps:
 
     def segments(self, dtype: torch.dtype = F16, longest: int = MANY) -> tuple[tuple[Triple, ...], ...]:
         """Return the steps between restarts, at most `longest` and what `dtype` allows: few segments, the longer first;
-        of 5 steps in fp16, 3 and 2. At most two in fp16: the longer last, for the first two steps are no `Pair`; 1 + 2
-        + 2.
+        of 5 steps in fp16, 3 and 2. Of at most two in fp16 the longer come last, for the first two steps are no `Pair`:
+        1, 2 and 2.
         """
         allowed = (LONGEST_CUBIC if self.cubic else LONGEST_SEGMENT)[dtype]
         count = math.ceil(len(self.triples) / min(longest, allowed))
