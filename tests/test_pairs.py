@@ -1,7 +1,9 @@
 """Two steps as one polynomial: its numbers against the two steps in fp64, where it is taken, and what it saves."""
 from __future__ import annotations
 
+import ast
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -109,16 +111,19 @@ def test_products_of_an_iteration(part, monkeypatch, most, made):
     assert len(counts) == made
 
 
-def test_numbers_are_fitted(optimizer, steps, monkeypatch):
-    """The tool's way, with fewer tries than its own; the second pair of the default."""
+def test_numbers_are_fitted(optimizer, steps, monkeypatch, capsys):
+    """The tool's command, with fewer tries than its own, for the default."""
     monkeypatch.syspath_prepend(TOOLS)
     tool = importlib.import_module("fit_pairs")
     for name, number in (("TRIES", 2), ("ROUNDS", 2)):
         monkeypatch.setattr(tool, name, number)
-    found = list(tool.pairs_of(steps.steps_of("polar_express")))
-    assert [at for at, *_ in found] == [1, 3]
-    _, first, second, largest = found[1]
-    error, numbers = tool.fit(first, second, tool.MARGIN * largest**2)
-    A = torch.linspace(0, largest**2, 10_001, dtype=torch.float64)
-    exact = of_two(A, first, second)
-    assert ((of_pair(A, steps.Pair(*numbers)) - exact) / exact).abs().max() < 1.1 * error < 5e-4
+    monkeypatch.setattr("sys.argv", ["fit_pairs.py", "polar_express"])
+    tool.main()
+    lines = capsys.readouterr().out.splitlines()
+    found = [re.fullmatch(r"polar_express (\d): Pair(.*),  # (.*)", line).groups() for line in lines]
+    assert [at for at, *_ in found] == ["1", "3"]
+    for (at, numbers, error), (_, first, second, largest) in zip(found, tool.pairs_of(steps.steps_of("polar_express"))):
+        A = torch.linspace(0, largest**2, 10_001, dtype=torch.float64)
+        exact = of_two(A, first, second)
+        pair = steps.Pair(*ast.literal_eval(numbers))
+        assert ((of_pair(A, pair) - exact) / exact).abs().max() < 1.1 * float(error) < 1e-3

@@ -4,7 +4,7 @@
 
 Prints an entry for the last two steps of each segment of a set, but for the first two of all. With t = A / m on [0, 1],
 the last product's numbers are linear in Q(t); the seven others are found by Levenberg-Marquardt from one known solution
-and random neighbours of it, for the smallest relative error, then with weights that grow where the error is large. Ten
+and random neighbours of it, for the smallest relative error, then with weights that grow where the error is large. Five
 seconds a pair.
 """
 
@@ -30,11 +30,11 @@ def main() -> None:
     parser.add_argument("sets", nargs="+", help="names of coefficient sets")
     parser.add_argument("--steps", type=int, nargs="+", default=[5], help="ns_steps, of sets of any length")
     options = parser.parse_args()
-    polar = importlib.import_module(f"{get_kernel('org/optimizer', version=1).__name__}.polar")
+    steps = importlib.import_module(f"{get_kernel('org/optimizer', version=1).__name__}.steps")
     for name in options.sets:
         known = {}
-        for count in options.steps if name in polar.ANY_LENGTH else [len(polar.SETS[name])]:
-            for at, first, second, largest in pairs_of(polar.steps_of(name, count)):
+        for count in options.steps if name in steps.ANY_LENGTH else [len(steps.SETS[name])]:
+            for at, first, second, largest in pairs_of(steps.steps_of(name, count)):
                 if at not in known:
                     known[at] = fit(first, second, MARGIN * largest**2)
                     print(f"{name} {at}: Pair{known[at][1]},  # {known[at][0]:.1e}", flush=True)

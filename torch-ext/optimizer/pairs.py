@@ -76,5 +76,4 @@ PAIRS: dict[str, dict[int, Pair]] = {
                 (1.16944596, 1.04140385, 0.174542147, -2.57459275, 1.58228958),
                 (-1.45702836, -3.12916125, 1.49636263))},
 }
-REPEATS = {"polar_express": 6, "jordan": 1}  # from this index on all steps are alike
 

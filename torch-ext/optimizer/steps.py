@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .pairs import PAIRS, REPEATS, Pair
+from .pairs import PAIRS, Pair
 
 Triple = tuple[float, float, float]
 F16, MANY = torch.float16, 100
@@ -178,7 +178,7 @@ def _pair(triples, aol):
     """The pair of the last two of these steps, where a set begins with all of them: only then A is in its range."""
     first = len(triples) - 2
     for name, known in PAIRS.items():
-        pair = known.get(min(first, REPEATS.get(name, first)))
+        pair = known.get(min(first, len(SETS[name])))  # from there on all steps are alike
         if pair and aol == (name in NEEDS_AOL) and triples == _beginning(name, len(triples)):
             return pair
     return None
