@@ -61,10 +61,13 @@ def test_how_far_ahead_by_the_shared_memory(on_chip):
     assert {key: on_chip.depth(key[0], 128 * 128, key[1]) for key in expected} == expected
 
 
-def test_matrices_that_do_not_fit_the_chip_take_products(on_chip, part, device, monkeypatch):
+@pytest.mark.parametrize("long, most", [(70, 1), (140, 3)])
+def test_matrices_that_do_not_fit_the_chip_take_products(on_chip, part, device, monkeypatch, long, most):
+    """In the iteration that the chip takes: square matrices are in the standard one there."""
     polar = part("polar")
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
-    X = torch.randn(2, 70, 140, device=device)
+    monkeypatch.setattr(polar, "longest", lambda *about: most)
+    X = torch.randn(2, 70, long, device=device)
     usual = polar.orthogonalize(X, dtype=torch.float16)
     assert on_chip.fits(X, torch.float16)
     monkeypatch.setattr(on_chip, "shared_bytes", lambda kind, index: 49152)

@@ -77,7 +77,8 @@ def bucket_of(part, shapes):
     return bucket, layouts, sizes
 
 
-@pytest.mark.parametrize("shapes", [[(768, 768), (960, 960)], [(768, 768)] * 2, [(4096, 4096), (4096, 8192)]], ids=str)
+@pytest.mark.parametrize("shapes", [
+    [(768, 768), (960, 960)], [(768, 768), (768, 3072)], [(768, 768)] * 2, [(4096, 4096), (4096, 8192)]], ids=str)
 @pytest.mark.parametrize("short", [False, True])
 def test_memory_for_all_is_taken_where_they_gain_and_there_is_room(part, shapes, short):
     bucket, layouts, sizes = bucket_of(part, shapes)
