@@ -33,6 +33,7 @@ def launches(n: int, m: int, steps: Steps) -> dict[str, int]:
     return _launches(steps, F16, longest(n, m, steps))
 
 
+@functools.lru_cache(maxsize=1024)
 def _launches(steps, dtype, most):
     """A step takes three n x n products besides its square, but for the last of a segment, which takes one, and none if
     it is also the first; a pair takes one less.
