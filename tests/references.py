@@ -17,10 +17,10 @@ def standard(X: torch.Tensor, steps, dtype: torch.dtype) -> torch.Tensor:
     return X
 
 
-def gram(X: torch.Tensor, steps, dtype: torch.dtype, longest: int = 100) -> torch.Tensor:
+def gram(X: torch.Tensor, steps, dtype: torch.dtype, most: int = 100) -> torch.Tensor:
     """Gram Newton-Schulz as in Dao-AILab's package, with the restarts that `steps` asks for, and step by step."""
     X = _normalised(X, dtype)
-    for segment in steps.segments(dtype, longest):
+    for segment in steps.segments(dtype, most):
         R, Q = _rounded(X @ X.mT, dtype), None
         for number, (a, b, c) in enumerate(segment, start=1):
             Z = _rounded(b * R + c * (R @ R), dtype)

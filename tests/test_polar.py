@@ -427,14 +427,14 @@ def test_the_iteration_that_is_taken(polar):
         assert polar.longest(n, 9 * n, polar.steps_of("jordan", 1)) == 1
 
 
-@pytest.mark.parametrize("ns_steps, dtype, longest, lengths", [
+@pytest.mark.parametrize("ns_steps, dtype, most, lengths", [
     (1, F16, 100, [1]), (3, F16, 100, [3]), (4, F16, 100, [2, 2]), (5, F16, 100, [3, 2]), (5, F32, 100, [3, 2]),
     (5, BF16, 100, [2, 2, 1]), (7, F16, 100, [3, 2, 2]), (10, F16, 100, [3, 2, 3, 2]), (5, F16, 1, [1] * 5),
     (5, F16, 2, [1, 2, 2]), (4, F16, 2, [2, 2]), (5, F32, 2, [2, 2, 1]), (5, BF16, 3, [2, 2, 1])])
-def test_segments_between_restarts(polar, ns_steps, dtype, longest, lengths):
+def test_segments_between_restarts(polar, ns_steps, dtype, most, lengths):
     """Longer segments drift: in bf16, three steps of 1/k already explode."""
     steps = polar.steps_of("jordan", ns_steps)
-    segments = steps.segments(dtype, longest)
+    segments = steps.segments(dtype, most)
     assert [len(segment) for segment in segments] == lengths and sum(segments, ()) == steps.triples
 
 

@@ -13,7 +13,7 @@ import torch
 from .iteration import LARGE, iterate_all, takes
 from .kernels import ahead, on_chip
 from .kernels.split import Split
-from .steps import F16, MANY, Steps, is_number, steps_of
+from .steps import ALL, F16, Steps, is_number, steps_of
 
 WIDE = torch.float32, torch.bfloat16, torch.float16  # dtypes of matrices
 
@@ -54,7 +54,7 @@ def longest(n: int, m: int, steps: Steps, dtype: torch.dtype = F16) -> int:
     A^2.
     """
     if steps.cubic:
-        return MANY
+        return ALL
     costs = {most: _cost(n, m, _launches(steps, dtype, most)) for most in (1, 2, 3)}
     best = 2 if n >= LARGE and 100 * costs[2] <= 90 * costs[1] else 1
     return 3 if 100 * costs[3] <= (90 if best == 1 else 95) * costs[best] else best

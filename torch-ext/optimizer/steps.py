@@ -16,7 +16,7 @@ import torch
 from .pairs import PAIRS, Pair
 
 Triple = tuple[float, float, float]
-F16, MANY = torch.float16, 100
+F16, ALL = torch.float16, 100  # no iteration has more steps
 REPEATED_LAST = (1.875, -1.25, 0.375)
 LONGEST_SEGMENT = {torch.float32: 3, torch.float16: 3, torch.bfloat16: 2}  # steps of the Gram iteration per restart
 LONGEST_CUBIC = {torch.float32: 5, torch.float16: 5, torch.bfloat16: 2}  # the same where every c is 0: they grow slowly
@@ -78,22 +78,22 @@ class Steps:
     triples: tuple[Triple, ...]
     aol: bool = False
 
-    def segments(self, dtype: torch.dtype = F16, longest: int = MANY) -> tuple[tuple[Triple, ...], ...]:
-        """Return the steps between restarts, at most `longest` and what `dtype` allows: few segments, the longer first;
+    def segments(self, dtype: torch.dtype = F16, most: int = ALL) -> tuple[tuple[Triple, ...], ...]:
+        """Return the steps between restarts, at most `most` and what `dtype` allows: few segments, the longer first;
         of 5 steps in fp16, 3 and 2. Of at most two in fp16 the longer come last, for the first two steps are no `Pair`:
         1, 2 and 2.
         """
         allowed = (LONGEST_CUBIC if self.cubic else LONGEST_SEGMENT)[dtype]
-        count = math.ceil(len(self.triples) / min(longest, allowed))
-        rounded = math.floor if longest == 2 and dtype == F16 else math.ceil
+        count = math.ceil(len(self.triples) / min(most, allowed))
+        rounded = math.floor if most == 2 and dtype == F16 else math.ceil
         ends = [rounded(len(self.triples) * i / count) for i in range(count + 1)]
         return tuple(self.triples[first:last] for first, last in zip(ends, ends[1:]))
 
-    def pairs(self, dtype: torch.dtype = F16, longest: int = MANY) -> tuple[Pair | None, ...]:
+    def pairs(self, dtype: torch.dtype = F16, most: int = ALL) -> tuple[Pair | None, ...]:
         """Return for each segment the `Pair` that its last two steps are taken as, or None: in other dtypes than fp16,
         which are more exact than pairs, or less than these need.
         """
-        lengths = [len(segment) for segment in self.segments(dtype, longest)]
+        lengths = [len(segment) for segment in self.segments(dtype, most)]
         return tuple(_pair(self.triples[:end], self.aol) if length > 1 and dtype == F16 else None
                      for length, end in zip(lengths, itertools.accumulate(lengths)))
 
