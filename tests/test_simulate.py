@@ -142,6 +142,16 @@ def test_the_newest_row_of_a_kind_counts(simulate, tmp_path):
     assert [row["median_ms"] for row in simulate.read_measured(tmp_path / "step.csv")] == ["8", "4"]
 
 
+def test_rows_from_before_pairs_are_planned_step_by_step(simulate):
+    """In the committed results both kinds; without pairs a square matrix takes two products of eighteen more."""
+    assert {row["pairs"] for row in simulate.read_measured(simulate.RESULTS)} == {False, True}
+    paired, single = (simulate.planned("tiny", "fsdp", 2, simulate.arguments([]), pairs)[2].steps
+                      for pairs in (True, False))
+    cost = part("polar").cost
+    assert None not in paired.pairs() and single.pairs() == (None, None)
+    assert 9 * cost(64, 64, single) == 10 * cost(64, 64, paired)
+
+
 def test_one_command_says_where_a_flat_exchange_stops_paying(simulate, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["simulate.py", "--models", "tiny", "--ranks", "8", "16", "64", "--layers", "20",
                                      "--message-us", "50", "--out", str(tmp_path)])
