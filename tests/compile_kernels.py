@@ -108,7 +108,7 @@ def by_tma(arch: str, entry: dict, rows=False) -> int:
         ADDENDS=3 * (entry["op"] == "symmetric"), DIAGONAL=True, LOOP=triton.language.constexpr(entry["loop"]))
     unused = "cde" if entry["op"] == "gram" or not symmetric and width == height else "" if symmetric else "e"
     arguments |= dict.fromkeys(unused) | (dict(d=None, out=None, strides=None) if rows else {})
-    return compile_for(arch, part("kernels.gram_sm90")._kernel, arguments,
+    return compile_for(arch, part("kernels.gram_sm90")._tma_kernel, arguments,
                        num_stages=entry["stages"], num_warps=entry["warps"])
 
 
@@ -138,31 +138,32 @@ def others(arch: str, shared: int):
     table = dict(records="*i64", blocks="*i64", FIELDS=15, BLOCK=4096, ALIGNED=True, **TYPES)
     for skips in (False, True):
         skip = dict(table, flags="*fp32" if skips else "*i64", places="*i64", SKIPS=skips)
-        fresh = dict(skip, addresses="*i64", weight="*fp32", keeps="i32")
+        fresh = dict(skip, addresses="*i64", weight="*fp32", moves="i32")
         yield compile_for(arch, pack._pack_kernel, dict(fresh, NESTEROV=True))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses="*i64", FRESH=True))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ALIGNED=False))
         for momenta in (False, True):
             yield compile_for(arch, update._update_kernel, dict(fresh if momenta else dict(
-                skip, addresses=None, weight=None, keeps="i32"), scales="*fp32", factors="*fp32", MOMENTA=momenta))
+                skip, addresses=None, weight=None, moves="i32"), scales="*fp32", factors="*fp32", MOMENTA=momenta))
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
                  span="i32", u_strides=ROW_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR, ROWS=4, COLUMNS=256,
                  WIDE=True, EVEN=16, STRAIGHT=True, STAGES=8)
     floats = dict(V="*fp32", squares="*fp32", factors="*fp32", sums="*fp32", beta2="fp32", rest="fp32")
-    for kernel in (rows._moments_kernel, rows._norms_kernel, rows._scale_kernel, norm._sums_kernel, norm._cast_kernel):
+    cast = norm._unit_norm_kernel
+    for kernel in (rows._moments_kernel, rows._norms_kernel, rows._normalize_kernel, norm._sums_kernel, cast):
         yield compile_for(arch, kernel, dict(sizes, **floats, U="*bf16", X="*fp16"))
         if arch == "sm90":  # sizes of 1 are constants to the compiler
             ones = dict(R=1, C=1, numel=1, parts=1, EVEN=1, u_strides=COLUMN_MAJOR)
             yield compile_for(arch, kernel, {**sizes, **floats, "U": "*fp32", "X": "*bf16", **ones})
     in_rows = dict(sizes, **floats, U="*bf16", X="*fp16") | dict(strides=None, u_strides=None)
-    for kernel in (rows._moments_kernel, rows._scale_kernel, norm._sums_kernel, norm._cast_kernel):
+    for kernel in (rows._moments_kernel, rows._normalize_kernel, norm._sums_kernel, norm._unit_norm_kernel):
         yield compile_for(arch, kernel, in_rows)
     lengths = dict(U="*bf16", Y="*fp16", A="*fp16", lengths="*fp32", scales="*fp32", n="i32", m="i32", ROWS=4,
                    strides=ROW_MAJOR, u_strides=COLUMN_MAJOR, y_strides=ROW_MAJOR, BLOCK=512, TILE=64)
-    for kernel in (aol._lengths_kernel, aol._cast_kernel, aol._scales_kernel):
+    for kernel in (aol._lengths_kernel, aol._unit_rows_kernel, aol._scales_kernel):
         yield compile_for(arch, kernel, lengths)
     for left, right in (("*fp32", "*fp32"), ("*fp32", None), (None, "*fp32")):
-        yield compile_for(arch, aol._scale_kernel, dict(lengths, left=left, right=right))
+        yield compile_for(arch, aol._rescale_kernel, dict(lengths, left=left, right=right))
     linear = dict(lengths, OUT="*fp16", a_strides=ROW_MAJOR, out_strides=ROW_MAJOR, b="fp32", a="fp32", SIDE=64)
     yield compile_for(arch, part("kernels.gram")._linear_kernel, linear)
     for side, U in itertools.product((64, 128), ("*bf16", "*fp32")):
@@ -203,11 +204,11 @@ def whole(U: str, turned: bool, pieces: int = 8) -> int:
 
 
 def cast_bytes(even: int) -> int:
-    """Return how many bytes a thread of `norm._cast_kernel` reads of bf16 at once on sm90, where `even` divides."""
+    """Return how many bytes a thread of `norm._unit_norm_kernel` reads of bf16 at once on sm90 if `even` divides."""
     arguments = dict(
         U="*bf16", X="*fp16", sums="*fp32", parts="i32", R="i32", C="i32", u_strides=ROW_MAJOR, x_strides=ROW_MAJOR,
         eps="fp32", BLOCK=64, ROWS=32, COLUMNS=256, EVEN=even, STRAIGHT=True)
-    ptx = compiled("sm90", part("kernels.norm")._cast_kernel, arguments, even=even == 16, num_warps=4).asm["ptx"]
+    ptx = compiled("sm90", part("kernels.norm")._unit_norm_kernel, arguments, even=even == 16, num_warps=4).asm["ptx"]
     sizes = [int(bits) // 8 * int(count or 1) for count, bits in re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", ptx)]
     return max(sizes)
 

@@ -93,19 +93,19 @@ def counts_do_not_split_binaries(found):
     assert launched.count("_sums_kernel") == 2 and compiled.count("_sums_kernel") == 1
     pingpong = launched.count("pingpong_kernel"), compiled.count("pingpong_kernel")
     assert pingpong in ((4, 1), (0, 0))  # if this Triton has what it is written in
-    assert launched.count("_kernel") == 4 and compiled.count("_kernel") == 1
+    assert launched.count("_tma_kernel") == 4 and compiled.count("_tma_kernel") == 1
 
 
 def what_may_come_next_is_compiled_where_there_are_many_threads(found):
     square, wide, tall = ([name for name, _ in of("compile", events)] for events in found["calls"])
-    assert square.count("_kernel") >= 6 and wide.count("_kernel") <= 1 and not tall  # one for the long result
+    assert square.count("_tma_kernel") >= 6 and wide.count("_tma_kernel") <= 1 and not tall  # one for the long result
     for events in found["calls"]:
         assert of("launch", events) and not any(main for _, main in of("compile", events))
 
 
-def elsewhere_each_call_compiles_its_own(found):
+def elsewhere_each_call_compiles_its_own(found):  # but wide and tall products, which are akin
     square, wide, tall = ([name for name, _ in of("compile", events)] for events in found["calls"])
-    assert square.count("_kernel") == 6 and not wide.count("_kernel") and wide and tall  # whose products are akin
+    assert square.count("_tma_kernel") == 6 and not wide.count("_tma_kernel") and wide and tall
 
 
 def test_what_takes_long_is_compiled_first_and_each_process_begins_with_its_share(part, monkeypatch):

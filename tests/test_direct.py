@@ -226,7 +226,7 @@ def in_a_process(rank, world, name, directly):
 @pytest.mark.parametrize("layout", ["all alike", "replicas"])
 def test_what_several_ranks_get_leaves_from_where_it_is_written(optimizer, layout, monkeypatch):
     """As on GPUs: not even the owner's own copy is copied."""
-    monkeypatch.setattr(part("process_groups").Groups, "send_once", lambda groups, device: True)
+    monkeypatch.setattr(part("process_groups").ProcessGroups, "send_once", lambda groups, device: True)
     direct, usual = both_ways("Muon", layout, F32)
     assert all(torch.equal(a, b) for (mine, _), (theirs, _) in zip(direct, usual) for a, b in zip(mine, theirs))
     assert all(layout == "replicas" or counts[3] == 0 < all_[3] for (_, counts), (_, all_) in zip(direct, usual))
@@ -265,7 +265,7 @@ def test_what_stays_is_packed_while_the_rest_travels(optimizer, monkeypatch):
 def test_what_is_read_elsewhere_shows(optimizer, monkeypatch):
     """The control: were pieces taken for each other, bits would differ."""
     Split = part("kernels.split").Split
-    monkeypatch.setattr(part("direct"), "Split", lambda matrices: Split([pieces[::-1] for pieces in matrices]))
+    monkeypatch.setattr(part("stacks"), "Split", lambda matrices: Split([pieces[::-1] for pieces in matrices]))
     direct, usual = both_ways("Muon", "rows", F32)
     assert not all(torch.equal(a, b) for a, b in zip(direct[0][0], usual[0][0]))
 

@@ -208,7 +208,7 @@ def test_the_argument_table_is_complete_and_right(optimizer, part):
 
 
 def test_the_table_of_group_keys_is_complete(part):
-    assert set(table("README.md", "### Keys of a group")) == part("groups").KEYS | {"beta2"}
+    assert set(table("README.md", "### Keys of a group")) == part("groups").GROUP_KEYS | {"beta2"}
 
 
 def test_keys_that_are_let_through_are_listed(part):

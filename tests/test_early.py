@@ -637,7 +637,7 @@ def roomy(rank, world, given):
     except ValueError as error:
         return str(error), 0, ""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-                for route, _ in opt._jobs if hasattr(route, "bound") for t in route.bound.memory.values()}
+                for route, _ in opt._jobs if route.bound is not None for t in route.bound.memory.values()}
     backward(params, place, 1, opt)
     report = opt.plan_report()
     assert sum(report.workspace.values()) == sum(storages.values()) and len(report.workspace) == 8
@@ -680,9 +680,9 @@ def planned_along(which, W, *more):
     layouts = [layout.Layout((W * h, 24), {r: ((h * r, h * (r + 1)), (0, 24)) for r in range(W)}, (tuple(range(W)),),
                              plain=False) for h in heights]
     layouts.append(layout.Layout((8, 8), {0: ((0, 8), (0, 8))}, ((0,),), plain=False))
-    cost, sizes = lambda R, C: R * C * min(R, C), {"update": 2, "row": 0}
-    before = plan.make_plan(layouts, cost, {}, itemsizes=sizes)
-    after = getattr(plan, which)(before, layouts, cost, sizes, *more)
+    cost, terms = lambda R, C: R * C * min(R, C), part("freight").Terms()
+    before = plan.make_plan(layouts, cost, {}, terms)
+    after = getattr(plan, which)(before, layouts, cost, terms, *more)
     pairs = [{(m, o) for b in buckets for m, o in zip(b.matrices, b.owners)} for buckets in (before, after)]
     assert pairs[0] == pairs[1]
     return before, after
@@ -704,9 +704,9 @@ def test_buckets_are_complete_one_after_another(latency, optimizer):
 @pytest.mark.parametrize("latency", [0, 200, 1 << 30])
 def test_chunks_are_complete_one_after_another(latency, optimizer):
     plan, shapes, ranks = part("plan"), [(50, 6), (7, 1), (3, 4), (1, 5), (90, 2)], (0, 1, 2)
-    sizes = {"gradient": 4, "weight": 4, "state": 4}
-    whole, = plan.plan_chunks(shapes, ranks, 1 << 40, sizes)
-    parts = plan.chunks_along_backward(shapes, ranks, sizes, latency)
+    terms = part("freight").ChunkTerms(4, 4, 4)
+    whole, = plan.plan_chunks(shapes, ranks, 1 << 40, terms)
+    parts = plan.chunks_along_backward(shapes, ranks, terms, latency)
     rows = sorted((m.param, row) for b in parts for m in b.matrices for row in range(m.at[0], m.at[0] + m.rows))
     assert rows == sorted((m.param, row) for m in whole.matrices for row in range(m.rows))
     lasts = [max(m.param for m in b.matrices) for b in parts]

@@ -211,7 +211,7 @@ def by_bucket(optimizer):
     """Of each bucket that travels, what it changes at this rank: weights of all its pieces, and their state kept here.
     """
     found = []
-    for bound in [route.bound for route, _ in optimizer._jobs if hasattr(route, "bound")]:
+    for bound in [route.bound for route, _ in optimizer._jobs if route.bound is not None]:
         pieces = [p for p in bound.share.home if p.kind != "row"]
         here = [p for p in bound.share.home if bound.bucket.route == "exchange" or p.owner == bound.rank]
         rows, others = ([p for p in here if (p.kind == "row") == is_row] for is_row in (True, False))
@@ -563,7 +563,7 @@ def test_an_error_while_matrices_are_multiplied_leaves_the_bucket_of_the_old_ste
         p.grad = torch.randn_like(p)
     muon.step()
     before = tensors(params, muon)
-    monkeypatch.setattr(part("store"), "orthogonalize", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+    monkeypatch.setattr(part("recipe"), "orthogonalize", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
     with pytest.raises(torch.OutOfMemoryError, match="in bucket"):
         muon.step()
     assert all(map(torch.equal, before, tensors(params, muon)))

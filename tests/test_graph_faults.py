@@ -24,7 +24,8 @@ SAID = ("a gradient is missing", "gradients lie elsewhere", "could not be captur
 def on_tapes(rank, world, function, *args):
     """function(rank, world, *args, the stand-in for graphs, device) on a CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part("process_groups").Groups, "check_capturable", lambda groups: None)  # a tape holds gloo's
+        # a tape holds gloo's
+        patch.setattr(part("process_groups").ProcessGroups, "check_capturable", lambda groups: None)
         return function(rank, world, *args, graphs.taped(patch), "cpu")
 
 

@@ -106,7 +106,7 @@ def taped(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Tape.current is not None)
     monkeypatch.setattr(graphs, "available", lambda device: part("debug").graphs() == "auto")
-    for name in ("graphs", "routes", "presence", "feed"):
+    for name in ("graphs", "bound", "presence", "feed"):
         monkeypatch.setattr(part(name), "capturing", lambda device: Tape.current is not None)
 
     def noted(launch):
@@ -310,7 +310,8 @@ def assert_replays_of_the_user(own, plain, between, graph):
 
 def on_tapes(rank, world, mode, name):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part("process_groups").Groups, "check_capturable", lambda groups: None)  # a tape holds gloo's
+        # a tape holds gloo's
+        patch.setattr(part("process_groups").ProcessGroups, "check_capturable", lambda groups: None)
         return ranked(rank, world, mode, name, {"wire_dtype": torch.float32}, taped(patch), "cpu")
 
 
@@ -326,7 +327,8 @@ def test_the_bits_of_steps_without_graphs_on_many_ranks(mode, name, tape):
 def captured(rank, world):
     """The collectives and the kernels that a graph of the whole step holds, in order."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part("process_groups").Groups, "check_capturable", lambda groups: None)  # a tape holds gloo's
+        # a tape holds gloo's
+        patch.setattr(part("process_groups").ProcessGroups, "check_capturable", lambda groups: None)
         taped(patch)
         run = Run("capturable", "Muon", placed("fsdp", world, "cpu")[0])
         for number in range(2):
@@ -366,7 +368,7 @@ def test_values_are_sent_once_and_together(optimizer, monkeypatch):
 
 
 def other_backends(rank, world):
-    groups = part("process_groups").Groups()
+    groups = part("process_groups").ProcessGroups()
     groups.learn([], dist.group.WORLD)
     groups.check_capturable()  # known, but not in use
     groups.of((0, 1))

@@ -116,7 +116,7 @@ class On:
 
 
 def params_of(route):
-    return route.store.params if hasattr(route, "store") else [
+    return route.store.params if route.store is not None else [
         route.bound.store.params[i] for i in {m.param for m in route.bound.bucket.matrices}]
 
 
@@ -855,7 +855,7 @@ def test_buckets_land_one_after_another(room, latency, optimizer):
 @pytest.mark.parametrize("room", [1 << 40, 3000, 1])
 def test_chunks_land_one_after_another(room, optimizer):
     plan, shapes, ranks = part("plan"), [(50, 6), (7, 1), (3, 4), (1, 5), (90, 2)], (0, 1, 2)
-    sizes = {"gradient": 4, "weight": 4, "state": 4}
+    sizes = part("freight").ChunkTerms(4, 4, 4)
     whole, = plan.plan_chunks(shapes, ranks, 1 << 40, sizes)
     parts = plan.chunks_along_forward(shapes, ranks, sizes, 0, room)
     rows = [(m.param, row) for b in parts for m in b.matrices for row in range(m.at[0], m.at[0] + m.rows)]

@@ -65,7 +65,7 @@ def shard(model, world, way):
 
 def slowed(patch) -> None:
     """The optimizer's stream takes its time."""
-    bound, at_home = part("store").Bound, part("routes").Elementwise
+    bound, at_home = part("bound").Bound, part("routes").Elementwise
     replay, run = bound.replay, at_home.run
 
     def replay_late(self, step, hp):
@@ -120,7 +120,7 @@ def trained(rank, world, way, mode, what=None):
     replayed). `mode`: "late"; "usual"; "untold": the option without a model. `what` is broken.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part("bind"), "latency_bytes", lambda arch: 0)  # several buckets, however small
+        patch.setattr(part("planner"), "latency_bytes", lambda arch: 0)  # several buckets, however small
         if mode == "late":
             slowed(patch)
             broken(patch, what)

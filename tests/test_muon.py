@@ -716,3 +716,15 @@ def test_a_compiled_training_step(optimizer):
         steps[0](x)
         torch.compile(steps[1], backend="eager")(x)
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
+def test_the_signature_names_every_argument(optimizer, name):
+    """For help(), editors, and trainers that keep of their options what a signature names."""
+    known = inspect.signature(getattr(optimizer, name)).parameters
+    ours = inspect.signature(torch.optim.Muon).parameters
+    assert [n for n in known][:len(ours)] == list(ours) and all(p.kind is not p.VAR_KEYWORD for p in known.values())
+    assert known["wire_dtype"].default is torch.bfloat16 and known["adamw_eps"].default == 1e-8
+    assert ("beta2" in known) == (name == "NorMuon")
+    options = {n: p.default for n, p in known.items() if p.default is not p.empty}
+    getattr(optimizer, name)([torch.nn.Parameter(torch.ones(2, 2))], **options)

@@ -19,6 +19,7 @@ class Collective:
 
 class Route:
     """Yields `hops` collectives; says when each part of its story runs, and that it has its slot to itself."""
+    label = landed = None
 
     def __init__(self, number, hops, diary, slots, travels=True):
         self.number, self.hops, self.diary, self.slots, self.travels = number, hops, diary, slots, travels

@@ -23,8 +23,13 @@ from tests.test_routes import cut
 MODELS_PY = Path(__file__).resolve().parent.parent / "benchmarks" / "models.py"
 models = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("models", MODELS_PY))
 spec.loader.exec_module(models)
-SIZES = {"update": 2, "row": 4, "once": True, "splits": lambda R, C: True,
-         "scratch": lambda R, C: (min(R, C), 4 * R * C, 8 * min(R, C) ** 2)}
+
+
+
+def terms(**others):
+    given = {"row": 4, "once": True, "splits": lambda R, C: True,
+             "scratch": lambda R, C: (min(R, C), 4 * R * C, 8 * min(R, C) ** 2)}
+    return part("freight").Terms(**given | others)
 
 
 ALIVE = [{"leave", "arrive", "rows"}, {"stack", "arrive", "rows", "mean", "stays"}, {"mean", "stack"},
@@ -60,8 +65,8 @@ def plan_of(layouts, **options):
     return part("plan").make_plan(layouts, cost, {}, **options)
 
 
-def shares_of(bucket, layouts, rows=None):
-    return {rank: part("share").share_of(bucket, rank, layouts, rows, SIZES) for rank in bucket.ranks}
+def shares_of(bucket, layouts, rows=None, **others):
+    return {rank: part("share").share_of(bucket, rank, layouts, rows, terms(**others)) for rank in bucket.ranks}
 
 
 def check_owners(buckets, layouts):
@@ -126,7 +131,7 @@ def by_pair(offsets, nbytes, starts, index, here, peer):
     """(rank, peer) -> [(place in what travels between the two, piece)], checked against the bytes of that part."""
     (end, rank), pairs, last, alignment = here, defaultdict(list), defaultdict(int), part("plan").ALIGNMENT
     for piece, at in offsets.items():
-        other, size = getattr(piece, peer), SIZES.get(piece.kind, 4)
+        other, size = getattr(piece, peer), terms().itemsizes.get(piece.kind, 4)
         place = at - starts[index[other]]
         assert getattr(piece, end) == rank and place >= last[other] and at % size == 0
         last[other] = place + piece.numel * size
@@ -160,12 +165,12 @@ def check_room(bucket, shares, rank_bytes):
     assert bucket.nbytes <= rank_bytes or max(Counter(bucket.owners).values()) == 1
 
 
-def check_all(layouts, rows=None, **options):
-    options = {"rank_bytes": 1 << 28, "itemsizes": SIZES, **options}
+def check_all(layouts, rows=None, once=True, **options):
+    options = {"rank_bytes": 1 << 28, "terms": terms(once=once), **options}
     buckets = plan_of(layouts, **options)
     check_owners(buckets, layouts)
     for bucket in buckets:
-        shares = shares_of(bucket, layouts, rows)
+        shares = shares_of(bucket, layouts, rows, once=once)
         check_room(bucket, shares, options["rank_bytes"])
         check_pieces(bucket, layouts, shares)
         if rows and bucket.route not in part("plan").ROUTES_OF_OWNERS:
@@ -199,11 +204,10 @@ MESHES = {
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("rank_bytes", [1, 4000, 1 << 28])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_plan_is_whole(mesh, rank_bytes, once, optimizer, monkeypatch):
-    monkeypatch.setitem(SIZES, "once", once)
+def test_a_plan_is_whole(mesh, rank_bytes, once, optimizer):
     sizes, placements, shapes = MESHES[mesh]
     layouts = layouts_on(sizes, placements, shapes)
-    check_all(layouts, rows_of(layouts, sizes, placements), rank_bytes=rank_bytes)
+    check_all(layouts, rows_of(layouts, sizes, placements), once=once, rank_bytes=rank_bytes)
 
 
 @pytest.mark.parametrize("route", ["exchange", "own", "reduce"])
@@ -427,7 +431,7 @@ def test_work_that_some_ranks_do_not_know_of_moves_nobodys_owners(optimizer):
 def test_every_bucket_gives_every_rank_work_when_there_is_enough(world, optimizer):
     """A byte budget for a whole bucket would not: at 64 ranks it holds a few matrices."""
     layouts = layouts_on((world,), [Shard(0)], [(64, 32)] * (4 * world))
-    buckets = plan_of(layouts, rank_bytes=64 * 32 * 2 * 12, itemsizes=SIZES)
+    buckets = plan_of(layouts, rank_bytes=64 * 32 * 2 * 12, terms=terms())
     assert len(buckets) == 4
     assert all(set(bucket.owners) == set(range(world)) for bucket in buckets)
 
@@ -493,11 +497,11 @@ def test_the_digest_sees_every_parameter_of_a_bucket(optimizer):
 def test_chunks_hold_every_element_once(world, rank_bytes, once, reduced, optimizer):
     """AdamW with state at owners: each rank sums (unless it comes reduced) and steps its rows of every parameter."""
     shapes, ranks = [(50, 6), (7, 1), (1, 1), (3, 4), (64, 2), (0, 5), (3, 0), (128, 3)], tuple(range(world))
-    sizes, owned = {"gradient": 4, "weight": 4, "state": 4, "once": once, "reduced": reduced}, defaultdict(list)
-    buckets = part("plan").plan_chunks(shapes, ranks, rank_bytes, sizes)
+    chunks, owned = part("freight").ChunkTerms(4, 4, 4, once, reduced), defaultdict(list)
+    buckets = part("plan").plan_chunks(shapes, ranks, rank_bytes, chunks)
     assert (len(buckets) == 1) == (rank_bytes == 1 << 28)
     for bucket in buckets:
-        shares = {r: part("share").chunk_share(bucket, shapes, r, sizes) for r in ranks}
+        shares = {r: part("share").chunk_share(bucket, shapes, r, chunks) for r in ranks}
         assert room_of([bucket_sizes(share) for share in shares.values()]) <= bucket.nbytes
         assert bucket.nbytes <= rank_bytes or [m.rows for m in bucket.matrices if m.numel] == [1]
         assert bucket.route == ("own_elementwise" if reduced else "reduce_elementwise")
@@ -525,7 +529,7 @@ def test_planning_ten_thousand_matrices_for_4096_ranks(record_property, optimize
     start = time.perf_counter()
     buckets = profile.runcall(part("plan").make_plan, layouts, pace, {}, thrifty=True)
     planned = time.perf_counter()
-    mine = [part("share").share_of(bucket, 17, layouts, None, SIZES) for bucket in buckets]
+    mine = [part("share").share_of(bucket, 17, layouts, None, terms()) for bucket in buckets]
     shared = time.perf_counter()
     assert pstats.Stats(profile).total_calls < 4_000_000
     assert sum(len(b.matrices) for b in buckets) == 10_000
@@ -553,7 +557,7 @@ def test_the_workspace_of_no_rank_is_exceeded(shapes, mode, least, optimizer):
     sizes, placements = MODES[mode]
     layouts = layouts_on(sizes, placements, shapes, plain=mode in PLAIN)
     rows = rows_of(layouts, sizes, placements)
-    options = {"plain": PLAIN.get(mode, "exchange"), "itemsizes": SIZES}
+    options = {"plain": PLAIN.get(mode, "exchange"), "terms": terms()}
     one_each = max(b.nbytes for b in plan_of(layouts, rank_bytes=1, **options))
     given = int(least * one_each)
     buckets = plan_of(layouts, rank_bytes=given, **options)
@@ -567,7 +571,7 @@ def workspace_of(buckets, layouts, rows=None):
     taken = Counter()
     for number, bucket in enumerate(buckets):
         for rank in bucket.ranks[:: max(1, len(bucket.ranks) // 8)]:
-            sizes = bucket_sizes(part("share").share_of(bucket, rank, layouts, rows, SIZES))
+            sizes = bucket_sizes(part("share").share_of(bucket, rank, layouts, rows, terms()))
             for memory, nbytes in zip((number % part("pipeline").SLOTS, "bench"), sizes):
                 taken[memory, rank] = max(taken[memory, rank], nbytes)
     return max(sum(nbytes for (_, owner), nbytes in taken.items() if owner == rank) for rank in buckets[0].ranks)
@@ -591,7 +595,7 @@ def test_copies_share_the_work(shapes, sizes, optimizer):
 def timed_plan(layouts, rank_bytes, thrifty=False):
     """(the plan by measured times, when its last bucket is expected to be done, in ns)."""
     pace = measured_pace()
-    buckets = part("plan").make_plan(layouts, pace, {}, rank_bytes=rank_bytes, itemsizes=SIZES, thrifty=thrifty)
+    buckets = part("plan").make_plan(layouts, pace, {}, rank_bytes=rank_bytes, terms=terms(), thrifty=thrifty)
     return buckets, max(span.end for span in pace.spans([bucket.part for bucket in buckets]))
 
 
@@ -622,8 +626,8 @@ def test_twice_the_budget_is_not_slower(optimizer):
 
 
 def test_only_a_budget_by_default_is_spared(monkeypatch, optimizer):
-    make_plan, asked = part("bind").make_plan, []
-    monkeypatch.setattr(part("bind"), "make_plan",
+    make_plan, asked = part("planner").make_plan, []
+    monkeypatch.setattr(part("planner"), "make_plan",
                         lambda *args, thrifty, **options: asked.append(thrifty) or make_plan(*args, **options))
     for given in (None, 1 << 20):
         weight = nn.Parameter(torch.ones(8, 4))

@@ -390,7 +390,7 @@ def test_a_model_that_moves_takes_its_state_along_on_any_machine(optimizer, monk
     muon = optimizer.NorMuon([{"params": params[:2]}, {"params": params[2:], "use_muon": False}])
     for number, device in enumerate(("cpu", "cpu", "meta", "meta")):
         for p in params if number == 2 else ():
-            monkeypatch.setattr(part("store"), "orthogonalize", lambda *_: None)
+            monkeypatch.setattr(part("recipe"), "orthogonalize", lambda *_: None)
             p.grad = None
             torch.utils.swap_tensors(p, nn.Parameter(torch.empty_like(p, device=device)))
         step(muon, params, number)

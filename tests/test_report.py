@@ -43,7 +43,7 @@ def report_on(rank, world, timing, reduced=None):
     optimizer, params = stepped(rank, world, timing, reduced)
     report, bounds = optimizer.plan_report(), {}
     for number, (route, _) in enumerate(optimizer._jobs):
-        if hasattr(route, "bound"):
+        if route.bound is not None:
             share, bucket = route.bound.share, route.bound.bucket
             bounds[number] = (len(share.matrices), sum(share.inbound.send_bytes), sum(share.outbound.send_bytes),
                               Counter((m.rows, m.cols) for m in bucket.matrices), len(bucket.ranks))

@@ -1,6 +1,7 @@
 """Iterations side by side: which gain by it, the memory that they take, and the bits, which stay the same."""
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -70,21 +71,21 @@ def bucket_of(part, shapes):
     Layout = part("layout").Layout
     layouts = [Layout(shape, {0: ((0, shape[0]), (0, shape[1]))}, copies=((0,),), plain=True) for shape in shapes]
     steps = part("polar").steps_of("polar_express")
-    sizes = {"update": 2, "scratch": partial(part("polar").scratch, steps=steps, dtype=torch.float16),
-             "splits": partial(part("polar").splits, steps=steps),
-             "side_by_side": part("iteration").gain_side_by_side}
-    bucket, = part("plan").make_plan(layouts, lambda rows, cols: rows * cols, {}, itemsizes=sizes)
-    return bucket, layouts, sizes
+    terms = part("freight").Terms(scratch=partial(part("polar").scratch, steps=steps, dtype=torch.float16),
+                                  splits=partial(part("polar").splits, steps=steps),
+                                  side_by_side=part("iteration").gain_side_by_side)
+    bucket, = part("plan").make_plan(layouts, lambda rows, cols: rows * cols, {}, terms)
+    return bucket, layouts, terms
 
 
 @pytest.mark.parametrize("shapes", [
     [(768, 768), (960, 960)], [(768, 768), (768, 3072)], [(768, 768)] * 2, [(4096, 4096), (4096, 8192)]], ids=str)
 @pytest.mark.parametrize("short", [False, True])
 def test_memory_for_all_is_taken_where_they_gain_and_there_is_room(part, shapes, short):
-    bucket, layouts, sizes = bucket_of(part, shapes)
+    bucket, layouts, terms = bucket_of(part, shapes)
     room = part("freight").workspace(*bucket.memory) if short else 1 << 31
-    share, usual = (part("share").share_of(bucket, 0, layouts, None, {**sizes, "room": room, "side_by_side": gain})
-                    for gain in (sizes["side_by_side"], lambda shapes: False))
+    share, usual = (part("share").share_of(bucket, 0, layouts, None, replace(terms, room=room, side_by_side=gain))
+                    for gain in (terms.side_by_side, lambda shapes: False))
     uses = ("now", "next", "square")
     wide = shapes == [(768, 768), (960, 960)] and not short
     assert all((share.needs[use] > usual.needs[use]) == wide for use in uses)

@@ -38,7 +38,7 @@ def test_bytes_are_those_of_the_plan(model, mode, ranks, simulate):
             found = simulate.traffic(bucket, layouts, cluster, inbound)
             expected = {where: Counter() for where in found}
             for rank in bucket.ranks:
-                share = part("share").share_of(bucket, rank, layouts, None, {"update": 2})
+                share = part("share").share_of(bucket, rank, layouts, None, part("freight").Terms())
                 way = share.inbound if inbound else share.outbound
                 here, there = ("", "owner ") if inbound else ("owner ", "")
                 for pieces, end, peer in ((way.leave, here, "owner" if inbound else "home"),
@@ -57,12 +57,13 @@ def test_bytes_are_those_of_the_plan(model, mode, ranks, simulate):
 def test_what_is_planned_fits_the_package_s_default(simulate):
     """With the memory of the iteration: three slots and the bench, of each rank, within 2 GiB."""
     layouts, buckets, times, _ = planned(simulate, "llama3_8b", "fsdp", 4)
-    sizes = {"update": 2, "scratch": lambda R, C: part("polar").scratch(R, C, times.steps, part("steps").F16),
-             "splits": lambda R, C: part("polar").splits(R, C, times.steps)}
+    terms = part("freight").Terms(
+        scratch=lambda R, C: part("polar").scratch(R, C, times.steps, part("steps").F16),
+        splits=lambda R, C: part("polar").splits(R, C, times.steps))
     for rank in range(4):
         taken = Counter()
         for number, bucket in enumerate(buckets):
-            for memory, nbytes in part("share").share_of(bucket, rank, layouts, None, sizes).places()[1].items():
+            for memory, nbytes in part("share").share_of(bucket, rank, layouts, None, terms).places()[1].items():
                 place = memory, number % 3 * (memory == "slot")
                 taken[place] = max(taken[place], nbytes)
         assert 1 << 30 < sum(taken.values()) <= 2 << 30

@@ -247,7 +247,7 @@ def shard_on_rank(rank, world):
         store = store_of([param], ("momentum_buffer", "second_moment"))
         buckets = plan.make_plan(store.layouts["update"], lambda R, C: R * C, {})
         for bucket in (b for b in buckets if rank in b.ranks):
-            share = part("share").share_of(bucket, rank, *store.layouts.values(), {"update": 4, "row": 4})
+            share = part("share").share_of(bucket, rank, *store.layouts.values(), part("freight").Terms(4, 4))
             home = [p for p in share.home if p.kind == "update"]
             for piece, weight in zip(home, store.weights(home)):
                 assert torch.equal(weight, full[piece.matrix.at][tuple(slice(*side) for side in piece.box)])
@@ -316,7 +316,7 @@ def share_with(needs):
 
 def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
     """All have the bench in common, and none needs more than the largest."""
-    workspace = part("store").Workspace(3, torch.device("cpu"))
+    workspace = part("bound").Workspace(3, torch.device("cpu"))
     shares = [share_with({"leave": 60 * (1 + i % 4), "return": 80, "arrive": 7 * i, "now": 45, "next": 45,
                           "kept": 5 * i, "rows": 20, "stays": 3 * i, "stack": 32, "square": 8 + 8 * i, "mean": 9})
               for i in range(6)]
@@ -338,7 +338,7 @@ def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
 
 def test_piece_at_views_bytes(optimizer):
     flat = torch.zeros(64, dtype=torch.uint8)
-    view = part("store").piece_at(flat, 16, (3, 2), F32)
+    view = part("bound").piece_at(flat, 16, (3, 2), F32)
     view.copy_(torch.arange(6.0).view(3, 2))
     assert shares_memory(view, flat) and torch.equal(flat[16:40].view(F32), torch.arange(6.0)) and not flat[40:].any()
 
@@ -347,17 +347,17 @@ def bound_on_rank(rank, world, route):
     """The stacks of a bucket do not overlap, hold every matrix computed here, and the needs cover them."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-    store_part, plan = part("store"), part("plan")
+    plan = part("plan")
     mesh = init_device_mesh("cpu", (world,))
     shapes = [(7, 5), (5, 7), (7, 5), (3, 3), (9, 1)]
     params = [nn.Parameter(distribute_tensor(torch.zeros(s), mesh, [Shard(0)], src_data_rank=None)) for s in shapes]
     store = store_of(params, ("momentum_buffer", "second_moment"))
     (bucket,) = [b for b in plan.make_plan(store.layouts["update"], lambda R, C: R * C, {}) if b.route == route]
-    share = part("share").share_of(bucket, rank, *store.layouts.values(), {"update": 2, "row": 4})
+    share = part("share").share_of(bucket, rank, *store.layouts.values(), part("freight").Terms(2, 4))
     options = part("muon").Options()
-    bound = store_part.Bound(bucket, share, store, options, None, {"adjust_lr_fn": None})
+    bound = part("bound").Bound(bucket, share, store, options, None, {"adjust_lr_fn": None})
     bound.memory = {use: torch.empty(n, dtype=torch.uint8) for use, n in share.needs.items()}
-    made = part("direct").Stacks(bound)
+    made = part("stacks").Stacks(bound)
     stacks, rows, views = made.read, made.rows, made.come
     assert sum(s.shape[0] for s in stacks) == len(share.matrices) and set(views) == set(share.owned)
     for i, tensor in enumerate([*stacks, *rows]):
@@ -428,7 +428,7 @@ def measured_on_rank(rank, world, shapes, mode, room):
                          ids=["one", "mixed"])
 def test_a_step_takes_the_workspace_that_was_promised_and_no_more(once, shapes, room, mode, optimizer, monkeypatch):
     """`once`: what several ranks get leaves from one place, as on GPUs."""
-    monkeypatch.setattr(part("process_groups").Groups, "send_once", lambda groups, device: once)
+    monkeypatch.setattr(part("process_groups").ProcessGroups, "send_once", lambda groups, device: once)
     world = 1 if mode == "alone" else 4  # alone, each rank would do the same
     for most, workspace, buckets, large in run_threads(world, measured_on_rank, shapes, mode, room):
         assert most == sum(nbytes for nbytes in workspace.values() if nbytes >= large) > 0

@@ -53,8 +53,9 @@ LAYERS = [
     ["feed"],  # what is sent to the device at every step, from every store in one copy
     ["change"],
     ["store"],
+    ["bound"],  # what one bucket has of the store, and the memory that it is lent
     ["mean", "process_groups"],
-    ["direct"],
+    ["stacks"],
     ["routes", "owned"],
     ["groups"],
     ["loaded", "foreign"],
@@ -63,9 +64,10 @@ LAYERS = [
     ["early", "waiting"],  # what leaves before the step; who waits for what returns after it
     ["late"],
     ["settle"],
-    ["bind"],  # what muon.py did before the first step: it plans with other ranks, and lends memory
+    ["planner", "bind"],  # what muon.py did before the first step: plan with other ranks; lend memory, make routes
     ["report"],
     ["options"],
+    ["saving"],
     ["muon"],
     ["normuon"],
     ["__init__"],

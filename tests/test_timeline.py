@@ -34,12 +34,12 @@ def write(path, events, **more):
 NAMES = {
     "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": "wire", "c10d::alltoall_base_": "wire",
     "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "wire", "gloo:all_to_all": "wire",
-    "_kernel": "products", "pingpong_kernel": "products", "cooperative_kernel": "products",
+    "_tma_kernel": "products", "pingpong_kernel": "products", "cooperative_kernel": "products",
     "_product_kernel": "products",
     "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NNT": "products",
     "sm90_xmma_gemm_f16f16_f16f32_f32_nn_n_tilesize128x128x64": "products", "aten::mm": "products",
     "_pack_kernel": "memory", "_copy_kernel": "memory", "_update_kernel": "memory", "_moments_kernel": "memory",
-    "_cast_kernel": "memory", "Memcpy DtoD (Device -> Device)": "memory", "Memset (Device)": "memory",
+    "_unit_norm_kernel": "memory", "Memcpy DtoD (Device -> Device)": "memory", "Memset (Device)": "memory",
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...>(...)": "memory",
     "aten::_foreach_copy_": "memory",
     "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>": "memory",
@@ -54,7 +54,7 @@ def test_kernels_are_sorted_by_name(name, timeline):
 def test_every_kernel_of_the_package_is_known(timeline):
     """A new file whose kernels multiply has to be named in the tool: the others are taken for memory."""
     known = timeline.own_kernels()
-    assert {"_kernel", "_product_kernel", "_pack_kernel", "_copy_kernel", "_update_kernel"} <= set(known)
+    assert {"_tma_kernel", "_product_kernel", "_pack_kernel", "_copy_kernel", "_update_kernel"} <= set(known)
     for path in timeline.SOURCES.glob("*.py"):
         multiplies = re.search(r"\btl\.dot\(|\bmultiply(_ring)?\(", path.read_text()) is not None
         assert multiplies == (path.stem in timeline.PRODUCTS), path.name
@@ -62,7 +62,7 @@ def test_every_kernel_of_the_package_is_known(timeline):
 
 def test_overlap_is_counted_once(timeline, tmp_path):
     """0..10 products, 5..25 wire, 20..24 memory, 30..34 other: 5..10 and 20..24 are hidden, 25..30 is idle."""
-    events = [kernel("_kernel", 7, 100, 10), kernel("ncclDevKernel_SendRecv", 20, 105, 20),
+    events = [kernel("_tma_kernel", 7, 100, 10), kernel("ncclDevKernel_SendRecv", 20, 105, 20),
               kernel("_pack_kernel", 7, 120, 4), kernel("unknown", 7, 130, 4), {"ph": "i", "name": "a mark", "ts": 0}]
     rank, works = timeline.read(write(tmp_path / "trace.json", events, distributedInfo={"rank": 3}))
     rows = {row["kind"]: row for row in timeline.busy(rank, works)}
@@ -74,8 +74,8 @@ def test_overlap_is_counted_once(timeline, tmp_path):
 
 def test_only_the_marked_step_counts(timeline, tmp_path):
     """What the warm-up did before it does not; on a GPU the mark of the stream counts, not the host's."""
-    events = [kernel("_kernel", 7, 0, 50), kernel("step", 7, 100, 40, "gpu_user_annotation"),
-              kernel("step", 1, 10, 5, "user_annotation"), kernel("_kernel", 7, 100, 10),
+    events = [kernel("_tma_kernel", 7, 0, 50), kernel("step", 7, 100, 40, "gpu_user_annotation"),
+              kernel("step", 1, 10, 5, "user_annotation"), kernel("_tma_kernel", 7, 100, 10),
               kernel("_pack_kernel", 9, 130, 10)]
     _, works = timeline.read(write(tmp_path / "trace.json.gz", events))
     assert [(w.kind, w.start, w.end) for w in works] == [("products", 0, 10), ("memory", 30, 40)]
@@ -92,7 +92,7 @@ def test_without_a_gpu_operators_count_once(timeline, tmp_path):
 
 
 def test_one_command_makes_figure_and_table(timeline, tmp_path, monkeypatch):
-    events = [kernel("_kernel", 7, 0, 1000), kernel("ncclDevKernel_SendRecv", 20, 500, 2000)]
+    events = [kernel("_tma_kernel", 7, 0, 1000), kernel("ncclDevKernel_SendRecv", 20, 500, 2000)]
     traces = [write(tmp_path / f"rank{r}.json", events, distributedInfo={"rank": r}) for r in (1, 0)]
     monkeypatch.setattr("sys.argv", ["timeline.py", *map(str, traces), "--out", str(tmp_path / "out.png")])
     timeline.main()

@@ -34,8 +34,8 @@ from kernels import get_kernel  # noqa: E402
 from models import MODELS, shapes_of  # noqa: E402
 
 PACKAGE = get_kernel("org/optimizer", version=1).__name__
-balance, layout, pace, pipeline, plan, polar = (
-    importlib.import_module(f"{PACKAGE}.{name}") for name in "balance layout pace pipeline plan polar".split())
+balance, freight, layout, pace, pipeline, plan, polar = (
+    importlib.import_module(f"{PACKAGE}.{name}") for name in "balance freight layout pace pipeline plan polar".split())
 RESULTS = ROOT / "benchmarks" / "results" / "step.csv"
 PAIRS_FROM = "6d124ed"  # the first rows of step.csv in which two steps were one
 WORKSPACE = 2 << 30  # bytes, at most
@@ -143,15 +143,15 @@ def planned(model, mode, ranks, options, pairs=True):
     if not pairs:  # coefficients that no set begins with
         steps = polar.steps_of([(a, b, c * (1 + 1e-12)) for a, b, c in steps.triples])
     times, start = pace.Pace(steps, "sm90"), time.perf_counter()
-    buckets = plan.make_plan(layouts, times, {}, rank_bytes=WORKSPACE, itemsizes=sizes_of(times), thrifty=True,
+    buckets = plan.make_plan(layouts, times, {}, terms_of(times), rank_bytes=WORKSPACE, thrifty=True,
                              plain=PLAIN.get(mode, "exchange"))
     return layouts, buckets, times, time.perf_counter() - start
 
 
-def sizes_of(times) -> dict:
-    """The bytes by which the optimizer plans, on GPUs."""
-    return {"update": 2, "once": True, "scratch": functools.partial(polar.scratch, steps=times.steps, dtype=polar.F16),
-            "splits": functools.partial(polar.splits, steps=times.steps), "room": WORKSPACE}
+def terms_of(times) -> freight.Terms:
+    """What the optimizer plans by, on GPUs."""
+    return freight.Terms(once=True, scratch=functools.partial(polar.scratch, steps=times.steps, dtype=polar.F16),
+                         splits=functools.partial(polar.splits, steps=times.steps), room=WORKSPACE)
 
 
 # The wire

@@ -29,7 +29,7 @@ FACTS = ("version of the package", "version of torch", "device, OPTIMIZER_KERNEL
          "number of parameters", "parameters", "buckets")
 
 
-def agree(plans, options, groups) -> None:
+def agree(plans, options, process_groups) -> None:
     """Compare over every set of ranks that these plans make work together. Raises RuntimeError where one differs.
 
     Collective: ranks that share parameters call it before anything else travels, the largest sets first.
@@ -40,10 +40,10 @@ def agree(plans, options, groups) -> None:
         forms = [form for plan, numbers in together for form in _forms(plan, sorted(numbers))]
         facts = _facts(ranks, [plan for plan, _ in together], forms, options)
         with debug.during(f"the comparison of plans of ranks {ranks}"):
-            _compare(facts, forms, groups.of(ranks), local_of(together[0][0].params[0]).device)
+            _compare(facts, forms, process_groups.of(ranks), local_of(together[0][0].params[0]).device)
     for ranks in sorted({b.ranks for plan in plans for b, _ in plan.shares or () if b.route != "local"}, key=turn):
         with debug.during(f"the first exchange of ranks {ranks}"):
-            _connect(groups.of(ranks), groups.connected, local_of(plans[0].params[0]).device)
+            _connect(process_groups.of(ranks), process_groups.connected, local_of(plans[0].params[0]).device)
 
 
 def _connect(group, connected, device) -> None:

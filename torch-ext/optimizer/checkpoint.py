@@ -15,7 +15,7 @@ import torch
 from .groups import TOLERATED, check_group, clean_names
 from .layout import is_dtensor
 from .loaded import KINDS, check_state
-from .owned import KEYS
+from .owned import STATE_KEYS
 from .store import state_keys
 
 FORMAT, VERSION = "optimizer-state", "1"
@@ -36,7 +36,7 @@ def export_state(optimizer, path, model=None) -> None:
     optimizer.wait()
     names = _names(optimizer, model)
     tensors = {f"state.{name}.{key}": value.detach().cpu().contiguous() for param, name in names.items()
-               for key, value in optimizer.state.get(param, {}).items() if key in KEYS}
+               for key, value in optimizer.state.get(param, {}).items() if key in STATE_KEYS}
     groups = [{"params": [names[p] for p in group["params"]], "use_muon": bool(group["use_muon"]),
                "options": {key: _plain(value) for key, value in group.items() if key not in STRUCTURE}}
               for group in optimizer.param_groups]

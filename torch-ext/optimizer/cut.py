@@ -36,16 +36,16 @@ def layers_of(matrices, owner_of, cost, freight) -> list[Layer]:
     return layers
 
 
-def cut(layers, most, room, price=None, held=None) -> list[list[Layer]]:
-    """Layers -> buckets. `most(taken)`: the workspace that such buckets want; `room`: the bytes it may have;
-    `price(buckets)`: when the last is done.
+def cut(layers, workspace_for, room, price=None, bytes_together=None) -> list[list[Layer]]:
+    """Layers -> buckets. `workspace_for(taken)`: the workspace that such buckets want; `room`: the bytes it may
+    have; `price(buckets)`: when the last is done.
 
     As few buckets as there is room for, unless others are done earlier: smaller ones, which overlap more; small layers
     first, so that products start early; small layers last, so that little is left to send when products end.
-    `held(buckets)`: the bytes that these take together. Where given, the buckets that take the fewest of those tried
-    which are done in SPARE of the best time; else time alone counts.
+    `bytes_together(buckets)`: the workspace that these take. Where given, the buckets that take the fewest of those
+    tried which are done in SPARE of the best time; else time alone counts.
     """
-    size = _Sizes(most)
+    size = _Sizes(workspace_for)
     best, choice = _fill(layers, size, room), [1, 0, 0]
     if price is None or len(layers) == 1:
         return best
@@ -59,18 +59,18 @@ def cut(layers, most, room, price=None, held=None) -> list[list[Layer]]:
         done = price(buckets)
         if done < WORTH * least:
             best, least, choice = buckets, done, tried
-    if held is None:
+    if bytes_together is None:
         return best
     options = {_key(buckets): buckets for buckets in (best, *_smaller(layers, size, room, choice))}
-    return _smallest(options.values(), held, price, SPARE * least)
+    return _smallest(options.values(), bytes_together, price, SPARE * least)
 
 
-def _smallest(options, held, price, latest):
+def _smallest(options, bytes_together, price, latest):
     """The first option, or of the others that are done by `latest` the one that takes the fewest bytes."""
     best, *others = options
-    fewest = held(best)
+    fewest = bytes_together(best)
     for buckets in others:
-        nbytes = held(buckets)
+        nbytes = bytes_together(buckets)
         if nbytes < fewest and price(buckets) <= latest:
             best, fewest = buckets, nbytes
     return best
@@ -133,17 +133,17 @@ def _fill(layers, size, room):
 
 
 class _Sizes:
-    """Layers -> `most` of what they take together; what was asked before is not summed again."""
+    """Layers -> `workspace_for` what they take together; what was asked before is not summed again."""
 
-    def __init__(self, most):
-        self.most, self.taken, self.sizes = most, {}, {}
+    def __init__(self, workspace_for):
+        self.workspace_for, self.taken, self.sizes = workspace_for, {}, {}
 
     def __call__(self, layers):
         key = tuple(map(id, layers))
         if key not in self.sizes:
             before = self.taken.get(key[:-1])
             taken = self.taken[key] = total(layers) if before is None else total([Layer((), before), layers[-1]])
-            self.sizes[key] = self.most(taken)
+            self.sizes[key] = self.workspace_for(taken)
         return self.sizes[key]
 
 

@@ -6,6 +6,7 @@ not know: how buckets are cut.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .cut import total
@@ -32,6 +33,48 @@ def parts(nbytes) -> tuple[int, int]:
     return nbytes * SLOT // (SLOTS * SLOT + BENCH), nbytes * BENCH // (SLOTS * SLOT + BENCH)
 
 
+def _no_scratch(R, C):
+    return (0, 0, 0)
+
+
+def _never(*_):
+    return False
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a plan of matrices rests on, beside their layouts and what they cost. `update`, `row`: bytes of an element
+    on the wire, and of a number of row state, 0 where none travels; `once`: whether what goes to several ranks leaves
+    from one place; `scratch`: what a matrix takes while it is iterated, see `polar.scratch`; `splits`: whether it may
+    be in pieces, see `polar.splits`; `side_by_side`: whether several gain by memory of their own, see
+    `iteration.gain_side_by_side`; `room`: the workspace that there may be for these two, None for what others take.
+    """
+    update: int = 2
+    row: int = 0
+    once: bool = False
+    scratch: Callable = _no_scratch
+    splits: Callable = _never
+    side_by_side: Callable = _never
+    room: int | None = None
+
+    @property
+    def itemsizes(self) -> dict:
+        """Kind of a piece -> bytes of an element on the wire."""
+        return {"update": self.update, "row": self.row}
+
+
+@dataclass(frozen=True)
+class ChunkTerms:
+    """The same for parameters that are cut into rows. `gradient`, `weight`, `state`: bytes of an element; `reduced`:
+    whether gradients come reduced, so that none travel.
+    """
+    gradient: int
+    weight: int
+    state: int
+    once: bool = False
+    reduced: bool = False
+
+
 @dataclass(frozen=True)
 class Load:
     """What one matrix takes, in bytes: of its owner, down to `key`, and of every other rank."""
@@ -51,12 +94,11 @@ class Load:
 class Freight:
     """What matrices of one family take together; Counters of (owner, number of a layout) stand for them."""
 
-    def __init__(self, layouts, itemsizes, route, ranks):
-        self.update, self.row = itemsizes["update"], itemsizes.get("row", 0) * (route != "own")
-        self.scratch = itemsizes.get("scratch", lambda R, C: (0, 0, 0))
+    def __init__(self, layouts, terms, route, ranks):
+        self.update, self.row, self.scratch = terms.update, terms.row * (route != "own"), terms.scratch
         self.route, self.ranks, self.layouts = route, ranks, layouts
         self.forms, self.numbers, self.loads, self.partitions = [], {}, {}, {}
-        self.once = itemsizes.get("once", False)
+        self.once = terms.once
         self.alike = self._alike({id(layout): layout for layout in layouts}.values())
 
     def _alike(self, layouts) -> dict:
@@ -158,11 +200,11 @@ class Freight:
         return Part(pace.memory(leave * away / self.update), pace.wire(inbound), products, pace.wire(outbound),
                     pace.memory(land * (returns if travels else held) / self.update), travels)
 
-    def most(self, taken) -> int:
+    def workspace_for(self, taken) -> int:
         """The workspace in which any number of buckets that take this have room, on every rank."""
         return workspace(*self.memory(taken))
 
-    def held(self, buckets) -> int:
+    def bytes_together(self, buckets) -> int:
         """The workspace that these buckets, lists of layers, take of one rank at most: every slot and the bench are as
         large as the largest that uses them.
         """

@@ -35,7 +35,7 @@ def available(device) -> bool:
     return (device.type == "cuda" and torch.version.hip is None and debug.graphs() == "auto" and use_triton(device))
 
 
-class Part:
+class Recording:
     """What is known of one part: the key of its last run, its graph and the key of that."""
 
     def __init__(self):
@@ -71,7 +71,7 @@ class Graphs:
             self.within = capturing(self.device)
             return part(*arguments)
         self.within = False
-        known = self.parts.setdefault((id(part.__self__), part.__name__), Part())
+        known = self.parts.setdefault((id(part.__self__), part.__name__), Recording())
         if known.captured != key and known.last == key and known.count < CAPTURES:
             self._capture(known, key, functools.partial(part, *arguments))
         known.last = key

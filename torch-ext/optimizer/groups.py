@@ -25,8 +25,8 @@ EMBEDDINGS = ("wte", "wpe")  # besides names with "embed" in them
 LEARNED = ("latents", "queries", "table", "codebook", "codevectors")  # ends of names of tensors whose rows are vectors
 # containers whose children are at the top, too; the last is that of adapters (peft)
 TOPS = ("model", "transformer", "language_model", "net", "backbone", "base_model")
-KEYS = frozenset(("params", "param_names", "use_muon", "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients",
-                  "eps", "ns_steps", "adjust_lr_fn", "betas"))
+GROUP_KEYS = frozenset(("params", "param_names", "use_muon", "lr", "weight_decay", "momentum", "nesterov",
+                        "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "betas"))
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")  # of schedulers
 TOLERATED = frozenset(("fused", "foreach", "differentiable", *SCHEDULED))  # torch's, torchtitan's; without effect
 
@@ -164,9 +164,9 @@ def check_group(group, extra_keys=()) -> None:
     """Raise ValueError or NotImplementedError for a parameter group that could not be stepped; say which, why, what
     to do.
     """
-    unknown = sorted(set(group) - KEYS - TOLERATED - set(extra_keys))
+    unknown = sorted(set(group) - GROUP_KEYS - TOLERATED - set(extra_keys))
     if unknown:
-        allowed = ", ".join(sorted(KEYS | set(extra_keys)))
+        allowed = ", ".join(sorted(GROUP_KEYS | set(extra_keys)))
         raise ValueError(f"unknown key {unknown[0]!r} in a parameter group; allowed are {allowed}: remove or rename it")
     if group.get("differentiable"):
         raise ValueError("differentiable=True is not allowed: a step is not recorded by autograd; remove it")

@@ -23,8 +23,8 @@ class Guard:
     `whole`: one broken gradient keeps the whole step (nonfinite="raise", or a GradScaler's found_inf).
     """
 
-    def __init__(self, plans, stores, groups, whole):
-        self.groups, self.whole, self.numbers, self.segments = groups, whole, [], {}
+    def __init__(self, plans, stores, process_groups, whole):
+        self.process_groups, self.whole, self.numbers, self.segments = process_groups, whole, [], {}
         members = {}
         for plan, store in zip(plans, stores):
             for number in range(len(plan.params)):
@@ -69,7 +69,8 @@ class Guard:
                 self._spread(torch.cat([flags.to(self.flags).flatten(), self.flags.new_zeros(1)]).amax(keepdim=True))
             else:
                 for ranks in filter(None, self.segments):
-                    dist.all_reduce(self.flags[self.segments[ranks]], dist.ReduceOp.MAX, group=self.groups.of(ranks))
+                    group = self.process_groups.of(ranks)
+                    dist.all_reduce(self.flags[self.segments[ranks]], dist.ReduceOp.MAX, group=group)
 
     def _look(self):
         """A gradient is broken if its largest magnitude is not a finite number."""
@@ -85,7 +86,7 @@ class Guard:
         """One flag for all, over every set of ranks in turn; the second round reaches ranks that share no set."""
         self.broken.copy_(self.flags)
         for ranks in [*filter(None, self.segments)] * 2:
-            dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.groups.of(ranks))
+            dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.process_groups.of(ranks))
         self.flags.copy_(worst.clamp(max=1.0).expand_as(self.flags))
 
     def tell(self) -> None:

@@ -24,7 +24,7 @@ MANY = 160_000_000  # numbers of all matrices up to which `gain_side_by_side` is
 LINE = 128  # bytes of the cache: TMA wants rows at multiples of 16, but those within lines take a third longer
 
 
-class Part:
+class LongSide:
     """The matrices of one long side: X (N, n, m), where their Gram matrices lie in A, and where results go."""
 
     def __init__(self, members, A, first, X, Y):
@@ -175,7 +175,7 @@ def _iterate(groups, counts, rooms, steps, eps, most) -> None:
     """Do `iterate`. `groups`: the members of each long side, `counts`: how many matrices they are."""
     (Xs, Ys, squares), parts, first = (room.all() for room in rooms), [], 0
     for group, count, X, Y in zip(groups, counts, Xs, Ys):
-        parts.append(Part(group, squares[0], first, X, Y))
+        parts.append(LongSide(group, squares[0], first, X, Y))
         first += count
     lengths, scales = _factors(rooms[1].memory, *squares[0].shape[:2]) if steps.aol else (None, None)
     for part in parts:

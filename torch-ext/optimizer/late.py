@@ -42,9 +42,9 @@ class Late:
         self.missing = frozenset()  # the parameters without a gradient
 
     @contextlib.contextmanager
-    def aside(self, device, at_once=False):
+    def aside(self, device, wait_for_all=False):
         """Round a step: it goes to the optimizer's stream, after what the current one has been given, which then waits
-        for what no known model has; `at_once`: for everything.
+        for what no known model has; `wait_for_all`: for everything.
         """
         self.wait()
         self.device, self.streams = device, _streams(device)
@@ -65,16 +65,16 @@ class Late:
             self._begin(None)
             raise
         self.is_open = False
-        self.order(self.home, len(self.marks) - 1 if at_once else self._unknown())
+        self.order(self.home, len(self.marks) - 1 if wait_for_all else self._unknown())
 
     def follow(self, jobs, stores) -> None:
         """Have the routes of `jobs` say when they have landed. Weights that are freed meanwhile are still written."""
         self.brought, self.buckets = [], {}  # bucket -> its part of a store; parameter -> its buckets
         self.found, self.models_then, self.unknown = {}, None, frozenset()  # parameters -> their buckets
         for route, _ in jobs if self.on else ():
-            if hasattr(route, "bound"):
+            if route.bound is not None:
                 store, numbers = route.bound.store, sorted({m.param for m in route.bound.bucket.matrices})
-            elif hasattr(route, "store"):
+            elif route.store is not None:
                 store, numbers = route.store, range(len(route.store.params))
             else:
                 continue

@@ -11,7 +11,7 @@ import torch
 
 from .groups import check_numbers, name_of
 from .layout import as_dtensor, is_by_rows, is_dtensor, local_of, place_like
-from .owned import KEYS
+from .owned import STATE_KEYS
 from .store import home_of, state_keys, state_shape
 
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
@@ -75,7 +75,7 @@ def restore(loaded, groups, options) -> dict:
 
 def _of_others(state) -> dict:
     """What neither this optimizer keeps nor torch's AdamW, with an option that is refused."""
-    return {key: value for key, value in state.items() if key not in (*KEYS, "max_exp_avg_sq")}
+    return {key: value for key, value in state.items() if key not in (*STATE_KEYS, "max_exp_avg_sq")}
 
 
 def check_state(param, keys, name, state) -> None:

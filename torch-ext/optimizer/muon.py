@@ -5,33 +5,34 @@ moved memory); everything else is done by the layers below.
 """
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from . import pipeline
-from .bind import OTHER_NUMBERS, OTHER_PARAMETERS, OTHER_PLACES, bind, make_stores, planned, stepped, watch
+from .bind import OTHER_NUMBERS, OTHER_PARAMETERS, OTHER_PLACES, bind, make_stores, watch
 from .change import Look, memory_key
 from .early import Early
 from .feed import Feed
 from .graphs import Graphs, current, release_before_groups
-from .groups import check_again, check_group, check_together, check_unique, device_of, names_in
+from .groups import check_again, check_group, check_together, check_unique, device_of
 from .guard import unscale
-from .late import Late, Returning, settled
+from .late import Late, settled
 from .layout import form_of, this_rank
-from .loaded import Loading
-from .options import Options
-from .owned import presented
+from .options import Options, spelled_out
+from .planner import planned, stepped
 from .presence import Presence
-from .process_groups import Groups, check_process_group, world_now
+from .process_groups import ProcessGroups, check_process_group, world_now
 from .recipe import baked
 from .report import Report, Stopwatch, report_of
 from .routes import Elementwise
-from .settle import inherit, lack_state, refuse_torn, warn_torn
+from .saving import Saving
+from .settle import inherit, lack_state, refuse_torn
 
 
-class Muon(Returning):
+class Muon(Saving):
     """Muon for hidden matrices and AdamW for the rest, on any sharding (Keller Jordan, 2024; arXiv 2502.16982).
 
     params: parameters, named parameters or groups. Groups with use_muon=True (the default) hold parameters (..., R,
@@ -65,8 +66,9 @@ class Muon(Returning):
     """
     timing, _extra_keys, _graphs, _beside = False, (), None, None
     _step_supports_amp_scaling = True  # torch.amp.GradScaler sets `grad_scale` and `found_inf`, and leaves the rest
-    _half_way, _world, _skipped, _groups, _early, _members = False, None, None, None, Early(), ()
+    _half_way, _world, _skipped, _process_groups, _early, _members = False, None, None, None, Early(), ()
 
+    @spelled_out(Options, kind=inspect.Parameter.KEYWORD_ONLY)
     def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, ns_coefficients="polar_express",
                  eps=1e-7, ns_steps=5, adjust_lr_fn=None, *, adamw_betas=(0.9, 0.95), adamw_eps=1e-8, **options):
         extra = {key: options.pop(key) for key in self._extra_keys}
@@ -112,7 +114,7 @@ class Muon(Returning):
             loss = None if closure is None else closure()
         scaled = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         device = device_of(self.param_groups)
-        with current(device), self._late.aside(device, at_once=scaled != (None, None)):
+        with current(device), self._late.aside(device, wait_for_all=scaled != (None, None)):
             self._take(*scaled)
         return loss
 
@@ -198,7 +200,7 @@ class Muon(Returning):
             units, key = stepped(self.param_groups, self._options, alone)
             if key != self._planned_for[alone] or lack_state(self._plans[alone], self.state):
                 self._late.share(t for s in self.state.values() if isinstance(s, dict) for t in s.values())  # it may go
-                self._plans[alone] = planned(units, self.state, self._options, self._groups, alone)
+                self._plans[alone] = planned(units, self.state, self._options, self._process_groups, alone)
                 self._planned_for[alone], self._bound_for, self._forms, self._seen = key, None, None, None
         plans = self._plans[False] + self._plans[True]
         params = [p for plan in plans for p in plan.params]
@@ -219,12 +221,12 @@ class Muon(Returning):
         for graphs in (self._graphs, self._beside):
             graphs.begin(device_of(self.param_groups))
         self._stores = make_stores(plans, self.state)
-        self._guard = watch(plans, self._stores, self._groups, nonfinite)
-        jobs = bind(plans, self._stores, self._options, self._groups, (self._graphs, self._beside))
+        self._guard = watch(plans, self._stores, self._process_groups, nonfinite)
+        jobs = bind(plans, self._stores, self._options, self._process_groups, (self._graphs, self._beside))
         if self._options.capturable and self._graphs.on:
-            self._groups.check_capturable()
+            self._process_groups.check_capturable()
             release_before_groups()
-        self._presence = Presence(plans, self._stores, self._groups)
+        self._presence = Presence(plans, self._stores, self._process_groups)
         self._feed, self._watch = Feed(self._stores, self._presence, len(jobs) * self._options.overlap_backward), None
         pipeline.rehearse(jobs if self._forms is None else [], self._presence.device)
         # what holds addresses of gradients is a graph of its own: other ranks do not wait when it is made anew
@@ -241,7 +243,7 @@ class Muon(Returning):
         if self._world is not None and self._options.process_group is not None:
             check_process_group(world, self._is_world)
             self._options = replace(self._options, process_group=world)
-        self._world, self._groups = world, None
+        self._world, self._process_groups = world, None
         self._forget()
 
     def _forget(self) -> None:
@@ -250,51 +252,9 @@ class Muon(Returning):
         self._plans, self._stores, self._jobs, self._alone = {False: [], True: []}, [], [], []
         self._presence, self._feed, self._watch, self._guard, self._forms = Presence(), None, None, None, None
         self._early = Early()
-        self._groups = self._groups or Groups(own=self._options.overlaps)  # new ones at each plan would pile up
+        if self._process_groups is None:  # new ones at each plan would pile up
+            self._process_groups = ProcessGroups(own=self._options.overlaps)
         if self._graphs is None:
             self._graphs, self._beside = [Graphs(s * self._options.capturable) for s in (OTHER_NUMBERS, OTHER_PLACES)]
         for graphs in (self._graphs, self._beside):
             graphs.drop()
-
-    @settled
-    def state_dict(self) -> dict:
-        """As in torch. With shard_state or unreduced gradients collective over process_group, of which each rank has a
-        part of the state: it comes as DTensors cut by rows, for any layout. Warns after a step that failed half-way.
-        """
-        if not warn_torn(self._half_way or self._early.failed):
-            self._early.judge()
-        if not self._options.owner_keeps_state:
-            return super().state_dict()
-        self._find_world()
-        named = {p: name for group in self.param_groups for p, name in names_in(group).items()}
-        with presented(self, named, self._options.process_group):
-            return super().state_dict()
-
-    @settled
-    def load_state_dict(self, state_dict) -> None:
-        """As in torch, from any layout: tensors that lie otherwise than the parameters are moved, and get the dtype of
-        `state_dtype`. What the saved groups lack (those of torch.optim.Muon or AdamW, or of an older version) stays
-        this optimizer's own. Raises ValueError, before anything is changed, for state of another shape or kind.
-        """
-        self._half_way = self._half_way or self._early.begun  # should loading fail
-        self._early.drain()
-        self._find_world()
-        with Loading(self.param_groups, self._options).inside(self):
-            super().load_state_dict(state_dict)
-        self._half_way = False
-        self._groups = None if self._options.overlap_backward else self._groups  # not all ranks sent alike over these
-        self._forget()
-
-    @settled
-    def __getstate__(self):
-        options = replace(self._options, process_group=getattr(self._options.process_group, "group_name", None))
-        return {**super().__getstate__(), "_options": options, "_adamw": self._adamw, "_skipped": self._skipped,
-                "_half_way": self._half_way or self._early.failed, "_is_world": self._is_world}
-
-    def __setstate__(self, state) -> None:
-        super().__setstate__(state)
-        self._late = vars(self).get("_late") or Late(self._options.overlap_forward)
-        if isinstance(self._options.process_group, str):
-            group = dist.distributed_c10d._resolve_process_group(self._options.process_group)
-            self._options = replace(self._options, process_group=group)
-        self._forget()

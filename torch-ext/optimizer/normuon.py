@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from .muon import Muon
+from .options import spelled_out
 
 
 class NorMuon(Muon):
@@ -12,5 +13,6 @@ class NorMuon(Muon):
     """
     _extra_keys = ("beta2",)
 
+    @spelled_out(Muon.__init__)
     def __init__(self, params, *args, beta2=0.95, **kwargs):
         super().__init__(params, *args, beta2=beta2, **kwargs)

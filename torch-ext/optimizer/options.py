@@ -4,6 +4,7 @@ Decides which values are allowed, and how much memory travelling updates may tak
 """
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, fields
 
 import torch
@@ -102,3 +103,17 @@ class Options:
         if device.type != "cuda":
             return 256 << 20
         return min(2 << 30, torch.cuda.get_device_properties(device).total_memory * 3 // 100)
+
+
+def spelled_out(source, **how):
+    """A decorator: `inspect.signature` and help() name what *args and **options stand for, the parameters of `source`;
+    `how`: what to change in these.
+    """
+    def decorate(init):
+        var = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+        own = {name: p for name, p in inspect.signature(init).parameters.items() if p.kind not in var}
+        others = [p.replace(**how) for name, p in inspect.signature(source).parameters.items() if name not in own]
+        init.__signature__ = inspect.Signature(sorted([*own.values(), *others], key=lambda p: p.kind))
+        return init
+
+    return decorate

@@ -17,7 +17,7 @@ from .layout import by_rows, local_of, row_chunks
 from .store import state_shape
 
 ROWS = ("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq")  # state that is cut by rows of the parameter
-KEYS = (*ROWS, "step")  # all that is this optimizer's; who keeps something else in the state of a parameter may
+STATE_KEYS = (*ROWS, "step")  # all that is this optimizer's; who keeps something else in the state of a parameter may
 
 
 @contextlib.contextmanager

@@ -177,7 +177,7 @@ class _Flight:
         self.clock.now = max(self.clock.now, self.end)
 
 
-class _Story:
+class _Story(pipeline.Route):
     """A route that only takes time."""
 
     def __init__(self, clock, number, part):

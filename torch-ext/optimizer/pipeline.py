@@ -13,12 +13,22 @@ from .kernels import ahead
 SLOTS = 3  # buckets alive at once: one arriving, one being computed, one returning; each has memory of its own
 
 
-class Pause:
+class Route:
+    """How something is stepped, told by `run(hp)`: a generator that yields collectives in flight.
+
+    `travels`: whether it yields any; `rehearsed`: names of its parts that are nothing but launches; `bound`: what it
+    has of its bucket, or, without buckets, `store`: its tensors; `label`: its name in messages; `landed`: called at its
+    end.
+    """
+    travels, rehearsed, bound, store, label, landed = False, (), None, None, None, None
+
+
+class Pause(Route):
     """A turn in which no bucket starts, between buckets of different ranks: the answers of one leave before the next.
 
     So all ranks issue the collectives of all their process groups in one order, whichever other groups they are in.
     """
-    travels, rehearsed = True, ()
+    travels = True
 
     def run(self, hp):
         return
@@ -99,10 +109,10 @@ def _told(route, hp):
     """A route's story, at whose end it says that it has `landed`, where somebody wants to know. An error in it, or of a
     collective that it waits for, says which bucket that was.
     """
-    with debug.during(getattr(route, "label", type(route).__name__)):
+    with debug.during(route.label or type(route).__name__):
         yield from route.run(hp)
-        if (landed := getattr(route, "landed", None)) is not None:
-            landed()
+        if route.landed is not None:
+            route.landed()
 
 
 def _advance(stories):

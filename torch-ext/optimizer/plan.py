@@ -14,7 +14,7 @@ from functools import partial
 
 from .balance import assign
 from .cut import PARTS, cut, in_parts, layers_of, total
-from .freight import ALIGNMENT, Freight, workspace
+from .freight import ALIGNMENT, Freight, Terms, workspace
 from .pace import Part
 
 ROUTES_OF_OWNERS = "own", "reduce"  # of plain matrices whose owner keeps the state: gradients come reduced, or not
@@ -50,26 +50,22 @@ class Bucket:
     memory: tuple = (0, 0)
 
 
-def make_plan(layouts, cost, loads, *, plain="exchange", rank_bytes=1 << 30, itemsizes=None, thrifty=False) -> list:
-    """Layouts -> [Bucket], the same on every rank.
+def make_plan(layouts, cost, loads, terms=None, *, rank_bytes=1 << 30, plain="exchange", thrifty=False) -> list:
+    """Layouts -> [Bucket], the same on every rank; `terms`: a `Terms`, None for its defaults.
 
     `cost(rows, cols)`: the work of one matrix, a whole number; a Pace with measured times says also how buckets are cut
     and ordered (else they are as few as fit). `loads`: work from earlier plans of this step, by the ranks that know of
-    it and by rank, updated in place; `plain`: the route of plain matrices on several ranks, see ROUTES_OF_OWNERS;
-    `rank_bytes`: how much workspace buckets may take of one rank (more where one matrix per owner does); `itemsizes`:
-    bytes of an element on the wire, of an "update" and, where it travels, of a "row" of row state; "scratch": what a
-    matrix takes while it is iterated, see `polar.scratch`; "splits": whether it may be in pieces, see `polar.splits`;
-    "side_by_side": whether several gain by memory of their own, see `iteration.gain_side_by_side`;
-    "once": whether what goes to several ranks leaves from one place; "room": how much workspace there may be for
-    matrices in pieces, None for what whole ones take; `thrifty`: take less where that costs 1 % of time at most.
+    it and by rank, updated in place; `rank_bytes`: how much workspace buckets may take of one rank (more where one
+    matrix per owner does); `plain`: the route of plain matrices on several ranks, see ROUTES_OF_OWNERS; `thrifty`: take
+    less where that costs 1 % of time at most.
     """
     families, pace = _families(layouts, plain), cost if getattr(cost, "measured", False) else None
     owner_of, buckets = _assign(families, layouts, cost, loads), []
     for route, ranks in sorted(families, key=lambda family: (turn(family[1]), family)):
-        freight = Freight(layouts, itemsizes or {"update": 2}, route, ranks)
+        freight = Freight(layouts, terms or Terms(), route, ranks)
         layers = layers_of(families[route, ranks], owner_of, cost, freight)
         price = partial(freight.price, owner_of, pace) if pace else None
-        for group in cut(layers, freight.most, rank_bytes, price, freight.held if thrifty else None):
+        for group in cut(layers, freight.workspace_for, rank_bytes, price, freight.bytes_together if thrifty else None):
             taken, matrices = total(group), tuple(matrix for layer in group for matrix in layer.matrices)
             owners = tuple(owner_of[m] for m in matrices)
             buckets.append(_bucket(freight, matrices, owners, taken, pace))
@@ -78,10 +74,11 @@ def make_plan(layouts, cost, loads, *, plain="exchange", rank_bytes=1 << 30, ite
 
 def _bucket(freight, matrices, owners, taken, pace) -> Bucket:
     part = pace and freight.part(matrices, owners, taken, pace)
-    return Bucket(freight.route, freight.ranks, matrices, owners, freight.most(taken), part, freight.memory(taken))
+    nbytes, memory = freight.workspace_for(taken), freight.memory(taken)
+    return Bucket(freight.route, freight.ranks, matrices, owners, nbytes, part, memory)
 
 
-def along_backward(buckets, layouts, cost, itemsizes, latency=0) -> list[Bucket]:
+def along_backward(buckets, layouts, cost, terms, latency) -> list[Bucket]:
     """The same matrices with the same owners, in buckets that are complete one after another while backward goes from
     the last parameter to the first. Those that stay at home stay as they are.
 
@@ -91,10 +88,10 @@ def along_backward(buckets, layouts, cost, itemsizes, latency=0) -> list[Bucket]
         order = sorted(owner_of, key=lambda m: (-m.param, m.at))
         return pack(in_parts([(m,) for m in order], least))
 
-    return _along(cut_anew, buckets, layouts, cost, itemsizes, latency)
+    return _along(cut_anew, buckets, layouts, cost, terms, latency)
 
 
-def along_forward(buckets, layouts, cost, itemsizes, latency=0, rank_bytes=1 << 30) -> list[Bucket]:
+def along_forward(buckets, layouts, cost, terms, latency, rank_bytes) -> list[Bucket]:
     """The same in buckets that land one after another as forward goes from the first parameter to the last: the next
     matrix of every owner, so that each bucket has work for all. As many as there is no room for fewer.
     """
@@ -109,10 +106,10 @@ def along_forward(buckets, layouts, cost, itemsizes, latency=0, rank_bytes=1 << 
             found = pack(in_parts(rounds, 0, count))
         return found
 
-    return _along(cut_anew, buckets, layouts, cost, itemsizes, latency)
+    return _along(cut_anew, buckets, layouts, cost, terms, latency)
 
 
-def _along(cut_anew, buckets, layouts, cost, itemsizes, latency) -> list[Bucket]:
+def _along(cut_anew, buckets, layouts, cost, terms, latency) -> list[Bucket]:
     """`cut_anew(owner_of, least, pack)`: the buckets of one family, of at least so many elements; `pack` makes them of
     matrices.
     """
@@ -123,8 +120,8 @@ def _along(cut_anew, buckets, layouts, cost, itemsizes, latency) -> list[Bucket]
         if route == "local":
             found += [bucket for bucket in buckets if (bucket.route, bucket.ranks) == (route, ranks)]
             continue
-        pack = partial(_packed, Freight(layouts, itemsizes, route, ranks), owner_of, pace)
-        found += cut_anew(owner_of, latency * len(ranks) / itemsizes["update"], pack)
+        pack = partial(_packed, Freight(layouts, terms, route, ranks), owner_of, pace)
+        found += cut_anew(owner_of, latency * len(ranks) / terms.update, pack)
     return found
 
 
@@ -196,14 +193,13 @@ def _assign(families, layouts, cost, loads) -> dict:
     return owner_of
 
 
-def plan_chunks(shapes, ranks, rank_bytes, itemsizes) -> list[Bucket]:
+def plan_chunks(shapes, ranks, rank_bytes, terms) -> list[Bucket]:
     """Buckets of parameters whose state is at owners elementwise: rank number i owns the i-th part of the rows of each.
 
-    `shapes`: (rows, the rest) of each parameter; `itemsizes`: bytes of an element, of "gradient", "weight" and "state";
-    "reduced": whether gradients come reduced, so that none travel. A bucket takes some rows of every part; its Matrix
-    says how many (`rows`), from which one on (`at`). One without elements is there for its count of steps.
+    `shapes`: (rows, the rest) of each parameter; `terms`: see `ChunkTerms`. A bucket takes some rows of every part; its
+    Matrix says how many (`rows`), from which one on (`at`). One without elements is there for its count of steps.
     """
-    slot, bench, fixed = _of_chunks(ranks, itemsizes)
+    slot, bench, fixed = _of_chunks(ranks, terms)
     element = workspace(slot, bench)
     N, numel, buckets = len(ranks), (rank_bytes - workspace(fixed, fixed)) // element, [[]]
     for param, (rows, cols) in enumerate(shapes):
@@ -218,37 +214,37 @@ def plan_chunks(shapes, ranks, rank_bytes, itemsizes) -> list[Bucket]:
             buckets[-1].append(Matrix(param, (first,), count, cols))
             first += count
     sizes = [sum(m.numel for m in b) for b in buckets]
-    route = "own_elementwise" if itemsizes.get("reduced") else "reduce_elementwise"
+    route = "own_elementwise" if terms.reduced else "reduce_elementwise"
     return [Bucket(route, ranks, tuple(b), (), workspace(fixed, fixed) + element * n, None,
                    (slot * n + fixed, bench * n + fixed)) for b, n in zip(buckets, sizes) if b]
 
 
-def _of_chunks(ranks, itemsizes) -> tuple[int, int, int]:
+def _of_chunks(ranks, terms) -> tuple[int, int, int]:
     """What chunks take: (bytes of a slot for each element of a part, of the bench, of each for any number of them)."""
-    N, gradient, weight = len(ranks), itemsizes["gradient"], itemsizes["weight"]
-    leaves, returns, stepped = N * gradient, N * weight - weight, weight + 2 * itemsizes["state"]
-    if itemsizes.get("reduced"):  # the part's own gradient in place of the mean
+    N, gradient, weight = len(ranks), terms.gradient, terms.weight
+    leaves, returns, stepped = N * gradient, N * weight - weight, weight + 2 * terms.state
+    if terms.reduced:  # the part's own gradient in place of the mean
         return 2 * returns + stepped + gradient, 0, 4 * ALIGNMENT * (N + 3)
     # as much arrives as leaves; the part's own weight and state, stepped; the mean
     return 2 * max(leaves, returns) + stepped, max(4, gradient), 3 * ALIGNMENT * (N + 3)
 
 
-def chunks_along_backward(shapes, ranks, itemsizes, latency=0) -> list[Bucket]:
+def chunks_along_backward(shapes, ranks, terms, latency) -> list[Bucket]:
     """As `plan_chunks`, in buckets for which gradients come one after another during backward; see `along_backward`."""
-    return plan_chunks(shapes, ranks, _room_of_part(shapes, ranks, itemsizes, latency), itemsizes)[::-1]
+    return plan_chunks(shapes, ranks, _room_of_part(shapes, ranks, terms, latency), terms)[::-1]
 
 
-def chunks_along_forward(shapes, ranks, itemsizes, latency=0, rank_bytes=1 << 30) -> list[Bucket]:
+def chunks_along_forward(shapes, ranks, terms, latency, rank_bytes) -> list[Bucket]:
     """As `plan_chunks`, in buckets that land one after another during forward; see `along_forward`."""
-    room = min(rank_bytes, _room_of_part(shapes, ranks, itemsizes, latency))
-    return plan_chunks(shapes, ranks, room, itemsizes)
+    room = min(rank_bytes, _room_of_part(shapes, ranks, terms, latency))
+    return plan_chunks(shapes, ranks, room, terms)
 
 
-def _room_of_part(shapes, ranks, itemsizes, latency) -> int:
+def _room_of_part(shapes, ranks, terms, latency) -> int:
     """The workspace in which there is room for one of PARTS parts."""
-    slot, bench, fixed = _of_chunks(ranks, itemsizes)
+    slot, bench, fixed = _of_chunks(ranks, terms)
     numel = sum(-(-rows // len(ranks)) * cols for rows, cols in shapes)
-    most = max(-(-numel // PARTS), latency // (len(ranks) * itemsizes["gradient"]))
+    most = max(-(-numel // PARTS), latency // (len(ranks) * terms.gradient))
     return workspace(fixed, fixed) + workspace(slot, bench) * most
 
 

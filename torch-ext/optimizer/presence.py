@@ -24,8 +24,8 @@ class Presence:
 
     flags = {}  # ranks -> (what this rank has, what any rank has), on the device, from a Feed
 
-    def __init__(self, plans=(), stores=(), groups=None):
-        self.members, self.stores, self.groups, self.saved, self.works = {}, stores, groups, {}, []
+    def __init__(self, plans=(), stores=(), process_groups=None):
+        self.members, self.stores, self.process_groups, self.saved, self.works = {}, stores, process_groups, {}, []
         self.device = stores[0].device if stores else torch.device("cpu")
         for plan, store in zip(plans, stores):
             for number in range(len(plan.params)):
@@ -78,9 +78,9 @@ class Presence:
     def compare(self) -> None:
         """Ask the other ranks."""
         with debug.during("the comparison of missing gradients"):
-            self.works = [
-                dist.all_reduce(anybody.copy_(mine), dist.ReduceOp.MAX, group=self.groups.of(ranks), async_op=True)
-                for ranks, (mine, anybody) in self.flags.items()]
+            of = self.process_groups.of
+            self.works = [dist.all_reduce(anybody.copy_(mine), dist.ReduceOp.MAX, group=of(ranks), async_op=True)
+                          for ranks, (mine, anybody) in self.flags.items()]
         if self.device.type == "cpu":
             _keep(self.works)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from .layout import is_dtensor
 
 
-class Groups:
+class ProcessGroups:
     """The process group of each set of ranks: one that is there already (the default, a mesh's), else a new one.
 
     `own`: new ones only. During backward the model's collectives are on their way too, and not every rank has the same

@@ -47,11 +47,11 @@ def baked(hp, wide=False) -> tuple:
     return *map(float, (*hp["betas"], hp["eps"], hp["weight_decay"])), float(hp["lr"]) if wide else None
 
 
-def momentum(pack, gradients, numbers, hp, keeps=True) -> None:
+def momentum(pack, gradients, numbers, hp, moves=True) -> None:
     """M <- mu M + (1 - mu) G and U <- (1 - mu) G + mu M (Nesterov) or M, for all pieces of a bound `pack`. Without
-    `keeps`, M stays until `apply`.
+    `moves`, M stays until `apply`.
     """
-    pack(*gradients, numbers[4:5], hp["nesterov"], keeps)
+    pack(*gradients, numbers[4:5], hp["nesterov"], moves)
 
 
 def orthogonalize(stacks, hp, dtype, memory=None, into=None) -> None:
@@ -72,11 +72,11 @@ def normalize(stacks, rows, hp) -> None:
         normalize_rows(U, V, float(hp["beta2"]), 1e-8)
 
 
-def apply(update, numbers, gradients=((), None), keeps=True) -> None:
+def apply(update, numbers, gradients=((), None), moves=True) -> None:
     """W <- (1 - lr wd) W - lr s U for all pieces of a bound `update`, and M as in `momentum` of those bound with it.
-    Without `keeps`, M has changed before.
+    Without `moves`, M has changed before.
     """
-    update(numbers[:2], *gradients, numbers[4:5], keeps)
+    update(numbers[:2], *gradients, numbers[4:5], moves)
 
 
 def adamw_unless(flags, W, G, states, hp, numbers) -> None:

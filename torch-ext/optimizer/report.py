@@ -14,6 +14,7 @@ import torch
 from . import pipeline
 from .balance import least_load
 from .pace import Pace, Part, Span
+from .pipeline import Route
 
 COLORS = {"pack": "#0ea5e9", "products": "#c2410c", "pack, products": "#c2410c", "apply": "#16a34a", "all": "#c2410c",
           "in": "#6366f1", "out": "#a855f7", "under way": "#a5b4fc"}
@@ -57,11 +58,12 @@ class Stopwatch:
         return self.start.elapsed_time(mark) * 1e6 if self.cuda else mark - self.start
 
 
-class _Timed:
+class _Timed(Route):
     """A route whose story leaves marks."""
 
     def __init__(self, route, number, watch):
-        self.route, self.number, self.watch, self.travels = route, number, watch, route.travels
+        self.route, self.number, self.watch = route, number, watch
+        self.travels, self.label = route.travels, route.label or type(route).__name__
 
     def run(self, hp):
         story = self.route.run(hp)
@@ -191,14 +193,14 @@ def report_of(jobs, rank, watch=None, run=pipeline.run) -> Report:
             works += [pace(m.rows, m.cols) for m in route.bound.bucket.matrices]
     known = next((pace for pace in paces if pace and pace.measured), None)
     expected = known.spans([_part(route, known) for route, _ in jobs], run) if known else []
-    bounds = [route.bound for route, _ in jobs if hasattr(route, "bound")]
+    bounds = [route.bound for route, _ in jobs if route.bound is not None]
     return Report(rank, tuple(filter(None, rows)), dict(loads), least_load(works, max(len(loads), 1)),
                   workspace_of(bounds), expected, measured)
 
 
 def _pace(route, hp):
     """The cost model of a route with matrices."""
-    matrices = hasattr(route, "bound") and "ns_steps" in hp
+    matrices = route.bound is not None and "ns_steps" in hp
     return Pace.of(hp, route.bound.store.device) if matrices else None
 
 
@@ -212,10 +214,10 @@ def _loads(bucket, pace) -> Counter:
 
 def _row(number, route, hp, measured_ms):
     """The row of one route, None for a pause."""
-    if hasattr(route, "store"):  # AdamW at home
+    if route.store is not None:  # AdamW at home
         shapes = Counter(tuple(p.shape) for p in route.store.params)
         return Row(number, "elementwise", 1, shapes, len(route.store.params), 0, 0, 0, None, None, measured_ms)
-    if not hasattr(route, "bound"):
+    if route.bound is None:
         return None
     bucket, share, pace = route.bound.bucket, route.bound.share, _pace(route, hp)
     loads = _loads(bucket, pace) if pace else {}
@@ -228,12 +230,12 @@ def _row(number, route, hp, measured_ms):
 
 def _part(route, pace) -> Part:
     """What is expected of a route: as planned, or for AdamW from the bytes that it moves (28 per element in fp32)."""
-    if hasattr(route, "bound"):
+    if route.bound is not None:
         share, planned = route.bound.share, route.bound.bucket.part
         chunks = pace.memory(28 * sum(p.numel for p in share.owned if p.home == p.owner))
         inbound, outbound = (pace.wire(sum(way.send_bytes)) for way in (share.inbound, share.outbound))
         return planned or Part(0, inbound, chunks, outbound, 0, route.travels)
-    elements = sum(w.numel() for w in route.store.locals()) if hasattr(route, "store") else 0
+    elements = sum(w.numel() for w in route.store.locals()) if route.store is not None else 0
     return Part(0, 0, 0, 0, pace.memory(28 * elements), route.travels)
 
 

@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 
 from . import recipe
+from .bound import like, piece_at
 from .change import gradient_dtype
-from .direct import Stacks, copy_apart
-from .graphs import capturing
 from .kernels.pack import Copy, Pack, copy_torch
 from .kernels.update import Update
 from .mean import Mean
-from .store import like, piece_at
+from .pipeline import Route
+from .stacks import Stacks, copy_apart
 
 
-class Local:
+class Local(Route):
     """The whole matrix is at home: nothing travels."""
-    travels, rehearsed = False, ("step",)  # the parts that touch gradients, weights and state by launches only
+    rehearsed = ("step",)
 
     def __init__(self, bound):
         self.bound, home = bound, bound.pieces("home")
@@ -42,12 +42,11 @@ class Local:
         yield  # a story like the others, without a collective
 
     def step(self, hp):
-        at_once = capturing(self.bound.store.device)  # no error of the host can come in between
-        recipe.momentum(self.pack, self.bound.gradients(), self.bound.store.numbers, hp, at_once)
+        self.bound.momentum(self.pack, hp)
         self.fetch_rows()
         self.bound.orthogonalize(self.stacks, hp)
         recipe.normalize(self.stacks.written, self.stacks.rows, hp)
-        recipe.apply(self.update, self.bound.store.numbers, self.bound.gradients(), not at_once)
+        self.bound.apply(self.update)
         self.keep_rows()
 
 
@@ -63,7 +62,7 @@ def _update(bound, pieces, back):
                   *bound.momenta(pieces))
 
 
-class Journey:
+class Journey(Route):
     """There and back: what travels in, what is done with it, what travels out."""
     travels, rehearsed, meanwhile = True, ("leave", "compute", "land"), ()
 
@@ -112,22 +111,22 @@ class Exchange(Journey):
         self.update, self.update_copies = _update(bound, away + here, back), _update(bound, copies, back)
 
     def leave(self, hp):
-        recipe.momentum(self.pack, self.bound.gradients(), self.bound.store.numbers, hp, self.bound.at_once)
+        self.bound.momentum(self.pack, hp)
         self.send_rows()
 
     def stay(self, hp):
-        recipe.momentum(self.pack_kept, self.bound.gradients(), self.bound.store.numbers, hp, self.bound.at_once)
+        self.bound.momentum(self.pack_kept, hp)
 
     def compute(self, hp):
-        recipe.momentum(self.pack_here, self.bound.gradients(), self.bound.store.numbers, hp, self.bound.at_once)
+        self.bound.momentum(self.pack_here, hp)
         self.assemble()
         self.bound.orthogonalize(self.stacks, hp)
         recipe.normalize(self.stacks.written, self.stacks.rows, hp)
         self.dismantle()
 
     def land(self, hp):
-        recipe.apply(self.update, self.bound.store.numbers, self.bound.gradients(), not self.bound.at_once)
-        recipe.apply(self.update_copies, self.bound.store.numbers, self.bound.gradients())
+        self.bound.apply(self.update)
+        self.bound.apply(self.update_copies, packed=False)
         self.keep_rows()
 
 
@@ -155,21 +154,20 @@ class Reduce(Journey):
                              bound.store.skip(others))
 
     def compute(self, hp):
-        recipe.momentum(self.pack, self.mean(), self.bound.store.numbers, hp, self.bound.at_once)
+        self.bound.momentum(self.pack, hp, self.mean())
         self.fetch_rows()
         self.bound.orthogonalize(self.stacks, hp)
         recipe.normalize(self.stacks.written, self.stacks.rows, hp)
         self.dismantle()
 
     def land(self, _):
-        recipe.apply(self.update_owned, self.bound.store.numbers, self.mean.result, not self.bound.at_once)
-        recipe.apply(self.update, self.bound.store.numbers)
+        self.bound.apply(self.update_owned, self.mean.result)
+        self.bound.apply(self.update)
         self.keep_rows()
 
 
-class Elementwise:
+class Elementwise(Route):
     """AdamW: every element is stepped where it is stored."""
-    travels, rehearsed = False, ()
 
     def __init__(self, store, graphs=None):
         """`graphs`: None launches every step anew; a graph holds the addresses of its gradients."""

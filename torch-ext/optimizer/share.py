@@ -97,8 +97,8 @@ class Share:
         return found, {"slot": slot["stays"] + size["stays"], "bench": sum(size[use] for use in bench)}
 
 
-def share_of(bucket, rank, layouts, row_layouts, itemsizes) -> Share:
-    """What `rank` has of `bucket`. `itemsizes`: as in `make_plan`; `row_layouts`: None without row state."""
+def share_of(bucket, rank, layouts, row_layouts, terms) -> Share:
+    """What `rank` has of `bucket`. `terms`: as in `make_plan`; `row_layouts`: None without row state."""
     travelling = list(_pieces_at(bucket, rank, layouts, "update"))
     rows = list(_pieces_at(bucket, rank, row_layouts, "row")) if row_layouts else []
     reduce = bucket.route == "reduce"
@@ -109,29 +109,26 @@ def share_of(bucket, rank, layouts, row_layouts, itemsizes) -> Share:
     fed = [p for p in travelling if p.fed]
     copies = _copies(bucket, layouts)
     matrices = tuple(m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank)
-    inbound = travel(fed, "home", "owner", rank, bucket.ranks, itemsizes, with_self=reduce)
-    outbound = travel(travelling, "owner", "home", rank, bucket.ranks, itemsizes)
+    inbound = travel(fed, ("home", "owner"), rank, bucket.ranks, terms.itemsizes, with_self=reduce)
+    outbound = travel(travelling, ("owner", "home"), rank, bucket.ranks, terms.itemsizes, terms.once)
     here = [p for p in travelling if p.home == p.owner == rank and p.kind == "update" and bucket.route != "local"]
-    kept, (nbytes,), _ = _lay_out(here, "home", (rank,), itemsizes)
-    needs = _needs(inbound, outbound, nbytes) | _iterated(matrices, itemsizes)
+    kept, (nbytes,), _ = _lay_out(here, "home", (rank,), terms.itemsizes)
+    needs = _needs(inbound, outbound, nbytes) | _iterated(matrices, terms)
     if reduce:
-        needs["stays"] = _of_mean(inbound, itemsizes["update"])
+        needs["stays"] = _of_mean(inbound, terms.update)
     share = Share(
         home=tuple(p for p in pieces if p.home == rank), owned=tuple(p for p in pieces if p.owner == rank),
         matrices=matrices, inbound=inbound, outbound=outbound,
         crosses_inbound=reduce or min(copies) < len(bucket.ranks), crosses_outbound=bucket.route != "local",
-        copies=itemsizes.get("once", False) and max(copies) > 1,
-        needs={**needs, "stack": _stacked(matrices, itemsizes), "rows": sum(4 * m.rows for m in matrices)}, kept=kept)
-    if "splits" not in itemsizes:
-        return share
-    room = itemsizes.get("room")
-    room = bucket.memory if room is None else parts(max(room, bucket.nbytes))
+        copies=terms.once and max(copies) > 1,
+        needs={**needs, "stack": _stacked(matrices, terms), "rows": sum(4 * m.rows for m in matrices)}, kept=kept)
+    room = bucket.memory if terms.room is None else parts(max(terms.room, bucket.nbytes))
     if bucket.route in ("exchange", "own"):
-        share = _in_pieces(share, room, itemsizes)
-    return _side_by_side(share, room, itemsizes)
+        share = _in_pieces(share, room, terms)
+    return _side_by_side(share, room, terms)
 
 
-def _in_pieces(share, room, itemsizes) -> Share:
+def _in_pieces(share, room, terms) -> Share:
     """The share with its `direct` matrices: those that are cut into whole rows, by all copies alike, all at multiples
     of ALIGNMENT. As it is where (slot, bench) have no `room` for that, or where answers would leave from where matrices
     that are iterated later still lie.
@@ -139,25 +136,25 @@ def _in_pieces(share, room, itemsizes) -> Share:
     read, leave, whole = share.inbound.arrive | share.kept, share.outbound.leave, set()
     boxes = {(p.matrix, p.box) for p in read}
     for p in [p for p in share.owned if p.kind == "update"]:
-        numbers = p.matrix.cols * itemsizes["update"], read.get(p, 0), leave.get(p, 0)
+        numbers = p.matrix.cols * terms.update, read.get(p, 0), leave.get(p, 0)
         if p.shape[1] < p.matrix.cols or (p.matrix, p.box) not in boxes or any(n % ALIGNMENT for n in numbers):
             whole.add(p.matrix)
-    matrices = frozenset(m for m in share.matrices if m not in whole and itemsizes["splits"](m.rows, m.cols))
-    keys = {itemsizes["scratch"](m.rows, m.cols)[0] for m in matrices}
+    matrices = frozenset(m for m in share.matrices if m not in whole and terms.splits(m.rows, m.cols))
+    keys = {terms.scratch(m.rows, m.cols)[0] for m in matrices}
     if len(keys) > 1 and any(leave[p] != at for p, at in share.inbound.arrive.items()):
         return share
-    stack = _stacked([m for m in share.matrices if m not in matrices], itemsizes)
+    stack = _stacked([m for m in share.matrices if m not in matrices], terms)
     return _if_it_fits(replace(share, direct=matrices, needs=share.needs | {"stack": stack}), room, share)
 
 
-def _side_by_side(share, room, itemsizes) -> Share:
+def _side_by_side(share, room, terms) -> Share:
     """The share with memory for all of its iterations together, where they gain by that. As it is where (slot, bench)
     have no `room` for that.
     """
     shapes = [sorted((m.rows, m.cols)) for m in share.matrices]
-    if not shapes or "side_by_side" not in itemsizes or not itemsizes["side_by_side"](shapes):
+    if not shapes or not terms.side_by_side(shapes):
         return share
-    return _if_it_fits(replace(share, needs=share.needs | _iterated(share.matrices, itemsizes, sum)), room, share)
+    return _if_it_fits(replace(share, needs=share.needs | _iterated(share.matrices, terms, sum)), room, share)
 
 
 def _if_it_fits(wanted, room, share) -> Share:
@@ -165,9 +162,9 @@ def _if_it_fits(wanted, room, share) -> Share:
     return wanted if sizes["slot"] <= room[0] and sizes["bench"] <= room[1] else share
 
 
-def _stacked(matrices, itemsizes) -> int:
+def _stacked(matrices, terms) -> int:
     """Bytes of whole matrices, one stack for each shape."""
-    return sum(m.numel * itemsizes["update"] + ALIGNMENT for m in matrices)
+    return sum(m.numel * terms.update + ALIGNMENT for m in matrices)
 
 
 def _copies(bucket, layouts) -> list:
@@ -187,11 +184,11 @@ def _of_mean(inbound, itemsize):
     return inbound.recv_bytes[0] // itemsize * max(4, itemsize)
 
 
-def _iterated(matrices, itemsizes, together=max):
+def _iterated(matrices, terms, together=max):
     """Bytes of the iteration's stacks, see `polar.scratch`; `together`: max for keys that share them, or sum."""
     long, square = Counter(), Counter()
-    for matrix in matrices if "scratch" in itemsizes else ():
-        key, *nbytes = itemsizes["scratch"](matrix.rows, matrix.cols)
+    for matrix in matrices:
+        key, *nbytes = terms.scratch(matrix.rows, matrix.cols)
         long[key], square[key] = long[key] + nbytes[0], square[key] + nbytes[1]
     half = together([*long.values(), 0]) // 2
     return {"now": half, "next": half, "square": together([*square.values(), 0])}
@@ -210,10 +207,14 @@ def _pieces_at(bucket, rank, layouts, kind):
                 yield Piece(kind, matrix, box, home, owner, fed)
 
 
-def travel(pieces, source, target, rank, ranks, itemsizes, with_self=False) -> Travel:
-    """Lay out one direction of travel in flat buffers: by peer, then row state first, then in the order of the plan."""
+def travel(pieces, ends, rank, ranks, itemsizes, once=False, with_self=False) -> Travel:
+    """Lay out one direction of travel in flat buffers: by peer, then row state first, then in the order of the plan.
+
+    `ends`: ("home", "owner") or ("owner", "home"); `itemsizes`: kind of a piece -> bytes of an element.
+    """
+    source, target = ends
     pieces = [p for p in pieces if with_self or p.home != p.owner]
-    mine, once = [p for p in pieces if getattr(p, source) == rank], itemsizes.get("once", False)
+    mine = [p for p in pieces if getattr(p, source) == rank]
     leave, send, starts = _lay_out(mine, target, ranks, itemsizes, once)
     arrive, recv, _ = _lay_out([p for p in pieces if getattr(p, target) == rank], source, ranks, itemsizes)
     return Travel(leave, arrive, send, recv, starts)
@@ -239,8 +240,8 @@ def _lay_out(pieces, end, ranks, itemsizes, once=False):
     return offsets, tuple(sizes), tuple(starts)
 
 
-def chunk_share(bucket, shapes, rank, itemsizes) -> Share:
-    """What `rank` has of a bucket of `plan_chunks`; the same `shapes` and `itemsizes`."""
+def chunk_share(bucket, shapes, rank, terms) -> Share:
+    """What `rank` has of a bucket of `plan_chunks`; the same `shapes` and `terms`."""
     pieces, ranks = [], bucket.ranks
     for matrix in [m for m in bucket.matrices if m.numel]:
         rows = shapes[matrix.param][0]
@@ -250,11 +251,10 @@ def chunk_share(bucket, shapes, rank, itemsizes) -> Share:
             homes = ranks if owner == rank else (rank,)
             pieces += [Piece("chunk", matrix, box, home, owner, True) for home in homes if start < rows]
     home, owned = ([p for p in pieces if getattr(p, end) == rank] for end in ("home", "owner"))
-    mine, gradient = [p for p in owned if p.home == rank], itemsizes["gradient"]
-    once, reduced = itemsizes.get("once", False), bucket.route == "own_elementwise"
-    inbound = travel([] if reduced else pieces, "home", "owner", rank, ranks, {"chunk": gradient}, with_self=True)
-    outbound = travel(pieces, "owner", "home", rank, ranks, {"chunk": itemsizes["weight"], "once": once})
-    kept, (nbytes,), _ = _lay_out(mine if reduced else [], "home", (rank,), {"chunk": gradient})
-    stays = 3 * ALIGNMENT + sum(p.numel for p in mine) * (itemsizes["weight"] + 2 * itemsizes["state"])
-    needs = _needs(inbound, outbound, nbytes) | {"mean": _of_mean(inbound, gradient), "stays": stays}
-    return Share(tuple(home), tuple(owned), (), inbound, outbound, not reduced, True, once, needs, kept)
+    mine, gradient = [p for p in owned if p.home == rank], {"chunk": terms.gradient}
+    inbound = travel([] if terms.reduced else pieces, ("home", "owner"), rank, ranks, gradient, with_self=True)
+    outbound = travel(pieces, ("owner", "home"), rank, ranks, {"chunk": terms.weight}, terms.once)
+    kept, (nbytes,), _ = _lay_out(mine if terms.reduced else [], "home", (rank,), gradient)
+    stays = 3 * ALIGNMENT + sum(p.numel for p in mine) * (terms.weight + 2 * terms.state)
+    needs = _needs(inbound, outbound, nbytes) | {"mean": _of_mean(inbound, terms.gradient), "stays": stays}
+    return Share(tuple(home), tuple(owned), (), inbound, outbound, not terms.reduced, True, terms.once, needs, kept)

@@ -15,7 +15,7 @@ import torch
 from .. import debug
 from . import tape
 
-AT_ONCE = 1 << 10  # elements that a CPU takes in one thread; what they take is no workspace
+CPU_ELEMENTS = 1 << 10  # elements that a CPU takes in one thread; what they take is no workspace
 
 
 def use_triton(device: torch.device) -> bool:
@@ -123,11 +123,11 @@ def look(*tensors: torch.Tensor) -> tuple:
     return tuple((t.dtype, t.device.index, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors)
 
 
-def at_once(stack) -> list[slice]:
+def cpu_slices(stack) -> list[slice]:
     """Return slices of as many matrices of a tensor or Split as one thread of a CPU takes at once: of one, where they
     lie in each other, or in pieces.
     """
     N, R, C = stack.shape
     apart = max(1, R * C + -(R * C) % 16)  # where each begins as new memory does
-    count = max(1, AT_ONCE // apart) if stack.stride(0) >= R * C else 1
+    count = max(1, CPU_ELEMENTS // apart) if stack.stride(0) >= R * C else 1
     return [slice(start, start + count) for start in range(0, N, count)]

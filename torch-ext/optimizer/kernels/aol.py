@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from . import at_once, jit, look, use_triton
+from . import cpu_slices, jit, look, use_triton
 
 tl = None  # Triton's language, put here by jit
 BLOCK, TILE = 1024, 64
@@ -27,13 +27,13 @@ def unit_rows(U: torch.Tensor, Y: torch.Tensor, lengths: torch.Tensor) -> None:
     rows, block = (4, 512) if U.stride(2) <= U.stride(1) else (64, 32)
     key = look(U, Y, lengths)
     _lengths_kernel.launch(N * -(-n // rows), key, U, lengths, n, m, U.stride(), rows, block)
-    _cast_kernel.launch(N * -(-n // TILE) * -(-m // TILE), key, U, Y, lengths, n, m, U.stride(), Y.stride(), TILE,
+    _unit_rows_kernel.launch(N * -(-n // TILE) * -(-m // TILE), key, U, Y, lengths, n, m, U.stride(), Y.stride(), TILE,
                         num_warps=8)
 
 
 def unit_rows_torch(U, Y, lengths):
     """Compute `unit_rows`, sums matrix by matrix, so that a sum's order does not depend on the batch."""
-    for some in at_once(U):
+    for some in cpu_slices(U):
         wide, (largest, length) = U[some].float(), lengths[some].unbind(1)
         torch.amax(wide.abs(), dim=2, out=largest)
         wide = wide / torch.where(largest > 0, largest, 1.0).unsqueeze(2)
@@ -51,12 +51,12 @@ def aol(A: torch.Tensor, lengths: torch.Tensor, scales: torch.Tensor) -> None:
     N, n, _ = A.shape
     down, key = -(-n // TILE), look(A, lengths, scales)
     _scales_kernel.launch(N * n, key, A, lengths, scales, n, A.stride(), BLOCK)
-    _scale_kernel.launch(N * down * down, key, A, scales, scales, n, n, A.stride(), TILE)
+    _rescale_kernel.launch(N * down * down, key, A, scales, scales, n, n, A.stride(), TILE)
 
 
 def aol_torch(A, lengths, scales):
     """Compute `aol`, sums matrix by matrix."""
-    for some in at_once(A):
+    for some in cpu_slices(A):
         largest, length = lengths[some].unbind(1)
         top = largest.amax(dim=1, keepdim=True)
         e = largest / torch.where(top > 0, top, 1.0) * length
@@ -82,7 +82,7 @@ def scale_columns(P: torch.Tensor, scales: torch.Tensor) -> None:
 
 def _scale(X, left, right):
     (N, n, m), key = X.shape, (left is None, look(X, right if left is None else left))
-    _scale_kernel.launch(N * -(-n // TILE) * -(-m // TILE), key, X, left, right, n, m, X.stride(), TILE)
+    _rescale_kernel.launch(N * -(-n // TILE) * -(-m // TILE), key, X, left, right, n, m, X.stride(), TILE)
 
 
 @jit
@@ -111,7 +111,7 @@ def _lengths_kernel(U, lengths, n, m, strides, ROWS: tl.constexpr, BLOCK: tl.con
 
 
 @jit
-def _cast_kernel(U, Y, lengths, n, m, u_strides, y_strides, TILE: tl.constexpr):
+def _unit_rows_kernel(U, Y, lengths, n, m, u_strides, y_strides, TILE: tl.constexpr):
     """One tile per program: Y = U / largest / length."""
     across = tl.cdiv(m, TILE)
     count = tl.cdiv(n, TILE) * across
@@ -152,7 +152,7 @@ def _scales_kernel(A, lengths, scales, n, strides, BLOCK: tl.constexpr):
 
 
 @jit
-def _scale_kernel(A, left, right, n, m, strides, TILE: tl.constexpr):
+def _rescale_kernel(A, left, right, n, m, strides, TILE: tl.constexpr):
     """One tile per program: A times factors of its rows, of its columns, or both."""
     across = tl.cdiv(m, TILE)
     count = tl.cdiv(n, TILE) * across

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from . import at_once, gram_sm90, jit, look, tiles, use_triton
+from . import cpu_slices, gram_sm90, jit, look, tiles, use_triton
 from .split import Split, memory_of, rows_at, strides_of, table_of
 from .tape import knows_triton
 
@@ -66,7 +66,7 @@ def product_torch(A, X, out):
     """Compute `product` matrix by matrix: batched products of CPU libraries give bits that change with the batch."""
     if _is_like_new(out):
         return _multiply(A, X, out)
-    for some in at_once(out):
+    for some in cpu_slices(out):
         out[some].copy_(_multiply(A[some], X[some], _new(out, some)))
     return out
 
@@ -75,10 +75,10 @@ def symmetric_product_torch(A, B, out, alpha=1.0, addends=(), diagonal=0.0):
     """Compute `symmetric_product` matrix by matrix, and what follows for as many as one thread takes at once."""
     if _is_like_new(out) and all(C.data_ptr() != out.data_ptr() for C, _ in addends):
         _add(_multiply(A, B, out), alpha, addends, diagonal)
-        for some in at_once(out):
+        for some in cpu_slices(out):
             _mirror(out[some])
         return out
-    for some in at_once(out):
+    for some in cpu_slices(out):
         result = _multiply(A[some], B[some], _new(out, some))
         _add(result, alpha, [(C[some], beta) for C, beta in addends], diagonal)
         out[some].copy_(_mirror(result))
@@ -148,7 +148,7 @@ def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0)):
     known = _known.get(key)
     if known is None:
         known = _known[key] = _choose(op, A, columns_of_b, out, addends, factors)
-    if isinstance(known, gram_sm90.Bound):
+    if isinstance(known, gram_sm90.TmaLaunch):
         known(A, columns_of_b, out, addends, factors)
     else:
         _launch_by_pointers(key, known, A, B, out, addends, factors)
@@ -167,7 +167,7 @@ def _choose(op, A, columns_of_b, out, addends, factors):
         return tiles.DEFAULT
     if tile.loop in tiles.SPECIALISED and not (knows_triton() and (op != "product" or gram_sm90.stores(out))):
         tile = gram_sm90.POINTERS if tiles.forced() else tiles.choose(*shape, without=tiles.SPECIALISED)
-    kind = gram_sm90.Cooperative if tile.loop == "cooperative" else gram_sm90.Bound
+    kind = gram_sm90.Cooperative if tile.loop == "cooperative" else gram_sm90.TmaLaunch
     return kind(op, A, columns_of_b, out, addends, factors, tile)
 
 

@@ -34,7 +34,7 @@ def stores(out: torch.Tensor | Split) -> bool:
     return out.element_size() == 2 and addressable(out if out.stride(2) == 1 else out.mT)
 
 
-class Bound:
+class TmaLaunch:
     """A product of tensors of certain shapes, strides and dtypes: everything about its launch but their addresses.
 
     Writes factors[0] A B + addends + factors[1] I to out, batched. A and B, in fp16 or bf16, and the addends are
@@ -61,7 +61,7 @@ class Bound:
             self.numbers = (order, count, whole, halves, inner)
             self.constants = SYMMETRY[op], self.turned, len(addends), diagonal, tile.stages
         else:
-            self.kernel, self.pointer = _kernel, True
+            self.kernel, self.pointer = _tma_kernel, True
             self.numbers = (strides_of(out), order, count, whole, halves, (rows, columns, inner))
             self.constants = SYMMETRY[op], self.turned, len(addends), diagonal, tile.loop
         self.left = _blank(describe(A, *((tile.inner, tile.rows) if self.turned else (tile.rows, tile.inner))))
@@ -90,7 +90,7 @@ class Bound:
         return (B, A, out.mT) if self.turned else (A, B, out)
 
 
-class Cooperative(Bound):
+class Cooperative(TmaLaunch):
     """The same by cooperative.py; of a "product" TMA can store the result."""
 
     def __init__(self, op, A, B, out, addends, factors, tile):
@@ -173,7 +173,7 @@ def _order(down, across, ratio, square, device):
 
 
 @jit.alike("count", "whole", "halves")
-def _kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halves, sizes, factors,
+def _tma_kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halves, sizes, factors,
             SYMMETRIC: tl.constexpr, TURNED: tl.constexpr, ADDENDS: tl.constexpr, DIAGONAL: tl.constexpr,
             LOOP: tl.constexpr):
     """`whole` tiles in turns, then left and right `halves` of the rest (tiles.divide); without turns, one tile each.

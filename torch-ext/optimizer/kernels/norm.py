@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from . import at_once, jit, look, use_triton
+from . import cpu_slices, jit, look, use_triton
 from .split import Split, memory_of, piece_of, rows_at, strides_of, table_of
 
 tl = None  # Triton's language, put here by jit
@@ -43,7 +43,7 @@ def unit_norm(U: torch.Tensor | Split, X: torch.Tensor, eps: float, scratch: tor
     stages = 8 if span // rows * -(-C // block) > LONG else 4
     _sums_kernel.launch(
         N * parts, key, memory_of(U), sums, parts, span, R, C, strides_of(U), wide, rows, block, stages, num_warps=4)
-    _cast_kernel.launch(
+    _unit_norm_kernel.launch(
         N * -(-R // lines) * -(-C // columns), key, memory_of(U), X, sums, parts, R, C, strides_of(U), X.stride(), eps,
         1 << (parts - 1).bit_length(), lines, columns, even, straight, num_warps=4)
 
@@ -66,7 +66,7 @@ def _common_power(R, C, U, X) -> int:
 
 def unit_norm_torch(U, X, eps):
     """Compute `unit_norm`, sums matrix by matrix, so that a sum's order does not depend on the batch."""
-    for some in at_once(U):
+    for some in cpu_slices(U):
         wide = U[some].float()
         largest = wide.abs().amax((1, 2), keepdim=True)
         unit = torch.where(largest > 2.0**50, 2.0**-80, torch.where(largest < 2.0**-40, 2.0**80, 1.0))
@@ -183,7 +183,7 @@ def _norm_of(largest, small, middle, large, eps):
 
 
 @jit.alike("parts")
-def _cast_kernel(U, X, sums, parts, R, C, u_strides, x_strides, eps, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+def _unit_norm_kernel(U, X, sums, parts, R, C, u_strides, x_strides, eps, BLOCK: tl.constexpr, ROWS: tl.constexpr,
                  COLUMNS: tl.constexpr, EVEN: tl.constexpr, STRAIGHT: tl.constexpr):
     """One tile per program: X = U / norm. The tile is on its way while the sums are added. The last matrices first: the
     sums left these in the cache, and the product to come begins with the first ones.

@@ -31,18 +31,18 @@ class Pack:
         self.skip, self.skips = skip, skips_of(skip, self.launches)
 
     def __call__(self, tensors: Sequence[torch.Tensor], addresses: torch.Tensor | None,
-                 weight: torch.Tensor, nesterov: bool, keeps: bool = True):
+                 weight: torch.Tensor, nesterov: bool, moves: bool = True):
         """Take this step's gradients, and their addresses as an int64 tensor on the device (None without Triton).
 
-        `weight`: 1 - mu, one fp32 element on the device. M and U change in place, the gradients do not; without `keeps`
+        `weight`: 1 - mu, one fp32 element on the device. M and U change in place, the gradients do not; without `moves`
         M does not either, until `Update` moves it along with the weight. U gets the fp32 result, rounded once to its
         dtype.
         """
         if self.launches is None:
             gradients = moved(tensors, self.sources, self.M, self.skip)
-            return pack_torch(self.M, self.U, gradients, weight, nesterov, keeps)
+            return pack_torch(self.M, self.U, gradients, weight, nesterov, moves)
         for launch, (flags, places, skips) in zip(self.launches, self.skips):
-            run(_pack_kernel, launch, addresses, weight, flags, places, int(keeps), NESTEROV=nesterov, SKIPS=skips)
+            run(_pack_kernel, launch, addresses, weight, flags, places, int(moves), NESTEROV=nesterov, SKIPS=skips)
 
 
 def moved(tensors, sources, M, skip):
@@ -53,11 +53,11 @@ def moved(tensors, sources, M, skip):
     return [torch.where(skip.moves(i), g, m) for i, (g, m) in enumerate(zip(gradients, M))]
 
 
-def pack_torch(M, U, G, weight, nesterov, keeps=True):
+def pack_torch(M, U, G, weight, nesterov, moves=True):
     """Compute `Pack` rectangle by rectangle, in the form x + (1 - mu)(g - x), as torch's lerp does."""
     for m, u, g in zip(M, U, G):
         new = nearer(m, g, weight)
-        if keeps:
+        if moves:
             m.copy_(new)
         u.copy_(nearer(new, g, weight) if nesterov else new)
 
@@ -68,8 +68,8 @@ def nearer(m, g, weight):
     return torch.sub(g.float(), wide).mul_(weight).add_(wide)
 
 
-@jit.alike("keeps")
-def _pack_kernel(records, blocks, addresses, weight, flags, places, keeps, NESTEROV: tl.constexpr,
+@jit.alike("moves")
+def _pack_kernel(records, blocks, addresses, weight, flags, places, moves, NESTEROV: tl.constexpr,
                  SKIPS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
                  TYPE_0: tl.constexpr, TYPE_1: tl.constexpr, TYPE_2: tl.constexpr):
     """Lists: M, U, G."""
@@ -83,7 +83,7 @@ def _pack_kernel(records, blocks, addresses, weight, flags, places, keeps, NESTE
         g = tl.where(moving(inside, blocks, flags, places), g, m)
     share = tl.load(weight)
     m += share * (g - m)
-    tl.store(m_at, m.to(TYPE_0), mask=tl.where(keeps != 0, inside, False))
+    tl.store(m_at, m.to(TYPE_0), mask=tl.where(moves != 0, inside, False))
     if NESTEROV:
         m += share * (g - m)
     tl.store(u_at, m.to(TYPE_1), mask=inside)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from . import at_once, jit, use_triton
+from . import cpu_slices, jit, use_triton
 from .split import Split, memory_of, rows_at, strides_of, table_of
 
 tl = None  # Triton's language, put here by jit
@@ -32,12 +32,12 @@ def normalize(U: torch.Tensor | Split, V: torch.Tensor, beta2: float, eps: float
     _moments_kernel[(N * R,)](memory, V, squares, N * R, R, C, strides, V.stride(), beta2, 1.0 - beta2, eps,
                               BLOCK=BLOCK)
     _norms_kernel[(N,)](squares, factors, N * R, R, BLOCK=BLOCK)
-    _scale_kernel[(N * R,)](memory, V, factors, R, C, strides, V.stride(), eps, BLOCK=BLOCK)
+    _normalize_kernel[(N * R,)](memory, V, factors, R, C, strides, V.stride(), eps, BLOCK=BLOCK)
 
 
 def normalize_torch(U, V, beta2, eps):
     """Compute `normalize`, sums matrix by matrix, so that a sum's order does not depend on the batch."""
-    for some in at_once(U):
+    for some in cpu_slices(U):
         wide, v = U[some].float(), V[some]
         square = torch.stack([matrix.mean(dim=1, keepdim=True) for matrix in wide.square().unbind()])
         v.mul_(beta2).add_(square.mul(1.0 - beta2))
@@ -93,7 +93,7 @@ def _norms_kernel(squares, factors, numel, R, BLOCK: tl.constexpr):
 
 
 @jit
-def _scale_kernel(U, V, factors, R, C, u_strides, v_strides, eps, BLOCK: tl.constexpr):
+def _normalize_kernel(U, V, factors, R, C, u_strides, v_strides, eps, BLOCK: tl.constexpr):
     """One row per program: multiply it by its weight and its matrix's factor."""
     program = tl.program_id(0).to(tl.int64)
     matrix, row = program // R, program % R

@@ -37,21 +37,21 @@ class Update:
         self.scales_of = [self.scales[launch.origins.to(self.scales.device)] for launch in self.launches or ()]
 
     def __call__(self, factors: torch.Tensor, tensors: Sequence[torch.Tensor] = (),
-                 addresses: torch.Tensor | None = None, weight: torch.Tensor | None = None, keeps: bool = True):
+                 addresses: torch.Tensor | None = None, weight: torch.Tensor | None = None, moves: bool = True):
         """Change W in place; the fp32 result is rounded once to its dtype.
 
         `factors`: lr and 1 - lr weight_decay, two fp32 elements on the device. With momenta: this step's gradients,
-        their addresses and 1 - mu, as `Pack` takes them; without `keeps` M stays, for `Pack` has moved it.
+        their addresses and 1 - mu, as `Pack` takes them; without `moves` M stays, for `Pack` has moved it.
         """
         if not self.W:
             return
         if self.launches is None:
-            if self.M is not None and keeps:
+            if self.M is not None and moves:
                 for m, g in zip(self.M, moved(tensors, self.sources, self.M, self.skip)):
                     m.copy_(nearer(m, g, weight))
             return update_torch(self.W, self.U, self.scales, *factors, self.skip)
         for launch, scales, (flags, places, skips) in zip(self.launches, self.scales_of, self.skips):
-            run(_update_kernel, launch, scales, factors, addresses, weight, flags, places, int(keeps),
+            run(_update_kernel, launch, scales, factors, addresses, weight, flags, places, int(moves),
                 MOMENTA=self.M is not None, SKIPS=skips)
 
 
@@ -62,12 +62,12 @@ def update_torch(W, U, scales, lr, keep, skip=None):
         w.copy_(new if skip is None else torch.where(skip.moves(i), new, w.float()))
 
 
-@jit.alike("keeps")
-def _update_kernel(records, blocks, scales, factors, addresses, weight, flags, places, keeps, MOMENTA: tl.constexpr,
+@jit.alike("moves")
+def _update_kernel(records, blocks, scales, factors, addresses, weight, flags, places, moves, MOMENTA: tl.constexpr,
                    SKIPS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
                    TYPE_0: tl.constexpr, TYPE_1: tl.constexpr, TYPE_2: tl.constexpr = None,
                    TYPE_3: tl.constexpr = None):
-    """Lists: W, U; with MOMENTA also M, G, where M changes if it `keeps` what follows."""
+    """Lists: W, U; with MOMENTA also M, G, where M changes if it `moves`."""
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ALIGNED)
     factor = tl.load(scales + tl.load(blocks + tl.program_id(0).to(tl.int64) * 2)) * tl.load(factors)
     if SKIPS:
@@ -76,10 +76,10 @@ def _update_kernel(records, blocks, scales, factors, addresses, weight, flags, p
     w = tl.load(w_at, mask=inside).to(tl.float32)
     u = tl.load(elements(record, row, column, 1, TYPE_1, 0, ALIGNED), mask=inside).to(tl.float32)
     if MOMENTA:
-        moves = tl.where(keeps != 0, inside, False)
+        moved = tl.where(moves != 0, inside, False)
         m_at = elements(record, row, column, 2, TYPE_2, 0, ALIGNED)
         g_at = elements(record, row, column, 3, TYPE_3, fresh(record, addresses, FIELDS), ALIGNED)
-        m = tl.load(m_at, mask=moves).to(tl.float32)
-        m += tl.load(weight) * (tl.load(g_at, mask=moves).to(tl.float32) - m)
-        tl.store(m_at, m.to(TYPE_2), mask=moves)
+        m = tl.load(m_at, mask=moved).to(tl.float32)
+        m += tl.load(weight) * (tl.load(g_at, mask=moved).to(tl.float32) - m)
+        tl.store(m_at, m.to(TYPE_2), mask=moved)
     tl.store(w_at, (w * tl.load(factors + 1) - u * factor).to(TYPE_0), mask=inside)

@@ -9,10 +9,10 @@ from collections import defaultdict
 
 import torch
 
+from .bound import piece_at
 from .freight import ALIGNMENT
 from .kernels.pack import Copy
 from .kernels.split import Split
-from .store import piece_at
 
 
 class Stacks:
