@@ -130,17 +130,29 @@ def test_lines_are_fitted(simulate):
     assert simulate.line([(1, 1.0), (2, 4.0)])[0] == 0.0  # no negative start
 
 
+KEYS = "ranks mode model implementation optimizer run median_ms host_ms layers commit".split()
+
+
+def table(path, lines):
+    """A CSV of these rows, whose last field is the commit."""
+    path.write_text("\n".join([",".join(KEYS), *lines, ""]))
+    return path
+
+
 def test_the_newest_row_of_a_kind_counts(simulate, tmp_path):
-    keys = "ranks mode model implementation optimizer run median_ms host_ms layers".split()
-    lines = ["4,fsdp,tiny,ours,muon,eager,9,1,", "4,fsdp,tiny,ours,muon,eager,8,1,", "4,fsdp,tiny,peer,muon,eager,7,1,",
-             "4,reduce,tiny,ours,muon,eager,6,1,", "4,fsdp,tiny,ours,normuon,eager,5,1,",
-             "4,fsdp,tiny,ours,muon,graph,4,1,"]
-    rows = [dict(zip(keys, line.split(","))) for line in lines]
-    with open(tmp_path / "step.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, keys)
-        writer.writeheader()
-        writer.writerows(rows)
-    assert [row["median_ms"] for row in simulate.read_measured(tmp_path / "step.csv")] == ["8", "4"]
+    path = table(tmp_path / "step.csv", [
+        "4,fsdp,tiny,ours,muon,eager,9,1,,a", "4,fsdp,tiny,ours,muon,eager,8,1,,a",
+        "4,fsdp,tiny,peer,muon,eager,7,1,,a", "4,reduce,tiny,ours,muon,eager,6,1,,a",
+        "4,fsdp,tiny,ours,normuon,eager,5,1,,a", "4,fsdp,tiny,ours,muon,graph,4,1,,a"])
+    assert [row["median_ms"] for row in simulate.read_measured(path)] == ["8", "4"]
+
+
+def test_rows_of_others_have_pairs(simulate, tmp_path):
+    """A file of one's own has no row of the commit that brought them; only rows before such a row have none."""
+    kinds = [f"{ranks},fsdp,tiny,ours,muon,eager,9,1,," for ranks in (2, 4, 8)]
+    for commits, pairs in (("abc", [True] * 3), (("a", simulate.PAIRS_FROM, "b"), [False, True, True])):
+        path = table(tmp_path / "step.csv", [kind + commit for kind, commit in zip(kinds, commits)])
+        assert [row["pairs"] for row in simulate.read_measured(path)] == pairs
 
 
 def test_rows_from_before_pairs_are_planned_step_by_step(simulate):

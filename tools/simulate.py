@@ -297,14 +297,18 @@ def sums(buckets, ways, ranks) -> dict:
 
 
 def read_measured(path) -> list[dict]:
-    """The newest row of each kind of step with Muon that this file can plan; and whether its step took pairs."""
-    newest, pairs = {}, False
+    """The newest row of each kind of step with Muon that this file can plan; and whether its step took pairs: in a file
+    without rows of PAIRS_FROM all did, since it was measured later and by somebody else.
+    """
     with open(path, newline="") as file:
-        for row in csv.DictReader(file):
-            pairs = pairs or row.get("commit") == PAIRS_FROM
-            known = row["mode"] in ("fsdp", "hsdp", "ddp", "ddp_sharded", "ep", "single") and row["model"] in MODELS
-            if known and (row["implementation"], row["optimizer"]) == ("ours", "muon") and row["run"] != "replay":
-                newest[row["model"], row["mode"], row["ranks"], row["run"], row["layers"]] = row | {"pairs": pairs}
+        rows = list(csv.DictReader(file))
+    first = next((number for number, row in enumerate(rows) if row.get("commit") == PAIRS_FROM), 0)
+    newest = {}
+    for number, row in enumerate(rows):
+        known = row["mode"] in ("fsdp", "hsdp", "ddp", "ddp_sharded", "ep", "single") and row["model"] in MODELS
+        if known and (row["implementation"], row["optimizer"]) == ("ours", "muon") and row["run"] != "replay":
+            key = tuple(row[name] for name in ("model", "mode", "ranks", "run", "layers"))
+            newest[key] = row | {"pairs": number >= first}
     return list(newest.values())
 
 
