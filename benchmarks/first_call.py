@@ -10,7 +10,6 @@ is longest_s; again_s: the same calls once more; compiled: kernels that the cach
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import MODELS, shapes_of  # noqa: E402
+from rows import append, table  # noqa: E402
 
 COLUMNS = "commit gpu model cache shapes load_s first_s longest_s again_s compiled torch triton".split()
 
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["llama3_8b"], choices=MODELS, help="whose shapes")
     parser.add_argument("--divide", type=int, default=1, help="divide all sides by this, for a CPU")
     parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
-    parser.add_argument("--out", default="first_call.csv", help="CSV to append to")
+    parser.add_argument("--out", type=table(COLUMNS), default="first_call.csv", help="CSV to append to")
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -80,12 +80,7 @@ def write(options, row) -> None:
     from step import commit
 
     row["commit"] = options.commit or commit()
-    new = not Path(options.out).exists()
-    with open(options.out, "a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    append(options.out, COLUMNS, [row])
     print(row, flush=True)
 
 

@@ -8,9 +8,8 @@ which the CSV has no rows is left out.
 
 from __future__ import annotations
 
-import csv
-
 from figures import arguments, usual_gpu, write
+from rows import read
 
 CUBLAS = "cuBLAS, n x n x n"
 COLOURS = {"ours": "tab:red", "ours turbo": "tab:orange", "ours cubic": "tab:pink", "gns": "tab:blue",
@@ -19,8 +18,7 @@ COLOURS = {"ours": "tab:red", "ours turbo": "tab:orange", "ours cubic": "tab:pin
 
 def main() -> None:
     options = arguments(__doc__, "polar.py")
-    with open(options.csv, newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read(options.csv)
     gpu = options.gpu or usual_gpu(rows)
     rows = [row for row in rows if row["gpu"] == gpu]
     write(options.out, {"time": times, "roofline": roofline, "spectra": spectra}, rows, gpu)

@@ -8,26 +8,26 @@ the CSV has no rows is left out.
 
 from __future__ import annotations
 
-import csv
 from collections import defaultdict
 
 from figures import arguments, usual_gpu, write
+from rows import read
 
 KEY = ("ranks", "mode", "model", "implementation", "optimizer", "run", "layers")
 
 
 def main() -> None:
     options = arguments(__doc__, "step.py")
-    write(options.out, {"step": times, "gpus": growth, "layers": layers}, read(options.csv, options.gpu))
+    write(options.out, {"step": times, "gpus": growth, "layers": layers}, newest(options.csv, options.gpu))
 
 
-def read(path, gpu=None) -> list[dict]:
+def newest(path, gpu=None) -> list[dict]:
     """The last row of each kind of step on one GPU, numbers as such."""
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
-    newest = {tuple(row[key] for key in KEY): row for row in rows if row["gpu"] == (gpu or usual_gpu(rows))}
+    rows = read(path)
+    gpu = gpu or usual_gpu(rows)
+    last = {tuple(row[key] for key in KEY): row for row in rows if row["gpu"] == gpu}
     times = ("median_ms", "floor_ms", "host_ms")
-    return [{**row, "ranks": int(row["ranks"]), **{key: float(row[key]) for key in times}} for row in newest.values()]
+    return [{**row, "ranks": int(row["ranks"]), **{key: float(row[key]) for key in times}} for row in last.values()]
 
 
 def times(axes, rows) -> bool:

@@ -13,7 +13,6 @@ of the peers take most of the time: --jobs 12 runs them beforehand, side by side
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib
 import math
 import statistics
@@ -29,6 +28,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import peers  # noqa: E402
 import shapes  # noqa: E402
 from race import captured, race  # noqa: E402
+from rows import append, table  # noqa: E402
 from step import commit, triton_version  # noqa: E402
 
 from tests.spectra import KINDS, spectrum  # noqa: E402
@@ -52,7 +52,7 @@ def main() -> None:
             continue
         for values in measure(polar, gram, shape, options):
             rows.append(values | {"commit": options.commit or commit()})
-            append(options.out, rows[-1])
+            append(options.out, COLUMNS, rows[-1:])
             print(" ".join(f"{values[key]}" for key in COLUMNS[2:13]), values["note"], flush=True)
         if DEVICE == "cuda":
             torch.cuda.empty_cache()
@@ -75,14 +75,10 @@ def arguments():
     parser.add_argument("--rest-ms", type=float, default=10.0, help="how long the GPU rests before each burst")
     parser.add_argument("--jobs", type=int, default=0, help="processes that fill the compilers' caches beforehand")
     parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
-    parser.add_argument("--out", default="polar.csv", help="CSV to append to")
+    parser.add_argument("--out", type=table(COLUMNS), default="polar.csv", help="CSV to append to")
     options = parser.parse_args()
     if not any((options.rows, options.grid, options.products, options.spectra, options.shapes)):
         options.rows = True
-    if Path(options.out).exists():
-        header = Path(options.out).read_text().splitlines()[:1]
-        if header and header != [",".join(COLUMNS)]:
-            parser.error(f"--out: {options.out} has other columns; name a new file")
     return options
 
 
@@ -279,15 +275,6 @@ def compile_all(rank, options) -> None:
             except Exception:  # it is told when it is measured
                 continue
         torch.cuda.empty_cache()
-
-
-def append(path, values) -> None:
-    new = not Path(path).exists()
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if new:
-            writer.writeheader()
-        writer.writerow(values)
 
 
 def summary(rows) -> str:

@@ -17,15 +17,14 @@ By CUDA graphs, in turns; without a GPU called, where the ways take the same tim
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib
 import itertools
 from functools import partial
-from pathlib import Path
 
 import torch
 from kernels import get_kernel
 from race import captured, race
+from rows import append, table
 from step import commit, device_name, triton_version
 
 PACKAGE = get_kernel("org/optimizer", version=1).__name__
@@ -43,7 +42,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--rest-ms", type=float, default=6.0, help="how long the GPU rests before each burst")
     parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
-    parser.add_argument("--out", default="stacks.csv", help="CSV to append to")
+    parser.add_argument("--out", type=table(COLUMNS), default="stacks.csv", help="CSV to append to")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for text in options.stacks:
@@ -57,7 +56,8 @@ def main() -> None:
             median, p20, p80 = (round(1e3 * ms, 1) for ms in times.summary())
             row = [options.commit or commit(), device_name(device), options.what, text, options.ranks, way, median, p20,
                    p80, torch.__version__, triton_version()]
-            append(options.out, row)
+            append(options.out, COLUMNS, [dict(zip(COLUMNS, row))])
+            print(*row[2:7], flush=True)
 
 
 def in_pieces(shapes, ranks, device):
@@ -174,13 +174,6 @@ def same_bits(ways, results) -> None:
             t.fill_(float("nan"))
     for first, second in itertools.pairwise(found):
         assert all(map(torch.equal, first, second)), f"{list(ways)} differ"
-
-
-def append(path, row) -> None:
-    new = not Path(path).exists()
-    with open(path, "a", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([COLUMNS, row] if new else [row])
-    print(*row[2:7], flush=True)
 
 
 WAYS = {way.__name__: way for way in (side_by_side, last_turn, symmetric, product)} | {"pieces": in_pieces}

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import gc
 import gzip
 import importlib.metadata
@@ -37,6 +36,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import MODELS, floor_ms, shapes_of  # noqa: E402
+from rows import append, table  # noqa: E402
 
 COLUMNS = ("commit gpu ranks mode model implementation optimizer run median_ms p20_ms p80_ms host_ms first_step_s "
            "extra_mib floor_ms torch triton layers").split()
@@ -55,8 +55,7 @@ REDUCED_BYTES = 25 << 20  # of gradients in one all-reduce, as DDP has it
 def main() -> None:
     options = arguments()
     for ranks in options.ranks:
-        for row in on_ranks(worker, options, ranks):
-            append(options.out, row)
+        append(options.out, COLUMNS, on_ranks(worker, options, ranks))
 
 
 def on_ranks(work, options, ranks: int) -> list[dict]:
@@ -101,7 +100,7 @@ def arguments():
     parser.add_argument("--trace", type=Path, default=None, help="folder for traces of one more step, one per rank")
     parser.add_argument("--report", action="store_true", help="print rank 0's plan_report(), with one more step timed")
     parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
-    parser.add_argument("--out", default="step.csv", help="CSV to append to")
+    parser.add_argument("--out", type=table(COLUMNS), default="step.csv", help="CSV to append to")
     options = parser.parse_args()
     if "replay" in options.runs and not torch.cuda.is_available():
         parser.error("--runs replay needs a GPU: it replays a CUDA graph")
@@ -356,15 +355,6 @@ def peak(device) -> int:
 
 def device_name(device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else f"CPU ({platform.machine()}), gloo"
-
-
-def append(path, row) -> None:
-    new = not Path(path).exists()
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 def commit() -> str:

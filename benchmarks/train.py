@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import statistics
 import sys
 import time
@@ -28,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
 from corpus import VOCABULARY, even_windows, random_windows, read_corpus  # noqa: E402
 from gpt import GPT  # noqa: E402
+from rows import append, table  # noqa: E402
 from step import commit, device_name, join, on_ranks, synchronize  # noqa: E402
 
 COLUMNS = ("commit gpu ranks model implementation optimizer seed steps tokens train_loss heldout_loss step_ms "
@@ -40,12 +40,7 @@ HELDOUT_WINDOWS = 64
 def main() -> None:
     options = arguments()
     measured = on_ranks(worker, options, options.ranks)
-    new = not Path(options.out).exists()
-    with open(options.out, "a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(measured)
+    append(options.out, COLUMNS, measured)
     for line in shares(measured):
         print(line)
 
@@ -69,7 +64,7 @@ def arguments():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", default=None, help="folder whose *.py files are the text")
     parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
-    parser.add_argument("--out", default="train.csv", help="CSV to append to")
+    parser.add_argument("--out", type=table(COLUMNS), default="train.csv", help="CSV to append to")
     options = parser.parse_args()
     if options.batch % options.ranks:
         parser.error(f"--batch {options.batch} cannot be split over {options.ranks} ranks")

@@ -12,13 +12,12 @@ all_to_all from one place: good to try the script.
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rows import append, table
 from step import commit, device_name, join, on_ranks
 
 COLUMNS = "commit gpu ranks what collective mib_per_rank median_us torch".split()
@@ -30,15 +29,9 @@ def main() -> None:
     parser.add_argument("--mib", type=float, nargs="+", default=[0.25, 1, 4, 16, 64, 256], help="from rank to rank")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
-    parser.add_argument("--out", default="wire.csv", help="CSV to append to")
+    parser.add_argument("--out", type=table(COLUMNS), default="wire.csv", help="CSV to append to")
     options = parser.parse_args()
-    rows = on_ranks(worker, options, options.ranks)
-    new = not Path(options.out).exists()
-    with open(options.out, "a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
+    append(options.out, COLUMNS, on_ranks(worker, options, options.ranks))
 
 
 def worker(rank: int, ranks: int, port: int, options, rows) -> None:

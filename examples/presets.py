@@ -7,7 +7,6 @@ are those of train_gpt.py.
 """
 from __future__ import annotations
 
-import csv
 import statistics
 import sys
 from collections import defaultdict
@@ -15,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from sweep import append_rows, read_rows
 from train_gpt import BEST_LR, options_of, parser, pick_device, rounded, train
 
 RESULTS = Path(__file__).parent / "results" / "presets.csv"
@@ -39,14 +39,6 @@ def run_one(options, device: torch.device) -> list[dict]:
     return rows
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows so far, as text."""
-    if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def last_losses(rows: list[dict[str, str]]) -> dict[str, list[float]]:
     """Per set, the held-out losses at the end of its runs."""
     losses = defaultdict(list)
@@ -64,18 +56,11 @@ def main() -> None:
     made.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2), help="one run each (default: %(default)s)")
     arguments = made.parse_args()
     base, path, device = options_of(arguments), Path(arguments.out), pick_device(0)
-    path.parent.mkdir(parents=True, exist_ok=True)
     for seed in arguments.seeds:
         for name in arguments.sets:
-            before = read_rows(path)
-            if any((row["ns_coefficients"], row["seed"]) == (name, str(seed)) for row in before):
+            if any((row["ns_coefficients"], row["seed"]) == (name, str(seed)) for row in read_rows(path)):
                 continue
-            rows = run_one(replace(base, ns_coefficients=name, seed=seed), device)
-            with open(path, "a", newline="") as file:
-                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-                if not before:
-                    writer.writeheader()
-                writer.writerows(rows)
+            append_rows(path, COLUMNS, run_one(replace(base, ns_coefficients=name, seed=seed), device))
     for name, losses in last_losses(read_rows(path)).items():
         print(f"{name:15} held-out {statistics.mean(losses):.4f}  ({', '.join(f'{loss:.4f}' for loss in losses)})")
 

@@ -23,22 +23,21 @@ COLUMNS = ("optimizer", "lr", "seed", "steps", "train_loss", "heldout_loss", "de
 
 
 def read_rows(path: Path = RESULTS) -> list[dict[str, str]]:
-    """The rows of a sweep, as text."""
+    """The rows so far, as text."""
     if not path.exists():
         return []
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
 
 
-def append_row(path: Path, row: dict) -> None:
-    """Add one row, after a header if the file is new."""
+def append_rows(path: Path, columns: tuple[str, ...], rows: list[dict]) -> None:
+    """Add rows, after a header if the file is new or empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
     with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        if not file.tell():
             writer.writeheader()
-        writer.writerow(row)
+        writer.writerows(rows)
 
 
 def mean_losses(rows: list[dict[str, str]]) -> dict[str, dict[float, float]]:
@@ -77,7 +76,7 @@ def main() -> None:
         for lr in [base.lr] if base.lr else GRID:
             for seed in SEEDS if base.seed is None else [base.seed]:
                 if (name, lr, seed) not in done:
-                    append_row(path, run_one(replace(base, optimizer=name, lr=lr, seed=seed), device))
+                    append_rows(path, COLUMNS, [run_one(replace(base, optimizer=name, lr=lr, seed=seed), device)])
     for name, by_lr in mean_losses(read_rows(path)).items():
         best = min(by_lr, key=by_lr.get)
         print(f"{name:8}", "  ".join(f"{lr:g}: {loss:.3f}{'*' if lr == best else ' '}" for lr, loss in by_lr.items()))

@@ -139,6 +139,19 @@ def test_a_table_with_other_columns_is_not_appended_to(tmp_path):
     assert done.returncode == 2 and "has other columns" in done.stderr
 
 
+@pytest.mark.parametrize("before", [None, "", "a,b\r\n0,0\r\n"])
+def test_rows_are_appended_below_one_header(before, tmp_path, monkeypatch):
+    """Also to a file that is there and empty; new lines end alike everywhere, old ones stay as they are."""
+    rows, path = load("rows", monkeypatch), tmp_path / "new" / "table.csv"
+    if before is not None:
+        path.parent.mkdir()
+        path.write_bytes(before.encode())
+    for number in (1, 2):
+        rows.append(path, ("a", "b"), [{"b": number, "a": "x"}])
+    assert path.read_bytes().decode() == (before or "a,b\n") + "x,1\nx,2\n"
+    assert [row["b"] for row in rows.read(path)] == ["0"] * bool(before) + ["1", "2"]
+
+
 def test_the_grid_covers_what_was_promised(monkeypatch):
     shapes = load("shapes", monkeypatch)
     grid = shapes.GRID

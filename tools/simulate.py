@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={ROOT}")
 from kernels import get_kernel  # noqa: E402
 from models import MODELS, shapes_of  # noqa: E402
+from rows import read  # noqa: E402
 
 PACKAGE = get_kernel("org/optimizer", version=1).__name__
 balance, freight, layout, pace, pipeline, plan, polar = (
@@ -300,8 +301,7 @@ def read_measured(path) -> list[dict]:
     """The newest row of each kind of step with Muon that this file can plan; and whether its step took pairs: in a file
     without rows of PAIRS_FROM all did, since it was measured later and by somebody else.
     """
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read(path)
     first = next((number for number, row in enumerate(rows) if row.get("commit") == PAIRS_FROM), 0)
     newest = {}
     for number, row in enumerate(rows):
