@@ -40,7 +40,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as cache:
             for state in ("cold", "warm"):
                 command = [sys.executable, __file__, "--child", state, "--models", model, "--divide",
-                           str(options.divide)]
+                           str(options.divide), "--out", str(options.out)]
                 done = subprocess.run(command, env=os.environ | {"TRITON_CACHE_DIR": cache}, check=True,
                                       stdout=subprocess.PIPE, text=True)
                 row = json.loads(done.stdout.splitlines()[-1])
