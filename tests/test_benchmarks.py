@@ -152,6 +152,12 @@ def test_rows_are_appended_below_one_header(before, tmp_path, monkeypatch):
     assert [row["b"] for row in rows.read(path)] == ["0"] * bool(before) + ["1", "2"]
 
 
+def test_lines_of_measured_tables_end_alike():
+    """Else an editor, or the next row, makes a difference of every line."""
+    tables = sorted((FOLDER / "results").glob("*.csv"))
+    assert tables and [path.name for path in tables if b"\r" in path.read_bytes()] == []
+
+
 def test_the_grid_covers_what_was_promised(monkeypatch):
     shapes = load("shapes", monkeypatch)
     grid = shapes.GRID
