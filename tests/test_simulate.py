@@ -69,6 +69,24 @@ def test_what_is_planned_fits_the_package_s_default(simulate):
         assert 1 << 30 < sum(taken.values()) <= 2 << 30
 
 
+@pytest.mark.parametrize("model, ranks, shards", [("llama3_8b", 4, 4), ("moe_experts", 8, 8), ("moe_experts", 8, 4)])
+def test_workspace_is_what_a_rank_takes(model, ranks, shards, simulate):
+    """Not what ranks with other experts take besides: local buckets share one slot, families take turns."""
+    layouts, buckets, times, _ = planned(simulate, model, "fsdp", ranks, "--layers", 2, "--expert-parallel", shards)
+    needed, terms = 0, part("freight").Terms(once=True, scratch=simulate.terms_of(times).scratch)
+    for rank in range(ranks):
+        taken, travelling = Counter(), 0
+        for bucket in [bucket for bucket in buckets if rank in bucket.ranks]:
+            travels = bucket.route != "local"
+            share = part("share").share_of(bucket, rank, layouts, None, terms)
+            for memory, nbytes in share.places()[1].items():
+                place = memory, (travelling % 3 if travels else 1) * (memory == "slot")
+                taken[place] = max(taken[place], nbytes)
+            travelling += travels
+        needed = max(needed, sum(taken.values()))
+    assert needed <= 2**20 * (simulate.workspace_mib(buckets) + 1) <= 1.1 * needed
+
+
 def test_the_wire_follows_its_arguments(simulate):
     layouts, (bucket,), *_ = planned(simulate, "tiny", "fsdp", 32)
 

@@ -240,27 +240,42 @@ def step_ms(buckets, ways, times, cluster, exchange):
             parts.append(dataclasses.replace(bucket.part, inbound=there, outbound=back))
         else:
             parts.append(bucket.part)
-    done, wire, members = 0.0, 0.0, defaultdict(list)
-    for part, bucket in zip(parts, buckets):
-        members[bucket.ranks].append(part)
-    signatures = defaultdict(list)
-    for ranks in members:
-        for rank in ranks:
-            signatures[rank].append(ranks)
-    for sets in {tuple(sets) for sets in signatures.values()}:
-        pause = pace.Part(0, 0, 0, 0, 0)
-        mine = [part for ranks in sets for part in (*members[ranks], pause)]
+    done, wire, pause = 0.0, 0.0, pace.Part(0, 0, 0, 0, 0)
+    for families in of_ranks(buckets):
+        mine = [part for numbers in families for part in (*(parts[number] for number in numbers), pause)]
         spans = times.spans(mine)
         if (end := max(span.end for span in spans) / 1e6) > done:
             done, wire = end, sum(p.inbound + p.outbound for p in mine) / 1e6
     return done, wire
 
 
+def of_ranks(buckets) -> list:
+    """The buckets that a rank has part in, as [numbers of those that travel over the same ranks]; once for all ranks
+    that have part in the same.
+    """
+    members, families = defaultdict(list), defaultdict(list)
+    for number, bucket in enumerate(buckets):
+        members[bucket.ranks].append(number)
+    for ranks in members:
+        for rank in ranks:
+            families[rank].append(ranks)
+    return [[members[ranks] for ranks in mine] for mine in {tuple(mine) for mine in families.values()}]
+
+
 def workspace_mib(buckets) -> int:
-    """All slots and the bench, as large as the largest bucket that uses them."""
-    slots, benches = zip(*(bucket.memory for bucket in buckets))
-    turns = [slots[number::pipeline.SLOTS] for number in range(pipeline.SLOTS)]
-    return round((sum(max(slot, default=0) for slot in turns) + max(benches)) / 2**20)
+    """Of the rank that has the most: slots and bench, as large as the largest of its buckets that uses them, of all
+    families in turn (`Freight.held` knows one); those that stay at home share the slot of the second that travels.
+    """
+    most = 0
+    for families in of_ranks(buckets):
+        mine = [buckets[number] for numbers in families for number in numbers]
+        slots, travelling = [0] * pipeline.SLOTS, 0
+        for bucket in mine:
+            travels = bucket.route != "local"
+            place = travelling % pipeline.SLOTS if travels else 1
+            slots[place], travelling = max(slots[place], bucket.memory[0]), travelling + travels
+        most = max(most, sum(slots) + max(bucket.memory[1] for bucket in mine))
+    return round(most / 2**20)
 
 
 def most_buckets(buckets) -> int:
