@@ -25,7 +25,8 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--modes", nargs="+", default=["fsdp"], choices=["fsdp", "hsdp", "ddp"])
     parser.add_argument("--shards", type=int, default=None, help="ranks that share one copy, in hsdp (half of them)")
-    parser.add_argument("--gbps", type=float, default=4300.0, help="GB/s, read and written together")
+    parser.add_argument("--gbps", type=float, default=simulate.PACE["copy_gbps"],
+                        help="GB/s of a copy, read and written together (default: %(default)s, of an H200)")
     options = parser.parse_args()
     for model in options.models:
         for mode in options.modes:

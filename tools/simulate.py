@@ -37,6 +37,8 @@ from rows import read  # noqa: E402
 PACKAGE = get_kernel("org/optimizer", version=1).__name__
 balance, freight, layout, pace, pipeline, plan, polar = (
     importlib.import_module(f"{PACKAGE}.{name}") for name in "balance freight layout pace pipeline plan polar".split())
+ARCH = "sm90"  # whose measured times are taken, of an H200
+PACE = pace.table(ARCH)
 RESULTS = ROOT / "benchmarks" / "results" / "step.csv"
 PAIRS_FROM = "6d124ed"  # the first rows of step.csv in which two steps were one
 WORKSPACE = 2 << 30  # bytes, at most
@@ -48,11 +50,12 @@ COLUMNS = ("model mode ranks shards exchange matrices buckets plan_s balance lea
 @dataclasses.dataclass(frozen=True)
 class Cluster:
     """Nodes of `node` GPUs, `nvlink_gbps` GB/s inside and `network_gbps` GB/s per GPU outside, each way; a collective
-    takes `nvlink_us` or `network_us` at least, and `message_us` for each message that leaves a node.
+    takes `nvlink_us` or `network_us` at least, and `message_us` for each message that leaves a node. What NVLink takes
+    is what the package expects of it.
     """
     node: int = 8
-    nvlink_gbps: float = 330.0
-    nvlink_us: float = 50.0
+    nvlink_gbps: float = PACE["wire_gbps"]
+    nvlink_us: float = PACE["wire_us"]
     network_gbps: float = 50.0
     network_us: float = 60.0
     message_us: float = 2.0
@@ -94,7 +97,8 @@ def arguments(given=None):
     parser.add_argument("--measured", type=Path, default=RESULTS, help="CSV of measured steps to fit to")
     parser.add_argument("--out", type=Path, default=Path("scaling"), help="folder for scaling.csv and scaling.png")
     for field in dataclasses.fields(Cluster):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int if field.name == "node" else float,
+                            default=field.default, help="of the cluster, default: %(default)s")
     return parser.parse_args(given)
 
 
@@ -143,7 +147,7 @@ def planned(model, mode, ranks, options, pairs=True):
     steps = polar.steps_of("polar_express")
     if not pairs:  # coefficients that no set begins with
         steps = polar.steps_of([(a, b, c * (1 + 1e-12)) for a, b, c in steps.triples])
-    times, start = pace.Pace(steps, "sm90"), time.perf_counter()
+    times, start = pace.Pace(steps, ARCH), time.perf_counter()
     buckets = plan.make_plan(layouts, times, {}, terms_of(times), rank_bytes=WORKSPACE, thrifty=True,
                              plain=PLAIN.get(mode, "exchange"))
     return layouts, buckets, times, time.perf_counter() - start
