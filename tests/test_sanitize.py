@@ -51,6 +51,22 @@ def test_every_kernel_is_run():
     assert len(kernels()) > 12 and missing <= (by_tma if paths.INTERPRETED else set()), missing
 
 
+def test_all_options_reach_the_sanitizer(tmp_path, monkeypatch):
+    """--small did nothing without --run."""
+    commands = []
+
+    def run(command, **options):
+        commands.append(list(map(str, command)))
+        return subprocess.CompletedProcess(command, 0, "========= ERROR SUMMARY: 0 errors", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--small", "--cases", "rows", "--sanitizer", "one"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert left.value.code == 0 and len(commands) == 4
+    assert all(command[-4:] == ["--run", "--cases", "rows", "--small"] for command in commands)
+
+
 def test_without_the_sanitizer_it_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))

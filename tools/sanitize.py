@@ -161,7 +161,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--sanitizer", default=None, help="compute-sanitizer (default: that of PATH or of CUDA_HOME)")
     parser.add_argument("--run", action="store_true", help="run the cases in this process, without a sanitizer")
-    parser.add_argument("--small", action="store_true", help="smaller shapes, for Triton's interpreter")
+    parser.add_argument("--small", action="store_true", help="smaller shapes, as Triton's interpreter needs them")
     options = parser.parse_args()
     if options.run:
         return run(options)
@@ -170,7 +170,7 @@ def main() -> int:
     if sanitizer is None:
         print("compute-sanitizer is not installed; it comes with the CUDA toolkit (or name it with --sanitizer)")
         return 2
-    myself = [sys.executable, __file__, "--run", "--cases", *options.cases]
+    myself = [sys.executable, __file__, "--run", "--cases", *options.cases, *["--small"] * options.small]
     subprocess.run(myself, check=True)
     # without a cache in between, every tensor is an allocation of its own
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
