@@ -111,6 +111,15 @@ def test_products_of_an_iteration(part, monkeypatch, most, made):
     assert len(counts) == made
 
 
+def test_a_set_that_is_none_is_named(optimizer, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(TOOLS)
+    tool = importlib.import_module("fit_pairs")
+    monkeypatch.setattr("sys.argv", ["fit_pairs.py", "jordan", "jardon"])
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert "no sets: jardon; there are" in capsys.readouterr().err
+
+
 def test_numbers_are_fitted(optimizer, steps, monkeypatch, capsys):
     """The tool's command, with fewer tries than its own, for the default."""
     monkeypatch.syspath_prepend(TOOLS)

@@ -31,6 +31,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=[5], help="ns_steps, of sets of any length")
     options = parser.parse_args()
     steps = importlib.import_module(f"{get_kernel('org/optimizer', version=1).__name__}.steps")
+    if unknown := [name for name in options.sets if name not in steps.SETS]:
+        parser.error(f"no sets: {', '.join(unknown)}; there are {', '.join(steps.SETS)}")
     for name in options.sets:
         known = {}
         for count in options.steps if name in steps.ANY_LENGTH else [len(steps.SETS[name])]:
