@@ -94,7 +94,8 @@ def arguments(given=None):
                         "expert lie: in other nodes (neighbours hold other experts), or side by side")
     parser.add_argument("--run", default="graph", choices=["graph", "eager"], help="eager: the host's time counts too")
     parser.add_argument("--layers", type=int, default=None, help="layers in place of the model's own number")
-    parser.add_argument("--measured", type=Path, default=RESULTS, help="CSV of measured steps to fit to")
+    parser.add_argument("--measured", type=Path, default=RESULTS,
+                        help="what benchmarks/step.py wrote, to fit to (default: the committed steps)")
     parser.add_argument("--out", type=Path, default=Path("scaling"), help="folder for scaling.csv and scaling.png")
     for field in dataclasses.fields(Cluster):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int if field.name == "node" else float,

@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="+", type=Path, help="Chrome traces, one per rank")
     parser.add_argument("--out", type=Path, default=Path("timeline.png"), help="the figure; the CSV lies beside it")
-    parser.add_argument("--title", default=None)
+    parser.add_argument("--title", default=None, help="of the figure")
     options = parser.parse_args()
     ranks = {}
     for number, path in enumerate(options.traces):
@@ -56,8 +56,9 @@ def main() -> None:
     write(options.out.with_suffix(".csv"), rows)
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()))
-    if draw(ranks, options.out, options.title):
-        print(f"{options.out} and {options.out.with_suffix('.csv')}")
+    drawn = draw(ranks, options.out, options.title)
+    table = options.out.with_suffix(".csv")
+    print(f"{options.out} and {table}" if drawn else f"{table}; matplotlib, which draws the figure, is not installed")
 
 
 def read(path) -> tuple[int | None, list[Work]]:

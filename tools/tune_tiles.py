@@ -18,6 +18,7 @@ import json
 import math
 import statistics
 import time
+from pathlib import Path
 
 import torch
 from kernels import get_kernel
@@ -43,6 +44,7 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("tiles are timed on a GPU, and there is none")
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)  # now, not after ten minutes
     package = get_kernel("org/optimizer", version=1).__name__
     gram, tiles = (importlib.import_module(f"{package}.kernels.{name}") for name in ("gram", "tiles"))
     arch, device = tiles.architecture("cuda", torch.cuda.current_device()), torch.cuda.get_device_properties()
