@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 
 import matplotlib
+from rows import read
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -26,6 +27,17 @@ def usual_gpu(rows) -> str:
     return statistics.mode(row["gpu"] for row in rows)
 
 
+def rows_of(path, gpu=None) -> tuple[list[dict[str, str]], str]:
+    """(The rows of one GPU, its name): by default of that of most rows. SystemExit where there are none."""
+    rows = read(path)
+    gpu = gpu or (usual_gpu(rows) if rows else "any GPU")
+    found = [row for row in rows if row["gpu"] == gpu]
+    if not found:
+        others = ", ".join(sorted({row["gpu"] for row in rows}))
+        raise SystemExit(f"{path} has no rows of {gpu}, but of: {others or 'none'}")
+    return found, gpu
+
+
 def write(out: str, figures: dict, *rows) -> None:
     """Write NAME.png to the folder `out` for each name -> draw(axes, *rows) that returns True."""
     Path(out).mkdir(parents=True, exist_ok=True)
@@ -34,4 +46,5 @@ def write(out: str, figures: dict, *rows) -> None:
         if draw(axes, *rows):
             axes.legend(frameon=False, fontsize=8)
             figure.savefig(Path(out) / f"{name}.png", dpi=120)
+            print(Path(out) / f"{name}.png")
         plt.close(figure)

@@ -8,8 +8,7 @@ which the CSV has no rows is left out.
 
 from __future__ import annotations
 
-from figures import arguments, usual_gpu, write
-from rows import read
+from figures import arguments, rows_of, write
 
 CUBLAS = "cuBLAS, n x n x n"
 COLOURS = {"ours": "tab:red", "ours turbo": "tab:orange", "ours cubic": "tab:pink", "gns": "tab:blue",
@@ -18,9 +17,7 @@ COLOURS = {"ours": "tab:red", "ours turbo": "tab:orange", "ours cubic": "tab:pin
 
 def main() -> None:
     options = arguments(__doc__, "polar.py")
-    rows = read(options.csv)
-    gpu = options.gpu or usual_gpu(rows)
-    rows = [row for row in rows if row["gpu"] == gpu]
+    rows, gpu = rows_of(options.csv, options.gpu)
     write(options.out, {"time": times, "roofline": roofline, "spectra": spectra}, rows, gpu)
 
 

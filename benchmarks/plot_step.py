@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from figures import arguments, usual_gpu, write
-from rows import read
+from figures import arguments, rows_of, write
 
 KEY = ("ranks", "mode", "model", "implementation", "optimizer", "run", "layers")
 
@@ -23,9 +22,7 @@ def main() -> None:
 
 def newest(path, gpu=None) -> list[dict]:
     """The last row of each kind of step on one GPU, numbers as such."""
-    rows = read(path)
-    gpu = gpu or usual_gpu(rows)
-    last = {tuple(row[key] for key in KEY): row for row in rows if row["gpu"] == gpu}
+    last = {tuple(row[key] for key in KEY): row for row in rows_of(path, gpu)[0]}
     times = ("median_ms", "floor_ms", "host_ms")
     return [{**row, "ranks": int(row["ranks"]), **{key: float(row[key]) for key in times}} for row in last.values()]
 

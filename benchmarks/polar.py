@@ -65,7 +65,7 @@ def arguments():
     parser.add_argument("--grid", action="store_true", help=f"{len(shapes.GRID)} other shapes")
     parser.add_argument("--products", action="store_true", help="X X^T alone")
     parser.add_argument("--spectra", action="store_true", help="errors over spectra, untimed")
-    parser.add_argument("--shapes", nargs="+", default=[], help="stacks NxRxC, as in 12x768x3072")
+    parser.add_argument("--shapes", nargs="+", default=[], type=shapes.stack_of, help="stacks NxRxC: 12x768x3072")
     parser.add_argument("--peers", nargs="*", default=["torch.compile", "gns", "dion", "cublas", "quack"],
                         choices=[*peers.POLAR, *peers.PRODUCTS], help="which other packages")
     parser.add_argument("--presets", nargs="*", default=[], help="coefficient sets to time beside the default's")
@@ -73,7 +73,8 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=5, help="bursts of each competitor")
     parser.add_argument("--burst-ms", type=float, default=5.0, help="about how long a burst lasts")
     parser.add_argument("--rest-ms", type=float, default=10.0, help="how long the GPU rests before each burst")
-    parser.add_argument("--jobs", type=int, default=0, help="processes that fill the compilers' caches beforehand")
+    parser.add_argument("--jobs", type=int, default=0,
+                        help="processes that fill the compilers' caches beforehand, where there is a GPU")
     parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
     parser.add_argument("--out", type=table(COLUMNS), default="polar.csv", help="CSV to append to")
     options = parser.parse_args()
@@ -85,8 +86,7 @@ def arguments():
 def tasks(options) -> list:
     """(function, shape) of everything that was asked for; what the rest is judged by comes first."""
     small = DEVICE == "cpu"
-    given = [tuple(map(int, text.split("x"))) for text in options.shapes]
-    stacks = given + (shapes.ROWS if options.rows and not small else shapes.TINY if options.rows else [])
+    stacks = options.shapes + (shapes.ROWS if options.rows and not small else shapes.TINY if options.rows else [])
     found = [(rates, s) for s in shapes.MATMULS if not small]
     found += [(stack, s) for s in stacks]
     found += [(product, s) for s in ((2, 16, 40),) if options.products and small]

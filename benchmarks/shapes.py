@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 # One model's layers each: the table that targets were set for.
 ROWS = [(12, 768, 768), (12, 768, 3072), (4, 1024, 4096), (1, 4096, 4096), (4, 4096, 4096), (1, 4096, 14336),
         (4, 4096, 14336), (16, 2048, 8192), (64, 768, 2048), (64, 256, 768), (64, 128, 512)]
@@ -29,3 +31,11 @@ PRODUCTS = [(1, 8192, 8192), (1, 4096, 4096), (4, 4096, 4096), (1, 4096, 14336),
 MATMULS = [(1, 2048, 2048), (1, 4096, 4096), (1, 8192, 8192)]
 
 TINY = [(2, 16, 40), (3, 24, 24), (2, 50, 20)]  # for a machine without a GPU
+
+
+def stack_of(text: str) -> tuple[int, ...]:
+    """The `type` of an option: "12x768x3072" is (12, 768, 3072)."""
+    sides = text.split("x")
+    if len(sides) != 3 or not all(side.isdecimal() and int(side) for side in sides):
+        raise argparse.ArgumentTypeError(f"{text} is no stack NxRxC, as in 12x768x3072")
+    return tuple(map(int, sides))

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import MODELS, shapes_of  # noqa: E402
-from step import MESHES, device_name, meet, meeting, parameters, pick_device, start, synchronize  # noqa: E402
+from step import MESHES, device_name, fits, meet, meeting, parameters, pick_device, start, synchronize  # noqa: E402
 
 SLACK_MIB = {"cuda": 1, "cpu": 32}  # of a CPU, the whole process is counted, whose allocator keeps what is freed
 BROKEN, MISSING = 37, 41  # every so many steps
@@ -49,6 +49,10 @@ def arguments():
     options = parser.parse_args()
     if options.steps < 20:
         parser.error(f"--steps {options.steps} is too few: memory is compared from tenth to tenth, of 2 steps or more")
+    if wrong := [mode for mode in options.mode if not fits(mode, options.ranks)]:
+        parser.error(f"--mode {' '.join(wrong)} needs another number of ranks than {options.ranks}")
+    if options.run == "graph" and 0 < torch.cuda.device_count() < options.ranks:
+        parser.error(f"--run graph needs a GPU for each of {options.ranks} ranks: no graph holds what gloo does")
     return options
 
 

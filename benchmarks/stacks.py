@@ -25,6 +25,7 @@ import torch
 from kernels import get_kernel
 from race import captured, race
 from rows import append, table
+from shapes import stack_of
 from step import commit, device_name, triton_version
 
 PACKAGE = get_kernel("org/optimizer", version=1).__name__
@@ -37,7 +38,8 @@ STEPS, WIRE = polar.steps_of("polar_express"), torch.bfloat16
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=WAYS)
-    parser.add_argument("--stacks", nargs="+", required=True, help="NxRxC, several of one bucket joined by +")
+    parser.add_argument("--stacks", nargs="+", required=True, type=bucket_of,
+                        help="NxRxC, several of one bucket joined by +")
     parser.add_argument("--ranks", type=int, default=8, help="over which rows are cut, in pieces")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--rest-ms", type=float, default=6.0, help="how long the GPU rests before each burst")
@@ -45,8 +47,9 @@ def main() -> None:
     parser.add_argument("--out", type=table(COLUMNS), default="stacks.csv", help="CSV to append to")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for text in options.stacks:
-        shapes = [tuple(map(int, stack.split("x"))) for stack in text.split("+")]
+    for text, shapes in options.stacks:
+        if options.what == "symmetric" and any(R != C for _, R, C in shapes):
+            parser.error(f"{text}: symmetric matrices have as many rows as columns")
         if options.what == "pieces" and not all(polar.splits(R, C, STEPS) for _, R, C in shapes):
             parser.error(f"{text}: small matrices, and rows of no multiple of 16 elements, do not go in pieces")
         ways, results = WAYS[options.what](shapes, options.ranks, device)
@@ -58,6 +61,11 @@ def main() -> None:
                    p80, torch.__version__, triton_version()]
             append(options.out, COLUMNS, [dict(zip(COLUMNS, row))])
             print(*row[2:7], flush=True)
+
+
+def bucket_of(text) -> tuple:
+    """(what was given, its stacks)."""
+    return text, [stack_of(stack) for stack in text.split("+")]
 
 
 def in_pieces(shapes, ranks, device):

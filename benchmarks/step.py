@@ -55,6 +55,8 @@ REDUCED_BYTES = 25 << 20  # of gradients in one all-reduce, as DDP has it
 def main() -> None:
     options = arguments()
     for ranks in options.ranks:
+        if left := [mode for mode in options.modes if not fits(mode, ranks)]:
+            print(f"left out, since they need multiples of other numbers than {ranks} ranks: {', '.join(left)}")
         append(options.out, COLUMNS, on_ranks(worker, options, ranks))
 
 
@@ -102,6 +104,7 @@ def arguments():
     parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
     parser.add_argument("--out", type=table(COLUMNS), default="step.csv", help="CSV to append to")
     options = parser.parse_args()
+    one_gpu_each(parser, max(options.ranks))
     if "replay" in options.runs and not torch.cuda.is_available():
         parser.error("--runs replay needs a GPU: it replays a CUDA graph")
     return options
@@ -118,11 +121,21 @@ def worker(rank: int, ranks: int, port: int, options, rows) -> None:
     dist.destroy_process_group()
 
 
+def one_gpu_each(parser, ranks) -> None:
+    """Tell whoever asks for more ranks than there are GPUs; without any, ranks are processes on the CPU."""
+    if 0 < (gpus := torch.cuda.device_count()) < ranks:
+        parser.error(f"--ranks {ranks}: each of them takes a GPU, and here are {gpus}")
+
+
+def fits(mode, ranks) -> bool:
+    return ranks % AT_LEAST.get(mode, 1) == 0
+
+
 def cases(options, ranks):
-    """What is measured with so many ranks; modes for which they are too few are left out."""
+    """What is measured with so many ranks."""
     for model in options.models:
         for layers in options.layers:
-            for mode in [mode for mode in options.modes if ranks % AT_LEAST.get(mode, 1) == 0]:
+            for mode in [mode for mode in options.modes if fits(mode, ranks)]:
                 for optimizer in options.optimizers:
                     for run in options.runs:
                         yield {"model": model, "layers": layers, "mode": mode, "optimizer": optimizer, "run": run}

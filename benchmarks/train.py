@@ -28,7 +28,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
 from corpus import VOCABULARY, even_windows, random_windows, read_corpus  # noqa: E402
 from gpt import GPT  # noqa: E402
 from rows import append, table  # noqa: E402
-from step import commit, device_name, join, on_ranks, synchronize  # noqa: E402
+from step import commit, device_name, join, on_ranks, one_gpu_each, synchronize  # noqa: E402
 
 COLUMNS = ("commit gpu ranks model implementation optimizer seed steps tokens train_loss heldout_loss step_ms "
            "optimizer_ms torch run parameters batch seq p80_step_ms compile").split()
@@ -66,6 +66,7 @@ def arguments():
     parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
     parser.add_argument("--out", type=table(COLUMNS), default="train.csv", help="CSV to append to")
     options = parser.parse_args()
+    one_gpu_each(parser, options.ranks)
     if options.batch % options.ranks:
         parser.error(f"--batch {options.batch} cannot be split over {options.ranks} ranks")
     if options.overlap and (options.clip or options.run == "graph"):

@@ -18,7 +18,7 @@ import time
 import torch
 import torch.distributed as dist
 from rows import append, table
-from step import commit, device_name, join, on_ranks
+from step import commit, device_name, join, on_ranks, one_gpu_each
 
 COLUMNS = "commit gpu ranks what collective mib_per_rank median_us torch".split()
 
@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
     parser.add_argument("--out", type=table(COLUMNS), default="wire.csv", help="CSV to append to")
     options = parser.parse_args()
+    one_gpu_each(parser, options.ranks)
     append(options.out, COLUMNS, on_ranks(worker, options, options.ranks))
 
 

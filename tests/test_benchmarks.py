@@ -158,6 +158,34 @@ def test_lines_of_measured_tables_end_alike():
     assert tables and [path.name for path in tables if b"\r" in path.read_bytes()] == []
 
 
+@pytest.mark.parametrize("script, arguments, message", [
+    ("polar", ["--shapes", "2x16"], "2x16 is no stack NxRxC"),
+    ("stacks", ["symmetric", "--stacks", "2x16x0"], "2x16x0 is no stack"),
+    ("stacks", ["symmetric", "--stacks", "2x16x16+2x16x40"], "as many rows as columns"),
+    ("step", ["--ranks", "1", "4"], "--ranks 4: each of them takes a GPU, and here are 2"),
+    ("train", ["--ranks", "3"], "here are 2"), ("wire", ["--ranks", "3"], "here are 2"),
+    ("soak", ["--ranks", "4", "--run", "graph"], "needs a GPU for each of 4 ranks"),
+    ("soak", ["--ranks", "6", "--mode", "ddp", "hsdp4"], "--mode hsdp4 needs another number of ranks than 6")])
+def test_what_cannot_be_measured_is_said_at_once(script, arguments, message, optimizer, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    module = load(script, monkeypatch)
+    monkeypatch.setattr("sys.argv", [f"{script}.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        getattr(module, "arguments", module.main)()
+    assert message in capsys.readouterr().err
+
+
+def test_figures_say_which_rows_there_are(tmp_path, monkeypatch):
+    figures, path = load("figures", monkeypatch), tmp_path / "table.csv"
+    path.write_text("gpu\nA\nB\nB\n")
+    assert figures.rows_of(path) == ([{"gpu": "B"}] * 2, "B") and len(figures.rows_of(path, "A")[0]) == 1
+    with pytest.raises(SystemExit, match="no rows of C, but of: A, B"):
+        figures.rows_of(path, "C")
+    path.write_text("gpu\n")
+    with pytest.raises(SystemExit, match="no rows of any GPU, but of: none"):
+        figures.rows_of(path)
+
+
 def test_the_grid_covers_what_was_promised(monkeypatch):
     shapes = load("shapes", monkeypatch)
     grid = shapes.GRID
@@ -239,7 +267,7 @@ def test_launches_are_counted(monkeypatch):
 def test_step_measures_every_mode_and_is_drawn(optimizer, tmp_path):
     common = ["--models", "tiny", "--ranks", 2, "--steps", 2, "--warmup", 1, "--commit", "abc"]
     modes = ["fsdp", "hsdp", "hsdp4", "tp_fsdp", "ddp", "ddp_sharded", "reduce", "allreduce", "single"]
-    run("step.py", *common, "--modes", *modes, "--out", tmp_path / "step.csv")
+    assert "than 2 ranks: hsdp4\n" in run("step.py", *common, "--modes", *modes, "--out", tmp_path / "step.csv")
     text = run("step.py", *common, "--modes", "fsdp", "ep", "--runs", "eager", "graph", "--optimizers", "normuon",
                "--layers", 1, 3, "--trace", tmp_path, "--report", "--out", tmp_path / "step.csv")
     with open(tmp_path / "step.csv", newline="") as file:
