@@ -20,7 +20,7 @@ def standard(X: torch.Tensor, steps, dtype: torch.dtype) -> torch.Tensor:
 def gram(X: torch.Tensor, steps, dtype: torch.dtype, most: int = 100) -> torch.Tensor:
     """Gram Newton-Schulz as in Dao-AILab's package, with the restarts that `steps` asks for, and step by step."""
     X = _normalised(X, dtype)
-    for segment in steps.segments(dtype, most):
+    for segment in steps.segments(dtype, most, len(X)):
         R, Q = _rounded(X @ X.mT, dtype), None
         for number, (a, b, c) in enumerate(segment, start=1):
             Z = _rounded(b * R + c * (R @ R), dtype)

@@ -43,13 +43,16 @@ def main() -> None:
 
 
 def pairs_of(steps):
-    """(Index, triple, next triple, largest singular value before them) of the last two steps of each segment."""
-    values, at = np.linspace(0, 1, 1 << 20), 0
-    for segment in steps.segments():
-        for number, (a, b, c) in enumerate(segment):
-            if number == len(segment) - 2 and c and at:
-                yield at, segment[-2], segment[-1], values.max()
-            values, at = a * values + b * values**3 + c * values**5, at + 1
+    """(Index, triple, next triple, largest singular value before them) of the last two steps of each segment, as large
+    and as small matrices are cut.
+    """
+    for segments in (steps.segments(), steps.segments(n=1)):
+        values, at = np.linspace(0, 1, 1 << 20), 0
+        for segment in segments:
+            for number, (a, b, c) in enumerate(segment):
+                if number == len(segment) - 2 and c and at:
+                    yield at, segment[-2], segment[-1], values.max()
+                values, at = a * values + b * values**3 + c * values**5, at + 1
 
 
 def fit(first, second, m: float):

@@ -183,7 +183,7 @@ def _iterate(groups, counts, rooms, steps, eps, most) -> None:
     _restart(parts)
     if steps.aol:
         aol(squares[0], lengths, scales)
-    cut = squares[0].dtype, most
+    cut = squares[0].dtype, most, squares[0].shape[1]
     P = _iteration(parts, squares, [*zip(steps.segments(*cut), steps.pairs(*cut))], scales)
     for part in parts:
         part.finish(P)

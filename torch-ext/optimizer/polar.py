@@ -13,7 +13,7 @@ import torch
 from .iteration import LARGE, iterate_all, takes
 from .kernels import ahead, on_chip
 from .kernels.split import Split
-from .steps import ALL, F16, Steps, is_number, steps_of
+from .steps import ALL, F16, SMALL, Steps, is_number, steps_of
 
 WIDE = torch.float32, torch.bfloat16, torch.float16  # dtypes of matrices
 
@@ -30,15 +30,15 @@ def _cost(n, m, made):
 
 def launches(n: int, m: int, steps: Steps) -> dict[str, int]:
     """Return how many products of each kind a stack of (n, m) matrices takes, n <= m, in fp16 outside the chip."""
-    return _launches(steps, F16, longest(n, m, steps))
+    return _launches(steps, F16, longest(n, m, steps), min(n, SMALL))
 
 
 @functools.lru_cache(maxsize=1024)
-def _launches(steps, dtype, most):
+def _launches(steps, dtype, most, n):
     """A step takes three n x n products besides its square, but for the last of a segment, which takes one, and none if
     it is also the first; a pair takes one less.
     """
-    segments, pairs = steps.segments(dtype, most), steps.pairs(dtype, most)
+    segments, pairs = steps.segments(dtype, most, n), steps.pairs(dtype, most, n)
     squares = sum(c != 0 for _, _, c in steps.triples)
     symmetric = squares + 3 * (len(steps.triples) - len(segments)) - sum(pair is not None for pair in pairs)
     return {"gram": len(segments), "symmetric": symmetric, "product": len(segments)}
@@ -46,16 +46,16 @@ def _launches(steps, dtype, most):
 
 @functools.lru_cache(maxsize=4096)
 def longest(n: int, m: int, steps: Steps, dtype: torch.dtype = F16) -> int:
-    """Return the most steps between restarts: 1 is the standard iteration, others the Gram iteration, where that saves
-    a tenth. 2 are more exact than 3, which have to save a twentieth more; not so of small matrices, for which sharing
-    launches counts: a model has long ones of the same short side.
+    """Return the most steps between restarts: 1 is the standard iteration, others the Gram iteration, taken where it
+    saves a tenth of the FLOPs. From LARGE on it is 2, which is more exact than 3, unless 3 saves another twentieth.
+    Smaller matrices take 3 at once, to share launches with a model's long ones of the same short side.
 
     Of cubic steps always many: it costs no more, and a I + b A, rounded to 16 bits, loses more of b A than of b A + c
     A^2.
     """
     if steps.cubic:
         return ALL
-    costs = {most: _cost(n, m, _launches(steps, dtype, most)) for most in (1, 2, 3)}
+    costs = {most: _cost(n, m, _launches(steps, dtype, most, min(n, SMALL))) for most in (1, 2, 3)}
     best = 2 if n >= LARGE and 100 * costs[2] <= 90 * costs[1] else 1
     return 3 if 100 * costs[3] <= (90 if best == 1 else 95) * costs[best] else best
 
@@ -167,7 +167,7 @@ def _launch(pairs, steps, eps, dtype, memory, most=None):
         n, m = U.shape[1:]
         own = products_dtype(dtype, U.device)
         if on_chip.fits(U, own) and not steps.aol:
-            on_chip.polar(U, out, steps.segments(own), eps, own)
+            on_chip.polar(U, out, steps.segments(own, n=n), eps, own)
         else:
             key = _key(n, m, most or longest(n, m, steps, own))
             together.setdefault(key, []).append((U, out))

@@ -19,6 +19,7 @@ Triple = tuple[float, float, float]
 F16, ALL = torch.float16, 100  # no iteration has more steps
 REPEATED_LAST = (1.875, -1.25, 0.375)
 LONGEST_SEGMENT = {torch.float32: 3, torch.float16: 3, torch.bfloat16: 2}  # steps of the Gram iteration per restart
+STEADY, SMALL = ("polar_express", "jordan"), 256  # sets that begin with three steps at once in fp16, but below such n
 LONGEST_CUBIC = {torch.float32: 5, torch.float16: 5, torch.bfloat16: 2}  # the same where every c is 0: they grow slowly
 
 
@@ -78,22 +79,32 @@ class Steps:
     triples: tuple[Triple, ...]
     aol: bool = False
 
-    def segments(self, dtype: torch.dtype = F16, most: int = ALL) -> tuple[tuple[Triple, ...], ...]:
-        """Return the steps between restarts, at most `most` and what `dtype` allows: few segments, the longer first;
-        of 5 steps in fp16, 3 and 2. Of at most two in fp16 the longer come last, for the first two steps are no `Pair`:
-        1, 2 and 2.
+    def segments(self, dtype: torch.dtype = F16, most: int = ALL, n: int = SMALL) -> tuple:
+        """Return the steps between restarts, tuples of triples, for matrices with a short side of `n`: at most `most`
+        and what `dtype` allows in each, few segments, the longer first: five steps are cut 3 + 2.
+
+        In fp16 three steps at once may leave the range of the next ones, for the first steps grow the most, and
+        rounding with them, the more the smaller n is. So from SMALL on only STEADY sets begin with three, others are
+        cut 2 + 3. Smaller matrices take two at most, the longer last, for the first two steps are no `Pair`: 1 + 2 + 2.
         """
-        allowed = (LONGEST_CUBIC if self.cubic else LONGEST_SEGMENT)[dtype]
-        count = math.ceil(len(self.triples) / min(most, allowed))
-        rounded = math.floor if most == 2 and dtype == F16 else math.ceil
-        ends = [rounded(len(self.triples) * i / count) for i in range(count + 1)]
+        length, total, half = min(most, self._longest(dtype, n)), len(self.triples), dtype == F16
+        careful = half and length == 3 and not self.cubic and not _is_steady(self.triples)
+        count = math.ceil((total + careful) / length)  # careful: as if the first segment had one step more
+        rounded = math.floor if careful or half and length == 2 else math.ceil
+        ends = [rounded(total * i / count) for i in range(count + 1)]
         return tuple(self.triples[first:last] for first, last in zip(ends, ends[1:]))
 
-    def pairs(self, dtype: torch.dtype = F16, most: int = ALL) -> tuple[Pair | None, ...]:
+    def _longest(self, dtype, n):
+        """Steps between restarts, at most."""
+        if self.cubic:
+            return LONGEST_CUBIC[dtype]
+        return 2 if dtype == F16 and n < SMALL else LONGEST_SEGMENT[dtype]
+
+    def pairs(self, dtype: torch.dtype = F16, most: int = ALL, n: int = SMALL) -> tuple[Pair | None, ...]:
         """Return for each segment the `Pair` that its last two steps are taken as, or None: in other dtypes than fp16,
         which are more exact than pairs, or less than these need.
         """
-        lengths = [len(segment) for segment in self.segments(dtype, most)]
+        lengths = [len(segment) for segment in self.segments(dtype, most, n)]
         return tuple(_pair(self.triples[:end], self.aol) if length > 1 and dtype == F16 else None
                      for length, end in zip(lengths, itertools.accumulate(lengths)))
 
@@ -171,6 +182,11 @@ def _beginning(name, count):
     if name in ANY_LENGTH:
         triples += (REPEATED_LAST if name == "polar_express" else triples[-1],) * count
     return triples[:count]
+
+
+@functools.cache
+def _is_steady(triples):
+    return any(triples == _beginning(name, len(triples)) for name in STEADY)
 
 
 @functools.cache
