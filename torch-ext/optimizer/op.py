@@ -61,10 +61,11 @@ def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_expr
     X (..., R, C) in fp32, bf16 or fp16, any strides; unchanged. ns_coefficients: the name of a set (by default that of
     arXiv 2505.16932), a triple (a, b, c) for each of ns_steps steps, or ns_steps triples; one step is X <- (a I + b A +
     c A^2) X with A = X X^T. With X = P S Q^T, the result is P p(S / ||X||) Q^T, p the composition of the steps'
-    polynomials. eps counts in units of the largest element, so the result does not depend on the scale of X. `dtype` is
-    that of the iteration: fp16 on an accelerator, fp32 on a CPU unless chosen. One operator under torch.compile, and
-    capturable in a CUDA graph. There is no gradient: backward and forward mode raise NotImplementedError. ValueError
-    names what is wrong with X or an option.
+    polynomials. eps counts in units of the largest element, so the result does not depend on the scale of X; "turbo"
+    and "aol" do without it. `dtype` is that of the iteration: fp16 on an accelerator, fp32 on a CPU unless chosen. One
+    operator under torch.compile, and capturable in a CUDA graph. There is no gradient: backward and forward mode raise
+    NotImplementedError, reverse mode inside torch.func RuntimeError. ValueError names what is wrong with X or an
+    option.
     """
     polar.check(X, eps, dtype)
     _check_tangent(X)

@@ -198,7 +198,8 @@ def _product_kernel(A, B, C, D, E, OUT, a_strides, b_strides, c_strides, d_strid
     k = tl.arange(0, BLOCK_K)
     # rows beyond the edge wrap round: they are read, multiplied and never stored
     a = A + matrix * a_strides[0] + (r % rows).to(tl.int64)[:, None] * a_strides[1] + k[None, :] * a_strides[2]
-    b = B + matrix * b_strides[0] + k[:, None] * b_strides[1] + (c % columns).to(tl.int64)[None, :] * b_strides[2]
+    b = B + matrix * b_strides[0] + (c % columns).to(tl.int64)[None, :] * b_strides[2]
+    b += k.to(tl.int64)[:, None] * b_strides[1]
     sums = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
     for first in range(0, inner, BLOCK_K):
         if EVEN:
@@ -208,7 +209,7 @@ def _product_kernel(A, B, C, D, E, OUT, a_strides, b_strides, c_strides, d_strid
             right = tl.load(b, mask=k[:, None] < inner - first, other=0.0)
         sums = tl.dot(left, right, sums, input_precision="ieee")
         a += BLOCK_K * a_strides[2]
-        b += BLOCK_K * b_strides[1]
+        b += tl.full((), BLOCK_K, tl.int64) * b_strides[1]
     if out_strides is None and TURNED:
         out = rows_at(table_of(OUT, matrix, columns), c, c < columns)[None, :]
     elif out_strides is None:
