@@ -116,7 +116,7 @@ def test_no_such_file(chosen, tmp_path):
     ({"arch": "sm90", "entries": [COOPERATIVE | {"tile": [128, 128, 64]}]}, "cooperative is for"),
     ({"arch": "sm90", "entries": [COOPERATIVE | {"stages": 4}]}, "cooperative is for"),
     ({"entries": [{k: v for k, v in ENTRY.items() if k != "rows"}]}, "neither four numbers"),
-    ({"entries": [ENTRY, ENTRY | {"us": [1, 1, 1, 1]}], "processors": 1}, "which others of its kind have or lack"),
+    ({"entries": [ENTRY, ENTRY | {"us": [1, 1, 1, 1]}], "processors": 1}, "us is in some entries"),
 ])
 def test_a_wrong_table_is_refused(tiles, changes, message):
     given = {key: value for key, value in (table() | changes).items() if value is not None}

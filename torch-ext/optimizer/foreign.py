@@ -12,7 +12,6 @@ import torch
 
 from .groups import SCHEDULED
 
-JORDAN = (3.4445, -4.775, 2.0315)
 SHARED = ("params", "param_names", "lr", "weight_decay", *SCHEDULED)  # the same in all
 JORDANS = frozenset((*SHARED, "momentum", "use_muon", "betas", "eps"))
 RENAMED = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
@@ -78,8 +77,8 @@ def _jordan(name, group, dims):
     if not group.get("use_muon", True):
         return _adamw(group["betas"], group["eps"]), dict
     _check_dims(name, dims, flattened=dims == 4)
-    return {"use_muon": True, "momentum": group["momentum"], "nesterov": True, "ns_coefficients": JORDAN, "ns_steps": 5,
-            "adjust_lr_fn": "original"}, dict
+    return {"use_muon": True, "momentum": group["momentum"], "nesterov": True, "ns_coefficients": "jordan",
+            "ns_steps": 5, "adjust_lr_fn": "original"}, dict
 
 
 def _motif(name, group, dims):

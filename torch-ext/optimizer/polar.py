@@ -19,7 +19,9 @@ WIDE = torch.float32, torch.bfloat16, torch.float16  # dtypes of matrices
 
 
 def cost(R: int, C: int, steps: Steps) -> int:
-    """Return the FLOPs that one (R, C) matrix needs, a symmetric result counted once; owners are balanced by it."""
+    """Return the FLOPs that one (R, C) matrix needs, a symmetric result counted once. Owners are balanced by it where
+    no times were measured.
+    """
     n, m = sorted((R, C))
     return _cost(n, m, launches(n, m, steps))
 

@@ -83,8 +83,8 @@ class Journey(Route):
 
 class Exchange(Journey):
     """Shards -> owner -> shards. FSDP2, HSDP, TP x FSDP and DDP differ in their pieces only. State stays at home (own:
-    with the owner). Until the answer is there nothing changes: momentum moves with the weight. Only in a graph of the
-    whole step, which no error of the host interrupts, it does where it is read first.
+    with the owner). Until the answer has landed nothing changes: momentum moves together with the weight. Only in a
+    graph of the whole step, which no error of the host can interrupt, does it move where it is first read.
     """
 
     def __init__(self, bound):
@@ -94,9 +94,11 @@ class Exchange(Journey):
         kept, direct = bound.kept(), bound.share.direct
         self.stacks = Stacks(bound, {**self.inbound.arrive, **kept}, {**self.outbound.leave, **kept})
         come, go = self.stacks.come, self.stacks.go
+        # away: sent to another owner; here: this rank is the owner; copies: only the answer comes, to replicas
         away, here = ([p for p in home if p in those] for those in (self.inbound.leave, kept))
         copies = [p for p in home if p not in self.inbound.leave and p not in kept]
-        early = [p for p in here if p.matrix in direct and bound.share.crosses_inbound]  # the bench is another bucket's
+        # whole matrices go to the bench, which the bucket before still uses; direct pieces do not
+        early = [p for p in here if p.matrix in direct and bound.share.crosses_inbound]
         self.pack, self.pack_kept = _pack(bound, away, self.inbound.leave), _pack(bound, early, kept)
         self.pack_here = _pack(bound, [p for p in here if p not in early], come)
         if early:

@@ -1,4 +1,5 @@
-"""What the device does: every operation has a torch reference, a Triton kernel, a launcher and a launch choice.
+"""What the device does: every operation has a torch reference, a Triton kernel and a launcher; products also a
+launch choice (tiles.py).
 
 Decides: whether Triton is used on a device, when Triton is imported (by the first launch, never by loading the
 package), and how many matrices a CPU takes at once. Must not know: what the operations are for.
