@@ -387,3 +387,12 @@ def test_workflow_actions_are_pinned_by_commit(path):
     used = [step["uses"] for job in workflow["jobs"].values() for step in job.get("steps", []) if "uses" in step]
     assert used and all(re.fullmatch(r"[\w.-]+/[\w./-]+@[0-9a-f]{40}", name) for name in used), used
     assert "permissions" in workflow
+
+
+def test_the_release_uploads_what_it_signed():
+    """The builder's upload looks for result before build, and the copy in build is the one that is signed."""
+    job = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]["release"]
+    lines = [line.strip() for step in job["steps"] for line in step.get("run", "").splitlines()]
+    order = ("nix build", "cp -rL result build", "rm result", "cosign sign-blob", "nix run --inputs-from")
+    places = [[number for number, line in enumerate(lines) if line.startswith(start)] for start in order]
+    assert all(len(found) == 1 for found in places) and places == sorted(places), places
