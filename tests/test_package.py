@@ -360,18 +360,27 @@ def test_the_hubs_ci_has_all_that_its_subset_needs(build, tmp_path):
 # The files around it
 
 
+@pytest.mark.parametrize("source", [None, "https://example.org/me/optimizer"])
 @pytest.mark.parametrize("has_benchmark", [True, False])
-def test_card_renders(has_benchmark):
+def test_card_renders(has_benchmark, source):
+    """As the builder renders it, whose templates lose the line break after a block (trim_blocks)."""
     functions = ast.literal_eval(re.search(r"__all__ = (\[.*?\])", (SOURCE / "__init__.py").read_text(), re.S)[1])
-    card = jinja2.Template((ROOT / "CARD.md").read_text(), undefined=jinja2.StrictUndefined).render(
+    template = jinja2.Template((ROOT / "CARD.md").read_text(), undefined=jinja2.StrictUndefined, trim_blocks=True)
+    card = template.render(
         repo_id="org/optimizer", version=1, functions=functions, layers=[], license="apache-2.0",
-        has_benchmark=has_benchmark, upstream=None, source=None,
+        has_benchmark=has_benchmark, upstream=None, source=source,
     )  # fmt: skip
     front = yaml.safe_load(card.split("---")[1])
     assert front["library_name"] == "kernels" and front["license"] == "apache-2.0"
-    assert 'get_kernel("org/optimizer", version=1' in card
-    assert all(f"`{name}`" in card for name in functions)
-    assert ("kernels benchmark" in card) == has_benchmark and "{" + "{" not in card
+    assert 'get_kernel("org/optimizer", version=1' in card and "{" + "{" not in card
+    lines = card.splitlines()
+    first = lines.index("## Public names")
+    assert lines[first + 1:first + len(functions) + 2] == ["", *(f"- `{name}`" for name in functions)]
+    headings = [number for number, line in enumerate(lines) if line.startswith("## ")]
+    assert all(lines[number - 1] == lines[number + 1] == "" for number in headings), card
+    titles = ["## Public names"] + ["## Benchmark"] * has_benchmark + ["## Source"] * (source is not None)
+    assert [lines[number] for number in headings] == titles
+    assert ("kernels benchmark" in card) == has_benchmark and (source is None or lines[-1].endswith(f": {source}"))
 
 
 def test_flake_lock_pins_the_builder():
