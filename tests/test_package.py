@@ -242,6 +242,16 @@ def test_one_backend_can_be_built_alone(tmp_path):
     assert [path.name for path in make_build(tmp_path, "--backend", "cuda").iterdir()] == ["torch-cuda"]
 
 
+def test_a_variant_that_cannot_be_removed_is_an_error(tmp_path):
+    """Such as one in read-only folders, or a link, which fails for every user; its files were mixed with the new."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "stale.py").write_text("")
+    (tmp_path / "torch-cpu").symlink_to("other")
+    with pytest.raises(subprocess.CalledProcessError):
+        make_build(tmp_path, "--backend", "cpu")
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["stale.py"]
+
+
 def test_nothing_generated_is_tracked():
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")

@@ -112,7 +112,8 @@ def metadata(general: dict, name: str, uid: str, backend: str, files: dict[str, 
 
 def write_variant(variant: Path, files: dict[str, bytes]) -> None:
     """Replace the folder `variant` by `files`."""
-    shutil.rmtree(variant, ignore_errors=True)
+    if variant.exists():
+        shutil.rmtree(variant)
     for path, data in files.items():
         (variant / path).parent.mkdir(parents=True, exist_ok=True)
         (variant / path).write_bytes(data)
