@@ -183,6 +183,18 @@ def test_build_toml_parses_as_the_builder_parses_it(tmp_path):
         Build.open(tmp_path)
 
 
+def test_build_toml_tells_publishers_of_source(tmp_path):
+    """With what its comment proposes it parses, and every variant says it; without it the card names no sources."""
+    shutil.copytree(ROOT / "torch-ext", tmp_path / "torch-ext", ignore=shutil.ignore_patterns("__pycache__"))
+    line = 'source = "https://example.org/me"'  # a publisher's file has its own in this place
+    text, count = re.subn('^(# )?source = ".*"$', line, (ROOT / "build.toml").read_text(), flags=re.MULTILINE)
+    assert count == 1
+    (tmp_path / "build.toml").write_text(text)
+    Build.open(tmp_path)
+    variant = make_build(tmp_path / "out", "--backend", "cpu", root=tmp_path) / "torch-cpu"
+    assert Metadata.read_from_file(variant / "metadata.json").source == "https://example.org/me"
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_metadata_parses_as_the_loader_parses_it(build, backend):
     path = build / f"torch-{backend}" / "metadata.json"
@@ -390,7 +402,8 @@ def test_card_renders(has_benchmark, source):
     assert all(lines[number - 1] == lines[number + 1] == "" for number in headings), card
     titles = ["## Public names"] + ["## Benchmark"] * has_benchmark + ["## Source"] * (source is not None)
     assert [lines[number] for number in headings] == titles
-    assert ("kernels benchmark" in card) == has_benchmark and (source is None or lines[-1].endswith(f": {source}"))
+    assert ("In a clone of the source: `kernels benchmark .`" in card) == has_benchmark  # of a Hub's name it fails
+    assert source is None or lines[-1].endswith(f": {source}")
 
 
 def test_flake_lock_pins_the_builder():
