@@ -51,29 +51,51 @@ def test_every_kernel_is_run():
     assert len(kernels()) > 12 and missing <= (by_tma if paths.INTERPRETED else set()), missing
 
 
-def test_all_options_reach_the_sanitizer(tmp_path, monkeypatch):
-    """--small did nothing without --run."""
+def answer(monkeypatch, *arguments, gpu=True, said="========= ERROR SUMMARY: 0 errors") -> tuple[int, list]:
+    """The script's exit status, and the commands that it ran, beside a sanitizer that says this and finds nothing."""
     commands = []
 
     def run(command, **options):
         commands.append(list(map(str, command)))
-        return subprocess.CompletedProcess(command, 0, "========= ERROR SUMMARY: 0 errors", "")
+        return subprocess.CompletedProcess(command, 0, said, "")
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--small", "--cases", "rows", "--sanitizer", "one"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
     with pytest.raises(SystemExit) as left:
         runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert left.value.code == 0 and len(commands) == 4
+    return left.value.code, commands
+
+
+def test_all_options_reach_the_sanitizer(monkeypatch):
+    """--small did nothing without --run."""
+    status, commands = answer(monkeypatch, "--small", "--cases", "rows", "--sanitizer", "one")
+    assert status == 0 and len(commands) == 4
     assert all(command[-4:] == ["--run", "--cases", "rows", "--small"] for command in commands)
+
+
+def test_no_answer_is_no_clean_bill(monkeypatch, capsys):
+    status, _ = answer(monkeypatch, "--sanitizer", "one", said="launched: nothing")
+    assert status == 1 and capsys.readouterr().out.count("no answer") == 3
 
 
 def test_without_the_sanitizer_it_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
-    with pytest.raises(SystemExit) as left:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert left.value.code == 2 and "compute-sanitizer is not installed" in capsys.readouterr().out
+    assert answer(monkeypatch) == (2, []) and "compute-sanitizer is not installed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("arguments", "said"), [(["--sanitizer", "one"], "needs a GPU"), (["--run"], "without a GPU")])
+@pytest.mark.parametrize("setting", [{}, {"TRITON_INTERPRET": "1"}, {"OPTIMIZER_KERNELS": "triton"}])
+def test_without_a_gpu_it_says_so(monkeypatch, capsys, arguments, said, setting):
+    """It compiled for the CPU and found nothing, or ended in a traceback."""
+    for name in ("TRITON_INTERPRET", "OPTIMIZER_KERNELS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in setting.items():
+        monkeypatch.setenv(name, value)
+    assert answer(monkeypatch, *arguments, gpu=False) == (2, [])
+    printed = capsys.readouterr().out
+    assert said in printed and "TRITON_INTERPRET=1 OPTIMIZER_KERNELS=triton" in printed
 
 
 @pytest.mark.gpu

@@ -3,7 +3,8 @@
     LOCAL_KERNELS=org/optimizer=build python tools/sanitize.py
 
 It compiles everything first, without the sanitizer, then starts itself once per tool. Shapes are no multiples of a
-tile, so that every edge is there. Exit status 0: nothing found; 1: something; 2: there is no compute-sanitizer.
+tile, so that every edge is there. Exit status 0: nothing found; 1: something, or no answer; 2: there is no GPU or no
+compute-sanitizer.
 
 racecheck takes the hand-over of work to groups of warps (`warp_specialize`) for a race wherever some of a program's
 warps wait for each other elsewhere, also in a kernel that does nothing else (tests/hand_over.py). What it reports there
@@ -30,6 +31,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck")
 SOMETHING = 9  # exit status of the sanitizer where it found something
 FULL, SMALL = {"sides": (200, 328), "chip": (100, 300)}, {"sides": (20, 40), "chip": (20, 300)}
 HALF, WIDE = torch.float16, torch.float32
+INTERPRETED = "TRITON_INTERPRET=1 OPTIMIZER_KERNELS=triton"
 TRIPLES = ((3.4445, -4.7750, 2.0315),) * 2
 
 
@@ -165,6 +167,10 @@ def main() -> int:
     options = parser.parse_args()
     if options.run:
         return run(options)
+    if not torch.cuda.is_available():
+        print("compute-sanitizer needs a GPU, and there is none. In Triton's interpreter, without the sanitizer: "
+              f"{INTERPRETED} python {sys.argv[0]} --run --small")
+        return 2
     home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
     sanitizer = options.sanitizer or shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:{home / 'bin'}")
     if sanitizer is None:
@@ -180,7 +186,7 @@ def main() -> int:
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         found = [line for line in done.stdout.splitlines() if line.startswith("=========")]
         print(f"{tool}: {found[-1].strip('= ') if found else 'no answer'} (exit status {done.returncode})", flush=True)
-        if done.returncode:
+        if done.returncode or not found:
             print("\n".join(found[:60]) or done.stderr[-2000:])
             failed += not (done.returncode == SOMETHING and tool == "racecheck" and only_hand_over(found))
     return int(failed > 0)
@@ -205,7 +211,11 @@ def hand_overs() -> set[str]:
 
 
 def run(options) -> int:
-    """The cases, and which kernels they launched."""
+    """Run the cases, and print which kernels they launched. Exit status 2: there is nothing that runs kernels."""
+    asked = dict(setting.split("=") for setting in INTERPRETED.split())
+    if not torch.cuda.is_available() and not asked.items() <= os.environ.items():
+        print(f"without a GPU, kernels run in Triton's interpreter only: set {INTERPRETED}, and use --small")
+        return 2
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name in options.cases:
