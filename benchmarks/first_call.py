@@ -1,6 +1,6 @@
 """Time of the first `orthogonalize` of a process, for all shapes of a model together, by a cold and by a warm cache.
 
-    LOCAL_KERNELS=org/optimizer=build python benchmarks/first_call.py --out first_call.csv
+    make build && python benchmarks/first_call.py --out first_call.csv
 
 Every row is a process of its own with a Triton cache of its own: empty for `cold`, left behind by that for `warm`.
 load_s: get_kernel, after torch was imported; first_s: the first calls until the device is done, of which the longest
@@ -21,6 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from models import MODELS, shapes_of  # noqa: E402
 from rows import append, table  # noqa: E402
+
+os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 
 COLUMNS = "commit gpu model cache shapes load_s first_s longest_s again_s compiled torch triton".split()
 

@@ -1,6 +1,6 @@
 """Time and error of `orthogonalize` and of X X^T on one GPU, beside other packages; one CSV row for each measurement.
 
-    LOCAL_KERNELS=org/optimizer=build python benchmarks/polar.py --rows --products --grid --out polar.csv
+    make build && python benchmarks/polar.py --rows --products --grid --out polar.csv
     python benchmarks/plot.py polar.csv --out figures
 
 Inputs are normal, bf16, fresh for each round. All competitors of a shape take turns in short bursts with a rest between
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import os
 import statistics
 import sys
 import time
@@ -32,6 +33,8 @@ from rows import append, table  # noqa: E402
 from step import commit, triton_version  # noqa: E402
 
 from tests.spectra import KINDS, spectrum  # noqa: E402
+
+os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 
 COLUMNS = ("commit gpu implementation algorithm n rows cols dtype run median_ms p20_ms p80_ms error_fp64 torch triton "
            "tflops_needed tflops_dense host_us launches host_us_per_launch spectrum version note").split()

@@ -1,6 +1,6 @@
 """Many steps on a model's matrices: does memory or the time of a step grow, and are the replicas alike in the end?
 
-    LOCAL_KERNELS=org/optimizer=build python benchmarks/soak.py --ranks 8
+    make build && python benchmarks/soak.py --ranks 8
     ... --ranks 4 --mode ddp --run graph
     ... --mode hsdp hsdp4 ddp reduce fsdp            fsdp has one copy of everything, with nothing to compare
 
@@ -27,6 +27,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 from models import MODELS, shapes_of  # noqa: E402
 from step import MESHES, device_name, fits, meet, meeting, parameters, pick_device, start, synchronize  # noqa: E402
+
+os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 
 SLACK_MIB = {"cuda": 1, "cpu": 32}  # of a CPU, the whole process is counted, whose allocator keeps what is freed
 BROKEN, MISSING = 37, 41  # every so many steps

@@ -1,6 +1,6 @@
 """The iteration of one bucket's matrices, in ways that give the same bits; one CSV row for each measurement.
 
-    LOCAL_KERNELS=org/optimizer=build python benchmarks/stacks.py pieces --ranks 8 --stacks 6x768x768 2x768x3072
+    make build && python benchmarks/stacks.py pieces --ranks 8 --stacks 6x768x768 2x768x3072
     ... side_by_side --stacks 6x768x768+2x768x3072 2x2048x2048+2x2048x6144
     ... last_turn --stacks 3x2048x6144 8x1024x4096
     ... symmetric --stacks 3x2048x2048           one product with an addend alone
@@ -19,7 +19,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
+import os
 from functools import partial
+from pathlib import Path
 
 import torch
 from kernels import get_kernel
@@ -28,6 +30,7 @@ from rows import append, table
 from shapes import stack_of
 from step import commit, device_name, triton_version
 
+os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 PACKAGE = get_kernel("org/optimizer", version=1).__name__
 polar, split, pack, gram, gram_sm90, tape, tiles = (importlib.import_module(f"{PACKAGE}.{name}") for name in (
     "polar", "kernels.split", "kernels.pack", "kernels.gram", "kernels.gram_sm90", "kernels.tape", "kernels.tiles"))

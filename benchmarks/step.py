@@ -1,6 +1,6 @@
 """Time of the whole optimizer step on several GPUs, by model, mode and optimizer; one CSV row for each measurement.
 
-    LOCAL_KERNELS=org/optimizer=build python benchmarks/step.py --ranks 8 --models gpt2_124m llama3_8b --out step.csv
+    make build && python benchmarks/step.py --ranks 8 --models gpt2_124m llama3_8b --out step.csv
     ... --runs eager graph --optimizers muon normuon --modes fsdp hsdp hsdp4 tp_fsdp ddp
     ... --models moe_experts --modes ep single       nothing travels; the same experts on one GPU
     ... --modes reduce allreduce                     gradients reduced by the step, and by an all-reduce before it
@@ -37,6 +37,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 from models import MODELS, floor_ms, shapes_of  # noqa: E402
 from rows import append, table  # noqa: E402
+
+os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 
 COLUMNS = ("commit gpu ranks mode model implementation optimizer run median_ms p20_ms p80_ms host_ms first_step_s "
            "extra_mib floor_ms torch triton layers").split()

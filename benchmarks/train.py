@@ -1,6 +1,6 @@
 """The optimizer's share of a real training step: a GPT of 1B parameters under FSDP2, bf16 compute, Muon against AdamW.
 
-    LOCAL_KERNELS=org/optimizer=build python benchmarks/train.py --ranks 8 --out train.csv
+    make build && python benchmarks/train.py --ranks 8 --out train.csv
 
 The model is that of examples/gpt.py, the text the demo's (bytes of Python source). Weights and gradients are fp32,
 compute is bf16. Each optimizer trains the same model on the same text, after warm-up without a wait between steps; a
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import statistics
 import sys
 import time
@@ -29,6 +30,8 @@ from corpus import VOCABULARY, even_windows, random_windows, read_corpus  # noqa
 from gpt import GPT  # noqa: E402
 from rows import append, table  # noqa: E402
 from step import commit, device_name, join, on_ranks, one_gpu_each, synchronize  # noqa: E402
+
+os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={HERE.parent}")
 
 COLUMNS = ("commit gpu ranks model implementation optimizer seed steps tokens train_loss heldout_loss step_ms "
            "optimizer_ms torch run parameters batch seq p80_step_ms compile").split()

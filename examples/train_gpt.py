@@ -3,8 +3,7 @@
     python examples/train_gpt.py                                              one process
     torchrun --nproc-per-node 8 examples/train_gpt.py --layers 12 --width 768 --heads 12 --batch 256 --bf16
 
-The optimizer is loaded from the kernels hub. To use a local build instead:
-    export LOCAL_KERNELS=org/optimizer=$PWD
+The optimizer is that of this checkout, as `make build` wrote it, unless LOCAL_KERNELS names another build.
 """
 from __future__ import annotations
 
@@ -23,6 +22,7 @@ from corpus import VOCABULARY, even_windows, random_windows, read_corpus
 from gpt import GPT
 from torch.nn import functional as F
 
+os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 # The best of examples/results/sweep.csv, found with the defaults below.
 BEST_LR = {"muon": 1.6e-2, "normuon": 1.6e-2, "adamw": 1e-3}
 WARMUP = 0.1

@@ -85,6 +85,29 @@ name = kernels.get_local_kernel(Path(sys.argv[1])).__name__
 print(json.dumps([name, sorted(set(sys.modules) - before)]))
 """
 
+# Runs the files argv[1:], without main(), and prints the build that each asks of get_kernel where nothing names one.
+ASKED_BY_SCRIPTS = """
+import json, os, runpy, sys, types
+
+class Asked(Exception): pass
+
+def get_kernel(*args, **options):
+    raise Asked
+
+sys.modules["kernels"] = types.ModuleType("kernels")
+sys.modules["kernels"].get_kernel = get_kernel
+builds = {}
+for path in sys.argv[1:]:
+    os.environ.pop("LOCAL_KERNELS", None)
+    sys.path.insert(0, os.path.dirname(path))
+    try:
+        runpy.run_path(path, run_name="script")
+    except Asked:  # simulate.py and stacks.py ask at once
+        pass
+    builds[os.path.basename(path)] = os.environ.get("LOCAL_KERNELS")
+print(json.dumps(builds))
+"""
+
 LOAD_WITHOUT_TRITON = """
 import sys
 from pathlib import Path
@@ -428,3 +451,14 @@ def test_the_release_uploads_what_it_signed():
     order = ("nix build", "cp -rL result build", "rm result", "cosign sign-blob", "nix run --inputs-from")
     places = [[number for number, line in enumerate(lines) if line.startswith(start)] for start in order]
     assert all(len(found) == 1 for found in places) and places == sorted(places), places
+
+
+def test_scripts_load_the_optimizer_of_their_checkout():
+    """Where LOCAL_KERNELS does not name another build: a Hub's `org/optimizer` is somebody else's."""
+    paths = [path for folder in ("examples", "tools", "benchmarks") for path in sorted((ROOT / folder).glob("*.py"))
+             if re.search(r"\bget_kernel\(.org/optimizer", path.read_text())]
+    assert len(paths) > 10
+    command = [sys.executable, "-c", ASKED_BY_SCRIPTS, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {path.name: f"org/optimizer={ROOT}" for path in paths}

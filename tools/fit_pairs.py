@@ -1,6 +1,6 @@
 """Fit the numbers of pairs.py: two steps of Newton-Schulz as one polynomial that takes four products in place of five.
 
-    LOCAL_KERNELS=org/optimizer=build python tools/fit_pairs.py polar_express jordan
+    make build && python tools/fit_pairs.py polar_express jordan
 
 Prints an entry for the last two steps of each segment of a set, but for the first two of all. With t = A / m on [0, 1],
 the last product's numbers are linear in Q(t); the seven others are found by Levenberg-Marquardt from one known solution
@@ -13,9 +13,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import os
+from pathlib import Path
 
 import numpy as np
 from kernels import get_kernel
+
+os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 
 # p, d; e, f; g, h, i of a pair of `polar_express`: S = t^2 + p t + d, C = t S + e t + f S, H = C^2 + g t + h S + i
 START = np.array([-1.5003564, 0.4004510, 0.1344323, -0.3225153, -0.0125362, -0.0258167, 0.0040003])

@@ -1,6 +1,6 @@
 """Run every kernel on one shape under NVIDIA's compute-sanitizer: memcheck, racecheck and initcheck.
 
-    LOCAL_KERNELS=org/optimizer=build python tools/sanitize.py
+    make build && python tools/sanitize.py
 
 It compiles everything first, without the sanitizer, then starts itself once per tool. Shapes are no multiples of a
 tile, so that every edge is there. Exit status 0: nothing found; 1: something, or no answer; 2: there is no GPU or no
@@ -26,6 +26,8 @@ from pathlib import Path
 
 import torch
 from kernels import get_kernel
+
+os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 SOMETHING = 9  # exit status of the sanitizer where it found something

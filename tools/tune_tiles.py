@@ -1,6 +1,6 @@
 """Measure this machine's tiles and write its table: what kernels/tables/*.json holds for a GPU that we have measured.
 
-    LOCAL_KERNELS=org/optimizer=build python tools/tune_tiles.py --out my_tiles.json
+    make build && python tools/tune_tiles.py --out my_tiles.json
     export OPTIMIZER_TILES=$PWD/my_tiles.json        # alike on all ranks
 
 Every tile is timed on matrices of many sizes, under CUDA graphs. Four numbers, and how many programs a processor takes
@@ -16,12 +16,15 @@ import importlib
 import itertools
 import json
 import math
+import os
 import statistics
 import time
 from pathlib import Path
 
 import torch
 from kernels import get_kernel
+
+os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 
 OPS = ("gram", "symmetric", "product")
 SIDES = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
