@@ -462,3 +462,18 @@ def test_scripts_load_the_optimizer_of_their_checkout():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {path.name: f"org/optimizer={ROOT}" for path in paths}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_a_chosen_torch_reaches_new_environments_only(tmp_path):
+    """As docs/env.md says of TORCH."""
+    def commands():
+        made = ["make", "--dry-run", "build", f"VENV={tmp_path}", "TORCH=torch==0.0"]
+        clean = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "MAKEFLAGS", "MAKELEVEL")}
+        return subprocess.run(made, cwd=ROOT, env=clean, check=True, capture_output=True, text=True).stdout
+
+    assert "install" in commands() and '"torch==0.0"' in commands()
+    (tmp_path / "demo.ready").touch()
+    assert "install" not in commands() and "make_build.py" in commands()
+    (said,) = re.findall(r"^\| `TORCH` \| (.*) \|$", (ROOT / "docs" / "env.md").read_text(), re.MULTILINE)
+    assert "a new `.venv`" in said and "keeps its own" in said
