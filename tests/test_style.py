@@ -58,6 +58,7 @@ LAYERS = [
     ["mean", "process_groups"],
     ["stacks"],
     ["routes", "owned"],
+    ["judge"],
     ["groups"],
     ["loaded", "foreign"],
     ["checkpoint"],

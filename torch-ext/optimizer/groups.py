@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .judge import judge
 from .layout import check_local_shape, check_placements, is_dtensor, local_of
 from .polar import WIDE
 from .recipe import SCALES
@@ -19,12 +20,6 @@ from .steps import steps_of
 
 # DDP, torch.compile, FSDP1, activation checkpointing
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-HEADS = ("lm_head", "embed_out", "unembed", "output_layer", "to_logits", "qa_outputs")  # output heads, wherever
-TOP_HEADS = ("output", "head", "heads", "score", "classifier")  # output heads at the top of a model only
-EMBEDDINGS = ("wte", "wpe")  # besides names with "embed" in them
-LEARNED = ("latents", "queries", "table", "codebook", "codevectors")  # ends of names of tensors whose rows are vectors
-# containers whose children are at the top, too; the last is that of adapters (peft)
-TOPS = ("model", "transformer", "language_model", "net", "backbone", "base_model")
 GROUP_KEYS = frozenset(("params", "param_names", "use_muon", "lr", "weight_decay", "momentum", "nesterov",
                         "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "betas"))
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")  # of schedulers
@@ -92,44 +87,8 @@ def _split(model):
     for param in dict.fromkeys(model.parameters()):
         places = tied[param]
         if param.requires_grad:
-            use_muon, why = _judge(param, places)
+            use_muon, why = judge(param, places)
             yield Row(places[0][0], tuple(param.shape), use_muon, why), param
-
-
-def _judge(param, places):
-    """(whether Muon takes a parameter, why). One place that is an embedding or a head decides for all tied ones."""
-    if isinstance(param, nn.parameter.UninitializedTensorMixin):
-        raise ValueError(f"parameter {places[0][0]} has no shape yet: call the model once before its parameters are "
-                         "split")
-    if param.ndim not in (2, 3):
-        return False, f"{param.ndim}-D"
-    if param.numel() == 1:
-        return False, "scalar"
-    leaves = "_".join(name.rpartition(".")[2] for name, _ in places)
-    if param.numel() == max(param.shape) and (param.ndim == 3 or "weight" not in leaves):
-        return False, "vector"  # (1, 1, C), or (C, 1) that is no layer's weight
-    if any(word.startswith("bias") for word in leaves.split("_")):
-        return False, "bias"
-    for name, module in places:
-        *path, leaf = parts = name.split(".")
-        top = next((part for part in parts if part not in TOPS), leaf)
-        if (isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or any("embed" in part for part in parts)
-                or set(parts) & set(EMBEDDINGS) or {"emb", "pos"} & set(leaf.split("_"))):
-            return False, "embedding"
-        if any(word in leaf for word in ("token", "position")) or leaf.endswith(LEARNED):
-            return False, "token"
-        if set(parts) & set(HEADS) or top in TOP_HEADS or top.endswith(("_head", "_classifier")):
-            return False, "head"
-        if isinstance(module, nn.modules.conv._ConvNd):
-            return False, "convolution"
-        if "Norm" in type(module).__name__:
-            return False, "norm"
-        if leaf == "A_log":  # of Mamba, whose state is multiplied by it element by element
-            return False, "decay"
-        scale = leaf.endswith("_g") and hasattr(module, f"{leaf[:-1]}v")  # of the weight_norm without parametrizations
-        if 1 in param.shape and (scale or "parametrizations" in path):
-            return False, "part of a parametrization"
-    return True, "matrix" if param.ndim == 2 else "stack of matrices"
 
 
 def table(rows) -> str:
