@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .judge import judge
+from .judge import judge, largest_table
 from .layout import check_local_shape, check_placements, is_dtensor, local_of
 from .polar import WIDE
 from .recipe import SCALES
@@ -53,7 +53,8 @@ def get_default_muon_param_groups(model: nn.Module, *, report=None) -> list[dict
     """Split the parameters of `model` for `Muon`: hidden matrices to Muon, the rest to AdamW.
 
     Muon takes 2-D weights and 3-D stacks of expert weights (E, R, C). Embeddings, output heads, convolutions, norms,
-    biases (also those of a stack, (E, R)), vectors and scalars, whatever their number of dims, go to AdamW. Tied
+    biases (also those of a stack, (E, R)), vectors and scalars, whatever their number of dims, go to AdamW. A head is
+    known by its name, or as a linear layer outside lists of layers that has the shape of the largest nn.Embedding. Tied
     weights count once, frozen ones not at all. The Muon group sets adjust_lr_fn="match_rms_adamw" (arXiv 2502.16982),
     so that one learning rate serves both. `report`: a function that gets the split as a printable table (for example
     `print`). Raises ValueError if nothing goes to Muon, or if a parameter is lazy and has no shape yet.
@@ -84,10 +85,11 @@ def _split(model):
         for leaf, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
             owner, _, made = prefix.partition(".parametrizations")
             tied.setdefault(param, []).append((names[leaf], modules[owner] if made else module))
+    table_shape = largest_table(modules.values())
     for param in dict.fromkeys(model.parameters()):
         places = tied[param]
         if param.requires_grad:
-            use_muon, why = judge(param, places)
+            use_muon, why = judge(param, places, table_shape)
             yield Row(places[0][0], tuple(param.shape), use_muon, why), param
 
 
