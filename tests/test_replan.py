@@ -251,6 +251,75 @@ def test_another_shape_under_the_same_parameter(optimizer):
     torch.testing.assert_close(muon.state[params[1]]["momentum_buffer"], 0.95 * momentum)
 
 
+VIEWS = {
+    "transposed weight": lambda p, held: setattr(p, "data", p.data.t()),
+    "transposed state": lambda p, held: held.update({key: v.t() for key, v in held.items() if v.ndim}),
+    "state in place": lambda p, held: [v.t_() for v in held.values() if v.ndim],
+}
+
+
+@pytest.mark.parametrize("guards", [True, False])
+@pytest.mark.parametrize("use_muon", [True, False])
+@pytest.mark.parametrize("case", VIEWS)
+def test_other_strides_at_the_same_address(case, use_muon, guards, optimizer, monkeypatch):
+    """Bound views would show other elements; copies elsewhere in memory are bound anew in any case."""
+    if not guards:
+        monkeypatch.setattr(part("change"), "TensorGuards", None)
+    (param,), (usual,) = both = weights([(6, 6)]), weights([(6, 6)])
+    usual.data.copy_(param)
+    muon, other = (optimizer.Muon([{"params": params, "use_muon": use_muon}]) for params in both)
+    for number in range(4):
+        if number == 2:
+            VIEWS[case](param, muon.state[param])
+            VIEWS[case](usual, other.state[usual])
+            for key, value in other.state[usual].items():
+                other.state[usual][key] = value.clone(memory_format=torch.contiguous_format)
+            usual.data = usual.data.clone(memory_format=torch.contiguous_format)
+        param.grad = usual.grad = None
+        step(muon, [param], number)
+        step(other, [usual], number)
+        assert torch.equal(param, usual)
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+@pytest.mark.parametrize("rows", [4, 10])
+def test_other_rows_at_the_same_address(rows, use_muon, optimizer):
+    memory = torch.randn(10, 4)
+    param = nn.Parameter(memory[:8])
+    muon = optimizer.Muon([{"params": [("w", param)], "use_muon": use_muon}])
+    for number in range(2):
+        step(muon, [param], number)
+    before, param.grad, param.data = memory.clone(), None, memory[:rows]
+    for number in range(2):
+        with pytest.raises(RuntimeError, match=f"of parameter w has shape .8, 4., .* needs .{rows}, 4."):
+            step(muon, [param], number)
+    assert torch.equal(memory, before)
+    muon.state.clear()
+    usual = nn.Parameter(param.detach().clone())
+    step(muon, [param], 2)
+    step(optimizer.Muon([{"params": [usual], "use_muon": use_muon}]), [usual], 2)
+    assert torch.equal(param, usual)
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_gradient_of_before_the_parameter_was_resized(steps, use_muon, optimizer):
+    """Parameters in the same memory as before; torch compares shapes only when a gradient is put there."""
+    params = weights([(8, 4), (8, 4)])
+    muon = optimizer.Muon([{"params": [("a", params[0]), ("b", params[1])], "use_muon": use_muon}])
+    for number in range(steps):
+        step(muon, params, number)
+    before, state = copies(params), [t.clone() for s in muon.state.values() for t in s.values()]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    params[1].grad.data = torch.ones(4, 4)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"parameter b of shape \(8, 4\) has a gradient of shape \(4, 4\)"):
+            muon.step()
+    assert same(before, params) and same(state, [t for s in muon.state.values() for t in s.values()] if state else [])
+    step(muon, params, steps)
+
+
 def test_state_of_another_shape_is_named_before_anything_changes(optimizer):
     params = weights([(6, 8), (1, 6)])
     muon = optimizer.NorMuon(params)

@@ -48,7 +48,7 @@ LAYERS = [
     ["pipeline"],  # it knows nothing; the cost model runs it on clocks in place of buckets
     ["pace", "balance", "cut"],
     ["freight"],  # plan.py, cut in two: what matrices take of memory and time
-    ["layout"],
+    ["layout", "names"],
     ["plan"],
     ["share"],  # plan.py, cut in two: the plan of all ranks, and what one rank has of it
     ["feed"],  # what is sent to the device at every step, from every store in one copy

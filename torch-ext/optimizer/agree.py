@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from . import debug
-from .groups import names_in
 from .kernels import triton_version, use_triton
 from .layout import local_of, this_rank
+from .names import names_in
 from .plan import digest, turn
 
 GROUP = ("use_muon", "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn",

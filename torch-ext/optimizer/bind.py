@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 
 from .bound import Bound, Workspace
-from .groups import name_in
 from .guard import Guard
 from .layout import local_of
+from .names import name_in
 from .pipeline import SLOTS, Pause
 from .plan import turn
 from .routes import ROUTES, Elementwise

@@ -18,7 +18,8 @@ except ImportError:  # no part of torch's interface: without it looks take longe
     TensorGuards = None
 
 from .freight import ALIGNMENT
-from .layout import local_of, placements_of, raw_locals
+from .layout import is_astray, local_of, placements_of, raw_locals
+from .names import name_among
 
 gradient_of, _dtype, _requires_grad, _spec = map(attrgetter, ("grad", "dtype", "requires_grad", "_spec"))
 _params = itemgetter("params")
@@ -41,7 +42,7 @@ def glance(groups, state, *more):
     try:
         if any(map(torch.Tensor.is_neg, gradients)):
             return object()
-        forms = [list(map(look, gradients)) for look in (_dtype, torch.Tensor.stride)]
+        forms = [list(map(look, gradients)) for look in (_dtype, torch.Tensor.size, torch.Tensor.stride)]
         return (at_rest(groups, state), forms, _odd(gradients), missing, placements_of(whole),
                 [gradient_dtype(params[i]) for i in missing], more)
     except (AttributeError, RuntimeError, TypeError):  # no addresses, no strides
@@ -63,13 +64,14 @@ class Look:
             return
         self.values = _values_of(state)
         gradients, held = raw_locals(whole), self.params + self.values
+        local = raw_locals(held)
         self.numbers, self.more, self.odd, self.placements = _numbers(groups), more, *self.seen[2:5:2]
         self.kind, self.specs = type(whole[0]), list(map(_spec, whole)) if self.placements else []
-        self.plain, self.places = _same(raw_locals(held), held), list(map(torch.Tensor.data_ptr, raw_locals(held)))
+        self.plain, self.places = _same(local, held), list(map(torch.Tensor.data_ptr, local))
         with torch.enable_grad():  # else guards do not see who wants gradients
             self.guards = [TensorGuards(*ts, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-                           for ts in (self.params, gradients)]
-            self.quick = self.guards[0].check(*self.params) and self.guards[1].check(*gradients)
+                           for ts in (held, gradients, local)[:2 if self.plain else 3]]
+            self.quick = self._guarded(held, gradients, local)
 
     def holds(self, groups, state, *more) -> bool:
         """Whether nothing that a step depends on has changed."""
@@ -97,14 +99,19 @@ class Look:
         if set(map(type, whole)) != {self.kind}:
             return False
         gradients, specs = _locals(whole, not self.placements), list(map(_spec, whole)) if self.placements else []
+        local = _locals(held, self.plain)
         with torch.enable_grad():
-            if not (self.guards[0].check(*params) and self.guards[1].check(*gradients)):
+            if not self._guarded(held, gradients, local):
                 return False
         if not ((_same(specs, self.specs) or placements_of(whole) == self.placements) and _odd(gradients) == self.odd
-                and list(map(torch.Tensor.data_ptr, _locals(held, self.plain))) == self.places):
+                and list(map(torch.Tensor.data_ptr, local)) == self.places):
             return False
         self.came = gradients
         return True
+
+    def _guarded(self, *lists) -> bool:
+        """Where nothing is a DTensor, what is held and the local part of it are the same, and looked at once."""
+        return all(guard.check(*tensors) for guard, tensors in zip(self.guards, lists))
 
 
 def _locals(tensors, plain) -> list:
@@ -142,22 +149,27 @@ def at_rest(groups, state):
     params = _params_of(groups)
     try:
         held = raw_locals(params) + raw_locals(_values_of(state))
-        return (_numbers(groups),
-                list(map(id, params)), list(map(_requires_grad, params)), list(map(torch.Tensor.data_ptr, held)))
+        return _numbers(groups), list(map(id, params)), list(map(_requires_grad, params)), _memory(held)
     except (AttributeError, RuntimeError, TypeError):
         return object()
 
 
-def memory_key(params, state):
+def _memory(tensors) -> list:
+    """Where tensors lie, and how: a view of the same address may show other elements."""
+    looks = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, _dtype
+    return [list(map(look, tensors)) for look in looks]
+
+
+def memory_key(params, state, groups):
     """What bound views and launches depend on: where parameters and state lie, and how the gradients are laid out. A
-    missing gradient changes nothing: other ranks, which may have it, do not bind anew either.
+    missing gradient changes nothing: other ranks, which may have it, do not bind anew either. Raises RuntimeError for a
+    gradient that cannot be stepped.
     """
+    check_gradients(params, groups)
     gradients = [p.grad for p in params]
-    there = [g for g in gradients if g is not None]
-    check_dense(there)
-    forms = map(form_of_gradient, raw_locals(there))
+    forms = map(form_of_gradient, raw_locals(g for g in gradients if g is not None))
     held = [t for p in params for t in (p, *state[p].values()) if isinstance(t, torch.Tensor)]
-    return ([t.data_ptr() for t in raw_locals(held)],
+    return (_memory(raw_locals(held)),
             [next(forms) if g is not None else form_of_zeros(p) for p, g in zip(params, gradients)],
             placements_of(p if g is None else g for p, g in zip(params, gradients)))
 
@@ -167,28 +179,41 @@ def form_of_gradient(local):
     return local.dtype, local.stride(), local.data_ptr() % ALIGNMENT
 
 
-def in_form(gradient, form):
+def in_form(gradient, form, name):
     """A copy of a gradient in the form of another. RuntimeError where the dtype does not hold its numbers."""
     dtype, stride, odd = form
     if torch.promote_types(gradient.dtype, dtype) != dtype:
-        raise RuntimeError(f"a gradient of shape {tuple(gradient.shape)} came in {gradient.dtype}, after buckets had "
-                           f"left during backward; in the steps before it came in {dtype}. Load a checkpoint, and take "
-                           "a step without last_backward() when dtypes change")
+        raise RuntimeError(f"the gradient of parameter {name} came in {gradient.dtype}, after buckets had left during "
+                           f"backward; in the steps before it came in {dtype}. Load a checkpoint, and take a step "
+                           "without last_backward() when dtypes change")
     extent = 1 + sum((size - 1) * step for size, step in zip(gradient.shape, stride)) if gradient.numel() else 0
     flat = torch.empty(extent + odd // dtype.itemsize, dtype=dtype, device=gradient.device)
     return flat.as_strided(gradient.shape, stride, odd // dtype.itemsize).copy_(gradient)
 
 
-def check_dense(gradients) -> None:
-    """Raise RuntimeError if one of them is sparse, or if its memory holds the numbers with the other sign."""
-    for grad, local in zip(gradients, raw_locals(gradients)):
-        what = f"a parameter of shape {tuple(grad.shape)} has a"
-        if grad.layout is not torch.strided:
-            raise RuntimeError(f"{what} sparse gradient; Muon and its AdamW take dense ones: use sparse=False in "
-                               "nn.Embedding, or torch.optim.SparseAdam for it")
-        if local.is_neg():
-            raise RuntimeError(f"{what} gradient that is a lazily negated view (is_neg), whose memory has the other "
-                               "sign: put p.grad.resolve_neg() in its place")
+def check_gradients(params, groups) -> None:
+    """Raise RuntimeError, naming the parameter, if a gradient is sparse, if its memory holds the numbers with the other
+    sign, or if it has another shape: one that was made before the parameter was resized.
+    """
+    params = [p for p in params if p.grad is not None]
+    for param, local, own in zip(params, raw_locals(map(gradient_of, params)), raw_locals(params)):
+        wrong = _wrong_with(param, local, own)
+        if wrong:
+            raise RuntimeError(f"parameter {name_among(groups, param)} of shape {tuple(param.shape)} has a {wrong}")
+
+
+def _wrong_with(param, local, own) -> str:
+    """What is, with a gradient whose part here is `local`, that of its parameter `own`."""
+    if param.grad.layout is not torch.strided:
+        return ("sparse gradient; Muon and its AdamW take dense ones: use sparse=False in nn.Embedding, or "
+                "torch.optim.SparseAdam for it")
+    if local.is_neg():
+        return ("gradient that is a lazily negated view (is_neg), whose memory has the other sign: put "
+                "p.grad.resolve_neg() in its place")
+    if param.grad.shape != param.shape or local.shape != own.shape and not is_astray(param):
+        return (f"gradient of shape {tuple(local.shape)} where its elements here have {tuple(own.shape)}: it is that "
+                "of another shape of the parameter; set p.grad to None and go backward again")
+    return ""
 
 
 def gradient_dtype(param):

@@ -12,8 +12,8 @@ import torch
 
 from . import debug, pipeline
 from .graphs import capturing
-from .groups import name_in
 from .layout import is_dtensor, raw_locals
+from .names import name_in
 
 NOT_THEN = ("Gradients can neither be clipped nor accumulated further then: use last_backward() for the last "
             "micro-batch only, or leave overlap_backward out")

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .judge import judge, largest_table
 from .layout import check_local_shape, check_placements, is_dtensor, local_of
+from .names import name_in, name_of, names_in
 from .polar import WIDE
 from .recipe import SCALES
 from .steps import steps_of
@@ -136,22 +137,6 @@ def check_group(group, extra_keys=()) -> None:
     check_numbers(group)
     for i, param in enumerate(group["params"]):
         check_param(param, name_of(group, i), group["use_muon"])
-
-
-def name_of(group, number) -> str:
-    """The name of a group's parameter for messages: as given, or its number."""
-    names = group.get("param_names") or ()  # who appends to a group's parameters need not name them
-    return names[number] if number < len(names) else f"#{number}"
-
-
-def name_in(group, param) -> str:
-    """The name of a parameter that is in a group, for messages."""
-    return name_of(group, next(i for i, p in enumerate(group["params"]) if p is param))
-
-
-def names_in(group) -> dict:
-    """{parameter: its name}, for messages."""
-    return {param: name_of(group, i) for i, param in enumerate(group["params"])}
 
 
 def device_of(groups) -> torch.device:

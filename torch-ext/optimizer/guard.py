@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from . import debug
-from .groups import name_in
 from .layout import raw_locals
+from .names import name_in
 from .plan import turn
 
 

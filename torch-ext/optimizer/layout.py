@@ -86,8 +86,8 @@ def is_astray(param) -> bool:
 def brought_home(param, grad) -> torch.Tensor:
     """The local part of a gradient that is astray, placed like its parameter; collective over the parameter's mesh."""
     if grad.device_mesh != param.device_mesh:
-        raise RuntimeError(f"the gradient of a parameter of shape {tuple(param.shape)} is on another device mesh than "
-                           f"the parameter: {grad.device_mesh} in place of {param.device_mesh}")
+        raise RuntimeError(f"it is on another device mesh than the parameter: {grad.device_mesh} in place of "
+                           f"{param.device_mesh}; redistribute it to the parameter's mesh")
     local = grad.redistribute(placements=param.placements).to_local()
     return local.clone(memory_format=torch.contiguous_format)  # it may be a part of a larger one, at any address
 

@@ -9,8 +9,9 @@ import contextlib
 
 import torch
 
-from .groups import check_numbers, name_of
+from .groups import check_numbers
 from .layout import as_dtensor, is_by_rows, is_dtensor, local_of, place_like
+from .names import name_of
 from .owned import STATE_KEYS
 from .store import home_of, state_keys, state_shape
 

@@ -204,7 +204,7 @@ class Muon(Saving):
                 self._planned_for[alone], self._bound_for, self._forms, self._seen = key, None, None, None
         plans = self._plans[False] + self._plans[True]
         params = [p for plan in plans for p in plan.params]
-        key = *memory_key(params, self.state), scaled
+        key = *memory_key(params, self.state, self.param_groups), scaled
         if key != self._bound_for:
             forms, self._bound_for, self._seen = [form_of(p) for p in params], None, None  # should binding fail
             if self._forms not in (None, forms):

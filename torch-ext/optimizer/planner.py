@@ -17,11 +17,12 @@ from . import polar
 from .agree import agree
 from .change import gradient_dtype
 from .freight import ChunkTerms, Terms
-from .groups import check_param, name_in, names_in
+from .groups import check_param
 from .iteration import gain_side_by_side
 from .kernels import ahead
 from .kernels.tiles import architecture
 from .layout import is_astray, is_dtensor, layout_of, local_of, row_chunks, this_rank
+from .names import name_in, names_in
 from .pace import Pace, latency_bytes
 from .pipeline import SLOTS
 from .plan import (

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from .groups import names_in
 from .late import Late, Returning, settled
 from .loaded import Loading
+from .names import names_in
 from .owned import presented
 from .settle import warn_torn
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from . import debug
-from .groups import names_in
 from .layout import is_placed_like, place_like, this_rank
+from .names import names_in
 from .owned import ROWS, claim
 from .store import create_state, state_keys, state_shape
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 import torch
 
 from . import debug
-from .change import check_dense, form_of_gradient, gradient_dtype, gradient_of, in_form, missing_from
+from .change import check_gradients, form_of_gradient, gradient_dtype, gradient_of, in_form, missing_from
 from .kernels.table import Skip, Source
 from .layout import (
     as_dtensor,
@@ -24,6 +24,7 @@ from .layout import (
     zeros_astray,
     zeros_of,
 )
+from .names import names_in
 
 
 class Store:
@@ -42,6 +43,7 @@ class Store:
         self.params, self.state, self.rank, self.in_chunks, self.hp = params, state, this_rank(), in_chunks, hp
         self.layouts, self.twins = {"update": layouts, "row": row_layouts}, defaultdict(list)
         self.device, self.wide = local_of(params[0]).device, params[0].dtype == torch.float64
+        self.names = list(range(len(params))) if hp is None else list(map(names_in(hp).get, params))
         self.strays, self.forms = {} if strays is None else strays, None
         self._find_strays()
         self.read(bring=lambda param, grad: torch.zeros(local_of(param).shape, dtype=grad.dtype, device=self.device))
@@ -57,7 +59,7 @@ class Store:
         all parameters, by id, where they are known.
         """
         if as_bound:
-            check_dense([p.grad for p in self.params if p.grad is not None])
+            check_gradients(self.params, [self.hp])
             self._find_strays()
         known = came and map(came.__getitem__, map(id, self.params))
         self.came = list(known) if known else raw_locals(map(gradient_of, self.params))
@@ -66,7 +68,7 @@ class Store:
             self.gradients[number] = _zeros(self.params[number])
         for number, placements in self.strays.items():
             param = self.params[number]
-            with debug.during(f"the way home of the gradient of a parameter of shape {tuple(param.shape)}"):
+            with debug.during(f"the way home of the gradient of parameter {self.names[number]}"):
                 grad = zeros_astray(param, placements, gradient_dtype(param)) if param.grad is None else param.grad
                 self.gradients[number] = bring(param, grad)
         if self.in_chunks:
@@ -74,7 +76,7 @@ class Store:
         forms = zip(self.gradients, self.forms) if as_bound else ()
         others = [number for number, (g, form) in enumerate(forms) if form_of_gradient(g) != form]
         for number in others:
-            self.gradients[number] = in_form(self.gradients[number], self.forms[number])
+            self.gradients[number] = in_form(self.gradients[number], self.forms[number], self.names[number])
         return bool(others)
 
     def take(self, numbers) -> bool:
