@@ -164,6 +164,13 @@ class Late:
             for stream in (self.streams.current_stream(self.device), self.home):
                 self.order(stream, len(self.marks) - 1)
 
+    def release(self) -> None:
+        """Let weights and state go, which the current stream has waited for. Who waits for any of them from now on
+        waits for the end of the last step.
+        """
+        self.missing = frozenset(self.buckets)
+        self.follow((), ())
+
     def __del__(self):
         """Nobody waits any more for what an optimizer that goes has launched: now it is waited for."""
         with contextlib.suppress(Exception):  # the process may be at its end

@@ -189,6 +189,17 @@ class Muon(Saving):
             raise RuntimeError("there is no plan yet: the first step makes it (call step() before plan_report())")
         return report_of(self._jobs + self._alone, this_rank(), self._watch, self._early.order)
 
+    @settled
+    def release(self) -> None:
+        """Let go of what is bound at this rank: the workspace, CUDA graphs, and the views that keep the memory of
+        weights and state which you free or offload between steps. State and plan stay: the next step binds anew, with
+        the same bits and without a word to other ranks. RuntimeError while buckets have left during backward.
+        """
+        self._early.refuse("release")
+        self._presence.wait()
+        self._late.release()
+        self._unbind()
+
     def _ready(self, scaled=False):
         """The stores of this step. Planned anew if parameters changed, bound anew if memory or gradients' form did."""
         self._find_world()
@@ -248,13 +259,17 @@ class Muon(Saving):
 
     def _forget(self) -> None:
         """Drop plans and bound memory; the next step makes them anew. State stays."""
-        self._planned_for, self._bound_for, self._seen = {False: None, True: None}, None, None
-        self._plans, self._stores, self._jobs, self._alone = {False: [], True: []}, [], [], []
-        self._presence, self._feed, self._watch, self._guard, self._forms = Presence(), None, None, None, None
-        self._early = Early()
+        self._planned_for, self._plans, self._forms = {False: None, True: None}, {False: [], True: []}, None
         if self._process_groups is None:  # new ones at each plan would pile up
             self._process_groups = ProcessGroups(own=self._options.overlaps)
         if self._graphs is None:
             self._graphs, self._beside = [Graphs(s * self._options.capturable) for s in (OTHER_NUMBERS, OTHER_PLACES)]
+        self._unbind()
+
+    def _unbind(self) -> None:
+        """Drop bound memory; plans stay."""
+        self._bound_for = self._seen = self._feed = self._watch = self._guard = None
+        self._stores, self._jobs, self._alone, self._together = [], [], [], []
+        self._presence, self._early = Presence(), Early()
         for graphs in (self._graphs, self._beside):
             graphs.drop()

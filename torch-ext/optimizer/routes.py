@@ -70,7 +70,7 @@ class Journey(Route):
         self.bound.replay(self.leave, hp)
         collectives = self.inbound.go()
         for part in self.meanwhile:
-            self.bound.replay(part, hp)
+            self.bound.replay(getattr(self, part), hp)
         yield from collectives
         self.bound.replay(self.compute, hp)
         yield from self.outbound.go()
@@ -102,7 +102,7 @@ class Exchange(Journey):
         self.pack, self.pack_kept = _pack(bound, away, self.inbound.leave), _pack(bound, early, kept)
         self.pack_here = _pack(bound, [p for p in here if p not in early], come)
         if early:
-            self.rehearsed, self.meanwhile = (*self.rehearsed, "stay"), (self.stay,)
+            self.rehearsed, self.meanwhile = (*self.rehearsed, "stay"), ("stay",)
         sent = {p: {**self.inbound.leave, **come}[p] for p in rows if p.fed}
         self.send_rows = Copy(list(sent.values()), bound.states(sent, "second_moment"))
         self.assemble = copy_apart({p: come[p] for p in self.inbound.arrive}, self.inbound.arrive)
