@@ -142,6 +142,43 @@ def test_names_in_groups_stay_those_of_the_parameters(options):
     assert [group["param_names"] for group in heir.param_groups] == [["a", "b"], ["c", "d"]]
 
 
+def named(model, order, prefix=""):
+    """An optimizer of two groups that names its parameters."""
+    groups = [[(prefix + name, model[name]) for name in part] for part in order]
+    return package().Muon([{"params": groups[0]}, {"params": groups[1], "use_muon": False}])
+
+
+@pytest.mark.parametrize(("saved_as", "order", "same_names"), [
+    ("", ("ba", "dc"), True), ("_orig_mod.", ("ba", "dc"), True), ("", ("ab", "dc"), True),
+    ("other.", ("ba", "dc"), False)])
+def test_state_goes_by_name_where_both_sides_have_the_same(saved_as, order, same_names):
+    """Else by position, as in torch; what somebody else keeps of a parameter goes with it."""
+    model = matrices()
+    optimizer = named(model, ("ab", "cd"), saved_as)
+    step(model, optimizer, range(1))
+    for name, param in model.items():
+        optimizer.state[param]["mine"] = ord(name)
+    heir = named(model, order)
+    heir.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert [group["param_names"] for group in heir.param_groups] == [list(part) for part in order]
+    for ours, theirs in zip("".join(order) if same_names else "abcd", "".join(order)):
+        assert_equal(dict(heir.state[model[theirs]]), dict(optimizer.state[model[ours]]))
+
+
+@OPTIONS
+def test_dcp_knows_parameters_by_name_alone(options):
+    """Its groups come with the names in the order in which they were saved, and the parameters in that of here."""
+    model = matrices()
+    optimizer, heir = named(model, ("ab", "cd")), named(model, ("ba", "dc"))
+    step(model, optimizer, range(1))
+    for param in model.values():
+        param.grad = None
+    saved = copy.deepcopy(dsd.get_optimizer_state_dict(model, optimizer, options=options))
+    dsd.set_optimizer_state_dict(model, heir, saved, options=options)
+    for param in model.values():
+        assert_equal(dict(heir.state[param]), dict(optimizer.state[param]))
+
+
 @OPTIONS
 def test_a_schedule_goes_on(options):
     """Optimizer and scheduler saved in the warm-up, loaded into others with other rates."""

@@ -9,7 +9,7 @@ import contextlib
 
 import torch
 
-from .groups import check_numbers
+from .groups import check_numbers, clean_name
 from .layout import as_dtensor, is_by_rows, is_dtensor, local_of, place_like
 from .names import name_of
 from .owned import STATE_KEYS
@@ -44,6 +44,8 @@ class Loading:
         counts = [[len(group["params"]) for group in groups] for groups in (loaded["param_groups"], self.own)]
         if counts[0] != counts[1]:
             return None
+        groups = [_in_own_order(saved, own) for saved, own in zip(loaded["param_groups"], self.own)]
+        loaded = {**loaded, "param_groups": groups}
         self.restored = restore(loaded, self.own, self.options)
         numbers = {number for group in loaded["param_groups"] for number in group["params"]}
         return {**loaded, "state": {key: _of_others(state) if key in numbers else state
@@ -55,6 +57,20 @@ class Loading:
             group.update({key: own[key] for key in own if key not in group or key == "param_names"})
         for param, state in self.restored.items():
             optimizer.state[param].update(state)
+
+
+def _in_own_order(saved, own) -> dict:
+    """A saved group with the numbers of its parameters in the order in which the own group has their names. As it is
+    where it holds other names, or none, or comes from torch.distributed.checkpoint: that has names for numbers, and has
+    put them in order already, but not `param_names`.
+    """
+    ours, theirs = ([clean_name(name) for name in group.get("param_names") or ()] for group in (own, saved))
+    number = dict(zip(theirs, saved["params"]))
+    if not len(ours) == len(theirs) == len(number) == len(saved["params"]) or set(ours) != set(number):
+        return saved
+    if not all(isinstance(key, int) for key in saved["params"]):
+        return saved
+    return {**saved, "params": [number[name] for name in ours], "param_names": own["param_names"]}
 
 
 def restore(loaded, groups, options) -> dict:

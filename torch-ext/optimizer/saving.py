@@ -37,7 +37,8 @@ class Saving(Returning):
     def load_state_dict(self, state_dict) -> None:
         """As in torch, from any layout: tensors that lie otherwise than the parameters are moved, and get the dtype of
         `state_dtype`. What the saved groups lack (those of torch.optim.Muon or AdamW, or of an older version) stays
-        this optimizer's own. Raises ValueError, before anything is changed, for state of another shape or kind.
+        this optimizer's own. State goes by position, and by name where a group was saved with the same names in another
+        order. Raises ValueError, before anything is changed, for state of another shape or kind.
         """
         self._half_way = self._half_way or self._early.begun  # should loading fail
         self._early.drain()
