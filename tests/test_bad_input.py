@@ -516,6 +516,54 @@ def test_a_wrong_number_between_steps_is_refused_before_anything_changes(key, va
     assert not torch.equal(param, before)
 
 
+@pytest.mark.parametrize(("use_muon", "key", "first", "wrong", "then"), [
+    (True, "ns_coefficients", [[3.4445, -4.7750, 2.0315]] * 5, [[1.0, 2.0]] * 5, [[1.5, -0.5, 0.0]] * 5),
+    (True, "ns_coefficients", [3.4445, -4.7750, 2.0315], [1.0, "2", 3.0], [1.5, -0.5, 0.0]),
+    (True, "ns_coefficients", [[3.4445, -4.7750, 2.0315]] * 5, [[1.5, -0.5, 0.0]], [[1.5, -0.5, 0.0]] * 5),
+    (True, "ns_coefficients", [[1.5, -0.5, 0.0]] * 5, [], [[3.4445, -4.7750, 2.0315]] * 5),
+    (False, "betas", [0.9, 0.95], [0.9, 1.5], [0.8, 0.9]), (False, "betas", [0.9, 0.95], [0.9], [0.8, 0.9])])
+def test_numbers_that_change_in_place(use_muon, key, first, wrong, then):
+    """As if they had been put into the group: a wrong one is refused before anything changes, a right one works."""
+    param, usual = both = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64, 64))
+    usual.data.copy_(param)
+    live = copy.deepcopy(first)
+    ours, theirs = (package().Muon([{"params": [p], "use_muon": use_muon, key: value}])
+                    for p, value in ((param, live), (usual, first)))
+
+    def step():
+        param.grad = usual.grad = torch.randn(64, 64)
+        ours.step()
+        theirs.step()
+        assert torch.equal(*both)
+
+    step()
+    step()
+    before = param.detach().clone()
+    live[:] = copy.deepcopy(wrong)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=key):
+            ours.step()
+    assert torch.equal(param, before)
+    live[:] = copy.deepcopy(then)
+    theirs.param_groups[0][key] = then
+    step()
+    if key == "ns_coefficients" and isinstance(live[0], list):
+        live[2][:] = [1.4, -0.4, 0.0]
+        theirs.param_groups[0][key] = copy.deepcopy(live)
+    step()
+
+
+def test_two_numbers_in_the_place_of_one_between_steps():
+    param = nn.Parameter(torch.ones(2, 3))
+    param.grad = torch.ones(2, 3)
+    optimizer = package().Muon([param])
+    optimizer.param_groups[0]["eps"] = torch.tensor(1e-7)
+    optimizer.step()
+    optimizer.param_groups[0]["eps"] = torch.ones(2)
+    with pytest.raises(ValueError, match="eps="):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("key, value", [("dtype", torch.float64), ("eps", -1.0), ("eps", float("nan")), ("eps", "a")])
 def test_options_of_orthogonalize(key, value):
     with pytest.raises(ValueError, match=f"{key}=.* is not allowed"):

@@ -79,7 +79,9 @@ class Look:
         with contextlib.suppress(AttributeError, RuntimeError, TypeError):  # as in a glance
             if self.quick and self._soon(groups, state, more):
                 return True
-        return glance(groups, state, *more) == self.seen
+        with contextlib.suppress(RuntimeError):  # what is no number may be anything: it is refused next
+            return glance(groups, state, *more) == self.seen
+        return False
 
     def at_rest(self, groups, state) -> bool:
         """The same without gradients, where it is known."""
@@ -132,7 +134,12 @@ def _values_of(state) -> list:
 
 
 def _numbers(groups) -> list:
-    return [(id(group), len(group["params"]), *map(group.get, FIXED)) for group in groups]
+    return [(id(group), len(group["params"]), *map(_kept, map(group.get, FIXED))) for group in groups]
+
+
+def _kept(value):
+    """A list may change in place: what it holds is kept instead."""
+    return tuple(map(_kept, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _odd(gradients) -> list:
