@@ -136,6 +136,75 @@ def test_a_list_of_names_of_another_length():
     refuse(["param_names", "1", "2"], [{"params": [matrix(), matrix()], "param_names": ["only.one"]}])
 
 
+def test_a_group_without_the_key_of_parameters():
+    refuse(["group 1", "'params'", "'parms'"], [{"params": [matrix()]}, {"parms": [matrix()]}])
+
+
+def test_an_entry_that_is_no_pair():
+    refuse(["group 0 (a", "tuple of 3", "(name, parameter)"], [("a", matrix(), 1)])
+
+
+@pytest.mark.parametrize(("wrong", "parts"), [
+    ({"lr": -1.0}, ["lr=-1.0", "finite number"]), ({"eps": -1.0}, ["eps=-1.0"]), ({"rate": 1.0}, ["'rate'", "lr"]),
+    ({"ns_coefficients": "quintik"}, ["'quintik'"]), ({"ns_steps": 0}, ["ns_steps is 0"]),
+    ({"nesterov": torch.ones(2)}, ["nesterov=tensor", "True or False"]),
+    ({"use_muon": torch.ones(2)}, ["use_muon=tensor", "True or False"]), ({"differentiable": True}, ["differentiable"]),
+    ({"param_names": ["q"]}, ["1 names for 2"]), ({"use_muon": False, "betas": 0.9}, ["betas=0.9"])], ids=str)
+def test_one_wrong_group_among_many_is_named(wrong, parts):
+    def group(i):
+        return {"params": [matrix(), matrix()], "param_names": [f"layers.{i}.q", f"layers.{i}.k"]}
+
+    first = ["group 3 (q, ...)" if "param_names" in wrong else "group 3 (layers.3.q, ...)"]
+    refuse(first + parts, [group(0), group(1), group(2), {**group(3), **wrong}, group(4)])
+
+
+def test_an_empty_group_among_many_has_a_number():
+    refuse(["group 1", "no parameters"], [{"params": [("a", matrix())]}, {"params": []}])
+
+
+@pytest.mark.parametrize("value", [True, 1, torch.tensor(True)], ids=str)
+def test_what_equals_a_bool_is_one(value):
+    package().Muon([{"params": [matrix()], "use_muon": value, "nesterov": value}])
+
+
+@pytest.mark.parametrize(("key", "value", "message"), [
+    ("eps", -1.0, r"group 1 \(b\): eps=-1.0 is not allowed"),
+    ("use_muon", False, r"group 1 \(b\): use_muon=False, but the group has no betas: .* set betas and eps")])
+def test_a_live_group_that_is_wrong_is_named(key, value, message):
+    params = [matrix(), matrix()]
+    optimizer = package().Muon([{"params": [("a", params[0])]}, {"params": [("b", params[1])]}])
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.param_groups[1][key] = value
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+
+
+def test_a_group_that_goes_over_to_adamw():
+    param = matrix()
+    optimizer = package().Muon([param])
+    for _ in range(2):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.param_groups[0].update(use_muon=False, betas=(0.9, 0.95), eps=1e-8)
+    assert optimizer.state[param]["step"] == 1
+
+
+@pytest.mark.parametrize(("state", "parts"), [
+    ({"state": {0: None}}, ["state of parameter a", "NoneType", "momentum_buffer"]),
+    ({"state": {1: [1]}}, ["state of parameter b", "list"]),
+    ({"state": {1: {"momentum_buffer": None}}}, ["momentum_buffer of parameter b"]),
+    ({"param_groups": None}, ["'param_groups'", "state_dict()"]), ({"state": "left out"}, ["'state'", "state_dict()"])])
+def test_a_state_dict_of_another_form(state, parts):
+    optimizer = package().Muon([("a", matrix()), ("b", matrix())])
+    saved = {**optimizer.state_dict(), **state}
+    saved = {key: value for key, value in saved.items() if value not in (None, "left out")}
+    with pytest.raises(ValueError) as raised:
+        optimizer.load_state_dict(saved)
+    assert all(part in str(raised.value) for part in parts), raised.value
+
+
 def test_a_group_that_is_no_dict():
     optimizer = package().Muon([matrix()])
     with pytest.raises(TypeError, match="dict"):
@@ -392,15 +461,16 @@ def test_chunks_of_ones_own():
 @pytest.mark.parametrize("steps", [0, 1], ids=["first step", "second step"])
 def test_a_sparse_gradient(steps, use_muon):
     weight = matrix(6, 4)
-    optimizer = package().Muon([{"params": [("table.weight", weight)], "use_muon": use_muon}])
+    other = matrix(6, 4)
+    optimizer = package().Muon([{"params": [("other", other), ("table.weight", weight)], "use_muon": use_muon}])
     for _ in range(steps):
-        weight.grad = torch.randn(6, 4)
+        weight.grad = other.grad = torch.randn(6, 4)
         optimizer.step()
     before = weight.detach().clone()
     weight.grad = torch.eye(6, 4).to_sparse()
     with pytest.raises(RuntimeError) as raised:
         optimizer.step()
-    assert all(part in str(raised.value) for part in ("(6, 4)", "sparse gradient", "sparse=False"))
+    assert all(part in str(raised.value) for part in ("table.weight", "(6, 4)", "sparse gradient", "sparse=False"))
     assert torch.equal(weight, before)
 
 
@@ -426,7 +496,7 @@ def test_a_lazily_negated_gradient(steps, use_muon):
     before, memory = weight.detach().clone(), torch.randn(6, 4)
     weight.grad = torch._neg_view(memory)
     for _ in "12":
-        with pytest.raises(RuntimeError, match="negated view.*resolve_neg"):
+        with pytest.raises(RuntimeError, match="parameter #0 .*negated view.*resolve_neg"):
             optimizer.step()
     assert torch.equal(weight, before)
     weight.grad, usual.grad = weight.grad.resolve_neg(), -memory

@@ -15,6 +15,7 @@ import torch
 from .groups import TOLERATED, check_group, clean_names
 from .layout import is_dtensor
 from .loaded import KINDS, check_state
+from .names import in_group
 from .owned import STATE_KEYS
 from .store import state_keys
 
@@ -59,7 +60,10 @@ def import_state(optimizer, path, model=None) -> None:
     for name, tensor in tensors.items():
         param, _, key = name.removeprefix("state.").rpartition(".")
         states.setdefault(param, {})[key] = tensor
-    groups = [_saved_group(path, group, names, header["groups"], states) for group in optimizer.param_groups]
+    groups = []
+    for i, group in enumerate(optimizer.param_groups):
+        with in_group(i, group):
+            groups.append(_saved_group(path, group, names, header["groups"], states))
     number = {name: i for i, name in enumerate(n for group in groups for n in group["params"])}
     if set(states) - set(number):
         raise ValueError(f"{path} has state of {min(set(states) - set(number))}, which it does not list as a parameter")

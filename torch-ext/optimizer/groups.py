@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .judge import judge, largest_table
 from .layout import check_local_shape, check_placements, is_dtensor, local_of
-from .names import name_in, name_of, names_in
+from .names import in_group, name_in, name_of, names_in
 from .polar import WIDE
 from .recipe import SCALES
 from .steps import steps_of
@@ -105,15 +105,24 @@ def table(rows) -> str:
 
 
 def check_unique(group, others) -> None:
-    """Raise ValueError for a parameter that a new group holds twice or another group holds too; torch names neither."""
+    """Raise ValueError for a new group that holds no parameters, one twice, or one of another group; torch names none.
+    """
+    if "params" not in group:
+        raise ValueError(f"there is no key 'params', but {', '.join(map(repr, group)) or 'nothing'}: it is to hold the "
+                         "group's parameters, or pairs (name, parameter)")
     if isinstance(group["params"], (torch.Tensor, set)):  # one parameter; what torch refuses
         return
     group["params"] = entries = list(group["params"])  # it may be a generator; torch makes it a list too
+    if not entries:
+        raise ValueError("it has no parameters; leave the group out")
     names = group.get("param_names") or [f"#{i}" for i in range(len(entries))]
     if len(names) != len(entries):
         raise ValueError(f"param_names holds {len(names)} names for {len(entries)} parameters: pass one for each")
     seen, elsewhere = set(), {id(p) for other in others for p in other["params"]}
     for name, entry in zip(names, entries):
+        if isinstance(entry, tuple) and len(entry) != 2:
+            raise ValueError(f"an entry of params is a tuple of {len(entry)}: pass parameters, or pairs (name, "
+                             "parameter)")
         name, param = entry if isinstance(entry, tuple) else (name, entry)
         if id(param) in seen:
             raise ValueError(f"parameter {name} is twice in a group; it would be stepped twice: leave one out")
@@ -129,11 +138,9 @@ def check_group(group, extra_keys=()) -> None:
     unknown = sorted(set(group) - GROUP_KEYS - TOLERATED - set(extra_keys))
     if unknown:
         allowed = ", ".join(sorted(GROUP_KEYS | set(extra_keys)))
-        raise ValueError(f"unknown key {unknown[0]!r} in a parameter group; allowed are {allowed}: remove or rename it")
+        raise ValueError(f"unknown key {unknown[0]!r}; allowed are {allowed}: remove or rename it")
     if group.get("differentiable"):
         raise ValueError("differentiable=True is not allowed: a step is not recorded by autograd; remove it")
-    if not group["params"]:
-        raise ValueError("a parameter group has no parameters; leave the group out")
     check_numbers(group)
     for i, param in enumerate(group["params"]):
         check_param(param, name_of(group, i), group["use_muon"])
@@ -163,7 +170,7 @@ def check_together(groups, options) -> None:
 def check_numbers(group) -> None:
     """Raise ValueError for what is not allowed of a group's numbers and names."""
     for key in ("use_muon", "nesterov"):
-        _require(not isinstance(group[key], str) and group[key] in (True, False), key, group[key], "True or False")
+        _require(_number(group[key]) in (0, 1), key, group[key], "True or False")
     for key in ("lr", "weight_decay"):
         _require(0 <= _number(group[key]) < math.inf, key, group[key], "a finite number >= 0")
     for key in ("momentum", "beta2") if group["use_muon"] else ():
@@ -175,8 +182,9 @@ def check_again(groups) -> None:
     """The same, before a step, for what no schedule changes; the rest may lie on a device that nobody waits for. Raise
     RuntimeError for a fake tensor, which an optimizer may be made for, but not step.
     """
-    for group in groups:
-        _check_values(group)
+    for number, group in enumerate(groups):
+        with in_group(number, group):
+            _check_values(group)
         for param in group["params"]:
             if isinstance(local_of(param), FakeTensor):
                 raise RuntimeError(f"parameter {name_in(group, param)} is a fake tensor: it has no memory in which "
@@ -192,6 +200,9 @@ def _check_values(group) -> None:
         steps_of(group["ns_coefficients"], group["ns_steps"])
         return
     betas = group.get("betas")
+    if betas is None:
+        raise ValueError("use_muon=False, but the group has no betas: where it goes over to AdamW, set betas and eps "
+                         "along with use_muon")
     pair = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0 <= _number(b) < 1 for b in betas)
     _require(pair, "betas", betas, "two numbers in [0, 1)")
 
@@ -202,6 +213,11 @@ def _number(value) -> float:
         return math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return math.nan
+
+
+def is_adamw(group) -> bool:
+    """Whether a group that may be wrong in anything asks for AdamW."""
+    return _number(group.get("use_muon", True)) == 0
 
 
 def _require(true, key, came, allowed) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from .groups import check_numbers, clean_name
 from .layout import as_dtensor, is_by_rows, is_dtensor, local_of, place_like
-from .names import name_of
+from .names import in_group, name_of
 from .owned import STATE_KEYS
 from .store import home_of, state_keys, state_shape
 
@@ -41,6 +41,9 @@ class Loading:
         """Before: check and copy the state. Groups of other numbers of parameters are torch's to refuse, and what else
         somebody keeps in the state of a parameter is torch's to load.
         """
+        if missing := {"state", "param_groups"} - set(loaded):
+            raise ValueError(f"the state dict has no {min(missing)!r}, only {', '.join(map(repr, loaded)) or None}: "
+                             "pass what an optimizer's state_dict() has returned")
         counts = [[len(group["params"]) for group in groups] for groups in (loaded["param_groups"], self.own)]
         if counts[0] != counts[1]:
             return None
@@ -99,6 +102,9 @@ def check_state(param, keys, name, state) -> None:
     """Raise ValueError unless the saved `state` of a parameter can be that of one whose rule keeps `keys`: all of them
     or none, but NorMuon goes on with Muon's, which has no second moment.
     """
+    if not isinstance(state, dict):
+        raise ValueError(f"the state of parameter {name} is of type {type(state).__name__}, but it needs a dict of "
+                         f"{', '.join(keys)}: it was saved by another optimizer, or is damaged")
     if state and not set(keys) - {"second_moment"} <= set(state):
         raise ValueError(f"the state of parameter {name} is {', '.join(sorted(state))}, but it needs "
                          f"{', '.join(keys)}: a part of it was lost, or it was saved by another optimizer or for "
@@ -129,7 +135,8 @@ def _check_kind(number, group, saved) -> None:
         names = saved.get("param_names") or saved["params"]
         raise ValueError(f"parameter group {number} ({names[0]}, ...) is one of {KINDS[theirs]} in the state dict, but "
                          f"of {KINDS[ours]} here: build the groups in the order in which they were saved")
-    check_numbers({**group, **{key: saved[key] for key in saved if key in group}})
+    with in_group(number, group):
+        check_numbers({**group, **{key: saved[key] for key in saved if key in group}})
 
 
 def _restored(param, keys, state, options) -> dict:

@@ -17,10 +17,11 @@ from .change import Look, memory_key
 from .early import Early
 from .feed import Feed
 from .graphs import Graphs, current, release_before_groups
-from .groups import check_again, check_group, check_together, check_unique, device_of
+from .groups import check_again, check_group, check_together, check_unique, device_of, is_adamw
 from .guard import unscale
 from .late import Late, settled
 from .layout import form_of, this_rank
+from .names import in_group
 from .options import Options, spelled_out
 from .planner import planned, stepped
 from .presence import Presence
@@ -87,16 +88,17 @@ class Muon(Saving):
         """Add a group; see the class for what it may hold."""
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group must be a dict, not {type(param_group).__name__}")
-        if not param_group.get("use_muon", True):
+        if is_adamw(param_group):
             for key, value in self._adamw.items():
                 param_group.setdefault(key, value)
         count = len(self.param_groups)
         self._early.refuse("add_param_group")
         try:
-            check_unique(param_group, self.param_groups)
-            super().add_param_group(param_group)
-            check_group(self.param_groups[-1], self._extra_keys)
-            check_together(self.param_groups, self._options)
+            with in_group(count, param_group):
+                check_unique(param_group, self.param_groups)
+                super().add_param_group(param_group)
+                check_group(self.param_groups[-1], self._extra_keys)
+                check_together(self.param_groups, self._options)
         except Exception:
             del self.param_groups[count:]
             raise

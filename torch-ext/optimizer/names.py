@@ -1,5 +1,7 @@
-"""How messages name parameters. Knows groups as they are, and nothing else."""
+"""How messages name parameters and groups. Knows groups as they are given, and nothing else."""
 from __future__ import annotations
+
+from . import debug
 
 
 def name_of(group, number) -> str:
@@ -21,3 +23,12 @@ def name_among(groups, param) -> str:
 def names_in(group) -> dict:
     """{parameter: its name}, for messages."""
     return {param: name_of(group, i) for i, param in enumerate(group["params"])}
+
+
+def in_group(number, group):
+    """A context in which errors say of which group they are, by its number and its first parameter."""
+    entries, first = group.get("params"), ""
+    if isinstance(entries, (list, tuple)) and entries:
+        named = isinstance(entries[0], tuple) and entries[0]
+        first = f" ({entries[0][0] if named else name_of(group, 0)}{', ...' if len(entries) > 1 else ''})"
+    return debug.during(f"group {number}{first}")
