@@ -165,6 +165,18 @@ def test_state_goes_by_name_where_both_sides_have_the_same(saved_as, order, same
         assert_equal(dict(heir.state[model[theirs]]), dict(optimizer.state[model[ours]]))
 
 
+def test_groups_that_came_from_torchs_adamw_make_another_optimizer():
+    model = matrices()
+    theirs = torch.optim.AdamW(model.values(), lr=0.2)
+    step(model, theirs, range(1))
+    ours = package().Muon([{"params": [*model.values()], "use_muon": False}])
+    keys = set(ours.param_groups[0])
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["lr"] == 0.2
+    assert set(ours.param_groups[0]) <= keys | {"fused", "foreach", "differentiable"}
+    assert package().Muon(ours.param_groups).param_groups[0]["lr"] == 0.2
+
+
 @OPTIONS
 def test_dcp_knows_parameters_by_name_alone(options):
     """Its groups come with the names in the order in which they were saved, and the parameters in that of here."""

@@ -17,6 +17,7 @@ from .store import home_of, state_keys, state_shape
 
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
 OTHERS = "maximize", "amsgrad", "differentiable"  # options of torch's that change what a step is
+ADAMW = "maximize", "amsgrad", "capturable", "decoupled_weight_decay"  # of torch's AdamW, which no group has here
 FOREIGN = {"adamw_betas", "algorithm"}  # keys of groups whose momentum is another sum: foreign.py
 
 
@@ -55,8 +56,12 @@ class Loading:
                                     for key, state in loaded["state"].items()}}
 
     def settle(self, optimizer) -> None:
-        """After: names, and options that the saved groups lack, are the optimizer's own."""
+        """After: names, and options that the saved groups lack, are the optimizer's own. Of those that it does not know
+        torch's AdamW leaves some, which say what is done here anyway, or how AdamW did it.
+        """
         for group, own in zip(optimizer.param_groups, self.own):
+            for key in [key for key in ADAMW if key not in own]:
+                group.pop(key, None)
             group.update({key: own[key] for key in own if key not in group or key == "param_names"})
         for param, state in self.restored.items():
             optimizer.state[param].update(state)
