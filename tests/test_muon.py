@@ -696,6 +696,40 @@ def test_a_step_inside_autocast_has_the_bits_of_one_outside(optimizer):
     assert torch.equal(*params) and params[0].abs().max() < 2
 
 
+def under(dtype, function):
+    """What a function gives while another dtype is the default one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return function()
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_another_default_dtype_changes_no_bit(dtype, optimizer, device):
+    """Also of matrices that are scaled before their squares are summed, and of counts that 16 bits do not hold."""
+    stacks = [torch.randn(2, 24, 40, device=device) * scale for scale in (1.0, 1e-20, 1e20)]
+    params = weights([(24, 40), (40, 24), (3, 8, 8), (9,)], device)
+    grads = gradients(params, 3)
+
+    def results():
+        found = [optimizer.orthogonalize(X, name) for X in stacks for name in ("polar_express", "turbo", "cubic")]
+        for name in ("Muon", "NorMuon"):
+            ours = copies(params)
+            opt = getattr(optimizer, name)([{"params": ours[:3]}, {"params": ours[3:], "use_muon": False}],
+                                           nonfinite="skip")
+            train(opt, ours, grads[:2])
+            saved = opt.state_dict()
+            saved["state"][3]["step"] = 70001.0  # as old files have it
+            opt.load_state_dict(saved)
+            found += train(opt, ours, grads[2:]) + [t for p in ours for t in opt.state[p].values()]
+        return found
+
+    usual, ours = results(), under(dtype, results)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype and a.isfinite().all() for a, b in zip(usual, ours))
+
+
 def test_a_compiled_training_step(optimizer):
     """The compiler leaves the step as it is, with AdamW groups too."""
     models = [nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(2)]

@@ -51,7 +51,8 @@ def _connect(group, connected, device) -> None:
     they first do, and then waits for both.
     """
     if group not in connected:
-        dist.all_to_all_single(*(torch.zeros(group.size(), device=device) for _ in "12"), group=group)
+        both = (torch.zeros(group.size(), dtype=torch.int32, device=device) for _ in "12")
+        dist.all_to_all_single(*both, group=group)
         connected.add(group)
 
 

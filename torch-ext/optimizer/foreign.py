@@ -99,7 +99,7 @@ def _dion(name, group, dims):
     if rule == "adamw":
         def of_state(state):
             renamed = {"exp_avg": state["momentum"], "exp_avg_sq": state["variance"]}
-            return {"step": torch.tensor(float(group["step"])), **renamed}
+            return {"step": torch.tensor(float(group["step"]), dtype=torch.float32), **renamed}
         return _adamw((group["beta1"], group["beta2"]), group["epsilon"]), of_state
     _check_dims(name, dims, flattened=group["flatten"])
     options = {"use_muon": True, "momentum": group["mu"], "nesterov": group["nesterov"],

@@ -119,7 +119,7 @@ def check_state(param, keys, name, state) -> None:
         if came != shape and not (key == "step" and came == (1,)):
             raise ValueError(f"{key} of parameter {name} has shape {came} in the state, but a parameter of shape "
                              f"{tuple(param.shape)} needs {shape}: it was saved for another parameter")
-        dtype = torch.as_tensor(state[key]).dtype
+        dtype = _tensor(state[key]).dtype
         whole = key == "step" and not dtype.is_complex and dtype != torch.bool
         if not (dtype.is_floating_point or whole):
             raise ValueError(f"{key} of parameter {name} has dtype {dtype} in the state, but it needs a floating-point "
@@ -144,11 +144,16 @@ def _check_kind(number, group, saved) -> None:
         check_numbers({**group, **{key: saved[key] for key in saved if key in group}})
 
 
+def _tensor(value):
+    """Of a number, too, as of AdamW's steps in old files; the default dtype need not hold it."""
+    return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+
+
 def _restored(param, keys, state, options) -> dict:
     kept = {}
     for key in [k for k in keys if k in state]:
         device, dtype = home_of(key, param, options.state_dtype)
-        value = torch.as_tensor(state[key]).detach()
+        value = _tensor(state[key]).detach()
         if key == "step":
             value = value.reshape(())
         elif not options.owner_keeps_state or not is_by_rows(value, options.process_group):

@@ -69,7 +69,8 @@ def unit_norm_torch(U, X, eps):
     for some in cpu_slices(U):
         wide = U[some].float()
         largest = wide.abs().amax((1, 2), keepdim=True)
-        unit = torch.where(largest > 2.0**50, 2.0**-80, torch.where(largest < 2.0**-40, 2.0**80, 1.0))
+        unit = torch.ones_like(largest).masked_fill_(largest > 2.0**50, 2.0**-80)  # numbers alone have a default dtype
+        unit.masked_fill_(largest < 2.0**-40, 2.0**80)
         wide = wide * unit
         squares = torch.stack([matrix.sum() for matrix in wide.square().unbind()]).view(-1, 1, 1)
         norm = squares.sqrt() + eps * (largest * unit)
