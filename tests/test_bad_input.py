@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import package, run_ranks, run_threads
+from tests.ranks import package, part, run_ranks, run_threads
 
 
 def matrix(*shape, dtype=torch.float32, device="cpu"):
@@ -213,9 +213,10 @@ def test_a_group_that_is_no_dict():
 
 # numbers ---------------------------------------------------------------------------------------------------------
 
-OUT_OF_RANGE = [("lr", -1e-3), ("lr", math.nan), ("lr", math.inf), ("lr", torch.tensor(-1.0)),
+OUT_OF_RANGE = [("lr", -1e-3), ("lr", math.nan), ("lr", math.inf), ("lr", torch.tensor(-1.0)), ("lr", 1e39),
                 ("weight_decay", -0.1), ("weight_decay", math.nan), ("weight_decay", math.inf),
-                ("eps", -1e-8), ("eps", math.nan), ("eps", 10**400)]
+                ("eps", -1e-8), ("eps", math.nan), ("eps", 10**400),
+                ("eps", 1e39), ("weight_decay", 1e39)]
 
 
 @pytest.mark.kernels_ci
@@ -263,12 +264,29 @@ def test_an_unknown_coefficient_set():
 
 
 TRIPLES = [(1.0, 2.0), (1.0, 2.0, 3.0, 4.0), (), 3.0, None, (1.0, 2.0, math.nan), (1.0, "2", 3.0),
+           (1e39, 0.0, 0.0), (1.0, 10**39, 0.0),
            [(1.0, 2.0, 3.0), (1.0, 2.0)], [(1.0, 2.0, math.inf)] * 5]
 
 
 @pytest.mark.parametrize("value", TRIPLES, ids=str)
 def test_a_wrong_triple(value):
     refuse(["ns_coefficients", "triple"], [matrix()], ns_coefficients=value)
+
+
+@pytest.mark.parametrize("value", [(True, -0.25, 0.0), [(True, -0.25, 0.0)] * 5])
+def test_what_was_allowed_before_says_nothing(value):
+    """True and 1.0 are equal, but one of them is a mistake."""
+    package().orthogonalize(torch.eye(2), (1.0, -0.25, 0.0))
+    package().orthogonalize(torch.eye(2), [(1.0, -0.25, 0.0)] * 5)
+    refuse(["ns_coefficients", "triple", "True"], [matrix()], ns_coefficients=value)
+    with pytest.raises(ValueError, match="True"):
+        package().orthogonalize(torch.eye(2), value)
+
+
+def test_schedules_of_coefficients_leave_nothing_behind():
+    """A cache that keeps all grows without end."""
+    caches = [thing for thing in vars(part("steps")).values() if hasattr(thing, "cache_parameters")]
+    assert caches and all(cache.cache_parameters()["maxsize"] for cache in caches)
 
 
 def test_another_number_of_triples_than_steps():
@@ -634,7 +652,8 @@ def test_two_numbers_in_the_place_of_one_between_steps():
         optimizer.step()
 
 
-@pytest.mark.parametrize("key, value", [("dtype", torch.float64), ("eps", -1.0), ("eps", float("nan")), ("eps", "a")])
+@pytest.mark.parametrize("key, value", [("dtype", torch.float64), ("eps", -1.0), ("eps", float("nan")), ("eps", "a"),
+                                        ("eps", 1e39)])
 def test_options_of_orthogonalize(key, value):
     with pytest.raises(ValueError, match=f"{key}=.* is not allowed"):
         package().orthogonalize(torch.eye(2), **{key: value})

@@ -17,13 +17,14 @@ from .layout import check_local_shape, check_placements, is_dtensor, local_of
 from .names import in_group, name_in, name_of, names_in
 from .polar import WIDE
 from .recipe import SCALES
-from .steps import steps_of
+from .steps import LARGEST, steps_of
 
 # DDP, torch.compile, FSDP1, activation checkpointing
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 GROUP_KEYS = frozenset(("params", "param_names", "use_muon", "lr", "weight_decay", "momentum", "nesterov",
                         "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "betas"))
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")  # of schedulers
+FINITE = "a finite number >= 0 that fp32 holds"
 TOLERATED = frozenset(("fused", "foreach", "differentiable", *SCHEDULED))  # torch's, torchtitan's; without effect
 
 
@@ -172,7 +173,7 @@ def check_numbers(group) -> None:
     for key in ("use_muon", "nesterov"):
         _require(_number(group[key]) in (0, 1), key, group[key], "True or False")
     for key in ("lr", "weight_decay"):
-        _require(0 <= _number(group[key]) < math.inf, key, group[key], "a finite number >= 0")
+        _require(0 <= _number(group[key]) <= LARGEST, key, group[key], FINITE)
     for key in ("momentum", "beta2") if group["use_muon"] else ():
         _require(0 <= _number(group.get(key, 0)) < 1, key, group.get(key), "a number in [0, 1)")
     _check_values(group)
@@ -193,7 +194,7 @@ def check_again(groups) -> None:
 
 def _check_values(group) -> None:
     """Raise ValueError for what no schedule changes."""
-    _require(0 <= _number(group["eps"]) < math.inf, "eps", group["eps"], "a finite number >= 0")
+    _require(0 <= _number(group["eps"]) <= LARGEST, "eps", group["eps"], FINITE)
     if group["use_muon"]:
         scales = (None, *SCALES)
         _require(group["adjust_lr_fn"] in scales, "adjust_lr_fn", group["adjust_lr_fn"], f"one of {scales}")

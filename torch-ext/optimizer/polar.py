@@ -78,7 +78,7 @@ def check(X: torch.Tensor, eps: float = 0.0, dtype: torch.dtype | None = None) -
         raise ValueError(f"X is {X.dtype} of shape {tuple(X.shape)}{kind}; pass matrices (..., R, C) in fp32, bf16 or "
                          "fp16, dense")
     if not is_number(eps) or eps < 0:
-        raise ValueError(f"eps={eps!r} is not allowed: it must be a finite number >= 0")
+        raise ValueError(f"eps={eps!r} is not allowed: it must be a finite number >= 0 that fp32 holds")
     if dtype not in (None, *WIDE):
         raise ValueError(f"dtype={dtype!r} is not allowed: it must be one of {WIDE}, or None")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +16,8 @@ from .pairs import PAIRS, Pair
 
 Triple = tuple[float, float, float]
 F16, ALL = torch.float16, 100  # no iteration has more steps
+LARGEST = torch.finfo(torch.float32).max  # number, in whose arithmetic all is done
+KEPT = 256  # answers about sets of coefficients; schedules may bring new ones at every step
 REPEATED_LAST = (1.875, -1.25, 0.375)
 LONGEST_SEGMENT = {torch.float32: 3, torch.float16: 3, torch.bfloat16: 2}  # steps of the Gram iteration per restart
 STEADY, SMALL = ("polar_express", "jordan"), 256  # sets that begin with three steps at once in fp16, but below such n
@@ -119,14 +120,25 @@ def steps_of(ns_coefficients: str | Sequence, ns_steps: int = 5) -> Steps:
 
     A named set of fixed length takes that length or 5, the default, for ns_steps.
     """
+    if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or not 1 <= ns_steps < 100:
+        raise ValueError(f"ns_steps is {ns_steps!r}; pass a whole number from 1 to 99")
     if not isinstance(ns_coefficients, str):
-        ns_coefficients = _as_tuples(ns_coefficients)
-    if torch.compiler.is_compiling():  # dynamo warns of a cache
-        return _steps_of.__wrapped__(ns_coefficients, ns_steps)
-    try:
-        return _steps_of(ns_coefficients, ns_steps)
-    except TypeError:  # what a cache cannot hold is no number
-        return _steps_of.__wrapped__(ns_coefficients, ns_steps)
+        return Steps("custom", _checked(ns_coefficients, ns_steps))
+    named = _named.__wrapped__ if torch.compiler.is_compiling() else _named  # dynamo warns of a cache
+    return named(ns_coefficients, ns_steps)
+
+
+def _checked(ns_coefficients, ns_steps) -> tuple:
+    """So many triples of floats; looked at each time, since a cache takes True and 1.0 for the same."""
+    numbers = _as_tuples(ns_coefficients)
+    single = len(numbers) == 3 and not any(isinstance(x, tuple) for x in numbers)
+    triples = (numbers,) * ns_steps if single else numbers
+    for triple in triples:
+        _check_triple(triple)
+    if len(triples) != ns_steps:
+        raise ValueError(f"ns_coefficients holds {len(triples)} triples and ns_steps is {ns_steps}; "
+                         f"pass ns_steps={len(triples)}, or {ns_steps} triples")
+    return tuple(tuple(map(float, triple)) for triple in triples)
 
 
 def _as_tuples(numbers):
@@ -140,32 +152,18 @@ def _is_sequence(x):
     return isinstance(x, Sequence) and not isinstance(x, (str, bytes, bytearray))
 
 
-@functools.lru_cache(maxsize=None, typed=True)  # True is no number of steps
-def _steps_of(ns_coefficients, ns_steps):
-    if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or not 1 <= ns_steps < 100:
-        raise ValueError(f"ns_steps is {ns_steps!r}; pass a whole number from 1 to 99")
-    if isinstance(ns_coefficients, str):
-        return _named(ns_coefficients, ns_steps)
-    single = len(ns_coefficients) == 3 and not any(isinstance(x, tuple) for x in ns_coefficients)
-    triples = (ns_coefficients,) * ns_steps if single else ns_coefficients
-    for triple in triples:
-        _check_triple(triple)
-    if len(triples) != ns_steps:
-        raise ValueError(f"ns_coefficients holds {len(triples)} triples and ns_steps is {ns_steps}; "
-                         f"pass ns_steps={len(triples)}, or {ns_steps} triples")
-    return Steps("custom", tuple(tuple(map(float, t)) for t in triples))
-
-
 def _check_triple(triple):
     if not (isinstance(triple, tuple) and len(triple) == 3 and all(map(is_number, triple))):
-        raise ValueError(f"ns_coefficients holds {triple!r}; a triple is three finite numbers (a, b, c)")
+        raise ValueError(f"ns_coefficients holds {triple!r}; a triple is three finite numbers (a, b, c) "
+                         "that fp32 holds")
 
 
 def is_number(x):
-    """Whether x is a finite number; True is none."""
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
+    """Whether x is a finite number that fp32 holds; True is none."""
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= LARGEST
 
 
+@functools.lru_cache(maxsize=KEPT)
 def _named(name, ns_steps):
     if name not in SETS:
         raise ValueError(f"ns_coefficients is {name!r}; the sets are {', '.join(SETS)}; or pass a triple or triples")
@@ -184,12 +182,12 @@ def _beginning(name, count):
     return triples[:count]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=KEPT)
 def _is_steady(triples):
     return any(triples == _beginning(name, len(triples)) for name in STEADY)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=KEPT)
 def _pair(triples, aol):
     """The pair of the last two of these steps, where a set begins with all of them: only then A is in its range."""
     first = len(triples) - 2
