@@ -530,3 +530,17 @@ def test_the_number_of_allocations_of_a_second_call(polar, name):
         return torch.cuda.memory_stats()["allocation.all.allocated"] - before
 
     assert allocations(1) == allocations(5) == 2
+
+
+@pytest.mark.parametrize("name", ["polar_express", "turbo"])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("shape", [(3, 2, 130, 300), (3, 2, 300, 130), (2, 2, 24, 17)], ids=str)
+def test_matrices_keep_their_bits_in_a_batch_that_has_to_be_copied(polar, device, shape, turned, name):
+    """The dims of the batch cannot be viewed as one; what is column-major stays so."""
+    V = torch.randn(shape, device=device)
+    V = V.mT.contiguous().mT if turned else V
+    V = V.permute(1, 0, 2, 3)
+    with pytest.raises(RuntimeError):
+        V.view(-1, *shape[2:])
+    O = polar.orthogonalize(V, name)
+    assert all(torch.equal(O[i, j], polar.orthogonalize(V[i, j], name)) for i in range(2) for j in range(shape[0]))

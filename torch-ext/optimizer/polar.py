@@ -89,8 +89,18 @@ def polar_factor(X: torch.Tensor, steps: Steps, eps: float, dtype: torch.dtype |
     if X.numel():
         whole = out.view(-1, *X.shape[-2:])
         likely = functools.partial(_launch_akin, whole, steps, eps, dtype)
-        _polar([(X.reshape(whole.shape), whole)], steps, eps, dtype, likely=likely)
+        _polar([(_in_a_row(X), whole)], steps, eps, dtype, likely=likely)
     return out
+
+
+def _in_a_row(X):
+    """X as (N, R, C). Where that takes a copy, its matrices keep their order of memory, in which their squares are
+    summed: the bits of a matrix do not depend on its batch.
+    """
+    turned = X.stride(-2) < X.stride(-1)
+    X = X.mT if turned else X
+    X = X.reshape(-1, *X.shape[-2:])
+    return X.mT if turned else X
 
 
 def products_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
