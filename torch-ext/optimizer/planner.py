@@ -85,7 +85,7 @@ class Planner:
         self.device = local_of(params[0]).device
         self.latency = latency_bytes(architecture(self.device.type, self.device.index))
         ahead.begin(self.device)
-        self.process_groups.learn(params, self.process_group)
+        self.process_groups.expect(params, self.process_group)
         if group["use_muon"]:
             return [self._matrices(group, params)]
         kinds = {}
@@ -192,6 +192,8 @@ def _rests_on(group, params, dtype) -> tuple:
 def planned(units, state, options, process_groups, alone) -> list[Plan]:
     """The plans of a step's parameters, after all ranks have agreed on them, and their state. Collective."""
     planner = Planner(options, process_groups, alone)
+    if not alone:
+        process_groups.learn([p for _, params in units for p in params], planner.process_group)
     plans = [plan for unit in units for plan in planner.plan(*unit)]
     agree(plans, options, process_groups)
     settle_state(plans, state, options)

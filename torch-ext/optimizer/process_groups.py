@@ -6,6 +6,7 @@ import functools
 import hashlib
 import itertools
 import threading
+from operator import attrgetter
 
 import torch.distributed as dist
 
@@ -20,30 +21,34 @@ class ProcessGroups:
     """
 
     def __init__(self, own=False):
-        self.known, self.used, self.connected, self.own, self.backends = {}, set(), set(), own, set()
+        self.made, self.theirs, self.own = {}, {}, own
+        self.used, self.connected, self.backends = set(), set(), set()
 
     def learn(self, params, process_group) -> None:
-        """Remember the groups that the parameters bring along, and forget which ones earlier plans used."""
+        """Find the groups that all parameters of a step bring along, and forget which ones earlier plans used.
+
+        Where several connect the same ranks (two meshes with an axis over them), all ranks choose the same: the default
+        one, else the one whose name comes first.
+        """
         self.used.clear()
-        groups = [process_group] if process_group is not None else []
-        for mesh in {p.device_mesh for p in params if is_dtensor(p)}:
-            groups += [mesh.get_group(axis) for axis in range(mesh.ndim)]
-        groups = [dist.group.WORLD, *groups] if dist.is_initialized() else []
+        self.theirs = {}
+        for group in sorted(_meshes_groups(params), key=attrgetter("group_name")):
+            self.theirs.setdefault(_ranks_of(group), group)
+        self.theirs |= {_ranks_of(group): group for group in _always(process_group)}
+
+    def expect(self, params, process_group) -> None:
+        """From now on `send_once` speaks of the groups that these parameters bring along."""
+        groups = [*_always(process_group), *_meshes_groups(params)]
         self.backends = {dist.get_backend_config(group) for group in groups}
-        for group in groups if not self.own else []:
-            self.known.setdefault(tuple(dist.get_process_group_ranks(group)), group)
 
     def of(self, ranks):
         """All ranks of the group call this in the same order, since all have the same plan."""
-        if ranks not in self.known:
-            _name_by_ranks()
-            _making.ours = True
-            try:
-                self.known[ranks] = dist.new_group(list(ranks), _timeout(), use_local_synchronization=True)
-            finally:
-                _making.ours = False
         self.used.add(ranks)
-        return self.known[ranks]
+        if not self.own and ranks in self.theirs:
+            return self.theirs[ranks]
+        if ranks not in self.made:
+            self.made[ranks] = _new(ranks)
+        return self.made[ranks]
 
     def send_once(self, device) -> bool:
         """Whether a collective can send one place to several ranks: NCCL's can, gloo's cannot."""
@@ -52,11 +57,35 @@ class ProcessGroups:
     def check_capturable(self) -> None:
         """Raise ValueError if a CUDA graph cannot hold the collectives of a group in use."""
         for ranks in sorted(self.used):
-            backends = dist.get_backend_config(self.known[ranks])
+            backends = dist.get_backend_config(self.of(ranks))
             if "cuda:nccl" not in backends:
                 raise ValueError(f"capturable=True is not allowed: the process group of ranks {ranks} has the backends "
                                  f"{backends}, and CUDA graphs hold collectives of NCCL only: initialize it with nccl, "
                                  "or leave capturable out")
+
+
+def _meshes_groups(params) -> set:
+    """The groups of the axes of all meshes, in an order that differs between ranks."""
+    meshes = {p.device_mesh for p in params if is_dtensor(p)}
+    return {mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)}
+
+
+def _always(process_group) -> list:
+    """The groups that are there whatever the parameters are; the later one counts."""
+    return [group for group in (process_group, world_now()) if group is not None]
+
+
+def _ranks_of(group) -> tuple:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _new(ranks):
+    _name_by_ranks()
+    _making.ours = True
+    try:
+        return dist.new_group(list(ranks), _timeout(), use_local_synchronization=True)
+    finally:
+        _making.ours = False
 
 
 def world_now():

@@ -1,0 +1,44 @@
+"""Which process group connects a set of ranks: that all of them take the same one, and what a new one is like."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import package, run_threads
+from tests.test_routes import cut
+
+
+def two_meshes(rank, world, shift):
+    """A dense mesh and one of the experts with an axis over the same ranks, as two calls make them: the largest
+    difference from one process. A `shift` has the odd ranks come upon the meshes in another order.
+    """
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    sub = dense["tp"]
+    ORDER.update({(rank, id(mesh)): (i + shift * rank) % 2 for i, mesh in enumerate((sub, sparse))})
+    generator = torch.Generator().manual_seed(0)
+    fulls = [torch.randn(shape, generator=generator) for shape in ((8, 6), (4, 8, 6))]
+    many = [nn.Parameter(cut(fulls[0], sub, [Shard(0)])), nn.Parameter(cut(fulls[1], sparse, [Shard(1), Shard(0)]))]
+    one = [nn.Parameter(full) for full in fulls]
+    for params in (one, many):
+        for p in params:
+            p.grad = p.detach().clone()
+        package().Muon(params, lr=0.1).step()
+    return max((whole - p.full_tensor()).abs().max().item() for whole, p in zip(one, many))
+
+
+ORDER = {}  # (rank, id of a mesh) -> its hash, by which a set is ordered
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_ranks_choose_alike_among_groups_of_the_same_ranks(shift, optimizer, monkeypatch):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    hashed = DeviceMesh.__hash__
+    monkeypatch.setattr(DeviceMesh, "__hash__", lambda mesh: ORDER.get((dist.get_rank(), id(mesh)), hashed(mesh)))
+    assert run_threads(4, two_meshes, shift, timeout=20) == [0.0] * 4
