@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import package, run_threads
+from tests.ranks import package, part, run_ranks, run_threads
 from tests.test_routes import cut
 
 
@@ -42,3 +44,22 @@ def test_ranks_choose_alike_among_groups_of_the_same_ranks(shift, optimizer, mon
     hashed = DeviceMesh.__hash__
     monkeypatch.setattr(DeviceMesh, "__hash__", lambda mesh: ORDER.get((dist.get_rank(), id(mesh)), hashed(mesh)))
     assert run_threads(4, two_meshes, shift, timeout=20) == [0.0] * 4
+
+
+def of_the_users(rank, world, kind):
+    """Which group carries the steps with a process_group of all ranks, and its timeout in seconds."""
+    mine = dist.new_group(timeout=datetime.timedelta(seconds=47))
+    options = {"own": {"overlap_forward": True}, "unreduced": {"grads_are_reduced": False}}.get(kind, {})
+    params = [nn.Parameter(torch.ones(shape)) for shape in ((8, 6), (6, 8))]
+    optimizer = package().Muon(params, process_group=mine, **options)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    used = optimizer._process_groups.of((0, 1))
+    return used is mine, used is dist.group.WORLD, part("process_groups")._timeout(used).total_seconds()
+
+
+@pytest.mark.parametrize("kind", ["", "unreduced", "own"])
+def test_a_process_group_of_all_ranks_is_not_replaced_by_the_default_one(kind, optimizer):
+    """It may have another backend, or another timeout; a group that is made beside it gets the same."""
+    assert run_ranks(2, of_the_users, kind) == [(kind != "own", False, 47.0)] * 2

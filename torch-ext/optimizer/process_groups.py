@@ -21,20 +21,23 @@ class ProcessGroups:
     """
 
     def __init__(self, own=False):
-        self.made, self.theirs, self.own = {}, {}, own
+        self.made, self.theirs, self.patterns, self.own = {}, {}, {}, own
         self.used, self.connected, self.backends = set(), set(), set()
 
     def learn(self, params, process_group) -> None:
         """Find the groups that all parameters of a step bring along, and forget which ones earlier plans used.
 
-        Where several connect the same ranks (two meshes with an axis over them), all ranks choose the same: the default
-        one, else the one whose name comes first.
+        Where several connect the same ranks (two meshes with an axis over them), all ranks choose the same: the user's
+        `process_group`, else the default one, else the one whose name comes first.
         """
         self.used.clear()
         self.theirs = {}
         for group in sorted(_meshes_groups(params), key=attrgetter("group_name")):
             self.theirs.setdefault(_ranks_of(group), group)
         self.theirs |= {_ranks_of(group): group for group in _always(process_group)}
+        self.patterns = {frozenset(ranks): group for ranks, group in self.theirs.items()}
+        if process_group is not None:
+            self.patterns[frozenset(_ranks_of(process_group))] = process_group
 
     def expect(self, params, process_group) -> None:
         """From now on `send_once` speaks of the groups that these parameters bring along."""
@@ -47,7 +50,7 @@ class ProcessGroups:
         if not self.own and ranks in self.theirs:
             return self.theirs[ranks]
         if ranks not in self.made:
-            self.made[ranks] = _new(ranks)
+            self.made[ranks] = _new(ranks, self.patterns.get(frozenset(ranks)))
         return self.made[ranks]
 
     def send_once(self, device) -> bool:
@@ -72,18 +75,20 @@ def _meshes_groups(params) -> set:
 
 def _always(process_group) -> list:
     """The groups that are there whatever the parameters are; the later one counts."""
-    return [group for group in (process_group, world_now()) if group is not None]
+    return [group for group in (world_now(), process_group) if group is not None]
 
 
 def _ranks_of(group) -> tuple:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def _new(ranks):
+def _new(ranks, pattern):
+    """A group with the backends and the timeout of another one, or, if that is None, of the default one."""
+    backends, timeout = pattern and dist.get_backend_config(pattern), _timeout(pattern or dist.group.WORLD)
     _name_by_ranks()
     _making.ours = True
     try:
-        return dist.new_group(list(ranks), _timeout(), use_local_synchronization=True)
+        return dist.new_group(list(ranks), timeout, backends, use_local_synchronization=True)
     finally:
         _making.ours = False
 
@@ -100,11 +105,10 @@ def check_process_group(world, was_world) -> None:
                            "of now, and load this one's state_dict() into it")
 
 
-def _timeout():
-    """That of the default process group, which new ones do not inherit; None where a backend has none."""
+def _timeout(group):
+    """That of a process group, which new ones do not inherit; None where a backend has none."""
     with contextlib.suppress(AttributeError, IndexError, RuntimeError):
-        world = dist.group.WORLD
-        return world._get_backend(world._device_types[0]).options._timeout
+        return group._get_backend(group._device_types[0]).options._timeout
     return None
 
 
