@@ -321,6 +321,38 @@ def missing(rank, world, odd):
     return left, same(tensors(ours, early), tensors(theirs, late))
 
 
+def first_seen_later(rank, world):
+    """An expert of this process alone gets no tokens in the first steps, nor in the last: in which steps it and its
+    state changed, and whether its bits are those of steps without the option.
+    """
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh, runs = init_device_mesh("cpu", (world,)), []
+    for overlap in (True, False):
+        generator = torch.Generator().manual_seed(0)
+        shared = nn.Parameter(cut(torch.randn(8, 6, generator=generator), mesh, [Shard(0)]))
+        params = [shared, *(nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((4, 6), (5,)))]
+        groups = [{"params": params[:2]}, {"params": params[2:], "use_muon": False}]
+        opt, moved = package().Muon(groups, lr=0.02, overlap_backward=overlap), []
+        for step in range(5):
+            before = [p.detach().clone() for p in params[1:]]
+            used = params if step in (2 + rank, 3) else params[:1]
+            with opt.last_backward():
+                sum((p.to_local() if p is shared else p).square().sum() for p in used).backward()
+            opt.step()
+            opt.zero_grad()
+            moved.append([not torch.equal(p, then) for p, then in zip(params[1:], before)])
+        runs.append((moved, tensors(params, opt)))
+    (early, ours), (late, theirs) = runs
+    return early == late, [any(step) and all(step) for step in early], same(ours, theirs)
+
+
+def test_what_one_process_steps_alone_may_get_its_first_gradient_later(optimizer):
+    """A step that has begun does not plan, and left it out for ever."""
+    alike = run_threads(2, first_seen_later)
+    assert alike == [(True, [False, False, True, True, False], True), (True, [False, False, False, True, False], True)]
+
+
 def elsewhere(gradient):
     """The same, with the rows' stride and the address of another."""
     local = gradient._local_tensor

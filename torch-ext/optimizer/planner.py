@@ -165,12 +165,14 @@ def stepped(groups, options, alone) -> tuple[list, list]:
     """([(group, its parameters of a step)], what plans of them rest on), of those that this process takes alone, or
     with other ranks.
 
-    Where ranks must act alike, those that want a gradient are; alone those that have one, as in torch.
+    Where ranks must act alike, those that want a gradient are; alone those that have one, as in torch. A step that began
+    during backward cannot plan: with overlap_backward, both are, and Presence leaves alone what has no gradient.
     """
     shared, units = options.process_group is not None, []
     for group in groups:
         params = [p for p in group["params"] if (not shared and not is_dtensor(p)) == alone]
-        units.append((group, [p for p in params if (p.grad is not None if alone else p.requires_grad)]))
+        wanted = not alone or options.overlap_backward
+        units.append((group, [p for p in params if wanted and p.requires_grad or alone and p.grad is not None]))
         for p in params if not alone else ():
             if p.grad is not None and not p.requires_grad:
                 warnings.warn(f"parameter {name_in(group, p)} has a gradient but requires_grad=False: it is left "
