@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -192,6 +194,30 @@ def move(optimizer, params, other, expected, mesh, placements, by_hand):
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_another_mesh_under_the_same_parameters(by_hand, optimizer):
     assert all(run_threads(4, remeshed, by_hand))
+
+
+def followed(rank, world, start, end):
+    """(bytes of memory that the moved momentum holds, bytes that it needs, whether torch.save takes it)."""
+    from torch.distributed.tensor import Replicate, Shard, init_device_mesh
+
+    mesh, ways = init_device_mesh("cpu", (world,)), {"rows": [Shard(0)], "columns": [Shard(1)], "copies": [Replicate()]}
+    params = [nn.Parameter(cut(torch.ones(8, 6), mesh, ways[start]))]
+    optimizer = package().Muon(params)
+    step(optimizer, params, 0, lambda g: cut(g, mesh, ways[start]))
+    optimizer.param_groups[0]["params"] = params = [nn.Parameter(cut(torch.ones(8, 6), mesh, ways[end]))]
+    step(optimizer, params, 1, lambda g: cut(g, mesh, ways[end]))
+    local = optimizer.state[params[0]]["momentum_buffer"]._local_tensor
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    return local.untyped_storage().nbytes(), local.nbytes, local.is_contiguous() and file.tell() > 0
+
+
+@pytest.mark.parametrize(("start", "end"), [("rows", "columns"), ("columns", "rows"), ("copies", "rows"),
+                                            ("rows", "copies")])
+def test_state_that_follows_its_parameter_holds_its_own_part_only(start, end, optimizer):
+    """As a view it held all of the gathered tensor on every rank, and torch.save crashed."""
+    for held, needed, saved in run_ranks(2, followed, start, end):
+        assert held == needed and saved
 
 
 def swapped(rank, world, by_hand):

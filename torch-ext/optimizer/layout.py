@@ -195,7 +195,8 @@ def place_like(value, param):
     if not is_dtensor(param):
         return whole
     box = layout_of(param, shape=whole.shape).boxes[this_rank()]
-    local = whole[tuple(slice(*ends) for ends in box)].to(param.device)
+    part = whole[tuple(slice(*ends) for ends in box)].to(param.device)
+    local = part.clone(memory_format=torch.contiguous_format)  # a view would keep all of it
     return as_dtensor(local, whole.shape, param.device_mesh, param.placements)
 
 
