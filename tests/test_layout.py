@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
@@ -167,6 +168,30 @@ def refused_on_rank(rank, world, mesh_shape, placements):
 def test_placements_that_would_be_a_guess_are_refused(case, optimizer):
     mesh_shape, placements = REFUSED[case]
     assert all(run_threads(torch.Size(mesh_shape).numel(), refused_on_rank, mesh_shape, placements))
+
+
+def out_of_order(rank, world, ranks, placements, allowed, fake):
+    from torch._subclasses import FakeTensorMode
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh, layout = DeviceMesh("cpu", ranks), part("layout")
+    with FakeTensorMode() if fake else contextlib.nullcontext():
+        tensor = DTensor.from_local(torch.zeros(4, 4), mesh, placements, run_check=False)
+        if allowed:
+            layout.check_placements(tensor, "fc.weight")
+            return True
+        with pytest.raises(NotImplementedError, match=r"parameter fc\.weight .* ranks that do not ascend along axis"):
+            layout.check_placements(tensor, "fc.weight")
+        return True
+
+
+@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize(("ranks", "placements", "allowed"), [
+    ([1, 0, 2, 3], [S(0)], False), ([[0, 1], [3, 2]], [S(1), S(0)], False), ([[2, 3], [0, 1]], [S(0), R], False),
+    ([[0, 2], [1, 3]], [S(0), S(0)], True), ([[2, 3], [0, 1]], [R, S(0)], True), ([3, 1, 0, 2], [R], True)])
+def test_ranks_that_do_not_ascend_along_a_sharded_axis_are_refused(ranks, placements, allowed, fake, optimizer):
+    """torch gives rank 0 of a mesh [1, 0] the second half, and full_tensor() puts it first."""
+    assert all(run_threads(4, out_of_order, ranks, placements, allowed, fake))
 
 
 def row_state_on_rank(rank, world, mesh_shape, placements, shape):

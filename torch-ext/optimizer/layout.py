@@ -15,6 +15,7 @@ from operator import attrgetter
 
 import torch
 import torch.distributed as dist
+from torch.utils._mode_utils import no_dispatch
 
 PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}  # surely no DTensors
 _placements = attrgetter("_spec.placements")  # of a DTensor
@@ -217,6 +218,7 @@ def check_placements(param, name) -> None:
             raise NotImplementedError(f"{what}: only the shard order of FSDP2 over TP is known: one _StridedShard, "
                                       f"whose split_factor is the size of the later mesh axes on its dim ({split})")
     _check_shard_order(param, what)
+    _check_rank_order(param, what)
 
 
 def _check_shard_order(param, what) -> None:
@@ -225,6 +227,21 @@ def _check_shard_order(param, what) -> None:
     usual = getattr(type(param._spec), "compute_default_shard_order", None)
     if order and usual and not any(map(_is_strided, param.placements)) and order != usual(param.placements):
         raise NotImplementedError(f"{what}: shard order {order} is not left to right; redistribute it")
+
+
+def _check_rank_order(param, what) -> None:
+    """Where ranks do not ascend along a sharded axis, torch cuts in the mesh's order and gathers in that of the ranks."""
+    mesh = param.device_mesh
+    if mesh.get_coordinate() is None:
+        return
+    with no_dispatch():  # a FakeTensorMode takes no real tensors
+        ranks = mesh.mesh
+        odd = [i for i, p in enumerate(param.placements) if not p.is_replicate() and (ranks.diff(dim=i) < 0).any()]
+        if odd:
+            raise NotImplementedError(
+                f"{what}: its mesh {ranks.tolist()} has ranks that do not ascend along axis {odd[0]}, on which it is "
+                "sharded; torch itself does not say which of them stores what: build the DeviceMesh with ascending "
+                "ranks along the axes that shard")
 
 
 def check_local_shape(param, name) -> None:
