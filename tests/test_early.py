@@ -679,6 +679,25 @@ def roomy(rank, world, given):
     return "", sum(storages.values()), str(report)
 
 
+def one_needs_more(rank, world):
+    """What each rank is told if only the workspace of one with a large matrix at home is too small."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    params = [nn.Parameter(cut(torch.ones(shape), mesh, [Shard(0)])) for shape in [(8, 6), (1, 4000)]]
+    opt = package().Muon(params, overlap_backward=True, workspace_bytes=5000)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match="workspace_bytes=5000 is too small") as raised:
+        opt.step()
+    return str(raised.value)
+
+
+def test_a_workspace_too_small_for_one_rank_is_refused_by_all(optimizer):
+    """It said so after the comparison of plans, when the others already waited for it."""
+    assert len(set(run_threads(2, one_needs_more, timeout=20))) == 1
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_workspace_holds_every_bucket_that_travels(world, optimizer):
     messages = [message for message, _, _ in run_threads(world, roomy, 1000)]

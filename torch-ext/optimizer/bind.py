@@ -12,7 +12,7 @@ from .guard import Guard
 from .layout import local_of
 from .names import name_in
 from .pipeline import SLOTS, Pause
-from .plan import turn
+from .plan import check_slots, turn
 from .routes import ROUTES, Elementwise
 from .store import Store
 
@@ -91,17 +91,12 @@ def _in_order(plans, stores, options) -> list:
 
 
 def _slots(buckets, options) -> tuple[int, int]:
-    """(number of slots, that of buckets that stay at home). ValueError if all slots and the bench take too much."""
+    """(number of slots, that of buckets that stay at home)."""
     if not options.overlap_backward:
         return SLOTS, 1  # borrowed while only the first one that travels has been started
-    away, home = ([b.memory for b in buckets if ROUTES[b.route].travels == travels] for travels in (True, False))
-    needed = (sum(slot for slot, _ in away) + max((slot for slot, _ in home), default=0)
-              + max((bench for _, bench in away + home), default=0))
-    if options.workspace_bytes is not None and needed > options.workspace_bytes:
-        raise ValueError(f"workspace_bytes={options.workspace_bytes} is too small: with overlap_backward=True every "
-                         f"bucket has a slot of its own, which takes {needed} bytes together; pass at least that, or "
-                         "None, or leave overlap_backward out")
-    return len(away) + 1, len(away)
+    check_slots(buckets, options.workspace_bytes)  # again, with what this rank steps alone
+    away = sum(ROUTES[bucket.route].travels for bucket in buckets)
+    return away + 1, away
 
 
 def _label(number, bound) -> str:

@@ -50,6 +50,22 @@ class Bucket:
     memory: tuple = (0, 0)
 
 
+def check_slots(buckets, given) -> None:
+    """Raise ValueError if buckets that all have a slot of their own take more of any rank than the bytes `given`."""
+    away, home, bench = Counter(), Counter(), Counter()
+    for bucket in buckets:
+        slot, least = bucket.memory
+        for rank in bucket.ranks:
+            away[rank] += slot * (bucket.route != "local")
+            home[rank] = max(home[rank], slot * (bucket.route == "local"))
+            bench[rank] = max(bench[rank], least)
+    needed = max((away[rank] + home[rank] + bench[rank] for rank in bench), default=0)
+    if given is not None and needed > given:
+        raise ValueError(f"workspace_bytes={given} is too small: with overlap_backward=True every bucket has a slot of "
+                         f"its own, which takes {needed} bytes together; pass at least that, or None, or leave "
+                         "overlap_backward out")
+
+
 def make_plan(layouts, cost, loads, terms=None, *, rank_bytes=1 << 30, plain="exchange", thrifty=False) -> list:
     """Layouts -> [Bucket], the same on every rank; `terms`: a `Terms`, None for its defaults.
 

@@ -29,6 +29,7 @@ from .plan import (
     ROUTES_OF_OWNERS,
     along_backward,
     along_forward,
+    check_slots,
     chunks_along_backward,
     chunks_along_forward,
     make_plan,
@@ -75,7 +76,7 @@ class Planner:
         self.options, self.process_groups, self.rank, self.loads = options, process_groups, this_rank(), {}
         self.process_group = None if alone else options.process_group
         self.reduced = alone or options.grads_are_reduced
-        self.in_chunks = not alone and options.owner_keeps_state
+        self.in_chunks, self.buckets = not alone and options.owner_keeps_state, []
 
     def plan(self, group, params) -> list[Plan]:
         """The plans of one group."""
@@ -153,8 +154,14 @@ class Planner:
                 known[key] = layout_of(p, self.process_group, (*p.shape[:-1], 1) if of_rows else None)
         return [known[key] for key in keys]
 
+    def check_slots(self) -> None:
+        """After all groups: all ranks raise alike, since this looks at other ranks' buckets too."""
+        if self.options.overlap_backward:
+            check_slots(self.buckets, self.options.workspace_bytes)
+
     def _check_room(self, buckets, least) -> None:
         """A bucket that takes more than its part of the workspace holds no more than it must."""
+        self.buckets += buckets
         given, needed = self.options.workspace_bytes, max((b.nbytes for b in buckets), default=0)
         if given is not None and needed > given and not self.options.overlap_backward:
             raise ValueError(f"workspace_bytes={given} is too small: with {least}, {SLOTS} buckets at a time, it takes "
@@ -197,6 +204,7 @@ def planned(units, state, options, process_groups, alone) -> list[Plan]:
     if not alone:
         process_groups.learn([p for _, params in units for p in params], planner.process_group)
     plans = [plan for unit in units for plan in planner.plan(*unit)]
+    planner.check_slots()
     agree(plans, options, process_groups)
     settle_state(plans, state, options)
     return plans
