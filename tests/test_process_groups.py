@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 
 import pytest
 import torch
@@ -63,3 +64,34 @@ def of_the_users(rank, world, kind):
 def test_a_process_group_of_all_ranks_is_not_replaced_by_the_default_one(kind, optimizer):
     """It may have another backend, or another timeout; a group that is made beside it gets the same."""
     assert run_ranks(2, of_the_users, kind) == [(kind != "own", False, 47.0)] * 2
+
+
+def unsorted(rank, world, options):
+    """The largest difference from one process of matrices and AdamW's parameters, and the ranks of all groups in use."""
+    group = dist.new_group([2, 0, 1], sort_ranks=False, timeout=datetime.timedelta(seconds=47))
+    generator = torch.Generator().manual_seed(0)
+    fulls = [torch.randn(shape, generator=generator) for shape in ((7, 5), (5, 7), (3, 4, 5), (7,), (5, 3))]
+    runs = [[nn.Parameter(full.clone()) for full in fulls] for _ in "12"]
+    one, many = (package().NorMuon([{"params": params[:3]}, {"params": params[3:], "use_muon": False}], lr=0.1,
+                                   wire_dtype=torch.float32, **more)
+                 for params, more in zip(runs, ({}, {"process_group": group, **options})))
+    for number in range(3):
+        for p, q, full in zip(*runs, fulls):
+            p.grad, q.grad = full * number, full * number
+        one.step()
+        many.step()
+        if number == 1:
+            many.load_state_dict(many.state_dict())
+    groups = many._process_groups
+    timeouts = {part("process_groups")._timeout(groups.of(ranks)).total_seconds() for ranks in groups.used}
+    return max((p - q).abs().max().item() for p, q in zip(*runs)), timeouts
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_state": True}, {"grads_are_reduced": False},
+                                     {"grads_are_reduced": False, "overlap_backward": True},
+                                     {"shard_state": True, "overlap_forward": True}], ids=str)
+def test_a_process_group_of_ranks_in_another_order(options, optimizer):
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        pytest.skip("this torch sorts the ranks of every group")
+    for difference, timeouts in run_ranks(3, unsorted, options):
+        assert difference < 1e-5 and timeouts == {47.0}

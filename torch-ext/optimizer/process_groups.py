@@ -35,9 +35,11 @@ class ProcessGroups:
         for group in sorted(_meshes_groups(params), key=attrgetter("group_name")):
             self.theirs.setdefault(_ranks_of(group), group)
         self.theirs |= {_ranks_of(group): group for group in _always(process_group)}
+        if process_group is not None:  # its ranks may be in an order of their own, which no other group has
+            ours = set(_ranks_of(process_group))
+            self.theirs = {ranks: group for ranks, group in self.theirs.items() if set(ranks) != ours}
+            self.theirs[_ranks_of(process_group)] = process_group
         self.patterns = {frozenset(ranks): group for ranks, group in self.theirs.items()}
-        if process_group is not None:
-            self.patterns[frozenset(_ranks_of(process_group))] = process_group
 
     def expect(self, params, process_group) -> None:
         """From now on `send_once` speaks of the groups that these parameters bring along."""
@@ -85,10 +87,11 @@ def _ranks_of(group) -> tuple:
 def _new(ranks, pattern):
     """A group with the backends and the timeout of another one, or, if that is None, of the default one."""
     backends, timeout = pattern and dist.get_backend_config(pattern), _timeout(pattern or dist.group.WORLD)
+    order = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 sorts all, and has no such option
     _name_by_ranks()
     _making.ours = True
     try:
-        return dist.new_group(list(ranks), timeout, backends, use_local_synchronization=True)
+        return dist.new_group(list(ranks), timeout, backends, use_local_synchronization=True, **order)
     finally:
         _making.ours = False
 
