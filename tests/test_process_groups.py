@@ -66,6 +66,25 @@ def test_a_process_group_of_all_ranks_is_not_replaced_by_the_default_one(kind, o
     assert run_ranks(2, of_the_users, kind) == [(kind != "own", False, 47.0)] * 2
 
 
+def bound(rank, world):
+    """What torch would split for a group of two of three ranks: (the device while it is made, after it)."""
+    make, seen, groups = dist.new_group, [], part("process_groups").ProcessGroups()
+    groups.learn([], None)
+    dist.group.WORLD.bound_device_id = torch.device("cuda:0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", lambda *args, **options: (
+            seen.append(dist.group.WORLD.bound_device_id), make(*args, **options))[1])
+        if rank < 2:
+            groups.of((0, 1))
+    after, dist.group.WORLD.bound_device_id = dist.group.WORLD.bound_device_id, None
+    return seen, str(after)
+
+
+def test_a_new_group_is_not_split_from_a_default_one_that_is_bound_to_a_device(optimizer):
+    """init_process_group("nccl", device_id=...): all ranks would have to take part in the split; only members do."""
+    assert run_ranks(3, bound) == [([None], "cuda:0"), ([None], "cuda:0"), ([], "cuda:0")]
+
+
 def unsorted(rank, world, options):
     """The largest difference from one process of matrices and AdamW's parameters, and the ranks of all groups in use."""
     group = dist.new_group([2, 0, 1], sort_ranks=False, timeout=datetime.timedelta(seconds=47))

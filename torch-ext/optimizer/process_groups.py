@@ -91,9 +91,25 @@ def _new(ranks, pattern):
     _name_by_ranks()
     _making.ours = True
     try:
-        return dist.new_group(list(ranks), timeout, backends, use_local_synchronization=True, **order)
+        with _unbound(dist.group.WORLD):
+            return dist.new_group(list(ranks), timeout, backends, use_local_synchronization=True, **order)
     finally:
         _making.ours = False
+
+
+@contextlib.contextmanager
+def _unbound(world):
+    """Meanwhile the default group is bound to no device. From one that is (init_process_group with device_id), torch
+    splits NCCL's communicator for a new group, for which NCCL waits for all ranks, not only for the members.
+    """
+    if (device := getattr(world, "bound_device_id", None)) is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def world_now():
