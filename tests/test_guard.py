@@ -258,6 +258,30 @@ def test_ranks_that_only_a_chain_of_two_sets_joins_keep_the_step_together(bad, s
         assert scaler or ("on another rank" in said) == (rank != bad)
 
 
+def experts_at_home(rank, world, mesh_shape):
+    """Experts that are whole on one rank, NaN in one of rank 1's: (whether anything changed, what was raised)."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", mesh_shape)
+    param = nn.Parameter(cut(torch.ones(8, 6, 4), mesh, [Shard(0)] * mesh.ndim))
+    optimizer, local = package().Muon([param], nonfinite="raise"), part("layout").local_of
+    gradient = torch.ones(8, 6, 4)
+    gradient[8 // world] = math.nan
+    param.grad = cut(gradient, mesh, param.placements)
+    with pytest.raises(RuntimeError) as raised:
+        optimizer.step()
+    return bool((local(param) != 1).any() or local(optimizer.state[param]["momentum_buffer"]).any()), str(raised.value)
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+def test_raise_holds_where_experts_share_nothing_but_their_mesh(mesh_shape, optimizer):
+    """The other ranks stepped."""
+    results = run_threads(math.prod(mesh_shape), experts_at_home, mesh_shape)
+    assert not any(changed for changed, _ in results)
+    assert ["gradient of #0:" in told for _, told in results] == [i == 1 for i in range(len(results))]
+    assert all("gradient on another rank:" in told for i, (_, told) in enumerate(results) if i != 1)
+
+
 def unreduced(rank, world, name, reduced):
     """Plain parameters, one rank's gradient broken: (weights of all steps, the count, AdamW's steps)."""
     generator = torch.Generator().manual_seed(0)

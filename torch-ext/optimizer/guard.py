@@ -37,6 +37,8 @@ class Guard:
                 self.numbers.append((self.count, plan, number))
                 self.count += math.prod(_lead(plan, number))
             self.segments[ranks] = slice(start, self.count)
+        meshes = {layout.ranks for plan in plans for layout in plan.layouts if whole and len(layout.boxes) > 1}
+        self.told = sorted(meshes.union(filter(None, members)), key=turn)  # experts at home are on a mesh, too
         self.flags = torch.zeros(self.count, dtype=torch.float32, device=stores[0].device if stores else None)
         self.broken = self.flags.new_zeros(self.count)
         for store in stores:
@@ -85,7 +87,7 @@ class Guard:
     def _spread(self, worst):
         """One flag for all, over every set of ranks in turn; the second round reaches ranks that share no set."""
         self.broken.copy_(self.flags)
-        for ranks in [*filter(None, self.segments)] * 2:
+        for ranks in self.told * 2:
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.process_groups.of(ranks))
         self.flags.copy_(worst.clamp(max=1.0).expand_as(self.flags))
 
