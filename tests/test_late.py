@@ -10,6 +10,8 @@ import copy
 import gc
 import itertools
 import pickle
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -606,6 +608,14 @@ def test_an_optimizer_that_goes_is_waited_for(looking):
     gc.collect()
     model(torch.ones(1, 8))
     assert looking.wrong == []
+
+
+def test_an_optimizer_that_lives_until_python_ends_says_nothing(optimizer):
+    """Names of modules are gone by then."""
+    script = ("import torch\nfrom kernels import get_kernel\np = torch.nn.Parameter(torch.ones(8, 6))\n"
+              "opt = get_kernel('org/optimizer', version=1).Muon([p])\ntorch.keep = opt\n")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "Exception ignored" not in done.stderr
 
 
 def test_models_are_not_kept_and_one_that_is_gone_waits_for_nothing(looking):

@@ -362,6 +362,28 @@ def test_state_of_another_shape_is_named_before_anything_changes(optimizer):
     assert muon.state[params[1]]["momentum_buffer"].shape == (8, 6)
 
 
+def mended(rank, world):
+    """State of another shape on rank 0, which takes it away and steps again."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    params = [nn.Parameter(cut(torch.ones(8, 6), mesh, [Shard(0)]))]
+    optimizer = package().Muon(params)
+    if rank == 0:
+        optimizer.state[params[0]]["momentum_buffer"] = torch.zeros(3, 3)
+        with pytest.raises(RuntimeError, match="momentum_buffer of parameter #0 has shape"):
+            step(optimizer, params, 0, lambda g: cut(g, mesh, [Shard(0)]))
+        del optimizer.state[params[0]]
+    step(optimizer, params, 0, lambda g: cut(g, mesh, [Shard(0)]))
+    return params[0].full_tensor()
+
+
+def test_who_mends_its_state_can_step_again_with_the_others(optimizer):
+    """They wait for its plan, not already in the step."""
+    first, second = run_ranks(2, mended, timeout=30)
+    assert torch.equal(first, second) and first.std() > 0
+
+
 def test_a_matrix_that_was_flattened_is_named(optimizer):
     """FSDP1, which wraps the model after the optimizer was built, leaves each rank a part of it as a vector."""
     (param,) = params = weights([(6, 8)])

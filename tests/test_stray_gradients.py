@@ -113,3 +113,29 @@ def test_a_gradient_that_is_partial_on_some_ranks_only_is_told():
     """Which placements the others have, a rank without a gradient cannot know in the first step."""
     for said in run_ranks(2, missing_astray, True):
         assert "differ in: parameters; the first is number 0" in said and "of its gradient" in said
+
+
+def plain_gradient(rank, world, steps, options):
+    """What is said of a DTensor's gradient that is a plain tensor, at once or after so many steps."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    param = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
+    optimizer = package().Muon([("fc.weight", param)], **options)
+    for _ in range(steps):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    param.grad = torch.ones(6, 4)
+    with optimizer.last_backward():
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            hook(param)
+    with pytest.raises(RuntimeError) as raised:
+        optimizer.step()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap_backward": True}], ids=str)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_plain_gradient_of_a_dtensor_is_named(steps, options):
+    for said in run_ranks(2, plain_gradient, steps, options):
+        assert "parameter fc.weight is a DTensor, but its gradient a plain tensor of shape (6, 4)" in said

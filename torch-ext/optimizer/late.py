@@ -171,9 +171,9 @@ class Late:
         self.missing = frozenset(self.buckets)
         self.follow((), ())
 
-    def __del__(self):
+    def __del__(self, suppress=contextlib.suppress):
         """Nobody waits any more for what an optimizer that goes has launched: now it is waited for."""
-        with contextlib.suppress(Exception):  # the process may be at its end
+        with suppress(Exception):  # the process may be at its end, and this module's names gone
             self.wait()
 
     def know(self, model, params) -> None:

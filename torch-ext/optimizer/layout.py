@@ -81,11 +81,16 @@ def placements_of(tensors) -> list:
 
 def is_astray(param) -> bool:
     """Whether the gradient has other placements than its parameter, such as Partial where SequenceParallel was used."""
-    return is_dtensor(param) and param.grad is not None and param.grad.placements != param.placements
+    grad = param.grad
+    return is_dtensor(param) and grad is not None and getattr(grad, "placements", None) != param.placements
 
 
 def brought_home(param, grad) -> torch.Tensor:
     """The local part of a gradient that is astray, placed like its parameter; collective over the parameter's mesh."""
+    if not is_dtensor(grad):
+        raise RuntimeError(f"the gradient of a parameter of shape {tuple(param.shape)} is a plain tensor of shape "
+                           f"{tuple(grad.shape)}, but the parameter a DTensor: use DTensor.from_local or "
+                           "distribute_tensor on the gradient")
     if grad.device_mesh != param.device_mesh:
         raise RuntimeError(f"it is on another device mesh than the parameter: {grad.device_mesh} in place of "
                            f"{param.device_mesh}; redistribute it to the parameter's mesh")

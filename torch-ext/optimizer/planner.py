@@ -35,7 +35,7 @@ from .plan import (
     make_plan,
     plan_chunks,
 )
-from .settle import settle_state
+from .settle import check_state, settle_state
 from .share import chunk_share, share_of
 from .store import home_of
 
@@ -205,10 +205,11 @@ def planned(units, state, options, process_groups, alone) -> list[Plan]:
         process_groups.learn([p for _, params in units for p in params], planner.process_group)
     plans = [plan for unit in units for plan in planner.plan(*unit)]
     planner.check_slots()
+    check_state(plans, state)
     agree(plans, options, process_groups)
     settle_state(plans, state, options)
     return plans
 
 
 def _strays(params) -> dict:
-    return {i: p.grad.placements for i, p in enumerate(params) if is_astray(p)}
+    return {i: getattr(p.grad, "placements", None) for i, p in enumerate(params) if is_astray(p)}

@@ -54,16 +54,21 @@ def lack_state(plans, state) -> bool:
     return any(key not in state.get(p, ()) for plan in plans for p in plan.params for key in state_keys(plan.group))
 
 
-def settle_state(plans, state, options) -> None:
-    """Bring state to the ranks that are to keep it and to where their parameters lie, and create what there is none of.
-
-    Raises RuntimeError where a state has not its parameter's shape, before anything is moved, or a part of it is at no
-    rank.
+def check_state(plans, state) -> None:
+    """Raise RuntimeError where a state has not its parameter's shape: before ranks compare their plans, so that who
+    mends it can step again, for which the others wait there.
     """
     for plan in plans:
         names = names_in(plan.group)
         for p in plan.params:
             _check_shapes(state.get(p, {}), p, names[p], by_rows=plan.kept is not None)
+
+
+def settle_state(plans, state, options) -> None:
+    """Bring state to the ranks that are to keep it and to where their parameters lie, and create what there is none of.
+
+    Raises RuntimeError where a part of it is at no rank.
+    """
     for plan in plans:
         if plan.kept is not None:
             names, kept = names_in(plan.group), dict(zip(plan.params, plan.kept))

@@ -50,7 +50,7 @@ class Store:
         self.forms = list(map(form_of_gradient, self.gradients))
 
     def _find_strays(self) -> None:
-        self.strays.update({i: p.grad.placements for i, p in enumerate(self.params) if is_astray(p)})
+        self.strays.update({i: getattr(p.grad, "placements", None) for i, p in enumerate(self.params) if is_astray(p)})
 
     def read(self, bring=brought_home, as_bound=False, came=None) -> bool:
         """Take this step's gradients, which autograd may have put elsewhere; a missing one counts as zero. `bring`:
