@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import inspect
 
 import pytest
@@ -86,7 +87,7 @@ def test_a_new_group_is_not_split_from_a_default_one_that_is_bound_to_a_device(o
 
 
 def unsorted(rank, world, options):
-    """The largest difference from one process of matrices and AdamW's parameters, and the ranks of all groups in use."""
+    """The largest difference from one process of matrices and AdamW's parameters, and the timeouts of all groups."""
     group = dist.new_group([2, 0, 1], sort_ranks=False, timeout=datetime.timedelta(seconds=47))
     generator = torch.Generator().manual_seed(0)
     fulls = [torch.randn(shape, generator=generator) for shape in ((7, 5), (5, 7), (3, 4, 5), (7,), (5, 3))]
@@ -114,3 +115,74 @@ def test_a_process_group_of_ranks_in_another_order(options, optimizer):
         pytest.skip("this torch sorts the ranks of every group")
     for difference, timeouts in run_ranks(3, unsorted, options):
         assert difference < 1e-5 and timeouts == {47.0}
+
+
+def groups_now():
+    gc.collect()
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def cut_up(mesh, way):
+    from torch.distributed.tensor import Shard
+
+    return [nn.Parameter(cut(torch.ones(shape), mesh, way or [Shard(0)] * mesh.ndim)) for shape in ((8, 6), (6, 8))]
+
+
+def dropped(rank, world, options, kept):
+    """How many groups there are after each of several optimizers, which odd ranks let go one later than the others."""
+    from torch.distributed.tensor import Replicate, Shard, init_device_mesh
+
+    cube = init_device_mesh("cpu", (2, 2, world // 4))
+    params, last, counts = cut_up(cube, [Shard(0), Shard(1), Replicate()]), [], []
+    params.append(nn.Parameter(cut(torch.ones(2, 8, 6), cube, [Shard(0), Shard(1), Shard(1)])))  # four ranks each
+    for _ in range(6):
+        optimizer = package().Muon(params, **options)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        last = [*last, optimizer][-(kept + rank % 2):]
+        del optimizer
+        counts.append(groups_now())
+    return counts
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap_forward": True}, {"overlap_backward": True}], ids=str)
+def test_optimizers_that_go_leave_their_process_groups_to_others(options, optimizer):
+    """Some ranks let them go later."""
+    for counts in run_threads(8, dropped, options, 1, timeout=60):
+        assert counts[2:] == counts[2:3] * 4, counts
+
+
+def loaded(rank, world, leave):
+    """How many groups there are after each of several loads, before each of which some ranks had buckets `leave`; the
+    largest difference from one process.
+    """
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    many, one, counts = cut_up(mesh, [Shard(0)]), [nn.Parameter(torch.ones(s)) for s in ((8, 6), (6, 8))], []
+    optimizers = [package().Muon(params, lr=0.1, overlap_backward=params is many) for params in (one, many)]
+    for number in range(5):
+        for params, optimizer in zip((one, many), optimizers):
+            for p in params:
+                p.grad = torch.full_like(p, 1.0 + number)
+            optimizer.step()
+        ours, saved = optimizers[1], optimizers[1].state_dict()
+        if rank in leave:
+            with ours.last_backward():
+                for p in many:
+                    for hook in p._post_accumulate_grad_hooks.values():
+                        hook(p)
+        ours.load_state_dict(saved)
+        counts.append(groups_now())
+    return counts, max((p.full_tensor() - q).abs().max().item() for p, q in zip(many, one))
+
+
+def test_a_load_before_which_nothing_had_left_keeps_the_process_groups(optimizer):
+    for counts, difference in run_ranks(2, loaded, []):
+        assert counts == counts[:1] * 5 and difference < 1e-6
+
+
+def test_groups_over_which_something_had_left_are_not_used_again(optimizer):
+    for counts, difference in run_ranks(2, loaded, [0, 1]):
+        assert counts == list(range(counts[0], counts[0] + 5)) and difference < 1e-6

@@ -181,7 +181,7 @@ def check_numbers(group) -> None:
 
 def check_again(groups) -> None:
     """The same, before a step, for what no schedule changes; the rest may lie on a device that nobody waits for. Raise
-    RuntimeError for a fake tensor, which an optimizer may be made for, but not step, and for a DTensor's plain gradient.
+    RuntimeError for a fake tensor, which an optimizer may be made for, but not step, or a DTensor's plain gradient.
     """
     for number, group in enumerate(groups):
         with in_group(number, group):
@@ -191,8 +191,8 @@ def check_again(groups) -> None:
                 raise RuntimeError(f"parameter {name_in(group, param)} is a fake tensor: it has no memory in which "
                                    "step() could change it. Leave the step out of what runs under FakeTensorMode")
             if is_dtensor(param) and param.grad is not None and not is_dtensor(param.grad):
-                raise RuntimeError(f"parameter {name_in(group, param)} is a DTensor, but its gradient a plain tensor of "
-                                   f"shape {tuple(param.grad.shape)}: use DTensor.from_local or distribute_tensor on it")
+                raise RuntimeError(f"parameter {name_in(group, param)} is a DTensor, but its gradient a plain tensor "
+                                   f"of shape {tuple(param.grad.shape)}: use DTensor.from_local or distribute_tensor")
 
 
 def _check_values(group) -> None:

@@ -235,7 +235,7 @@ def _check_shard_order(param, what) -> None:
 
 
 def _check_rank_order(param, what) -> None:
-    """Where ranks do not ascend along a sharded axis, torch cuts in the mesh's order and gathers in that of the ranks."""
+    """Where ranks do not ascend along a sharded axis, torch cuts in the mesh's order, and gathers in the ranks'."""
     mesh = param.device_mesh
     if mesh.get_coordinate() is None:
         return

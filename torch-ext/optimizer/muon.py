@@ -123,6 +123,7 @@ class Muon(Saving):
     def _take(self, grad_scale, found_inf) -> None:
         """Step, with what a GradScaler says of the gradients, or None."""
         self._half_way = begun = self._early.begun
+        self._process_groups.quiet = False
         if begun:
             self._early.check(self._as_bound(), (grad_scale, found_inf) != (None, None))
         else:
@@ -135,7 +136,7 @@ class Muon(Saving):
         with self._presence.around():
             self._half_way = True
             self._launch()
-        self._half_way = False
+        self._half_way, self._process_groups.quiet = False, True
         self._late.keep(self._stores)
         self._feed.forget()
         if self._guard is not None:
@@ -175,7 +176,9 @@ class Muon(Saving):
         Then call `step` before gradients change. Raises RuntimeError if gradients have left already.
         """
         refuse_torn(self._half_way or self._early.failed)
-        return self._early.opened(self._as_bound() and not self.timing)
+        if ready := self._as_bound() and not self.timing:
+            self._process_groups.quiet = False
+        return self._early.opened(ready)
 
     def _as_bound(self) -> bool:
         """Whether all but the gradients is as the last step found it."""

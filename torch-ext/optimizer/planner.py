@@ -172,8 +172,8 @@ def stepped(groups, options, alone) -> tuple[list, list]:
     """([(group, its parameters of a step)], what plans of them rest on), of those that this process takes alone, or
     with other ranks.
 
-    Where ranks must act alike, those that want a gradient are; alone those that have one, as in torch. A step that began
-    during backward cannot plan: with overlap_backward, both are, and Presence leaves alone what has no gradient.
+    Where ranks must act alike, those that want a gradient are; alone those that have one, as in torch. A step that
+    began during backward cannot plan: with overlap_backward both are, and Presence leaves alone what has no gradient.
     """
     shared, units = options.process_group is not None, []
     for group in groups:

@@ -6,6 +6,8 @@ import functools
 import hashlib
 import itertools
 import threading
+import weakref
+from dataclasses import dataclass
 from operator import attrgetter
 
 import torch.distributed as dist
@@ -18,11 +20,15 @@ class ProcessGroups:
 
     `own`: new ones only. During backward the model's collectives are on their way too, and not every rank has the same
     buckets leave between the same two of them; during forward they would wait for all of the step's in one group.
+
+    torch keeps a group until the default one goes, and NCCL's cannot be destroyed at any time: so new ones are shared
+    by all optimizers of the process; own ones when whoever had them is gone, if all ranks say so. `quiet`: whether a
+    step has been finished since something was sent, else there may be a collective that other ranks do not know of.
     """
 
     def __init__(self, own=False):
         self.made, self.theirs, self.patterns, self.own = {}, {}, {}, own
-        self.used, self.connected, self.backends = set(), set(), set()
+        self.used, self.connected, self.backends, self.quiet = set(), set(), set(), False
 
     def learn(self, params, process_group) -> None:
         """Find the groups that all parameters of a step bring along, and forget which ones earlier plans used.
@@ -52,8 +58,45 @@ class ProcessGroups:
         if not self.own and ranks in self.theirs:
             return self.theirs[ranks]
         if ranks not in self.made:
-            self.made[ranks] = _new(ranks, self.patterns.get(frozenset(ranks)))
-        return self.made[ranks]
+            made = self._made_before(ranks)
+            if self.own or not made:
+                made.append(Made(_new(ranks, self._pattern(ranks))))
+            self.take(ranks, -1)
+        return self.made[ranks].group
+
+    def idle(self, ranks) -> list[bool]:
+        """Of the groups of these ranks that were made before, which ones this rank has no use for: as many on each of
+        them, for these make them together. Empty where there is nothing to choose.
+        """
+        return [made.idle for made in self._made_before(ranks)] if self.own and ranks not in self.made else []
+
+    def take(self, ranks, number) -> None:
+        """Have one of them, by its number, from now on."""
+        self.made[ranks] = self._made_before(ranks)[number]
+        self.made[ranks].idle = False
+
+    def release(self) -> None:
+        """Leave own groups to others."""
+        for made in self.made.values() if self.own else ():
+            made.idle = self.quiet
+        self.made = {}
+
+    def __del__(self):
+        self.release()
+
+    def shared(self):
+        """The same without groups of its own, in which ranks choose one of these."""
+        others = ProcessGroups()
+        others.theirs, others.patterns = self.theirs, self.patterns
+        return others
+
+    def _pattern(self, ranks):
+        return self.patterns.get(frozenset(ranks), dist.group.WORLD)
+
+    def _made_before(self, ranks) -> list:
+        """All that this process has made of one kind, in the order in which it did."""
+        pattern, before = self._pattern(ranks), _made.setdefault(dist.group.WORLD, {})
+        return before.setdefault((self.own, ranks, dist.get_backend_config(pattern), _timeout(pattern)), [])
 
     def send_once(self, device) -> bool:
         """Whether a collective can send one place to several ranks: NCCL's can, gloo's cannot."""
@@ -67,6 +110,16 @@ class ProcessGroups:
                 raise ValueError(f"capturable=True is not allowed: the process group of ranks {ranks} has the backends "
                                  f"{backends}, and CUDA graphs hold collectives of NCCL only: initialize it with nccl, "
                                  "or leave capturable out")
+
+
+@dataclass
+class Made:
+    """A group that was made here; `idle`: no optimizer of this process has it, and nothing is under way in it."""
+    group: dist.ProcessGroup
+    idle: bool = False
+
+
+_made = weakref.WeakKeyDictionary()  # default group -> {what a group is like: [Made]}
 
 
 def _meshes_groups(params) -> set:
@@ -85,9 +138,10 @@ def _ranks_of(group) -> tuple:
 
 
 def _new(ranks, pattern):
-    """A group with the backends and the timeout of another one, or, if that is None, of the default one."""
-    backends, timeout = pattern and dist.get_backend_config(pattern), _timeout(pattern or dist.group.WORLD)
-    order = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 sorts all, and has no such option
+    """A group with the backends and the timeout of another one."""
+    backends, timeout = dist.get_backend_config(pattern), _timeout(pattern)
+    backends = None if pattern is dist.group.WORLD else backends
+    order = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}  # which torch 2.11 has not: it sorts all
     _name_by_ranks()
     _making.ours = True
     try:

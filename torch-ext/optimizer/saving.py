@@ -46,7 +46,8 @@ class Saving(Returning):
         with Loading(self.param_groups, self._options).inside(self):
             super().load_state_dict(state_dict)
         self._half_way = False
-        if self._options.overlap_backward:  # not all ranks sent alike over these
+        if self._options.overlap_backward:  # not all ranks may have sent alike over these
+            self._process_groups.release()
             self._process_groups = None
         self._forget()
 
