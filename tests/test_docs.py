@@ -254,6 +254,17 @@ def test_the_numbers_of_the_demo_are_those_of_its_committed_results():
         assert re.search(rf"{name} {best:.3f} \((?:lr )?{lr:g}\)", said), (name, best, lr)
 
 
+WIDTH = 120
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "docs/log.md"])
+def test_prose_is_wrapped(document):
+    """Tables and indented figures are not; the log is a record, and stays as it was written."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
+    prose = [line for line in text.splitlines() if not line.startswith(("|", "    "))]
+    assert [line for line in prose if len(line) > WIDTH and " " in line.strip()] == []
+
+
 def test_log_entries_are_dated_and_newest_first():
     entries = re.split(r"^## ", text_of("docs/log.md"), flags=re.MULTILINE)[1:]
     dates = [re.match(r"\d{4}-\d\d-\d\d(?=, )", entry) for entry in entries]
