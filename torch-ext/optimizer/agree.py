@@ -26,7 +26,8 @@ OPTIONS = ("grads_are_reduced", "shard_state", "state_dtype", "wire_dtype", "ns_
            "overlap_backward", "overlap_forward")
 FACTS = ("version of the package", "version of torch", "device, OPTIMIZER_KERNELS or OPTIMIZER_TILES",
          "version of Triton", *OPTIONS, "number of parameter groups", *(f"group option {key}" for key in GROUP),
-         "number of parameters", "parameters", "buckets")
+         "number of parameters", "parameters",
+         "buckets (workspace_bytes, or GPUs of other memory)")
 
 
 def agree(plans, options, process_groups) -> None:

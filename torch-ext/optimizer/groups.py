@@ -180,7 +180,7 @@ def check_numbers(group) -> None:
 
 
 def check_again(groups) -> None:
-    """The same, before a step, for what no schedule changes; the rest may lie on a device that nobody waits for. Raise
+    """Check again, before a step, what no schedule changes; lr and the like may lie on a device and are not read. Raise
     RuntimeError for a fake tensor, which an optimizer may be made for, but not step, or a DTensor's plain gradient.
     """
     for number, group in enumerate(groups):

@@ -20,7 +20,7 @@ from .plan import turn
 class Guard:
     """The flags of all plans of a step. Ranks that share parameters make it, and call it, together.
 
-    `whole`: one broken gradient keeps the whole step (nonfinite="raise", or a GradScaler's found_inf).
+    `whole`: for one broken gradient the whole step is left out (nonfinite="raise", or a GradScaler's found_inf).
     """
 
     def __init__(self, plans, stores, process_groups, whole):

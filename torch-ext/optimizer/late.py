@@ -43,8 +43,8 @@ class Late:
 
     @contextlib.contextmanager
     def aside(self, device, wait_for_all=False):
-        """Round a step: it goes to the optimizer's stream, after what the current one has been given, which then waits
-        for what no known model has; `wait_for_all`: for everything.
+        """Context manager for a step: it goes to the optimizer's stream, after what the current one has been given,
+        which then waits for what no known model has; `wait_for_all`: for everything.
         """
         self.wait()
         self.device, self.streams = device, _streams(device)

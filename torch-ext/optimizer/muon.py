@@ -55,7 +55,7 @@ class Muon(Saving):
     capturable (False): True: on NVIDIA GPUs the step, its collectives included, is captured as a CUDA graph in the
     second step and replayed; False: the parts between collectives are. The bits are the same, and lr, weight_decay and
     momentum may change at every step (weight_decay of AdamW: at the price of a new capture).
-    nonfinite ("propagate"): what NaN or Inf in a gradient does. "propagate" looks at nothing: it spoils the matrix.
+    nonfinite ("propagate"): what NaN or Inf in a gradient does. "propagate": nothing is checked, NaN spoils its matrix.
     "skip": that matrix (under AdamW, that parameter) keeps its weight and state on every rank, and `skipped` counts it.
     "raise": nothing changes on any rank; the step waits for the device once and ends in a RuntimeError.
     overlap_backward (False): True: gradients leave for their owners during the backward that `last_backward` is put
@@ -143,7 +143,7 @@ class Muon(Saving):
             self._note(found_inf is None)
 
     def _note(self, tell) -> None:
-        """Count what was left alone; `tell`: it is for the optimizer to say so, if it is to."""
+        """Count what was left alone; `tell`: raise for it with nonfinite="raise". Else a GradScaler has decided."""
         count = self._guard.flags.count_nonzero()
         self._skipped = count if self._skipped is None else self._skipped.to(count.device).add_(count)
         if tell and self._options.nonfinite == "raise":
@@ -171,9 +171,9 @@ class Muon(Saving):
 
     @settled
     def last_backward(self):
-        """Round the backward of the step's last micro-batch: with overlap_backward=True, gradients leave for their
-        owners as soon as all of a bucket are there. Otherwise, and before the first step, nothing happens.
-        Then call `step` before gradients change. Raises RuntimeError if gradients have left already.
+        """Context manager for the backward of a step's last micro-batch: with overlap_backward=True, gradients
+        leave for their owners as soon as all of a bucket are there. Otherwise, and before the first step, nothing
+        happens. Then call `step` before gradients change. Raises RuntimeError if gradients have left already.
         """
         refuse_torn(self._half_way or self._early.failed)
         if ready := self._as_bound() and not self.timing:

@@ -88,7 +88,7 @@ class Options:
 
     @property
     def owner_keeps_state(self) -> bool:
-        """Whether of what several ranks hold as plain parameters one alone has the state."""
+        """Whether one rank alone keeps the state of a plain parameter that several hold."""
         return self.shard_state or not self.grads_are_reduced
 
     @property

@@ -44,7 +44,7 @@ class Presence:
 
     @contextlib.contextmanager
     def around(self):
-        """Round a step's work, in which ranks are `compared`."""
+        """Context manager for a step's work, in which ranks are `compared`."""
         self.save()
         try:
             yield
@@ -65,8 +65,8 @@ class Presence:
 
     @contextlib.contextmanager
     def compared(self):
-        """Round a step's work, after which ranks ask each other. A graph has to wait for the answers: in one they ask
-        as soon as nothing else is to be sent, by what this gives, and the last bucket lands meanwhile.
+        """Context manager for a step's work, after which ranks ask each other. A graph has to wait for the answers: in
+        one they ask as soon as nothing else is to be sent, by what this gives, and the last bucket lands meanwhile.
         """
         in_graph = capturing(self.device)
         yield self.compare if in_graph else None

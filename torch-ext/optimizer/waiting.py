@@ -69,7 +69,7 @@ class Before:
 
 
 class Quiet(Before):
-    """One that leaves a compiled region whole: what has compiled it waits before that."""
+    """One that does nothing inside a compiled region, whose module has waited before."""
 
     def __call__(self, *_) -> None:
         if not torch.compiler.is_compiling():
