@@ -74,6 +74,8 @@ def products(arch: str):
         specialised = loop in tiles.SPECIALISED
         compile_product = by_pointers if loop == "pointers" else by_groups if specialised else by_tma
         yield entry, compile_product(arch, entry)
+        if (entry["op"], loop) == ("symmetric", "once"):
+            yield {**entry, "to": "single"}, by_one_group(arch, entry)
         if entry["op"] == "product":
             kind = "turned" if specialised else "rows"
             yield {**entry, "to": kind}, compile_product(arch, entry, **{kind: True})
@@ -130,6 +132,17 @@ def by_groups(arch: str, entry: dict, turned=False) -> int:
         SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[op], factors=("fp32",) * 5, ADDENDS=3 * (op == "symmetric"),
         DIAGONAL=op != "product")
     return compile_for(arch, kernel, arguments, num_warps=entry["warps"])
+
+
+def by_one_group(arch: str, entry: dict) -> int:
+    """The same of one tile a program, with as many addends as there can be."""
+    height, width, inner = entry["tile"]
+    boxes = dict.fromkeys(("c", "d", "e", "out"), (height, height)) | dict(a=(height, inner), b=(width, inner))
+    kind = "tensordesc<fp16[1, {}, {}],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)>"
+    arguments = {name: kind.format(*box) for name, box in boxes.items()} | dict(
+        order="*i32", count="i32", inner="i32", factors=("fp32",) * 5, SYMMETRIC=2, ADDENDS=3, DIAGONAL=True,
+        STAGES=entry["stages"])
+    return compile_for(arch, part("kernels.single").single_kernel, arguments, num_warps=entry["warps"])
 
 
 def others(arch: str, shared: int):

@@ -219,8 +219,8 @@ def test_groups_of_warps_are_taken_where_tma_stores_the_result(part, monkeypatch
     gram, by_tma, tiles, split = (part(f"kernels.{name}") for name in ("gram", "gram_sm90", "tiles", "split"))
     monkeypatch.setattr(tiles, "architecture", lambda kind, index: "sm90")
     monkeypatch.setattr(gram, "knows_triton", lambda: True)
-    for kind in ("TmaLaunch", "Cooperative"):
-        monkeypatch.setattr(by_tma, kind, lambda *about: about[-1].loop)
+    for module, kind in ((by_tma, "TmaLaunch"), (part("kernels.launches"), "Cooperative")):
+        monkeypatch.setattr(module, kind, lambda *about: about[-1].loop)
     F16, BF16, (N, n, m) = torch.float16, torch.bfloat16, (12, 768, 3072)
     A, X, rows = torch.empty(N, n, n, dtype=F16), torch.empty(N, n, m, dtype=F16), torch.empty(N, n, m, dtype=BF16)
     odd, pieces = torch.empty(N, n, m + 4, dtype=F16), split.Split([list(matrix.split(96)) for matrix in rows])

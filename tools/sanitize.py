@@ -57,6 +57,10 @@ def products(device, size) -> None:
         if torch.cuda.get_device_capability() == (9, 0) and part("kernels.tape").knows_triton():
             groups = tiles.Tile(128, 128, 64, 8, 5, 4, "pingpong"), tiles.Tile(128, 256, 64, 8, 3, 4, "cooperative")
             found += [(HALF, tile, count) for tile in groups for count in (4, None)]
+            for sides in ((64, 64), (64, 128), (128, 128)):  # by single.py, which wants two steps or more
+                A, out = (padded(2, max(n, 72), max(n, 72), HALF, device) for _ in "12")
+                with tiles.force(tiles.Tile(*sides, 64, 8, 3, 4, "once")):
+                    gram.symmetric_product(A, A, out, 0.5, [(A, 2.0), (A, 0.1), (out, 1.0)], 1.0)
     for dtype, tile, *few in found:
         X, A, out = padded(2, n, m, dtype, device), padded(2, n, n, dtype, device), padded(2, n, n, dtype, device)
         with tiles.force(tile), processors(*few):

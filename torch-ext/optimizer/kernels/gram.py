@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from . import cpu_slices, gram_sm90, jit, look, tiles, use_triton
+from . import cpu_slices, gram_sm90, jit, launches, look, tiles, use_triton
 from .split import Split, memory_of, rows_at, strides_of, table_of
 from .tape import knows_triton
 
@@ -167,7 +167,9 @@ def _choose(op, A, columns_of_b, out, addends, factors):
         return tiles.DEFAULT
     if tile.loop in tiles.SPECIALISED and not (knows_triton() and (op != "product" or gram_sm90.stores(out))):
         tile = gram_sm90.POINTERS if tiles.forced() else tiles.choose(*shape, without=tiles.SPECIALISED)
-    kind = gram_sm90.Cooperative if tile.loop == "cooperative" else gram_sm90.TmaLaunch
+    kind = launches.Cooperative if tile.loop == "cooperative" else gram_sm90.TmaLaunch
+    if launches.Single.takes(op, A, addends, tile) and knows_triton():
+        kind = launches.Single
     return kind(op, A, columns_of_b, out, addends, factors, tile)
 
 

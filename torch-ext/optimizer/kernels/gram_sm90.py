@@ -10,7 +10,6 @@ import functools
 import torch
 
 from . import jit, ring, tape
-from .cooperative import cooperative_kernel
 from .pingpong import pingpong_kernel
 from .split import Split, memory_of, rows_at, strides_of, table_of
 from .tiles import Tile, divide
@@ -52,7 +51,7 @@ class TmaLaunch:
         (rows, columns), inner = out.shape[1:], A.shape[1 if self.turned else 2]
         half, describe = (tile.rows if symmetric else tile.columns), _description
         wide = not symmetric and tile.columns > tile.rows and tile.loop != "once"
-        self.programs, order, count, whole, halves = _turns(op, out, inner, tile, wide)
+        self.programs, order, count, whole, halves = turns(op, out, inner, tile, wide)
         diagonal = len(addends) > 1 or factors[1] != 0.0  # which is 0 with some of several addends: one kernel less
         # fused multiply-adds, which depend on the tile, would give other bits
         self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "enable_fp_fusion": False}
@@ -64,24 +63,24 @@ class TmaLaunch:
             self.kernel, self.pointer = _tma_kernel, True
             self.numbers = (strides_of(out), order, count, whole, halves, (rows, columns, inner))
             self.constants = SYMMETRY[op], self.turned, len(addends), diagonal, tile.loop
-        self.left = _blank(describe(A, *((tile.inner, tile.rows) if self.turned else (tile.rows, tile.inner))))
-        self.right = _blank(describe(B, *((tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns))))
+        self.left = blank(describe(A, *((tile.inner, tile.rows) if self.turned else (tile.rows, tile.inner))))
+        self.right = blank(describe(B, *((tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns))))
         beside = [(C, tile.rows, half) for C, _ in addends]
         if wide:
             beside = [(B, tile.inner, tile.columns // 2), (out, tile.rows, tile.columns // 2)][:1 + self.straight]
-        self.beside = [_blank(describe(*box)) for box in beside]
-        self.result = _blank(describe(out, tile.rows, half)) if self.straight else None
+        self.beside = [blank(describe(*box)) for box in beside]
+        self.result = blank(describe(out, tile.rows, half)) if self.straight else None
         halved = _of_halves(A, out, addends) if tile.loop == "pingpong" else ()
-        self.halves = [_blank(describe(t, tile.rows // 2, tile.inner)) for t in halved]
+        self.halves = [blank(describe(t, tile.rows // 2, tile.inner)) for t in halved]
 
     def __call__(self, A, B, out, addends, factors) -> None:
         A, B, out = self._straightened(A, B, out)
-        result = _filled(self.result, out) if self.straight else None
+        result = filled(self.result, out) if self.straight else None
         beside = [C for C, _ in addends] or [B, out]
-        beside = [_filled(blank, t) for blank, t in zip(self.beside, beside)] + 3 * [result]  # what is more is unused
-        halves = [_filled(blank, t) for blank, t in zip(self.halves, _of_halves(A, out, addends))]
+        beside = [filled(blank, t) for blank, t in zip(self.beside, beside)] + 3 * [result]  # what is more is unused
+        halves = [filled(blank, t) for blank, t in zip(self.halves, _of_halves(A, out, addends))]
         self.kernel.launch(
-            self.programs, self, _filled(self.left, A), _filled(self.right, B), *beside[:3], result, *halves,
+            self.programs, self, filled(self.left, A), filled(self.right, B), *beside[:3], result, *halves,
             *((memory_of(out),) if self.pointer else ()), *self.numbers, (*factors, *(beta for _, beta in addends)),
             *self.constants, **self.options)
 
@@ -90,40 +89,12 @@ class TmaLaunch:
         return (B, A, out.mT) if self.turned else (A, B, out)
 
 
-class Cooperative(TmaLaunch):
-    """The same by cooperative.py; of a "product" TMA can store the result."""
-
-    def __init__(self, op, A, B, out, addends, factors, tile):
-        symmetric, self.turned = op != "product", op == "product" and out.stride(2) != 1
-        A, B, out = self._straightened(A, B, out)
-        inner = B.shape[2 if symmetric else 1]
-        self.programs, *turns = _turns(op, out, inner, tile)
-        self.numbers = *turns, inner
-        self.constants = (SYMMETRY[op], self.turned, len(addends), len(addends) > 1 or factors[1] != 0.0, tile.rows,
-                          tile.columns, tile.stages)
-        side, step = tile.rows // 2, tile.inner
-        left, right = (tile.rows, step), [(tile.columns, step), (tile.columns // 2, step)]
-        boxes = [left[::-1] if self.turned else left, *(box if symmetric else box[::-1] for box in right)]
-        blanks = zip(self._tensors(A, B, out, addends), boxes + 4 * [(side, side)])
-        self.blanks = [_blank(ring.description(t, *box)) for t, box in blanks]
-
-    def __call__(self, A, B, out, addends, factors) -> None:
-        tensors = self._tensors(*self._straightened(A, B, out), addends)
-        cooperative_kernel.launch(
-            self.programs, self, *map(_filled, self.blanks, tensors), *self.numbers,
-            (*factors, *(beta for _, beta in addends)), *self.constants, num_warps=4, enable_fp_fusion=False)
-
-    def _tensors(self, A, B, out, addends):
-        """Those of the kernel's descriptors."""
-        return A, B, B, *_three(addends, out), out
-
-
 def _of_halves(A, out, addends):
     """The tensors of which pingpong.py takes halves of tiles, too."""
-    return A, *_three(addends, out), out
+    return A, *three(addends, out), out
 
 
-def _three(addends, out):
+def three(addends, out):
     """The addends' tensors; out in place of one that is not there."""
     return ([C for C, _ in addends] + 3 * [out])[:3]
 
@@ -135,13 +106,13 @@ def _description(tensor, rows, columns):
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, rows, columns])
 
 
-def _blank(descriptor):
+def blank(descriptor):
     """A descriptor without its tensor."""
     descriptor.base = None
     return descriptor
 
 
-def _filled(blank, tensor):
+def filled(blank, tensor):
     """A descriptor of another tensor of the same shape and strides, without the checks."""
     descriptor = object.__new__(type(blank))
     vars(descriptor).update(vars(blank), base=tensor)
@@ -153,7 +124,7 @@ def _processors(device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _turns(op, out, inner, tile, wide=False):
+def turns(op, out, inner, tile, wide=False):
     """(Programs, order of tiles on the device, tiles of a matrix, tiles that are computed whole, halves)."""
     (N, rows, columns), symmetric = out.shape, op != "product"
     down, across, ratio = -(-rows // tile.rows), -(-columns // tile.columns), tile.columns // tile.rows

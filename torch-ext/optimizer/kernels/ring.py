@@ -60,6 +60,13 @@ def matrices_of(memory, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon_jit
+def view_of(memory, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """View all of `memory`, boxes of any shape, as COUNT boxes of (ROWS, COLUMNS)."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    return view(memory, memory.dtype, [COUNT, 1, ROWS, COLUMNS], LAYOUT)
+
+
+@gluon_jit
 def make_ring(a, b, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     """Return (left, right, full, empty): room for boxes of a and b, and what stages wait for; GROUPS read each."""
     left = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)

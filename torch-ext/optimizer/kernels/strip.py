@@ -29,7 +29,7 @@ def finish_strip(sums, addends, out, own, arrived, mine, factors, matrix, row, c
     SIDE: gl.constexpr = sums.shape[0]
     COLUMNS: gl.constexpr = sums.shape[1]
     layout: gl.constexpr = sums.type.layout
-    flat, squares = matrices_of(own, SIDE, COLUMNS).index(0), boxes_of(own, out)
+    flat = matrices_of(own, SIDE, COLUMNS).index(0)
     if ADDENDS > 0:
         mbarrier.wait(arrived, (mine * ADDENDS) & 1)
         sums = gl.fma(sums, factors[0], factors[2] * flat.load(layout).to(gl.float32))
@@ -39,13 +39,27 @@ def finish_strip(sums, addends, out, own, arrived, mine, factors, matrix, row, c
         barrier()
         ask(addends[k], own, arrived, matrix, row, column, COLUMNS)
         mbarrier.wait(arrived, (mine * ADDENDS + k) & 1)
-        sums = sums + factors[2 + k] * flat.load(layout).to(gl.float32)
+        sums = now(sums) + factors[2 + k] * flat.load(layout).to(gl.float32)
+    store_strip(sums, out, own, own, factors, matrix, row, column, SYMMETRIC, DIAGONAL, True)
+
+
+@gluon_jit
+def store_strip(sums, out, own, other, factors, matrix, row, column, SYMMETRIC: gl.constexpr, DIAGONAL: gl.constexpr,
+                SAME: gl.constexpr):
+    """Add the diagonal, round and store a strip, through the memory `own`, mirror images through `other`, which may be
+    the SAME. What was stored from the same memory is waited for; from others nothing is stored any more.
+    """
+    SIDE: gl.constexpr = sums.shape[0]
+    COLUMNS: gl.constexpr = sums.shape[1]
+    layout: gl.constexpr = sums.type.layout
+    flat, squares = matrices_of(own, SIDE, COLUMNS).index(0), boxes_of(own, out)
     if DIAGONAL:
         r = row + gl.arange(0, SIDE, layout=gl.SliceLayout(1, layout))[:, None]
         s = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
         sums = sums + gl.where(r == s, factors[1], 0.0)
     result = sums.to(out.dtype)
-    tma.store_wait(0)
+    if SAME:
+        tma.store_wait(0)
     barrier()
     flat.store(result)
     if SYMMETRIC == 2:
@@ -59,7 +73,16 @@ def finish_strip(sums, addends, out, own, arrived, mine, factors, matrix, row, c
             store_box(out, [matrix, row, column + k * SIDE], squares.index(k))
     if SYMMETRIC:
         if column < row:
-            _store_turned(result, out, own, squares, matrix, row, column)
+            if SAME:
+                tma.store_wait(0)
+                barrier()
+            _store_turned(result, out, other, boxes_of(other, out), matrix, row, column)
+
+
+@gluon_jit
+def now(sums):
+    """The same numbers, which the compiler computes here, not later, when more is held in registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sums], gl.float32, False, 1)
 
 
 @gluon_jit
@@ -67,8 +90,6 @@ def _store_turned(result, out, own, squares, matrix, row, column):
     """Store the mirror images of a strip's squares that lie below the diagonal."""
     SIDE: gl.constexpr = result.shape[0]
     COLUMNS: gl.constexpr = result.shape[1]
-    tma.store_wait(0)
-    barrier()
     matrices_of(own, COLUMNS, SIDE).index(0).permute([1, 0]).store(result)
     fence()
     barrier()

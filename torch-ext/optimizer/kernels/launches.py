@@ -1,0 +1,69 @@
+"""Launches of the products on sm90 that gram_sm90.py does not make itself: those of cooperative.py and of single.py.
+
+Decides: which products single.py takes, and what these kernels are told. Must not know: what the products are used for.
+"""
+from __future__ import annotations
+
+from . import ring
+from .cooperative import cooperative_kernel
+from .gram_sm90 import SYMMETRY, TmaLaunch, blank, filled, three, turns
+from .single import single_kernel
+from .tiles import architecture
+
+
+class Cooperative(TmaLaunch):
+    """The same by cooperative.py; of a "product" TMA can store the result."""
+
+    def __init__(self, op, A, B, out, addends, factors, tile):
+        symmetric, self.turned = op != "product", op == "product" and out.stride(2) != 1
+        A, B, out = self._straightened(A, B, out)
+        inner = B.shape[2 if symmetric else 1]
+        self.programs, *places = turns(op, out, inner, tile)
+        self.numbers = *places, inner
+        self.constants = (SYMMETRY[op], self.turned, len(addends), len(addends) > 1 or factors[1] != 0.0, tile.rows,
+                          tile.columns, tile.stages)
+        side, step = tile.rows // 2, tile.inner
+        left, right = (tile.rows, step), [(tile.columns, step), (tile.columns // 2, step)]
+        boxes = [left[::-1] if self.turned else left, *(box if symmetric else box[::-1] for box in right)]
+        blanks = zip(self._tensors(A, B, out, addends), boxes + 4 * [(side, side)])
+        self.blanks = [blank(ring.description(t, *box)) for t, box in blanks]
+
+    def __call__(self, A, B, out, addends, factors) -> None:
+        tensors = self._tensors(*self._straightened(A, B, out), addends)
+        cooperative_kernel.launch(
+            self.programs, self, *map(filled, self.blanks, tensors), *self.numbers,
+            (*factors, *(beta for _, beta in addends)), *self.constants, num_warps=4, enable_fp_fusion=False)
+
+    def _tensors(self, A, B, out, addends):
+        """Those of the kernel's descriptors."""
+        return A, B, B, *three(addends, out), out
+
+
+class Single(TmaLaunch):
+    """The same by single.py; of what it `takes`."""
+
+    @staticmethod
+    def takes(op, A, addends, tile) -> bool:
+        """Say whether so many addends can arrive in a ring that so many steps fill."""
+        shape = tile.rows, tile.columns, tile.inner, tile.warps
+        on_sm90 = architecture(A.device.type, A.device.index) == "sm90"  # others have no wgmma
+        return (on_sm90 and tile.loop == "once" and op == "symmetric" and len(addends) > 0
+                and shape in ((64, 64, 64, 4), (64, 128, 64, 4), (128, 128, 64, 4)) and tile.stages >= 3
+                and A.shape[2] > (tile.stages - 2) * tile.inner)
+
+    def __init__(self, op, A, B, out, addends, factors, tile):
+        inner = A.shape[2]
+        self.programs, order, count, _, _ = turns(op, out, inner, tile)
+        self.numbers = order, count, inner
+        self.constants = SYMMETRY[op], len(addends), len(addends) > 1 or factors[1] != 0.0, tile.stages
+        boxes = [(tile.rows, tile.inner), (tile.columns, tile.inner)] + 4 * [(tile.rows, tile.rows)]
+        self.blanks = [blank(ring.description(t, *box)) for t, box in zip(_all(A, B, out, addends), boxes)]
+
+    def __call__(self, A, B, out, addends, factors) -> None:
+        single_kernel.launch(
+            self.programs, self, *map(filled, self.blanks, _all(A, B, out, addends)), *self.numbers,
+            (*factors, *(beta for _, beta in addends)), *self.constants, num_warps=4, enable_fp_fusion=False)
+
+
+def _all(A, B, out, addends):
+    return A, B, *three(addends, out), out

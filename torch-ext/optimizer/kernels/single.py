@@ -1,0 +1,120 @@
+"""Symmetric products with addends on sm90, one tile a program: addends arrive during the last products.
+
+Decides: in which stages of the ring addends arrive, those that no operand takes any more. One group of four warps asks
+for tiles, multiplies and stores; several programs share a processor. Must not know: what the products are used for;
+launches.py calls it.
+"""
+from __future__ import annotations
+
+from .ring import gluon_jit, matrices_of, place, view_of
+from .strip import ask, now, store_strip
+
+gl = mbarrier = tma = fence = multiply = multiplied = load_box = None  # Gluon's language, put here by gluon_jit
+
+
+@gluon_jit.alike("count", "inner")
+def single_kernel(a, b, c, d, e, out, order, count, inner, factors, SYMMETRIC: gl.constexpr, ADDENDS: gl.constexpr,
+                  DIAGONAL: gl.constexpr, STAGES: gl.constexpr):
+    """out = factors[0] A B + addends + factors[1] I; names as in gram_sm90. STAGES - 1 steps or more; tiles of 64 x 64,
+    64 x 128 or 128 x 128; c, d, e, out: by squares (strip.py).
+    """
+    ROWS: gl.constexpr = a.block_type.shape[1]
+    COLUMNS: gl.constexpr = b.block_type.shape[1]
+    BLOCK_K: gl.constexpr = a.block_type.shape[2]
+    AHEAD: gl.constexpr = STAGES - 1
+    steps = (inner + BLOCK_K - 1) // BLOCK_K
+    if ROWS == COLUMNS:  # so that both operands of a stage are as long as a tile, or one of them
+        left = gl.allocate_shared_memory(a.dtype, [2 * STAGES, 1, ROWS, BLOCK_K], a.layout)
+        right = left
+    else:
+        left = gl.allocate_shared_memory(a.dtype, [STAGES, 1, ROWS, BLOCK_K], a.layout)
+        right = gl.allocate_shared_memory(b.dtype, [STAGES, 1, COLUMNS, BLOCK_K], b.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    added = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+    for number in gl.static_range(ADDENDS):
+        mbarrier.init(added.index(number), count=1)
+    fence()
+    matrix, i, j = place(order, count, gl.program_id(0))
+    row, column = i * ROWS, j * COLUMNS
+    for k in gl.static_range(AHEAD):
+        _fetch(a, b, left, right, full, matrix, row, column, k, STAGES)
+    shape: gl.constexpr = [16, COLUMNS, 16]
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=shape)
+    sums = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
+    for k in range(steps - AHEAD):
+        sums = _multiply(left, right, full, sums, k, ROWS, COLUMNS, BLOCK_K, STAGES)
+        _fetch(a, b, left, right, full, matrix, row, column, k + AHEAD, STAGES)
+    addends = c, d, e
+    for k in gl.static_range(AHEAD):
+        sums = _multiply(left, right, full, sums, steps - AHEAD + k, ROWS, COLUMNS, BLOCK_K, STAGES)
+        if k < ADDENDS:
+            ask(addends[k], _room(left, right, steps + k, ROWS, COLUMNS, STAGES), added.index(k), matrix, row, column,
+                COLUMNS)
+    sums = multiplied(0, deps=(sums,))
+    for k in gl.static_range(AHEAD, ADDENDS):
+        ask(addends[k], _room(left, right, steps + k, ROWS, COLUMNS, STAGES), added.index(k), matrix, row, column,
+            COLUMNS)
+    for k in gl.static_range(ADDENDS):
+        room = _room(left, right, steps + k, ROWS, COLUMNS, STAGES)
+        mbarrier.wait(added.index(k), 0)
+        if k > 0:
+            sums = now(sums)
+        addend = matrices_of(room, ROWS, COLUMNS).index(0).load(layout).to(gl.float32)
+        if k == 0:
+            sums = gl.fma(sums, factors[0], factors[2] * addend)
+        else:
+            sums = sums + factors[2 + k] * addend
+    store_strip(sums, out, _room(left, right, steps, ROWS, COLUMNS, STAGES),
+                _room(left, right, steps + 1, ROWS, COLUMNS, STAGES), factors, matrix, row, column, SYMMETRIC, DIAGONAL,
+                False)
+    tma.store_wait(0)
+
+
+@gluon_jit
+def _operands(left, right, stage, SAME: gl.constexpr):
+    """Room for those of a stage."""
+    if SAME:
+        rows, columns = left.index(2 * stage), left.index(2 * stage + 1)
+    else:
+        rows, columns = left.index(stage), right.index(stage)
+    return rows, columns
+
+
+@gluon_jit
+def _room(left, right, number, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
+    """As much of a stage as a tile takes."""
+    stage = number % STAGES
+    if ROWS != COLUMNS:
+        room = right.index(stage)
+    elif ROWS == 64:
+        room = left.index(2 * stage)
+    else:
+        room = view_of(left, STAGES, ROWS, COLUMNS).index(stage)
+    return room
+
+
+@gluon_jit
+def _fetch(a, b, left, right, full, matrix, row, column, k, STAGES: gl.constexpr):
+    """Ask for the operands of step k."""
+    ROWS: gl.constexpr = a.block_type.shape[1]
+    COLUMNS: gl.constexpr = b.block_type.shape[1]
+    BLOCK_K: gl.constexpr = a.block_type.shape[2]
+    arrived = full.index(k % STAGES)
+    rows, columns = _operands(left, right, k % STAGES, ROWS == COLUMNS)
+    mbarrier.expect(arrived, 2 * (ROWS + COLUMNS) * BLOCK_K)
+    load_box(a, [matrix, row, k * BLOCK_K], arrived, rows)
+    load_box(b, [matrix, column, k * BLOCK_K], arrived, columns)
+
+
+@gluon_jit
+def _multiply(left, right, full, sums, k, ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr,
+              STAGES: gl.constexpr):
+    """Begin step k; the one before it is done."""
+    stage = k % STAGES
+    rows, columns = _operands(left, right, stage, ROWS == COLUMNS)
+    mbarrier.wait(full.index(stage), (k // STAGES) & 1)
+    sums = multiply(matrices_of(rows, ROWS, BLOCK_K).index(0),
+                    matrices_of(columns, COLUMNS, BLOCK_K).index(0).permute([1, 0]), sums, is_async=True)
+    return multiplied(1, deps=(sums,))
