@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from sweep import append_rows, read_rows
+from sweep import append, read_rows
 from train_gpt import BEST_LR, options_of, parser, pick_device, rounded, train
 
 RESULTS = Path(__file__).parent / "results" / "presets.csv"
@@ -60,7 +60,7 @@ def main() -> None:
         for name in arguments.sets:
             if any((row["ns_coefficients"], row["seed"]) == (name, str(seed)) for row in read_rows(path)):
                 continue
-            append_rows(path, COLUMNS, run_one(replace(base, ns_coefficients=name, seed=seed), device))
+            append(path, COLUMNS, run_one(replace(base, ns_coefficients=name, seed=seed), device))
     for name, losses in last_losses(read_rows(path)).items():
         print(f"{name:15} held-out {statistics.mean(losses):.4f}  ({', '.join(f'{loss:.4f}' for loss in losses)})")
 

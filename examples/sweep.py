@@ -5,7 +5,6 @@ of these can share the work.
 """
 from __future__ import annotations
 
-import csv
 import math
 import statistics
 import sys
@@ -14,7 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from train_gpt import BEST_LR, options_of, parser, pick_device, train
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from rows import append, read  # noqa: E402
+from train_gpt import BEST_LR, options_of, parser, pick_device, train  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "sweep.csv"
 GRID = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
@@ -24,20 +26,7 @@ COLUMNS = ("optimizer", "lr", "seed", "steps", "train_loss", "heldout_loss", "de
 
 def read_rows(path: Path = RESULTS) -> list[dict[str, str]]:
     """The rows so far, as text."""
-    if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def append_rows(path: Path, columns: tuple[str, ...], rows: list[dict]) -> None:
-    """Add rows, after a header if the file is new or empty."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        if not file.tell():
-            writer.writeheader()
-        writer.writerows(rows)
+    return read(path) if path.exists() else []
 
 
 def mean_losses(rows: list[dict[str, str]]) -> dict[str, dict[float, float]]:
@@ -76,7 +65,7 @@ def main() -> None:
         for lr in [base.lr] if base.lr else GRID:
             for seed in SEEDS if base.seed is None else [base.seed]:
                 if (name, lr, seed) not in done:
-                    append_rows(path, COLUMNS, [run_one(replace(base, optimizer=name, lr=lr, seed=seed), device)])
+                    append(path, COLUMNS, [run_one(replace(base, optimizer=name, lr=lr, seed=seed), device)])
     for name, by_lr in mean_losses(read_rows(path)).items():
         best = min(by_lr, key=by_lr.get)
         print(f"{name:8}", "  ".join(f"{lr:g}: {loss:.3f}{'*' if lr == best else ' '}" for lr, loss in by_lr.items()))
