@@ -76,6 +76,7 @@ def products(arch: str):
         yield entry, compile_product(arch, entry)
         if (entry["op"], loop) == ("symmetric", "once"):
             yield {**entry, "to": "single"}, by_one_group(arch, entry)
+            yield {**entry, "to": "ordered"}, by_one_group(arch, entry, order="*i32")
         if entry["op"] == "product":
             kind = "turned" if specialised else "rows"
             yield {**entry, "to": kind}, compile_product(arch, entry, **{kind: True})
@@ -134,13 +135,13 @@ def by_groups(arch: str, entry: dict, turned=False) -> int:
     return compile_for(arch, kernel, arguments, num_warps=entry["warps"])
 
 
-def by_one_group(arch: str, entry: dict) -> int:
-    """The same of one tile a program, with as many addends as there can be."""
+def by_one_group(arch: str, entry: dict, order=None) -> int:
+    """The same of one tile a program, with as many addends as there can be, its place computed or in an `order`."""
     height, width, inner = entry["tile"]
     boxes = dict.fromkeys(("c", "d", "e", "out"), (height, height)) | dict(a=(height, inner), b=(width, inner))
     kind = "tensordesc<fp16[1, {}, {}],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)>"
     arguments = {name: kind.format(*box) for name, box in boxes.items()} | dict(
-        order="*i32", count="i32", inner="i32", factors=("fp32",) * 5, SYMMETRIC=2, ADDENDS=3, DIAGONAL=True,
+        order=order, count="i32", inner="i32", factors=("fp32",) * 5, SYMMETRIC=2, ADDENDS=3, DIAGONAL=True,
         STAGES=entry["stages"])
     return compile_for(arch, part("kernels.single").single_kernel, arguments, num_warps=entry["warps"])
 

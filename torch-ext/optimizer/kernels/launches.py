@@ -10,6 +10,8 @@ from .gram_sm90 import SYMMETRY, TmaLaunch, blank, filled, three, turns
 from .single import single_kernel
 from .tiles import architecture
 
+FEW = 12  # rows of tiles up to which their order matters less than the time until it is read (docs/log.md)
+
 
 class Cooperative(TmaLaunch):
     """The same by cooperative.py; of a "product" TMA can store the result."""
@@ -54,7 +56,7 @@ class Single(TmaLaunch):
     def __init__(self, op, A, B, out, addends, factors, tile):
         inner = A.shape[2]
         self.programs, order, count, _, _ = turns(op, out, inner, tile)
-        self.numbers = order, count, inner
+        self.numbers = None if out.shape[1] <= FEW * tile.rows else order, count, inner
         self.constants = SYMMETRY[op], len(addends), len(addends) > 1 or factors[1] != 0.0, tile.stages
         boxes = [(tile.rows, tile.inner), (tile.columns, tile.inner)] + 4 * [(tile.rows, tile.rows)]
         self.blanks = [blank(ring.description(t, *box)) for t, box in zip(_all(A, B, out, addends), boxes)]

@@ -13,8 +13,8 @@ from . import cpu_slices, jit, look, use_triton
 from .split import Split, memory_of, piece_of, rows_at, strides_of, table_of
 
 tl = None  # Triton's language, put here by jit
-READ = 2048  # elements that a program reads at a time
-SHARE = 16  # times that it reads, at least; few large shares are few sums to add for whoever casts a tile
+READ = 4096  # elements that a program reads at a time
+SHARE = 8  # times that it reads, at least; few large shares are few sums to add for whoever casts a tile
 PARTS = 256  # shares of one matrix, at most
 LONG = 24  # turns from which on more reads are on their way at a time
 LINES, SQUARE = (32, 256), (64, 64)  # rows and columns that are cast at a time, where X has them as lines, and else

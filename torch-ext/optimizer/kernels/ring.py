@@ -87,6 +87,31 @@ def place(order, count, turn):
 
 
 @gluon_jit
+def place_in_triangle(count, turn, WIDE: gl.constexpr):
+    """Return the same without a table to wait for: the lower triangle row by row, of tiles that are as wide as high,
+    or twice as wide (WIDE).
+    """
+    number = turn % count
+    if WIDE:
+        half = _root(number)  # rows 2 half - 1 and 2 half begin at half^2 and half (half + 1)
+        start = half * (half + 1)
+        i = gl.where(number < start, 2 * half - 1, 2 * half)
+        j = number - gl.where(number < start, half * half, start)
+    else:
+        i = (_root(8 * number + 1) - 1) // 2
+        j = number - i * (i + 1) // 2
+    return turn // count, i, j
+
+
+@gluon_jit
+def _root(number):
+    """The largest integer whose square is not larger; that of the GPU may be one off."""
+    root = gl.sqrt(number.to(gl.float32)).to(gl.int32)
+    root -= (root * root > number).to(gl.int32)
+    return root + ((root + 1) * (root + 1) <= number).to(gl.int32)
+
+
+@gluon_jit
 def place_of_half(order, count, whole, ACROSS: gl.constexpr):
     """Return the same of this program's half tile (tiles.divide): in columns of left and right halves if ACROSS, else
     in rows of upper and lower ones.

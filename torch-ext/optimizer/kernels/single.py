@@ -6,7 +6,7 @@ launches.py calls it.
 """
 from __future__ import annotations
 
-from .ring import gluon_jit, matrices_of, place, view_of
+from .ring import gluon_jit, matrices_of, place, place_in_triangle, view_of
 from .strip import ask, now, store_strip
 
 gl = mbarrier = tma = fence = multiply = multiplied = load_box = None  # Gluon's language, put here by gluon_jit
@@ -16,7 +16,7 @@ gl = mbarrier = tma = fence = multiply = multiplied = load_box = None  # Gluon's
 def single_kernel(a, b, c, d, e, out, order, count, inner, factors, SYMMETRIC: gl.constexpr, ADDENDS: gl.constexpr,
                   DIAGONAL: gl.constexpr, STAGES: gl.constexpr):
     """out = factors[0] A B + addends + factors[1] I; names as in gram_sm90. STAGES - 1 steps or more; tiles of 64 x 64,
-    64 x 128 or 128 x 128; c, d, e, out: by squares (strip.py).
+    64 x 128 or 128 x 128; c, d, e, out: by squares (strip.py). order: None where a program computes its place.
     """
     ROWS: gl.constexpr = a.block_type.shape[1]
     COLUMNS: gl.constexpr = b.block_type.shape[1]
@@ -36,7 +36,10 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, factors, SYMMETRIC: g
     for number in gl.static_range(ADDENDS):
         mbarrier.init(added.index(number), count=1)
     fence()
-    matrix, i, j = place(order, count, gl.program_id(0))
+    if order is None:
+        matrix, i, j = place_in_triangle(count, gl.program_id(0), COLUMNS > ROWS)
+    else:
+        matrix, i, j = place(order, count, gl.program_id(0))
     row, column = i * ROWS, j * COLUMNS
     for k in gl.static_range(AHEAD):
         _fetch(a, b, left, right, full, matrix, row, column, k, STAGES)
