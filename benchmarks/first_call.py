@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import MODELS, shapes_of  # noqa: E402
-from rows import append, table  # noqa: E402
+from rows import add_output, append  # noqa: E402
 
 os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 
@@ -31,8 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["llama3_8b"], choices=MODELS, help="whose shapes")
     parser.add_argument("--divide", type=int, default=1, help="divide all sides by this, for a CPU")
-    parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
-    parser.add_argument("--out", type=table(COLUMNS), default="first_call.csv", help="CSV to append to")
+    add_output(parser, COLUMNS, "first_call.csv")
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -79,9 +78,7 @@ def child(options) -> dict:
 
 
 def write(options, row) -> None:
-    from step import commit
-
-    row["commit"] = options.commit or commit()
+    row["commit"] = options.commit
     append(options.out, COLUMNS, [row])
     print(row, flush=True)
 

@@ -29,8 +29,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import peers  # noqa: E402
 import shapes  # noqa: E402
 from race import captured, race  # noqa: E402
-from rows import append, table  # noqa: E402
-from step import commit, triton_version  # noqa: E402
+from rows import add_output, append  # noqa: E402
+from step import triton_version  # noqa: E402
 
 from tests.spectra import KINDS, spectrum  # noqa: E402
 
@@ -54,7 +54,7 @@ def main() -> None:
             left.append(shape)
             continue
         for values in measure(polar, gram, shape, options):
-            rows.append(values | {"commit": options.commit or commit()})
+            rows.append(values | {"commit": options.commit})
             append(options.out, COLUMNS, rows[-1:])
             print(" ".join(f"{values[key]}" for key in COLUMNS[2:13]), values["note"], flush=True)
         if DEVICE == "cuda":
@@ -78,8 +78,7 @@ def arguments():
     parser.add_argument("--rest-ms", type=float, default=10.0, help="how long the GPU rests before each burst")
     parser.add_argument("--jobs", type=int, default=0,
                         help="processes that fill the compilers' caches beforehand, where there is a GPU")
-    parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
-    parser.add_argument("--out", type=table(COLUMNS), default="polar.csv", help="CSV to append to")
+    add_output(parser, COLUMNS, "polar.csv")
     options = parser.parse_args()
     if not any((options.rows, options.grid, options.products, options.spectra, options.shapes)):
         options.rows = True

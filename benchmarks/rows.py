@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import subprocess
 from pathlib import Path
 
 
@@ -26,8 +27,25 @@ def read(path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def add_output(parser, columns, name: str) -> None:
+    """Add the options --out, a table with these columns or none yet, which is told before anything is measured, and
+    --commit.
+    """
+    parser.add_argument("--commit", default=_commit(), help="what to write as the commit (default: git's)")
+    parser.add_argument("--out", type=table(columns), default=name, help="CSV to append to (default: %(default)s)")
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git
+        found = ""
+    return found or "unknown"
+
+
 def table(columns):
-    """The `type` of an option --out: a table with these columns, or none yet. Told before anything is measured."""
+    """The `type` of an option for a table with these columns, or none yet."""
     def checked(text: str) -> Path:
         if Path(text).exists():
             with open(text, newline="") as file:

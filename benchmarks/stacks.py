@@ -26,9 +26,9 @@ from pathlib import Path
 import torch
 from kernels import get_kernel
 from race import captured, race
-from rows import append, table
+from rows import add_output, append
 from shapes import stack_of
-from step import commit, device_name, triton_version
+from step import device_name, triton_version
 
 os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 PACKAGE = get_kernel("org/optimizer", version=1).__name__
@@ -46,8 +46,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8, help="over which rows are cut, in pieces")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--rest-ms", type=float, default=6.0, help="how long the GPU rests before each burst")
-    parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
-    parser.add_argument("--out", type=table(COLUMNS), default="stacks.csv", help="CSV to append to")
+    add_output(parser, COLUMNS, "stacks.csv")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for text, shapes in options.stacks:
@@ -60,7 +59,7 @@ def main() -> None:
         calls = {way: captured(call)[0] if device.type == "cuda" else call for way, call in ways.items()}
         for way, times in race(calls, lambda: None, options.rounds, burst_ms=3, rest_ms=options.rest_ms).items():
             median, p20, p80 = (round(1e3 * ms, 1) for ms in times.summary())
-            row = [options.commit or commit(), device_name(device), options.what, text, options.ranks, way, median, p20,
+            row = [options.commit, device_name(device), options.what, text, options.ranks, way, median, p20,
                    p80, torch.__version__, triton_version()]
             append(options.out, COLUMNS, [dict(zip(COLUMNS, row))])
             print(*row[2:7], flush=True)

@@ -24,7 +24,6 @@ import importlib.metadata
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -36,7 +35,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import MODELS, floor_ms, shapes_of  # noqa: E402
-from rows import append, table  # noqa: E402
+from rows import add_output, append  # noqa: E402
 
 os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 
@@ -59,17 +58,15 @@ def main() -> None:
     for ranks in options.ranks:
         if left := [mode for mode in options.modes if not fits(mode, ranks)]:
             print(f"left out, since they need multiples of other numbers than {ranks} ranks: {', '.join(left)}")
-        append(options.out, COLUMNS, on_ranks(worker, options, ranks))
+        on_ranks(worker, options, ranks)
 
 
-def on_ranks(work, options, ranks: int) -> list[dict]:
-    """Run work(rank, ranks, port, options, rows) on so many processes; return what it has put into `rows`."""
-    rows, store = mp.get_context("spawn").SimpleQueue(), meeting()
-    start(work, (ranks, store.port, options, rows), ranks)
-    found = []
-    while not rows.empty():
-        found.append(rows.get())
-    return found
+def on_ranks(work, options, ranks: int) -> None:
+    """Run work(rank, ranks, port, options) on so many processes, of which one appends each row once it has it: a case
+    that fails later takes none with it.
+    """
+    store = meeting()
+    start(work, (ranks, store.port, options), ranks)
 
 
 def meeting() -> dist.TCPStore:
@@ -103,8 +100,7 @@ def arguments():
     parser.add_argument("--workspace-mib", type=int, default=None, help="workspace_bytes, in MiB")
     parser.add_argument("--trace", type=Path, default=None, help="folder for traces of one more step, one per rank")
     parser.add_argument("--report", action="store_true", help="print rank 0's plan_report(), with one more step timed")
-    parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
-    parser.add_argument("--out", type=table(COLUMNS), default="step.csv", help="CSV to append to")
+    add_output(parser, COLUMNS, "step.csv")
     options = parser.parse_args()
     one_gpu_each(parser, max(options.ranks))
     if "replay" in options.runs and not torch.cuda.is_available():
@@ -112,14 +108,14 @@ def arguments():
     return options
 
 
-def worker(rank: int, ranks: int, port: int, options, rows) -> None:
+def worker(rank: int, ranks: int, port: int, options) -> None:
     device = join(rank, ranks, port)
     for case in cases(options, ranks):
         row = Measurement(rank, ranks, device, options, **case).row()
         gc.collect()  # graphs and hooks make cycles, which hold a model each
         if rank == 0:
             print({k: row[k] for k in (*COLUMNS[2:15], "layers")}, flush=True)
-            rows.put(row)
+            append(options.out, COLUMNS, [row])
     dist.destroy_process_group()
 
 
@@ -195,7 +191,7 @@ class Measurement:
         times, hosts = figures[:len(times)].tolist(), figures[len(times):-2].tolist()
         quantiles = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else times * 4
         return {
-            "commit": self.options.commit or commit(), "gpu": device_name(self.device), "ranks": self.ranks,
+            "commit": self.options.commit, "gpu": device_name(self.device), "ranks": self.ranks,
             "mode": self.mode, "model": self.model, "implementation": "ours", "optimizer": self.optimizer,
             "run": self.run, "median_ms": round(statistics.median(times), 4), "p20_ms": round(quantiles[0], 4),
             "p80_ms": round(quantiles[3], 4), "host_ms": round(statistics.median(hosts), 4),
@@ -370,12 +366,6 @@ def peak(device) -> int:
 
 def device_name(device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else f"CPU ({platform.machine()}), gloo"
-
-
-def commit() -> str:
-    here = Path(__file__).parent
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
-    return found.stdout.strip() or os.environ.get("COMMIT", "unknown")
 
 
 def triton_version() -> str:

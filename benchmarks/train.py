@@ -28,8 +28,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
 from corpus import VOCABULARY, even_windows, random_windows, read_corpus  # noqa: E402
 from gpt import GPT  # noqa: E402
-from rows import append, table  # noqa: E402
-from step import commit, device_name, join, on_ranks, one_gpu_each, synchronize  # noqa: E402
+from rows import add_output, append  # noqa: E402
+from step import device_name, join, on_ranks, one_gpu_each, synchronize  # noqa: E402
 
 os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={HERE.parent}")
 
@@ -42,10 +42,7 @@ HELDOUT_WINDOWS = 64
 
 def main() -> None:
     options = arguments()
-    measured = on_ranks(worker, options, options.ranks)
-    append(options.out, COLUMNS, measured)
-    for line in shares(measured):
-        print(line)
+    on_ranks(worker, options, options.ranks)
 
 
 def arguments():
@@ -66,8 +63,7 @@ def arguments():
     parser.add_argument("--compile", action="store_true", help="compile each layer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", default=None, help="folder whose *.py files are the text")
-    parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
-    parser.add_argument("--out", type=table(COLUMNS), default="train.csv", help="CSV to append to")
+    add_output(parser, COLUMNS, "train.csv")
     options = parser.parse_args()
     one_gpu_each(parser, options.ranks)
     if options.batch % options.ranks:
@@ -79,15 +75,18 @@ def arguments():
     return options
 
 
-def worker(rank: int, ranks: int, port: int, options, rows) -> None:
-    device = join(rank, ranks, port)
+def worker(rank: int, ranks: int, port: int, options) -> None:
+    device, rows = join(rank, ranks, port), []
     for name in options.optimizers:
         row = Training(name, rank, device, options).row()
         if rank == 0:
             print({key: row[key] for key in COLUMNS[4:14]}, flush=True)
-            rows.put(row)
+            append(options.out, COLUMNS, [row])
+            rows.append(row)
         if device.type == "cuda":
             torch.cuda.empty_cache()
+    for line in shares(rows):
+        print(line, flush=True)
     dist.destroy_process_group()
 
 
@@ -156,7 +155,7 @@ class Training:
         count = options.warmup + options.steps + 1
         parameters = sum(p.numel() for p in self.model.parameters())
         return {
-            "commit": options.commit or commit(), "gpu": device_name(self.device), "ranks": options.ranks,
+            "commit": options.commit, "gpu": device_name(self.device), "ranks": options.ranks,
             "model": f"gpt_{options.layers}x{options.width}", "optimizer": self.name, "seed": options.seed,
             "implementation": "torch" if self.name == "adamw" else "ours", "steps": count,
             "tokens": count * options.batch * options.seq, "train_loss": round(train_loss, 4),

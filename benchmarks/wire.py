@@ -17,8 +17,8 @@ import time
 
 import torch
 import torch.distributed as dist
-from rows import append, table
-from step import commit, device_name, join, on_ranks, one_gpu_each
+from rows import add_output, append
+from step import device_name, join, on_ranks, one_gpu_each
 
 COLUMNS = "commit gpu ranks what collective mib_per_rank median_us torch".split()
 
@@ -28,23 +28,22 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2, help="processes, a GPU each")
     parser.add_argument("--mib", type=float, nargs="+", default=[0.25, 1, 4, 16, 64, 256], help="from rank to rank")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--commit", default=None, help="what to write as the commit where there is no git")
-    parser.add_argument("--out", type=table(COLUMNS), default="wire.csv", help="CSV to append to")
+    add_output(parser, COLUMNS, "wire.csv")
     options = parser.parse_args()
     one_gpu_each(parser, options.ranks)
-    append(options.out, COLUMNS, on_ranks(worker, options, options.ranks))
+    on_ranks(worker, options, options.ranks)
 
 
-def worker(rank: int, ranks: int, port: int, options, rows) -> None:
+def worker(rank: int, ranks: int, port: int, options) -> None:
     device = join(rank, ranks, port)
     for mib in options.mib:
         for (what, name), call in collectives(int(mib * 2**20) // 2, ranks, device).items():
             us = microseconds(call, device, options.rounds)
             if rank == 0:
-                row = (options.commit or commit(), device_name(device), ranks, what, name, mib, round(us, 1),
+                row = (options.commit, device_name(device), ranks, what, name, mib, round(us, 1),
                        torch.__version__)
                 print(*row[2:7], flush=True)
-                rows.put(dict(zip(COLUMNS, row)))
+                append(options.out, COLUMNS, [dict(zip(COLUMNS, row))])
     dist.destroy_process_group()
 
 
