@@ -19,6 +19,7 @@ def arguments(description: str, writer: str):
     parser.add_argument("csv", help=f"what {writer} wrote")
     parser.add_argument("--out", default=".", help="folder for the figures")
     parser.add_argument("--gpu", default=None, help="rows of this GPU (default: that of most rows)")
+    parser.add_argument("--commit", default=None, help="rows of this commit (default: of all)")
     return parser.parse_args()
 
 
@@ -27,9 +28,9 @@ def usual_gpu(rows) -> str:
     return statistics.mode(row["gpu"] for row in rows)
 
 
-def rows_of(path, gpu=None) -> tuple[list[dict[str, str]], str]:
+def rows_of(path, gpu=None, commit=None) -> tuple[list[dict[str, str]], str]:
     """(The rows of one GPU, its name): by default of that of most rows. SystemExit where there are none."""
-    rows = read(path)
+    rows = [row for row in read(path) if not commit or row["commit"] == commit]
     gpu = gpu or (usual_gpu(rows) if rows else "any GPU")
     found = [row for row in rows if row["gpu"] == gpu]
     if not found:

@@ -17,20 +17,23 @@ COLOURS = {"ours": "tab:red", "ours turbo": "tab:orange", "ours cubic": "tab:pin
 
 def main() -> None:
     options = arguments(__doc__, "polar.py")
-    rows, gpu = rows_of(options.csv, options.gpu)
+    rows, gpu = rows_of(options.csv, options.gpu, options.commit)
     write(options.out, {"time": times, "roofline": roofline, "spectra": spectra}, rows, gpu)
 
 
 def times(axes, rows, gpu) -> bool:
-    """Time of each stack relative to ours, the best run of each implementation; below 1 the peer is faster."""
-    ms = {}
+    """Time of each stack relative to ours of the same commit, ours being the last; below 1 the peer is faster."""
+    ms, commits = {}, {}
     for row in rows:
         if timed(row) and row["algorithm"] not in ("product", "matmul"):
-            ms.setdefault(row["implementation"], {})[shape(row)] = float(row["median_ms"])
-    ours = ms.pop("ours", {})
+            ms.setdefault(row["implementation"], {})[shape(row), row["commit"]] = float(row["median_ms"])
+            if row["implementation"] == "ours":
+                commits[shape(row)] = row["commit"]
+    ours = {s: ms["ours"][s, commit] for s, commit in commits.items()}
     order = sorted(ours, key=lambda s: (min(s[1:]), max(s[1:]), s))
-    for name, found in ms.items():
-        points = [(at, found[s] / ours[s]) for at, s in enumerate(order) if s in found]
+    for name in ms.keys() - {"ours"}:
+        found = {s: ms[name].get((s, commit)) for s, commit in commits.items()}
+        points = [(at, found[s] / ours[s]) for at, s in enumerate(order) if found[s]]
         axes.plot(*zip(*points), "o", markersize=4, label=name, color=COLOURS.get(name)) if points else None
     axes.axhline(1, color=COLOURS["ours"], label="ours")
     axes.set_yscale("log")

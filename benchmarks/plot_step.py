@@ -17,12 +17,13 @@ KEY = ("ranks", "mode", "model", "implementation", "optimizer", "run", "layers")
 
 def main() -> None:
     options = arguments(__doc__, "step.py")
-    write(options.out, {"step": times, "gpus": growth, "layers": layers}, newest(options.csv, options.gpu))
+    rows = newest(options.csv, options.gpu, options.commit)
+    write(options.out, {"step": times, "gpus": growth, "layers": layers}, rows)
 
 
-def newest(path, gpu=None) -> list[dict]:
+def newest(path, gpu=None, commit=None) -> list[dict]:
     """The last row of each kind of step on one GPU, numbers as such."""
-    last = {tuple(row[key] for key in KEY): row for row in rows_of(path, gpu)[0]}
+    last = {tuple(row[key] for key in KEY): row for row in rows_of(path, gpu, commit)[0]}
     times = ("median_ms", "floor_ms", "host_ms")
     return [{**row, "ranks": int(row["ranks"]), **{key: float(row[key]) for key in times}} for row in last.values()]
 

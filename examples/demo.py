@@ -56,10 +56,14 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--optimizer", choices=("muon", "normuon"), default="muon",
                       help="what is compared with AdamW (default: %(default)s)")
     made.add_argument("--out", default=str(REPOSITORY / "build" / "demo"), help="folder for the results")
-    made.add_argument("--processes", type=int, help="processes to train on (default: all GPUs, or 2 without a GPU)")
+    made.add_argument("--processes", type=int, help="processes to train on (default: as many GPUs as can share the "
+                      "batch evenly, or 2 without a GPU)")
     made.add_argument("--seconds", type=float, default=180.0,
                       help="shorten both runs if the training would take longer (default: %(default)s)")
-    return made.parse_args()
+    given = made.parse_args()
+    if given.processes and given.batch % given.processes:
+        made.error(f"--batch {given.batch} cannot be split over {given.processes} processes")
+    return given
 
 
 def affordable_steps(options: Options, device: torch.device, seconds: float) -> int:
@@ -162,11 +166,16 @@ def print_table(console: Console, summaries: list[Summary]) -> None:
     console.print(table)
 
 
+def processes_for(batch: int) -> int:
+    """As many as there are GPUs, or fewer, so that they share the batch evenly; two on a CPU."""
+    return max(n for n in range(1, 1 + (torch.cuda.device_count() or 2)) if batch % n == 0)
+
+
 def main() -> int:
     """Train, then report; returns the exit status."""
     began, chosen, console = time.perf_counter(), arguments(), Console()
     options, folder = options_of(chosen), Path(chosen.out)
-    processes = chosen.processes or torch.cuda.device_count() or 2
+    processes = chosen.processes or processes_for(options.batch)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = max(1, min(MAX_THREADS, cores // processes))
     os.environ["LOCAL_KERNELS"] = os.environ.get("LOCAL_KERNELS") or f"org/optimizer={REPOSITORY}"

@@ -5,6 +5,7 @@ of these can share the work.
 """
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 import sys
@@ -15,18 +16,35 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from rows import append, read  # noqa: E402
-from train_gpt import BEST_LR, options_of, parser, pick_device, train  # noqa: E402
+from rows import append, read, table  # noqa: E402
+from train_gpt import BEST_LR, Options, options_of, parser, pick_device, train  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "sweep.csv"
 GRID = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
 SEEDS = (0, 1, 2)
 COLUMNS = ("optimizer", "lr", "seed", "steps", "train_loss", "heldout_loss", "device", "torch")
+MODEL = ("layers", "width", "heads", "batch", "seq", "data")  # options that no column tells of
 
 
 def read_rows(path: Path = RESULTS) -> list[dict[str, str]]:
     """The rows so far, as text."""
     return read(path) if path.exists() else []
+
+
+def command_line(description: str, columns: tuple[str, ...], path: Path) -> argparse.ArgumentParser:
+    """The options of a training, and --out: by default the demo's own table."""
+    made = parser(description)
+    made.add_argument("--out", type=table(columns), default=str(path), help="CSV file, continued where it exists "
+                      "(default: %(default)s)")
+    return made
+
+
+def parsed(made: argparse.ArgumentParser, path: Path) -> argparse.Namespace:
+    """The arguments; the demo's own table is for the demo's own model."""
+    given = made.parse_args()
+    if given.out == path and (other := [name for name in MODEL if getattr(given, name) != getattr(Options, name)]):
+        made.error(f"--{other[0]} wants an --out of its own: {path.name} does not say of which model a row is")
+    return given
 
 
 def mean_losses(rows: list[dict[str, str]]) -> dict[str, dict[float, float]]:
@@ -52,21 +70,24 @@ def run_one(options, device: torch.device) -> dict:
 
 def main() -> None:
     """Run what is missing of the grid, then print the mean losses."""
-    made = parser(__doc__)
-    made.add_argument("--out", default=str(RESULTS), help="CSV file, continued where it exists (default: %(default)s)")
+    made = command_line(__doc__, COLUMNS, RESULTS)
     made.add_argument("--optimizer", choices=sorted(BEST_LR), help="only this one (default: all)")
     made.add_argument("--lr", type=float, help="only this rate (default: the whole grid)")
     made.add_argument("--seed", type=int, help="only this seed (default: all)")
     made.set_defaults(eval_every=10**9)  # at the end only
-    base = options_of(made.parse_args())
-    device, path = pick_device(0), Path(base.out)
-    done = {(row["optimizer"], float(row["lr"]), int(row["seed"])) for row in read_rows(path)}
+    given = parsed(made, RESULTS)
+    base, device, path = options_of(given), pick_device(0), given.out
+
+    def found() -> list[dict[str, str]]:
+        return [row for row in read_rows(path) if int(row["steps"]) == base.steps]
+
+    done = {(row["optimizer"], float(row["lr"]), int(row["seed"])) for row in found()}
     for name in [base.optimizer] if base.optimizer else BEST_LR:
         for lr in [base.lr] if base.lr else GRID:
             for seed in SEEDS if base.seed is None else [base.seed]:
                 if (name, lr, seed) not in done:
                     append(path, COLUMNS, [run_one(replace(base, optimizer=name, lr=lr, seed=seed), device)])
-    for name, by_lr in mean_losses(read_rows(path)).items():
+    for name, by_lr in mean_losses(found()).items():
         best = min(by_lr, key=by_lr.get)
         print(f"{name:8}", "  ".join(f"{lr:g}: {loss:.3f}{'*' if lr == best else ' '}" for lr, loss in by_lr.items()))
 

@@ -141,8 +141,7 @@ def by_one_group(arch: str, entry: dict, order=None) -> int:
     boxes = dict.fromkeys(("c", "d", "e", "out"), (height, height)) | dict(a=(height, inner), b=(width, inner))
     kind = "tensordesc<fp16[1, {}, {}],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)>"
     arguments = {name: kind.format(*box) for name, box in boxes.items()} | dict(
-        order=order, count="i32", inner="i32", factors=("fp32",) * 5, SYMMETRIC=2, ADDENDS=3, DIAGONAL=True,
-        STAGES=entry["stages"])
+        order=order, count="i32", inner="i32", factors=("fp32",) * 5, ADDENDS=3, DIAGONAL=True, STAGES=entry["stages"])
     return compile_for(arch, part("kernels.single").single_kernel, arguments, num_warps=entry["warps"])
 
 

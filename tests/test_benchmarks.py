@@ -103,6 +103,17 @@ def test_figures_of_the_usual_gpu_with_a_colour_for_each_line(monkeypatch):
     assert colours[plot.CUBLAS] == "black" and {colours[name] for name in ("ours", "gns")} == {"tab:red", "tab:blue"}
 
 
+def test_times_are_compared_with_those_of_the_same_commit(monkeypatch):
+    """A peer's time on another host, at another commit, was divided by ours."""
+    plot = load("plot", monkeypatch)
+    row = {"run": "graph", "n": "1", "rows": "64", "cols": "64", "gpu": "A", "algorithm": "gram"}
+    rows = [row | {"implementation": name, "commit": commit, "median_ms": ms} for name, commit, ms in (
+        ("ours", "old", "2"), ("gns", "old", "6"), ("dion", "old", "8"), ("ours", "new", "1"), ("gns", "new", "5"))]
+    _, axes = importlib.import_module("figures").plt.subplots()
+    assert plot.times(axes, rows, "A")
+    assert {line.get_label(): list(line.get_ydata()) for line in axes.lines[:-1]} == {"gns": [5.0]}
+
+
 def test_first_calls_by_a_cold_and_a_warm_cache(tmp_path):
     out = tmp_path / "first.csv"
     run("first_call.py", "--divide", 64, "--commit", "abc", "--out", out)

@@ -65,9 +65,21 @@ def test_both_optimizers_learn(optimizer, tmp_path, processes):
 
 
 def test_a_failed_process_ends_the_demo(tmp_path):
-    done = run_demo("--steps", "4", "--batch", "7", "--out", str(tmp_path))
+    done = run_demo("--steps", "4", "--data", str(tmp_path), "--out", str(tmp_path))
     assert done.returncode == 1
-    assert "--batch 7 cannot be split over 2 processes" in done.stdout
+    assert "The demo failed" in done.stdout and "ValueError" in done.stdout
+
+
+def test_processes_share_the_batch_evenly(example, monkeypatch, capsys):
+    """On three GPUs the demo failed as it stands, for 16 sequences."""
+    demo = example("demo")
+    for gpus, processes in ((0, 2), (1, 1), (3, 2), (6, 4), (8, 8)):
+        monkeypatch.setattr(demo.torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert demo.processes_for(16) == processes
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--processes", "3"])
+    with pytest.raises(SystemExit):
+        demo.arguments()
+    assert "--batch 16 cannot be split over 3 processes" in capsys.readouterr().err
 
 
 class Leaving:
@@ -173,3 +185,14 @@ def test_presets_are_trained_once(optimizer, tmp_path):
     assert [(row["ns_coefficients"], row["ns_dtype"], row["step"]) for row in rows] == [
         ("turbo", "float16", "2"), ("turbo", "float16", "4")]
     assert texts[0] == texts[1] and f"({float(rows[-1]['heldout_loss']):.4f})" in texts[0][1]
+    done = subprocess.run([*command, "--steps", "2"], capture_output=True, text=True, timeout=120)
+    assert len(out.read_text().splitlines()) == 4 and done.stdout.count("held-out") == 1  # that run's own
+
+
+@pytest.mark.parametrize("script", ["presets", "sweep"])
+def test_runs_of_another_model_have_another_table(example, monkeypatch, capsys, script):
+    """Their rows could not be told from the demo's, whose losses were printed for them."""
+    monkeypatch.setattr(sys, "argv", [script, *TINY])
+    with pytest.raises(SystemExit):
+        example(script).main()
+    assert f"wants an --out of its own: {script}.csv" in capsys.readouterr().err

@@ -72,8 +72,8 @@ def test_a_pair_is_found_where_the_steps_begin_as_a_set_does(steps):
     assert steps.steps_of(steps.SETS["jordan"][0], 5).pairs() == steps.steps_of("jordan").pairs() != (None, None)
     moved = named.triples[1:] + named.triples[:1]
     assert steps.steps_of(moved, 5).pairs() == (None, None)
-    assert steps.Steps("given", named.triples, aol=True).pairs() == (None, None)
-    assert steps.steps_of("turbo").pairs()[0] is None and steps.Steps("given", steps.SETS["turbo"]).pairs()[1] is None
+    assert steps.Steps(named.triples, aol=True).pairs() == (None, None)
+    assert steps.steps_of("turbo").pairs()[0] is None and steps.Steps(steps.SETS["turbo"]).pairs()[1] is None
 
 
 def test_only_products_in_fp16_take_pairs(steps):

@@ -1,6 +1,6 @@
 """Parameter groups: which parameters go to Muon, and what a group may hold.
 
-Decides by fully qualified name, shape and module; knows nothing of ranks. Every parameter lands in exactly one group.
+Which is which judge.py says. Knows nothing of ranks. Every parameter lands in exactly one group.
 """
 from __future__ import annotations
 

@@ -188,10 +188,11 @@ class Muon(Saving):
     def plan_report(self) -> Report:
         """The plan of the last step, as this rank knows it: print it, or draw its `figure()`. Not collective.
         Set the attribute `timing` to True before a step to have that step's times in it; such a step is not replayed
-        from one graph. RuntimeError before the first step, which makes the plan.
+        from one graph. RuntimeError before the first step, which makes the plan, and from release() to the next step.
         """
         if not self._jobs + self._alone:
-            raise RuntimeError("there is no plan yet: the first step makes it (call step() before plan_report())")
+            raise RuntimeError("nothing is bound before the first step, nor after release(): call step() before "
+                               "plan_report()")
         return report_of(self._jobs + self._alone, this_rank(), self._watch, self._early.order)
 
     @settled

@@ -29,6 +29,6 @@ def in_group(number, group):
     """A context in which errors say of which group they are, by its number and its first parameter."""
     entries, first = group.get("params"), ""
     if isinstance(entries, (list, tuple)) and entries:
-        named = isinstance(entries[0], tuple) and entries[0]
+        named = isinstance(entries[0], tuple) and entries[0] and isinstance(entries[0][0], str)
         first = f" ({entries[0][0] if named else name_of(group, 0)}{', ...' if len(entries) > 1 else ''})"
     return debug.during(f"group {number}{first}")

@@ -18,7 +18,7 @@ SCHEMA = "orthogonalize(Tensor X, float[] triples, bool aol, float eps, ScalarTy
 
 
 def _compute(X, triples, aol, eps, dtype):
-    steps = Steps("given", tuple(zip(*[iter(triples)] * 3)), aol)
+    steps = Steps(tuple(zip(*[iter(triples)] * 3)), aol)
     with torch.cuda.device_of(X):  # Triton launches on the current device
         return polar.polar_factor(X, steps, eps, dtype)
 

@@ -84,7 +84,7 @@ class Pace:
     def _side_us(self, n, longs):
         us, shared = 0.0, Counter()
         for m, count in longs:
-            if n <= on_chip.LARGEST and n * m <= on_chip.MOST and not self.steps.aol:
+            if on_chip.is_small(n, m) and not self.steps.aol:
                 chained = chain.takes(n, m, len(self.steps.triples)) and "chain_us" in self.table
                 first, column = self.table["chain_us" if chained else "on_chip_us"]
                 us += -(-count // self.processors) * (first + column * m)

@@ -186,4 +186,4 @@ def _launch(pairs, steps, eps, dtype, memory, most=None):
     if together:
         own = products_dtype(dtype, pairs[0][0].device)
         stacks = [(members, most) for (_, most, _), members in together.items()]
-        iterate_all(stacks, steps, float(eps), own, memory)
+        iterate_all(stacks, steps, eps, own, memory)

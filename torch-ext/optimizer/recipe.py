@@ -51,7 +51,7 @@ def momentum(pack, gradients, numbers, hp, moves=True) -> None:
     """M <- mu M + (1 - mu) G and U <- (1 - mu) G + mu M (Nesterov) or M, for all pieces of a bound `pack`. Without
     `moves`, M stays until `apply`.
     """
-    pack(*gradients, numbers[4:5], hp["nesterov"], moves)
+    pack(*gradients, numbers[4:5], bool(hp["nesterov"]), moves)
 
 
 def orthogonalize(stacks, hp, dtype, memory=None, into=None) -> None:
@@ -60,7 +60,7 @@ def orthogonalize(stacks, hp, dtype, memory=None, into=None) -> None:
     `memory`, `into`: see `polar.orthogonalize_`.
     """
     steps = polar.steps_of(hp["ns_coefficients"], hp["ns_steps"])
-    polar.orthogonalize_(stacks, steps, hp["eps"], dtype, memory, into)
+    polar.orthogonalize_(stacks, steps, float(hp["eps"]), dtype, memory, into)
 
 
 def normalize(stacks, rows, hp) -> None:

@@ -76,7 +76,6 @@ NEEDS_AOL = ("turbo", "aol")
 class Steps:
     """An iteration: each step is X <- (a I + b A + c A^2) X with A = X X^T; `aol` scales the rows before the first."""
 
-    name: str
     triples: tuple[Triple, ...]
     aol: bool = False
 
@@ -123,7 +122,7 @@ def steps_of(ns_coefficients: str | Sequence, ns_steps: int = 5) -> Steps:
     if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or not 1 <= ns_steps < 100:
         raise ValueError(f"ns_steps is {ns_steps!r}; pass a whole number from 1 to 99")
     if not isinstance(ns_coefficients, str):
-        return Steps("custom", _checked(ns_coefficients, ns_steps))
+        return Steps(_checked(ns_coefficients, ns_steps))
     named = _named.__wrapped__ if torch.compiler.is_compiling() else _named  # dynamo warns of a cache
     return named(ns_coefficients, ns_steps)
 
@@ -171,7 +170,7 @@ def _named(name, ns_steps):
     if name not in ANY_LENGTH and ns_steps not in (5, length):
         raise ValueError(f"ns_steps is {ns_steps}, but the set {name!r} has {length} steps; "
                          f"pass ns_steps={length}, or leave it at 5, the default")
-    return Steps(name, _beginning(name, ns_steps if name in ANY_LENGTH else length), name in NEEDS_AOL)
+    return Steps(_beginning(name, ns_steps if name in ANY_LENGTH else length), name in NEEDS_AOL)
 
 
 def _beginning(name, count):

@@ -56,8 +56,8 @@ class Single(TmaLaunch):
     def __init__(self, op, A, B, out, addends, factors, tile):
         inner = A.shape[2]
         self.programs, order, count, _, _ = turns(op, out, inner, tile)
-        self.numbers = None if out.shape[1] <= FEW * tile.rows else order, count, inner
-        self.constants = SYMMETRY[op], len(addends), len(addends) > 1 or factors[1] != 0.0, tile.stages
+        self.numbers = (None if out.shape[1] <= FEW * tile.rows else order), count, inner
+        self.constants = len(addends), len(addends) > 1 or factors[1] != 0.0, tile.stages
         boxes = [(tile.rows, tile.inner), (tile.columns, tile.inner)] + 4 * [(tile.rows, tile.rows)]
         self.blanks = [blank(ring.description(t, *box)) for t, box in zip(_all(A, B, out, addends), boxes)]
 

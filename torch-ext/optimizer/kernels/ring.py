@@ -2,7 +2,7 @@
 four warps find the operands of their products. For sm90.
 
 Decides: how stages change hands. Needs Gluon, the part of Triton in which this can be said. Must not know: which group
-takes which tile, nor what becomes of the sums; pingpong.py and cooperative.py call it.
+takes which tile, nor what becomes of the sums.
 """
 from __future__ import annotations
 
@@ -60,13 +60,6 @@ def matrices_of(memory, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon_jit
-def view_of(memory, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """View all of `memory`, boxes of any shape, as COUNT boxes of (ROWS, COLUMNS)."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    return view(memory, memory.dtype, [COUNT, 1, ROWS, COLUMNS], LAYOUT)
-
-
-@gluon_jit
 def make_ring(a, b, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     """Return (left, right, full, empty): room for boxes of a and b, and what stages wait for; GROUPS read each."""
     left = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
@@ -84,31 +77,6 @@ def place(order, count, turn):
     """Return (matrix, tile row, tile column)."""
     at = order + turn % count * 2
     return turn // count, gl.load(at), gl.load(at + 1)
-
-
-@gluon_jit
-def place_in_triangle(count, turn, WIDE: gl.constexpr):
-    """Return the same without a table to wait for: the lower triangle row by row, of tiles that are as wide as high,
-    or twice as wide (WIDE).
-    """
-    number = turn % count
-    if WIDE:
-        half = _root(number)  # rows 2 half - 1 and 2 half begin at half^2 and half (half + 1)
-        start = half * (half + 1)
-        i = gl.where(number < start, 2 * half - 1, 2 * half)
-        j = number - gl.where(number < start, half * half, start)
-    else:
-        i = (_root(8 * number + 1) - 1) // 2
-        j = number - i * (i + 1) // 2
-    return turn // count, i, j
-
-
-@gluon_jit
-def _root(number):
-    """The largest integer whose square is not larger; that of the GPU may be one off."""
-    root = gl.sqrt(number.to(gl.float32)).to(gl.int32)
-    root -= (root * root > number).to(gl.int32)
-    return root + ((root + 1) * (root + 1) <= number).to(gl.int32)
 
 
 @gluon_jit

@@ -6,15 +6,15 @@ launches.py calls it.
 """
 from __future__ import annotations
 
-from .ring import gluon_jit, matrices_of, place, place_in_triangle, view_of
+from .ring import gluon_jit, matrices_of, place
 from .strip import ask, now, store_strip
 
 gl = mbarrier = tma = fence = multiply = multiplied = load_box = None  # Gluon's language, put here by gluon_jit
 
 
 @gluon_jit.alike("count", "inner")
-def single_kernel(a, b, c, d, e, out, order, count, inner, factors, SYMMETRIC: gl.constexpr, ADDENDS: gl.constexpr,
-                  DIAGONAL: gl.constexpr, STAGES: gl.constexpr):
+def single_kernel(a, b, c, d, e, out, order, count, inner, factors, ADDENDS: gl.constexpr, DIAGONAL: gl.constexpr,
+                  STAGES: gl.constexpr):
     """out = factors[0] A B + addends + factors[1] I; names as in gram_sm90. STAGES - 1 steps or more; tiles of 64 x 64,
     64 x 128 or 128 x 128; c, d, e, out: by squares (strip.py). order: None where a program computes its place.
     """
@@ -37,7 +37,7 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, factors, SYMMETRIC: g
         mbarrier.init(added.index(number), count=1)
     fence()
     if order is None:
-        matrix, i, j = place_in_triangle(count, gl.program_id(0), COLUMNS > ROWS)
+        matrix, i, j = _place(count, gl.program_id(0), COLUMNS > ROWS)
     else:
         matrix, i, j = place(order, count, gl.program_id(0))
     row, column = i * ROWS, j * COLUMNS
@@ -70,9 +70,31 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, factors, SYMMETRIC: g
         else:
             sums = sums + factors[2 + k] * addend
     store_strip(sums, out, _room(left, right, steps, ROWS, COLUMNS, STAGES),
-                _room(left, right, steps + 1, ROWS, COLUMNS, STAGES), factors, matrix, row, column, SYMMETRIC, DIAGONAL,
-                False)
+                _room(left, right, steps + 1, ROWS, COLUMNS, STAGES), factors, matrix, row, column, 2, DIAGONAL, False)
     tma.store_wait(0)
+
+
+@gluon_jit
+def _place(count, turn, WIDE: gl.constexpr):
+    """(matrix, tile row, tile column), without a table to wait for: of few tiles, row by row in the lower triangle, as
+    wide as high or twice as wide (WIDE).
+    """
+    number = turn % count
+    if WIDE:
+        half = _root(number)  # rows 2 half - 1 and 2 half begin at half^2 and half (half + 1)
+        start = half * (half + 1)
+        i = gl.where(number < start, 2 * half - 1, 2 * half)
+        j = number - gl.where(number < start, half * half, start)
+    else:
+        i = (_root(8 * number + 1) - 1) // 2
+        j = number - i * (i + 1) // 2
+    return turn // count, i, j
+
+
+@gluon_jit
+def _root(number):
+    """The largest integer whose square is not larger, of small numbers."""
+    return gl.sqrt(number.to(gl.float32) + 0.5).to(gl.int32)
 
 
 @gluon_jit
@@ -94,7 +116,7 @@ def _room(left, right, number, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES
     elif ROWS == 64:
         room = left.index(2 * stage)
     else:
-        room = view_of(left, STAGES, ROWS, COLUMNS).index(stage)
+        room = matrices_of(left, ROWS, COLUMNS).index(stage)
     return room
 
 

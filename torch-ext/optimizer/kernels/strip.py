@@ -1,7 +1,7 @@
 """Strips: 64 or 128 rows of a tile, whose sums one group of four warps holds, on sm90.
 
 Decides: what becomes of the sums, in squares as high as the strip, which TMA stores where they belong and where their
-mirror images do. Must not know: where the sums come from; pingpong.py and cooperative.py call it.
+mirror images do. Must not know: where the sums come from.
 """
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def check_table(given: dict, name: str) -> None:
     timed = [(e.get("op"), e.get("bytes"), "us" in e) for e in given["entries"]]
     for entry in given["entries"]:
         both = (entry.get("op"), entry.get("bytes"), "us" not in entry) in timed
-        if fault := "us is in some entries of this op and size only, see" if both else _fault(entry, given["arch"]):
+        if fault := "us is in some entries of this op and size only" if both else _fault(entry, given["arch"]):
             raise ValueError(f"{name}: {fault} in the entry {entry}; see docs/kernels.md")
 
 
