@@ -53,6 +53,7 @@ CASES = {
     "state_dtype": ({"state_dtype": torch.bfloat16}, "state_dtype"),
     "ns_dtype": ({"ns_dtype": torch.float32}, "ns_dtype"),
     "nonfinite": ({"nonfinite": "skip"}, "nonfinite"),
+    "overlap_forward": ({"overlap_forward": True}, "overlap_forward"),
 }
 
 
@@ -85,6 +86,29 @@ def test_the_odd_rank_and_what_it_has_are_told(case, mode, optimizer):
 def test_another_placement_is_told(optimizer):
     for messages, _ in run_threads(4, told, "fsdp", {"dim": 1}):
         assert "Ranks [2] and ranks [0, 1, 3] differ in: parameters; the first is number 0, here #0" in messages[0]
+
+
+def test_overlap_on_some_ranks_is_told(optimizer):
+    """These ranks want process groups of their own, and made them while the others compared over shared ones."""
+    for messages, _ in run_threads(4, told, "fsdp", {"overlap_backward": True}, timeout=20):
+        assert "Ranks [2] and ranks [0, 1, 3] differ in: overlap_backward" in messages[0]
+
+
+def of_two_dtypes(rank, world):
+    """Of a group whose dtypes owners step apart, which is two plans where one of its parameters is odd."""
+    params = [nn.Parameter(torch.ones(6, 8)), nn.Parameter(torch.ones(8)),
+              nn.Parameter(torch.ones(8, dtype=torch.bfloat16 if rank == 1 else torch.float32))]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    groups = [{"params": params[:1], "use_muon": True}, {"params": params[1:], "use_muon": False}]
+    with pytest.raises(RuntimeError) as raised:
+        package().Muon(groups, process_group=dist.group.WORLD, shard_state=True).step()
+    return str(raised.value)
+
+
+def test_another_dtype_in_a_group_is_no_other_number_of_groups(optimizer):
+    for message in run_threads(2, of_two_dtypes, timeout=20):
+        assert "differ in: parameters; the first is number 2" in message
 
 
 @pytest.mark.parametrize(("where", "name", "what"), [

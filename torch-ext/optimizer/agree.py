@@ -41,8 +41,10 @@ def agree(plans, options, process_groups) -> None:
         forms = [form for plan, numbers in together for form in _forms(plan, sorted(numbers))]
         facts = _facts(ranks, [plan for plan, _ in together], forms, options)
         with debug.during(f"the comparison of plans of ranks {ranks}"):
-            _take_idle(ranks, process_groups, local_of(together[0][0].params[0]).device)
-            _compare(facts, forms, process_groups.of(ranks), local_of(together[0][0].params[0]).device)
+            device = local_of(together[0][0].params[0]).device
+            _compare(facts, forms, process_groups.shared().of(ranks), device)  # not all may want groups of their own
+            _take_idle(ranks, process_groups, device)
+            process_groups.of(ranks)
     for ranks in sorted({b.ranks for plan in plans for b, _ in plan.shares or () if b.route != "local"}, key=turn):
         with debug.during(f"the first exchange of ranks {ranks}"):
             _connect(process_groups.of(ranks), process_groups.connected, local_of(plans[0].params[0]).device)
@@ -86,9 +88,10 @@ def _facts(ranks, plans, forms, options) -> list:
     buckets = [digest([b for b, _ in plan.shares or () if b.ranks == ranks and b.route != "local"], plan.layouts)
                for plan in plans]
     options = [str(getattr(options, key)) for key in OPTIONS]
-    by_group = [[_plain(plan.group.get(key)) for plan in plans] for key in GROUP]
+    groups = list({id(plan.group): plan.group for plan in plans}.values())  # of which one may have several plans
+    by_group = [[_plain(group.get(key)) for group in groups] for key in GROUP]
     kernels = device.type, use_triton(device), debug.choices(), sorted({plan.pace for plan in plans} - {""})
-    texts = [_sources(), torch.__version__, kernels, triton_version(device), *options, len(plans), *by_group]
+    texts = [_sources(), torch.__version__, kernels, triton_version(device), *options, len(groups), *by_group]
     return [*map(_number, texts), len(forms), _number([number for _, number in forms]), _number(buckets)]
 
 
