@@ -540,8 +540,9 @@ def test_a_step_that_failed_half_way_refuses_until_a_checkpoint_is_loaded(optimi
         with pytest.raises(RuntimeError, match="failed half-way.*Load a checkpoint.*load_state_dict"):
             broken.step()
     assert muon._half_way
-    with pytest.warns(UserWarning, match="failed half-way.*do not save this state"):
+    with pytest.warns(UserWarning, match="failed half-way.*do not save this state") as told:
         muon.state_dict()
+    assert told[0].filename == __file__
     muon.load_state_dict(saved)
     for p, b in zip(params, before):
         p.data.copy_(b)

@@ -667,6 +667,20 @@ def test_a_step_through_the_kernels_is_one_without_them(part, monkeypatch, devic
         torch.testing.assert_close(a, b, rtol=0, atol=2 * 0.1 * 2.0**-23 * slope)
 
 
+@quiet
+@pytest.mark.interpreter
+def test_options_reach_the_kernels_as_numbers_of_one_type(monkeypatch, device):
+    """A tensor for eps or a number for nesterov did not compile; and a kernel for eps=0 would have been taken again."""
+    params = weights([(16, 16), (24, 40)], device)
+    grads, found = gradients(params, 2), []
+    take("triton", monkeypatch)
+    for eps, nesterov in ((1e-7, True), (torch.tensor(1e-7), torch.tensor(True)), (0.0, True), (0, 1.0)):
+        ours = copies(params)
+        optimizer = package().Muon(ours, lr=0.1, eps=eps, nesterov=nesterov, ns_dtype=torch.float16)
+        found.append(train(optimizer, ours, grads))
+    assert same(found[0], found[1]) and same(found[2], found[3])
+
+
 @pytest.mark.parametrize("use_muon", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_parameters_of_16_and_64_bits(dtype, use_muon, device):

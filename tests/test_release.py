@@ -163,7 +163,7 @@ def test_before_the_first_step_and_twice(optimizer):
     for number in range(3):
         opt.release()
         opt.release()
-        with pytest.raises(RuntimeError, match="there is no plan yet"):
+        with pytest.raises(RuntimeError, match="nothing is bound before the first step, nor after release"):
             opt.plan_report()
         step(opt, params, number)
     assert same(params, alone(3)[0])

@@ -119,7 +119,7 @@ def test_a_measured_step_is_drawn(optimizer, tmp_path):
 
 
 def test_errors_say_what_to_do(monkeypatch, optimizer):
-    with pytest.raises(RuntimeError, match="the first step makes it"):
+    with pytest.raises(RuntimeError, match="nothing is bound before the first step"):
         package().Muon([nn.Parameter(torch.ones(2, 2))]).plan_report()
     report = one_step().plan_report()
     with pytest.raises(ValueError, match="set timing = True"):

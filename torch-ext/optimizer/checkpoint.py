@@ -30,7 +30,7 @@ def export_state(optimizer, path, model=None) -> None:
     where owners keep the state (use torch.distributed.checkpoint), or where a parameter has no name; RuntimeError after
     a step that failed half-way. Needs the package safetensors.
     """
-    if optimizer._half_way or optimizer._early.failed:
+    if optimizer._torn:
         raise RuntimeError("the last step of this optimizer failed half-way, so that a file would hold some state of "
                            "before it and some of after it: load a checkpoint (load_state_dict), then export")
     optimizer._early.refuse("export_state")

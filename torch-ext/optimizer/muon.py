@@ -111,7 +111,7 @@ class Muon(Saving):
 
         Raises RuntimeError, also for all later steps until `load_state_dict`, if it failed half-way.
         """
-        refuse_torn(self._half_way or self._early.failed)
+        refuse_torn(self._torn)
         with torch.enable_grad():
             loss = None if closure is None else closure()
         scaled = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -175,7 +175,7 @@ class Muon(Saving):
         leave for their owners as soon as all of a bucket are there. Otherwise, and before the first step, nothing
         happens. Then call `step` before gradients change. Raises RuntimeError if gradients have left already.
         """
-        refuse_torn(self._half_way or self._early.failed)
+        refuse_torn(self._torn)
         if ready := self._as_bound() and not self.timing:
             self._process_groups.quiet = False
         return self._early.opened(ready)

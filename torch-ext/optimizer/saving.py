@@ -19,12 +19,17 @@ from .settle import warn_torn
 class Saving(Returning):
     """An optimizer that is saved and loaded on any layout."""
 
+    @property
+    def _torn(self) -> bool:
+        """Whether a step failed half-way."""
+        return self._half_way or self._early.failed
+
     @settled
     def state_dict(self) -> dict:
         """As in torch. With shard_state or unreduced gradients collective over process_group, of which each rank has a
         part of the state: it comes as DTensors cut by rows, for any layout. Warns after a step that failed half-way.
         """
-        if not warn_torn(self._half_way or self._early.failed):
+        if not warn_torn(self._torn):
             self._early.judge()
         if not self._options.owner_keeps_state:
             return super().state_dict()
@@ -55,7 +60,7 @@ class Saving(Returning):
     def __getstate__(self):
         options = replace(self._options, process_group=getattr(self._options.process_group, "group_name", None))
         return {**super().__getstate__(), "_options": options, "_adamw": self._adamw, "_skipped": self._skipped,
-                "_half_way": self._half_way or self._early.failed, "_is_world": self._is_world}
+                "_half_way": self._torn, "_is_world": self._is_world}
 
     def __setstate__(self, state) -> None:
         super().__setstate__(state)
