@@ -31,7 +31,8 @@ def refuse_torn(torn) -> None:
 def warn_torn(torn) -> bool:
     """Warn if a step failed half-way, where somebody may save what it left."""
     if torn:
-        warnings.warn(f"{TORN}: do not save this state, load what was saved before", stacklevel=4)  # of `state_dict`, within `late.settled`
+        caller = 4  # of `state_dict`, within `late.settled`
+        warnings.warn(f"{TORN}: do not save this state, load what was saved before", stacklevel=caller)
     return torn
 
 
