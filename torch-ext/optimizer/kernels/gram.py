@@ -15,7 +15,6 @@ from .tape import knows_triton
 
 tl = None  # Triton's language, put here by jit
 ALIGNMENT_BYTES = 64
-MIRRORED = 1 << 16  # elements at once, on a CPU: nothing is summed, so it may be many
 SIDE = 64  # of a tile of `linear`
 
 
@@ -76,7 +75,7 @@ def symmetric_product_torch(A, B, out, alpha=1.0, addends=(), diagonal=0.0):
     """Compute `symmetric_product` matrix by matrix, and what follows for as many as one thread takes at once."""
     if _is_like_new(out) and all(C.data_ptr() != out.data_ptr() for C, _ in addends):
         _add(_multiply(A, B, out), alpha, addends, diagonal)
-        for some in cpu_slices(out, MIRRORED):
+        for some in cpu_slices(out):
             _mirror(out[some])
         return out
     for some in cpu_slices(out):
