@@ -37,17 +37,20 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices that travel together over `ranks`, the owner of each, the name of the route that steps them, the bytes
-    of a workspace that has room for any number of such buckets on every rank, the times that are expected where known,
-    and what it takes itself of any rank at most: (bytes of a slot, bytes of the bench).
+    """Matrices that travel together over `ranks`, the owner of each, the name of the route that steps them, the times
+    that are expected where known, and what it takes of any rank at most: (bytes of a slot, bytes of the bench).
     """
     route: str
     ranks: tuple
     matrices: tuple
     owners: tuple
-    nbytes: int = 0
     part: Part | None = field(default=None, compare=False)
     memory: tuple = (0, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a workspace that has room for any number of such buckets on every rank."""
+        return workspace(*self.memory)
 
 
 def check_slots(buckets, given) -> None:
@@ -90,8 +93,7 @@ def make_plan(layouts, cost, loads, terms=None, *, rank_bytes=1 << 30, plain="ex
 
 def _bucket(freight, matrices, owners, taken, pace) -> Bucket:
     part = pace and freight.part(matrices, owners, taken, pace)
-    nbytes, memory = freight.workspace_for(taken), freight.memory(taken)
-    return Bucket(freight.route, freight.ranks, matrices, owners, nbytes, part, memory)
+    return Bucket(freight.route, freight.ranks, matrices, owners, part, freight.memory(taken))
 
 
 def along_backward(buckets, layouts, cost, terms, latency) -> list[Bucket]:
@@ -231,8 +233,8 @@ def plan_chunks(shapes, ranks, rank_bytes, terms) -> list[Bucket]:
             first += count
     sizes = [sum(m.numel for m in b) for b in buckets]
     route = "own_elementwise" if terms.reduced else "reduce_elementwise"
-    return [Bucket(route, ranks, tuple(b), (), workspace(fixed, fixed) + element * n, None,
-                   (slot * n + fixed, bench * n + fixed)) for b, n in zip(buckets, sizes) if b]
+    return [Bucket(route, ranks, tuple(b), (), None, (slot * n + fixed, bench * n + fixed))
+            for b, n in zip(buckets, sizes) if b]
 
 
 def _of_chunks(ranks, terms) -> tuple[int, int, int]:

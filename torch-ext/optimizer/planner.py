@@ -67,16 +67,14 @@ class Plan:
 
 
 class Planner:
-    """Plans the groups of one step. `alone`: this process steps them without others.
+    """Plans the groups of one step.
 
     Ranks that share parameters call it together, for the same groups in the same order; nothing of state travels.
     """
 
-    def __init__(self, options, process_groups, alone):
+    def __init__(self, options, process_groups):
         self.options, self.process_groups, self.rank, self.loads = options, process_groups, this_rank(), {}
-        self.process_group = None if alone else options.process_group
-        self.reduced = alone or options.grads_are_reduced
-        self.in_chunks, self.buckets = not alone and options.owner_keeps_state, []
+        self.process_group, self.buckets = options.process_group, []
 
     def plan(self, group, params) -> list[Plan]:
         """The plans of one group."""
@@ -91,9 +89,10 @@ class Planner:
             return [self._matrices(group, params)]
         kinds = {}
         for p in params:
-            kind = (p.dtype, gradient_dtype(p)) if self.in_chunks else p.dtype == torch.float64
+            kind = (p.dtype, gradient_dtype(p)) if self.options.owner_keeps_state else p.dtype == torch.float64
             kinds.setdefault(kind, []).append(p)
-        return [(self._chunks if self.in_chunks else self._elementwise)(group, part) for part in kinds.values()]
+        return [(self._chunks if self.options.owner_keeps_state else self._elementwise)(group, part)
+                for part in kinds.values()]
 
     def _matrices(self, group, params):
         layouts, wire = self._layouts(params), self.options.wire_dtype
@@ -104,7 +103,7 @@ class Planner:
         terms = Terms(wire.itemsize, 4 if rows else 0, self.process_groups.send_once(self.device),
                       partial(polar.scratch, steps=pace.steps, dtype=products), partial(polar.splits, steps=pace.steps),
                       gain_side_by_side, room=None if self.options.overlap_backward else room)
-        plain = "reduce" if not self.reduced else "own" if self.options.shard_state else "exchange"
+        plain = "reduce" if not self.options.grads_are_reduced else "own" if self.options.shard_state else "exchange"
         buckets = make_plan(layouts, pace, self.loads, terms, rank_bytes=room, plain=plain,
                             thrifty=self.options.workspace_bytes is None)
         if self.options.overlap_backward:
@@ -132,7 +131,7 @@ class Planner:
         shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
         state = home_of("exp_avg", params[0], self.options.state_dtype)[1]
         terms = ChunkTerms(gradient_dtype(params[0]).itemsize, params[0].dtype.itemsize, state.itemsize,
-                           self.process_groups.send_once(self.device), self.reduced)
+                           self.process_groups.send_once(self.device), self.options.grads_are_reduced)
         room = self.options.workspace(self.device)
         if self.options.overlap_backward:
             buckets = chunks_along_backward(shapes, ranks, terms, self.latency)
@@ -200,7 +199,7 @@ def _rests_on(group, params, dtype) -> tuple:
 
 def planned(units, state, options, process_groups, alone) -> list[Plan]:
     """The plans of a step's parameters, after all ranks have agreed on them, and their state. Collective."""
-    planner = Planner(options, process_groups, alone)
+    planner = Planner(options, process_groups)
     if not alone:
         process_groups.learn([p for _, params in units for p in params], planner.process_group)
     plans = [plan for unit in units for plan in planner.plan(*unit)]

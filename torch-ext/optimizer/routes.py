@@ -148,8 +148,9 @@ class Reduce(Journey):
         self.pack = Pack(M, [whole[p] for p in owned], *means, skip)
         self.fetch_rows = Copy([whole[p] for p in rows], bound.states(rows, "second_moment"))
         self.keep_rows = Copy(bound.states(rows, "second_moment"), [whole[p] for p in rows], bound.store.skip(rows))
-        self.dismantle = copy_apart({**self.outbound.leave, **bound.kept()}, whole)
-        self.update_owned = Update(bound.weights(owned), [bound.kept()[p] for p in owned], bound.scales(owned), skip, M,
+        kept = bound.kept()
+        self.dismantle = copy_apart({**self.outbound.leave, **kept}, whole)
+        self.update_owned = Update(bound.weights(owned), [kept[p] for p in owned], bound.scales(owned), skip, M,
                                    *means)
         others = self.outbound.arrive
         self.update = Update(bound.weights(others), list(others.values()), bound.scales(others),
