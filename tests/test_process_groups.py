@@ -153,6 +153,28 @@ def test_optimizers_that_go_leave_their_process_groups_to_others(options, optimi
         assert counts[2:] == counts[2:3] * 4, counts
 
 
+def scaled(rank, world):
+    """How many groups there are after each of several optimizers that a GradScaler tells of Inf."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh, counts = init_device_mesh("cpu", (world,)), []
+    experts = nn.Parameter(cut(torch.ones(4, 8, 6), mesh, [Shard(0)]))
+    for _ in range(4):
+        optimizer = package().Muon([experts], overlap_forward=True)
+        experts.grad = torch.ones_like(experts)
+        optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
+        optimizer.step()
+        del optimizer
+        counts.append(groups_now())
+    return counts
+
+
+def test_what_a_gradscaler_found_needs_no_new_process_groups(optimizer):
+    """Experts that are whole at their ranks share nothing else, so these never agreed on a group to use again."""
+    for counts in run_threads(2, scaled, timeout=30):
+        assert counts == counts[:1] * 4, counts
+
+
 def loaded(rank, world, leave):
     """How many groups there are after each of several loads, before each of which some ranks had buckets `leave`; the
     largest difference from one process.

@@ -88,7 +88,7 @@ class Guard:
         """One flag for all, over every set of ranks in turn; the second round reaches ranks that share no set."""
         self.broken.copy_(self.flags)
         for ranks in self.told * 2:
-            dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.process_groups.of(ranks))
+            dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.process_groups.at_hand(ranks))
         self.flags.copy_(worst.clamp(max=1.0).expand_as(self.flags))
 
     def tell(self) -> None:

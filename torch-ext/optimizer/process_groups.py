@@ -64,6 +64,10 @@ class ProcessGroups:
             self.take(ranks, -1)
         return self.made[ranks].group
 
+    def at_hand(self, ranks):
+        """The same for ranks that may share no plan, and have not agreed on a group of their own: the shared one."""
+        return self.shared().of(ranks) if self.own and ranks not in self.made else self.of(ranks)
+
     def idle(self, ranks) -> list[bool]:
         """Of the groups of these ranks that were made before, which ones this rank has no use for: as many on each of
         them, for these make them together. Empty where there is nothing to choose.
