@@ -87,14 +87,19 @@ def test_error_over_spectra_is_no_larger_than_the_reference(polar, monkeypatch, 
     check_no_larger([pair for found in pairs for pair in found], dtype)
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name, dtype", SETS[:-1], ids=str)
-def test_error_of_at_most_two_steps_between_restarts_is_no_larger_than_the_reference(polar, monkeypatch, name, dtype):
+def test_error_of_at_most_two_steps_between_restarts_is_no_larger_than_the_reference(
+        polar, device, monkeypatch, path, name, dtype):
     """In the geometric mean over six matrices of each spectrum: on one with "heavy rows" it may be twice as large."""
+    take(path, monkeypatch)
+    if path == "triton" and paths.INTERPRETED and dtype == BF16:
+        pytest.skip("the interpreter multiplies bf16 wrongly")
     torch.manual_seed(0)
     pairs = []
     for kind in KINDS:
         matrices = [spectrum(kind, 96, 288) for _ in range(6)]
-        found = [pair for X in matrices for pair in errors(polar, X, name, dtype, monkeypatch, (2,))]
+        found = [pair for X in matrices for pair in errors(polar, X.to(device), name, dtype, monkeypatch, (2,))]
         pairs.append(tuple(map(statistics.geometric_mean, zip(*found))))
     check_no_larger(pairs, dtype)
 

@@ -693,6 +693,24 @@ def one_needs_more(rank, world):
     return str(raised.value)
 
 
+def one_at_home(rank, world):
+    """What is shared has room in the workspace; not with what a rank steps alone."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    params = [nn.Parameter(cut(torch.ones(8, 6), mesh, [Shard(0)])), nn.Parameter(torch.ones(8, 6))]
+    opt = package().Muon(params, overlap_backward=True, workspace_bytes=6000)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match="workspace_bytes=6000 is too small"):
+        opt.step()
+    return True
+
+
+def test_what_a_rank_steps_alone_counts_for_its_workspace(optimizer):
+    assert all(run_threads(2, one_at_home, timeout=20))
+
+
 def test_a_workspace_too_small_for_one_rank_is_refused_by_all(optimizer):
     """It said so after the comparison of plans, when the others already waited for it."""
     assert len(set(run_threads(2, one_needs_more, timeout=20))) == 1

@@ -97,8 +97,10 @@ def test_no_head_by_its_shape(table, name, shape):
     {"att__time_faaaa": (2, 4), "att__time_decay": (2, 4), "att__r_k": (2, 4)}, {"gat__att": (1, 2, 4)},
     {"gat__att_src": (1, 2, 4), "gat__att_dst": (1, 2, 4)}, {"kernel__log_A_real": (8, 4), "kernel__A_imag": (8, 4),
                                                             "kernel__C": (8, 4, 2)},
-    {"kernel__A_real": (8, 4), "kernel__A_imag": (8, 4), "kernel__B": (1, 4, 2), "kernel__P": (1, 4, 2)}],
-    ids=["RWKV", "GATv2", "GAT", "S4D", "S4"])
+    {"kernel__A_real": (8, 4), "kernel__A_imag": (8, 4), "kernel__B": (1, 4, 2), "kernel__P": (1, 4, 2)},
+    {"kernel__log_A_real": (8, 4)}, {"kernel__inv_A_real": (8, 4)}, {"att__time_first": (2, 4)},
+    {"gat__att_edge": (1, 2, 4)}, {"gat__attn_l": (1, 2, 4)}, {"gat__attn_r": (1, 2, 4)}],
+    ids=["RWKV", "GATv2", "GAT", "S4D", "S4", "log_A_real", "inv_A_real", "time_first", "att_edge", "attn_l", "attn_r"])
 def test_what_is_multiplied_element_by_element_is_no_matrix(names):
     assert taken(**{name: torch.randn(shape) for name, shape in names.items()}) == set()
 

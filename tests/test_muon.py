@@ -669,16 +669,19 @@ def test_a_step_through_the_kernels_is_one_without_them(part, monkeypatch, devic
 
 @quiet
 @pytest.mark.interpreter
-def test_options_reach_the_kernels_as_numbers_of_one_type(monkeypatch, device):
+def test_options_reach_the_kernels_as_numbers_of_one_type(part, monkeypatch, device):
     """A tensor for eps or a number for nesterov did not compile; and a kernel for eps=0 would have been taken again."""
     params = weights([(16, 16), (24, 40)], device)
     grads, found = gradients(params, 2), []
     take("triton", monkeypatch)
+    kinds, pack = set(), part("kernels.pack").Pack
+    call = pack.__call__
+    monkeypatch.setattr(pack, "__call__", lambda *args: (kinds.add(type(args[4])), call(*args))[1])
     for eps, nesterov in ((1e-7, True), (torch.tensor(1e-7), torch.tensor(True)), (0.0, True), (0, 1.0)):
         ours = copies(params)
         optimizer = package().Muon(ours, lr=0.1, eps=eps, nesterov=nesterov, ns_dtype=torch.float16)
         found.append(train(optimizer, ours, grads))
-    assert same(found[0], found[1]) and same(found[2], found[3])
+    assert same(found[0], found[1]) and same(found[2], found[3]) and kinds == {bool}
 
 
 @pytest.mark.parametrize("use_muon", [True, False])

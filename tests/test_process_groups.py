@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import gc
 import inspect
+from operator import attrgetter
 
 import pytest
 import torch
@@ -15,16 +15,15 @@ from tests.ranks import package, part, run_ranks, run_threads
 from tests.test_routes import cut
 
 
-def two_meshes(rank, world, shift):
+def two_meshes(rank, world):
     """A dense mesh and one of the experts with an axis over the same ranks, as two calls make them: the largest
-    difference from one process. A `shift` has the odd ranks come upon the meshes in another order.
+    difference from one process.
     """
     from torch.distributed.tensor import Shard, init_device_mesh
 
     dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
     sub = dense["tp"]
-    ORDER.update({(rank, id(mesh)): (i + shift * rank) % 2 for i, mesh in enumerate((sub, sparse))})
     generator = torch.Generator().manual_seed(0)
     fulls = [torch.randn(shape, generator=generator) for shape in ((8, 6), (4, 8, 6))]
     many = [nn.Parameter(cut(fulls[0], sub, [Shard(0)])), nn.Parameter(cut(fulls[1], sparse, [Shard(1), Shard(0)]))]
@@ -36,21 +35,20 @@ def two_meshes(rank, world, shift):
     return max((whole - p.full_tensor()).abs().max().item() for whole, p in zip(one, many))
 
 
-ORDER = {}  # (rank, id of a mesh) -> its hash, by which a set is ordered
-
-
 @pytest.mark.parametrize("shift", [0, 1])
 def test_ranks_choose_alike_among_groups_of_the_same_ranks(shift, optimizer, monkeypatch):
-    from torch.distributed.device_mesh import DeviceMesh
-
-    hashed = DeviceMesh.__hash__
-    monkeypatch.setattr(DeviceMesh, "__hash__", lambda mesh: ORDER.get((dist.get_rank(), id(mesh)), hashed(mesh)))
-    assert run_threads(4, two_meshes, shift, timeout=20) == [0.0] * 4
+    """A `shift` has the odd ranks come upon the groups of the meshes in another order."""
+    found = part("process_groups")._meshes_groups
+    monkeypatch.setattr(part("process_groups"), "_meshes_groups", lambda params: sorted(
+        found(params), key=attrgetter("group_name"), reverse=bool(shift * dist.get_rank() % 2)))
+    assert run_threads(4, two_meshes, timeout=20) == [0.0] * 4
 
 
 def of_the_users(rank, world, kind):
-    """Which group carries the steps with a process_group of all ranks, and its timeout in seconds."""
-    mine = dist.new_group(timeout=datetime.timedelta(seconds=47))
+    """Which group carries the steps with a process_group of all ranks, whether it has the same backends, and its
+    timeout in seconds.
+    """
+    mine = dist.new_group(backend="cpu:gloo", timeout=datetime.timedelta(seconds=47))
     options = {"own": {"overlap_forward": True}, "unreduced": {"grads_are_reduced": False}}.get(kind, {})
     params = [nn.Parameter(torch.ones(shape)) for shape in ((8, 6), (6, 8))]
     optimizer = package().Muon(params, process_group=mine, **options)
@@ -58,13 +56,14 @@ def of_the_users(rank, world, kind):
         p.grad = torch.ones_like(p)
     optimizer.step()
     used = optimizer._process_groups.of((0, 1))
-    return used is mine, used is dist.group.WORLD, part("process_groups")._timeout(used).total_seconds()
+    alike = dist.get_backend_config(used) == dist.get_backend_config(mine)
+    return used is mine, used is dist.group.WORLD, alike, part("process_groups")._timeout(used).total_seconds()
 
 
 @pytest.mark.parametrize("kind", ["", "unreduced", "own"])
 def test_a_process_group_of_all_ranks_is_not_replaced_by_the_default_one(kind, optimizer):
     """It may have another backend, or another timeout; a group that is made beside it gets the same."""
-    assert run_ranks(2, of_the_users, kind) == [(kind != "own", False, 47.0)] * 2
+    assert run_ranks(2, of_the_users, kind) == [(kind != "own", False, True, 47.0)] * 2
 
 
 def bound(rank, world):
@@ -118,7 +117,6 @@ def test_a_process_group_of_ranks_in_another_order(options, optimizer):
 
 
 def groups_now():
-    gc.collect()
     return len(dist.distributed_c10d._world.pg_map)
 
 

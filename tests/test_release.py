@@ -150,6 +150,7 @@ def test_while_updates_return(optimizer, monkeypatch):
         model(torch.ones(2, 4)).sum().backward()
         opt.step()
         opt.release()
+        assert machine.main.seen.get(opt._late.stream, 0) == opt._late.stream.seen[opt._late.stream]
         assert not opt._late.brought
         reader = machine.Stream()
         opt._late.ask(frozenset(map(id, model.parameters())), reader)
