@@ -46,6 +46,13 @@ def part(name: str) -> ModuleType:
     return importlib.import_module(f"{package().__name__}.{name}")
 
 
+def muon_before_a_step(params, **options):
+    """A Muon of parameters that have gradients of ones."""
+    for p in params:
+        p.grad = torch.ones_like(p)
+    return package().Muon(params, **options)
+
+
 def _is_own(name: str) -> bool:
     return name.startswith("OPTIMIZER_")
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import package, part, run_ranks, run_threads
+from tests.ranks import muon_before_a_step, package, part, run_ranks, run_threads
 from tests.test_faults import TIMEOUT_S, Faulty, run_mortal
 from tests.test_missing import pattern
 from tests.test_modes import DENSE, placements_of
@@ -685,9 +685,7 @@ def one_needs_more(rank, world):
 
     mesh = init_device_mesh("cpu", (world,))
     params = [nn.Parameter(cut(torch.ones(shape), mesh, [Shard(0)])) for shape in [(8, 6), (1, 4000)]]
-    opt = package().Muon(params, overlap_backward=True, workspace_bytes=5000)
-    for p in params:
-        p.grad = torch.ones_like(p)
+    opt = muon_before_a_step(params, overlap_backward=True, workspace_bytes=5000)
     with pytest.raises(ValueError, match="workspace_bytes=5000 is too small") as raised:
         opt.step()
     return str(raised.value)
@@ -699,9 +697,7 @@ def one_at_home(rank, world):
 
     mesh = init_device_mesh("cpu", (world,))
     params = [nn.Parameter(cut(torch.ones(8, 6), mesh, [Shard(0)])), nn.Parameter(torch.ones(8, 6))]
-    opt = package().Muon(params, overlap_backward=True, workspace_bytes=6000)
-    for p in params:
-        p.grad = torch.ones_like(p)
+    opt = muon_before_a_step(params, overlap_backward=True, workspace_bytes=6000)
     with pytest.raises(ValueError, match="workspace_bytes=6000 is too small"):
         opt.step()
     return True

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ranks import package, part, run_ranks, run_threads
+from tests.ranks import muon_before_a_step, package, part, run_ranks, run_threads
 
 EXACT = {"wire_dtype": torch.float32}
 
@@ -410,9 +410,7 @@ def test_what_has_no_elements_counts_its_steps(shapes, options, optimizer):
 
 def too_small(rank, world):
     params = [nn.Parameter(torch.ones(64, 64)) for _ in range(world)]
-    stepper = package().Muon(params, process_group=dist.group.WORLD, workspace_bytes=50_000)
-    for p in params:
-        p.grad = torch.ones_like(p)
+    stepper = muon_before_a_step(params, process_group=dist.group.WORLD, workspace_bytes=50_000)
     with pytest.raises(ValueError, match="workspace_bytes=50000 is too small.*one matrix per rank.*takes [0-9]+ bytes"):
         stepper.step()
     return True
