@@ -42,21 +42,22 @@ def agree(plans, options, process_groups) -> None:
         facts = _facts(ranks, [plan for plan, _ in together], forms, options)
         with debug.during(f"the comparison of plans of ranks {ranks}"):
             device = local_of(together[0][0].params[0]).device
-            _compare(facts, forms, process_groups.shared().of(ranks), device)  # not all may want groups of their own
-            _take_idle(ranks, process_groups, device)
+            shared = process_groups.shared().of(ranks)  # not all may want groups of their own
+            _compare(facts, forms, shared, device)
+            _take_idle(ranks, process_groups, shared, device)
             process_groups.of(ranks)
     for ranks in sorted({b.ranks for plan in plans for b, _ in plan.shares or () if b.route != "local"}, key=turn):
         with debug.during(f"the first exchange of ranks {ranks}"):
             _connect(process_groups.of(ranks), process_groups.connected, local_of(plans[0].params[0]).device)
 
 
-def _take_idle(ranks, process_groups, device) -> None:
+def _take_idle(ranks, process_groups, shared, device) -> None:
     """Take a process group that an earlier optimizer has left, if it is idle on all ranks: these do not let an
     optimizer go at the same time.
     """
     if idle := process_groups.idle(ranks):
         flags = torch.tensor(idle, dtype=torch.float32, device=device)
-        dist.all_reduce(flags, dist.ReduceOp.MIN, group=process_groups.shared().of(ranks))
+        dist.all_reduce(flags, dist.ReduceOp.MIN, group=shared)
         if 1.0 in (flags := flags.tolist()):
             process_groups.take(ranks, flags.index(1.0))
 

@@ -6,6 +6,7 @@ not know: how a step is taken.
 """
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -87,9 +88,14 @@ class Guard:
     def _spread(self, worst):
         """One flag for all, over every set of ranks in turn; the second round reaches ranks that share no set."""
         self.broken.copy_(self.flags)
-        for ranks in self.told * 2:
-            dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.process_groups.at_hand(ranks))
+        for group in self._groups * 2:
+            dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
         self.flags.copy_(worst.clamp(max=1.0).expand_as(self.flags))
+
+    @functools.cached_property
+    def _groups(self) -> list:
+        """Those of all sets of ranks, found when the first flag is to spread."""
+        return [self.process_groups.at_hand(ranks) for ranks in self.told]
 
     def tell(self) -> None:
         """Raise RuntimeError if the step was kept, naming what is broken at this rank. Waits for the device."""

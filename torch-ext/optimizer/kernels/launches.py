@@ -13,8 +13,20 @@ from .tiles import architecture
 FEW = 12  # rows of tiles up to which their order matters less than the time until it is read (docs/log.md)
 
 
-class Cooperative(TmaLaunch):
+class OfGluon(TmaLaunch):
+    """The same by a Gluon kernel: `kernel`, told `_tensors` by the descriptors `blanks`, `numbers` and `constants`."""
+
+    def __call__(self, A, B, out, addends, factors) -> None:
+        tensors = self._tensors(*self._straightened(A, B, out), addends)
+        self.kernel.launch(
+            self.programs, self, *map(filled, self.blanks, tensors), *self.numbers,
+            (*factors, *(beta for _, beta in addends)), *self.constants, num_warps=4, enable_fp_fusion=False)
+
+
+class Cooperative(OfGluon):
     """The same by cooperative.py; of a "product" TMA can store the result."""
+
+    kernel = cooperative_kernel
 
     def __init__(self, op, A, B, out, addends, factors, tile):
         symmetric, self.turned = op != "product", op == "product" and out.stride(2) != 1
@@ -30,19 +42,15 @@ class Cooperative(TmaLaunch):
         blanks = zip(self._tensors(A, B, out, addends), boxes + 4 * [(side, side)])
         self.blanks = [blank(ring.description(t, *box)) for t, box in blanks]
 
-    def __call__(self, A, B, out, addends, factors) -> None:
-        tensors = self._tensors(*self._straightened(A, B, out), addends)
-        cooperative_kernel.launch(
-            self.programs, self, *map(filled, self.blanks, tensors), *self.numbers,
-            (*factors, *(beta for _, beta in addends)), *self.constants, num_warps=4, enable_fp_fusion=False)
-
-    def _tensors(self, A, B, out, addends):
-        """Those of the kernel's descriptors."""
+    @staticmethod
+    def _tensors(A, B, out, addends):
         return A, B, B, *three(addends, out), out
 
 
-class Single(TmaLaunch):
+class Single(OfGluon):
     """The same by single.py; of what it `takes`."""
+
+    kernel, turned = single_kernel, False
 
     @staticmethod
     def takes(op, A, addends, tile) -> bool:
@@ -59,13 +67,8 @@ class Single(TmaLaunch):
         self.numbers = (None if out.shape[1] <= FEW * tile.rows else order), count, inner
         self.constants = len(addends), len(addends) > 1 or factors[1] != 0.0, tile.stages
         boxes = [(tile.rows, tile.inner), (tile.columns, tile.inner)] + 4 * [(tile.rows, tile.rows)]
-        self.blanks = [blank(ring.description(t, *box)) for t, box in zip(_all(A, B, out, addends), boxes)]
+        self.blanks = [blank(ring.description(t, *box)) for t, box in zip(self._tensors(A, B, out, addends), boxes)]
 
-    def __call__(self, A, B, out, addends, factors) -> None:
-        single_kernel.launch(
-            self.programs, self, *map(filled, self.blanks, _all(A, B, out, addends)), *self.numbers,
-            (*factors, *(beta for _, beta in addends)), *self.constants, num_warps=4, enable_fp_fusion=False)
-
-
-def _all(A, B, out, addends):
-    return A, B, *three(addends, out), out
+    @staticmethod
+    def _tensors(A, B, out, addends):
+        return A, B, *three(addends, out), out
