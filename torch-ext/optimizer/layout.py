@@ -85,6 +85,11 @@ def is_astray(param) -> bool:
     return is_dtensor(param) and grad is not None and getattr(grad, "placements", None) != param.placements
 
 
+def strays_of(params) -> dict:
+    """{number: placements of its gradient} of parameters whose gradients are astray."""
+    return {i: getattr(p.grad, "placements", None) for i, p in enumerate(params) if is_astray(p)}
+
+
 def brought_home(param, grad) -> torch.Tensor:
     """The local part of a gradient that is astray, placed like its parameter; collective over the parameter's mesh."""
     if not is_dtensor(grad):

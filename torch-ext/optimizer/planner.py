@@ -21,7 +21,7 @@ from .groups import check_param
 from .iteration import gain_side_by_side
 from .kernels import ahead
 from .kernels.tiles import architecture
-from .layout import is_astray, is_dtensor, layout_of, local_of, row_chunks, this_rank
+from .layout import is_dtensor, layout_of, local_of, row_chunks, strays_of, this_rank
 from .names import name_in, names_in
 from .pace import Pace, latency_bytes
 from .pipeline import SLOTS
@@ -117,14 +117,14 @@ class Planner:
         shares = [(b, share_of(b, self.rank, layouts, rows, terms)) for b in buckets if self.rank in b.ranks]
         travelling = frozenset(m.param for b in buckets if b.route != "local" for m in b.matrices)
         return Plan(group, params, layouts, rows, shares, travelling, pace=pace.key,
-                    kept=kept if plain in ROUTES_OF_OWNERS else None, strays=_strays(params))
+                    kept=kept if plain in ROUTES_OF_OWNERS else None, strays=strays_of(params))
 
     def _ranks(self) -> tuple:
         return (self.rank,) if self.process_group is None else tuple(dist.get_process_group_ranks(self.process_group))
 
     def _elementwise(self, group, params):
         return Plan(group, params, self._layouts(params), None, None, frozenset(range(len(params))),
-                    strays=_strays(params))
+                    strays=strays_of(params))
 
     def _chunks(self, group, params):
         ranks, layouts = self._ranks(), self._layouts(params)
@@ -208,7 +208,3 @@ def planned(units, state, options, process_groups, alone) -> list[Plan]:
     agree(plans, options, process_groups)
     settle_state(plans, state, options)
     return plans
-
-
-def _strays(params) -> dict:
-    return {i: getattr(p.grad, "placements", None) for i, p in enumerate(params) if is_astray(p)}

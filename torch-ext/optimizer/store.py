@@ -20,6 +20,7 @@ from .layout import (
     layout_of,
     local_of,
     raw_locals,
+    strays_of,
     this_rank,
     zeros_astray,
     zeros_of,
@@ -50,7 +51,7 @@ class Store:
         self.forms = list(map(form_of_gradient, self.gradients))
 
     def _find_strays(self) -> None:
-        self.strays.update({i: getattr(p.grad, "placements", None) for i, p in enumerate(self.params) if is_astray(p)})
+        self.strays.update(strays_of(self.params))
 
     def read(self, bring=brought_home, as_bound=False, came=None) -> bool:
         """Take this step's gradients, which autograd may have put elsewhere; a missing one counts as zero. `bring`:
