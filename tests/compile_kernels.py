@@ -74,7 +74,7 @@ def products(arch: str):
         specialised = loop in tiles.SPECIALISED
         compile_product = by_pointers if loop == "pointers" else by_groups if specialised else by_tma
         yield entry, compile_product(arch, entry)
-        if (entry["op"], loop) == ("symmetric", "once"):
+        if entry["op"] != "product" and loop == "once":
             yield {**entry, "to": "single"}, by_one_group(arch, entry)
             yield {**entry, "to": "ordered"}, by_one_group(arch, entry, order="*i32")
         if entry["op"] == "product":
@@ -108,7 +108,8 @@ def by_tma(arch: str, entry: dict, rows=False) -> int:
         strides=ROW_MAJOR, order="*i32", count="i32", whole="i32", halves="i32", sizes=("i32",) * 3,
         factors=("fp32",) * 5,
         SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]], TURNED=False,
-        ADDENDS=3 * (entry["op"] == "symmetric"), DIAGONAL=True, LOOP=triton.language.constexpr(entry["loop"]))
+        ADDENDS=3 * (entry["op"] == "symmetric"), DIAGONAL=True, PDL=True,
+        LOOP=triton.language.constexpr(entry["loop"]))
     unused = "cde" if entry["op"] == "gram" or not symmetric and width == height else "" if symmetric else "e"
     arguments |= dict.fromkeys(unused) | (dict(d=None, out=None, strides=None) if rows else {})
     return compile_for(arch, part("kernels.gram_sm90")._tma_kernel, arguments,
@@ -141,7 +142,8 @@ def by_one_group(arch: str, entry: dict, order=None) -> int:
     boxes = dict.fromkeys(("c", "d", "e", "out"), (height, height)) | dict(a=(height, inner), b=(width, inner))
     kind = "tensordesc<fp16[1, {}, {}],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)>"
     arguments = {name: kind.format(*box) for name, box in boxes.items()} | dict(
-        order=order, count="i32", inner="i32", factors=("fp32",) * 5, ADDENDS=3, DIAGONAL=True, STAGES=entry["stages"])
+        order=order, count="i32", inner="i32", addends="i32", early="i32",
+        factors=("fp32",) * 5, SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]], STAGES=entry["stages"])
     return compile_for(arch, part("kernels.single").single_kernel, arguments, num_warps=entry["warps"])
 
 
@@ -160,7 +162,7 @@ def others(arch: str, shared: int):
                 skip, addresses=None, weight=None, moves="i32"), scales="*fp32", factors="*fp32", MOMENTA=momenta))
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
                  span="i32", u_strides=ROW_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR, ROWS=4, COLUMNS=256,
-                 WIDE=True, EVEN=16, STRAIGHT=True, STAGES=8)
+                 WIDE=True, EVEN=16, STRAIGHT=True, STAGES=8, PDL=arch in ("sm90", "sm100"))
     floats = dict(V="*fp32", squares="*fp32", factors="*fp32", sums="*fp32", beta2="fp32", rest="fp32")
     cast = norm._unit_norm_kernel
     for kernel in (rows._moments_kernel, rows._norms_kernel, rows._normalize_kernel, norm._sums_kernel, cast):

@@ -34,6 +34,14 @@ def _triton_runs_on(kind: str, index: int | None) -> bool:
     return kind == "xpu" or torch.version.hip is not None or torch.cuda.get_device_capability(index) >= (8, 0)
 
 
+@functools.cache
+def has_pdl(device: torch.device) -> bool:
+    """Say whether a kernel on `device` may begin before those launched earlier are done, and wait for them itself
+    (programmatic dependent launch): on NVIDIA GPUs from sm90 on.
+    """
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def triton_version(device: torch.device) -> str | None:
     """Return the version of the Triton that operations on `device` run in; None where they run in torch."""
     return importlib.import_module("triton").__version__ if use_triton(device) else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from .ring import fetch, gluon_jit, make_ring, multiply_ring, place, place_of_half
 from .strip import ask, finish_strip
 
-gl = mbarrier = tma = fence = None  # Gluon's language, put here by gluon_jit
+gl = mbarrier = tma = fence = gdc_wait = None  # Gluon's language, put here by gluon_jit
 
 
 @gluon_jit.alike("count", "whole", "halves", "inner")
@@ -28,6 +28,7 @@ def cooperative_kernel(a, b, b_half, c, d, e, out, order, count, whole, halves, 
     for who in gl.static_range(2):
         mbarrier.init(added.index(who), count=1)
     fence()
+    gdc_wait()
     work, ends = (order, count, whole, halves, steps), ((c, d, e), out, strips, added, factors)
     gl.warp_specialize([
         (_consume, (ring, work, ends, 0, SYMMETRIC, TURNED, ADDENDS, DIAGONAL, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),

@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-from . import jit, ring, tape
+from . import has_pdl, jit, ring, tape
 from .pingpong import pingpong_kernel
 from .split import Split, memory_of, rows_at, strides_of, table_of
 from .tiles import Tile, divide
@@ -31,6 +31,13 @@ def addressable(*tensors: torch.Tensor) -> bool:
 def stores(out: torch.Tensor | Split) -> bool:
     """Say whether TMA can store a result in `out`, or its transpose."""
     return out.element_size() == 2 and addressable(out if out.stride(2) == 1 else out.mT)
+
+
+def gains_by_pdl(op, A) -> bool:
+    """Say whether kernels of many turns are launched to begin early. They end all at once, so that one like it gains
+    nothing, and symmetric products come one after another; others follow single.py's.
+    """
+    return has_pdl(A.device) and op != "symmetric"
 
 
 class TmaLaunch:
@@ -55,6 +62,8 @@ class TmaLaunch:
         diagonal = len(addends) > 1 or factors[1] != 0.0  # which is 0 with some of several addends: one kernel less
         # fused multiply-adds, which depend on the tile, would give other bits
         self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "enable_fp_fusion": False}
+        self.pdl = gains_by_pdl(op, A)
+        self.options |= {"launch_pdl": True} if self.pdl else {}
         if tile.loop == "pingpong":
             self.kernel, self.pointer, describe = pingpong_kernel, False, ring.description
             self.numbers = (order, count, whole, halves, inner)
@@ -62,7 +71,7 @@ class TmaLaunch:
         else:
             self.kernel, self.pointer = _tma_kernel, True
             self.numbers = (strides_of(out), order, count, whole, halves, (rows, columns, inner))
-            self.constants = SYMMETRY[op], self.turned, len(addends), diagonal, tile.loop
+            self.constants = SYMMETRY[op], self.turned, len(addends), diagonal, tile.loop, self.pdl
         self.left = blank(describe(A, *((tile.inner, tile.rows) if self.turned else (tile.rows, tile.inner))))
         self.right = blank(describe(B, *((tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns))))
         beside = [(C, tile.rows, half) for C, _ in addends]
@@ -146,7 +155,7 @@ def _order(down, across, ratio, square, device):
 @jit.alike("count", "whole", "halves")
 def _tma_kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halves, sizes, factors,
             SYMMETRIC: tl.constexpr, TURNED: tl.constexpr, ADDENDS: tl.constexpr, DIAGONAL: tl.constexpr,
-            LOOP: tl.constexpr):
+            LOOP: tl.constexpr, PDL: tl.constexpr):
     """`whole` tiles in turns, then left and right `halves` of the rest (tiles.divide); without turns, one tile each.
 
     SYMMETRIC: 1 for a result that is so in every bit, 2 for one that is made so, and scaled; c, d, e: addends; c and
@@ -154,6 +163,8 @@ def _tma_kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halve
     """
     BLOCK_R: tl.constexpr = a.block_type.shape[2 if TURNED else 1]
     BLOCK_C: tl.constexpr = b.block_type.shape[1 if SYMMETRIC else 2]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if LOOP == "once":
         matrix, i, j = _tile(order, count, tl.program_id(0))
         sums = _sums(a, b, matrix, i, j, sizes[2], SYMMETRIC, TURNED)

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from . import ring
 from .cooperative import cooperative_kernel
-from .gram_sm90 import SYMMETRY, TmaLaunch, blank, filled, three, turns
+from .gram_sm90 import SYMMETRY, TmaLaunch, blank, filled, gains_by_pdl, three, turns
 from .single import single_kernel
 from .tiles import architecture
 
+NONE = 0.0, 0.0, 0.0  # factors of addends that are not there
+SHORT = 256  # elements of a sum up to which the next kernel begins early after small tiles
 FEW = 12  # rows of tiles up to which their order matters less than the time until it is read (docs/log.md)
 
 
@@ -20,7 +22,8 @@ class OfGluon(TmaLaunch):
         tensors = self._tensors(*self._straightened(A, B, out), addends)
         self.kernel.launch(
             self.programs, self, *map(filled, self.blanks, tensors), *self.numbers,
-            (*factors, *(beta for _, beta in addends)), *self.constants, num_warps=4, enable_fp_fusion=False)
+            (*factors, *(beta for _, beta in addends), *NONE[len(addends):]), *self.constants, num_warps=4,
+            enable_fp_fusion=False, launch_pdl=self.pdl)
 
 
 class Cooperative(OfGluon):
@@ -30,6 +33,7 @@ class Cooperative(OfGluon):
 
     def __init__(self, op, A, B, out, addends, factors, tile):
         symmetric, self.turned = op != "product", op == "product" and out.stride(2) != 1
+        self.pdl = gains_by_pdl(op, A)
         A, B, out = self._straightened(A, B, out)
         inner = B.shape[2 if symmetric else 1]
         self.programs, *places = turns(op, out, inner, tile)
@@ -50,22 +54,23 @@ class Cooperative(OfGluon):
 class Single(OfGluon):
     """The same by single.py; of what it `takes`."""
 
-    kernel, turned = single_kernel, False
+    kernel, turned, pdl = single_kernel, False, True
 
     @staticmethod
     def takes(op, A, addends, tile) -> bool:
         """Say whether so many addends can arrive in a ring that so many steps fill."""
         shape = tile.rows, tile.columns, tile.inner, tile.warps
         on_sm90 = architecture(A.device.type, A.device.index) == "sm90"  # others have no wgmma
-        return (on_sm90 and tile.loop == "once" and op == "symmetric" and len(addends) > 0
+        return (on_sm90 and tile.loop == "once" and (op == "gram" or op == "symmetric" and len(addends) > 0)
                 and shape in ((64, 64, 64, 4), (64, 128, 64, 4), (128, 128, 64, 4)) and tile.stages >= 3
                 and A.shape[2] > (tile.stages - 2) * tile.inner)
 
     def __init__(self, op, A, B, out, addends, factors, tile):
         inner = A.shape[2]
         self.programs, order, count, _, _ = turns(op, out, inner, tile)
-        self.numbers = (None if out.shape[1] <= FEW * tile.rows else order), count, inner
-        self.constants = len(addends), len(addends) > 1 or factors[1] != 0.0, tile.stages
+        short = inner <= SHORT and tile.columns == 64
+        self.numbers = (None if out.shape[1] <= FEW * tile.rows else order), count, inner, len(addends), int(short)
+        self.constants = SYMMETRY[op], tile.stages
         boxes = [(tile.rows, tile.inner), (tile.columns, tile.inner)] + 4 * [(tile.rows, tile.rows)]
         self.blanks = [blank(ring.description(t, *box)) for t, box in zip(self._tensors(A, B, out, addends), boxes)]
 

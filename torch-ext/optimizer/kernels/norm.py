@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from . import cpu_slices, jit, look, use_triton
+from . import cpu_slices, has_pdl, jit, look, use_triton
 from .split import Split, memory_of, piece_of, rows_at, strides_of, table_of
 
 tl = None  # Triton's language, put here by jit
@@ -41,11 +41,14 @@ def unit_norm(U: torch.Tensor | Split, X: torch.Tensor, eps: float, scratch: tor
     even, straight = _common_power(R, C, U, X), X.stride(2) == 1
     lines, columns = LINES if straight else SQUARE
     stages = 8 if span // rows * -(-C // block) > LONG else 4
+    pdl = has_pdl(U.device)
     _sums_kernel.launch(
-        N * parts, key, memory_of(U), sums, parts, span, R, C, strides_of(U), wide, rows, block, stages, num_warps=4)
+        N * parts, key, memory_of(U), sums, parts, span, R, C, strides_of(U), wide, rows, block, stages, pdl,
+        num_warps=4)
     _unit_norm_kernel.launch(
         N * -(-R // lines) * -(-C // columns), key, memory_of(U), X, sums, parts, R, C, strides_of(U), X.stride(), eps,
-        1 << (parts - 1).bit_length(), lines, columns, even, straight, num_warps=4)
+        1 << (parts - 1).bit_length(), lines, columns, even, straight, pdl, num_warps=4,
+        **({"launch_pdl": True} if pdl else {}))
 
 
 def _room_for_sums(scratch, N, parts, device):
@@ -79,7 +82,7 @@ def unit_norm_torch(U, X, eps):
 
 @jit.alike("parts", "span")
 def _sums_kernel(U, sums, parts, span, R, C, strides, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-                 STAGES: tl.constexpr):
+                 STAGES: tl.constexpr, PDL: tl.constexpr):
     """`span` rows per program: the largest magnitude, and the sum of squares in one of three units, to sums (N, 4,
     parts). The units keep squares from overflow and loss (WIDE: where the dtype has such numbers); it is the idea of
     J. L. Blue, ACM Trans. Math. Softw. 4, 1978, with one unit for all that a program reads.
@@ -89,6 +92,8 @@ def _sums_kernel(U, sums, parts, span, R, C, strides, WIDE: tl.constexpr, ROWS: 
     start = table_of(U, matrix, R) if strides is None else U + matrix * strides[0]
     largest, unit, squares = squares_of(start, part * span, part * span + span, R, C, strides, WIDE, ROWS, BLOCK,
                                         STAGES)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     at = sums + matrix * 4 * parts + part
     tl.store(at, largest)
     tl.store(at + parts, tl.where(unit > 1, squares, 0.0))
@@ -185,10 +190,12 @@ def _norm_of(largest, small, middle, large, eps):
 
 @jit.alike("parts")
 def _unit_norm_kernel(U, X, sums, parts, R, C, u_strides, x_strides, eps, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-                 COLUMNS: tl.constexpr, EVEN: tl.constexpr, STRAIGHT: tl.constexpr):
+                 COLUMNS: tl.constexpr, EVEN: tl.constexpr, STRAIGHT: tl.constexpr, PDL: tl.constexpr):
     """One tile per program: X = U / norm. The tile is on its way while the sums are added. The last matrices first: the
     sums left these in the cache, and the product to come begins with the first ones.
     """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     across = tl.cdiv(C, COLUMNS)
     count = tl.cdiv(R, ROWS) * across
@@ -203,6 +210,8 @@ def _unit_norm_kernel(U, X, sums, parts, R, C, u_strides, x_strides, eps, BLOCK:
         u_at = U + matrix * _even(u_strides[0], EVEN) + row * _even(u_strides[1], EVEN) + column * u_strides[2]
     u = tl.load(u_at, mask=inside, other=0.0).to(tl.float32)
     power, inverse = _factors(sums + matrix * 4 * parts, parts, eps, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     if STRAIGHT:
         x_at = X + matrix * _even(x_strides[0], EVEN) + row * _even(x_strides[1], EVEN) + column * x_strides[2]
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from .ring import fetch, gluon_jit, make_ring, multiply_ring, place, place_of_half
 from .strip import ask, finish_strip
 
-gl = mbarrier = tma = fence = None  # Gluon's language, put here by gluon_jit
+gl = mbarrier = tma = fence = gdc_wait = None  # Gluon's language, put here by gluon_jit
 
 
 @gluon_jit.alike("count", "whole", "halves", "inner")
@@ -34,6 +34,7 @@ def pingpong_kernel(a, b, c, d, e, out, a_half, c_half, d_half, e_half, out_half
         mbarrier.init(added.index(who), count=1)
         mbarrier.init(may_multiply.index(who), count=1)
     fence()
+    gdc_wait()
     work, ends = (order, count, whole, halves, steps), (((c, d, e), out), ((c_half, d_half, e_half), out_half), factors)
     room = tiles, added, may_multiply
     gl.warp_specialize([

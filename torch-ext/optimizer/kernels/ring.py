@@ -29,13 +29,15 @@ class gluon_jit(jit):
         from triton.experimental import gluon
         from triton.experimental.gluon import language
         from triton.experimental.gluon.language.nvidia import hopper
+        from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
         def either(owner, one, other):
             return getattr(owner, one, None) or getattr(owner, other)
 
         scope.update(
             gl=language, mbarrier=hopper.mbarrier, tma=hopper.tma, fence=hopper.fence_async_shared,
-            multiply=hopper.warpgroup_mma, multiplied=hopper.warpgroup_mma_wait,
+            gdc_wait=gdc_wait, gdc_launch_dependents=gdc_launch_dependents, multiply=hopper.warpgroup_mma,
+            multiplied=hopper.warpgroup_mma_wait,
             barrier=either(language, "thread_barrier", "barrier"),
             load_box=either(hopper.tma, "async_load", "async_copy_global_to_shared"),
             store_box=either(hopper.tma, "async_store", "async_copy_shared_to_global"),

@@ -1,22 +1,27 @@
-"""Symmetric products with addends on sm90, one tile a program: addends arrive during the last products.
+"""Symmetric products on sm90, one tile a program: addends arrive during the last products.
 
-Decides: in which stages of the ring addends arrive, those that no operand takes any more. One group of four warps asks
-for tiles, multiplies and stores; several programs share a processor. Must not know: what the products are used for;
-launches.py calls it.
+Decides: in which stages of the ring addends arrive, those that no operand takes any more, and when the next kernel may
+begin. One group of four warps asks for tiles, multiplies and stores; several programs share a processor. Must not know:
+what the products are used for; launches.py calls it.
 """
 from __future__ import annotations
 
 from .ring import gluon_jit, matrices_of, place
-from .strip import ask, now, store_strip
+from .strip import ask, store_strip
 
 gl = mbarrier = tma = fence = multiply = multiplied = load_box = None  # Gluon's language, put here by gluon_jit
+gdc_wait = gdc_launch_dependents = None
+MOST = 3  # addends
 
 
-@gluon_jit.alike("count", "inner")
-def single_kernel(a, b, c, d, e, out, order, count, inner, factors, ADDENDS: gl.constexpr, DIAGONAL: gl.constexpr,
-                  STAGES: gl.constexpr):
-    """out = factors[0] A B + addends + factors[1] I; names as in gram_sm90. STAGES - 1 steps or more; tiles of 64 x 64,
-    64 x 128 or 128 x 128; c, d, e, out: by squares (strip.py). order: None where a program computes its place.
+@gluon_jit.alike("count", "inner", "addends", "early")
+def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, factors,
+                  SYMMETRIC: gl.constexpr, STAGES: gl.constexpr):
+    """out = factors[0] A B + addends + factors[1] I, or A B without addends; names as in gram_sm90. STAGES - 1 steps or
+    more; tiles of 64 x 64, 64 x 128 or 128 x 128; c, d, e, out: by squares (strip.py). order: None where a program
+    computes its place. early: whether the next kernel may begin before this one stores.
+
+    One binary for any number of addends: another kernel's code would have to come first, and takes 1 us.
     """
     ROWS: gl.constexpr = a.block_type.shape[1]
     COLUMNS: gl.constexpr = b.block_type.shape[1]
@@ -33,7 +38,7 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, factors, ADDENDS: gl.
     added = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-    for number in gl.static_range(ADDENDS):
+    for number in gl.static_range(MOST):
         mbarrier.init(added.index(number), count=1)
     fence()
     if order is None:
@@ -41,6 +46,7 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, factors, ADDENDS: gl.
     else:
         matrix, i, j = place(order, count, gl.program_id(0))
     row, column = i * ROWS, j * COLUMNS
+    gdc_wait()
     for k in gl.static_range(AHEAD):
         _fetch(a, b, left, right, full, matrix, row, column, k, STAGES)
     shape: gl.constexpr = [16, COLUMNS, 16]
@@ -49,28 +55,30 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, factors, ADDENDS: gl.
     for k in range(steps - AHEAD):
         sums = _multiply(left, right, full, sums, k, ROWS, COLUMNS, BLOCK_K, STAGES)
         _fetch(a, b, left, right, full, matrix, row, column, k + AHEAD, STAGES)
-    addends = c, d, e
+    asked = c, d, e
     for k in gl.static_range(AHEAD):
         sums = _multiply(left, right, full, sums, steps - AHEAD + k, ROWS, COLUMNS, BLOCK_K, STAGES)
-        if k < ADDENDS:
-            ask(addends[k], _room(left, right, steps + k, ROWS, COLUMNS, STAGES), added.index(k), matrix, row, column,
-                COLUMNS)
+        if k < MOST:
+            if k < addends:
+                ask(asked[k], _room(left, right, steps + k, ROWS, COLUMNS, STAGES), added.index(k), matrix, row, column,
+                    COLUMNS)
     sums = multiplied(0, deps=(sums,))
-    for k in gl.static_range(AHEAD, ADDENDS):
-        ask(addends[k], _room(left, right, steps + k, ROWS, COLUMNS, STAGES), added.index(k), matrix, row, column,
-            COLUMNS)
-    for k in gl.static_range(ADDENDS):
+    for k in gl.static_range(AHEAD, MOST):
+        if k < addends:
+            ask(asked[k], _room(left, right, steps + k, ROWS, COLUMNS, STAGES), added.index(k), matrix, row, column,
+                COLUMNS)
+    for k in range(addends):
         room = _room(left, right, steps + k, ROWS, COLUMNS, STAGES)
         mbarrier.wait(added.index(k), 0)
-        if k > 0:
-            sums = now(sums)
         addend = matrices_of(room, ROWS, COLUMNS).index(0).load(layout).to(gl.float32)
-        if k == 0:
-            sums = gl.fma(sums, factors[0], factors[2] * addend)
-        else:
-            sums = sums + factors[2 + k] * addend
+        factor = gl.where(k == 0, factors[2], gl.where(k == 1, factors[3], factors[4]))
+        sums = gl.fma(sums, gl.where(k == 0, factors[0], 1.0), factor * addend)
+    if early != 0:
+        gdc_launch_dependents()
     store_strip(sums, out, _room(left, right, steps, ROWS, COLUMNS, STAGES),
-                _room(left, right, steps + 1, ROWS, COLUMNS, STAGES), factors, matrix, row, column, 2, DIAGONAL, False)
+                _room(left, right, steps + 1, ROWS, COLUMNS, STAGES), factors, matrix, row, column, SYMMETRIC,
+                SYMMETRIC == 2, False)
+    gdc_launch_dependents()
     tma.store_wait(0)
 
 

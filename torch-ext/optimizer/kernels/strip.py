@@ -51,12 +51,12 @@ def store_strip(sums, out, own, other, factors, matrix, row, column, SYMMETRIC: 
     """
     SIDE: gl.constexpr = sums.shape[0]
     COLUMNS: gl.constexpr = sums.shape[1]
-    layout: gl.constexpr = sums.type.layout
     flat, squares = matrices_of(own, SIDE, COLUMNS).index(0), boxes_of(own, out)
     if DIAGONAL:
-        r = row + gl.arange(0, SIDE, layout=gl.SliceLayout(1, layout))[:, None]
-        s = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
-        sums = sums + gl.where(r == s, factors[1], 0.0)
+        if SAME:
+            sums = _add_diagonal(sums, factors[1], row, column)
+        elif row < column + COLUMNS:
+            sums = _add_diagonal(sums, factors[1], row, column)
     result = sums.to(out.dtype)
     if SAME:
         tma.store_wait(0)
@@ -77,6 +77,14 @@ def store_strip(sums, out, own, other, factors, matrix, row, column, SYMMETRIC: 
                 tma.store_wait(0)
                 barrier()
             _store_turned(result, out, other, boxes_of(other, out), matrix, row, column)
+
+
+@gluon_jit
+def _add_diagonal(sums, factor, row, column):
+    layout: gl.constexpr = sums.type.layout
+    r = row + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
+    s = column + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    return sums + gl.where(r == s, factor, 0.0)
 
 
 @gluon_jit
