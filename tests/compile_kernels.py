@@ -222,7 +222,7 @@ def cast_bytes(even: int) -> int:
     """Return how many bytes a thread of `norm._unit_norm_kernel` reads of bf16 at once on sm90 if `even` divides."""
     arguments = dict(
         U="*bf16", X="*fp16", sums="*fp32", parts="i32", R="i32", C="i32", u_strides=ROW_MAJOR, x_strides=ROW_MAJOR,
-        eps="fp32", BLOCK=64, ROWS=32, COLUMNS=256, EVEN=even, STRAIGHT=True)
+        eps="fp32", BLOCK=64, ROWS=32, COLUMNS=256, EVEN=even, STRAIGHT=True, PDL=True)
     ptx = compiled("sm90", part("kernels.norm")._unit_norm_kernel, arguments, even=even == 16, num_warps=4).asm["ptx"]
     sizes = [int(bits) // 8 * int(count or 1) for count, bits in re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", ptx)]
     return max(sizes)

@@ -11,7 +11,6 @@ from .strip import ask, store_strip
 
 gl = mbarrier = tma = fence = multiply = multiplied = load_box = None  # Gluon's language, put here by gluon_jit
 gdc_wait = gdc_launch_dependents = None
-MOST = 3  # addends
 
 
 @gluon_jit.alike("count", "inner", "addends", "early")
@@ -38,7 +37,7 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, facto
     added = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-    for number in gl.static_range(MOST):
+    for number in gl.static_range(3):
         mbarrier.init(added.index(number), count=1)
     fence()
     if order is None:
@@ -58,12 +57,12 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, facto
     asked = c, d, e
     for k in gl.static_range(AHEAD):
         sums = _multiply(left, right, full, sums, steps - AHEAD + k, ROWS, COLUMNS, BLOCK_K, STAGES)
-        if k < MOST:
+        if k < 3:
             if k < addends:
                 ask(asked[k], _room(left, right, steps + k, ROWS, COLUMNS, STAGES), added.index(k), matrix, row, column,
                     COLUMNS)
     sums = multiplied(0, deps=(sums,))
-    for k in gl.static_range(AHEAD, MOST):
+    for k in gl.static_range(AHEAD, 3):
         if k < addends:
             ask(asked[k], _room(left, right, steps + k, ROWS, COLUMNS, STAGES), added.index(k), matrix, row, column,
                 COLUMNS)
