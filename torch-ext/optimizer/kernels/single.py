@@ -20,7 +20,7 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, facto
     more; tiles of 64 x 64, 64 x 128 or 128 x 128; c, d, e, out: by squares (strip.py). order: None where a program
     computes its place. early: whether the next kernel may begin before this one stores.
 
-    One binary for any number of addends: another kernel's code would have to come first, and takes 1 us.
+    One binary for any number of addends: it is as fast as one for each number, and compiled once.
     """
     ROWS: gl.constexpr = a.block_type.shape[1]
     COLUMNS: gl.constexpr = b.block_type.shape[1]
