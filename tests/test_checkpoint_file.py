@@ -277,7 +277,7 @@ def option(old, new):
     (lambda m, t: m.update(params="[]"), "params, groups, tensors are not of the types"),
     (lambda m, t: m.update(groups='[{"params": ["up"]}]'), "a header that cannot be read: 'use_muon'"),
     (option('"use_muon": true', '"use_muon": "no"'), "a header that cannot be read: use_muon='no' must be True"),
-    (option('"lr": 0.1', '"lr": "fast"'), "lr='fast' is not allowed: it must be a number"),
+    (option('"lr": 0.1', '"lr": "fast"'), r"group 0 \(up\): lr='fast' is not allowed: it must be a number"),
     (option('"weight_decay": 0.1', '"weight_decay": false'), "weight_decay=False is not allowed: it must be a number"),
     (option('"nesterov": true', '"nesterov": "no"'), "nesterov='no' is not allowed: it must be True or False"),
     (option('"nesterov": true', '"nesterov": 0'), "nesterov=0 is not allowed: it must be True or False"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from tests.ranks import package, part, run_ranks, run_threads
 from tests.test_muon import EXACT, copies, same, weights
@@ -344,6 +345,52 @@ def test_a_gradient_of_before_the_parameter_was_resized(steps, use_muon, optimiz
             muon.step()
     assert same(before, params) and same(state, [t for s in muon.state.values() for t in s.values()] if state else [])
     step(muon, params, steps)
+
+
+def turned_shard(rank, world, use_muon):
+    """The elements of a DTensor here become a view of the same memory with other strides."""
+    mesh, both = init_device_mesh("cpu", (world,)), []
+    values = torch.arange(16.0).cos().view(4, 4) + rank
+    for _ in range(2):
+        param = nn.Parameter(DTensor.from_local(values.clone(), mesh, [Shard(0)]))
+        both.append((param, package().Muon([{"params": [param], "use_muon": use_muon}])))
+    for number in range(5):
+        for (param, muon), form in zip(both, (torch.t, lambda t: t.t().contiguous())):
+            if number == 3:
+                param._local_tensor.data = form(param._local_tensor.data)
+            param.grad = None
+            step(muon, [param], number, lambda g: distribute_tensor(g, mesh, [Shard(0)]))
+    return torch.equal(*(param.to_local() for param, _ in both))
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_a_shard_of_other_strides_at_the_same_address(use_muon):
+    assert run_threads(2, turned_shard, use_muon) == [True, True]
+
+
+def shard_of_another_shape(rank, world, steps, use_muon):
+    """A DTensor whose gradient says the parameter's shape, and holds less of it here."""
+    mesh = init_device_mesh("cpu", (world,))
+    params = [nn.Parameter(distribute_tensor(w.detach(), mesh, [Shard(0)])) for w in weights([(8, 4), (8, 4)])]
+    muon = package().Muon([{"params": [("a", params[0]), ("b", params[1])], "use_muon": use_muon}])
+    for number in range(steps):
+        step(muon, params, number, lambda g: distribute_tensor(g, mesh, [Shard(0)]))
+    before = [p.to_local().clone() for p in params]
+    for p, rows in zip(params, (8 // world, 8 // world - 1)):
+        p.grad = DTensor.from_local(torch.ones(rows, 4), mesh, [Shard(0)], run_check=False, shape=p.shape,
+                                    stride=p.stride())
+    with pytest.raises(RuntimeError, match=r"parameter b of shape \(8, 4\) has a gradient of shape \(3, 4\) where its "
+                                           r"elements here have \(4, 4\)"):
+        muon.step()
+    assert same(before, [p.to_local() for p in params])
+    step(muon, params, steps, lambda g: distribute_tensor(g, mesh, [Shard(0)]))
+    return True
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+@pytest.mark.parametrize("steps", [0, 2, 4])
+def test_a_shard_of_a_gradient_of_another_shape(steps, use_muon):
+    assert run_threads(2, shard_of_another_shape, steps, use_muon) == [True, True]
 
 
 def test_state_of_another_shape_is_named_before_anything_changes(optimizer):
