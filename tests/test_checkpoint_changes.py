@@ -685,3 +685,14 @@ def test_wrong_numbers_are_refused_before_anything_is_changed(key, value, optimi
         muon.load_state_dict(saved)
     assert muon.param_groups[0][key] != value and torch.equal(muon.state[param]["momentum_buffer"], kept)
     muon.step()
+
+
+@pytest.mark.parametrize(("key", "value"), [("lr", -1.0), ("weight_decay", "much"), ("ns_steps", 0)])
+def test_a_number_that_is_not_allowed_names_its_group(key, value):
+    params = [nn.Parameter(torch.randn(4, 6)) for _ in range(3)]
+    optimizer = package().Muon([{"params": [("a", params[0])]}, {"params": [("b", params[1]), ("c", params[2])]}])
+    saved, before = optimizer.state_dict(), optimizer.param_groups[1][key]
+    saved["param_groups"][1][key] = value
+    with pytest.raises(ValueError, match=rf"group 1 \(b, \.\.\.\): {key}"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[1][key] == before

@@ -157,6 +157,9 @@ def test_offsets_beyond_32_bits(gram, device, strides):
     out = gram.gram(X, poisoned(3, 4, 4, device=device))
     values = values.half().double()
     check(out, values @ values.mT, values.abs() @ values.abs().mT, 8)
+    A = values @ values.mT / 8
+    out = gram.product(A.half(), X, poisoned(3, 4, 8, device=device))
+    check(out, A.half().double() @ values, A.half().double().abs() @ values.abs(), 4)
 
 
 @pytest.mark.gpu

@@ -1,8 +1,8 @@
 """What the device does: every operation has a torch reference, a Triton kernel and a launcher; products also a
 launch choice (tiles.py).
 
-Decides: whether Triton is used on a device, when Triton is imported (by the first launch, never by loading the
-package), and how many matrices a CPU takes at once. Must not know: what the operations are for.
+Decides: whether Triton is used on a device and kernels may overlap there, when Triton is imported (by the first launch,
+never by loading the package), and how many matrices a CPU takes at once. Must not know: what the operations are for.
 """
 from __future__ import annotations
 
