@@ -26,6 +26,9 @@ TYPES = {"TYPE_0": triton.language.float32, "TYPE_1": triton.language.bfloat16, 
          "TYPE_3": triton.language.float32}
 
 
+waits = {}  # name of a kernel -> whether all its binaries for sm90 wait for kernels that were launched before
+
+
 def end_with_text(backend=None, stages=None, *_):
     """Leave the assembler of this kind of GPU out. Without arguments: what a cache knows this by (Triton 3.7)."""
     if backend is None:
@@ -59,7 +62,10 @@ def compiled(arch: str, kernel, arguments: dict, even: bool | None = None, **opt
             signature[name], constants[(place,)] = "constexpr", getattr(value, "value", value)
     kind = GluonASTSource if function.is_gluon() else ASTSource
     source = kind(fn=function, signature=signature, constexprs=constants, attrs=hints)
-    return triton.compile(source, target=GPUTarget(*TARGETS[arch]), options=options)
+    made = triton.compile(source, target=GPUTarget(*TARGETS[arch]), options=options)
+    if arch == "sm90":
+        waits[kernel.__name__] = waits.get(kernel.__name__, True) and "griddepcontrol.wait" in made.asm["ptx"]
+    return made
 
 
 def products(arch: str):
@@ -235,6 +241,7 @@ def everything(arch: str, shared: int) -> dict:
              "others": list(others(arch, shared))}
     if arch == "sm90" and "--uneven" not in sys.argv:
         found["cast_bytes"] = {even: cast_bytes(even) for even in (1, 4, 8, 16)}
+        found["waits"] = waits
     return found
 
 

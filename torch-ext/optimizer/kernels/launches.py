@@ -11,7 +11,7 @@ from .single import single_kernel
 from .tiles import architecture
 
 NONE = 0.0, 0.0, 0.0  # factors of addends that are not there
-SHORT = 256  # elements of a sum up to which the next kernel begins early after small tiles
+SHORT = 256  # elements of a sum up to which the next kernel begins early after small tiles (docs/log.md)
 FEW = 12  # rows of tiles up to which their order matters less than the time until it is read (docs/log.md)
 
 

@@ -81,6 +81,7 @@ def store_strip(sums, out, own, other, factors, matrix, row, column, SYMMETRIC: 
 
 @gluon_jit
 def _add_diagonal(sums, factor, row, column):
+    """Add factor I to sums whose first element is at (row, column)."""
     layout: gl.constexpr = sums.type.layout
     r = row + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
     s = column + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
