@@ -54,6 +54,11 @@ def take(path: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return path
 
 
+def forget(polar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `polar` look at every call anew: what it knows of calls of a kind would hide what a test changes."""
+    monkeypatch.setattr(polar, "_kinds", {})
+
+
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return memory that shows whether it has been written."""
     return torch.full(shape, float("nan"), dtype=dtype, device=device)

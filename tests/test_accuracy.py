@@ -29,7 +29,8 @@ BANDS = {"polar_express": (0.846, 1.124, 3e-3), "quintic": (0.978, 1.145, 3e-3),
 
 
 @pytest.fixture
-def polar(part):
+def polar(part, monkeypatch):
+    paths.forget(part("polar"), monkeypatch)
     return part("polar")
 
 
@@ -62,6 +63,7 @@ def errors(polar, X, name, dtype, monkeypatch, forms=(1, 3)):
     short = X if X.shape[0] <= X.shape[1] else X.mT
     for most in (100,) if name == "cubic" else forms:
         monkeypatch.setattr(polar, "longest", lambda *about, most=most: most)
+        paths.forget(polar, monkeypatch)
         ours, one = polar.orthogonalize(X.float(), name, dtype=dtype), most == 1
         theirs = references.standard(short, steps, dtype) if one else references.gram(short, steps, dtype, most)
         theirs = theirs if short is X else theirs.mT

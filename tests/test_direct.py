@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.paths import PATHS, poisoned, quiet, take
+from tests.paths import PATHS, forget, poisoned, quiet, take
 from tests.ranks import package, part, run_ranks, run_threads
 from tests.test_routes import cut
 
@@ -111,6 +111,7 @@ def test_an_iteration_of_splits_and_stacks_together(part, path, device, small_ti
     """Matrices of one short side share launches, whole or not; read here, written there."""
     polar, steps = part("polar"), part("polar").steps_of(name)
     monkeypatch.setattr(part("kernels.on_chip"), "fits", lambda U, dtype: False)  # no Split would come there
+    forget(polar, monkeypatch)
     shapes = SHAPES if device.type == "cpu" else SUMMED
     Us = [torch.randn(3, *shape, device=device).to(F16) for shape in shapes[:3]]
     sources = [pieces_of(U, cuts)[0] for U, cuts in zip(Us, CUTS)]

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from tests.paths import PATHS, quiet, take
+from tests.paths import PATHS, forget, quiet, take
 from tests.spectra import KINDS, spectrum
 
 pytestmark = quiet
@@ -25,7 +25,8 @@ FACTORS = {F32: 2.0**-8, F16: 1.0, BF16: 8.0}
 
 
 @pytest.fixture
-def polar(part):
+def polar(part, monkeypatch):
+    forget(part("polar"), monkeypatch)
     return part("polar")
 
 

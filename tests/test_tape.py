@@ -43,7 +43,7 @@ def tape(part, monkeypatch):
 
     module = part("kernels.tape")
     monkeypatch.setattr(module, "_tapes", type(module._tapes)())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=5))
+    monkeypatch.setattr(module, "_stream", lambda device: 5)
     monkeypatch.setattr(driver, "make_tensordesc_arg", lambda box, form: [(form, box.base.data_ptr()), *box.shape])
     return module
 
@@ -84,6 +84,18 @@ def test_what_was_recorded_is_played(tape, more):
     assert tuple(call[15] if more else call[13:]) == played
 
 
+def test_what_launchers_are_given_follows_tensors_and_the_stream(tape, monkeypatch):
+    """It is kept from one play to the next."""
+    calls, memory, tensors, streams = [], torch.zeros(8), [torch.ones(4), torch.ones(4)], iter([5, 5, 5, 6, 6, 5])
+    kernel = Kernel(calls)
+    monkeypatch.setattr(tape, "_stream", lambda device: next(streams))
+    for tensor in (tensors[0], *tensors, tensors[0], tensors[0], *tensors):
+        tape.play("kind", [memory], [tensor], functools.partial(tape.note, kernel, 1, (memory, tensor)))
+    starts = [t.data_ptr() for t in tensors]
+    expected = [(5, starts[0]), (5, starts[1]), (5, starts[0]), (6, starts[0]), (6, starts[0]), (5, starts[1])]
+    assert [(call[3], call[-1]) for call in calls] == expected
+
+
 def test_other_memory_another_kind_and_other_sharing_are_recorded_anew(tape):
     done, memories, tensors = [], [torch.zeros(8), torch.zeros(8)], [torch.zeros(2), torch.zeros(2)]
 
@@ -103,7 +115,7 @@ def test_nothing_is_kept_alive_and_not_too_much_is_kept(tape):
     gone, start = list(map(weakref.ref, pair)), pair[0].data_ptr()
     tape.play("kind", pair[:1], pair[1:], lambda: tape.note(Kernel([]), 1, (*pair, Descriptor(pair[0]))))
     pair.clear()
-    assert [ref() for ref in gone] == [None, None] and any(key[0] == (start,) for key in tape._tapes)
+    assert [ref() for ref in gone] == [None, None] and any(key[2] == (start,) for key in tape._tapes)
     memory, kernel = torch.zeros(8), Kernel([])
     for kind in range(2 * tape.TAPES):
         tape.play(kind, [memory], [], lambda: tape.note(kernel, 1, (memory,)))

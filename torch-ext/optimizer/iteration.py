@@ -11,13 +11,10 @@ import operator
 
 import torch
 
-from .kernels import here, look, on_chip, use_triton
+from .kernels import on_chip
 from .kernels.aol import aol, scale_columns, scale_rows, unit_rows
 from .kernels.gram import gram, linear, product, symmetric_product
 from .kernels.norm import unit_norm
-from .kernels.split import memory_of
-from .kernels.tape import play
-from .kernels.tiles import forced
 
 LARGE = 3072  # short sides from here on fill a GPU alone (measured on an H200, docs/log.md)
 MANY = 160_000_000  # numbers of all matrices up to which `gain_side_by_side` is true
@@ -106,19 +103,28 @@ def iterate_all(stacks, steps, eps: float, dtype: torch.dtype, memory=None) -> N
     device, lent = stacks[0][0][0][0].device, _divided(stacks, dtype, memory)
     works = [functools.partial(iterate, members, steps, eps, dtype, most, own)
              for (members, most), own in zip(stacks, lent or itertools.repeat(memory))]
-    if lent and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if lent and is_capturing(device):
         return _side_by_side(works, device)
     for work in works:
         work()
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Say whether a CUDA graph is being made of what is launched now."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _divided(stacks, dtype, memory):
     """The part of `memory` for each of `stacks`; None if it is not enough for all of them together."""
-    needs = [_needs(members, dtype.itemsize, most) for members, most in stacks]
-    sizes = list(zip(*needs))
+    sizes = list(zip(*(_needs(members, dtype.itemsize, most) for members, most in stacks)))
     if memory is None or len(stacks) == 1 or any(map(operator.lt, map(torch.numel, memory), map(sum, sizes))):
         return None
     return list(zip(*(flat[:sum(parts)].split(parts) for flat, parts in zip(memory, sizes))))
+
+
+def most_of(stacks, itemsize: int) -> tuple[int, ...]:
+    """Return the bytes of `memory` that `iterate_all` takes at most, one after the other."""
+    return tuple(map(max, zip((0, 0, 0), *(_needs(members, itemsize, most) for members, most in stacks))))
 
 
 def _needs(members, itemsize, most) -> tuple[int, int, int]:
@@ -162,17 +168,6 @@ def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=No
     sizes = [room.nbytes for room in rooms]
     for room, flat in zip(rooms, memory or torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)):
         room.lend(flat)
-    work = functools.partial(_iterate, groups, counts, rooms, steps, eps, most)
-    if use_triton(device) and not here.rehearsing:
-        stacks = [t for pair in members for t in pair]
-        kind = look(*stacks), steps, eps, dtype, most, forced()
-        play(kind, [room.memory for room in rooms], [memory_of(t) for t in stacks], work)
-    else:
-        work()
-
-
-def _iterate(groups, counts, rooms, steps, eps, most) -> None:
-    """Do `iterate`. `groups`: the members of each long side, `counts`: how many matrices they are."""
     (Xs, Ys, squares), parts, first = (room.all() for room in rooms), [], 0
     for group, count, X, Y in zip(groups, counts, Xs, Ys):
         parts.append(LongSide(group, squares[0], first, X, Y))
@@ -183,7 +178,7 @@ def _iterate(groups, counts, rooms, steps, eps, most) -> None:
     _restart(parts)
     if steps.aol:
         aol(squares[0], lengths, scales)
-    cut = squares[0].dtype, most, squares[0].shape[1]
+    cut = dtype, most, n
     P = _iteration(parts, squares, [*zip(steps.segments(*cut), steps.pairs(*cut))], scales)
     for part in parts:
         part.finish(P)

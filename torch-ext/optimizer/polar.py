@@ -10,9 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from .iteration import LARGE, iterate_all, takes
-from .kernels import ahead, on_chip
-from .kernels.split import Split
+from .iteration import LARGE, is_capturing, iterate_all, most_of, takes
+from .kernels import ahead, here, look, on_chip, use_triton
+from .kernels.split import Split, memory_of
+from .kernels.tape import play
+from .kernels.tiles import forced
 from .steps import ALL, F16, SMALL, Steps, is_number, steps_of
 
 WIDE = torch.float32, torch.bfloat16, torch.float16  # dtypes of matrices
@@ -145,14 +147,43 @@ def orthogonalize_(stacks: Sequence[torch.Tensor | Split], steps: Steps, eps: fl
     _polar(list(zip(stacks, into or stacks)), steps, eps, dtype, memory)
 
 
+class _Kind:
+    """Stands for all calls that are alike but for addresses; `sizes`: the bytes that each takes, of `iterate`'s memory
+    and of `on_chip.polar`'s.
+    """
+
+    def __init__(self, sizes):
+        self.sizes = sizes
+
+
+_kinds: dict = {}  # what decides about launches -> _Kind
+
+
 def _polar(pairs, steps, eps, dtype, memory=None, likely=None):
     """Orthogonalize each U into its out, which may be U. Only launches write to out, so a rehearsal leaves it alone.
     `likely`: see `ahead.rehearse`.
     """
-    kind = steps, dtype, *((U.dtype, U.device, U.shape, U.stride()) for U, _ in pairs)
-    if pairs:
-        ahead.rehearse(pairs[0][0].device, lambda: _launch(pairs, steps, eps, dtype, memory), kind, likely)
-    _launch(pairs, steps, eps, dtype, memory)
+    if not pairs:
+        return
+    device, work = pairs[0][0].device, functools.partial(_launch, pairs, steps, eps, dtype)
+    if here.rehearsing or not use_triton(device) or is_capturing(device):  # a graph has stacks side by side, no tape
+        return work(memory)
+    tensors = [t for pair in pairs for t in pair]
+    key = steps, eps, dtype, forced(), look(*tensors)
+    kind = _kinds.get(key)
+    if kind is None:
+        ahead.rehearse(device, lambda: work(memory), key, likely)
+        kind = _kinds[key] = _Kind(_takes(pairs, steps, dtype))
+    new = kind.sizes if memory is None else kind.sizes[3:]
+    *new, room = torch.empty(sum(new), dtype=torch.uint8, device=device).split(new)
+    memory = memory or new
+    play(kind, (*memory, room), list(map(memory_of, tensors)), lambda: work(memory, room))
+
+
+def _takes(pairs, steps, dtype) -> tuple[int, ...]:
+    chips, stacks, own = _sorted(pairs, steps, dtype)
+    room = max((on_chip.takes(U, own, len(steps.triples)) for U, _ in chips), default=0)
+    return *most_of(stacks, own.itemsize), room
 
 
 def _launch_akin(U, steps, eps, dtype):
@@ -162,28 +193,33 @@ def _launch_akin(U, steps, eps, dtype):
     n, own = min(U.shape[1:]), products_dtype(dtype, U.device)
     for stack in (U, U.view(len(U), U.shape[2], U.shape[1])):
         for most in {longest(n, n, steps, own), longest(n, 4 * n, steps, own)}:
-            _launch([(stack, stack)], steps, eps, dtype, None, most)
+            _launch([(stack, stack)], steps, eps, dtype, most=most)
 
 
 @torch.no_grad()
-def _launch(pairs, steps, eps, dtype, memory, most=None):
-    """Sort by what shares launches. The short side comes first from here on. `most`: steps between restarts, None for
-    what is best.
+def _launch(pairs, steps, eps, dtype, memory=None, room=None, most=None):
+    """In `memory` (`iterate`'s) and `room` (`on_chip.polar`'s), None for new; `most`: see `_sorted`."""
+    chips, stacks, own = _sorted(pairs, steps, dtype, most)
+    for U, out in chips:
+        on_chip.polar(U, out, steps.segments(own, n=U.shape[1]), eps, own, room)
+    if stacks:
+        iterate_all(stacks, steps, eps, own, memory)
+
+
+def _sorted(pairs, steps, dtype, most=None):
+    """(pairs that `on_chip` takes, stacks that `iterate_all` takes, the dtype of products). The short side comes first
+    from here on. `most`: steps between restarts, None for what is best.
     """
-    together = {}
+    chips, together, own = [], {}, products_dtype(dtype, pairs[0][0].device)
     for U, out in pairs:
         if U.numel() == 0:
             continue
         if U.shape[1] > U.shape[2]:
             U, out = U.mT, out.mT
         n, m = U.shape[1:]
-        own = products_dtype(dtype, U.device)
         if on_chip.fits(U, own) and not steps.aol:
-            on_chip.polar(U, out, steps.segments(own, n=n), eps, own)
+            chips.append((U, out))
         else:
             key = _key(n, m, most or longest(n, m, steps, own))
             together.setdefault(key, []).append((U, out))
-    if together:
-        own = products_dtype(dtype, pairs[0][0].device)
-        stacks = [(members, most) for (_, most, _), members in together.items()]
-        iterate_all(stacks, steps, eps, own, memory)
+    return chips, [(members, most) for (_, most, _), members in together.items()], own

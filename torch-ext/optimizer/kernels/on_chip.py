@@ -11,9 +11,8 @@ import functools
 
 import torch
 
-from . import chain, here, jit, look, typed, use_triton
+from . import chain, jit, look, typed, use_triton
 from .norm import squares_of
-from .tape import play
 
 tl = None  # Triton's language, put here by jit
 LARGEST, MOST = 128, 1 << 16  # short side, elements; one processor reads a larger matrix for longer than launches take
@@ -53,10 +52,17 @@ def shared_bytes(kind: str, index: int | None) -> int:
     return getattr(device, "shared_memory_per_block_optin", 1 << 16)
 
 
-def polar(U: torch.Tensor, out: torch.Tensor, segments, eps: float, dtype: torch.dtype) -> None:
+def takes(U: torch.Tensor, dtype: torch.dtype, steps: int) -> int:
+    """Return the bytes of memory that `polar` takes for so many steps on matrices U."""
+    (N, n, m), (_, chunk, _) = U.shape, _launch_of(U)[0]
+    return 0 if m <= chunk or chain.fits(U, dtype, steps) else N * n * -(-m // chunk) * chunk * dtype.itemsize
+
+
+def polar(U: torch.Tensor, out: torch.Tensor, segments, eps: float, dtype: torch.dtype, memory=None) -> None:
     """Write to out the polar factor of every matrix of U (N, n, m), n <= m; they may be the same memory.
 
-    segments: the triples (a, b, c) between restarts, as `steps.Steps.segments` gives them.
+    segments: the triples (a, b, c) between restarts, as `steps.Steps.segments` gives them; memory: a flat uint8 tensor
+    of the bytes that `takes` says or more, None for new memory.
     """
     firsts, steps = 0, 0
     for segment in segments:
@@ -64,29 +70,18 @@ def polar(U: torch.Tensor, out: torch.Tensor, segments, eps: float, dtype: torch
         steps += len(segment)
     triples = tuple(float(x) for segment in segments for triple in segment for x in triple)
     if chain.fits(U, dtype, steps):
-        tensors, work = (U, out), functools.partial(chain.polar, U, out, triples, firsts, eps, dtype)
-    else:
-        tensors, work = _triton(U, out, triples, firsts, eps, dtype)
-    if here.rehearsing:
-        work()
-    else:
-        play((look(*tensors), triples, firsts, eps, dtype), (), tensors, work)
-
-
-def _triton(U, out, triples, firsts, eps, dtype):
-    """(the tensors that a launch takes, what launches it)."""
-    (N, n, m), steps = U.shape, len(triples) // 3
-    (block, chunk, stages), options = _launch_of(U)
-    key = (steps, firsts, *look(U, out))
+        return chain.polar(U, out, triples, firsts, eps, dtype)
+    (N, n, m), ((block, chunk, stages), options) = U.shape, _launch_of(U)
+    key = (dtype, steps, firsts, *look(U, out))
     numbers, constants = (triples, n, m, eps, U.dtype != torch.float16, steps), (block, chunk, stages)
     if m <= chunk:
-        return (U, out), functools.partial(
-            _standard_kernel.launch, N, (dtype, *key), U, out, U.stride(), out.stride(), *numbers, *constants,
-            typed(dtype), **options)
-    X = torch.empty((N, n, -(-m // chunk) * chunk), dtype=dtype, device=U.device)
-    return (U, X, out), functools.partial(
-        _gram_kernel.launch, N, (dtype, *key), U, X, out, U.stride(), X.stride(), out.stride(), *numbers,
-        firsts | 1 << steps, *constants, **options)
+        return _standard_kernel.launch(N, key, U, out, U.stride(), out.stride(), *numbers, *constants, typed(dtype),
+                                       **options)
+    taken = takes(U, dtype, steps)
+    memory = torch.empty(taken, dtype=torch.uint8, device=U.device) if memory is None else memory[:taken]
+    X = memory.view(dtype).view(N, n, -1)
+    _gram_kernel.launch(N, key, U, X, out, U.stride(), X.stride(), out.stride(), *numbers, firsts | 1 << steps,
+                        *constants, **options)
 
 
 def follows(A: torch.Tensor) -> bool:

@@ -18,9 +18,22 @@ import torch
 TRITONS = ("3.6.", "3.7.", "3.8.", "3.9.")  # with which kernels ran on a GPU; others do without tapes and Gluon
 TAPES = 256  # kept, those that were played last
 
-_tapes: OrderedDict = OrderedDict()  # key -> calls
+_tapes: OrderedDict = OrderedDict()  # key -> _Tape
 _lasting: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # id -> tensor
 _local = threading.local()
+
+
+class _Tape:
+    """Launches, and what their launchers were given last."""
+
+    def __init__(self, calls):
+        self.calls, self.last = calls, (None, None, ())
+
+    def given(self, stream, starts, tensors) -> list:
+        """[(C function, its arguments)] for tensors that begin at `starts`."""
+        if self.last[:2] != (stream, starts):
+            self.last = stream, starts, [(call[0], _filled(stream, tensors, *call[1:])) for call in self.calls]
+        return self.last[2]
 
 
 def play(kind: Hashable, memory: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor],
@@ -31,22 +44,29 @@ def play(kind: Hashable, memory: Sequence[torch.Tensor], tensors: Sequence[torch
     `memory`, flat tensors that often lie where they lay, and on lasting tensors.
     """
     starts, device = [t.data_ptr() for t in tensors], (*memory, *tensors)[0].device
-    key = tuple(m.data_ptr() for m in memory), device.index, tuple(map(starts.index, starts)), kind
-    calls = _tapes.get(key)
-    if calls is None or _hooked():
+    key = kind, device.index, tuple(m.data_ptr() for m in memory), tuple(map(starts.index, starts))
+    tape = _tapes.get(key)
+    if tape is None or _hooked():
         return _record(key, memory, starts, work)
     with contextlib.suppress(KeyError):  # another thread has just dropped it
         _tapes.move_to_end(key)
-    stream = torch.cuda.current_stream(device).cuda_stream
-    for launcher, programs, head, arguments, gaps, together in calls:
-        if gaps:
-            arguments = list(arguments)
-            for first, last, number, fill in gaps:
-                arguments[first:last] = fill(tensors[number])
-        if together:
-            launcher(programs, 1, 1, stream, *head, arguments)
-        else:
-            launcher(programs, 1, 1, stream, *head, *arguments)
+    for launcher, given in tape.given(_stream(device.index), starts, tensors):
+        launcher(*given)
+
+
+def _stream(device) -> int:
+    """The address of the current one; torch's own object takes 3 us."""
+    from triton.runtime import driver
+
+    return driver.active.get_current_stream(device)
+
+
+def _filled(stream, tensors, programs, head, arguments, gaps, together) -> tuple:
+    """All that a launcher is given, with what is made of `tensors` in the gaps."""
+    arguments = list(arguments)
+    for first, last, number, fill in gaps:
+        arguments[first:last] = fill(tensors[number])
+    return programs, 1, 1, stream, *head, *([tuple(arguments)] if together else arguments)
 
 
 @functools.cache
@@ -81,7 +101,7 @@ def _record(key, memory, starts, work):
     try:
         work()
         if _local.tape and None not in _local.tape:
-            _tapes[key] = tuple(_local.tape)
+            _tapes[key] = _Tape(_local.tape)
     finally:
         _local.tape = None
     if len(_tapes) > TAPES:
