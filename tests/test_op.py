@@ -92,6 +92,9 @@ def test_there_is_no_gradient_and_it_is_said(optimizer):
     assert not optimizer.orthogonalize(X.detach()).requires_grad
     with torch.no_grad():
         assert not optimizer.orthogonalize(X).requires_grad
+    for transform in (torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))):
+        with pytest.raises(RuntimeError, match="autograd.Function"):
+            transform(lambda x: optimizer.orthogonalize(x).sum())(X.detach())
 
 
 def test_there_is_no_forward_derivative_either(optimizer):

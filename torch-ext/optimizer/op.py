@@ -5,6 +5,7 @@ is computed.
 """
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -52,6 +53,7 @@ def _define() -> torch.library.Library | None:
 
 _library = _define()  # the operator lives as long as this
 _orthogonalize = ops.orthogonalize.default
+_below_autograd = getattr(torch._C, "_AutoDispatchBelowAutograd", contextlib.nullcontext)
 
 
 def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_express", ns_steps: int = 5,
@@ -70,4 +72,8 @@ def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_expr
     polar.check(X, eps, dtype)
     _check_tangent(X)
     steps = polar.steps_of(ns_coefficients, ns_steps)
-    return _orthogonalize(X, [number for triple in steps.triples for number in triple], steps.aol, eps, dtype)
+    given = X, [number for triple in steps.triples for number in triple], steps.aol, eps, dtype
+    if torch.compiler.is_compiling() or X.requires_grad:
+        return _orthogonalize(*given)
+    with _below_autograd():  # in Python autograd's part takes longer than a small matrix
+        return _orthogonalize(*given)

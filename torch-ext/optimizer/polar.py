@@ -174,10 +174,14 @@ def _polar(pairs, steps, eps, dtype, memory=None, likely=None):
     if kind is None:
         ahead.rehearse(device, lambda: work(memory), key, likely)
         kind = _kinds[key] = _Kind(_takes(pairs, steps, dtype))
-    new = kind.sizes if memory is None else kind.sizes[3:]
-    *new, room = torch.empty(sum(new), dtype=torch.uint8, device=device).split(new)
-    memory = memory or new
-    play(kind, (*memory, room), list(map(memory_of, tensors)), lambda: work(memory, room))
+    sizes = kind.sizes if memory is None else kind.sizes[3:]
+    new = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+
+    def launch():
+        *own, room = new.split(sizes)
+        work(memory or own, room)
+
+    play(kind, (*(memory or ()), new), list(map(memory_of, tensors)), launch)
 
 
 def _takes(pairs, steps, dtype) -> tuple[int, ...]:
