@@ -235,15 +235,31 @@ def test_only_launches_on_a_gpu_outside_of_captures_are_rehearsed(part, monkeypa
     assert not ahead._is_possible(torch.device("cuda", 0))
 
 
-def test_what_could_not_be_rehearsed_is_rehearsed_later_and_once(part, monkeypatch):
-    ahead, possible, calls = part("kernels.ahead"), [], []
-    monkeypatch.setattr(ahead, "_is_possible", lambda device: bool(possible))
-    monkeypatch.setattr(ahead, "_done", set())
-    monkeypatch.setattr(ahead, "_rehearse", lambda work, _: work())
-    for _ in range(3):
-        ahead.rehearse(torch.device("cpu"), lambda: calls.append(len(calls)), "kind")
-        possible.append(True)
-    assert calls == [0]
+def test_a_kind_of_call_is_rehearsed_once_and_never_while_a_graph_is_made(part, monkeypatch):
+    polar, capturing, calls, X = part("polar"), [True], [], torch.randn(2, 6, 20)
+    paths.forget(polar, monkeypatch)
+    monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
+    monkeypatch.setattr(polar, "is_capturing", lambda device: bool(capturing))
+    monkeypatch.setattr(polar, "_launch", lambda *_: None)
+    monkeypatch.setattr(polar.ahead, "rehearse", lambda device, work, likely: calls.append(device))
+    monkeypatch.setattr(polar, "KEPT", 2)
+    polar.polar_factor(X, polar.steps_of("cans"), 0.0)
+    assert not calls and not polar._kinds
+    capturing.clear()
+    for kinds, eps in enumerate((0.0, 1e-3, 1e-4), start=1):
+        for _ in range(3):
+            polar.polar_factor(X, polar.steps_of("cans"), eps)
+        assert len(calls) == kinds and 0 < len(polar._kinds) <= 2
+
+
+def test_nothing_is_rehearsed_inside_a_rehearsal(part, monkeypatch):
+    ahead, calls = part("kernels.ahead"), []
+    monkeypatch.setattr(ahead, "_is_possible", lambda device: True)
+    monkeypatch.setattr(ahead, "_rehearse", lambda work, _: calls.append(work()))
+    for rehearsing in (True, False):
+        monkeypatch.setattr(part("kernels").here, "rehearsing", rehearsing)
+        ahead.rehearse(torch.device("cpu"), list)
+    assert calls == [[]]
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from .kernels.tape import play
 from .kernels.tiles import forced
 from .steps import ALL, F16, SMALL, Steps, is_number, steps_of
 
+KEPT = 1024  # kinds of calls that are known; schedules may bring new ones at every step
 WIDE = torch.float32, torch.bfloat16, torch.float16  # dtypes of matrices
 
 
@@ -89,9 +90,7 @@ def polar_factor(X: torch.Tensor, steps: Steps, eps: float, dtype: torch.dtype |
     """Return the polar factor of every matrix of X (..., R, C), contiguous, in X's dtype; see `op.orthogonalize`."""
     out = torch.empty(X.shape, dtype=X.dtype, device=X.device)
     if X.numel():
-        whole = out.view(-1, *X.shape[-2:])
-        likely = functools.partial(_launch_akin, whole, steps, eps, dtype)
-        _polar([(_in_a_row(X), whole)], steps, eps, dtype, likely=likely)
+        _polar((X, out), lambda: [(_in_a_row(X), out.view(-1, *X.shape[-2:]))], (steps, eps, dtype), alone=True)
     return out
 
 
@@ -144,7 +143,9 @@ def orthogonalize_(stacks: Sequence[torch.Tensor | Split], steps: Steps, eps: fl
     if stacks and stacks[0].device.type == "meta":
         raise RuntimeError("meta tensors hold no numbers to orthogonalize: give the model memory before it is stepped "
                            "(model.to_empty() and an initialization)")
-    _polar(list(zip(stacks, into or stacks)), steps, eps, dtype, memory)
+    if stacks:
+        into = into or stacks
+        _polar((*stacks, *into), lambda: list(zip(stacks, into)), (steps, eps, dtype), memory)
 
 
 class _Kind:
@@ -159,61 +160,65 @@ class _Kind:
 _kinds: dict = {}  # what decides about launches -> _Kind
 
 
-def _polar(pairs, steps, eps, dtype, memory=None, likely=None):
-    """Orthogonalize each U into its out, which may be U. Only launches write to out, so a rehearsal leaves it alone.
-    `likely`: see `ahead.rehearse`.
+def _polar(tensors, pairs, options, memory=None, alone=False):
+    """Orthogonalize each U into its out, which may be U: `pairs()` of views of `tensors`. Only launches write to out,
+    so a rehearsal leaves it alone. `options`: steps, eps and dtype; `alone`: a model may well have others akin to these.
     """
-    if not pairs:
-        return
-    device, work = pairs[0][0].device, functools.partial(_launch, pairs, steps, eps, dtype)
-    if here.rehearsing or not use_triton(device) or is_capturing(device):  # a graph has stacks side by side, no tape
-        return work(memory)
-    tensors = [t for pair in pairs for t in pair]
-    key = steps, eps, dtype, forced(), look(*tensors)
-    kind = _kinds.get(key)
-    if kind is None:
-        ahead.rehearse(device, lambda: work(memory), key, likely)
-        kind = _kinds[key] = _Kind(_takes(pairs, steps, dtype))
+    device = tensors[0].device
+    if not use_triton(device) or is_capturing(device):  # in a graph stacks are side by side, which no tape holds
+        return _launch(pairs(), options, memory)
+    key = options, forced(), look(*tensors)
+    kind = _kinds.get(key) or _make_known(key, pairs(), options, memory, alone)
+    if here.rehearsing:
+        return _launch(pairs(), options, memory)
     sizes = kind.sizes if memory is None else kind.sizes[3:]
     new = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
 
     def launch():
         *own, room = new.split(sizes)
-        work(memory or own, room)
+        _launch(pairs(), options, memory or own, room)
 
-    play(kind, (*(memory or ()), new), list(map(memory_of, tensors)), launch)
-
-
-def _takes(pairs, steps, dtype) -> tuple[int, ...]:
-    chips, stacks, own = _sorted(pairs, steps, dtype)
-    room = max((on_chip.takes(U, own, len(steps.triples)) for U, _ in chips), default=0)
-    return *most_of(stacks, own.itemsize), room
+    play(kind, (*(memory or ()), new), [*map(memory_of, tensors)], launch)
 
 
-def _launch_akin(U, steps, eps, dtype):
+def _make_known(key, pairs, options, memory, alone) -> _Kind:
+    """Rehearse the first call of a kind."""
+    likely = functools.partial(_launch_akin, pairs[0][1], options) if alone else None
+    ahead.rehearse(pairs[0][0].device, lambda: _launch(pairs, options, memory), likely)
+    if len(_kinds) >= KEPT:
+        _kinds.clear()
+    chips, stacks, own = _sorted(pairs, options)
+    room = max((on_chip.takes(U, own, len(options[0].triples)) for U, _ in chips), default=0)
+    kind = _kinds[key] = _Kind((*most_of(stacks, own.itemsize), room))
+    return kind
+
+
+def _launch_akin(U, options):
     """Launch what matrices like these take that a model may well have beside them: wide and tall, as square ones and as
     long ones, which may take another iteration. For rehearsals: U is spoiled.
     """
+    steps, _, dtype = options
     n, own = min(U.shape[1:]), products_dtype(dtype, U.device)
     for stack in (U, U.view(len(U), U.shape[2], U.shape[1])):
         for most in {longest(n, n, steps, own), longest(n, 4 * n, steps, own)}:
-            _launch([(stack, stack)], steps, eps, dtype, most=most)
+            _launch([(stack, stack)], options, most=most)
 
 
 @torch.no_grad()
-def _launch(pairs, steps, eps, dtype, memory=None, room=None, most=None):
+def _launch(pairs, options, memory=None, room=None, most=None):
     """In `memory` (`iterate`'s) and `room` (`on_chip.polar`'s), None for new; `most`: see `_sorted`."""
-    chips, stacks, own = _sorted(pairs, steps, dtype, most)
+    (steps, eps, _), (chips, stacks, own) = options, _sorted(pairs, options, most)
     for U, out in chips:
         on_chip.polar(U, out, steps.segments(own, n=U.shape[1]), eps, own, room)
     if stacks:
         iterate_all(stacks, steps, eps, own, memory)
 
 
-def _sorted(pairs, steps, dtype, most=None):
+def _sorted(pairs, options, most=None):
     """(pairs that `on_chip` takes, stacks that `iterate_all` takes, the dtype of products). The short side comes first
     from here on. `most`: steps between restarts, None for what is best.
     """
+    steps, _, dtype = options
     chips, together, own = [], {}, products_dtype(dtype, pairs[0][0].device)
     for U, out in pairs:
         if U.numel() == 0:

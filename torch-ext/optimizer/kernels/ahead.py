@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor, wait
 
 import torch
@@ -21,7 +21,6 @@ from .neighbours import alone, place
 MOST_THREADS = 5  # of a process; more of them wait for Python, which one at a time may use (docs/log.md)
 MANY_PROCESSORS = 8  # from which on kernels are compiled that are not sure to be wanted
 HEAD_START = 0.5  # seconds for which a process compiles nothing but its share of what its neighbours need, too
-_done: set = set()
 _alone = threading.Lock()
 
 
@@ -47,20 +46,15 @@ def _read_compiler() -> None:
         triton_key()
 
 
-def rehearse(device: torch.device, work: Callable[[], None], kind: Hashable = None,
-             likely: Callable[[], object] | None = None) -> None:
+def rehearse(device: torch.device, work: Callable[[], None], likely: Callable[[], object] | None = None) -> None:
     """Have all kernels compiled that `work` launches on `device`, before it is called for the first time.
 
-    Calls `work` without launches, once for each `kind` other than None. All else that it does it does twice: it may
-    write only to memory that nobody reads before `work` has written it again. Does nothing on a CPU, while a CUDA graph
-    is captured, or where this Triton cannot compile in threads. `likely`: what may well follow; where there are many
-    processors its kernels are compiled beside the others.
+    Calls `work` without launches. All else that it does it does twice: it may write only to memory that nobody reads
+    before `work` has written it again. Does nothing on a CPU, while a CUDA graph is captured, or where this Triton
+    cannot compile in threads. `likely`: what may well follow; where there are many processors its kernels are compiled
+    beside the others.
     """
-    if kind in _done or not _is_possible(device):
-        return
-    if kind is not None:
-        _done.add(kind)
-    if not here.rehearsing:  # else it is part of a longer rehearsal
+    if _is_possible(device) and not here.rehearsing:  # else it is part of a longer rehearsal
         with contextlib.suppress(Exception):
             _rehearse(work, likely if _processors() >= MANY_PROCESSORS else None)
 
