@@ -162,7 +162,7 @@ _kinds: dict = {}  # what decides about launches -> _Kind
 
 def _polar(tensors, pairs, options, memory=None, alone=False):
     """Orthogonalize each U into its out, which may be U: `pairs()` of views of `tensors`. Only launches write to out,
-    so a rehearsal leaves it alone. `options`: steps, eps and dtype; `alone`: a model may well have others akin to these.
+    so a rehearsal leaves it alone. `options`: steps, eps and dtype; `alone`: others that are akin may well follow.
     """
     device = tensors[0].device
     if not use_triton(device) or is_capturing(device):  # in a graph stacks are side by side, which no tape holds
