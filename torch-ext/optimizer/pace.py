@@ -26,8 +26,9 @@ def table(arch: str) -> dict:
 
     `copy_gbps` (device copy, bytes read + written), `wire_gbps` and `wire_us` (an all-to-all, docs/facts.md),
     `exposed` (how much longer products take for each second of wire beside them), `norm` (of scaling to norm 1: per
-    stack, and bytes moved per element), `on_chip_us` (of a small matrix in one program: and per column), `chain_us`
-    (the same of chain.py), `follow_us` (of what follows Gram matrices in one program: of up to 64 rows, of more).
+    stack, and bytes moved per element), `overlap_us` (by which a product begins before the launch before it ends),
+    `on_chip_us` (of a small matrix in one program: and per column), `chain_us` (the same of chain.py), `follow_us` (of
+    what follows Gram matrices in one program: of up to 64 rows, of more).
     """
     path = tiles.TABLES / f"{arch}_pace.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -101,8 +102,9 @@ class Pace:
         return us + sum(made * self._product_us("symmetric", n, n, count) for made, count in shared.items())
 
     def _product_us(self, op, n, m, count):
-        """One launch, with the tile that is expected to be fastest."""
-        return min(tiles.expected_us(entry, n, m, count, self.processors) for entry in self.entries[op])
+        """One launch among others, with the tile that is expected to be fastest, alone."""
+        alone = min(tiles.expected_us(entry, n, m, count, self.processors) for entry in self.entries[op])
+        return alone - self.table["overlap_us"]
 
     def memory(self, nbytes: float) -> int:
         """The time to read or write so many bytes, all counted."""
