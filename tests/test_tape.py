@@ -96,6 +96,29 @@ def test_what_launchers_are_given_follows_tensors_and_the_stream(tape, monkeypat
     assert [(call[3], call[-1]) for call in calls] == expected
 
 
+def test_a_thread_that_plays_the_same_tape_for_others_changes_nothing(tape):
+    """Where a call takes no memory, threads on streams of their own have one tape."""
+    calls, tensors = [], [torch.ones(4), torch.ones(4)]
+    kernel = Kernel(calls)
+
+    def play(tensor):
+        tape.play("kind", [], [tensor], functools.partial(tape.note, kernel, 1, (tensor,)))
+
+    play(tensors[0])
+    recorded = next(iter(tape._tapes.values()))
+
+    class Interrupted(type(recorded)):
+        """Another thread plays after each time that `last` is set."""
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "last" and value[1] == [tensors[0].data_ptr()]:
+                super().__setattr__(name, (5, [tensors[1].data_ptr()], []))
+
+    recorded.__class__ = Interrupted
+    play(tensors[0])
+    assert [call[-1] for call in calls] == [tensors[0].data_ptr()]
+
+
 def test_other_memory_another_kind_and_other_sharing_are_recorded_anew(tape):
     done, memories, tensors = [], [torch.zeros(8), torch.zeros(8)], [torch.zeros(2), torch.zeros(2)]
 

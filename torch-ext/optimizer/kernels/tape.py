@@ -31,9 +31,11 @@ class _Tape:
 
     def given(self, stream, starts, tensors) -> list:
         """[(C function, its arguments)] for tensors that begin at `starts`."""
-        if self.last[:2] != (stream, starts):
-            self.last = stream, starts, [(call[0], _filled(stream, tensors, *call[1:])) for call in self.calls]
-        return self.last[2]
+        last = self.last  # another thread may play it for others meanwhile
+        if last[:2] != (stream, starts):
+            calls = [(call[0], _filled(stream, tensors, *call[1:])) for call in self.calls]
+            self.last = last = stream, starts, calls
+        return last[2]
 
 
 def play(kind: Hashable, memory: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor],
