@@ -239,7 +239,7 @@ def test_a_kind_of_call_is_rehearsed_once_and_never_while_a_graph_is_made(part, 
     polar, capturing, calls, X = part("polar"), [True], [], torch.randn(2, 6, 20)
     paths.forget(polar, monkeypatch)
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
-    monkeypatch.setattr(polar, "is_capturing", lambda device: bool(capturing))
+    monkeypatch.setattr(polar, "capturing", lambda device: bool(capturing))
     monkeypatch.setattr(polar, "_launch", lambda *_: None)
     monkeypatch.setattr(polar.ahead, "rehearse", lambda device, work, likely: calls.append(device))
     monkeypatch.setattr(polar, "KEPT", 2)

@@ -10,7 +10,7 @@ import torch
 
 from . import recipe
 from .freight import ALIGNMENT
-from .graphs import capturing
+from .kernels import capturing
 
 
 class Workspace:

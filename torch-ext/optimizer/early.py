@@ -11,7 +11,7 @@ import weakref
 import torch
 
 from . import debug, pipeline
-from .graphs import capturing
+from .kernels import capturing
 from .layout import is_dtensor, raw_locals
 from .names import name_in
 

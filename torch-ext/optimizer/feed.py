@@ -9,8 +9,7 @@ import struct
 import torch
 
 from .freight import ALIGNMENT
-from .graphs import capturing
-from .kernels import use_triton
+from .kernels import capturing, use_triton
 from .recipe import numbers_of
 
 PAGES = 4  # copies that may be on their way to the device

@@ -15,14 +15,9 @@ import torch
 import torch.distributed as dist
 
 from . import debug
-from .kernels import use_triton
+from .kernels import capturing, use_triton
 
 CAPTURES = 8  # of one part; a part whose key keeps changing is not worth more
-
-
-def capturing(device) -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def current(device):

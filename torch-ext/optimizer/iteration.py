@@ -11,7 +11,7 @@ import operator
 
 import torch
 
-from .kernels import on_chip
+from .kernels import capturing, on_chip
 from .kernels.aol import aol, scale_columns, scale_rows, unit_rows
 from .kernels.gram import gram, linear, product, symmetric_product
 from .kernels.norm import unit_norm
@@ -103,15 +103,10 @@ def iterate_all(stacks, steps, eps: float, dtype: torch.dtype, memory=None) -> N
     device, lent = stacks[0][0][0][0].device, _divided(stacks, dtype, memory)
     works = [functools.partial(iterate, members, steps, eps, dtype, most, own)
              for (members, most), own in zip(stacks, lent or itertools.repeat(memory))]
-    if lent and is_capturing(device):
+    if lent and capturing(device):
         return _side_by_side(works, device)
     for work in works:
         work()
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Say whether a CUDA graph is being made of what is launched now."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _divided(stacks, dtype, memory):

@@ -12,7 +12,7 @@ from operator import itemgetter
 
 import torch
 
-from .graphs import capturing
+from .kernels import capturing
 from .layout import raw_locals
 from .waiting import Waiting
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .iteration import LARGE, is_capturing, iterate_all, most_of, takes
-from .kernels import ahead, here, look, on_chip, use_triton
+from .iteration import LARGE, iterate_all, most_of, takes
+from .kernels import ahead, capturing, here, look, on_chip, use_triton
 from .kernels.split import Split, memory_of
 from .kernels.tape import play
 from .kernels.tiles import forced
@@ -165,7 +165,7 @@ def _polar(tensors, pairs, options, memory=None, alone=False):
     so a rehearsal leaves it alone. `options`: steps, eps and dtype; `alone`: others that are akin may well follow.
     """
     device = tensors[0].device
-    if not use_triton(device) or is_capturing(device):  # in a graph stacks are side by side, which no tape holds
+    if not use_triton(device) or capturing(device):  # in a graph stacks are side by side, which no tape holds
         return _launch(pairs(), options, memory)
     key = options, forced(), look(*tensors)
     kind = _kinds.get(key) or _make_known(key, pairs(), options, memory, alone)

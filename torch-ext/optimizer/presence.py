@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from . import debug
-from .graphs import capturing
+from .kernels import capturing
 
 
 class Presence:

@@ -42,6 +42,11 @@ def has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def capturing(device: torch.device) -> bool:
+    """Say whether what is launched now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def triton_version(device: torch.device) -> str | None:
     """Return the version of the Triton that operations on `device` run in; None where they run in torch."""
     return importlib.import_module("triton").__version__ if use_triton(device) else None

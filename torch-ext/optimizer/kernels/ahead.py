@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError, Future, InvalidStateError, Thread
 
 import torch
 
-from . import here, use_triton
+from . import capturing, here, use_triton
 from .neighbours import alone, place
 
 MOST_THREADS = 5  # of a process; more of them wait for Python, which one at a time may use (docs/log.md)
@@ -60,7 +60,7 @@ def rehearse(device: torch.device, work: Callable[[], None], likely: Callable[[]
 
 
 def _is_possible(device) -> bool:
-    return device.type == "cuda" and use_triton(device) and not torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and use_triton(device) and not capturing(device)
 
 
 def _rehearse(work, likely=None) -> None:

@@ -60,10 +60,9 @@ class TmaLaunch:
         wide = not symmetric and tile.columns > tile.rows and tile.loop != "once"
         self.programs, order, count, whole, halves = turns(op, out, inner, tile, wide)
         diagonal = len(addends) > 1 or factors[1] != 0.0  # which is 0 with some of several addends: one kernel less
-        # fused multiply-adds, which depend on the tile, would give other bits
-        self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "enable_fp_fusion": False}
         self.pdl = gains_by_pdl(op, A)
-        self.options |= {"launch_pdl": True} if self.pdl else {}
+        self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "launch_pdl": self.pdl,
+                        "enable_fp_fusion": False}  # fused multiply-adds, which depend on the tile, give other bits
         if tile.loop == "pingpong":
             self.kernel, self.pointer, describe = pingpong_kernel, False, ring.description
             self.numbers = (order, count, whole, halves, inner)

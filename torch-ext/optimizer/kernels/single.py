@@ -58,14 +58,10 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, facto
     for k in gl.static_range(AHEAD):
         sums = _multiply(left, right, full, sums, steps - AHEAD + k, ROWS, COLUMNS, BLOCK_K, STAGES)
         if k < 3:
-            if k < addends:
-                ask(asked[k], _room(left, right, steps + k, ROWS, COLUMNS, STAGES), added.index(k), matrix, row, column,
-                    COLUMNS)
+            _ask(asked[k], k, addends, left, right, added, steps, matrix, row, column, ROWS, COLUMNS, STAGES)
     sums = multiplied(0, deps=(sums,))
     for k in gl.static_range(AHEAD, 3):
-        if k < addends:
-            ask(asked[k], _room(left, right, steps + k, ROWS, COLUMNS, STAGES), added.index(k), matrix, row, column,
-                COLUMNS)
+        _ask(asked[k], k, addends, left, right, added, steps, matrix, row, column, ROWS, COLUMNS, STAGES)
     for k in range(addends):
         room = _room(left, right, steps + k, ROWS, COLUMNS, STAGES)
         mbarrier.wait(added.index(k), 0)
@@ -138,6 +134,14 @@ def _fetch(a, b, left, right, full, matrix, row, column, k, STAGES: gl.constexpr
     mbarrier.expect(arrived, 2 * (ROWS + COLUMNS) * BLOCK_K)
     load_box(a, [matrix, row, k * BLOCK_K], arrived, rows)
     load_box(b, [matrix, column, k * BLOCK_K], arrived, columns)
+
+
+@gluon_jit
+def _ask(addend, k: gl.constexpr, addends, left, right, added, steps, matrix, row, column, ROWS: gl.constexpr,
+         COLUMNS: gl.constexpr, STAGES: gl.constexpr):
+    """Ask for addend k, if there are so many, in a stage whose operands are multiplied."""
+    if k < addends:
+        ask(addend, _room(left, right, steps + k, ROWS, COLUMNS, STAGES), added.index(k), matrix, row, column, COLUMNS)
 
 
 @gluon_jit
