@@ -1,12 +1,16 @@
 """`orthogonalize` as an operator: opaque to the compiler, right without data, capturable, without a gradient."""
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.paths import quiet
 
@@ -110,6 +114,35 @@ def test_there_is_no_forward_derivative_either(optimizer):
         with refused():
             optimizer.orthogonalize(dual)
         assert torch.equal(optimizer.orthogonalize(forward_ad.unpack_dual(dual).primal), optimizer.orthogonalize(X))
+
+
+class Seen(TorchDispatchMode):
+    """Keeps the names of operators."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names = [*getattr(self, "names", ()), str(function)]
+        return function(*args, **(kwargs or {}))
+
+
+def test_who_listens_sees_the_operator_and_nobody_else_pays_for_it(optimizer, op, device, monkeypatch):
+    """A plain call goes round torch's dispatcher; modes, tracers, transforms and subclasses see one operator."""
+    X = torch.randn(2, 6, 20, device=device)
+    with Seen() as seen:
+        expected = optimizer.orthogonalize(X)
+    assert seen.names[0].endswith("orthogonalize.default")
+    traced = make_fx(lambda X: optimizer.orthogonalize(X))(X).graph.nodes
+    assert [str(node.target) for node in traced if node.op == "call_function"][0].endswith("orthogonalize.default")
+    with FakeTensorMode() as fake:
+        assert optimizer.orthogonalize(fake.from_tensor(X)).shape == X.shape
+    assert torch.equal(optimizer.orthogonalize(torch._neg_view(X)), optimizer.orthogonalize(-X))
+    for context in (contextlib.nullcontext, torch.no_grad, functools.partial(torch.autocast, device.type)):
+        with context():
+            assert op._is_plain(X)
+    for context in (torch.inference_mode, functools.partial(torch.device, "cpu")):
+        with context():
+            assert not op._is_plain(X) and torch.equal(optimizer.orthogonalize(X), expected)
+    monkeypatch.setattr(op, "_orthogonalize", None)
+    assert torch.equal(optimizer.orthogonalize(X), expected)
 
 
 def test_vmap(optimizer):

@@ -5,7 +5,7 @@ is computed.
 """
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -18,10 +18,13 @@ from .steps import Steps
 SCHEMA = "orthogonalize(Tensor X, float[] triples, bool aol, float eps, ScalarType? dtype) -> Tensor"
 
 
-def _compute(X, triples, aol, eps, dtype):
-    steps = Steps(tuple(zip(*[iter(triples)] * 3)), aol)
+def _compute(X, steps, eps, dtype):
     with torch.cuda.device_of(X):  # Triton launches on the current device
         return polar.polar_factor(X, steps, eps, dtype)
+
+
+def _operator(X, triples, aol, eps, dtype):
+    return _compute(X, Steps(tuple(zip(*[iter(triples)] * 3)), aol), eps, dtype)
 
 
 def _fake(X, triples, aol, eps, dtype):
@@ -45,7 +48,7 @@ def _define() -> torch.library.Library | None:
         return None
     library = torch.library.Library(ops.name, "FRAGMENT")
     library.define(SCHEMA, tags=torch.Tag.pt2_compliant_tag)
-    library.impl("orthogonalize", _compute, "CompositeExplicitAutograd")
+    library.impl("orthogonalize", _operator, "CompositeExplicitAutograd")
     torch.library.register_fake(add_op_namespace_prefix("orthogonalize"), _fake, lib=library)
     torch.library.register_autograd(add_op_namespace_prefix("orthogonalize"), _no_gradient, lib=library)
     return library
@@ -53,7 +56,25 @@ def _define() -> torch.library.Library | None:
 
 _library = _define()  # the operator lives as long as this
 _orthogonalize = ops.orthogonalize.default
-_below_autograd = getattr(torch._C, "_AutoDispatchBelowAutograd", contextlib.nullcontext)
+
+
+_keys = torch._C.DispatchKey
+_plain = torch._C.DispatchKeySet(_keys.BackendSelect).add(_keys.ADInplaceOrView).raw_repr()  # of a thread
+
+
+@functools.cache
+def _plain_tensor(device_type) -> int:
+    return torch._C._dispatch_keys(torch.empty(0, device=device_type)).raw_repr()
+
+
+def _is_plain(X) -> bool:
+    """Say whether the operator would do nothing but compute: no gradient, compiler, tracer, transform, mode or kind of
+    tensor is there to see it. The way through torch's dispatcher takes longer than a small matrix.
+    """
+    return (not torch.compiler.is_compiling() and type(X) is torch.Tensor and not X.requires_grad
+            and torch._C._dispatch_tls_local_include_set().raw_repr() == _plain
+            and not torch._C._len_torch_function_stack()
+            and torch._C._dispatch_keys(X).raw_repr() == _plain_tensor(X.device.type))
 
 
 def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_express", ns_steps: int = 5,
@@ -72,8 +93,6 @@ def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_expr
     polar.check(X, eps, dtype)
     _check_tangent(X)
     steps = polar.steps_of(ns_coefficients, ns_steps)
-    given = X, [number for triple in steps.triples for number in triple], steps.aol, eps, dtype
-    if torch.compiler.is_compiling() or X.requires_grad:
-        return _orthogonalize(*given)
-    with _below_autograd():  # in Python autograd's part takes longer than a small matrix
-        return _orthogonalize(*given)
+    if _is_plain(X):
+        return _compute(X, steps, eps, dtype)
+    return _orthogonalize(X, [number for triple in steps.triples for number in triple], steps.aol, eps, dtype)

@@ -172,13 +172,13 @@ def _polar(tensors, pairs, options, memory=None, alone=False):
     if here.rehearsing:
         return _launch(pairs(), options, memory)
     sizes = kind.sizes if memory is None else kind.sizes[3:]
-    new = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    new = torch.empty(sum(sizes), dtype=torch.uint8, device=device) if any(sizes) else None
 
     def launch():
-        *own, room = new.split(sizes)
+        *own, room = [None] * len(sizes) if new is None else new.split(sizes)
         _launch(pairs(), options, memory or own, room)
 
-    play(kind, (*(memory or ()), new), [*map(memory_of, tensors)], launch)
+    play(kind, (*(memory or ()), *(() if new is None else (new,))), [*map(memory_of, tensors)], launch)
 
 
 def _make_known(key, pairs, options, memory, alone) -> _Kind:
