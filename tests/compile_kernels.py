@@ -94,7 +94,8 @@ def by_pointers(arch: str, entry: dict, sizes=("i32", "i32", "i32"), rows=False,
     pointer, op = "*fp16" if entry["bytes"] == 2 else "*fp32", entry["op"]
     height, width, inner = entry["tile"]
     arguments = dict(
-        A=pointer, B=pointer, OUT=pointer, sizes=sizes, **dict.fromkeys("CDE", pointer if op == "symmetric" else None),
+        A=pointer, B=pointer, OUT=pointer, sizes=sizes,
+        scales=None if op == "symmetric" else "*fp32", **dict.fromkeys("CDE", pointer if op == "symmetric" else None),
         a_strides=ROW_MAJOR, b_strides=COLUMN_MAJOR if op == "gram" else ROW_MAJOR, c_strides=ROW_MAJOR,
         d_strides=ROW_MAJOR, e_strides=ROW_MAJOR, out_strides=None if rows else ROW_MAJOR, factors=("fp32",) * 5,
         SYMMETRIC=op != "product", EVEN=op == "gram", TURNED=rows, BLOCK_R=height, BLOCK_C=width, BLOCK_K=inner,
@@ -112,7 +113,7 @@ def by_tma(arch: str, entry: dict, rows=False) -> int:
     arguments = dict(
         {name: "tensordesc<fp16[1, {}, {}]>".format(*box) for name, box in boxes.items()}, pointer="*fp16",
         strides=ROW_MAJOR, order="*i32", count="i32", whole="i32", halves="i32", sizes=("i32",) * 3,
-        factors=("fp32",) * 5,
+        scales="*fp32", factors=("fp32",) * 5,
         SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]], TURNED=False,
         ADDENDS=3 * (entry["op"] == "symmetric"), DIAGONAL=True, PDL=True,
         LOOP=triton.language.constexpr(entry["loop"]))
@@ -137,8 +138,8 @@ def by_groups(arch: str, entry: dict, turned=False) -> int:
     kind = "tensordesc<fp16[1, {}, {}],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)>"
     arguments = {name: kind.format(*box) for name, box in boxes.items()} | sizes | dict(
         order="*i32", count="i32", whole="i32", halves="i32", inner="i32", TURNED=turned, STAGES=entry["stages"],
-        SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[op], factors=("fp32",) * 5, ADDENDS=3 * (op == "symmetric"),
-        DIAGONAL=op != "product")
+        SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[op], scales="*fp32", factors=("fp32",) * 5,
+        ADDENDS=3 * (op == "symmetric"), DIAGONAL=op != "product")
     return compile_for(arch, kernel, arguments, num_warps=entry["warps"])
 
 
@@ -149,7 +150,8 @@ def by_one_group(arch: str, entry: dict, order=None) -> int:
     kind = "tensordesc<fp16[1, {}, {}],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)>"
     arguments = {name: kind.format(*box) for name, box in boxes.items()} | dict(
         order=order, count="i32", inner="i32", addends="i32", early="i32",
-        factors=("fp32",) * 5, SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]], STAGES=entry["stages"])
+        scales="*fp32", factors=("fp32",) * 5, SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]],
+        STAGES=entry["stages"])
     return compile_for(arch, part("kernels.single").single_kernel, arguments, num_warps=entry["warps"])
 
 
@@ -167,17 +169,18 @@ def others(arch: str, shared: int):
             yield compile_for(arch, update._update_kernel, dict(fresh if momenta else dict(
                 skip, addresses=None, weight=None, moves="i32"), scales="*fp32", factors="*fp32", MOMENTA=momenta))
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
-                 span="i32", u_strides=ROW_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR, ROWS=4, COLUMNS=256,
-                 WIDE=True, EVEN=16, STRAIGHT=True, STAGES=8, PDL=arch in ("sm90", "sm100"))
-    floats = dict(V="*fp32", squares="*fp32", factors="*fp32", sums="*fp32", beta2="fp32", rest="fp32")
-    cast = norm._unit_norm_kernel
-    for kernel in (rows._moments_kernel, rows._norms_kernel, rows._normalize_kernel, norm._sums_kernel, cast):
+                 shares="i32", DOWN=32, ACROSS=16, u_strides=ROW_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR,
+                 ROWS=4, COLUMNS=256, WIDE=True, EVEN=16, STRAIGHT=True, STAGES=8, PDL=arch in ("sm90", "sm100"))
+    floats = dict(V="*fp32", squares="*fp32", factors="*fp32", sums="*fp32", beta2="fp32", rest="fp32",
+                  guesses="*fp32", scales="*fp32", aim="fp32")
+    cast, scales = norm._cast_kernel, norm._norm_kernel
+    for kernel in (rows._moments_kernel, rows._norms_kernel, rows._normalize_kernel, cast, scales):
         yield compile_for(arch, kernel, dict(sizes, **floats, U="*bf16", X="*fp16"))
         if arch == "sm90":  # sizes of 1 are constants to the compiler
             ones = dict(R=1, C=1, numel=1, parts=1, EVEN=1, u_strides=COLUMN_MAJOR)
             yield compile_for(arch, kernel, {**sizes, **floats, "U": "*fp32", "X": "*bf16", **ones})
     in_rows = dict(sizes, **floats, U="*bf16", X="*fp16") | dict(strides=None, u_strides=None)
-    for kernel in (rows._moments_kernel, rows._normalize_kernel, norm._sums_kernel, norm._unit_norm_kernel):
+    for kernel in (rows._moments_kernel, rows._normalize_kernel, cast, scales):
         yield compile_for(arch, kernel, in_rows)
     lengths = dict(U="*bf16", Y="*fp16", A="*fp16", lengths="*fp32", scales="*fp32", n="i32", m="i32", ROWS=4,
                    strides=ROW_MAJOR, u_strides=COLUMN_MAJOR, y_strides=ROW_MAJOR, BLOCK=512, TILE=64)
@@ -225,11 +228,11 @@ def whole(U: str, turned: bool, pieces: int = 8) -> int:
 
 
 def cast_bytes(even: int) -> int:
-    """Return how many bytes a thread of `norm._unit_norm_kernel` reads of bf16 at once on sm90 if `even` divides."""
+    """Return how many bytes a thread of `norm._cast_kernel` reads of bf16 at once on sm90 if `even` divides."""
     arguments = dict(
-        U="*bf16", X="*fp16", sums="*fp32", parts="i32", R="i32", C="i32", u_strides=ROW_MAJOR, x_strides=ROW_MAJOR,
-        eps="fp32", BLOCK=64, ROWS=32, COLUMNS=256, EVEN=even, STRAIGHT=True, PDL=True)
-    ptx = compiled("sm90", part("kernels.norm")._unit_norm_kernel, arguments, even=even == 16, num_warps=4).asm["ptx"]
+        U="*bf16", X="*fp16", sums="*fp32", guesses="*fp32", parts="i32", R="i32", C="i32", u_strides=ROW_MAJOR,
+        x_strides=ROW_MAJOR, aim="fp32", ROWS=32, COLUMNS=256, EVEN=even, STRAIGHT=True, DOWN=32, ACROSS=16, PDL=True)
+    ptx = compiled("sm90", part("kernels.norm")._cast_kernel, arguments, even=even == 16, num_warps=4).asm["ptx"]
     sizes = [int(bits) // 8 * int(count or 1) for count, bits in re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", ptx)]
     return max(sizes)
 

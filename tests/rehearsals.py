@@ -235,8 +235,8 @@ def fallback() -> dict:
 def alike() -> dict:
     """Binaries for shares and tiles whose counts are 1, odd, and multiples of 16."""
     gram, norm, tiles = part("kernels.gram"), part("kernels.norm"), part("kernels.tiles")
-    for shape in ((1, 256, 4096), (1, 16, 4096), (1, 16, 32768)):  # 32, 2 and 16 shares, of 8, 8 and 1 rows
-        norm.unit_norm(torch.ones(shape), torch.empty(shape, dtype=torch.float16), 1e-7)
+    for shape in ((1, 256, 4096), (1, 16, 4096), (1, 16, 32768)):  # 128, 16 and 128 tiles
+        norm.unit_norm(torch.ones(shape), torch.empty(shape, dtype=torch.float16), torch.ones(1), 1e-7)
     for loop in ["turns", "pingpong"][:1 + part("kernels.tape").knows_triton()]:
         with tiles.force(tiles.Tile(128, 128, 64, 8, 4, 4, loop)):
             for N, n in ((1, 128), (16, 128), (1, 256), (16, 256)):

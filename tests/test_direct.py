@@ -56,22 +56,26 @@ def test_norms_have_the_bits_of_whole_matrices(part, path, device, shape, cuts, 
     U = torch.randn(3, *shape, device=device) * scale
     split, memory = pieces_of(U, cuts)
     X, Y = (poisoned(*(U.mT if turned else U).shape, dtype=F16, device=device) for _ in range(2))
-    part("kernels.norm").unit_norm(U.mT if turned else U, X, 1e-7)
-    part("kernels.norm").unit_norm(split.mT if turned else split, Y, 1e-7)
-    assert torch.equal(X, Y) and torch.equal(whole(split, memory), U)
+    assert_same_norms(part, U.mT if turned else U, split.mT if turned else split, X, Y)
+    assert torch.equal(whole(split, memory), U)
 
 
-def test_norms_where_reads_at_a_time_are_cut(part, path, device, monkeypatch):
-    """Spans of several rows, and several reads of a span, each cut anywhere."""
-    for at_once, share in itertools.product((16, 64, 2048), (1, 3, 16)):
-        monkeypatch.setattr(part("kernels.norm"), "READ", at_once)
-        monkeypatch.setattr(part("kernels.norm"), "SHARE", share)
+def assert_same_norms(part, U, split, X, Y):
+    scales = torch.full((2, len(X)), float("nan"), device=X.device)
+    part("kernels.norm").unit_norm(U, X, scales[0], 1e-7)
+    part("kernels.norm").unit_norm(split, Y, scales[1], 1e-7)
+    assert torch.equal(X, Y) and torch.equal(*scales)
+
+
+def test_norms_where_tiles_are_cut(part, path, device, monkeypatch):
+    """Tiles of several rows, several tiles of a row, each cut anywhere; some cast again for what a sample missed."""
+    for lines, sample, missed in itertools.product((2, 8), (1, 4), (False, True)):
+        monkeypatch.setattr(part("kernels.norm"), "LINES", (lines, 16))
+        monkeypatch.setattr(part("kernels.norm"), "SAMPLE", (sample, 2))
         U = torch.randn(3, 24, 8, device=device)
+        U[:, 0, :2] *= 1e-30 if missed else 1.0
         for cuts in CUTS:
-            X, Y = torch.empty_like(U), torch.empty_like(U)
-            part("kernels.norm").unit_norm(U, X, 1e-7)
-            part("kernels.norm").unit_norm(pieces_of(U, cuts)[0], Y, 1e-7)
-            assert torch.equal(X, Y)
+            assert_same_norms(part, U, pieces_of(U, cuts)[0], torch.empty_like(U), torch.empty_like(U))
 
 
 @pytest.mark.parametrize("cuts", CUTS)
@@ -336,14 +340,12 @@ def test_every_tile_of_the_table_stores_in_pieces(part, device, shape, dtype):
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_large_norms_and_iterations_in_pieces(part, device, shape, dtype):
-    polar, norm, U = part("polar"), part("kernels.norm"), torch.randn(3, *shape, device=device).to(dtype)
+    polar, U = part("polar"), torch.randn(3, *shape, device=device).to(dtype)
     cuts, tall = [uneven(shape[0], ranks) for ranks in (7, 8, 64)], shape[0] > shape[1]
     (split, memory), room = pieces_of(U, cuts), part("iteration").Room(((3, *sorted(shape)),) * 2, F16, device)
     room.lend(torch.empty(room.nbytes, dtype=torch.uint8, device=device))
     X, Y = room.all()
-    norm.unit_norm(U.mT if tall else U, X, 1e-7)
-    norm.unit_norm(split.mT if tall else split, Y, 1e-7)
-    assert torch.equal(X, Y)
+    assert_same_norms(part, U.mT if tall else U, split.mT if tall else split, X, Y)
     steps, tape = polar.steps_of("polar_express"), part("kernels.tape")
     target, there = pieces_of(torch.full_like(U, float("nan")), cuts[::-1])
     expected = U.clone()

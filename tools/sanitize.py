@@ -89,7 +89,7 @@ def norms(device, size) -> None:
     """Frobenius norm and cast, of ordinary and of tiny numbers, wide and tall."""
     norm, (n, m) = part("kernels.norm"), size["sides"]
     for U in (torch.randn(2, n, m, device=device), torch.randn(2, m, n, device=device).mT * 1e-30):
-        norm.unit_norm(U, padded(2, n, m, HALF, device), 1e-7)
+        norm.unit_norm(U, padded(2, n, m, HALF, device), torch.empty(2, device=device), 1e-7)
 
 
 def pieces(device, size) -> None:
@@ -105,7 +105,7 @@ def pieces(device, size) -> None:
                          for bounds in ends])
         U, short = (U.mT if R > C else U), min(R, C)
         X, A = padded(*U.shape, HALF, device), padded(2, short, short, HALF, device)
-        norm.unit_norm(U, X, 1e-7)
+        norm.unit_norm(U, X, torch.empty(2, device=device), 1e-7)
         for tile in found:
             with tiles.force(tile):
                 gram.product(A, X, U)

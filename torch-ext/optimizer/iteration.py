@@ -22,33 +22,41 @@ LINE = 128  # bytes of the cache: TMA wants rows at multiples of 16, but those w
 
 
 class LongSide:
-    """The matrices of one long side: X (N, n, m), where their Gram matrices lie in A, and where results go."""
+    """The matrices of one long side: X (N, n, m), by which scales they are yet to be multiplied (None: 1), where their
+    Gram matrices lie in A, and where results go.
+    """
 
     def __init__(self, members, A, first, X, Y):
         counts = [len(U) for U, _ in members]
         ends = list(itertools.accumulate(counts))
         self.places = [slice(end - count, end) for end, count in zip(ends, counts)]
         self.members, self.A, self.X, self.Y = members, A[first:first + ends[-1]], X, Y
-        self.rows = slice(first, first + ends[-1])
+        self.rows, self.scales = slice(first, first + ends[-1]), None
 
-    def begin(self, eps, lengths=None) -> None:
+    def begin(self, eps, scales, lengths=None) -> None:
         """X <- U scaled and cast, row by row where there are `lengths` of rows to be told."""
+        if lengths is None:
+            self.scales = scales[self.rows]
         for (U, _), place in zip(self.members, self.places):
             if lengths is None:
-                unit_norm(U, self.X[place], eps, self.Y)
+                unit_norm(U, self.X[place], self.scales[place], eps, self.Y)
             else:
                 unit_rows(U, self.X[place], lengths[self.rows][place])
 
+    def restart(self) -> None:
+        """A <- X X^T."""
+        gram(self.X, self.A, self.scales)
+
     def multiply(self, P) -> None:
         """X <- P X."""
-        product(P[self.rows], self.X, self.Y)
-        self.X, self.Y = self.Y, self.X
+        product(P[self.rows], self.X, self.Y, self.scales)
+        self.X, self.Y, self.scales = self.Y, self.X, None
 
     def finish(self, P) -> None:
         """out <- P X."""
         P = P[self.rows]
         for (_, out), place in zip(self.members, self.places):
-            product(P[place], self.X[place], out)
+            product(P[place], self.X[place], out, None if self.scales is None else self.scales[place])
 
 
 class Room:
@@ -83,10 +91,10 @@ def _arrange(shapes, step, line):
 
 def takes(n: int, m: int, itemsize: int, most: int) -> tuple[int, int]:
     """Return the bytes that `iterate` takes at most for one (n, m) matrix, n <= m: of its own shape, in two equal
-    parts, and of n x n.
+    parts, and of n x n, with its scale.
     """
     long, short = (n * (side * itemsize + -side * itemsize % LINE) for side in (m, n))
-    return 2 * long, (4 if most > 1 else 2) * short
+    return 2 * long, (4 if most > 1 else 2) * short + LINE
 
 
 def gain_side_by_side(shapes) -> bool:
@@ -160,21 +168,23 @@ def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=No
     n, device = members[0][0].shape[1], members[0][0].device
     long, square = tuple((count, n, m) for count, m in zip(counts, longs)), (sum(counts), n, n)
     rooms = [Room(shapes, dtype, device) for shapes in (long, long, (square,) * (4 if most > 1 else 2))]
-    sizes = [room.nbytes for room in rooms]
-    for room, flat in zip(rooms, memory or torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)):
+    sizes = [room.nbytes for room in rooms[:2]] + [rooms[2].nbytes + LINE * sum(counts)]
+    memory = memory or torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
+    for room, flat in zip(rooms, memory):
         room.lend(flat)
+    scales = memory[2][rooms[2].nbytes:][:4 * sum(counts)].view(torch.float32)
     (Xs, Ys, squares), parts, first = (room.all() for room in rooms), [], 0
     for group, count, X, Y in zip(groups, counts, Xs, Ys):
         parts.append(LongSide(group, squares[0], first, X, Y))
         first += count
-    lengths, scales = _factors(rooms[1].memory, *squares[0].shape[:2]) if steps.aol else (None, None)
+    lengths, row_scales = _factors(rooms[1].memory, *squares[0].shape[:2]) if steps.aol else (None, None)
     for part in parts:
-        part.begin(eps, lengths)
+        part.begin(eps, scales, lengths)
     _restart(parts)
     if steps.aol:
-        aol(squares[0], lengths, scales)
+        aol(squares[0], lengths, row_scales)
     cut = dtype, most, n
-    P = _iteration(parts, squares, [*zip(steps.segments(*cut), steps.pairs(*cut))], scales)
+    P = _iteration(parts, squares, [*zip(steps.segments(*cut), steps.pairs(*cut))], row_scales)
     for part in parts:
         part.finish(P)
 
@@ -260,7 +270,7 @@ def _scale(parts, scales) -> None:
 def _restart(parts) -> None:
     """A <- X X^T."""
     for part in parts:
-        gram(part.X, part.A)
+        part.restart()
 
 
 def _polynomial(A, triple, P):

@@ -8,15 +8,15 @@ the products are used for; launches.py calls it.
 from __future__ import annotations
 
 from .ring import fetch, gluon_jit, make_ring, multiply_ring, place, place_of_half
-from .strip import ask, finish_strip
+from .strip import ask, factors_of, finish_strip
 
 gl = mbarrier = tma = fence = gdc_wait = None  # Gluon's language, put here by gluon_jit
 
 
 @gluon_jit.alike("count", "whole", "halves", "inner")
-def cooperative_kernel(a, b, b_half, c, d, e, out, order, count, whole, halves, inner, factors, SYMMETRIC: gl.constexpr,
-                       TURNED: gl.constexpr, ADDENDS: gl.constexpr, DIAGONAL: gl.constexpr, BLOCK_R: gl.constexpr,
-                       BLOCK_C: gl.constexpr, STAGES: gl.constexpr):
+def cooperative_kernel(a, b, b_half, c, d, e, out, order, count, whole, halves, inner, scales, factors, SYMMETRIC:
+                       gl.constexpr, TURNED: gl.constexpr, ADDENDS: gl.constexpr, DIAGONAL: gl.constexpr, BLOCK_R:
+                       gl.constexpr, BLOCK_C: gl.constexpr, STAGES: gl.constexpr):
     """out = factors[0] A B + addends + factors[1] I; names as in gram_sm90. `whole` tiles, then left and right `halves`
     of the rest (tiles.divide). b_half: B by half a tile's columns; c, d, e, out: by squares (strip.py).
     """
@@ -29,7 +29,7 @@ def cooperative_kernel(a, b, b_half, c, d, e, out, order, count, whole, halves, 
         mbarrier.init(added.index(who), count=1)
     fence()
     gdc_wait()
-    work, ends = (order, count, whole, halves, steps), ((c, d, e), out, strips, added, factors)
+    work, ends = (order, count, whole, halves, steps), ((c, d, e), out, strips, added, scales, factors)
     gl.warp_specialize([
         (_consume, (ring, work, ends, 0, SYMMETRIC, TURNED, ADDENDS, DIAGONAL, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
         (_consume, (ring, work, ends, 1, SYMMETRIC, TURNED, ADDENDS, DIAGONAL, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
@@ -62,7 +62,8 @@ def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, SYMMETRIC: 
            BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Compute and store half of tile (i, j), the program's number `mine`. The first addend arrives meanwhile."""
     ROWS: gl.constexpr = HEIGHT // 2
-    addends, out, strips, added, factors = ends
+    addends, out, strips, added, scales, factors = ends
+    factors = factors_of(scales, factors, matrix, SYMMETRIC)
     own, arrived, row, column = strips.index(WHO), added.index(WHO), i * HEIGHT + WHO * ROWS, j * COLUMNS
     if ADDENDS > 0:
         tma.store_wait(0)

@@ -7,26 +7,28 @@ what the products are used for.
 """
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from . import cpu_slices, gram_sm90, jit, launches, look, tiles, use_triton
 from .split import Split, memory_of, rows_at, strides_of, table_of
-from .tape import knows_triton
+from .tape import knows_triton, lasting
 
 tl = None  # Triton's language, put here by jit
 ALIGNMENT_BYTES = 64
 SIDE = 64  # of a tile of `linear`
 
 
-def gram(X: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write X X^T to out.
+def gram(X: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
+    """Write X X^T to out, of every matrix times its scale.
 
-    X (N, n, m) in fp16, bf16 or fp32, any strides; out (N, n, n), any strides, sharing no memory with X.
-    Sums in fp32, rounded once.
+    X (N, n, m) in fp16, bf16 or fp32, any strides; out (N, n, n), any strides, sharing no memory with X; scales (N,) in
+    fp32, None for 1. Sums in fp32, rounded once.
     """
     if use_triton(X.device):
-        return _launch("gram", X, X.mT, out)
-    return symmetric_product_torch(X, X.mT, out)
+        return _launch("gram", X, X.mT, out, scales=scales)
+    return symmetric_product_torch(X, X.mT, out, 1.0 if scales is None else (scales * scales).view(-1, 1, 1))
 
 
 def symmetric_product(A, B, out, alpha=1.0, addends=(), diagonal=0.0) -> torch.Tensor:
@@ -40,15 +42,16 @@ def symmetric_product(A, B, out, alpha=1.0, addends=(), diagonal=0.0) -> torch.T
     return symmetric_product_torch(A, B, out, alpha, addends, diagonal)
 
 
-def product(A: torch.Tensor, X: torch.Tensor, out: torch.Tensor | Split) -> torch.Tensor | Split:
-    """Write A X to out.
+def product(A: torch.Tensor, X: torch.Tensor, out: torch.Tensor | Split,
+            scales: torch.Tensor | None = None) -> torch.Tensor | Split:
+    """Write A X to out, every X times its scale.
 
     A (N, n, n), X (N, n, m); out (N, n, m) of any dtype and strides (a transposed view too), sharing no memory with
-    them. Sums in fp32, rounded once.
+    them; scales (N,) in fp32, None for 1. Sums in fp32, rounded once.
     """
     if use_triton(A.device):
-        return _launch("product", A, X, out)
-    return product_torch(A, X, out)
+        return _launch("product", A, X, out, scales=scales)
+    return product_torch(A, X, out, 1.0 if scales is None else scales.view(-1, 1, 1))
 
 
 def linear(A: torch.Tensor, b: float, a: float, out: torch.Tensor) -> torch.Tensor:
@@ -62,12 +65,12 @@ def linear(A: torch.Tensor, b: float, a: float, out: torch.Tensor) -> torch.Tens
     return out
 
 
-def product_torch(A, X, out):
+def product_torch(A, X, out, factor=1.0):
     """Compute `product` matrix by matrix: batched products of CPU libraries give bits that change with the batch."""
     if _is_like_new(out):
-        return _multiply(A, X, out)
+        return _add(_multiply(A, X, out), factor)
     for some in cpu_slices(out):
-        out[some].copy_(_multiply(A[some], X[some], _new(out, some)))
+        out[some].copy_(_add(_multiply(A[some], X[some], _new(out, some)), _some(factor, some)))
     return out
 
 
@@ -80,8 +83,8 @@ def symmetric_product_torch(A, B, out, alpha=1.0, addends=(), diagonal=0.0):
         return out
     for some in cpu_slices(out):
         result = _multiply(A[some], B[some], _new(out, some))
-        _add(result, alpha, [(C[some], beta) for C, beta in addends], diagonal)
-        out[some].copy_(_mirror(result))
+        beside = [(C[some], beta) for C, beta in addends]
+        out[some].copy_(_mirror(_add(result, _some(alpha, some), beside, diagonal)))
     return out
 
 
@@ -99,13 +102,19 @@ def _new(out, some):
     return memory.as_strided((len(memory), n, m), (apart, m, 1))
 
 
-def _add(result, alpha, addends, diagonal):
-    if alpha != 1.0:
+def _some(factor, some):
+    """The factor of some matrices: of all the same, or a tensor."""
+    return factor[some] if isinstance(factor, torch.Tensor) else factor
+
+
+def _add(result, alpha, addends=(), diagonal=0.0):
+    if isinstance(alpha, torch.Tensor) or alpha != 1.0:
         result.mul_(alpha)
     for C, beta in addends:
         result.add_(C, alpha=beta)
     if diagonal != 0.0:
         result.diagonal(dim1=1, dim2=2).add_(diagonal)
+    return result
 
 
 def _multiply(A, B, out):
@@ -139,20 +148,27 @@ def _is_like_new(out):
 _known: dict = {}  # what decides about a launch -> the tile, or what is bound
 
 
-def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0)):
+def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0), scales=None):
     """Choose kernel and tile, once per kind of input, and launch."""
     if out.numel() == 0:
         return out
     columns_of_b = B.mT if op == "gram" else B  # a symmetric B holds its columns as rows
     key = (op, tiles.forced(), factors[1] != 0.0, look(A, B, out, *(C for C, _ in addends)))
+    if scales is None and op != "symmetric":
+        scales = _ones(1 << len(A).bit_length(), A.device)
     known = _known.get(key)
     if known is None:
         known = _known[key] = _choose(op, A, columns_of_b, out, addends, factors)
     if isinstance(known, gram_sm90.TmaLaunch):
-        known(A, columns_of_b, out, addends, factors)
+        known(A, columns_of_b, out, addends, factors, scales)
     else:
-        _launch_by_pointers(key, known, A, B, out, addends, factors)
+        _launch_by_pointers(key, known, A, B, out, addends, factors, scales)
     return out
+
+
+@functools.cache
+def _ones(count, device):
+    return lasting(torch.ones(count, dtype=torch.float32, device="cpu"), device)
 
 
 def _choose(op, A, columns_of_b, out, addends, factors):
@@ -173,28 +189,32 @@ def _choose(op, A, columns_of_b, out, addends, factors):
     return kind(op, A, columns_of_b, out, addends, factors, tile)
 
 
-def _launch_by_pointers(key, tile, A, B, out, addends, factors):
+def _launch_by_pointers(key, tile, A, B, out, addends, factors, scales):
     op, (N, rows, columns), inner = key[0], out.shape, A.shape[2]
     down, across = -(-rows // tile.rows), -(-columns // tile.columns)
     count = down * across if op == "product" else down * (down + 1) // 2
     (C, beta), (D, delta), (E, epsilon) = (*addends, *3 * [(None, 0.0)])[:3]
     strides = [strides_of(t) if t is not None else (0, 0, 0) for t in (A, B, C, D, E, out)]
     _product_kernel.launch(
-        N * count, (tile, key), A, B, C, D, E, memory_of(out), *strides, (rows, columns, inner),
+        N * count, (tile, key), A, B, C, D, E, memory_of(out), scales, *strides, (rows, columns, inner),
         (*factors, beta, delta, epsilon), op != "product", inner % tile.inner == 0, out.stride(2) != 1, tile.rows,
         tile.columns, tile.inner, tile.group, num_stages=tile.stages, num_warps=tile.warps)
 
 
 @jit
-def _product_kernel(A, B, C, D, E, OUT, a_strides, b_strides, c_strides, d_strides, e_strides, out_strides, sizes,
-                    factors, SYMMETRIC: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr, BLOCK_R: tl.constexpr,
-                    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-    """OUT = alpha A B + beta C + delta D + epsilon E + diagonal I; offsets of matrices and rows are 64 bit. Without
-    out_strides OUT is a table (split.py), TURNED: of columns.
+def _product_kernel(A, B, C, D, E, OUT, scales, a_strides, b_strides, c_strides, d_strides, e_strides, out_strides,
+                    sizes, factors, SYMMETRIC: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr, BLOCK_R:
+                    tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    """OUT = alpha A B + beta C + delta D + epsilon E + diagonal I, or with scales alpha from them; offsets of matrices
+    and rows are 64 bit. Without out_strides OUT is a table (split.py), TURNED: of columns.
     """
     rows, columns, inner = sizes
     alpha, diagonal, beta, delta, epsilon = factors
     matrix, i, j = _tile_of(rows, columns, SYMMETRIC, BLOCK_R, BLOCK_C, GROUP)
+    if scales is not None:
+        alpha = tl.load(scales + matrix)
+        if SYMMETRIC:
+            alpha = alpha * alpha
     r = i * BLOCK_R + tl.arange(0, BLOCK_R)
     c = j * BLOCK_C + tl.arange(0, BLOCK_C)
     k = tl.arange(0, BLOCK_K)

@@ -43,10 +43,10 @@ def gains_by_pdl(op, A) -> bool:
 class TmaLaunch:
     """A product of tensors of certain shapes, strides and dtypes: everything about its launch but their addresses.
 
-    Writes factors[0] A B + addends + factors[1] I to out, batched. A and B, in fp16 or bf16, and the addends are
-    addressable, a symmetric out too. A (N, R, K); out (N, R, C), of a "product" anything. "gram" and "symmetric": B (N,
-    R, K) holds the columns of the second factor as its rows. "product": B is (N, K, C), A symmetric, out perhaps a
-    Split.
+    Writes factors[0] A B + addends + factors[1] I to out, batched; of "gram" and "product" factors[0] is made of each
+    matrix's scale. A and B, in fp16 or bf16, and the addends are addressable, a symmetric out too. A (N, R, K); out (N,
+    R, C), of a "product" anything. "gram" and "symmetric": B (N, R, K) holds the columns of the second factor as its
+    rows. "product": B is (N, K, C), A symmetric, out perhaps a Split.
     """
 
     def __init__(self, op, A, B, out, addends, factors, tile):
@@ -58,18 +58,18 @@ class TmaLaunch:
         (rows, columns), inner = out.shape[1:], A.shape[1 if self.turned else 2]
         half, describe = (tile.rows if symmetric else tile.columns), _description
         wide = not symmetric and tile.columns > tile.rows and tile.loop != "once"
-        self.programs, order, count, whole, halves = turns(op, out, inner, tile, wide)
+        self.programs, self.order, count, whole, halves = turns(op, out, inner, tile, wide)
         diagonal = len(addends) > 1 or factors[1] != 0.0  # which is 0 with some of several addends: one kernel less
         self.pdl = gains_by_pdl(op, A)
         self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "launch_pdl": self.pdl,
                         "enable_fp_fusion": False}  # fused multiply-adds, which depend on the tile, give other bits
         if tile.loop == "pingpong":
             self.kernel, self.pointer, describe = pingpong_kernel, False, ring.description
-            self.numbers = (order, count, whole, halves, inner)
+            self.numbers = (self.order, count, whole, halves, inner)
             self.constants = SYMMETRY[op], self.turned, len(addends), diagonal, tile.stages
         else:
             self.kernel, self.pointer = _tma_kernel, True
-            self.numbers = (strides_of(out), order, count, whole, halves, (rows, columns, inner))
+            self.numbers = (strides_of(out), self.order, count, whole, halves, (rows, columns, inner))
             self.constants = SYMMETRY[op], self.turned, len(addends), diagonal, tile.loop, self.pdl
         self.left = blank(describe(A, *((tile.inner, tile.rows) if self.turned else (tile.rows, tile.inner))))
         self.right = blank(describe(B, *((tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns))))
@@ -81,7 +81,7 @@ class TmaLaunch:
         halved = _of_halves(A, out, addends) if tile.loop == "pingpong" else ()
         self.halves = [blank(describe(t, tile.rows // 2, tile.inner)) for t in halved]
 
-    def __call__(self, A, B, out, addends, factors) -> None:
+    def __call__(self, A, B, out, addends, factors, scales) -> None:
         A, B, out = self._straightened(A, B, out)
         result = filled(self.result, out) if self.straight else None
         beside = [C for C, _ in addends] or [B, out]
@@ -89,8 +89,13 @@ class TmaLaunch:
         halves = [filled(blank, t) for blank, t in zip(self.halves, _of_halves(A, out, addends))]
         self.kernel.launch(
             self.programs, self, filled(self.left, A), filled(self.right, B), *beside[:3], result, *halves,
-            *((memory_of(out),) if self.pointer else ()), *self.numbers, (*factors, *(beta for _, beta in addends)),
+            *((memory_of(out),) if self.pointer else ()), *self.numbers, self._scales(scales),
+            (*factors, *(beta for _, beta in addends)),
             *self.constants, **self.options)
+
+    def _scales(self, scales):
+        """What a launch takes for them; symmetric products do not look there."""
+        return self.order if scales is None else scales
 
     def _straightened(self, A, B, out):
         """What is multiplied and stored: the transpose, B^T A, into what is a transposed view."""
@@ -152,7 +157,7 @@ def _order(down, across, ratio, square, device):
 
 
 @jit.alike("count", "whole", "halves")
-def _tma_kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halves, sizes, factors,
+def _tma_kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halves, sizes, scales, factors,
             SYMMETRIC: tl.constexpr, TURNED: tl.constexpr, ADDENDS: tl.constexpr, DIAGONAL: tl.constexpr,
             LOOP: tl.constexpr, PDL: tl.constexpr):
     """`whole` tiles in turns, then left and right `halves` of the rest (tiles.divide); without turns, one tile each.
@@ -166,27 +171,30 @@ def _tma_kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halve
         tl.extra.cuda.gdc_wait()
     if LOOP == "once":
         matrix, i, j = _tile(order, count, tl.program_id(0))
+        own = _factors_of(factors, scales, matrix, SYMMETRIC)
         sums = _sums(a, b, matrix, i, j, sizes[2], SYMMETRIC, TURNED)
         if SYMMETRIC:
-            _finish_symmetric(sums, (c, d, e), out, matrix, i, j, sizes[0], factors, SYMMETRIC, ADDENDS, DIAGONAL,
+            _finish_symmetric(sums, (c, d, e), out, matrix, i, j, sizes[0], own, SYMMETRIC, ADDENDS, DIAGONAL,
                               False)
         else:
-            _finish(sums, out, pointer, strides, matrix, i, j, sizes, BLOCK_R, BLOCK_C)
+            _finish(sums, own, out, pointer, strides, matrix, i, j, sizes, BLOCK_R, BLOCK_C)
     else:
         for turn in tl.range(tl.program_id(0), whole, tl.num_programs(0), flatten=LOOP == "flat"):
             matrix, i, j = _tile(order, count, turn)
+            own = _factors_of(factors, scales, matrix, SYMMETRIC)
             sums = _sums(a, b, matrix, i, j, sizes[2], SYMMETRIC, TURNED)
             if SYMMETRIC:
-                _finish_symmetric(sums, (c, d, e), out, matrix, i, j, sizes[0], factors, SYMMETRIC, ADDENDS, DIAGONAL,
+                _finish_symmetric(sums, (c, d, e), out, matrix, i, j, sizes[0], own, SYMMETRIC, ADDENDS, DIAGONAL,
                                   True)
             else:
-                _finish(sums, out, pointer, strides, matrix, i, j, sizes, BLOCK_R, BLOCK_C)
+                _finish(sums, own, out, pointer, strides, matrix, i, j, sizes, BLOCK_R, BLOCK_C)
         if SYMMETRIC == 0 and BLOCK_C > BLOCK_R:
             if tl.program_id(0) < halves:
                 matrix, i, j = _tile(order, count, whole + tl.program_id(0) // 2)
                 j = 2 * j + tl.program_id(0) % 2
+                own = _factors_of(factors, scales, matrix, SYMMETRIC)
                 sums = _sums(a, c, matrix, i, j, sizes[2], False, TURNED)
-                _finish(sums, d, pointer, strides, matrix, i, j, sizes, BLOCK_R, BLOCK_C // 2)
+                _finish(sums, own, d, pointer, strides, matrix, i, j, sizes, BLOCK_R, BLOCK_C // 2)
 
 
 @jit
@@ -194,6 +202,17 @@ def _tile(order, count, turn):
     """Return (matrix, tile row, tile column)."""
     tile = order + turn % count * 2
     return turn // count, tl.load(tile), tl.load(tile + 1)
+
+
+@jit
+def _factors_of(factors, scales, matrix, SYMMETRIC: tl.constexpr):
+    """Those of a matrix: of X X^T and A X its scale, for X that is yet to be scaled."""
+    if SYMMETRIC < 2:
+        scale = tl.load(scales + matrix)
+        if SYMMETRIC == 1:
+            scale = scale * scale
+        factors = (scale, 0.0)
+    return factors
 
 
 @jit
@@ -217,11 +236,11 @@ def _sums(a, b, matrix, i, j, inner, ROWS_OF_B: tl.constexpr, TURNED: tl.constex
 
 
 @jit
-def _finish(sums, out, pointer, strides, matrix, i, j, sizes, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Round and store a tile of a rectangular result: by TMA, or by pointers where TMA cannot address it and there is
-    no `out`; without strides by a table of rows (split.py).
+def _finish(sums, factors, out, pointer, strides, matrix, i, j, sizes, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Scale, round and store a tile of a rectangular result: by TMA, or by pointers where TMA cannot address it and
+    there is no `out`; without strides by a table of rows (split.py).
     """
-    result = sums.to(pointer.dtype.element_ty)
+    result = (sums * factors[0]).to(pointer.dtype.element_ty)
     if out is not None:
         out.store([matrix, i * BLOCK_R, j * BLOCK_C], result.reshape(1, BLOCK_R, BLOCK_C))
     else:
@@ -259,7 +278,7 @@ def _finish_square(sums, addends, out, matrix, i, j, rows, factors, SYMMETRIC: t
     if ADDENDS > 0:
         addend = addends[0].load([matrix, i * BLOCK, j * BLOCK]).reshape(BLOCK, BLOCK).to(tl.float32)
         sums = tl.fma(sums, factors[0], factors[2] * addend)
-    elif SYMMETRIC == 2:
+    else:
         sums *= factors[0]
     if ADDENDS > 1:
         sums += factors[3] * addends[1].load([matrix, i * BLOCK, j * BLOCK]).reshape(BLOCK, BLOCK).to(tl.float32)

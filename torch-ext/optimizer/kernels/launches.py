@@ -18,10 +18,10 @@ FEW = 12  # rows of tiles up to which their order matters less than the time unt
 class OfGluon(TmaLaunch):
     """The same by a Gluon kernel: `kernel`, told `_tensors` by the descriptors `blanks`, `numbers` and `constants`."""
 
-    def __call__(self, A, B, out, addends, factors) -> None:
+    def __call__(self, A, B, out, addends, factors, scales) -> None:
         tensors = self._tensors(*self._straightened(A, B, out), addends)
         self.kernel.launch(
-            self.programs, self, *map(filled, self.blanks, tensors), *self.numbers,
+            self.programs, self, *map(filled, self.blanks, tensors), *self.numbers, self._scales(scales),
             (*factors, *(beta for _, beta in addends), *NONE[len(addends):]), *self.constants, num_warps=4,
             enable_fp_fusion=False, launch_pdl=self.pdl)
 
@@ -36,8 +36,8 @@ class Cooperative(OfGluon):
         self.pdl = gains_by_pdl(op, A)
         A, B, out = self._straightened(A, B, out)
         inner = B.shape[2 if symmetric else 1]
-        self.programs, *places = turns(op, out, inner, tile)
-        self.numbers = *places, inner
+        self.programs, self.order, *places = turns(op, out, inner, tile)
+        self.numbers = self.order, *places, inner
         self.constants = (SYMMETRY[op], self.turned, len(addends), len(addends) > 1 or factors[1] != 0.0, tile.rows,
                           tile.columns, tile.stages)
         side, step = tile.rows // 2, tile.inner
@@ -67,9 +67,9 @@ class Single(OfGluon):
 
     def __init__(self, op, A, B, out, addends, factors, tile):
         inner = A.shape[2]
-        self.programs, order, count, _, _ = turns(op, out, inner, tile)
+        self.programs, self.order, count, _, _ = turns(op, out, inner, tile)
         short = inner <= SHORT and tile.columns == 64
-        self.numbers = (None if out.shape[1] <= FEW * tile.rows else order), count, inner, len(addends), int(short)
+        self.numbers = (None if out.shape[1] <= FEW * tile.rows else self.order), count, inner, len(addends), int(short)
         self.constants = SYMMETRY[op], tile.stages
         boxes = [(tile.rows, tile.inner), (tile.columns, tile.inner)] + 4 * [(tile.rows, tile.rows)]
         self.blanks = [blank(ring.description(t, *box)) for t, box in zip(self._tensors(A, B, out, addends), boxes)]

@@ -12,7 +12,7 @@ import functools
 import torch
 
 from . import chain, jit, look, typed, use_triton
-from .norm import squares_of
+from .norm import unit_of
 
 tl = None  # Triton's language, put here by jit
 LARGEST, MOST = 128, 1 << 16  # short side, elements; one processor reads a larger matrix for longer than launches take
@@ -211,9 +211,35 @@ def _finish(Q, x_at, out_at, stride, n, m, BLOCK: tl.constexpr, CHUNK: tl.conste
 def _factors(start, n, m, strides, eps, WIDE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
              STAGES: tl.constexpr):
     """Return the power of two by which a matrix is multiplied, and then the number by which it is divided."""
-    largest, unit, squares = squares_of(start, 0, BLOCK, n, m, strides, WIDE, BLOCK, CHUNK, STAGES)
+    largest, unit, squares = _squares_of(start, n, m, strides, WIDE, BLOCK, CHUNK, STAGES)
     norm = tl.sqrt(squares) + eps * (largest * unit)
     return unit, tl.where(norm == 0, 1.0, norm)
+
+
+@jit
+def _squares_of(start, n, m, strides, WIDE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+                STAGES: tl.constexpr):
+    """Return the largest magnitude, a unit, and the sum of squares in that unit (norm.py)."""
+    largest, squares = _sum(start, n, m, strides, 1.0, BLOCK, CHUNK, STAGES)
+    unit = unit_of(largest)
+    if WIDE and unit != 1.0:
+        _, squares = _sum(start, n, m, strides, unit, BLOCK, CHUNK, STAGES)
+    return largest, unit, squares
+
+
+@jit
+def _sum(start, n, m, strides, unit, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr):
+    """Return the largest magnitude, and the sum of squares times the unit's square."""
+    largest = tl.zeros((BLOCK, CHUNK), dtype=tl.float32)
+    squares = largest
+    row = tl.arange(0, BLOCK)[:, None]
+    for turn in tl.range(0, tl.cdiv(m, CHUNK), num_stages=STAGES):
+        column = turn * CHUNK + tl.arange(0, CHUNK)[None, :]
+        at = start + row.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
+        u = tl.load(at, mask=(row < n) & (column < m), other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(u))
+        squares = tl.fma(u * unit, u * unit, squares)  # of a sum of squares either could be what is rounded first
+    return tl.max(largest), tl.sum(squares)
 
 
 @jit

@@ -7,14 +7,14 @@ the products are used for; gram_sm90.py calls it.
 from __future__ import annotations
 
 from .ring import fetch, gluon_jit, make_ring, multiply_ring, place, place_of_half
-from .strip import ask, finish_strip
+from .strip import ask, factors_of, finish_strip
 
 gl = mbarrier = tma = fence = gdc_wait = None  # Gluon's language, put here by gluon_jit
 
 
 @gluon_jit.alike("count", "whole", "halves", "inner")
 def pingpong_kernel(a, b, c, d, e, out, a_half, c_half, d_half, e_half, out_half, order, count, whole, halves, inner,
-                    factors, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr, ADDENDS: gl.constexpr,
+                    scales, factors, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr, ADDENDS: gl.constexpr,
                     DIAGONAL: gl.constexpr, STAGES: gl.constexpr):
     """out = factors[0] A B + addends + factors[1] I; names as in gram_sm90. Of a symmetric result tiles of the lower
     triangle are computed, and mirrored.
@@ -35,7 +35,8 @@ def pingpong_kernel(a, b, c, d, e, out, a_half, c_half, d_half, e_half, out_half
         mbarrier.init(may_multiply.index(who), count=1)
     fence()
     gdc_wait()
-    work, ends = (order, count, whole, halves, steps), (((c, d, e), out), ((c_half, d_half, e_half), out_half), factors)
+    work, ends = (order, count, whole, halves, steps), (((c, d, e), out), ((c_half, d_half, e_half), out_half),
+                                                    (scales, factors))
     room = tiles, added, may_multiply
     gl.warp_specialize([
         (_consume, (ring, work, ends, room, 0, SYMMETRIC, TURNED, ADDENDS, DIAGONAL, BLOCK, BLOCK_K, STAGES)),
@@ -75,6 +76,7 @@ def _tile(ring, tensors, factors, room, matrix, i, j, mine, steps, WHO: gl.const
     addends, out = tensors
     tiles, added, may_multiply = room
     own, arrived = tiles.index(WHO), added.index(WHO)
+    factors = factors_of(factors[0], factors[1], matrix, SYMMETRIC)
     tma.store_wait(0)
     if ADDENDS > 0:
         ask(addends[0], own, arrived, matrix, i * ROWS, j * COLUMNS, COLUMNS)

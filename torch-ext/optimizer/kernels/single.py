@@ -7,14 +7,14 @@ what the products are used for; launches.py calls it.
 from __future__ import annotations
 
 from .ring import gluon_jit, matrices_of, place
-from .strip import ask, store_strip
+from .strip import ask, factors_of, store_strip
 
 gl = mbarrier = tma = fence = multiply = multiplied = load_box = None  # Gluon's language, put here by gluon_jit
 gdc_wait = gdc_launch_dependents = None
 
 
 @gluon_jit.alike("count", "inner", "addends", "early")
-def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, factors,
+def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, scales, factors,
                   SYMMETRIC: gl.constexpr, STAGES: gl.constexpr):
     """out = factors[0] A B + addends + factors[1] I, or A B without addends; names as in gram_sm90. STAGES - 1 steps or
     more; tiles of 64 x 64, 64 x 128 or 128 x 128; c, d, e, out: by squares (strip.py). order: None where a program
@@ -46,6 +46,7 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, facto
         matrix, i, j = place(order, count, gl.program_id(0))
     row, column = i * ROWS, j * COLUMNS
     gdc_wait()
+    own = factors_of(scales, factors, matrix, SYMMETRIC)
     for k in gl.static_range(AHEAD):
         _fetch(a, b, left, right, full, matrix, row, column, k, STAGES)
     shape: gl.constexpr = [16, COLUMNS, 16]
@@ -68,6 +69,8 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, facto
         addend = matrices_of(room, ROWS, COLUMNS).index(0).load(layout).to(gl.float32)
         factor = gl.where(k == 0, factors[2], gl.where(k == 1, factors[3], factors[4]))
         sums = gl.fma(sums, gl.where(k == 0, factors[0], 1.0), factor * addend)
+    if SYMMETRIC == 1:
+        sums = sums * own[0]
     if early != 0:
         gdc_launch_dependents()
     store_strip(sums, out, _room(left, right, steps, ROWS, COLUMNS, STAGES),

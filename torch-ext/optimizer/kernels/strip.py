@@ -21,6 +21,17 @@ def ask(addend, own, arrived, matrix, row, column, COLUMNS: gl.constexpr):
 
 
 @gluon_jit
+def factors_of(scales, factors, matrix, SYMMETRIC: gl.constexpr):
+    """Those of a matrix: of X X^T and A X its scale, for X that is yet to be scaled."""
+    if SYMMETRIC < 2:
+        scale = gl.load(scales + matrix)
+        if SYMMETRIC == 1:
+            scale = scale * scale
+        factors = (scale, 0.0)
+    return factors
+
+
+@gluon_jit
 def finish_strip(sums, addends, out, own, arrived, mine, factors, matrix, row, column, SYMMETRIC: gl.constexpr,
                  ADDENDS: gl.constexpr, DIAGONAL: gl.constexpr):
     """Scale, add, round and store a strip, the group's number `mine`, whose first element is at (row, column). The
@@ -33,7 +44,7 @@ def finish_strip(sums, addends, out, own, arrived, mine, factors, matrix, row, c
     if ADDENDS > 0:
         mbarrier.wait(arrived, (mine * ADDENDS) & 1)
         sums = gl.fma(sums, factors[0], factors[2] * flat.load(layout).to(gl.float32))
-    elif SYMMETRIC == 2:
+    else:
         sums = sums * factors[0]
     for k in gl.static_range(1, ADDENDS):
         barrier()
