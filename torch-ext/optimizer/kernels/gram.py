@@ -1,9 +1,9 @@
 """Batched products for the Newton-Schulz iterations: X X^T, products of symmetric matrices, and A X.
 
-Decides: how a product is computed and rounded. A symmetric result is computed in one triangle and mirrored, so it is
-exactly symmetric; the Gram iteration loses accuracy where it is not. The result for one matrix does not depend, in any
-bit, on the batch that it is in: no atomics, no split sums, and launch choices that agree in every bit. Must not know:
-what the products are used for.
+Decides: how a product is computed and rounded. A symmetric result is computed in one triangle and mirrored, where more
+is read than that, so it is exactly symmetric; the Gram iteration loses accuracy where it is not. The result for one
+matrix does not depend, in any bit, on the batch that it is in: no atomics, no split sums, and launch choices that agree
+in every bit. Must not know: what the products are used for.
 """
 from __future__ import annotations
 
@@ -29,15 +29,25 @@ def gram(X: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return symmetric_product_torch(X, X.mT, out)
 
 
-def symmetric_product(A, B, out, alpha=1.0, addends=(), diagonal=0.0) -> torch.Tensor:
+def symmetric_product(A, B, out, alpha=1.0, addends=(), diagonal=0.0, whole=True) -> torch.Tensor:
     """Write alpha A B + sum of beta C over addends (C, beta) + diagonal I to out, for symmetric A and B that commute.
 
     All (N, n, n), any strides; at most three addends, symmetric too, of which only the lower triangles count. out may
-    be an addend; it shares no memory with A or B. Sums and the rest in fp32, rounded once.
+    be an addend; it shares no memory with A or B. Sums and the rest in fp32, rounded once. Not `whole`: where products
+    of such matrices `read_triangles`, what only they read of out need be written.
     """
     if use_triton(A.device):
-        return _launch("symmetric", A, B, out, addends, (alpha, diagonal))
+        return _launch("symmetric", A, B, out, addends, (alpha, diagonal), whole)
     return symmetric_product_torch(A, B, out, alpha, addends, diagonal)
+
+
+def read_triangles(*matrices: torch.Tensor) -> bool:
+    """Say whether symmetric products of these (N, n, n) alike, with addends, read no squares above the diagonal."""
+    if not use_triton(matrices[0].device) or not gram_sm90.addressable(*matrices):
+        return False
+    A = matrices[0]
+    tile = tiles.choose("symmetric", A.dtype, A.shape[1], A.shape[2], A.device, A.shape[0])
+    return _is_single("symmetric", A, matrices[:1], tile)
 
 
 def product(A: torch.Tensor, X: torch.Tensor, out: torch.Tensor | Split) -> torch.Tensor | Split:
@@ -139,7 +149,7 @@ def _is_like_new(out):
 _known: dict = {}  # what decides about a launch -> the tile, or what is bound
 
 
-def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0)):
+def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0), whole=True):
     """Choose kernel and tile, once per kind of input, and launch."""
     if out.numel() == 0:
         return out
@@ -149,7 +159,7 @@ def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0)):
     if known is None:
         known = _known[key] = _choose(op, A, columns_of_b, out, addends, factors)
     if isinstance(known, gram_sm90.TmaLaunch):
-        known(A, columns_of_b, out, addends, factors)
+        known(A, columns_of_b, out, addends, factors, whole)
     else:
         _launch_by_pointers(key, known, A, B, out, addends, factors)
     return out
@@ -168,9 +178,13 @@ def _choose(op, A, columns_of_b, out, addends, factors):
     if tile.loop in tiles.SPECIALISED and not (knows_triton() and (op != "product" or gram_sm90.stores(out))):
         tile = gram_sm90.POINTERS if tiles.forced() else tiles.choose(*shape, without=tiles.SPECIALISED)
     kind = launches.Cooperative if tile.loop == "cooperative" else gram_sm90.TmaLaunch
-    if launches.Single.takes(op, A, addends, tile) and knows_triton():
+    if _is_single(op, A, addends, tile):
         kind = launches.Single
     return kind(op, A, columns_of_b, out, addends, factors, tile)
+
+
+def _is_single(op, A, addends, tile) -> bool:
+    return launches.Single.takes(op, A, addends, tile) and knows_triton()
 
 
 def _launch_by_pointers(key, tile, A, B, out, addends, factors):

@@ -81,7 +81,8 @@ class TmaLaunch:
         halved = _of_halves(A, out, addends) if tile.loop == "pingpong" else ()
         self.halves = [blank(describe(t, tile.rows // 2, tile.inner)) for t in halved]
 
-    def __call__(self, A, B, out, addends, factors) -> None:
+    def __call__(self, A, B, out, addends, factors, whole=True) -> None:
+        """Launch; what need not be `whole` is here nevertheless."""
         A, B, out = self._straightened(A, B, out)
         result = filled(self.result, out) if self.straight else None
         beside = [C for C, _ in addends] or [B, out]
