@@ -146,11 +146,12 @@ def by_groups(arch: str, entry: dict, turned=False) -> int:
 def by_one_group(arch: str, entry: dict, order=None) -> int:
     """The same of one tile a program, with as many addends as there can be, its place computed or in an `order`."""
     height, width, inner = entry["tile"]
-    boxes = dict.fromkeys(("c", "d", "e", "out"), (height, height)) | dict(a=(height, inner), b=(width, inner))
+    operands = ((height, inner), (width, inner)) if entry["op"] == "gram" else 2 * [(inner, inner)]
+    boxes = dict.fromkeys(("c", "d", "e", "out"), (height, height)) | dict(zip("ab", operands))
     kind = "tensordesc<fp16[1, {}, {}],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)>"
     arguments = {name: kind.format(*box) for name, box in boxes.items()} | dict(
-        order=order, count="i32", inner="i32", addends="i32", early="i32",
-        scales="*fp32", factors=("fp32",) * 5, SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]],
+        order=order, count="i32", inner="i32", addends="i32", early="i32", mirror="i32", scales="*fp32",
+        factors=("fp32",) * 5, SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]], COLUMNS=width,
         STAGES=entry["stages"])
     return compile_for(arch, part("kernels.single").single_kernel, arguments, num_warps=entry["warps"])
 

@@ -217,6 +217,64 @@ def test_measured_tiles_agree_in_every_bit(part, device, op, dtype, N, n, m):
     assert all(torch.equal(out, results[0]) for out in results)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, columns, stages", [(64, 128, 3), (128, 128, 3), (128, 128, 4)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [129, 200, 256, 321, 512, 777, 1000])
+def test_only_lower_triangles_are_read_and_written(part, device, rows, columns, stages, dtype, n):
+    """By single.py, with the same bits: squares above the diagonal may hold anything, and keep it."""
+    gram, tiles, side = part("kernels.gram"), part("kernels.tiles"), torch.arange(n, device=device) // rows
+    if tiles.architecture("cuda", torch.cuda.current_device()) != "sm90":
+        pytest.skip("single.py is for sm90")
+    above = side[:, None] < side
+
+    def lay(matrices):
+        return torch.empty(3, n, n + -n % 8, dtype=dtype, device=device)[:, :, :n].copy_(matrices)
+
+    def spoil(matrices):
+        return lay(matrices.masked_fill(above, float("nan")))
+
+    A, B = (lay(C.tril() + C.tril(-1).mT) for C in symmetric(3, n, dtype, device))
+    addends = [(A, 0.3), (lay(torch.randn_like(A)), -1.1), (B, 0.9)]
+    with tiles.force(tiles.Tile(rows, columns, 64, 8, stages, 4, "once")):
+        assert gram.read_triangles(A, B)
+        for count in (1, 2, 3):
+            out, spoiled, some = (lay(torch.full_like(A, 7.0)) for _ in range(3))
+            gram.symmetric_product(A, B, out, 0.7, addends[:count], 0.5)
+            given = [(spoil(C), factor) for C, factor in addends[:count]]
+            gram.symmetric_product(spoil(A), spoil(B), spoiled, 0.7, given, 0.5)
+            gram.symmetric_product(spoil(A), spoil(B), some, 0.7, given, 0.5, whole=False)
+            assert torch.equal(out, out.mT) and torch.equal(out, spoiled)
+            assert torch.equal(some, out.masked_fill(above, 7.0))
+
+
+def test_what_need_not_be_whole_is_whole_by_other_kernels(gram, device):
+    A, B = symmetric(2, 33, torch.float32, device)
+    out, other = (gram.symmetric_product(A, B, poisoned(2, 33, 33, device=device), 0.5, [(A, 2.0)], 1.0, whole)
+                  for whole in (True, False))
+    assert torch.equal(out, other) and not gram.read_triangles(A, B)
+
+
+def test_where_triangles_are_read(part, monkeypatch):
+    """Of the tile's kernel and of memory; without a GPU."""
+    gram, tiles, launches = (part(f"kernels.{name}") for name in ("gram", "tiles", "launches"))
+    for module in (tiles, launches):
+        monkeypatch.setattr(module, "architecture", lambda kind, index: "sm90")
+    for name in ("use_triton", "knows_triton"):
+        monkeypatch.setattr(gram, name, lambda *about: True)
+    A, odd = torch.empty(3, 768, 768, dtype=torch.float16), torch.empty(3, 768, 769, dtype=torch.float16)[:, :, :768]
+    wide, pingpong = tiles.Tile(64, 128, 64, 8, 3, 4, "once"), tiles.Tile(128, 128, 64, 8, 4, 4, "pingpong")
+    with tiles.force(wide):
+        assert gram.read_triangles(A, A) and not gram.read_triangles(A, odd)
+        monkeypatch.setattr(gram, "knows_triton", lambda: False)
+        assert not gram.read_triangles(A)
+        monkeypatch.setattr(gram, "knows_triton", lambda: True)
+    others = [tiles.Tile(64, 64, 64, 8, 4, 4, "once"), tiles.Tile(128, 256, 64, 8, 3, 8, "once")]
+    for other in (pingpong, *others, tiles.DEFAULT):
+        with tiles.force(other):
+            assert not gram.read_triangles(A)
+
+
 def test_groups_of_warps_are_taken_where_tma_stores_the_result(part, monkeypatch):
     """By sm90's table, of the result's layout alone; without a GPU, so nothing is launched."""
     gram, by_tma, tiles, split = (part(f"kernels.{name}") for name in ("gram", "gram_sm90", "tiles", "split"))

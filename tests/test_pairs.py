@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.paths import PATHS, quiet, take
+from tests.paths import PATHS, forget, quiet, take
 
 pytestmark = quiet
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
@@ -110,6 +110,34 @@ def test_products_of_an_iteration(part, monkeypatch, most, made):
     monkeypatch.setattr(polar, "longest", lambda *about: most)
     polar.orthogonalize(torch.randn(24, 24), dtype=torch.float16)
     assert len(counts) == made
+
+
+@pytest.mark.parametrize("most", [2, 3, 4, 5])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_only_what_is_read_whole_is_written_whole(part, monkeypatch, most, dtype):
+    """As if symmetric products read lower triangles only: with pairs (fp16) and without, the same bits."""
+    monkeypatch.setattr(part("steps"), "SMALL", 0)
+    monkeypatch.setenv("OPTIMIZER_KERNELS", "torch")
+    iteration, polar, told = part("iteration"), part("polar"), []
+    real, upper = iteration.symmetric_product, torch.ones(24, 24, dtype=torch.bool).triu(1)
+
+    def lower(C):
+        return C.tril() + C.tril(-1).mT
+
+    def of_triangles(A, B, out, alpha=1.0, addends=(), diagonal=0.0, whole=True):
+        assert addends
+        told.append(whole)
+        real(lower(A), lower(B), out, alpha, [(lower(C), beta) for C, beta in addends], diagonal)
+        return out if whole else out.masked_fill_(upper, float("nan"))
+
+    monkeypatch.setattr(polar, "longest", lambda *about: most)
+    U = torch.randn(24, 24)
+    before = polar.orthogonalize(U, dtype=dtype)
+    forget(polar, monkeypatch)
+    monkeypatch.setattr(iteration, "symmetric_product", of_triangles)
+    monkeypatch.setattr(iteration, "read_triangles", lambda *matrices: True)
+    assert torch.equal(polar.orthogonalize(U, dtype=dtype), before)
+    assert told[-1] and 0 < sum(told) < len(told) / 2
 
 
 def test_a_set_that_is_none_is_named(optimizer, monkeypatch, capsys):

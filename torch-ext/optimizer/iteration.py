@@ -1,7 +1,7 @@
 """The Newton-Schulz iterations, on matrices that share launches: all of one short side.
 
-Decides: which products are taken in which order, in which memory, and what runs side by side. Must not know: what the
-coefficients mean, nor how a product is computed.
+Decides: which products are taken in which order, in which memory, which are read as a whole, and what runs side by
+side. Must not know: what the coefficients mean, nor how a product is computed.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from .kernels import capturing, on_chip
 from .kernels.aol import aol, scale_columns, scale_rows, unit_rows
-from .kernels.gram import gram, linear, product, symmetric_product
+from .kernels.gram import gram, linear, product, read_triangles, symmetric_product
 from .kernels.norm import unit_norm
 
 LARGE = 3072  # short sides from here on fill a GPU alone (measured on an H200, docs/log.md)
@@ -222,34 +222,38 @@ def _follow(segment, pair, A, Q, Z, T) -> tuple:
 
     With Z = b A + c A^2: A <- (Z + a I) A (Z + a I), Q <- Q (Z + a I); a is added after the product, for in 16 bits
     Z + a I loses much of Z. A restart computes A afresh: rounding makes A and Q drift apart, and A indefinite.
+
+    Only Q, at the end, is whole where symmetric products, and no others, take the rest and read triangles.
     """
-    q = 0.0
+    q, last = 0.0, len(segment)
+    whole = not (all(c for _, _, c in segment) and read_triangles(A, Q, Z, T))
     for step, (a, b, c) in enumerate(segment[:-2] if pair else segment, start=1):
-        _polynomial(A, (0.0, b, c), Z)
-        if step < len(segment):
-            symmetric_product(A, Z, T, addends=[(A, a)])
-            symmetric_product(Z, T, A, addends=[(T, a)])
+        _polynomial(A, (0.0, b, c), Z, whole)
+        if step < last:
+            symmetric_product(A, Z, T, addends=[(A, a)], whole=whole)
+            symmetric_product(Z, T, A, addends=[(T, a)], whole=whole)
         if step == 1:
             Q, Z, q = Z, Q, a
         else:
-            symmetric_product(Q, Z, T, 1.0, [(Q, a), (Z, q)] if q else [(Q, a)], q * a)
+            addends = [(Q, a), (Z, q)] if q else [(Q, a)]
+            symmetric_product(Q, Z, T, 1.0, addends, q * a, whole or step == last)
             Q, T, q = T, Q, 0.0
     if not pair:
         return Q, Z, T
-    _two_steps(pair, A, Z, T)
-    if len(segment) == 2:
+    _two_steps(pair, A, Z, T, whole, whole or last == 2)
+    if last == 2:
         return Z, Q, T
-    symmetric_product(Q, Z, T, 1.0, [(Z, q)] if q else [])
+    symmetric_product(Q, Z, T, 1.0, [(Z, q)] if q or not whole else [])  # no other kernel, which would read it whole
     return T, Q, Z
 
 
-def _two_steps(pair, A, S, C) -> None:
-    """S <- the polynomial of two steps; A and C are spoiled."""
+def _two_steps(pair, A, S, C, whole=True, end=True) -> None:
+    """S <- the polynomial of two steps, in the `end` whole or not, as what is between; A and C are spoiled."""
     (square, a), (cube, ca, cs), (half, ha, hs, hc, h), (qs, qc, q) = pair
-    symmetric_product(A, A, S, square, [(A, a)])
-    symmetric_product(A, S, C, cube, [(A, ca), (S, cs)])
-    symmetric_product(C, C, A, half, [(A, ha), (S, hs), (C, hc)], h)
-    symmetric_product(A, A, S, 1.0, [(S, qs), (C, qc)], q)
+    symmetric_product(A, A, S, square, [(A, a)], 0.0, whole)
+    symmetric_product(A, S, C, cube, [(A, ca), (S, cs)], 0.0, whole)
+    symmetric_product(C, C, A, half, [(A, ha), (S, hs), (C, hc)], h, whole)
+    symmetric_product(A, A, S, 1.0, [(S, qs), (C, qc)], q, end)
 
 
 def _multiply(parts, P, scales) -> None:
@@ -273,10 +277,10 @@ def _restart(parts) -> None:
         part.restart()
 
 
-def _polynomial(A, triple, P):
+def _polynomial(A, triple, P, whole=True):
     """P <- a I + b A + c A^2."""
     a, b, c = triple
     if c:
-        symmetric_product(A, A, P, c, [(A, b)], a)
+        symmetric_product(A, A, P, c, [(A, b)], a, whole)
     else:
         linear(A, b, a, P)

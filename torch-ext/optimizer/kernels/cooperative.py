@@ -14,9 +14,9 @@ gl = mbarrier = tma = fence = gdc_wait = None  # Gluon's language, put here by g
 
 
 @gluon_jit.alike("count", "whole", "halves", "inner")
-def cooperative_kernel(a, b, b_half, c, d, e, out, order, count, whole, halves, inner, scales, factors, SYMMETRIC:
-                       gl.constexpr, TURNED: gl.constexpr, ADDENDS: gl.constexpr, DIAGONAL: gl.constexpr, BLOCK_R:
-                       gl.constexpr, BLOCK_C: gl.constexpr, STAGES: gl.constexpr):
+def cooperative_kernel(a, b, b_half, c, d, e, out, order, count, whole, halves, inner, scales, factors,
+                       SYMMETRIC: gl.constexpr, TURNED: gl.constexpr, ADDENDS: gl.constexpr, DIAGONAL: gl.constexpr,
+                       BLOCK_R: gl.constexpr, BLOCK_C: gl.constexpr, STAGES: gl.constexpr):
     """out = factors[0] A B + addends + factors[1] I; names as in gram_sm90. `whole` tiles, then left and right `halves`
     of the rest (tiles.divide). b_half: B by half a tile's columns; c, d, e, out: by squares (strip.py).
     """

@@ -1,9 +1,9 @@
 """Batched products for the Newton-Schulz iterations: X X^T, products of symmetric matrices, and A X.
 
-Decides: how a product is computed and rounded. A symmetric result is computed in one triangle and mirrored, so it is
-exactly symmetric; the Gram iteration loses accuracy where it is not. The result for one matrix does not depend, in any
-bit, on the batch that it is in: no atomics, no split sums, and launch choices that agree in every bit. Must not know:
-what the products are used for.
+Decides: how a product is computed and rounded. A symmetric result is computed in one triangle and mirrored, where more
+is read than that, so it is exactly symmetric; the Gram iteration loses accuracy where it is not. The result for one
+matrix does not depend, in any bit, on the batch that it is in: no atomics, no split sums, and launch choices that agree
+in every bit. Must not know: what the products are used for.
 """
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import functools
 
 import torch
 
-from . import cpu_slices, gram_sm90, jit, launches, look, tiles, use_triton
+from . import gram_sm90, jit, launches, look, tiles, use_triton
+from .gram_torch import product_torch, symmetric_product_torch
 from .split import Split, memory_of, rows_at, strides_of, table_of
 from .tape import knows_triton, lasting
 
 tl = None  # Triton's language, put here by jit
-ALIGNMENT_BYTES = 64
 SIDE = 64  # of a tile of `linear`
 
 
@@ -27,19 +27,29 @@ def gram(X: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None = None)
     fp32, None for 1. Sums in fp32, rounded once.
     """
     if use_triton(X.device):
-        return _launch("gram", X, X.mT, out, scales=scales)
+        return _launch("gram", X, X.mT, out, more=scales)
     return symmetric_product_torch(X, X.mT, out, 1.0 if scales is None else (scales * scales).view(-1, 1, 1))
 
 
-def symmetric_product(A, B, out, alpha=1.0, addends=(), diagonal=0.0) -> torch.Tensor:
+def symmetric_product(A, B, out, alpha=1.0, addends=(), diagonal=0.0, whole=True) -> torch.Tensor:
     """Write alpha A B + sum of beta C over addends (C, beta) + diagonal I to out, for symmetric A and B that commute.
 
     All (N, n, n), any strides; at most three addends, symmetric too, of which only the lower triangles count. out may
-    be an addend; it shares no memory with A or B. Sums and the rest in fp32, rounded once.
+    be an addend; it shares no memory with A or B. Sums and the rest in fp32, rounded once. Not `whole`: where products
+    of such matrices `read_triangles`, what only they read of out need be written.
     """
     if use_triton(A.device):
-        return _launch("symmetric", A, B, out, addends, (alpha, diagonal))
+        return _launch("symmetric", A, B, out, addends, (alpha, diagonal), whole)
     return symmetric_product_torch(A, B, out, alpha, addends, diagonal)
+
+
+def read_triangles(*matrices: torch.Tensor) -> bool:
+    """Say whether symmetric products of these (N, n, n) alike, with addends, read no squares above the diagonal."""
+    if not use_triton(matrices[0].device) or not gram_sm90.addressable(*matrices):
+        return False
+    A = matrices[0]
+    tile = tiles.choose("symmetric", A.dtype, A.shape[1], A.shape[2], A.device, A.shape[0])
+    return tile.columns > tile.inner and _is_single("symmetric", A, matrices[:1], tile)
 
 
 def product(A: torch.Tensor, X: torch.Tensor, out: torch.Tensor | Split,
@@ -50,7 +60,7 @@ def product(A: torch.Tensor, X: torch.Tensor, out: torch.Tensor | Split,
     them; scales (N,) in fp32, None for 1. Sums in fp32, rounded once.
     """
     if use_triton(A.device):
-        return _launch("product", A, X, out, scales=scales)
+        return _launch("product", A, X, out, more=scales)
     return product_torch(A, X, out, 1.0 if scales is None else scales.view(-1, 1, 1))
 
 
@@ -65,104 +75,26 @@ def linear(A: torch.Tensor, b: float, a: float, out: torch.Tensor) -> torch.Tens
     return out
 
 
-def product_torch(A, X, out, factor=1.0):
-    """Compute `product` matrix by matrix: batched products of CPU libraries give bits that change with the batch."""
-    if _is_like_new(out):
-        return _add(_multiply(A, X, out), factor)
-    for some in cpu_slices(out):
-        out[some].copy_(_add(_multiply(A[some], X[some], _new(out, some)), _some(factor, some)))
-    return out
-
-
-def symmetric_product_torch(A, B, out, alpha=1.0, addends=(), diagonal=0.0):
-    """Compute `symmetric_product` matrix by matrix, and what follows for as many as one thread takes at once."""
-    if _is_like_new(out) and all(C.data_ptr() != out.data_ptr() for C, _ in addends):
-        _add(_multiply(A, B, out), alpha, addends, diagonal)
-        for some in cpu_slices(out):
-            _mirror(out[some])
-        return out
-    for some in cpu_slices(out):
-        result = _multiply(A[some], B[some], _new(out, some))
-        beside = [(C[some], beta) for C, beta in addends]
-        out[some].copy_(_mirror(_add(result, _some(alpha, some), beside, diagonal)))
-    return out
-
-
-def _mirror(result):
-    """Make the lower triangles count on both sides, in place."""
-    result.tril_()
-    return result.add_(result.tril(-1).mT)
-
-
-def _new(out, some):
-    """Memory for products that are cast to some of out: each begins as new memory does."""
-    N, n, m = out.shape
-    apart = n * m + -(n * m) % (ALIGNMENT_BYTES // 4)
-    memory = torch.empty((min(some.stop, N) - some.start, apart), dtype=torch.float32, device=out.device)
-    return memory.as_strided((len(memory), n, m), (apart, m, 1))
-
-
-def _some(factor, some):
-    """The factor of some matrices: of all the same, or a tensor."""
-    return factor[some] if isinstance(factor, torch.Tensor) else factor
-
-
-def _add(result, alpha, addends=(), diagonal=0.0):
-    if isinstance(alpha, torch.Tensor) or alpha != 1.0:
-        result.mul_(alpha)
-    for C, beta in addends:
-        result.add_(C, alpha=beta)
-    if diagonal != 0.0:
-        result.diagonal(dim1=1, dim2=2).add_(diagonal)
-    return result
-
-
-def _multiply(A, B, out):
-    """Write products to out, which is like new; sums in fp32, also inside autocast."""
-    if torch.is_autocast_enabled(out.device.type):  # entering it takes longer than a small product
-        with torch.autocast(out.device.type, enabled=False):
-            return _multiply(A, B, out)
-    for a, b, o in zip(_operands(A), _operands(B), out.unbind()):
-        torch.mm(a, b, out=o)
-    return out
-
-
-def _operands(stack):
-    """Return the matrices in fp32. A CPU library may sum in another order where memory is aligned otherwise: each
-    begins as new memory does.
-    """
-    if _is_aligned(stack):
-        return stack.unbind()
-    return (x.clone() if x.data_ptr() % ALIGNMENT_BYTES else x for x in map(torch.Tensor.float, stack.unbind()))
-
-
-def _is_aligned(stack):
-    return stack.dtype == torch.float32 and not (stack.data_ptr() | stack.stride(0) * 4) % ALIGNMENT_BYTES
-
-
-def _is_like_new(out):
-    """Say whether every matrix lies as in new memory of fp32."""
-    return not isinstance(out, Split) and _is_aligned(out) and out.stride()[1:] == (out.shape[2], 1)
-
-
 _known: dict = {}  # what decides about a launch -> the tile, or what is bound
 
 
-def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0), scales=None):
-    """Choose kernel and tile, once per kind of input, and launch."""
+def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0), more=None):
+    """Choose kernel and tile, once per kind of input, and launch. `more`: the scales, None for 1; of a symmetric
+    product whether it need be whole.
+    """
     if out.numel() == 0:
         return out
     columns_of_b = B.mT if op == "gram" else B  # a symmetric B holds its columns as rows
     key = (op, tiles.forced(), factors[1] != 0.0, look(A, B, out, *(C for C, _ in addends)))
-    if scales is None and op != "symmetric":
-        scales = _ones(1 << len(A).bit_length(), A.device)
+    if more is None:
+        more = _ones(1 << len(A).bit_length(), A.device)
     known = _known.get(key)
     if known is None:
         known = _known[key] = _choose(op, A, columns_of_b, out, addends, factors)
     if isinstance(known, gram_sm90.TmaLaunch):
-        known(A, columns_of_b, out, addends, factors, scales)
+        known(A, columns_of_b, out, addends, factors, more)
     else:
-        _launch_by_pointers(key, known, A, B, out, addends, factors, scales)
+        _launch_by_pointers(key, known, (A, B, out), addends, factors, more)
     return out
 
 
@@ -184,13 +116,18 @@ def _choose(op, A, columns_of_b, out, addends, factors):
     if tile.loop in tiles.SPECIALISED and not (knows_triton() and (op != "product" or gram_sm90.stores(out))):
         tile = gram_sm90.POINTERS if tiles.forced() else tiles.choose(*shape, without=tiles.SPECIALISED)
     kind = launches.Cooperative if tile.loop == "cooperative" else gram_sm90.TmaLaunch
-    if launches.Single.takes(op, A, addends, tile) and knows_triton():
+    if _is_single(op, A, addends, tile):
         kind = launches.Single
     return kind(op, A, columns_of_b, out, addends, factors, tile)
 
 
-def _launch_by_pointers(key, tile, A, B, out, addends, factors, scales):
-    op, (N, rows, columns), inner = key[0], out.shape, A.shape[2]
+def _is_single(op, A, addends, tile) -> bool:
+    return launches.Single.takes(op, A, addends, tile) and knows_triton()
+
+
+def _launch_by_pointers(key, tile, matrices, addends, factors, more):
+    op, (A, B, out), scales = key[0], matrices, more if isinstance(more, torch.Tensor) else None
+    (N, rows, columns), inner = out.shape, A.shape[2]
     down, across = -(-rows // tile.rows), -(-columns // tile.columns)
     count = down * across if op == "product" else down * (down + 1) // 2
     (C, beta), (D, delta), (E, epsilon) = (*addends, *3 * [(None, 0.0)])[:3]
@@ -203,8 +140,8 @@ def _launch_by_pointers(key, tile, A, B, out, addends, factors, scales):
 
 @jit
 def _product_kernel(A, B, C, D, E, OUT, scales, a_strides, b_strides, c_strides, d_strides, e_strides, out_strides,
-                    sizes, factors, SYMMETRIC: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr, BLOCK_R:
-                    tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+                    sizes, factors, SYMMETRIC: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr,
+                    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
     """OUT = alpha A B + beta C + delta D + epsilon E + diagonal I, or with scales alpha from them; offsets of matrices
     and rows are 64 bit. Without out_strides OUT is a table (split.py), TURNED: of columns.
     """

@@ -81,7 +81,8 @@ class TmaLaunch:
         halved = _of_halves(A, out, addends) if tile.loop == "pingpong" else ()
         self.halves = [blank(describe(t, tile.rows // 2, tile.inner)) for t in halved]
 
-    def __call__(self, A, B, out, addends, factors, scales) -> None:
+    def __call__(self, A, B, out, addends, factors, more) -> None:
+        """`more`: what is told `_launch` of gram.py; a result that need not be whole is so here nevertheless."""
         A, B, out = self._straightened(A, B, out)
         result = filled(self.result, out) if self.straight else None
         beside = [C for C, _ in addends] or [B, out]
@@ -89,13 +90,13 @@ class TmaLaunch:
         halves = [filled(blank, t) for blank, t in zip(self.halves, _of_halves(A, out, addends))]
         self.kernel.launch(
             self.programs, self, filled(self.left, A), filled(self.right, B), *beside[:3], result, *halves,
-            *((memory_of(out),) if self.pointer else ()), *self.numbers, self._scales(scales),
+            *((memory_of(out),) if self.pointer else ()), *self.numbers, self._scales(more),
             (*factors, *(beta for _, beta in addends)),
             *self.constants, **self.options)
 
-    def _scales(self, scales):
+    def _scales(self, more):
         """What a launch takes for them; symmetric products do not look there."""
-        return self.order if scales is None else scales
+        return more if isinstance(more, torch.Tensor) else self.order
 
     def _straightened(self, A, B, out):
         """What is multiplied and stored: the transpose, B^T A, into what is a transposed view."""

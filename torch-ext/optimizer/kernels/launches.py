@@ -16,12 +16,17 @@ FEW = 12  # rows of tiles up to which their order matters less than the time unt
 
 
 class OfGluon(TmaLaunch):
-    """The same by a Gluon kernel: `kernel`, told `_tensors` by the descriptors `blanks`, `numbers` and `constants`."""
+    """The same by a Gluon kernel: `kernel`, told `_tensors` by the descriptors `blanks`, `numbers` and `constants`,
+    and where it `mirrors` only what need be whole, whether the result need be.
+    """
 
-    def __call__(self, A, B, out, addends, factors, scales) -> None:
+    mirrors = False
+
+    def __call__(self, A, B, out, addends, factors, more) -> None:
         tensors = self._tensors(*self._straightened(A, B, out), addends)
+        told = (int(more is not False),) if self.mirrors else ()
         self.kernel.launch(
-            self.programs, self, *map(filled, self.blanks, tensors), *self.numbers, self._scales(scales),
+            self.programs, self, *map(filled, self.blanks, tensors), *self.numbers, *told, self._scales(more),
             (*factors, *(beta for _, beta in addends), *NONE[len(addends):]), *self.constants, num_warps=4,
             enable_fp_fusion=False, launch_pdl=self.pdl)
 
@@ -54,7 +59,7 @@ class Cooperative(OfGluon):
 class Single(OfGluon):
     """The same by single.py; of what it `takes`."""
 
-    kernel, turned, pdl = single_kernel, False, True
+    kernel, turned, pdl, mirrors = single_kernel, False, True, True
 
     @staticmethod
     def takes(op, A, addends, tile) -> bool:
@@ -70,8 +75,10 @@ class Single(OfGluon):
         self.programs, self.order, count, _, _ = turns(op, out, inner, tile)
         short = inner <= SHORT and tile.columns == 64
         self.numbers = (None if out.shape[1] <= FEW * tile.rows else self.order), count, inner, len(addends), int(short)
-        self.constants = SYMMETRY[op], tile.stages
-        boxes = [(tile.rows, tile.inner), (tile.columns, tile.inner)] + 4 * [(tile.rows, tile.rows)]
+        self.constants = SYMMETRY[op], tile.columns, tile.stages
+        whole = [(tile.rows, tile.inner), (tile.columns, tile.inner)]
+        operands = whole if op == "gram" else 2 * [(tile.inner, tile.inner)]  # one form for rows and what mirrors them
+        boxes = operands + 4 * [(tile.rows, tile.rows)]
         self.blanks = [blank(ring.description(t, *box)) for t, box in zip(self._tensors(A, B, out, addends), boxes)]
 
     @staticmethod

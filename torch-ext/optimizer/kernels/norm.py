@@ -38,7 +38,7 @@ def unit_norm(U: torch.Tensor | Split, X: torch.Tensor, scales: torch.Tensor, ep
     lines, columns = LINES if straight else SQUARE
     parts = -(-R // lines) * -(-C // columns)
     sums, guesses = _room_for_sums(scratch, N, parts, U.device)
-    key, even, pdl = look(U, X), _common_power(R, C, U, X), has_pdl(U.device)
+    key, even, pdl = (LINES, SAMPLE, look(U, X)), _common_power(R, C, U, X), has_pdl(U.device)
     aim = 1.25 * math.sqrt(R * C)  # norm over mean magnitude, for normal elements
     options = {"num_warps": 4} | ({"launch_pdl": True} if pdl else {})
     _cast_kernel.launch(
@@ -84,9 +84,9 @@ def unit_norm_torch(U, X, scales, eps):
 
 
 @jit.alike("parts")
-def _cast_kernel(U, X, sums, guesses, parts, R, C, u_strides, x_strides, aim, ROWS: tl.constexpr, COLUMNS:
-                 tl.constexpr, EVEN: tl.constexpr, STRAIGHT: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
-                 PDL: tl.constexpr):
+def _cast_kernel(U, X, sums, guesses, parts, R, C, u_strides, x_strides, aim, ROWS: tl.constexpr,
+                 COLUMNS: tl.constexpr, EVEN: tl.constexpr, STRAIGHT: tl.constexpr, DOWN: tl.constexpr,
+                 ACROSS: tl.constexpr, PDL: tl.constexpr):
     """One tile per program: X = c U; to sums (N, 2, parts) its largest magnitude, and the sum of its squares in one of
     three units. The units keep squares from overflow and loss; it is the idea of J. L. Blue, ACM Trans. Math. Softw. 4,
     1978, with one unit for all that a program reads.
@@ -155,9 +155,9 @@ def _power_of(number):
 
 
 @jit.alike("parts", "shares")
-def _norm_kernel(U, X, sums, guesses, scales, parts, shares, R, C, u_strides, x_strides, aim, eps, BLOCK:
-                 tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, STRAIGHT: tl.constexpr,
-                 PDL: tl.constexpr):
+def _norm_kernel(U, X, sums, guesses, scales, parts, shares, R, C, u_strides, x_strides, aim, eps,
+                 BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+                 STRAIGHT: tl.constexpr, PDL: tl.constexpr):
     """`shares` programs per matrix: its scale, from its sums. Where c U has left the range in which 16 bits are exact,
     because the rest is not like the sample, each casts its share again.
     """

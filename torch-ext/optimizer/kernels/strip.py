@@ -51,14 +51,15 @@ def finish_strip(sums, addends, out, own, arrived, mine, factors, matrix, row, c
         ask(addends[k], own, arrived, matrix, row, column, COLUMNS)
         mbarrier.wait(arrived, (mine * ADDENDS + k) & 1)
         sums = now(sums) + factors[2 + k] * flat.load(layout).to(gl.float32)
-    store_strip(sums, out, own, own, factors, matrix, row, column, SYMMETRIC, DIAGONAL, True)
+    store_strip(sums, out, own, own, factors, matrix, row, column, 1, SYMMETRIC, DIAGONAL, True)
 
 
 @gluon_jit
-def store_strip(sums, out, own, other, factors, matrix, row, column, SYMMETRIC: gl.constexpr, DIAGONAL: gl.constexpr,
-                SAME: gl.constexpr):
-    """Add the diagonal, round and store a strip, through the memory `own`, mirror images through `other`, which may be
-    the SAME. What was stored from the same memory is waited for; from others nothing is stored any more.
+def store_strip(sums, out, own, other, factors, matrix, row, column, mirror, SYMMETRIC: gl.constexpr,
+                DIAGONAL: gl.constexpr, SAME: gl.constexpr):
+    """Add the diagonal, round and store a strip, through the memory `own`, mirror images (if `mirror` is not 0) through
+    `other`, which may be the SAME. What was stored from the same memory is waited for; from others nothing is stored
+    any more.
     """
     SIDE: gl.constexpr = sums.shape[0]
     COLUMNS: gl.constexpr = sums.shape[1]
@@ -83,7 +84,7 @@ def store_strip(sums, out, own, other, factors, matrix, row, column, SYMMETRIC: 
         if (column + k * SIDE <= row) | (SYMMETRIC == 0):
             store_box(out, [matrix, row, column + k * SIDE], squares.index(k))
     if SYMMETRIC:
-        if column < row:
+        if (column < row) & (mirror != 0):
             if SAME:
                 tma.store_wait(0)
                 barrier()
