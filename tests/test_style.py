@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "torch-ext" / "optimizer"
 
 FILE_LINES, FUNCTION_LINES, MEDIAN_LINES, KERNEL_LINES = 300, 40, 12, 80
-PARAMETERS, KERNEL_PARAMETERS, NESTING, COMMENT_LINES = 7, 22, 3, 2  # 22: the descriptors of pingpong.py
+PARAMETERS, KERNEL_PARAMETERS, NESTING, COMMENT_LINES = 7, 23, 3, 2  # 23: the descriptors of pingpong.py, and scales
 
 # The optimizers take the arguments of torch.optim.Muon, which they replace, and those of the modes.
 MANY_PARAMETERS = {"muon.Muon.__init__", "normuon.NorMuon.__init__"}
@@ -37,7 +37,8 @@ LAYERS = [
     ["kernels.pingpong", "kernels.cooperative", "kernels.single"],
     ["kernels.gram_sm90"],
     ["kernels.launches"],
-    ["kernels.aol", "kernels.gram", "kernels.norm", "kernels.pack", "kernels.rows"],
+    ["kernels.aol", "kernels.gram_torch", "kernels.norm", "kernels.pack", "kernels.rows"],
+    ["kernels.gram"],
     ["kernels.chain", "kernels.update"],
     ["kernels.on_chip"],
     ["graphs"],  # how launches are repeated; knows no operation
