@@ -27,7 +27,7 @@ from tests.test_routes import cut
 TIMEOUT_S = 1.5  # of the process group, in the step with the fault
 AT_ONCE = 48  # processes that run side by side; most of them only wait
 ROUTES = {"exchange": "Exchange", "reduce": "Reduce", "reduce_elementwise": "ReduceElementwise"}
-PLACED = {"exchange": 28_000, "experts": 14_000}  # DTensors, and the room that makes several buckets
+PLACED = {"exchange": 28_000, "experts": 14_400}  # DTensors, and the room that makes several buckets
 PLACES, FAULTS = ["before", "in", "after"], ["dies", "stalls", "raises"]
 COLLECTIVES = ("all_to_all_single", "all_to_all", "all_reduce")
 # During what each collective of a step is issued, in their order. The last one is waited for in the next step.

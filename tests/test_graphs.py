@@ -119,7 +119,6 @@ def taped(monkeypatch):
     monkeypatch.setattr(jit, "__getitem__", lambda kernel, grid: noted(plain(kernel, grid)))
     monkeypatch.setattr(jit, "launch", lambda kernel, *a, **k: noted(functools.partial(launch, kernel))(*a, **k))
     monkeypatch.setattr(part("recipe"), "torch_adamw", adamw_on_tensors)
-    monkeypatch.setattr(part("kernels.norm"), "SHARE", 1)  # the interpreter takes its time for empty reads, too
     return Tape
 
 

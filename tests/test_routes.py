@@ -193,7 +193,7 @@ def disagreeing(rank, world, kind):
     if kind == "class" and rank:
         name = "NorMuon"
     if kind == "workspace":
-        options["workspace_bytes"] = 10_200 if rank else 100_000_000
+        options["workspace_bytes"] = 10_600 if rank else 100_000_000
         shapes *= 4
     dim = rank if kind == "dim" else 0
     params = [nn.Parameter(cut(torch.ones(shape), mesh, [Shard(dim)])) for shape in shapes]
@@ -328,7 +328,7 @@ def two_groups(rank, world, meshes):
     params = [[nn.Parameter(cut(torch.ones(s), flat, [Shard(0)])) for s in shapes],
               [nn.Parameter(cut(torch.ones(s), flat, [Shard(0)]) if meshes == "one" else
                             cut(torch.ones(4, *s), pairs, [Shard(0), Shard(1)])) for s in shapes]]
-    stepper = package().Muon([{"params": group} for group in params], workspace_bytes=14_000)
+    stepper = package().Muon([{"params": group} for group in params], workspace_bytes=14_400)
     for p in sum(params, []):
         p.grad = torch.ones_like(p)
     stepper.step()

@@ -114,14 +114,3 @@ def rows_at(table, row, inside=None):
     """
     EACH: tl.constexpr = 128 // table.dtype.element_ty.primitive_bitwidth
     return table + tl.load(table.to(tl.pointer_type(tl.int64)) + 2 * row, mask=inside) * EACH
-
-
-@jit
-def piece_of(table, row, C):
-    """Return where row 0 would begin if the piece of this row went back so far, the elements from row to row, and the
-    first row that is not of the piece.
-    """
-    EACH: tl.constexpr = 128 // table.dtype.element_ty.primitive_bitwidth
-    pitch = C // EACH * EACH
-    end = tl.load(table.to(tl.pointer_type(tl.int64)) + 2 * row + 1)
-    return rows_at(table, row) - row * pitch, pitch, end
