@@ -141,8 +141,13 @@ def test_who_listens_sees_the_operator_and_nobody_else_pays_for_it(optimizer, op
     for context in (torch.inference_mode, functools.partial(torch.device, "cpu")):
         with context():
             assert not op._is_plain(X) and torch.equal(optimizer.orthogonalize(X), expected)
-    monkeypatch.setattr(op, "_orthogonalize", None)
-    assert torch.equal(optimizer.orthogonalize(X), expected)
+    with monkeypatch.context() as patch:
+        patch.setattr(op, "_orthogonalize", None)
+        assert torch.equal(optimizer.orthogonalize(X), expected)
+    monkeypatch.setattr(op, "ASKED", ("what a later torch may lack",))
+    assert op._plain_thread() is None
+    monkeypatch.setattr(op, "_plain", None)
+    assert not op._is_plain(X) and torch.equal(optimizer.orthogonalize(X), expected)
 
 
 def test_vmap(optimizer):

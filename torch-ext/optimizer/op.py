@@ -58,8 +58,19 @@ _library = _define()  # the operator lives as long as this
 _orthogonalize = ops.orthogonalize.default
 
 
-_keys = torch._C.DispatchKey
-_plain = torch._C.DispatchKeySet(_keys.BackendSelect).add(_keys.ADInplaceOrView).raw_repr()  # of a thread
+ASKED = ("DispatchKey", "DispatchKeySet", "_dispatch_keys", "_dispatch_tls_local_include_set",
+         "_len_torch_function_stack")
+
+
+def _plain_thread() -> int | None:
+    """The dispatcher's keys in a thread where nobody listens; None where this torch does not say."""
+    if not all(hasattr(torch._C, name) for name in ASKED):
+        return None
+    keys = torch._C.DispatchKey
+    return torch._C.DispatchKeySet(keys.BackendSelect).add(keys.ADInplaceOrView).raw_repr()
+
+
+_plain = _plain_thread()
 
 
 @functools.cache
@@ -71,8 +82,8 @@ def _is_plain(X) -> bool:
     """Say whether the operator would do nothing but compute: no gradient, compiler, tracer, transform, mode or kind of
     tensor is there to see it. The way through torch's dispatcher takes longer than a small matrix.
     """
-    return (not torch.compiler.is_compiling() and type(X) is torch.Tensor and not X.requires_grad
-            and torch._C._dispatch_tls_local_include_set().raw_repr() == _plain
+    return (not torch.compiler.is_compiling() and _plain is not None and type(X) is torch.Tensor
+            and not X.requires_grad and torch._C._dispatch_tls_local_include_set().raw_repr() == _plain
             and not torch._C._len_torch_function_stack()
             and torch._C._dispatch_keys(X).raw_repr() == _plain_tensor(X.device.type))
 
