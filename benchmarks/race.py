@@ -25,7 +25,7 @@ class Times:
 
 
 def race(calls: dict, refill, rounds: int, burst_ms: float, rest_ms: float) -> dict[object, Times]:
-    """Time every call in short bursts, `rounds` times each, and rest before each burst.
+    """Time every call in short bursts, `rounds` times each, and let the GPU rest before each burst.
 
     calls: key -> function without arguments. refill() puts fresh random numbers into their inputs before each round,
     and each round begins with another call. A call is repeated until a burst lasts about burst_ms, 2 to 20 times.
@@ -39,11 +39,18 @@ def race(calls: dict, refill, rounds: int, burst_ms: float, rest_ms: float) -> d
     for number in range(rounds):
         refill()
         for key in keys[number % len(keys):] + keys[:number % len(keys)]:
-            time.sleep(1e-3 * rest_ms)
+            _rest(1e-3 * rest_ms)
             result = burst(calls[key], lengths[key])
             times[key].ms += result.ms
             times[key].host_us += result.host_us
     return times
+
+
+def _rest(seconds) -> None:
+    """Launch nothing, but stay awake, as a training loop does: a CPU that slept may be slow for milliseconds."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
 
 
 def burst(call, length: int) -> Times:

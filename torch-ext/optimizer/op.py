@@ -5,7 +5,6 @@ is computed.
 """
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -71,11 +70,14 @@ def _plain_thread() -> int | None:
 
 
 _plain = _plain_thread()
+_plain_tensors: set = set()  # keys of tensors that nobody sees but their device's kernels
 
 
-@functools.cache
-def _plain_tensor(device_type) -> int:
-    return torch._C._dispatch_keys(torch.empty(0, device=device_type)).raw_repr()
+def _is_plain_tensor(X) -> bool:
+    keys = torch._C._dispatch_keys(X).raw_repr()
+    if keys not in _plain_tensors:
+        _plain_tensors.add(torch._C._dispatch_keys(torch.empty(0, device=X.device)).raw_repr())
+    return keys in _plain_tensors
 
 
 def _is_plain(X) -> bool:
@@ -85,7 +87,7 @@ def _is_plain(X) -> bool:
     return (not torch.compiler.is_compiling() and _plain is not None and type(X) is torch.Tensor
             and not X.requires_grad and torch._C._dispatch_tls_local_include_set().raw_repr() == _plain
             and not torch._C._len_torch_function_stack()
-            and torch._C._dispatch_keys(X).raw_repr() == _plain_tensor(X.device.type))
+            and _is_plain_tensor(X))
 
 
 def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_express", ns_steps: int = 5,

@@ -88,7 +88,7 @@ def check(X: torch.Tensor, eps: float = 0.0, dtype: torch.dtype | None = None) -
 
 def polar_factor(X: torch.Tensor, steps: Steps, eps: float, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return the polar factor of every matrix of X (..., R, C), contiguous, in X's dtype; see `op.orthogonalize`."""
-    out = torch.empty(X.shape, dtype=X.dtype, device=X.device)
+    out = torch.empty_like(X, memory_format=torch.contiguous_format)
     if X.numel():
         _polar((X, out), lambda: [(_in_a_row(X), out.view(-1, *X.shape[-2:]))], (steps, eps, dtype), alone=True)
     return out

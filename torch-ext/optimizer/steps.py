@@ -79,6 +79,13 @@ class Steps:
     triples: tuple[Triple, ...]
     aol: bool = False
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self):  # at each call, for what is known of calls
+        return hash((self.triples, self.aol))
+
     def segments(self, dtype: torch.dtype = F16, most: int = ALL, n: int = SMALL) -> tuple:
         """Return the steps between restarts, tuples of triples, for matrices with a short side of `n`: at most `most`
         and what `dtype` allows in each, few segments, the longer first: five steps are cut 3 + 2.

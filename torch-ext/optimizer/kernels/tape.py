@@ -5,13 +5,13 @@ launched. Python takes 30 to 40 us for a launch with descriptors, longer than a 
 """
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import torch
 
@@ -50,17 +50,17 @@ def play(kind: Hashable, memory: Sequence[torch.Tensor], tensors: Sequence[torch
     tape = _tapes.get(key)
     if tape is None or _hooked():
         return _record(key, memory, starts, work)
-    with contextlib.suppress(KeyError):  # another thread has just dropped it
+    try:  # contextlib.suppress takes longer
         _tapes.move_to_end(key)
+    except KeyError:  # another thread has just dropped it
+        pass
     for launcher, given in tape.given(_stream(device.index), starts, tensors):
         launcher(*given)
 
 
 def _stream(device) -> int:
     """The address of the current one; torch's own object takes 3 us."""
-    from triton.runtime import driver
-
-    return driver.active.get_current_stream(device)
+    return _triton().driver.active.get_current_stream(device)
 
 
 def _filled(stream, tensors, programs, head, arguments, gaps, together) -> tuple:
@@ -69,6 +69,15 @@ def _filled(stream, tensors, programs, head, arguments, gaps, together) -> tuple
     for first, last, number, fill in gaps:
         arguments[first:last] = fill(tensors[number])
     return programs, 1, 1, stream, *head, *([tuple(arguments)] if together else arguments)
+
+
+@functools.cache
+def _triton():
+    """Triton's `knobs` and `runtime.driver`; an import at each call takes longer."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    return SimpleNamespace(knobs=knobs, driver=driver)
 
 
 @functools.cache
@@ -180,7 +189,5 @@ class _Encode:
 
 def _hooked() -> bool:
     """Whether somebody (a profiler of Triton's) wants to hear of launches."""
-    from triton import knobs
-
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    runtime = _triton().knobs.runtime
+    return any([getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook)])
