@@ -11,7 +11,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import torch
 
@@ -60,7 +59,9 @@ def play(kind: Hashable, memory: Sequence[torch.Tensor], tensors: Sequence[torch
 
 def _stream(device) -> int:
     """The address of the current one; torch's own object takes 3 us."""
-    return _triton().driver.active.get_current_stream(device)
+    import triton  # found at once; `from triton.runtime import driver` looks again
+
+    return triton.runtime.driver.active.get_current_stream(device)
 
 
 def _filled(stream, tensors, programs, head, arguments, gaps, together) -> tuple:
@@ -69,15 +70,6 @@ def _filled(stream, tensors, programs, head, arguments, gaps, together) -> tuple
     for first, last, number, fill in gaps:
         arguments[first:last] = fill(tensors[number])
     return programs, 1, 1, stream, *head, *([tuple(arguments)] if together else arguments)
-
-
-@functools.cache
-def _triton():
-    """Triton's `knobs` and `runtime.driver`; an import at each call takes longer."""
-    from triton import knobs
-    from triton.runtime import driver
-
-    return SimpleNamespace(knobs=knobs, driver=driver)
 
 
 @functools.cache
@@ -189,5 +181,7 @@ class _Encode:
 
 def _hooked() -> bool:
     """Whether somebody (a profiler of Triton's) wants to hear of launches."""
-    runtime = _triton().knobs.runtime
+    import triton
+
+    runtime = triton.knobs.runtime
     return any([getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook)])
