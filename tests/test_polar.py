@@ -181,9 +181,10 @@ def test_subnormal_input(polar):
 
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("eps", [1e-7, 0.0])
-def test_zeros_give_zeros(polar, device, name, eps):
-    """Peers' defect; a zero row of another matrix is as harmless."""
-    X = torch.randn(3, 12, 30, device=device)
+@pytest.mark.parametrize("shape", [(12, 30), (136, 200)], ids=str)
+def test_zeros_give_zeros(polar, device, name, eps, shape):
+    """Peers' defect; a zero row of another matrix is as harmless. On the chip, where there is one, and outside."""
+    X = torch.randn(3, *shape, device=device)
     X[1], X[2, 4] = 0, 0
     O = polar.orthogonalize(X, name, eps=eps)
     assert O.isfinite().all() and not O[1].any() and not O[2, 4].any() and O[[0, 2]].any()

@@ -186,7 +186,7 @@ def _norm_kernel(U, X, sums, guesses, scales, parts, shares, R, C, u_strides, x_
             u = tl.load(u_at, mask=inside, other=0.0).to(tl.float32)
             tl.store(x_at, (u * power).to(X.dtype.element_ty), mask=inside)
     if share == 0:
-        tl.store(scales + matrix, unit / power / norm)
+        tl.store(scales + matrix, tl.where(most == 0, 1.0, unit / power / norm))  # X X^T takes its square
 
 
 @jit
