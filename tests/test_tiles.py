@@ -1,6 +1,7 @@
 """Launch choice: tables that fit their architecture, the nearest entry, and which path a device takes."""
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import subprocess
@@ -101,6 +102,12 @@ def test_a_measured_table_counts_turns(tiles):
     """A small tile for few matrices, a large one where all processors are busy with it."""
     small, large = (tiles._best("symmetric", 2, 768, 768, n, "sm90") for n in (1, 64))
     assert small.rows < large.rows
+
+
+def test_an_entry_for_a_gpu_is_taken_there_alone(tiles):
+    best = functools.partial(tiles._best, "gram", 2, 4096, 4096, 4, "sm90", ())
+    assert best("NVIDIA H100 80GB HBM3").loop == "cooperative"
+    assert best("NVIDIA H200") == best("") and best("").loop != "cooperative"
 
 
 def test_the_expected_time_is_that_of_the_busiest_processor(tiles):

@@ -100,6 +100,7 @@ def test_no_such_file(chosen, tmp_path):
     ({"entries": [ENTRY | {"us": [math.nan] * 4}], "processors": 1}, "neither four numbers"),
     ({"entries": [ENTRY | {"us": 4}], "processors": 1}, "neither four numbers"),
     ({"entries": [ENTRY | {"us": [1] * 4, "resident": 0}], "processors": 1}, "group, stages or resident"),
+    ({"entries": [ENTRY | {"gpu": 100}]}, "gpu is no part of a GPU's name"),
     ({"entries": [ENTRY | {"us": [1] * 4}], "processors": 0}, "processors no positive whole number"),
     ({"entries": {"a": 1}}, "entries is no list of objects"),
     ({"entries": [1]}, "entries is no list of objects"),

@@ -51,7 +51,8 @@ class Pace:
         products = [e for e in tiles.table(arch)["entries"] if e["bytes"] == 2]
         self.steps, self.table, self.processors = steps, table(arch), tiles.table(arch).get("processors", 1)
         self.measured = bool(self.table) and all("us" in entry for entry in products)
-        self.entries = {op: [e for e in products if e["op"] == op] for op in ("gram", "symmetric", "product")}
+        common = [e for e in products if "gpu" not in e]
+        self.entries = {op: [e for e in common if e["op"] == op] for op in ("gram", "symmetric", "product")}
         self.key = hashlib.sha256(repr((arch, self.table, products)).encode()).hexdigest()  # part of the plan's digest
         self._known, self._costs = {}, {}
 

@@ -57,8 +57,8 @@ def choose(op: str, dtype: torch.dtype, rows: int, columns: int, device: torch.d
     """Return the tile for `op` on so many matrices: "gram" of (rows, columns), "symmetric" (rows, rows), or "product"
     of (rows, rows) and (rows, columns). `without`: loops that cannot be had here.
     """
-    arch = architecture(device.type, device.index)
-    return _forced or _best(op, dtype.itemsize, rows, columns, matrices, arch, without)
+    arch, gpu = architecture(device.type, device.index), name_of(device.type, device.index)
+    return _forced or _best(op, dtype.itemsize, rows, columns, matrices, arch, without, gpu)
 
 
 def forced() -> Tile | None:
@@ -85,6 +85,12 @@ def architecture(kind: str, index: int | None = None) -> str:
     if torch.version.hip is not None:
         return torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
     return "sm{}{}".format(*torch.cuda.get_device_capability(index))
+
+
+@functools.cache
+def name_of(kind: str, index: int | None = None) -> str:
+    """Return what the driver calls a GPU, of which entries may want a part (`gpu`); nothing for other devices."""
+    return torch.cuda.get_device_properties(index).name if kind == "cuda" else ""
 
 
 @functools.cache
@@ -142,6 +148,7 @@ def _fault(entry, arch):
     checks = {
         'op is none of "gram", "symmetric", "product"': op in ("gram", "symmetric", "product"),
         "bytes is neither 2 nor 4": entry.get("bytes") in (2, 4),
+        "gpu is no part of a GPU's name": isinstance(entry.get("gpu", ""), str),
         "a side of the tile is no power of two from 16 on": len(tile) == 3 and _power(*tile) and min(tile) >= 16,
         "loop is unknown": loop in ("pointers", "once", "turns", "flat", *SPECIALISED),
         "group, stages or resident is no positive whole number":
@@ -175,12 +182,12 @@ def _misfit(entry, arch, op, loop):
 
 
 @functools.lru_cache(maxsize=4096)
-def _best(op: str, itemsize: int, rows: int, columns: int, matrices: int, arch: str, without=()) -> Tile:
+def _best(op: str, itemsize: int, rows: int, columns: int, matrices: int, arch: str, without=(), gpu="") -> Tile:
     """Take the entry that is expected to be fastest, or without times the one whose shape is nearest, in powers of two;
     the first of equals.
     """
     entries = [e for e in table(arch)["entries"] if e["op"] == op and e["bytes"] == itemsize]
-    entries = [e for e in entries if e.get("loop") not in without]
+    entries = [e for e in entries if e.get("loop") not in without and e.get("gpu", "") in gpu]
     if not entries:
         return DEFAULT_FP32 if itemsize > 2 else DEFAULT
 
