@@ -57,8 +57,7 @@ def choose(op: str, dtype: torch.dtype, rows: int, columns: int, device: torch.d
     """Return the tile for `op` on so many matrices: "gram" of (rows, columns), "symmetric" (rows, rows), or "product"
     of (rows, rows) and (rows, columns). `without`: loops that cannot be had here.
     """
-    arch, gpu = architecture(device.type, device.index), name_of(device.type, device.index)
-    return _forced or _best(op, dtype.itemsize, rows, columns, matrices, arch, without, gpu)
+    return _forced or _best(op, dtype.itemsize, rows, columns, matrices, _gpu(device.type, device.index), without)
 
 
 def forced() -> Tile | None:
@@ -88,9 +87,10 @@ def architecture(kind: str, index: int | None = None) -> str:
 
 
 @functools.cache
-def name_of(kind: str, index: int | None = None) -> str:
-    """Return what the driver calls a GPU, of which entries may want a part (`gpu`); nothing for other devices."""
-    return torch.cuda.get_device_properties(index).name if kind == "cuda" else ""
+def _gpu(kind: str, index: int | None) -> str:
+    """The architecture, and after a space what the driver calls the GPU."""
+    name = torch.cuda.get_device_properties(index).name if kind == "cuda" else ""
+    return f"{architecture(kind, index)} {name}"
 
 
 @functools.cache
@@ -182,12 +182,13 @@ def _misfit(entry, arch, op, loop):
 
 
 @functools.lru_cache(maxsize=4096)
-def _best(op: str, itemsize: int, rows: int, columns: int, matrices: int, arch: str, without=(), gpu="") -> Tile:
+def _best(op: str, itemsize: int, rows: int, columns: int, matrices: int, gpu: str, without=()) -> Tile:
     """Take the entry that is expected to be fastest, or without times the one whose shape is nearest, in powers of two;
-    the first of equals.
+    the first of equals. gpu: an architecture, and after a space the name, of which an entry may want a part.
     """
+    arch, _, name = gpu.partition(" ")
     entries = [e for e in table(arch)["entries"] if e["op"] == op and e["bytes"] == itemsize]
-    entries = [e for e in entries if e.get("loop") not in without and e.get("gpu", "") in gpu]
+    entries = [e for e in entries if e.get("loop") not in without and e.get("gpu", "") in name]
     if not entries:
         return DEFAULT_FP32 if itemsize > 2 else DEFAULT
 
