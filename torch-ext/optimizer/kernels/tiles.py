@@ -86,7 +86,6 @@ def architecture(kind: str, index: int | None = None) -> str:
     return "sm{}{}".format(*torch.cuda.get_device_capability(index))
 
 
-@functools.cache
 def _gpu(kind: str, index: int | None) -> str:
     """The architecture, and after a space what the driver calls the GPU."""
     name = torch.cuda.get_device_properties(index).name if kind == "cuda" else ""
