@@ -70,6 +70,19 @@ def test_the_launches_that_are_priced_are_those_that_are_made(name, shape, monke
     assert made == Counter(polar.launches(*shape, steps))
 
 
+def test_entries_for_gpus_of_a_name_are_no_part_of_times(monkeypatch, optimizer):
+    """A plan is the same on all GPUs of an architecture; where an op has no other entries, nothing is known of it."""
+    tiles = part("kernels.tiles")
+    known = tiles.table("sm90")
+    own = [{**entry, "gpu": "H100", "us": [9.0, 9.0, 9.0, 9.0]} for entry in known["entries"] if "us" in entry]
+    monkeypatch.setattr(tiles, "table", lambda arch: {**known, "entries": known["entries"] + own})
+    more = pace("sm90")
+    assert more.measured and not any("gpu" in entry for some in more.entries.values() for entry in some)
+    assert more.key != pace("cpu").key
+    monkeypatch.setattr(tiles, "table", lambda arch: {**known, "entries": own})
+    assert not pace("sm90").measured and pace("sm90")(768, 768) == pace("cpu")(768, 768)
+
+
 def test_a_stack_takes_less_than_its_matrices_one_by_one(optimizer):
     p = pace("sm90")
     for shape in [(768, 768), (1024, 4096), (64, 256)]:

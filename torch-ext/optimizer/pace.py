@@ -50,9 +50,9 @@ class Pace:
     def __init__(self, steps: polar.Steps, arch: str):
         products = [e for e in tiles.table(arch)["entries"] if e["bytes"] == 2]
         self.steps, self.table, self.processors = steps, table(arch), tiles.table(arch).get("processors", 1)
-        self.measured = bool(self.table) and all("us" in entry for entry in products)
-        common = [e for e in products if "gpu" not in e]
+        common = [e for e in products if "gpu" not in e]  # a plan is the same on all GPUs of an architecture
         self.entries = {op: [e for e in common if e["op"] == op] for op in ("gram", "symmetric", "product")}
+        self.measured = bool(self.table) and all(self.entries.values()) and all("us" in entry for entry in products)
         self.key = hashlib.sha256(repr((arch, self.table, products)).encode()).hexdigest()  # part of the plan's digest
         self._known, self._costs = {}, {}
 
