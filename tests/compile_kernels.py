@@ -21,6 +21,8 @@ from tests.ranks import part
 # sm86 runs the code of sm80: Triton writes the same for it but for the target's name. What differs is the launches.
 TARGETS = {"sm80": ("cuda", 80, 32), "sm86": ("cuda", 80, 32), "sm90": ("cuda", 90, 32),
            "sm100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
+GLUON = "tensordesc<{}[1, {}, {}],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)>"
+OPERANDS = "a", "b", "a_half", "b_half"
 ROW_MAJOR, COLUMN_MAJOR = ("i32", "i32", 1), ("i32", 1, "i32")
 TYPES = {"TYPE_0": triton.language.float32, "TYPE_1": triton.language.bfloat16, "TYPE_2": triton.language.float32,
          "TYPE_3": triton.language.float32}
@@ -83,6 +85,9 @@ def products(arch: str):
         if entry["op"] != "product" and loop == "once":
             yield {**entry, "to": "single"}, by_one_group(arch, entry)
             yield {**entry, "to": "ordered"}, by_one_group(arch, entry, order="*i32")
+        if entry["op"] == "gram" and entry["bytes"] == 2 and loop != "pointers":
+            of_bf16 = by_one_group if loop == "once" else compile_product
+            yield {**entry, "of": "bf16"}, of_bf16(arch, entry, of="bf16")
         if entry["op"] == "product":
             kind = "turned" if specialised else "rows"
             yield {**entry, "to": kind}, compile_product(arch, entry, **{kind: True})
@@ -104,14 +109,15 @@ def by_pointers(arch: str, entry: dict, sizes=("i32", "i32", "i32"), rows=False,
                        num_stages=entry["stages"], num_warps=entry["warps"])
 
 
-def by_tma(arch: str, entry: dict, rows=False) -> int:
+def by_tma(arch: str, entry: dict, rows=False, of="fp16") -> int:
     """The same, by TMA but for the store by a table of `rows`."""
     symmetric, (height, width, inner) = entry["op"] != "product", entry["tile"]
     half, beside = (height, (height, height)) if symmetric else (width, (inner, width // 2))
     boxes = dict(a=(height, inner), b=(width, inner) if symmetric else (inner, width), c=beside,
                  d=(height, beside[1]), e=(height, height), out=(height, half))
     arguments = dict(
-        {name: "tensordesc<fp16[1, {}, {}]>".format(*box) for name, box in boxes.items()}, pointer="*fp16",
+        {name: "tensordesc<{}[1, {}, {}]>".format(of if name in "ab" else "fp16", *box) for name, box in boxes.items()},
+        pointer="*fp16",
         strides=ROW_MAJOR, order="*i32", count="i32", whole="i32", halves="i32", sizes=("i32",) * 3,
         scales="*fp32", factors=("fp32",) * 5,
         SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]], TURNED=False,
@@ -123,7 +129,7 @@ def by_tma(arch: str, entry: dict, rows=False) -> int:
                        num_stages=entry["stages"], num_warps=entry["warps"])
 
 
-def by_groups(arch: str, entry: dict, turned=False) -> int:
+def by_groups(arch: str, entry: dict, turned=False, of="fp16") -> int:
     """The same, by groups of warps that differ: as for a result, or for its transpose."""
     op, (height, width, inner), half = entry["op"], entry["tile"], entry["tile"][0] // 2
     left, right = (height, inner), (width, inner)
@@ -135,25 +141,34 @@ def by_groups(arch: str, entry: dict, turned=False) -> int:
     boxes |= dict.fromkeys(("c", "d", "e", "out"), (half, half) if entry["loop"] == "cooperative" else (height, height))
     if entry["loop"] == "pingpong":
         boxes |= dict.fromkeys(("a_half", "c_half", "d_half", "e_half", "out_half"), (half, inner))
-    kind = "tensordesc<fp16[1, {}, {}],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)>"
-    arguments = {name: kind.format(*box) for name, box in boxes.items()} | sizes | dict(
+    arguments = {name: GLUON.format(of if name in OPERANDS else "fp16", *box) for name, box in boxes.items()} | sizes | dict(
         order="*i32", count="i32", whole="i32", halves="i32", inner="i32", TURNED=turned, STAGES=entry["stages"],
         SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[op], scales="*fp32", factors=("fp32",) * 5,
         ADDENDS=3 * (op == "symmetric"), DIAGONAL=op != "product")
     return compile_for(arch, kernel, arguments, num_warps=entry["warps"])
 
 
-def by_one_group(arch: str, entry: dict, order=None) -> int:
+def by_one_group(arch: str, entry: dict, order=None, of="fp16") -> int:
     """The same of one tile a program, with as many addends as there can be, its place computed or in an `order`."""
     height, width, inner = entry["tile"]
     operands = ((height, inner), (width, inner)) if entry["op"] == "gram" else 2 * [(inner, inner)]
     boxes = dict.fromkeys(("c", "d", "e", "out"), (height, height)) | dict(zip("ab", operands))
-    kind = "tensordesc<fp16[1, {}, {}],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)>"
-    arguments = {name: kind.format(*box) for name, box in boxes.items()} | dict(
+    arguments = {name: GLUON.format(of if name in OPERANDS else "fp16", *box) for name, box in boxes.items()} | dict(
         order=order, count="i32", inner="i32", addends="i32", early="i32", mirror="i32", scales="*fp32",
         factors=("fp32",) * 5, SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]], COLUMNS=width,
         STAGES=entry["stages"])
     return compile_for(arch, part("kernels.single").single_kernel, arguments, num_warps=entry["warps"])
+
+
+def raw(U: str = "bf16") -> int:
+    """Compile the product that casts on its way."""
+    tile = part("kernels.launches").RAW
+    boxes = dict(x=(U, tile.inner, tile.rows), a=("fp16", tile.inner, tile.columns),
+                 a_half=("fp16", tile.inner, tile.columns // 2), out=("fp16", tile.rows // 2, tile.rows // 2))
+    arguments = {name: GLUON.format(*box) for name, box in boxes.items()} | dict(
+        order="*i32", count="i32", whole="i32", halves="i32", inner="i32", scales="*fp32", powers="*fp32",
+        STAGES=tile.stages, SIDE=tile.columns // 2)
+    return compile_for("sm90", part("kernels.raw").raw_kernel, arguments, num_warps=4)
 
 
 def others(arch: str, shared: int):
@@ -171,7 +186,7 @@ def others(arch: str, shared: int):
                 skip, addresses=None, weight=None, moves="i32"), scales="*fp32", factors="*fp32", MOMENTA=momenta))
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
                  shares="i32", DOWN=32, ACROSS=16, u_strides=ROW_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR,
-                 ROWS=4, COLUMNS=256, WIDE=True, EVEN=16, STRAIGHT=True, STAGES=8, PDL=arch in ("sm90", "sm100"))
+                 ROWS=4, COLUMNS=256, WIDE=True, EVEN=16, STRAIGHT=True, STAGES=8, FORM=0, PDL=arch in ("sm90", "sm100"))
     floats = dict(V="*fp32", squares="*fp32", factors="*fp32", sums="*fp32", beta2="fp32", rest="fp32",
                   guesses="*fp32", scales="*fp32", aim="fp32")
     cast, scales = norm._cast_kernel, norm._norm_kernel
@@ -183,6 +198,11 @@ def others(arch: str, shared: int):
     in_rows = dict(sizes, **floats, U="*bf16", X="*fp16") | dict(strides=None, u_strides=None)
     for kernel in (rows._moments_kernel, rows._normalize_kernel, cast, scales):
         yield compile_for(arch, kernel, in_rows)
+    if arch == "sm90":
+        for form in (1, 2):
+            yield compile_for(arch, cast, dict(sizes, **floats, U="*bf16", X="*bf16") | dict(FORM=form))
+        beyond = dict(factors="*fp32", apart="i32", n="i32", m="i32", a_strides=ROW_MAJOR, SIDE=64, STEP=64, A="*fp16")
+        yield compile_for(arch, norm._raw_norm_kernel, dict(sizes, **floats, U="*bf16") | beyond, num_warps=4)
     lengths = dict(U="*bf16", Y="*fp16", A="*fp16", lengths="*fp32", scales="*fp32", n="i32", m="i32", ROWS=4,
                    strides=ROW_MAJOR, u_strides=COLUMN_MAJOR, y_strides=ROW_MAJOR, BLOCK=512, TILE=64)
     for kernel in (aol._lengths_kernel, aol._unit_rows_kernel, aol._scales_kernel):
@@ -196,6 +216,7 @@ def others(arch: str, shared: int):
     if arch == "sm90":
         for U, turned in (("*bf16", False), ("*bf16", True), ("*fp32", False), ("*fp32", True)):
             yield whole(U, turned)
+        yield raw()
 
 
 def small(arch: str, shared: int, side: int, U: str):
@@ -232,7 +253,8 @@ def cast_bytes(even: int) -> int:
     """Return how many bytes a thread of `norm._cast_kernel` reads of bf16 at once on sm90 if `even` divides."""
     arguments = dict(
         U="*bf16", X="*fp16", sums="*fp32", guesses="*fp32", parts="i32", R="i32", C="i32", u_strides=ROW_MAJOR,
-        x_strides=ROW_MAJOR, aim="fp32", ROWS=32, COLUMNS=256, EVEN=even, STRAIGHT=True, DOWN=32, ACROSS=16, PDL=True)
+        x_strides=ROW_MAJOR, aim="fp32", ROWS=32, COLUMNS=256, EVEN=even, STRAIGHT=True, DOWN=32, ACROSS=16, FORM=0,
+        PDL=True)
     ptx = compiled("sm90", part("kernels.norm")._cast_kernel, arguments, even=even == 16, num_warps=4).asm["ptx"]
     sizes = [int(bits) // 8 * int(count or 1) for count, bits in re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", ptx)]
     return max(sizes)

@@ -13,8 +13,9 @@ import torch
 
 from .kernels import capturing, on_chip
 from .kernels.aol import aol, scale_columns, scale_rows, unit_rows
-from .kernels.gram import gram, linear, product, read_triangles, symmetric_product
-from .kernels.norm import unit_norm
+from .kernels.gram import gram, linear, product, read_triangles, symmetric_product, takes_raw
+from .kernels.gram_sm90 import addressable
+from .kernels.norm import raw_norm, unit_norm
 
 LARGE = 3072  # short sides from here on fill a GPU alone (measured on an H200, docs/log.md)
 MANY = 160_000_000  # numbers of all matrices up to which `gain_side_by_side` is true
@@ -23,25 +24,35 @@ LINE = 128  # bytes of the cache: TMA wants rows at multiples of 16, but those w
 
 class LongSide:
     """The matrices of one long side: X (N, n, m), by which scales they are yet to be multiplied (None: 1), where their
-    Gram matrices lie in A, and where results go.
+    Gram matrices lie in A, and where results go. `raw`: X begins as U itself, which the first product scales and casts.
     """
 
-    def __init__(self, members, A, first, X, Y):
+    def __init__(self, members, raw, A, first, X, Y):
         counts = [len(U) for U, _ in members]
         ends = list(itertools.accumulate(counts))
         self.places = [slice(end - count, end) for end, count in zip(ends, counts)]
-        self.members, self.A, self.X, self.Y = members, A[first:first + ends[-1]], X, Y
-        self.rows, self.scales = slice(first, first + ends[-1]), None
+        self.members, self.raw, self.A, self.X, self.Y, self.room = members, raw, A[first:first + ends[-1]], X, Y, X
+        self.rows, self.scales, self.later = slice(first, first + ends[-1]), None, (None, None)
 
-    def begin(self, eps, scales, lengths=None) -> None:
-        """X <- U scaled and cast, row by row where there are `lengths` of rows to be told."""
+    def begin(self, eps, factors, lengths=None) -> None:
+        """X <- U scaled and cast, row by row where there are `lengths` of rows to be told; or U as it is."""
+        if self.raw:
+            return self._begin_raw(eps, factors[:, self.rows])
         if lengths is None:
-            self.scales = scales[self.rows]
+            self.scales = factors[0, self.rows]
         for (U, _), place in zip(self.members, self.places):
             if lengths is None:
                 unit_norm(U, self.X[place], self.scales[place], eps, self.Y)
             else:
                 unit_rows(U, self.X[place], lengths[self.rows][place])
+
+    def _begin_raw(self, eps, factors):
+        """X <- U, where it is, or a copy of what does not lie as X would."""
+        U, self.scales, self.later = self.members[0][0], factors[0], factors[1:]
+        in_place = len(self.members) == 1 and _is_laid_out(U)
+        self.X = U if in_place else self.X.view(U.dtype)
+        for (U, _), place in zip(self.members, self.places):
+            raw_norm(U, None if in_place else self.X[place], factors[:, place], self.A[place], eps, self.Y)
 
     def restart(self) -> None:
         """A <- X X^T."""
@@ -49,14 +60,22 @@ class LongSide:
 
     def multiply(self, P) -> None:
         """X <- P X."""
-        product(P[self.rows], self.X, self.Y, self.scales)
-        self.X, self.Y, self.scales = self.Y, self.X, None
+        powers, scales = self.later
+        product(P[self.rows], self.X, self.Y, self.scales if scales is None else scales, powers)
+        self.X, self.Y, self.room = self.Y, self.room, self.Y
+        self.scales, self.later = None, (None, None)
 
     def finish(self, P) -> None:
         """out <- P X."""
         P = P[self.rows]
         for (_, out), place in zip(self.members, self.places):
             product(P[place], self.X[place], out, None if self.scales is None else self.scales[place])
+
+
+def _is_laid_out(U) -> bool:
+    """Whether rows are apart and begin where the cache's lines do, as in a Room."""
+    apart = U.stride(1) >= U.shape[2] and U.stride(0) >= U.shape[1] * U.stride(1)
+    return apart and addressable(U) and U.stride(1) * U.element_size() % LINE == 0
 
 
 class Room:
@@ -162,8 +181,8 @@ def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=No
     bytes that `takes` says for all matrices together, the first of two equal parts, the second, and the rest; None for
     new memory.
     """
-    longs = sorted({U.shape[2] for U, _ in members})
-    groups = [[pair for pair in members if pair[0].shape[2] == m] for m in longs]
+    kinds = _by_kind(members, steps, dtype, most)
+    groups, longs = list(kinds.values()), [m for m, _ in kinds]
     counts = [sum(len(U) for U, _ in group) for group in groups]
     n, device = members[0][0].shape[1], members[0][0].device
     long, square = tuple((count, n, m) for count, m in zip(counts, longs)), (sum(counts), n, n)
@@ -172,14 +191,14 @@ def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=No
     memory = memory or torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
     for room, flat in zip(rooms, memory):
         room.lend(flat)
-    scales = memory[2][rooms[2].nbytes:][:4 * sum(counts)].view(torch.float32)
+    factors = memory[2][rooms[2].nbytes:][:12 * sum(counts)].view(torch.float32).view(3, sum(counts))
     (Xs, Ys, squares), parts, first = (room.all() for room in rooms), [], 0
-    for group, count, X, Y in zip(groups, counts, Xs, Ys):
-        parts.append(LongSide(group, squares[0], first, X, Y))
+    for (_, raw), count, X, Y in zip(kinds, counts, Xs, Ys):
+        parts.append(LongSide(groups[len(parts)], raw, squares[0], first, X, Y))
         first += count
     lengths, row_scales = _factors(rooms[1].memory, *squares[0].shape[:2]) if steps.aol else (None, None)
     for part in parts:
-        part.begin(eps, scales, lengths)
+        part.begin(eps, factors, lengths)
     _restart(parts)
     if steps.aol:
         aol(squares[0], lengths, row_scales)
@@ -187,6 +206,15 @@ def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=No
     P = _iteration(parts, squares, [*zip(steps.segments(*cut), steps.pairs(*cut))], row_scales)
     for part in parts:
         part.finish(P)
+
+
+def _by_kind(members, steps, dtype, most) -> dict:
+    """(Long side, whether they are multiplied as they are) -> members."""
+    kinds, restarts = {}, len(steps.segments(dtype, most, members[0][0].shape[1])) > 1
+    for U, out in members:
+        raw = restarts and not steps.aol and takes_raw(U, dtype)
+        kinds.setdefault((U.shape[2], raw), []).append((U, out))
+    return dict(sorted(kinds.items()))
 
 
 def _factors(memory, N, n):

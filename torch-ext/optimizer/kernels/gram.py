@@ -18,10 +18,11 @@ from .tape import knows_triton, lasting
 
 tl = None  # Triton's language, put here by jit
 SIDE = 64  # of a tile of `linear`
+RAW = range(129, 1537)  # short sides of matrices whose products hide that they are cast late (docs/log.md)
 
 
 def gram(X: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
-    """Write X X^T to out, of every matrix times its scale.
+    """Write X X^T to out, of every matrix times its scale; where that is negative, nothing.
 
     X (N, n, m) in fp16, bf16 or fp32, any strides; out (N, n, n), any strides, sharing no memory with X; scales (N,) in
     fp32, None for 1. Sums in fp32, rounded once.
@@ -52,16 +53,30 @@ def read_triangles(*matrices: torch.Tensor) -> bool:
     return tile.columns > tile.inner and _is_single("symmetric", A, matrices[:1], tile)
 
 
-def product(A: torch.Tensor, X: torch.Tensor, out: torch.Tensor | Split,
-            scales: torch.Tensor | None = None) -> torch.Tensor | Split:
+def product(A: torch.Tensor, X: torch.Tensor, out: torch.Tensor | Split, scales: torch.Tensor | None = None,
+            powers: torch.Tensor | None = None) -> torch.Tensor | Split:
     """Write A X to out, every X times its scale.
 
     A (N, n, n), X (N, n, m); out (N, n, m) of any dtype and strides (a transposed view too), sharing no memory with
     them; scales (N,) in fp32, None for 1. Sums in fp32, rounded once.
+
+    powers (N,) in fp32: X, in bf16, is multiplied by them and then cast to A's dtype, which is out's; `takes_raw` says
+    where. X and out then are contiguous row by row.
     """
+    if powers is not None:
+        scales = scales, powers
     if use_triton(A.device):
         return _launch("product", A, X, out, more=scales)
     return product_torch(A, X, out, 1.0 if scales is None else scales.view(-1, 1, 1))
+
+
+def takes_raw(U: torch.Tensor | Split, dtype: torch.dtype) -> bool:
+    """Say whether `gram` takes matrices like U (N, n, m) as they are, and `product` casts them to `dtype`: nothing
+    else decides, so that the bits of a matrix do not depend on where it lies, nor on its batch.
+    """
+    if not use_triton(U.device) or (U.dtype, dtype) != (torch.bfloat16, torch.float16) or U.shape[1] not in RAW:
+        return False
+    return tiles.architecture(U.device.type, U.device.index) == "sm90" and knows_triton()
 
 
 def linear(A: torch.Tensor, b: float, a: float, out: torch.Tensor) -> torch.Tensor:
@@ -105,6 +120,8 @@ def _ones(count, device):
 
 def _choose(op, A, columns_of_b, out, addends, factors):
     """A tile for `_launch_by_pointers`, or a bound launch by TMA."""
+    if A.dtype != columns_of_b.dtype:
+        return launches.Raw(A, columns_of_b, out)
     (N, rows, columns), inner = out.shape, A.shape[2]
     shape = op, A.dtype, rows, inner if op == "gram" else columns, out.device, N
     tile = tiles.choose(*shape)
@@ -175,6 +192,8 @@ def _product_kernel(A, B, C, D, E, OUT, scales, a_strides, b_strides, c_strides,
         out = rows_at(table_of(OUT, matrix, rows), r, r < rows)[:, None]
     r, c = r.to(tl.int64)[:, None], c.to(tl.int64)[None, :]
     inside = (r < rows) & (c < columns)
+    if scales is not None and SYMMETRIC:
+        inside = inside & ~(tl.load(scales + matrix) < 0)
     if C is not None:
         addend = tl.load(C + matrix * c_strides[0] + r * c_strides[1] + c * c_strides[2], mask=inside, other=0.0)
         sums = tl.fma(sums, alpha, beta * addend.to(tl.float32))

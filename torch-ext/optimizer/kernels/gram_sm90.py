@@ -210,9 +210,7 @@ def _factors_of(factors, scales, matrix, SYMMETRIC: tl.constexpr):
     """Those of a matrix: of X X^T and A X its scale, for X that is yet to be scaled."""
     if SYMMETRIC < 2:
         scale = tl.load(scales + matrix)
-        if SYMMETRIC == 1:
-            scale = scale * scale
-        factors = (scale, 0.0)
+        factors = (scale * scale if SYMMETRIC == 1 else scale, 0.0, scale)
     return factors
 
 
@@ -258,8 +256,12 @@ def _finish(sums, factors, out, pointer, strides, matrix, i, j, sizes, BLOCK_R: 
 @jit
 def _finish_symmetric(sums, addends, out, matrix, i, j, rows, factors, SYMMETRIC: tl.constexpr, ADDENDS: tl.constexpr,
                       DIAGONAL: tl.constexpr, LOOPED: tl.constexpr):
-    """Finish a tile of a symmetric result, square by square."""
+    """Finish a tile of a symmetric result, square by square. X X^T whose scale is negative is there already: it goes
+    where nothing is.
+    """
     BLOCK: tl.constexpr = sums.shape[0]
+    if SYMMETRIC == 1:
+        matrix = tl.where(factors[2] < 0, -1, matrix)
     if sums.shape[1] == BLOCK:
         _finish_square(sums, addends, out, matrix, i, j, rows, factors, SYMMETRIC, ADDENDS, DIAGONAL, LOOPED)
     else:

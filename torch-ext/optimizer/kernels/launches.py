@@ -7,11 +7,13 @@ from __future__ import annotations
 from . import ring
 from .cooperative import cooperative_kernel
 from .gram_sm90 import SYMMETRY, TmaLaunch, blank, filled, gains_by_pdl, three, turns
+from .raw import raw_kernel
 from .single import single_kernel
-from .tiles import architecture
+from .tiles import Tile, architecture
 
 NONE = 0.0, 0.0, 0.0  # factors of addends that are not there
 SHORT = 256  # elements of a sum up to which the next kernel begins early after small tiles (docs/log.md)
+RAW = Tile(128, 256, 64, 8, 4, 4, "cooperative")  # of raw.py, of the transposed result
 FEW = 12  # rows of tiles up to which their order matters less than the time until it is read (docs/log.md)
 
 
@@ -84,3 +86,19 @@ class Single(OfGluon):
     @staticmethod
     def _tensors(A, B, out, addends):
         return A, B, *three(addends, out), out
+
+
+class Raw(TmaLaunch):
+    """A X for X that is yet to be cast, by raw.py: told scales and powers as `more`."""
+
+    def __init__(self, A, X, out):
+        self.programs, self.order, *places = turns("product", out.mT, A.shape[2], RAW)
+        self.numbers = *places, A.shape[2]
+        boxes = (RAW.inner, RAW.rows), (RAW.inner, RAW.columns), (RAW.inner, RAW.columns // 2), 2 * (RAW.rows // 2,)
+        self.blanks = [blank(ring.description(t, *box)) for t, box in zip((X, A, A, out), boxes)]
+        self.pdl = gains_by_pdl("product", A)
+
+    def __call__(self, A, X, out, addends, factors, more) -> None:
+        raw_kernel.launch(
+            self.programs, self, *map(filled, self.blanks, (X, A, A, out)), self.order, *self.numbers, *more,
+            RAW.stages, RAW.columns // 2, num_warps=4, enable_fp_fusion=False, launch_pdl=self.pdl)

@@ -7,6 +7,7 @@ first products: so U is read once. Must not know: what happens to the matrices a
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,8 @@ LINES, SQUARE = (32, 256), (64, 64)  # rows and columns that are cast at a time,
 SAMPLE = 32, 16  # rows and columns of what a power of two is chosen by
 SHARES = 16  # programs for a matrix whose sample says too little
 ROOM = 2  # numbers of scratch for every tile
+CAST, COPY, READ = 0, 1, 2  # what becomes of a matrix while it is read
+SLOW = 64, 64  # rows, and elements of a sum, that are taken at a time where squares leave the range of fp32
 
 
 def unit_norm(U: torch.Tensor | Split, X: torch.Tensor, scales: torch.Tensor, eps: float,
@@ -33,21 +36,59 @@ def unit_norm(U: torch.Tensor | Split, X: torch.Tensor, scales: torch.Tensor, ep
         return unit_norm_torch(U, X, scales, eps)
     if U.stride(2) > U.stride(1):
         U, X = U.mT, X.mT
+    R, C = U.shape[1:]
+    cast = _cast(U, X, scratch, CAST)
+    _norm_kernel.launch(
+        cast.programs, cast.key, memory_of(U), X, cast.sums, cast.guesses, scales, cast.parts, cast.shares, R, C,
+        strides_of(U), X.stride(), cast.aim, eps, cast.block, *cast.constants, **cast.options)
+
+
+def raw_norm(U: torch.Tensor | Split, X: torch.Tensor | None, factors: torch.Tensor, A: torch.Tensor, eps: float,
+             scratch: torch.Tensor | None = None) -> None:
+    """Write to factors (3, N), fp32, of U (N, n, m) in 16 bits, which is not cast here: by what it is multiplied for
+    U U^T, before it is cast, and after; eps and scratch as for `unit_norm`. X: memory that U is copied to, in U's
+    dtype; None if U, whose rows then are lines, is read in place later, too. On GPUs with Triton only.
+
+    Where squares might leave the range of fp32, U U^T, scaled, is written to A (N, n, n), and the first factor is -1.
+    """
+    raw, turned = U if X is None else X, U.stride(2) > U.stride(1)
+    cast = _cast(*((U.mT, raw.mT) if turned else (U, raw)), scratch, READ if X is None else COPY)
+    _raw_norm_kernel.launch(
+        cast.programs, (cast.key, look(raw, A)), raw, A, cast.sums, factors, factors.stride(0), cast.parts, cast.shares,
+        *U.shape[1:], raw.stride(), A.stride(), eps, cast.block, *SLOW, has_pdl(U.device), **cast.options)
+
+
+class _Cast(NamedTuple):
+    """What a launch left, and what the one that makes the norms is told."""
+
+    programs: int
+    key: tuple
+    sums: torch.Tensor
+    guesses: torch.Tensor
+    parts: int
+    shares: int
+    aim: float
+    block: int
+    constants: tuple
+    options: dict
+
+
+def _cast(U, X, scratch, form) -> _Cast:
+    """Cast, copy or only read U, whose rows are lines."""
     N, R, C = U.shape
     straight = X.stride(2) == 1
     lines, columns = LINES if straight else SQUARE
     parts = -(-R // lines) * -(-C // columns)
     sums, guesses = _room_for_sums(scratch, N, parts, U.device)
-    key, even, pdl = (LINES, SAMPLE, look(U, X)), _common_power(R, C, U, X), has_pdl(U.device)
+    key, pdl = (LINES, SAMPLE, form, look(U, X)), has_pdl(U.device)
+    constants = lines, columns, _common_power(R, C, U, X), straight
     aim = 1.25 * math.sqrt(R * C)  # norm over mean magnitude, for normal elements
     options = {"num_warps": 4} | ({"launch_pdl": True} if pdl else {})
     _cast_kernel.launch(
-        N * parts, key, memory_of(U), X, sums, guesses, parts, R, C, strides_of(U), X.stride(), aim, lines, columns,
-        even, straight, *SAMPLE, pdl, **options)
-    shares = min(SHARES, parts)
-    _norm_kernel.launch(
-        N * shares, key, memory_of(U), X, sums, guesses, scales, parts, shares, R, C, strides_of(U), X.stride(), aim,
-        eps, min(1024, 1 << (parts - 1).bit_length()), lines, columns, even, straight, pdl, **options)
+        N * parts, key, memory_of(U), X, sums, guesses, parts, R, C, strides_of(U), X.stride(), aim, *constants,
+        *SAMPLE, form, pdl, **options)
+    shares, block = min(SHARES, parts), min(1024, 1 << (parts - 1).bit_length())
+    return _Cast(N * shares, key, sums, guesses, parts, shares, aim, block, (*constants, pdl), options)
 
 
 def _room_for_sums(scratch, N, parts, device):
@@ -86,26 +127,29 @@ def unit_norm_torch(U, X, scales, eps):
 @jit.alike("parts")
 def _cast_kernel(U, X, sums, guesses, parts, R, C, u_strides, x_strides, aim, ROWS: tl.constexpr,
                  COLUMNS: tl.constexpr, EVEN: tl.constexpr, STRAIGHT: tl.constexpr, DOWN: tl.constexpr,
-                 ACROSS: tl.constexpr, PDL: tl.constexpr):
-    """One tile per program: X = c U; to sums (N, 2, parts) its largest magnitude, and the sum of its squares in one of
-    three units. The units keep squares from overflow and loss; it is the idea of J. L. Blue, ACM Trans. Math. Softw. 4,
-    1978, with one unit for all that a program reads.
+                 ACROSS: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr):
+    """One tile per program: X = c U (FORM 0), U (1), or nothing (2); to sums (N, 2, parts) its largest magnitude, and
+    the sum of its squares in one of three units. The units keep squares from overflow and loss; it is the idea of J. L.
+    Blue, ACM Trans. Math. Softw. 4, 1978, with one unit for all that a program reads.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
     matrix, tile = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
     u_at, x_at, inside = _tile(U, X, matrix, tile, R, C, u_strides, x_strides, ROWS, COLUMNS, EVEN, STRAIGHT)
     u = tl.load(u_at, mask=inside, other=0.0).to(tl.float32)
-    power = _guess(U, matrix, R, C, u_strides, aim, DOWN, ACROSS)
+    power = 1.0
+    if FORM == 0:
+        power = _guess(U, matrix, R, C, u_strides, aim, DOWN, ACROSS)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tl.store(x_at, (u * power).to(X.dtype.element_ty), mask=inside)
+    if FORM < 2:
+        tl.store(x_at, (u * power).to(X.dtype.element_ty), mask=inside)
     largest = tl.max(tl.abs(u))
     unit = unit_of(largest)
     at = sums + matrix * 2 * parts + tile
     tl.store(at, largest)
     tl.store(at + parts, tl.sum((u * unit) * (u * unit)))
-    if tile == 0:
+    if FORM == 0 and tile == 0:
         tl.store(guesses + matrix, power)
 
 
@@ -165,19 +209,7 @@ def _norm_kernel(U, X, sums, guesses, scales, parts, shares, R, C, u_strides, x_
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     matrix, share = (tl.program_id(0) // shares).to(tl.int64), tl.program_id(0) % shares
-    part = tl.arange(0, BLOCK)
-    largest = tl.zeros((BLOCK,), dtype=tl.float32)
-    small, middle, large = largest, largest, largest
-    for first in range(0, parts, BLOCK):
-        at, inside = sums + matrix * 2 * parts + first + part, first + part < parts
-        most = tl.load(at, mask=inside, other=0.0)
-        squares, unit = tl.load(at + parts, mask=inside, other=0.0), unit_of(most)
-        largest = tl.maximum(largest, most)
-        small += tl.where(unit > 1, squares, 0.0)
-        middle += tl.where(unit == 1, squares, 0.0)
-        large += tl.where(unit < 1, squares, 0.0)
-    most = tl.max(largest)
-    unit, norm = _norm_of(most, tl.sum(small), tl.sum(middle), tl.sum(large), eps)
+    most, unit, norm = _norm_of_sums(sums + matrix * 2 * parts, parts, eps, BLOCK)
     power = tl.load(guesses + matrix)
     if (most * power > 16384.0) | ((most * power * aim < 0.25) & (most > 0)):
         power = tl.minimum(_power_of(norm) * unit, 2.0**127)
@@ -187,6 +219,67 @@ def _norm_kernel(U, X, sums, guesses, scales, parts, shares, R, C, u_strides, x_
             tl.store(x_at, (u * power).to(X.dtype.element_ty), mask=inside)
     if share == 0:
         tl.store(scales + matrix, tl.where(most == 0, 1.0, unit / power / norm))  # X X^T takes its square
+
+
+@jit
+def _norm_of_sums(sums, parts, eps, BLOCK: tl.constexpr):
+    """Return a matrix's largest magnitude, the power of two by which it is multiplied, and the number by which it is
+    then divided.
+    """
+    part = tl.arange(0, BLOCK)
+    largest = tl.zeros((BLOCK,), dtype=tl.float32)
+    small, middle, large = largest, largest, largest
+    for first in range(0, parts, BLOCK):
+        at, inside = sums + first + part, first + part < parts
+        most = tl.load(at, mask=inside, other=0.0)
+        squares, unit = tl.load(at + parts, mask=inside, other=0.0), unit_of(most)
+        largest = tl.maximum(largest, most)
+        small += tl.where(unit > 1, squares, 0.0)
+        middle += tl.where(unit == 1, squares, 0.0)
+        large += tl.where(unit < 1, squares, 0.0)
+    most = tl.max(largest)
+    unit, norm = _norm_of(most, tl.sum(small), tl.sum(middle), tl.sum(large), eps)
+    return most, unit, norm
+
+
+@jit.alike("apart", "parts", "shares")
+def _raw_norm_kernel(U, A, sums, factors, apart, parts, shares, n, m, u_strides, a_strides, eps, BLOCK: tl.constexpr,
+                     SIDE: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
+    """`shares` programs per matrix: its factors, from its sums; its A, where U's squares might leave the range of fp32,
+    by products that are added in the order in which all are.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    matrix, share = (tl.program_id(0) // shares).to(tl.int64), tl.program_id(0) % shares
+    most, unit, norm = _norm_of_sums(sums + matrix * 2 * parts, parts, eps, BLOCK)
+    power = tl.where(most == 0, 1.0, tl.minimum(_power_of(norm) * unit, 2.0**127))
+    scale = tl.where(most == 0, 1.0, unit / power / norm)
+    beyond = (unit_of(most) != 1.0) & (most != 0)
+    if share == 0:
+        tl.store(factors + matrix, tl.where(beyond, -1.0, scale * power))
+        tl.store(factors + apart + matrix, power)
+        tl.store(factors + 2 * apart + matrix, scale)
+    if beyond:
+        down, side, step = tl.cdiv(n, SIDE), tl.arange(0, SIDE), tl.arange(0, STEP)
+        for tile in range(share, down * down, shares):
+            r, s = tile // down * SIDE + side, tile % down * SIDE + side
+            total = tl.zeros((SIDE, SIDE), dtype=tl.float32)
+            for first in range(0, m, STEP):
+                left = _scaled(U + matrix * u_strides[0], r, first + step, n, m, u_strides, power)
+                right = _scaled(U + matrix * u_strides[0], s, first + step, n, m, u_strides, power)
+                total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
+            at = A + matrix * a_strides[0] + r.to(tl.int64)[:, None] * a_strides[1]
+            result = (total * (scale * scale)).to(A.dtype.element_ty)
+            tl.store(at + s.to(tl.int64)[None, :] * a_strides[2], result, mask=(r < n)[:, None] & (s < n)[None, :])
+
+
+@jit
+def _scaled(U, r, k, n, m, strides, power):
+    """Rows r and columns k of a matrix, times a power of two."""
+    at = U + r.to(tl.int64)[:, None] * strides[1] + k.to(tl.int64)[None, :] * strides[2]
+    u = tl.load(at, mask=(r < n)[:, None] & (k < m)[None, :], other=0.0)
+    return (u.to(tl.float32) * power).to(U.dtype.element_ty)
 
 
 @jit

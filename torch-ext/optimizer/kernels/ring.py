@@ -51,7 +51,7 @@ def boxes_of(memory, descriptor):
     ROWS: gl.constexpr = descriptor.block_type.shape[1]
     COLUMNS: gl.constexpr = descriptor.block_type.shape[2]
     LAYOUT: gl.constexpr = descriptor.layout
-    return view(memory, memory.dtype, [memory.numel // (ROWS * COLUMNS), 1, ROWS, COLUMNS], LAYOUT)
+    return view(memory, descriptor.dtype, [memory.numel // (ROWS * COLUMNS), 1, ROWS, COLUMNS], LAYOUT)
 
 
 @gluon_jit

@@ -88,7 +88,7 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, mirro
     if early != 0:
         gdc_launch_dependents()
     store_strip(sums, out, _room(left, right, steps, ROWS, COLUMNS, STAGES),
-                _room(left, right, steps + 1, ROWS, COLUMNS, STAGES), factors, matrix, row, column, mirror,
+                _room(left, right, steps + 1, ROWS, COLUMNS, STAGES), own, matrix, row, column, mirror,
                 SYMMETRIC, SYMMETRIC == 2, False)
     gdc_launch_dependents()
     tma.store_wait(0)

@@ -25,9 +25,7 @@ def factors_of(scales, factors, matrix, SYMMETRIC: gl.constexpr):
     """Those of a matrix: of X X^T and A X its scale, for X that is yet to be scaled."""
     if SYMMETRIC < 2:
         scale = gl.load(scales + matrix)
-        if SYMMETRIC == 1:
-            scale = scale * scale
-        factors = (scale, 0.0)
+        factors = (scale * scale if SYMMETRIC == 1 else scale, 0.0, scale)
     return factors
 
 
@@ -59,11 +57,14 @@ def store_strip(sums, out, own, other, factors, matrix, row, column, mirror, SYM
                 DIAGONAL: gl.constexpr, SAME: gl.constexpr):
     """Add the diagonal, round and store a strip, through the memory `own`, mirror images (if `mirror` is not 0) through
     `other`, which may be the SAME. What was stored from the same memory is waited for; from others nothing is stored
-    any more.
+    any more. X X^T whose scale is negative is there already: it goes where nothing is.
     """
     SIDE: gl.constexpr = sums.shape[0]
     COLUMNS: gl.constexpr = sums.shape[1]
-    flat, squares = matrices_of(own, SIDE, COLUMNS).index(0), boxes_of(own, out)
+    if SYMMETRIC == 1:
+        matrix = gl.where(factors[2] < 0, -1, matrix)
+    squares = boxes_of(own, out)
+    flat = matrices_of(squares, SIDE, COLUMNS).index(0)
     if DIAGONAL:
         if SAME:
             sums = _add_diagonal(sums, factors[1], row, column)
@@ -88,7 +89,7 @@ def store_strip(sums, out, own, other, factors, matrix, row, column, mirror, SYM
             if SAME:
                 tma.store_wait(0)
                 barrier()
-            _store_turned(result, out, other, boxes_of(other, out), matrix, row, column)
+            _store_turned(result, out, boxes_of(other, out), matrix, row, column)
 
 
 @gluon_jit
@@ -107,11 +108,11 @@ def now(sums):
 
 
 @gluon_jit
-def _store_turned(result, out, own, squares, matrix, row, column):
+def _store_turned(result, out, squares, matrix, row, column):
     """Store the mirror images of a strip's squares that lie below the diagonal."""
     SIDE: gl.constexpr = result.shape[0]
     COLUMNS: gl.constexpr = result.shape[1]
-    matrices_of(own, COLUMNS, SIDE).index(0).permute([1, 0]).store(result)
+    matrices_of(squares, COLUMNS, SIDE).index(0).permute([1, 0]).store(result)
     fence()
     barrier()
     for k in gl.static_range(COLUMNS // SIDE):
