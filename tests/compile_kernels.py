@@ -141,7 +141,8 @@ def by_groups(arch: str, entry: dict, turned=False, of="fp16") -> int:
     boxes |= dict.fromkeys(("c", "d", "e", "out"), (half, half) if entry["loop"] == "cooperative" else (height, height))
     if entry["loop"] == "pingpong":
         boxes |= dict.fromkeys(("a_half", "c_half", "d_half", "e_half", "out_half"), (half, inner))
-    arguments = {name: GLUON.format(of if name in OPERANDS else "fp16", *box) for name, box in boxes.items()} | sizes | dict(
+    arguments = {name: GLUON.format(of if name in OPERANDS else "fp16", *box) for name, box in boxes.items()}
+    arguments |= sizes | dict(
         order="*i32", count="i32", whole="i32", halves="i32", inner="i32", TURNED=turned, STAGES=entry["stages"],
         SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[op], scales="*fp32", factors=("fp32",) * 5,
         ADDENDS=3 * (op == "symmetric"), DIAGONAL=op != "product")
@@ -160,14 +161,13 @@ def by_one_group(arch: str, entry: dict, order=None, of="fp16") -> int:
     return compile_for(arch, part("kernels.single").single_kernel, arguments, num_warps=entry["warps"])
 
 
-def raw(U: str = "bf16") -> int:
+def raw(tile) -> int:
     """Compile the product that casts on its way."""
-    tile = part("kernels.launches").RAW
-    boxes = dict(x=(U, tile.inner, tile.rows), a=("fp16", tile.inner, tile.columns),
+    boxes = dict(x=("bf16", tile.inner, tile.rows), a=("fp16", tile.inner, tile.columns),
                  a_half=("fp16", tile.inner, tile.columns // 2), out=("fp16", tile.rows // 2, tile.rows // 2))
     arguments = {name: GLUON.format(*box) for name, box in boxes.items()} | dict(
         order="*i32", count="i32", whole="i32", halves="i32", inner="i32", scales="*fp32", powers="*fp32",
-        STAGES=tile.stages, SIDE=tile.columns // 2)
+        STAGES=tile.stages)
     return compile_for("sm90", part("kernels.raw").raw_kernel, arguments, num_warps=4)
 
 
@@ -186,7 +186,8 @@ def others(arch: str, shared: int):
                 skip, addresses=None, weight=None, moves="i32"), scales="*fp32", factors="*fp32", MOMENTA=momenta))
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
                  shares="i32", DOWN=32, ACROSS=16, u_strides=ROW_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR,
-                 ROWS=4, COLUMNS=256, WIDE=True, EVEN=16, STRAIGHT=True, STAGES=8, FORM=0, PDL=arch in ("sm90", "sm100"))
+                 ROWS=4, COLUMNS=256, WIDE=True, EVEN=16, STRAIGHT=True, STAGES=8, FORM=0,
+                 PDL=arch in ("sm90", "sm100"))
     floats = dict(V="*fp32", squares="*fp32", factors="*fp32", sums="*fp32", beta2="fp32", rest="fp32",
                   guesses="*fp32", scales="*fp32", aim="fp32")
     cast, scales = norm._cast_kernel, norm._norm_kernel
@@ -201,7 +202,7 @@ def others(arch: str, shared: int):
     if arch == "sm90":
         for form in (1, 2):
             yield compile_for(arch, cast, dict(sizes, **floats, U="*bf16", X="*bf16") | dict(FORM=form))
-        beyond = dict(factors="*fp32", apart="i32", n="i32", m="i32", a_strides=ROW_MAJOR, SIDE=64, STEP=64, A="*fp16")
+        beyond = dict(factors="*fp32", apart="i32", n="i32", m="i32", a_strides=ROW_MAJOR, SIDE=32, STEP=32, A="*fp16")
         yield compile_for(arch, norm._raw_norm_kernel, dict(sizes, **floats, U="*bf16") | beyond, num_warps=4)
     lengths = dict(U="*bf16", Y="*fp16", A="*fp16", lengths="*fp32", scales="*fp32", n="i32", m="i32", ROWS=4,
                    strides=ROW_MAJOR, u_strides=COLUMN_MAJOR, y_strides=ROW_MAJOR, BLOCK=512, TILE=64)
@@ -216,7 +217,7 @@ def others(arch: str, shared: int):
     if arch == "sm90":
         for U, turned in (("*bf16", False), ("*bf16", True), ("*fp32", False), ("*fp32", True)):
             yield whole(U, turned)
-        yield raw()
+        yield from map(raw, part("kernels.launches").RAW)
 
 
 def small(arch: str, shared: int, side: int, U: str):

@@ -261,7 +261,7 @@ def _finish_symmetric(sums, addends, out, matrix, i, j, rows, factors, SYMMETRIC
     """
     BLOCK: tl.constexpr = sums.shape[0]
     if SYMMETRIC == 1:
-        matrix = tl.where(factors[2] < 0, -1, matrix)
+        matrix = tl.where(factors[2] < 0, 1 << 30, matrix)
     if sums.shape[1] == BLOCK:
         _finish_square(sums, addends, out, matrix, i, j, rows, factors, SYMMETRIC, ADDENDS, DIAGONAL, LOOPED)
     else:

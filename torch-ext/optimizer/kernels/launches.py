@@ -13,7 +13,7 @@ from .tiles import Tile, architecture
 
 NONE = 0.0, 0.0, 0.0  # factors of addends that are not there
 SHORT = 256  # elements of a sum up to which the next kernel begins early after small tiles (docs/log.md)
-RAW = Tile(128, 256, 64, 8, 4, 4, "cooperative")  # of raw.py, of the transposed result
+RAW = [Tile(128, columns, 64, 8, 4, 4, "cooperative") for columns in (256, 128)]  # of raw.py: for many tiles, for few
 FEW = 12  # rows of tiles up to which their order matters less than the time until it is read (docs/log.md)
 
 
@@ -89,16 +89,20 @@ class Single(OfGluon):
 
 
 class Raw(TmaLaunch):
-    """A X for X that is yet to be cast, by raw.py: told scales and powers as `more`."""
+    """A X for X that is yet to be cast, by raw.py; `more`: scales and powers. Tiles are of the transposed result."""
 
     def __init__(self, A, X, out):
-        self.programs, self.order, *places = turns("product", out.mT, A.shape[2], RAW)
-        self.numbers = *places, A.shape[2]
-        boxes = (RAW.inner, RAW.rows), (RAW.inner, RAW.columns), (RAW.inner, RAW.columns // 2), 2 * (RAW.rows // 2,)
+        for tile in RAW:
+            self.programs, self.order, *places = turns("product", out.mT, A.shape[2], tile)
+            if places[1]:  # else all tiles are halved
+                break
+        self.numbers, self.stages = (*places, A.shape[2]), tile.stages
+        half = tile.rows // 2, tile.columns // 2
+        boxes = (tile.inner, tile.rows), (tile.inner, tile.columns), (tile.inner, half[1]), (half[0], half[0])
         self.blanks = [blank(ring.description(t, *box)) for t, box in zip((X, A, A, out), boxes)]
         self.pdl = gains_by_pdl("product", A)
 
     def __call__(self, A, X, out, addends, factors, more) -> None:
         raw_kernel.launch(
             self.programs, self, *map(filled, self.blanks, (X, A, A, out)), self.order, *self.numbers, *more,
-            RAW.stages, RAW.columns // 2, num_warps=4, enable_fp_fusion=False, launch_pdl=self.pdl)
+            self.stages, num_warps=4, enable_fp_fusion=False, launch_pdl=self.pdl)

@@ -18,9 +18,10 @@ tl = None  # Triton's language, put here by jit
 LINES, SQUARE = (32, 256), (64, 64)  # rows and columns that are cast at a time, where X has them as lines, and else
 SAMPLE = 32, 16  # rows and columns of what a power of two is chosen by
 SHARES = 16  # programs for a matrix whose sample says too little
+PROGRAMS = 128  # for all matrices whose squares leave the range of fp32, or one for each
 ROOM = 2  # numbers of scratch for every tile
 CAST, COPY, READ = 0, 1, 2  # what becomes of a matrix while it is read
-SLOW = 64, 64  # rows, and elements of a sum, that are taken at a time where squares leave the range of fp32
+SLOW = 32, 32  # rows, and elements of a sum, that are taken at a time where squares leave the range of fp32
 
 
 def unit_norm(U: torch.Tensor | Split, X: torch.Tensor, scales: torch.Tensor, eps: float,
@@ -53,8 +54,9 @@ def raw_norm(U: torch.Tensor | Split, X: torch.Tensor | None, factors: torch.Ten
     """
     raw, turned = U if X is None else X, U.stride(2) > U.stride(1)
     cast = _cast(*((U.mT, raw.mT) if turned else (U, raw)), scratch, READ if X is None else COPY)
+    shares = min(SHARES, max(1, PROGRAMS // len(U)))
     _raw_norm_kernel.launch(
-        cast.programs, (cast.key, look(raw, A)), raw, A, cast.sums, factors, factors.stride(0), cast.parts, cast.shares,
+        len(U) * shares, (cast.key, look(raw, A)), raw, A, cast.sums, factors, factors.stride(0), cast.parts, shares,
         *U.shape[1:], raw.stride(), A.stride(), eps, cast.block, *SLOW, has_pdl(U.device), **cast.options)
 
 

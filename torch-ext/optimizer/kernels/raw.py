@@ -14,8 +14,7 @@ gdc_wait = None
 
 
 @gluon_jit.alike("count", "whole", "halves", "inner")
-def raw_kernel(x, a, a_half, out, order, count, whole, halves, inner, scales, powers, STAGES: gl.constexpr,
-               SIDE: gl.constexpr):
+def raw_kernel(x, a, a_half, out, order, count, whole, halves, inner, scales, powers, STAGES: gl.constexpr):
     """out = scale A cast(power X), all (N, rows, columns), for symmetric A; tiles (columns of x, columns of a) of the
     transpose. `whole` tiles, then left and right `halves` of the rest (tiles.divide). a_half: A by half a tile's
     columns; out: by squares.
@@ -25,36 +24,36 @@ def raw_kernel(x, a, a_half, out, order, count, whole, halves, inner, scales, po
     WIDTH: gl.constexpr = a.block_type.shape[2]
     steps = (inner + BLOCK_K - 1) // BLOCK_K
     ring = make_ring(x, a, STAGES, 2)
-    strips = gl.allocate_shared_memory(out.dtype, [2, 1, HEIGHT // 2, SIDE], out.layout)
+    strips = gl.allocate_shared_memory(out.dtype, [2, 1, HEIGHT // 2, WIDTH // 2], out.layout)
     fence()
     gdc_wait()
     work, ends = (order, count, whole, halves, steps), (out, strips, scales, powers)
     gl.warp_specialize([
-        (_consume, (ring, work, ends, 0, HEIGHT, WIDTH, BLOCK_K, STAGES, SIDE)),
-        (_consume, (ring, work, ends, 1, HEIGHT, WIDTH, BLOCK_K, STAGES, SIDE)),
+        (_consume, (ring, work, ends, 0, HEIGHT, WIDTH, BLOCK_K, STAGES)),
+        (_consume, (ring, work, ends, 1, HEIGHT, WIDTH, BLOCK_K, STAGES)),
         (fetch, (x, a, x, a_half, ring, work, True, 0, True, STAGES)),
     ], [4, 1], [232, 24])
 
 
 @gluon_jit
 def _consume(ring, work, ends, WHO: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, BLOCK_K: gl.constexpr,
-             STAGES: gl.constexpr, SIDE: gl.constexpr):
+             STAGES: gl.constexpr):
     """Compute and store half the rows of every tile."""
     order, count, whole, halves, steps = work
     mine = 0
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
         matrix, i, j = place(order, count, turn)
-        _strip(ring, ends, matrix, i, j, mine, steps, WHO, HEIGHT, WIDTH, BLOCK_K, STAGES, SIDE)
+        _strip(ring, ends, matrix, i, j, mine, steps, WHO, HEIGHT, WIDTH, BLOCK_K, STAGES)
         mine += 1
     if gl.program_id(0) < halves:
         matrix, i, j = place_of_half(order, count, whole, True)
-        _strip(ring, ends, matrix, i, j, mine, steps, WHO, HEIGHT, WIDTH // 2, BLOCK_K, STAGES, SIDE)
+        _strip(ring, ends, matrix, i, j, mine, steps, WHO, HEIGHT, WIDTH // 2, BLOCK_K, STAGES)
     tma.store_wait(0)
 
 
 @gluon_jit
 def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, HEIGHT: gl.constexpr, COLUMNS: gl.constexpr,
-           BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SIDE: gl.constexpr):
+           BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Compute and store half the rows of tile (i, j), the program's number `mine`."""
     ROWS: gl.constexpr = HEIGHT // 2
     HALF: gl.constexpr = BLOCK_K // 2
@@ -77,7 +76,8 @@ def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, HEIGHT: gl.
         sums = multiplied(0, deps=(sums,))
         mbarrier.arrive(empty.index(stage))
     sums = sums * scale
-    if COLUMNS == 2 * SIDE:  # one after the other in the same memory, so that there is room for more stages
+    if COLUMNS * ROWS > own.numel:  # one half after the other, so that there is room for more stages
+        SIDE: gl.constexpr = COLUMNS // 2
         one, other = gl.split(gl.permute(gl.reshape(sums, (ROWS, 2, SIDE)), (0, 2, 1)))
         _store(one, out, own, matrix, row, column)
         _store(other, out, own, matrix, row, column + SIDE)

@@ -62,7 +62,7 @@ def store_strip(sums, out, own, other, factors, matrix, row, column, mirror, SYM
     SIDE: gl.constexpr = sums.shape[0]
     COLUMNS: gl.constexpr = sums.shape[1]
     if SYMMETRIC == 1:
-        matrix = gl.where(factors[2] < 0, -1, matrix)
+        matrix = gl.where(factors[2] < 0, 1 << 30, matrix)
     squares = boxes_of(own, out)
     flat = matrices_of(squares, SIDE, COLUMNS).index(0)
     if DIAGONAL:
