@@ -61,6 +61,7 @@ def products(device, size) -> None:
                 A, out = (padded(2, max(n, 72), max(n, 72), HALF, device) for _ in "12")
                 with tiles.force(tiles.Tile(*sides, 64, 8, 3, 4, "once")):
                     gram.symmetric_product(A, A, out, 0.5, [(A, 2.0), (A, 0.1), (out, 1.0)], 1.0)
+            raw(gram, device, max(n, 136), m)
     for dtype, tile, *few in found:
         X, A, out = padded(2, n, m, dtype, device), padded(2, n, n, dtype, device), padded(2, n, n, dtype, device)
         with tiles.force(tile), processors(*few):
@@ -68,6 +69,15 @@ def products(device, size) -> None:
             gram.symmetric_product(A, A, out, 0.5, [(A, 2.0), (A, 0.1)], 1.0)
             gram.product(out, X, padded(2, n, m, dtype, device))
             gram.product(out, X, torch.empty(2, m, n, device=device, dtype=torch.bfloat16).mT)
+
+
+def raw(gram, device, n, m) -> None:
+    """Products of matrices in bf16 as they are, in halves of tiles and in whole ones."""
+    X, A = padded(2, n, m, torch.bfloat16, device), padded(2, n, n, HALF, device)
+    for count in (4, None):
+        with processors(count):
+            gram.gram(X, A, torch.ones(2, device=device))
+            gram.product(A, X, padded(2, n, m, HALF, device), *torch.ones(2, 2, device=device))
 
 
 @contextlib.contextmanager
@@ -86,10 +96,13 @@ def processors(count: int | None = None):
 
 
 def norms(device, size) -> None:
-    """Frobenius norm and cast, of ordinary and of tiny numbers, wide and tall."""
-    norm, (n, m) = part("kernels.norm"), size["sides"]
+    """Frobenius norm and cast, or not, of ordinary and of tiny numbers, wide and tall."""
+    norm, raw_norm, (n, m) = part("kernels.norm"), part("kernels.raw_norm").raw_norm, size["sides"]
     for U in (torch.randn(2, n, m, device=device), torch.randn(2, m, n, device=device).mT * 1e-30):
         norm.unit_norm(U, padded(2, n, m, HALF, device), torch.empty(2, device=device), 1e-7)
+        factors, A = torch.empty(3, 2, device=device), padded(2, n, n, HALF, device)
+        raw_norm(U, padded(2, n, m, U.dtype, device), factors, A, 1e-7)
+        raw_norm(padded(2, n, m, HALF, device), None, factors, A, 1e-7)
 
 
 def pieces(device, size) -> None:

@@ -10,7 +10,8 @@ import itertools
 from .kernels.aol import unit_rows
 from .kernels.gram import gram, product
 from .kernels.gram_sm90 import addressable
-from .kernels.norm import raw_norm, unit_norm
+from .kernels.norm import unit_norm
+from .kernels.raw_norm import raw_norm
 
 LINE = 128  # bytes of the cache: TMA wants rows at multiples of 16, but those within lines take a third longer
 

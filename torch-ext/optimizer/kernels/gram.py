@@ -60,13 +60,13 @@ def product(A: torch.Tensor, X: torch.Tensor, out: torch.Tensor | Split, scales:
     A (N, n, n), X (N, n, m); out (N, n, m) of any dtype and strides (a transposed view too), sharing no memory with
     them; scales (N,) in fp32, None for 1. Sums in fp32, rounded once.
 
-    powers (N,) in fp32: X, in bf16, is multiplied by them and then cast to A's dtype, which is out's; `takes_raw` says
-    where. X and out then are contiguous row by row.
+    powers (N,) in fp32, with scales: X is in another dtype than A, by these it is multiplied before it is cast. In
+    Triton X must be one that `takes_raw`, and X and out addressable (gram_sm90.py).
     """
-    if powers is not None:
-        scales = scales, powers
     if use_triton(A.device):
-        return _launch("product", A, X, out, more=scales)
+        return _launch("product", A, X, out, more=scales if powers is None else (scales, powers))
+    if powers is not None:
+        X = (X.float() * powers.view(-1, 1, 1)).to(A.dtype)
     return product_torch(A, X, out, 1.0 if scales is None else scales.view(-1, 1, 1))
 
 
@@ -193,7 +193,7 @@ def _product_kernel(A, B, C, D, E, OUT, scales, a_strides, b_strides, c_strides,
     r, c = r.to(tl.int64)[:, None], c.to(tl.int64)[None, :]
     inside = (r < rows) & (c < columns)
     if scales is not None and SYMMETRIC:
-        inside = inside & ~(tl.load(scales + matrix) < 0)
+        inside = inside & ((tl.load(scales + matrix) < 0) == 0)  # NaN is stored
     if C is not None:
         addend = tl.load(C + matrix * c_strides[0] + r * c_strides[1] + c * c_strides[2], mask=inside, other=0.0)
         sums = tl.fma(sums, alpha, beta * addend.to(tl.float32))

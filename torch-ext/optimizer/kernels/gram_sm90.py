@@ -256,9 +256,7 @@ def _finish(sums, factors, out, pointer, strides, matrix, i, j, sizes, BLOCK_R: 
 @jit
 def _finish_symmetric(sums, addends, out, matrix, i, j, rows, factors, SYMMETRIC: tl.constexpr, ADDENDS: tl.constexpr,
                       DIAGONAL: tl.constexpr, LOOPED: tl.constexpr):
-    """Finish a tile of a symmetric result, square by square. X X^T whose scale is negative is there already: it goes
-    where nothing is.
-    """
+    """Finish a tile of a symmetric result, square by square; of X X^T whose scale is negative, where nothing is."""
     BLOCK: tl.constexpr = sums.shape[0]
     if SYMMETRIC == 1:
         matrix = tl.where(factors[2] < 0, 1 << 30, matrix)

@@ -18,10 +18,8 @@ tl = None  # Triton's language, put here by jit
 LINES, SQUARE = (32, 256), (64, 64)  # rows and columns that are cast at a time, where X has them as lines, and else
 SAMPLE = 32, 16  # rows and columns of what a power of two is chosen by
 SHARES = 16  # programs for a matrix whose sample says too little
-PROGRAMS = 128  # for all matrices whose squares leave the range of fp32, or one for each
 ROOM = 2  # numbers of scratch for every tile
 CAST, COPY, READ = 0, 1, 2  # what becomes of a matrix while it is read
-SLOW = 32, 32  # rows, and elements of a sum, that are taken at a time where squares leave the range of fp32
 
 
 def unit_norm(U: torch.Tensor | Split, X: torch.Tensor, scales: torch.Tensor, eps: float,
@@ -38,29 +36,13 @@ def unit_norm(U: torch.Tensor | Split, X: torch.Tensor, scales: torch.Tensor, ep
     if U.stride(2) > U.stride(1):
         U, X = U.mT, X.mT
     R, C = U.shape[1:]
-    cast = _cast(U, X, scratch, CAST)
+    cast = cast_by_tiles(U, X, scratch, CAST)
     _norm_kernel.launch(
         cast.programs, cast.key, memory_of(U), X, cast.sums, cast.guesses, scales, cast.parts, cast.shares, R, C,
         strides_of(U), X.stride(), cast.aim, eps, cast.block, *cast.constants, **cast.options)
 
 
-def raw_norm(U: torch.Tensor | Split, X: torch.Tensor | None, factors: torch.Tensor, A: torch.Tensor, eps: float,
-             scratch: torch.Tensor | None = None) -> None:
-    """Write to factors (3, N), fp32, of U (N, n, m) in 16 bits, which is not cast here: by what it is multiplied for
-    U U^T, before it is cast, and after; eps and scratch as for `unit_norm`. X: memory that U is copied to, in U's
-    dtype; None if U, whose rows then are lines, is read in place later, too. On GPUs with Triton only.
-
-    Where squares might leave the range of fp32, U U^T, scaled, is written to A (N, n, n), and the first factor is -1.
-    """
-    raw, turned = U if X is None else X, U.stride(2) > U.stride(1)
-    cast = _cast(*((U.mT, raw.mT) if turned else (U, raw)), scratch, READ if X is None else COPY)
-    shares = min(SHARES, max(1, PROGRAMS // len(U)))
-    _raw_norm_kernel.launch(
-        len(U) * shares, (cast.key, look(raw, A)), raw, A, cast.sums, factors, factors.stride(0), cast.parts, shares,
-        *U.shape[1:], raw.stride(), A.stride(), eps, cast.block, *SLOW, has_pdl(U.device), **cast.options)
-
-
-class _Cast(NamedTuple):
+class Cast(NamedTuple):
     """What a launch left, and what the one that makes the norms is told."""
 
     programs: int
@@ -75,7 +57,7 @@ class _Cast(NamedTuple):
     options: dict
 
 
-def _cast(U, X, scratch, form) -> _Cast:
+def cast_by_tiles(U, X, scratch, form) -> Cast:
     """Cast, copy or only read U, whose rows are lines."""
     N, R, C = U.shape
     straight = X.stride(2) == 1
@@ -90,7 +72,7 @@ def _cast(U, X, scratch, form) -> _Cast:
         N * parts, key, memory_of(U), X, sums, guesses, parts, R, C, strides_of(U), X.stride(), aim, *constants,
         *SAMPLE, form, pdl, **options)
     shares, block = min(SHARES, parts), min(1024, 1 << (parts - 1).bit_length())
-    return _Cast(N * shares, key, sums, guesses, parts, shares, aim, block, (*constants, pdl), options)
+    return Cast(N * shares, key, sums, guesses, parts, shares, aim, block, (*constants, pdl), options)
 
 
 def _room_for_sums(scratch, N, parts, device):
@@ -189,11 +171,11 @@ def _guess(U, matrix, R, C, strides, aim, DOWN: tl.constexpr, ACROSS: tl.constex
         at = U + matrix * strides[0] + row[:, None] * strides[1] + column * strides[2]
     inside = column < C
     total = tl.sum(tl.abs(tl.load(at, mask=inside, other=0.0).to(tl.float32)))
-    return _power_of(total / tl.sum(inside.to(tl.float32)) * aim)
+    return power_of(total / tl.sum(inside.to(tl.float32)) * aim)
 
 
 @jit
-def _power_of(number):
+def power_of(number):
     """Return the power of two that brings a number to [1, 2), as far as there is one; 1 for 0, Inf and NaN."""
     exponent = number.to(tl.int32, bitcast=True) >> 23 & 255
     power = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
@@ -211,10 +193,10 @@ def _norm_kernel(U, X, sums, guesses, scales, parts, shares, R, C, u_strides, x_
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     matrix, share = (tl.program_id(0) // shares).to(tl.int64), tl.program_id(0) % shares
-    most, unit, norm = _norm_of_sums(sums + matrix * 2 * parts, parts, eps, BLOCK)
+    most, unit, norm = norm_of_sums(sums + matrix * 2 * parts, parts, eps, BLOCK)
     power = tl.load(guesses + matrix)
     if (most * power > 16384.0) | ((most * power * aim < 0.25) & (most > 0)):
-        power = tl.minimum(_power_of(norm) * unit, 2.0**127)
+        power = tl.minimum(power_of(norm) * unit, 2.0**127)
         for tile in range(share, parts, shares):
             u_at, x_at, inside = _tile(U, X, matrix, tile, R, C, u_strides, x_strides, ROWS, COLUMNS, EVEN, STRAIGHT)
             u = tl.load(u_at, mask=inside, other=0.0).to(tl.float32)
@@ -224,7 +206,7 @@ def _norm_kernel(U, X, sums, guesses, scales, parts, shares, R, C, u_strides, x_
 
 
 @jit
-def _norm_of_sums(sums, parts, eps, BLOCK: tl.constexpr):
+def norm_of_sums(sums, parts, eps, BLOCK: tl.constexpr):
     """Return a matrix's largest magnitude, the power of two by which it is multiplied, and the number by which it is
     then divided.
     """
@@ -242,46 +224,6 @@ def _norm_of_sums(sums, parts, eps, BLOCK: tl.constexpr):
     most = tl.max(largest)
     unit, norm = _norm_of(most, tl.sum(small), tl.sum(middle), tl.sum(large), eps)
     return most, unit, norm
-
-
-@jit.alike("apart", "parts", "shares")
-def _raw_norm_kernel(U, A, sums, factors, apart, parts, shares, n, m, u_strides, a_strides, eps, BLOCK: tl.constexpr,
-                     SIDE: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
-    """`shares` programs per matrix: its factors, from its sums; its A, where U's squares might leave the range of fp32,
-    by products that are added in the order in which all are.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    matrix, share = (tl.program_id(0) // shares).to(tl.int64), tl.program_id(0) % shares
-    most, unit, norm = _norm_of_sums(sums + matrix * 2 * parts, parts, eps, BLOCK)
-    power = tl.where(most == 0, 1.0, tl.minimum(_power_of(norm) * unit, 2.0**127))
-    scale = tl.where(most == 0, 1.0, unit / power / norm)
-    beyond = (unit_of(most) != 1.0) & (most != 0)
-    if share == 0:
-        tl.store(factors + matrix, tl.where(beyond, -1.0, scale * power))
-        tl.store(factors + apart + matrix, power)
-        tl.store(factors + 2 * apart + matrix, scale)
-    if beyond:
-        down, side, step = tl.cdiv(n, SIDE), tl.arange(0, SIDE), tl.arange(0, STEP)
-        for tile in range(share, down * down, shares):
-            r, s = tile // down * SIDE + side, tile % down * SIDE + side
-            total = tl.zeros((SIDE, SIDE), dtype=tl.float32)
-            for first in range(0, m, STEP):
-                left = _scaled(U + matrix * u_strides[0], r, first + step, n, m, u_strides, power)
-                right = _scaled(U + matrix * u_strides[0], s, first + step, n, m, u_strides, power)
-                total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
-            at = A + matrix * a_strides[0] + r.to(tl.int64)[:, None] * a_strides[1]
-            result = (total * (scale * scale)).to(A.dtype.element_ty)
-            tl.store(at + s.to(tl.int64)[None, :] * a_strides[2], result, mask=(r < n)[:, None] & (s < n)[None, :])
-
-
-@jit
-def _scaled(U, r, k, n, m, strides, power):
-    """Rows r and columns k of a matrix, times a power of two."""
-    at = U + r.to(tl.int64)[:, None] * strides[1] + k.to(tl.int64)[None, :] * strides[2]
-    u = tl.load(at, mask=(r < n)[:, None] & (k < m)[None, :], other=0.0)
-    return (u.to(tl.float32) * power).to(U.dtype.element_ty)
 
 
 @jit
