@@ -14,7 +14,7 @@ SHAPES = [(3, 256, 768), (2, 768, 768), (2, 130, 1000), (5, 200, 520), (2, 1000,
 on_gpu = pytest.mark.gpu
 
 
-@pytest.fixture(params=PATHS[1:])
+@pytest.fixture(params=PATHS)
 def kernels(request, monkeypatch):
     take(request.param, monkeypatch)
 
@@ -57,6 +57,43 @@ def test_squares_beyond_fp32(kernels, device, exponent):
     gram(U, A, whole)
     torch.testing.assert_close(A, apart, rtol=1e-5, atol=1e-7)
     assert torch.equal(A[0], apart[0])
+
+
+def test_matrices_in_pieces_are_copied(kernels, device):
+    torch.manual_seed(0)
+    U = torch.randn(2, 40, 64).to(device).half()
+    split = part("kernels.split").Split([[U[0, :7].clone(), U[0, 7:].clone()], [U[1].clone()]])
+    A, X, found = torch.empty(2, 40, 40, device=device), torch.empty_like(U), torch.empty(3, 2, device=device)
+    part("kernels.raw_norm").raw_norm(split, X, found, A, 1e-7)
+    assert torch.equal(X, U) and torch.equal(found, factors_of(U, False, A))
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5, 8])
+def test_an_iteration_of_raw_matrices(steps, monkeypatch, optimizer):
+    """As of cast ones, but for their rounding: alone and in company, wide and tall, zeros, squares beyond fp32. What is
+    given is left alone. One step has nothing to restart, and casts.
+    """
+    torch.manual_seed(0)
+    U = torch.randn(4, 20, 64).bfloat16()
+    U[1], U[2] = 0.0, U[2] * 2.0**60
+    stacks = [U, torch.randn(1, 20, 64).bfloat16(), torch.randn(2, 40, 20).bfloat16(), torch.randn(1, 20, 64)]
+    steps, kept = part("steps").steps_of("jordan", steps), [stack.clone() for stack in stacks]
+
+    def polar(*some):
+        out = [torch.empty_like(stack) for stack in some]
+        part("polar").orthogonalize_(some, steps, dtype=torch.float16, into=out)
+        return out
+
+    expected, casts = polar(*stacks), []
+    monkeypatch.setattr(part("iteration"), "takes_raw", lambda U, dtype: U.dtype == torch.bfloat16)
+    monkeypatch.setattr(part("long_side"), "unit_norm", lambda U, *rest: casts.append(U.dtype) or unit_norm(U, *rest))
+    unit_norm = part("kernels.norm").unit_norm
+    found = polar(*stacks)
+    assert set(casts) == {torch.float32} if len(steps.triples) > 1 else len(casts) == 4
+    for result, other in zip(found, expected):
+        assert (result.float() - other.float()).norm() <= 4e-3 * other.float().norm()
+    assert torch.equal(found[3], expected[3]) and not found[0][1].any() and all(map(torch.equal, stacks, kept))
+    assert torch.equal(polar(U)[0], found[0]) and torch.equal(polar(U[2:3])[0], found[0][2:3])
 
 
 def test_nothing_is_taken_raw_on_a_cpu():

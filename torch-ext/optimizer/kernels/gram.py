@@ -29,7 +29,13 @@ def gram(X: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None = None)
     """
     if use_triton(X.device):
         return _launch("gram", X, X.mT, out, more=scales)
-    return symmetric_product_torch(X, X.mT, out, 1.0 if scales is None else (scales * scales).view(-1, 1, 1))
+    if scales is None:
+        return symmetric_product_torch(X, X.mT, out)
+    there = scales < 0
+    known = out[there]
+    symmetric_product_torch(X, X.mT, out, (scales * scales).view(-1, 1, 1))
+    out[there] = known
+    return out
 
 
 def symmetric_product(A, B, out, alpha=1.0, addends=(), diagonal=0.0, whole=True) -> torch.Tensor:

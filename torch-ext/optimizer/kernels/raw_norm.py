@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from . import has_pdl, jit, look
+from . import cpu_slices, has_pdl, jit, look, use_triton
 from .norm import COPY, READ, SHARES, cast_by_tiles, norm_of_sums, power_of, unit_of
 from .split import Split
 
@@ -20,16 +20,35 @@ def raw_norm(U: torch.Tensor | Split, X: torch.Tensor | None, factors: torch.Ten
              scratch: torch.Tensor | None = None) -> None:
     """Write to factors (3, N), fp32, of U (N, n, m) in 16 bits, which is not cast here: by what it is multiplied for
     U U^T, before it is cast, and after; eps and scratch as for `unit_norm`. X: memory that U is copied to, in U's
-    dtype; None if U, whose rows then are lines, is read in place later, too. On GPUs with Triton only.
+    dtype; None if U, whose rows then are lines, is read in place later, too.
 
     Where squares might leave the range of fp32, U U^T, scaled, is written to A (N, n, n), and the first factor is -1.
     """
+    if not use_triton(U.device):
+        return raw_norm_torch(U, X, factors, A, eps)
     raw, turned = U if X is None else X, U.stride(2) > U.stride(1)
     cast = cast_by_tiles(*((U.mT, raw.mT) if turned else (U, raw)), scratch, READ if X is None else COPY)
     shares = min(SHARES, max(1, PROGRAMS // len(U)))
     _raw_norm_kernel.launch(
         len(U) * shares, (cast.key, look(raw, A)), raw, A, cast.sums, factors, factors.stride(0), cast.parts, shares,
         *U.shape[1:], raw.stride(), A.stride(), eps, cast.block, *BEYOND, has_pdl(U.device), **cast.options)
+
+
+def raw_norm_torch(U, X, factors, A, eps):
+    """The same in fp64, in which nothing leaves the range."""
+    for some in cpu_slices(U):
+        wide = U[some].float()
+        if X is not None:
+            X[some].copy_(wide)
+        wide = wide.double()
+        largest = wide.abs().amax((1, 2))
+        norm = wide.square().sum((1, 2)).sqrt() + eps * largest
+        norm.masked_fill_(norm == 0, 1.0)
+        power = norm.log2().floor().neg().exp2()
+        beyond = (largest > 2.0**50) | (largest < 2.0**-40) & (largest > 0)
+        factors[:, some] = torch.stack([(1 / norm).masked_fill(beyond, -1.0), power, 1 / (norm * power)]).float()
+        wide = (wide / norm.view(-1, 1, 1))[beyond]
+        A[some][beyond] = (wide @ wide.mT).to(A.dtype)
 
 
 @jit.alike("apart", "parts", "shares")
