@@ -18,7 +18,8 @@ LINE = 128  # bytes of the cache: TMA wants rows at multiples of 16, but those w
 
 class LongSide:
     """The matrices of one long side: X (N, n, m), by which scales they are yet to be multiplied (None: 1), where their
-    Gram matrices lie in A, and where results go. `raw`: X begins as U itself, which the first product scales and casts.
+    Gram matrices lie in A, and where results go. `raw`: X begins as U itself; `later`, powers and scales, is what the
+    first product needs to cast it, and `room` the memory that X then has in place of U's.
     """
 
     def __init__(self, members, raw, A, first, X, Y):

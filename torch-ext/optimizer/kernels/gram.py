@@ -29,11 +29,12 @@ def gram(X: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None = None)
     """
     if use_triton(X.device):
         return _launch("gram", X, X.mT, out, more=scales)
-    if scales is None:
-        return symmetric_product_torch(X, X.mT, out)
+    squares = 1.0 if scales is None else (scales * scales).view(-1, 1, 1)
+    if scales is None or X.device.type != "cpu":  # where no scale is negative without Triton
+        return symmetric_product_torch(X, X.mT, out, squares)
     there = scales < 0
     known = out[there]
-    symmetric_product_torch(X, X.mT, out, (scales * scales).view(-1, 1, 1))
+    symmetric_product_torch(X, X.mT, out, squares)
     out[there] = known
     return out
 
