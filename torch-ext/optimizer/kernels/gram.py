@@ -18,7 +18,7 @@ from .tape import knows_triton, lasting
 
 tl = None  # Triton's language, put here by jit
 SIDE = 64  # of a tile of `linear`
-RAW = range(129, 1537)  # short sides of matrices whose products hide that they are cast late (docs/log.md)
+RAW = range(129, 1024)  # short sides of matrices that gain by being cast late, and few kernels more (docs/log.md)
 
 
 def gram(X: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
