@@ -124,10 +124,9 @@ def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=No
     new memory.
     """
     kinds = _by_kind(members, steps, dtype, most)
-    groups, longs = list(kinds.values()), [m for m, _ in kinds]
-    counts = [sum(len(U) for U, _ in group) for group in groups]
+    counts = [sum(len(U) for U, _ in group) for group in kinds.values()]
     n, device = members[0][0].shape[1], members[0][0].device
-    long, square = tuple((count, n, m) for count, m in zip(counts, longs)), (sum(counts), n, n)
+    long, square = tuple((count, n, m) for count, (m, _) in zip(counts, kinds)), (sum(counts), n, n)
     rooms = [Room(shapes, dtype, device) for shapes in (long, long, (square,) * (4 if most > 1 else 2))]
     sizes = [room.nbytes for room in rooms[:2]] + [rooms[2].nbytes + LINE * sum(counts)]
     memory = memory or torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
@@ -135,8 +134,8 @@ def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=No
         room.lend(flat)
     factors = memory[2][rooms[2].nbytes:][:12 * sum(counts)].view(torch.float32).view(3, sum(counts))
     (Xs, Ys, squares), parts, first = (room.all() for room in rooms), [], 0
-    for (_, raw), count, X, Y in zip(kinds, counts, Xs, Ys):
-        parts.append(LongSide(groups[len(parts)], raw, squares[0], first, X, Y))
+    for ((_, raw), group), count, X, Y in zip(kinds.items(), counts, Xs, Ys):
+        parts.append(LongSide(group, raw, squares[0], first, X, Y))
         first += count
     lengths, row_scales = _factors(rooms[1].memory, *squares[0].shape[:2]) if steps.aol else (None, None)
     for part in parts:

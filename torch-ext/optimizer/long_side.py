@@ -8,8 +8,7 @@ from __future__ import annotations
 import itertools
 
 from .kernels.aol import unit_rows
-from .kernels.gram import gram, product
-from .kernels.gram_sm90 import addressable
+from .kernels.gram import gram, product, takes_in_place
 from .kernels.norm import unit_norm
 from .kernels.raw_norm import raw_norm
 
@@ -18,8 +17,8 @@ LINE = 128  # bytes of the cache: TMA wants rows at multiples of 16, but those w
 
 class LongSide:
     """The matrices of one long side: X (N, n, m), by which scales they are yet to be multiplied (None: 1), where their
-    Gram matrices lie in A, and where results go. `raw`: X begins as U itself; `later`, powers and scales, is what the
-    first product needs to cast it, and `room` the memory that X then has in place of U's.
+    Gram matrices lie in A, and where results go. `raw`: X begins as U itself; `later`, scales and powers, is what casts
+    it in the first product, and `room` the memory that X then has in place of U's.
     """
 
     def __init__(self, members, raw, A, first, X, Y):
@@ -27,7 +26,7 @@ class LongSide:
         ends = list(itertools.accumulate(counts))
         self.places = [slice(end - count, end) for end, count in zip(ends, counts)]
         self.members, self.raw, self.A, self.X, self.Y, self.room = members, raw, A[first:first + ends[-1]], X, Y, X
-        self.rows, self.scales, self.later = slice(first, first + ends[-1]), None, (None, None)
+        self.rows, self.scales, self.later = slice(first, first + ends[-1]), None, ()
 
     def begin(self, eps, factors, lengths=None) -> None:
         """X <- U scaled and cast, row by row where there are `lengths` of rows to be told; or U as it is."""
@@ -43,7 +42,7 @@ class LongSide:
 
     def _begin_raw(self, eps, factors):
         """X <- U, where it is, or a copy of what does not lie as X would."""
-        U, self.scales, self.later = self.members[0][0], factors[0], factors[1:]
+        U, self.scales, self.later = self.members[0][0], factors[0], (factors[2], factors[1])
         in_place = len(self.members) == 1 and _is_laid_out(U)
         self.X = U if in_place else self.X.view(U.dtype)
         for (U, _), place in zip(self.members, self.places):
@@ -55,10 +54,9 @@ class LongSide:
 
     def multiply(self, P) -> None:
         """X <- P X."""
-        powers, scales = self.later
-        product(P[self.rows], self.X, self.Y, self.scales if scales is None else scales, powers)
+        product(P[self.rows], self.X, self.Y, *self.later or (self.scales,))
         self.X, self.Y, self.room = self.Y, self.room, self.Y
-        self.scales, self.later = None, (None, None)
+        self.scales, self.later = None, ()
 
     def finish(self, P) -> None:
         """out <- P X."""
@@ -68,6 +66,5 @@ class LongSide:
 
 
 def _is_laid_out(U) -> bool:
-    """Whether rows are apart and begin where the cache's lines do, as in a Room."""
-    apart = U.stride(1) >= U.shape[2] and U.stride(0) >= U.shape[1] * U.stride(1)
-    return apart and addressable(U) and U.stride(1) * U.element_size() % LINE == 0
+    """Whether U is taken in place, and its rows begin where the cache's lines do, as in a Room."""
+    return takes_in_place(U) and U.stride(1) * U.element_size() % LINE == 0

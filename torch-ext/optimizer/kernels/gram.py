@@ -12,13 +12,13 @@ import functools
 import torch
 
 from . import gram_sm90, jit, launches, look, tiles, use_triton
-from .gram_torch import product_torch, symmetric_product_torch
+from .gram_torch import gram_torch, product_torch, symmetric_product_torch
 from .split import Split, memory_of, rows_at, strides_of, table_of
 from .tape import knows_triton, lasting
 
 tl = None  # Triton's language, put here by jit
 SIDE = 64  # of a tile of `linear`
-RAW = range(129, 1024)  # short sides of matrices that gain by being cast late, and few kernels more (docs/log.md)
+RAW_SIDES = range(129, 1024)  # short sides of matrices that gain by being cast late, and few kernels more (docs/log.md)
 
 
 def gram(X: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
@@ -29,14 +29,7 @@ def gram(X: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None = None)
     """
     if use_triton(X.device):
         return _launch("gram", X, X.mT, out, more=scales)
-    squares = 1.0 if scales is None else (scales * scales).view(-1, 1, 1)
-    if scales is None or X.device.type != "cpu":  # where no scale is negative without Triton
-        return symmetric_product_torch(X, X.mT, out, squares)
-    there = scales < 0
-    known = out[there]
-    symmetric_product_torch(X, X.mT, out, squares)
-    out[there] = known
-    return out
+    return gram_torch(X, out, scales)
 
 
 def symmetric_product(A, B, out, alpha=1.0, addends=(), diagonal=0.0, whole=True) -> torch.Tensor:
@@ -68,7 +61,7 @@ def product(A: torch.Tensor, X: torch.Tensor, out: torch.Tensor | Split, scales:
     them; scales (N,) in fp32, None for 1. Sums in fp32, rounded once.
 
     powers (N,) in fp32, with scales: X is in another dtype than A, by these it is multiplied before it is cast. In
-    Triton X must be one that `takes_raw`, and X and out addressable (gram_sm90.py).
+    Triton X must be one that it `takes_raw` and `takes_in_place`; out lies alike.
     """
     if use_triton(A.device):
         return _launch("product", A, X, out, more=scales if powers is None else (scales, powers))
@@ -81,9 +74,15 @@ def takes_raw(U: torch.Tensor | Split, dtype: torch.dtype) -> bool:
     """Say whether `gram` takes matrices like U (N, n, m) as they are, and `product` casts them to `dtype`: nothing
     else decides, so that the bits of a matrix do not depend on where it lies, nor on its batch.
     """
-    if not use_triton(U.device) or (U.dtype, dtype) != (torch.bfloat16, torch.float16) or U.shape[1] not in RAW:
+    if not use_triton(U.device) or (U.dtype, dtype) != (torch.bfloat16, torch.float16) or U.shape[1] not in RAW_SIDES:
         return False
     return tiles.architecture(U.device.type, U.device.index) == "sm90" and knows_triton()
+
+
+def takes_in_place(U: torch.Tensor | Split) -> bool:
+    """Say whether raw matrices are taken where they lie: rows apart from each other, where TMA can address them."""
+    apart = U.stride(1) >= U.shape[2] and U.stride(0) >= U.shape[1] * U.stride(1)
+    return apart and gram_sm90.addressable(U)
 
 
 def linear(A: torch.Tensor, b: float, a: float, out: torch.Tensor) -> torch.Tensor:
@@ -175,6 +174,7 @@ def _product_kernel(A, B, C, D, E, OUT, scales, a_strides, b_strides, c_strides,
     if scales is not None:
         alpha = tl.load(scales + matrix)
         if SYMMETRIC:
+            there = alpha < 0
             alpha = alpha * alpha
     r = i * BLOCK_R + tl.arange(0, BLOCK_R)
     c = j * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -200,7 +200,7 @@ def _product_kernel(A, B, C, D, E, OUT, scales, a_strides, b_strides, c_strides,
     r, c = r.to(tl.int64)[:, None], c.to(tl.int64)[None, :]
     inside = (r < rows) & (c < columns)
     if scales is not None and SYMMETRIC:
-        inside = inside & ((tl.load(scales + matrix) < 0) == 0)  # NaN is stored
+        inside = inside & (there == 0)
     if C is not None:
         addend = tl.load(C + matrix * c_strides[0] + r * c_strides[1] + c * c_strides[2], mask=inside, other=0.0)
         sums = tl.fma(sums, alpha, beta * addend.to(tl.float32))

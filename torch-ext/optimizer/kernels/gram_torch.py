@@ -22,6 +22,18 @@ def product_torch(A, X, out, factor=1.0):
     return out
 
 
+def gram_torch(X, out, scales=None):
+    """Compute `gram`; what a negative scale leaves alone is put back."""
+    if scales is None:
+        return symmetric_product_torch(X, X.mT, out)
+    factors = scales.view(-1, 1, 1)
+    for some in cpu_slices(out):
+        known, factor = out[some].clone(), factors[some]
+        symmetric_product_torch(X[some], X[some].mT, out[some], factor * factor)
+        out[some].copy_(torch.where(factor < 0, known, out[some]))
+    return out
+
+
 def symmetric_product_torch(A, B, out, alpha=1.0, addends=(), diagonal=0.0):
     """Compute `symmetric_product` matrix by matrix, and what follows for as many as one thread takes at once."""
     if _is_like_new(out) and all(C.data_ptr() != out.data_ptr() for C, _ in addends):
