@@ -35,22 +35,20 @@ def unit_norm(U: torch.Tensor | Split, X: torch.Tensor, scales: torch.Tensor, ep
         return unit_norm_torch(U, X, scales, eps)
     if U.stride(2) > U.stride(1):
         U, X = U.mT, X.mT
-    R, C = U.shape[1:]
-    cast = cast_by_tiles(U, X, scratch, CAST)
+    (N, R, C), cast = U.shape, cast_by_tiles(U, X, scratch, CAST)
+    shares = min(SHARES, cast.parts)
     _norm_kernel.launch(
-        cast.programs, cast.key, memory_of(U), X, cast.sums, cast.guesses, scales, cast.parts, cast.shares, R, C,
+        N * shares, cast.key, memory_of(U), X, cast.sums, cast.guesses, scales, cast.parts, shares, R, C,
         strides_of(U), X.stride(), cast.aim, eps, cast.block, *cast.constants, **cast.options)
 
 
 class Cast(NamedTuple):
     """What a launch left, and what the one that makes the norms is told."""
 
-    programs: int
     key: tuple
     sums: torch.Tensor
     guesses: torch.Tensor
     parts: int
-    shares: int
     aim: float
     block: int
     constants: tuple
@@ -71,8 +69,8 @@ def cast_by_tiles(U, X, scratch, form) -> Cast:
     _cast_kernel.launch(
         N * parts, key, memory_of(U), X, sums, guesses, parts, R, C, strides_of(U), X.stride(), aim, *constants,
         *SAMPLE, form, pdl, **options)
-    shares, block = min(SHARES, parts), min(1024, 1 << (parts - 1).bit_length())
-    return Cast(N * shares, key, sums, guesses, parts, shares, aim, block, (*constants, pdl), options)
+    block = min(1024, 1 << (parts - 1).bit_length())
+    return Cast(key, sums, guesses, parts, aim, block, (*constants, pdl), options)
 
 
 def _room_for_sums(scratch, N, parts, device):
