@@ -12,7 +12,7 @@ import functools
 import torch
 
 from . import look, typed
-from .ring import gluon_jit
+from .ring import gluon_jit, rounded
 from .tape import knows_triton
 from .tiles import architecture
 
@@ -105,9 +105,9 @@ def _begin(start, strides, n, m, eps, X, WIDE: gl.constexpr, TURNED: gl.constexp
         if piece + KEPT < PIECES:
             pieces = pieces + (_read(start, strides, piece + KEPT, n, m, SIDE, WIDTH, layout),)
         tile = _tile(X, piece, TURNED)
-        _show(_cast(_read_again(pieces[piece]).to(gl.float32) * unit * norm, tile.dtype), tile)
+        _show(rounded(_read_again(pieces[piece]).to(gl.float32) * unit * norm, tile.dtype), tile)
         sums = multiply(tile, tile.permute([1, 0]), sums, use_acc=piece > 0, is_async=True)
-    return _cast(multiplied(0, deps=(sums,)), X[0].dtype), 0.0 * norm
+    return rounded(multiplied(0, deps=(sums,)), X[0].dtype), 0.0 * norm
 
 
 @gluon_jit
@@ -160,43 +160,32 @@ def _step(A, Q, tiles, triples, zero, step: gl.constexpr, FIRSTS: gl.constexpr):
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     sums = gl.zeros(A.shape, gl.float32, mma)
     sums = multiply(gl.convert_layout(A, left), a_tile, sums, use_acc=False, is_async=True)
-    Z = _cast(c * multiplied(0, deps=(sums,)) + b * A.to(gl.float32), A.dtype)
+    Z = rounded(c * multiplied(0, deps=(sums,)) + b * A.to(gl.float32), A.dtype)
     z = gl.convert_layout(Z, left)
     if LAST and FIRST:
-        Q = _cast(Z.to(gl.float32) + _diagonal(a, A), A.dtype)
+        Q = rounded(Z.to(gl.float32) + _diagonal(a, A), A.dtype)
     elif LAST:
         sums = multiply(z, q_tile, _addends(Q, Z, q, a, SECOND), is_async=True)
-        Q = _cast(multiplied(0, deps=(sums,)), A.dtype)
+        Q = rounded(multiplied(0, deps=(sums,)), A.dtype)
     else:
         sums = multiply(z, a_tile, a * A.to(gl.float32), is_async=True)
         if not FIRST:
             follow = multiply(z, q_tile, _addends(Q, Z, q, a, SECOND), is_async=True)
         tile = tiles[2 if FIRST else 1]
         tile.store(Z)
-        T = _cast(multiplied(0 if FIRST else 1, deps=(sums,)), A.dtype)
+        T = rounded(multiplied(0 if FIRST else 1, deps=(sums,)), A.dtype)
         fence()
         barrier()
         sums = multiply(gl.convert_layout(T, left), tile.permute([1, 0]), a * T.to(gl.float32), is_async=True)
         if FIRST:
             Q = Z
         else:
-            Q = _cast(multiplied(1, deps=(follow,)), A.dtype)
+            Q = rounded(multiplied(1, deps=(follow,)), A.dtype)
             barrier()
             q_tile.store(Q)
-        A = _cast(multiplied(0, deps=(sums,)), A.dtype)
+        A = rounded(multiplied(0, deps=(sums,)), A.dtype)
         _show(A, a_tile)
     return A, Q
-
-
-@gluon_jit
-def _cast(sums, DTYPE: gl.constexpr):
-    """Round, two at a time."""
-    low = sums
-    if DTYPE == gl.float16:
-        low = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [sums], gl.float16, True, 2)
-    elif DTYPE == gl.bfloat16:
-        low = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [sums], gl.bfloat16, True, 2)
-    return low
 
 
 @gluon_jit
@@ -217,12 +206,12 @@ def _restart(Q, X, TURNED: gl.constexpr, PIECES: gl.constexpr, narrow: gl.conste
     for piece in gl.static_range(PIECES):
         if piece + 1 < PIECES:
             products = products + (_product(q, X, piece + 1, TURNED, narrow),)
-        x = _cast(multiplied((piece > 0) + (piece + 1 < PIECES), deps=(products[piece],)), Q.dtype)
+        x = rounded(multiplied((piece > 0) + (piece + 1 < PIECES), deps=(products[piece],)), Q.dtype)
         tile = _tile(X, piece, TURNED)
         barrier()
         _show(x, tile)
         sums = multiply(tile, tile.permute([1, 0]), sums, use_acc=piece > 0, is_async=True)
-    return _cast(multiplied(0, deps=(sums,)), Q.dtype)
+    return rounded(multiplied(0, deps=(sums,)), Q.dtype)
 
 
 @gluon_jit
@@ -240,7 +229,7 @@ def _finish(Q, X, start, strides, n, m, TURNED: gl.constexpr, PIECES: gl.constex
         if piece + 1 < PIECES:
             products = products + (_product(q, X, piece + 1, TURNED, narrow),)
         tile = _tile(stages, piece % 2, OUT_TURNED)
-        tile.store(_cast(multiplied(piece + 1 < PIECES, deps=(products[piece],)), DTYPE))
+        tile.store(rounded(multiplied(piece + 1 < PIECES, deps=(products[piece],)), DTYPE))
         barrier()
         at, inside = _place(start, strides, piece, n, m, SIDE, WIDTH, layout)
         gl.store(at, tile.load(layout), mask=inside)

@@ -7,9 +7,10 @@ know: what the products are used for; launches.py calls it.
 """
 from __future__ import annotations
 
-from .ring import boxes_of, fetch, gluon_jit, make_ring, matrices_of, place, place_of_half
+from .ring import boxes_of, fetch, gluon_jit, make_ring, matrices_of, place, place_of_half, rounded
+from .strip import store_turned
 
-gl = mbarrier = tma = fence = barrier = multiply = multiplied = store_box = None  # Gluon's language, put here
+gl = mbarrier = tma = fence = barrier = multiply = multiplied = None  # Gluon's language, put here
 gdc_wait = None
 
 
@@ -88,24 +89,14 @@ def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, HEIGHT: gl.
 @gluon_jit
 def _cast(x, power, WHO: gl.constexpr, ROWS: gl.constexpr, DTYPE: gl.constexpr, layout: gl.constexpr):
     """The group's columns of x, as rows in registers."""
-    rows = x.permute([1, 0]).slice(WHO * ROWS, ROWS).load(gl.DotOperandLayout(0, layout, 2)).to(gl.float32) * power
-    if DTYPE == gl.float16:
-        low = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [rows], gl.float16, True, 2)
-    else:
-        low = rows.to(DTYPE)
-    return low
+    rows = x.permute([1, 0]).slice(WHO * ROWS, ROWS).load(gl.DotOperandLayout(0, layout, 2)).to(gl.float32)
+    return rounded(rows * power, DTYPE)
 
 
 @gluon_jit
 def _store(sums, out, own, matrix, row, column):
     """Round sums and store their transpose, when what was stored from the same memory is read."""
-    ROWS: gl.constexpr = sums.shape[0]
-    COLUMNS: gl.constexpr = sums.shape[1]
     result, squares = sums.to(out.dtype), boxes_of(own, out)
     tma.store_wait(0)
     barrier()
-    matrices_of(squares, COLUMNS, ROWS).index(0).permute([1, 0]).store(result)
-    fence()
-    barrier()
-    for k in gl.static_range(COLUMNS // ROWS):
-        store_box(out, [matrix, column + k * ROWS, row], squares.index(k))
+    store_turned(result, out, squares, matrix, row, column, False)

@@ -62,6 +62,17 @@ def matrices_of(memory, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon_jit
+def rounded(sums, DTYPE: gl.constexpr):
+    """Round, two at a time."""
+    low = sums
+    if DTYPE == gl.float16:
+        low = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [sums], gl.float16, True, 2)
+    elif DTYPE == gl.bfloat16:
+        low = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [sums], gl.bfloat16, True, 2)
+    return low
+
+
+@gluon_jit
 def make_ring(a, b, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     """Return (left, right, full, empty): room for boxes of a and b, and what stages wait for; GROUPS read each."""
     left = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)

@@ -89,7 +89,7 @@ def store_strip(sums, out, own, other, factors, matrix, row, column, mirror, SYM
             if SAME:
                 tma.store_wait(0)
                 barrier()
-            _store_turned(result, out, boxes_of(other, out), matrix, row, column)
+            store_turned(result, out, boxes_of(other, out), matrix, row, column, True)
 
 
 @gluon_jit
@@ -108,15 +108,15 @@ def now(sums):
 
 
 @gluon_jit
-def _store_turned(result, out, squares, matrix, row, column):
-    """Store the mirror images of a strip's squares that lie below the diagonal."""
+def store_turned(result, out, squares, matrix, row, column, BELOW: gl.constexpr):
+    """Store the mirror images of a strip's squares, or of those that lie BELOW the diagonal, through their memory."""
     SIDE: gl.constexpr = result.shape[0]
     COLUMNS: gl.constexpr = result.shape[1]
     matrices_of(squares, COLUMNS, SIDE).index(0).permute([1, 0]).store(result)
     fence()
     barrier()
     for k in gl.static_range(COLUMNS // SIDE):
-        if column + k * SIDE < row:
+        if not BELOW or column + k * SIDE < row:
             store_box(out, [matrix, column + k * SIDE, row], squares.index(k))
 
 
