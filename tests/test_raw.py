@@ -23,7 +23,7 @@ def factors_of(U, in_place, A):
     factors = torch.full((3, len(U)), float("nan"), device=U.device)
     X = None if in_place else torch.empty_like(U)
     part("kernels.raw_norm").raw_norm(U, X, factors, A, 1e-7)
-    assert in_place or torch.equal(X.isnan(), U.isnan()) and torch.equal(X.nan_to_num(), U.nan_to_num())
+    assert in_place or torch.equal(X, U)
     return factors
 
 
@@ -96,8 +96,24 @@ def test_an_iteration_of_raw_matrices(steps, monkeypatch, optimizer):
     assert torch.equal(polar(U)[0], found[0]) and torch.equal(polar(U[2:3])[0], found[0][2:3])
 
 
-def test_nothing_is_taken_raw_on_a_cpu():
-    assert not part("kernels.gram").takes_raw(torch.empty(1, 256, 768, dtype=torch.bfloat16), torch.float16)
+def test_what_is_taken_raw(monkeypatch):
+    """By dtypes, short side and GPU, whatever the batch and the long side; nothing on a CPU."""
+    gram, bf16, fp16 = part("kernels.gram"), torch.bfloat16, torch.float16
+
+    def taken(n, given=bf16, dtype=fp16):
+        stacks = [torch.empty(N, n, m, dtype=given) for N, m in ((1, 1030), (3, 2000))]
+        assert len({gram.takes_raw(U, dtype) for U in stacks}) == 1
+        return gram.takes_raw(stacks[0], dtype)
+
+    assert not taken(256)
+    monkeypatch.setattr(gram, "use_triton", lambda device: True)
+    monkeypatch.setattr(gram, "knows_triton", lambda: True)
+    for arch in ("sm100", "sm80", "sm90"):
+        monkeypatch.setattr(part("kernels.tiles"), "architecture", lambda *_, arch=arch: arch)
+        assert list(map(taken, (128, 129, 1023, 1024))) == [False, arch == "sm90", arch == "sm90", False]
+    assert not any((taken(256, given=torch.float32), taken(256, given=fp16), taken(256, dtype=bf16)))
+    monkeypatch.setattr(gram, "knows_triton", lambda: False)
+    assert not taken(256)
 
 
 def test_the_product_in_torch_casts_as_it_was_told():

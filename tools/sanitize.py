@@ -61,7 +61,7 @@ def products(device, size) -> None:
                 A, out = (padded(2, max(n, 72), max(n, 72), HALF, device) for _ in "12")
                 with tiles.force(tiles.Tile(*sides, 64, 8, 3, 4, "once")):
                     gram.symmetric_product(A, A, out, 0.5, [(A, 2.0), (A, 0.1), (out, 1.0)], 1.0)
-            raw(gram, device, max(n, 136), m)
+            raw(gram, device, n, m)
     for dtype, tile, *few in found:
         X, A, out = padded(2, n, m, dtype, device), padded(2, n, n, dtype, device), padded(2, n, n, dtype, device)
         with tiles.force(tile), processors(*few):
