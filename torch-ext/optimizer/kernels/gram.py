@@ -13,7 +13,7 @@ import torch
 
 from . import gram_sm90, jit, launches, look, tiles, use_triton
 from .gram_torch import gram_torch, product_torch, symmetric_product_torch
-from .split import Split, memory_of, rows_at, strides_of, table_of
+from .split import Split, memory_of, rows_at, strides_of
 from .tape import knows_triton, lasting
 
 tl = None  # Triton's language, put here by jit
@@ -194,9 +194,9 @@ def _product_kernel(A, B, C, D, E, OUT, scales, a_strides, b_strides, c_strides,
         a += BLOCK_K * a_strides[2]
         b += tl.full((), BLOCK_K, tl.int64) * b_strides[1]
     if out_strides is None and TURNED:
-        out = rows_at(table_of(OUT, matrix, columns), c, c < columns)[None, :]
+        out = rows_at(OUT, matrix, columns, c, c < columns)[None, :]
     elif out_strides is None:
-        out = rows_at(table_of(OUT, matrix, rows), r, r < rows)[:, None]
+        out = rows_at(OUT, matrix, rows, r, r < rows)[:, None]
     r, c = r.to(tl.int64)[:, None], c.to(tl.int64)[None, :]
     inside = (r < rows) & (c < columns)
     if scales is not None and SYMMETRIC:

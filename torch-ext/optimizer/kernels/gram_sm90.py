@@ -11,7 +11,7 @@ import torch
 
 from . import has_pdl, jit, ring, tape
 from .pingpong import pingpong_kernel
-from .split import Split, memory_of, rows_at, strides_of, table_of
+from .split import Split, memory_of, rows_at, strides_of
 from .tiles import Tile, divide
 
 tl = None  # Triton's language, put here by jit
@@ -247,7 +247,7 @@ def _finish(sums, factors, out, pointer, strides, matrix, i, j, sizes, BLOCK_R: 
         s = (j * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
         if strides is None:
             line = i * BLOCK_R + tl.arange(0, BLOCK_R)
-            at = rows_at(table_of(pointer, matrix.to(tl.int64), sizes[0]), line, line < sizes[0])[:, None] + s
+            at = rows_at(pointer, matrix.to(tl.int64), sizes[0], line, line < sizes[0])[:, None] + s
         else:
             at = pointer + matrix.to(tl.int64) * strides[0] + r * strides[1] + s * strides[2]
         tl.store(at, result, mask=(r < sizes[0]) & (s < sizes[1]))

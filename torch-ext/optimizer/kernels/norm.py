@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from . import cpu_slices, has_pdl, jit, look, use_triton
-from .split import Split, memory_of, rows_at, strides_of, table_of
+from .split import Split, memory_of, rows_at, strides_of
 
 tl = None  # Triton's language, put here by jit
 LINES, SQUARE = (32, 256), (64, 64)  # rows and columns that are cast at a time, where X has them as lines, and else
@@ -145,7 +145,7 @@ def _tile(U, X, matrix, tile, R, C, u_strides, x_strides, ROWS: tl.constexpr, CO
     column = ((tile % across) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
     inside = (row < _even(R, EVEN)) & (column < _even(C, EVEN))
     if u_strides is None:
-        u_at = rows_at(table_of(U, matrix, R), line, line < R)[:, None] + column
+        u_at = rows_at(U, matrix, R, line, line < R)[:, None] + column
     else:
         u_at = U + matrix * _even(u_strides[0], EVEN) + row * _even(u_strides[1], EVEN) + column * u_strides[2]
     if STRAIGHT:
@@ -164,7 +164,7 @@ def _guess(U, matrix, R, C, strides, aim, DOWN: tl.constexpr, ACROSS: tl.constex
     row = line.to(tl.int64) * R // DOWN
     column = (line.to(tl.int64) * C // DOWN // ACROSS * ACROSS)[:, None] + tl.arange(0, ACROSS)[None, :]
     if strides is None:
-        at = rows_at(table_of(U, matrix, R), row)[:, None] + column
+        at = rows_at(U, matrix, R, row)[:, None] + column
     else:
         at = U + matrix * strides[0] + row[:, None] * strides[1] + column * strides[2]
     inside = column < C

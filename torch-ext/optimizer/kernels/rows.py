@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from . import cpu_slices, jit, use_triton
-from .split import Split, memory_of, rows_at, strides_of, table_of
+from .split import Split, memory_of, rows_at, strides_of
 
 tl = None  # Triton's language, put here by jit
 BLOCK = 1024
@@ -60,7 +60,7 @@ def _moments_kernel(U, V, squares, numel, R, C, u_strides, v_strides, beta2, res
     program = tl.program_id(0).to(tl.int64)
     matrix, row = program // R, program % R
     if u_strides is None:
-        start, step = rows_at(table_of(U, matrix, R), row), 1
+        start, step = rows_at(U, matrix, R, row), 1
     else:
         start, step = U + matrix * u_strides[0] + row * u_strides[1], u_strides[2]
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -100,7 +100,7 @@ def _normalize_kernel(U, V, factors, R, C, u_strides, v_strides, eps, BLOCK: tl.
     v = tl.load(V + matrix * v_strides[0] + row * v_strides[1])
     factor = _weight(v, eps) * tl.load(factors + matrix)
     if u_strides is None:
-        start, step = rows_at(table_of(U, matrix, R), row), 1
+        start, step = rows_at(U, matrix, R, row), 1
     else:
         start, step = U + matrix * u_strides[0] + row * u_strides[1], u_strides[2]
     for first in range(0, C, BLOCK):

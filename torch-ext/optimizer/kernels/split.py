@@ -19,8 +19,8 @@ class Split:
     """Matrices (N, R, C) in pieces that stay in place. Launchers take it for a tensor of whole matrices, but that there
     is no step from one to the next.
 
-    `table` (N, R, 2) holds for every row where it begins, in units of 16 bytes from where its matrix does in the table,
-    and the first row that is not of its piece. It is on the device, int64, and seen as of the dtype of what lies there.
+    `table` (N, R) holds for every row where it begins, in units of 16 bytes from where the table does. It is on the
+    device, int64, and seen as of the dtype of what lies there.
     """
 
     def __init__(self, matrices: Sequence[Sequence[torch.Tensor]]):
@@ -29,8 +29,8 @@ class Split:
         self.pieces, first, self.turned = [list(pieces) for pieces in matrices], matrices[0][0], False
         N, R, C = len(matrices), sum(map(len, matrices[0])), first.shape[1]
         self.shape, self.dtype, self.device = torch.Size((N, R, C)), first.dtype, first.device
-        table = torch.empty(N, R, 2, dtype=torch.int64, device=self.device)
-        table.copy_(torch.stack([_table(pieces, part.data_ptr()) for pieces, part in zip(self.pieces, table)]))
+        table = torch.empty(N, R, dtype=torch.int64, device=self.device)
+        table.copy_(torch.stack([_rows(pieces, table.data_ptr()) for pieces in self.pieces]))
         self.table = table.view(-1).view(self.dtype)
 
     @property
@@ -77,14 +77,10 @@ class _Matrices:
                 piece.copy_(part)
 
 
-def _table(pieces, origin):
-    """The part of one matrix, that begins at the address `origin`."""
-    parts, end = [], 0
-    for piece in pieces:
-        end += len(piece)
-        at = torch.arange(len(piece), device="cpu") * piece[0].nbytes + (piece.data_ptr() - origin)
-        parts.append(torch.stack((at // ALIGNMENT, torch.full_like(at, end)), dim=1))
-    return torch.cat(parts)
+def _rows(pieces, origin):
+    """Where the rows of one matrix begin, from the address `origin`."""
+    return torch.cat([torch.arange(len(piece), device="cpu") * piece[0].nbytes + (piece.data_ptr() - origin)
+                      for piece in pieces]) // ALIGNMENT
 
 
 def _fits(piece):
@@ -102,15 +98,9 @@ def strides_of(stack: torch.Tensor | Split):
 
 
 @jit
-def table_of(table, matrix, R):
-    """Return where the part of a matrix in a table begins."""
-    return table + matrix * R * (128 // table.dtype.element_ty.primitive_bitwidth)
-
-
-@jit
-def rows_at(table, row, inside=None):
-    """Return where rows begin, by their matrix's part of a table. `row`, `inside`: a number, or one dimension (in two,
-    threads would load alike), and those that there are. The compiler sees that they are multiples of 16 bytes.
+def rows_at(table, matrix, R, row, inside=None):
+    """Return where rows of a matrix, one of those with R rows, begin. `row`, `inside`: a number, or one dimension (in
+    two, threads would load alike), and those that there are. The compiler sees that they are multiples of 16 bytes.
     """
     EACH: tl.constexpr = 128 // table.dtype.element_ty.primitive_bitwidth
-    return table + tl.load(table.to(tl.pointer_type(tl.int64)) + 2 * row, mask=inside) * EACH
+    return table + tl.load(table.to(tl.pointer_type(tl.int64)) + matrix * R + row, mask=inside) * EACH
