@@ -45,6 +45,7 @@ def report_on(rank, world, timing, reduced=None):
     for number, (route, _) in enumerate(optimizer._jobs):
         if route.bound is not None:
             share, bucket = route.bound.share, route.bound.bucket
+            assert route.label.startswith(f"bucket {number} (")  # in messages
             bounds[number] = (len(share.matrices), sum(share.inbound.send_bytes), sum(share.outbound.send_bytes),
                               Counter((m.rows, m.cols) for m in bucket.matrices), len(bucket.ranks))
     rows = {r.bucket: (r.mine, r.sent_in_bytes, r.sent_out_bytes, r.matrices, r.ranks) for r in report.rows

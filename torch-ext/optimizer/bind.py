@@ -65,7 +65,6 @@ def bind(plans, stores, options, process_groups, graphs):
         ranks = bound.bucket.ranks if route.travels else ranks
         bound.memory, bound.graphs, bound.slot = workspace.take(number, bound.share), graphs, number % slots
         jobs.append((route(bound), bound.hp))
-        jobs[-1][0].label = _label(number, bound)
     return jobs
 
 
@@ -99,8 +98,14 @@ def _slots(buckets, options) -> tuple[int, int]:
     return away + 1, away
 
 
+def name_buckets(jobs) -> None:
+    """Give each bucket of a step's jobs its name in messages, which begins with its number in `plan_report`."""
+    for number, (route, _) in enumerate(jobs):
+        if route.bound is not None:
+            route.label = _label(number, route.bound)
+
+
 def _label(number, bound) -> str:
-    """A bucket's name in messages."""
     ranks, first = bound.bucket.ranks, bound.store.params[bound.bucket.matrices[0].param]
     return (f"bucket {number} ({bound.bucket.route}; {len(bound.bucket.matrices)} matrices, the first of parameter "
             f"{name_in(bound.hp, first)}; ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''})")

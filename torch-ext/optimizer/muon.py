@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from . import pipeline
-from .bind import OTHER_NUMBERS, OTHER_PARAMETERS, OTHER_PLACES, bind, make_stores, watch
+from .bind import OTHER_NUMBERS, OTHER_PARAMETERS, OTHER_PLACES, bind, make_stores, name_buckets, watch
 from .change import Look, memory_key
 from .early import Early
 from .feed import Feed
@@ -249,6 +249,7 @@ class Muon(Saving):
         # what holds addresses of gradients is a graph of its own: other ranks do not wait when it is made anew
         self._alone = [job for job in jobs if self._options.capturable and isinstance(job[0], Elementwise)]
         self._jobs = [job for job in jobs if job not in self._alone]
+        name_buckets(self._jobs)
         self._early = Early(self._jobs if self._options.overlap_backward else None, self._feed)
         self._late.follow(jobs, self._stores)
         self._together = [s for s in self._stores if all(s is not route.store for route, _ in self._alone)]
