@@ -143,9 +143,9 @@ def by_groups(arch: str, entry: dict, turned=False, of="fp16") -> int:
         boxes |= dict.fromkeys(("a_half", "c_half", "d_half", "e_half", "out_half"), (half, inner))
     arguments = {name: GLUON.format(of if name in OPERANDS else "fp16", *box) for name, box in boxes.items()}
     arguments |= sizes | dict(
-        order="*i32", count="i32", whole="i32", halves="i32", inner="i32", TURNED=turned, STAGES=entry["stages"],
-        SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[op], scales="*fp32", factors=("fp32",) * 5,
-        ADDENDS=3 * (op == "symmetric"), DIAGONAL=op != "product")
+        order="*i32", count="i32", whole="i32", halves="i32", inner="i32", addends="i32", TURNED=turned,
+        STAGES=entry["stages"], SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[op], scales="*fp32",
+        factors=("fp32",) * 5, SEVERAL=op == "symmetric")
     return compile_for(arch, kernel, arguments, num_warps=entry["warps"])
 
 

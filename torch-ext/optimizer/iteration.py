@@ -212,7 +212,7 @@ def _follow(segment, pair, A, Q, Z, T) -> tuple:
     _two_steps(pair, A, Z, T, whole, whole or last == 2)
     if last == 2:
         return Z, Q, T
-    symmetric_product(Q, Z, T, 1.0, [(Z, q)] if q or not whole else [])  # no other kernel, which would read it whole
+    symmetric_product(Q, Z, T, 1.0, [(Z, q)])
     return T, Q, Z
 
 

@@ -17,6 +17,7 @@ from .kernels.tape import play
 from .kernels.tiles import forced
 from .steps import ALL, F16, SMALL, Steps, is_number, steps_of
 
+AKIN = 1 << 26  # bytes of a stack up to which what is akin to it may take memory, for a moment
 KEPT = 1024  # kinds of calls that are known; schedules may bring new ones at every step
 WIDE = torch.float32, torch.bfloat16, torch.float16  # dtypes of matrices
 
@@ -195,11 +196,15 @@ def _make_known(key, pairs, options, memory, alone) -> _Kind:
 
 def _launch_akin(U, options):
     """Launch what matrices like these take that a model may well have beside them: wide and tall, as square ones and as
-    long ones, which may take another iteration. For rehearsals: U is spoiled.
+    long ones, which may take another iteration; beside square ones, also what is four times as long. For rehearsals: U
+    is spoiled.
     """
-    steps, _, dtype = options
-    n, own = min(U.shape[1:]), products_dtype(dtype, U.device)
-    for stack in (U, U.view(len(U), U.shape[2], U.shape[1])):
+    (steps, _, dtype), (N, R, C) = options, U.shape
+    n, own = min(R, C), products_dtype(dtype, U.device)
+    stacks = [U, U.view(N, C, R)]
+    if R == C >= SMALL and U.nbytes <= AKIN:  # rows that lie in each other, for nobody reads them
+        stacks += [U.as_strided((N, *sides), (0, 16, 1)) for sides in ((n, 4 * n), (4 * n, n))]
+    for stack in stacks:
         for most in {longest(n, n, steps, own), longest(n, 4 * n, steps, own)}:
             _launch([(stack, stack)], options, most=most)
 

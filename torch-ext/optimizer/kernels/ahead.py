@@ -18,10 +18,11 @@ import torch
 from . import capturing, here, use_triton
 from .neighbours import alone, place
 
-MOST_THREADS = 5  # of a process; more of them wait for Python, which one at a time may use (docs/log.md)
+MOST_THREADS = 16  # of a process
 MANY_PROCESSORS = 8  # from which on kernels are compiled that are not sure to be wanted
 HEAD_START = 0.5  # seconds for which a process compiles nothing but its share of what its neighbours need, too
 _alone = threading.Lock()
+_turn = threading.Lock()
 
 
 def begin(device: torch.device) -> None:
@@ -89,6 +90,21 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _take_turns(compile_kernel) -> None:
+    """Let compilations walk through their kernels' sources one after another, of which one at a time may use Python:
+    else all would come to what other threads do beside them, the longer part, at the end.
+    """
+    with contextlib.suppress(AttributeError, KeyError, TypeError):  # another Triton
+        source = dict(zip(compile_kernel.__code__.co_freevars, compile_kernel.__closure__))["src"].cell_contents
+        walk = source.make_ir
+
+        def walk_alone(*arguments):
+            with _turn:
+                return walk(*arguments)
+
+        source.make_ir = walk_alone
+
+
 class _Pool(ThreadPoolExecutor):
     """What Triton hands over is compiled once all is known, and made ready for its first launch."""
 
@@ -98,6 +114,7 @@ class _Pool(ThreadPoolExecutor):
         self.kernels = []  # that are ready
 
     def submit(self, compile_kernel):
+        _take_turns(compile_kernel)
         future = Future()
         self.handed_over.append((not here.slow, -len(self.handed_over), compile_kernel, future))
         return future

@@ -39,8 +39,8 @@ def symmetric_product(A, B, out, alpha=1.0, addends=(), diagonal=0.0, whole=True
     be an addend; it shares no memory with A or B. Sums and the rest in fp32, rounded once. Not `whole`: where products
     of such matrices `read_triangles`, what only they read of out need be written.
     """
-    if use_triton(A.device):
-        return _launch("symmetric", A, B, out, addends, (alpha, diagonal), whole)
+    if use_triton(A.device):  # kernels take one addend or more
+        return _launch("symmetric", A, B, out, addends or [(A, 0.0)], (alpha, diagonal), whole)
     return symmetric_product_torch(A, B, out, alpha, addends, diagonal)
 
 
@@ -50,7 +50,7 @@ def read_triangles(*matrices: torch.Tensor) -> bool:
         return False
     A = matrices[0]
     tile = tiles.choose("symmetric", A.dtype, A.shape[1], A.shape[2], A.device, A.shape[0])
-    return tile.columns > tile.inner and _is_single("symmetric", A, matrices[:1], tile)
+    return tile.columns > tile.inner and _is_single("symmetric", A, tile)
 
 
 def product(A: torch.Tensor, X: torch.Tensor, out: torch.Tensor | Split, scales: torch.Tensor | None = None,
@@ -139,13 +139,13 @@ def _choose(op, A, columns_of_b, out, addends, factors):
     if tile.loop in tiles.SPECIALISED and not (knows_triton() and (op != "product" or gram_sm90.stores(out))):
         tile = gram_sm90.POINTERS if tiles.forced() else tiles.choose(*shape, without=tiles.SPECIALISED)
     kind = launches.Cooperative if tile.loop == "cooperative" else gram_sm90.TmaLaunch
-    if _is_single(op, A, addends, tile):
+    if _is_single(op, A, tile):
         kind = launches.Single
     return kind(op, A, columns_of_b, out, addends, factors, tile)
 
 
-def _is_single(op, A, addends, tile) -> bool:
-    return launches.Single.takes(op, A, addends, tile) and knows_triton()
+def _is_single(op, A, tile) -> bool:
+    return launches.Single.takes(op, A, tile) and knows_triton()
 
 
 def _launch_by_pointers(key, tile, matrices, addends, factors, more):

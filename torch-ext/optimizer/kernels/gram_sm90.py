@@ -20,6 +20,7 @@ POINTERS = Tile(128, 128, 64, 8, 3, 4, "once")  # where the result is stored by 
 # squares of so many tiles a side are visited one after another, so that their operands stay in the cache: smaller ones
 # where a symmetric result and its sums are not longer than that (docs/log.md)
 SQUARE, SMALL_SQUARE, SMALL = 8, 4, 4096
+NONE = 0.0, 0.0, 0.0  # factors of addends that are not there
 
 
 def addressable(*tensors: torch.Tensor) -> bool:
@@ -59,18 +60,18 @@ class TmaLaunch:
         half, describe = (tile.rows if symmetric else tile.columns), _description
         wide = not symmetric and tile.columns > tile.rows and tile.loop != "once"
         self.programs, self.order, count, whole, halves = turns(op, out, inner, tile, wide)
-        diagonal = len(addends) > 1 or factors[1] != 0.0  # which is 0 with some of several addends: one kernel less
+        several = len(addends) > 1 or factors[1] != 0.0  # with a diagonal, which is 0 with some: one kernel less
         self.pdl = gains_by_pdl(op, A)
         self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "launch_pdl": self.pdl,
                         "enable_fp_fusion": False}  # fused multiply-adds, which depend on the tile, give other bits
         if tile.loop == "pingpong":
             self.kernel, self.pointer, describe = pingpong_kernel, False, ring.description
-            self.numbers = (self.order, count, whole, halves, inner)
-            self.constants = SYMMETRY[op], self.turned, len(addends), diagonal, tile.stages
+            self.numbers = (self.order, count, whole, halves, inner, len(addends))
+            self.constants = SYMMETRY[op], self.turned, several, tile.stages
         else:
             self.kernel, self.pointer = _tma_kernel, True
             self.numbers = (strides_of(out), self.order, count, whole, halves, (rows, columns, inner))
-            self.constants = SYMMETRY[op], self.turned, len(addends), diagonal, tile.loop, self.pdl
+            self.constants = SYMMETRY[op], self.turned, len(addends), several, tile.loop, self.pdl
         self.left = blank(describe(A, *((tile.inner, tile.rows) if self.turned else (tile.rows, tile.inner))))
         self.right = blank(describe(B, *((tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns))))
         beside = [(C, tile.rows, half) for C, _ in addends]
@@ -91,8 +92,7 @@ class TmaLaunch:
         self.kernel.launch(
             self.programs, self, filled(self.left, A), filled(self.right, B), *beside[:3], result, *halves,
             *((memory_of(out),) if self.pointer else ()), *self.numbers, self._scales(more),
-            (*factors, *(beta for _, beta in addends)),
-            *self.constants, **self.options)
+            (*factors, *(beta for _, beta in addends), *NONE[len(addends):]), *self.constants, **self.options)
 
     def _scales(self, more):
         """What a launch takes for them; symmetric products do not look there."""

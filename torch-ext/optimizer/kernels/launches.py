@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from . import ring
 from .cooperative import cooperative_kernel
-from .gram_sm90 import SYMMETRY, TmaLaunch, blank, filled, gains_by_pdl, three, turns
+from .gram_sm90 import NONE, SYMMETRY, TmaLaunch, blank, filled, gains_by_pdl, three, turns
 from .raw import raw_kernel
 from .single import single_kernel
 from .tiles import Tile, architecture
 
-NONE = 0.0, 0.0, 0.0  # factors of addends that are not there
 SHORT = 256  # elements of a sum up to which the next kernel begins early after small tiles (docs/log.md)
 RAW = [Tile(128, columns, 64, 8, 4, 4, "cooperative") for columns in (256, 128)]  # of raw.py: for many tiles, for few
 FEW = 12  # rows of tiles up to which their order matters less than the time until it is read (docs/log.md)
@@ -44,9 +43,9 @@ class Cooperative(OfGluon):
         A, B, out = self._straightened(A, B, out)
         inner = B.shape[2 if symmetric else 1]
         self.programs, self.order, *places = turns(op, out, inner, tile)
-        self.numbers = self.order, *places, inner
-        self.constants = (SYMMETRY[op], self.turned, len(addends), len(addends) > 1 or factors[1] != 0.0, tile.rows,
-                          tile.columns, tile.stages)
+        self.numbers = self.order, *places, inner, len(addends)
+        several = len(addends) > 1 or factors[1] != 0.0
+        self.constants = SYMMETRY[op], self.turned, several, tile.rows, tile.columns, tile.stages
         side, step = tile.rows // 2, tile.inner
         left, right = (tile.rows, step), [(tile.columns, step), (tile.columns // 2, step)]
         boxes = [left[::-1] if self.turned else left, *(box if symmetric else box[::-1] for box in right)]
@@ -64,12 +63,11 @@ class Single(OfGluon):
     kernel, turned, pdl, mirrors = single_kernel, False, True, True
 
     @staticmethod
-    def takes(op, A, addends, tile) -> bool:
+    def takes(op, A, tile) -> bool:
         """Say whether so many addends can arrive in a ring that so many steps fill."""
         shape = tile.rows, tile.columns, tile.inner, tile.warps
         on_sm90 = architecture(A.device.type, A.device.index) == "sm90"  # others have no wgmma
-        return (on_sm90 and tile.loop == "once" and (op == "gram" or op == "symmetric" and len(addends) > 0)
-                and shape in ((64, 64, 64, 4), (64, 128, 64, 4), (128, 128, 64, 4)) and tile.stages >= 3
+        return (on_sm90 and tile.loop == "once" and op != "product" and shape in ((64, 64, 64, 4), (64, 128, 64, 4), (128, 128, 64, 4)) and tile.stages >= 3
                 and A.shape[2] > (tile.stages - 2) * tile.inner)
 
     def __init__(self, op, A, B, out, addends, factors, tile):

@@ -146,10 +146,9 @@ def _fill(a, b, ring, matrix, i, j, number, steps, SYMMETRIC: gl.constexpr, TURN
 
 
 @gluon_jit
-def multiply_ring(ring, number, steps, next_one, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr, HEIGHT: gl.constexpr,
-                  FIRST: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr,
-                  STAGES: gl.constexpr):
-    """Return sums of products in fp32, from stage `number` of the ring on: ROWS from FIRST on of boxes HEIGHT high.
+def multiply_ring(ring, number, steps, next_one, part, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr,
+                  ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
+    """Return sums of products in fp32, from stage `number` of the ring on: of the left box the `part` of ROWS rows.
 
     `next_one`, or None: whom to tell when this group has its last operands.
     """
@@ -161,14 +160,14 @@ def multiply_ring(ring, number, steps, next_one, SYMMETRIC: gl.constexpr, TURNED
         stage = number % STAGES
         mbarrier.wait(full.index(stage), (number // STAGES) & 1)
         if TURNED:
-            rows = matrices_of(left.index(stage), BLOCK_K, HEIGHT).index(0).permute([1, 0])
+            rows = matrices_of(left.index(stage), BLOCK_K, ROWS).index(part).permute([1, 0])
         else:
-            rows = matrices_of(left.index(stage), HEIGHT, BLOCK_K).index(0)
+            rows = matrices_of(left.index(stage), ROWS, BLOCK_K).index(part)
         if SYMMETRIC:
             columns = matrices_of(right.index(stage), COLUMNS, BLOCK_K).index(0).permute([1, 0])
         else:
             columns = matrices_of(right.index(stage), BLOCK_K, COLUMNS).index(0)
-        sums = multiply(rows.slice(FIRST, ROWS), columns, sums, is_async=True)
+        sums = multiply(rows, columns, sums, is_async=True)
         sums = multiplied(1, deps=(sums,))
         mbarrier.arrive(empty.index((number + STAGES - 1) % STAGES), pred=k > 0)
         number += 1

@@ -30,26 +30,28 @@ def factors_of(scales, factors, matrix, SYMMETRIC: gl.constexpr):
 
 
 @gluon_jit
-def finish_strip(sums, addends, out, own, arrived, mine, factors, matrix, row, column, SYMMETRIC: gl.constexpr,
-                 ADDENDS: gl.constexpr, DIAGONAL: gl.constexpr):
+def finish_strip(sums, addends, count, out, own, arrived, mine, factors, matrix, row, column, SYMMETRIC: gl.constexpr,
+                 SEVERAL: gl.constexpr):
     """Scale, add, round and store a strip, the group's number `mine`, whose first element is at (row, column). The
-    first of the addends has been asked for.
+    first of `count` addends has been asked for: one of a symmetric product, or SEVERAL.
+
+    One binary for two and for three: of two the second is read again, with factor 0. LLVM takes three times as long for
+    a branch or a loop that hands sums on.
     """
-    SIDE: gl.constexpr = sums.shape[0]
-    COLUMNS: gl.constexpr = sums.shape[1]
     layout: gl.constexpr = sums.type.layout
-    flat = matrices_of(own, SIDE, COLUMNS).index(0)
-    if ADDENDS > 0:
-        mbarrier.wait(arrived, (mine * ADDENDS) & 1)
+    flat = matrices_of(own, sums.shape[0], sums.shape[1]).index(0)
+    if SYMMETRIC == 2:
+        mbarrier.wait(arrived, (mine * count) & 1)
         sums = gl.fma(sums, factors[0], factors[2] * flat.load(layout).to(gl.float32))
     else:
         sums = sums * factors[0]
-    for k in gl.static_range(1, ADDENDS):
-        barrier()
-        ask(addends[k], own, arrived, matrix, row, column, COLUMNS)
-        mbarrier.wait(arrived, (mine * ADDENDS + k) & 1)
+    for k in gl.static_range(1, 3 if SEVERAL else 1):
+        if k < count:
+            barrier()
+            ask(addends[k], own, arrived, matrix, row, column, sums.shape[1])
+        mbarrier.wait(arrived, (mine * count + k) & 1, pred=k < count)
         sums = now(sums) + factors[2 + k] * flat.load(layout).to(gl.float32)
-    store_strip(sums, out, own, own, factors, matrix, row, column, 1, SYMMETRIC, DIAGONAL, True)
+    store_strip(sums, out, own, own, factors, matrix, row, column, 1, SYMMETRIC, SEVERAL, True)
 
 
 @gluon_jit
