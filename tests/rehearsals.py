@@ -96,11 +96,14 @@ def orthogonalize(stacks, name) -> None:
 
 def order() -> dict:
     """One call, in which no kernel is compiled before the rehearsal is through."""
-    pool = part("kernels.ahead")._Pool
+    pool, turns = part("kernels.ahead")._Pool, []
     start = pool.start
 
     def noted(self):
         note("wait", str(len(self.handed_over)))
+        for _, compile_kernel, _ in self.handed_over:
+            inside = dict(zip(compile_kernel.__code__.co_freevars, compile_kernel.__closure__))
+            turns.append("make_ir" in vars(inside["src"].cell_contents))
         start(self)
 
     pool.start = noted
@@ -108,7 +111,7 @@ def order() -> dict:
     orthogonalize(stacks, name)
     first = list(events)
     orthogonalize(stacks, name)
-    return {"first": first, "second": events[len(first):]}
+    return {"first": first, "second": events[len(first):], "turns": turns}
 
 
 def untouched() -> dict:
@@ -134,9 +137,10 @@ def untouched() -> dict:
 
 
 def akin(processors: int = 1) -> dict:
-    """First calls of a square matrix, then of wide and tall ones with its sides, where so many processors are many."""
+    """First calls of a square matrix, then of wide and tall ones four times as long, where so many processors are many.
+    """
     polar, part("kernels.ahead").MANY_PROCESSORS, found = part("polar"), processors, []
-    for R, C in ((256, 256), (256, 512), (512, 256)):
+    for R, C in ((256, 256), (256, 1024), (1024, 256)):
         begin = len(events)
         X = torch.ones(1, R, C, dtype=torch.bfloat16)
         polar.polar_factor(X, polar.steps_of("polar_express"), 1e-7, torch.float16)

@@ -110,20 +110,21 @@ class _Pool(ThreadPoolExecutor):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.handed_over = []  # (whether it compiles fast, minus its number, what compiles it, what comes of it)
+        self.handed_over = []  # (whether it compiles fast, what compiles it, what comes of it)
         self.kernels = []  # that are ready
 
     def submit(self, compile_kernel):
         _take_turns(compile_kernel)
         future = Future()
-        self.handed_over.append((not here.slow, -len(self.handed_over), compile_kernel, future))
+        self.handed_over.append((not here.slow, compile_kernel, future))
         return future
 
     def start(self) -> None:
-        """What takes long first: Python's part of compilations is done one at a time. And of what all processes of this
-        machine need each does a share first, and by then finds the rest done, or waits for it.
+        """What takes long first, then what is wanted first: Python's part of compilations is done one at a time. And of
+        what all processes of this machine need each does a share first, and by then finds the rest done, or waits for
+        it.
         """
-        kernels = [kernel[2:] for kernel in sorted(self.handed_over, key=lambda kernel: kernel[:2])]
+        kernels = [kernel[1:] for kernel in sorted(self.handed_over, key=lambda kernel: kernel[0])]
         number, count = place()
         own, others = kernels[number::count], [kernel for i, kernel in enumerate(kernels) if i % count != number]
         begin = super().submit

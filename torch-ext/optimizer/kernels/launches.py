@@ -67,7 +67,8 @@ class Single(OfGluon):
         """Say whether so many addends can arrive in a ring that so many steps fill."""
         shape = tile.rows, tile.columns, tile.inner, tile.warps
         on_sm90 = architecture(A.device.type, A.device.index) == "sm90"  # others have no wgmma
-        return (on_sm90 and tile.loop == "once" and op != "product" and shape in ((64, 64, 64, 4), (64, 128, 64, 4), (128, 128, 64, 4)) and tile.stages >= 3
+        return (on_sm90 and tile.loop == "once" and op != "product"
+                and shape in ((64, 64, 64, 4), (64, 128, 64, 4), (128, 128, 64, 4)) and tile.stages >= 3
                 and A.shape[2] > (tile.stages - 2) * tile.inner)
 
     def __init__(self, op, A, B, out, addends, factors, tile):
