@@ -29,8 +29,7 @@ def cooperative_kernel(a, b, b_half, c, d, e, out, order, count, whole, halves, 
         mbarrier.init(added.index(who), count=1)
     fence()
     gdc_wait()
-    work, ends = (order, count, whole, halves, steps), ((c, d, e), addends, out, strips, added, scales,
-                                                             factors)
+    work, ends = (order, count, whole, halves, steps), ((c, d, e), addends, out, strips, added, scales, factors)
     gl.warp_specialize([
         (_consume, (ring, work, ends, gl.to_tensor(0), SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
         (_consume, (ring, work, ends, gl.to_tensor(1), SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),

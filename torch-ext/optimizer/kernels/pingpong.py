@@ -35,9 +35,8 @@ def pingpong_kernel(a, b, c, d, e, out, a_half, c_half, d_half, e_half, out_half
         mbarrier.init(may_multiply.index(who), count=1)
     fence()
     gdc_wait()
-    work, ends = (order, count, whole, halves, steps), (((c, d, e), addends, out), ((c_half, d_half, e_half),
-                                                    addends, out_half), (scales, factors))
-    room = tiles, added, may_multiply
+    ends = ((c, d, e), addends, out), ((c_half, d_half, e_half), addends, out_half), (scales, factors)
+    work, room = (order, count, whole, halves, steps), (tiles, added, may_multiply)
     gl.warp_specialize([
         (_consume, (ring, work, ends, room, 0, SYMMETRIC, TURNED, SEVERAL, BLOCK, BLOCK_K, STAGES)),
         (_consume, (ring, work, ends, room, 1, SYMMETRIC, TURNED, SEVERAL, BLOCK, BLOCK_K, STAGES)),
