@@ -111,6 +111,17 @@ def elsewhere_each_call_compiles_its_own(found):  # but wide and tall products, 
     assert square.count("_tma_kernel") == 6 and not wide.count("_tma_kernel") and wide and tall
 
 
+def test_what_is_akin_to_large_stacks_is_not_longer_than_they_are(part, monkeypatch):
+    polar, seen, U = part("polar"), set(), torch.empty(2, 256, 256, dtype=torch.bfloat16)
+    monkeypatch.setattr(polar, "_launch", lambda pairs, options, most: seen.add(tuple(pairs[0][0].shape)))
+    options = polar.steps_of("polar_express"), 0.0, torch.float16
+    for most, longer in ((U.nbytes, {(2, 256, 1024), (2, 1024, 256)}), (U.nbytes - 1, set())):
+        monkeypatch.setattr(polar, "AKIN", most)
+        seen.clear()
+        polar._launch_akin(U, options)
+        assert seen == {(2, 256, 256), *longer}
+
+
 def test_what_takes_long_is_compiled_first_and_each_process_begins_with_its_share(part, monkeypatch):
     ahead, here, begun = part("kernels.ahead"), part("kernels").here, []
     monkeypatch.setattr(ahead._Pool, "_make_ready", lambda pool, number: begun.append(number) or number)

@@ -165,6 +165,14 @@ def test_the_newest_row_of_a_kind_counts(simulate, tmp_path):
     assert [row["median_ms"] for row in simulate.read_measured(path)] == ["8", "4"]
 
 
+def test_rows_of_another_gpu_count_where_there_are_no_others(simulate, tmp_path):
+    rows = ["4,fsdp,tiny,ours,muon,eager,9,1,,a,NVIDIA H200", "4,fsdp,tiny,ours,muon,eager,8,1,,a,another"]
+    path = tmp_path / "step.csv"
+    for some, found in ((rows, "9"), (rows[1:], "8")):
+        path.write_text("\n".join([",".join([*KEYS, "gpu"]), *some, ""]))
+        assert [row["median_ms"] for row in simulate.read_measured(path)] == [found]
+
+
 def test_rows_of_others_have_pairs(simulate, tmp_path):
     """A file of one's own has no row of the commit that brought them; only rows before such a row have none."""
     kinds = [f"{ranks},fsdp,tiny,ours,muon,eager,9,1,," for ranks in (2, 4, 8)]

@@ -318,10 +318,12 @@ def sums(buckets, ways, ranks) -> dict:
 
 
 def read_measured(path) -> list[dict]:
-    """The newest row of each kind of step with Muon that this file can plan; and whether its step took pairs: in a file
-    without rows of PAIRS_FROM all did, since it was measured later and by somebody else.
+    """The newest row of each kind of step with Muon that this file can plan, of the GPU whose times are taken if there
+    is one; and whether its step took pairs: in a file without rows of PAIRS_FROM all did, since it was measured later
+    and by somebody else.
     """
     rows = read(path)
+    rows = [row for row in rows if row.get("gpu") == PACE["gpu"]] or rows
     first = next((number for number, row in enumerate(rows) if row.get("commit") == PAIRS_FROM), 0)
     newest = {}
     for number, row in enumerate(rows):

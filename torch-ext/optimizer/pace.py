@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from . import pipeline, polar
 from .kernels import chain, on_chip, tiles
+from .kernels.gram import RAW_SIDES
 
 NOMINAL = 1000  # FLOPs in a nanosecond, where nothing was measured: only ratios count there
 BATCH = 16  # the matrix whose time counts for its owner is one of so many: a lone one leaves processors without work
@@ -26,7 +27,7 @@ def table(arch: str) -> dict:
 
     `copy_gbps` (device copy, bytes read + written), `wire_gbps` and `wire_us` (an all-to-all, docs/facts.md),
     `exposed` (how much longer products take for each second of wire beside them), `norm` (of scaling to norm 1: per
-    stack, and bytes moved per element), `overlap_us` (by which a product begins before the launch before it ends),
+    stack, and bytes moved per element, of bf16 that is cast, or not: kernels/raw_norm.py), `overlap_us` (by which a product begins before the launch before it ends),
     `on_chip_us` (of a small matrix in one program: and per column), `chain_us` (the same of chain.py), `follow_us` (of
     what follows Gram matrices in one program: of up to 64 rows, of more).
     """
@@ -92,7 +93,9 @@ class Pace:
                 us += -(-count // self.processors) * (first + column * m)
                 continue
             norm, made = self.table["norm"], polar.launches(n, m, self.steps)
-            us += norm["launch_us"] + count * n * m * norm["bytes"] / self.table["copy_gbps"] / 1e3
+            raw = n in RAW_SIDES and made["gram"] > 1 and not self.steps.aol
+            moved = count * n * m * norm["raw_bytes" if raw else "bytes"]
+            us += norm["launch_us"] + moved / self.table["copy_gbps"] / 1e3
             us += sum(made[op] * self._product_us(op, n, m, count) for op in ("gram", "product"))
             if made["product"] == len(self.steps.triples):  # the standard iteration shares none
                 us += made["symmetric"] * self._product_us("symmetric", n, n, count)
