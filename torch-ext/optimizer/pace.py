@@ -25,11 +25,11 @@ BATCH = 16  # the matrix whose time counts for its owner is one of so many: a lo
 def table(arch: str) -> dict:
     """The times of an architecture other than its products': {} where none were measured.
 
-    `copy_gbps` (device copy, bytes read + written), `wire_gbps` and `wire_us` (an all-to-all, docs/facts.md),
-    `exposed` (how much longer products take for each second of wire beside them), `norm` (of scaling to norm 1: per
-    stack, and bytes moved per element, of bf16 that is cast, or not: kernels/raw_norm.py), `overlap_us` (by which a product begins before the launch before it ends),
-    `on_chip_us` (of a small matrix in one program: and per column), `chain_us` (the same of chain.py), `follow_us` (of
-    what follows Gram matrices in one program: of up to 64 rows, of more).
+    `copy_gbps` (device copy, bytes read + written), `wire_gbps` and `wire_us` (an all-to-all, docs/facts.md), `exposed`
+    (how much longer products take for each second of wire beside them), `norm` (of scaling to norm 1: per stack, and
+    bytes moved per element, of bf16 that is cast, or not: kernels/raw_norm.py), `overlap_us` (by which a product begins
+    before the launch before it ends), `on_chip_us` (of a small matrix in one program: and per column), `chain_us` (the
+    same of chain.py), `follow_us` (of what follows Gram matrices in one program: of up to 64 rows, of more).
     """
     path = tiles.TABLES / f"{arch}_pace.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
