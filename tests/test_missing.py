@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -192,3 +194,14 @@ def failed(rank, world):
 
 def test_a_step_that_fails_leaves_alone_what_has_no_gradient(optimizer):
     assert run_threads(2, failed) == [[True, False] * 2] * 2
+
+
+def test_a_step_waits_for_the_comparison_of_the_one_before(optimizer):
+    """Its answers stand in memory that the next one writes to; a step whose gradients are all there waits for no more.
+    """
+    presence, waited = part("presence").Presence(), []
+    presence.works = [SimpleNamespace(wait=lambda: waited.append("before the next step"))]
+    with presence.around():
+        assert waited == ["before the next step"]
+        presence.works = [SimpleNamespace(wait=lambda: waited.append("at the end"))]
+    assert waited == ["before the next step"] and len(presence.works) == 1  # nothing is to be put back
