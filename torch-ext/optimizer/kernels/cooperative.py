@@ -31,43 +31,42 @@ def cooperative_kernel(a, b, b_half, c, d, e, out, order, count, whole, halves, 
     gdc_wait()
     work, ends = (order, count, whole, halves, steps), ((c, d, e), addends, out, strips, added, scales, factors)
     gl.warp_specialize([
-        (_consume, (ring, work, ends, gl.to_tensor(0), SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
-        (_consume, (ring, work, ends, gl.to_tensor(1), SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
+        (_consume, (ring, work, ends, 0, SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
+        (_consume, (ring, work, ends, 1, SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
         (fetch, (a, b, a, b_half, ring, work, True, SYMMETRIC, TURNED, STAGES)),
     ], [4, 1], [232, 24])
 
 
 @gluon_jit
-def _consume(ring, work, ends, who, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr, SEVERAL: gl.constexpr,
-             BLOCK_R: gl.constexpr, BLOCK_C: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
-    """Compute and store the upper or the lower half of every tile. `who` is no constant: Triton writes down once what
-    both groups do.
-    """
+def _consume(ring, work, ends, WHO: gl.constexpr, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr,
+             SEVERAL: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_C: gl.constexpr, BLOCK_K: gl.constexpr,
+             STAGES: gl.constexpr):
+    """Compute and store the upper or the lower half of every tile."""
     order, count, whole, halves, steps = work
     mine = 0
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
         matrix, i, j = place(order, count, turn)
-        _strip(ring, ends, matrix, i, j, mine, steps, who, SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C, BLOCK_K,
+        _strip(ring, ends, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C, BLOCK_K,
                STAGES)
         mine += 1
     if gl.program_id(0) < halves:
         matrix, i, j = place_of_half(order, count, whole, True)
-        _strip(ring, ends, matrix, i, j, mine, steps, who, SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C // 2, BLOCK_K,
+        _strip(ring, ends, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C // 2, BLOCK_K,
                STAGES)
     tma.store_wait(0)
 
 
 @gluon_jit
-def _strip(ring, ends, matrix, i, j, mine, steps, who, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr,
+def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr,
            SEVERAL: gl.constexpr, HEIGHT: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr,
            STAGES: gl.constexpr):
     """Compute and store half of tile (i, j), the program's number `mine`. The first addend arrives meanwhile."""
     ROWS: gl.constexpr = HEIGHT // 2
     addends, number, out, strips, added, scales, factors = ends
     factors = factors_of(scales, factors, matrix, SYMMETRIC)
-    own, arrived, row, column = strips.index(who), added.index(who), i * HEIGHT + who * ROWS, j * COLUMNS
+    own, arrived, row, column = strips.index(WHO), added.index(WHO), i * HEIGHT + WHO * ROWS, j * COLUMNS
     if SYMMETRIC == 2:
         tma.store_wait(0)
         ask(addends[0], own, arrived, matrix, row, column, COLUMNS)
-    sums = multiply_ring(ring, mine * steps, steps, None, who, SYMMETRIC, TURNED, ROWS, COLUMNS, BLOCK_K, STAGES)
+    sums = multiply_ring(ring, mine * steps, steps, None, WHO, SYMMETRIC, TURNED, ROWS, COLUMNS, BLOCK_K, STAGES)
     finish_strip(sums, addends, number, out, own, arrived, mine, factors, matrix, row, column, SYMMETRIC, SEVERAL)
