@@ -95,6 +95,25 @@ def test_a_stack_takes_less_than_its_matrices_one_by_one(optimizer):
     assert p.stacks({(4096, 1024): 1, (1024, 4096): 1}) == p.stacks({(1024, 4096): 2})
 
 
+def test_what_is_not_cast_is_only_read(monkeypatch, optimizer):
+    """Its norm moves other bytes: of short sides that stay bf16, where they restart, and without AOL scaling."""
+    known = part("pace").table("sm90")
+    norm = known["norm"]
+
+    def saved(shape, raw_bytes, **changes):
+        """ns of one matrix that `raw_bytes` less would save."""
+        before = pace("sm90", **changes).stacks({shape: 1})
+        with monkeypatch.context() as patch:
+            patch.setitem(known, "norm", norm | {"raw_bytes": norm["raw_bytes"] - raw_bytes})
+            return before - pace("sm90", **changes).stacks({shape: 1})
+
+    for shape in [(256, 768), (3072, 1023)]:
+        expected = shape[0] * shape[1] / known["copy_gbps"]
+        assert saved(shape, 1.0) == pytest.approx(expected, abs=2)
+        assert saved(shape, 1.0, ns_coefficients="cubic") == saved(shape, 1.0, ns_coefficients="turbo") == 0
+    assert saved((1024, 4096), 1.0) == saved((128, 4096), 1.0) == 0
+
+
 def test_the_key_names_the_table(optimizer):
     """It is part of what ranks compare: owners chosen by other times are other owners."""
     assert pace("cpu").key == pace("cpu").key != pace("sm90").key

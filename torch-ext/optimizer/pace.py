@@ -93,7 +93,7 @@ class Pace:
                 us += -(-count // self.processors) * (first + column * m)
                 continue
             norm, made = self.table["norm"], polar.launches(n, m, self.steps)
-            raw = n in RAW_SIDES and made["gram"] > 1 and not self.steps.aol
+            raw = n in RAW_SIDES and made["gram"] > 1 and not self.steps.aol  # of bf16, as on the wire
             moved = count * n * m * norm["raw_bytes" if raw else "bytes"]
             us += norm["launch_us"] + moved / self.table["copy_gbps"] / 1e3
             us += sum(made[op] * self._product_us(op, n, m, count) for op in ("gram", "product"))

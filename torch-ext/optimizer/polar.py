@@ -202,7 +202,7 @@ def _launch_akin(U, options):
     (steps, _, dtype), (N, R, C) = options, U.shape
     n, own = min(R, C), products_dtype(dtype, U.device)
     stacks = [U, U.view(N, C, R)]
-    if R == C >= SMALL and U.nbytes <= AKIN:  # rows that lie in each other, for nobody reads them
+    if R == C > on_chip.LARGEST and U.nbytes <= AKIN:  # rows that lie in each other, for nobody reads them
         stacks += [U.as_strided((N, *sides), (0, 16, 1)) for sides in ((n, 4 * n), (4 * n, n))]
     for stack in stacks:
         for most in {longest(n, n, steps, own), longest(n, 4 * n, steps, own)}:
