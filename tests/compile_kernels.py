@@ -171,6 +171,13 @@ def raw(tile) -> int:
     return compile_for("sm90", part("kernels.raw").raw_kernel, arguments, num_warps=4)
 
 
+def resident() -> int:
+    """Compile what follows Gram matrices that stay in shared memory."""
+    arguments = dict.fromkeys(("a", "z", "one_box", "other_box"), GLUON.format("fp16", 128, 128)) | dict(
+        one="*fp16", other="*fp16", apart="i32", codes="*i32", factors="*fp32", products="i32", keep="i32")
+    return compile_for("sm90", part("kernels.resident_sm90").resident_kernel, arguments, num_warps=4)
+
+
 def others(arch: str, shared: int):
     """Compile the kernels of everything that is not a product."""
     pack, update, rows, norm, aol = (part(f"kernels.{name}") for name in "pack update rows norm aol".split())
@@ -219,6 +226,7 @@ def others(arch: str, shared: int):
         for U, turned in (("*bf16", False), ("*bf16", True), ("*fp32", False), ("*fp32", True)):
             yield whole(U, turned)
         yield from map(raw, part("kernels.launches").RAW)
+        yield resident()
 
 
 def small(arch: str, shared: int, side: int, U: str):

@@ -62,6 +62,7 @@ def products(device, size) -> None:
                 with tiles.force(tiles.Tile(*sides, 64, 8, 3, 4, "once")):
                     gram.symmetric_product(A, A, out, 0.5, [(A, 2.0), (A, 0.1), (out, 1.0)], 1.0)
             raw(gram, device, n, m)
+            resident(device)
     for dtype, tile, *few in found:
         X, A, out = padded(2, n, m, dtype, device), padded(2, n, n, dtype, device), padded(2, n, n, dtype, device)
         with tiles.force(tile), processors(*few):
@@ -78,6 +79,14 @@ def raw(gram, device, n, m) -> None:
         with processors(count):
             gram.gram(X, A, torch.ones(2, device=device))
             gram.product(A, X, padded(2, n, m, HALF, device), *torch.ones(2, 2, device=device))
+
+
+def resident(device) -> None:
+    """What follows Gram matrices that stay in shared memory, of a pair and of a step before one."""
+    steps = part("steps").steps_of("polar_express")
+    for segment, pair in zip(steps.segments(), steps.pairs()):
+        squares = [torch.randn(2, 256, 256, device=device).to(HALF)[:, :200, :200] * 1e-3 for _ in range(4)]
+        part("kernels.resident").follow(segment, pair, *squares)
 
 
 @contextlib.contextmanager

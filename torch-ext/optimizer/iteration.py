@@ -11,7 +11,7 @@ import operator
 
 import torch
 
-from .kernels import capturing, on_chip
+from .kernels import capturing, on_chip, resident
 from .kernels.aol import aol, scale_columns, scale_rows
 from .kernels.gram import linear, read_triangles, symmetric_product, takes_raw
 from .long_side import LINE, LongSide
@@ -180,6 +180,8 @@ def _iteration(parts, squares, segments, scales):
             on_chip.follow(A, Q, segment)
         elif len(segment) == 1:
             _polynomial(A, segment[0], Q)
+        elif resident.fits(A, Q, segment, pair):
+            Q, *others = resident.follow(segment, pair, A, Q, *others)
         else:
             Q, *others = _follow(segment, pair, A, Q, *others)
     _scale(parts, scales if len(segments) == 1 else None)

@@ -1,0 +1,164 @@
+"""What follows Gram matrices that stay on one processor: its programs, and on an H100 or an H200 the bits of launches.
+`tests/test_tiles.py` compiles the kernel without one.
+"""
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from tests import paths
+from tests.test_pairs import SETS
+
+F16, BF16 = torch.float16, torch.bfloat16
+SIZES = [(3, 193), (2, 200), (140, 240), (1, 255), (140, 256), (2, 256)]
+on_gpu = pytest.mark.gpu
+
+
+@pytest.fixture
+def resident(part):
+    return part("kernels.resident")
+
+
+@pytest.fixture
+def taken(resident, part, monkeypatch):
+    """Where it is for any number of matrices; counts its launches, those from a tape left out."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm90")
+    launch, calls = resident.follow, []
+    monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
+    monkeypatch.setattr(resident, "FROM", 1)
+    monkeypatch.setattr(resident, "follow", lambda *arguments: calls.append(1) or launch(*arguments))
+    paths.forget(part("polar"), monkeypatch)
+    return calls
+
+
+def segments(part, name, n=256):
+    """[(segment, pair)] of a set that has pairs."""
+    steps = part("steps").steps_of(name, SETS[name])
+    return [(segment, pair) for segment, pair in zip(steps.segments(F16, 3, n), steps.pairs(F16, 3, n)) if pair]
+
+
+def rooms(part, N, n, device, dtype=F16):
+    """Four stacks of (n, n) matrices as an iteration has them, of NaN."""
+    room = part("iteration").Room(((N, n, n),) * 4, dtype, torch.device(device))
+    room.lend(torch.full((room.nbytes // 2,), float("nan"), dtype=F16, device=device).view(torch.uint8))
+    return room.all()
+
+
+def grams(N, n, largest, device="cpu"):
+    """Gram matrices with eigenvalues from nearly 0 to `largest`."""
+    X = torch.randn(N, n, 2 * n, device=device)
+    A = X @ X.mT
+    return A * (largest / torch.linalg.matrix_norm(A, 2)[:, None, None])
+
+
+def played(codes, factors, keep, A):
+    """What a program computes, read as `_code` says it is written."""
+    held, kept, result = {0: A, 1: None}, {1: A if keep else None, 2: None}, None
+    lent, eye = None, torch.eye(A.shape[1])
+    for code, (alpha, diagonal, *betas) in zip(codes.tolist(), factors.tolist()):
+        first, second, third = code >> 3 & 3, code >> 5 & 3, code >> 7 & 1
+        addends = [held[first] if first < 2 else kept[1]]
+        addends += [held[1] if second == 1 else kept[2]] if second else []
+        addends += [held[0]] if third else []
+        assert bool(diagonal) <= bool(code >> 13 & 1), "I is added where the code says so"
+        result = alpha * held[code & 1] @ held[code >> 1 & 1] + diagonal * eye
+        result += sum(beta * addend for beta, addend in zip(betas, addends, strict=False))
+        square = (code & 1) == (code >> 1 & 1)
+        assert square or code >> 11 & 1, "only the squares of what is symmetric are so in every bit"
+        then = code >> 8 & 7
+        held[code >> 2 & 1] = result
+        kept |= {then: result} if then in (1, 2) else {}
+        lent = result if then == 3 else lent
+        if code >> 12 & 1:
+            held[0] = lent
+    assert then == 4 and code >> 2 & 1 == 1
+    return result
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_programs_compute_what_launches_do(resident, part, name):
+    torch.manual_seed(0)
+    for segment, pair in segments(part, name):
+        A = grams(2, 24, 0.5 if len(segment) == 3 else 0.9)
+        codes, factors, count, keep = resident._program(tuple(segment[:-2]), pair, torch.device("cpu"))
+        assert len(codes) == len(factors) == count == 4 * (len(segment) - 1) and keep == (len(segment) == 2)
+        expected, *_ = part("iteration")._follow(segment, pair, A.clone(), *(torch.empty_like(A) for _ in "123"))
+        torch.testing.assert_close(played(codes, factors, keep, A), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_who_goes_through_it(resident, part, monkeypatch):
+    monkeypatch.setattr(resident, "architecture", lambda kind, index: "sm90")
+    monkeypatch.setattr(resident, "knows_triton", lambda: True)
+    (three, pair), (two, last), *_ = segments(part, "polar_express")
+
+    def fits(N, n, segment, pair, dtype=F16):
+        pitch = n + -n % 64
+        A, Q = (torch.empty(N, n, pitch, dtype=dtype)[:, :, :n] for _ in "12")
+        return resident.fits(A, Q, segment, pair)
+
+    assert (len(three), len(two)) == (3, 2) and fits(89, 256, three, pair) and fits(200, 193, two, last)
+    assert not fits(88, 256, three, pair) and not fits(200, 192, two, last) and not fits(200, 257, two, last)
+    assert not fits(89, 256, three, None) and not fits(89, 256, three, pair, BF16)
+    linear = ((1.5, -0.5, 0.0), *three[1:])
+    assert not fits(89, 256, linear, pair) and not fits(89, 256, (three[0], *three), pair)
+    monkeypatch.setattr(resident, "architecture", lambda kind, index: "sm100")
+    assert not fits(89, 256, three, pair)
+
+
+@on_gpu
+@pytest.mark.parametrize("name", ["polar_express", "quintic", "jordan"])
+@pytest.mark.parametrize("N, n", SIZES)
+def test_the_bits_are_those_of_launches(taken, resident, part, N, n, name):
+    torch.manual_seed(n)
+    for segment, pair in segments(part, name, n):
+        A = grams(N, n, 0.5 if len(segment) == 3 else 0.9, "cuda").to(F16)
+        A[-1] = 0.0
+        squares = rooms(part, N, n, "cuda")
+        squares[0].copy_(A)
+        expected = part("iteration")._follow(segment, pair, *squares)[0].clone()
+        assert torch.equal(expected, expected.mT) and expected.isfinite().all()
+        for _ in range(3):
+            squares = rooms(part, N, n, "cuda")
+            squares[0].copy_(A)
+            assert resident.fits(*squares[:2], segment, pair)
+            result, *_ = resident.follow(segment, pair, *squares)
+            assert torch.equal(result, expected)
+    assert len(taken) >= 3
+
+
+@on_gpu
+@pytest.mark.parametrize("shape", [(140, 256, 512), (95, 200, 640), (93, 700, 256)], ids=str)
+def test_bits_do_not_depend_on_the_batch(taken, part, shape):
+    polar = part("polar")
+    X = torch.randn(shape, device="cuda").to(BF16)
+    X[7], X[5, 2, 3], X[9] = X[0], float("nan"), 0.0
+    whole = polar.orthogonalize(X)
+    assert taken and torch.equal(whole[7], whole[0]) and not whole[9].any()
+    assert whole[5].isnan().any() and whole[[0, 4, 6, 10]].isfinite().all()
+    others = [i for i in range(shape[0]) if i != 5]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part("kernels.resident"), "FROM", 1000)
+        paths.forget(polar, patch)
+        before = len(taken)
+        assert torch.equal(polar.orthogonalize(X)[others], whole[others]) and len(taken) == before
+    for i in (0, 6, shape[0] - 1):
+        assert torch.equal(polar.orthogonalize(X[i:i + 1]), whole[i:i + 1])
+
+
+@on_gpu
+def test_a_graph_and_a_tape_give_the_same_bits(taken, part):
+    orthogonalize = functools.partial(part("polar").orthogonalize)
+    X = torch.randn(100, 256, 300, device="cuda", dtype=BF16)
+    expected, graph = orthogonalize(X), torch.cuda.CUDAGraph()
+    launched = len(taken)
+    assert torch.equal(orthogonalize(X), expected) and torch.equal(orthogonalize(X.clone()), expected)
+    assert len(taken) <= launched + 2, "later calls are played"
+    with torch.cuda.graph(graph):
+        O = orthogonalize(X)
+    for _ in range(3):
+        O.zero_()
+        graph.replay()
+        assert torch.equal(O, expected)

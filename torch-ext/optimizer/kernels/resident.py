@@ -1,0 +1,96 @@
+"""What follows Gram matrices of 193 to 256 rows, a matrix on one processor: from its first product to its last two
+matrices stay in shared memory, where a launch for each product would read and write all of them. For sm90.
+
+Decides: which products are taken so, one after another, and where their operands lie. Must not know: what the numbers
+mean; iteration.py and pairs.py do. resident_sm90.py computes them.
+"""
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from . import has_pdl, look, ring
+from .gram_sm90 import addressable, blank, filled
+from .resident_sm90 import resident_kernel
+from .tape import knows_triton, lasting
+from .tiles import architecture
+
+SIDE = 128  # of a square
+SIDES = range(193, 257)  # of matrices whose three squares fit the memory of one
+FROM = 89  # matrices: up to 88, whose tiles all run at once, launches are faster (docs/log.md)
+U, V, KEPT = 0, 1, 2  # where an addend lies: in a matrix in shared memory, or in what was kept
+NOTHING, KEEP_ONE, KEEP_OTHER, LEND, END = range(5)  # what becomes of a result beside
+MIRROR, BORROW, DIAGONAL = 1 << 11, 1 << 12, 1 << 13  # see `_code`
+
+
+def fits(A: torch.Tensor, Q: torch.Tensor, segment, pair) -> bool:
+    """Say whether these steps on Gram matrices A (N, n, n) go through `follow`; Q and others lie alike."""
+    if pair is None or len(segment) > 3 or not segment[0][2] or A.shape[1] not in SIDES or len(A) < FROM:
+        return False
+    on_sm90 = A.dtype == torch.float16 and architecture(A.device.type, A.device.index) == "sm90"
+    return on_sm90 and A.stride(0) >= 3 * SIDE * SIDE and addressable(A, Q) and knows_triton()
+
+
+def follow(segment, pair, A: torch.Tensor, Q: torch.Tensor, Z: torch.Tensor, T: torch.Tensor) -> tuple:
+    """Do what iteration.py's `_follow` does for a pair and a step before it, or none, to the last bit. Return the
+    result, one of Q, Z and T, and the other two; all (N, n, n), alike, of which only A is read.
+    """
+    key = look(A, Z, T, Q)
+    known = _known.get(key)
+    if known is None:
+        known = _known[key] = _Launch(A, Z)
+    known(A, Z, T, Q, *_program(tuple(segment[:-2]), pair, A.device))
+    return Z, Q, T
+
+
+_known: dict = {}  # what decides about a launch -> _Launch
+
+
+class _Launch:
+    """A launch for matrices of certain shapes and strides: everything but their addresses and what is computed."""
+
+    def __init__(self, A, Z):
+        kept = A.as_strided((len(A), 3 * SIDE, SIDE), (A.stride(0), SIDE, 1))
+        self.blanks = [blank(ring.description(t, SIDE, SIDE)) for t in (A, Z, kept, kept)]
+        self.pdl, self.apart = has_pdl(A.device), A.stride(0)
+
+    def __call__(self, A, Z, one, other, *program) -> None:
+        resident_kernel.launch(
+            len(A), self, *map(filled, self.blanks, (A, Z, one, other)), one, other, self.apart, *program,
+            num_warps=4, enable_fp_fusion=False, launch_pdl=self.pdl)
+
+
+@functools.lru_cache(maxsize=256)
+def _program(first, pair, device) -> tuple:
+    """(Codes of the products, their factors, how many there are, whether A is kept): all that follows A with the steps
+    `first`, one or none, and a pair. Products, addends and rounding are those of iteration.py, in its order.
+    """
+    (square, a), (cube, ca, cs), (half, ha, hs, hc, h), (qs, qc, q) = pair
+    products = [  # A is in U, S goes to V; C takes A's place, and H that of C
+        (_code(U, U, V, [U]), square, 0.0, a),
+        (_code(U, V, U, [U, V], KEEP_OTHER, MIRROR), cube, 0.0, ca, cs),
+        (_code(U, U, U, [KEPT, V, U], NOTHING, DIAGONAL), half, h, ha, hs, hc),
+        (_code(U, U, V, [V, KEPT], *((NOTHING, BORROW | DIAGONAL) if first else (END, DIAGONAL))), 1.0, q, qs, qc)]
+    if first:  # Z goes to V and is lent until the pair is done; A Z takes A's place, and Z A Z its own
+        (a, b, c), = first
+        products = [(_code(U, U, V, [U], LEND), c, 0.0, b),
+                    (_code(U, V, U, [U], NOTHING, MIRROR), 1.0, 0.0, a),
+                    (_code(V, U, U, [U], KEEP_ONE, MIRROR), 1.0, 0.0, a),
+                    *products,
+                    (_code(U, V, V, [V], END, MIRROR), 1.0, 0.0, a)]
+    codes = torch.tensor([code for code, *_ in products], dtype=torch.int32, device="cpu")
+    factors = torch.tensor([[*factors, 0.0, 0.0][:5] for _, *factors in products], device="cpu")
+    return lasting(codes, device), lasting(factors, device), len(products), int(not first)
+
+
+def _code(left, right, to, addends, then=NOTHING, flags=0) -> int:
+    """A product as a number: the matrices that are multiplied, where the result goes, its addends (the first is in U, V
+    or kept as the one, the second in V or kept as the other, the third in U), and what becomes of it beside. MIRROR:
+    squares on the diagonal are made symmetric, as those of A A are. DIAGONAL: a multiple of I is added. BORROW: what
+    was lent comes to U afterwards.
+    """
+    first, second, third = (*addends, None, None)[:3]
+    assert first is not None and second in (None, V, KEPT) and third in (None, U)
+    return (left | right << 1 | to << 2 | first << 3 | (second or 0) << 5 | (third is not None) << 7 | then << 8
+            | flags)

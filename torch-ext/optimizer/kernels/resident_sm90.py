@@ -1,0 +1,224 @@
+"""The kernel of resident.py: a list of products of symmetric matrices of 193 to 256 rows, a matrix on one processor.
+
+Decides: who computes what, and who waits for whom. Three groups of four warps have a square of 128 x 128 each, on and
+below the diagonal. Must not know: which products there are, nor why. Needs Gluon.
+"""
+from __future__ import annotations
+
+from .ring import boxes_of, gluon_jit, matrices_of, rounded
+
+gl = mbarrier = tma = fence = barrier = multiply = multiplied = load_box = store_box = None  # Gluon, put here
+gdc_wait = gdc_launch_dependents = None
+
+
+@gluon_jit.alike("products", "keep")
+def resident_kernel(a, z, one_box, other_box, one, other, apart, codes, factors, products, keep):
+    """One matrix per program. a: read, z: what is lent and the result, by squares; one, other: room for what is kept,
+    `apart` elements from one matrix to the next, and by squares; keep: whether a is kept as the one.
+    """
+    SIDE: gl.constexpr = a.block_type.shape[1]
+    squares = gl.allocate_shared_memory(a.dtype, [6, 1, SIDE, SIDE], a.layout)  # U's three, and V's
+    loaded = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    written = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for who in gl.static_range(3):
+        mbarrier.init(loaded.index(who), count=1)
+        mbarrier.init(written.index(who), count=1)
+        mbarrier.init(read.index(who), count=1)
+    fence()
+    gdc_wait()
+    gdc_launch_dependents()
+    matrix = gl.program_id(0)
+    kept = one + matrix.to(gl.int64) * apart, other + matrix.to(gl.int64) * apart, one_box, other_box
+    work, room = (a, z, kept, codes, factors, products, keep, matrix), (squares, loaded, written, read)
+    gl.warp_specialize([
+        (_products, (work, room, 0, SIDE)),
+        (_products, (work, room, 1, SIDE)),
+        (_products, (work, room, 2, SIDE)),
+    ], [4, 4], [168, 168])
+
+
+@gluon_jit
+def _products(work, room, WHO: gl.constexpr, SIDE: gl.constexpr):
+    """Compute a square of each product: the upper one on the diagonal, the one below it, or the lower one (WHO).
+
+    written: a group's square of the product before; read: what its multiplication reads. Groups wait for the squares
+    that they read, and, before they write, for those who read what was there. The lower one multiplies last, for the
+    next product begins without it.
+    """
+    a, z, kept, codes, factors, products, keep, matrix = work
+    squares, loaded, written, read = room
+    one, other, one_box, other_box = kept
+    ROW: gl.constexpr = SIDE if WHO > 0 else 0
+    COLUMN: gl.constexpr = SIDE if WHO > 1 else 0
+    HALF: gl.constexpr = SIDE // 2
+    flat, boxes = matrices_of(squares, SIDE, SIDE), boxes_of(squares, a)
+    _load(a, boxes.index(WHO), loaded.index(WHO), matrix, ROW, COLUMN)
+    mbarrier.wait(loaded.index(WHO), 0)
+    mbarrier.arrive(written.index(WHO))
+    if keep != 0:
+        store_box(one_box, [matrix, WHO * SIDE, 0], boxes.index(WHO))
+    for number in range(products):
+        code, at = gl.load(codes + number), factors + 5 * number  # before what has to be waited for
+        f = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
+        to, then = (code >> 2 & 1) * 3, code >> 8 & 7
+        _wait_for_others(written, number, WHO)
+        if WHO == 2:
+            _wait_for_others(read, number, WHO)
+        upper, lower = _multiply(flat, code, WHO, SIDE, HALF)
+        upper = _finish(multiplied(2, deps=(upper,)), code, f, flat, one, other, 0, WHO)
+        lower = multiplied(0, deps=(lower,))
+        barrier()
+        mbarrier.arrive(read.index(WHO))
+        lower = _finish(lower, code, f, flat, one, other, HALF, WHO)
+        if WHO != 2:
+            _wait_for_others(read, number, WHO)
+        _wait_for_stores()
+        barrier()
+        _write(upper, lower, flat.index(to + WHO), code >> 11 & 1, WHO, HALF)
+        if (code >> 12 & 1) != 0:
+            _load(z, boxes.index(WHO), loaded.index(WHO), matrix, ROW, COLUMN)
+            mbarrier.wait(loaded.index(WHO), 1)
+        mbarrier.arrive(written.index(WHO))
+        if then == 1:
+            store_box(one_box, [matrix, WHO * SIDE, 0], boxes.index(to + WHO))
+        elif then == 2:
+            store_box(other_box, [matrix, WHO * SIDE, 0], boxes.index(to + WHO))
+        elif then > 2:
+            store_box(z, [matrix, ROW, COLUMN], boxes.index(to + WHO))
+        if WHO == 1:
+            _store_turned(upper, lower, z, flat.index(1), boxes.index(1), matrix, then, SIDE)
+    tma.store_wait(0)
+
+
+@gluon_jit
+def _wait_for_others(barriers, number, WHO: gl.constexpr):
+    """Wait for the groups that share operands with this one, in a product."""
+    if WHO == 1:
+        mbarrier.wait(barriers.index(0), number & 1)
+        mbarrier.wait(barriers.index(2), number & 1)
+    else:
+        mbarrier.wait(barriers.index(1), number & 1)
+
+
+@gluon_jit
+def _multiply(flat, code, WHO: gl.constexpr, SIDE: gl.constexpr, HALF: gl.constexpr):
+    """Begin to multiply: the upper and the lower half of a square. Of those on the diagonal what is right of the upper
+    half is mirrored afterwards.
+    """
+    left, right = (code & 1) * 3, (code >> 1 & 1) * 3
+    if WHO == 0:
+        rows, more_rows = flat.index(left), flat.index(left + 1).permute([1, 0])
+    else:
+        rows, more_rows = flat.index(left + 1), flat.index(left + 2)
+    if WHO == 2:
+        columns, more_columns = flat.index(right + 1).permute([1, 0]), flat.index(right + 2)
+    else:
+        columns, more_columns = flat.index(right), flat.index(right + 1)
+    WIDTH: gl.constexpr = SIDE if WHO == 1 else HALF
+    narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SIDE, 16])
+    upper, lower = gl.zeros((HALF, WIDTH), gl.float32, narrow), gl.zeros((HALF, SIDE), gl.float32, wide)
+    upper = multiply(rows.slice(0, HALF), columns.slice(0, WIDTH, 1), upper, use_acc=False, is_async=True)
+    upper = multiply(more_rows.slice(0, HALF), more_columns.slice(0, WIDTH, 1), upper, is_async=True)
+    lower = multiply(rows.slice(HALF, HALF), columns, lower, use_acc=False, is_async=True)
+    lower = multiply(more_rows.slice(HALF, HALF), more_columns, lower, is_async=True)
+    return upper, lower
+
+
+@gluon_jit
+def _load(tensor, box, arrived, matrix, row, column):
+    """Let a square arrive."""
+    mbarrier.expect(arrived, 2 * box.numel)
+    load_box(tensor, [matrix, row, column], arrived, box)
+
+
+@gluon_jit
+def _finish(sums, code, f, flat, one, other, ROW: gl.constexpr, WHO: gl.constexpr):
+    """Scale sums, add and round: half a square, from ROW on. In each branch by itself, for of a tensor that comes from
+    either of two the registers would be moved.
+    """
+    first, second = code >> 3 & 3, code >> 5 & 3
+    if first == 2:
+        sums = gl.fma(sums, f[0], f[2] * _kept(one, sums, ROW, WHO))
+    else:
+        sums = gl.fma(sums, f[0], f[2] * _part(flat.index(first * 3 + WHO), sums, ROW))
+    if second == 2:
+        sums += f[3] * _kept(other, sums, ROW, WHO)
+    elif second == 1:
+        sums += f[3] * _part(flat.index(3 + WHO), sums, ROW)
+    if (code >> 7 & 1) != 0:
+        sums += f[4] * _part(flat.index(WHO), sums, ROW)
+    if WHO != 1:
+        if (code >> 13 & 1) != 0:
+            r, s = _places(sums)
+            sums += gl.where(ROW + r == s, f[1], 0.0)
+    return rounded(sums, flat.dtype)
+
+
+@gluon_jit
+def _part(square, like, ROW: gl.constexpr):
+    """As much of a square as there are sums, from ROW on."""
+    return square.slice(ROW, like.shape[0]).slice(0, like.shape[1], 1).load(like.type.layout).to(gl.float32)
+
+
+@gluon_jit
+def _kept(memory, like, ROW: gl.constexpr, WHO: gl.constexpr):
+    """The same of a square that was kept. What differs between threads is added apart from what does not: else each
+    address would take registers.
+    """
+    r, s = _places(like)
+    own = r // 16 * 2048 + r % 8 * 128 + s % 8
+    return gl.load(memory + own + r // 8 % 2 * 1024 + s // 8 * 8 + (WHO * 128 + ROW) * 128).to(gl.float32)
+
+
+@gluon_jit
+def _places(like):
+    r = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, like.type.layout))[:, None]
+    return r, gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, like.type.layout))[None, :]
+
+
+@gluon_jit
+def _write(upper, lower, own, mirror, WHO: gl.constexpr, HALF: gl.constexpr):
+    """Write a square for all to read, whole."""
+    corner = own.slice(0, HALF).slice(0, upper.shape[1], 1)
+    corner.store(upper)
+    own.slice(HALF, HALF).store(lower)
+    if WHO != 1:
+        below, last = gl.split(gl.permute(gl.reshape(lower, (HALF, 2, HALF)), (0, 2, 1)))
+        own.slice(0, HALF).slice(HALF, HALF, 1).permute([1, 0]).store(below)
+        if mirror != 0:
+            other_corner = own.slice(HALF, HALF).slice(HALF, HALF, 1)
+            barrier()
+            upper, last = _mirrored(upper, corner), _mirrored(last, other_corner)
+            barrier()
+            corner.store(upper)
+            other_corner.store(last)
+    fence()
+    barrier()
+
+
+@gluon_jit
+def _store_turned(upper, lower, z, square, box, matrix, then, SIDE: gl.constexpr):
+    """Store the mirror image of what is below the diagonal of the end, through U, of which all is read by then."""
+    if then == 4:
+        turned = square.permute([1, 0])
+        turned.slice(0, SIDE // 2).store(upper)
+        turned.slice(SIDE // 2, SIDE // 2).store(lower)
+        fence()
+        barrier()
+        store_box(z, [matrix, 0, SIDE], box)
+
+
+@gluon_jit
+def _mirrored(values, square):
+    """What is above the diagonal comes from below it."""
+    r, s = _places(values)
+    return gl.where(r < s, square.permute([1, 0]).load(values.type.layout), values)
+
+
+@gluon_jit
+def _wait_for_stores():
+    """Wait until what this thread stored by TMA is in memory, not only read: for `tma.store_wait` that is enough."""
+    lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [lanes], gl.int32, False, 1)
