@@ -173,8 +173,10 @@ def raw(tile) -> int:
 
 def resident() -> int:
     """Compile what follows Gram matrices that stay in shared memory."""
-    arguments = dict.fromkeys(("a", "z", "one_box", "other_box"), GLUON.format("fp16", 128, 128)) | dict(
-        one="*fp16", other="*fp16", apart="i32", codes="*i32", factors="*fp32", products="i32", keep="i32")
+    squares, halves = GLUON.format("fp16", 128, 128), GLUON.format("fp16", 64, 128)
+    arguments = dict.fromkeys(("a", "z", "one_box", "other_box"), squares) | dict(
+        one_half=halves, other_half=halves, one="*fp16", other="*fp16", apart="i32", codes="*i32", factors="*fp32",
+        products="i32", keep="i32")
     return compile_for("sm90", part("kernels.resident_sm90").resident_kernel, arguments, num_warps=4)
 
 

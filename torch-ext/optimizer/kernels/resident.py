@@ -18,10 +18,10 @@ from .tiles import architecture
 
 SIDE = 128  # of a square
 SIDES = range(193, 257)  # of matrices whose three squares fit the memory of one
-FROM = 89  # matrices: up to 88, whose tiles all run at once, launches are faster (docs/log.md)
+FROM = 80  # matrices: fewer do not fill the GPU, and take longer than launches (docs/log.md)
 U, V, KEPT = 0, 1, 2  # where an addend lies: in a matrix in shared memory, or in what was kept
 NOTHING, KEEP_ONE, KEEP_OTHER, LEND, END = range(5)  # what becomes of a result beside
-MIRROR, BORROW, DIAGONAL = 1 << 11, 1 << 12, 1 << 13  # see `_code`
+MIRROR, BORROW, DIAGONAL, SETTLE = 1 << 11, 1 << 12, 1 << 13, 1 << 14  # see `_code`
 
 
 def fits(A: torch.Tensor, Q: torch.Tensor, segment, pair) -> bool:
@@ -52,13 +52,14 @@ class _Launch:
 
     def __init__(self, A, Z):
         kept = A.as_strided((len(A), 3 * SIDE, SIDE), (A.stride(0), SIDE, 1))
-        self.blanks = [blank(ring.description(t, SIDE, SIDE)) for t in (A, Z, kept, kept)]
+        boxes = [(A, SIDE), (Z, SIDE), (kept, SIDE), (kept, SIDE), (kept, SIDE // 2), (kept, SIDE // 2)]
+        self.blanks = [blank(ring.description(t, rows, SIDE)) for t, rows in boxes]
         self.pdl, self.apart = has_pdl(A.device), A.stride(0)
 
     def __call__(self, A, Z, one, other, *program) -> None:
         resident_kernel.launch(
-            len(A), self, *map(filled, self.blanks, (A, Z, one, other)), one, other, self.apart, *program,
-            num_warps=4, enable_fp_fusion=False, launch_pdl=self.pdl)
+            len(A), self, *map(filled, self.blanks, (A, Z, one, other, one, other)), one, other, self.apart,
+            *program, num_warps=4, enable_fp_fusion=False, launch_pdl=self.pdl)
 
 
 @functools.lru_cache(maxsize=256)
@@ -69,8 +70,8 @@ def _program(first, pair, device) -> tuple:
     (square, a), (cube, ca, cs), (half, ha, hs, hc, h), (qs, qc, q) = pair
     products = [  # A is in U, S goes to V; C takes A's place, and H that of C
         (_code(U, U, V, [U]), square, 0.0, a),
-        (_code(U, V, U, [U, V], KEEP_OTHER, MIRROR), cube, 0.0, ca, cs),
-        (_code(U, U, U, [KEPT, V, U], NOTHING, DIAGONAL), half, h, ha, hs, hc),
+        (_code(U, V, U, [U, V], KEEP_OTHER, MIRROR | SETTLE), cube, 0.0, ca, cs),
+        (_code(U, U, U, [KEPT, V, U], NOTHING, DIAGONAL | SETTLE), half, h, ha, hs, hc),
         (_code(U, U, V, [V, KEPT], *((NOTHING, BORROW | DIAGONAL) if first else (END, DIAGONAL))), 1.0, q, qs, qc)]
     if first:  # Z goes to V and is lent until the pair is done; A Z takes A's place, and Z A Z its own
         (a, b, c), = first
@@ -88,7 +89,7 @@ def _code(left, right, to, addends, then=NOTHING, flags=0) -> int:
     """A product as a number: the matrices that are multiplied, where the result goes, its addends (the first is in U, V
     or kept as the one, the second in V or kept as the other, the third in U), and what becomes of it beside. MIRROR:
     squares on the diagonal are made symmetric, as those of A A are. DIAGONAL: a multiple of I is added. BORROW: what
-    was lent comes to U afterwards.
+    was lent comes to U afterwards. SETTLE: what was kept or lent before is in memory afterwards.
     """
     first, second, third = (*addends, None, None)[:3]
     assert first is not None and second in (None, V, KEPT) and third in (None, U)

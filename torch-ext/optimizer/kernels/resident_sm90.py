@@ -12,25 +12,31 @@ gdc_wait = gdc_launch_dependents = None
 
 
 @gluon_jit.alike("products", "keep")
-def resident_kernel(a, z, one_box, other_box, one, other, apart, codes, factors, products, keep):
+def resident_kernel(a, z, one_box, other_box, one_half, other_half, one, other, apart, codes, factors, products, keep):
     """One matrix per program. a: read, z: what is lent and the result, by squares; one, other: room for what is kept,
-    `apart` elements from one matrix to the next, and by squares; keep: whether a is kept as the one.
+    by squares, by their upper and lower halves, and itself, `apart` elements from one matrix to the next; keep: whether
+    a is kept as the one.
     """
     SIDE: gl.constexpr = a.block_type.shape[1]
     squares = gl.allocate_shared_memory(a.dtype, [6, 1, SIDE, SIDE], a.layout)  # U's three, and V's
+    staging = gl.allocate_shared_memory(a.dtype, [2, 1, SIDE // 2, SIDE], a.layout)
     loaded = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    staged = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     written = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     read = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     for who in gl.static_range(3):
         mbarrier.init(loaded.index(who), count=1)
         mbarrier.init(written.index(who), count=1)
         mbarrier.init(read.index(who), count=1)
+    mbarrier.init(staged.index(0), count=1)
+    mbarrier.init(staged.index(1), count=1)
     fence()
     gdc_wait()
     gdc_launch_dependents()
     matrix = gl.program_id(0)
-    kept = one + matrix.to(gl.int64) * apart, other + matrix.to(gl.int64) * apart, one_box, other_box
-    work, room = (a, z, kept, codes, factors, products, keep, matrix), (squares, loaded, written, read)
+    kept = one + matrix.to(gl.int64) * apart, other + matrix.to(gl.int64) * apart, one_half, other_half
+    work = a, z, one_box, other_box, kept, codes, factors, products, keep, matrix
+    room = squares, staging, loaded, staged, written, read
     gl.warp_specialize([
         (_products, (work, room, 0, SIDE)),
         (_products, (work, room, 1, SIDE)),
@@ -46,9 +52,8 @@ def _products(work, room, WHO: gl.constexpr, SIDE: gl.constexpr):
     that they read, and, before they write, for those who read what was there. The lower one multiplies last, for the
     next product begins without it.
     """
-    a, z, kept, codes, factors, products, keep, matrix = work
-    squares, loaded, written, read = room
-    one, other, one_box, other_box = kept
+    a, z, one_box, other_box, kept, codes, factors, products, keep, matrix = work
+    squares, staging, loaded, staged, written, read = room
     ROW: gl.constexpr = SIDE if WHO > 0 else 0
     COLUMN: gl.constexpr = SIDE if WHO > 1 else 0
     HALF: gl.constexpr = SIDE // 2
@@ -62,18 +67,23 @@ def _products(work, room, WHO: gl.constexpr, SIDE: gl.constexpr):
         code, at = gl.load(codes + number), factors + 5 * number  # before what has to be waited for
         f = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
         to, then = (code >> 2 & 1) * 3, code >> 8 & 7
+        _stage(code, kept, staging, staged, matrix, 0, WHO, SIDE)
         _wait_for_others(written, number, WHO)
         if WHO == 2:
             _wait_for_others(read, number, WHO)
         upper, lower = _multiply(flat, code, WHO, SIDE, HALF)
-        upper = _finish(multiplied(2, deps=(upper,)), code, f, flat, one, other, 0, WHO)
+        upper = _finish(multiplied(2, deps=(upper,)), code, f, flat, kept, staging, staged, 0, WHO)
         lower = multiplied(0, deps=(lower,))
         barrier()
         mbarrier.arrive(read.index(WHO))
-        lower = _finish(lower, code, f, flat, one, other, HALF, WHO)
+        _stage(code, kept, staging, staged, matrix, HALF, WHO, SIDE)
+        lower = _finish(lower, code, f, flat, kept, staging, staged, HALF, WHO)
         if WHO != 2:
             _wait_for_others(read, number, WHO)
-        _wait_for_stores()
+        if (code >> 14 & 1) != 0:
+            _wait_for_stores()
+        else:
+            tma.store_wait(0)
         barrier()
         _write(upper, lower, flat.index(to + WHO), code >> 11 & 1, WHO, HALF)
         if (code >> 12 & 1) != 0:
@@ -134,17 +144,33 @@ def _load(tensor, box, arrived, matrix, row, column):
 
 
 @gluon_jit
-def _finish(sums, code, f, flat, one, other, ROW: gl.constexpr, WHO: gl.constexpr):
+def _stage(code, kept, staging, staged, matrix, ROW: gl.constexpr, WHO: gl.constexpr, SIDE: gl.constexpr):
+    """Let half a square, from ROW on, of what was kept arrive, where it is an addend: of all but the upper square,
+    which is wanted last and for which there is no room.
+    """
+    one, other, one_half, other_half = kept
+    if WHO > 0:
+        if ROW > 0:
+            barrier()  # the upper half is read
+        if (code >> 3 & 3) == 2:
+            _load(one_half, staging.index(WHO - 1), staged.index(WHO - 1), matrix, WHO * SIDE + ROW, 0)
+        if (code >> 5 & 3) == 2:
+            _load(other_half, staging.index(WHO - 1), staged.index(WHO - 1), matrix, WHO * SIDE + ROW, 0)
+
+
+@gluon_jit
+def _finish(sums, code, f, flat, kept, staging, staged, ROW: gl.constexpr, WHO: gl.constexpr):
     """Scale sums, add and round: half a square, from ROW on. In each branch by itself, for of a tensor that comes from
     either of two the registers would be moved.
     """
+    one, other, one_half, other_half = kept
     first, second = code >> 3 & 3, code >> 5 & 3
     if first == 2:
-        sums = gl.fma(sums, f[0], f[2] * _kept(one, sums, ROW, WHO))
+        sums = gl.fma(sums, f[0], f[2] * _kept(one, sums, staging, staged, ROW, WHO))
     else:
         sums = gl.fma(sums, f[0], f[2] * _part(flat.index(first * 3 + WHO), sums, ROW))
     if second == 2:
-        sums += f[3] * _kept(other, sums, ROW, WHO)
+        sums += f[3] * _kept(other, sums, staging, staged, ROW, WHO)
     elif second == 1:
         sums += f[3] * _part(flat.index(3 + WHO), sums, ROW)
     if (code >> 7 & 1) != 0:
@@ -163,13 +189,18 @@ def _part(square, like, ROW: gl.constexpr):
 
 
 @gluon_jit
-def _kept(memory, like, ROW: gl.constexpr, WHO: gl.constexpr):
+def _kept(memory, like, staging, staged, ROW: gl.constexpr, WHO: gl.constexpr):
     """The same of a square that was kept. What differs between threads is added apart from what does not: else each
     address would take registers.
     """
-    r, s = _places(like)
-    own = r // 16 * 2048 + r % 8 * 128 + s % 8
-    return gl.load(memory + own + r // 8 % 2 * 1024 + s // 8 * 8 + (WHO * 128 + ROW) * 128).to(gl.float32)
+    if WHO > 0:
+        mbarrier.wait(staged.index(WHO - 1), ROW // like.shape[0])
+        values = _part(matrices_of(staging, like.shape[0], 2 * like.shape[0]).index(WHO - 1), like, 0)
+    else:
+        r, s = _places(like)
+        own = r // 16 * 2048 + r % 8 * 128 + s % 8
+        values = gl.load(memory + own + r // 8 % 2 * 1024 + s // 8 * 8 + ROW * 128).to(gl.float32)
+    return values
 
 
 @gluon_jit
@@ -219,6 +250,8 @@ def _mirrored(values, square):
 
 @gluon_jit
 def _wait_for_stores():
-    """Wait until what this thread stored by TMA is in memory, not only read: for `tma.store_wait` that is enough."""
+    """Wait until what this thread stored by TMA is in memory, not only read, as by `tma.store_wait`. It also empties
+    the processor's cache.
+    """
     lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
     gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [lanes], gl.int32, False, 1)
