@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 import pytest
 import torch
@@ -106,6 +107,31 @@ def test_who_goes_through_it(resident, part, monkeypatch):
     assert not fits(80, 256, linear, pair) and not fits(80, 256, (three[0], *three), pair)
     monkeypatch.setattr(resident, "architecture", lambda kind, index: "sm100")
     assert not fits(80, 256, three, pair)
+
+
+@pytest.mark.parametrize("n", [193, 200, 256])
+def test_what_a_launch_is_told(resident, part, monkeypatch, n):
+    """Without a GPU: each argument has its place, and what is kept lies in the memory of its own matrix."""
+    if reason := paths.why_no_triton():
+        pytest.skip(reason)
+    kernel, launched = part("kernels.resident_sm90").resident_kernel, []
+    monkeypatch.setattr(kernel, "launch", lambda *arguments, **options: launched.append(arguments))
+    monkeypatch.setattr(resident, "_known", {})
+    A, Q, Z, T = torch.empty(4, 3, n, 256, dtype=F16)[..., :n]  # as on a GPU
+    for segment, pair in segments(part, "polar_express", n)[:2]:
+        result, *others = resident.follow(segment, pair, A, Q, Z, T)
+        assert result is Z and {id(t) for t in others} == {id(Q), id(T)}
+        programs, _, *arguments = launched.pop()
+        names = list(inspect.signature(kernel.function).parameters)
+        assert programs == 3 and len(arguments) == len(names)
+        told = dict(zip(names, arguments))
+        for name, base in (("a", A), ("z", Z)):
+            assert told[name].base is base and told[name].block_shape == [1, 128, 128]
+        for name, base in (("one", T), ("other", Q)):
+            box, half = told[f"{name}_box"], told[f"{name}_half"]
+            assert told[name] is base is box.base is half.base and half.block_shape == [1, 64, 128]
+            assert box.shape == half.shape == [3, 384, 128] and box.strides == [told["apart"], 128, 1]
+        assert told["apart"] == A.stride(0) >= 384 * 128 and told["products"] == len(told["codes"])
 
 
 @on_gpu

@@ -85,7 +85,7 @@ def resident(device) -> None:
     """What follows Gram matrices that stay in shared memory, of a pair and of a step before one."""
     steps = part("steps").steps_of("polar_express")
     for segment, pair in zip(steps.segments(), steps.pairs()):
-        squares = [torch.randn(2, 256, 256, device=device).to(HALF)[:, :200, :200] * 1e-3 for _ in range(4)]
+        squares = [(1e-3 * torch.randn(2, 256, 256, device=device)).to(HALF)[:, :200, :200] for _ in range(4)]
         part("kernels.resident").follow(segment, pair, *squares)
 
 
