@@ -18,8 +18,10 @@ SCHEMA = "orthogonalize(Tensor X, float[] triples, bool aol, float eps, ScalarTy
 
 
 def _compute(X, steps, eps, dtype):
-    with torch.cuda.device_of(X):  # Triton launches on the current device
-        return polar.polar_factor(X, steps, eps, dtype)
+    if X.is_cuda and X.get_device() != torch.cuda.current_device():  # where Triton launches
+        with torch.cuda.device_of(X):
+            return polar.polar_factor(X, steps, eps, dtype)
+    return polar.polar_factor(X, steps, eps, dtype)  # to enter and leave takes longer than to ask
 
 
 def _operator(X, triples, aol, eps, dtype):

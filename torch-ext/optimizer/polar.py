@@ -163,12 +163,13 @@ _kinds: dict = {}  # what decides about launches -> _Kind
 
 def _polar(tensors, pairs, options, memory=None, alone=False):
     """Orthogonalize each U into its out, which may be U: `pairs()` of views of `tensors`. Only launches write to out,
-    so a rehearsal leaves it alone. `options`: steps, eps and dtype; `alone`: others that are akin may well follow.
+    so a rehearsal leaves it alone. `options`: steps, eps and dtype; `alone`: one stack, whose out is new, and others
+    that are akin may well follow.
     """
     device = tensors[0].device
     if not use_triton(device) or capturing(device):  # in a graph stacks are side by side, which no tape holds
         return _launch(pairs(), options, memory)
-    key = options, forced(), look(*tensors)
+    key = options, forced(), alone, look(*tensors[:1 if alone else None])
     kind = _kinds.get(key) or _make_known(key, pairs(), options, memory, alone)
     if here.rehearsing:
         return _launch(pairs(), options, memory)

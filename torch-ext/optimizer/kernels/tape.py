@@ -184,4 +184,5 @@ def _hooked() -> bool:
     import triton
 
     runtime = triton.knobs.runtime
-    return any([getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook)])
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
