@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 import warnings
 
 import pytest
@@ -202,3 +203,22 @@ def test_a_device_that_is_not_the_current_one(optimizer):
     X = torch.randn(2, 256, 512)
     first, second = (optimizer.orthogonalize(X.to(f"cuda:{i}")) for i in range(2))
     assert second.device.index == 1 and torch.equal(first.cpu(), second.cpu())
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_another_device_is_entered_and_the_current_one_is_not(op, monkeypatch, current):
+    X, entered, made = types.SimpleNamespace(is_cuda=True, get_device=lambda: 1), [], []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda X: entered.append(X) or contextlib.nullcontext())
+    monkeypatch.setattr(op.polar, "polar_factor", lambda *arguments: made.append(arguments) or "O")
+    assert op._compute(X, "steps", 1e-7, None) == "O" and made == [(X, "steps", 1e-7, None)]
+    assert entered == [X] * (current == 0)
+
+
+@pytest.mark.gpus(2)
+def test_a_tensor_on_another_gpu(optimizer):
+    X = torch.randn(3, 128, 256, device="cuda:1")
+    O = [optimizer.orthogonalize(X) for _ in range(3)]
+    with torch.cuda.device(1):
+        expected = optimizer.orthogonalize(X)
+    assert torch.cuda.current_device() == 0 and all(torch.equal(o, expected) for o in O) and expected.isfinite().all()
