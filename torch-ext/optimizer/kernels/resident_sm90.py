@@ -14,8 +14,8 @@ gdc_wait = gdc_launch_dependents = None
 @gluon_jit.alike("products", "keep")
 def resident_kernel(a, z, one_box, other_box, one_half, other_half, one, other, apart, codes, factors, products, keep):
     """One matrix per program. a: read, z: what is lent and the result, by squares; one, other: room for what is kept,
-    by squares, by their upper and lower halves, and itself, `apart` elements from one matrix to the next; keep: whether
-    a is kept as the one.
+    by squares, by their upper and lower halves, and itself, `apart` elements from one matrix to the next. codes, each
+    with five factors, say what the `products` are (resident.py, `_code`); keep: whether a is kept as the one.
     """
     SIDE: gl.constexpr = a.block_type.shape[1]
     squares = gl.allocate_shared_memory(a.dtype, [6, 1, SIDE, SIDE], a.layout)  # U's three, and V's
