@@ -6,8 +6,9 @@ below the diagonal. Must not know: which products there are, nor why. Needs Gluo
 from __future__ import annotations
 
 from .ring import boxes_of, gluon_jit, matrices_of, rounded
+from .strip import add_diagonal, ask
 
-gl = mbarrier = tma = fence = barrier = multiply = multiplied = load_box = store_box = None  # Gluon, put here
+gl = mbarrier = tma = fence = barrier = multiply = multiplied = store_box = None  # Gluon, put here
 gdc_wait = gdc_launch_dependents = None
 
 
@@ -58,7 +59,7 @@ def _products(work, room, WHO: gl.constexpr, SIDE: gl.constexpr):
     COLUMN: gl.constexpr = SIDE if WHO > 1 else 0
     HALF: gl.constexpr = SIDE // 2
     flat, boxes = matrices_of(squares, SIDE, SIDE), boxes_of(squares, a)
-    _load(a, boxes.index(WHO), loaded.index(WHO), matrix, ROW, COLUMN)
+    ask(a, boxes.index(WHO), loaded.index(WHO), matrix, ROW, COLUMN, SIDE)
     mbarrier.wait(loaded.index(WHO), 0)
     mbarrier.arrive(written.index(WHO))
     if keep != 0:
@@ -87,7 +88,7 @@ def _products(work, room, WHO: gl.constexpr, SIDE: gl.constexpr):
         barrier()
         _write(upper, lower, flat.index(to + WHO), code >> 11 & 1, WHO, HALF)
         if (code >> 12 & 1) != 0:
-            _load(z, boxes.index(WHO), loaded.index(WHO), matrix, ROW, COLUMN)
+            ask(z, boxes.index(WHO), loaded.index(WHO), matrix, ROW, COLUMN, SIDE)
             mbarrier.wait(loaded.index(WHO), 1)
         mbarrier.arrive(written.index(WHO))
         if then == 1:
@@ -137,25 +138,18 @@ def _multiply(flat, code, WHO: gl.constexpr, SIDE: gl.constexpr, HALF: gl.conste
 
 
 @gluon_jit
-def _load(tensor, box, arrived, matrix, row, column):
-    """Let a square arrive."""
-    mbarrier.expect(arrived, 2 * box.numel)
-    load_box(tensor, [matrix, row, column], arrived, box)
-
-
-@gluon_jit
 def _stage(code, kept, staging, staged, matrix, ROW: gl.constexpr, WHO: gl.constexpr, SIDE: gl.constexpr):
-    """Let half a square, from ROW on, of what was kept arrive, where it is an addend: of all but the upper square,
-    which is wanted last and for which there is no room.
+    """Let half a square, from ROW on, of what was kept arrive, where it is an addend; but not of the upper square, for
+    which there is no room.
     """
     one, other, one_half, other_half = kept
     if WHO > 0:
         if ROW > 0:
             barrier()  # the upper half is read
         if (code >> 3 & 3) == 2:
-            _load(one_half, staging.index(WHO - 1), staged.index(WHO - 1), matrix, WHO * SIDE + ROW, 0)
+            ask(one_half, staging.index(WHO - 1), staged.index(WHO - 1), matrix, WHO * SIDE + ROW, 0, SIDE)
         if (code >> 5 & 3) == 2:
-            _load(other_half, staging.index(WHO - 1), staged.index(WHO - 1), matrix, WHO * SIDE + ROW, 0)
+            ask(other_half, staging.index(WHO - 1), staged.index(WHO - 1), matrix, WHO * SIDE + ROW, 0, SIDE)
 
 
 @gluon_jit
@@ -177,8 +171,7 @@ def _finish(sums, code, f, flat, kept, staging, staged, ROW: gl.constexpr, WHO: 
         sums += f[4] * _part(flat.index(WHO), sums, ROW)
     if WHO != 1:
         if (code >> 13 & 1) != 0:
-            r, s = _places(sums)
-            sums += gl.where(ROW + r == s, f[1], 0.0)
+            sums = add_diagonal(sums, f[1], ROW, 0)
     return rounded(sums, flat.dtype)
 
 
@@ -190,11 +183,11 @@ def _part(square, like, ROW: gl.constexpr):
 
 @gluon_jit
 def _kept(memory, like, staging, staged, ROW: gl.constexpr, WHO: gl.constexpr):
-    """The same of a square that was kept. What differs between threads is added apart from what does not: else each
-    address would take registers.
+    """The same of a square of 128 x 128 that was kept: staged, or read from memory. There, what differs between threads
+    is added apart from what does not: else each address would take registers.
     """
     if WHO > 0:
-        mbarrier.wait(staged.index(WHO - 1), ROW // like.shape[0])
+        mbarrier.wait(staged.index(WHO - 1), ROW // like.shape[0])  # the halves take turns
         values = _part(matrices_of(staging, like.shape[0], 2 * like.shape[0]).index(WHO - 1), like, 0)
     else:
         r, s = _places(like)

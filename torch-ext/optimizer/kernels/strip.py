@@ -12,12 +12,14 @@ gl = mbarrier = tma = fence = barrier = load_box = store_box = None  # Gluon's l
 
 @gluon_jit
 def ask(addend, own, arrived, matrix, row, column, COLUMNS: gl.constexpr):
-    """Let the strip's squares of an addend arrive in the memory `own`, where nothing is stored from any more."""
-    SIDE: gl.constexpr = addend.block_type.shape[1]
-    squares = boxes_of(own, addend)
-    mbarrier.expect(arrived, 2 * SIDE * COLUMNS)
-    for k in gl.static_range(COLUMNS // SIDE):
-        load_box(addend, [matrix, row, column + k * SIDE], arrived, squares.index(k))
+    """Let the strip's boxes of an addend, squares or wider, arrive in the memory `own`, where nothing is stored from
+    any more.
+    """
+    WIDTH: gl.constexpr = addend.block_type.shape[2]
+    boxes = boxes_of(own, addend)
+    mbarrier.expect(arrived, 2 * addend.block_type.shape[1] * COLUMNS)
+    for k in gl.static_range(COLUMNS // WIDTH):
+        load_box(addend, [matrix, row, column + k * WIDTH], arrived, boxes.index(k))
 
 
 @gluon_jit
@@ -69,9 +71,9 @@ def store_strip(sums, out, own, other, factors, matrix, row, column, mirror, SYM
     flat = matrices_of(squares, SIDE, COLUMNS).index(0)
     if DIAGONAL:
         if SAME:
-            sums = _add_diagonal(sums, factors[1], row, column)
+            sums = add_diagonal(sums, factors[1], row, column)
         elif row < column + COLUMNS:
-            sums = _add_diagonal(sums, factors[1], row, column)
+            sums = add_diagonal(sums, factors[1], row, column)
     result = sums.to(out.dtype)
     if SAME:
         tma.store_wait(0)
@@ -95,7 +97,7 @@ def store_strip(sums, out, own, other, factors, matrix, row, column, mirror, SYM
 
 
 @gluon_jit
-def _add_diagonal(sums, factor, row, column):
+def add_diagonal(sums, factor, row, column):
     """Add factor I to sums whose first element is at (row, column)."""
     layout: gl.constexpr = sums.type.layout
     r = row + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
