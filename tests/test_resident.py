@@ -3,7 +3,6 @@
 """
 from __future__ import annotations
 
-import functools
 import inspect
 
 import pytest
@@ -41,10 +40,10 @@ def segments(part, name, n=256):
     return [(segment, pair) for segment, pair in zip(steps.segments(F16, 3, n), steps.pairs(F16, 3, n)) if pair]
 
 
-def rooms(part, N, n, device, dtype=F16):
-    """Four stacks of (n, n) matrices as an iteration has them, of NaN."""
-    room = part("iteration").Room(((N, n, n),) * 4, dtype, torch.device(device))
-    room.lend(torch.full((room.nbytes // 2,), float("nan"), dtype=F16, device=device).view(torch.uint8))
+def rooms(part, N, n):
+    """Four stacks of (n, n) matrices as an iteration has them on a GPU, of NaN."""
+    room = part("iteration").Room(((N, n, n),) * 4, F16, torch.device("cuda"))
+    room.lend(torch.full((room.nbytes // 2,), float("nan"), dtype=F16, device="cuda").view(torch.uint8))
     return room.all()
 
 
@@ -142,12 +141,12 @@ def test_the_bits_are_those_of_launches(taken, resident, part, N, n, name):
     for segment, pair in segments(part, name, n):
         A = grams(N, n, 0.5 if len(segment) == 3 else 0.9, "cuda").to(F16)
         A[-1] = 0.0
-        squares = rooms(part, N, n, "cuda")
+        squares = rooms(part, N, n)
         squares[0].copy_(A)
         expected = part("iteration")._follow(segment, pair, *squares)[0].clone()
         assert torch.equal(expected, expected.mT) and expected.isfinite().all()
         for _ in range(3):
-            squares = rooms(part, N, n, "cuda")
+            squares = rooms(part, N, n)
             squares[0].copy_(A)
             assert resident.fits(*squares[:2], segment, pair)
             result, *_ = resident.follow(segment, pair, *squares)
@@ -176,7 +175,7 @@ def test_bits_do_not_depend_on_the_batch(taken, part, shape):
 
 @on_gpu
 def test_a_graph_and_a_tape_give_the_same_bits(taken, part):
-    orthogonalize = functools.partial(part("polar").orthogonalize)
+    orthogonalize = part("polar").orthogonalize
     X = torch.randn(100, 256, 300, device="cuda", dtype=BF16)
     expected, graph = orthogonalize(X), torch.cuda.CUDAGraph()
     launched = len(taken)
