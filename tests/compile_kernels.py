@@ -250,16 +250,14 @@ def small(arch: str, shared: int, side: int, U: str):
         yield compile_for(arch, kernel, arguments | constants, num_warps=side // 16, **options)
 
 
-def whole(U: str, turned: bool, boxes: bool = True, steps: int = 1, firsts: int = 0b11) -> int:
-    """Compile the kernel of matrices that stay in shared memory as it is launched, read and stored by TMA, or not."""
+def whole(U: str, turned: bool, pieces: int = 8) -> int:
+    """Compile the kernel of matrices that stay in shared memory as it is launched, for so many pieces."""
     chain, size, strides = part("kernels.chain"), 2 if U == "*bf16" else 4, COLUMN_MAJOR if turned else ROW_MAJOR
-    sides = (chain.WIDTH, chain.SIDE) if turned else (chain.SIDE, chain.WIDTH)
-    box, lines = GLUON.format(U[1:], *sides) if boxes and size == 2 else None, chain._lines(size, turned)
     arguments = dict(
-        U=U, out=U, u_box=box, out_box=box, u_strides=strides, out_strides=strides, triples=("fp32",) * 3 * steps,
-        others="*fp32", count="i32", n="i32", m="i32", pieces="i32", eps="fp32", WIDE=True, STEPS=steps, FIRSTS=firsts,
-        TURNED=turned, FROM=lines, TO=lines, SIDE=chain.SIDE, WIDTH=chain.WIDTH, MOST=chain.LONGEST // chain.WIDTH,
-        DTYPE=triton.language.float16)
+        U=U, out=U, u_strides=strides, out_strides=strides, triples=("fp32",) * 15, n="i32", m="i32", eps="fp32",
+        WIDE=True, STEPS=5, FIRSTS=0b101011, TURNED=turned, FROM=chain._lines(size, turned),
+        TO=chain._lines(size, turned), SIDE=chain.SIDE, WIDTH=chain.WIDTH, PIECES=pieces,
+        KEPT=min(chain.KEPT[size], pieces), DTYPE=triton.language.float16)
     return compile_for("sm90", chain._chain_kernel, arguments, num_warps=8)
 
 

@@ -72,26 +72,6 @@ def test_who_goes_through_it(part, monkeypatch):
     assert not chain.fits(torch.empty(1, 128, 512), F16, 5)
 
 
-def test_segments_of_two_steps_share_their_code(part):
-    """All after the first other ones; the kernel takes their coefficients from memory."""
-    divided, steps_of = part("kernels.chain")._divided, part("steps").steps_of
-    lengths = {(name, count): [len(s) for s in steps_of(name, count).segments(n=128)] for name, count in SETS}
-    for (name, count), found in lengths.items():
-        head, tail = divided(steps_of(name, count).segments(n=128))
-        assert [len(s) for s in head] + [len(s) for s in tail] == found
-        assert len(head) >= 1 and all(len(s) == 2 for s in tail) and (len(head) == 1 or len(head[-1]) != 2)
-    assert lengths["polar_express", 5] == [1, 2, 2] and lengths["deepseek_v4", 10] == [2] * 5
-    assert divided(((1, 2, 3), (1, 2), (1,), (1, 2), (3, 4))) == (((1, 2, 3), (1, 2), (1,)), ((1, 2), (3, 4)))
-
-
-def test_coefficients_lie_one_after_another(part):
-    chain = part("kernels.chain")
-    segments = (((1, 2, 3),), ((4, 5, 6), (7, 8, 9)))
-    assert chain._in_a_row(segments) == (tuple(map(float, range(1, 10))), 0b1011)
-    assert chain._in_memory(segments[1:], torch.device("cpu")).tolist() == [4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
-    assert chain._in_memory((), torch.device("cpu")).numel() == 1
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("x_dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("tall", [False, True])
@@ -113,14 +93,14 @@ def test_shapes_and_layouts(chain, polar, shape, tall, x_dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, ns_steps", SETS, ids=str)
-@pytest.mark.parametrize("dtype, x_dtype", [(F16, F32), (BF16, F32), (F16, BF16)], ids=str)
-def test_errors_are_no_larger_than_on_the_other_path(chain, polar, name, ns_steps, dtype, x_dtype):
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_errors_are_no_larger_than_on_the_other_path(chain, polar, name, ns_steps, dtype):
     torch.manual_seed(0)
     steps, ratios = polar.steps_of(name, ns_steps), []
     shapes = [(96, 288), (128, 512), (70, 129), (128, 200), (100, 384)]
     for kind, (n, m) in zip(KINDS, 2 * shapes):
-        X = spectrum(kind, n, m).to(x_dtype)
-        target, X = exact(X.double(), steps).cuda(), X.cuda()
+        X = spectrum(kind, n, m)
+        target, X = exact(X, steps).cuda(), X.float().cuda()
         work = functools.partial(polar.orthogonalize, X, name, ns_steps, dtype=dtype)
         ours, theirs = relative(work(), target), relative(by_the_other_path(chain, polar, work), target)
         assert ours < 1.3 * theirs + 1e-4, kind
@@ -154,9 +134,9 @@ def test_nan_and_zeros_stay_in_their_matrix(chain, polar, bad, tall):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("power", [-126, -60, 60, 110])
-@pytest.mark.parametrize("x_dtype, m", [(F32, 300), (BF16, 300), (BF16, 304)], ids=str)  # 304: by TMA
-def test_powers_of_two_give_the_same_bits(chain, polar, power, x_dtype, m):
-    X = torch.rand(200, 96, m, device="cuda").add_(1.0).to(x_dtype)  # each has sums of its own to differ in
+@pytest.mark.parametrize("x_dtype", [F32, BF16], ids=str)
+def test_powers_of_two_give_the_same_bits(chain, polar, power, x_dtype):
+    X = torch.rand(200, 96, 300, device="cuda").add_(1.0).to(x_dtype)  # each has sums of its own to differ in
     for tall in (False, True):
         U = X.mT.contiguous() if tall else X
         assert torch.equal(polar.orthogonalize(U * 2.0**power), polar.orthogonalize(U))

@@ -12,17 +12,15 @@ import functools
 import torch
 
 from . import look, typed
-from .chain_begin import begin, begin_raw
-from .chain_pieces import cast, finish, restart, show
-from .gram_sm90 import addressable
-from .ring import description, gluon_jit, rounded
-from .tape import knows_triton, lasting
+from .ring import gluon_jit, rounded
+from .tape import knows_triton
 from .tiles import architecture
 
 gl = fence = barrier = multiply = multiplied = None  # Gluon's language, put here by gluon_jit
 SIDE, LONGEST = 128, 512  # short side, and long side
 MOST_STEPS = 10  # each is compiled for itself
 WIDTH = 64  # columns of X that are multiplied at a time
+KEPT = {2: 8, 4: 4}  # pieces of so many columns that stay in registers between norm and cast, by element size
 
 
 def takes(n: int, m: int, steps: int) -> bool:
@@ -36,58 +34,18 @@ def fits(U: torch.Tensor, dtype: torch.dtype, steps: int) -> bool:
     return small and architecture(U.device.type, U.device.index) == "sm90" and knows_triton()
 
 
-def polar(U: torch.Tensor, out: torch.Tensor, segments, eps: float, dtype: torch.dtype) -> None:
-    """Write to out the polar factor of every matrix of U (N, n, m); they may be the same memory. segments: the triples
-    (a, b, c) between restarts.
+def polar(U: torch.Tensor, out: torch.Tensor, triples: tuple, firsts: int, eps: float, dtype: torch.dtype) -> None:
+    """Write to out the polar factor of every matrix of U (N, n, m); they may be the same memory.
+
+    triples: all coefficients, one after another; firsts: bit s says that step s begins a segment.
     """
-    (N, n, m), head, tail = U.shape, *_divided(segments)
-    triples, firsts = _in_a_row(head)
-    steps = len(triples) // 3
-    lines, boxes = [_lines(t.element_size(), _is_turned(t)) for t in (U, out)], [_box(t) for t in (U, out)]
+    (N, n, m), steps = U.shape, len(triples) // 3
+    pieces, turned = -(-m // WIDTH), U.stride(1) < U.stride(2)
+    lines = _lines(U.element_size(), turned), _lines(out.element_size(), out.stride(1) < out.stride(2))
     _chain_kernel.launch(
-        N, (dtype, steps, firsts, *look(U, out)), U, out, *boxes, U.stride(), out.stride(), triples,
-        _in_memory(tail, U.device), len(tail), n, m, 2 * -(-m // (2 * WIDTH)), eps, U.dtype != torch.float16, steps,
-        firsts, _is_turned(U), *lines, SIDE, WIDTH, LONGEST // WIDTH, typed(dtype), num_warps=8)
-
-
-def _divided(segments) -> tuple:
-    """(The first segments, all others, which are of two steps)."""
-    count = len(segments)
-    while count > 1 and len(segments[count - 1]) == 2:
-        count -= 1
-    return segments[:count], tuple(segments[count:])
-
-
-def _in_a_row(segments) -> tuple:
-    """(All coefficients, one after another; a number whose bit s says that step s begins a segment, or comes after the
-    last).
-    """
-    firsts, steps = 0, 0
-    for segment in segments:
-        firsts |= 1 << steps
-        steps += len(segment)
-    return tuple(float(x) for segment in segments for triple in segment for x in triple), firsts | 1 << steps
-
-
-@functools.lru_cache(maxsize=256)
-def _in_memory(segments, device) -> torch.Tensor:
-    """The coefficients of segments of two steps, one after another, on the device; there is one at least."""
-    coefficients = _in_a_row(segments)[0] or (0.0,)
-    return lasting(torch.tensor(coefficients, dtype=torch.float32, device="cpu"), device)
-
-
-def _is_turned(t) -> bool:
-    """Whether matrices lie transposed."""
-    return t.stride(1) < t.stride(2)
-
-
-def _box(t):
-    """A descriptor of pieces of matrices in 16 bits as they lie, or None where TMA cannot address them."""
-    turned = _is_turned(t)
-    rows = t.mT if turned else t
-    if t.element_size() != 2 or not addressable(rows):
-        return None
-    return description(rows, *((WIDTH, SIDE) if turned else (SIDE, WIDTH)))
+        N, (dtype, steps, firsts, *look(U, out)), U, out, U.stride(), out.stride(), triples, n, m, eps,
+        U.dtype != torch.float16, steps, firsts | 1 << steps, turned, *lines, SIDE, WIDTH, pieces,
+        min(KEPT[U.element_size()], pieces), typed(dtype), num_warps=8)
 
 
 @functools.cache
@@ -102,96 +60,123 @@ def _lines(itemsize: int, turned: bool, width: int = WIDTH):
     return BlockedLayout([1, each], [32 // across, across], [8, 1], [1, 0])
 
 
-@gluon_jit.alike("count", "pieces")
-def _chain_kernel(U, out, u_box, out_box, u_strides, out_strides, triples, others, count, n, m, pieces, eps,
-                  WIDE: gl.constexpr, STEPS: gl.constexpr, FIRSTS: gl.constexpr, TURNED: gl.constexpr,
-                  FROM: gl.constexpr, TO: gl.constexpr, SIDE: gl.constexpr, WIDTH: gl.constexpr, MOST: gl.constexpr,
-                  DTYPE: gl.constexpr):
-    """One matrix per program: STEPS, and after them `count` segments of two steps, whose coefficients are in memory, as
-    `others`. X has so many pieces, an even number, at MOST. FIRSTS: bit s says that step s begins a segment, or is one
-    after the last; TURNED: a matrix lies transposed, and so it does in shared memory; FROM, TO: how it is read and
-    written.
+@gluon_jit
+def _chain_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: gl.constexpr, STEPS: gl.constexpr,
+                  FIRSTS: gl.constexpr, TURNED: gl.constexpr, FROM: gl.constexpr, TO: gl.constexpr, SIDE: gl.constexpr,
+                  WIDTH: gl.constexpr, PIECES: gl.constexpr, KEPT: gl.constexpr, DTYPE: gl.constexpr):
+    """One matrix per program. FIRSTS: bit s says that step s begins a segment, or is one after the last; TURNED: a
+    matrix lies transposed, and so it does in shared memory; FROM, TO: how it is read and written.
     """
     matrix = gl.program_id(0).to(gl.int64)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    RAW: gl.constexpr = U.dtype.element_ty if U.dtype.element_ty.primitive_bitwidth == 16 else None
-    X = gl.allocate_shared_memory(DTYPE, [MOST, WIDTH, SIDE] if TURNED else [MOST, SIDE, WIDTH], swizzled)
-    one = gl.allocate_shared_memory(DTYPE, [1, SIDE, SIDE], swizzled)  # of memory in one piece the compiler would not
-    two = gl.allocate_shared_memory(DTYPE, [1, SIDE, SIDE], swizzled)  # know what is read where
-    three = gl.allocate_shared_memory(DTYPE, [1, SIDE, SIDE], swizzled)
-    u, scale, power, ready = (U + matrix * u_strides[0], u_strides[1], u_strides[2], n, m), 1.0, 1.0, pieces
-    if RAW is not None:
-        if count > 0 or FIRSTS % (1 << STEPS) > 1:
-            ready = 2  # pieces that are cast at once; others are when X is multiplied
-        A, zero, power, scale = begin_raw(u, u_box, X, pieces, eps, WIDE, TURNED, FROM)
-    else:
-        A, zero = begin(u, X, pieces, eps, TURNED, FROM)
-    Q, room = A, (one.index(0), two.index(0), three.index(0))
+    narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, WIDTH, 16])
+    X, tiles = (), ()  # of memory in one piece the compiler would not know what is read where
+    for piece in gl.static_range(PIECES + 3):
+        if piece < PIECES:
+            X = X + (gl.allocate_shared_memory(DTYPE, [WIDTH, SIDE] if TURNED else [SIDE, WIDTH], swizzled),)
+        else:
+            tiles = tiles + (gl.allocate_shared_memory(DTYPE, [SIDE, SIDE], swizzled),)
+    A, zero = _begin(U + matrix * u_strides[0], u_strides, n, m, eps, X, WIDE, TURNED, SIDE, WIDTH, PIECES, KEPT, FROM)
+    Q = A
     for step in gl.static_range(STEPS):
         if (FIRSTS >> step) % 2 == 1:
-            show(A, room[0])
-        square = _begin_product(A, room[0])
-        if RAW is not None and step == 0:
-            for piece in range(ready):
-                cast(X, piece, power, RAW, TURNED, FROM)
-            fence()
-            barrier()
-        # parameters as they are would be loaded again by each of their uses
-        a, b, c = triples[3 * step] + zero, triples[3 * step + 1] + zero, triples[3 * step + 2] + zero
-        q = triples[0 if step == 0 else 3 * step - 3] + zero
-        A, Q = _step(A, Q, square, room, a, b, c, q, scale, (FIRSTS >> step) % 2 == 1, (FIRSTS << 1 >> step) % 2 == 1,
-                     (FIRSTS >> (step + 1)) % 2 == 1)
-        if (FIRSTS >> (step + 1)) % 2 == 1:
-            scale = 1.0
-            if step + 1 < STEPS:
-                A = restart(Q, X, pieces, ready, power, RAW, TURNED, FROM)
-                ready = pieces
-    for segment in range(count):
-        A = restart(Q, X, pieces, ready, power, RAW, TURNED, FROM)
-        ready, at = pieces, segment >> 30  # 0, of which the compiler does not know, or it would keep all addresses
-        Q = _two_steps(A, (one.index(at), None, three.index(at)), others + 6 * segment)
-    out = out + matrix * out_strides[0], out_strides[1], out_strides[2], n, m
-    finish(Q, X, pieces, out, out_box, TURNED, TO)
+            _show(A, tiles[0])
+        A, Q = _step(A, Q, tiles, triples, zero, step, FIRSTS)
+        if (FIRSTS >> (step + 1)) % 2 == 1 and step + 1 < STEPS:
+            A = _restart(Q, X, TURNED, PIECES, narrow)
+    _finish(Q, X, out + matrix * out_strides[0], out_strides, n, m, TURNED, PIECES, narrow, SIDE, WIDTH, TO)
 
 
 @gluon_jit
-def _two_steps(A, room, triples):
-    """Return what a segment of two steps makes of A, their coefficients in memory."""
-    show(A, room[0])
-    square = _begin_product(A, room[0])
-    a, b, c = gl.load(triples), gl.load(triples + 1), gl.load(triples + 2)
-    A, Q = _step(A, A, square, room, a, b, c, a, 1.0, True, False, False)
-    square = _begin_product(A, room[0])
-    last, b, c = gl.load(triples + 3), gl.load(triples + 4), gl.load(triples + 5)
-    A, Q = _step(A, Q, square, room, last, b, c, a, 1.0, False, True, True)
-    return Q
-
-
-@gluon_jit
-def _step(A, Q, square, room, a, b, c, q, scale, FIRST: gl.constexpr, SECOND: gl.constexpr, LAST: gl.constexpr):
-    """With Z = b A + c A^2: A <- (Z + a I) A (Z + a I)^T, Q <- (Z + a I) Q; see iteration.py. After the first step of a
-    segment Q + q I stands for Q, where q is that step's a. A lies in the first tile, too, Q in the last; the `square`
-    of A is being computed. The last Q is multiplied by `scale`.
+def _begin(start, strides, n, m, eps, X, WIDE: gl.constexpr, TURNED: gl.constexpr, SIDE: gl.constexpr,
+           WIDTH: gl.constexpr, PIECES: gl.constexpr, KEPT: gl.constexpr, layout: gl.constexpr):
+    """X <- U scaled and cast; return X X^T, and a zero of which the compiler does not know. The first pieces are read
+    once, the others again after the sum of squares.
     """
-    a_tile, q_tile = room[0], room[2]
-    left: gl.constexpr = gl.DotOperandLayout(0, A.type.layout, 2)
-    Z = rounded(c * multiplied(0, deps=(square,)) + b * wide(A), A.dtype)
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, SIDE, 16])
+    others, pieces = (), ()
+    for piece in gl.static_range(KEPT, PIECES):
+        others = others + (_read(start, strides, piece, n, m, SIDE, WIDTH, layout),)
+    for piece in gl.static_range(KEPT):
+        pieces = pieces + (_read(start, strides, piece, n, m, SIDE, WIDTH, layout),)
+    unit, norm = _factors(others + pieces, start, strides, n, m, eps, WIDE, SIDE, WIDTH, PIECES, KEPT, layout)
+    sums = gl.zeros((SIDE, SIDE), gl.float32, mma)
+    for piece in gl.static_range(PIECES):
+        if piece + KEPT < PIECES:
+            pieces = pieces + (_read(start, strides, piece + KEPT, n, m, SIDE, WIDTH, layout),)
+        tile = _tile(X, piece, TURNED)
+        _show(rounded(_read_again(pieces[piece]).to(gl.float32) * unit * norm, tile.dtype), tile)
+        sums = multiply(tile, tile.permute([1, 0]), sums, use_acc=piece > 0, is_async=True)
+    return rounded(multiplied(0, deps=(sums,)), X[0].dtype), 0.0 * norm
+
+
+@gluon_jit
+def _factors(pieces, start, strides, n, m, eps, WIDE: gl.constexpr, SIDE: gl.constexpr, WIDTH: gl.constexpr,
+             PIECES: gl.constexpr, KEPT: gl.constexpr, layout: gl.constexpr):
+    """Return two factors of a matrix, to be applied one after the other: a power of two, and the rest (norm.py)."""
+    largest = gl.zeros((SIDE, WIDTH), gl.float32, layout)
+    squares = largest
+    for piece in gl.static_range(PIECES):
+        u = pieces[piece].to(gl.float32)
+        largest = gl.maximum(largest, gl.abs(u))
+        squares = gl.fma(u, u, squares)
+    largest, squares = gl.reduce((largest, squares), None, _both)
+    unit = gl.where(largest > 2.0**50, 2.0**-80, gl.where(largest < 2.0**-40, 2.0**80, 1.0))
+    if WIDE and unit != 1.0:
+        squares = _sum(start, strides, unit, n, m, SIDE, WIDTH, PIECES, KEPT, layout)
+    norm = gl.sqrt(squares) + eps * (largest * unit)
+    return unit, 1.0 / gl.where(norm == 0, 1.0, norm)
+
+
+@gluon_jit
+def _both(largest, squares, other, others):
+    return gl.maximum(largest, other), squares + others
+
+
+@gluon_jit
+def _sum(start, strides, unit, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr,
+         KEPT: gl.constexpr, layout: gl.constexpr):
+    """Return the sum of squares in a unit, added and rounded as by `_factors`."""
+    squares = gl.zeros((SIDE, WIDTH), gl.float32, layout)
+    for number in range(PIECES):
+        u = _read(start, strides, (number + KEPT) % PIECES, n, m, SIDE, WIDTH, layout).to(gl.float32) * unit
+        squares = gl.fma(u, u, squares)
+    return gl.sum(squares)
+
+
+@gluon_jit
+def _step(A, Q, tiles, triples, zero, step: gl.constexpr, FIRSTS: gl.constexpr):
+    """With Z = b A + c A^2: A <- (Z + a I) A (Z + a I)^T, Q <- (Z + a I) Q; see iteration.py. After the first step of a
+    segment Q + q I stands for Q, where q is that step's a. A lies in the first tile, too, Q in the last.
+    """
+    FIRST: gl.constexpr = (FIRSTS >> step) % 2 == 1
+    SECOND: gl.constexpr = (FIRSTS << 1 >> step) % 2 == 1
+    LAST: gl.constexpr = (FIRSTS >> (step + 1)) % 2 == 1
+    # parameters as they are would be loaded again by each of their uses
+    a, b, c = triples[3 * step] + zero, triples[3 * step + 1] + zero, triples[3 * step + 2] + zero
+    q = triples[0 if FIRST else 3 * step - 3] + zero
+    a_tile, q_tile = tiles[0], tiles[2]
+    mma: gl.constexpr = A.type.layout
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    sums = gl.zeros(A.shape, gl.float32, mma)
+    sums = multiply(gl.convert_layout(A, left), a_tile, sums, use_acc=False, is_async=True)
+    Z = rounded(c * multiplied(0, deps=(sums,)) + b * A.to(gl.float32), A.dtype)
     z = gl.convert_layout(Z, left)
     if LAST and FIRST:
-        Q = rounded((wide(Z) + _diagonal(a, A)) * scale, A.dtype)
+        Q = rounded(Z.to(gl.float32) + _diagonal(a, A), A.dtype)
     elif LAST:
         sums = multiply(z, q_tile, _addends(Q, Z, q, a, SECOND), is_async=True)
-        Q = rounded(multiplied(0, deps=(sums,)) * scale, A.dtype)
+        Q = rounded(multiplied(0, deps=(sums,)), A.dtype)
     else:
-        sums = multiply(z, a_tile, a * wide(A), is_async=True)
+        sums = multiply(z, a_tile, a * A.to(gl.float32), is_async=True)
         if not FIRST:
             follow = multiply(z, q_tile, _addends(Q, Z, q, a, SECOND), is_async=True)
-        tile = q_tile if FIRST else room[1]
+        tile = tiles[2 if FIRST else 1]
         tile.store(Z)
         T = rounded(multiplied(0 if FIRST else 1, deps=(sums,)), A.dtype)
         fence()
         barrier()
-        sums = multiply(gl.convert_layout(T, left), tile.permute([1, 0]), a * wide(T), is_async=True)
+        sums = multiply(gl.convert_layout(T, left), tile.permute([1, 0]), a * T.to(gl.float32), is_async=True)
         if FIRST:
             Q = Z
         else:
@@ -199,38 +184,106 @@ def _step(A, Q, square, room, a, b, c, q, scale, FIRST: gl.constexpr, SECOND: gl
             barrier()
             q_tile.store(Q)
         A = rounded(multiplied(0, deps=(sums,)), A.dtype)
-        show(A, a_tile)
+        _show(A, a_tile)
     return A, Q
 
 
 @gluon_jit
 def _addends(Q, Z, q, a, SECOND: gl.constexpr):
     """a Q, or what is added to Z Q for (Z + a I) (Q + q I)."""
-    sums = a * wide(Q)
+    sums = a * Q.to(gl.float32)
     if SECOND:
-        sums += q * wide(Z) + _diagonal(q * a, Q)
+        sums += q * Z.to(gl.float32) + _diagonal(q * a, Q)
     return sums
 
 
 @gluon_jit
-def wide(u):
-    """The same numbers in fp32, of which the compiler keeps no copies for later."""
-    EACH: gl.constexpr = 32 // u.dtype.primitive_bitwidth
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [u], u.dtype, False, EACH).to(gl.float32)
+def _restart(Q, X, TURNED: gl.constexpr, PIECES: gl.constexpr, narrow: gl.constexpr):
+    """X <- Q X; return X X^T."""
+    q = gl.convert_layout(Q, gl.DotOperandLayout(0, narrow, 2))
+    sums = gl.full(Q.shape, 0.0, gl.float32, Q.type.layout)
+    products = (_product(q, X, 0, TURNED, narrow),)
+    for piece in gl.static_range(PIECES):
+        if piece + 1 < PIECES:
+            products = products + (_product(q, X, piece + 1, TURNED, narrow),)
+        x = rounded(multiplied((piece > 0) + (piece + 1 < PIECES), deps=(products[piece],)), Q.dtype)
+        tile = _tile(X, piece, TURNED)
+        barrier()
+        _show(x, tile)
+        sums = multiply(tile, tile.permute([1, 0]), sums, use_acc=piece > 0, is_async=True)
+    return rounded(multiplied(0, deps=(sums,)), Q.dtype)
 
 
 @gluon_jit
-def _begin_product(left, tile):
-    """Begin to multiply what lies in registers by what lies in shared memory."""
-    layout: gl.constexpr = left.type.layout
-    sums = gl.zeros(left.shape, gl.float32, layout)
-    left = gl.convert_layout(left, gl.DotOperandLayout(0, layout, 2))
-    return multiply(left, tile, sums, use_acc=False, is_async=True)
+def _finish(Q, X, start, strides, n, m, TURNED: gl.constexpr, PIECES: gl.constexpr, narrow: gl.constexpr,
+            SIDE: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """Store Q X, through shared memory where it can be read in lines."""
+    DTYPE: gl.constexpr = start.dtype.element_ty
+    OUT_TURNED: gl.constexpr = layout.order[0] == 0
+    shape: gl.constexpr = [WIDTH, SIDE] if OUT_TURNED else [SIDE, WIDTH]
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, rank=2)
+    stages = (gl.allocate_shared_memory(DTYPE, shape, swizzled), gl.allocate_shared_memory(DTYPE, shape, swizzled))
+    q = gl.convert_layout(Q, gl.DotOperandLayout(0, narrow, 2))
+    products = (_product(q, X, 0, TURNED, narrow),)
+    for piece in gl.static_range(PIECES):
+        if piece + 1 < PIECES:
+            products = products + (_product(q, X, piece + 1, TURNED, narrow),)
+        tile = _tile(stages, piece % 2, OUT_TURNED)
+        tile.store(rounded(multiplied(piece + 1 < PIECES, deps=(products[piece],)), DTYPE))
+        barrier()
+        at, inside = _place(start, strides, piece, n, m, SIDE, WIDTH, layout)
+        gl.store(at, tile.load(layout), mask=inside)
+
+
+@gluon_jit
+def _product(q, X, piece: gl.constexpr, TURNED: gl.constexpr, narrow: gl.constexpr):
+    """Begin to multiply a piece of X."""
+    tile = _tile(X, piece, TURNED)
+    return multiply(q, tile, gl.full(tile.shape, 0.0, gl.float32, narrow), use_acc=False, is_async=True)
+
+
+@gluon_jit
+def _tile(X, piece: gl.constexpr, TURNED: gl.constexpr):
+    """A piece of X, which is stored transposed if TURNED."""
+    tile = X[piece]
+    if TURNED:
+        tile = tile.permute([1, 0])
+    return tile
+
+
+@gluon_jit
+def _show(values, tile):
+    """Store where no product reads any more, for products to come."""
+    tile.store(values)
+    fence()
+    barrier()
+
+
+@gluon_jit
+def _read(start, strides, piece, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """A piece of a matrix, with zeros beyond its edges."""
+    at, inside = _place(start, strides, piece, n, m, SIDE, WIDTH, layout)
+    return gl.load(at, mask=inside, other=0.0)
+
+
+@gluon_jit
+def _read_again(u):
+    """The same numbers, of which the compiler keeps no fp32 copies."""
+    EACH: gl.constexpr = 32 // u.dtype.primitive_bitwidth
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [u], u.dtype, False, EACH)
+
+
+@gluon_jit
+def _place(start, strides, piece, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """Return where a piece of a matrix lies, and which of its elements are there."""
+    row = gl.arange(0, SIDE, layout=gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))[None, :] + piece * WIDTH
+    at = start + row.to(gl.int64) * strides[1] + column.to(gl.int64) * strides[2]
+    return at, (row < n) & (column < m)
 
 
 @gluon_jit
 def _diagonal(value, like):
-    """`value` on the diagonal, and zeros."""
     r = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, like.type.layout))[:, None]
     s = gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, like.type.layout))[None, :]
     return gl.where(r == s, value, 0.0)

@@ -64,13 +64,13 @@ def polar(U: torch.Tensor, out: torch.Tensor, segments, eps: float, dtype: torch
     segments: the triples (a, b, c) between restarts, as `steps.Steps.segments` gives them; memory: a flat uint8 tensor
     of the bytes that `takes` says or more, None for new memory.
     """
-    if chain.fits(U, dtype, sum(map(len, segments))):
-        return chain.polar(U, out, segments, eps, dtype)
     firsts, steps = 0, 0
     for segment in segments:
         firsts |= 1 << steps
         steps += len(segment)
     triples = tuple(float(x) for segment in segments for triple in segment for x in triple)
+    if chain.fits(U, dtype, steps):
+        return chain.polar(U, out, triples, firsts, eps, dtype)
     (N, n, m), ((block, chunk, stages), options) = U.shape, _launch_of(U)
     key = (dtype, steps, firsts, *look(U, out))
     numbers, constants = (triples, n, m, eps, U.dtype != torch.float16, steps), (block, chunk, stages)
