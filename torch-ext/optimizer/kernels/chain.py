@@ -13,7 +13,7 @@ import torch
 
 from . import look, typed
 from .ring import gluon_jit, rounded
-from .tape import knows_triton
+from .tape import knows_triton, lasting
 from .tiles import architecture
 
 gl = fence = barrier = multiply = multiplied = None  # Gluon's language, put here by gluon_jit
@@ -42,10 +42,27 @@ def polar(U: torch.Tensor, out: torch.Tensor, triples: tuple, firsts: int, eps: 
     (N, n, m), steps = U.shape, len(triples) // 3
     pieces, turned = -(-m // WIDTH), U.stride(1) < U.stride(2)
     lines = _lines(U.element_size(), turned), _lines(out.element_size(), out.stride(1) < out.stride(2))
+    count = _twos(firsts, steps)
+    first = steps - 2 * count
     _chain_kernel.launch(
-        N, (dtype, steps, firsts, *look(U, out)), U, out, U.stride(), out.stride(), triples, n, m, eps,
-        U.dtype != torch.float16, steps, firsts | 1 << steps, turned, *lines, SIDE, WIDTH, pieces,
+        N, (dtype, first, firsts % (1 << first), *look(U, out)), U, out, U.stride(), out.stride(), triples[:3 * first],
+        _in_memory(triples[3 * first:], U.device), count, n, m, eps,
+        U.dtype != torch.float16, first, firsts % (1 << first) | 1 << first, turned, *lines, SIDE, WIDTH, pieces,
         min(KEPT[U.element_size()], pieces), typed(dtype), num_warps=8)
+
+
+def _twos(firsts: int, steps: int) -> int:
+    """Return how many of the last segments, but for the first of all, are of two steps each."""
+    starts, count = [step for step in range(steps) if firsts >> step & 1] + [steps], 0
+    while len(starts) > 2 and starts[-1] - starts[-2] == 2:
+        starts.pop()
+        count += 1
+    return count
+
+
+@functools.lru_cache(maxsize=256)
+def _in_memory(triples, device) -> torch.Tensor:
+    return lasting(torch.tensor(triples or (0.0,), dtype=torch.float32, device="cpu"), device)
 
 
 @functools.cache
@@ -60,8 +77,8 @@ def _lines(itemsize: int, turned: bool, width: int = WIDTH):
     return BlockedLayout([1, each], [32 // across, across], [8, 1], [1, 0])
 
 
-@gluon_jit
-def _chain_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: gl.constexpr, STEPS: gl.constexpr,
+@gluon_jit.alike("count")
+def _chain_kernel(U, out, u_strides, out_strides, triples, others, count, n, m, eps, WIDE: gl.constexpr, STEPS: gl.constexpr,
                   FIRSTS: gl.constexpr, TURNED: gl.constexpr, FROM: gl.constexpr, TO: gl.constexpr, SIDE: gl.constexpr,
                   WIDTH: gl.constexpr, PIECES: gl.constexpr, KEPT: gl.constexpr, DTYPE: gl.constexpr):
     """One matrix per program. FIRSTS: bit s says that step s begins a segment, or is one after the last; TURNED: a
@@ -88,6 +105,14 @@ def _chain_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: gl.c
         A, Q = _step(A, Q, (tiles[0].index(at), tiles[1].index(at), tiles[2].index(at)), triples, zero, step, FIRSTS)
         if (FIRSTS >> (step + 1)) % 2 == 1 and step + 1 < STEPS:
             A = _restart(Q, X, zeros[2 * step + 2], TURNED, PIECES, narrow)
+    for segment in range(count):
+        at, t = segment >> 30, others + 6 * segment
+        A = _restart(Q, X, at, TURNED, PIECES, narrow)
+        room = tiles[0].index(at), None, tiles[2].index(at)
+        _show(A, room[0])
+        a = gl.load(t), gl.load(t + 1), gl.load(t + 2), gl.load(t + 3), gl.load(t + 4), gl.load(t + 5)
+        A, Q = _step(A, A, room, a, 0.0, 0, 0b101)
+        A, Q = _step(A, Q, room, a, 0.0, 1, 0b101)
     _finish(Q, X, zeros[2 * STEPS + 1], out + matrix * out_strides[0], out_strides, n, m, TURNED, PIECES, narrow, SIDE, WIDTH, TO)
 
 
