@@ -254,8 +254,8 @@ def whole(U: str, turned: bool, pieces: int = 8) -> int:
     """Compile the kernel of matrices that stay in shared memory as it is launched, for so many pieces."""
     chain, size, strides = part("kernels.chain"), 2 if U == "*bf16" else 4, COLUMN_MAJOR if turned else ROW_MAJOR
     arguments = dict(
-        U=U, out=U, u_strides=strides, out_strides=strides, triples=("fp32",) * 3, others="*fp32", count="i32", n="i32", m="i32", eps="fp32",
-        WIDE=True, STEPS=1, FIRSTS=0b11, TURNED=turned, FROM=chain._lines(size, turned),
+        U=U, out=U, u_strides=strides, out_strides=strides, triples=("fp32",) * 15, n="i32", m="i32", eps="fp32",
+        WIDE=True, STEPS=5, FIRSTS=0b101011, TURNED=turned, FROM=chain._lines(size, turned),
         TO=chain._lines(size, turned), SIDE=chain.SIDE, WIDTH=chain.WIDTH, PIECES=pieces,
         KEPT=min(chain.KEPT[size], pieces), DTYPE=triton.language.float16)
     return compile_for("sm90", chain._chain_kernel, arguments, num_warps=8)

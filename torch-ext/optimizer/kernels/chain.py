@@ -13,7 +13,7 @@ import torch
 
 from . import look, typed
 from .ring import gluon_jit, rounded
-from .tape import knows_triton, lasting
+from .tape import knows_triton
 from .tiles import architecture
 
 gl = fence = barrier = multiply = multiplied = None  # Gluon's language, put here by gluon_jit
@@ -42,27 +42,10 @@ def polar(U: torch.Tensor, out: torch.Tensor, triples: tuple, firsts: int, eps: 
     (N, n, m), steps = U.shape, len(triples) // 3
     pieces, turned = -(-m // WIDTH), U.stride(1) < U.stride(2)
     lines = _lines(U.element_size(), turned), _lines(out.element_size(), out.stride(1) < out.stride(2))
-    count = _twos(firsts, steps)
-    first = steps - 2 * count
     _chain_kernel.launch(
-        N, (dtype, first, firsts % (1 << first), *look(U, out)), U, out, U.stride(), out.stride(), triples[:3 * first],
-        _in_memory(triples[3 * first:], U.device), count, n, m, eps,
-        U.dtype != torch.float16, first, firsts % (1 << first) | 1 << first, turned, *lines, SIDE, WIDTH, pieces,
+        N, (dtype, steps, firsts, *look(U, out)), U, out, U.stride(), out.stride(), triples, n, m, eps,
+        U.dtype != torch.float16, steps, firsts | 1 << steps, turned, *lines, SIDE, WIDTH, pieces,
         min(KEPT[U.element_size()], pieces), typed(dtype), num_warps=8)
-
-
-def _twos(firsts: int, steps: int) -> int:
-    """Return how many of the last segments, but for the first of all, are of two steps each."""
-    starts, count = [step for step in range(steps) if firsts >> step & 1] + [steps], 0
-    while len(starts) > 2 and starts[-1] - starts[-2] == 2:
-        starts.pop()
-        count += 1
-    return count
-
-
-@functools.lru_cache(maxsize=256)
-def _in_memory(triples, device) -> torch.Tensor:
-    return lasting(torch.tensor(triples or (0.0,), dtype=torch.float32, device="cpu"), device)
 
 
 @functools.cache
@@ -77,8 +60,8 @@ def _lines(itemsize: int, turned: bool, width: int = WIDTH):
     return BlockedLayout([1, each], [32 // across, across], [8, 1], [1, 0])
 
 
-@gluon_jit.alike("count")
-def _chain_kernel(U, out, u_strides, out_strides, triples, others, count, n, m, eps, WIDE: gl.constexpr, STEPS: gl.constexpr,
+@gluon_jit
+def _chain_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: gl.constexpr, STEPS: gl.constexpr,
                   FIRSTS: gl.constexpr, TURNED: gl.constexpr, FROM: gl.constexpr, TO: gl.constexpr, SIDE: gl.constexpr,
                   WIDTH: gl.constexpr, PIECES: gl.constexpr, KEPT: gl.constexpr, DTYPE: gl.constexpr):
     """One matrix per program. FIRSTS: bit s says that step s begins a segment, or is one after the last; TURNED: a
@@ -90,34 +73,22 @@ def _chain_kernel(U, out, u_strides, out_strides, triples, others, count, n, m, 
     X, tiles = (), ()  # of memory in one piece the compiler would not know what is read where
     for piece in gl.static_range(PIECES + 3):
         if piece < PIECES:
-            X = X + (gl.allocate_shared_memory(DTYPE, [1, WIDTH, SIDE] if TURNED else [1, SIDE, WIDTH], swizzled),)
+            X = X + (gl.allocate_shared_memory(DTYPE, [WIDTH, SIDE] if TURNED else [SIDE, WIDTH], swizzled),)
         else:
-            tiles = tiles + (gl.allocate_shared_memory(DTYPE, [1, SIDE, SIDE], swizzled),)
-    zeros = ()  # of which the compiler does not know: else it would keep all addresses, of each phase for the next
-    for k in gl.static_range(2 * STEPS + 2):
-        zeros = zeros + ((m >> (10 + k)),)
-    A, zero = _begin(U + matrix * u_strides[0], u_strides, n, m, eps, X, zeros[0], WIDE, TURNED, SIDE, WIDTH, PIECES, KEPT, FROM)
+            tiles = tiles + (gl.allocate_shared_memory(DTYPE, [SIDE, SIDE], swizzled),)
+    A, zero = _begin(U + matrix * u_strides[0], u_strides, n, m, eps, X, WIDE, TURNED, SIDE, WIDTH, PIECES, KEPT, FROM)
     Q = A
     for step in gl.static_range(STEPS):
         if (FIRSTS >> step) % 2 == 1:
-            _show(A, tiles[0].index(zeros[2 * step + 1]))
-        at = zeros[2 * step + 1]
-        A, Q = _step(A, Q, (tiles[0].index(at), tiles[1].index(at), tiles[2].index(at)), triples, zero, step, FIRSTS)
+            _show(A, tiles[0])
+        A, Q = _step(A, Q, tiles, triples, zero, step, FIRSTS)
         if (FIRSTS >> (step + 1)) % 2 == 1 and step + 1 < STEPS:
-            A = _restart(Q, X, zeros[2 * step + 2], TURNED, PIECES, narrow)
-    for segment in range(count):
-        at, t = segment >> 30, others + 6 * segment
-        A = _restart(Q, X, at, TURNED, PIECES, narrow)
-        room = tiles[0].index(at), None, tiles[2].index(at)
-        _show(A, room[0])
-        a = gl.load(t), gl.load(t + 1), gl.load(t + 2), gl.load(t + 3), gl.load(t + 4), gl.load(t + 5)
-        A, Q = _step(A, A, room, a, 0.0, 0, 0b101)
-        A, Q = _step(A, Q, room, a, 0.0, 1, 0b101)
-    _finish(Q, X, zeros[2 * STEPS + 1], out + matrix * out_strides[0], out_strides, n, m, TURNED, PIECES, narrow, SIDE, WIDTH, TO)
+            A = _restart(Q, X, TURNED, PIECES, narrow)
+    _finish(Q, X, out + matrix * out_strides[0], out_strides, n, m, TURNED, PIECES, narrow, SIDE, WIDTH, TO)
 
 
 @gluon_jit
-def _begin(start, strides, n, m, eps, X, at, WIDE: gl.constexpr, TURNED: gl.constexpr, SIDE: gl.constexpr,
+def _begin(start, strides, n, m, eps, X, WIDE: gl.constexpr, TURNED: gl.constexpr, SIDE: gl.constexpr,
            WIDTH: gl.constexpr, PIECES: gl.constexpr, KEPT: gl.constexpr, layout: gl.constexpr):
     """X <- U scaled and cast; return X X^T, and a zero of which the compiler does not know. The first pieces are read
     once, the others again after the sum of squares.
@@ -133,8 +104,8 @@ def _begin(start, strides, n, m, eps, X, at, WIDE: gl.constexpr, TURNED: gl.cons
     for piece in gl.static_range(PIECES):
         if piece + KEPT < PIECES:
             pieces = pieces + (_read(start, strides, piece + KEPT, n, m, SIDE, WIDTH, layout),)
-        tile = _tile(X, at, piece, TURNED)
-        _show(rounded(_again(pieces[piece]) * unit * norm, tile.dtype), tile)
+        tile = _tile(X, piece, TURNED)
+        _show(rounded(_read_again(pieces[piece]).to(gl.float32) * unit * norm, tile.dtype), tile)
         sums = multiply(tile, tile.permute([1, 0]), sums, use_acc=piece > 0, is_async=True)
     return rounded(multiplied(0, deps=(sums,)), X[0].dtype), 0.0 * norm
 
@@ -189,15 +160,15 @@ def _step(A, Q, tiles, triples, zero, step: gl.constexpr, FIRSTS: gl.constexpr):
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     sums = gl.zeros(A.shape, gl.float32, mma)
     sums = multiply(gl.convert_layout(A, left), a_tile, sums, use_acc=False, is_async=True)
-    Z = rounded(c * multiplied(0, deps=(sums,)) + b * _again(A), A.dtype)
+    Z = rounded(c * multiplied(0, deps=(sums,)) + b * A.to(gl.float32), A.dtype)
     z = gl.convert_layout(Z, left)
     if LAST and FIRST:
-        Q = rounded(_again(Z) + _diagonal(a, A), A.dtype)
+        Q = rounded(Z.to(gl.float32) + _diagonal(a, A), A.dtype)
     elif LAST:
         sums = multiply(z, q_tile, _addends(Q, Z, q, a, SECOND), is_async=True)
         Q = rounded(multiplied(0, deps=(sums,)), A.dtype)
     else:
-        sums = multiply(z, a_tile, a * _again(A), is_async=True)
+        sums = multiply(z, a_tile, a * A.to(gl.float32), is_async=True)
         if not FIRST:
             follow = multiply(z, q_tile, _addends(Q, Z, q, a, SECOND), is_async=True)
         tile = tiles[2 if FIRST else 1]
@@ -205,7 +176,7 @@ def _step(A, Q, tiles, triples, zero, step: gl.constexpr, FIRSTS: gl.constexpr):
         T = rounded(multiplied(0 if FIRST else 1, deps=(sums,)), A.dtype)
         fence()
         barrier()
-        sums = multiply(gl.convert_layout(T, left), tile.permute([1, 0]), a * _again(T), is_async=True)
+        sums = multiply(gl.convert_layout(T, left), tile.permute([1, 0]), a * T.to(gl.float32), is_async=True)
         if FIRST:
             Q = Z
         else:
@@ -220,23 +191,23 @@ def _step(A, Q, tiles, triples, zero, step: gl.constexpr, FIRSTS: gl.constexpr):
 @gluon_jit
 def _addends(Q, Z, q, a, SECOND: gl.constexpr):
     """a Q, or what is added to Z Q for (Z + a I) (Q + q I)."""
-    sums = a * _again(Q)
+    sums = a * Q.to(gl.float32)
     if SECOND:
-        sums += q * _again(Z) + _diagonal(q * a, Q)
+        sums += q * Z.to(gl.float32) + _diagonal(q * a, Q)
     return sums
 
 
 @gluon_jit
-def _restart(Q, X, at, TURNED: gl.constexpr, PIECES: gl.constexpr, narrow: gl.constexpr):
+def _restart(Q, X, TURNED: gl.constexpr, PIECES: gl.constexpr, narrow: gl.constexpr):
     """X <- Q X; return X X^T."""
     q = gl.convert_layout(Q, gl.DotOperandLayout(0, narrow, 2))
     sums = gl.full(Q.shape, 0.0, gl.float32, Q.type.layout)
-    products = (_product(q, X, at, 0, TURNED, narrow),)
+    products = (_product(q, X, 0, TURNED, narrow),)
     for piece in gl.static_range(PIECES):
         if piece + 1 < PIECES:
-            products = products + (_product(q, X, at, piece + 1, TURNED, narrow),)
+            products = products + (_product(q, X, piece + 1, TURNED, narrow),)
         x = rounded(multiplied((piece > 0) + (piece + 1 < PIECES), deps=(products[piece],)), Q.dtype)
-        tile = _tile(X, at, piece, TURNED)
+        tile = _tile(X, piece, TURNED)
         barrier()
         _show(x, tile)
         sums = multiply(tile, tile.permute([1, 0]), sums, use_acc=piece > 0, is_async=True)
@@ -244,7 +215,7 @@ def _restart(Q, X, at, TURNED: gl.constexpr, PIECES: gl.constexpr, narrow: gl.co
 
 
 @gluon_jit
-def _finish(Q, X, at, start, strides, n, m, TURNED: gl.constexpr, PIECES: gl.constexpr, narrow: gl.constexpr,
+def _finish(Q, X, start, strides, n, m, TURNED: gl.constexpr, PIECES: gl.constexpr, narrow: gl.constexpr,
             SIDE: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
     """Store Q X, through shared memory where it can be read in lines."""
     DTYPE: gl.constexpr = start.dtype.element_ty
@@ -253,30 +224,28 @@ def _finish(Q, X, at, start, strides, n, m, TURNED: gl.constexpr, PIECES: gl.con
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, rank=2)
     stages = (gl.allocate_shared_memory(DTYPE, shape, swizzled), gl.allocate_shared_memory(DTYPE, shape, swizzled))
     q = gl.convert_layout(Q, gl.DotOperandLayout(0, narrow, 2))
-    products = (_product(q, X, at, 0, TURNED, narrow),)
+    products = (_product(q, X, 0, TURNED, narrow),)
     for piece in gl.static_range(PIECES):
         if piece + 1 < PIECES:
-            products = products + (_product(q, X, at, piece + 1, TURNED, narrow),)
-        tile = stages[piece % 2]
-        if OUT_TURNED:
-            tile = tile.permute([1, 0])
+            products = products + (_product(q, X, piece + 1, TURNED, narrow),)
+        tile = _tile(stages, piece % 2, OUT_TURNED)
         tile.store(rounded(multiplied(piece + 1 < PIECES, deps=(products[piece],)), DTYPE))
         barrier()
-        place, inside = _place(start, strides, piece, n, m, SIDE, WIDTH, layout)
-        gl.store(place, tile.load(layout), mask=inside)
+        at, inside = _place(start, strides, piece, n, m, SIDE, WIDTH, layout)
+        gl.store(at, tile.load(layout), mask=inside)
 
 
 @gluon_jit
-def _product(q, X, at, piece: gl.constexpr, TURNED: gl.constexpr, narrow: gl.constexpr):
+def _product(q, X, piece: gl.constexpr, TURNED: gl.constexpr, narrow: gl.constexpr):
     """Begin to multiply a piece of X."""
-    tile = _tile(X, at, piece, TURNED)
+    tile = _tile(X, piece, TURNED)
     return multiply(q, tile, gl.full(tile.shape, 0.0, gl.float32, narrow), use_acc=False, is_async=True)
 
 
 @gluon_jit
-def _tile(X, at, piece: gl.constexpr, TURNED: gl.constexpr):
+def _tile(X, piece: gl.constexpr, TURNED: gl.constexpr):
     """A piece of X, which is stored transposed if TURNED."""
-    tile = X[piece].index(at)
+    tile = X[piece]
     if TURNED:
         tile = tile.permute([1, 0])
     return tile
@@ -298,10 +267,10 @@ def _read(start, strides, piece, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr, 
 
 
 @gluon_jit
-def _again(u):
-    """The same numbers in fp32, of which the compiler keeps no copies."""
+def _read_again(u):
+    """The same numbers, of which the compiler keeps no fp32 copies."""
     EACH: gl.constexpr = 32 // u.dtype.primitive_bitwidth
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [u], u.dtype, False, EACH).to(gl.float32)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [u], u.dtype, False, EACH)
 
 
 @gluon_jit

@@ -154,19 +154,21 @@ def _stage(code, kept, staging, staged, matrix, ROW: gl.constexpr, WHO: gl.const
 
 @gluon_jit
 def _finish(sums, code, f, flat, kept, staging, staged, ROW: gl.constexpr, WHO: gl.constexpr):
-    """Scale sums, add and round: half a square, from ROW on. In a loop, for code that is longer than its cache is waited
-    for; added in each branch by itself, for of a tensor that comes from either of two the registers would be moved.
+    """Scale sums, add and round: half a square, from ROW on. In each branch by itself, for of a tensor that comes from
+    either of two the registers would be moved.
     """
     one, other, one_half, other_half = kept
     first, second = code >> 3 & 3, code >> 5 & 3
-    for k in range(1 + (second != 0) + (code >> 7 & 1)):
-        place = gl.where(k == 0, first, gl.where(k == 1, second, 0))
-        alpha, beta = gl.where(k == 0, f[0], 1.0), gl.where(k == 0, f[2], gl.where(k == 1, f[3], f[4]))
-        if place == 2:
-            memory = gl.where(k == 0, one, other)
-            sums = gl.fma(sums, alpha, beta * _kept(memory, sums, staging, staged, ROW, WHO))
-        else:
-            sums = gl.fma(sums, alpha, beta * _part(flat.index(place * 3 + WHO), sums, ROW))
+    if first == 2:
+        sums = gl.fma(sums, f[0], f[2] * _kept(one, sums, staging, staged, ROW, WHO))
+    else:
+        sums = gl.fma(sums, f[0], f[2] * _part(flat.index(first * 3 + WHO), sums, ROW))
+    if second == 2:
+        sums += f[3] * _kept(other, sums, staging, staged, ROW, WHO)
+    elif second == 1:
+        sums += f[3] * _part(flat.index(3 + WHO), sums, ROW)
+    if (code >> 7 & 1) != 0:
+        sums += f[4] * _part(flat.index(WHO), sums, ROW)
     if WHO != 1:
         if (code >> 13 & 1) != 0:
             sums = add_diagonal(sums, f[1], ROW, 0)
