@@ -2,10 +2,12 @@
 
 The number is the bytes of shared memory there. For sm90 the assembler takes part, for others PTX or AMDGCN is the end.
 Prints a line of JSON per architecture: every product with its tile and the shared memory that it takes, that of the
-others, and how many bytes the cast reads at once (sm90).
+others, and for sm90 how many bytes the cast reads at once, who waits for earlier kernels, and what the assembler says.
 """
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
 import re
@@ -29,6 +31,8 @@ TYPES = {"TYPE_0": triton.language.float32, "TYPE_1": triton.language.bfloat16, 
 
 
 waits = {}  # name of a kernel -> whether all its binaries for sm90 wait for kernels that were launched before
+spilled = {}  # name of a kernel -> the most bytes of registers that the assembler stores elsewhere in one of them
+serialized = {}  # name of a kernel -> why products wait for each other in one of them
 
 
 def end_with_text(backend=None, stages=None, *_):
@@ -64,10 +68,20 @@ def compiled(arch: str, kernel, arguments: dict, even: bool | None = None, **opt
             signature[name], constants[(place,)] = "constexpr", getattr(value, "value", value)
     kind = GluonASTSource if function.is_gluon() else ASTSource
     source = kind(fn=function, signature=signature, constexprs=constants, attrs=hints)
-    made = triton.compile(source, target=GPUTarget(*TARGETS[arch]), options=options)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        made = triton.compile(source, target=GPUTarget(*TARGETS[arch]), options=options)
     if arch == "sm90":
-        waits[kernel.__name__] = waits.get(kernel.__name__, True) and "griddepcontrol.wait" in made.asm["ptx"]
+        _note(kernel.__name__, made.asm["ptx"], said.getvalue())
     return made
+
+
+def _note(name: str, ptx: str, said: str) -> None:
+    """Keep what is to be known of a binary; the assembler says nothing of one that is in the cache."""
+    waits[name] = waits.get(name, True) and "griddepcontrol.wait" in ptx
+    for stored in re.findall(r"(\d+) bytes spill stores", said):
+        spilled[name] = max(spilled.get(name, 0), int(stored))
+    for reason in re.findall(r"wgmma.mma_async instructions are serialized due to .*", said):
+        serialized[name] = reason
 
 
 def products(arch: str):
@@ -275,11 +289,12 @@ def cast_bytes(even: int) -> int:
 def everything(arch: str, shared: int) -> dict:
     """Compile all of it for an architecture with so much shared memory."""
     triton.knobs.runtime.add_stages_inspection_hook = None if arch == "sm90" else end_with_text
+    triton.knobs.nvidia.dump_ptxas_log = True
     found = {"arch": arch, "products": [{**entry, "shared_bytes": taken} for entry, taken in products(arch)],
              "others": list(others(arch, shared))}
     if arch == "sm90" and "--uneven" not in sys.argv:
         found["cast_bytes"] = {even: cast_bytes(even) for even in (1, 4, 8, 16)}
-        found["waits"] = waits
+        found |= {"waits": waits, "spilled": spilled, "serialized": serialized}
     return found
 
 
