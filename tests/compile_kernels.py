@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from tests.hasty import hasty_kernel
 from tests.ranks import part
 
 # sm86 runs the code of sm80: Triton writes the same for it but for the target's name. What differs is the launches.
@@ -294,6 +295,7 @@ def everything(arch: str, shared: int) -> dict:
              "others": list(others(arch, shared))}
     if arch == "sm90" and "--uneven" not in sys.argv:
         found["cast_bytes"] = {even: cast_bytes(even) for even in (1, 4, 8, 16)}
+        compile_for(arch, hasty_kernel, {"out": "*fp32"}, num_warps=4)
         found |= {"waits": waits, "spilled": spilled, "serialized": serialized}
     return found
 
