@@ -68,11 +68,10 @@ def test_every_kernel_compiles(tmp_path, sizes):
             by_tma = "single_kernel pingpong_kernel cooperative_kernel raw_kernel _tma_kernel".split()
             early = by_tma + "resident_kernel _cast_kernel _norm_kernel _raw_norm_kernel".split()
             assert all(map(found["waits"].get, early)), "launched programmatically, and does not wait"
-            triton = importlib.metadata.version("triton")
-            waiting = {"hasty_kernel"} | ({"_chain_kernel"} if triton.startswith("3.8.") else set())
-            assert set(found["serialized"]) == waiting, "products wait for each other"
-            spilled = [found["spilled"][name] for name in by_tma]
-            assert not any(spilled) or not triton.startswith("3.6."), "what spills comes back from L2"
+            assert set(found["serialized"]) == {"hasty_kernel"}, "products wait for each other"
+            if importlib.metadata.version("triton").startswith("3.6."):  # others spill more
+                spilled, most = found["spilled"], {"_chain_kernel": 160, "resident_kernel": 40}
+                assert all(spilled[name] <= most.get(name, 0) for name in [*by_tma, *most]), "it comes back from L2"
 
 
 def test_the_nearest_entry_is_taken_in_powers_of_two(tiles):

@@ -73,23 +73,40 @@ def _chain_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: gl.c
     X, tiles = (), ()  # of memory in one piece the compiler would not know what is read where
     for piece in gl.static_range(PIECES + 3):
         if piece < PIECES:
-            X = X + (gl.allocate_shared_memory(DTYPE, [WIDTH, SIDE] if TURNED else [SIDE, WIDTH], swizzled),)
+            X = X + (gl.allocate_shared_memory(DTYPE, [1, WIDTH, SIDE] if TURNED else [1, SIDE, WIDTH], swizzled),)
         else:
-            tiles = tiles + (gl.allocate_shared_memory(DTYPE, [SIDE, SIDE], swizzled),)
-    A, zero = _begin(U + matrix * u_strides[0], u_strides, n, m, eps, X, WIDE, TURNED, SIDE, WIDTH, PIECES, KEPT, FROM)
+            tiles = tiles + (gl.allocate_shared_memory(DTYPE, [1, SIDE, SIDE], swizzled),)
+    A, zero = _begin(U + matrix * u_strides[0], u_strides, n, m, eps, _afresh(X, m, 0, PIECES, TURNED), WIDE, SIDE,
+                     WIDTH, PIECES, KEPT, FROM)
     Q = A
     for step in gl.static_range(STEPS):
+        squares = _afresh(tiles, m, 2 * step + 1, 3, False)
         if (FIRSTS >> step) % 2 == 1:
-            _show(A, tiles[0])
-        A, Q = _step(A, Q, tiles, triples, zero, step, FIRSTS)
+            _show(A, squares[0])
+        A, Q = _step(A, Q, squares, triples, zero, step, FIRSTS)
         if (FIRSTS >> (step + 1)) % 2 == 1 and step + 1 < STEPS:
-            A = _restart(Q, X, TURNED, PIECES, narrow)
-    _finish(Q, X, out + matrix * out_strides[0], out_strides, n, m, TURNED, PIECES, narrow, SIDE, WIDTH, TO)
+            A = _restart(Q, _afresh(X, m, 2 * step + 2, PIECES, TURNED), PIECES, narrow)
+    _finish(Q, _afresh(X, m, 2 * STEPS + 1, PIECES, TURNED), out + matrix * out_strides[0], out_strides, n, m, PIECES,
+            narrow, SIDE, WIDTH, TO)
 
 
 @gluon_jit
-def _begin(start, strides, n, m, eps, X, WIDE: gl.constexpr, TURNED: gl.constexpr, SIDE: gl.constexpr,
-           WIDTH: gl.constexpr, PIECES: gl.constexpr, KEPT: gl.constexpr, layout: gl.constexpr):
+def _afresh(memory, m, phase: gl.constexpr, COUNT: gl.constexpr, TURNED: gl.constexpr):
+    """Matrices in shared memory, transposed if they lie TURNED, for a phase. The compiler does not know that m is less
+    than 1 << 10, which is why it keeps no addresses for the next phase; it would need more registers than there are.
+    """
+    views = ()
+    for k in gl.static_range(COUNT):
+        view = memory[k].index(m >> (10 + phase))
+        if TURNED:
+            view = view.permute([1, 0])
+        views = views + (view,)
+    return views
+
+
+@gluon_jit
+def _begin(start, strides, n, m, eps, X, WIDE: gl.constexpr, SIDE: gl.constexpr, WIDTH: gl.constexpr,
+           PIECES: gl.constexpr, KEPT: gl.constexpr, layout: gl.constexpr):
     """X <- U scaled and cast; return X X^T, and a zero of which the compiler does not know. The first pieces are read
     once, the others again after the sum of squares.
     """
@@ -104,9 +121,8 @@ def _begin(start, strides, n, m, eps, X, WIDE: gl.constexpr, TURNED: gl.constexp
     for piece in gl.static_range(PIECES):
         if piece + KEPT < PIECES:
             pieces = pieces + (_read(start, strides, piece + KEPT, n, m, SIDE, WIDTH, layout),)
-        tile = _tile(X, piece, TURNED)
-        _show(rounded(_read_again(pieces[piece]).to(gl.float32) * unit * norm, tile.dtype), tile)
-        sums = multiply(tile, tile.permute([1, 0]), sums, use_acc=piece > 0, is_async=True)
+        _show(rounded(_again(pieces[piece]) * unit * norm, X[piece].dtype), X[piece])
+        sums = multiply(X[piece], X[piece].permute([1, 0]), sums, use_acc=piece > 0, is_async=True)
     return rounded(multiplied(0, deps=(sums,)), X[0].dtype), 0.0 * norm
 
 
@@ -160,15 +176,15 @@ def _step(A, Q, tiles, triples, zero, step: gl.constexpr, FIRSTS: gl.constexpr):
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     sums = gl.zeros(A.shape, gl.float32, mma)
     sums = multiply(gl.convert_layout(A, left), a_tile, sums, use_acc=False, is_async=True)
-    Z = rounded(c * multiplied(0, deps=(sums,)) + b * A.to(gl.float32), A.dtype)
+    Z = rounded(c * multiplied(0, deps=(sums,)) + b * _again(A), A.dtype)
     z = gl.convert_layout(Z, left)
     if LAST and FIRST:
-        Q = rounded(Z.to(gl.float32) + _diagonal(a, A), A.dtype)
+        Q = rounded(_again(Z) + _diagonal(a, A), A.dtype)
     elif LAST:
         sums = multiply(z, q_tile, _addends(Q, Z, q, a, SECOND), is_async=True)
         Q = rounded(multiplied(0, deps=(sums,)), A.dtype)
     else:
-        sums = multiply(z, a_tile, a * A.to(gl.float32), is_async=True)
+        sums = multiply(z, a_tile, a * _again(A), is_async=True)
         if not FIRST:
             follow = multiply(z, q_tile, _addends(Q, Z, q, a, SECOND), is_async=True)
         tile = tiles[2 if FIRST else 1]
@@ -176,7 +192,7 @@ def _step(A, Q, tiles, triples, zero, step: gl.constexpr, FIRSTS: gl.constexpr):
         T = rounded(multiplied(0 if FIRST else 1, deps=(sums,)), A.dtype)
         fence()
         barrier()
-        sums = multiply(gl.convert_layout(T, left), tile.permute([1, 0]), a * T.to(gl.float32), is_async=True)
+        sums = multiply(gl.convert_layout(T, left), tile.permute([1, 0]), a * _again(T), is_async=True)
         if FIRST:
             Q = Z
         else:
@@ -191,32 +207,31 @@ def _step(A, Q, tiles, triples, zero, step: gl.constexpr, FIRSTS: gl.constexpr):
 @gluon_jit
 def _addends(Q, Z, q, a, SECOND: gl.constexpr):
     """a Q, or what is added to Z Q for (Z + a I) (Q + q I)."""
-    sums = a * Q.to(gl.float32)
+    sums = a * _again(Q)
     if SECOND:
-        sums += q * Z.to(gl.float32) + _diagonal(q * a, Q)
+        sums += q * _again(Z) + _diagonal(q * a, Q)
     return sums
 
 
 @gluon_jit
-def _restart(Q, X, TURNED: gl.constexpr, PIECES: gl.constexpr, narrow: gl.constexpr):
+def _restart(Q, X, PIECES: gl.constexpr, narrow: gl.constexpr):
     """X <- Q X; return X X^T."""
     q = gl.convert_layout(Q, gl.DotOperandLayout(0, narrow, 2))
     sums = gl.full(Q.shape, 0.0, gl.float32, Q.type.layout)
-    products = (_product(q, X, 0, TURNED, narrow),)
+    products = (_product(q, X[0], narrow),)
     for piece in gl.static_range(PIECES):
         if piece + 1 < PIECES:
-            products = products + (_product(q, X, piece + 1, TURNED, narrow),)
+            products = products + (_product(q, X[piece + 1], narrow),)
         x = rounded(multiplied((piece > 0) + (piece + 1 < PIECES), deps=(products[piece],)), Q.dtype)
-        tile = _tile(X, piece, TURNED)
         barrier()
-        _show(x, tile)
-        sums = multiply(tile, tile.permute([1, 0]), sums, use_acc=piece > 0, is_async=True)
+        _show(x, X[piece])
+        sums = multiply(X[piece], X[piece].permute([1, 0]), sums, use_acc=piece > 0, is_async=True)
     return rounded(multiplied(0, deps=(sums,)), Q.dtype)
 
 
 @gluon_jit
-def _finish(Q, X, start, strides, n, m, TURNED: gl.constexpr, PIECES: gl.constexpr, narrow: gl.constexpr,
-            SIDE: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+def _finish(Q, X, start, strides, n, m, PIECES: gl.constexpr, narrow: gl.constexpr, SIDE: gl.constexpr,
+            WIDTH: gl.constexpr, layout: gl.constexpr):
     """Store Q X, through shared memory where it can be read in lines."""
     DTYPE: gl.constexpr = start.dtype.element_ty
     OUT_TURNED: gl.constexpr = layout.order[0] == 0
@@ -224,11 +239,13 @@ def _finish(Q, X, start, strides, n, m, TURNED: gl.constexpr, PIECES: gl.constex
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, rank=2)
     stages = (gl.allocate_shared_memory(DTYPE, shape, swizzled), gl.allocate_shared_memory(DTYPE, shape, swizzled))
     q = gl.convert_layout(Q, gl.DotOperandLayout(0, narrow, 2))
-    products = (_product(q, X, 0, TURNED, narrow),)
+    products = (_product(q, X[0], narrow),)
     for piece in gl.static_range(PIECES):
         if piece + 1 < PIECES:
-            products = products + (_product(q, X, piece + 1, TURNED, narrow),)
-        tile = _tile(stages, piece % 2, OUT_TURNED)
+            products = products + (_product(q, X[piece + 1], narrow),)
+        tile = stages[piece % 2]
+        if OUT_TURNED:
+            tile = tile.permute([1, 0])
         tile.store(rounded(multiplied(piece + 1 < PIECES, deps=(products[piece],)), DTYPE))
         barrier()
         at, inside = _place(start, strides, piece, n, m, SIDE, WIDTH, layout)
@@ -236,19 +253,9 @@ def _finish(Q, X, start, strides, n, m, TURNED: gl.constexpr, PIECES: gl.constex
 
 
 @gluon_jit
-def _product(q, X, piece: gl.constexpr, TURNED: gl.constexpr, narrow: gl.constexpr):
+def _product(q, piece, narrow: gl.constexpr):
     """Begin to multiply a piece of X."""
-    tile = _tile(X, piece, TURNED)
-    return multiply(q, tile, gl.full(tile.shape, 0.0, gl.float32, narrow), use_acc=False, is_async=True)
-
-
-@gluon_jit
-def _tile(X, piece: gl.constexpr, TURNED: gl.constexpr):
-    """A piece of X, which is stored transposed if TURNED."""
-    tile = X[piece]
-    if TURNED:
-        tile = tile.permute([1, 0])
-    return tile
+    return multiply(q, piece, gl.full(piece.shape, 0.0, gl.float32, narrow), use_acc=False, is_async=True)
 
 
 @gluon_jit
@@ -267,10 +274,10 @@ def _read(start, strides, piece, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr, 
 
 
 @gluon_jit
-def _read_again(u):
-    """The same numbers, of which the compiler keeps no fp32 copies."""
+def _again(u):
+    """The same numbers in fp32, of which the compiler keeps no copies."""
     EACH: gl.constexpr = 32 // u.dtype.primitive_bitwidth
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [u], u.dtype, False, EACH)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [u], u.dtype, False, EACH).to(gl.float32)
 
 
 @gluon_jit

@@ -33,7 +33,6 @@ def resident_kernel(a, z, one_box, other_box, one_half, other_half, one, other, 
     mbarrier.init(staged.index(1), count=1)
     fence()
     gdc_wait()
-    gdc_launch_dependents()
     matrix = gl.program_id(0)
     kept = one + matrix.to(gl.int64) * apart, other + matrix.to(gl.int64) * apart, one_half, other_half
     work = a, z, one_box, other_box, kept, codes, factors, products, keep, matrix
@@ -67,6 +66,8 @@ def _products(work, room, WHO: gl.constexpr, SIDE: gl.constexpr):
     for number in range(products):
         code, at = gl.load(codes + number), factors + 5 * number  # before what has to be waited for
         f = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
+        if number == products - 1:  # not before: the next kernel's programs would wait where another stream's could run
+            gdc_launch_dependents()
         to, then = (code >> 2 & 1) * 3, code >> 8 & 7
         _stage(code, kept, staging, staged, matrix, 0, WHO, SIDE)
         _wait_for_others(written, number, WHO)
@@ -154,21 +155,19 @@ def _stage(code, kept, staging, staged, matrix, ROW: gl.constexpr, WHO: gl.const
 
 @gluon_jit
 def _finish(sums, code, f, flat, kept, staging, staged, ROW: gl.constexpr, WHO: gl.constexpr):
-    """Scale sums, add and round: half a square, from ROW on. In each branch by itself, for of a tensor that comes from
-    either of two the registers would be moved.
+    """Scale sums, add and round: half a square, from ROW on. In a loop, for long code has to be waited for; added in
+    each branch by itself, for of a tensor that comes from either of two the registers would be moved.
     """
     one, other, one_half, other_half = kept
     first, second = code >> 3 & 3, code >> 5 & 3
-    if first == 2:
-        sums = gl.fma(sums, f[0], f[2] * _kept(one, sums, staging, staged, ROW, WHO))
-    else:
-        sums = gl.fma(sums, f[0], f[2] * _part(flat.index(first * 3 + WHO), sums, ROW))
-    if second == 2:
-        sums += f[3] * _kept(other, sums, staging, staged, ROW, WHO)
-    elif second == 1:
-        sums += f[3] * _part(flat.index(3 + WHO), sums, ROW)
-    if (code >> 7 & 1) != 0:
-        sums += f[4] * _part(flat.index(WHO), sums, ROW)
+    for k in range(1 + (second != 0) + (code >> 7 & 1)):
+        place = gl.where(k == 0, first, gl.where(k == 1, second, 0))
+        alpha, beta = gl.where(k == 0, f[0], 1.0), gl.where(k == 0, f[2], gl.where(k == 1, f[3], f[4]))
+        if place == 2:
+            memory = gl.where(k == 0, one, other)
+            sums = gl.fma(sums, alpha, beta * _kept(memory, sums, staging, staged, ROW, WHO))
+        else:
+            sums = gl.fma(sums, alpha, beta * _part(flat.index(place * 3 + WHO), sums, ROW))
     if WHO != 1:
         if (code >> 13 & 1) != 0:
             sums = add_diagonal(sums, f[1], ROW, 0)
