@@ -6,14 +6,14 @@ matrices come from, or that there are other ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
 from .iteration import LARGE, iterate_all, most_of, takes
 from .kernels import ahead, capturing, here, look, on_chip, use_triton
 from .kernels.split import Split, memory_of
-from .kernels.tape import play
+from .kernels.tape import play, replay
 from .kernels.tiles import forced
 from .steps import ALL, F16, SMALL, Steps, is_number, steps_of
 
@@ -87,12 +87,32 @@ def check(X: torch.Tensor, eps: float = 0.0, dtype: torch.dtype | None = None) -
         raise ValueError(f"dtype={dtype!r} is not allowed: it must be one of {WIDE}, or None")
 
 
-def polar_factor(X: torch.Tensor, steps: Steps, eps: float, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the polar factor of every matrix of X (..., R, C), contiguous, in X's dtype; see `op.orthogonalize`."""
+def polar_factor(X: torch.Tensor, steps: Steps, eps: float, dtype: torch.dtype | None = None,
+                 given: Hashable = None) -> torch.Tensor:
+    """Return the polar factor of every matrix of X (..., R, C), contiguous, in X's dtype; see `op.orthogonalize`.
+    `given`: what the rest stands for, if `again` is to know it.
+    """
     out = torch.empty_like(X, memory_format=torch.contiguous_format)
     if X.numel():
-        _polar((X, out), lambda: [(_in_a_row(X), out.view(-1, *X.shape[-2:]))], (steps, eps, dtype), alone=True)
+        kind = _polar((X, out), lambda: [(_in_a_row(X), out.view(-1, *X.shape[-2:]))], (steps, eps, dtype), alone=True)
+        if given is not None and kind is not None and forced() is None:
+            _kinds[_again(X, given)] = kind
     return out
+
+
+def again(X: torch.Tensor, given: Hashable) -> torch.Tensor | None:
+    """Return the same for a tensor like one before, if that call's launches are on a tape, else None: what was found
+    good then, and what came of it, is not looked at again, which takes longer than a small matrix.
+    """
+    kind = _kinds.get(_again(X, given))
+    if kind is None or here.rehearsing or forced() or not use_triton(X.device) or capturing(X.device):
+        return None
+    out = torch.empty_like(X, memory_format=torch.contiguous_format)
+    return out if replay(kind, kind.room(X.device), (X, out)) else None
+
+
+def _again(X, given) -> tuple:
+    return given, X.dtype, X.shape, X.stride(), X.data_ptr() % 16, X.get_device()
 
 
 def _in_a_row(X):
@@ -155,16 +175,20 @@ class _Kind:
     """
 
     def __init__(self, sizes):
-        self.sizes = sizes
+        self.sizes, self.nbytes = sizes, sum(sizes)
+
+    def room(self, device) -> tuple:
+        """New memory of so many bytes, if it is any."""
+        return (torch.empty(self.nbytes, dtype=torch.uint8, device=device),) if self.nbytes else ()
 
 
-_kinds: dict = {}  # what decides about launches -> _Kind
+_kinds: dict = {}  # what decides about launches, or is given with a tensor -> _Kind
 
 
 def _polar(tensors, pairs, options, memory=None, alone=False):
     """Orthogonalize each U into its out, which may be U: `pairs()` of views of `tensors`. Only launches write to out,
     so a rehearsal leaves it alone. `options`: steps, eps and dtype; `alone`: one stack, whose out is new, and others
-    that are akin may well follow.
+    that are akin may well follow. Return what stands for such calls, None where they are no launches to be repeated.
     """
     device = tensors[0].device
     if not use_triton(device) or capturing(device):  # in a graph stacks are side by side, which no tape holds
@@ -174,13 +198,14 @@ def _polar(tensors, pairs, options, memory=None, alone=False):
     if here.rehearsing:
         return _launch(pairs(), options, memory)
     sizes = kind.sizes if memory is None else kind.sizes[3:]
-    new = torch.empty(sum(sizes), dtype=torch.uint8, device=device) if any(sizes) else None
+    new = (torch.empty(sum(sizes), dtype=torch.uint8, device=device),) if any(sizes) else ()
 
     def launch():
-        *own, room = [None] * len(sizes) if new is None else new.split(sizes)
+        *own, room = new[0].split(sizes) if new else [None] * len(sizes)
         _launch(pairs(), options, memory or own, room)
 
-    play(kind, (*(memory or ()), *(() if new is None else (new,))), [*map(memory_of, tensors)], launch)
+    play(kind, (*(memory or ()), *new), [*map(memory_of, tensors)], launch)
+    return kind
 
 
 def _make_known(key, pairs, options, memory, alone) -> _Kind:

@@ -44,17 +44,35 @@ def play(kind: Hashable, memory: Sequence[torch.Tensor], tensors: Sequence[torch
     All that it does on the device are launches by `jit.launch`, on `tensors` from their first element on, on views of
     `memory`, flat tensors that often lie where they lay, and on lasting tensors.
     """
-    starts, device = [t.data_ptr() for t in tensors], (*memory, *tensors)[0].device
-    key = kind, device.index, tuple(m.data_ptr() for m in memory), tuple(map(starts.index, starts))
+    if not replay(kind, memory, tensors):
+        starts = _starts(tensors)
+        _record(_key(kind, memory, tensors, starts), memory, starts, work)
+
+
+def replay(kind: Hashable, memory: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
+    """Do the same, if it is on a tape; say whether it was."""
+    starts = _starts(tensors)
+    key = _key(kind, memory, tensors, starts)
     tape = _tapes.get(key)
     if tape is None or _hooked():
-        return _record(key, memory, starts, work)
+        return False
     try:  # contextlib.suppress takes longer
         _tapes.move_to_end(key)
     except KeyError:  # another thread has just dropped it
         pass
-    for launcher, given in tape.given(_stream(device.index), starts, tensors):
+    for launcher, given in tape.given(_stream(key[1]), starts, tensors):
         launcher(*given)
+    return True
+
+
+def _starts(tensors) -> list:
+    return [t.data_ptr() for t in tensors]
+
+
+def _key(kind, memory, tensors, starts) -> tuple:
+    """What decides about a tape; lists are made faster than generators."""
+    device, room = (tensors or memory)[0].get_device(), tuple([m.data_ptr() for m in memory])
+    return kind, device, room, tuple([*map(starts.index, starts)])
 
 
 def _stream(device) -> int:
