@@ -32,6 +32,7 @@ TYPES = {"TYPE_0": triton.language.float32, "TYPE_1": triton.language.bfloat16, 
 
 
 waits = {}  # name of a kernel -> whether all its binaries for sm90 wait for kernels that were launched before
+reads_first = {}  # name of a kernel -> whether all its binaries for sm90 load before they let the next kernel begin
 spilled = {}  # name of a kernel -> the most bytes of registers that the assembler stores elsewhere in one of them
 serialized = {}  # name of a kernel -> why products wait for each other in one of them
 
@@ -79,6 +80,7 @@ def compiled(arch: str, kernel, arguments: dict, even: bool | None = None, **opt
 def _note(name: str, ptx: str, said: str) -> None:
     """Keep what is to be known of a binary; the assembler says nothing of one that is in the cache."""
     waits[name] = waits.get(name, True) and "griddepcontrol.wait" in ptx
+    reads_first[name] = reads_first.get(name, True) and -1 < ptx.find("ld.global") < ptx.find("launch_dependents")
     for stored in re.findall(r"(\d+) bytes spill stores", said):
         spilled[name] = max(spilled.get(name, 0), int(stored))
     for reason in re.findall(r"wgmma.mma_async instructions are serialized due to .*", said):
@@ -296,7 +298,7 @@ def everything(arch: str, shared: int) -> dict:
     if arch == "sm90" and "--uneven" not in sys.argv:
         found["cast_bytes"] = {even: cast_bytes(even) for even in (1, 4, 8, 16)}
         compile_for(arch, hasty_kernel, {"out": "*fp32"}, num_warps=4)
-        found |= {"waits": waits, "spilled": spilled, "serialized": serialized}
+        found |= {"waits": waits, "reads_first": reads_first, "spilled": spilled, "serialized": serialized}
     return found
 
 

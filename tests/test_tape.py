@@ -166,6 +166,24 @@ def test_work_without_launches_is_done_again(tape):
     assert len(done) == 3
 
 
+def test_from_the_third_call_on_nothing_is_looked_at(tape, part, optimizer, monkeypatch):
+    """The second is the first that comes from a tape; matrices that are copied first are on none, and always looked at.
+    """
+    polar, calls, looked = part("polar"), [], []
+    paths.forget(polar, monkeypatch)
+    monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
+    monkeypatch.setattr(polar, "_launch", lambda pairs, *_: tape.note(Kernel(calls), 1, pairs[0]))
+    monkeypatch.setattr(polar, "check", lambda *_: looked.append(1))
+    polar_of = functools.partial(optimizer.orthogonalize, dtype=torch.float16)  # so small, it takes no memory
+    X, apart = torch.randn(2, 3, 8, 32), torch.randn(3, 2, 8, 32).transpose(0, 1)
+    found = [polar_of(X) for _ in range(4)]
+    assert len(looked) == 2 and len(calls) == 3 and len({O.data_ptr() for O in found}) == 4
+    assert [call[-2:] for call in calls] == [(X.data_ptr(), O.data_ptr()) for O in found[1:]]
+    for _ in range(4):
+        polar_of(apart)
+    assert len(looked) == 6 and len(calls) == 3 and len(polar._kinds) == 3
+
+
 @pytest.mark.parametrize("kernel", [Kernel([], scratch=16), SimpleNamespace(), None])
 def test_what_cannot_be_called_so_is_done_as_before(tape, kernel):
     """Kernels with scratch memory, another kind of launcher, Triton's interpreter."""

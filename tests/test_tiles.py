@@ -68,6 +68,7 @@ def test_every_kernel_compiles(tmp_path, sizes):
             by_tma = "single_kernel pingpong_kernel cooperative_kernel raw_kernel _tma_kernel".split()
             early = by_tma + "resident_kernel _cast_kernel _norm_kernel _raw_norm_kernel".split()
             assert all(map(found["waits"].get, early)), "launched programmatically, and does not wait"
+            assert found["reads_first"]["resident_kernel"], "the next kernel would hold processors all the time"
             assert set(found["serialized"]) == {"hasty_kernel"}, "products wait for each other"
             if importlib.metadata.version("triton").startswith("3.6."):  # others spill more
                 spilled, most = found["spilled"], {"_chain_kernel": 160, "resident_kernel": 40}

@@ -41,11 +41,6 @@ def _no_gradient(context, gradient):
     raise NotImplementedError("orthogonalize has no gradient; call it on X.detach() or under torch.no_grad()")
 
 
-def _no_tangents() -> bool:
-    """Say whether forward mode is off; not where this torch does not tell."""
-    return getattr(forward_ad, "_current_level", 0) < 0
-
-
 def _check_tangent(X):
     """The operator would drop a tangent, which is a zero derivative without a word; dynamo cannot look for one."""
     if not torch.compiler.is_compiling() and forward_ad.unpack_dual(X).tangent is not None:
@@ -93,12 +88,13 @@ def _is_plain_tensor(X) -> bool:
 
 
 def _is_plain(X) -> bool:
-    """Say whether the operator would do nothing but compute: no gradient, compiler, tracer, transform, mode or kind of
-    tensor is there to see it. The way through torch's dispatcher takes longer than a small matrix.
+    """Say whether the operator would do nothing but compute: no gradient, tangent, compiler, tracer, transform, mode or
+    kind of tensor is there to see it. The way through torch's dispatcher takes longer than a small matrix.
     """
     return (not torch.compiler.is_compiling() and _plain is not None and type(X) is torch.Tensor
             and not X.requires_grad and torch._C._dispatch_tls_local_include_set().raw_repr() == _plain
             and not torch._C._len_torch_function_stack()
+            and getattr(forward_ad, "_current_level", 0) < 0
             and _is_plain_tensor(X))
 
 
@@ -117,7 +113,7 @@ def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_expr
     """
     given = ns_coefficients, ns_steps, eps, dtype
     plain = _is_plain(X)
-    usual = plain and type(ns_coefficients) is str and type(ns_steps) is int and type(eps) is float and _no_tangents()
+    usual = plain and (type(ns_coefficients), type(ns_steps), type(eps)) == (str, int, float)  # True is no 1 here
     if usual and not _is_elsewhere(X) and (out := polar.again(X, given)) is not None:
         return out
     polar.check(X, eps, dtype)

@@ -96,7 +96,7 @@ def polar_factor(X: torch.Tensor, steps: Steps, eps: float, dtype: torch.dtype |
     if X.numel():
         kind = _polar((X, out), lambda: [(_in_a_row(X), out.view(-1, *X.shape[-2:]))], (steps, eps, dtype), alone=True)
         if given is not None and kind is not None and forced() is None:
-            _kinds[_again(X, given)] = kind
+            _remember(_again(X, given), kind)
     return out
 
 
@@ -108,7 +108,7 @@ def again(X: torch.Tensor, given: Hashable) -> torch.Tensor | None:
     if kind is None or here.rehearsing or forced() or not use_triton(X.device) or capturing(X.device):
         return None
     out = torch.empty_like(X, memory_format=torch.contiguous_format)
-    return out if replay(kind, kind.room(X.device), (X, out)) else None
+    return out if replay(kind, _room(kind.sizes, X.device), (X, out)) else None
 
 
 def _again(X, given) -> tuple:
@@ -175,11 +175,7 @@ class _Kind:
     """
 
     def __init__(self, sizes):
-        self.sizes, self.nbytes = sizes, sum(sizes)
-
-    def room(self, device) -> tuple:
-        """New memory of so many bytes, if it is any."""
-        return (torch.empty(self.nbytes, dtype=torch.uint8, device=device),) if self.nbytes else ()
+        self.sizes = sizes
 
 
 _kinds: dict = {}  # what decides about launches, or is given with a tensor -> _Kind
@@ -188,7 +184,7 @@ _kinds: dict = {}  # what decides about launches, or is given with a tensor -> _
 def _polar(tensors, pairs, options, memory=None, alone=False):
     """Orthogonalize each U into its out, which may be U: `pairs()` of views of `tensors`. Only launches write to out,
     so a rehearsal leaves it alone. `options`: steps, eps and dtype; `alone`: one stack, whose out is new, and others
-    that are akin may well follow. Return what stands for such calls, None where they are no launches to be repeated.
+    that are akin may well follow. Return what stands for such calls, if this one came from a tape.
     """
     device = tensors[0].device
     if not use_triton(device) or capturing(device):  # in a graph stacks are side by side, which no tape holds
@@ -198,25 +194,34 @@ def _polar(tensors, pairs, options, memory=None, alone=False):
     if here.rehearsing:
         return _launch(pairs(), options, memory)
     sizes = kind.sizes if memory is None else kind.sizes[3:]
-    new = (torch.empty(sum(sizes), dtype=torch.uint8, device=device),) if any(sizes) else ()
+    new = _room(sizes, device)
 
     def launch():
         *own, room = new[0].split(sizes) if new else [None] * len(sizes)
         _launch(pairs(), options, memory or own, room)
 
-    play(kind, (*(memory or ()), *new), [*map(memory_of, tensors)], launch)
-    return kind
+    return kind if play(kind, (*(memory or ()), *new), [*map(memory_of, tensors)], launch) else None
+
+
+def _room(sizes, device) -> tuple:
+    """New memory of so many bytes, if it is any."""
+    nbytes = sum(sizes)
+    return (torch.empty(nbytes, dtype=torch.uint8, device=device),) if nbytes else ()
 
 
 def _make_known(key, pairs, options, memory, alone) -> _Kind:
     """Rehearse the first call of a kind."""
     likely = functools.partial(_launch_akin, pairs[0][1], options) if alone else None
     ahead.rehearse(pairs[0][0].device, lambda: _launch(pairs, options, memory), likely)
-    if len(_kinds) >= KEPT:
-        _kinds.clear()
     chips, stacks, own = _sorted(pairs, options)
     room = max((on_chip.takes(U, own, len(options[0].triples)) for U, _ in chips), default=0)
-    kind = _kinds[key] = _Kind((*most_of(stacks, own.itemsize), room))
+    return _remember(key, _Kind((*most_of(stacks, own.itemsize), room)))
+
+
+def _remember(key, kind) -> _Kind:
+    if len(_kinds) >= KEPT:
+        _kinds.clear()
+    _kinds[key] = kind
     return kind
 
 

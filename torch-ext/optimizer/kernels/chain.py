@@ -18,7 +18,7 @@ from .tiles import architecture
 
 gl = fence = barrier = multiply = multiplied = None  # Gluon's language, put here by gluon_jit
 SIDE, LONGEST = 128, 512  # short side, and long side
-MOST_STEPS = 10  # each is compiled for itself
+MOST_STEPS = 10  # each is compiled for itself; `_afresh` has no addresses for more
 WIDTH = 64  # columns of X that are multiplied at a time
 KEPT = {2: 8, 4: 4}  # pieces of so many columns that stay in registers between norm and cast, by element size
 

@@ -38,15 +38,17 @@ class _Tape:
 
 
 def play(kind: Hashable, memory: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor],
-         work: Callable[[], None]) -> None:
-    """Do `work()`, which `kind` describes whole, but for addresses.
+         work: Callable[[], None]) -> bool:
+    """Do `work()`, which `kind` describes whole, but for addresses. Return whether it was on a tape.
 
     All that it does on the device are launches by `jit.launch`, on `tensors` from their first element on, on views of
     `memory`, flat tensors that often lie where they lay, and on lasting tensors.
     """
-    if not replay(kind, memory, tensors):
+    played = replay(kind, memory, tensors)
+    if not played:
         starts = _starts(tensors)
         _record(_key(kind, memory, tensors, starts), memory, starts, work)
+    return played
 
 
 def replay(kind: Hashable, memory: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
