@@ -188,12 +188,12 @@ def raw(tile) -> int:
     return compile_for("sm90", part("kernels.raw").raw_kernel, arguments, num_warps=4)
 
 
-def resident() -> int:
-    """Compile what follows Gram matrices that stay in shared memory."""
+def resident(dtype: str) -> int:
+    """Compile what follows matrices in dtype whose Gram matrices stay in shared memory."""
     squares, halves = GLUON.format("fp16", 128, 128), GLUON.format("fp16", 64, 128)
     arguments = dict.fromkeys(("a", "z", "one_box", "other_box"), squares) | dict(
-        one_half=halves, other_half=halves, one="*fp16", other="*fp16", apart="i32", codes="*i32", factors="*fp32",
-        products="i32", keep="i32")
+        x=GLUON.format(dtype, 256, 64), one_half=halves, other_half=halves, one="*fp16", other="*fp16", apart="i32",
+        scales="*fp32", steps="i32", codes="*i32", factors="*fp32", products="i32", keep="i32", EARLY=dtype == "bf16")
     return compile_for("sm90", part("kernels.resident_sm90").resident_kernel, arguments, num_warps=4)
 
 
@@ -245,7 +245,7 @@ def others(arch: str, shared: int):
         for U, turned in (("*bf16", False), ("*bf16", True), ("*fp32", False), ("*fp32", True)):
             yield whole(U, turned)
         yield from map(raw, part("kernels.launches").RAW)
-        yield resident()
+        yield from map(resident, ("fp16", "bf16"))
 
 
 def small(arch: str, shared: int, side: int, U: str):

@@ -1,5 +1,5 @@
-"""What follows Gram matrices that stay on one processor: its programs, and on an H100 or an H200 the bits of launches.
-`tests/test_tiles.py` compiles the kernel without one.
+"""Gram matrices that stay on one processor, and what follows them: programs, who takes them so, and on an H100 or an
+H200 the bits of launches. `tests/test_tiles.py` compiles the kernel without one.
 """
 from __future__ import annotations
 
@@ -108,6 +108,28 @@ def test_who_goes_through_it(resident, part, monkeypatch):
     assert not fits(80, 256, three, pair)
 
 
+@pytest.mark.parametrize("name, sides, whole", [
+    ("polar_express", [48], True), ("polar_express", [48, 64], False), ("turbo", [64], False)], ids=str)
+def test_gram_matrices_of_one_long_side_are_computed_there(resident, part, monkeypatch, name, sides, whole):
+    """Of several long sides, or where rows are to be scaled first (AOL), launches make them."""
+    iteration, steps = part("iteration"), part("steps").steps_of(name)
+    U = [torch.randn(3, 16, m) for m in sides]
+    expected, results, calls = [torch.empty_like(u) for u in U], [torch.empty_like(u) for u in U], []
+    iteration.iterate([*zip(U, expected)], steps, 1e-7, torch.float32, 3)
+
+    def follow(segment, pair, A, Q, Z, T, long):
+        calls.append(long is not None)
+        if long is not None:
+            A.fill_(float("nan"))
+            part("kernels.gram").gram(long[0], A, long[1])
+        return iteration._follow(segment, pair, A, Q, Z, T)
+
+    monkeypatch.setattr(resident, "fits", lambda A, Q, segment, pair: len(segment) > 1)
+    monkeypatch.setattr(resident, "follow", follow)
+    iteration.iterate([*zip(U, results)], steps, 1e-7, torch.float32, 3)
+    assert calls[0] == whole and all(map(torch.equal, results, expected))
+
+
 @pytest.mark.parametrize("n", [193, 200, 256])
 def test_what_a_launch_is_told(resident, part, monkeypatch, n):
     """Without a GPU: each argument has its place, and what is kept lies in the memory of its own matrix."""
@@ -131,6 +153,14 @@ def test_what_a_launch_is_told(resident, part, monkeypatch, n):
             assert told[name] is base is box.base is half.base and half.block_shape == [1, 64, 128]
             assert box.shape == half.shape == [3, 384, 128] and box.strides == [told["apart"], 128, 1]
         assert told["apart"] == A.stride(0) >= 384 * 128 and told["products"] == len(told["codes"])
+        assert (told["x"].base, told["steps"], told["EARLY"]) == (A, 0, False), "nothing is multiplied"
+    for dtype, scales in ((F16, None), (BF16, torch.ones(3))):
+        X = torch.empty(3, n, 320, dtype=dtype)[..., :300]
+        resident.follow(*segments(part, "polar_express", n)[0], A, Q, Z, T, (X, scales))
+        told = dict(zip(names, launched.pop()[2:]))
+        assert told["x"].base is X and told["x"].block_shape == [1, 256, 64] and told["steps"] == 5
+        assert told["EARLY"] == (dtype == BF16), "what was cast or multiplied is by the launch before"
+        assert told["a"].base is A and (told["scales"] is scales if dtype == BF16 else torch.all(told["scales"] == 1))
 
 
 @on_gpu
@@ -155,14 +185,38 @@ def test_the_bits_are_those_of_launches(taken, resident, part, N, n, name):
 
 
 @on_gpu
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("N, n, m", [(3, 193, 200), (140, 240, 1000), (2, 256, 320), (64, 256, 768), (1, 255, 8)])
+def test_gram_matrices_have_the_bits_of_launches(taken, resident, part, N, n, m, dtype):
+    torch.manual_seed(m)
+    X, scales = torch.zeros(N, n, m + -m % 64, device="cuda", dtype=dtype)[..., :m], torch.rand(N, device="cuda")
+    X.normal_()
+    scales /= torch.linalg.matrix_norm(X.float())
+    X[-1, 2, 3] = float("nan") if N > 2 else 1.0
+    scales[0] *= -1.0 if N > 1 else 1.0
+    for segment, pair in segments(part, "polar_express", n):
+        A, Q, Z, T = rooms(part, N, n)
+        A.copy_(grams(N, n, 0.5, "cuda"))
+        given = A.clone()
+        expected = part("iteration")._follow(segment, pair, part("kernels.gram").gram(X, A, scales), Q, Z, T)[0].clone()
+        for _ in range(3):
+            squares = rooms(part, N, n)
+            squares[0].copy_(given)
+            result, *_ = resident.follow(segment, pair, *squares, (X, scales))
+            torch.testing.assert_close(result, expected, rtol=0.0, atol=0.0, equal_nan=True)
+    assert taken and (N < 3 or expected[-1].isnan().any()) and expected[0].isfinite().all()
+
+
+@on_gpu
 @pytest.mark.parametrize("shape", [(140, 256, 512), (95, 200, 640), (93, 700, 256)], ids=str)
 def test_bits_do_not_depend_on_the_batch(taken, part, shape):
     polar = part("polar")
     X = torch.randn(shape, device="cuda").to(BF16)
     X[7], X[5, 2, 3], X[9] = X[0], float("nan"), 0.0
+    X[11:13] *= torch.tensor([2.0**70, 2.0**-70], device="cuda").view(2, 1, 1)
     whole = polar.orthogonalize(X)
     assert taken and torch.equal(whole[7], whole[0]) and not whole[9].any()
-    assert whole[5].isnan().any() and whole[[0, 4, 6, 10]].isfinite().all()
+    assert whole[5].isnan().any() and whole[[0, 4, 6, 10, 11, 12]].isfinite().all()
     others = [i for i in range(shape[0]) if i != 5]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(part("kernels.resident"), "FROM", 1000)

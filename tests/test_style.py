@@ -34,6 +34,7 @@ LAYERS = [
     ["kernels.split", "kernels.table"],
     ["kernels.ring"],
     ["kernels.strip"],
+    ["kernels.squares"],
     ["kernels.pingpong", "kernels.cooperative", "kernels.single", "kernels.raw", "kernels.resident_sm90"],
     ["kernels.gram_sm90"],
     ["kernels.launches", "kernels.resident"],

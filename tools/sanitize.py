@@ -82,11 +82,13 @@ def raw(gram, device, n, m) -> None:
 
 
 def resident(device) -> None:
-    """What follows Gram matrices that stay in shared memory, of a pair and of a step before one."""
+    """Gram matrices that stay in shared memory, and what follows them: a pair, and a step before one."""
     steps = part("steps").steps_of("polar_express")
     for segment, pair in zip(steps.segments(), steps.pairs()):
         squares = [(1e-3 * torch.randn(2, 256, 256, device=device)).to(HALF)[:, :200, :200] for _ in range(4)]
         part("kernels.resident").follow(segment, pair, *squares)
+        for dtype in (HALF, torch.bfloat16):
+            part("kernels.resident").follow(segment, pair, *squares, (padded(2, 200, 500, dtype, device), None))
 
 
 @contextlib.contextmanager

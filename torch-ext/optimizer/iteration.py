@@ -140,11 +140,8 @@ def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=No
     lengths, row_scales = _factors(rooms[1].memory, *squares[0].shape[:2]) if steps.aol else (None, None)
     for part in parts:
         part.begin(eps, factors, lengths)
-    _restart(parts)
-    if steps.aol:
-        aol(squares[0], lengths, row_scales)
     cut = dtype, most, n
-    P = _iteration(parts, squares, [*zip(steps.segments(*cut), steps.pairs(*cut))], row_scales)
+    P = _iteration(parts, squares, [*zip(steps.segments(*cut), steps.pairs(*cut))], lengths, row_scales)
     for part in parts:
         part.finish(P)
 
@@ -166,22 +163,30 @@ def _factors(memory, N, n):
     return lengths.view(N, 2, n), scales.view(N, n)
 
 
-def _iteration(parts, squares, segments, scales):
+def _iteration(parts, squares, segments, lengths, scales):
     """X <- Q X, segment by segment; return the last Q, yet to be applied.
 
     segments: triples, and the pair that the last two are taken as, or None. squares: A and Q, and for more than a step
-    at a time Z and T. scales (N, n): where A is already scaled (AOL) and X is not, else None.
+    at a time Z and T. scales (N, n): room for those of A (AOL), by the `lengths` of rows, which X has yet to get; None
+    where there are none.
     """
     A, Q, *others = squares
     for number, (segment, pair) in enumerate(segments):
         if number:
             _multiply(parts, Q, scales if number == 1 else None)
+        stays = resident.fits(A, Q, segment, pair)
+        scaled = not number and scales is not None
+        long = (parts[0].X, parts[0].scales) if stays and len(parts) == 1 and not scaled else None
+        if long is None:
+            _restart(parts)
+        if scaled:
+            aol(A, lengths, scales)
         if others and on_chip.follows(A):
             on_chip.follow(A, Q, segment)
         elif len(segment) == 1:
             _polynomial(A, segment[0], Q)
-        elif resident.fits(A, Q, segment, pair):
-            Q, *others = resident.follow(segment, pair, A, Q, *others)
+        elif stays:
+            Q, *others = resident.follow(segment, pair, A, Q, *others, long)
         else:
             Q, *others = _follow(segment, pair, A, Q, *others)
     _scale(parts, scales if len(segments) == 1 else None)
@@ -228,12 +233,11 @@ def _two_steps(pair, A, S, C, whole=True, end=True) -> None:
 
 
 def _multiply(parts, P, scales) -> None:
-    """X <- P X, or P D X with scales, D = diag(scales); A <- X X^T."""
+    """X <- P X, or P D X with scales, D = diag(scales)."""
     if scales is not None:
         scale_columns(P, scales)  # one pass over P, for X is larger
     for part in parts:
         part.multiply(P)
-    _restart(parts)
 
 
 def _scale(parts, scales) -> None:

@@ -7,14 +7,12 @@ in every bit. Must not know: what the products are used for.
 """
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from . import gram_sm90, jit, launches, look, tiles, use_triton
 from .gram_torch import gram_torch, product_torch, symmetric_product_torch
 from .split import Split, memory_of, rows_at, strides_of
-from .tape import knows_triton, lasting
+from .tape import knows_triton, ones
 
 tl = None  # Triton's language, put here by jit
 SIDE = 64  # of a tile of `linear`
@@ -108,7 +106,7 @@ def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0), more=None):
     columns_of_b = B.mT if op == "gram" else B  # a symmetric B holds its columns as rows
     key = (op, tiles.forced(), factors[1] != 0.0, look(A, B, out, *(C for C, _ in addends)))
     if more is None:
-        more = _ones(1 << len(A).bit_length(), A.device)
+        more = ones(1 << len(A).bit_length(), A.device)
     known = _known.get(key)
     if known is None:
         known = _known[key] = _choose(op, A, columns_of_b, out, addends, factors)
@@ -117,11 +115,6 @@ def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0), more=None):
     else:
         _launch_by_pointers(key, known, (A, B, out), addends, factors, more)
     return out
-
-
-@functools.cache
-def _ones(count, device):
-    return lasting(torch.ones(count, dtype=torch.float32, device="cpu"), device)
 
 
 def _choose(op, A, columns_of_b, out, addends, factors):

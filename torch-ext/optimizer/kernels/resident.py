@@ -1,5 +1,5 @@
-"""What follows Gram matrices of 193 to 256 rows, a matrix on one processor: from its first product to its last two
-matrices stay in shared memory, where a launch for each product would read and write all of them. For sm90.
+"""Gram matrices of 193 to 256 rows and what follows them, a matrix on one processor: from its first product to its last
+two matrices stay in shared memory, where a launch for each product would read and write all of them. For sm90.
 
 Decides: which products are taken so, one after another, and where their operands lie. Must not know: what the numbers
 mean; iteration.py and pairs.py do. resident_sm90.py computes them.
@@ -13,10 +13,10 @@ import torch
 from . import has_pdl, look, ring
 from .gram_sm90 import addressable, blank, filled
 from .resident_sm90 import resident_kernel
-from .tape import knows_triton, lasting
+from .tape import knows_triton, lasting, ones
 from .tiles import architecture
 
-SIDE = 128  # of a square
+SIDE, STEP = 128, 64  # of a square, and of the long side of what is multiplied at a time
 SIDES = range(193, 257)  # of matrices whose three squares fit the memory of one
 FROM = 56  # matrices: fewer do not fill the GPU, and take longer than launches (docs/log.md)
 U, V, KEPT = 0, 1, 2  # where an addend lies: in a matrix in shared memory, or in what was kept
@@ -32,15 +32,22 @@ def fits(A: torch.Tensor, Q: torch.Tensor, segment, pair) -> bool:
     return on_sm90 and A.stride(0) >= 3 * SIDE * SIDE and addressable(A, Q) and knows_triton()
 
 
-def follow(segment, pair, A: torch.Tensor, Q: torch.Tensor, Z: torch.Tensor, T: torch.Tensor) -> tuple:
+def follow(segment, pair, A: torch.Tensor, Q: torch.Tensor, Z: torch.Tensor, T: torch.Tensor, long=None) -> tuple:
     """Do what iteration.py's `_follow` does for a pair and a step before it, or none, to the last bit. Return the
     result, one of Q, Z and T, and the other two; all (N, n, n), alike, of which only A is read.
+
+    `long`, X (N, n, m) and its scales or None: do `gram(X, A, scales)` before that, but write nothing to A, of which
+    then is read what the scales leave out. X is addressable and in 16 bits; in another dtype than A it was there before
+    the last launch began.
     """
-    key = look(A, Z, T, Q)
+    X, scales = long or (None, None)
+    key = look(A, Z, T, Q, *(() if X is None else (X,)))
     known = _known.get(key)
     if known is None:
-        known = _known[key] = _Launch(A, Z)
-    known(A, Z, T, Q, *_program(tuple(segment[:-2]), pair, A.device))
+        known = _known[key] = _Launch(A, Z, X)
+    if scales is None:
+        scales = ones(1 << len(A).bit_length(), A.device)
+    known(A if X is None else X, A, Z, T, Q, scales, *_program(tuple(segment[:-2]), pair, A.device))
     return Z, Q, T
 
 
@@ -50,16 +57,18 @@ _known: dict = {}  # what decides about a launch -> _Launch
 class _Launch:
     """A launch for matrices of certain shapes and strides: everything but their addresses and what is computed."""
 
-    def __init__(self, A, Z):
+    def __init__(self, A, Z, X):
         kept = A.as_strided((len(A), 3 * SIDE, SIDE), (A.stride(0), SIDE, 1))
         boxes = [(A, SIDE), (Z, SIDE), (kept, SIDE), (kept, SIDE), (kept, SIDE // 2), (kept, SIDE // 2)]
-        self.blanks = [blank(ring.description(t, rows, SIDE)) for t, rows in boxes]
-        self.pdl, self.apart = has_pdl(A.device), A.stride(0)
+        self.blanks = [blank(ring.description(A if X is None else X, 2 * SIDE, STEP)),
+                       *(blank(ring.description(t, rows, SIDE)) for t, rows in boxes)]
+        self.pdl, self.apart, self.steps = has_pdl(A.device), A.stride(0), 0 if X is None else -(-X.shape[2] // STEP)
+        self.early = X is not None and X.dtype != A.dtype
 
-    def __call__(self, A, Z, one, other, *program) -> None:
+    def __call__(self, X, A, Z, one, other, scales, *program) -> None:
         resident_kernel.launch(
-            len(A), self, *map(filled, self.blanks, (A, Z, one, other, one, other)), one, other, self.apart,
-            *program, num_warps=4, enable_fp_fusion=False, launch_pdl=self.pdl)
+            len(A), self, *map(filled, self.blanks, (X, A, Z, one, other, one, other)), one, other, self.apart, scales,
+            self.steps, *program, self.early, num_warps=4, enable_fp_fusion=False, launch_pdl=self.pdl)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,4 +1,5 @@
-"""The kernel of resident.py: a list of products of symmetric matrices of 193 to 256 rows, a matrix on one processor.
+"""The kernel of resident.py: X X^T of 193 to 256 rows and a list of products of symmetric matrices, a matrix on one
+processor.
 
 Decides: who computes what, and who waits for whom. Three groups of four warps have a square of 128 x 128 each, on and
 below the diagonal. Must not know: which products there are, nor why. Needs Gluon.
@@ -6,69 +7,89 @@ below the diagonal. Must not know: which products there are, nor why. Needs Gluo
 from __future__ import annotations
 
 from .ring import boxes_of, gluon_jit, matrices_of, rounded
+from .squares import gram, places, write
 from .strip import add_diagonal, ask
 
 gl = mbarrier = tma = fence = barrier = multiply = multiplied = store_box = None  # Gluon, put here
 gdc_wait = gdc_launch_dependents = None
 
 
-@gluon_jit.alike("products", "keep")
-def resident_kernel(a, z, one_box, other_box, one_half, other_half, one, other, apart, codes, factors, products, keep):
-    """One matrix per program. a: read, z: what is lent and the result, by squares; one, other: room for what is kept,
-    by squares, by their upper and lower halves, and itself, `apart` elements from one matrix to the next. codes, each
-    with five factors, say what the `products` are (resident.py, `_code`); keep: whether a is kept as the one.
+@gluon_jit.alike("steps", "products", "keep")
+def resident_kernel(x, a, z, one_box, other_box, one_half, other_half, one, other, apart, scales, steps, codes, factors,
+                    products, keep, EARLY: gl.constexpr):
+    """One matrix per program. x: by boxes as high as it is, `steps` of them, of which a = scale^2 X X^T is made, if
+    there are any; else, and where the scale is negative, a is read; z: what is lent and the result, both by squares;
+    one, other: room for what is kept, by squares, by their upper and lower halves, and itself, `apart` elements from
+    one matrix to the next. codes, each with five factors, say what the `products` are (resident.py, `_code`); keep:
+    whether a is kept as the one. EARLY: x was there before the launch before this one began.
     """
     SIDE: gl.constexpr = a.block_type.shape[1]
+    STAGES: gl.constexpr = 4  # six would fit, but more would be spilled
     squares = gl.allocate_shared_memory(a.dtype, [6, 1, SIDE, SIDE], a.layout)  # U's three, and V's
     staging = gl.allocate_shared_memory(a.dtype, [2, 1, SIDE // 2, SIDE], a.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     loaded = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    lent = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     staged = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     written = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     read = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=3)
+    mbarrier.init(done.index(0), count=3)
     for who in gl.static_range(3):
         mbarrier.init(loaded.index(who), count=1)
+        mbarrier.init(lent.index(who), count=1)
         mbarrier.init(written.index(who), count=1)
         mbarrier.init(read.index(who), count=1)
     mbarrier.init(staged.index(0), count=1)
     mbarrier.init(staged.index(1), count=1)
     fence()
-    gdc_wait()
-    matrix = gl.program_id(0)
-    kept = one + matrix.to(gl.int64) * apart, other + matrix.to(gl.int64) * apart, one_half, other_half
-    work = a, z, one_box, other_box, kept, codes, factors, products, keep, matrix
-    room = squares, staging, loaded, staged, written, read
+    if not EARLY:
+        gdc_wait()
+    kept = one, other, one_half, other_half, apart
+    long = x, scales, steps, full, empty, done
+    work = long, a, z, one_box, other_box, kept, codes, factors, products, keep
+    room = squares, staging, loaded, lent, staged, written, read
     gl.warp_specialize([
-        (_products, (work, room, 0, SIDE)),
-        (_products, (work, room, 1, SIDE)),
-        (_products, (work, room, 2, SIDE)),
+        (_products, (work, room, EARLY, 0, SIDE)),
+        (_products, (work, room, EARLY, 1, SIDE)),
+        (_products, (work, room, EARLY, 2, SIDE)),
     ], [4, 4], [168, 168])
 
 
 @gluon_jit
-def _products(work, room, WHO: gl.constexpr, SIDE: gl.constexpr):
+def _products(work, room, EARLY: gl.constexpr, WHO: gl.constexpr, SIDE: gl.constexpr):
     """Compute a square of each product: the upper one on the diagonal, the one below it, or the lower one (WHO).
 
     written: a group's square of the product before; read: what its multiplication reads. Groups wait for the squares
     that they read, and, before they write, for those who read what was there. The lower one multiplies last, for the
     next product begins without it.
     """
-    a, z, one_box, other_box, kept, codes, factors, products, keep, matrix = work
-    squares, staging, loaded, staged, written, read = room
+    long, a, z, one_box, other_box, kept, codes, factors, products, keep = work
+    squares, staging, loaded, lent, staged, written, read = room
     ROW: gl.constexpr = SIDE if WHO > 0 else 0
     COLUMN: gl.constexpr = SIDE if WHO > 1 else 0
     HALF: gl.constexpr = SIDE // 2
+    one, other, one_half, other_half, apart = kept
+    matrix = gl.program_id(0)
+    kept = one + matrix.to(gl.int64) * apart, other + matrix.to(gl.int64) * apart, one_half, other_half
     flat, boxes = matrices_of(squares, SIDE, SIDE), boxes_of(squares, a)
-    ask(a, boxes.index(WHO), loaded.index(WHO), matrix, ROW, COLUMN, SIDE)
-    mbarrier.wait(loaded.index(WHO), 0)
+    scale = gram(long, squares, flat, matrix, EARLY, WHO, SIDE, HALF)
+    if scale < 0:
+        ask(a, boxes.index(WHO), loaded.index(WHO), matrix, ROW, COLUMN, SIDE)
+        mbarrier.wait(loaded.index(WHO), 0)
     mbarrier.arrive(written.index(WHO))
     if keep != 0:
         store_box(one_box, [matrix, WHO * SIDE, 0], boxes.index(WHO))
     for number in range(products):
         code, at = gl.load(codes + number), factors + 5 * number  # before what has to be waited for
         f = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
-        if number == products - 1:  # not before: the next kernel's programs would wait where another stream's could run
-            gdc_launch_dependents()
         to, then = (code >> 2 & 1) * 3, code >> 8 & 7
+        if then == 4:  # not before: the next kernel's programs would wait where another stream's could run
+            gdc_launch_dependents()
         _stage(code, kept, staging, staged, matrix, 0, WHO, SIDE)
         _wait_for_others(written, number, WHO)
         if WHO == 2:
@@ -87,10 +108,10 @@ def _products(work, room, WHO: gl.constexpr, SIDE: gl.constexpr):
         else:
             tma.store_wait(0)
         barrier()
-        _write(upper, lower, flat.index(to + WHO), code >> 11 & 1, WHO, HALF)
+        write(upper, lower, flat.index(to + WHO), code >> 11 & 1, WHO, HALF)
         if (code >> 12 & 1) != 0:
-            ask(z, boxes.index(WHO), loaded.index(WHO), matrix, ROW, COLUMN, SIDE)
-            mbarrier.wait(loaded.index(WHO), 1)
+            ask(z, boxes.index(WHO), lent.index(WHO), matrix, ROW, COLUMN, SIDE)
+            mbarrier.wait(lent.index(WHO), 0)
         mbarrier.arrive(written.index(WHO))
         if then == 1:
             store_box(one_box, [matrix, WHO * SIDE, 0], boxes.index(to + WHO))
@@ -189,36 +210,10 @@ def _kept(memory, like, staging, staged, ROW: gl.constexpr, WHO: gl.constexpr):
         mbarrier.wait(staged.index(WHO - 1), ROW // like.shape[0])  # the halves take turns
         values = _part(matrices_of(staging, like.shape[0], 2 * like.shape[0]).index(WHO - 1), like, 0)
     else:
-        r, s = _places(like)
+        r, s = places(like)
         own = r // 16 * 2048 + r % 8 * 128 + s % 8
         values = gl.load(memory + own + r // 8 % 2 * 1024 + s // 8 * 8 + ROW * 128).to(gl.float32)
     return values
-
-
-@gluon_jit
-def _places(like):
-    r = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, like.type.layout))[:, None]
-    return r, gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, like.type.layout))[None, :]
-
-
-@gluon_jit
-def _write(upper, lower, own, mirror, WHO: gl.constexpr, HALF: gl.constexpr):
-    """Write a square for all to read, whole."""
-    corner = own.slice(0, HALF).slice(0, upper.shape[1], 1)
-    corner.store(upper)
-    own.slice(HALF, HALF).store(lower)
-    if WHO != 1:
-        below, last = gl.split(gl.permute(gl.reshape(lower, (HALF, 2, HALF)), (0, 2, 1)))
-        own.slice(0, HALF).slice(HALF, HALF, 1).permute([1, 0]).store(below)
-        if mirror != 0:
-            other_corner = own.slice(HALF, HALF).slice(HALF, HALF, 1)
-            barrier()
-            upper, last = _mirrored(upper, corner), _mirrored(last, other_corner)
-            barrier()
-            corner.store(upper)
-            other_corner.store(last)
-    fence()
-    barrier()
 
 
 @gluon_jit
@@ -231,13 +226,6 @@ def _store_turned(upper, lower, z, square, box, matrix, then, SIDE: gl.constexpr
         fence()
         barrier()
         store_box(z, [matrix, 0, SIDE], box)
-
-
-@gluon_jit
-def _mirrored(values, square):
-    """What is above the diagonal comes from below it."""
-    r, s = _places(values)
-    return gl.where(r < s, square.permute([1, 0]).load(values.type.layout), values)
 
 
 @gluon_jit

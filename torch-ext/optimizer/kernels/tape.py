@@ -111,6 +111,12 @@ def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor
 
 
+@functools.cache
+def ones(count: int, device: torch.device) -> torch.Tensor:
+    """Return scales for matrices that have none."""
+    return lasting(torch.ones(count, dtype=torch.float32, device="cpu"), device)
+
+
 def note(compiled, programs: int, arguments) -> None:
     """A kernel was launched: put it on the tape, if one is recorded in this thread."""
     tape = getattr(_local, "tape", None)
