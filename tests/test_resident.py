@@ -99,8 +99,8 @@ def test_who_goes_through_it(resident, part, monkeypatch):
         A, Q = (torch.empty(N, n, pitch, dtype=dtype)[:, :, :n] for _ in "12")
         return resident.fits(A, Q, segment, pair)
 
-    assert (len(three), len(two)) == (3, 2) and fits(56, 256, three, pair) and fits(200, 193, two, last)
-    assert not (fits(55, 256, three, pair) or fits(200, 192, two, last) or fits(200, 257, two, last))
+    assert (len(three), len(two)) == (3, 2) and fits(48, 256, three, pair) and fits(200, 193, two, last)
+    assert not (fits(47, 256, three, pair) or fits(200, 192, two, last) or fits(200, 257, two, last))
     assert not fits(80, 256, three, None) and not fits(80, 256, three, pair, BF16)
     linear = ((1.5, -0.5, 0.0), *three[1:])
     assert not fits(80, 256, linear, pair) and not fits(80, 256, (three[0], *three), pair)

@@ -18,7 +18,7 @@ from .tiles import architecture
 
 SIDE, STEP = 128, 64  # of a square, and of the long side of what is multiplied at a time
 SIDES = range(193, 257)  # of matrices whose three squares fit the memory of one
-FROM = 56  # matrices: fewer do not fill the GPU, and take longer than launches (docs/log.md)
+FROM = 48  # matrices: fewer do not fill the GPU, and take longer than launches (docs/log.md)
 U, V, KEPT = 0, 1, 2  # where an addend lies: in a matrix in shared memory, or in what was kept
 NOTHING, KEEP_ONE, KEEP_OTHER, LEND, END = range(5)  # what becomes of a result beside
 MIRROR, BORROW, DIAGONAL, SETTLE = 1 << 11, 1 << 12, 1 << 13, 1 << 14  # see `_code`
