@@ -71,8 +71,9 @@ def test_every_kernel_compiles(tmp_path, sizes):
             assert found["reads_first"]["resident_kernel"], "the next kernel would hold processors all the time"
             assert set(found["serialized"]) == {"hasty_kernel"}, "products wait for each other"
             if importlib.metadata.version("triton").startswith("3.6."):  # others spill more
-                spilled, most = found["spilled"], {"_chain_kernel": 160, "resident_kernel": 40}
-                assert all(spilled[name] <= most.get(name, 0) for name in [*by_tma, *most]), "it comes back from L2"
+                spilled, most = found["spilled"], {"_chain_kernel": 160}
+                known = [*by_tma, "resident_kernel", *most]
+                assert all(spilled[name] <= most.get(name, 0) for name in known), "it comes back from L2"
 
 
 def test_the_nearest_entry_is_taken_in_powers_of_two(tiles):

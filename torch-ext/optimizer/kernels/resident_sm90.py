@@ -24,7 +24,7 @@ def resident_kernel(x, a, z, one_box, other_box, one_half, other_half, one, othe
     whether a is kept as the one. EARLY: x was there before the launch before this one began.
     """
     SIDE: gl.constexpr = a.block_type.shape[1]
-    STAGES: gl.constexpr = 4  # six would fit, but more would be spilled
+    STAGES: gl.constexpr = 4  # six would fit, and gain nothing
     squares = gl.allocate_shared_memory(a.dtype, [6, 1, SIDE, SIDE], a.layout)  # U's three, and V's
     staging = gl.allocate_shared_memory(a.dtype, [2, 1, SIDE // 2, SIDE], a.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -57,7 +57,7 @@ def resident_kernel(x, a, z, one_box, other_box, one_half, other_half, one, othe
         (_products, (work, room, EARLY, 0, SIDE)),
         (_products, (work, room, EARLY, 1, SIDE)),
         (_products, (work, room, EARLY, 2, SIDE)),
-    ], [4, 4], [168, 168])
+    ], [4, 4], [184, 160])
 
 
 @gluon_jit
