@@ -95,6 +95,19 @@ def test_a_stack_takes_less_than_its_matrices_one_by_one(optimizer):
     assert p.stacks({(4096, 1024): 1, (1024, 4096): 1}) == p.stacks({(1024, 4096): 2})
 
 
+def test_what_stays_on_a_processor_takes_turns(optimizer):
+    """Near what was measured (docs/log.md), us; of several long sides X X^T is launched apart."""
+    p, resident = pace("sm90"), part("kernels.resident")
+    measured = {(56, 256, 256): 106, (128, 256, 256): 133, (64, 256, 768): 144, (128, 256, 768): 194,
+                (64, 200, 768): 159, (64, 256, 2048): 234, (200, 256, 1024): 388}
+    ratios = [1e-3 * p.stacks({(R, C): N}) / us for (N, R, C), us in measured.items()]
+    assert .85 < min(ratios) and max(ratios) < 1.15
+    assert p.stacks({(256, 768): 133}) - p.stacks({(256, 768): 132}) > 60_000, "another turn"
+    few, many = ({(256, 768): resident.FROM - 33 + more, (256, 512): 32} for more in (0, 1))
+    assert p._stay(256, ((512, 32), (768, few[256, 768]))) == () and p._stay(256, ((512, 48),)) == (8, 4)
+    assert p.stacks(many) > p.stacks({(256, 768): resident.FROM})
+
+
 def test_what_is_not_cast_is_only_read(monkeypatch, optimizer):
     """Its norm moves other bytes: of short sides that stay bf16, where they restart, and without AOL scaling."""
     known = part("pace").table("sm90")

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from . import pipeline, polar
-from .kernels import chain, on_chip, tiles
+from .kernels import chain, on_chip, resident, tiles
 from .kernels.gram import RAW_SIDES
 
 NOMINAL = 1000  # FLOPs in a nanosecond, where nothing was measured: only ratios count there
@@ -29,7 +29,8 @@ def table(arch: str) -> dict:
     (how much longer products take for each second of wire beside them), `norm` (of scaling to norm 1: per stack, and
     bytes moved per element, of bf16 that is cast, or not: kernels/raw_norm.py), `overlap_us` (by which a product begins
     before the launch before it ends), `on_chip_us` (of a small matrix in one program: and per column), `chain_us` (the
-    same of chain.py), `follow_us` (of what follows Gram matrices in one program: of up to 64 rows, of more).
+    same of chain.py), `follow_us` (of what follows Gram matrices in one program: of up to 64 rows, of more),
+    `resident_us` (of that in resident.py: per launch, per product, and per column of what is multiplied first).
     """
     path = tiles.TABLES / f"{arch}_pace.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -85,7 +86,7 @@ class Pace:
         return self._known[n, longs]
 
     def _side_us(self, n, longs):
-        us, shared = 0.0, Counter()
+        us, shared, stay = 0.0, Counter(), self._stay(n, longs)
         for m, count in longs:
             if on_chip.is_small(n, m) and not self.steps.aol:
                 chained = chain.takes(n, m, len(self.steps.triples)) and "chain_us" in self.table
@@ -96,14 +97,36 @@ class Pace:
             raw = n in RAW_SIDES and made["gram"] > 1 and not self.steps.aol  # of bf16, as on the wire
             moved = count * n * m * norm["raw_bytes" if raw else "bytes"]
             us += norm["launch_us"] + moved / self.table["copy_gbps"] / 1e3
-            us += sum(made[op] * self._product_us(op, n, m, count) for op in ("gram", "product"))
+            us += (made["gram"] - len(stay) * self._multiplies(longs)) * self._product_us("gram", n, m, count)
+            us += made["product"] * self._product_us("product", n, m, count)
             if made["product"] == len(self.steps.triples):  # the standard iteration shares none
                 us += made["symmetric"] * self._product_us("symmetric", n, n, count)
             else:
                 shared[made["symmetric"]] += count
         if n <= on_chip.LARGEST:
             return us + sum(-(-count // self.processors) * self.table["follow_us"][n > 64] for count in shared.values())
-        return us + sum(made * self._product_us("symmetric", n, n, count) for made, count in shared.items())
+        for made, count in shared.items():
+            us += (made - sum(stay)) * self._product_us("symmetric", n, n, count)
+        return us + self._resident_us(stay, longs)
+
+    def _stay(self, n, longs):
+        """How many products each launch of resident.py takes; () where other launches do."""
+        few = sum(count for _, count in longs) < resident.FROM
+        if few or n not in resident.SIDES or "resident_us" not in self.table:
+            return ()
+        cut = polar.F16, polar.longest(n, longs[0][0], self.steps), n
+        both = zip(self.steps.segments(*cut), self.steps.pairs(*cut))
+        return tuple(4 * (len(segment) - 1) for segment, pair in both if resident.takes(segment, pair))
+
+    def _multiplies(self, longs):
+        """Whether resident.py computes X X^T, too; of AOL's first one, which it does not, nothing is said."""
+        return len(longs) == 1 and not self.steps.aol
+
+    def _resident_us(self, stay, longs):
+        launch, product, column = self.table.get("resident_us", (0, 0, 0))
+        columns = longs[0][0] * len(stay) * self._multiplies(longs)
+        turns = -(-sum(count for _, count in longs) // self.processors)
+        return turns * (launch * len(stay) + product * sum(stay) + column * columns)
 
     def _product_us(self, op, n, m, count):
         """One launch among others, with the tile that is expected to be fastest, alone."""
