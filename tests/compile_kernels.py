@@ -226,11 +226,12 @@ def others(arch: str, shared: int):
     for kernel in (rows._moments_kernel, rows._normalize_kernel, cast, scales):
         yield compile_for(arch, kernel, in_rows)
     if arch == "sm90":
-        beyond = dict(factors="*fp32", apart="i32", n="i32", m="i32", a_strides=ROW_MAJOR, SIDE=32, STEP=32, A="*fp16")
-        raw_norm, given = part("kernels.raw_norm")._raw_norm_kernel, dict(sizes, **floats, U="*bf16")
         for form in (1, 2):
-            yield compile_for(arch, cast, dict(given, X="*bf16", FORM=form))
-            yield compile_for(arch, raw_norm, dict(given, **beyond, COPIED=form == 1), num_warps=4)
+            yield compile_for(arch, cast, dict(sizes, **floats, U="*bf16", X="*bf16") | dict(FORM=form))
+        beyond = dict(factors="*fp32", apart="i32", n="i32", m="i32", copied="i32", a_strides=ROW_MAJOR, SIDE=32,
+                      STEP=32, A="*fp16")
+        raw_norm = part("kernels.raw_norm")._raw_norm_kernel
+        yield compile_for(arch, raw_norm, dict(sizes, **floats, U="*bf16") | beyond, num_warps=4)
     lengths = dict(U="*bf16", Y="*fp16", A="*fp16", lengths="*fp32", scales="*fp32", n="i32", m="i32", ROWS=4,
                    strides=ROW_MAJOR, u_strides=COLUMN_MAJOR, y_strides=ROW_MAJOR, BLOCK=512, TILE=64)
     for kernel in (aol._lengths_kernel, aol._unit_rows_kernel, aol._scales_kernel):

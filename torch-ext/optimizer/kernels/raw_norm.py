@@ -31,8 +31,8 @@ def raw_norm(U: torch.Tensor | Split, X: torch.Tensor | None, factors: torch.Ten
     shares = min(SHARES, max(1, PROGRAMS // len(U)))
     _raw_norm_kernel.launch(
         len(U) * shares, (cast.key, look(raw, A)), raw, A, cast.sums, factors, factors.stride(0), cast.parts, shares,
-        *U.shape[1:], raw.stride(), A.stride(), eps, cast.block, *BEYOND, X is not None,
-        has_pdl(U.device), **cast.options)
+        *U.shape[1:], raw.stride(), A.stride(), eps, int(X is not None), cast.block, *BEYOND, has_pdl(U.device),
+        **cast.options)
 
 
 def raw_norm_torch(U, X, factors, A, eps):
@@ -52,19 +52,17 @@ def raw_norm_torch(U, X, factors, A, eps):
         A[some][beyond] = (wide @ wide.mT).to(A.dtype)
 
 
-@jit.alike("apart", "parts", "shares")
-def _raw_norm_kernel(U, A, sums, factors, apart, parts, shares, n, m, u_strides, a_strides, eps, BLOCK: tl.constexpr,
-                     SIDE: tl.constexpr, STEP: tl.constexpr, COPIED: tl.constexpr, PDL: tl.constexpr):
+@jit.alike("apart", "parts", "shares", "copied")
+def _raw_norm_kernel(U, A, sums, factors, apart, parts, shares, n, m, u_strides, a_strides, eps, copied,
+                     BLOCK: tl.constexpr, SIDE: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
     """`shares` programs per matrix: its factors, from its sums; its A, where U's squares might leave the range of fp32,
     by products that are added in the order in which all are.
     """
     if PDL:
-        if COPIED:
-            tl.extra.cuda.gdc_wait()
+        if copied == 0:  # the next kernel may multiply U meanwhile, which was there before it was read
             tl.extra.cuda.gdc_launch_dependents()
-        else:  # the next kernel may multiply U meanwhile, which was there before it was read
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # said again, it changes nothing
     matrix, share = (tl.program_id(0) // shares).to(tl.int64), tl.program_id(0) % shares
     most, unit, norm = norm_of_sums(sums + matrix * 2 * parts, parts, eps, BLOCK)
     power = tl.where(most == 0, 1.0, tl.minimum(power_of(norm) * unit, 2.0**127))
