@@ -7,7 +7,7 @@ below the diagonal. Must not know: which products there are, nor why. Needs Gluo
 from __future__ import annotations
 
 from .ring import boxes_of, gluon_jit, matrices_of, rounded
-from .squares import gram, places, write
+from .squares import gram, no_sums, places, write
 from .strip import add_diagonal, ask
 
 gl = mbarrier = tma = fence = barrier = multiply = multiplied = store_box = None  # Gluon, put here
@@ -49,9 +49,10 @@ def resident_kernel(x, a, z, one_box, other_box, one_half, other_half, one, othe
     fence()
     if not EARLY:
         gdc_wait()
-    kept = one, other, one_half, other_half, apart
+    matrix = gl.program_id(0)
+    kept = one + matrix.to(gl.int64) * apart, other + matrix.to(gl.int64) * apart, one_half, other_half
     long = x, scales, steps, full, empty, done
-    work = long, a, z, one_box, other_box, kept, codes, factors, products, keep
+    work = long, a, z, one_box, other_box, kept, codes, factors, products, keep, matrix
     room = squares, staging, loaded, lent, staged, written, read
     gl.warp_specialize([
         (_products, (work, room, EARLY, 0, SIDE)),
@@ -68,14 +69,11 @@ def _products(work, room, EARLY: gl.constexpr, WHO: gl.constexpr, SIDE: gl.const
     that they read, and, before they write, for those who read what was there. The lower one multiplies last, for the
     next product begins without it.
     """
-    long, a, z, one_box, other_box, kept, codes, factors, products, keep = work
+    long, a, z, one_box, other_box, kept, codes, factors, products, keep, matrix = work
     squares, staging, loaded, lent, staged, written, read = room
     ROW: gl.constexpr = SIDE if WHO > 0 else 0
     COLUMN: gl.constexpr = SIDE if WHO > 1 else 0
     HALF: gl.constexpr = SIDE // 2
-    one, other, one_half, other_half, apart = kept
-    matrix = gl.program_id(0)
-    kept = one + matrix.to(gl.int64) * apart, other + matrix.to(gl.int64) * apart, one_half, other_half
     flat, boxes = matrices_of(squares, SIDE, SIDE), boxes_of(squares, a)
     scale = gram(long, squares, flat, matrix, EARLY, WHO, SIDE, HALF)
     if scale < 0:
@@ -136,9 +134,7 @@ def _wait_for_others(barriers, number, WHO: gl.constexpr):
 
 @gluon_jit
 def _multiply(flat, code, WHO: gl.constexpr, SIDE: gl.constexpr, HALF: gl.constexpr):
-    """Begin to multiply: the upper and the lower half of a square. Of those on the diagonal what is right of the upper
-    half is mirrored afterwards.
-    """
+    """Begin to multiply: the upper and the lower half of a square."""
     left, right = (code & 1) * 3, (code >> 1 & 1) * 3
     if WHO == 0:
         rows, more_rows = flat.index(left), flat.index(left + 1).permute([1, 0])
@@ -148,10 +144,8 @@ def _multiply(flat, code, WHO: gl.constexpr, SIDE: gl.constexpr, HALF: gl.conste
         columns, more_columns = flat.index(right + 1).permute([1, 0]), flat.index(right + 2)
     else:
         columns, more_columns = flat.index(right), flat.index(right + 1)
-    WIDTH: gl.constexpr = SIDE if WHO == 1 else HALF
-    narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SIDE, 16])
-    upper, lower = gl.zeros((HALF, WIDTH), gl.float32, narrow), gl.zeros((HALF, SIDE), gl.float32, wide)
+    upper, lower = no_sums(WHO, SIDE, HALF)
+    WIDTH: gl.constexpr = upper.shape[1]
     upper = multiply(rows.slice(0, HALF), columns.slice(0, WIDTH, 1), upper, use_acc=False, is_async=True)
     upper = multiply(more_rows.slice(0, HALF), more_columns.slice(0, WIDTH, 1), upper, is_async=True)
     lower = multiply(rows.slice(HALF, HALF), columns, lower, use_acc=False, is_async=True)

@@ -26,10 +26,7 @@ def gram(long, squares, flat, matrix, EARLY: gl.constexpr, WHO: gl.constexpr, SI
         for k in gl.static_range(AHEAD):
             if k < steps:
                 ask(x, boxes.index(k), full.index(k), matrix, 0, k * BLOCK_K, BLOCK_K)
-    WIDTH: gl.constexpr = SIDE if WHO == 1 else HALF
-    narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SIDE, 16])
-    upper, lower = gl.zeros((HALF, WIDTH), gl.float32, narrow), gl.zeros((HALF, SIDE), gl.float32, wide)
+    upper, lower = no_sums(WHO, SIDE, HALF)
     for k in range(steps):
         upper, lower = _step(stages, full, empty, upper, lower, k, WHO, SIDE, HALF)
         if WHO == 0:
@@ -50,6 +47,17 @@ def gram(long, squares, flat, matrix, EARLY: gl.constexpr, WHO: gl.constexpr, SI
         factor = scale * scale
         write(rounded(upper * factor, flat.dtype), rounded(lower * factor, flat.dtype), flat.index(WHO), 0, WHO, HALF)
     return scale
+
+
+@gluon_jit
+def no_sums(WHO: gl.constexpr, SIDE: gl.constexpr, HALF: gl.constexpr):
+    """Sums of the upper and the lower half of a square. Of those on the diagonal what is right of the upper half is
+    mirrored afterwards.
+    """
+    WIDTH: gl.constexpr = SIDE if WHO == 1 else HALF
+    narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SIDE, 16])
+    return gl.zeros((HALF, WIDTH), gl.float32, narrow), gl.zeros((HALF, SIDE), gl.float32, wide)
 
 
 @gluon_jit
