@@ -104,7 +104,8 @@ def test_what_stays_on_a_processor_takes_turns(optimizer):
     assert .85 < min(ratios) and max(ratios) < 1.15
     assert p.stacks({(256, 768): 133}) - p.stacks({(256, 768): 132}) > 60_000, "another turn"
     few, many = ({(256, 768): resident.FROM - 33 + more, (256, 512): 32} for more in (0, 1))
-    assert p._stay(256, ((512, 32), (768, few[256, 768]))) == () and p._stay(256, ((512, 48),)) == (8, 4)
+    assert not any(p._stays(256, ((512, 32), (768, few[256, 768])))) and p._stays(256, ((512, 48),)) == (2, 12, 2)
+    assert p._stays(256, ((512, 32), (768, 16))) == (2, 12, 0) and not any(p._stays(192, ((512, 48),)))
     assert p.stacks(many) > p.stacks({(256, 768): resident.FROM})
 
 

@@ -86,7 +86,7 @@ class Pace:
         return self._known[n, longs]
 
     def _side_us(self, n, longs):
-        us, shared, stay = 0.0, Counter(), self._stay(n, longs)
+        us, shared, (launches, products, grams) = 0.0, Counter(), self._stays(n, longs)
         for m, count in longs:
             if on_chip.is_small(n, m) and not self.steps.aol:
                 chained = chain.takes(n, m, len(self.steps.triples)) and "chain_us" in self.table
@@ -97,7 +97,7 @@ class Pace:
             raw = n in RAW_SIDES and made["gram"] > 1 and not self.steps.aol  # of bf16, as on the wire
             moved = count * n * m * norm["raw_bytes" if raw else "bytes"]
             us += norm["launch_us"] + moved / self.table["copy_gbps"] / 1e3
-            us += (made["gram"] - len(stay) * self._multiplies(longs)) * self._product_us("gram", n, m, count)
+            us += (made["gram"] - grams) * self._product_us("gram", n, m, count)
             us += made["product"] * self._product_us("product", n, m, count)
             if made["product"] == len(self.steps.triples):  # the standard iteration shares none
                 us += made["symmetric"] * self._product_us("symmetric", n, n, count)
@@ -106,27 +106,26 @@ class Pace:
         if n <= on_chip.LARGEST:
             return us + sum(-(-count // self.processors) * self.table["follow_us"][n > 64] for count in shared.values())
         for made, count in shared.items():
-            us += (made - sum(stay)) * self._product_us("symmetric", n, n, count)
-        return us + self._resident_us(stay, longs)
+            us += (made - products) * self._product_us("symmetric", n, n, count)
+        return us + self._resident_us(launches, products, grams, longs)
 
-    def _stay(self, n, longs):
-        """How many products each launch of resident.py takes; () where other launches do."""
+    def _stays(self, n, longs):
+        """(Launches of resident.py, their products, how many begin with X X^T): none where other launches do it."""
         few = sum(count for _, count in longs) < resident.FROM
         if few or n not in resident.SIDES or "resident_us" not in self.table:
-            return ()
+            return 0, 0, 0
         cut = polar.F16, polar.longest(n, longs[0][0], self.steps), n
-        both = zip(self.steps.segments(*cut), self.steps.pairs(*cut))
-        return tuple(4 * (len(segment) - 1) for segment, pair in both if resident.takes(segment, pair))
+        both, begins = zip(self.steps.segments(*cut), self.steps.pairs(*cut)), len(longs) == 1
+        found = [(4 * (len(segment) - 1), begins and not (self.steps.aol and number == 0))
+                 for number, (segment, pair) in enumerate(both) if resident.takes(segment, pair)]
+        return len(found), sum(products for products, _ in found), sum(gram for _, gram in found)
 
-    def _multiplies(self, longs):
-        """Whether resident.py computes X X^T, too; of AOL's first one, which it does not, nothing is said."""
-        return len(longs) == 1 and not self.steps.aol
-
-    def _resident_us(self, stay, longs):
-        launch, product, column = self.table.get("resident_us", (0, 0, 0))
-        columns = longs[0][0] * len(stay) * self._multiplies(longs)
+    def _resident_us(self, launches, products, grams, longs):
+        if not launches:
+            return 0.0
+        launch, product, column = self.table["resident_us"]
         turns = -(-sum(count for _, count in longs) // self.processors)
-        return turns * (launch * len(stay) + product * sum(stay) + column * columns)
+        return turns * (launch * launches + product * products + column * longs[0][0] * grams)
 
     def _product_us(self, op, n, m, count):
         """One launch among others, with the tile that is expected to be fastest, alone."""
