@@ -1,6 +1,8 @@
 """The batched products: accuracy against fp64, symmetry, aliasing, layouts, bits that do not depend on the batch."""
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -188,8 +190,9 @@ def test_large_matrices_with_the_tiles_of_the_table(part, monkeypatch, n, m, dty
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("N, n, m", [(3, 200, 520), (2, 768, 776), (1, 1000, 3000), (5, 768, 136), (8, 1000, 136),
                                      (6, 768, 1100)])
-def test_measured_tiles_agree_in_every_bit(part, device, op, dtype, N, n, m):
-    """Otherwise a matrix would get other bits on a rank that owns more matrices: measured choices count the batch.
+def test_measured_tiles_agree_in_every_bit(part, device, op, dtype, N, n, m, monkeypatch):
+    """Otherwise a matrix would get other bits on a rank that owns more matrices: measured choices count the batch. From
+    whichever end matrices are taken.
 
     On 132 processors, some of the shapes are halves of tiles only, some whole ones only, some both, for each tile.
     """
@@ -199,8 +202,9 @@ def test_measured_tiles_agree_in_every_bit(part, device, op, dtype, N, n, m):
         pytest.skip("this architecture has no measured entries")
     X, (A, B) = torch.randn(N, n, m, device=device).to(dtype), symmetric(N, n, dtype, device)
     results = []
-    for entry in entries:
+    for entry, direction in itertools.product(entries, (1, -1)):
         tile = tiles.Tile(*entry["tile"], entry["group"], entry["stages"], entry["warps"], entry["loop"])
+        monkeypatch.setattr(gram, "_direction", lambda op, direction=direction: direction)
         out = poisoned(N, n, m if op == "product" else n, dtype=dtype, device=device)
         with tiles.force(tile):
             if op == "gram":
@@ -215,6 +219,12 @@ def test_measured_tiles_agree_in_every_bit(part, device, op, dtype, N, n, m):
                                  for count in range(4)])
         results.append(out)
     assert all(torch.equal(out, results[0]) for out in results)
+
+
+def test_launches_begin_where_the_one_before_has_ended(part):
+    """Where its results are in the cache still; norms end with the last matrix."""
+    ops = "gram symmetric symmetric product gram symmetric product".split()
+    assert [part("kernels.gram")._direction(op) for op in ops] == [-1, 1, -1, 1, -1, 1, -1]
 
 
 @pytest.mark.gpu

@@ -480,24 +480,29 @@ def test_the_step_in_a_graph_of_the_user(between):
 
 
 @pytest.mark.gpu
-def test_all_parts_share_their_memory():
-    """Many buckets take about as much as one: 5 matrices, where the other has 4."""
-    shapes, sizes = [(512, 1024), (1024, 512)] * 16, []
-    for count in (4, 32):
-        params = [nn.Parameter(torch.randn(s, device="cuda")) for s in shapes[:count]]
-        stepper = package().Muon(params, workspace_bytes=16_000_000)
-        for _ in range(3):
-            for p in params:
-                p.grad = torch.randn_like(p)
-            stepper.step()
-        sizes.append(len(stepper._graphs.parts))
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved()
-        stepper._graphs.drop()
-        torch.cuda.empty_cache()
-        sizes.append(before - torch.cuda.memory_reserved())
-    few, little, many, much = sizes
-    assert many >= 4 * few and 0 < much <= 3 * little
+@pytest.mark.parametrize("count", [4, 32])
+def test_graphs_take_no_memory(count):
+    """However many parts there are: what they work in is bound before they are captured."""
+    params = [nn.Parameter(torch.randn(s, device="cuda")) for s in [(512, 1024), (1024, 512)] * (count // 2)]
+    stepper = package().Muon(params, workspace_bytes=16_000_000)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        stepper.step()
+    graphs = [part.graph for part in stepper._graphs.parts.values()]
+    assert len(graphs) >= count and None not in graphs
+    assert bytes_of(graphs) == 0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = torch.ones(1 << 20, device="cuda")
+    assert bytes_of([graph]) >= kept.nbytes
+
+
+def bytes_of(graphs):
+    """What torch has reserved for what was allocated while these were captured."""
+    pools = {tuple(graph.pool()) for graph in graphs}
+    return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot()
+               if tuple(segment["segment_pool_id"]) in pools)
 
 
 _alive = []  # optimizers whose graphs hold collectives while the process group is destroyed

@@ -7,7 +7,7 @@ the products are used for; launches.py calls it.
 """
 from __future__ import annotations
 
-from .ring import fetch, gluon_jit, make_ring, multiply_ring, place, place_of_half
+from .ring import fetch, gluon_jit, make_ring, multiply_ring, path_of, place, place_of_half
 from .strip import ask, factors_of, finish_strip
 
 gl = mbarrier = tma = fence = gdc_wait = None  # Gluon's language, put here by gluon_jit
@@ -29,7 +29,8 @@ def cooperative_kernel(a, b, b_half, c, d, e, out, order, count, whole, halves, 
         mbarrier.init(added.index(who), count=1)
     fence()
     gdc_wait()
-    work, ends = (order, count, whole, halves, steps), ((c, d, e), addends, out, strips, added, scales, factors)
+    work = order, path_of(count, whole + halves // 2), whole, halves, steps
+    ends = ((c, d, e), addends, out, strips, added, scales, factors)
     gl.warp_specialize([
         (_consume, (ring, work, ends, 0, SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
         (_consume, (ring, work, ends, 1, SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
@@ -42,15 +43,15 @@ def _consume(ring, work, ends, WHO: gl.constexpr, SYMMETRIC: gl.constexpr, TURNE
              SEVERAL: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_C: gl.constexpr, BLOCK_K: gl.constexpr,
              STAGES: gl.constexpr):
     """Compute and store the upper or the lower half of every tile."""
-    order, count, whole, halves, steps = work
+    order, path, whole, halves, steps = work
     mine = 0
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
-        matrix, i, j = place(order, count, turn)
+        matrix, i, j = place(order, path, turn)
         _strip(ring, ends, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C, BLOCK_K,
                STAGES)
         mine += 1
     if gl.program_id(0) < halves:
-        matrix, i, j = place_of_half(order, count, whole, True)
+        matrix, i, j = place_of_half(order, path, whole, True)
         _strip(ring, ends, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C // 2, BLOCK_K,
                STAGES)
     tma.store_wait(0)

@@ -94,6 +94,7 @@ def linear(A: torch.Tensor, b: float, a: float, out: torch.Tensor) -> torch.Tens
     return out
 
 
+_before = 1  # the direction of the launch before
 _known: dict = {}  # what decides about a launch -> the tile, or what is bound
 
 
@@ -111,10 +112,19 @@ def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0), more=None):
     if known is None:
         known = _known[key] = _choose(op, A, columns_of_b, out, addends, factors)
     if isinstance(known, gram_sm90.TmaLaunch):
-        known(A, columns_of_b, out, addends, factors, more)
+        known(A, columns_of_b, out, addends, factors, more, _direction(op))
     else:
         _launch_by_pointers(key, known, (A, B, out), addends, factors, more)
     return out
+
+
+def _direction(op) -> int:
+    """Say where a launch begins: with the first matrix, 1, or the last, -1. It is where the one before has ended, whose
+    results are in the cache still; norms, before X X^T, end with the last matrix.
+    """
+    global _before
+    _before = -1 if op == "gram" else -_before
+    return _before
 
 
 def _choose(op, A, columns_of_b, out, addends, factors):

@@ -59,18 +59,18 @@ class TmaLaunch:
         (rows, columns), inner = out.shape[1:], A.shape[1 if self.turned else 2]
         half, describe = (tile.rows if symmetric else tile.columns), _description
         wide = not symmetric and tile.columns > tile.rows and tile.loop != "once"
-        self.programs, self.order, count, whole, halves = turns(op, out, inner, tile, wide)
+        self.programs, self.order, self.count, *places = turns(op, out, inner, tile, wide)
         several = len(addends) > 1 or factors[1] != 0.0  # with a diagonal, which is 0 with some: one kernel less
         self.pdl = gains_by_pdl(op, A)
         self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "launch_pdl": self.pdl,
                         "enable_fp_fusion": False}  # fused multiply-adds, which depend on the tile, give other bits
         if tile.loop == "pingpong":
-            self.kernel, self.pointer, describe = pingpong_kernel, False, ring.description
-            self.numbers = (self.order, count, whole, halves, inner, len(addends))
+            self.kernel, self.strides, describe = pingpong_kernel, (), ring.description
+            self.numbers = *places, inner, len(addends)
             self.constants = SYMMETRY[op], self.turned, several, tile.stages
         else:
-            self.kernel, self.pointer = _tma_kernel, True
-            self.numbers = (strides_of(out), self.order, count, whole, halves, (rows, columns, inner))
+            self.kernel, self.strides = _tma_kernel, (strides_of(out),)
+            self.numbers = *places, (rows, columns, inner)
             self.constants = SYMMETRY[op], self.turned, len(addends), several, tile.loop, self.pdl
         self.left = blank(describe(A, *((tile.inner, tile.rows) if self.turned else (tile.rows, tile.inner))))
         self.right = blank(describe(B, *((tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns))))
@@ -82,8 +82,8 @@ class TmaLaunch:
         halved = _of_halves(A, out, addends) if tile.loop == "pingpong" else ()
         self.halves = [blank(describe(t, tile.rows // 2, tile.inner)) for t in halved]
 
-    def __call__(self, A, B, out, addends, factors, more) -> None:
-        """`more`: what is told `_launch` of gram.py; a result that need not be whole is so here nevertheless."""
+    def __call__(self, A, B, out, addends, factors, more, direction) -> None:
+        """more, direction: see gram.py; a result that need not be whole is so here nevertheless."""
         A, B, out = self._straightened(A, B, out)
         result = filled(self.result, out) if self.straight else None
         beside = [C for C, _ in addends] or [B, out]
@@ -91,8 +91,9 @@ class TmaLaunch:
         halves = [filled(blank, t) for blank, t in zip(self.halves, _of_halves(A, out, addends))]
         self.kernel.launch(
             self.programs, self, filled(self.left, A), filled(self.right, B), *beside[:3], result, *halves,
-            *((memory_of(out),) if self.pointer else ()), *self.numbers, self._scales(more),
-            (*factors, *(beta for _, beta in addends), *NONE[len(addends):]), *self.constants, **self.options)
+            *((memory_of(out), *self.strides) if self.strides else ()), self.order, direction * self.count,
+            *self.numbers, self._scales(more), (*factors, *(beta for _, beta in addends), *NONE[len(addends):]),
+            *self.constants, **self.options)
 
     def _scales(self, more):
         """What a launch takes for them; symmetric products do not look there."""
@@ -171,7 +172,7 @@ def _tma_kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halve
     if PDL:
         tl.extra.cuda.gdc_wait()
     if LOOP == "once":
-        matrix, i, j = _tile(order, count, tl.program_id(0))
+        matrix, i, j = _tile(order, count, whole, tl.program_id(0))
         own = _factors_of(factors, scales, matrix, SYMMETRIC)
         sums = _sums(a, b, matrix, i, j, sizes[2], SYMMETRIC, TURNED)
         if SYMMETRIC:
@@ -181,7 +182,7 @@ def _tma_kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halve
             _finish(sums, own, out, pointer, strides, matrix, i, j, sizes, BLOCK_R, BLOCK_C)
     else:
         for turn in tl.range(tl.program_id(0), whole, tl.num_programs(0), flatten=LOOP == "flat"):
-            matrix, i, j = _tile(order, count, turn)
+            matrix, i, j = _tile(order, count, whole + halves // 2, turn)
             own = _factors_of(factors, scales, matrix, SYMMETRIC)
             sums = _sums(a, b, matrix, i, j, sizes[2], SYMMETRIC, TURNED)
             if SYMMETRIC:
@@ -191,7 +192,7 @@ def _tma_kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halve
                 _finish(sums, own, out, pointer, strides, matrix, i, j, sizes, BLOCK_R, BLOCK_C)
         if SYMMETRIC == 0 and BLOCK_C > BLOCK_R:
             if tl.program_id(0) < halves:
-                matrix, i, j = _tile(order, count, whole + tl.program_id(0) // 2)
+                matrix, i, j = _tile(order, count, whole + halves // 2, whole + tl.program_id(0) // 2)
                 j = 2 * j + tl.program_id(0) % 2
                 own = _factors_of(factors, scales, matrix, SYMMETRIC)
                 sums = _sums(a, c, matrix, i, j, sizes[2], False, TURNED)
@@ -199,10 +200,10 @@ def _tma_kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halve
 
 
 @jit
-def _tile(order, count, turn):
-    """Return (matrix, tile row, tile column)."""
-    tile = order + turn % count * 2
-    return turn // count, tl.load(tile), tl.load(tile + 1)
+def _tile(order, count, tiles, turn):
+    """Return (matrix, tile row, tile column); see `path_of` of ring.py."""
+    matrix, tile = turn // tl.abs(count), order + turn % tl.abs(count) * 2
+    return tl.where(count < 0, tiles // tl.abs(count) - 1 - matrix, matrix), tl.load(tile), tl.load(tile + 1)
 
 
 @jit

@@ -17,19 +17,20 @@ FEW = 12  # rows of tiles up to which their order matters less than the time unt
 
 
 class OfGluon(TmaLaunch):
-    """The same by a Gluon kernel: `kernel`, told `_tensors` by the descriptors `blanks`, `numbers` and `constants`,
-    and where it `mirrors` only what need be whole, whether the result need be.
+    """The same by a Gluon kernel: `kernel`, told `_tensors` by the descriptors `blanks`, by `table` the order of tiles,
+    if it is to be told that, their `count`, `numbers` and `constants`, and where it `mirrors` only what need be whole,
+    whether the result need be.
     """
 
     mirrors = False
 
-    def __call__(self, A, B, out, addends, factors, more) -> None:
+    def __call__(self, A, B, out, addends, factors, more, direction) -> None:
         tensors = self._tensors(*self._straightened(A, B, out), addends)
         told = (int(more is not False),) if self.mirrors else ()
         self.kernel.launch(
-            self.programs, self, *map(filled, self.blanks, tensors), *self.numbers, *told, self._scales(more),
-            (*factors, *(beta for _, beta in addends), *NONE[len(addends):]), *self.constants, num_warps=4,
-            enable_fp_fusion=False, launch_pdl=self.pdl)
+            self.programs, self, *map(filled, self.blanks, tensors), self.table, direction * self.count,
+            *self.numbers, *told, self._scales(more), (*factors, *(beta for _, beta in addends), *NONE[len(addends):]),
+            *self.constants, num_warps=4, enable_fp_fusion=False, launch_pdl=self.pdl)
 
 
 class Cooperative(OfGluon):
@@ -42,8 +43,8 @@ class Cooperative(OfGluon):
         self.pdl = gains_by_pdl(op, A)
         A, B, out = self._straightened(A, B, out)
         inner = B.shape[2 if symmetric else 1]
-        self.programs, self.order, *places = turns(op, out, inner, tile)
-        self.numbers = self.order, *places, inner, len(addends)
+        self.programs, self.order, self.count, *places = turns(op, out, inner, tile)
+        self.table, self.numbers = self.order, (*places, inner, len(addends))
         several = len(addends) > 1 or factors[1] != 0.0
         self.constants = SYMMETRY[op], self.turned, several, tile.rows, tile.columns, tile.stages
         side, step = tile.rows // 2, tile.inner
@@ -73,9 +74,10 @@ class Single(OfGluon):
 
     def __init__(self, op, A, B, out, addends, factors, tile):
         inner = A.shape[2]
-        self.programs, self.order, count, _, _ = turns(op, out, inner, tile)
+        self.programs, self.order, self.count, _, _ = turns(op, out, inner, tile)
         short = inner <= SHORT and tile.columns == 64
-        self.numbers = (None if out.shape[1] <= FEW * tile.rows else self.order), count, inner, len(addends), int(short)
+        self.table = None if out.shape[1] <= FEW * tile.rows else self.order
+        self.numbers = inner, len(addends), int(short)
         self.constants = SYMMETRY[op], tile.columns, tile.stages
         whole = [(tile.rows, tile.inner), (tile.columns, tile.inner)]
         operands = whole if op == "gram" else 2 * [(tile.inner, tile.inner)]  # one form for rows and what mirrors them
@@ -92,8 +94,8 @@ class Raw(TmaLaunch):
 
     def __init__(self, A, X, out):
         for tile in RAW:
-            self.programs, self.order, *places = turns("product", out.mT, A.shape[2], tile)
-            if places[1]:  # else all tiles are halved
+            self.programs, self.order, self.count, *places = turns("product", out.mT, A.shape[2], tile)
+            if places[0]:  # else all tiles are halved
                 break
         self.numbers, self.stages = (*places, A.shape[2]), tile.stages
         half = tile.rows // 2, tile.columns // 2
@@ -101,7 +103,7 @@ class Raw(TmaLaunch):
         self.blanks = [blank(ring.description(t, *box)) for t, box in zip((X, A, A, out), boxes)]
         self.pdl = gains_by_pdl("product", A)
 
-    def __call__(self, A, X, out, addends, factors, more) -> None:
+    def __call__(self, A, X, out, addends, factors, more, direction) -> None:
         raw_kernel.launch(
-            self.programs, self, *map(filled, self.blanks, (X, A, A, out)), self.order, *self.numbers, *more,
-            self.stages, num_warps=4, enable_fp_fusion=False, launch_pdl=self.pdl)
+            self.programs, self, *map(filled, self.blanks, (X, A, A, out)), self.order, direction * self.count,
+            *self.numbers, *more, self.stages, num_warps=4, enable_fp_fusion=False, launch_pdl=self.pdl)

@@ -6,7 +6,7 @@ the products are used for; gram_sm90.py calls it.
 """
 from __future__ import annotations
 
-from .ring import fetch, gluon_jit, make_ring, multiply_ring, place, place_of_half
+from .ring import fetch, gluon_jit, make_ring, multiply_ring, path_of, place, place_of_half
 from .strip import ask, factors_of, finish_strip
 
 gl = mbarrier = tma = fence = gdc_wait = None  # Gluon's language, put here by gluon_jit
@@ -36,7 +36,7 @@ def pingpong_kernel(a, b, c, d, e, out, a_half, c_half, d_half, e_half, out_half
     fence()
     gdc_wait()
     ends = ((c, d, e), addends, out), ((c_half, d_half, e_half), addends, out_half), (scales, factors)
-    work, room = (order, count, whole, halves, steps), (tiles, added, may_multiply)
+    work, room = (order, path_of(count, whole + halves // 2), whole, halves, steps), (tiles, added, may_multiply)
     gl.warp_specialize([
         (_consume, (ring, work, ends, room, 0, SYMMETRIC, TURNED, SEVERAL, BLOCK, BLOCK_K, STAGES)),
         (_consume, (ring, work, ends, room, 1, SYMMETRIC, TURNED, SEVERAL, BLOCK, BLOCK_K, STAGES)),
@@ -48,16 +48,16 @@ def pingpong_kernel(a, b, c, d, e, out, a_half, c_half, d_half, e_half, out_half
 def _consume(ring, work, ends, room, WHO: gl.constexpr, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr,
              SEVERAL: gl.constexpr, BLOCK: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Take every second tile."""
-    order, count, whole, halves, steps = work
+    order, path, whole, halves, steps = work
     tensors, halved, factors = ends
     mine = 0
     for turn in range(gl.program_id(0) + WHO * gl.num_programs(0), whole, 2 * gl.num_programs(0)):
-        matrix, i, j = place(order, count, turn)
+        matrix, i, j = place(order, path, turn)
         _tile(ring, tensors, factors, room, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, SEVERAL, BLOCK, BLOCK,
               BLOCK_K, STAGES)
         mine += 1
     if gl.program_id(0) < halves and whole // gl.num_programs(0) % 2 == WHO:
-        matrix, i, j = place_of_half(order, count, whole, False)
+        matrix, i, j = place_of_half(order, path, whole, False)
         _tile(ring, halved, factors, room, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, SEVERAL, BLOCK // 2,
               BLOCK, BLOCK_K, STAGES)
     tma.store_wait(0)

@@ -7,7 +7,7 @@ know: what the products are used for; launches.py calls it.
 """
 from __future__ import annotations
 
-from .ring import boxes_of, fetch, gluon_jit, make_ring, matrices_of, place, place_of_half, rounded
+from .ring import boxes_of, fetch, gluon_jit, make_ring, matrices_of, path_of, place, place_of_half, rounded
 from .strip import store_turned
 
 gl = mbarrier = tma = fence = barrier = multiply = multiplied = None  # Gluon's language, put here
@@ -28,7 +28,7 @@ def raw_kernel(x, a, a_half, out, order, count, whole, halves, inner, scales, po
     strips = gl.allocate_shared_memory(out.dtype, [2, 1, HEIGHT // 2, WIDTH // 2], out.layout)
     fence()
     gdc_wait()
-    work, ends = (order, count, whole, halves, steps), (out, strips, scales, powers)
+    work, ends = (order, path_of(count, whole + halves // 2), whole, halves, steps), (out, strips, scales, powers)
     gl.warp_specialize([
         (_consume, (ring, work, ends, 0, HEIGHT, WIDTH, BLOCK_K, STAGES)),
         (_consume, (ring, work, ends, 1, HEIGHT, WIDTH, BLOCK_K, STAGES)),
@@ -40,14 +40,14 @@ def raw_kernel(x, a, a_half, out, order, count, whole, halves, inner, scales, po
 def _consume(ring, work, ends, WHO: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, BLOCK_K: gl.constexpr,
              STAGES: gl.constexpr):
     """Compute and store half the rows of every tile."""
-    order, count, whole, halves, steps = work
+    order, path, whole, halves, steps = work
     mine = 0
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
-        matrix, i, j = place(order, count, turn)
+        matrix, i, j = place(order, path, turn)
         _strip(ring, ends, matrix, i, j, mine, steps, WHO, HEIGHT, WIDTH, BLOCK_K, STAGES)
         mine += 1
     if gl.program_id(0) < halves:
-        matrix, i, j = place_of_half(order, count, whole, True)
+        matrix, i, j = place_of_half(order, path, whole, True)
         _strip(ring, ends, matrix, i, j, mine, steps, WHO, HEIGHT, WIDTH // 2, BLOCK_K, STAGES)
     tma.store_wait(0)
 

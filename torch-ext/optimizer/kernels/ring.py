@@ -86,18 +86,32 @@ def make_ring(a, b, STAGES: gl.constexpr, GROUPS: gl.constexpr):
 
 
 @gluon_jit
-def place(order, count, turn):
-    """Return (matrix, tile row, tile column)."""
-    at = order + turn % count * 2
-    return turn // count, gl.load(at), gl.load(at + 1)
+def path_of(count, tiles):
+    """Return (tiles of a matrix, matrix that is taken first if it is not 0): the last one where `count` is negative."""
+    size = gl.where(count < 0, -count, count)
+    return size, gl.where(count < 0, tiles // size - 1, 0)
 
 
 @gluon_jit
-def place_of_half(order, count, whole, ACROSS: gl.constexpr):
+def matrix_of(path, turn):
+    """Return the matrix that a turn is of."""
+    count, first = path
+    return gl.where(first > 0, first - turn // count, turn // count)
+
+
+@gluon_jit
+def place(order, path, turn):
+    """Return (matrix, tile row, tile column)."""
+    at = order + turn % path[0] * 2
+    return matrix_of(path, turn), gl.load(at), gl.load(at + 1)
+
+
+@gluon_jit
+def place_of_half(order, path, whole, ACROSS: gl.constexpr):
     """Return the same of this program's half tile (tiles.divide): in columns of left and right halves if ACROSS, else
     in rows of upper and lower ones.
     """
-    matrix, i, j = place(order, count, whole + gl.program_id(0) // 2)
+    matrix, i, j = place(order, path, whole + gl.program_id(0) // 2)
     if ACROSS:
         j = 2 * j + gl.program_id(0) % 2
     else:
@@ -109,14 +123,14 @@ def place_of_half(order, count, whole, ACROSS: gl.constexpr):
 def fetch(a, b, a_half, b_half, ring, work, ACROSS: gl.constexpr, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr,
           STAGES: gl.constexpr):
     """Fill the ring with the operands of all tiles of this program, one after another."""
-    order, count, whole, halves, steps = work
+    order, path, whole, halves, steps = work
     number = 0
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
-        matrix, i, j = place(order, count, turn)
+        matrix, i, j = place(order, path, turn)
         _fill(a, b, ring, matrix, i, j, number, steps, SYMMETRIC, TURNED, STAGES)
         number += steps
     if gl.program_id(0) < halves:
-        matrix, i, j = place_of_half(order, count, whole, ACROSS)
+        matrix, i, j = place_of_half(order, path, whole, ACROSS)
         _fill(a_half, b_half, ring, matrix, i, j, number, steps, SYMMETRIC, TURNED, STAGES)
 
 

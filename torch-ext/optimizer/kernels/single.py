@@ -6,7 +6,7 @@ and stores; several programs share a processor. Must not know: what the products
 """
 from __future__ import annotations
 
-from .ring import boxes_of, gluon_jit, matrices_of, place
+from .ring import boxes_of, gluon_jit, matrices_of, matrix_of, path_of, place
 from .strip import ask, factors_of, store_strip
 
 gl = mbarrier = tma = fence = multiply = multiplied = load_box = None  # Gluon's language, put here by gluon_jit
@@ -43,10 +43,11 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, mirro
     for number in gl.static_range(3):
         mbarrier.init(added.index(number), count=1)
     fence()
+    path = path_of(count, gl.num_programs(0))
     if order is None:
-        matrix, i, j = _place(count, gl.program_id(0), COLUMNS > ROWS)
+        matrix, i, j = _place(path, gl.program_id(0), COLUMNS > ROWS)
     else:
-        matrix, i, j = place(order, count, gl.program_id(0))
+        matrix, i, j = place(order, path, gl.program_id(0))
     row, column = i * ROWS, j * COLUMNS
     # steps up to which rows of A and of B do not reach beyond their squares on the diagonal
     straight = gl.minimum((row + ROWS) // BLOCK_K, steps), gl.minimum((column + ROWS) // BLOCK_K, steps)
@@ -95,11 +96,11 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, mirro
 
 
 @gluon_jit
-def _place(count, turn, WIDE: gl.constexpr):
+def _place(path, turn, WIDE: gl.constexpr):
     """(matrix, tile row, tile column), without a table to wait for: of few tiles, row by row in the lower triangle, as
     wide as high or twice as wide (WIDE).
     """
-    number = turn % count
+    number = turn % path[0]
     if WIDE:
         half = _root(number)  # rows 2 half - 1 and 2 half begin at half^2 and half (half + 1)
         start = half * (half + 1)
@@ -108,7 +109,7 @@ def _place(count, turn, WIDE: gl.constexpr):
     else:
         i = (_root(8 * number + 1) - 1) // 2
         j = number - i * (i + 1) // 2
-    return turn // count, i, j
+    return matrix_of(path, turn), i, j
 
 
 @gluon_jit
