@@ -165,7 +165,7 @@ def _tma_kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halve
     """`whole` tiles in turns, then left and right `halves` of the rest (tiles.divide); without turns, one tile each.
 
     SYMMETRIC: 1 for a result that is so in every bit, 2 for one that is made so, and scaled; c, d, e: addends; c and
-    d of a product in wide tiles: b and out by half a tile's columns.
+    d of a product in wide tiles: b and out by half a tile's columns. count: see `path_of` of ring.py.
     """
     BLOCK_R: tl.constexpr = a.block_type.shape[2 if TURNED else 1]
     BLOCK_C: tl.constexpr = b.block_type.shape[1 if SYMMETRIC else 2]
@@ -201,7 +201,7 @@ def _tma_kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halve
 
 @jit
 def _tile(order, count, tiles, turn):
-    """Return (matrix, tile row, tile column); see `path_of` of ring.py."""
+    """Return (matrix, tile row, tile column)."""
     matrix, tile = turn // tl.abs(count), order + turn % tl.abs(count) * 2
     return tl.where(count < 0, tiles // tl.abs(count) - 1 - matrix, matrix), tl.load(tile), tl.load(tile + 1)
 

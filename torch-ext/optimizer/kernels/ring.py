@@ -87,7 +87,9 @@ def make_ring(a, b, STAGES: gl.constexpr, GROUPS: gl.constexpr):
 
 @gluon_jit
 def path_of(count, tiles):
-    """Return (tiles of a matrix, matrix that is taken first if it is not 0): the last one where `count` is negative."""
+    """Return (tiles of a matrix, the matrix that is taken first) of a launch of so many tiles, `count` for each matrix;
+    if that is negative, matrices are taken from the last one to the first.
+    """
     size = gl.where(count < 0, -count, count)
     return size, gl.where(count < 0, tiles // size - 1, 0)
 
