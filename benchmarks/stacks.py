@@ -3,6 +3,7 @@
     make build && python benchmarks/stacks.py pieces --ranks 8 --stacks 6x768x768 2x768x3072
     ... side_by_side --stacks 6x768x768+2x768x3072 2x2048x2048+2x2048x6144
     ... last_turn --stacks 3x2048x6144 8x1024x4096
+    ... ends --stacks 24x896x896 32x512x2048
     ... symmetric --stacks 3x2048x2048           one product with an addend alone
     ... product --stacks 4x2880x2880             A X alone
     ... --rest-ms 0                              of large stacks a long run, at the power limit
@@ -10,6 +11,7 @@
 "pieces": matrices that arrive cut by rows over so many ranks are copied together, iterated and copied to where they
 leave ("copied"), or read and written where their pieces are ("in pieces"). "side_by_side": stacks follow each other in
 the same memory ("in turns"), or each has memory of its own, which lets a CUDA graph run them together ("side by side").
+"ends": launches take the matrices from the first on, or each from where the one before has ended ("either end").
 "last_turn", "symmetric", "product": processors compute whole tiles only, or two share a tile of the last turn.
 By CUDA graphs, in turns; without a GPU called, where the ways take the same time: good to try the script.
 """
@@ -127,9 +129,27 @@ def side_by_side(shapes, ranks, device):
 
 def last_turn(shapes, ranks, device):
     """({way: function}, where both leave their results). Both take the tiles that the table chooses for shared ones."""
+    work, results = whole_call(shapes, device)
+    return whole_and_shared(work), results
+
+
+def ends(shapes, ranks, device):
+    """({way: function}, where both leave their results)."""
+    work, results = whole_call(shapes, device)
+
+    def way(direction):
+        gram._direction = direction
+        tape._tapes.clear()  # what was recorded with the other one
+        work()
+
+    return {"from the first": partial(way, lambda op: 1), "either end": partial(way, gram._direction)}, results
+
+
+def whole_call(shapes, device):
+    """(function, where it leaves its results)."""
     stacks = [torch.randn(shape, device=device).to(WIRE) for shape in shapes]
     results = [torch.empty_like(t) for t in stacks]
-    return whole_and_shared(partial(polar.orthogonalize_, stacks, STEPS, into=results)), results
+    return partial(polar.orthogonalize_, stacks, STEPS, into=results), results
 
 
 def symmetric(shapes, ranks, device):
@@ -186,7 +206,7 @@ def same_bits(ways, results) -> None:
         assert all(map(torch.equal, first, second)), f"{list(ways)} differ"
 
 
-WAYS = {way.__name__: way for way in (side_by_side, last_turn, symmetric, product)} | {"pieces": in_pieces}
+WAYS = {way.__name__: way for way in (side_by_side, last_turn, ends, symmetric, product)} | {"pieces": in_pieces}
 
 if __name__ == "__main__":
     main()
