@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -219,6 +220,24 @@ def test_measured_tiles_agree_in_every_bit(part, device, op, dtype, N, n, m, mon
                                  for count in range(4)])
         results.append(out)
     assert all(torch.equal(out, results[0]) for out in results)
+
+
+def test_the_sign_of_count_says_which_matrix_comes_first(part, monkeypatch):
+    """What kernels compute of it, in Python: `load` shows where the order of tiles is read."""
+    ring, by_tma = part("kernels.ring"), part("kernels.gram_sm90")
+    language = SimpleNamespace(where=lambda which, one, other: one if which else other, abs=abs, load=lambda at: at)
+    monkeypatch.setattr(ring, "gl", language)
+    monkeypatch.setattr(by_tma, "tl", language)
+    path_of, matrix_of, tile = map(plain, (ring.path_of, ring.matrix_of, by_tma._tile))
+    for count, matrices in ((6, [0, 1, 2]), (-6, [2, 1, 0])):
+        path, turns = path_of(count, 18), [(matrix, 2 * number) for matrix in matrices for number in range(6)]
+        assert [(matrix_of(path, turn), turn % path[0] * 2) for turn in range(18)] == turns
+        assert [tile(0, count, 18, turn)[:2] for turn in range(18)] == turns
+
+
+def plain(function):
+    """What was decorated, also where Triton has it by now."""
+    return function.function if hasattr(function, "function") else function.fn
 
 
 def test_launches_begin_where_the_one_before_has_ended(part):

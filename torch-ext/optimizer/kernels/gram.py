@@ -120,7 +120,7 @@ def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0), more=None):
 
 def _direction(op) -> int:
     """Say where a launch begins: with the first matrix, 1, or the last, -1. It is where the one before has ended, whose
-    results are in the cache still; norms, before X X^T, end with the last matrix.
+    results are in the cache still. X is written from the first matrix on, if not by a product.
     """
     global _before
     _before = -1 if op == "gram" else -_before
