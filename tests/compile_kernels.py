@@ -35,6 +35,7 @@ waits = {}  # name of a kernel -> whether all its binaries for sm90 wait for ker
 reads_first = {}  # name of a kernel -> whether all its binaries for sm90 load before they let the next kernel begin
 spilled = {}  # name of a kernel -> the most bytes of registers that the assembler stores elsewhere in one of them
 serialized = {}  # name of a kernel -> why products wait for each other in one of them
+barriers = {}  # name of a kernel -> where the first barrier lies in shared memory, in each of them
 
 
 def end_with_text(backend=None, stages=None, *_):
@@ -81,6 +82,8 @@ def _note(name: str, ptx: str, said: str) -> None:
     """Keep what is to be known of a binary; the assembler says nothing of one that is in the cache."""
     waits[name] = waits.get(name, True) and "griddepcontrol.wait" in ptx
     reads_first[name] = reads_first.get(name, True) and -1 < ptx.find("ld.global") < ptx.find("launch_dependents")
+    if found := re.findall(r"add\.s32[^;]*, (\d+);", ptx.partition("mbarrier.init")[0]):
+        barriers.setdefault(name, set()).add(int(found[-1]))
     for stored in re.findall(r"(\d+) bytes spill stores", said):
         spilled[name] = max(spilled.get(name, 0), int(stored))
     for reason in re.findall(r"wgmma.mma_async instructions are serialized due to .*", said):
@@ -197,6 +200,16 @@ def resident(dtype: str) -> int:
     return compile_for("sm90", part("kernels.resident_sm90").resident_kernel, arguments, num_warps=4)
 
 
+def cluster(of: str, middle=None, to=None) -> int:
+    """Compile the same by two processors for each: with the result as the end, or X multiplied by it, once or twice."""
+    squares, boxes = GLUON.format("fp16", 128, 128), dict(x=of, middle=middle, y=to)
+    whole = dict(z=squares, z_strip=GLUON.format("fp16", 64, 128), z_turned=GLUON.format("fp16", 128, 64))
+    arguments = {name: dtype and GLUON.format(dtype, 256, 64) for name, dtype in boxes.items()} | dict(
+        dict.fromkeys(whole) if to else whole, a=squares, scales="*fp32", ends="*fp32", powers="*fp32", steps="i32",
+        codes="*i32", factors="*fp32", products="i32", more="i32", EARLY=of == "bf16")
+    return compile_for("sm90", part("kernels.cluster_sm90").cluster_kernel, arguments, num_warps=4)
+
+
 def others(arch: str, shared: int):
     """Compile the kernels of everything that is not a product."""
     pack, update, rows, norm, aol = (part(f"kernels.{name}") for name in "pack update rows norm aol".split())
@@ -247,6 +260,7 @@ def others(arch: str, shared: int):
             yield whole(U, turned)
         yield from map(raw, part("kernels.launches").RAW)
         yield from map(resident, ("fp16", "bf16"))
+        yield from itertools.starmap(cluster, (("fp16",), ("bf16", None, "fp16"), ("bf16", "fp16", "bf16")))
 
 
 def small(arch: str, shared: int, side: int, U: str):
@@ -299,7 +313,8 @@ def everything(arch: str, shared: int) -> dict:
     if arch == "sm90" and "--uneven" not in sys.argv:
         found["cast_bytes"] = {even: cast_bytes(even) for even in (1, 4, 8, 16)}
         compile_for(arch, hasty_kernel, {"out": "*fp32"}, num_warps=4)
-        found |= {"waits": waits, "reads_first": reads_first, "spilled": spilled, "serialized": serialized}
+        found |= {"waits": waits, "reads_first": reads_first, "spilled": spilled, "serialized": serialized,
+                  "barriers": {name: sorted(found) for name, found in barriers.items()}}
     return found
 
 

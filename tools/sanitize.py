@@ -82,13 +82,24 @@ def raw(gram, device, n, m) -> None:
 
 
 def resident(device) -> None:
-    """Gram matrices that stay in shared memory, and what follows them: a pair, and a step before one."""
-    steps = part("steps").steps_of("polar_express")
-    for segment, pair in zip(steps.segments(), steps.pairs()):
-        squares = [(1e-3 * torch.randn(2, 256, 256, device=device)).to(HALF)[:, :200, :200] for _ in range(4)]
-        part("kernels.resident").follow(segment, pair, *squares)
-        for dtype in (HALF, torch.bfloat16):
-            part("kernels.resident").follow(segment, pair, *squares, (padded(2, 200, 500, dtype, device), None))
+    """Gram matrices that stay in shared memory, of one processor or of two, and what follows them: a pair, and a step
+    before one.
+    """
+    module, steps = part("kernels.resident"), part("steps").steps_of("polar_express")
+    real, pairs = module.shared, [*zip(steps.segments(), steps.pairs())]
+    raw = padded(2, 200, 500, torch.bfloat16, device)
+    squares = [(1e-3 * torch.randn(2, 256, 256, device=device)).to(HALF)[:, :200, :200] for _ in range(4)]
+    for two in (False, True):
+        module.shared = lambda A, two=two: two
+        module._known.clear()
+        for pair in pairs:
+            module.follow([pair], *squares)
+            for X in (padded(2, 200, 500, HALF, device), raw):
+                module.follow([pair], *squares, (X, None))
+    Y, out = padded(2, 200, 500, HALF, device), padded(2, 200, 500, torch.bfloat16, device)
+    module.follow(pairs[:1], *squares, (raw, None), [(Y, None, None)])
+    module.follow(pairs[:2], *squares, (raw, None), [(Y, None, None), (out, None, None)])
+    module.shared = real
 
 
 @contextlib.contextmanager
@@ -99,11 +110,11 @@ def processors(count: int | None = None):
     """
     by_tma, known = part("kernels.gram_sm90"), part("kernels.gram")._known
     known.clear()  # a launch that is bound keeps its number
-    real, by_tma._processors = by_tma._processors, lambda device: count or real(device)
+    real, by_tma.processors_of = by_tma.processors_of, lambda device: count or real(device)
     try:
         yield
     finally:
-        by_tma._processors = real
+        by_tma.processors_of = real
 
 
 def norms(device, size) -> None:

@@ -142,7 +142,7 @@ def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=No
         part.begin(eps, factors, lengths)
     cut = dtype, most, n
     P = _iteration(parts, squares, [*zip(steps.segments(*cut), steps.pairs(*cut))], lengths, row_scales)
-    for part in parts:
+    for part in parts if P is not None else ():
         part.finish(P)
 
 
@@ -164,16 +164,17 @@ def _factors(memory, N, n):
 
 
 def _iteration(parts, squares, segments, lengths, scales):
-    """X <- Q X, segment by segment; return the last Q, yet to be applied.
+    """X <- Q X, segment by segment; return the last Q, yet to be applied, or None if it is.
 
     segments: triples, and the pair that the last two are taken as, or None. squares: A and Q, and for more than a step
     at a time Z and T. scales (N, n): room for those of A (AOL), by the `lengths` of rows, which X has yet to get; None
     where there are none.
     """
-    A, Q, *others = squares
-    for number, (segment, pair) in enumerate(segments):
-        if number:
+    (A, Q, *others), ways, number = squares, [], 0
+    while number < len(segments):
+        if number and not ways:
             _multiply(parts, Q, scales if number == 1 else None)
+        (segment, pair), ways = segments[number], []
         stays = resident.fits(A, Q, segment, pair)
         scaled = not number and scales is not None
         long = (parts[0].X, parts[0].scales) if stays and len(parts) == 1 and not scaled else None
@@ -186,11 +187,25 @@ def _iteration(parts, squares, segments, lengths, scales):
         elif len(segment) == 1:
             _polynomial(A, segment[0], Q)
         elif stays:
-            Q, *others = resident.follow(segment, pair, A, Q, *others, long)
+            ways = _ways(parts[0], segments[number:], A, Q) if long else []
+            Q, *others = resident.follow(segments[number:][:len(ways) or 1], A, Q, *others, long, ways)
         else:
             Q, *others = _follow(segment, pair, A, Q, *others)
+        number += len(ways) or 1
     _scale(parts, scales if len(segments) == 1 else None)
-    return Q
+    return None if ways else Q
+
+
+def _ways(part, segments, A, Q) -> list:
+    """What `resident.follow` is to write of the next products with X, two at most; X is that already."""
+    ways = []
+    for last, (segment, pair) in enumerate(segments[:2], start=1 - len(segments)):
+        way = part.ahead(not last)
+        if not (resident.fits(A, Q, segment, pair) and resident.applies(A, way[0])):
+            break
+        ways.append(way)
+        part.move()
+    return ways
 
 
 def _follow(segment, pair, A, Q, Z, T) -> tuple:

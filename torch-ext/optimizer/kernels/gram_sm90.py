@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-from . import has_pdl, jit, ring, tape
+from . import has_pdl, jit, processors_of, ring, tape
 from .pingpong import pingpong_kernel
 from .split import Split, memory_of, rows_at, strides_of
 from .tiles import Tile, divide
@@ -134,18 +134,13 @@ def filled(blank, tensor):
     return descriptor
 
 
-@functools.cache
-def _processors(device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def turns(op, out, inner, tile, wide=False):
     """(Programs, order of tiles on the device, tiles of a matrix, tiles that are computed whole, halves)."""
     (N, rows, columns), symmetric = out.shape, op != "product"
     down, across, ratio = -(-rows // tile.rows), -(-columns // tile.columns), tile.columns // tile.rows
     square = SMALL_SQUARE if symmetric and max(rows, inner) <= SMALL else SQUARE
     order, count = _order(down, across, ratio if symmetric else 0, square, out.device)
-    programs, whole, halves = divide(N * count, _processors(out.device), tile.loop, wide)
+    programs, whole, halves = divide(N * count, processors_of(out.device), tile.loop, wide)
     return programs, order, count, whole, halves
 
 
