@@ -100,11 +100,11 @@ def _squares(work, room, EARLY: gl.constexpr, RANK: gl.constexpr, SIDE: gl.const
                 middle, steps, scales, ring, squares, matrix, 1, False, RANK, SIDE)
         say_read(hands, 0, RANK, SIDE)
         wait_to_write(hands, first, 0)
-        if scale >= 0:
+        if scale < 0:
+            _load(a, boxes, hands, matrix, SIDE)
+        else:  # also where it is NaN
             write(unpacked(kept, upper), unpacked(kept_lower, lower), flat.index(OWN), 0, 0, HALF)
             send_square(0, RANK, False, SIDE)
-        else:
-            _load(a, boxes, hands, matrix, SIDE)
         mbarrier.arrive(here(hands, 0))
         for number in range(first, end):
             code, f = _product(codes, factors, number - segment)
@@ -161,14 +161,14 @@ def _strips(work, room, EARLY: gl.constexpr, RANK: gl.constexpr, SIDE: gl.conste
         lent = kept
         say_read(hands, 1, RANK, SIDE)
         wait_to_write(hands, first, 1)
-        if scale >= 0:
-            expect_copies(hands, (1 + RANK) * SIDE * SIDE, SIDE * SIDE)
-            _write_strip(unpacked(kept, strip), flat, 0, ROW)
-            send_strip(0, RANK, SIDE)
-        else:
+        if scale < 0:
             mbarrier.wait(loaded(hands), 0)
             mbarrier.arrive(came(hands, 0))
             mbarrier.arrive(came(hands, 1))
+        else:
+            expect_copies(hands, (1 + RANK) * SIDE * SIDE, SIDE * SIDE)
+            _write_strip(unpacked(kept, strip), flat, 0, ROW)
+            send_strip(0, RANK, SIDE)
         mbarrier.arrive(here(hands, 1))
         for number in range(first, end):
             code, f = _product(codes, factors, number - segment)
