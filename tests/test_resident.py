@@ -4,6 +4,7 @@ H100 or an H200 the bits of launches. `tests/test_tiles.py` compiles the kernels
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -235,6 +236,28 @@ def test_what_a_launch_by_two_processors_is_told(resident, part, monkeypatch):
     found = told(2, (X, scales), [(Y, scales, None), (out, None, None)])
     assert boxes(found, "x", "middle", "y") == [(X, [256, 64]), (Y, [256, 64]), (out, [256, 64])]
     assert (found["products"], found["more"], len(found["codes"])) == (8, 4, 12) and torch.all(found["powers"] == 1)
+
+
+def test_the_launcher_is_told_of_the_cluster(part):
+    """And the compiler is not."""
+    launched, told = [], []
+
+    class Compiled:
+        packed_metadata = 4, 1, 99
+
+        def __getitem__(self, grid):
+            return lambda *arguments: launched.append((grid, self.packed_metadata, arguments))
+
+    def run(*arguments, grid, warmup, **options):
+        told.append((warmup, options))
+        return Compiled()
+
+    kernel = part("kernels").jit(lambda: None)
+    kernel.make = lambda: SimpleNamespace(run=run)
+    for argument in (7, 8):
+        kernel.launch(3, "key", argument, cluster=2, num_warps=4)
+    assert launched == [((3, 1, 1), (4, 2, 99), (argument,)) for argument in (7, 8)]
+    assert told == [(True, {"num_warps": 4})]
 
 
 @on_gpu

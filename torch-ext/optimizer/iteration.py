@@ -197,10 +197,10 @@ def _iteration(parts, squares, segments, lengths, scales):
 
 
 def _ways(part, segments, A, Q) -> list:
-    """What `resident.follow` is to write of the next products with X, two at most; X is that already."""
+    """What `resident.follow` is to write of the next products with X, two at most: that is X from now on."""
     ways = []
-    for last, (segment, pair) in enumerate(segments[:2], start=1 - len(segments)):
-        way = part.ahead(not last)
+    for segment, pair in segments[:2]:
+        way = part.ahead(last=len(ways) + 1 == len(segments))
         if not (resident.fits(A, Q, segment, pair) and resident.applies(A, way[0])):
             break
         ways.append(way)
