@@ -41,26 +41,27 @@ def square_of_gram(x, steps, scales, ring, squares, matrix, SEGMENT: gl.constexp
     HALF: gl.constexpr = SIDE // 2
     boxes, first = boxes_of(squares, x), SEGMENT * steps
     stages = matrices_of(boxes, 2 * SIDE, BLOCK_K)
-    for k in gl.static_range(AHEAD):
-        if k < steps:
-            stage = (first + k) % STAGES
-            ask(x, boxes.index(stage), full.index(stage), matrix, 0, k * BLOCK_K, BLOCK_K)
+    for early in gl.static_range(AHEAD):
+        if early < steps:
+            at = (first + early) % STAGES
+            ask(x, boxes.index(at), full.index(at), matrix, 0, early * BLOCK_K, BLOCK_K)
     upper, lower = no_sums(0, SIDE, HALF)
-    for k in range(first, first + steps):
-        stage = k % STAGES
-        mbarrier.wait(full.index(stage), (k // STAGES) & 1)
-        rows = stages.index(stage).slice(RANK * SIDE, SIDE)
-        upper = multiply(rows.slice(0, HALF), rows.slice(0, HALF).permute([1, 0]), upper, is_async=True)
-        lower = multiply(rows.slice(HALF, HALF), rows.permute([1, 0]), lower, is_async=True)
-        upper, lower = multiplied(2, deps=(upper, lower))
-        ahead = k + AHEAD
-        later, more = ahead % STAGES, ahead < first + steps
-        mbarrier.arrive(empty.index(later), pred=k > first)
-        mbarrier.wait(empty.index(later), (ahead // STAGES + 1) & 1, pred=more)
-        mbarrier.expect(full.index(later), 4 * SIDE * BLOCK_K, pred=more)
-        load_box(x, [matrix, 0, (ahead - first) * BLOCK_K], full.index(later), boxes.index(later), pred=more)
-    upper, lower = multiplied(0, deps=(upper, lower))
-    mbarrier.arrive(empty.index((first + steps + AHEAD) % STAGES), pred=steps > 0)
+    if steps > 0:
+        for k in range(first, first + steps):
+            stage = k % STAGES
+            mbarrier.wait(full.index(stage), (k // STAGES) & 1)
+            rows = stages.index(stage).slice(RANK * SIDE, SIDE)
+            upper = multiply(rows.slice(0, HALF), rows.slice(0, HALF).permute([1, 0]), upper, is_async=True)
+            lower = multiply(rows.slice(HALF, HALF), rows.permute([1, 0]), lower, is_async=True)
+            upper, lower = multiplied(2, deps=(upper, lower))
+            ahead = k + AHEAD
+            later, more = ahead % STAGES, ahead < first + steps
+            mbarrier.arrive(empty.index(later), pred=k > first)
+            mbarrier.wait(empty.index(later), (ahead // STAGES + 1) & 1, pred=more)
+            mbarrier.expect(full.index(later), 4 * SIDE * BLOCK_K, pred=more)
+            load_box(x, [matrix, 0, (ahead - first) * BLOCK_K], full.index(later), boxes.index(later), pred=more)
+        upper, lower = multiplied(0, deps=(upper, lower))
+        mbarrier.arrive(empty.index((first + steps + AHEAD) % STAGES))
     scale = _scale(scales, steps, matrix, SEGMENT, EARLY)
     upper, lower = rounded(upper * (scale * scale), squares.dtype), rounded(lower * (scale * scale), squares.dtype)
     return packed(upper), packed(lower), scale
@@ -76,15 +77,16 @@ def strip_of_gram(x, steps, scales, ring, squares, matrix, SEGMENT: gl.constexpr
     first = SEGMENT * steps
     stages = matrices_of(boxes_of(squares, x), 2 * SIDE, x.block_type.shape[2])
     upper, strip = no_sums(1, SIDE, HALF)
-    for k in range(first, first + steps):
-        stage = k % STAGES
-        mbarrier.wait(full.index(stage), (k // STAGES) & 1)
-        strip = multiply(stages.index(stage).slice(SIDE + RANK * HALF, HALF),
-                         stages.index(stage).slice(0, SIDE).permute([1, 0]), strip, is_async=True)
-        strip = multiplied(1, deps=(strip,))
-        mbarrier.arrive(empty.index((k + STAGES - 1) % STAGES), pred=k > first)
-    strip = multiplied(0, deps=(strip,))
-    mbarrier.arrive(empty.index((first + steps + STAGES - 1) % STAGES), pred=steps > 0)
+    if steps > 0:
+        for k in range(first, first + steps):
+            stage = k % STAGES
+            mbarrier.wait(full.index(stage), (k // STAGES) & 1)
+            strip = multiply(stages.index(stage).slice(SIDE + RANK * HALF, HALF),
+                             stages.index(stage).slice(0, SIDE).permute([1, 0]), strip, is_async=True)
+            strip = multiplied(1, deps=(strip,))
+            mbarrier.arrive(empty.index((k + STAGES - 1) % STAGES), pred=k > first)
+        strip = multiplied(0, deps=(strip,))
+        mbarrier.arrive(empty.index((first + steps + STAGES - 1) % STAGES))
     scale = _scale(scales, steps, matrix, SEGMENT, EARLY)
     return packed(rounded(strip * (scale * scale), squares.dtype)), scale
 
