@@ -260,7 +260,7 @@ def others(arch: str, shared: int):
             yield whole(U, turned)
         yield from map(raw, part("kernels.launches").RAW)
         yield from map(resident, ("fp16", "bf16"))
-        yield from itertools.starmap(cluster, (("fp16",), ("bf16", "fp16", "bf16")))
+        yield from itertools.starmap(cluster, (("fp16",), ("bf16", None, "fp16"), ("bf16", "fp16", "bf16")))
 
 
 def small(arch: str, shared: int, side: int, U: str):

@@ -34,7 +34,7 @@ LAYERS = [
     ["kernels.split", "kernels.table"],
     ["kernels.ring"],
     ["kernels.strip"],
-    ["kernels.squares", "kernels.hands"],
+    ["kernels.squares", "kernels.hands", "kernels.program"],
     ["kernels.cluster_x"],
     ["kernels.cluster_sm90"],
     ["kernels.pingpong", "kernels.cooperative", "kernels.single", "kernels.raw", "kernels.resident_sm90"],

@@ -108,11 +108,11 @@ class jit:
             if compiled is None:
                 self[programs, 1, 1](*arguments, **options)
             return
-        if compiled is None and cluster == 1:
+        if compiled is None and cluster > 1:
+            compiled = self.compiled[key] = self._clustered(cluster, *arguments, **options)
+        if compiled is None:
             compiled = self.compiled[key] = self[programs, 1, 1](*arguments, **options)  # None in the interpreter
         else:
-            if compiled is None:
-                compiled = self.compiled[key] = self._clustered(cluster, *arguments, **options)
             compiled[programs, 1, 1](*arguments)
         tape.note(compiled, programs, arguments)
 

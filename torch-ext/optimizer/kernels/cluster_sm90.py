@@ -7,7 +7,7 @@ which products there are, nor why. Needs Gluon.
 """
 from __future__ import annotations
 
-from .cluster_x import go_on, make_ring, square_of_gram, strip_of_gram
+from .cluster_x import go_on, make_stages, square_of_gram, strip_of_gram
 from .hands import (
     came,
     expect_copies,
@@ -21,6 +21,18 @@ from .hands import (
     send_strip,
     unpacked,
     wait_to_write,
+)
+from .program import (
+    addend_of,
+    addends_of,
+    borrows,
+    has_diagonal,
+    mirrors,
+    operands_of,
+    part_of,
+    product_of,
+    result_of,
+    settles,
 )
 from .ring import boxes_of, gluon_jit, matrices_of, rounded
 from .squares import no_sums, write
@@ -44,36 +56,35 @@ def cluster_kernel(x, a, z, z_strip, z_turned, middle, y, scales, ends, powers, 
     """
     SIDE: gl.constexpr = a.block_type.shape[1]
     squares = gl.allocate_shared_memory(a.dtype, [7, 1, SIDE, SIDE], a.layout)  # U's three, V's, and one
-    hands, ring = make_hands(), make_ring()
+    hands, ring = make_hands(), make_stages()
     fence()
     if not EARLY:
         gdc_wait()
     whole, onward, counts = (z, z_strip, z_turned), (middle, y, ends, powers), (products, more)
     work = x, steps, scales, a, whole, onward, codes, factors, counts, gl.program_id(0) // 2
     gl.warp_specialize([
-        (_squares_of_both, (work, (squares, hands, ring), EARLY, SIDE)),
-        (_strips_of_both, (work, (squares, hands, ring), EARLY, SIDE)),
+        (_either, (work, (squares, hands, ring), EARLY, 0, SIDE)),
+        (_either, (work, (squares, hands, ring), EARLY, 1, SIDE)),
     ], [4], [240])
 
 
 @gluon_jit
-def _squares_of_both(work, room, EARLY: gl.constexpr, SIDE: gl.constexpr):
+def _either(work, room, EARLY: gl.constexpr, WHO: gl.constexpr, SIDE: gl.constexpr):
+    """Compute what the group with the squares (WHO 0), or the strips (1), does on either processor."""
     meet()
     if gl.program_id(0) % 2 == 0:
-        _squares(work, room, EARLY, 0, SIDE)
+        _compute(work, room, EARLY, WHO, 0, SIDE)
     else:
-        _squares(work, room, EARLY, 1, SIDE)
+        _compute(work, room, EARLY, WHO, 1, SIDE)
     meet()
 
 
 @gluon_jit
-def _strips_of_both(work, room, EARLY: gl.constexpr, SIDE: gl.constexpr):
-    meet()
-    if gl.program_id(0) % 2 == 0:
-        _strips(work, room, EARLY, 0, SIDE)
+def _compute(work, room, EARLY: gl.constexpr, WHO: gl.constexpr, RANK: gl.constexpr, SIDE: gl.constexpr):
+    if WHO == 0:
+        _squares(work, room, EARLY, RANK, SIDE)
     else:
-        _strips(work, room, EARLY, 1, SIDE)
-    meet()
+        _strips(work, room, EARLY, RANK, SIDE)
 
 
 @gluon_jit
@@ -107,8 +118,8 @@ def _squares(work, room, EARLY: gl.constexpr, RANK: gl.constexpr, SIDE: gl.const
             send_square(0, RANK, False, SIDE)
         mbarrier.arrive(here(hands, 0))
         for number in range(first, end):
-            code, f = _product(codes, factors, number - segment)
-            to, then = (code >> 2 & 1) * 3, code >> 8 & 7
+            code, f = product_of(codes, factors, number - segment)
+            to, then = result_of(code)
             if (then == 4) & (segment == SEGMENTS - 1):  # not before: others could run where programs would wait
                 gdc_launch_dependents()
             sums, more_sums = _multiply(flat, hands, code, number, RANK, SIDE)
@@ -116,15 +127,15 @@ def _squares(work, room, EARLY: gl.constexpr, RANK: gl.constexpr, SIDE: gl.const
             more_sums = multiplied(0, deps=(more_sums,))
             say_read(hands, 0, RANK, SIDE)
             result_lower = _finish(more_sums, code, f, kept_lower, flat, OWN, HALF, True)
-            if (code >> 14 & 1) != 0:
+            if settles(code):
                 kept = packed(flat.index(OWN).slice(0, HALF).slice(0, HALF, 1).load(upper.type.layout))
                 kept_lower = packed(flat.index(OWN).slice(HALF, HALF).load(lower.type.layout))
             wait_to_write(hands, number + 1, 0)
-            write(result, result_lower, flat.index(to + OWN), code >> 11 & 1, 0, HALF)
+            write(result, result_lower, flat.index(to + OWN), mirrors(code), 0, HALF)
             if then == 3:
                 lent.slice(0, HALF).slice(0, HALF, 1).store(result)
                 lent.slice(HALF, HALF).store(result_lower)
-            if (code >> 12 & 1) != 0:
+            if borrows(code):
                 result = lent.slice(0, HALF).slice(0, HALF, 1).load(upper.type.layout)
                 write(result, lent.slice(HALF, HALF).load(lower.type.layout), flat.index(OWN), 0, 0, HALF)
                 send_square(0, RANK, False, SIDE)
@@ -171,9 +182,9 @@ def _strips(work, room, EARLY: gl.constexpr, RANK: gl.constexpr, SIDE: gl.conste
             send_strip(0, RANK, SIDE)
         mbarrier.arrive(here(hands, 1))
         for number in range(first, end):
-            code, f = _product(codes, factors, number - segment)
-            to, then = (code >> 2 & 1) * 3, code >> 8 & 7
-            left, right = (code & 1) * 3, (code >> 1 & 1) * 3
+            code, f = product_of(codes, factors, number - segment)
+            to, then = result_of(code)
+            left, right = operands_of(code)
             mbarrier.wait(here(hands, 0), number & 1)
             mbarrier.wait(came(hands, 1), number & 1)
             mbarrier.wait(came(hands, 0), number & 1)
@@ -181,7 +192,7 @@ def _strips(work, room, EARLY: gl.constexpr, RANK: gl.constexpr, SIDE: gl.conste
             sums = multiply(flat.index(left + 1).slice(ROW, HALF), flat.index(right), sums, use_acc=False,
                             is_async=True)
             sums = multiply(flat.index(left + 2).slice(ROW, HALF), flat.index(right + 1), sums, is_async=True)
-            if (code >> 12 & 1) != 0:
+            if borrows(code):
                 expect_copies(hands, 2 * (1 + RANK) * SIDE * SIDE, 2 * SIDE * SIDE)
             elif then != 4:
                 expect_copies(hands, (1 + RANK) * SIDE * SIDE, SIDE * SIDE)
@@ -190,13 +201,13 @@ def _strips(work, room, EARLY: gl.constexpr, RANK: gl.constexpr, SIDE: gl.conste
             sums = multiplied(0, deps=(sums,))
             say_read(hands, 1, RANK, SIDE)
             result = _finish(sums, code, f, kept, flat, 1, ROW, False)
-            if (code >> 14 & 1) != 0:
+            if settles(code):
                 kept = packed(flat.index(1).slice(ROW, HALF).load(strip.type.layout))
             wait_to_write(hands, number + 1, 1)
             _write_strip(result, flat, to, ROW)
             if then == 3:
                 lent = packed(result)
-            if (code >> 12 & 1) != 0:
+            if borrows(code):
                 _write_strip(unpacked(lent, strip), flat, 0, ROW)
                 send_strip(0, RANK, SIDE)
             mbarrier.arrive(here(hands, 1))
@@ -221,17 +232,10 @@ def _load(a, boxes, hands, matrix, SIDE: gl.constexpr):
 
 
 @gluon_jit
-def _product(codes, factors, number):
-    """Return a product's code and factors; read before there is anything to wait for."""
-    code, at = gl.load(codes + number), factors + 5 * number
-    return code, (gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4))
-
-
-@gluon_jit
 def _multiply(flat, hands, code, number, RANK: gl.constexpr, SIDE: gl.constexpr):
     """Begin to multiply: the upper half of a square, as far as the diagonal, and the lower one."""
     HALF: gl.constexpr = SIDE // 2
-    left, right = (code & 1) * 3, (code >> 1 & 1) * 3
+    left, right = operands_of(code)
     if RANK == 0:
         rows, more_rows = flat.index(left), flat.index(left + 1).permute([1, 0])
         columns, more_columns = flat.index(right), flat.index(right + 1)
@@ -253,17 +257,14 @@ def _finish(sums, code, f, kept, flat, SQUARE: gl.constexpr, ROW: gl.constexpr, 
     """Scale sums, add and round: of a square, from row ROW on. Added in each branch by itself, for of a tensor that
     comes from either of two the registers would be moved.
     """
-    first, second = code >> 3 & 3, code >> 5 & 3
-    for k in range(1 + (second != 0) + (code >> 7 & 1)):
-        place = gl.where(k == 0, first, gl.where(k == 1, second, 0))
-        alpha, beta = gl.where(k == 0, f[0], 1.0), gl.where(k == 0, f[2], gl.where(k == 1, f[3], f[4]))
+    for k in range(addends_of(code)):
+        place, alpha, beta = addend_of(code, f, k)
         if place == 2:
             sums = gl.fma(sums, alpha, beta * unpacked(kept, sums).to(gl.float32))
         else:
-            part = flat.index(place * 3 + SQUARE).slice(ROW, sums.shape[0]).slice(0, sums.shape[1], 1)
-            sums = gl.fma(sums, alpha, beta * part.load(sums.type.layout).to(gl.float32))
+            sums = gl.fma(sums, alpha, beta * part_of(flat.index(place * 3 + SQUARE), sums, ROW))
     if DIAGONAL:
-        if (code >> 13 & 1) != 0:
+        if has_diagonal(code):
             sums = add_diagonal(sums, f[1], ROW, 0)
     return rounded(sums, flat.dtype)
 

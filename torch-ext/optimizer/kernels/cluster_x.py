@@ -16,7 +16,7 @@ gdc_wait = None
 
 
 @gluon_jit
-def make_ring():
+def make_stages():
     """Return (full, empty, arrived): barriers of the ring for X X^T, and of the boxes that are multiplied by V."""
     full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
@@ -105,7 +105,7 @@ def _scale(scales, steps, matrix, SEGMENT: gl.constexpr, EARLY: gl.constexpr):
 
 @gluon_jit
 def go_on(x, steps, onward, ring, hands, squares, segment, phase, matrix, WHO: gl.constexpr, RANK: gl.constexpr,
-           SIDE: gl.constexpr):
+          SIDE: gl.constexpr):
     """Multiply X by the result, where there is a way: into `middle`, and that into y, or X into y."""
     middle, y, ends, powers = onward
     end, power = gl.load(ends + matrix), gl.load(powers + matrix)
@@ -122,7 +122,7 @@ def go_on(x, steps, onward, ring, hands, squares, segment, phase, matrix, WHO: g
 
 @gluon_jit
 def _multiply_by_v(x, y, end, power, steps, phase, ring, hands, squares, matrix, SEGMENT: gl.constexpr,
-                  WHO: gl.constexpr, RANK: gl.constexpr, SIDE: gl.constexpr):
+                   WHO: gl.constexpr, RANK: gl.constexpr, SIDE: gl.constexpr):
     """Y = end V X, X times its power, and cast, if it is in another dtype than V: this group's boxes of X, one of four,
     whose place those of Y take. Groups take turns: one multiplies, while the other one does the rest.
     """

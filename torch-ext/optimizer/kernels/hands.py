@@ -2,8 +2,8 @@
 they tell each other when it may be written, and that it is there. For sm90.
 
 Decides: how shared memory is addressed, here and there, for which Gluon has no words. Must not know: what is computed.
-Needs Gluon, and that the squares are the first thing in shared memory and the barriers the second: largest first, as
-Triton arranges it (tests/test_tiles.py).
+Needs Gluon, and that seven squares in 16 bits are the first thing in shared memory and the barriers the second: largest
+first, as Triton arranges it (tests/test_tiles.py).
 """
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def say_read(hands, WHO: gl.constexpr, RANK: gl.constexpr, SIDE: gl.constexpr):
         "{ .reg .pred p; .reg .b32 b, t; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0; "
         "mov.u32 b, global_smem; add.u32 b, b, $1; mapa.shared::cluster.u32 b, b, $2; "
         "@p mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [b]; mov.u32 $0, 0; }",
-        "=r,r,r", [none + (14 * SIDE * SIDE + 16), none + (1 - RANK)], gl.int32, False, 1)
+        "=r,r,r", [none + (14 * SIDE * SIDE + 8 * 2), none + (1 - RANK)], gl.int32, False, 1)
 
 
 @gluon_jit

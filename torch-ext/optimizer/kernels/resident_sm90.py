@@ -6,6 +6,18 @@ below the diagonal. Must not know: which products there are, nor why. Needs Gluo
 """
 from __future__ import annotations
 
+from .program import (
+    addend_of,
+    addends_of,
+    borrows,
+    has_diagonal,
+    mirrors,
+    operands_of,
+    part_of,
+    product_of,
+    result_of,
+    settles,
+)
 from .ring import boxes_of, gluon_jit, matrices_of, rounded
 from .squares import gram, no_sums, places, write
 from .strip import add_diagonal, ask
@@ -83,9 +95,8 @@ def _products(work, room, EARLY: gl.constexpr, WHO: gl.constexpr, SIDE: gl.const
     if keep != 0:
         store_box(one_box, [matrix, WHO * SIDE, 0], boxes.index(WHO))
     for number in range(products):
-        code, at = gl.load(codes + number), factors + 5 * number  # before what has to be waited for
-        f = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
-        to, then = (code >> 2 & 1) * 3, code >> 8 & 7
+        code, f = product_of(codes, factors, number)
+        to, then = result_of(code)
         if then == 4:  # not before: the next kernel's programs would wait where another stream's could run
             gdc_launch_dependents()
         _stage(code, kept, staging, staged, matrix, 0, WHO, SIDE)
@@ -101,13 +112,13 @@ def _products(work, room, EARLY: gl.constexpr, WHO: gl.constexpr, SIDE: gl.const
         lower = _finish(lower, code, f, flat, kept, staging, staged, HALF, WHO)
         if WHO != 2:
             _wait_for_others(read, number, WHO)
-        if (code >> 14 & 1) != 0:
+        if settles(code):
             _wait_for_stores()
         else:
             tma.store_wait(0)
         barrier()
-        write(upper, lower, flat.index(to + WHO), code >> 11 & 1, WHO, HALF)
-        if (code >> 12 & 1) != 0:
+        write(upper, lower, flat.index(to + WHO), mirrors(code), WHO, HALF)
+        if borrows(code):
             ask(z, boxes.index(WHO), lent.index(WHO), matrix, ROW, COLUMN, SIDE)
             mbarrier.wait(lent.index(WHO), 0)
         mbarrier.arrive(written.index(WHO))
@@ -135,7 +146,7 @@ def _wait_for_others(barriers, number, WHO: gl.constexpr):
 @gluon_jit
 def _multiply(flat, code, WHO: gl.constexpr, SIDE: gl.constexpr, HALF: gl.constexpr):
     """Begin to multiply: the upper and the lower half of a square."""
-    left, right = (code & 1) * 3, (code >> 1 & 1) * 3
+    left, right = operands_of(code)
     if WHO == 0:
         rows, more_rows = flat.index(left), flat.index(left + 1).permute([1, 0])
     else:
@@ -174,25 +185,17 @@ def _finish(sums, code, f, flat, kept, staging, staged, ROW: gl.constexpr, WHO: 
     each branch by itself, for of a tensor that comes from either of two the registers would be moved.
     """
     one, other, one_half, other_half = kept
-    first, second = code >> 3 & 3, code >> 5 & 3
-    for k in range(1 + (second != 0) + (code >> 7 & 1)):
-        place = gl.where(k == 0, first, gl.where(k == 1, second, 0))
-        alpha, beta = gl.where(k == 0, f[0], 1.0), gl.where(k == 0, f[2], gl.where(k == 1, f[3], f[4]))
+    for k in range(addends_of(code)):
+        place, alpha, beta = addend_of(code, f, k)
         if place == 2:
             memory = gl.where(k == 0, one, other)
             sums = gl.fma(sums, alpha, beta * _kept(memory, sums, staging, staged, ROW, WHO))
         else:
-            sums = gl.fma(sums, alpha, beta * _part(flat.index(place * 3 + WHO), sums, ROW))
+            sums = gl.fma(sums, alpha, beta * part_of(flat.index(place * 3 + WHO), sums, ROW))
     if WHO != 1:
-        if (code >> 13 & 1) != 0:
+        if has_diagonal(code):
             sums = add_diagonal(sums, f[1], ROW, 0)
     return rounded(sums, flat.dtype)
-
-
-@gluon_jit
-def _part(square, like, ROW: gl.constexpr):
-    """As much of a square as there are sums, from ROW on."""
-    return square.slice(ROW, like.shape[0]).slice(0, like.shape[1], 1).load(like.type.layout).to(gl.float32)
 
 
 @gluon_jit
@@ -202,7 +205,7 @@ def _kept(memory, like, staging, staged, ROW: gl.constexpr, WHO: gl.constexpr):
     """
     if WHO > 0:
         mbarrier.wait(staged.index(WHO - 1), ROW // like.shape[0])  # the halves take turns
-        values = _part(matrices_of(staging, like.shape[0], 2 * like.shape[0]).index(WHO - 1), like, 0)
+        values = part_of(matrices_of(staging, like.shape[0], 2 * like.shape[0]).index(WHO - 1), like, 0)
     else:
         r, s = places(like)
         own = r // 16 * 2048 + r % 8 * 128 + s % 8
