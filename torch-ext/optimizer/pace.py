@@ -31,7 +31,8 @@ def table(arch: str) -> dict:
     before the launch before it ends), `on_chip_us` (of a small matrix in one program: and per column), `chain_us` (the
     same of chain.py), `follow_us` (of what follows Gram matrices in one program: of up to 64 rows, of more),
     `resident_us` (of that in resident.py: per launch, per product, and per column of what is multiplied first),
-    `cluster_us` (of all but the norms where matrices have two processors: first, per product, per column of each).
+    `cluster_us` (of all but the norms where matrices have two processors: first, per product, per column of each; of an
+    H100).
     """
     path = tiles.TABLES / f"{arch}_pace.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .hands import came, here, meet, packed, turn
 from .ring import boxes_of, gluon_jit, matrices_of, rounded
-from .squares import no_sums
+from .squares import no_sums, step
 from .strip import ask
 
 gl = mbarrier = tma = fence = barrier = multiply = multiplied = load_box = store_box = None  # Gluon, put here
@@ -48,15 +48,9 @@ def square_of_gram(x, steps, scales, ring, squares, matrix, SEGMENT: gl.constexp
     upper, lower = no_sums(0, SIDE, HALF)
     if steps > 0:
         for k in range(first, first + steps):
-            stage = k % STAGES
-            mbarrier.wait(full.index(stage), (k // STAGES) & 1)
-            rows = stages.index(stage).slice(RANK * SIDE, SIDE)
-            upper = multiply(rows.slice(0, HALF), rows.slice(0, HALF).permute([1, 0]), upper, is_async=True)
-            lower = multiply(rows.slice(HALF, HALF), rows.permute([1, 0]), lower, is_async=True)
-            upper, lower = multiplied(2, deps=(upper, lower))
+            upper, lower = step(stages, full, empty, upper, lower, k, first, 2 * RANK, SIDE, HALF)
             ahead = k + AHEAD
             later, more = ahead % STAGES, ahead < first + steps
-            mbarrier.arrive(empty.index(later), pred=k > first)
             mbarrier.wait(empty.index(later), (ahead // STAGES + 1) & 1, pred=more)
             mbarrier.expect(full.index(later), 4 * SIDE * BLOCK_K, pred=more)
             load_box(x, [matrix, 0, (ahead - first) * BLOCK_K], full.index(later), boxes.index(later), pred=more)
@@ -142,7 +136,7 @@ def _multiply_by_v(x, y, end, power, steps, phase, ring, hands, squares, matrix,
     mbarrier.wait(came(hands, 0), phase & 1)
     mbarrier.wait(came(hands, 1), phase & 1)
     for number in range(first, first + count):
-        place, step = _place(number, WHO), RANK + 2 * WHO + 4 * (number - first)
+        place, box = _place(number, WHO), RANK + 2 * WHO + 4 * (number - first)
         mbarrier.wait(arrived.index(2 * WHO + number % 2), (number // 2) & 1)
         if x.dtype != squares.dtype:
             _cast(squares, boxes, place, power, layout, SIDE // 2, BLOCK_K)
@@ -156,9 +150,9 @@ def _multiply_by_v(x, y, end, power, steps, phase, ring, hands, squares, matrix,
         lower = multiply(flat.index(V + 2), below, lower, is_async=True)
         mbarrier.arrive(turn(hands, 1 - WHO))
         tma.store_wait(0)
-        more, later = (number > first) & (step + 4 < steps), arrived.index(2 * WHO + (number + 1) % 2)
+        more, later = (number > first) & (box + 4 < steps), arrived.index(2 * WHO + (number + 1) % 2)
         mbarrier.expect(later, 4 * SIDE * BLOCK_K, pred=more)
-        load_box(x, [matrix, 0, (step + 4) * BLOCK_K], later, boxes.index(_place(number + 1, WHO)), pred=more)
+        load_box(x, [matrix, 0, (box + 4) * BLOCK_K], later, boxes.index(_place(number + 1, WHO)), pred=more)
         upper = rounded(multiplied(2, deps=(upper,)) * end, y.dtype)
         lower = rounded(multiplied(0, deps=(lower,)) * end, y.dtype)
         barrier()
@@ -166,7 +160,7 @@ def _multiply_by_v(x, y, end, power, steps, phase, ring, hands, squares, matrix,
         outs.index(2 * place + 1).store(lower)
         fence()
         barrier()
-        store_box(y, [matrix, 0, step * BLOCK_K], results.index(place))
+        store_box(y, [matrix, 0, box * BLOCK_K], results.index(place))
     if WHO == 1:
         mbarrier.arrive(turn(hands, 0), pred=count < turns)  # a turn for each of the other group's
 

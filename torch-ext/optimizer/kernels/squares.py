@@ -1,5 +1,5 @@
-"""Squares of 128 x 128 on and below the diagonal of a symmetric matrix of 193 to 256 rows, in the shared memory of one
-processor: how groups of four warps (resident_sm90.py), one for each square, compute X X^T, and write what all read.
+"""Squares of 128 x 128 on and below the diagonal of a symmetric matrix of 193 to 256 rows, in shared memory: how groups
+of four warps (resident_sm90.py, and cluster_sm90.py for those on it), one for each, compute X X^T, and write them.
 
 Decides: how X arrives. Must not know: what follows. Needs Gluon.
 """
@@ -28,7 +28,7 @@ def gram(long, squares, flat, matrix, EARLY: gl.constexpr, WHO: gl.constexpr, SI
                 ask(x, boxes.index(k), full.index(k), matrix, 0, k * BLOCK_K, BLOCK_K)
     upper, lower = no_sums(WHO, SIDE, HALF)
     for k in range(steps):
-        upper, lower = _step(stages, full, empty, upper, lower, k, WHO, SIDE, HALF)
+        upper, lower = step(stages, full, empty, upper, lower, k, 0, WHO, SIDE, HALF)
         if WHO == 0:
             ahead = k + AHEAD
             stage, more = ahead % STAGES, ahead < steps
@@ -61,8 +61,8 @@ def no_sums(WHO: gl.constexpr, SIDE: gl.constexpr, HALF: gl.constexpr):
 
 
 @gluon_jit
-def _step(stages, full, empty, upper, lower, k, WHO: gl.constexpr, SIDE: gl.constexpr, HALF: gl.constexpr):
-    """Begin step k; the one before it is done."""
+def step(stages, full, empty, upper, lower, k, first, WHO: gl.constexpr, SIDE: gl.constexpr, HALF: gl.constexpr):
+    """Begin step k of those from `first` on; the one before it is done."""
     stage = k % full.shape[0]
     ROW: gl.constexpr = SIDE if WHO > 0 else 0
     COLUMN: gl.constexpr = SIDE if WHO > 1 else 0
@@ -71,7 +71,7 @@ def _step(stages, full, empty, upper, lower, k, WHO: gl.constexpr, SIDE: gl.cons
     upper = multiply(rows.slice(0, HALF), columns.slice(0, upper.shape[1]).permute([1, 0]), upper, is_async=True)
     lower = multiply(rows.slice(HALF, HALF), columns.permute([1, 0]), lower, is_async=True)
     upper, lower = multiplied(2, deps=(upper, lower))
-    mbarrier.arrive(empty.index((k + full.shape[0] - 1) % full.shape[0]), pred=k > 0)
+    mbarrier.arrive(empty.index((k + full.shape[0] - 1) % full.shape[0]), pred=k > first)
     return upper, lower
 
 
