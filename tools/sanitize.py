@@ -241,13 +241,18 @@ def only_hand_over(report: list[str]) -> bool:
 
 
 def hand_overs() -> set[str]:
-    """file:line of each call of warp_specialize in the kernels, and of its kernel's `def`, for what Triton adds."""
+    """file:line of each call of warp_specialize in the kernels, and of its kernel's `def`, for what Triton adds; and of
+    the barrier of a cluster, with which what is handed over ends there: what Triton adds behind it has its last line.
+    The barrier itself neither reads nor writes memory.
+    """
     found = set()
     for path in Path(part("kernels").__file__).parent.glob("*.py"):
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef):
                 calls = [node for node in ast.walk(function) if getattr(node, "attr", "") == "warp_specialize"]
                 found |= {f"{path.name}:{node.lineno}" for node in (*calls, *([function] if calls else []))}
+                if (path.name, function.name) == ("hands.py", "meet"):
+                    found.add(f"hands.py:{function.end_lineno}")
     return found
 
 
