@@ -24,7 +24,8 @@ def test_launches_one_on_top_of_the_other_give_what_launches_one_by_one_give(sha
         patch.setattr(part("polar"), "play", lambda key, memory, tensors, work: work())
         patch.setattr(part("kernels.tape"), "note", lambda *_: launched.append(torch.cuda.synchronize()))
         expected = [polar(U) for U in rounds]
-    assert len(launched) >= 3 * ROUNDS  # norms, their scales, and what one launch does of the rest, at the least
+    two_each = shape[0] == 64  # norms, their scales, and one launch for the rest (resident.py)
+    assert len(launched) >= (3 if two_each else 6) * ROUNDS
     polar(X.copy_(rounds[0]))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
