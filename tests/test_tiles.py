@@ -151,6 +151,20 @@ def test_a_turn_of_shared_tiles_is_expected_to_take_less(tiles):
     assert tiles.expected_us(entry | {"loop": "cooperative"}, 128, 128, 5, 4) == pytest.approx(1.6)
 
 
+@pytest.mark.parametrize("down", [*range(1, 10), 23, 32])
+def test_squares_in_pairs_leave_one_tile_half_in_vain_at_most(part, tiles, down):
+    """Of tiles twice as wide as high, whose pairs have rows (i, -k); as many are expected as there are."""
+    order, count = part("kernels.gram_sm90")._order(down, -(-down // 2), 2, 4, True, torch.device("cpu"))
+    found, in_vain = [], 0
+    for i, j in order.tolist():
+        squares = [(i, i), (-j, -j)] if j < 0 else [(i, 2 * j), (i, 2 * j + 1)]
+        found += [(row, column) for row, column in squares if column <= row]
+        in_vain += sum(column > row for row, column in squares)
+    assert sorted(found) == [(i, j) for i in range(down) for j in range(i + 1)] and in_vain <= 1
+    entry = {"op": "gram", "bytes": 2, "tile": [128, 256, 64], "loop": "cooperative", "us": [0, 0, 0, 1]}
+    assert tiles.expected_us(entry, 128 * down, 64, 1, 1) == count == len(order)
+
+
 def test_a_choice_can_be_forced(tiles):
     tile, cpu = tiles.Tile(16, 16, 16, 1, 1, 1), torch.device("cpu")
     usual = tiles.choose("gram", torch.float16, 64, 64, cpu)

@@ -8,7 +8,7 @@ the products are used for; launches.py calls it.
 from __future__ import annotations
 
 from .ring import fetch, gluon_jit, make_ring, multiply_ring, path_of, place, place_of_half
-from .strip import ask, factors_of, finish_strip
+from .strip import ask, factors_of, finish_strip, store_square
 
 gl = mbarrier = tma = fence = gdc_wait = None  # Gluon's language, put here by gluon_jit
 
@@ -47,8 +47,11 @@ def _consume(ring, work, ends, WHO: gl.constexpr, SYMMETRIC: gl.constexpr, TURNE
     mine = 0
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
         matrix, i, j = place(order, path, turn)
-        _strip(ring, ends, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C, BLOCK_K,
-               STAGES)
+        if SYMMETRIC == 1 and j < 0:
+            _square(ring, ends, matrix, i if WHO == 0 else -j, mine, steps, WHO, BLOCK_R, BLOCK_K, STAGES)
+        else:
+            _strip(ring, ends, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C, BLOCK_K,
+                   STAGES)
         mine += 1
     if gl.program_id(0) < halves:
         matrix, i, j = place_of_half(order, path, whole, True)
@@ -71,3 +74,16 @@ def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, SYMMETRIC: 
         ask(addends[0], own, arrived, matrix, row, column, COLUMNS)
     sums = multiply_ring(ring, mine * steps, steps, None, WHO, SYMMETRIC, TURNED, ROWS, COLUMNS, BLOCK_K, STAGES)
     finish_strip(sums, addends, number, out, own, arrived, mine, factors, matrix, row, column, SYMMETRIC, SEVERAL)
+
+
+@gluon_jit
+def _square(ring, ends, matrix, i, mine, steps, WHO: gl.constexpr, SIDE: gl.constexpr, BLOCK_K: gl.constexpr,
+            STAGES: gl.constexpr):
+    """Compute and store a square of a pair, the one of row i of tiles: rows times themselves."""
+    _, _, out, strips, _, scales, factors = ends
+    left, right, full, empty = ring
+    factors = factors_of(scales, factors, matrix, 1)
+    rows = left if WHO == 0 else right
+    sums = multiply_ring((rows, rows, full, empty), mine * steps, steps, None, 0, 1, False, SIDE, SIDE, BLOCK_K, STAGES)
+    matrix = gl.where(factors[2] < 0, 1 << 30, matrix)
+    store_square(sums * factors[0], out, strips.index(WHO), matrix, i * SIDE)

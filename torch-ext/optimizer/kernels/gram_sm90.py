@@ -11,8 +11,9 @@ import torch
 
 from . import has_pdl, jit, processors_of, ring, tape
 from .pingpong import pingpong_kernel
+from .ring import blank, filled
 from .split import Split, memory_of, rows_at, strides_of
-from .tiles import Tile, divide
+from .tiles import Tile, divide, pairs
 
 tl = None  # Triton's language, put here by jit
 SYMMETRY = {"product": 0, "gram": 1, "symmetric": 2}  # X X^T sums the same products in the same order on both sides
@@ -121,35 +122,30 @@ def _description(tensor, rows, columns):
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, rows, columns])
 
 
-def blank(descriptor):
-    """A descriptor without its tensor."""
-    descriptor.base = None
-    return descriptor
-
-
-def filled(blank, tensor):
-    """A descriptor of another tensor of the same shape and strides, without the checks."""
-    descriptor = object.__new__(type(blank))
-    vars(descriptor).update(vars(blank), base=tensor)
-    return descriptor
-
-
 def turns(op, out, inner, tile, wide=False):
     """(Programs, order of tiles on the device, tiles of a matrix, tiles that are computed whole, halves)."""
     (N, rows, columns), symmetric = out.shape, op != "product"
     down, across, ratio = -(-rows // tile.rows), -(-columns // tile.columns), tile.columns // tile.rows
     square = SMALL_SQUARE if symmetric and max(rows, inner) <= SMALL else SQUARE
-    order, count = _order(down, across, ratio if symmetric else 0, square, out.device)
+    order, count = _order(down, across, ratio if symmetric else 0, square, pairs(op, tile.loop), out.device)
     programs, whole, halves = divide(N * count, processors_of(out.device), tile.loop, wide)
     return programs, order, count, whole, halves
 
 
 @functools.lru_cache(maxsize=1024)
-def _order(down, across, ratio, square, device):
+def _order(down, across, ratio, square, paired, device):
     """(tile row, tile column) of every tile on the device, and their number; of a symmetric result those of the lower
-    triangle, whose tiles are `ratio` times as wide as high (0: all tiles); `square` by `square` of them together."""
+    triangle, whose tiles are `ratio` times as wide as high (0: all tiles); `square` by `square` of them together.
+
+    If `paired`, of tiles twice as wide as high: those of which only the left half is on or below the diagonal are
+    taken two at a time, squares (i, i) and (k, k) as (i, -k).
+    """
     tiles = [(i, j) for i in range(down) for j in range(across) if not ratio or j * ratio <= i]
     tiles.sort(key=lambda tile: (tile[0] // square, tile[1] // square, tile[1], tile[0]))
+    if paired:
+        other = dict(zip(range(0, down, 4), range(2, down, 4)))
+        tiles = [(i, -other[i]) if i == 2 * j and i in other else (i, j) for i, j in tiles
+                 if i != 2 * j or i not in other.values()]
     return tape.lasting(torch.tensor(tiles, dtype=torch.int32, device="cpu"), device), len(tiles)
 
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from . import ring
 from .cooperative import cooperative_kernel
-from .gram_sm90 import NONE, SYMMETRY, TmaLaunch, blank, filled, gains_by_pdl, three, turns
+from .gram_sm90 import NONE, SYMMETRY, TmaLaunch, gains_by_pdl, three, turns
 from .raw import raw_kernel
+from .ring import blank, filled
 from .single import single_kernel
 from .tiles import Tile, architecture
 

@@ -14,8 +14,9 @@ import torch
 
 from . import gram_sm90, has_pdl, look, ring
 from .cluster_sm90 import cluster_kernel
-from .gram_sm90 import addressable, blank, filled
+from .gram_sm90 import addressable
 from .resident_sm90 import resident_kernel
+from .ring import blank, filled
 from .tape import knows_triton, lasting, ones
 from .tiles import architecture
 

@@ -20,6 +20,19 @@ def description(tensor, rows, columns):
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, rows, columns], layout)
 
 
+def blank(descriptor):
+    """A descriptor without its tensor."""
+    descriptor.base = None
+    return descriptor
+
+
+def filled(blank, tensor):
+    """A descriptor of another tensor of the same shape and strides, without the checks."""
+    descriptor = object.__new__(type(blank))
+    vars(descriptor).update(vars(blank), base=tensor)
+    return descriptor
+
+
 class gluon_jit(jit):
     """Decorator: the same for a Gluon kernel."""
 
@@ -111,11 +124,13 @@ def place(order, path, turn):
 @gluon_jit
 def place_of_half(order, path, whole, ACROSS: gl.constexpr):
     """Return the same of this program's half tile (tiles.divide): in columns of left and right halves if ACROSS, else
-    in rows of upper and lower ones.
+    in rows of upper and lower ones. Of a pair it is one of the squares.
     """
     matrix, i, j = place(order, path, whole + gl.program_id(0) // 2)
     if ACROSS:
-        j = 2 * j + gl.program_id(0) % 2
+        second = gl.program_id(0) % 2
+        i = gl.where((j < 0) & (second > 0), -j, i)
+        j = gl.where(j < 0, i, 2 * j + second)
     else:
         i = 2 * i + gl.program_id(0) % 2
     return matrix, i, j
@@ -124,12 +139,17 @@ def place_of_half(order, path, whole, ACROSS: gl.constexpr):
 @gluon_jit
 def fetch(a, b, a_half, b_half, ring, work, ACROSS: gl.constexpr, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr,
           STAGES: gl.constexpr):
-    """Fill the ring with the operands of all tiles of this program, one after another."""
+    """Fill the ring with the operands of all tiles of this program, one after another. Of a pair (gram_sm90.py,
+    `_order`) the rows of one square are left operands, those of the other one right ones.
+    """
     order, path, whole, halves, steps = work
     number = 0
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
         matrix, i, j = place(order, path, turn)
-        _fill(a, b, ring, matrix, i, j, number, steps, SYMMETRIC, TURNED, STAGES)
+        if j < 0:
+            _fill(a, b_half, ring, matrix, i, -j, number, steps, SYMMETRIC, TURNED, STAGES)
+        else:
+            _fill(a, b, ring, matrix, i, j, number, steps, SYMMETRIC, TURNED, STAGES)
         number += steps
     if gl.program_id(0) < halves:
         matrix, i, j = place_of_half(order, path, whole, ACROSS)

@@ -97,6 +97,23 @@ def store_strip(sums, out, own, other, factors, matrix, row, column, mirror, SYM
 
 
 @gluon_jit
+def store_square(sums, out, own, matrix, at):
+    """Round and store a square on the diagonal that is symmetric in every bit, by boxes of half its side, when what was
+    stored from the same memory is read.
+    """
+    SIDE: gl.constexpr = sums.shape[0]
+    HALF: gl.constexpr = SIDE // 2
+    boxes = boxes_of(own, out)
+    tma.store_wait(0)
+    barrier()
+    matrices_of(boxes, SIDE, SIDE).index(0).store(sums.to(out.dtype))
+    fence()
+    barrier()
+    for k in gl.static_range(4):
+        store_box(out, [matrix, at + k % 2 * HALF, at + k // 2 * HALF], boxes.index(k))
+
+
+@gluon_jit
 def add_diagonal(sums, factor, row, column):
     """Add factor I to sums whose first element is at (row, column)."""
     layout: gl.constexpr = sums.type.layout
