@@ -8,7 +8,7 @@ the products are used for; launches.py calls it.
 from __future__ import annotations
 
 from .ring import fetch, gluon_jit, make_ring, multiply_ring, path_of, place, place_of_half
-from .strip import ask, factors_of, finish_strip, store_square
+from .strip import ask, factors_of, finish_strip
 
 gl = mbarrier = tma = fence = gdc_wait = None  # Gluon's language, put here by gluon_jit
 
@@ -35,7 +35,7 @@ def cooperative_kernel(a, b, b_half, c, d, e, out, order, count, whole, halves, 
         (_consume, (ring, work, ends, 0, SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
         (_consume, (ring, work, ends, 1, SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
         (fetch, (a, b, a, b_half, ring, work, True, SYMMETRIC, TURNED, STAGES)),
-    ], [4, 1], [232, 24])
+    ], [4, 1], [240, 24])
 
 
 @gluon_jit
@@ -47,8 +47,9 @@ def _consume(ring, work, ends, WHO: gl.constexpr, SYMMETRIC: gl.constexpr, TURNE
     mine = 0
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
         matrix, i, j = place(order, path, turn)
-        if SYMMETRIC == 1 and j < 0:
-            _square(ring, ends, matrix, i if WHO == 0 else -j, mine, steps, WHO, BLOCK_R, BLOCK_K, STAGES)
+        if SYMMETRIC and j < 0:
+            _square(ring, ends, matrix, i if WHO == 0 else -j, mine, steps, WHO, SYMMETRIC, SEVERAL, BLOCK_R, BLOCK_K,
+                    STAGES)
         else:
             _strip(ring, ends, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C, BLOCK_K,
                    STAGES)
@@ -77,13 +78,16 @@ def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, SYMMETRIC: 
 
 
 @gluon_jit
-def _square(ring, ends, matrix, i, mine, steps, WHO: gl.constexpr, SIDE: gl.constexpr, BLOCK_K: gl.constexpr,
-            STAGES: gl.constexpr):
+def _square(ring, ends, matrix, i, mine, steps, WHO: gl.constexpr, SYMMETRIC: gl.constexpr, SEVERAL: gl.constexpr,
+            SIDE: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Compute and store a square of a pair, the one of row i of tiles: rows times themselves."""
-    _, _, out, strips, _, scales, factors = ends
+    addends, number, out, strips, added, scales, factors = ends
     left, right, full, empty = ring
-    factors = factors_of(scales, factors, matrix, 1)
+    factors = factors_of(scales, factors, matrix, SYMMETRIC)
+    own, arrived, at = strips.index(WHO), added.index(WHO), i * SIDE
+    if SYMMETRIC == 2:
+        tma.store_wait(0)
+        ask(addends[0], own, arrived, matrix, at, at, SIDE, 2)
     rows = left if WHO == 0 else right
     sums = multiply_ring((rows, rows, full, empty), mine * steps, steps, None, 0, 1, False, SIDE, SIDE, BLOCK_K, STAGES)
-    matrix = gl.where(factors[2] < 0, 1 << 30, matrix)
-    store_square(sums * factors[0], out, strips.index(WHO), matrix, i * SIDE)
+    finish_strip(sums, addends, number, out, own, arrived, mine, factors, matrix, at, at, SYMMETRIC, SEVERAL, 0)

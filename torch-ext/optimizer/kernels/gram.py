@@ -105,7 +105,7 @@ def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0), more=None):
     if out.numel() == 0:
         return out
     columns_of_b = B.mT if op == "gram" else B  # a symmetric B holds its columns as rows
-    key = (op, tiles.forced(), factors[1] != 0.0, look(A, B, out, *(C for C, _ in addends)))
+    key = (op, tiles.forced(), factors[1] != 0.0, A is B, look(A, B, out, *(C for C, _ in addends)))
     if more is None:
         more = ones(1 << len(A).bit_length(), A.device)
     known = _known.get(key)

@@ -13,7 +13,7 @@ from . import has_pdl, jit, processors_of, ring, tape
 from .pingpong import pingpong_kernel
 from .ring import blank, filled
 from .split import Split, memory_of, rows_at, strides_of
-from .tiles import Tile, divide, pairs
+from .tiles import Tile, divide
 
 tl = None  # Triton's language, put here by jit
 SYMMETRY = {"product": 0, "gram": 1, "symmetric": 2}  # X X^T sums the same products in the same order on both sides
@@ -122,12 +122,14 @@ def _description(tensor, rows, columns):
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, rows, columns])
 
 
-def turns(op, out, inner, tile, wide=False):
-    """(Programs, order of tiles on the device, tiles of a matrix, tiles that are computed whole, halves)."""
+def turns(op, out, inner, tile, wide=False, paired=False):
+    """(Programs, order of tiles on the device, tiles of a matrix, tiles that are computed whole, halves). `paired`: see
+    `_order`.
+    """
     (N, rows, columns), symmetric = out.shape, op != "product"
     down, across, ratio = -(-rows // tile.rows), -(-columns // tile.columns), tile.columns // tile.rows
     square = SMALL_SQUARE if symmetric and max(rows, inner) <= SMALL else SQUARE
-    order, count = _order(down, across, ratio if symmetric else 0, square, pairs(op, tile.loop), out.device)
+    order, count = _order(down, across, ratio if symmetric else 0, square, paired, out.device)
     programs, whole, halves = divide(N * count, processors_of(out.device), tile.loop, wide)
     return programs, order, count, whole, halves
 

@@ -42,9 +42,10 @@ class Cooperative(OfGluon):
     def __init__(self, op, A, B, out, addends, factors, tile):
         symmetric, self.turned = op != "product", op == "product" and out.stride(2) != 1
         self.pdl = gains_by_pdl(op, A)
+        same = op == "gram" or A is B
         A, B, out = self._straightened(A, B, out)
         inner = B.shape[2 if symmetric else 1]
-        self.programs, self.order, self.count, *places = turns(op, out, inner, tile)
+        self.programs, self.order, self.count, *places = turns(op, out, inner, tile, paired=same)
         self.table, self.numbers = self.order, (*places, inner, len(addends))
         several = len(addends) > 1 or factors[1] != 0.0
         self.constants = SYMMETRY[op], self.turned, several, tile.rows, tile.columns, tile.stages

@@ -11,15 +11,16 @@ gl = mbarrier = tma = fence = barrier = load_box = store_box = None  # Gluon's l
 
 
 @gluon_jit
-def ask(addend, own, arrived, matrix, row, column, COLUMNS: gl.constexpr):
-    """Let the strip's boxes of an addend, squares or wider, arrive in the memory `own`, where nothing is stored from
-    any more.
+def ask(addend, own, arrived, matrix, row, column, COLUMNS: gl.constexpr, HIGH: gl.constexpr = 1):
+    """Let the strip's boxes of an addend, squares or wider, HIGH of them one below another, arrive in the memory `own`,
+    where nothing is stored from any more.
     """
+    HEIGHT: gl.constexpr = addend.block_type.shape[1]
     WIDTH: gl.constexpr = addend.block_type.shape[2]
     boxes = boxes_of(own, addend)
-    mbarrier.expect(arrived, 2 * addend.block_type.shape[1] * COLUMNS)
-    for k in gl.static_range(COLUMNS // WIDTH):
-        load_box(addend, [matrix, row, column + k * WIDTH], arrived, boxes.index(k))
+    mbarrier.expect(arrived, 2 * HIGH * HEIGHT * COLUMNS)
+    for k in gl.static_range(COLUMNS // WIDTH * HIGH):
+        load_box(addend, [matrix, row + k % HIGH * HEIGHT, column + k // HIGH * WIDTH], arrived, boxes.index(k))
 
 
 @gluon_jit
@@ -33,7 +34,7 @@ def factors_of(scales, factors, matrix, SYMMETRIC: gl.constexpr):
 
 @gluon_jit
 def finish_strip(sums, addends, count, out, own, arrived, mine, factors, matrix, row, column, SYMMETRIC: gl.constexpr,
-                 SEVERAL: gl.constexpr):
+                 SEVERAL: gl.constexpr, mirror=1):
     """Scale, add, round and store a strip, the group's number `mine`, whose first element is at (row, column). The
     first of `count` addends has been asked for: one of a symmetric product, or SEVERAL.
 
@@ -50,10 +51,10 @@ def finish_strip(sums, addends, count, out, own, arrived, mine, factors, matrix,
     for k in gl.static_range(1, 3 if SEVERAL else 1):
         if k < count:
             barrier()
-            ask(addends[k], own, arrived, matrix, row, column, sums.shape[1])
+            ask(addends[k], own, arrived, matrix, row, column, sums.shape[1], sums.shape[0] // out.block_type.shape[1])
         mbarrier.wait(arrived, (mine * count + k) & 1, pred=k < count)
         sums = now(sums) + factors[2 + k] * flat.load(layout).to(gl.float32)
-    store_strip(sums, out, own, own, factors, matrix, row, column, 1, SYMMETRIC, SEVERAL, True)
+    store_strip(sums, out, own, own, factors, matrix, row, column, mirror, SYMMETRIC, SEVERAL, True)
 
 
 @gluon_jit
@@ -65,6 +66,8 @@ def store_strip(sums, out, own, other, factors, matrix, row, column, mirror, SYM
     """
     SIDE: gl.constexpr = sums.shape[0]
     COLUMNS: gl.constexpr = sums.shape[1]
+    BOX: gl.constexpr = out.block_type.shape[1]
+    HIGH: gl.constexpr = SIDE // BOX
     if SYMMETRIC == 1:
         matrix = gl.where(factors[2] < 0, 1 << 30, matrix)
     squares = boxes_of(own, out)
@@ -82,35 +85,20 @@ def store_strip(sums, out, own, other, factors, matrix, row, column, mirror, SYM
     if SYMMETRIC == 2:
         if (row >= column) & (row < column + COLUMNS):
             barrier()
-            _make_symmetric(squares.index((row - column) // SIDE).reshape([SIDE, SIDE]), SIDE)
+            _make_symmetric(matrices_of(squares, SIDE, SIDE).index((row - column) // SIDE), SIDE)
     fence()
     barrier()
     for k in gl.static_range(COLUMNS // SIDE):
         if (column + k * SIDE <= row) | (SYMMETRIC == 0):
-            store_box(out, [matrix, row, column + k * SIDE], squares.index(k))
+            for box in gl.static_range(HIGH * HIGH):
+                store_box(out, [matrix, row + box % HIGH * BOX, column + k * SIDE + box // HIGH * BOX],
+                          squares.index(k * HIGH * HIGH + box))
     if SYMMETRIC:
         if (column < row) & (mirror != 0):
             if SAME:
                 tma.store_wait(0)
                 barrier()
             store_turned(result, out, boxes_of(other, out), matrix, row, column, True)
-
-
-@gluon_jit
-def store_square(sums, out, own, matrix, at):
-    """Round and store a square on the diagonal that is symmetric in every bit, by boxes of half its side, when what was
-    stored from the same memory is read.
-    """
-    SIDE: gl.constexpr = sums.shape[0]
-    HALF: gl.constexpr = SIDE // 2
-    boxes = boxes_of(own, out)
-    tma.store_wait(0)
-    barrier()
-    matrices_of(boxes, SIDE, SIDE).index(0).store(sums.to(out.dtype))
-    fence()
-    barrier()
-    for k in gl.static_range(4):
-        store_box(out, [matrix, at + k % 2 * HALF, at + k // 2 * HALF], boxes.index(k))
 
 
 @gluon_jit

@@ -225,8 +225,8 @@ def expected_us(entry: dict, rows: int, columns: int, matrices: int, processors:
 
 
 def pairs(op: str, loop: str | None) -> bool:
-    """Say whether of tiles twice as wide as high those on the diagonal of which half would be in vain are taken two at
-    a time, each a square: of X X^T in cooperative.py, whose squares have the same rows left and right.
+    """Say whether of tiles twice as wide as high those on the diagonal of which half would be in vain are always taken
+    two at a time, each a square: of X X^T in cooperative.py, whose squares have the same rows left and right.
     """
     return op == "gram" and loop == "cooperative"
 
