@@ -216,8 +216,8 @@ def test_measured_tiles_agree_in_every_bit(part, device, op, dtype, N, n, m, mon
                 out = torch.cat([out, gram.product(A, X, turned)])
             else:
                 addends = [(A, 0.3), (B, -1.1), (X[:, :, :n] if m >= n else A, 0.9)]
-                out = torch.cat([gram.symmetric_product(A, B, out.clone(), 0.7, addends[:count], 0.5 * (count % 2))
-                                 for count in range(4)])
+                out = torch.cat([gram.symmetric_product(A, right, out.clone(), 0.7, addends[:count], 0.5 * (count % 2))
+                                 for right in (A, B) for count in range(4)])
         results.append(out)
     assert all(torch.equal(out, results[0]) for out in results)
 

@@ -2,8 +2,9 @@
 
 Decides: who does what inside a program. A warp fetches tiles into a ring of stages (ring.py), also those of the next
 tile while this one is finished; the groups share what it fetches of the second factor, and do not wait for each other.
-pingpong.py, whose groups each have a tile of their own, reads and writes more of the shared memory. Must not know: what
-the products are used for; launches.py calls it.
+pingpong.py, whose groups each have a tile of their own, reads and writes more of the shared memory. Of a pair of
+squares on the diagonal, rows times themselves, each group has one. Must not know: what the products are used for;
+launches.py calls it.
 """
 from __future__ import annotations
 
