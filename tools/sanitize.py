@@ -62,6 +62,7 @@ def products(device, size) -> None:
                 with tiles.force(tiles.Tile(*sides, 64, 8, 3, 4, "once")):
                     gram.symmetric_product(A, A, out, 0.5, [(A, 2.0), (A, 0.1), (out, 1.0)], 1.0)
             raw(gram, device, n, m)
+            in_pairs(gram, groups[1], device)
             resident(device)
     for dtype, tile, *few in found:
         X, A, out = padded(2, n, m, dtype, device), padded(2, n, n, dtype, device), padded(2, n, n, dtype, device)
@@ -70,6 +71,15 @@ def products(device, size) -> None:
             gram.symmetric_product(A, A, out, 0.5, [(A, 2.0), (A, 0.1)], 1.0)
             gram.product(out, X, padded(2, n, m, dtype, device))
             gram.product(out, X, torch.empty(2, m, n, device=device, dtype=torch.bfloat16).mT)
+
+
+def in_pairs(gram, tile, device) -> None:
+    """Squares on the diagonal in pairs, whole and in halves of tiles: of three rows of tiles or more."""
+    X, (A, out) = padded(2, 300, 136, HALF, device), (padded(2, 300, 300, HALF, device) for _ in "12")
+    for count in (4, None):
+        with part("kernels.tiles").force(tile), processors(count):
+            gram.gram(X, A)
+            gram.symmetric_product(A, A, out, 0.5, [(A, 2.0), (A, 0.1)], 1.0)
 
 
 def raw(gram, device, n, m) -> None:
