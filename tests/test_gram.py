@@ -214,6 +214,8 @@ def test_measured_tiles_agree_in_every_bit(part, device, op, dtype, N, n, m, mon
                 gram.product(A, X, out)
                 turned = poisoned(N, m, n, dtype=dtype, device=device).mT
                 out = torch.cat([out, gram.product(A, X, turned)])
+                square = gram.product(A, A, poisoned(N, n, n, dtype=dtype, device=device))
+                out = torch.cat([out.flatten(), square.flatten()])
             else:
                 addends = [(A, 0.3), (B, -1.1), (X[:, :, :n] if m >= n else A, 0.9)]
                 out = torch.cat([gram.symmetric_product(A, right, out.clone(), 0.7, addends[:count], 0.5 * (count % 2))

@@ -42,7 +42,7 @@ class Cooperative(OfGluon):
     def __init__(self, op, A, B, out, addends, factors, tile):
         symmetric, self.turned = op != "product", op == "product" and out.stride(2) != 1
         self.pdl = gains_by_pdl(op, A)
-        same = op == "gram" or A is B  # squares on the diagonal are rows times themselves
+        same = op == "gram" or symmetric and A is B  # squares on the diagonal are rows times themselves
         A, B, out = self._straightened(A, B, out)
         inner = B.shape[2 if symmetric else 1]
         self.programs, self.order, self.count, *places = turns(op, out, inner, tile, paired=same)
