@@ -213,7 +213,8 @@ def expected_us(entry: dict, rows: int, columns: int, matrices: int, processors:
     else:  # the lower triangle, in tiles that are `ratio` times as wide as high
         ratio = width // height
         tiles = sum(i // ratio + 1 for i in range(down))
-        tiles -= -(-down // 2) // 2 if pairs(entry["op"], entry.get("loop")) else 0
+        if (entry["op"], entry.get("loop")) == ("gram", "cooperative"):  # squares in pairs (gram_sm90.py, `_order`)
+            tiles -= -(-down // 2) // 2
     turns = -(-matrices * tiles // (processors * entry.get("resident", 1)))
     if (loop := entry.get("loop")) in SPECIALISED:
         _, whole, halves = divide(matrices * tiles, processors, loop)
@@ -222,13 +223,6 @@ def expected_us(entry: dict, rows: int, columns: int, matrices: int, processors:
     steps = -(-(rows if product else columns) // inner)
     launch, turn, turn_step, share_step = entry["us"]
     return launch + turn * turns + turn_step * turns * steps + share_step * steps * matrices * tiles / processors
-
-
-def pairs(op: str, loop: str | None) -> bool:
-    """Say whether of tiles twice as wide as high those on the diagonal of which half would be in vain are always taken
-    two at a time, each a square: of X X^T in cooperative.py, whose squares have the same rows left and right.
-    """
-    return op == "gram" and loop == "cooperative"
 
 
 def divide(tiles: int, processors: int, loop: str, wide: bool = False) -> tuple[int, int, int]:
