@@ -154,7 +154,7 @@ def test_a_turn_of_shared_tiles_is_expected_to_take_less(tiles):
 @pytest.mark.parametrize("down", [*range(1, 10), 23, 32])
 def test_squares_in_pairs_leave_one_tile_half_in_vain_at_most(part, tiles, down):
     """Of tiles twice as wide as high, whose pairs have rows (i, -k); as many are expected as there are."""
-    order, count = part("kernels.gram_sm90")._order(down, -(-down // 2), 2, 4, True, torch.device("cpu"))
+    order, count = part("kernels.gram_sm90")._order(down, -(-down // 2), 2, 8, True, torch.device("cpu"))
     found, in_vain = [], 0
     for i, j in order.tolist():
         squares = [(i, i), (-j, -j)] if j < 0 else [(i, 2 * j), (i, 2 * j + 1)]

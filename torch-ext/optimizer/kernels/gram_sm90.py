@@ -18,9 +18,6 @@ from .tiles import Tile, divide
 tl = None  # Triton's language, put here by jit
 SYMMETRY = {"product": 0, "gram": 1, "symmetric": 2}  # X X^T sums the same products in the same order on both sides
 POINTERS = Tile(128, 128, 64, 8, 3, 4, "once")  # where the result is stored by pointers, which takes more memory
-# squares of so many tiles a side are visited one after another, so that their operands stay in the cache: smaller ones
-# where a symmetric result and its sums are not longer than that (docs/log.md)
-SQUARE, SMALL_SQUARE, SMALL = 8, 4, 4096
 NONE = 0.0, 0.0, 0.0  # factors of addends that are not there
 
 
@@ -128,22 +125,33 @@ def turns(op, out, inner, tile, wide=False, paired=False):
     """
     (N, rows, columns), symmetric = out.shape, op != "product"
     down, across, ratio = -(-rows // tile.rows), -(-columns // tile.columns), tile.columns // tile.rows
-    square = SMALL_SQUARE if symmetric and max(rows, inner) <= SMALL else SQUARE
-    order, count = _order(down, across, ratio if symmetric else 0, square, paired, out.device)
+    together = _together(down, inner, symmetric, ratio > 1)
+    order, count = _order(down, across, ratio if symmetric else 0, together, paired, out.device)
     programs, whole, halves = divide(N * count, processors_of(out.device), tile.loop, wide)
     return programs, order, count, whole, halves
 
 
+def _together(down, inner, symmetric, wide) -> int:
+    """Return about how many rows of tiles are visited together. Neighbouring programs run on neighbouring processors,
+    which share a way to the cache: the fewer operands they have, the better (docs/log.md).
+    """
+    if wide and down >= 48:
+        return 16
+    return 4 if symmetric and down <= 32 and inner <= 4096 else 8
+
+
 @functools.lru_cache(maxsize=1024)
-def _order(down, across, ratio, square, paired, device):
+def _order(down, across, ratio, together, paired, device):
     """(tile row, tile column) of every tile on the device, and their number; of a symmetric result those of the lower
-    triangle, whose tiles are `ratio` times as wide as high (0: all tiles); `square` by `square` of them together.
+    triangle, whose tiles are `ratio` times as wide as high (0: all tiles). Column by column of about `together` rows,
+    as many each time.
 
     If `paired`, of tiles twice as wide as high: those of which only the left half is on or below the diagonal are
     taken two at a time, squares (i, i) and (k, k) as (i, -k).
     """
+    parts = max(1, round(down / together))
     tiles = [(i, j) for i in range(down) for j in range(across) if not ratio or j * ratio <= i]
-    tiles.sort(key=lambda tile: (tile[0] // square, tile[1] // square, tile[1], tile[0]))
+    tiles.sort(key=lambda tile: (tile[0] * parts // down, tile[1], tile[0]))
     if paired:
         other = dict(zip(range(0, down, 4), range(2, down, 4)))
         tiles = [(i, -other[i]) if i == 2 * j and i in other else (i, j) for i, j in tiles
