@@ -191,6 +191,14 @@ def raw(tile) -> int:
     return compile_for("sm90", part("kernels.raw").raw_kernel, arguments, num_warps=4)
 
 
+def listed() -> int:
+    """Compile the products of a segment in one launch."""
+    boxes = dict(boxes=GLUON.format("fp16", 128, 64), squares=GLUON.format("fp16", 128, 128))
+    arguments = dict(boxes, order="*i32", places="*i32", factors="*fp32", counts="*i32", matrices="i32", count="i32",
+                     products="i32", inner="i32", STAGES=part("kernels.products").TILE.stages)
+    return compile_for("sm90", part("kernels.products_sm90").products_kernel, arguments, num_warps=4)
+
+
 def resident(dtype: str) -> int:
     """Compile what follows matrices in dtype whose Gram matrices stay in shared memory."""
     squares, halves = GLUON.format("fp16", 128, 128), GLUON.format("fp16", 64, 128)
@@ -253,12 +261,15 @@ def others(arch: str, shared: int):
         yield compile_for(arch, aol._rescale_kernel, dict(lengths, left=left, right=right))
     linear = dict(lengths, OUT="*fp16", a_strides=ROW_MAJOR, out_strides=ROW_MAJOR, b="fp32", a="fp32", SIDE=64)
     yield compile_for(arch, part("kernels.gram")._linear_kernel, linear)
+    yield compile_for(arch, part("kernels.products")._clear_kernel, dict(counts="*i32", size="i32", BLOCK=1024,
+                                                                         PDL=arch in ("sm90", "sm100")))
     for side, U in itertools.product((64, 128), ("*bf16", "*fp32")):
         yield from small(arch, shared, side, U)
     if arch == "sm90":
         for U, turned in (("*bf16", False), ("*bf16", True), ("*fp32", False), ("*fp32", True)):
             yield whole(U, turned)
         yield from map(raw, part("kernels.launches").RAW)
+        yield listed()
         yield from map(resident, ("fp16", "bf16"))
         yield from itertools.starmap(cluster, (("fp16",), ("bf16", None, "fp16"), ("bf16", "fp16", "bf16")))
 

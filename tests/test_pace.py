@@ -55,7 +55,7 @@ def test_expected_times_are_near_the_measured_ones(optimizer):
 @pytest.mark.parametrize("shape", [(8, 8), (8, 12), (8, 64)])
 @pytest.mark.parametrize("name", ["jordan", "polar_express", "cubic", "aol", "deepseek_v4"])
 def test_the_launches_that_are_priced_are_those_that_are_made(name, shape, monkeypatch, optimizer):
-    polar, iteration, long_side, made = part("polar"), part("iteration"), part("long_side"), Counter()
+    polar, segment, long_side, made = part("polar"), part("segment"), part("long_side"), Counter()
     steps = polar.steps_of(name)
 
     def counting(op, real):
@@ -64,7 +64,7 @@ def test_the_launches_that_are_priced_are_those_that_are_made(name, shape, monke
             return real(*args, **kwargs)
         return counted
 
-    for module, op, function in ((long_side, "gram", "gram"), (iteration, "symmetric", "symmetric_product"),
+    for module, op, function in ((long_side, "gram", "gram"), (segment, "symmetric", "symmetric_product"),
                                  (long_side, "product", "product")):
         monkeypatch.setattr(module, function, counting(op, getattr(module, function)))
     polar.orthogonalize_([torch.randn(2, *shape)], steps, dtype=torch.float16)

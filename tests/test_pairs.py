@@ -89,7 +89,7 @@ def test_only_products_in_fp16_take_pairs(steps):
 def test_the_four_products(part, device, monkeypatch, path, n):
     """Against fp64, of a matrix with all the values that A may have."""
     take(path, monkeypatch)
-    steps, two_steps = part("steps"), part("iteration")._two_steps
+    steps, two_steps = part("steps"), part("segment").two_steps
     triples, pair = next(places(steps, "polar_express"))
     basis = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0]
     values = torch.linspace(0, 3.9, n, dtype=torch.float64)
@@ -104,9 +104,9 @@ def test_the_four_products(part, device, monkeypatch, path, n):
 def test_products_of_an_iteration(part, monkeypatch, most, made):
     """In fp16 a pair takes four, and with a step before it one more."""
     monkeypatch.setattr(part("steps"), "SMALL", 0)
-    iteration, polar, counts = part("iteration"), part("polar"), []
-    real = iteration.symmetric_product
-    monkeypatch.setattr(iteration, "symmetric_product", lambda *args, **more: (counts.append(1), real(*args, **more)))
+    segment, polar, counts = part("segment"), part("polar"), []
+    real = segment.symmetric_product
+    monkeypatch.setattr(segment, "symmetric_product", lambda *args, **more: (counts.append(1), real(*args, **more)))
     monkeypatch.setattr(polar, "longest", lambda *about: most)
     polar.orthogonalize(torch.randn(24, 24), dtype=torch.float16)
     assert len(counts) == made
@@ -118,8 +118,8 @@ def test_only_what_is_read_whole_is_written_whole(part, monkeypatch, most, dtype
     """As if symmetric products read lower triangles only: with pairs (fp16) and without, the same bits."""
     monkeypatch.setattr(part("steps"), "SMALL", 0)
     monkeypatch.setenv("OPTIMIZER_KERNELS", "torch")
-    iteration, polar, told = part("iteration"), part("polar"), []
-    real, upper = iteration.symmetric_product, torch.ones(24, 24, dtype=torch.bool).triu(1)
+    segment, polar, told = part("segment"), part("polar"), []
+    real, upper = segment.symmetric_product, torch.ones(24, 24, dtype=torch.bool).triu(1)
 
     def lower(C):
         return C.tril() + C.tril(-1).mT
@@ -134,8 +134,8 @@ def test_only_what_is_read_whole_is_written_whole(part, monkeypatch, most, dtype
     U = torch.randn(24, 24)
     before = polar.orthogonalize(U, dtype=dtype)
     forget(polar, monkeypatch)
-    monkeypatch.setattr(iteration, "symmetric_product", of_triangles)
-    monkeypatch.setattr(iteration, "read_triangles", lambda *matrices: True)
+    monkeypatch.setattr(segment, "symmetric_product", of_triangles)
+    monkeypatch.setattr(segment, "read_triangles", lambda *matrices: True)
     assert torch.equal(polar.orthogonalize(U, dtype=dtype), before)
     assert told[-1] and 0 < sum(told) < len(told) / 2
 

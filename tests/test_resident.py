@@ -93,7 +93,7 @@ def test_programs_compute_what_launches_do(resident, part, name):
         A = grams(2, 24, 0.5 if len(segment) == 3 else 0.9)
         codes, factors, count, keep = resident._program(tuple(segment[:-2]), pair)
         assert len(codes) == len(factors) == count == 4 * (len(segment) - 1) and keep == (len(segment) == 2)
-        expected, *_ = part("iteration")._follow(segment, pair, A.clone(), *(torch.empty_like(A) for _ in "123"))
+        expected, *_ = part("segment").follow(segment, pair, A.clone(), *(torch.empty_like(A) for _ in "123"))
         torch.testing.assert_close(played(codes, factors, keep, A), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -132,7 +132,7 @@ def test_gram_matrices_of_one_long_side_are_computed_there(resident, part, monke
         if long is not None:
             A.fill_(float("nan"))
             part("kernels.gram").gram(long[0], A, long[1])
-        return iteration._follow(segment, pair, A, Q, Z, T)
+        return part("segment").follow(segment, pair, A, Q, Z, T)
 
     monkeypatch.setattr(resident, "fits", lambda A, Q, segment, pair: len(segment) > 1)
     monkeypatch.setattr(resident, "applies", lambda A, Y: False)
@@ -158,7 +158,7 @@ def test_what_follows_is_multiplied_by_x_in_the_same_launch(resident, part, monk
         for (segment, pair), (Y, ends, *_) in zip(steps, onward or [(None, None, None)]):
             if X is not None:
                 gram(X, A, scales)
-            Q, Z, T = iteration._follow(segment, pair, A, Q, Z, T)
+            Q, Z, T = part("segment").follow(segment, pair, A, Q, Z, T)
             if Y is not None:
                 X, scales = product(Q, X, Y, ends), None
         if onward:
@@ -270,7 +270,7 @@ def test_the_bits_are_those_of_launches(taken, resident, part, N, n, name):
         A[-1] = 0.0
         squares = rooms(part, N, n)
         squares[0].copy_(A)
-        expected = part("iteration")._follow(segment, pair, *squares)[0].clone()
+        expected = part("segment").follow(segment, pair, *squares)[0].clone()
         assert torch.equal(expected, expected.mT) and expected.isfinite().all()
         for _ in range(3):
             squares = rooms(part, N, n)
@@ -295,7 +295,7 @@ def test_gram_matrices_have_the_bits_of_launches(taken, resident, part, N, n, m,
         A, Q, Z, T = rooms(part, N, n)
         A.copy_(grams(N, n, 0.5, "cuda"))
         given = A.clone()
-        expected = part("iteration")._follow(segment, pair, part("kernels.gram").gram(X, A, scales), Q, Z, T)[0].clone()
+        expected = part("segment").follow(segment, pair, part("kernels.gram").gram(X, A, scales), Q, Z, T)[0].clone()
         for _ in range(3):
             squares = rooms(part, N, n)
             squares[0].copy_(given)

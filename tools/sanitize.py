@@ -64,6 +64,7 @@ def products(device, size) -> None:
             raw(gram, device, n, m)
             in_pairs(gram, groups[1], device)
             resident(device)
+            listed(device)
     for dtype, tile, *few in found:
         X, A, out = padded(2, n, m, dtype, device), padded(2, n, n, dtype, device), padded(2, n, n, dtype, device)
         with tiles.force(tile), processors(*few):
@@ -110,6 +111,20 @@ def resident(device) -> None:
     module.follow(pairs[:1], *squares, (raw, None), [(Y, None, None)])
     module.follow(pairs[:2], *squares, (raw, None), [(Y, None, None), (out, None, None)])
     module.shared = real
+
+
+def listed(device) -> None:
+    """The products of a segment in one launch, of a few turns of few programs and of many."""
+    module, segment = part("kernels.products"), part("segment")
+    steps = part("steps").steps_of("polar_express")
+    A = (1e-3 * torch.randn(12, 256, 320, device=device)).to(HALF)[:3, :, :256]
+    for count in (2, None):
+        with processors(count):
+            module._known.clear()
+            for pair in zip(steps.segments(), steps.pairs()):
+                counts = torch.empty(1 + 3 * module.room(256) // 4, dtype=torch.int32, device=device)
+                module.take(segment._listed(*pair)[0], A, counts)
+    module._known.clear()
 
 
 @contextlib.contextmanager

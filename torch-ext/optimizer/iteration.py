@@ -11,10 +11,11 @@ import operator
 
 import torch
 
-from .kernels import capturing, on_chip, resident
+from .kernels import capturing, on_chip, products, resident
 from .kernels.aol import aol, scale_columns, scale_rows
-from .kernels.gram import linear, read_triangles, symmetric_product, takes_raw
+from .kernels.gram import takes_raw
 from .long_side import LINE, LongSide
+from .segment import follow, follow_at_once, polynomial
 
 LARGE = 3072  # short sides from here on fill a GPU alone (measured on an H200, docs/log.md)
 MANY = 160_000_000  # numbers of all matrices up to which `gain_side_by_side` is true
@@ -55,7 +56,12 @@ def takes(n: int, m: int, itemsize: int, most: int) -> tuple[int, int]:
     parts, and of n x n, with its scale.
     """
     long, short = (n * (side * itemsize + -side * itemsize % LINE) for side in (m, n))
-    return 2 * long, (4 if most > 1 else 2) * short + LINE
+    return 2 * long, (4 if most > 1 else 2) * short + _spare(n, most)
+
+
+def _spare(n, most) -> int:
+    """Return the bytes of scales and counts for each matrix."""
+    return LINE + (products.room(n) if most > 1 else 0)
 
 
 def gain_side_by_side(shapes) -> bool:
@@ -70,9 +76,10 @@ def iterate_all(stacks, steps, eps: float, dtype: torch.dtype, memory=None) -> N
     enough for all of them together; else one after the other, in the same memory.
     """
     device, lent = stacks[0][0][0][0].device, _divided(stacks, dtype, memory)
-    works = [functools.partial(iterate, members, steps, eps, dtype, most, own)
+    together = bool(lent) and capturing(device)
+    works = [functools.partial(iterate, members, steps, eps, dtype, most, own, not together)
              for (members, most), own in zip(stacks, lent or itertools.repeat(memory))]
-    if lent and capturing(device):
+    if together:
         return _side_by_side(works, device)
     for work in works:
         work()
@@ -115,24 +122,25 @@ def _streams(device, count) -> list:
     return [torch.cuda.Stream(device) for _ in range(count)]
 
 
-def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=None) -> None:
+def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=None, alone=True) -> None:
     """Orthogonalize each U (N, n, m), n <= m, of members (U, out) into out; n is the same for all.
 
     They may be the same memory, and each a Split. `steps`: a `steps.Steps`; `dtype`: that of products; `most`: steps
     between restarts, 1 in the standard iteration, more in the Gram iteration; `memory`: three flat uint8 tensors of the
     bytes that `takes` says for all matrices together, the first of two equal parts, the second, and the rest; None for
-    new memory.
+    new memory. `alone`: nothing else is launched beside this.
     """
     kinds = _by_kind(members, steps, dtype, most)
     counts = [sum(len(U) for U, _ in group) for group in kinds.values()]
     n, device = members[0][0].shape[1], members[0][0].device
     long, square = tuple((count, n, m) for count, (m, _) in zip(counts, kinds)), (sum(counts), n, n)
     rooms = [Room(shapes, dtype, device) for shapes in (long, long, (square,) * (4 if most > 1 else 2))]
-    sizes = [room.nbytes for room in rooms[:2]] + [rooms[2].nbytes + LINE * sum(counts)]
+    sizes = [room.nbytes for room in rooms[:2]] + [rooms[2].nbytes + _spare(n, most) * sum(counts)]
     memory = memory or torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
     for room, flat in zip(rooms, memory):
         room.lend(flat)
-    factors = memory[2][rooms[2].nbytes:][:12 * sum(counts)].view(torch.float32).view(3, sum(counts))
+    spare = memory[2][rooms[2].nbytes:sizes[2]].view(torch.int32)
+    factors, finished = spare[:3 * sum(counts)].view(torch.float32).view(3, -1), spare[3 * sum(counts):]
     (Xs, Ys, squares), parts, first = (room.all() for room in rooms), [], 0
     for ((_, raw), group), count, X, Y in zip(kinds.items(), counts, Xs, Ys):
         parts.append(LongSide(group, raw, squares[0], first, X, Y))
@@ -141,7 +149,8 @@ def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=No
     for part in parts:
         part.begin(eps, factors, lengths)
     cut = dtype, most, n
-    P = _iteration(parts, squares, [*zip(steps.segments(*cut), steps.pairs(*cut))], lengths, row_scales)
+    segments = [*zip(steps.segments(*cut), steps.pairs(*cut))]
+    P = _iteration(parts, squares, segments, lengths, row_scales, finished if alone else None)
     for part in parts if P is not None else ():
         part.finish(P)
 
@@ -163,12 +172,12 @@ def _factors(memory, N, n):
     return lengths.view(N, 2, n), scales.view(N, n)
 
 
-def _iteration(parts, squares, segments, lengths, scales):
+def _iteration(parts, squares, segments, lengths, scales, finished):
     """X <- Q X, segment by segment; return the last Q, yet to be applied, or None if it is.
 
     segments: triples, and the pair that the last two are taken as, or None. squares: A and Q, and for more than a step
     at a time Z and T. scales (N, n): room for those of A (AOL), by the `lengths` of rows, which X has yet to get; None
-    where there are none.
+    where there are none. finished: room for counts of tiles, if products may share a launch.
     """
     (A, Q, *others), ways, number = squares, [], 0
     while number < len(segments):
@@ -185,12 +194,14 @@ def _iteration(parts, squares, segments, lengths, scales):
         if others and on_chip.follows(A):
             on_chip.follow(A, Q, segment)
         elif len(segment) == 1:
-            _polynomial(A, segment[0], Q)
+            polynomial(A, segment[0], Q)
         elif stays:
             ways = _ways(parts[0], segments[number:], A, Q) if long else []
             Q, *others = resident.follow(segments[number:][:len(ways) or 1], A, Q, *others, long, ways)
+        elif finished is not None and (names := follow_at_once(tuple(segment), pair, A, finished)):
+            Q, *others = (squares[name] for name in names)
         else:
-            Q, *others = _follow(segment, pair, A, Q, *others)
+            Q, *others = follow(segment, pair, A, Q, *others)
         number += len(ways) or 1
     _scale(parts, scales if len(segments) == 1 else None)
     return None if ways else Q
@@ -206,45 +217,6 @@ def _ways(part, segments, A, Q) -> list:
         ways.append(way)
         part.move()
     return ways
-
-
-def _follow(segment, pair, A, Q, Z, T) -> tuple:
-    """Follow A and Q + q I, the product of the polynomials, in place of X. Return Q with q = 0, and the other two.
-
-    With Z = b A + c A^2: A <- (Z + a I) A (Z + a I), Q <- Q (Z + a I); a is added after the product, for in 16 bits
-    Z + a I loses much of Z. A restart computes A afresh: rounding makes A and Q drift apart, and A indefinite.
-
-    Only Q, at the end, is whole where symmetric products, and no others, take the rest and read triangles.
-    """
-    q, last = 0.0, len(segment)
-    whole = not (all(c for _, _, c in segment) and read_triangles(A, Q, Z, T))
-    for step, (a, b, c) in enumerate(segment[:-2] if pair else segment, start=1):
-        _polynomial(A, (0.0, b, c), Z, whole)
-        if step < last:
-            symmetric_product(A, Z, T, addends=[(A, a)], whole=whole)
-            symmetric_product(Z, T, A, addends=[(T, a)], whole=whole)
-        if step == 1:
-            Q, Z, q = Z, Q, a
-        else:
-            addends = [(Q, a), (Z, q)] if q else [(Q, a)]
-            symmetric_product(Q, Z, T, 1.0, addends, q * a, whole or step == last)
-            Q, T, q = T, Q, 0.0
-    if not pair:
-        return Q, Z, T
-    _two_steps(pair, A, Z, T, whole, whole or last == 2)
-    if last == 2:
-        return Z, Q, T
-    symmetric_product(Q, Z, T, 1.0, [(Z, q)])
-    return T, Q, Z
-
-
-def _two_steps(pair, A, S, C, whole=True, end=True) -> None:
-    """S <- the polynomial of two steps, in the `end` whole or not, as what is between; A and C are spoiled."""
-    (square, a), (cube, ca, cs), (half, ha, hs, hc, h), (qs, qc, q) = pair
-    symmetric_product(A, A, S, square, [(A, a)], 0.0, whole)
-    symmetric_product(A, S, C, cube, [(A, ca), (S, cs)], 0.0, whole)
-    symmetric_product(C, C, A, half, [(A, ha), (S, hs), (C, hc)], h, whole)
-    symmetric_product(A, A, S, 1.0, [(S, qs), (C, qc)], q, end)
 
 
 def _multiply(parts, P, scales) -> None:
@@ -265,12 +237,3 @@ def _restart(parts) -> None:
     """A <- X X^T."""
     for part in parts:
         part.restart()
-
-
-def _polynomial(A, triple, P, whole=True):
-    """P <- a I + b A + c A^2."""
-    a, b, c = triple
-    if c:
-        symmetric_product(A, A, P, c, [(A, b)], a, whole)
-    else:
-        linear(A, b, a, P)

@@ -120,9 +120,7 @@ def _description(tensor, rows, columns):
 
 
 def turns(op, out, inner, tile, wide=False, paired=False):
-    """(Programs, order of tiles on the device, tiles of a matrix, tiles that are computed whole, halves). `paired`: see
-    `_order`.
-    """
+    """(Programs, order of tiles (`_order`) on the device, tiles of a matrix, tiles that are computed whole, halves)."""
     (N, rows, columns), symmetric = out.shape, op != "product"
     down, across, ratio = -(-rows // tile.rows), -(-columns // tile.columns), tile.columns // tile.rows
     together = _together(down, inner, symmetric, ratio > 1)
@@ -135,9 +133,7 @@ def _together(down, inner, symmetric, wide) -> int:
     """Return about how many rows of tiles are visited together. Neighbouring programs run on neighbouring processors,
     which share a way to the cache: the fewer operands they have, the better (docs/log.md).
     """
-    if wide and down >= 48:
-        return 16
-    return 4 if symmetric and down <= 32 and inner <= 4096 else 8
+    return 16 if wide and down >= 48 else 4 if symmetric and down <= 32 and inner <= 4096 else 8
 
 
 @functools.lru_cache(maxsize=1024)

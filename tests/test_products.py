@@ -1,0 +1,201 @@
+"""The symmetric products of a segment in one launch: which they are, who takes them so, and on an H100 or an H200 the
+bits of launches. `tests/test_tiles.py` compiles the kernel without one.
+"""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import paths
+from tests.test_pairs import SETS
+
+F16, BF16 = torch.float16, torch.bfloat16
+on_gpu = pytest.mark.gpu
+
+
+@pytest.fixture
+def products(part):
+    return part("kernels.products")
+
+
+@pytest.fixture
+def taken(products, part, monkeypatch):
+    """Where matrices of any side are taken so; counts the launches, those from a tape left out."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm90")
+    launch, calls = products.take, []
+    monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
+    monkeypatch.setattr(products, "SIDES", range(129, 1 << 20))
+    monkeypatch.setattr(products, "processors_of", lambda device: 1)
+    monkeypatch.setattr(products, "choose", lambda *about: products.TILE)
+    monkeypatch.setattr(products, "take", lambda *arguments: calls.append(1) or launch(*arguments))
+    paths.forget(part("polar"), monkeypatch)
+    return calls
+
+
+def segments(part, name, n=1024, most=3):
+    """Those that are longer than a step."""
+    steps = part("steps").steps_of(name)
+    found = zip(steps.segments(F16, most, n), steps.pairs(F16, most, n))
+    return [(tuple(segment), pair) for segment, pair in found if len(segment) > 1 and all(c for _, _, c in segment)]
+
+
+def squares(N, n, device="cpu", dtype=torch.float32):
+    """Four stacks one after another, the first of matrices with eigenvalues from 0 to 0.8."""
+    pitch = n + -n % 64
+    every = torch.zeros(4 * N, n, pitch, device=device, dtype=dtype)[:, :, :n]
+    G = torch.randn(N, n, 2 * n, device=device)
+    A = G @ G.mT
+    every[:N] = (0.8 * A / torch.linalg.matrix_norm(A, 2)[:, None, None]).to(dtype)
+    return every.split(N)
+
+
+def played(part, made, stacks):
+    """Do the listed products one by one."""
+    for left, right, out, alpha, addends, diagonal in made:
+        given = [(stacks[k], beta) for k, beta in addends]
+        part("kernels.gram").symmetric_product(stacks[left], stacks[right], stacks[out], alpha, given, diagonal)
+
+
+@pytest.mark.parametrize("most", [2, 3, 5])
+@pytest.mark.parametrize("name", SETS)
+def test_what_is_listed_is_what_is_done(part, products, name, most):
+    for segment, pair in segments(part, name, most=most):
+        ours, others = squares(2, 24), [stack.clone() for stack in squares(2, 24)]
+        for mine, other in zip(ours, others):
+            other.copy_(mine)
+        made, names = part("segment")._listed(segment, pair)
+        played(part, made, ours)
+        results = part("segment").follow(segment, pair, *others)
+        assert torch.equal(ours[names[0]], results[0]) and sorted(names) == [1, 2, 3]
+        assert 0 < len(made) and all(out != left and out != right for left, right, out, *_ in made)
+        assert len(made) <= products.MOST or len(segment) > 3
+
+
+def test_who_is_taken(products, part, monkeypatch):
+    monkeypatch.setattr(products, "architecture", lambda kind, index: "sm90")
+    monkeypatch.setattr(products, "knows_triton", lambda: True)
+    monkeypatch.setattr(products, "processors_of", lambda device: 132)
+    (segment, pair), *_ = segments(part, "polar_express")
+    made, _ = part("segment")._listed(segment, pair)
+
+    def takes(N, n, made=made, dtype=F16):
+        return products.takes(torch.empty(N, n, n + -n % 64, dtype=dtype)[:, :, :n], made)
+
+    assert takes(2, 2048) and takes(8, 1024) and takes(10, 1280) and takes(3, 2100, dtype=BF16)
+    assert not (takes(1, 4096) or takes(100, 1023) or takes(2, 4097) or takes(7, 1024) or takes(2, 2048, made + made))
+    assert not (takes(9, 1200) or takes(9, 1025)), "much of the tiles would be in vain"
+    assert not takes(2, 2048, dtype=torch.float32)
+    tiles = part("kernels.tiles")
+    with tiles.force(tiles.Tile(64, 64, 64, 8, 3, 8, "once")):
+        assert not takes(2, 2048)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "choose", lambda *about: tiles.Tile(128, 256, 64, 8, 3, 4, "cooperative"))
+        assert takes(2, 2048) and takes(8, 4096) and not takes(8, 2752), "those are faster by launches"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert not takes(2, 2048), "messages of other ranks would have to wait for it"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(products, "architecture", lambda kind, index: "sm100")
+    assert not takes(2, 2048)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_iteration_lends_it_what_it_takes(products, part, monkeypatch, alone):
+    """Four stacks one after another, and counts; beside other work launches do it."""
+    iteration, steps = part("iteration"), part("steps").steps_of("polar_express")
+    U = torch.randn(3, 40, 64)
+    expected, result, calls = torch.empty_like(U), torch.empty_like(U), []
+    iteration.iterate([(U, expected)], steps, 1e-7, torch.float32, 3)
+
+    def multiply(made, A, counts):
+        N, n, _ = A.shape
+        assert counts.dtype == torch.int32 and len(counts) >= 1 + N * products.room(n) // 4
+        counts.fill_(-1)
+        every = A.as_strided((4 * N, n, n), A.stride())
+        every[N:] = float("nan")
+        played(part, made, every.split(N))
+        calls.append(len(made))
+
+    monkeypatch.setattr(products, "takes", lambda A, made: True)
+    monkeypatch.setattr(products, "take", multiply)
+    sizes = iteration.takes(40, 64, 4, 3)
+    lent = [torch.empty(3 * size, dtype=torch.uint8) for size in (sizes[0] // 2, sizes[0] // 2, sizes[1])]
+    iteration.iterate([(U, result)], steps, 1e-7, torch.float32, 3, lent, alone)
+    assert torch.equal(result, expected) and len(calls) == 2 * alone
+
+
+def test_stacks_side_by_side_are_not_alone(part, monkeypatch):
+    iteration, told = part("iteration"), []
+    monkeypatch.setattr(iteration, "capturing", lambda device: True)
+    monkeypatch.setattr(iteration, "iterate", lambda *arguments: told.append(arguments[6]))
+    monkeypatch.setattr(iteration, "_side_by_side", lambda works, device: [work() for work in works])
+    steps, U = part("steps").steps_of("polar_express"), torch.randn(2, 8, 16)
+    stacks = [([(U, U)], 3), ([(U[:, :6], U[:, :6])], 3)]
+    size = max(iteration.most_of(stacks, 4))
+    for factor, alone in ((2, False), (1, True)):
+        told.clear()
+        iteration.iterate_all(stacks, steps, 1e-7, torch.float32, [torch.empty(factor * size, dtype=torch.uint8)] * 3)
+        assert told == [alone, alone]
+
+
+def test_a_launch_is_told_of_products(products):
+    places, factors = products._numbers((2, 1, 3, 0.5, ((2, 0.25), (0, 2.0)), 1.5))
+    assert places == [2, 1, 3, 2, 0, 3, 2, 0] and factors == [0.5, 1.5, 0.25, 2.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@on_gpu
+@pytest.mark.parametrize("N, n", [(1, 130), (3, 300), (40, 200), (1, 1000), (5, 1024), (2, 2048), (3, 2100), (9, 640)])
+def test_the_bits_are_those_of_launches(taken, products, part, N, n):
+    torch.manual_seed(n)
+    for name in ("polar_express", "jordan"):
+        for segment, pair in segments(part, name, n):
+            given = squares(N, n, "cuda", F16)
+            given[0][-1] = 0.0
+            if N > 2:
+                given[0][1, n // 2, n // 2] = float("nan")
+            made, names = part("segment")._listed(segment, pair)
+            A, expected = given[0].clone(), squares(N, n, "cuda", F16)
+            expected[0].copy_(A)
+            played(part, made, expected)
+            for _ in range(4):
+                counts = torch.full((1 + N * products.room(n) // 4,), 7, dtype=torch.int32, device="cuda")
+                given[0].copy_(A)
+                products.take(made, given[0], counts)
+                torch.testing.assert_close(given[names[0]], expected[names[0]], rtol=0.0, atol=0.0, equal_nan=True)
+            assert given[names[0]][0].isfinite().all() and (N < 3 or given[names[0]][1].isnan().any())
+    assert len(taken) >= 8
+
+
+@on_gpu
+def test_a_call_a_tape_and_a_graph_give_the_same_bits(taken, part, monkeypatch):
+    polar = part("polar")
+    X = torch.randn(6, 740, 900, device="cuda", dtype=BF16)
+    expected, graph = polar.orthogonalize(X), torch.cuda.CUDAGraph()
+    assert len(taken) >= 2
+    for _ in range(3):
+        assert torch.equal(polar.orthogonalize(X), expected)
+    with torch.cuda.graph(graph):
+        O = polar.orthogonalize(X)
+    for _ in range(3):
+        O.zero_()
+        graph.replay()
+        assert torch.equal(O, expected)
+    launched = len(taken)
+    monkeypatch.setattr(part("kernels.products"), "takes", lambda A, made: False)
+    paths.forget(polar, monkeypatch)
+    assert torch.equal(polar.orthogonalize(X), expected) and len(taken) == launched
+
+
+@on_gpu
+def test_another_stream_may_have_the_processors(taken, part):
+    """What runs beside it, on processors that it wants, does not stop it, nor the other way round."""
+    X, busy = torch.randn(4, 1140, 1140, device="cuda", dtype=BF16), torch.randn(6000, 6000, device="cuda")
+    expected, product = part("polar").orthogonalize(X), busy @ busy
+    streams, results = [torch.cuda.Stream() for _ in range(3)], []
+    for _ in range(10):
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                results.append(busy @ busy if stream is streams[0] else part("polar").orthogonalize(X))
+    torch.cuda.synchronize()
+    assert taken and all(torch.equal(result, product if len(result) > 4 else expected) for result in results)

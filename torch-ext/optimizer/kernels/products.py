@@ -1,0 +1,108 @@
+"""The symmetric products of a segment of the Gram iteration in one launch, on sm90. A launch for each begins when the
+last tile of the one before is done, and in its last turn leaves processors idle.
+
+Decides: which products are taken so. Must not know: what the numbers mean. products_sm90.py computes them.
+"""
+from __future__ import annotations
+
+import torch
+
+from . import gram_sm90, has_pdl, jit, look, processors_of, ring
+from .gram import ended
+from .products_sm90 import products_kernel
+from .ring import blank, filled
+from .tape import knows_triton, lasting
+from .tiles import Tile, architecture, choose, forced
+
+tl = None  # Triton's language, put here by jit
+TILE = Tile(128, 128, 64, 8, 5, 4, "pingpong")  # the bits are those of any
+SIDES = range(1024, 4097)  # of two matrices or more, whose products take two turns at least (docs/log.md)
+MOST = 8  # products: of three steps, two of which are a pair
+BLOCK = 1024  # numbers that a program clears
+
+
+def room(n: int) -> int:
+    """Return the bytes of counts for each matrix (n, n)."""
+    return 4 * MOST * -(-n // TILE.rows)
+
+
+def takes(A: torch.Tensor, products) -> bool:
+    """Say whether `take` is to do these products with matrices like A (N, n, n). It wants all processors for itself
+    as long as it runs: where other processes take part, their messages would have to wait.
+    """
+    N, n, _ = A.shape
+    if N < 2 or n not in SIDES or len(products) > MOST or A.element_size() != 2 or forced() is not None:
+        return False
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return False
+    if architecture(A.device.type, A.device.index) != "sm90" or not (knows_triton() and gram_sm90.addressable(A)):
+        return False
+    down = -(-n // TILE.rows)  # whose tiles are a tenth more than the matrix at most
+    wide = choose("symmetric", A.dtype, n, n, A.device, N).loop == "cooperative"  # such tiles need no fours of rows
+    if 10 * (down * TILE.rows) ** 2 > 11 * n * n or wide and down % 4:
+        return False
+    return N * (down * (down + 1) // 2) >= 2 * processors_of(A.device)
+
+
+def take(products, A: torch.Tensor, counts: torch.Tensor) -> None:
+    """Do `symmetric_product` for each of products, tuples of (left factor, right factor, result, alpha, addends,
+    diagonal), to the last bit. Matrices are named by numbers: A (N, n, n) is 0, and as many lie behind it as are named,
+    alike. counts: int32, 1 + N room(n) / 4 of them, to be spoiled.
+    """
+    key = look(A), products
+    known = _known.get(key)
+    if known is None:
+        known = _known[key] = _Launch(A, products)
+    known(A, counts)
+    ended()
+
+
+_known: dict = {}  # what decides about a launch -> _Launch
+
+
+class _Launch:
+    """A launch for matrices of certain shapes and strides: everything but their addresses."""
+
+    def __init__(self, A, products):
+        N, n, _ = A.shape
+        lists = [_numbers(product) for product in products]
+        self.named = 1 + max(max(places[:6]) for places, _ in lists)
+        self.places, self.factors = (lasting(torch.tensor(numbers, dtype=dtype, device="cpu"), A.device)
+                                     for numbers, dtype in zip(zip(*lists), (torch.int32, torch.float32)))
+        self.programs, self.order, count, *_ = gram_sm90.turns("symmetric", A, n, TILE)
+        self.numbers = N, count, len(products), n
+        boxes = (TILE.rows, TILE.inner), (TILE.rows, TILE.columns)
+        self.blanks = [blank(ring.description(self._all(A), *box)) for box in boxes]
+        self.pdl = has_pdl(A.device)
+
+    def _all(self, A):
+        """The matrices that products name, one after another."""
+        return A.as_strided((self.named * len(A), *A.shape[1:]), A.stride())
+
+    def __call__(self, A, counts) -> None:
+        every = self._all(A)
+        _clear_kernel.launch(-(-counts.numel() // BLOCK), look(counts), counts, counts.numel(), BLOCK, self.pdl,
+                             launch_pdl=self.pdl)
+        products_kernel.launch(
+            self.programs, self, *(filled(form, every) for form in self.blanks), self.order, self.places, self.factors,
+            counts, *self.numbers, TILE.stages, num_warps=4, enable_fp_fusion=False, launch_cooperative_grid=True)
+
+
+def _numbers(product) -> tuple[list[int], list[float]]:
+    """(Places, factors) of a product: the left operand, the right one, the result, three addends, how many of them
+    there are; alpha, the diagonal, the addends' factors.
+    """
+    left, right, out, alpha, addends, diagonal = product
+    matrices, factors = zip(*addends)
+    more = 3 - len(matrices)
+    return ([left, right, out, *matrices, *[out] * more, len(matrices), 0],
+            [alpha, diagonal, *factors, *[0.0] * more, 0.0, 0.0, 0.0])
+
+
+@jit.alike("size")
+def _clear_kernel(counts, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Write zeros."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(counts + at, tl.zeros((BLOCK,), dtype=tl.int32), mask=at < size)
