@@ -5,6 +5,7 @@
     ... last_turn --stacks 3x2048x6144 8x1024x4096
     ... ends --stacks 24x896x896 32x512x2048
     ... processors --stacks 64x256x768
+    ... segment --stacks 3x2048x6144
     ... symmetric --stacks 3x2048x2048           one product with an addend alone
     ... product --stacks 4x2880x2880             A X alone
     ... --rest-ms 0                              of large stacks a long run, at the power limit
@@ -14,6 +15,7 @@ leave ("copied"), or read and written where their pieces are ("in pieces"). "sid
 the same memory ("in turns"), or each has memory of its own, which lets a CUDA graph run them together ("side by side").
 "ends": launches take the matrices from the first on, or each from where the one before has ended ("either end").
 "processors": what stays on processors (resident.py) is done by launches, or by one or two for each matrix.
+"segment": the symmetric products between two products with X are launched one by one, or together (products.py).
 "last_turn", "symmetric", "product": processors compute whole tiles only, or two share a tile of the last turn.
 By CUDA graphs, in turns; without a GPU called, where the ways take the same time: good to try the script.
 """
@@ -36,9 +38,10 @@ from step import device_name, triton_version
 
 os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 PACKAGE = get_kernel("org/optimizer", version=1).__name__
-polar, split, pack, gram, gram_sm90, resident, tape, tiles = (importlib.import_module(f"{PACKAGE}.{name}") for name in (
-    "polar", "kernels.split", "kernels.pack", "kernels.gram", "kernels.gram_sm90", "kernels.resident", "kernels.tape",
-    "kernels.tiles"))
+polar, split, pack, gram, gram_sm90, products, resident, tape, tiles = (
+    importlib.import_module(f"{PACKAGE}.{name}") for name in (
+        "polar", "kernels.split", "kernels.pack", "kernels.gram", "kernels.gram_sm90", "kernels.products",
+        "kernels.resident", "kernels.tape", "kernels.tiles"))
 COLUMNS = "commit gpu what stacks ranks way median_us p20_us p80_us torch triton".split()
 STEPS, WIRE = polar.steps_of("polar_express"), torch.bfloat16
 
@@ -162,6 +165,18 @@ def processors(shapes, ranks, device):
     return {name: partial(way, *how) for name, how in ways.items()}, results
 
 
+def segment(shapes, ranks, device):
+    """The same."""
+    (work, results), real = whole_call(shapes, device), products.takes
+
+    def way(takes):
+        products.takes = takes
+        tape._tapes.clear()
+        work()
+
+    return {"launches": partial(way, lambda A, made: False), "one launch": partial(way, real)}, results
+
+
 def whole_call(shapes, device):
     """(function, where it leaves its results)."""
     stacks = [torch.randn(shape, device=device).to(WIRE) for shape in shapes]
@@ -224,7 +239,7 @@ def same_bits(ways, results) -> None:
 
 
 WAYS = {"pieces": in_pieces} | {
-    way.__name__: way for way in (side_by_side, last_turn, ends, processors, symmetric, product)}
+    way.__name__: way for way in (side_by_side, last_turn, ends, processors, segment, symmetric, product)}
 
 if __name__ == "__main__":
     main()

@@ -150,7 +150,8 @@ def test_the_bits_are_those_of_launches(taken, products, part, N, n):
     for name in ("polar_express", "jordan"):
         for segment, pair in segments(part, name, n):
             given = squares(N, n, "cuda", F16)
-            given[0][-1] = 0.0
+            if N > 1:
+                given[0][-1] = 0.0
             if N > 2:
                 given[0][1, n // 2, n // 2] = float("nan")
             made, names = part("segment")._listed(segment, pair)
