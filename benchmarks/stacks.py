@@ -166,13 +166,15 @@ def processors(shapes, ranks, device):
 
 
 def segment(shapes, ranks, device):
-    """The same."""
-    (work, results), real = whole_call(shapes, device), products.takes
+    """The same, by the function, which has the GPU for itself."""
+    stacks, real = [torch.randn(shape, device=device).to(WIRE) for shape in shapes], products.takes
+    results = [torch.empty_like(t) for t in stacks]
 
     def way(takes):
         products.takes = takes
         tape._tapes.clear()
-        work()
+        for X, out in zip(stacks, results):
+            out.copy_(polar.orthogonalize(X))
 
     return {"launches": partial(way, lambda A, made: False), "one launch": partial(way, real)}, results
 

@@ -124,18 +124,16 @@ def test_the_iteration_lends_it_what_it_takes(products, part, monkeypatch, alone
     assert torch.equal(result, expected) and len(calls) == 2 * alone
 
 
-def test_stacks_side_by_side_are_not_alone(part, monkeypatch):
-    iteration, told = part("iteration"), []
-    monkeypatch.setattr(iteration, "capturing", lambda device: True)
-    monkeypatch.setattr(iteration, "iterate", lambda *arguments: told.append(arguments[6]))
-    monkeypatch.setattr(iteration, "_side_by_side", lambda works, device: [work() for work in works])
-    steps, U = part("steps").steps_of("polar_express"), torch.randn(2, 8, 16)
-    stacks = [([(U, U)], 3), ([(U[:, :6], U[:, :6])], 3)]
-    size = max(iteration.most_of(stacks, 4))
-    for factor, alone in ((2, False), (1, True)):
-        told.clear()
-        iteration.iterate_all(stacks, steps, 1e-7, torch.float32, [torch.empty(factor * size, dtype=torch.uint8)] * 3)
-        assert told == [alone, alone]
+def test_only_the_function_has_the_gpu_for_itself(products, part, monkeypatch):
+    """An optimizer may do other things beside: updates in a stream of their own, messages, other stacks."""
+    polar, asked = part("polar"), []
+    monkeypatch.setattr(products, "takes", lambda A, made: asked.append(len(A)))
+    X = torch.randn(3, 200, 300)
+    expected = polar.orthogonalize(X, dtype=F16)
+    assert asked and set(asked) == {3}
+    asked.clear()
+    polar.orthogonalize_([X], polar.steps_of("polar_express"), dtype=F16)
+    assert torch.equal(X, expected) and not asked
 
 
 def test_a_launch_is_told_of_products(products):

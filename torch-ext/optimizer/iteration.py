@@ -71,15 +71,14 @@ def gain_side_by_side(shapes) -> bool:
     return max(n for n, _ in shapes) < LARGE and sum(n * m for n, m in shapes) <= MANY
 
 
-def iterate_all(stacks, steps, eps: float, dtype: torch.dtype, memory=None) -> None:
+def iterate_all(stacks, steps, eps: float, dtype: torch.dtype, memory=None, alone=False) -> None:
     """`iterate` each of stacks (members, most steps between restarts): side by side, in a CUDA graph, if `memory` is
     enough for all of them together; else one after the other, in the same memory.
     """
     device, lent = stacks[0][0][0][0].device, _divided(stacks, dtype, memory)
-    together = bool(lent) and capturing(device)
-    works = [functools.partial(iterate, members, steps, eps, dtype, most, own, not together)
+    works = [functools.partial(iterate, members, steps, eps, dtype, most, own, alone)
              for (members, most), own in zip(stacks, lent or itertools.repeat(memory))]
-    if together:
+    if lent and capturing(device):
         return _side_by_side(works, device)
     for work in works:
         work()
@@ -122,13 +121,13 @@ def _streams(device, count) -> list:
     return [torch.cuda.Stream(device) for _ in range(count)]
 
 
-def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=None, alone=True) -> None:
+def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=None, alone=False) -> None:
     """Orthogonalize each U (N, n, m), n <= m, of members (U, out) into out; n is the same for all.
 
     They may be the same memory, and each a Split. `steps`: a `steps.Steps`; `dtype`: that of products; `most`: steps
     between restarts, 1 in the standard iteration, more in the Gram iteration; `memory`: three flat uint8 tensors of the
     bytes that `takes` says for all matrices together, the first of two equal parts, the second, and the rest; None for
-    new memory. `alone`: nothing else is launched beside this.
+    new memory. `alone`: launches may want all processors at once, for nothing is launched beside them.
     """
     kinds = _by_kind(members, steps, dtype, most)
     counts = [sum(len(U) for U, _ in group) for group in kinds.values()]

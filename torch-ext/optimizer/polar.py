@@ -188,17 +188,17 @@ def _polar(tensors, pairs, options, memory=None, alone=False):
     """
     device = tensors[0].device
     if not use_triton(device) or capturing(device):  # in a graph stacks are side by side, which no tape holds
-        return _launch(pairs(), options, memory)
+        return _launch(pairs(), options, memory, alone=alone)
     key = options, forced(), alone, look(*tensors[:1 if alone else None])
     kind = _kinds.get(key) or _make_known(key, pairs(), options, memory, alone)
     if here.rehearsing:
-        return _launch(pairs(), options, memory)
+        return _launch(pairs(), options, memory, alone=alone)
     sizes = kind.sizes if memory is None else kind.sizes[3:]
     new = _room(sizes, device)
 
     def launch():
         *own, room = new[0].split(sizes) if new else [None] * len(sizes)
-        _launch(pairs(), options, memory or own, room)
+        _launch(pairs(), options, memory or own, room, alone=alone)
 
     return kind if play(kind, (*(memory or ()), *new), [*map(memory_of, tensors)], launch) else None
 
@@ -212,7 +212,7 @@ def _room(sizes, device) -> tuple:
 def _make_known(key, pairs, options, memory, alone) -> _Kind:
     """Rehearse the first call of a kind."""
     likely = functools.partial(_launch_akin, pairs[0][1], options) if alone else None
-    ahead.rehearse(pairs[0][0].device, lambda: _launch(pairs, options, memory), likely)
+    ahead.rehearse(pairs[0][0].device, lambda: _launch(pairs, options, memory, alone=alone), likely)
     chips, stacks, own = _sorted(pairs, options)
     room = max((on_chip.takes(U, own, len(options[0].triples)) for U, _ in chips), default=0)
     return _remember(key, _Kind((*most_of(stacks, own.itemsize), room)))
@@ -237,17 +237,19 @@ def _launch_akin(U, options):
         stacks += [U.as_strided((N, *sides), (0, 16, 1)) for sides in ((n, 4 * n), (4 * n, n))]
     for stack in stacks:
         for most in {longest(n, n, steps, own), longest(n, 4 * n, steps, own)}:
-            _launch([(stack, stack)], options, most=most)
+            _launch([(stack, stack)], options, most=most, alone=True)
 
 
 @torch.no_grad()
-def _launch(pairs, options, memory=None, room=None, most=None):
-    """In `memory` (`iterate`'s) and `room` (`on_chip.polar`'s), None for new; `most`: see `_sorted`."""
+def _launch(pairs, options, memory=None, room=None, most=None, alone=False):
+    """In `memory` (`iterate`'s) and `room` (`on_chip.polar`'s), None for new; `most`: see `_sorted`; `alone`: the GPU
+    is for this alone, not for what an optimizer does beside it.
+    """
     (steps, eps, _), (chips, stacks, own) = options, _sorted(pairs, options, most)
     for U, out in chips:
         on_chip.polar(U, out, steps.segments(own, n=U.shape[1]), eps, own, room)
     if stacks:
-        iterate_all(stacks, steps, eps, own, memory)
+        iterate_all(stacks, steps, eps, own, memory, alone)
 
 
 def _sorted(pairs, options, most=None):
