@@ -113,7 +113,7 @@ def elsewhere_each_call_compiles_its_own(found):  # but wide and tall products, 
 
 def test_what_is_akin_to_large_stacks_is_not_longer_than_they_are(part, monkeypatch):
     polar, seen, U = part("polar"), set(), torch.empty(2, 256, 256, dtype=torch.bfloat16)
-    monkeypatch.setattr(polar, "_launch", lambda pairs, options, most: seen.add(tuple(pairs[0][0].shape)))
+    monkeypatch.setattr(polar, "_launch", lambda pairs, options, most, alone: seen.add(tuple(pairs[0][0].shape)))
     options = polar.steps_of("polar_express"), 0.0, torch.float16
     for most, longer in ((U.nbytes, {(2, 256, 1024), (2, 1024, 256)}), (U.nbytes - 1, set())):
         monkeypatch.setattr(polar, "AKIN", most)
@@ -283,7 +283,7 @@ def test_a_kind_of_call_is_rehearsed_once_and_never_while_a_graph_is_made(part, 
     paths.forget(polar, monkeypatch)
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
     monkeypatch.setattr(polar, "capturing", lambda device: bool(capturing))
-    monkeypatch.setattr(polar, "_launch", lambda *_: None)
+    monkeypatch.setattr(polar, "_launch", lambda *_, **__: None)
     monkeypatch.setattr(polar.ahead, "rehearse", lambda device, work, likely: calls.append(device))
     monkeypatch.setattr(polar, "KEPT", 2)
     polar.polar_factor(X, polar.steps_of("cans"), 0.0)
