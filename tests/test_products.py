@@ -99,29 +99,31 @@ def test_who_is_taken(products, part, monkeypatch):
     assert not takes(2, 2048)
 
 
+@pytest.mark.parametrize("name", ["polar_express", "turbo"])
 @pytest.mark.parametrize("alone", [True, False])
-def test_the_iteration_lends_it_what_it_takes(products, part, monkeypatch, alone):
-    """Four stacks one after another, and counts; beside other work launches do it."""
-    iteration, steps = part("iteration"), part("steps").steps_of("polar_express")
+def test_the_iteration_lends_it_what_it_takes(products, part, monkeypatch, name, alone):
+    """Four stacks one after another, and what nobody reads meanwhile; beside other work launches do it."""
+    iteration, steps = part("iteration"), part("steps").steps_of(name)
     U = torch.randn(3, 40, 64)
     expected, result, calls = torch.empty_like(U), torch.empty_like(U), []
     iteration.iterate([(U, expected)], steps, 1e-7, torch.float32, 3)
 
-    def multiply(made, A, counts):
+    def take(made, A, spare):
         N, n, _ = A.shape
-        assert counts.dtype == torch.int32 and len(counts) >= 1 + N * products.room(n) // 4
-        counts.fill_(-1)
+        assert spare.shape[:2] == A.shape[:2] and spare.shape[2] >= n
+        spare[-1, n // 2:] = float("nan")
         every = A.as_strided((4 * N, n, n), A.stride())
         every[N:] = float("nan")
         played(part, made, every.split(N))
         calls.append(len(made))
 
     monkeypatch.setattr(products, "takes", lambda A, made: True)
-    monkeypatch.setattr(products, "take", multiply)
+    monkeypatch.setattr(products, "take", take)
     sizes = iteration.takes(40, 64, 4, 3)
     lent = [torch.empty(3 * size, dtype=torch.uint8) for size in (sizes[0] // 2, sizes[0] // 2, sizes[1])]
     iteration.iterate([(U, result)], steps, 1e-7, torch.float32, 3, lent, alone)
-    assert torch.equal(result, expected) and len(calls) == 2 * alone
+    longer = sum(len(segment) > 1 for segment in steps.segments(torch.float32, 3, 40))
+    assert torch.equal(result, expected) and longer > 0 and len(calls) == longer * alone
 
 
 def test_only_the_function_has_the_gpu_for_itself(products, part, monkeypatch):
@@ -134,6 +136,17 @@ def test_only_the_function_has_the_gpu_for_itself(products, part, monkeypatch):
     asked.clear()
     polar.orthogonalize_([X], polar.steps_of("polar_express"), dtype=F16)
     assert torch.equal(X, expected) and not asked
+
+
+def test_counts_are_at_the_end_of_what_is_spare(products):
+    for N, n, m in ((2, 128, 128), (3, 300, 512)):
+        spare, size = torch.zeros(N, n, m, dtype=F16), 1 + N * 8 * -(-n // 128)
+        counts = products._counts(spare, size)
+        counts.fill_(-1)
+        assert counts.shape == (size,) and counts.dtype == torch.int32
+        changed = spare.flatten().view(torch.int16).nonzero()
+        assert len(changed) == 2 * size == changed[-1] - changed[0] + 1 and changed[-1] >= spare.numel() - 64
+        assert (counts.data_ptr() - spare.data_ptr()) % 128 == 0
 
 
 def test_a_launch_is_told_of_products(products):
@@ -157,9 +170,8 @@ def test_the_bits_are_those_of_launches(taken, products, part, N, n):
             expected[0].copy_(A)
             played(part, made, expected)
             for _ in range(4):
-                counts = torch.full((1 + N * products.room(n) // 4,), 7, dtype=torch.int32, device="cuda")
                 given[0].copy_(A)
-                products.take(made, given[0], counts)
+                products.take(made, given[0], torch.ones(N, n, n + n % 2, dtype=F16, device="cuda"))
                 torch.testing.assert_close(given[names[0]], expected[names[0]], rtol=0.0, atol=0.0, equal_nan=True)
             assert given[names[0]][0].isfinite().all() and (N < 3 or given[names[0]][1].isnan().any())
     assert len(taken) >= 8

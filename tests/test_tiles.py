@@ -115,8 +115,8 @@ def test_a_measured_table_counts_turns(tiles):
 
 def test_an_entry_for_a_gpu_is_taken_there_alone(tiles):
     best = functools.partial(tiles._best, "gram", 2, 4096, 4096, 4)
-    assert best("sm90 NVIDIA H100 80GB HBM3").loop == "cooperative"
-    assert best("sm90 NVIDIA H200") == best("sm90") and best("sm90").loop != "cooperative"
+    assert best("sm90 NVIDIA H100 80GB HBM3").loop == best("sm90 NVIDIA H200").loop == "cooperative"
+    assert best("sm90 NVIDIA H20") == best("sm90") and best("sm90").loop != "cooperative"
 
 
 def test_the_expected_time_is_that_of_the_busiest_processor(tiles):

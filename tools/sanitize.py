@@ -122,8 +122,7 @@ def listed(device) -> None:
         with processors(count):
             module._known.clear()
             for pair in zip(steps.segments(), steps.pairs()):
-                counts = torch.empty(1 + 3 * module.room(256) // 4, dtype=torch.int32, device=device)
-                module.take(segment._listed(*pair)[0], A, counts)
+                module.take(segment._listed(*pair)[0], A, torch.empty(3, 256, 256, dtype=HALF, device=device))
     module._known.clear()
 
 

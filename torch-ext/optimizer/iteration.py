@@ -11,7 +11,7 @@ import operator
 
 import torch
 
-from .kernels import capturing, on_chip, products, resident
+from .kernels import capturing, on_chip, resident
 from .kernels.aol import aol, scale_columns, scale_rows
 from .kernels.gram import takes_raw
 from .long_side import LINE, LongSide
@@ -56,12 +56,7 @@ def takes(n: int, m: int, itemsize: int, most: int) -> tuple[int, int]:
     parts, and of n x n, with its scale.
     """
     long, short = (n * (side * itemsize + -side * itemsize % LINE) for side in (m, n))
-    return 2 * long, (4 if most > 1 else 2) * short + _spare(n, most)
-
-
-def _spare(n, most) -> int:
-    """Return the bytes of scales and counts for each matrix."""
-    return LINE + (products.room(n) if most > 1 else 0)
+    return 2 * long, (4 if most > 1 else 2) * short + LINE
 
 
 def gain_side_by_side(shapes) -> bool:
@@ -134,12 +129,11 @@ def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=No
     n, device = members[0][0].shape[1], members[0][0].device
     long, square = tuple((count, n, m) for count, (m, _) in zip(counts, kinds)), (sum(counts), n, n)
     rooms = [Room(shapes, dtype, device) for shapes in (long, long, (square,) * (4 if most > 1 else 2))]
-    sizes = [room.nbytes for room in rooms[:2]] + [rooms[2].nbytes + _spare(n, most) * sum(counts)]
+    sizes = [room.nbytes for room in rooms[:2]] + [rooms[2].nbytes + LINE * sum(counts)]
     memory = memory or torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
     for room, flat in zip(rooms, memory):
         room.lend(flat)
-    spare = memory[2][rooms[2].nbytes:sizes[2]].view(torch.int32)
-    factors, finished = spare[:3 * sum(counts)].view(torch.float32).view(3, -1), spare[3 * sum(counts):]
+    factors = memory[2][rooms[2].nbytes:][:12 * sum(counts)].view(torch.float32).view(3, sum(counts))
     (Xs, Ys, squares), parts, first = (room.all() for room in rooms), [], 0
     for ((_, raw), group), count, X, Y in zip(kinds.items(), counts, Xs, Ys):
         parts.append(LongSide(group, raw, squares[0], first, X, Y))
@@ -149,7 +143,7 @@ def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=No
         part.begin(eps, factors, lengths)
     cut = dtype, most, n
     segments = [*zip(steps.segments(*cut), steps.pairs(*cut))]
-    P = _iteration(parts, squares, segments, lengths, row_scales, finished if alone else None)
+    P = _iteration(parts, squares, segments, lengths, row_scales, alone)
     for part in parts if P is not None else ():
         part.finish(P)
 
@@ -171,12 +165,12 @@ def _factors(memory, N, n):
     return lengths.view(N, 2, n), scales.view(N, n)
 
 
-def _iteration(parts, squares, segments, lengths, scales, finished):
+def _iteration(parts, squares, segments, lengths, scales, alone):
     """X <- Q X, segment by segment; return the last Q, yet to be applied, or None if it is.
 
     segments: triples, and the pair that the last two are taken as, or None. squares: A and Q, and for more than a step
     at a time Z and T. scales (N, n): room for those of A (AOL), by the `lengths` of rows, which X has yet to get; None
-    where there are none. finished: room for counts of tiles, if products may share a launch.
+    where there are none. alone: whether products may share a launch, with counts where X will be written.
     """
     (A, Q, *others), ways, number = squares, [], 0
     while number < len(segments):
@@ -197,7 +191,7 @@ def _iteration(parts, squares, segments, lengths, scales, finished):
         elif stays:
             ways = _ways(parts[0], segments[number:], A, Q) if long else []
             Q, *others = resident.follow(segments[number:][:len(ways) or 1], A, Q, *others, long, ways)
-        elif finished is not None and (names := follow_at_once(tuple(segment), pair, A, finished)):
+        elif alone and (names := follow_at_once(tuple(segment), pair, A, parts[0].Y)):
             Q, *others = (squares[name] for name in names)
         else:
             Q, *others = follow(segment, pair, A, Q, *others)

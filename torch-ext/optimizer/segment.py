@@ -20,14 +20,14 @@ def follow(segment, pair, A, Q, Z, T) -> tuple:
     return _follow(segment, pair, (A, Q, Z, T), whole, symmetric_product)
 
 
-def follow_at_once(segment, pair, A, counts):
+def follow_at_once(segment, pair, A, spare):
     """Do the same in one launch, if that gains: say which matrix Q is then, and the other two, of four one behind
-    another, the first of which is A. counts: room for those that the launch keeps (`products.room`).
+    another, the first of which is A. spare: matrices as large, whose last bytes may be spoiled.
     """
     if all(c for _, _, c in segment):
         made, names = _listed(segment, pair)
         if products.takes(A, made):
-            products.take(made, A, counts)
+            products.take(made, A, spare)
             return names
 
 

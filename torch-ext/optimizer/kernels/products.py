@@ -21,11 +21,6 @@ MOST = 8  # products: of three steps, two of which are a pair
 BLOCK = 1024  # numbers that a program clears
 
 
-def room(n: int) -> int:
-    """Return the bytes of counts for each matrix (n, n)."""
-    return 4 * MOST * -(-n // TILE.rows)
-
-
 def takes(A: torch.Tensor, products) -> bool:
     """Say whether `take` is to do these products with matrices like A (N, n, n). It wants all processors for itself
     as long as it runs: where other processes take part, their messages would have to wait.
@@ -44,17 +39,23 @@ def takes(A: torch.Tensor, products) -> bool:
     return N * (down * (down + 1) // 2) >= 2 * processors_of(A.device)
 
 
-def take(products, A: torch.Tensor, counts: torch.Tensor) -> None:
+def take(products, A: torch.Tensor, spare: torch.Tensor) -> None:
     """Do `symmetric_product` for each of products, tuples of (left factor, right factor, result, alpha, addends,
     diagonal), to the last bit. Matrices are named by numbers: A (N, n, n) is 0, and as many lie behind it as are named,
-    alike. counts: int32, 1 + N room(n) / 4 of them, to be spoiled.
+    alike. spare: (N, n, m), m >= n, in 16 bits too, at the end of which counts may be kept.
     """
-    key = look(A), products
+    (N, n, _), key = A.shape, (look(A), products)
     known = _known.get(key)
     if known is None:
         known = _known[key] = _Launch(A, products)
-    known(A, counts)
+    known(A, _counts(spare, 1 + N * len(products) * -(-n // TILE.rows)))
     ended()
+
+
+def _counts(spare, size):
+    """So many numbers in int32 at the end of a stack in 16 bits."""
+    start = (len(spare) * spare.stride(0) - 2 * size) // 64 * 64
+    return spare.as_strided((2 * size,), (1,), spare.storage_offset() + start).view(torch.int32)
 
 
 _known: dict = {}  # what decides about a launch -> _Launch
