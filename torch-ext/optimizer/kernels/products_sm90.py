@@ -7,8 +7,8 @@ one fetches. Must not know: which products there are, nor why. Needs Gluon, and 
 """
 from __future__ import annotations
 
-from .ring import boxes_of, gluon_jit, make_ring, matrices_of, multiply_ring
-from .strip import ask, now, store_strip
+from .ring import boxes_of, gluon_jit, make_ring, multiply_ring
+from .strip import add_first, add_next, ask, store_strip
 
 gl = mbarrier = tma = fence = barrier = load_box = None  # Gluon's language, put here by gluon_jit
 
@@ -166,21 +166,13 @@ def _consume(squares, ring, work, factors, waits, room, WHO: gl.constexpr, BLOCK
 @gluon_jit
 def _finish(sums, squares, own, arrived, at, factors, matrices, matrix, row, column, asked):
     """Scale, add, round and store a tile. Return how many addends have been asked for by now; one has for this tile."""
-    SIDE: gl.constexpr = sums.shape[0]
-    layout: gl.constexpr = sums.type.layout
-    flat = matrices_of(own, SIDE, SIDE).index(0)
     f = gl.load(factors), gl.load(factors + 1), gl.load(factors + 2), gl.load(factors + 3), gl.load(factors + 4)
     addends, second, third = gl.load(at + 6), gl.load(at + 4), gl.load(at + 5)
     out = gl.load(at + 2) * matrices + matrix
-    mbarrier.wait(arrived, asked & 1)
-    sums = gl.fma(sums, f[0], f[2] * flat.load(layout).to(gl.float32))
+    sums = add_first(sums, own, arrived, asked, f)
     if addends > 1:
-        for k in gl.static_range(1, 3):
-            if k < addends:
-                barrier()
-                ask(squares, own, arrived, (second if k == 1 else third) * matrices + matrix, row, column, SIDE)
-            mbarrier.wait(arrived, (asked + k) & 1, pred=k < addends)
-            sums = now(sums) + f[2 + k] * flat.load(layout).to(gl.float32)
+        sums = add_next(sums, squares, 1, addends, own, arrived, asked, f, second * matrices + matrix, row, column)
+        sums = add_next(sums, squares, 2, addends, own, arrived, asked, f, third * matrices + matrix, row, column)
     store_strip(sums, squares, own, own, f, out, row, column, 1, 2, True, True)
     return asked + addends
 

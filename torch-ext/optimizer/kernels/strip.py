@@ -41,20 +41,34 @@ def finish_strip(sums, addends, count, out, own, arrived, mine, factors, matrix,
     One binary for two and for three: of two the second is read again, with factor 0. LLVM takes three times as long for
     a branch or a loop that hands sums on.
     """
-    layout: gl.constexpr = sums.type.layout
-    flat = matrices_of(own, sums.shape[0], sums.shape[1]).index(0)
     if SYMMETRIC == 2:
-        mbarrier.wait(arrived, (mine * count) & 1)
-        sums = gl.fma(sums, factors[0], factors[2] * flat.load(layout).to(gl.float32))
+        sums = add_first(sums, own, arrived, mine * count, factors)
     else:
         sums = sums * factors[0]
     for k in gl.static_range(1, 3 if SEVERAL else 1):
-        if k < count:
-            barrier()
-            ask(addends[k], own, arrived, matrix, row, column, sums.shape[1], sums.shape[0] // out.block_type.shape[1])
-        mbarrier.wait(arrived, (mine * count + k) & 1, pred=k < count)
-        sums = now(sums) + factors[2 + k] * flat.load(layout).to(gl.float32)
+        sums = add_next(sums, addends[k], k, count, own, arrived, mine * count, factors, matrix, row, column,
+                        sums.shape[0] // out.block_type.shape[1])
     store_strip(sums, out, own, own, factors, matrix, row, column, mirror, SYMMETRIC, SEVERAL, True)
+
+
+@gluon_jit
+def add_first(sums, own, arrived, asked, factors):
+    """Scale sums and add the first addend; `asked` have been asked for in the memory `own` before."""
+    mbarrier.wait(arrived, asked & 1)
+    flat = matrices_of(own, sums.shape[0], sums.shape[1]).index(0)
+    return gl.fma(sums, factors[0], factors[2] * flat.load(sums.type.layout).to(gl.float32))
+
+
+@gluon_jit
+def add_next(sums, addend, k: gl.constexpr, count, own, arrived, asked, factors, matrix, row, column,
+             HIGH: gl.constexpr = 1):
+    """Add the k-th after it, if there are so many; else what arrived last, whose factor is 0."""
+    if k < count:
+        barrier()
+        ask(addend, own, arrived, matrix, row, column, sums.shape[1], HIGH)
+    mbarrier.wait(arrived, (asked + k) & 1, pred=k < count)
+    flat = matrices_of(own, sums.shape[0], sums.shape[1]).index(0)
+    return now(sums) + factors[2 + k] * flat.load(sums.type.layout).to(gl.float32)
 
 
 @gluon_jit
