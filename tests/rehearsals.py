@@ -120,7 +120,7 @@ def untouched() -> dict:
     for stacks, name in inputs():
         before = [stack.clone() for stack in stacks]
         ahead._rehearse(lambda stacks=stacks, name=name: polar._launch(
-            [(stack, stack) for stack in stacks], (polar.steps_of(name), 1e-7, torch.float16)))
+            [(stack, stack) for stack in stacks], (polar.steps_of(name), 1e-7, torch.float16, False)))
         changed += [name for stack, b in zip(stacks, before) if not torch.equal(stack, b)]
     launched = [event for event in events if event[0] == "launch"]
     for kind, shape in (("Muon", (256, 512)), ("NorMuon", (3, 64, 96))):
@@ -246,6 +246,18 @@ def alike() -> dict:
             for N, n in ((1, 128), (16, 128), (1, 256), (16, 256)):
                 gram.gram(torch.ones(N, n, 128, dtype=torch.float16), torch.empty(N, n, n, dtype=torch.float16))
     return {"events": events}
+
+
+def listed() -> dict:
+    """Calls whose products share launches: the first one, and another."""
+    products, polar = part("kernels.products"), part("polar")
+    products.SIDES, products.architecture, products.processors_of = range(129, 1024), lambda *_: "sm90", lambda _: 4
+    X, calls = torch.ones(4, 256, 512, dtype=torch.bfloat16), []
+    for _ in range(2):
+        begin = len(events)
+        polar.polar_factor(X, polar.steps_of("polar_express"), 1e-7, torch.float16)
+        calls.append(events[begin:])
+    return {"calls": calls, "known": part("kernels.tape").knows_triton()}
 
 
 def bits(ahead: bool = True) -> dict:

@@ -44,6 +44,7 @@ def test_rehearsals(tmp_path):
               "order": all_kernels_of_a_call_are_submitted_before_one_is_waited_for,
               "errors": errors_are_raised_by_the_launch, "turns": one_rehearsal_waits_for_another,
               "alike": counts_do_not_split_binaries,
+              "listed": products_that_share_a_launch_are_launched_once_for_a_segment,
               "akin": what_may_come_next_is_compiled_where_there_are_many_threads,
               "akin_alone": elsewhere_each_call_compiles_its_own,
               "fallback": without_compilation_in_threads_launches_compile}
@@ -99,6 +100,18 @@ def counts_do_not_split_binaries(found):
     assert launched.count("_tma_kernel") == 4 and compiled.count("_tma_kernel") == 1
 
 
+def products_that_share_a_launch_are_launched_once_for_a_segment(found):
+    first, second = ([name for name, _ in of("launch", events)] for events in found["calls"])
+    compiled = [name for name, _ in of("compile", found["calls"][0])]
+    assert first == second and not of("compile", found["calls"][1])
+    segments = [name for name in first if name in ("_clear_kernel", "products_kernel")]
+    if found["known"]:  # if this Triton has what it is written in
+        assert segments == ["_clear_kernel", "products_kernel"] * 2 and "single_kernel" not in first
+        assert compiled.count("products_kernel") == 1
+    else:
+        assert not segments
+
+
 def what_may_come_next_is_compiled_where_there_are_many_threads(found):
     square, wide, tall = ([name for name, _ in of("compile", events)] for events in found["calls"])
     assert square.count("_tma_kernel") >= 6 and not wide and not tall
@@ -113,8 +126,8 @@ def elsewhere_each_call_compiles_its_own(found):  # but wide and tall products, 
 
 def test_what_is_akin_to_large_stacks_is_not_longer_than_they_are(part, monkeypatch):
     polar, seen, U = part("polar"), set(), torch.empty(2, 256, 256, dtype=torch.bfloat16)
-    monkeypatch.setattr(polar, "_launch", lambda pairs, options, most, alone: seen.add(tuple(pairs[0][0].shape)))
-    options = polar.steps_of("polar_express"), 0.0, torch.float16
+    monkeypatch.setattr(polar, "_launch", lambda pairs, options, most: seen.add(tuple(pairs[0][0].shape)))
+    options = polar.steps_of("polar_express"), 0.0, torch.float16, True
     for most, longer in ((U.nbytes, {(2, 256, 1024), (2, 1024, 256)}), (U.nbytes - 1, set())):
         monkeypatch.setattr(polar, "AKIN", most)
         seen.clear()
@@ -283,7 +296,7 @@ def test_a_kind_of_call_is_rehearsed_once_and_never_while_a_graph_is_made(part, 
     paths.forget(polar, monkeypatch)
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
     monkeypatch.setattr(polar, "capturing", lambda device: bool(capturing))
-    monkeypatch.setattr(polar, "_launch", lambda *_, **__: None)
+    monkeypatch.setattr(polar, "_launch", lambda *_: None)
     monkeypatch.setattr(polar.ahead, "rehearse", lambda device, work, likely: calls.append(device))
     monkeypatch.setattr(polar, "KEPT", 2)
     polar.polar_factor(X, polar.steps_of("cans"), 0.0)

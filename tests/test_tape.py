@@ -172,7 +172,7 @@ def test_from_the_third_call_on_nothing_is_looked_at(tape, part, optimizer, monk
     polar, calls, looked = part("polar"), [], []
     paths.forget(polar, monkeypatch)
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
-    monkeypatch.setattr(polar, "_launch", lambda pairs, *_, **__: tape.note(Kernel(calls), 1, pairs[0]))
+    monkeypatch.setattr(polar, "_launch", lambda pairs, *_: tape.note(Kernel(calls), 1, pairs[0]))
     monkeypatch.setattr(polar, "check", lambda *_: looked.append(1))
     polar_of = functools.partial(optimizer.orthogonalize, dtype=torch.float16)  # so small, it takes no memory
     X, apart = torch.randn(2, 3, 8, 32), torch.randn(3, 2, 8, 32).transpose(0, 1)

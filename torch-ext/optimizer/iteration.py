@@ -1,7 +1,7 @@
 """The Newton-Schulz iterations, on matrices that share launches: all of one short side.
 
-Decides: which products are taken in which order, in which memory, which are read as a whole, and what runs side by
-side. Must not know: what the coefficients mean, nor how a product is computed.
+Decides: which segments and products with X follow each other, in which memory, and what runs side by side. Must not
+know: what the coefficients mean, nor how a product is computed.
 """
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def gain_side_by_side(shapes) -> bool:
     return max(n for n, _ in shapes) < LARGE and sum(n * m for n, m in shapes) <= MANY
 
 
-def iterate_all(stacks, steps, eps: float, dtype: torch.dtype, memory=None, alone=False) -> None:
+def iterate_all(stacks, steps, eps: float, dtype: torch.dtype, memory=None, whole_gpu=False) -> None:
     """`iterate` each of stacks (members, most steps between restarts): side by side, in a CUDA graph, if `memory` is
     enough for all of them together; else one after the other, in the same memory.
     """
     device, lent = stacks[0][0][0][0].device, _divided(stacks, dtype, memory)
-    works = [functools.partial(iterate, members, steps, eps, dtype, most, own, alone)
+    works = [functools.partial(iterate, members, steps, eps, dtype, most, own, whole_gpu)
              for (members, most), own in zip(stacks, lent or itertools.repeat(memory))]
     if lent and capturing(device):
         return _side_by_side(works, device)
@@ -116,13 +116,13 @@ def _streams(device, count) -> list:
     return [torch.cuda.Stream(device) for _ in range(count)]
 
 
-def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=None, alone=False) -> None:
+def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=None, whole_gpu=False) -> None:
     """Orthogonalize each U (N, n, m), n <= m, of members (U, out) into out; n is the same for all.
 
     They may be the same memory, and each a Split. `steps`: a `steps.Steps`; `dtype`: that of products; `most`: steps
     between restarts, 1 in the standard iteration, more in the Gram iteration; `memory`: three flat uint8 tensors of the
     bytes that `takes` says for all matrices together, the first of two equal parts, the second, and the rest; None for
-    new memory. `alone`: launches may want all processors at once, for nothing is launched beside them.
+    new memory. `whole_gpu`: launches may want all processors at once.
     """
     kinds = _by_kind(members, steps, dtype, most)
     counts = [sum(len(U) for U, _ in group) for group in kinds.values()]
@@ -143,7 +143,7 @@ def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=No
         part.begin(eps, factors, lengths)
     cut = dtype, most, n
     segments = [*zip(steps.segments(*cut), steps.pairs(*cut))]
-    P = _iteration(parts, squares, segments, lengths, row_scales, alone)
+    P = _iteration(parts, squares, segments, lengths, row_scales, whole_gpu)
     for part in parts if P is not None else ():
         part.finish(P)
 
@@ -165,12 +165,12 @@ def _factors(memory, N, n):
     return lengths.view(N, 2, n), scales.view(N, n)
 
 
-def _iteration(parts, squares, segments, lengths, scales, alone):
+def _iteration(parts, squares, segments, lengths, scales, whole_gpu):
     """X <- Q X, segment by segment; return the last Q, yet to be applied, or None if it is.
 
     segments: triples, and the pair that the last two are taken as, or None. squares: A and Q, and for more than a step
     at a time Z and T. scales (N, n): room for those of A (AOL), by the `lengths` of rows, which X has yet to get; None
-    where there are none. alone: whether products may share a launch, with counts where X will be written.
+    where there are none. whole_gpu: whether products may share a launch, whose counts lie where X will be written.
     """
     (A, Q, *others), ways, number = squares, [], 0
     while number < len(segments):
@@ -191,7 +191,7 @@ def _iteration(parts, squares, segments, lengths, scales, alone):
         elif stays:
             ways = _ways(parts[0], segments[number:], A, Q) if long else []
             Q, *others = resident.follow(segments[number:][:len(ways) or 1], A, Q, *others, long, ways)
-        elif alone and (names := follow_at_once(tuple(segment), pair, A, parts[0].Y)):
+        elif whole_gpu and (names := follow_at_once(tuple(segment), pair, A, parts[0].Y)):
             Q, *others = (squares[name] for name in names)
         else:
             Q, *others = follow(segment, pair, A, Q, *others)

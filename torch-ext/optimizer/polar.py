@@ -88,13 +88,15 @@ def check(X: torch.Tensor, eps: float = 0.0, dtype: torch.dtype | None = None) -
 
 
 def polar_factor(X: torch.Tensor, steps: Steps, eps: float, dtype: torch.dtype | None = None,
-                 given: Hashable = None) -> torch.Tensor:
+                 given: Hashable = None, whole_gpu: bool = True) -> torch.Tensor:
     """Return the polar factor of every matrix of X (..., R, C), contiguous, in X's dtype; see `op.orthogonalize`.
-    `given`: what the rest stands for, if `again` is to know it.
+    `given`: what the rest stands for, if `again` is to know it. `whole_gpu`: launches may want all processors at once;
+    what else would run beside them waits.
     """
     out = torch.empty_like(X, memory_format=torch.contiguous_format)
     if X.numel():
-        kind = _polar((X, out), lambda: [(_in_a_row(X), out.view(-1, *X.shape[-2:]))], (steps, eps, dtype), alone=True)
+        pairs, options = lambda: [(_in_a_row(X), out.view(-1, *X.shape[-2:]))], (steps, eps, dtype, whole_gpu)
+        kind = _polar((X, out), pairs, options, alone=True)
         if given is not None and kind is not None and forced() is None:
             _remember(_again(X, given), kind)
     return out
@@ -166,7 +168,7 @@ def orthogonalize_(stacks: Sequence[torch.Tensor | Split], steps: Steps, eps: fl
                            "(model.to_empty() and an initialization)")
     if stacks:
         into = into or stacks
-        _polar((*stacks, *into), lambda: list(zip(stacks, into)), (steps, eps, dtype), memory)
+        _polar((*stacks, *into), lambda: list(zip(stacks, into)), (steps, eps, dtype, False), memory)
 
 
 class _Kind:
@@ -183,22 +185,22 @@ _kinds: dict = {}  # what decides about launches, or is given with a tensor -> _
 
 def _polar(tensors, pairs, options, memory=None, alone=False):
     """Orthogonalize each U into its out, which may be U: `pairs()` of views of `tensors`. Only launches write to out,
-    so a rehearsal leaves it alone. `options`: steps, eps and dtype; `alone`: one stack, whose out is new, and others
-    that are akin may well follow. Return what stands for such calls, if this one came from a tape.
+    so a rehearsal leaves it alone. `options`: steps, eps, dtype, whole_gpu; `alone`: one stack, whose out is new, and
+    others that are akin may well follow. Return what stands for such calls, if this one came from a tape.
     """
     device = tensors[0].device
     if not use_triton(device) or capturing(device):  # in a graph stacks are side by side, which no tape holds
-        return _launch(pairs(), options, memory, alone=alone)
+        return _launch(pairs(), options, memory)
     key = options, forced(), alone, look(*tensors[:1 if alone else None])
     kind = _kinds.get(key) or _make_known(key, pairs(), options, memory, alone)
     if here.rehearsing:
-        return _launch(pairs(), options, memory, alone=alone)
+        return _launch(pairs(), options, memory)
     sizes = kind.sizes if memory is None else kind.sizes[3:]
     new = _room(sizes, device)
 
     def launch():
         *own, room = new[0].split(sizes) if new else [None] * len(sizes)
-        _launch(pairs(), options, memory or own, room, alone=alone)
+        _launch(pairs(), options, memory or own, room)
 
     return kind if play(kind, (*(memory or ()), *new), [*map(memory_of, tensors)], launch) else None
 
@@ -212,7 +214,7 @@ def _room(sizes, device) -> tuple:
 def _make_known(key, pairs, options, memory, alone) -> _Kind:
     """Rehearse the first call of a kind."""
     likely = functools.partial(_launch_akin, pairs[0][1], options) if alone else None
-    ahead.rehearse(pairs[0][0].device, lambda: _launch(pairs, options, memory, alone=alone), likely)
+    ahead.rehearse(pairs[0][0].device, lambda: _launch(pairs, options, memory), likely)
     chips, stacks, own = _sorted(pairs, options)
     room = max((on_chip.takes(U, own, len(options[0].triples)) for U, _ in chips), default=0)
     return _remember(key, _Kind((*most_of(stacks, own.itemsize), room)))
@@ -230,33 +232,31 @@ def _launch_akin(U, options):
     long ones, which may take another iteration; beside square ones, also what is four times as long. For rehearsals: U
     is spoiled.
     """
-    (steps, _, dtype), (N, R, C) = options, U.shape
+    (steps, _, dtype, _), (N, R, C) = options, U.shape
     n, own = min(R, C), products_dtype(dtype, U.device)
     stacks = [U, U.view(N, C, R)]
     if R == C > on_chip.LARGEST and U.nbytes <= AKIN:  # rows that lie in each other, for nobody reads them
         stacks += [U.as_strided((N, *sides), (0, 16, 1)) for sides in ((n, 4 * n), (4 * n, n))]
     for stack in stacks:
         for most in {longest(n, n, steps, own), longest(n, 4 * n, steps, own)}:
-            _launch([(stack, stack)], options, most=most, alone=True)
+            _launch([(stack, stack)], options, most=most)
 
 
 @torch.no_grad()
-def _launch(pairs, options, memory=None, room=None, most=None, alone=False):
-    """In `memory` (`iterate`'s) and `room` (`on_chip.polar`'s), None for new; `most`: see `_sorted`; `alone`: the GPU
-    is for this alone, not for what an optimizer does beside it.
-    """
-    (steps, eps, _), (chips, stacks, own) = options, _sorted(pairs, options, most)
+def _launch(pairs, options, memory=None, room=None, most=None):
+    """In `memory` (`iterate`'s) and `room` (`on_chip.polar`'s), None for new; `most`: see `_sorted`."""
+    (steps, eps, _, whole_gpu), (chips, stacks, own) = options, _sorted(pairs, options, most)
     for U, out in chips:
         on_chip.polar(U, out, steps.segments(own, n=U.shape[1]), eps, own, room)
     if stacks:
-        iterate_all(stacks, steps, eps, own, memory, alone)
+        iterate_all(stacks, steps, eps, own, memory, whole_gpu)
 
 
 def _sorted(pairs, options, most=None):
     """(pairs that `on_chip` takes, stacks that `iterate_all` takes, the dtype of products). The short side comes first
     from here on. `most`: steps between restarts, None for what is best.
     """
-    steps, _, dtype = options
+    steps, _, dtype, _ = options
     chips, together, own = [], {}, products_dtype(dtype, pairs[0][0].device)
     for U, out in pairs:
         if U.numel() == 0:

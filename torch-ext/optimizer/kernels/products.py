@@ -22,13 +22,9 @@ BLOCK = 1024  # numbers that a program clears
 
 
 def takes(A: torch.Tensor, products) -> bool:
-    """Say whether `take` is to do these products with matrices like A (N, n, n). It wants all processors for itself
-    as long as it runs: where other processes take part, their messages would have to wait.
-    """
+    """Say whether `take`, which wants all processors at once, gains with products of matrices like A (N, n, n)."""
     N, n, _ = A.shape
     if N < 2 or n not in SIDES or len(products) > MOST or A.element_size() != 2 or forced() is not None:
-        return False
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False
     if architecture(A.device.type, A.device.index) != "sm90" or not (knows_triton() and gram_sm90.addressable(A)):
         return False
