@@ -59,6 +59,18 @@ def forget(polar, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(polar, "_kinds", {})
 
 
+def repeats(call, expected: torch.Tensor) -> bool:
+    """Say whether a CUDA graph of `call()` gives this every time."""
+    graph, same = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        O = call()
+    for _ in range(3):
+        O.zero_()
+        graph.replay()
+        same.append(torch.equal(O, expected))
+    return all(same)
+
+
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return memory that shows whether it has been written."""
     return torch.full(shape, float("nan"), dtype=dtype, device=device)

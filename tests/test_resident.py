@@ -332,13 +332,8 @@ def test_bits_do_not_depend_on_the_batch(taken, part, shape, dtype):
 def test_a_graph_and_a_tape_give_the_same_bits(taken, part):
     orthogonalize = part("polar").orthogonalize
     X = torch.randn(100, 256, 300, device="cuda", dtype=BF16)
-    expected, graph = orthogonalize(X), torch.cuda.CUDAGraph()
+    expected = orthogonalize(X)
     launched = len(taken)
     assert torch.equal(orthogonalize(X), expected) and torch.equal(orthogonalize(X.clone()), expected)
     assert len(taken) <= launched + 2, "later calls are played"
-    with torch.cuda.graph(graph):
-        O = orthogonalize(X)
-    for _ in range(3):
-        O.zero_()
-        graph.replay()
-        assert torch.equal(O, expected)
+    assert paths.repeats(lambda: orthogonalize(X), expected)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import itertools
 import json
 import subprocess
 import sys
@@ -163,6 +164,27 @@ def test_squares_in_pairs_leave_one_tile_half_in_vain_at_most(part, tiles, down)
     assert sorted(found) == [(i, j) for i in range(down) for j in range(i + 1)] and in_vain <= 1
     entry = {"op": "gram", "bytes": 2, "tile": [128, 256, 64], "loop": "cooperative", "us": [0, 0, 0, 1]}
     assert tiles.expected_us(entry, 128 * down, 64, 1, 1) == count == len(order)
+
+
+@pytest.mark.parametrize("down, inner, together", [
+    (13, 1600, 4), (17, 2100, 4), (22, 8192, 8), (32, 4096, 4), (33, 64, 8)])
+def test_strips_of_tiles_are_as_high_as_each_other(part, down, inner, together):
+    """Sixteen programs that follow one another share a way to the cache: four rows and four columns are eight operands
+    for them, one row, which a last strip could have, and sixteen columns seventeen.
+    """
+    gram_sm90 = part("kernels.gram_sm90")
+    assert gram_sm90._together(down, inner, True, False) == together
+    order, count = gram_sm90._order(down, down, 1, together, False, torch.device("cpu"))
+    tiles = [tuple(tile) for tile in order.tolist()]
+    assert sorted(tiles) == [(i, j) for i in range(down) for j in range(i + 1)] and count == len(tiles)
+    firsts = [len(list(run)) for first, run in itertools.groupby(tiles, key=lambda tile: tile[1] == 0) if first]
+    assert sum(firsts) == down and max(firsts) - min(firsts) <= 1 and abs(max(firsts) - together) <= together // 2
+
+
+def test_wide_tiles_of_large_matrices_have_higher_strips(part):
+    together = part("kernels.gram_sm90")._together
+    assert [together(down, 8192, symmetric, True) for down in (47, 48) for symmetric in (True, False)] == [8, 8, 16, 16]
+    assert together(64, 8192, True, False) == 8
 
 
 def test_a_choice_can_be_forced(tiles):
