@@ -168,23 +168,26 @@ def test_squares_in_pairs_leave_one_tile_half_in_vain_at_most(part, tiles, down)
 
 @pytest.mark.parametrize("down, inner, together", [
     (13, 1600, 4), (17, 2100, 4), (22, 8192, 8), (32, 4096, 4), (33, 64, 8)])
-def test_strips_of_tiles_are_as_high_as_each_other(part, down, inner, together):
+def test_strips_of_tiles_are_as_high_as_each_other(part, tiles, down, inner, together):
     """Sixteen programs that follow one another share a way to the cache: four rows and four columns are eight operands
     for them, one row, which a last strip could have, and sixteen columns seventeen.
     """
     gram_sm90 = part("kernels.gram_sm90")
-    assert gram_sm90._together(down, inner, True, False) == together
+    narrow = tiles.Tile(128, 128, 64, 8, 5, 4, "pingpong")
+    assert gram_sm90._together("gram", 128 * down, inner, narrow) == together
     order, count = gram_sm90._order(down, down, 1, together, False, torch.device("cpu"))
-    tiles = [tuple(tile) for tile in order.tolist()]
-    assert sorted(tiles) == [(i, j) for i in range(down) for j in range(i + 1)] and count == len(tiles)
-    firsts = [len(list(run)) for first, run in itertools.groupby(tiles, key=lambda tile: tile[1] == 0) if first]
+    found = [tuple(tile) for tile in order.tolist()]
+    assert sorted(found) == [(i, j) for i in range(down) for j in range(i + 1)] and count == len(found)
+    firsts = [len(list(run)) for first, run in itertools.groupby(found, key=lambda tile: tile[1] == 0) if first]
     assert sum(firsts) == down and max(firsts) - min(firsts) <= 1 and abs(max(firsts) - together) <= together // 2
 
 
-def test_wide_tiles_of_large_matrices_have_higher_strips(part):
+@pytest.mark.parametrize("op", ["gram", "symmetric", "product"])
+def test_wide_tiles_of_large_matrices_have_higher_strips(part, tiles, op):
+    wide, narrow = tiles.Tile(128, 256, 64, 8, 3, 4, "cooperative"), tiles.Tile(128, 128, 64, 8, 5, 4, "pingpong")
     together = part("kernels.gram_sm90")._together
-    assert [together(down, 8192, symmetric, True) for down in (47, 48) for symmetric in (True, False)] == [8, 8, 16, 16]
-    assert together(64, 8192, True, False) == 8
+    assert [together(op, rows, 8192, wide) for rows in (6016, 6017)] == [8, 16] and together(op, 8192, 64, narrow) == 8
+    assert together(op, 4096, 4096, wide) == (8 if op == "product" else 4)
 
 
 def test_a_choice_can_be_forced(tiles):

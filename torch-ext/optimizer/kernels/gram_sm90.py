@@ -123,17 +123,18 @@ def turns(op, out, inner, tile, wide=False, paired=False):
     """(Programs, order of tiles (`_order`) on the device, tiles of a matrix, tiles that are computed whole, halves)."""
     (N, rows, columns), symmetric = out.shape, op != "product"
     down, across, ratio = -(-rows // tile.rows), -(-columns // tile.columns), tile.columns // tile.rows
-    together = _together(down, inner, symmetric, ratio > 1)
-    order, count = _order(down, across, ratio if symmetric else 0, together, paired, out.device)
+    order, count = _order(down, across, ratio if symmetric else 0, _together(op, rows, inner, tile), paired, out.device)
     programs, whole, halves = divide(N * count, processors_of(out.device), tile.loop, wide)
     return programs, order, count, whole, halves
 
 
-def _together(down, inner, symmetric, wide) -> int:
+def _together(op, rows, inner, tile) -> int:
     """Return about how many rows of tiles are visited together. Neighbouring programs run on neighbouring processors,
     which share a way to the cache: the fewer operands they have, the better (docs/log.md).
     """
-    return 16 if wide and down >= 48 else 4 if symmetric and down <= 32 and inner <= 4096 else 8
+    if tile.columns > tile.rows and rows > 6016:  # 47 rows of tiles
+        return 16
+    return 4 if op != "product" and max(rows, inner) <= 4096 else 8
 
 
 @functools.lru_cache(maxsize=1024)

@@ -17,7 +17,7 @@ from .tiles import Tile, architecture, choose, forced
 tl = None  # Triton's language, put here by jit
 TILE = Tile(128, 128, 64, 8, 5, 4, "pingpong")  # the bits are those of any
 SIDES = range(1024, 4097)  # of two matrices or more, whose products take two turns at least (docs/log.md)
-MOST = 8  # products: of three steps, two of which are a pair
+MOST = 8  # products, as many as the kernel tells apart: of three steps, two of which are a pair
 BLOCK = 1024  # numbers that a program clears
 
 
