@@ -15,7 +15,8 @@ leave ("copied"), or read and written where their pieces are ("in pieces"). "sid
 the same memory ("in turns"), or each has memory of its own, which lets a CUDA graph run them together ("side by side").
 "ends": launches take the matrices from the first on, or each from where the one before has ended ("either end").
 "processors": what stays on processors (resident.py) is done by launches, or by one or two for each matrix.
-"segment": the symmetric products between two products with X are launched one by one, or together (products.py).
+"segment": X X^T and the symmetric products up to the next product with X are launched one by one, or together
+(products.py).
 "last_turn", "symmetric", "product": processors compute whole tiles only, or two share a tile of the last turn.
 By CUDA graphs, in turns; without a GPU called, where the ways take the same time: good to try the script.
 """
@@ -176,7 +177,7 @@ def segment(shapes, ranks, device):
         for X, out in zip(stacks, results):
             out.copy_(polar.orthogonalize(X))
 
-    return {"launches": partial(way, lambda A, made: False), "one launch": partial(way, real)}, results
+    return {"launches": partial(way, lambda A: False), "one launch": partial(way, real)}, results
 
 
 def whole_call(shapes, device):

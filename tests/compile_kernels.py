@@ -193,9 +193,10 @@ def raw(tile) -> int:
 
 def listed() -> int:
     """Compile the products of a segment in one launch."""
-    boxes = dict(boxes=GLUON.format("fp16", 128, 64), squares=GLUON.format("fp16", 128, 128))
-    arguments = dict(boxes, order="*i32", places="*i32", factors="*fp32", counts="*i32", matrices="i32", count="i32",
-                     products="i32", inner="i32", STAGES=part("kernels.products").TILE.stages)
+    boxes = {name: GLUON.format("fp16", 128, columns) for name, columns in (("x", 64), ("boxes", 64), ("squares", 128))}
+    numbers = dict.fromkeys(("matrices", "count", "products", "inner", "long", "apart"), "i32")
+    arguments = boxes | dict(order="*i32", places="*i32", factors="*fp32", scales="*fp32", counts="*i32") | numbers
+    arguments["STAGES"] = part("kernels.products").TILE.stages
     return compile_for("sm90", part("kernels.products_sm90").products_kernel, arguments, num_warps=4)
 
 

@@ -1,4 +1,4 @@
-"""The symmetric products of a segment in one launch: which they are, who takes them so, and on an H100 or an H200 the
+"""The products of a segment in one launch: which they are, who takes them so, and on an H100 or an H200 the
 bits of launches. `tests/test_tiles.py` compiles the kernel without one.
 """
 from __future__ import annotations
@@ -26,6 +26,7 @@ def taken(products, part, monkeypatch):
     launch, calls = products.take, []
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
     monkeypatch.setattr(products, "SIDES", range(129, 1 << 20))
+    monkeypatch.setattr(products, "LARGE", 1)
     monkeypatch.setattr(products, "processors_of", lambda device: 1)
     monkeypatch.setattr(products, "choose", lambda *about: products.TILE)
     monkeypatch.setattr(products, "take", lambda *arguments: calls.append(1) or launch(*arguments))
@@ -69,21 +70,19 @@ def test_what_is_listed_is_what_is_done(part, products, name, most):
         results = part("segment").follow(segment, pair, *others)
         assert torch.equal(ours[names[0]], results[0]) and sorted(names) == [1, 2, 3]
         assert 0 < len(made) and all(out != left and out != right for left, right, out, *_ in made)
-        assert len(made) <= products.MOST or len(segment) > 3
 
 
 def test_who_is_taken(products, part, monkeypatch):
     monkeypatch.setattr(products, "architecture", lambda kind, index: "sm90")
     monkeypatch.setattr(products, "knows_triton", lambda: True)
     monkeypatch.setattr(products, "processors_of", lambda device: 132)
-    (segment, pair), *_ = segments(part, "polar_express")
-    made, _ = part("segment")._listed(segment, pair)
 
-    def takes(N, n, made=made, dtype=F16):
-        return products.takes(torch.empty(N, n, n + -n % 64, dtype=dtype)[:, :, :n], made)
+    def takes(N, n, dtype=F16):
+        return products.takes(torch.empty(N, n, n + -n % 64, dtype=dtype)[:, :, :n])
 
     assert takes(2, 2048) and takes(8, 1024) and takes(10, 1280) and takes(3, 2100, dtype=BF16)
-    assert not (takes(1, 4096) or takes(100, 1023) or takes(2, 4097) or takes(7, 1024) or takes(2, 2048, made + made))
+    assert takes(1, 4097) and takes(1, 8192)
+    assert not (takes(1, 4096) or takes(100, 1023) or takes(2, 8193) or takes(7, 1024))
     assert not (takes(9, 1200) or takes(9, 1025)), "much of the tiles would be in vain"
     assert not takes(2, 2048, dtype=torch.float32)
     tiles = part("kernels.tiles")
@@ -96,17 +95,48 @@ def test_who_is_taken(products, part, monkeypatch):
     assert not takes(2, 2048)
 
 
+def test_which_gram_matrices_are_taken_along(products, part, monkeypatch):
+    A, tiles = torch.zeros(2, 1024, 1024, dtype=F16), part("kernels.tiles")
+    found = dict(zip(("pingpong", "cooperative"), (products.TILE, tiles.Tile(128, 256, 64, 8, 3, 4, "cooperative"))))
+    for loop, tile in found.items():
+        monkeypatch.setattr(products, "choose", lambda *about, tile=tile: tile)
+        assert products.takes_gram(torch.zeros(2, 1024, 2048, dtype=F16), A) == (loop == "pingpong")
+        assert not products.takes_gram(torch.zeros(2, 1024, 2048, dtype=BF16), A), "of matrices that are yet to be cast"
+        assert not products.takes_gram(torch.zeros(2, 1024, 2047, dtype=F16), A)
+
+
+@pytest.mark.parametrize("apart", [(2, 2560), (3, 2048), (12, 1600), (2, 5120)])
+def test_programs_begin_turns_together(products, apart):
+    """As closely as gains, but where they would wait for each other's ends."""
+    N, n = apart
+    down = -(-n // 128)
+    assert products._apart(N, n, down * (down + 1) / 2 / 132) == 2
+
+
+@pytest.mark.parametrize("apart", [(2, 2048), (2, 2304), (8, 1024), (16, 1024), (10, 1280)])
+def test_programs_do_not_wait_for_ends(products, apart):
+    N, n = apart
+    down = -(-n // 128)
+    assert products._apart(N, n, down * (down + 1) / 2 / 132) > 8192 / 64
+
+
 @pytest.mark.parametrize("name", ["polar_express", "turbo"])
-@pytest.mark.parametrize("whole_gpu", [True, False])
-def test_the_iteration_lends_it_what_it_takes(products, part, monkeypatch, name, whole_gpu):
-    """Four stacks one after another, and what nobody reads meanwhile; beside other work launches do it."""
+@pytest.mark.parametrize("whole_gpu, along", [(True, True), (True, False), (False, True)])
+def test_the_iteration_lends_it_what_it_takes(products, part, monkeypatch, name, whole_gpu, along):
+    """Four stacks one after another, and what nobody reads meanwhile; beside other work launches do it. X X^T goes
+    along unless rows of it are scaled first.
+    """
     iteration, steps = part("iteration"), part("steps").steps_of(name)
     U = torch.randn(3, 40, 64)
-    expected, result, calls = torch.empty_like(U), torch.empty_like(U), []
+    expected, result, calls, grams = torch.empty_like(U), torch.empty_like(U), [], []
     iteration.iterate([(U, expected)], steps, 1e-7, torch.float32, 3)
 
-    def take(made, A, spare):
+    def take(made, A, spare, X=None, scales=None):
         N, n, _ = A.shape
+        if X is not None:
+            A.fill_(float("nan"))
+            part("kernels.gram").gram(X, A, scales)
+            grams.append(1)
         assert spare.shape[:2] == A.shape[:2] and spare.shape[2] >= n
         spare[-1, n // 2:] = float("nan")
         every = A.as_strided((4 * N, n, n), A.stride())
@@ -114,13 +144,15 @@ def test_the_iteration_lends_it_what_it_takes(products, part, monkeypatch, name,
         played(part, made, every.split(N))
         calls.append(len(made))
 
-    monkeypatch.setattr(products, "takes", lambda A, made: True)
+    monkeypatch.setattr(products, "takes", lambda A: True)
+    monkeypatch.setattr(products, "takes_gram", lambda X, A: along)
     monkeypatch.setattr(products, "take", take)
     sizes = iteration.takes(40, 64, 4, 3)
     lent = [torch.empty(3 * size, dtype=torch.uint8) for size in (sizes[0] // 2, sizes[0] // 2, sizes[1])]
     iteration.iterate([(U, result)], steps, 1e-7, torch.float32, 3, lent, whole_gpu)
     longer = sum(len(segment) > 1 for segment in steps.segments(torch.float32, 3, 40))
     assert torch.equal(result, expected) and longer > 0 and len(calls) == longer * whole_gpu
+    assert len(grams) == (len(calls) - (name == "turbo") if along and whole_gpu else 0)
 
 
 def test_only_the_function_has_the_whole_gpu(optimizer, products, part, monkeypatch):
@@ -128,7 +160,7 @@ def test_only_the_function_has_the_whole_gpu(optimizer, products, part, monkeypa
     with a process group messages may come at any time, also when calls like this one were made before there was one.
     """
     polar, asked = part("polar"), []
-    monkeypatch.setattr(products, "takes", lambda A, made: asked.append(len(A)))
+    monkeypatch.setattr(products, "takes", lambda A: asked.append(len(A)))
     X = torch.randn(3, 200, 300)
     expected = optimizer.orthogonalize(X, dtype=F16)
     assert asked and set(asked) == {3}
@@ -143,8 +175,15 @@ def test_only_the_function_has_the_whole_gpu(optimizer, products, part, monkeypa
 
 def test_the_next_product_begins_with_what_was_taken_last(products, part, monkeypatch):
     """Which is in the cache still: matrices are taken from the first on, and the one after begins with the last."""
+
+    class Launch:
+        counted = 1
+
+        def __call__(self, *tensors):
+            pass
+
     gram, (A, spare) = part("kernels.gram"), torch.zeros(2, 2, 128, 128, dtype=F16)
-    monkeypatch.setattr(products, "_Launch", lambda A, made: lambda A, counts: None)
+    monkeypatch.setattr(products, "_Launch", lambda *kind: Launch())
     monkeypatch.setattr(products, "_known", {})
     gram._direction("gram")
     assert gram._direction("product") == 1
@@ -193,6 +232,36 @@ def test_the_bits_are_those_of_launches(taken, products, part, N, n):
 
 
 @on_gpu
+@pytest.mark.parametrize("N, n, m", [(1, 130, 200), (4, 300, 520), (2, 1000, 1500), (3, 1024, 8192), (1, 2304, 2304),
+                                     (2, 2100, 2500)])
+def test_the_gram_matrix_goes_along(taken, products, part, N, n, m):
+    """Also of matrices whose scale is negative: theirs is there already, and stays."""
+    torch.manual_seed(n)
+    X = torch.zeros(N, n, m + -m % 64, device="cuda", dtype=F16)[:, :, :m]
+    X.copy_(torch.randn(N, n, m, device="cuda") / (1.1 * m**0.5 + n**0.5))
+    scales = torch.rand(N, device="cuda") / 2 + 0.4
+    if N > 1:
+        X[-1], scales[0] = 0.0, -1.0
+    if N > 2:
+        X[1, n // 2, m // 2] = float("nan")
+    for segment, pair in segments(part, "polar_express", n):
+        made, names = part("segment")._listed(segment, pair)
+        expected, given = squares(N, n, "cuda", F16), squares(N, n, "cuda", F16)
+        there = given[0].clone()
+        for A in (expected[0], given[0]):
+            A.copy_(there)
+        part("kernels.gram").gram(X, expected[0], scales)
+        played(part, made, expected)
+        for _ in range(4):
+            given[0].copy_(there)
+            for stack in given[1:]:
+                stack.fill_(float("nan"))
+            products.take(made, given[0], torch.ones(N, n, n + n % 2, dtype=F16, device="cuda"), X, scales)
+            torch.testing.assert_close(given[names[0]], expected[names[0]], rtol=0.0, atol=0.0, equal_nan=True)
+        assert given[names[0]][0].isfinite().all() and (N < 3 or given[names[0]][1].isnan().any())
+
+
+@on_gpu
 def test_a_call_a_tape_and_a_graph_give_the_same_bits(taken, part, monkeypatch):
     polar = part("polar")
     X = torch.randn(6, 740, 900, device="cuda", dtype=BF16)
@@ -202,7 +271,7 @@ def test_a_call_a_tape_and_a_graph_give_the_same_bits(taken, part, monkeypatch):
         assert torch.equal(polar.orthogonalize(X), expected)
     assert paths.repeats(lambda: polar.orthogonalize(X), expected)
     launched = len(taken)
-    monkeypatch.setattr(part("kernels.products"), "takes", lambda A, made: False)
+    monkeypatch.setattr(part("kernels.products"), "takes", lambda A: False)
     paths.forget(polar, monkeypatch)
     assert torch.equal(polar.orthogonalize(X), expected) and len(taken) == launched
 

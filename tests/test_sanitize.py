@@ -120,10 +120,13 @@ def test_what_racecheck_says_of_the_hand_over_does_not_hide_anything_else(part, 
     assert [place.partition(":")[0] for place in places] == sorted([*files, *files, "hands.py"])
     report = ["========= Error: Race reported between Read access at kernel+0x100 in " + places[0],
               "=========     and Write access at kernel+0xf770 in " + places[1] + " [18 hazards]"]
-    assert sanitize.only_hand_over(report) and not sanitize.only_hand_over([])
+    known = ["1 races where work is handed over"]
+    assert sanitize.hand_over_apart(report) == known and sanitize.hand_over_apart([]) == []
     elsewhere = "=========     and Write access at kernel+0x10 in pingpong.py:999 [1 hazards]"
     nowhere = "=========     and Write access at kernel+0x10 [1 hazards]"
-    assert not any(sanitize.only_hand_over([*report, line]) for line in (elsewhere, nowhere))
+    for line in (elsewhere, nowhere):
+        assert sanitize.hand_over_apart([*report, line]) == [*report, line]
+        assert sanitize.hand_over_apart([*report, "=========", report[0], line]) == [report[0], line, *known]
 
 
 @pytest.mark.gpu

@@ -178,9 +178,10 @@ def _iteration(parts, squares, segments, lengths, scales, whole_gpu):
             _multiply(parts, Q, scales if number == 1 else None)
         (segment, pair), ways = segments[number], []
         stays = resident.fits(A, Q, segment, pair)
+        at_once = whole_gpu and not stays and len(segment) > 1 and not on_chip.follows(A)
         scaled = not number and scales is not None
-        long = (parts[0].X, parts[0].scales) if stays and len(parts) == 1 and not scaled else None
-        if long is None:
+        long = (parts[0].X, parts[0].scales) if len(parts) == 1 and not scaled else None
+        if long is None or not (stays or at_once):
             _restart(parts)
         if scaled:
             aol(A, lengths, scales)
@@ -191,7 +192,7 @@ def _iteration(parts, squares, segments, lengths, scales, whole_gpu):
         elif stays:
             ways = _ways(parts[0], segments[number:], A, Q) if long else []
             Q, *others = resident.follow(segments[number:][:len(ways) or 1], A, Q, *others, long, ways)
-        elif whole_gpu and (names := follow_at_once(tuple(segment), pair, A, parts[0].Y)):
+        elif at_once and (names := follow_at_once(tuple(segment), pair, A, parts[0].Y, *long or ())):
             Q, *others = (squares[name] for name in names)
         else:
             Q, *others = follow(segment, pair, A, Q, *others)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 
 from .kernels import products
-from .kernels.gram import linear, read_triangles, symmetric_product
+from .kernels.gram import gram, linear, read_triangles, symmetric_product
 
 
 def follow(segment, pair, A, Q, Z, T) -> tuple:
@@ -20,15 +20,19 @@ def follow(segment, pair, A, Q, Z, T) -> tuple:
     return _follow(segment, pair, (A, Q, Z, T), whole, symmetric_product)
 
 
-def follow_at_once(segment, pair, A, spare):
+def follow_at_once(segment, pair, A, spare, X=None, scales=None):
     """Do the same in one launch, if that gains: say which matrix Q is then, and the other two, of four one behind
-    another, the first of which is A. spare: matrices as large, whose last bytes may be spoiled.
+    another, the first of which is A; else None. With X, A has yet to be X X^T, and is, whatever is returned. spare:
+    matrices as large, whose last bytes may be spoiled.
     """
-    if all(c for _, _, c in segment):
+    gains = all(c for _, _, c in segment) and products.takes(A)
+    if X is not None and not (gains and products.takes_gram(X, A)):
+        gram(X, A, scales)
+        X = None
+    if gains:
         made, names = _listed(segment, pair)
-        if products.takes(A, made):
-            products.take(made, A, spare)
-            return names
+        products.take(made, A, spare, X, scales)
+        return names
 
 
 @functools.lru_cache(maxsize=256)

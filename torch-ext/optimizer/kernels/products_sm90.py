@@ -1,9 +1,9 @@
-"""The kernel of products.py: a list of symmetric products in one launch, on sm90.
+"""The kernel of products.py: X X^T and a list of symmetric products in one launch, on sm90.
 
 Decides: who does what inside a program, and who waits for whom. Programs take tiles in turns from one list, product
 after product; a tile begins when the rows that it reads are finished, by whichever program, and turns begin together.
-Two groups of warps multiply as in pingpong.py; one warp looks tiles up, waits for their rows and tells the others, and
-one fetches. Must not know: which products there are, nor why. Needs Gluon, and all programs at the same time.
+Two groups of warps multiply as in pingpong.py, one warp fetches, and one waits for rows. Must not know: which products
+there are, nor why. Needs Gluon, and all programs at the same time.
 """
 from __future__ import annotations
 
@@ -13,124 +13,118 @@ from .strip import add_first, add_next, ask, store_strip
 gl = mbarrier = tma = fence = barrier = load_box = None  # Gluon's language, put here by gluon_jit
 
 
-@gluon_jit.alike("matrices", "count", "products", "inner")
-def products_kernel(boxes, squares, order, places, factors, counts, matrices, count, products, inner,
-                   STAGES: gl.constexpr):
-    """`products` of `matrices`, `count` tiles each. boxes, squares: what is multiplied at a time, and tiles, of all
-    matrices, those of each name one after another. order: (tile row, tile column) of every tile. places, factors: eight
-    of each for a product (products.py, `_numbers`). counts: zeros at first; how many turns programs have fetched, and
-    how many warps have finished their part of a tile, by rows of tiles, for each matrix of each product.
+@gluon_jit.alike("matrices", "count", "products", "inner", "long", "apart")
+def products_kernel(x, boxes, squares, order, places, factors, scales, counts, matrices, count, products, inner, long,
+                    apart, STAGES: gl.constexpr):
+    """`products` of `matrices`, `count` tiles each. x, boxes, squares: what is multiplied at a time of X, with `long`
+    columns, and of all matrices, and tiles, of all matrices, those of each name one after another. order: (tile row,
+    tile column) of every tile. places, factors: eight of each for a product (products.py, `_numbers`); scales: of each
+    X. apart: by how many steps programs may be, when they begin a turn. counts: zeros at first; how many turns programs
+    have come to the end of, and how many warps have finished their part of a tile, by rows of tiles, for each matrix of
+    each product.
     """
     BLOCK: gl.constexpr = squares.block_type.shape[1]
     BLOCK_K: gl.constexpr = boxes.block_type.shape[2]
     ring = make_ring(boxes, boxes, STAGES, 1)
     tiles = gl.allocate_shared_memory(squares.dtype, [2, 1, BLOCK, BLOCK], squares.layout)
-    queue = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    known = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     added = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     may_multiply = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for who in gl.static_range(2):
-        mbarrier.init(told.index(who), count=1)
-        mbarrier.init(taken.index(who), count=2)
+        mbarrier.init(ready.index(who), count=1)
+        mbarrier.init(known.index(who), count=2)
         mbarrier.init(added.index(who), count=1)
         mbarrier.init(may_multiply.index(who), count=1)
     fence()
-    down, steps = (inner + BLOCK - 1) // BLOCK, (inner + BLOCK_K - 1) // BLOCK_K
-    total = matrices * count * products
-    work, room = (order, places, counts + 1, matrices, count, down, steps), (tiles, added, may_multiply)
-    waits = queue, told, taken
+    down, steps, total = (inner + BLOCK - 1) // BLOCK, (inner + BLOCK_K - 1) // BLOCK_K, matrices * count * products
+    first = gl.where(gl.load(places) < 0, (long + BLOCK_K - 1) // BLOCK_K, steps)  # of the first product
+    work, waits = (order, places, matrices, count, steps, first, total), (ready, known)
+    done, room = (counts + 1, matrices, down), (tiles, added, may_multiply)
     gl.warp_specialize([
-        (_consume, (squares, ring, work, factors, waits, room, 0, BLOCK, BLOCK_K, STAGES)),
-        (_consume, (squares, ring, work, factors, waits, room, 1, BLOCK, BLOCK_K, STAGES)),
-        (_fetch, (boxes, ring, waits, counts, total // gl.num_programs(0), steps, STAGES)),
-        (_look_up, (work, waits, total)),
-    ], [4, 1, 1], [232, 40, 40])
+        (_consume, (squares, ring, work, factors, scales, waits, done, room, 0, BLOCK, BLOCK_K, STAGES)),
+        (_consume, (squares, ring, work, factors, scales, waits, done, room, 1, BLOCK, BLOCK_K, STAGES)),
+        (_fetch, (x, boxes, ring, work, waits, counts, apart, STAGES)),
+        (_watch, (work, waits, done, counts)),
+    ], [4, 1, 1], [232, 40, 24])
 
 
 @gluon_jit
-def _look_up(work, waits, total):
-    """Tell of this program's tiles when their rows are finished, which takes longer than to fetch what is multiplied at
-    a time.
+def _find(work, turn):
+    """Return a turn's product, matrix, tile row and tile column."""
+    order, _, matrices, count, _, _, _ = work
+    product, rest = turn // (matrices * count), turn % (matrices * count)
+    at = order + rest % count * 2
+    return product, rest // count, gl.load(at), gl.load(at + 1)
+
+
+@gluon_jit
+def _watch(work, waits, done, counts):
+    """Say of each of this program's tiles when it may begin: when its rows are finished, and all programs have come to
+    the end of the turn before. To ask takes longer than to fetch what is multiplied at a time.
     """
-    order, places, _, matrices, count, _, steps = work
-    mine = 0
-    for turn in range(gl.program_id(0), total, gl.num_programs(0)):
-        product, rest = turn // (matrices * count), turn % (matrices * count)
-        matrix, at = rest // count, order + rest % count * 2
-        i, j = gl.load(at), gl.load(at + 1)
-        a, b = gl.load(places + product * 8), gl.load(places + product * 8 + 1)
+    ready, known = waits
+    mine, turns = 0, work[6] // gl.num_programs(0)
+    for turn in range(gl.program_id(0), work[6], gl.num_programs(0)):
+        product, matrix, i, j = _find(work, turn)
         if product > 0:
-            _wait_for(work, product - 1, matrix, i, j)
-        _tell(waits, mine, matrix * 8 + product, i * 65536 + j, a * matrices + matrix, b * matrices + matrix,
-              mine * steps)
+            _wait_for(done, product - 1, matrix, i, j)
+        _meet(counts, gl.minimum(mine, turns) * gl.num_programs(0))
+        mbarrier.wait(known.index(mine % 2), (mine // 2 + 1) & 1)
+        mbarrier.arrive(ready.index(mine % 2))
         mine += 1
-    _tell(waits, mine, -1, 0, 0, 0, 0)
-    _tell(waits, mine + 1, -1, 0, 0, 0, 0)
 
 
 @gluon_jit
-def _tell(waits, mine, what, where, a, b, number):
-    """Tell the warp that fetches and the group whose turn it is of the program's tile number `mine`: its product and
-    matrix, or -1; its place; its operands; the stage where they begin.
-    """
-    queue, told, taken = waits
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    slot = mine % 2
-    mbarrier.wait(taken.index(slot), (mine // 2 + 1) & 1)
-    queue.index(slot * 8).store(gl.full([1], what, gl.int32, layout))
-    queue.index(slot * 8 + 1).store(gl.full([1], where, gl.int32, layout))
-    queue.index(slot * 8 + 2).store(gl.full([1], a, gl.int32, layout))
-    queue.index(slot * 8 + 3).store(gl.full([1], b, gl.int32, layout))
-    queue.index(slot * 8 + 4).store(gl.full([1], number, gl.int32, layout))
+def _hear(waits, mine):
+    """Wait until that is said of the program's tile number `mine`: for the warp that fetches, and one of the groups."""
+    ready, known = waits
+    mbarrier.wait(ready.index(mine % 2), mine // 2 & 1)
     barrier()
-    mbarrier.arrive(told.index(slot))
+    mbarrier.arrive(known.index(mine % 2))
 
 
 @gluon_jit
-def _hear(waits, mine, WARPS: gl.constexpr):
-    """Return what is told of the program's tile number `mine`."""
-    queue, told, taken = waits
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    slot = mine % 2
-    mbarrier.wait(told.index(slot), mine // 2 & 1)
-    what = gl.sum(queue.index(slot * 8).load(layout), 0)
-    where = gl.sum(queue.index(slot * 8 + 1).load(layout), 0)
-    a = gl.sum(queue.index(slot * 8 + 2).load(layout), 0)
-    b = gl.sum(queue.index(slot * 8 + 3).load(layout), 0)
-    number = gl.sum(queue.index(slot * 8 + 4).load(layout), 0)
-    barrier()
-    mbarrier.arrive(taken.index(slot))
-    return what, where, a, b, number
-
-
-@gluon_jit
-def _fetch(boxes, ring, waits, counts, turns, steps, STAGES: gl.constexpr):
-    """Fetch the operands of tiles. Programs begin each of the `turns` that all of them have together: what neighbours
-    read at the same time comes from the cache once, and they would drift apart (docs/log.md).
+def _fetch(x, boxes, ring, work, waits, counts, apart, STAGES: gl.constexpr):
+    """Fetch the operands of tiles. Programs begin each turn together, but for one that not all of them have: what
+    neighbours read at the same time comes from the cache once, and they would drift apart (docs/log.md). Where the next
+    tile is has been looked up by then.
     """
-    mine = 0
-    what, where, a, b, number = _hear(waits, mine, 1)
-    while what >= 0:
-        early = gl.maximum(steps - 12, 0)  # what is left takes longer than to hear that all have come
-        _fill(boxes, ring, a, b, where, number, 0, early, STAGES)
+    _, places, matrices, _, steps, first, total = work
+    turns, mine, number = total // gl.num_programs(0), 0, 0
+    product, matrix, i, j = _find(work, gl.program_id(0))
+    a, b = gl.load(places + product * 8), gl.load(places + product * 8 + 1)
+    for turn in range(gl.program_id(0), total, gl.num_programs(0)):
+        end = number + gl.where(product == 0, first, steps)
+        early = gl.maximum(end - apart, number)
+        _hear(waits, mine)
+        _fill_either(x, boxes, ring, a, b, matrices, matrix, i, j, number, number, early, STAGES)
         if mine < turns:
             _come(counts)
-        _fill(boxes, ring, a, b, where, number, early, steps, STAGES)
-        if mine < turns:
-            _meet(counts, (mine + 1) * gl.num_programs(0))
+        product, next_matrix, next_i, next_j = _find(work, gl.minimum(turn + gl.num_programs(0), total - 1))
+        next_a, next_b = gl.load(places + product * 8), gl.load(places + product * 8 + 1)
+        _fill_either(x, boxes, ring, a, b, matrices, matrix, i, j, number, early, end, STAGES)
         mine += 1
-        what, where, a, b, number = _hear(waits, mine, 1)
+        number = end
+        matrix, i, j, a, b = next_matrix, next_i, next_j, next_a, next_b
 
 
 @gluon_jit
-def _fill(boxes, ring, a, b, where, number, first, last, STAGES: gl.constexpr):
-    """Fetch steps of a tile into the ring, whose operands begin at stage `number`."""
+def _fill_either(x, boxes, ring, a, b, matrices, matrix, i, j, number, start, stop, STAGES: gl.constexpr):
+    """Do what `_fill` does, of X or of matrices that are named."""
+    if a < 0:
+        _fill(x, ring, matrix, matrix, i, j, number, start, stop, STAGES)
+    else:
+        _fill(boxes, ring, a * matrices + matrix, b * matrices + matrix, i, j, number, start, stop, STAGES)
+
+
+@gluon_jit
+def _fill(boxes, ring, a, b, i, j, number, start, stop, STAGES: gl.constexpr):
+    """Fetch steps of a tile into the ring, into stages from `start` to `stop`; its first step is in stage `number`."""
     BLOCK: gl.constexpr = boxes.block_type.shape[1]
     BLOCK_K: gl.constexpr = boxes.block_type.shape[2]
     left, right, full, empty = ring
-    i, j = where // 65536, where % 65536
-    for k in range(number + first, number + last):
+    for k in range(start, stop):
         stage, at = k % STAGES, (k - number) * BLOCK_K
         arrived = full.index(stage)
         mbarrier.wait(empty.index(stage), (k // STAGES + 1) & 1)
@@ -140,71 +134,87 @@ def _fill(boxes, ring, a, b, where, number, first, last, STAGES: gl.constexpr):
 
 
 @gluon_jit
-def _consume(squares, ring, work, factors, waits, room, WHO: gl.constexpr, BLOCK: gl.constexpr, BLOCK_K: gl.constexpr,
-             STAGES: gl.constexpr):
+def _consume(squares, ring, work, factors, scales, waits, done, room, WHO: gl.constexpr, BLOCK: gl.constexpr,
+             BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Compute and store every second tile of this program. The first addend arrives meanwhile, where the result will
     stand. The other group starts when this one has its last operands (pingpong.py).
     """
-    _, places, _, matrices, _, _, steps = work
+    _, places, matrices, count, steps, first, total = work
     tiles, added, may_multiply = room
     own, arrived, mine, asked = tiles.index(WHO), added.index(WHO), 0, 0
-    what, where, _, _, number = _hear(waits, 2 * mine + WHO, 4)
-    while what >= 0:
-        product, matrix, i, j = what % 8, what // 8, where // 65536, where % 65536
-        at = places + product * 8
-        ask(squares, own, arrived, gl.load(at + 3) * matrices + matrix, i * BLOCK, j * BLOCK, BLOCK)
+    longer = (matrices * count - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)  # tiles of the first
+    product, matrix, i, j = _find(work, gl.minimum(gl.program_id(0) + WHO * gl.num_programs(0), total - 1))
+    for turn in range(gl.program_id(0) + WHO * gl.num_programs(0), total, 2 * gl.num_programs(0)):
+        before = 2 * mine + WHO
+        told = _told(places + product * 8, factors + product * 8, scales, matrices, matrix)
+        addends = told[0]
+        _hear(waits, before)
+        if addends > 0:
+            ask(squares, own, arrived, told[2], i * BLOCK, j * BLOCK, BLOCK)
+        number = before * steps + gl.minimum(before, longer) * (first - steps)
+        following = _find(work, gl.minimum(turn + 2 * gl.num_programs(0), total - 1))
         mbarrier.wait(may_multiply.index(WHO), (mine + 1 + WHO) & 1)
-        sums = multiply_ring(ring, number, steps, may_multiply.index(1 - WHO), 0, 1, False, BLOCK, BLOCK, BLOCK_K,
-                             STAGES)
-        asked = _finish(sums, squares, own, arrived, at, factors + product * 8, matrices, matrix, i * BLOCK, j * BLOCK,
-                        asked)
-        _count(work, product, matrix, i, j)
+        sums = multiply_ring(ring, number, gl.where(product == 0, first, steps), may_multiply.index(1 - WHO), 0, 1,
+                             False, BLOCK, BLOCK, BLOCK_K, STAGES)
+        _finish(sums, squares, own, arrived, told, i * BLOCK, j * BLOCK, asked)
+        _count(done, product, matrix, i, j)
+        asked += addends
         mine += 1
-        what, where, _, _, number = _hear(waits, 2 * mine + WHO, 4)
+        product, matrix, i, j = following
 
 
 @gluon_jit
-def _finish(sums, squares, own, arrived, at, factors, matrices, matrix, row, column, asked):
-    """Scale, add, round and store a tile. Return how many addends have been asked for by now; one has for this tile."""
-    f = gl.load(factors), gl.load(factors + 1), gl.load(factors + 2), gl.load(factors + 3), gl.load(factors + 4)
-    addends, second, third = gl.load(at + 6), gl.load(at + 4), gl.load(at + 5)
-    out = gl.load(at + 2) * matrices + matrix
-    sums = add_first(sums, own, arrived, asked, f)
+def _told(places, factors, scales, matrices, matrix):
+    """Return (how many addends a product has, the result, the addends, the factors): of matrices of X whose scale is
+    negative the result is nowhere, for X X^T is there already.
+    """
+    scale = gl.where(gl.load(places) < 0, gl.load(scales + matrix), 1.0)
+    return (gl.load(places + 6), gl.where(scale < 0, 1 << 30, gl.load(places + 2) * matrices + matrix),
+            gl.load(places + 3) * matrices + matrix, gl.load(places + 4) * matrices + matrix,
+            gl.load(places + 5) * matrices + matrix, gl.load(factors) * (scale * scale), gl.load(factors + 1),
+            gl.load(factors + 2), gl.load(factors + 3), gl.load(factors + 4))
+
+
+@gluon_jit
+def _finish(sums, squares, own, arrived, told, row, column, asked):
+    """Scale, add, round and store a tile, for which one addend has been asked for, or none; `asked` before it."""
+    addends, out, _, second, third, f0, f1, f2, f3, f4 = told
+    f = f0, f1, f2, f3, f4
+    sums = add_first(sums, own, arrived, asked, f, addends)
     if addends > 1:
-        sums = add_next(sums, squares, 1, addends, own, arrived, asked, f, second * matrices + matrix, row, column)
-        sums = add_next(sums, squares, 2, addends, own, arrived, asked, f, third * matrices + matrix, row, column)
+        sums = add_next(sums, squares, 1, addends, own, arrived, asked, f, second, row, column)
+        sums = add_next(sums, squares, 2, addends, own, arrived, asked, f, third, row, column)
     store_strip(sums, squares, own, own, f, out, row, column, 1, 2, True, True)
-    return asked + addends
 
 
 @gluon_jit
-def _rows_of(work, product, matrix, i, j):
+def _rows_of(done, product, matrix, i, j):
     """Return where the finished tiles of the rows are counted that tile (i, j) is of: its own, and the one that it
     mirrors.
     """
-    _, _, done, matrices, _, down, _ = work
-    at = done + (product * matrices + matrix) * down
+    counts, matrices, down = done
+    at = counts + (product * matrices + matrix) * down
     return at + i, at + j
 
 
 @gluon_jit
-def _wait_for(work, product, matrix, i, j):
+def _wait_for(done, product, matrix, i, j):
     """Wait until these rows are finished, of as many tiles as there are rows, and may be read by TMA. Then all of the
     product before is finished, too: a tile of each row waited for each of its rows.
     """
-    one, other = _rows_of(work, product, matrix, i, j)
+    one, other = _rows_of(done, product, matrix, i, j)
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t, u; again: ld.relaxed.gpu.global.b32 t, [$1]; ld.relaxed.gpu.global.b32 u, [$2]; "
         "min.s32 t, t, u; setp.lt.s32 p, t, $3; @p bra again; fence.acq_rel.gpu; fence.proxy.async; mov.b32 $0, t; }",
-        "=r,l,l,r", [one.to(gl.int64), other.to(gl.int64), 4 * work[5]], gl.int32, False, 1)
+        "=r,l,l,r", [one.to(gl.int64), other.to(gl.int64), 4 * done[2]], gl.int32, False, 1)
 
 
 @gluon_jit
-def _count(work, product, matrix, i, j):
+def _count(done, product, matrix, i, j):
     """Count tile (i, j), each of four warps, once its stores are in memory. A warp's elected thread counts: by threads'
     numbers, the assembler would take it that threads part, and make a loop of each TMA instruction.
     """
-    one, other = _rows_of(work, product, matrix, i, j)
+    one, other = _rows_of(done, product, matrix, i, j)
     gl.inline_asm_elementwise(
         "{ .reg .pred p, q; .reg .b32 t; cp.async.bulk.wait_group 0; fence.proxy.async; elect.sync t|p, -1; "
         "setp.ne.and.u64 q, $1, $2, p; @p red.release.gpu.global.add.u32 [$1], 1; "

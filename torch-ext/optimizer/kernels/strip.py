@@ -52,11 +52,14 @@ def finish_strip(sums, addends, count, out, own, arrived, mine, factors, matrix,
 
 
 @gluon_jit
-def add_first(sums, own, arrived, asked, factors):
-    """Scale sums and add the first addend; `asked` have been asked for in the memory `own` before."""
-    mbarrier.wait(arrived, asked & 1)
+def add_first(sums, own, arrived, asked, factors, count=1):
+    """Scale sums and add the first addend, if the `count` is not 0; `asked` have been asked for in the memory `own`
+    before. To add -0 changes nothing.
+    """
+    mbarrier.wait(arrived, asked & 1, pred=count > 0)
     flat = matrices_of(own, sums.shape[0], sums.shape[1]).index(0)
-    return gl.fma(sums, factors[0], factors[2] * flat.load(sums.type.layout).to(gl.float32))
+    addend = factors[2] * flat.load(sums.type.layout).to(gl.float32)
+    return gl.fma(sums, factors[0], gl.where(count > 0, addend, -0.0))
 
 
 @gluon_jit
