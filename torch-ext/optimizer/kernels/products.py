@@ -16,7 +16,7 @@ from .tiles import Tile, architecture, choose, forced
 
 tl = None  # Triton's language, put here by jit
 TILE = Tile(128, 128, 64, 8, 5, 4, "pingpong")  # the bits are those of any
-SIDES = range(1024, 8193)  # of one matrix from LARGE on; the products take two turns at least (docs/log.md)
+SIDES = range(1024, 7169)  # of one matrix from LARGE on; the products take two turns at least (docs/log.md)
 LARGE = 4097
 GRAM = [-1, -1, 0, 0, 0, 0, 0, 0], [1.0] + 7 * [0.0]  # X X^T, as _numbers has it
 BLOCK = 1024  # numbers that a program clears
@@ -101,10 +101,11 @@ class _Launch:
 
 def _apart(N, n, turns) -> int:
     """Return by how many steps programs may be apart when they begin a turn, of matrices that take so many turns each:
-    closely together they are faster, but wait for each other's ends where tiles follow soon on what they read, and
-    where sums are short (docs/log.md).
+    closely together they are faster, but wait for each other's ends where tiles follow soon on what they read, which
+    is little of many turns, and where sums are short (docs/log.md).
     """
-    return 2 if n > 1280 and (N - 1) * turns >= 1.5 else 1 << 20
+    soon = (N - 1) * turns < 1.5 and N * turns < 3
+    return 1 << 20 if n <= 1280 or soon else 2
 
 
 def _numbers(product) -> tuple[list[int], list[float]]:
