@@ -39,9 +39,9 @@ from step import device_name, triton_version
 
 os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 PACKAGE = get_kernel("org/optimizer", version=1).__name__
-polar, split, pack, gram, gram_sm90, products, resident, tape, tiles = (
+polar, split, pack, gram, order, products, resident, tape, tiles = (
     importlib.import_module(f"{PACKAGE}.{name}") for name in (
-        "polar", "kernels.split", "kernels.pack", "kernels.gram", "kernels.gram_sm90", "kernels.products",
+        "polar", "kernels.split", "kernels.pack", "kernels.gram", "kernels.order", "kernels.products",
         "kernels.resident", "kernels.tape", "kernels.tiles"))
 COLUMNS = "commit gpu what stacks ranks way median_us p20_us p80_us torch triton".split()
 STEPS, WIRE = polar.steps_of("polar_express"), torch.bfloat16
@@ -218,7 +218,7 @@ def product(shapes, ranks, device):
 def whole_and_shared(work) -> dict:
     """{way: function}."""
     def way(divide):
-        gram_sm90.divide = divide
+        order.divide = divide
         gram._known.clear()  # what was bound with the other one
         tape._tapes.clear()
         work()

@@ -32,7 +32,7 @@ LAYERS = [
     ["kernels"],
     ["kernels.tiles", "kernels.ahead"],
     ["kernels.split", "kernels.table"],
-    ["kernels.ring"],
+    ["kernels.order", "kernels.ring"],
     ["kernels.strip"],
     ["kernels.squares", "kernels.hands", "kernels.program"],
     ["kernels.cluster_x"],

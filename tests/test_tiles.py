@@ -155,7 +155,7 @@ def test_a_turn_of_shared_tiles_is_expected_to_take_less(tiles):
 @pytest.mark.parametrize("down", [*range(1, 10), 23, 32])
 def test_squares_in_pairs_leave_one_tile_half_in_vain_at_most(part, tiles, down):
     """Of tiles twice as wide as high, whose pairs have rows (i, -k); as many are expected as there are."""
-    order, count = part("kernels.gram_sm90")._order(down, -(-down // 2), 2, 8, True, torch.device("cpu"))
+    order, count = part("kernels.order").order_of(down, -(-down // 2), 2, 8, True, torch.device("cpu"))
     found, in_vain = [], 0
     for i, j in order.tolist():
         squares = [(i, i), (-j, -j)] if j < 0 else [(i, 2 * j), (i, 2 * j + 1)]
@@ -172,10 +172,10 @@ def test_strips_of_tiles_are_as_high_as_each_other(part, tiles, down, inner, tog
     """Sixteen programs that follow one another share a way to the cache: four rows and four columns are eight operands
     for them, one row, which a last strip could have, and sixteen columns seventeen.
     """
-    gram_sm90 = part("kernels.gram_sm90")
+    module = part("kernels.order")
     narrow = tiles.Tile(128, 128, 64, 8, 5, 4, "pingpong")
-    assert gram_sm90._together("gram", 128 * down, inner, narrow) == together
-    order, count = gram_sm90._order(down, down, 1, together, False, torch.device("cpu"))
+    assert module.rows_together("gram", 128 * down, inner, narrow) == together
+    order, count = module.order_of(down, down, 1, together, False, torch.device("cpu"))
     found = [tuple(tile) for tile in order.tolist()]
     assert sorted(found) == [(i, j) for i in range(down) for j in range(i + 1)] and count == len(found)
     firsts = [len(list(run)) for first, run in itertools.groupby(found, key=lambda tile: tile[1] == 0) if first]
@@ -185,7 +185,7 @@ def test_strips_of_tiles_are_as_high_as_each_other(part, tiles, down, inner, tog
 @pytest.mark.parametrize("op", ["gram", "symmetric", "product"])
 def test_wide_tiles_of_large_matrices_have_higher_strips(part, tiles, op):
     wide, narrow = tiles.Tile(128, 256, 64, 8, 3, 4, "cooperative"), tiles.Tile(128, 128, 64, 8, 5, 4, "pingpong")
-    together = part("kernels.gram_sm90")._together
+    together = part("kernels.order").rows_together
     assert [together(op, rows, 8192, wide) for rows in (6016, 6017)] == [8, 16] and together(op, 8192, 64, narrow) == 8
     assert together(op, 4096, 4096, wide) == (8 if op == "product" else 4)
 

@@ -134,13 +134,13 @@ def processors(count: int | None = None):
 
     None: in those that there are.
     """
-    by_tma, known = part("kernels.gram_sm90"), part("kernels.gram")._known
+    order, known = part("kernels.order"), part("kernels.gram")._known
     known.clear()  # a launch that is bound keeps its number
-    real, by_tma.processors_of = by_tma.processors_of, lambda device: count or real(device)
+    real, order.processors_of = order.processors_of, lambda device: count or real(device)
     try:
         yield
     finally:
-        by_tma.processors_of = real
+        order.processors_of = real
 
 
 def norms(device, size) -> None:

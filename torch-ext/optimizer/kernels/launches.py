@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from . import ring
 from .cooperative import cooperative_kernel
-from .gram_sm90 import NONE, SYMMETRY, TmaLaunch, gains_by_pdl, three, turns
+from .gram_sm90 import NONE, SYMMETRY, TmaLaunch, gains_by_pdl, three
+from .order import turns
 from .raw import raw_kernel
 from .ring import blank, filled
 from .single import single_kernel

@@ -9,6 +9,7 @@ import torch
 
 from . import gram_sm90, has_pdl, jit, look, processors_of, ring
 from .gram import ended
+from .order import turns
 from .products_sm90 import products_kernel
 from .ring import blank, filled
 from .tape import knows_triton, lasting, ones
@@ -74,7 +75,7 @@ class _Launch:
         N, n, _ = A.shape
         lists = [*([GRAM] if X is not None else []), *map(_numbers, products)]
         self.named = 1 + max(max(places[:6]) for places, _ in lists)
-        self.programs, self.order, count, *_ = gram_sm90.turns("symmetric", A, n, TILE)
+        self.programs, self.order, count, *_ = turns("symmetric", A, n, TILE)
         self.places, self.factors = (lasting(torch.tensor(numbers, dtype=dtype, device="cpu"), A.device)
                                      for numbers, dtype in zip(zip(*lists), (torch.int32, torch.float32)))
         self.numbers = N, count, len(lists), n, n if X is None else X.shape[2], _apart(N, n, count / self.programs)

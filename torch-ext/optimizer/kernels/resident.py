@@ -12,7 +12,7 @@ import functools
 
 import torch
 
-from . import gram_sm90, has_pdl, look, ring
+from . import has_pdl, look, order, ring
 from .cluster_sm90 import cluster_kernel
 from .gram_sm90 import addressable
 from .resident_sm90 import resident_kernel
@@ -43,7 +43,7 @@ def fits(A: torch.Tensor, Q: torch.Tensor, segment, pair) -> bool:
 
 def shared(A: torch.Tensor) -> bool:
     """Say whether each of these matrices has two processors."""
-    return 2 * len(A) <= gram_sm90.processors_of(A.device)
+    return 2 * len(A) <= order.processors_of(A.device)
 
 
 def applies(A: torch.Tensor, Y) -> bool:

@@ -213,7 +213,7 @@ def expected_us(entry: dict, rows: int, columns: int, matrices: int, processors:
     else:  # the lower triangle, in tiles that are `ratio` times as wide as high
         ratio = width // height
         tiles = sum(i // ratio + 1 for i in range(down))
-        if (entry["op"], entry.get("loop")) == ("gram", "cooperative"):  # squares in pairs (gram_sm90.py, `_order`)
+        if (entry["op"], entry.get("loop")) == ("gram", "cooperative"):  # squares in pairs (order.py, `order_of`)
             tiles -= -(-down // 2) // 2
     turns = -(-matrices * tiles // (processors * entry.get("resident", 1)))
     if (loop := entry.get("loop")) in SPECIALISED:
