@@ -127,6 +127,7 @@ def test_what_racecheck_says_of_the_hand_over_does_not_hide_anything_else(part, 
     for line in (elsewhere, nowhere):
         assert sanitize.hand_over_apart([*report, line]) == [*report, line]
         assert sanitize.hand_over_apart([*report, "=========", report[0], line]) == [report[0], line, *known]
+        assert sanitize.hand_over_apart([line, *report]) == [line, *known]
 
 
 @pytest.mark.gpu

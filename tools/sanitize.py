@@ -264,15 +264,15 @@ def hand_over_apart(report: list[str]) -> list[str]:
     """Return what racecheck reports elsewhere than where a kernel hands work to groups of warps, each race as a whole,
     and how many are only there; nothing of a report without races.
     """
-    races, known = [], hand_overs()
+    races, known = [[]], hand_overs()
     for line in report:
         if "Race reported between" in line:
             races.append([])
-        if " access at " in line and races:
+        if " access at " in line:
             races[-1].append(line)
     places = [[re.search(r" in (\S+:\d+)", line) for line in race] for race in races]
     elsewhere = [race for race, found in zip(races, places) if not all(place and place[1] in known for place in found)]
-    left = len(races) - len(elsewhere)
+    left = len(list(filter(None, races))) - len(elsewhere)
     return sum(elsewhere, []) + [f"{left} races where work is handed over"] * (left > 0)
 
 
