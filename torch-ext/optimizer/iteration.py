@@ -15,7 +15,7 @@ from .kernels import capturing, on_chip, resident
 from .kernels.aol import aol, scale_columns, scale_rows
 from .kernels.gram import takes_raw
 from .long_side import LINE, LongSide
-from .segment import follow, follow_at_once, polynomial
+from .segment import follow, follow_at_once, polynomial, shares_a_launch
 
 LARGE = 3072  # short sides from here on fill a GPU alone (measured on an H200, docs/log.md)
 MANY = 160_000_000  # numbers of all matrices up to which `gain_side_by_side` is true
@@ -178,7 +178,7 @@ def _iteration(parts, squares, segments, lengths, scales, whole_gpu):
             _multiply(parts, Q, scales if number == 1 else None)
         (segment, pair), ways = segments[number], []
         stays = resident.fits(A, Q, segment, pair)
-        at_once = whole_gpu and not stays and len(segment) > 1 and not on_chip.follows(A)
+        at_once = whole_gpu and shares_a_launch(segment, A)
         scaled = not number and scales is not None
         long = (parts[0].X, parts[0].scales) if len(parts) == 1 and not scaled else None
         if long is None or not (stays or at_once):
@@ -192,8 +192,8 @@ def _iteration(parts, squares, segments, lengths, scales, whole_gpu):
         elif stays:
             ways = _ways(parts[0], segments[number:], A, Q) if long else []
             Q, *others = resident.follow(segments[number:][:len(ways) or 1], A, Q, *others, long, ways)
-        elif at_once and (names := follow_at_once(tuple(segment), pair, A, parts[0].Y, *long or ())):
-            Q, *others = (squares[name] for name in names)
+        elif at_once:
+            Q, *others = (squares[name] for name in follow_at_once(segment, pair, A, parts[0].Y, *long or ()))
         else:
             Q, *others = follow(segment, pair, A, Q, *others)
         number += len(ways) or 1

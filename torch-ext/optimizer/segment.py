@@ -20,19 +20,21 @@ def follow(segment, pair, A, Q, Z, T) -> tuple:
     return _follow(segment, pair, (A, Q, Z, T), whole, symmetric_product)
 
 
-def follow_at_once(segment, pair, A, spare, X=None, scales=None):
-    """Do the same in one launch, if that gains: say which matrix Q is then, and the other two, of four one behind
-    another, the first of which is A; else None. With X, A has yet to be X X^T, and is, whatever is returned. spare:
-    matrices as large, whose last bytes may be spoiled.
+def shares_a_launch(segment, A) -> bool:
+    """Say whether what follows A gains by `follow_at_once`."""
+    return len(segment) > 1 and all(c for _, _, c in segment) and products.takes(A)
+
+
+def follow_at_once(segment, pair, A, spare, X=None, scales=None) -> tuple:
+    """Do the same in one launch. Return which matrix Q is then, and the other two, of four one behind another, the
+    first of which is A. With X, A has yet to be X X^T. spare: matrices as large, whose last bytes may be spoiled.
     """
-    gains = all(c for _, _, c in segment) and products.takes(A)
-    if X is not None and not (gains and products.takes_gram(X, A)):
+    if X is not None and not products.takes_gram(X, A):
         gram(X, A, scales)
         X = None
-    if gains:
-        made, names = _listed(segment, pair)
-        products.take(made, A, spare, X, scales)
-        return names
+    made, names = _listed(segment, pair)
+    products.take(made, A, spare, X, scales)
+    return names
 
 
 @functools.lru_cache(maxsize=256)
