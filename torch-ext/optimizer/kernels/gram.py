@@ -107,7 +107,7 @@ def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0), more=None):
     columns_of_b = B.mT if op == "gram" else B  # a symmetric B holds its columns as rows
     key = (op, tiles.forced(), factors[1] != 0.0, A is B, look(A, B, out, *(C for C, _ in addends)))
     if more is None:
-        more = ones(1 << len(A).bit_length(), A.device)
+        more = ones(len(A), A.device)
     known = _known.get(key)
     if known is None:
         known = _known[key] = _choose(op, A, columns_of_b, out, addends, factors)

@@ -1,7 +1,7 @@
 """The order in which the programs of a launch by TMA take tiles.
 
 Decides: which tiles are visited after each other, how many programs there are, and which tiles two of them share. Must
-not know: what a tile is of, nor how it is computed.
+not know: how a tile is computed, nor what products are used for.
 """
 from __future__ import annotations
 

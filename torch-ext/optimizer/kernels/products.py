@@ -80,9 +80,9 @@ class _Launch:
                                      for numbers, dtype in zip(zip(*lists), (torch.int32, torch.float32)))
         self.numbers = N, count, len(lists), n, n if X is None else X.shape[2], _apart(N, n, count / self.programs)
         self.counted = 1 + N * len(lists) * -(-n // TILE.rows)
-        box, square = (TILE.rows, TILE.inner), (TILE.rows, TILE.columns)
+        every, box, square = self._all(A), (TILE.rows, TILE.inner), (TILE.rows, TILE.columns)
         self.blanks = [blank(ring.description(*form))
-                       for form in ((A if X is None else X, *box), (self._all(A), *box), (self._all(A), *square))]
+                       for form in ((A if X is None else X, *box), (every, *box), (every, *square))]
         self.pdl = has_pdl(A.device)
 
     def _all(self, A):
@@ -90,8 +90,9 @@ class _Launch:
         return A.as_strided((self.named * len(A), *A.shape[1:]), A.stride())
 
     def __call__(self, A, counts, X, scales) -> None:
-        tensors = A if X is None else X, self._all(A), self._all(A)
-        scales = ones(1 << len(A).bit_length(), A.device) if scales is None else scales
+        every = self._all(A)
+        tensors = A if X is None else X, every, every
+        scales = ones(len(A), A.device) if scales is None else scales
         _clear_kernel.launch(-(-counts.numel() // BLOCK), look(counts), counts, counts.numel(), BLOCK, self.pdl,
                              launch_pdl=self.pdl)
         products_kernel.launch(

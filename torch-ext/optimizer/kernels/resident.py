@@ -12,7 +12,7 @@ import functools
 
 import torch
 
-from . import has_pdl, look, order, ring
+from . import has_pdl, look, processors_of, ring
 from .cluster_sm90 import cluster_kernel
 from .gram_sm90 import addressable
 from .resident_sm90 import resident_kernel
@@ -43,7 +43,7 @@ def fits(A: torch.Tensor, Q: torch.Tensor, segment, pair) -> bool:
 
 def shared(A: torch.Tensor) -> bool:
     """Say whether each of these matrices has two processors."""
-    return 2 * len(A) <= order.processors_of(A.device)
+    return 2 * len(A) <= processors_of(A.device)
 
 
 def applies(A: torch.Tensor, Y) -> bool:
@@ -65,7 +65,7 @@ def follow(steps, A: torch.Tensor, Q: torch.Tensor, Z: torch.Tensor, T: torch.Te
     known = _known.get(key)
     if known is None:
         known = _known[key] = (_Shared if shared(A) else _Launch)(A, Z, X, ways)
-    one = ones(1 << len(A).bit_length(), A.device)
+    one = ones(len(A), A.device)
     factors = [one if factor is None else factor for factor in (scales, *(onward[0][1:] if onward else (None, None)))]
     known((A if X is None else X, A, Z, T, Q), ways, factors, _programs(tuple(steps), A.device))
     return Z, Q, T

@@ -111,9 +111,13 @@ def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-@functools.cache
 def ones(count: int, device: torch.device) -> torch.Tensor:
-    """Return scales for matrices that have none."""
+    """Return scales for so many matrices, or more, that have none."""
+    return _ones(1 << count.bit_length(), device)
+
+
+@functools.cache
+def _ones(count, device):
     return lasting(torch.ones(count, dtype=torch.float32, device="cpu"), device)
 
 
