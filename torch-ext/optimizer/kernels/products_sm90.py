@@ -7,10 +7,10 @@ there are, nor why. Needs Gluon, and all programs at the same time.
 """
 from __future__ import annotations
 
-from .ring import boxes_of, gluon_jit, make_ring, multiply_ring
+from .ring import fill, gluon_jit, make_ring, multiply_ring, place
 from .strip import add_first, add_next, ask, store_strip
 
-gl = mbarrier = tma = fence = barrier = load_box = None  # Gluon's language, put here by gluon_jit
+gl = mbarrier = fence = barrier = None  # Gluon's language, put here by gluon_jit
 
 
 @gluon_jit.alike("matrices", "count", "products", "inner", "long", "apart")
@@ -53,9 +53,8 @@ def products_kernel(x, boxes, squares, order, places, factors, scales, counts, m
 def _find(work, turn):
     """Return a turn's product, matrix, tile row and tile column."""
     order, _, matrices, count, _, _, _ = work
-    product, rest = turn // (matrices * count), turn % (matrices * count)
-    at = order + rest % count * 2
-    return product, rest // count, gl.load(at), gl.load(at + 1)
+    matrix, i, j = place(order, (count, 0), turn % (matrices * count))
+    return turn // (matrices * count), matrix, i, j
 
 
 @gluon_jit
@@ -95,42 +94,28 @@ def _fetch(x, boxes, ring, work, waits, counts, apart, STAGES: gl.constexpr):
     product, matrix, i, j = _find(work, gl.program_id(0))
     a, b = gl.load(places + product * 8), gl.load(places + product * 8 + 1)
     for turn in range(gl.program_id(0), total, gl.num_programs(0)):
-        end = number + gl.where(product == 0, first, steps)
-        early = gl.maximum(end - apart, number)
+        end = gl.where(product == 0, first, steps)
+        early = gl.maximum(end - apart, 0)
         _hear(waits, mine)
-        _fill_either(x, boxes, ring, a, b, matrices, matrix, i, j, number, number, early, STAGES)
+        _fill(x, boxes, ring, a, b, matrices, matrix, i, j, number, 0, early, STAGES)
         if mine < turns:
             _come(counts)
         product, next_matrix, next_i, next_j = _find(work, gl.minimum(turn + gl.num_programs(0), total - 1))
         next_a, next_b = gl.load(places + product * 8), gl.load(places + product * 8 + 1)
-        _fill_either(x, boxes, ring, a, b, matrices, matrix, i, j, number, early, end, STAGES)
+        _fill(x, boxes, ring, a, b, matrices, matrix, i, j, number + early, early, end, STAGES)
         mine += 1
-        number = end
+        number += end
         matrix, i, j, a, b = next_matrix, next_i, next_j, next_a, next_b
 
 
 @gluon_jit
-def _fill_either(x, boxes, ring, a, b, matrices, matrix, i, j, number, start, stop, STAGES: gl.constexpr):
-    """Do what `_fill` does, of X or of matrices that are named."""
+def _fill(x, boxes, ring, a, b, matrices, matrix, i, j, number, start, stop, STAGES: gl.constexpr):
+    """Fetch steps of a tile into the ring from stage `number` on, of X or of matrices that are named."""
     if a < 0:
-        _fill(x, ring, matrix, matrix, i, j, number, start, stop, STAGES)
+        fill(x, x, ring, matrix, matrix, i, j, number, start, stop, 1, False, STAGES)
     else:
-        _fill(boxes, ring, a * matrices + matrix, b * matrices + matrix, i, j, number, start, stop, STAGES)
-
-
-@gluon_jit
-def _fill(boxes, ring, a, b, i, j, number, start, stop, STAGES: gl.constexpr):
-    """Fetch steps of a tile into the ring, into stages from `start` to `stop`; its first step is in stage `number`."""
-    BLOCK: gl.constexpr = boxes.block_type.shape[1]
-    BLOCK_K: gl.constexpr = boxes.block_type.shape[2]
-    left, right, full, empty = ring
-    for k in range(start, stop):
-        stage, at = k % STAGES, (k - number) * BLOCK_K
-        arrived = full.index(stage)
-        mbarrier.wait(empty.index(stage), (k // STAGES + 1) & 1)
-        mbarrier.expect(arrived, 4 * BLOCK * BLOCK_K)
-        load_box(boxes, [a, i * BLOCK, at], arrived, boxes_of(left.index(stage), boxes).index(0))
-        load_box(boxes, [b, j * BLOCK, at], arrived, boxes_of(right.index(stage), boxes).index(0))
+        fill(boxes, boxes, ring, a * matrices + matrix, b * matrices + matrix, i, j, number, start, stop, 1, False,
+             STAGES)
 
 
 @gluon_jit

@@ -147,37 +147,39 @@ def fetch(a, b, a_half, b_half, ring, work, ACROSS: gl.constexpr, SYMMETRIC: gl.
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
         matrix, i, j = place(order, path, turn)
         if j < 0:
-            _fill(a, b_half, ring, matrix, i, -j, number, steps, SYMMETRIC, TURNED, STAGES)
+            fill(a, b_half, ring, matrix, matrix, i, -j, number, 0, steps, SYMMETRIC, TURNED, STAGES)
         else:
-            _fill(a, b, ring, matrix, i, j, number, steps, SYMMETRIC, TURNED, STAGES)
+            fill(a, b, ring, matrix, matrix, i, j, number, 0, steps, SYMMETRIC, TURNED, STAGES)
         number += steps
     if gl.program_id(0) < halves:
         matrix, i, j = place_of_half(order, path, whole, ACROSS)
-        _fill(a_half, b_half, ring, matrix, i, j, number, steps, SYMMETRIC, TURNED, STAGES)
+        fill(a_half, b_half, ring, matrix, matrix, i, j, number, 0, steps, SYMMETRIC, TURNED, STAGES)
 
 
 @gluon_jit
-def _fill(a, b, ring, matrix, i, j, number, steps, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr,
-          STAGES: gl.constexpr):
-    """Fetch the operands of tile (i, j), as large as the boxes of a and b, into the ring from stage `number` on."""
+def fill(a, b, ring, of_a, of_b, i, j, number, start, stop, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr,
+         STAGES: gl.constexpr):
+    """Fetch steps of the operands of tile (i, j), of these matrices of a and b, as large as their boxes, into the ring
+    from stage `number` on.
+    """
     left, right, full, empty = ring
     BLOCK_K: gl.constexpr = a.block_type.shape[1 if TURNED else 2]
     ROWS: gl.constexpr = a.block_type.shape[2 if TURNED else 1]
     COLUMNS: gl.constexpr = b.block_type.shape[1 if SYMMETRIC else 2]
-    for k in range(0, steps * BLOCK_K, BLOCK_K):
+    for k in range(start * BLOCK_K, stop * BLOCK_K, BLOCK_K):
         stage = number % STAGES
         arrived = full.index(stage)
         rows, columns = boxes_of(left.index(stage), a).index(0), boxes_of(right.index(stage), b).index(0)
         mbarrier.wait(empty.index(stage), (number // STAGES + 1) & 1)
         mbarrier.expect(arrived, 2 * (ROWS + COLUMNS) * BLOCK_K)
         if TURNED:
-            load_box(a, [matrix, k, i * ROWS], arrived, rows)
+            load_box(a, [of_a, k, i * ROWS], arrived, rows)
         else:
-            load_box(a, [matrix, i * ROWS, k], arrived, rows)
+            load_box(a, [of_a, i * ROWS, k], arrived, rows)
         if SYMMETRIC:
-            load_box(b, [matrix, j * COLUMNS, k], arrived, columns)
+            load_box(b, [of_b, j * COLUMNS, k], arrived, columns)
         else:
-            load_box(b, [matrix, k, j * COLUMNS], arrived, columns)
+            load_box(b, [of_b, k, j * COLUMNS], arrived, columns)
         number += 1
 
 
