@@ -6,6 +6,7 @@
     ... ends --stacks 24x896x896 32x512x2048
     ... processors --stacks 64x256x768
     ... segment --stacks 3x2048x6144
+    ... gram_tiles --stacks 1x1024x8192
     ... symmetric --stacks 3x2048x2048           one product with an addend alone
     ... product --stacks 4x2880x2880             A X alone
     ... --rest-ms 0                              of large stacks a long run, at the power limit
@@ -17,6 +18,8 @@ the same memory ("in turns"), or each has memory of its own, which lets a CUDA g
 "processors": what stays on processors (resident.py) is done by launches, or by one or two for each matrix.
 "segment": X X^T and the symmetric products up to the next product with X are launched one by one, or together
 (products.py).
+"gram_tiles": X X^T in the tiles that the table chooses ("chosen"), or in those of one of its entries. Among others a
+product does not take what it takes alone: this says which of two about equal entries should be chosen.
 "last_turn", "symmetric", "product": processors compute whole tiles only, or two share a tile of the last turn.
 By CUDA graphs, in turns; without a GPU called, where the ways take the same time: good to try the script.
 """
@@ -168,16 +171,52 @@ def processors(shapes, ranks, device):
 
 def segment(shapes, ranks, device):
     """The same, by the function, which has the GPU for itself."""
-    stacks, real = [torch.randn(shape, device=device).to(WIRE) for shape in shapes], products.takes
-    results = [torch.empty_like(t) for t in stacks]
+    work, results = function_call(shapes, device)
 
     def way(takes):
         products.takes = takes
         tape._tapes.clear()
+        work()
+
+    return {"launches": partial(way, lambda A: False), "one launch": partial(way, products.takes)}, results
+
+
+def gram_tiles(shapes, ranks, device):
+    """The same, for as many ways as there are tiles."""
+    (work, results), real = function_call(shapes, device), tiles.choose
+
+    def way(tile):
+        def choose(op, *about, **more):
+            return real(op, *about, **more) if tile is None or op != "gram" or more else tile
+
+        tiles.choose = products.choose = choose
+        gram._known.clear()
+        tape._tapes.clear()
+        work()
+
+    ways = {"chosen": partial(way, None)}
+    for tile in entries_of("gram", device):
+        ways[f"{tile.rows}x{tile.columns} {tile.loop}"] = partial(way, tile)
+    return ways, results
+
+
+def entries_of(op, device) -> list:
+    """The table's tiles in 16 bits for this GPU."""
+    known = tiles.table(tiles.architecture(device.type, device.index))["entries"]
+    return [tiles.Tile(*e["tile"], e["group"], e["stages"], e["warps"], e["loop"]) for e in known
+            if (e["op"], e["bytes"]) == (op, 2) and e.get("gpu", "") in device_name(device)]
+
+
+def function_call(shapes, device):
+    """(`orthogonalize` of all stacks, where it leaves its results)."""
+    stacks = [torch.randn(shape, device=device).to(WIRE) for shape in shapes]
+    results = [torch.empty_like(t) for t in stacks]
+
+    def work():
         for X, out in zip(stacks, results):
             out.copy_(polar.orthogonalize(X))
 
-    return {"launches": partial(way, lambda A: False), "one launch": partial(way, real)}, results
+    return work, results
 
 
 def whole_call(shapes, device):
@@ -242,7 +281,7 @@ def same_bits(ways, results) -> None:
 
 
 WAYS = {"pieces": in_pieces} | {
-    way.__name__: way for way in (side_by_side, last_turn, ends, processors, segment, symmetric, product)}
+    way.__name__: way for way in (side_by_side, last_turn, ends, processors, segment, gram_tiles, symmetric, product)}
 
 if __name__ == "__main__":
     main()

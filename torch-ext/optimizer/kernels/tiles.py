@@ -219,7 +219,8 @@ def expected_us(entry: dict, rows: int, columns: int, matrices: int, processors:
     if (loop := entry.get("loop")) in SPECIALISED:
         _, whole, halves = divide(matrices * tiles, processors, loop)
         early = loop == "pingpong" and whole < 2 * processors  # small tiles are faster then
-        turns -= 1 - HALF_TURN if halves and not early else 0
+        alone = whole == 0 and entry["op"] == "gram"  # but X X^T of nothing but halves is not slow
+        turns -= 1 - HALF_TURN if halves and (alone or not early) else 0
     steps = -(-(rows if product else columns) // inner)
     launch, turn, turn_step, share_step = entry["us"]
     return launch + turn * turns + turn_step * turns * steps + share_step * steps * matrices * tiles / processors
