@@ -47,7 +47,7 @@ polar, split, pack, gram, order, products, resident, tape, tiles = (
         "polar", "kernels.split", "kernels.pack", "kernels.gram", "kernels.order", "kernels.products",
         "kernels.resident", "kernels.tape", "kernels.tiles"))
 COLUMNS = "commit gpu what stacks ranks way median_us p20_us p80_us torch triton".split()
-STEPS, WIRE = polar.steps_of("polar_express"), torch.bfloat16
+STEPS, WIRE, CHOOSE = polar.steps_of("polar_express"), torch.bfloat16, tiles.choose
 
 
 def main() -> None:
@@ -183,11 +183,11 @@ def segment(shapes, ranks, device):
 
 def gram_tiles(shapes, ranks, device):
     """The same, for as many ways as there are tiles."""
-    (work, results), real = function_call(shapes, device), tiles.choose
+    work, results = function_call(shapes, device)
 
     def way(tile):
         def choose(op, *about, **more):
-            return real(op, *about, **more) if tile is None or op != "gram" or more else tile
+            return CHOOSE(op, *about, **more) if tile is None or op != "gram" or more else tile
 
         tiles.choose = products.choose = choose
         gram._known.clear()
