@@ -150,6 +150,21 @@ def test_a_turn_of_shared_tiles_is_expected_to_take_less(tiles):
     assert turns == pytest.approx([1, 1, 1, 1, 2, 2, 2, 2, 2.6, 2.6, 3, 3, 3.6])
     assert tiles.expected_us(entry | {"loop": "turns"}, 128, 128, 5, 4) == 2
     assert tiles.expected_us(entry | {"loop": "cooperative"}, 128, 128, 5, 4) == pytest.approx(1.6)
+    alone = [tiles.expected_us(entry | {"op": "gram"}, 128, 128, matrices, 4) for matrices in range(1, 7)]
+    assert alone == pytest.approx([0.6, 0.6, 1, 1, 2, 2])
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
+def test_few_matrices_take_what_whole_calls_found_fastest(tiles, gpu):
+    """X X^T of long rows, and of short ones (stacks.csv, "gram_tiles"; docs/log.md)."""
+    def loop(N, n, m):
+        tile = tiles._best("gram", 2, n, m, N, f"sm90 {gpu}")
+        return f"{tile.columns} {tile.loop}"
+
+    long = [(1, 1024, 8192), (2, 768, 6144), (2, 896, 4864), (3, 768, 3072), (4, 640, 2560), (8, 768, 3072)]
+    assert {loop(*stack) for stack in long} == {"128 pingpong"}
+    assert {loop(*stack) for stack in ((1, 512, 2048), (1, 768, 3072), (2, 640, 2560))} == {"64 once"}
+    assert {loop(*stack) for stack in ((16, 2048, 8192), (28, 2048, 2048))} == {"256 cooperative"}
 
 
 @pytest.mark.parametrize("down", [*range(1, 10), 23, 32])
