@@ -195,16 +195,9 @@ def gram_tiles(shapes, ranks, device):
         work()
 
     ways = {"chosen": partial(way, None)}
-    for tile in entries_of("gram", device):
+    for tile in map(tiles.tile_of, tiles.entries_of("gram", 2, tiles._gpu(device.type, device.index))):
         ways[f"{tile.rows}x{tile.columns} {tile.loop}"] = partial(way, tile)
     return ways, results
-
-
-def entries_of(op, device) -> list:
-    """The table's tiles in 16 bits for this GPU."""
-    known = tiles.table(tiles.architecture(device.type, device.index))["entries"]
-    return [tiles.Tile(*e["tile"], e["group"], e["stages"], e["warps"], e["loop"]) for e in known
-            if (e["op"], e["bytes"]) == (op, 2) and e.get("gpu", "") in device_name(device)]
 
 
 def function_call(shapes, device):

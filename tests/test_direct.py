@@ -326,8 +326,7 @@ def test_every_tile_of_the_table_stores_in_pieces(part, device, shape, dtype):
     A.copy_(A + A.mT)
     cuts, tall = [uneven(shape[0], ranks) for ranks in (7, 8, 64)], shape[0] > shape[1]
     for entry in entries or [None]:
-        tile = entry and tiles.Tile(*entry["tile"], entry["group"], entry["stages"], entry["warps"],
-                                    entry.get("loop", "pointers"))
+        tile = entry and tiles.tile_of(entry)
         out = poisoned(3, *shape, dtype=dtype, device=device)
         split, memory = pieces_of(out, cuts)
         with tiles.force(tile):

@@ -204,10 +204,9 @@ def test_measured_tiles_agree_in_every_bit(part, device, op, dtype, N, n, m, mon
     X, (A, B) = torch.randn(N, n, m, device=device).to(dtype), symmetric(N, n, dtype, device)
     results = []
     for entry, direction in itertools.product(entries, (1, -1)):
-        tile = tiles.Tile(*entry["tile"], entry["group"], entry["stages"], entry["warps"], entry["loop"])
         monkeypatch.setattr(gram, "_direction", lambda op, direction=direction: direction)
         out = poisoned(N, n, m if op == "product" else n, dtype=dtype, device=device)
-        with tiles.force(tile):
+        with tiles.force(tiles.tile_of(entry)):
             if op == "gram":
                 gram.gram(X, out)
             elif op == "product":

@@ -156,7 +156,7 @@ def test_a_turn_of_shared_tiles_is_expected_to_take_less(tiles):
 
 @pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
 def test_few_matrices_take_what_whole_calls_found_fastest(tiles, gpu):
-    """X X^T of long rows, and of short ones (stacks.csv, "gram_tiles"; docs/log.md)."""
+    """X X^T of long rows, and of short ones (docs/log.md; stacks.csv, "gram_tiles"). Large stacks take wide tiles."""
     def loop(N, n, m):
         tile = tiles._best("gram", 2, n, m, N, f"sm90 {gpu}")
         return f"{tile.columns} {tile.loop}"

@@ -102,7 +102,7 @@ def measure(gram, tiles, op, entries, processors, until) -> dict:
         X, A = operands(op, *case)
         for number in list(times):
             out = torch.empty_like(X if op == "product" else A)
-            tile = as_tile(tiles, entries[number])
+            tile = tiles.tile_of(entries[number])
             try:
                 with tiles.force(tile):
                     calls[number] = captured(call_of(gram, op, X, A, out))
@@ -138,10 +138,6 @@ def call_of(gram, op, X, A, out):
     if op == "product":
         return lambda: gram.product(A, X, out)
     return lambda: gram.symmetric_product(A, A, out, 0.5, [(A, -1.0)], whole=False)
-
-
-def as_tile(tiles, entry):
-    return tiles.Tile(*entry["tile"], entry["group"], entry["stages"], entry["warps"], entry["loop"])
 
 
 def captured(call):

@@ -185,9 +185,7 @@ def _best(op: str, itemsize: int, rows: int, columns: int, matrices: int, gpu: s
     """Take the entry that is expected to be fastest, or without times the one whose shape is nearest, in powers of two;
     the first of equals. gpu: an architecture, and after a space the name, of which an entry may want a part.
     """
-    arch, _, name = gpu.partition(" ")
-    entries = [e for e in table(arch)["entries"] if e["op"] == op and e["bytes"] == itemsize]
-    entries = [e for e in entries if e.get("loop") not in without and e.get("gpu", "") in name]
+    entries = [e for e in entries_of(op, itemsize, gpu) if e.get("loop") not in without]
     if not entries:
         return DEFAULT_FP32 if itemsize > 2 else DEFAULT
 
@@ -195,10 +193,20 @@ def _best(op: str, itemsize: int, rows: int, columns: int, matrices: int, gpu: s
         return abs(math.log2(entry["rows"] / max(rows, 1))) + abs(math.log2(entry["columns"] / max(columns, 1)))
 
     def time(entry):
-        return expected_us(entry, rows, columns, matrices, table(arch)["processors"])
+        return expected_us(entry, rows, columns, matrices, table(gpu.partition(" ")[0])["processors"])
 
-    best = min(entries, key=time if all("us" in e for e in entries) else distance)
-    return Tile(*best["tile"], best["group"], best["stages"], best["warps"], best.get("loop", "pointers"))
+    return tile_of(min(entries, key=time if all("us" in e for e in entries) else distance))
+
+
+def entries_of(op: str, itemsize: int, gpu: str) -> list[dict]:
+    """Return the entries for an operation and a size of elements that are for this GPU, called as `_gpu` does."""
+    arch, _, name = gpu.partition(" ")
+    return [e for e in table(arch)["entries"] if (e["op"], e["bytes"]) == (op, itemsize) and e.get("gpu", "") in name]
+
+
+def tile_of(entry: dict) -> Tile:
+    """Return an entry's tile."""
+    return Tile(*entry["tile"], entry["group"], entry["stages"], entry["warps"], entry.get("loop", "pointers"))
 
 
 def expected_us(entry: dict, rows: int, columns: int, matrices: int, processors: int) -> float:
