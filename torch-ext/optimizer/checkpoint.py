@@ -12,12 +12,13 @@ import os
 
 import torch
 
-from .groups import TOLERATED, check_group, clean_names
+from .groups import clean_names
 from .layout import is_dtensor
 from .loaded import KINDS, check_state
 from .names import in_group
 from .owned import STATE_KEYS
 from .store import state_keys
+from .validation import TOLERATED, check_group
 
 FORMAT, VERSION = "optimizer-state", "1"
 STRUCTURE = ("params", "param_names", "use_muon")  # of a group: what its options are not

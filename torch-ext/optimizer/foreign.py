@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from .groups import SCHEDULED
+from .validation import SCHEDULED
 
 SHARED = ("params", "param_names", "lr", "weight_decay", *SCHEDULED)  # the same in all
 JORDANS = frozenset((*SHARED, "momentum", "use_muon", "betas", "eps"))

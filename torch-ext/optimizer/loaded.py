@@ -9,11 +9,12 @@ import contextlib
 
 import torch
 
-from .groups import check_numbers, clean_name
+from .groups import clean_name
 from .layout import as_dtensor, is_by_rows, is_dtensor, local_of, place_like
 from .names import in_group, name_of
 from .owned import STATE_KEYS
 from .store import home_of, state_keys, state_shape
+from .validation import check_numbers
 
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
 OTHERS = "maximize", "amsgrad", "differentiable"  # options of torch's that change what a step is

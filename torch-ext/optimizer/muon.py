@@ -17,7 +17,6 @@ from .change import Look, memory_key
 from .early import Early
 from .feed import Feed
 from .graphs import Graphs, current, release_before_groups
-from .groups import check_again, check_group, check_together, check_unique, device_of, is_adamw
 from .guard import unscale
 from .late import Late, settled
 from .layout import form_of, this_rank
@@ -31,6 +30,7 @@ from .report import Report, Stopwatch, report_of
 from .routes import Elementwise
 from .saving import Saving
 from .settle import inherit, lack_state, refuse_torn
+from .validation import check_again, check_group, check_together, check_unique, device_of, is_adamw
 
 
 class Muon(Saving):

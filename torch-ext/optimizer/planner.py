@@ -17,7 +17,6 @@ from . import polar
 from .agree import agree
 from .change import gradient_dtype
 from .freight import ChunkTerms, Terms
-from .groups import check_param
 from .iteration import gain_side_by_side
 from .kernels import ahead
 from .kernels.tiles import architecture
@@ -38,6 +37,7 @@ from .plan import (
 from .settle import check_state, settle_state
 from .share import chunk_share, share_of
 from .store import home_of
+from .validation import check_param
 
 
 @dataclass(frozen=True)
