@@ -209,6 +209,49 @@ def test_only_kernels_import_triton_and_nobody_needs_more_than_torch(module):
         assert not at_top or packages <= sys.stdlib_module_names | {"torch"}, f"{module}:{node.lineno}"
 
 
+# Attributes of classes
+
+
+CONSTANT = (ast.Constant, ast.Tuple, ast.UnaryOp, ast.Name, ast.Load, ast.unaryop)  # a name: a constant or a function
+OPTIMIZERS = ("Muon", "NorMuon", "Returning", "Saving")
+
+
+def class_attributes(tree: ast.AST) -> list[tuple[ast.ClassDef, ast.Assign]]:
+    """What the bodies of classes assign; a dataclass makes attributes of instances of it."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    plain = [node for node in classes if not any("dataclass" in ast.unparse(d) for d in node.decorator_list)]
+    return [(node, line) for node in plain for line in node.body if isinstance(line, (ast.Assign, ast.AnnAssign))]
+
+
+def names_of(targets: list[ast.AST], kind: type) -> set[str]:
+    found = [node for target in targets for node in ast.walk(target) if isinstance(node, kind)]
+    return {getattr(node, "id", None) or node.attr for node in found if isinstance(node.ctx, ast.Store)}
+
+
+@every_module
+def test_class_attributes_are_constants(module):
+    """A list, a dict or an object made there is shared by all instances."""
+    for node, line in class_attributes(TREES[module]):
+        inside = list(ast.walk(line.value)) if line.value is not None else []
+        assert all(isinstance(value, CONSTANT) for value in inside), f"{module}:{line.lineno}, {node.name}"
+
+
+def test_class_attributes_of_optimizers_are_never_assigned():
+    """A default on the class hides the value of the optimizer from wrappers that derive a class from the optimizer's
+    and ask the optimizer only for what that class lacks (Lightning, Fabric): `__init__` has to set it.
+    """
+    assigned = names_of(list(TREES.values()), ast.Attribute)
+    seen, kept = set(), set()
+    for module in TREES:
+        for node, line in class_attributes(TREES[module]):
+            targets = line.targets if isinstance(line, ast.Assign) else [line.target]
+            if node.name in OPTIMIZERS:
+                kept |= names_of(targets, ast.Name)
+        seen |= {node.name for node in ast.walk(TREES[module]) if isinstance(node, ast.ClassDef)}
+    assert seen.issuperset(OPTIMIZERS)
+    assert kept & assigned == set() and kept <= {"_extra_keys"}
+
+
 # Text
 
 

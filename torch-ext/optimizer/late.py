@@ -190,18 +190,23 @@ class Late:
 
 
 def settled(method):
-    """A method that sees no weight or state half-written: the current stream waits first."""
+    """Decorate a method of an optimizer that reads or changes weights or state: the current stream waits first.
+
+    The method runs on the optimizer even where it is called on a wrapper of Lightning or Fabric. These derive a class
+    from the optimizer's and look up in the optimizer only what the wrapper lacks, so that an attribute set by the
+    method would stay on the wrapper.
+    """
     @functools.wraps(method)
     def after(self, *arguments, **options):
-        self._late.wait()
-        return method(self, *arguments, **options)
+        itself = self._itself()
+        itself._late.wait()
+        return method(itself, *arguments, **options)
 
     return after
 
 
 class Returning(torch.optim.Optimizer):
-    """An optimizer whose updates may return during the next forward."""
-    _late = Late()
+    """An optimizer whose updates may return during the next forward. Subclasses set `_late` and `_itself`."""
 
     def updates_return_during(self, model: torch.nn.Module) -> None:
         """With overlap_forward=True, `step` no longer waits for the weights of this model: its modules do, each before

@@ -6,6 +6,7 @@ moved memory); everything else is done by the layers below.
 from __future__ import annotations
 
 import inspect
+import weakref
 from dataclasses import replace
 
 import torch
@@ -65,23 +66,50 @@ class Muon(Saving):
     With a torch.amp.GradScaler the step unscales gradients in place; its found_inf leaves the whole step out. Raises
     ValueError, NotImplementedError or TypeError at construction for what could not be stepped.
     """
-    timing, _extra_keys, _graphs, _beside = False, (), None, None
-    _step_supports_amp_scaling = True  # torch.amp.GradScaler sets `grad_scale` and `found_inf`, and leaves the rest
-    _half_way, _world, _skipped, _process_groups, _early, _members = False, None, None, None, Early(), ()
+    _extra_keys = ()  # of a group, besides those of Muon; a constant of the class, as all class attributes here
 
     @spelled_out(Options, kind=inspect.Parameter.KEYWORD_ONLY)
     def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, ns_coefficients="polar_express",
                  eps=1e-7, ns_steps=5, adjust_lr_fn=None, *, adamw_betas=(0.9, 0.95), adamw_eps=1e-8, **options):
         extra = {key: options.pop(key) for key in self._extra_keys}
-        self._options, self._adamw = Options.of(options), {"betas": adamw_betas, "eps": adamw_eps}
+        self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
+        self._start(Options.of(options))
         self._options.check()
-        self._late = Late(self._options.overlap_forward)
         self._is_world = options.get("process_group") is not None and self._options.process_group is dist.group.WORLD
         self._forget()
         super().__init__(params, {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
             "use_muon": True, **extra})
+
+    def _start(self, options: Options) -> None:
+        """Set every attribute that the methods read, in `__init__` and in a copy, which is made without it.
+
+        None of them is an attribute of the class: a wrapper of Lightning or Fabric derives a class from the optimizer's
+        and asks the optimizer only for attributes that this class lacks.
+        """
+        self._itself = weakref.ref(self)  # on which `settled` runs methods that are called on a wrapper
+        self._options = options
+        self._late = Late(options.overlap_forward)
+        self._early = Early()
+        self._step_supports_amp_scaling = True  # GradScaler sets `grad_scale` and `found_inf`, and leaves the rest
+        self._timing = False
+        self._half_way = False  # whether a step began and did not end
+        self._skipped = None  # a count on the device, once a step has looked at gradients
+        self._members = ()  # each group's parameters at the last step
+        self._world = None  # torch.distributed's default group at the last step
+        self._process_groups = None  # made by `_forget`, as are graphs
+        self._graphs = None
+        self._beside = None  # the graphs of `_alone`
+
+    @property
+    def timing(self) -> bool:
+        """Whether steps are measured for `plan_report`."""
+        return self._itself()._timing
+
+    @timing.setter
+    def timing(self, on: bool) -> None:
+        self._itself()._timing = on
 
     @settled
     def add_param_group(self, param_group) -> None:
@@ -111,13 +139,14 @@ class Muon(Saving):
 
         Raises RuntimeError, also for all later steps until `load_state_dict`, if it failed half-way.
         """
-        refuse_torn(self._torn)
+        itself = self._itself()
+        refuse_torn(itself._torn)
         with torch.enable_grad():
             loss = None if closure is None else closure()
         scaled = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        device = device_of(self.param_groups)
-        with current(device), self._late.aside(device, wait_for_all=scaled != (None, None)):
-            self._take(*scaled)
+        device = device_of(itself.param_groups)
+        with current(device), itself._late.aside(device, wait_for_all=scaled != (None, None)):
+            itself._take(*scaled)
         return loss
 
     def _take(self, grad_scale, found_inf) -> None:

@@ -22,10 +22,9 @@ class Presence:
     whose matrices never travel, each rank leaves its own alone, and asks nobody.
     """
 
-    flags = {}  # ranks -> (what this rank has, what any rank has), on the device, from a Feed
-
     def __init__(self, plans=(), stores=(), process_groups=None):
         self.members, self.stores, self.process_groups, self.saved, self.works = {}, stores, process_groups, {}, []
+        self.flags = {}  # ranks -> (what this rank has, what any rank has), on the device, from a Feed
         self.device = stores[0].device if stores else torch.device("cpu")
         for plan, store in zip(plans, stores):
             for number in range(len(plan.params)):

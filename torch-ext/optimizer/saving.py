@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from .late import Late, Returning, settled
+from .late import Returning, settled
 from .loaded import Loading
 from .names import names_in
 from .owned import presented
@@ -63,8 +63,9 @@ class Saving(Returning):
                 "_half_way": self._torn, "_is_world": self._is_world}
 
     def __setstate__(self, state) -> None:
+        if "_itself" not in vars(self):  # a copy, for which `__init__` has not run
+            self._start(state["_options"])
         super().__setstate__(state)
-        self._late = vars(self).get("_late") or Late(self._options.overlap_forward)
         if isinstance(self._options.process_group, str):
             group = dist.distributed_c10d._resolve_process_group(self._options.process_group)
             self._options = replace(self._options, process_group=group)

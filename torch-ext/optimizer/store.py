@@ -38,7 +38,6 @@ class Store:
     step's, as they are read; `came`: as autograd left them; `missing`: the numbers of those that it did not make.
     """
     addresses = numbers = flags = None
-    first = {}  # number of a parameter -> that of its first flag
 
     def __init__(self, params, layouts, row_layouts, state, in_chunks=False, hp=None, strays=None):
         self.params, self.state, self.rank, self.in_chunks, self.hp = params, state, this_rank(), in_chunks, hp
@@ -46,6 +45,7 @@ class Store:
         self.device, self.wide = local_of(params[0]).device, params[0].dtype == torch.float64
         self.names = list(range(len(params))) if hp is None else list(map(names_in(hp).get, params))
         self.strays, self.forms = {} if strays is None else strays, None
+        self.first = {}  # number of a parameter -> that of its first flag
         self._find_strays()
         self.read(bring=lambda param, grad: torch.zeros(local_of(param).shape, dtype=grad.dtype, device=self.device))
         self.forms = list(map(form_of_gradient, self.gradients))
