@@ -25,6 +25,7 @@ FILE_LINES, FUNCTION_LINES, KERNEL_LINES, NESTING = 700, 60, 120, 3
 # A module imports only from rows above its own. `debug` is a leaf for everybody.
 LAYERS = [
     ["debug", "_ops"],  # _ops is generated: the operators' namespace
+    ["names"],
     ["kernels.tape", "kernels.neighbours"],
     ["kernels"],
     ["kernels.tiles", "kernels.ahead"],
@@ -53,7 +54,7 @@ LAYERS = [
     ["pipeline"],  # it knows nothing; the cost model runs it on clocks in place of buckets
     ["pace", "balance", "cut"],
     ["freight"],  # plan.py, cut in two: what matrices take of memory and time
-    ["layout", "names"],
+    ["layout"],
     ["plan"],
     ["share"],  # plan.py, cut in two: the plan of all ranks, and what one rank has of it
     ["feed"],  # what is sent to the device at every step, from every store in one copy
@@ -73,7 +74,7 @@ LAYERS = [
     ["settle"],
     ["planner", "bind"],  # what muon.py did before the first step: plan with other ranks; lend memory, make routes
     ["report"],
-    ["options"],
+    ["options", "cycled"],
     ["saving"],
     ["muon"],
     ["normuon"],

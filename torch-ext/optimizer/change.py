@@ -23,7 +23,7 @@ from .names import name_among
 
 gradient_of, _dtype, _requires_grad, _spec = map(attrgetter, ("grad", "dtype", "requires_grad", "_spec"))
 _params = itemgetter("params")
-FIXED = "use_muon", "adjust_lr_fn", "ns_coefficients", "ns_steps", "eps", "betas"  # numbers that no schedule changes
+FIXED = "use_muon", "adjust_lr_fn", "ns_coefficients", "ns_steps", "eps"  # numbers that no schedule changes
 
 
 def glance(groups, state, *more):
@@ -134,7 +134,13 @@ def _values_of(state) -> list:
 
 
 def _numbers(groups) -> list:
-    return [(id(group), len(group["params"]), *map(_kept, map(group.get, FIXED))) for group in groups]
+    return [(id(group), len(group["params"]), *map(_kept, map(group.get, FIXED)), _later(group.get("betas")))
+            for group in groups]
+
+
+def _later(betas):
+    """beta2; beta1 may change at every step (cycled.py)."""
+    return _kept(betas[1:] if isinstance(betas, (tuple, list)) else betas)
 
 
 def _kept(value):

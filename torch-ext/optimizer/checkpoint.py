@@ -6,7 +6,6 @@ state goes through torch.distributed.checkpoint and needs nothing of this file.
 """
 from __future__ import annotations
 
-import itertools
 import json
 import os
 
@@ -15,7 +14,7 @@ import torch
 from .groups import clean_names
 from .layout import is_dtensor
 from .loaded import KINDS, check_state
-from .names import in_group
+from .names import given_names, in_group
 from .owned import STATE_KEYS
 from .store import state_keys
 from .validation import TOLERATED, check_group
@@ -36,11 +35,12 @@ def export_state(optimizer, path, model=None) -> None:
                            "before it and some of after it: load a checkpoint (load_state_dict), then export")
     optimizer._early.refuse("export_state")
     optimizer.wait()
+    optimizer._beta1.follow(optimizer.param_groups)
     names = _names(optimizer, model)
     tensors = {f"state.{name}.{key}": value.detach().cpu().contiguous() for param, name in names.items()
                for key, value in optimizer.state.get(param, {}).items() if key in STATE_KEYS}
     groups = [{"params": [names[p] for p in group["params"]], "use_muon": bool(group["use_muon"]),
-               "options": {key: _plain(value) for key, value in group.items() if key not in STRUCTURE}}
+               "options": {key: _plain(value) for key, value in group.items() if _is_option(key, value)}}
               for group in optimizer.param_groups]
     header = {"params": {name: list(p.shape) for p, name in names.items()}, "groups": groups,
               "tensors": {name: _described(t) for name, t in tensors.items()}}
@@ -80,8 +80,7 @@ def _names(optimizer, model) -> dict:
         names = clean_names(model)
         known = {p: names[name] for name, p in model.named_parameters()}
     else:
-        known = dict(zip(params, itertools.chain(*(g.get("param_names") or [None] * len(g["params"])
-                                                   for g in optimizer.param_groups))))
+        known = {p: name for g in optimizer.param_groups for p, name in zip(g["params"], given_names(g))}
     first = {}
     for i, param in enumerate(params):
         if known.get(param) is None:
@@ -95,6 +94,17 @@ def _names(optimizer, model) -> dict:
             raise ValueError(f"two parameters, of shapes {tuple(twin.shape)} and {tuple(param.shape)}, have the name "
                              f"{known[param]}, and one file holds one state by it: name them apart (param_names)")
     return {param: known[param] for param in params}
+
+
+def _is_option(key, value) -> bool:
+    """Whether JSON holds an entry of a group; what other tools keep there may be anything."""
+    if key in STRUCTURE or not isinstance(key, str):
+        return False
+    try:
+        json.dumps(_plain(value))
+    except (TypeError, ValueError, RuntimeError, RecursionError):
+        return False
+    return True
 
 
 def _plain(value):

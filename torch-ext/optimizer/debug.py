@@ -10,8 +10,15 @@ import hashlib
 import os
 from pathlib import Path
 
+LONGEST = 200  # characters of a value that a message repeats
 CHOICES = ("auto", "torch", "triton")
 GRAPHS = ("auto", "off")
+
+
+def shortened(text: object) -> str:
+    """Return `str(text)` for a message, cut after 200 characters: names and values come from users and files."""
+    text = str(text)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"
 
 
 def kernels() -> str:
@@ -26,16 +33,23 @@ def graphs() -> str:
 
 def _check(name, choice, allowed):
     if choice not in allowed:
-        raise ValueError(f"{name} is {choice!r}; it may be one of {', '.join(allowed)}")
+        raise ValueError(f"{name} is {shortened(repr(choice))}; it may be one of {', '.join(allowed)}")
     return choice
 
 
 def tiles() -> Path | None:
     """Return the file that OPTIMIZER_TILES names, a table of tiles in place of the package's own (docs/kernels.md)."""
     name = os.environ.get("OPTIMIZER_TILES")
-    if name and not Path(name).is_file():
-        raise ValueError(f"OPTIMIZER_TILES is {name!r}, which is no file; tools/tune_tiles.py writes one, or unset it")
-    return Path(name) if name else None
+    if not name:
+        return None
+    try:
+        is_file = Path(name).is_file()
+    except (OSError, ValueError):  # a name that is too long, or that no system takes
+        is_file = False
+    if not is_file:
+        raise ValueError(f"OPTIMIZER_TILES is {shortened(repr(name))}, which is no file; tools/tune_tiles.py writes "
+                         "one, or unset it")
+    return Path(name)
 
 
 def choices() -> tuple[str, str]:

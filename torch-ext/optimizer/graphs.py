@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from . import debug
-from .kernels import capturing, use_triton
+from .kernels import capturing, check_choice, use_triton
+from .kernels.tiles import own_table
 
 CAPTURES = 8  # of one part; a part whose key keeps changing is not worth more
 
@@ -28,6 +29,15 @@ def current(device):
 def available(device) -> bool:
     """Whether parts on `device` are captured: NVIDIA GPUs with the Triton kernels, unless OPTIMIZER_GRAPHS forbids."""
     return (device.type == "cuda" and torch.version.hip is None and debug.graphs() == "auto" and use_triton(device))
+
+
+def check_environment(device) -> None:
+    """Raise ValueError, with the variable, for an environment variable of this package that a step on `device` could
+    not follow.
+    """
+    debug.graphs()
+    check_choice(device)
+    own_table()
 
 
 class Recording:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 
 import torch
 import torch.distributed as dist
 
 from . import debug
-from .layout import raw_locals
+from .layout import is_dtensor, raw_locals, sharded_among
 from .names import name_in
 from .plan import turn
 
@@ -107,6 +108,41 @@ class Guard:
         where = f"of {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else "on another rank"
         raise RuntimeError(f"NaN or Inf in the gradient {where}: no weight and no state has changed (nonfinite="
                            "'raise'). Look for what caused it, or use nonfinite='skip'")
+
+
+def scalers_may_differ(groups, options) -> bool:
+    """Whether torch.amp.GradScaler may find Inf on one rank and none on another with which it steps together.
+
+    Each rank's scaler looks at its own gradients. Of DTensors it takes the maximum over the ranks among which its first
+    gradient is sharded: enough where all parameters are sharded among the same ranks, as with fully_shard alone.
+    """
+    if not options.grads_are_reduced:
+        return True
+    kinds = {(p.device_mesh, p.placements) for group in groups for p in group["params"] if _is_compared(p)}
+    return len({sharded_among(mesh, placements) for mesh, placements in kinds}) > 1
+
+
+def warn_of_unlike(groups) -> bool:
+    """Warn, and return True, if this rank's scaler compares by another first gradient than ranks that have all."""
+    firsts = {}  # dtype -> [the first parameter, the first one with a gradient], each with its group
+    for group in groups:
+        for param in filter(_is_compared, group["params"]):
+            pair = firsts.setdefault(param.dtype, [(group, param), None])
+            pair[1] = pair[1] or (None if param.grad is None else (group, param))
+    for first, here in firsts.values():
+        if here is None or (here[1].device_mesh, here[1].placements) == (first[1].device_mesh, first[1].placements):
+            continue
+        warnings.warn(f"parameter {name_in(*first)} has no gradient here. torch.amp.GradScaler compares what it found "
+                      "over the mesh and by the placements of the first gradient of each dtype, here that of "
+                      f"{name_in(*here)}: ranks that have the other one compare otherwise, and all wait for each other "
+                      "until the process group's timeout. Have all ranks make the same gradients, zeros where need be",
+                      stacklevel=4)
+        return True
+    return False
+
+
+def _is_compared(param) -> bool:
+    return is_dtensor(param) and param.requires_grad
 
 
 def unscale(stores, grad_scale) -> None:

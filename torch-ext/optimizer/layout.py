@@ -151,6 +151,16 @@ def box_at(coordinate, shape, placements, sizes):
     return tuple(box)
 
 
+def sharded_among(mesh, placements) -> frozenset:
+    """The ranks that together with this one hold a tensor once: along the axes of the mesh that shard it."""
+    here = mesh.get_coordinate()
+    if here is None:
+        return frozenset()
+    places = tuple(slice(None) if _shard_dim(p) is not None else at for at, p in zip(here, placements))
+    with no_dispatch():
+        return frozenset(mesh.mesh[places].flatten().tolist())
+
+
 def row_chunks(rows, parts) -> list:
     """The sizes of the chunks into which torch cuts so many rows."""
     part = -(-rows // parts)

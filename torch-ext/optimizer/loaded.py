@@ -75,7 +75,7 @@ def _in_own_order(saved, own) -> dict:
     """
     ours, theirs = ([clean_name(name) for name in group.get("param_names") or ()] for group in (own, saved))
     number = dict(zip(theirs, saved["params"]))
-    if not len(ours) == len(theirs) == len(number) == len(saved["params"]) or set(ours) != set(number):
+    if not ours or not len(ours) == len(theirs) == len(number) == len(saved["params"]) or set(ours) != set(number):
         return saved
     if not all(isinstance(key, int) for key in saved["params"]):
         return saved
@@ -128,7 +128,7 @@ def check_state(param, keys, name, state) -> None:
 
 
 def _check_kind(number, group, saved) -> None:
-    if FOREIGN & set(saved):
+    if FOREIGN & (set(saved) - set(group)):
         raise ValueError("this is the state dict of another Muon, which scales its state differently: pass it through "
                          "convert_state_dict first")
     other = [key for key in OTHERS if saved.get(key)] + ["beta2"] * ("beta2" in saved and "beta2" not in group)
@@ -138,7 +138,7 @@ def _check_kind(number, group, saved) -> None:
                          "here: go on with the one that saved it, or remove the key")
     ours, theirs = bool(group["use_muon"]), bool(saved.get("use_muon", group["use_muon"]))
     if ours != theirs:
-        names = saved.get("param_names") or saved["params"]
+        names = saved.get("param_names") or saved["params"] or ["no parameters"]
         raise ValueError(f"parameter group {number} ({names[0]}, ...) is one of {KINDS[theirs]} in the state dict, but "
                          f"of {KINDS[ours]} here: build the groups in the order in which they were saved")
     with in_group(number, group):

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from . import pipeline
 from .bind import OTHER_NUMBERS, OTHER_PARAMETERS, OTHER_PLACES, bind, make_stores, name_buckets, watch
 from .change import Look, memory_key
+from .cycled import Beta1, check_momentum, part_tensors
 from .early import Early
 from .feed import Feed
-from .graphs import Graphs, current, release_before_groups
-from .guard import unscale
+from .graphs import Graphs, check_environment, current, release_before_groups
+from .guard import scalers_may_differ, unscale, warn_of_unlike
 from .late import Late, settled
 from .layout import form_of, this_rank
 from .names import in_group
@@ -31,7 +32,17 @@ from .report import Report, Stopwatch, report_of
 from .routes import Elementwise
 from .saving import Saving
 from .settle import inherit, lack_state, refuse_torn
-from .validation import check_again, check_group, check_together, check_unique, device_of, is_adamw
+from .validation import (
+    check_adamw,
+    check_again,
+    check_group,
+    check_live,
+    check_memory,
+    check_together,
+    check_unique,
+    device_of,
+    is_adamw,
+)
 
 
 class Muon(Saving):
@@ -63,8 +74,13 @@ class Muon(Saving):
     round; each bucket then has memory of its own. overlap_forward (False): True: on GPUs no stream waits for `step`;
     each module of a model given to `updates_return_during` waits for its own weights. With both the bits are the same.
 
-    With a torch.amp.GradScaler the step unscales gradients in place; its found_inf leaves the whole step out. Raises
-    ValueError, NotImplementedError or TypeError at construction for what could not be stepped.
+    unscale_in_step (None): who acts on what a torch.amp.GradScaler finds. False: the scaler, as with torch.optim.Muon:
+    it unscales, and does not call `step` where it found Inf. True: `step`, as with torch.optim.AdamW(fused=True): it
+    unscales gradients in place and leaves itself out on all ranks if one found Inf, and no host waits. None: True only
+    where scalers of several ranks may find unlike things, so that some ranks would wait for the others: with
+    grads_are_reduced=False, and with DTensors that are sharded over unlike ranks.
+
+    Raises ValueError, NotImplementedError or TypeError at construction for what could not be stepped.
     """
     _extra_keys = ()  # of a group, besides those of Muon; a constant of the class, as all class attributes here
 
@@ -75,12 +91,16 @@ class Muon(Saving):
         self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
         self._start(Options.of(options))
         self._options.check()
+        check_adamw(adamw_betas, adamw_eps)
         self._is_world = options.get("process_group") is not None and self._options.process_group is dist.group.WORLD
         self._forget()
         super().__init__(params, {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
             "use_muon": True, **extra})
+        check_environment(device_of(self.param_groups))
+        check_memory(self.param_groups)
+        self._has_all_groups = True
 
     def _start(self, options: Options) -> None:
         """Set every attribute that the methods read, in `__init__` and in a copy, which is made without it.
@@ -92,7 +112,9 @@ class Muon(Saving):
         self._options = options
         self._late = Late(options.overlap_forward)
         self._early = Early()
-        self._step_supports_amp_scaling = True  # GradScaler sets `grad_scale` and `found_inf`, and leaves the rest
+        self._beta1 = Beta1()
+        self._has_all_groups = False  # whether those of the constructor are there
+        self._has_warned = False  # of gradients that a GradScaler compares in another order than other ranks
         self._timing = False
         self._half_way = False  # whether a step began and did not end
         self._skipped = None  # a count on the device, once a step has looked at gradients
@@ -116,6 +138,7 @@ class Muon(Saving):
         """Add a group; see the class for what it may hold."""
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group must be a dict, not {type(param_group).__name__}")
+        momentum = param_group.get("momentum")
         if is_adamw(param_group):
             for key, value in self._adamw.items():
                 param_group.setdefault(key, value)
@@ -125,12 +148,39 @@ class Muon(Saving):
             with in_group(count, param_group):
                 check_unique(param_group, self.param_groups)
                 super().add_param_group(param_group)
-                check_group(self.param_groups[-1], self._extra_keys)
-                check_together(self.param_groups, self._options)
+                self._check_new(self.param_groups[-1], momentum)
+            if self._has_all_groups:
+                check_memory(self.param_groups)
         except Exception:
             del self.param_groups[count:]
             raise
+        part_tensors(self.param_groups)
+        self._beta1.follow(self.param_groups)
         self._forget()
+
+    def _check_new(self, group: dict, momentum: object) -> None:
+        """Raise ValueError or NotImplementedError for a new group; `momentum`: what it was given, if anything."""
+        wide = {f"adamw_{key}": value for key, value in self._adamw.items()}
+        check_group(group, self._extra_keys, {**vars(self._options), **wide})
+        check_together(self.param_groups, self._options, [group])
+        if is_adamw(group):
+            check_momentum(group, momentum, self.defaults["momentum"])
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether torch.amp.GradScaler leaves unscaling, and leaving out a step, to `step`, which it gives `grad_scale`
+        and `found_inf`. Otherwise it calls `step` only where it found no Inf.
+        """
+        itself = self._itself()
+        groups, options = itself.param_groups, itself._options
+        if not itself._has_warned:
+            itself._has_warned = warn_of_unlike(groups)
+        return scalers_may_differ(groups, options) if options.unscale_in_step is None else options.unscale_in_step
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        itself = self._itself()
+        itself._options = replace(itself._options, unscale_in_step=bool(value))
 
     @torch._disable_dynamo  # a compiled training step breaks here: this one's graphs are its own
     @torch.no_grad()
@@ -151,6 +201,7 @@ class Muon(Saving):
 
     def _take(self, grad_scale, found_inf) -> None:
         """Step, with what a GradScaler says of the gradients, or None."""
+        self._read_groups()
         self._half_way = begun = self._early.begun
         self._process_groups.quiet = False
         if begun:
@@ -170,6 +221,12 @@ class Muon(Saving):
         self._feed.forget()
         if self._guard is not None:
             self._note(found_inf is None)
+
+    def _read_groups(self) -> None:
+        """Take what schedules have put into the groups. Raises ValueError, with group and key, for what is not allowed.
+        """
+        check_live(self.param_groups)
+        self._beta1.follow(self.param_groups)
 
     def _note(self, tell) -> None:
         """Count what was left alone; `tell`: raise for it with nonfinite="raise". Else a GradScaler has decided."""
@@ -205,6 +262,7 @@ class Muon(Saving):
         happens. Then call `step` before gradients change. Raises RuntimeError if gradients have left already.
         """
         refuse_torn(self._torn)
+        self._read_groups()
         if ready := self._as_bound() and not self.timing:
             self._process_groups.quiet = False
         return self._early.opened(ready)
@@ -240,7 +298,7 @@ class Muon(Saving):
         self._find_world()
         if self._seen is not None and self._seen.holds(self.param_groups, self.state, scaled):
             return self._stores
-        check_again(self.param_groups)
+        check_again(self.param_groups, self._options)
         self._members = inherit(self._members, self.param_groups, self.state)
         for alone in (False, True):  # what this process steps alone must not change what it steps with others
             units, key = stepped(self.param_groups, self._options, alone)

@@ -2,12 +2,23 @@
 from __future__ import annotations
 
 from . import debug
+from .debug import shortened
+
+
+def given_names(group) -> list | tuple:
+    """The names that a group was given for its parameters, in their order; fewer where parameters were appended.
+
+    Of more names than parameters none is used: wrappers that divide the parameters of a group among ranks
+    (ZeroRedundancyOptimizer) leave its other keys as they are, and do not say which names belong to the rest.
+    """
+    names, params = group.get("param_names") or (), group.get("params")
+    return () if isinstance(params, (list, tuple)) and len(names) > len(params) else names
 
 
 def name_of(group, number) -> str:
     """The name of a group's parameter for messages: as given, or its number."""
-    names = group.get("param_names") or ()  # who appends to a group's parameters need not name them
-    return names[number] if number < len(names) else f"#{number}"
+    names = given_names(group)
+    return shortened(names[number]) if number < len(names) else f"#{number}"
 
 
 def name_in(group, param) -> str:
@@ -30,5 +41,6 @@ def in_group(number, group):
     entries, first = group.get("params"), ""
     if isinstance(entries, (list, tuple)) and entries:
         named = isinstance(entries[0], tuple) and entries[0] and isinstance(entries[0][0], str)
-        first = f" ({entries[0][0] if named else name_of(group, 0)}{', ...' if len(entries) > 1 else ''})"
+        name = shortened(entries[0][0]) if named else name_of(group, 0)
+        first = f" ({name}{', ...' if len(entries) > 1 else ''})"
     return debug.during(f"group {number}{first}")

@@ -5,10 +5,13 @@ Decides which values are allowed, and how much memory travelling updates may tak
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
+
+from .names import shortened
 
 NONFINITE = ("propagate", "skip", "raise")
 
@@ -27,30 +30,39 @@ class Options:
     nonfinite: str = "propagate"
     overlap_backward: bool = False
     overlap_forward: bool = False
+    unscale_in_step: bool | None = None
 
     @classmethod
     def of(cls, given: dict) -> Options:
-        """Those that are given, and defaults. Raises TypeError for another name."""
+        """Those that are given, and defaults; of a 1-D DeviceMesh its process group.
+
+        Raises TypeError for another name, ValueError for a mesh of several dims.
+        """
         known = [field.name for field in fields(cls)]
         if unknown := sorted(set(given) - set(known)):
-            raise TypeError(f"there is no argument {unknown[0]!r}: leave it out. Besides torch.optim.Muon's there are "
+            raise TypeError(f"there is no argument {shortened(repr(unknown[0]))}: leave it out. Besides "
+                            "torch.optim.Muon's there are "
                             f"adamw_betas, adamw_eps, {', '.join(known)}")
+        if "process_group" in given:
+            given = {**given, "process_group": _group_of(given["process_group"])}
         return cls(**given)
 
     def check(self) -> None:
         """Raise ValueError for a value that is not allowed."""
         wide = (torch.float32, torch.bfloat16)
         for key, allowed in (("state_dtype", wide), ("wire_dtype", wide), ("ns_dtype", (None, *wide, torch.float16))):
-            if getattr(self, key) not in allowed:
-                raise ValueError(f"{key}={getattr(self, key)} is not allowed: it must be one of {allowed}")
-        if self.nonfinite not in NONFINITE:
-            raise ValueError(f"nonfinite={self.nonfinite!r} is not allowed: it must be one of {NONFINITE}")
+            if all(getattr(self, key) is not dtype for dtype in allowed):  # an array has no truth value
+                raise self._refused(key, f"one of {allowed}")
+        if not isinstance(self.nonfinite, str) or self.nonfinite not in NONFINITE:
+            raise self._refused("nonfinite", f"one of {NONFINITE}")
         room = self.workspace_bytes
         if room is not None and (type(room) is not int or room < 1):
-            raise ValueError(f"workspace_bytes={room!r} is not allowed: it must be a whole number >= 1, or None")
+            raise self._refused("workspace_bytes", "a whole number >= 1, or None")
         for key in ("grads_are_reduced", "shard_state", "capturable", "overlap_backward", "overlap_forward"):
             if type(getattr(self, key)) is not bool:
-                raise ValueError(f"{key}={getattr(self, key)!r} is not allowed: it must be True or False")
+                raise self._refused(key, "True or False")
+        if self.unscale_in_step is not None and type(self.unscale_in_step) is not bool:
+            raise self._refused("unscale_in_step", "True, False or None")
         if not self.grads_are_reduced and self.process_group is None:
             raise ValueError("grads_are_reduced=False needs process_group: the ranks over which gradients are averaged")
         if self.shard_state and self.process_group is None:
@@ -60,9 +72,14 @@ class Options:
             raise ValueError("process_group was given, but torch.distributed is not initialized: "
                              "call init_process_group first")
         if self.process_group is not None and not isinstance(self.process_group, dist.ProcessGroup):
-            raise ValueError(f"process_group={self.process_group!r} is no process group of which this rank is a "
-                             "member: only its members may build the optimizer with it")
+            raise ValueError(f"process_group={shortened(repr(self.process_group))} is no process group of which this "
+                             "rank is a member: only its members may build the optimizer with it")
         self._check_overlap()
+
+    def _refused(self, key: str, allowed: str) -> ValueError:
+        value = getattr(self, key)
+        text = str(value) if key.endswith("_dtype") else repr(value)
+        return ValueError(f"{key}={shortened(text)} is not allowed: it must be {allowed}")
 
     def _check_overlap(self) -> None:
         """Raise ValueError for what does not go together with buckets that leave during backward, or return during the
@@ -103,6 +120,18 @@ class Options:
         if device.type != "cuda":
             return 256 << 20
         return min(2 << 30, torch.cuda.get_device_properties(device).total_memory * 3 // 100)
+
+
+def _group_of(given: object) -> object:
+    """The process group of a 1-D DeviceMesh; anything else as it is. Raises ValueError for another DeviceMesh."""
+    module = sys.modules.get("torch.distributed.device_mesh")  # nobody has a mesh before that module is imported
+    if module is None or not isinstance(given, module.DeviceMesh):
+        return given
+    if given.ndim != 1:
+        names = given.mesh_dim_names or tuple(range(given.ndim))
+        raise ValueError(f"process_group is a DeviceMesh of {given.ndim} dims {names}: pass the process group of the "
+                         f"dim whose ranks hold copies of plain parameters, for example mesh.get_group({names[0]!r})")
+    return given.get_group()
 
 
 def spelled_out(source, **how):

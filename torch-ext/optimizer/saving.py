@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from .cycled import part_tensors
 from .late import Returning, settled
 from .loaded import Loading
 from .names import names_in
@@ -31,6 +32,7 @@ class Saving(Returning):
         """
         if not warn_torn(self._torn):
             self._early.judge()
+        self._beta1.follow(self.param_groups)
         if not self._options.owner_keeps_state:
             return super().state_dict()
         self._find_world()
@@ -50,6 +52,9 @@ class Saving(Returning):
         self._find_world()
         with Loading(self.param_groups, self._options).inside(self):
             super().load_state_dict(state_dict)
+        part_tensors(self.param_groups)
+        self._beta1.forget()
+        self._beta1.follow(self.param_groups)
         self._half_way = False
         if self._options.overlap_backward:  # not all ranks may have sent alike over these
             self._process_groups.release()
@@ -58,6 +63,7 @@ class Saving(Returning):
 
     @settled
     def __getstate__(self):
+        self._beta1.follow(self.param_groups)
         options = replace(self._options, process_group=getattr(self._options.process_group, "group_name", None))
         return {**super().__getstate__(), "_options": options, "_adamw": self._adamw, "_skipped": self._skipped,
                 "_half_way": self._torn, "_is_world": self._is_world}
@@ -69,4 +75,5 @@ class Saving(Returning):
         if isinstance(self._options.process_group, str):
             group = dist.distributed_c10d._resolve_process_group(self._options.process_group)
             self._options = replace(self._options, process_group=group)
+        self._has_all_groups = True
         self._forget()

@@ -27,6 +27,27 @@ def use_triton(device: torch.device) -> bool:
     return choice == "triton"
 
 
+def check_choice(device: torch.device) -> None:
+    """Raise ValueError where OPTIMIZER_KERNELS asks for Triton and it cannot run on `device`: it is not installed, or
+    the device is a CPU and Triton's interpreter is off.
+    """
+    if debug.kernels() != "triton":
+        return
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("OPTIMIZER_KERNELS is 'triton', but Triton is not installed: install it, or unset the "
+                         "variable")
+    if device.type == "cpu" and not _is_interpreted():
+        raise ValueError("OPTIMIZER_KERNELS is 'triton', but the parameters are on a CPU, where Triton's kernels run "
+                         "in its interpreter only: set TRITON_INTERPRET=1 before triton is imported, or unset "
+                         "OPTIMIZER_KERNELS")
+
+
+def _is_interpreted() -> bool:
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
 @functools.cache
 def _triton_runs_on(kind: str, index: int | None) -> bool:
     if kind not in ("cuda", "xpu") or importlib.util.find_spec("triton") is None:

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import stat
 import tempfile
 import time
 
@@ -58,5 +59,29 @@ def _lock(key):
 
 @functools.cache
 def _file() -> int:
-    """Of this user; open for as long as the process lives, for to close it is to lose all locks."""
-    return os.open(os.path.join(tempfile.gettempdir(), f"optimizer-{os.getuid()}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    """The lock file, in a folder that only this user can write. It stays open for as long as the process lives, since
+    closing it releases all locks. Raises OSError where another user has made the folder or the file.
+    """
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC
+    path = os.path.join(tempfile.gettempdir(), f"optimizer-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    folder = os.open(path, flags | os.O_DIRECTORY)
+    try:
+        _check_owner(folder)
+        file = os.open("lock", flags | os.O_RDWR | os.O_CREAT, 0o600, dir_fd=folder)
+    finally:
+        os.close(folder)
+    try:
+        _check_owner(file)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _check_owner(file: int) -> None:
+    """Raise PermissionError unless an open file or folder is this user's and nobody else can write it."""
+    found = os.fstat(file)
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        raise PermissionError(f"file of user {found.st_uid} and mode {found.st_mode:o}, which others can write")

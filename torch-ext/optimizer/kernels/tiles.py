@@ -99,13 +99,28 @@ def table(arch: str) -> dict:
 
     Read once: a later change of the variable or of the file has no effect.
     """
-    if own := debug.tiles():
-        given = json.loads(own.read_text(encoding="utf-8"))
-        check_table(given, str(own))
-        if given["arch"] == arch:
-            return given
+    if (given := own_table()) and given["arch"] == arch:
+        return given
     path = TABLES / f"{RELATIVES.get(arch, arch)}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"measured": [], "entries": []}
+
+
+def own_table() -> dict | None:
+    """Read the table that OPTIMIZER_TILES names; None if the variable is unset.
+
+    Raises ValueError, with the variable and the file, for one that cannot be read or is malformed.
+    """
+    own = debug.tiles()
+    if own is None:
+        return None
+    name = f"OPTIMIZER_TILES is {debug.shortened(own)}"
+    try:
+        given = json.loads(own.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # no JSON, no UTF-8, nested too deep
+        raise ValueError(f"{name}, which is no JSON: {debug.shortened(error)}; tools/tune_tiles.py writes such a "
+                         "file, or unset the variable") from error
+    check_table(given, name)
+    return given
 
 
 def check_table(given: dict, name: str) -> None:
@@ -116,7 +131,7 @@ def check_table(given: dict, name: str) -> None:
     for entry in given["entries"]:
         both = (entry.get("op"), entry.get("bytes"), "us" not in entry) in timed
         if fault := "us is in some entries of this op and size only" if both else _fault(entry, given["arch"]):
-            raise ValueError(f"{name}: {fault} in the entry {entry}; see docs/kernels.md")
+            raise ValueError(f"{name}: {fault} in the entry {debug.shortened(entry)}; see docs/kernels.md")
 
 
 def _malformed(given):
