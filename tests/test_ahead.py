@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -224,7 +225,7 @@ def test_a_kernel_that_another_process_compiles_is_waited_for_but_not_for_ever(p
              "fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()")
     with neighbours.alone("before"):
         pass  # makes the file
-    other = subprocess.Popen([sys.executable, "-c", holds, f"{tmp_path}/optimizer-{os.getuid()}.lock"],
+    other = subprocess.Popen([sys.executable, "-c", holds, f"{tmp_path}/optimizer-{os.getuid()}/lock"],
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         other.stdout.readline()
@@ -240,6 +241,51 @@ def test_a_kernel_that_another_process_compiles_is_waited_for_but_not_for_ever(p
     finally:
         other.kill()
         neighbours._file.cache_clear()
+
+
+def elsewhere(folder, place):
+    """Somebody else's file, where the lock file is to be; returns the file that opening it must not make or lock."""
+    victim = folder / "victim"
+    if place == "a link in the folder":
+        (folder / f"optimizer-{os.getuid()}").mkdir(mode=0o700)
+        (folder / f"optimizer-{os.getuid()}" / "lock").symlink_to(victim)
+    elif place == "a link to a folder":
+        victim.mkdir(mode=0o700)
+        (folder / f"optimizer-{os.getuid()}").symlink_to(victim)
+        return victim / "lock"
+    else:
+        (folder / f"optimizer-{os.getuid()}").mkdir()
+        (folder / f"optimizer-{os.getuid()}").chmod(0o777)
+        return folder / f"optimizer-{os.getuid()}" / "lock"
+    return victim
+
+
+@pytest.mark.parametrize("place", ["a link in the folder", "a link to a folder", "a folder that others can write"])
+def test_a_lock_file_is_neither_followed_nor_shared(place, part, monkeypatch, tmp_path):
+    """The folder of temporary files is everybody's."""
+    pytest.importorskip("triton")
+    neighbours, victim = part("kernels.neighbours"), elsewhere(tmp_path, place)
+    monkeypatch.setattr(neighbours.tempfile, "gettempdir", lambda: str(tmp_path))
+    neighbours._file.cache_clear()
+    with neighbours.alone("kernel"):  # without a lock, then
+        pass
+    assert not victim.exists() and neighbours._lock("kernel") is None
+
+
+def test_a_lock_file_of_another_user_is_left_alone(part, monkeypatch, tmp_path):
+    pytest.importorskip("triton")
+    neighbours = part("kernels.neighbours")
+    monkeypatch.setattr(neighbours.tempfile, "gettempdir", lambda: str(tmp_path))
+    neighbours._file.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(neighbours.os, "getuid", lambda: os.geteuid() + 1)
+        assert neighbours._lock("kernel") is None
+    release = neighbours._lock("kernel")
+    assert release is not None
+    release()
+    folder = tmp_path / f"optimizer-{os.getuid()}"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and stat.S_IMODE((folder / "lock").stat().st_mode) == 0o600
+    neighbours._file.cache_clear()
 
 
 def test_what_could_not_be_loaded_is_loaded_by_its_launch(part):

@@ -66,7 +66,8 @@ def test_a_parameter_of_8_bits():
     refuse(["quantized", "float8_e4m3fn", "bfloat16"], [("quantized", weight)])
 
 
-FROZEN = {"integers": lambda: torch.ones(4, 4, dtype=torch.uint8), "8 bits": lambda: torch.ones(4).to(torch.float8_e5m2),
+FROZEN = {"integers": lambda: torch.ones(4, 4, dtype=torch.uint8),
+          "8 bits": lambda: torch.ones(4).to(torch.float8_e5m2),
           "complex": lambda: torch.ones(4, 4, dtype=torch.complex64), "a vector": lambda: torch.ones(4),
           "expanded": lambda: torch.ones(1, 4).expand(4, 4), "elsewhere": lambda: torch.ones(4, 4, device="meta")}
 
@@ -215,7 +216,8 @@ def test_an_entry_that_is_no_pair():
 
 
 @pytest.mark.parametrize(("wrong", "parts"), [
-    ({"lr": -1.0}, ["lr=-1.0", "finite number"]), ({"eps": -1.0}, ["eps=-1.0"]), ({"wieght_decay": 1.0}, ["'wieght_decay'", "'weight_decay'"]),
+    ({"lr": -1.0}, ["lr=-1.0", "finite number"]), ({"eps": -1.0}, ["eps=-1.0"]),
+    ({"wieght_decay": 1.0}, ["'wieght_decay'", "'weight_decay'"]),
     ({"ns_coefficients": "quintik"}, ["'quintik'"]), ({"ns_steps": 0}, ["ns_steps is 0"]),
     ({"nesterov": torch.ones(2)}, ["nesterov=tensor", "True or False"]),
     ({"use_muon": torch.ones(2)}, ["use_muon=tensor", "True or False"]), ({"differentiable": True}, ["differentiable"]),

@@ -200,7 +200,8 @@ def scaled_runs(rank, world, mode, graph=torch.cuda.CUDAGraph, device="cuda", ki
 
     Returns (the steps at which a kind differs from it, each scale in the end, what each has skipped, and replayed).
     """
-    runs, (plain,) = runs_of(kinds, mode, world, device), runs_of(["off"], mode, world, device)
+    runs = runs_of(kinds, mode, world, device, unscale_in_step=True)
+    (plain,) = runs_of(["off"], mode, world, device)
     scalers, wrong, replays = [], [], dict.fromkeys(kinds, 0)
     for _ in runs:
         scalers.append(torch.amp.GradScaler(device, init_scale=256.0))
@@ -257,7 +258,7 @@ def test_a_grad_scaler_on_many_gpus(mode, world):
 
 def unwaiting(rank, world, mode, kind, nonfinite, scale=None, device="cuda"):
     """Steps during which it is an error that the host waits for the device; returns how many were skipped in each."""
-    (run,) = runs_of([kind], mode, world, device, nonfinite=nonfinite)
+    (run,) = runs_of([kind], mode, world, device, nonfinite=nonfinite, unscale_in_step=bool(scale))
     take, counts = run.optimizer.step, []
     if scale:
         scaler = torch.amp.GradScaler(device, init_scale=scale)

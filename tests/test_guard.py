@@ -338,7 +338,7 @@ def test_a_grad_scaler_changes_no_bit_and_keeps_a_step_with_inf(mode, clip, name
     params = weights(SHAPES, device)
     grads, ours, plain = gradients(params, 5), copies(params), copies(params)
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=2)
-    optimizer, other = build(name, ours, nonfinite=mode), build(name, plain)
+    optimizer, other = build(name, ours, nonfinite=mode, unscale_in_step=True), build(name, plain)
     assert same(scaled(optimizer, ours, grads[:3], scaler, clip), scaled(other, plain, grads[:3], None, clip))
     assert scaler.get_scale() == 2048.0
     before, state = copies(ours), [t.clone() for t in state_of(optimizer, ours)]
@@ -351,7 +351,7 @@ def test_a_grad_scaler_changes_no_bit_and_keeps_a_step_with_inf(mode, clip, name
     assert optimizer.found_inf is None if hasattr(optimizer, "found_inf") else True
 
 
-def scaled_on_ranks(rank, world, mode):
+def scaled_on_ranks(rank, world, mode, in_step):
     """FSDP2-like shards, or plain parameters with gradients of their own per rank; one rank sees Inf."""
     from torch.distributed.tensor import Shard, init_device_mesh
 
@@ -367,7 +367,7 @@ def scaled_on_ranks(rank, world, mode):
     for _ in range(2):
         params = [nn.Parameter(place(f)) for f in fulls]
         groups = [{"params": params[:3]}, {"params": params[3:], "use_muon": False}]
-        optimizers.append(package().NorMuon(groups, lr=0.1, **ways[mode]))
+        optimizers.append(package().NorMuon(groups, lr=0.1, unscale_in_step=in_step, **ways[mode]))
         sets.append(params)
     scaler, local, kept = torch.amp.GradScaler("cpu", init_scale=256.0), part("layout").local_of, []
     for step in range(4):
@@ -388,9 +388,10 @@ def scaled_on_ranks(rank, world, mode):
     return all(torch.equal(local(p), local(q)) for p, q in zip(*sets)), kept, scaler.get_scale()
 
 
+@pytest.mark.parametrize("in_step", [True, None])
 @pytest.mark.parametrize("mode", ["fsdp", "reduced", "unreduced"])
-def test_a_grad_scaler_on_many_ranks(mode, optimizer):
-    for rank, (equal, kept, scale) in enumerate(run_ranks(2, scaled_on_ranks, mode)):
+def test_a_grad_scaler_on_many_ranks(mode, in_step, optimizer):
+    for rank, (equal, kept, scale) in enumerate(run_ranks(2, scaled_on_ranks, mode, in_step)):
         assert equal and kept == [False, False, True, False]
         assert scale == (256.0 if mode == "unreduced" and rank == 0 else 128.0)  # the scaler's own affair
 
@@ -413,7 +414,7 @@ def scaled_on_some(rank, world, reduced):
     """A GradScaler's step where one rank has no gradient, for which torch says found_inf=0, a plain number."""
     params = [nn.Parameter(torch.ones(8, 6)) for _ in "12"]
     optimizer, other = (package().Muon([p], lr=0.1, process_group=dist.group.WORLD, grads_are_reduced=reduced,
-                                       wire_dtype=torch.float32) for p in params)
+                                       wire_dtype=torch.float32, unscale_in_step=True) for p in params)
     scaler, elsewhere = torch.amp.GradScaler("cpu", init_scale=8.0), torch.optim.SGD([nn.Parameter(torch.ones(3))])
     for step in range(4):
         scaler.scale(torch.zeros(()))

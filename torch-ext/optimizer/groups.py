@@ -49,6 +49,8 @@ def get_default_muon_param_groups(model: nn.Module, *, report=None) -> list[dict
     so that one learning rate serves both. `report`: a function that gets the split as a printable table (for example
     `print`). Raises ValueError if nothing goes to Muon, or if a parameter is lazy and has no shape yet.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"get_default_muon_param_groups takes one torch.nn.Module, not {type(model).__name__}")
     rows, chosen = [], {True: [], False: []}
     for row, param in _split(model):
         rows.append(row)

@@ -15,6 +15,7 @@ from .kernels import ahead, capturing, here, look, on_chip, use_triton
 from .kernels.split import Split, memory_of
 from .kernels.tape import play, replay
 from .kernels.tiles import forced
+from .names import shortened
 from .steps import ALL, F16, SMALL, Steps, is_number, steps_of
 
 AKIN = 1 << 26  # bytes of a stack up to which what is akin to it may take memory, for a moment
@@ -82,9 +83,10 @@ def check(X: torch.Tensor, eps: float = 0.0, dtype: torch.dtype | None = None) -
         raise ValueError(f"X is {X.dtype} of shape {tuple(X.shape)}{kind}; pass matrices (..., R, C) in fp32, bf16 or "
                          "fp16, dense")
     if not is_number(eps) or eps < 0:
-        raise ValueError(f"eps={eps!r} is not allowed: it must be a finite number >= 0 that fp32 holds")
+        raise ValueError(f"eps={shortened(repr(eps))} is not allowed: it must be a finite number >= 0 that fp32 "
+                         "holds")
     if dtype not in (None, *WIDE):
-        raise ValueError(f"dtype={dtype!r} is not allowed: it must be one of {WIDE}, or None")
+        raise ValueError(f"dtype={shortened(repr(dtype))} is not allowed: it must be one of {WIDE}, or None")
 
 
 def polar_factor(X: torch.Tensor, steps: Steps, eps: float, dtype: torch.dtype | None = None,
