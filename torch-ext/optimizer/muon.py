@@ -29,8 +29,10 @@ from .recipe import baked
 from .report import Report, Stopwatch, report_of
 from .routes import Elementwise
 from .saving import Saving
-from .settle import inherit, lack_state, refuse_torn
+from .settle import creates_state_only, inherit, lack_state, lasting, refuse_torn
 from .validation import check_again, check_group, check_together, check_unique, device_of, is_adamw
+
+NEVER_BOUND = "before the first step, nor after release()"
 
 
 class Muon(Saving):
@@ -66,6 +68,7 @@ class Muon(Saving):
     ValueError, NotImplementedError or TypeError at construction for what could not be stepped.
     """
     timing, _extra_keys, _graphs, _beside = False, (), None, None
+    _unbound = NEVER_BOUND  # why plan_report() finds no plan
     _step_supports_amp_scaling = True  # torch.amp.GradScaler sets `grad_scale` and `found_inf`, and leaves the rest
     _half_way, _world, _skipped, _process_groups, _early, _members = False, None, None, None, Early(), ()
 
@@ -102,6 +105,8 @@ class Muon(Saving):
         except Exception:
             del self.param_groups[count:]
             raise
+        if self._jobs + self._alone:
+            self._unbound = "after add_param_group(), which drops the plan"
         self._forget()
 
     @torch._disable_dynamo  # a compiled training step breaks here: this one's graphs are its own
@@ -124,13 +129,18 @@ class Muon(Saving):
         """Step, with what a GradScaler says of the gradients, or None."""
         self._half_way = begun = self._early.begun
         self._process_groups.quiet = False
+        creates_state = creates_state_only(self.param_groups, self.state)
         if begun:
             self._early.check(self._as_bound(), (grad_scale, found_inf) != (None, None))
         else:
             self._early.judge()  # binding anew would forget it
-            unscale(self._ready(found_inf is not None), grad_scale)
+            with lasting():
+                stores = self._ready(found_inf is not None)
+            unscale(stores, grad_scale)
         if self._feed.send(None if begun else self._seen, as_bound=begun):  # the next step binds anew
             self._bound_for = self._seen = None
+        if creates_state and self._presence.call_zeros_missing():
+            self._feed.tell()
         if self._guard is not None:
             self._guard.check(found_inf)
         with self._presence.around():
@@ -144,7 +154,8 @@ class Muon(Saving):
 
     def _note(self, tell) -> None:
         """Count what was left alone; `tell`: raise for it with nonfinite="raise". Else a GradScaler has decided."""
-        count = self._guard.flags.count_nonzero()
+        with lasting():
+            count = self._guard.flags.count_nonzero()
         self._skipped = count if self._skipped is None else self._skipped.to(count.device).add_(count)
         if tell and self._options.nonfinite == "raise":
             self._guard.tell()
@@ -153,7 +164,9 @@ class Muon(Saving):
     @settled
     def skipped(self) -> torch.Tensor:
         """How many matrices (AdamW: parameters) this rank left alone for NaN or Inf so far: int64, on the device."""
-        return torch.zeros((), dtype=torch.int64) if self._skipped is None else self._skipped.clone()
+        if self._skipped is None:
+            return torch.zeros((), dtype=torch.int64, device=device_of(self.param_groups))
+        return self._skipped.clone()
 
     def _launch(self) -> None:
         """All work of the step; with `capturable`, as one graph and one for each AdamW group that knows no ranks."""
@@ -188,11 +201,11 @@ class Muon(Saving):
     def plan_report(self) -> Report:
         """The plan of the last step, as this rank knows it: print it, or draw its `figure()`. Not collective.
         Set the attribute `timing` to True before a step to have that step's times in it; such a step is not replayed
-        from one graph. RuntimeError before the first step, which makes the plan, and from release() to the next step.
+        from one graph. RuntimeError before the first step, which makes the plan, and from release(), load_state_dict()
+        or add_param_group() to the next step.
         """
         if not self._jobs + self._alone:
-            raise RuntimeError("nothing is bound before the first step, nor after release(): call step() before "
-                               "plan_report()")
+            raise RuntimeError(f"nothing is bound {self._unbound}: call step() before plan_report()")
         return report_of(self._jobs + self._alone, this_rank(), self._watch, self._early.order)
 
     @settled
@@ -205,6 +218,7 @@ class Muon(Saving):
         self._presence.wait()
         self._late.release()
         self._unbind()
+        self._unbound = NEVER_BOUND
 
     def _ready(self, scaled=False):
         """The stores of this step. Planned anew if parameters changed, bound anew if memory or gradients' form did."""
