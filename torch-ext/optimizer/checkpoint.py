@@ -19,10 +19,11 @@ import stat
 
 import torch
 
+from .debug import shortened
 from .groups import clean_names
 from .layout import is_dtensor
 from .loaded import KINDS, check_state, options_of
-from .names import in_group, shortened
+from .names import in_group
 from .owned import STATE_KEYS
 from .store import state_keys
 from .validation import TOLERATED, check_group

@@ -12,6 +12,7 @@ from pathlib import Path
 
 CHOICES = ("auto", "torch", "triton")
 GRAPHS = ("auto", "off")
+LONGEST = 200  # characters of a value that a message repeats
 
 
 def kernels() -> str:
@@ -42,6 +43,12 @@ def choices() -> tuple[str, str]:
     """Return what all ranks must have alike, for one matrix to have the same bits on each: kernels, and which tiles."""
     own = tiles()
     return kernels(), hashlib.sha256(own.read_bytes()).hexdigest() if own else ""
+
+
+def shortened(text: object) -> str:
+    """`str(text)` for a message, cut after 200 characters: it may come from a damaged file."""
+    text = str(text)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"
 
 
 @contextlib.contextmanager

@@ -13,9 +13,10 @@ import warnings
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .debug import shortened
 from .groups import clean_name
 from .layout import as_dtensor, is_by_rows, is_dtensor, local_of, place_like
-from .names import in_group, name_of, names_in, shortened
+from .names import in_group, name_of, names_in
 from .owned import STATE_KEYS
 from .store import home_of, state_keys, state_shape
 from .validation import check_numbers
@@ -165,11 +166,19 @@ def options_of(number: int, names: list[str], saved: list[tuple[set, dict]]) -> 
     for members, group in saved:
         if members.issuperset(names):
             return {key: value for key, value in group.items() if key not in STRUCTURE}
-    caller = 9  # of `load_state_dict`
     text = (f"group {number} ({shortened(names[0])}, ...) keeps its own lr and other options: its "
             "parameters were saved in several groups, whose options may differ")
-    warnings.warn(text, stacklevel=caller)
+    _warn_caller(text)
     return {}
+
+
+def _warn_caller(text: str) -> None:
+    """Warn at the line that called torch or this package."""
+    level, frame = 2, sys._getframe(1)
+    inner = "torch.", f"{__package__}."
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(inner):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
 
 
 def _with_all_options(saved: list[dict], own: list[dict]) -> list[dict]:
@@ -220,12 +229,11 @@ def _warn_of_lacking_state(groups: list[dict], restored: dict) -> None:
     named = [(param, name) for group in groups for param, name in names_in(group).items() if param.requires_grad]
     lacking = [name for param, name in named if not restored.get(param)]
     if lacking and len(lacking) < len(named):
-        caller = 9  # of `set_optimizer_state_dict`
         text = (f"no state was loaded for {len(lacking)} parameters "
                 f"({shortened(', '.join(lacking[:3]))}, ...), which begin anew: the checkpoint has "
                 "none, or, in the flattened form, the optimizer had none when it was loaded; then "
                 "call init_state() first, and load again")
-        warnings.warn(text, stacklevel=caller)
+        _warn_caller(text)
 
 
 def restore(loaded, groups, options) -> dict:

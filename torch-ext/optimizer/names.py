@@ -3,16 +3,6 @@ from __future__ import annotations
 
 from . import debug
 
-LONGEST = 200  # characters of a value that a message repeats
-
-
-def shortened(text: object) -> str:
-    """`str(text)` for a message, cut after 200 characters: names and values may come from a damaged
-    file.
-    """
-    text = str(text)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"
-
 
 def name_of(group, number) -> str:
     """The name of a group's parameter for messages: as given, or its number."""

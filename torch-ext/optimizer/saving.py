@@ -24,6 +24,13 @@ class Saving(Returning):
         """Whether a step failed half-way."""
         return self._half_way or self._early.failed
 
+    def _hand_over(self) -> None:
+        """Give state of parameters that were replaced to those in their place. Without state no
+        parameter is kept in mind: who shards a model next wants the memory of the whole ones back.
+        """
+        members = inherit(self._members, self.param_groups, self.state)
+        self._members = members if self.state else ()
+
     @settled
     def init_state(self) -> None:
         """Create zero state of every parameter that requires a gradient and has none: before the
@@ -32,10 +39,11 @@ class Saving(Returning):
         have left during backward.
         """
         self._early.refuse("init_state")
-        self._members = inherit(self._members, self.param_groups, self.state)
+        self._hand_over()
         self._find_world()
         with lasting():
             complete_state(self.param_groups, self.state, self._options)
+        self._hand_over()
 
     @settled
     def state_dict(self) -> dict:
@@ -46,7 +54,7 @@ class Saving(Returning):
         """
         if not warn_torn(self._torn):
             self._early.judge()
-        self._members = inherit(self._members, self.param_groups, self.state)
+        self._hand_over()
         create = called_by_checkpoint() and not self._torn and not self._early.begun
         if not self._options.owner_keeps_state:
             if create:
@@ -78,7 +86,8 @@ class Saving(Returning):
             self._process_groups.release()
             self._process_groups = None
         self._forget()
-        self._members = inherit((), self.param_groups, self.state)
+        self._members = ()
+        self._hand_over()
         self._unbound = "after load_state_dict(), which drops the plan"
 
     @settled

@@ -74,17 +74,26 @@ def complete_state(groups: list[dict], state: dict, options: Options) -> None:
     differ between ranks.
     """
     for group in groups:
-        for param in group["params"]:
-            if not param.requires_grad:
-                continue
-            held, rows = state.setdefault(param, {}), None
-            if options.owner_keeps_state:
-                group_rank = dist.get_group_rank(options.process_group, this_rank())
-                rows = row_chunks(param.shape[0] if param.ndim else 1, options.process_group.size())[group_rank]
-            for key, value in _of_elements(held) if is_dtensor(param) else ():
-                if not is_dtensor(value) and tuple(value.shape) == state_shape(param, key):
-                    held[key] = place_like(value, param)  # from before the model was sharded
+        for param in [p for p in group["params"] if p.requires_grad]:
+            held = state.setdefault(param, {})
+            if is_dtensor(param):
+                _cut_like(held, param)
+            rows = _rows_here(param, options) if options.owner_keeps_state else None
             create_state(held, param, state_keys(group), options.state_dtype, rows=rows)
+
+
+def _cut_like(state: dict, param: torch.Tensor) -> None:
+    """Cut plain state, from before the model was sharded, as the DTensor `param` is."""
+    for key, value in _of_elements(state):
+        if not is_dtensor(value) and tuple(value.shape) == state_shape(param, key):
+            state[key] = place_like(value, param)
+
+
+def _rows_here(param: torch.Tensor, options: Options) -> int:
+    """How many rows this rank gets of the state of a plain parameter that is cut by rows."""
+    group = options.process_group
+    rows = row_chunks(param.shape[0] if param.ndim else 1, group.size())
+    return rows[dist.get_group_rank(group, this_rank())]
 
 
 def creates_state_only(groups: list[dict], state: dict) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .debug import shortened
 from .layout import check_local_shape, check_placements, is_dtensor, local_of
 from .names import in_group, name_in, name_of, names_in
 from .polar import WIDE
@@ -58,7 +59,7 @@ def check_group(group, extra_keys=()) -> None:
     unknown = sorted(set(group) - GROUP_KEYS - TOLERATED - set(extra_keys))
     if unknown:
         allowed = ", ".join(sorted(GROUP_KEYS | set(extra_keys)))
-        raise ValueError(f"unknown key {unknown[0]!r}; allowed are {allowed}: remove or rename it")
+        raise ValueError(f"unknown key {shortened(repr(unknown[0]))}; allowed are {allowed}: remove or rename it")
     if group.get("differentiable"):
         raise ValueError("differentiable=True is not allowed: a step is not recorded by autograd; remove it")
     check_numbers(group)
@@ -145,7 +146,7 @@ def is_adamw(group) -> bool:
 
 def _require(true, key, came, allowed) -> None:
     if not true:
-        raise ValueError(f"{key}={came!r} is not allowed: it must be {allowed}")
+        raise ValueError(f"{key}={shortened(repr(came))} is not allowed: it must be {allowed}")
 
 
 def check_param(param, name, use_muon) -> None:
