@@ -349,6 +349,23 @@ def test_holes_of_the_optimizer_lose_nothing_if_it_is_asked_first():
             dsd.set_optimizer_state_dict(other, heir, saved, options=FLAT)
 
 
+@BOTH
+def test_a_fresh_optimizer_is_loaded_while_there_are_gradients(options):
+    """torch takes no step then, and creates no state."""
+    model, groups = small()
+    optimizer, heir, ignorant = (package().Muon(groups) for _ in range(3))
+    give_gradients(model)
+    optimizer.step()
+    saved = copy.deepcopy(dsd.get_optimizer_state_dict(model, optimizer, options=options))
+    dsd.get_optimizer_state_dict(model, heir, options=options)
+    dsd.set_optimizer_state_dict(model, heir, copy.deepcopy(saved), options=options)
+    assert_equal(heir.state_dict(), optimizer.state_dict())
+    if options is FLAT:  # which needs state to load into
+        with pytest.warns(UserWarning, match=r"no state was loaded for 4 .*call init_state\(\) first"):
+            dsd.set_optimizer_state_dict(model, ignorant, saved, options=options)
+        assert not any(ignorant.state.values())
+
+
 def of_kind(kind, model):
     groups = package().get_default_muon_param_groups(model)
     if kind == "unnamed":
@@ -378,6 +395,25 @@ def test_keys_that_a_flattened_checkpoint_lacks_can_be_filled_in(after):
     assert heir.param_groups[0].get("max_lr") == own
     assert heir.param_groups[0]["param_names"] == ["0.weight", "2.weight"]
     for param in model.parameters():
+        assert_equal(dict(heir.state[param]), dict(optimizer.state[param]))
+
+
+@pytest.mark.parametrize("after", ["named", "scheduled"])
+def test_and_on_disk(after, tmp_path):
+    """With a hole beside the keys, as an older version left it."""
+    model, _ = small()
+    optimizer, heir = of_kind("unnamed", model), of_kind(after, model)
+    give_gradients(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    saved = dsd.get_optimizer_state_dict(model, optimizer, options=FLAT)
+    dcp.save({k: v for k, v in saved.items() if not k.startswith("state.2.bias.")}, checkpoint_id=tmp_path)
+    state = dsd.get_optimizer_state_dict(model, heir, options=FLAT)
+    dcp.load(state, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    dsd.set_optimizer_state_dict(model, heir, state, options=FLAT)
+    assert [group["lr"] for group in heir.param_groups] == [0.02] * 2
+    assert not any(t.any() for t in heir.state[model[2].bias].values())
+    for param in list(model.parameters())[:3]:
         assert_equal(dict(heir.state[param]), dict(optimizer.state[param]))
 
 

@@ -225,14 +225,14 @@ def without_holes(state: object) -> object:
 
 
 def _warn_of_lacking_state(groups: list[dict], restored: dict) -> None:
-    """Warn if a checkpoint brings state of some parameters, but not of all that are trained."""
+    """Warn if a checkpoint does not bring state of all parameters that require a gradient."""
     named = [(param, name) for group in groups for param, name in names_in(group).items() if param.requires_grad]
     lacking = [name for param, name in named if not restored.get(param)]
-    if lacking and len(lacking) < len(named):
-        text = (f"no state was loaded for {len(lacking)} parameters "
-                f"({shortened(', '.join(lacking[:3]))}, ...), which begin anew: the checkpoint has "
-                "none, or, in the flattened form, the optimizer had none when it was loaded; then "
-                "call init_state() first, and load again")
+    if lacking:
+        first = shortened(", ".join(lacking[:3])) + ", ..." * (len(lacking) > 3)
+        text = (f"no state was loaded for {len(lacking)} parameters ({first}), which begin anew: the "
+                "checkpoint has none, or, in the flattened form, the optimizer had none when it was "
+                "loaded; then call init_state() first, and load again")
         _warn_caller(text)
 
 
