@@ -509,6 +509,13 @@ def test_the_file_of_one_process_is_read_by_dcp(tmp_path):
 
 def swap_kinds(saved):
     saved["param_groups"].reverse()
+    for group in saved["param_groups"]:
+        del group["param_names"]
+
+
+def swap_names(saved):
+    first, second = saved["param_groups"]
+    first["param_names"], second["param_names"] = second["param_names"], first["param_names"]
 
 
 def transpose(saved):
@@ -531,6 +538,7 @@ def recast(number, key, dtype):
 
 @pytest.mark.parametrize(("change", "message"), [
     (swap_kinds, "parameter group 0 .* is one of AdamW in the state dict, but of Muon here"),
+    (swap_names, "parameter a is in a group of AdamW in the state dict, but in one of Muon here"),
     (transpose, r"momentum_buffer of parameter b has shape \(4, 6\) in the state, but .* of shape \(6, 4\) needs"),
     (rename, "the state of parameter c is moment1, moment2, but it needs step, exp_avg, exp_avg_sq"),
     (lose(3, "exp_avg_sq"), "parameter d is exp_avg, step, but it needs step, exp_avg, exp_avg_sq: a part"),
@@ -541,8 +549,8 @@ def recast(number, key, dtype):
     (recast(1, "second_moment", torch.bool), "second_moment of parameter b has dtype torch.bool in the state"),
     (recast(3, "exp_avg", torch.complex64), "exp_avg of parameter d has dtype torch.complex64 in the state"),
     (recast(3, "step", torch.bool), "step of parameter d has dtype torch.bool in the state"),
-], ids=["kinds", "shape", "keys", "no exp_avg_sq", "no exp_avg", "no step", "no momentum", "int64", "bool", "complex",
-        "bool step"])
+], ids=["kinds", "kinds of names", "shape", "keys", "no exp_avg_sq", "no exp_avg", "no step", "no momentum", "int64",
+        "bool", "complex", "bool step"])
 def test_state_that_does_not_fit_is_refused_and_changes_nothing(change, message):
     runs = []
     for refuse in (True, False):

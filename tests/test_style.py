@@ -71,10 +71,10 @@ LAYERS = [
     ["agree", "guard", "presence"],  # what ranks tell each other besides what the buckets carry
     ["early", "waiting"],  # what leaves before the step; who waits for what returns after it
     ["late"],
+    ["options", "cycled"],
     ["settle"],
     ["planner", "bind"],  # what muon.py did before the first step: plan with other ranks; lend memory, make routes
     ["report"],
-    ["options", "cycled"],
     ["saving"],
     ["muon"],
     ["normuon"],

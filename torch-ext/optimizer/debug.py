@@ -10,9 +10,9 @@ import hashlib
 import os
 from pathlib import Path
 
-LONGEST = 200  # characters of a value that a message repeats
 CHOICES = ("auto", "torch", "triton")
 GRAPHS = ("auto", "off")
+LONGEST = 200  # characters of a value that a message repeats
 
 
 def shortened(text: object) -> str:

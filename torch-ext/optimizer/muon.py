@@ -31,7 +31,7 @@ from .recipe import baked
 from .report import Report, Stopwatch, report_of
 from .routes import Elementwise
 from .saving import Saving
-from .settle import inherit, lack_state, refuse_torn
+from .settle import creates_state_only, inherit, lack_state, lasting, refuse_torn
 from .validation import (
     check_adamw,
     check_again,
@@ -43,6 +43,8 @@ from .validation import (
     device_of,
     is_adamw,
 )
+
+NEVER_BOUND = "before the first step, nor after release()"
 
 
 class Muon(Saving):
@@ -116,6 +118,7 @@ class Muon(Saving):
         self._has_all_groups = False  # whether those of the constructor are there
         self._has_warned = False  # of gradients that a GradScaler compares in another order than other ranks
         self._timing = False
+        self._unbound = NEVER_BOUND  # why plan_report() finds no plan
         self._half_way = False  # whether a step began and did not end
         self._skipped = None  # a count on the device, once a step has looked at gradients
         self._members = ()  # each group's parameters at the last step
@@ -156,6 +159,8 @@ class Muon(Saving):
             raise
         part_tensors(self.param_groups)
         self._beta1.follow(self.param_groups)
+        if self._jobs + self._alone:
+            self._unbound = "after add_param_group(), which drops the plan"
         self._forget()
 
     def _check_new(self, group: dict, momentum: object) -> None:
@@ -204,13 +209,18 @@ class Muon(Saving):
         self._read_groups()
         self._half_way = begun = self._early.begun
         self._process_groups.quiet = False
+        creates_state = creates_state_only(self.param_groups, self.state)
         if begun:
             self._early.check(self._as_bound(), (grad_scale, found_inf) != (None, None))
         else:
             self._early.judge()  # binding anew would forget it
-            unscale(self._ready(found_inf is not None), grad_scale)
+            with lasting():
+                stores = self._ready(found_inf is not None)
+            unscale(stores, grad_scale)
         if self._feed.send(None if begun else self._seen, as_bound=begun):  # the next step binds anew
             self._bound_for = self._seen = None
+        if creates_state and self._presence.call_zeros_missing():
+            self._feed.tell()
         if self._guard is not None:
             self._guard.check(found_inf)
         with self._presence.around():
@@ -230,7 +240,8 @@ class Muon(Saving):
 
     def _note(self, tell) -> None:
         """Count what was left alone; `tell`: raise for it with nonfinite="raise". Else a GradScaler has decided."""
-        count = self._guard.flags.count_nonzero()
+        with lasting():
+            count = self._guard.flags.count_nonzero()
         self._skipped = count if self._skipped is None else self._skipped.to(count.device).add_(count)
         if tell and self._options.nonfinite == "raise":
             self._guard.tell()
@@ -239,7 +250,9 @@ class Muon(Saving):
     @settled
     def skipped(self) -> torch.Tensor:
         """How many matrices (AdamW: parameters) this rank left alone for NaN or Inf so far: int64, on the device."""
-        return torch.zeros((), dtype=torch.int64) if self._skipped is None else self._skipped.clone()
+        if self._skipped is None:
+            return torch.zeros((), dtype=torch.int64, device=device_of(self.param_groups))
+        return self._skipped.clone()
 
     def _launch(self) -> None:
         """All work of the step; with `capturable`, as one graph and one for each AdamW group that knows no ranks."""
@@ -275,11 +288,11 @@ class Muon(Saving):
     def plan_report(self) -> Report:
         """The plan of the last step, as this rank knows it: print it, or draw its `figure()`. Not collective.
         Set the attribute `timing` to True before a step to have that step's times in it; such a step is not replayed
-        from one graph. RuntimeError before the first step, which makes the plan, and from release() to the next step.
+        from one graph. RuntimeError before the first step, which makes the plan, and from release(), load_state_dict()
+        or add_param_group() to the next step.
         """
         if not self._jobs + self._alone:
-            raise RuntimeError("nothing is bound before the first step, nor after release(): call step() before "
-                               "plan_report()")
+            raise RuntimeError(f"nothing is bound {self._unbound}: call step() before plan_report()")
         return report_of(self._jobs + self._alone, this_rank(), self._watch, self._early.order)
 
     @settled
@@ -292,6 +305,7 @@ class Muon(Saving):
         self._presence.wait()
         self._late.release()
         self._unbind()
+        self._unbound = NEVER_BOUND
 
     def _ready(self, scaled=False):
         """The stores of this step. Planned anew if parameters changed, bound anew if memory or gradients' form did."""

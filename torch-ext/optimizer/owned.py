@@ -55,6 +55,14 @@ def claim(state, named, wanted, group) -> None:
         state[param][key] = _move(local, have, wanted[param], group)
 
 
+def check_rows(state: dict, named: dict, group: dist.ProcessGroup) -> None:
+    """Raise RuntimeError, naming the parameter, unless the ranks together hold each state once or
+    all of it on every rank. Collective.
+    """
+    with debug.during("state_dict(), which all ranks of process_group call together"):
+        _survey(state, named, group)
+
+
 def _survey(state, named, group) -> list:
     """[(parameter, key, how many rows each rank has of it)]."""
     entries = [(param, key) for param in named for key in ROWS]

@@ -38,6 +38,26 @@ class Presence:
         return [number not in store.missing for ranks, members in self.members.items() if ranks
                 for store, number in members]
 
+    def call_zeros_missing(self) -> bool:
+        """Report all gradients of this rank as missing if each of them is zero; returns whether
+        that is so.
+
+        For a first step with lr 0, such as torch.distributed.checkpoint takes to create state.
+        Neither weights nor averages change in such a step, so that only AdamW's counts of steps
+        have to be put back. Waits for the device.
+        """
+        gradients = [g for store in self.stores for g in store.gradients if g.numel()]
+        if gradients and bool(torch.stack([g.any() for g in gradients]).any()):
+            return False
+        for store in self.stores:
+            store.missing = frozenset(range(len(store.params)))
+        self.only_counts = True
+        return True
+
+    def _held(self, store, number) -> list:
+        """The tensors of one parameter that are put back."""
+        return store.counts_of(number) if self.only_counts else store.all_of(number)
+
     def _misses(self) -> bool:
         return any(store.missing for store in self.stores)
 
@@ -58,7 +78,7 @@ class Presence:
         if capturing(self.device):  # a graph cannot wait for what is outside of it; who captures has synchronized
             self.works = []
         self.wait()
-        self.saved = {(ranks, i): [t.clone() for t in store.all_of(number)]
+        self.saved = {(ranks, i): [t.clone() for t in self._held(store, number)]
                       for ranks, members in (self.members.items() if self._misses() else ())
                       for i, (store, number) in enumerate(members) if number in store.missing}
 
@@ -88,13 +108,14 @@ class Presence:
         if self.saved:
             self.wait()
             self.put_back(lambda ranks, i: self.flags[ranks][1][i] > 0 if ranks else None)
+        self.only_counts = False
 
     def put_back(self, moves=lambda ranks, i: None) -> None:
         """As it was before the step. `moves`: whether number i of those that `ranks` compare is one to be stepped."""
         for (ranks, i), before in self.saved.items():
             store, number = self.members[ranks][i]
             moved = moves(ranks, i)
-            for now, then in zip(store.all_of(number), before):
+            for now, then in zip(self._held(store, number), before):
                 now.copy_(then if moved is None else torch.where(moved.to(now.device), now, then))
 
     def wait(self) -> None:

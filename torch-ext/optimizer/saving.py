@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from .cycled import part_tensors
 from .late import Returning, settled
-from .loaded import Loading
+from .loaded import Loading, called_by_checkpoint
 from .names import names_in
-from .owned import presented
-from .settle import warn_torn
+from .owned import check_rows, presented
+from .settle import complete_state, inherit, lasting, warn_torn
 
 
 class Saving(Returning):
@@ -25,18 +25,48 @@ class Saving(Returning):
         """Whether a step failed half-way."""
         return self._half_way or self._early.failed
 
+    def _hand_over(self) -> None:
+        """Give state of parameters that were replaced to those in their place. Without state no
+        parameter is kept in mind: who shards a model next wants the memory of the whole ones back.
+        """
+        members = inherit(self._members, self.param_groups, self.state)
+        self._members = members if self.state else ()
+
+    @settled
+    def init_state(self) -> None:
+        """Create zero state of every parameter that requires a gradient and has none: before the
+        first step, for code that loads into the state that is there. Without a step, a plan or
+        communication; call it on all ranks, once the model is sharded. RuntimeError while buckets
+        have left during backward.
+        """
+        self._early.refuse("init_state")
+        self._hand_over()
+        self._find_world()
+        with lasting():
+            complete_state(self.param_groups, self.state, self._options)
+        self._hand_over()
+
     @settled
     def state_dict(self) -> dict:
         """As in torch. With shard_state or unreduced gradients collective over process_group, of which each rank has a
         part of the state: it comes as DTensors cut by rows, for any layout. Warns after a step that failed half-way.
+        Called by torch.distributed.checkpoint, it creates what state there is none of
+        (`init_state`).
         """
         if not warn_torn(self._torn):
             self._early.judge()
         self._beta1.follow(self.param_groups)
+        self._hand_over()
+        create = called_by_checkpoint() and not self._torn and not self._early.begun
         if not self._options.owner_keeps_state:
+            if create:
+                self.init_state()
             return super().state_dict()
         self._find_world()
         named = {p: name for group in self.param_groups for p, name in names_in(group).items()}
+        if create:  # zeros must not stand for rows that this rank has failed to load
+            check_rows(self.state, named, self._options.process_group)
+            self.init_state()
         with presented(self, named, self._options.process_group):
             return super().state_dict()
 
@@ -44,13 +74,14 @@ class Saving(Returning):
     def load_state_dict(self, state_dict) -> None:
         """As in torch, from any layout: tensors that lie otherwise than the parameters are moved, and get the dtype of
         `state_dtype`. What the saved groups lack (those of torch.optim.Muon or AdamW, or of an older version) stays
-        this optimizer's own. State goes by position, and by name where a group was saved with the same names in another
-        order. Raises ValueError, before anything is changed, for state of another shape or kind.
+        this optimizer's own. State goes by name where all groups of both sides have the same
+        `param_names`, also in other groups; else by position. Raises ValueError, before anything is
+        changed, for state of another shape or kind.
         """
         self._half_way = self._half_way or self._early.begun  # should loading fail
         self._early.drain()
         self._find_world()
-        with Loading(self.param_groups, self._options).inside(self):
+        with lasting(), Loading(self.param_groups, self._options).inside(self):
             super().load_state_dict(state_dict)
         part_tensors(self.param_groups)
         self._beta1.forget()
@@ -60,6 +91,9 @@ class Saving(Returning):
             self._process_groups.release()
             self._process_groups = None
         self._forget()
+        self._members = ()
+        self._hand_over()
+        self._unbound = "after load_state_dict(), which drops the plan"
 
     @settled
     def __getstate__(self):
@@ -77,3 +111,4 @@ class Saving(Returning):
             self._options = replace(self._options, process_group=group)
         self._has_all_groups = True
         self._forget()
+        self._unbound = "in a copy, or after unpickling"

@@ -6,16 +6,21 @@ parameters call it together, before a step.
 """
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
 from . import debug
-from .layout import is_placed_like, place_like, this_rank
+from .kernels import capturing
+from .layout import is_dtensor, is_placed_like, place_like, row_chunks, this_rank
 from .names import names_in
+from .options import Options
 from .owned import ROWS, claim
 from .store import create_state, state_keys, state_shape
+from .validation import device_of
 
 TORN = ("the last step of this optimizer failed half-way: some weights and state are those of before it, some those of "
         "after it")
@@ -36,6 +41,15 @@ def warn_torn(torn) -> bool:
     return torn
 
 
+@contextlib.contextmanager
+def lasting() -> Iterator[None]:
+    """Context manager in which state and buffers are made. A step outside of torch.inference_mode
+    could not write to tensors that were made inside of it.
+    """
+    with torch.inference_mode(False), torch.no_grad():  # the former alone turns gradients on
+        yield
+
+
 def inherit(before, groups, state) -> list:
     """Give the state of a parameter that has left its group to the one in its place, of the same shape: who prepares a
     model after its optimizer puts other parameters into the groups. Returns each group's parameters, which are to be
@@ -48,6 +62,48 @@ def inherit(before, groups, state) -> list:
                 held = state.pop(old)
                 state.setdefault(new, held)
     return [list(group["params"]) for group in groups]
+
+
+def complete_state(groups: list[dict], state: dict, options: Options) -> None:
+    """Create zero state where a parameter that requires a gradient lacks some, in place; without
+    communication.
+
+    It lies as the parameter does. Where owners keep the state, which are not chosen before the
+    first step, each rank gets as many rows as a DTensor cut by rows has there; `claim` brings them
+    to the owners. All parameters get theirs on every rank, since the keys of a checkpoint may not
+    differ between ranks.
+    """
+    for group in groups:
+        for param in [p for p in group["params"] if p.requires_grad]:
+            held = state.setdefault(param, {})
+            if is_dtensor(param):
+                _cut_like(held, param)
+            rows = _rows_here(param, options) if options.owner_keeps_state else None
+            create_state(held, param, state_keys(group), options.state_dtype, rows=rows)
+
+
+def _cut_like(state: dict, param: torch.Tensor) -> None:
+    """Cut plain state, from before the model was sharded, as the DTensor `param` is."""
+    for key, value in _of_elements(state):
+        if not is_dtensor(value) and tuple(value.shape) == state_shape(param, key):
+            state[key] = place_like(value, param)
+
+
+def _rows_here(param: torch.Tensor, options: Options) -> int:
+    """How many rows this rank gets of the state of a plain parameter that is cut by rows."""
+    group = options.process_group
+    rows = row_chunks(param.shape[0] if param.ndim else 1, group.size())
+    return rows[dist.get_group_rank(group, this_rank())]
+
+
+def creates_state_only(groups: list[dict], state: dict) -> bool:
+    """Whether a step may be one that only creates state: there is none yet, and every lr is 0. So
+    is that of torch.distributed.checkpoint, with zero gradients, and the first one of a warm-up,
+    which counts.
+    """
+    if state:
+        return False
+    return not capturing(device_of(groups)) and all(float(group["lr"]) == 0 for group in groups)
 
 
 def lack_state(plans, state) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .names import shortened
+from .debug import shortened
 from .pairs import PAIRS, Pair
 
 Triple = tuple[float, float, float]
@@ -151,8 +151,8 @@ def _checked(ns_coefficients, ns_steps) -> tuple:
 def _as_tuples(numbers):
     """Text and bytes are no sequences of numbers here, and a set has no order."""
     if not _is_sequence(numbers):
-        raise ValueError(f"ns_coefficients is {shortened(repr(numbers))}; pass a name, a triple, or a sequence of "
-                         "triples")
+        raise ValueError(f"ns_coefficients is {shortened(repr(numbers))}; pass a name, a triple, or a "
+                         "sequence of triples")
     return tuple(tuple(x) if _is_sequence(x) else x for x in numbers)
 
 
@@ -162,8 +162,8 @@ def _is_sequence(x):
 
 def _check_triple(triple):
     if not (isinstance(triple, tuple) and len(triple) == 3 and all(map(is_number, triple))):
-        raise ValueError(f"ns_coefficients holds {shortened(repr(triple))}; a triple is three finite numbers (a, b, c) "
-                         "that fp32 holds")
+        raise ValueError(f"ns_coefficients holds {shortened(repr(triple))}; a triple is three finite "
+                         "numbers (a, b, c) that fp32 holds")
 
 
 def is_number(x):
@@ -174,8 +174,8 @@ def is_number(x):
 @functools.lru_cache(maxsize=KEPT)
 def _named(name, ns_steps):
     if name not in SETS:
-        raise ValueError(f"ns_coefficients is {shortened(repr(name))}; the sets are {', '.join(SETS)}; or pass a "
-                         "triple or triples")
+        raise ValueError(f"ns_coefficients is {shortened(repr(name))}; the sets are {', '.join(SETS)}; or "
+                         "pass a triple or triples")
     length = len(SETS[name])
     if name not in ANY_LENGTH and ns_steps not in (5, length):
         raise ValueError(f"ns_steps is {ns_steps}, but the set {name!r} has {length} steps; "

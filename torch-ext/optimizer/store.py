@@ -136,6 +136,11 @@ class Store:
         param = self.params[number]
         return [*map(local_of, filter(torch.is_tensor, (param, *self.state[param].values()))), *self.twins[number]]
 
+    def counts_of(self, number: int) -> list[torch.Tensor]:
+        """AdamW's count of steps of one parameter, and its twins; empty for Muon's parameters."""
+        count = self.state[self.params[number]].get("step")
+        return [] if count is None else [local_of(count), *self.twins[number]]
+
     def twin(self, number, state):
         """A copy of a state of parameter `number` that changes along with it."""
         self.twins[number].append(state.clone())

@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .debug import shortened
 from .layout import check_local_shape, check_placements, is_dtensor, local_of
-from .names import in_group, name_in, name_of, shortened
+from .names import in_group, name_in, name_of
 from .polar import WIDE
 from .recipe import SCALES
 from .steps import LARGEST, steps_of

@@ -1,0 +1,231 @@
+"""State dicts of other parameter groups: state goes by name, and options where they are certain."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dsd
+
+from tests.ranks import package
+from tests.test_checkpoint import FLAT, NESTED
+from tests.test_checkpoint_file import assert_equal
+
+BOTH = pytest.mark.parametrize("options", [NESTED, FLAT], ids=["nested", "flat"])
+ADAMW = "xyz"  # parameters of AdamW; the others are Muon's
+SQUARE = (6, 6)  # all matrices have one shape, so that nothing but names tells them apart
+
+
+def parameters():
+    generator = torch.Generator().manual_seed(0)
+    shapes = dict.fromkeys("abcd", SQUARE) | dict.fromkeys(ADAMW, (4,))
+    return nn.ParameterDict({name: nn.Parameter(torch.randn(shape, generator=generator))
+                             for name, shape in shapes.items()})
+
+
+def build(model, division, named=True, **options):
+    """An optimizer of the groups in `division`, such as "ab cd xyz"; lr of each: 0.1, 0.2, ..."""
+    groups = []
+    for number, names in enumerate(division.split()):
+        params = [(name, model[name]) if named else model[name] for name in names]
+        groups.append({"params": params, "use_muon": names[0] not in ADAMW, "lr": 0.1 * (number + 1)})
+    return package().Muon(groups, **options)
+
+
+def train(model, optimizer, numbers):
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        for param in model.values():
+            param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(division, **more):
+    model = parameters()
+    optimizer = build(model, division, **more)
+    train(model, optimizer, range(2))
+    return model, optimizer
+
+
+def other_rates(optimizer):
+    """Rates that no saved group has."""
+    for number, group in enumerate(optimizer.param_groups):
+        group["lr"] = 7.0 + number
+    return optimizer
+
+
+def state_by_name(model, optimizer):
+    return {name: dict(optimizer.state[param]) for name, param in model.items()}
+
+
+def rates(optimizer):
+    return ["own" if group["lr"] >= 7 else round(group["lr"], 6) for group in optimizer.param_groups]
+
+
+DIVISIONS = [
+    ("abcd xyz", "ab cd x yz", [0.1, 0.1, 0.2, 0.2], 0),  # groups that were cut
+    ("ab cd x yz", "abcd xyz", ["own", "own"], 2),  # groups that were put together
+    ("abcd xyz", "xyz abcd", [0.2, 0.1], 0),  # another order of groups
+    ("ab cd xyz", "cd ab zyx", [0.2, 0.1, 0.3], 0),  # lengths alike; by position, nothing would differ
+    ("ab cd xyz", "ac bd xyz", ["own", "own", 0.3], 2),  # lengths alike
+    ("abc d xyz", "ba dc zxy", [0.1, "own", 0.3], 1),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "taken", "told"), DIVISIONS, ids=lambda x: str(x))
+def test_state_goes_by_name_to_other_groups(before, after, taken, told):
+    model, optimizer = trained(before)
+    heir = other_rates(build(model, after))
+    saved = copy.deepcopy(optimizer.state_dict())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        heir.load_state_dict(saved)
+    assert_equal(state_by_name(model, heir), state_by_name(model, optimizer))
+    assert rates(heir) == taken and len(caught) == told
+    assert all("keeps its own lr" in str(w.message) and w.filename == __file__ for w in caught)
+    assert_equal(saved, optimizer.state_dict())
+    assert [g["param_names"] for g in heir.param_groups] == [list(names) for names in after.split()]
+    train(model, heir, [2])
+
+
+@pytest.mark.parametrize(("before", "after", "taken", "told"), DIVISIONS, ids=lambda x: str(x))
+def test_a_file_gives_what_a_state_dict_does(before, after, taken, told, tmp_path):
+    """One rule for both."""
+    model, optimizer = trained(before)
+    package().export_state(optimizer, tmp_path / "state")
+    heir = other_rates(build(model, after))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        package().import_state(heir, tmp_path / "state")
+    assert_equal(state_by_name(model, heir), state_by_name(model, optimizer))
+    assert rates(heir) == taken and [w.filename for w in caught] == [__file__] * told
+
+
+@BOTH
+@pytest.mark.parametrize(("before", "after", "taken", "told"), DIVISIONS, ids=lambda x: str(x))
+def test_and_torchs_checkpoints_too(before, after, taken, told, options):
+    model, optimizer = trained(before)
+    heir = other_rates(build(model, after))
+    saved = copy.deepcopy(dsd.get_optimizer_state_dict(model, optimizer, options=options))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dsd.set_optimizer_state_dict(model, heir, saved, options=options)
+    assert_equal(state_by_name(model, heir), state_by_name(model, optimizer))
+    if options is NESTED and before == "abc d xyz":  # torch has let go of the options of "abc"
+        taken = ["own", "own", 0.3]
+    assert rates(heir) == taken
+
+
+def test_through_a_checkpoint_on_disk(tmp_path):
+    """Flattened, since torch writes the options of groups by their numbers otherwise."""
+    model, optimizer = trained("abcd xyz")
+    dcp.save(dsd.get_optimizer_state_dict(model, optimizer, options=FLAT), checkpoint_id=tmp_path)
+    heir = other_rates(build(model, "ab cd x yz"))
+    state = dsd.get_optimizer_state_dict(model, heir, options=FLAT)
+    dcp.load(state, checkpoint_id=tmp_path)
+    dsd.set_optimizer_state_dict(model, heir, state, options=FLAT)
+    assert_equal(state_by_name(model, heir), state_by_name(model, optimizer))
+    assert rates(heir) == [0.1, 0.1, 0.2, 0.2]
+
+
+def test_what_others_keep_goes_with_its_parameter():
+    model, optimizer = trained("abcd xyz")
+    for name, param in model.items():
+        optimizer.state[param]["mine"] = ord(name)
+    heir = build(model, "ba x dc zy")
+    heir.load_state_dict(optimizer.state_dict())
+    assert {name: heir.state[param]["mine"] for name, param in model.items()} == {
+        name: ord(name) for name in model}
+
+
+def test_prefixes_of_wrappers_do_not_count():
+    model, optimizer = trained("abcd xyz")
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group["param_names"] = [f"module._orig_mod.{name}" for name in group["param_names"]]
+    heir = build(model, "ab cd xyz")
+    heir.load_state_dict(saved)
+    assert_equal(state_by_name(model, heir), state_by_name(model, optimizer))
+
+
+def rename(saved, number, names):
+    saved["param_groups"][number]["param_names"] = list(names)
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    (lambda s: s["param_groups"][1].pop("param_names"), "group 1 in the state dict does not name its parameters"),
+    (lambda s: rename(s, 0, "abc"), "group 0 in the state dict does not name its parameters"),
+    (lambda s: rename(s, 0, "abca"), "a is the name of two parameters in the state dict"),
+    (lambda s: rename(s, 0, "abce"), "parameter e is only in the state dict"),
+], ids=["no names", "too few names", "twice", "unknown"])
+def test_other_groups_that_cannot_be_told_apart_are_refused(change, reason):
+    model, optimizer = trained("abcd xyz")
+    heir = build(model, "ab cd xyz")
+    train(model, heir, [0])
+    saved, before = optimizer.state_dict(), copy.deepcopy(heir.state_dict())
+    change(saved)
+    with pytest.raises(ValueError, match=rf"groups of \[4, 3\] parameters, this optimizer of \[2, 2, 3\], .*{reason}"
+                                         r"\. Build the groups as they were saved, or name the parameters"):
+        heir.load_state_dict(saved)
+    assert_equal(heir.state_dict(), before)
+
+
+def test_unnamed_groups_of_the_same_lengths_go_by_position():
+    model, optimizer = trained("ab cd xyz", named=False)
+    heir = build(model, "ab cd xyz", named=False)
+    heir.load_state_dict(optimizer.state_dict())
+    assert_equal(state_by_name(model, heir), state_by_name(model, optimizer))
+    with pytest.raises(ValueError, match="group 0 in the state dict does not name its parameters"):
+        build(model, "abcd xyz", named=False).load_state_dict(optimizer.state_dict())
+
+
+def test_a_parameter_of_the_other_kind_is_refused():
+    model, optimizer = trained("abcd xyz")
+    other = nn.ParameterDict(dict(model.items()))
+    groups = [{"params": [(n, other[n]) for n in "abc"]},
+              {"params": [(n, other[n]) for n in "dxyz"], "use_muon": False}]
+    heir = package().Muon(groups)
+    with pytest.raises(ValueError, match="parameter d is in a group of Muon in the state dict, but in one of AdamW "
+                                         "here: put it into a group of the kind in which it was saved"):
+        heir.load_state_dict(optimizer.state_dict())
+    assert not heir.state
+
+
+@pytest.mark.parametrize("key", ["maximize", "amsgrad"])
+def test_options_of_every_saved_group_are_checked(key):
+    """Also of groups whose options are not taken."""
+    model, optimizer = trained("abcd x yz")
+    saved = optimizer.state_dict()
+    saved["param_groups"][2][key] = True
+    with pytest.raises(ValueError, match=f"was saved with {key}=True"):
+        build(model, "abcd xyz").load_state_dict(saved)
+
+
+def test_the_default_groups_load_what_fewer_groups_saved():
+    """As of a version that divides AdamW's parameters further."""
+    def model_of():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8))
+
+    def finer(model):
+        muon, rest = package().get_default_muon_param_groups(model)
+        named = list(zip(rest.pop("param_names"), rest.pop("params")))
+        flat = [pair for pair in named if pair[1].ndim < 2]
+        return [muon, {"params": [pair for pair in named if pair[1].ndim > 1], **rest, "lr": 0.7},
+                {"params": flat, **rest, "lr": 0.8}]
+
+    model, other = model_of(), model_of()
+    optimizer = package().Muon(package().get_default_muon_param_groups(model), lr=0.05)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    heir = package().Muon(finer(other), lr=0.9)
+    heir.load_state_dict(optimizer.state_dict())
+    assert [group["lr"] for group in heir.param_groups] == [0.05] * 3
+    for (name, param), theirs in zip(other.named_parameters(), model.parameters()):
+        assert_equal(dict(heir.state[param]), dict(optimizer.state[theirs])), name
