@@ -123,6 +123,7 @@ class Muon(Saving):
     def _take(self, grad_scale, found_inf) -> None:
         """Step, with what a GradScaler says of the gradients, or None."""
         self._half_way = begun = self._early.begun
+        self._consolidated = None
         self._process_groups.quiet = False
         if begun:
             self._early.check(self._as_bound(), (grad_scale, found_inf) != (None, None))
