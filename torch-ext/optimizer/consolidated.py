@@ -29,7 +29,7 @@ class Consolidated:
     seen: dict
 
     def is_current(self, named: dict, state: dict) -> bool:
-        """Whether the optimizer still has the parameters `named`, and the tensors that were gathered.
+        """Whether the optimizer still has the parameters `named` and the tensors that were gathered.
         A step drops this object: its kernels do not count in the versions of tensors.
         """
         now = _fingerprint(named, state)
@@ -73,8 +73,8 @@ def refuse_elsewhere(state_dict: dict) -> None:
     """Raise ValueError for the state dict of a rank that the state was not gathered on."""
     if ELSEWHERE in state_dict:
         rank = state_dict[ELSEWHERE]
-        raise ValueError("this state dict holds no state: consolidate_state_dict() had gathered it on "
-                         f"rank {rank}. Load, on all ranks, what state_dict() returned there")
+        raise ValueError("this state dict holds no state: consolidate_state_dict() had gathered it "
+                         f"on rank {rank}. Load, on all ranks, what state_dict() returned there")
 
 
 def _fingerprint(named: dict, state: dict) -> dict:

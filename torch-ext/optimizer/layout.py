@@ -204,10 +204,8 @@ def is_own_shard(tensor) -> bool:
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     theirs, ours = mesh.get_coordinate(), _coordinate_of(this_rank(), mesh)
-    if all(p.is_replicate() for p in placements):
-        return True
-    if theirs is None or ours is None:
-        return False
+    if ours is None or theirs is None:
+        return ours is theirs or all(p.is_replicate() for p in placements)
     if any(a != b and not p.is_replicate() for a, b, p in zip(theirs, ours, placements)):
         return False
     by_rows = mesh.ndim == 1 and placements[0].is_shard(0) and not _is_strided(placements[0])

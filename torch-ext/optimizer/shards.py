@@ -21,9 +21,9 @@ from .owned import ROWS
 from .store_barrier import wait_for_all
 
 ADVICE = ("A file that one rank writes has only that rank's part of such state. Save with "
-          "torch.distributed.checkpoint, or get_optimizer_state_dict with full_state_dict=True; with "
-          "shard_state=True or grads_are_reduced=False also by calling consolidate_state_dict() on "
-          "all ranks before rank 0 writes its state_dict()")
+          "torch.distributed.checkpoint, or get_optimizer_state_dict with full_state_dict=True; "
+          "with shard_state=True or grads_are_reduced=False also by calling "
+          "consolidate_state_dict() on all ranks before rank 0 writes its state_dict()")
 
 
 def check_shards(members: list, options: object) -> None:

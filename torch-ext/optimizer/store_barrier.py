@@ -1,4 +1,4 @@
-"""A bounded barrier through the store of a process group, for calls that all its ranks have to make.
+"""A bounded barrier through the store of a process group, for calls that all its ranks make.
 
 A rank that makes such a call alone gets an error that names the missing ranks, before it issues a
 collective: the next collectives of the other ranks then do not pair with one of its own.
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .process_groups import _timeout
 
 # The longest that the first rank of a group waits for the others. Frameworks let this rank save
-# alone, and the others then wait for it in their next collective: it gives up before that times out.
+# alone. The others then wait for it in their next collective, and it gives up before that times out.
 FIRST_RANK_SECONDS = 60.0
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # of backends that do not say theirs
 POLL_SECONDS = (0.001, 0.1)  # the first pause between two looks at the store, and the longest
@@ -86,12 +86,11 @@ def _raise_unless_alike(end: dict, ranks: list[int], call: str, advice: str, bou
     mine = [ranks[rank] for rank in end["calls"][call]]
     if others:
         came = ", ".join(f"ranks {those} {other}" for other, those in others.items())
-        raise RuntimeError(f"ranks {mine} of process_group called {call}, but {came}: call the same "
-                           "on all of them")
+        raise RuntimeError(f"ranks {mine} called {call}, but {came}: call the same on all of them")
     if end["missing"]:
         missing = [ranks[rank] for rank in end["missing"]]
-        raise RuntimeError(f"ranks {mine} of process_group called {call}, but ranks {missing} did "
-                           f"not within {bound:g} s. {advice}")
+        raise RuntimeError(f"ranks {mine} called {call}, but ranks {missing} did not within "
+                           f"{bound:g} s. {advice}")
 
 
 def _bound_seconds(group: dist.ProcessGroup) -> float:
@@ -100,15 +99,12 @@ def _bound_seconds(group: dist.ProcessGroup) -> float:
 
 
 def _shared_store(group: dist.ProcessGroup) -> dist.Store | None:
-    """The store of a group with a prefix for these rounds; None where other processes reach none."""
+    """The store of a group with a prefix for these rounds; None where no other process reaches one."""
     if group.size() == 1:
         return None
     store = None
-    with contextlib.suppress(AttributeError, RuntimeError):
+    with contextlib.suppress(AttributeError, RuntimeError):  # of groups without a store
         store = group.get_group_store()
-    if store is None:
-        with contextlib.suppress(AttributeError, KeyError, TypeError):
-            store = dist.distributed_c10d._world.pg_map[group][1]
     inner = store
     while isinstance(inner, dist.PrefixStore):
         inner = inner.underlying_store
