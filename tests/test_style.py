@@ -62,8 +62,10 @@ LAYERS = [
     ["store"],
     ["bound"],  # what one bucket has of the store, and the memory that it is lent
     ["mean", "process_groups"],
+    ["store_barrier"],  # ranks find out that one of them is not coming, before collectives
     ["stacks"],
     ["routes", "owned"],
+    ["consolidated", "shards"],  # state of all owners on one rank; whose part a loaded DTensor is
     ["judge", "validation"],
     ["groups"],
     ["loaded", "foreign"],

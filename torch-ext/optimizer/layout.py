@@ -196,6 +196,69 @@ def is_by_rows(tensor, group) -> bool:
     return tensor.device_mesh.mesh.tolist() == dist.get_process_group_ranks(group)
 
 
+def stored_by(tensor) -> int | None:
+    """The global rank whose shard of a DTensor this is; None: a rank that is not part of the mesh.
+
+    A DTensor from a file has the shard of the rank that wrote it: torch pickles the coordinate of
+    that rank on the mesh.
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    with no_dispatch():  # a FakeTensorMode takes no real tensors
+        return None if coordinate is None else int(tensor.device_mesh.mesh[tuple(coordinate)])
+
+
+def is_own_shard(tensor) -> bool:
+    """Whether the local elements of a DTensor are those that this rank stores of it, and not those
+    of the rank that wrote the file from which it comes. Of rows cut over one group, also whether
+    their number is right.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    theirs, ours = mesh.get_coordinate(), _coordinate_of(this_rank(), mesh)
+    if ours is None or theirs is None:
+        return ours is theirs or all(p.is_replicate() for p in placements)
+    if any(a != b and not p.is_replicate() for a, b, p in zip(theirs, ours, placements)):
+        return False
+    by_rows = mesh.ndim == 1 and placements[0].is_shard(0) and not _is_strided(placements[0])
+    if not by_rows:
+        return True
+    return len(tensor._local_tensor) == row_chunks(tensor.shape[0], mesh.size())[ours[0]]
+
+
+def _coordinate_of(rank: int, mesh) -> tuple | None:
+    """Where a global rank is on a mesh; None: nowhere."""
+    with no_dispatch():
+        ranks, sizes = mesh.mesh.flatten().tolist(), tuple(mesh.mesh.shape)
+    if rank not in ranks:
+        return None
+    place, coordinate = ranks.index(rank), []
+    for size in reversed(sizes):
+        place, at = divmod(place, size)
+        coordinate.insert(0, at)
+    return tuple(coordinate)
+
+
+def groups_of_mesh(mesh) -> list | None:
+    """The process group of each axis of a mesh that has this rank; None where a group is missing or
+    connects other ranks, as may be for a mesh from the file of another run.
+    """
+    ours = _coordinate_of(this_rank(), mesh)
+    if ours is None or not (dist.is_available() and dist.is_initialized()):
+        return None
+    groups = []
+    for axis in range(mesh.ndim):
+        try:
+            group = mesh.get_group(axis)
+            ranks = dist.get_process_group_ranks(group)
+        except (RuntimeError, KeyError, ValueError):
+            return None
+        with no_dispatch():
+            row = mesh.mesh[(*ours[:axis], slice(None), *ours[axis + 1:])].tolist()
+        if sorted(ranks) != sorted(row):
+            return None
+        groups.append(group)
+    return groups
+
+
 def is_placed_like(value, param) -> bool:
     """Whether each rank has the same elements of both."""
     if not (is_dtensor(value) and is_dtensor(param)):

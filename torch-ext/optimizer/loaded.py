@@ -13,11 +13,13 @@ import warnings
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .consolidated import refuse_elsewhere
 from .debug import shortened
 from .groups import clean_name
 from .layout import as_dtensor, is_by_rows, is_dtensor, local_of, place_like
 from .names import in_group, name_of, names_in
 from .owned import STATE_KEYS
+from .shards import check_shards
 from .store import home_of, state_keys, state_shape
 from .validation import check_numbers
 
@@ -68,6 +70,7 @@ class Loading:
         if missing := {"state", "param_groups"} - set(loaded):
             raise ValueError(f"the state dict has no {min(missing)!r}, only {', '.join(map(repr, loaded)) or None}: "
                              "pass what an optimizer's state_dict() has returned")
+        refuse_elsewhere(loaded)
         groups = matched_groups(loaded["param_groups"], self.own)
         if list(map(_length, groups)) != list(map(_length, self.own)):
             return None  # of torch.distributed.checkpoint without any state; torch refuses it
@@ -251,6 +254,7 @@ def restore(loaded, groups, options) -> dict:
                 members.append((param, group, name_of(group, i), loaded["state"][key]))
     for param, group, name, state in members:
         check_state(param, state_keys(group), name, state)
+    check_shards(members, options)
     return {param: _restored(param, state_keys(group), state, options) for param, group, _, state in members}
 
 

@@ -120,6 +120,7 @@ class Muon(Saving):
         self._timing = False
         self._unbound = NEVER_BOUND  # why plan_report() finds no plan
         self._half_way = False  # whether a step began and did not end
+        self._consolidated = None  # the state gathered by consolidate_state_dict, until the next step
         self._skipped = None  # a count on the device, once a step has looked at gradients
         self._members = ()  # each group's parameters at the last step
         self._world = None  # torch.distributed's default group at the last step
@@ -208,6 +209,7 @@ class Muon(Saving):
         """Step, with what a GradScaler says of the gradients, or None."""
         self._read_groups()
         self._half_way = begun = self._early.begun
+        self._consolidated = None
         self._process_groups.quiet = False
         creates_state = creates_state_only(self.param_groups, self.state)
         if begun:

@@ -1,8 +1,9 @@
 """State that one rank keeps for all (`shard_state`, unreduced gradients): which rank has which rows, how they move.
 
 Decides the form in which others see such state, DTensors cut by rows over the process group, which every layout can
-read, and how owners come by what a load or another plan left elsewhere. Rows lie over the ranks in their order. Both
-functions are collective, outside the step: all ranks of the group call them for the same parameters in one order.
+read, and how owners come by what a load or another plan left elsewhere. Rows lie over the ranks in their order.
+`present`, `claim` and `gather` are collective, outside the step: all ranks of the group call them for the same
+parameters in one order.
 """
 from __future__ import annotations
 
@@ -15,17 +16,40 @@ import torch.distributed as dist
 from . import debug
 from .layout import by_rows, local_of, row_chunks
 from .store import state_shape
+from .store_barrier import wait_for_all
 
 ROWS = ("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq")  # state that is cut by rows of the parameter
 STATE_KEYS = (*ROWS, "step")  # all that is this optimizer's; who keeps something else in the state of a parameter may
 
 
+# For a rank that waited in vain for the others.
+ADVICE = ("Where one rank saves alone, as transformers' Trainer does, call "
+          "consolidate_state_dict() on all ranks before it, or leave out shard_state=True and "
+          "grads_are_reduced=False (docs/checkpoint.md)")
+
+
 @contextlib.contextmanager
-def presented(optimizer, named, group):
-    """Meanwhile, an optimizer's state is as `present` shows it."""
-    held = optimizer.state
+def presented(optimizer, named, group, complete=None):
+    """Meanwhile, an optimizer's state is as `present` shows it.
+
+    `complete`: a function that creates the state that no rank has, called on every rank; None: none
+    is created. The rows are counted before it, so that zeros never stand for rows that a rank failed
+    to load.
+    """
     with debug.during("state_dict(), which all ranks of process_group call together where owners keep the state"):
-        optimizer.state = present(held, named, group)
+        wait_for_all(group, "state_dict()", ADVICE)
+        if complete is not None:
+            _survey(optimizer.state, named, group)
+            complete()
+        shown = present(optimizer.state, named, group)
+    with replaced_state(optimizer, shown):
+        yield
+
+
+@contextlib.contextmanager
+def replaced_state(optimizer: torch.optim.Optimizer, state: dict):
+    """Meanwhile, an optimizer has another `state`."""
+    held, optimizer.state = optimizer.state, state
     try:
         yield
     finally:
@@ -55,12 +79,19 @@ def claim(state, named, wanted, group) -> None:
         state[param][key] = _move(local, have, wanted[param], group)
 
 
-def check_rows(state: dict, named: dict, group: dist.ProcessGroup) -> None:
-    """Raise RuntimeError, naming the parameter, unless the ranks together hold each state once or
-    all of it on every rank. Collective.
+def gather(state: dict, named: dict, group: dist.ProcessGroup, to: int | None) -> dict:
+    """{parameter: {key: the whole tensor, on the CPU}} on rank `to` of the group (None: on every
+    rank), {} on the others.
+
+    A device holds one whole tensor at a time. `named` and errors as in `present`.
     """
-    with debug.during("state_dict(), which all ranks of process_group call together"):
-        _survey(state, named, group)
+    whole = {}
+    for param, key, have in _survey(state, named, group):
+        local = _rows(state[param][key]).to(param.device)
+        if (tensor := _whole(local, have, _row_count(param), group, to)) is not None:
+            tensor = tensor.reshape(state_shape(param, key))
+            whole.setdefault(param, {})[key] = tensor.to("cpu", copy=True)
+    return whole
 
 
 def _survey(state, named, group) -> list:
@@ -99,6 +130,27 @@ def _move(local, have, want, group):
     send, recv = (t.contiguous().flatten().view(torch.uint8) for t in (local, moved))
     dist.all_to_all_single(recv, send[:sum(leave)], arrive, leave, group=group)
     return moved
+
+
+def _whole(local: torch.Tensor, have: list, rows: int, group: dist.ProcessGroup,
+           to: int | None) -> torch.Tensor | None:
+    """All rows of a tensor whose rows lie over the ranks, on rank `to` (None: on every rank); else
+    None.
+    """
+    me = group.rank()
+    if have == [rows] * len(have):  # whole everywhere, as a load leaves it
+        return local if to in (None, me) else None
+    if to is not None:
+        want = [rows * (rank == to) for rank in range(len(have))]
+        moved = _move(local, have, want, group)
+        return moved if to == me else None
+    parts = [local.contiguous() if rank == me else local.new_empty((count, *local.shape[1:]))
+             for rank, count in enumerate(have)]
+    for rank, part in enumerate(parts):
+        if part.numel():  # as bytes, of which every backend can send any dtype
+            source = dist.get_global_rank(group, rank)
+            dist.broadcast(part.flatten().view(torch.uint8), source, group=group)
+    return torch.cat(parts)
 
 
 def _overlap(first, i, second, j) -> int:

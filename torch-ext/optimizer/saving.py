@@ -9,17 +9,17 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from .consolidated import check_target, consolidate
 from .cycled import part_tensors
 from .late import Returning, settled
 from .loaded import Loading, called_by_checkpoint
 from .names import names_in
-from .owned import check_rows, presented
+from .owned import presented
 from .settle import complete_state, inherit, lasting, warn_torn
 
 
 class Saving(Returning):
     """An optimizer that is saved and loaded on any layout."""
-
     @property
     def _torn(self) -> bool:
         """Whether a step failed half-way."""
@@ -48,13 +48,14 @@ class Saving(Returning):
 
     @settled
     def state_dict(self) -> dict:
-        """As in torch. With shard_state or unreduced gradients collective over process_group, of which each rank has a
-        part of the state: it comes as DTensors cut by rows, for any layout. Warns after a step that failed half-way.
-        Called by torch.distributed.checkpoint, it creates what state there is none of
-        (`init_state`).
+        """As in torch. With shard_state or unreduced gradients collective over process_group, of
+        which each rank has a part of the state: it comes as DTensors cut by rows, for any layout.
+        Raises RuntimeError, before anything is sent, if not all of these ranks call it. After
+        consolidate_state_dict, until the next step, it asks no other rank. Called by
+        torch.distributed.checkpoint, it creates what state there is none of (`init_state`). Warns
+        after a step that failed half-way.
         """
-        if not warn_torn(self._torn):
-            self._early.judge()
+        self._judge_state()
         self._beta1.follow(self.param_groups)
         self._hand_over()
         create = called_by_checkpoint() and not self._torn and not self._early.begun
@@ -62,13 +63,44 @@ class Saving(Returning):
             if create:
                 self.init_state()
             return super().state_dict()
+        named = self._named()
+        if self._consolidated is not None and self._consolidated.is_current(named, self.state):
+            return self._consolidated.state_dict(self, named)
         self._find_world()
-        named = {p: name for group in self.param_groups for p, name in names_in(group).items()}
-        if create:  # zeros must not stand for rows that this rank has failed to load
-            check_rows(self.state, named, self._options.process_group)
-            self.init_state()
-        with presented(self, named, self._options.process_group):
+        with presented(self, named, self._options.process_group, self.init_state if create else None):
             return super().state_dict()
+
+    @settled
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Gather the state that owners keep (shard_state, unreduced gradients) in the CPU memory of
+        rank `to` of process_group, None: of every rank. One rank can then save it alone.
+
+        Collective over process_group. Until the next step, load_state_dict or add_param_group,
+        `state_dict()` returns whole tensors on rank `to`, without communication; on the others it
+        returns a state dict without state, which load_state_dict refuses. Where owners keep no
+        state this does nothing: state_dict() asks no other rank there. Raises ValueError if `to` is
+        no rank of process_group, RuntimeError, before anything is sent, if not all ranks call it
+        alike. Warns after a step that failed half-way.
+        """
+        check_target(to, self._options.process_group if self._options.owner_keeps_state else None)
+        self._judge_state()
+        if not self._options.owner_keeps_state:
+            return
+        self._find_world()
+        self._consolidated = None  # should it fail
+        group = self._options.process_group
+        self._consolidated = consolidate(self.state, self._named(), group, to)
+
+    def _judge_state(self) -> None:
+        """Before the state is read: warn if a step has torn it, raise if gradients changed after they
+        had left.
+        """
+        if not warn_torn(self._torn):
+            self._early.judge()
+
+    def _named(self) -> dict:
+        """{parameter: its name}."""
+        return {p: name for group in self.param_groups for p, name in names_in(group).items()}
 
     @settled
     def load_state_dict(self, state_dict) -> None:
@@ -86,7 +118,7 @@ class Saving(Returning):
         part_tensors(self.param_groups)
         self._beta1.forget()
         self._beta1.follow(self.param_groups)
-        self._half_way = False
+        self._half_way, self._consolidated = False, None
         if self._options.overlap_backward:  # not all ranks may have sent alike over these
             self._process_groups.release()
             self._process_groups = None
