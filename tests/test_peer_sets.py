@@ -58,4 +58,4 @@ def test_a_peer_is_as_far_from_ours_as_bf16_is_from_exact(name: str, shape: tupl
     U = gaussian(shape)
     rounded, exact = published(U, name, torch.bfloat16), published(U, name, torch.float64)
     ours = package().orthogonalize(U, name, dtype=torch.float16).double()
-    assert difference(rounded, exact) < 0.05 and difference(ours, rounded) < 1.25 * difference(rounded, exact)
+    assert difference(rounded, exact) < 0.06 and difference(ours, rounded) < 1.25 * difference(rounded, exact)

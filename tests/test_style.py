@@ -65,6 +65,7 @@ LAYERS = [
     ["routes", "owned"],
     ["judge", "validation"],
     ["groups"],
+    ["peers"],
     ["loaded", "foreign"],
     ["checkpoint"],
     ["agree", "guard", "presence"],  # what ranks tell each other besides what the buckets carry
