@@ -220,6 +220,18 @@ class DeepSpeed(Peer):
         p.mul_(1 - lr * decay).sub_(lr * original(p) * update)
 
 
+class DeepSpeedAlone(DeepSpeed):
+    """deepspeed 0.19.8, SingleDeviceMuon: without `use_muon`."""
+
+    takes_rest = False
+
+    def __init__(self, matrices, rest):
+        Peer.__init__(self, matrices, {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "ns_method": "gram"})
+
+    def rule(self, p, G, state, group):
+        super().rule(p, G, state, {**group, "use_muon": True})
+
+
 class Muonium(Peer):
     """muonium 0.2.0, Muon with AdamW: decays by its lr times the scale of the shape; a tensor for lr."""
 

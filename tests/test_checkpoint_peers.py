@@ -9,7 +9,17 @@ import torch
 from torch import nn
 
 from tests import peer_rules
-from tests.peer_rules import (DeepSpeed, Emerging, Megatron, Muonium, MuoniumNorMuon, Nanochat, NanochatExpress, Timm)
+from tests.peer_rules import (
+    DeepSpeed,
+    DeepSpeedAlone,
+    Emerging,
+    Megatron,
+    Muonium,
+    MuoniumNorMuon,
+    Nanochat,
+    NanochatExpress,
+    Timm,
+)
 from tests.ranks import package
 from tests.test_checkpoint_foreign import train
 
@@ -46,6 +56,7 @@ SOURCES = {
     "nanochat, 3 steps": (NanochatExpress, {"ns_steps": 3}),
     "DeepSpeed": (DeepSpeed, {}),
     "DeepSpeed, standard": (DeepSpeed, {"ns_method": "standard"}),
+    "DeepSpeed, Muon alone": (DeepSpeedAlone, {}),
     "muonium": (Muonium, {}),
     "muonium, Newton-Schulz": (Muonium, {"orthogonalization_strategy": "newton_schulz", "ns_steps": 6,
                                          "nesterov": False}),
@@ -225,7 +236,8 @@ def test_unknown_keys_are_refused(source):
     converted(theirs, saved)
 
 
-@pytest.mark.parametrize(("source", "shape"), [("timm", (16, 8, 3, 3)), ("timm", (4, 8, 8)), ("DeepSpeed", (8, 4, 3, 3))])
+@pytest.mark.parametrize(("source", "shape"), [
+    ("timm", (16, 8, 3, 3)), ("timm", (4, 8, 8)), ("DeepSpeed", (8, 4, 3, 3))])
 def test_flattened_convolutions_are_refused(source, shape):
     theirs, saved = changed(source)
     saved["state"][0]["momentum_buffer"] = torch.zeros(shape)

@@ -289,7 +289,7 @@ def _modded(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[
 
 
 def _deepspeed(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
-    if not group["use_muon"]:
+    if not group.get("use_muon", True):
         _check_options(where, "deepspeed", {**arguments, **group}, DEEPSPEEDS)
         return _adamw(group["betas"], group["eps"]), _kept(*ADAMW_STATE)
     if arguments["muon_num_heads"] is not None:
