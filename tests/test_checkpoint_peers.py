@@ -1,4 +1,6 @@
-"""State of the Muons in tests/peer_rules.py goes on here: the next step is theirs, or they are refused by name."""
+"""State of the Muons in tests/peer_rules.py goes on here: the next step is theirs, or they are
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -36,20 +38,56 @@ def flagged(matrices, rest):
 SOURCES = {
     "Emerging-Optimizers": (Emerging, {}),
     "Emerging-Optimizers, AdamW's RMS": (Emerging, {"extra_scale_factor": 0.2, "nesterov": True}),
-    "Emerging-Optimizers, Polar Express": (Emerging, {"coefficient_type": "polar_express", "num_ns_steps": 9,
-                                                      "scale_mode": "unit_rms_norm", "extra_scale_factor": 0.3}),
+    "Emerging-Optimizers, Polar Express": (
+        Emerging,
+        {
+            "coefficient_type": "polar_express",
+            "num_ns_steps": 9,
+            "scale_mode": "unit_rms_norm",
+            "extra_scale_factor": 0.3,
+        },
+    ),
     "Emerging-Optimizers, cycled": (Emerging, {"num_ns_steps": 7, "scale_mode": "shape_scaling"}),
-    **{f"Emerging-Optimizers, {kind}": (Emerging, {"coefficient_type": kind, "num_ns_steps": steps})
-       for kind, steps in (("simple", 6), ("cans", 5), ("aol", 4), ("deepseekv4", 10), ("cubic5", 5))},
+    **{
+        f"Emerging-Optimizers, {kind}": (
+            Emerging,
+            {"coefficient_type": kind, "num_ns_steps": steps},
+        )
+        for kind, steps in (
+            ("simple", 6),
+            ("cans", 5),
+            ("aol", 4),
+            ("deepseekv4", 10),
+            ("cubic5", 5),
+        )
+    },
     "Megatron": (Megatron, {}),
-    "Megatron, Nesterov": (Megatron, {"nesterov": True, "extra_scale_factor": 0.5, "scale_mode": "unit_rms_norm"}),
+    "Megatron, Nesterov": (
+        Megatron,
+        {"nesterov": True, "extra_scale_factor": 0.5, "scale_mode": "unit_rms_norm"},
+    ),
     "timm": (Timm, {}),
     "timm, fallback": (Timm, {"fallback_lr_scale": 0.1}),
-    "timm, two groups": (Timm, {"groups": flagged, "fallback_lr_scale": 0.5, "ns_coefficients": "original"}),
-    "timm, Polar Express": (Timm, {"ns_coefficients": "polar_express", "safety_factor": 1.01, "ns_steps": 6}),
-    "timm, safer": (Timm, {"ns_coefficients": "polar_express_safer", "ns_steps": 9, "adjust_lr_fn": "rms_to_rms"}),
-    "timm, a triple": (Timm, {"ns_coefficients": (2.0, -1.5, 0.5), "safety_factor": 1.1, "adjust_lr_fn": "original"}),
-    "timm, triples": (Timm, {"ns_coefficients": [(3.0, -3.2, 1.2), (2.0, -1.5, 0.5)], "ns_steps": 4}),
+    "timm, two groups": (
+        Timm,
+        {"groups": flagged, "fallback_lr_scale": 0.5, "ns_coefficients": "original"},
+    ),
+    "timm, Polar Express": (
+        Timm,
+        {"ns_coefficients": "polar_express", "safety_factor": 1.01, "ns_steps": 6},
+    ),
+    "timm, safer": (
+        Timm,
+        {"ns_coefficients": "polar_express_safer", "ns_steps": 9, "adjust_lr_fn": "rms_to_rms"},
+    ),
+    "timm, a triple": (
+        Timm,
+        {"ns_coefficients": (2.0, -1.5, 0.5), "safety_factor": 1.1, "adjust_lr_fn": "original"},
+    ),
+    "timm, triples": (
+        Timm,
+        {"ns_coefficients": [(3.0, -3.2, 1.2), (2.0, -1.5, 0.5)], "ns_steps": 4},
+    ),
     "nanochat": (Nanochat, {}),
     "nanochat, no Nesterov": (Nanochat, {"nesterov": False, "ns_steps": 4}),
     "nanochat, Polar Express": (NanochatExpress, {}),
@@ -58,8 +96,10 @@ SOURCES = {
     "DeepSpeed, standard": (DeepSpeed, {"ns_method": "standard"}),
     "DeepSpeed, Muon alone": (DeepSpeedAlone, {}),
     "muonium": (Muonium, {}),
-    "muonium, Newton-Schulz": (Muonium, {"orthogonalization_strategy": "newton_schulz", "ns_steps": 6,
-                                         "nesterov": False}),
+    "muonium, Newton-Schulz": (
+        Muonium,
+        {"orthogonalization_strategy": "newton_schulz", "ns_steps": 6, "nesterov": False},
+    ),
     "muonium, 4 steps": (Muonium, {"ns_steps": 4}),
     "muonium's NorMuon": (MuoniumNorMuon, {}),
 }
@@ -68,7 +108,9 @@ AMBIGUOUS = (Emerging, Nanochat)  # sources whose keys others have, too
 
 def problem(source, shapes=SHAPES):
     generator = torch.Generator().manual_seed(0)
-    matrices, rest = ([nn.Parameter(torch.randn(s, generator=generator)) for s in some] for some in (shapes, REST))
+    matrices, rest = (
+        [nn.Parameter(torch.randn(s, generator=generator)) for s in some] for some in (shapes, REST)
+    )
     make, options = SOURCES[source]
     rest = rest if make.takes_rest else []
     return matrices + rest, make(matrices, rest, **options)
@@ -82,10 +124,13 @@ def converted(theirs, saved, **more):
 def heir_of(theirs, params, **options):
     """Ours on copies of their parameters, with options that are not theirs."""
     copies = [nn.Parameter(p.detach().clone()) for p in params]
-    groups = [{"params": [p for p in copies if p.ndim == 2 and min(p.shape) > 6]},
-              {"params": [p for p in copies if p.ndim < 2 or min(p.shape) <= 6], "use_muon": False}]
-    optimizer = getattr(package(), theirs.ours)([g for g in groups if g["params"]], lr=9.0, momentum=0.5, **EXACT,
-                                                **options)
+    groups = [
+        {"params": [p for p in copies if p.ndim == 2 and min(p.shape) > 6]},
+        {"params": [p for p in copies if p.ndim < 2 or min(p.shape) <= 6], "use_muon": False},
+    ]
+    optimizer = getattr(package(), theirs.ours)(
+        [g for g in groups if g["params"]], lr=9.0, momentum=0.5, **EXACT, **options
+    )
     return copies, optimizer
 
 
@@ -121,7 +166,9 @@ def test_the_state_is_a_mean_in_our_names(source):
         if "exp_avg" in state:
             assert set(kept) == {"step", "exp_avg", "exp_avg_sq"} and kept["step"] == STEPS
             continue
-        assert set(kept) == {"momentum_buffer"} | ({"second_moment"} if theirs.ours == "NorMuon" else set())
+        assert set(kept) == {"momentum_buffer"} | (
+            {"second_moment"} if theirs.ours == "NorMuon" else set()
+        )
         momentum = state["momentum_buffer"] * (1 - 0.9 if theirs.sums else 1.0)
         torch.testing.assert_close(kept["momentum_buffer"], momentum, rtol=1e-6, atol=0)
 
@@ -131,27 +178,36 @@ def test_a_state_dict_with_keys_of_two_sources_is_refused_with_both_names():
     params, theirs = problem("Emerging-Optimizers")
     train(theirs, params, range(STEPS))
     saved = theirs.state_dict()
-    with pytest.raises(ValueError, match="Keller Jordan's Muon and Emerging-Optimizers' Muon.*source='keller_jordan' "
-                                         "or source='emerging_optimizers'"):
+    with pytest.raises(
+        ValueError,
+        match="Keller Jordan's Muon and Emerging-Optimizers' Muon.*source='keller_jordan' "
+        "or source='emerging_optimizers'",
+    ):
         package().convert_state_dict(saved)
     as_jordans = package().convert_state_dict(saved, source="keller_jordan")["param_groups"][0]
     assert as_jordans["nesterov"] is True and as_jordans["ns_coefficients"] == "jordan"
     params, theirs = problem("nanochat")
     with pytest.raises(ValueError, match="source='keller_jordan' or source='nanochat'"):
         package().convert_state_dict(theirs.state_dict())
-    with pytest.raises(ValueError, match="group 0 has nesterov, ns_steps, which Keller Jordan's Muon does not write"):
+    with pytest.raises(
+        ValueError,
+        match="group 0 has nesterov, ns_steps, which Keller Jordan's Muon does not write",
+    ):
         package().convert_state_dict({**theirs.state_dict(), "state": {}}, source="keller_jordan")
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_an_unconverted_group_is_refused_with_what_to_do(source):
-    """load_state_dict refuses Muon's group of each source, for its keys or for those that it lacks."""
+    """load_state_dict refuses Muon's group of each source, for its keys or for those that it lacks.
+    """
     params, theirs = problem(source)
     train(theirs, params, range(1))
     optimizer = package().Muon([nn.Parameter(torch.randn(4, 3))])
     group = {**theirs.state_dict()["param_groups"][0], "params": [0]}
     with pytest.raises(ValueError, match="parameter group 0 was saved by .* convert_state_dict"):
-        optimizer.load_state_dict({"state": {0: {"momentum_buffer": torch.zeros(4, 3)}}, "param_groups": [group]})
+        optimizer.load_state_dict(
+            {"state": {0: {"momentum_buffer": torch.zeros(4, 3)}}, "param_groups": [group]}
+        )
     assert not optimizer.state
 
 
@@ -164,32 +220,59 @@ def changed(source, number=0, **more):
     return theirs, saved
 
 
-@pytest.mark.parametrize(("source", "number", "key", "value", "title"), [
-    ("timm", 0, "algo", "adamuon", "timm's Muon"), ("timm", 0, "scale_eps", True, "timm's Muon"),
-    ("timm", 0, "adjust_lr_fn", None, "timm's Muon"), ("timm", 0, "eps", 1e-3, "timm's Muon"),
-    ("timm", 0, "nesterov", True, "timm's Muon"),
-    ("nanochat, Polar Express", 0, "beta2", 0.9, "nanochat's Muon"),
-    ("nanochat, Polar Express", 0, "weight_decay", 0.1, "nanochat's Muon"),
-    ("DeepSpeed", 1, "bias_correction", False, "DeepSpeed's Muon"), ("DeepSpeed", 1, "amsgrad", True, "DeepSpeed's"),
-    ("muonium", 0, "maximize", True, "muonium's Muon"), ("muonium", 0, "split_sizes", (8, 8, 8), "muonium's Muon"),
-    ("muonium", 0, "wd", 0.1, "muonium's Muon"), ("muonium", 1, "amsgrad", True, "muonium's Muon"),
-    ("muonium", 1, "decoupled_weight_decay", False, "muonium's Muon"),
-])
-def test_options_without_a_counterpart_are_refused_with_option_and_source(source, number, key, value, title):
+@pytest.mark.parametrize(
+    ("source", "number", "key", "value", "title"),
+    [
+        ("timm", 0, "algo", "adamuon", "timm's Muon"),
+        ("timm", 0, "scale_eps", True, "timm's Muon"),
+        ("timm", 0, "adjust_lr_fn", None, "timm's Muon"),
+        ("timm", 0, "eps", 1e-3, "timm's Muon"),
+        ("timm", 0, "nesterov", True, "timm's Muon"),
+        ("nanochat, Polar Express", 0, "beta2", 0.9, "nanochat's Muon"),
+        ("nanochat, Polar Express", 0, "weight_decay", 0.1, "nanochat's Muon"),
+        ("DeepSpeed", 1, "bias_correction", False, "DeepSpeed's Muon"),
+        ("DeepSpeed", 1, "amsgrad", True, "DeepSpeed's"),
+        ("muonium", 0, "maximize", True, "muonium's Muon"),
+        ("muonium", 0, "split_sizes", (8, 8, 8), "muonium's Muon"),
+        ("muonium", 0, "wd", 0.1, "muonium's Muon"),
+        ("muonium", 1, "amsgrad", True, "muonium's Muon"),
+        ("muonium", 1, "decoupled_weight_decay", False, "muonium's Muon"),
+    ],
+)
+def test_options_without_a_counterpart_are_refused_with_option_and_source(
+    source, number, key, value, title
+):
     theirs, saved = changed(source, number, **{key: value})
     key = "use_cautious_wd" if key == "wd" else key
-    with pytest.raises(NotImplementedError, match=rf"group {number} has {key}=.* an option of {title}.* set {key}="):
+    with pytest.raises(
+        NotImplementedError, match=rf"group {number} has {key}=.* an option of {title}.* set {key}="
+    ):
         converted(theirs, saved)
 
 
-@pytest.mark.parametrize(("source", "arguments", "message"), [
-    ("Emerging-Optimizers", {"weight_decay_method": "l2"}, "weight_decay_method='l2'.*Emerging-Optimizers' Muon"),
-    ("Megatron", {"split_qkv": True}, "split_qkv=True, an argument of Megatron-LM's Muon.* set split_qkv=False as an"),
-    ("Megatron", {"tp_mode": "blockwise"}, "tp_mode='blockwise'.*Megatron"),
-    ("Megatron", {"use_decoupled_weight_decay": False}, "weight_decay_method='l2'.*Megatron-LM's Muon"),
-    ("DeepSpeed", {"muon_num_heads": 4}, "muon_num_heads=4.*DeepSpeed's Muon"),
-    ("DeepSpeed", {"adam_w_mode": False}, "adam_w_mode=False.*DeepSpeed's Muon"),
-])
+@pytest.mark.parametrize(
+    ("source", "arguments", "message"),
+    [
+        (
+            "Emerging-Optimizers",
+            {"weight_decay_method": "l2"},
+            "weight_decay_method='l2'.*Emerging-Optimizers' Muon",
+        ),
+        (
+            "Megatron",
+            {"split_qkv": True},
+            "split_qkv=True, an argument of Megatron-LM's Muon.* set split_qkv=False as an",
+        ),
+        ("Megatron", {"tp_mode": "blockwise"}, "tp_mode='blockwise'.*Megatron"),
+        (
+            "Megatron",
+            {"use_decoupled_weight_decay": False},
+            "weight_decay_method='l2'.*Megatron-LM's Muon",
+        ),
+        ("DeepSpeed", {"muon_num_heads": 4}, "muon_num_heads=4.*DeepSpeed's Muon"),
+        ("DeepSpeed", {"adam_w_mode": False}, "adam_w_mode=False.*DeepSpeed's Muon"),
+    ],
+)
 def test_arguments_without_a_counterpart_are_refused(source, arguments, message):
     params, theirs = problem(source)
     train(theirs, params, range(STEPS))
@@ -199,20 +282,33 @@ def test_arguments_without_a_counterpart_are_refused(source, arguments, message)
 
 
 def test_megatrons_fused_projections_are_refused_unless_there_are_none():
-    """Its default orthogonalizes Q, K and V of a fused weight apart, and no key says which weights these are."""
+    """Its default orthogonalizes Q, K and V of a fused weight apart, and no key says which weights
+    these are.
+    """
     params, theirs = problem("Megatron")
     with pytest.raises(NotImplementedError, match="split_qkv=True.* set split_qkv=False"):
         package().convert_state_dict(theirs.state_dict())
 
 
-@pytest.mark.parametrize(("source", "arguments", "message"), [
-    ("emerging_optimizers", {"coefficient_type": "custom"}, "coefficient_type='custom' is not known.*simple, quintic"),
-    ("emerging_optimizers", {"scale_mode": "rms"}, "scale_mode='rms' is not known.*spectral"),
-    ("emerging_optimizers", {"extra_scale_factor": 0}, "extra_scale_factor=0.0 is not allowed"),
-    ("emerging_optimizers", {"ns_steps": 5}, "ns_steps=5 is no argument .*allowed are nesterov"),
-    ("keller_jordan", {"nesterov": False}, "nesterov=False is no argument .*allowed are none"),
-    ("kellerjordan", {}, "source='kellerjordan' is not known.*torch, keller_jordan, motif"),
-])
+@pytest.mark.parametrize(
+    ("source", "arguments", "message"),
+    [
+        (
+            "emerging_optimizers",
+            {"coefficient_type": "custom"},
+            "coefficient_type='custom' is not known.*simple, quintic",
+        ),
+        ("emerging_optimizers", {"scale_mode": "rms"}, "scale_mode='rms' is not known.*spectral"),
+        ("emerging_optimizers", {"extra_scale_factor": 0}, "extra_scale_factor=0.0 is not allowed"),
+        (
+            "emerging_optimizers",
+            {"ns_steps": 5},
+            "ns_steps=5 is no argument .*allowed are nesterov",
+        ),
+        ("keller_jordan", {"nesterov": False}, "nesterov=False is no argument .*allowed are none"),
+        ("kellerjordan", {}, "source='kellerjordan' is not known.*torch, keller_jordan, motif"),
+    ],
+)
 def test_wrong_arguments_are_refused(source, arguments, message):
     params, theirs = problem("Emerging-Optimizers")
     with pytest.raises(ValueError, match=message):
@@ -223,21 +319,27 @@ def test_a_source_that_the_keys_contradict_is_refused():
     theirs, saved = changed("timm")
     with pytest.raises(ValueError, match="source='dion', but .*keys that timm's Muon alone writes"):
         package().convert_state_dict(saved, source="dion")
-    with pytest.raises(ValueError, match="group 0 or its states have no key 'algorithm', which those of Dion's Muon"):
+    with pytest.raises(
+        ValueError,
+        match="group 0 or its states have no key 'algorithm', which those of Dion's Muon",
+    ):
         package().convert_state_dict(problem("Emerging-Optimizers")[1].state_dict(), source="dion")
 
 
 @pytest.mark.parametrize("source", ["timm", "DeepSpeed", "muonium"])
 def test_unknown_keys_are_refused(source):
     theirs, saved = changed(source, lookahead=2)
-    with pytest.raises(ValueError, match="group 0 has lookahead, which .* does not write: another optimizer"):
+    with pytest.raises(
+        ValueError, match="group 0 has lookahead, which .* does not write: another optimizer"
+    ):
         converted(theirs, saved)
     theirs, saved = changed(source, name="matrices", lr_scale=0.5)
     converted(theirs, saved)
 
 
-@pytest.mark.parametrize(("source", "shape"), [
-    ("timm", (16, 8, 3, 3)), ("timm", (4, 8, 8)), ("DeepSpeed", (8, 4, 3, 3))])
+@pytest.mark.parametrize(
+    ("source", "shape"), [("timm", (16, 8, 3, 3)), ("timm", (4, 8, 8)), ("DeepSpeed", (8, 4, 3, 3))]
+)
 def test_flattened_convolutions_are_refused(source, shape):
     theirs, saved = changed(source)
     saved["state"][0]["momentum_buffer"] = torch.zeros(shape)
@@ -249,7 +351,9 @@ def test_adaptive_muon_is_refused():
     """Of Emerging-Optimizers, by the keys of its states."""
     theirs, saved = changed("Emerging-Optimizers", beta2=0.95, eps=1e-8)
     saved["state"][0]["moment2_buffer"] = torch.zeros(24, 1)
-    with pytest.raises(NotImplementedError, match="AdaptiveMuon, which Emerging-Optimizers' Muon comes with"):
+    with pytest.raises(
+        NotImplementedError, match="AdaptiveMuon, which Emerging-Optimizers' Muon comes with"
+    ):
         package().convert_state_dict(saved)
 
 
@@ -264,28 +368,62 @@ def test_flat_partitions_are_refused():
 
 def nanochats():
     """The state dict of MuonAdamW (92d63d4): one state for the matrices of a group."""
-    state = {"momentum_buffer": torch.zeros(2, 8, 4), "second_momentum_buffer": torch.zeros(2, 8, 1)}
-    muon = {"kind": "muon", "lr": 0.02, "momentum": 0.95, "ns_steps": 5, "beta2": 0.9, "weight_decay": 0.1}
+    state = {
+        "momentum_buffer": torch.zeros(2, 8, 4),
+        "second_momentum_buffer": torch.zeros(2, 8, 1),
+    }
+    muon = {
+        "kind": "muon",
+        "lr": 0.02,
+        "momentum": 0.95,
+        "ns_steps": 5,
+        "beta2": 0.9,
+        "weight_decay": 0.1,
+    }
     adam = {"kind": "adamw", "lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-10, "weight_decay": 0.0}
-    return {"state": {0: state}, "param_groups": [{**muon, "params": [0, 1]}, {**adam, "params": [2]}]}
+    return {
+        "state": {0: state},
+        "param_groups": [{**muon, "params": [0, 1]}, {**adam, "params": [2]}],
+    }
 
 
 def moddeds():
     """The state dict of the medium track's NorMuon (f411b3d): state in the groups."""
-    group = {"lr": 0.02, "momentum": 0.95, "beta2": 0.95, "weight_decay": 0.1, "chunk_size": 2, "params": [0, 1],
-             "momentum_buffer": torch.zeros(2, 8, 4), "second_momentum_buffer": torch.zeros(2, 8, 1),
-             "param_lr_cpu": torch.ones(2), "param_wd_cpu": torch.ones(2)}
+    group = {
+        "lr": 0.02,
+        "momentum": 0.95,
+        "beta2": 0.95,
+        "weight_decay": 0.1,
+        "chunk_size": 2,
+        "params": [0, 1],
+        "momentum_buffer": torch.zeros(2, 8, 4),
+        "second_momentum_buffer": torch.zeros(2, 8, 1),
+        "param_lr_cpu": torch.ones(2),
+        "param_wd_cpu": torch.ones(2),
+    }
     return {"state": {}, "param_groups": [group]}
 
 
-@pytest.mark.parametrize(("saved", "message"), [
-    (nanochats(), "group 0 is of nanochat's MuonAdamW, .* has no counterpart here"),
-    (moddeds(), "group 0 is of modded-nanogpt's NorMuon, .* has no counterpart here"),
-    ({"param_states": {}, "param_cfgs": {}}, "a checkpoint of modded-nanogpt's NorMuon"),
-    ({"optimizer": {}, "fp32_from_fp16_params": []}, "a checkpoint of Megatron-LM's Muon.*pass its 'optimizer'"),
-    ({"zero_stage": 2, "single_partition_of_fp32_groups": []}, "a checkpoint of DeepSpeed's Muon.*flat partitions"),
-    ({"zero_stage": 3, "fp32_flat_groups": []}, "a checkpoint of DeepSpeed's Muon.*flat partitions"),
-])
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        (nanochats(), "group 0 is of nanochat's MuonAdamW, .* has no counterpart here"),
+        (moddeds(), "group 0 is of modded-nanogpt's NorMuon, .* has no counterpart here"),
+        ({"param_states": {}, "param_cfgs": {}}, "a checkpoint of modded-nanogpt's NorMuon"),
+        (
+            {"optimizer": {}, "fp32_from_fp16_params": []},
+            "a checkpoint of Megatron-LM's Muon.*pass its 'optimizer'",
+        ),
+        (
+            {"zero_stage": 2, "single_partition_of_fp32_groups": []},
+            "a checkpoint of DeepSpeed's Muon.*flat partitions",
+        ),
+        (
+            {"zero_stage": 3, "fp32_flat_groups": []},
+            "a checkpoint of DeepSpeed's Muon.*flat partitions",
+        ),
+    ],
+)
 def test_rules_without_a_counterpart_are_refused_by_name(saved, message):
     with pytest.raises(NotImplementedError, match=message):
         package().convert_state_dict(saved)
@@ -307,7 +445,9 @@ def test_muoniums_decay_is_that_of_one_shape():
         assert_next_step_is_theirs(theirs, params, ours, optimizer)
         params, theirs = problem("decayed")
         train(theirs, params, range(STEPS))
-        with pytest.raises(NotImplementedError, match=r"wd=0.3, and muonium's Muon multiplies it by sqrt"):
+        with pytest.raises(
+            NotImplementedError, match=r"wd=0.3, and muonium's Muon multiplies it by sqrt"
+        ):
             converted(theirs, theirs.state_dict())
     finally:
         del SOURCES["decayed"]
@@ -323,7 +463,9 @@ def test_timms_group_is_parted_by_the_states():
     assert [group["use_muon"] for group in groups] == [True, False]
     assert [group["param_names"] for group in groups] == [["a", "c", "e", "f"], ["b", "d"]]
     del saved["state"][1]
-    with pytest.raises(ValueError, match="group 0 does not say whether timm's Muon steps parameter 1"):
+    with pytest.raises(
+        ValueError, match="group 0 does not say whether timm's Muon steps parameter 1"
+    ):
         package().convert_state_dict(saved)
 
 
@@ -343,10 +485,17 @@ def test_timms_versions_with_adamw_lr():
 
 
 def test_rates_of_schedules_are_scaled_along():
-    """A factor that no scale here has goes into lr, so also into what a schedule starts from; lr wd stays."""
+    """A factor that no scale here has goes into lr, so also into what a schedule starts from; lr wd
+    stays.
+    """
     theirs, saved = changed("Megatron, Nesterov", initial_lr=0.04)
     group = converted(theirs, saved)["param_groups"][0]
-    assert (group["lr"], group["initial_lr"], group["max_lr"], group["weight_decay"]) == (0.01, 0.02, 0.01, 0.2)
+    assert (group["lr"], group["initial_lr"], group["max_lr"], group["weight_decay"]) == (
+        0.01,
+        0.02,
+        0.01,
+        0.2,
+    )
 
 
 def test_dions_steps_are_those_of_each_parameter():
@@ -382,11 +531,19 @@ def test_other_optimizers_momentum_is_refused_when_loaded():
     params = [nn.Parameter(torch.randn(4, 3))]
     theirs = torch.optim.SGD(params, lr=0.1, momentum=0.9)
     train(theirs, params, range(1))
-    with pytest.raises(ValueError, match="saved by another optimizer: it has momentum, but no adjust_lr_fn"):
+    with pytest.raises(
+        ValueError, match="saved by another optimizer: it has momentum, but no adjust_lr_fn"
+    ):
         package().Muon(params).load_state_dict(theirs.state_dict())
 
 
 def test_the_references_state_what_they_are():
     assert {make.name for make, _ in SOURCES.values()} == {
-        "emerging_optimizers", "megatron", "timm", "nanochat", "deepspeed", "muonium"}
+        "emerging_optimizers",
+        "megatron",
+        "timm",
+        "nanochat",
+        "deepspeed",
+        "muonium",
+    }
     assert peer_rules.Peer.name is None

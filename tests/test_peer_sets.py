@@ -1,4 +1,6 @@
-"""Coefficient sets with a peer's name against the peer's published iteration, written out here as a program."""
+"""Coefficient sets with a peer's name against the peer's published iteration, written out here as a
+program.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,21 @@ import torch
 
 from tests.ranks import package
 
-POLAR_EXPRESS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),
-                 (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-                 (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-                 (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-                 (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
-# name -> (divisor of the norm, what is added to it, triples), read from microsoft/dion 0a059a4 (polar_express.py),
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+# name -> (divisor of the norm, what is added to it, triples), read from microsoft/dion 0a059a4
+# (polar_express.py),
 # KellerJordan/modded-nanogpt f411b3d (train_gpt.py) and karpathy/nanochat 92d63d4 (optim.py)
-PUBLISHED = {"polar_express_dion": (1.02, 1e-8, POLAR_EXPRESS),
-             "polar_express_modded_nanogpt": (1.02, 1e-6, POLAR_EXPRESS),
-             "polar_express_nanochat": (1.01, 1e-6, POLAR_EXPRESS)}
+PUBLISHED = {
+    "polar_express_dion": (1.02, 1e-8, POLAR_EXPRESS),
+    "polar_express_modded_nanogpt": (1.02, 1e-6, POLAR_EXPRESS),
+    "polar_express_nanochat": (1.01, 1e-6, POLAR_EXPRESS),
+}
 SHAPES = [(48, 32), (64, 128), (128, 128), (256, 1024), (2, 24, 40)]
 
 
@@ -54,8 +61,12 @@ def test_a_name_gives_the_numbers_of_its_peer(name: str, shape: tuple[int, ...])
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_peer_is_as_far_from_ours_as_bf16_is_from_exact(name: str, shape: tuple[int, ...]) -> None:
+def test_a_peer_is_as_far_from_ours_as_bf16_is_from_exact(
+    name: str, shape: tuple[int, ...]
+) -> None:
     U = gaussian(shape)
     rounded, exact = published(U, name, torch.bfloat16), published(U, name, torch.float64)
     ours = package().orthogonalize(U, name, dtype=torch.float16).double()
-    assert difference(rounded, exact) < 0.06 and difference(ours, rounded) < 1.25 * difference(rounded, exact)
+    assert difference(rounded, exact) < 0.06 and difference(ours, rounded) < 1.25 * difference(
+        rounded, exact
+    )

@@ -1,4 +1,6 @@
-"""The inputs of the installed torch's own tests of Muon, given to torch.optim.Muon and to this package's."""
+"""The inputs of the installed torch's own tests of Muon, given to torch.optim.Muon and to this
+package's.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,20 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-UNCLAMPED = "spectral_unclamped" in (getattr(torch.optim.Muon, "__doc__", None) or "")  # from torch 2.14 on
+UNCLAMPED = "spectral_unclamped" in (
+    getattr(torch.optim.Muon, "__doc__", None) or ""
+)  # from torch 2.14 on
 
 
 def lines_of(mode: str) -> list[str]:
     """What the program printed, a line for each input; skips where torch has no inputs for Muon."""
-    done = subprocess.run([sys.executable, "-m", "tests.torch_inputs", mode], cwd=ROOT, capture_output=True, text=True,
-                          timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.torch_inputs", mode],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     if done.returncode == 3:
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done.stdout + done.stderr
@@ -32,5 +41,7 @@ def test_torchs_inputs_give_torchs_results(mode: str) -> None:
 
 
 def test_torchs_error_inputs_are_refused() -> None:
-    """Duplicates and complex parameters already when the optimizer is built; more dims than two are allowed."""
+    """Duplicates and complex parameters already when the optimizer is built; more dims than two are
+    allowed.
+    """
     assert len(lines_of("errors")) >= 9

@@ -1,9 +1,10 @@
-"""Inputs that PyTorch tests its own Muon with, given to torch.optim.Muon and to this package's: a program.
+"""Inputs that PyTorch tests its own Muon with, given to torch.optim.Muon and to this package's: a
+program.
 
     python -m tests.torch_inputs {results, states, errors}
 
-A process of its own, since importing torch's test helpers freezes global flags of torch. Prints what was compared;
-exits with 3 where torch has no such inputs.
+A process of its own, since importing torch's test helpers freezes global flags of torch. Prints
+what was compared; exits with 3 where torch has no such inputs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ SHAPES = [(20, 12), (12, 20), (16, 16)]
 STEPS = 3
 ROUNDING = 1e-4  # of weights of 1 in fp32, beside steps of 1e-3
 # Of torch's errors: those that this class raises as ValueError, when it is built
-OTHERWISE = ("a param group cannot have duplicate parameters", "does not support complex parameters")
+OTHERWISE = (
+    "a param group cannot have duplicate parameters",
+    "does not support complex parameters",
+)
 ALLOWED = ("only support 2D parameters",)  # more dims are stacks of matrices here
 
 
@@ -69,12 +73,16 @@ def new_params() -> list[torch.nn.Parameter]:
 
 
 def compare(options: dict, load: bool) -> float:
-    """The largest difference between torch's weights and ours, relative to what all steps changed. `load`: ours is
-    built with other options and takes theirs with the state, for the last step.
+    """The largest difference between torch's weights and ours, relative to what all steps changed.
+    `load`: ours is built with other options and takes theirs with the state, for the last step.
     """
     theirs, ours = new_params(), new_params()
     reference = torch.optim.Muon(theirs, **copy.deepcopy(options))
-    given = {"lr": 9.0, "momentum": 0.1} if load else {"ns_coefficients": JORDAN, **copy.deepcopy(options)}
+    given = (
+        {"lr": 9.0, "momentum": 0.1}
+        if load
+        else {"ns_coefficients": JORDAN, **copy.deepcopy(options)}
+    )
     optimizer = package().Muon(ours, **given, **EXACT)
     if load:
         train(reference, theirs, range(STEPS - 1))
@@ -118,5 +126,8 @@ def check_errors() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"results": lambda: check_results(load=False), "states": lambda: check_results(load=True),
-     "errors": check_errors}[sys.argv[1]]()
+    {
+        "results": lambda: check_results(load=False),
+        "states": lambda: check_results(load=True),
+        "errors": check_errors,
+    }[sys.argv[1]]()
