@@ -19,7 +19,8 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(2, 65, 129), (3, 96, 200), (2, 100, 256), (1, 128, 384), (2, 100, 500), (3, 128, 512), (2, 65, 512),
           (1, 128, 129)]
 SETS = [("polar_express", 5), ("polar_express", 1), ("polar_express", 3), ("polar_express", 7), ("jordan", 5),
-        ("jordan", 2), ("quintic", 5), ("polar_express_nanochat", 5), ("cans", 5), ("cubic", 5), ("deepseek_v4", 10)]
+        ("jordan", 2), ("quintic", 5), ("polar_express_nanochat", 5), ("polar_express_dion", 5),
+        ("cans", 5), ("cubic", 5), ("deepseek_v4", 10)]
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.ranks import package, part
 from tests.test_checkpoint_file import assert_equal
+from tests.test_peer_sets import PUBLISHED
 
 SHAPES = [(24, 16), (16, 24), (32, 8), (20, 20)]
 REST = [(30, 6), (7,)]
@@ -20,8 +21,9 @@ ROUNDING = 2 ** -6  # torch.optim.Muon rounds every product to the 8 bits of bf1
 def polar(U, name):
     """The polynomial of a Newton-Schulz iteration, in bf16 where the others are: on its way in and out."""
     X = U.bfloat16().double()
-    X = X / X.norm(dim=(-2, -1), keepdim=True)
-    for a, b, c in part("polar").steps_of(name, 5).triples:
+    divisor, _, triples = PUBLISHED[name] if name in PUBLISHED else (1.0, 0.0, part("polar").steps_of(name, 5).triples)
+    X = X / (X.norm(dim=(-2, -1), keepdim=True) * divisor)
+    for a, b, c in triples:
         A = X @ X.mT
         X = a * X + (b * A + c * A @ A) @ X
     return X.bfloat16().float()
@@ -90,7 +92,7 @@ class Motif(Theirs):
 
 class Dion(Theirs):
     """Sum, lr sqrt(R / C) or 0.2 sqrt(max(R, C)), steps counted by groups; NorMuon's rows in `variance_neuron`."""
-    ours, coefficients = "Muon", "polar_express_nanochat"
+    ours, coefficients = "Muon", "polar_express_dion"
 
     def __init__(self, matrices, rest, algorithm="muon", adjust_lr="spectral_norm", nesterov=False, **more):
         defaults = {"lr": 0.03, "mu": 0.9, "beta1": 0.85, "beta2": 0.9, "weight_decay": 0.1, "cautious_wd": False,

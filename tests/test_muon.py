@@ -130,7 +130,8 @@ def test_one_step_is_the_polar_factor_of_the_gradient(ns_coefficients, device):
 
 SCALES = {"original": lambda R, C: max(1.0, R / C) ** 0.5, None: lambda R, C: max(1.0, R / C) ** 0.5,
           "match_rms_adamw": lambda R, C: 0.2 * max(R, C) ** 0.5, "rms_norm": lambda R, C: 0.2 * max(R, C) ** 0.5,
-          "spectral_norm": lambda R, C: (R / C) ** 0.5}
+          "spectral_norm": lambda R, C: (R / C) ** 0.5, "spectral_unclamped": lambda R, C: (R / C) ** 0.5,
+          "sqrt_max": lambda R, C: max(R, C) ** 0.5}
 
 
 @pytest.mark.parametrize("adjust_lr_fn", SCALES)

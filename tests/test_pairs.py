@@ -14,8 +14,8 @@ from tests.paths import PATHS, forget, quiet, take
 pytestmark = quiet
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 
-SETS = {"polar_express": 10, "polar_express_nanochat": 5, "cans": 5, "quintic": 5, "turbo": 4, "aol": 4, "jordan": 10,
-        "deepseek_v4": 10}
+SETS = {"polar_express": 10, "polar_express_nanochat": 5, "polar_express_dion": 5, "polar_express_modded_nanogpt": 5,
+        "cans": 5, "quintic": 5, "turbo": 4, "aol": 4, "jordan": 10, "deepseek_v4": 10}
 
 
 @pytest.fixture

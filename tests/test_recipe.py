@@ -85,7 +85,8 @@ def test_normalize_is_for_groups_with_beta2_only(device):
 @pytest.mark.parametrize(("name", "formula"), [
     (None, lambda R, C: max(1, R / C) ** 0.5), ("original", lambda R, C: max(1, R / C) ** 0.5),
     ("match_rms_adamw", lambda R, C: 0.2 * max(R, C) ** 0.5), ("rms_norm", lambda R, C: 0.2 * max(R, C) ** 0.5),
-    ("spectral_norm", lambda R, C: (R / C) ** 0.5)])
+    ("spectral_norm", lambda R, C: (R / C) ** 0.5), ("spectral_unclamped", lambda R, C: (R / C) ** 0.5),
+    ("sqrt_max", lambda R, C: max(R, C) ** 0.5)])
 @pytest.mark.parametrize("shape", [(4096, 1024), (1024, 4096), (64, 64), (1, 9)])
 def test_scale_of(name, formula, shape, optimizer):
     matrix = part("plan").Matrix(0, (), *shape)

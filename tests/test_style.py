@@ -68,6 +68,7 @@ LAYERS = [
     ["consolidated", "shards"],  # state of all owners on one rank; whose part a loaded DTensor is
     ["judge", "validation"],
     ["groups"],
+    ["peers"],
     ["loaded", "foreign"],
     ["checkpoint"],
     ["agree", "guard", "presence"],  # what ranks tell each other besides what the buckets carry

@@ -1,7 +1,7 @@
 """What becomes of a state dict that is loaded: what fits is copied to where this rank keeps it, the rest is refused.
 
 Decides what a saved state must look like, by name, shape, dtype and group, and does so before anything is changed.
-Knows no file (checkpoint.py) and no other optimizer (foreign.py).
+Knows no file (checkpoint.py); what other optimizers write is in peers.py.
 """
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from .groups import clean_name
 from .layout import as_dtensor, is_by_rows, is_dtensor, local_of, place_like
 from .names import in_group, name_of, names_in
 from .owned import STATE_KEYS
+from .peers import PEERS, listed, marked
 from .shards import check_shards
 from .store import home_of, state_keys, state_shape
 from .validation import check_numbers
@@ -26,7 +27,6 @@ from .validation import check_numbers
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
 OTHERS = "maximize", "amsgrad", "differentiable"  # options of torch's that change what a step is
 ADAMW = "maximize", "amsgrad", "capturable", "decoupled_weight_decay"  # of torch's AdamW, which no group has here
-FOREIGN = {"adamw_betas", "algorithm"}  # keys of groups whose momentum is another sum: foreign.py
 STRUCTURE = ("params", "param_names")  # of a saved group: what its options are not
 
 
@@ -312,13 +312,23 @@ def _check_kind_of(name: str, group: dict, saved: dict) -> None:
                          "the kind in which it was saved")
 
 
+def _check_saved_here(number: int, group: dict, saved: dict) -> None:
+    """Raise ValueError for a saved group of another Muon, or of SGD, whose momentum and options mean something else."""
+    convert = "pass the state dict through convert_state_dict first, which says more"
+    others = {key: value for key, value in saved.items() if key not in group}
+    if names := marked(others):
+        raise ValueError(f"parameter group {number} was saved by {PEERS[names[0]].title} (keys {listed(saved)}), which "
+                         f"scales its state or its steps differently: {convert}")
+    if group["use_muon"] and "momentum" in saved and "adjust_lr_fn" not in saved:
+        raise ValueError(f"parameter group {number} was saved by another optimizer: it has momentum, but no "
+                         f"adjust_lr_fn (keys {listed(saved)}). If that was a Muon, {convert}")
+
+
 def _check_options(number, group, saved) -> None:
-    """Raise ValueError for options of a saved group that would change the rule of a step, and are
-    not known here.
+    """Raise ValueError for a group of another optimizer, and for options of a saved group that would
+    change the rule of a step and are not known here.
     """
-    if FOREIGN & (set(saved) - set(group)):
-        raise ValueError("this is the state dict of another Muon, which scales its state differently: pass it through "
-                         "convert_state_dict first")
+    _check_saved_here(number, group, saved)
     other = [key for key in OTHERS if saved.get(key)] + ["beta2"] * ("beta2" in saved and "beta2" not in group)
     other += ["decoupled_weight_decay"] * (saved.get("decoupled_weight_decay") is False and bool(saved["weight_decay"]))
     if other:

@@ -54,7 +54,8 @@ class Muon(Saving):
     C), each (R, C) a matrix; groups with use_muon=False go to AdamW.
     lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in torch.optim.Muon, settable
     per group. eps is in units of a matrix's largest element; ns_coefficients: the name of a set, a triple or ns_steps
-    triples; adjust_lr_fn: None or "original", "match_rms_adamw" or "rms_norm", "spectral_norm".
+    triples; adjust_lr_fn: None or "original", "match_rms_adamw" or "rms_norm", "spectral_norm" or
+    "spectral_unclamped", "sqrt_max".
     adamw_betas, adamw_eps: defaults of `betas` and `eps` in AdamW groups.
 
     process_group (None): the ranks that hold copies of plain (non-DTensor) parameters, among which the work is then

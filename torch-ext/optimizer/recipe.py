@@ -22,6 +22,8 @@ SCALES = {  # adjust_lr_fn -> factor on the learning rate of a whole (R, C) matr
     "match_rms_adamw": lambda R, C: 0.2 * math.sqrt(max(R, C)),  # Moonlight, arXiv 2502.16982
     "rms_norm": lambda R, C: 0.2 * math.sqrt(max(R, C)),  # the same, by Dion's name
     "spectral_norm": lambda R, C: math.sqrt(R / C),  # Dion's default, arXiv 2310.17813
+    "spectral_unclamped": lambda R, C: math.sqrt(R / C),  # the same, by torch.optim.Muon's name (torch 2.14)
+    "sqrt_max": lambda R, C: math.sqrt(max(R, C)),  # Emerging-Optimizers' "spectral": an update's RMS is 1
 }
 
 
