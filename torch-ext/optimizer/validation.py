@@ -21,7 +21,7 @@ GROUP_KEYS = frozenset(("params", "param_names", "use_muon", "lr", "weight_decay
                         "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "betas"))
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")  # of schedulers
 FINITE = "a finite number >= 0 that fp32 holds"
-TOLERATED = frozenset(("fused", "foreach", "differentiable", *SCHEDULED))  # torch's, torchtitan's; without effect
+TOLERATED = frozenset(("name", "fused", "foreach", "differentiable", *SCHEDULED))  # torch's, torchtitan's; no effect
 
 
 def check_unique(group, others) -> None:
