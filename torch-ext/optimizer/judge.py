@@ -1,102 +1,500 @@
-"""Which parameters of a model are hidden matrices, for the default groups: by shape, module and name.
+"""Classify one parameter of a model: a hidden matrix for Muon, or one of the kinds that AdamW steps.
 
-Decides about one parameter; knows neither groups nor ranks.
+`Structure` describes the model once: its lists of layers, the sizes that its layers take as input, its embeddings, its
+adapters. `classify` decides about one parameter from shapes and module types first, from the parameter's place in the
+model second, and from names last. Knows neither parameter groups nor ranks.
 """
 from __future__ import annotations
 
+import collections
 import math
 import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
+import torch
 from torch import nn
 
-# Output heads, wherever: of language models, of BERT's next sentence, ELECTRA, DiT and Flux, DeepSeek's next tokens.
-HEADS = ("lm_head", "embed_out", "unembed", "output_layer", "to_logits", "qa_outputs", "seq_relationship",
-         "dense_prediction", "final_layer.linear", "shared_head.head")
-TOP_HEADS = ("output", "head", "heads", "head_dist", "score", "classifier")  # output heads at the top of a model only
-LONE_HEADS = ("fc", "proj_out")  # there, too, if they are no list of layers: of ResNets, of diffusers and Whisper
-EMBEDDINGS = ("wte", "wpe")  # besides names with "embed" in them
-LEARNED = ("latents", "queries", "table", "codebook", "codevectors")  # ends of names of tensors whose rows are vectors
-# Of Mamba, S4 and RWKV, whose states are multiplied by them element by element, and of graph attention.
-ELEMENTWISE = ("A_log", "A_real", "log_A_real", "inv_A_real", "A_imag", "time_faaaa", "time_decay", "time_first", "r_k",
-               "att", "att_src", "att_dst", "att_edge", "attn_l", "attn_r")
-# containers whose children are at the top, too; the last two are those of adapters (peft) and of trl
+# Parts of a split, in the order of the groups.
+MUON, EMBEDDINGS, HEADS, OTHER, NO_DECAY = PARTS = ("muon", "embeddings", "heads", "other", "no_decay")
+
+# Output layers under any module: of language models, of question answering, BERT's next sentence, ELECTRA, DiT and
+# Flux, DeepSeek's next tokens.
+HEAD_NAMES = ("lm_head", "embed_out", "unembed", "output_layer", "to_logits", "qa_outputs", "seq_relationship",
+              "dense_prediction", "final_layer.linear", "shared_head.head")
+# Output layers only beside the body of a model, since layers inside a model have such names as well.
+PLACED_NAMES = ("head", "heads", "head_dist", "score", "classifier", "aux1", "aux2")
+PLACED_ENDINGS = ("_head", "_heads", "_classifier", "_predictor", "_logits")
+VAGUE_NAMES = ("output",)  # there, too, unless the output has the size that the first layer beside it takes
+# Vague as well, and only where the module is the layer itself and no container.
+LONE_NAMES = ("fc", "proj_out", "decoder", "last_linear", "classif", "final_layer", "final_linear", "head_linear")
+NO_OUTPUTS = ("proj", "projection", "projector", "pooler")  # words in the names of layers between parts of a model
+# Modules around a model that are no part of its structure. The last two are those of peft and of trl.
 TOPS = ("model", "transformer", "language_model", "net", "backbone", "base_model", "pretrained_model")
 
+EMBEDDING_NAMES = ("wte", "wpe")  # besides names with "embed" in them
+# Last words in the names of tensors whose rows are vectors that are learned one by one.
+LEARNED = ("latents", "latent", "queries", "query", "table", "codebook", "codevectors", "prompt", "prompts", "probe",
+           "prototypes", "centroids", "slots", "registers", "ape")
+# Tensors of Mamba, S4 and RWKV that multiply states element by element, and of graph attention.
+ELEMENTWISE = ("A_log", "A_real", "log_A_real", "inv_A_real", "A_imag", "time_faaaa", "time_decay", "time_first", "r_k",
+               "att", "att_src", "att_dst", "att_edge", "attn_l", "attn_r")
+SCALES = ("scale", "scales", "alpha", "beta", "gamma", "gain", "logits")  # last words in names of others
+# Tensors of adapters (peft) that hold vectors, logits or packed blocks: OFT (triangles of skew-symmetric matrices),
+# C3A (first columns of circulant blocks), HRA (Householder vectors), VB-LoRA (a bank of vectors, logits), RandLoRA.
+PACKED = ("oft_R", "c3a_kernel", "hra_u", "vblora_logits_A", "vblora_logits_B", "vblora_vector_bank",
+          "randlora_lambda", "randlora_gamma")
+ROUTERS, GATES = ("router", "routers", "gating"), ("gate", "gates", "wg")  # words in names
+FEW = 16  # a gate has few rows if it has at most 1/16 as many as columns
+NORM = re.compile(r"Norm(Gated)?\d*d?$")  # no LayerNormLinear, which is a linear layer as well
+NORM_NAME = re.compile(r"(^|_)norm\d*$")
+LOSS = re.compile(r"Loss$|ArcFace|CosFace|AMSoftmax")  # modules whose matrices are output layers
+NUMBERED = re.compile(r"^(.*?)_?(\d+)$")
 
-def largest_table(modules):
-    """The shape of the largest nn.Embedding, which is that of an output head over the same vocabulary; or None."""
-    shapes = [tuple(module.weight.shape) for module in modules if isinstance(module, nn.Embedding)]
-    return max(shapes, key=math.prod, default=None)
+
+class Kind(NamedTuple):
+    """A decision: the part of the split that takes a parameter, and the reason in words."""
+    part: str
+    why: str
 
 
-def judge(param, places, table):
-    """(whether Muon takes a parameter, why). One place that is an embedding or a head decides for all tied ones.
-    `places`: its names and modules; `table`: the shape of the model's largest embedding, or None.
+class Place(NamedTuple):
+    """One of the names of a parameter, without wrappers' prefixes, and the module that holds it."""
+    name: str
+    module: nn.Module
+
+
+class Layer(NamedTuple):
+    """A module with parameters of its own: its path, the sizes that it takes as input, how many matrices it holds."""
+    path: str
+    inputs: frozenset[int]
+    matrices: int
+
+
+class Structure:
+    """The parts of a model that decide what a parameter is. Paths are without the prefixes of wrappers.
+
+    modules: {path: module} of all modules with parameters in or below them, in the model's order.
+    """
+
+    def __init__(self, modules: dict[str, nn.Module]):
+        self.modules = modules
+        self.children: dict[str, list[str]] = collections.defaultdict(list)
+        for path in modules:
+            if path:
+                self.children[path.rpartition(".")[0]].append(path)
+        self.hosts = {path: kind for path, module in modules.items() if (kind := _adapted(module))}
+        layers = [(path, module) for path, module in modules.items() if self._is_of_model(path)]
+        self.layers = [layer for path, module in layers if (layer := _layer(path, module))]
+        self.repeated: dict[str, bool] = {}  # path of an element of a list -> whether all elements are of one kind
+        for parent in list(self.children):
+            self._find_lists(parent)
+        self.prefix = self._common_prefix()
+
+    def _find_lists(self, parent: str) -> None:
+        """Note the numbered children of a module: layers.0, layers.1, or layer1, layer2 of one type."""
+        lists = collections.defaultdict(list)
+        for path in self.children[parent]:
+            found = NUMBERED.match(path.rpartition(".")[2])
+            if found:
+                lists[found[1], None if found[1] == "" else type(self.modules[path])].append(path)
+        for (stem, _), paths in lists.items():
+            if stem == "" or len(paths) > 1 and all(self.children[path] for path in paths):  # not fc1, fc2
+                alike = len({self._signature(path) for path in paths}) == 1
+                self.repeated.update(dict.fromkeys(paths, alike))
+
+    def _signature(self, path: str) -> tuple:
+        """Equal for two modules of one kind: the type and the children, or the shapes where there are none."""
+        module, children = self.modules[path], self.children[path]
+        inner = [child[len(path):] for child in children] or [tuple(p.shape) for p in _own_parameters(module)]
+        return type(module), tuple(inner)
+
+    def _common_prefix(self) -> str:
+        """The path of the innermost module that holds all parameters, such as `student` of a module that wraps one."""
+        path = ""
+        while len(self.children[path]) == 1 and not _own_parameters(self.modules[path]):
+            (child,) = self.children[path]
+            if not self.children[child]:
+                break
+            path = child
+        return path
+
+    def _is_of_model(self, path: str) -> bool:
+        """False for the tensors of adapters, whose sizes (ranks) say nothing about the model."""
+        host = self.host_of(path)
+        return host is None or path == host or self._inner(path, host) is not None
+
+    def host_of(self, path: str) -> str | None:
+        """The innermost module at or above a path to which an adapter was added (peft)."""
+        return next((above for above in _upwards(path) if above in self.hosts), None)
+
+    def _inner(self, path: str, host: str) -> str | None:
+        """The path that a module below an adapted one would have without the adapter; None for the adapter's own."""
+        rest = path[len(host) + 1:].split(".")
+        skip = {"base_layer": 1, "original_module": 1, "modules_to_save": 2}.get(rest[0])
+        return None if skip is None else ".".join([host, *rest[skip:]])
+
+    def place_in_model(self, place: Place) -> tuple[str, nn.Module | None]:
+        """(path, module) of the layer that a parameter belongs to. An adapter belongs to the layer that it was added
+        to: the path is that layer's, and the module None.
+        """
+        path = place.name.rpartition(".")[0]
+        host = self.host_of(path)
+        if host is None or path == host:
+            return path, place.module if host is None else None
+        inner = self._inner(path, host)
+        return (host, None) if inner is None else (inner, place.module)
+
+    def base_of(self, host: str) -> nn.Module:
+        """The layer to which an adapter was added."""
+        module = self.modules[host]
+        while kind := _adapted(module):
+            module = module._modules[kind]
+        return module
+
+    def is_taken_inside(self, size: int, root: str) -> bool:
+        """Whether a size is one of the hidden sizes of a model: that which a layer in its lists takes, or a norm beside
+        these lists.
+        """
+        return any(size in layer.inputs for layer in self.layers if _is_below(layer.path, root) and (
+            layer.matrices > 0 if self._is_listed(layer.path, root) else layer.matrices == 0))
+
+    def _is_listed(self, path: str, root: str) -> bool:
+        return any(above in self.repeated and _is_below(above, root) and above != root for above in _upwards(path))
+
+    def is_in_list(self, path: str) -> bool:
+        """Whether a module is an element of a list, or inside of one."""
+        return self._is_listed(path, "")
+
+    def has_list(self, path: str, outside: str) -> bool:
+        """Whether a list of layers is below a path, outside of one of the modules there."""
+        return any(_is_below(element, path) and not _is_below(element, outside) for element in self.repeated)
+
+    def is_taken_later(self, size: int, path: str, root: str) -> bool:
+        """Whether a layer behind the module at `path`, below `root`, takes `size` as input."""
+        layers = [layer for layer in self.layers if _is_below(layer.path, root)]
+        last = max((i for i, layer in enumerate(layers) if _is_below(layer.path, path)), default=len(layers))
+        return any(size in layer.inputs for layer in layers[last + 1:])
+
+    def is_repeated(self, path: str) -> bool:
+        """Whether a path is in a list of modules of one kind, as layers are, unlike parts of a pipeline."""
+        return any(self.repeated.get(above, False) for above in _upwards(path))
+
+    def vocabulary(self, path: str) -> tuple[str, torch.Size] | None:
+        """(path of the nearest module around a path that has an nn.Embedding, shape of the largest one there)."""
+        for root in _upwards(path):
+            shapes = [module.weight.shape for at, module in self.modules.items()
+                      if isinstance(module, nn.Embedding) and _is_below(at, root)]
+            if shapes:
+                return root, max(shapes, key=math.prod)
+        return None
+
+    def is_placed_as_head(self, unit: str, rows: int, vague: bool) -> bool:
+        """Whether a module stands beside the body of a model, where output layers are.
+
+        unit: the path of the module; rows: the size of its output; vague: whether hidden layers often have its name.
+        At the top of everything the place alone decides. A model may also be an attribute of any module, or one of a
+        list; then its output must not be of a size that a layer of the model takes.
+        """
+        holder = unit.rpartition(".")[0]
+        inside = holder[len(self.prefix):].strip(".") if _is_below(holder, self.prefix) else ""
+        if all(part in TOPS for part in inside.split(".") if part):
+            return True
+        element = next((above for above in _upwards(holder) if above in self.repeated), None)
+        has_list = self.has_list(holder, unit)
+        first, others = self._inputs_beside(holder, unit)
+        if element is None and has_list:
+            hidden = self.is_taken_inside(rows, holder) or self.is_taken_later(rows, unit, "" if vague else holder)
+            return not (hidden or vague and rows in first)
+        if element is not None and not has_list and (element != holder or self.repeated[element]):
+            return False
+        return rows not in others and (bool(others) or not vague and bool(first) and rows not in first)
+
+    def _inputs_beside(self, holder: str, unit: str) -> tuple[frozenset[int], set[int]]:
+        """The sizes that the first layer below `holder` and outside `unit` takes, and those that the others take. The
+        first one takes what comes from outside, which the output may well have the size of.
+        """
+        layers = [layer for layer in self.layers if _is_below(layer.path, holder) and not _is_below(layer.path, unit)]
+        first = next((i for i, layer in enumerate(layers) if layer.matrices and layer.inputs), len(layers))
+        others = layers[:first] + layers[first + 1:]
+        return (frozenset().union(*(layer.inputs for layer in layers[:first + 1])),
+                set().union(*(layer.inputs for layer in others)))
+
+    def is_output(self, path: str, unit: str, rows: int) -> bool:
+        """Whether the layer at `path` is an output of the module `unit`: the module itself, or a layer in it whose
+        output is of a size that no layer of the module takes, and that ends its element of a list.
+
+        rows: the size of the output; 0 for a tensor that is no linear layer's, which must be the only matrix.
+        """
+        layers = [layer for layer in self.layers if _is_below(layer.path, unit) and layer.matrices]
+        if sum(layer.matrices for layer in layers) < 2:
+            return True
+        others = layers if layers[0].path == path else layers[1:]  # the first one takes what comes from outside
+        if not rows or any(rows in layer.inputs for layer in others):
+            return False
+        inner = [above for above in _upwards(path) if above in self.repeated and above.startswith(f"{unit}.")]
+        return not inner or path == [layer.path for layer in layers if _is_below(layer.path, inner[-1])][-1]
+
+    def is_router(self, path: str, shape: torch.Size, router: bool, gate: bool, linear: bool) -> bool:
+        """Whether the matrix (rows, columns) at a path is a router or a gate of few rows.
+
+        router, gate: what its name or type says; linear: whether it is a linear layer of the model, which the number
+        of experts beside may show to be a router.
+        """
+        rows, columns = shape
+        named = router or gate
+        if not (named or linear) or rows >= columns:
+            return False
+        by_experts = rows in self.expert_counts(path, levels=2 if named else 1)
+        if not (by_experts or router or gate and rows * FEW <= columns):
+            return False
+        parent = path.rpartition(".")[0]
+        beside = [layer for layer in self.layers if _is_below(layer.path, parent) and layer.path != path]
+        twins = [p for layer in beside for p in _own_parameters(self.modules[layer.path]) if p.shape == shape]
+        return rows == 1 or not twins and (by_experts or not any(rows in layer.inputs for layer in beside))
+
+    def expert_counts(self, path: str, levels: int) -> set[int]:
+        """How many experts there are beside a module: lengths of lists, first dimensions of 3-D stacks.
+
+        levels: how many of the modules around it are searched.
+        """
+        counts = set()
+        for root in list(_upwards(path))[1:levels + 1]:
+            for at in (root, *self.children[root]):
+                if not isinstance(self.modules[at], nn.modules.conv._ConvNd):
+                    counts |= {p.shape[0] for p in _own_parameters(self.modules[at])
+                               if p.ndim == 3 and 1 not in p.shape}
+                if at != root and "expert" in at.rpartition(".")[2]:
+                    counts |= {len(self.children[at])} - {0}
+        return counts
+
+
+def classify(param: nn.Parameter, places: list[Place], structure: Structure) -> Kind:
+    """The part of the split that takes a parameter. Raises ValueError for a lazy parameter, which has no shape.
+
+    places: the names of a (tied) parameter and the modules there, at least one. An embedding or a head at one of the
+    places decides for all.
     """
     if isinstance(param, nn.parameter.UninitializedTensorMixin):
-        raise ValueError(f"parameter {places[0][0]} has no shape yet: call the model once before its parameters are "
+        raise ValueError(f"parameter {places[0].name} has no shape yet: call the model once before its parameters are "
                          "split")
-    leaves = "_".join(name.rpartition(".")[2] for name, _ in places)
-    found = (_by_place(param, name, module, table) for name, module in places)
-    why = _by_shape(param, leaves) or next(filter(None, found), None)
-    return why is None, why or ("matrix" if param.ndim == 2 else "stack of matrices")
+    kind = _by_shape(param, "_".join(place.name.rpartition(".")[2] for place in places))
+    if kind is not None:
+        return kind
+    for rule in RULES:
+        for place in places:
+            kind = rule(param, place, structure)
+            if kind is not None:
+                return kind
+    if param.ndim > 3:
+        return Kind(OTHER, f"{param.ndim}-D")
+    return Kind(MUON, "matrix" if param.ndim == 2 else "stack of matrices")
 
 
-def _by_shape(param, leaves):
-    """Why a parameter is no hidden matrix, by its shape and the last parts of its names."""
-    if param.ndim not in (2, 3):
-        return f"{param.ndim}-D"
+def output_size(param: torch.Tensor, module: nn.Module) -> int:
+    """The output size of a linear layer's weight; 0 for a tensor that is no linear layer's."""
+    if not is_linear(module) or param.ndim != 2:
+        return 0
+    return param.shape[1 if type(module).__name__ == "Conv1D" else 0]  # GPT-2 of transformers keeps (in, out)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """By type: nn.Linear, the linear layers of tensor parallelism and of quantization, Conv1D of transformers."""
+    return isinstance(module, nn.Linear) or re.search(r"Linear$|^Conv1D$", type(module).__name__) is not None
+
+
+def _by_shape(param: torch.Tensor, leaves: str) -> Kind | None:
+    """The kind of a parameter that is no matrix by its shape. leaves: the last parts of its names, joined by _."""
+    if param.ndim < 2:
+        return Kind(NO_DECAY, f"{param.ndim}-D")
     if param.numel() == 1:
-        return "scalar"
-    if param.numel() == max(param.shape) and (param.ndim == 3 or "weight" not in leaves):
-        return "vector"  # (1, 1, C), or (C, 1) that is no layer's weight
-    return "bias" if any(word.startswith("bias") for word in leaves.split("_")) else None
+        return Kind(NO_DECAY, "scalar")
+    if param.numel() == max(param.shape) and (param.ndim > 2 or "weight" not in leaves):
+        return Kind(NO_DECAY, "vector")  # (1, 1, C), or (C, 1) that is no layer's weight
+    return Kind(NO_DECAY, "bias") if any(word.startswith("bias") for word in leaves.split("_")) else None
 
 
-def _by_place(param, name, module, table):
-    """Why a parameter is no hidden matrix, by one of its names and the module there."""
-    *path, leaf = parts = name.split(".")
-    if _is_embedding(parts, module):
-        return "embedding"
-    if any(word in leaf for word in ("token", "position")) or leaf.endswith(LEARNED):
-        return "token"
-    if _is_head(param, name, module, table):
-        return "head"
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return "convolution"
-    if re.search(r"Norm(Gated)?\d*d?$", type(module).__name__):  # no LayerNormLinear, which is a linear layer, too
-        return "norm"
-    if leaf in ELEMENTWISE or leaf in ("B", "C", "P") and hasattr(module, "A_imag"):  # the second: of S4
-        return "elementwise"
-    if _is_bias(param, leaf, module):
-        return "bias"
-    scale = leaf.endswith("_g") and hasattr(module, f"{leaf[:-1]}v")  # of the weight_norm without parametrizations
-    if 1 in param.shape and (scale or "parametrizations" in path):
-        return "part of a parametrization"
+def _embedding(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
+    """Embeddings by type, also those to which an adapter was added; then by the names of the parameter, of its module
+    and of the module around. Deeper inside of a module with such a name is a tower, which holds matrices.
+    """
+    path, module = structure.place_in_model(place)
+    module = structure.base_of(path) if module is None else module
+    kinds = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or re.search(
+        r"Embedding(s|Bag)?$", type(module).__name__)
+    parts = place.name.split(".")
+    named = bool({"emb", "pos"} & set(parts[-1].split("_"))) or any(
+        "embed" in part or part in EMBEDDING_NAMES for part in parts[-3:])
+    return Kind(EMBEDDINGS, "embedding") if kinds or named else None
+
+
+def _learned(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
+    """Tokens, queries, tables and the like: bare tensors whose rows are vectors."""
+    parts = place.name.split(".")
+    leaves = parts[-2:] if isinstance(place.module, nn.ParameterDict) else parts[-1:]
+    if any("token" in leaf or "position" in leaf or leaf.rpartition("_")[2] in LEARNED for leaf in leaves):
+        return Kind(EMBEDDINGS, "learned vectors")
+    if len(parts) > 1 and parts[-2].endswith("_bias") and "pos" in parts[-2]:  # LayoutLMv3: (heads, buckets)
+        return Kind(EMBEDDINGS, "learned vectors")
+    if param.ndim == 3 and 1 in param.shape[1:]:
+        return Kind(OTHER, "stack of vectors")
+    bare = not is_linear(place.module) and not isinstance(place.module, nn.modules.conv._ConvNd)
+    if param.ndim == 3 and param.shape[0] == 1 and bare and not re.search(r"expert|moe", place.name.lower()):
+        return Kind(EMBEDDINGS, "learned vectors")  # (1, N, C): one vector for each position
     return None
 
 
-def _is_embedding(parts, module):
-    """By type, or by the names of the parameter, its module and the one around; what is deeper in is a tower."""
-    return (isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or bool({"emb", "pos"} & set(parts[-1].split("_")))
-            or any("embed" in part or part in EMBEDDINGS for part in parts[-3:]))
+def _head(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
+    """Output layers, by type, by rows that are the vocabulary, by name and place."""
+    path, module = structure.place_in_model(place)
+    if any(LOSS.search(type(structure.modules[above]).__name__) for above in _upwards(path)):
+        return Kind(HEADS, "head")
+    weight = param
+    if module is None:  # an adapter
+        module = structure.base_of(path)
+        weight = getattr(module, "weight", param)
+    rows = output_size(weight, module)
+    leaf = [] if is_linear(module) else [place.name.rpartition(".")[2]]
+    parts = [*path.split("."), *leaf] if path else leaf
+    named = place.name.endswith(".weight") and not isinstance(module, nn.ParameterDict)
+    found = _has_vocabulary_rows(weight, rows, path, structure) or named and _is_last(
+        weight, rows, path, structure) or any(
+        _is_head_of(".".join(parts[:i + 1]), path, rows or weight.shape[0], bool(rows), structure)
+        for i in range(len(parts)))
+    return Kind(HEADS, "head") if found else None
 
 
-def _is_head(param, name, module, table):
-    """By name, or a linear layer that is no repeated one and has the shape of the largest embedding, unless square."""
-    parts = name.split(".")
-    top = next((part for part in parts if part not in TOPS), parts[-1])
-    if any(f".{head}." in f".{name}." for head in HEADS):
-        return True
-    if top in TOP_HEADS or top.endswith(("_head", "_classifier")):
-        return True
-    if any(part.isdigit() for part in parts):
+def _is_head_of(unit: str, path: str, rows: int, linear: bool, structure: Structure) -> bool:
+    """Whether the layer at `path` is an output of `unit`, and `unit` has the name and the place of a head."""
+    name = unit.rpartition(".")[2]
+    known = any(f".{unit}".endswith(f".{head}") for head in HEAD_NAMES)
+    placed = name in PLACED_NAMES or name.endswith(PLACED_ENDINGS)
+    vague = name in VAGUE_NAMES or name in LONE_NAMES and unit == path
+    if not (known or placed or vague) or not structure.is_output(path, unit, rows if linear else 0):
         return False
-    linear = isinstance(module, nn.Linear) or type(module).__name__.endswith("Linear")
-    return top in LONE_HEADS or linear and tuple(param.shape) == table and table[0] != table[1]
+    return known or structure.is_placed_as_head(unit, rows, vague)
 
 
-def _is_bias(param, leaf, module):
-    """Whether it is (E, R) beside a stack (E, R, ...) of experts in one module."""
-    beside = [p.shape[:2] for p in module.parameters(recurse=False) if p.ndim == 3]
-    return param.ndim == 2 and "weight" not in leaf and param.shape in beside
+def _has_vocabulary_rows(weight: torch.Tensor, rows: int, path: str, structure: Structure) -> bool:
+    """Whether a linear layer has as many rows as the largest embedding around it, is not repeated, is not square, and
+    nothing behind it takes its output.
+    """
+    if not rows or structure.is_repeated(path) or weight.shape[0] == weight.shape[1]:
+        return False
+    found = structure.vocabulary(path)
+    return found is not None and found[1][0] == rows and not structure.is_taken_later(rows, path, found[0])
+
+
+def _is_last(weight: torch.Tensor, rows: int, path: str, structure: Structure) -> bool:
+    """Whether a linear layer beside the lists of layers of a model makes fewer numbers than it takes, of a size that is
+    none of the model's hidden sizes and that nothing behind takes: an output layer by use.
+    """
+    holder, _, name = path.rpartition(".")
+    words = name.split("_")
+    if not rows or rows >= weight.numel() // rows or structure.is_in_list(path) or (
+            set(words) & set(NO_OUTPUTS) and "out" not in words):
+        return False
+    return (structure.has_list(holder, path) and not structure.is_taken_inside(rows, holder)
+            and not structure.is_taken_later(rows, path, ""))
+
+
+def _module_type(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
+    """Convolutions and norms, by type."""
+    if isinstance(place.module, nn.modules.conv._ConvNd):
+        return Kind(OTHER, "convolution")
+    names = place.name.split(".")[-2:-1]
+    norm = NORM.search(type(place.module).__name__) or names and NORM_NAME.search(names[0])
+    return Kind(NO_DECAY, "norm") if norm and not is_linear(place.module) else None
+
+
+def _elementwise(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
+    """Tensors that multiply element by element, biases (E, R) beside a stack (E, R, C), parts of parametrizations."""
+    *path, leaf = place.name.split(".")
+    state = leaf in ("B", "C", "P") and hasattr(place.module, "A_imag")  # of S4
+    if leaf in ELEMENTWISE or leaf.rpartition("_")[2] in SCALES or state:
+        return Kind(OTHER, "elementwise")
+    beside = [p.shape[:2] for p in _own_parameters(place.module) if p.ndim == 3]
+    if param.ndim == 2 and "weight" not in leaf and param.shape in beside:
+        return Kind(NO_DECAY, "bias")
+    scale = leaf.endswith("_g") and hasattr(place.module, f"{leaf[:-1]}v")  # of weight_norm without parametrizations
+    if 1 in param.shape and (scale or "parametrizations" in path):
+        return Kind(OTHER, "part of a parametrization")
+    return None
+
+
+def _packed(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
+    """Tensors of adapters that are no matrices, and a matrix that is kept in three dimensions (XLNet)."""
+    if set(place.name.split(".")[-3:]) & set(PACKED):
+        return Kind(OTHER, "packed")
+    attention = re.search(r"att(ention|n)", f"{place.name} {type(place.module).__name__}".lower())
+    if param.ndim == 3 and attention and "expert" not in place.name.lower() and param.shape[0] > param.shape[1]:
+        return Kind(OTHER, "one matrix in three dimensions")  # (model, heads, size of a head)
+    return None
+
+
+def _router(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
+    """Routers and gates of few rows, and linear layers of a single row or column.
+
+    By use: as many rows as there are experts beside. By type or name: a router, or a gate with at most 1/FEW as many
+    rows as columns, unless a layer beside takes the output (a bottleneck) or has the same shape (a gated linear unit).
+    """
+    if param.ndim != 2:
+        return None
+    path, leaf = place.name.rpartition(".")[::2]
+    linear = is_linear(place.module)
+    at = path if linear or leaf == "weight" else place.name
+    host = structure.host_of(path) or ""
+    names = [part for part in at[len(host):].split(".") if part][-2:]
+    words = {word for name in names for word in name.lower().split("_")}
+    kinds = " ".join(type(structure.modules[above]).__name__ for above in list(_upwards(path))[:2])
+    router = bool(words & set(ROUTERS)) or re.search(r"Router\b|Gating", kinds) is not None
+    gate = bool(words & set(GATES)) or re.search(r"Gate\b", kinds) is not None
+    if structure.is_router(at, param.shape, router, gate, linear and not host):
+        return Kind(OTHER, "router or gate")
+    return Kind(OTHER, "single row or column") if linear and 1 in param.shape else None
+
+
+RULES: tuple[Callable[[torch.Tensor, Place, Structure], Kind | None], ...] = (
+    _embedding, _learned, _head, _module_type, _elementwise, _packed, _router)
+
+
+def _upwards(path: str) -> Iterator[str]:
+    """A path, the path of the module around it, and so on up to the root, ""."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+def _is_below(path: str, root: str) -> bool:
+    """Whether a path is `root` or below it."""
+    return not root or path == root or path.startswith(f"{root}.")
+
+
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module itself, without lazy ones, which have no shape."""
+    return [p for p in module.parameters(recurse=False) if not isinstance(p, nn.parameter.UninitializedTensorMixin)]
+
+
+def _adapted(module: nn.Module) -> str | None:
+    """The name of the child that an adapter (peft) was added to, or that is trained in its place; None: no adapter."""
+    names = ("base_layer", "original_module", "modules_to_save")
+    return next((name for name in names if module._modules.get(name) is not None), None)
+
+
+def _layer(path: str, module: nn.Module) -> Layer | None:
+    """The record of a module that has parameters of its own."""
+    params = _own_parameters(module)
+    matrices = [p for p in params if p.ndim > 1]
+    if not params:
+        return None
+    if isinstance(module, nn.Embedding):
+        sizes = set()
+    elif isinstance(module, nn.modules.conv._ConvNd):
+        sizes = {module.in_channels}
+    elif is_linear(module):
+        sizes = {p.shape[0 if type(module).__name__ == "Conv1D" else -1] for p in matrices}
+    else:
+        norm = NORM.search(type(module).__name__)
+        sizes = {size for p in (params if norm else matrices) for size in p.shape}
+    return Layer(path, frozenset(sizes), len(matrices))
