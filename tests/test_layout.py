@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.ranks import part, run_threads
+from tests.ranks import package, part, run_ranks, run_threads
 
 R, S = Replicate(), Shard
 SHAPES = [(16, 24), (10, 12), (3, 8), (33, 7), (1, 9), (0, 5), (7, 0), (8, 6, 10), (5, 4, 3), (2, 3, 4, 5), (9,)]
@@ -144,11 +144,113 @@ def test_what_fsdp2_makes_is_known(style, shape, optimizer):
     assert ("_StridedShard" in results[0][1]) == (style == "rows")
 
 
+INTERLEAVED = {  # fused projections under TP: every rank stores a part of each of them
+    "rows": ((2,), [_StridedShard(0, split_factor=2)], (8, 6)),
+    "columns": ((2,), [_StridedShard(1, split_factor=2)], (5, 8)),
+    "experts": ((2,), [_StridedShard(1, split_factor=2)], (4, 8, 6)),
+    "three groups on three ranks": ((3,), [_StridedShard(0, split_factor=3)], (18, 4)),
+    "experts over fsdp": ((2, 2), [S(0), _StridedShard(1, split_factor=2)], (4, 8, 6)),
+    "columns over another axis": ((2, 2), [_StridedShard(0, split_factor=2), S(1)], (8, 7)),
+    "copies": ((2, 2), [R, _StridedShard(0, split_factor=2)], (8, 6)),
+    "copies last": ((2, 2), [_StridedShard(0, split_factor=2), R], (8, 6)),
+}
+
+
+def interleaved_on_rank(rank, world, mesh_shape, placements, shape):
+    """Whether the parts of this rank are what torch stores; how often each element is in a copy; our parts."""
+    layout, mesh = part("layout"), init_device_mesh("cpu", mesh_shape)
+    full = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    tensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
+    layout.check_placements(tensor, "w")
+    layout.check_local_shape(tensor, "w")
+    ours = layout.layout_of(tensor)
+    count = torch.zeros(shape)
+    for holder in ours.copies[0]:
+        for box in ours.parts_of(holder):
+            count[tuple(slice(*side) for side in box)] += 1
+    same = torch.equal(ours.cut(full, rank), tensor.to_local()) and torch.equal(tensor.full_tensor(), full)
+    placed = layout.place_like(full, tensor)
+    return same and torch.equal(placed.to_local(), tensor.to_local()), bool((count == 1).all()), ours.digest
+
+
+@pytest.mark.parametrize("case", INTERLEAVED)
+def test_interleaved_dims_are_torchs(case, optimizer):
+    mesh_shape, placements, shape = INTERLEAVED[case]
+    results = run_threads(torch.Size(mesh_shape).numel(), interleaved_on_rank, mesh_shape, placements, shape)
+    assert all(same and once for same, once, _ in results)
+    assert len({digest for *_, digest in results}) == 1
+
+
+def steps_on_rank(rank, world, name, mesh_shape, placements, shape):
+    """The largest difference of weights and state from one process, after three steps with the same gradients, with an
+    interleaved matrix beside one that is cut by rows and an AdamW parameter that is interleaved too.
+    """
+    mesh, generator = init_device_mesh("cpu", mesh_shape), torch.Generator().manual_seed(0)
+    forms = [(shape, placements), (shape, [S(0)] * len(mesh_shape)), (shape, placements)]
+
+    def placed():
+        return [(torch.randn(s, generator=generator), way) for s, way in forms]
+
+    fulls = placed()
+    many = [nn.Parameter(distribute_tensor(f, mesh, way, src_data_rank=None)) for f, way in fulls]
+    one = [nn.Parameter(f.clone()) for f, _ in fulls]
+    optimizers = [getattr(package(), name)([{"params": ps[:2]}, {"params": ps[2:], "use_muon": False}], lr=0.1)
+                  for ps in (one, many)]
+    for _ in range(3):
+        for p, q, (grad, way) in zip(one, many, placed()):
+            p.grad, q.grad = grad, distribute_tensor(grad, mesh, way, src_data_rank=None)
+        for optimizer in optimizers:
+            optimizer.step()
+    pairs = list(zip(one, many))
+    for p, q in list(pairs):
+        pairs += [(optimizers[0].state[p][key], optimizers[1].state[q][key]) for key in optimizers[0].state[p]]
+    return max((p - (q.full_tensor() if isinstance(q, DTensor) else q)).abs().max().item() for p, q in pairs)
+
+
+@pytest.mark.parametrize("case", INTERLEAVED)
+@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
+def test_steps_of_interleaved_parameters_have_the_bits_of_one_process(name, case, optimizer):
+    mesh_shape, placements, shape = INTERLEAVED[case]
+    if case == "columns" and name == "NorMuon":
+        with pytest.raises(RuntimeError, match="NorMuon keeps one number for each row"):
+            run_threads(2, steps_on_rank, name, mesh_shape, placements, shape)
+        return
+    assert set(run_threads(torch.Size(mesh_shape).numel(), steps_on_rank, name, mesh_shape, placements, shape)) == {0.0}
+
+
+def test_fused_experts_over_gloo(optimizer):
+    """As transformers' tensor parallelism stores `gate_up_proj`."""
+    assert run_ranks(2, steps_on_rank, "NorMuon", *INTERLEAVED["experts"]) == [0.0] * 2
+
+
+def adamw_on_rank(rank, world):
+    """AdamW of a parameter whose boxes are unknown, and whether a whole state that is loaded is cut as torch does."""
+    mesh, full = init_device_mesh("cpu", (2, 2)), torch.arange(64.0).view(16, 4)
+    way = [S(0), _StridedShard(0, split_factor=2)]
+    many = nn.Parameter(distribute_tensor(full, mesh, way, src_data_rank=None))
+    one = nn.Parameter(full.clone())
+    with pytest.raises(NotImplementedError, match="Put it into a group with use_muon=False"):
+        package().Muon([("fused", many)])
+    optimizers = [package().Muon([{"params": [p], "use_muon": False}], lr=0.1) for p in (one, many)]
+    for _ in range(2):
+        one.grad, many.grad = full.sin(), distribute_tensor(full.sin(), mesh, way, src_data_rank=None)
+        for optimizer in optimizers:
+            optimizer.step()
+        optimizers[1].load_state_dict(optimizers[0].state_dict())  # whole tensors
+    local = distribute_tensor(one.detach(), mesh, way, src_data_rank=None).to_local()
+    state = distribute_tensor(optimizers[0].state[one]["exp_avg"], mesh, way, src_data_rank=None).to_local()
+    return torch.equal(many.to_local(), local) and torch.equal(
+        part("layout").local_of(optimizers[1].state[many]["exp_avg"]), state)
+
+
+def test_adamw_takes_shardings_that_muon_refuses(optimizer):
+    assert all(run_threads(4, adamw_on_rank))
+
+
 REFUSED = {
     "partial": ((2, 2), [Partial(), S(0)]),
     "factor of another size": ((2, 2), [_StridedShard(0, split_factor=3), S(0)]),
-    "strided over nothing": ((2, 2), [_StridedShard(0, split_factor=2), S(1)]),
-    "strided over a replica": ((2, 2), [_StridedShard(0, split_factor=2), R]),
+    "unequal groups": ((3, 2), [_StridedShard(0, split_factor=2), S(1)]),
     "strided axis last": ((2, 2), [S(0), _StridedShard(0, split_factor=2)]),
     "two strided": ((2, 2, 2), [_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=2), S(0)]),
     "two strided dims": ((2, 2, 2), [_StridedShard(0, split_factor=2), _StridedShard(1, split_factor=1), S(0)]),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 SHARES = (1, 1 / 2, 1 / 4, 1 / 8)  # of the room that a bucket may take
@@ -123,28 +124,55 @@ def _arranged(layers, size, room, choice):
 
 
 def _fill(layers, size, room):
-    buckets = []
+    """Layers in as few buckets as there is room for, in order. Each layer is added to one sum, so that the time is
+    linear in the number of layers.
+    """
+    buckets, number = [], 0
     for layer in layers:
-        if buckets and size([*buckets[-1], layer]) <= room:
+        longer = size.extended(number, layer)
+        if buckets and size.of(longer) <= room:
             buckets[-1].append(layer)
+            number = longer
         else:
             buckets.append([layer])
+            number = size.extended(0, layer)
     return buckets
 
 
 class _Sizes:
-    """Layers -> `workspace_for` what they take together; what was asked before is not summed again."""
+    """`workspace_for` of what lists of layers take together.
 
-    def __init__(self, workspace_for):
-        self.workspace_for, self.taken, self.sizes = workspace_for, {}, {}
+    Each list has a number, 0 for the empty one. A list that is one layer longer than a known one costs one addition, a
+    known list none.
+    """
 
-    def __call__(self, layers):
-        key = tuple(map(id, layers))
-        if key not in self.sizes:
-            before = self.taken.get(key[:-1])
-            taken = self.taken[key] = total(layers) if before is None else total([Layer((), before), layers[-1]])
-            self.sizes[key] = self.workspace_for(taken)
-        return self.sizes[key]
+    def __init__(self, workspace_for: Callable[[Counter], int]):
+        self.workspace_for = workspace_for
+        self.numbers: dict[tuple[int, int], int] = {}  # (number of a list, id of the next layer) -> number with it
+        self.taken = [Counter()]  # by number: what the layers of the list take together
+        self.sizes: dict[int, int] = {}  # by number: the bytes of workspace
+
+    def __call__(self, layers: list[Layer]) -> int:
+        number = 0
+        for layer in layers:
+            number = self.extended(number, layer)
+        return self.of(number)
+
+    def extended(self, number: int, layer: Layer) -> int:
+        """Return the number of the list that has `layer` behind the layers of list `number`."""
+        key = number, id(layer)
+        if key not in self.numbers:
+            self.numbers[key] = len(self.taken)
+            taken = Counter(self.taken[number])
+            taken.update(layer.taken)
+            self.taken.append(taken)
+        return self.numbers[key]
+
+    def of(self, number: int) -> int:
+        """Return the bytes of workspace of a list, by its number."""
+        if number not in self.sizes:
+            self.sizes[number] = self.workspace_for(self.taken[number])
+        return self.sizes[number]
 
 
 def _key(buckets):

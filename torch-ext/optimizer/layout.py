@@ -1,4 +1,4 @@
-"""Where the elements of a parameter live: one box of global indices per rank.
+"""Where the elements of a parameter live: one box of global indices per rank, several where a dim is interleaved.
 
 Decides how placements on a mesh become boxes, and refuses placements for which that is not certain. The only file
 that knows DTensors' placements; it knows nothing of matrices, owners or routes.
@@ -25,11 +25,17 @@ _placements = attrgetter("_spec.placements")  # of a DTensor
 class Layout:
     """`boxes`: rank -> ((start, stop) for each dim), the global indices it stores; `copies`: the rank sets which
     together hold the tensor once, one for each replica; `plain`: not a DTensor, so that gradients may come unreduced.
+
+    `interleaved`: (dim, number of groups) if the dim is a concatenation of groups, each of which is cut over the ranks:
+    DTensor's `_StridedShard` that is alone on its dim, as tensor parallelism stores fused gate and up projections; ()
+    if there is none. A rank then stores one part of each group, one after another. Its entry of `boxes` has their
+    size together, and says by its start which part of each group they are; `parts_of` has the indices.
     """
     shape: tuple
     boxes: dict = field(hash=False)
     copies: tuple
     plain: bool = True
+    interleaved: tuple = ()
 
     @functools.cached_property
     def ranks(self) -> tuple:
@@ -39,13 +45,42 @@ class Layout:
     @functools.cached_property
     def digest(self) -> str:
         """A text that differs where two ranks' layouts do; thousands of boxes are written out once."""
-        text = repr((self.shape, self.copies, [(rank, self.boxes[rank]) for rank in self.ranks]))
-        return hashlib.sha256(text.encode()).hexdigest()
+        boxes = [(rank, self.boxes[rank]) for rank in self.ranks]
+        return hashlib.sha256(repr((self.shape, self.copies, boxes, self.interleaved)).encode()).hexdigest()
 
     @functools.cached_property
     def copy_of(self) -> dict:
         """rank -> number of the copy that it is part of."""
         return {rank: i for i, ranks in enumerate(self.copies) for rank in ranks}
+
+    def parts_of(self, rank: int) -> list[tuple]:
+        """The boxes of global indices that `rank` stores, in the order of its memory along the interleaved dim."""
+        box = self.boxes[rank]
+        if not self.interleaved:
+            return [box]
+        dim, count = self.interleaved
+        start, stop = (end // count for end in box[dim])
+        group = self.shape[dim] // count  # indices from one group to the next
+        return [(*box[:dim], (i * group + start, i * group + stop), *box[dim + 1:]) for i in range(count)]
+
+    def place_of(self, rank: int, box: tuple) -> tuple:
+        """Index into a matrix's part at `rank`, (rows, columns): where `box` is, the last two sides of one of
+        `parts_of(rank)`.
+        """
+        place = [slice(None), slice(None)]
+        if self.interleaved:
+            dim = self.interleaved[0] - len(self.shape)
+            number = [part[-2:] for part in self.parts_of(rank)].index(box)
+            size = box[dim][1] - box[dim][0]
+            place[dim] = slice(number * size, (number + 1) * size)
+        return tuple(place)
+
+    def cut(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """What `rank` stores of `whole`, in memory of its own."""
+        parts = [whole[tuple(slice(*side) for side in box)] for box in self.parts_of(rank)]
+        if len(parts) > 1:
+            return torch.cat(parts, dim=self.interleaved[0])
+        return parts[0].clone(memory_format=torch.contiguous_format)  # a view would keep all of `whole`
 
 
 def is_dtensor(tensor) -> bool:
@@ -136,11 +171,20 @@ def _dtensor_layout(param, shape) -> Layout:
         boxes[rank] = box_at(coordinate, shape, param.placements, sizes)
         replica = tuple(i for i, p in zip(coordinate, param.placements) if p.is_replicate())
         copies.setdefault(replica, []).append(rank)
-    return Layout(shape, boxes, tuple(map(tuple, copies.values())), plain=False)
+    return Layout(shape, boxes, tuple(map(tuple, copies.values())), False, _interleaved(param.placements))
+
+
+def _interleaved(placements) -> tuple:
+    """(dim, split factor) of a _StridedShard that is alone on its dim, else ()."""
+    dims = list(map(_shard_dim, placements))
+    alone = [p for p, dim in zip(placements, dims) if _is_strided(p) and dims.count(dim) == 1 and p.split_factor > 1]
+    return (alone[0].dim, alone[0].split_factor) if alone else ()
 
 
 def box_at(coordinate, shape, placements, sizes):
-    """The box stored at one mesh coordinate. FSDP2 over TP cuts what TP left: its _StridedShard goes last."""
+    """The box stored at one mesh coordinate, as in `Layout.boxes`. FSDP2 over TP cuts what TP left: its _StridedShard
+    goes last.
+    """
     box = [(0, n) for n in shape]
     axes = [i for i, p in enumerate(placements) if _shard_dim(p) is not None]
     for axis in sorted(axes, key=lambda i: _is_strided(placements[i])):
@@ -278,14 +322,25 @@ def place_like(value, param):
     whole = value.full_tensor() if is_dtensor(value) else value
     if not is_dtensor(param):
         return whole
-    box = layout_of(param, shape=whole.shape).boxes[this_rank()]
-    part = whole[tuple(slice(*ends) for ends in box)].to(param.device)
-    local = part.clone(memory_format=torch.contiguous_format)  # a view would keep all of it
-    return as_dtensor(local, whole.shape, param.device_mesh, param.placements)
+    if _is_unknown(param):
+        local = _cut_by_torch(whole, param)
+    else:
+        local = layout_of(param, shape=whole.shape).cut(whole, this_rank())
+    return as_dtensor(local.to(param.device), whole.shape, param.device_mesh, param.placements)
 
 
-def check_placements(param, name) -> None:
-    """Raise NotImplementedError, naming the parameter, for placements whose boxes would be a guess."""
+def _cut_by_torch(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """What this rank stores of `whole`, cut by torch's own code; nothing is sent."""
+    from torch.distributed.tensor import Replicate
+    mesh = param.device_mesh
+    copy = as_dtensor(whole.to(param.device), whole.shape, mesh, [Replicate()] * mesh.ndim)
+    return copy.redistribute(placements=param.placements).to_local().clone(memory_format=torch.contiguous_format)
+
+
+def check_placements(param, name, use_muon=True) -> None:
+    """Raise NotImplementedError, naming the parameter, for placements whose boxes would be a guess. AdamW, which asks
+    for no boxes, takes every way of cutting.
+    """
     if not is_dtensor(param):
         return
     kinds, what = param.placements, f"parameter {name} of shape {tuple(param.shape)} with placements {param.placements}"
@@ -293,15 +348,42 @@ def check_placements(param, name) -> None:
         raise NotImplementedError(f"{what}: Partial holds unsummed terms; redistribute it to Replicate or Shard first")
     if any(_shard_dim(p) is None and not p.is_replicate() for p in kinds):
         raise NotImplementedError(f"{what}: only Replicate, Shard and FSDP2's _StridedShard over TP are known")
-    strided = [i for i, p in enumerate(kinds) if _is_strided(p)]
-    for i in strided:
-        later = [j for j in range(i + 1, len(kinds)) if _shard_dim(kinds[j]) == _shard_dim(kinds[i])]
-        split = math.prod(param.device_mesh.shape[j] for j in later)
-        if len(strided) > 1 or kinds[i].split_factor != split:
-            raise NotImplementedError(f"{what}: only the shard order of FSDP2 over TP is known: one _StridedShard, "
-                                      f"whose split_factor is the size of the later mesh axes on its dim ({split})")
+    if use_muon and (wrong := _is_unknown(param)):
+        raise NotImplementedError(f"{what}: {wrong}. Put it into a group with use_muon=False, since AdamW takes every "
+                                  "sharding, or shard it in another way")
     _check_shard_order(param, what)
     _check_rank_order(param, what)
+
+
+def check_row_state(param, name) -> None:
+    """Raise NotImplementedError, naming the parameter, if torch could not put NorMuon's row state together again."""
+    interleaved = _interleaved(param.placements) if is_dtensor(param) else ()
+    if interleaved and interleaved[0] == param.ndim - 1:
+        raise NotImplementedError(
+            f"parameter {name} of shape {tuple(param.shape)} with placements {param.placements}: NorMuon keeps one "
+            "number for each row, which torch cannot cut like these columns. Use Muon for it, or use_muon=False")
+
+
+def _is_unknown(param) -> str:
+    """What is unknown of how a DTensor is cut, in words; "" where `Layout` has the boxes."""
+    kinds, sizes = param.placements, param.device_mesh.shape
+    strided = [i for i, p in enumerate(kinds) if _is_strided(p)]
+    if len(strided) > 1:
+        return "more than one _StridedShard"
+    for i in strided:
+        dim, factor = kinds[i].dim, kinds[i].split_factor
+        others = [j for j, p in enumerate(kinds) if j != i and _shard_dim(p) == dim]
+        split = math.prod(sizes[j] for j in others if j > i)
+        if others and factor != split:
+            return ("of several axes that cut one dim, only the shard order of FSDP2 over TP is known: one "
+                    f"_StridedShard, whose split_factor is the size of the later mesh axes on its dim ({split})")
+        if others or factor == 1:
+            continue
+        if param.shape[dim] % (factor * sizes[i]):
+            return f"torch cuts a dim of {param.shape[dim]} in {factor} x {sizes[i]} unequal parts in no known way"
+        if dim < param.ndim - 2:
+            return "a _StridedShard of a leading dim, along which matrices are stacked"
+    return ""
 
 
 def _check_shard_order(param, what) -> None:
@@ -338,6 +420,8 @@ def check_local_shape(param, name) -> None:
                                       "part of: leave it out of the groups on this rank")
         return
     box = box_at(coordinate, tuple(param.shape), param.placements, tuple(param.device_mesh.shape))
+    if _is_unknown(param):
+        return
     if tuple(b - a for a, b in box) != tuple(param._local_tensor.shape):
         raise NotImplementedError(f"parameter {name}: this rank stores {tuple(param._local_tensor.shape)}, its "
                                   f"placements {param.placements} say {box}; only torch's own sharding is known")

@@ -20,7 +20,7 @@ from .freight import ChunkTerms, Terms
 from .iteration import gain_side_by_side
 from .kernels import ahead
 from .kernels.tiles import architecture
-from .layout import is_dtensor, layout_of, local_of, row_chunks, strays_of, this_rank
+from .layout import check_row_state, is_dtensor, layout_of, local_of, row_chunks, strays_of, this_rank
 from .names import name_in, names_in
 from .pace import Pace, latency_bytes
 from .pipeline import SLOTS
@@ -81,6 +81,8 @@ class Planner:
         names = names_in(group)
         for p in params:  # since they were checked, a module may have been cast or cut
             check_param(p, names[p], group["use_muon"])
+            if "beta2" in group and group["use_muon"]:
+                check_row_state(p, names[p])
         self.device = local_of(params[0]).device
         self.latency = latency_bytes(architecture(self.device.type, self.device.index))
         ahead.begin(self.device)

@@ -18,13 +18,17 @@ class Presence:
     """Puts back what the step changed of parameters that have no gradient.
 
     Where ranks must act alike, a missing gradient counts as zero unless no rank has one. After the step the ranks
-    compare what they had, in one small collective, which only a rank that missed a gradient waits for. Of parameters
-    whose matrices never travel, each rank leaves its own alone, and asks nobody.
+    compare what they had, in one small collective. On GPUs only a rank that missed a gradient waits for it. On CPUs
+    every rank does: a process that ended with its part still to be sent would let down a rank that needs the answer.
+    Of parameters whose matrices never travel, each rank leaves its own alone, and asks nobody.
+
+    `error`: what the comparison raised at a rank that needs no answer. Its step is whole; the next one raises it.
     """
 
     def __init__(self, plans=(), stores=(), process_groups=None):
         self.members, self.stores, self.process_groups, self.saved, self.works = {}, stores, process_groups, {}, []
         self.flags = {}  # ranks -> (what this rank has, what any rank has), on the device, from a Feed
+        self.error: Exception | None = None
         self.device = stores[0].device if stores else torch.device("cpu")
         for plan, store in zip(plans, stores):
             for number in range(len(plan.params)):
@@ -93,6 +97,7 @@ class Presence:
             self.wait()  # nothing outside a graph may wait for what is in it
         else:
             self.compare()
+            self._finish()
 
     def compare(self) -> None:
         """Ask the other ranks."""
@@ -102,6 +107,17 @@ class Presence:
                           for ranks, (mine, anybody) in self.flags.items()]
         if self.device.type == "cpu":
             _keep(self.works)
+
+    def _finish(self) -> None:
+        """On CPUs, wait for the comparison; an error is raised by `wait`, which is called where the answer is used."""
+        if self.device.type != "cpu":
+            return
+        works, self.works = self.works, []
+        for work in works:
+            try:
+                work.wait()
+            except Exception as error:
+                self.error = self.error or error
 
     def settle(self) -> None:
         """After the step: put back what no rank has a gradient of."""
@@ -121,7 +137,10 @@ class Presence:
     def wait(self) -> None:
         """Until the last step's collective is done: then its memory may be used again."""
         works, self.works = self.works, []
+        error, self.error = self.error, None
         with debug.during("the comparison of missing gradients"):
+            if error is not None:
+                raise error
             for work in works:
                 work.wait()
 

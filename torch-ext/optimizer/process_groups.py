@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import hashlib
 import itertools
@@ -12,7 +13,7 @@ from operator import attrgetter
 
 import torch.distributed as dist
 
-from .layout import is_dtensor
+from .layout import is_dtensor, local_of
 
 
 class ProcessGroups:
@@ -24,10 +25,19 @@ class ProcessGroups:
     torch keeps a group until the default one goes, and NCCL's cannot be destroyed at any time: so new ones are shared
     by all optimizers of the process; own ones when whoever had them is gone, if all ranks say so. `quiet`: whether a
     step has been finished since something was sent, else there may be a collective that other ranks do not know of.
+
+    Optimizers may step in several threads, if each has a process group or meshes of its own. Threads take turns in an
+    order that differs between ranks. So a new group is named after the group whose pattern it has (`_pattern`), and is
+    shared or used again only among optimizers with that pattern.
+
+    `patient`: groups of meshes on which a dead peer would be noticed later than on the default group. torch gives 30
+    minutes to gloo's groups of a mesh, whatever `init_process_group` was told. Their place takes a new group with the
+    timeout of the default one. NCCL's groups stay: a new one takes memory of the GPU, and the host waits for none.
     """
 
     def __init__(self, own=False):
         self.made, self.theirs, self.patterns, self.own = {}, {}, {}, own
+        self.patient: set[tuple] = set()  # sets of ranks, in the order of the group
         self.used, self.connected, self.backends, self.quiet = set(), set(), set(), False
 
     def learn(self, params, process_group) -> None:
@@ -40,12 +50,19 @@ class ProcessGroups:
         self.theirs = {}
         for group in sorted(_meshes_groups(params), key=attrgetter("group_name")):
             self.theirs.setdefault(_ranks_of(group), group)
+        patterns = dict(self.theirs)
+        device = local_of(params[0]).device.type if params else ""
+        self.patient = {ranks for ranks, group in patterns.items() if _is_patient(group, device)}
+        for ranks in self.patient:
+            del self.theirs[ranks]
         self.theirs |= {_ranks_of(group): group for group in _always(process_group)}
         if process_group is not None:  # its ranks may be in an order of their own, which no other group has
             ours = set(_ranks_of(process_group))
             self.theirs = {ranks: group for ranks, group in self.theirs.items() if set(ranks) != ours}
             self.theirs[_ranks_of(process_group)] = process_group
-        self.patterns = {frozenset(ranks): group for ranks, group in self.theirs.items()}
+        self.patterns = {frozenset(ranks): group for ranks, group in (patterns | self.theirs).items()}
+        known = set(map(frozenset, self.theirs))
+        self.patient = {ranks for ranks in self.patient if frozenset(ranks) not in known}
 
     def expect(self, params, process_group) -> None:
         """From now on `send_once` speaks of the groups that these parameters bring along."""
@@ -58,10 +75,13 @@ class ProcessGroups:
         if not self.own and ranks in self.theirs:
             return self.theirs[ranks]
         if ranks not in self.made:
-            made = self._made_before(ranks)
-            if self.own or not made:
-                made.append(Made(_new(ranks, self._pattern(ranks))))
-            self.take(ranks, -1)
+            before = self._made_before(ranks)
+            if self.own or not before:
+                made = Made(_new(ranks, self._pattern(ranks), self._timeout(ranks)))
+                before.append(made)
+            else:
+                made = before[-1]
+            self._have(ranks, made)
         return self.made[ranks].group
 
     def at_hand(self, ranks):
@@ -76,8 +96,11 @@ class ProcessGroups:
 
     def take(self, ranks, number) -> None:
         """Have one of them, by its number, from now on."""
-        self.made[ranks] = self._made_before(ranks)[number]
-        self.made[ranks].idle = False
+        self._have(ranks, self._made_before(ranks)[number])
+
+    def _have(self, ranks: tuple, made: Made) -> None:
+        self.made[ranks] = made
+        made.idle = False
 
     def release(self) -> None:
         """Leave own groups to others."""
@@ -91,16 +114,25 @@ class ProcessGroups:
     def shared(self):
         """The same without groups of its own, in which ranks choose one of these."""
         others = ProcessGroups()
-        others.theirs, others.patterns = self.theirs, self.patterns
+        others.theirs, others.patterns, others.patient = self.theirs, self.patterns, self.patient
         return others
 
     def _pattern(self, ranks):
         return self.patterns.get(frozenset(ranks), dist.group.WORLD)
 
+    def _timeout(self, ranks: tuple) -> datetime.timedelta | None:
+        """The timeout of a new group of these ranks: that of its pattern, or of the default group if that is shorter.
+        """
+        return _timeout(dist.group.WORLD if ranks in self.patient else self._pattern(ranks))
+
     def _made_before(self, ranks) -> list:
-        """All that this process has made of one kind, in the order in which it did."""
-        pattern, before = self._pattern(ranks), _made.setdefault(dist.group.WORLD, {})
-        return before.setdefault((self.own, ranks, dist.get_backend_config(pattern), _timeout(pattern)), [])
+        """All that this process has made of one kind, in the order in which it did. Every rank makes those of one
+        pattern in one order, since only one thread at a time may use the pattern.
+        """
+        pattern = self._pattern(ranks)
+        kind = self.own, ranks, pattern.group_name, dist.get_backend_config(pattern), self._timeout(ranks)
+        with _lock:
+            return _made.setdefault(dist.group.WORLD, {}).setdefault(kind, [])
 
     def send_once(self, device) -> bool:
         """Whether a collective can send one place to several ranks: NCCL's can, gloo's cannot."""
@@ -124,6 +156,7 @@ class Made:
 
 
 _made = weakref.WeakKeyDictionary()  # default group -> {what a group is like: [Made]}
+_lock = threading.Lock()  # of the tables of this module; never held while another rank is waited for
 
 
 def _meshes_groups(params) -> set:
@@ -141,33 +174,55 @@ def _ranks_of(group) -> tuple:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def _new(ranks, pattern):
-    """A group with the backends and the timeout of another one."""
-    backends, timeout = dist.get_backend_config(pattern), _timeout(pattern)
+def _is_patient(group: dist.ProcessGroup, device: str) -> bool:
+    """Whether collectives of tensors on `device` (a type) wait longer in `group` than in the default group."""
+    mine, worlds = _timeout(group), _timeout(dist.group.WORLD)
+    is_nccl = f"{device}:nccl" in dist.get_backend_config(group)
+    return not is_nccl and None not in (mine, worlds) and mine > worlds
+
+
+def _new(ranks: tuple, pattern: dist.ProcessGroup, timeout: datetime.timedelta | None) -> dist.ProcessGroup:
+    """A group with the backends of another one, the `pattern`, and the given timeout. Waits for all `ranks`."""
+    backends = dist.get_backend_config(pattern)
     backends = None if pattern is dist.group.WORLD else backends
     order = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}  # which torch 2.11 has not: it sorts all
-    _name_by_ranks()
-    _making.ours = True
+    with _lock:
+        _name_by_ranks()
+    _making.pattern = pattern.group_name
     try:
         with _unbound(dist.group.WORLD):
             return dist.new_group(list(ranks), timeout, backends, use_local_synchronization=True, **order)
     finally:
-        _making.ours = False
+        _making.pattern = None
 
 
 @contextlib.contextmanager
 def _unbound(world):
     """Meanwhile the default group is bound to no device. From one that is (init_process_group with device_id), torch
     splits NCCL's communicator for a new group, for which NCCL waits for all ranks, not only for the members.
+
+    Several threads may be inside at once: the last one to leave binds the group again.
     """
-    if (device := getattr(world, "bound_device_id", None)) is None:
-        yield
-        return
-    world.bound_device_id = None
+    with _lock:
+        device = getattr(world, "bound_device_id", None)
+        if device is not None:
+            _unbinding[world] = [device, 0]
+        entry = _unbinding.get(world)
+        if entry is not None:
+            world.bound_device_id = None
+            entry[1] += 1
     try:
         yield
     finally:
-        world.bound_device_id = device
+        with _lock:
+            if entry is not None:
+                entry[1] -= 1
+            if entry is not None and entry[1] == 0:
+                world.bound_device_id = entry[0]
+                del _unbinding[world]
+
+
+_unbinding = weakref.WeakKeyDictionary()  # default group -> [its device, how many threads are making a group]
 
 
 def world_now():
@@ -189,12 +244,12 @@ def _timeout(group):
     return None
 
 
-_making = threading.local()
+_making = threading.local()  # `pattern`: the name of the pattern of the group that this thread is making
 
 
 @functools.cache
 def _name_by_ranks() -> None:
-    """Have the ranks of a new group find each other by its ranks alone.
+    """Have the ranks of a new group find each other by its ranks and the name of its pattern.
 
     torch (2.11 to 2.13) puts the number of groups that each of them has into the name, and ranks that are in different
     numbers of groups wait for each other under different names.
@@ -203,12 +258,17 @@ def _name_by_ranks() -> None:
     torchs = c10d._hash_ranks_to_str
 
     def name(ranks):
-        return _free_name(ranks, c10d._world.pg_names.values()) if getattr(_making, "ours", False) else torchs(ranks)
+        pattern = getattr(_making, "pattern", None)
+        if pattern is None:
+            return torchs(ranks)
+        return _free_name(ranks, pattern, list(c10d._world.pg_names.values()))
 
     c10d._hash_ranks_to_str = name
 
 
-def _free_name(ranks, taken) -> str:
-    """The first name of these ranks that no group has yet; they make their groups in the same order."""
-    names = (hashlib.sha256(repr((list(ranks), number)).encode()).hexdigest() for number in itertools.count())
+def _free_name(ranks, pattern: str, taken) -> str:
+    """The first name of these ranks and this pattern that no group has yet; they make their groups in the same order.
+    """
+    texts = (repr((list(ranks), pattern, number)) for number in itertools.count())
+    names = (hashlib.sha256(text.encode()).hexdigest() for text in texts)
     return next(name for name in names if name not in taken)

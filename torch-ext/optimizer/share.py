@@ -196,15 +196,15 @@ def _iterated(matrices, terms, together=max):
 
 def _pieces_at(bucket, rank, layouts, kind):
     """The pieces that `rank` stores or computes, in the order that both ends of every wire know: matrices, then
-    homes.
+    homes, then parts of an interleaved dim.
     """
     for matrix, owner in zip(bucket.matrices, bucket.owners):
         layout = layouts[matrix.param]
         for home in bucket.ranks if owner == rank else (rank,):
-            box = layout.boxes[home][-2:]
-            if all(a < b for a, b in box):
-                fed = bucket.route == "reduce" or layout.copy_of[home] == layout.copy_of[owner]
-                yield Piece(kind, matrix, box, home, owner, fed)
+            fed = bucket.route == "reduce" or layout.copy_of[home] == layout.copy_of[owner]
+            for box in [part[-2:] for part in layout.parts_of(home)]:
+                if all(a < b for a, b in box):
+                    yield Piece(kind, matrix, box, home, owner, fed)
 
 
 def travel(pieces, ends, rank, ranks, itemsizes, once=False, with_self=False) -> Travel:

@@ -154,8 +154,9 @@ class Store:
         """What this rank's shard holds of `piece`."""
         if piece.kind == "chunk":
             return torch.atleast_1d(local)[slice(*piece.box[0])]
-        box = self.layouts[piece.kind][piece.matrix.param].boxes[self.rank]
-        return local[tuple(i - start for i, (start, _) in zip(piece.matrix.at, box))]
+        layout = self.layouts[piece.kind][piece.matrix.param]
+        part = local[tuple(i - start for i, (start, _) in zip(piece.matrix.at, layout.boxes[self.rank]))]
+        return part[layout.place_of(self.rank, piece.box)] if layout.interleaved else part
 
 
 def _zeros(param):

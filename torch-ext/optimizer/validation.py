@@ -388,5 +388,5 @@ def check_param(param, name, use_muon) -> None:
     if is_dtensor(param) and not torch.distributed.is_initialized():
         raise ValueError(f"{what} is a DTensor, but torch.distributed is not initialized, so its mesh has no process "
                          "groups: call init_process_group before the model is sharded, and keep it until training ends")
-    check_placements(param, name)
+    check_placements(param, name, use_muon)
     check_local_shape(param, name)
