@@ -25,7 +25,7 @@ FILE_LINES, FUNCTION_LINES, KERNEL_LINES, NESTING = 700, 60, 120, 3
 # A module imports only from rows above its own. `debug` is a leaf for everybody.
 LAYERS = [
     ["debug", "_ops"],  # _ops is generated: the operators' namespace
-    ["kernels.tape", "kernels.neighbours"],
+    ["kernels.tape", "kernels.neighbours", "kernels.loading"],
     ["kernels"],
     ["kernels.tiles", "kernels.ahead"],
     ["kernels.split", "kernels.table"],
