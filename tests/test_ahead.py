@@ -329,6 +329,24 @@ def test_the_same_bits_with_and_without_rehearsals(tmp_path):
     assert not any(main for _, main in first)
 
 
+ENDS = """
+import sys, time
+from pathlib import Path
+from tests.ranks import part
+ahead = part("kernels.ahead")
+ahead._read_compiler = lambda: (Path(sys.argv[1], "began").touch(), time.sleep(1.0), Path(sys.argv[1], "read").touch())
+ahead._reader()
+while not Path(sys.argv[1], "began").exists():
+    time.sleep(0.01)
+"""
+
+
+def test_a_process_that_ends_at_once_has_read_the_compiler(optimizer, tmp_path):
+    """Python (before 3.14) ends a daemon that runs while it is finalized, inside C++ too, which aborts the process."""
+    subprocess.run([sys.executable, "-c", ENDS, tmp_path], cwd=ROOT, check=True)
+    assert (tmp_path / "read").exists()
+
+
 # a process that holds a lock, and does not go on --------------------------------------------------------------------
 
 HOLDER = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"

@@ -55,7 +55,7 @@ def _lock(key):
             with contextlib.suppress(BlockingIOError, PermissionError):
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
                 return functools.partial(fcntl.lockf, file, fcntl.LOCK_UN, 1, byte)
-            if time.monotonic() >= end:
+            if holder is not None and time.monotonic() >= end:
                 _stuck.add(holder)
             time.sleep(0.01)
     except (ImportError, AttributeError, OSError):
