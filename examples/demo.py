@@ -28,7 +28,18 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from train_gpt import BEST_LR, Options, Record, options_of, parser, pick_device, rounded, train, write_csv
+from train_gpt import (
+    BEST_LR,
+    Options,
+    Record,
+    leave_process_group,
+    options_of,
+    parser,
+    pick_device,
+    rounded,
+    train,
+    write_csv,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BASELINE = "adamw"
@@ -113,7 +124,7 @@ def run_rank(rank: int, processes: int, folder: str, options: Options, seconds: 
                 write_csv(Path(options.out) / f"{name}.csv", records)
                 summary = summarize(NAMES[name], options.lr or BEST_LR[name], records)
                 Path(folder, f"{name}.json").write_text(json.dumps(asdict(summary)))
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 def summarize(title: str, lr: float, records: list[Record]) -> Summary:

@@ -212,6 +212,18 @@ def train(options: Options, device: torch.device) -> Iterator[Record]:
                      options.batch * options.seq / seconds)
 
 
+def leave_process_group() -> None:
+    """Destroy the process group once all ranks have come to their end and this rank's collectives are complete.
+
+    A process that ends while one of its collectives waits for a slower rank is aborted by torch ("terminate called
+    without an active exception", pytorch/pytorch#190489; with Python before 3.14): a thread of gloo releases the
+    tensors of the collective while Python is finalized. FSDP2's meshes keep these threads alive until then.
+    """
+    if dist.get_backend() == "gloo":  # threads of NCCL end with the group
+        dist.barrier()
+    dist.destroy_process_group()
+
+
 def write_csv(path: str | Path, records: list[Record]) -> None:
     """One row per step; an empty cell where the held-out loss was not measured."""
     with open(path, "w", newline="") as file:
@@ -249,7 +261,7 @@ def main() -> None:
     if chief and options.out:
         write_csv(options.out, records)
     if dist.is_initialized():
-        dist.destroy_process_group()
+        leave_process_group()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -372,3 +373,149 @@ def test_the_same_bits_with_and_without_rehearsals(tmp_path):
     assert second == [] == of("compile", plain["compiled"][1])
     assert sorted(name for name, _ in first) == sorted(name for name, _ in of("compile", plain["compiled"][0]))
     assert not any(main for _, main in first)
+
+
+ENDS = """
+import sys, time
+from pathlib import Path
+from tests.ranks import part
+ahead = part("kernels.ahead")
+ahead._read_compiler = lambda: (Path(sys.argv[1], "began").touch(), time.sleep(1.0), Path(sys.argv[1], "read").touch())
+ahead._reader()
+while not Path(sys.argv[1], "began").exists():
+    time.sleep(0.01)
+"""
+
+
+def test_a_process_that_ends_at_once_has_read_the_compiler(optimizer, tmp_path):
+    """Python (before 3.14) ends a daemon that runs while it is finalized, inside C++ too, which aborts the process."""
+    subprocess.run([sys.executable, "-c", ENDS, tmp_path], cwd=ROOT, check=True)
+    assert (tmp_path / "read").exists()
+
+
+# a process that holds a lock, and does not go on --------------------------------------------------------------------
+
+HOLDER = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+
+
+@pytest.fixture
+def neighbours(part, monkeypatch, tmp_path):
+    """The module, with a lock file of its own and a clock that only its own waiting moves."""
+    pytest.importorskip("triton")
+    neighbours, clock = part("kernels.neighbours"), [0.0]
+    monkeypatch.setattr(neighbours.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(neighbours, "time", SimpleNamespace(
+        monotonic=lambda: clock[0], sleep=lambda seconds: clock.append(clock.pop() + seconds), waited=clock))
+    monkeypatch.setattr(neighbours, "_stuck", set())
+    neighbours._file.cache_clear()
+    yield neighbours
+    neighbours._file.cache_clear()
+
+
+@pytest.fixture
+def holder(neighbours):
+    """A process that has locked all kernels."""
+    file = os.readlink(f"/proc/self/fd/{neighbours._file()}")
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, file], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+
+
+def state_of(process: subprocess.Popen) -> str:
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who holds a lock")
+def test_a_stopped_process_is_not_waited_for(neighbours, holder):
+    """A rank stopped while it compiled held up its neighbours for 30 s, and again for each of its kernels."""
+    holder.send_signal(signal.SIGSTOP)
+    while state_of(holder) != "T":
+        pass
+    for kernel in ("one", "two"):
+        assert neighbours._lock(kernel) is None
+    assert neighbours.time.waited == [0.0]
+    holder.send_signal(signal.SIGCONT)
+    while state_of(holder) == "T":
+        pass
+    assert neighbours._lock("three") is None and neighbours.time.waited[0] >= neighbours.PATIENCE
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_process_that_keeps_a_lock_is_waited_for_once(neighbours, holder, monkeypatch, known):
+    """Also where the system does not say which process it is: it may be in another container."""
+    if not known:
+        monkeypatch.setattr(neighbours.sys, "platform", "another")
+    for kernel in ("one", "two", "three"):
+        assert neighbours._lock(kernel) is None
+    assert neighbours.PATIENCE <= neighbours.time.waited[0] < neighbours.PATIENCE + 1.0
+
+
+def test_other_processes_are_waited_for_all_the_same(neighbours, holder, monkeypatch):
+    """Until they let go: here the holder ends while it is waited for."""
+    neighbours._stuck.add(os.getpid())
+
+    def end(seconds):
+        holder.kill()
+        holder.wait()
+
+    neighbours.time.sleep = end
+    release = neighbours._lock("one")
+    assert release is not None and holder.returncode is not None
+    release()
+
+
+# launchers of Triton 3.6 ---------------------------------------------------------------------------------------------
+
+LAUNCHER = """
+#include <Python.h>
+static PyObject* launch(PyObject* self, PyObject* args) { return PyLong_FromLong(%d); }
+static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&definition); }
+"""
+
+
+def test_launchers_that_are_loaded_again_are_not_each_others(part, monkeypatch, tmp_path):
+    """A thread that loaded one read another's, where that was loaded, by another thread, before it read."""
+    triton, build = pytest.importorskip("triton"), pytest.importorskip("triton.runtime.build")
+    if not triton.__version__.startswith("3.6."):
+        pytest.skip("from Triton 3.7 on launchers are no modules")
+    monkeypatch.setattr(build, "_load_module_from_path", getattr(
+        build._load_module_from_path, "__wrapped__", build._load_module_from_path))
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    loading = part("kernels.loading")
+    loading.name_launchers_apart.__wrapped__()
+    before = set(sys.modules)
+
+    def load(number):
+        return build.compile_module_from_src(LAUNCHER % number, "__triton_launcher")
+
+    modules = [load(number) for number in (1, 2, 1, 2, 3, 1)]  # each is read once all are loaded
+    assert [module.launch() for module in modules] == [1, 2, 1, 2, 3, 1]
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_kernel_is_launched_once_it_is_ready(part):
+    """Another thread that launched it meanwhile found a launcher, but no binary."""
+    kernels, events = part("kernels"), []
+
+    class Compiled:
+        def _init_handles(self):
+            events.append(("ready", kernels._compiling.locked()))
+
+        def __getitem__(self, grid):
+            return lambda *arguments: events.append((arguments, kernels._compiling.locked()))
+
+    def run(*arguments, grid, warmup, **options):
+        events.append((warmup, options, kernels._compiling.locked()))
+        return Compiled()
+
+    kernel = kernels.jit(lambda: None)
+    kernel.make = lambda: SimpleNamespace(run=run)
+    for argument in (7, 8):
+        kernel.launch(3, "key", argument, num_warps=4)
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    assert events == [(True, options, True), ("ready", True), ((7,), False), ((8,), False)]

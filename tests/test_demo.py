@@ -9,10 +9,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.ranks import run_ranks
 
@@ -110,6 +112,28 @@ def test_processes_end_without_finalizing_python(example, monkeypatch, tmp_path)
     with pytest.raises(FileNotFoundError, match="muon.json"):  # what rank 0 of a real one writes
         demo.run_all(2, demo.Options(), 1.0)
     assert not path.exists()
+
+
+def leaves(rank: int, world: int) -> tuple[bool, bool]:
+    """Whether this rank's last collective is complete when the process group is left, and whether there still is one.
+    Rank 1 starts the collective after rank 0 has, and after the time in which rank 0 would have ended.
+    """
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        train_gpt = importlib.import_module("train_gpt")
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    kept = dist.group.WORLD  # as FSDP2's meshes keep it
+    if rank == 1:
+        time.sleep(1.0)
+    work = dist.all_reduce(torch.ones(4), async_op=True)
+    train_gpt.leave_process_group()
+    return work.is_completed(), dist.is_initialized() or kept is None
+
+
+def test_a_rank_leaves_when_all_have_come_to_their_end():
+    """Else a thread of gloo lets go of the last collective while Python is finalized, and torch aborts the process."""
+    assert run_ranks(2, leaves) == [(True, False)] * 2
 
 
 def test_help_explains_every_option(example):

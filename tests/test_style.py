@@ -26,7 +26,7 @@ FILE_LINES, FUNCTION_LINES, KERNEL_LINES, NESTING = 700, 60, 120, 3
 LAYERS = [
     ["debug", "_ops"],  # _ops is generated: the operators' namespace
     ["names"],
-    ["kernels.tape", "kernels.neighbours"],
+    ["kernels.tape", "kernels.neighbours", "kernels.loading"],
     ["kernels"],
     ["kernels.tiles", "kernels.ahead"],
     ["kernels.split", "kernels.table"],

@@ -14,7 +14,7 @@ import threading
 import torch
 
 from .. import debug
-from . import tape
+from . import loading, tape
 
 CPU_ELEMENTS = 1 << 10  # elements that a CPU takes in one thread; what they take is no workspace
 
@@ -88,6 +88,7 @@ class _Here(threading.local):
 
 
 here = _Here()
+_compiling = threading.Lock()  # held while a thread makes a kernel ready for its first launch, not while it launches
 
 
 class jit:
@@ -129,13 +130,27 @@ class jit:
             if compiled is None:
                 self[programs, 1, 1](*arguments, **options)
             return
-        if compiled is None and cluster > 1:
-            compiled = self.compiled[key] = self._clustered(cluster, *arguments, **options)
         if compiled is None:
-            compiled = self.compiled[key] = self[programs, 1, 1](*arguments, **options)  # None in the interpreter
+            with _compiling:
+                compile_ready = self._clustered if cluster > 1 else self._ready
+                compiled = self.compiled[key] = compile_ready(cluster, *arguments, **options)
+        if compiled is None:  # the interpreter compiles nothing
+            self[programs, 1, 1](*arguments, **options)
         else:
             compiled[programs, 1, 1](*arguments)
         tape.note(compiled, programs, arguments)
+
+    def _ready(self, _, *arguments, **options):
+        """Return the compiled kernel with its launcher and its binary loaded; None in the interpreter.
+
+        Triton's own first launch sets the launcher first: another thread that launches the kernel before its binary is
+        loaded would find the launcher and launch nothing.
+        """
+        options = {"enable_fp_fusion": True, **options}
+        compiled = self.make().run(*arguments, grid=(1, 1, 1), warmup=True, **options)
+        if compiled is not None:
+            compiled._init_handles()
+        return compiled
 
     def _clustered(self, cluster, *arguments, **options):
         """Compile, and have the launcher told of clusters, of which the compiler, whose layouts they would change, need
@@ -150,6 +165,7 @@ class jit:
         """Return Triton's own function object; the same one at every call."""
         if self.made is None:
             decorator, scope = self.decorate(self.function.__globals__), self.function.__globals__
+            loading.name_launchers_apart()
             for name in self.function.__code__.co_names:
                 if isinstance(scope.get(name), jit):
                     scope[name] = scope[name].make()

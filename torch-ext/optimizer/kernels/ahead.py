@@ -35,7 +35,9 @@ def begin(device: torch.device) -> None:
 
 @functools.cache
 def _reader() -> threading.Thread:
-    thread = threading.Thread(target=_read_compiler, name="read the compiler", daemon=True)
+    # No daemon: Python (before 3.14) ends a daemon that runs while it is finalized inside whatever C++ called it, which
+    # aborts the process. A process that ends at once waits a second for this thread.
+    thread = threading.Thread(target=_read_compiler, name="read the compiler")
     thread.start()
     return thread
 

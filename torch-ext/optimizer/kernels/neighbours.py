@@ -9,10 +9,15 @@ import functools
 import hashlib
 import os
 import stat
+import struct
+import sys
 import tempfile
 import time
 
 PATIENCE = 30.0  # seconds for which a process waits until another has compiled a kernel
+FLOCK = "hhqqi0q"  # Linux' `struct flock`: type, whence, start, length, process; padded to whole words
+
+_stuck: set[int] = set()  # processes that have held one lock for PATIENCE: this process waits for none of theirs
 
 
 def place() -> tuple[int, int]:
@@ -37,7 +42,7 @@ def alone(key: str | None):
 
 def _lock(key):
     """Lock the byte of a file that stands for the kernel, and return what frees it; it is free, too, where the process
-    that has locked it is no more. None where it cannot be locked, or not in time.
+    that has locked it is no more. None where it cannot be locked, or not in time, or where a stuck process holds it.
     """
     end = time.monotonic() + PATIENCE
     try:
@@ -47,14 +52,41 @@ def _lock(key):
 
         name = hashlib.sha256(f"{knobs.cache.dir} {key}".encode()).digest()
         file, byte = _file(), int.from_bytes(name[:7], "big")
-        while time.monotonic() < end:
+        while not _is_stuck(holder := _holder(file, byte)):
             with contextlib.suppress(BlockingIOError, PermissionError):
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
                 return functools.partial(fcntl.lockf, file, fcntl.LOCK_UN, 1, byte)
+            if holder is not None and time.monotonic() >= end:
+                _stuck.add(holder)
             time.sleep(0.01)
     except (ImportError, AttributeError, OSError):
         pass
     return None
+
+
+def _holder(file: int, byte: int) -> int | None:
+    """Return the id of the process that has locked `byte` of `file`, 0 where the system does not know it (the process
+    is in another container), None where the byte is free.
+    """
+    import fcntl
+
+    if sys.platform != "linux":  # FLOCK is Linux' layout
+        return 0
+    asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    kind, _, _, _, process = struct.unpack(FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    return None if kind == fcntl.F_UNLCK else max(process, 0)
+
+
+def _is_stuck(process: int | None) -> bool:
+    """Say whether waiting for `process` is vain: it has held one lock for PATIENCE, or is stopped (SIGSTOP)."""
+    if process in _stuck:
+        return True
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            state = file.read().rpartition(b")")[2].split()[0]  # behind the name, which may hold brackets itself
+    except (OSError, IndexError):
+        return False
+    return state == b"T"
 
 
 @functools.cache
