@@ -455,7 +455,6 @@ def test_partial_placements_in_either_kind_of_group(use_muon):
 
 STRIDED = {
     "of another factor": lambda S, T: ([T(0, split_factor=3), S(0)], (2, 2)),
-    "over nothing": lambda S, T: ([T(0, split_factor=2), S(1)], (2, 2)),
     "last": lambda S, T: ([S(0), T(0, split_factor=2)], (2, 2)),
     "twice": lambda S, T: ([T(0, split_factor=2), T(0, split_factor=1)], (2, 2)),
 }

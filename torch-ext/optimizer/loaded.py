@@ -153,6 +153,9 @@ def _by_name(saved: list[dict], own: list[dict]) -> list[dict]:
         for name in names:
             _check_options(number, group, where[name][0])
             _check_kind_of(name, group, where[name][0])
+        if not names:  # the group is empty: no saved group is its own
+            matched.append({"params": [], **{key: group[key] for key in ("param_names",) if key in group}})
+            continue
         options = options_of(number, names, [(set(_clean_names(other)), other) for other in saved])
         params = [where[name][1] for name in names]
         matched.append({**options, "params": params, "param_names": group["param_names"]})
