@@ -206,6 +206,26 @@ def test_options_of_every_saved_group_are_checked(key):
         build(model, "abcd xyz").load_state_dict(saved)
 
 
+@pytest.mark.parametrize("division", ["abcd xyz", "ab cd xyz"], ids=["alike", "other groups"])
+def test_a_group_that_was_emptied_is_no_trouble(division):
+    """As of who freezes parameters by taking them out."""
+    def without_last(optimizer):
+        group = optimizer.param_groups[-1]
+        for param in group["params"]:
+            optimizer.state.pop(param, None)
+        group["params"].clear()
+        group["param_names"].clear()
+        return optimizer
+
+    model, optimizer = trained("abcd xyz")
+    saved = without_last(optimizer).state_dict()
+    heir = without_last(other_rates(build(model, division)))
+    heir.load_state_dict(saved)
+    assert rates(heir) == ([0.1, 0.2] if division == "abcd xyz" else [0.1, 0.1, "own"])
+    for name in "abcd":
+        assert_equal(dict(heir.state[model[name]]), dict(optimizer.state[model[name]]))
+
+
 def test_the_default_groups_load_what_fewer_groups_saved():
     """As of a version that divides AdamW's parameters further."""
     def model_of():

@@ -9,6 +9,7 @@ import contextlib
 import math
 import sys
 import warnings
+from collections import Counter
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -105,11 +106,14 @@ def matched_groups(saved: list[dict], own: list[dict]) -> list[dict]:
     group of the other kind.
     """
     if not all(isinstance(key, int) for group in saved for key in group["params"]):
-        return _with_all_options(saved, own)  # of torch.distributed.checkpoint, which has divided them already
+        return _with_all_options(saved, own)
+    lengths, ours = (list(map(_length, groups)) for groups in (saved, own))
+    names, own_names = ([set(_clean_names(group)) for group in groups] for groups in (saved, own))
+    if lengths == ours and names == own_names:
+        return [_in_own_order(*pair) for pair in zip(saved, own)]
     obstacle = _obstacle(saved, own)
     if obstacle is None:
         return _by_name(saved, own)
-    lengths, ours = (list(map(_length, groups)) for groups in (saved, own))
     if lengths != ours:
         raise ValueError(f"the state dict has groups of {shortened(lengths)} parameters, this "
                          f"optimizer of {shortened(ours)}, and they cannot be matched by name: "
@@ -133,8 +137,8 @@ def _obstacle(saved: list[dict], own: list[dict]) -> str | None:
         for number, group in enumerate(groups):
             if len(_clean_names(group)) != len(group["params"]):
                 return f"group {number} {where} does not name its parameters"
-        found = [name for group in groups for name in _clean_names(group)]
-        if twice := sorted(name for name in set(found) if found.count(name) > 1):
+        found = Counter(name for group in groups for name in _clean_names(group))
+        if twice := sorted(name for name, count in found.items() if count > 1):
             return f"{shortened(twice[0])} is the name of two parameters {where}"
         names[where] = set(found)
     first, second = names.values()
@@ -146,19 +150,17 @@ def _obstacle(saved: list[dict], own: list[dict]) -> str | None:
 
 def _by_name(saved: list[dict], own: list[dict]) -> list[dict]:
     """`matched_groups` where every name is on both sides."""
-    where = {name: (group, key) for group in saved for name, key in zip(_clean_names(group), group["params"])}
-    matched = []
+    where = {name: (group, key)
+             for group in saved for name, key in zip(_clean_names(group), group["params"])}
+    members, matched = [(set(_clean_names(group)), group) for group in saved], []
     for number, group in enumerate(own):
         names = _clean_names(group)
         for name in names:
             _check_options(number, group, where[name][0])
             _check_kind_of(name, group, where[name][0])
-        if not names:  # the group is empty: no saved group is its own
-            matched.append({"params": [], **{key: group[key] for key in ("param_names",) if key in group}})
-            continue
-        options = options_of(number, names, [(set(_clean_names(other)), other) for other in saved])
+        options = options_of(number, names, members)
         params = [where[name][1] for name in names]
-        matched.append({**options, "params": params, "param_names": group["param_names"]})
+        matched.append({**options, "params": params, "param_names": group.get("param_names", [])})
     return matched
 
 
@@ -167,8 +169,10 @@ def options_of(number: int, names: list[str], saved: list[tuple[set, dict]]) -> 
 
     `saved`: (names of its parameters, the group) of each saved group. The options are those of the
     saved group that held all the parameters. Where several groups held them, the own group keeps
-    its options ({} is returned), with a warning.
+    its options ({} is returned), with a warning; and where there are no parameters, without one.
     """
+    if not names:
+        return {}
     for members, group in saved:
         if members.issuperset(names):
             return {key: value for key, value in group.items() if key not in STRUCTURE}
@@ -205,7 +209,8 @@ def _with_all_options(saved: list[dict], own: list[dict]) -> list[dict]:
     for number, (names, group) in enumerate(zip(ours, saved)):
         _check_options(number, own[number], group)
         _check_kind(number, own[number], group)
-        matched.append({**options_of(number, names, carried), "params": group["params"]})
+        options = options_of(number, names, carried) if names else group
+        matched.append({**options, "params": group["params"]})
     return matched
 
 
@@ -232,8 +237,8 @@ def without_holes(state: object) -> object:
 
 def _warn_of_lacking_state(groups: list[dict], restored: dict) -> None:
     """Warn if a checkpoint does not bring state of all parameters that require a gradient."""
-    named = [(param, name) for group in groups for param, name in names_in(group).items() if param.requires_grad]
-    lacking = [name for param, name in named if not restored.get(param)]
+    named = [entry for group in groups for entry in names_in(group).items()]
+    lacking = [name for param, name in named if param.requires_grad and not restored.get(param)]
     if lacking:
         first = shortened(", ".join(lacking[:3])) + ", ..." * (len(lacking) > 3)
         text = (f"no state was loaded for {len(lacking)} parameters ({first}), which begin anew: the "
