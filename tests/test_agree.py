@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import types
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import package, part, run_threads
+from tests.ranks import muon_before_a_step, package, part, run_ranks, run_threads
 from tests.test_routes import cut
 
 SHAPES = [(8, 6), (6, 8), (12, 4), (6,)]
@@ -216,3 +217,108 @@ def of_a_stage(rank, world):
 
 def test_what_a_stage_has_of_its_own_may_stand_before_what_all_have(optimizer):
     assert run_threads(4, of_a_stage) == [0.0] * 4
+
+
+# parameters without names, and copies that differ
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+
+def without_names(rank, world, turned):
+    """What a step is told whose parameters FSDP2 has cut, in another order on the last rank."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(Attention(), Attention())
+    fully_shard(model[1].q)
+    fully_shard(model)
+    params = list(model.parameters())
+    optimizer = muon_before_a_step(params[::-1] if turned and rank == world - 1 else params)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return sorted(part("names").fsdp_names()[id(p)] for p in params)
+
+
+def test_parameters_without_names_have_those_of_fsdp2(optimizer):
+    assert run_threads(2, without_names, False) == [["0.k.weight", "0.q.weight", "1.k.weight", "1.q.weight"]] * 2
+    for rank, message in enumerate(run_threads(3, without_names, True)):
+        assert "Ranks [2] and ranks [0, 1] differ in: parameters; the first is number 0, here " in message
+        assert ("1.k.weight" if rank == 2 else "0.q.weight") + " of shape (8, 8)" in message
+
+
+def copies(rank, world, kind, turned):
+    """What a step is told whose parameters without names all ranks have, in another order on the last rank."""
+    from torch.distributed.tensor import Replicate, init_device_mesh
+
+    fulls = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(0))
+    mesh = init_device_mesh("cpu", (world,))
+    params = [nn.Parameter(cut(full, mesh, [Replicate()]) if kind == "replicate" else full) for full in fulls]
+    options = {} if kind == "replicate" else {"process_group": dist.group.WORLD, "grads_are_reduced": kind == "reduced"}
+    last = turned and rank == world - 1
+    optimizer = muon_before_a_step(params[::-1] if last else params, **options)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["reduced", "unreduced", "replicate"])
+def test_copies_in_another_order_are_told_by_their_first_elements(kind, optimizer):
+    assert run_threads(3, copies, kind, False) == [""] * 3
+    what = "the order of parameters, as their first elements show; the first is here #0"
+    for message in run_threads(3, copies, kind, True):
+        assert f"Ranks [2] and ranks [0, 1] differ in: {what}" in message
+
+
+def warned(rank, world, kind):
+    """What the steps of an optimizer warn of."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(8, 8), (8, 6) if kind == "of two forms" else (8, 8), (8,)]
+    fulls = [torch.randn(shape, generator=generator) * (kind != "zeros") for shape in shapes]
+    options = {"process_group": dist.group.WORLD, "grads_are_reduced": "unreduced" not in kind}
+    if kind in ("sharded", "sharded, named", "of two forms"):
+        from torch.distributed.tensor import Shard, init_device_mesh
+
+        mesh, options = init_device_mesh("cpu", (world,)), {}
+        fulls = [cut(full, mesh, [Shard(0)]) for full in fulls]
+    params = [nn.Parameter(full + (rank if kind == "weights" and i == 1 else 0)) for i, full in enumerate(fulls)]
+    for i, p in enumerate(params):
+        differs = kind in ("gradients", "unreduced") and i == 2 or kind == "one is missing"
+        p.grad = torch.ones_like(p) * (1 + rank * differs)
+    if kind == "one is missing" and rank == 1:
+        for p in params:
+            p.grad = None
+    named = ["q", "k", "bias"] if kind in ("sharded, named", "weights", "gradients") else None
+    groups = [{"params": params[:2]}, {"params": params[2:], "use_muon": False}]
+    if named:
+        groups = [{**group, "params": list(zip(part_of, group["params"]))}
+                  for group, part_of in zip(groups, (named[:2], named[2:]))]
+    optimizer = package().Muon(groups, **options)
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.step()
+    return [str(message.message) for message in messages if message.category is UserWarning]
+
+
+WARNED = {
+    "weights": "the weights of k differ between ranks 0, 1, which hold copies of them",
+    "gradients": "the gradients of bias differ between ranks 0, 1, although grads_are_reduced=True",
+    "sharded": "parameters #0, #1 have no names, others have the same shape, dtype and placement, and ranks 0, 1 share them",
+    "zeros": "parameters #0, #1 have no names, others have the same shape, dtype and placement, and ranks 0, 1 share them",
+    **dict.fromkeys(("alike", "unreduced", "one is missing", "sharded, named", "of two forms")),
+}
+
+
+@pytest.mark.parametrize("kind", WARNED)
+def test_what_nobody_else_says_of_copies_is_warned_of_once(kind, optimizer):
+    told, silent = run_ranks(2, warned, kind)
+    expected = WARNED[kind]
+    assert [expected in message for message in told] == ([True] if expected else []), told
+    assert silent == [] or kind == "one is missing" and len(silent) == 1 and "finds a gradient at none" in silent[0]

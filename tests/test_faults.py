@@ -578,3 +578,26 @@ def test_what_fails_before_anything_has_changed_may_be_tried_again(optimizer):
         muon.step()
     param.grad = torch.ones(4, 6)
     muon.step()
+
+
+def last_step(rank, world):
+    """Three steps, in the last of which rank 1 lacks a gradient and is late; then all leave."""
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh, full = init_device_mesh("cpu", (world,)), torch.arange(48.0).view(8, 6)
+    params = [nn.Parameter(cut(full, mesh, [Shard(0)])) for _ in "12"]
+    optimizer = package().Muon([(f"w{i}", p) for i, p in enumerate(params)])
+    all_reduce = dist.all_reduce
+    for step in range(3):
+        for i, p in enumerate(params):
+            p.grad = None if (step, rank, i) == (2, 1, 1) else cut(full, mesh, [Shard(0)])
+        if step == 2 and rank == 1:
+            dist.all_reduce = lambda *args, **options: (time.sleep(TIMEOUT_S), all_reduce(*args, **options))[1]
+        optimizer.step()
+    dist.destroy_process_group()
+    return "done"
+
+
+def test_a_rank_that_lacks_a_gradient_in_the_last_step_is_not_left_alone(tmp_path, optimizer):
+    """Others left before their part of the comparison was sent: what `_answer` does once a rank is done."""
+    assert run_mortal([(last_step,)], tmp_path) == [["done"] * 2]

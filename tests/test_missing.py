@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -205,3 +206,49 @@ def test_a_step_waits_for_the_comparison_of_the_one_before(optimizer):
         assert waited == ["before the next step"]
         presence.works = [SimpleNamespace(wait=lambda: waited.append("at the end"))]
     assert waited == ["before the next step"] and len(presence.works) == 1  # nothing is to be put back
+
+
+def test_an_error_of_the_comparison_is_raised_where_its_answer_is_needed(optimizer):
+    """On CPUs every rank waits for it, but a rank with all gradients has taken a whole step: the next one raises."""
+    def fail():
+        raise RuntimeError("a peer is gone")
+
+    presence = part("presence").Presence()
+
+    def compare():
+        presence.works = [SimpleNamespace(wait=fail), SimpleNamespace(wait=lambda: waited.append("the second one"))]
+
+    presence.compare, waited = compare, []
+    with presence.around(), presence.compared():
+        pass
+    assert waited == ["the second one"] and not presence.works
+    with pytest.raises(RuntimeError, match="in the comparison of missing gradients: a peer is gone"), presence.around():
+        pass
+    with presence.around():
+        pass  # told once
+
+
+def idle(params):
+    """What the first two steps of an optimizer warn of."""
+    stepper = package().Muon([{"params": params[:1]}, {"params": params[1:], "use_muon": False}])
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            stepper.step()
+    return [str(message.message) for message in messages]
+
+
+def test_a_first_step_that_finds_no_gradient_anywhere_is_told(optimizer):
+    params = [("0.weight", nn.Parameter(torch.ones(4, 3))), ("0.bias", nn.Parameter(torch.ones(4)))]
+    message, = idle(params)
+    assert "finds a gradient at none of 2 parameters, the first of which is 0.weight" in message
+    assert "build it after that" in message
+    params[1][1].grad = torch.ones(4)
+    assert idle(params) == []
+
+
+def test_a_parameter_on_the_meta_device_is_told(optimizer):
+    with torch.device("meta"):
+        params = [("0.weight", nn.Parameter(torch.ones(4, 3))), ("0.bias", nn.Parameter(torch.ones(4)))]
+    message, = idle(params)
+    assert "parameter 0.weight is on the meta device, where a step changes nothing" in message

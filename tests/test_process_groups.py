@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import inspect
+import threading
 from operator import attrgetter
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import package, part, run_ranks, run_threads
+from tests.ranks import muon_before_a_step, package, part, run_ranks, run_threads
 from tests.test_routes import cut
 
 
@@ -206,3 +207,76 @@ def test_a_load_before_which_nothing_had_left_keeps_the_process_groups(optimizer
 def test_groups_over_which_something_had_left_are_not_used_again(optimizer):
     for counts, difference in run_ranks(2, loaded, [0, 1]):
         assert counts == list(range(counts[0], counts[0] + 5)) and difference < 1e-6
+
+
+def two_threads(rank, world):
+    """Two optimizers with a group and a thread each, one of which comes first on even ranks, the other on odd ones.
+    Returns what each raised, and the largest difference of its weights from one process.
+    """
+    groups = [dist.new_group(list(range(world))) for _ in "12"]
+    fulls = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
+    make, begun, came = dist.new_group, threading.Event(), {}
+
+    def new_group(*args, **options):
+        begun.set()
+        return make(*args, **options)
+
+    def train(number):
+        if number != rank % 2:
+            begun.wait()
+        try:
+            weight, one = (nn.Parameter(torch.zeros(6, 4)) for _ in "12")
+            many = package().Muon([weight], lr=0.1, process_group=groups[number], grads_are_reduced=False,
+                                  overlap_backward=True, wire_dtype=torch.float32)
+            alone = package().Muon([one], lr=0.1, wire_dtype=torch.float32)
+            for _ in range(3):
+                weight.grad = None
+                with many.last_backward():
+                    (weight * fulls[number]).sum().backward()
+                one.grad = fulls[number].clone()
+                many.step()
+                alone.step()
+            came[number] = (weight - one).abs().max().item()
+        except Exception as error:
+            came[number] = repr(error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", new_group)
+        threads = [threading.Thread(target=train, args=(number,), daemon=True) for number in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(40)
+    return [came.get(number, "still waiting") for number in (0, 1)]
+
+
+def test_two_threads_that_make_groups_in_an_order_of_their_own(optimizer):
+    for differences in run_ranks(2, two_threads):
+        assert all(isinstance(difference, float) and difference < 1e-5 for difference in differences), differences
+
+
+def one_axis(rank, world, seconds):
+    """The timeouts of the groups of a mesh's axis and of what the optimizer uses there, whether these are one group,
+    and how many groups a second optimizer makes.
+    """
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+    if seconds is not None:
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), mesh.get_group())
+    counts = []
+    for _ in "12":
+        params = [nn.Parameter(cut(torch.ones(8, 6), mesh, [Shard(0)]))]
+        stepper = muon_before_a_step(params)
+        stepper.step()
+        counts.append(groups_now())
+    used = stepper._process_groups.of(tuple(dist.get_process_group_ranks(mesh.get_group())))
+    timeout = part("process_groups")._timeout
+    return timeout(mesh.get_group()).total_seconds(), timeout(used).total_seconds(), used is mesh.get_group(), \
+        counts[1] - counts[0]
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(None, (1800.0, 60.0, False, 0)), (20, (20.0, 20.0, True, 0))])
+def test_a_peer_on_one_axis_of_a_mesh_is_waited_for_no_longer_than_on_the_default_group(seconds, expected, optimizer):
+    """torch gives 30 minutes to the groups of a mesh, whatever init_process_group was told."""
+    assert run_ranks(4, one_axis, seconds) == [expected] * 4

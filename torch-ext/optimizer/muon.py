@@ -24,7 +24,7 @@ from .late import Late, settled
 from .layout import form_of, this_rank
 from .names import in_group
 from .options import Options, spelled_out
-from .planner import planned, stepped
+from .planner import planned, stepped, warn_of_idle
 from .presence import Presence
 from .process_groups import ProcessGroups, check_process_group, world_now
 from .recipe import baked
@@ -316,6 +316,8 @@ class Muon(Saving):
         if self._seen is not None and self._seen.holds(self.param_groups, self.state, scaled):
             return self._stores
         check_again(self.param_groups, self._options)
+        if None in self._planned_for.values():
+            warn_of_idle(self.param_groups)
         self._members = inherit(self._members, self.param_groups, self.state)
         for alone in (False, True):  # what this process steps alone must not change what it steps with others
             units, key = stepped(self.param_groups, self._options, alone)

@@ -190,6 +190,23 @@ def stepped(groups, options, alone) -> tuple[list, list]:
     return units, [_rests_on(*unit, options.ns_dtype) for unit in units]
 
 
+def warn_of_idle(groups: list) -> None:
+    """Warn of an optimizer whose parameters are not those of the model: at its first step none of
+    them has a gradient at this rank, or one is on the meta device. torch's optimizers step nothing
+    then, without a word.
+    """
+    entries = [(p, name) for group in groups for p, name in names_in(group).items() if p.requires_grad]
+    on_meta = [name for p, name in entries if p.device.type == "meta"]
+    cause = ("the optimizer was built before the model got the parameters that it has now (by "
+             "to_empty(), fully_shard() or a new layer): build it after that")
+    if on_meta:
+        warnings.warn(f"parameter {on_meta[0]} is on the meta device, where a step changes nothing. If "
+                      f"the model is elsewhere, {cause}", stacklevel=2)
+    elif entries and all(p.grad is None for p, _ in entries):
+        warnings.warn(f"this step finds a gradient at none of {len(entries)} parameters, the first of "
+                      f"which is {entries[0][1]}. If there was a backward, {cause}", stacklevel=2)
+
+
 def _rests_on(group, params, dtype) -> tuple:
     """The group itself, which routes read (a plan keeps it, so no other has its id); of coefficients only memory."""
     steps = polar.steps_of(group["ns_coefficients"], group["ns_steps"]) if group["use_muon"] else None
