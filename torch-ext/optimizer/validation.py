@@ -124,6 +124,8 @@ def _misspelt(key: str, own: set[str]) -> str:
         return ALIASES[low]
     if {"muon", "adam", "adamw"}.intersection(low.split("_")):
         return "use_muon"
+    if short := [known for known in sorted(own) if known.startswith(f"{low}_") and 2 * len(low) > len(known)]:
+        return short[0]
     if any(low.startswith(f"{known}_") or low.endswith(f"_{known}") for known in own):
         return ""
     ratio = RESEMBLES_NS if low.startswith("ns_") else RESEMBLES
