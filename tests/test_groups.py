@@ -59,7 +59,7 @@ class Model(nn.Module):
 
 
 MUON = {f"layers.{i}.{name}" for i in range(2)
-        for name in ("attn.qkv.weight", "attn.output.weight", "mlp.gate.weight", "mlp.up", "mlp.down")}
+        for name in ("attn.qkv.weight", "attn.output.weight", "mlp.up", "mlp.down")}
 
 
 @pytest.mark.kernels_ci
@@ -69,6 +69,7 @@ def test_a_transformer(head):
     assert {name for name, use_muon in by_name.items() if use_muon} == MUON
     assert by_name["tok_embeddings.weight"] is False and by_name[f"{head}.weight"] is False
     assert by_name["layers.0.norm.weight"] is False and by_name["layers.0.attn.qkv.bias"] is False
+    assert by_name["layers.0.mlp.gate.weight"] is False  # the router of the experts
 
 
 @pytest.mark.parametrize("head", ["lm_head", "output"])
@@ -342,8 +343,9 @@ class Odd(nn.Module):
 
 
 def test_heads_and_embeddings_wherever_they_are(optimizer):
-    muon, _ = optimizer.get_default_muon_param_groups(Odd())
-    assert muon["param_names"] == ["hidden.parametrizations.weight.original1", "module.weight"]
+    muon, *_ = optimizer.get_default_muon_param_groups(Odd())
+    assert muon["param_names"] == [
+        "hidden.parametrizations.weight.original1", "classifier.0.weight", "module.weight"]
 
 
 class Vectors(nn.Module):
@@ -383,3 +385,127 @@ def test_a_child_called_module_keeps_its_name(optimizer):
 def test_a_parameter_without_a_shape_is_named(optimizer):
     with pytest.raises(ValueError, match="parameter 0.weight has no shape yet"):
         optimizer.get_default_muon_param_groups(nn.Sequential(nn.LazyLinear(3)))
+
+
+# parts -----------------------------------------------------------------------------------------------------------
+
+def test_each_part_is_a_group_with_its_options(optimizer):
+    """Muon's group is the first one; only vectors have no weight decay of their own."""
+    groups = optimizer.get_default_muon_param_groups(Model())
+    assert [group["name"] for group in groups] == ["muon", "embeddings", "heads", "other", "no_decay"]
+    assert [group["use_muon"] for group in groups] == [True, False, False, False, False]
+    assert [group.get("weight_decay") for group in groups] == [None, None, None, None, 0.0]
+    assert [group["param_names"] for group in groups[1:4]] == [
+        ["tok_embeddings.weight"], ["lm_head.weight"], ["layers.0.mlp.gate.weight", "layers.1.mlp.gate.weight"]]
+    assert {p.ndim for p in groups[4]["params"]} == {1}
+
+
+def test_weight_decay_of_the_optimizer_does_not_reach_vectors(optimizer):
+    model = Model()
+    opt = optimizer.Muon(optimizer.get_default_muon_param_groups(model), lr=0.5, weight_decay=0.5)
+    assert [group["weight_decay"] for group in opt.param_groups] == [0.5, 0.5, 0.5, 0.5, 0.0]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    opt.step()
+    after = dict(model.named_parameters())
+    assert torch.equal(after["norm.weight"], before["norm.weight"])
+    assert torch.equal(after["layers.0.attn.qkv.bias"], before["layers.0.attn.qkv.bias"])
+    assert torch.equal(after["lm_head.weight"], before["lm_head.weight"] * 0.75)
+
+
+def test_an_lr_for_adamw(optimizer):
+    """A tensor is copied for each group, since schedulers change it in place."""
+    groups = optimizer.get_default_muon_param_groups(Model(), adamw_lr=1e-3)
+    assert [group.get("lr") for group in groups] == [None, 1e-3, 1e-3, 1e-3, 1e-3]
+    assert "lr" not in optimizer.get_default_muon_param_groups(Model())[1]
+    lr = torch.tensor(1e-3)
+    given = [group["lr"] for group in optimizer.get_default_muon_param_groups(Model(), adamw_lr=lr)[1:]]
+    given[0].fill_(7.0)
+    assert [float(value) for value in [lr, *given[1:]]] == [float(lr)] * 4
+
+
+# patterns --------------------------------------------------------------------------------------------------------
+
+def in_part(groups, part) -> set[str]:
+    return {name for group in groups if group["name"] == part for name in group["param_names"]}
+
+
+@pytest.mark.parametrize("pattern", [
+    r"layers\.1\.mlp\.(up|down)$", re.compile(r"1\.mlp\.(up|down)"), [r"1\.mlp\.up", r"1\.mlp\.down"],
+    lambda name, module, param: isinstance(module, Experts) and param.ndim == 3 and ".1." in name],
+    ids=["string", "compiled", "list", "function"])
+def test_patterns_move_matrices_to_adamw(pattern):
+    reports = []
+    groups = package().get_default_muon_param_groups(Model(), adamw=pattern, report=reports.append)
+    assert MUON - in_part(groups, "muon") == {"layers.1.mlp.up", "layers.1.mlp.down"} <= in_part(groups, "other")
+    (line,) = [line for line in reports[0].splitlines() if line.startswith("layers.1.mlp.up")]
+    assert "AdamW" in line and "adamw=" in line
+
+
+def test_patterns_move_others_to_muon():
+    """Also by a tied parameter's second name."""
+    groups = package().get_default_muon_param_groups(Model(tie=True), muon=["lm_head", r"mlp\.gate"])
+    assert in_part(groups, "muon") == MUON | {
+        "tok_embeddings.weight", "layers.0.mlp.gate.weight", "layers.1.mlp.gate.weight"}
+    package().Muon(groups)
+
+
+def test_a_pattern_that_matches_a_parameter_that_is_there_already_changes_nothing():
+    groups = package().get_default_muon_param_groups(Model(), adamw="tok_embeddings", muon=r"attn\.qkv\.weight")
+    assert in_part(groups, "embeddings") == {"tok_embeddings.weight"} and in_part(groups, "muon") == MUON
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"adamw": r"mpl\."}, r"adamw='mpl.*matches no trainable parameter.*tok_embeddings.weight.*\(\d+ in all\)"),
+    ({"muon": [r"mlp\.up", "no_such"]}, "muon='no_such' matches no trainable parameter"),
+    ({"muon": lambda name, module, param: False}, "muon='<lambda>' matches no"),
+    ({"adamw": "qkv.weight", "muon": "attn.qkv.weight"}, "parameter layers.0.attn.qkv.weight .* matches both"),
+    ({"muon": r"norm\.weight"}, r"parameter layers.0.norm.weight of shape \(8,\).*Muon takes matrices"),
+    ({"adamw": "("}, "is no regular expression"), ({"adamw": 3}, "adamw=3 is not allowed"),
+    ({"muon": [3]}, "muon holds 3")],
+    ids=["unused", "one unused", "function", "both", "vector", "syntax", "type", "type in list"])
+def test_patterns_that_cannot_be_meant_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        package().get_default_muon_param_groups(Model(), **options)
+
+
+def test_a_pattern_that_matches_only_frozen_parameters_is_refused():
+    model = Model()
+    model.lm_head.requires_grad_(False)
+    with pytest.raises(ValueError, match="muon='lm_head' matches no trainable parameter"):
+        package().get_default_muon_param_groups(model, muon="lm_head")
+
+
+# a model without matrices ----------------------------------------------------------------------------------------
+
+def test_a_model_that_is_meant_to_have_no_matrices(optimizer):
+    """A pipeline's first stage, adapters of vectors. The error says how to go on."""
+    stage = nn.ModuleDict({"tok_embeddings": nn.Embedding(6, 4), "norm": nn.LayerNorm(4)})
+    with pytest.raises(ValueError, match="allow_no_matrices=True"):
+        optimizer.get_default_muon_param_groups(stage)
+    groups = optimizer.get_default_muon_param_groups(stage, allow_no_matrices=True)
+    assert [(group["name"], len(group["params"])) for group in groups] == [("embeddings", 1), ("no_decay", 2)]
+    optimizer.Muon(groups)
+
+
+def test_a_model_without_trainable_parameters_has_no_groups(optimizer):
+    with pytest.raises(ValueError, match="no parameter of the model goes to Muon"):
+        optimizer.get_default_muon_param_groups(nn.Linear(4, 4).requires_grad_(False), allow_no_matrices=True)
+
+
+# more wrappers ---------------------------------------------------------------------------------------------------
+
+class Fabric(nn.Module):
+    """Lightning Fabric's wrapper: the model that runs, and the one that was given."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._forward_module = Parallel(model)
+        self._original_module = model
+
+
+@pytest.mark.parametrize("wrap", [Fabric, lambda m: Fabric(compiled(m)), lambda m: Parallel(Parallel(m)),
+                                  lambda m: Parallel(Fabric(m))], ids=["Fabric", "compiled", "twice", "both"])
+def test_names_and_split_under_fabric_and_double_wrappers(wrap):
+    assert split(wrap(Model(head="output"))) == split(Model(head="output"))

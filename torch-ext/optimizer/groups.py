@@ -17,34 +17,40 @@ from .judge import MUON, NO_DECAY, OTHER, PARTS, Kind, Place, Structure, classif
 
 # Attributes under which wrappers keep a model: torch.compile, FSDP1, activation checkpointing, Lightning Fabric. DDP's,
 # and DeepSpeed's, is `module`, which models also use: it counts as a wrapper's only where all names begin with it.
-WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_original_module")
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
+ORIGINAL = "_original_module"  # where Fabric keeps the model a second time, without wrappers
 
 Match = Callable[[str, nn.Module, nn.Parameter], bool]
 
 
 def clean_name(name: str) -> str:
     """A fully qualified name without the prefixes of DDP, torch.compile, FSDP1, activation checkpointing and Fabric."""
-    first, *rest = _without_wrappers(name) or [name]
-    return ".".join(rest if first == "module" and rest else [first, *rest])
+    parts = _parts(name)
+    depth = int(len(parts) > 1 and parts[0] == "module")
+    return ".".join(_parts(name, depth)) or name
 
 
 def clean_names(model: nn.Module) -> dict[str, str]:
     """{fully qualified name: clean name} of a model's parameters. A first `module` is a wrapper's where all have it."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     depth = _wrapper_depth(names)
-    return {name: ".".join(_without_wrappers(name)[depth:]) or name for name in names}
+    return {name: ".".join(_parts(name, depth)) or name for name in names}
 
 
 def _wrapper_depth(names: list[str]) -> int:
     """How many parts `module` all names begin with: wrappers' in wrappers."""
-    depth, every = 0, [_without_wrappers(name) for name in names]
+    depth, every = 0, [_parts(name) for name in names if ORIGINAL not in name.split(".")]
     while every and all(len(parts) > depth + 1 and parts[depth] == "module" for parts in every):
         depth += 1
     return depth
 
 
-def _without_wrappers(name: str) -> list[str]:
-    return [part for part in name.split(".") if part not in WRAPPERS]
+def _parts(name: str, depth: int = 0) -> list[str]:
+    """The parts of a name without wrappers' and without the first `depth`, which are parts `module`."""
+    parts = name.split(".")
+    if ORIGINAL in parts:
+        return [part for part in parts[parts.index(ORIGINAL) + 1:] if part not in WRAPPERS]
+    return [part for part in parts if part not in WRAPPERS][depth:]
 
 
 @dataclass(frozen=True)
@@ -180,7 +186,7 @@ def _places(model: nn.Module) -> tuple[dict[nn.Parameter, list[Place]], Structur
             place = Place(names[full], modules[owner] if made else module)
             places.setdefault(param, []).append(place)
         if next(module.parameters(), None) is not None:
-            clean[".".join(_without_wrappers(prefix)[depth:])] = module
+            clean[".".join(_parts(prefix, depth))] = module
     return places, Structure(clean)
 
 

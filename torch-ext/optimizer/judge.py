@@ -23,8 +23,7 @@ MUON, EMBEDDINGS, HEADS, OTHER, NO_DECAY = PARTS = ("muon", "embeddings", "heads
 HEAD_NAMES = ("lm_head", "embed_out", "unembed", "output_layer", "to_logits", "qa_outputs", "seq_relationship",
               "dense_prediction", "final_layer.linear", "shared_head.head")
 # Output layers only beside the body of a model, since layers inside a model have such names as well.
-PLACED_NAMES = ("head", "heads", "head_dist", "score", "classifier", "aux1", "aux2")
-PLACED_ENDINGS = ("_head", "_heads", "_classifier", "_predictor", "_logits")
+PLACED = re.compile(r"^(heads?|head_dist|score|classifier(_\w+)?|aux\d)$|_(heads?|classifier|predictor|pred|logits)$")
 VAGUE_NAMES = ("output",)  # there, too, unless the output has the size that the first layer beside it takes
 # Vague as well, and only where the module is the layer itself and no container.
 LONE_NAMES = ("fc", "proj_out", "decoder", "last_linear", "classif", "final_layer", "final_linear", "head_linear")
@@ -65,8 +64,11 @@ class Place(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A module with parameters of its own: its path, the sizes that it takes as input, how many matrices it holds."""
+    """A module with parameters of its own: its path without adapters, the sizes that it takes as input, and how many
+    matrices it holds.
+    """
     path: str
+    module: nn.Module
     inputs: frozenset[int]
     matrices: int
 
@@ -84,8 +86,7 @@ class Structure:
             if path:
                 self.children[path.rpartition(".")[0]].append(path)
         self.hosts = {path: kind for path, module in modules.items() if (kind := _adapted(module))}
-        layers = [(path, module) for path, module in modules.items() if self._is_of_model(path)]
-        self.layers = [layer for path, module in layers if (layer := _layer(path, module))]
+        self.layers = self._find_layers()
         self.repeated: dict[str, bool] = {}  # path of an element of a list -> whether all elements are of one kind
         for parent in list(self.children):
             self._find_lists(parent)
@@ -119,10 +120,15 @@ class Structure:
             path = child
         return path
 
-    def _is_of_model(self, path: str) -> bool:
-        """False for the tensors of adapters, whose sizes (ranks) say nothing about the model."""
-        host = self.host_of(path)
-        return host is None or path == host or self._inner(path, host) is not None
+    def _find_layers(self) -> list[Layer]:
+        """One layer for each path, without the tensors of adapters, whose sizes (ranks) say nothing about the model."""
+        layers: dict[str, Layer] = {}
+        for path, module in self.modules.items():
+            host = self.host_of(path)
+            inner = path if host in (None, path) else self._inner(path, host)
+            if inner is not None and inner not in layers and _own_parameters(module):
+                layers[inner] = _layer(inner, module)
+        return list(layers.values())
 
     def host_of(self, path: str) -> str | None:
         """The innermost module at or above a path to which an adapter was added (peft)."""
@@ -201,11 +207,14 @@ class Structure:
         if all(part in TOPS for part in inside.split(".") if part):
             return True
         element = next((above for above in _upwards(holder) if above in self.repeated), None)
+        if not vague and holder != element and not any(self._inputs_beside(holder, unit)):
+            return self.is_placed_as_head(holder, rows, vague)  # alone in a module: that one's place counts
         has_list = self.has_list(holder, unit)
         first, others = self._inputs_beside(holder, unit)
         if element is None and has_list:
-            hidden = self.is_taken_inside(rows, holder) or self.is_taken_later(rows, unit, "" if vague else holder)
-            return not (hidden or vague and rows in first)
+            if not vague:
+                return not self.is_taken_later(rows, unit, holder)
+            return not (rows in first or self.is_taken_inside(rows, holder) or self.is_taken_later(rows, unit, ""))
         if element is not None and not has_list and (element != holder or self.repeated[element]):
             return False
         return rows not in others and (bool(others) or not vague and bool(first) and rows not in first)
@@ -235,13 +244,13 @@ class Structure:
         inner = [above for above in _upwards(path) if above in self.repeated and above.startswith(f"{unit}.")]
         return not inner or path == [layer.path for layer in layers if _is_below(layer.path, inner[-1])][-1]
 
-    def is_router(self, path: str, shape: torch.Size, router: bool, gate: bool, linear: bool) -> bool:
+    def is_router(self, param: torch.Tensor, path: str, router: bool, gate: bool, linear: bool) -> bool:
         """Whether the matrix (rows, columns) at a path is a router or a gate of few rows.
 
         router, gate: what its name or type says; linear: whether it is a linear layer of the model, which the number
         of experts beside may show to be a router.
         """
-        rows, columns = shape
+        rows, columns = param.shape
         named = router or gate
         if not (named or linear) or rows >= columns:
             return False
@@ -250,7 +259,8 @@ class Structure:
             return False
         parent = path.rpartition(".")[0]
         beside = [layer for layer in self.layers if _is_below(layer.path, parent) and layer.path != path]
-        twins = [p for layer in beside for p in _own_parameters(self.modules[layer.path]) if p.shape == shape]
+        twins = [p for layer in beside for p in _own_parameters(layer.module)
+                 if p.shape == param.shape and p is not param]
         return rows == 1 or not twins and (by_experts or not any(rows in layer.inputs for layer in beside))
 
     def expert_counts(self, path: str, levels: int) -> set[int]:
@@ -347,7 +357,7 @@ def _learned(param: torch.Tensor, place: Place, structure: Structure) -> Kind | 
 def _head(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
     """Output layers, by type, by rows that are the vocabulary, by name and place."""
     path, module = structure.place_in_model(place)
-    if any(LOSS.search(type(structure.modules[above]).__name__) for above in _upwards(path)):
+    if any(LOSS.search(type(structure.modules.get(above)).__name__) for above in _upwards(path)):
         return Kind(HEADS, "head")
     weight = param
     if module is None:  # an adapter
@@ -368,7 +378,7 @@ def _is_head_of(unit: str, path: str, rows: int, linear: bool, structure: Struct
     """Whether the layer at `path` is an output of `unit`, and `unit` has the name and the place of a head."""
     name = unit.rpartition(".")[2]
     known = any(f".{unit}".endswith(f".{head}") for head in HEAD_NAMES)
-    placed = name in PLACED_NAMES or name.endswith(PLACED_ENDINGS)
+    placed = PLACED.search(name) is not None
     vague = name in VAGUE_NAMES or name in LONE_NAMES and unit == path
     if not (known or placed or vague) or not structure.is_output(path, unit, rows if linear else 0):
         return False
@@ -392,7 +402,7 @@ def _is_last(weight: torch.Tensor, rows: int, path: str, structure: Structure) -
     holder, _, name = path.rpartition(".")
     words = name.split("_")
     if not rows or rows >= weight.numel() // rows or structure.is_in_list(path) or (
-            set(words) & set(NO_OUTPUTS) and "out" not in words):
+            set(words) & set(NO_OUTPUTS) and not set(words) & {"out", "logits"}):
         return False
     return (structure.has_list(holder, path) and not structure.is_taken_inside(rows, holder)
             and not structure.is_taken_later(rows, path, ""))
@@ -433,7 +443,7 @@ def _packed(param: torch.Tensor, place: Place, structure: Structure) -> Kind | N
 
 
 def _router(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
-    """Routers and gates of few rows, and linear layers of a single row or column.
+    """Routers and gates of few rows.
 
     By use: as many rows as there are experts beside. By type or name: a router, or a gate with at most 1/FEW as many
     rows as columns, unless a layer beside takes the output (a bottleneck) or has the same shape (a gated linear unit).
@@ -449,13 +459,17 @@ def _router(param: torch.Tensor, place: Place, structure: Structure) -> Kind | N
     kinds = " ".join(type(structure.modules[above]).__name__ for above in list(_upwards(path))[:2])
     router = bool(words & set(ROUTERS)) or re.search(r"Router\b|Gating", kinds) is not None
     gate = bool(words & set(GATES)) or re.search(r"Gate\b", kinds) is not None
-    if structure.is_router(at, param.shape, router, gate, linear and not host):
-        return Kind(OTHER, "router or gate")
-    return Kind(OTHER, "single row or column") if linear and 1 in param.shape else None
+    found = structure.is_router(param, at, router, gate, linear and not host)
+    return Kind(OTHER, "router or gate") if found else None
+
+
+def _single(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
+    """Weights of linear layers that are vectors."""
+    return Kind(OTHER, "single row or column") if is_linear(place.module) and 1 in param.shape else None
 
 
 RULES: tuple[Callable[[torch.Tensor, Place, Structure], Kind | None], ...] = (
-    _embedding, _learned, _head, _module_type, _elementwise, _packed, _router)
+    _embedding, _learned, _router, _head, _module_type, _elementwise, _packed, _single)
 
 
 def _upwards(path: str) -> Iterator[str]:
@@ -482,12 +496,10 @@ def _adapted(module: nn.Module) -> str | None:
     return next((name for name in names if module._modules.get(name) is not None), None)
 
 
-def _layer(path: str, module: nn.Module) -> Layer | None:
+def _layer(path: str, module: nn.Module) -> Layer:
     """The record of a module that has parameters of its own."""
     params = _own_parameters(module)
     matrices = [p for p in params if p.ndim > 1]
-    if not params:
-        return None
     if isinstance(module, nn.Embedding):
         sizes = set()
     elif isinstance(module, nn.modules.conv._ConvNd):
@@ -496,5 +508,5 @@ def _layer(path: str, module: nn.Module) -> Layer | None:
         sizes = {p.shape[0 if type(module).__name__ == "Conv1D" else -1] for p in matrices}
     else:
         norm = NORM.search(type(module).__name__)
-        sizes = {size for p in (params if norm else matrices) for size in p.shape}
-    return Layer(path, frozenset(sizes), len(matrices))
+        sizes = {size for p in (params if norm else matrices) for size in p.shape[-2:]}  # of a stack, those of one
+    return Layer(path, module, frozenset(sizes), len(matrices))
