@@ -1,7 +1,7 @@
 """Default parameter groups: which parameters of a model go to Muon, and which to AdamW.
 
 judge.py classifies one parameter; this module walks the model and builds the groups. Every trainable parameter lands
-in exactly one group. Imports judge.py only.
+in exactly one group.
 """
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .judge import judge, largest_table
+from .validation import check_module
 
 # DDP, torch.compile, FSDP1, activation checkpointing
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -49,8 +50,7 @@ def get_default_muon_param_groups(model: nn.Module, *, report=None) -> list[dict
     so that one learning rate serves both. `report`: a function that gets the split as a printable table (for example
     `print`). Raises ValueError if nothing goes to Muon, or if a parameter is lazy and has no shape yet.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"get_default_muon_param_groups takes one torch.nn.Module, not {type(model).__name__}")
+    check_module(model)
     rows, chosen = [], {True: [], False: []}
     for row, param in _split(model):
         rows.append(row)
