@@ -23,10 +23,10 @@ from .layout import local_of, this_rank
 from .names import fsdp_names, names_in
 from .plan import digest, turn
 
-GROUP = ("use_muon", "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn",
-         "betas", "beta2")
+GROUP = ("use_muon", "lr", "weight_decay", "betas", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps",
+         "adjust_lr_fn", "beta2")  # betas before momentum, which AdamW groups have from them
 OPTIONS = ("grads_are_reduced", "shard_state", "state_dtype", "wire_dtype", "ns_dtype", "nonfinite", "capturable",
-           "overlap_backward", "overlap_forward")
+           "overlap_backward", "overlap_forward", "unscale_in_step")
 FACTS = ("version of the package", "version of torch", "device, OPTIMIZER_KERNELS or OPTIMIZER_TILES",
          "version of Triton", *OPTIONS, "number of parameter groups", *(f"group option {key}" for key in GROUP),
          "number of parameters", "parameters",

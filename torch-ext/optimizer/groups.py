@@ -1,7 +1,7 @@
 """Default parameter groups: which parameters of a model go to Muon, and which to AdamW.
 
 judge.py classifies one parameter; this module names the model's parameters without wrappers' prefixes, applies the
-user's patterns, and builds the groups. Every trainable parameter lands in exactly one group. Imports judge.py only.
+user's patterns, and builds the groups. Every trainable parameter lands in exactly one group.
 """
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .judge import MUON, NO_DECAY, OTHER, PARTS, Kind, Place, Structure, classify
+from .validation import check_module
 
 # Attributes under which wrappers keep a model: torch.compile, FSDP1, activation checkpointing, Lightning Fabric. DDP's,
 # and DeepSpeed's, is `module`, which models also use: it counts as a wrapper's only where all names begin with it.
@@ -87,8 +88,7 @@ def get_default_muon_param_groups(model: nn.Module, *, adamw=(), muon=(), adamw_
     Raises ValueError if nothing goes to Muon, if a pattern matches no trainable parameter, if a parameter matches
     patterns of both kinds or cannot be stepped by Muon, or if a parameter is lazy and has no shape yet.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"get_default_muon_param_groups takes one torch.nn.Module, not {type(model).__name__}")
+    check_module(model)
     patterns = {"adamw": _patterns("adamw", adamw), "muon": _patterns("muon", muon)}
     rows = []
     params: dict[str, list] = {part: [] for part in PARTS}

@@ -56,7 +56,8 @@ class Muon(Saving):
     per group. eps is in units of a matrix's largest element; ns_coefficients: the name of a set, a triple or ns_steps
     triples; adjust_lr_fn: None or "original", "match_rms_adamw" or "rms_norm", "spectral_norm" or
     "spectral_unclamped", "sqrt_max".
-    adamw_betas, adamw_eps: defaults of `betas` and `eps` in AdamW groups.
+    adamw_betas, adamw_eps: defaults of `betas` and `eps` in AdamW groups, where `momentum` is beta1. A tensor given for
+    several groups, as lr, stays that of the first; the others get copies.
 
     process_group (None): the ranks that hold copies of plain (non-DTensor) parameters, among which the work is then
     split; None means that every process steps its plain parameters alone.

@@ -299,7 +299,8 @@ def check_again(groups, options) -> None:
         with in_group(number, group):
             _check_values(group)
         for param in group["params"]:
-            _check_flat(param, group)
+            if getattr(param, "_fsdp_flattened", False):
+                refuse_fsdp1(name_in(group, param))
             if isinstance(local_of(param), FakeTensor):
                 raise RuntimeError(f"parameter {name_in(group, param)} is a fake tensor: it has no memory in which "
                                    "step() could change it. Leave the step out of what runs under FakeTensorMode")
@@ -307,11 +308,6 @@ def check_again(groups, options) -> None:
                 raise RuntimeError(f"parameter {name_in(group, param)} is a DTensor, but its gradient a plain tensor "
                                    f"of shape {tuple(param.grad.shape)}: use DTensor.from_local or distribute_tensor")
     check_together(groups, options)
-
-
-def _check_flat(param, group) -> None:
-    if getattr(param, "_fsdp_flattened", False):
-        refuse_fsdp1(name_in(group, param))
 
 
 def refuse_fsdp1(name: str) -> None:
@@ -338,6 +334,15 @@ def _check_betas(group) -> None:
     betas = group.get("betas")
     pair = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0 <= _number(b) < 1 for b in betas)
     _require(pair, "betas", betas, "two numbers in [0, 1)")
+
+
+def check_module(model: object) -> None:
+    """Raise TypeError for anything but a module, ValueError for one whose parameters FSDP1 has flattened."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"get_default_muon_param_groups takes one torch.nn.Module, not {type(model).__name__}")
+    for name, param in model.named_parameters():
+        if getattr(param, "_fsdp_flattened", False):
+            refuse_fsdp1(shortened(name))
 
 
 def check_adamw(betas: object, eps: object) -> None:
@@ -370,7 +375,7 @@ def check_param(param, name, use_muon) -> None:
     if isinstance(param, UninitializedTensorMixin):
         raise ValueError(f"parameter {name} is lazy and has no shape yet: run the model once before the optimizer is "
                          "built")
-    if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
+    if getattr(param, "_fsdp_flattened", False):  # also of the flat parameter itself
         refuse_fsdp1(name)
     what = f"parameter {name} of shape {tuple(param.shape)}"
     if param.is_sparse or param.layout != torch.strided:
