@@ -468,3 +468,35 @@ def forgets_rounds(rank, world):
 
 def test_ranks_meet_whatever_rounds_they_know(optimizer):
     assert run_ranks(3, forgets_rounds) == [[[1], [1], [1], []]] * 3
+
+
+class Behind:
+    """A store in which the first look does not see the end of a round."""
+
+    def __init__(self, store):
+        self.store, self.looks = store, 0
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def check(self, keys):
+        self.looks += 1
+        return self.looks > 1 and self.store.check(keys)
+
+
+def comes_as_it_ends(rank, world):
+    """Rank 0 gives up just before rank 1 comes, which goes on to the next round."""
+    barrier, group = part("store_barrier"), in_seconds(2)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"ranks \[0\] called call, but ranks \[1\] did not within 1 s. advice"):
+            barrier.wait_for_all(group, "call", "advice")
+    dist.barrier()
+    store = Behind(barrier._shared_store(group))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(barrier, "_shared_store", lambda group: store)
+        return barrier.wait_for_all(group, "call", "advice"), store.looks > 1
+
+
+def test_a_rank_that_comes_as_a_round_ends_takes_the_next_one(optimizer):
+    assert run_ranks(2, comes_as_it_ends) == [([], False), ([], True)]
