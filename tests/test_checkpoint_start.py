@@ -95,6 +95,27 @@ def test_a_run_that_began_on_request_has_the_same_bits():
     assert run_ranks(3, start_on_request) == [[[]] * 3] * 3
 
 
+def count_rows(rank, world):
+    shapes = [(5, 3), (7,), (), (2, 4, 3)]
+    params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = package().NorMuon([{"params": [params[0], params[3]]},
+                                   {"params": params[1:3], "use_muon": False}],
+                                  process_group=dist.group.WORLD, shard_state=True)
+    optimizer.init_state()
+    return [{key: tuple(t.shape) for key, t in optimizer.state[p].items() if key != "step"}
+            for p in params]
+
+
+def test_state_of_owners_is_no_larger_on_request():
+    """Each rank has some rows: as many as a DTensor cut by rows has there."""
+    first, second, third = run_threads(3, count_rows)
+    assert first[0] == {"momentum_buffer": (2, 3), "second_moment": (2, 1)} == second[0]
+    assert third[0] == {"momentum_buffer": (1, 3), "second_moment": (1, 1)}
+    assert [ranks[1]["exp_avg"] for ranks in (first, second, third)] == [(3,), (3,), (1,)]
+    assert [ranks[2]["exp_avg_sq"] for ranks in (first, second, third)] == [(1,), (0,), (0,)]
+    assert [ranks[3]["momentum_buffer"][0] for ranks in (first, second, third)] == [1, 1, 0]
+
+
 def test_it_waits_for_what_has_left_during_backward(monkeypatch):
     _, groups = small()
     optimizer = package().Muon(groups)
