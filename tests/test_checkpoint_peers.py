@@ -537,6 +537,13 @@ def test_other_optimizers_momentum_is_refused_when_loaded():
         package().Muon(params).load_state_dict(theirs.state_dict())
 
 
+def test_keys_that_the_own_group_has_are_no_marks():
+    """Somebody may keep a number in our groups under a name that another Muon writes."""
+    optimizer = package().Muon([nn.Parameter(torch.randn(4, 3))])
+    optimizer.param_groups[0]["mu"] = 1
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
 def test_the_references_state_what_they_are():
     assert {make.name for make, _ in SOURCES.values()} == {
         "emerging_optimizers",

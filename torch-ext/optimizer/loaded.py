@@ -321,15 +321,17 @@ def _check_kind_of(name: str, group: dict, saved: dict) -> None:
 
 
 def _check_saved_here(number: int, group: dict, saved: dict) -> None:
-    """Raise ValueError for a saved group of another Muon, or of SGD, whose momentum and options mean something else."""
+    """Raise ValueError for a saved group of another Muon, or of SGD: its momentum and its options
+    mean something else. Keys that the own group has, too, are nobody's mark.
+    """
+    where = f"parameter group {number} was saved by"
     convert = "pass the state dict through convert_state_dict first, which says more"
-    others = {key: value for key, value in saved.items() if key not in group}
-    if names := marked(others):
-        raise ValueError(f"parameter group {number} was saved by {PEERS[names[0]].title} (keys {listed(saved)}), which "
-                         f"scales its state or its steps differently: {convert}")
+    if names := marked(set(saved) - set(group)):
+        raise ValueError(f"{where} {PEERS[names[0]].title} (keys {listed(saved)}), which scales its "
+                         f"state or its steps differently: {convert}")
     if group["use_muon"] and "momentum" in saved and "adjust_lr_fn" not in saved:
-        raise ValueError(f"parameter group {number} was saved by another optimizer: it has momentum, but no "
-                         f"adjust_lr_fn (keys {listed(saved)}). If that was a Muon, {convert}")
+        raise ValueError(f"{where} another optimizer: it has momentum, but no adjust_lr_fn (keys "
+                         f"{listed(saved)}). If that was a Muon, {convert}")
 
 
 def _check_options(number, group, saved) -> None:
