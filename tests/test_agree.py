@@ -310,8 +310,8 @@ def warned(rank, world, kind):
 WARNED = {
     "weights": "the weights of k differ between ranks 0, 1, which hold copies of them",
     "gradients": "the gradients of bias differ between ranks 0, 1, although grads_are_reduced=True",
-    "sharded": "parameters #0, #1 have no names, others have the same shape, dtype and placement, and ranks 0, 1 share them",
-    "zeros": "parameters #0, #1 have no names, others have the same shape, dtype and placement, and ranks 0, 1 share them",
+    **dict.fromkeys(("sharded", "zeros"), "parameters #0, #1 have no names, others have the same shape, dtype and "
+                                          "placement, and ranks 0, 1 share them"),
     **dict.fromkeys(("alike", "unreduced", "one is missing", "sharded, named", "of two forms")),
 }
 

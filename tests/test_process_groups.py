@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import inspect
 import threading
+import time
 from operator import attrgetter
 
 import pytest
@@ -210,20 +211,20 @@ def test_groups_over_which_something_had_left_are_not_used_again(optimizer):
 
 
 def two_threads(rank, world):
-    """Two optimizers with a group and a thread each, one of which comes first on even ranks, the other on odd ones.
-    Returns what each raised, and the largest difference of its weights from one process.
+    """Two optimizers with a group and a thread each. On even ranks the first one is ready to make its own group before
+    the other, on odd ranks after it. Returns what each raised, or the largest difference of its weights from one
+    process.
     """
     groups = [dist.new_group(list(range(world))) for _ in "12"]
     fulls = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
-    make, begun, came = dist.new_group, threading.Event(), {}
+    before, here, came = part("agree")._take_idle, threading.local(), {}
 
-    def new_group(*args, **options):
-        begun.set()
-        return make(*args, **options)
+    def take_idle(*args):
+        before(*args)
+        time.sleep(here.number != rank % 2)
 
     def train(number):
-        if number != rank % 2:
-            begun.wait()
+        here.number = number
         try:
             weight, one = (nn.Parameter(torch.zeros(6, 4)) for _ in "12")
             many = package().Muon([weight], lr=0.1, process_group=groups[number], grads_are_reduced=False,
@@ -241,7 +242,7 @@ def two_threads(rank, world):
             came[number] = repr(error)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "new_group", new_group)
+        patch.setattr(part("agree"), "_take_idle", take_idle)
         threads = [threading.Thread(target=train, args=(number,), daemon=True) for number in (0, 1)]
         for thread in threads:
             thread.start()

@@ -9,6 +9,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import random
+import threading
+import time
 import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -47,11 +50,12 @@ def agree(plans, options, process_groups) -> None:
         facts = _facts(ranks, [plan for plan, _ in together], forms, options)
         with debug.during(f"the comparison of plans of ranks {ranks}"):
             device = local_of(together[0][0].params[0]).device
-            shared = process_groups.shared().of(ranks)  # not all may want groups of their own
+            common = process_groups.shared()  # not all may want groups of their own
+            shared = _made(common, ranks, common.meshs_own(ranks), device)
             _compare(facts, forms, shared, device)
             _compare_copies(together, known, options, shared, device)
             _take_idle(ranks, process_groups, shared, device)
-            process_groups.of(ranks)
+            _made(process_groups, ranks, shared, device)
     for ranks in sorted({b.ranks for plan in plans for b, _ in plan.shares or () if b.route != "local"}, key=turn):
         with debug.during(f"the first exchange of ranks {ranks}"):
             _connect(process_groups.of(ranks), process_groups.connected, local_of(plans[0].params[0]).device)
@@ -66,6 +70,32 @@ def _take_idle(ranks, process_groups, shared, device) -> None:
         dist.all_reduce(flags, dist.ReduceOp.MIN, group=shared)
         if 1.0 in (flags := flags.tolist()):
             process_groups.take(ranks, flags.index(1.0))
+
+
+_making = threading.Lock()
+_pause = random.Random()
+
+
+def _made(process_groups, ranks, over, device):
+    """The process group of these ranks; a new one is made while no other thread of theirs makes one.
+
+    torch's store serves one thread at a time, also one that waits for another rank. Two threads that make
+    groups in different orders on two ranks would wait for ever. So the ranks of a new group ask each other
+    `over` a group that they have (None: they have none, and do not ask) until each has its process's lock.
+    """
+    while over is not None and process_groups.lacks(ranks):
+        mine = _making.acquire(blocking=False)
+        try:
+            free = torch.tensor(int(mine), dtype=torch.int32, device=device)
+            dist.all_reduce(free, dist.ReduceOp.MIN, group=over)
+            if free.item():
+                process_groups.of(ranks)
+        finally:
+            if mine:
+                _making.release()
+        if process_groups.lacks(ranks):
+            time.sleep(_pause.uniform(0.001, 0.02))
+    return process_groups.of(ranks)
 
 
 def _connect(group, connected, device) -> None:

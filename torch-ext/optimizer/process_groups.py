@@ -84,6 +84,16 @@ class ProcessGroups:
             self._have(ranks, made)
         return self.made[ranks].group
 
+    def lacks(self, ranks: tuple) -> bool:
+        """Whether `of` would make a group."""
+        if not self.own and ranks in self.theirs or ranks in self.made:
+            return False
+        return self.own or not self._made_before(ranks)
+
+    def meshs_own(self, ranks: tuple) -> dist.ProcessGroup | None:
+        """The group of a mesh's axis that connects these ranks, whether or not it is used; None without."""
+        return self.patterns.get(frozenset(ranks))
+
     def at_hand(self, ranks):
         """The same for ranks that may share no plan, and have not agreed on a group of their own: the shared one."""
         return self.shared().of(ranks) if self.own and ranks not in self.made else self.of(ranks)
