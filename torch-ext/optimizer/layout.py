@@ -369,7 +369,7 @@ def _is_unknown(param) -> str:
     kinds, sizes = param.placements, param.device_mesh.shape
     strided = [i for i, p in enumerate(kinds) if _is_strided(p)]
     if len(strided) > 1:
-        return "more than one _StridedShard"
+        return "more than one _StridedShard, where FSDP2 over TP has one"
     for i in strided:
         dim, factor = kinds[i].dim, kinds[i].split_factor
         others = [j for j, p in enumerate(kinds) if j != i and _shard_dim(p) == dim]
