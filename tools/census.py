@@ -1,4 +1,4 @@
-"""Count which parameters of public model classes go to Muon by default, and compare two versions of the split.
+"""Count which parameters of public models the default groups give to Muon, and compare two versions of the split.
 
     pip install transformers timm torchvision diffusers peft
     python tools/census.py --markdown census.md
@@ -130,72 +130,42 @@ def _peft() -> Iterator[tuple[str, Build]]:
     lm = {"task_type": "CAUSAL_LM"}
     prompt = {**lm, "num_virtual_tokens": 4}
     kinds = {
-        "AdaLora": {"target_modules": q, "total_step": 10},
-        "Adamss": {"target_modules": q},
+        "AdaLora": {"target_modules": q, "total_step": 10}, "Adamss": {"target_modules": q},
         "AdaptionPrompt": {**lm, "adapter_len": 4, "adapter_layers": 1},
         "BOFT": {"boft_block_size": 4, "target_modules": q},
-        "Beft": {"target_modules": q},
-        "C3A": {"block_size": 16, "target_modules": q},
+        "Beft": {"target_modules": q}, "C3A": {"block_size": 16, "target_modules": q},
         "CPT": {**prompt, "cpt_token_ids": [1, 2, 3, 4], "cpt_tokens_type_mask": [1, 1, 2, 2]},
-        "Cartridge": {**prompt},
-        "Deft": {"target_modules": q},
-        "Delora": {"target_modules": q},
-        "FourierFT": {"n_frequency": 16, "target_modules": q},
-        "Frod": {"target_modules": q},
-        "Glora": {"target_modules": q},
-        "Gralora": {"target_modules": q},
-        "HRA": {"target_modules": q},
-        "Hira": {"target_modules": q},
-        "IA3": {"target_modules": q, "feedforward_modules": []},
-        "Kasa": {},
-        "LNTuning": {**lm},
-        "Lily": {"target_modules": q},
-        "LoHa": {"target_modules": q},
-        "LoKr": {"target_modules": q},
-        "Lora": {"target_modules": q},
-        "Miss": {"target_modules": q},
+        "Cartridge": {**prompt}, "Deft": {"target_modules": q}, "Delora": {"target_modules": q},
+        "FourierFT": {"n_frequency": 16, "target_modules": q}, "Frod": {"target_modules": q},
+        "Glora": {"target_modules": q}, "Gralora": {"target_modules": q}, "HRA": {"target_modules": q},
+        "Hira": {"target_modules": q}, "IA3": {"target_modules": q, "feedforward_modules": []},
+        "Kasa": {}, "LNTuning": {**lm}, "Lily": {"target_modules": q}, "LoHa": {"target_modules": q},
+        "LoKr": {"target_modules": q}, "Lora": {"target_modules": q}, "Miss": {"target_modules": q},
         "MultitaskPromptTuning": {**prompt, "num_tasks": 3},
-        "OFT": {"oft_block_size": 8, "r": 0, "target_modules": q},
-        "OSF": {"target_modules": q},
-        "Peanut": {"target_modules": q},
-        "Poly": {"target_modules": q, "n_tasks": 2},
-        "PrefixTuning": {**prompt},
-        "PromptEncoder": {**prompt},
-        "PromptTuning": {**prompt},
-        "Psoft": {"target_modules": q},
-        "Pvera": {"target_modules": q},
-        "RandLora": {"target_modules": q},
+        "OFT": {"oft_block_size": 8, "r": 0, "target_modules": q}, "OSF": {"target_modules": q},
+        "Peanut": {"target_modules": q}, "Poly": {"target_modules": q, "n_tasks": 2}, "PrefixTuning": {**prompt},
+        "PromptEncoder": {**prompt}, "PromptTuning": {**prompt}, "Psoft": {"target_modules": q},
+        "Pvera": {"target_modules": q}, "RandLora": {"target_modules": q},
         "Road": {"group_size": 32, "target_modules": q},
-        "Shadow": {},
-        "Shira": {"target_modules": q},
-        "Supertuning": {"target_modules": q},
-        "TinyLora": {"target_modules": q},
-        "TrainableTokens": {"token_indices": [1, 2]},
+        "Shadow": {}, "Shira": {"target_modules": q}, "Supertuning": {"target_modules": q},
+        "TinyLora": {"target_modules": q}, "TrainableTokens": {"token_indices": [1, 2]},
         "UniLora": {"target_modules": q},
         "VBLoRA": {"num_vectors": 16, "vector_length": 8, "topk": 2, "target_modules": q},
-        "Velora": {},
-        "Vera": {"target_modules": q},
-        "WaveFT": {"n_frequency": 16, "target_modules": q},
+        "Velora": {}, "Vera": {"target_modules": q}, "WaveFT": {"n_frequency": 16, "target_modules": q},
     }
     for kind, options in kinds.items():
-        yield (
-            f"{kind}Config",
-            lambda kind=kind, options=options: peft.get_peft_model(_llama(), getattr(peft, f"{kind}Config")(**options)),
-        )
+        yield f"{kind}Config", lambda kind=kind, options=options: peft.get_peft_model(
+            _llama(), getattr(peft, f"{kind}Config")(**options))
     lora = {
-        "all linear layers": {"target_modules": "all-linear"},
-        "DoRA": {"target_modules": q, "use_dora": True},
-        "embeddings": {"target_modules": [*q, "embed_tokens"]},
-        "head": {"target_modules": [*q, "lm_head"]},
+        "all linear layers": {"target_modules": "all-linear"}, "DoRA": {"target_modules": q, "use_dora": True},
+        "embeddings": {"target_modules": [*q, "embed_tokens"]}, "head": {"target_modules": [*q, "lm_head"]},
         "whole head": {"target_modules": q, "modules_to_save": ["lm_head", "embed_tokens"]},
         "tokens": {"target_modules": q, "trainable_token_indices": [1, 2]},
         "bias": {"target_modules": q, "bias": "all"},
     }
     for title, options in lora.items():
-        yield (
-            f"LoraConfig, {title}",
-            lambda options=options: peft.get_peft_model(_llama(), peft.LoraConfig(r=4, **options)),
-        )
+        yield f"LoraConfig, {title}", lambda options=options: peft.get_peft_model(
+            _llama(), peft.LoraConfig(r=4, **options))
     yield "PrefixTuningConfig, projection", lambda: peft.get_peft_model(
         _llama(), peft.PrefixTuningConfig(**prompt, prefix_projection=True, encoder_hidden_size=32))
     yield "PromptEncoderConfig, LSTM", lambda: peft.get_peft_model(
@@ -332,17 +302,17 @@ def markdown(records: list[dict]) -> str:
             elements = math.prod(json.loads(f"[{shape.strip('(),')}]"))
             total[side] += 1
             total[f"{side} elements"] += elements
-            reasons[side, why.partition(",")[0]][record["library"]] += 1
+            reasons[side, why][record["library"]] += 1
     libraries = [library for library in LIBRARIES if library in totals]
     lines = ["| library | models | not built | parameters to Muon | to AdamW | elements to Muon |", "|" + "---|" * 6]
     for library in libraries:
         total = totals[library]
         share = total["Muon elements"] / max(1, total["Muon elements"] + total["AdamW elements"])
-        lines.append(f"| {library} | {total['models']:,} | {total['failed']:,} "
-                     f"| {total['Muon']:,} | {total['AdamW']:,} "
-                     f"| {share:.1%} |")
+        numbers = [total[key] for key in ("models", "failed", "Muon", "AdamW")]
+        lines.append(f"| {library} | {' | '.join(f'{number:,}' for number in numbers)} | {share:.1%} |")
     lines += ["", "| side | reason | " + " | ".join(libraries) + " |", "|---|---|" + "---|" * len(libraries)]
-    for (side, why), by_library in sorted(reasons.items(), key=lambda item: (item[0][0] != "Muon", -item[1].total())):
+    order = sorted(reasons.items(), key=lambda item: (item[0][0] != "Muon", -sum(item[1].values())))
+    for (side, why), by_library in order:
         lines.append(f"| {side} | {why} | " + " | ".join(f"{by_library[library]:,}" for library in libraries) + " |")
     return "\n".join(lines) + "\n"
 

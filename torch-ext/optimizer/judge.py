@@ -90,7 +90,7 @@ class Structure:
         self.repeated: dict[str, bool] = {}  # path of an element of a list -> whether all elements are of one kind
         for parent in list(self.children):
             self._find_lists(parent)
-        self.prefix = self._common_prefix()
+        self.roots = self._find_roots()
 
     def _find_lists(self, parent: str) -> None:
         """Note the numbered children of a module: layers.0, layers.1, or layer1, layer2 of one type."""
@@ -110,15 +110,32 @@ class Structure:
         inner = [child[len(path):] for child in children] or [tuple(p.shape) for p in _own_parameters(module)]
         return type(module), tuple(inner)
 
-    def _common_prefix(self) -> str:
-        """The path of the innermost module that holds all parameters, such as `student` of a module that wraps one."""
-        path = ""
-        while len(self.children[path]) == 1 and not _own_parameters(self.modules[path]):
-            (child,) = self.children[path]
-            if not self.children[child]:
-                break
-            path = child
-        return path
+    def _find_roots(self) -> set[str]:
+        """The paths of models. A module that holds nothing but models, or a single module, is no part of them."""
+        roots, paths = set(), [""] if self.modules else []
+        while paths:
+            path = paths.pop()
+            inner = [child for child in self.children[path] if self._has_matrix(child, recurse=True)]
+            alone = len(inner) == len(self.children[path]) == 1 and bool(self.children[inner[0]])
+            models = len(inner) > 1 and all(self._is_model(child) for child in inner)
+            if (alone or models) and not self._has_matrix(path, recurse=False):
+                paths += inner
+            else:
+                roots.add(path)
+        return roots
+
+    def _has_matrix(self, path: str, recurse: bool) -> bool:
+        params = self.modules[path].parameters(recurse)
+        return any(p.ndim > 1 for p in params if not isinstance(p, nn.parameter.UninitializedTensorMixin))
+
+    def _is_model(self, path: str) -> bool:
+        """Whether a module has lists of layers, and is neither such a list nor one of its layers."""
+        is_list = any(self.repeated.get(child, False) for child in self.children[path])
+        return self.has_list(path) and not is_list and not self.repeated.get(path, False)
+
+    def root_of(self, path: str) -> str:
+        """The path of the model that a module belongs to."""
+        return next((above for above in _upwards(path) if above in self.roots), "")
 
     def _find_layers(self) -> list[Layer]:
         """One layer for each path, without the tensors of adapters, whose sizes (ranks) say nothing about the model."""
@@ -166,25 +183,32 @@ class Structure:
             layer.matrices > 0 if self._is_listed(layer.path, root) else layer.matrices == 0))
 
     def _is_listed(self, path: str, root: str) -> bool:
-        return any(above in self.repeated and _is_below(above, root) and above != root for above in _upwards(path))
+        return any(above in self.repeated for above in _upwards(path) if _is_inside(above, root))
 
     def is_in_list(self, path: str) -> bool:
-        """Whether a module is an element of a list, or inside of one."""
-        return self._is_listed(path, "")
+        """Whether a module is, inside of its model, an element of a list, or in one."""
+        return self._is_listed(path, self.root_of(path))
 
-    def has_list(self, path: str, outside: str) -> bool:
-        """Whether a list of layers is below a path, outside of one of the modules there."""
-        return any(_is_below(element, path) and not _is_below(element, outside) for element in self.repeated)
+    def has_list(self, path: str, outside: str | None = None) -> bool:
+        """Whether a list of layers is inside of a module, and not inside of `outside`, one of the modules there."""
+        return any(_is_inside(element, path) and (outside is None or not _is_below(element, outside))
+                   for element in self.repeated)
 
     def is_taken_later(self, size: int, path: str, root: str) -> bool:
-        """Whether a layer behind the module at `path`, below `root`, takes `size` as input."""
+        """Whether a layer behind the module at `path`, below `root`, takes `size` as input. Convolutions do not count,
+        whose few channels may be as many as there are classes.
+        """
         layers = [layer for layer in self.layers if _is_below(layer.path, root)]
         last = max((i for i, layer in enumerate(layers) if _is_below(layer.path, path)), default=len(layers))
-        return any(size in layer.inputs for layer in layers[last + 1:])
+        return any(size in layer.inputs for layer in layers[last + 1:]
+                   if not isinstance(layer.module, nn.modules.conv._ConvNd))
 
     def is_repeated(self, path: str) -> bool:
-        """Whether a path is in a list of modules of one kind, as layers are, unlike parts of a pipeline."""
-        return any(self.repeated.get(above, False) for above in _upwards(path))
+        """Whether a path is, inside of its model, in a list of modules of one kind, as layers are, unlike parts of a
+        pipeline.
+        """
+        root = self.root_of(path)
+        return any(self.repeated.get(above, False) for above in _upwards(path) if _is_inside(above, root))
 
     def vocabulary(self, path: str) -> tuple[str, torch.Size] | None:
         """(path of the nearest module around a path that has an nn.Embedding, shape of the largest one there)."""
@@ -199,14 +223,17 @@ class Structure:
         """Whether a module stands beside the body of a model, where output layers are.
 
         unit: the path of the module; rows: the size of its output; vague: whether hidden layers often have its name.
-        At the top of everything the place alone decides. A model may also be an attribute of any module, or one of a
-        list; then its output must not be of a size that a layer of the model takes.
+        At the top of a model the place decides, unless a later layer takes the output (where hidden layers often have
+        the name, one behind the whole model, of which this is a part, then). A model may also be an attribute
+        of any module, or one of a list; then its output must not be of a size that a layer of the model takes.
         """
         holder = unit.rpartition(".")[0]
-        inside = holder[len(self.prefix):].strip(".") if _is_below(holder, self.prefix) else ""
+        root = self.root_of(unit)
+        inside = holder[len(root):].strip(".") if _is_below(holder, root) else ""
         if all(part in TOPS for part in inside.split(".") if part):
-            return True
-        element = next((above for above in _upwards(holder) if above in self.repeated), None)
+            return not self.is_taken_later(rows, root if vague else unit, "" if vague else holder)
+        lists = (above for above in _upwards(holder) if above in self.repeated and _is_inside(above, root))
+        element = next(lists, None)
         if not vague and holder != element and not any(self._inputs_beside(holder, unit)):
             return self.is_placed_as_head(holder, rows, vague)  # alone in a module: that one's place counts
         has_list = self.has_list(holder, unit)
@@ -214,7 +241,7 @@ class Structure:
         if element is None and has_list:
             if not vague:
                 return not self.is_taken_later(rows, unit, holder)
-            return not (rows in first or self.is_taken_inside(rows, holder) or self.is_taken_later(rows, unit, ""))
+            return not (rows in first or self.is_taken_inside(rows, holder) or self.is_taken_later(rows, unit, root))
         if element is not None and not has_list and (element != holder or self.repeated[element]):
             return False
         return rows not in others and (bool(others) or not vague and bool(first) and rows not in first)
@@ -405,7 +432,7 @@ def _is_last(weight: torch.Tensor, rows: int, path: str, structure: Structure) -
             set(words) & set(NO_OUTPUTS) and not set(words) & {"out", "logits"}):
         return False
     return (structure.has_list(holder, path) and not structure.is_taken_inside(rows, holder)
-            and not structure.is_taken_later(rows, path, ""))
+            and not structure.is_taken_later(rows, path, structure.root_of(path)))
 
 
 def _module_type(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
@@ -483,6 +510,11 @@ def _upwards(path: str) -> Iterator[str]:
 def _is_below(path: str, root: str) -> bool:
     """Whether a path is `root` or below it."""
     return not root or path == root or path.startswith(f"{root}.")
+
+
+def _is_inside(path: str, root: str) -> bool:
+    """Whether a path is below `root`."""
+    return path != root and _is_below(path, root)
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
