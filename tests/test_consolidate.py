@@ -245,6 +245,8 @@ def goes_on(rank, world, name, way, options, folder):
             p.copy_(weight)
     optimizer.load_state_dict(saved)
     loaded = [t.clone() for t in state_of(optimizer, params)]
+    optimizer.consolidate_state_dict(None)  # what is still whole on every rank
+    assert same(loaded, state_of(optimizer, params))
     train(optimizer, params, range(2, 4))
     return [p.detach() for p in params], loaded, state_of(optimizer, params)
 
@@ -352,6 +354,27 @@ def test_consolidated_state_is_never_stale(optimizer):
     told, _ = run_ranks(2, becomes_stale)
     assert told.keys() == CHANGES.keys()
     assert all("ranks [0] called state_dict(), but ranks [1] did not within 1 s" in text for text in told.values())
+
+
+def steps_unseen(rank, world):
+    """A step makes it stale also where its kernels write state past torch, which counts no version then."""
+    params = small([(4, 4)], [])
+    optimizer = of(params, 1, "shard_state", in_seconds(2))
+    train(optimizer, params, range(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part("consolidated").Consolidated, "is_current", lambda *_: True)
+        optimizer.consolidate_state_dict()
+        assert rank or optimizer.state_dict()["state"][0]["momentum_buffer"].shape == (4, 4)
+        train(optimizer, params, [1])
+        if rank == 0:
+            with pytest.raises(RuntimeError, match=r"ranks \[1\] did not within 1 s"):
+                optimizer.state_dict()
+    dist.barrier()
+    return True
+
+
+def test_a_step_makes_it_stale_whatever_it_runs(optimizer):
+    assert run_ranks(2, steps_unseen) == [True, True]
 
 
 def has_nothing_to_do(rank, world):
