@@ -10,7 +10,6 @@ import functools
 import hashlib
 import itertools
 import random
-import threading
 import time
 import warnings
 from collections import Counter, defaultdict
@@ -72,19 +71,20 @@ def _take_idle(ranks, process_groups, shared, device) -> None:
             process_groups.take(ranks, flags.index(1.0))
 
 
-_making = threading.Lock()
 _pause = random.Random()
 
 
 def _made(process_groups, ranks, over, device):
     """The process group of these ranks; a new one is made while no other thread of theirs makes one.
 
-    torch's store serves one thread at a time, also one that waits for another rank. Two threads that make
-    groups in different orders on two ranks would wait for ever. So the ranks of a new group ask each other
-    `over` a group that they have (None: they have none, and do not ask) until each has its process's lock.
+    torch's store serves one thread at a time, also one that waits for another rank. Two threads that
+    make groups in different orders on two ranks would wait for ever. So the ranks of a new group ask
+    each other, `over` a group that they have, until each has the lock of its process. None: they have
+    no group, and do not ask.
     """
+    making = process_groups.lock()
     while over is not None and process_groups.lacks(ranks):
-        mine = _making.acquire(blocking=False)
+        mine = making.acquire(blocking=False)
         try:
             free = torch.tensor(int(mine), dtype=torch.int32, device=device)
             dist.all_reduce(free, dist.ReduceOp.MIN, group=over)
@@ -92,7 +92,7 @@ def _made(process_groups, ranks, over, device):
                 process_groups.of(ranks)
         finally:
             if mine:
-                _making.release()
+                making.release()
         if process_groups.lacks(ranks):
             time.sleep(_pause.uniform(0.001, 0.02))
     return process_groups.of(ranks)

@@ -84,6 +84,11 @@ class ProcessGroups:
             self._have(ranks, made)
         return self.made[ranks].group
 
+    def lock(self) -> threading.Lock:
+        """The lock of this process that a thread holds while it makes a group, see `agree`."""
+        with _lock:
+            return _making_locks.setdefault(dist.group.WORLD, threading.Lock())
+
     def lacks(self, ranks: tuple) -> bool:
         """Whether `of` would make a group."""
         if not self.own and ranks in self.theirs or ranks in self.made:
@@ -166,6 +171,7 @@ class Made:
 
 
 _made = weakref.WeakKeyDictionary()  # default group -> {what a group is like: [Made]}
+_making_locks = weakref.WeakKeyDictionary()  # default group -> lock
 _lock = threading.Lock()  # of the tables of this module; never held while another rank is waited for
 
 

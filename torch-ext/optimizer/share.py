@@ -202,9 +202,9 @@ def _pieces_at(bucket, rank, layouts, kind):
         layout = layouts[matrix.param]
         for home in bucket.ranks if owner == rank else (rank,):
             fed = bucket.route == "reduce" or layout.copy_of[home] == layout.copy_of[owner]
-            for box in [part[-2:] for part in layout.parts_of(home)]:
-                if all(a < b for a, b in box):
-                    yield Piece(kind, matrix, box, home, owner, fed)
+            boxes = [part[-2:] for part in layout.parts_of(home)]
+            for box in [box for box in boxes if all(a < b for a, b in box)]:
+                yield Piece(kind, matrix, box, home, owner, fed)
 
 
 def travel(pieces, ends, rank, ranks, itemsizes, once=False, with_self=False) -> Travel:
