@@ -101,6 +101,7 @@ class Muon(Saving):
             "use_muon": True, **extra})
         check_environment(device_of(self.param_groups))
         check_memory(self.param_groups)
+        self._take_groups()
         self._has_all_groups = True
 
     def _start(self, options: Options) -> None:
@@ -155,9 +156,14 @@ class Muon(Saving):
         except Exception:
             del self.param_groups[count:]
             raise
+        if self._has_all_groups:  # else once, at the end of `__init__`
+            self._take_groups()
+        self._forget()
+
+    def _take_groups(self) -> None:
+        """Give each group tensors of its own, and AdamW groups their `momentum`."""
         part_tensors(self.param_groups)
         self._beta1.follow(self.param_groups)
-        self._forget()
 
     def _check_new(self, group: dict, momentum: object) -> None:
         """Raise ValueError or NotImplementedError for a new group; `momentum`: what it was given, if anything."""

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from .cycled import part_tensors
 from .late import Returning, settled
 from .loaded import Loading
 from .names import names_in
@@ -52,9 +51,8 @@ class Saving(Returning):
         self._find_world()
         with Loading(self.param_groups, self._options).inside(self):
             super().load_state_dict(state_dict)
-        part_tensors(self.param_groups)
         self._beta1.forget()
-        self._beta1.follow(self.param_groups)
+        self._take_groups()
         self._half_way = False
         if self._options.overlap_backward:  # not all ranks may have sent alike over these
             self._process_groups.release()
