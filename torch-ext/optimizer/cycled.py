@@ -34,7 +34,7 @@ class Beta1:
                 self.last[id(group)] = group, betas[0]
 
     def forget(self) -> None:
-        """Take all groups for new ones: after a load, whose `momentum` may be older than this rule."""
+        """Let all groups go, and take those that come for new ones: a load makes other groups."""
         self.last = {}
 
 

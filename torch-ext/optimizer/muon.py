@@ -104,6 +104,7 @@ class Muon(Saving):
             "use_muon": True, **extra})
         check_environment(device_of(self.param_groups))
         check_memory(self.param_groups)
+        self._take_groups()
         self._has_all_groups = True
 
     def _start(self, options: Options) -> None:
@@ -160,11 +161,16 @@ class Muon(Saving):
         except Exception:
             del self.param_groups[count:]
             raise
-        part_tensors(self.param_groups)
-        self._beta1.follow(self.param_groups)
+        if self._has_all_groups:  # else once, at the end of `__init__`
+            self._take_groups()
         if self._jobs + self._alone:
             self._unbound = "after add_param_group(), which drops the plan"
         self._forget()
+
+    def _take_groups(self) -> None:
+        """Give each group tensors of its own, and AdamW groups their `momentum`."""
+        part_tensors(self.param_groups)
+        self._beta1.follow(self.param_groups)
 
     def _check_new(self, group: dict, momentum: object) -> None:
         """Raise ValueError or NotImplementedError for a new group; `momentum`: what it was given, if anything."""

@@ -29,6 +29,7 @@ class Presence:
         self.members, self.stores, self.process_groups, self.saved, self.works = {}, stores, process_groups, {}, []
         self.flags = {}  # ranks -> (what this rank has, what any rank has), on the device, from a Feed
         self.error: Exception | None = None
+        self.only_counts = False  # whether a step puts back AdamW's counts of steps and nothing else
         self.device = stores[0].device if stores else torch.device("cpu")
         for plan, store in zip(plans, stores):
             for number in range(len(plan.params)):

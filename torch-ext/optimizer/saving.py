@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from .consolidated import check_target, consolidate
-from .cycled import part_tensors
 from .late import Returning, settled
 from .loaded import Loading, called_by_checkpoint
 from .names import names_in
@@ -115,9 +114,8 @@ class Saving(Returning):
         self._find_world()
         with lasting(), Loading(self.param_groups, self._options).inside(self):
             super().load_state_dict(state_dict)
-        part_tensors(self.param_groups)
         self._beta1.forget()
-        self._beta1.follow(self.param_groups)
+        self._take_groups()
         self._half_way, self._consolidated = False, None
         if self._options.overlap_backward:  # not all ranks may have sent alike over these
             self._process_groups.release()

@@ -6,6 +6,7 @@ are allowed. Knows neither ranks nor models.
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping
 
@@ -67,11 +68,12 @@ def _name_empty(group: dict, others: list[dict]) -> None:
     """Give a group without parameters an empty list of names where the others are named: torch refuses a mixture."""
     entries = group["params"]
     named = "param_names" in group or bool(entries) and isinstance(entries[0], tuple)
-    for other in others:
-        if named and not other["params"]:
-            other.setdefault("param_names", [])
-        if not entries and "param_names" in other:
-            group.setdefault("param_names", [])
+    others_named = any("param_names" in other for other in others[:1])  # as all of them are, or none
+    if others_named and not entries:
+        group.setdefault("param_names", [])
+    for other in others if named and not others_named else ():
+        if not other["params"]:
+            other["param_names"] = []
 
 
 def check_group(group: dict, extra_keys: Collection[str] = (), arguments: Mapping[str, object] | None = None) -> None:
@@ -145,10 +147,10 @@ def _is_false(value: object) -> bool:
 
 def device_of(groups) -> torch.device:
     """Where the parameters that require gradients are; without these, where any is; the CPU if there is none."""
-    params = [p for group in groups for p in group["params"][:1]]  # the usual case takes one look
-    if not (params and params[0].requires_grad):
-        params = sorted((p for group in groups for p in group["params"]), key=lambda p: not p.requires_grad)
-    return local_of(params[0]).device if params else torch.device("cpu")
+    params = [group["params"] for group in groups]
+    first = next((p for p in itertools.chain(*params) if p.requires_grad), None)
+    first = next(itertools.chain(*params), None) if first is None else first
+    return torch.device("cpu") if first is None else local_of(first).device
 
 
 def check_together(groups, options, new: Iterable[dict] | None = None) -> None:
@@ -281,7 +283,8 @@ def check_live(groups) -> None:
             with in_group(number, group):
                 fits = 0 <= _number(value) < most or _number(value) == most == LARGEST
                 _require(fits, key, value, FINITE if most == LARGEST else BELOW_ONE)
-        if is_adamw(group) and group.get("betas") is not None:  # None: refused where the change is noticed
+        known = group.get("use_muon") is True or group.get("betas") is None  # no betas: see check_again
+        if not known and is_adamw(group):
             with in_group(number, group):
                 _check_betas(group)
 
