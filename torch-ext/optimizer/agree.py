@@ -1,8 +1,9 @@
-"""What ranks compare before their first step together, so that those which differ say so and do not wait for each
-other.
+"""What ranks compare before their first step together, so that those which differ say so and do not
+wait for each other.
 
-Decides: what has to be alike, and in which words a difference is told. Digests travel, one row of numbers per rank, and
-the first elements of what ranks hold copies of; must not know: how a plan is made or run.
+Decides: what has to be alike, and in which words a difference is told. Digests travel, one row of
+numbers per rank, and the first elements of what ranks hold copies of; must not know: how a plan is
+made or run.
 """
 from __future__ import annotations
 
@@ -44,8 +45,9 @@ def agree(plans, options, process_groups) -> None:
     """
     sets, known = [_sets(plan) for plan in plans], _other_names(plans)
     for ranks in sorted(set().union(*sets), key=turn):
-        together = [(plan, numbers) for plan, found in zip(plans, sets) if (numbers := found.get(ranks))]
-        forms = [form for plan, numbers in together for form in _forms(plan, sorted(numbers), known)]
+        together = [(plan, found[ranks]) for plan, found in zip(plans, sets) if ranks in found]
+        forms = [form for plan, numbers in together
+                 for form in _forms(plan, sorted(numbers), known)]
         facts = _facts(ranks, [plan for plan, _ in together], forms, options)
         with debug.during(f"the comparison of plans of ranks {ranks}"):
             device = local_of(together[0][0].params[0]).device
@@ -75,12 +77,13 @@ _pause = random.Random()
 
 
 def _made(process_groups, ranks, over, device):
-    """The process group of these ranks; a new one is made while no other thread of theirs makes one.
+    """The process group of these ranks; a new one is made while no other thread of theirs makes
+    one.
 
-    torch's store serves one thread at a time, also one that waits for another rank. Two threads that
-    make groups in different orders on two ranks would wait for ever. So the ranks of a new group ask
-    each other, `over` a group that they have, until each has the lock of its process. None: they have
-    no group, and do not ask.
+    torch's store serves one thread at a time, also one that waits for another rank. Two threads
+    that make groups in different orders on two ranks would wait for ever. So the ranks of a new
+    group ask each other, `over` a group that they have, until each has the lock of its process.
+    None: they have no group, and do not ask.
     """
     making = process_groups.lock()
     while over is not None and process_groups.lacks(ranks):
@@ -140,12 +143,15 @@ def _other_names(plans: list) -> dict[int, str]:
 
 
 def _forms(plan, numbers, known) -> list:
-    """[(what a parameter is called, a number for what it is)]; names count where the user or FSDP2 gave them."""
+    """[(what a parameter is called, a number for what it is)]; names count where the user or FSDP2
+    gave them.
+    """
     names, found = names_in(plan.group), []
     for i in numbers:
         param, layout = plan.params[i], plan.layouts[i]
         given = names[param] if plan.group.get("param_names") else known.get(id(param))
-        found.append((f"{given or names[param]} of shape {layout.shape}", _number((given, *_form(plan, i)))))
+        name = f"{given or names[param]} of shape {layout.shape}"
+        found.append((name, _number((given, *_form(plan, i)))))
     return found
 
 
@@ -212,9 +218,9 @@ def _gather(numbers, group, device) -> list:
 @dataclass
 class Copied:
     """A parameter that several ranks share. `name`: for messages; `identity`: the name by which all
-    ranks know it, None without; `form`: see `_form`; `travels`: whether its pieces go to other ranks,
-    which find them by their order; `weight`, `gradient`: its first elements, where every rank is to
-    have the same ones, else None.
+    ranks know it, None without; `form`: see `_form`; `travels`: whether its pieces go to other
+    ranks, which find them by their order; `weight`, `gradient`: its first elements, where every
+    rank is to have the same ones, else None.
     """
     name: str
     identity: str | None
@@ -261,14 +267,15 @@ def _copied(plan, numbers: set[int], known: dict[int, str], options) -> list[Cop
         weight = _first_of(param) if is_copy[id(layout)] else None
         reduced = weight is not None and layout.plain and options.grads_are_reduced
         gradient = _first_of(param.grad, weight) if reduced else None
-        travels = plan.shares is not None
-        found.append(Copied(given or names[param], given, _form(plan, i), travels, weight, gradient))
+        name, travels = given or names[param], plan.shares is not None
+        found.append(Copied(name, given, _form(plan, i), travels, weight, gradient))
     return found
 
 
 def _first_of(tensor: torch.Tensor | None, like: torch.Tensor | None = None) -> torch.Tensor:
     """The first FEW elements of this rank's first row, in fp32. A gradient that is not there, or is
-    not of its parameter's shape, has NaN for each element of `like`, the first ones of the parameter.
+    not of its parameter's shape, has NaN for each element of `like`, the first ones of the
+    parameter.
     """
     row = like
     if tensor is not None and tensor.layout is torch.strided:
@@ -313,30 +320,32 @@ def _refuse_order(copied: list[Copied], group, device) -> None:
     odd = _odd(ranks, rows)
     usual = [rank for rank in ranks if rank not in odd]
     place = next(i for i, column in enumerate(zip(*rows)) if len(set(column)) > 1)
-    raise RuntimeError(f"rank {this_rank()}: the ranks have different plans. Ranks {odd} and ranks "
-                       f"{usual} differ in: the order of parameters, as their first elements show; the "
-                       f"first is here {unnamed[place].name}. Pass model.named_parameters(), in one "
-                       "order on all ranks")
+    raise RuntimeError(
+        f"rank {this_rank()}: the ranks have different plans. Ranks {odd} and ranks {usual} differ "
+        "in: the order of parameters, as their first elements show; the first is here "
+        f"{unnamed[place].name}. Pass model.named_parameters(), in one order on all ranks")
 
 
 def _warn_of_weights(differ: list[Copied], ranks: list[int]) -> None:
     if differ:
         warnings.warn(f"the weights of {_some([c.name for c in differ])} differ between ranks "
-                      f"{_some(ranks)}, which hold copies of them, and stay different. Begin with the "
-                      "same weights on all ranks, as DistributedDataParallel does", stacklevel=2)
+                      f"{_some(ranks)}, which hold copies of them, and stay different. Begin with "
+                      "the same weights on all ranks, as DistributedDataParallel does",
+                      stacklevel=2)
 
 
 def _warn_of_gradients(differ: list[Copied], ranks: list[int]) -> None:
     if differ:
         warnings.warn(f"the gradients of {_some([c.name for c in differ])} differ between ranks "
-                      f"{_some(ranks)}, although grads_are_reduced=True says that they are means over "
-                      "these ranks. Weights under AdamW will drift apart. Wrap the model in "
+                      f"{_some(ranks)}, although grads_are_reduced=True says that they are means "
+                      "over these ranks. Weights under AdamW will drift apart. Wrap the model in "
                       "DistributedDataParallel, or pass grads_are_reduced=False, with which the "
                       "optimizer takes the means", stacklevel=2)
 
 
 def _warn_of_order(copied: list[Copied], ranks: list[int]) -> None:
-    """Warn of parameters of one form without names that no rank could tell apart in another order."""
+    """Warn of parameters of one form without names that no rank could tell apart in another order.
+    """
     forms, names = defaultdict(list), []
     for c in copied:
         if c.travels:
@@ -346,10 +355,11 @@ def _warn_of_order(copied: list[Copied], ranks: list[int]) -> None:
         counts = Counter(keys)
         names += [c.name for c, key in zip(alike, keys) if c.identity is None and counts[key] > 1]
     if names:
-        warnings.warn(f"parameters {_some(names)} have no names, others have the same shape, dtype and "
-                      f"placement, and ranks {_some(ranks)} share them. If their order differed between "
-                      "ranks, pieces of one would be stepped with pieces of another, and no rank could "
-                      "tell. Pass model.named_parameters()", stacklevel=2)
+        warnings.warn(f"parameters {_some(names)} have no names, others have the same shape, "
+                      f"dtype and placement, and ranks {_some(ranks)} share them. If their order "
+                      "differed between ranks, pieces of one would be stepped with pieces of "
+                      "another, and no rank could tell. Pass model.named_parameters()",
+                      stacklevel=2)
 
 
 def _some(things: list) -> str:

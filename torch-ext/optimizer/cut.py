@@ -124,8 +124,8 @@ def _arranged(layers, size, room, choice):
 
 
 def _fill(layers, size, room):
-    """Layers in as few buckets as there is room for, in order. Each layer is added to one sum, so that the time is
-    linear in the number of layers.
+    """Layers in as few buckets as there is room for, in order. Each layer is added to one sum, so
+    that the time is linear in the number of layers.
     """
     buckets, number = [], 0
     for layer in layers:
@@ -142,13 +142,14 @@ def _fill(layers, size, room):
 class _Sizes:
     """`workspace_for` of what lists of layers take together.
 
-    Each list has a number, 0 for the empty one. A list that is one layer longer than a known one costs one addition, a
-    known list none.
+    Each list has a number, 0 for the empty one. A list that is one layer longer than a known one
+    costs one addition, a known list none.
     """
 
     def __init__(self, workspace_for: Callable[[Counter], int]):
         self.workspace_for = workspace_for
-        self.numbers: dict[tuple[int, int], int] = {}  # (number of a list, id of the next layer) -> number with it
+        # (number of a list, id of the next layer) -> number of the list with that layer
+        self.numbers: dict[tuple[int, int], int] = {}
         self.taken = [Counter()]  # by number: what the layers of the list take together
         self.sizes: dict[int, int] = {}  # by number: the bytes of workspace
 

@@ -1,7 +1,8 @@
-"""Where the elements of a parameter live: one box of global indices per rank, several where a dim is interleaved.
+"""Where the elements of a parameter live: one box of global indices per rank, several where a dim
+is interleaved.
 
-Decides how placements on a mesh become boxes, and refuses placements for which that is not certain. The only file
-that knows DTensors' placements; it knows nothing of matrices, owners or routes.
+Decides how placements on a mesh become boxes, and refuses placements for which that is not certain.
+The only file that knows DTensors' placements; it knows nothing of matrices, owners or routes.
 """
 from __future__ import annotations
 
@@ -23,13 +24,15 @@ _placements = attrgetter("_spec.placements")  # of a DTensor
 
 @dataclass(frozen=True)
 class Layout:
-    """`boxes`: rank -> ((start, stop) for each dim), the global indices it stores; `copies`: the rank sets which
-    together hold the tensor once, one for each replica; `plain`: not a DTensor, so that gradients may come unreduced.
+    """`boxes`: rank -> ((start, stop) for each dim), the global indices it stores; `copies`: the
+    rank sets which together hold the tensor once, one for each replica; `plain`: not a DTensor, so
+    that gradients may come unreduced.
 
-    `interleaved`: (dim, number of groups) if the dim is a concatenation of groups, each of which is cut over the ranks:
-    DTensor's `_StridedShard` that is alone on its dim, as tensor parallelism stores fused gate and up projections; ()
-    if there is none. A rank then stores one part of each group, one after another. Its entry of `boxes` has their
-    size together, and says by its start which part of each group they are; `parts_of` has the indices.
+    `interleaved`: (dim, number of groups) if the dim is a concatenation of groups, each of which is
+    cut over the ranks: DTensor's `_StridedShard` that is alone on its dim, as tensor parallelism
+    stores fused gate and up projections; () if there is none. A rank then stores one part of each
+    group, one after another. Its entry of `boxes` has their size together, and says by its start
+    which part of each group they are; `parts_of` has the indices.
     """
     shape: tuple
     boxes: dict = field(hash=False)
@@ -46,7 +49,8 @@ class Layout:
     def digest(self) -> str:
         """A text that differs where two ranks' layouts do; thousands of boxes are written out once."""
         boxes = [(rank, self.boxes[rank]) for rank in self.ranks]
-        return hashlib.sha256(repr((self.shape, self.copies, boxes, self.interleaved)).encode()).hexdigest()
+        text = repr((self.shape, self.copies, boxes, self.interleaved))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @functools.cached_property
     def copy_of(self) -> dict:
@@ -54,18 +58,21 @@ class Layout:
         return {rank: i for i, ranks in enumerate(self.copies) for rank in ranks}
 
     def parts_of(self, rank: int) -> list[tuple]:
-        """The boxes of global indices that `rank` stores, in the order of its memory along the interleaved dim."""
+        """The boxes of global indices that `rank` stores, in the order of its memory along the
+        interleaved dim.
+        """
         box = self.boxes[rank]
         if not self.interleaved:
             return [box]
         dim, count = self.interleaved
         start, stop = (end // count for end in box[dim])
         group = self.shape[dim] // count  # indices from one group to the next
-        return [(*box[:dim], (i * group + start, i * group + stop), *box[dim + 1:]) for i in range(count)]
+        sides = [(i * group + start, i * group + stop) for i in range(count)]
+        return [(*box[:dim], side, *box[dim + 1:]) for side in sides]
 
     def place_of(self, rank: int, box: tuple) -> tuple:
-        """Index into a matrix's part at `rank`, (rows, columns): where `box` is, the last two sides of one of
-        `parts_of(rank)`.
+        """Index into a matrix's part at `rank`, (rows, columns): where `box` is, the last two sides
+        of one of `parts_of(rank)`.
         """
         place = [slice(None), slice(None)]
         if self.interleaved:
@@ -80,7 +87,8 @@ class Layout:
         parts = [whole[tuple(slice(*side) for side in box)] for box in self.parts_of(rank)]
         if len(parts) > 1:
             return torch.cat(parts, dim=self.interleaved[0])
-        return parts[0].clone(memory_format=torch.contiguous_format)  # a view would keep all of `whole`
+        # a view would keep all of `whole` in memory
+        return parts[0].clone(memory_format=torch.contiguous_format)
 
 
 def is_dtensor(tensor) -> bool:
@@ -171,19 +179,21 @@ def _dtensor_layout(param, shape) -> Layout:
         boxes[rank] = box_at(coordinate, shape, param.placements, sizes)
         replica = tuple(i for i, p in zip(coordinate, param.placements) if p.is_replicate())
         copies.setdefault(replica, []).append(rank)
-    return Layout(shape, boxes, tuple(map(tuple, copies.values())), False, _interleaved(param.placements))
+    copies = tuple(map(tuple, copies.values()))
+    return Layout(shape, boxes, copies, plain=False, interleaved=_interleaved(param.placements))
 
 
 def _interleaved(placements) -> tuple:
     """(dim, split factor) of a _StridedShard that is alone on its dim, else ()."""
     dims = list(map(_shard_dim, placements))
-    alone = [p for p, dim in zip(placements, dims) if _is_strided(p) and dims.count(dim) == 1 and p.split_factor > 1]
+    alone = [p for p, dim in zip(placements, dims) if dims.count(dim) == 1]
+    alone = [p for p in alone if _is_strided(p) and p.split_factor > 1]
     return (alone[0].dim, alone[0].split_factor) if alone else ()
 
 
 def box_at(coordinate, shape, placements, sizes):
-    """The box stored at one mesh coordinate, as in `Layout.boxes`. FSDP2 over TP cuts what TP left: its _StridedShard
-    goes last.
+    """The box stored at one mesh coordinate, as in `Layout.boxes`. FSDP2 over TP cuts what TP left:
+    its _StridedShard goes last.
     """
     box = [(0, n) for n in shape]
     axes = [i for i, p in enumerate(placements) if _shard_dim(p) is not None]
@@ -334,12 +344,13 @@ def _cut_by_torch(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import Replicate
     mesh = param.device_mesh
     copy = as_dtensor(whole.to(param.device), whole.shape, mesh, [Replicate()] * mesh.ndim)
-    return copy.redistribute(placements=param.placements).to_local().clone(memory_format=torch.contiguous_format)
+    local = copy.redistribute(placements=param.placements).to_local()
+    return local.clone(memory_format=torch.contiguous_format)
 
 
 def check_placements(param, name, use_muon=True) -> None:
-    """Raise NotImplementedError, naming the parameter, for placements whose boxes would be a guess. AdamW, which asks
-    for no boxes, takes every way of cutting.
+    """Raise NotImplementedError, naming the parameter, for placements whose boxes would be a guess.
+    AdamW, which asks for no boxes, takes every way of cutting.
     """
     if not is_dtensor(param):
         return
@@ -349,19 +360,22 @@ def check_placements(param, name, use_muon=True) -> None:
     if any(_shard_dim(p) is None and not p.is_replicate() for p in kinds):
         raise NotImplementedError(f"{what}: only Replicate, Shard and FSDP2's _StridedShard over TP are known")
     if use_muon and (wrong := _is_unknown(param)):
-        raise NotImplementedError(f"{what}: {wrong}. Put it into a group with use_muon=False, since AdamW takes every "
-                                  "sharding, or shard it in another way")
+        raise NotImplementedError(f"{what}: {wrong}. Put it into a group with use_muon=False, "
+                                  "since AdamW takes every sharding, or shard it in another way")
     _check_shard_order(param, what)
     _check_rank_order(param, what)
 
 
 def check_row_state(param, name) -> None:
-    """Raise NotImplementedError, naming the parameter, if torch could not put NorMuon's row state together again."""
+    """Raise NotImplementedError, naming the parameter, if torch could not put NorMuon's row state
+    together again.
+    """
     interleaved = _interleaved(param.placements) if is_dtensor(param) else ()
     if interleaved and interleaved[0] == param.ndim - 1:
         raise NotImplementedError(
-            f"parameter {name} of shape {tuple(param.shape)} with placements {param.placements}: NorMuon keeps one "
-            "number for each row, which torch cannot cut like these columns. Use Muon for it, or use_muon=False")
+            f"parameter {name} of shape {tuple(param.shape)} with placements {param.placements}: "
+            "NorMuon keeps one number for each row, which torch cannot cut like these columns. Use "
+            "Muon for it, or use_muon=False")
 
 
 def _is_unknown(param) -> str:
@@ -375,12 +389,14 @@ def _is_unknown(param) -> str:
         others = [j for j, p in enumerate(kinds) if j != i and _shard_dim(p) == dim]
         split = math.prod(sizes[j] for j in others if j > i)
         if others and factor != split:
-            return ("of several axes that cut one dim, only the shard order of FSDP2 over TP is known: one "
-                    f"_StridedShard, whose split_factor is the size of the later mesh axes on its dim ({split})")
+            return ("of several axes that cut one dim, only the shard order of FSDP2 over TP is "
+                    "known: one _StridedShard, whose split_factor is the size of the later mesh "
+                    f"axes on its dim ({split})")
         if others or factor == 1:
             continue
         if param.shape[dim] % (factor * sizes[i]):
-            return f"torch cuts a dim of {param.shape[dim]} in {factor} x {sizes[i]} unequal parts in no known way"
+            return (f"a _StridedShard whose dim of {param.shape[dim]} is not cut into {factor} x "
+                    f"{sizes[i]} equal parts")
         if dim < param.ndim - 2:
             return "a _StridedShard of a leading dim, along which matrices are stacked"
     return ""

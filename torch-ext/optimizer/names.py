@@ -1,4 +1,6 @@
-"""How messages name parameters and groups: as the groups do, or as FSDP2 knows the modules of a parameter."""
+"""How messages name parameters and groups: as the groups do, or as FSDP2 knows the modules of a
+parameter.
+"""
 from __future__ import annotations
 
 import contextlib
@@ -52,10 +54,12 @@ def in_group(number, group):
 
 
 def fsdp_names() -> dict[int, str]:
-    """{id of a parameter: its name} of all that FSDP2 shards in this process, from the outermost module that was given
-    to `fully_shard` on. Empty where torch keeps no such list in the form known here (torch 2.11 to 2.13).
+    """{id of a parameter: its name} of all that FSDP2 shards in this process, from the outermost
+    module that was given to `fully_shard` on. Empty where torch keeps no such list in the form
+    known here (torch 2.11 to 2.13).
     """
-    states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
+    registry = sys.modules.get("torch.distributed._composable_state")
+    states = getattr(registry, "_module_state_mapping", {})
     modules: dict[int, str] = {}
     for root in list(states):
         for name, module in root.named_modules():
@@ -65,13 +69,16 @@ def fsdp_names() -> dict[int, str]:
     with contextlib.suppress(AttributeError):
         for sharded in itertools.chain.from_iterable(map(_sharded_by, list(states.values()))):
             info = sharded._module_info
-            prefix = modules.get(id(info.module), "")
-            found[id(sharded.sharded_param)] = f"{prefix}.{info.param_name}" if prefix else info.param_name
+            parts = modules.get(id(info.module), ""), info.param_name
+            found[id(sharded.sharded_param)] = ".".join(filter(None, parts))
     return found
 
 
 def _sharded_by(state: object) -> list:
-    """The records of parameters of one FSDP2 state, or of a weak reference to it; [] of other states."""
+    """The records of parameters of one FSDP2 state, or of a weak reference to it; [] of other
+    states.
+    """
     state = state() if isinstance(state, weakref.ref) else state
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    groups = groups or [getattr(state, "_fsdp_param_group", None)]
     return [param for group in groups if group is not None for param in group.fsdp_params]

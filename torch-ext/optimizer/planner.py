@@ -20,7 +20,15 @@ from .freight import ChunkTerms, Terms
 from .iteration import gain_side_by_side
 from .kernels import ahead
 from .kernels.tiles import architecture
-from .layout import check_row_state, is_dtensor, layout_of, local_of, row_chunks, strays_of, this_rank
+from .layout import (
+    check_row_state,
+    is_dtensor,
+    layout_of,
+    local_of,
+    row_chunks,
+    strays_of,
+    this_rank,
+)
 from .names import name_in, names_in
 from .pace import Pace, latency_bytes
 from .pipeline import SLOTS
@@ -195,16 +203,18 @@ def warn_of_idle(groups: list) -> None:
     them has a gradient at this rank, or one is on the meta device. torch's optimizers step nothing
     then, without a word.
     """
-    entries = [(p, name) for group in groups for p, name in names_in(group).items() if p.requires_grad]
+    entries = [entry for group in groups for entry in names_in(group).items()]
+    entries = [(p, name) for p, name in entries if p.requires_grad]
     on_meta = [name for p, name in entries if p.device.type == "meta"]
     cause = ("the optimizer was built before the model got the parameters that it has now (by "
              "to_empty(), fully_shard() or a new layer): build it after that")
     if on_meta:
-        warnings.warn(f"parameter {on_meta[0]} is on the meta device, where a step changes nothing. If "
-                      f"the model is elsewhere, {cause}", stacklevel=2)
+        warnings.warn(f"parameter {on_meta[0]} is on the meta device, where a step changes "
+                      f"nothing. If the model is elsewhere, {cause}", stacklevel=2)
     elif entries and all(p.grad is None for p, _ in entries):
-        warnings.warn(f"this step finds a gradient at none of {len(entries)} parameters, the first of "
-                      f"which is {entries[0][1]}. If there was a backward, {cause}", stacklevel=2)
+        warnings.warn(f"this step finds a gradient at none of {len(entries)} parameters, the first "
+                      f"of which is {entries[0][1]}. If there was a backward, {cause}",
+                      stacklevel=2)
 
 
 def _rests_on(group, params, dtype) -> tuple:

@@ -17,12 +17,14 @@ from .kernels import capturing
 class Presence:
     """Puts back what the step changed of parameters that have no gradient.
 
-    Where ranks must act alike, a missing gradient counts as zero unless no rank has one. After the step the ranks
-    compare what they had, in one small collective. On GPUs only a rank that missed a gradient waits for it. On CPUs
-    every rank does: a process that ended with its part still to be sent would let down a rank that needs the answer.
-    Of parameters whose matrices never travel, each rank leaves its own alone, and asks nobody.
+    Where ranks must act alike, a missing gradient counts as zero unless no rank has one. After the
+    step the ranks compare what they had, in one small collective. On GPUs only a rank that missed a
+    gradient waits for it. On CPUs every rank does: a process that ended with its part still to be
+    sent would let down a rank that needs the answer. Of parameters whose matrices never travel,
+    each rank leaves its own alone, and asks nobody.
 
-    `error`: what the comparison raised at a rank that needs no answer. Its step is whole; the next one raises it.
+    `error`: what the comparison raised at a rank that needs no answer. Its step is whole; the next
+    one raises it.
     """
 
     def __init__(self, plans=(), stores=(), process_groups=None):
@@ -110,7 +112,9 @@ class Presence:
             _keep(self.works)
 
     def _finish(self) -> None:
-        """On CPUs, wait for the comparison; an error is raised by `wait`, which is called where the answer is used."""
+        """On CPUs, wait for the comparison; an error is raised by `wait`, which is called where the
+        answer is used.
+        """
         if self.device.type != "cpu":
             return
         works, self.works = self.works, []

@@ -17,22 +17,27 @@ from .layout import is_dtensor, local_of
 
 
 class ProcessGroups:
-    """The process group of each set of ranks: one that is there already (the default, a mesh's), else a new one.
+    """The process group of each set of ranks: one that is there already (the default, a mesh's),
+    else a new one.
 
-    `own`: new ones only. During backward the model's collectives are on their way too, and not every rank has the same
-    buckets leave between the same two of them; during forward they would wait for all of the step's in one group.
+    `own`: new ones only. During backward the model's collectives are on their way too, and not
+    every rank has the same buckets leave between the same two of them; during forward they would
+    wait for all of the step's in one group.
 
-    torch keeps a group until the default one goes, and NCCL's cannot be destroyed at any time: so new ones are shared
-    by all optimizers of the process; own ones when whoever had them is gone, if all ranks say so. `quiet`: whether a
-    step has been finished since something was sent, else there may be a collective that other ranks do not know of.
+    torch keeps a group until the default one goes, and NCCL's cannot be destroyed at any time: so
+    new ones are shared by all optimizers of the process; own ones when whoever had them is gone, if
+    all ranks say so. `quiet`: whether a step has been finished since something was sent, else there
+    may be a collective that other ranks do not know of.
 
-    Optimizers may step in several threads, if each has a process group or meshes of its own. Threads take turns in an
-    order that differs between ranks. So a new group is named after the group whose pattern it has (`_pattern`), and is
-    shared or used again only among optimizers with that pattern.
+    Optimizers may step in several threads, if each has a process group or meshes of its own.
+    Threads take turns in an order that differs between ranks. So a new group is named after the
+    group whose pattern it has (`_pattern`), and is shared or used again only among optimizers with
+    that pattern.
 
-    `patient`: groups of meshes on which a dead peer would be noticed later than on the default group. torch gives 30
-    minutes to gloo's groups of a mesh, whatever `init_process_group` was told. Their place takes a new group with the
-    timeout of the default one. NCCL's groups stay: a new one takes memory of the GPU, and the host waits for none.
+    `patient`: groups of meshes on which a dead peer would be noticed later than on the default
+    group. torch gives 30 minutes to gloo's groups of a mesh, whatever `init_process_group` was
+    told. Their place takes a new group with the timeout of the default one. NCCL's groups stay: a
+    new one takes memory of the GPU, and the host waits for none.
     """
 
     def __init__(self, own=False):
@@ -60,7 +65,8 @@ class ProcessGroups:
             ours = set(_ranks_of(process_group))
             self.theirs = {ranks: group for ranks, group in self.theirs.items() if set(ranks) != ours}
             self.theirs[_ranks_of(process_group)] = process_group
-        self.patterns = {frozenset(ranks): group for ranks, group in (patterns | self.theirs).items()}
+        patterns |= self.theirs
+        self.patterns = {frozenset(ranks): group for ranks, group in patterns.items()}
         known = set(map(frozenset, self.theirs))
         self.patient = {ranks for ranks in self.patient if frozenset(ranks) not in known}
 
@@ -96,7 +102,9 @@ class ProcessGroups:
         return self.own or not self._made_before(ranks)
 
     def meshs_own(self, ranks: tuple) -> dist.ProcessGroup | None:
-        """The group of a mesh's axis that connects these ranks, whether or not it is used; None without."""
+        """The group of a mesh's axis that connects these ranks, whether or not it is used; None
+        without.
+        """
         return self.patterns.get(frozenset(ranks))
 
     def at_hand(self, ranks):
@@ -136,16 +144,19 @@ class ProcessGroups:
         return self.patterns.get(frozenset(ranks), dist.group.WORLD)
 
     def _timeout(self, ranks: tuple) -> datetime.timedelta | None:
-        """The timeout of a new group of these ranks: that of its pattern, or of the default group if that is shorter.
+        """The timeout of a new group of these ranks: that of its pattern, or of the default group
+        if that is shorter.
         """
         return _timeout(dist.group.WORLD if ranks in self.patient else self._pattern(ranks))
 
     def _made_before(self, ranks) -> list:
-        """All that this process has made of one kind, in the order in which it did. Every rank makes those of one
-        pattern in one order, since only one thread at a time may use the pattern.
+        """All that this process has made of one kind, in the order in which it did. Every rank
+        makes those of one pattern in one order, since only one thread at a time may use the
+        pattern.
         """
         pattern = self._pattern(ranks)
-        kind = self.own, ranks, pattern.group_name, dist.get_backend_config(pattern), self._timeout(ranks)
+        backends, timeout = dist.get_backend_config(pattern), self._timeout(ranks)
+        kind = self.own, ranks, pattern.group_name, backends, timeout
         with _lock:
             return _made.setdefault(dist.group.WORLD, {}).setdefault(kind, [])
 
@@ -172,7 +183,8 @@ class Made:
 
 _made = weakref.WeakKeyDictionary()  # default group -> {what a group is like: [Made]}
 _making_locks = weakref.WeakKeyDictionary()  # default group -> lock
-_lock = threading.Lock()  # of the tables of this module; never held while another rank is waited for
+# of the tables of this module; never held while another rank is waited for
+_lock = threading.Lock()
 
 
 def _meshes_groups(params) -> set:
@@ -191,14 +203,19 @@ def _ranks_of(group) -> tuple:
 
 
 def _is_patient(group: dist.ProcessGroup, device: str) -> bool:
-    """Whether collectives of tensors on `device` (a type) wait longer in `group` than in the default group."""
+    """Whether collectives of tensors on `device` (a type) wait longer in `group` than in the
+    default group.
+    """
     mine, worlds = _timeout(group), _timeout(dist.group.WORLD)
     is_nccl = f"{device}:nccl" in dist.get_backend_config(group)
     return not is_nccl and None not in (mine, worlds) and mine > worlds
 
 
-def _new(ranks: tuple, pattern: dist.ProcessGroup, timeout: datetime.timedelta | None) -> dist.ProcessGroup:
-    """A group with the backends of another one, the `pattern`, and the given timeout. Waits for all `ranks`."""
+def _new(ranks: tuple, pattern: dist.ProcessGroup,
+         timeout: datetime.timedelta | None) -> dist.ProcessGroup:
+    """A group with the backends of another one, the `pattern`, and the given timeout. Waits for all
+    `ranks`.
+    """
     backends = dist.get_backend_config(pattern)
     backends = None if pattern is dist.group.WORLD else backends
     order = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}  # which torch 2.11 has not: it sorts all
@@ -238,7 +255,8 @@ def _unbound(world):
                 del _unbinding[world]
 
 
-_unbinding = weakref.WeakKeyDictionary()  # default group -> [its device, how many threads are making a group]
+# default group -> [its device, how many threads are making a group]
+_unbinding = weakref.WeakKeyDictionary()
 
 
 def world_now():
@@ -260,7 +278,8 @@ def _timeout(group):
     return None
 
 
-_making = threading.local()  # `pattern`: the name of the pattern of the group that this thread is making
+# `pattern`: the name of the pattern of the group that this thread is making
+_making = threading.local()
 
 
 @functools.cache
@@ -283,7 +302,8 @@ def _name_by_ranks() -> None:
 
 
 def _free_name(ranks, pattern: str, taken) -> str:
-    """The first name of these ranks and this pattern that no group has yet; they make their groups in the same order.
+    """The first name of these ranks and this pattern that no group has yet; they make their groups
+    in the same order.
     """
     texts = (repr((list(ranks), pattern, number)) for number in itertools.count())
     names = (hashlib.sha256(text.encode()).hexdigest() for text in texts)

@@ -155,7 +155,8 @@ class Store:
         if piece.kind == "chunk":
             return torch.atleast_1d(local)[slice(*piece.box[0])]
         layout = self.layouts[piece.kind][piece.matrix.param]
-        part = local[tuple(i - start for i, (start, _) in zip(piece.matrix.at, layout.boxes[self.rank]))]
+        box = layout.boxes[self.rank]
+        part = local[tuple(i - start for i, (start, _) in zip(piece.matrix.at, box))]
         return part[layout.place_of(self.rank, piece.box)] if layout.interleaved else part
 
 
