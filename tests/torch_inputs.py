@@ -111,6 +111,9 @@ def check_errors() -> None:
         given, error = wrong.optimizer_error_input, wrong.error_type
         error = ValueError if given.desc in OTHERWISE else error
         params = new_params() if given.params is None else given.params
+        for tensor in params if isinstance(params, list) else ():
+            if isinstance(tensor, torch.Tensor):
+                tensor.requires_grad_()  # frozen parameters are left alone here, whatever they are
         print(given.desc, error.__name__)
         if given.desc in ALLOWED:
             package().Muon(params, **given.kwargs).step()

@@ -329,7 +329,8 @@ def _check_saved_here(number: int, group: dict, saved: dict) -> None:
     if names := marked(set(saved) - set(group)):
         raise ValueError(f"{where} {PEERS[names[0]].title} (keys {listed(saved)}), which scales its "
                          f"state or its steps differently: {convert}")
-    if group["use_muon"] and "momentum" in saved and "adjust_lr_fn" not in saved:
+    own = {"adjust_lr_fn", "ns_coefficients"}  # a state dict of an older version may lack one of them
+    if group["use_muon"] and "momentum" in saved and not own & set(saved):
         raise ValueError(f"{where} another optimizer: it has momentum, but no adjust_lr_fn (keys "
                          f"{listed(saved)}). If that was a Muon, {convert}")
 
