@@ -106,6 +106,6 @@ def name_buckets(jobs) -> None:
 
 
 def _label(number, bound) -> str:
-    ranks, first = bound.bucket.ranks, bound.store.params[bound.bucket.matrices[0].param]
+    ranks, first = bound.bucket.ranks, bound.store.names[bound.bucket.matrices[0].param]
     return (f"bucket {number} ({bound.bucket.route}; {len(bound.bucket.matrices)} matrices, the first of parameter "
-            f"{name_in(bound.hp, first)}; ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''})")
+            f"{first}; ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''})")

@@ -36,8 +36,8 @@ class ProcessGroups:
 
     `patient`: groups of meshes on which a dead peer would be noticed later than on the default
     group. torch gives 30 minutes to gloo's groups of a mesh, whatever `init_process_group` was
-    told. Their place takes a new group with the timeout of the default one. NCCL's groups stay: a
-    new one takes memory of the GPU, and the host waits for none.
+    told. Their place takes a new group with the timeout of the default one. On GPUs the groups of
+    meshes stay: a new one takes memory, and the host waits for none.
     """
 
     def __init__(self, own=False):
@@ -203,12 +203,11 @@ def _ranks_of(group) -> tuple:
 
 
 def _is_patient(group: dist.ProcessGroup, device: str) -> bool:
-    """Whether collectives of tensors on `device` (a type) wait longer in `group` than in the
-    default group.
+    """Whether collectives of tensors on `device` (a type), if that is the CPU, wait longer in `group`
+    than in the default group.
     """
     mine, worlds = _timeout(group), _timeout(dist.group.WORLD)
-    is_nccl = f"{device}:nccl" in dist.get_backend_config(group)
-    return not is_nccl and None not in (mine, worlds) and mine > worlds
+    return device == "cpu" and None not in (mine, worlds) and mine > worlds
 
 
 def _new(ranks: tuple, pattern: dist.ProcessGroup,
