@@ -91,6 +91,7 @@ class Structure:
         for parent in list(self.children):
             self._find_lists(parent)
         self.roots = self._find_roots()
+        self.experts: dict[str, set[int]] = {}  # path -> numbers of experts there, of paths that were asked for
 
     def _find_lists(self, parent: str) -> None:
         """Note the numbered children of a module: layers.0, layers.1, or layer1, layer2 of one type."""
@@ -196,7 +197,7 @@ class Structure:
 
     def is_taken_later(self, size: int, path: str, root: str) -> bool:
         """Whether a layer behind the module at `path`, below `root`, takes `size` as input. Convolutions do not count,
-        whose few channels may be as many as there are classes.
+        for the reason given in `_inputs_beside`.
         """
         layers = [layer for layer in self.layers if _is_below(layer.path, root)]
         last = max((i for i, layer in enumerate(layers) if _is_below(layer.path, path)), default=len(layers))
@@ -223,9 +224,9 @@ class Structure:
         """Whether a module stands beside the body of a model, where output layers are.
 
         unit: the path of the module; rows: the size of its output; vague: whether hidden layers often have its name.
-        At the top of a model the place decides, unless a later layer takes the output (where hidden layers often have
-        the name, one behind the whole model, of which this is a part, then). A model may also be an attribute
-        of any module, or one of a list; then its output must not be of a size that a layer of the model takes.
+        At the top of a model the place decides, unless a later layer takes the output. (A vague name is decided by the
+        layers behind the whole model there, since its own may take the size of its output as input, too.) Below the
+        top, a list of layers must be beside the module, or its output must be of a size that no layer beside takes.
         """
         holder = unit.rpartition(".")[0]
         root = self.root_of(unit)
@@ -248,9 +249,11 @@ class Structure:
 
     def _inputs_beside(self, holder: str, unit: str) -> tuple[frozenset[int], set[int]]:
         """The sizes that the first layer below `holder` and outside `unit` takes, and those that the others take. The
-        first one takes what comes from outside, which the output may well have the size of.
+        first one takes what comes from outside, which the output may well have the size of. Convolutions do not count,
+        whose few channels may be as many as there are classes.
         """
-        layers = [layer for layer in self.layers if _is_below(layer.path, holder) and not _is_below(layer.path, unit)]
+        layers = [layer for layer in self.layers if _is_below(layer.path, holder) and not _is_below(layer.path, unit)
+                  and not isinstance(layer.module, nn.modules.conv._ConvNd)]
         first = next((i for i, layer in enumerate(layers) if layer.matrices and layer.inputs), len(layers))
         others = layers[:first] + layers[first + 1:]
         return (frozenset().union(*(layer.inputs for layer in layers[:first + 1])),
@@ -295,15 +298,18 @@ class Structure:
 
         levels: how many of the modules around it are searched.
         """
-        counts = set()
-        for root in list(_upwards(path))[1:levels + 1]:
-            for at in (root, *self.children[root]):
-                if not isinstance(self.modules[at], nn.modules.conv._ConvNd):
-                    counts |= {p.shape[0] for p in _own_parameters(self.modules[at])
-                               if p.ndim == 3 and 1 not in p.shape}
-                if at != root and "expert" in at.rpartition(".")[2]:
-                    counts |= {len(self.children[at])} - {0}
-        return counts
+        return set().union(*map(self._experts_in, list(_upwards(path))[1:levels + 1]))
+
+    def _experts_in(self, root: str) -> set[int]:
+        """The numbers of experts of a module and its children; kept, since each expert may ask for them."""
+        if root not in self.experts:
+            paths = (root, *self.children[root])
+            modules = [self.modules[path] for path in paths]
+            stacks = [p for module in modules if not isinstance(module, nn.modules.conv._ConvNd)
+                      for p in _own_parameters(module) if p.ndim == 3 and 1 not in p.shape]
+            lists = [len(self.children[path]) for path in paths[1:] if "expert" in path.rpartition(".")[2]]
+            self.experts[root] = {p.shape[0] for p in stacks} | set(lists) - {0}
+        return self.experts[root]
 
 
 def classify(param: nn.Parameter, places: list[Place], structure: Structure) -> Kind:
