@@ -58,8 +58,8 @@ def longest(n: int, m: int, steps: Steps, dtype: torch.dtype = F16, on_cpu: bool
     """Return the most steps between restarts: 1 is the standard iteration, others the Gram iteration, taken where it
     saves a tenth of the FLOPs. From LARGE on it is 2, which is more exact than 3, unless 3 saves another twentieth.
     Smaller matrices take 3 at once, to share launches with a model's long ones of the same short side. `on_cpu`, for
-    fp32, it is 1 where that does not save a tenth of the time, and otherwise the same, so that `scratch` suffices. In 16
-    bits a CPU does as a GPU does.
+    fp32, it is 1 where that does not save a tenth of the time, and otherwise the same, so that `scratch` suffices. In
+    16 bits a CPU does as a GPU does.
 
     Of cubic steps always many: it costs no more, and a I + b A, rounded to 16 bits, loses more of b A than of b A + c
     A^2.
