@@ -11,10 +11,9 @@ import operator
 
 import torch
 
-from .kernels import capturing, on_chip, resident, use_triton
+from .kernels import capturing, on_chip, resident
 from .kernels.aol import aol, scale_columns, scale_rows
 from .kernels.gram import takes_raw
-from .kernels.gram_torch import polynomials_torch, takes_one_by_one
 from .long_side import LINE, LongSide
 from .segment import follow, follow_at_once, polynomial, shares_a_launch
 
@@ -151,9 +150,9 @@ def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=No
 
 def _by_kind(members, steps, dtype, most) -> dict:
     """(Long side, whether they are multiplied as they are) -> members."""
-    kinds, cut = {}, (dtype, most, members[0][0].shape[1])
+    kinds, restarts = {}, len(steps.segments(dtype, most, members[0][0].shape[1])) > 1
     for U, out in members:
-        raw = not steps.aol and takes_raw(U, dtype) and len(steps.segments(*cut)) > 1
+        raw = restarts and not steps.aol and takes_raw(U, dtype)
         kinds.setdefault((U.shape[2], raw), []).append((U, out))
     return dict(sorted(kinds.items()))
 
@@ -174,8 +173,6 @@ def _iteration(parts, squares, segments, lengths, scales, whole_gpu):
     where there are none. whole_gpu: whether products may share a launch, whose counts lie where X will be written.
     """
     (A, Q, *others), ways, number = squares, [], 0
-    if not others and scales is None and _one_by_one(parts, A, Q, [triple for (triple,), _ in segments]):
-        return Q
     while number < len(segments):
         if number and not ways:
             _multiply(parts, Q, scales if number == 1 else None)
@@ -202,18 +199,6 @@ def _iteration(parts, squares, segments, lengths, scales, whole_gpu):
         number += len(ways) or 1
     _scale(parts, scales if len(segments) == 1 else None)
     return None if ways else Q
-
-
-def _one_by_one(parts, A, Q, triples) -> bool:
-    """Take all steps of the standard iteration but the last product, if a CPU takes them matrix by matrix."""
-    stacks = [(part.X, part.Y, A[part.rows], Q[part.rows]) for part in parts]
-    if use_triton(A.device) or not all(takes_one_by_one(*stack, triples) for stack in stacks):
-        return False
-    for part, stack in zip(parts, stacks):
-        polynomials_torch(*stack, triples)
-        for _ in triples[1:]:
-            part.move()
-    return True
 
 
 def _ways(part, segments, A, Q) -> list:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import itertools
 
-from .kernels import use_triton
 from .kernels.aol import unit_rows
 from .kernels.gram import gram, product, takes_in_place
-from .kernels.gram_torch import wants_room
 from .kernels.norm import unit_norm
 from .kernels.raw_norm import raw_norm
 
@@ -41,8 +39,6 @@ class LongSide:
                 unit_norm(U, self.X[place], self.scales[place], eps, self.Y)
             else:
                 unit_rows(U, self.X[place], lengths[self.rows][place])
-        if not use_triton(self.X.device):  # where X is scaled at once
-            self.scales = None
 
     def _begin_raw(self, eps, factors):
         """X <- U, where it is, or a copy of what does not lie as X would."""
@@ -77,11 +73,7 @@ class LongSide:
         """out <- P X."""
         P = P[self.rows]
         for (_, out), place in zip(self.members, self.places):
-            scales = None if self.scales is None else self.scales[place]
-            if wants_room(out, self.Y):
-                out.copy_(product(P[place], self.X[place], self.Y[place], scales))
-            else:
-                product(P[place], self.X[place], out, scales)
+            product(P[place], self.X[place], out, None if self.scales is None else self.scales[place])
 
 
 def _is_laid_out(U) -> bool:

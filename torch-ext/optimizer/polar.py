@@ -20,8 +20,6 @@ from .steps import ALL, F16, SMALL, Steps, is_number, steps_of
 
 AKIN = 1 << 26  # bytes of a stack up to which what is akin to it may take memory, for a moment
 KEPT = 1024  # kinds of calls that are known; schedules may bring new ones at every step
-CPU_MIRROR = 250  # FLOPs that a CPU does while it mirrors one element of a symmetric matrix (docs/kernels.md)
-CPU_CALL = 300_000  # FLOPs that it does while it calls a product
 WIDE = torch.float32, torch.bfloat16, torch.float16  # dtypes of matrices
 
 
@@ -54,12 +52,10 @@ def _launches(steps, dtype, most, n):
 
 
 @functools.lru_cache(maxsize=4096)
-def longest(n: int, m: int, steps: Steps, dtype: torch.dtype = F16, on_cpu: bool = False) -> int:
+def longest(n: int, m: int, steps: Steps, dtype: torch.dtype = F16) -> int:
     """Return the most steps between restarts: 1 is the standard iteration, others the Gram iteration, taken where it
     saves a tenth of the FLOPs. From LARGE on it is 2, which is more exact than 3, unless 3 saves another twentieth.
-    Smaller matrices take 3 at once, to share launches with a model's long ones of the same short side. `on_cpu`, for
-    fp32, it is 1 where that does not save a tenth of the time, and otherwise the same, so that `scratch` suffices. In
-    16 bits a CPU does as a GPU does.
+    Smaller matrices take 3 at once, to share launches with a model's long ones of the same short side.
 
     Of cubic steps always many: it costs no more, and a I + b A, rounded to 16 bits, loses more of b A than of b A + c
     A^2.
@@ -68,18 +64,7 @@ def longest(n: int, m: int, steps: Steps, dtype: torch.dtype = F16, on_cpu: bool
         return ALL
     costs = {most: _cost(n, m, _launches(steps, dtype, most, min(n, SMALL))) for most in (1, 2, 3)}
     best = 2 if n >= LARGE and 100 * costs[2] <= 90 * costs[1] else 1
-    best = 3 if 100 * costs[3] <= (90 if best == 1 else 95) * costs[best] else best
-    return best if not on_cpu or _cpu_cost(n, m, steps, dtype, best) <= 0.9 * _cpu_cost(n, m, steps, dtype, 1) else 1
-
-
-def _cpu_cost(n, m, steps, dtype, most):
-    """Return the time that an (n, m) matrix takes a CPU, in FLOPs: symmetric results are computed in full, and mirrored
-    in the Gram iteration.
-    """
-    made, mirrored = _launches(steps, dtype, most, min(n, SMALL)), most > 1
-    squares, calls = made["gram"] + made["symmetric"], sum(made.values())
-    flops = 2 * (made["gram"] + made["product"]) * n * n * m + 2 * made["symmetric"] * n**3
-    return flops + CPU_CALL * calls + (CPU_MIRROR * n * n + CPU_CALL) * squares * mirrored
+    return 3 if 100 * costs[3] <= (90 if best == 1 else 95) * costs[best] else best
 
 
 def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_express", ns_steps: int = 5,
@@ -284,7 +269,6 @@ def _sorted(pairs, options, most=None):
         if on_chip.fits(U, own) and not steps.aol:
             chips.append((U, out))
         else:
-            on_cpu = U.device.type == "cpu" and own == torch.float32 and not use_triton(U.device)
-            key = _key(n, m, most or longest(n, m, steps, own, on_cpu))
+            key = _key(n, m, most or longest(n, m, steps, own))
             together.setdefault(key, []).append((U, out))
     return chips, [(members, most) for (_, most, _), members in together.items()], own

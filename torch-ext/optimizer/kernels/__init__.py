@@ -17,7 +17,6 @@ from .. import debug
 from . import loading, tape
 
 CPU_ELEMENTS = 1 << 10  # elements that a CPU takes in one thread; what they take is no workspace
-CPU_COPIES = 1 << 16  # the same for operations whose bits do not depend on how threads share them: no sums
 
 
 def use_triton(device: torch.device) -> bool:
@@ -193,11 +192,11 @@ def look(*tensors: torch.Tensor) -> tuple:
     return tuple((t.dtype, t.device.index, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors)
 
 
-def cpu_slices(stack, elements: int = CPU_ELEMENTS) -> list[slice]:
-    """Return slices of as many matrices of a tensor or Split as have `elements` together, or of one, where that has
-    more, and where matrices lie in each other, or in pieces.
+def cpu_slices(stack) -> list[slice]:
+    """Return slices of as many matrices of a tensor or Split as one thread of a CPU takes at once: of one, where they
+    lie in each other, or in pieces.
     """
     N, R, C = stack.shape
     apart = max(1, R * C + -(R * C) % 16)  # where each begins as new memory does
-    count = max(1, elements // apart) if stack.stride(0) >= R * C else 1
+    count = max(1, CPU_ELEMENTS // apart) if stack.stride(0) >= R * C else 1
     return [slice(start, start + count) for start in range(0, N, count)]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import CPU_COPIES, cpu_slices, has_pdl, jit, look, use_triton
+from . import cpu_slices, has_pdl, jit, look, use_triton
 from .split import Split, memory_of, rows_at, strides_of
 
 tl = None  # Triton's language, put here by jit
@@ -93,24 +93,17 @@ def _common_power(R, C, U, X) -> int:
 
 def unit_norm_torch(U, X, scales, eps):
     """Compute `unit_norm`, with scales of 1, sums matrix by matrix, so that a sum's order does not depend on the batch.
-
-    Squares are sums of numbers times a power of two where they would leave the range of fp32, else as they are.
     """
     scales.fill_(1.0)
-    for some in cpu_slices(U, CPU_COPIES):
-        wide, unit = U[some].float(), 1.0
-        squares = wide.square()
-        most = squares.amax((1, 2), keepdim=True)
-        if torch.equal(most, most.clamp(2.0**-80, 2.0**100)):
-            largest = most.sqrt_()  # the very number that was squared
-        else:
-            largest = wide.abs().amax((1, 2), keepdim=True)
-            unit = torch.ones_like(largest).masked_fill_(largest > 2.0**50, 2.0**-80)
-            wide = wide * unit.masked_fill_(largest < 2.0**-40, 2.0**80)
-            squares = wide.square()
-        sums = torch.stack([matrix.sum() for matrix in squares.unbind()]).view(-1, 1, 1)
-        norm = sums.sqrt_().add_(largest * unit * eps)
-        torch.div(wide, norm.masked_fill_(norm == 0, 1.0), out=X[some])
+    for some in cpu_slices(U):
+        wide = U[some].float()
+        largest = wide.abs().amax((1, 2), keepdim=True)
+        unit = torch.ones_like(largest).masked_fill_(largest > 2.0**50, 2.0**-80)  # numbers alone have a default dtype
+        unit.masked_fill_(largest < 2.0**-40, 2.0**80)
+        wide = wide * unit
+        squares = torch.stack([matrix.sum() for matrix in wide.square().unbind()]).view(-1, 1, 1)
+        norm = squares.sqrt() + eps * (largest * unit)
+        X[some].copy_(wide / torch.where(norm == 0, 1.0, norm))
 
 
 @jit.alike("parts")
