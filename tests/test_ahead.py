@@ -236,6 +236,7 @@ def test_a_kernel_that_another_process_compiles_is_waited_for_but_not_for_ever(p
             pass
         monkeypatch.setattr(neighbours, "PATIENCE", 30.0)
         other.kill()
+        other.wait()  # the system frees the lock once the process has ended
         release = neighbours._lock("kernel")
         assert release is not None
         release()

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import stat
 
 import torch
@@ -185,7 +184,7 @@ def _write(path: str, tensors: dict, metadata: dict) -> None:
     from safetensors.torch import save_file
 
     target = os.path.realpath(path)  # a symbolic link stays one
-    part = os.path.join(os.path.dirname(target), f".{secrets.token_hex(8)}.part")
+    part = os.path.join(os.path.dirname(target), f".{os.urandom(8).hex()}.part")
     try:
         mode = _create(part, target)
         save_file(tensors, part, metadata)

@@ -118,6 +118,9 @@ def scalers_may_differ(groups, options) -> bool:
     """
     if not options.grads_are_reduced:
         return True
+    wanted = [p for group in groups for p in group["params"] if p.requires_grad]
+    if any(map(is_dtensor, wanted)) and not all(map(is_dtensor, wanted)):
+        return True  # each rank's scaler sees the Inf of its own plain parameters only
     kinds = {(p.device_mesh, p.placements) for group in groups for p in group["params"] if _is_compared(p)}
     return len({sharded_among(mesh, placements) for mesh, placements in kinds}) > 1
 

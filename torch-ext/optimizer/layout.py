@@ -329,6 +329,8 @@ def place_like(value, param):
     if is_dtensor(value) and is_dtensor(param):
         if (value.device_mesh, value.placements) == (param.device_mesh, param.placements):
             return value
+        if is_placed_like(value, param):  # on a mesh of the same ranks by another name
+            return as_dtensor(value.to_local(), value.shape, param.device_mesh, param.placements)
     whole = value.full_tensor() if is_dtensor(value) else value
     if not is_dtensor(param):
         return whole

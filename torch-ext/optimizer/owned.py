@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -96,16 +97,20 @@ def gather(state: dict, named: dict, group: dist.ProcessGroup, to: int | None) -
 
 def _survey(state, named, group) -> list:
     """[(parameter, key, how many rows each rank has of it)]."""
+    if not named:
+        return []
     entries = [(param, key) for param in named for key in ROWS]
+    trained = next(filter(attrgetter("requires_grad"), named), next(iter(named)))  # frozen ones may lie anywhere
     counts = [len(_rows(state[p][key])) if key in state.get(p, {}) else -1 for p, key in entries]
-    mine = torch.tensor(counts, dtype=torch.int64, device=local_of(next(iter(named))).device)
+    mine = torch.tensor(counts, dtype=torch.int64, device=local_of(trained).device)
     every = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(every, mine, group=group)
     columns = zip(*(vector.tolist() for vector in every))
     found = [(*entry, list(have)) for entry, have in zip(entries, columns) if max(have) >= 0]
     for param, key, have in found:
         rows = _row_count(param)
-        if sum(have) != rows and have != [rows] * len(have):  # the latter as loaded: whole on every rank
+        # Rows on every rank, or, as loaded, whole on every rank; -1: a rank has no such state.
+        if min(have) < 0 or sum(have) != rows and have != [rows] * len(have):
             raise RuntimeError(f"the ranks of process_group hold {have} rows of {key} of parameter {named[param]}, "
                                f"which has {rows}: load the state on all ranks, or on none")
     return found

@@ -36,8 +36,8 @@ class ProcessGroups:
 
     `patient`: groups of meshes on which a dead peer would be noticed later than on the default
     group. torch gives 30 minutes to gloo's groups of a mesh, whatever `init_process_group` was
-    told. Their place takes a new group with the timeout of the default one. On GPUs the groups of
-    meshes stay: a new one takes memory, and the host waits for none.
+    told. A new group with the timeout of the default one is used instead of them. On GPUs the groups
+    of meshes stay: a new one takes memory, and the host waits for none.
     """
 
     def __init__(self, own=False):

@@ -63,8 +63,9 @@ class Saving(Returning):
                 self.init_state()
             return super().state_dict()
         named = self._named()
-        if self._consolidated is not None and self._consolidated.is_current(named, self.state):
-            return self._consolidated.state_dict(self, named)
+        gathered = None if called_by_checkpoint() else self._consolidated  # it saves all ranks' parts
+        if gathered is not None and gathered.is_current(named, self.state):
+            return gathered.state_dict(self, named)
         self._find_world()
         with presented(self, named, self._options.process_group, self.init_state if create else None):
             return super().state_dict()
