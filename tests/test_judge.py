@@ -165,6 +165,17 @@ def test_a_head_is_known_however_deep_the_model_is_held(head, holder):
     assert all(use_muon for name, use_muon in by_name.items() if ".blocks." in name)
 
 
+@pytest.mark.parametrize("head", ["head", "fc", "output"])
+@pytest.mark.parametrize("hold", [lambda net: held(student=net, teacher=Net("fc", 3)),
+                                  lambda net: held(parts=nn.ModuleList([net, held(net=Net("fc", 3))]))])
+def test_modules_that_only_hold_models_do_not_change_the_split(head, hold):
+    """Also of a head as wide as the model, which would be a hidden layer anywhere but at the top."""
+    bare = split(Net(head, 16))
+    assert bare[f"{head}.weight"] is False
+    found = split(hold(Net(head, 16)))
+    assert [use for name, use in found.items() if name.startswith(("student.", "parts.0."))] == list(bare.values())
+
+
 def test_heads_of_small_networks_in_a_module():
     """Policy and value of reinforcement learning, without lists of layers; as many actions as observations."""
     def net(outputs):

@@ -249,13 +249,16 @@ def build(library: str, name: str, make: Build, cache: Path | None) -> torch.nn.
     return model
 
 
-def count(library: str, part: int, parts: int, folders: list[Path], cache: Path | None, out: Path) -> None:
-    """Write a line of JSON for every `parts`-th model of a library: its name and its split, or its error."""
+def count(library: str, part: int, parts: int, folders: list[Path], cache: Path | None, out: Path) -> list[str]:
+    """A line of JSON for every `parts`-th model of a library: its name and its split, or its error. The lines are also
+    written to a file beside `out`, one after the other, so that progress can be seen.
+    """
     warnings.filterwarnings("ignore")
     _declare_operators()
     splits = [split_of(folder) for folder in folders]
     signal.signal(signal.SIGALRM, _alarm)
-    with open(out, "a") as file:
+    lines = []
+    with open(f"{out}.{library}.{part}", "w") as file:
         for number, (name, make) in enumerate(models(library)):
             if number % parts != part:
                 continue
@@ -267,7 +270,9 @@ def count(library: str, part: int, parts: int, folders: list[Path], cache: Path 
             except Exception as error:  # a model of another world than ours: optional packages, files to download
                 record["error"] = f"{type(error).__name__}: {str(error)[:200]}"
             signal.alarm(0)
-            print(json.dumps(record), file=file, flush=True)
+            lines.append(json.dumps(record))
+            print(lines[-1], file=file, flush=True)
+    return lines
 
 
 def pattern(name: str) -> str:
@@ -330,12 +335,13 @@ def main() -> None:
     folders = [SOURCE, *([options.against.resolve()] if options.against else [])]
     if options.cache:
         options.cache.mkdir(parents=True, exist_ok=True)
-    options.records.unlink(missing_ok=True)
+    lines = []
     for library in options.libraries:
         work = [(library, part, options.jobs, folders, options.cache, options.records) for part in range(options.jobs)]
         with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-            pool.starmap(count, work)
-    records = [json.loads(line) for line in options.records.read_text().splitlines()]
+            lines += [line for part in pool.starmap(count, work) for line in part]
+    options.records.write_text("".join(f"{line}\n" for line in lines))
+    records = [json.loads(line) for line in lines]
     if options.changed:
         options.changed.write_text("".join(f"{line}\n" for line in changed(records)))
     text = markdown(records)
