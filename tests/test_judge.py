@@ -166,10 +166,10 @@ def test_a_head_is_known_however_deep_the_model_is_held(head, holder):
 
 
 @pytest.mark.parametrize("head", ["head", "fc", "output"])
-@pytest.mark.parametrize("hold", [lambda net: held(student=net, teacher=Net("fc", 3)),
-                                  lambda net: held(parts=nn.ModuleList([net, held(net=Net("fc", 3))]))])
+@pytest.mark.parametrize("hold", [lambda net: held(student=net, teacher=Net("fc", 3, 12)),
+                                  lambda net: held(parts=nn.ModuleList([net, held(net=Net("fc", 3, 12))]))])
 def test_modules_that_only_hold_models_do_not_change_the_split(head, hold):
-    """Also of a head as wide as the model, which would be a hidden layer anywhere but at the top."""
+    """Also of a head as wide as its model, which would be a hidden layer anywhere but at the top."""
     bare = split(Net(head, 16))
     assert bare[f"{head}.weight"] is False
     found = split(hold(Net(head, 16)))
