@@ -422,7 +422,7 @@ def test_an_lr_for_adamw(optimizer):
     lr = torch.tensor(1e-3)
     given = [group["lr"] for group in optimizer.get_default_muon_param_groups(Model(), adamw_lr=lr)[1:]]
     given[0].fill_(7.0)
-    assert [float(value) for value in [lr, *given[1:]]] == [float(lr)] * 4
+    assert [float(value) for value in [lr, *given[1:]]] == pytest.approx([1e-3] * 4)
 
 
 # patterns --------------------------------------------------------------------------------------------------------
