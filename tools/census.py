@@ -219,6 +219,8 @@ def _declare_operators() -> None:
     """Declare the operators without which torchvision cannot be imported where its binary does not load."""
     try:
         import torchvision  # noqa: F401
+    except ModuleNotFoundError:  # transformers and diffusers do without it
+        return
     except RuntimeError:
         for name in ("nms", "qnms"):
             torch.library.define(f"torchvision::{name}", "(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
