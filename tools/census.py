@@ -285,7 +285,7 @@ def changed(records: list[dict]) -> list[str]:
     """A line for each parameter that the second split moved to the other side, once for each name and reason."""
     found = collections.defaultdict(list)
     for record in records:
-        new, *old = record.get("splits", [])
+        new, *old = record.get("splits", [[]])
         before = {name: (side, why) for name, _, side, why in old[0]} if old else {}
         for name, shape, side, why in new:
             was, because = before.get(name, (side, why))
