@@ -425,6 +425,16 @@ def test_an_lr_for_adamw(optimizer):
     assert [float(value) for value in [lr, *given[1:]]] == pytest.approx([1e-3] * 4)
 
 
+def test_convolutions_are_no_embeddings(optimizer):
+    """Patches of a vision transformer, whose module has "embed" in its name, and depthwise filters (C, 1, K)."""
+    model = VisionTransformer()
+    model.depthwise = nn.Conv1d(8, 8, 3, groups=8)
+    parts = {name: group["name"] for group in optimizer.get_default_muon_param_groups(model)
+             for name in group["param_names"]}
+    assert [parts[name] for name in ("patch_embed.weight", "depthwise.weight", "pos_embed")] == [
+        "other", "other", "embeddings"]
+
+
 # patterns --------------------------------------------------------------------------------------------------------
 
 def in_part(groups, part) -> set[str]:

@@ -502,7 +502,7 @@ def _single(param: torch.Tensor, place: Place, structure: Structure) -> Kind | N
 
 
 RULES: tuple[Callable[[torch.Tensor, Place, Structure], Kind | None], ...] = (
-    _embedding, _learned, _router, _head, _module_type, _elementwise, _packed, _single)
+    _module_type, _embedding, _learned, _router, _head, _elementwise, _packed, _single)
 
 
 def _upwards(path: str) -> Iterator[str]:
