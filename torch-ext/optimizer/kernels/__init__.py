@@ -95,9 +95,8 @@ class jit:
         run = functools.partial(made.run, grid=grid, warmup=True) if here.rehearsing else made[grid]
         return functools.partial(run, enable_fp_fusion=True)
 
-    def launch(self, programs: int, key, *arguments, cluster: int = 1, **options) -> None:
-        """Launch so many programs, or clusters of programs; `arguments` are all of the kernel's, constants too, in its
-        order.
+    def launch(self, programs: int, key, *arguments, **options) -> None:
+        """Launch so many programs; `arguments` are all of the kernel's, constants too, in its order.
 
         `key` stands for what decides about the binary: the device, types, alignments, constants, and numbers that are 1
         or multiples of 16. From the second launch with it on, Triton does not look at that again, which would take
@@ -108,22 +107,11 @@ class jit:
             if compiled is None:
                 self[programs, 1, 1](*arguments, **options)
             return
-        if compiled is None and cluster > 1:
-            compiled = self.compiled[key] = self._clustered(cluster, *arguments, **options)
         if compiled is None:
             compiled = self.compiled[key] = self[programs, 1, 1](*arguments, **options)  # None in the interpreter
         else:
             compiled[programs, 1, 1](*arguments)
         tape.note(compiled, programs, arguments)
-
-    def _clustered(self, cluster, *arguments, **options):
-        """Compile, and have the launcher told of clusters, of which the compiler, whose layouts they would change, need
-        not know.
-        """
-        compiled = self.make().run(*arguments, grid=(1, 1, 1), warmup=True, **options)
-        warps, _, *rest = compiled.packed_metadata
-        compiled.packed_metadata = warps, cluster, *rest
-        return compiled
 
     def make(self):
         """Return Triton's own function object; the same one at every call."""
