@@ -5,7 +5,6 @@
     ... last_turn --stacks 3x2048x6144 8x1024x4096
     ... ends --stacks 24x896x896 32x512x2048
     ... processors --stacks 64x256x768
-    ... segment --stacks 3x2048x6144
     ... gram_tiles --stacks 1x1024x8192
     ... symmetric --stacks 3x2048x2048           one product with an addend alone
     ... product --stacks 4x2880x2880             A X alone
@@ -15,9 +14,7 @@
 leave ("copied"), or read and written where their pieces are ("in pieces"). "side_by_side": stacks follow each other in
 the same memory ("in turns"), or each has memory of its own, which lets a CUDA graph run them together ("side by side").
 "ends": launches take the matrices from the first on, or each from where the one before has ended ("either end").
-"processors": what stays on processors (resident.py) is done by launches, or by one or two for each matrix.
-"segment": X X^T and the symmetric products up to the next product with X are launched one by one, or together
-(products.py).
+"processors": what stays on processors (resident.py) is done by launches, or by one processor for each matrix.
 "gram_tiles": X X^T in the tiles that the table chooses ("chosen"), or in those of one of its entries. Among others a
 product does not take what it takes alone: this says which of two about equal entries should be chosen.
 "last_turn", "symmetric", "product": processors compute whole tiles only, or two share a tile of the last turn.
@@ -42,10 +39,10 @@ from step import device_name, triton_version
 
 os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 PACKAGE = get_kernel("org/optimizer", version=1).__name__
-polar, split, pack, gram, order, products, resident, tape, tiles = (
+polar, split, pack, gram, order, resident, tape, tiles = (
     importlib.import_module(f"{PACKAGE}.{name}") for name in (
-        "polar", "kernels.split", "kernels.pack", "kernels.gram", "kernels.order", "kernels.products",
-        "kernels.resident", "kernels.tape", "kernels.tiles"))
+        "polar", "kernels.split", "kernels.pack", "kernels.gram", "kernels.order", "kernels.resident", "kernels.tape",
+        "kernels.tiles"))
 COLUMNS = "commit gpu what stacks ranks way median_us p20_us p80_us torch triton".split()
 STEPS, WIRE, CHOOSE = polar.steps_of("polar_express"), torch.bfloat16, tiles.choose
 
@@ -159,26 +156,13 @@ def processors(shapes, ranks, device):
     """({way: function}, where all leave their results)."""
     work, results = whole_call(shapes, device)
 
-    def way(least, two):
-        resident.FROM, resident.shared = least, lambda A: two
+    def way(least):
+        resident.FROM = least
         resident._known.clear()
         tape._tapes.clear()
         work()
 
-    ways = {"launches": (1 << 30, False), "one processor": (1, False), "two processors": (1, True)}
-    return {name: partial(way, *how) for name, how in ways.items()}, results
-
-
-def segment(shapes, ranks, device):
-    """The same, by the function, which has the GPU for itself."""
-    work, results = function_call(shapes, device)
-
-    def way(takes):
-        products.takes = takes
-        tape._tapes.clear()
-        work()
-
-    return {"launches": partial(way, lambda A: False), "one launch": partial(way, products.takes)}, results
+    return {"launches": partial(way, 1 << 30), "one processor": partial(way, 1)}, results
 
 
 def gram_tiles(shapes, ranks, device):
@@ -189,7 +173,7 @@ def gram_tiles(shapes, ranks, device):
         def choose(op, *about, **more):
             return CHOOSE(op, *about, **more) if tile is None or op != "gram" or more else tile
 
-        tiles.choose = products.choose = choose
+        tiles.choose = choose
         gram._known.clear()
         tape._tapes.clear()
         work()
@@ -274,7 +258,7 @@ def same_bits(ways, results) -> None:
 
 
 WAYS = {"pieces": in_pieces} | {
-    way.__name__: way for way in (side_by_side, last_turn, ends, processors, segment, gram_tiles, symmetric, product)}
+    way.__name__: way for way in (side_by_side, last_turn, ends, processors, gram_tiles, symmetric, product)}
 
 if __name__ == "__main__":
     main()

@@ -191,15 +191,6 @@ def raw(tile) -> int:
     return compile_for("sm90", part("kernels.raw").raw_kernel, arguments, num_warps=4)
 
 
-def listed() -> int:
-    """Compile the products of a segment in one launch."""
-    boxes = {name: GLUON.format("fp16", 128, columns) for name, columns in (("x", 64), ("boxes", 64), ("squares", 128))}
-    numbers = dict.fromkeys(("matrices", "count", "products", "inner", "long", "apart"), "i32")
-    arguments = boxes | dict(order="*i32", places="*i32", factors="*fp32", scales="*fp32", counts="*i32") | numbers
-    arguments["STAGES"] = part("kernels.products").TILE.stages
-    return compile_for("sm90", part("kernels.products_sm90").products_kernel, arguments, num_warps=4)
-
-
 def resident(dtype: str) -> int:
     """Compile what follows matrices in dtype whose Gram matrices stay in shared memory."""
     squares, halves = GLUON.format("fp16", 128, 128), GLUON.format("fp16", 64, 128)
@@ -207,16 +198,6 @@ def resident(dtype: str) -> int:
         x=GLUON.format(dtype, 256, 64), one_half=halves, other_half=halves, one="*fp16", other="*fp16", apart="i32",
         scales="*fp32", steps="i32", codes="*i32", factors="*fp32", products="i32", keep="i32", EARLY=dtype == "bf16")
     return compile_for("sm90", part("kernels.resident_sm90").resident_kernel, arguments, num_warps=4)
-
-
-def cluster(of: str, middle=None, to=None) -> int:
-    """Compile the same by two processors for each: with the result as the end, or X multiplied by it, once or twice."""
-    squares, boxes = GLUON.format("fp16", 128, 128), dict(x=of, middle=middle, y=to)
-    whole = dict(z=squares, z_strip=GLUON.format("fp16", 64, 128), z_turned=GLUON.format("fp16", 128, 64))
-    arguments = {name: dtype and GLUON.format(dtype, 256, 64) for name, dtype in boxes.items()} | dict(
-        dict.fromkeys(whole) if to else whole, a=squares, scales="*fp32", ends="*fp32", powers="*fp32", steps="i32",
-        codes="*i32", factors="*fp32", products="i32", more="i32", EARLY=of == "bf16")
-    return compile_for("sm90", part("kernels.cluster_sm90").cluster_kernel, arguments, num_warps=4)
 
 
 def others(arch: str, shared: int):
@@ -262,17 +243,13 @@ def others(arch: str, shared: int):
         yield compile_for(arch, aol._rescale_kernel, dict(lengths, left=left, right=right))
     linear = dict(lengths, OUT="*fp16", a_strides=ROW_MAJOR, out_strides=ROW_MAJOR, b="fp32", a="fp32", SIDE=64)
     yield compile_for(arch, part("kernels.gram")._linear_kernel, linear)
-    yield compile_for(arch, part("kernels.products")._clear_kernel, dict(counts="*i32", size="i32", BLOCK=1024,
-                                                                         PDL=arch in ("sm90", "sm100")))
     for side, U in itertools.product((64, 128), ("*bf16", "*fp32")):
         yield from small(arch, shared, side, U)
     if arch == "sm90":
         for U, turned in (("*bf16", False), ("*bf16", True), ("*fp32", False), ("*fp32", True)):
             yield whole(U, turned)
         yield from map(raw, part("kernels.launches").RAW)
-        yield listed()
         yield from map(resident, ("fp16", "bf16"))
-        yield from itertools.starmap(cluster, (("fp16",), ("bf16", None, "fp16"), ("bf16", "fp16", "bf16")))
 
 
 def small(arch: str, shared: int, side: int, U: str):

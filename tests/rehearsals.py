@@ -249,18 +249,6 @@ def alike() -> dict:
     return {"events": events}
 
 
-def listed() -> dict:
-    """Calls whose products share launches: the first one, and another."""
-    products, polar = part("kernels.products"), part("polar")
-    products.SIDES, products.architecture, products.processors_of = range(129, 1024), lambda *_: "sm90", lambda _: 4
-    X, calls = torch.ones(4, 256, 512, dtype=torch.bfloat16), []
-    for _ in range(2):
-        begin = len(events)
-        polar.polar_factor(X, polar.steps_of("polar_express"), 1e-7, torch.float16)
-        calls.append(events[begin:])
-    return {"calls": calls, "known": part("kernels.tape").knows_triton()}
-
-
 def bits(ahead: bool = True) -> dict:
     """On a GPU: a digest of all results of first and second calls, and what was compiled for each."""
     if not ahead:

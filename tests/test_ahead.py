@@ -46,7 +46,6 @@ def test_rehearsals(tmp_path):
               "order": all_kernels_of_a_call_are_submitted_before_one_is_waited_for,
               "errors": errors_are_raised_by_the_launch, "turns": one_rehearsal_waits_for_another,
               "alike": counts_do_not_split_binaries,
-              "listed": products_that_share_a_launch_are_launched_once_for_a_segment,
               "akin": what_may_come_next_is_compiled_where_there_are_many_threads,
               "akin_alone": elsewhere_each_call_compiles_its_own,
               "fallback": without_compilation_in_threads_launches_compile}
@@ -100,18 +99,6 @@ def counts_do_not_split_binaries(found):
     pingpong = launched.count("pingpong_kernel"), compiled.count("pingpong_kernel")
     assert pingpong in ((4, 1), (0, 0))  # if this Triton has what it is written in
     assert launched.count("_tma_kernel") == 4 and compiled.count("_tma_kernel") == 1
-
-
-def products_that_share_a_launch_are_launched_once_for_a_segment(found):
-    first, second = ([name for name, _ in of("launch", events)] for events in found["calls"])
-    compiled = [name for name, _ in of("compile", found["calls"][0])]
-    assert first == second and not of("compile", found["calls"][1])
-    segments = [name for name in first if name in ("_clear_kernel", "products_kernel")]
-    if found["known"]:  # if this Triton has what it is written in
-        assert segments == ["_clear_kernel", "products_kernel"] * 2 and "single_kernel" not in first
-        assert compiled.count("products_kernel") == 1
-    else:
-        assert not segments
 
 
 def what_may_come_next_is_compiled_where_there_are_many_threads(found):

@@ -211,7 +211,7 @@ def test_another_device_is_entered_and_the_current_one_is_not(op, monkeypatch, c
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device_of", lambda X: entered.append(X) or contextlib.nullcontext())
     monkeypatch.setattr(op.polar, "polar_factor", lambda *arguments: made.append(arguments) or "O")
-    assert op._compute(X, "steps", 1e-7, None) == "O" and made == [(X, "steps", 1e-7, None, None, True)]
+    assert op._compute(X, "steps", 1e-7, None) == "O" and made == [(X, "steps", 1e-7, None, None)]
     assert entered == [X] * (current == 0)
 
 
@@ -229,11 +229,7 @@ def test_what_is_not_looked_at_again(op, optimizer, monkeypatch):
     asked, X = [], torch.randn(2, 4, 6)
     monkeypatch.setattr(op.polar, "again", lambda X, given: asked.append(given))
     first = optimizer.orthogonalize(X)
-    assert asked == [("polar_express", 5, 1e-7, None, True)]
-    with pytest.MonkeyPatch.context() as patch:  # what was launched before there were other ranks is not repeated
-        patch.setattr(torch.distributed, "is_initialized", lambda: True)
-        optimizer.orthogonalize(X)
-    assert asked.pop() == ("polar_express", 5, 1e-7, None, False)
+    assert asked == [("polar_express", 5, 1e-7, None)]
     for options in ({"eps": True}, {"eps": 0}, {"ns_steps": True}, {"ns_coefficients": (3.4445, -4.775, 2.0315)}):
         with contextlib.suppress(ValueError):
             optimizer.orthogonalize(X, **options)

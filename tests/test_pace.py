@@ -96,18 +96,17 @@ def test_a_stack_takes_less_than_its_matrices_one_by_one(optimizer):
 
 
 def test_what_stays_on_a_processor_takes_turns(optimizer):
-    """Near what was measured (docs/log.md), us, up to 66 matrices on an H100; of several long sides X X^T is launched
-    apart.
+    """Near the times measured on an H200 and an H100 (stacks.csv, "processors"), in us; of several long sides X X^T is
+    launched apart.
     """
     p, resident = pace("sm90"), part("kernels.resident")
-    measured = {(64, 256, 256): 84, (48, 256, 256): 84, (36, 256, 768): 111, (64, 256, 768): 126, (66, 256, 1024): 147,
-                (48, 256, 2048): 210, (64, 256, 2048): 244, (128, 256, 256): 133, (128, 256, 768): 194,
+    measured = {(64, 256, 256): 109, (48, 256, 256): 102, (64, 256, 768): 150, (66, 256, 1024): 165,
+                (48, 256, 2048): 208, (64, 256, 2048): 234, (128, 256, 256): 133, (128, 256, 768): 194,
                 (200, 256, 1024): 388}
     ratios = [1e-3 * p.stacks({(R, C): N}) / us for (N, R, C), us in measured.items()]
     assert .85 < min(ratios) and max(ratios) < 1.15
     assert p.stacks({(256, 768): 133}) - p.stacks({(256, 768): 132}) > 60_000, "another turn"
-    few, many = ({(256, 768): resident.FROM - 33 + more, (256, 512): 32} for more in (0, 1))  # 67 take one each
-    assert p.stacks({(256, 768): 66}) < p.stacks({(256, 768): 67}) - 15_000
+    few, many = ({(256, 768): resident.FROM - 33 + more, (256, 512): 32} for more in (0, 1))
     assert not any(p._stays(256, ((512, 32), (768, few[256, 768])))) and p._stays(256, ((512, 48),)) == (2, 12, 2)
     assert p._stays(256, ((512, 32), (768, 16))) == (2, 12, 0) and not any(p._stays(192, ((512, 48),)))
     assert p.stacks(many) > p.stacks({(256, 768): resident.FROM})

@@ -1,10 +1,9 @@
-"""Gram matrices that stay on one processor, or on two, and what follows them: programs, who takes them so, and on an
+"""Gram matrices that stay on one processor, and what follows them: programs, who takes them so, and on an
 H100 or an H200 the bits of launches. `tests/test_tiles.py` compiles the kernels without one.
 """
 from __future__ import annotations
 
 import inspect
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,18 +21,15 @@ def resident(part):
     return part("kernels.resident")
 
 
-@pytest.fixture(params=["one", "two"])
-def taken(request, resident, part, monkeypatch):
-    """Where it is for any number of matrices, by one processor or two for each; counts its launches, those from a tape
-    left out.
-    """
+@pytest.fixture
+def taken(resident, part, monkeypatch):
+    """Where it is for any number of matrices; counts its launches, those from a tape left out."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs sm90")
     launch, calls = resident.follow, []
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
     monkeypatch.setattr(resident, "FROM", 1)
     monkeypatch.setattr(resident, "_known", {})
-    monkeypatch.setattr(resident, "shared", lambda A: request.param == "two")
     monkeypatch.setattr(resident, "follow", lambda *arguments: calls.append(1) or launch(*arguments))
     paths.forget(part("polar"), monkeypatch)
     return calls
@@ -68,7 +64,7 @@ def played(codes, factors, keep, A):
         addends = [held[first] if first < 2 else kept[1]]
         addends += [held[1] if second == 1 else kept[2]] if second else []
         addends += [held[0]] if third else []
-        assert all(kept[k] is settled for k, place in ((1, first), (2, second)) if place == 2), "by two processors"
+        assert all(kept[k] is settled for k, place in ((1, first), (2, second)) if place == 2), "in memory"
         assert bool(diagonal) <= bool(code >> 13 & 1), "I is added where the code says so"
         result = alpha * held[code & 1] @ held[code >> 1 & 1] + diagonal * eye
         result += sum(beta * addend for beta, addend in zip(betas, addends, strict=False))
@@ -107,8 +103,8 @@ def test_who_goes_through_it(resident, part, monkeypatch):
         A, Q = (torch.empty(N, n, pitch, dtype=dtype)[:, :, :n] for _ in "12")
         return resident.fits(A, Q, segment, pair)
 
-    assert (len(three), len(two)) == (3, 2) and fits(36, 256, three, pair) and fits(200, 193, two, last)
-    assert not (fits(35, 256, three, pair) or fits(200, 192, two, last) or fits(200, 257, two, last))
+    assert (len(three), len(two)) == (3, 2) and fits(48, 256, three, pair) and fits(200, 193, two, last)
+    assert not (fits(47, 256, three, pair) or fits(200, 192, two, last) or fits(200, 257, two, last))
     assert not fits(80, 256, three, None) and not fits(80, 256, three, pair, BF16)
     linear = ((1.5, -0.5, 0.0), *three[1:])
     assert not fits(80, 256, linear, pair) and not fits(80, 256, (three[0], *three), pair)
@@ -125,9 +121,7 @@ def test_gram_matrices_of_one_long_side_are_computed_there(resident, part, monke
     expected, results, calls = [torch.empty_like(u) for u in U], [torch.empty_like(u) for u in U], []
     iteration.iterate([*zip(U, expected)], steps, 1e-7, torch.float32, 3)
 
-    def follow(steps, A, Q, Z, T, long, onward):
-        (segment, pair), = steps
-        assert not onward
+    def follow(segment, pair, A, Q, Z, T, long):
         calls.append(long is not None)
         if long is not None:
             A.fill_(float("nan"))
@@ -135,41 +129,11 @@ def test_gram_matrices_of_one_long_side_are_computed_there(resident, part, monke
         return part("segment").follow(segment, pair, A, Q, Z, T)
 
     monkeypatch.setattr(resident, "fits", lambda A, Q, segment, pair: len(segment) > 1)
-    monkeypatch.setattr(resident, "applies", lambda A, Y: False)
     monkeypatch.setattr(resident, "follow", follow)
     iteration.iterate([*zip(U, results)], steps, 1e-7, torch.float32, 3)
     assert calls[0] == whole and all(map(torch.equal, results, expected))
 
 
-@pytest.mark.parametrize("name, takes, made", [
-    ("polar_express", (True, True), [2]), ("polar_express", (True, False), [1, 0]),
-    ("polar_express", (False, True), [0, 1]), ("turbo", (True, True), [0, 1])], ids=str)
-def test_what_follows_is_multiplied_by_x_in_the_same_launch(resident, part, monkeypatch, name, takes, made):
-    """Where Y is what it takes; so whole segments go into one launch, two at most."""
-    iteration, steps = part("iteration"), part("steps").steps_of(name)
-    U, calls = torch.randn(3, 16, 48), []
-    expected, result = torch.empty_like(U), torch.empty_like(U)
-    iteration.iterate([(U, expected)], steps, 1e-7, torch.float32, 3)
-    gram, product = part("kernels.gram").gram, part("kernels.gram").product
-
-    def follow(steps, A, Q, Z, T, long, onward):
-        calls.append(len(onward))
-        X, scales = long or (None, None)
-        for (segment, pair), (Y, ends, *_) in zip(steps, onward or [(None, None, None)]):
-            if X is not None:
-                gram(X, A, scales)
-            Q, Z, T = part("segment").follow(segment, pair, A, Q, Z, T)
-            if Y is not None:
-                X, scales = product(Q, X, Y, ends), None
-        if onward:
-            Q.fill_(float("nan"))
-        return Q, Z, T
-
-    monkeypatch.setattr(resident, "fits", lambda A, Q, segment, pair: len(segment) > 1)
-    monkeypatch.setattr(resident, "applies", lambda A, Y: takes[Y.data_ptr() == result.data_ptr()])
-    monkeypatch.setattr(resident, "follow", follow)
-    iteration.iterate([(U, result)], steps, 1e-7, torch.float32, 3)
-    assert calls == made and torch.equal(result, expected)
 
 @pytest.mark.parametrize("n", [193, 200, 256])
 def test_what_a_launch_is_told(resident, part, monkeypatch, n):
@@ -179,10 +143,9 @@ def test_what_a_launch_is_told(resident, part, monkeypatch, n):
     kernel, launched = part("kernels.resident_sm90").resident_kernel, []
     monkeypatch.setattr(kernel, "launch", lambda *arguments, **options: launched.append(arguments))
     monkeypatch.setattr(resident, "_known", {})
-    monkeypatch.setattr(resident, "shared", lambda A: False)
     A, Q, Z, T = torch.empty(4, 3, n, 256, dtype=F16)[..., :n]  # as on a GPU
-    for step in segments(part, "polar_express", n)[:2]:
-        result, *others = resident.follow([step], A, Q, Z, T)
+    for segment, pair in segments(part, "polar_express", n)[:2]:
+        result, *others = resident.follow(segment, pair, A, Q, Z, T)
         assert result is Z and {id(t) for t in others} == {id(Q), id(T)}
         programs, _, *arguments = launched.pop()
         names = list(inspect.signature(kernel.function).parameters)
@@ -198,66 +161,11 @@ def test_what_a_launch_is_told(resident, part, monkeypatch, n):
         assert (told["x"].base, told["steps"], told["EARLY"]) == (A, 0, False), "nothing is multiplied"
     for dtype, scales in ((F16, None), (BF16, torch.ones(3))):
         X = torch.empty(3, n, 320, dtype=dtype)[..., :300]
-        resident.follow(segments(part, "polar_express", n)[:1], A, Q, Z, T, (X, scales))
+        resident.follow(*segments(part, "polar_express", n)[0], A, Q, Z, T, (X, scales))
         told = dict(zip(names, launched.pop()[2:]))
         assert told["x"].base is X and told["x"].block_shape == [1, 256, 64] and told["steps"] == 5
         assert told["EARLY"] == (dtype == BF16), "what was cast or multiplied is by the launch before"
         assert told["a"].base is A and (told["scales"] is scales if dtype == BF16 else torch.all(told["scales"] == 1))
-
-
-def test_what_a_launch_by_two_processors_is_told(resident, part, monkeypatch):
-    if reason := paths.why_no_triton():
-        pytest.skip(reason)
-    kernel, launched = part("kernels.cluster_sm90").cluster_kernel, []
-    monkeypatch.setattr(kernel, "launch", lambda *arguments, **options: launched.append((arguments, options)))
-    monkeypatch.setattr(resident, "_known", {})
-    monkeypatch.setattr(resident, "shared", lambda A: True)
-    names, steps = list(inspect.signature(kernel.function).parameters), segments(part, "polar_express")[:2]
-    A, Q, Z, T = torch.empty(4, 3, 256, 256, dtype=F16)
-
-    def told(count, long=None, onward=()):
-        result, *others = resident.follow(steps[:count], A, Q, Z, T, long, onward)
-        assert result is Z and {id(t) for t in others} == {id(Q), id(T)}
-        (programs, _, *arguments), options = launched.pop()
-        assert programs == 3 and len(arguments) == len(names) and options["cluster"] == 2
-        return dict(zip(names, arguments))
-
-    def boxes(found, *these):
-        return [found[name] and (found[name].base, found[name].block_shape[1:]) for name in these]
-
-    found = told(1)
-    assert boxes(found, "z", "z_strip", "z_turned") == [(Z, [128, 128]), (Z, [64, 128]), (Z, [128, 64])]
-    assert boxes(found, "a", "middle", "y") == [(A, [128, 128]), None, None] and found["steps"] == found["more"] == 0
-    X, scales = torch.empty(3, 256, 304, dtype=BF16)[..., :300], torch.ones(3)
-    Y, out = torch.empty(3, 256, 320, dtype=F16)[..., :300], torch.empty(3, 256, 304, dtype=BF16)[..., :300]
-    found = told(1, (X, scales), [(Y, scales, 2 * scales)])
-    assert boxes(found, "x", "z", "middle", "y") == [(X, [256, 64]), None, None, (Y, [256, 64])]
-    assert (found["steps"], found["more"], found["EARLY"]) == (5, 0, True) and torch.all(found["powers"] == 2)
-    found = told(2, (X, scales), [(Y, scales, None), (out, None, None)])
-    assert boxes(found, "x", "middle", "y") == [(X, [256, 64]), (Y, [256, 64]), (out, [256, 64])]
-    assert (found["products"], found["more"], len(found["codes"])) == (8, 4, 12) and torch.all(found["powers"] == 1)
-
-
-def test_the_launcher_is_told_of_the_cluster(part):
-    """And the compiler is not."""
-    launched, told = [], []
-
-    class Compiled:
-        packed_metadata = 4, 1, 99
-
-        def __getitem__(self, grid):
-            return lambda *arguments: launched.append((grid, self.packed_metadata, arguments))
-
-    def run(*arguments, grid, warmup, **options):
-        told.append((warmup, options))
-        return Compiled()
-
-    kernel = part("kernels").jit(lambda: None)
-    kernel.make = lambda: SimpleNamespace(run=run)
-    for argument in (7, 8):
-        kernel.launch(3, "key", argument, cluster=2, num_warps=4)
-    assert launched == [((3, 1, 1), (4, 2, 99), (argument,)) for argument in (7, 8)]
-    assert told == [(True, {"num_warps": 4})]
 
 
 @on_gpu
@@ -276,7 +184,7 @@ def test_the_bits_are_those_of_launches(taken, resident, part, N, n, name):
             squares = rooms(part, N, n)
             squares[0].copy_(A)
             assert resident.fits(*squares[:2], segment, pair)
-            result, *_ = resident.follow([(segment, pair)], *squares)
+            result, *_ = resident.follow(segment, pair, *squares)
             assert torch.equal(result, expected)
     assert len(taken) >= 3
 
@@ -299,7 +207,7 @@ def test_gram_matrices_have_the_bits_of_launches(taken, resident, part, N, n, m,
         for _ in range(3):
             squares = rooms(part, N, n)
             squares[0].copy_(given)
-            result, *_ = resident.follow([(segment, pair)], *squares, (X, scales))
+            result, *_ = resident.follow(segment, pair, *squares, (X, scales))
             torch.testing.assert_close(result, expected, rtol=0.0, atol=0.0, equal_nan=True)
     assert taken and (N < 3 or expected[-1].isnan().any()) and expected[0].isfinite().all()
 

@@ -64,7 +64,6 @@ def products(device, size) -> None:
             raw(gram, device, n, m)
             in_pairs(gram, groups[1], device)
             resident(device)
-            listed(device)
     for dtype, tile, *few in found:
         X, A, out = padded(2, n, m, dtype, device), padded(2, n, n, dtype, device), padded(2, n, n, dtype, device)
         with tiles.force(tile), processors(*few):
@@ -93,39 +92,15 @@ def raw(gram, device, n, m) -> None:
 
 
 def resident(device) -> None:
-    """Gram matrices that stay in shared memory, of one processor or of two, and what follows them: a pair, and a step
-    before one.
-    """
+    """Gram matrices that stay in shared memory, and what follows them: a pair, and a step before one."""
     module, steps = part("kernels.resident"), part("steps").steps_of("polar_express")
-    real, pairs = module.shared, [*zip(steps.segments(), steps.pairs())]
     raw = padded(2, 200, 500, torch.bfloat16, device)
     squares = [(1e-3 * torch.randn(2, 256, 256, device=device)).to(HALF)[:, :200, :200] for _ in range(4)]
-    for two in (False, True):
-        module.shared = lambda A, two=two: two
-        module._known.clear()
-        for pair in pairs:
-            module.follow([pair], *squares)
-            for X in (padded(2, 200, 500, HALF, device), raw):
-                module.follow([pair], *squares, (X, None))
-    Y, out = padded(2, 200, 500, HALF, device), padded(2, 200, 500, torch.bfloat16, device)
-    module.follow(pairs[:1], *squares, (raw, None), [(Y, None, None)])
-    module.follow(pairs[:2], *squares, (raw, None), [(Y, None, None), (out, None, None)])
-    module.shared = real
-
-
-def listed(device) -> None:
-    """The products of a segment in one launch, of a few turns of few programs and of many."""
-    module, segment = part("kernels.products"), part("segment")
-    steps = part("steps").steps_of("polar_express")
-    every = (1e-3 * torch.randn(15, 256, 320, device=device)).to(HALF)
-    A, X = every[:3, :, :256], every[12:, :, :300]
-    for count in (2, None):
-        with processors(count):
-            module._known.clear()
-            for pair in zip(steps.segments(), steps.pairs()):
-                for given in ((), (X, torch.ones(3, device=device))):
-                    module.take(segment._listed(*pair)[0], A, torch.empty_like(A), *given)
     module._known.clear()
+    for segment, pair in zip(steps.segments(), steps.pairs()):
+        module.follow(segment, pair, *squares)
+        for X in (padded(2, 200, 500, HALF, device), raw):
+            module.follow(segment, pair, *squares, (X, None))
 
 
 @contextlib.contextmanager
@@ -277,18 +252,13 @@ def hand_over_apart(report: list[str]) -> list[str]:
 
 
 def hand_overs() -> set[str]:
-    """file:line of each call of warp_specialize in the kernels, and of its kernel's `def`, for what Triton adds; and of
-    the barrier of a cluster, with which what is handed over ends there: what Triton adds behind it has its last line.
-    The barrier itself neither reads nor writes memory.
-    """
+    """file:line of each call of warp_specialize in the kernels, and of its kernel's `def`, for what Triton adds."""
     found = set()
     for path in Path(part("kernels").__file__).parent.glob("*.py"):
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef):
                 calls = [node for node in ast.walk(function) if getattr(node, "attr", "") == "warp_specialize"]
                 found |= {f"{path.name}:{node.lineno}" for node in (*calls, *([function] if calls else []))}
-                if (path.name, function.name) == ("hands.py", "meet"):
-                    found.add(f"hands.py:{function.end_lineno}")
     return found
 
 

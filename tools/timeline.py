@@ -22,8 +22,8 @@ from pathlib import Path
 
 STEP = "step"
 SOURCES = Path(__file__).resolve().parent.parent / "torch-ext" / "optimizer" / "kernels"
-PRODUCTS = {"chain", "cluster_sm90", "cluster_x", "cooperative", "gram", "gram_sm90", "on_chip", "pingpong",
-            "products_sm90", "raw", "resident_sm90", "ring", "single", "squares"}
+PRODUCTS = {"chain", "cooperative", "gram", "gram_sm90", "on_chip", "pingpong", "raw", "resident_sm90", "ring",
+            "single", "squares"}
 OTHERS = {  # kind -> names of kernels and operators that are not this package's; the first kind that fits is taken
     "wire": re.compile(r"nccl|^c10d::|^gloo:|^_c10d|all_?to_?all|all_?gather|all_?reduce|reduce_?scatter", re.I),
     "products": re.compile(r"gemm|cutlass|cublas|xmma|wgmma|nvjet|^Cijk_|^aten::(mm|bmm|addmm|baddbmm)$", re.I),

@@ -15,7 +15,7 @@ from .kernels import capturing, on_chip, resident
 from .kernels.aol import aol, scale_columns, scale_rows
 from .kernels.gram import takes_raw
 from .long_side import LINE, LongSide
-from .segment import follow, follow_at_once, polynomial, shares_a_launch
+from .segment import follow, polynomial
 
 LARGE = 3072  # short sides from here on fill a GPU alone (measured on an H200, docs/log.md)
 MANY = 160_000_000  # numbers of all matrices up to which `gain_side_by_side` is true
@@ -66,12 +66,12 @@ def gain_side_by_side(shapes) -> bool:
     return max(n for n, _ in shapes) < LARGE and sum(n * m for n, m in shapes) <= MANY
 
 
-def iterate_all(stacks, steps, eps: float, dtype: torch.dtype, memory=None, whole_gpu=False) -> None:
+def iterate_all(stacks, steps, eps: float, dtype: torch.dtype, memory=None) -> None:
     """`iterate` each of stacks (members, most steps between restarts): side by side, in a CUDA graph, if `memory` is
     enough for all of them together; else one after the other, in the same memory.
     """
     device, lent = stacks[0][0][0][0].device, _divided(stacks, dtype, memory)
-    works = [functools.partial(iterate, members, steps, eps, dtype, most, own, whole_gpu)
+    works = [functools.partial(iterate, members, steps, eps, dtype, most, own)
              for (members, most), own in zip(stacks, lent or itertools.repeat(memory))]
     if lent and capturing(device):
         return _side_by_side(works, device)
@@ -116,13 +116,13 @@ def _streams(device, count) -> list:
     return [torch.cuda.Stream(device) for _ in range(count)]
 
 
-def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=None, whole_gpu=False) -> None:
+def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=None) -> None:
     """Orthogonalize each U (N, n, m), n <= m, of members (U, out) into out; n is the same for all.
 
     They may be the same memory, and each a Split. `steps`: a `steps.Steps`; `dtype`: that of products; `most`: steps
     between restarts, 1 in the standard iteration, more in the Gram iteration; `memory`: three flat uint8 tensors of the
     bytes that `takes` says for all matrices together, the first of two equal parts, the second, and the rest; None for
-    new memory. `whole_gpu`: launches may want all processors at once.
+    new memory.
     """
     kinds = _by_kind(members, steps, dtype, most)
     counts = [sum(len(U) for U, _ in group) for group in kinds.values()]
@@ -143,8 +143,8 @@ def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=No
         part.begin(eps, factors, lengths)
     cut = dtype, most, n
     segments = [*zip(steps.segments(*cut), steps.pairs(*cut))]
-    P = _iteration(parts, squares, segments, lengths, row_scales, whole_gpu)
-    for part in parts if P is not None else ():
+    P = _iteration(parts, squares, segments, lengths, row_scales)
+    for part in parts:
         part.finish(P)
 
 
@@ -165,23 +165,21 @@ def _factors(memory, N, n):
     return lengths.view(N, 2, n), scales.view(N, n)
 
 
-def _iteration(parts, squares, segments, lengths, scales, whole_gpu):
-    """X <- Q X, segment by segment; return the last Q, yet to be applied, or None if it is.
+def _iteration(parts, squares, segments, lengths, scales):
+    """X <- Q X, segment by segment; return the last Q, yet to be applied.
 
     segments: triples, and the pair that the last two are taken as, or None. squares: A and Q, and for more than a step
     at a time Z and T. scales (N, n): room for those of A (AOL), by the `lengths` of rows, which X has yet to get; None
-    where there are none. whole_gpu: whether products may share a launch, whose counts lie where X will be written.
+    where there are none.
     """
-    (A, Q, *others), ways, number = squares, [], 0
-    while number < len(segments):
-        if number and not ways:
+    A, Q, *others = squares
+    for number, (segment, pair) in enumerate(segments):
+        if number:
             _multiply(parts, Q, scales if number == 1 else None)
-        (segment, pair), ways = segments[number], []
-        stays = resident.fits(A, Q, segment, pair)
-        at_once = whole_gpu and shares_a_launch(segment, A)
-        scaled = not number and scales is not None
-        long = (parts[0].X, parts[0].scales) if len(parts) == 1 and not scaled else None
-        if long is None or not (stays or at_once):
+        stays, scaled = resident.fits(A, Q, segment, pair), not number and scales is not None
+        # the kernel that keeps A in shared memory computes X X^T, too
+        long = (parts[0].X, parts[0].scales) if stays and len(parts) == 1 and not scaled else None
+        if long is None:
             _restart(parts)
         if scaled:
             aol(A, lengths, scales)
@@ -190,27 +188,11 @@ def _iteration(parts, squares, segments, lengths, scales, whole_gpu):
         elif len(segment) == 1:
             polynomial(A, segment[0], Q)
         elif stays:
-            ways = _ways(parts[0], segments[number:], A, Q) if long else []
-            Q, *others = resident.follow(segments[number:][:len(ways) or 1], A, Q, *others, long, ways)
-        elif at_once:
-            Q, *others = (squares[name] for name in follow_at_once(segment, pair, A, parts[0].Y, *long or ()))
+            Q, *others = resident.follow(segment, pair, A, Q, *others, long)
         else:
             Q, *others = follow(segment, pair, A, Q, *others)
-        number += len(ways) or 1
     _scale(parts, scales if len(segments) == 1 else None)
-    return None if ways else Q
-
-
-def _ways(part, segments, A, Q) -> list:
-    """What `resident.follow` is to write of the next products with X, two at most: that is X from now on."""
-    ways = []
-    for segment, pair in segments[:2]:
-        way = part.ahead(last=len(ways) + 1 == len(segments))
-        if not (resident.fits(A, Q, segment, pair) and resident.applies(A, way[0])):
-            break
-        ways.append(way)
-        part.move()
-    return ways
+    return Q
 
 
 def _multiply(parts, P, scales) -> None:

@@ -55,19 +55,8 @@ class LongSide:
     def multiply(self, P) -> None:
         """X <- P X."""
         product(P[self.rows], self.X, self.Y, *self.later or (self.scales,))
-        self.move()
-
-    def move(self) -> None:
-        """X has been multiplied: it is what was written."""
         self.X, self.Y, self.room = self.Y, self.room, self.Y
         self.scales, self.later = None, ()
-
-    def ahead(self, last: bool) -> tuple:
-        """Return what the next product with X, which may be the last one, writes: a tensor or None, scales, powers."""
-        if not last:
-            return self.Y, *(self.later or (self.scales, None))
-        (_, out), *more = self.members
-        return None if more else out, self.scales, None
 
     def finish(self, P) -> None:
         """out <- P X."""

@@ -1,14 +1,13 @@
 """`orthogonalize` as an operator of torch: opaque to torch.compile and export, capturable in a CUDA graph.
 
-Decides: the operator's schema, its shape without data, that it has no gradient, and whether it may have the whole GPU.
-Must not know: how a polar factor is computed.
+Decides: the operator's schema, its shape without data, and that it has no gradient. Must not know: how a polar factor
+is computed.
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch.autograd import forward_ad
 
 from . import polar
@@ -21,13 +20,8 @@ SCHEMA = "orthogonalize(Tensor X, float[] triples, bool aol, float eps, ScalarTy
 def _compute(X, steps, eps, dtype, given=None):
     if _is_elsewhere(X):
         with torch.cuda.device_of(X):  # to enter and leave takes longer than to ask
-            return polar.polar_factor(X, steps, eps, dtype, given, _has_whole_gpu())
-    return polar.polar_factor(X, steps, eps, dtype, given, _has_whole_gpu())
-
-
-def _has_whole_gpu() -> bool:
-    """Say whether no messages of other ranks may want processors meanwhile."""
-    return not (dist.is_available() and dist.is_initialized())
+            return polar.polar_factor(X, steps, eps, dtype, given)
+    return polar.polar_factor(X, steps, eps, dtype, given)
 
 
 def _is_elsewhere(X) -> bool:
@@ -117,7 +111,7 @@ def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_expr
     NotImplementedError, reverse mode inside torch.func RuntimeError. ValueError names what is wrong with X or an
     option.
     """
-    given = ns_coefficients, ns_steps, eps, dtype, _has_whole_gpu()
+    given = ns_coefficients, ns_steps, eps, dtype
     plain = _is_plain(X)
     usual = plain and (type(ns_coefficients), type(ns_steps), type(eps)) == (str, int, float)  # True is no 1 here
     if usual and not _is_elsewhere(X) and (out := polar.again(X, given)) is not None:

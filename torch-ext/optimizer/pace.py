@@ -30,9 +30,7 @@ def table(arch: str) -> dict:
     bytes moved per element, of bf16 that is cast, or not: kernels/raw_norm.py), `overlap_us` (by which a product begins
     before the launch before it ends), `on_chip_us` (of a small matrix in one program: and per column), `chain_us` (the
     same of chain.py), `follow_us` (of what follows Gram matrices in one program: of up to 64 rows, of more),
-    `resident_us` (of that in resident.py: per launch, per product, and per column of what is multiplied first),
-    `cluster_us` (of all but the norms where matrices have two processors: first, per product, per column of each; of an
-    H100).
+    `resident_us` (of that in resident.py: per launch, per product, and per column of what is multiplied first).
     """
     path = tiles.TABLES / f"{arch}_pace.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -99,9 +97,6 @@ class Pace:
             raw = n in RAW_SIDES and made["gram"] > 1 and not self.steps.aol  # of bf16, as on the wire
             moved = count * n * m * norm["raw_bytes" if raw else "bytes"]
             us += norm["launch_us"] + moved / self.table["copy_gbps"] / 1e3
-            if grams == made["gram"] and 2 * count <= self.processors:
-                first, product, column = self.table["cluster_us"]
-                return us + first + product * products + column * count * m
             us += (made["gram"] - grams) * self._product_us("gram", n, m, count)
             us += made["product"] * self._product_us("product", n, m, count)
             if made["product"] == len(self.steps.triples):  # the standard iteration shares none

@@ -90,14 +90,13 @@ def check(X: torch.Tensor, eps: float = 0.0, dtype: torch.dtype | None = None) -
 
 
 def polar_factor(X: torch.Tensor, steps: Steps, eps: float, dtype: torch.dtype | None = None,
-                 given: Hashable = None, whole_gpu: bool = True) -> torch.Tensor:
+                 given: Hashable = None) -> torch.Tensor:
     """Return the polar factor of every matrix of X (..., R, C), contiguous, in X's dtype; see `op.orthogonalize`.
-    `given`: what the rest stands for, if `again` is to know it. `whole_gpu`: launches may want all processors at once;
-    what else would run beside them waits.
+    `given`: what the rest stands for, if `again` is to know it.
     """
     out = torch.empty_like(X, memory_format=torch.contiguous_format)
     if X.numel():
-        pairs, options = lambda: [(_in_a_row(X), out.view(-1, *X.shape[-2:]))], (steps, eps, dtype, whole_gpu)
+        pairs, options = lambda: [(_in_a_row(X), out.view(-1, *X.shape[-2:]))], (steps, eps, dtype)
         kind = _polar((X, out), pairs, options, alone=True)
         if given is not None and kind is not None and forced() is None:
             _remember(_again(X, given), kind)
@@ -170,7 +169,7 @@ def orthogonalize_(stacks: Sequence[torch.Tensor | Split], steps: Steps, eps: fl
                            "(model.to_empty() and an initialization)")
     if stacks:
         into = into or stacks
-        _polar((*stacks, *into), lambda: list(zip(stacks, into)), (steps, eps, dtype, False), memory)
+        _polar((*stacks, *into), lambda: list(zip(stacks, into)), (steps, eps, dtype), memory)
 
 
 class _Kind:
@@ -187,7 +186,7 @@ _kinds: dict = {}  # what decides about launches, or is given with a tensor -> _
 
 def _polar(tensors, pairs, options, memory=None, alone=False):
     """Orthogonalize each U into its out, which may be U: `pairs()` of views of `tensors`. Only launches write to out,
-    so a rehearsal leaves it alone. `options`: steps, eps, dtype, whole_gpu; `alone`: one stack, whose out is new, and
+    so a rehearsal leaves it alone. `options`: steps, eps, dtype; `alone`: one stack, whose out is new, and
     others that are akin may well follow. Return what stands for such calls, if this one came from a tape.
     """
     device = tensors[0].device
@@ -234,7 +233,7 @@ def _launch_akin(U, options):
     long ones, which may take another iteration; beside square ones, also what is four times as long. For rehearsals: U
     is spoiled.
     """
-    (steps, _, dtype, _), (N, R, C) = options, U.shape
+    (steps, _, dtype), (N, R, C) = options, U.shape
     n, own = min(R, C), products_dtype(dtype, U.device)
     stacks = [U, U.view(N, C, R)]
     if R == C > on_chip.LARGEST and U.nbytes <= AKIN:  # rows that lie in each other, for nobody reads them
@@ -247,18 +246,18 @@ def _launch_akin(U, options):
 @torch.no_grad()
 def _launch(pairs, options, memory=None, room=None, most=None):
     """In `memory` (`iterate`'s) and `room` (`on_chip.polar`'s), None for new; `most`: see `_sorted`."""
-    (steps, eps, _, whole_gpu), (chips, stacks, own) = options, _sorted(pairs, options, most)
+    (steps, eps, _), (chips, stacks, own) = options, _sorted(pairs, options, most)
     for U, out in chips:
         on_chip.polar(U, out, steps.segments(own, n=U.shape[1]), eps, own, room)
     if stacks:
-        iterate_all(stacks, steps, eps, own, memory, whole_gpu)
+        iterate_all(stacks, steps, eps, own, memory)
 
 
 def _sorted(pairs, options, most=None):
     """(pairs that `on_chip` takes, stacks that `iterate_all` takes, the dtype of products). The short side comes first
     from here on. `most`: steps between restarts, None for what is best.
     """
-    steps, _, dtype, _ = options
+    steps, _, dtype = options
     chips, together, own = [], {}, products_dtype(dtype, pairs[0][0].device)
     for U, out in pairs:
         if U.numel() == 0:

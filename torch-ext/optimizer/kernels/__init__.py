@@ -117,9 +117,8 @@ class jit:
         run = functools.partial(made.run, grid=grid, warmup=True) if here.rehearsing else made[grid]
         return functools.partial(run, enable_fp_fusion=True)
 
-    def launch(self, programs: int, key, *arguments, cluster: int = 1, **options) -> None:
-        """Launch so many programs, or clusters of programs; `arguments` are all of the kernel's, constants too, in its
-        order.
+    def launch(self, programs: int, key, *arguments, **options) -> None:
+        """Launch so many programs; `arguments` are all of the kernel's, constants too, in its order.
 
         `key` stands for what decides about the binary: the device, types, alignments, constants, and numbers that are 1
         or multiples of 16. From the second launch with it on, Triton does not look at that again, which would take
@@ -132,15 +131,14 @@ class jit:
             return
         if compiled is None:
             with _compiling:
-                compile_ready = self._clustered if cluster > 1 else self._ready
-                compiled = self.compiled[key] = compile_ready(cluster, *arguments, **options)
+                compiled = self.compiled[key] = self._ready(*arguments, **options)
         if compiled is None:  # the interpreter compiles nothing
             self[programs, 1, 1](*arguments, **options)
         else:
             compiled[programs, 1, 1](*arguments)
         tape.note(compiled, programs, arguments)
 
-    def _ready(self, _, *arguments, **options):
+    def _ready(self, *arguments, **options):
         """Return the compiled kernel with its launcher and its binary loaded; None in the interpreter.
 
         Triton's own first launch sets the launcher first: another thread that launches the kernel before its binary is
@@ -150,15 +148,6 @@ class jit:
         compiled = self.make().run(*arguments, grid=(1, 1, 1), warmup=True, **options)
         if compiled is not None:
             compiled._init_handles()
-        return compiled
-
-    def _clustered(self, cluster, *arguments, **options):
-        """Compile, and have the launcher told of clusters, of which the compiler, whose layouts they would change, need
-        not know.
-        """
-        compiled = self.make().run(*arguments, grid=(1, 1, 1), warmup=True, **options)
-        warps, _, *rest = compiled.packed_metadata
-        compiled.packed_metadata = warps, cluster, *rest
         return compiled
 
     def make(self):

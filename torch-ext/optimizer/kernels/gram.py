@@ -127,12 +127,6 @@ def _direction(op) -> int:
     return _before
 
 
-def ended() -> None:
-    """Others than `_launch` have taken the matrices, from the first on."""
-    global _before
-    _before = 1
-
-
 def _choose(op, A, columns_of_b, out, addends, factors):
     """A tile for `_launch_by_pointers`, or a bound launch by TMA."""
     if A.dtype != columns_of_b.dtype:

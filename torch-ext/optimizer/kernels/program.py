@@ -49,7 +49,7 @@ def has_diagonal(code):
 
 @gluon_jit
 def settles(code):
-    """Whether what was kept or lent before is in memory afterwards; or what U has is kept."""
+    """Whether what was kept or lent before is in memory afterwards."""
     return (code >> 14 & 1) != 0
 
 

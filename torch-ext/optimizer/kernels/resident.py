@@ -1,10 +1,8 @@
-"""Gram matrices of 193 to 256 rows and what follows them, a matrix on one processor, or on two: from its first product
-to its last two matrices stay in shared memory, where a launch for each product would read and write all of them. For
-sm90.
+"""Gram matrices of 193 to 256 rows and what follows them, a matrix on one processor: from its first product to its last
+two matrices stay in shared memory, where a launch for each product would read and write all of them. For sm90.
 
 Decides: which products are taken so, one after another, and where their operands lie. Must not know: what the numbers
-mean; iteration.py and pairs.py do. resident_sm90.py computes them, and cluster_sm90.py where there are processors
-enough, which multiplies X, too.
+mean; iteration.py and pairs.py do. resident_sm90.py computes them.
 """
 from __future__ import annotations
 
@@ -12,8 +10,7 @@ import functools
 
 import torch
 
-from . import has_pdl, look, processors_of, ring
-from .cluster_sm90 import cluster_kernel
+from . import has_pdl, look, ring
 from .gram_sm90 import addressable
 from .resident_sm90 import resident_kernel
 from .ring import blank, filled
@@ -22,7 +19,9 @@ from .tiles import architecture
 
 SIDE, STEP = 128, 64  # of a square, and of the long side of what is multiplied at a time
 SIDES = range(193, 257)  # of matrices whose three squares fit the memory of one
-FROM = 36  # matrices: fewer do not fill the GPU, and take longer than launches (docs/log.md)
+# Fewer matrices leave processors idle and take longer than launches: on an H200 40 x 256 x 768 takes 5 % longer by one
+# processor each, 48 x 256 x 2048 1 % less, 48 x 256 x 256 7 % less (benchmarks/results/stacks.csv, "processors").
+FROM = 48
 U, V, KEPT = 0, 1, 2  # where an addend lies: in a matrix in shared memory, or in what was kept
 NOTHING, KEEP_ONE, KEEP_OTHER, LEND, END = range(5)  # what becomes of a result beside
 MIRROR, BORROW, DIAGONAL, SETTLE = 1 << 11, 1 << 12, 1 << 13, 1 << 14  # see `_code`
@@ -41,43 +40,31 @@ def fits(A: torch.Tensor, Q: torch.Tensor, segment, pair) -> bool:
     return on_sm90 and A.stride(0) >= 3 * SIDE * SIDE and addressable(A, Q) and knows_triton()
 
 
-def shared(A: torch.Tensor) -> bool:
-    """Say whether each of these matrices has two processors."""
-    return 2 * len(A) <= processors_of(A.device)
-
-
-def applies(A: torch.Tensor, Y) -> bool:
-    """Say whether `follow` multiplies X (N, n, m) by what it makes of Gram matrices A, too, for Y like this."""
-    return shared(A) and isinstance(Y, torch.Tensor) and Y.element_size() == 2 and addressable(Y)
-
-
-def follow(steps, A: torch.Tensor, Q: torch.Tensor, Z: torch.Tensor, T: torch.Tensor, long=None, onward=()) -> tuple:
-    """Do what iteration.py's `_follow` does for a segment and its pair, `steps[0]`, to the last bit. Return the result,
-    one of Q, Z and T, and the other two; all (N, n, n), alike, of which only A is read.
+def follow(segment, pair, A: torch.Tensor, Q: torch.Tensor, Z: torch.Tensor, T: torch.Tensor, long=None) -> tuple:
+    """Do what segment.py's `follow` does, to the last bit. Return the result, one of Q, Z and T, and the other two; all
+    (N, n, n), alike, of which only A is read.
 
     `long`, X (N, n, m) and its scales or None: do `gram(X, A, scales)` before that, but write nothing to A, of which
     then is read what the scales leave out. X is addressable and in 16 bits; in another dtype than A it was there before
-    the last launch began. `onward`, [(Y, scales, powers or None)]: do `product(result, X, Y, scales, powers)` after it,
-    but write no result; and all that with Y in place of X for `steps[1]`, if there are two.
+    the last launch began.
     """
-    (X, scales), ways = long or (None, None), [Y for Y, *_ in onward]
-    key = look(A, Z, T, Q, *([] if X is None else [X]), *ways), len(ways)
+    X, scales = long or (None, None)
+    key = look(A, Z, T, Q, *([] if X is None else [X]))
     known = _known.get(key)
     if known is None:
-        known = _known[key] = (_Shared if shared(A) else _Launch)(A, Z, X, ways)
-    one = ones(len(A), A.device)
-    factors = [one if factor is None else factor for factor in (scales, *(onward[0][1:] if onward else (None, None)))]
-    known((A if X is None else X, A, Z, T, Q), ways, factors, _programs(tuple(steps), A.device))
+        known = _known[key] = _Launch(A, Z, X)
+    scales = ones(len(A), A.device) if scales is None else scales
+    known((A if X is None else X, A, Z, T, Q), scales, _placed(tuple(segment[:-2]), pair, A.device))
     return Z, Q, T
 
 
-_known: dict = {}  # what decides about a launch -> _Launch or _Shared
+_known: dict = {}  # what decides about a launch -> _Launch
 
 
 class _Launch:
     """A launch for matrices of certain shapes and strides: everything but their addresses and what is computed."""
 
-    def __init__(self, A, Z, X, ways):
+    def __init__(self, A, Z, X):
         kept = A.as_strided((len(A), 3 * SIDE, SIDE), (A.stride(0), SIDE, 1))
         boxes = [(A, SIDE), (Z, SIDE), (kept, SIDE), (kept, SIDE), (kept, SIDE // 2), (kept, SIDE // 2)]
         self.blanks = [blank(ring.description(A if X is None else X, 2 * SIDE, STEP)),
@@ -85,44 +72,19 @@ class _Launch:
         self.pdl, self.apart, self.steps = has_pdl(A.device), A.stride(0), 0 if X is None else -(-X.shape[2] // STEP)
         self.early = X is not None and X.dtype != A.dtype
 
-    def __call__(self, matrices, ways, factors, programs) -> None:
-        (X, A, Z, one, other), (codes, numbers, products, _, keep) = matrices, programs
+    def __call__(self, matrices, scales, program) -> None:
+        (X, A, Z, one, other), (codes, factors, products, keep) = matrices, program
         resident_kernel.launch(
             len(A), self, *map(filled, self.blanks, (X, A, Z, one, other, one, other)), one, other, self.apart,
-            factors[0], self.steps, codes, numbers, products, keep, self.early, num_warps=4, enable_fp_fusion=False,
+            scales, self.steps, codes, factors, products, keep, self.early, num_warps=4, enable_fp_fusion=False,
             launch_pdl=self.pdl)
 
 
-class _Shared:
-    """The same for two processors a matrix, which multiply X by the result and write that, if there is a way."""
-
-    def __init__(self, A, Z, X, ways):
-        long, boxes = (2 * SIDE, STEP), ((SIDE, SIDE), (SIDE // 2, SIDE), (SIDE, SIDE // 2))
-        X = A if X is None else X
-        forms = [(X, long), (A, boxes[0]), *(None if ways else (Z, box) for box in boxes),
-                 *([None] * (2 - len(ways))), *((Y, long) for Y in ways)]
-        self.blanks = [form and blank(ring.description(form[0], *form[1])) for form in forms]
-        self.pdl, self.steps = has_pdl(A.device), 0 if X is A else -(-X.shape[2] // STEP)
-        self.early = X.dtype != A.dtype
-
-    def __call__(self, matrices, ways, factors, programs) -> None:
-        (X, A, Z, *_), (*numbers, _) = matrices, programs
-        tensors = (X, A, Z, Z, Z, *([None] * (2 - len(ways))), *ways)
-        boxes = (form and filled(form, tensor) for form, tensor in zip(self.blanks, tensors))
-        cluster_kernel.launch(
-            len(A), self, *boxes, *factors, self.steps, *numbers, self.early, cluster=2, num_warps=4,
-            enable_fp_fusion=False, launch_pdl=self.pdl)
-
-
 @functools.lru_cache(maxsize=256)
-def _programs(steps, device) -> tuple:
-    """(Codes, factors, products of the first program, those of the second, whether A is kept) for one or two of steps,
-    (segment, pair) each.
-    """
-    made = [_program(tuple(segment[:-2]), pair) for segment, pair in steps]
-    codes, factors = (torch.cat(lists) for lists in list(zip(*made))[:2])
-    (_, _, products, keep), more = made[0], sum(count for _, _, count, _ in made[1:])
-    return lasting(codes, device), lasting(factors, device), products, more, keep
+def _placed(first, pair, device) -> tuple:
+    """`_program` with its codes and factors on a device, where they stay as long as the process lives."""
+    codes, factors, products, keep = _program(first, pair)
+    return lasting(codes, device), lasting(factors, device), products, keep
 
 
 def _program(first, pair) -> tuple:
@@ -151,8 +113,7 @@ def _code(left, right, to, addends, then=NOTHING, flags=0) -> int:
     """A product as a number: the matrices that are multiplied, where the result goes, its addends (the first is in U, V
     or kept as the one, the second in V or kept as the other, the third in U), and what becomes of it beside. MIRROR:
     squares on the diagonal are made symmetric, as those of A A are. DIAGONAL: a multiple of I is added. BORROW: what
-    was lent comes to U afterwards. SETTLE: what was kept or lent before is in memory afterwards; cluster_sm90.py, which
-    keeps one matrix, and in registers, keeps what was in U, which is the same.
+    was lent comes to U afterwards. SETTLE: what was kept or lent before is in memory afterwards.
     """
     first, second, third = (*addends, None, None)[:3]
     assert first is not None and second in (None, V, KEPT) and third in (None, U)

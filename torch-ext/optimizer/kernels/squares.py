@@ -1,5 +1,5 @@
 """Squares of 128 x 128 on and below the diagonal of a symmetric matrix of 193 to 256 rows, in shared memory: how groups
-of four warps (resident_sm90.py, and cluster_sm90.py for those on it), one for each, compute X X^T, and write them.
+of four warps (resident_sm90.py), one for each, compute X X^T, and write them.
 
 Decides: how X arrives. Must not know: what follows. Needs Gluon.
 """
