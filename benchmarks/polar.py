@@ -48,7 +48,7 @@ def main() -> None:
     if options.jobs and DEVICE == "cuda":
         mp.spawn(compile_all, (options,), nprocs=options.jobs)
     package = get_kernel("org/optimizer", version=1).__name__
-    polar, gram = (importlib.import_module(f"{package}.{name}") for name in ("polar", "kernels.gram"))
+    polar, gram = (importlib.import_module(f"{package}.{name}") for name in ("newton_schulz.orthogonalize", "kernels.matmul.api"))
     end, rows, left = time.monotonic() + options.seconds, [], []
     for measure, shape in tasks(options):
         if time.monotonic() > end:
@@ -274,7 +274,7 @@ def distance(out, exact) -> float:
 def compile_all(rank, options) -> None:
     """Call everything once on every jobs-th shape, so that the compilers' caches on disk know it."""
     package = get_kernel("org/optimizer", version=1).__name__
-    polar = importlib.import_module(f"{package}.polar")
+    polar = importlib.import_module(f"{package}.newton_schulz.orthogonalize")
     steps = polar.steps_of("polar_express", 5)
     stacks = [shape for measure, shape in tasks(options) if measure is stack]
     for shape in stacks[rank::options.jobs]:

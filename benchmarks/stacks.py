@@ -14,7 +14,7 @@
 leave ("copied"), or read and written where their pieces are ("in pieces"). "side_by_side": stacks follow each other in
 the same memory ("in turns"), or each has memory of its own, which lets a CUDA graph run them together ("side by side").
 "ends": launches take the matrices from the first on, or each from where the one before has ended ("either end").
-"processors": what stays on processors (resident.py) is done by launches, or by one processor for each matrix.
+"processors": what stays on processors (gram_chain.py) is done by launches, or by one processor for each matrix.
 "gram_tiles": X X^T in the tiles that the table chooses ("chosen"), or in those of one of its entries. Among others a
 product does not take what it takes alone: this says which of two about equal entries should be chosen.
 "last_turn", "symmetric", "product": processors compute whole tiles only, or two share a tile of the last turn.
@@ -40,9 +40,7 @@ from step import device_name, triton_version
 os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 PACKAGE = get_kernel("org/optimizer", version=1).__name__
 polar, split, pack, gram, order, resident, tape, tiles = (
-    importlib.import_module(f"{PACKAGE}.{name}") for name in (
-        "polar", "kernels.split", "kernels.pack", "kernels.gram", "kernels.order", "kernels.resident", "kernels.tape",
-        "kernels.tiles"))
+    importlib.import_module(f"{PACKAGE}.{name}") for name in ("newton_schulz.orthogonalize", "kernels.elementwise.row_scattered", "kernels.elementwise.momentum", "kernels.matmul.api", "kernels.launch.tile_scheduler", "kernels.onchip.gram_chain", "kernels.launch.replay", "kernels.launch.tile_config"))
 COLUMNS = "commit gpu what stacks ranks way median_us p20_us p80_us torch triton".split()
 STEPS, WIRE, CHOOSE = polar.steps_of("polar_express"), torch.bfloat16, tiles.choose
 

@@ -92,7 +92,7 @@ def _note(name: str, ptx: str, said: str) -> None:
 
 def products(arch: str):
     """Compile the product kernel once for each distinct use and tile of the table, or for the default tiles."""
-    tiles = part("kernels.tiles")
+    tiles = part("kernels.launch.tile_config")
     usual = [dict(op=op, bytes=size, tile=(t.rows, t.columns, t.inner), group=t.group, stages=t.stages, warps=t.warps)
              for size, t in ((2, tiles.DEFAULT), (4, tiles.DEFAULT_FP32)) for op in ("gram", "symmetric", "product")]
     entries = tiles.table(arch)["entries"] or usual
@@ -125,7 +125,7 @@ def by_pointers(arch: str, entry: dict, sizes=("i32", "i32", "i32"), rows=False,
         d_strides=ROW_MAJOR, e_strides=ROW_MAJOR, out_strides=None if rows else ROW_MAJOR, factors=("fp32",) * 5,
         SYMMETRIC=op != "product", EVEN=op == "gram", TURNED=rows, BLOCK_R=height, BLOCK_C=width, BLOCK_K=inner,
         GROUP=entry["group"])
-    return compile_for(arch, part("kernels.gram")._product_kernel, {**arguments, **more},
+    return compile_for(arch, part("kernels.matmul.pointer")._product_kernel, {**arguments, **more},
                        num_stages=entry["stages"], num_warps=entry["warps"])
 
 
@@ -140,12 +140,12 @@ def by_tma(arch: str, entry: dict, rows=False, of="fp16") -> int:
         pointer="*fp16",
         strides=ROW_MAJOR, order="*i32", count="i32", whole="i32", halves="i32", sizes=("i32",) * 3,
         scales="*fp32", factors=("fp32",) * 5,
-        SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]], TURNED=False,
+        SYMMETRIC=part("kernels.matmul.sm90_tma").SYMMETRY[entry["op"]], TURNED=False,
         ADDENDS=3 * (entry["op"] == "symmetric"), DIAGONAL=True, PDL=True,
         LOOP=triton.language.constexpr(entry["loop"]))
     unused = "cde" if entry["op"] == "gram" or not symmetric and width == height else "" if symmetric else "e"
     arguments |= dict.fromkeys(unused) | (dict(d=None, out=None, strides=None) if rows else {})
-    return compile_for(arch, part("kernels.gram_sm90")._tma_kernel, arguments,
+    return compile_for(arch, part("kernels.matmul.sm90_tma")._tma_kernel, arguments,
                        num_stages=entry["stages"], num_warps=entry["warps"])
 
 
@@ -154,9 +154,9 @@ def by_groups(arch: str, entry: dict, turned=False, of="fp16") -> int:
     op, (height, width, inner), half = entry["op"], entry["tile"], entry["tile"][0] // 2
     left, right = (height, inner), (width, inner)
     boxes = dict(a=left[::-1] if turned else left, b=right[::-1] if op == "product" else right)
-    kernel, sizes = part("kernels.pingpong").pingpong_kernel, {}
+    kernel, sizes = part("kernels.matmul.sm90_warp_specialized").pingpong_kernel, {}
     if entry["loop"] == "cooperative":
-        kernel, sizes = part("kernels.cooperative").cooperative_kernel, dict(BLOCK_R=height, BLOCK_C=width)
+        kernel, sizes = part("kernels.matmul.sm90_warp_specialized").cooperative_kernel, dict(BLOCK_R=height, BLOCK_C=width)
         boxes["b_half"] = (inner, width // 2) if op == "product" else (width // 2, inner)
     boxes |= dict.fromkeys(("c", "d", "e", "out"), (half, half) if entry["loop"] == "cooperative" else (height, height))
     if entry["loop"] == "pingpong":
@@ -164,7 +164,7 @@ def by_groups(arch: str, entry: dict, turned=False, of="fp16") -> int:
     arguments = {name: GLUON.format(of if name in OPERANDS else "fp16", *box) for name, box in boxes.items()}
     arguments |= sizes | dict(
         order="*i32", count="i32", whole="i32", halves="i32", inner="i32", addends="i32", TURNED=turned,
-        STAGES=entry["stages"], SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[op], scales="*fp32",
+        STAGES=entry["stages"], SYMMETRIC=part("kernels.matmul.sm90_tma").SYMMETRY[op], scales="*fp32",
         factors=("fp32",) * 5, SEVERAL=op == "symmetric")
     return compile_for(arch, kernel, arguments, num_warps=entry["warps"])
 
@@ -176,9 +176,9 @@ def by_one_group(arch: str, entry: dict, order=None, of="fp16") -> int:
     boxes = dict.fromkeys(("c", "d", "e", "out"), (height, height)) | dict(zip("ab", operands))
     arguments = {name: GLUON.format(of if name in OPERANDS else "fp16", *box) for name, box in boxes.items()} | dict(
         order=order, count="i32", inner="i32", addends="i32", early="i32", mirror="i32", scales="*fp32",
-        factors=("fp32",) * 5, SYMMETRIC=part("kernels.gram_sm90").SYMMETRY[entry["op"]], COLUMNS=width,
+        factors=("fp32",) * 5, SYMMETRIC=part("kernels.matmul.sm90_tma").SYMMETRY[entry["op"]], COLUMNS=width,
         STAGES=entry["stages"])
-    return compile_for(arch, part("kernels.single").single_kernel, arguments, num_warps=entry["warps"])
+    return compile_for(arch, part("kernels.matmul.sm90_one_tile").single_kernel, arguments, num_warps=entry["warps"])
 
 
 def raw(tile) -> int:
@@ -188,7 +188,7 @@ def raw(tile) -> int:
     arguments = {name: GLUON.format(*box) for name, box in boxes.items()} | dict(
         order="*i32", count="i32", whole="i32", halves="i32", inner="i32", scales="*fp32", powers="*fp32",
         STAGES=tile.stages)
-    return compile_for("sm90", part("kernels.raw").raw_kernel, arguments, num_warps=4)
+    return compile_for("sm90", part("kernels.matmul.sm90_mixed_input").raw_kernel, arguments, num_warps=4)
 
 
 def resident(dtype: str) -> int:
@@ -197,12 +197,12 @@ def resident(dtype: str) -> int:
     arguments = dict.fromkeys(("a", "z", "one_box", "other_box"), squares) | dict(
         x=GLUON.format(dtype, 256, 64), one_half=halves, other_half=halves, one="*fp16", other="*fp16", apart="i32",
         scales="*fp32", steps="i32", codes="*i32", factors="*fp32", products="i32", keep="i32", EARLY=dtype == "bf16")
-    return compile_for("sm90", part("kernels.resident_sm90").resident_kernel, arguments, num_warps=4)
+    return compile_for("sm90", part("kernels.onchip.sm90_gram_chain").resident_kernel, arguments, num_warps=4)
 
 
 def others(arch: str, shared: int):
     """Compile the kernels of everything that is not a product."""
-    pack, update, rows, norm, aol = (part(f"kernels.{name}") for name in "pack update rows norm aol".split())
+    pack, update, rows, norm, aol = (part(f"{name}") for name in ("kernels.elementwise.momentum", "kernels.elementwise.weight_update", "kernels.elementwise.normuon", "kernels.elementwise.scaling", "kernels.elementwise.aol"))
     table = dict(records="*i64", blocks="*i64", FIELDS=15, BLOCK=4096, ALIGNED=True, **TYPES)
     for skips in (False, True):
         skip = dict(table, flags="*fp32" if skips else "*i64", places="*i64", SKIPS=skips)
@@ -233,7 +233,7 @@ def others(arch: str, shared: int):
             yield compile_for(arch, cast, dict(sizes, **floats, U="*bf16", X="*bf16") | dict(FORM=form))
         beyond = dict(factors="*fp32", apart="i32", n="i32", m="i32", copied="i32", a_strides=ROW_MAJOR, SIDE=32,
                       STEP=32, A="*fp16")
-        raw_norm = part("kernels.raw_norm")._raw_norm_kernel
+        raw_norm = part("kernels.elementwise.scaling")._raw_norm_kernel
         yield compile_for(arch, raw_norm, dict(sizes, **floats, U="*bf16") | beyond, num_warps=4)
     lengths = dict(U="*bf16", Y="*fp16", A="*fp16", lengths="*fp32", scales="*fp32", n="i32", m="i32", ROWS=4,
                    strides=ROW_MAJOR, u_strides=COLUMN_MAJOR, y_strides=ROW_MAJOR, BLOCK=512, TILE=64)
@@ -242,19 +242,19 @@ def others(arch: str, shared: int):
     for left, right in (("*fp32", "*fp32"), ("*fp32", None), (None, "*fp32")):
         yield compile_for(arch, aol._rescale_kernel, dict(lengths, left=left, right=right))
     linear = dict(lengths, OUT="*fp16", a_strides=ROW_MAJOR, out_strides=ROW_MAJOR, b="fp32", a="fp32", SIDE=64)
-    yield compile_for(arch, part("kernels.gram")._linear_kernel, linear)
+    yield compile_for(arch, part("kernels.matmul.pointer")._linear_kernel, linear)
     for side, U in itertools.product((64, 128), ("*bf16", "*fp32")):
         yield from small(arch, shared, side, U)
     if arch == "sm90":
         for U, turned in (("*bf16", False), ("*bf16", True), ("*fp32", False), ("*fp32", True)):
             yield whole(U, turned)
-        yield from map(raw, part("kernels.launches").RAW)
+        yield from map(raw, part("kernels.matmul.api").RAW)
         yield from map(resident, ("fp16", "bf16"))
 
 
 def small(arch: str, shared: int, side: int, U: str):
     """Compile the kernels of matrices with a short side of at most `side` as they are launched with so much memory."""
-    on_chip, size = part("kernels.on_chip"), 2 if U == "*bf16" else 4
+    on_chip, size = part("kernels.onchip.polar"), 2 if U == "*bf16" else 4
     arguments = dict(
         U=U, X="*fp16", out=U, u_strides=ROW_MAJOR, x_strides=ROW_MAJOR, out_strides=ROW_MAJOR, A="*fp16", Q="*fp16",
         a_strides=ROW_MAJOR, q_strides=ROW_MAJOR, triples=("fp32",) * 15, n="i32", m="i32", eps="fp32", WIDE=True,
@@ -273,7 +273,7 @@ def small(arch: str, shared: int, side: int, U: str):
 
 def whole(U: str, turned: bool, pieces: int = 8) -> int:
     """Compile the kernel of matrices that stay in shared memory as it is launched, for so many pieces."""
-    chain, size, strides = part("kernels.chain"), 2 if U == "*bf16" else 4, COLUMN_MAJOR if turned else ROW_MAJOR
+    chain, size, strides = part("kernels.onchip.sm90_polar"), 2 if U == "*bf16" else 4, COLUMN_MAJOR if turned else ROW_MAJOR
     arguments = dict(
         U=U, out=U, u_strides=strides, out_strides=strides, triples=("fp32",) * 15, n="i32", m="i32", eps="fp32",
         WIDE=True, STEPS=5, FIRSTS=0b101011, TURNED=turned, FROM=chain._lines(size, turned),
@@ -288,7 +288,7 @@ def cast_bytes(even: int) -> int:
         U="*bf16", X="*fp16", sums="*fp32", guesses="*fp32", parts="i32", R="i32", C="i32", u_strides=ROW_MAJOR,
         x_strides=ROW_MAJOR, aim="fp32", ROWS=32, COLUMNS=256, EVEN=even, STRAIGHT=True, DOWN=32, ACROSS=16, FORM=0,
         PDL=True)
-    ptx = compiled("sm90", part("kernels.norm")._cast_kernel, arguments, even=even == 16, num_warps=4).asm["ptx"]
+    ptx = compiled("sm90", part("kernels.elementwise.scaling")._cast_kernel, arguments, even=even == 16, num_warps=4).asm["ptx"]
     sizes = [int(bits) // 8 * int(count or 1) for count, bits in re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", ptx)]
     return max(sizes)
 

@@ -82,14 +82,14 @@ def optimizer():
 
 @pytest.fixture(scope="session")
 def part(optimizer):
-    """A function: part("polar") is the module `polar` of the package under test."""
+    """A function: part("newton_schulz.orthogonalize") is the module `polar` of the package under test."""
     return ranks.part
 
 
 @pytest.fixture
 def small_tiles(part):
     """Many tiles in a small matrix, for the interpreter."""
-    tiles = part("kernels.tiles")
+    tiles = part("kernels.launch.tile_config")
     with tiles.force(tiles.Tile(16, 16, 16, 2, 2, 4)):
         yield
 

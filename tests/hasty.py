@@ -6,7 +6,7 @@ from tests.ranks import part
 gl = multiply = multiplied = None  # Gluon's language, put here by gluon_jit
 
 
-@part("kernels.ring").gluon_jit
+@part("kernels.launch.jit").gluon_jit
 def hasty_kernel(out):
     swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])

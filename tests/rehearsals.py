@@ -73,10 +73,10 @@ def watch() -> None:
     triton.knobs.compilation.listener = lambda *, src, **_: note("compile", src.name)
     if not ON_GPU:
         driver.set_active(Stub())
-        part("kernels.tiles").architecture = lambda *_: "sm90"
-        part("kernels.order").processors_of = part("kernels.resident").processors_of = lambda _: 132
-        part("kernels.ahead")._is_possible = lambda _: True
-        part("kernels")._is_interpreted = lambda: True  # the stub takes launches on CPU tensors
+        part("kernels.launch.tile_config").architecture = lambda *_: "sm90"
+        part("kernels.launch.tile_scheduler").processors_of = part("kernels.onchip.gram_chain").processors_of = lambda _: 132
+        part("kernels.launch.precompile")._is_possible = lambda _: True
+        part("kernels.launch.jit")._is_interpreted = lambda: True  # the stub takes launches on CPU tensors
 
 
 def inputs() -> list[tuple]:
@@ -91,13 +91,13 @@ def inputs() -> list[tuple]:
 
 
 def orthogonalize(stacks, name) -> None:
-    polar = part("polar")
+    polar = part("newton_schulz.orthogonalize")
     polar.orthogonalize_(stacks, polar.steps_of(name), dtype=torch.float16)
 
 
 def order() -> dict:
     """One call, in which no kernel is compiled before the rehearsal is through."""
-    pool, turns = part("kernels.ahead")._Pool, []
+    pool, turns = part("kernels.launch.precompile")._Pool, []
     start = pool.start
 
     def noted(self):
@@ -117,7 +117,7 @@ def order() -> dict:
 
 def untouched() -> dict:
     """Rehearsals alone, and then steps whose launches do nothing: what of the caller's tensors has changed."""
-    ahead, changed, polar = part("kernels.ahead"), [], part("polar")
+    ahead, changed, polar = part("kernels.launch.precompile"), [], part("newton_schulz.orthogonalize")
     for stacks, name in inputs():
         before = [stack.clone() for stack in stacks]
         ahead._rehearse(lambda stacks=stacks, name=name: polar._launch(
@@ -140,7 +140,7 @@ def untouched() -> dict:
 def akin(processors: int = 1) -> dict:
     """First calls of a square matrix, then of wide and tall ones four times as long, where so many processors are many.
     """
-    polar, part("kernels.ahead").MANY_PROCESSORS, found = part("polar"), processors, []
+    polar, part("kernels.launch.precompile").MANY_PROCESSORS, found = part("newton_schulz.orthogonalize"), processors, []
     for R, C in ((256, 256), (256, 1024), (1024, 256)):
         begin = len(events)
         X = torch.ones(1, R, C, dtype=torch.bfloat16)
@@ -166,7 +166,7 @@ def plain_kernel(X):
 
 def errors() -> dict:
     """What a launch raises where its compilation, or its loading, failed in the rehearsal."""
-    ahead, jit = part("kernels.ahead"), part("kernels").jit
+    ahead, jit = part("kernels.launch.precompile"), part("kernels.launch.jit").jit
     wrong, plain, X, said = jit(wrong_kernel), jit(plain_kernel), torch.zeros(16), []
 
     def work():
@@ -188,7 +188,7 @@ def errors() -> dict:
 
 def turns() -> dict:
     """Two threads, as ranks may be, rehearse at the same time."""
-    ahead, seen = part("kernels.ahead"), []
+    ahead, seen = part("kernels.launch.precompile"), []
 
     def work():
         seen.append("begin")
@@ -214,8 +214,8 @@ def shares() -> dict:
         ready.append(kernel)
 
     triton.knobs.compilation.listener = listen
-    part("kernels.ahead").begin(torch.device("cpu"))
-    part("kernels.ahead")._reader().join()
+    part("kernels.launch.precompile").begin(torch.device("cpu"))
+    part("kernels.launch.precompile")._reader().join()
     Path(os.environ["MEET"], os.environ["LOCAL_RANK"]).touch()
     while len(list(Path(os.environ["MEET"]).glob("[01]"))) < 2:
         time.sleep(0.01)
@@ -239,10 +239,10 @@ def fallback() -> dict:
 
 def alike() -> dict:
     """Binaries for shares and tiles whose counts are 1, odd, and multiples of 16."""
-    gram, norm, tiles = part("kernels.gram"), part("kernels.norm"), part("kernels.tiles")
+    gram, norm, tiles = part("kernels.matmul.api"), part("kernels.elementwise.scaling"), part("kernels.launch.tile_config")
     for shape in ((1, 256, 4096), (1, 16, 4096), (1, 16, 32768)):  # 128, 16 and 128 tiles
         norm.unit_norm(torch.ones(shape), torch.empty(shape, dtype=torch.float16), torch.ones(1), 1e-7)
-    for loop in ["turns", "pingpong"][:1 + part("kernels.tape").knows_triton()]:
+    for loop in ["turns", "pingpong"][:1 + part("kernels.launch.replay").knows_triton()]:
         with tiles.force(tiles.Tile(128, 128, 64, 8, 4, 4, loop)):
             for N, n in ((1, 128), (16, 128), (1, 256), (16, 256)):
                 gram.gram(torch.ones(N, n, 128, dtype=torch.float16), torch.empty(N, n, n, dtype=torch.float16))
@@ -252,7 +252,7 @@ def alike() -> dict:
 def bits(ahead: bool = True) -> dict:
     """On a GPU: a digest of all results of first and second calls, and what was compiled for each."""
     if not ahead:
-        part("kernels.ahead")._is_possible = lambda _: False
+        part("kernels.launch.precompile")._is_possible = lambda _: False
     digest, compiled, times = hashlib.sha256(), [], []
     param = torch.nn.Parameter(torch.randn(256, 512, device="cuda", generator=torch.Generator("cuda").manual_seed(0)))
     optimizer = package().NorMuon([param])

@@ -32,8 +32,8 @@ BANDS = {"polar_express": (0.846, 1.124, 3e-3), "quintic": (0.978, 1.145, 3e-3),
 
 @pytest.fixture
 def polar(part, monkeypatch):
-    paths.forget(part("polar"), monkeypatch)
-    return part("polar")
+    paths.forget(part("newton_schulz.orthogonalize"), monkeypatch)
+    return part("newton_schulz.orthogonalize")
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +57,14 @@ def momentum(optimizer):
     return found
 
 
-def errors(polar, X, name, dtype, monkeypatch, forms=(1, 3)):
+def errors(part, polar, X, name, dtype, monkeypatch, forms=(1, 3)):
     """(our error, the reference's) with so many steps between restarts at most, 1 being the standard iteration; cubic
     steps take many only.
     """
     steps, target = polar.steps_of(name), exact(X, polar.steps_of(name))
     short = X if X.shape[0] <= X.shape[1] else X.mT
     for most in (100,) if name == "cubic" else forms:
-        monkeypatch.setattr(polar, "longest", lambda *about, most=most: most)
+        monkeypatch.setattr(part("newton_schulz.method"), "longest", lambda *about, most=most: most)
         paths.forget(polar, monkeypatch)
         ours, one = polar.orthogonalize(X.float(), name, dtype=dtype), most == 1
         theirs = references.standard(short, steps, dtype) if one else references.gram(short, steps, dtype, most)
@@ -81,7 +81,7 @@ def check_no_larger(pairs, dtype):
 @pytest.fixture
 def as_large(part, monkeypatch):
     """Small matrices are cut as large ones are: 3 + 2 in fp16."""
-    monkeypatch.setattr(part("steps"), "SMALL", 0)
+    monkeypatch.setattr(part("newton_schulz.coefficients"), "SMALL", 0)
 
 
 @pytest.mark.parametrize("name, dtype", SETS, ids=str)
@@ -118,11 +118,11 @@ def test_error_of_the_kernels_is_no_larger_than_the_reference(
         pytest.skip("the interpreter multiplies bf16 wrongly")
     if where == "products":
         for question in ("fits", "follows"):
-            monkeypatch.setattr(part("kernels.on_chip"), question, lambda *about: False)
+            monkeypatch.setattr(part("kernels.onchip.polar"), question, lambda *about: False)
     torch.manual_seed(0)
     forms = {"products": (1, 3), "chip": (3,)}  # of a long side of more than 128
     matrices = [spectrum(kind, 96, 288) for kind in KINDS] + [M for M in momentum if max(M.shape) > 128][:4]
-    with part("kernels.tiles").force(part("kernels.tiles").Tile(128, 128, 64, 8, 2, 8)):
+    with part("kernels.launch.tile_config").force(part("kernels.launch.tile_config").Tile(128, 128, 64, 8, 2, 8)):
         pairs = [pair for M in matrices for pair in usual_errors(polar, M.to(device), name, dtype, monkeypatch,
                                                                  forms[where])]
     check_no_larger(pairs, dtype)

@@ -67,7 +67,7 @@ def told(rank, world, mode, odd, usual=None):
         with pytest.raises(RuntimeError) as raised:
             optimizer.step()
         messages.append(str(raised.value))
-    moved = not all((part("layout").local_of(p) == 1).all() for p in params)
+    moved = not all((part("params.dtensor").local_of(p) == 1).all() for p in params)
     return messages, moved
 
 
@@ -123,11 +123,11 @@ def test_another_version_is_told(where, name, what, optimizer, monkeypatch):
 
 
 def test_the_version_is_that_of_the_sources(optimizer, tmp_path, monkeypatch):
-    agree = part("agree")
+    agree = part("communication.plan_check")
     before = agree._sources()
     (tmp_path / "muon.py").write_text("pass")
     agree._sources.cache_clear()
-    monkeypatch.setattr(agree, "__file__", str(tmp_path / "agree.py"))
+    monkeypatch.setattr(agree, "__file__", str(tmp_path / "plan_check.py"))
     other = agree._sources()
     (tmp_path / "muon.py").write_text("pass ")
     agree._sources.cache_clear()
@@ -149,7 +149,7 @@ def many(rank, world):
 
 def test_layouts_are_digested_once(optimizer, monkeypatch):
     """Not for each parameter: 10,000 of them with 4096 boxes each took half a minute."""
-    layout, digested = part("layout"), []
+    layout, digested = part("params.layout"), []
     counted = types.SimpleNamespace(sha256=lambda text: (digested.append(text), hashlib.sha256(text))[1])
     monkeypatch.setattr(layout, "hashlib", counted)
     run_threads(2, many)
@@ -241,7 +241,7 @@ def without_names(rank, world, turned):
         optimizer.step()
     except RuntimeError as error:
         return str(error)
-    return sorted(part("names").fsdp_names()[id(p)] for p in params)
+    return sorted(part("params.errors").fsdp_names()[id(p)] for p in params)
 
 
 def test_parameters_without_names_have_those_of_fsdp2(optimizer):

@@ -114,7 +114,7 @@ def elsewhere_each_call_compiles_its_own(found):  # but wide and tall products, 
 
 
 def test_what_is_akin_to_large_stacks_is_not_longer_than_they_are(part, monkeypatch):
-    polar, seen, U = part("polar"), set(), torch.empty(2, 256, 256, dtype=torch.bfloat16)
+    polar, seen, U = part("newton_schulz.orthogonalize"), set(), torch.empty(2, 256, 256, dtype=torch.bfloat16)
     monkeypatch.setattr(polar, "_launch", lambda pairs, options, most: seen.add(tuple(pairs[0][0].shape)))
     options = polar.steps_of("polar_express"), 0.0, torch.float16, True
     for most, longer in ((U.nbytes, {(2, 256, 1024), (2, 1024, 256)}), (U.nbytes - 1, set())):
@@ -125,7 +125,7 @@ def test_what_is_akin_to_large_stacks_is_not_longer_than_they_are(part, monkeypa
 
 
 def test_what_takes_long_is_compiled_first_and_each_process_begins_with_its_share(part, monkeypatch):
-    ahead, here, begun = part("kernels.ahead"), part("kernels").here, []
+    ahead, here, begun = part("kernels.launch.precompile"), part("kernels.launch.jit").here, []
     monkeypatch.setattr(ahead._Pool, "_make_ready", lambda pool, number: begun.append(number) or number)
     for place, order in ((None, [1, 3, 5, 0, 2, 4]), ((0, 2), [1, 5, 2, 3, 0, 4]), ((1, 2), [3, 0, 4, 1, 5, 2])):
         for name, value in zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), place or ("", "")):
@@ -161,7 +161,7 @@ def test_sources_are_walked_through_one_after_another(part):
             return number
         return compile_kernel
 
-    pool = part("kernels.ahead")._Pool(4)
+    pool = part("kernels.launch.precompile")._Pool(4)
     pool._make_ready = lambda compile_kernel: compile_kernel()
     futures = [pool.submit(handed_over(Source())) for _ in range(4)]
     pool.start()
@@ -171,7 +171,7 @@ def test_sources_are_walked_through_one_after_another(part):
 
 def test_nobody_waits_for_what_could_not_be_begun(part, monkeypatch):
     """Triton waits for all that was handed over, also where the machine has no thread left or the user interrupts."""
-    ahead = part("kernels.ahead")
+    ahead = part("kernels.launch.precompile")
     begin = ahead.ThreadPoolExecutor.submit
 
     def interrupted(pool, *arguments):
@@ -206,7 +206,7 @@ def test_processes_of_a_machine_compile_a_kernel_once(tmp_path):
 def test_a_kernel_that_another_process_compiles_is_waited_for_but_not_for_ever(part, monkeypatch, tmp_path):
     """It lets go where it ends, and where its process does."""
     pytest.importorskip("triton")
-    neighbours = part("kernels.neighbours")
+    neighbours = part("kernels.launch.precompile")
     monkeypatch.setattr(neighbours.tempfile, "gettempdir", lambda: str(tmp_path))
     neighbours._file.cache_clear()
     holds = ("import fcntl, os, sys; f = os.open(sys.argv[1], os.O_RDWR); "
@@ -253,7 +253,7 @@ def elsewhere(folder, place):
 def test_a_lock_file_is_neither_followed_nor_shared(place, part, monkeypatch, tmp_path):
     """The folder of temporary files is everybody's."""
     pytest.importorskip("triton")
-    neighbours, victim = part("kernels.neighbours"), elsewhere(tmp_path, place)
+    neighbours, victim = part("kernels.launch.precompile"), elsewhere(tmp_path, place)
     monkeypatch.setattr(neighbours.tempfile, "gettempdir", lambda: str(tmp_path))
     neighbours._file.cache_clear()
     with neighbours.alone("kernel"):  # without a lock, then
@@ -263,7 +263,7 @@ def test_a_lock_file_is_neither_followed_nor_shared(place, part, monkeypatch, tm
 
 def test_a_lock_file_of_another_user_is_left_alone(part, monkeypatch, tmp_path):
     pytest.importorskip("triton")
-    neighbours = part("kernels.neighbours")
+    neighbours = part("kernels.launch.precompile")
     monkeypatch.setattr(neighbours.tempfile, "gettempdir", lambda: str(tmp_path))
     neighbours._file.cache_clear()
     with monkeypatch.context() as patch:
@@ -279,7 +279,7 @@ def test_a_lock_file_of_another_user_is_left_alone(part, monkeypatch, tmp_path):
 
 def test_what_could_not_be_loaded_is_loaded_by_its_launch(part):
     """What is loaded, but cannot run (it wants more threads than there are), keeps what raises that."""
-    pool = part("kernels.ahead")._Pool(1)
+    pool = part("kernels.launch.precompile")._Pool(1)
 
     def made(module):
         kernel = SimpleNamespace(module=None, _run=None)
@@ -297,7 +297,7 @@ def test_what_could_not_be_loaded_is_loaded_by_its_launch(part):
 @pytest.mark.parametrize("rehearsing", [False, True])
 def test_launches_say_whether_multiplications_and_additions_are_fused(part, monkeypatch, rehearsing):
     """Else it depends on Triton's version and on TRITON_DEFAULT_FP_FUSION."""
-    kernels, said = part("kernels"), []
+    kernels, said = part("kernels.launch.jit"), []
 
     class Made:
         def run(self, **options):
@@ -315,7 +315,7 @@ def test_launches_say_whether_multiplications_and_additions_are_fused(part, monk
 
 
 def test_only_launches_on_a_gpu_outside_of_captures_are_rehearsed(part, monkeypatch):
-    ahead, capturing = part("kernels.ahead"), []
+    ahead, capturing = part("kernels.launch.precompile"), []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
     assert ahead._is_possible(torch.device("cuda", 0)) and not ahead._is_possible(torch.device("cpu"))
@@ -327,7 +327,7 @@ def test_only_launches_on_a_gpu_outside_of_captures_are_rehearsed(part, monkeypa
 
 
 def test_a_kind_of_call_is_rehearsed_once_and_never_while_a_graph_is_made(part, monkeypatch):
-    polar, capturing, calls, X = part("polar"), [True], [], torch.randn(2, 6, 20)
+    polar, capturing, calls, X = part("newton_schulz.orthogonalize"), [True], [], torch.randn(2, 6, 20)
     paths.forget(polar, monkeypatch)
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
     monkeypatch.setattr(polar, "capturing", lambda device: bool(capturing))
@@ -344,11 +344,11 @@ def test_a_kind_of_call_is_rehearsed_once_and_never_while_a_graph_is_made(part, 
 
 
 def test_nothing_is_rehearsed_inside_a_rehearsal(part, monkeypatch):
-    ahead, calls = part("kernels.ahead"), []
+    ahead, calls = part("kernels.launch.precompile"), []
     monkeypatch.setattr(ahead, "_is_possible", lambda device: True)
     monkeypatch.setattr(ahead, "_rehearse", lambda work, _: calls.append(work()))
     for rehearsing in (True, False):
-        monkeypatch.setattr(part("kernels").here, "rehearsing", rehearsing)
+        monkeypatch.setattr(part("kernels.launch.jit").here, "rehearsing", rehearsing)
         ahead.rehearse(torch.device("cpu"), list)
     assert calls == [[]]
 
@@ -367,7 +367,7 @@ ENDS = """
 import sys, time
 from pathlib import Path
 from tests.ranks import part
-ahead = part("kernels.ahead")
+ahead = part("kernels.launch.precompile")
 ahead._read_compiler = lambda: (Path(sys.argv[1], "began").touch(), time.sleep(1.0), Path(sys.argv[1], "read").touch())
 ahead._reader()
 while not Path(sys.argv[1], "began").exists():
@@ -390,7 +390,7 @@ HOLDER = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.L
 def neighbours(part, monkeypatch, tmp_path):
     """The module, with a lock file of its own and a clock that only its own waiting moves."""
     pytest.importorskip("triton")
-    neighbours, clock = part("kernels.neighbours"), [0.0]
+    neighbours, clock = part("kernels.launch.precompile"), [0.0]
     monkeypatch.setattr(neighbours.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(neighbours, "time", SimpleNamespace(
         monotonic=lambda: clock[0], sleep=lambda seconds: clock.append(clock.pop() + seconds), waited=clock))
@@ -473,7 +473,7 @@ def test_launchers_that_are_loaded_again_are_not_each_others(part, monkeypatch, 
     monkeypatch.setattr(build, "_load_module_from_path", getattr(
         build._load_module_from_path, "__wrapped__", build._load_module_from_path))
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    loading = part("kernels.loading")
+    loading = part("kernels.launch.triton_launchers")
     loading.name_launchers_apart.__wrapped__()
     before = set(sys.modules)
 
@@ -488,7 +488,7 @@ def test_launchers_that_are_loaded_again_are_not_each_others(part, monkeypatch, 
 
 def test_a_kernel_is_launched_once_it_is_ready(part):
     """Another thread that launched it meanwhile found a launcher, but no binary."""
-    kernels, events = part("kernels"), []
+    kernels, events = part("kernels.launch.jit"), []
 
     class Compiled:
         def _init_handles(self):

@@ -14,7 +14,7 @@ from tests.ranks import part
 def assign(works, count, base=None, **options):
     """(load of each rank, comparisons) with every rank allowed to own everything."""
     ranks = tuple(range(count))
-    owners, spent = part("balance").assign([(w, ranks) for w in works], base or dict.fromkeys(ranks, 0), **options)
+    owners, spent = part("planning.load_balance").assign([(w, ranks) for w in works], base or dict.fromkeys(ranks, 0), **options)
     loads = Counter(base or {})
     for work, owner in zip(works, owners):
         loads[owner] += work
@@ -57,13 +57,13 @@ def test_no_assignment_is_worse_than_greedy_or_better_than_possible(optimizer):
         loads, _ = assign(works, count)
         possible = best_possible(works, count)
         assert sum(loads) == sum(works)
-        assert part("balance").least_load(works, count) <= possible <= max(loads) <= greedy(works, count)
+        assert part("planning.load_balance").least_load(works, count) <= possible <= max(loads) <= greedy(works, count)
 
     check()
 
 
 def test_the_bound_counts_what_cannot_be_cut(optimizer):
-    least = part("balance").least_load
+    least = part("planning.load_balance").least_load
     assert least([10, 1, 1], 3) == 10  # one unit is larger than the mean
     assert least([4, 4, 4, 4], 3) == 8  # four units, three ranks: one has two
     assert least([1] * 12, 3) == 4 and least([], 3) == 0
@@ -73,7 +73,7 @@ def test_only_allowed_ranks_own(optimizer):
     """Also after exchanges: here everything large may only lie on two ranks, and the small goes to the others."""
     few, every = (0, 1), (0, 1, 2, 3)
     units = [(30, few)] * 3 + [(7, every)] * 12
-    owners, _ = part("balance").assign(units, dict.fromkeys(every, 0))
+    owners, _ = part("planning.load_balance").assign(units, dict.fromkeys(every, 0))
     assert set(owners[:3]) == {0, 1} and 60 in Counter(
         {r: sum(w for (w, _), o in zip(units, owners) if o == r) for r in every}).values()
     assert sum(o > 1 for o in owners[3:]) >= 9
@@ -85,7 +85,7 @@ def test_work_for_all_leaves_room_for_work_that_is_bound(stride, optimizer):
     every = tuple(range(256))
     sets = [tuple(every[i::16]) if stride == 16 else every[16 * i:16 * i + 16] for i in range(16)]
     units = [(50, every)] * 80 + [(7, ranks) for ranks in sets for _ in range(160)]
-    owners, _ = part("balance").assign(units, dict.fromkeys(every, 0))
+    owners, _ = part("planning.load_balance").assign(units, dict.fromkeys(every, 0))
     loads = Counter()
     for (work, ranks), owner in zip(units, owners):
         loads[owner] += work

@@ -25,19 +25,19 @@ SETS = [("polar_express", 5), ("polar_express", 1), ("polar_express", 3), ("pola
 
 @pytest.fixture
 def polar(part, monkeypatch):
-    paths.forget(part("polar"), monkeypatch)
-    return part("polar")
+    paths.forget(part("newton_schulz.orthogonalize"), monkeypatch)
+    return part("newton_schulz.orthogonalize")
 
 
 @pytest.fixture
 def chain(part, monkeypatch):
     """The module, on a GPU that it is for; `chain.taken` counts its launches, those from a tape left out."""
-    module, kernels = part("kernels.chain"), part("kernels")
+    module, kernels = part("kernels.onchip.sm90_polar"), part("kernels.launch.jit")
     if not torch.cuda.is_available() or not module.fits(torch.empty(1, 128, 512, device="cuda"), F16, 5):
         pytest.skip("needs sm90 and the Gluon of Triton 3.6")
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
     launch, module.taken = module.polar, []
-    monkeypatch.setattr(part("kernels.tape"), "_tapes", collections.OrderedDict())
+    monkeypatch.setattr(part("kernels.launch.replay"), "_tapes", collections.OrderedDict())
 
     def counted(*arguments):
         module.taken += [1] * (not kernels.here.rehearsing)
@@ -63,7 +63,7 @@ def relative(O, target):
 
 
 def test_who_goes_through_it(part, monkeypatch):
-    chain = part("kernels.chain")
+    chain = part("kernels.onchip.sm90_polar")
     monkeypatch.setattr(chain, "architecture", lambda kind, index: "sm90")
     monkeypatch.setattr(chain, "knows_triton", lambda: True)
     sizes = [(64, 512), (65, 129), (128, 512), (128, 128), (129, 512), (128, 513)]

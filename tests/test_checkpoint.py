@@ -85,7 +85,7 @@ def initial(shapes):
 
 
 def fill(model, cut, tensors):
-    local_of = part("layout").local_of
+    local_of = part("params.dtensor").local_of
     for name, param in model.named_parameters():
         local_of(param).copy_(local_of(cut(name, tensors[name])))
 

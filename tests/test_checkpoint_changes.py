@@ -27,7 +27,7 @@ OPTIONS = pytest.mark.parametrize("options", [NESTED, FLAT], ids=["nested", "fla
 
 
 def clean(name):
-    return part("groups").clean_name(name)
+    return part("params.param_groups").clean_name(name)
 
 
 # wrappers --------------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def present_rows(rank, world):
         for key, value in state.items():
             rows = -(-param.shape[0] // world)
             assert key == "step" or len(value.to_local()) == max(0, min(rows, param.shape[0] - rank * rows))
-            assert value.shape == part("store").state_shape(param, key)
+            assert value.shape == part("rules.rule").state_shape(param, key)
     assert own == {p: {key: (t.data_ptr(), t.shape) for key, t in s.items()} for p, s in optimizer.state.items()}
 
 

@@ -170,7 +170,7 @@ def of_wrong_size(rank, world):
     params, optimizer = after_steps([(7, 6)], [], "shard_state")
     saved = optimizer.state_dict()
     rows = saved["state"][0]["momentum_buffer"]
-    saved["state"][0]["momentum_buffer"] = part("owned").by_rows(torch.ones(4, 6), rows.shape, dist.group.WORLD)
+    saved["state"][0]["momentum_buffer"] = part("communication.owner_state").by_rows(torch.ones(4, 6), rows.shape, dist.group.WORLD)
     return refusal(optimizer.load_state_dict, saved)
 
 
@@ -362,7 +362,7 @@ def steps_unseen(rank, world):
     optimizer = of(params, 1, "shard_state", in_seconds(2))
     train(optimizer, params, range(1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part("consolidated").Consolidated, "is_current", lambda *_: True)
+        patch.setattr(part("state.consolidated").Consolidated, "is_current", lambda *_: True)
         optimizer.consolidate_state_dict()
         assert rank or optimizer.state_dict()["state"][0]["momentum_buffer"].shape == (4, 4)
         train(optimizer, params, [1])
@@ -469,18 +469,18 @@ def test_unlike_calls_are_told(optimizer):
 
 
 def bounds(rank, world):
-    barrier = part("store_barrier")
+    barrier = part("communication.store_barrier")
     return [barrier._bound_seconds(in_seconds(seconds)) for seconds in (10, 1000)]
 
 
 def test_the_first_rank_waits_less_than_the_others(optimizer):
     first, second = run_ranks(2, bounds)
-    assert first == [5.0, part("store_barrier").FIRST_RANK_SECONDS] and second == [10.0, 1000.0]
+    assert first == [5.0, part("communication.store_barrier").FIRST_RANK_SECONDS] and second == [10.0, 1000.0]
 
 
 def forgets_rounds(rank, world):
     """A group made anew, or a process that joined later, knows no round of before."""
-    barrier, met = part("store_barrier"), []
+    barrier, met = part("communication.store_barrier"), []
     for _ in range(3):
         met.append(barrier.wait_for_all(dist.group.WORLD, "call", "advice", refuse=rank == 1))
     if rank == 0:
@@ -509,7 +509,7 @@ class Behind:
 
 def comes_as_it_ends(rank, world):
     """Rank 0 gives up just before rank 1 comes, which goes on to the next round."""
-    barrier, group = part("store_barrier"), in_seconds(2)
+    barrier, group = part("communication.store_barrier"), in_seconds(2)
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"ranks \[0\] called call, but ranks \[1\] did not within 1 s. advice"):
             barrier.wait_for_all(group, "call", "advice")

@@ -36,7 +36,7 @@ def pieces_of(U, cuts, gap=16):
         views[i, a] = memory[at:at + (b - a) * U.shape[2]].view(b - a, U.shape[2])
         views[i, a].copy_(U[i, a:b])
         at += views[i, a].numel() + gap
-    return part("kernels.split").Split([[views[i, a] for a in bounds[:-1]] for i, bounds in enumerate(cuts)]), memory
+    return part("kernels.elementwise.row_scattered").Split([[views[i, a] for a in bounds[:-1]] for i, bounds in enumerate(cuts)]), memory
 
 
 def whole(split, memory):
@@ -62,16 +62,16 @@ def test_norms_have_the_bits_of_whole_matrices(part, path, device, shape, cuts, 
 
 def assert_same_norms(part, U, split, X, Y):
     scales = torch.full((2, len(X)), float("nan"), device=X.device)
-    part("kernels.norm").unit_norm(U, X, scales[0], 1e-7)
-    part("kernels.norm").unit_norm(split, Y, scales[1], 1e-7)
+    part("kernels.elementwise.scaling").unit_norm(U, X, scales[0], 1e-7)
+    part("kernels.elementwise.scaling").unit_norm(split, Y, scales[1], 1e-7)
     assert torch.equal(X, Y) and torch.equal(*scales)
 
 
 def test_norms_where_tiles_are_cut(part, path, device, monkeypatch):
     """Tiles of several rows, several tiles of a row, each cut anywhere; some cast again for what a sample missed."""
     for lines, sample, missed in itertools.product((2, 8), (1, 4), (False, True)):
-        monkeypatch.setattr(part("kernels.norm"), "LINES", (lines, 16))
-        monkeypatch.setattr(part("kernels.norm"), "SAMPLE", (sample, 2))
+        monkeypatch.setattr(part("kernels.elementwise.scaling"), "LINES", (lines, 16))
+        monkeypatch.setattr(part("kernels.elementwise.scaling"), "SAMPLE", (sample, 2))
         U = torch.randn(3, 24, 8, device=device)
         U[:, 0, :2] *= 1e-30 if missed else 1.0
         for cuts in CUTS:
@@ -87,8 +87,8 @@ def test_products_have_the_bits_of_whole_matrices(part, path, device, small_tile
     A, out = A + A.mT, poisoned(3, *shape, dtype=dtype, device=device)
     split, memory = pieces_of(out, cuts)
     tall = shape[0] > shape[1]
-    part("kernels.gram").product(A, X, out.mT if tall else out)
-    part("kernels.gram").product(A, X, split.mT if tall else split)
+    part("kernels.matmul.api").product(A, X, out.mT if tall else out)
+    part("kernels.matmul.api").product(A, X, split.mT if tall else split)
     assert torch.equal(whole(split, memory), out) and out.isfinite().all()
 
 
@@ -97,13 +97,13 @@ def test_products_have_the_bits_of_whole_matrices(part, path, device, small_tile
 def test_rows_are_normalized_alike(part, path, device, dtype, cuts):
     U, V = torch.randn(3, 24, 48, device=device).to(dtype), torch.rand(3, 24, 1, device=device)
     (split, memory), W = pieces_of(U, cuts), V.clone()
-    part("kernels.rows").normalize(U, V, 0.95, 1e-8)
-    part("kernels.rows").normalize(split, W, 0.95, 1e-8)
+    part("kernels.elementwise.normuon").normalize(U, V, 0.95, 1e-8)
+    part("kernels.elementwise.normuon").normalize(split, W, 0.95, 1e-8)
     assert torch.equal(whole(split, memory), U) and torch.equal(V, W)
 
 
 def test_rows_have_to_begin_at_multiples_of_16_bytes(part):
-    Split, memory = part("kernels.split").Split, torch.zeros(256)
+    Split, memory = part("kernels.elementwise.row_scattered").Split, torch.zeros(256)
     for wrong in (memory[1:9].view(1, 8), memory[:9].view(1, 9), memory[:32].view(4, 8)[:, :4]):
         with pytest.raises(AssertionError, match="16 bytes"):
             Split([[wrong]])
@@ -113,8 +113,8 @@ def test_rows_have_to_begin_at_multiples_of_16_bytes(part):
 @pytest.mark.parametrize("name", ["polar_express", "jordan", "cubic"])
 def test_an_iteration_of_splits_and_stacks_together(part, path, device, small_tiles, name, monkeypatch):
     """Matrices of one short side share launches, whole or not; read here, written there."""
-    polar, steps = part("polar"), part("polar").steps_of(name)
-    monkeypatch.setattr(part("kernels.on_chip"), "fits", lambda U, dtype: False)  # no Split would come there
+    polar, steps = part("newton_schulz.orthogonalize"), part("newton_schulz.orthogonalize").steps_of(name)
+    monkeypatch.setattr(part("kernels.onchip.polar"), "fits", lambda U, dtype: False)  # no Split would come there
     forget(polar, monkeypatch)
     shapes = SHAPES if device.type == "cpu" else SUMMED
     Us = [torch.randn(3, *shape, device=device).to(F16) for shape in shapes[:3]]
@@ -146,9 +146,9 @@ def way(directly, device="cpu"):
     """Matrices in pieces, where layouts allow it, or whole ones as before; on a CPU small ones are as large as any."""
     with pytest.MonkeyPatch.context() as patch:
         if not directly:
-            patch.setattr(part("polar"), "splits", lambda R, C, steps: False)
+            patch.setattr(part("newton_schulz.orthogonalize"), "splits", lambda R, C, steps: False)
         elif device == "cpu":
-            patch.setattr(part("kernels.on_chip"), "is_small", lambda n, m: False)
+            patch.setattr(part("kernels.onchip.polar"), "is_small", lambda n, m: False)
         yield
 
 
@@ -231,7 +231,7 @@ def in_a_process(rank, world, name, directly):
 @pytest.mark.parametrize("layout", ["all alike", "replicas"])
 def test_what_several_ranks_get_leaves_from_where_it_is_written(optimizer, layout, monkeypatch):
     """As on GPUs: not even the owner's own copy is copied."""
-    monkeypatch.setattr(part("process_groups").ProcessGroups, "send_once", lambda groups, device: True)
+    monkeypatch.setattr(part("communication.process_groups").ProcessGroups, "send_once", lambda groups, device: True)
     direct, usual = both_ways("Muon", layout, F32)
     assert all(torch.equal(a, b) for (mine, _), (theirs, _) in zip(direct, usual) for a, b in zip(mine, theirs))
     assert all(layout == "replicas" or counts[3] == 0 < all_[3] for (_, counts), (_, all_) in zip(direct, usual))
@@ -240,7 +240,7 @@ def test_what_several_ranks_get_leaves_from_where_it_is_written(optimizer, layou
 
 def test_what_stays_is_packed_while_the_rest_travels(optimizer, monkeypatch):
     """Before anybody waits for what travels in: the device has nothing else to do in a step of one bucket."""
-    events, momentum, exchange = defaultdict(list), part("recipe").momentum, dist.all_to_all_single
+    events, momentum, exchange = defaultdict(list), part("rules.muon").momentum, dist.all_to_all_single
 
     class Flying:
         def __init__(self, work):
@@ -258,7 +258,7 @@ def test_what_stays_is_packed_while_the_rest_travels(optimizer, monkeypatch):
         events[dist.get_rank()].append("sent")
         return Flying(exchange(*args, **options))
 
-    monkeypatch.setattr(part("recipe"), "momentum", packed)
+    monkeypatch.setattr(part("rules.muon"), "momentum", packed)
     monkeypatch.setattr(dist, "all_to_all_single", sent)
     with way(True):
         run_threads(4, steps, "Muon", "rows", F32)
@@ -269,18 +269,18 @@ def test_what_stays_is_packed_while_the_rest_travels(optimizer, monkeypatch):
 
 def test_what_is_read_elsewhere_shows(optimizer, monkeypatch):
     """The control: were pieces taken for each other, bits would differ."""
-    Split = part("kernels.split").Split
-    monkeypatch.setattr(part("stacks"), "Split", lambda matrices: Split([pieces[::-1] for pieces in matrices]))
+    Split = part("kernels.elementwise.row_scattered").Split
+    monkeypatch.setattr(part("execution.workspace"), "Split", lambda matrices: Split([pieces[::-1] for pieces in matrices]))
     direct, usual = both_ways("Muon", "rows", F32)
     assert not all(torch.equal(a, b) for a, b in zip(direct[0][0], usual[0][0]))
 
 
 def test_coefficients_that_read_whole_matrices_bind_anew(optimizer):
     """A set with AOL scaling takes the memory of the others, but no pieces."""
-    polar, found = part("polar"), []
-    assert polar.splits(256, 512, polar.steps_of("polar_express"))
-    assert not polar.splits(512, 264, polar.steps_of("polar_express"))  # rows of no multiple of 16
-    assert not polar.splits(256, 512, polar.steps_of("turbo")) and not polar.splits(64, 64, polar.steps_of("cans"))
+    polar, found = part("newton_schulz.orthogonalize"), []
+    assert part("newton_schulz.method").splits(256, 512, polar.steps_of("polar_express"))
+    assert not part("newton_schulz.method").splits(512, 264, polar.steps_of("polar_express"))  # rows of no multiple of 16
+    assert not part("newton_schulz.method").splits(256, 512, polar.steps_of("turbo")) and not part("newton_schulz.method").splits(64, 64, polar.steps_of("cans"))
     for directly in (True, False):
         with way(directly):
             found.append(run_threads(2, switched))
@@ -317,10 +317,10 @@ def uneven(rows, ranks):
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
 def test_every_tile_of_the_table_stores_in_pieces(part, device, shape, dtype):
     """Tall and wide, several matrices cut otherwise, boundaries inside of tiles."""
-    gram, tiles, (n, m) = part("kernels.gram"), part("kernels.tiles"), sorted(shape)
+    gram, tiles, (n, m) = part("kernels.matmul.api"), part("kernels.launch.tile_config"), sorted(shape)
     table = tiles.table(tiles.architecture("cuda"))
     entries = [e for e in table["entries"] if (e["op"], e["bytes"]) == ("product", 2)]
-    room = part("iteration").Room(((3, n, m), (3, n, n)), F16, device)
+    room = part("newton_schulz.iteration").Room(((3, n, m), (3, n, n)), F16, device)
     room.lend(torch.empty(room.nbytes, dtype=torch.uint8, device=device))
     X, A = (t.copy_(torch.randn(t.shape, device=device)) for t in room.all())
     A.copy_(A + A.mT)
@@ -339,13 +339,13 @@ def test_every_tile_of_the_table_stores_in_pieces(part, device, shape, dtype):
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_large_norms_and_iterations_in_pieces(part, device, shape, dtype):
-    polar, U = part("polar"), torch.randn(3, *shape, device=device).to(dtype)
+    polar, U = part("newton_schulz.orthogonalize"), torch.randn(3, *shape, device=device).to(dtype)
     cuts, tall = [uneven(shape[0], ranks) for ranks in (7, 8, 64)], shape[0] > shape[1]
-    (split, memory), room = pieces_of(U, cuts), part("iteration").Room(((3, *sorted(shape)),) * 2, F16, device)
+    (split, memory), room = pieces_of(U, cuts), part("newton_schulz.iteration").Room(((3, *sorted(shape)),) * 2, F16, device)
     room.lend(torch.empty(room.nbytes, dtype=torch.uint8, device=device))
     X, Y = room.all()
     assert_same_norms(part, U.mT if tall else U, split.mT if tall else split, X, Y)
-    steps, tape = polar.steps_of("polar_express"), part("kernels.tape")
+    steps, tape = polar.steps_of("polar_express"), part("kernels.launch.replay")
     target, there = pieces_of(torch.full_like(U, float("nan")), cuts[::-1])
     expected = U.clone()
     polar.orthogonalize_([expected], steps)

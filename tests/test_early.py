@@ -48,7 +48,7 @@ def drawn(shapes, generator):
 
 
 def tensors(params, optimizer):
-    local = part("layout").local_of
+    local = part("params.dtensor").local_of
     return [local(t).clone() for p in params for t in (p, *optimizer.state[p].values())]
 
 
@@ -116,7 +116,7 @@ def cut_up(rank, world, layout, kind, fulls, steps, expected):
     from torch.distributed.tensor import init_device_mesh
 
     mesh_shape, placements, _ = placements_of(layout, world)
-    mesh, local = init_device_mesh("cpu", mesh_shape), part("layout").local_of
+    mesh, local = init_device_mesh("cpu", mesh_shape), part("params.dtensor").local_of
 
     def place(full):
         return cut(full, mesh, placements) if full.ndim > 1 else full
@@ -740,12 +740,12 @@ def planned_along(which, W, *more):
     """The buckets of 40 matrices on W ranks and of one that is whole on rank 0, as they are, and cut anew `which` way:
     the same matrices with the same owners.
     """
-    plan, layout = part("plan"), part("layout")
+    plan, layout = part("planning.plan"), part("params.layout")
     heights = [4 + 2 * (i % 3) for i in range(40)]
     layouts = [layout.Layout((W * h, 24), {r: ((h * r, h * (r + 1)), (0, 24)) for r in range(W)}, (tuple(range(W)),),
                              plain=False) for h in heights]
     layouts.append(layout.Layout((8, 8), {0: ((0, 8), (0, 8))}, ((0,),), plain=False))
-    cost, terms = lambda R, C: R * C * min(R, C), part("freight").Terms()
+    cost, terms = lambda R, C: R * C * min(R, C), part("planning.memory_model").Terms()
     before = plan.make_plan(layouts, cost, {}, terms)
     after = getattr(plan, which)(before, layouts, cost, terms, *more)
     pairs = [{(m, o) for b in buckets for m, o in zip(b.matrices, b.owners)} for buckets in (before, after)]
@@ -768,12 +768,12 @@ def test_buckets_are_complete_one_after_another(latency, optimizer):
 
 @pytest.mark.parametrize("latency", [0, 200, 1 << 30])
 def test_chunks_are_complete_one_after_another(latency, optimizer):
-    plan, shapes, ranks = part("plan"), [(50, 6), (7, 1), (3, 4), (1, 5), (90, 2)], (0, 1, 2)
-    terms = part("freight").ChunkTerms(4, 4, 4)
+    plan, shapes, ranks = part("planning.plan"), [(50, 6), (7, 1), (3, 4), (1, 5), (90, 2)], (0, 1, 2)
+    terms = part("planning.memory_model").ChunkTerms(4, 4, 4)
     whole, = plan.plan_chunks(shapes, ranks, 1 << 40, terms)
     parts = plan.chunks_along_backward(shapes, ranks, terms, latency)
     rows = sorted((m.param, row) for b in parts for m in b.matrices for row in range(m.at[0], m.at[0] + m.rows))
     assert rows == sorted((m.param, row) for m in whole.matrices for row in range(m.rows))
     lasts = [max(m.param for m in b.matrices) for b in parts]
     assert lasts == sorted(lasts, reverse=True)
-    assert len(parts) == 1 if latency > 200 else 4 <= len(parts) <= 2 * part("cut").PARTS
+    assert len(parts) == 1 if latency > 200 else 4 <= len(parts) <= 2 * part("planning.bucketing").PARTS

@@ -68,7 +68,7 @@ def _fork_all(first, cases, folder, world):
     optimizer = package().Muon([{"params": params[:1]}, {"params": params[1:], "use_muon": False}])
     params[0].grad = params[1].grad = torch.ones(2, 2)
     optimizer.step()  # what a first step imports, once for all
-    part("agree")._sources()  # what each would read
+    part("communication.plan_check")._sources()  # what each would read
     gc.freeze()  # a collection would copy the memory that they share
     _fork_cases(enumerate(first), folder, world)
     KNOWN.update((case, [_read(folder / f"{i}.{rank}") for rank in range(world)]) for i, case in enumerate(first))
@@ -203,7 +203,7 @@ def give(params, route, step):
 
 
 def tensors(params, optimizer):
-    local = part("layout").local_of
+    local = part("params.dtensor").local_of
     return [local(t).clone() for p in params for t in (p, *optimizer.state[p].values())]
 
 
@@ -458,7 +458,7 @@ def test_a_process_ends_while_another_is_still_in_its_last_step(tmp_path, optimi
 
 def training(rank, world, route, folder, first, fault):
     """Six steps of a regression with a checkpoint after the second; the losses, from step `first` on."""
-    local, losses = part("layout").local_of, []
+    local, losses = part("params.dtensor").local_of, []
     params, optimizer = build(route, wholes())
     saved = os.path.join(folder, f"{route}.{rank}.pt")
     if first:
@@ -492,15 +492,15 @@ def descend(params, route, step):
 
 def restore(params, optimizer, saved):
     """The weights in place; the state through load_state_dict, in the form in which state_dict gave it."""
-    layout, (weights, states) = part("layout"), saved
+    layout, (weights, states) = part("params.layout"), saved
     for p, W, state in zip(params, weights, states):
-        layout.local_of(p).copy_(W)
+        part("params.dtensor").local_of(p).copy_(W)
         for key in set(state) - {"step"}:
-            shape = part("store").state_shape(p, key)
-            if layout.is_dtensor(p):
-                state[key] = layout.as_dtensor(state[key], shape, p.device_mesh, p.placements)
+            shape = part("rules.rule").state_shape(p, key)
+            if part("params.dtensor").is_dtensor(p):
+                state[key] = part("params.dtensor").as_dtensor(state[key], shape, p.device_mesh, p.placements)
             else:
-                state[key] = layout.by_rows(state[key], shape, dist.group.WORLD)
+                state[key] = part("communication.redistribute").by_rows(state[key], shape, dist.group.WORLD)
     optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(states))})
 
 
@@ -535,7 +535,7 @@ def test_a_step_that_failed_half_way_refuses_until_a_checkpoint_is_loaded(optimi
     muon.step()
     saved, before = copy.deepcopy(muon.state_dict()), [p.detach().clone() for p in params]
     with monkeypatch.context() as patch:
-        patch.setattr(part("recipe"), "adamw", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory")))
+        patch.setattr(part("rules.muon"), "adamw", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory")))
         with pytest.raises(torch.OutOfMemoryError, match="in Elementwise: no memory"):
             muon.step()
     for broken in (muon, pickle.loads(pickle.dumps(muon)), copy.deepcopy(muon)):
@@ -566,7 +566,7 @@ def test_an_error_while_matrices_are_multiplied_leaves_the_bucket_of_the_old_ste
         p.grad = torch.randn_like(p)
     muon.step()
     before = tensors(params, muon)
-    monkeypatch.setattr(part("recipe"), "orthogonalize", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+    monkeypatch.setattr(part("rules.muon"), "orthogonalize", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
     with pytest.raises(torch.OutOfMemoryError, match="in bucket"):
         muon.step()
     assert all(map(torch.equal, before, tensors(params, muon)))

@@ -25,9 +25,9 @@ def path(request, monkeypatch):
 @pytest.fixture
 def gram(part, path):
     """The module, on small tiles, so that small matrices have many."""
-    tiles = part("kernels.tiles")
+    tiles = part("kernels.launch.tile_config")
     with tiles.force(tiles.Tile(rows=16, columns=16, inner=16, group=2, stages=2, warps=4)):
-        yield part("kernels.gram")
+        yield part("kernels.matmul.api")
 
 
 def skip_interpreted_bf16(path, dtype):
@@ -127,7 +127,7 @@ def test_one_matrix_has_the_same_bits_in_every_batch(gram, device, n, m, dtype):
 def test_bits_do_not_depend_on_the_batch_on_any_number_of_threads(part, monkeypatch, threads, n, m):
     """A CPU's batched product does not do this: its order of summation changes with the batch and with alignment."""
     monkeypatch.setenv("OPTIMIZER_KERNELS", "torch")
-    module, before = part("kernels.gram"), torch.get_num_threads()
+    module, before = part("kernels.matmul.api"), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         X = torch.randn(6, n, m)
@@ -171,7 +171,7 @@ def test_offsets_beyond_32_bits(gram, device, strides):
 def test_large_matrices_with_the_tiles_of_the_table(part, monkeypatch, n, m, dtype):
     """No worse than cuBLAS on the same input, and the same bits in another batch."""
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
-    module = part("kernels.gram")
+    module = part("kernels.matmul.api")
     X = torch.randn(3, n, m, device="cuda").to(dtype) / m**0.5
     out = module.gram(X, poisoned(3, n, n, dtype=dtype, device="cuda"))
     exact = X.double() @ X.double().mT
@@ -197,7 +197,7 @@ def test_measured_tiles_agree_in_every_bit(part, device, op, dtype, N, n, m, mon
 
     On 132 processors, some of the shapes are halves of tiles only, some whole ones only, some both, for each tile.
     """
-    gram, tiles = part("kernels.gram"), part("kernels.tiles")
+    gram, tiles = part("kernels.matmul.api"), part("kernels.launch.tile_config")
     entries = [e for e in tiles.table(tiles.architecture("cuda"))["entries"] if e["op"] == op and "us" in e]
     if not entries:
         pytest.skip("this architecture has no measured entries")
@@ -225,7 +225,7 @@ def test_measured_tiles_agree_in_every_bit(part, device, op, dtype, N, n, m, mon
 
 def test_the_sign_of_count_says_which_matrix_comes_first(part, monkeypatch):
     """What kernels compute of it, in Python: `load` shows where the order of tiles is read."""
-    ring, by_tma = part("kernels.ring"), part("kernels.gram_sm90")
+    ring, by_tma = part("kernels.matmul.sm90_pipeline"), part("kernels.matmul.sm90_tma")
     language = SimpleNamespace(where=lambda which, one, other: one if which else other, abs=abs, load=lambda at: at)
     monkeypatch.setattr(ring, "gl", language)
     monkeypatch.setattr(by_tma, "tl", language)
@@ -244,7 +244,7 @@ def plain(function):
 def test_launches_begin_where_the_one_before_has_ended(part):
     """Where its results are in the cache still; norms end with the last matrix."""
     ops = "gram symmetric symmetric product gram symmetric product".split()
-    assert [part("kernels.gram")._direction(op) for op in ops] == [-1, 1, -1, 1, -1, 1, -1]
+    assert [part("kernels.matmul.api")._direction(op) for op in ops] == [-1, 1, -1, 1, -1, 1, -1]
 
 
 @pytest.mark.gpu
@@ -252,10 +252,10 @@ def test_launches_begin_where_the_one_before_has_ended(part):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [129, 200, 256, 321, 512, 777, 1000])
 def test_only_lower_triangles_are_read_and_written(part, device, rows, columns, stages, dtype, n):
-    """By single.py, with the same bits: squares above the diagonal may hold anything, and keep it."""
-    gram, tiles, side = part("kernels.gram"), part("kernels.tiles"), torch.arange(n, device=device) // rows
+    """By sm90_one_tile.py, with the same bits: squares above the diagonal may hold anything, and keep it."""
+    gram, tiles, side = part("kernels.matmul.api"), part("kernels.launch.tile_config"), torch.arange(n, device=device) // rows
     if tiles.architecture("cuda", torch.cuda.current_device()) != "sm90":
-        pytest.skip("single.py is for sm90")
+        pytest.skip("sm90_one_tile.py is for sm90")
     above = side[:, None] < side
 
     def lay(matrices):
@@ -287,7 +287,7 @@ def test_what_need_not_be_whole_is_whole_by_other_kernels(gram, device):
 
 def test_where_triangles_are_read(part, monkeypatch):
     """Of the tile's kernel and of memory; without a GPU."""
-    gram, tiles, launches = (part(f"kernels.{name}") for name in ("gram", "tiles", "launches"))
+    gram, tiles, launches = (part(f"{name}") for name in ("kernels.matmul.api", "kernels.launch.tile_config", "kernels.matmul.api"))
     for module in (tiles, launches):
         monkeypatch.setattr(module, "architecture", lambda kind, index: "sm90")
     for name in ("use_triton", "knows_triton"):
@@ -307,10 +307,10 @@ def test_where_triangles_are_read(part, monkeypatch):
 
 def test_groups_of_warps_are_taken_where_tma_stores_the_result(part, monkeypatch):
     """By sm90's table, of the result's layout alone; without a GPU, so nothing is launched."""
-    gram, by_tma, tiles, split = (part(f"kernels.{name}") for name in ("gram", "gram_sm90", "tiles", "split"))
+    gram, by_tma, tiles, split = (part(f"{name}") for name in ("kernels.matmul.api", "kernels.matmul.sm90_tma", "kernels.launch.tile_config", "kernels.elementwise.row_scattered"))
     monkeypatch.setattr(tiles, "architecture", lambda kind, index: "sm90")
     monkeypatch.setattr(gram, "knows_triton", lambda: True)
-    for module, kind in ((by_tma, "TmaLaunch"), (part("kernels.launches"), "Cooperative")):
+    for module, kind in ((by_tma, "TmaLaunch"), (part("kernels.matmul.api"), "Cooperative")):
         monkeypatch.setattr(module, kind, lambda *about: about[-1].loop)
     F16, BF16, (N, n, m) = torch.float16, torch.bfloat16, (12, 768, 3072)
     A, X, rows = torch.empty(N, n, n, dtype=F16), torch.empty(N, n, m, dtype=F16), torch.empty(N, n, m, dtype=BF16)

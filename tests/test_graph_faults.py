@@ -25,7 +25,7 @@ def on_tapes(rank, world, function, *args):
     """function(rank, world, *args, the stand-in for graphs, device) on a CPU."""
     with pytest.MonkeyPatch.context() as patch:
         # a tape holds gloo's
-        patch.setattr(part("process_groups").ProcessGroups, "check_capturable", lambda groups: None)
+        patch.setattr(part("communication.process_groups").ProcessGroups, "check_capturable", lambda groups: None)
         return function(rank, world, *args, graphs.taped(patch), "cpu")
 
 

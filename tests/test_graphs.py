@@ -97,7 +97,7 @@ def tape(monkeypatch, optimizer):
 def taped(monkeypatch):
     """Put tapes where graphs are."""
     interpreter.hasten()
-    graphs, jit = part("graphs"), part("kernels").jit
+    graphs, jit = part("execution.cuda_graphs"), part("kernels.launch.jit").jit
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
     monkeypatch.setattr(Tape, "replays", 0)
     monkeypatch.setattr(Tape, "fails", False)
@@ -105,7 +105,7 @@ def taped(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Tape.current is not None)
-    monkeypatch.setattr(graphs, "available", lambda device: part("debug").graphs() == "auto")
+    monkeypatch.setattr(graphs, "available", lambda device: part("execution.cuda_graphs").graphs() == "auto")
     for name in ("graphs", "bound", "presence", "feed"):
         monkeypatch.setattr(part(name), "capturing", lambda device: Tape.current is not None)
 
@@ -118,7 +118,7 @@ def taped(monkeypatch):
     plain, launch = jit.__getitem__, jit.launch
     monkeypatch.setattr(jit, "__getitem__", lambda kernel, grid: noted(plain(kernel, grid)))
     monkeypatch.setattr(jit, "launch", lambda kernel, *a, **k: noted(functools.partial(launch, kernel))(*a, **k))
-    monkeypatch.setattr(part("recipe"), "torch_adamw", adamw_on_tensors)
+    monkeypatch.setattr(part("rules.muon"), "torch_adamw", adamw_on_tensors)
     return Tape
 
 
@@ -205,7 +205,7 @@ def differing(runs, number, missing=()):
 
 
 def local(tensor):
-    return part("layout").local_of(tensor)
+    return part("params.dtensor").local_of(tensor)
 
 
 # on a CPU -----------------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_a_capture_that_fails_is_said_and_not_tried_again(tape, said):
 
 @pytest.mark.interpreter
 def test_a_part_that_keeps_changing_is_given_up(tape, monkeypatch):
-    monkeypatch.setattr(part("graphs"), "CAPTURES", 2)
+    monkeypatch.setattr(part("execution.cuda_graphs"), "CAPTURES", 2)
     run, counts = Run("auto", "Muon"), []
     for number in range(8):
         run.optimizer.param_groups[0]["eps"] = 1e-7 * (1 + number // 2)
@@ -284,7 +284,7 @@ def test_a_part_that_keeps_changing_is_given_up(tape, monkeypatch):
 
 @pytest.mark.interpreter
 def test_the_step_in_a_graph_of_the_user_on_a_tape(tape, monkeypatch):
-    monkeypatch.setattr(part("feed"), "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(part("execution.step_inputs"), "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     assert_replays_of_the_user(*(Run(kind, "NorMuon") for kind in ("auto", "off")), True, tape())
 
 
@@ -310,7 +310,7 @@ def assert_replays_of_the_user(own, plain, between, graph):
 def on_tapes(rank, world, mode, name):
     with pytest.MonkeyPatch.context() as patch:
         # a tape holds gloo's
-        patch.setattr(part("process_groups").ProcessGroups, "check_capturable", lambda groups: None)
+        patch.setattr(part("communication.process_groups").ProcessGroups, "check_capturable", lambda groups: None)
         return ranked(rank, world, mode, name, {"wire_dtype": torch.float32}, taped(patch), "cpu")
 
 
@@ -327,7 +327,7 @@ def captured(rank, world):
     """The collectives and the kernels that a graph of the whole step holds, in order."""
     with pytest.MonkeyPatch.context() as patch:
         # a tape holds gloo's
-        patch.setattr(part("process_groups").ProcessGroups, "check_capturable", lambda groups: None)
+        patch.setattr(part("communication.process_groups").ProcessGroups, "check_capturable", lambda groups: None)
         taped(patch)
         run = Run("capturable", "Muon", placed("fsdp", world, "cpu")[0])
         for number in range(2):
@@ -349,8 +349,8 @@ def test_in_a_graph_ranks_compare_their_gradients_while_the_last_bucket_lands(ta
 def test_values_are_sent_once_and_together(optimizer, monkeypatch):
     """Nothing is sent while nothing changes; a number or an address has all sent again, in one copy."""
     run = Run("auto", "NorMuon")
-    sent, send = [], part("feed").Feed._send
-    monkeypatch.setattr(part("feed").Feed, "_send", lambda feed, packed: (sent.append(feed), send(feed, packed)))
+    sent, send = [], part("execution.step_inputs").Feed._send
+    monkeypatch.setattr(part("execution.step_inputs").Feed, "_send", lambda feed, packed: (sent.append(feed), send(feed, packed)))
     run.step(0)
     assert len(sent) == 1
     run.optimizer.step()
@@ -367,7 +367,7 @@ def test_values_are_sent_once_and_together(optimizer, monkeypatch):
 
 
 def other_backends(rank, world):
-    groups = part("process_groups").ProcessGroups()
+    groups = part("communication.process_groups").ProcessGroups()
     groups.learn([], dist.group.WORLD)
     groups.check_capturable()  # known, but not in use
     groups.of((0, 1))
@@ -390,14 +390,14 @@ def test_capturable_is_true_or_false(value, optimizer):
 def test_the_environment_says_off_or_auto(part, monkeypatch):
     monkeypatch.setenv("OPTIMIZER_GRAPHS", "on")
     with pytest.raises(ValueError, match="OPTIMIZER_GRAPHS is 'on'; it may be one of auto, off"):
-        part("debug").graphs()
+        part("execution.cuda_graphs").graphs()
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("name", ["its module's", "imported before"])
 def test_graphs_go_before_process_groups_do(name, tape, monkeypatch, tmp_path):
     """NCCL waits for graphs that hold its collectives."""
-    graphs, imported = part("graphs"), dist.destroy_process_group
+    graphs, imported = part("execution.cuda_graphs"), dist.destroy_process_group
     for owner in (dist, dist.distributed_c10d):
         monkeypatch.setattr(owner, "destroy_process_group", dist.destroy_process_group)
     monkeypatch.setattr(dist.ProcessGroup, "shutdown", dist.ProcessGroup.shutdown)

@@ -217,7 +217,7 @@ def test_a_parameter_whose_elements_share_memory_is_refused(make):
 
 def test_many_parameters_of_one_buffer_are_looked_at_once(monkeypatch, optimizer):
     """A look takes memory for a map of all of the buffer."""
-    maps, module = [], part("validation")
+    maps, module = [], part("params.validation")
     monkeypatch.setattr(module, "_Map", lambda spans, own=module._Map: maps.append(1) or own(spans))
     buffer = torch.ones(8, 3000)
     optimizer.Muon([nn.Parameter(buffer[:, 3 * i:3 * i + 3]) for i in range(1000)])
@@ -341,7 +341,7 @@ def test_nonsense_in_a_variable(name, allowed, monkeypatch):
 
 def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch, optimizer):
     pytest.importorskip("triton")
-    kernels = part("kernels")
+    kernels = part("kernels.launch.jit")
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
     monkeypatch.setattr(kernels, "_is_interpreted", lambda: False)
     refuse(["OPTIMIZER_KERNELS is 'triton'", "CPU", "TRITON_INTERPRET=1"], [matrix()])
@@ -354,7 +354,7 @@ def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch, optimizer):
 @pytest.mark.skipif(not paths.INTERPRETED, reason="Triton is not interpreted here")
 def test_the_interpreter_is_known_by_triton_itself():
     pytest.importorskip("triton")
-    assert part("kernels")._is_interpreted()
+    assert part("kernels.launch.jit")._is_interpreted()
 
 
 def on_two_devices(rank, world):

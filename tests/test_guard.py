@@ -192,7 +192,7 @@ def skipping(rank, world, layout, name, mode, fulls, steps, whole, one):
     mesh = init_device_mesh("cpu", shape)
     placed = [nn.Parameter(cut(f, mesh, placements)) for f in fulls]
     many, raised = stepped(placed, ([cut(g, mesh, placements) for g in grads] for grads in steps), name, mode)
-    local, pairs = part("layout").local_of, [*zip(whole, placed)]
+    local, pairs = part("params.dtensor").local_of, [*zip(whole, placed)]
     pairs += [(one.state[w][key], many.state[p][key]) for w, p in zip(whole, placed) for key in one.state[w]]
     same_bits = all(torch.equal(local(cut(a.detach(), mesh, placements)) if a.ndim else a, local(b)) for a, b in pairs)
     return same_bits, many.skipped.item(), raised
@@ -231,7 +231,7 @@ def chained(rank, world, bad, scaler):
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
     params = [nn.Parameter(cut(torch.ones(8, 6), mesh[axis], [Shard(0)])) for axis in "xy"]
-    optimizer, local = package().NorMuon(params, lr=0.1, nonfinite="raise"), part("layout").local_of
+    optimizer, local = package().NorMuon(params, lr=0.1, nonfinite="raise"), part("params.dtensor").local_of
     changed, said = [], ""
     for step in range(3):
         for p in params:
@@ -264,7 +264,7 @@ def experts_at_home(rank, world, mesh_shape):
 
     mesh = init_device_mesh("cpu", mesh_shape)
     param = nn.Parameter(cut(torch.ones(8, 6, 4), mesh, [Shard(0)] * mesh.ndim))
-    optimizer, local = package().Muon([param], nonfinite="raise"), part("layout").local_of
+    optimizer, local = package().Muon([param], nonfinite="raise"), part("params.dtensor").local_of
     gradient = torch.ones(8, 6, 4)
     gradient[8 // world] = math.nan
     param.grad = cut(gradient, mesh, param.placements)
@@ -369,7 +369,7 @@ def scaled_on_ranks(rank, world, mode, in_step):
         groups = [{"params": params[:3]}, {"params": params[3:], "use_muon": False}]
         optimizers.append(package().NorMuon(groups, lr=0.1, unscale_in_step=in_step, **ways[mode]))
         sets.append(params)
-    scaler, local, kept = torch.amp.GradScaler("cpu", init_scale=256.0), part("layout").local_of, []
+    scaler, local, kept = torch.amp.GradScaler("cpu", init_scale=256.0), part("params.dtensor").local_of, []
     for step in range(4):
         scale = scaler.get_scale()
         before = [local(p).clone() for p in sets[0]]

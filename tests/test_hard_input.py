@@ -64,7 +64,7 @@ def test_vectors(optimizer, part, device, path, small_tiles, name, shape):
     """R or C = 1: the only singular value is 1, so the result is p(1) X / ||X||."""
     X = torch.randn(shape, device=device)
     O = optimizer.orthogonalize(X, name, dtype=F32)
-    torch.testing.assert_close(O.double(), exact(X, part("polar").steps_of(name)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(O.double(), exact(X, part("newton_schulz.orthogonalize").steps_of(name)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 6), (3, 0, 6), (3, 4, 0), (0, 0, 0), (0, 4), (4, 0), (2, 0, 4, 6)], ids=str)
@@ -73,8 +73,8 @@ def test_nothing(optimizer, part, device, path, shape):
     O = optimizer.orthogonalize(X)
     assert O.shape == X.shape and O.dtype == X.dtype and O is not X
     if len(shape) == 3:
-        part("polar").orthogonalize_([X], part("polar").steps_of("turbo"))
-        part("kernels.rows").normalize(X, torch.zeros(*shape[:2], 1, device=device), 0.95, 1e-8)
+        part("newton_schulz.orthogonalize").orthogonalize_([X], part("newton_schulz.orthogonalize").steps_of("turbo"))
+        part("kernels.elementwise.normuon").normalize(X, torch.zeros(*shape[:2], 1, device=device), 0.95, 1e-8)
 
 
 # Not finite: the matrix itself is lost, its neighbours have the bits that they have without it
@@ -119,7 +119,7 @@ def test_the_ends_of_the_range_are_no_bad_input(optimizer, part, device, path, s
     X[1] = size * X[1].sign()
     O = optimizer.orthogonalize(X, dtype=F32)
     assert torch.equal(O[[0, 2]], clean[[0, 2]])
-    steps = part("polar").steps_of("polar_express")
+    steps = part("newton_schulz.orthogonalize").steps_of("polar_express")
     torch.testing.assert_close(O[1].double(), exact(X[1].sign(), steps), rtol=1e-3, atol=1e-4)
 
 
@@ -206,7 +206,7 @@ def test_more_than_2_31_elements_in_a_matrix(optimizer, tall):
 @pytest.mark.gpu
 def test_rows_of_more_than_2_31_elements(part):
     N, R, C = 3, 1 << 15, (1 << 15) // 3 * 2 + 8
-    rows = part("kernels.rows")
+    rows = part("kernels.elementwise.normuon")
     U, V = torch.randn(N, R, C, device="cuda", dtype=torch.bfloat16), torch.rand(N, R, 1, device="cuda")
     last, v = U[-1:].clone(), V[-1:].clone()
     rows.normalize(U, V, 0.9, 1e-8)
@@ -223,8 +223,8 @@ def test_rectangles_that_end_beyond_2_31_elements(part, strides):
     values, U = torch.randn(W.shape, device="cuda").half(), torch.randn(W.shape, device="cuda").half()
     W.copy_(values)
     factors, near = torch.tensor([0.1, 0.98], device="cuda"), values.clone()
-    part("kernels.update").Update([W], [U], [0.5])(factors)
-    part("kernels.update").Update([near], [U], [0.5])(factors)
+    part("kernels.elementwise.weight_update").Update([W], [U], [0.5])(factors)
+    part("kernels.elementwise.weight_update").Update([near], [U], [0.5])(factors)
     assert torch.equal(W, near)
-    part("kernels.pack").Copy([W], [U])()
+    part("kernels.elementwise.momentum").Copy([W], [U])()
     assert torch.equal(W, U) and memory.count_nonzero() <= W.numel()

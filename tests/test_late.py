@@ -129,10 +129,10 @@ def machine(optimizer, monkeypatch):
 
 def install(patch) -> Machine:
     """A machine that hears of every write of a step and every read of FSDP2's; of others a model has to tell."""
-    machine, routes, presence = Machine(), part("routes"), part("presence").Presence
+    machine, routes, presence = Machine(), part("execution.bucket_updates"), part("communication.missing_grads").Presence
     for name in ("Stream", "Event", "stream", "current_stream"):
         patch.setattr(torch.cpu, name, getattr(machine, name))
-    patch.setattr(part("late"), "_streams", lambda device: machine)
+    patch.setattr(part("execution.overlap.forward"), "_streams", lambda device: machine)
 
     def written(kind, name):
         function = getattr(kind, name)
@@ -260,7 +260,7 @@ def looking(machine):
 
 def test_every_weight_of_a_plain_model_is_waited_for(looking):
     model, twin = Model(), Model()
-    opt, late = muon(model), part("late")
+    opt, late = muon(model), part("execution.overlap.forward")
     steps(model, opt)
     assert looking.wrong == [] and looking.writes
     Seen.machine = None
@@ -287,7 +287,7 @@ def test_the_current_stream_waits_only_where_it_must(told, looking):
 
 
 def test_the_machine_sees_what_does_not_wait(looking, monkeypatch):
-    monkeypatch.setattr(part("waiting").Before, "_wait", lambda self: None)
+    monkeypatch.setattr(part("execution.overlap.module_hooks").Before, "_wait", lambda self: None)
     model = Model()
     steps(model, muon(model))
     assert any("read while it is written" in what for what in looking.wrong)
@@ -451,7 +451,7 @@ def test_an_error_in_the_step_leaves_nothing_behind(looking, monkeypatch):
         raise KeyError("a fault")
 
     with monkeypatch.context() as patch:
-        patch.setattr(part("routes").Elementwise, "step", fail)
+        patch.setattr(part("execution.bucket_updates").Elementwise, "step", fail)
         with pytest.raises(KeyError, match="a fault"):
             opt.step()
     assert looking.current_stream() is looking.main and opt._late.marks == [] and opt._late.kept == {}
@@ -500,7 +500,7 @@ def test_without_the_option_and_on_a_cpu_nothing_happens(optimizer):
 # which modules wait ---------------------------------------------------------------------------------------------------
 
 def stops(model, keys=None):
-    found, quiet, unseen = part("waiting")._stops(model, {id(p) for p in model.parameters()} if keys is None else keys)
+    found, quiet, unseen = part("execution.overlap.module_hooks")._stops(model, {id(p) for p in model.parameters()} if keys is None else keys)
     names = {id(p): name for name, p in model.named_parameters()}
     called = {m: name for name, m in model.named_modules()}
     return {called[m]: {names[k] for k in ks} for m, ks in found.items()}, quiet, {names[k] for k in unseen}
@@ -561,7 +561,7 @@ def test_a_compiled_module_waits_for_all_of_it_before_it(whole, looking):
     opt = muon(model)
     counts = [[len(m._forward_pre_hooks) for m in block.modules()] for block in blocks]
     assert counts == [[1, 1, 0, 1, 1]] * 3
-    inner, quiet = [m._forward_pre_hooks.values() for m in list(blocks[0].modules())[1:]], part("waiting").Quiet
+    inner, quiet = [m._forward_pre_hooks.values() for m in list(blocks[0].modules())[1:]], part("execution.overlap.module_hooks").Quiet
     assert all(type(hook) is quiet for hook in itertools.chain(*inner)), "they leave the region whole"
     if whole:
         assert [len(layer._forward_pre_hooks) for layer in model.layers] == [1] * 3
@@ -734,9 +734,9 @@ def unhooked(rank, world, what):
     """As "plain", but something does not wait."""
     with pytest.MonkeyPatch.context() as patch:
         if what == "gates":
-            patch.setattr(part("waiting").Gate, "__call__", lambda self, async_op=False: self.gather(async_op))
+            patch.setattr(part("execution.overlap.module_hooks").Gate, "__call__", lambda self, async_op=False: self.gather(async_op))
         else:
-            patch.setattr(part("late").Late, "order", lambda self, stream, place: None)
+            patch.setattr(part("execution.overlap.forward").Late, "order", lambda self, stream, place: None)
         wrong, *_ = sharded(rank, world, (world,), "plain")
     return wrong
 
@@ -799,7 +799,7 @@ def cut_up(rank, world, layout, kind, fulls, steps, expected):
     from torch.distributed.tensor import init_device_mesh
 
     mesh_shape, placements, _ = placements_of(layout, world)
-    mesh, local = init_device_mesh("cpu", mesh_shape), part("layout").local_of
+    mesh, local = init_device_mesh("cpu", mesh_shape), part("params.dtensor").local_of
 
     def place(full):
         return cut(full, mesh, placements) if full.ndim > 1 else full
@@ -864,8 +864,8 @@ def test_buckets_land_one_after_another(room, latency, optimizer):
 
 @pytest.mark.parametrize("room", [1 << 40, 3000, 1])
 def test_chunks_land_one_after_another(room, optimizer):
-    plan, shapes, ranks = part("plan"), [(50, 6), (7, 1), (3, 4), (1, 5), (90, 2)], (0, 1, 2)
-    sizes = part("freight").ChunkTerms(4, 4, 4)
+    plan, shapes, ranks = part("planning.plan"), [(50, 6), (7, 1), (3, 4), (1, 5), (90, 2)], (0, 1, 2)
+    sizes = part("planning.memory_model").ChunkTerms(4, 4, 4)
     whole, = plan.plan_chunks(shapes, ranks, 1 << 40, sizes)
     parts = plan.chunks_along_forward(shapes, ranks, sizes, 0, room)
     rows = [(m.param, row) for b in parts for m in b.matrices for row in range(m.at[0], m.at[0] + m.rows)]

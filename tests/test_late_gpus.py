@@ -65,7 +65,7 @@ def shard(model, world, way):
 
 def slowed(patch) -> None:
     """The optimizer's stream takes its time."""
-    bound, at_home = part("bound").Bound, part("routes").Elementwise
+    bound, at_home = part("execution.bucket_updates").Bound, part("execution.bucket_updates").Elementwise
     replay, run = bound.replay, at_home.run
 
     def replay_late(self, step, hp):
@@ -83,7 +83,7 @@ def slowed(patch) -> None:
 
 def broken(patch, what) -> None:
     """Nobody waits; FSDP2's streams do not; gradients are let go."""
-    late, waiting = part("late").Late, part("waiting")
+    late, waiting = part("execution.overlap.forward").Late, part("execution.overlap.module_hooks")
     if what == "waits":
         patch.setattr(late, "order", lambda self, stream, place: None)
     elif what == "gates":
@@ -120,7 +120,7 @@ def trained(rank, world, way, mode, what=None):
     replayed). `mode`: "late"; "usual"; "untold": the option without a model. `what` is broken.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part("planner"), "latency_bytes", lambda arch: 0)  # several buckets, however small
+        patch.setattr(part("planning.planner"), "latency_bytes", lambda arch: 0)  # several buckets, however small
         if mode == "late":
             slowed(patch)
             broken(patch, what)
@@ -151,7 +151,7 @@ def trained(rank, world, way, mode, what=None):
 
 def overwrite(model, opt) -> None:
     """Let gradients go, and fill the memory that is free then."""
-    local = part("layout").local_of
+    local = part("params.dtensor").local_of
     likes = [local(p.grad) for p in model.parameters() if p.grad is not None]
     sizes = [(g.shape, g.dtype) for g in likes]
     likes.clear()
@@ -161,7 +161,7 @@ def overwrite(model, opt) -> None:
 
 
 def states(model, opt):
-    local = part("layout").local_of
+    local = part("params.dtensor").local_of
     return [local(t).detach().cpu() for p in model.parameters()
             for t in (p, *(opt.state[p].values() if p in opt.state else ()))]
 

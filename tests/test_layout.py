@@ -45,7 +45,7 @@ STRIDED = {  # FSDP2 over TP: the TP axis comes last in the mesh and first in th
 
 def boxes_on_rank(rank, world, mesh_shape, placements, shapes):
     """[(our box of this rank, torch's)] for each shape; our layout is the same on every rank."""
-    layout, mesh, found = part("layout"), init_device_mesh("cpu", mesh_shape), []
+    layout, mesh, found = part("params.layout"), init_device_mesh("cpu", mesh_shape), []
     for shape in shapes:
         local, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
         tensor = DTensor.from_local(torch.zeros(local), mesh, placements, run_check=False, shape=torch.Size(shape),
@@ -97,7 +97,7 @@ def test_each_copy_is_the_whole_tensor(mesh, optimizer):
 
 def strided_on_rank(rank, world, mesh_shape, placements, shape):
     """Cut an arange as our boxes say; torch has to put it together again."""
-    layout, mesh = part("layout"), init_device_mesh("cpu", mesh_shape)
+    layout, mesh = part("params.layout"), init_device_mesh("cpu", mesh_shape)
     full = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     box = layout.box_at(mesh.get_coordinate(), shape, placements, mesh_shape)
     local = full[tuple(slice(*side) for side in box)].clone()
@@ -121,7 +121,7 @@ def fsdp_over_tp_on_rank(rank, world, mesh_shape, shape, style):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    layout, mesh = part("layout"), init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp"))
+    layout, mesh = part("params.layout"), init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False))
     full = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     model[0].weight.data.copy_(full)
@@ -133,7 +133,7 @@ def fsdp_over_tp_on_rank(rank, world, mesh_shape, shape, style):
     ours = layout.layout_of(param)
     layout.check_local_shape(param, "w")
     stored = full[tuple(slice(*side) for side in ours.boxes[rank])]
-    return torch.equal(layout.local_of(param), stored), str(param.placements)
+    return torch.equal(part("params.dtensor").local_of(param), stored), str(param.placements)
 
 
 @pytest.mark.parametrize(("style", "shape"), [("rows", (16, 6)), ("rows", (20, 6)), ("columns", (16, 6)),
@@ -158,7 +158,7 @@ INTERLEAVED = {  # fused projections under TP: every rank stores a part of each 
 
 def interleaved_on_rank(rank, world, mesh_shape, placements, shape):
     """Whether the parts of this rank are what torch stores; how often each element is in a copy; our parts."""
-    layout, mesh = part("layout"), init_device_mesh("cpu", mesh_shape)
+    layout, mesh = part("params.layout"), init_device_mesh("cpu", mesh_shape)
     full = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     tensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
     layout.check_placements(tensor, "w")
@@ -169,7 +169,7 @@ def interleaved_on_rank(rank, world, mesh_shape, placements, shape):
         for box in ours.parts_of(holder):
             count[tuple(slice(*side) for side in box)] += 1
     same = torch.equal(ours.cut(full, rank), tensor.to_local()) and torch.equal(tensor.full_tensor(), full)
-    placed = layout.place_like(full, tensor)
+    placed = part("communication.redistribute").place_like(full, tensor)
     return same and torch.equal(placed.to_local(), tensor.to_local()), bool((count == 1).all()), ours.digest
 
 
@@ -240,7 +240,7 @@ def adamw_on_rank(rank, world):
     local = distribute_tensor(one.detach(), mesh, way, src_data_rank=None).to_local()
     state = distribute_tensor(optimizers[0].state[one]["exp_avg"], mesh, way, src_data_rank=None).to_local()
     return torch.equal(many.to_local(), local) and torch.equal(
-        part("layout").local_of(optimizers[1].state[many]["exp_avg"]), state)
+        part("params.dtensor").local_of(optimizers[1].state[many]["exp_avg"]), state)
 
 
 def test_adamw_takes_shardings_that_muon_refuses(optimizer):
@@ -258,7 +258,7 @@ REFUSED = {
 
 
 def refused_on_rank(rank, world, mesh_shape, placements):
-    mesh, layout = init_device_mesh("cpu", mesh_shape), part("layout")
+    mesh, layout = init_device_mesh("cpu", mesh_shape), part("params.layout")
     tensor = DTensor.from_local(torch.zeros(4, 4), mesh, placements, run_check=False, shape=torch.Size((16, 16)),
                                 stride=(16, 1))
     with pytest.raises(NotImplementedError, match=r"fc\.weight of shape \(16, 16\) with placements"):
@@ -276,7 +276,7 @@ def out_of_order(rank, world, ranks, placements, allowed, fake):
     from torch._subclasses import FakeTensorMode
     from torch.distributed.device_mesh import DeviceMesh
 
-    mesh, layout = DeviceMesh("cpu", ranks), part("layout")
+    mesh, layout = DeviceMesh("cpu", ranks), part("params.layout")
     with FakeTensorMode() if fake else contextlib.nullcontext():
         tensor = DTensor.from_local(torch.zeros(4, 4), mesh, placements, run_check=False)
         if allowed:
@@ -297,7 +297,7 @@ def test_ranks_that_do_not_ascend_along_a_sharded_axis_are_refused(ranks, placem
 
 
 def row_state_on_rank(rank, world, mesh_shape, placements, shape):
-    layout, mesh = part("layout"), init_device_mesh("cpu", mesh_shape)
+    layout, mesh = part("params.layout"), init_device_mesh("cpu", mesh_shape)
     tensor = distribute_tensor(torch.zeros(shape), mesh, placements, src_data_rank=None)
     rows = layout.layout_of(tensor, shape=(*shape[:-1], 1))
     whole = layout.layout_of(tensor)
@@ -317,14 +317,14 @@ def test_row_state_lies_where_its_rows_do(mesh, shape, optimizer):
 
 
 def test_a_plain_tensor_is_whole_where_it_is(optimizer):
-    layout = part("layout").layout_of(torch.zeros(3, 4))
+    layout = part("params.layout").layout_of(torch.zeros(3, 4))
     assert layout.boxes == {0: ((0, 3), (0, 4))} and layout.copies == ((0,),) and layout.plain
 
 
 def plain_on_rank(rank, world):
     import torch.distributed as dist
 
-    layout = part("layout")
+    layout = part("params.layout")
     alone, shared = layout.layout_of(torch.zeros(3, 4)), layout.layout_of(torch.zeros(3, 4), dist.group.WORLD)
     assert list(alone.boxes) == [rank]
     return shared.boxes, shared.copies, shared.copy_of

@@ -58,7 +58,7 @@ def patterns(rank, world, mode, device="cpu", kind=None, hold=1, count=PATTERNS)
     missing, filled = (
         package().NorMuon([{"params": ps[:-1]}, {"params": ps[-1:], "use_muon": False}], lr=0.1, capturable=captured,
                           **options) for ps, captured in ((ours, kind == "capturable"), (theirs, False)))
-    local, seen, grads = part("layout").local_of, set(), [place(torch.zeros_like(f)) for f in fulls]
+    local, seen, grads = part("params.dtensor").local_of, set(), [place(torch.zeros_like(f)) for f in fulls]
     has, shards = torch.ones(len(fulls), world, dtype=torch.bool), COPIED.get(mode, world)
     for step in range(count * hold):
         if step and step % hold == 0:
@@ -109,7 +109,7 @@ def nothing(rank, world, mode):
     optimizer = package().NorMuon([{"params": params[:2]}, {"params": params[2:], "use_muon": False}], **options)
     for _ in range(3):
         optimizer.step()
-    local = part("layout").local_of
+    local = part("params.dtensor").local_of
     still = all((local(p) == 1).all() and not any(t.any() for t in map(local, optimizer.state[p].values()))
                 for p in params)
     if rank == 1:
@@ -134,7 +134,7 @@ def single(rank, world, mode):
     fulls = torch.ones(4, 3), torch.ones(5)
     params = [nn.Parameter(cut(f, mesh, [Shard(0)]) if mode == "fsdp" else f) for f in fulls]
     optimizer = package().NorMuon([{"params": params[:1]}, {"params": params[1:], "use_muon": False}], **options)
-    local, history = part("layout").local_of, []
+    local, history = part("params.dtensor").local_of, []
     for has in (True, False):
         for p in params:
             p.grad = torch.ones_like(p) if has else None
@@ -200,7 +200,7 @@ def test_a_step_that_fails_leaves_alone_what_has_no_gradient(optimizer):
 def test_a_step_waits_for_the_comparison_of_the_one_before(optimizer):
     """Its answers stand in memory that the next one writes to; a step whose gradients are all there waits for no more.
     """
-    presence, waited = part("presence").Presence(), []
+    presence, waited = part("communication.missing_grads").Presence(), []
     presence.works = [SimpleNamespace(wait=lambda: waited.append("before the next step"))]
     with presence.around():
         assert waited == ["before the next step"]
@@ -213,7 +213,7 @@ def test_an_error_of_the_comparison_is_raised_where_its_answer_is_needed(optimiz
     def fail():
         raise RuntimeError("a peer is gone")
 
-    presence = part("presence").Presence()
+    presence = part("communication.missing_grads").Presence()
 
     def compare():
         presence.works = [SimpleNamespace(wait=fail), SimpleNamespace(wait=lambda: waited.append("the second one"))]

@@ -113,7 +113,7 @@ def compare(rank, world, layout, cases, device="cpu"):
 
 def difference(expected, optimizer, params, full):
     """(largest difference of weights and state on this rank, smallest largest movement of a weight)."""
-    error, local_of = 0.0, part("layout").local_of
+    error, local_of = 0.0, part("params.dtensor").local_of
     for whole, p in zip(expected, params):
         assert optimizer.state[p].keys() == whole.keys() - {"weight"}
         for key, a in whole.items():
@@ -167,7 +167,7 @@ def test_what_several_ranks_get_leaves_from_one_place(layout, name, optimizer, m
         apart.append((len({t.data_ptr() for t in sent if t.numel()}), sum(t.numel() > 0 for t in sent)))
         return collective(received, sent, **options)
 
-    monkeypatch.setattr(part("process_groups").ProcessGroups, "send_once", lambda groups, device: True)
+    monkeypatch.setattr(part("communication.process_groups").ProcessGroups, "send_once", lambda groups, device: True)
     monkeypatch.setattr(dist, "all_to_all", send)
     results = run_threads(8, compare, layout, cases_of(layout, 8, [(name, {"wire_dtype": torch.float32})]))
     assert_exact(results, 1)
@@ -280,7 +280,7 @@ def scarce(layout, world):
     have one) of each matrix] of each step, weights and state in the end) of one process.
     """
     mesh_shape, placements, shapes = placements_of(layout, world)
-    generator, box_at = torch.Generator().manual_seed(2), part("layout").box_at
+    generator, box_at = torch.Generator().manual_seed(2), part("params.layout").box_at
     full, steps = [spread(s, generator) for s in shapes], []
     params = [nn.Parameter(f.clone()) for f in full]
     one = halved(params)

@@ -663,7 +663,7 @@ def test_a_step_through_the_kernels_is_one_without_them(part, monkeypatch, devic
         optimizer = package().NorMuon([{"params": ours[:3]}, {"params": ours[3:], "use_muon": False}], lr=0.1, **EXACT)
         results.append(train(optimizer, ours, grads))
     # two steps of fp32 roundings, which the polynomials magnify, like small singular values, by up to their slope at 0
-    slope = math.prod(a for a, _, _ in part("polar").steps_of("polar_express").triples)
+    slope = math.prod(a for a, _, _ in part("newton_schulz.orthogonalize").steps_of("polar_express").triples)
     for a, b in zip(*results):
         torch.testing.assert_close(a, b, rtol=0, atol=2 * 0.1 * 2.0**-23 * slope)
 
@@ -675,7 +675,7 @@ def test_options_reach_the_kernels_as_numbers_of_one_type(part, monkeypatch, dev
     params = weights([(16, 16), (24, 40)], device)
     grads, found = gradients(params, 2), []
     take("triton", monkeypatch)
-    kinds, pack = set(), part("kernels.pack").Pack
+    kinds, pack = set(), part("kernels.elementwise.momentum").Pack
     call = pack.__call__
     monkeypatch.setattr(pack, "__call__", lambda *args: (kinds.add(type(args[4])), call(*args))[1])
     for eps, nesterov in ((1e-7, True), (torch.tensor(1e-7), torch.tensor(True)), (0.0, True), (0, 1.0)):

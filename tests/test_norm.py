@@ -14,7 +14,7 @@ MULTIPLES = (1.0, 3e-37, 1e-20, 1e20, 3e30)
 @pytest.fixture(params=PATHS)
 def norm(request, part, monkeypatch):
     take(request.param, monkeypatch)
-    return part("kernels.norm")
+    return part("kernels.elementwise.scaling")
 
 
 def matrix_of(kind, R, C):

@@ -17,7 +17,7 @@ TRIPLES = ((8.2, -23.0, 16.4), (4.0, -2.9, 0.55), (3.9, -2.8, 0.52))  # of polar
 def on_chip(part):
     if reason := paths.why_no_triton():
         pytest.skip(reason)
-    return part("kernels.on_chip")
+    return part("kernels.onchip.polar")
 
 
 def gram_matrices(N, n, device):
@@ -64,9 +64,9 @@ def test_how_far_ahead_by_the_shared_memory(on_chip):
 @pytest.mark.parametrize("long, most", [(70, 1), (140, 3)])
 def test_matrices_that_do_not_fit_the_chip_take_products(on_chip, part, device, monkeypatch, long, most):
     """In the iteration that the chip takes: square matrices are in the standard one there."""
-    polar = part("polar")
+    polar = part("newton_schulz.orthogonalize")
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
-    monkeypatch.setattr(polar, "longest", lambda *about: most)
+    monkeypatch.setattr(part("newton_schulz.method"), "longest", lambda *about: most)
     X = torch.randn(2, 70, long, device=device)
     usual = polar.orthogonalize(X, dtype=torch.float16)
     assert on_chip.fits(X, torch.float16)

@@ -23,7 +23,7 @@ CHOICES = {"default": (), "turbo": ("turbo",), "a triple": ((3.4445, -4.775, 2.0
 
 @pytest.fixture
 def op(part):
-    return part("op")
+    return part("newton_schulz.custom_op")
 
 
 def stacks():
@@ -159,7 +159,7 @@ def test_vmap(optimizer):
 def test_the_operator_and_the_function_give_the_same(optimizer, part, device):
     X = torch.randn(2, 6, 20, device=device)
     for choice in CHOICES.values():
-        assert torch.equal(optimizer.orthogonalize(X, *choice), part("polar").orthogonalize(X, *choice))
+        assert torch.equal(optimizer.orthogonalize(X, *choice), part("newton_schulz.orthogonalize").orthogonalize(X, *choice))
 
 
 @pytest.mark.parametrize("X, options, message", [
@@ -210,7 +210,7 @@ def test_another_device_is_entered_and_the_current_one_is_not(op, monkeypatch, c
     X, entered, made = types.SimpleNamespace(is_cuda=True, get_device=lambda: 1), [], []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device_of", lambda X: entered.append(X) or contextlib.nullcontext())
-    monkeypatch.setattr(op.polar, "polar_factor", lambda *arguments: made.append(arguments) or "O")
+    monkeypatch.setattr(op, "polar_factor", lambda *arguments: made.append(arguments) or "O")
     assert op._compute(X, "steps", 1e-7, None) == "O" and made == [(X, "steps", 1e-7, None, None)]
     assert entered == [X] * (current == 0)
 
@@ -227,7 +227,7 @@ def test_a_tensor_on_another_gpu(optimizer):
 def test_what_is_not_looked_at_again(op, optimizer, monkeypatch):
     """A call like one before is: of usual options, of a tensor that nobody listens to; all else is looked at."""
     asked, X = [], torch.randn(2, 4, 6)
-    monkeypatch.setattr(op.polar, "again", lambda X, given: asked.append(given))
+    monkeypatch.setattr(op, "again", lambda X, given: asked.append(given))
     first = optimizer.orthogonalize(X)
     assert asked == [("polar_express", 5, 1e-7, None)]
     for options in ({"eps": True}, {"eps": 0}, {"ns_steps": True}, {"ns_coefficients": (3.4445, -4.775, 2.0315)}):
@@ -237,13 +237,13 @@ def test_what_is_not_looked_at_again(op, optimizer, monkeypatch):
         optimizer.orthogonalize(X)
     optimizer.orthogonalize(X.clone().requires_grad_())
     assert len(asked) == 1
-    monkeypatch.setattr(op.polar, "again", lambda X, given: first)
+    monkeypatch.setattr(op, "again", lambda X, given: first)
     assert optimizer.orthogonalize(X) is first
 
 
 def test_a_call_that_is_on_no_tape_is_made_as_the_first_was(optimizer, part, monkeypatch):
     """Also where other matrices lie otherwise, another dtype was asked for, or the kernels were changed."""
-    polar, X, given = part("polar"), torch.randn(2, 4, 6), ("polar_express", 5, 1e-7, None)
+    polar, X, given = part("newton_schulz.orthogonalize"), torch.randn(2, 4, 6), ("polar_express", 5, 1e-7, None)
     kind = polar._Kind((0, 0, 0, 0))
     monkeypatch.setattr(polar, "_kinds", {polar._again(X, given): kind})
     monkeypatch.setattr(polar, "use_triton", lambda device: True)

@@ -19,7 +19,7 @@ HP = {"ns_coefficients": "polar_express", "ns_steps": 5}
 
 def pace(arch, **changes):
     hp = {**HP, **changes}
-    return part("pace").Pace(part("polar").steps_of(hp["ns_coefficients"], hp["ns_steps"]), arch)
+    return part("planning.cost_model").Pace(part("newton_schulz.orthogonalize").steps_of(hp["ns_coefficients"], hp["ns_steps"]), arch)
 
 
 @pytest.mark.parametrize("arch", ["cpu", "sm90"])
@@ -34,7 +34,7 @@ def test_cost_grows_with_the_matrix_and_knows_no_orientation(name, arch, optimiz
 
 def test_without_measurements_cost_is_flops(optimizer):
     """5 steps of the Gram iteration on a square matrix: 6 n^3 for X X^T and Q X, 12 n^3 for the products between."""
-    assert pace("cpu")(1000, 1000) == 18 * 1000**3 // part("pace").NOMINAL
+    assert pace("cpu")(1000, 1000) == 18 * 1000**3 // part("planning.cost_model").NOMINAL
     assert not pace("cpu").measured and pace("cpu").wire(1 << 20) == pace("cpu").memory(1 << 20) == 0
 
 
@@ -47,7 +47,7 @@ def test_expected_times_are_near_the_measured_ones(optimizer):
             if iteration and (row["run"], row["implementation"]) == ("graph", "ours") and row["median_ms"]:
                 newest[row["gpu"], tuple(int(row[key]) for key in ("n", "rows", "cols"))] = float(row["median_ms"])
     ratios = [pace("sm90").stacks({(R, C): N}) / 1e6 / ms for (gpu, (N, R, C)), ms in newest.items()
-              if gpu == part("pace").table("sm90")["gpu"] and min(R, C) >= 256]
+              if gpu == part("planning.cost_model").table("sm90")["gpu"] and min(R, C) >= 256]
     assert len(ratios) >= 10 and 1 / 1.5 < min(ratios) and max(ratios) < 1.5
     assert statistics.mean(abs(math.log(ratio)) for ratio in ratios) < 0.15
 
@@ -55,7 +55,7 @@ def test_expected_times_are_near_the_measured_ones(optimizer):
 @pytest.mark.parametrize("shape", [(8, 8), (8, 12), (8, 64)])
 @pytest.mark.parametrize("name", ["jordan", "polar_express", "cubic", "aol", "deepseek_v4"])
 def test_the_launches_that_are_priced_are_those_that_are_made(name, shape, monkeypatch, optimizer):
-    polar, segment, long_side, made = part("polar"), part("segment"), part("long_side"), Counter()
+    polar, segment, long_side, made = part("newton_schulz.orthogonalize"), part("newton_schulz.iteration"), part("newton_schulz.iteration"), Counter()
     steps = polar.steps_of(name)
 
     def counting(op, real):
@@ -68,12 +68,12 @@ def test_the_launches_that_are_priced_are_those_that_are_made(name, shape, monke
                                  (long_side, "product", "product")):
         monkeypatch.setattr(module, function, counting(op, getattr(module, function)))
     polar.orthogonalize_([torch.randn(2, *shape)], steps, dtype=torch.float16)
-    assert made == Counter(polar.launches(*shape, steps))
+    assert made == Counter(part("newton_schulz.method").launches(*shape, steps))
 
 
 def test_entries_for_gpus_of_a_name_are_no_part_of_times(monkeypatch, optimizer):
     """A plan is the same on all GPUs of an architecture; where an op has no other entries, nothing is known of it."""
-    tiles = part("kernels.tiles")
+    tiles = part("kernels.launch.tile_config")
     known = tiles.table("sm90")
     own = [{**entry, "gpu": "H100", "us": [9.0, 9.0, 9.0, 9.0]} for entry in known["entries"] if "us" in entry]
     monkeypatch.setattr(tiles, "table", lambda arch: {**known, "entries": known["entries"] + own})
@@ -99,7 +99,7 @@ def test_what_stays_on_a_processor_takes_turns(optimizer):
     """Near the times measured on an H200 and an H100 (stacks.csv, "processors"), in us; of several long sides X X^T is
     launched apart.
     """
-    p, resident = pace("sm90"), part("kernels.resident")
+    p, resident = pace("sm90"), part("kernels.onchip.gram_chain")
     measured = {(64, 256, 256): 109, (48, 256, 256): 102, (64, 256, 768): 150, (66, 256, 1024): 165,
                 (48, 256, 2048): 208, (64, 256, 2048): 234, (128, 256, 256): 133, (128, 256, 768): 194,
                 (200, 256, 1024): 388}
@@ -114,7 +114,7 @@ def test_what_stays_on_a_processor_takes_turns(optimizer):
 
 def test_what_is_not_cast_is_only_read(monkeypatch, optimizer):
     """Its norm moves other bytes: of short sides that stay bf16, where they restart, and without AOL scaling."""
-    known = part("pace").table("sm90")
+    known = part("planning.cost_model").table("sm90")
     norm = known["norm"]
 
     def saved(shape, raw_bytes, **changes):
@@ -134,7 +134,7 @@ def test_what_is_not_cast_is_only_read(monkeypatch, optimizer):
 def test_the_key_names_the_table(optimizer):
     """It is part of what ranks compare: owners chosen by other times are other owners."""
     assert pace("cpu").key == pace("cpu").key != pace("sm90").key
-    assert part("pace").Pace.of(HP, torch.device("cpu")).key == pace("cpu").key
+    assert part("planning.cost_model").Pace.of(HP, torch.device("cpu")).key == pace("cpu").key
 
 
 def test_the_wire_has_a_latency_and_a_rate(optimizer):
@@ -148,7 +148,7 @@ def lanes(spans, lane):
 
 def test_buckets_overlap_as_the_pipeline_lets_them(optimizer):
     """Bucket 1 travels in while bucket 0 is computed; the answer of 0 travels while 1 is computed."""
-    Part, spans = part("pace").Part, part("pace").spans
+    Part, spans = part("planning.cost_model").Part, part("planning.cost_model").spans
     assert lanes(spans([Part(1, 10, 100, 10, 2)] * 2, 0.0), "stream") == [
         ("pack", 0, 0, 1), ("pack", 1, 1, 2), ("products", 0, 11, 111), ("products", 1, 111, 211),
         ("apply", 0, 211, 213), ("apply", 1, 221, 223)]
@@ -157,13 +157,13 @@ def test_buckets_overlap_as_the_pipeline_lets_them(optimizer):
 
 
 def test_a_busy_wire_slows_what_is_computed_beside_it(optimizer):
-    Part, spans = part("pace").Part, part("pace").spans
+    Part, spans = part("planning.cost_model").Part, part("planning.cost_model").spans
     alone, beside = (max(s.end for s in spans([Part(0, 10, 100, 10, 0)] * 4, exposed)) for exposed in (0.0, 0.5))
     assert alone == 420 and beside == 420 + 0.5 * 6 * 10
 
 
 def test_what_stays_at_home_runs_beside_the_first_way_in(optimizer):
-    Part, spans = part("pace").Part, part("pace").spans
+    Part, spans = part("planning.cost_model").Part, part("planning.cost_model").spans
     order = lanes(spans([Part(1, 50, 10, 5, 1), Part(1, 0, 20, 0, 1, travels=False)], 0.0), "stream")
     assert order == [("pack", 0, 0, 1), ("pack", 1, 1, 2), ("products", 1, 2, 22), ("apply", 1, 22, 23),
                      ("products", 0, 51, 61), ("apply", 0, 66, 67)]

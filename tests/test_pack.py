@@ -21,7 +21,7 @@ def path(request, monkeypatch):
 
 @pytest.fixture
 def pack(part, path):
-    return part("kernels.pack")
+    return part("kernels.elementwise.momentum")
 
 
 def addresses(gradients, path):
@@ -38,7 +38,7 @@ def weight(momentum, device):
 
 def setting(part, device, m_dtype, u_dtype, g_dtype, shapes=SHAPES):
     """Momenta with transposed memory, poisoned updates, and gradients that are windows of larger tensors."""
-    Source = part("kernels.table").Source
+    Source = part("kernels.elementwise.multi_tensor").Source
     M = [torch.randn(c, r, device=device).to(m_dtype).mT for r, c in shapes]
     U = [poisoned(r, c, dtype=u_dtype, device=device) for r, c in shapes]
     sources = [Source(i, 203, (100, 1)) for i in range(len(shapes))]
@@ -88,7 +88,7 @@ def cuts(rows, columns):
 
 @every_dtype
 def test_bits_do_not_depend_on_how_a_matrix_is_cut(pack, part, device, path, m_dtype, u_dtype, g_dtype):
-    Source = part("kernels.table").Source
+    Source = part("kernels.elementwise.multi_tensor").Source
     R, C = 13, 67
     G, M = torch.randn(R, C, device=device).to(g_dtype), torch.randn(R, C, device=device).to(m_dtype)
 
@@ -118,7 +118,7 @@ def test_triton_and_torch_give_the_same_bits(part, device, monkeypatch, m_dtype,
         take(path, monkeypatch)
         torch.manual_seed(0)
         M, U, sources, G = setting(part, device, m_dtype, u_dtype, g_dtype)
-        part("kernels.pack").Pack(M, U, sources, G)(G, addresses(G, path), weight(0.95, device), True)
+        part("kernels.elementwise.momentum").Pack(M, U, sources, G)(G, addresses(G, path), weight(0.95, device), True)
         results.append(M + U)
     assert all(map(torch.equal, *results))
 
@@ -165,7 +165,7 @@ def test_copy_of_fresh_gradients(pack, part, device, path):
 
 def test_rows_longer_than_a_position_can_say(pack, part, device, monkeypatch):
     """Contiguous rectangles are one row, and longer ones several records."""
-    monkeypatch.setattr(part("kernels.table"), "LONGEST", 1000)
+    monkeypatch.setattr(part("kernels.elementwise.multi_tensor"), "LONGEST", 1000)
     source, copy = torch.randn(50, 77, device=device), poisoned(50, 77, device=device)
     bound = pack.Copy([copy], [source])
     bound()
@@ -176,7 +176,7 @@ def test_rows_longer_than_a_position_can_say(pack, part, device, monkeypatch):
 @pytest.mark.gpu
 def test_many_large_rectangles(part, monkeypatch):
     """On a GPU, with bf16: the bits of the torch path, also where the gradient has more than 2^31 elements."""
-    table, results = part("kernels.table"), []
+    table, results = part("kernels.elementwise.multi_tensor"), []
     G = [torch.randn(1000, 3001, device="cuda"), torch.empty((1 << 31) + (1 << 20), dtype=BF16, device="cuda")]
     G[1][-(1 << 20):].normal_()
     sources = [table.Source(0, 0, (3001, 1)), table.Source(0, 5, (3001, 1)), table.Source(1, 1 << 31, (1 << 10, 1))]
@@ -185,6 +185,6 @@ def test_many_large_rectangles(part, monkeypatch):
     for path in ("torch", "triton"):
         monkeypatch.setenv("OPTIMIZER_KERNELS", path)
         M, U = [m.clone() for m in start], [poisoned(*s, dtype=BF16, device="cuda") for s in shapes]
-        part("kernels.pack").Pack(M, U, sources, G)(G, addresses(G, path), weight(0.95, "cuda"), True)
+        part("kernels.elementwise.momentum").Pack(M, U, sources, G)(G, addresses(G, path), weight(0.95, "cuda"), True)
         results.append(M + U)
     assert all(map(torch.equal, *results))

@@ -102,7 +102,7 @@ for path in sys.argv[1:]:
     sys.path.insert(0, os.path.dirname(path))
     try:
         runpy.run_path(path, run_name="script")
-    except Asked:  # simulate.py and stacks.py ask at once
+    except Asked:  # simulate.py and workspace.py ask at once
         pass
     builds[os.path.basename(path)] = os.environ.get("LOCAL_KERNELS")
 print(json.dumps(builds))

@@ -20,7 +20,7 @@ SETS = {"polar_express": 10, "polar_express_nanochat": 5, "polar_express_dion": 
 
 @pytest.fixture
 def steps(part):
-    return part("steps")
+    return part("newton_schulz.coefficients")
 
 
 def places(steps, name):
@@ -89,7 +89,7 @@ def test_only_products_in_fp16_take_pairs(steps):
 def test_the_four_products(part, device, monkeypatch, path, n):
     """Against fp64, of a matrix with all the values that A may have."""
     take(path, monkeypatch)
-    steps, two_steps = part("steps"), part("segment").two_steps
+    steps, two_steps = part("newton_schulz.coefficients"), part("newton_schulz.iteration").two_steps
     triples, pair = next(places(steps, "polar_express"))
     basis = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0]
     values = torch.linspace(0, 3.9, n, dtype=torch.float64)
@@ -103,11 +103,11 @@ def test_the_four_products(part, device, monkeypatch, path, n):
 @pytest.mark.parametrize("most, made", [(1, 5), (2, 9), (3, 12)])
 def test_products_of_an_iteration(part, monkeypatch, most, made):
     """In fp16 a pair takes four, and with a step before it one more."""
-    monkeypatch.setattr(part("steps"), "SMALL", 0)
-    segment, polar, counts = part("segment"), part("polar"), []
+    monkeypatch.setattr(part("newton_schulz.coefficients"), "SMALL", 0)
+    segment, polar, counts = part("newton_schulz.iteration"), part("newton_schulz.orthogonalize"), []
     real = segment.symmetric_product
     monkeypatch.setattr(segment, "symmetric_product", lambda *args, **more: (counts.append(1), real(*args, **more)))
-    monkeypatch.setattr(polar, "longest", lambda *about: most)
+    monkeypatch.setattr(part("newton_schulz.method"), "longest", lambda *about: most)
     polar.orthogonalize(torch.randn(24, 24), dtype=torch.float16)
     assert len(counts) == made
 
@@ -116,9 +116,9 @@ def test_products_of_an_iteration(part, monkeypatch, most, made):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_only_what_is_read_whole_is_written_whole(part, monkeypatch, most, dtype):
     """As if symmetric products read lower triangles only: with pairs (fp16) and without, the same bits."""
-    monkeypatch.setattr(part("steps"), "SMALL", 0)
+    monkeypatch.setattr(part("newton_schulz.coefficients"), "SMALL", 0)
     monkeypatch.setenv("OPTIMIZER_KERNELS", "torch")
-    segment, polar, told = part("segment"), part("polar"), []
+    segment, polar, told = part("newton_schulz.iteration"), part("newton_schulz.orthogonalize"), []
     real, upper = segment.symmetric_product, torch.ones(24, 24, dtype=torch.bool).triu(1)
 
     def lower(C):
@@ -130,7 +130,7 @@ def test_only_what_is_read_whole_is_written_whole(part, monkeypatch, most, dtype
         real(lower(A), lower(B), out, alpha, [(lower(C), beta) for C, beta in addends], diagonal)
         return out if whole else out.masked_fill_(upper, float("nan"))
 
-    monkeypatch.setattr(polar, "longest", lambda *about: most)
+    monkeypatch.setattr(part("newton_schulz.method"), "longest", lambda *about: most)
     U = torch.randn(24, 24)
     before = polar.orthogonalize(U, dtype=dtype)
     forget(polar, monkeypatch)

@@ -16,15 +16,15 @@ ROUNDS = 20
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_launches_one_on_top_of_the_other_give_what_launches_one_by_one_give(shape, monkeypatch):
     X, polar = torch.empty(shape, dtype=torch.bfloat16, device="cuda"), package().orthogonalize
-    if not part("kernels").has_pdl(X.device):
+    if not part("kernels.backend").has_pdl(X.device):
         pytest.skip("this GPU has no programmatic dependent launch")
     rounds = [torch.randn(shape, device="cuda").bfloat16() for _ in range(ROUNDS)]
     launched = []
     with monkeypatch.context() as patch:  # one by one, none of them from a tape
-        patch.setattr(part("polar"), "play", lambda key, memory, tensors, work: work())
-        patch.setattr(part("kernels.tape"), "note", lambda *_: launched.append(torch.cuda.synchronize()))
+        patch.setattr(part("newton_schulz.orthogonalize"), "play", lambda key, memory, tensors, work: work())
+        patch.setattr(part("kernels.launch.replay"), "note", lambda *_: launched.append(torch.cuda.synchronize()))
         expected = [polar(U) for U in rounds]
-    two_each = shape[0] == 64  # norms, their scales, and one launch for the rest (resident.py)
+    two_each = shape[0] == 64  # norms, their scales, and one launch for the rest (gram_chain.py)
     assert len(launched) >= (3 if two_each else 6) * ROUNDS
     polar(X.copy_(rounds[0]))
     graph = torch.cuda.CUDAGraph()
@@ -43,7 +43,7 @@ def test_launches_one_on_top_of_the_other_give_what_launches_one_by_one_give(sha
 
 def test_only_nvidia_gpus_from_sm90_on_have_it(monkeypatch):
     """Others neither know the option nor the instructions."""
-    has_pdl = part("kernels").has_pdl.__wrapped__
+    has_pdl = part("kernels.backend").has_pdl.__wrapped__
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert not has_pdl(torch.device("cpu")) and not has_pdl(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -29,7 +29,7 @@ spec.loader.exec_module(models)
 def terms(**others):
     given = {"row": 4, "once": True, "splits": lambda R, C: True,
              "scratch": lambda R, C: (min(R, C), 4 * R * C, 8 * min(R, C) ** 2)}
-    return part("freight").Terms(**given | others)
+    return part("planning.memory_model").Terms(**given | others)
 
 
 ALIVE = [{"leave", "arrive", "rows"}, {"stack", "arrive", "rows", "mean", "stays"}, {"mean", "stack"},
@@ -44,7 +44,7 @@ def cost(rows, cols):
 
 def layout_on(sizes, placements, shape, plain=False):
     """The layout of a tensor on a mesh of consecutive ranks."""
-    layout, boxes, copies = part("layout"), {}, defaultdict(list)
+    layout, boxes, copies = part("params.layout"), {}, defaultdict(list)
     for rank, coordinate in enumerate(itertools.product(*map(range, sizes))):
         boxes[rank] = layout.box_at(coordinate, shape, placements, sizes)
         copies[tuple(c for c, p in zip(coordinate, placements) if p.is_replicate())].append(rank)
@@ -62,11 +62,11 @@ def rows_of(layouts, sizes, placements):
 
 
 def plan_of(layouts, **options):
-    return part("plan").make_plan(layouts, cost, {}, **options)
+    return part("planning.plan").make_plan(layouts, cost, {}, **options)
 
 
 def shares_of(bucket, layouts, rows=None, **others):
-    return {rank: part("share").share_of(bucket, rank, layouts, rows, terms(**others)) for rank in bucket.ranks}
+    return {rank: part("planning.rank_plan").share_of(bucket, rank, layouts, rows, terms(**others)) for rank in bucket.ranks}
 
 
 def check_owners(buckets, layouts):
@@ -129,7 +129,7 @@ def check_wire(bucket, shares, direction):
 
 def by_pair(offsets, nbytes, starts, index, here, peer):
     """(rank, peer) -> [(place in what travels between the two, piece)], checked against the bytes of that part."""
-    (end, rank), pairs, last, alignment = here, defaultdict(list), defaultdict(int), part("plan").ALIGNMENT
+    (end, rank), pairs, last, alignment = here, defaultdict(list), defaultdict(int), part("planning.plan").ALIGNMENT
     for piece, at in offsets.items():
         other, size = getattr(piece, peer), terms().itemsizes.get(piece.kind, 4)
         place = at - starts[index[other]]
@@ -173,7 +173,7 @@ def check_all(layouts, rows=None, once=True, **options):
         shares = shares_of(bucket, layouts, rows, once=once)
         check_room(bucket, shares, options["rank_bytes"])
         check_pieces(bucket, layouts, shares)
-        if rows and bucket.route not in part("plan").ROUTES_OF_OWNERS:
+        if rows and bucket.route not in part("planning.plan").ROUTES_OF_OWNERS:
             check_pieces(bucket, rows, shares, "row")
         if bucket.route == "local":
             assert len(bucket.ranks) == 1 and not shares[bucket.ranks[0]].crosses_outbound
@@ -272,7 +272,7 @@ def test_work_is_balanced(optimizer):
     @hypothesis.given(st.integers(1, 32), st.lists(st.tuples(*[st.integers(1, 64)] * 2), min_size=1, max_size=60))
     def check(world, shapes):
         loads = {}
-        part("plan").make_plan(layouts_on((world,), [Replicate()], shapes), cost, loads)
+        part("planning.plan").make_plan(layouts_on((world,), [Replicate()], shapes), cost, loads)
         costs = [cost(*shape) for shape in shapes]
         loads = sum(loads.values(), Counter())
         assert sum(loads.values()) == sum(costs)
@@ -285,12 +285,12 @@ DENSE_MODELS = ["gpt2_124m", "qwen3_1p7b", "llama3_8b", "motif_12b"]
 
 
 def measured_pace():
-    return part("pace").Pace(part("polar").steps_of("polar_express"), "sm90")
+    return part("planning.cost_model").Pace(part("newton_schulz.orthogonalize").steps_of("polar_express"), "sm90")
 
 
 def loads_of(shapes, world, placements, pace):
     loads = {}
-    buckets = part("plan").make_plan(layouts_on((world,), placements, shapes), pace, loads)
+    buckets = part("planning.plan").make_plan(layouts_on((world,), placements, shapes), pace, loads)
     owned = Counter()
     for bucket in buckets:
         for matrix, owner in zip(bucket.matrices, bucket.owners):
@@ -321,7 +321,7 @@ def test_where_matrices_cannot_be_cut_the_best_possible_is_close(model, world, o
     """Many ranks, few matrices: no plan reaches the mean. The most loaded rank stays near what one must have."""
     shapes, pace = models.shapes_of(model), measured_pace()
     loads, _ = loads_of(shapes, world, [Shard(0)], pace)
-    least = part("balance").least_load([pace(*shape) for shape in shapes], world)
+    least = part("planning.load_balance").least_load([pace(*shape) for shape in shapes], world)
     assert least <= max(loads) <= 1.05 * least
 
 
@@ -334,7 +334,7 @@ def test_experts_stay_at_home(optimizer):
 
 def test_times_cut_a_plan_without_changing_owners(optimizer):
     pace, layouts = measured_pace(), layouts_on((8,), [Shard(0)], models.shapes_of("qwen3_1p7b", 12))
-    plain, timed = (part("plan").make_plan(layouts, p, {}, rank_bytes=6 << 30) for p in (lambda R, C: pace(R, C), pace))
+    plain, timed = (part("planning.plan").make_plan(layouts, p, {}, rank_bytes=6 << 30) for p in (lambda R, C: pace(R, C), pace))
     assert len(timed) > len(plain) == 1
     assert {m: o for b in plain for m, o in zip(b.matrices, b.owners)} == {
         m: o for b in timed for m, o in zip(b.matrices, b.owners)}
@@ -361,14 +361,14 @@ class Hurried:
         return int(nbytes)
 
     def spans(self, parts):
-        return part("pace").spans(parts, 0.0)
+        return part("planning.cost_model").spans(parts, 0.0)
 
 
 def test_how_a_plan_is_cut_changes_no_bit(monkeypatch, optimizer):
     shapes, results, counts = [(16, 8)] * 9 + [(8, 24)] * 12, [], []
-    usual = part("pace").Pace.of
+    usual = part("planning.cost_model").Pace.of
     for kind in (usual, lambda hp, device: Hurried(usual(hp, device).steps)):
-        monkeypatch.setattr(part("pace").Pace, "of", kind)
+        monkeypatch.setattr(part("planning.cost_model").Pace, "of", kind)
         ranks = run_threads(4, step_as_rank, shapes, [Shard(0)])
         results.append([torch.cat(shards) for shards in zip(*(params for params, _, _ in ranks))])
         counts.append({buckets for _, _, buckets in ranks})
@@ -378,17 +378,17 @@ def test_how_a_plan_is_cut_changes_no_bit(monkeypatch, optimizer):
 
 def test_a_second_plan_sees_the_loads_of_the_first(optimizer):
     loads, layouts = {}, layouts_on((4,), [Replicate()], [(8, 8)] * 2)
-    first = part("plan").make_plan(layouts, cost, loads)
-    second = part("plan").make_plan(layouts, cost, loads)
+    first = part("planning.plan").make_plan(layouts, cost, loads)
+    second = part("planning.plan").make_plan(layouts, cost, loads)
     assert {o for b in first for o in b.owners} | {o for b in second for o in b.owners} == {0, 1, 2, 3}
 
 
 def test_overlapping_rank_sets_share_their_loads(optimizer):
     """Experts bind work to some ranks; the dense matrices of all ranks then go to the others."""
     whole, none = ((0, 2), (0, 8), (0, 8)), ((2, 2), (0, 8), (0, 8))
-    experts = part("layout").Layout((2, 8, 8), {0: whole, 1: whole, 2: none, 3: none}, ((0, 2), (1, 3)), plain=False)
+    experts = part("params.layout").Layout((2, 8, 8), {0: whole, 1: whole, 2: none, 3: none}, ((0, 2), (1, 3)), plain=False)
     loads = {}
-    part("plan").make_plan([experts, *layouts_on((4,), [Replicate()], [(8, 8)] * 6)], cost, loads)
+    part("planning.plan").make_plan([experts, *layouts_on((4,), [Replicate()], [(8, 8)] * 6)], cost, loads)
     assert sum(loads.values(), Counter()) == dict.fromkeys(range(4), 2 * cost(8, 8))
 
 
@@ -396,7 +396,7 @@ def test_ranks_that_know_of_different_work_agree_on_what_they_share(optimizer):
     """Rank 0 of a square mesh has matrices on its row and on its column that ranks 1 and 2 do not know."""
     def square(*ranks):
         rows = {rank: ((4 * i, 4 * i + 4), (0, 8)) for i, rank in enumerate(ranks)}
-        return part("layout").Layout((4 * len(ranks), 8), rows, (ranks,), plain=False)
+        return part("params.layout").Layout((4 * len(ranks), 8), rows, (ranks,), plain=False)
 
     of = {0: [(0, 1), (0, 2)], 1: [(0, 1), (1, 3)], 2: [(2, 3), (0, 2)], 3: [(2, 3), (1, 3)]}
     seen = {}
@@ -404,7 +404,7 @@ def test_ranks_that_know_of_different_work_agree_on_what_they_share(optimizer):
         layouts = [square(*ranks) for ranks in (sets[0], (0, 1, 2, 3), sets[1]) for _ in range(5)]
         loads = {}
         for group in (layouts[:7], layouts[7:]):
-            for bucket in part("plan").make_plan(group, cost, loads):
+            for bucket in part("planning.plan").make_plan(group, cost, loads):
                 if rank in bucket.ranks:
                     seen.setdefault((bucket.ranks, len(group)), set()).add((bucket.matrices, bucket.owners))
     assert len(seen) == 6 and all(len(plans) == 1 for plans in seen.values())
@@ -413,7 +413,7 @@ def test_ranks_that_know_of_different_work_agree_on_what_they_share(optimizer):
 def test_work_that_some_ranks_do_not_know_of_moves_nobodys_owners(optimizer):
     """Experts of four ranks lie on two of them, which have a matrix of their own beside: the others need not know."""
     def layout(shape, boxes):
-        return part("layout").Layout(shape, boxes, (tuple(boxes),), plain=False)
+        return part("params.layout").Layout(shape, boxes, (tuple(boxes),), plain=False)
 
     halves = {rank: ((0, 1), (8 * rank, 8 * rank + 8), (0, 16)) for rank in (0, 1)}
     empty = {rank: ((1, 1), (0, 16), (0, 16)) for rank in (2, 3)}
@@ -440,9 +440,9 @@ def test_every_rank_makes_the_same_plan(optimizer):
     """The order in which a rank lists its mesh or finds its ranks changes nothing."""
     sizes, placements, shapes = MESHES["hsdp x tp"]
     layouts = layouts_on(sizes, placements, shapes)
-    other = [part("layout").Layout(x.shape, dict(reversed(x.boxes.items())), x.copies, x.plain) for x in layouts]
+    other = [part("params.layout").Layout(x.shape, dict(reversed(x.boxes.items())), x.copies, x.plain) for x in layouts]
     assert plan_of(layouts, rank_bytes=3000) == plan_of(other, rank_bytes=3000)
-    digest = part("plan").digest
+    digest = part("planning.plan").digest
     assert digest(plan_of(layouts), layouts) == digest(plan_of(other), other)
 
 
@@ -463,7 +463,7 @@ DIFFERENT = {
 def test_the_digest_differs_when_anything_differs(change, optimizer):
     def digest(sizes, placements, shapes, rank_bytes):
         layouts = layouts_on(sizes, placements, shapes)
-        return part("plan").digest(plan_of(layouts, rank_bytes=rank_bytes), layouts)
+        return part("planning.plan").digest(plan_of(layouts, rank_bytes=rank_bytes), layouts)
 
     assert digest(*USUAL) == digest(*USUAL)
     assert digest(*USUAL) != digest(*DIFFERENT[change])
@@ -472,11 +472,11 @@ def test_the_digest_differs_when_anything_differs(change, optimizer):
 def test_ranks_with_other_times_have_another_plan(monkeypatch, optimizer):
     """Owners chosen by other times would be others, if not today then for another model."""
     def pace_of_rank(hp, device):
-        made = part("pace").Pace(part("polar").steps_of("polar_express"), "cpu")
+        made = part("planning.cost_model").Pace(part("newton_schulz.orthogonalize").steps_of("polar_express"), "cpu")
         made.key = f"the table of rank {dist.get_rank()}"
         return made
 
-    monkeypatch.setattr(part("pace").Pace, "of", pace_of_rank)
+    monkeypatch.setattr(part("planning.cost_model").Pace, "of", pace_of_rank)
     with pytest.raises(RuntimeError, match="have different plans"):
         run_threads(2, step_as_rank, [(8, 8)], [Shard(0)])
 
@@ -487,7 +487,7 @@ def test_the_digest_sees_every_parameter_of_a_bucket(optimizer):
     digests = []
     for second in (rows, columns):
         layouts = [first, second]
-        digests.append(part("plan").digest(plan_of(layouts), layouts))
+        digests.append(part("planning.plan").digest(plan_of(layouts), layouts))
     assert digests[0] != digests[1]
 
 
@@ -497,11 +497,11 @@ def test_the_digest_sees_every_parameter_of_a_bucket(optimizer):
 def test_chunks_hold_every_element_once(world, rank_bytes, once, reduced, optimizer):
     """AdamW with state at owners: each rank sums (unless it comes reduced) and steps its rows of every parameter."""
     shapes, ranks = [(50, 6), (7, 1), (1, 1), (3, 4), (64, 2), (0, 5), (3, 0), (128, 3)], tuple(range(world))
-    chunks, owned = part("freight").ChunkTerms(4, 4, 4, once, reduced), defaultdict(list)
-    buckets = part("plan").plan_chunks(shapes, ranks, rank_bytes, chunks)
+    chunks, owned = part("planning.memory_model").ChunkTerms(4, 4, 4, once, reduced), defaultdict(list)
+    buckets = part("planning.plan").plan_chunks(shapes, ranks, rank_bytes, chunks)
     assert (len(buckets) == 1) == (rank_bytes == 1 << 28)
     for bucket in buckets:
-        shares = {r: part("share").chunk_share(bucket, shapes, r, chunks) for r in ranks}
+        shares = {r: part("planning.rank_plan").chunk_share(bucket, shapes, r, chunks) for r in ranks}
         assert room_of([bucket_sizes(share) for share in shares.values()]) <= bucket.nbytes
         assert bucket.nbytes <= rank_bytes or [m.rows for m in bucket.matrices if m.numel] == [1]
         assert bucket.route == ("own_elementwise" if reduced else "reduce_elementwise")
@@ -527,9 +527,9 @@ def test_planning_ten_thousand_matrices_for_4096_ranks(record_property, optimize
     layouts = layouts_on((512, 8), [Shard(0), Shard(1)], shapes) * 2500
     pace, profile = measured_pace(), cProfile.Profile()
     start = time.perf_counter()
-    buckets = profile.runcall(part("plan").make_plan, layouts, pace, {}, thrifty=True)
+    buckets = profile.runcall(part("planning.plan").make_plan, layouts, pace, {}, thrifty=True)
     planned = time.perf_counter()
-    mine = [part("share").share_of(bucket, 17, layouts, None, terms()) for bucket in buckets]
+    mine = [part("planning.rank_plan").share_of(bucket, 17, layouts, None, terms()) for bucket in buckets]
     shared = time.perf_counter()
     assert pstats.Stats(profile).total_calls < 4_000_000
     assert sum(len(b.matrices) for b in buckets) == 10_000
@@ -571,7 +571,7 @@ def workspace_of(buckets, layouts, rows=None):
     taken = Counter()
     for number, bucket in enumerate(buckets):
         for rank in bucket.ranks[:: max(1, len(bucket.ranks) // 8)]:
-            sizes = bucket_sizes(part("share").share_of(bucket, rank, layouts, rows, terms()))
+            sizes = bucket_sizes(part("planning.rank_plan").share_of(bucket, rank, layouts, rows, terms()))
             for memory, nbytes in zip((number % part("pipeline").SLOTS, "bench"), sizes):
                 taken[memory, rank] = max(taken[memory, rank], nbytes)
     return max(sum(nbytes for (_, owner), nbytes in taken.items() if owner == rank) for rank in buckets[0].ranks)
@@ -595,7 +595,7 @@ def test_copies_share_the_work(shapes, sizes, optimizer):
 def timed_plan(layouts, rank_bytes, thrifty=False):
     """(the plan by measured times, when its last bucket is expected to be done, in ns)."""
     pace = measured_pace()
-    buckets = part("plan").make_plan(layouts, pace, {}, rank_bytes=rank_bytes, terms=terms(), thrifty=thrifty)
+    buckets = part("planning.plan").make_plan(layouts, pace, {}, rank_bytes=rank_bytes, terms=terms(), thrifty=thrifty)
     return buckets, max(span.end for span in pace.spans([bucket.part for bucket in buckets]))
 
 
@@ -626,8 +626,8 @@ def test_twice_the_budget_is_not_slower(optimizer):
 
 
 def test_only_a_budget_by_default_is_spared(monkeypatch, optimizer):
-    make_plan, asked = part("planner").make_plan, []
-    monkeypatch.setattr(part("planner"), "make_plan",
+    make_plan, asked = part("planning.planner").make_plan, []
+    monkeypatch.setattr(part("planning.planner"), "make_plan",
                         lambda *args, thrifty, **options: asked.append(thrifty) or make_plan(*args, **options))
     for given in (None, 1 << 20):
         weight = nn.Parameter(torch.ones(8, 4))
@@ -640,7 +640,7 @@ def step_as_rank(rank, world, shapes, placed):
     """Two steps of one of many ranks; returns the whole weights, put together from the shards."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    layout, params, full = part("layout"), [], []
+    layout, params, full = part("params.layout"), [], []
     mesh = init_device_mesh("cpu", (world,)) if placed else None
 
     def place(whole):
@@ -656,7 +656,7 @@ def step_as_rank(rank, world, shapes, placed):
             p.grad = place((f * (number + 3)).sin())
         optimizer.step()
     shares = [share for plan in optimizer._plans[False] for _, share in plan.shares]
-    return [layout.local_of(p).clone() for p in params], sum(len(share.matrices) for share in shares), len(shares)
+    return [part("params.dtensor").local_of(p).clone() for p in params], sum(len(share.matrices) for share in shares), len(shares)
 
 
 @pytest.mark.parametrize("placed", [[], [Shard(0)], [Shard(1)]], ids=["ddp", "rows", "columns"])

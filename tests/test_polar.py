@@ -26,8 +26,8 @@ FACTORS = {F32: 2.0**-8, F16: 1.0, BF16: 8.0}
 
 @pytest.fixture
 def polar(part, monkeypatch):
-    forget(part("polar"), monkeypatch)
-    return part("polar")
+    forget(part("newton_schulz.orthogonalize"), monkeypatch)
+    return part("newton_schulz.orthogonalize")
 
 
 @pytest.fixture(params=PATHS)
@@ -77,9 +77,9 @@ def test_every_set_against_its_polynomial(polar, device, name, shape):
 @pytest.mark.parametrize("kind", BOUNDS)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_error_over_spectra(polar, device, monkeypatch, kind, dtype, most):
+def test_error_over_spectra(part, polar, device, monkeypatch, kind, dtype, most):
     """Standard and Gram iteration keep the same bounds (a peer's defect: without a restart 1/k and 1/k^2 explode)."""
-    monkeypatch.setattr(polar, "longest", lambda *about: most)
+    monkeypatch.setattr(part("newton_schulz.method"), "longest", lambda *about: most)
     X = spectrum(kind, 96, 288).float().to(device)
     O = polar.orthogonalize(X, dtype=dtype)
     assert error(O, X, polar.steps_of("polar_express")) < BOUNDS[kind] * FACTORS[dtype]
@@ -89,9 +89,9 @@ def test_error_over_spectra(polar, device, monkeypatch, kind, dtype, most):
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 @pytest.mark.parametrize("most", [1, 100])
 @pytest.mark.parametrize("name", PRESETS)
-def test_error_of_the_presets_over_spectra(polar, device, monkeypatch, name, kind, dtype, most):
+def test_error_of_the_presets_over_spectra(part, polar, device, monkeypatch, name, kind, dtype, most):
     """Rows of unlike lengths that are cast before AOL scaling evens them out would give .04 to .16 ("heavy rows")."""
-    monkeypatch.setattr(polar, "longest", lambda *about: most)
+    monkeypatch.setattr(part("newton_schulz.method"), "longest", lambda *about: most)
     X = spectrum(kind, 96, 288).float().to(device)
     O = polar.orthogonalize(X, name, dtype=dtype)
     assert error(O, X, polar.steps_of(name)) < PRESETS[name][kind] * FACTORS[dtype]
@@ -104,16 +104,16 @@ def test_aol_in_both_paths(part, polar, device, path, name, shape):
     X = torch.randn(shape, device=device)
     rows = X if shape[1] <= shape[2] else X.mT
     rows[0, 1], rows[0, 2], rows[1, 3] = 0, 1e-20 * rows[0, 2], 1e3 * rows[1, 3]
-    with part("kernels.tiles").force(part("kernels.tiles").Tile(16, 16, 16, 2, 2, 4)):
+    with part("kernels.launch.tile_config").force(part("kernels.launch.tile_config").Tile(16, 16, 16, 2, 2, 4)):
         O = polar.orthogonalize(X * 1e25, name, dtype=F32)
     assert error(O, X, polar.steps_of(name)) < 1e-4
 
 
 def test_no_restart_would_fail_the_bounds(part, polar, monkeypatch):
     """The bounds can fail: one segment of five steps breaks the one of 1/k."""
-    monkeypatch.setitem(part("steps").LONGEST_SEGMENT, F16, 5)
-    monkeypatch.setattr(part("steps"), "SMALL", 0)
-    monkeypatch.setattr(polar, "longest", lambda *about: 5)
+    monkeypatch.setitem(part("newton_schulz.coefficients").LONGEST_SEGMENT, F16, 5)
+    monkeypatch.setattr(part("newton_schulz.coefficients"), "SMALL", 0)
+    monkeypatch.setattr(part("newton_schulz.method"), "longest", lambda *about: 5)
     X = spectrum("1/k", 96, 288).float()
     assert error(polar.orthogonalize(X, dtype=F16), X, polar.steps_of("polar_express")) > BOUNDS["1/k"]
 
@@ -121,7 +121,7 @@ def test_no_restart_would_fail_the_bounds(part, polar, monkeypatch):
 @pytest.mark.parametrize("shape", [(2, 20, 33), (33, 20), (18, 18), (1, 7), (7, 1), (1, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_both_paths(part, polar, device, path, shape, dtype):
-    tiles = part("kernels.tiles")
+    tiles = part("kernels.launch.tile_config")
     X = torch.randn(shape, device=device)
     with tiles.force(tiles.Tile(16, 16, 16, 2, 2, 4)):
         result = polar.orthogonalize(X, "quintic", dtype=dtype)
@@ -248,7 +248,7 @@ def test_one_matrix_has_the_same_bits_in_every_batch(polar, device, shape, dtype
 @pytest.mark.interpreter
 def test_one_matrix_has_the_same_bits_in_every_batch_in_triton(part, polar, device, monkeypatch):
     take("triton", monkeypatch)
-    tiles, X = part("kernels.tiles"), torch.randn(3, 17, 40, device=device)
+    tiles, X = part("kernels.launch.tile_config"), torch.randn(3, 17, 40, device=device)
     with tiles.force(tiles.Tile(16, 16, 16, 2, 2, 4)):
         whole = polar.orthogonalize(X, ns_steps=2, dtype=F16)
         assert all(torch.equal(o, polar.orthogonalize(x, ns_steps=2, dtype=F16)) for x, o in zip(X, whole))
@@ -320,7 +320,7 @@ def test_named_sets(part, polar, name, length):
     steps = polar.steps_of(name)
     assert (len(steps.triples), steps.aol) == (length, name in ("turbo", "aol"))
     assert polar.steps_of(name, length) == steps and hash(steps) == hash(polar.steps_of(name))
-    assert set(part("steps").SETS) == set(LENGTHS)
+    assert set(part("newton_schulz.coefficients").SETS) == set(LENGTHS)
 
 
 @pytest.mark.parametrize("name", ["jordan", "polar_express"])
@@ -405,30 +405,30 @@ def test_wrong_eps_raises(polar, eps):
         polar.orthogonalize(torch.zeros(2, 2), eps=eps)
 
 
-def test_cost_counts_the_cheaper_iteration(polar):
+def test_cost_counts_the_cheaper_iteration(part, polar):
     """Per n^3, a = long / short: 3 a k + 4 T - 3 k with k segments; a pair saves one product, as a cubic step does."""
     steps, other, n = polar.steps_of("polar_express"), polar.steps_of((3.0, -4.0, 2.0), 5), 300
-    assert polar.cost(n, n, steps) == polar.cost(4096, 4096, steps) * n**3 // 4096**3 == 18 * n**3
-    assert polar.cost(n, n, other) == 5 * 4 * n**3
-    assert polar.cost(n, 4 * n, steps) == polar.cost(4 * n, n, steps) == (6 * 4 + 12) * n**3
-    assert polar.cost(n, 4 * n, other) == (6 * 4 + 14) * n**3
-    assert polar.cost(n, 4 * n, polar.steps_of("cubic")) == (3 * 4 + 12) * n**3
-    assert polar.cost(n, 4 * n, polar.steps_of("jordan", 1)) == 13 * n**3
-    assert polar.cost(100, 400, steps) == (9 * 4 + 9) * 100**3 and polar.cost(100, 100, steps) == 18 * 100**3
-    assert polar.cost(0, 5, steps) == 0
+    assert part("newton_schulz.method").cost(n, n, steps) == part("newton_schulz.method").cost(4096, 4096, steps) * n**3 // 4096**3 == 18 * n**3
+    assert part("newton_schulz.method").cost(n, n, other) == 5 * 4 * n**3
+    assert part("newton_schulz.method").cost(n, 4 * n, steps) == part("newton_schulz.method").cost(4 * n, n, steps) == (6 * 4 + 12) * n**3
+    assert part("newton_schulz.method").cost(n, 4 * n, other) == (6 * 4 + 14) * n**3
+    assert part("newton_schulz.method").cost(n, 4 * n, polar.steps_of("cubic")) == (3 * 4 + 12) * n**3
+    assert part("newton_schulz.method").cost(n, 4 * n, polar.steps_of("jordan", 1)) == 13 * n**3
+    assert part("newton_schulz.method").cost(100, 400, steps) == (9 * 4 + 9) * 100**3 and part("newton_schulz.method").cost(100, 100, steps) == 18 * 100**3
+    assert part("newton_schulz.method").cost(0, 5, steps) == 0
 
 
-def test_the_iteration_that_is_taken(polar):
+def test_the_iteration_that_is_taken(part, polar):
     """1: the standard iteration; pairs, in fp16, pay for square matrices, too."""
     steps, other = polar.steps_of("polar_express"), polar.steps_of((3.0, -4.0, 2.0), 5)
     for n in (100, 300, 4096):
         sides = [n, n * 5 // 4, n * 4 // 3, n * 3 // 2, 4 * n]
-        assert [polar.longest(n, m, steps) for m in sides] == [2 if n == 4096 else 3] * 3 + [3, 3]
-        assert [polar.longest(n, m, steps, F32) for m in sides] == [1, 1, 3, 3, 3]
-        assert [polar.longest(n, m, other) for m in sides] == [1, 1, 1 if n == 100 else 3, 3, 3]
-        assert [polar.longest(n, m, steps, BF16) == 1 for m in sides] == [True, True, True, False, False]
-        assert polar.longest(n, n, polar.steps_of("cubic")) > 5
-        assert polar.longest(n, 9 * n, polar.steps_of("jordan", 1)) == 1
+        assert [part("newton_schulz.method").longest(n, m, steps) for m in sides] == [2 if n == 4096 else 3] * 3 + [3, 3]
+        assert [part("newton_schulz.method").longest(n, m, steps, F32) for m in sides] == [1, 1, 3, 3, 3]
+        assert [part("newton_schulz.method").longest(n, m, other) for m in sides] == [1, 1, 1 if n == 100 else 3, 3, 3]
+        assert [part("newton_schulz.method").longest(n, m, steps, BF16) == 1 for m in sides] == [True, True, True, False, False]
+        assert part("newton_schulz.method").longest(n, n, polar.steps_of("cubic")) > 5
+        assert part("newton_schulz.method").longest(n, 9 * n, polar.steps_of("jordan", 1)) == 1
 
 
 @pytest.mark.parametrize("ns_steps, dtype, most, lengths", [
@@ -483,9 +483,9 @@ def test_large_matrices_on_a_gpu(polar, monkeypatch, shape, dtype):
 @pytest.mark.parametrize("kind", BOUNDS)
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_error_over_spectra_on_a_gpu(polar, monkeypatch, kind, dtype, most):
+def test_error_over_spectra_on_a_gpu(part, polar, monkeypatch, kind, dtype, most):
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
-    monkeypatch.setattr(polar, "longest", lambda *about: most)
+    monkeypatch.setattr(part("newton_schulz.method"), "longest", lambda *about: most)
     X = spectrum(kind, 384, 1536).float().cuda()
     O = polar.orthogonalize(X, dtype=dtype)
     assert error(O, X, polar.steps_of("polar_express")) < BOUNDS[kind] * FACTORS[dtype]
@@ -506,7 +506,7 @@ def test_no_host_synchronisation(polar):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["polar_express", "turbo", "cubic"])
 @pytest.mark.parametrize("shape", [(2, 100, 100), (2, 128, 512), (4, 768, 3072), (1, 1000, 3000)], ids=str)
-def test_a_second_call_allocates_the_output_and_the_workspaces_only(polar, name, shape):
+def test_a_second_call_allocates_the_output_and_the_workspaces_only(part, polar, name, shape):
     """In bytes that were ever asked for (the allocator may give more): nothing of X's size besides."""
     def allocated():
         return torch.cuda.memory_stats()["requested_bytes.all.allocated"]
@@ -516,7 +516,7 @@ def test_a_second_call_allocates_the_output_and_the_workspaces_only(polar, name,
     polar.orthogonalize(X, name)
     before = allocated()
     O = polar.orthogonalize(X, name)
-    own = O.numel() * O.element_size() + N * sum(polar.scratch(n, m, steps, F16)[1:])
+    own = O.numel() * O.element_size() + N * sum(part("newton_schulz.method").scratch(n, m, steps, F16)[1:])
     assert allocated() - before <= own + (64 << 10)
 
 

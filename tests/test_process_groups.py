@@ -40,8 +40,8 @@ def two_meshes(rank, world):
 @pytest.mark.parametrize("shift", [0, 1])
 def test_ranks_choose_alike_among_groups_of_the_same_ranks(shift, optimizer, monkeypatch):
     """A `shift` has the odd ranks come upon the groups of the meshes in another order."""
-    found = part("process_groups")._meshes_groups
-    monkeypatch.setattr(part("process_groups"), "_meshes_groups", lambda params: sorted(
+    found = part("communication.process_groups")._meshes_groups
+    monkeypatch.setattr(part("communication.process_groups"), "_meshes_groups", lambda params: sorted(
         found(params), key=attrgetter("group_name"), reverse=bool(shift * dist.get_rank() % 2)))
     assert run_threads(4, two_meshes, timeout=20) == [0.0] * 4
 
@@ -59,7 +59,7 @@ def of_the_users(rank, world, kind):
     optimizer.step()
     used = optimizer._process_groups.of((0, 1))
     alike = dist.get_backend_config(used) == dist.get_backend_config(mine)
-    return used is mine, used is dist.group.WORLD, alike, part("process_groups")._timeout(used).total_seconds()
+    return used is mine, used is dist.group.WORLD, alike, part("communication.process_groups")._timeout(used).total_seconds()
 
 
 @pytest.mark.parametrize("kind", ["", "unreduced", "own"])
@@ -70,7 +70,7 @@ def test_a_process_group_of_all_ranks_is_not_replaced_by_the_default_one(kind, o
 
 def bound(rank, world):
     """What torch would split for a group of two of three ranks: (the device while it is made, after it)."""
-    make, seen, groups = dist.new_group, [], part("process_groups").ProcessGroups()
+    make, seen, groups = dist.new_group, [], part("communication.process_groups").ProcessGroups()
     groups.learn([], None)
     dist.group.WORLD.bound_device_id = torch.device("cuda:0")
     with pytest.MonkeyPatch.context() as patch:
@@ -104,7 +104,7 @@ def unsorted(rank, world, options):
         if number == 1:
             many.load_state_dict(many.state_dict())
     groups = many._process_groups
-    timeouts = {part("process_groups")._timeout(groups.of(ranks)).total_seconds() for ranks in groups.used}
+    timeouts = {part("communication.process_groups")._timeout(groups.of(ranks)).total_seconds() for ranks in groups.used}
     return max((p - q).abs().max().item() for p, q in zip(*runs)), timeouts
 
 
@@ -217,7 +217,7 @@ def two_threads(rank, world):
     """
     groups = [dist.new_group(list(range(world))) for _ in "12"]
     fulls = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
-    before, here, came = part("agree")._take_idle, threading.local(), {}
+    before, here, came = part("communication.plan_check")._take_idle, threading.local(), {}
 
     def take_idle(*args):
         before(*args)
@@ -242,7 +242,7 @@ def two_threads(rank, world):
             came[number] = repr(error)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part("agree"), "_take_idle", take_idle)
+        patch.setattr(part("communication.plan_check"), "_take_idle", take_idle)
         threads = [threading.Thread(target=train, args=(number,), daemon=True) for number in (0, 1)]
         for thread in threads:
             thread.start()
@@ -272,7 +272,7 @@ def one_axis(rank, world, seconds):
         stepper.step()
         counts.append(groups_now())
     used = stepper._process_groups.of(tuple(dist.get_process_group_ranks(mesh.get_group())))
-    timeout = part("process_groups")._timeout
+    timeout = part("communication.process_groups")._timeout
     return timeout(mesh.get_group()).total_seconds(), timeout(used).total_seconds(), used is mesh.get_group(), \
         counts[1] - counts[0]
 

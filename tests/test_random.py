@@ -147,7 +147,7 @@ def together(rank, world, problem, fulls, grads, one):
     def shard(i, full):
         if not ways or not full.ndim:
             return full
-        box = part("layout").box_at(mesh.get_coordinate(), full.shape, ways[i], problem["mesh"])
+        box = part("params.layout").box_at(mesh.get_coordinate(), full.shape, ways[i], problem["mesh"])
         return full[tuple(slice(*side) for side in box)]
 
     options = {} if mode == "dtensor" else {"process_group": dist.group.WORLD, "grads_are_reduced": mode == "ddp"}
@@ -158,7 +158,7 @@ def together(rank, world, problem, fulls, grads, one):
         for i, (p, g) in enumerate(zip(params, step)):
             p.grad = None if g is None else place(i, g)
         optimizer.step()
-    local, wrong = part("layout").local_of, []
+    local, wrong = part("params.dtensor").local_of, []
     for i, (p, W, state) in enumerate(zip(params, *one)):
         if mode == "unreduced":
             moved = (W - fulls[i]).float().norm()
@@ -229,7 +229,7 @@ def muon_step(problem, W, U, state):
 
 
 def polar(U, problem):
-    steps = part("polar").steps_of(problem["ns_coefficients"], problem["ns_steps"])
+    steps = part("newton_schulz.orthogonalize").steps_of(problem["ns_coefficients"], problem["ns_steps"])
     X = U.mT if U.shape[-2] > U.shape[-1] else U
     largest = X.abs().amax((-1, -2), keepdim=True)
     X = torch.where(largest > 0, X / largest, 0.0)

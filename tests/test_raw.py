@@ -22,7 +22,7 @@ def kernels(request, monkeypatch):
 def factors_of(U, in_place, A):
     factors = torch.full((3, len(U)), float("nan"), device=U.device)
     X = None if in_place else torch.empty_like(U)
-    part("kernels.raw_norm").raw_norm(U, X, factors, A, 1e-7)
+    part("kernels.elementwise.scaling").raw_norm(U, X, factors, A, 1e-7)
     assert in_place or torch.equal(X, U)
     return factors
 
@@ -47,7 +47,7 @@ def test_factors_make_norm_one(kernels, device, in_place, exponent):
 def test_squares_beyond_fp32(kernels, device, exponent):
     """U U^T is there already, and `gram` leaves it alone; that of others in the batch it computes."""
     torch.manual_seed(0)
-    U, gram = torch.randn(2, 40, 72).to(device), part("kernels.gram").gram
+    U, gram = torch.randn(2, 40, 72).to(device), part("kernels.matmul.api").gram
     A, apart = (torch.full((2, 40, 40), 7.0, device=device) for _ in "12")
     ordinary = factors_of(U, True, apart)[0]
     gram(U, apart, ordinary)
@@ -62,9 +62,9 @@ def test_squares_beyond_fp32(kernels, device, exponent):
 def test_matrices_in_pieces_are_copied(kernels, device):
     torch.manual_seed(0)
     U = torch.randn(2, 40, 64).to(device).half()
-    split = part("kernels.split").Split([[U[0, :7].clone(), U[0, 7:].clone()], [U[1].clone()]])
+    split = part("kernels.elementwise.row_scattered").Split([[U[0, :7].clone(), U[0, 7:].clone()], [U[1].clone()]])
     A, X, found = torch.empty(2, 40, 40, device=device), torch.empty_like(U), torch.empty(3, 2, device=device)
-    part("kernels.raw_norm").raw_norm(split, X, found, A, 1e-7)
+    part("kernels.elementwise.scaling").raw_norm(split, X, found, A, 1e-7)
     assert torch.equal(X, U) and torch.equal(found, factors_of(U, False, A))
 
 
@@ -77,17 +77,17 @@ def test_an_iteration_of_raw_matrices(steps, monkeypatch, optimizer):
     U = torch.randn(4, 20, 64).bfloat16()
     U[1], U[2] = 0.0, U[2] * 2.0**60
     stacks = [U, torch.randn(1, 20, 64).bfloat16(), torch.randn(2, 40, 20).bfloat16(), torch.randn(1, 20, 64)]
-    steps, kept = part("steps").steps_of("jordan", steps), [stack.clone() for stack in stacks]
+    steps, kept = part("newton_schulz.coefficients").steps_of("jordan", steps), [stack.clone() for stack in stacks]
 
     def polar(*some):
         out = [torch.empty_like(stack) for stack in some]
-        part("polar").orthogonalize_(some, steps, dtype=torch.float16, into=out)
+        part("newton_schulz.orthogonalize").orthogonalize_(some, steps, dtype=torch.float16, into=out)
         return out
 
     expected, casts = polar(*stacks), []
-    monkeypatch.setattr(part("iteration"), "takes_raw", lambda U, dtype: U.dtype == torch.bfloat16)
-    monkeypatch.setattr(part("long_side"), "unit_norm", lambda U, *rest: casts.append(U.dtype) or unit_norm(U, *rest))
-    unit_norm = part("kernels.norm").unit_norm
+    monkeypatch.setattr(part("newton_schulz.iteration"), "takes_raw", lambda U, dtype: U.dtype == torch.bfloat16)
+    monkeypatch.setattr(part("newton_schulz.iteration"), "unit_norm", lambda U, *rest: casts.append(U.dtype) or unit_norm(U, *rest))
+    unit_norm = part("kernels.elementwise.scaling").unit_norm
     found = polar(*stacks)
     assert set(casts) == {torch.float32} if len(steps.triples) > 1 else len(casts) == 4
     for result, other in zip(found, expected):
@@ -98,7 +98,7 @@ def test_an_iteration_of_raw_matrices(steps, monkeypatch, optimizer):
 
 def test_what_is_taken_raw(monkeypatch):
     """By dtypes, short side and GPU, whatever the batch and the long side; nothing on a CPU."""
-    gram, bf16, fp16 = part("kernels.gram"), torch.bfloat16, torch.float16
+    gram, bf16, fp16 = part("kernels.matmul.api"), torch.bfloat16, torch.float16
 
     def taken(n, given=bf16, dtype=fp16):
         stacks = [torch.empty(N, n, m, dtype=given) for N, m in ((1, 1030), (3, 2000))]
@@ -109,7 +109,7 @@ def test_what_is_taken_raw(monkeypatch):
     monkeypatch.setattr(gram, "use_triton", lambda device: True)
     monkeypatch.setattr(gram, "knows_triton", lambda: True)
     for arch in ("sm100", "sm80", "sm90"):
-        monkeypatch.setattr(part("kernels.tiles"), "architecture", lambda *_, arch=arch: arch)
+        monkeypatch.setattr(part("kernels.launch.tile_config"), "architecture", lambda *_, arch=arch: arch)
         assert list(map(taken, (128, 129, 1023, 1024))) == [False, arch == "sm90", arch == "sm90", False]
     assert not any((taken(256, given=torch.float32), taken(256, given=fp16), taken(256, dtype=bf16)))
     monkeypatch.setattr(gram, "knows_triton", lambda: False)
@@ -120,7 +120,7 @@ def test_the_product_in_torch_casts_as_it_was_told():
     torch.manual_seed(0)
     A, X, out = torch.randn(2, 5, 5).double(), torch.randn(2, 5, 7).bfloat16(), torch.empty(2, 5, 7).double()
     scales, powers = torch.tensor([0.5, 3.0]), torch.tensor([4.0, 0.25])
-    part("kernels.gram").product(A, X, out, scales, powers)
+    part("kernels.matmul.api").product(A, X, out, scales, powers)
     torch.testing.assert_close(out, A @ X.double() * (scales * powers).double().view(-1, 1, 1), rtol=1e-6, atol=1e-6)
 
 
@@ -131,12 +131,12 @@ def test_the_product_in_torch_casts_as_it_was_told():
 def test_where_a_matrix_is_read_in_place(shape, strides, offset, lies):
     """Rows at multiples of a line of the cache, apart from each other."""
     memory = torch.empty(1 << 14, dtype=torch.bfloat16)
-    assert part("long_side")._is_laid_out(memory.as_strided(shape, strides, offset)) == lies
+    assert part("newton_schulz.iteration")._is_laid_out(memory.as_strided(shape, strides, offset)) == lies
 
 
 def raw(shape):
     U = torch.randn(shape, device="cuda").bfloat16()
-    if not part("kernels.gram").takes_raw(U, torch.float16):
+    if not part("kernels.matmul.api").takes_raw(U, torch.float16):
         pytest.skip("no sm90, or a Triton whose Gluon is not known")
     return U
 
@@ -146,7 +146,7 @@ def raw(shape):
 def test_the_same_bits_however_matrices_lie(shape, optimizer):
     """In place or copied, in any batch, beside others, from a graph; U stays as it was."""
     torch.manual_seed(0)
-    U, polar, steps_of = raw(shape), optimizer.orthogonalize, part("steps").steps_of
+    U, polar, steps_of = raw(shape), optimizer.orthogonalize, part("newton_schulz.coefficients").steps_of
     (N, R, C), kept = shape, U.clone()
     expected = polar(U)
     assert torch.equal(U, kept) and torch.equal(polar(U), expected)
@@ -163,7 +163,7 @@ def test_the_same_bits_however_matrices_lie(shape, optimizer):
     assert torch.equal(polar(many).view(-1, *shape), expected.expand(140 // N, *shape))
     stacks = [U.clone(), U[:1].clone(), torch.randn(2, R, C, device="cuda")]
     alone = polar(stacks[2])
-    part("polar").orthogonalize_(stacks, steps_of("polar_express"))
+    part("newton_schulz.orthogonalize").orthogonalize_(stacks, steps_of("polar_express"))
     assert all(map(torch.equal, stacks, (expected, expected[:1], alone)))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -17,9 +17,9 @@ SHAPES = [(12, 8), (8, 12), (5, 1), (1, 7), (0, 4)]
 
 def bound_pack(M, U, G):
     """A Pack over whole gradients."""
-    table = part("kernels.table")
+    table = part("kernels.elementwise.multi_tensor")
     sources = [table.Source(i, 0, tuple(g.stride())) for i, g in enumerate(G)]
-    return part("kernels.pack").Pack(M, U, sources, G)
+    return part("kernels.elementwise.momentum").Pack(M, U, sources, G)
 
 
 def addresses(G, device):
@@ -27,7 +27,7 @@ def addresses(G, device):
 
 
 def numbers(device):
-    return torch.tensor(part("recipe").numbers_of(HP), dtype=torch.float32, device=device)
+    return torch.tensor(part("rules.rule").numbers_of(HP), dtype=torch.float32, device=device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -40,7 +40,7 @@ def test_momentum(nesterov, dtype, device):
     means = [0.9 * m.double() + 0.1 * g.double() for m, g in zip(M, G)]
     expected = [0.1 * g.double() + 0.9 * m if nesterov else m for m, g in zip(means, G)]
     kept = [g.clone() for g in G]
-    part("recipe").momentum(bound_pack(M, U, G), (G, addresses(G, device)), numbers(device),
+    part("rules.muon").momentum(bound_pack(M, U, G), (G, addresses(G, device)), numbers(device),
                             {**HP, "nesterov": nesterov})
     for now, then in [*zip(M, means), *zip(U, expected)]:
         torch.testing.assert_close(now.double(), then, rtol=1e-6, atol=1e-6)
@@ -54,7 +54,7 @@ def test_apply(dtype, device):
     U = [torch.randn(s, device=device) for s in SHAPES]
     scales = [1.0 + i for i in range(len(SHAPES))]
     expected = [(1 - 0.02) * w.double() - 0.1 * s * u.double() for w, u, s in zip(W, U, scales)]
-    part("recipe").apply(part("kernels.update").Update(W, U, scales), numbers(device))
+    part("rules.muon").apply(part("kernels.elementwise.weight_update").Update(W, U, scales), numbers(device))
     for now, then in zip(W, expected):
         tolerance = 1e-6 if dtype == torch.float32 else 2 ** -8
         torch.testing.assert_close(now.double(), then, rtol=tolerance, atol=tolerance)
@@ -62,9 +62,9 @@ def test_apply(dtype, device):
 
 def test_orthogonalize_replaces_stacks_in_place(device):
     stacks = [torch.randn(shape, device=device) for shape in [(3, 12, 8), (1, 8, 12), (0, 4, 4)]]
-    expected = [part("polar").orthogonalize(s, "jordan", dtype=torch.float32) for s in stacks]
+    expected = [part("newton_schulz.orthogonalize").orthogonalize(s, "jordan", dtype=torch.float32) for s in stacks]
     places = [s.data_ptr() for s in stacks]
-    part("recipe").orthogonalize(stacks, HP, torch.float32)
+    part("rules.muon").orthogonalize(stacks, HP, torch.float32)
     assert [s.data_ptr() for s in stacks] == places
     assert all(torch.equal(a, b) for a, b in zip(stacks, expected))
 
@@ -72,9 +72,9 @@ def test_orthogonalize_replaces_stacks_in_place(device):
 def test_normalize_is_for_groups_with_beta2_only(device):
     U, V = torch.randn(2, 6, 4, device=device), torch.zeros(2, 6, 1, device=device)
     before = U.clone()
-    part("recipe").normalize([U], [V], HP)
+    part("rules.normuon").normalize([U], [V], HP)
     assert torch.equal(U, before) and not V.any()
-    part("recipe").normalize([U], [V], {**HP, "beta2": 0.5})
+    part("rules.normuon").normalize([U], [V], {**HP, "beta2": 0.5})
     square = before.double().square().mean(2, keepdim=True)
     torch.testing.assert_close(V.double(), 0.5 * square, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(U.norm(dim=(1, 2)), before.norm(dim=(1, 2)))  # the Frobenius norm of each matrix stays
@@ -89,8 +89,8 @@ def test_normalize_is_for_groups_with_beta2_only(device):
     ("sqrt_max", lambda R, C: max(R, C) ** 0.5)])
 @pytest.mark.parametrize("shape", [(4096, 1024), (1024, 4096), (64, 64), (1, 9)])
 def test_scale_of(name, formula, shape, optimizer):
-    matrix = part("plan").Matrix(0, (), *shape)
-    assert part("recipe").scale_of(matrix, name) == pytest.approx(formula(*shape), rel=1e-12)
+    matrix = part("planning.plan").Matrix(0, (), *shape)
+    assert part("rules.muon").scale_of(matrix, name) == pytest.approx(formula(*shape), rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -104,7 +104,7 @@ def test_adamw(dtype, device):
     m, v = ([torch.zeros(s, device=device).double() for s in shapes] for _ in range(2))
     for t in range(1, 4):
         G = [torch.randn(s, device=device).to(dtype) for s in shapes]
-        part("recipe").adamw(W, G, [*states, steps], HP, numbers(device))
+        part("rules.adamw").adamw(W, G, [*states, steps], HP, numbers(device))
         for i, g in enumerate(G):
             m[i] = 0.8 * m[i] + 0.2 * g.double()
             v[i] = 0.9 * v[i] + 0.1 * g.double() ** 2
@@ -118,7 +118,7 @@ def test_adamw(dtype, device):
 
 
 def test_adamw_of_nothing(optimizer):
-    part("recipe").adamw([], [], [[], [], []], HP, None)
+    part("rules.adamw").adamw([], [], [[], [], []], HP, None)
 
 
 @pytest.mark.parametrize("watched", ["propagate", "skip"])
@@ -142,12 +142,12 @@ def test_adamw_moves_fp32_weights_by_small_steps_with_bf16_state(watched, optimi
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_adamw_takes_what_it_copies_in_parts(dtype, watched, monkeypatch, optimizer, device):
     """A large parameter in pieces, small ones together: the same bits, in memory of so many elements."""
-    recipe, runs, peaks = part("recipe"), [], []
+    recipe, runs, peaks = part("rules.muon"), [], []
     shapes, hp = [(40, 100), (7,), (30, 50), (3, 5)], {
         "betas": (0.9, 0.95), "eps": 1e-8, "lr": 0.1, "weight_decay": 0.1, "use_muon": False}
     numbers = torch.tensor([0.1], device=device)
     for most in (500, 1 << 24):
-        monkeypatch.setattr(recipe, "COPIED", most)
+        monkeypatch.setattr(part("rules.adamw"), "COPIED", most)
         generator = torch.Generator().manual_seed(0)
         W = [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
         states = [[torch.zeros_like(w, dtype=torch.float32) for w in W] for _ in "12"]
@@ -156,10 +156,10 @@ def test_adamw_takes_what_it_copies_in_parts(dtype, watched, monkeypatch, optimi
         for _ in range(3):
             G = [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
             if watched:
-                recipe.adamw_unless(flags, W, G, states, hp, numbers)
+                part("rules.adamw").adamw_unless(flags, W, G, states, hp, numbers)
             else:
                 with Peak(1000) as peak:
-                    recipe.adamw(W, G, states, hp, numbers)
+                    part("rules.adamw").adamw(W, G, states, hp, numbers)
                 peaks.append(peak.most)
         runs.append([*W, *(t for state in states for t in state)])
     assert all(map(torch.equal, *runs))

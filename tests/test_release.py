@@ -185,4 +185,4 @@ def test_memory_of_a_gpu_goes(capturable, optimizer):
             before = torch.cuda.memory_allocated()
             opt.release()
             assert torch.cuda.memory_allocated() < before
-    assert same(params, usual) and part("graphs").available(params[0].device)
+    assert same(params, usual) and part("execution.cuda_graphs").available(params[0].device)

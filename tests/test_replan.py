@@ -52,7 +52,7 @@ def again(folder, name, rank, world):
     dist.destroy_process_group()
     if rank < world:
         dist.init_process_group(backend, store=dist.FileStore(f"{folder}/{name}", world), rank=rank, world_size=world)
-        part("layout")
+        part("params.layout")
         from tests.ranks import _forget_meshes
         _forget_meshes()
     return rank < world
@@ -179,7 +179,7 @@ def remeshed(rank, world, by_hand):
             move(optimizer, params, other, expected, mesh, placements, by_hand)
         step(optimizer, params, number, lambda g, way=(mesh, placements): cut(g, *way))
         step(other, expected, number)
-    local = part("layout").local_of
+    local = part("params.dtensor").local_of
     return all(torch.equal(local(p), cut(e.detach(), mesh, placements)._local_tensor) for p, e in zip(params, expected))
 
 
@@ -240,7 +240,7 @@ def swapped(rank, world, by_hand):
             step(optimizer, params, number, lambda g: cut(g, mesh, [Shard(0)]))
             step(other, expected, number)
     assert len(optimizer.state_dict()["state"]) == len(optimizer.state) == len(params)
-    local = part("layout").local_of
+    local = part("params.dtensor").local_of
     return all(torch.equal(local(p), cut(e.detach(), mesh, [Shard(0)])._local_tensor) for p, e in zip(params, expected))
 
 
@@ -291,7 +291,7 @@ VIEWS = {
 def test_other_strides_at_the_same_address(case, use_muon, guards, optimizer, monkeypatch):
     """Bound views would show other elements; copies elsewhere in memory are bound anew in any case."""
     if not guards:
-        monkeypatch.setattr(part("change"), "TensorGuards", None)
+        monkeypatch.setattr(part("execution.fingerprint"), "TensorGuards", None)
     (param,), (usual,) = both = weights([(6, 6)]), weights([(6, 6)])
     usual.data.copy_(param)
     muon, other = (optimizer.Muon([{"params": params, "use_muon": use_muon}]) for params in both)
@@ -462,7 +462,7 @@ def begun_anew(rank, world, replicated, options):
             optimizer.state[params[3]].pop("step"), other.state[expected[3]].pop("step")
         step(optimizer, params, number, place)
         step(other, expected, number)
-    local = part("layout").local_of
+    local = part("params.dtensor").local_of
     return all(torch.equal(local(p), local(place(e.detach()))) for p, e in zip(params, expected))
 
 
@@ -554,7 +554,7 @@ def test_a_model_that_moves_takes_its_state_along_on_any_machine(optimizer, monk
     muon = optimizer.NorMuon([{"params": params[:2]}, {"params": params[2:], "use_muon": False}])
     for number, device in enumerate(("cpu", "cpu", "meta", "meta")):
         for p in params if number == 2 else ():
-            monkeypatch.setattr(part("recipe"), "orthogonalize", lambda *_: None)
+            monkeypatch.setattr(part("rules.muon"), "orthogonalize", lambda *_: None)
             p.grad = None
             torch.utils.swap_tensors(p, nn.Parameter(torch.empty_like(p, device=device)))
         step(muon, params, number)

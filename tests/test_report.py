@@ -50,7 +50,7 @@ def report_on(rank, world, timing, reduced=None):
                               Counter((m.rows, m.cols) for m in bucket.matrices), len(bucket.ranks))
     rows = {r.bucket: (r.mine, r.sent_in_bytes, r.sent_out_bytes, r.matrices, r.ranks) for r in report.rows
             if r.route != "elementwise"}
-    local = [part("layout").local_of(p).clone() for p in params]
+    local = [part("params.dtensor").local_of(p).clone() for p in params]
     return str(report), rows, bounds, report.loads, [s.what for s in report.measured], local, report.balance
 
 
@@ -92,8 +92,8 @@ def expecting(rank, world):
 
 def test_what_is_expected_where_times_were_measured(monkeypatch, tmp_path, optimizer):
     """A CPU with the times of a GPU."""
-    steps = part("polar").steps_of("polar_express")
-    monkeypatch.setattr(part("pace").Pace, "of", lambda hp, device: part("pace").Pace(steps, "sm90"))
+    steps = part("newton_schulz.orthogonalize").steps_of("polar_express")
+    monkeypatch.setattr(part("planning.cost_model").Pace, "of", lambda hp, device: part("planning.cost_model").Pace(steps, "sm90"))
     report = run_threads(4, expecting)[0]
     assert {"pack", "in", "products", "out", "apply"} <= {span.what for span in report.expected}
     assert all(row.expected_ms > 0 for row in report.rows if row.route == "exchange")
@@ -132,5 +132,5 @@ def test_errors_say_what_to_do(monkeypatch, optimizer):
 
 
 def test_bytes_are_readable(optimizer):
-    read = part("report")._bytes
+    read = part("execution.report")._bytes
     assert [read(n) for n in (0, 1023, 1024, 3 << 20, 5 << 40)] == ["0 B", "1023 B", "1.0 KiB", "3.0 MiB", "5120.0 GiB"]

@@ -18,7 +18,7 @@ on_gpu = pytest.mark.gpu
 
 @pytest.fixture
 def resident(part):
-    return part("kernels.resident")
+    return part("kernels.onchip.gram_chain")
 
 
 @pytest.fixture
@@ -31,19 +31,19 @@ def taken(resident, part, monkeypatch):
     monkeypatch.setattr(resident, "FROM", 1)
     monkeypatch.setattr(resident, "_known", {})
     monkeypatch.setattr(resident, "follow", lambda *arguments: calls.append(1) or launch(*arguments))
-    paths.forget(part("polar"), monkeypatch)
+    paths.forget(part("newton_schulz.orthogonalize"), monkeypatch)
     return calls
 
 
 def segments(part, name, n=256):
     """[(segment, pair)] of a set that has pairs."""
-    steps = part("steps").steps_of(name, SETS[name])
+    steps = part("newton_schulz.coefficients").steps_of(name, SETS[name])
     return [(segment, pair) for segment, pair in zip(steps.segments(F16, 3, n), steps.pairs(F16, 3, n)) if pair]
 
 
 def rooms(part, N, n):
     """Four stacks of (n, n) matrices as an iteration has them on a GPU, of NaN."""
-    room = part("iteration").Room(((N, n, n),) * 4, F16, torch.device("cuda"))
+    room = part("newton_schulz.iteration").Room(((N, n, n),) * 4, F16, torch.device("cuda"))
     room.lend(torch.full((room.nbytes // 2,), float("nan"), dtype=F16, device="cuda").view(torch.uint8))
     return room.all()
 
@@ -89,7 +89,7 @@ def test_programs_compute_what_launches_do(resident, part, name):
         A = grams(2, 24, 0.5 if len(segment) == 3 else 0.9)
         codes, factors, count, keep = resident._program(tuple(segment[:-2]), pair)
         assert len(codes) == len(factors) == count == 4 * (len(segment) - 1) and keep == (len(segment) == 2)
-        expected, *_ = part("segment").follow(segment, pair, A.clone(), *(torch.empty_like(A) for _ in "123"))
+        expected, *_ = part("newton_schulz.iteration").follow(segment, pair, A.clone(), *(torch.empty_like(A) for _ in "123"))
         torch.testing.assert_close(played(codes, factors, keep, A), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -116,7 +116,7 @@ def test_who_goes_through_it(resident, part, monkeypatch):
     ("polar_express", [48], True), ("polar_express", [48, 64], False), ("turbo", [64], False)], ids=str)
 def test_gram_matrices_of_one_long_side_are_computed_there(resident, part, monkeypatch, name, sides, whole):
     """Of several long sides, or where rows are to be scaled first (AOL), launches make them."""
-    iteration, steps = part("iteration"), part("steps").steps_of(name)
+    iteration, steps = part("newton_schulz.iteration"), part("newton_schulz.coefficients").steps_of(name)
     U = [torch.randn(3, 16, m) for m in sides]
     expected, results, calls = [torch.empty_like(u) for u in U], [torch.empty_like(u) for u in U], []
     iteration.iterate([*zip(U, expected)], steps, 1e-7, torch.float32, 3)
@@ -125,8 +125,8 @@ def test_gram_matrices_of_one_long_side_are_computed_there(resident, part, monke
         calls.append(long is not None)
         if long is not None:
             A.fill_(float("nan"))
-            part("kernels.gram").gram(long[0], A, long[1])
-        return part("segment").follow(segment, pair, A, Q, Z, T)
+            part("kernels.matmul.api").gram(long[0], A, long[1])
+        return part("newton_schulz.iteration").follow(segment, pair, A, Q, Z, T)
 
     monkeypatch.setattr(resident, "fits", lambda A, Q, segment, pair: len(segment) > 1)
     monkeypatch.setattr(resident, "follow", follow)
@@ -140,7 +140,7 @@ def test_what_a_launch_is_told(resident, part, monkeypatch, n):
     """Without a GPU: each argument has its place, and what is kept lies in the memory of its own matrix."""
     if reason := paths.why_no_triton():
         pytest.skip(reason)
-    kernel, launched = part("kernels.resident_sm90").resident_kernel, []
+    kernel, launched = part("kernels.onchip.sm90_gram_chain").resident_kernel, []
     monkeypatch.setattr(kernel, "launch", lambda *arguments, **options: launched.append(arguments))
     monkeypatch.setattr(resident, "_known", {})
     A, Q, Z, T = torch.empty(4, 3, n, 256, dtype=F16)[..., :n]  # as on a GPU
@@ -178,7 +178,7 @@ def test_the_bits_are_those_of_launches(taken, resident, part, N, n, name):
         A[-1] = 0.0
         squares = rooms(part, N, n)
         squares[0].copy_(A)
-        expected = part("segment").follow(segment, pair, *squares)[0].clone()
+        expected = part("newton_schulz.iteration").follow(segment, pair, *squares)[0].clone()
         assert torch.equal(expected, expected.mT) and expected.isfinite().all()
         for _ in range(3):
             squares = rooms(part, N, n)
@@ -203,7 +203,7 @@ def test_gram_matrices_have_the_bits_of_launches(taken, resident, part, N, n, m,
         A, Q, Z, T = rooms(part, N, n)
         A.copy_(grams(N, n, 0.5, "cuda"))
         given = A.clone()
-        expected = part("segment").follow(segment, pair, part("kernels.gram").gram(X, A, scales), Q, Z, T)[0].clone()
+        expected = part("newton_schulz.iteration").follow(segment, pair, part("kernels.matmul.api").gram(X, A, scales), Q, Z, T)[0].clone()
         for _ in range(3):
             squares = rooms(part, N, n)
             squares[0].copy_(given)
@@ -218,7 +218,7 @@ def test_gram_matrices_have_the_bits_of_launches(taken, resident, part, N, n, m,
     (140, 256, 512), (95, 200, 640), (93, 700, 256), (64, 256, 768), (14, 193, 260), (20, 240, 193), (66, 256, 1000),
 ], ids=str)
 def test_bits_do_not_depend_on_the_batch(taken, part, shape, dtype):
-    polar = part("polar")
+    polar = part("newton_schulz.orthogonalize")
     X = torch.randn(shape, device="cuda").to(dtype)
     X[7], X[5, 2, 3], X[9] = X[0], float("nan"), 0.0
     if dtype == BF16:
@@ -228,7 +228,7 @@ def test_bits_do_not_depend_on_the_batch(taken, part, shape, dtype):
     assert whole[5].isnan().any() and whole[[0, 4, 6, 10, 11, 12]].isfinite().all()
     others = [i for i in range(shape[0]) if i != 5]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part("kernels.resident"), "FROM", 1000)
+        patch.setattr(part("kernels.onchip.gram_chain"), "FROM", 1000)
         paths.forget(polar, patch)
         before = len(taken)
         assert torch.equal(polar.orthogonalize(X)[others], whole[others]) and len(taken) == before
@@ -238,7 +238,7 @@ def test_bits_do_not_depend_on_the_batch(taken, part, shape, dtype):
 
 @on_gpu
 def test_a_graph_and_a_tape_give_the_same_bits(taken, part):
-    orthogonalize = part("polar").orthogonalize
+    orthogonalize = part("newton_schulz.orthogonalize").orthogonalize
     X = torch.randn(100, 256, 300, device="cuda", dtype=BF16)
     expected = orthogonalize(X)
     launched = len(taken)

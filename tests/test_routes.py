@@ -18,7 +18,7 @@ def cut(full, mesh, placements):
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    box = part("layout").box_at(mesh.get_coordinate(), full.shape, placements, tuple(mesh.shape))
+    box = part("params.layout").box_at(mesh.get_coordinate(), full.shape, placements, tuple(mesh.shape))
     local = full.detach()[tuple(slice(*side) for side in box)].clone()
     meta = TensorMeta(full.shape, full.stride(), full.dtype)
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
@@ -170,7 +170,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_unreduced_gradients(case, world, once, optimizer, monkeypatch):
     """`once`: what several ranks get leaves from one place, as on GPUs."""
-    monkeypatch.setattr(part("process_groups").ProcessGroups, "send_once", lambda groups, device: once)
+    monkeypatch.setattr(part("communication.process_groups").ProcessGroups, "send_once", lambda groups, device: once)
     shapes, odd, dtype, grad_dtype, missing = CASES[case]
     if dtype != grad_dtype and not hasattr(torch.Tensor, "grad_dtype"):
         pytest.skip("this torch ties the gradient's dtype to the parameter's")
@@ -228,7 +228,7 @@ def default_wire(rank, world, dim):
             p.grad = cut(w.grad, mesh, [Shard(dim)])
         one.step()
         many.step()
-    return all(torch.equal(part("layout").local_of(p), part("layout").local_of(cut(w.detach(), mesh, [Shard(dim)])))
+    return all(torch.equal(part("params.dtensor").local_of(p), part("params.dtensor").local_of(cut(w.detach(), mesh, [Shard(dim)])))
                for w, p in zip(whole, placed))
 
 
@@ -348,7 +348,7 @@ def experts_alone(rank, world):
 
     mesh, generator = init_device_mesh("cpu", (world,)), torch.Generator().manual_seed(0)
     fulls = [torch.randn(s, generator=generator) for s in [(8, 6, 10), (5, 10, 6)]]
-    local, placed = part("layout").local_of, [nn.Parameter(cut(f, mesh, [Shard(0)])) for f in fulls]
+    local, placed = part("params.dtensor").local_of, [nn.Parameter(cut(f, mesh, [Shard(0)])) for f in fulls]
     own = [nn.Parameter(local(p).clone()) for p in placed]
     many, one = package().NorMuon(placed, lr=0.1), package().NorMuon(own, lr=0.1)
     for step in range(6):
@@ -450,7 +450,7 @@ def round_trip(rank, world, mode, copied):
         other.load_state_dict(copy.deepcopy(stepper.state_dict()))
     step_with(stepper, first, place, range(2, 4))
     step_with(other, again, place, range(2, 4))
-    local = part("layout").local_of
+    local = part("params.dtensor").local_of
     keys = [sorted(stepper.state[p]) for p in first]
     pairs = [(p, q) for p, q in zip(first, again)]
     pairs += [(s, other.state[q][key]) for p, q in zip(first, again) for key, s in stepper.state[p].items()]

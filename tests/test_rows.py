@@ -20,8 +20,8 @@ def path(request, monkeypatch):
 @pytest.fixture
 def normalize(part, path, monkeypatch):
     """The function, on short blocks, so that short rows have many."""
-    monkeypatch.setattr(part("kernels.rows"), "BLOCK", 16)
-    return part("kernels.rows").normalize
+    monkeypatch.setattr(part("kernels.elementwise.normuon"), "BLOCK", 16)
+    return part("kernels.elementwise.normuon").normalize
 
 
 def exact(U, V):

@@ -48,7 +48,7 @@ def stepped(shapes, device, wire, place=torch.clone, order=1, room=None, **optio
     params = [nn.Parameter(place(f)) for f in fulls]
     groups = [{"params": params[:-2][::order]}, {"params": params[-2:][::order], "use_muon": False}]
     optimizer = package().NorMuon(groups[::order], lr=LR, wire_dtype=wire, workspace_bytes=room, **options)
-    local_of = part("layout").local_of
+    local_of = part("params.dtensor").local_of
     for step in grads:
         for p, g in zip(params, step):
             if p.grad is None:
@@ -117,7 +117,7 @@ def has_the_bits_of_one(world, device, meshes, layout, many, order, wire, **opti
     """
     from torch.distributed.tensor import init_device_mesh
 
-    local, room = part("layout").local_of, room_of(many, world, device)
+    local, room = part("params.dtensor").local_of, room_of(many, world, device)
     if layout in REPLICATED:
         shapes, options = grown(DENSE, device), {**options, "shard_state": layout == "ddp, state at owners"}
         ours = stepped(shapes, device, wire, order=order, room=room, process_group=dist.group.WORLD, **options)
@@ -260,7 +260,7 @@ def deterministic(rank, world, device="cpu", **options):
     from torch.distributed.tensor import Shard, init_device_mesh
 
     mesh = init_device_mesh(device, (world,))
-    return [part("layout").local_of(t) for t in stepped(
+    return [part("params.dtensor").local_of(t) for t in stepped(
         tuple(DENSE), device, torch.bfloat16, lambda f: cut(f, mesh, [Shard(0)]) if f.ndim else f, nonfinite="skip",
         **options)]
 

@@ -28,10 +28,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def kernels() -> set[str]:
     """Every function under @jit that takes program_id itself or is launched: by convention its name ends so."""
     found = set()
-    for path in (ROOT / "torch-ext" / "optimizer" / "kernels").glob("*.py"):
+    for path in (ROOT / "torch-ext" / "optimizer" / "kernels").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.decorator_list and node.name.endswith("kernel"):
-                found.add(f"kernels.{path.stem}.{node.name}")
+                found.add(f"kernels.{path.parent.name}.{path.stem}.{node.name}")
     return found
 
 
@@ -47,9 +47,9 @@ def test_every_kernel_is_run():
     assert done.returncode == 0, done.stderr
     launched = {f"kernels.{name.removeprefix('kernels.')}" for name in done.stdout.split("launched:")[1].split()}
     missing = kernels() - launched
-    by_tma = {"kernels.gram_sm90._tma_kernel", "kernels.pingpong.pingpong_kernel",
-              "kernels.cooperative.cooperative_kernel", "kernels.single.single_kernel", "kernels.chain._chain_kernel",
-              "kernels.raw.raw_kernel", "kernels.resident_sm90.resident_kernel"}
+    by_tma = {"kernels.matmul.sm90_tma._tma_kernel", "kernels.matmul.sm90_warp_specialized.pingpong_kernel",
+              "kernels.matmul.sm90_warp_specialized.cooperative_kernel", "kernels.matmul.sm90_one_tile.single_kernel", "kernels.onchip.sm90_polar._chain_kernel",
+              "kernels.matmul.sm90_mixed_input.raw_kernel", "kernels.onchip.sm90_gram_chain.resident_kernel"}
     assert len(kernels()) > 12 and missing <= (by_tma if paths.INTERPRETED else set()), missing
 
 
@@ -113,13 +113,13 @@ def test_what_racecheck_says_of_the_hand_over_does_not_hide_anything_else(part, 
     import sanitize
 
     places = sorted(sanitize.hand_overs())
-    files = ("cooperative.py", "pingpong.py", "raw.py", "resident_sm90.py")
+    files = ("sm90_warp_specialized.py", "sm90_warp_specialized.py", "sm90_mixed_input.py", "sm90_gram_chain.py")
     assert [place.partition(":")[0] for place in places] == sorted([*files, *files])
     report = ["========= Error: Race reported between Read access at kernel+0x100 in " + places[0],
               "=========     and Write access at kernel+0xf770 in " + places[1] + " [18 hazards]"]
     known = ["1 races where work is handed over"]
     assert sanitize.hand_over_apart(report) == known and sanitize.hand_over_apart([]) == []
-    elsewhere = "=========     and Write access at kernel+0x10 in pingpong.py:999 [1 hazards]"
+    elsewhere = "=========     and Write access at kernel+0x10 in sm90_warp_specialized.py:999 [1 hazards]"
     nowhere = "=========     and Write access at kernel+0x10 [1 hazards]"
     for line in (elsewhere, nowhere):
         assert sanitize.hand_over_apart([*report, line]) == [*report, line]

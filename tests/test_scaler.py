@@ -117,7 +117,7 @@ def of_unlike_placements(rank, world):
     mesh = init_device_mesh("cpu", (world,))
     places = [Replicate()], [Shard(0)]
     params = [placed(mesh, (8, 6), place) for place in places]
-    muon, local, changed = package().Muon(params, lr=0.1), part("layout").local_of, []
+    muon, local, changed = package().Muon(params, lr=0.1), part("params.dtensor").local_of, []
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for step in range(4):
         scaler.scale(torch.zeros(()))

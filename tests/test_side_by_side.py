@@ -19,7 +19,7 @@ LARGE = [(3, 768, 768), (2, 768, 3072), (1, 3072, 768), (2, 1024, 1024), (2, 512
 @pytest.fixture
 def side_by_side(part, monkeypatch):
     """What is given to `_side_by_side`: the memory of each iteration."""
-    found, iteration = [], part("iteration")
+    found, iteration = [], part("newton_schulz.iteration")
     before = iteration._side_by_side
 
     def noted(works, device):
@@ -34,7 +34,7 @@ def memory_for(part, shapes, steps, dtype, device, together):
     """As a share has it: the bytes of all keys together, or of the one that takes most."""
     sums = {}
     for N, R, C in shapes:
-        key, long, square = part("polar").scratch(R, C, steps, dtype)
+        key, long, square = part("newton_schulz.method").scratch(R, C, steps, dtype)
         one = sums.setdefault(key, [0, 0, 0])
         for i, nbytes in enumerate((long // 2, long // 2, square)):
             one[i] += N * nbytes
@@ -43,11 +43,11 @@ def memory_for(part, shapes, steps, dtype, device, together):
 
 @pytest.mark.parametrize("name", ["polar_express", "turbo", "cubic"])
 def test_with_memory_for_all_bits_are_the_same(part, name, monkeypatch):
-    polar, steps = part("polar"), part("polar").steps_of(name, 4 if name == "turbo" else 5)
-    monkeypatch.setattr(part("kernels.on_chip"), "fits", lambda U, dtype: False)
+    polar, steps = part("newton_schulz.orthogonalize"), part("newton_schulz.orthogonalize").steps_of(name, 4 if name == "turbo" else 5)
+    monkeypatch.setattr(part("kernels.onchip.polar"), "fits", lambda U, dtype: False)
     Us, lent, results = [torch.randn(shape) for shape in SMALL], [], []
-    before = part("iteration").iterate
-    monkeypatch.setattr(part("iteration"), "iterate", lambda *args: (lent.append(args[5]), before(*args))[1])
+    before = part("newton_schulz.iteration").iterate
+    monkeypatch.setattr(part("newton_schulz.iteration"), "iterate", lambda *args: (lent.append(args[5]), before(*args))[1])
     for together in (max, sum):
         stacks, memory = [U.clone() for U in Us], memory_for(part, SMALL, steps, F32, torch.device("cpu"), together)
         polar.orthogonalize_(stacks, steps, 1e-7, memory=memory)
@@ -61,20 +61,20 @@ def test_with_memory_for_all_bits_are_the_same(part, name, monkeypatch):
 
 
 def test_small_ones_gain_and_large_ones_do_not(part):
-    gain = part("iteration").gain_side_by_side
+    gain = part("newton_schulz.method").gain_side_by_side
     assert gain([(768, 768)] * 6 + [(768, 3072)] * 3) and gain([(2048, 2048)] * 7 + [(2048, 6144)] * 8)
     assert not gain([(4096, 4096), (1024, 4096)]) and not gain([(1600, 1600)] * 96 + [(1600, 6400)] * 24)
 
 
 def bucket_of(part, shapes):
     """One bucket at one rank that has all of these matrices, at home."""
-    Layout = part("layout").Layout
+    Layout = part("params.layout").Layout
     layouts = [Layout(shape, {0: ((0, shape[0]), (0, shape[1]))}, copies=((0,),), plain=True) for shape in shapes]
-    steps = part("polar").steps_of("polar_express")
-    terms = part("freight").Terms(scratch=partial(part("polar").scratch, steps=steps, dtype=torch.float16),
-                                  splits=partial(part("polar").splits, steps=steps),
-                                  side_by_side=part("iteration").gain_side_by_side)
-    bucket, = part("plan").make_plan(layouts, lambda rows, cols: rows * cols, {}, terms)
+    steps = part("newton_schulz.orthogonalize").steps_of("polar_express")
+    terms = part("planning.memory_model").Terms(scratch=partial(part("newton_schulz.method").scratch, steps=steps, dtype=torch.float16),
+                                  splits=partial(part("newton_schulz.method").splits, steps=steps),
+                                  side_by_side=part("newton_schulz.method").gain_side_by_side)
+    bucket, = part("planning.plan").make_plan(layouts, lambda rows, cols: rows * cols, {}, terms)
     return bucket, layouts, terms
 
 
@@ -83,21 +83,21 @@ def bucket_of(part, shapes):
 @pytest.mark.parametrize("short", [False, True])
 def test_memory_for_all_is_taken_where_they_gain_and_there_is_room(part, shapes, short):
     bucket, layouts, terms = bucket_of(part, shapes)
-    room = part("freight").workspace(*bucket.memory) if short else 1 << 31
-    share, usual = (part("share").share_of(bucket, 0, layouts, None, replace(terms, room=room, side_by_side=gain))
+    room = part("planning.memory_model").workspace(*bucket.memory) if short else 1 << 31
+    share, usual = (part("planning.rank_plan").share_of(bucket, 0, layouts, None, replace(terms, room=room, side_by_side=gain))
                     for gain in (terms.side_by_side, lambda shapes: False))
     uses = ("now", "next", "square")
     wide = shapes == [(768, 768), (960, 960)] and not short
     assert all((share.needs[use] > usual.needs[use]) == wide for use in uses)
     assert all(share.needs[use] == usual.needs[use] for use in share.needs if use not in uses)
-    assert all(nbytes <= place for nbytes, place in zip(share.places()[1].values(), part("freight").parts(room)))
+    assert all(nbytes <= place for nbytes, place in zip(share.places()[1].values(), part("planning.memory_model").parts(room)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["polar_express", "turbo", "cubic"])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_a_graph_of_several_has_the_bits_of_one_after_the_other(part, side_by_side, name, dtype):
-    polar, device = part("polar"), torch.device("cuda")
+    polar, device = part("newton_schulz.orthogonalize"), torch.device("cuda")
     steps = polar.steps_of(name, 4 if name == "turbo" else 5)
     Us = [torch.randn(shape, device=device).to(dtype) for shape in LARGE]
     expected, stacks = [U.clone() for U in Us], [torch.empty_like(U) for U in Us]

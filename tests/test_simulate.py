@@ -38,7 +38,7 @@ def test_bytes_are_those_of_the_plan(model, mode, ranks, simulate):
             found = simulate.traffic(bucket, layouts, cluster, inbound)
             expected = {where: Counter() for where in found}
             for rank in bucket.ranks:
-                share = part("share").share_of(bucket, rank, layouts, None, part("freight").Terms())
+                share = part("planning.rank_plan").share_of(bucket, rank, layouts, None, part("planning.memory_model").Terms())
                 way = share.inbound if inbound else share.outbound
                 here, there = ("", "owner ") if inbound else ("owner ", "")
                 for pieces, end, peer in ((way.leave, here, "owner" if inbound else "home"),
@@ -57,13 +57,13 @@ def test_bytes_are_those_of_the_plan(model, mode, ranks, simulate):
 def test_what_is_planned_fits_the_package_s_default(simulate):
     """With the memory of the iteration: three slots and the bench, of each rank, within 2 GiB."""
     layouts, buckets, times, _ = planned(simulate, "llama3_8b", "fsdp", 4)
-    terms = part("freight").Terms(
-        scratch=lambda R, C: part("polar").scratch(R, C, times.steps, part("steps").F16),
-        splits=lambda R, C: part("polar").splits(R, C, times.steps))
+    terms = part("planning.memory_model").Terms(
+        scratch=lambda R, C: part("newton_schulz.method").scratch(R, C, times.steps, part("newton_schulz.coefficients").F16),
+        splits=lambda R, C: part("newton_schulz.method").splits(R, C, times.steps))
     for rank in range(4):
         taken = Counter()
         for number, bucket in enumerate(buckets):
-            for memory, nbytes in part("share").share_of(bucket, rank, layouts, None, terms).places()[1].items():
+            for memory, nbytes in part("planning.rank_plan").share_of(bucket, rank, layouts, None, terms).places()[1].items():
                 place = memory, number % 3 * (memory == "slot")
                 taken[place] = max(taken[place], nbytes)
         assert 1 << 30 < sum(taken.values()) <= 2 << 30
@@ -73,12 +73,12 @@ def test_what_is_planned_fits_the_package_s_default(simulate):
 def test_workspace_is_what_a_rank_takes(model, ranks, shards, simulate):
     """Not what ranks with other experts take besides: local buckets share one slot, families take turns."""
     layouts, buckets, times, _ = planned(simulate, model, "fsdp", ranks, "--layers", 2, "--expert-parallel", shards)
-    needed, terms = 0, part("freight").Terms(once=True, scratch=simulate.terms_of(times).scratch)
+    needed, terms = 0, part("planning.memory_model").Terms(once=True, scratch=simulate.terms_of(times).scratch)
     for rank in range(ranks):
         taken, travelling = Counter(), 0
         for bucket in [bucket for bucket in buckets if rank in bucket.ranks]:
             travels = bucket.route != "local"
-            share = part("share").share_of(bucket, rank, layouts, None, terms)
+            share = part("planning.rank_plan").share_of(bucket, rank, layouts, None, terms)
             for memory, nbytes in share.places()[1].items():
                 place = memory, (travelling % 3 if travels else 1) * (memory == "slot")
                 taken[place] = max(taken[place], nbytes)
@@ -186,7 +186,7 @@ def test_rows_from_before_pairs_are_planned_step_by_step(simulate):
     assert {row["pairs"] for row in simulate.read_measured(simulate.RESULTS)} == {False, True}
     paired, single = (simulate.planned("tiny", "fsdp", 2, simulate.arguments([]), pairs)[2].steps
                       for pairs in (True, False))
-    cost = part("polar").cost
+    cost = part("newton_schulz.method").cost
     assert None not in paired.pairs() and single.pairs() == (None, None)
     assert 9 * cost(64, 64, single) == 10 * cost(64, 64, paired)
 

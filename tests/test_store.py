@@ -18,19 +18,19 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 
 def store_of(params, keys=("momentum_buffer",), dtype=F32, rows=None):
-    store, layout, state = part("store"), part("layout"), {p: {} for p in params}
+    store, layout, state = part("execution.param_store"), part("params.layout"), {p: {} for p in params}
     for p in params:
-        store.create_state(state[p], p, keys, dtype, rows)
+        part("state.create").create_state(state[p], p, keys, dtype, rows)
     row_layouts = [layout.layout_of(p, shape=(*p.shape[:-1], 1)) for p in params]
     return store.Store(params, [layout.layout_of(p) for p in params], row_layouts, state)
 
 
 def pieces_of(params, kind="update"):
     """All matrices of plain parameters, whole."""
-    plan = part("plan")
+    plan = part("planning.plan")
     matrices = [plan.Matrix(i, at, *p.shape[-2:]) for i, p in enumerate(params)
                 for at in itertools.product(*map(range, p.shape[:-2]))]
-    Piece = part("share").Piece
+    Piece = part("planning.rank_plan").Piece
     return [Piece(kind, m, ((0, m.rows), (0, m.cols if kind == "update" else 1)), 0, 0, True) for m in matrices]
 
 
@@ -107,7 +107,7 @@ def a_gradient(param, state):
 def test_a_glance_sees_what_binding_depends_on(change, optimizer):
     if change is other_dtype_of_a_missing_gradient and not hasattr(torch.Tensor, "grad_dtype"):
         pytest.skip("torch before 2.10")
-    param, glance = nn.Parameter(torch.randn(4, 4)), part("change").glance
+    param, glance = nn.Parameter(torch.randn(4, 4)), part("execution.fingerprint").glance
     groups, first = [{"params": [param], "use_muon": True, "adjust_lr_fn": None}], {"momentum_buffer": param.clone()}
     state = {param: first}
     before = glance(groups, state, False)
@@ -171,7 +171,7 @@ def looked(change, place=lambda tensor: tensor):
     p.grad, state = place(torch.ones(4, 6)), {p: {"momentum_buffer": place(torch.zeros(4, 6))}}
     groups = [{"params": [p], "use_muon": True, "adjust_lr_fn": None, "ns_steps": 5, "lr": 0.1}]
     with torch.no_grad():
-        look = part("change").Look(groups, state, False)
+        look = part("execution.fingerprint").Look(groups, state, False)
         change(p, state, groups)
         return look.quick, look._soon(groups, state, (False,)), look.holds(groups, state, False)
 
@@ -207,18 +207,18 @@ def test_gradients_of_a_step_that_failed_are_not_taken_for_later_ones(optimizer)
     p = nn.Parameter(torch.ones(4, 6))
     p.grad, groups = torch.ones(4, 6), [{"params": [p]}]
     with torch.no_grad():
-        look = part("change").Look(groups, {})
+        look = part("execution.fingerprint").Look(groups, {})
         assert look.holds(groups, {}) and look.came
         look.quick = False
         assert look.holds(groups, {}) and look.take() == {}
 
 
 def test_without_guards_looks_are_whole(optimizer, monkeypatch):
-    monkeypatch.setattr(part("change"), "TensorGuards", None)
+    monkeypatch.setattr(part("execution.fingerprint"), "TensorGuards", None)
     for change, same in ((nothing, True), (CHANGES["frozen"], False)):
         p = nn.Parameter(torch.ones(4, 6))
         p.grad, state, groups = torch.ones(4, 6), {p: {}}, [{"params": [p]}]
-        look = part("change").Look(groups, state)
+        look = part("execution.fingerprint").Look(groups, state)
         change(p, state, groups)
         assert not look.quick and look.holds(groups, state) == same
 
@@ -239,7 +239,7 @@ def shard_on_rank(rank, world):
     """The pieces of a sharded parameter, for each of the ways to cut it."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-    mesh, plan, layout = init_device_mesh("cpu", (2, 2)), part("plan"), part("layout")
+    mesh, plan, layout = init_device_mesh("cpu", (2, 2)), part("planning.plan"), part("params.layout")
     rows_columns, experts = [Shard(0), Shard(1)], [Shard(1), Shard(0)]
     for shape, placements in [((7, 6), rows_columns), ((1, 9), rows_columns), ((5, 4, 6), experts)]:
         full = torch.arange(torch.Size(shape).numel(), dtype=F32).view(shape)
@@ -247,11 +247,11 @@ def shard_on_rank(rank, world):
         store = store_of([param], ("momentum_buffer", "second_moment"))
         buckets = plan.make_plan(store.layouts["update"], lambda R, C: R * C, {})
         for bucket in (b for b in buckets if rank in b.ranks):
-            share = part("share").share_of(bucket, rank, *store.layouts.values(), part("freight").Terms(4, 4))
+            share = part("planning.rank_plan").share_of(bucket, rank, *store.layouts.values(), part("planning.memory_model").Terms(4, 4))
             home = [p for p in share.home if p.kind == "update"]
             for piece, weight in zip(home, store.weights(home)):
                 assert torch.equal(weight, full[piece.matrix.at][tuple(slice(*side) for side in piece.box)])
-                assert shares_memory(weight, layout.local_of(param))
+                assert shares_memory(weight, part("params.dtensor").local_of(param))
             rows = [p for p in share.home if p.kind == "row"]
             assert all(V.shape == p.shape for V, p in zip(store.states(rows, "second_moment"), rows))
     return True
@@ -267,7 +267,7 @@ def test_pieces_of_a_shard_are_its_part_of_the_matrix(optimizer):
 @pytest.mark.parametrize("of_param", [F32, BF16])
 def test_state_is_zeros_of_the_right_form(of_param, dtype, optimizer):
     param, state = nn.Parameter(torch.randn(3, 6, 4).to(of_param)), {}
-    part("store").create_state(state, param, ("momentum_buffer", "second_moment", "step", "exp_avg"), dtype)
+    part("state.create").create_state(state, param, ("momentum_buffer", "second_moment", "step", "exp_avg"), dtype)
     assert {k: (tuple(v.shape), v.dtype) for k, v in state.items()} == {
         "momentum_buffer": ((3, 6, 4), dtype), "second_moment": ((3, 6, 1), F32), "step": ((), F32),
         "exp_avg": ((3, 6, 4), dtype)}
@@ -280,7 +280,7 @@ def zeros_on_rank(rank, world):
 
     mesh, local = init_device_mesh("cpu", (world,)), torch.ones(6, 3).mT
     param = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((6, 6)), stride=(1, 6))
-    ours, theirs = part("layout").zeros_of(param, BF16), torch.zeros_like(param, dtype=BF16)
+    ours, theirs = part("params.dtensor").zeros_of(param, BF16), torch.zeros_like(param, dtype=BF16)
     assert not ours.to_local().any() and not ours.requires_grad
     return [(t.shape, t.stride(), t.dtype, t.placements, t.to_local().stride(), t.device_mesh == mesh)
             for t in (ours, theirs)]
@@ -293,7 +293,7 @@ def test_placed_zeros_are_those_of_torch(optimizer):
 def test_state_that_is_there_stays(optimizer):
     param, state = nn.Parameter(torch.randn(6, 4)), {"momentum_buffer": torch.ones(6, 4)}
     buffer = state["momentum_buffer"]
-    part("store").create_state(state, param, ("momentum_buffer", "second_moment"), F32)
+    part("state.create").create_state(state, param, ("momentum_buffer", "second_moment"), F32)
     assert state["momentum_buffer"] is buffer and buffer.all() and set(state) == {"momentum_buffer", "second_moment"}
 
 
@@ -301,7 +301,7 @@ def test_state_that_is_there_stays(optimizer):
 def test_state_of_an_owner_alone(rows, optimizer):
     """Where the gradients are reduced, a rank keeps the state of its rows only; the keys are the same everywhere."""
     param, state = nn.Parameter(torch.randn(6, 4)), {}
-    part("store").create_state(state, param, ("momentum_buffer", "second_moment"), F32, rows=rows)
+    part("state.create").create_state(state, param, ("momentum_buffer", "second_moment"), F32, rows=rows)
     assert {k: tuple(v.shape) for k, v in state.items()} == {"momentum_buffer": (rows, 4), "second_moment": (rows, 1)}
 
 
@@ -309,14 +309,14 @@ def test_state_of_an_owner_alone(rows, optimizer):
 
 def share_with(needs):
     """A share of which only the memory counts."""
-    travel = part("share").Travel({}, {}, (), (), ())
+    travel = part("planning.rank_plan").Travel({}, {}, (), (), ())
     uses = ("leave", "return", "kept", "arrive", "now", "next", "rows", "stays", "square", "stack", "mean")
-    return part("share").Share((), (), (), travel, travel, True, True, False, {**dict.fromkeys(uses, 0), **needs}, {})
+    return part("planning.rank_plan").Share((), (), (), travel, travel, True, True, False, {**dict.fromkeys(uses, 0), **needs}, {})
 
 
 def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
     """All have the bench in common, and none needs more than the largest."""
-    workspace = part("bound").Workspace(3, torch.device("cpu"))
+    workspace = part("execution.workspace").Workspace(3, torch.device("cpu"))
     shares = [share_with({"leave": 60 * (1 + i % 4), "return": 80, "arrive": 7 * i, "now": 45, "next": 45,
                           "kept": 5 * i, "rows": 20, "stays": 3 * i, "stack": 32, "square": 8 + 8 * i, "mean": 9})
               for i in range(6)]
@@ -325,7 +325,7 @@ def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
     taken, slot, bench = [workspace.take(number, share) for number, share in enumerate(shares)], [], []
     for share, lent in zip(shares, taken):
         assert {use: t.numel() for use, t in lent.items()} == share.needs
-        assert all(t.data_ptr() % part("plan").ALIGNMENT == 0 for t in lent.values() if t.numel())
+        assert all(t.data_ptr() % part("planning.plan").ALIGNMENT == 0 for t in lent.values() if t.numel())
         slot.append(lent["rows"].untyped_storage().data_ptr())
         bench.append(lent["stack"].untyped_storage().data_ptr())
         assert {lent[use].untyped_storage().data_ptr() for use in ("leave", "return", "now", "next")} == {slot[-1]}
@@ -338,7 +338,7 @@ def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
 
 def test_piece_at_views_bytes(optimizer):
     flat = torch.zeros(64, dtype=torch.uint8)
-    view = part("bound").piece_at(flat, 16, (3, 2), F32)
+    view = part("communication.all_to_all").piece_at(flat, 16, (3, 2), F32)
     view.copy_(torch.arange(6.0).view(3, 2))
     assert shares_memory(view, flat) and torch.equal(flat[16:40].view(F32), torch.arange(6.0)) and not flat[40:].any()
 
@@ -347,17 +347,17 @@ def bound_on_rank(rank, world, route):
     """The stacks of a bucket do not overlap, hold every matrix computed here, and the needs cover them."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-    plan = part("plan")
+    plan = part("planning.plan")
     mesh = init_device_mesh("cpu", (world,))
     shapes = [(7, 5), (5, 7), (7, 5), (3, 3), (9, 1)]
     params = [nn.Parameter(distribute_tensor(torch.zeros(s), mesh, [Shard(0)], src_data_rank=None)) for s in shapes]
     store = store_of(params, ("momentum_buffer", "second_moment"))
     (bucket,) = [b for b in plan.make_plan(store.layouts["update"], lambda R, C: R * C, {}) if b.route == route]
-    share = part("share").share_of(bucket, rank, *store.layouts.values(), part("freight").Terms(2, 4))
+    share = part("planning.rank_plan").share_of(bucket, rank, *store.layouts.values(), part("planning.memory_model").Terms(2, 4))
     options = part("muon").Options()
-    bound = part("bound").Bound(bucket, share, store, options, None, {"adjust_lr_fn": None})
+    bound = part("execution.bucket_updates").Bound(bucket, share, store, options, None, {"adjust_lr_fn": None})
     bound.memory = {use: torch.empty(n, dtype=torch.uint8) for use, n in share.needs.items()}
-    made = part("stacks").Stacks(bound)
+    made = part("execution.workspace").Stacks(bound)
     stacks, rows, views = made.read, made.rows, made.come
     assert sum(s.shape[0] for s in stacks) == len(share.matrices) and set(views) == set(share.owned)
     for i, tensor in enumerate([*stacks, *rows]):
@@ -428,7 +428,7 @@ def measured_on_rank(rank, world, shapes, mode, room):
                          ids=["one", "mixed"])
 def test_a_step_takes_the_workspace_that_was_promised_and_no_more(once, shapes, room, mode, optimizer, monkeypatch):
     """`once`: what several ranks get leaves from one place, as on GPUs."""
-    monkeypatch.setattr(part("process_groups").ProcessGroups, "send_once", lambda groups, device: once)
+    monkeypatch.setattr(part("communication.process_groups").ProcessGroups, "send_once", lambda groups, device: once)
     world = 1 if mode == "alone" else 4  # alone, each rank would do the same
     for most, workspace, buckets, large in run_threads(world, measured_on_rank, shapes, mode, room):
         assert most == sum(nbytes for nbytes in workspace.values() if nbytes >= large) > 0

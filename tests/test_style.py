@@ -11,6 +11,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,65 +23,13 @@ SOURCE = ROOT / "torch-ext" / "optimizer"
 # subject whole: limits that forced shorter texts had made them harder to read.
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES, NESTING = 700, 60, 120, 3
 
-# A module imports only from rows above its own. `debug` is a leaf for everybody.
-LAYERS = [
-    ["debug", "_ops"],  # _ops is generated: the operators' namespace
-    ["names"],
-    ["kernels.tape", "kernels.neighbours", "kernels.loading"],
-    ["kernels"],
-    ["kernels.tiles", "kernels.ahead"],
-    ["kernels.split", "kernels.table"],
-    ["kernels.order", "kernels.ring"],
-    ["kernels.strip"],
-    ["kernels.squares", "kernels.program"],
-    ["kernels.pingpong", "kernels.cooperative", "kernels.single", "kernels.raw", "kernels.resident_sm90"],
-    ["kernels.gram_sm90"],
-    ["kernels.launches", "kernels.resident"],
-    ["kernels.aol", "kernels.gram_torch", "kernels.norm", "kernels.pack", "kernels.rows"],
-    ["kernels.gram", "kernels.raw_norm"],
-    ["kernels.chain", "kernels.update"],
-    ["kernels.on_chip"],
-    ["graphs"],  # how launches are repeated; knows no operation
-    ["pairs"],
-    ["steps"],
-    ["segment"],
-    ["long_side"],
-    ["iteration"],
-    ["polar"],
-    ["op", "recipe"],
-    ["pipeline"],  # it knows nothing; the cost model runs it on clocks in place of buckets
-    ["pace", "balance", "cut"],
-    ["freight"],  # plan.py, cut in two: what matrices take of memory and time
-    ["layout"],
-    ["plan"],
-    ["share"],  # plan.py, cut in two: the plan of all ranks, and what one rank has of it
-    ["feed"],  # what is sent to the device at every step, from every store in one copy
-    ["change"],
-    ["store"],
-    ["bound"],  # what one bucket has of the store, and the memory that it is lent
-    ["mean", "process_groups"],
-    ["store_barrier"],  # ranks find out that one of them is not coming, before collectives
-    ["stacks"],
-    ["routes", "owned"],
-    ["consolidated", "shards"],  # state of all owners on one rank; whose part a loaded DTensor is
-    ["judge", "validation"],
-    ["groups"],
-    ["peers"],
-    ["loaded", "foreign"],
-    ["checkpoint"],
-    ["agree", "guard", "presence"],  # what ranks tell each other besides what the buckets carry
-    ["early", "waiting"],  # what leaves before the step; who waits for what returns after it
-    ["late"],
-    ["options", "cycled"],
-    ["settle"],
-    ["planner", "bind"],  # what muon.py did before the first step: plan with other ranks; lend memory, make routes
-    ["report"],
-    ["saving"],
-    ["muon"],
-    ["normuon"],
-    ["__init__"],
-]
-LAYER_OF = {module: number for number, row in enumerate(LAYERS) for module in row}
+# A module imports from its own folder and from folders above its own in this list; no two modules import each other.
+# params/errors.py imports nothing of the package, so every module may import it.
+FOLDERS = ["kernels.backend", "kernels.launch", "kernels.elementwise", "kernels.matmul", "kernels.onchip",
+           "newton_schulz", "rules", "params", "pipeline", "planning", "communication", "state", "execution",
+           "execution.overlap", "muon", "__init__"]
+FILES_IN_A_FOLDER = 8
+LEAVES = {"_ops", "params.errors"}  # _ops is generated: the operators' namespace
 
 COLLECTIVES = re.compile(
     r"^(dist|distributed|c10d|funcol)\.(all_|reduce|broadcast|barrier|monitored_barrier|i?send|i?recv|scatter|gather|batch_)"
@@ -95,7 +44,8 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
 
 
-PATHS = {name_of(path): path for path in sorted(SOURCE.rglob("*.py")) if path.name != "_ops.py"}
+PATHS = {name_of(path): path for path in sorted(SOURCE.rglob("*.py"))
+         if path.name not in ("_ops.py", "__init__.py") or path.parent == SOURCE}
 TREES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
 every_module = pytest.mark.parametrize("module", PATHS)
 
@@ -170,21 +120,55 @@ def test_functions_are_short_and_flat(module):
 # Layers and walls
 
 
+def room_of(module: str) -> int:
+    """The place in FOLDERS of the folder or file that holds a module."""
+    if module in LEAVES:
+        return -1
+    rooms = [number for number, room in enumerate(FOLDERS) if module == room or module.startswith(f"{room}.")]
+    assert rooms, f"say in FOLDERS where {module} stands"
+    return rooms[-1]
+
+
 @every_module
-def test_modules_import_only_from_layers_below(module):
-    assert module in LAYER_OF, f"say in LAYERS where {module} stands"
+def test_modules_import_only_from_folders_above(module):
     for other in imported(module):
-        assert LAYER_OF[other] < LAYER_OF[module], f"{module} imports {other}"
+        assert room_of(other) <= room_of(module), f"{module} imports {other}"
+    assert module != "params.errors" or not imported(module)
+
+
+def test_no_two_modules_import_each_other():
+    known, path = set(), []
+
+    def visit(module):
+        assert module not in path, " imports ".join([*path[path.index(module):], module])
+        if module in known or module == "_ops":
+            return
+        path.append(module)
+        for other in sorted(imported(module)):
+            visit(other)
+        known.add(path.pop())
+
+    for module in PATHS:
+        visit(module)
+
+
+def test_folders_are_small():
+    counts = Counter(path.parent for path in PATHS.values())
+    assert {str(folder): count for folder, count in counts.items() if count > FILES_IN_A_FOLDER} == {}
+
+
+def test_only_the_optimizer_knows_overlap():
+    """The core runs without `execution/overlap`."""
+    found = {module for module in PATHS if any(other.startswith("execution.overlap") for other in imported(module))}
+    assert {module for module in found if not module.startswith("execution.overlap")} <= {"muon"}
 
 
 @every_module
 def test_collectives_are_issued_where_ranks_talk(module):
-    """`routes` carries the buckets; `agree` compares the plans once; `guard` compares flags of broken gradients;
-    `presence` which gradients there are; `owned` brings state to new owners, and shows it to whoever saves it.
-    """
+    """A DTensor's `redistribute` and `full_tensor` count as collectives, too; they are called where placements are."""
     calls = [node for node in ast.walk(TREES[module]) if isinstance(node, ast.Call)]
     found = [f"line {call.lineno}: {ast.unparse(call.func)}" for call in calls if _is_collective(call)]
-    assert module in ("routes", "agree", "guard", "presence", "owned") or found == []
+    assert module.startswith("communication.") or found == []
 
 
 def _is_collective(call: ast.Call) -> bool:
@@ -192,11 +176,11 @@ def _is_collective(call: ast.Call) -> bool:
 
 
 @every_module
-def test_only_layout_knows_placements(module):
+def test_only_two_modules_know_placements(module):
     nodes = list(ast.walk(TREES[module]))
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
     names |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert module == "layout" or not names & PLACEMENTS
+    assert module in ("params.layout", "communication.redistribute") or not names & PLACEMENTS
 
 
 @every_module

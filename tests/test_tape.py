@@ -41,7 +41,7 @@ class Kernel:
 def tape(part, monkeypatch):
     from triton.backends.nvidia import driver
 
-    module = part("kernels.tape")
+    module = part("kernels.launch.replay")
     monkeypatch.setattr(module, "_tapes", type(module._tapes)())
     monkeypatch.setattr(module, "_stream", lambda device: 5)
     monkeypatch.setattr(driver, "make_tensordesc_arg", lambda box, form: [(form, box.base.data_ptr()), *box.shape])
@@ -169,7 +169,7 @@ def test_work_without_launches_is_done_again(tape):
 def test_from_the_third_call_on_nothing_is_looked_at(tape, part, optimizer, monkeypatch):
     """The second is the first that comes from a tape; matrices that are copied first are on none, and always looked at.
     """
-    polar, calls, looked = part("polar"), [], []
+    polar, calls, looked = part("newton_schulz.orthogonalize"), [], []
     paths.forget(polar, monkeypatch)
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
     monkeypatch.setattr(polar, "_launch", lambda pairs, *_: tape.note(Kernel(calls), 1, pairs[0]))
@@ -264,7 +264,7 @@ def test_a_profiler_of_triton_hears_of_launches(tape):
 @pytest.mark.parametrize("shape", [(3, 200, 700), (2, 512, 512), (300, 1000), (5, 250, 130), (1, 65, 3000)])
 def test_the_bits_are_those_of_the_first_call(part, optimizer, shape, name):
     """Other matrices come from other memory and go to other memory; tapes are really played."""
-    module = part("kernels.tape")
+    module = part("kernels.launch.replay")
     Xs, expected = [torch.randn(shape, device="cuda") for _ in range(4)], []
     for X in Xs:
         module._tapes.clear()
@@ -277,7 +277,7 @@ def test_the_bits_are_those_of_the_first_call(part, optimizer, shape, name):
 
 @pytest.mark.gpu
 def test_in_place_and_out_of_place_have_tapes_of_their_own(part):
-    polar, X = part("polar"), torch.randn(2, 300, 500, device="cuda")
+    polar, X = part("newton_schulz.orthogonalize"), torch.randn(2, 300, 500, device="cuda")
     steps, results = polar.steps_of("polar_express", 5), []
     for _ in range(2):
         results.append(polar.orthogonalize(X))

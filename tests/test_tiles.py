@@ -22,7 +22,7 @@ every_table = pytest.mark.parametrize("arch", [arch for arch in SHARED_BYTES if 
 
 @pytest.fixture
 def tiles(part):
-    return part("kernels.tiles")
+    return part("kernels.launch.tile_config")
 
 
 def nearest(tiles, op, rows, columns, arch, itemsize=2):
@@ -168,7 +168,7 @@ def test_few_matrices_take_what_whole_calls_found_fastest(tiles, gpu):
 @pytest.mark.parametrize("down", [*range(1, 10), 23, 32])
 def test_squares_in_pairs_leave_one_tile_half_in_vain_at_most(part, tiles, down):
     """Of tiles twice as wide as high, whose pairs have rows (i, -k); as many are expected as there are."""
-    order, count = part("kernels.order").order_of(down, -(-down // 2), 2, 8, True, torch.device("cpu"))
+    order, count = part("kernels.launch.tile_scheduler").order_of(down, -(-down // 2), 2, 8, True, torch.device("cpu"))
     found, in_vain = [], 0
     for i, j in order.tolist():
         squares = [(i, i), (-j, -j)] if j < 0 else [(i, 2 * j), (i, 2 * j + 1)]
@@ -185,7 +185,7 @@ def test_strips_of_tiles_are_as_high_as_each_other(part, tiles, down, inner, tog
     """Sixteen programs that follow one another share a way to the cache: four rows and four columns are eight operands
     for them, one row, which a last strip could have, and sixteen columns seventeen.
     """
-    module = part("kernels.order")
+    module = part("kernels.launch.tile_scheduler")
     narrow = tiles.Tile(128, 128, 64, 8, 5, 4, "pingpong")
     assert module.rows_together("gram", 128 * down, inner, narrow) == together
     order, count = module.order_of(down, down, 1, together, False, torch.device("cpu"))
@@ -198,7 +198,7 @@ def test_strips_of_tiles_are_as_high_as_each_other(part, tiles, down, inner, tog
 @pytest.mark.parametrize("op", ["gram", "symmetric", "product"])
 def test_wide_tiles_of_large_matrices_have_higher_strips(part, tiles, op):
     wide, narrow = tiles.Tile(128, 256, 64, 8, 3, 4, "cooperative"), tiles.Tile(128, 128, 64, 8, 5, 4, "pingpong")
-    together = part("kernels.order").rows_together
+    together = part("kernels.launch.tile_scheduler").rows_together
     assert [together(op, rows, 8192, wide) for rows in (6016, 6017)] == [8, 16] and together(op, 8192, 64, narrow) == 8
     assert together(op, 4096, 4096, wide) == (8 if op == "product" else 4)
 
@@ -214,18 +214,18 @@ def test_a_choice_can_be_forced(tiles):
 @pytest.mark.parametrize("choice, expected", [("auto", False), ("torch", False), ("triton", True)])
 def test_the_path_of_a_cpu(part, monkeypatch, choice, expected):
     monkeypatch.setenv("OPTIMIZER_KERNELS", choice)
-    assert part("kernels").use_triton(torch.device("cpu")) is expected
+    assert part("kernels.backend").use_triton(torch.device("cpu")) is expected
 
 
 def test_an_unknown_path_raises(part, monkeypatch):
     monkeypatch.setenv("OPTIMIZER_KERNELS", "cuda")
     with pytest.raises(ValueError, match="OPTIMIZER_KERNELS is 'cuda'; it may be one of auto, torch, triton"):
-        part("kernels").use_triton(torch.device("cpu"))
+        part("kernels.backend").use_triton(torch.device("cpu"))
 
 
 @pytest.mark.gpu
 def test_the_path_of_a_gpu(part, tiles, monkeypatch):
     monkeypatch.delenv("OPTIMIZER_KERNELS", raising=False)
     device = torch.device("cuda", torch.cuda.current_device())
-    assert part("kernels").use_triton(device)
+    assert part("kernels.backend").use_triton(device)
     assert tiles.architecture("cuda", None).startswith("gfx" if torch.version.hip else "sm")

@@ -29,7 +29,7 @@ COOPERATIVE = ENTRY | {"loop": "cooperative", "tile": [128, 256, 64], "stages": 
 
 @pytest.fixture
 def tiles(part):
-    return part("kernels.tiles")
+    return part("kernels.launch.tile_config")
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def step_with_tiles(rank, world, folder):
     W = torch.nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
     W.grad = distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)])
     os.environ["OPTIMIZER_TILES"] = str(Path(folder) / f"{rank}.json")
-    known = part("kernels.tiles").table
+    known = part("kernels.launch.tile_config").table
     known.cache_clear()
     try:
         package().Muon([W], lr=0.1).step()

@@ -27,7 +27,7 @@ def path(request, monkeypatch):
 
 @pytest.fixture
 def update(part, path):
-    return part("kernels.update")
+    return part("kernels.elementwise.weight_update")
 
 
 @pytest.mark.kernels_ci
@@ -89,6 +89,6 @@ def test_triton_and_torch_give_the_same_bits(part, device, monkeypatch, w_dtype,
     for path in ("torch", "triton"):
         take(path, monkeypatch)
         W = [w.clone() for w in start]
-        part("kernels.update").Update(W, U, SCALES)(factors(0.02, 0.1, device))
+        part("kernels.elementwise.weight_update").Update(W, U, SCALES)(factors(0.02, 0.1, device))
         results.append(W)
     assert all(map(torch.equal, *results))

@@ -187,7 +187,7 @@ def _llama(kind: str = "LlamaForCausalLM") -> torch.nn.Module:
 def split_of(folder: Path) -> Callable[[torch.nn.Module], list[tuple[str, str, str, str]]]:
     """A function that returns (name, shape, side, reason) of each parameter, by the split in a source folder.
 
-    Only groups.py and its imports are loaded, as parts of a package of another name.
+    Only param_groups.py and its imports are loaded, as parts of a package of another name.
     """
     package = f"split_{abs(hash(folder)):x}"
     if package not in sys.modules:

@@ -14,7 +14,7 @@ import importlib
 
 import simulate
 
-share = importlib.import_module(f"{simulate.PACKAGE}.share")
+share = importlib.import_module(f"{simulate.PACKAGE}.planning.rank_plan")
 SIZE = 2  # bytes of an element on the wire
 
 

@@ -1,4 +1,4 @@
-"""Fit the numbers of pairs.py: two steps of Newton-Schulz as one polynomial that takes four products in place of five.
+"""Fit the numbers of coefficients.py: two steps of Newton-Schulz as one polynomial that takes four products in place of five.
 
     make build && python tools/fit_pairs.py polar_express jordan
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("sets", nargs="+", help="names of coefficient sets")
     parser.add_argument("--steps", type=int, nargs="+", default=[5], help="ns_steps, of sets of any length")
     options = parser.parse_args()
-    steps = importlib.import_module(f"{get_kernel('org/optimizer', version=1).__name__}.steps")
+    steps = importlib.import_module(f"{get_kernel('org/optimizer', version=1).__name__}.newton_schulz.coefficients")
     if unknown := [name for name in options.sets if name not in steps.SETS]:
         parser.error(f"no sets: {', '.join(unknown)}; there are {', '.join(steps.SETS)}")
     for name in options.sets:

@@ -49,15 +49,15 @@ def padded(N: int, n: int, m: int, dtype: torch.dtype, device) -> torch.Tensor:
 
 def products(device, size) -> None:
     """The three products by pointers, in both precisions; on sm90 and later also by TMA in all its loops."""
-    gram, tiles, (n, m) = part("kernels.gram"), part("kernels.tiles"), size["sides"]
+    gram, tiles, (n, m) = part("kernels.matmul.api"), part("kernels.launch.tile_config"), size["sides"]
     found = [(HALF, tiles.Tile(64, 64, 32, 2, 2, 4)), (WIDE, tiles.Tile(32, 32, 32, 2, 2, 4))]
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0):
         found += [(HALF, tiles.Tile(*sides, 64, 8, 3, 8, loop)) for loop in ("once", "turns", "flat")
                   for sides in ((64, 64), (64, 128))]
-        if torch.cuda.get_device_capability() == (9, 0) and part("kernels.tape").knows_triton():
+        if torch.cuda.get_device_capability() == (9, 0) and part("kernels.launch.replay").knows_triton():
             groups = tiles.Tile(128, 128, 64, 8, 5, 4, "pingpong"), tiles.Tile(128, 256, 64, 8, 3, 4, "cooperative")
             found += [(HALF, tile, count) for tile in groups for count in (4, None)]
-            for sides in ((64, 64), (64, 128), (128, 128)):  # by single.py, which wants two steps or more
+            for sides in ((64, 64), (64, 128), (128, 128)):  # by sm90_one_tile.py, which wants two steps or more
                 A, out = (padded(2, max(n, 72), max(n, 72), HALF, device) for _ in "12")
                 with tiles.force(tiles.Tile(*sides, 64, 8, 3, 4, "once")):
                     gram.symmetric_product(A, A, out, 0.5, [(A, 2.0), (A, 0.1), (out, 1.0)], 1.0)
@@ -77,7 +77,7 @@ def in_pairs(gram, tile, device) -> None:
     """Squares on the diagonal in pairs, whole and in halves of tiles: of three rows of tiles or more."""
     X, (A, out) = padded(2, 300, 136, HALF, device), (padded(2, 300, 300, HALF, device) for _ in "12")
     for count in (4, None):
-        with part("kernels.tiles").force(tile), processors(count):
+        with part("kernels.launch.tile_config").force(tile), processors(count):
             gram.gram(X, A)
             gram.symmetric_product(A, A, out, 0.5, [(A, 2.0), (A, 0.1)], 1.0)
 
@@ -93,7 +93,7 @@ def raw(gram, device, n, m) -> None:
 
 def resident(device) -> None:
     """Gram matrices that stay in shared memory, and what follows them: a pair, and a step before one."""
-    module, steps = part("kernels.resident"), part("steps").steps_of("polar_express")
+    module, steps = part("kernels.onchip.gram_chain"), part("newton_schulz.coefficients").steps_of("polar_express")
     raw = padded(2, 200, 500, torch.bfloat16, device)
     squares = [(1e-3 * torch.randn(2, 256, 256, device=device)).to(HALF)[:, :200, :200] for _ in range(4)]
     module._known.clear()
@@ -109,7 +109,7 @@ def processors(count: int | None = None):
 
     None: in those that there are.
     """
-    order, known = part("kernels.order"), part("kernels.gram")._known
+    order, known = part("kernels.launch.tile_scheduler"), part("kernels.matmul.api")._known
     known.clear()  # a launch that is bound keeps its number
     real, order.processors_of = order.processors_of, lambda device: count or real(device)
     try:
@@ -120,7 +120,7 @@ def processors(count: int | None = None):
 
 def norms(device, size) -> None:
     """Frobenius norm and cast, or not, of ordinary and of tiny numbers, wide and tall."""
-    norm, raw_norm, (n, m) = part("kernels.norm"), part("kernels.raw_norm").raw_norm, size["sides"]
+    norm, raw_norm, (n, m) = part("kernels.elementwise.scaling"), part("kernels.elementwise.scaling").raw_norm, size["sides"]
     for U in (torch.randn(2, n, m, device=device), torch.randn(2, m, n, device=device).mT * 1e-30):
         norm.unit_norm(U, padded(2, n, m, HALF, device), torch.empty(2, device=device), 1e-7)
         factors, A = torch.empty(3, 2, device=device), padded(2, n, n, HALF, device)
@@ -130,7 +130,7 @@ def norms(device, size) -> None:
 
 def pieces(device, size) -> None:
     """What is read and stored in pieces of whole rows: norms, NorMuon's rows, and products, wide and tall."""
-    gram, norm, rows_, split, tiles = (part(f"kernels.{name}") for name in ("gram", "norm", "rows", "split", "tiles"))
+    gram, norm, rows_, split, tiles = (part(f"{name}") for name in ("kernels.matmul.api", "kernels.elementwise.scaling", "kernels.elementwise.normuon", "kernels.elementwise.row_scattered", "kernels.launch.tile_config"))
     n, m = size["sides"]
     found = [tiles.Tile(64, 64, 32, 2, 2, 4)]
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0):
@@ -150,7 +150,7 @@ def pieces(device, size) -> None:
 
 def aol(device, size) -> None:
     """Lengths of rows, cast, the scaling of a Gram matrix, and what presets do to matrices besides."""
-    module, (n, m) = part("kernels.aol"), size["sides"]
+    module, (n, m) = part("kernels.elementwise.aol"), size["sides"]
     for U in (torch.randn(2, n, m, device=device), torch.randn(2, m, n, device=device).mT):
         Y = padded(2, n, m, HALF, device)
         lengths, scales = (torch.empty(*shape, device=device) for shape in ((2, 2, n), (2, n)))
@@ -160,12 +160,12 @@ def aol(device, size) -> None:
         module.aol(A, lengths, scales)
         module.scale_rows(Y, scales)
         module.scale_columns(A, scales)
-        part("kernels.gram").linear(A, 2.0, 0.5, A)
+        part("kernels.matmul.api").linear(A, 2.0, 0.5, A)
 
 
 def small_matrices(device, size) -> None:
     """The iteration in one program: of matrices that fit, of longer ones, and from the Gram matrix on."""
-    module, (n, m) = part("kernels.on_chip"), size["chip"]
+    module, (n, m) = part("kernels.onchip.polar"), size["chip"]
     for N, rows, columns in ((3, n, m), (1, n, 2 * m), (2, 20, 30)):
         X = torch.randn(N, rows, columns, device=device)
         if module.fits(X, HALF):
@@ -178,12 +178,12 @@ def small_matrices(device, size) -> None:
 def rows(device, size) -> None:
     """NorMuon's rows."""
     n, m = size["sides"]
-    part("kernels.rows").normalize(torch.randn(2, n, m, device=device), torch.rand(2, n, 1, device=device), 0.9, 1e-8)
+    part("kernels.elementwise.normuon").normalize(torch.randn(2, n, m, device=device), torch.rand(2, n, 1, device=device), 0.9, 1e-8)
 
 
 def rectangles(device, size) -> None:
     """Momentum, copies and updates: rectangles without gaps and others."""
-    pack, table, update = (part(f"kernels.{name}") for name in ("pack", "table", "update"))
+    pack, table, update = (part(f"{name}") for name in ("kernels.elementwise.momentum", "kernels.elementwise.multi_tensor", "kernels.elementwise.weight_update"))
     n, m = size["sides"]
     for width in (m, m - 3):
         M, U, G, W = (torch.randn(n, m, device=device)[:, :width] for _ in range(4))
@@ -254,7 +254,7 @@ def hand_over_apart(report: list[str]) -> list[str]:
 def hand_overs() -> set[str]:
     """file:line of each call of warp_specialize in the kernels, and of its kernel's `def`, for what Triton adds."""
     found = set()
-    for path in Path(part("kernels").__file__).parent.glob("*.py"):
+    for path in Path(part("kernels").__file__).parent.rglob("*.py"):
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef):
                 calls = [node for node in ast.walk(function) if getattr(node, "attr", "") == "warp_specialize"]

@@ -35,8 +35,10 @@ from models import MODELS, shapes_of  # noqa: E402
 from rows import read  # noqa: E402
 
 PACKAGE = get_kernel("org/optimizer", version=1).__name__
-balance, freight, layout, pace, pipeline, plan, polar = (
-    importlib.import_module(f"{PACKAGE}.{name}") for name in "balance freight layout pace pipeline plan polar".split())
+balance, freight, layout, pace, pipeline, plan, method, coefficients = (
+    importlib.import_module(f"{PACKAGE}.{name}") for name in (
+        "planning.load_balance", "planning.memory_model", "params.layout", "planning.cost_model", "pipeline",
+        "planning.plan", "newton_schulz.method", "newton_schulz.coefficients"))
 ARCH = "sm90"  # whose measured times are taken, of an H200
 PACE = pace.table(ARCH)
 RESULTS = ROOT / "benchmarks" / "results" / "step.csv"
@@ -145,9 +147,9 @@ def planned(model, mode, ranks, options, pairs=True):
     if mode == "hsdp_alone":
         mode, ranks = "hsdp", min(options.shards, ranks)
     layouts = layouts_of(model, mode, ranks, options)
-    steps = polar.steps_of("polar_express")
+    steps = coefficients.steps_of("polar_express")
     if not pairs:  # coefficients that no set begins with
-        steps = polar.steps_of([(a, b, c * (1 + 1e-12)) for a, b, c in steps.triples])
+        steps = coefficients.steps_of([(a, b, c * (1 + 1e-12)) for a, b, c in steps.triples])
     times, start = pace.Pace(steps, ARCH), time.perf_counter()
     buckets = plan.make_plan(layouts, times, {}, terms_of(times), rank_bytes=WORKSPACE, thrifty=True,
                              plain=PLAIN.get(mode, "exchange"))
@@ -156,8 +158,8 @@ def planned(model, mode, ranks, options, pairs=True):
 
 def terms_of(times) -> freight.Terms:
     """What the optimizer plans by, on GPUs."""
-    return freight.Terms(once=True, scratch=functools.partial(polar.scratch, steps=times.steps, dtype=polar.F16),
-                         splits=functools.partial(polar.splits, steps=times.steps), room=WORKSPACE)
+    return freight.Terms(once=True, scratch=functools.partial(method.scratch, steps=times.steps, dtype=coefficients.F16),
+                         splits=functools.partial(method.splits, steps=times.steps), room=WORKSPACE)
 
 
 # The wire

@@ -22,8 +22,7 @@ from pathlib import Path
 
 STEP = "step"
 SOURCES = Path(__file__).resolve().parent.parent / "torch-ext" / "optimizer" / "kernels"
-PRODUCTS = {"chain", "cooperative", "gram", "gram_sm90", "on_chip", "pingpong", "raw", "resident_sm90", "ring",
-            "single", "squares"}
+PRODUCTS = {"matmul", "onchip"}  # folders of kernels
 OTHERS = {  # kind -> names of kernels and operators that are not this package's; the first kind that fits is taken
     "wire": re.compile(r"nccl|^c10d::|^gloo:|^_c10d|all_?to_?all|all_?gather|all_?reduce|reduce_?scatter", re.I),
     "products": re.compile(r"gemm|cutlass|cublas|xmma|wgmma|nvjet|^Cijk_|^aten::(mm|bmm|addmm|baddbmm)$", re.I),
@@ -89,9 +88,9 @@ def work(event) -> Work:
 def own_kernels() -> dict[str, str]:
     """Kernel -> kind, of the package's Triton kernels: a kernel is a function under `jit` whose name ends so."""
     kinds = {}
-    for path in SOURCES.glob("*.py"):
+    for path in SOURCES.rglob("*.py"):
         names = re.findall(r"^@\w*jit\b.*\ndef (\w*kernel)\(", path.read_text(), re.MULTILINE)
-        kinds.update(dict.fromkeys(names, "products" if path.stem in PRODUCTS else "memory"))
+        kinds.update(dict.fromkeys(names, "products" if path.parent.name in PRODUCTS else "memory"))
     return kinds
 
 

@@ -1,12 +1,11 @@
 """Muon on any sharding: `Muon`, `NorMuon`, their parameter groups, their state in files, and `orthogonalize`."""
 from __future__ import annotations
 
-from .checkpoint import export_state, import_state
-from .foreign import convert_state_dict
-from .groups import get_default_muon_param_groups
-from .muon import Muon
-from .normuon import NorMuon
-from .op import orthogonalize
+from .muon import Muon, NorMuon
+from .newton_schulz.custom_op import orthogonalize
+from .params.param_groups import get_default_muon_param_groups
+from .state.convert import convert_state_dict
+from .state.safetensors_file import export_state, import_state
 
 __all__ = ["Muon", "NorMuon", "convert_state_dict", "export_state", "get_default_muon_param_groups", "import_state",
            "orthogonalize"]

@@ -1,7 +1,7 @@
-"""The optimizer: options, parameter groups, and one step.
+"""The optimizer classes `Muon` and `NorMuon`: arguments, `step`, state-dict methods, `release`, `plan_report`.
 
-Decides when to plan (collectively, for other parameters or placements) and when to bind again (at this rank, for
-moved memory); everything else is done by the layers below.
+A step plans (collectively, when parameters or placements changed), binds (on this rank, when memory moved), and runs the
+bucket updates. The three are done by planning/, execution/ and pipeline.py.
 """
 from __future__ import annotations
 
@@ -13,26 +13,33 @@ import torch
 import torch.distributed as dist
 
 from . import pipeline
-from .bind import OTHER_NUMBERS, OTHER_PARAMETERS, OTHER_PLACES, bind, make_stores, name_buckets, watch
-from .change import Look, memory_key
-from .cycled import Beta1, check_momentum, part_tensors
-from .early import Early
-from .feed import Feed
-from .graphs import Graphs, check_environment, current, release_before_groups
-from .guard import scalers_may_differ, unscale, warn_of_unlike
-from .late import Late, settled
-from .layout import form_of, this_rank
-from .names import in_group
-from .options import Options, spelled_out
-from .planner import planned, stepped, warn_of_idle
-from .presence import Presence
-from .process_groups import ProcessGroups, check_process_group, world_now
-from .recipe import baked
-from .report import Report, Stopwatch, report_of
-from .routes import Elementwise
-from .saving import Saving
-from .settle import creates_state_only, inherit, lack_state, lasting, refuse_torn
-from .validation import (
+from .communication.missing_grads import Presence
+from .communication.nonfinite import scalers_may_differ, unscale, warn_of_unlike
+from .communication.owner_state import presented
+from .communication.process_groups import ProcessGroups, check_process_group, world_now
+from .execution.bucket_updates import Elementwise
+from .execution.cuda_graphs import Graphs, check_environment, current, release_before_groups
+from .execution.fingerprint import Look, memory_key
+from .execution.overlap.backward import Early
+from .execution.overlap.forward import Late, Returning, settled
+from .execution.prepare import (
+    OTHER_NUMBERS,
+    OTHER_PARAMETERS,
+    OTHER_PLACES,
+    bind,
+    make_stores,
+    name_buckets,
+    planned,
+    stepped,
+    watch,
+)
+from .execution.report import Report, Stopwatch, report_of
+from .execution.step_inputs import Feed
+from .params.config import Options, spelled_out
+from .params.dtensor import form_of
+from .params.errors import in_group, names_in
+from .params.layout import this_rank
+from .params.validation import (
     check_adamw,
     check_again,
     check_group,
@@ -43,6 +50,141 @@ from .validation import (
     device_of,
     is_adamw,
 )
+from .planning.planner import warn_of_idle
+from .rules.rule import baked
+from .rules.schedules import Beta1, check_momentum, part_tensors
+from .state.consolidated import check_target, consolidate
+from .state.create import complete_state, creates_state_only, inherit, lack_state, lasting, refuse_torn, warn_torn
+from .state.state_dict import Loading, called_by_checkpoint
+
+
+class Saving(Returning):
+    """An optimizer that is saved and loaded on any layout."""
+    @property
+    def _torn(self) -> bool:
+        """Whether a step failed half-way."""
+        return self._half_way or self._early.failed
+
+    def _hand_over(self) -> None:
+        """Give state of parameters that were replaced to those in their place. Without state no
+        parameter is kept in mind: who shards a model next wants the memory of the whole ones back.
+        """
+        members = inherit(self._members, self.param_groups, self.state)
+        self._members = members if self.state else ()
+
+    @settled
+    def init_state(self) -> None:
+        """Create zero state of every parameter that requires a gradient and has none: before the
+        first step, for code that loads into the state that is there. Without a step, a plan or
+        communication; call it on all ranks, once the model is sharded. RuntimeError while buckets
+        have left during backward.
+        """
+        self._early.refuse("init_state")
+        self._hand_over()
+        self._find_world()
+        with lasting():
+            complete_state(self.param_groups, self.state, self._options)
+        self._hand_over()
+
+    @settled
+    def state_dict(self) -> dict:
+        """As in torch. With shard_state or unreduced gradients collective over process_group, of
+        which each rank has a part of the state: it comes as DTensors cut by rows, for any layout.
+        Raises RuntimeError, before anything is sent, if not all of these ranks call it. After
+        consolidate_state_dict, until the next step, it asks no other rank. Called by
+        torch.distributed.checkpoint, it creates what state there is none of (`init_state`). Warns
+        after a step that failed half-way.
+        """
+        self._judge_state()
+        self._beta1.follow(self.param_groups)
+        self._hand_over()
+        create = called_by_checkpoint() and not self._torn and not self._early.begun
+        if not self._options.owner_keeps_state:
+            if create:
+                self.init_state()
+            return super().state_dict()
+        named = self._named()
+        gathered = None if called_by_checkpoint() else self._consolidated  # it saves all ranks' parts
+        if gathered is not None and gathered.is_current(named, self.state):
+            return gathered.state_dict(self, named)
+        self._find_world()
+        with presented(self, named, self._options.process_group, self.init_state if create else None):
+            return super().state_dict()
+
+    @settled
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Gather the state that owners keep (shard_state, unreduced gradients) in the CPU memory of
+        rank `to` of process_group, None: of every rank. One rank can then save it alone.
+
+        Collective over process_group. Until the next step, load_state_dict or add_param_group,
+        `state_dict()` returns whole tensors on rank `to`, without communication; on the others it
+        returns a state dict without state, which load_state_dict refuses. Where owners keep no
+        state this does nothing: state_dict() asks no other rank there. Raises ValueError if `to` is
+        no rank of process_group, RuntimeError, before anything is sent, if not all ranks call it
+        alike. Warns after a step that failed half-way.
+        """
+        check_target(to, self._options.process_group if self._options.owner_keeps_state else None)
+        self._judge_state()
+        if not self._options.owner_keeps_state:
+            return
+        self._find_world()
+        self._consolidated = None  # should it fail
+        group = self._options.process_group
+        self._consolidated = consolidate(self.state, self._named(), group, to)
+
+    def _judge_state(self) -> None:
+        """Before the state is read: warn if a step has torn it, raise if gradients changed after they
+        had left.
+        """
+        if not warn_torn(self._torn):
+            self._early.judge()
+
+    def _named(self) -> dict:
+        """{parameter: its name}."""
+        return {p: name for group in self.param_groups for p, name in names_in(group).items()}
+
+    @settled
+    def load_state_dict(self, state_dict) -> None:
+        """As in torch, from any layout: tensors that lie otherwise than the parameters are moved, and get the dtype of
+        `state_dtype`. What the saved groups lack (those of torch.optim.Muon or AdamW, or of an older version) stays
+        this optimizer's own. State goes by name where all groups of both sides have the same
+        `param_names`, also in other groups; else by position. Raises ValueError, before anything is
+        changed, for state of another shape or kind.
+        """
+        self._half_way = self._half_way or self._early.begun  # should loading fail
+        self._early.drain()
+        self._find_world()
+        with lasting(), Loading(self.param_groups, self._options).inside(self):
+            super().load_state_dict(state_dict)
+        self._beta1.forget()
+        self._take_groups()
+        self._half_way, self._consolidated = False, None
+        if self._options.overlap_backward:  # not all ranks may have sent alike over these
+            self._process_groups.release()
+            self._process_groups = None
+        self._forget()
+        self._members = ()
+        self._hand_over()
+        self._unbound = "after load_state_dict(), which drops the plan"
+
+    @settled
+    def __getstate__(self):
+        self._beta1.follow(self.param_groups)
+        options = replace(self._options, process_group=getattr(self._options.process_group, "group_name", None))
+        return {**super().__getstate__(), "_options": options, "_adamw": self._adamw, "_skipped": self._skipped,
+                "_half_way": self._torn, "_is_world": self._is_world}
+
+    def __setstate__(self, state) -> None:
+        if "_itself" not in vars(self):  # a copy, for which `__init__` has not run
+            self._start(state["_options"])
+        super().__setstate__(state)
+        if isinstance(self._options.process_group, str):
+            group = dist.distributed_c10d._resolve_process_group(self._options.process_group)
+            self._options = replace(self._options, process_group=group)
+        self._has_all_groups = True
+        self._forget()
+        self._unbound = "in a copy, or after unpickling"
+
 
 NEVER_BOUND = "before the first step, nor after release()"
 
@@ -393,3 +535,16 @@ class Muon(Saving):
         self._presence, self._early = Presence(), Early()
         for graphs in (self._graphs, self._beside):
             graphs.drop()
+
+
+class NorMuon(Muon):
+    """Muon whose update is divided, row by row, by the root of its mean square over time, and keeps its Frobenius norm
+    (arXiv 2510.05491, in the form of its authors' code).
+
+    beta2: decay of that mean square, kept in fp32 as `second_moment` (..., R, 1); all else as in `Muon`.
+    """
+    _extra_keys = ("beta2",)
+
+    @spelled_out(Muon.__init__)
+    def __init__(self, params, *args, beta2=0.95, **kwargs):
+        super().__init__(params, *args, beta2=beta2, **kwargs)

@@ -1,14 +1,15 @@
-"""When each bucket moves on: the only place where the overlap of communication and computation is decided.
+"""The order in which buckets start, wait for their collectives and finish.
 
-A route's `run` is a generator that yields collectives in flight. This file decides whose turn it is and waits; what
-is inside a bucket it does not see.
+The only module that decides how communication and computation overlap. A bucket update is a generator that yields
+collectives in flight; this module resumes it. Imports kernels/ and params/ only, so that the cost model can run the same
+schedule on clocks instead of buckets.
 """
 from __future__ import annotations
 
 import torch
 
-from . import debug
-from .kernels import ahead
+from .kernels.launch import precompile
+from .params import errors
 
 SLOTS = 3  # buckets alive at once: one arriving, one being computed, one returning; each has memory of its own
 
@@ -43,7 +44,7 @@ def rehearse(jobs, device) -> None:
 
     parts = [(getattr(route, name), hp) for route, hp in jobs for name in route.rehearsed]
     if parts:
-        ahead.rehearse(device, work)
+        precompile.rehearse(device, work)
 
 
 def run(jobs, closing=None) -> None:
@@ -109,7 +110,7 @@ def _told(route, hp):
     """A route's story, at whose end it says that it has `landed`, where somebody wants to know. An error in it, or of a
     collective that it waits for, says which bucket that was.
     """
-    with debug.during(route.label or type(route).__name__):
+    with errors.during(route.label or type(route).__name__):
         yield from route.run(hp)
         if route.landed is not None:
             route.landed()

@@ -1,0 +1,158 @@
+"""Missing gradients: ranks agree after the step which parameters had one anywhere, and restore the others."""
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+
+from ..kernels.backend import capturing
+from ..params import errors
+
+
+class Presence:
+    """Puts back what the step changed of parameters that have no gradient.
+
+    Where ranks must act alike, a missing gradient counts as zero unless no rank has one. After the
+    step the ranks compare what they had, in one small collective. On GPUs only a rank that missed a
+    gradient waits for it. On CPUs every rank does: a process that ended with its part still to be
+    sent would let down a rank that needs the answer. Of parameters whose matrices never travel,
+    each rank leaves its own alone, and asks nobody.
+
+    `error`: what the comparison raised at a rank that needs no answer. Its step is whole; the next
+    one raises it.
+    """
+
+    def __init__(self, plans=(), stores=(), process_groups=None):
+        self.members, self.stores, self.process_groups, self.saved, self.works = {}, stores, process_groups, {}, []
+        self.flags = {}  # ranks -> (what this rank has, what any rank has), on the device, from a Feed
+        self.error: Exception | None = None
+        self.only_counts = False  # whether a step puts back AdamW's counts of steps and nothing else
+        self.device = stores[0].device if stores else torch.device("cpu")
+        for plan, store in zip(plans, stores):
+            for number in range(len(plan.params)):
+                self.members.setdefault(plan.compared_by(number), []).append((store, number))
+        self.all_here = [True] * sum(len(members) for ranks, members in self.members.items() if ranks)
+
+    def here(self) -> list[bool]:
+        """Which gradients of the compared parameters are here, in the order of the flags."""
+        if not self._misses():
+            return self.all_here
+        return [number not in store.missing for ranks, members in self.members.items() if ranks
+                for store, number in members]
+
+    def call_zeros_missing(self) -> bool:
+        """Report all gradients of this rank as missing if each of them is zero; returns whether
+        that is so.
+
+        For a first step with lr 0, such as torch.distributed.checkpoint takes to create state.
+        Neither weights nor averages change in such a step, so that only AdamW's counts of steps
+        have to be put back. Waits for the device.
+        """
+        gradients = [g for store in self.stores for g in store.gradients if g.numel()]
+        if gradients and bool(torch.stack([g.any() for g in gradients]).any()):
+            return False
+        for store in self.stores:
+            store.missing = frozenset(range(len(store.params)))
+        self.only_counts = True
+        return True
+
+    def _held(self, store, number) -> list:
+        """The tensors of one parameter that are put back."""
+        return store.counts_of(number) if self.only_counts else store.all_of(number)
+
+    def _misses(self) -> bool:
+        return any(store.missing for store in self.stores)
+
+    @contextlib.contextmanager
+    def around(self):
+        """Context manager for a step's work, in which ranks are `compared`."""
+        self.save()
+        try:
+            yield
+            self.settle()
+        except BaseException:
+            with contextlib.suppress(Exception):  # the error is what counts
+                self.put_back()
+            raise
+
+    def save(self) -> None:
+        """Before the step: copy what may have to be put back."""
+        if capturing(self.device):  # a graph cannot wait for what is outside of it; who captures has synchronized
+            self.works = []
+        self.wait()
+        self.saved = {(ranks, i): [t.clone() for t in self._held(store, number)]
+                      for ranks, members in (self.members.items() if self._misses() else ())
+                      for i, (store, number) in enumerate(members) if number in store.missing}
+
+    @contextlib.contextmanager
+    def compared(self):
+        """Context manager for a step's work, after which ranks ask each other. A graph has to wait for the answers: in
+        one they ask as soon as nothing else is to be sent, by what this gives, and the last bucket lands meanwhile.
+        """
+        in_graph = capturing(self.device)
+        yield self.compare if in_graph else None
+        if in_graph:
+            self.wait()  # nothing outside a graph may wait for what is in it
+        else:
+            self.compare()
+            self._finish()
+
+    def compare(self) -> None:
+        """Ask the other ranks."""
+        with errors.during("the comparison of missing gradients"):
+            of = self.process_groups.of
+            self.works = [dist.all_reduce(anybody.copy_(mine), dist.ReduceOp.MAX, group=of(ranks), async_op=True)
+                          for ranks, (mine, anybody) in self.flags.items()]
+        if self.device.type == "cpu":
+            _keep(self.works)
+
+    def _finish(self) -> None:
+        """On CPUs, wait for the comparison; an error is raised by `wait`, which is called where the
+        answer is used.
+        """
+        if self.device.type != "cpu":
+            return
+        works, self.works = self.works, []
+        for work in works:
+            try:
+                work.wait()
+            except Exception as error:
+                self.error = self.error or error
+
+    def settle(self) -> None:
+        """After the step: put back what no rank has a gradient of."""
+        if self.saved:
+            self.wait()
+            self.put_back(lambda ranks, i: self.flags[ranks][1][i] > 0 if ranks else None)
+        self.only_counts = False
+
+    def put_back(self, moves=lambda ranks, i: None) -> None:
+        """As it was before the step. `moves`: whether number i of those that `ranks` compare is one to be stepped."""
+        for (ranks, i), before in self.saved.items():
+            store, number = self.members[ranks][i]
+            moved = moves(ranks, i)
+            for now, then in zip(self._held(store, number), before):
+                now.copy_(then if moved is None else torch.where(moved.to(now.device), now, then))
+
+    def wait(self) -> None:
+        """Until the last step's collective is done: then its memory may be used again."""
+        works, self.works = self.works, []
+        error, self.error = self.error, None
+        with errors.during("the comparison of missing gradients"):
+            if error is not None:
+                raise error
+            for work in works:
+                work.wait()
+
+
+_under_way = []
+
+
+def _keep(works) -> None:
+    """Hold collectives that may outlive their optimizer until they are done, or Python has ended.
+
+    A thread of gloo that is the last to hold one has to ask Python to let its tensors go; if Python ends meanwhile
+    (before 3.14), that aborts the process.
+    """
+    _under_way[:] = [work for work in _under_way if not work.is_completed()] + works

@@ -1,0 +1,309 @@
+"""The process group of each set of ranks. Creates missing groups; issues no collective of a step."""
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import hashlib
+import itertools
+import threading
+import weakref
+from dataclasses import dataclass
+from operator import attrgetter
+
+import torch.distributed as dist
+
+from ..params.dtensor import is_dtensor, local_of
+
+
+class ProcessGroups:
+    """The process group of each set of ranks: one that is there already (the default, a mesh's),
+    else a new one.
+
+    `own`: new ones only. During backward the model's collectives are on their way too, and not
+    every rank has the same buckets leave between the same two of them; during forward they would
+    wait for all of the step's in one group.
+
+    torch keeps a group until the default one goes, and NCCL's cannot be destroyed at any time: so
+    new ones are shared by all optimizers of the process; own ones when whoever had them is gone, if
+    all ranks say so. `quiet`: whether a step has been finished since something was sent, else there
+    may be a collective that other ranks do not know of.
+
+    Optimizers may step in several threads, if each has a process group or meshes of its own.
+    Threads take turns in an order that differs between ranks. So a new group is named after the
+    group whose pattern it has (`_pattern`), and is shared or used again only among optimizers with
+    that pattern.
+
+    `patient`: groups of meshes on which a dead peer would be noticed later than on the default
+    group. torch gives 30 minutes to gloo's groups of a mesh, whatever `init_process_group` was
+    told. A new group with the timeout of the default one is used instead of them. On GPUs the groups
+    of meshes stay: a new one takes memory, and the host waits for none.
+    """
+
+    def __init__(self, own=False):
+        self.made, self.theirs, self.patterns, self.own = {}, {}, {}, own
+        self.patient: set[tuple] = set()  # sets of ranks, in the order of the group
+        self.used, self.connected, self.backends, self.quiet = set(), set(), set(), False
+
+    def learn(self, params, process_group) -> None:
+        """Find the groups that all parameters of a step bring along, and forget which ones earlier plans used.
+
+        Where several connect the same ranks (two meshes with an axis over them), all ranks choose the same: the user's
+        `process_group`, else the default one, else the one whose name comes first.
+        """
+        self.used.clear()
+        self.theirs = {}
+        for group in sorted(_meshes_groups(params), key=attrgetter("group_name")):
+            self.theirs.setdefault(_ranks_of(group), group)
+        patterns = dict(self.theirs)
+        device = local_of(params[0]).device.type if params else ""
+        self.patient = {ranks for ranks, group in patterns.items() if _is_patient(group, device)}
+        for ranks in self.patient:
+            del self.theirs[ranks]
+        self.theirs |= {_ranks_of(group): group for group in _always(process_group)}
+        if process_group is not None:  # its ranks may be in an order of their own, which no other group has
+            ours = set(_ranks_of(process_group))
+            self.theirs = {ranks: group for ranks, group in self.theirs.items() if set(ranks) != ours}
+            self.theirs[_ranks_of(process_group)] = process_group
+        patterns |= self.theirs
+        self.patterns = {frozenset(ranks): group for ranks, group in patterns.items()}
+        known = set(map(frozenset, self.theirs))
+        self.patient = {ranks for ranks in self.patient if frozenset(ranks) not in known}
+
+    def expect(self, params, process_group) -> None:
+        """From now on `send_once` speaks of the groups that these parameters bring along."""
+        groups = [*_always(process_group), *_meshes_groups(params)]
+        self.backends = {dist.get_backend_config(group) for group in groups}
+
+    def of(self, ranks):
+        """All ranks of the group call this in the same order, since all have the same plan."""
+        self.used.add(ranks)
+        if not self.own and ranks in self.theirs:
+            return self.theirs[ranks]
+        if ranks not in self.made:
+            before = self._made_before(ranks)
+            if self.own or not before:
+                made = Made(_new(ranks, self._pattern(ranks), self._timeout(ranks)))
+                before.append(made)
+            else:
+                made = before[-1]
+            self._have(ranks, made)
+        return self.made[ranks].group
+
+    def lock(self) -> threading.Lock:
+        """The lock of this process that a thread holds while it makes a group, see `agree`."""
+        with _lock:
+            return _making_locks.setdefault(dist.group.WORLD, threading.Lock())
+
+    def lacks(self, ranks: tuple) -> bool:
+        """Whether `of` would make a group."""
+        if not self.own and ranks in self.theirs or ranks in self.made:
+            return False
+        return self.own or not self._made_before(ranks)
+
+    def meshs_own(self, ranks: tuple) -> dist.ProcessGroup | None:
+        """The group of a mesh's axis that connects these ranks, whether or not it is used; None
+        without.
+        """
+        return self.patterns.get(frozenset(ranks))
+
+    def at_hand(self, ranks):
+        """The same for ranks that may share no plan, and have not agreed on a group of their own: the shared one."""
+        return self.shared().of(ranks) if self.own and ranks not in self.made else self.of(ranks)
+
+    def idle(self, ranks) -> list[bool]:
+        """Of the groups of these ranks that were made before, which ones this rank has no use for: as many on each of
+        them, for these make them together. Empty where there is nothing to choose.
+        """
+        return [made.idle for made in self._made_before(ranks)] if self.own and ranks not in self.made else []
+
+    def take(self, ranks, number) -> None:
+        """Have one of them, by its number, from now on."""
+        self._have(ranks, self._made_before(ranks)[number])
+
+    def _have(self, ranks: tuple, made: Made) -> None:
+        self.made[ranks] = made
+        made.idle = False
+
+    def release(self) -> None:
+        """Leave own groups to others."""
+        for made in self.made.values() if self.own else ():
+            made.idle = self.quiet
+        self.made = {}
+
+    def __del__(self):
+        self.release()
+
+    def shared(self):
+        """The same without groups of its own, in which ranks choose one of these."""
+        others = ProcessGroups()
+        others.theirs, others.patterns, others.patient = self.theirs, self.patterns, self.patient
+        return others
+
+    def _pattern(self, ranks):
+        return self.patterns.get(frozenset(ranks), dist.group.WORLD)
+
+    def _timeout(self, ranks: tuple) -> datetime.timedelta | None:
+        """The timeout of a new group of these ranks: that of its pattern, or of the default group
+        if that is shorter.
+        """
+        return _timeout(dist.group.WORLD if ranks in self.patient else self._pattern(ranks))
+
+    def _made_before(self, ranks) -> list:
+        """All that this process has made of one kind, in the order in which it did. Every rank
+        makes those of one pattern in one order, since only one thread at a time may use the
+        pattern.
+        """
+        pattern = self._pattern(ranks)
+        backends, timeout = dist.get_backend_config(pattern), self._timeout(ranks)
+        kind = self.own, ranks, pattern.group_name, backends, timeout
+        with _lock:
+            return _made.setdefault(dist.group.WORLD, {}).setdefault(kind, [])
+
+    def send_once(self, device) -> bool:
+        """Whether a collective can send one place to several ranks: NCCL's can, gloo's cannot."""
+        return bool(self.backends) and all(f"{device.type}:nccl" in backends for backends in self.backends)
+
+    def check_capturable(self) -> None:
+        """Raise ValueError if a CUDA graph cannot hold the collectives of a group in use."""
+        for ranks in sorted(self.used):
+            backends = dist.get_backend_config(self.of(ranks))
+            if "cuda:nccl" not in backends:
+                raise ValueError(f"capturable=True is not allowed: the process group of ranks {ranks} has the backends "
+                                 f"{backends}, and CUDA graphs hold collectives of NCCL only: initialize it with nccl, "
+                                 "or leave capturable out")
+
+
+@dataclass
+class Made:
+    """A group that was made here; `idle`: no optimizer of this process has it, and nothing is under way in it."""
+    group: dist.ProcessGroup
+    idle: bool = False
+
+
+_made = weakref.WeakKeyDictionary()  # default group -> {what a group is like: [Made]}
+_making_locks = weakref.WeakKeyDictionary()  # default group -> lock
+# of the tables of this module; never held while another rank is waited for
+_lock = threading.Lock()
+
+
+def _meshes_groups(params) -> set:
+    """The groups of the axes of all meshes, in an order that differs between ranks."""
+    meshes = {p.device_mesh for p in params if is_dtensor(p)}
+    return {mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)}
+
+
+def _always(process_group) -> list:
+    """The groups that are there whatever the parameters are; the later one counts."""
+    return [group for group in (world_now(), process_group) if group is not None]
+
+
+def _ranks_of(group) -> tuple:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _is_patient(group: dist.ProcessGroup, device: str) -> bool:
+    """Whether collectives of tensors on `device` (a type), if that is the CPU, wait longer in `group`
+    than in the default group.
+    """
+    mine, worlds = _timeout(group), _timeout(dist.group.WORLD)
+    return device == "cpu" and None not in (mine, worlds) and mine > worlds
+
+
+def _new(ranks: tuple, pattern: dist.ProcessGroup,
+         timeout: datetime.timedelta | None) -> dist.ProcessGroup:
+    """A group with the backends of another one, the `pattern`, and the given timeout. Waits for all
+    `ranks`.
+    """
+    backends = dist.get_backend_config(pattern)
+    backends = None if pattern is dist.group.WORLD else backends
+    order = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}  # which torch 2.11 has not: it sorts all
+    with _lock:
+        _name_by_ranks()
+    _making.pattern = pattern.group_name
+    try:
+        with _unbound(dist.group.WORLD):
+            return dist.new_group(list(ranks), timeout, backends, use_local_synchronization=True, **order)
+    finally:
+        _making.pattern = None
+
+
+@contextlib.contextmanager
+def _unbound(world):
+    """Meanwhile the default group is bound to no device. From one that is (init_process_group with device_id), torch
+    splits NCCL's communicator for a new group, for which NCCL waits for all ranks, not only for the members.
+
+    Several threads may be inside at once: the last one to leave binds the group again.
+    """
+    with _lock:
+        device = getattr(world, "bound_device_id", None)
+        if device is not None:
+            _unbinding[world] = [device, 0]
+        entry = _unbinding.get(world)
+        if entry is not None:
+            world.bound_device_id = None
+            entry[1] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            if entry is not None:
+                entry[1] -= 1
+            if entry is not None and entry[1] == 0:
+                world.bound_device_id = entry[0]
+                del _unbinding[world]
+
+
+# default group -> [its device, how many threads are making a group]
+_unbinding = weakref.WeakKeyDictionary()
+
+
+def world_now():
+    """The default process group, None where there is none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def check_process_group(world, was_world) -> None:
+    """Raise RuntimeError unless the option process_group, which was destroyed, `was_world` and there is another one."""
+    if world is None or not was_world:
+        raise RuntimeError("process_group was destroyed since the optimizer was built; build another one with a group "
+                           "of now, and load this one's state_dict() into it")
+
+
+def _timeout(group):
+    """That of a process group, which new ones do not inherit; None where a backend has none."""
+    with contextlib.suppress(AttributeError, IndexError, RuntimeError):
+        return group._get_backend(group._device_types[0]).options._timeout
+    return None
+
+
+# `pattern`: the name of the pattern of the group that this thread is making
+_making = threading.local()
+
+
+@functools.cache
+def _name_by_ranks() -> None:
+    """Have the ranks of a new group find each other by its ranks and the name of its pattern.
+
+    torch (2.11 to 2.13) puts the number of groups that each of them has into the name, and ranks that are in different
+    numbers of groups wait for each other under different names.
+    """
+    c10d = dist.distributed_c10d
+    torchs = c10d._hash_ranks_to_str
+
+    def name(ranks):
+        pattern = getattr(_making, "pattern", None)
+        if pattern is None:
+            return torchs(ranks)
+        return _free_name(ranks, pattern, list(c10d._world.pg_names.values()))
+
+    c10d._hash_ranks_to_str = name
+
+
+def _free_name(ranks, pattern: str, taken) -> str:
+    """The first name of these ranks and this pattern that no group has yet; they make their groups
+    in the same order.
+    """
+    texts = (repr((list(ranks), pattern, number)) for number in itertools.count())
+    names = (hashlib.sha256(text.encode()).hexdigest() for text in texts)
+    return next(name for name in names if name not in taken)

@@ -1,0 +1,108 @@
+"""NorMuon's row normalization of a stack of updates."""
+from __future__ import annotations
+
+import torch
+
+from ..backend import cpu_slices, use_triton
+from ..launch.jit import jit
+from .row_scattered import Split, memory_of, rows_at, strides_of
+
+tl = None  # Triton's language, put here by jit
+
+BLOCK = 1024
+
+
+def normalize(U: torch.Tensor | Split, V: torch.Tensor, beta2: float, eps: float) -> None:
+    """Normalise U in place and move V along.
+
+    U (N, R, C) in fp32, bf16 or fp16; V (N, R, 1) in fp32; any strides. With s the mean square of a row:
+    V <- beta2 V + (1 - beta2) s, N = U / (sqrt(V) + eps), U <- N ||U|| / ||N||, norms over whole matrices.
+    A matrix of zeros stays so. Source: arXiv 2510.05491, in the norm-preserving form of its authors' code.
+    """
+    if U.numel() == 0:
+        return
+    if not use_triton(U.device):
+        return normalize_torch(U, V, beta2, eps)
+    N, R, C = U.shape
+    squares = torch.empty((2, N, R), dtype=torch.float32, device=U.device)
+    factors = torch.empty(N, dtype=torch.float32, device=U.device)
+    memory, strides = memory_of(U), strides_of(U)
+    _moments_kernel[(N * R,)](memory, V, squares, N * R, R, C, strides, V.stride(), beta2, 1.0 - beta2, eps,
+                              BLOCK=BLOCK)
+    _norms_kernel[(N,)](squares, factors, N * R, R, BLOCK=BLOCK)
+    _normalize_kernel[(N * R,)](memory, V, factors, R, C, strides, V.stride(), eps, BLOCK=BLOCK)
+
+
+def normalize_torch(U, V, beta2, eps):
+    """Compute `normalize`, sums matrix by matrix, so that a sum's order does not depend on the batch."""
+    for some in cpu_slices(U):
+        wide, v = U[some].float(), V[some]
+        square = torch.stack([matrix.mean(dim=1, keepdim=True) for matrix in wide.square().unbind()])
+        v.mul_(beta2).add_(square.mul(1.0 - beta2))
+        w = v.sqrt().add_(eps).reciprocal_().masked_fill_(v == 0, 0.0)
+        sums = [torch.stack([matrix.sum() for matrix in x.unbind()]) for x in (square, square.mul(w).mul(w))]
+        before, after = (x.view(-1, 1, 1) for x in sums)
+        factor = torch.where(after > 0, before / after, after).sqrt()
+        U[some].copy_(wide * (w * factor))
+
+
+@jit
+def _weight(v, eps):
+    """Return 1 / (sqrt(v) + eps), and 0 for a row that has always been zero."""
+    return tl.where(v == 0, 0.0, 1.0 / (tl.sqrt(v) + eps))
+
+
+@jit
+def _moments_kernel(U, V, squares, numel, R, C, u_strides, v_strides, beta2, rest, eps, BLOCK: tl.constexpr):
+    """One row per program: V, and the mean square before and after the division, to squares (2, N, R)."""
+    program = tl.program_id(0).to(tl.int64)
+    matrix, row = program // R, program % R
+    if u_strides is None:
+        start, step = rows_at(U, matrix, R, row), 1
+    else:
+        start, step = U + matrix * u_strides[0] + row * u_strides[1], u_strides[2]
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, C, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        u = tl.load(start + column.to(tl.int64) * step, mask=column < C, other=0.0).to(tl.float32)
+        sums += u * u
+    square = tl.sum(sums) / C
+    v_at = V + matrix * v_strides[0] + row * v_strides[1]
+    v = beta2 * tl.load(v_at) + rest * square
+    tl.store(v_at, v)
+    w = _weight(v, eps)
+    tl.store(squares + program, square)
+    tl.store(squares + numel + program, square * w * w)
+
+
+@jit
+def _norms_kernel(squares, factors, numel, R, BLOCK: tl.constexpr):
+    """One matrix per program: the factor that keeps its norm."""
+    matrix = tl.program_id(0).to(tl.int64)
+    before = tl.zeros((BLOCK,), dtype=tl.float32)
+    after = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, R, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        before += tl.load(squares + matrix * R + row, mask=row < R, other=0.0)
+        after += tl.load(squares + numel + matrix * R + row, mask=row < R, other=0.0)
+    total = tl.sum(after)
+    factor = tl.sqrt(tl.sum(before) / tl.where(total > 0, total, 1.0))
+    tl.store(factors + matrix, tl.where(total > 0, factor, total))
+
+
+@jit
+def _normalize_kernel(U, V, factors, R, C, u_strides, v_strides, eps, BLOCK: tl.constexpr):
+    """One row per program: multiply it by its weight and its matrix's factor."""
+    program = tl.program_id(0).to(tl.int64)
+    matrix, row = program // R, program % R
+    v = tl.load(V + matrix * v_strides[0] + row * v_strides[1])
+    factor = _weight(v, eps) * tl.load(factors + matrix)
+    if u_strides is None:
+        start, step = rows_at(U, matrix, R, row), 1
+    else:
+        start, step = U + matrix * u_strides[0] + row * u_strides[1], u_strides[2]
+    for first in range(0, C, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        at = start + column.to(tl.int64) * step
+        u = tl.load(at, mask=column < C, other=0.0).to(tl.float32)
+        tl.store(at, (u * factor).to(U.dtype.element_ty), mask=column < C)

@@ -1,0 +1,574 @@
+"""State of other Muons in this package's form.
+
+Decides what the tensors and options of another Muon's state dict are called here, and refuses those
+that have no counterpart. Knows no parameter: what does not fit one is found when it is loaded
+(state_dict.py). The facts about the other packages, and who saved a state dict, are in peers.py.
+
+Momentum is a mean here, M <- mu M + (1 - mu) G; some keep a sum, S <- mu S + G. With mu constant
+since the start, M = (1 - mu) S.
+"""
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..newton_schulz.coefficients import SETS, Triple
+from ..params.dtensor import is_dtensor
+from .peers import (
+    EMERGING_REPEAT_LAST,
+    EMERGING_SETS,
+    IGNORED,
+    MENTIONED,
+    PEERS,
+    SHARED,
+    SOURCES,
+    TIMM_SETS,
+    WHOLES,
+    candidates,
+    listed,
+    marked,
+)
+
+RENAMED = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
+ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
+DION_RULES = ("muon", "normuon", "adamw")
+# Of each source the options that change a step, and their values that exist here
+DIONS = {
+    "cautious_wd": (False, None),
+    "adjust_lr": ("spectral_norm", "rms_norm"),
+    "num_heads": (None, 1),
+    "split_sizes": (None,),
+}
+TIMM_SCALES = {
+    "original": "original",
+    "match_rms_adamw": "match_rms_adamw",
+    "rms_to_rms": "spectral_norm",
+}
+TIMMS = {"algo": ("muon",), "scale_eps": (False,), "adjust_lr_fn": tuple(TIMM_SCALES)}
+MEGATRONS = {"split_qkv": (False,), "tp_mode": ("duplicated", "distributed")}
+NANOCHATS = {"beta2": (None,), "weight_decay": (0,)}
+DEEPSPEEDS = {"bias_correction": (True, 1), "amsgrad": (False,), "adam_w_mode": (True, 1)}
+MUONIUMS = {"maximize": (False,), "split_sizes": (None,), "amsgrad": (False,)}
+EMERGING_SCALES = {
+    "spectral": "sqrt_max",
+    "shape_scaling": "original",
+    "unit_rms_norm": "spectral_norm",
+}
+RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # learning rates in a group
+SMALL_EPS = 1e-6  # a bound on an absolute eps that only guards against a norm of zero
+
+Options = dict  # a group's options, by their names here
+OfState = Callable[[dict], dict]  # makes of a parameter's state the state that is kept here
+
+
+def convert_state_dict(state_dict: dict, source: str | None = None, **arguments) -> dict:
+    """Return another Muon's state dict as a new one that `load_state_dict` takes here.
+
+    `source`: whose it is ("torch" for torch.optim.Muon and this package, "keller_jordan", "motif",
+    "dion", "emerging_optimizers", "megatron", "timm", "nanochat", "modded_nanogpt", "deepspeed",
+    "muonium"); None: known by its keys. `arguments`: those with which the source's optimizer was
+    built and which its state dict lacks; by default the source's defaults (peers.py). What neither
+    holds (Motif's and Dion's coefficients) stays the loading optimizer's own. Tensors are renamed,
+    sums become means, and options get this package's names, so that the next step is the source's.
+    Parameters may be numbered, or named as by get_optimizer_state_dict (not flattened).
+
+    Raises ValueError for a state dict of no known Muon; for one whose keys several sources have,
+    without `source`; and for a group of Muon's that lacks the momentum of some parameters, as that
+    of one rank of Keller Jordan's does. Raises NotImplementedError, naming option and source, for
+    what has no counterpart here.
+    """
+    _check_form(state_dict)
+    source = _source(state_dict, source)
+    arguments = _arguments(source, arguments)
+    if source == "torch":
+        return state_dict
+    states, groups = dict(state_dict["state"]), []
+    stepped = PEERS[source].steps_all and any(states.values())
+    parts = [
+        (f"group {number}", part)
+        for number, group in enumerate(state_dict["param_groups"])
+        for part in _parts(f"group {number}", group, states, source)
+    ]
+    for where, part in parts:
+        options, of_state = _converted(where, part, states, source, arguments)
+        if options["use_muon"]:
+            _check_whole(where, part, states, stepped)
+        groups.append({**{key: part[key] for key in part if key in SHARED}, **options})
+        for param in [param for param in part["params"] if states.get(param)]:
+            states[param] = of_state(states[param])
+    return {**state_dict, "state": states, "param_groups": groups}
+
+
+def _check_form(state_dict) -> None:
+    keys = set(state_dict) if isinstance(state_dict, dict) else set()
+    for whole, (source, advice) in WHOLES.items():
+        if whole <= keys:
+            raise NotImplementedError(
+                f"this is a checkpoint of {PEERS[source].title}, not its optimizer's state dict: "
+                f"{advice}"
+            )
+    if not {"state", "param_groups"} <= keys:
+        found = [*map(str, list(state_dict)[:3]), *["..."] * (len(state_dict) > 3)]
+        came = f"this one has {', '.join(found) or 'nothing'}"
+        if not isinstance(state_dict, dict):
+            came = f"this is a {type(state_dict).__name__}"
+        raise ValueError(
+            f"a state dict has `state` and `param_groups`; {came[:MENTIONED]}: pass it as "
+            "state_dict() returns it, or from get_optimizer_state_dict without "
+            "flatten_optimizer_state_dict"
+        )
+
+
+def _source(state_dict: dict, source: str | None) -> str:
+    """The source's name: the given one, if it may be, or the only one that writes such keys."""
+    if source is not None and source not in SOURCES:
+        raise ValueError(
+            f"source={reprlib.repr(source)} is not known: it must be None or one of "
+            f"{', '.join(SOURCES)}"
+        )
+    groups = state_dict["param_groups"]
+    keys, kept = set().union(*groups), set().union(*state_dict["state"].values())
+    if source is not None:
+        others = [name for name in marked(keys, kept) if name != source]
+        if others:
+            raise ValueError(
+                f"source={source!r}, but the state dict has keys that {_titles(others)} alone "
+                f"writes: its groups have {listed(keys)}, its states {listed(kept)}. Leave "
+                "`source` out"
+            )
+        return source
+    names = candidates(keys, kept)
+    if len(names) == 1:
+        return names[0]
+    if names:
+        raise ValueError(
+            f"the groups of this state dict have {listed(keys)}, as those of {_titles(names)} "
+            f"have, whose rules differ: pass source={' or source='.join(map(repr, names))}"
+        )
+    known = ", ".join(["torch.optim.Muon", *(peer.title for peer in PEERS.values())])
+    raise ValueError(
+        f"this is the state dict of no Muon that is known: its groups have {listed(keys)}, its "
+        f"states {listed(kept)}; known are {known}"
+    )
+
+
+def _titles(names: list[str]) -> str:
+    return " and ".join(PEERS[name].title for name in names)
+
+
+def _arguments(source: str, given: dict) -> dict:
+    """The arguments of the source's constructor: the given ones, and its defaults."""
+    taken = PEERS[source].arguments if source in PEERS else {}
+    if unknown := sorted(set(given) - set(taken)):
+        raise ValueError(
+            f"{unknown[0]}={reprlib.repr(given[unknown[0]])} is no argument that the state dict of "
+            f"source {source!r} lacks: allowed are {', '.join(taken) or 'none'}"
+        )
+    return {**taken, **given}
+
+
+def _converted(
+    where: str, group: dict, states: dict, source: str, arguments: dict
+) -> tuple[Options, OfState]:
+    """A group's options here, and the function of its states. Refuses unknown keys."""
+    own = [states[param] for param in group["params"] if states.get(param)]
+    _check_tensors(where, own, source)
+    try:
+        converted = CONVERTERS[source](where, group, own, arguments)
+    except KeyError as missing:
+        raise ValueError(
+            f"{where} or its states have no key {missing}, which those of {PEERS[source].title} "
+            f"have: the group has {listed(group)}"
+        ) from None
+    if unknown := set(group) - SHARED - IGNORED - PEERS[source].keys:
+        raise ValueError(
+            f"{where} has {listed(unknown)}, which {PEERS[source].title} does not write: another "
+            "optimizer saved it, or another version. Remove what does not change a step"
+        )
+    return converted
+
+
+def _parts(where: str, group: dict, states: dict, source: str) -> list[dict]:
+    """The group; of timm, which chooses by parameter, its Muon and its AdamW parameters apart."""
+    if source != "timm" or not group["params"]:
+        return [group]
+    flag = not group["use_fallback"] if "use_fallback" in group else group.get("use_muon")
+    kinds = [states.get(param, {}).get("use_muon", flag) for param in group["params"]]
+    if len(known := set(kinds) - {None}) == 1:
+        return [{**group, "use_muon": known.pop()}]
+    if None in kinds:
+        param = group["params"][kinds.index(None)]
+        raise ValueError(
+            f"{where} does not say whether timm's Muon steps parameter {param} by Muon or by "
+            "AdamW, since its state is missing: set `use_muon` in the group, or put state for the "
+            "parameter"
+        )
+    parts = []
+    for use_muon in (True, False):
+        part = {**group, "use_muon": use_muon}
+        for key in [key for key in ("params", "param_names") if key in group]:
+            part[key] = [entry for entry, kind in zip(group[key], kinds) if bool(kind) == use_muon]
+        parts.append(part)
+    return parts
+
+
+def _jordan(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+    if not group.get("use_muon", True):
+        return _adamw(group["betas"], group["eps"]), dict
+    _check_dims(where, own, (4,))
+    return {
+        "use_muon": True,
+        "momentum": group["momentum"],
+        "nesterov": True,
+        "ns_coefficients": "jordan",
+        "ns_steps": 5,
+        "adjust_lr_fn": "original",
+    }, dict
+
+
+def _motif(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+    if not group["use_muon"]:
+        return _adamw(group["adamw_betas"], group["adamw_eps"]), _renamed
+    return {
+        "use_muon": True,
+        "momentum": group["momentum"],
+        "nesterov": group["nesterov"],
+        "ns_steps": group["ns_steps"],
+        "adjust_lr_fn": "match_rms_adamw",
+    }, _mean(group["momentum"])
+
+
+def _dion(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+    rule = group["algorithm"]
+    if rule not in DION_RULES:
+        raise NotImplementedError(
+            f"{where} is stepped by {rule!r} of Dion's package; only {DION_RULES} have a "
+            "counterpart here"
+        )
+    keys = DIONS if rule != "adamw" else ("cautious_wd",)
+    _check_options(where, "dion", group, {key: DIONS[key] for key in keys})
+    if rule == "adamw":
+
+        def of_state(state: dict) -> dict:
+            # `step_dev` counts the steps of one parameter; older versions only count the group's
+            step = torch.as_tensor(state.get("step_dev", group["step"]), dtype=torch.float32)
+            return {"step": step, "exp_avg": state["momentum"], "exp_avg_sq": state["variance"]}
+
+        return _adamw((group["beta1"], group["beta2"]), group["epsilon"]), of_state
+    _check_dims(where, own, range(3, 10) if group["flatten"] else ())
+    _check_eps(where, "dion", "epsilon", group["epsilon"])
+    options = {
+        "use_muon": True,
+        "momentum": group["mu"],
+        "nesterov": group["nesterov"],
+        "adjust_lr_fn": group["adjust_lr"],
+    }
+    if rule == "normuon":
+        options["beta2"] = group["muon_beta2"]
+    if arguments["use_polar_express"] is not None:
+        express = arguments["use_polar_express"]
+        options["ns_coefficients"] = "polar_express_dion" if express else "quintic"
+        options["ns_steps"] = 5
+    return options, _mean(group["mu"])
+
+
+def _emerging(
+    where: str, group: dict, own: list[dict], arguments: dict, source: str = "emerging_optimizers"
+) -> tuple[Options, OfState]:
+    """Emerging-Optimizers' Muon; Megatron's differs in its arguments."""
+    if any("moment2_buffer" in state for state in own):
+        raise NotImplementedError(
+            f"{where} is of AdaptiveMuon, which {PEERS[source].title} comes with: its second "
+            "moment (moment2_buffer) has no counterpart here"
+        )
+    method = arguments["weight_decay_method"]
+    if float(group["weight_decay"]) and method != "decoupled":
+        _refuse(where, source, "weight_decay_method", method, "decoupled")
+    kind, mode = arguments["coefficient_type"], arguments["scale_mode"]
+    _check_one_of("coefficient_type", kind, EMERGING_SETS)
+    _check_one_of("scale_mode", mode, EMERGING_SCALES)
+    factor = float(arguments["extra_scale_factor"])
+    if not 0 < factor < math.inf:
+        raise ValueError(
+            f"extra_scale_factor={factor} is not allowed: it must be a finite number > 0"
+        )
+    matched = mode == "spectral" and factor == 0.2
+    steps = arguments["num_ns_steps"]
+    return {
+        "use_muon": True,
+        "momentum": group["momentum"],
+        "nesterov": bool(arguments["nesterov"]),
+        "adjust_lr_fn": "match_rms_adamw" if matched else EMERGING_SCALES[mode],
+        **_coefficients(EMERGING_SETS[kind], steps, cycle=kind not in EMERGING_REPEAT_LAST),
+        **_scaled(group, 1.0 if matched else factor, decay=True),
+    }, _kept("momentum_buffer")
+
+
+def _megatron(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+    if "momentum" not in group:
+        raise ValueError(
+            f"{where} of this state dict of Megatron-LM has no momentum: it is not its Muon's. "
+            "Megatron keeps one state dict for each kind of optimizer; pass Muon's"
+        )
+    _check_options(where, "megatron", arguments, MEGATRONS, "argument")
+    method = "decoupled" if arguments["use_decoupled_weight_decay"] else "l2"
+    return _emerging(where, group, own, {**arguments, "weight_decay_method": method}, "megatron")
+
+
+def _timm(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+    fallback = group.get("fallback_lr_scale")
+    if fallback is None:  # older versions: `adamw_lr`, relative to the rate before a schedule
+        base = group.get("initial_lr", group["lr"])
+        fallback = 1.0 if group.get("adamw_lr") is None or not base else group["adamw_lr"] / base
+    if not group["use_muon"]:
+        _check_options(where, "timm", group, {"nesterov": (False,)})  # else it is NAdamW
+        options = {**_adamw(group["betas"], group["eps"]), **_scaled(group, fallback)}
+        return options, _kept(*ADAMW_STATE)
+    _check_options(where, "timm", group, TIMMS)
+    _check_eps(where, "timm", "eps", group["eps"])
+    _check_dims(where, own, range(3, 10), f" (conv_mode={group['conv_mode']!r})")
+    triples = group["ns_coefficients"]
+    if isinstance(triples, str):
+        _check_one_of("ns_coefficients", triples, TIMM_SETS)
+        triples = TIMM_SETS[triples]
+    triples = [triples] if not isinstance(triples[0], (tuple, list)) else triples
+    options = {
+        "use_muon": True,
+        "momentum": group["momentum"],
+        "nesterov": bool(group["nesterov"]),
+        "adjust_lr_fn": TIMM_SCALES[group["adjust_lr_fn"]],
+        **_coefficients(triples, group["ns_steps"], group["safety_factor"]),
+    }
+    return options, _kept("momentum_buffer")
+
+
+def _nanochat(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+    """AdamW of MuonAdamW; Muon's first version, and its second (with beta2) without variance."""
+    if group.get("kind", "muon") == "adamw":
+        return _adamw(group["betas"], group["eps"]), _kept(*ADAMW_STATE)
+    if "kind" in group or "nesterov" not in group:
+        raise NotImplementedError(
+            f"{where} is of nanochat's MuonAdamW, whose Muon evens rows, rescales the update, "
+            "divides by the variance of rows or columns and decays cautiously, and keeps the "
+            "momenta of a group as one tensor: it has no counterpart here"
+        )
+    if "beta2" in group:
+        _check_options(where, "nanochat", group, NANOCHATS)
+        steps = min(group["ns_steps"], 5)  # more are ignored; this version divides by 1.02
+        coefficients = _coefficients(SETS["polar_express_dion"], steps)
+    else:
+        coefficients = {"ns_coefficients": "jordan", "ns_steps": group["ns_steps"]}
+    decay = {} if "weight_decay" in group else {"weight_decay": 0.0}
+    return {
+        "use_muon": True,
+        "momentum": group["momentum"],
+        "nesterov": bool(group["nesterov"]),
+        "adjust_lr_fn": "original",
+        **coefficients,
+        **decay,
+    }, _kept("momentum_buffer")
+
+
+def _modded(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+    raise NotImplementedError(
+        f"{where} is of {PEERS['modded_nanogpt'].title}, which divides by the variance of rows or "
+        "columns, decays cautiously and keeps the momenta of a group in the group: it has no "
+        "counterpart here"
+    )
+
+
+def _deepspeed(
+    where: str, group: dict, own: list[dict], arguments: dict
+) -> tuple[Options, OfState]:
+    if not group.get("use_muon", True):
+        _check_options(where, "deepspeed", {**arguments, **group}, DEEPSPEEDS)
+        return _adamw(group["betas"], group["eps"]), _kept(*ADAMW_STATE)
+    if arguments["muon_num_heads"] is not None:
+        _refuse(where, "deepspeed", "muon_num_heads", arguments["muon_num_heads"], None)
+    if any(dims == 1 for dims in _dims(own)):
+        raise NotImplementedError(
+            f"{where} is of DeepSpeed's Muon under ZeRO, which keeps flat partitions of the "
+            "momentum, not matrices: it has no counterpart here"
+        )
+    return _jordan(where, group, own, arguments)
+
+
+def _muonium(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+    rule, wd, lr = group["algorithm"], float(group["wd"]), float(group["lr"])
+    _check_options(where, "muonium", group, MUONIUMS)
+    if not group["use_muon"]:
+        if wd:
+            _check_options(where, "muonium", group, {"decoupled_weight_decay": (True,)})
+        options = {**_adamw(group["betas"], group["eps"]), "lr": lr, "weight_decay": wd}
+        return options, _kept(*ADAMW_STATE)
+    if rule not in ("muon", "normuon"):
+        raise NotImplementedError(
+            f"{where} is stepped by {rule!r} of muonium; only 'muon' and 'normuon' have a "
+            "counterpart here"
+        )
+    _check_dims(where, own, range(3, 10) if group["flatten"] else ())
+    if wd:
+        wd *= _decay_ratio(where, group, own)
+    express = group["orthogonalization_strategy"] == "polar_express"
+    options = {
+        "use_muon": True,
+        "lr": lr,
+        "weight_decay": wd,
+        "momentum": group["momentum"],
+        "nesterov": bool(group["nesterov"]),
+        "adjust_lr_fn": "original",
+        **_coefficients(SETS["polar_express_dion" if express else "jordan"], group["ns_steps"]),
+    }
+    if rule == "normuon":
+        options["beta2"] = group["muon_beta2"]
+    return options, _mean(group["momentum"])
+
+
+def _decay_ratio(where: str, group: dict, own: list[dict]) -> float:
+    """The scale of the shape, by which muonium multiplies wd; it must be the same in a group."""
+    _check_options(where, "muonium", group, {"use_cautious_wd": (False,)})
+    ratios = {float(state["lr_ratio"]) for state in own}
+    if len(ratios) != 1:
+        raise NotImplementedError(
+            f"{where} has wd={group['wd']}, and muonium's Muon multiplies it by sqrt(max(1, R / "
+            "C)) of each matrix, here by numbers that differ or are not known: one weight_decay "
+            "cannot say that. Set wd=0 to take the state without it"
+        )
+    return ratios.pop()
+
+
+CONVERTERS: dict[str, Callable] = {
+    "keller_jordan": _jordan,
+    "motif": _motif,
+    "dion": _dion,
+    "emerging_optimizers": _emerging,
+    "megatron": _megatron,
+    "timm": _timm,
+    "nanochat": _nanochat,
+    "modded_nanogpt": _modded,
+    "deepspeed": _deepspeed,
+    "muonium": _muonium,
+}
+
+
+def _refuse(where: str, source: str, key: str, value, instead, kind: str = "option") -> None:
+    how = "in the state dict" if kind == "option" else "as an argument"
+    raise NotImplementedError(
+        f"{where} has {key}={reprlib.repr(value)}, an {kind} of {PEERS[source].title} that has no "
+        f"counterpart here: to take the state without it, set {key}={instead!r} {how}"
+    )
+
+
+def _check_options(
+    where: str, source: str, group: dict, allowed: dict[str, tuple], kind: str = "option"
+) -> None:
+    """Raise NotImplementedError for an option whose value is not allowed; it may be missing."""
+    for key, values in allowed.items():
+        if group.get(key, values[0]) not in values:
+            _refuse(where, source, key, group[key], values[0], kind)
+
+
+def _check_one_of(key: str, value, allowed) -> None:
+    if value not in allowed:
+        raise ValueError(
+            f"{key}={reprlib.repr(value)} is not known: it must be one of {', '.join(allowed)}"
+        )
+
+
+def _check_eps(where: str, source: str, key: str, value) -> None:
+    """Raise NotImplementedError for an eps that damps: it is absolute, and ours is relative."""
+    if float(value) > SMALL_EPS:
+        _refuse(where, source, key, value, SMALL_EPS)
+
+
+def _check_tensors(where: str, own: list[dict], source: str) -> None:
+    for value in (value for state in own for value in state.values()):
+        if is_traceable_wrapper_subclass(value) and not is_dtensor(value):
+            raise NotImplementedError(
+                f"{where} of {PEERS[source].title} keeps state as {type(value).__name__}, which "
+                "has no counterpart here: save it in plain tensors"
+            )
+
+
+def _dims(own: list[dict]) -> list[int]:
+    return [value.ndim for state in own for key, value in state.items() if "momentum" in key]
+
+
+def _check_dims(where: str, own: list[dict], flattened, how: str = "") -> None:
+    """Raise NotImplementedError for momenta with a number of dims that the source flattens."""
+    for dims in _dims(own):
+        if dims in flattened:
+            raise NotImplementedError(
+                f"{where} has {dims}-D parameters, which were stepped as matrices of another "
+                f"shape{how}; here they are stacks of matrices: make the parameters 2-D, or step "
+                "them by AdamW"
+            )
+
+
+def _check_whole(where: str, group: dict, states: dict, stepped: bool) -> None:
+    names = group.get("param_names") or group["params"]
+    lacking = [str(n) for n, param in zip(names, group["params"]) if not states.get(param)]
+    if lacking and (stepped or len(lacking) < len(names)):
+        raise ValueError(
+            f"{where} lacks the momentum of {len(lacking)} of its {len(names)} parameters "
+            f"({', '.join(lacking[:3])}{', ...' * (len(lacking) > 3)}). Keller Jordan's "
+            "distributed Muon keeps each on one rank: gather the states of all ranks into one "
+            "state dict first. Where a parameter was never trained, put zeros"
+        )
+
+
+def _coefficients(triples, steps: int, divisor: float = 1.0, cycle: bool = False) -> Options:
+    """The first `steps` triples; after the last, all again (`cycle`), or the last again. `divisor`:
+    a factor on the norm, which goes into the first triple.
+    """
+    chosen: list[Triple] = [
+        tuple(triples[i % len(triples) if cycle else min(i, len(triples) - 1)])
+        for i in range(steps)
+    ]
+    a, b, c = chosen[0]
+    chosen[0] = a / divisor, b / divisor**3, c / divisor**5
+    jordan = set(chosen) == set(SETS["jordan"])
+    names = [name for name in ("quintic", "polar_express_dion") if SETS[name] == tuple(chosen)]
+    name = "jordan" if jordan else names[0] if names else tuple(chosen)
+    return {"ns_coefficients": name, "ns_steps": steps}
+
+
+def _scaled(group: dict, factor: float, decay: bool = False) -> Options:
+    """The learning rates times a factor; with `decay`, lr times weight_decay stays as it is."""
+    if factor == 1:
+        return {}
+    weight_decay = {"weight_decay": group["weight_decay"] / factor} if decay else {}
+    return {**{key: group[key] * factor for key in RATES if key in group}, **weight_decay}
+
+
+def _adamw(betas, eps) -> Options:
+    return {"use_muon": False, "betas": tuple(betas), "eps": eps}
+
+
+def _kept(*keys: str) -> OfState:
+    """The function of states that keeps these keys."""
+    return lambda state: {key: state[key] for key in keys if key in state}
+
+
+def _renamed(state: dict) -> dict:
+    return {
+        RENAMED.get(key, key): value for key, value in state.items() if key in ("step", *RENAMED)
+    }
+
+
+def _mean(mu) -> OfState:
+    """The function of states whose momentum is a sum: in fp32, as their dtype may have 8 bits."""
+
+    def of_state(state: dict) -> dict:
+        (total,) = (state[key] for key in ("momentum_buffer", "momentum") if key in state)
+        wide = total.to(torch.promote_types(total.dtype, torch.float32))
+        kept = {"momentum_buffer": wide * (1 - float(mu))}
+        if "variance_neuron" in state:
+            kept["second_moment"] = state["variance_neuron"]
+        return kept
+
+    return of_state
