@@ -93,7 +93,7 @@ def in_pieces(shapes, ranks, device):
         polar.orthogonalize_(stacks, STEPS)
         dismantle()
 
-    read, written = ([split.Split(stack) for stack in where] for where in (came, go))
+    read, written = ([split.ScatteredRows(stack) for stack in where] for where in (came, go))
     return {"copied": copied, "in pieces": partial(polar.orthogonalize_, read, STEPS, into=written)}, [leaves]
 
 

@@ -174,7 +174,7 @@ def errors() -> dict:
         plain.launch(1, "key", X)
 
     broken.append("plain_kernel")
-    ahead.rehearse(X.device, work)
+    ahead.precompile_kernels(X.device, work)
     rehearsed = list(events)
     for kernel in (wrong, plain):
         try:
@@ -195,7 +195,7 @@ def turns() -> dict:
         time.sleep(0.5)  # in which the other one would begin, if it could
         seen.append("end")
 
-    threads = [threading.Thread(target=ahead.rehearse, args=(torch.device("cpu"), work)) for _ in range(2)]
+    threads = [threading.Thread(target=ahead.precompile_kernels, args=(torch.device("cpu"), work)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

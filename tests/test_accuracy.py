@@ -42,7 +42,7 @@ def momentum(optimizer):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))
         training = importlib.import_module("train_gpt")
-    options = training.Options(layers=2, width=96, heads=3, batch=8, seq=64, lr=0.01)
+    options = training.MuonConfig(layers=2, width=96, heads=3, batch=8, seq=64, lr=0.01)
     text, _ = training.read_corpus()
     model = training.make_model(options, torch.device("cpu"))
     opt, order = training.make_optimizer(model, options), torch.Generator().manual_seed(0)

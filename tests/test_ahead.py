@@ -294,8 +294,8 @@ def test_what_could_not_be_loaded_is_loaded_by_its_launch(part):
     assert made(None)._run is None and made("module")._run == "a launcher, or what raises" and pool.kernels == []
 
 
-@pytest.mark.parametrize("rehearsing", [False, True])
-def test_launches_say_whether_multiplications_and_additions_are_fused(part, monkeypatch, rehearsing):
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_launches_say_whether_multiplications_and_additions_are_fused(part, monkeypatch, dry_run):
     """Else it depends on Triton's version and on TRITON_DEFAULT_FP_FUSION."""
     kernels, said = part("kernels.launch.jit"), []
 
@@ -308,7 +308,7 @@ def test_launches_say_whether_multiplications_and_additions_are_fused(part, monk
 
     kernel = kernels.jit(lambda: None)
     kernel.made = Made()
-    monkeypatch.setattr(kernels.here, "rehearsing", rehearsing)
+    monkeypatch.setattr(kernels.here, "dry_run", dry_run)
     kernel[1, 1, 1]()
     kernel[1, 1, 1](enable_fp_fusion=False)
     assert said == [True, False]
@@ -332,7 +332,7 @@ def test_a_kind_of_call_is_rehearsed_once_and_never_while_a_graph_is_made(part, 
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
     monkeypatch.setattr(polar, "capturing", lambda device: bool(capturing))
     monkeypatch.setattr(polar, "_launch", lambda *_: None)
-    monkeypatch.setattr(polar.ahead, "rehearse", lambda device, work, likely: calls.append(device))
+    monkeypatch.setattr(polar.ahead, "precompile_kernels", lambda device, work, likely: calls.append(device))
     monkeypatch.setattr(polar, "KEPT", 2)
     polar.polar_factor(X, polar.steps_of("cans"), 0.0)
     assert not calls and not polar._kinds
@@ -347,9 +347,9 @@ def test_nothing_is_rehearsed_inside_a_rehearsal(part, monkeypatch):
     ahead, calls = part("kernels.launch.precompile"), []
     monkeypatch.setattr(ahead, "_is_possible", lambda device: True)
     monkeypatch.setattr(ahead, "_rehearse", lambda work, _: calls.append(work()))
-    for rehearsing in (True, False):
-        monkeypatch.setattr(part("kernels.launch.jit").here, "rehearsing", rehearsing)
-        ahead.rehearse(torch.device("cpu"), list)
+    for dry_run in (True, False):
+        monkeypatch.setattr(part("kernels.launch.jit").here, "dry_run", dry_run)
+        ahead.precompile_kernels(torch.device("cpu"), list)
     assert calls == [[]]
 
 

@@ -12,8 +12,8 @@ from tests.ranks import part
 
 def layers(works, count=4):
     """One layer per entry: (matrices, bytes)."""
-    Layer = part("planning.memory_model").Layer
-    return [Layer(tuple(f"{i}.{j}" for j in range(n or count)), Counter(bytes=nbytes))
+    Round = part("planning.memory_model").Round
+    return [Round(tuple(f"{i}.{j}" for j in range(n or count)), Counter(bytes=nbytes))
             for i, (nbytes, n) in enumerate(works)]
 
 
@@ -35,7 +35,7 @@ def price_of(pack, wire, products, fixed):
         parts = []
         for bucket in buckets:
             n = sum(layer.taken["bytes"] for layer in bucket)
-            parts.append(part("planning.cost_model").Part(int(pack * n), int(wire * n), int(products * n) + fixed, int(wire * n), 0))
+            parts.append(part("planning.cost_model").BucketTimes(int(pack * n), int(wire * n), int(products * n) + fixed, int(wire * n), 0))
         return max(span.end for span in part("planning.cost_model").spans(parts, 0.0))
     return price
 

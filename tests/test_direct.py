@@ -36,7 +36,7 @@ def pieces_of(U, cuts, gap=16):
         views[i, a] = memory[at:at + (b - a) * U.shape[2]].view(b - a, U.shape[2])
         views[i, a].copy_(U[i, a:b])
         at += views[i, a].numel() + gap
-    return part("kernels.elementwise.row_scattered").Split([[views[i, a] for a in bounds[:-1]] for i, bounds in enumerate(cuts)]), memory
+    return part("kernels.elementwise.row_scattered").ScatteredRows([[views[i, a] for a in bounds[:-1]] for i, bounds in enumerate(cuts)]), memory
 
 
 def whole(split, memory):
@@ -103,11 +103,11 @@ def test_rows_are_normalized_alike(part, path, device, dtype, cuts):
 
 
 def test_rows_have_to_begin_at_multiples_of_16_bytes(part):
-    Split, memory = part("kernels.elementwise.row_scattered").Split, torch.zeros(256)
+    ScatteredRows, memory = part("kernels.elementwise.row_scattered").ScatteredRows, torch.zeros(256)
     for wrong in (memory[1:9].view(1, 8), memory[:9].view(1, 9), memory[:32].view(4, 8)[:, :4]):
         with pytest.raises(AssertionError, match="16 bytes"):
-            Split([[wrong]])
-    assert Split([[memory[4:12].view(1, 8)], [memory[:8].view(1, 8)]]).shape == (2, 1, 8)
+            ScatteredRows([[wrong]])
+    assert ScatteredRows([[memory[4:12].view(1, 8)], [memory[:8].view(1, 8)]]).shape == (2, 1, 8)
 
 
 @pytest.mark.parametrize("name", ["polar_express", "jordan", "cubic"])
@@ -269,8 +269,8 @@ def test_what_stays_is_packed_while_the_rest_travels(optimizer, monkeypatch):
 
 def test_what_is_read_elsewhere_shows(optimizer, monkeypatch):
     """The control: were pieces taken for each other, bits would differ."""
-    Split = part("kernels.elementwise.row_scattered").Split
-    monkeypatch.setattr(part("execution.workspace"), "Split", lambda matrices: Split([pieces[::-1] for pieces in matrices]))
+    ScatteredRows = part("kernels.elementwise.row_scattered").ScatteredRows
+    monkeypatch.setattr(part("execution.workspace"), "ScatteredRows", lambda matrices: ScatteredRows([pieces[::-1] for pieces in matrices]))
     direct, usual = both_ways("Muon", "rows", F32)
     assert not all(torch.equal(a, b) for a, b in zip(direct[0][0], usual[0][0]))
 

@@ -202,7 +202,7 @@ def table(document: str, heading: str) -> dict[str, list[str]]:
 def test_the_argument_table_is_complete_and_right(optimizer, part):
     arguments = inspect.signature(optimizer.Muon.__init__).parameters.values()
     expected = {p.name: p.default for p in arguments if p.name not in ("self", "params", "options")}
-    expected |= {f.name: f.default for f in dataclasses.fields(part("muon").Options)}
+    expected |= {f.name: f.default for f in dataclasses.fields(part("muon").MuonConfig)}
     expected |= {"beta2": inspect.signature(optimizer.NorMuon.__init__).parameters["beta2"].default}
     said = {name: cells[0].strip("`") for name, cells in table("README.md", "## Arguments").items() if name != "params"}
     assert said == {name: repr(default).replace("'", '"') for name, default in expected.items()}

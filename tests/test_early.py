@@ -745,7 +745,7 @@ def planned_along(which, W, *more):
     layouts = [layout.Layout((W * h, 24), {r: ((h * r, h * (r + 1)), (0, 24)) for r in range(W)}, (tuple(range(W)),),
                              plain=False) for h in heights]
     layouts.append(layout.Layout((8, 8), {0: ((0, 8), (0, 8))}, ((0,),), plain=False))
-    cost, terms = lambda R, C: R * C * min(R, C), part("planning.memory_model").Terms()
+    cost, terms = lambda R, C: R * C * min(R, C), part("planning.memory_model").PlanInputs()
     before = plan.make_plan(layouts, cost, {}, terms)
     after = getattr(plan, which)(before, layouts, cost, terms, *more)
     pairs = [{(m, o) for b in buckets for m, o in zip(b.matrices, b.owners)} for buckets in (before, after)]
@@ -769,7 +769,7 @@ def test_buckets_are_complete_one_after_another(latency, optimizer):
 @pytest.mark.parametrize("latency", [0, 200, 1 << 30])
 def test_chunks_are_complete_one_after_another(latency, optimizer):
     plan, shapes, ranks = part("planning.plan"), [(50, 6), (7, 1), (3, 4), (1, 5), (90, 2)], (0, 1, 2)
-    terms = part("planning.memory_model").ChunkTerms(4, 4, 4)
+    terms = part("planning.memory_model").ChunkPlanInputs(4, 4, 4)
     whole, = plan.plan_chunks(shapes, ranks, 1 << 40, terms)
     parts = plan.chunks_along_backward(shapes, ranks, terms, latency)
     rows = sorted((m.param, row) for b in parts for m in b.matrices for row in range(m.at[0], m.at[0] + m.rows))

@@ -26,7 +26,7 @@ from tests.test_routes import cut
 
 TIMEOUT_S = 1.5  # of the process group, in the step with the fault
 AT_ONCE = 48  # processes that run side by side; most of them only wait
-ROUTES = {"exchange": "Exchange", "reduce": "Reduce", "reduce_elementwise": "ReduceElementwise"}
+BUCKET_UPDATES = {"exchange": "ShardedUpdate", "reduce": "UnreducedUpdate", "reduce_elementwise": "UnreducedAdamWUpdate"}
 PLACED = {"exchange": 28_000, "experts": 14_400}  # DTensors, and the room that makes several buckets
 PLACES, FAULTS = ["before", "in", "after"], ["dies", "stalls", "raises"]
 COLLECTIVES = ("all_to_all_single", "all_to_all", "all_reduce")
@@ -282,7 +282,7 @@ def fail(optimizer):
     return message, time.monotonic() - began
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", BUCKET_UPDATES)
 def test_a_fault_at_every_hop_is_told_and_nothing_goes_on_silently(route, tmp_path, optimizer):
     """The others raise within the timeout and name the bucket, all of which is of the old step or of the new."""
     cases = [(struck, route, *case) for case in itertools.product(PLACES, FAULTS, range(len(HOPS)))]
@@ -291,7 +291,7 @@ def test_a_fault_at_every_hop_is_told_and_nothing_goes_on_silently(route, tmp_pa
     first = [(through, route, nonfinite) for nonfinite in ("propagate", "skip")]
     for case, (seen, own) in zip(cases, run_mortal(cases, tmp_path, first=first)):
         hops = [BROKEN, *HOPS] if case[-1] == "skip" else HOPS
-        assert seen["buckets"] == [ROUTES[route]] * 3, seen["buckets"]
+        assert seen["buckets"] == [BUCKET_UPDATES[route]] * 3, seen["buckets"]
         check_struck(case, seen, hops, len(hops) - 3)  # two answers on their way, and what is missing
         assert (own is None) == (case[3] == "dies")
         if own is not None:
@@ -350,7 +350,7 @@ def test_a_fault_among_the_ranks_of_an_expert_is_told_on_all(tmp_path, optimizer
     first = [(through, "experts", nonfinite) for nonfinite in hops]
     for case, (*seen, own) in zip(cases, run_mortal(cases, tmp_path, 4, first)):
         told = hops[case[-1]]
-        assert seen[0]["buckets"] == ["Exchange", "Pause", "Exchange", "Exchange"], seen[0]["buckets"]
+        assert seen[0]["buckets"] == ["ShardedUpdate", "Pause", "ShardedUpdate", "ShardedUpdate"], seen[0]["buckets"]
         for rank, one in enumerate(seen):
             check_struck(case, one, told, len(told) - (3 if rank == 1 else 6))
         if own is not None:
@@ -362,7 +362,7 @@ def test_a_fault_among_the_ranks_of_an_expert_is_told_on_all(tmp_path, optimizer
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_on_gpus_is_told_where_the_host_waits(fault, tmp_path, optimizer):
     """With TORCH_NCCL_BLOCKING_WAIT=1; without, torch ends the process."""
-    cases = [(struck, route, "before", fault, 0, "propagate", "cuda") for route in ROUTES]
+    cases = [(struck, route, "before", fault, 0, "propagate", "cuda") for route in BUCKET_UPDATES]
     for case, (seen, own) in zip(cases, run_on_gpus(cases, tmp_path)):
         check_struck(case, seen, HOPS, len(HOPS) - 3)
         assert (own is None) == (fault == "dies")

@@ -314,7 +314,7 @@ def test_groups_of_warps_are_taken_where_tma_stores_the_result(part, monkeypatch
         monkeypatch.setattr(module, kind, lambda *about: about[-1].loop)
     F16, BF16, (N, n, m) = torch.float16, torch.bfloat16, (12, 768, 3072)
     A, X, rows = torch.empty(N, n, n, dtype=F16), torch.empty(N, n, m, dtype=F16), torch.empty(N, n, m, dtype=BF16)
-    odd, pieces = torch.empty(N, n, m + 4, dtype=F16), split.Split([list(matrix.split(96)) for matrix in rows])
+    odd, pieces = torch.empty(N, n, m + 4, dtype=F16), split.ScatteredRows([list(matrix.split(96)) for matrix in rows])
 
     def loop(out):
         return gram._choose("product", A, X, out, (), (1.0, 0.0))

@@ -129,7 +129,7 @@ def machine(optimizer, monkeypatch):
 
 def install(patch) -> Machine:
     """A machine that hears of every write of a step and every read of FSDP2's; of others a model has to tell."""
-    machine, routes, presence = Machine(), part("execution.bucket_updates"), part("communication.missing_grads").Presence
+    machine, routes, presence = Machine(), part("execution.bucket_updates"), part("communication.missing_grads").MissingGradients
     for name in ("Stream", "Event", "stream", "current_stream"):
         patch.setattr(torch.cpu, name, getattr(machine, name))
     patch.setattr(part("execution.overlap.forward"), "_streams", lambda device: machine)
@@ -144,8 +144,8 @@ def install(patch) -> Machine:
 
         patch.setattr(kind, name, then)
 
-    for kind, name in (("Local", "step"), ("Exchange", "land"), ("Reduce", "land"), ("ReduceElementwise", "land"),
-                       ("Elementwise", "step")):
+    for kind, name in (("LocalUpdate", "step"), ("ShardedUpdate", "land"), ("UnreducedUpdate", "land"), ("UnreducedAdamWUpdate", "land"),
+                       ("AdamWUpdate", "step")):
         written(getattr(routes, kind), name)
     put_back = presence.put_back
 
@@ -268,7 +268,7 @@ def test_every_weight_of_a_plain_model_is_waited_for(looking):
                                 {"params": [twin.scale["last"], *(m.bias for m in twin.between)], "use_muon": False}],
                                lr=0.02))
     assert same(model.parameters(), twin.parameters())
-    assert isinstance(opt._late, late.Late) and len(opt._late.marks) > 4
+    assert isinstance(opt._late, late.ForwardOverlap) and len(opt._late.marks) > 4
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -451,7 +451,7 @@ def test_an_error_in_the_step_leaves_nothing_behind(looking, monkeypatch):
         raise KeyError("a fault")
 
     with monkeypatch.context() as patch:
-        patch.setattr(part("execution.bucket_updates").Elementwise, "step", fail)
+        patch.setattr(part("execution.bucket_updates").AdamWUpdate, "step", fail)
         with pytest.raises(KeyError, match="a fault"):
             opt.step()
     assert looking.current_stream() is looking.main and opt._late.marks == [] and opt._late.kept == {}
@@ -736,7 +736,7 @@ def unhooked(rank, world, what):
         if what == "gates":
             patch.setattr(part("execution.overlap.module_hooks").Gate, "__call__", lambda self, async_op=False: self.gather(async_op))
         else:
-            patch.setattr(part("execution.overlap.forward").Late, "order", lambda self, stream, place: None)
+            patch.setattr(part("execution.overlap.forward").ForwardOverlap, "order", lambda self, stream, place: None)
         wrong, *_ = sharded(rank, world, (world,), "plain")
     return wrong
 
@@ -865,7 +865,7 @@ def test_buckets_land_one_after_another(room, latency, optimizer):
 @pytest.mark.parametrize("room", [1 << 40, 3000, 1])
 def test_chunks_land_one_after_another(room, optimizer):
     plan, shapes, ranks = part("planning.plan"), [(50, 6), (7, 1), (3, 4), (1, 5), (90, 2)], (0, 1, 2)
-    sizes = part("planning.memory_model").ChunkTerms(4, 4, 4)
+    sizes = part("planning.memory_model").ChunkPlanInputs(4, 4, 4)
     whole, = plan.plan_chunks(shapes, ranks, 1 << 40, sizes)
     parts = plan.chunks_along_forward(shapes, ranks, sizes, 0, room)
     rows = [(m.param, row) for b in parts for m in b.matrices for row in range(m.at[0], m.at[0] + m.rows)]

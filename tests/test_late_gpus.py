@@ -65,7 +65,7 @@ def shard(model, world, way):
 
 def slowed(patch) -> None:
     """The optimizer's stream takes its time."""
-    bound, at_home = part("execution.bucket_updates").Bound, part("execution.bucket_updates").Elementwise
+    bound, at_home = part("execution.bucket_updates").BoundBucket, part("execution.bucket_updates").AdamWUpdate
     replay, run = bound.replay, at_home.run
 
     def replay_late(self, step, hp):
@@ -83,7 +83,7 @@ def slowed(patch) -> None:
 
 def broken(patch, what) -> None:
     """Nobody waits; FSDP2's streams do not; gradients are let go."""
-    late, waiting = part("execution.overlap.forward").Late, part("execution.overlap.module_hooks")
+    late, waiting = part("execution.overlap.forward").ForwardOverlap, part("execution.overlap.module_hooks")
     if what == "waits":
         patch.setattr(late, "order", lambda self, stream, place: None)
     elif what == "gates":

@@ -240,7 +240,7 @@ def test_state_that_may_move_is_kept_from_others_meanwhile(machine, monkeypatch)
     model, more = Net(), nn.Parameter(torch.ones(4, 4))
     opt = muon(model)
     launch(model, opt)
-    shared, late = [], part("execution.overlap.forward").Late
+    shared, late = [], part("execution.overlap.forward").ForwardOverlap
     monkeypatch.setattr(late, "share", lambda self, tensors: shared.extend(map(id, tensors)))
     opt.add_param_group({"params": [more]})
     more.grad = torch.ones_like(more)

@@ -200,7 +200,7 @@ def test_a_step_that_fails_leaves_alone_what_has_no_gradient(optimizer):
 def test_a_step_waits_for_the_comparison_of_the_one_before(optimizer):
     """Its answers stand in memory that the next one writes to; a step whose gradients are all there waits for no more.
     """
-    presence, waited = part("communication.missing_grads").Presence(), []
+    presence, waited = part("communication.missing_grads").MissingGradients(), []
     presence.works = [SimpleNamespace(wait=lambda: waited.append("before the next step"))]
     with presence.around():
         assert waited == ["before the next step"]
@@ -213,7 +213,7 @@ def test_an_error_of_the_comparison_is_raised_where_its_answer_is_needed(optimiz
     def fail():
         raise RuntimeError("a peer is gone")
 
-    presence = part("communication.missing_grads").Presence()
+    presence = part("communication.missing_grads").MissingGradients()
 
     def compare():
         presence.works = [SimpleNamespace(wait=fail), SimpleNamespace(wait=lambda: waited.append("the second one"))]

@@ -244,7 +244,7 @@ def test_what_is_not_looked_at_again(op, optimizer, monkeypatch):
 def test_a_call_that_is_on_no_tape_is_made_as_the_first_was(optimizer, part, monkeypatch):
     """Also where other matrices lie otherwise, another dtype was asked for, or the kernels were changed."""
     polar, X, given = part("newton_schulz.orthogonalize"), torch.randn(2, 4, 6), ("polar_express", 5, 1e-7, None)
-    kind = polar._Kind((0, 0, 0, 0))
+    kind = polar.CallSignature((0, 0, 0, 0))
     monkeypatch.setattr(polar, "_kinds", {polar._again(X, given): kind})
     monkeypatch.setattr(polar, "use_triton", lambda device: True)
     monkeypatch.setattr(polar, "replay", lambda *arguments: arguments[0] is kind)

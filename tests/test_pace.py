@@ -19,7 +19,7 @@ HP = {"ns_coefficients": "polar_express", "ns_steps": 5}
 
 def pace(arch, **changes):
     hp = {**HP, **changes}
-    return part("planning.cost_model").Pace(part("newton_schulz.orthogonalize").steps_of(hp["ns_coefficients"], hp["ns_steps"]), arch)
+    return part("planning.cost_model").CostModel(part("newton_schulz.orthogonalize").steps_of(hp["ns_coefficients"], hp["ns_steps"]), arch)
 
 
 @pytest.mark.parametrize("arch", ["cpu", "sm90"])
@@ -134,7 +134,7 @@ def test_what_is_not_cast_is_only_read(monkeypatch, optimizer):
 def test_the_key_names_the_table(optimizer):
     """It is part of what ranks compare: owners chosen by other times are other owners."""
     assert pace("cpu").key == pace("cpu").key != pace("sm90").key
-    assert part("planning.cost_model").Pace.of(HP, torch.device("cpu")).key == pace("cpu").key
+    assert part("planning.cost_model").CostModel.of(HP, torch.device("cpu")).key == pace("cpu").key
 
 
 def test_the_wire_has_a_latency_and_a_rate(optimizer):
@@ -148,22 +148,22 @@ def lanes(spans, lane):
 
 def test_buckets_overlap_as_the_pipeline_lets_them(optimizer):
     """Bucket 1 travels in while bucket 0 is computed; the answer of 0 travels while 1 is computed."""
-    Part, spans = part("planning.cost_model").Part, part("planning.cost_model").spans
-    assert lanes(spans([Part(1, 10, 100, 10, 2)] * 2, 0.0), "stream") == [
+    BucketTimes, spans = part("planning.cost_model").BucketTimes, part("planning.cost_model").spans
+    assert lanes(spans([BucketTimes(1, 10, 100, 10, 2)] * 2, 0.0), "stream") == [
         ("pack", 0, 0, 1), ("pack", 1, 1, 2), ("products", 0, 11, 111), ("products", 1, 111, 211),
         ("apply", 0, 211, 213), ("apply", 1, 221, 223)]
-    assert lanes(spans([Part(1, 10, 100, 10, 2)] * 2, 0.0), "wire") == [
+    assert lanes(spans([BucketTimes(1, 10, 100, 10, 2)] * 2, 0.0), "wire") == [
         ("in", 0, 1, 11), ("in", 1, 11, 21), ("out", 0, 111, 121), ("out", 1, 211, 221)]
 
 
 def test_a_busy_wire_slows_what_is_computed_beside_it(optimizer):
-    Part, spans = part("planning.cost_model").Part, part("planning.cost_model").spans
-    alone, beside = (max(s.end for s in spans([Part(0, 10, 100, 10, 0)] * 4, exposed)) for exposed in (0.0, 0.5))
+    BucketTimes, spans = part("planning.cost_model").BucketTimes, part("planning.cost_model").spans
+    alone, beside = (max(s.end for s in spans([BucketTimes(0, 10, 100, 10, 0)] * 4, exposed)) for exposed in (0.0, 0.5))
     assert alone == 420 and beside == 420 + 0.5 * 6 * 10
 
 
 def test_what_stays_at_home_runs_beside_the_first_way_in(optimizer):
-    Part, spans = part("planning.cost_model").Part, part("planning.cost_model").spans
-    order = lanes(spans([Part(1, 50, 10, 5, 1), Part(1, 0, 20, 0, 1, travels=False)], 0.0), "stream")
+    BucketTimes, spans = part("planning.cost_model").BucketTimes, part("planning.cost_model").spans
+    order = lanes(spans([BucketTimes(1, 50, 10, 5, 1), BucketTimes(1, 0, 20, 0, 1, travels=False)], 0.0), "stream")
     assert order == [("pack", 0, 0, 1), ("pack", 1, 1, 2), ("products", 1, 2, 22), ("apply", 1, 22, 23),
                      ("products", 0, 51, 61), ("apply", 0, 66, 67)]

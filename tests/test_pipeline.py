@@ -17,7 +17,7 @@ class Collective:
         self.diary.append(f"wait {self.name}")
 
 
-class Route:
+class BucketUpdate:
     """Yields `hops` collectives; says when each part of its story runs, and that it has its slot to itself."""
     label = landed = None
 
@@ -40,8 +40,8 @@ class Route:
 def diary_of(hops, at_home=0, closing=False):
     """What happens, in order, for buckets with so many collectives each and some that stay at home."""
     diary, slots = [], {}
-    jobs = [(Route(i, count, diary, slots), {"group": i}) for i, count in enumerate(hops)]
-    home = [(Route(f"home {i}", 0, diary, slots, travels=False), {"group": f"home {i}"}) for i in range(at_home)]
+    jobs = [(BucketUpdate(i, count, diary, slots), {"group": i}) for i, count in enumerate(hops)]
+    home = [(BucketUpdate(f"home {i}", 0, diary, slots, travels=False), {"group": f"home {i}"}) for i in range(at_home)]
     jobs[len(jobs) // 2:len(jobs) // 2] = home
     part("pipeline").run(jobs, *([lambda: diary.append("closing")] if closing else ()))
     assert not slots, "a story did not come to its end"
@@ -116,7 +116,7 @@ def test_a_bucket_that_other_ranks_have_does_not_change_the_order_of_the_rest(co
     """
     with_it = [line for line in diary_of([2] * count) if "." in line and not line.startswith(("wait", "1"))]
     pipeline, diary, slots = part("pipeline"), [], {}
-    jobs = [(Route(i, 2 if i != 1 else 0, diary, slots), {"group": i}) for i in range(count)]
+    jobs = [(BucketUpdate(i, 2 if i != 1 else 0, diary, slots), {"group": i}) for i in range(count)]
     pipeline.run(jobs)
     assert [line for line in diary if "." in line and not line.startswith("wait")] == with_it
 
@@ -124,8 +124,8 @@ def test_a_bucket_that_other_ranks_have_does_not_change_the_order_of_the_rest(co
 def test_all_are_in_before_the_first_goes_out(optimizer):
     """In words: all leave, then all are computed and sent back, then all are applied; what stays at home is first."""
     pipeline, diary, slots = part("pipeline"), [], {}
-    jobs = [(Route(i, hop, diary, slots), {"group": i}) for i, hop in ((0, 2), (2, 2), (3, 1))]
-    home = Route("home", 0, diary, slots, travels=False), {"group": "home"}
+    jobs = [(BucketUpdate(i, hop, diary, slots), {"group": i}) for i, hop in ((0, 2), (2, 2), (3, 1))]
+    home = BucketUpdate("home", 0, diary, slots, travels=False), {"group": "home"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "SLOTS", 5)  # one for each
         pipeline.run_all_in([jobs[0], home, *jobs[1:]])
@@ -140,7 +140,7 @@ def test_all_are_in_before_the_first_goes_out(optimizer):
 
 
 def test_an_error_in_one_bucket_is_not_swallowed(optimizer):
-    class Broken(Route):
+    class Broken(BucketUpdate):
         def run(self, hp):
             yield Collective(self.diary, "broken")
             raise RuntimeError("a kernel failed")

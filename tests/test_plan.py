@@ -29,7 +29,7 @@ spec.loader.exec_module(models)
 def terms(**others):
     given = {"row": 4, "once": True, "splits": lambda R, C: True,
              "scratch": lambda R, C: (min(R, C), 4 * R * C, 8 * min(R, C) ** 2)}
-    return part("planning.memory_model").Terms(**given | others)
+    return part("planning.memory_model").PlanInputs(**given | others)
 
 
 ALIVE = [{"leave", "arrive", "rows"}, {"stack", "arrive", "rows", "mean", "stays"}, {"mean", "stack"},
@@ -173,7 +173,7 @@ def check_all(layouts, rows=None, once=True, **options):
         shares = shares_of(bucket, layouts, rows, once=once)
         check_room(bucket, shares, options["rank_bytes"])
         check_pieces(bucket, layouts, shares)
-        if rows and bucket.route not in part("planning.plan").ROUTES_OF_OWNERS:
+        if rows and bucket.route not in part("planning.plan").OWNER_STATE_KINDS:
             check_pieces(bucket, rows, shares, "row")
         if bucket.route == "local":
             assert len(bucket.ranks) == 1 and not shares[bucket.ranks[0]].crosses_outbound
@@ -285,7 +285,7 @@ DENSE_MODELS = ["gpt2_124m", "qwen3_1p7b", "llama3_8b", "motif_12b"]
 
 
 def measured_pace():
-    return part("planning.cost_model").Pace(part("newton_schulz.orthogonalize").steps_of("polar_express"), "sm90")
+    return part("planning.cost_model").CostModel(part("newton_schulz.orthogonalize").steps_of("polar_express"), "sm90")
 
 
 def loads_of(shapes, world, placements, pace):
@@ -366,9 +366,9 @@ class Hurried:
 
 def test_how_a_plan_is_cut_changes_no_bit(monkeypatch, optimizer):
     shapes, results, counts = [(16, 8)] * 9 + [(8, 24)] * 12, [], []
-    usual = part("planning.cost_model").Pace.of
+    usual = part("planning.cost_model").CostModel.of
     for kind in (usual, lambda hp, device: Hurried(usual(hp, device).steps)):
-        monkeypatch.setattr(part("planning.cost_model").Pace, "of", kind)
+        monkeypatch.setattr(part("planning.cost_model").CostModel, "of", kind)
         ranks = run_threads(4, step_as_rank, shapes, [Shard(0)])
         results.append([torch.cat(shards) for shards in zip(*(params for params, _, _ in ranks))])
         counts.append({buckets for _, _, buckets in ranks})
@@ -472,11 +472,11 @@ def test_the_digest_differs_when_anything_differs(change, optimizer):
 def test_ranks_with_other_times_have_another_plan(monkeypatch, optimizer):
     """Owners chosen by other times would be others, if not today then for another model."""
     def pace_of_rank(hp, device):
-        made = part("planning.cost_model").Pace(part("newton_schulz.orthogonalize").steps_of("polar_express"), "cpu")
+        made = part("planning.cost_model").CostModel(part("newton_schulz.orthogonalize").steps_of("polar_express"), "cpu")
         made.key = f"the table of rank {dist.get_rank()}"
         return made
 
-    monkeypatch.setattr(part("planning.cost_model").Pace, "of", pace_of_rank)
+    monkeypatch.setattr(part("planning.cost_model").CostModel, "of", pace_of_rank)
     with pytest.raises(RuntimeError, match="have different plans"):
         run_threads(2, step_as_rank, [(8, 8)], [Shard(0)])
 
@@ -497,7 +497,7 @@ def test_the_digest_sees_every_parameter_of_a_bucket(optimizer):
 def test_chunks_hold_every_element_once(world, rank_bytes, once, reduced, optimizer):
     """AdamW with state at owners: each rank sums (unless it comes reduced) and steps its rows of every parameter."""
     shapes, ranks = [(50, 6), (7, 1), (1, 1), (3, 4), (64, 2), (0, 5), (3, 0), (128, 3)], tuple(range(world))
-    chunks, owned = part("planning.memory_model").ChunkTerms(4, 4, 4, once, reduced), defaultdict(list)
+    chunks, owned = part("planning.memory_model").ChunkPlanInputs(4, 4, 4, once, reduced), defaultdict(list)
     buckets = part("planning.plan").plan_chunks(shapes, ranks, rank_bytes, chunks)
     assert (len(buckets) == 1) == (rank_bytes == 1 << 28)
     for bucket in buckets:
@@ -527,7 +527,7 @@ def test_planning_ten_thousand_matrices_for_4096_ranks(record_property, optimize
     layouts = layouts_on((512, 8), [Shard(0), Shard(1)], shapes) * 2500
     pace, profile = measured_pace(), cProfile.Profile()
     start = time.perf_counter()
-    buckets = profile.runcall(part("planning.plan").make_plan, layouts, pace, {}, thrifty=True)
+    buckets = profile.runcall(part("planning.plan").make_plan, layouts, pace, {}, minimize_workspace=True)
     planned = time.perf_counter()
     mine = [part("planning.rank_plan").share_of(bucket, 17, layouts, None, terms()) for bucket in buckets]
     shared = time.perf_counter()
@@ -592,10 +592,10 @@ def test_copies_share_the_work(shapes, sizes, optimizer):
     assert len(loads) == 8 and max(loads.values()) <= 1.05 * sum(loads.values()) / 8
 
 
-def timed_plan(layouts, rank_bytes, thrifty=False):
+def timed_plan(layouts, rank_bytes, minimize_workspace=False):
     """(the plan by measured times, when its last bucket is expected to be done, in ns)."""
     pace = measured_pace()
-    buckets = part("planning.plan").make_plan(layouts, pace, {}, rank_bytes=rank_bytes, terms=terms(), thrifty=thrifty)
+    buckets = part("planning.plan").make_plan(layouts, pace, {}, rank_bytes=rank_bytes, terms=terms(), minimize_workspace=minimize_workspace)
     return buckets, max(span.end for span in pace.spans([bucket.part for bucket in buckets]))
 
 
@@ -604,7 +604,7 @@ def test_thrift_saves_workspace_and_costs_one_percent_at_most(optimizer):
     saved, slower = [], []
     for model, world, placement in itertools.product(DENSE_MODELS, (4, 8), (Shard(0), Replicate())):
         layouts = layouts_on((world,), [placement], models.shapes_of(model))
-        (quick, least), (small, done) = (timed_plan(layouts, 2 << 30, thrifty) for thrifty in (False, True))
+        (quick, least), (small, done) = (timed_plan(layouts, 2 << 30, minimize_workspace) for minimize_workspace in (False, True))
         assert done <= 1.01 * least, (model, world, placement)
         nbytes = [workspace_of(buckets, layouts) for buckets in (small, quick)]
         assert nbytes[0] <= nbytes[1], (model, world, placement)
@@ -618,7 +618,7 @@ def test_twice_the_budget_is_not_slower(optimizer):
     for model, world, placement in itertools.product(DENSE_MODELS, (4, 8), (Shard(0), Replicate())):
         layouts = layouts_on((world,), [placement], models.shapes_of(model))
         budgets = [1 << shift for shift in range(28, 32)]
-        least, spared = ([timed_plan(layouts, n, thrifty)[1] for n in budgets] for thrifty in (False, True))
+        least, spared = ([timed_plan(layouts, n, minimize_workspace)[1] for n in budgets] for minimize_workspace in (False, True))
         for before, after, after_spared in zip(itertools.accumulate(least, min), least[1:], spared[1:]):
             assert after <= before / 0.995, (model, world, placement, least)
             assert after_spared <= 1.01 * before / 0.995, (model, world, placement, spared)
@@ -628,7 +628,7 @@ def test_twice_the_budget_is_not_slower(optimizer):
 def test_only_a_budget_by_default_is_spared(monkeypatch, optimizer):
     make_plan, asked = part("planning.planner").make_plan, []
     monkeypatch.setattr(part("planning.planner"), "make_plan",
-                        lambda *args, thrifty, **options: asked.append(thrifty) or make_plan(*args, **options))
+                        lambda *args, minimize_workspace, **options: asked.append(minimize_workspace) or make_plan(*args, **options))
     for given in (None, 1 << 20):
         weight = nn.Parameter(torch.ones(8, 4))
         weight.grad = torch.ones(8, 4)

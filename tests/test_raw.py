@@ -62,7 +62,7 @@ def test_squares_beyond_fp32(kernels, device, exponent):
 def test_matrices_in_pieces_are_copied(kernels, device):
     torch.manual_seed(0)
     U = torch.randn(2, 40, 64).to(device).half()
-    split = part("kernels.elementwise.row_scattered").Split([[U[0, :7].clone(), U[0, 7:].clone()], [U[1].clone()]])
+    split = part("kernels.elementwise.row_scattered").ScatteredRows([[U[0, :7].clone(), U[0, 7:].clone()], [U[1].clone()]])
     A, X, found = torch.empty(2, 40, 40, device=device), torch.empty_like(U), torch.empty(3, 2, device=device)
     part("kernels.elementwise.scaling").raw_norm(split, X, found, A, 1e-7)
     assert torch.equal(X, U) and torch.equal(found, factors_of(U, False, A))

@@ -27,7 +27,7 @@ def addresses(G, device):
 
 
 def numbers(device):
-    return torch.tensor(part("rules.rule").numbers_of(HP), dtype=torch.float32, device=device)
+    return torch.tensor(part("rules.rule").device_scalars(HP), dtype=torch.float32, device=device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

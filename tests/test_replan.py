@@ -504,7 +504,7 @@ def test_other_coefficients_between_steps(first, then, shape, optimizer):
     assert torch.equal(param, usual)
 
 
-@pytest.mark.parametrize("part_of_it", ["bind", "Presence"])
+@pytest.mark.parametrize("part_of_it", ["bind", "MissingGradients"])
 def test_binding_that_failed_is_done_again(part_of_it, optimizer, monkeypatch):
     """Out of memory, say, for gradients of another dtype; with those of before, the step is whole."""
     (param,) = weights([(8, 6)])

@@ -274,8 +274,8 @@ def stepper_of(world, mode):
 
 
 @pytest.mark.parametrize(("mode", "route", "per_step"), [
-    ("alone", "Local", 0), ("ep", "Local", 0), ("ddp", "Exchange", 1), ("replicated", "Exchange", 1),
-    ("fsdp", "Exchange", 2), ("unreduced", "Reduce", 2)])
+    ("alone", "LocalUpdate", 0), ("ep", "LocalUpdate", 0), ("ddp", "ShardedUpdate", 1), ("replicated", "ShardedUpdate", 1),
+    ("fsdp", "ShardedUpdate", 2), ("unreduced", "UnreducedUpdate", 2)])
 def test_the_number_of_collectives(mode, route, per_step, optimizer, monkeypatch):
     """Nothing travels that is there already: DDP sends answers only, experts nothing, and ask nobody for gradients."""
     exchanges, questions, world = Counted(dist.all_to_all_single), Counted(dist.all_reduce), 4
@@ -339,7 +339,7 @@ def two_groups(rank, world, meshes):
 @pytest.mark.parametrize(("meshes", "pauses"), [("one", 0), ("two", 1)])
 def test_a_pause_only_between_buckets_of_different_ranks(meshes, pauses, optimizer):
     for routes in run_threads(4, two_groups, meshes):
-        assert routes.count("Pause") == pauses and routes.count("Exchange") > 2
+        assert routes.count("Pause") == pauses and routes.count("ShardedUpdate") > 2
 
 
 def experts_alone(rank, world):
@@ -380,7 +380,7 @@ def chunked(rank, world, workspace_bytes):
             grad = torch.randn(world, *p.shape, generator=generator, dtype=p.dtype)[rank]
             p.grad = grad if step in (0, 4, 5) or torch.rand((), generator=generator) < 0.5 else None
         stepper.step()
-    return [p.detach() for p in params], sum(type(route).__name__ == "ReduceElementwise" for route, _ in stepper._jobs)
+    return [p.detach() for p in params], sum(type(route).__name__ == "UnreducedAdamWUpdate" for route, _ in stepper._jobs)
 
 
 @pytest.mark.parametrize("world", [1, 3])

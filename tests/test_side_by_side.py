@@ -71,7 +71,7 @@ def bucket_of(part, shapes):
     Layout = part("params.layout").Layout
     layouts = [Layout(shape, {0: ((0, shape[0]), (0, shape[1]))}, copies=((0,),), plain=True) for shape in shapes]
     steps = part("newton_schulz.orthogonalize").steps_of("polar_express")
-    terms = part("planning.memory_model").Terms(scratch=partial(part("newton_schulz.method").scratch, steps=steps, dtype=torch.float16),
+    terms = part("planning.memory_model").PlanInputs(scratch=partial(part("newton_schulz.method").scratch, steps=steps, dtype=torch.float16),
                                   splits=partial(part("newton_schulz.method").splits, steps=steps),
                                   side_by_side=part("newton_schulz.method").gain_side_by_side)
     bucket, = part("planning.plan").make_plan(layouts, lambda rows, cols: rows * cols, {}, terms)

@@ -38,7 +38,7 @@ def test_bytes_are_those_of_the_plan(model, mode, ranks, simulate):
             found = simulate.traffic(bucket, layouts, cluster, inbound)
             expected = {where: Counter() for where in found}
             for rank in bucket.ranks:
-                share = part("planning.rank_plan").share_of(bucket, rank, layouts, None, part("planning.memory_model").Terms())
+                share = part("planning.rank_plan").share_of(bucket, rank, layouts, None, part("planning.memory_model").PlanInputs())
                 way = share.inbound if inbound else share.outbound
                 here, there = ("", "owner ") if inbound else ("owner ", "")
                 for pieces, end, peer in ((way.leave, here, "owner" if inbound else "home"),
@@ -57,7 +57,7 @@ def test_bytes_are_those_of_the_plan(model, mode, ranks, simulate):
 def test_what_is_planned_fits_the_package_s_default(simulate):
     """With the memory of the iteration: three slots and the bench, of each rank, within 2 GiB."""
     layouts, buckets, times, _ = planned(simulate, "llama3_8b", "fsdp", 4)
-    terms = part("planning.memory_model").Terms(
+    terms = part("planning.memory_model").PlanInputs(
         scratch=lambda R, C: part("newton_schulz.method").scratch(R, C, times.steps, part("newton_schulz.coefficients").F16),
         splits=lambda R, C: part("newton_schulz.method").splits(R, C, times.steps))
     for rank in range(4):
@@ -73,7 +73,7 @@ def test_what_is_planned_fits_the_package_s_default(simulate):
 def test_workspace_is_what_a_rank_takes(model, ranks, shards, simulate):
     """Not what ranks with other experts take besides: local buckets share one slot, families take turns."""
     layouts, buckets, times, _ = planned(simulate, model, "fsdp", ranks, "--layers", 2, "--expert-parallel", shards)
-    needed, terms = 0, part("planning.memory_model").Terms(once=True, scratch=simulate.terms_of(times).scratch)
+    needed, terms = 0, part("planning.memory_model").PlanInputs(once=True, scratch=simulate.terms_of(times).scratch)
     for rank in range(ranks):
         taken, travelling = Counter(), 0
         for bucket in [bucket for bucket in buckets if rank in bucket.ranks]:

@@ -107,13 +107,13 @@ def a_gradient(param, state):
 def test_a_glance_sees_what_binding_depends_on(change, optimizer):
     if change is other_dtype_of_a_missing_gradient and not hasattr(torch.Tensor, "grad_dtype"):
         pytest.skip("torch before 2.10")
-    param, glance = nn.Parameter(torch.randn(4, 4)), part("execution.fingerprint").glance
+    param, fingerprint = nn.Parameter(torch.randn(4, 4)), part("execution.fingerprint").fingerprint
     groups, first = [{"params": [param], "use_muon": True, "adjust_lr_fn": None}], {"momentum_buffer": param.clone()}
     state = {param: first}
-    before = glance(groups, state, False)
-    assert before == glance(groups, state, False)
+    before = fingerprint(groups, state, False)
+    assert before == fingerprint(groups, state, False)
     change(param, state)
-    assert before != glance(groups, state, False)
+    assert before != fingerprint(groups, state, False)
 
 
 def another_gradient(p, state, groups):
@@ -171,7 +171,7 @@ def looked(change, place=lambda tensor: tensor):
     p.grad, state = place(torch.ones(4, 6)), {p: {"momentum_buffer": place(torch.zeros(4, 6))}}
     groups = [{"params": [p], "use_muon": True, "adjust_lr_fn": None, "ns_steps": 5, "lr": 0.1}]
     with torch.no_grad():
-        look = part("execution.fingerprint").Look(groups, state, False)
+        look = part("execution.fingerprint").StepFingerprint(groups, state, False)
         change(p, state, groups)
         return look.quick, look._soon(groups, state, (False,)), look.holds(groups, state, False)
 
@@ -207,7 +207,7 @@ def test_gradients_of_a_step_that_failed_are_not_taken_for_later_ones(optimizer)
     p = nn.Parameter(torch.ones(4, 6))
     p.grad, groups = torch.ones(4, 6), [{"params": [p]}]
     with torch.no_grad():
-        look = part("execution.fingerprint").Look(groups, {})
+        look = part("execution.fingerprint").StepFingerprint(groups, {})
         assert look.holds(groups, {}) and look.came
         look.quick = False
         assert look.holds(groups, {}) and look.take() == {}
@@ -218,7 +218,7 @@ def test_without_guards_looks_are_whole(optimizer, monkeypatch):
     for change, same in ((nothing, True), (CHANGES["frozen"], False)):
         p = nn.Parameter(torch.ones(4, 6))
         p.grad, state, groups = torch.ones(4, 6), {p: {}}, [{"params": [p]}]
-        look = part("execution.fingerprint").Look(groups, state)
+        look = part("execution.fingerprint").StepFingerprint(groups, state)
         change(p, state, groups)
         assert not look.quick and look.holds(groups, state) == same
 
@@ -247,7 +247,7 @@ def shard_on_rank(rank, world):
         store = store_of([param], ("momentum_buffer", "second_moment"))
         buckets = plan.make_plan(store.layouts["update"], lambda R, C: R * C, {})
         for bucket in (b for b in buckets if rank in b.ranks):
-            share = part("planning.rank_plan").share_of(bucket, rank, *store.layouts.values(), part("planning.memory_model").Terms(4, 4))
+            share = part("planning.rank_plan").share_of(bucket, rank, *store.layouts.values(), part("planning.memory_model").PlanInputs(4, 4))
             home = [p for p in share.home if p.kind == "update"]
             for piece, weight in zip(home, store.weights(home)):
                 assert torch.equal(weight, full[piece.matrix.at][tuple(slice(*side) for side in piece.box)])
@@ -309,9 +309,9 @@ def test_state_of_an_owner_alone(rows, optimizer):
 
 def share_with(needs):
     """A share of which only the memory counts."""
-    travel = part("planning.rank_plan").Travel({}, {}, (), (), ())
+    travel = part("planning.rank_plan").AllToAllPlan({}, {}, (), (), ())
     uses = ("leave", "return", "kept", "arrive", "now", "next", "rows", "stays", "square", "stack", "mean")
-    return part("planning.rank_plan").Share((), (), (), travel, travel, True, True, False, {**dict.fromkeys(uses, 0), **needs}, {})
+    return part("planning.rank_plan").RankPlan((), (), (), travel, travel, True, True, False, {**dict.fromkeys(uses, 0), **needs}, {})
 
 
 def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
@@ -353,9 +353,9 @@ def bound_on_rank(rank, world, route):
     params = [nn.Parameter(distribute_tensor(torch.zeros(s), mesh, [Shard(0)], src_data_rank=None)) for s in shapes]
     store = store_of(params, ("momentum_buffer", "second_moment"))
     (bucket,) = [b for b in plan.make_plan(store.layouts["update"], lambda R, C: R * C, {}) if b.route == route]
-    share = part("planning.rank_plan").share_of(bucket, rank, *store.layouts.values(), part("planning.memory_model").Terms(2, 4))
-    options = part("muon").Options()
-    bound = part("execution.bucket_updates").Bound(bucket, share, store, options, None, {"adjust_lr_fn": None})
+    share = part("planning.rank_plan").share_of(bucket, rank, *store.layouts.values(), part("planning.memory_model").PlanInputs(2, 4))
+    options = part("muon").MuonConfig()
+    bound = part("execution.bucket_updates").BoundBucket(bucket, share, store, options, None, {"adjust_lr_fn": None})
     bound.memory = {use: torch.empty(n, dtype=torch.uint8) for use, n in share.needs.items()}
     made = part("execution.workspace").Stacks(bound)
     stacks, rows, views = made.read, made.rows, made.come

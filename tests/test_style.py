@@ -197,7 +197,7 @@ def test_only_kernels_import_triton_and_nobody_needs_more_than_torch(module):
 # Attributes of classes
 
 
-CONSTANT = (ast.Constant, ast.Tuple, ast.UnaryOp, ast.Name, ast.Load, ast.unaryop)  # a name: a constant or a function
+CONSTANT = (ast.Constant, ast.Tuple, ast.UnaryOp, ast.Name, ast.MatrixFootprint, ast.unaryop)  # a name: a constant or a function
 OPTIMIZERS = ("Muon", "NorMuon", "Returning", "Saving")
 
 

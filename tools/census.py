@@ -207,12 +207,12 @@ def split_of(folder: Path) -> Callable[[torch.nn.Module], list[tuple[str, str, s
     return split
 
 
-class Late(Exception):
+class ForwardOverlap(Exception):
     """A model took too long."""
 
 
 def _alarm(*_) -> None:
-    raise Late(f"took more than {SECONDS} s")
+    raise ForwardOverlap(f"took more than {SECONDS} s")
 
 
 def _declare_operators() -> None:

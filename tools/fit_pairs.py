@@ -72,7 +72,7 @@ def fit(first, second, m: float):
     good = [x for x in found if np.abs(residuals(x, t, Q, 1 / Q)[0]).max() < GOOD * best]
     x = min((evened(x, t, Q) for x in good[:4]), key=lambda x: np.abs(residuals(x, t, Q, 1 / Q)[0]).max())
     error, last = residuals(x, t, Q, 1 / Q)
-    return np.abs(error).max(), numbers_of(x, last, t, m)
+    return np.abs(error).max(), device_scalars(x, last, t, m)
 
 
 def polynomial(triple, t):
@@ -127,7 +127,7 @@ def evened(x, t, Q):
     return best
 
 
-def numbers_of(x, last, t, m):
+def device_scalars(x, last, t, m):
     """Without the constants of S and C, which next to small t would cost digits; S and C up to 1; H such that Q = H^2 +
     ...; of A in place of t.
     """

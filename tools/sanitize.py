@@ -137,7 +137,7 @@ def pieces(device, size) -> None:
         found += [tiles.Tile(64, 128, 64, 8, 3, 8, loop) for loop in ("once", "turns", "flat")]
     for R, C, dtype in ((n, m, HALF), (m, n // 8 * 8, HALF), (n, m, WIDE)):
         ends = ((0, 3, R), (0, R // 2 + 1, R))
-        U = split.Split([[torch.randn(b - a, C, device=device).to(dtype) for a, b in zip(bounds, bounds[1:])]
+        U = split.ScatteredRows([[torch.randn(b - a, C, device=device).to(dtype) for a, b in zip(bounds, bounds[1:])]
                          for bounds in ends])
         U, short = (U.mT if R > C else U), min(R, C)
         X, A = padded(*U.shape, HALF, device), padded(2, short, short, HALF, device)

@@ -150,15 +150,15 @@ def planned(model, mode, ranks, options, pairs=True):
     steps = coefficients.steps_of("polar_express")
     if not pairs:  # coefficients that no set begins with
         steps = coefficients.steps_of([(a, b, c * (1 + 1e-12)) for a, b, c in steps.triples])
-    times, start = pace.Pace(steps, ARCH), time.perf_counter()
-    buckets = plan.make_plan(layouts, times, {}, terms_of(times), rank_bytes=WORKSPACE, thrifty=True,
+    times, start = pace.CostModel(steps, ARCH), time.perf_counter()
+    buckets = plan.make_plan(layouts, times, {}, terms_of(times), rank_bytes=WORKSPACE, minimize_workspace=True,
                              plain=PLAIN.get(mode, "exchange"))
     return layouts, buckets, times, time.perf_counter() - start
 
 
-def terms_of(times) -> freight.Terms:
+def terms_of(times) -> freight.PlanInputs:
     """What the optimizer plans by, on GPUs."""
-    return freight.Terms(once=True, scratch=functools.partial(method.scratch, steps=times.steps, dtype=coefficients.F16),
+    return freight.PlanInputs(once=True, scratch=functools.partial(method.scratch, steps=times.steps, dtype=coefficients.F16),
                          splits=functools.partial(method.splits, steps=times.steps), room=WORKSPACE)
 
 
@@ -247,7 +247,7 @@ def step_ms(buckets, ways, times, cluster, exchange):
             parts.append(dataclasses.replace(bucket.part, inbound=there, outbound=back))
         else:
             parts.append(bucket.part)
-    done, wire, pause = 0.0, 0.0, pace.Part(0, 0, 0, 0, 0)
+    done, wire, pause = 0.0, 0.0, pace.BucketTimes(0, 0, 0, 0, 0)
     for families in of_ranks(buckets):
         mine = [part for numbers in families for part in (*(parts[number] for number in numbers), pause)]
         spans = times.spans(mine)
@@ -271,7 +271,7 @@ def of_ranks(buckets) -> list:
 
 def workspace_mib(buckets) -> int:
     """Of the rank that has the most: slots and bench, as large as the largest of its buckets that uses them, of all
-    families in turn (`Freight.held` knows one); those that stay at home share the slot of the second that travels.
+    families in turn (`MemoryModel.held` knows one); those that stay at home share the slot of the second that travels.
     """
     most = 0
     for families in of_ranks(buckets):

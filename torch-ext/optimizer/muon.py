@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from . import pipeline
-from .communication.missing_grads import Presence
+from .communication.missing_grads import MissingGradients
 from .communication.nonfinite import scalers_may_differ, unscale, warn_of_unlike
-from .communication.owner_state import presented
+from .communication.owner_state import shown_as_row_dtensors
 from .communication.process_groups import ProcessGroups, check_process_group, world_now
-from .execution.bucket_updates import Elementwise
+from .execution.bucket_updates import AdamWUpdate
 from .execution.cuda_graphs import Graphs, check_environment, current, release_before_groups
-from .execution.fingerprint import Look, memory_key
-from .execution.overlap.backward import Early
-from .execution.overlap.forward import Late, Returning, settled
+from .execution.fingerprint import StepFingerprint, memory_key
+from .execution.overlap.backward import BackwardOverlap
+from .execution.overlap.forward import ForwardOverlap, Returning, settled
 from .execution.prepare import (
     OTHER_NUMBERS,
     OTHER_PARAMETERS,
@@ -34,8 +34,8 @@ from .execution.prepare import (
     watch,
 )
 from .execution.report import Report, Stopwatch, report_of
-from .execution.step_inputs import Feed
-from .params.config import Options, spelled_out
+from .execution.step_inputs import StepInputs
+from .params.config import MuonConfig, spelled_out
 from .params.dtensor import form_of
 from .params.errors import in_group, names_in
 from .params.layout import this_rank
@@ -51,10 +51,10 @@ from .params.validation import (
     is_adamw,
 )
 from .planning.planner import warn_of_idle
-from .rules.rule import baked
+from .rules.rule import host_constants
 from .rules.schedules import Beta1, check_momentum, part_tensors
 from .state.consolidated import check_target, consolidate
-from .state.create import complete_state, creates_state_only, inherit, lack_state, lasting, refuse_torn, warn_torn
+from .state.create import complete_state, creates_state_only, adopt_state, lack_state, lasting, refuse_torn, warn_torn
 from .state.state_dict import Loading, called_by_checkpoint
 
 
@@ -69,7 +69,7 @@ class Saving(Returning):
         """Give state of parameters that were replaced to those in their place. Without state no
         parameter is kept in mind: who shards a model next wants the memory of the whole ones back.
         """
-        members = inherit(self._members, self.param_groups, self.state)
+        members = adopt_state(self._members, self.param_groups, self.state)
         self._members = members if self.state else ()
 
     @settled
@@ -108,7 +108,7 @@ class Saving(Returning):
         if gathered is not None and gathered.is_current(named, self.state):
             return gathered.state_dict(self, named)
         self._find_world()
-        with presented(self, named, self._options.process_group, self.init_state if create else None):
+        with shown_as_row_dtensors(self, named, self._options.process_group, self.init_state if create else None):
             return super().state_dict()
 
     @settled
@@ -230,12 +230,12 @@ class Muon(Saving):
     """
     _extra_keys = ()  # of a group, besides those of Muon; a constant of the class, as all class attributes here
 
-    @spelled_out(Options, kind=inspect.Parameter.KEYWORD_ONLY)
+    @spelled_out(MuonConfig, kind=inspect.Parameter.KEYWORD_ONLY)
     def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, ns_coefficients="polar_express",
                  eps=1e-7, ns_steps=5, adjust_lr_fn=None, *, adamw_betas=(0.9, 0.95), adamw_eps=1e-8, **options):
         extra = {key: options.pop(key) for key in self._extra_keys}
         self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
-        self._start(Options.of(options))
+        self._start(MuonConfig.of(options))
         self._options.check()
         check_adamw(adamw_betas, adamw_eps)
         self._is_world = options.get("process_group") is not None and self._options.process_group is dist.group.WORLD
@@ -249,7 +249,7 @@ class Muon(Saving):
         self._take_groups()
         self._has_all_groups = True
 
-    def _start(self, options: Options) -> None:
+    def _start(self, options: MuonConfig) -> None:
         """Set every attribute that the methods read, in `__init__` and in a copy, which is made without it.
 
         None of them is an attribute of the class: a wrapper of Lightning or Fabric derives a class from the optimizer's
@@ -257,8 +257,8 @@ class Muon(Saving):
         """
         self._itself = weakref.ref(self)  # on which `settled` runs methods that are called on a wrapper
         self._options = options
-        self._late = Late(options.overlap_forward)
-        self._early = Early()
+        self._late = ForwardOverlap(options.overlap_forward)
+        self._early = BackwardOverlap()
         self._beta1 = Beta1()
         self._has_all_groups = False  # whether those of the constructor are there
         self._has_warned = False  # of gradients that a GradScaler compares in another order than other ranks
@@ -413,7 +413,7 @@ class Muon(Saving):
             return self._run(self._watch.over(self._jobs + self._alone) if self._watch else [])
         if not self._options.capturable:
             return self._run()
-        key = [baked(store.hp, store.wide) for store in self._together]
+        key = [host_constants(store.hp, store.wide) for store in self._together]
         pipeline.beside(lambda: self._graphs(self._run, key), self._alone, self._beside.stream)
 
     def _run(self, jobs=None) -> None:
@@ -467,7 +467,7 @@ class Muon(Saving):
         check_again(self.param_groups, self._options)
         if None in self._planned_for.values():
             warn_of_idle(self.param_groups)
-        self._members = inherit(self._members, self.param_groups, self.state)
+        self._members = adopt_state(self._members, self.param_groups, self.state)
         for alone in (False, True):  # what this process steps alone must not change what it steps with others
             units, key = stepped(self.param_groups, self._options, alone)
             if key != self._planned_for[alone] or lack_state(self._plans[alone], self.state):
@@ -484,7 +484,7 @@ class Muon(Saving):
                 return self._ready(scaled)
             self._bind(plans, "raise" if scaled else self._options.nonfinite)
             self._bound_for, self._forms = key, forms
-        self._seen = Look(self.param_groups, self.state, scaled)  # with the state that there is now
+        self._seen = StepFingerprint(self.param_groups, self.state, scaled)  # with the state that there is now
         return self._stores
 
     def _bind(self, plans, nonfinite) -> None:
@@ -498,14 +498,14 @@ class Muon(Saving):
         if self._options.capturable and self._graphs.on:
             self._process_groups.check_capturable()
             release_before_groups()
-        self._presence = Presence(plans, self._stores, self._process_groups)
-        self._feed, self._watch = Feed(self._stores, self._presence, len(jobs) * self._options.overlap_backward), None
-        pipeline.rehearse(jobs if self._forms is None else [], self._presence.device)
+        self._presence = MissingGradients(plans, self._stores, self._process_groups)
+        self._feed, self._watch = StepInputs(self._stores, self._presence, len(jobs) * self._options.overlap_backward), None
+        pipeline.precompile_kernels(jobs if self._forms is None else [], self._presence.device)
         # what holds addresses of gradients is a graph of its own: other ranks do not wait when it is made anew
-        self._alone = [job for job in jobs if self._options.capturable and isinstance(job[0], Elementwise)]
+        self._alone = [job for job in jobs if self._options.capturable and isinstance(job[0], AdamWUpdate)]
         self._jobs = [job for job in jobs if job not in self._alone]
         name_buckets(self._jobs)
-        self._early = Early(self._jobs if self._options.overlap_backward else None, self._feed)
+        self._early = BackwardOverlap(self._jobs if self._options.overlap_backward else None, self._feed)
         self._late.follow(jobs, self._stores)
         self._together = [s for s in self._stores if all(s is not route.store for route, _ in self._alone)]
 
@@ -532,7 +532,7 @@ class Muon(Saving):
         """Drop bound memory; plans stay."""
         self._bound_for = self._seen = self._feed = self._watch = self._guard = None
         self._stores, self._jobs, self._alone, self._together = [], [], [], []
-        self._presence, self._early = Presence(), Early()
+        self._presence, self._early = MissingGradients(), BackwardOverlap()
         for graphs in (self._graphs, self._beside):
             graphs.drop()
 

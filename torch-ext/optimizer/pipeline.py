@@ -14,7 +14,7 @@ from .params import errors
 SLOTS = 3  # buckets alive at once: one arriving, one being computed, one returning; each has memory of its own
 
 
-class Route:
+class BucketUpdate:
     """How something is stepped, told by `run(hp)`: a generator that yields collectives in flight.
 
     `travels`: whether it yields any; `rehearsed`: names of its parts that are nothing but launches; `bound`: what it
@@ -24,7 +24,7 @@ class Route:
     travels, rehearsed, bound, store, label, landed = False, (), None, None, None, None
 
 
-class Pause(Route):
+class Pause(BucketUpdate):
     """A turn in which no bucket starts, between buckets of different ranks: the answers of one leave before the next.
 
     So all ranks issue the collectives of all their process groups in one order, whichever other groups they are in.
@@ -36,7 +36,7 @@ class Pause(Route):
         yield
 
 
-def rehearse(jobs, device) -> None:
+def precompile_kernels(jobs, device) -> None:
     """Have the kernels of all buckets compiled side by side, before the first step; nothing is launched or sent."""
     def work():
         for part, hp in parts:
@@ -44,7 +44,7 @@ def rehearse(jobs, device) -> None:
 
     parts = [(getattr(route, name), hp) for route, hp in jobs for name in route.rehearsed]
     if parts:
-        precompile.rehearse(device, work)
+        precompile.precompile_kernels(device, work)
 
 
 def run(jobs, closing=None) -> None:

@@ -38,7 +38,7 @@ def piece_at(flat, offset, shape, dtype):
     return flat[offset:offset + nbytes].view(dtype).view(shape)
 
 
-class Wire:
+class AllToAllBuffers:
     """One direction of travel: flat send and receive buffers, and the view of each piece in them. `leave`: one piece
     for each place, of those that go to several ranks.
     """

@@ -10,7 +10,7 @@ from ..kernels.backend import capturing
 from ..params import errors
 
 
-class Presence:
+class MissingGradients:
     """Puts back what the step changed of parameters that have no gradient.
 
     Where ranks must act alike, a missing gradient counts as zero unless no rank has one. After the

@@ -18,7 +18,7 @@ from ..params.layout import sharded_among
 from ..planning.plan import turn
 
 
-class Guard:
+class NonfiniteFlags:
     """The flags of all plans of a step. Ranks that share parameters make it, and call it, together.
 
     `whole`: for one broken gradient the whole step is left out (nonfinite="raise", or a GradScaler's found_inf).

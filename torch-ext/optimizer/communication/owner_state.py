@@ -26,7 +26,7 @@ ADVICE = ("Where one rank saves alone, as transformers' Trainer does, call "
 
 
 @contextlib.contextmanager
-def presented(optimizer, named, group, complete=None):
+def shown_as_row_dtensors(optimizer, named, group, complete=None):
     """Meanwhile, an optimizer's state is as `present` shows it.
 
     `complete`: a function that creates the state that no rank has, called on every rank; None: none
@@ -36,7 +36,7 @@ def presented(optimizer, named, group, complete=None):
     with errors.during("state_dict(), which all ranks of process_group call together where owners keep the state"):
         wait_for_all(group, "state_dict()", ADVICE)
         if complete is not None:
-            _survey(optimizer.state, named, group)
+            _count_rows(optimizer.state, named, group)
             complete()
         shown = present(optimizer.state, named, group)
     with replaced_state(optimizer, shown):
@@ -59,7 +59,7 @@ def present(state, named, group) -> dict:
     Raises RuntimeError, naming the parameter, if the ranks together do not hold the state once.
     """
     shown = {param: dict(state[param]) for param in named if param in state}
-    for param, key, have in _survey(shown, named, group):
+    for param, key, have in _count_rows(shown, named, group):
         local, rows = _rows(shown[param][key]).to(param.device), _row_count(param)
         if param.ndim == 0:
             shown[param][key] = _everywhere(local, have, group)
@@ -69,9 +69,9 @@ def present(state, named, group) -> dict:
     return shown
 
 
-def claim(state, named, wanted, group) -> None:
+def move_to_owners(state, named, wanted, group) -> None:
     """Give every rank the rows it is to keep. `wanted`: {parameter: rows of each rank}. Errors as in `present`."""
-    for param, key, have in _survey(state, named, group):
+    for param, key, have in _count_rows(state, named, group):
         local = _rows(state[param][key]).to(param.device)  # a model that moved left its state behind
         state[param][key] = _move(local, have, wanted[param], group)
 
@@ -83,7 +83,7 @@ def gather(state: dict, named: dict, group: dist.ProcessGroup, to: int | None) -
     A device holds one whole tensor at a time. `named` and errors as in `present`.
     """
     whole = {}
-    for param, key, have in _survey(state, named, group):
+    for param, key, have in _count_rows(state, named, group):
         local = _rows(state[param][key]).to(param.device)
         if (tensor := _whole(local, have, _row_count(param), group, to)) is not None:
             tensor = tensor.reshape(state_shape(param, key))
@@ -91,7 +91,7 @@ def gather(state: dict, named: dict, group: dist.ProcessGroup, to: int | None) -
     return whole
 
 
-def _survey(state, named, group) -> list:
+def _count_rows(state, named, group) -> list:
     """[(parameter, key, how many rows each rank has of it)]."""
     if not named:
         return []

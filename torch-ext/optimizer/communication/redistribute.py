@@ -7,7 +7,7 @@ from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like
 from ..params.layout import _cut_by_torch, _is_unknown, layout_of, this_rank
 
 
-def brought_home(param, grad) -> torch.Tensor:
+def to_parameter_placements(param, grad) -> torch.Tensor:
     """The local part of a gradient that is astray, placed like its parameter; collective over the parameter's mesh."""
     if not is_dtensor(grad):
         raise RuntimeError(f"the gradient of a parameter of shape {tuple(param.shape)} is a plain tensor of shape "

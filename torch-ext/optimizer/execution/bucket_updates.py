@@ -1,4 +1,4 @@
-"""How each kind of bucket is stepped. Start reading here: `Exchange` with `Journey.run`.
+"""How each kind of bucket is stepped. Start reading here: `ShardedUpdate` with `OwnerUpdate.run`.
 
 Every update binds its views and kernels once. `run` is a generator that yields collectives in flight; the parts between two
 collectives are replayed as CUDA graphs.
@@ -9,17 +9,17 @@ import itertools
 
 import torch
 
-from ..communication.all_to_all import Mean, Wire, piece_at
+from ..communication.all_to_all import Mean, AllToAllBuffers, piece_at
 from ..kernels.backend import capturing
 from ..kernels.elementwise.momentum import Copy, Pack, copy_torch
 from ..kernels.elementwise.weight_update import Update
 from ..params.dtensor import gradient_dtype
-from ..pipeline import Route
+from ..pipeline import BucketUpdate
 from ..rules import adamw, muon, normuon, rule
 from .workspace import Stacks, copy_apart, like
 
 
-class Bound:
+class BoundBucket:
     """One bucket at this rank: its share of the plan, the tensors of its pieces, its process group and its memory."""
 
     def __init__(self, bucket, share, store, options, group, hp):
@@ -64,7 +64,7 @@ class Bound:
 
     def replay(self, part, hp):
         """Do part(hp), by a CUDA graph where it can be. What else it reads of this step lies on the device."""
-        self.graphs(part, rule.baked(hp, self.store.wide), hp)
+        self.graphs(part, rule.host_constants(hp, self.store.wide), hp)
 
     def scales(self, pieces):
         return [muon.scale_of(p.matrix, self.hp["adjust_lr_fn"]) for p in pieces]
@@ -75,7 +75,7 @@ class Bound:
         muon.orthogonalize(stacks.read, hp, self.options.ns_dtype, memory, stacks.written)
 
 
-class Local(Route):
+class LocalUpdate(BucketUpdate):
     """The whole matrix is at home: nothing travels."""
     rehearsed = ("step",)
 
@@ -115,7 +115,7 @@ def _update(bound, pieces, back):
                   *bound.momenta(pieces))
 
 
-class Journey(Route):
+class OwnerUpdate(BucketUpdate):
     """There and back: what travels in, what is done with it, what travels out."""
     travels, rehearsed, meanwhile = True, ("leave", "compute", "land"), ()
 
@@ -134,7 +134,7 @@ class Journey(Route):
         self.fill(*self.bound.gradients())
 
 
-class Exchange(Journey):
+class ShardedUpdate(OwnerUpdate):
     """Shards -> owner -> shards. FSDP2, HSDP, TP x FSDP and DDP differ in their pieces only. State stays at home (own:
     with the owner). Until the answer has landed nothing changes: momentum moves together with the weight. Only in a
     graph of the whole step, which no error of the host can interrupt, does it move where it is first read.
@@ -142,8 +142,8 @@ class Exchange(Journey):
 
     def __init__(self, bound):
         self.bound, home, rows = bound, bound.pieces("home"), bound.pieces("home", "row")
-        self.inbound = Wire(bound, "inbound", "leave", "arrive")
-        self.outbound = Wire(bound, "outbound", "arrive", "return")
+        self.inbound = AllToAllBuffers(bound, "inbound", "leave", "arrive")
+        self.outbound = AllToAllBuffers(bound, "outbound", "arrive", "return")
         kept, direct = bound.kept(), bound.share.direct
         self.stacks = Stacks(bound, {**self.inbound.arrive, **kept}, {**self.outbound.leave, **kept})
         come, go = self.stacks.come, self.stacks.go
@@ -185,15 +185,15 @@ class Exchange(Journey):
         self.keep_rows()
 
 
-class Reduce(Journey):
+class UnreducedUpdate(OwnerUpdate):
     """Unreduced gradients -> owner, updates -> everybody: DDP without its all-reduce. State lives at the owner."""
 
     def __init__(self, bound):
         self.bound, home, rows = bound, bound.pieces("home"), bound.pieces("owned", "row")
         owned = [p for p in home if p.owner == bound.rank]
         self.stacks = Stacks(bound)
-        self.inbound = Wire(bound, "inbound", "leave", "arrive")
-        self.outbound = Wire(bound, "outbound", "arrive", "return")
+        self.inbound = AllToAllBuffers(bound, "inbound", "leave", "arrive")
+        self.outbound = AllToAllBuffers(bound, "outbound", "arrive", "return")
         self.fill = Copy.of_gradients([self.inbound.leave[p] for p in home], bound.sources(home), bound.store.gradients)
         self.mean = Mean(self.inbound, bound.memory["stays"])
         M, skip, whole = bound.states(owned, "momentum_buffer"), bound.store.skip(owned), self.stacks.come
@@ -222,7 +222,7 @@ class Reduce(Journey):
         self.keep_rows()
 
 
-class Elementwise(Route):
+class AdamWUpdate(BucketUpdate):
     """AdamW: every element is stepped where it is stored."""
 
     def __init__(self, store, graphs=None):
@@ -236,7 +236,7 @@ class Elementwise(Route):
             self.step(hp)
         else:
             places = list(map(torch.Tensor.data_ptr, self.store.gradients))
-            self.graphs(self.step, (*rule.baked(hp, self.store.wide), places), hp)
+            self.graphs(self.step, (*rule.host_constants(hp, self.store.wide), places), hp)
         return
         yield  # a story like the others, without a collective
 
@@ -244,7 +244,7 @@ class Elementwise(Route):
         adamw.adamw_unless(self.flags, self.W, self.store.gradients, self.states, hp, self.store.numbers)
 
 
-class ReduceElementwise(Journey):
+class UnreducedAdamWUpdate(OwnerUpdate):
     """AdamW on unreduced gradients: every rank sums and steps its chunk of each parameter and returns the weights. Its
     own weights and state are stepped as copies, which take their place when the bucket lands.
     """
@@ -253,8 +253,8 @@ class ReduceElementwise(Journey):
     def __init__(self, bound):
         self.bound, home, first = bound, bound.pieces("home", "chunk"), bound.store.params[0]
         owned = [p for p in home if p.owner == bound.rank]
-        self.inbound = Wire(bound, "inbound", "leave", "arrive", gradient_dtype(first))
-        self.outbound = Wire(bound, "outbound", "arrive", "return", first.dtype)
+        self.inbound = AllToAllBuffers(bound, "inbound", "leave", "arrive", gradient_dtype(first))
+        self.outbound = AllToAllBuffers(bound, "outbound", "arrive", "return", first.dtype)
         gradients = self.bind_gradients(home, owned)
         now = [bound.weights(owned), *(bound.states(owned, key) for key in ("exp_avg", "exp_avg_sq"))]
         steps = [_steps(bound, p) for p in owned]
@@ -290,7 +290,7 @@ class ReduceElementwise(Journey):
         copy_torch(*self.answered)
 
 
-class OwnElementwise(ReduceElementwise):
+class OwnerStateAdamWUpdate(UnreducedAdamWUpdate):
     """The same on gradients that come reduced: nothing travels in."""
 
     def bind_gradients(self, home, owned) -> list:
@@ -316,5 +316,5 @@ def _steps(bound, piece):
     return bound.store.twin(number, step) if piece.matrix.at[0] else step
 
 
-ROUTES = {"local": Local, "exchange": Exchange, "own": Exchange, "reduce": Reduce,
-          "reduce_elementwise": ReduceElementwise, "own_elementwise": OwnElementwise}
+BUCKET_UPDATES = {"local": LocalUpdate, "exchange": ShardedUpdate, "own": ShardedUpdate, "reduce": UnreducedUpdate,
+          "reduce_elementwise": UnreducedAdamWUpdate, "own_elementwise": OwnerStateAdamWUpdate}

@@ -23,7 +23,7 @@ _params = itemgetter("params")
 FIXED = "use_muon", "adjust_lr_fn", "ns_coefficients", "ns_steps", "eps"  # numbers that no schedule changes
 
 
-def glance(groups, state, *more):
+def fingerprint(groups, state, *more):
     """What a step depends on besides numbers, and `more`, as cheaply as it can be had: if it equals the last step's,
     nothing has to be planned or bound anew. Equals nothing where a closer look is due (a gradient that is sparse or
     lazily negated, a state of somebody else's that is no tensor). One list for each attribute, which is cheaper than
@@ -46,14 +46,14 @@ def glance(groups, state, *more):
         return object()
 
 
-class Look:
-    """What `glance` saw, and a quicker look whether it is so again: at every step Python takes longer for that than a
-    GPU for some models. It sees a change wherever `glance` sees one. The guards are those by which compiled code knows
+class StepFingerprint:
+    """What `fingerprint` saw, and a quicker look whether it is so again: at every step Python takes longer for that than a
+    GPU for some models. It sees a change wherever `fingerprint` sees one. The guards are those by which compiled code knows
     tensors: types, dtypes, shapes, strides, what is lazy or sparse, and whether gradients are wanted.
     """
 
     def __init__(self, groups, state, *more):
-        self.seen, self.came, self.quick = glance(groups, state, *more), None, False
+        self.seen, self.came, self.quick = fingerprint(groups, state, *more), None, False
         self.params = _params_of(groups)
         whole = list(map(gradient_of, self.params))
         known = isinstance(self.seen, tuple) and isinstance(self.seen[0], tuple) and not self.seen[3]
@@ -77,7 +77,7 @@ class Look:
             if self.quick and self._soon(groups, state, more):
                 return True
         with contextlib.suppress(RuntimeError):  # what is no number may be anything: it is refused next
-            return glance(groups, state, *more) == self.seen
+            return fingerprint(groups, state, *more) == self.seen
         return False
 
     def at_rest(self, groups, state) -> bool:

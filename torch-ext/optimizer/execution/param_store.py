@@ -5,12 +5,12 @@ from collections import defaultdict
 
 import torch
 
-from ..communication.redistribute import brought_home
+from ..communication.redistribute import to_parameter_placements
 from ..kernels.elementwise.multi_tensor import Skip, Source
 from ..params import errors
-from ..params.dtensor import gradient_dtype, is_astray, local_of, raw_locals, strays_of
+from ..params.dtensor import gradient_dtype, is_mismatched, local_of, raw_locals, mismatched_placements
 from ..params.errors import names_in
-from ..params.layout import this_rank, zeros_astray
+from ..params.layout import this_rank, zeros_with_placements
 from ..params.validation import check_gradients, gradient_of
 from .fingerprint import form_of_gradient, in_form, missing_from
 
@@ -38,9 +38,9 @@ class Store:
         self.forms = list(map(form_of_gradient, self.gradients))
 
     def _find_strays(self) -> None:
-        self.strays.update(strays_of(self.params))
+        self.strays.update(mismatched_placements(self.params))
 
-    def read(self, bring=brought_home, as_bound=False, came=None) -> bool:
+    def read(self, bring=to_parameter_placements, as_bound=False, came=None) -> bool:
         """Take this step's gradients, which autograd may have put elsewhere; a missing one counts as zero. `bring`:
         what makes one like its parameter that is placed otherwise; where one is missing, too, for others wait.
         `as_bound`: give all the form for which this was bound, and return whether any had another. `came`: those of
@@ -57,7 +57,7 @@ class Store:
         for number, placements in self.strays.items():
             param = self.params[number]
             with errors.during(f"the way home of the gradient of parameter {self.names[number]}"):
-                grad = zeros_astray(param, placements, gradient_dtype(param)) if param.grad is None else param.grad
+                grad = zeros_with_placements(param, placements, gradient_dtype(param)) if param.grad is None else param.grad
                 self.gradients[number] = bring(param, grad)
         if self.in_chunks:
             self.gradients = list(map(torch.Tensor.contiguous, self.gradients))
@@ -73,7 +73,7 @@ class Store:
         """
         for number in numbers:
             param = self.params[number]
-            if param.grad is None or param.grad.layout is not torch.strided or is_astray(param):
+            if param.grad is None or param.grad.layout is not torch.strided or is_mismatched(param):
                 return False
             gradient, = raw_locals([param.grad])
             if gradient.is_neg():

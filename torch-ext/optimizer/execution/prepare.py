@@ -4,7 +4,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 
-from ..communication.nonfinite import Guard
+from ..communication.nonfinite import NonfiniteFlags
 from ..communication.plan_check import agree
 from ..newton_schulz import coefficients, method
 from ..params.dtensor import is_dtensor, local_of
@@ -12,8 +12,8 @@ from ..params.errors import name_in
 from ..pipeline import SLOTS, Pause
 from ..planning.plan import check_slots, turn
 from ..planning.planner import Plan, Planner
-from ..state.create import check_state, settle_state
-from .bucket_updates import ROUTES, Bound, Elementwise
+from ..state.create import check_state, prepare_state
+from .bucket_updates import BUCKET_UPDATES, BoundBucket, AdamWUpdate
 from .param_store import Store
 from .workspace import Workspace
 
@@ -57,7 +57,7 @@ def planned(units, state, options, process_groups, alone) -> list[Plan]:
     planner.check_slots()
     check_state(plans, state)
     agree(plans, options, process_groups)
-    settle_state(plans, state, options)
+    prepare_state(plans, state, options)
     return plans
 
 
@@ -70,7 +70,7 @@ OTHER_PARAMETERS = ("the step is not replayed, since parameters, their memory or
 
 def watch(plans, stores, process_groups, mode):
     """The Guard that flags what the step leaves alone; `mode`: what to do about it. None: nobody looks."""
-    return None if mode == "propagate" else Guard(plans, stores, process_groups, whole=mode != "skip")
+    return None if mode == "propagate" else NonfiniteFlags(plans, stores, process_groups, whole=mode != "skip")
 
 
 def make_stores(plans, state) -> list:
@@ -89,16 +89,16 @@ def bind(plans, stores, options, process_groups, graphs):
     `graphs`: those of buckets, and those of what is stepped where it is stored.
     """
     graphs, beside = graphs
-    jobs = [(Elementwise(store, beside if options.capturable else None), p.group)
+    jobs = [(AdamWUpdate(store, beside if options.capturable else None), p.group)
             for p, store in zip(plans, stores) if p.shares is None]
     tasks = _in_order(plans, stores, options)
     slots, at_home = _slots([bucket for _, _, bucket, _ in tasks], options)
     bounds, travelling = [], 0
     for store, hp, bucket, share in tasks:
-        route = ROUTES[bucket.route]
+        route = BUCKET_UPDATES[bucket.route]
         group = process_groups.of(bucket.ranks) if route.travels else None
         number = travelling if route.travels else at_home
-        bounds.append((route, number, Bound(bucket, share, store, options, group, hp)))
+        bounds.append((route, number, BoundBucket(bucket, share, store, options, group, hp)))
         travelling += route.travels
     workspace = Workspace(slots, stores[0].device if stores else None)
     for _, number, bound in bounds:
@@ -139,7 +139,7 @@ def _slots(buckets, options) -> tuple[int, int]:
     if not options.overlap_backward:
         return SLOTS, 1  # borrowed while only the first one that travels has been started
     check_slots(buckets, options.workspace_bytes)  # again, with what this rank steps alone
-    away = sum(ROUTES[bucket.route].travels for bucket in buckets)
+    away = sum(BUCKET_UPDATES[bucket.route].travels for bucket in buckets)
     return away + 1, away
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from .. import pipeline
-from ..pipeline import Route
-from ..planning.cost_model import Pace, Part, Span
+from ..pipeline import BucketUpdate
+from ..planning.cost_model import CostModel, BucketTimes, TimelineSpan
 from ..planning.load_balance import least_load
 
 COLORS = {"pack": "#0ea5e9", "products": "#c2410c", "pack, products": "#c2410c", "apply": "#16a34a", "all": "#c2410c",
@@ -37,7 +37,7 @@ class Stopwatch:
         """The same jobs, timed."""
         return [(_Timed(route, number, self), hp) for number, (route, hp) in enumerate(jobs)]
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[TimelineSpan]:
         """What was measured; waits for the device. The wire's part lasts until its bucket goes on."""
         if self.cuda:
             torch.cuda.synchronize()
@@ -46,15 +46,15 @@ class Stopwatch:
             stories.setdefault(number, []).append((self._since(begin), self._since(end)))
         for number, parts in stories.items():
             names = {1: ["all"], 2: ["pack, products", "apply"]}.get(len(parts), ["pack", "products", "apply"])
-            found += [Span("stream", name, number, *part) for name, part in zip(names, parts)]
-            found += [Span("wire", "under way", number, a[1], b[0]) for a, b in zip(parts, parts[1:])]
+            found += [TimelineSpan("stream", name, number, *part) for name, part in zip(names, parts)]
+            found += [TimelineSpan("wire", "under way", number, a[1], b[0]) for a, b in zip(parts, parts[1:])]
         return sorted(found, key=lambda span: span.start)
 
     def _since(self, mark):
         return self.start.elapsed_time(mark) * 1e6 if self.cuda else mark - self.start
 
 
-class _Timed(Route):
+class _Timed(BucketUpdate):
     """A route whose story leaves marks."""
 
     def __init__(self, route, number, watch):
@@ -197,7 +197,7 @@ def report_of(jobs, rank, watch=None, run=pipeline.run) -> Report:
 def _pace(route, hp):
     """The cost model of a route with matrices."""
     matrices = route.bound is not None and "ns_steps" in hp
-    return Pace.of(hp, route.bound.store.device) if matrices else None
+    return CostModel.of(hp, route.bound.store.device) if matrices else None
 
 
 def _loads(bucket, pace) -> Counter:
@@ -224,15 +224,15 @@ def _row(number, route, hp, measured_ms):
                (part.pack + part.products + part.apply) / 1e6 if part else None, measured_ms)
 
 
-def _part(route, pace) -> Part:
+def _part(route, pace) -> BucketTimes:
     """What is expected of a route: as planned, or for AdamW from the bytes that it moves (28 per element in fp32)."""
     if route.bound is not None:
         share, planned = route.bound.share, route.bound.bucket.part
         chunks = pace.memory(28 * sum(p.numel for p in share.owned if p.home == p.owner))
         inbound, outbound = (pace.wire(sum(way.send_bytes)) for way in (share.inbound, share.outbound))
-        return planned or Part(0, inbound, chunks, outbound, 0, route.travels)
+        return planned or BucketTimes(0, inbound, chunks, outbound, 0, route.travels)
     elements = sum(w.numel() for w in route.store.locals()) if route.store is not None else 0
-    return Part(0, 0, 0, 0, pace.memory(28 * elements), route.travels)
+    return BucketTimes(0, 0, 0, 0, pace.memory(28 * elements), route.travels)
 
 
 def workspace_of(bounds) -> dict[str, int]:

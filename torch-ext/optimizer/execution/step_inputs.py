@@ -7,12 +7,12 @@ import torch
 
 from ..kernels.backend import capturing, use_triton
 from ..planning.memory_model import ALIGNMENT
-from ..rules.rule import numbers_of
+from ..rules.rule import device_scalars
 
 PAGES = 4  # copies that may be on their way to the device
 
 
-class Feed:
+class StepInputs:
     """One buffer on the device, in which every store and every set of flags finds its own."""
 
     def __init__(self, stores, presence, early=0):
@@ -22,7 +22,7 @@ class Feed:
         self.stores, self.presence, self.device = stores, presence, presence.device
         flags = {ranks: len(members) for ranks, members in presence.members.items() if ranks}
         addresses, at = _lay_out([8 * len(store.params) for store in stores], 0)
-        numbers, at = _lay_out([4 * len(numbers_of(store.hp)) for store in stores], at)
+        numbers, at = _lay_out([4 * len(device_scalars(store.hp)) for store in stores], at)
         places, at = _lay_out([4 * count for count in flags.values()], at)
         self.memory = torch.zeros(at, dtype=torch.uint8, device=self.device)
         for store, here, there in zip(stores, addresses, numbers):
@@ -51,7 +51,7 @@ class Feed:
         for store in self.stores:
             values += _addresses(store.gradients)
         for store in self.stores:
-            values += numbers_of(store.hp)
+            values += device_scalars(store.hp)
         packed = self.packer.pack(*values, *self.presence.here())
         if capturing(self.device):
             self._send_by_graph(packed)

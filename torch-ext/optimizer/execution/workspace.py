@@ -7,7 +7,7 @@ import torch
 
 from ..communication.all_to_all import piece_at
 from ..kernels.elementwise.momentum import Copy
-from ..kernels.elementwise.row_scattered import Split
+from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..planning.memory_model import ALIGNMENT
 
 
@@ -70,7 +70,7 @@ class Stacks:
             whole |= {(m, "row"): t for m, t in zip(matrices, self.rows[-1])}
             row += 4 * N * R
             if direct:
-                read, written = (Split([[at for _, at in sorted(end[m].items())] for m in matrices]) for end in ends)
+                read, written = (ScatteredRows([[at for _, at in sorted(end[m].items())] for m in matrices]) for end in ends)
             else:
                 read = written = piece_at(bound.memory["stack"], at, (N * R, C), dtype).view(N, R, C)
                 whole |= {(m, "update"): t for m, t in zip(matrices, read)}

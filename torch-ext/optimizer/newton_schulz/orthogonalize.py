@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from ..kernels.backend import capturing, use_triton
-from ..kernels.elementwise.row_scattered import Split, memory_of
+from ..kernels.elementwise.row_scattered import ScatteredRows, memory_of
 from ..kernels.launch import precompile
 from ..kernels.launch.jit import here, look
 from ..kernels.launch.replay import play, replay
@@ -63,7 +63,7 @@ def again(X: torch.Tensor, given: Hashable) -> torch.Tensor | None:
     good then, and what came of it, is not looked at again, which takes longer than a small matrix.
     """
     kind = _kinds.get(_again(X, given))
-    if kind is None or here.rehearsing or forced() or not use_triton(X.device) or capturing(X.device):
+    if kind is None or here.dry_run or forced() or not use_triton(X.device) or capturing(X.device):
         return None
     out = torch.empty_like(X, memory_format=torch.contiguous_format)
     return out if replay(kind, _room(kind.sizes, X.device), (X, out)) else None
@@ -83,7 +83,7 @@ def _in_a_row(X):
     return X.mT if turned else X
 
 
-def orthogonalize_(stacks: Sequence[torch.Tensor | Split], steps: Steps, eps: float = 1e-7,
+def orthogonalize_(stacks: Sequence[torch.Tensor | ScatteredRows], steps: Steps, eps: float = 1e-7,
                    dtype: torch.dtype | None = None, memory=None, into: Sequence | None = None) -> None:
     """Replace every matrix of stacks (N, R, C) in fp32, bf16 or fp16 by its polar factor; see `orthogonalize`.
 
@@ -99,7 +99,7 @@ def orthogonalize_(stacks: Sequence[torch.Tensor | Split], steps: Steps, eps: fl
         _polar((*stacks, *into), lambda: list(zip(stacks, into)), (steps, eps, dtype), memory)
 
 
-class _Kind:
+class CallSignature:
     """Stands for all calls that are alike but for addresses; `sizes`: the bytes that each takes, of `iterate`'s memory
     and of `on_chip.polar`'s.
     """
@@ -121,7 +121,7 @@ def _polar(tensors, pairs, options, memory=None, alone=False):
         return _launch(pairs(), options, memory)
     key = options, forced(), alone, look(*tensors[:1 if alone else None])
     kind = _kinds.get(key) or _make_known(key, pairs(), options, memory, alone)
-    if here.rehearsing:
+    if here.dry_run:
         return _launch(pairs(), options, memory)
     sizes = kind.sizes if memory is None else kind.sizes[3:]
     new = _room(sizes, device)
@@ -139,16 +139,16 @@ def _room(sizes, device) -> tuple:
     return (torch.empty(nbytes, dtype=torch.uint8, device=device),) if nbytes else ()
 
 
-def _make_known(key, pairs, options, memory, alone) -> _Kind:
+def _make_known(key, pairs, options, memory, alone) -> CallSignature:
     """Rehearse the first call of a kind."""
     likely = functools.partial(_launch_akin, pairs[0][1], options) if alone else None
-    precompile.rehearse(pairs[0][0].device, lambda: _launch(pairs, options, memory), likely)
+    precompile.precompile_kernels(pairs[0][0].device, lambda: _launch(pairs, options, memory), likely)
     chips, stacks, own = _sorted(pairs, options)
     room = max((polar.takes(U, own, len(options[0].triples)) for U, _ in chips), default=0)
-    return _remember(key, _Kind((*most_of(stacks, own.itemsize), room)))
+    return _remember(key, CallSignature((*most_of(stacks, own.itemsize), room)))
 
 
-def _remember(key, kind) -> _Kind:
+def _remember(key, kind) -> CallSignature:
     if len(_kinds) >= KEPT:
         _kinds.clear()
     _kinds[key] = kind

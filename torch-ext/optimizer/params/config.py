@@ -1,4 +1,4 @@
-"""`Options`: the arguments that hold for the whole optimizer, and their checks. Knows no parameter."""
+"""`MuonConfig`: the arguments that hold for the whole optimizer, and their checks. Knows no parameter."""
 from __future__ import annotations
 
 import inspect
@@ -14,7 +14,7 @@ NONFINITE = ("propagate", "skip", "raise")
 
 
 @dataclass(frozen=True)
-class Options:
+class MuonConfig:
     """What holds for the whole optimizer: the keyword arguments of `Muon` that no group can change."""
     process_group: object = None
     grads_are_reduced: bool = True
@@ -30,7 +30,7 @@ class Options:
     unscale_in_step: bool | None = None
 
     @classmethod
-    def of(cls, given: dict) -> Options:
+    def of(cls, given: dict) -> MuonConfig:
         """Those that are given, and defaults; of a 1-D DeviceMesh its process group.
 
         Raises TypeError for another name, ValueError for a mesh of several dims.

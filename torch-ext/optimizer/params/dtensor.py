@@ -43,15 +43,15 @@ def placements_of(tensors) -> list:
     return list(map(_placements, itertools.compress(tensors, are_some)))
 
 
-def is_astray(param) -> bool:
+def is_mismatched(param) -> bool:
     """Whether the gradient has other placements than its parameter, such as Partial where SequenceParallel was used."""
     grad = param.grad
     return is_dtensor(param) and grad is not None and getattr(grad, "placements", None) != param.placements
 
 
-def strays_of(params) -> dict:
+def mismatched_placements(params) -> dict:
     """{number: placements of its gradient} of parameters whose gradients are astray."""
-    return {i: getattr(p.grad, "placements", None) for i, p in enumerate(params) if is_astray(p)}
+    return {i: getattr(p.grad, "placements", None) for i, p in enumerate(params) if is_mismatched(p)}
 
 
 def form_of(param) -> tuple:

@@ -86,7 +86,7 @@ class Layout:
         return parts[0].clone(memory_format=torch.contiguous_format)
 
 
-def zeros_astray(param, placements, dtype):
+def zeros_with_placements(param, placements, dtype):
     """Zeros of a parameter's shape with placements of a gradient; nothing is sent."""
     mesh = param.device_mesh
     box = box_at(mesh.get_coordinate(), tuple(param.shape), placements, tuple(mesh.shape))

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..newton_schulz.coefficients import LARGEST, steps_of
 from ..newton_schulz.method import WIDE
 from ..rules.muon import SCALES
-from .dtensor import is_astray, is_dtensor, local_of, raw_locals
+from .dtensor import is_mismatched, is_dtensor, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, shortened
 from .layout import check_local_shape, check_placements
 
@@ -425,7 +425,7 @@ def _wrong_with(param, local, own) -> str:
     if local.is_neg():
         return ("gradient that is a lazily negated view (is_neg), whose memory has the other sign: put "
                 "p.grad.resolve_neg() in its place")
-    if param.grad.shape != param.shape or local.shape != own.shape and not is_astray(param):
+    if param.grad.shape != param.shape or local.shape != own.shape and not is_mismatched(param):
         return (f"gradient of shape {tuple(local.shape)} where its elements here have {tuple(own.shape)}: it is that "
                 "of another shape of the parameter; set p.grad to None and go backward again")
     return ""

@@ -5,7 +5,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
-from .memory_model import Layer
+from .memory_model import Round
 
 SHARES = (1, 1 / 2, 1 / 4, 1 / 8)  # of the room that a bucket may take
 ENDS = (0, 1, 2)  # layers that make a bucket of their own, at the beginning and at the end
@@ -15,7 +15,7 @@ PARTS = 8  # buckets of one family along backward, where each has memory of its 
 LESS = 0.85  # where less memory is looked for: each room to the one before it
 
 
-def layers_of(matrices, owner_of, cost, freight) -> list[Layer]:
+def rounds_of(matrices, owner_of, cost, freight) -> list[Round]:
     """The next matrix of every owner, the costliest first: layer after layer, so that each has work for all."""
     queues = defaultdict(list)
     for matrix in sorted(matrices, key=lambda m: (-cost(m.rows, m.cols), m.rows, m.param, m.at)):
@@ -23,11 +23,11 @@ def layers_of(matrices, owner_of, cost, freight) -> list[Layer]:
     layers = []
     for together in itertools.zip_longest(*(queues[owner] for owner in sorted(queues))):
         together = tuple(matrix for matrix in together if matrix is not None)
-        layers.append(Layer(together, freight.sum((matrix, owner_of[matrix]) for matrix in together)))
+        layers.append(Round(together, freight.sum((matrix, owner_of[matrix]) for matrix in together)))
     return layers
 
 
-def cut(layers, workspace_for, room, price=None, bytes_together=None) -> list[list[Layer]]:
+def cut(layers, workspace_for, room, price=None, bytes_together=None) -> list[list[Round]]:
     """Layers -> buckets. `workspace_for(taken)`: the workspace that such buckets want; `room`: the bytes it may
     have; `price(buckets)`: when the last is done.
 
@@ -135,13 +135,13 @@ class _Sizes:
         self.taken = [Counter()]  # by number: what the layers of the list take together
         self.sizes: dict[int, int] = {}  # by number: the bytes of workspace
 
-    def __call__(self, layers: list[Layer]) -> int:
+    def __call__(self, layers: list[Round]) -> int:
         number = 0
         for layer in layers:
             number = self.extended(number, layer)
         return self.of(number)
 
-    def extended(self, number: int, layer: Layer) -> int:
+    def extended(self, number: int, layer: Round) -> int:
         """Return the number of the list that has `layer` behind the layers of list `number`."""
         key = number, id(layer)
         if key not in self.numbers:

@@ -41,7 +41,7 @@ def latency_bytes(arch: str) -> int:
     return round(1e3 * known["wire_us"] * known["wire_gbps"]) if known else 0
 
 
-class Pace:
+class CostModel:
     """Expected times, in ns, of the iteration `steps` (steps.Steps) on an architecture ("sm90", see kernels/tiles.py).
 
     Called with (R, C), it returns what a matrix of that shape counts for its owner, an int above 0. `measured` says
@@ -58,7 +58,7 @@ class Pace:
         self._known, self._costs = {}, {}
 
     @classmethod
-    def of(cls, hp, device) -> Pace:
+    def of(cls, hp, device) -> CostModel:
         """That of a parameter group on a device."""
         steps = coefficients.steps_of(hp["ns_coefficients"], hp["ns_steps"])
         return cls(steps, tile_config.architecture(device.type, device.index))
@@ -141,13 +141,13 @@ class Pace:
             return 0
         return round(1e3 * self.table["wire_us"] + nbytes / self.table["wire_gbps"])
 
-    def spans(self, parts, run=pipeline.run) -> list[Span]:
+    def spans(self, parts, run=pipeline.run) -> list[TimelineSpan]:
         """When buckets run; see `spans`."""
         return spans(parts, self.table["exposed"] if self.measured else 0.0, run)
 
 
 @dataclass(frozen=True)
-class Part:
+class BucketTimes:
     """The expected times of one bucket, in ns: before its way in, the way, the products, the way back, the rest."""
     pack: int
     inbound: int
@@ -158,7 +158,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Span:
+class TimelineSpan:
     """From `start` to `end`, in ns, bucket number `bucket` is at `what` on `lane` ("stream" or "wire")."""
     lane: str
     what: str
@@ -167,7 +167,7 @@ class Span:
     end: float
 
 
-def spans(parts, exposed: float, run=pipeline.run) -> list[Span]:
+def spans(parts, exposed: float, run=pipeline.run) -> list[TimelineSpan]:
     """When buckets run on one rank: the pipeline's own order on a stream that computes and a wire that carries.
 
     `exposed`: how much longer computing takes for each second in which the wire is busy beside it.
@@ -185,12 +185,12 @@ class _Clock:
         start, end = self.now, self.now + duration
         busy = sum(max(0.0, min(end, s.end) - max(start, s.start)) for s in self.spans[-16:] if s.lane == "wire")
         self.now = end + self.exposed * busy
-        self.spans.append(Span("stream", what, bucket, start, self.now))
+        self.spans.append(TimelineSpan("stream", what, bucket, start, self.now))
 
     def carry(self, what, bucket, duration):
         start = max(self.now, self.free)
         self.free = start + duration
-        self.spans.append(Span("wire", what, bucket, start, self.free))
+        self.spans.append(TimelineSpan("wire", what, bucket, start, self.free))
         return _Flight(self, self.free)
 
 
@@ -204,7 +204,7 @@ class _Flight:
         self.clock.now = max(self.clock.now, self.end)
 
 
-class _Story(pipeline.Route):
+class _Story(pipeline.BucketUpdate):
     """A route that only takes time."""
 
     def __init__(self, clock, number, part):

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..pipeline import SLOTS
-from .cost_model import Part
+from .cost_model import BucketTimes
 
 
 @dataclass(frozen=True)
-class Layer:
+class Round:
     """One matrix of every owner that still has one, and what they take of the workspace together."""
     matrices: tuple
     taken: Counter
@@ -53,7 +53,7 @@ def _never(*_):
 
 
 @dataclass(frozen=True)
-class Terms:
+class PlanInputs:
     """What a plan of matrices rests on, beside their layouts and what they cost. `update`, `row`: bytes of an element
     on the wire, and of a number of row state, 0 where none travels; `once`: whether what goes to several ranks leaves
     from one place; `scratch`: what a matrix takes while it is iterated, see `polar.scratch`; `splits`: whether it may
@@ -75,7 +75,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class ChunkTerms:
+class ChunkPlanInputs:
     """The same for parameters that are cut into rows. `gradient`, `weight`, `state`: bytes of an element; `reduced`:
     whether gradients come reduced, so that none travel.
     """
@@ -87,7 +87,7 @@ class ChunkTerms:
 
 
 @dataclass(frozen=True)
-class Load:
+class MatrixFootprint:
     """What one matrix takes, in bytes: of its owner, down to `key`, and of every other rank."""
     inbound: int  # arrives at its owner
     outbound: int  # leaves its owner again
@@ -102,7 +102,7 @@ class Load:
     returns: int  # the largest piece that comes back
 
 
-class Freight:
+class MemoryModel:
     """What matrices of one family take together; Counters of (owner, number of a layout) stand for them."""
 
     def __init__(self, layouts, terms, route, ranks):
@@ -146,7 +146,7 @@ class Freight:
         places = sum(nbytes for rank, nbytes in pieces.items() if self.alike[rank][0] == rank)
         return pieces, largest, whole, places, self.partitions.setdefault(layout.copies, len(self.partitions))
 
-    def _load(self, owner, number) -> Load:
+    def _load(self, owner, number) -> MatrixFootprint:
         if (owner, number) in self.loads:
             return self.loads[owner, number]
         layout, (key, long, square), pieces, largest, whole, places, partition = self.forms[number]
@@ -163,7 +163,7 @@ class Freight:
             inbound, outbound = whole[copy] - here, sum(whole.values()) - here
             spread = places if len(self.alike[owner]) > 1 else places - here
             leaves, returns = largest[copy] if inbound else 0, max(largest.values())
-        load = Load(inbound, outbound, spread, held, stays, long, square, key, leaves, (partition, copy), returns)
+        load = MatrixFootprint(inbound, outbound, spread, held, stays, long, square, key, leaves, (partition, copy), returns)
         return self.loads.setdefault((owner, number), load)
 
     def _together(self, taken):
@@ -197,7 +197,7 @@ class Freight:
             parts.append(self.part(matrices, [owner_of[m] for m in matrices], total(bucket), pace))
         return max(span.end for span in pace.spans(parts))
 
-    def part(self, matrices, owners, taken, pace) -> Part:
+    def part(self, matrices, owners, taken, pace) -> BucketTimes:
         """The times of a bucket at the rank that has the most to do; see `BYTES`."""
         counts, (at_owners, _, leaves, returns) = defaultdict(Counter), self._together(taken)
         for matrix, owner in zip(matrices, owners):
@@ -208,7 +208,7 @@ class Freight:
         gathered = gather * held / self.update + (inbound if self.route == "reduce" else 0)
         distinct = {frozenset(shapes.items()): shapes for shapes in counts.values()}  # most owners have the same
         products = max(map(pace.stacks, distinct.values())) + pace.memory(gathered)
-        return Part(pace.memory(leave * away / self.update), pace.wire(inbound), products, pace.wire(outbound),
+        return BucketTimes(pace.memory(leave * away / self.update), pace.wire(inbound), products, pace.wire(outbound),
                     pace.memory(land * (returns if travels else held) / self.update), travels)
 
     def workspace_for(self, taken) -> int:
@@ -224,7 +224,7 @@ class Freight:
         return sum(max(slots[number::turns], default=0) for number in range(turns)) + max(benches)
 
     def memory(self, taken) -> tuple[int, int]:
-        """(bytes of a slot, bytes of the bench) of any rank at most; see `Share.places`. What leaves a rank are pieces
+        """(bytes of a slot, bytes of the bench) of any rank at most; see `RankPlan.places`. What leaves a rank are pieces
         to which answers return.
         """
         owners, iterated, _, returns = self._together(taken)

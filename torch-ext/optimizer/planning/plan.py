@@ -10,12 +10,12 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 
-from .bucketing import PARTS, cut, in_parts, layers_of
-from .cost_model import Part
+from .bucketing import PARTS, cut, in_parts, rounds_of
+from .cost_model import BucketTimes
 from .load_balance import assign
-from .memory_model import ALIGNMENT, Freight, Terms, total, workspace
+from .memory_model import ALIGNMENT, MemoryModel, PlanInputs, total, workspace
 
-ROUTES_OF_OWNERS = "own", "reduce"  # of plain matrices whose owner keeps the state: gradients come reduced, or not
+OWNER_STATE_KINDS = "own", "reduce"  # of plain matrices whose owner keeps the state: gradients come reduced, or not
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Bucket:
     ranks: tuple
     matrices: tuple
     owners: tuple
-    part: Part | None = field(default=None, compare=False)
+    part: BucketTimes | None = field(default=None, compare=False)
     memory: tuple = (0, 0)
 
     @property
@@ -67,22 +67,22 @@ def check_slots(buckets, given) -> None:
                          "overlap_backward out")
 
 
-def make_plan(layouts, cost, loads, terms=None, *, rank_bytes=1 << 30, plain="exchange", thrifty=False) -> list:
-    """Layouts -> [Bucket], the same on every rank; `terms`: a `Terms`, None for its defaults.
+def make_plan(layouts, cost, loads, terms=None, *, rank_bytes=1 << 30, plain="exchange", minimize_workspace=False) -> list:
+    """Layouts -> [Bucket], the same on every rank; `terms`: a `PlanInputs`, None for its defaults.
 
     `cost(rows, cols)`: the work of one matrix, a whole number; a Pace with measured times says also how buckets are cut
     and ordered (else they are as few as fit). `loads`: work from earlier plans of this step, by the ranks that know of
     it and by rank, updated in place; `rank_bytes`: how much workspace buckets may take of one rank (more where one
-    matrix per owner does); `plain`: the route of plain matrices on several ranks, see ROUTES_OF_OWNERS; `thrifty`: take
+    matrix per owner does); `plain`: the route of plain matrices on several ranks, see ROUTES_OF_OWNERS; `minimize_workspace`: take
     less where that costs 1 % of time at most.
     """
     families, pace = _families(layouts, plain), cost if getattr(cost, "measured", False) else None
     owner_of, buckets = _assign(families, layouts, cost, loads), []
     for route, ranks in sorted(families, key=lambda family: (turn(family[1]), family)):
-        freight = Freight(layouts, terms or Terms(), route, ranks)
-        layers = layers_of(families[route, ranks], owner_of, cost, freight)
+        freight = MemoryModel(layouts, terms or PlanInputs(), route, ranks)
+        layers = rounds_of(families[route, ranks], owner_of, cost, freight)
         price = partial(freight.price, owner_of, pace) if pace else None
-        for group in cut(layers, freight.workspace_for, rank_bytes, price, freight.bytes_together if thrifty else None):
+        for group in cut(layers, freight.workspace_for, rank_bytes, price, freight.bytes_together if minimize_workspace else None):
             taken, matrices = total(group), tuple(matrix for layer in group for matrix in layer.matrices)
             owners = tuple(owner_of[m] for m in matrices)
             buckets.append(_bucket(freight, matrices, owners, taken, pace))
@@ -136,7 +136,7 @@ def _along(cut_anew, buckets, layouts, cost, terms, latency) -> list[Bucket]:
         if route == "local":
             found += [bucket for bucket in buckets if (bucket.route, bucket.ranks) == (route, ranks)]
             continue
-        pack = partial(_packed, Freight(layouts, terms, route, ranks), owner_of, pace)
+        pack = partial(_packed, MemoryModel(layouts, terms, route, ranks), owner_of, pace)
         found += cut_anew(owner_of, latency * len(ranks) / terms.update, pack)
     return found
 
@@ -193,7 +193,7 @@ def _assign(families, layouts, cost, loads) -> dict:
     world_of = {id(layout): layout for layout in layouts}
     world_of = {key: frozenset(layout.boxes) for key, layout in world_of.items()}
     for (route, ranks), matrices in families.items():
-        for _, unit in itertools.groupby(matrices, key=lambda m: m.param if route in ROUTES_OF_OWNERS else m):
+        for _, unit in itertools.groupby(matrices, key=lambda m: m.param if route in OWNER_STATE_KINDS else m):
             unit = list(unit)
             work = max(1, cost(unit[0].rows, unit[0].cols)) * len(unit)
             worlds[world_of[id(layouts[unit[0].param])]].append((unit[0].param, unit[0].at, ranks, work, unit))
@@ -212,7 +212,7 @@ def _assign(families, layouts, cost, loads) -> dict:
 def plan_chunks(shapes, ranks, rank_bytes, terms) -> list[Bucket]:
     """Buckets of parameters whose state is at owners elementwise: rank number i owns the i-th part of the rows of each.
 
-    `shapes`: (rows, the rest) of each parameter; `terms`: see `ChunkTerms`. A bucket takes some rows of every part; its
+    `shapes`: (rows, the rest) of each parameter; `terms`: see `ChunkPlanInputs`. A bucket takes some rows of every part; its
     Matrix says how many (`rows`), from which one on (`at`). One without elements is there for its count of steps.
     """
     slot, bench, fixed = _of_chunks(ranks, terms)

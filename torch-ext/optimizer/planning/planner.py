@@ -13,16 +13,16 @@ from ..kernels.launch import precompile
 from ..kernels.launch.tile_config import architecture
 from ..newton_schulz import method
 from ..newton_schulz.method import gain_side_by_side
-from ..params.dtensor import gradient_dtype, is_dtensor, local_of, strays_of
+from ..params.dtensor import gradient_dtype, is_dtensor, local_of, mismatched_placements
 from ..params.errors import names_in
 from ..params.layout import check_row_state, layout_of, row_chunks, this_rank
 from ..params.validation import check_param
 from ..pipeline import SLOTS
 from ..rules.rule import home_of
-from .cost_model import Pace, latency_bytes
-from .memory_model import ChunkTerms, Terms
+from .cost_model import CostModel, latency_bytes
+from .memory_model import ChunkPlanInputs, PlanInputs
 from .plan import (
-    ROUTES_OF_OWNERS,
+    OWNER_STATE_KINDS,
     along_backward,
     along_forward,
     check_slots,
@@ -93,40 +93,40 @@ class Planner:
     def _matrices(self, group, params):
         layouts, wire = self._layouts(params), self.options.wire_dtype
         rows = self._layouts(params, of_rows=True) if "beta2" in group else None
-        pace = Pace.of(group, self.device)
+        pace = CostModel.of(group, self.device)
         products = method.products_dtype(self.options.ns_dtype, self.device)
         room = self.options.workspace(self.device)
-        terms = Terms(wire.itemsize, 4 if rows else 0, self.process_groups.send_once(self.device),
+        terms = PlanInputs(wire.itemsize, 4 if rows else 0, self.process_groups.send_once(self.device),
                       partial(method.scratch, steps=pace.steps, dtype=products), partial(method.splits, steps=pace.steps),
                       gain_side_by_side, room=None if self.options.overlap_backward else room)
         plain = "reduce" if not self.options.grads_are_reduced else "own" if self.options.shard_state else "exchange"
         buckets = make_plan(layouts, pace, self.loads, terms, rank_bytes=room, plain=plain,
-                            thrifty=self.options.workspace_bytes is None)
+                            minimize_workspace=self.options.workspace_bytes is None)
         if self.options.overlap_backward:
             buckets = along_backward(buckets, layouts, pace, terms, self.latency)
         elif self.options.overlap_forward:
             buckets = along_forward(buckets, layouts, pace, terms, self.latency, room)
         self._check_room(buckets, "one matrix per rank")
-        owners = {m.param: o for b in buckets if b.route in ROUTES_OF_OWNERS for m, o in zip(b.matrices, b.owners)}
+        owners = {m.param: o for b in buckets if b.route in OWNER_STATE_KINDS for m, o in zip(b.matrices, b.owners)}
         kept = [[p.shape[0] * (owners.get(i, self.rank) == rank) for rank in self._ranks()]
                 for i, p in enumerate(params)]
         shares = [(b, share_of(b, self.rank, layouts, rows, terms)) for b in buckets if self.rank in b.ranks]
         travelling = frozenset(m.param for b in buckets if b.route != "local" for m in b.matrices)
         return Plan(group, params, layouts, rows, shares, travelling, pace=pace.key,
-                    kept=kept if plain in ROUTES_OF_OWNERS else None, strays=strays_of(params))
+                    kept=kept if plain in OWNER_STATE_KINDS else None, strays=mismatched_placements(params))
 
     def _ranks(self) -> tuple:
         return (self.rank,) if self.process_group is None else tuple(dist.get_process_group_ranks(self.process_group))
 
     def _elementwise(self, group, params):
         return Plan(group, params, self._layouts(params), None, None, frozenset(range(len(params))),
-                    strays=strays_of(params))
+                    strays=mismatched_placements(params))
 
     def _chunks(self, group, params):
         ranks, layouts = self._ranks(), self._layouts(params)
         shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
         state = home_of("exp_avg", params[0], self.options.state_dtype)[1]
-        terms = ChunkTerms(gradient_dtype(params[0]).itemsize, params[0].dtype.itemsize, state.itemsize,
+        terms = ChunkPlanInputs(gradient_dtype(params[0]).itemsize, params[0].dtype.itemsize, state.itemsize,
                            self.process_groups.send_once(self.device), self.options.grads_are_reduced)
         room = self.options.workspace(self.device)
         if self.options.overlap_backward:

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
 from .memory_model import ALIGNMENT, parts
-from .plan import ROUTES_OF_OWNERS, Matrix
+from .plan import OWNER_STATE_KINDS, Matrix
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Travel:
+class AllToAllPlan:
     """One direction of a bucket at one rank: piece -> byte offset in its flat buffers, the bytes for each peer, and
     where they begin: what several peers get leaves from one place.
     """
@@ -50,7 +50,7 @@ class Travel:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankPlan:
     """What one rank has of a bucket: the pieces it stores, the pieces it computes, and what it sends and receives.
 
     `crosses_inbound`, `crosses_outbound`: whether anything travels in that direction at all, on any rank; `copies`:
@@ -61,8 +61,8 @@ class Share:
     home: tuple
     owned: tuple
     matrices: tuple
-    inbound: Travel
-    outbound: Travel
+    inbound: AllToAllPlan
+    outbound: AllToAllPlan
     crosses_inbound: bool
     crosses_outbound: bool
     copies: bool
@@ -94,12 +94,12 @@ class Share:
         return found, {"slot": slot["stays"] + size["stays"], "bench": sum(size[use] for use in bench)}
 
 
-def share_of(bucket, rank, layouts, row_layouts, terms) -> Share:
+def share_of(bucket, rank, layouts, row_layouts, terms) -> RankPlan:
     """What `rank` has of `bucket`. `terms`: as in `make_plan`; `row_layouts`: None without row state."""
     travelling = list(_pieces_at(bucket, rank, layouts, "update"))
     rows = list(_pieces_at(bucket, rank, row_layouts, "row")) if row_layouts else []
     reduce = bucket.route == "reduce"
-    if bucket.route in ROUTES_OF_OWNERS:
+    if bucket.route in OWNER_STATE_KINDS:
         pieces = [p for p in rows if p.home == p.owner == rank] + travelling
     else:
         pieces = travelling = rows + travelling
@@ -113,7 +113,7 @@ def share_of(bucket, rank, layouts, row_layouts, terms) -> Share:
     needs = _needs(inbound, outbound, nbytes) | _iterated(matrices, terms)
     if reduce:
         needs["stays"] = _of_mean(inbound, terms.update)
-    share = Share(
+    share = RankPlan(
         home=tuple(p for p in pieces if p.home == rank), owned=tuple(p for p in pieces if p.owner == rank),
         matrices=matrices, inbound=inbound, outbound=outbound,
         crosses_inbound=reduce or min(copies) < len(bucket.ranks), crosses_outbound=bucket.route != "local",
@@ -125,7 +125,7 @@ def share_of(bucket, rank, layouts, row_layouts, terms) -> Share:
     return _side_by_side(share, room, terms)
 
 
-def _in_pieces(share, room, terms) -> Share:
+def _in_pieces(share, room, terms) -> RankPlan:
     """The share with its `direct` matrices: those that are cut into whole rows, by all copies alike, all at multiples
     of ALIGNMENT. As it is where (slot, bench) have no `room` for that, or where answers would leave from where matrices
     that are iterated later still lie.
@@ -144,7 +144,7 @@ def _in_pieces(share, room, terms) -> Share:
     return _if_it_fits(replace(share, direct=matrices, needs=share.needs | {"stack": stack}), room, share)
 
 
-def _side_by_side(share, room, terms) -> Share:
+def _side_by_side(share, room, terms) -> RankPlan:
     """The share with memory for all of its iterations together, where they gain by that. As it is where (slot, bench)
     have no `room` for that.
     """
@@ -154,7 +154,7 @@ def _side_by_side(share, room, terms) -> Share:
     return _if_it_fits(replace(share, needs=share.needs | _iterated(share.matrices, terms, sum)), room, share)
 
 
-def _if_it_fits(wanted, room, share) -> Share:
+def _if_it_fits(wanted, room, share) -> RankPlan:
     sizes = wanted.places()[1]
     return wanted if sizes["slot"] <= room[0] and sizes["bench"] <= room[1] else share
 
@@ -204,7 +204,7 @@ def _pieces_at(bucket, rank, layouts, kind):
                 yield Piece(kind, matrix, box, home, owner, fed)
 
 
-def travel(pieces, ends, rank, ranks, itemsizes, once=False, with_self=False) -> Travel:
+def travel(pieces, ends, rank, ranks, itemsizes, once=False, with_self=False) -> AllToAllPlan:
     """Lay out one direction of travel in flat buffers: by peer, then row state first, then in the order of the plan.
 
     `ends`: ("home", "owner") or ("owner", "home"); `itemsizes`: kind of a piece -> bytes of an element.
@@ -214,7 +214,7 @@ def travel(pieces, ends, rank, ranks, itemsizes, once=False, with_self=False) ->
     mine = [p for p in pieces if getattr(p, source) == rank]
     leave, send, starts = _lay_out(mine, target, ranks, itemsizes, once)
     arrive, recv, _ = _lay_out([p for p in pieces if getattr(p, target) == rank], source, ranks, itemsizes)
-    return Travel(leave, arrive, send, recv, starts)
+    return AllToAllPlan(leave, arrive, send, recv, starts)
 
 
 def _lay_out(pieces, end, ranks, itemsizes, once=False):
@@ -237,7 +237,7 @@ def _lay_out(pieces, end, ranks, itemsizes, once=False):
     return offsets, tuple(sizes), tuple(starts)
 
 
-def chunk_share(bucket, shapes, rank, terms) -> Share:
+def chunk_share(bucket, shapes, rank, terms) -> RankPlan:
     """What `rank` has of a bucket of `plan_chunks`; the same `shapes` and `terms`."""
     pieces, ranks = [], bucket.ranks
     for matrix in [m for m in bucket.matrices if m.numel]:
@@ -254,4 +254,4 @@ def chunk_share(bucket, shapes, rank, terms) -> Share:
     kept, (nbytes,), _ = _lay_out(mine if terms.reduced else [], "home", (rank,), gradient)
     stays = 3 * ALIGNMENT + sum(p.numel for p in mine) * (terms.weight + 2 * terms.state)
     needs = _needs(inbound, outbound, nbytes) | {"mean": _of_mean(inbound, terms.gradient), "stays": stays}
-    return Share(tuple(home), tuple(owned), (), inbound, outbound, not terms.reduced, True, terms.once, needs, kept)
+    return RankPlan(tuple(home), tuple(owned), (), inbound, outbound, not terms.reduced, True, terms.once, needs, kept)

@@ -10,7 +10,7 @@ import torch
 from ..newton_schulz import coefficients
 
 
-def numbers_of(hp) -> list[float]:
+def device_scalars(hp) -> list[float]:
     """What may be another at every step, for the device's memory in fp32: lr, 1 - lr wd; and, 16 bytes on, 1 - mu.
 
     Each kernel finds its part aligned, and is compiled once.
@@ -19,7 +19,7 @@ def numbers_of(hp) -> list[float]:
     return [lr, 1.0 - lr * float(hp["weight_decay"]), 0.0, 0.0, 1.0 - float(hp["momentum"]), 0.0, 0.0, 0.0]
 
 
-def baked(hp, wide=False) -> tuple:
+def host_constants(hp, wide=False) -> tuple:
     """What launches of a group take from the host, and a CUDA graph of them keeps. `wide`: AdamW steps in fp64."""
     if hp["use_muon"]:
         steps = coefficients.steps_of(hp["ns_coefficients"], hp["ns_steps"])

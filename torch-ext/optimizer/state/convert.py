@@ -61,7 +61,7 @@ EMERGING_SCALES = {
 RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # learning rates in a group
 SMALL_EPS = 1e-6  # a bound on an absolute eps that only guards against a norm of zero
 
-Options = dict  # a group's options, by their names here
+MuonConfig = dict  # a group's options, by their names here
 OfState = Callable[[dict], dict]  # makes of a parameter's state the state that is kept here
 
 
@@ -173,7 +173,7 @@ def _arguments(source: str, given: dict) -> dict:
 
 def _converted(
     where: str, group: dict, states: dict, source: str, arguments: dict
-) -> tuple[Options, OfState]:
+) -> tuple[MuonConfig, OfState]:
     """A group's options here, and the function of its states. Refuses unknown keys."""
     own = [states[param] for param in group["params"] if states.get(param)]
     _check_tensors(where, own, source)
@@ -216,7 +216,7 @@ def _parts(where: str, group: dict, states: dict, source: str) -> list[dict]:
     return parts
 
 
-def _jordan(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+def _jordan(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[MuonConfig, OfState]:
     if not group.get("use_muon", True):
         return _adamw(group["betas"], group["eps"]), dict
     _check_dims(where, own, (4,))
@@ -230,7 +230,7 @@ def _jordan(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[
     }, dict
 
 
-def _motif(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+def _motif(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[MuonConfig, OfState]:
     if not group["use_muon"]:
         return _adamw(group["adamw_betas"], group["adamw_eps"]), _renamed
     return {
@@ -242,7 +242,7 @@ def _motif(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[O
     }, _mean(group["momentum"])
 
 
-def _dion(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+def _dion(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[MuonConfig, OfState]:
     rule = group["algorithm"]
     if rule not in DION_RULES:
         raise NotImplementedError(
@@ -278,7 +278,7 @@ def _dion(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Op
 
 def _emerging(
     where: str, group: dict, own: list[dict], arguments: dict, source: str = "emerging_optimizers"
-) -> tuple[Options, OfState]:
+) -> tuple[MuonConfig, OfState]:
     """Emerging-Optimizers' Muon; Megatron's differs in its arguments."""
     if any("moment2_buffer" in state for state in own):
         raise NotImplementedError(
@@ -308,7 +308,7 @@ def _emerging(
     }, _kept("momentum_buffer")
 
 
-def _megatron(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+def _megatron(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[MuonConfig, OfState]:
     if "momentum" not in group:
         raise ValueError(
             f"{where} of this state dict of Megatron-LM has no momentum: it is not its Muon's. "
@@ -319,7 +319,7 @@ def _megatron(where: str, group: dict, own: list[dict], arguments: dict) -> tupl
     return _emerging(where, group, own, {**arguments, "weight_decay_method": method}, "megatron")
 
 
-def _timm(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+def _timm(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[MuonConfig, OfState]:
     fallback = group.get("fallback_lr_scale")
     if fallback is None:  # older versions: `adamw_lr`, relative to the rate before a schedule
         base = group.get("initial_lr", group["lr"])
@@ -346,7 +346,7 @@ def _timm(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Op
     return options, _kept("momentum_buffer")
 
 
-def _nanochat(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+def _nanochat(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[MuonConfig, OfState]:
     """AdamW of MuonAdamW; Muon's first version, and its second (with beta2) without variance."""
     if group.get("kind", "muon") == "adamw":
         return _adamw(group["betas"], group["eps"]), _kept(*ADAMW_STATE)
@@ -373,7 +373,7 @@ def _nanochat(where: str, group: dict, own: list[dict], arguments: dict) -> tupl
     }, _kept("momentum_buffer")
 
 
-def _modded(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+def _modded(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[MuonConfig, OfState]:
     raise NotImplementedError(
         f"{where} is of {PEERS['modded_nanogpt'].title}, which divides by the variance of rows or "
         "columns, decays cautiously and keeps the momenta of a group in the group: it has no "
@@ -383,7 +383,7 @@ def _modded(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[
 
 def _deepspeed(
     where: str, group: dict, own: list[dict], arguments: dict
-) -> tuple[Options, OfState]:
+) -> tuple[MuonConfig, OfState]:
     if not group.get("use_muon", True):
         _check_options(where, "deepspeed", {**arguments, **group}, DEEPSPEEDS)
         return _adamw(group["betas"], group["eps"]), _kept(*ADAMW_STATE)
@@ -397,7 +397,7 @@ def _deepspeed(
     return _jordan(where, group, own, arguments)
 
 
-def _muonium(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+def _muonium(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[MuonConfig, OfState]:
     rule, wd, lr = group["algorithm"], float(group["wd"]), float(group["lr"])
     _check_options(where, "muonium", group, MUONIUMS)
     if not group["use_muon"]:
@@ -521,7 +521,7 @@ def _check_whole(where: str, group: dict, states: dict, stepped: bool) -> None:
         )
 
 
-def _coefficients(triples, steps: int, divisor: float = 1.0, cycle: bool = False) -> Options:
+def _coefficients(triples, steps: int, divisor: float = 1.0, cycle: bool = False) -> MuonConfig:
     """The first `steps` triples; after the last, all again (`cycle`), or the last again. `divisor`:
     a factor on the norm, which goes into the first triple.
     """
@@ -537,7 +537,7 @@ def _coefficients(triples, steps: int, divisor: float = 1.0, cycle: bool = False
     return {"ns_coefficients": name, "ns_steps": steps}
 
 
-def _scaled(group: dict, factor: float, decay: bool = False) -> Options:
+def _scaled(group: dict, factor: float, decay: bool = False) -> MuonConfig:
     """The learning rates times a factor; with `decay`, lr times weight_decay stays as it is."""
     if factor == 1:
         return {}
@@ -545,7 +545,7 @@ def _scaled(group: dict, factor: float, decay: bool = False) -> Options:
     return {**{key: group[key] * factor for key in RATES if key in group}, **weight_decay}
 
 
-def _adamw(betas, eps) -> Options:
+def _adamw(betas, eps) -> MuonConfig:
     return {"use_muon": False, "betas": tuple(betas), "eps": eps}
 
 

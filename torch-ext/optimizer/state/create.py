@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from ..communication.owner_state import claim
+from ..communication.owner_state import move_to_owners
 from ..communication.redistribute import place_like
 from ..kernels.backend import capturing
 from ..params import errors
-from ..params.config import Options
+from ..params.config import MuonConfig
 from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like, zeros_of
 from ..params.errors import names_in
 from ..params.layout import layout_of, row_chunks, this_rank
@@ -50,7 +50,7 @@ def lasting() -> Iterator[None]:
         yield
 
 
-def inherit(before, groups, state) -> list:
+def adopt_state(before, groups, state) -> list:
     """Give the state of a parameter that has left its group to the one in its place, of the same shape: who prepares a
     model after its optimizer puts other parameters into the groups. Returns each group's parameters, which are to be
     `before` at the next call.
@@ -64,12 +64,12 @@ def inherit(before, groups, state) -> list:
     return [list(group["params"]) for group in groups]
 
 
-def complete_state(groups: list[dict], state: dict, options: Options) -> None:
+def complete_state(groups: list[dict], state: dict, options: MuonConfig) -> None:
     """Create zero state where a parameter that requires a gradient lacks some, in place; without
     communication.
 
     It lies as the parameter does. Where owners keep the state, which are not chosen before the
-    first step, each rank gets as many rows as a DTensor cut by rows has there; `claim` brings them
+    first step, each rank gets as many rows as a DTensor cut by rows has there; `move_to_owners` brings them
     to the owners. All parameters get theirs on every rank, since the keys of a checkpoint may not
     differ between ranks.
     """
@@ -89,7 +89,7 @@ def _cut_like(state: dict, param: torch.Tensor) -> None:
             state[key] = place_like(value, param)
 
 
-def _rows_here(param: torch.Tensor, options: Options) -> int:
+def _rows_here(param: torch.Tensor, options: MuonConfig) -> int:
     """How many rows this rank gets of the state of a plain parameter that is cut by rows."""
     group = options.process_group
     rows = row_chunks(param.shape[0] if param.ndim else 1, group.size())
@@ -121,7 +121,7 @@ def check_state(plans, state) -> None:
             _check_shapes(state.get(p, {}), p, names[p], by_rows=plan.kept is not None)
 
 
-def settle_state(plans, state, options) -> None:
+def prepare_state(plans, state, options) -> None:
     """Bring state to the ranks that are to keep it and to where their parameters lie, and create what there is none of.
 
     Raises RuntimeError where a part of it is at no rank.
@@ -130,7 +130,7 @@ def settle_state(plans, state, options) -> None:
         if plan.kept is not None:
             names, kept = names_in(plan.group), dict(zip(plan.params, plan.kept))
             with errors.during("the move of state to new owners"):
-                claim(state, {p: names[p] for p in plan.params}, kept, options.process_group)
+                move_to_owners(state, {p: names[p] for p in plan.params}, kept, options.process_group)
         mine = None if plan.kept is None else dist.get_group_rank(options.process_group, this_rank())
         for i, p in enumerate(plan.params):
             if mine is None:

@@ -16,7 +16,7 @@ NOT_THEN = ("Gradients can neither be clipped nor accumulated further then: use 
             "micro-batch only, or leave overlap_backward out")
 
 
-class Early:
+class BackwardOverlap:
     """What may leave, and what has left, of the buckets of one binding."""
 
     def __init__(self, jobs=None, feed=None):

@@ -18,7 +18,7 @@ def _streams(device):
     return torch.cuda if device.type == "cuda" else None
 
 
-class Late:
+class ForwardOverlap:
     """The marks in the optimizer's stream behind which weights are written, and how far other streams have waited.
 
     A step looks at buckets only; which parameters they bring, and for which ones models wait, is found out once.

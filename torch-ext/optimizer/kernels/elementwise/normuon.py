@@ -5,14 +5,14 @@ import torch
 
 from ..backend import cpu_slices, use_triton
 from ..launch.jit import jit
-from .row_scattered import Split, memory_of, rows_at, strides_of
+from .row_scattered import ScatteredRows, memory_of, rows_at, strides_of
 
 tl = None  # Triton's language, put here by jit
 
 BLOCK = 1024
 
 
-def normalize(U: torch.Tensor | Split, V: torch.Tensor, beta2: float, eps: float) -> None:
+def normalize(U: torch.Tensor | ScatteredRows, V: torch.Tensor, beta2: float, eps: float) -> None:
     """Normalise U in place and move V along.
 
     U (N, R, C) in fp32, bf16 or fp16; V (N, R, 1) in fp32; any strides. With s the mean square of a row:

@@ -13,7 +13,7 @@ tl = None  # Triton's language, put here by jit
 ALIGNMENT = 16  # bytes: every row begins where the widest access of a thread may
 
 
-class Split:
+class ScatteredRows:
     """Matrices (N, R, C) in pieces that stay in place. Launchers take it for a tensor of whole matrices, but that there
     is no step from one to the next.
 
@@ -32,7 +32,7 @@ class Split:
         self.table = table.view(-1).view(self.dtype)
 
     @property
-    def mT(self) -> Split:
+    def mT(self) -> ScatteredRows:
         """The transposed matrices, in the same memory."""
         turned = copy.copy(self)
         turned.turned, turned.shape = not self.turned, torch.Size((self.shape[0], self.shape[2], self.shape[1]))
@@ -85,14 +85,14 @@ def _fits(piece):
     return piece.is_contiguous() and not (piece.data_ptr() % ALIGNMENT or piece[0].nbytes % ALIGNMENT)
 
 
-def memory_of(stack: torch.Tensor | Split) -> torch.Tensor:
+def memory_of(stack: torch.Tensor | ScatteredRows) -> torch.Tensor:
     """Return what a launch takes for a stack."""
-    return stack.table if isinstance(stack, Split) else stack
+    return stack.table if isinstance(stack, ScatteredRows) else stack
 
 
-def strides_of(stack: torch.Tensor | Split):
+def strides_of(stack: torch.Tensor | ScatteredRows):
     """Return the strides that a launch takes; None tells the kernel that the memory is a table of rows."""
-    return None if isinstance(stack, Split) else stack.stride()
+    return None if isinstance(stack, ScatteredRows) else stack.stride()
 
 
 @jit

@@ -8,7 +8,7 @@ import torch
 
 from ..backend import cpu_slices, has_pdl, use_triton
 from ..launch.jit import jit, look
-from .row_scattered import Split, memory_of, rows_at, strides_of
+from .row_scattered import ScatteredRows, memory_of, rows_at, strides_of
 
 tl = None  # Triton's language, put here by jit
 
@@ -19,7 +19,7 @@ ROOM = 2  # numbers of scratch for every tile
 CAST, COPY, READ = 0, 1, 2  # what becomes of a matrix while it is read
 
 
-def unit_norm(U: torch.Tensor | Split, X: torch.Tensor, scales: torch.Tensor, eps: float,
+def unit_norm(U: torch.Tensor | ScatteredRows, X: torch.Tensor, scales: torch.Tensor, eps: float,
               scratch: torch.Tensor | None = None) -> None:
     """Write c U to X, and to scales the numbers by which X would be U / ||U||; c is a power of two for each matrix, so
     that X is not far from that. A matrix of zeros stays so.
@@ -248,7 +248,7 @@ BEYOND = 32, 32  # rows, and elements of a sum, that are taken at a time where s
 PROGRAMS = 128  # of a launch, or one for each matrix
 
 
-def raw_norm(U: torch.Tensor | Split, X: torch.Tensor | None, factors: torch.Tensor, A: torch.Tensor, eps: float,
+def raw_norm(U: torch.Tensor | ScatteredRows, X: torch.Tensor | None, factors: torch.Tensor, A: torch.Tensor, eps: float,
              scratch: torch.Tensor | None = None) -> None:
     """Write to factors (3, N), fp32, of U (N, n, m) in 16 bits, which is not cast here: by what it is multiplied for
     U U^T, before it is cast, and after; eps and scratch as for `unit_norm`. X: memory that U is copied to, in U's

@@ -33,11 +33,11 @@ def _is_interpreted() -> bool:
 
 
 class _Here(threading.local):
-    """What is so in this thread; `rehearsing`: kernels are not launched, but compiled (precompile.py); `slow`: this one
+    """What is so in this thread; `dry_run`: kernels are not launched, but compiled (precompile.py); `slow`: this one
     takes long.
     """
 
-    rehearsing = slow = False
+    dry_run = slow = False
 
 
 here = _Here()
@@ -67,7 +67,7 @@ class jit:
         environment.
         """
         made, here.slow = self.make(), self.slow
-        run = functools.partial(made.run, grid=grid, warmup=True) if here.rehearsing else made[grid]
+        run = functools.partial(made.run, grid=grid, warmup=True) if here.dry_run else made[grid]
         return functools.partial(run, enable_fp_fusion=True)
 
     def launch(self, programs: int, key, *arguments, **options) -> None:
@@ -78,7 +78,7 @@ class jit:
         longer than a small kernel.
         """
         compiled = self.compiled.get(key)
-        if here.rehearsing:
+        if here.dry_run:
             if compiled is None:
                 self[programs, 1, 1](*arguments, **options)
             return

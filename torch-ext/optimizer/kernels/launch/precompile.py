@@ -50,7 +50,7 @@ def _read_compiler() -> None:
         triton_key()
 
 
-def rehearse(device: torch.device, work: Callable[[], None], likely: Callable[[], object] | None = None) -> None:
+def precompile_kernels(device: torch.device, work: Callable[[], None], likely: Callable[[], object] | None = None) -> None:
     """Have all kernels compiled that `work` launches on `device`, before it is called for the first time.
 
     Calls `work` without launches. All else that it does it does twice: it may write only to memory that nobody reads
@@ -58,7 +58,7 @@ def rehearse(device: torch.device, work: Callable[[], None], likely: Callable[[]
     cannot compile in threads. `likely`: what may well follow; where there are many processors its kernels are compiled
     beside the others.
     """
-    if _is_possible(device) and not here.rehearsing:  # else it is part of a longer rehearsal
+    if _is_possible(device) and not here.dry_run:  # else it is part of a longer rehearsal
         with contextlib.suppress(Exception):
             _rehearse(work, likely if _processors() >= MANY_PROCESSORS else None)
 
@@ -79,13 +79,13 @@ def _rehearse(work, likely=None) -> None:
     threads = min(MOST_THREADS, _processors())
     pool = _Pool(threads, "compile", gpus.set_device, (number,))  # a new thread is on the first GPU
     with _alone, triton.AsyncCompileMode(pool, ignore_errors=True), pool:
-        here.rehearsing = True
+        here.dry_run = True
         try:
             work()
             if likely is not None:
                 likely()
         finally:
-            here.rehearsing = False
+            here.dry_run = False
 
 
 def _processors() -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from ..backend import use_triton
-from ..elementwise.row_scattered import Split, memory_of, strides_of
+from ..elementwise.row_scattered import ScatteredRows, memory_of, strides_of
 from ..launch import jit, tile_config
 from ..launch.jit import blank, filled, look
 from ..launch.replay import knows_triton, ones
@@ -57,8 +57,8 @@ def read_triangles(*matrices: torch.Tensor) -> bool:
     return tile.columns > tile.inner and _is_single("symmetric", A, tile)
 
 
-def product(A: torch.Tensor, X: torch.Tensor, out: torch.Tensor | Split, scales: torch.Tensor | None = None,
-            powers: torch.Tensor | None = None) -> torch.Tensor | Split:
+def product(A: torch.Tensor, X: torch.Tensor, out: torch.Tensor | ScatteredRows, scales: torch.Tensor | None = None,
+            powers: torch.Tensor | None = None) -> torch.Tensor | ScatteredRows:
     """Write A X to out, every X times its scale.
 
     A (N, n, n), X (N, n, m); out (N, n, m) of any dtype and strides (a transposed view too), sharing no memory with
@@ -74,7 +74,7 @@ def product(A: torch.Tensor, X: torch.Tensor, out: torch.Tensor | Split, scales:
     return product_torch(A, X, out, 1.0 if scales is None else scales.view(-1, 1, 1))
 
 
-def takes_raw(U: torch.Tensor | Split, dtype: torch.dtype) -> bool:
+def takes_raw(U: torch.Tensor | ScatteredRows, dtype: torch.dtype) -> bool:
     """Say whether `gram` takes matrices like U (N, n, m) as they are, and `product` casts them to `dtype`: nothing
     else decides, so that the bits of a matrix do not depend on where it lies, nor on its batch.
     """
@@ -83,7 +83,7 @@ def takes_raw(U: torch.Tensor | Split, dtype: torch.dtype) -> bool:
     return tile_config.architecture(U.device.type, U.device.index) == "sm90" and knows_triton()
 
 
-def takes_in_place(U: torch.Tensor | Split) -> bool:
+def takes_in_place(U: torch.Tensor | ScatteredRows) -> bool:
     """Say whether raw matrices are taken where they lie: rows apart from each other, where TMA can address them."""
     apart = U.stride(1) >= U.shape[2] and U.stride(0) >= U.shape[1] * U.stride(1)
     return apart and sm90_tma.addressable(U)

@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 
 from ..backend import cpu_slices
-from ..elementwise.row_scattered import Split
+from ..elementwise.row_scattered import ScatteredRows
 
 ALIGNMENT_BYTES = 64
 
@@ -98,4 +98,4 @@ def _is_aligned(stack):
 
 def _is_like_new(out):
     """Say whether every matrix lies as in new memory of fp32."""
-    return not isinstance(out, Split) and _is_aligned(out) and out.stride()[1:] == (out.shape[2], 1)
+    return not isinstance(out, ScatteredRows) and _is_aligned(out) and out.stride()[1:] == (out.shape[2], 1)

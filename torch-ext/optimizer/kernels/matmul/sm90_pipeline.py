@@ -188,7 +188,7 @@ def factors_of(scales, factors, matrix, SYMMETRIC: gl.constexpr):
 
 
 @gluon_jit
-def finish_strip(sums, addends, count, out, own, arrived, mine, factors, matrix, row, column, SYMMETRIC: gl.constexpr,
+def epilogue(sums, addends, count, out, own, arrived, mine, factors, matrix, row, column, SYMMETRIC: gl.constexpr,
                  SEVERAL: gl.constexpr, mirror=1):
     """Scale, add, round and store a strip, the group's number `mine`, whose first element is at (row, column). The
     first of `count` addends has been asked for: one of a symmetric product, or SEVERAL.

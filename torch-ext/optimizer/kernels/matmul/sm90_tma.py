@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 
 from ..backend import has_pdl
-from ..elementwise.row_scattered import Split, memory_of, rows_at, strides_of
+from ..elementwise.row_scattered import ScatteredRows, memory_of, rows_at, strides_of
 from ..launch.jit import blank, description, filled, jit
 from ..launch.tile_config import Tile
 from ..launch.tile_scheduler import turns
@@ -23,7 +23,7 @@ def addressable(*tensors: torch.Tensor) -> bool:
                and all(step * t.element_size() % 16 == 0 for step in t.stride()[:2]) for t in tensors)
 
 
-def stores(out: torch.Tensor | Split) -> bool:
+def stores(out: torch.Tensor | ScatteredRows) -> bool:
     """Say whether TMA can store a result in `out`, or its transpose."""
     return out.element_size() == 2 and addressable(out if out.stride(2) == 1 else out.mT)
 
@@ -48,7 +48,7 @@ class TmaLaunch:
         symmetric, self.turned = op != "product", op == "product" and out.stride(2) != 1
         A, B, out = self._straightened(A, B, out)
         self.straight = symmetric or stores(out)
-        narrow = isinstance(out, Split) and out.element_size() == 2
+        narrow = isinstance(out, ScatteredRows) and out.element_size() == 2
         tile = tile if self.straight or narrow else POINTERS
         (rows, columns), inner = out.shape[1:], A.shape[1 if self.turned else 2]
         half, describe = (tile.rows if symmetric else tile.columns), _description

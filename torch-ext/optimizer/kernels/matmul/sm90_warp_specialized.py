@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import ask, factors_of, fetch, finish_strip, make_ring, multiply_ring, path_of, place, place_of_half
+from .sm90_pipeline import ask, factors_of, fetch, epilogue, make_ring, multiply_ring, path_of, place, place_of_half
 
 gl = mbarrier = tma = fence = gdc_wait = None  # Gluon's names, put here by gluon_jit
 
@@ -76,7 +76,7 @@ def _pingpong_tile(ring, tensors, factors, room, matrix, i, j, mine, steps, WHO:
     mbarrier.wait(may_multiply.index(WHO), (mine + 1 + WHO) & 1)
     sums = multiply_ring(ring, (2 * mine + WHO) * steps, steps, may_multiply.index(1 - WHO), 0, SYMMETRIC, TURNED,
                          ROWS, COLUMNS, BLOCK_K, STAGES)
-    finish_strip(sums, addends, number, out, own, arrived, mine, factors, matrix, i * ROWS, j * COLUMNS, SYMMETRIC,
+    epilogue(sums, addends, number, out, own, arrived, mine, factors, matrix, i * ROWS, j * COLUMNS, SYMMETRIC,
                  SEVERAL)
 
 
@@ -141,7 +141,7 @@ def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, SYMMETRIC: 
         tma.store_wait(0)
         ask(addends[0], own, arrived, matrix, row, column, COLUMNS)
     sums = multiply_ring(ring, mine * steps, steps, None, WHO, SYMMETRIC, TURNED, ROWS, COLUMNS, BLOCK_K, STAGES)
-    finish_strip(sums, addends, number, out, own, arrived, mine, factors, matrix, row, column, SYMMETRIC, SEVERAL)
+    epilogue(sums, addends, number, out, own, arrived, mine, factors, matrix, row, column, SYMMETRIC, SEVERAL)
 
 
 @gluon_jit
@@ -157,4 +157,4 @@ def _square(ring, ends, matrix, i, mine, steps, WHO: gl.constexpr, SYMMETRIC: gl
         ask(addends[0], own, arrived, matrix, at, at, SIDE, 2)
     rows = left if WHO == 0 else right
     sums = multiply_ring((rows, rows, full, empty), mine * steps, steps, None, 0, 1, False, SIDE, SIDE, BLOCK_K, STAGES)
-    finish_strip(sums, addends, number, out, own, arrived, mine, factors, matrix, at, at, SYMMETRIC, SEVERAL, 0)
+    epilogue(sums, addends, number, out, own, arrived, mine, factors, matrix, at, at, SYMMETRIC, SEVERAL, 0)
