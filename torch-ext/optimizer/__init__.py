@@ -1,4 +1,7 @@
-"""Muon on any sharding: `Muon`, `NorMuon`, their parameter groups, their state in files, and `orthogonalize`."""
+"""Muon on any sharding: `Muon`, `NorMuon`, their parameter groups, their state in files, and
+`orthogonalize`.
+"""
+
 from __future__ import annotations
 
 from .muon import Muon, NorMuon
@@ -7,5 +10,12 @@ from .params.param_groups import get_default_muon_param_groups
 from .state.convert import convert_state_dict
 from .state.safetensors_file import export_state, import_state
 
-__all__ = ["Muon", "NorMuon", "convert_state_dict", "export_state", "get_default_muon_param_groups", "import_state",
-           "orthogonalize"]
+__all__ = [
+    "Muon",
+    "NorMuon",
+    "convert_state_dict",
+    "export_state",
+    "get_default_muon_param_groups",
+    "import_state",
+    "orthogonalize",
+]

@@ -1,8 +1,10 @@
-"""The optimizer classes `Muon` and `NorMuon`: arguments, `step`, state-dict methods, `release`, `plan_report`.
+"""The optimizer classes `Muon` and `NorMuon`: arguments, `step`, state-dict methods, `release`,
+`plan_report`.
 
-A step plans (collectively, when parameters or placements changed), binds (on this rank, when memory moved), and runs the
-bucket updates. The three are done by planning/, execution/ and pipeline.py.
+A step plans (collectively, when parameters or placements changed), binds (on this rank, when memory
+moved), and runs the bucket updates. The three are done by planning/, execution/ and pipeline.py.
 """
+
 from __future__ import annotations
 
 import inspect
@@ -54,12 +56,21 @@ from .planning.planner import warn_of_idle
 from .rules.rule import host_constants
 from .rules.schedules import Beta1, check_momentum, part_tensors
 from .state.consolidated import check_target, consolidate
-from .state.create import complete_state, creates_state_only, adopt_state, lack_state, lasting, refuse_torn, warn_torn
+from .state.create import (
+    adopt_state,
+    complete_state,
+    creates_state_only,
+    lack_state,
+    lasting,
+    refuse_torn,
+    warn_torn,
+)
 from .state.state_dict import Loading, called_by_checkpoint
 
 
 class Saving(Returning):
     """An optimizer that is saved and loaded on any layout."""
+
     @property
     def _torn(self) -> bool:
         """Whether a step failed half-way."""
@@ -104,11 +115,14 @@ class Saving(Returning):
                 self.init_state()
             return super().state_dict()
         named = self._named()
-        gathered = None if called_by_checkpoint() else self._consolidated  # it saves all ranks' parts
+        # It saves all ranks' parts
+        gathered = None if called_by_checkpoint() else self._consolidated
         if gathered is not None and gathered.is_current(named, self.state):
             return gathered.state_dict(self, named)
         self._find_world()
-        with shown_as_row_dtensors(self, named, self._options.process_group, self.init_state if create else None):
+        with shown_as_row_dtensors(
+            self, named, self._options.process_group, self.init_state if create else None
+        ):
             return super().state_dict()
 
     @settled
@@ -133,8 +147,8 @@ class Saving(Returning):
         self._consolidated = consolidate(self.state, self._named(), group, to)
 
     def _judge_state(self) -> None:
-        """Before the state is read: warn if a step has torn it, raise if gradients changed after they
-        had left.
+        """Before the state is read: warn if a step has torn it, raise if gradients changed after
+        they had left.
         """
         if not warn_torn(self._torn):
             self._early.judge()
@@ -145,11 +159,11 @@ class Saving(Returning):
 
     @settled
     def load_state_dict(self, state_dict) -> None:
-        """As in torch, from any layout: tensors that lie otherwise than the parameters are moved, and get the dtype of
-        `state_dtype`. What the saved groups lack (those of torch.optim.Muon or AdamW, or of an older version) stays
-        this optimizer's own. State goes by name where all groups of both sides have the same
-        `param_names`, also in other groups; else by position. Raises ValueError, before anything is
-        changed, for state of another shape or kind.
+        """As in torch, from any layout: tensors that lie otherwise than the parameters are moved,
+        and get the dtype of `state_dtype`. What the saved groups lack (those of torch.optim.Muon or
+        AdamW, or of an older version) stays this optimizer's own. State goes by name where all
+        groups of both sides have the same `param_names`, also in other groups; else by position.
+        Raises ValueError, before anything is changed, for state of another shape or kind.
         """
         self._half_way = self._half_way or self._early.begun  # should loading fail
         self._early.drain()
@@ -170,9 +184,17 @@ class Saving(Returning):
     @settled
     def __getstate__(self):
         self._beta1.follow(self.param_groups)
-        options = replace(self._options, process_group=getattr(self._options.process_group, "group_name", None))
-        return {**super().__getstate__(), "_options": options, "_adamw": self._adamw, "_skipped": self._skipped,
-                "_half_way": self._torn, "_is_world": self._is_world}
+        options = replace(
+            self._options, process_group=getattr(self._options.process_group, "group_name", None)
+        )
+        return {
+            **super().__getstate__(),
+            "_options": options,
+            "_adamw": self._adamw,
+            "_skipped": self._skipped,
+            "_half_way": self._torn,
+            "_is_world": self._is_world,
+        }
 
     def __setstate__(self, state) -> None:
         if "_itself" not in vars(self):  # a copy, for which `__init__` has not run
@@ -190,82 +212,123 @@ NEVER_BOUND = "before the first step, nor after release()"
 
 
 class Muon(Saving):
-    """Muon for hidden matrices and AdamW for the rest, on any sharding (Keller Jordan, 2024; arXiv 2502.16982).
+    """Muon for hidden matrices and AdamW for the rest, on any sharding (Keller Jordan, 2024; arXiv
+    2502.16982).
 
-    params: parameters, named parameters or groups. Groups with use_muon=True (the default) hold parameters (..., R,
-    C), each (R, C) a matrix; groups with use_muon=False go to AdamW.
-    lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in torch.optim.Muon, settable
-    per group. eps is in units of a matrix's largest element; ns_coefficients: the name of a set, a triple or ns_steps
-    triples; adjust_lr_fn: None or "original", "match_rms_adamw" or "rms_norm", "spectral_norm" or
-    "spectral_unclamped", "sqrt_max".
-    adamw_betas, adamw_eps: defaults of `betas` and `eps` in AdamW groups, where `momentum` is beta1. A tensor given for
-    several groups, as lr, stays that of the first; the others get copies.
+    params: parameters, named parameters or groups. Groups with use_muon=True (the default) hold
+    parameters (..., R, C), each (R, C) a matrix; groups with use_muon=False go to AdamW. lr,
+    weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in
+    torch.optim.Muon, settable per group. eps is in units of a matrix's largest element;
+    ns_coefficients: the name of a set, a triple or ns_steps triples; adjust_lr_fn: None or
+    "original", "match_rms_adamw" or "rms_norm", "spectral_norm" or "spectral_unclamped",
+    "sqrt_max". adamw_betas, adamw_eps: defaults of `betas` and `eps` in AdamW groups, where
+    `momentum` is beta1. A tensor given for several groups, as lr, stays that of the first; the
+    others get copies.
 
-    process_group (None): the ranks that hold copies of plain (non-DTensor) parameters, among which the work is then
-    split; None means that every process steps its plain parameters alone.
-    shard_state (False): True: owners alone keep the state of those.
-    grads_are_reduced (True): False: their gradients have not been averaged over process_group; the optimizer does it,
-    of matrices in fp32 after they are rounded to wire_dtype, and owners alone keep the state.
-    state_dtype (fp32): of momentum_buffer, exp_avg and exp_avg_sq. wire_dtype (bf16): of updates between home and
-    owner, on every layout, so that all give the same bits. ns_dtype (None): of products; None means fp16, fp32 on CPUs.
-    workspace_bytes (None): bound on the memory of buckets and of the iteration, ValueError at the first step if one
-    matrix per rank takes more; None means what pays, up to 2 GiB and 3 % of a GPU, 256 MiB on a CPU.
-    capturable (False): True: on NVIDIA GPUs the step, its collectives included, is captured as a CUDA graph in the
-    second step and replayed; False: the parts between collectives are. The bits are the same, and lr, weight_decay and
-    momentum may change at every step (weight_decay of AdamW: at the price of a new capture).
-    nonfinite ("propagate"): what NaN or Inf in a gradient does. "propagate": nothing is checked, NaN spoils its matrix.
-    "skip": that matrix (under AdamW, that parameter) keeps its weight and state on every rank, and `skipped` counts it.
-    "raise": nothing changes on any rank; the step waits for the device once and ends in a RuntimeError.
-    overlap_backward (False): True: gradients leave for their owners during the backward that `last_backward` is put
-    round; each bucket then has memory of its own. overlap_forward (False): True: on GPUs no stream waits for `step`;
-    each module of a model given to `updates_return_during` waits for its own weights. With both the bits are the same.
+    process_group (None): the ranks that hold copies of plain (non-DTensor) parameters, among which
+    the work is then split; None means that every process steps its plain parameters alone.
+    shard_state (False): True: owners alone keep the state of those. grads_are_reduced (True):
+    False: their gradients have not been averaged over process_group; the optimizer does it, of
+    matrices in fp32 after they are rounded to wire_dtype, and owners alone keep the state.
+    state_dtype (fp32): of momentum_buffer, exp_avg and exp_avg_sq. wire_dtype (bf16): of updates
+    between home and owner, on every layout, so that all give the same bits. ns_dtype (None): of
+    products; None means fp16, fp32 on CPUs. workspace_bytes (None): bound on the memory of buckets
+    and of the iteration, ValueError at the first step if one matrix per rank takes more; None means
+    what pays, up to 2 GiB and 3 % of a GPU, 256 MiB on a CPU. capturable (False): True: on NVIDIA
+    GPUs the step, its collectives included, is captured as a CUDA graph in the second step and
+    replayed; False: the parts between collectives are. The bits are the same, and lr, weight_decay
+    and momentum may change at every step (weight_decay of AdamW: at the price of a new capture).
+    nonfinite ("propagate"): what NaN or Inf in a gradient does. "propagate": nothing is checked,
+    NaN spoils its matrix. "skip": that matrix (under AdamW, that parameter) keeps its weight and
+    state on every rank, and `skipped` counts it. "raise": nothing changes on any rank; the step
+    waits for the device once and ends in a RuntimeError. overlap_backward (False): True: gradients
+    leave for their owners during the backward that `last_backward` is put round; each bucket then
+    has memory of its own. overlap_forward (False): True: on GPUs no stream waits for `step`; each
+    module of a model given to `updates_return_during` waits for its own weights. With both the bits
+    are the same.
 
-    unscale_in_step (None): who acts on what a torch.amp.GradScaler finds. False: the scaler, as with torch.optim.Muon:
-    it unscales, and does not call `step` where it found Inf. True: `step`, as with torch.optim.AdamW(fused=True): it
-    unscales gradients in place and leaves itself out on all ranks if one found Inf, and no host waits. None: True only
-    where scalers of several ranks may find unlike things, so that some ranks would wait for the others: with
+    unscale_in_step (None): who acts on what a torch.amp.GradScaler finds. False: the scaler, as
+    with torch.optim.Muon: it unscales, and does not call `step` where it found Inf. True: `step`,
+    as with torch.optim.AdamW(fused=True): it unscales gradients in place and leaves itself out on
+    all ranks if one found Inf, and no host waits. None: True only where scalers of several ranks
+    may find unlike things, so that some ranks would wait for the others: with
     grads_are_reduced=False, and with DTensors that are sharded over unlike ranks.
 
-    Raises ValueError, NotImplementedError or TypeError at construction for what could not be stepped.
+    Raises ValueError, NotImplementedError or TypeError at construction for what could not be
+    stepped.
     """
-    _extra_keys = ()  # of a group, besides those of Muon; a constant of the class, as all class attributes here
+
+    # Of a group, besides those of Muon; a constant of the class, as all class attributes here
+    _extra_keys = ()
 
     @spelled_out(MuonConfig, kind=inspect.Parameter.KEYWORD_ONLY)
-    def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True, ns_coefficients="polar_express",
-                 eps=1e-7, ns_steps=5, adjust_lr_fn=None, *, adamw_betas=(0.9, 0.95), adamw_eps=1e-8, **options):
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        weight_decay=0.1,
+        momentum=0.95,
+        nesterov=True,
+        ns_coefficients="polar_express",
+        eps=1e-7,
+        ns_steps=5,
+        adjust_lr_fn=None,
+        *,
+        adamw_betas=(0.9, 0.95),
+        adamw_eps=1e-8,
+        **options,
+    ):
         extra = {key: options.pop(key) for key in self._extra_keys}
         self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
         self._start(MuonConfig.of(options))
         self._options.check()
         check_adamw(adamw_betas, adamw_eps)
-        self._is_world = options.get("process_group") is not None and self._options.process_group is dist.group.WORLD
+        self._is_world = (
+            options.get("process_group") is not None
+            and self._options.process_group is dist.group.WORLD
+        )
         self._forget()
-        super().__init__(params, {
-            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
-            "use_muon": True, **extra})
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "ns_coefficients": ns_coefficients,
+                "eps": eps,
+                "ns_steps": ns_steps,
+                "adjust_lr_fn": adjust_lr_fn,
+                "use_muon": True,
+                **extra,
+            },
+        )
         check_environment(device_of(self.param_groups))
         check_memory(self.param_groups)
         self._take_groups()
         self._has_all_groups = True
 
     def _start(self, options: MuonConfig) -> None:
-        """Set every attribute that the methods read, in `__init__` and in a copy, which is made without it.
+        """Set every attribute that the methods read, in `__init__` and in a copy, which is made
+        without it.
 
-        None of them is an attribute of the class: a wrapper of Lightning or Fabric derives a class from the optimizer's
-        and asks the optimizer only for attributes that this class lacks.
+        None of them is an attribute of the class: a wrapper of Lightning or Fabric derives a class
+        from the optimizer's and asks the optimizer only for attributes that this class lacks.
         """
-        self._itself = weakref.ref(self)  # on which `settled` runs methods that are called on a wrapper
+        # On which `settled` runs methods that are called on a wrapper
+        self._itself = weakref.ref(self)
         self._options = options
         self._late = ForwardOverlap(options.overlap_forward)
         self._early = BackwardOverlap()
         self._beta1 = Beta1()
         self._has_all_groups = False  # whether those of the constructor are there
-        self._has_warned = False  # of gradients that a GradScaler compares in another order than other ranks
+        # Of gradients that a GradScaler compares in another order than other ranks
+        self._has_warned = False
         self._timing = False
         self._unbound = NEVER_BOUND  # why plan_report() finds no plan
         self._half_way = False  # whether a step began and did not end
-        self._consolidated = None  # the state gathered by consolidate_state_dict, until the next step
+        # The state gathered by consolidate_state_dict, until the next step
+        self._consolidated = None
         self._skipped = None  # a count on the device, once a step has looked at gradients
         self._members = ()  # each group's parameters at the last step
         self._world = None  # torch.distributed's default group at the last step
@@ -315,7 +378,9 @@ class Muon(Saving):
         self._beta1.follow(self.param_groups)
 
     def _check_new(self, group: dict, momentum: object) -> None:
-        """Raise ValueError or NotImplementedError for a new group; `momentum`: what it was given, if anything."""
+        """Raise ValueError or NotImplementedError for a new group; `momentum`: what it was given,
+        if anything.
+        """
         wide = {f"adamw_{key}": value for key, value in self._adamw.items()}
         check_group(group, self._extra_keys, {**vars(self._options), **wide})
         check_together(self.param_groups, self._options, [group])
@@ -324,14 +389,18 @@ class Muon(Saving):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether torch.amp.GradScaler leaves unscaling, and leaving out a step, to `step`, which it gives `grad_scale`
-        and `found_inf`. Otherwise it calls `step` only where it found no Inf.
+        """Whether torch.amp.GradScaler leaves unscaling, and leaving out a step, to `step`, which
+        it gives `grad_scale` and `found_inf`. Otherwise it calls `step` only where it found no Inf.
         """
         itself = self._itself()
         groups, options = itself.param_groups, itself._options
         if not itself._has_warned:
             itself._has_warned = warn_of_unlike(groups)
-        return scalers_may_differ(groups, options) if options.unscale_in_step is None else options.unscale_in_step
+        return (
+            scalers_may_differ(groups, options)
+            if options.unscale_in_step is None
+            else options.unscale_in_step
+        )
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
@@ -341,9 +410,11 @@ class Muon(Saving):
     @torch._disable_dynamo  # a compiled training step breaks here: this one's graphs are its own
     @torch.no_grad()
     def step(self, closure=None):
-        """One step; returns the closure's loss. The first step plans: all ranks have to take it together.
+        """One step; returns the closure's loss. The first step plans: all ranks have to take it
+        together.
 
-        Raises RuntimeError, also for all later steps until `load_state_dict`, if it failed half-way.
+        Raises RuntimeError, also for all later steps until `load_state_dict`, if it failed
+        half-way.
         """
         itself = self._itself()
         refuse_torn(itself._torn)
@@ -369,7 +440,8 @@ class Muon(Saving):
             with lasting():
                 stores = self._ready(found_inf is not None)
             unscale(stores, grad_scale)
-        if self._feed.send(None if begun else self._seen, as_bound=begun):  # the next step binds anew
+        # The next step binds anew
+        if self._feed.send(None if begun else self._seen, as_bound=begun):
             self._bound_for = self._seen = None
         if creates_state and self._presence.call_zeros_missing():
             self._feed.tell()
@@ -385,29 +457,38 @@ class Muon(Saving):
             self._note(found_inf is None)
 
     def _read_groups(self) -> None:
-        """Take what schedules have put into the groups. Raises ValueError, with group and key, for what is not allowed.
+        """Take what schedules have put into the groups. Raises ValueError, with group and key, for
+        what is not allowed.
         """
         check_live(self.param_groups)
         self._beta1.follow(self.param_groups)
 
     def _note(self, tell) -> None:
-        """Count what was left alone; `tell`: raise for it with nonfinite="raise". Else a GradScaler has decided."""
+        """Count what was left alone; `tell`: raise for it with nonfinite="raise". Else a GradScaler
+        has decided.
+        """
         with lasting():
             count = self._guard.flags.count_nonzero()
-        self._skipped = count if self._skipped is None else self._skipped.to(count.device).add_(count)
+        self._skipped = (
+            count if self._skipped is None else self._skipped.to(count.device).add_(count)
+        )
         if tell and self._options.nonfinite == "raise":
             self._guard.tell()
 
     @property
     @settled
     def skipped(self) -> torch.Tensor:
-        """How many matrices (AdamW: parameters) this rank left alone for NaN or Inf so far: int64, on the device."""
+        """How many matrices (AdamW: parameters) this rank left alone for NaN or Inf so far: int64,
+        on the device.
+        """
         if self._skipped is None:
             return torch.zeros((), dtype=torch.int64, device=device_of(self.param_groups))
         return self._skipped.clone()
 
     def _launch(self) -> None:
-        """All work of the step; with `capturable`, as one graph and one for each AdamW group that knows no ranks."""
+        """All work of the step; with `capturable`, as one graph and one for each AdamW group that
+        knows no ranks.
+        """
         if self.timing:
             self._watch = Stopwatch(self._stores[0].device) if self._stores else None
             return self._run(self._watch.over(self._jobs + self._alone) if self._watch else [])
@@ -422,9 +503,10 @@ class Muon(Saving):
 
     @settled
     def last_backward(self):
-        """Context manager for the backward of a step's last micro-batch: with overlap_backward=True, gradients
-        leave for their owners as soon as all of a bucket are there. Otherwise, and before the first step, nothing
-        happens. Then call `step` before gradients change. Raises RuntimeError if gradients have left already.
+        """Context manager for the backward of a step's last micro-batch: with
+        overlap_backward=True, gradients leave for their owners as soon as all of a bucket are
+        there. Otherwise, and before the first step, nothing happens. Then call `step` before
+        gradients change. Raises RuntimeError if gradients have left already.
         """
         refuse_torn(self._torn)
         self._read_groups()
@@ -438,20 +520,23 @@ class Muon(Saving):
         return same and self._seen.at_rest(self.param_groups, self.state)
 
     def plan_report(self) -> Report:
-        """The plan of the last step, as this rank knows it: print it, or draw its `figure()`. Not collective.
-        Set the attribute `timing` to True before a step to have that step's times in it; such a step is not replayed
-        from one graph. RuntimeError before the first step, which makes the plan, and from release(), load_state_dict()
-        or add_param_group() to the next step.
+        """The plan of the last step, as this rank knows it: print it, or draw its `figure()`. Not
+        collective. Set the attribute `timing` to True before a step to have that step's times in
+        it; such a step is not replayed from one graph. RuntimeError before the first step, which
+        makes the plan, and from release(), load_state_dict() or add_param_group() to the next step.
         """
         if not self._jobs + self._alone:
-            raise RuntimeError(f"nothing is bound {self._unbound}: call step() before plan_report()")
+            raise RuntimeError(
+                f"nothing is bound {self._unbound}: call step() before plan_report()"
+            )
         return report_of(self._jobs + self._alone, this_rank(), self._watch, self._early.order)
 
     @settled
     def release(self) -> None:
-        """Let go of what is bound at this rank: the workspace, CUDA graphs, and the views that keep the memory of
-        weights and state which you free or offload between steps. State and plan stay: the next step binds anew, with
-        the same bits and without a word to other ranks. RuntimeError while buckets have left during backward.
+        """Let go of what is bound at this rank: the workspace, CUDA graphs, and the views that keep
+        the memory of weights and state which you free or offload between steps. State and plan
+        stay: the next step binds anew, with the same bits and without a word to other ranks.
+        RuntimeError while buckets have left during backward.
         """
         self._early.refuse("release")
         self._presence.wait()
@@ -460,7 +545,9 @@ class Muon(Saving):
         self._unbound = NEVER_BOUND
 
     def _ready(self, scaled=False):
-        """The stores of this step. Planned anew if parameters changed, bound anew if memory or gradients' form did."""
+        """The stores of this step. Planned anew if parameters changed, bound anew if memory or
+        gradients' form did.
+        """
         self._find_world()
         if self._seen is not None and self._seen.holds(self.param_groups, self.state, scaled):
             return self._stores
@@ -468,23 +555,36 @@ class Muon(Saving):
         if None in self._planned_for.values():
             warn_of_idle(self.param_groups)
         self._members = adopt_state(self._members, self.param_groups, self.state)
-        for alone in (False, True):  # what this process steps alone must not change what it steps with others
+        # What this process steps alone must not change what it steps with others
+        for alone in (False, True):
             units, key = stepped(self.param_groups, self._options, alone)
             if key != self._planned_for[alone] or lack_state(self._plans[alone], self.state):
-                self._late.share(t for s in self.state.values() if isinstance(s, dict) for t in s.values())  # it may go
-                self._plans[alone] = planned(units, self.state, self._options, self._process_groups, alone)
-                self._planned_for[alone], self._bound_for, self._forms, self._seen = key, None, None, None
+                # It may go
+                self._late.share(
+                    t for s in self.state.values() if isinstance(s, dict) for t in s.values()
+                )
+                self._plans[alone] = planned(
+                    units, self.state, self._options, self._process_groups, alone
+                )
+                self._planned_for[alone], self._bound_for, self._forms, self._seen = (
+                    key,
+                    None,
+                    None,
+                    None,
+                )
         plans = self._plans[False] + self._plans[True]
         params = [p for plan in plans for p in plan.params]
         key = *memory_key(params, self.state, self.param_groups), scaled
         if key != self._bound_for:
-            forms, self._bound_for, self._seen = [form_of(p) for p in params], None, None  # should binding fail
+            # Should binding fail
+            forms, self._bound_for, self._seen = [form_of(p) for p in params], None, None
             if self._forms not in (None, forms):
                 self._forget()
                 return self._ready(scaled)
             self._bind(plans, "raise" if scaled else self._options.nonfinite)
             self._bound_for, self._forms = key, forms
-        self._seen = StepFingerprint(self.param_groups, self.state, scaled)  # with the state that there is now
+        # With the state that there is now
+        self._seen = StepFingerprint(self.param_groups, self.state, scaled)
         return self._stores
 
     def _bind(self, plans, nonfinite) -> None:
@@ -494,20 +594,32 @@ class Muon(Saving):
             graphs.begin(device_of(self.param_groups))
         self._stores = make_stores(plans, self.state)
         self._guard = watch(plans, self._stores, self._process_groups, nonfinite)
-        jobs = bind(plans, self._stores, self._options, self._process_groups, (self._graphs, self._beside))
+        jobs = bind(
+            plans, self._stores, self._options, self._process_groups, (self._graphs, self._beside)
+        )
         if self._options.capturable and self._graphs.on:
             self._process_groups.check_capturable()
             release_before_groups()
         self._presence = MissingGradients(plans, self._stores, self._process_groups)
-        self._feed, self._watch = StepInputs(self._stores, self._presence, len(jobs) * self._options.overlap_backward), None
+        self._feed, self._watch = (
+            StepInputs(self._stores, self._presence, len(jobs) * self._options.overlap_backward),
+            None,
+        )
         pipeline.precompile_kernels(jobs if self._forms is None else [], self._presence.device)
-        # what holds addresses of gradients is a graph of its own: other ranks do not wait when it is made anew
-        self._alone = [job for job in jobs if self._options.capturable and isinstance(job[0], AdamWUpdate)]
+        # what holds addresses of gradients is a graph of its own: other ranks do not wait when it
+        # is made anew
+        self._alone = [
+            job for job in jobs if self._options.capturable and isinstance(job[0], AdamWUpdate)
+        ]
         self._jobs = [job for job in jobs if job not in self._alone]
         name_buckets(self._jobs)
-        self._early = BackwardOverlap(self._jobs if self._options.overlap_backward else None, self._feed)
+        self._early = BackwardOverlap(
+            self._jobs if self._options.overlap_backward else None, self._feed
+        )
         self._late.follow(jobs, self._stores)
-        self._together = [s for s in self._stores if all(s is not route.store for route, _ in self._alone)]
+        self._together = [
+            s for s in self._stores if all(s is not route.store for route, _ in self._alone)
+        ]
 
     def _find_world(self) -> None:
         """Drop what was planned for process groups that were destroyed."""
@@ -521,11 +633,17 @@ class Muon(Saving):
 
     def _forget(self) -> None:
         """Drop plans and bound memory; the next step makes them anew. State stays."""
-        self._planned_for, self._plans, self._forms = {False: None, True: None}, {False: [], True: []}, None
+        self._planned_for, self._plans, self._forms = (
+            {False: None, True: None},
+            {False: [], True: []},
+            None,
+        )
         if self._process_groups is None:  # new ones at each plan would pile up
             self._process_groups = ProcessGroups(own=self._options.overlaps)
         if self._graphs is None:
-            self._graphs, self._beside = [Graphs(s * self._options.capturable) for s in (OTHER_NUMBERS, OTHER_PLACES)]
+            self._graphs, self._beside = [
+                Graphs(s * self._options.capturable) for s in (OTHER_NUMBERS, OTHER_PLACES)
+            ]
         self._unbind()
 
     def _unbind(self) -> None:
@@ -538,11 +656,13 @@ class Muon(Saving):
 
 
 class NorMuon(Muon):
-    """Muon whose update is divided, row by row, by the root of its mean square over time, and keeps its Frobenius norm
-    (arXiv 2510.05491, in the form of its authors' code).
+    """Muon whose update is divided, row by row, by the root of its mean square over time, and keeps
+    its Frobenius norm (arXiv 2510.05491, in the form of its authors' code).
 
-    beta2: decay of that mean square, kept in fp32 as `second_moment` (..., R, 1); all else as in `Muon`.
+    beta2: decay of that mean square, kept in fp32 as `second_moment` (..., R, 1); all else as in
+    `Muon`.
     """
+
     _extra_keys = ("beta2",)
 
     @spelled_out(Muon.__init__)

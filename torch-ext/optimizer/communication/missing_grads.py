@@ -1,4 +1,7 @@
-"""Missing gradients: ranks agree after the step which parameters had one anywhere, and restore the others."""
+"""Missing gradients: ranks agree after the step which parameters had one anywhere, and restore the
+others.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -24,22 +27,36 @@ class MissingGradients:
     """
 
     def __init__(self, plans=(), stores=(), process_groups=None):
-        self.members, self.stores, self.process_groups, self.saved, self.works = {}, stores, process_groups, {}, []
-        self.flags = {}  # ranks -> (what this rank has, what any rank has), on the device, from a Feed
+        self.members, self.stores, self.process_groups, self.saved, self.works = (
+            {},
+            stores,
+            process_groups,
+            {},
+            [],
+        )
+        # Ranks -> (what this rank has, what any rank has), on the device, from a Feed
+        self.flags = {}
         self.error: Exception | None = None
-        self.only_counts = False  # whether a step puts back AdamW's counts of steps and nothing else
+        # Whether a step puts back AdamW's counts of steps and nothing else
+        self.only_counts = False
         self.device = stores[0].device if stores else torch.device("cpu")
         for plan, store in zip(plans, stores):
             for number in range(len(plan.params)):
                 self.members.setdefault(plan.compared_by(number), []).append((store, number))
-        self.all_here = [True] * sum(len(members) for ranks, members in self.members.items() if ranks)
+        self.all_here = [True] * sum(
+            len(members) for ranks, members in self.members.items() if ranks
+        )
 
     def here(self) -> list[bool]:
         """Which gradients of the compared parameters are here, in the order of the flags."""
         if not self._misses():
             return self.all_here
-        return [number not in store.missing for ranks, members in self.members.items() if ranks
-                for store, number in members]
+        return [
+            number not in store.missing
+            for ranks, members in self.members.items()
+            if ranks
+            for store, number in members
+        ]
 
     def call_zeros_missing(self) -> bool:
         """Report all gradients of this rank as missing if each of them is zero; returns whether
@@ -78,17 +95,22 @@ class MissingGradients:
 
     def save(self) -> None:
         """Before the step: copy what may have to be put back."""
-        if capturing(self.device):  # a graph cannot wait for what is outside of it; who captures has synchronized
+        # A graph cannot wait for what is outside of it; who captures has synchronized
+        if capturing(self.device):
             self.works = []
         self.wait()
-        self.saved = {(ranks, i): [t.clone() for t in self._held(store, number)]
-                      for ranks, members in (self.members.items() if self._misses() else ())
-                      for i, (store, number) in enumerate(members) if number in store.missing}
+        self.saved = {
+            (ranks, i): [t.clone() for t in self._held(store, number)]
+            for ranks, members in (self.members.items() if self._misses() else ())
+            for i, (store, number) in enumerate(members)
+            if number in store.missing
+        }
 
     @contextlib.contextmanager
     def compared(self):
-        """Context manager for a step's work, after which ranks ask each other. A graph has to wait for the answers: in
-        one they ask as soon as nothing else is to be sent, by what this gives, and the last bucket lands meanwhile.
+        """Context manager for a step's work, after which ranks ask each other. A graph has to wait
+        for the answers: in one they ask as soon as nothing else is to be sent, by what this gives,
+        and the last bucket lands meanwhile.
         """
         in_graph = capturing(self.device)
         yield self.compare if in_graph else None
@@ -102,8 +124,12 @@ class MissingGradients:
         """Ask the other ranks."""
         with errors.during("the comparison of missing gradients"):
             of = self.process_groups.of
-            self.works = [dist.all_reduce(anybody.copy_(mine), dist.ReduceOp.MAX, group=of(ranks), async_op=True)
-                          for ranks, (mine, anybody) in self.flags.items()]
+            self.works = [
+                dist.all_reduce(
+                    anybody.copy_(mine), dist.ReduceOp.MAX, group=of(ranks), async_op=True
+                )
+                for ranks, (mine, anybody) in self.flags.items()
+            ]
         if self.device.type == "cpu":
             _keep(self.works)
 
@@ -128,7 +154,9 @@ class MissingGradients:
         self.only_counts = False
 
     def put_back(self, moves=lambda ranks, i: None) -> None:
-        """As it was before the step. `moves`: whether number i of those that `ranks` compare is one to be stepped."""
+        """As it was before the step. `moves`: whether number i of those that `ranks` compare is one
+        to be stepped.
+        """
         for (ranks, i), before in self.saved.items():
             store, number = self.members[ranks][i]
             moved = moves(ranks, i)
@@ -152,7 +180,7 @@ _under_way = []
 def _keep(works) -> None:
     """Hold collectives that may outlive their optimizer until they are done, or Python has ended.
 
-    A thread of gloo that is the last to hold one has to ask Python to let its tensors go; if Python ends meanwhile
-    (before 3.14), that aborts the process.
+    A thread of gloo that is the last to hold one has to ask Python to let its tensors go; if Python
+    ends meanwhile (before 3.14), that aborts the process.
     """
     _under_way[:] = [work for work in _under_way if not work.is_completed()] + works

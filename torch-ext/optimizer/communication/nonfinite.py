@@ -1,7 +1,9 @@
 """NaN and Inf flags of gradients, agreed across ranks: one flag per matrix (AdamW: per parameter).
 
-Flags stay on the device; kernels read them at run time. Only nonfinite="raise" makes the host wait, at the end of the step.
+Flags stay on the device; kernels read them at run time. Only nonfinite="raise" makes the host wait,
+at the end of the step.
 """
+
 from __future__ import annotations
 
 import functools
@@ -21,7 +23,8 @@ from ..planning.plan import turn
 class NonfiniteFlags:
     """The flags of all plans of a step. Ranks that share parameters make it, and call it, together.
 
-    `whole`: for one broken gradient the whole step is left out (nonfinite="raise", or a GradScaler's found_inf).
+    `whole`: for one broken gradient the whole step is left out (nonfinite="raise", or a
+    GradScaler's found_inf).
     """
 
     def __init__(self, plans, stores, process_groups, whole):
@@ -38,9 +41,17 @@ class NonfiniteFlags:
                 self.numbers.append((self.count, plan, number))
                 self.count += math.prod(_lead(plan, number))
             self.segments[ranks] = slice(start, self.count)
-        meshes = {layout.ranks for plan in plans for layout in plan.layouts if whole and len(layout.boxes) > 1}
-        self.told = sorted(meshes.union(filter(None, members)), key=turn)  # experts at home are on a mesh, too
-        self.flags = torch.zeros(self.count, dtype=torch.float32, device=stores[0].device if stores else None)
+        meshes = {
+            layout.ranks
+            for plan in plans
+            for layout in plan.layouts
+            if whole and len(layout.boxes) > 1
+        }
+        # Experts at home are on a mesh, too
+        self.told = sorted(meshes.union(filter(None, members)), key=turn)
+        self.flags = torch.zeros(
+            self.count, dtype=torch.float32, device=stores[0].device if stores else None
+        )
         self.broken = self.flags.new_zeros(self.count)
         for store in stores:
             store.flags, store.first = self.flags, firsts[id(store)]
@@ -49,44 +60,67 @@ class NonfiniteFlags:
         self.places = torch.tensor(places, dtype=torch.int64, device=self.flags.device)
 
     def _watched(self, plan, store):
-        """(store, numbers of its gradients with one flag, of those with several, the places of their flags)."""
+        """(store, numbers of its gradients with one flag, of those with several, the places of
+        their flags).
+        """
         single, several, places = [], [], ([], [])
         for number, (layout, param) in enumerate(zip(plan.layouts, store.locals())):
             lead = _lead(plan, number)
             if not param.numel():
                 continue
-            box = [slice(*side) for side in layout.boxes[store.rank][:len(lead)]]
-            here = torch.arange(math.prod(lead), device="cpu").view(lead)[tuple(box)] + store.first[number]
+            box = [slice(*side) for side in layout.boxes[store.rank][: len(lead)]]
+            here = (
+                torch.arange(math.prod(lead), device="cpu").view(lead)[tuple(box)]
+                + store.first[number]
+            )
             (several if lead else single).append(number)
             places[bool(lead)].extend(here.flatten().tolist())
         return store, single, several, places[0] + places[1]
 
     def check(self, found_inf=None) -> None:
-        """Set the flags for this step's gradients; `found_inf`, a GradScaler's, in the gradients' place."""
+        """Set the flags for this step's gradients; `found_inf`, a GradScaler's, in the gradients'
+        place.
+        """
         self.flags.zero_()
         if found_inf is None:
             self._look()
         with errors.during("the comparison of NaN and Inf in gradients"):
             if found_inf is not None or self.whole:
-                flags = self.flags if found_inf is None else torch.as_tensor(found_inf)  # a GradScaler's 0: no gradient
-                self._spread(torch.cat([flags.to(self.flags).flatten(), self.flags.new_zeros(1)]).amax(keepdim=True))
+                # A GradScaler's 0: no gradient
+                flags = self.flags if found_inf is None else torch.as_tensor(found_inf)
+                self._spread(
+                    torch.cat([flags.to(self.flags).flatten(), self.flags.new_zeros(1)]).amax(
+                        keepdim=True
+                    )
+                )
             else:
                 for ranks in filter(None, self.segments):
                     group = self.process_groups.of(ranks)
-                    dist.all_reduce(self.flags[self.segments[ranks]], dist.ReduceOp.MAX, group=group)
+                    dist.all_reduce(
+                        self.flags[self.segments[ranks]], dist.ReduceOp.MAX, group=group
+                    )
 
     def _look(self):
         """A gradient is broken if its largest magnitude is not a finite number."""
         norms = []
         for store, single, several, _ in self.watched:
-            norms += torch._foreach_norm([store.gradients[i] for i in single], math.inf) if single else []
-            norms += [torch.linalg.vector_norm(store.gradients[i], math.inf, dim=(-2, -1)) for i in several]
+            norms += (
+                torch._foreach_norm([store.gradients[i] for i in single], math.inf)
+                if single
+                else []
+            )
+            norms += [
+                torch.linalg.vector_norm(store.gradients[i], math.inf, dim=(-2, -1))
+                for i in several
+            ]
         if norms:
             norms = torch.cat([norm.flatten() for norm in norms])
             self.flags.index_copy_(0, self.places, norms.isfinite().logical_not().float())
 
     def _spread(self, worst):
-        """One flag for all, over every set of ranks in turn; the second round reaches ranks that share no set."""
+        """One flag for all, over every set of ranks in turn; the second round reaches ranks that
+        share no set.
+        """
         self.broken.copy_(self.flags)
         for group in self._groups * 2:
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
@@ -98,47 +132,76 @@ class NonfiniteFlags:
         return [self.process_groups.at_hand(ranks) for ranks in self.told]
 
     def tell(self) -> None:
-        """Raise RuntimeError if the step was kept, naming what is broken at this rank. Waits for the device."""
+        """Raise RuntimeError if the step was kept, naming what is broken at this rank. Waits for
+        the device.
+        """
         if not self.count or not float(self.flags[0]):
             return
         broken = set(self.broken.nonzero().flatten().tolist())
-        names = [name_in(plan.group, plan.params[number]) for first, plan, number in self.numbers
-                 if broken.intersection(range(first, first + math.prod(_lead(plan, number))))]
-        where = f"of {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else "on another rank"
-        raise RuntimeError(f"NaN or Inf in the gradient {where}: no weight and no state has changed (nonfinite="
-                           "'raise'). Look for what caused it, or use nonfinite='skip'")
+        names = [
+            name_in(plan.group, plan.params[number])
+            for first, plan, number in self.numbers
+            if broken.intersection(range(first, first + math.prod(_lead(plan, number))))
+        ]
+        where = (
+            f"of {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+            if names
+            else "on another rank"
+        )
+        raise RuntimeError(
+            f"NaN or Inf in the gradient {where}: no weight and no state has changed (nonfinite="
+            "'raise'). Look for what caused it, or use nonfinite='skip'"
+        )
 
 
 def scalers_may_differ(groups, options) -> bool:
-    """Whether torch.amp.GradScaler may find Inf on one rank and none on another with which it steps together.
+    """Whether torch.amp.GradScaler may find Inf on one rank and none on another with which it steps
+    together.
 
-    Each rank's scaler looks at its own gradients. Of DTensors it takes the maximum over the ranks among which its first
-    gradient is sharded: enough where all parameters are sharded among the same ranks, as with fully_shard alone.
+    Each rank's scaler looks at its own gradients. Of DTensors it takes the maximum over the ranks
+    among which its first gradient is sharded: enough where all parameters are sharded among the
+    same ranks, as with fully_shard alone.
     """
     if not options.grads_are_reduced:
         return True
     wanted = [p for group in groups for p in group["params"] if p.requires_grad]
     if any(map(is_dtensor, wanted)) and not all(map(is_dtensor, wanted)):
         return True  # each rank's scaler sees the Inf of its own plain parameters only
-    kinds = {(p.device_mesh, p.placements) for group in groups for p in group["params"] if _is_compared(p)}
+    kinds = {
+        (p.device_mesh, p.placements)
+        for group in groups
+        for p in group["params"]
+        if _is_compared(p)
+    }
     return len({sharded_among(mesh, placements) for mesh, placements in kinds}) > 1
 
 
 def warn_of_unlike(groups) -> bool:
-    """Warn, and return True, if this rank's scaler compares by another first gradient than ranks that have all."""
-    firsts = {}  # dtype -> [the first parameter, the first one with a gradient], each with its group
+    """Warn, and return True, if this rank's scaler compares by another first gradient than ranks
+    that have all.
+    """
+    # Dtype -> [the first parameter, the first one with a gradient], each with its group
+    firsts = {}
     for group in groups:
         for param in filter(_is_compared, group["params"]):
             pair = firsts.setdefault(param.dtype, [(group, param), None])
             pair[1] = pair[1] or (None if param.grad is None else (group, param))
     for first, here in firsts.values():
-        if here is None or (here[1].device_mesh, here[1].placements) == (first[1].device_mesh, first[1].placements):
+        if here is None or (here[1].device_mesh, here[1].placements) == (
+            first[1].device_mesh,
+            first[1].placements,
+        ):
             continue
-        warnings.warn(f"parameter {name_in(*first)} has no gradient here. torch.amp.GradScaler compares what it found "
-                      "over the mesh and by the placements of the first gradient of each dtype, here that of "
-                      f"{name_in(*here)}: ranks that have the other one compare otherwise, and all wait for each other "
-                      "until the process group's timeout. Have all ranks make the same gradients, zeros where need be",
-                      stacklevel=4)
+        warnings.warn(
+            f"parameter {name_in(*first)} has no gradient here. torch.amp.GradScaler compares what "
+            "it found "
+            "over the mesh and by the placements of the first gradient of each dtype, here that of "
+            f"{name_in(*here)}: ranks that have the other one compare otherwise, and all wait for "
+            "each other "
+            "until the process group's timeout. Have all ranks make the same gradients, zeros "
+            "where need be",
+            stacklevel=4,
+        )
         return True
     return False
 
@@ -153,7 +216,9 @@ def unscale(stores, grad_scale) -> None:
         return
     gradients = raw_locals(p.grad for store in stores for p in store.params if p.grad is not None)
     if gradients:
-        torch._foreach_mul_(gradients, grad_scale.double().reciprocal().float().to(gradients[0].device))
+        torch._foreach_mul_(
+            gradients, grad_scale.double().reciprocal().float().to(gradients[0].device)
+        )
 
 
 def _lead(plan, number) -> tuple:

@@ -1,8 +1,10 @@
-"""State that one rank keeps for all (`shard_state`, unreduced gradients): gather, scatter and move between owners.
+"""State that one rank keeps for all (`shard_state`, unreduced gradients): gather, scatter and move
+between owners.
 
-Others see such state as DTensors cut by rows over the process group. Collective, outside of the step: all ranks of the
-group call these functions for the same parameters in one order.
+Others see such state as DTensors cut by rows over the process group. Collective, outside of the
+step: all ranks of the group call these functions for the same parameters in one order.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -20,9 +22,11 @@ from .redistribute import by_rows
 from .store_barrier import wait_for_all
 
 # For a rank that waited in vain for the others.
-ADVICE = ("Where one rank saves alone, as transformers' Trainer does, call "
-          "consolidate_state_dict() on all ranks before it, or leave out shard_state=True and "
-          "grads_are_reduced=False (docs/checkpoint.md)")
+ADVICE = (
+    "Where one rank saves alone, as transformers' Trainer does, call "
+    "consolidate_state_dict() on all ranks before it, or leave out shard_state=True and "
+    "grads_are_reduced=False (docs/checkpoint.md)"
+)
 
 
 @contextlib.contextmanager
@@ -30,10 +34,12 @@ def shown_as_row_dtensors(optimizer, named, group, complete=None):
     """Meanwhile, an optimizer's state is as `present` shows it.
 
     `complete`: a function that creates the state that no rank has, called on every rank; None: none
-    is created. The rows are counted before it, so that zeros never stand for rows that a rank failed
-    to load.
+    is created. The rows are counted before it, so that zeros never stand for rows that a rank
+    failed to load.
     """
-    with errors.during("state_dict(), which all ranks of process_group call together where owners keep the state"):
+    with errors.during(
+        "state_dict(), which all ranks of process_group call together where owners keep the state"
+    ):
         wait_for_all(group, "state_dict()", ADVICE)
         if complete is not None:
             _count_rows(optimizer.state, named, group)
@@ -54,7 +60,8 @@ def replaced_state(optimizer: torch.optim.Optimizer, state: dict):
 
 
 def present(state, named, group) -> dict:
-    """{parameter: its state as DTensors by rows over `group`}, of a 0-D parameter plain. `named`: {parameter: name}.
+    """{parameter: its state as DTensors by rows over `group`}, of a 0-D parameter plain. `named`:
+    {parameter: name}.
 
     Raises RuntimeError, naming the parameter, if the ranks together do not hold the state once.
     """
@@ -70,9 +77,12 @@ def present(state, named, group) -> dict:
 
 
 def move_to_owners(state, named, wanted, group) -> None:
-    """Give every rank the rows it is to keep. `wanted`: {parameter: rows of each rank}. Errors as in `present`."""
+    """Give every rank the rows it is to keep. `wanted`: {parameter: rows of each rank}. Errors as
+    in `present`.
+    """
     for param, key, have in _count_rows(state, named, group):
-        local = _rows(state[param][key]).to(param.device)  # a model that moved left its state behind
+        # A model that moved left its state behind
+        local = _rows(state[param][key]).to(param.device)
         state[param][key] = _move(local, have, wanted[param], group)
 
 
@@ -96,7 +106,8 @@ def _count_rows(state, named, group) -> list:
     if not named:
         return []
     entries = [(param, key) for param in named for key in ROWS]
-    trained = next(filter(attrgetter("requires_grad"), named), next(iter(named)))  # frozen ones may lie anywhere
+    # Frozen ones may lie anywhere
+    trained = next(filter(attrgetter("requires_grad"), named), next(iter(named)))
     counts = [len(_rows(state[p][key])) if key in state.get(p, {}) else -1 for p, key in entries]
     mine = torch.tensor(counts, dtype=torch.int64, device=local_of(trained).device)
     every = [torch.empty_like(mine) for _ in range(group.size())]
@@ -107,8 +118,11 @@ def _count_rows(state, named, group) -> list:
         rows = _row_count(param)
         # Rows on every rank, or, as loaded, whole on every rank; -1: a rank has no such state.
         if min(have) < 0 or sum(have) != rows and have != [rows] * len(have):
-            raise RuntimeError(f"the ranks of process_group hold {have} rows of {key} of parameter {named[param]}, "
-                               f"which has {rows}: load the state on all ranks, or on none")
+            raise RuntimeError(
+                f"the ranks of process_group hold {have} rows of {key} of parameter "
+                f"{named[param]}, "
+                f"which has {rows}: load the state on all ranks, or on none"
+            )
     return found
 
 
@@ -121,7 +135,9 @@ def _rows(tensor):
 
 
 def _move(local, have, want, group):
-    """The rows that this rank wants, of a tensor whose rows lie over the ranks; if all have all, from the first."""
+    """The rows that this rank wants, of a tensor whose rows lie over the ranks; if all have all,
+    from the first.
+    """
     if have == want:
         return local
     me, nbytes = group.rank(), math.prod(local.shape[1:]) * local.element_size()
@@ -129,12 +145,13 @@ def _move(local, have, want, group):
     leave = [nbytes * _overlap(have, me, want, rank) for rank in range(len(have))]
     arrive = [nbytes * _overlap(want, me, have, rank) for rank in range(len(have))]
     send, recv = (t.contiguous().flatten().view(torch.uint8) for t in (local, moved))
-    dist.all_to_all_single(recv, send[:sum(leave)], arrive, leave, group=group)
+    dist.all_to_all_single(recv, send[: sum(leave)], arrive, leave, group=group)
     return moved
 
 
-def _whole(local: torch.Tensor, have: list, rows: int, group: dist.ProcessGroup,
-           to: int | None) -> torch.Tensor | None:
+def _whole(
+    local: torch.Tensor, have: list, rows: int, group: dist.ProcessGroup, to: int | None
+) -> torch.Tensor | None:
     """All rows of a tensor whose rows lie over the ranks, on rank `to` (None: on every rank); else
     None.
     """
@@ -145,8 +162,10 @@ def _whole(local: torch.Tensor, have: list, rows: int, group: dist.ProcessGroup,
         want = [rows * (rank == to) for rank in range(len(have))]
         moved = _move(local, have, want, group)
         return moved if to == me else None
-    parts = [local.contiguous() if rank == me else local.new_empty((count, *local.shape[1:]))
-             for rank, count in enumerate(have)]
+    parts = [
+        local.contiguous() if rank == me else local.new_empty((count, *local.shape[1:]))
+        for rank, count in enumerate(have)
+    ]
     for rank, part in enumerate(parts):
         if part.numel():  # as bytes, of which every backend can send any dtype
             source = dist.get_global_rank(group, rank)

@@ -1,7 +1,9 @@
-"""Comparison of plans before the first step of several ranks, so that a difference is an error and not a hang.
+"""Comparison of plans before the first step of several ranks, so that a difference is an error and
+not a hang.
 
 One row of digests per rank travels, never an object.
 """
+
 from __future__ import annotations
 
 import functools
@@ -25,28 +27,60 @@ from ..params.errors import fsdp_names, names_in
 from ..params.layout import this_rank
 from ..planning.plan import digest, turn
 
-GROUP = ("use_muon", "lr", "weight_decay", "betas", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps",
-         "adjust_lr_fn", "beta2")  # betas before momentum, which AdamW groups have from them
-OPTIONS = ("grads_are_reduced", "shard_state", "state_dtype", "wire_dtype", "ns_dtype", "nonfinite", "capturable",
-           "overlap_backward", "overlap_forward", "unscale_in_step")
-FACTS = ("version of the package", "version of torch", "device, OPTIMIZER_KERNELS or OPTIMIZER_TILES",
-         "version of Triton", *OPTIONS, "number of parameter groups", *(f"group option {key}" for key in GROUP),
-         "number of parameters", "parameters",
-         "buckets (workspace_bytes, or GPUs of other memory)")
+GROUP = (
+    "use_muon",
+    "lr",
+    "weight_decay",
+    "betas",
+    "momentum",
+    "nesterov",
+    "ns_coefficients",
+    "eps",
+    "ns_steps",
+    "adjust_lr_fn",
+    "beta2",
+)  # betas before momentum, which AdamW groups have from them
+OPTIONS = (
+    "grads_are_reduced",
+    "shard_state",
+    "state_dtype",
+    "wire_dtype",
+    "ns_dtype",
+    "nonfinite",
+    "capturable",
+    "overlap_backward",
+    "overlap_forward",
+    "unscale_in_step",
+)
+FACTS = (
+    "version of the package",
+    "version of torch",
+    "device, OPTIMIZER_KERNELS or OPTIMIZER_TILES",
+    "version of Triton",
+    *OPTIONS,
+    "number of parameter groups",
+    *(f"group option {key}" for key in GROUP),
+    "number of parameters",
+    "parameters",
+    "buckets (workspace_bytes, or GPUs of other memory)",
+)
 FEW = 4  # elements of a copy that ranks compare
 APART = 1e-3  # relative difference between copies from which on they are told to differ
 
 
 def agree(plans, options, process_groups) -> None:
-    """Compare over every set of ranks that these plans make work together. Raises RuntimeError where one differs.
+    """Compare over every set of ranks that these plans make work together. Raises RuntimeError
+    where one differs.
 
-    Collective: ranks that share parameters call it before anything else travels, the largest sets first.
+    Collective: ranks that share parameters call it before anything else travels, the largest sets
+    first.
     """
     sets, known = [_sets(plan) for plan in plans], _other_names(plans)
     for ranks in sorted(set().union(*sets), key=turn):
         together = [(plan, found[ranks]) for plan, found in zip(plans, sets) if ranks in found]
-        forms = [form for plan, numbers in together
-                 for form in _forms(plan, sorted(numbers), known)]
+        forms = [
+            form for plan, numbers in together for form in _forms(plan, sorted(numbers), known)
+        ]
         facts = _facts(ranks, [plan for plan, _ in together], forms, options)
         with errors.during(f"the comparison of plans of ranks {ranks}"):
             device = local_of(together[0][0].params[0]).device
@@ -56,14 +90,20 @@ def agree(plans, options, process_groups) -> None:
             _compare_copies(together, known, options, shared, device)
             _take_idle(ranks, process_groups, shared, device)
             _made(process_groups, ranks, shared, device)
-    for ranks in sorted({b.ranks for plan in plans for b, _ in plan.shares or () if b.route != "local"}, key=turn):
+    for ranks in sorted(
+        {b.ranks for plan in plans for b, _ in plan.shares or () if b.route != "local"}, key=turn
+    ):
         with errors.during(f"the first exchange of ranks {ranks}"):
-            _connect(process_groups.of(ranks), process_groups.connected, local_of(plans[0].params[0]).device)
+            _connect(
+                process_groups.of(ranks),
+                process_groups.connected,
+                local_of(plans[0].params[0]).device,
+            )
 
 
 def _take_idle(ranks, process_groups, shared, device) -> None:
-    """Take a process group that an earlier optimizer has left, if it is idle on all ranks: these do not let an
-    optimizer go at the same time.
+    """Take a process group that an earlier optimizer has left, if it is idle on all ranks: these do
+    not let an optimizer go at the same time.
     """
     if idle := process_groups.idle(ranks):
         flags = torch.tensor(idle, dtype=torch.float32, device=device)
@@ -101,8 +141,8 @@ def _made(process_groups, ranks, over, device):
 
 
 def _connect(group, connected, device) -> None:
-    """Have all pairs of ranks exchange something, once, while nothing else is under way: NCCL connects two ranks when
-    they first do, and then waits for both.
+    """Have all pairs of ranks exchange something, once, while nothing else is under way: NCCL
+    connects two ranks when they first do, and then waits for both.
     """
     if group not in connected:
         both = (torch.zeros(group.size(), dtype=torch.int32, device=device) for _ in "12")
@@ -124,14 +164,38 @@ def _sets(plan) -> dict:
 def _facts(ranks, plans, forms, options) -> list:
     """One number for each of FACTS."""
     device = local_of(plans[0].params[0]).device
-    buckets = [digest([b for b, _ in plan.shares or () if b.ranks == ranks and b.route != "local"], plan.layouts)
-               for plan in plans]
+    buckets = [
+        digest(
+            [b for b, _ in plan.shares or () if b.ranks == ranks and b.route != "local"],
+            plan.layouts,
+        )
+        for plan in plans
+    ]
     options = [str(getattr(options, key)) for key in OPTIONS]
-    groups = list({id(plan.group): plan.group for plan in plans}.values())  # of which one may have several plans
+    # Of which one may have several plans
+    groups = list({id(plan.group): plan.group for plan in plans}.values())
     by_group = [[_plain(group.get(key)) for group in groups] for key in GROUP]
-    kernels = device.type, use_triton(device), backend.choices(), sorted({plan.pace for plan in plans} - {""})
-    texts = [_sources(), torch.__version__, kernels, triton_version(device), *options, len(groups), *by_group]
-    return [*map(_number, texts), len(forms), _number([number for _, number in forms]), _number(buckets)]
+    kernels = (
+        device.type,
+        use_triton(device),
+        backend.choices(),
+        sorted({plan.pace for plan in plans} - {""}),
+    )
+    texts = [
+        _sources(),
+        torch.__version__,
+        kernels,
+        triton_version(device),
+        *options,
+        len(groups),
+        *by_group,
+    ]
+    return [
+        *map(_number, texts),
+        len(forms),
+        _number([number for _, number in forms]),
+        _number(buckets),
+    ]
 
 
 def _other_names(plans: list) -> dict[int, str]:
@@ -174,8 +238,11 @@ def _number(thing) -> int:
 def _sources() -> str:
     """A digest of this package's own sources: their bits decide the bits of a step."""
     folder = Path(__file__).parent.parent
-    texts = [(str(path.relative_to(folder)), path.read_bytes()) for path in folder.rglob("*.py")
-             if path.name != "_ops.py"]
+    texts = [
+        (str(path.relative_to(folder)), path.read_bytes())
+        for path in folder.rglob("*.py")
+        if path.name != "_ops.py"
+    ]
     return hashlib.sha256(repr(sorted(texts)).encode()).hexdigest()
 
 
@@ -187,8 +254,11 @@ def _compare(facts, forms, group, device) -> None:
             fact = _first(forms, group, device)
         if odd:
             usual = [rank for rank in ranks if rank not in odd]
-            raise RuntimeError(f"rank {this_rank()}: the ranks have different plans. Ranks {odd} and ranks {usual} "
-                               f"differ in: {fact}. Build the optimizer alike on all ranks")
+            raise RuntimeError(
+                f"rank {this_rank()}: the ranks have different plans. Ranks {odd} and ranks "
+                f"{usual} "
+                f"differ in: {fact}. Build the optimizer alike on all ranks"
+            )
 
 
 def _odd(ranks, values) -> list:
@@ -199,11 +269,16 @@ def _odd(ranks, values) -> list:
 
 
 def _first(forms, group, device) -> str:
-    """Where the lists of parameters part; they are of one length, and all ranks know that they differ."""
+    """Where the lists of parameters part; they are of one length, and all ranks know that they
+    differ.
+    """
     rows = _gather([number for _, number in forms], group, device)
     place = next(i for i, column in enumerate(zip(*rows)) if len(set(column)) > 1)
-    return (f"parameters; the first is number {place}, here {forms[place][0]} (order, shape, dtype, placement, or that "
-            "of its gradient)")
+    return (
+        f"parameters; the first is number {place}, here {forms[place][0]} (order, shape, dtype, "
+        "placement, or that "
+        "of its gradient)"
+    )
 
 
 def _gather(numbers, group, device) -> list:
@@ -221,6 +296,7 @@ class Copied:
     ranks, which find them by their order; `weight`, `gradient`: its first elements, where every
     rank is to have the same ones, else None.
     """
+
     name: str
     identity: str | None
     form: tuple
@@ -246,7 +322,7 @@ def _compare_copies(together, known, options, group, device) -> None:
     ranks = dist.get_process_group_ranks(group)
     rows = [c.weight for c in copied] + [c.gradient for c in copied]
     differs = _differences(rows, group, device)
-    weights, gradients = differs[:len(copied)], differs[len(copied):]
+    weights, gradients = differs[: len(copied)], differs[len(copied) :]
     if any(weights):
         _refuse_order(copied, group, device)
     if this_rank() == min(ranks):
@@ -322,24 +398,30 @@ def _refuse_order(copied: list[Copied], group, device) -> None:
     raise RuntimeError(
         f"rank {this_rank()}: the ranks have different plans. Ranks {odd} and ranks {usual} differ "
         "in: the order of parameters, as their first elements show; the first is here "
-        f"{unnamed[place].name}. Pass model.named_parameters(), in one order on all ranks")
+        f"{unnamed[place].name}. Pass model.named_parameters(), in one order on all ranks"
+    )
 
 
 def _warn_of_weights(differ: list[Copied], ranks: list[int]) -> None:
     if differ:
-        warnings.warn(f"the weights of {_some([c.name for c in differ])} differ between ranks "
-                      f"{_some(ranks)}, which hold copies of them, and stay different. Begin with "
-                      "the same weights on all ranks, as DistributedDataParallel does",
-                      stacklevel=2)
+        warnings.warn(
+            f"the weights of {_some([c.name for c in differ])} differ between ranks "
+            f"{_some(ranks)}, which hold copies of them, and stay different. Begin with "
+            "the same weights on all ranks, as DistributedDataParallel does",
+            stacklevel=2,
+        )
 
 
 def _warn_of_gradients(differ: list[Copied], ranks: list[int]) -> None:
     if differ:
-        warnings.warn(f"the gradients of {_some([c.name for c in differ])} differ between ranks "
-                      f"{_some(ranks)}, although grads_are_reduced=True says that they are means "
-                      "over these ranks. Weights under AdamW will drift apart. Wrap the model in "
-                      "DistributedDataParallel, or pass grads_are_reduced=False, with which the "
-                      "optimizer takes the means", stacklevel=2)
+        warnings.warn(
+            f"the gradients of {_some([c.name for c in differ])} differ between ranks "
+            f"{_some(ranks)}, although grads_are_reduced=True says that they are means "
+            "over these ranks. Weights under AdamW will drift apart. Wrap the model in "
+            "DistributedDataParallel, or pass grads_are_reduced=False, with which the "
+            "optimizer takes the means",
+            stacklevel=2,
+        )
 
 
 def _warn_of_order(copied: list[Copied], ranks: list[int]) -> None:
@@ -354,11 +436,13 @@ def _warn_of_order(copied: list[Copied], ranks: list[int]) -> None:
         counts = Counter(keys)
         names += [c.name for c, key in zip(alike, keys) if c.identity is None and counts[key] > 1]
     if names:
-        warnings.warn(f"parameters {_some(names)} have no names, others have the same shape, "
-                      f"dtype and placement, and ranks {_some(ranks)} share them. If their order "
-                      "differed between ranks, pieces of one would be stepped with pieces of "
-                      "another, and no rank could tell. Pass model.named_parameters()",
-                      stacklevel=2)
+        warnings.warn(
+            f"parameters {_some(names)} have no names, others have the same shape, "
+            f"dtype and placement, and ranks {_some(ranks)} share them. If their order "
+            "differed between ranks, pieces of one would be stepped with pieces of "
+            "another, and no rank could tell. Pass model.named_parameters()",
+            stacklevel=2,
+        )
 
 
 def _some(things: list) -> str:

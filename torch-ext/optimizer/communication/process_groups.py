@@ -1,4 +1,6 @@
-"""The process group of each set of ranks. Creates missing groups; issues no collective of a step."""
+"""The process group of each set of ranks. Creates missing groups; issues no collective of a step.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -36,8 +38,8 @@ class ProcessGroups:
 
     `patient`: groups of meshes on which a dead peer would be noticed later than on the default
     group. torch gives 30 minutes to gloo's groups of a mesh, whatever `init_process_group` was
-    told. A new group with the timeout of the default one is used instead of them. On GPUs the groups
-    of meshes stay: a new one takes memory, and the host waits for none.
+    told. A new group with the timeout of the default one is used instead of them. On GPUs the
+    groups of meshes stay: a new one takes memory, and the host waits for none.
     """
 
     def __init__(self, own=False):
@@ -46,10 +48,12 @@ class ProcessGroups:
         self.used, self.connected, self.backends, self.quiet = set(), set(), set(), False
 
     def learn(self, params, process_group) -> None:
-        """Find the groups that all parameters of a step bring along, and forget which ones earlier plans used.
+        """Find the groups that all parameters of a step bring along, and forget which ones earlier
+        plans used.
 
-        Where several connect the same ranks (two meshes with an axis over them), all ranks choose the same: the user's
-        `process_group`, else the default one, else the one whose name comes first.
+        Where several connect the same ranks (two meshes with an axis over them), all ranks choose
+        the same: the user's `process_group`, else the default one, else the one whose name comes
+        first.
         """
         self.used.clear()
         self.theirs = {}
@@ -61,9 +65,12 @@ class ProcessGroups:
         for ranks in self.patient:
             del self.theirs[ranks]
         self.theirs |= {_ranks_of(group): group for group in _always(process_group)}
-        if process_group is not None:  # its ranks may be in an order of their own, which no other group has
+        # Its ranks may be in an order of their own, which no other group has
+        if process_group is not None:
             ours = set(_ranks_of(process_group))
-            self.theirs = {ranks: group for ranks, group in self.theirs.items() if set(ranks) != ours}
+            self.theirs = {
+                ranks: group for ranks, group in self.theirs.items() if set(ranks) != ours
+            }
             self.theirs[_ranks_of(process_group)] = process_group
         patterns |= self.theirs
         self.patterns = {frozenset(ranks): group for ranks, group in patterns.items()}
@@ -108,14 +115,21 @@ class ProcessGroups:
         return self.patterns.get(frozenset(ranks))
 
     def at_hand(self, ranks):
-        """The same for ranks that may share no plan, and have not agreed on a group of their own: the shared one."""
+        """The same for ranks that may share no plan, and have not agreed on a group of their own:
+        the shared one.
+        """
         return self.shared().of(ranks) if self.own and ranks not in self.made else self.of(ranks)
 
     def idle(self, ranks) -> list[bool]:
-        """Of the groups of these ranks that were made before, which ones this rank has no use for: as many on each of
-        them, for these make them together. Empty where there is nothing to choose.
+        """Of the groups of these ranks that were made before, which ones this rank has no use for:
+        as many on each of them, for these make them together. Empty where there is nothing to
+        choose.
         """
-        return [made.idle for made in self._made_before(ranks)] if self.own and ranks not in self.made else []
+        return (
+            [made.idle for made in self._made_before(ranks)]
+            if self.own and ranks not in self.made
+            else []
+        )
 
     def take(self, ranks, number) -> None:
         """Have one of them, by its number, from now on."""
@@ -162,21 +176,30 @@ class ProcessGroups:
 
     def send_once(self, device) -> bool:
         """Whether a collective can send one place to several ranks: NCCL's can, gloo's cannot."""
-        return bool(self.backends) and all(f"{device.type}:nccl" in backends for backends in self.backends)
+        return bool(self.backends) and all(
+            f"{device.type}:nccl" in backends for backends in self.backends
+        )
 
     def check_capturable(self) -> None:
         """Raise ValueError if a CUDA graph cannot hold the collectives of a group in use."""
         for ranks in sorted(self.used):
             backends = dist.get_backend_config(self.of(ranks))
             if "cuda:nccl" not in backends:
-                raise ValueError(f"capturable=True is not allowed: the process group of ranks {ranks} has the backends "
-                                 f"{backends}, and CUDA graphs hold collectives of NCCL only: initialize it with nccl, "
-                                 "or leave capturable out")
+                raise ValueError(
+                    f"capturable=True is not allowed: the process group of ranks {ranks} has the "
+                    "backends "
+                    f"{backends}, and CUDA graphs hold collectives of NCCL only: initialize it "
+                    "with nccl, "
+                    "or leave capturable out"
+                )
 
 
 @dataclass
 class Made:
-    """A group that was made here; `idle`: no optimizer of this process has it, and nothing is under way in it."""
+    """A group that was made here; `idle`: no optimizer of this process has it, and nothing is under
+    way in it.
+    """
+
     group: dist.ProcessGroup
     idle: bool = False
 
@@ -203,35 +226,40 @@ def _ranks_of(group) -> tuple:
 
 
 def _is_patient(group: dist.ProcessGroup, device: str) -> bool:
-    """Whether collectives of tensors on `device` (a type), if that is the CPU, wait longer in `group`
-    than in the default group.
+    """Whether collectives of tensors on `device` (a type), if that is the CPU, wait longer in
+    `group` than in the default group.
     """
     mine, worlds = _timeout(group), _timeout(dist.group.WORLD)
     return device == "cpu" and None not in (mine, worlds) and mine > worlds
 
 
-def _new(ranks: tuple, pattern: dist.ProcessGroup,
-         timeout: datetime.timedelta | None) -> dist.ProcessGroup:
+def _new(
+    ranks: tuple, pattern: dist.ProcessGroup, timeout: datetime.timedelta | None
+) -> dist.ProcessGroup:
     """A group with the backends of another one, the `pattern`, and the given timeout. Waits for all
     `ranks`.
     """
     backends = dist.get_backend_config(pattern)
     backends = None if pattern is dist.group.WORLD else backends
-    order = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}  # which torch 2.11 has not: it sorts all
+    # Which torch 2.11 has not: it sorts all
+    order = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
     with _lock:
         _name_by_ranks()
     _making.pattern = pattern.group_name
     try:
         with _unbound(dist.group.WORLD):
-            return dist.new_group(list(ranks), timeout, backends, use_local_synchronization=True, **order)
+            return dist.new_group(
+                list(ranks), timeout, backends, use_local_synchronization=True, **order
+            )
     finally:
         _making.pattern = None
 
 
 @contextlib.contextmanager
 def _unbound(world):
-    """Meanwhile the default group is bound to no device. From one that is (init_process_group with device_id), torch
-    splits NCCL's communicator for a new group, for which NCCL waits for all ranks, not only for the members.
+    """Meanwhile the default group is bound to no device. From one that is (init_process_group with
+    device_id), torch splits NCCL's communicator for a new group, for which NCCL waits for all
+    ranks, not only for the members.
 
     Several threads may be inside at once: the last one to leave binds the group again.
     """
@@ -264,10 +292,15 @@ def world_now():
 
 
 def check_process_group(world, was_world) -> None:
-    """Raise RuntimeError unless the option process_group, which was destroyed, `was_world` and there is another one."""
+    """Raise RuntimeError unless the option process_group, which was destroyed, `was_world` and
+    there is another one.
+    """
     if world is None or not was_world:
-        raise RuntimeError("process_group was destroyed since the optimizer was built; build another one with a group "
-                           "of now, and load this one's state_dict() into it")
+        raise RuntimeError(
+            "process_group was destroyed since the optimizer was built; build another one with a "
+            "group "
+            "of now, and load this one's state_dict() into it"
+        )
 
 
 def _timeout(group):
@@ -285,8 +318,8 @@ _making = threading.local()
 def _name_by_ranks() -> None:
     """Have the ranks of a new group find each other by its ranks and the name of its pattern.
 
-    torch (2.11 to 2.13) puts the number of groups that each of them has into the name, and ranks that are in different
-    numbers of groups wait for each other under different names.
+    torch (2.11 to 2.13) puts the number of groups that each of them has into the name, and ranks
+    that are in different numbers of groups wait for each other under different names.
     """
     c10d = dist.distributed_c10d
     torchs = c10d._hash_ranks_to_str

@@ -3,6 +3,7 @@
 A rank that makes such a call alone gets an error that names the missing ranks, before it issues a
 collective: the next collectives of the other ranks then do not pair with one of its own.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from .process_groups import _timeout
 
 # The longest that the first rank of a group waits for the others. Frameworks let this rank save
-# alone. The others then wait for it in their next collective, and it gives up before that times out.
+# alone. The others then wait for it in their next collective, and it gives up before that times
+# out.
 FIRST_RANK_SECONDS = 60.0
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # of backends that do not say theirs
 POLL_SECONDS = (0.001, 0.1)  # the first pause between two looks at the store, and the longest
@@ -27,8 +29,9 @@ POLL_SECONDS = (0.001, 0.1)  # the first pause between two looks at the store, a
 _next_round: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def wait_for_all(group: dist.ProcessGroup, call: str, advice: str,
-                 refuse: bool = False) -> list[int]:
+def wait_for_all(
+    group: dist.ProcessGroup, call: str, advice: str, refuse: bool = False
+) -> list[int]:
     """Wait until all ranks of `group` are in the same `call`. Returns the global ranks that refuse.
 
     Raises RuntimeError, on every rank that came, if some ranks do not come in time or come with
@@ -72,25 +75,36 @@ def _seen(store: dist.Store, prefix: str, world: int) -> dict:
     """The ranks of the group that did not come to a round, the calls of those that did, and the
     ranks that refuse.
     """
-    came = {rank: store.get(f"{prefix}{rank}").decode() for rank in range(world)
-            if store.check([f"{prefix}{rank}"])}
-    calls = {entry[1:]: [rank for rank in came if came[rank][1:] == entry[1:]]
-             for entry in came.values()}
-    return {"missing": [rank for rank in range(world) if rank not in came], "calls": calls,
-            "refusing": [rank for rank, entry in came.items() if entry[0] == "1"]}
+    came = {
+        rank: store.get(f"{prefix}{rank}").decode()
+        for rank in range(world)
+        if store.check([f"{prefix}{rank}"])
+    }
+    calls = {
+        entry[1:]: [rank for rank in came if came[rank][1:] == entry[1:]] for entry in came.values()
+    }
+    return {
+        "missing": [rank for rank in range(world) if rank not in came],
+        "calls": calls,
+        "refusing": [rank for rank, entry in came.items() if entry[0] == "1"],
+    }
 
 
 def _raise_unless_alike(end: dict, ranks: list[int], call: str, advice: str, bound: float) -> None:
-    others = {other: [ranks[rank] for rank in those]
-              for other, those in end["calls"].items() if other != call}
+    others = {
+        other: [ranks[rank] for rank in those]
+        for other, those in end["calls"].items()
+        if other != call
+    }
     mine = [ranks[rank] for rank in end["calls"][call]]
     if others:
         came = ", ".join(f"ranks {those} {other}" for other, those in others.items())
         raise RuntimeError(f"ranks {mine} called {call}, but {came}: call the same on all of them")
     if end["missing"]:
         missing = [ranks[rank] for rank in end["missing"]]
-        raise RuntimeError(f"ranks {mine} called {call}, but ranks {missing} did not within "
-                           f"{bound:g} s. {advice}")
+        raise RuntimeError(
+            f"ranks {mine} called {call}, but ranks {missing} did not within {bound:g} s. {advice}"
+        )
 
 
 def _bound_seconds(group: dist.ProcessGroup) -> float:
@@ -99,7 +113,8 @@ def _bound_seconds(group: dist.ProcessGroup) -> float:
 
 
 def _shared_store(group: dist.ProcessGroup) -> dist.Store | None:
-    """The store of a group with a prefix for these rounds; None where no other process reaches one."""
+    """The store of a group with a prefix for these rounds; None where no other process reaches one.
+    """
     if group.size() == 1:
         return None
     store = None

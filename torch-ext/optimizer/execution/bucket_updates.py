@@ -1,15 +1,16 @@
 """How each kind of bucket is stepped. Start reading here: `ShardedUpdate` with `OwnerUpdate.run`.
 
-Every update binds its views and kernels once. `run` is a generator that yields collectives in flight; the parts between two
-collectives are replayed as CUDA graphs.
+Every update binds its views and kernels once. `run` is a generator that yields collectives in
+flight; the parts between two collectives are replayed as CUDA graphs.
 """
+
 from __future__ import annotations
 
 import itertools
 
 import torch
 
-from ..communication.all_to_all import Mean, AllToAllBuffers, piece_at
+from ..communication.all_to_all import AllToAllBuffers, Mean, piece_at
 from ..kernels.backend import capturing
 from ..kernels.elementwise.momentum import Copy, Pack, copy_torch
 from ..kernels.elementwise.weight_update import Update
@@ -20,7 +21,9 @@ from .workspace import Stacks, copy_apart, like
 
 
 class BoundBucket:
-    """One bucket at this rank: its share of the plan, the tensors of its pieces, its process group and its memory."""
+    """One bucket at this rank: its share of the plan, the tensors of its pieces, its process group
+    and its memory.
+    """
 
     def __init__(self, bucket, share, store, options, group, hp):
         self.bucket, self.share, self.store = bucket, share, store
@@ -34,8 +37,8 @@ class BoundBucket:
 
     @property
     def moves_first(self) -> bool:
-        """Whether momentum moves where it is read first, not along with the weight, which reads it a second time: where
-        both go into one graph, no error of the host can come in between.
+        """Whether momentum moves where it is read first, not along with the weight, which reads it
+        a second time: where both go into one graph, no error of the host can come in between.
         """
         return capturing(self.store.device) if self.bucket.route == "local" else self.graphs.within
 
@@ -49,12 +52,16 @@ class BoundBucket:
         muon.apply(update, self.store.numbers, gradients or self.gradients(), moves)
 
     def kept(self, dtype=None):
-        """{piece stored and computed here: where its update, or its gradient, stays until the bucket lands}."""
+        """{piece stored and computed here: where its update, or its gradient, stays until the
+        bucket lands}.
+        """
         dtype, memory = dtype or self.options.wire_dtype, self.memory["kept"]
         return {p: piece_at(memory, at, p.shape, dtype) for p, at in self.share.kept.items()}
 
     def momenta(self, pieces):
-        """(M of each piece, where its gradient lies, this step's gradients); nothing of pieces that others keep."""
+        """(M of each piece, where its gradient lies, this step's gradients); nothing of pieces that
+        others keep.
+        """
         if self.bucket.route == "own" and any(p.owner != self.rank for p in pieces):
             return ()
         return self.states(pieces, "momentum_buffer"), self.sources(pieces), self.store.gradients
@@ -63,7 +70,9 @@ class BoundBucket:
         return self.store.gradients, self.store.addresses
 
     def replay(self, part, hp):
-        """Do part(hp), by a CUDA graph where it can be. What else it reads of this step lies on the device."""
+        """Do part(hp), by a CUDA graph where it can be. What else it reads of this step lies on the
+        device.
+        """
         self.graphs(part, rule.host_constants(hp, self.store.wide), hp)
 
     def scales(self, pieces):
@@ -77,6 +86,7 @@ class BoundBucket:
 
 class LocalUpdate(BucketUpdate):
     """The whole matrix is at home: nothing travels."""
+
     rehearsed = ("step",)
 
     def __init__(self, bound):
@@ -111,12 +121,18 @@ def _pack(bound, pieces, to):
 
 def _update(bound, pieces, back):
     """Weights and momentum of these pieces, by updates that are where `back` says."""
-    return Update(bound.weights(pieces), [back[p] for p in pieces], bound.scales(pieces), bound.store.skip(pieces),
-                  *bound.momenta(pieces))
+    return Update(
+        bound.weights(pieces),
+        [back[p] for p in pieces],
+        bound.scales(pieces),
+        bound.store.skip(pieces),
+        *bound.momenta(pieces),
+    )
 
 
 class OwnerUpdate(BucketUpdate):
     """There and back: what travels in, what is done with it, what travels out."""
+
     travels, rehearsed, meanwhile = True, ("leave", "compute", "land"), ()
 
     def run(self, hp):
@@ -135,9 +151,10 @@ class OwnerUpdate(BucketUpdate):
 
 
 class ShardedUpdate(OwnerUpdate):
-    """Shards -> owner -> shards. FSDP2, HSDP, TP x FSDP and DDP differ in their pieces only. State stays at home (own:
-    with the owner). Until the answer has landed nothing changes: momentum moves together with the weight. Only in a
-    graph of the whole step, which no error of the host can interrupt, does it move where it is first read.
+    """Shards -> owner -> shards. FSDP2, HSDP, TP x FSDP and DDP differ in their pieces only. State
+    stays at home (own: with the owner). Until the answer has landed nothing changes: momentum moves
+    together with the weight. Only in a graph of the whole step, which no error of the host can
+    interrupt, does it move where it is first read.
     """
 
     def __init__(self, bound):
@@ -145,14 +162,20 @@ class ShardedUpdate(OwnerUpdate):
         self.inbound = AllToAllBuffers(bound, "inbound", "leave", "arrive")
         self.outbound = AllToAllBuffers(bound, "outbound", "arrive", "return")
         kept, direct = bound.kept(), bound.share.direct
-        self.stacks = Stacks(bound, {**self.inbound.arrive, **kept}, {**self.outbound.leave, **kept})
+        self.stacks = Stacks(
+            bound, {**self.inbound.arrive, **kept}, {**self.outbound.leave, **kept}
+        )
         come, go = self.stacks.come, self.stacks.go
-        # away: sent to another owner; here: this rank is the owner; copies: only the answer comes, to replicas
+        # away: sent to another owner; here: this rank is the owner; copies: only the answer comes,
+        # to replicas
         away, here = ([p for p in home if p in those] for those in (self.inbound.leave, kept))
         copies = [p for p in home if p not in self.inbound.leave and p not in kept]
         # whole matrices go to the bench, which the bucket before still uses; direct pieces do not
         early = [p for p in here if p.matrix in direct and bound.share.crosses_inbound]
-        self.pack, self.pack_kept = _pack(bound, away, self.inbound.leave), _pack(bound, early, kept)
+        self.pack, self.pack_kept = (
+            _pack(bound, away, self.inbound.leave),
+            _pack(bound, early, kept),
+        )
         self.pack_here = _pack(bound, [p for p in here if p not in early], come)
         if early:
             self.rehearsed, self.meanwhile = (*self.rehearsed, "stay"), ("stay",)
@@ -162,8 +185,13 @@ class ShardedUpdate(OwnerUpdate):
         stays = {p: go[p] if p.matrix in direct else place for p, place in kept.items()}
         self.dismantle = copy_apart({**self.outbound.leave, **stays}, go)
         back = {**self.outbound.arrive, **stays, **{p: go[p] for p in rows if p in go}}
-        self.keep_rows = Copy(bound.states(rows, "second_moment"), [back[p] for p in rows], bound.store.skip(rows))
-        self.update, self.update_copies = _update(bound, away + here, back), _update(bound, copies, back)
+        self.keep_rows = Copy(
+            bound.states(rows, "second_moment"), [back[p] for p in rows], bound.store.skip(rows)
+        )
+        self.update, self.update_copies = (
+            _update(bound, away + here, back),
+            _update(bound, copies, back),
+        )
 
     def leave(self, hp):
         self.bound.momentum(self.pack, hp)
@@ -186,7 +214,9 @@ class ShardedUpdate(OwnerUpdate):
 
 
 class UnreducedUpdate(OwnerUpdate):
-    """Unreduced gradients -> owner, updates -> everybody: DDP without its all-reduce. State lives at the owner."""
+    """Unreduced gradients -> owner, updates -> everybody: DDP without its all-reduce. State lives
+    at the owner.
+    """
 
     def __init__(self, bound):
         self.bound, home, rows = bound, bound.pieces("home"), bound.pieces("owned", "row")
@@ -194,20 +224,33 @@ class UnreducedUpdate(OwnerUpdate):
         self.stacks = Stacks(bound)
         self.inbound = AllToAllBuffers(bound, "inbound", "leave", "arrive")
         self.outbound = AllToAllBuffers(bound, "outbound", "arrive", "return")
-        self.fill = Copy.of_gradients([self.inbound.leave[p] for p in home], bound.sources(home), bound.store.gradients)
+        self.fill = Copy.of_gradients(
+            [self.inbound.leave[p] for p in home], bound.sources(home), bound.store.gradients
+        )
         self.mean = Mean(self.inbound, bound.memory["stays"])
-        M, skip, whole = bound.states(owned, "momentum_buffer"), bound.store.skip(owned), self.stacks.come
+        M, skip, whole = (
+            bound.states(owned, "momentum_buffer"),
+            bound.store.skip(owned),
+            self.stacks.come,
+        )
         means = [self.mean.source(p) for p in owned], [self.mean.out]
         self.pack = Pack(M, [whole[p] for p in owned], *means, skip)
         self.fetch_rows = Copy([whole[p] for p in rows], bound.states(rows, "second_moment"))
-        self.keep_rows = Copy(bound.states(rows, "second_moment"), [whole[p] for p in rows], bound.store.skip(rows))
+        self.keep_rows = Copy(
+            bound.states(rows, "second_moment"), [whole[p] for p in rows], bound.store.skip(rows)
+        )
         kept = bound.kept()
         self.dismantle = copy_apart({**self.outbound.leave, **kept}, whole)
-        self.update_owned = Update(bound.weights(owned), [kept[p] for p in owned], bound.scales(owned), skip, M,
-                                   *means)
+        self.update_owned = Update(
+            bound.weights(owned), [kept[p] for p in owned], bound.scales(owned), skip, M, *means
+        )
         others = self.outbound.arrive
-        self.update = Update(bound.weights(others), list(others.values()), bound.scales(others),
-                             bound.store.skip(others))
+        self.update = Update(
+            bound.weights(others),
+            list(others.values()),
+            bound.scales(others),
+            bound.store.skip(others),
+        )
 
     def compute(self, hp):
         self.bound.momentum(self.pack, hp, self.mean())
@@ -241,13 +284,17 @@ class AdamWUpdate(BucketUpdate):
         yield  # a story like the others, without a collective
 
     def step(self, hp):
-        adamw.adamw_unless(self.flags, self.W, self.store.gradients, self.states, hp, self.store.numbers)
+        adamw.adamw_unless(
+            self.flags, self.W, self.store.gradients, self.states, hp, self.store.numbers
+        )
 
 
 class UnreducedAdamWUpdate(OwnerUpdate):
-    """AdamW on unreduced gradients: every rank sums and steps its chunk of each parameter and returns the weights. Its
-    own weights and state are stepped as copies, which take their place when the bucket lands.
+    """AdamW on unreduced gradients: every rank sums and steps its chunk of each parameter and
+    returns the weights. Its own weights and state are stepped as copies, which take their place
+    when the bucket lands.
     """
+
     rehearsed = ("leave",)
 
     def __init__(self, bound):
@@ -256,20 +303,28 @@ class UnreducedAdamWUpdate(OwnerUpdate):
         self.inbound = AllToAllBuffers(bound, "inbound", "leave", "arrive", gradient_dtype(first))
         self.outbound = AllToAllBuffers(bound, "outbound", "arrive", "return", first.dtype)
         gradients = self.bind_gradients(home, owned)
-        now = [bound.weights(owned), *(bound.states(owned, key) for key in ("exp_avg", "exp_avg_sq"))]
+        now = [
+            bound.weights(owned),
+            *(bound.states(owned, key) for key in ("exp_avg", "exp_avg_sq")),
+        ]
         steps = [_steps(bound, p) for p in owned]
         W, *states = next_ = [*like(now, bound.memory["stays"]), [step.clone() for step in steps]]
         self.now, self.next = [*itertools.chain(*now), *steps], [*itertools.chain(*next_)]
         self.lists = [W, [g.view(w.shape) for g, w in zip(gradients, W)], states]
         self.flags = _flags(bound.store, [p.matrix.param for p in owned])
         states, begun = [bound.store.state[p] for p in bound.store.params], bound.bucket.matrices
-        without = [m.param for m in begun if m.at[0] == 0 and not states[m.param]["exp_avg"].numel()]
+        without = [
+            m.param for m in begun if m.at[0] == 0 and not states[m.param]["exp_avg"].numel()
+        ]
         self.without_rows = [states[i]["step"] for i in without], _flags(bound.store, without)
         stepped = {p.matrix: w for p, w in zip(owned, W)}
         W = [stepped[p.matrix] for p in self.outbound.leave]
         self.sent = [place.view(w.shape) for place, w in zip(self.outbound.leave.values(), W)], W
         W = bound.weights(self.outbound.arrive)
-        self.answered = W, [place.view(w.shape) for place, w in zip(self.outbound.arrive.values(), W)]
+        self.answered = (
+            W,
+            [place.view(w.shape) for place, w in zip(self.outbound.arrive.values(), W)],
+        )
 
     def bind_gradients(self, home, owned) -> list:
         """Return where those of this rank's chunks are, once `collect` has run."""
@@ -295,7 +350,9 @@ class OwnerStateAdamWUpdate(UnreducedAdamWUpdate):
 
     def bind_gradients(self, home, owned) -> list:
         kept, gradients = self.bound.kept(self.inbound.dtype), self.bound.store.gradients
-        self.fill = Copy.of_gradients([kept[p] for p in owned], self.bound.sources(owned), gradients)
+        self.fill = Copy.of_gradients(
+            [kept[p] for p in owned], self.bound.sources(owned), gradients
+        )
         return [kept[p] for p in owned]
 
     def collect(self):
@@ -308,13 +365,19 @@ def _flags(store, numbers):
 
 
 def _steps(bound, piece):
-    """AdamW's count of steps for a chunk; the chunks of a parameter that later buckets bring count along by
-    themselves.
+    """AdamW's count of steps for a chunk; the chunks of a parameter that later buckets bring count
+    along by themselves.
     """
     number = piece.matrix.param
     step = bound.store.state[bound.store.params[number]]["step"]
     return bound.store.twin(number, step) if piece.matrix.at[0] else step
 
 
-BUCKET_UPDATES = {"local": LocalUpdate, "exchange": ShardedUpdate, "own": ShardedUpdate, "reduce": UnreducedUpdate,
-          "reduce_elementwise": UnreducedAdamWUpdate, "own_elementwise": OwnerStateAdamWUpdate}
+BUCKET_UPDATES = {
+    "local": LocalUpdate,
+    "exchange": ShardedUpdate,
+    "own": ShardedUpdate,
+    "reduce": UnreducedUpdate,
+    "reduce_elementwise": UnreducedAdamWUpdate,
+    "own_elementwise": OwnerStateAdamWUpdate,
+}

@@ -1,4 +1,5 @@
 """CUDA graphs of parts of a step: capture, replay, release."""
+
 from __future__ import annotations
 
 import atexit
@@ -27,18 +28,27 @@ CAPTURES = 8  # of one part; a part whose key keeps changing is not worth more
 
 
 def current(device):
-    """Launches go to the current device, which need not be the parameters': meanwhile, make it `device`."""
+    """Launches go to the current device, which need not be the parameters': meanwhile, make it
+    `device`.
+    """
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def available(device) -> bool:
-    """Whether parts on `device` are captured: NVIDIA GPUs with the Triton kernels, unless OPTIMIZER_GRAPHS forbids."""
-    return (device.type == "cuda" and torch.version.hip is None and graphs() == "auto" and use_triton(device))
+    """Whether parts on `device` are captured: NVIDIA GPUs with the Triton kernels, unless
+    OPTIMIZER_GRAPHS forbids.
+    """
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and graphs() == "auto"
+        and use_triton(device)
+    )
 
 
 def check_environment(device) -> None:
-    """Raise ValueError, with the variable, for an environment variable of this package that a step on `device` could
-    not follow.
+    """Raise ValueError, with the variable, for an environment variable of this package that a step
+    on `device` could not follow.
     """
     graphs()
     check_choice(device)
@@ -56,9 +66,10 @@ class Recording:
 class Graphs:
     """The CUDA graphs of one optimizer, in one memory pool.
 
-    They run one after another on one stream, and no tensor of the pool outlives its part: they may share all memory,
-    and come in any order. `excuse`: what to say, once, where there is a graph that does not fit the step. `within`:
-    whether the part that is launched goes into a graph with others: no error of the host comes between them.
+    They run one after another on one stream, and no tensor of the pool outlives its part: they may
+    share all memory, and come in any order. `excuse`: what to say, once, where there is a graph
+    that does not fit the step. `within`: whether the part that is launched goes into a graph with
+    others: no error of the host comes between them.
     """
 
     def __init__(self, excuse=""):
@@ -93,13 +104,18 @@ class Graphs:
     def _capture(self, known, key, work) -> None:
         """Capturing launches nothing. Where it fails, parts run as they are from now on."""
         graph = torch.cuda.CUDAGraph()
-        shared = next((part.graph.pool() for part in self.parts.values() if part.graph is not None), None)
+        shared = next(
+            (part.graph.pool() for part in self.parts.values() if part.graph is not None), None
+        )
         known.count += 1
         try:
             with torch.cuda.stream(self.stream), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # a part may have nothing to do
+                # A part may have nothing to do
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")
                 # other threads (NCCL's watchdog) may do what a capture forbids
-                graph.capture_begin(*([shared] if shared else []), capture_error_mode="thread_local")
+                graph.capture_begin(
+                    *([shared] if shared else []), capture_error_mode="thread_local"
+                )
                 try:
                     work()
                 finally:
@@ -107,7 +123,10 @@ class Graphs:
         except Exception as error:
             self.drop()
             self.on, self.failed = False, True
-            warnings.warn(f"steps run without CUDA graphs, since one could not be captured: {error}", stacklevel=2)
+            warnings.warn(
+                f"steps run without CUDA graphs, since one could not be captured: {error}",
+                stacklevel=2,
+            )
         else:
             known.graph, known.captured = graph, key
 
@@ -115,11 +134,15 @@ class Graphs:
         """Tell once that a graph is not replayed, where there is one and the user asked for it."""
         if self.excuse and any(part.graph is not None for part in self.parts.values()):
             self.excuse = ""
-            warnings.warn(f"capturable=True: {why}; it is captured anew once two steps are alike. Said once.",
-                          stacklevel=2)
+            warnings.warn(
+                f"capturable=True: {why}; it is captured anew once two steps are alike. Said once.",
+                stacklevel=2,
+            )
 
     def drop(self) -> None:
-        """Let all graphs go, and with them their memory; before the owners of parts go, whose ids name the parts."""
+        """Let all graphs go, and with them their memory; before the owners of parts go, whose ids
+        name the parts.
+        """
         for part in self.parts.values():
             if part.graph is not None:
                 part.graph.reset()
@@ -139,7 +162,8 @@ def drop_all() -> None:
 def release_before_groups() -> None:
     """Have all graphs let go before process groups are destroyed and before the process exits.
 
-    NCCL waits for graphs that hold its collectives, forever. Called before the first collective is captured.
+    NCCL waits for graphs that hold its collectives, forever. Called before the first collective is
+    captured.
     """
     atexit.register(drop_all)
     if not dist.is_available():

@@ -2,6 +2,7 @@
 
 While it stays equal, a step plans and binds nothing.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -20,14 +21,15 @@ try:
 except ImportError:  # no part of torch's interface: without it looks take longer
     TensorGuards = None
 _params = itemgetter("params")
-FIXED = "use_muon", "adjust_lr_fn", "ns_coefficients", "ns_steps", "eps"  # numbers that no schedule changes
+# Numbers that no schedule changes
+FIXED = "use_muon", "adjust_lr_fn", "ns_coefficients", "ns_steps", "eps"
 
 
 def fingerprint(groups, state, *more):
-    """What a step depends on besides numbers, and `more`, as cheaply as it can be had: if it equals the last step's,
-    nothing has to be planned or bound anew. Equals nothing where a closer look is due (a gradient that is sparse or
-    lazily negated, a state of somebody else's that is no tensor). One list for each attribute, which is cheaper than
-    one tuple for each parameter.
+    """What a step depends on besides numbers, and `more`, as cheaply as it can be had: if it equals
+    the last step's, nothing has to be planned or bound anew. Equals nothing where a closer look is
+    due (a gradient that is sparse or lazily negated, a state of somebody else's that is no tensor).
+    One list for each attribute, which is cheaper than one tuple for each parameter.
     """
     params = _params_of(groups)
     whole = list(map(gradient_of, params))
@@ -39,35 +41,53 @@ def fingerprint(groups, state, *more):
     try:
         if any(map(torch.Tensor.is_neg, gradients)):
             return object()
-        forms = [list(map(look, gradients)) for look in (_dtype, torch.Tensor.size, torch.Tensor.stride)]
-        return (at_rest(groups, state), forms, _odd(gradients), missing, placements_of(whole),
-                [gradient_dtype(params[i]) for i in missing], more)
+        forms = [
+            list(map(look, gradients)) for look in (_dtype, torch.Tensor.size, torch.Tensor.stride)
+        ]
+        return (
+            at_rest(groups, state),
+            forms,
+            _odd(gradients),
+            missing,
+            placements_of(whole),
+            [gradient_dtype(params[i]) for i in missing],
+            more,
+        )
     except (AttributeError, RuntimeError, TypeError):  # no addresses, no strides
         return object()
 
 
 class StepFingerprint:
-    """What `fingerprint` saw, and a quicker look whether it is so again: at every step Python takes longer for that than a
-    GPU for some models. It sees a change wherever `fingerprint` sees one. The guards are those by which compiled code knows
-    tensors: types, dtypes, shapes, strides, what is lazy or sparse, and whether gradients are wanted.
+    """What `fingerprint` saw, and a quicker look whether it is so again: at every step Python takes
+    longer for that than a GPU for some models. It sees a change wherever `fingerprint` sees one.
+    The guards are those by which compiled code knows tensors: types, dtypes, shapes, strides, what
+    is lazy or sparse, and whether gradients are wanted.
     """
 
     def __init__(self, groups, state, *more):
         self.seen, self.came, self.quick = fingerprint(groups, state, *more), None, False
         self.params = _params_of(groups)
         whole = list(map(gradient_of, self.params))
-        known = isinstance(self.seen, tuple) and isinstance(self.seen[0], tuple) and not self.seen[3]
+        known = (
+            isinstance(self.seen, tuple) and isinstance(self.seen[0], tuple) and not self.seen[3]
+        )
         if TensorGuards is None or not known or len(set(map(type, whole))) != 1:
             return
         self.values = _values_of(state)
         gradients, held = raw_locals(whole), self.params + self.values
         local = raw_locals(held)
-        self.numbers, self.more, self.odd, self.placements = _numbers(groups), more, *self.seen[2:5:2]
+        self.numbers, self.more, self.odd, self.placements = (
+            _numbers(groups),
+            more,
+            *self.seen[2:5:2],
+        )
         self.kind, self.specs = type(whole[0]), list(map(_spec, whole)) if self.placements else []
         self.plain, self.places = _same(local, held), list(map(torch.Tensor.data_ptr, local))
         with torch.enable_grad():  # else guards do not see who wants gradients
-            self.guards = [TensorGuards(*ts, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-                           for ts in (held, gradients, local)[:2 if self.plain else 3]]
+            self.guards = [
+                TensorGuards(*ts, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+                for ts in (held, gradients, local)[: 2 if self.plain else 3]
+            ]
             self.quick = self._guarded(held, gradients, local)
 
     def holds(self, groups, state, *more) -> bool:
@@ -76,7 +96,8 @@ class StepFingerprint:
         with contextlib.suppress(AttributeError, RuntimeError, TypeError):  # as in a glance
             if self.quick and self._soon(groups, state, more):
                 return True
-        with contextlib.suppress(RuntimeError):  # what is no number may be anything: it is refused next
+        # What is no number may be anything: it is refused next
+        with contextlib.suppress(RuntimeError):
             return fingerprint(groups, state, *more) == self.seen
         return False
 
@@ -85,37 +106,55 @@ class StepFingerprint:
         return isinstance(self.seen, tuple) and at_rest(groups, state) == self.seen[0]
 
     def take(self) -> dict:
-        """{parameter's id: its gradient here} as the quick look just saw them, once; empty where it did not."""
+        """{parameter's id: its gradient here} as the quick look just saw them, once; empty where it
+        did not.
+        """
         came, self.came = self.came, None
         return {} if came is None else dict(zip(map(id, self.params), came))
 
     def _soon(self, groups, state, more) -> bool:
         params, values = _params_of(groups), _values_of(state)
-        if not (_same(params, self.params) and _same(values, self.values) and more == self.more
-                and _numbers(groups) == self.numbers):
+        if not (
+            _same(params, self.params)
+            and _same(values, self.values)
+            and more == self.more
+            and _numbers(groups) == self.numbers
+        ):
             return False
         whole, held = list(map(gradient_of, params)), params + values
         if set(map(type, whole)) != {self.kind}:
             return False
-        gradients, specs = _locals(whole, not self.placements), list(map(_spec, whole)) if self.placements else []
+        gradients, specs = (
+            _locals(whole, not self.placements),
+            list(map(_spec, whole)) if self.placements else [],
+        )
         local = _locals(held, self.plain)
         with torch.enable_grad():
             if not self._guarded(held, gradients, local):
                 return False
-        if not ((_same(specs, self.specs) or placements_of(whole) == self.placements) and _odd(gradients) == self.odd
-                and list(map(torch.Tensor.data_ptr, local)) == self.places):
+        if not (
+            (_same(specs, self.specs) or placements_of(whole) == self.placements)
+            and _odd(gradients) == self.odd
+            and list(map(torch.Tensor.data_ptr, local)) == self.places
+        ):
             return False
         self.came = gradients
         return True
 
     def _guarded(self, *lists) -> bool:
-        """Where nothing is a DTensor, what is held and the local part of it are the same, and looked at once."""
+        """Where nothing is a DTensor, what is held and the local part of it are the same, and
+        looked at once.
+        """
         return all(guard.check(*tensors) for guard, tensors in zip(self.guards, lists))
 
 
 def _locals(tensors, plain) -> list:
     """`raw_locals` of DTensors and others, or of `plain` ones only."""
-    return tensors if plain else list(map(getattr, tensors, itertools.repeat("_local_tensor"), tensors))
+    return (
+        tensors
+        if plain
+        else list(map(getattr, tensors, itertools.repeat("_local_tensor"), tensors))
+    )
 
 
 def _same(ours, theirs) -> bool:
@@ -131,8 +170,15 @@ def _values_of(state) -> list:
 
 
 def _numbers(groups) -> list:
-    return [(id(group), len(group["params"]), *map(_kept, map(group.get, FIXED)), _later(group.get("betas")))
-            for group in groups]
+    return [
+        (
+            id(group),
+            len(group["params"]),
+            *map(_kept, map(group.get, FIXED)),
+            _later(group.get("betas")),
+        )
+        for group in groups
+    ]
 
 
 def _later(betas):
@@ -146,20 +192,33 @@ def _kept(value):
 
 
 def _odd(gradients) -> list:
-    return list(map(operator.mod, map(torch.Tensor.data_ptr, gradients), itertools.repeat(ALIGNMENT)))
+    return list(
+        map(operator.mod, map(torch.Tensor.data_ptr, gradients), itertools.repeat(ALIGNMENT))
+    )
 
 
 def missing_from(gradients) -> list[int]:
     """The numbers of those that are None; without Python for each of them where all are there."""
-    return [i for i, g in enumerate(gradients) if g is None] if type(None) in set(map(type, gradients)) else []
+    return (
+        [i for i, g in enumerate(gradients) if g is None]
+        if type(None) in set(map(type, gradients))
+        else []
+    )
 
 
 def at_rest(groups, state):
-    """The part of a glance that is there without gradients: parameters, what no schedule changes, where they lie."""
+    """The part of a glance that is there without gradients: parameters, what no schedule changes,
+    where they lie.
+    """
     params = _params_of(groups)
     try:
         held = raw_locals(params) + raw_locals(_values_of(state))
-        return _numbers(groups), list(map(id, params)), list(map(_requires_grad, params)), _memory(held)
+        return (
+            _numbers(groups),
+            list(map(id, params)),
+            list(map(_requires_grad, params)),
+            _memory(held),
+        )
     except (AttributeError, RuntimeError, TypeError):
         return object()
 
@@ -171,17 +230,19 @@ def _memory(tensors) -> list:
 
 
 def memory_key(params, state, groups):
-    """What bound views and launches depend on: where parameters and state lie, and how the gradients are laid out. A
-    missing gradient changes nothing: other ranks, which may have it, do not bind anew either. Raises RuntimeError for a
-    gradient that cannot be stepped.
+    """What bound views and launches depend on: where parameters and state lie, and how the
+    gradients are laid out. A missing gradient changes nothing: other ranks, which may have it, do
+    not bind anew either. Raises RuntimeError for a gradient that cannot be stepped.
     """
     check_gradients(params, groups)
     gradients = [p.grad for p in params]
     forms = map(form_of_gradient, raw_locals(g for g in gradients if g is not None))
     held = [t for p in params for t in (p, *state[p].values()) if isinstance(t, torch.Tensor)]
-    return (_memory(raw_locals(held)),
-            [next(forms) if g is not None else form_of_zeros(p) for p, g in zip(params, gradients)],
-            placements_of(p if g is None else g for p, g in zip(params, gradients)))
+    return (
+        _memory(raw_locals(held)),
+        [next(forms) if g is not None else form_of_zeros(p) for p, g in zip(params, gradients)],
+        placements_of(p if g is None else g for p, g in zip(params, gradients)),
+    )
 
 
 def form_of_gradient(local):
@@ -190,13 +251,22 @@ def form_of_gradient(local):
 
 
 def in_form(gradient, form, name):
-    """A copy of a gradient in the form of another. RuntimeError where the dtype does not hold its numbers."""
+    """A copy of a gradient in the form of another. RuntimeError where the dtype does not hold its
+    numbers.
+    """
     dtype, stride, odd = form
     if torch.promote_types(gradient.dtype, dtype) != dtype:
-        raise RuntimeError(f"the gradient of parameter {name} came in {gradient.dtype}, after buckets had left during "
-                           f"backward; in the steps before it came in {dtype}. Load a checkpoint, and take a step "
-                           "without last_backward() when dtypes change")
-    extent = 1 + sum((size - 1) * step for size, step in zip(gradient.shape, stride)) if gradient.numel() else 0
+        raise RuntimeError(
+            f"the gradient of parameter {name} came in {gradient.dtype}, after buckets had left "
+            "during "
+            f"backward; in the steps before it came in {dtype}. Load a checkpoint, and take a step "
+            "without last_backward() when dtypes change"
+        )
+    extent = (
+        1 + sum((size - 1) * step for size, step in zip(gradient.shape, stride))
+        if gradient.numel()
+        else 0
+    )
     flat = torch.empty(extent + odd // dtype.itemsize, dtype=dtype, device=gradient.device)
     return flat.as_strided(gradient.shape, stride, odd // dtype.itemsize).copy_(gradient)
 

@@ -1,4 +1,7 @@
-"""This rank's parameters, gradients and state, as views of the pieces of a plan. Issues no collective."""
+"""This rank's parameters, gradients and state, as views of the pieces of a plan. Issues no
+collective.
+"""
+
 from __future__ import annotations
 
 from collections import defaultdict
@@ -8,7 +11,13 @@ import torch
 from ..communication.redistribute import to_parameter_placements
 from ..kernels.elementwise.multi_tensor import Skip, Source
 from ..params import errors
-from ..params.dtensor import gradient_dtype, is_mismatched, local_of, raw_locals, mismatched_placements
+from ..params.dtensor import (
+    gradient_dtype,
+    is_mismatched,
+    local_of,
+    mismatched_placements,
+    raw_locals,
+)
 from ..params.errors import names_in
 from ..params.layout import this_rank, zeros_with_placements
 from ..params.validation import check_gradients, gradient_of
@@ -18,33 +27,46 @@ from .fingerprint import form_of_gradient, in_form, missing_from
 class Store:
     """The tensors of one parameter group at this rank, seen piece by piece.
 
-    `layouts`, `row_layouts`: of each parameter and of its row state (None without). `state`: the optimizer's.
-    `in_chunks`: the parameters are cut into rows of dim 0, and their gradients are made contiguous for that. `hp`: the
-    live group. `strays`: number of a parameter -> placements of its gradients, where those are others; is added to.
-    `addresses` (of gradients) and `numbers` (of the group): this step's, on the device, from a Feed. `gradients`: this
-    step's, as they are read; `came`: as autograd left them; `missing`: the numbers of those that it did not make.
+    `layouts`, `row_layouts`: of each parameter and of its row state (None without). `state`: the
+    optimizer's. `in_chunks`: the parameters are cut into rows of dim 0, and their gradients are
+    made contiguous for that. `hp`: the live group. `strays`: number of a parameter -> placements of
+    its gradients, where those are others; is added to. `addresses` (of gradients) and `numbers` (of
+    the group): this step's, on the device, from a Feed. `gradients`: this step's, as they are read;
+    `came`: as autograd left them; `missing`: the numbers of those that it did not make.
     """
+
     addresses = numbers = flags = None
 
     def __init__(self, params, layouts, row_layouts, state, in_chunks=False, hp=None, strays=None):
-        self.params, self.state, self.rank, self.in_chunks, self.hp = params, state, this_rank(), in_chunks, hp
+        self.params, self.state, self.rank, self.in_chunks, self.hp = (
+            params,
+            state,
+            this_rank(),
+            in_chunks,
+            hp,
+        )
         self.layouts, self.twins = {"update": layouts, "row": row_layouts}, defaultdict(list)
         self.device, self.wide = local_of(params[0]).device, params[0].dtype == torch.float64
         self.names = list(range(len(params))) if hp is None else list(map(names_in(hp).get, params))
         self.strays, self.forms = {} if strays is None else strays, None
         self.first = {}  # number of a parameter -> that of its first flag
         self._find_strays()
-        self.read(bring=lambda param, grad: torch.zeros(local_of(param).shape, dtype=grad.dtype, device=self.device))
+        self.read(
+            bring=lambda param, grad: torch.zeros(
+                local_of(param).shape, dtype=grad.dtype, device=self.device
+            )
+        )
         self.forms = list(map(form_of_gradient, self.gradients))
 
     def _find_strays(self) -> None:
         self.strays.update(mismatched_placements(self.params))
 
     def read(self, bring=to_parameter_placements, as_bound=False, came=None) -> bool:
-        """Take this step's gradients, which autograd may have put elsewhere; a missing one counts as zero. `bring`:
-        what makes one like its parameter that is placed otherwise; where one is missing, too, for others wait.
-        `as_bound`: give all the form for which this was bound, and return whether any had another. `came`: those of
-        all parameters, by id, where they are known.
+        """Take this step's gradients, which autograd may have put elsewhere; a missing one counts
+        as zero. `bring`: what makes one like its parameter that is placed otherwise; where one is
+        missing, too, for others wait. `as_bound`: give all the form for which this was bound, and
+        return whether any had another. `came`: those of all parameters, by id, where they are
+        known.
         """
         if as_bound:
             check_gradients(self.params, [self.hp])
@@ -57,25 +79,31 @@ class Store:
         for number, placements in self.strays.items():
             param = self.params[number]
             with errors.during(f"the way home of the gradient of parameter {self.names[number]}"):
-                grad = zeros_with_placements(param, placements, gradient_dtype(param)) if param.grad is None else param.grad
+                grad = (
+                    zeros_with_placements(param, placements, gradient_dtype(param))
+                    if param.grad is None
+                    else param.grad
+                )
                 self.gradients[number] = bring(param, grad)
         if self.in_chunks:
             self.gradients = list(map(torch.Tensor.contiguous, self.gradients))
         forms = zip(self.gradients, self.forms) if as_bound else ()
         others = [number for number, (g, form) in enumerate(forms) if form_of_gradient(g) != form]
         for number in others:
-            self.gradients[number] = in_form(self.gradients[number], self.forms[number], self.names[number])
+            self.gradients[number] = in_form(
+                self.gradients[number], self.forms[number], self.names[number]
+            )
         return bool(others)
 
     def take(self, numbers) -> bool:
-        """Take the gradients of some parameters before the others. False if one of them is missing, or is not as those
-        for which this was bound.
+        """Take the gradients of some parameters before the others. False if one of them is missing,
+        or is not as those for which this was bound.
         """
         for number in numbers:
             param = self.params[number]
             if param.grad is None or param.grad.layout is not torch.strided or is_mismatched(param):
                 return False
-            gradient, = raw_locals([param.grad])
+            (gradient,) = raw_locals([param.grad])
             if gradient.is_neg():
                 return False
             self.gradients[number] = gradient.contiguous() if self.in_chunks else gradient
@@ -84,11 +112,15 @@ class Store:
         return True
 
     def forget(self):
-        """Let the gradients go: once the step is launched, their memory is for whatever the caller does next."""
+        """Let the gradients go: once the step is launched, their memory is for whatever the caller
+        does next.
+        """
         self.came, self.gradients = (), [None] * len(self.params)
 
     def sources(self, pieces):
-        """Where each piece lies in the gradients, for launches that are told only the gradients' addresses."""
+        """Where each piece lies in the gradients, for launches that are told only the gradients'
+        addresses.
+        """
         return [self._source(p, self.gradients[p.matrix.param]) for p in pieces]
 
     def _source(self, piece, gradient):
@@ -96,24 +128,42 @@ class Store:
         if piece.kind == "chunk":
             return Source(piece.matrix.param, start * cols, (cols, 1))
         view = self._view(gradient, piece)
-        return Source(piece.matrix.param, view.storage_offset() - gradient.storage_offset(), tuple(view.stride()))
+        return Source(
+            piece.matrix.param,
+            view.storage_offset() - gradient.storage_offset(),
+            tuple(view.stride()),
+        )
 
     def weights(self, pieces):
         """W of each piece: (rows, cols) views, of a chunk (rows, ...)."""
         return [self._view(local_of(self.params[p.matrix.param]), p) for p in pieces]
 
     def states(self, pieces, key):
-        """State `key` of each piece, views like those of W. Of chunks, the owner stores its own only."""
+        """State `key` of each piece, views like those of W. Of chunks, the owner stores its own
+        only.
+        """
         locals_ = [local_of(self.state[self.params[p.matrix.param]][key]) for p in pieces]
         first = [p.matrix.at[0] if p.kind == "chunk" else None for p in pieces]
-        return [self._view(s, p) if at is None else s[at:at + p.shape[0]] for s, p, at in zip(locals_, pieces, first)]
+        return [
+            self._view(s, p) if at is None else s[at : at + p.shape[0]]
+            for s, p, at in zip(locals_, pieces, first)
+        ]
 
     def skip(self, pieces):
-        """Which pieces launches leave as they are: those whose matrix is flagged (nonfinite.py). None: no one watches."""
-        return None if self.flags is None else Skip(self.flags, tuple(self._flag_at(p) for p in pieces))
+        """Which pieces launches leave as they are: those whose matrix is flagged (nonfinite.py).
+        None: no one watches.
+        """
+        return (
+            None
+            if self.flags is None
+            else Skip(self.flags, tuple(self._flag_at(p) for p in pieces))
+        )
 
     def _flag_at(self, piece) -> int:
-        place, lead = 0, () if piece.kind == "chunk" else self.layouts["update"][piece.matrix.param].shape[:-2]
+        place, lead = (
+            0,
+            () if piece.kind == "chunk" else self.layouts["update"][piece.matrix.param].shape[:-2],
+        )
         for size, at in zip(lead, piece.matrix.at):
             place = place * size + at
         return self.first[piece.matrix.param] + place
@@ -121,7 +171,10 @@ class Store:
     def all_of(self, number) -> list:
         """The local tensors of one parameter: its weight, all its state and the twins of that."""
         param = self.params[number]
-        return [*map(local_of, filter(torch.is_tensor, (param, *self.state[param].values()))), *self.twins[number]]
+        return [
+            *map(local_of, filter(torch.is_tensor, (param, *self.state[param].values()))),
+            *self.twins[number],
+        ]
 
     def counts_of(self, number: int) -> list[torch.Tensor]:
         """AdamW's count of steps of one parameter, and its twins; empty for Muon's parameters."""
@@ -148,6 +201,10 @@ class Store:
 
 
 def _zeros(param):
-    """Of the form that `change.form_of_zeros` says, also where rows lie apart, which zeros_like would close up."""
+    """Of the form that `change.form_of_zeros` says, also where rows lie apart, which zeros_like
+    would close up.
+    """
     local = local_of(param)
-    return torch.empty_strided(local.shape, local.stride(), dtype=gradient_dtype(param), device=local.device).zero_()
+    return torch.empty_strided(
+        local.shape, local.stride(), dtype=gradient_dtype(param), device=local.device
+    ).zero_()

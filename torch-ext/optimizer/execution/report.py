@@ -1,4 +1,5 @@
 """`plan_report`: the plan as a table, times of a step, and a figure."""
+
 from __future__ import annotations
 
 import time
@@ -9,17 +10,38 @@ import torch
 
 from .. import pipeline
 from ..pipeline import BucketUpdate
-from ..planning.cost_model import CostModel, BucketTimes, TimelineSpan
+from ..planning.cost_model import BucketTimes, CostModel, TimelineSpan
 from ..planning.load_balance import least_load
 
-COLORS = {"pack": "#0ea5e9", "products": "#c2410c", "pack, products": "#c2410c", "apply": "#16a34a", "all": "#c2410c",
-          "in": "#6366f1", "out": "#a855f7", "under way": "#a5b4fc"}
-HEADS = ("bucket", "route", "ranks", "matrices", "mine", "workspace", "sends in", "sends out", "max/mean", "expected",
-         "measured")
+COLORS = {
+    "pack": "#0ea5e9",
+    "products": "#c2410c",
+    "pack, products": "#c2410c",
+    "apply": "#16a34a",
+    "all": "#c2410c",
+    "in": "#6366f1",
+    "out": "#a855f7",
+    "under way": "#a5b4fc",
+}
+HEADS = (
+    "bucket",
+    "route",
+    "ranks",
+    "matrices",
+    "mine",
+    "workspace",
+    "sends in",
+    "sends out",
+    "max/mean",
+    "expected",
+    "measured",
+)
 
 
 class Stopwatch:
-    """The times of one step: a mark before and after each part of a route's story, without waiting for the device."""
+    """The times of one step: a mark before and after each part of a route's story, without waiting
+    for the device.
+    """
 
     def __init__(self, device):
         self.cuda, self.parts = device.type == "cuda", []
@@ -38,16 +60,24 @@ class Stopwatch:
         return [(_Timed(route, number, self), hp) for number, (route, hp) in enumerate(jobs)]
 
     def spans(self) -> list[TimelineSpan]:
-        """What was measured; waits for the device. The wire's part lasts until its bucket goes on."""
+        """What was measured; waits for the device. The wire's part lasts until its bucket goes on.
+        """
         if self.cuda:
             torch.cuda.synchronize()
         stories, found = {}, []
         for number, begin, end in self.parts:
             stories.setdefault(number, []).append((self._since(begin), self._since(end)))
         for number, parts in stories.items():
-            names = {1: ["all"], 2: ["pack, products", "apply"]}.get(len(parts), ["pack", "products", "apply"])
-            found += [TimelineSpan("stream", name, number, *part) for name, part in zip(names, parts)]
-            found += [TimelineSpan("wire", "under way", number, a[1], b[0]) for a, b in zip(parts, parts[1:])]
+            names = {1: ["all"], 2: ["pack, products", "apply"]}.get(
+                len(parts), ["pack", "products", "apply"]
+            )
+            found += [
+                TimelineSpan("stream", name, number, *part) for name, part in zip(names, parts)
+            ]
+            found += [
+                TimelineSpan("wire", "under way", number, a[1], b[0])
+                for a, b in zip(parts, parts[1:])
+            ]
         return sorted(found, key=lambda span: span.start)
 
     def _since(self, mark):
@@ -74,10 +104,11 @@ class _Timed(BucketUpdate):
 
 @dataclass(frozen=True)
 class Row:
-    """One bucket. Bytes are those of this rank, `matrices` shape -> how many in all, `mine` how many it computes;
-    `balance` is the largest load over the mean, by the cost model; times are in ms of this rank's stream, None where
-    they are not known.
+    """One bucket. Bytes are those of this rank, `matrices` shape -> how many in all, `mine` how
+    many it computes; `balance` is the largest load over the mean, by the cost model; times are in
+    ms of this rank's stream, None where they are not known.
     """
+
     bucket: int
     route: str
     ranks: int
@@ -92,23 +123,34 @@ class Row:
 
     def cells(self) -> list[str]:
         """The row as text."""
-        shapes = ", ".join(f"{n} x {'x'.join(map(str, shape))}" for shape, n in self.matrices.items())
+        shapes = ", ".join(
+            f"{n} x {'x'.join(map(str, shape))}" for shape, n in self.matrices.items()
+        )
         nbytes = (self.workspace_bytes, self.sent_in_bytes, self.sent_out_bytes)
         times = (self.expected_ms, self.measured_ms)
-        return [str(self.bucket), self.route, str(self.ranks), shapes, str(self.mine), *map(_bytes, nbytes),
-                "-" if self.balance is None else f"{self.balance:.3f}",
-                *("-" if ms is None else f"{ms:.3f} ms" for ms in times)]
+        return [
+            str(self.bucket),
+            self.route,
+            str(self.ranks),
+            shapes,
+            str(self.mine),
+            *map(_bytes, nbytes),
+            "-" if self.balance is None else f"{self.balance:.3f}",
+            *("-" if ms is None else f"{ms:.3f} ms" for ms in times),
+        ]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `Muon.plan_report` returns; `str(report)` is a table. Seen from one rank, which knows its own buckets.
+    """What `Muon.plan_report` returns; `str(report)` is a table. Seen from one rank, which knows
+    its own buckets.
 
-    `loads`: rank -> expected work (ns where times were measured on this device, else in proportion to FLOPs) of the
-    buckets that this rank has part in; `least_load`: what the most loaded rank has at least, however matrices are
-    shared; `workspace`: the bytes of every slot and of the bench. `expected`, `measured`: lists of Span, empty where
-    nothing is known.
+    `loads`: rank -> expected work (ns where times were measured on this device, else in proportion
+    to FLOPs) of the buckets that this rank has part in; `least_load`: what the most loaded rank has
+    at least, however matrices are shared; `workspace`: the bytes of every slot and of the bench.
+    `expected`, `measured`: lists of Span, empty where nothing is known.
     """
+
     rank: int
     rows: tuple
     loads: dict
@@ -126,7 +168,10 @@ class Report:
     def __str__(self) -> str:
         table = [HEADS, *(row.cells() for row in self.rows)]
         widths = [max(len(row[i]) for row in table) for i in range(len(HEADS))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+            for row in table
+        ]
         return "\n".join([f"plan of rank {self.rank}", *lines, *self._sums()])
 
     def _sums(self):
@@ -134,24 +179,40 @@ class Report:
         yield f"workspace: {_bytes(sum(self.workspace.values()))} ({parts})"
         if self.balance is not None:
             least = self.least_load * len(self.loads) / sum(self.loads.values())
-            yield (f"balance: largest load / mean = {self.balance:.3f} over {len(self.loads)} ranks; as matrices are "
-                   f"not cut, no less than {least:.3f}")
+            yield (
+                f"balance: largest load / mean = {self.balance:.3f} over {len(self.loads)} ranks; "
+                "as matrices are "
+                f"not cut, no less than {least:.3f}"
+            )
         for name, found in (("expected", self.expected), ("measured", self.measured)):
             if found:
-                yield f"{name}: {max(s.end for s in found) / 1e6:.3f} ms from the first launch to the last"
+                end_ms = max(span.end for span in found) / 1e6
+                yield f"{name}: {end_ms:.3f} ms from the first launch to the last"
 
     def figure(self, path=None):
-        """Draw when buckets run, as a matplotlib figure; written to `path` if given. Needs matplotlib."""
+        """Draw when buckets run, as a matplotlib figure; written to `path` if given. Needs
+        matplotlib.
+        """
         try:
             from matplotlib.figure import Figure
         except ModuleNotFoundError:
-            raise ModuleNotFoundError("plan_report().figure() draws with matplotlib, which is not installed") from None
-        panels = [(name, found) for name, found in (("expected", self.expected), ("measured", self.measured)) if found]
+            raise ModuleNotFoundError(
+                "plan_report().figure() draws with matplotlib, which is not installed"
+            ) from None
+        panels = [
+            (name, found)
+            for name, found in (("expected", self.expected), ("measured", self.measured))
+            if found
+        ]
         if not panels:
-            raise ValueError("nothing to draw: no times were measured for this device; set timing = True on the "
-                             "optimizer and take a step")
+            raise ValueError(
+                "nothing to draw: no times were measured for this device; set timing = True on the "
+                "optimizer and take a step"
+            )
         figure = Figure(figsize=(11, 1.2 + 1.7 * len(panels)), layout="constrained")
-        for axes, (name, found) in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels):
+        for axes, (name, found) in zip(
+            figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels
+        ):
             draw(axes, found)
             axes.set_title(f"{name}, rank {self.rank}", loc="left", fontsize=10)
         if path is not None:
@@ -160,22 +221,35 @@ class Report:
 
 
 def draw(axes, found) -> None:
-    """Draw spans on two lanes, stream and wire, with the bucket's number in each that is wide enough."""
+    """Draw spans on two lanes, stream and wire, with the bucket's number in each that is wide
+    enough.
+    """
     width, seen = max(span.end for span in found), {}
     for span in found:
         lane, duration = ("wire", "stream").index(span.lane), span.end - span.start
-        bars = axes.barh(lane, duration / 1e6, left=span.start / 1e6, color=COLORS[span.what], edgecolor="white")
+        bars = axes.barh(
+            lane, duration / 1e6, left=span.start / 1e6, color=COLORS[span.what], edgecolor="white"
+        )
         seen.setdefault(span.what, bars)
         if duration > 0.02 * width:
-            axes.text((span.start + span.end) / 2e6, lane, str(span.bucket), ha="center", va="center", fontsize=8)
+            axes.text(
+                (span.start + span.end) / 2e6,
+                lane,
+                str(span.bucket),
+                ha="center",
+                va="center",
+                fontsize=8,
+            )
     axes.set_yticks((0, 1), ("wire", "stream"))
     axes.set_xlabel("ms")
-    axes.legend(seen.values(), seen, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.legend(
+        seen.values(), seen, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)
+    )
 
 
 def report_of(jobs, rank, watch=None, run=pipeline.run) -> Report:
-    """The report of bound jobs, [(route, live parameter group)] in the order of a step; `watch`: of the last one;
-    `run`: what steps them.
+    """The report of bound jobs, [(route, live parameter group)] in the order of a step; `watch`: of
+    the last one; `run`: what steps them.
     """
     measured, took = watch.spans() if watch else [], Counter()
     for span in measured:
@@ -190,8 +264,15 @@ def report_of(jobs, rank, watch=None, run=pipeline.run) -> Report:
     known = next((pace for pace in paces if pace and pace.measured), None)
     expected = known.spans([_part(route, known) for route, _ in jobs], run) if known else []
     bounds = [route.bound for route, _ in jobs if route.bound is not None]
-    return Report(rank, tuple(filter(None, rows)), dict(loads), least_load(works, max(len(loads), 1)),
-                  workspace_of(bounds), expected, measured)
+    return Report(
+        rank,
+        tuple(filter(None, rows)),
+        dict(loads),
+        least_load(works, max(len(loads), 1)),
+        workspace_of(bounds),
+        expected,
+        measured,
+    )
 
 
 def _pace(route, hp):
@@ -212,24 +293,49 @@ def _row(number, route, hp, measured_ms):
     """The row of one route, None for a pause."""
     if route.store is not None:  # AdamW at home
         shapes = Counter(tuple(p.shape) for p in route.store.params)
-        return Row(number, "elementwise", 1, shapes, len(route.store.params), 0, 0, 0, None, None, measured_ms)
+        return Row(
+            number,
+            "elementwise",
+            1,
+            shapes,
+            len(route.store.params),
+            0,
+            0,
+            0,
+            None,
+            None,
+            measured_ms,
+        )
     if route.bound is None:
         return None
     bucket, share, pace = route.bound.bucket, route.bound.share, _pace(route, hp)
     loads = _loads(bucket, pace) if pace else {}
     total, part = sum(loads.values()), _part(route, pace) if pace and pace.measured else None
-    return Row(number, bucket.route, len(bucket.ranks), Counter((m.rows, m.cols) for m in bucket.matrices),
-               len(share.matrices), sum(share.places()[1].values()), sum(share.inbound.send_bytes),
-               sum(share.outbound.send_bytes), max(loads.values()) * len(loads) / total if total else None,
-               (part.pack + part.products + part.apply) / 1e6 if part else None, measured_ms)
+    return Row(
+        number,
+        bucket.route,
+        len(bucket.ranks),
+        Counter((m.rows, m.cols) for m in bucket.matrices),
+        len(share.matrices),
+        sum(share.places()[1].values()),
+        sum(share.inbound.send_bytes),
+        sum(share.outbound.send_bytes),
+        max(loads.values()) * len(loads) / total if total else None,
+        (part.pack + part.products + part.apply) / 1e6 if part else None,
+        measured_ms,
+    )
 
 
 def _part(route, pace) -> BucketTimes:
-    """What is expected of a route: as planned, or for AdamW from the bytes that it moves (28 per element in fp32)."""
+    """What is expected of a route: as planned, or for AdamW from the bytes that it moves (28 per
+    element in fp32).
+    """
     if route.bound is not None:
         share, planned = route.bound.share, route.bound.bucket.part
         chunks = pace.memory(28 * sum(p.numel for p in share.owned if p.home == p.owner))
-        inbound, outbound = (pace.wire(sum(way.send_bytes)) for way in (share.inbound, share.outbound))
+        inbound, outbound = (
+            pace.wire(sum(way.send_bytes)) for way in (share.inbound, share.outbound)
+        )
         return planned or BucketTimes(0, inbound, chunks, outbound, 0, route.travels)
     elements = sum(w.numel() for w in route.store.locals()) if route.store is not None else 0
     return BucketTimes(0, 0, 0, 0, pace.memory(28 * elements), route.travels)

@@ -1,4 +1,5 @@
 """Gradient addresses and scalars of a step, in one copy to the device, only where they changed."""
+
 from __future__ import annotations
 
 import struct
@@ -16,8 +17,8 @@ class StepInputs:
     """One buffer on the device, in which every store and every set of flags finds its own."""
 
     def __init__(self, stores, presence, early=0):
-        """Give `stores` their `addresses` (int64, None without Triton) and `numbers` (fp32), `presence` its flags.
-        `early`: how many buckets may leave before the step.
+        """Give `stores` their `addresses` (int64, None without Triton) and `numbers` (fp32),
+        `presence` its flags. `early`: how many buckets may leave before the step.
         """
         self.stores, self.presence, self.device = stores, presence, presence.device
         flags = {ranks: len(members) for ranks, members in presence.members.items() if ranks}
@@ -26,19 +27,25 @@ class StepInputs:
         places, at = _lay_out([4 * count for count in flags.values()], at)
         self.memory = torch.zeros(at, dtype=torch.uint8, device=self.device)
         for store, here, there in zip(stores, addresses, numbers):
-            store.addresses = self.memory[here].view(torch.int64) if use_triton(self.device) else None
+            store.addresses = (
+                self.memory[here].view(torch.int64) if use_triton(self.device) else None
+            )
             store.numbers = self.memory[there].view(torch.float32)
-        mine = {ranks: self.memory[place].view(torch.float32) for ranks, place in zip(flags, places)}
+        mine = {
+            ranks: self.memory[place].view(torch.float32) for ranks, place in zip(flags, places)
+        }
         presence.flags = {ranks: (here, torch.empty_like(here)) for ranks, here in mine.items()}
-        self.packer = struct.Struct("=" + _form(addresses, "q", 8) + _form(numbers, "f", 4) + _form(places, "f", 4))
+        self.packer = struct.Struct(
+            "=" + _form(addresses, "q", 8) + _form(numbers, "f", 4) + _form(places, "f", 4)
+        )
         self.sent, self.replayed, self.kept, self.pages = b"", False, [], []
         if self.device.type == "cuda":
             self.pages = [(_pinned(at), torch.cuda.Event()) for _ in range(PAGES * (1 + early))]
 
     def send(self, seen=None, as_bound=False) -> bool:
-        """Have the stores know this step's gradients and the device its values, from here on in the stream's order.
-        `seen`: the Look that has just seen them.
-        Returns whether gradients had to be brought into the form in which the stores were bound (`as_bound`).
+        """Have the stores know this step's gradients and the device its values, from here on in the
+        stream's order. `seen`: the Look that has just seen them. Returns whether gradients had to
+        be brought into the form in which the stores were bound (`as_bound`).
         """
         came = {} if seen is None else seen.take()
         brought = [store.read(came=came, as_bound=as_bound) for store in self.stores]
@@ -76,7 +83,9 @@ class StepInputs:
         self.pages.append((page, copied))
 
     def _send_by_graph(self, packed) -> None:
-        """Into the user's own graph: its replays send these values again, so the page is theirs from now on."""
+        """Into the user's own graph: its replays send these values again, so the page is theirs
+        from now on.
+        """
         page = self.pages.pop(0)[0] if len(self.pages) > 1 else _pinned(len(packed))
         self.kept.append(page.copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8)))
         self.memory.copy_(page, non_blocking=True)
@@ -99,7 +108,9 @@ def _form(places, letter, size):
 
 
 def _lay_out(sizes, at):
-    """(slices of so many bytes, one after another at aligned places, where the next one would begin)."""
+    """(slices of so many bytes, one after another at aligned places, where the next one would
+    begin).
+    """
     places = []
     for nbytes in sizes:
         places.append(slice(at, at + nbytes))

@@ -1,4 +1,6 @@
-"""Memory that buckets share, and the stacks of matrices in it that Newton-Schulz reads and writes."""
+"""Memory that buckets share, and the stacks of matrices in it that Newton-Schulz reads and writes.
+"""
+
 from __future__ import annotations
 
 from collections import defaultdict
@@ -12,7 +14,9 @@ from ..planning.memory_model import ALIGNMENT
 
 
 class Workspace:
-    """Flat memory that buckets use in turn: a buffer for each slot and one for the bench, as large as any wants."""
+    """Flat memory that buckets use in turn: a buffer for each slot and one for the bench, as large
+    as any wants.
+    """
 
     def __init__(self, slots, device):
         self.slots, self.device, self.sizes, self.buffers = slots, device, defaultdict(int), {}
@@ -29,8 +33,10 @@ class Workspace:
         for use, (memory, at) in share.places()[0].items():
             key = self._key(number, memory)
             if key not in self.buffers:
-                self.buffers[key] = torch.empty(self.sizes[key], dtype=torch.uint8, device=self.device)
-            lent[use] = self.buffers[key][at:at + share.needs[use]]
+                self.buffers[key] = torch.empty(
+                    self.sizes[key], dtype=torch.uint8, device=self.device
+                )
+            lent[use] = self.buffers[key][at : at + share.needs[use]]
         return lent
 
     def _key(self, number, memory):
@@ -38,41 +44,57 @@ class Workspace:
 
 
 def like(lists, flat):
-    """Lists of contiguous tensors like those of `lists`, each list one after another in a flat uint8 buffer."""
+    """Lists of contiguous tensors like those of `lists`, each list one after another in a flat
+    uint8 buffer.
+    """
     found, at = [], 0
     for tensors in lists:
         at += -at % ALIGNMENT
         found.append([])
         for t in tensors:
-            found[-1].append(flat[at:at + t.nbytes].view(t.dtype).view(t.shape))
+            found[-1].append(flat[at : at + t.nbytes].view(t.dtype).view(t.shape))
             at += t.nbytes
     return found
 
 
 class Stacks:
-    """`read`: matrices (N, R, C) of each shape as the iteration finds them, `written`: where it leaves them, `rows`:
-    their (N, R, 1) row state. `come`, `go`: {piece computed here: the view of it in these}.
+    """`read`: matrices (N, R, C) of each shape as the iteration finds them, `written`: where it
+    leaves them, `rows`: their (N, R, 1) row state. `come`, `go`: {piece computed here: the view of
+    it in these}.
 
     What is whole stays in one place, and so does row state. The others are Splits.
     """
 
     def __init__(self, bound, came=None, leaves=None):
-        """`came`, `leaves`: {piece: its place} of all that is read and written where matrices are `direct`; of several
-        places for the same, the first.
+        """`came`, `leaves`: {piece: its place} of all that is read and written where matrices are
+        `direct`; of several places for the same, the first.
         """
         self.share, self.read, self.written, self.rows = bound.share, [], [], []
-        ends, members, whole, at, row = [self._places(came), self._places(leaves)], defaultdict(list), {}, 0, 0
+        ends, members, whole, at, row = (
+            [self._places(came), self._places(leaves)],
+            defaultdict(list),
+            {},
+            0,
+            0,
+        )
         for matrix in self.share.matrices:
             members[matrix.rows, matrix.cols, matrix in self.share.direct].append(matrix)
         for (R, C, direct), matrices in members.items():
             N, dtype = len(matrices), bound.options.wire_dtype
-            self.rows.append(piece_at(bound.memory["rows"], row, (N * R, 1), torch.float32).view(N, R, 1))
+            self.rows.append(
+                piece_at(bound.memory["rows"], row, (N * R, 1), torch.float32).view(N, R, 1)
+            )
             whole |= {(m, "row"): t for m, t in zip(matrices, self.rows[-1])}
             row += 4 * N * R
             if direct:
-                read, written = (ScatteredRows([[at for _, at in sorted(end[m].items())] for m in matrices]) for end in ends)
+                read, written = (
+                    ScatteredRows([[at for _, at in sorted(end[m].items())] for m in matrices])
+                    for end in ends
+                )
             else:
-                read = written = piece_at(bound.memory["stack"], at, (N * R, C), dtype).view(N, R, C)
+                read = written = piece_at(bound.memory["stack"], at, (N * R, C), dtype).view(
+                    N, R, C
+                )
                 whole |= {(m, "update"): t for m, t in zip(matrices, read)}
                 at += read.nbytes + -read.nbytes % ALIGNMENT
             self.read.append(read)

@@ -1,8 +1,10 @@
-"""Coefficient sets of the Newton-Schulz iteration: triples, restart intervals, fused pairs of steps.
+"""Coefficient sets of the Newton-Schulz iteration: triples, restart intervals, fused pairs of
+steps.
 
-`steps_of` turns the options of a group into `Steps`. A `Pair` computes the last two steps of an interval as one polynomial in
-A = X X^T of degree 12: four n x n products instead of five.
+`steps_of` turns the options of a group into `Steps`. A `Pair` computes the last two steps of an
+interval as one polynomial in A = X X^T of degree 12: four n x n products instead of five.
 """
+
 from __future__ import annotations
 
 import functools
@@ -18,7 +20,8 @@ from ..params.errors import shortened
 
 
 class Pair(NamedTuple):
-    """The factors of each product, of its addends in the order A, S, C, and of I, if it has that."""
+    """The factors of each product, of its addends in the order A, S, C, and of I, if it has that.
+    """
 
     S: tuple[float, float]  # A A, A
     C: tuple[float, float, float]  # A S, A, S
@@ -26,64 +29,115 @@ class Pair(NamedTuple):
     Q: tuple[float, float, float]  # S, C, I; that of H H is 1
 
 
-JORDAN = Pair((0.598923969, -1.54780642), (1.33875617, 1.67397696, -0.465356319),
-              (13.0330836, -2.83023773, -4.09826998, -15.5234775, 3.04269224), (-2.00700166, -4.11949379, 2.6062715))
+JORDAN = Pair(
+    (0.598923969, -1.54780642),
+    (1.33875617, 1.67397696, -0.465356319),
+    (13.0330836, -2.83023773, -4.09826998, -15.5234775, 3.04269224),
+    (-2.00700166, -4.11949379, 2.6062715),
+)
 
-# The fourth and fifth step of nanochat's triples, 3.7e-4: the divisor of the norm does not change the range that A has
-# there. The second and third step have no pair: its error would be 1.4e-3.
-NANOCHAT_PAIR = Pair((0.165460584, -0.813536952), (0.565342165, 0.542160403, -0.822663684),
-                (10.8447924, -0.737644894, -2.74387177, -12.4578859, 2.35967698),
-                (0.720822965, -1.14333639, 2.14073821))
+# The fourth and fifth step of nanochat's triples, 3.7e-4: the divisor of the norm does not change
+# the range that A has there. The second and third step have no pair: its error would be 1.4e-3.
+NANOCHAT_PAIR = Pair(
+    (0.165460584, -0.813536952),
+    (0.565342165, 0.542160403, -0.822663684),
+    (10.8447924, -0.737644894, -2.74387177, -12.4578859, 2.35967698),
+    (0.720822965, -1.14333639, 2.14073821),
+)
 
-# Set -> index of the first of two steps -> pair. The largest relative error of Q is beside it (test_pairs.py).
+# Set -> index of the first of two steps -> pair. The largest relative error of Q is beside it
+# (test_pairs.py).
 PAIRS: dict[str, dict[int, Pair]] = {
     "polar_express": {
-        1: Pair((0.106289081, -0.652044041), (0.704174304, 0.669932001, -0.924596087),  # 6.3e-4
-                (13.9816065, -1.12013961, -5.30125738, -18.4358236, 3.7678923),
-                (-0.581943756, -0.817612252, 0.50921521)),
-        2: Pair((0.131492116, -0.72524119), (0.615164641, 0.529175985, -1.07127331),  # 4.9e-4
-                (11.8734149, -0.774332966, -3.83324826, -15.6538119, 3.28746025),
-                (0.233990008, -0.612255583, 1.07558059)),
-        3: Pair((0.151031312, -0.777256353), (0.575097711, 0.553056223, -0.899099409),  # 1.5e-4
-                (7.65761481, -0.668713475, -2.32535226, -9.65414489, 2.21446522),
-                (0.743211776, -0.905487909, 2.02043602)),
-        4: Pair((0.318631063, -1.12894899), (0.316366038, 0.460110784, -0.607342881),  # 8e-7
-                (3.31182606, -0.459152568, -0.508858199, -3.94303707, 1.43186248),
-                (0.314369032, -1.00924709, 1.89645862)),
-        5: Pair((0.334602767, -1.20414845), (0.439329264, 0.769224713, -0.571051299),  # 5e-8
-                (1.25422984, -0.306790706, -0.0982375506, -2.02066567, 1.30318614),
-                (0.216980289, -0.640812315, 1.67902976)),
-        6: Pair((2.34269679, -3.06117448), (0.0869952457, 0.704170778, -0.498441915),  # 4e-7
-                (0.575126067, -0.383307985, 0.168134522, -1.1676031, 1.2914393),
-                (-0.299549291, -1.10123352, 1.84780873))},
+        1: Pair(
+            (0.106289081, -0.652044041),
+            (0.704174304, 0.669932001, -0.924596087),  # 6.3e-4
+            (13.9816065, -1.12013961, -5.30125738, -18.4358236, 3.7678923),
+            (-0.581943756, -0.817612252, 0.50921521),
+        ),
+        2: Pair(
+            (0.131492116, -0.72524119),
+            (0.615164641, 0.529175985, -1.07127331),  # 4.9e-4
+            (11.8734149, -0.774332966, -3.83324826, -15.6538119, 3.28746025),
+            (0.233990008, -0.612255583, 1.07558059),
+        ),
+        3: Pair(
+            (0.151031312, -0.777256353),
+            (0.575097711, 0.553056223, -0.899099409),  # 1.5e-4
+            (7.65761481, -0.668713475, -2.32535226, -9.65414489, 2.21446522),
+            (0.743211776, -0.905487909, 2.02043602),
+        ),
+        4: Pair(
+            (0.318631063, -1.12894899),
+            (0.316366038, 0.460110784, -0.607342881),  # 8e-7
+            (3.31182606, -0.459152568, -0.508858199, -3.94303707, 1.43186248),
+            (0.314369032, -1.00924709, 1.89645862),
+        ),
+        5: Pair(
+            (0.334602767, -1.20414845),
+            (0.439329264, 0.769224713, -0.571051299),  # 5e-8
+            (1.25422984, -0.306790706, -0.0982375506, -2.02066567, 1.30318614),
+            (0.216980289, -0.640812315, 1.67902976),
+        ),
+        6: Pair(
+            (2.34269679, -3.06117448),
+            (0.0869952457, 0.704170778, -0.498441915),  # 4e-7
+            (0.575126067, -0.383307985, 0.168134522, -1.1676031, 1.2914393),
+            (-0.299549291, -1.10123352, 1.84780873),
+        ),
+    },
     "polar_express_nanochat": {3: NANOCHAT_PAIR},
     "polar_express_dion": {3: NANOCHAT_PAIR},
     "polar_express_modded_nanogpt": {3: NANOCHAT_PAIR},
     "cans": {
-        3: Pair((0.169788468, -0.824110649), (0.551946851, 0.534807042, -0.807212223),  # 3.0e-4; 1 spoils values near 1
-                (9.92550141, -0.715036496, -2.44801327, -11.3101407, 2.24170512),
-                (0.749754428, -1.11913383, 2.15634575))},
+        # 3.0e-4; 1 spoils values near 1
+        3: Pair(
+            (0.169788468, -0.824110649),
+            (0.551946851, 0.534807042, -0.807212223),
+            (9.92550141, -0.715036496, -2.44801327, -11.3101407, 2.24170512),
+            (0.749754428, -1.11913383, 2.15634575),
+        )
+    },
     "quintic": {
-        1: Pair((0.600104068, -1.54933671), (1.74670221, 1.80974949, -0.704495919),  # 7.4e-4
-                (15.5575845, -3.21170031, -5.71384057, -19.1802996, 3.64269353),
-                (-0.259217657, -1.41679544, 1.50878582)),
-        3: Pair((0.385351343, -1.24155132), (1.07409078, 1.58737128, -0.177571671),  # 2.2e-4
-                (9.01992925, -1.78121584, -1.23572571, -9.12882367, 2.29180252),
-                (-0.74576963, -3.1157132, 2.90725846))},
+        1: Pair(
+            (0.600104068, -1.54933671),
+            (1.74670221, 1.80974949, -0.704495919),  # 7.4e-4
+            (15.5575845, -3.21170031, -5.71384057, -19.1802996, 3.64269353),
+            (-0.259217657, -1.41679544, 1.50878582),
+        ),
+        3: Pair(
+            (0.385351343, -1.24155132),
+            (1.07409078, 1.58737128, -0.177571671),  # 2.2e-4
+            (9.01992925, -1.78121584, -1.23572571, -9.12882367, 2.29180252),
+            (-0.74576963, -3.1157132, 2.90725846),
+        ),
+    },
     "turbo": {
-        2: Pair((0.256801533, -1.01351559), (0.547901863, 0.555284569, -0.714323151),  # 1.9e-4
-                (10.2467693, -0.774373462, -2.01063105, -10.7805421, 2.0720353),
-                (0.736525707, -1.43260339, 2.43325022))},
+        2: Pair(
+            (0.256801533, -1.01351559),
+            (0.547901863, 0.555284569, -0.714323151),  # 1.9e-4
+            (10.2467693, -0.774373462, -2.01063105, -10.7805421, 2.0720353),
+            (0.736525707, -1.43260339, 2.43325022),
+        )
+    },
     "aol": {
-        2: Pair((0.557424806, -1.49444395), (1.13187795, 1.62751319, -0.362515035),  # 3.9e-5
-                (6.38286477, -1.26399791, -0.599217684, -7.16145862, 2.1367241),
-                (-0.264983989, -2.44158719, 2.93823562))},
+        2: Pair(
+            (0.557424806, -1.49444395),
+            (1.13187795, 1.62751319, -0.362515035),  # 3.9e-5
+            (6.38286477, -1.26399791, -0.599217684, -7.16145862, 2.1367241),
+            (-0.264983989, -2.44158719, 2.93823562),
+        )
+    },
     "jordan": {1: JORDAN},  # 5.7e-5
     "deepseek_v4": {
         **dict.fromkeys(range(1, 7), JORDAN),
-        8: Pair((2.34214936, -3.06082623), (0.143541039, 0.737925932, -0.369215227),  # 1.2e-6
-                (1.16944596, 1.04140385, 0.174542147, -2.57459275, 1.58228958),
-                (-1.45702836, -3.12916125, 1.49636263))},
+        8: Pair(
+            (2.34214936, -3.06082623),
+            (0.143541039, 0.737925932, -0.369215227),  # 1.2e-6
+            (1.16944596, 1.04140385, 0.174542147, -2.57459275, 1.58228958),
+            (-1.45702836, -3.12916125, 1.49636263),
+        ),
+    },
 }
 
 Triple = tuple[float, float, float]
@@ -91,13 +145,18 @@ F16, ALL = torch.float16, 100  # no iteration has more steps
 LARGEST = torch.finfo(torch.float32).max  # number, in whose arithmetic all is done
 KEPT = 256  # answers about sets of coefficients; schedules may bring new ones at every step
 REPEATED_LAST = (1.875, -1.25, 0.375)
-LONGEST_SEGMENT = {torch.float32: 3, torch.float16: 3, torch.bfloat16: 2}  # steps of the Gram iteration per restart
-STEADY, SMALL = ("polar_express", "jordan"), 256  # sets that begin with three steps at once in fp16, but below such n
-LONGEST_CUBIC = {torch.float32: 5, torch.float16: 5, torch.bfloat16: 2}  # the same where every c is 0: they grow slowly
+# Steps of the Gram iteration per restart
+LONGEST_SEGMENT = {torch.float32: 3, torch.float16: 3, torch.bfloat16: 2}
+# Sets that begin with three steps at once in fp16, but below such n
+STEADY, SMALL = ("polar_express", "jordan"), 256
+# The same where every c is 0: they grow slowly
+LONGEST_CUBIC = {torch.float32: 5, torch.float16: 5, torch.bfloat16: 2}
 
 
 def _safe(triple: Triple, s: float) -> Triple:
-    """Return the triple of p(x / s): singular values that rounding pushes above 1 stay where p is bounded."""
+    """Return the triple of p(x / s): singular values that rounding pushes above 1 stay where p is
+    bounded.
+    """
     a, b, c = triple
     return a / s, b / s**3, c / s**5
 
@@ -113,41 +172,74 @@ NANOCHAT: tuple[Triple, ...] = (
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
 
 SETS: dict[str, tuple[Triple, ...]] = {
     # Keller Jordan's post on Muon; torch.optim.Muon's default
     "jordan": ((3.4445, -4.7750, 2.0315),),
     # YOU: modded-nanogpt's medium track, Emerging-Optimizers' default
-    "quintic": ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
-                (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012)),
-    # arXiv 2505.16932, with a safety factor of 1.05: less error in fp16 than with 1.02 (docs/math.md)
-    "polar_express": tuple(_safe(t, 1.05) for t in (
-        (8.28721201814563, -23.595886519098837, 17.300387312530933),
-        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-        (1.891301407787398, -1.2679958271945868, 0.37680408948524835))),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    # arXiv 2505.16932, with a safety factor of 1.05: less error in fp16 than with 1.02
+    # (docs/math.md)
+    "polar_express": tuple(
+        _safe(t, 1.05)
+        for t in (
+            (8.28721201814563, -23.595886519098837, 17.300387312530933),
+            (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+            (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+            (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+            (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+            (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+        )
+    ),
     # The three peers share their triples and divide U by other numbers before the first step.
     "polar_express_nanochat": _divided(NANOCHAT, 1.01),
     "polar_express_dion": _divided(NANOCHAT, 1.02),
     "polar_express_modded_nanogpt": _divided(NANOCHAT, 1.02),
     # arXiv 2506.10935; unscaled, the composition reaches 1e36 at 1.002
-    "cans": tuple(_safe(t, 1.02) for t in (
-        (8.4703, -25.1081, 18.6293), (4.1828, -3.1087, 0.5806), (3.9619, -2.9541, 0.5630),
-        (3.2866, -2.4647, 0.5074), (2.2737, -1.6447, 0.4162))),
+    "cans": tuple(
+        _safe(t, 1.02)
+        for t in (
+            (8.4703, -25.1081, 18.6293),
+            (4.1828, -3.1087, 0.5806),
+            (3.9619, -2.9541, 0.5630),
+            (3.2866, -2.4647, 0.5074),
+            (2.2737, -1.6447, 0.4162),
+        )
+    ),
     # arXiv 2512.04632, only after AOL scaling
-    "turbo": ((4.6051, -9.6552, 5.6769), (4.7505, -6.0861, 2.1790), (2.7763, -2.3190, 0.5523),
-              (2.4231, -2.2861, 0.8193)),
-    # Emerging-Optimizers, only after AOL scaling, which promises singular values up to 1; the composition turns
-    # negative from 0.884 on, so its argument is divided by 1.2 here
-    "aol": (_safe((4.0098, -7.0585, 2.4635), 1.2), (3.4585, -5.5479, 2.5959), (2.7573, -3.2939, 1.4254),
-            (2.7215, -3.0494, 1.3169)),
+    "turbo": (
+        (4.6051, -9.6552, 5.6769),
+        (4.7505, -6.0861, 2.1790),
+        (2.7763, -2.3190, 0.5523),
+        (2.4231, -2.2861, 0.8193),
+    ),
+    # Emerging-Optimizers, only after AOL scaling, which promises singular values up to 1; the
+    # composition turns negative from 0.884 on, so its argument is divided by 1.2 here
+    "aol": (
+        _safe((4.0098, -7.0585, 2.4635), 1.2),
+        (3.4585, -5.5479, 2.5959),
+        (2.7573, -3.2939, 1.4254),
+        (2.7215, -3.0494, 1.3169),
+    ),
     # arXiv 2606.00371, lower bound 7e-3; unscaled, the composition is negative from 1.004 on
-    "cubic": tuple(_safe(t, 1.02) for t in (
-        (3.3656576, -3.3420992, 0.0), (2.5744352, -1.4957376, 0.0), (2.5368962, -1.4312570, 0.0),
-        (2.4418906, -1.2764040, 0.0), (2.2230472, -0.9630650, 0.0))),
+    "cubic": tuple(
+        _safe(t, 1.02)
+        for t in (
+            (3.3656576, -3.3420992, 0.0),
+            (2.5744352, -1.4957376, 0.0),
+            (2.5368962, -1.4312570, 0.0),
+            (2.4418906, -1.2764040, 0.0),
+            (2.2230472, -0.9630650, 0.0),
+        )
+    ),
     # DeepSeek-V4's report
     "deepseek_v4": ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2,
 }
@@ -157,7 +249,9 @@ NEEDS_AOL = ("turbo", "aol")
 
 @dataclass(frozen=True)
 class Steps:
-    """An iteration: each step is X <- (a I + b A + c A^2) X with A = X X^T; `aol` scales the rows before the first."""
+    """An iteration: each step is X <- (a I + b A + c A^2) X with A = X X^T; `aol` scales the rows
+    before the first.
+    """
 
     triples: tuple[Triple, ...]
     aol: bool = False
@@ -170,16 +264,19 @@ class Steps:
         return hash((self.triples, self.aol))
 
     def segments(self, dtype: torch.dtype = F16, most: int = ALL, n: int = SMALL) -> tuple:
-        """Return the steps between restarts, tuples of triples, for matrices with a short side of `n`: at most `most`
-        and what `dtype` allows in each, few segments, the longer first: five steps are cut 3 + 2.
+        """Return the steps between restarts, tuples of triples, for matrices with a short side of
+        `n`: at most `most` and what `dtype` allows in each, few segments, the longer first: five
+        steps are cut 3 + 2.
 
-        In fp16 three steps at once may leave the range of the next ones, for the first steps grow the most, and
-        rounding with them, the more the smaller n is. So from SMALL on only STEADY sets begin with three, others are
-        cut 2 + 3. Smaller matrices take two at most, the longer last, for the first two steps are no `Pair`: 1 + 2 + 2.
+        In fp16 three steps at once may leave the range of the next ones, for the first steps grow
+        the most, and rounding with them, the more the smaller n is. So from SMALL on only STEADY
+        sets begin with three, others are cut 2 + 3. Smaller matrices take two at most, the longer
+        last, for the first two steps are no `Pair`: 1 + 2 + 2.
         """
         length, total, half = min(most, self._longest(dtype, n)), len(self.triples), dtype == F16
         careful = half and length == 3 and not self.cubic and not _is_steady(self.triples)
-        count = math.ceil((total + careful) / length)  # careful: as if the first segment had one step more
+        # Careful: as if the first segment had one step more
+        count = math.ceil((total + careful) / length)
         rounded = math.floor if careful or half and length == 2 else math.ceil
         ends = [rounded(total * i / count) for i in range(count + 1)]
         return tuple(self.triples[first:last] for first, last in zip(ends, ends[1:]))
@@ -190,13 +287,17 @@ class Steps:
             return LONGEST_CUBIC[dtype]
         return 2 if dtype == F16 and n < SMALL else LONGEST_SEGMENT[dtype]
 
-    def pairs(self, dtype: torch.dtype = F16, most: int = ALL, n: int = SMALL) -> tuple[Pair | None, ...]:
-        """Return for each segment the `Pair` that its last two steps are taken as, or None: in other dtypes than fp16,
-        which are more exact than pairs, or less than these need.
+    def pairs(
+        self, dtype: torch.dtype = F16, most: int = ALL, n: int = SMALL
+    ) -> tuple[Pair | None, ...]:
+        """Return for each segment the `Pair` that its last two steps are taken as, or None: in
+        other dtypes than fp16, which are more exact than pairs, or less than these need.
         """
         lengths = [len(segment) for segment in self.segments(dtype, most, n)]
-        return tuple(_pair(self.triples[:end], self.aol) if length > 1 and dtype == F16 else None
-                     for length, end in zip(lengths, itertools.accumulate(lengths)))
+        return tuple(
+            _pair(self.triples[:end], self.aol) if length > 1 and dtype == F16 else None
+            for length, end in zip(lengths, itertools.accumulate(lengths))
+        )
 
     @property
     def cubic(self) -> bool:
@@ -205,36 +306,46 @@ class Steps:
 
 
 def steps_of(ns_coefficients: str | Sequence, ns_steps: int = 5) -> Steps:
-    """Return the iteration for a set's name, a triple (a, b, c) to be repeated, or a sequence of ns_steps triples.
+    """Return the iteration for a set's name, a triple (a, b, c) to be repeated, or a sequence of
+    ns_steps triples.
 
     A named set of fixed length takes that length or 5, the default, for ns_steps.
     """
     if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or not 1 <= ns_steps < 100:
-        raise ValueError(f"ns_steps is {shortened(repr(ns_steps))}; pass a whole number from 1 to 99")
+        raise ValueError(
+            f"ns_steps is {shortened(repr(ns_steps))}; pass a whole number from 1 to 99"
+        )
     if not isinstance(ns_coefficients, str):
         return Steps(_checked(ns_coefficients, ns_steps))
-    named = _named.__wrapped__ if torch.compiler.is_compiling() else _named  # dynamo warns of a cache
+    # Dynamo warns of a cache
+    named = _named.__wrapped__ if torch.compiler.is_compiling() else _named
     return named(ns_coefficients, ns_steps)
 
 
 def _checked(ns_coefficients, ns_steps) -> tuple:
-    """So many triples of floats; looked at each time, since a cache takes True and 1.0 for the same."""
+    """So many triples of floats; looked at each time, since a cache takes True and 1.0 for the
+    same.
+    """
     numbers = _as_tuples(ns_coefficients)
     single = len(numbers) == 3 and not any(isinstance(x, tuple) for x in numbers)
     triples = (numbers,) * ns_steps if single else numbers
     for triple in triples:
         _check_triple(triple)
     if len(triples) != ns_steps:
-        raise ValueError(f"ns_coefficients holds {len(triples)} triples and ns_steps is {ns_steps}; "
-                         f"pass ns_steps={len(triples)}, or {ns_steps} triples")
+        raise ValueError(
+            f"ns_coefficients holds {len(triples)} triples and ns_steps is {ns_steps}; "
+            f"pass ns_steps={len(triples)}, or {ns_steps} triples"
+        )
     return tuple(tuple(map(float, triple)) for triple in triples)
 
 
 def _as_tuples(numbers):
     """Text and bytes are no sequences of numbers here, and a set has no order."""
     if not _is_sequence(numbers):
-        raise ValueError(f"ns_coefficients is {shortened(repr(numbers))}; pass a name, a triple, or a "
-                         "sequence of triples")
+        raise ValueError(
+            f"ns_coefficients is {shortened(repr(numbers))}; pass a name, a triple, or a "
+            "sequence of triples"
+        )
     return tuple(tuple(x) if _is_sequence(x) else x for x in numbers)
 
 
@@ -244,8 +355,10 @@ def _is_sequence(x):
 
 def _check_triple(triple):
     if not (isinstance(triple, tuple) and len(triple) == 3 and all(map(is_number, triple))):
-        raise ValueError(f"ns_coefficients holds {shortened(repr(triple))}; a triple is three finite "
-                         "numbers (a, b, c) that fp32 holds")
+        raise ValueError(
+            f"ns_coefficients holds {shortened(repr(triple))}; a triple is three finite "
+            "numbers (a, b, c) that fp32 holds"
+        )
 
 
 def is_number(x):
@@ -256,12 +369,16 @@ def is_number(x):
 @functools.lru_cache(maxsize=KEPT)
 def _named(name, ns_steps):
     if name not in SETS:
-        raise ValueError(f"ns_coefficients is {shortened(repr(name))}; the sets are {', '.join(SETS)}; or "
-                         "pass a triple or triples")
+        raise ValueError(
+            f"ns_coefficients is {shortened(repr(name))}; the sets are {', '.join(SETS)}; or "
+            "pass a triple or triples"
+        )
     length = len(SETS[name])
     if name not in ANY_LENGTH and ns_steps not in (5, length):
-        raise ValueError(f"ns_steps is {ns_steps}, but the set {name!r} has {length} steps; "
-                         f"pass ns_steps={length}, or leave it at 5, the default")
+        raise ValueError(
+            f"ns_steps is {ns_steps}, but the set {name!r} has {length} steps; "
+            f"pass ns_steps={length}, or leave it at 5, the default"
+        )
     return Steps(_beginning(name, ns_steps if name in ANY_LENGTH else length), name in NEEDS_AOL)
 
 
@@ -280,7 +397,9 @@ def _is_steady(triples):
 
 @functools.lru_cache(maxsize=KEPT)
 def _pair(triples, aol):
-    """The pair of the last two of these steps, where a set begins with all of them: only then A is in its range."""
+    """The pair of the last two of these steps, where a set begins with all of them: only then A is
+    in its range.
+    """
     first = len(triples) - 2
     for name, known in PAIRS.items():
         pair = known.get(min(first, len(SETS[name])))  # from there on all steps are alike

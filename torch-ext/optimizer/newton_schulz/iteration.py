@@ -1,8 +1,9 @@
 """The Newton-Schulz iterations over batches of matrices that share a short side.
 
-`iterate_all` runs several batches, `iterate` one. `LongSide` holds the matrices of one long side. `follow` computes the
-polynomial Q of one restart interval from A = X X^T. Knows no ranks.
+`iterate_all` runs several batches, `iterate` one. `LongSide` holds the matrices of one long side.
+`follow` computes the polynomial Q of one restart interval from A = X X^T. Knows no ranks.
 """
+
 from __future__ import annotations
 
 import functools
@@ -14,13 +15,23 @@ import torch
 from ..kernels.backend import capturing
 from ..kernels.elementwise.aol import aol, scale_columns, scale_rows, unit_rows
 from ..kernels.elementwise.scaling import raw_norm, unit_norm
-from ..kernels.matmul.api import gram, linear, product, read_triangles, symmetric_product, takes_in_place, takes_raw
+from ..kernels.matmul.api import (
+    gram,
+    linear,
+    product,
+    read_triangles,
+    symmetric_product,
+    takes_in_place,
+    takes_raw,
+)
 from ..kernels.onchip import gram_chain, polar
 from .method import LINE, takes
 
 
 class Room:
-    """Stacks one after another in memory that is lent. Matrices begin where the cache's lines do, on a GPU rows too."""
+    """Stacks one after another in memory that is lent. Matrices begin where the cache's lines do,
+    on a GPU rows too.
+    """
 
     def __init__(self, shapes, dtype, device):
         line = LINE // dtype.itemsize
@@ -34,7 +45,9 @@ class Room:
 
     def all(self) -> list:
         first = self.memory.storage_offset()
-        return [self.memory.as_strided(shape, strides, first + at) for shape, strides, at in self.forms]
+        return [
+            self.memory.as_strided(shape, strides, first + at) for shape, strides, at in self.forms
+        ]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -50,12 +63,15 @@ def _arrange(shapes, step, line):
 
 
 def iterate_all(stacks, steps, eps: float, dtype: torch.dtype, memory=None) -> None:
-    """`iterate` each of stacks (members, most steps between restarts): side by side, in a CUDA graph, if `memory` is
-    enough for all of them together; else one after the other, in the same memory.
+    """`iterate` each of stacks (members, most steps between restarts): side by side, in a CUDA
+    graph, if `memory` is enough for all of them together; else one after the other, in the same
+    memory.
     """
     device, lent = stacks[0][0][0][0].device, _divided(stacks, dtype, memory)
-    works = [functools.partial(iterate, members, steps, eps, dtype, most, own)
-             for (members, most), own in zip(stacks, lent or itertools.repeat(memory))]
+    works = [
+        functools.partial(iterate, members, steps, eps, dtype, most, own)
+        for (members, most), own in zip(stacks, lent or itertools.repeat(memory))
+    ]
     if lent and capturing(device):
         return _side_by_side(works, device)
     for work in works:
@@ -63,16 +79,23 @@ def iterate_all(stacks, steps, eps: float, dtype: torch.dtype, memory=None) -> N
 
 
 def _divided(stacks, dtype, memory):
-    """The part of `memory` for each of `stacks`; None if it is not enough for all of them together."""
+    """The part of `memory` for each of `stacks`; None if it is not enough for all of them together.
+    """
     sizes = list(zip(*(_needs(members, dtype.itemsize, most) for members, most in stacks)))
-    if memory is None or len(stacks) == 1 or any(map(operator.lt, map(torch.numel, memory), map(sum, sizes))):
+    if (
+        memory is None
+        or len(stacks) == 1
+        or any(map(operator.lt, map(torch.numel, memory), map(sum, sizes)))
+    ):
         return None
-    return list(zip(*(flat[:sum(parts)].split(parts) for flat, parts in zip(memory, sizes))))
+    return list(zip(*(flat[: sum(parts)].split(parts) for flat, parts in zip(memory, sizes))))
 
 
 def most_of(stacks, itemsize: int) -> tuple[int, ...]:
     """Return the bytes of `memory` that `iterate_all` takes at most, one after the other."""
-    return tuple(map(max, zip((0, 0, 0), *(_needs(members, itemsize, most) for members, most in stacks))))
+    return tuple(
+        map(max, zip((0, 0, 0), *(_needs(members, itemsize, most) for members, most in stacks)))
+    )
 
 
 def _needs(members, itemsize, most) -> tuple[int, int, int]:
@@ -102,26 +125,32 @@ def _streams(device, count) -> list:
 def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=None) -> None:
     """Orthogonalize each U (N, n, m), n <= m, of members (U, out) into out; n is the same for all.
 
-    They may be the same memory, and each a Split. `steps`: a `steps.Steps`; `dtype`: that of products; `most`: steps
-    between restarts, 1 in the standard iteration, more in the Gram iteration; `memory`: three flat uint8 tensors of the
-    bytes that `takes` says for all matrices together, the first of two equal parts, the second, and the rest; None for
-    new memory.
+    They may be the same memory, and each a Split. `steps`: a `steps.Steps`; `dtype`: that of
+    products; `most`: steps between restarts, 1 in the standard iteration, more in the Gram
+    iteration; `memory`: three flat uint8 tensors of the bytes that `takes` says for all matrices
+    together, the first of two equal parts, the second, and the rest; None for new memory.
     """
     kinds = _by_kind(members, steps, dtype, most)
     counts = [sum(len(U) for U, _ in group) for group in kinds.values()]
     n, device = members[0][0].shape[1], members[0][0].device
     long, square = tuple((count, n, m) for count, (m, _) in zip(counts, kinds)), (sum(counts), n, n)
-    rooms = [Room(shapes, dtype, device) for shapes in (long, long, (square,) * (4 if most > 1 else 2))]
+    rooms = [
+        Room(shapes, dtype, device) for shapes in (long, long, (square,) * (4 if most > 1 else 2))
+    ]
     sizes = [room.nbytes for room in rooms[:2]] + [rooms[2].nbytes + LINE * sum(counts)]
     memory = memory or torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
     for room, flat in zip(rooms, memory):
         room.lend(flat)
-    factors = memory[2][rooms[2].nbytes:][:12 * sum(counts)].view(torch.float32).view(3, sum(counts))
+    factors = (
+        memory[2][rooms[2].nbytes :][: 12 * sum(counts)].view(torch.float32).view(3, sum(counts))
+    )
     (Xs, Ys, squares), parts, first = (room.all() for room in rooms), [], 0
     for ((_, raw), group), count, X, Y in zip(kinds.items(), counts, Xs, Ys):
         parts.append(LongSide(group, raw, squares[0], first, X, Y))
         first += count
-    lengths, row_scales = _factors(rooms[1].memory, *squares[0].shape[:2]) if steps.aol else (None, None)
+    lengths, row_scales = (
+        _factors(rooms[1].memory, *squares[0].shape[:2]) if steps.aol else (None, None)
+    )
     for part in parts:
         part.begin(eps, factors, lengths)
     cut = dtype, most, n
@@ -141,9 +170,11 @@ def _by_kind(members, steps, dtype, most) -> dict:
 
 
 def _factors(memory, N, n):
-    """Lengths (N, 2, n) and scales (N, n) of rows, fp32, in memory that is free until X <- P X, if it is enough."""
+    """Lengths (N, 2, n) and scales (N, n) of rows, fp32, in memory that is free until X <- P X, if
+    it is enough.
+    """
     memory, numbers = memory.view(torch.uint8), 3 * N * n
-    flat = memory[:4 * numbers] if memory.numel() >= 4 * numbers else memory.new_empty(4 * numbers)
+    flat = memory[: 4 * numbers] if memory.numel() >= 4 * numbers else memory.new_empty(4 * numbers)
     lengths, scales = flat.view(torch.float32).split((2 * N * n, N * n))
     return lengths.view(N, 2, n), scales.view(N, n)
 
@@ -151,9 +182,9 @@ def _factors(memory, N, n):
 def _iteration(parts, squares, segments, lengths, scales):
     """X <- Q X, segment by segment; return the last Q, yet to be applied.
 
-    segments: triples, and the pair that the last two are taken as, or None. squares: A and Q, and for more than a step
-    at a time Z and T. scales (N, n): room for those of A (AOL), by the `lengths` of rows, which X has yet to get; None
-    where there are none.
+    segments: triples, and the pair that the last two are taken as, or None. squares: A and Q, and
+    for more than a step at a time Z and T. scales (N, n): room for those of A (AOL), by the
+    `lengths` of rows, which X has yet to get; None where there are none.
     """
     A, Q, *others = squares
     for number, (segment, pair) in enumerate(segments):
@@ -199,12 +230,15 @@ def _restart(parts) -> None:
 
 
 def follow(segment, pair, A, Q, Z, T) -> tuple:
-    """Follow A and Q + q I, the product of the polynomials, in place of X. Return Q with q = 0, and the other two.
+    """Follow A and Q + q I, the product of the polynomials, in place of X. Return Q with q = 0, and
+    the other two.
 
-    Only Q, at the end, is whole where symmetric products, and no others, take the rest and read triangles.
+    Only Q, at the end, is whole where symmetric products, and no others, take the rest and read
+    triangles.
 
-    With Z = b A + c A^2: A <- (Z + a I) A (Z + a I), Q <- Q (Z + a I); a is added after the product, for in 16 bits
-    Z + a I loses much of Z. A restart computes A afresh: rounding makes A and Q drift apart, and A indefinite.
+    With Z = b A + c A^2: A <- (Z + a I) A (Z + a I), Q <- Q (Z + a I); a is added after the
+    product, for in 16 bits Z + a I loses much of Z. A restart computes A afresh: rounding makes A
+    and Q drift apart, and A indefinite.
     """
     whole = not (all(c for _, _, c in segment) and read_triangles(A, Q, Z, T))
     q, last = 0.0, len(segment)
@@ -229,7 +263,9 @@ def follow(segment, pair, A, Q, Z, T) -> tuple:
 
 
 def two_steps(pair, A, S, C, whole=True, end=True) -> None:
-    """S <- the polynomial of two steps, in the `end` whole or not, as what is between; A and C are spoiled."""
+    """S <- the polynomial of two steps, in the `end` whole or not, as what is between; A and C are
+    spoiled.
+    """
     (square, a), (cube, ca, cs), (half, ha, hs, hc, h), (qs, qc, q) = pair
     symmetric_product(A, A, S, square, [(A, a)], 0.0, whole)
     symmetric_product(A, S, C, cube, [(A, ca), (S, cs)], 0.0, whole)
@@ -247,20 +283,30 @@ def polynomial(A, triple, P, whole=True) -> None:
 
 
 class LongSide:
-    """The matrices of one long side: X (N, n, m), by which scales they are yet to be multiplied (None: 1), where their
-    Gram matrices lie in A, and where results go. `raw`: X begins as U itself; `later`, scales and powers, is what casts
-    it in the first product, and `room` the memory that X then has in place of U's.
+    """The matrices of one long side: X (N, n, m), by which scales they are yet to be multiplied
+    (None: 1), where their Gram matrices lie in A, and where results go. `raw`: X begins as U
+    itself; `later`, scales and powers, is what casts it in the first product, and `room` the memory
+    that X then has in place of U's.
     """
 
     def __init__(self, members, raw, A, first, X, Y):
         counts = [len(U) for U, _ in members]
         ends = list(itertools.accumulate(counts))
         self.places = [slice(end - count, end) for end, count in zip(ends, counts)]
-        self.members, self.raw, self.A, self.X, self.Y, self.room = members, raw, A[first:first + ends[-1]], X, Y, X
+        self.members, self.raw, self.A, self.X, self.Y, self.room = (
+            members,
+            raw,
+            A[first : first + ends[-1]],
+            X,
+            Y,
+            X,
+        )
         self.rows, self.scales, self.later = slice(first, first + ends[-1]), None, ()
 
     def begin(self, eps, factors, lengths=None) -> None:
-        """X <- U scaled and cast, row by row where there are `lengths` of rows to be told; or U as it is."""
+        """X <- U scaled and cast, row by row where there are `lengths` of rows to be told; or U as
+        it is.
+        """
         if self.raw:
             return self._begin_raw(eps, factors[:, self.rows])
         if lengths is None:
@@ -277,7 +323,14 @@ class LongSide:
         in_place = len(self.members) == 1 and _is_laid_out(U)
         self.X = U if in_place else self.X.view(U.dtype)
         for (U, _), place in zip(self.members, self.places):
-            raw_norm(U, None if in_place else self.X[place], factors[:, place], self.A[place], eps, self.Y)
+            raw_norm(
+                U,
+                None if in_place else self.X[place],
+                factors[:, place],
+                self.A[place],
+                eps,
+                self.Y,
+            )
 
     def restart(self) -> None:
         """A <- X X^T."""
@@ -293,7 +346,9 @@ class LongSide:
         """out <- P X."""
         P = P[self.rows]
         for (_, out), place in zip(self.members, self.places):
-            product(P[place], self.X[place], out, None if self.scales is None else self.scales[place])
+            product(
+                P[place], self.X[place], out, None if self.scales is None else self.scales[place]
+            )
 
 
 def _is_laid_out(U) -> bool:

@@ -1,4 +1,7 @@
-"""Choice between the standard and the Gram iteration for a shape; FLOPs and scratch bytes of one matrix."""
+"""Choice between the standard and the Gram iteration for a shape; FLOPs and scratch bytes of one
+matrix.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -12,8 +15,8 @@ WIDE = torch.float32, torch.bfloat16, torch.float16  # dtypes of matrices
 
 
 def cost(R: int, C: int, steps: Steps) -> int:
-    """Return the FLOPs that one (R, C) matrix needs, a symmetric result counted once. Owners are balanced by it where
-    no times were measured.
+    """Return the FLOPs that one (R, C) matrix needs, a symmetric result counted once. Owners are
+    balanced by it where no times were measured.
     """
     n, m = sorted((R, C))
     return _cost(n, m, launches(n, m, steps))
@@ -24,29 +27,34 @@ def _cost(n, m, made):
 
 
 def launches(n: int, m: int, steps: Steps) -> dict[str, int]:
-    """Return how many products of each kind a stack of (n, m) matrices takes, n <= m, in fp16 outside the chip."""
+    """Return how many products of each kind a stack of (n, m) matrices takes, n <= m, in fp16
+    outside the chip.
+    """
     return _launches(steps, F16, longest(n, m, steps), min(n, SMALL))
 
 
 @functools.lru_cache(maxsize=1024)
 def _launches(steps, dtype, most, n):
-    """A step takes three n x n products besides its square, but for the last of a segment, which takes one, and none if
-    it is also the first; a pair takes one less.
+    """A step takes three n x n products besides its square, but for the last of a segment, which
+    takes one, and none if it is also the first; a pair takes one less.
     """
     segments, pairs = steps.segments(dtype, most, n), steps.pairs(dtype, most, n)
     squares = sum(c != 0 for _, _, c in steps.triples)
-    symmetric = squares + 3 * (len(steps.triples) - len(segments)) - sum(pair is not None for pair in pairs)
+    symmetric = (
+        squares + 3 * (len(steps.triples) - len(segments)) - sum(pair is not None for pair in pairs)
+    )
     return {"gram": len(segments), "symmetric": symmetric, "product": len(segments)}
 
 
 @functools.lru_cache(maxsize=4096)
 def longest(n: int, m: int, steps: Steps, dtype: torch.dtype = F16) -> int:
-    """Return the most steps between restarts: 1 is the standard iteration, others the Gram iteration, taken where it
-    saves a tenth of the FLOPs. From LARGE on it is 2, which is more exact than 3, unless 3 saves another twentieth.
-    Smaller matrices take 3 at once, to share launches with a model's long ones of the same short side.
+    """Return the most steps between restarts: 1 is the standard iteration, others the Gram
+    iteration, taken where it saves a tenth of the FLOPs. From LARGE on it is 2, which is more exact
+    than 3, unless 3 saves another twentieth. Smaller matrices take 3 at once, to share launches
+    with a model's long ones of the same short side.
 
-    Of cubic steps always many: it costs no more, and a I + b A, rounded to 16 bits, loses more of b A than of b A + c
-    A^2.
+    Of cubic steps always many: it costs no more, and a I + b A, rounded to 16 bits, loses more of b
+    A than of b A + c A^2.
     """
     if steps.cubic:
         return ALL
@@ -61,10 +69,11 @@ def products_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dty
 
 
 def scratch(R: int, C: int, steps: Steps, dtype: torch.dtype) -> tuple:
-    """What one (R, C) matrix takes of the `memory` of `orthogonalize_` with products in dtype: (key, bytes of the first
-    two, of the third).
+    """What one (R, C) matrix takes of the `memory` of `orthogonalize_` with products in dtype:
+    (key, bytes of the first two, of the third).
 
-    Matrices of one key are iterated together and need the sum of it; keys follow each other and share their memory.
+    Matrices of one key are iterated together and need the sum of it; keys follow each other and
+    share their memory.
     """
     n, m = sorted((R, C))
     most = longest(n, m, steps, dtype)
@@ -72,13 +81,16 @@ def scratch(R: int, C: int, steps: Steps, dtype: torch.dtype) -> tuple:
 
 
 def _key(n, m, most):
-    """Equal for matrices that share launches: those of one short side, in the standard iteration of one shape."""
+    """Equal for matrices that share launches: those of one short side, in the standard iteration of
+    one shape.
+    """
     return n, most, m if most == 1 else 0
 
 
 def splits(R: int, C: int, steps: Steps) -> bool:
-    """Say whether (R, C) matrices may be Splits: those that are small, or scaled row by row, are read as a whole. So
-    are rows of other lengths than multiples of 16, which the compiler would read in other orders than a whole matrix.
+    """Say whether (R, C) matrices may be Splits: those that are small, or scaled row by row, are
+    read as a whole. So are rows of other lengths than multiples of 16, which the compiler would
+    read in other orders than a whole matrix.
     """
     return not (C % 16 or steps.aol or polar.is_small(*sorted((R, C))))
 
@@ -88,18 +100,20 @@ MANY = 160_000_000  # numbers of all matrices up to which `gain_side_by_side` is
 
 
 def takes(n: int, m: int, itemsize: int, most: int) -> tuple[int, int]:
-    """Return the bytes that `iterate` takes at most for one (n, m) matrix, n <= m: of its own shape, in two equal
-    parts, and of n x n, with its scale.
+    """Return the bytes that `iterate` takes at most for one (n, m) matrix, n <= m: of its own
+    shape, in two equal parts, and of n x n, with its scale.
     """
     long, short = (n * (side * itemsize + -side * itemsize % LINE) for side in (m, n))
     return 2 * long, (4 if most > 1 else 2) * short + LINE
 
 
 def gain_side_by_side(shapes) -> bool:
-    """Say whether the iterations of matrices (n, m), n <= m, are done earlier side by side: one fills the processors
-    that another leaves idle, but large products drive each other out of the cache (measured on an H200, docs/log.md).
+    """Say whether the iterations of matrices (n, m), n <= m, are done earlier side by side: one
+    fills the processors that another leaves idle, but large products drive each other out of the
+    cache (measured on an H200, docs/log.md).
     """
     return max(n for n, _ in shapes) < LARGE and sum(n * m for n, m in shapes) <= MANY
 
 
-LINE = 128  # bytes of the cache: TMA wants rows at multiples of 16, but those within lines take a third longer
+# Bytes of the cache: TMA wants rows at multiples of 16, but those within lines take a third longer
+LINE = 128

@@ -1,4 +1,7 @@
-"""Entry points on stacks of matrices: they sort matrices by method, and replay the launches of known calls."""
+"""Entry points on stacks of matrices: they sort matrices by method, and replay the launches of
+known calls.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -22,32 +25,52 @@ AKIN = 1 << 26  # bytes of a stack up to which what is akin to it may take memor
 KEPT = 1024  # kinds of calls that are known; schedules may bring new ones at every step
 
 
-def orthogonalize(X: torch.Tensor, ns_coefficients: str | Sequence = "polar_express", ns_steps: int = 5,
-                  eps: float = 1e-7, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+def orthogonalize(
+    X: torch.Tensor,
+    ns_coefficients: str | Sequence = "polar_express",
+    ns_steps: int = 5,
+    eps: float = 1e-7,
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Return what `op.orthogonalize` returns, without an operator around it, and detached."""
     check(X, eps, dtype)
     return polar_factor(X.detach(), steps_of(ns_coefficients, ns_steps), eps, dtype)
 
 
 def check(X: torch.Tensor, eps: float = 0.0, dtype: torch.dtype | None = None) -> None:
-    """Raise ValueError where X is no tensor of matrices (..., R, C) in fp32, bf16 or fp16; for a wrong eps or dtype."""
+    """Raise ValueError where X is no tensor of matrices (..., R, C) in fp32, bf16 or fp16; for a
+    wrong eps or dtype.
+    """
     if not isinstance(X, torch.Tensor):
         raise ValueError(f"X is of type {type(X).__name__}; pass a tensor of matrices (..., R, C)")
     if X.dim() < 2 or X.dtype not in WIDE or X.layout != torch.strided:
         kind = "" if X.layout == torch.strided else f", {X.layout}"
-        raise ValueError(f"X is {X.dtype} of shape {tuple(X.shape)}{kind}; pass matrices (..., R, C) in fp32, bf16 or "
-                         "fp16, dense")
+        raise ValueError(
+            f"X is {X.dtype} of shape {tuple(X.shape)}{kind}; pass matrices (..., R, C) in fp32, "
+            "bf16 or "
+            "fp16, dense"
+        )
     if not is_number(eps) or eps < 0:
-        raise ValueError(f"eps={shortened(repr(eps))} is not allowed: it must be a finite number >= 0 that fp32 "
-                         "holds")
+        raise ValueError(
+            f"eps={shortened(repr(eps))} is not allowed: it must be a finite number >= 0 that fp32 "
+            "holds"
+        )
     if dtype not in (None, *WIDE):
-        raise ValueError(f"dtype={shortened(repr(dtype))} is not allowed: it must be one of {WIDE}, or None")
+        raise ValueError(
+            f"dtype={shortened(repr(dtype))} is not allowed: it must be one of {WIDE}, or None"
+        )
 
 
-def polar_factor(X: torch.Tensor, steps: Steps, eps: float, dtype: torch.dtype | None = None,
-                 given: Hashable = None) -> torch.Tensor:
-    """Return the polar factor of every matrix of X (..., R, C), contiguous, in X's dtype; see `op.orthogonalize`.
-    `given`: what the rest stands for, if `again` is to know it.
+def polar_factor(
+    X: torch.Tensor,
+    steps: Steps,
+    eps: float,
+    dtype: torch.dtype | None = None,
+    given: Hashable = None,
+) -> torch.Tensor:
+    """Return the polar factor of every matrix of X (..., R, C), contiguous, in X's dtype; see
+    `op.orthogonalize`. `given`: what the rest stands for, if `again` is to know it.
     """
     out = torch.empty_like(X, memory_format=torch.contiguous_format)
     if X.numel():
@@ -59,8 +82,9 @@ def polar_factor(X: torch.Tensor, steps: Steps, eps: float, dtype: torch.dtype |
 
 
 def again(X: torch.Tensor, given: Hashable) -> torch.Tensor | None:
-    """Return the same for a tensor like one before, if that call's launches are on a tape, else None: what was found
-    good then, and what came of it, is not looked at again, which takes longer than a small matrix.
+    """Return the same for a tensor like one before, if that call's launches are on a tape, else
+    None: what was found good then, and what came of it, is not looked at again, which takes longer
+    than a small matrix.
     """
     kind = _kinds.get(_again(X, given))
     if kind is None or here.dry_run or forced() or not use_triton(X.device) or capturing(X.device):
@@ -74,8 +98,8 @@ def _again(X, given) -> tuple:
 
 
 def _in_a_row(X):
-    """X as (N, R, C). Where that takes a copy, its matrices keep their order of memory, in which their squares are
-    summed: the bits of a matrix do not depend on its batch.
+    """X as (N, R, C). Where that takes a copy, its matrices keep their order of memory, in which
+    their squares are summed: the bits of a matrix do not depend on its batch.
     """
     turned = X.stride(-2) < X.stride(-1)
     X = X.mT if turned else X
@@ -83,25 +107,36 @@ def _in_a_row(X):
     return X.mT if turned else X
 
 
-def orthogonalize_(stacks: Sequence[torch.Tensor | ScatteredRows], steps: Steps, eps: float = 1e-7,
-                   dtype: torch.dtype | None = None, memory=None, into: Sequence | None = None) -> None:
-    """Replace every matrix of stacks (N, R, C) in fp32, bf16 or fp16 by its polar factor; see `orthogonalize`.
+def orthogonalize_(
+    stacks: Sequence[torch.Tensor | ScatteredRows],
+    steps: Steps,
+    eps: float = 1e-7,
+    dtype: torch.dtype | None = None,
+    memory=None,
+    into: Sequence | None = None,
+) -> None:
+    """Replace every matrix of stacks (N, R, C) in fp32, bf16 or fp16 by its polar factor; see
+    `orthogonalize`.
 
-    Stacks with equal short sides share launches; the bits of a matrix do not depend on its company. `memory`: three
-    flat uint8 tensors, apart from the stacks, of the bytes that `scratch` says: two of half the first number each, and
-    of the second; None for new memory. `into`: where polar factors go instead. Both may be Splits, if `splits` says so.
+    Stacks with equal short sides share launches; the bits of a matrix do not depend on its company.
+    `memory`: three flat uint8 tensors, apart from the stacks, of the bytes that `scratch` says: two
+    of half the first number each, and of the second; None for new memory. `into`: where polar
+    factors go instead. Both may be Splits, if `splits` says so.
     """
     if stacks and stacks[0].device.type == "meta":
-        raise RuntimeError("meta tensors hold no numbers to orthogonalize: give the model memory before it is stepped "
-                           "(model.to_empty() and an initialization)")
+        raise RuntimeError(
+            "meta tensors hold no numbers to orthogonalize: give the model memory before it is "
+            "stepped "
+            "(model.to_empty() and an initialization)"
+        )
     if stacks:
         into = into or stacks
         _polar((*stacks, *into), lambda: list(zip(stacks, into)), (steps, eps, dtype), memory)
 
 
 class CallSignature:
-    """Stands for all calls that are alike but for addresses; `sizes`: the bytes that each takes, of `iterate`'s memory
-    and of `on_chip.polar`'s.
+    """Stands for all calls that are alike but for addresses; `sizes`: the bytes that each takes, of
+    `iterate`'s memory and of `on_chip.polar`'s.
     """
 
     def __init__(self, sizes):
@@ -112,14 +147,16 @@ _kinds: dict = {}  # what decides about launches, or is given with a tensor -> _
 
 
 def _polar(tensors, pairs, options, memory=None, alone=False):
-    """Orthogonalize each U into its out, which may be U: `pairs()` of views of `tensors`. Only launches write to out,
-    so a rehearsal leaves it alone. `options`: steps, eps, dtype; `alone`: one stack, whose out is new, and
-    others that are akin may well follow. Return what stands for such calls, if this one came from a tape.
+    """Orthogonalize each U into its out, which may be U: `pairs()` of views of `tensors`. Only
+    launches write to out, so a rehearsal leaves it alone. `options`: steps, eps, dtype; `alone`:
+    one stack, whose out is new, and others that are akin may well follow. Return what stands for
+    such calls, if this one came from a tape.
     """
     device = tensors[0].device
-    if not use_triton(device) or capturing(device):  # in a graph stacks are side by side, which no tape holds
+    # In a graph stacks are side by side, which no tape holds
+    if not use_triton(device) or capturing(device):
         return _launch(pairs(), options, memory)
-    key = options, forced(), alone, look(*tensors[:1 if alone else None])
+    key = options, forced(), alone, look(*tensors[: 1 if alone else None])
     kind = _kinds.get(key) or _make_known(key, pairs(), options, memory, alone)
     if here.dry_run:
         return _launch(pairs(), options, memory)
@@ -142,7 +179,9 @@ def _room(sizes, device) -> tuple:
 def _make_known(key, pairs, options, memory, alone) -> CallSignature:
     """Rehearse the first call of a kind."""
     likely = functools.partial(_launch_akin, pairs[0][1], options) if alone else None
-    precompile.precompile_kernels(pairs[0][0].device, lambda: _launch(pairs, options, memory), likely)
+    precompile.precompile_kernels(
+        pairs[0][0].device, lambda: _launch(pairs, options, memory), likely
+    )
     chips, stacks, own = _sorted(pairs, options)
     room = max((polar.takes(U, own, len(options[0].triples)) for U, _ in chips), default=0)
     return _remember(key, CallSignature((*most_of(stacks, own.itemsize), room)))
@@ -156,14 +195,15 @@ def _remember(key, kind) -> CallSignature:
 
 
 def _launch_akin(U, options):
-    """Launch what matrices like these take that a model may well have beside them: wide and tall, as square ones and as
-    long ones, which may take another iteration; beside square ones, also what is four times as long. For rehearsals: U
-    is spoiled.
+    """Launch what matrices like these take that a model may well have beside them: wide and tall,
+    as square ones and as long ones, which may take another iteration; beside square ones, also what
+    is four times as long. For rehearsals: U is spoiled.
     """
     (steps, _, dtype), (N, R, C) = options, U.shape
     n, own = min(R, C), products_dtype(dtype, U.device)
     stacks = [U, U.view(N, C, R)]
-    if R == C > polar.LARGEST and U.nbytes <= AKIN:  # rows that lie in each other, for nobody reads them
+    # Rows that lie in each other, for nobody reads them
+    if R == C > polar.LARGEST and U.nbytes <= AKIN:
         stacks += [U.as_strided((N, *sides), (0, 16, 1)) for sides in ((n, 4 * n), (4 * n, n))]
     for stack in stacks:
         for most in {longest(n, n, steps, own), longest(n, 4 * n, steps, own)}:
@@ -172,7 +212,9 @@ def _launch_akin(U, options):
 
 @torch.no_grad()
 def _launch(pairs, options, memory=None, room=None, most=None):
-    """In `memory` (`iterate`'s) and `room` (`on_chip.polar`'s), None for new; `most`: see `_sorted`."""
+    """In `memory` (`iterate`'s) and `room` (`on_chip.polar`'s), None for new; `most`: see
+    `_sorted`.
+    """
     (steps, eps, _), (chips, stacks, own) = options, _sorted(pairs, options, most)
     for U, out in chips:
         polar.polar(U, out, steps.segments(own, n=U.shape[1]), eps, own, room)
@@ -181,8 +223,8 @@ def _launch(pairs, options, memory=None, room=None, most=None):
 
 
 def _sorted(pairs, options, most=None):
-    """(pairs that `on_chip` takes, stacks that `iterate_all` takes, the dtype of products). The short side comes first
-    from here on. `most`: steps between restarts, None for what is best.
+    """(pairs that `on_chip` takes, stacks that `iterate_all` takes, the dtype of products). The
+    short side comes first from here on. `most`: steps between restarts, None for what is best.
     """
     steps, _, dtype = options
     chips, together, own = [], {}, products_dtype(dtype, pairs[0][0].device)

@@ -1,4 +1,5 @@
 """Local tensors and metadata of DTensors, without communication and without DTensor's dispatch."""
+
 from __future__ import annotations
 
 import itertools
@@ -13,7 +14,9 @@ _placements = attrgetter("_spec.placements")  # of a DTensor
 
 
 def is_dtensor(tensor) -> bool:
-    """Whether `tensor` is a DTensor; imports nothing, since nobody has one before that module is imported."""
+    """Whether `tensor` is a DTensor; imports nothing, since nobody has one before that module is
+    imported.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -24,7 +27,9 @@ def local_of(tensor):
 
 
 def raw_locals(tensors) -> list:
-    """The tensors of this rank's elements, inside autograd: only to be looked at. Many, cheaply, at every step."""
+    """The tensors of this rank's elements, inside autograd: only to be looked at. Many, cheaply, at
+    every step.
+    """
     tensors, module = list(tensors), sys.modules.get("torch.distributed.tensor")
     kinds = set(map(type, tensors))
     if module is None or kinds <= PLAIN:  # the usual cases take no Python per tensor
@@ -44,23 +49,34 @@ def placements_of(tensors) -> list:
 
 
 def is_mismatched(param) -> bool:
-    """Whether the gradient has other placements than its parameter, such as Partial where SequenceParallel was used."""
+    """Whether the gradient has other placements than its parameter, such as Partial where
+    SequenceParallel was used.
+    """
     grad = param.grad
-    return is_dtensor(param) and grad is not None and getattr(grad, "placements", None) != param.placements
+    return (
+        is_dtensor(param)
+        and grad is not None
+        and getattr(grad, "placements", None) != param.placements
+    )
 
 
 def mismatched_placements(params) -> dict:
     """{number: placements of its gradient} of parameters whose gradients are astray."""
-    return {i: getattr(p.grad, "placements", None) for i, p in enumerate(params) if is_mismatched(p)}
+    return {
+        i: getattr(p.grad, "placements", None) for i, p in enumerate(params) if is_mismatched(p)
+    }
 
 
 def form_of(param) -> tuple:
-    """What a plan depends on besides the parameter itself: other memory may come with another form."""
+    """What a plan depends on besides the parameter itself: other memory may come with another form.
+    """
     return param.shape, param.dtype, param.device, param._spec if is_dtensor(param) else None
 
 
 def zeros_of(param, dtype):
-    """Zeros like a parameter, in its order of memory. A DTensor's own zeros_like takes milliseconds."""
+    """Zeros like a parameter, in its order of memory. A DTensor's own zeros_like takes
+    milliseconds.
+    """
     zeros = torch.zeros_like(local_of(param), dtype=dtype, requires_grad=False)
     if not is_dtensor(param):
         return zeros
@@ -68,15 +84,24 @@ def zeros_of(param, dtype):
 
 
 def as_dtensor(local, shape, mesh, placements, stride=None):
-    """The DTensor of a global `shape` of which this rank stores `local`; nothing is sent or checked."""
+    """The DTensor of a global `shape` of which this rank stores `local`; nothing is sent or
+    checked.
+    """
     from torch.distributed.tensor import DTensor
+
     stride = torch.empty(shape, device="meta").stride() if stride is None else stride
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
 
 
 def is_by_rows(tensor, group) -> bool:
     """Whether `by_rows` could have made it."""
-    if not is_dtensor(tensor) or tensor.device_mesh.ndim != 1 or not tensor.placements[0].is_shard(0):
+    if (
+        not is_dtensor(tensor)
+        or tensor.device_mesh.ndim != 1
+        or not tensor.placements[0].is_shard(0)
+    ):
         return False
     return tensor.device_mesh.mesh.tolist() == dist.get_process_group_ranks(group)
 
@@ -86,10 +111,15 @@ def is_placed_like(value, param) -> bool:
     if not (is_dtensor(value) and is_dtensor(param)):
         return is_dtensor(value) == is_dtensor(param)
     ours, theirs = param.device_mesh, value.device_mesh
-    return value.placements == param.placements and (ours is theirs or torch.equal(ours.mesh, theirs.mesh))
+    return value.placements == param.placements and (
+        ours is theirs or torch.equal(ours.mesh, theirs.mesh)
+    )
 
 
 def gradient_dtype(param):
-    """The dtype in which all ranks exchange the gradient of a parameter, whether or not they have one."""
-    dtype = getattr(param, "grad_dtype", param.dtype)  # torch before 2.10 has no such attribute; None: any dtype
+    """The dtype in which all ranks exchange the gradient of a parameter, whether or not they have
+    one.
+    """
+    # Torch before 2.10 has no such attribute; None: any dtype
+    dtype = getattr(param, "grad_dtype", param.dtype)
     return dtype or torch.promote_types(param.dtype, torch.float32)

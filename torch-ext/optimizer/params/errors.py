@@ -2,6 +2,7 @@
 
 Imports nothing of the package, so that every module may import it.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -11,10 +12,12 @@ import weakref
 
 
 def given_names(group) -> list | tuple:
-    """The names that a group was given for its parameters, in their order; fewer where parameters were appended.
+    """The names that a group was given for its parameters, in their order; fewer where parameters
+    were appended.
 
-    Of more names than parameters none is used: wrappers that divide the parameters of a group among ranks
-    (ZeroRedundancyOptimizer) leave its other keys as they are, and do not say which names belong to the rest.
+    Of more names than parameters none is used: wrappers that divide the parameters of a group among
+    ranks (ZeroRedundancyOptimizer) leave its other keys as they are, and do not say which names
+    belong to the rest.
     """
     names, params = group.get("param_names") or (), group.get("params")
     return () if isinstance(params, (list, tuple)) and len(names) > len(params) else names
@@ -33,7 +36,9 @@ def name_in(group, param) -> str:
 
 def name_among(groups, param) -> str:
     """The name of a parameter that is in one of several groups, for messages."""
-    return next(name_in(group, param) for group in groups if any(p is param for p in group["params"]))
+    return next(
+        name_in(group, param) for group in groups if any(p is param for p in group["params"])
+    )
 
 
 def names_in(group) -> dict:
@@ -42,7 +47,8 @@ def names_in(group) -> dict:
 
 
 def in_group(number, group):
-    """A context in which errors say of which group they are, by its number and its first parameter."""
+    """A context in which errors say of which group they are, by its number and its first parameter.
+    """
     entries, first = group.get("params"), ""
     if isinstance(entries, (list, tuple)) and entries:
         named = isinstance(entries[0], tuple) and entries[0] and isinstance(entries[0][0], str)
@@ -86,14 +92,18 @@ LONGEST = 200  # characters of a value that a message repeats
 
 
 def shortened(text: object) -> str:
-    """Return `str(text)` for a message, cut after 200 characters: names and values come from users and files."""
+    """Return `str(text)` for a message, cut after 200 characters: names and values come from users
+    and files.
+    """
     text = str(text)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"
 
 
 @contextlib.contextmanager
 def during(what: str):
-    """Let an error say during what it happened; it keeps its type where it has a message of its own."""
+    """Let an error say during what it happened; it keeps its type where it has a message of its
+    own.
+    """
     try:
         yield
     except Exception as error:

@@ -1,8 +1,10 @@
 """`Layout`: the box of global indices that each rank stores of a parameter.
 
-Turns the placements of a DTensor into boxes, and refuses placements for which the boxes are not certain. Besides
-communication/redistribute.py the only module that names placements. Knows no owners and no buckets.
+Turns the placements of a DTensor into boxes, and refuses placements for which the boxes are not
+certain. Besides communication/redistribute.py the only module that names placements. Knows no
+owners and no buckets.
 """
+
 from __future__ import annotations
 
 import functools
@@ -29,6 +31,7 @@ class Layout:
     group, one after another. Its entry of `boxes` has their size together, and says by its start
     which part of each group they are; `parts_of` has the indices.
     """
+
     shape: tuple
     boxes: dict = field(hash=False)
     copies: tuple
@@ -42,7 +45,8 @@ class Layout:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A text that differs where two ranks' layouts do; thousands of boxes are written out once."""
+        """A text that differs where two ranks' layouts do; thousands of boxes are written out once.
+        """
         boxes = [(rank, self.boxes[rank]) for rank in self.ranks]
         text = repr((self.shape, self.copies, boxes, self.interleaved))
         return hashlib.sha256(text.encode()).hexdigest()
@@ -63,7 +67,7 @@ class Layout:
         start, stop = (end // count for end in box[dim])
         group = self.shape[dim] // count  # indices from one group to the next
         sides = [(i * group + start, i * group + stop) for i in range(count)]
-        return [(*box[:dim], side, *box[dim + 1:]) for side in sides]
+        return [(*box[:dim], side, *box[dim + 1 :]) for side in sides]
 
     def place_of(self, rank: int, box: tuple) -> tuple:
         """Index into a matrix's part at `rank`, (rows, columns): where `box` is, the last two sides
@@ -95,7 +99,8 @@ def zeros_with_placements(param, placements, dtype):
 
 
 def layout_of(param, group=None, shape=None) -> Layout:
-    """The layout of `param`, or of a tensor of another `shape` placed like it (row state is (..., R, 1)).
+    """The layout of `param`, or of a tensor of another `shape` placed like it (row state is (...,
+    R, 1)).
 
     `group`: the ranks which hold a copy of a plain tensor; None means that nobody else does.
     """
@@ -103,7 +108,9 @@ def layout_of(param, group=None, shape=None) -> Layout:
     if is_dtensor(param):
         return _dtensor_layout(param, shape)
     ranks = [this_rank()] if group is None else dist.get_process_group_ranks(group)
-    return Layout(shape, dict.fromkeys(ranks, tuple((0, n) for n in shape)), tuple((r,) for r in ranks))
+    return Layout(
+        shape, dict.fromkeys(ranks, tuple((0, n) for n in shape)), tuple((r,) for r in ranks)
+    )
 
 
 def _dtensor_layout(param, shape) -> Layout:
@@ -136,16 +143,23 @@ def box_at(coordinate, shape, placements, sizes):
         dim = _shard_dim(placements[axis])
         start, stop = box[dim]
         chunk = -(-(stop - start) // sizes[axis])
-        box[dim] = (min(start + chunk * coordinate[axis], stop), min(start + chunk * (coordinate[axis] + 1), stop))
+        box[dim] = (
+            min(start + chunk * coordinate[axis], stop),
+            min(start + chunk * (coordinate[axis] + 1), stop),
+        )
     return tuple(box)
 
 
 def sharded_among(mesh, placements) -> frozenset:
-    """The ranks that together with this one hold a tensor once: along the axes of the mesh that shard it."""
+    """The ranks that together with this one hold a tensor once: along the axes of the mesh that
+    shard it.
+    """
     here = mesh.get_coordinate()
     if here is None:
         return frozenset()
-    places = tuple(slice(None) if _shard_dim(p) is not None else at for at, p in zip(here, placements))
+    places = tuple(
+        slice(None) if _shard_dim(p) is not None else at for at, p in zip(here, placements)
+    )
     with no_dispatch():
         return frozenset(mesh.mesh[places].flatten().tolist())
 
@@ -212,7 +226,7 @@ def groups_of_mesh(mesh) -> list | None:
         except (RuntimeError, KeyError, ValueError):
             return None
         with no_dispatch():
-            row = mesh.mesh[(*ours[:axis], slice(None), *ours[axis + 1:])].tolist()
+            row = mesh.mesh[(*ours[:axis], slice(None), *ours[axis + 1 :])].tolist()
         if sorted(ranks) != sorted(row):
             return None
         groups.append(group)
@@ -222,6 +236,7 @@ def groups_of_mesh(mesh) -> list | None:
 def _cut_by_torch(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """What this rank stores of `whole`, cut by torch's own code; nothing is sent."""
     from torch.distributed.tensor import Replicate
+
     mesh = param.device_mesh
     copy = as_dtensor(whole.to(param.device), whole.shape, mesh, [Replicate()] * mesh.ndim)
     local = copy.redistribute(placements=param.placements).to_local()
@@ -234,14 +249,23 @@ def check_placements(param, name, use_muon=True) -> None:
     """
     if not is_dtensor(param):
         return
-    kinds, what = param.placements, f"parameter {name} of shape {tuple(param.shape)} with placements {param.placements}"
+    kinds, what = (
+        param.placements,
+        f"parameter {name} of shape {tuple(param.shape)} with placements {param.placements}",
+    )
     if any(p.is_partial() for p in kinds):
-        raise NotImplementedError(f"{what}: Partial holds unsummed terms; redistribute it to Replicate or Shard first")
+        raise NotImplementedError(
+            f"{what}: Partial holds unsummed terms; redistribute it to Replicate or Shard first"
+        )
     if any(_shard_dim(p) is None and not p.is_replicate() for p in kinds):
-        raise NotImplementedError(f"{what}: only Replicate, Shard and FSDP2's _StridedShard over TP are known")
+        raise NotImplementedError(
+            f"{what}: only Replicate, Shard and FSDP2's _StridedShard over TP are known"
+        )
     if use_muon and (wrong := _is_unknown(param)):
-        raise NotImplementedError(f"{what}: {wrong}. Put it into a group with use_muon=False, "
-                                  "since AdamW takes every sharding, or shard it in another way")
+        raise NotImplementedError(
+            f"{what}: {wrong}. Put it into a group with use_muon=False, "
+            "since AdamW takes every sharding, or shard it in another way"
+        )
     _check_shard_order(param, what)
     _check_rank_order(param, what)
 
@@ -255,7 +279,8 @@ def check_row_state(param, name) -> None:
         raise NotImplementedError(
             f"parameter {name} of shape {tuple(param.shape)} with placements {param.placements}: "
             "NorMuon keeps one number for each row, which torch cannot cut like these columns. Use "
-            "Muon for it, or use_muon=False")
+            "Muon for it, or use_muon=False"
+        )
 
 
 def _is_unknown(param) -> str:
@@ -269,62 +294,90 @@ def _is_unknown(param) -> str:
         others = [j for j, p in enumerate(kinds) if j != i and _shard_dim(p) == dim]
         split = math.prod(sizes[j] for j in others if j > i)
         if others and factor != split:
-            return ("of several axes that cut one dim, only the shard order of FSDP2 over TP is "
-                    "known: one _StridedShard, whose split_factor is the size of the later mesh "
-                    f"axes on its dim ({split})")
+            return (
+                "of several axes that cut one dim, only the shard order of FSDP2 over TP is "
+                "known: one _StridedShard, whose split_factor is the size of the later mesh "
+                f"axes on its dim ({split})"
+            )
         if others or factor == 1:
             continue
         if param.shape[dim] % (factor * sizes[i]):
-            return (f"a _StridedShard whose dim of {param.shape[dim]} is not cut into {factor} x "
-                    f"{sizes[i]} equal parts")
+            return (
+                f"a _StridedShard whose dim of {param.shape[dim]} is not cut into {factor} x "
+                f"{sizes[i]} equal parts"
+            )
         if dim < param.ndim - 2:
             return "a _StridedShard of a leading dim, along which matrices are stacked"
     return ""
 
 
 def _check_shard_order(param, what) -> None:
-    """torch >= 2.10 can shard one dim over mesh axes in any order; the boxes here assume left to right."""
+    """torch >= 2.10 can shard one dim over mesh axes in any order; the boxes here assume left to
+    right.
+    """
     order = getattr(param._spec, "shard_order", None)
     usual = getattr(type(param._spec), "compute_default_shard_order", None)
-    if order and usual and not any(map(_is_strided, param.placements)) and order != usual(param.placements):
-        raise NotImplementedError(f"{what}: shard order {order} is not left to right; redistribute it")
+    if (
+        order
+        and usual
+        and not any(map(_is_strided, param.placements))
+        and order != usual(param.placements)
+    ):
+        raise NotImplementedError(
+            f"{what}: shard order {order} is not left to right; redistribute it"
+        )
 
 
 def _check_rank_order(param, what) -> None:
-    """Where ranks do not ascend along a sharded axis, torch cuts in the mesh's order, and gathers in the ranks'."""
+    """Where ranks do not ascend along a sharded axis, torch cuts in the mesh's order, and gathers
+    in the ranks'.
+    """
     mesh = param.device_mesh
     if mesh.get_coordinate() is None:
         return
     with no_dispatch():  # a FakeTensorMode takes no real tensors
         ranks = mesh.mesh
-        odd = [i for i, p in enumerate(param.placements) if not p.is_replicate() and (ranks.diff(dim=i) < 0).any()]
+        odd = [
+            i
+            for i, p in enumerate(param.placements)
+            if not p.is_replicate() and (ranks.diff(dim=i) < 0).any()
+        ]
         if odd:
             raise NotImplementedError(
-                f"{what}: its mesh {ranks.tolist()} has ranks that do not ascend along axis {odd[0]}, on which it is "
-                "sharded; torch itself does not say which of them stores what: build the DeviceMesh with ascending "
-                "ranks along the axes that shard")
+                f"{what}: its mesh {ranks.tolist()} has ranks that do not ascend along axis "
+                f"{odd[0]}, on which it is "
+                "sharded; torch itself does not say which of them stores what: build the "
+                "DeviceMesh with ascending "
+                "ranks along the axes that shard"
+            )
 
 
 def check_local_shape(param, name) -> None:
-    """Raise NotImplementedError if this rank stores another box of a DTensor than its placements say, or none at all,
-    of one that is to be stepped.
+    """Raise NotImplementedError if this rank stores another box of a DTensor than its placements
+    say, or none at all, of one that is to be stepped.
     """
     coordinate = param.device_mesh.get_coordinate() if is_dtensor(param) else None
     if coordinate is None:
         if is_dtensor(param) and param.requires_grad:
-            raise NotImplementedError(f"parameter {name} lies on {param.device_mesh}, which rank {this_rank()} is no "
-                                      "part of: leave it out of the groups on this rank")
+            raise NotImplementedError(
+                f"parameter {name} lies on {param.device_mesh}, which rank {this_rank()} is no "
+                "part of: leave it out of the groups on this rank"
+            )
         return
     box = box_at(coordinate, tuple(param.shape), param.placements, tuple(param.device_mesh.shape))
     if _is_unknown(param):
         return
     if tuple(b - a for a, b in box) != tuple(param._local_tensor.shape):
-        raise NotImplementedError(f"parameter {name}: this rank stores {tuple(param._local_tensor.shape)}, its "
-                                  f"placements {param.placements} say {box}; only torch's own sharding is known")
+        raise NotImplementedError(
+            f"parameter {name}: this rank stores {tuple(param._local_tensor.shape)}, its "
+            f"placements {param.placements} say {box}; only torch's own sharding is known"
+        )
 
 
 def _shard_dim(placement):
-    """The sharded dim, or None. _StridedShard is a subclass of Shard in some versions of torch and not in others."""
+    """The sharded dim, or None. _StridedShard is a subclass of Shard in some versions of torch and
+    not in others.
+    """
     return placement.dim if placement.is_shard() or _is_strided(placement) else None
 
 

@@ -1,4 +1,5 @@
 """Where the matrices of one family are cut into buckets, and in which order buckets go."""
+
 from __future__ import annotations
 
 import itertools
@@ -9,40 +10,49 @@ from .memory_model import Round
 
 SHARES = (1, 1 / 2, 1 / 4, 1 / 8)  # of the room that a bucket may take
 ENDS = (0, 1, 2)  # layers that make a bucket of their own, at the beginning and at the end
-WORTH = 0.995  # more buckets, or another order, have to save some of the time: expectations are not exact
+# More buckets, or another order, have to save some of the time: expectations are not exact
+WORTH = 0.995
 SPARE = 1.01  # how much of the best time less memory may cost
-PARTS = 8  # buckets of one family along backward, where each has memory of its own, or along forward
+# Buckets of one family along backward, where each has memory of its own, or along forward
+PARTS = 8
 LESS = 0.85  # where less memory is looked for: each room to the one before it
 
 
 def rounds_of(matrices, owner_of, cost, freight) -> list[Round]:
-    """The next matrix of every owner, the costliest first: layer after layer, so that each has work for all."""
+    """The next matrix of every owner, the costliest first: layer after layer, so that each has work
+    for all.
+    """
     queues = defaultdict(list)
     for matrix in sorted(matrices, key=lambda m: (-cost(m.rows, m.cols), m.rows, m.param, m.at)):
         queues[owner_of[matrix]].append(matrix)
     layers = []
     for together in itertools.zip_longest(*(queues[owner] for owner in sorted(queues))):
         together = tuple(matrix for matrix in together if matrix is not None)
-        layers.append(Round(together, freight.sum((matrix, owner_of[matrix]) for matrix in together)))
+        layers.append(
+            Round(together, freight.sum((matrix, owner_of[matrix]) for matrix in together))
+        )
     return layers
 
 
 def cut(layers, workspace_for, room, price=None, bytes_together=None) -> list[list[Round]]:
-    """Layers -> buckets. `workspace_for(taken)`: the workspace that such buckets want; `room`: the bytes it may
-    have; `price(buckets)`: when the last is done.
+    """Layers -> buckets. `workspace_for(taken)`: the workspace that such buckets want; `room`: the
+    bytes it may have; `price(buckets)`: when the last is done.
 
-    As few buckets as there is room for, unless others are done earlier: smaller ones, which overlap more; small layers
-    first, so that products start early; small layers last, so that little is left to send when products end.
-    `bytes_together(buckets)`: the workspace that these take. Where given, the buckets that take the fewest of those
-    tried which are done in SPARE of the best time; else time alone counts.
+    As few buckets as there is room for, unless others are done earlier: smaller ones, which overlap
+    more; small layers first, so that products start early; small layers last, so that little is
+    left to send when products end. `bytes_together(buckets)`: the workspace that these take. Where
+    given, the buckets that take the fewest of those tried which are done in SPARE of the best time;
+    else time alone counts.
     """
     size = _Sizes(workspace_for)
     best, choice = _fill(layers, size, room), [1, 0, 0]
     if price is None or len(layers) == 1:
         return best
     least, seen = price(best), {_key(best)}
-    for which, option in [(which, option) for which, options in enumerate((SHARES, ENDS, ENDS)) for option in options]:
-        tried = [*choice[:which], option, *choice[which + 1:]]
+    for which, option in [
+        (which, option) for which, options in enumerate((SHARES, ENDS, ENDS)) for option in options
+    ]:
+        tried = [*choice[:which], option, *choice[which + 1 :]]
         buckets = _arranged(layers, size, room, tried)
         if _key(buckets) in seen or any(len(b) > 1 and size(b) > room for b in buckets):
             continue
@@ -57,7 +67,9 @@ def cut(layers, workspace_for, room, price=None, bytes_together=None) -> list[li
 
 
 def _smallest(options, bytes_together, price, latest):
-    """The first option, or of the others that are done by `latest` the one that takes the fewest bytes."""
+    """The first option, or of the others that are done by `latest` the one that takes the fewest
+    bytes.
+    """
     best, *others = options
     fewest = bytes_together(best)
     for buckets in others:
@@ -68,8 +80,8 @@ def _smallest(options, bytes_together, price, latest):
 
 
 def _smaller(layers, size, room, choice):
-    """The same arrangement, then one without ends, each in smaller and smaller shares of the room, until every bucket
-    is one layer.
+    """The same arrangement, then one without ends, each in smaller and smaller shares of the room,
+    until every bucket is one layer.
     """
     least = min(size([layer]) for layer in layers) / room
     for ends in dict.fromkeys([tuple(choice[1:]), (0, 0)]):
@@ -83,8 +95,8 @@ def _smaller(layers, size, room, choice):
 
 
 def in_parts(rounds, least, count=PARTS) -> list[tuple]:
-    """Tuples of matrices in the order in which they are to go -> the matrices in at most `count` parts of about one
-    size, in elements, of `least` or more; only the last one may be smaller.
+    """Tuples of matrices in the order in which they are to go -> the matrices in at most `count`
+    parts of about one size, in elements, of `least` or more; only the last one may be smaller.
     """
     size = max(sum(m.numel for together in rounds for m in together) / count, least)
     parts, numel = [[]], 0
@@ -97,11 +109,16 @@ def in_parts(rounds, least, count=PARTS) -> list[tuple]:
 
 
 def _arranged(layers, size, room, choice):
-    """The smallest layers that give every owner work | the others, in descending order | the smallest."""
+    """The smallest layers that give every owner work | the others, in descending order | the
+    smallest.
+    """
     share, lead, tail = choice
     end = max(0, len(layers) - tail)
     full = sum(len(layer.matrices) == len(layers[0].matrices) for layer in layers[:end])
-    first, between = layers[max(0, full - lead):full], layers[:max(0, full - lead)] + layers[full:end]
+    first, between = (
+        layers[max(0, full - lead) : full],
+        layers[: max(0, full - lead)] + layers[full:end],
+    )
     return [part for part in (first, *_fill(between, size, share * room), layers[end:]) if part]
 
 

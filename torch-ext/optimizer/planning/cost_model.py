@@ -1,6 +1,7 @@
-"""Cost model: expected time of Newton-Schulz by shape and batch, of memory traffic and of all-to-alls, from measured
-tables; and a timeline simulation of the pipeline.
+"""Cost model: expected time of Newton-Schulz by shape and batch, of memory traffic and of
+all-to-alls, from measured tables; and a timeline simulation of the pipeline.
 """
+
 from __future__ import annotations
 
 import functools
@@ -17,19 +18,23 @@ from ..kernels.onchip import gram_chain, polar, sm90_polar
 from ..newton_schulz import coefficients, method
 
 NOMINAL = 1000  # FLOPs in a nanosecond, where nothing was measured: only ratios count there
-BATCH = 16  # the matrix whose time counts for its owner is one of so many: a lone one leaves processors without work
+# The matrix whose time counts for its owner is one of so many: a lone one leaves processors without
+# work
+BATCH = 16
 
 
 @functools.cache
 def table(arch: str) -> dict:
     """The times of an architecture other than its products': {} where none were measured.
 
-    `copy_gbps` (device copy, bytes read + written), `wire_gbps` and `wire_us` (an all-to-all, docs/facts.md), `exposed`
-    (how much longer products take for each second of wire beside them), `norm` (of scaling to norm 1: per stack, and
-    bytes moved per element, of bf16 that is cast, or not: kernels/raw_norm.py), `overlap_us` (by which a product begins
-    before the launch before it ends), `on_chip_us` (of a small matrix in one program: and per column), `chain_us` (the
-    same of sm90_polar.py), `follow_us` (of what follows Gram matrices in one program: of up to 64 rows, of more),
-    `resident_us` (of that in gram_chain.py: per launch, per product, and per column of what is multiplied first).
+    `copy_gbps` (device copy, bytes read + written), `wire_gbps` and `wire_us` (an all-to-all,
+    docs/facts.md), `exposed` (how much longer products take for each second of wire beside them),
+    `norm` (of scaling to norm 1: per stack, and bytes moved per element, of bf16 that is cast, or
+    not: kernels/raw_norm.py), `overlap_us` (by which a product begins before the launch before it
+    ends), `on_chip_us` (of a small matrix in one program: and per column), `chain_us` (the same of
+    sm90_polar.py), `follow_us` (of what follows Gram matrices in one program: of up to 64 rows, of
+    more), `resident_us` (of that in gram_chain.py: per launch, per product, and per column of what
+    is multiplied first).
     """
     path = tile_config.TABLES / f"{arch}_pace.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -42,19 +47,33 @@ def latency_bytes(arch: str) -> int:
 
 
 class CostModel:
-    """Expected times, in ns, of the iteration `steps` (steps.Steps) on an architecture ("sm90", see kernels/tiles.py).
+    """Expected times, in ns, of the iteration `steps` (steps.Steps) on an architecture ("sm90", see
+    kernels/tiles.py).
 
-    Called with (R, C), it returns what a matrix of that shape counts for its owner, an int above 0. `measured` says
-    whether these are times at all: of an architecture without tables only the ratios mean something.
+    Called with (R, C), it returns what a matrix of that shape counts for its owner, an int above 0.
+    `measured` says whether these are times at all: of an architecture without tables only the
+    ratios mean something.
     """
 
     def __init__(self, steps: coefficients.Steps, arch: str):
         products = [e for e in tile_config.table(arch)["entries"] if e["bytes"] == 2]
-        self.steps, self.table, self.processors = steps, table(arch), tile_config.table(arch).get("processors", 1)
-        common = [e for e in products if "gpu" not in e]  # a plan is the same on all GPUs of an architecture
-        self.entries = {op: [e for e in common if e["op"] == op] for op in ("gram", "symmetric", "product")}
-        self.measured = bool(self.table) and all(self.entries.values()) and all("us" in entry for entry in products)
-        self.key = hashlib.sha256(repr((arch, self.table, products)).encode()).hexdigest()  # part of the plan's digest
+        self.steps, self.table, self.processors = (
+            steps,
+            table(arch),
+            tile_config.table(arch).get("processors", 1),
+        )
+        # A plan is the same on all GPUs of an architecture
+        common = [e for e in products if "gpu" not in e]
+        self.entries = {
+            op: [e for e in common if e["op"] == op] for op in ("gram", "symmetric", "product")
+        }
+        self.measured = (
+            bool(self.table)
+            and all(self.entries.values())
+            and all("us" in entry for entry in products)
+        )
+        # Part of the plan's digest
+        self.key = hashlib.sha256(repr((arch, self.table, products)).encode()).hexdigest()
         self._known, self._costs = {}, {}
 
     @classmethod
@@ -65,12 +84,18 @@ class CostModel:
 
     def __call__(self, R: int, C: int) -> int:
         if (R, C) not in self._costs:
-            cost = self.stacks({(R, C): BATCH}) // BATCH if self.measured else method.cost(R, C, self.steps) // NOMINAL
+            cost = (
+                self.stacks({(R, C): BATCH}) // BATCH
+                if self.measured
+                else method.cost(R, C, self.steps) // NOMINAL
+            )
             self._costs[R, C] = max(1, cost)
         return self._costs[R, C]
 
     def stacks(self, counts: Mapping) -> int:
-        """The time of a stack of each shape, `counts`: (R, C) -> matrices; those of one short side share launches."""
+        """The time of a stack of each shape, `counts`: (R, C) -> matrices; those of one short side
+        share launches.
+        """
         if not self.measured:
             return sum(count * self(*shape) for shape, count in counts.items())
         sides = defaultdict(Counter)
@@ -88,12 +113,15 @@ class CostModel:
         us, shared, (launches, products, grams) = 0.0, Counter(), self._stays(n, longs)
         for m, count in longs:
             if polar.is_small(n, m) and not self.steps.aol:
-                chained = sm90_polar.takes(n, m, len(self.steps.triples)) and "chain_us" in self.table
+                chained = (
+                    sm90_polar.takes(n, m, len(self.steps.triples)) and "chain_us" in self.table
+                )
                 first, column = self.table["chain_us" if chained else "on_chip_us"]
                 us += -(-count // self.processors) * (first + column * m)
                 continue
             norm, made = self.table["norm"], method.launches(n, m, self.steps)
-            raw = n in RAW_SIDES and made["gram"] > 1 and not self.steps.aol  # of bf16, as on the wire
+            # Of bf16, as on the wire
+            raw = n in RAW_SIDES and made["gram"] > 1 and not self.steps.aol
             moved = count * n * m * norm["raw_bytes" if raw else "bytes"]
             us += norm["launch_us"] + moved / self.table["copy_gbps"] / 1e3
             us += (made["gram"] - grams) * self._product_us("gram", n, m, count)
@@ -103,20 +131,28 @@ class CostModel:
             else:
                 shared[made["symmetric"]] += count
         if n <= polar.LARGEST:
-            return us + sum(-(-count // self.processors) * self.table["follow_us"][n > 64] for count in shared.values())
+            return us + sum(
+                -(-count // self.processors) * self.table["follow_us"][n > 64]
+                for count in shared.values()
+            )
         for made, count in shared.items():
             us += (made - products) * self._product_us("symmetric", n, n, count)
         return us + self._resident_us(launches, products, grams, longs)
 
     def _stays(self, n, longs):
-        """(Launches of gram_chain.py, their products, how many begin with X X^T): none where other launches do it."""
+        """(Launches of gram_chain.py, their products, how many begin with X X^T): none where other
+        launches do it.
+        """
         few = sum(count for _, count in longs) < gram_chain.FROM
         if few or n not in gram_chain.SIDES or "resident_us" not in self.table:
             return 0, 0, 0
         cut = coefficients.F16, method.longest(n, longs[0][0], self.steps), n
         both, begins = zip(self.steps.segments(*cut), self.steps.pairs(*cut)), len(longs) == 1
-        found = [(4 * (len(segment) - 1), begins and not (self.steps.aol and number == 0))
-                 for number, (segment, pair) in enumerate(both) if gram_chain.takes(segment, pair)]
+        found = [
+            (4 * (len(segment) - 1), begins and not (self.steps.aol and number == 0))
+            for number, (segment, pair) in enumerate(both)
+            if gram_chain.takes(segment, pair)
+        ]
         return len(found), sum(products for products, _ in found), sum(gram for _, gram in found)
 
     def _resident_us(self, launches, products, grams, longs):
@@ -128,7 +164,10 @@ class CostModel:
 
     def _product_us(self, op, n, m, count):
         """One launch among others, with the tile that is expected to be fastest, alone."""
-        alone = min(tile_config.expected_us(entry, n, m, count, self.processors) for entry in self.entries[op])
+        alone = min(
+            tile_config.expected_us(entry, n, m, count, self.processors)
+            for entry in self.entries[op]
+        )
         return alone - self.table["overlap_us"]
 
     def memory(self, nbytes: float) -> int:
@@ -148,7 +187,10 @@ class CostModel:
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """The expected times of one bucket, in ns: before its way in, the way, the products, the way back, the rest."""
+    """The expected times of one bucket, in ns: before its way in, the way, the products, the way
+    back, the rest.
+    """
+
     pack: int
     inbound: int
     products: int
@@ -159,7 +201,10 @@ class BucketTimes:
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """From `start` to `end`, in ns, bucket number `bucket` is at `what` on `lane` ("stream" or "wire")."""
+    """From `start` to `end`, in ns, bucket number `bucket` is at `what` on `lane` ("stream" or
+    "wire").
+    """
+
     lane: str
     what: str
     bucket: int
@@ -168,7 +213,8 @@ class TimelineSpan:
 
 
 def spans(parts, exposed: float, run=pipeline.run) -> list[TimelineSpan]:
-    """When buckets run on one rank: the pipeline's own order on a stream that computes and a wire that carries.
+    """When buckets run on one rank: the pipeline's own order on a stream that computes and a wire
+    that carries.
 
     `exposed`: how much longer computing takes for each second in which the wire is busy beside it.
     """
@@ -183,7 +229,11 @@ class _Clock:
 
     def compute(self, what, bucket, duration):
         start, end = self.now, self.now + duration
-        busy = sum(max(0.0, min(end, s.end) - max(start, s.start)) for s in self.spans[-16:] if s.lane == "wire")
+        busy = sum(
+            max(0.0, min(end, s.end) - max(start, s.start))
+            for s in self.spans[-16:]
+            if s.lane == "wire"
+        )
         self.now = end + self.exposed * busy
         self.spans.append(TimelineSpan("stream", what, bucket, start, self.now))
 

@@ -1,4 +1,7 @@
-"""Workspace bytes that matrices take while they travel and while they are orthogonalized. Touches no tensor."""
+"""Workspace bytes that matrices take while they travel and while they are orthogonalized. Touches
+no tensor.
+"""
+
 from __future__ import annotations
 
 from collections import Counter, defaultdict
@@ -11,7 +14,9 @@ from .cost_model import BucketTimes
 
 @dataclass(frozen=True)
 class Round:
-    """One matrix of every owner that still has one, and what they take of the workspace together."""
+    """One matrix of every owner that still has one, and what they take of the workspace together.
+    """
+
     matrices: tuple
     taken: Counter
 
@@ -24,18 +29,26 @@ def total(layers) -> Counter:
     return taken
 
 
-ALIGNMENT = 16  # bytes: what one rank sends to another begins where the widest load of a GPU may begin
-BYTES = {  # route -> read and written of an element in fp32: where it leaves, at its owner, where its update lands
+# Bytes: what one rank sends to another begins where the widest load of a GPU may begin
+ALIGNMENT = 16
+# Route -> read and written of an element in fp32: where it leaves, at its owner, where its update
+# lands
+BYTES = {
     "local": (14, 0, 10),  # G, M in and out, U | - | W in and out, U
-    "exchange": (10, 8, 22),  # G, M, U | pieces gathered into a matrix, and it cut | W, M in and out, G, U
+    # G, M, U | pieces gathered into a matrix, and it cut | W, M in and out, G, U
+    "exchange": (10, 8, 22),
     "own": (10, 8, 10),  # as in an exchange, but momentum stays with its owner
-    "reduce": (6, 38, 10),  # G, out | what arrives, averaged; as in an exchange, with momentum | W in and out, U
+    # G, out | what arrives, averaged; as in an exchange, with momentum | W in and out, U
+    "reduce": (6, 38, 10),
 }
-SLOT, BENCH = 2, 3  # of SLOTS * SLOT + BENCH equal parts of the workspace, those of each slot, and of the bench
+# Of SLOTS * SLOT + BENCH equal parts of the workspace, those of each slot, and of the bench
+SLOT, BENCH = 2, 3
 
 
 def workspace(slot, bench) -> int:
-    """The bytes of the smallest workspace whose slots and bench, cut as above, have room for so many bytes each."""
+    """The bytes of the smallest workspace whose slots and bench, cut as above, have room for so
+    many bytes each.
+    """
     return -(-max(slot * BENCH, bench * SLOT) * (SLOTS * SLOT + BENCH) // (SLOT * BENCH))
 
 
@@ -54,12 +67,14 @@ def _never(*_):
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What a plan of matrices rests on, beside their layouts and what they cost. `update`, `row`: bytes of an element
-    on the wire, and of a number of row state, 0 where none travels; `once`: whether what goes to several ranks leaves
-    from one place; `scratch`: what a matrix takes while it is iterated, see `polar.scratch`; `splits`: whether it may
-    be in pieces, see `polar.splits`; `side_by_side`: whether several gain by memory of their own, see
-    `iteration.gain_side_by_side`; `room`: the workspace that there may be for these two, None for what others take.
+    """What a plan of matrices rests on, beside their layouts and what they cost. `update`, `row`:
+    bytes of an element on the wire, and of a number of row state, 0 where none travels; `once`:
+    whether what goes to several ranks leaves from one place; `scratch`: what a matrix takes while
+    it is iterated, see `polar.scratch`; `splits`: whether it may be in pieces, see `polar.splits`;
+    `side_by_side`: whether several gain by memory of their own, see `iteration.gain_side_by_side`;
+    `room`: the workspace that there may be for these two, None for what others take.
     """
+
     update: int = 2
     row: int = 0
     once: bool = False
@@ -76,9 +91,10 @@ class PlanInputs:
 
 @dataclass(frozen=True)
 class ChunkPlanInputs:
-    """The same for parameters that are cut into rows. `gradient`, `weight`, `state`: bytes of an element; `reduced`:
-    whether gradients come reduced, so that none travel.
+    """The same for parameters that are cut into rows. `gradient`, `weight`, `state`: bytes of an
+    element; `reduced`: whether gradients come reduced, so that none travel.
     """
+
     gradient: int
     weight: int
     state: int
@@ -89,9 +105,11 @@ class ChunkPlanInputs:
 @dataclass(frozen=True)
 class MatrixFootprint:
     """What one matrix takes, in bytes: of its owner, down to `key`, and of every other rank."""
+
     inbound: int  # arrives at its owner
     outbound: int  # leaves its owner again
-    spread: int  # of its memory, from which it leaves: ranks that hold the same may get it from one place
+    # Of its memory, from which it leaves: ranks that hold the same may get it from one place
+    spread: int
     held: int  # on the bench: the matrix
     stays: int  # in the slot: a number for each row, and the mean where gradients are reduced
     long: int  # in the slot, while it is iterated
@@ -103,22 +121,31 @@ class MatrixFootprint:
 
 
 class MemoryModel:
-    """What matrices of one family take together; Counters of (owner, number of a layout) stand for them."""
+    """What matrices of one family take together; Counters of (owner, number of a layout) stand for
+    them.
+    """
 
     def __init__(self, layouts, terms, route, ranks):
-        self.update, self.row, self.scratch = terms.update, terms.row * (route != "own"), terms.scratch
+        self.update, self.row, self.scratch = (
+            terms.update,
+            terms.row * (route != "own"),
+            terms.scratch,
+        )
         self.route, self.ranks, self.layouts = route, ranks, layouts
         self.forms, self.numbers, self.loads, self.partitions = [], {}, {}, {}
         self.once = terms.once
         self.alike = self._alike({id(layout): layout for layout in layouts}.values())
 
     def _alike(self, layouts) -> dict:
-        """rank -> the ranks that hold the same as it of all these layouts, where they can meet in one bucket, if what
-        they get leaves once.
+        """rank -> the ranks that hold the same as it of all these layouts, where they can meet in
+        one bucket, if what they get leaves once.
         """
         if not self.once:
             return {rank: [rank] for rank in self.ranks}
-        layouts, alike = [x for x in layouts if all(rank in x.boxes for rank in self.ranks)], defaultdict(list)
+        layouts, alike = (
+            [x for x in layouts if all(rank in x.boxes for rank in self.ranks)],
+            defaultdict(list),
+        )
         for rank in self.ranks:
             alike[tuple(x.boxes[rank][-2:] for x in layouts)].append(rank)
         return {rank: ranks for ranks in alike.values() for rank in ranks}
@@ -134,8 +161,8 @@ class MemoryModel:
         return self.numbers[id(layout)]
 
     def _pieces(self, layout):
-        """({rank: bytes of its piece}, {copy: those of its largest}, {copy: those of all}, those of pieces that differ,
-        number of the partition).
+        """({rank: bytes of its piece}, {copy: those of its largest}, {copy: those of all}, those of
+        pieces that differ, number of the partition).
         """
         pieces, largest, whole = {}, defaultdict(int), defaultdict(int)
         for rank in self.ranks if self.route in ("exchange", "own") else ():
@@ -144,7 +171,13 @@ class MemoryModel:
             pieces[rank], copy = nbytes, layout.copy_of[rank]
             largest[copy], whole[copy] = max(largest[copy], nbytes), whole[copy] + nbytes
         places = sum(nbytes for rank, nbytes in pieces.items() if self.alike[rank][0] == rank)
-        return pieces, largest, whole, places, self.partitions.setdefault(layout.copies, len(self.partitions))
+        return (
+            pieces,
+            largest,
+            whole,
+            places,
+            self.partitions.setdefault(layout.copies, len(self.partitions)),
+        )
 
     def _load(self, owner, number) -> MatrixFootprint:
         if (owner, number) in self.loads:
@@ -163,12 +196,24 @@ class MemoryModel:
             inbound, outbound = whole[copy] - here, sum(whole.values()) - here
             spread = places if len(self.alike[owner]) > 1 else places - here
             leaves, returns = largest[copy] if inbound else 0, max(largest.values())
-        load = MatrixFootprint(inbound, outbound, spread, held, stays, long, square, key, leaves, (partition, copy), returns)
+        load = MatrixFootprint(
+            inbound,
+            outbound,
+            spread,
+            held,
+            stays,
+            long,
+            square,
+            key,
+            leaves,
+            (partition, copy),
+            returns,
+        )
         return self.loads.setdefault((owner, number), load)
 
     def _together(self, taken):
-        """({owner: [inbound, outbound, spread, held, stays]}, {(owner, key): [long, square]}, {copy: leaving},
-        returning).
+        """({owner: [inbound, outbound, spread, held, stays]}, {(owner, key): [long, square]},
+        {copy: leaving}, returning).
         """
         owners, iterated, leaves, returns = {}, {}, Counter(), 0
         for (owner, number), count in taken.items():
@@ -206,26 +251,33 @@ class MemoryModel:
         travels, (leave, gather, land) = self.route != "local", BYTES[self.route]
         inbound, away = max(inbound, *leaves.values()), max(leaves.values()) if travels else held
         gathered = gather * held / self.update + (inbound if self.route == "reduce" else 0)
-        distinct = {frozenset(shapes.items()): shapes for shapes in counts.values()}  # most owners have the same
+        # Most owners have the same
+        distinct = {frozenset(shapes.items()): shapes for shapes in counts.values()}
         products = max(map(pace.stacks, distinct.values())) + pace.memory(gathered)
-        return BucketTimes(pace.memory(leave * away / self.update), pace.wire(inbound), products, pace.wire(outbound),
-                    pace.memory(land * (returns if travels else held) / self.update), travels)
+        return BucketTimes(
+            pace.memory(leave * away / self.update),
+            pace.wire(inbound),
+            products,
+            pace.wire(outbound),
+            pace.memory(land * (returns if travels else held) / self.update),
+            travels,
+        )
 
     def workspace_for(self, taken) -> int:
         """The workspace in which any number of buckets that take this have room, on every rank."""
         return workspace(*self.memory(taken))
 
     def bytes_together(self, buckets) -> int:
-        """The workspace that these buckets, lists of layers, take of one rank at most: every slot and the bench are as
-        large as the largest that uses them.
+        """The workspace that these buckets, lists of layers, take of one rank at most: every slot
+        and the bench are as large as the largest that uses them.
         """
         slots, benches = zip(*(self.memory(total(bucket)) for bucket in buckets))
         turns = SLOTS if self.route != "local" else 1
         return sum(max(slots[number::turns], default=0) for number in range(turns)) + max(benches)
 
     def memory(self, taken) -> tuple[int, int]:
-        """(bytes of a slot, bytes of the bench) of any rank at most; see `RankPlan.places`. What leaves a rank are pieces
-        to which answers return.
+        """(bytes of a slot, bytes of the bench) of any rank at most; see `RankPlan.places`. What
+        leaves a rank are pieces to which answers return.
         """
         owners, iterated, _, returns = self._together(taken)
         slot, bench, fixed = 0, 0, 3 * ALIGNMENT * (len(self.ranks) + 2)

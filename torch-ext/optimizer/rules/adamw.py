@@ -1,4 +1,5 @@
 """AdamW (arXiv 1711.05101) on lists of tensors, through torch's fused or foreach kernels."""
+
 from __future__ import annotations
 
 import itertools
@@ -12,8 +13,8 @@ COPIED = 1 << 24  # elements of which AdamW has copies in another dtype at a tim
 
 
 def adamw_unless(flags, W, G, states, hp, numbers) -> None:
-    """AdamW parameter by parameter; one whose flag is set keeps its weight and state. None: as `adamw`, which says
-    what the rest is.
+    """AdamW parameter by parameter; one whose flag is set keeps its weight and state. None: as
+    `adamw`, which says what the rest is.
     """
     if flags is None:
         return adamw(W, G, states, hp, numbers)
@@ -25,17 +26,20 @@ def adamw_unless(flags, W, G, states, hp, numbers) -> None:
 
 
 def adamw(W, G, states, hp, numbers) -> None:
-    """AdamW (arXiv 1711.05101) in place, through torch's fused or foreach kernels, in the wider dtype of each weight
-    and its state: rounded to bf16, a weight would not notice a small step.
+    """AdamW (arXiv 1711.05101) in place, through torch's fused or foreach kernels, in the wider
+    dtype of each weight and its state: rounded to bf16, a weight would not notice a small step.
 
-    `states`: exp_avg, exp_avg_sq and step of each. The fused kernel wants W, G and the first two alike in dtype and
-    strides: what lies otherwise in memory is stepped as a copy, COPIED elements at a time.
+    `states`: exp_avg, exp_avg_sq and step of each. The fused kernel wants W, G and the first two
+    alike in dtype and strides: what lies otherwise in memory is stepped as a copy, COPIED elements
+    at a time.
     """
     straight, others = list(zip(W, G, *states)), []
     if not _all_fit(W, G, *states[:2]):
         members, straight = straight, []
         for w, g, m, v, step in members:
-            (straight if all(_fits(t, w, m) for t in (w, g, m, v)) else others).append((w, g, m, v, step))
+            (straight if all(_fits(t, w, m) for t in (w, g, m, v)) else others).append(
+                (w, g, m, v, step)
+            )
     if straight:
         _fused(straight, hp, numbers)
     for part in _in_parts(others):
@@ -51,10 +55,23 @@ def _fused(members, hp, numbers):
     W, G, exp_avgs, exp_avg_sqs, steps = map(list, zip(*members))
     fused, narrow = W[0].is_cuda, exp_avgs[0].dtype != torch.float64
     beta1, beta2, eps = map(float, (*hp["betas"], hp["eps"]))
-    torch_adamw(W, G, exp_avgs, exp_avg_sqs, [], steps, foreach=not fused, fused=fused,
-                amsgrad=False, beta1=beta1, beta2=beta2,
-                lr=numbers[0] if fused and narrow else float(hp["lr"]),
-                weight_decay=float(hp["weight_decay"]), eps=eps, maximize=False)
+    torch_adamw(
+        W,
+        G,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        foreach=not fused,
+        fused=fused,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=numbers[0] if fused and narrow else float(hp["lr"]),
+        weight_decay=float(hp["weight_decay"]),
+        eps=eps,
+        maximize=False,
+    )
 
 
 def _fits(tensor, w, m) -> bool:
@@ -64,7 +81,9 @@ def _fits(tensor, w, m) -> bool:
 def _all_fit(*lists) -> bool:
     """Whether all have one dtype and strides, as is usual: without Python for each of them."""
     strides = [list(map(torch.Tensor.stride, tensors)) for tensors in lists]
-    return len(set(map(_dtype, itertools.chain(*lists)))) == 1 and strides.count(strides[0]) == len(strides)
+    return len(set(map(_dtype, itertools.chain(*lists)))) == 1 and strides.count(strides[0]) == len(
+        strides
+    )
 
 
 def _copied(w, g, m, v) -> list:
@@ -96,7 +115,8 @@ def _pieces(*member):
 
 
 def count(steps, flags=None) -> None:
-    """AdamW's count of steps, where another rank keeps all else of a parameter: its state is true on every rank.
+    """AdamW's count of steps, where another rank keeps all else of a parameter: its state is true
+    on every rank.
 
     `flags`: as in `adamw_unless`; what is left alone is not counted.
     """

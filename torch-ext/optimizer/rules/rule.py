@@ -1,8 +1,10 @@
-"""What every update rule has: the state that a parameter keeps, and the numbers that change from step to step.
+"""What every update rule has: the state that a parameter keeps, and the numbers that change from
+step to step.
 
-State is per element (`momentum_buffer`, `exp_avg`, `exp_avg_sq`), per row (`second_moment`) or per parameter (`step`).
-Rules know no ranks and no buckets.
+State is per element (`momentum_buffer`, `exp_avg`, `exp_avg_sq`), per row (`second_moment`) or per
+parameter (`step`). Rules know no ranks and no buckets.
 """
+
 from __future__ import annotations
 
 import torch
@@ -11,24 +13,40 @@ from ..newton_schulz import coefficients
 
 
 def device_scalars(hp) -> list[float]:
-    """What may be another at every step, for the device's memory in fp32: lr, 1 - lr wd; and, 16 bytes on, 1 - mu.
+    """What may be another at every step, for the device's memory in fp32: lr, 1 - lr wd; and, 16
+    bytes on, 1 - mu.
 
     Each kernel finds its part aligned, and is compiled once.
     """
     lr = float(hp["lr"])
-    return [lr, 1.0 - lr * float(hp["weight_decay"]), 0.0, 0.0, 1.0 - float(hp["momentum"]), 0.0, 0.0, 0.0]
+    return [
+        lr,
+        1.0 - lr * float(hp["weight_decay"]),
+        0.0,
+        0.0,
+        1.0 - float(hp["momentum"]),
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
 def host_constants(hp, wide=False) -> tuple:
-    """What launches of a group take from the host, and a CUDA graph of them keeps. `wide`: AdamW steps in fp64."""
+    """What launches of a group take from the host, and a CUDA graph of them keeps. `wide`: AdamW
+    steps in fp64.
+    """
     if hp["use_muon"]:
         steps = coefficients.steps_of(hp["ns_coefficients"], hp["ns_steps"])
         return steps, float(hp["eps"]), float(hp.get("beta2", 0)), bool(hp["nesterov"])
-    return *map(float, (*hp["betas"], hp["eps"], hp["weight_decay"])), float(hp["lr"]) if wide else None
+    return *map(float, (*hp["betas"], hp["eps"], hp["weight_decay"])), float(
+        hp["lr"]
+    ) if wide else None
 
 
-ROWS = ("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq")  # state that is cut by rows of the parameter
-STATE_KEYS = (*ROWS, "step")  # all that is this optimizer's; who keeps something else in the state of a parameter may
+# State that is cut by rows of the parameter
+ROWS = ("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq")
+# All that is this optimizer's; who keeps something else in the state of a parameter may
+STATE_KEYS = (*ROWS, "step")
 
 
 def state_keys(group) -> tuple:
@@ -39,14 +57,20 @@ def state_keys(group) -> tuple:
 
 
 def home_of(key, param, dtype):
-    """(device, dtype) of a state. Of AdamW's implementations the fused one, on GPUs, wants the steps there."""
+    """(device, dtype) of a state. Of AdamW's implementations the fused one, on GPUs, wants the
+    steps there.
+    """
     if key in ("step", "second_moment"):
-        return param.device if param.is_cuda or key != "step" else torch.device("cpu"), torch.float32
+        return param.device if param.is_cuda or key != "step" else torch.device(
+            "cpu"
+        ), torch.float32
     return param.device, torch.float64 if param.dtype == torch.float64 else dtype
 
 
 def state_shape(param, key) -> tuple:
-    """The global shape of a state: (..., R, 1) for the rows' second moments, () for the steps, else the parameter's."""
+    """The global shape of a state: (..., R, 1) for the rows' second moments, () for the steps, else
+    the parameter's.
+    """
     if key == "step":
         return ()
     return (*param.shape[:-1], 1) if key == "second_moment" else tuple(param.shape)

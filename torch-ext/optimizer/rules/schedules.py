@@ -1,8 +1,11 @@
-"""Numbers of groups that schedules change through another key, or share: beta1 of AdamW groups, tensors.
+"""Numbers of groups that schedules change through another key, or share: beta1 of AdamW groups,
+tensors.
 
-Decides: that `momentum` of an AdamW group is its beta1, since schedulers such as OneCycleLR cycle `momentum` in every
-group of an optimizer that has a default of that name; that no two groups have one tensor. Knows no parameter.
+Decides: that `momentum` of an AdamW group is its beta1, since schedulers such as OneCycleLR cycle
+`momentum` in every group of an optimizer that has a default of that name; that no two groups have
+one tensor. Knows no parameter.
 """
+
 from __future__ import annotations
 
 import torch
@@ -20,7 +23,8 @@ class Beta1:
     def follow(self, groups: list[dict]) -> None:
         """Make `momentum` and `betas[0]` of each AdamW group equal, after the one that has changed.
 
-        Where both have, or the group is new, `betas` count. Numbers that are not allowed stay as they are.
+        Where both have, or the group is new, `betas` count. Numbers that are not allowed stay as
+        they are.
         """
         for group in groups:
             betas = group.get("betas")
@@ -39,19 +43,25 @@ class Beta1:
 
 
 def check_momentum(group: dict, given: object, default: object) -> None:
-    """Raise ValueError for an AdamW group that was given a `momentum` of its own, other than its beta1.
+    """Raise ValueError for an AdamW group that was given a `momentum` of its own, other than its
+    beta1.
 
-    given: the value in the group before defaults were filled in, None: there was none. The optimizer's own default is
-    taken, since wrappers copy all arguments into every group; it has no effect.
+    given: the value in the group before defaults were filled in, None: there was none. The
+    optimizer's own default is taken, since wrappers copy all arguments into every group; it has no
+    effect.
     """
     if given is not None and given != default and given != group["betas"][0]:
-        raise ValueError(f"momentum={shortened(repr(given))} in a group of AdamW, whose betas are {group['betas']}: "
-                         "momentum is beta1 there; set betas, and remove momentum")
+        raise ValueError(
+            f"momentum={shortened(repr(given))} in a group of AdamW, whose betas are "
+            f"{group['betas']}: "
+            "momentum is beta1 there; set betas, and remove momentum"
+        )
 
 
 def part_tensors(groups: list[dict]) -> None:
-    """Give each group tensors of its own for lr and other numbers: a scheduler writes into them, and torch gives one
-    default to all groups. The first group that has a tensor keeps it, the others get copies.
+    """Give each group tensors of its own for lr and other numbers: a scheduler writes into them,
+    and torch gives one default to all groups. The first group that has a tensor keeps it, the
+    others get copies.
     """
     seen = set()
     for group in groups:

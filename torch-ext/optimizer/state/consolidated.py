@@ -3,6 +3,7 @@
 Decides how long the gathered state is current, and what the ranks return that did not get it. The
 collective part is in owner_state.py.
 """
+
 from __future__ import annotations
 
 import weakref
@@ -25,26 +26,31 @@ class Consolidated:
     """`whole`: {parameter: {key: tensor on the CPU}}; empty where `elsewhere`, the global rank that
     has it, is not None. `seen`: the `_fingerprint` of the state from which it was gathered.
     """
+
     whole: dict
     elsewhere: int | None
     seen: dict
 
     def is_current(self, named: dict, state: dict) -> bool:
-        """Whether the optimizer still has the parameters `named` and the tensors that were gathered.
-        A step drops this object: its kernels do not count in the versions of tensors.
+        """Whether the optimizer still has the parameters `named` and the tensors that were
+        gathered. A step drops this object: its kernels do not count in the versions of tensors.
         """
         now = _fingerprint(named, state)
         return now.keys() == self.seen.keys() and all(
             version == self.seen[entry][1] and reference() is self.seen[entry][0]()
-            for entry, (reference, version) in now.items())
+            for entry, (reference, version) in now.items()
+        )
 
     def state_dict(self, optimizer: torch.optim.Optimizer, named: dict) -> dict:
         """The whole state dict, without communication. Where the state is elsewhere, a state dict
         without state, which `load_state_dict` refuses.
         """
         state = optimizer.state
-        shown = {param: {**state[param], **self.whole.get(param, {})}
-                 for param in named if param in state}
+        shown = {
+            param: {**state[param], **self.whole.get(param, {})}
+            for param in named
+            if param in state
+        }
         with replaced_state(optimizer, shown if self.elsewhere is None else {}):
             found = torch.optim.Optimizer.state_dict(optimizer)
         return found if self.elsewhere is None else {**found, ELSEWHERE: self.elsewhere}
@@ -74,8 +80,10 @@ def refuse_elsewhere(state_dict: dict) -> None:
     """Raise ValueError for the state dict of a rank that the state was not gathered on."""
     if ELSEWHERE in state_dict:
         rank = state_dict[ELSEWHERE]
-        raise ValueError("this state dict holds no state: consolidate_state_dict() had gathered it "
-                         f"on rank {rank}. Load, on all ranks, what state_dict() returned there")
+        raise ValueError(
+            "this state dict holds no state: consolidate_state_dict() had gathered it "
+            f"on rank {rank}. Load, on all ranks, what state_dict() returned there"
+        )
 
 
 def _fingerprint(named: dict, state: dict) -> dict:

@@ -7,6 +7,7 @@ that have no counterpart. Knows no parameter: what does not fit one is found whe
 Momentum is a mean here, M <- mu M + (1 - mu) G; some keep a sum, S <- mu S + G. With mu constant
 since the start, M = (1 - mu) S.
 """
+
 from __future__ import annotations
 
 import math
@@ -216,7 +217,9 @@ def _parts(where: str, group: dict, states: dict, source: str) -> list[dict]:
     return parts
 
 
-def _jordan(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[MuonConfig, OfState]:
+def _jordan(
+    where: str, group: dict, own: list[dict], arguments: dict
+) -> tuple[MuonConfig, OfState]:
     if not group.get("use_muon", True):
         return _adamw(group["betas"], group["eps"]), dict
     _check_dims(where, own, (4,))
@@ -308,7 +311,9 @@ def _emerging(
     }, _kept("momentum_buffer")
 
 
-def _megatron(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[MuonConfig, OfState]:
+def _megatron(
+    where: str, group: dict, own: list[dict], arguments: dict
+) -> tuple[MuonConfig, OfState]:
     if "momentum" not in group:
         raise ValueError(
             f"{where} of this state dict of Megatron-LM has no momentum: it is not its Muon's. "
@@ -346,7 +351,9 @@ def _timm(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Mu
     return options, _kept("momentum_buffer")
 
 
-def _nanochat(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[MuonConfig, OfState]:
+def _nanochat(
+    where: str, group: dict, own: list[dict], arguments: dict
+) -> tuple[MuonConfig, OfState]:
     """AdamW of MuonAdamW; Muon's first version, and its second (with beta2) without variance."""
     if group.get("kind", "muon") == "adamw":
         return _adamw(group["betas"], group["eps"]), _kept(*ADAMW_STATE)
@@ -373,7 +380,9 @@ def _nanochat(where: str, group: dict, own: list[dict], arguments: dict) -> tupl
     }, _kept("momentum_buffer")
 
 
-def _modded(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[MuonConfig, OfState]:
+def _modded(
+    where: str, group: dict, own: list[dict], arguments: dict
+) -> tuple[MuonConfig, OfState]:
     raise NotImplementedError(
         f"{where} is of {PEERS['modded_nanogpt'].title}, which divides by the variance of rows or "
         "columns, decays cautiously and keeps the momenta of a group in the group: it has no "
@@ -397,7 +406,9 @@ def _deepspeed(
     return _jordan(where, group, own, arguments)
 
 
-def _muonium(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[MuonConfig, OfState]:
+def _muonium(
+    where: str, group: dict, own: list[dict], arguments: dict
+) -> tuple[MuonConfig, OfState]:
     rule, wd, lr = group["algorithm"], float(group["wd"]), float(group["lr"])
     _check_options(where, "muonium", group, MUONIUMS)
     if not group["use_muon"]:

@@ -1,7 +1,9 @@
-"""State before it is bound: creation, and how it follows a parameter to another mesh, placement or object.
+"""State before it is bound: creation, and how it follows a parameter to another mesh, placement or
+object.
 
 Collective where DTensors move: ranks that share parameters call it together, before a step.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -22,22 +24,30 @@ from ..params.layout import layout_of, row_chunks, this_rank
 from ..params.validation import device_of
 from ..rules.rule import ROWS, home_of, state_keys, state_shape
 
-TORN = ("the last step of this optimizer failed half-way: some weights and state are those of before it, some those of "
-        "after it")
+TORN = (
+    "the last step of this optimizer failed half-way: some weights and state are those of before "
+    "it, some those of "
+    "after it"
+)
 
 
 def refuse_torn(torn) -> None:
     """Raise RuntimeError if a step failed half-way."""
     if torn:
-        raise RuntimeError(f"{TORN}. Load a checkpoint into the model and into the optimizer (load_state_dict), then "
-                           "go on")
+        raise RuntimeError(
+            f"{TORN}. Load a checkpoint into the model and into the optimizer (load_state_dict), "
+            "then "
+            "go on"
+        )
 
 
 def warn_torn(torn) -> bool:
     """Warn if a step failed half-way, where somebody may save what it left."""
     if torn:
         caller = 5  # of `state_dict`, within `late.settled` and `Saving._judge_state`
-        warnings.warn(f"{TORN}: do not save this state, load what was saved before", stacklevel=caller)
+        warnings.warn(
+            f"{TORN}: do not save this state, load what was saved before", stacklevel=caller
+        )
     return torn
 
 
@@ -51,9 +61,9 @@ def lasting() -> Iterator[None]:
 
 
 def adopt_state(before, groups, state) -> list:
-    """Give the state of a parameter that has left its group to the one in its place, of the same shape: who prepares a
-    model after its optimizer puts other parameters into the groups. Returns each group's parameters, which are to be
-    `before` at the next call.
+    """Give the state of a parameter that has left its group to the one in its place, of the same
+    shape: who prepares a model after its optimizer puts other parameters into the groups. Returns
+    each group's parameters, which are to be `before` at the next call.
     """
     here = {p for group in groups for p in group["params"]}
     for gone, group in zip(before, groups):
@@ -69,9 +79,9 @@ def complete_state(groups: list[dict], state: dict, options: MuonConfig) -> None
     communication.
 
     It lies as the parameter does. Where owners keep the state, which are not chosen before the
-    first step, each rank gets as many rows as a DTensor cut by rows has there; `move_to_owners` brings them
-    to the owners. All parameters get theirs on every rank, since the keys of a checkpoint may not
-    differ between ranks.
+    first step, each rank gets as many rows as a DTensor cut by rows has there; `move_to_owners`
+    brings them to the owners. All parameters get theirs on every rank, since the keys of a
+    checkpoint may not differ between ranks.
     """
     for group in groups:
         for param in [p for p in group["params"] if p.requires_grad]:
@@ -107,13 +117,20 @@ def creates_state_only(groups: list[dict], state: dict) -> bool:
 
 
 def lack_state(plans, state) -> bool:
-    """Whether somebody has taken state away since it was created, as those do who begin anew: `state.clear()`."""
-    return any(key not in state.get(p, ()) for plan in plans for p in plan.params for key in state_keys(plan.group))
+    """Whether somebody has taken state away since it was created, as those do who begin anew:
+    `state.clear()`.
+    """
+    return any(
+        key not in state.get(p, ())
+        for plan in plans
+        for p in plan.params
+        for key in state_keys(plan.group)
+    )
 
 
 def check_state(plans, state) -> None:
-    """Raise RuntimeError where a state has not its parameter's shape: before ranks compare their plans, so that who
-    mends it can step again, for which the others wait there.
+    """Raise RuntimeError where a state has not its parameter's shape: before ranks compare their
+    plans, so that who mends it can step again, for which the others wait there.
     """
     for plan in plans:
         names = names_in(plan.group)
@@ -122,7 +139,8 @@ def check_state(plans, state) -> None:
 
 
 def prepare_state(plans, state, options) -> None:
-    """Bring state to the ranks that are to keep it and to where their parameters lie, and create what there is none of.
+    """Bring state to the ranks that are to keep it and to where their parameters lie, and create
+    what there is none of.
 
     Raises RuntimeError where a part of it is at no rank.
     """
@@ -130,8 +148,12 @@ def prepare_state(plans, state, options) -> None:
         if plan.kept is not None:
             names, kept = names_in(plan.group), dict(zip(plan.params, plan.kept))
             with errors.during("the move of state to new owners"):
-                move_to_owners(state, {p: names[p] for p in plan.params}, kept, options.process_group)
-        mine = None if plan.kept is None else dist.get_group_rank(options.process_group, this_rank())
+                move_to_owners(
+                    state, {p: names[p] for p in plan.params}, kept, options.process_group
+                )
+        mine = (
+            None if plan.kept is None else dist.get_group_rank(options.process_group, this_rank())
+        )
         for i, p in enumerate(plan.params):
             if mine is None:
                 _follow(state[p], p)
@@ -145,9 +167,12 @@ def _check_shapes(state, param, name, by_rows) -> None:
     for key, value in _of_elements(state):
         expected = state_shape(param, key)
         if param.ndim and tuple(value.shape[first:]) != expected[first:]:
-            raise RuntimeError(f"{key} of parameter {name} has shape {tuple(value.shape)}, but the parameter, of shape "
-                               f"{tuple(param.shape)}, needs {expected}: it was resized. Delete its entry in the "
-                               "optimizer's `state`, or load state that fits")
+            raise RuntimeError(
+                f"{key} of parameter {name} has shape {tuple(value.shape)}, but the parameter, of "
+                "shape "
+                f"{tuple(param.shape)}, needs {expected}: it was resized. Delete its entry in the "
+                "optimizer's `state`, or load state that fits"
+            )
 
 
 def _follow(state, param) -> None:
@@ -159,15 +184,21 @@ def _follow(state, param) -> None:
 
 def _of_elements(state) -> list:
     """[(key, tensor)] of what belongs to elements of the parameter."""
-    return [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor) and key in ROWS]
+    return [
+        (key, value)
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and key in ROWS
+    ]
 
 
 def create_state(state, param, keys, dtype, rows=None) -> None:
-    """Zeros for the state of one parameter, placed like it, on every rank alike: checkpoint keys may not differ.
+    """Zeros for the state of one parameter, placed like it, on every rank alike: checkpoint keys
+    may not differ.
 
-    `keys`: "momentum_buffer", "exp_avg" and "exp_avg_sq" of the parameter's shape in `dtype`; "second_moment" (...,
-    R, 1) in fp32 (bf16 has too few bits for an average over 20 steps); "step", a scalar. `rows`: how many rows of the
-    state this rank keeps where it is not stored like the parameter; None means like the parameter.
+    `keys`: "momentum_buffer", "exp_avg" and "exp_avg_sq" of the parameter's shape in `dtype`;
+    "second_moment" (..., R, 1) in fp32 (bf16 has too few bits for an average over 20 steps);
+    "step", a scalar. `rows`: how many rows of the state this rank keeps where it is not stored like
+    the parameter; None means like the parameter.
     """
     for key in keys:
         device, wide = home_of(key, param, dtype)

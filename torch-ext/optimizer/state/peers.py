@@ -3,6 +3,7 @@
 Says which package saved a state dict. Must not know how its state is converted (convert.py) or
 loaded (state_dict.py).
 """
+
 from __future__ import annotations
 
 import textwrap

@@ -1,8 +1,10 @@
 """The whole state of an optimizer of one process in one safetensors file.
 
-Tensors are named `state.<parameter>.<key>`, as torch.distributed.checkpoint names them; the header says which group each
-parameter was in. Nothing is unpickled, and nothing is loaded before everything fits.
+Tensors are named `state.<parameter>.<key>`, as torch.distributed.checkpoint names them; the header
+says which group each parameter was in. Nothing is unpickled, and nothing is loaded before
+everything fits.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -40,25 +42,51 @@ def export_state(optimizer, path, model=None) -> None:
     """
     path = _text_of(path)
     if optimizer._torn:
-        raise RuntimeError("the last step of this optimizer failed half-way, so that a file would hold some state of "
-                           "before it and some of after it: load a checkpoint (load_state_dict), then export")
+        raise RuntimeError(
+            "the last step of this optimizer failed half-way, so that a file would hold some state "
+            "of "
+            "before it and some of after it: load a checkpoint (load_state_dict), then export"
+        )
     optimizer._early.refuse("export_state")
     optimizer.wait()
     optimizer._beta1.follow(optimizer.param_groups)
     names = _names(optimizer, model)
-    tensors = {f"state.{name}.{key}": value.detach().cpu().contiguous() for param, name in names.items()
-               for key, value in optimizer.state.get(param, {}).items() if key in STATE_KEYS}
-    groups = [{"params": [names[p] for p in group["params"]], "use_muon": bool(group["use_muon"]),
-               "options": {key: _plain(value) for key, value in group.items() if _is_option(key, value)}}
-              for group in optimizer.param_groups]
-    header = {"params": {name: list(p.shape) for p, name in names.items()}, "groups": groups,
-              "tensors": {name: _described(t) for name, t in tensors.items()}}
-    _write(path, tensors, {"format": FORMAT, "version": VERSION, "digest": _digest(tensors),
-                           **{k: json.dumps(v) for k, v in header.items()}})
+    tensors = {
+        f"state.{name}.{key}": value.detach().cpu().contiguous()
+        for param, name in names.items()
+        for key, value in optimizer.state.get(param, {}).items()
+        if key in STATE_KEYS
+    }
+    groups = [
+        {
+            "params": [names[p] for p in group["params"]],
+            "use_muon": bool(group["use_muon"]),
+            "options": {
+                key: _plain(value) for key, value in group.items() if _is_option(key, value)
+            },
+        }
+        for group in optimizer.param_groups
+    ]
+    header = {
+        "params": {name: list(p.shape) for p, name in names.items()},
+        "groups": groups,
+        "tensors": {name: _described(t) for name, t in tensors.items()},
+    }
+    _write(
+        path,
+        tensors,
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "digest": _digest(tensors),
+            **{k: json.dumps(v) for k, v in header.items()},
+        },
+    )
 
 
 def import_state(optimizer, path, model=None) -> None:
-    """Load what `export_state` wrote: state by the parameters' names, and options of the groups in which they were.
+    """Load what `export_state` wrote: state by the parameters' names, and options of the groups in
+    which they were.
 
     A group whose parameters were in several groups keeps its own options, with a warning. Names as
     in `export_state`. Raises ValueError, before the optimizer is changed, for a file that is
@@ -80,14 +108,20 @@ def import_state(optimizer, path, model=None) -> None:
             groups.append(_saved_group(path, i, group, names, header["groups"], states))
     number = {name: i for i, name in enumerate(n for group in groups for n in group["params"])}
     if set(states) - set(number):
-        raise ValueError(f"{path} has state of {shortened(min(set(states) - set(number)))}, which "
-                         "it does not list as a parameter")
+        raise ValueError(
+            f"{path} has state of {shortened(min(set(states) - set(number)))}, which "
+            "it does not list as a parameter"
+        )
     if header["digest"] not in (None, _digest(tensors)):  # None: an older version wrote the file
-        raise ValueError(f"{path} is damaged: its tensors are not those that export_state wrote "
-                         "(their SHA-256 is not the one in the header). Load another file")
+        raise ValueError(
+            f"{path} is damaged: its tensors are not those that export_state wrote "
+            "(their SHA-256 is not the one in the header). Load another file"
+        )
     for group in groups:
         group["params"] = [number[name] for name in group["params"]]
-    optimizer.load_state_dict({"state": {number[n]: s for n, s in states.items()}, "param_groups": groups})
+    optimizer.load_state_dict(
+        {"state": {number[n]: s for n, s in states.items()}, "param_groups": groups}
+    )
 
 
 def _names(optimizer, model) -> dict:
@@ -97,19 +131,30 @@ def _names(optimizer, model) -> dict:
         names = clean_names(model)
         known = {p: names[name] for name, p in model.named_parameters()}
     else:
-        known = {p: name for g in optimizer.param_groups for p, name in zip(g["params"], given_names(g))}
+        known = {
+            p: name for g in optimizer.param_groups for p, name in zip(g["params"], given_names(g))
+        }
     first = {}
     for i, param in enumerate(params):
         if known.get(param) is None:
-            raise ValueError(f"parameter #{i} of shape {tuple(param.shape)} has no name: pass model=, the model that "
-                             "has it, or build the optimizer from named parameters")
+            raise ValueError(
+                f"parameter #{i} of shape {tuple(param.shape)} has no name: pass model=, the model "
+                "that "
+                "has it, or build the optimizer from named parameters"
+            )
         if is_dtensor(param) or optimizer._options.owner_keeps_state:
-            raise ValueError(f"the state of parameter {known[param]} is spread over several ranks, but one file is for "
-                             "one process: use torch.distributed.checkpoint, which also writes safetensors")
+            raise ValueError(
+                f"the state of parameter {known[param]} is spread over several ranks, but one file "
+                "is for "
+                "one process: use torch.distributed.checkpoint, which also writes safetensors"
+            )
         twin = first.setdefault(known[param], param)
         if twin is not param:
-            raise ValueError(f"two parameters, of shapes {tuple(twin.shape)} and {tuple(param.shape)}, have the name "
-                             f"{known[param]}, and one file holds one state by it: name them apart (param_names)")
+            raise ValueError(
+                f"two parameters, of shapes {tuple(twin.shape)} and {tuple(param.shape)}, have the "
+                "name "
+                f"{known[param]}, and one file holds one state by it: name them apart (param_names)"
+            )
     return {param: known[param] for param in params}
 
 
@@ -132,11 +177,15 @@ def _plain(value):
 
 
 def _as_own(key, own, value):
-    """An option from JSON in the form in which a group has it. ValueError where one is a bool or a number, the other
-    not; for the rest, see check_group.
+    """An option from JSON in the form in which a group has it. ValueError where one is a bool or a
+    number, the other not; for the rest, see check_group.
     """
-    types, allowed = ((bool,), "True or False") if isinstance(own, bool) else ((int, float), "a number")
-    typed = isinstance(own, (bool, int, float, torch.Tensor)) and not (key in TOLERATED and value is None)
+    types, allowed = (
+        ((bool,), "True or False") if isinstance(own, bool) else ((int, float), "a number")
+    )
+    typed = isinstance(own, (bool, int, float, torch.Tensor)) and not (
+        key in TOLERATED and value is None
+    )
     if typed and type(value) not in types:
         raise ValueError(f"{key}={shortened(repr(value))} is not allowed: it must be {allowed}")
     if isinstance(own, torch.Tensor):
@@ -235,26 +284,37 @@ def _write_error(path: str, error: Exception) -> OSError:
 def _read(path):
     """(header, {name: tensor}) of a file that is what its header says; otherwise ValueError."""
     from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
+            names = file.keys()  # the file is no dict
+            tensors = {name: file.get_tensor(name) for name in names}
     except SafetensorError as error:
         text = f"{path} is truncated or no safetensors file: {shortened(error)}"
         raise ValueError(text) from error
     if metadata.get("format") != FORMAT:
-        raise ValueError(f"{path} is a safetensors file, but not one that export_state wrote: its format is "
-                         f"{shortened(repr(metadata.get('format')))}")
+        raise ValueError(
+            f"{path} is a safetensors file, but not one that export_state wrote: its format is "
+            f"{shortened(repr(metadata.get('format')))}"
+        )
     if metadata.get("version") != VERSION:
-        raise ValueError(f"{path} has version {shortened(repr(metadata.get('version')))} of the "
-                         f"format, but this package reads {VERSION!r}: load it with the package "
-                         "that wrote it")
+        raise ValueError(
+            f"{path} has version {shortened(repr(metadata.get('version')))} of the "
+            f"format, but this package reads {VERSION!r}: load it with the package "
+            "that wrote it"
+        )
     header = _header(path, metadata)
     for name in sorted(set(tensors) | set(header["tensors"])):
-        came, said = name in tensors and _described(tensors[name]), header["tensors"].get(name, False)
+        came, said = (
+            name in tensors and _described(tensors[name]),
+            header["tensors"].get(name, False),
+        )
         if came != said:
-            raise ValueError(f"{path} holds {shortened(name)} as {shortened(came or 'nothing')}, "
-                             f"but its header says {shortened(said or 'nothing')}")
+            raise ValueError(
+                f"{path} holds {shortened(name)} as {shortened(came or 'nothing')}, "
+                f"but its header says {shortened(said or 'nothing')}"
+            )
     return header, tensors
 
 
@@ -278,8 +338,12 @@ def _is_shallow(value: object) -> bool:
     """Whether lists and dicts lie at most DEPTH deep in each other."""
     level = [value]
     for _ in range(DEPTH):
-        level = [inner for outer in level if isinstance(outer, (dict, list))
-                 for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (dict, list))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
     return not level
 
 
@@ -299,11 +363,14 @@ def _check_params(path, ours, theirs) -> None:
         if name not in theirs:
             raise ValueError(f"{path} has no parameter {shortened(name)}, which the optimizer has")
         if name not in ours:
-            raise ValueError(f"{path} has a parameter {shortened(name)}, which the optimizer does "
-                             "not have")
+            raise ValueError(
+                f"{path} has a parameter {shortened(name)}, which the optimizer does not have"
+            )
         if ours[name] != theirs[name]:
-            raise ValueError(f"parameter {shortened(name)} has shape {ours[name]} here, but "
-                             f"{shortened(theirs[name])} in {path}")
+            raise ValueError(
+                f"parameter {shortened(name)} has shape {ours[name]} here, but "
+                f"{shortened(theirs[name])} in {path}"
+            )
 
 
 def _saved_group(path, number, group, names, saved, states) -> dict:
@@ -312,11 +379,16 @@ def _saved_group(path, number, group, names, saved, states) -> dict:
     for param, name in zip(group["params"], mine):
         was = next((g["use_muon"] for g in saved if name in g["params"]), group["use_muon"])
         if was != bool(group["use_muon"]):
-            raise ValueError(f"parameter {name} was in a group of {KINDS[was]} when {path} was written, but is in one "
-                             f"of {KINDS[not was]} here")
+            raise ValueError(
+                f"parameter {name} was in a group of {KINDS[was]} when {path} was written, but is "
+                "in one "
+                f"of {KINDS[not was]} here"
+            )
         if name in states and set(states[name]) != set(keys):
-            raise ValueError(f"{path} has {shortened(', '.join(sorted(states[name])))} of "
-                             f"parameter {name}, but its state here is {', '.join(sorted(keys))}")
+            raise ValueError(
+                f"{path} has {shortened(', '.join(sorted(states[name])))} of "
+                f"parameter {name}, but its state here is {', '.join(sorted(keys))}"
+            )
         check_state(param, keys, name, states.get(name, {}))
     options = options_of(number, mine, [(set(g["params"]), g["options"]) for g in saved])
     taken = {key: _as_own(key, group[key], options[key]) for key in group if key in options}

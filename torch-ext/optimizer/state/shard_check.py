@@ -3,6 +3,7 @@
 A file that one rank wrote with torch.save has that rank's part of each DTensor. Loaded on another
 rank it fits in shape and dtype, and would be taken for the part of this rank.
 """
+
 from __future__ import annotations
 
 import torch
@@ -13,10 +14,12 @@ from ..params.dtensor import is_by_rows, is_dtensor, is_placed_like
 from ..params.layout import groups_of_mesh, is_own_shard, stored_by, this_rank
 from ..rules.rule import ROWS
 
-ADVICE = ("A file that one rank writes has only that rank's part of such state. Save with "
-          "torch.distributed.checkpoint, or get_optimizer_state_dict with full_state_dict=True; "
-          "with shard_state=True or grads_are_reduced=False also by calling "
-          "consolidate_state_dict() on all ranks before rank 0 writes its state_dict()")
+ADVICE = (
+    "A file that one rank writes has only that rank's part of such state. Save with "
+    "torch.distributed.checkpoint, or get_optimizer_state_dict with full_state_dict=True; "
+    "with shard_state=True or grads_are_reduced=False also by calling "
+    "consolidate_state_dict() on all ranks before rank 0 writes its state_dict()"
+)
 
 
 def check_shards(members: list, options: object) -> None:
@@ -27,8 +30,12 @@ def check_shards(members: list, options: object) -> None:
     load DTensors which are gathered, or which owners keep, wait for each other: all of them raise
     if one does. RuntimeError if some of them do not come.
     """
-    shards = [(param, f"{key} of parameter {name}", state[key])
-              for param, _, name, state in members for key in ROWS if is_dtensor(state.get(key))]
+    shards = [
+        (param, f"{key} of parameter {name}", state[key])
+        for param, _, name, state in members
+        for key in ROWS
+        if is_dtensor(state.get(key))
+    ]
     if not shards:
         return
     fault = next(filter(None, (_fault(*shard, options) for shard in shards)), None)
@@ -40,8 +47,10 @@ def check_shards(members: list, options: object) -> None:
     if fault is not None:
         raise ValueError(f"{fault}. {ADVICE}")
     if refusing:
-        raise ValueError(f"{shards[0][1]} is this rank's own part, but ranks {refusing} were given "
-                         f"a part that is not theirs. {ADVICE}")
+        raise ValueError(
+            f"{shards[0][1]} is this rank's own part, but ranks {refusing} were given "
+            f"a part that is not theirs. {ADVICE}"
+        )
 
 
 def _fault(param: torch.Tensor, what: str, value: torch.Tensor, options: object) -> str | None:
@@ -50,11 +59,15 @@ def _fault(param: torch.Tensor, what: str, value: torch.Tensor, options: object)
     if not is_own_shard(value):
         owner = stored_by(value)
         whose = "another rank" if owner in (None, this_rank()) else f"rank {owner}"
-        return (f"{what} is the part that {whose} of {mesh.size()} stored, but this is rank "
-                f"{this_rank()}")
+        return (
+            f"{what} is the part that {whose} of {mesh.size()} stored, but this is rank "
+            f"{this_rank()}"
+        )
     if _is_gathered(param, value, options) and groups_of_mesh(mesh) is None:
-        return (f"{what} was stored in parts by {mesh.size()} ranks, of which there is no process "
-                f"group here to gather it (this is rank {this_rank()})")
+        return (
+            f"{what} was stored in parts by {mesh.size()} ranks, of which there is no process "
+            f"group here to gather it (this is rank {this_rank()})"
+        )
     return None
 
 

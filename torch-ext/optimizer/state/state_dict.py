@@ -1,4 +1,7 @@
-"""Loading of state dicts: checks by name, shape, dtype and group before anything changes, then copies into place."""
+"""Loading of state dicts: checks by name, shape, dtype and group before anything changes, then
+copies into place.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -22,7 +25,8 @@ from .shard_check import check_shards
 
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
 OTHERS = "maximize", "amsgrad", "differentiable"  # options of torch's that change what a step is
-ADAMW = "maximize", "amsgrad", "capturable", "decoupled_weight_decay"  # of torch's AdamW, which no group has here
+# Of torch's AdamW, which no group has here
+ADAMW = "maximize", "amsgrad", "capturable", "decoupled_weight_decay"
 STRUCTURE = ("params", "param_names")  # of a saved group: what its options are not
 
 
@@ -42,7 +46,9 @@ def called_by_checkpoint() -> bool:
 
 
 class Loading:
-    """One `load_state_dict`: torch gets the groups, and the state is put in place when it is done with them."""
+    """One `load_state_dict`: torch gets the groups, and the state is put in place when it is done
+    with them.
+    """
 
     def __init__(self, groups, options):
         self.own, self.options, self.restored = [dict(group) for group in groups], options, {}
@@ -50,8 +56,11 @@ class Loading:
     @contextlib.contextmanager
     def inside(self, optimizer):
         """Have an optimizer's `load_state_dict` do it meanwhile."""
-        hooks = [optimizer.register_load_state_dict_pre_hook(self.take),
-                 optimizer.register_load_state_dict_post_hook(self.settle, prepend=True)]  # before those of others
+        # Before those of others
+        hooks = [
+            optimizer.register_load_state_dict_pre_hook(self.take),
+            optimizer.register_load_state_dict_post_hook(self.settle, prepend=True),
+        ]
         try:
             yield
         finally:
@@ -64,8 +73,11 @@ class Loading:
         of a parameter.
         """
         if missing := {"state", "param_groups"} - set(loaded):
-            raise ValueError(f"the state dict has no {min(missing)!r}, only {', '.join(map(repr, loaded)) or None}: "
-                             "pass what an optimizer's state_dict() has returned")
+            raise ValueError(
+                f"the state dict has no {min(missing)!r}, only "
+                f"{', '.join(map(repr, loaded)) or None}: "
+                "pass what an optimizer's state_dict() has returned"
+            )
         refuse_elsewhere(loaded)
         groups = matched_groups(loaded["param_groups"], self.own)
         if list(map(_length, groups)) != list(map(_length, self.own)):
@@ -76,12 +88,18 @@ class Loading:
         if called_by_checkpoint():
             _warn_of_lacking_state(self.own, self.restored)
         numbers = {number for group in loaded["param_groups"] for number in group["params"]}
-        return {**loaded, "state": {key: _of_others(state) if key in numbers else state
-                                    for key, state in loaded["state"].items()}}
+        return {
+            **loaded,
+            "state": {
+                key: _of_others(state) if key in numbers else state
+                for key, state in loaded["state"].items()
+            },
+        }
 
     def settle(self, optimizer) -> None:
-        """After: names, and options that the saved groups lack, are the optimizer's own. Of those that it does not know
-        torch's AdamW leaves some, which say what is done here anyway, or how AdamW did it.
+        """After: names, and options that the saved groups lack, are the optimizer's own. Of those
+        that it does not know torch's AdamW leaves some, which say what is done here anyway, or how
+        AdamW did it.
         """
         for group, own in zip(optimizer.param_groups, self.own):
             for key in [key for key in ADAMW if key not in own]:
@@ -110,10 +128,12 @@ def matched_groups(saved: list[dict], own: list[dict]) -> list[dict]:
     if obstacle is None:
         return _by_name(saved, own)
     if lengths != ours:
-        raise ValueError(f"the state dict has groups of {shortened(lengths)} parameters, this "
-                         f"optimizer of {shortened(ours)}, and they cannot be matched by name: "
-                         f"{obstacle}. Build the groups as they were saved, or name the parameters "
-                         "of both optimizers (pass pairs (name, parameter))")
+        raise ValueError(
+            f"the state dict has groups of {shortened(lengths)} parameters, this "
+            f"optimizer of {shortened(ours)}, and they cannot be matched by name: "
+            f"{obstacle}. Build the groups as they were saved, or name the parameters "
+            "of both optimizers (pass pairs (name, parameter))"
+        )
     return [_in_own_order(*pair) for pair in zip(saved, own)]
 
 
@@ -145,8 +165,11 @@ def _obstacle(saved: list[dict], own: list[dict]) -> str | None:
 
 def _by_name(saved: list[dict], own: list[dict]) -> list[dict]:
     """`matched_groups` where every name is on both sides."""
-    where = {name: (group, key)
-             for group in saved for name, key in zip(_clean_names(group), group["params"])}
+    where = {
+        name: (group, key)
+        for group in saved
+        for name, key in zip(_clean_names(group), group["params"])
+    }
     members, matched = [(set(_clean_names(group)), group) for group in saved], []
     for number, group in enumerate(own):
         names = _clean_names(group)
@@ -171,8 +194,10 @@ def options_of(number: int, names: list[str], saved: list[tuple[set, dict]]) -> 
     for members, group in saved:
         if members.issuperset(names):
             return {key: value for key, value in group.items() if key not in STRUCTURE}
-    text = (f"group {number} ({shortened(names[0])}, ...) keeps its own lr and other options: its "
-            "parameters were saved in several groups, whose options may differ")
+    text = (
+        f"group {number} ({shortened(names[0])}, ...) keeps its own lr and other options: its "
+        "parameters were saved in several groups, whose options may differ"
+    )
     _warn_caller(text)
     return {}
 
@@ -215,7 +240,11 @@ def _in_own_order(saved: dict, own: dict) -> dict:
     """
     ours, theirs = _clean_names(own), _clean_names(saved)
     number = dict(zip(theirs, saved["params"]))
-    if not ours or not len(ours) == len(theirs) == len(number) == len(saved["params"]) or set(ours) != set(number):
+    if (
+        not ours
+        or not len(ours) == len(theirs) == len(number) == len(saved["params"])
+        or set(ours) != set(number)
+    ):
         return saved
     return {**saved, "params": [number[name] for name in ours], "param_names": own["param_names"]}
 
@@ -236,17 +265,21 @@ def _warn_of_lacking_state(groups: list[dict], restored: dict) -> None:
     lacking = [name for param, name in named if param.requires_grad and not restored.get(param)]
     if lacking:
         first = shortened(", ".join(lacking[:3])) + ", ..." * (len(lacking) > 3)
-        text = (f"no state was loaded for {len(lacking)} parameters ({first}), which begin anew: the "
-                "checkpoint has none, or, in the flattened form, the optimizer had none when it was "
-                "loaded; then call init_state() first, and load again")
+        text = (
+            f"no state was loaded for {len(lacking)} parameters ({first}), which begin anew: the "
+            "checkpoint has none, or, in the flattened form, the optimizer had none when it was "
+            "loaded; then call init_state() first, and load again"
+        )
         _warn_caller(text)
 
 
 def restore(loaded, groups, options) -> dict:
-    """{parameter: a copy of its saved state, in the dtype and place in which the optimizer keeps it}.
+    """{parameter: a copy of its saved state, in the dtype and place in which the optimizer keeps
+    it}.
 
-    `loaded`: a state dict of as many groups and parameters. Tensors that lie otherwise than the parameter are moved;
-    from DTensors that is collective. Raises ValueError, naming the parameter, for what does not fit.
+    `loaded`: a state dict of as many groups and parameters. Tensors that lie otherwise than the
+    parameter are moved; from DTensors that is collective. Raises ValueError, naming the parameter,
+    for what does not fit.
     """
     members = []
     for number, (group, saved) in enumerate(zip(groups, loaded["param_groups"])):
@@ -258,38 +291,53 @@ def restore(loaded, groups, options) -> dict:
     for param, group, name, state in members:
         check_state(param, state_keys(group), name, state)
     check_shards(members, options)
-    return {param: _restored(param, state_keys(group), state, options) for param, group, _, state in members}
+    return {
+        param: _restored(param, state_keys(group), state, options)
+        for param, group, _, state in members
+    }
 
 
 def _of_others(state) -> dict:
     """What neither this optimizer keeps nor torch's AdamW, with an option that is refused."""
-    return {key: value for key, value in state.items() if key not in (*STATE_KEYS, "max_exp_avg_sq")}
+    return {
+        key: value for key, value in state.items() if key not in (*STATE_KEYS, "max_exp_avg_sq")
+    }
 
 
 def check_state(param, keys, name, state) -> None:
-    """Raise ValueError unless the saved `state` of a parameter can be that of one whose rule keeps `keys`: all of them
-    or none, but NorMuon goes on with Muon's, which has no second moment.
+    """Raise ValueError unless the saved `state` of a parameter can be that of one whose rule keeps
+    `keys`: all of them or none, but NorMuon goes on with Muon's, which has no second moment.
     """
     name = shortened(name)
     if not isinstance(state, dict):
-        raise ValueError(f"the state of parameter {name} is of type {type(state).__name__}, but it needs a dict of "
-                         f"{', '.join(keys)}: it was saved by another optimizer, or is damaged")
+        raise ValueError(
+            f"the state of parameter {name} is of type {type(state).__name__}, but it needs a dict "
+            "of "
+            f"{', '.join(keys)}: it was saved by another optimizer, or is damaged"
+        )
     if state and not set(keys) - {"second_moment"} <= set(state):
-        raise ValueError(f"the state of parameter {name} is "
-                         f"{shortened(', '.join(sorted(map(str, state))))}, but it needs "
-                         f"{', '.join(keys)}: a part of it was lost, or it was saved by another "
-                         "optimizer or for another kind of group")
+        raise ValueError(
+            f"the state of parameter {name} is "
+            f"{shortened(', '.join(sorted(map(str, state))))}, but it needs "
+            f"{', '.join(keys)}: a part of it was lost, or it was saved by another "
+            "optimizer or for another kind of group"
+        )
     for key in [k for k in keys if k in state]:
         shape, came = state_shape(param, key), tuple(getattr(state[key], "shape", ()))
         if came != shape and not (key == "step" and came == (1,)):
-            raise ValueError(f"{key} of parameter {name} has shape {shortened(came)} in the state, "
-                             f"but a parameter of shape {tuple(param.shape)} needs {shape}: it was "
-                             "saved for another parameter")
+            raise ValueError(
+                f"{key} of parameter {name} has shape {shortened(came)} in the state, "
+                f"but a parameter of shape {tuple(param.shape)} needs {shape}: it was "
+                "saved for another parameter"
+            )
         dtype = _tensor(state[key], f"{key} of parameter {name}").dtype
         whole = key == "step" and not dtype.is_complex and dtype != torch.bool
         if not (dtype.is_floating_point or whole):
-            raise ValueError(f"{key} of parameter {name} has dtype {dtype} in the state, but it needs a floating-point "
-                             "one: it was saved by another optimizer, or is damaged")
+            raise ValueError(
+                f"{key} of parameter {name} has dtype {dtype} in the state, but it needs a "
+                "floating-point "
+                "one: it was saved by another optimizer, or is damaged"
+            )
     if "step" in keys and "step" in state:
         _check_count(_tensor(state["step"]), name)
 
@@ -301,18 +349,22 @@ def _check_count(step: torch.Tensor, name: str) -> None:
         return
     count = float(step)
     if not (0 <= count < math.inf and count.is_integer()):
-        raise ValueError(f"step of parameter {name} is {count} in the state, but AdamW's count of "
-                         "steps must be a whole number >= 0: the state is damaged; load another "
-                         "checkpoint, or remove the parameter's state to begin anew")
+        raise ValueError(
+            f"step of parameter {name} is {count} in the state, but AdamW's count of "
+            "steps must be a whole number >= 0: the state is damaged; load another "
+            "checkpoint, or remove the parameter's state to begin anew"
+        )
 
 
 def _check_kind_of(name: str, group: dict, saved: dict) -> None:
     """Raise ValueError for a parameter of `group` that was saved in a group of the other kind."""
     ours, theirs = bool(group["use_muon"]), bool(saved.get("use_muon", group["use_muon"]))
     if ours != theirs:
-        raise ValueError(f"parameter {shortened(name)} is in a group of {KINDS[theirs]} in the "
-                         f"state dict, but in one of {KINDS[ours]} here: put it into a group of "
-                         "the kind in which it was saved")
+        raise ValueError(
+            f"parameter {shortened(name)} is in a group of {KINDS[theirs]} in the "
+            f"state dict, but in one of {KINDS[ours]} here: put it into a group of "
+            "the kind in which it was saved"
+        )
 
 
 def _check_saved_here(number: int, group: dict, saved: dict) -> None:
@@ -322,25 +374,36 @@ def _check_saved_here(number: int, group: dict, saved: dict) -> None:
     where = f"parameter group {number} was saved by"
     convert = "pass the state dict through convert_state_dict first, which says more"
     if names := marked(set(saved) - set(group)):
-        raise ValueError(f"{where} {PEERS[names[0]].title} (keys {listed(saved)}), which scales its "
-                         f"state or its steps differently: {convert}")
-    own = {"adjust_lr_fn", "ns_coefficients"}  # a state dict of an older version may lack one of them
+        raise ValueError(
+            f"{where} {PEERS[names[0]].title} (keys {listed(saved)}), which scales its "
+            f"state or its steps differently: {convert}"
+        )
+    # A state dict of an older version may lack one of them
+    own = {"adjust_lr_fn", "ns_coefficients"}
     if group["use_muon"] and "momentum" in saved and not own & set(saved):
-        raise ValueError(f"{where} another optimizer: it has momentum, but no adjust_lr_fn (keys "
-                         f"{listed(saved)}). If that was a Muon, {convert}")
+        raise ValueError(
+            f"{where} another optimizer: it has momentum, but no adjust_lr_fn (keys "
+            f"{listed(saved)}). If that was a Muon, {convert}"
+        )
 
 
 def _check_options(number, group, saved) -> None:
-    """Raise ValueError for a group of another optimizer, and for options of a saved group that would
-    change the rule of a step and are not known here.
+    """Raise ValueError for a group of another optimizer, and for options of a saved group that
+    would change the rule of a step and are not known here.
     """
     _check_saved_here(number, group, saved)
-    other = [key for key in OTHERS if saved.get(key)] + ["beta2"] * ("beta2" in saved and "beta2" not in group)
-    other += ["decoupled_weight_decay"] * (saved.get("decoupled_weight_decay") is False and bool(saved["weight_decay"]))
+    other = [key for key in OTHERS if saved.get(key)] + ["beta2"] * (
+        "beta2" in saved and "beta2" not in group
+    )
+    other += ["decoupled_weight_decay"] * (
+        saved.get("decoupled_weight_decay") is False and bool(saved["weight_decay"])
+    )
     if other:
-        raise ValueError(f"parameter group {number} was saved with "
-                         f"{other[0]}={shortened(saved[other[0]])}, which is not known here: go on "
-                         "with the one that saved it, or remove the key")
+        raise ValueError(
+            f"parameter group {number} was saved with "
+            f"{other[0]}={shortened(saved[other[0]])}, which is not known here: go on "
+            "with the one that saved it, or remove the key"
+        )
 
 
 def _check_kind(number, group, saved) -> None:
@@ -348,9 +411,11 @@ def _check_kind(number, group, saved) -> None:
     ours, theirs = bool(group["use_muon"]), bool(saved.get("use_muon", group["use_muon"]))
     if ours != theirs:
         names = saved.get("param_names") or saved["params"] or ["no parameters"]
-        raise ValueError(f"parameter group {number} ({shortened(names[0])}, ...) is one of "
-                         f"{KINDS[theirs]} in the state dict, but of {KINDS[ours]} here: build the "
-                         "groups in the order in which they were saved")
+        raise ValueError(
+            f"parameter group {number} ({shortened(names[0])}, ...) is one of "
+            f"{KINDS[theirs]} in the state dict, but of {KINDS[ours]} here: build the "
+            "groups in the order in which they were saved"
+        )
     with in_group(number, group):
         check_numbers({**group, **{key: saved[key] for key in saved if key in group}})
 
@@ -363,11 +428,15 @@ def _tensor(value: object, what: str = "a state") -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     try:
-        return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
+        return torch.as_tensor(
+            value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu"
+        )
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"{what} is of type {type(value).__name__} in the state, but must be a "
-                         "tensor or a number: it was saved by another optimizer, or is "
-                         "damaged") from error
+        raise ValueError(
+            f"{what} is of type {type(value).__name__} in the state, but must be a "
+            "tensor or a number: it was saved by another optimizer, or is "
+            "damaged"
+        ) from error
 
 
 def _restored(param, keys, state, options) -> dict:
@@ -381,5 +450,9 @@ def _restored(param, keys, state, options) -> dict:
             value = place_like(value, param)
         local = local_of(value).to(device, dtype, copy=True)
         dtensor = is_dtensor(value)
-        kept[key] = as_dtensor(local, value.shape, value.device_mesh, value.placements) if dtensor else local
+        kept[key] = (
+            as_dtensor(local, value.shape, value.device_mesh, value.placements)
+            if dtensor
+            else local
+        )
     return kept

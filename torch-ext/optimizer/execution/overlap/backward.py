@@ -1,4 +1,7 @@
-"""Overlap with backward: each bucket starts its all-to-all once its last gradient is there, in one fixed order."""
+"""Overlap with backward: each bucket starts its all-to-all once its last gradient is there, in one
+fixed order.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -12,16 +15,19 @@ from ...params import errors
 from ...params.dtensor import is_dtensor, raw_locals
 from ...params.errors import name_in
 
-NOT_THEN = ("Gradients can neither be clipped nor accumulated further then: use last_backward() for the last "
-            "micro-batch only, or leave overlap_backward out")
+NOT_THEN = (
+    "Gradients can neither be clipped nor accumulated further then: use last_backward() for the "
+    "last "
+    "micro-batch only, or leave overlap_backward out"
+)
 
 
 class BackwardOverlap:
     """What may leave, and what has left, of the buckets of one binding."""
 
     def __init__(self, jobs=None, feed=None):
-        """`jobs`: [(route, live parameter group)] in the order of a step; what nothing brings in leaves with it. None:
-        nothing may leave.
+        """`jobs`: [(route, live parameter group)] in the order of a step; what nothing brings in
+        leaves with it. None: nothing may leave.
         """
         self.feed, self.journeys = feed, []
         self.order = pipeline.run if jobs is None else pipeline.run_all_in
@@ -30,9 +36,13 @@ class BackwardOverlap:
                 break
             numbers = sorted({m.param for m in route.bound.bucket.matrices})
             self.journeys.append((route, hp, route.bound.store, numbers))
-        self.awaited = [{id(store.params[i]) for i in numbers} for _, _, store, numbers in self.journeys]
+        self.awaited = [
+            {id(store.params[i]) for i in numbers} for _, _, store, numbers in self.journeys
+        ]
         self.device = feed.device if feed is not None else torch.device("cpu")
-        self.stream = torch.cuda.Stream(self.device) if self.journeys and self.device.type == "cuda" else None
+        self.stream = (
+            torch.cuda.Stream(self.device) if self.journeys and self.device.type == "cuda" else None
+        )
         self.handles, self.is_open, self.failed, self.verdict = [], False, False, None
         self._let_go()
         self._listen()
@@ -40,10 +50,15 @@ class BackwardOverlap:
     def _listen(self) -> None:
         """One hook for each parameter, which keeps nothing alive, and is removed when this goes."""
         come = weakref.WeakMethod(self._come)
-        params = {id(s.params[i]): s.params[i] for _, _, s, numbers in self.journeys for i in numbers}
+        params = {
+            id(s.params[i]): s.params[i] for _, _, s, numbers in self.journeys for i in numbers
+        }
         for param in params.values():
-            self.handles.append(param.register_post_accumulate_grad_hook(
-                lambda p, come=come: method(p) if (method := come()) is not None else None))
+            self.handles.append(
+                param.register_post_accumulate_grad_hook(
+                    lambda p, come=come: method(p) if (method := come()) is not None else None
+                )
+            )
         weakref.finalize(self, _remove, self.handles)
 
     def _let_go(self) -> None:
@@ -51,15 +66,21 @@ class BackwardOverlap:
 
     @property
     def begun(self) -> bool:
-        """Whether the next step has begun: other ranks wait for what has left, here nothing has changed."""
+        """Whether the next step has begun: other ranks wait for what has left, here nothing has
+        changed.
+        """
         return bool(self.left) or self.failed
 
     @contextlib.contextmanager
     def opened(self, ready):
-        """Let buckets leave meanwhile; `ready`: the step would find everything else as it was bound."""
+        """Let buckets leave meanwhile; `ready`: the step would find everything else as it was
+        bound.
+        """
         if self.begun:
-            raise RuntimeError("buckets have left already, for the step that is due: call step() before the next "
-                               "last_backward(), which goes round the backward of the last micro-batch only")
+            raise RuntimeError(
+                "buckets have left already, for the step that is due: call step() before the next "
+                "last_backward(), which goes round the backward of the last micro-batch only"
+            )
         self.judge()
         self.is_open = bool(ready and self.journeys) and not capturing(self.device)
         self.pending = [set(awaited) for awaited in self.awaited]
@@ -73,12 +94,18 @@ class BackwardOverlap:
     @torch._disable_dynamo
     @torch.no_grad()
     def _come(self, param) -> None:
-        """The gradient of a parameter is there. Buckets that are then complete leave, none before its turn."""
+        """The gradient of a parameter is there. Buckets that are then complete leave, none before
+        its turn.
+        """
         if not self.is_open:
             return
-        for pending in self.pending[len(self.left):]:
+        for pending in self.pending[len(self.left) :]:
             pending.discard(id(param))
-        while self.is_open and len(self.left) < len(self.journeys) and not self.pending[len(self.left)]:
+        while (
+            self.is_open
+            and len(self.left) < len(self.journeys)
+            and not self.pending[len(self.left)]
+        ):
             with _after(self.stream):
                 self._leave(*self.journeys[len(self.left)])
 
@@ -96,14 +123,21 @@ class BackwardOverlap:
         self.sent.append(Sent(hp, [store.params[i] for i in numbers]))
 
     def check(self, as_bound, scaled) -> None:
-        """At the step: raise RuntimeError unless what has left is what would leave now. `as_bound`: parameters and
-        state are where they were bound; `scaled`: a GradScaler has gradients unscaled, or the step left out.
+        """At the step: raise RuntimeError unless what has left is what would leave now. `as_bound`:
+        parameters and state are where they were bound; `scaled`: a GradScaler has gradients
+        unscaled, or the step left out.
         """
         what = None
         if not as_bound:
-            what = "parameters, their state or options of their groups changed, or process groups were made anew"
+            what = (
+                "parameters, their state or options of their groups changed, "
+                "or process groups were made anew"
+            )
         elif scaled:
-            what = "a GradScaler wants gradients unscaled, or the step left out: use it without overlap_backward"
+            what = (
+                "a GradScaler wants gradients unscaled, or the step left out: "
+                "use it without overlap_backward"
+            )
         elif any(_baked(sent.hp) != sent.numbers for sent in self.sent):
             what = "momentum or nesterov changed: set them before the backward, or after the step"
         elif names := [name for sent in self.sent for name in sent.changed()]:
@@ -115,12 +149,18 @@ class BackwardOverlap:
     def _refuse_torn(self, what) -> None:
         if what is not None:
             self.failed = True
-            raise RuntimeError(f"after buckets had left during backward, {what}. Other ranks may step with what has "
-                               "left: load a checkpoint into the model and into the optimizer (load_state_dict), then "
-                               "go on")
+            raise RuntimeError(
+                f"after buckets had left during backward, {what}. Other ranks may step with what "
+                "has "
+                "left: load a checkpoint into the model and into the optimizer (load_state_dict), "
+                "then "
+                "go on"
+            )
 
     def _compare(self, differ) -> None:
-        """Have a look whether any gradient differs from what has left; on GPUs when the next step begins."""
+        """Have a look whether any gradient differs from what has left; on GPUs when the next step
+        begins.
+        """
         if not differ:
             return
         self.verdict = torch.stack(differ).any().to("cpu", non_blocking=True)
@@ -147,7 +187,9 @@ class BackwardOverlap:
         """Raise RuntimeError if the next step has begun; `what` is asked for."""
         self.judge()
         if self.begun:
-            raise RuntimeError(f"{what} is not possible now: buckets have left during backward. Call step() first")
+            raise RuntimeError(
+                f"{what} is not possible now: buckets have left during backward. Call step() first"
+            )
 
     def run(self, jobs, closing=None) -> None:
         """Step all buckets, going on with those that have left. `closing`: see pipeline.py."""
@@ -166,7 +208,8 @@ class BackwardOverlap:
 
 
 class Sent:
-    """What one bucket has taken along: its gradients as they were, and what it read of its group."""
+    """What one bucket has taken along: its gradients as they were, and what it read of its group.
+    """
 
     def __init__(self, hp, params):
         self.hp, self.params, self.gradients = hp, params, [p.grad for p in params]
@@ -174,14 +217,20 @@ class Sent:
         self.norms = self._norms() if any(map(is_dtensor, params)) else None
 
     def _norms(self):
-        """A change of DTensors by torch._foreach_*, as clipping makes it, no counter of versions tells."""
+        """A change of DTensors by torch._foreach_*, as clipping makes it, no counter of versions
+        tells.
+        """
         there = [local for local in raw_locals(self.gradients) if local.numel()]
         return torch.stack(torch._foreach_norm(there)) if there else None
 
     def changed(self) -> list[str]:
-        """The parameters whose gradient is another one, or has changed as far as counters of versions tell."""
+        """The parameters whose gradient is another one, or has changed as far as counters of
+        versions tell.
+        """
         before = zip(self.params, self.gradients, self.versions)
-        return [name_in(self.hp, p) for p, g, seen in before if p.grad is not g or _versions(g) != seen]
+        return [
+            name_in(self.hp, p) for p, g, seen in before if p.grad is not g or _versions(g) != seen
+        ]
 
     def differs(self):
         """Whether a gradient has another norm than it had, on the device."""
@@ -195,7 +244,9 @@ def _baked(hp) -> tuple:
 
 
 def _versions(gradient) -> tuple:
-    """The counters of in-place changes. FSDP2's own count for a DTensor's local tensor only, others for itself."""
+    """The counters of in-place changes. FSDP2's own count for a DTensor's local tensor only, others
+    for itself.
+    """
     return gradient._version, raw_locals([gradient])[0]._version
 
 

@@ -1,4 +1,7 @@
-"""Overlap with the next forward: the step on a stream of its own, and events that other streams wait for."""
+"""Overlap with the next forward: the step on a stream of its own, and events that other streams
+wait for.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -19,9 +22,11 @@ def _streams(device):
 
 
 class ForwardOverlap:
-    """The marks in the optimizer's stream behind which weights are written, and how far other streams have waited.
+    """The marks in the optimizer's stream behind which weights are written, and how far other
+    streams have waited.
 
-    A step looks at buckets only; which parameters they bring, and for which ones models wait, is found out once.
+    A step looks at buckets only; which parameters they bring, and for which ones models wait, is
+    found out once.
     """
 
     def __init__(self, on=False):
@@ -30,17 +35,19 @@ class ForwardOverlap:
         self.follow((), ())
 
     def _begin(self, home) -> None:
-        """`home`: the stream in which `step` was called. Marks follow each other: who waits for one, waits for those
-        before it, too.
+        """`home`: the stream in which `step` was called. Marks follow each other: who waits for
+        one, waits for those before it, too.
         """
         self.home, self.marks, self.is_open = home, [], home is not None
-        self.landed, self.waited, self.kept = {}, {}, {}  # bucket -> mark; stream -> mark; mark -> gradients
+        # Bucket -> mark; stream -> mark; mark -> gradients
+        self.landed, self.waited, self.kept = {}, {}, {}
         self.missing = frozenset()  # the parameters without a gradient
 
     @contextlib.contextmanager
     def aside(self, device, wait_for_all=False):
-        """Context manager for a step: it goes to the optimizer's stream, after what the current one has been given,
-        which then waits for what no known model has; `wait_for_all`: for everything.
+        """Context manager for a step: it goes to the optimizer's stream, after what the current one
+        has been given, which then waits for what no known model has; `wait_for_all`: for
+        everything.
         """
         self.wait()
         self.device, self.streams = device, _streams(device)
@@ -64,20 +71,30 @@ class ForwardOverlap:
         self.order(self.home, len(self.marks) - 1 if wait_for_all else self._unknown())
 
     def follow(self, jobs, stores) -> None:
-        """Have the routes of `jobs` say when they have landed. Weights that are freed meanwhile are still written."""
-        self.brought, self.buckets = [], {}  # bucket -> its part of a store; parameter -> its buckets
-        self.found, self.models_then, self.unknown = {}, None, frozenset()  # parameters -> their buckets
+        """Have the routes of `jobs` say when they have landed. Weights that are freed meanwhile are
+        still written.
+        """
+        # Bucket -> its part of a store; parameter -> its buckets
+        self.brought, self.buckets = [], {}
+        # Parameters -> their buckets
+        self.found, self.models_then, self.unknown = {}, None, frozenset()
         for route, _ in jobs if self.on else ():
             if route.bound is not None:
-                store, numbers = route.bound.store, sorted({m.param for m in route.bound.bucket.matrices})
+                store, numbers = (
+                    route.bound.store,
+                    sorted({m.param for m in route.bound.bucket.matrices}),
+                )
             elif route.store is not None:
                 store, numbers = route.store, range(len(route.store.params))
             else:
                 continue
             route.landed = functools.partial(self._land, len(self.brought))
             self._brings(stores, store, numbers)
-        for store in stores if self.on else ():  # one bucket more, of what no route brings: it never lands
-            self._brings(stores, store, [i for i, p in enumerate(store.params) if id(p) not in self.buckets])
+        # One bucket more, of what no route brings: it never lands
+        for store in stores if self.on else ():
+            self._brings(
+                stores, store, [i for i, p in enumerate(store.params) if id(p) not in self.buckets]
+            )
         self.share(param for store in stores for param in store.params)
 
     def _brings(self, stores, store, numbers) -> None:
@@ -98,15 +115,17 @@ class ForwardOverlap:
             self._mark()
 
     def _mark(self) -> None:
-        """Events are the same in every step: who waits for one does not see that it is recorded again."""
+        """Events are the same in every step: who waits for one does not see that it is recorded
+        again.
+        """
         if len(self.marks) == len(self.events):
             self.events.append(self.streams.Event())
         self.marks.append(self.events[len(self.marks)])
         self.marks[-1].record(self.stream)
 
     def keep(self, stores) -> None:
-        """At the end of a step's work: its gradients have to live until their parameters are written, as they came and
-        as they were brought home.
+        """At the end of a step's work: its gradients have to live until their parameters are
+        written, as they came and as they were brought home.
         """
         if not self.is_open:
             return
@@ -116,9 +135,9 @@ class ForwardOverlap:
         self.missing = frozenset(id(store.params[i]) for store in stores for i in store.missing)
 
     def place(self, params) -> int:
-        """The mark behind which the last of some parameters is written, by a frozenset of their ids; -1: none of them
-        is. What has not landed by itself, and what is put back because no rank has a gradient of it, is written at the
-        end.
+        """The mark behind which the last of some parameters is written, by a frozenset of their
+        ids; -1: none of them is. What has not landed by itself, and what is put back because no
+        rank has a gradient of it, is written at the end.
         """
         last = len(self.marks) - 1
         if params not in self.found:
@@ -128,11 +147,22 @@ class ForwardOverlap:
         return max((self.landed.get(bucket, last) for bucket in self.found[params]), default=-1)
 
     def _unknown(self) -> int:
-        """The mark of the parameters for which no model waits; if one does for none, that which ends the step."""
+        """The mark of the parameters for which no model waits; if one does for none, that which
+        ends the step.
+        """
         if (models := list(self.models.values())) != self.models_then:
-            known = {key for waiting in models for key, param in waiting.known.items() if param() is not None}
+            known = {
+                key
+                for waiting in models
+                for key, param in waiting.known.items()
+                if param() is not None
+            }
             self.models_then, self.unknown = models, frozenset(self.buckets.keys() - known)
-        return len(self.marks) - 1 if len(self.unknown) == len(self.buckets) else self.place(self.unknown)
+        return (
+            len(self.marks) - 1
+            if len(self.unknown) == len(self.buckets)
+            else self.place(self.unknown)
+        )
 
     def order(self, stream, place) -> None:
         """What follows in a stream comes after a mark."""
@@ -145,13 +175,15 @@ class ForwardOverlap:
                 self.kept.pop(done, None)  # another thread may have been faster
 
     def ask(self, params, reader=None) -> None:
-        """What follows comes after the writing of some parameters, by a frozenset of their ids: in the current stream
-        and in that of the step, or in the stream `reader` alone.
+        """What follows comes after the writing of some parameters, by a frozenset of their ids: in
+        the current stream and in that of the step, or in the stream `reader` alone.
         """
         if not self.marks or capturing(self.device):  # who captures has synchronized
             return
         place = self.place(params)
-        for stream in (self.streams.current_stream(self.device), self.home) if reader is None else (reader,):
+        for stream in (
+            (self.streams.current_stream(self.device), self.home) if reader is None else (reader,)
+        ):
             self.order(stream, place)
 
     def wait(self) -> None:
@@ -161,22 +193,26 @@ class ForwardOverlap:
                 self.order(stream, len(self.marks) - 1)
 
     def release(self) -> None:
-        """Let weights and state go, which the current stream has waited for. Who waits for any of them from now on
-        waits for the end of the last step.
+        """Let weights and state go, which the current stream has waited for. Who waits for any of
+        them from now on waits for the end of the last step.
         """
         self.missing = frozenset(self.buckets)
         self.follow((), ())
 
     def __del__(self, suppress=contextlib.suppress):
-        """Nobody waits any more for what an optimizer that goes has launched: now it is waited for."""
+        """Nobody waits any more for what an optimizer that goes has launched: now it is waited for.
+        """
         with suppress(Exception):  # the process may be at its end, and this module's names gone
             self.wait()
 
     def know(self, model, params) -> None:
         """From now on the modules of a model wait for those of `params` that they have."""
         if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"updates_return_during takes one torch.nn.Module, not {type(model).__name__}: call it "
-                            "once for each model")
+            raise TypeError(
+                f"updates_return_during takes one torch.nn.Module, not {type(model).__name__}: "
+                "call it "
+                "once for each model"
+            )
         if (before := self.models.pop(model, None)) is not None:
             before.remove()
         if self.on:
@@ -186,12 +222,14 @@ class ForwardOverlap:
 
 
 def settled(method):
-    """Decorate a method of an optimizer that reads or changes weights or state: the current stream waits first.
+    """Decorate a method of an optimizer that reads or changes weights or state: the current stream
+    waits first.
 
-    The method runs on the optimizer even where it is called on a wrapper of Lightning or Fabric. These derive a class
-    from the optimizer's and look up in the optimizer only what the wrapper lacks, so that an attribute set by the
-    method would stay on the wrapper.
+    The method runs on the optimizer even where it is called on a wrapper of Lightning or Fabric.
+    These derive a class from the optimizer's and look up in the optimizer only what the wrapper
+    lacks, so that an attribute set by the method would stay on the wrapper.
     """
+
     @functools.wraps(method)
     def after(self, *arguments, **options):
         itself = self._itself()
@@ -202,22 +240,28 @@ def settled(method):
 
 
 class Returning(torch.optim.Optimizer):
-    """An optimizer whose updates may return during the next forward. Subclasses set `_late` and `_itself`."""
+    """An optimizer whose updates may return during the next forward. Subclasses set `_late` and
+    `_itself`.
+    """
 
     def updates_return_during(self, model: torch.nn.Module) -> None:
-        """With overlap_forward=True, `step` no longer waits for the weights of this model: its modules do, each before
-        its forward. Call it once the model is wrapped, sharded and compiled, for each model; again after changes.
+        """With overlap_forward=True, `step` no longer waits for the weights of this model: its
+        modules do, each before its forward. Call it once the model is wrapped, sharded and
+        compiled, for each model; again after changes.
         """
         self._late.know(model, [p for group in self.param_groups for p in group["params"]])
 
     def wait(self) -> None:
-        """Have the current stream wait for all that the last `step` has launched: before weights, state or gradients
-        are read or written otherwise than by the forward of a model given to `updates_return_during`. The host goes on.
+        """Have the current stream wait for all that the last `step` has launched: before weights,
+        state or gradients are read or written otherwise than by the forward of a model given to
+        `updates_return_during`. The host goes on.
         """
         self._late.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. Gradients that become zeros are not read any more; others may go, and are kept while needed."""
+        """As in torch. Gradients that become zeros are not read any more; others may go, and are
+        kept while needed.
+        """
         if not set_to_none:
             self._late.wait()
         super().zero_grad(set_to_none)

@@ -1,4 +1,7 @@
-"""Module hooks that wait for weights: before a module's forward, and before FSDP2 gathers its shards."""
+"""Module hooks that wait for weights: before a module's forward, and before FSDP2 gathers its
+shards.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -10,16 +13,20 @@ from torch import nn
 
 
 class Waiting:
-    """The hooks of one model for one optimizer, whose `late` is asked to wait; it keeps neither alive. `known`: the
-    parameters for which somebody waits, by id.
+    """The hooks of one model for one optimizer, whose `late` is asked to wait; it keeps neither
+    alive. `known`: the parameters for which somebody waits, by id.
     """
 
     def __init__(self, model, params, late):
         self.known, self.handles, self.gates, late = {}, [], weakref.WeakSet(), weakref.ref(late)
         gathers = _gathers(model)
         if gathers is None:
-            warnings.warn("overlap_forward=True: this model's parameters are gathered in a way that is not known here, "
-                          "so that step() waits until its weights are written", stacklevel=4)
+            warnings.warn(
+                "overlap_forward=True: this model's parameters are gathered in a way that is not "
+                "known here, "
+                "so that step() waits until its weights are written",
+                stacklevel=4,
+            )
             return
         gathers = [(module, group, keys & set(params)) for module, group, keys in gathers]
         gathered = set().union(*(keys for *_, keys in gathers))
@@ -28,12 +35,17 @@ class Waiting:
             stops[module] = stops.get(module, set()) | keys
         for group, keys in {id(group): (group, keys) for _, group, keys in gathers}.values():
             self.gates.add(Gate(group, late, keys))
-        for module, hook in [*((m, Before(late, keys)) for m, keys in stops.items()),
-                             *((m, Quiet(late, keys)) for m, keys in quiet.items())]:
-            self.handles.append(module.register_forward_pre_hook(hook, prepend=True))  # before FSDP2's own
+        for module, hook in [
+            *((m, Before(late, keys)) for m, keys in stops.items()),
+            *((m, Quiet(late, keys)) for m, keys in quiet.items()),
+        ]:
+            # Before FSDP2's own
+            self.handles.append(module.register_forward_pre_hook(hook, prepend=True))
         for module in {model, *stops, *quiet} if not _is_script(model) else ():
-            self.handles += [module.register_state_dict_pre_hook(Before(late)),
-                             module.register_load_state_dict_pre_hook(Before(late))]
+            self.handles += [
+                module.register_state_dict_pre_hook(Before(late)),
+                module.register_load_state_dict_pre_hook(Before(late)),
+            ]
         met = set().union(*stops.values()) - unseen
         self.known = {key: weakref.ref(params[key]) for key in met}
 
@@ -45,8 +57,8 @@ class Waiting:
 
 
 class Before:
-    """A hook that waits for parameters, by id; None: for everything. Copies of it, as of its module, do nothing, and
-    are loaded where this package is not; what is exported has no hooks.
+    """A hook that waits for parameters, by id; None: for everything. Copies of it, as of its
+    module, do nothing, and are loaded where this package is not; what is exported has no hooks.
     """
 
     def __init__(self, late, keys=None):
@@ -62,7 +74,8 @@ class Before:
             late.wait() if self.keys is None else late.ask(self.keys)
 
     def __reduce__(self):
-        return getattr, (contextlib.nullcontext(), "__exit__")  # takes whatever comes, and does nothing
+        # Takes whatever comes, and does nothing
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class Quiet(Before):
@@ -74,8 +87,8 @@ class Quiet(Before):
 
 
 class Gate:
-    """Stands before FSDP2's all-gather of some parameters, whoever wants it: the module's forward or backward, one that
-    prefetches, `unshard()`. The stream that reads the shards waits.
+    """Stands before FSDP2's all-gather of some parameters, whoever wants it: the module's forward
+    or backward, one that prefetches, `unshard()`. The stream that reads the shards waits.
     """
 
     def __init__(self, group, late, keys):
@@ -84,9 +97,12 @@ class Gate:
 
     def __call__(self, async_op=False):
         if (late := self.late()) is not None and late.marks:
-            reader, _ = self.group.comm_ctx.get_all_gather_streams(async_op, self.group._training_state)
+            reader, _ = self.group.comm_ctx.get_all_gather_streams(
+                async_op, self.group._training_state
+            )
             late.ask(self.keys, reader)
-            if getattr(self.group.mesh_info, "shard_mesh_size", 1) == 1:  # whole here: the current stream copies them
+            # Whole here: the current stream copies them
+            if getattr(self.group.mesh_info, "shard_mesh_size", 1) == 1:
                 late.ask(self.keys)
         return self.gather(async_op)
 
@@ -98,36 +114,55 @@ class Gate:
 
 
 def _gathers(model):
-    """[(module, what FSDP2 gathers for it at once, the ids of its parameters)]. None: parameters are gathered, but not
-    as FSDP2 does it in torch 2.11 to 2.13.
+    """[(module, what FSDP2 gathers for it at once, the ids of its parameters)]. None: parameters
+    are gathered, but not as FSDP2 does it in torch 2.11 to 2.13.
     """
     if not torch.distributed.is_available():
         return []
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return None
     found = []
     try:
         for module in [module for module in model.modules() if isinstance(module, FSDPModule)]:
             state = module._get_fsdp_state()
-            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-            found += [(module, group, _keys(p.sharded_param for p in group.fsdp_params)) for group in groups if group]
+            groups = (
+                state._fsdp_param_groups
+                if hasattr(state, "_fsdp_param_groups")
+                else [state._fsdp_param_group]
+            )
+            found += [
+                (module, group, _keys(p.sharded_param for p in group.fsdp_params))
+                for group in groups
+                if group
+            ]
         for _, group, _ in found:
-            group.unshard, group.comm_ctx.get_all_gather_streams, group._training_state, group.mesh_info  # noqa: B018
+            _ = (
+                group.unshard,
+                group.comm_ctx.get_all_gather_streams,
+                group._training_state,
+                group.mesh_info,
+            )  # noqa: B018
     except AttributeError:
         return None
     return found
 
 
 def _stops(model, keys):
-    """({module: those of `keys` for which it waits}, the same of modules that may be inside a compiled region, those
-    for which nobody may wait).
+    """({module: those of `keys` for which it waits}, the same of modules that may be inside a
+    compiled region, those for which nobody may wait).
 
-    A module waits for its own parameters; one that is in a list, compiled or replicated, for all below it, which it may
-    use without calling who has them; the model for all that is in no list.
+    A module waits for its own parameters; one that is in a list, compiled or replicated, for all
+    below it, which it may use without calling who has them; the model for all that is in no list.
     """
-    scripted = set().union(*(_keys(m.parameters()) for m in model.modules() if _is_script(m))) & keys
-    keys, modules = keys - scripted, [module for module in model.modules() if not _is_script(module)]
+    scripted = (
+        set().union(*(_keys(m.parameters()) for m in model.modules() if _is_script(m))) & keys
+    )
+    keys, modules = (
+        keys - scripted,
+        [module for module in model.modules() if not _is_script(module)],
+    )
     stops, listed, inside = {module: _own(module) & keys for module in modules}, set(), set()
     for module in _listed(model):
         stops[module] = _keys(module.parameters()) & keys
@@ -145,7 +180,9 @@ def _stops(model, keys):
 
 
 def _own(module) -> set:
-    """The parameters that a module has itself, or in children that are not called or have no children."""
+    """The parameters that a module has itself, or in children that are not called or have no
+    children.
+    """
     found, is_list = _keys(module.parameters(recurse=False)), _is_list(module)
     for child in module.children():
         if not _is_called(child) or not is_list and next(child.children(), None) is None:
@@ -167,8 +204,12 @@ def _is_list(module) -> bool:
 
 
 def _is_called(module) -> bool:
-    """Whether it has a forward before which its hooks run: a `__call__` of its class' own may run none."""
-    own_call = type(module).__call__ is not nn.Module.__call__ and not isinstance(module, torch.fx.GraphModule)
+    """Whether it has a forward before which its hooks run: a `__call__` of its class' own may run
+    none.
+    """
+    own_call = type(module).__call__ is not nn.Module.__call__ and not isinstance(
+        module, torch.fx.GraphModule
+    )
     return _has_forward(module) and not (own_call or _is_script(module)) or _is_compiled(module)
 
 
@@ -183,13 +224,17 @@ def _is_script(module) -> bool:
 
 
 def _is_whole(module) -> bool:
-    """Whether it uses what is below it without calling that: compiled code, or copies on other devices."""
+    """Whether it uses what is below it without calling that: compiled code, or copies on other
+    devices.
+    """
     return _is_compiled(module) or isinstance(module, nn.DataParallel)
 
 
 def _is_compiled(module) -> bool:
     forward = getattr(module, "forward", None)
-    in_place = module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
+    in_place = module._compiled_call_impl is not None or hasattr(
+        forward, "_torchdynamo_orig_callable"
+    )
     return in_place or "_orig_mod" in module._modules
 
 

@@ -1,4 +1,5 @@
 """AOL preconditioning: rows to length 1, and A <- T A T."""
+
 from __future__ import annotations
 
 import torch
@@ -14,8 +15,9 @@ BLOCK, TILE = 1024, 64
 def unit_rows(U: torch.Tensor, Y: torch.Tensor, lengths: torch.Tensor) -> None:
     """Write U with every row divided by its length to Y; a row of zeros stays so.
 
-    U (N, n, m) and Y alike, in fp32, bf16 or fp16, any strides. The lengths are written to `lengths` (N, 2, n), fp32,
-    contiguous, each as two factors: the largest magnitude of a row, and its length in units of that.
+    U (N, n, m) and Y alike, in fp32, bf16 or fp16, any strides. The lengths are written to
+    `lengths` (N, 2, n), fp32, contiguous, each as two factors: the largest magnitude of a row, and
+    its length in units of that.
     """
     if not use_triton(U.device):
         return unit_rows_torch(U, Y, lengths)
@@ -23,12 +25,25 @@ def unit_rows(U: torch.Tensor, Y: torch.Tensor, lengths: torch.Tensor) -> None:
     rows, block = (4, 512) if U.stride(2) <= U.stride(1) else (64, 32)
     key = look(U, Y, lengths)
     _lengths_kernel.launch(N * -(-n // rows), key, U, lengths, n, m, U.stride(), rows, block)
-    _unit_rows_kernel.launch(N * -(-n // TILE) * -(-m // TILE), key, U, Y, lengths, n, m, U.stride(), Y.stride(), TILE,
-                        num_warps=8)
+    _unit_rows_kernel.launch(
+        N * -(-n // TILE) * -(-m // TILE),
+        key,
+        U,
+        Y,
+        lengths,
+        n,
+        m,
+        U.stride(),
+        Y.stride(),
+        TILE,
+        num_warps=8,
+    )
 
 
 def unit_rows_torch(U, Y, lengths):
-    """Compute `unit_rows`, sums matrix by matrix, so that a sum's order does not depend on the batch."""
+    """Compute `unit_rows`, sums matrix by matrix, so that a sum's order does not depend on the
+    batch.
+    """
     for some in cpu_slices(U):
         wide, (largest, length) = U[some].float(), lengths[some].unbind(1)
         torch.amax(wide.abs(), dim=2, out=largest)
@@ -39,8 +54,8 @@ def unit_rows_torch(U, Y, lengths):
 
 
 def aol(A: torch.Tensor, lengths: torch.Tensor, scales: torch.Tensor) -> None:
-    """Replace A = Y Y^T (N, n, n), any strides, by T A T, rounded once; write T's diagonals to `scales` (N, n), fp32,
-    contiguous.
+    """Replace A = Y Y^T (N, n, n), any strides, by T A T, rounded once; write T's diagonals to
+    `scales` (N, n), fp32, contiguous.
     """
     if not use_triton(A.device):
         return aol_torch(A, lengths, scales)
@@ -63,7 +78,9 @@ def aol_torch(A, lengths, scales):
 
 
 def scale_rows(X: torch.Tensor, scales: torch.Tensor) -> None:
-    """Replace X (N, n, m), any strides, by D X, D = diag(scales); `scales` (N, n) in fp32, contiguous. Rounded once."""
+    """Replace X (N, n, m), any strides, by D X, D = diag(scales); `scales` (N, n) in fp32,
+    contiguous. Rounded once.
+    """
     if not use_triton(X.device):
         return X.mul_(scales.unsqueeze(2))
     _scale(X, scales, None)
@@ -78,7 +95,9 @@ def scale_columns(P: torch.Tensor, scales: torch.Tensor) -> None:
 
 def _scale(X, left, right):
     (N, n, m), key = X.shape, (left is None, look(X, right if left is None else left))
-    _rescale_kernel.launch(N * -(-n // TILE) * -(-m // TILE), key, X, left, right, n, m, X.stride(), TILE)
+    _rescale_kernel.launch(
+        N * -(-n // TILE) * -(-m // TILE), key, X, left, right, n, m, X.stride(), TILE
+    )
 
 
 @jit
@@ -117,7 +136,11 @@ def _unit_rows_kernel(U, Y, lengths, n, m, u_strides, y_strides, TILE: tl.conste
     inside = (row < n) & (column < m)
     at = lengths + matrix * 2 * n + row
     unit, length = tl.load(at, mask=row < n, other=0.0), tl.load(at + n, mask=row < n, other=0.0)
-    u = tl.load(U + matrix * u_strides[0] + row * u_strides[1] + column * u_strides[2], mask=inside, other=0.0)
+    u = tl.load(
+        U + matrix * u_strides[0] + row * u_strides[1] + column * u_strides[2],
+        mask=inside,
+        other=0.0,
+    )
     y = u.to(tl.float32) / tl.where(unit > 0, unit, 1.0) / tl.where(length == 0, 1.0, length)
     at = Y + matrix * y_strides[0] + row * y_strides[1] + column * y_strides[2]
     tl.store(at, y.to(Y.dtype.element_ty), mask=inside)
@@ -141,10 +164,14 @@ def _scales_kernel(A, lengths, scales, n, strides, BLOCK: tl.constexpr):
         column = (first + tl.arange(0, BLOCK)).to(tl.int64)
         e = tl.load(largest + column, mask=column < n, other=0.0) / unit
         e *= tl.load(length + column, mask=column < n, other=0.0)
-        sums += e * tl.abs(tl.load(start + column * strides[2], mask=column < n, other=0.0).to(tl.float32))
+        sums += e * tl.abs(
+            tl.load(start + column * strides[2], mask=column < n, other=0.0).to(tl.float32)
+        )
     total = tl.sum(sums)
     own = tl.load(largest + row) / unit * tl.load(length + row)
-    tl.store(scales + program, tl.where(total > 0, tl.sqrt(own / tl.where(total > 0, total, 1.0)), 1.0))
+    tl.store(
+        scales + program, tl.where(total > 0, tl.sqrt(own / tl.where(total > 0, total, 1.0)), 1.0)
+    )
 
 
 @jit
@@ -155,12 +182,17 @@ def _rescale_kernel(A, left, right, n, m, strides, TILE: tl.constexpr):
     matrix, tile = (tl.program_id(0) // count).to(tl.int64), tl.program_id(0) % count
     row = (tile // across * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
     column = (tile % across * TILE + tl.arange(0, TILE)).to(tl.int64)[None, :]
-    at, inside = A + matrix * strides[0] + row * strides[1] + column * strides[2], (row < n) & (column < m)
+    at, inside = (
+        A + matrix * strides[0] + row * strides[1] + column * strides[2],
+        (row < n) & (column < m),
+    )
     if right is None:
         factor = tl.load(left + matrix * n + row, mask=row < n)
     elif left is None:
         factor = tl.load(right + matrix * m + column, mask=column < m)
     else:
-        factor = tl.load(left + matrix * n + row, mask=row < n) * tl.load(right + matrix * m + column, mask=column < m)
+        factor = tl.load(left + matrix * n + row, mask=row < n) * tl.load(
+            right + matrix * m + column, mask=column < m
+        )
     a = tl.load(at, mask=inside).to(tl.float32) * factor
     tl.store(at, a.to(A.dtype.element_ty), mask=inside)

@@ -1,4 +1,5 @@
 """Momentum, Nesterov and cast into the send buffer; copies of many tensors in one launch."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,33 +14,61 @@ tl = None  # Triton's language, put here by jit
 
 
 class Pack:
-    """M <- mu M + (1 - mu) G, and U <- (1 - mu) G + mu M (Nesterov) or M, over lists of rectangles."""
+    """M <- mu M + (1 - mu) G, and U <- (1 - mu) G + mu M (Nesterov) or M, over lists of rectangles.
+    """
 
-    def __init__(self, M: Sequence[torch.Tensor], U: Sequence[torch.Tensor], sources: Sequence[Source],
-                 gradients: Sequence[torch.Tensor], skip: Skip | None = None):
-        """Bind momenta and updates, 2-D views of equal shapes that stay in place, and where their gradients lie.
+    def __init__(
+        self,
+        M: Sequence[torch.Tensor],
+        U: Sequence[torch.Tensor],
+        sources: Sequence[Source],
+        gradients: Sequence[torch.Tensor],
+        skip: Skip | None = None,
+    ):
+        """Bind momenta and updates, 2-D views of equal shapes that stay in place, and where their
+        gradients lie.
 
         What `skip` names keeps M, and U gets M: what is computed from it stays finite.
 
-        M, U and the gradients may each be fp32, bf16 or fp16; `gradients` are examples of what every call brings.
+        M, U and the gradients may each be fp32, bf16 or fp16; `gradients` are examples of what
+        every call brings.
         """
         self.M, self.U, self.sources = list(M), list(U), list(sources)
-        self.launches = bind((self.M, self.U), sources, gradients) if M and use_triton(M[0].device) else None
+        self.launches = (
+            bind((self.M, self.U), sources, gradients) if M and use_triton(M[0].device) else None
+        )
         self.skip, self.skips = skip, skips_of(skip, self.launches)
 
-    def __call__(self, tensors: Sequence[torch.Tensor], addresses: torch.Tensor | None,
-                 weight: torch.Tensor, nesterov: bool, moves: bool = True):
-        """Take this step's gradients, and their addresses as an int64 tensor on the device (None without Triton).
+    def __call__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        addresses: torch.Tensor | None,
+        weight: torch.Tensor,
+        nesterov: bool,
+        moves: bool = True,
+    ):
+        """Take this step's gradients, and their addresses as an int64 tensor on the device (None
+        without Triton).
 
-        `weight`: 1 - mu, one fp32 element on the device. M and U change in place, the gradients do not; without `moves`
-        M does not either, until `Update` moves it along with the weight. U gets the fp32 result, rounded once to its
-        dtype.
+        `weight`: 1 - mu, one fp32 element on the device. M and U change in place, the gradients do
+        not; without `moves` M does not either, until `Update` moves it along with the weight. U
+        gets the fp32 result, rounded once to its dtype.
         """
         if self.launches is None:
             gradients = moved(tensors, self.sources, self.M, self.skip)
             return pack_torch(self.M, self.U, gradients, weight, nesterov, moves)
         for launch, (flags, places, skips) in zip(self.launches, self.skips):
-            run(_pack_kernel, launch, addresses, weight, flags, places, int(moves), NESTEROV=nesterov, SKIPS=skips)
+            run(
+                _pack_kernel,
+                launch,
+                addresses,
+                weight,
+                flags,
+                places,
+                int(moves),
+                NESTEROV=nesterov,
+                SKIPS=skips,
+            )
 
 
 def moved(tensors, sources, M, skip):
@@ -51,7 +80,8 @@ def moved(tensors, sources, M, skip):
 
 
 def pack_torch(M, U, G, weight, nesterov, moves=True):
-    """Compute `Pack` rectangle by rectangle, in the form x + (1 - mu)(g - x), as torch's lerp does."""
+    """Compute `Pack` rectangle by rectangle, in the form x + (1 - mu)(g - x), as torch's lerp does.
+    """
     for m, u, g in zip(M, U, G):
         new = nearer(m, g, weight)
         if moves:
@@ -66,9 +96,23 @@ def nearer(m, g, weight):
 
 
 @jit.alike("moves")
-def _pack_kernel(records, blocks, addresses, weight, flags, places, moves, NESTEROV: tl.constexpr,
-                 SKIPS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
-                 TYPE_0: tl.constexpr, TYPE_1: tl.constexpr, TYPE_2: tl.constexpr):
+def _pack_kernel(
+    records,
+    blocks,
+    addresses,
+    weight,
+    flags,
+    places,
+    moves,
+    NESTEROV: tl.constexpr,
+    SKIPS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TYPE_0: tl.constexpr,
+    TYPE_1: tl.constexpr,
+    TYPE_2: tl.constexpr,
+):
     """Lists: M, U, G."""
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ALIGNED)
     m_at = elements(record, row, column, 0, TYPE_0, 0, ALIGNED)
@@ -89,18 +133,31 @@ def _pack_kernel(records, blocks, addresses, weight, flags, places, moves, NESTE
 class Copy:
     """to <- what, with a cast (to the nearest, ties to even), over lists of rectangles."""
 
-    def __init__(self, to: Sequence[torch.Tensor], what: Sequence[torch.Tensor], skip: Skip | None = None):
-        """Bind both ends, 2-D views of equal shapes that stay in place; what `skip` names is not copied."""
+    def __init__(
+        self, to: Sequence[torch.Tensor], what: Sequence[torch.Tensor], skip: Skip | None = None
+    ):
+        """Bind both ends, 2-D views of equal shapes that stay in place; what `skip` names is not
+        copied.
+        """
         self.to, self.what, self.sources = list(to), list(what), None
         self.launches = bind((self.to, self.what)) if to and use_triton(to[0].device) else None
         self.skip, self.skips = skip, skips_of(skip, self.launches)
 
     @classmethod
-    def of_gradients(cls, to: Sequence[torch.Tensor], sources: Sequence[Source], gradients: Sequence[torch.Tensor]):
-        """Bind the one end, and where in fresh gradients the other end lies; the call takes tensors and addresses."""
+    def of_gradients(
+        cls,
+        to: Sequence[torch.Tensor],
+        sources: Sequence[Source],
+        gradients: Sequence[torch.Tensor],
+    ):
+        """Bind the one end, and where in fresh gradients the other end lies; the call takes tensors
+        and addresses.
+        """
         copy = cls((), ())
         copy.to, copy.sources = list(to), list(sources)
-        copy.launches = bind((copy.to,), sources, gradients) if to and use_triton(to[0].device) else None
+        copy.launches = (
+            bind((copy.to,), sources, gradients) if to and use_triton(to[0].device) else None
+        )
         copy.skips = skips_of(None, copy.launches)
         return copy
 
@@ -108,9 +165,19 @@ class Copy:
         """Copy; with fresh gradients, take them and their addresses as `Pack` does."""
         if self.launches is None:
             views = (s.view(tensors, t.shape) for s, t in zip(self.sources or (), self.to))
-            return copy_torch(self.to, list(views) if self.sources is not None else self.what, self.skip)
+            return copy_torch(
+                self.to, list(views) if self.sources is not None else self.what, self.skip
+            )
         for launch, (flags, places, skips) in zip(self.launches, self.skips):
-            run(_copy_kernel, launch, addresses, flags, places, FRESH=self.sources is not None, SKIPS=skips)
+            run(
+                _copy_kernel,
+                launch,
+                addresses,
+                flags,
+                places,
+                FRESH=self.sources is not None,
+                SKIPS=skips,
+            )
 
 
 def copy_torch(to, what, skip=None):
@@ -122,13 +189,28 @@ def copy_torch(to, what, skip=None):
 
 
 @jit
-def _copy_kernel(records, blocks, addresses, flags, places, FRESH: tl.constexpr, SKIPS: tl.constexpr,
-                 FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TYPE_0: tl.constexpr,
-                 TYPE_1: tl.constexpr):
+def _copy_kernel(
+    records,
+    blocks,
+    addresses,
+    flags,
+    places,
+    FRESH: tl.constexpr,
+    SKIPS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TYPE_0: tl.constexpr,
+    TYPE_1: tl.constexpr,
+):
     """Lists: to, what."""
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ALIGNED)
     if SKIPS:
         inside = moving(inside, blocks, flags, places)
     base = fresh(record, addresses, FIELDS) if FRESH else 0
     value = tl.load(elements(record, row, column, 1, TYPE_1, base, ALIGNED), mask=inside)
-    tl.store(elements(record, row, column, 0, TYPE_0, 0, ALIGNED), value.to(tl.float32).to(TYPE_0), mask=inside)
+    tl.store(
+        elements(record, row, column, 0, TYPE_0, 0, ALIGNED),
+        value.to(tl.float32).to(TYPE_0),
+        mask=inside,
+    )

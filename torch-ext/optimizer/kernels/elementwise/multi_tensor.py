@@ -1,4 +1,5 @@
 """Multi-tensor launches: one table of addresses for the tensors of a kernel."""
+
 from __future__ import annotations
 
 from collections import defaultdict
@@ -20,8 +21,8 @@ LONGEST = 1 << 30  # elements per row of a record: a position in a row stays a 3
 class Source:
     """Where a rectangle lies in a fresh gradient.
 
-    `tensor` is the index in the list of gradients, `offset` the elements from the gradient's data pointer to the first
-    element, `strides` the elements from row to row and from column to column.
+    `tensor` is the index in the list of gradients, `offset` the elements from the gradient's data
+    pointer to the first element, `strides` the elements from row to row and from column to column.
     """
 
     tensor: int
@@ -38,9 +39,9 @@ class Source:
 class Launch:
     """The rectangles of one combination of dtypes, in device memory.
 
-    `aligned` says that all of them are one row without gaps that begins at a multiple of 16 bytes, in every list.
-    `blocks` (count, 2) says per program which record, and which element of it is the first; `origins` says per record
-    from which place of the bound lists it comes.
+    `aligned` says that all of them are one row without gaps that begins at a multiple of 16 bytes,
+    in every list. `blocks` (count, 2) says per program which record, and which element of it is the
+    first; `origins` says per record from which place of the bound lists it comes.
     """
 
     types: tuple[torch.dtype, ...]
@@ -72,14 +73,18 @@ class Skip:
 
 def skips_of(skip: Skip | None, launches: Sequence[Launch] | None) -> list[tuple]:
     """Return for each launch what its kernel takes: flags, places and whether there are any."""
-    return [(*skip.of(launch), True) if skip else (launch.records, launch.records, False) for launch in launches or ()]
+    return [
+        (*skip.of(launch), True) if skip else (launch.records, launch.records, False)
+        for launch in launches or ()
+    ]
 
 
 def bind(lists: Sequence[Sequence[torch.Tensor]], sources=None, gradients=None) -> list[Launch]:
     """Write corresponding rectangles into tables, one for each combination of dtypes.
 
-    `lists` holds lists of 2-D tensors, equal in shapes; with `sources`, a fresh gradient is the last list of the launch
-    and `gradients` shows the dtypes and whether addresses are multiples of 16 bytes. The caller keeps the tensors.
+    `lists` holds lists of 2-D tensors, equal in shapes; with `sources`, a fresh gradient is the
+    last list of the launch and `gradients` shows the dtypes and whether addresses are multiples of
+    16 bytes. The caller keeps the tensors.
     """
     groups = defaultdict(list)
     for origin, rectangle in enumerate(zip(*lists)):
@@ -94,13 +99,17 @@ def bind(lists: Sequence[Sequence[torch.Tensor]], sources=None, gradients=None) 
             types += (example.dtype,)
             fields.append((sources[origin].offset * size, *sources[origin].strides, size))
         for record in _records(shape, fields):
-            aligned = record[:1] == [1] and not any(at % ALIGNMENT for at in (2 * record[1], base, *record[2::3]))
+            aligned = record[:1] == [1] and not any(
+                at % ALIGNMENT for at in (2 * record[1], base, *record[2::3])
+            )
             groups[types, aligned].append((origin, record + index))
     return [_launch(*key, group, lists[0][0].device) for key, group in groups.items()]
 
 
 def _records(shape, fields):
-    """Return the records of one rectangle: none for an empty one, one long row where all is contiguous."""
+    """Return the records of one rectangle: none for an empty one, one long row where all is
+    contiguous.
+    """
     rows, columns = shape
     if rows * columns == 0:
         return []
@@ -109,7 +118,9 @@ def _records(shape, fields):
     records = []
     for first in range(0, rows * columns, LONGEST):
         columns_here = min(LONGEST, rows * columns - first)
-        records.append([1, columns_here] + [x for at, _, _, size in fields for x in (at + first * size, 0, 1)])
+        records.append(
+            [1, columns_here] + [x for at, _, _, size in fields for x in (at + first * size, 0, 1)]
+        )
     return records
 
 
@@ -129,16 +140,27 @@ def _launch(types, aligned, group, device):
 
 
 def run(kernel, launch: Launch, *arguments, **constants):
-    """Launch a kernel over a table; products and sums are rounded one by one, as torch rounds them."""
+    """Launch a kernel over a table; products and sums are rounded one by one, as torch rounds them.
+    """
     types = {f"TYPE_{i}": typed(t) for i, t in enumerate(launch.types)}
     kernel[(len(launch.blocks),)](
-        launch.records, launch.blocks, *arguments, FIELDS=launch.records.shape[1], BLOCK=BLOCK, ALIGNED=launch.aligned,
-        **types, **constants, num_warps=8, enable_fp_fusion=False)
+        launch.records,
+        launch.blocks,
+        *arguments,
+        FIELDS=launch.records.shape[1],
+        BLOCK=BLOCK,
+        ALIGNED=launch.aligned,
+        **types,
+        **constants,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
 
 
 @jit
 def locate(records, blocks, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return this program's record, the rows and columns of its elements, and which of them exist."""
+    """Return this program's record, the rows and columns of its elements, and which of them exist.
+    """
     block = blocks + tl.program_id(0).to(tl.int64) * 2
     record = records + tl.load(block) * FIELDS
     first = tl.load(block + 1)
@@ -163,13 +185,18 @@ def locate(records, blocks, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: 
 def moving(inside, blocks, flags, places):
     """Return `inside`, without the elements of a rectangle whose flag is set."""
     record = tl.load(blocks + tl.program_id(0).to(tl.int64) * 2)
-    flag = tl.load(flags + tl.load(places + record)).to(tl.int32)  # as integers, for the interpreter
+    # As integers, for the interpreter
+    flag = tl.load(flags + tl.load(places + record)).to(tl.int32)
     return tl.where(flag == 0, inside, False)
 
 
 @jit
-def elements(record, row, column, LIST: tl.constexpr, TYPE: tl.constexpr, base, ALIGNED: tl.constexpr):
-    """Return the pointers to elements of a list; `base` is added to the record's address (0 for bound memory)."""
+def elements(
+    record, row, column, LIST: tl.constexpr, TYPE: tl.constexpr, base, ALIGNED: tl.constexpr
+):
+    """Return the pointers to elements of a list; `base` is added to the record's address (0 for
+    bound memory).
+    """
     field = record + 2 + 3 * LIST
     address = (tl.load(field) + base).to(tl.pointer_type(TYPE))
     if ALIGNED:

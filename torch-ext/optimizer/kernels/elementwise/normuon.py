@@ -1,4 +1,5 @@
 """NorMuon's row normalization of a stack of updates."""
+
 from __future__ import annotations
 
 import torch
@@ -15,9 +16,10 @@ BLOCK = 1024
 def normalize(U: torch.Tensor | ScatteredRows, V: torch.Tensor, beta2: float, eps: float) -> None:
     """Normalise U in place and move V along.
 
-    U (N, R, C) in fp32, bf16 or fp16; V (N, R, 1) in fp32; any strides. With s the mean square of a row:
-    V <- beta2 V + (1 - beta2) s, N = U / (sqrt(V) + eps), U <- N ||U|| / ||N||, norms over whole matrices.
-    A matrix of zeros stays so. Source: arXiv 2510.05491, in the norm-preserving form of its authors' code.
+    U (N, R, C) in fp32, bf16 or fp16; V (N, R, 1) in fp32; any strides. With s the mean square of a
+    row: V <- beta2 V + (1 - beta2) s, N = U / (sqrt(V) + eps), U <- N ||U|| / ||N||, norms over
+    whole matrices. A matrix of zeros stays so. Source: arXiv 2510.05491, in the norm-preserving
+    form of its authors' code.
     """
     if U.numel() == 0:
         return
@@ -27,20 +29,28 @@ def normalize(U: torch.Tensor | ScatteredRows, V: torch.Tensor, beta2: float, ep
     squares = torch.empty((2, N, R), dtype=torch.float32, device=U.device)
     factors = torch.empty(N, dtype=torch.float32, device=U.device)
     memory, strides = memory_of(U), strides_of(U)
-    _moments_kernel[(N * R,)](memory, V, squares, N * R, R, C, strides, V.stride(), beta2, 1.0 - beta2, eps,
-                              BLOCK=BLOCK)
+    _moments_kernel[(N * R,)](
+        memory, V, squares, N * R, R, C, strides, V.stride(), beta2, 1.0 - beta2, eps, BLOCK=BLOCK
+    )
     _norms_kernel[(N,)](squares, factors, N * R, R, BLOCK=BLOCK)
     _normalize_kernel[(N * R,)](memory, V, factors, R, C, strides, V.stride(), eps, BLOCK=BLOCK)
 
 
 def normalize_torch(U, V, beta2, eps):
-    """Compute `normalize`, sums matrix by matrix, so that a sum's order does not depend on the batch."""
+    """Compute `normalize`, sums matrix by matrix, so that a sum's order does not depend on the
+    batch.
+    """
     for some in cpu_slices(U):
         wide, v = U[some].float(), V[some]
-        square = torch.stack([matrix.mean(dim=1, keepdim=True) for matrix in wide.square().unbind()])
+        square = torch.stack(
+            [matrix.mean(dim=1, keepdim=True) for matrix in wide.square().unbind()]
+        )
         v.mul_(beta2).add_(square.mul(1.0 - beta2))
         w = v.sqrt().add_(eps).reciprocal_().masked_fill_(v == 0, 0.0)
-        sums = [torch.stack([matrix.sum() for matrix in x.unbind()]) for x in (square, square.mul(w).mul(w))]
+        sums = [
+            torch.stack([matrix.sum() for matrix in x.unbind()])
+            for x in (square, square.mul(w).mul(w))
+        ]
         before, after = (x.view(-1, 1, 1) for x in sums)
         factor = torch.where(after > 0, before / after, after).sqrt()
         U[some].copy_(wide * (w * factor))
@@ -53,8 +63,12 @@ def _weight(v, eps):
 
 
 @jit
-def _moments_kernel(U, V, squares, numel, R, C, u_strides, v_strides, beta2, rest, eps, BLOCK: tl.constexpr):
-    """One row per program: V, and the mean square before and after the division, to squares (2, N, R)."""
+def _moments_kernel(
+    U, V, squares, numel, R, C, u_strides, v_strides, beta2, rest, eps, BLOCK: tl.constexpr
+):
+    """One row per program: V, and the mean square before and after the division, to squares (2, N,
+    R).
+    """
     program = tl.program_id(0).to(tl.int64)
     matrix, row = program // R, program % R
     if u_strides is None:

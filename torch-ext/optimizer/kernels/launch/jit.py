@@ -1,4 +1,7 @@
-"""`jit` and `gluon_jit`: Triton kernels that are made by their first launch, so that loading imports no Triton."""
+"""`jit` and `gluon_jit`: Triton kernels that are made by their first launch, so that loading
+imports no Triton.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -12,18 +15,23 @@ from . import replay, triton_launchers
 
 
 def check_choice(device: torch.device) -> None:
-    """Raise ValueError where OPTIMIZER_KERNELS asks for Triton and it cannot run on `device`: it is not installed, or
-    the device is a CPU and Triton's interpreter is off.
+    """Raise ValueError where OPTIMIZER_KERNELS asks for Triton and it cannot run on `device`: it is
+    not installed, or the device is a CPU and Triton's interpreter is off.
     """
     if backend.kernels() != "triton":
         return
     if importlib.util.find_spec("triton") is None:
-        raise ValueError("OPTIMIZER_KERNELS is 'triton', but Triton is not installed: install it, or unset the "
-                         "variable")
+        raise ValueError(
+            "OPTIMIZER_KERNELS is 'triton', but Triton is not installed: install it, or unset the "
+            "variable"
+        )
     if device.type == "cpu" and not _is_interpreted():
-        raise ValueError("OPTIMIZER_KERNELS is 'triton', but the parameters are on a CPU, where Triton's kernels run "
-                         "in its interpreter only: set TRITON_INTERPRET=1 before triton is imported, or unset "
-                         "OPTIMIZER_KERNELS")
+        raise ValueError(
+            "OPTIMIZER_KERNELS is 'triton', but the parameters are on a CPU, where Triton's "
+            "kernels run "
+            "in its interpreter only: set TRITON_INTERPRET=1 before triton is imported, or unset "
+            "OPTIMIZER_KERNELS"
+        )
 
 
 def _is_interpreted() -> bool:
@@ -33,22 +41,24 @@ def _is_interpreted() -> bool:
 
 
 class _Here(threading.local):
-    """What is so in this thread; `dry_run`: kernels are not launched, but compiled (precompile.py); `slow`: this one
-    takes long.
+    """What is so in this thread; `dry_run`: kernels are not launched, but compiled (precompile.py);
+    `slow`: this one takes long.
     """
 
     dry_run = slow = False
 
 
 here = _Here()
-_compiling = threading.Lock()  # held while a thread makes a kernel ready for its first launch, not while it launches
+# Held while a thread makes a kernel ready for its first launch, not while it launches
+_compiling = threading.Lock()
 
 
 class jit:
-    """Decorator: a Triton kernel that is made by its first launch, so that loading the package imports no Triton.
+    """Decorator: a Triton kernel that is made by its first launch, so that loading the package
+    imports no Triton.
 
-    The kernel is written as plain Python at module level; its annotations stay strings, and the name `tl` is put into
-    its module here. Functions that it calls are decorated alike.
+    The kernel is written as plain Python at module level; its annotations stay strings, and the
+    name `tl` is put into its module here. Functions that it calls are decorated alike.
     """
 
     slow = False  # to compile
@@ -59,23 +69,26 @@ class jit:
 
     @classmethod
     def alike(cls, *numbers: str):
-        """Decorate a kernel whose binary is the same for all values of these integers, also 1 and multiples of 16."""
+        """Decorate a kernel whose binary is the same for all values of these integers, also 1 and
+        multiples of 16.
+        """
         return functools.partial(cls, numbers=numbers)
 
     def __getitem__(self, grid):
-        """With fused multiply-adds where nothing else is said: what Triton does without a word depends on version and
-        environment.
+        """With fused multiply-adds where nothing else is said: what Triton does without a word
+        depends on version and environment.
         """
         made, here.slow = self.make(), self.slow
         run = functools.partial(made.run, grid=grid, warmup=True) if here.dry_run else made[grid]
         return functools.partial(run, enable_fp_fusion=True)
 
     def launch(self, programs: int, key, *arguments, **options) -> None:
-        """Launch so many programs; `arguments` are all of the kernel's, constants too, in its order.
+        """Launch so many programs; `arguments` are all of the kernel's, constants too, in its
+        order.
 
-        `key` stands for what decides about the binary: the device, types, alignments, constants, and numbers that are 1
-        or multiples of 16. From the second launch with it on, Triton does not look at that again, which would take
-        longer than a small kernel.
+        `key` stands for what decides about the binary: the device, types, alignments, constants,
+        and numbers that are 1 or multiples of 16. From the second launch with it on, Triton does
+        not look at that again, which would take longer than a small kernel.
         """
         compiled = self.compiled.get(key)
         if here.dry_run:
@@ -92,10 +105,11 @@ class jit:
         replay.note(compiled, programs, arguments)
 
     def _ready(self, *arguments, **options):
-        """Return the compiled kernel with its launcher and its binary loaded; None in the interpreter.
+        """Return the compiled kernel with its launcher and its binary loaded; None in the
+        interpreter.
 
-        Triton's own first launch sets the launcher first: another thread that launches the kernel before its binary is
-        loaded would find the launcher and launch nothing.
+        Triton's own first launch sets the launcher first: another thread that launches the kernel
+        before its binary is loaded would find the launcher and launch nothing.
         """
         options = {"enable_fp_fusion": True, **options}
         compiled = self.make().run(*arguments, grid=(1, 1, 1), warmup=True, **options)
@@ -130,7 +144,8 @@ def typed(dtype: torch.dtype):
 
 
 def look(*tensors: torch.Tensor) -> tuple:
-    """Return what a kernel's binary knows of tensors, and more: a part of a key for `jit.launch`."""
+    """Return what a kernel's binary knows of tensors, and more: a part of a key for `jit.launch`.
+    """
     return tuple((t.dtype, t.device.index, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors)
 
 
@@ -140,7 +155,9 @@ def description(tensor, rows, columns):
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, rows, columns], layout)
+    return TensorDescriptor(
+        tensor, list(tensor.shape), list(tensor.stride()), [1, rows, columns], layout
+    )
 
 
 def blank(descriptor):
@@ -171,11 +188,17 @@ class gluon_jit(jit):
             return getattr(owner, one, None) or getattr(owner, other)
 
         scope.update(
-            gl=language, mbarrier=hopper.mbarrier, tma=hopper.tma, fence=hopper.fence_async_shared,
-            gdc_wait=gdc_wait, gdc_launch_dependents=gdc_launch_dependents, multiply=hopper.warpgroup_mma,
+            gl=language,
+            mbarrier=hopper.mbarrier,
+            tma=hopper.tma,
+            fence=hopper.fence_async_shared,
+            gdc_wait=gdc_wait,
+            gdc_launch_dependents=gdc_launch_dependents,
+            multiply=hopper.warpgroup_mma,
             multiplied=hopper.warpgroup_mma_wait,
             barrier=either(language, "thread_barrier", "barrier"),
             load_box=either(hopper.tma, "async_load", "async_copy_global_to_shared"),
             store_box=either(hopper.tma, "async_store", "async_copy_shared_to_global"),
-            view=either(language.shared_memory_descriptor, "reinterpret", "_reinterpret"))
+            view=either(language.shared_memory_descriptor, "reinterpret", "_reinterpret"),
+        )
         return gluon.jit

@@ -1,4 +1,7 @@
-"""Compilation of all kernels of a step side by side before the first launch (dry run), shared between processes."""
+"""Compilation of all kernels of a step side by side before the first launch (dry run), shared
+between processes.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -21,14 +24,16 @@ from .jit import here
 
 MOST_THREADS = 16  # of a process
 MANY_PROCESSORS = 8  # from which on kernels are compiled that are not sure to be wanted
-HEAD_START = 0.5  # seconds for which a process compiles nothing but its share of what its neighbours need, too
+# Seconds for which a process compiles nothing but its share of what its neighbours need, too
+HEAD_START = 0.5
 _alone = threading.Lock()
 _turn = threading.Lock()
 
 
 def begin(device: torch.device) -> None:
-    """Import Triton in a thread, where work on `device` will need it soon, and have it read what its cache's keys do:
-    itself, 400 MB. What waits for other ranks meanwhile waits no longer for that.
+    """Import Triton in a thread, where work on `device` will need it soon, and have it read what
+    its cache's keys do: itself, 400 MB. What waits for other ranks meanwhile waits no longer for
+    that.
     """
     if _is_possible(device):
         _reader()
@@ -36,8 +41,9 @@ def begin(device: torch.device) -> None:
 
 @functools.cache
 def _reader() -> threading.Thread:
-    # No daemon: Python (before 3.14) ends a daemon that runs while it is finalized inside whatever C++ called it, which
-    # aborts the process. A process that ends at once waits a second for this thread.
+    # No daemon: Python (before 3.14) ends a daemon that runs while it is finalized inside whatever
+    # C++ called it, which aborts the process. A process that ends at once waits a second for this
+    # thread.
     thread = threading.Thread(target=_read_compiler, name="read the compiler")
     thread.start()
     return thread
@@ -50,13 +56,16 @@ def _read_compiler() -> None:
         triton_key()
 
 
-def precompile_kernels(device: torch.device, work: Callable[[], None], likely: Callable[[], object] | None = None) -> None:
-    """Have all kernels compiled that `work` launches on `device`, before it is called for the first time.
+def precompile_kernels(
+    device: torch.device, work: Callable[[], None], likely: Callable[[], object] | None = None
+) -> None:
+    """Have all kernels compiled that `work` launches on `device`, before it is called for the first
+    time.
 
-    Calls `work` without launches. All else that it does it does twice: it may write only to memory that nobody reads
-    before `work` has written it again. Does nothing on a CPU, while a CUDA graph is captured, or where this Triton
-    cannot compile in threads. `likely`: what may well follow; where there are many processors its kernels are compiled
-    beside the others.
+    Calls `work` without launches. All else that it does it does twice: it may write only to memory
+    that nobody reads before `work` has written it again. Does nothing on a CPU, while a CUDA graph
+    is captured, or where this Triton cannot compile in threads. `likely`: what may well follow;
+    where there are many processors its kernels are compiled beside the others.
     """
     if _is_possible(device) and not here.dry_run:  # else it is part of a longer rehearsal
         with contextlib.suppress(Exception):
@@ -94,11 +103,14 @@ def _processors() -> int:
 
 
 def _take_turns(compile_kernel) -> None:
-    """Let compilations walk through their kernels' sources one after another, of which one at a time may use Python:
-    else all would come to what other threads do beside them, the longer part, at the end.
+    """Let compilations walk through their kernels' sources one after another, of which one at a
+    time may use Python: else all would come to what other threads do beside them, the longer part,
+    at the end.
     """
     with contextlib.suppress(AttributeError, KeyError, TypeError):  # another Triton
-        source = dict(zip(compile_kernel.__code__.co_freevars, compile_kernel.__closure__))["src"].cell_contents
+        source = dict(zip(compile_kernel.__code__.co_freevars, compile_kernel.__closure__))[
+            "src"
+        ].cell_contents
         walk = source.make_ir
 
         def walk_alone(*arguments):
@@ -123,13 +135,16 @@ class _Pool(ThreadPoolExecutor):
         return future
 
     def start(self) -> None:
-        """What takes long first, then what is wanted first: Python's part of compilations is done one at a time. And of
-        what all processes of this machine need each does a share first, and by then finds the rest done, or waits for
-        it.
+        """What takes long first, then what is wanted first: Python's part of compilations is done
+        one at a time. And of what all processes of this machine need each does a share first, and
+        by then finds the rest done, or waits for it.
         """
         kernels = [kernel[1:] for kernel in sorted(self.handed_over, key=lambda kernel: kernel[0])]
         number, count = place()
-        own, others = kernels[number::count], [kernel for i, kernel in enumerate(kernels) if i % count != number]
+        own, others = (
+            kernels[number::count],
+            [kernel for i, kernel in enumerate(kernels) if i % count != number],
+        )
         begin = super().submit
         try:
             begun = [begin(self._fulfil, *kernel) for kernel in own]
@@ -152,8 +167,9 @@ class _Pool(ThreadPoolExecutor):
             future.set_result(kernel)
 
     def _make_ready(self, compile_kernel):
-        """Return a kernel whose launcher is built and whose binary is on the device, else its first launch would do it.
-        It does where that fails here: a Triton from 3.7 on would raise the same error again.
+        """Return a kernel whose launcher is built and whose binary is on the device, else its first
+        launch would do it. It does where that fails here: a Triton from 3.7 on would raise the same
+        error again.
         """
         kernel = compile_kernel()
         try:
@@ -165,8 +181,9 @@ class _Pool(ThreadPoolExecutor):
         return kernel
 
     def __exit__(self, *about):
-        """Give each kernel its launcher again, in this thread alone, from what was built. In Triton 3.6 launchers are
-        modules of one name, and of two threads that load one at a time, one can get the other's.
+        """Give each kernel its launcher again, in this thread alone, from what was built. In Triton
+        3.6 launchers are modules of one name, and of two threads that load one at a time, one can
+        get the other's.
         """
         from triton.runtime import driver
 
@@ -177,13 +194,17 @@ class _Pool(ThreadPoolExecutor):
 
 
 PATIENCE = 30.0  # seconds for which a process waits until another has compiled a kernel
-FLOCK = "hhqqi0q"  # Linux' `struct flock`: type, whence, start, length, process; padded to whole words
+# Linux' `struct flock`: type, whence, start, length, process; padded to whole words
+FLOCK = "hhqqi0q"
 
-_stuck: set[int] = set()  # processes that have held one lock for PATIENCE: this process waits for none of theirs
+# Processes that have held one lock for PATIENCE: this process waits for none of theirs
+_stuck: set[int] = set()
 
 
 def place() -> tuple[int, int]:
-    """The number of this process among those of its job on this machine, and how many there are, as torchrun says."""
+    """The number of this process among those of its job on this machine, and how many there are, as
+    torchrun says.
+    """
     number, count = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     known = number.isdecimal() and count.isdecimal() and int(number) < int(count)
     return (int(number), int(count)) if known else (0, 1)
@@ -191,8 +212,8 @@ def place() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def alone(key: str | None):
-    """Let processes that share a cache do what is inside, for one kernel known by Triton's `key`, one after the other.
-    Where that is not possible, or takes too long, they do it all the same.
+    """Let processes that share a cache do what is inside, for one kernel known by Triton's `key`,
+    one after the other. Where that is not possible, or takes too long, they do it all the same.
     """
     release = _lock(key) if key else None
     try:
@@ -203,8 +224,9 @@ def alone(key: str | None):
 
 
 def _lock(key):
-    """Lock the byte of a file that stands for the kernel, and return what frees it; it is free, too, where the process
-    that has locked it is no more. None where it cannot be locked, or not in time, or where a stuck process holds it.
+    """Lock the byte of a file that stands for the kernel, and return what frees it; it is free,
+    too, where the process that has locked it is no more. None where it cannot be locked, or not in
+    time, or where a stuck process holds it.
     """
     end = time.monotonic() + PATIENCE
     try:
@@ -227,8 +249,8 @@ def _lock(key):
 
 
 def _holder(file: int, byte: int) -> int | None:
-    """Return the id of the process that has locked `byte` of `file`, 0 where the system does not know it (the process
-    is in another container), None where the byte is free.
+    """Return the id of the process that has locked `byte` of `file`, 0 where the system does not
+    know it (the process is in another container), None where the byte is free.
     """
     import fcntl
 
@@ -240,12 +262,15 @@ def _holder(file: int, byte: int) -> int | None:
 
 
 def _is_stuck(process: int | None) -> bool:
-    """Say whether waiting for `process` is vain: it has held one lock for PATIENCE, or is stopped (SIGSTOP)."""
+    """Say whether waiting for `process` is vain: it has held one lock for PATIENCE, or is stopped
+    (SIGSTOP).
+    """
     if process in _stuck:
         return True
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
-            state = file.read().rpartition(b")")[2].split()[0]  # behind the name, which may hold brackets itself
+            # Behind the name, which may hold brackets itself
+            state = file.read().rpartition(b")")[2].split()[0]
     except (OSError, IndexError):
         return False
     return state == b"T"
@@ -253,8 +278,9 @@ def _is_stuck(process: int | None) -> bool:
 
 @functools.cache
 def _file() -> int:
-    """The lock file, in a folder that only this user can write. It stays open for as long as the process lives, since
-    closing it releases all locks. Raises OSError where another user has made the folder or the file.
+    """The lock file, in a folder that only this user can write. It stays open for as long as the
+    process lives, since closing it releases all locks. Raises OSError where another user has made
+    the folder or the file.
     """
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
     path = os.path.join(tempfile.gettempdir(), f"optimizer-{os.getuid()}")
@@ -275,7 +301,11 @@ def _file() -> int:
 
 
 def _check_owner(file: int) -> None:
-    """Raise PermissionError unless an open file or folder is this user's and nobody else can write it."""
+    """Raise PermissionError unless an open file or folder is this user's and nobody else can write
+    it.
+    """
     found = os.fstat(file)
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise PermissionError(f"file of user {found.st_uid} and mode {found.st_mode:o}, which others can write")
+        raise PermissionError(
+            f"file of user {found.st_uid} and mode {found.st_mode:o}, which others can write"
+        )

@@ -1,4 +1,5 @@
 """Recording and replay of the launches of one call."""
+
 from __future__ import annotations
 
 import functools
@@ -10,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-TRITONS = ("3.6.", "3.7.", "3.8.", "3.9.")  # with which kernels ran on a GPU; others do without tapes and Gluon
+# With which kernels ran on a GPU; others do without tapes and Gluon
+TRITONS = ("3.6.", "3.7.", "3.8.", "3.9.")
 TAPES = 256  # kept, those that were played last
 
 _tapes: OrderedDict = OrderedDict()  # key -> _Tape
@@ -33,12 +35,18 @@ class _Tape:
         return last[2]
 
 
-def play(kind: Hashable, memory: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor],
-         work: Callable[[], None]) -> bool:
-    """Do `work()`, which `kind` describes whole, but for addresses. Return whether it was on a tape.
+def play(
+    kind: Hashable,
+    memory: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    work: Callable[[], None],
+) -> bool:
+    """Do `work()`, which `kind` describes whole, but for addresses. Return whether it was on a
+    tape.
 
-    All that it does on the device are launches by `jit.launch`, on `tensors` from their first element on, on views of
-    `memory`, flat tensors that often lie where they lay, and on lasting tensors.
+    All that it does on the device are launches by `jit.launch`, on `tensors` from their first
+    element on, on views of `memory`, flat tensors that often lie where they lay, and on lasting
+    tensors.
     """
     played = replay(kind, memory, tensors)
     if not played:
@@ -90,7 +98,9 @@ def _filled(stream, tensors, programs, head, arguments, gaps, together) -> tuple
 
 @functools.cache
 def knows_triton() -> bool:
-    """Say whether this Triton's insides, which a tape calls, and its experimental Gluon are those that are known."""
+    """Say whether this Triton's insides, which a tape calls, and its experimental Gluon are those
+    that are known.
+    """
     import triton
 
     return triton.__version__.startswith(TRITONS)
@@ -138,8 +148,9 @@ def _record(key, memory, starts, work):
 
 
 def _call(compiled, programs, arguments, memory, starts):
-    """(C function, programs, what stands between stream and arguments, arguments, gaps in them: from, to, number of the
-    tensor, what makes arguments of it; whether it takes the arguments together). None if this cannot be said.
+    """(C function, programs, what stands between stream and arguments, arguments, gaps in them:
+    from, to, number of the tensor, what makes arguments of it; whether it takes the arguments
+    together). None if this cannot be said.
     """
     try:
         called = _function(compiled)
@@ -166,22 +177,32 @@ def _call(compiled, programs, arguments, memory, starts):
 
 
 def _function(compiled):
-    """(C function, what stands between stream and arguments, whether it takes the arguments together). None if this
-    Triton is none of those whose insides are known.
+    """(C function, what stands between stream and arguments, whether it takes the arguments
+    together). None if this Triton is none of those whose insides are known.
 
-    A launcher of Triton's for NVIDIA has a C function `launch`, inside a Python function where there are descriptors,
-    which that encodes at every call. Here they are encoded once; addresses are kept in place of tensors, which may go.
-    From 3.7 on the function is the same for all kernels, and is told what their arguments are.
+    A launcher of Triton's for NVIDIA has a C function `launch`, inside a Python function where
+    there are descriptors, which that encodes at every call. Here they are encoded once; addresses
+    are kept in place of tensors, which may go. From 3.7 on the function is the same for all
+    kernels, and is told what their arguments are.
     """
     launcher, function = compiled.run, compiled.run.launch
     scratch = launcher.global_scratch_size or launcher.profile_scratch_size
     if scratch or getattr(launcher, "gsan_enabled", False) or not knows_triton():
         return None
     if hasattr(function, "__closure__"):
-        function = dict(zip(function.__code__.co_freevars, function.__closure__))["launcher"].cell_contents
-    start, about = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl), compiled.packed_metadata
+        function = dict(zip(function.__code__.co_freevars, function.__closure__))[
+            "launcher"
+        ].cell_contents
+    start, about = (
+        (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl),
+        compiled.packed_metadata,
+    )
     if hasattr(launcher, "kernel_signature"):
-        return function, (*start, about, *[None] * 5, launcher.arg_annotations, launcher.kernel_signature), True
+        return (
+            function,
+            (*start, about, *[None] * 5, launcher.arg_annotations, launcher.kernel_signature),
+            True,
+        )
     return function, (*start, None, None, about, None, None, None), False
 
 

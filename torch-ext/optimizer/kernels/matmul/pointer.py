@@ -1,4 +1,5 @@
 """Products by pointers, for every architecture that Triton compiles for."""
+
 from __future__ import annotations
 
 from ..elementwise.row_scattered import rows_at
@@ -8,11 +9,33 @@ tl = None  # Triton's language, put here by jit
 
 
 @jit
-def _product_kernel(A, B, C, D, E, OUT, scales, a_strides, b_strides, c_strides, d_strides, e_strides, out_strides,
-                    sizes, factors, SYMMETRIC: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr,
-                    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-    """OUT = alpha A B + beta C + delta D + epsilon E + diagonal I, or with scales alpha from them; offsets of matrices
-    and rows are 64 bit. Without out_strides OUT is a table (row_scattered.py), TURNED: of columns.
+def _product_kernel(
+    A,
+    B,
+    C,
+    D,
+    E,
+    OUT,
+    scales,
+    a_strides,
+    b_strides,
+    c_strides,
+    d_strides,
+    e_strides,
+    out_strides,
+    sizes,
+    factors,
+    SYMMETRIC: tl.constexpr,
+    EVEN: tl.constexpr,
+    TURNED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """OUT = alpha A B + beta C + delta D + epsilon E + diagonal I, or with scales alpha from them;
+    offsets of matrices and rows are 64 bit. Without out_strides OUT is a table (row_scattered.py),
+    TURNED: of columns.
     """
     rows, columns, inner = sizes
     alpha, diagonal, beta, delta, epsilon = factors
@@ -26,7 +49,12 @@ def _product_kernel(A, B, C, D, E, OUT, scales, a_strides, b_strides, c_strides,
     c = j * BLOCK_C + tl.arange(0, BLOCK_C)
     k = tl.arange(0, BLOCK_K)
     # rows beyond the edge wrap round: they are read, multiplied and never stored
-    a = A + matrix * a_strides[0] + (r % rows).to(tl.int64)[:, None] * a_strides[1] + k[None, :] * a_strides[2]
+    a = (
+        A
+        + matrix * a_strides[0]
+        + (r % rows).to(tl.int64)[:, None] * a_strides[1]
+        + k[None, :] * a_strides[2]
+    )
     b = B + matrix * b_strides[0] + (c % columns).to(tl.int64)[None, :] * b_strides[2]
     b += k.to(tl.int64)[:, None] * b_strides[1]
     sums = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
@@ -48,15 +76,21 @@ def _product_kernel(A, B, C, D, E, OUT, scales, a_strides, b_strides, c_strides,
     if scales is not None and SYMMETRIC:
         inside = inside & (there == 0)
     if C is not None:
-        addend = tl.load(C + matrix * c_strides[0] + r * c_strides[1] + c * c_strides[2], mask=inside, other=0.0)
+        addend = tl.load(
+            C + matrix * c_strides[0] + r * c_strides[1] + c * c_strides[2], mask=inside, other=0.0
+        )
         sums = tl.fma(sums, alpha, beta * addend.to(tl.float32))
     else:
         sums *= alpha
     if D is not None:
-        addend = tl.load(D + matrix * d_strides[0] + r * d_strides[1] + c * d_strides[2], mask=inside, other=0.0)
+        addend = tl.load(
+            D + matrix * d_strides[0] + r * d_strides[1] + c * d_strides[2], mask=inside, other=0.0
+        )
         sums += delta * addend.to(tl.float32)
     if E is not None:
-        addend = tl.load(E + matrix * e_strides[0] + r * e_strides[1] + c * e_strides[2], mask=inside, other=0.0)
+        addend = tl.load(
+            E + matrix * e_strides[0] + r * e_strides[1] + c * e_strides[2], mask=inside, other=0.0
+        )
         sums += epsilon * addend.to(tl.float32)
     if SYMMETRIC and i == j:
         down, across = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_C)[None, :]
@@ -73,8 +107,17 @@ def _product_kernel(A, B, C, D, E, OUT, scales, a_strides, b_strides, c_strides,
 
 
 @jit
-def _tile_of(rows, columns, SYMMETRIC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr):
-    """Return this program's (matrix, tile row, tile column): the lower triangle row by row, or GROUP rows at a time."""
+def _tile_of(
+    rows,
+    columns,
+    SYMMETRIC: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Return this program's (matrix, tile row, tile column): the lower triangle row by row, or
+    GROUP rows at a time.
+    """
     program = tl.program_id(0)
     down = tl.cdiv(rows, BLOCK_R)
     if SYMMETRIC:
@@ -100,11 +143,16 @@ def _tile_of(rows, columns, SYMMETRIC: tl.constexpr, BLOCK_R: tl.constexpr, BLOC
 def _linear_kernel(A, OUT, n, a_strides, out_strides, b, a, SIDE: tl.constexpr):
     """One tile per program."""
     down = tl.cdiv(n, SIDE)
-    matrix, tile = (tl.program_id(0) // (down * down)).to(tl.int64), tl.program_id(0) % (down * down)
+    matrix, tile = (
+        (tl.program_id(0) // (down * down)).to(tl.int64),
+        tl.program_id(0) % (down * down),
+    )
     r = (tile // down * SIDE + tl.arange(0, SIDE)).to(tl.int64)[:, None]
     c = (tile % down * SIDE + tl.arange(0, SIDE)).to(tl.int64)[None, :]
     inside = (r < n) & (c < n)
-    values = tl.load(A + matrix * a_strides[0] + r * a_strides[1] + c * a_strides[2], mask=inside, other=0.0)
+    values = tl.load(
+        A + matrix * a_strides[0] + r * a_strides[1] + c * a_strides[2], mask=inside, other=0.0
+    )
     result = b * values.to(tl.float32) + tl.where(r == c, a, 0.0)
     at = OUT + matrix * out_strides[0] + r * out_strides[1] + c * out_strides[2]
     tl.store(at, result.to(OUT.dtype.element_ty), mask=inside)

@@ -1,4 +1,5 @@
 """The products in torch: the reference of kernels, and the path of CPUs."""
+
 from __future__ import annotations
 
 import torch
@@ -10,7 +11,9 @@ ALIGNMENT_BYTES = 64
 
 
 def product_torch(A, X, out, factor=1.0):
-    """Compute `product` matrix by matrix: batched products of CPU libraries give bits that change with the batch."""
+    """Compute `product` matrix by matrix: batched products of CPU libraries give bits that change
+    with the batch.
+    """
     if _is_like_new(out):
         return _add(_multiply(A, X, out), factor)
     for some in cpu_slices(out):
@@ -31,7 +34,9 @@ def gram_torch(X, out, scales=None):
 
 
 def symmetric_product_torch(A, B, out, alpha=1.0, addends=(), diagonal=0.0):
-    """Compute `symmetric_product` matrix by matrix, and what follows for as many as one thread takes at once."""
+    """Compute `symmetric_product` matrix by matrix, and what follows for as many as one thread
+    takes at once.
+    """
     if _is_like_new(out) and all(C.data_ptr() != out.data_ptr() for C, _ in addends):
         _add(_multiply(A, B, out), alpha, addends, diagonal)
         for some in cpu_slices(out):
@@ -54,7 +59,9 @@ def _new(out, some):
     """Memory for products that are cast to some of out: each begins as new memory does."""
     N, n, m = out.shape
     apart = n * m + -(n * m) % (ALIGNMENT_BYTES // 4)
-    memory = torch.empty((min(some.stop, N) - some.start, apart), dtype=torch.float32, device=out.device)
+    memory = torch.empty(
+        (min(some.stop, N) - some.start, apart), dtype=torch.float32, device=out.device
+    )
     return memory.as_strided((len(memory), n, m), (apart, m, 1))
 
 
@@ -84,18 +91,28 @@ def _multiply(A, B, out):
 
 
 def _operands(stack):
-    """Return the matrices in fp32. A CPU library may sum in another order where memory is aligned otherwise: each
-    begins as new memory does.
+    """Return the matrices in fp32. A CPU library may sum in another order where memory is aligned
+    otherwise: each begins as new memory does.
     """
     if _is_aligned(stack):
         return stack.unbind()
-    return (x.clone() if x.data_ptr() % ALIGNMENT_BYTES else x for x in map(torch.Tensor.float, stack.unbind()))
+    return (
+        x.clone() if x.data_ptr() % ALIGNMENT_BYTES else x
+        for x in map(torch.Tensor.float, stack.unbind())
+    )
 
 
 def _is_aligned(stack):
-    return stack.dtype == torch.float32 and not (stack.data_ptr() | stack.stride(0) * 4) % ALIGNMENT_BYTES
+    return (
+        stack.dtype == torch.float32
+        and not (stack.data_ptr() | stack.stride(0) * 4) % ALIGNMENT_BYTES
+    )
 
 
 def _is_like_new(out):
     """Say whether every matrix lies as in new memory of fp32."""
-    return not isinstance(out, ScatteredRows) and _is_aligned(out) and out.stride()[1:] == (out.shape[2], 1)
+    return (
+        not isinstance(out, ScatteredRows)
+        and _is_aligned(out)
+        and out.stride()[1:] == (out.shape[2], 1)
+    )

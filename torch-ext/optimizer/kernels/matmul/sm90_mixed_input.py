@@ -1,17 +1,31 @@
-"""Products on sm90 of bf16 matrices that are scaled and cast to fp16 on their way into the first product."""
+"""Products on sm90 of bf16 matrices that are scaled and cast to fp16 on their way into the first
+product.
+"""
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import boxes_of, fetch, make_ring, matrices_of, path_of, place, place_of_half, rounded, store_turned
+from .sm90_pipeline import (
+    boxes_of,
+    fetch,
+    make_ring,
+    matrices_of,
+    path_of,
+    place,
+    place_of_half,
+    rounded,
+    store_turned,
+)
 
-gl = mbarrier = tma = fence = barrier = multiply = multiplied = gdc_wait = None  # Gluon's names, put here by gluon_jit
+# Gluon's names, put here by gluon_jit
+gl = mbarrier = tma = fence = barrier = multiply = multiplied = gdc_wait = None
 
 
 @gluon_jit.alike("count", "whole", "halves", "inner")
-def raw_kernel(x, a, a_half, out, order, count, whole, halves, inner, scales, powers, STAGES: gl.constexpr):
-    """out = scale A cast(power X), all (N, rows, columns), for symmetric A; tiles (columns of x, columns of a) of the
-    transpose. `whole` tiles, then left and right `halves` of the rest (tiles.divide). a_half: A by half a tile's
-    columns; out: by squares.
+def raw_kernel(x, a, a_half, out, order, count, whole, halves, inner, scales, powers,
+               STAGES: gl.constexpr):
+    """out = scale A cast(power X), all (N, rows, columns), for symmetric A; tiles (columns of x,
+    columns of a) of the transpose. `whole` tiles, then left and right `halves` of the rest
+    (tiles.divide). a_half: A by half a tile's columns; out: by squares.
     """
     BLOCK_K: gl.constexpr = x.block_type.shape[1]
     HEIGHT: gl.constexpr = x.block_type.shape[2]
@@ -21,7 +35,9 @@ def raw_kernel(x, a, a_half, out, order, count, whole, halves, inner, scales, po
     strips = gl.allocate_shared_memory(out.dtype, [2, 1, HEIGHT // 2, WIDTH // 2], out.layout)
     fence()
     gdc_wait()
-    work, ends = (order, path_of(count, whole + halves // 2), whole, halves, steps), (out, strips, scales, powers)
+    work, ends = (order, path_of(count, whole + halves // 2), whole, halves, steps), (out, strips,
+                                                                                      scales,
+                                                                                      powers)
     gl.warp_specialize([
         (_consume, (ring, work, ends, 0, HEIGHT, WIDTH, BLOCK_K, STAGES)),
         (_consume, (ring, work, ends, 1, HEIGHT, WIDTH, BLOCK_K, STAGES)),
@@ -30,8 +46,8 @@ def raw_kernel(x, a, a_half, out, order, count, whole, halves, inner, scales, po
 
 
 @gluon_jit
-def _consume(ring, work, ends, WHO: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, BLOCK_K: gl.constexpr,
-             STAGES: gl.constexpr):
+def _consume(ring, work, ends, WHO: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
+             BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Compute and store half the rows of every tile."""
     order, path, whole, halves, steps = work
     mine = 0
@@ -46,8 +62,8 @@ def _consume(ring, work, ends, WHO: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: g
 
 
 @gluon_jit
-def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, HEIGHT: gl.constexpr, COLUMNS: gl.constexpr,
-           BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
+def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, HEIGHT: gl.constexpr,
+           COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Compute and store half the rows of tile (i, j), the program's number `mine`."""
     ROWS: gl.constexpr = HEIGHT // 2
     HALF: gl.constexpr = BLOCK_K // 2
@@ -56,7 +72,8 @@ def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, HEIGHT: gl.
     own, row, column = strips.index(WHO), i * HEIGHT + WHO * ROWS, j * COLUMNS
     power, scale = gl.load(powers + matrix), gl.load(scales + matrix)
     shape: gl.constexpr = [16, COLUMNS, 16]
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=shape)
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
+                                                     instr_shape=shape)
     sums = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
     for k in range(mine * steps, mine * steps + steps):
         stage = k % STAGES
@@ -70,7 +87,8 @@ def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, HEIGHT: gl.
         sums = multiplied(0, deps=(sums,))
         mbarrier.arrive(empty.index(stage))
     sums = sums * scale
-    if COLUMNS * ROWS > own.numel:  # one half after the other, so that there is room for more stages
+    # One half after the other, so that there is room for more stages
+    if COLUMNS * ROWS > own.numel:
         SIDE: gl.constexpr = COLUMNS // 2
         one, other = gl.split(gl.permute(gl.reshape(sums, (ROWS, 2, SIDE)), (0, 2, 1)))
         _store(one, out, own, matrix, row, column)
@@ -80,9 +98,11 @@ def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, HEIGHT: gl.
 
 
 @gluon_jit
-def _cast(x, power, WHO: gl.constexpr, ROWS: gl.constexpr, DTYPE: gl.constexpr, layout: gl.constexpr):
+def _cast(x, power, WHO: gl.constexpr, ROWS: gl.constexpr, DTYPE: gl.constexpr,
+          layout: gl.constexpr):
     """The group's columns of x, as rows in registers."""
-    rows = x.permute([1, 0]).slice(WHO * ROWS, ROWS).load(gl.DotOperandLayout(0, layout, 2)).to(gl.float32)
+    rows = x.permute([1, 0]).slice(WHO * ROWS,
+                                   ROWS).load(gl.DotOperandLayout(0, layout, 2)).to(gl.float32)
     return rounded(rows * power, DTYPE)
 
 

@@ -2,21 +2,33 @@
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import ask, boxes_of, factors_of, matrices_of, matrix_of, path_of, place, store_strip
+from .sm90_pipeline import (
+    ask,
+    boxes_of,
+    factors_of,
+    matrices_of,
+    matrix_of,
+    path_of,
+    place,
+    store_strip,
+)
 
-gl = mbarrier = tma = fence = multiply = multiplied = load_box = gdc_wait = None  # Gluon's names, put here by gluon_jit
+# Gluon's names, put here by gluon_jit
+gl = mbarrier = tma = fence = multiply = multiplied = load_box = gdc_wait = None
 gdc_launch_dependents = None
 
 
 @gluon_jit.alike("count", "inner", "addends", "early", "mirror")
 def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, mirror, scales, factors,
                   SYMMETRIC: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
-    """out = factors[0] A B + addends + factors[1] I, or A B without addends; names as in gram_sm90. STAGES - 1 steps or
-    more; tiles of 64 x 64, 64 x 128 or 128 x 128 (COLUMNS); c, d, e, out: by squares (sm90_pipeline.py). order: None where a
-    program computes its place. early: whether the next kernel may begin before this one stores.
+    """out = factors[0] A B + addends + factors[1] I, or A B without addends; names as in gram_sm90.
+    STAGES - 1 steps or more; tiles of 64 x 64, 64 x 128 or 128 x 128 (COLUMNS); c, d, e, out: by
+    squares (sm90_pipeline.py). order: None where a program computes its place. early: whether the
+    next kernel may begin before this one stores.
 
-    SYMMETRIC == 2: of addends, and in larger tiles than 64 x 64 of A and B, only squares on and below the diagonal are
-    read; a and b: by boxes as high as wide. mirror: whether squares above the diagonal are stored.
+    SYMMETRIC == 2: of addends, and in larger tiles than 64 x 64 of A and B, only squares on and
+    below the diagonal are read; a and b: by boxes as high as wide. mirror: whether squares above
+    the diagonal are stored.
 
     One binary for any number of addends: it is as fast as one for each number, and compiled once.
     """
@@ -45,34 +57,42 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, mirro
         matrix, i, j = place(order, path, gl.program_id(0))
     row, column = i * ROWS, j * COLUMNS
     # steps up to which rows of A and of B do not reach beyond their squares on the diagonal
-    straight = gl.minimum((row + ROWS) // BLOCK_K, steps), gl.minimum((column + ROWS) // BLOCK_K, steps)
+    straight = gl.minimum((row + ROWS) // BLOCK_K, steps), gl.minimum((column + ROWS) // BLOCK_K,
+                                                                      steps)
     gdc_wait()
     own = factors_of(scales, factors, matrix, SYMMETRIC)
     for k in gl.static_range(AHEAD):
-        _fetch(a, b, left, right, full, matrix, row, column, k, straight, TRIANGLES, ROWS, COLUMNS, STAGES)
+        _fetch(a, b, left, right, full, matrix, row, column, k, straight, TRIANGLES, ROWS, COLUMNS,
+               STAGES)
     shape: gl.constexpr = [16, COLUMNS, 16]
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=shape)
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
+                                                     instr_shape=shape)
     sums = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
     asked = c, d, e
     if TRIANGLES:
         ring, where = (left, right, full, added), (matrix, row, column, straight)
-        sums = _products(a, b, asked, ring, where, sums, 0, straight[1], steps, addends, False, False, ROWS, COLUMNS,
-                         STAGES)
-        sums = _products(a, b, asked, ring, where, sums, straight[1], straight[0], steps, addends, False, True, ROWS,
-                         COLUMNS, STAGES)
-        sums = _products(a, b, asked, ring, where, sums, straight[0], steps, steps, addends, True, True, ROWS, COLUMNS,
-                         STAGES)
+        sums = _products(a, b, asked, ring, where, sums, 0, straight[1], steps, addends, False,
+                         False, ROWS, COLUMNS, STAGES)
+        sums = _products(a, b, asked, ring, where, sums, straight[1], straight[0], steps, addends,
+                         False, True, ROWS, COLUMNS, STAGES)
+        sums = _products(a, b, asked, ring, where, sums, straight[0], steps, steps, addends, True,
+                         True, ROWS, COLUMNS, STAGES)
     else:
         for k in range(steps - AHEAD):
-            sums = _multiply(left, right, full, sums, k, False, False, ROWS, COLUMNS, BLOCK_K, STAGES)
-            _fetch(a, b, left, right, full, matrix, row, column, k + AHEAD, straight, False, ROWS, COLUMNS, STAGES)
+            sums = _multiply(left, right, full, sums, k, False, False, ROWS, COLUMNS, BLOCK_K,
+                             STAGES)
+            _fetch(a, b, left, right, full, matrix, row, column, k + AHEAD, straight, False, ROWS,
+                   COLUMNS, STAGES)
         for k in gl.static_range(AHEAD):
-            sums = _multiply(left, right, full, sums, steps - AHEAD + k, False, False, ROWS, COLUMNS, BLOCK_K, STAGES)
+            sums = _multiply(left, right, full, sums, steps - AHEAD + k, False, False, ROWS,
+                             COLUMNS, BLOCK_K, STAGES)
             if k < 3:
-                _ask(asked[k], k, addends, left, right, added, steps, matrix, row, column, ROWS, COLUMNS, STAGES)
+                _ask(asked[k], k, addends, left, right, added, steps, matrix, row, column, ROWS,
+                     COLUMNS, STAGES)
     sums = multiplied(0, deps=(sums,))
     for k in gl.static_range(AHEAD, 3):
-        _ask(asked[k], k, addends, left, right, added, steps, matrix, row, column, ROWS, COLUMNS, STAGES)
+        _ask(asked[k], k, addends, left, right, added, steps, matrix, row, column, ROWS, COLUMNS,
+             STAGES)
     for k in range(addends):
         room = _room(left, right, steps + k, ROWS, COLUMNS, STAGES)
         mbarrier.wait(added.index(k), 0)
@@ -84,16 +104,16 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, mirro
     if early != 0:
         gdc_launch_dependents()
     store_strip(sums, out, _room(left, right, steps, ROWS, COLUMNS, STAGES),
-                _room(left, right, steps + 1, ROWS, COLUMNS, STAGES), own, matrix, row, column, mirror,
-                SYMMETRIC, SYMMETRIC == 2, False)
+                _room(left, right, steps + 1, ROWS, COLUMNS, STAGES), own, matrix, row, column,
+                mirror, SYMMETRIC, SYMMETRIC == 2, False)
     gdc_launch_dependents()
     tma.store_wait(0)
 
 
 @gluon_jit
 def _place(path, turn, WIDE: gl.constexpr):
-    """(matrix, tile row, tile column), without a table to wait for: of few tiles, row by row in the lower triangle, as
-    wide as high or twice as wide (WIDE).
+    """(matrix, tile row, tile column), without a table to wait for: of few tiles, row by row in the
+    lower triangle, as wide as high or twice as wide (WIDE).
     """
     number = turn % path[0]
     if WIDE:
@@ -137,8 +157,8 @@ def _room(left, right, number, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES
 
 
 @gluon_jit
-def _fetch(a, b, left, right, full, matrix, row, column, k, straight, TRIANGLES: gl.constexpr, ROWS: gl.constexpr,
-           COLUMNS: gl.constexpr, STAGES: gl.constexpr):
+def _fetch(a, b, left, right, full, matrix, row, column, k, straight, TRIANGLES: gl.constexpr,
+           ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
     """Ask for the operands of step k."""
     BLOCK_K: gl.constexpr = a.block_type.shape[2]
     arrived = full.index(k % STAGES)
@@ -150,8 +170,8 @@ def _fetch(a, b, left, right, full, matrix, row, column, k, straight, TRIANGLES:
 
 @gluon_jit
 def _load(operand, own, arrived, matrix, row, at, turned, TRIANGLES: gl.constexpr):
-    """Let rows of an operand arrive, or what mirrors them if `turned`, in boxes one after another: chosen without a
-    branch, for which the assembler would let products wait for each other.
+    """Let rows of an operand arrive, or what mirrors them if `turned`, in boxes one after another:
+    chosen without a branch, for which the assembler would let products wait for each other.
     """
     SIDE: gl.constexpr = operand.block_type.shape[1]
     boxes = boxes_of(own, operand)
@@ -163,45 +183,51 @@ def _load(operand, own, arrived, matrix, row, at, turned, TRIANGLES: gl.constexp
 
 
 @gluon_jit
-def _ask(addend, k: gl.constexpr, addends, left, right, added, steps, matrix, row, column, ROWS: gl.constexpr,
-         COLUMNS: gl.constexpr, STAGES: gl.constexpr):
+def _ask(addend, k: gl.constexpr, addends, left, right, added, steps, matrix, row, column,
+         ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
     """Ask for addend k, if there are so many, in a stage whose operands are multiplied."""
     if k < addends:
-        ask(addend, _room(left, right, steps + k, ROWS, COLUMNS, STAGES), added.index(k), matrix, row, column, COLUMNS)
+        ask(addend, _room(left, right, steps + k, ROWS, COLUMNS, STAGES), added.index(k), matrix,
+            row, column, COLUMNS)
 
 
 @gluon_jit
-def _ask_next(asked, number, addends, left, right, added, steps, matrix, row, column, ROWS: gl.constexpr,
-              COLUMNS: gl.constexpr, STAGES: gl.constexpr):
+def _ask_next(asked, number, addends, left, right, added, steps, matrix, row, column,
+              ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
     """The same of an addend whose number, less than that of stages but one, is not constant."""
     for k in gl.static_range(STAGES - 1 if STAGES < 4 else 3):
         if k == number:
-            _ask(asked[k], k, addends, left, right, added, steps, matrix, row, column, ROWS, COLUMNS, STAGES)
+            _ask(asked[k], k, addends, left, right, added, steps, matrix, row, column, ROWS,
+                 COLUMNS, STAGES)
 
 
 @gluon_jit
 def _products(a, b, asked, ring, where, sums, first, last, steps, addends, TURNED_A: gl.constexpr,
-              TURNED_B: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
-    """Take steps from `first` up to `last`, whose operands arrive as rows or TURNED, an immediate of the instruction.
-    Where no step is left to ask for, addends are.
+              TURNED_B: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+              STAGES: gl.constexpr):
+    """Take steps from `first` up to `last`, whose operands arrive as rows or TURNED, an immediate
+    of the instruction. Where no step is left to ask for, addends are.
     """
     left, right, full, added = ring
     matrix, row, column, straight = where
     BLOCK_K: gl.constexpr = a.block_type.shape[2]
     for k in range(first, last):
-        sums = _multiply(left, right, full, sums, k, TURNED_A, TURNED_B, ROWS, COLUMNS, BLOCK_K, STAGES)
+        sums = _multiply(left, right, full, sums, k, TURNED_A, TURNED_B, ROWS, COLUMNS, BLOCK_K,
+                         STAGES)
         ahead = k + STAGES - 1
         if ahead < steps:
-            _fetch(a, b, left, right, full, matrix, row, column, ahead, straight, True, ROWS, COLUMNS, STAGES)
+            _fetch(a, b, left, right, full, matrix, row, column, ahead, straight, True, ROWS,
+                   COLUMNS, STAGES)
         else:
-            _ask_next(asked, ahead - steps, addends, left, right, added, steps, matrix, row, column, ROWS, COLUMNS,
-                      STAGES)
+            _ask_next(asked, ahead - steps, addends, left, right, added, steps, matrix, row, column,
+                      ROWS, COLUMNS, STAGES)
     return sums
 
 
 @gluon_jit
-def _multiply(left, right, full, sums, k, TURNED_A: gl.constexpr, TURNED_B: gl.constexpr, ROWS: gl.constexpr,
-              COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
+def _multiply(left, right, full, sums, k, TURNED_A: gl.constexpr, TURNED_B: gl.constexpr,
+              ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr,
+              STAGES: gl.constexpr):
     """Begin step k; the one before it is done."""
     stage = k % STAGES
     rows, columns = _operands(left, right, stage, ROWS == COLUMNS)

@@ -12,15 +12,19 @@ from .sm90_warp_specialized import pingpong_kernel
 
 tl = None  # Triton's language, put here by jit
 
-SYMMETRY = {"product": 0, "gram": 1, "symmetric": 2}  # X X^T sums the same products in the same order on both sides
-POINTERS = Tile(128, 128, 64, 8, 3, 4, "once")  # where the result is stored by pointers, which takes more memory
+# X X^T sums the same products in the same order on both sides
+SYMMETRY = {"product": 0, "gram": 1, "symmetric": 2}
+# Where the result is stored by pointers, which takes more memory
+POINTERS = Tile(128, 128, 64, 8, 3, 4, "once")
 NONE = 0.0, 0.0, 0.0  # factors of addends that are not there
 
 
 def addressable(*tensors: torch.Tensor) -> bool:
-    """Say whether TMA can address 3-D tensors: columns side by side, rows and matrices at multiples of 16 bytes."""
-    return all(t.stride(2) == 1 and t.data_ptr() % 16 == 0
-               and all(step * t.element_size() % 16 == 0 for step in t.stride()[:2]) for t in tensors)
+    """Say whether TMA can address 3-D tensors: columns side by side, rows and matrices at multiples
+    of 16 bytes.
+    """
+    return all(t.stride(2) == 1 and t.data_ptr() % 16 == 0 and
+               all(step * t.element_size() % 16 == 0 for step in t.stride()[:2]) for t in tensors)
 
 
 def stores(out: torch.Tensor | ScatteredRows) -> bool:
@@ -29,19 +33,22 @@ def stores(out: torch.Tensor | ScatteredRows) -> bool:
 
 
 def gains_by_pdl(op, A) -> bool:
-    """Say whether kernels of many turns are launched to begin early. They end all at once, so that one like it gains
-    nothing, and symmetric products come one after another; others follow sm90_one_tile.py's.
+    """Say whether kernels of many turns are launched to begin early. They end all at once, so that
+    one like it gains nothing, and symmetric products come one after another; others follow
+    sm90_one_tile.py's.
     """
     return has_pdl(A.device) and op != "symmetric"
 
 
 class TmaLaunch:
-    """A product of tensors of certain shapes, strides and dtypes: everything about its launch but their addresses.
+    """A product of tensors of certain shapes, strides and dtypes: everything about its launch but
+    their addresses.
 
-    Writes factors[0] A B + addends + factors[1] I to out, batched; of "gram" and "product" factors[0] is made of each
-    matrix's scale. A and B, in fp16 or bf16, and the addends are addressable, a symmetric out too. A (N, R, K); out (N,
-    R, C), of a "product" anything. "gram" and "symmetric": B (N, R, K) holds the columns of the second factor as its
-    rows. "product": B is (N, K, C), A symmetric, out perhaps a Split.
+    Writes factors[0] A B + addends + factors[1] I to out, batched; of "gram" and "product"
+    factors[0] is made of each matrix's scale. A and B, in fp16 or bf16, and the addends are
+    addressable, a symmetric out too. A (N, R, K); out (N, R, C), of a "product" anything. "gram"
+    and "symmetric": B (N, R, K) holds the columns of the second factor as its rows. "product": B is
+    (N, K, C), A symmetric, out perhaps a Split.
     """
 
     def __init__(self, op, A, B, out, addends, factors, tile):
@@ -54,10 +61,12 @@ class TmaLaunch:
         half, describe = (tile.rows if symmetric else tile.columns), _description
         wide = not symmetric and tile.columns > tile.rows and tile.loop != "once"
         self.programs, self.order, self.count, *places = turns(op, out, inner, tile, wide)
-        several = len(addends) > 1 or factors[1] != 0.0  # with a diagonal, which is 0 with some: one kernel less
+        # With a diagonal, which is 0 with some: one kernel less
+        several = len(addends) > 1 or factors[1] != 0.0
         self.pdl = gains_by_pdl(op, A)
+        # Fused multiply-adds, which depend on the tile, give other bits
         self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "launch_pdl": self.pdl,
-                        "enable_fp_fusion": False}  # fused multiply-adds, which depend on the tile, give other bits
+                        "enable_fp_fusion": False}
         if tile.loop == "pingpong":
             self.kernel, self.strides, describe = pingpong_kernel, (), description
             self.numbers = *places, inner, len(addends)
@@ -66,11 +75,14 @@ class TmaLaunch:
             self.kernel, self.strides = _tma_kernel, (strides_of(out),)
             self.numbers = *places, (rows, columns, inner)
             self.constants = SYMMETRY[op], self.turned, len(addends), several, tile.loop, self.pdl
-        self.left = blank(describe(A, *((tile.inner, tile.rows) if self.turned else (tile.rows, tile.inner))))
-        self.right = blank(describe(B, *((tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns))))
+        left = (tile.inner, tile.rows) if self.turned else (tile.rows, tile.inner)
+        right = (tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns)
+        self.left = blank(describe(A, *left))
+        self.right = blank(describe(B, *right))
         beside = [(C, tile.rows, half) for C, _ in addends]
         if wide:
-            beside = [(B, tile.inner, tile.columns // 2), (out, tile.rows, tile.columns // 2)][:1 + self.straight]
+            beside = [(B, tile.inner, tile.columns // 2),
+                      (out, tile.rows, tile.columns // 2)][:1 + self.straight]
         self.beside = [blank(describe(*box)) for box in beside]
         self.result = blank(describe(out, tile.rows, half)) if self.straight else None
         halved = _of_halves(A, out, addends) if tile.loop == "pingpong" else ()
@@ -81,13 +93,15 @@ class TmaLaunch:
         A, B, out = self._straightened(A, B, out)
         result = filled(self.result, out) if self.straight else None
         beside = [C for C, _ in addends] or [B, out]
-        beside = [filled(blank, t) for blank, t in zip(self.beside, beside)] + 3 * [result]  # what is more is unused
+        # What is more is unused
+        beside = [filled(blank, t) for blank, t in zip(self.beside, beside)] + 3 * [result]
         halves = [filled(blank, t) for blank, t in zip(self.halves, _of_halves(A, out, addends))]
-        self.kernel.launch(
-            self.programs, self, filled(self.left, A), filled(self.right, B), *beside[:3], result, *halves,
-            *((memory_of(out), *self.strides) if self.strides else ()), self.order, direction * self.count,
-            *self.numbers, self._scales(more), (*factors, *(beta for _, beta in addends), *NONE[len(addends):]),
-            *self.constants, **self.options)
+        self.kernel.launch(self.programs, self, filled(self.left, A), filled(self.right, B),
+                           *beside[:3], result, *halves,
+                           *((memory_of(out), *self.strides) if self.strides else ()), self.order,
+                           direction * self.count, *self.numbers, self._scales(more),
+                           (*factors, *(beta for _, beta in addends), *NONE[len(addends):]),
+                           *self.constants, **self.options)
 
     def _scales(self, more):
         """What a launch takes for them; symmetric products do not look there."""
@@ -116,13 +130,15 @@ def _description(tensor, rows, columns):
 
 
 @jit.alike("count", "whole", "halves")
-def _tma_kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halves, sizes, scales, factors,
-            SYMMETRIC: tl.constexpr, TURNED: tl.constexpr, ADDENDS: tl.constexpr, DIAGONAL: tl.constexpr,
-            LOOP: tl.constexpr, PDL: tl.constexpr):
-    """`whole` tiles in turns, then left and right `halves` of the rest (tiles.divide); without turns, one tile each.
+def _tma_kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halves, sizes, scales,
+                factors, SYMMETRIC: tl.constexpr, TURNED: tl.constexpr, ADDENDS: tl.constexpr,
+                DIAGONAL: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr):
+    """`whole` tiles in turns, then left and right `halves` of the rest (tiles.divide); without
+    turns, one tile each.
 
-    SYMMETRIC: 1 for a result that is so in every bit, 2 for one that is made so, and scaled; c, d, e: addends; c and
-    d of a product in wide tiles: b and out by half a tile's columns. count: see `path_of` of sm90_pipeline.py.
+    SYMMETRIC: 1 for a result that is so in every bit, 2 for one that is made so, and scaled; c, d,
+    e: addends; c and d of a product in wide tiles: b and out by half a tile's columns. count: see
+    `path_of` of sm90_pipeline.py.
     """
     BLOCK_R: tl.constexpr = a.block_type.shape[2 if TURNED else 1]
     BLOCK_C: tl.constexpr = b.block_type.shape[1 if SYMMETRIC else 2]
@@ -133,8 +149,8 @@ def _tma_kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halve
         own = _factors_of(factors, scales, matrix, SYMMETRIC)
         sums = _sums(a, b, matrix, i, j, sizes[2], SYMMETRIC, TURNED)
         if SYMMETRIC:
-            _finish_symmetric(sums, (c, d, e), out, matrix, i, j, sizes[0], own, SYMMETRIC, ADDENDS, DIAGONAL,
-                              False)
+            _finish_symmetric(sums, (c, d, e), out, matrix, i, j, sizes[0], own, SYMMETRIC, ADDENDS,
+                              DIAGONAL, False)
         else:
             _finish(sums, own, out, pointer, strides, matrix, i, j, sizes, BLOCK_R, BLOCK_C)
     else:
@@ -143,13 +159,14 @@ def _tma_kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halve
             own = _factors_of(factors, scales, matrix, SYMMETRIC)
             sums = _sums(a, b, matrix, i, j, sizes[2], SYMMETRIC, TURNED)
             if SYMMETRIC:
-                _finish_symmetric(sums, (c, d, e), out, matrix, i, j, sizes[0], own, SYMMETRIC, ADDENDS, DIAGONAL,
-                                  True)
+                _finish_symmetric(sums, (c, d, e), out, matrix, i, j, sizes[0], own, SYMMETRIC,
+                                  ADDENDS, DIAGONAL, True)
             else:
                 _finish(sums, own, out, pointer, strides, matrix, i, j, sizes, BLOCK_R, BLOCK_C)
         if SYMMETRIC == 0 and BLOCK_C > BLOCK_R:
             if tl.program_id(0) < halves:
-                matrix, i, j = _tile(order, count, whole + halves // 2, whole + tl.program_id(0) // 2)
+                matrix, i, j = _tile(order, count, whole + halves // 2,
+                                     whole + tl.program_id(0) // 2)
                 j = 2 * j + tl.program_id(0) % 2
                 own = _factors_of(factors, scales, matrix, SYMMETRIC)
                 sums = _sums(a, c, matrix, i, j, sizes[2], False, TURNED)
@@ -160,7 +177,8 @@ def _tma_kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halve
 def _tile(order, count, tiles, turn):
     """Return (matrix, tile row, tile column)."""
     matrix, tile = turn // tl.abs(count), order + turn % tl.abs(count) * 2
-    return tl.where(count < 0, tiles // tl.abs(count) - 1 - matrix, matrix), tl.load(tile), tl.load(tile + 1)
+    return tl.where(count < 0, tiles // tl.abs(count) - 1 - matrix,
+                    matrix), tl.load(tile), tl.load(tile + 1)
 
 
 @jit
@@ -193,9 +211,10 @@ def _sums(a, b, matrix, i, j, inner, ROWS_OF_B: tl.constexpr, TURNED: tl.constex
 
 
 @jit
-def _finish(sums, factors, out, pointer, strides, matrix, i, j, sizes, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Scale, round and store a tile of a rectangular result: by TMA, or by pointers where TMA cannot address it and
-    there is no `out`; without strides by a table of rows (row_scattered.py).
+def _finish(sums, factors, out, pointer, strides, matrix, i, j, sizes, BLOCK_R: tl.constexpr,
+            BLOCK_C: tl.constexpr):
+    """Scale, round and store a tile of a rectangular result: by TMA, or by pointers where TMA
+    cannot address it and there is no `out`; without strides by a table of rows (row_scattered.py).
     """
     result = (sums * factors[0]).to(pointer.dtype.element_ty)
     if out is not None:
@@ -212,37 +231,46 @@ def _finish(sums, factors, out, pointer, strides, matrix, i, j, sizes, BLOCK_R: 
 
 
 @jit
-def _finish_symmetric(sums, addends, out, matrix, i, j, rows, factors, SYMMETRIC: tl.constexpr, ADDENDS: tl.constexpr,
-                      DIAGONAL: tl.constexpr, LOOPED: tl.constexpr):
-    """Finish a tile of a symmetric result, square by square; of X X^T whose scale is negative, where nothing is."""
+def _finish_symmetric(sums, addends, out, matrix, i, j, rows, factors, SYMMETRIC: tl.constexpr,
+                      ADDENDS: tl.constexpr, DIAGONAL: tl.constexpr, LOOPED: tl.constexpr):
+    """Finish a tile of a symmetric result, square by square; of X X^T whose scale is negative,
+    where nothing is.
+    """
     BLOCK: tl.constexpr = sums.shape[0]
     if SYMMETRIC == 1:
         matrix = tl.where(factors[2] < 0, 1 << 30, matrix)
     if sums.shape[1] == BLOCK:
-        _finish_square(sums, addends, out, matrix, i, j, rows, factors, SYMMETRIC, ADDENDS, DIAGONAL, LOOPED)
+        _finish_square(sums, addends, out, matrix, i, j, rows, factors, SYMMETRIC, ADDENDS,
+                       DIAGONAL, LOOPED)
     else:
         left, right = tl.split(tl.permute(tl.reshape(sums, (BLOCK, 2, BLOCK)), (0, 2, 1)))
-        _finish_square(left, addends, out, matrix, i, 2 * j, rows, factors, SYMMETRIC, ADDENDS, DIAGONAL, LOOPED)
-        _finish_square(right, addends, out, matrix, i, 2 * j + 1, rows, factors, SYMMETRIC, ADDENDS, DIAGONAL, LOOPED)
+        _finish_square(left, addends, out, matrix, i, 2 * j, rows, factors, SYMMETRIC, ADDENDS,
+                       DIAGONAL, LOOPED)
+        _finish_square(right, addends, out, matrix, i, 2 * j + 1, rows, factors, SYMMETRIC, ADDENDS,
+                       DIAGONAL, LOOPED)
 
 
 @jit
-def _finish_square(sums, addends, out, matrix, i, j, rows, factors, SYMMETRIC: tl.constexpr, ADDENDS: tl.constexpr,
-                   DIAGONAL: tl.constexpr, LOOPED: tl.constexpr):
-    """Store a square on or below the diagonal, and its mirror image. What is not wanted goes beyond the edge, where
-    TMA stores nothing: a loop with an `if` would not be pipelined from one tile to the next (LOOPED).
+def _finish_square(sums, addends, out, matrix, i, j, rows, factors, SYMMETRIC: tl.constexpr,
+                   ADDENDS: tl.constexpr, DIAGONAL: tl.constexpr, LOOPED: tl.constexpr):
+    """Store a square on or below the diagonal, and its mirror image. What is not wanted goes beyond
+    the edge, where TMA stores nothing: a loop with an `if` would not be pipelined from one tile to
+    the next (LOOPED).
     """
     BLOCK: tl.constexpr = sums.shape[0]
     r, s = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     if ADDENDS > 0:
-        addend = addends[0].load([matrix, i * BLOCK, j * BLOCK]).reshape(BLOCK, BLOCK).to(tl.float32)
+        addend = addends[0].load([matrix, i * BLOCK, j * BLOCK]).reshape(BLOCK,
+                                                                         BLOCK).to(tl.float32)
         sums = tl.fma(sums, factors[0], factors[2] * addend)
     else:
         sums *= factors[0]
     if ADDENDS > 1:
-        sums += factors[3] * addends[1].load([matrix, i * BLOCK, j * BLOCK]).reshape(BLOCK, BLOCK).to(tl.float32)
+        addend = addends[1].load([matrix, i * BLOCK, j * BLOCK])
+        sums += factors[3] * addend.reshape(BLOCK, BLOCK).to(tl.float32)
     if ADDENDS > 2:
-        sums += factors[4] * addends[2].load([matrix, i * BLOCK, j * BLOCK]).reshape(BLOCK, BLOCK).to(tl.float32)
+        addend = addends[2].load([matrix, i * BLOCK, j * BLOCK])
+        sums += factors[4] * addend.reshape(BLOCK, BLOCK).to(tl.float32)
     if DIAGONAL:
         sums += tl.where((i == j) & (r == s), factors[1], 0.0)
     result = sums.to(out.dtype)
@@ -253,5 +281,7 @@ def _finish_square(sums, addends, out, matrix, i, j, rows, factors, SYMMETRIC: t
         if i == j:
             result = tl.where(r < s, flipped, result)
     nowhere = rows + BLOCK
-    out.store([matrix, tl.where(j <= i, i * BLOCK, nowhere), j * BLOCK], result.reshape(1, BLOCK, BLOCK))
-    out.store([matrix, tl.where(j < i, j * BLOCK, nowhere), i * BLOCK], flipped.reshape(1, BLOCK, BLOCK))
+    out.store([matrix, tl.where(j <= i, i * BLOCK, nowhere), j * BLOCK],
+              result.reshape(1, BLOCK, BLOCK))
+    out.store([matrix, tl.where(j < i, j * BLOCK, nowhere), i * BLOCK],
+              flipped.reshape(1, BLOCK, BLOCK))

@@ -1,4 +1,7 @@
-"""Whole iterations of small matrices in one program, and the Gram iteration of short sides up to 128."""
+"""Whole iterations of small matrices in one program, and the Gram iteration of short sides up to
+128.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -12,7 +15,8 @@ from . import sm90_polar
 
 tl = None  # Triton's language, put here by jit
 
-LARGEST, MOST = 128, 1 << 16  # short side, elements; one processor reads a larger matrix for longer than launches take
+# Short side, elements; one processor reads a larger matrix for longer than launches take
+LARGEST, MOST = 128, 1 << 16
 
 
 def fits(U: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -27,15 +31,18 @@ def is_small(n: int, m: int) -> bool:
 
 
 def _launch_of(U):
-    """((BLOCK, CHUNK, STAGES), options of the launch) for matrices U, or None where their tiles do not fit the chip."""
+    """((BLOCK, CHUNK, STAGES), options of the launch) for matrices U, or None where their tiles do
+    not fit the chip.
+    """
     block, chunk = 64 if U.shape[1] <= 64 else 128, 64 if U.shape[2] <= 64 else 128
     found = depth(shared_bytes(U.device.type, U.device.index), block * chunk, U.element_size())
     return found and ((block, chunk, found[0]), {"num_warps": block // 16} | found[1])
 
 
 def depth(shared: int, elements: int, itemsize: int) -> tuple | None:
-    """Return how far ahead tiles of so many elements are fetched, given the bytes of shared memory: stages of the sum
-    of squares, and options of the launch. What they take was seen in compiled kernels (tests/test_tiles.py).
+    """Return how far ahead tiles of so many elements are fetched, given the bytes of shared memory:
+    stages of the sum of squares, and options of the launch. What they take was seen in compiled
+    kernels (tests/test_tiles.py).
     """
     if shared >= max(3 * itemsize, 8) * elements:
         return 4, {}
@@ -44,7 +51,9 @@ def depth(shared: int, elements: int, itemsize: int) -> tuple | None:
 
 @functools.cache
 def shared_bytes(kind: str, index: int | None) -> int:
-    """Return the bytes of shared memory that a program may have; 64 KiB where the driver does not say."""
+    """Return the bytes of shared memory that a program may have; 64 KiB where the driver does not
+    say.
+    """
     device = torch.cuda.get_device_properties(index) if kind == "cuda" else None
     return getattr(device, "shared_memory_per_block_optin", 1 << 16)
 
@@ -52,14 +61,21 @@ def shared_bytes(kind: str, index: int | None) -> int:
 def takes(U: torch.Tensor, dtype: torch.dtype, steps: int) -> int:
     """Return the bytes of memory that `polar` takes for so many steps on matrices U."""
     (N, n, m), (_, chunk, _) = U.shape, _launch_of(U)[0]
-    return 0 if m <= chunk or sm90_polar.fits(U, dtype, steps) else N * n * -(-m // chunk) * chunk * dtype.itemsize
+    return (
+        0
+        if m <= chunk or sm90_polar.fits(U, dtype, steps)
+        else N * n * -(-m // chunk) * chunk * dtype.itemsize
+    )
 
 
-def polar(U: torch.Tensor, out: torch.Tensor, segments, eps: float, dtype: torch.dtype, memory=None) -> None:
-    """Write to out the polar factor of every matrix of U (N, n, m), n <= m; they may be the same memory.
+def polar(
+    U: torch.Tensor, out: torch.Tensor, segments, eps: float, dtype: torch.dtype, memory=None
+) -> None:
+    """Write to out the polar factor of every matrix of U (N, n, m), n <= m; they may be the same
+    memory.
 
-    segments: the triples (a, b, c) between restarts, as `steps.Steps.segments` gives them; memory: a flat uint8 tensor
-    of the bytes that `takes` says or more, None for new memory.
+    segments: the triples (a, b, c) between restarts, as `steps.Steps.segments` gives them; memory:
+    a flat uint8 tensor of the bytes that `takes` says or more, None for new memory.
     """
     firsts, steps = 0, 0
     for segment in segments:
@@ -70,15 +86,33 @@ def polar(U: torch.Tensor, out: torch.Tensor, segments, eps: float, dtype: torch
         return sm90_polar.polar(U, out, triples, firsts, eps, dtype)
     (N, n, m), ((block, chunk, stages), options) = U.shape, _launch_of(U)
     key = (dtype, steps, firsts, *look(U, out))
-    numbers, constants = (triples, n, m, eps, U.dtype != torch.float16, steps), (block, chunk, stages)
+    numbers, constants = (
+        (triples, n, m, eps, U.dtype != torch.float16, steps),
+        (block, chunk, stages),
+    )
     if m <= chunk:
-        return _standard_kernel.launch(N, key, U, out, U.stride(), out.stride(), *numbers, *constants, typed(dtype),
-                                       **options)
+        return _standard_kernel.launch(
+            N, key, U, out, U.stride(), out.stride(), *numbers, *constants, typed(dtype), **options
+        )
     taken = takes(U, dtype, steps)
-    memory = torch.empty(taken, dtype=torch.uint8, device=U.device) if memory is None else memory[:taken]
+    memory = (
+        torch.empty(taken, dtype=torch.uint8, device=U.device) if memory is None else memory[:taken]
+    )
     X = memory.view(dtype).view(N, n, -1)
-    _gram_kernel.launch(N, key, U, X, out, U.stride(), X.stride(), out.stride(), *numbers, firsts | 1 << steps,
-                        *constants, **options)
+    _gram_kernel.launch(
+        N,
+        key,
+        U,
+        X,
+        out,
+        U.stride(),
+        X.stride(),
+        out.stride(),
+        *numbers,
+        firsts | 1 << steps,
+        *constants,
+        **options,
+    )
 
 
 def follows(A: torch.Tensor) -> bool:
@@ -87,26 +121,58 @@ def follows(A: torch.Tensor) -> bool:
 
 
 def follow(A: torch.Tensor, Q: torch.Tensor, segment) -> None:
-    """Write to Q the product of the polynomials a I + b A + c A^2 of a segment's steps, A following them.
+    """Write to Q the product of the polynomials a I + b A + c A^2 of a segment's steps, A following
+    them.
 
     A, Q (N, n, n), symmetric, of one dtype; segment: triples (a, b, c), as in `polar`.
     """
     N, n, _ = A.shape
     block, triples = 64 if n <= 64 else 128, tuple(float(x) for triple in segment for x in triple)
-    _segment_kernel.launch(N, (len(segment), *look(A, Q)), A, Q, A.stride(), Q.stride(), triples, n, len(segment),
-                           block, num_warps=block // 16)
+    _segment_kernel.launch(
+        N,
+        (len(segment), *look(A, Q)),
+        A,
+        Q,
+        A.stride(),
+        Q.stride(),
+        triples,
+        n,
+        len(segment),
+        block,
+        num_warps=block // 16,
+    )
 
 
 @jit
-def _standard_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: tl.constexpr,
-                     STEPS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-                     DTYPE: tl.constexpr):
-    """One matrix of at most CHUNK columns per program: X <- P X, with P = a I + b A + c A^2 and A = X X^T."""
+def _standard_kernel(
+    U,
+    out,
+    u_strides,
+    out_strides,
+    triples,
+    n,
+    m,
+    eps,
+    WIDE: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """One matrix of at most CHUNK columns per program: X <- P X, with P = a I + b A + c A^2 and A =
+    X X^T.
+    """
     matrix = tl.program_id(0).to(tl.int64)
-    row, column = tl.arange(0, BLOCK).to(tl.int64)[:, None], tl.arange(0, CHUNK).to(tl.int64)[None, :]
+    row, column = (
+        tl.arange(0, BLOCK).to(tl.int64)[:, None],
+        tl.arange(0, CHUNK).to(tl.int64)[None, :],
+    )
     inside = (row < n) & (column < m)
     u_at = U + matrix * u_strides[0] + row * u_strides[1]
-    unit, norm = _factors(U + matrix * u_strides[0], n, m, u_strides, eps, WIDE, BLOCK, CHUNK, STAGES)
+    unit, norm = _factors(
+        U + matrix * u_strides[0], n, m, u_strides, eps, WIDE, BLOCK, CHUNK, STAGES
+    )
     u = tl.load(u_at + column * u_strides[2], mask=inside, other=0.0)
     X = (u.to(tl.float32) * unit / norm).to(DTYPE)
     for step in tl.static_range(STEPS):
@@ -120,16 +186,38 @@ def _standard_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: t
 
 
 @jit
-def _gram_kernel(U, X, out, u_strides, x_strides, out_strides, triples, n, m, eps, WIDE: tl.constexpr,
-                 STEPS: tl.constexpr, FIRSTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-                 STAGES: tl.constexpr):
-    """One matrix per program. FIRSTS: bit s says that step s begins a segment, or is one after the last."""
+def _gram_kernel(
+    U,
+    X,
+    out,
+    u_strides,
+    x_strides,
+    out_strides,
+    triples,
+    n,
+    m,
+    eps,
+    WIDE: tl.constexpr,
+    STEPS: tl.constexpr,
+    FIRSTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One matrix per program. FIRSTS: bit s says that step s begins a segment, or is one after the
+    last.
+    """
     matrix = tl.program_id(0).to(tl.int64)
-    row, column = tl.arange(0, BLOCK).to(tl.int64)[:, None], tl.arange(0, CHUNK).to(tl.int64)[None, :]
+    row, column = (
+        tl.arange(0, BLOCK).to(tl.int64)[:, None],
+        tl.arange(0, CHUNK).to(tl.int64)[None, :],
+    )
     u_at = U + matrix * u_strides[0] + row * u_strides[1]
     x_at = X + matrix * x_strides[0] + row * x_strides[1] + column
     out_at = out + matrix * out_strides[0] + row * out_strides[1]
-    unit, norm = _factors(U + matrix * u_strides[0], n, m, u_strides, eps, WIDE, BLOCK, CHUNK, STAGES)
+    unit, norm = _factors(
+        U + matrix * u_strides[0], n, m, u_strides, eps, WIDE, BLOCK, CHUNK, STAGES
+    )
     sums = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     for k in range(0, m, CHUNK):
         inside = (row < n) & (k + column < m)
@@ -140,8 +228,17 @@ def _gram_kernel(U, X, out, u_strides, x_strides, out_strides, triples, n, m, ep
     A = sums.to(X.dtype.element_ty)
     Q, q = A, 0.0
     for step in tl.static_range(STEPS):
-        A, Q, q = _step(A, Q, q, triples[3 * step], triples[3 * step + 1], triples[3 * step + 2],
-                        (FIRSTS >> step) % 2 == 1, (FIRSTS >> (step + 1)) % 2 == 1, BLOCK)
+        A, Q, q = _step(
+            A,
+            Q,
+            q,
+            triples[3 * step],
+            triples[3 * step + 1],
+            triples[3 * step + 2],
+            (FIRSTS >> step) % 2 == 1,
+            (FIRSTS >> (step + 1)) % 2 == 1,
+            BLOCK,
+        )
         if (FIRSTS >> (step + 1)) % 2 == 1:
             tl.debug_barrier()  # other threads stored what this one loads
             if step + 1 < STEPS:
@@ -151,28 +248,49 @@ def _gram_kernel(U, X, out, u_strides, x_strides, out_strides, triples, n, m, ep
 
 
 @jit
-def _segment_kernel(A, Q, a_strides, q_strides, triples, n, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+def _segment_kernel(
+    A, Q, a_strides, q_strides, triples, n, STEPS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Follow one matrix per program."""
     matrix = tl.program_id(0).to(tl.int64)
-    row, column = tl.arange(0, BLOCK).to(tl.int64)[:, None], tl.arange(0, BLOCK).to(tl.int64)[None, :]
+    row, column = (
+        tl.arange(0, BLOCK).to(tl.int64)[:, None],
+        tl.arange(0, BLOCK).to(tl.int64)[None, :],
+    )
     inside = (row < n) & (column < n)
     at = A + matrix * a_strides[0] + row * a_strides[1] + column * a_strides[2]
     now = tl.load(at, mask=inside, other=0.0)
     result, q = now, 0.0
     for step in tl.static_range(STEPS):
-        now, result, q = _step(now, result, q, triples[3 * step], triples[3 * step + 1], triples[3 * step + 2],
-                               step == 0, step == STEPS - 1, BLOCK)
-    tl.store(Q + matrix * q_strides[0] + row * q_strides[1] + column * q_strides[2], result, mask=inside)
+        now, result, q = _step(
+            now,
+            result,
+            q,
+            triples[3 * step],
+            triples[3 * step + 1],
+            triples[3 * step + 2],
+            step == 0,
+            step == STEPS - 1,
+            BLOCK,
+        )
+    tl.store(
+        Q + matrix * q_strides[0] + row * q_strides[1] + column * q_strides[2], result, mask=inside
+    )
 
 
 @jit
 def _step(A, Q, q, a, b, c, FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr):
-    """A <- (Z + a I) A (Z + a I) and Q + q I <- (Q + q I) (Z + a I) with Z = b A + c A^2; see iteration.py."""
-    Z = (b * A.to(tl.float32) + c * tl.dot(A, A)).to(A.dtype)  # the square of what is symmetric is so in every bit
+    """A <- (Z + a I) A (Z + a I) and Q + q I <- (Q + q I) (Z + a I) with Z = b A + c A^2; see
+    iteration.py.
+    """
+    # The square of what is symmetric is so in every bit
+    Z = (b * A.to(tl.float32) + c * tl.dot(A, A)).to(A.dtype)
     if FIRST:
         Q, q = Z, a
     else:
-        Q = _symmetric(tl.dot(Q, Z) + a * Q.to(tl.float32) + q * Z.to(tl.float32) + _diagonal(q * a, BLOCK), A)
+        Q = _symmetric(
+            tl.dot(Q, Z) + a * Q.to(tl.float32) + q * Z.to(tl.float32) + _diagonal(q * a, BLOCK), A
+        )
         q = 0.0
     if LAST:
         Q = (Q.to(tl.float32) + _diagonal(q, BLOCK)).to(A.dtype)
@@ -201,21 +319,42 @@ def _finish(Q, x_at, out_at, stride, n, m, BLOCK: tl.constexpr, CHUNK: tl.conste
     for k in range(0, m, CHUNK):
         x = tl.dot(Q, tl.load(x_at + k, mask=inside, other=0.0))
         column = k + tl.arange(0, CHUNK).to(tl.int64)[None, :]
-        tl.store(out_at + column * stride, x.to(out_at.dtype.element_ty), mask=inside & (column < m))
+        tl.store(
+            out_at + column * stride, x.to(out_at.dtype.element_ty), mask=inside & (column < m)
+        )
 
 
 @jit
-def _factors(start, n, m, strides, eps, WIDE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-             STAGES: tl.constexpr):
-    """Return the power of two by which a matrix is multiplied, and then the number by which it is divided."""
+def _factors(
+    start,
+    n,
+    m,
+    strides,
+    eps,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Return the power of two by which a matrix is multiplied, and then the number by which it is
+    divided.
+    """
     largest, unit, squares = _squares_of(start, n, m, strides, WIDE, BLOCK, CHUNK, STAGES)
     norm = tl.sqrt(squares) + eps * (largest * unit)
     return unit, tl.where(norm == 0, 1.0, norm)
 
 
 @jit
-def _squares_of(start, n, m, strides, WIDE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-                STAGES: tl.constexpr):
+def _squares_of(
+    start,
+    n,
+    m,
+    strides,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Return the largest magnitude, a unit, and the sum of squares in that unit (scaling.py)."""
     largest, squares = _sum(start, n, m, strides, 1.0, BLOCK, CHUNK, STAGES)
     unit = unit_of(largest)
@@ -225,7 +364,9 @@ def _squares_of(start, n, m, strides, WIDE: tl.constexpr, BLOCK: tl.constexpr, C
 
 
 @jit
-def _sum(start, n, m, strides, unit, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr):
+def _sum(
+    start, n, m, strides, unit, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr
+):
     """Return the largest magnitude, and the sum of squares times the unit's square."""
     largest = tl.zeros((BLOCK, CHUNK), dtype=tl.float32)
     squares = largest
@@ -235,7 +376,8 @@ def _sum(start, n, m, strides, unit, BLOCK: tl.constexpr, CHUNK: tl.constexpr, S
         at = start + row.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
         u = tl.load(at, mask=(row < n) & (column < m), other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(u))
-        squares = tl.fma(u * unit, u * unit, squares)  # of a sum of squares either could be what is rounded first
+        # Of a sum of squares either could be what is rounded first
+        squares = tl.fma(u * unit, u * unit, squares)
     return tl.max(largest), tl.sum(squares)
 
 

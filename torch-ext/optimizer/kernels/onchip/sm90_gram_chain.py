@@ -1,4 +1,5 @@
-"""The kernel of gram_chain.py: X X^T and a list of products of symmetric matrices, one matrix per program.
+"""The kernel of gram_chain.py: X X^T and a list of products of symmetric matrices, one matrix per
+program.
 
 Three warpgroups compute a square of 128 x 128 each, on and below the diagonal. Needs Gluon.
 """
@@ -7,18 +8,20 @@ from __future__ import annotations
 from ..launch.jit import gluon_jit
 from ..matmul.sm90_pipeline import add_diagonal, ask, boxes_of, matrices_of, rounded
 
-gl = mbarrier = tma = fence = barrier = multiply = multiplied = load_box = None  # Gluon's names, put here by gluon_jit
+# Gluon's names, put here by gluon_jit
+gl = mbarrier = tma = fence = barrier = multiply = multiplied = load_box = None
 store_box = gdc_wait = gdc_launch_dependents = None
 
 
 @gluon_jit.alike("steps", "products", "keep")
-def resident_kernel(x, a, z, one_box, other_box, one_half, other_half, one, other, apart, scales, steps, codes, factors,
-                    products, keep, EARLY: gl.constexpr):
-    """One matrix per program. x: by boxes as high as it is, `steps` of them, of which a = scale^2 X X^T is made, if
-    there are any; else, and where the scale is negative, a is read; z: what is lent and the result, both by squares;
-    one, other: room for what is kept, by squares, by their upper and lower halves, and itself, `apart` elements from
-    one matrix to the next. codes, each with five factors, say what the `products` are (gram_chain.py, `_code`); keep:
-    whether a is kept as the one. EARLY: x was there before the launch before this one began.
+def resident_kernel(x, a, z, one_box, other_box, one_half, other_half, one, other, apart, scales,
+                    steps, codes, factors, products, keep, EARLY: gl.constexpr):
+    """One matrix per program. x: by boxes as high as it is, `steps` of them, of which a = scale^2 X
+    X^T is made, if there are any; else, and where the scale is negative, a is read; z: what is lent
+    and the result, both by squares; one, other: room for what is kept, by squares, by their upper
+    and lower halves, and itself, `apart` elements from one matrix to the next. codes, each with
+    five factors, say what the `products` are (gram_chain.py, `_code`); keep: whether a is kept as
+    the one. EARLY: x was there before the launch before this one began.
     """
     SIDE: gl.constexpr = a.block_type.shape[1]
     STAGES: gl.constexpr = 4  # six would fit, and gain nothing
@@ -47,7 +50,8 @@ def resident_kernel(x, a, z, one_box, other_box, one_half, other_half, one, othe
     if not EARLY:
         gdc_wait()
     matrix = gl.program_id(0)
-    kept = one + matrix.to(gl.int64) * apart, other + matrix.to(gl.int64) * apart, one_half, other_half
+    offset = matrix.to(gl.int64) * apart
+    kept = one + offset, other + offset, one_half, other_half
     long = x, scales, steps, full, empty, done
     work = long, a, z, one_box, other_box, kept, codes, factors, products, keep, matrix
     room = squares, staging, loaded, lent, staged, written, read
@@ -60,11 +64,12 @@ def resident_kernel(x, a, z, one_box, other_box, one_half, other_half, one, othe
 
 @gluon_jit
 def _products(work, room, EARLY: gl.constexpr, WHO: gl.constexpr, SIDE: gl.constexpr):
-    """Compute a square of each product: the upper one on the diagonal, the one below it, or the lower one (WHO).
+    """Compute a square of each product: the upper one on the diagonal, the one below it, or the
+    lower one (WHO).
 
-    written: a group's square of the product before; read: what its multiplication reads. Groups wait for the squares
-    that they read, and, before they write, for those who read what was there. The lower one multiplies last, for the
-    next product begins without it.
+    written: a group's square of the product before; read: what its multiplication reads. Groups
+    wait for the squares that they read, and, before they write, for those who read what was there.
+    The lower one multiplies last, for the next product begins without it.
     """
     long, a, z, one_box, other_box, kept, codes, factors, products, keep, matrix = work
     squares, staging, loaded, lent, staged, written, read = room
@@ -82,7 +87,8 @@ def _products(work, room, EARLY: gl.constexpr, WHO: gl.constexpr, SIDE: gl.const
     for number in range(products):
         code, f = product_of(codes, factors, number)
         to, then = result_of(code)
-        if then == 4:  # not before: the next kernel's programs would wait where another stream's could run
+        # Not before: the next kernel's programs would wait where another stream's could run
+        if then == 4:
             gdc_launch_dependents()
         _stage(code, kept, staging, staged, matrix, 0, WHO, SIDE)
         _wait_for_others(written, number, WHO)
@@ -142,32 +148,38 @@ def _multiply(flat, code, WHO: gl.constexpr, SIDE: gl.constexpr, HALF: gl.conste
         columns, more_columns = flat.index(right), flat.index(right + 1)
     upper, lower = no_sums(WHO, SIDE, HALF)
     WIDTH: gl.constexpr = upper.shape[1]
-    upper = multiply(rows.slice(0, HALF), columns.slice(0, WIDTH, 1), upper, use_acc=False, is_async=True)
-    upper = multiply(more_rows.slice(0, HALF), more_columns.slice(0, WIDTH, 1), upper, is_async=True)
+    upper = multiply(rows.slice(0, HALF), columns.slice(0, WIDTH, 1), upper, use_acc=False,
+                     is_async=True)
+    upper = multiply(more_rows.slice(0, HALF), more_columns.slice(0, WIDTH, 1), upper,
+                     is_async=True)
     lower = multiply(rows.slice(HALF, HALF), columns, lower, use_acc=False, is_async=True)
     lower = multiply(more_rows.slice(HALF, HALF), more_columns, lower, is_async=True)
     return upper, lower
 
 
 @gluon_jit
-def _stage(code, kept, staging, staged, matrix, ROW: gl.constexpr, WHO: gl.constexpr, SIDE: gl.constexpr):
-    """Let half a square, from ROW on, of what was kept arrive, where it is an addend; but not of the upper square, for
-    which there is no room.
+def _stage(code, kept, staging, staged, matrix, ROW: gl.constexpr, WHO: gl.constexpr,
+           SIDE: gl.constexpr):
+    """Let half a square, from ROW on, of what was kept arrive, where it is an addend; but not of
+    the upper square, for which there is no room.
     """
     one, other, one_half, other_half = kept
     if WHO > 0:
         if ROW > 0:
             barrier()  # the upper half is read
         if (code >> 3 & 3) == 2:
-            ask(one_half, staging.index(WHO - 1), staged.index(WHO - 1), matrix, WHO * SIDE + ROW, 0, SIDE)
+            ask(one_half, staging.index(WHO - 1), staged.index(WHO - 1), matrix, WHO * SIDE + ROW,
+                0, SIDE)
         if (code >> 5 & 3) == 2:
-            ask(other_half, staging.index(WHO - 1), staged.index(WHO - 1), matrix, WHO * SIDE + ROW, 0, SIDE)
+            ask(other_half, staging.index(WHO - 1), staged.index(WHO - 1), matrix, WHO * SIDE + ROW,
+                0, SIDE)
 
 
 @gluon_jit
 def _finish(sums, code, f, flat, kept, staging, staged, ROW: gl.constexpr, WHO: gl.constexpr):
-    """Scale sums, add and round: half a square, from ROW on. In a loop, for long code has to be waited for; added in
-    each branch by itself, for of a tensor that comes from either of two the registers would be moved.
+    """Scale sums, add and round: half a square, from ROW on. In a loop, for long code has to be
+    waited for; added in each branch by itself, for of a tensor that comes from either of two the
+    registers would be moved.
     """
     one, other, one_half, other_half = kept
     for k in range(addends_of(code)):
@@ -185,12 +197,14 @@ def _finish(sums, code, f, flat, kept, staging, staged, ROW: gl.constexpr, WHO: 
 
 @gluon_jit
 def _kept(memory, like, staging, staged, ROW: gl.constexpr, WHO: gl.constexpr):
-    """The same of a square of 128 x 128 that was kept: staged, or read from memory. There, what differs between threads
-    is added apart from what does not: else each address would take registers.
+    """The same of a square of 128 x 128 that was kept: staged, or read from memory. There, what
+    differs between threads is added apart from what does not: else each address would take
+    registers.
     """
     if WHO > 0:
         mbarrier.wait(staged.index(WHO - 1), ROW // like.shape[0])  # the halves take turns
-        values = part_of(matrices_of(staging, like.shape[0], 2 * like.shape[0]).index(WHO - 1), like, 0)
+        values = part_of(matrices_of(staging, like.shape[0], 2 * like.shape[0]).index(WHO - 1),
+                         like, 0)
     else:
         r, s = places(like)
         own = r // 16 * 2048 + r % 8 * 128 + s % 8
@@ -200,7 +214,9 @@ def _kept(memory, like, staging, staged, ROW: gl.constexpr, WHO: gl.constexpr):
 
 @gluon_jit
 def _store_turned(upper, lower, z, square, box, matrix, then, SIDE: gl.constexpr):
-    """Store the mirror image of what is below the diagonal of the end, through U, of which all is read by then."""
+    """Store the mirror image of what is below the diagonal of the end, through U, of which all is
+    read by then.
+    """
     if then == 4:
         turned = square.permute([1, 0])
         turned.slice(0, SIDE // 2).store(upper)
@@ -212,17 +228,19 @@ def _store_turned(upper, lower, z, square, box, matrix, then, SIDE: gl.constexpr
 
 @gluon_jit
 def _wait_for_stores():
-    """Wait until what this thread stored by TMA is in memory, not only read, as by `tma.store_wait`. It also empties
-    the processor's cache.
+    """Wait until what this thread stored by TMA is in memory, not only read, as by
+    `tma.store_wait`. It also empties the processor's cache.
     """
     lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [lanes], gl.int32, False, 1)
+    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [lanes],
+                              gl.int32, False, 1)
 
 
 @gluon_jit
-def gram(long, squares, flat, matrix, EARLY: gl.constexpr, WHO: gl.constexpr, SIDE: gl.constexpr, HALF: gl.constexpr):
-    """Write a square of scale^2 X X^T; return the scale: where that is negative, nothing is written. The memory of all
-    squares is a ring until all are `done`, which the first group fills.
+def gram(long, squares, flat, matrix, EARLY: gl.constexpr, WHO: gl.constexpr, SIDE: gl.constexpr,
+         HALF: gl.constexpr):
+    """Write a square of scale^2 X X^T; return the scale: where that is negative, nothing is
+    written. The memory of all squares is a ring until all are `done`, which the first group fills.
     """
     x, scales, steps, full, empty, done = long
     STAGES: gl.constexpr = full.shape[0]
@@ -242,7 +260,8 @@ def gram(long, squares, flat, matrix, EARLY: gl.constexpr, WHO: gl.constexpr, SI
             stage, more = ahead % STAGES, ahead < steps
             mbarrier.wait(empty.index(stage), (ahead // STAGES + 1) & 1, pred=more)
             mbarrier.expect(full.index(stage), 4 * SIDE * BLOCK_K, pred=more)
-            load_box(x, [matrix, 0, ahead * BLOCK_K], full.index(stage), boxes.index(stage), pred=more)
+            load_box(x, [matrix, 0, ahead * BLOCK_K], full.index(stage), boxes.index(stage),
+                     pred=more)
     upper, lower = multiplied(0, deps=(upper, lower))
     if EARLY:
         gdc_wait()
@@ -253,30 +272,35 @@ def gram(long, squares, flat, matrix, EARLY: gl.constexpr, WHO: gl.constexpr, SI
     mbarrier.wait(done.index(0), 0)
     if scale >= 0:
         factor = scale * scale
-        write(rounded(upper * factor, flat.dtype), rounded(lower * factor, flat.dtype), flat.index(WHO), 0, WHO, HALF)
+        write(rounded(upper * factor, flat.dtype), rounded(lower * factor, flat.dtype),
+              flat.index(WHO), 0, WHO, HALF)
     return scale
 
 
 @gluon_jit
 def no_sums(WHO: gl.constexpr, SIDE: gl.constexpr, HALF: gl.constexpr):
-    """Sums of the upper and the lower half of a square. Of those on the diagonal what is right of the upper half is
-    mirrored afterwards.
+    """Sums of the upper and the lower half of a square. Of those on the diagonal what is right of
+    the upper half is mirrored afterwards.
     """
     WIDTH: gl.constexpr = SIDE if WHO == 1 else HALF
-    narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SIDE, 16])
+    narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
+                                                     instr_shape=[16, WIDTH, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
+                                                   instr_shape=[16, SIDE, 16])
     return gl.zeros((HALF, WIDTH), gl.float32, narrow), gl.zeros((HALF, SIDE), gl.float32, wide)
 
 
 @gluon_jit
-def step(stages, full, empty, upper, lower, k, first, WHO: gl.constexpr, SIDE: gl.constexpr, HALF: gl.constexpr):
+def step(stages, full, empty, upper, lower, k, first, WHO: gl.constexpr, SIDE: gl.constexpr,
+         HALF: gl.constexpr):
     """Begin step k of those from `first` on; the one before it is done."""
     stage = k % full.shape[0]
     ROW: gl.constexpr = SIDE if WHO > 0 else 0
     COLUMN: gl.constexpr = SIDE if WHO > 1 else 0
     mbarrier.wait(full.index(stage), (k // full.shape[0]) & 1)
     rows, columns = stages.index(stage).slice(ROW, SIDE), stages.index(stage).slice(COLUMN, SIDE)
-    upper = multiply(rows.slice(0, HALF), columns.slice(0, upper.shape[1]).permute([1, 0]), upper, is_async=True)
+    upper = multiply(rows.slice(0, HALF), columns.slice(0, upper.shape[1]).permute([1, 0]), upper,
+                     is_async=True)
     lower = multiply(rows.slice(HALF, HALF), columns.permute([1, 0]), lower, is_async=True)
     upper, lower = multiplied(2, deps=(upper, lower))
     mbarrier.arrive(empty.index((k + full.shape[0] - 1) % full.shape[0]), pred=k > first)
@@ -368,8 +392,8 @@ def addends_of(code):
 
 @gluon_jit
 def addend_of(code, f, k):
-    """Return (where addend k lies: in U, 0, in V, 1, or in what was kept, 2; by what the sums are multiplied; by what
-    the addend is).
+    """Return (where addend k lies: in U, 0, in V, 1, or in what was kept, 2; by what the sums are
+    multiplied; by what the addend is).
     """
     place = gl.where(k == 0, code >> 3 & 3, gl.where(k == 1, code >> 5 & 3, 0))
     return place, gl.where(k == 0, f[0], 1.0), gl.where(k == 0, f[2], gl.where(k == 1, f[3], f[4]))
@@ -378,4 +402,5 @@ def addend_of(code, f, k):
 @gluon_jit
 def part_of(square, like, ROW: gl.constexpr):
     """As much of an addend's square as there are sums, from row ROW on."""
-    return square.slice(ROW, like.shape[0]).slice(0, like.shape[1], 1).load(like.type.layout).to(gl.float32)
+    return square.slice(ROW, like.shape[0]).slice(0, like.shape[1],
+                                                  1).load(like.type.layout).to(gl.float32)

@@ -1,4 +1,6 @@
-"""Whole iterations in shared memory on sm90: short sides of 65 to 128, long sides of 129 to 512. Needs Gluon."""
+"""Whole iterations in shared memory on sm90: short sides of 65 to 128, long sides of 129 to 512.
+Needs Gluon.
+"""
 from __future__ import annotations
 
 import functools
@@ -15,11 +17,13 @@ gl = fence = barrier = multiply = multiplied = None  # Gluon's names, put here b
 SIDE, LONGEST = 128, 512  # short side, and long side
 MOST_STEPS = 10  # each is compiled for itself; `_afresh` has no addresses for more
 WIDTH = 64  # columns of X that are multiplied at a time
-KEPT = {2: 8, 4: 4}  # pieces of so many columns that stay in registers between norm and cast, by element size
+# Pieces of so many columns that stay in registers between norm and cast, by element size
+KEPT = {2: 8, 4: 4}
 
 
 def takes(n: int, m: int, steps: int) -> bool:
-    """Say whether so many steps on matrices (n, m), n <= m, are taken here, where the kernel runs."""
+    """Say whether so many steps on matrices (n, m), n <= m, are taken here, where the kernel runs.
+    """
     return SIDE // 2 < n <= SIDE < m <= LONGEST and steps <= MOST_STEPS
 
 
@@ -29,18 +33,20 @@ def fits(U: torch.Tensor, dtype: torch.dtype, steps: int) -> bool:
     return small and architecture(U.device.type, U.device.index) == "sm90" and knows_triton()
 
 
-def polar(U: torch.Tensor, out: torch.Tensor, triples: tuple, firsts: int, eps: float, dtype: torch.dtype) -> None:
+def polar(U: torch.Tensor, out: torch.Tensor, triples: tuple, firsts: int, eps: float,
+          dtype: torch.dtype) -> None:
     """Write to out the polar factor of every matrix of U (N, n, m); they may be the same memory.
 
     triples: all coefficients, one after another; firsts: bit s says that step s begins a segment.
     """
     (N, n, m), steps = U.shape, len(triples) // 3
     pieces, turned = -(-m // WIDTH), U.stride(1) < U.stride(2)
-    lines = _lines(U.element_size(), turned), _lines(out.element_size(), out.stride(1) < out.stride(2))
-    _chain_kernel.launch(
-        N, (dtype, steps, firsts, *look(U, out)), U, out, U.stride(), out.stride(), triples, n, m, eps,
-        U.dtype != torch.float16, steps, firsts | 1 << steps, turned, *lines, SIDE, WIDTH, pieces,
-        min(KEPT[U.element_size()], pieces), typed(dtype), num_warps=8)
+    lines = _lines(U.element_size(), turned), _lines(out.element_size(),
+                                                     out.stride(1) < out.stride(2))
+    _chain_kernel.launch(N, (dtype, steps, firsts, *look(U, out)), U, out, U.stride(), out.stride(),
+                         triples, n, m, eps, U.dtype != torch.float16, steps, firsts | 1 << steps,
+                         turned, *lines, SIDE, WIDTH, pieces, min(KEPT[U.element_size()], pieces),
+                         typed(dtype), num_warps=8)
 
 
 @functools.cache
@@ -56,23 +62,29 @@ def _lines(itemsize: int, turned: bool, width: int = WIDTH):
 
 
 @gluon_jit
-def _chain_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: gl.constexpr, STEPS: gl.constexpr,
-                  FIRSTS: gl.constexpr, TURNED: gl.constexpr, FROM: gl.constexpr, TO: gl.constexpr, SIDE: gl.constexpr,
-                  WIDTH: gl.constexpr, PIECES: gl.constexpr, KEPT: gl.constexpr, DTYPE: gl.constexpr):
-    """One matrix per program. FIRSTS: bit s says that step s begins a segment, or is one after the last; TURNED: a
-    matrix lies transposed, and so it does in shared memory; FROM, TO: how it is read and written.
+def _chain_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: gl.constexpr,
+                  STEPS: gl.constexpr, FIRSTS: gl.constexpr, TURNED: gl.constexpr,
+                  FROM: gl.constexpr, TO: gl.constexpr, SIDE: gl.constexpr, WIDTH: gl.constexpr,
+                  PIECES: gl.constexpr, KEPT: gl.constexpr, DTYPE: gl.constexpr):
+    """One matrix per program. FIRSTS: bit s says that step s begins a segment, or is one after the
+    last; TURNED: a matrix lies transposed, and so it does in shared memory; FROM, TO: how it is
+    read and written.
     """
     matrix = gl.program_id(0).to(gl.int64)
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, WIDTH, 16])
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16,
+                                                  rank=2)
+    narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1],
+                                                     instr_shape=[16, WIDTH, 16])
     X, tiles = (), ()  # of memory in one piece the compiler would not know what is read where
     for piece in gl.static_range(PIECES + 3):
         if piece < PIECES:
-            X = X + (gl.allocate_shared_memory(DTYPE, [1, WIDTH, SIDE] if TURNED else [1, SIDE, WIDTH], swizzled),)
+            X = X + (gl.allocate_shared_memory(DTYPE,
+                                               [1, WIDTH, SIDE] if TURNED else [1, SIDE, WIDTH],
+                                               swizzled),)
         else:
             tiles = tiles + (gl.allocate_shared_memory(DTYPE, [1, SIDE, SIDE], swizzled),)
-    A, zero = _begin(U + matrix * u_strides[0], u_strides, n, m, eps, _afresh(X, m, 0, PIECES, TURNED), WIDE, SIDE,
-                     WIDTH, PIECES, KEPT, FROM)
+    A, zero = _begin(U + matrix * u_strides[0], u_strides, n, m, eps,
+                     _afresh(X, m, 0, PIECES, TURNED), WIDE, SIDE, WIDTH, PIECES, KEPT, FROM)
     Q = A
     for step in gl.static_range(STEPS):
         squares = _afresh(tiles, m, 2 * step + 1, 3, False)
@@ -81,14 +93,15 @@ def _chain_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: gl.c
         A, Q = _step(A, Q, squares, triples, zero, step, FIRSTS)
         if (FIRSTS >> (step + 1)) % 2 == 1 and step + 1 < STEPS:
             A = _restart(Q, _afresh(X, m, 2 * step + 2, PIECES, TURNED), PIECES, narrow)
-    _finish(Q, _afresh(X, m, 2 * STEPS + 1, PIECES, TURNED), out + matrix * out_strides[0], out_strides, n, m, PIECES,
-            narrow, SIDE, WIDTH, TO)
+    _finish(Q, _afresh(X, m, 2 * STEPS + 1, PIECES, TURNED), out + matrix * out_strides[0],
+            out_strides, n, m, PIECES, narrow, SIDE, WIDTH, TO)
 
 
 @gluon_jit
 def _afresh(memory, m, phase: gl.constexpr, COUNT: gl.constexpr, TURNED: gl.constexpr):
-    """Matrices in shared memory, transposed if they lie TURNED, for a phase. The compiler does not know that m is less
-    than 1 << 10, which is why it keeps no addresses for the next phase; it would need more registers than there are.
+    """Matrices in shared memory, transposed if they lie TURNED, for a phase. The compiler does not
+    know that m is less than 1 << 10, which is why it keeps no addresses for the next phase; it
+    would need more registers than there are.
     """
     views = ()
     for k in gl.static_range(COUNT):
@@ -100,18 +113,20 @@ def _afresh(memory, m, phase: gl.constexpr, COUNT: gl.constexpr, TURNED: gl.cons
 
 
 @gluon_jit
-def _begin(start, strides, n, m, eps, X, WIDE: gl.constexpr, SIDE: gl.constexpr, WIDTH: gl.constexpr,
-           PIECES: gl.constexpr, KEPT: gl.constexpr, layout: gl.constexpr):
-    """X <- U scaled and cast; return X X^T, and a zero of which the compiler does not know. The first pieces are read
-    once, the others again after the sum of squares.
+def _begin(start, strides, n, m, eps, X, WIDE: gl.constexpr, SIDE: gl.constexpr,
+           WIDTH: gl.constexpr, PIECES: gl.constexpr, KEPT: gl.constexpr, layout: gl.constexpr):
+    """X <- U scaled and cast; return X X^T, and a zero of which the compiler does not know. The
+    first pieces are read once, the others again after the sum of squares.
     """
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, SIDE, 16])
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1],
+                                                  instr_shape=[16, SIDE, 16])
     others, pieces = (), ()
     for piece in gl.static_range(KEPT, PIECES):
         others = others + (_read(start, strides, piece, n, m, SIDE, WIDTH, layout),)
     for piece in gl.static_range(KEPT):
         pieces = pieces + (_read(start, strides, piece, n, m, SIDE, WIDTH, layout),)
-    unit, norm = _factors(others + pieces, start, strides, n, m, eps, WIDE, SIDE, WIDTH, PIECES, KEPT, layout)
+    unit, norm = _factors(others + pieces, start, strides, n, m, eps, WIDE, SIDE, WIDTH, PIECES,
+                          KEPT, layout)
     sums = gl.zeros((SIDE, SIDE), gl.float32, mma)
     for piece in gl.static_range(PIECES):
         if piece + KEPT < PIECES:
@@ -122,9 +137,11 @@ def _begin(start, strides, n, m, eps, X, WIDE: gl.constexpr, SIDE: gl.constexpr,
 
 
 @gluon_jit
-def _factors(pieces, start, strides, n, m, eps, WIDE: gl.constexpr, SIDE: gl.constexpr, WIDTH: gl.constexpr,
-             PIECES: gl.constexpr, KEPT: gl.constexpr, layout: gl.constexpr):
-    """Return two factors of a matrix, to be applied one after the other: a power of two, and the rest (scaling.py)."""
+def _factors(pieces, start, strides, n, m, eps, WIDE: gl.constexpr, SIDE: gl.constexpr,
+             WIDTH: gl.constexpr, PIECES: gl.constexpr, KEPT: gl.constexpr, layout: gl.constexpr):
+    """Return two factors of a matrix, to be applied one after the other: a power of two, and the
+    rest (scaling.py).
+    """
     largest = gl.zeros((SIDE, WIDTH), gl.float32, layout)
     squares = largest
     for piece in gl.static_range(PIECES):
@@ -150,15 +167,17 @@ def _sum(start, strides, unit, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr, PI
     """Return the sum of squares in a unit, added and rounded as by `_factors`."""
     squares = gl.zeros((SIDE, WIDTH), gl.float32, layout)
     for number in range(PIECES):
-        u = _read(start, strides, (number + KEPT) % PIECES, n, m, SIDE, WIDTH, layout).to(gl.float32) * unit
+        u = _read(start, strides, (number + KEPT) % PIECES, n, m, SIDE, WIDTH,
+                  layout).to(gl.float32) * unit
         squares = gl.fma(u, u, squares)
     return gl.sum(squares)
 
 
 @gluon_jit
 def _step(A, Q, tiles, triples, zero, step: gl.constexpr, FIRSTS: gl.constexpr):
-    """With Z = b A + c A^2: A <- (Z + a I) A (Z + a I)^T, Q <- (Z + a I) Q; see iteration.py. After the first step of a
-    segment Q + q I stands for Q, where q is that step's a. A lies in the first tile, too, Q in the last.
+    """With Z = b A + c A^2: A <- (Z + a I) A (Z + a I)^T, Q <- (Z + a I) Q; see iteration.py. After
+    the first step of a segment Q + q I stands for Q, where q is that step's a. A lies in the first
+    tile, too, Q in the last.
     """
     FIRST: gl.constexpr = (FIRSTS >> step) % 2 == 1
     SECOND: gl.constexpr = (FIRSTS << 1 >> step) % 2 == 1
@@ -187,7 +206,8 @@ def _step(A, Q, tiles, triples, zero, step: gl.constexpr, FIRSTS: gl.constexpr):
         T = rounded(multiplied(0 if FIRST else 1, deps=(sums,)), A.dtype)
         fence()
         barrier()
-        sums = multiply(gl.convert_layout(T, left), tile.permute([1, 0]), a * _again(T), is_async=True)
+        sums = multiply(gl.convert_layout(T, left), tile.permute([1, 0]), a * _again(T),
+                        is_async=True)
         if FIRST:
             Q = Z
         else:
@@ -217,7 +237,8 @@ def _restart(Q, X, PIECES: gl.constexpr, narrow: gl.constexpr):
     for piece in gl.static_range(PIECES):
         if piece + 1 < PIECES:
             products = products + (_product(q, X[piece + 1], narrow),)
-        x = rounded(multiplied((piece > 0) + (piece + 1 < PIECES), deps=(products[piece],)), Q.dtype)
+        x = rounded(multiplied((piece > 0) + (piece + 1 < PIECES), deps=(products[piece],)),
+                    Q.dtype)
         barrier()
         _show(x, X[piece])
         sums = multiply(X[piece], X[piece].permute([1, 0]), sums, use_acc=piece > 0, is_async=True)
@@ -225,14 +246,15 @@ def _restart(Q, X, PIECES: gl.constexpr, narrow: gl.constexpr):
 
 
 @gluon_jit
-def _finish(Q, X, start, strides, n, m, PIECES: gl.constexpr, narrow: gl.constexpr, SIDE: gl.constexpr,
-            WIDTH: gl.constexpr, layout: gl.constexpr):
+def _finish(Q, X, start, strides, n, m, PIECES: gl.constexpr, narrow: gl.constexpr,
+            SIDE: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
     """Store Q X, through shared memory where it can be read in lines."""
     DTYPE: gl.constexpr = start.dtype.element_ty
     OUT_TURNED: gl.constexpr = layout.order[0] == 0
     shape: gl.constexpr = [WIDTH, SIDE] if OUT_TURNED else [SIDE, WIDTH]
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, rank=2)
-    stages = (gl.allocate_shared_memory(DTYPE, shape, swizzled), gl.allocate_shared_memory(DTYPE, shape, swizzled))
+    stages = (gl.allocate_shared_memory(DTYPE, shape, swizzled),
+              gl.allocate_shared_memory(DTYPE, shape, swizzled))
     q = gl.convert_layout(Q, gl.DotOperandLayout(0, narrow, 2))
     products = (_product(q, X[0], narrow),)
     for piece in gl.static_range(PIECES):
@@ -250,7 +272,8 @@ def _finish(Q, X, start, strides, n, m, PIECES: gl.constexpr, narrow: gl.constex
 @gluon_jit
 def _product(q, piece, narrow: gl.constexpr):
     """Begin to multiply a piece of X."""
-    return multiply(q, piece, gl.full(piece.shape, 0.0, gl.float32, narrow), use_acc=False, is_async=True)
+    return multiply(q, piece, gl.full(piece.shape, 0.0, gl.float32, narrow), use_acc=False,
+                    is_async=True)
 
 
 @gluon_jit
@@ -262,7 +285,8 @@ def _show(values, tile):
 
 
 @gluon_jit
-def _read(start, strides, piece, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+def _read(start, strides, piece, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr,
+          layout: gl.constexpr):
     """A piece of a matrix, with zeros beyond its edges."""
     at, inside = _place(start, strides, piece, n, m, SIDE, WIDTH, layout)
     return gl.load(at, mask=inside, other=0.0)
@@ -272,11 +296,13 @@ def _read(start, strides, piece, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr, 
 def _again(u):
     """The same numbers in fp32, of which the compiler keeps no copies."""
     EACH: gl.constexpr = 32 // u.dtype.primitive_bitwidth
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [u], u.dtype, False, EACH).to(gl.float32)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [u], u.dtype, False,
+                                     EACH).to(gl.float32)
 
 
 @gluon_jit
-def _place(start, strides, piece, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+def _place(start, strides, piece, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr,
+           layout: gl.constexpr):
     """Return where a piece of a matrix lies, and which of its elements are there."""
     row = gl.arange(0, SIDE, layout=gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))[None, :] + piece * WIDTH
