@@ -1,4 +1,4 @@
-"""Figures from the CSV of orthogonalize.py alone: time per shape, roofline, error over spectra.
+"""Figures from the CSV of polar.py alone: time per shape, roofline, error over spectra.
 
     python benchmarks/plot.py polar.csv --out figures
 
@@ -16,7 +16,7 @@ COLOURS = {"ours": "tab:red", "ours turbo": "tab:orange", "ours cubic": "tab:pin
 
 
 def main() -> None:
-    options = arguments(__doc__, "orthogonalize.py")
+    options = arguments(__doc__, "polar.py")
     rows, gpu = rows_of(options.csv, options.gpu, options.commit)
     write(options.out, {"time": times, "roofline": roofline, "spectra": spectra}, rows, gpu)
 

@@ -48,7 +48,9 @@ def main() -> None:
     if options.jobs and DEVICE == "cuda":
         mp.spawn(compile_all, (options,), nprocs=options.jobs)
     package = get_kernel("org/optimizer", version=1).__name__
-    polar, gram = (importlib.import_module(f"{package}.{name}") for name in ("newton_schulz.orthogonalize", "kernels.matmul.api"))
+    polar, gram = (
+        importlib.import_module(f"{package}.{name}") for name in ("newton_schulz.orthogonalize", "kernels.matmul.api")
+    )
     end, rows, left = time.monotonic() + options.seconds, [], []
     for measure, shape in tasks(options):
         if time.monotonic() > end:

@@ -40,7 +40,18 @@ from step import device_name, triton_version
 os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 PACKAGE = get_kernel("org/optimizer", version=1).__name__
 polar, split, pack, gram, order, resident, tape, tiles = (
-    importlib.import_module(f"{PACKAGE}.{name}") for name in ("newton_schulz.orthogonalize", "kernels.elementwise.row_scattered", "kernels.elementwise.momentum", "kernels.matmul.api", "kernels.launch.tile_scheduler", "kernels.onchip.gram_chain", "kernels.launch.replay", "kernels.launch.tile_config"))
+    importlib.import_module(f"{PACKAGE}.{name}")
+    for name in (
+        "newton_schulz.orthogonalize",
+        "kernels.elementwise.row_scattered",
+        "kernels.elementwise.momentum",
+        "kernels.matmul.api",
+        "kernels.launch.tile_scheduler",
+        "kernels.onchip.gram_chain",
+        "kernels.launch.replay",
+        "kernels.launch.tile_config",
+    )
+)
 COLUMNS = "commit gpu what stacks ranks way median_us p20_us p80_us torch triton".split()
 STEPS, WIRE, CHOOSE = polar.steps_of("polar_express"), torch.bfloat16, tiles.choose
 

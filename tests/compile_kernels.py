@@ -131,6 +131,7 @@ def by_pointers(arch: str, entry: dict, sizes=("i32", "i32", "i32"), rows=False,
 
 def by_tma(arch: str, entry: dict, rows=False, of="fp16") -> int:
     """The same, by TMA but for the store by a table of `rows`."""
+    sm90_tma = part("kernels.matmul.sm90_tma")
     symmetric, (height, width, inner) = entry["op"] != "product", entry["tile"]
     half, beside = (height, (height, height)) if symmetric else (width, (inner, width // 2))
     boxes = dict(a=(height, inner), b=(width, inner) if symmetric else (inner, width), c=beside,
@@ -140,23 +141,24 @@ def by_tma(arch: str, entry: dict, rows=False, of="fp16") -> int:
         pointer="*fp16",
         strides=ROW_MAJOR, order="*i32", count="i32", whole="i32", halves="i32", sizes=("i32",) * 3,
         scales="*fp32", factors=("fp32",) * 5,
-        SYMMETRIC=part("kernels.matmul.sm90_tma").SYMMETRY[entry["op"]], TURNED=False,
+        SYMMETRIC=sm90_tma.SYMMETRY[entry["op"]], TURNED=False,
         ADDENDS=3 * (entry["op"] == "symmetric"), DIAGONAL=True, PDL=True,
         LOOP=triton.language.constexpr(entry["loop"]))
     unused = "cde" if entry["op"] == "gram" or not symmetric and width == height else "" if symmetric else "e"
     arguments |= dict.fromkeys(unused) | (dict(d=None, out=None, strides=None) if rows else {})
-    return compile_for(arch, part("kernels.matmul.sm90_tma")._tma_kernel, arguments,
+    return compile_for(arch, sm90_tma._tma_kernel, arguments,
                        num_stages=entry["stages"], num_warps=entry["warps"])
 
 
 def by_groups(arch: str, entry: dict, turned=False, of="fp16") -> int:
     """The same, by groups of warps that differ: as for a result, or for its transpose."""
+    sm90_warp_specialized = part("kernels.matmul.sm90_warp_specialized")
     op, (height, width, inner), half = entry["op"], entry["tile"], entry["tile"][0] // 2
     left, right = (height, inner), (width, inner)
     boxes = dict(a=left[::-1] if turned else left, b=right[::-1] if op == "product" else right)
-    kernel, sizes = part("kernels.matmul.sm90_warp_specialized").pingpong_kernel, {}
+    kernel, sizes = sm90_warp_specialized.pingpong_kernel, {}
     if entry["loop"] == "cooperative":
-        kernel, sizes = part("kernels.matmul.sm90_warp_specialized").cooperative_kernel, dict(BLOCK_R=height, BLOCK_C=width)
+        kernel, sizes = sm90_warp_specialized.cooperative_kernel, dict(BLOCK_R=height, BLOCK_C=width)
         boxes["b_half"] = (inner, width // 2) if op == "product" else (width // 2, inner)
     boxes |= dict.fromkeys(("c", "d", "e", "out"), (half, half) if entry["loop"] == "cooperative" else (height, height))
     if entry["loop"] == "pingpong":
@@ -202,7 +204,16 @@ def resident(dtype: str) -> int:
 
 def others(arch: str, shared: int):
     """Compile the kernels of everything that is not a product."""
-    pack, update, rows, norm, aol = (part(f"{name}") for name in ("kernels.elementwise.momentum", "kernels.elementwise.weight_update", "kernels.elementwise.normuon", "kernels.elementwise.scaling", "kernels.elementwise.aol"))
+    pack, update, rows, norm, aol = (
+        part(f"{name}")
+        for name in (
+            "kernels.elementwise.momentum",
+            "kernels.elementwise.weight_update",
+            "kernels.elementwise.normuon",
+            "kernels.elementwise.scaling",
+            "kernels.elementwise.aol",
+        )
+    )
     table = dict(records="*i64", blocks="*i64", FIELDS=15, BLOCK=4096, ALIGNED=True, **TYPES)
     for skips in (False, True):
         skip = dict(table, flags="*fp32" if skips else "*i64", places="*i64", SKIPS=skips)
@@ -273,7 +284,8 @@ def small(arch: str, shared: int, side: int, U: str):
 
 def whole(U: str, turned: bool, pieces: int = 8) -> int:
     """Compile the kernel of matrices that stay in shared memory as it is launched, for so many pieces."""
-    chain, size, strides = part("kernels.onchip.sm90_polar"), 2 if U == "*bf16" else 4, COLUMN_MAJOR if turned else ROW_MAJOR
+    chain, size = part("kernels.onchip.sm90_polar"), 2 if U == "*bf16" else 4
+    strides = COLUMN_MAJOR if turned else ROW_MAJOR
     arguments = dict(
         U=U, out=U, u_strides=strides, out_strides=strides, triples=("fp32",) * 15, n="i32", m="i32", eps="fp32",
         WIDE=True, STEPS=5, FIRSTS=0b101011, TURNED=turned, FROM=chain._lines(size, turned),
@@ -288,7 +300,9 @@ def cast_bytes(even: int) -> int:
         U="*bf16", X="*fp16", sums="*fp32", guesses="*fp32", parts="i32", R="i32", C="i32", u_strides=ROW_MAJOR,
         x_strides=ROW_MAJOR, aim="fp32", ROWS=32, COLUMNS=256, EVEN=even, STRAIGHT=True, DOWN=32, ACROSS=16, FORM=0,
         PDL=True)
-    ptx = compiled("sm90", part("kernels.elementwise.scaling")._cast_kernel, arguments, even=even == 16, num_warps=4).asm["ptx"]
+    ptx = compiled(
+        "sm90", part("kernels.elementwise.scaling")._cast_kernel, arguments, even=even == 16, num_warps=4
+    ).asm["ptx"]
     sizes = [int(bits) // 8 * int(count or 1) for count, bits in re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", ptx)]
     return max(sizes)
 

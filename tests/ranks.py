@@ -42,7 +42,9 @@ def package() -> ModuleType:
 
 
 def part(name: str) -> ModuleType:
-    """Return a module of the package under test, such as part("newton_schulz.orthogonalize") or part("kernels.matmul.api")."""
+    """Return a module of the package under test, such as part("newton_schulz.orthogonalize") or
+    part("kernels.matmul.api").
+    """
     return importlib.import_module(f"{package().__name__}.{name}")
 
 

@@ -74,7 +74,8 @@ def watch() -> None:
     if not ON_GPU:
         driver.set_active(Stub())
         part("kernels.launch.tile_config").architecture = lambda *_: "sm90"
-        part("kernels.launch.tile_scheduler").processors_of = part("kernels.onchip.gram_chain").processors_of = lambda _: 132
+        for name in ("kernels.launch.tile_scheduler", "kernels.onchip.gram_chain"):
+            part(name).processors_of = lambda _: 132
         part("kernels.launch.precompile")._is_possible = lambda _: True
         part("kernels.launch.jit")._is_interpreted = lambda: True  # the stub takes launches on CPU tensors
 
@@ -140,7 +141,8 @@ def untouched() -> dict:
 def akin(processors: int = 1) -> dict:
     """First calls of a square matrix, then of wide and tall ones four times as long, where so many processors are many.
     """
-    polar, part("kernels.launch.precompile").MANY_PROCESSORS, found = part("newton_schulz.orthogonalize"), processors, []
+    polar, found = part("newton_schulz.orthogonalize"), []
+    part("kernels.launch.precompile").MANY_PROCESSORS = processors
     for R, C in ((256, 256), (256, 1024), (1024, 256)):
         begin = len(events)
         X = torch.ones(1, R, C, dtype=torch.bfloat16)
@@ -205,6 +207,7 @@ def turns() -> dict:
 
 def shares() -> dict:
     """What this process compiles, and what it has in the end, beside one that begins at the same time."""
+    precompile = part("kernels.launch.precompile")
     import triton
 
     compiled, ready = [], []
@@ -214,8 +217,8 @@ def shares() -> dict:
         ready.append(kernel)
 
     triton.knobs.compilation.listener = listen
-    part("kernels.launch.precompile").begin(torch.device("cpu"))
-    part("kernels.launch.precompile")._reader().join()
+    precompile.begin(torch.device("cpu"))
+    precompile._reader().join()
     Path(os.environ["MEET"], os.environ["LOCAL_RANK"]).touch()
     while len(list(Path(os.environ["MEET"]).glob("[01]"))) < 2:
         time.sleep(0.01)
@@ -239,7 +242,8 @@ def fallback() -> dict:
 
 def alike() -> dict:
     """Binaries for shares and tiles whose counts are 1, odd, and multiples of 16."""
-    gram, norm, tiles = part("kernels.matmul.api"), part("kernels.elementwise.scaling"), part("kernels.launch.tile_config")
+    gram, norm = part("kernels.matmul.api"), part("kernels.elementwise.scaling")
+    tiles = part("kernels.launch.tile_config")
     for shape in ((1, 256, 4096), (1, 16, 4096), (1, 16, 32768)):  # 128, 16 and 128 tiles
         norm.unit_norm(torch.ones(shape), torch.empty(shape, dtype=torch.float16), torch.ones(1), 1e-7)
     for loop in ["turns", "pingpong"][:1 + part("kernels.launch.replay").knows_triton()]:

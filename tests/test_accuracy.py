@@ -113,6 +113,7 @@ def test_error_of_at_most_two_steps_between_restarts_is_no_larger_than_the_refer
 def test_error_of_the_kernels_is_no_larger_than_the_reference(
         part, polar, device, monkeypatch, momentum, as_large, where, name, dtype):
     """On a GPU, or in the interpreter, which has no bf16."""
+    tile_config = part("kernels.launch.tile_config")
     take("triton", monkeypatch)
     if paths.INTERPRETED and dtype == BF16:
         pytest.skip("the interpreter multiplies bf16 wrongly")
@@ -122,7 +123,7 @@ def test_error_of_the_kernels_is_no_larger_than_the_reference(
     torch.manual_seed(0)
     forms = {"products": (1, 3), "chip": (3,)}  # of a long side of more than 128
     matrices = [spectrum(kind, 96, 288) for kind in KINDS] + [M for M in momentum if max(M.shape) > 128][:4]
-    with part("kernels.launch.tile_config").force(part("kernels.launch.tile_config").Tile(128, 128, 64, 8, 2, 8)):
+    with tile_config.force(tile_config.Tile(128, 128, 64, 8, 2, 8)):
         pairs = [pair for M in matrices for pair in usual_errors(polar, M.to(device), name, dtype, monkeypatch,
                                                                  forms[where])]
     check_no_larger(pairs, dtype)

@@ -354,7 +354,9 @@ def test_what_was_allowed_before_says_nothing(value):
 
 def test_schedules_of_coefficients_leave_nothing_behind():
     """A cache that keeps all grows without end."""
-    caches = [thing for thing in vars(part("newton_schulz.coefficients")).values() if hasattr(thing, "cache_parameters")]
+    caches = [
+        thing for thing in vars(part("newton_schulz.coefficients")).values() if hasattr(thing, "cache_parameters")
+    ]
     assert caches and all(cache.cache_parameters()["maxsize"] for cache in caches)
 
 

@@ -14,7 +14,9 @@ from tests.ranks import part
 def assign(works, count, base=None, **options):
     """(load of each rank, comparisons) with every rank allowed to own everything."""
     ranks = tuple(range(count))
-    owners, spent = part("planning.load_balance").assign([(w, ranks) for w in works], base or dict.fromkeys(ranks, 0), **options)
+    owners, spent = part("planning.load_balance").assign(
+        [(w, ranks) for w in works], base or dict.fromkeys(ranks, 0), **options
+    )
     loads = Counter(base or {})
     for work, owner in zip(works, owners):
         loads[owner] += work

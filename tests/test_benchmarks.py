@@ -68,7 +68,7 @@ def run_here(script, arguments, files, environment):
 def test_from_measurement_to_figures(tmp_path):
     """A peer that is not installed leaves empty fields and a note; everything else is there."""
     table = tmp_path / "polar.csv"
-    text = run("orthogonalize.py", "--shapes", "2x16x40", "3x20x8", "--products", "--spectra", "--peers", "cublas", "gns",
+    text = run("polar.py", "--shapes", "2x16x40", "3x20x8", "--products", "--spectra", "--peers", "cublas", "gns",
                "--presets", "turbo", "cubic", "--rounds", 2, "--burst-ms", 0.1, "--rest-ms", 0, "--commit", "abc",
                "--out", table)
     with open(table, newline="") as file:
@@ -147,7 +147,7 @@ def test_ways_of_one_bucket(what, stacks, tmp_path):
 
 def test_a_table_with_other_columns_is_not_appended_to(tmp_path):
     (tmp_path / "old.csv").write_text("commit,gpu\n")
-    command = [sys.executable, FOLDER / "orthogonalize.py", "--out", tmp_path / "old.csv"]
+    command = [sys.executable, FOLDER / "polar.py", "--out", tmp_path / "old.csv"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "has other columns" in done.stderr
 

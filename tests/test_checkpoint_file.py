@@ -371,7 +371,9 @@ def test_torn_state_is_not_exported(whole, monkeypatch):
     path, data = whole[0], whole[0].read_bytes()
     model, optimizer = trained(1)
     with monkeypatch.context() as patch:
-        patch.setattr(part("rules.muon"), "adamw", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory")))
+        patch.setattr(
+            part("rules.muon"), "adamw", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory"))
+        )
         with pytest.raises(torch.OutOfMemoryError):
             train(model, optimizer, [1])
     for target in (path, path.with_name("other")):

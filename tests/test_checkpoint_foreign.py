@@ -21,7 +21,11 @@ ROUNDING = 2 ** -6  # torch.optim.Muon rounds every product to the 8 bits of bf1
 def polar(U, name):
     """The polynomial of a Newton-Schulz iteration, in bf16 where the others are: on its way in and out."""
     X = U.bfloat16().double()
-    divisor, _, triples = PUBLISHED[name] if name in PUBLISHED else (1.0, 0.0, part("newton_schulz.orthogonalize").steps_of(name, 5).triples)
+    divisor, _, triples = (
+        PUBLISHED[name]
+        if name in PUBLISHED
+        else (1.0, 0.0, part("newton_schulz.orthogonalize").steps_of(name, 5).triples)
+    )
     X = X / (X.norm(dim=(-2, -1), keepdim=True) * divisor)
     for a, b, c in triples:
         A = X @ X.mT

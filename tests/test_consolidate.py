@@ -170,7 +170,9 @@ def of_wrong_size(rank, world):
     params, optimizer = after_steps([(7, 6)], [], "shard_state")
     saved = optimizer.state_dict()
     rows = saved["state"][0]["momentum_buffer"]
-    saved["state"][0]["momentum_buffer"] = part("communication.owner_state").by_rows(torch.ones(4, 6), rows.shape, dist.group.WORLD)
+    saved["state"][0]["momentum_buffer"] = part("communication.owner_state").by_rows(
+        torch.ones(4, 6), rows.shape, dist.group.WORLD
+    )
     return refusal(optimizer.load_state_dict, saved)
 
 

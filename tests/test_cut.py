@@ -31,23 +31,28 @@ def held(buckets):
 
 def price_of(pack, wire, products, fixed):
     """Price buckets by a rate of bytes for each kind of work, and a time for each bucket."""
+    cost_model = part("planning.cost_model")
     def price(buckets):
         parts = []
         for bucket in buckets:
             n = sum(layer.taken["bytes"] for layer in bucket)
-            parts.append(part("planning.cost_model").BucketTimes(int(pack * n), int(wire * n), int(products * n) + fixed, int(wire * n), 0))
-        return max(span.end for span in part("planning.cost_model").spans(parts, 0.0))
+            parts.append(
+                cost_model.BucketTimes(int(pack * n), int(wire * n), int(products * n) + fixed, int(wire * n), 0)
+            )
+        return max(span.end for span in cost_model.spans(parts, 0.0))
     return price
 
 
 def test_without_prices_as_few_as_fit(optimizer):
+    bucketing = part("planning.bucketing")
     work = layers([(40, 4), (30, 4), (30, 4), (10, 4), (5, 1)])
-    assert [len(b) for b in part("planning.bucketing").cut(work, most, 100)] == [3, 2]
-    assert [len(b) for b in part("planning.bucketing").cut(work, most, 1)] == [1] * 5
-    assert [len(b) for b in part("planning.bucketing").cut(work, most, 10**6)] == [5]
+    assert [len(b) for b in bucketing.cut(work, most, 100)] == [3, 2]
+    assert [len(b) for b in bucketing.cut(work, most, 1)] == [1] * 5
+    assert [len(b) for b in bucketing.cut(work, most, 10**6)] == [5]
 
 
 def test_nothing_is_lost_and_the_room_is_kept(optimizer):
+    bucketing = part("planning.bucketing")
     hypothesis = pytest.importorskip("hypothesis")
     st = hypothesis.strategies
 
@@ -58,11 +63,11 @@ def test_nothing_is_lost_and_the_room_is_kept(optimizer):
         sizes = sorted(sizes, reverse=True)
         work = layers([(n, 4 if i < len(sizes) - ragged else 2) for i, n in enumerate(sizes)])
         price = price_of(pack, wire, products, fixed)
-        plain, chosen = part("planning.bucketing").cut(work, most, room), part("planning.bucketing").cut(work, most, room, price)
+        plain, chosen = bucketing.cut(work, most, room), bucketing.cut(work, most, room, price)
         assert flat(chosen) == flat(plain) and all(chosen)
         assert all(len(b) == 1 or sum(map(most, (x.taken for x in b))) <= room for b in chosen)
         assert price(chosen) <= price(plain)
-        small = part("planning.bucketing").cut(work, most, room, price, held)
+        small = bucketing.cut(work, most, room, price, held)
         assert flat(small) == flat(plain) and all(small)
         assert held(small) <= held(chosen) and price(small) <= 1.01 * price(chosen)
 
@@ -71,39 +76,43 @@ def test_nothing_is_lost_and_the_room_is_kept(optimizer):
 
 def test_products_start_early_and_the_last_transfer_is_small(optimizer):
     """Enough work to hide every transfer but the first and the last: those are the smallest."""
+    bucketing = part("planning.bucketing")
     work = layers([(100, 4)] * 6 + [(20, 4), (10, 4)])
     price = price_of(0.0, 1.0, 4.0, 1)
-    chosen = part("planning.bucketing").cut(work, most, 200, price)
+    chosen = bucketing.cut(work, most, 200, price)
     bytes_of = [sum(layer.taken["bytes"] for layer in bucket) for bucket in chosen]
     assert {bytes_of[0], bytes_of[-1]} == {10, 20}
-    assert price(chosen) < 0.95 * price(part("planning.bucketing").cut(work, most, 200))
+    assert price(chosen) < 0.95 * price(bucketing.cut(work, most, 200))
 
 
 def test_one_bucket_is_cut_where_its_transfers_would_be_waited_for(optimizer):
+    bucketing = part("planning.bucketing")
     work, slow_wire = layers([(100, 4)] * 8), price_of(0.0, 1.0, 2.0, 5)
-    assert len(part("planning.bucketing").cut(work, most, 1000, slow_wire)) > 2
+    assert len(bucketing.cut(work, most, 1000, slow_wire)) > 2
     costly_buckets = price_of(0.0, 1.0, 2.0, 5000)
-    assert len(part("planning.bucketing").cut(work, most, 1000, costly_buckets)) == 1
+    assert len(bucketing.cut(work, most, 1000, costly_buckets)) == 1
 
 
 @pytest.mark.parametrize("fixed", [5, 20, 80])
 def test_the_fewest_bytes_that_cost_one_percent(fixed, optimizer):
     """Every bucket takes `fixed` longer: of all equal cuts that take 1 % longer than one bucket, the finest."""
+    bucketing = part("planning.bucketing")
     work, price = layers([(50, 4)] * 200), price_of(0.0, 0.0, 1.0, fixed)
-    assert len(part("planning.bucketing").cut(work, most, 10_000, price)) == 1
-    chosen, latest = part("planning.bucketing").cut(work, most, 10_000, price, held), 1.01 * (10_000 + fixed)
+    assert len(bucketing.cut(work, most, 10_000, price)) == 1
+    chosen, latest = bucketing.cut(work, most, 10_000, price, held), 1.01 * (10_000 + fixed)
     least = min(50 * n for n in range(1, 201) if 10_000 + -(-200 // n) * fixed <= latest)
-    assert price(chosen) <= latest and least <= held(chosen) <= least / part("planning.bucketing").LESS
+    assert price(chosen) <= latest and least <= held(chosen) <= least / bucketing.LESS
 
 
 def test_all_of_the_room_is_for_time(optimizer):
     """Without `held`: nothing slower than what fits the room, or a share of it, however much memory that takes."""
+    bucketing = part("planning.bucketing")
     work, rates = layers([(100 - i, 4) for i in range(60)]), [(0.0, 1.0, 2.0, 5), (0.5, 3.0, 1.0, 200), (0, 0, 1, 9)]
     for room in (200, 1000, 5000):
         for price in (price_of(*rate) for rate in rates):
-            shares = [part("planning.bucketing").cut(work, most, room / n) for n in (1, 2, 4, 8)]
-            chosen = part("planning.bucketing").cut(work, most, room, price)
-            assert price(chosen) <= min(map(price, shares)) / part("planning.bucketing").WORTH
+            shares = [bucketing.cut(work, most, room / n) for n in (1, 2, 4, 8)]
+            chosen = bucketing.cut(work, most, room, price)
+            assert price(chosen) <= min(map(price, shares)) / bucketing.WORTH
     assert len(chosen) == 1  # where all of it fits, and each bucket costs something
 
 

@@ -36,7 +36,9 @@ def pieces_of(U, cuts, gap=16):
         views[i, a] = memory[at:at + (b - a) * U.shape[2]].view(b - a, U.shape[2])
         views[i, a].copy_(U[i, a:b])
         at += views[i, a].numel() + gap
-    return part("kernels.elementwise.row_scattered").ScatteredRows([[views[i, a] for a in bounds[:-1]] for i, bounds in enumerate(cuts)]), memory
+    return part("kernels.elementwise.row_scattered").ScatteredRows(
+        [[views[i, a] for a in bounds[:-1]] for i, bounds in enumerate(cuts)]
+    ), memory
 
 
 def whole(split, memory):
@@ -61,9 +63,10 @@ def test_norms_have_the_bits_of_whole_matrices(part, path, device, shape, cuts, 
 
 
 def assert_same_norms(part, U, split, X, Y):
+    scaling = part("kernels.elementwise.scaling")
     scales = torch.full((2, len(X)), float("nan"), device=X.device)
-    part("kernels.elementwise.scaling").unit_norm(U, X, scales[0], 1e-7)
-    part("kernels.elementwise.scaling").unit_norm(split, Y, scales[1], 1e-7)
+    scaling.unit_norm(U, X, scales[0], 1e-7)
+    scaling.unit_norm(split, Y, scales[1], 1e-7)
     assert torch.equal(X, Y) and torch.equal(*scales)
 
 
@@ -82,23 +85,25 @@ def test_norms_where_tiles_are_cut(part, path, device, monkeypatch):
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_products_have_the_bits_of_whole_matrices(part, path, device, small_tiles, shape, dtype, cuts):
+    api = part("kernels.matmul.api")
     n, m = sorted(shape)
     A, X = torch.randn(3, n, n, device=device).to(F16), torch.randn(3, n, m, device=device).to(F16)
     A, out = A + A.mT, poisoned(3, *shape, dtype=dtype, device=device)
     split, memory = pieces_of(out, cuts)
     tall = shape[0] > shape[1]
-    part("kernels.matmul.api").product(A, X, out.mT if tall else out)
-    part("kernels.matmul.api").product(A, X, split.mT if tall else split)
+    api.product(A, X, out.mT if tall else out)
+    api.product(A, X, split.mT if tall else split)
     assert torch.equal(whole(split, memory), out) and out.isfinite().all()
 
 
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_rows_are_normalized_alike(part, path, device, dtype, cuts):
+    normuon = part("kernels.elementwise.normuon")
     U, V = torch.randn(3, 24, 48, device=device).to(dtype), torch.rand(3, 24, 1, device=device)
     (split, memory), W = pieces_of(U, cuts), V.clone()
-    part("kernels.elementwise.normuon").normalize(U, V, 0.95, 1e-8)
-    part("kernels.elementwise.normuon").normalize(split, W, 0.95, 1e-8)
+    normuon.normalize(U, V, 0.95, 1e-8)
+    normuon.normalize(split, W, 0.95, 1e-8)
     assert torch.equal(whole(split, memory), U) and torch.equal(V, W)
 
 
@@ -270,17 +275,22 @@ def test_what_stays_is_packed_while_the_rest_travels(optimizer, monkeypatch):
 def test_what_is_read_elsewhere_shows(optimizer, monkeypatch):
     """The control: were pieces taken for each other, bits would differ."""
     ScatteredRows = part("kernels.elementwise.row_scattered").ScatteredRows
-    monkeypatch.setattr(part("execution.workspace"), "ScatteredRows", lambda matrices: ScatteredRows([pieces[::-1] for pieces in matrices]))
+    monkeypatch.setattr(
+        part("execution.workspace"),
+        "ScatteredRows",
+        lambda matrices: ScatteredRows([pieces[::-1] for pieces in matrices]),
+    )
     direct, usual = both_ways("Muon", "rows", F32)
     assert not all(torch.equal(a, b) for a, b in zip(direct[0][0], usual[0][0]))
 
 
 def test_coefficients_that_read_whole_matrices_bind_anew(optimizer):
     """A set with AOL scaling takes the memory of the others, but no pieces."""
+    method = part("newton_schulz.method")
     polar, found = part("newton_schulz.orthogonalize"), []
-    assert part("newton_schulz.method").splits(256, 512, polar.steps_of("polar_express"))
-    assert not part("newton_schulz.method").splits(512, 264, polar.steps_of("polar_express"))  # rows of no multiple of 16
-    assert not part("newton_schulz.method").splits(256, 512, polar.steps_of("turbo")) and not part("newton_schulz.method").splits(64, 64, polar.steps_of("cans"))
+    assert method.splits(256, 512, polar.steps_of("polar_express"))
+    assert not method.splits(512, 264, polar.steps_of("polar_express"))  # rows of no multiple of 16
+    assert not method.splits(256, 512, polar.steps_of("turbo")) and not method.splits(64, 64, polar.steps_of("cans"))
     for directly in (True, False):
         with way(directly):
             found.append(run_threads(2, switched))
@@ -341,7 +351,10 @@ def test_every_tile_of_the_table_stores_in_pieces(part, device, shape, dtype):
 def test_large_norms_and_iterations_in_pieces(part, device, shape, dtype):
     polar, U = part("newton_schulz.orthogonalize"), torch.randn(3, *shape, device=device).to(dtype)
     cuts, tall = [uneven(shape[0], ranks) for ranks in (7, 8, 64)], shape[0] > shape[1]
-    (split, memory), room = pieces_of(U, cuts), part("newton_schulz.iteration").Room(((3, *sorted(shape)),) * 2, F16, device)
+    (split, memory), room = (
+        pieces_of(U, cuts),
+        part("newton_schulz.iteration").Room(((3, *sorted(shape)),) * 2, F16, device),
+    )
     room.lend(torch.empty(room.nbytes, dtype=torch.uint8, device=device))
     X, Y = room.all()
     assert_same_norms(part, U.mT if tall else U, split.mT if tall else split, X, Y)

@@ -26,7 +26,11 @@ from tests.test_routes import cut
 
 TIMEOUT_S = 1.5  # of the process group, in the step with the fault
 AT_ONCE = 48  # processes that run side by side; most of them only wait
-BUCKET_UPDATES = {"exchange": "ShardedUpdate", "reduce": "UnreducedUpdate", "reduce_elementwise": "UnreducedAdamWUpdate"}
+BUCKET_UPDATES = {
+    "exchange": "ShardedUpdate",
+    "reduce": "UnreducedUpdate",
+    "reduce_elementwise": "UnreducedAdamWUpdate",
+}
 PLACED = {"exchange": 28_000, "experts": 14_400}  # DTensors, and the room that makes several buckets
 PLACES, FAULTS = ["before", "in", "after"], ["dies", "stalls", "raises"]
 COLLECTIVES = ("all_to_all_single", "all_to_all", "all_reduce")
@@ -492,13 +496,14 @@ def descend(params, route, step):
 
 def restore(params, optimizer, saved):
     """The weights in place; the state through load_state_dict, in the form in which state_dict gave it."""
-    layout, (weights, states) = part("params.layout"), saved
+    dtensor = part("params.dtensor")
+    weights, states = saved
     for p, W, state in zip(params, weights, states):
-        part("params.dtensor").local_of(p).copy_(W)
+        dtensor.local_of(p).copy_(W)
         for key in set(state) - {"step"}:
             shape = part("rules.rule").state_shape(p, key)
-            if part("params.dtensor").is_dtensor(p):
-                state[key] = part("params.dtensor").as_dtensor(state[key], shape, p.device_mesh, p.placements)
+            if dtensor.is_dtensor(p):
+                state[key] = dtensor.as_dtensor(state[key], shape, p.device_mesh, p.placements)
             else:
                 state[key] = part("communication.redistribute").by_rows(state[key], shape, dist.group.WORLD)
     optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(states))})
@@ -535,7 +540,9 @@ def test_a_step_that_failed_half_way_refuses_until_a_checkpoint_is_loaded(optimi
     muon.step()
     saved, before = copy.deepcopy(muon.state_dict()), [p.detach().clone() for p in params]
     with monkeypatch.context() as patch:
-        patch.setattr(part("rules.muon"), "adamw", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory")))
+        patch.setattr(
+            part("rules.muon"), "adamw", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory"))
+        )
         with pytest.raises(torch.OutOfMemoryError, match="in Elementwise: no memory"):
             muon.step()
     for broken in (muon, pickle.loads(pickle.dumps(muon)), copy.deepcopy(muon)):
@@ -566,7 +573,9 @@ def test_an_error_while_matrices_are_multiplied_leaves_the_bucket_of_the_old_ste
         p.grad = torch.randn_like(p)
     muon.step()
     before = tensors(params, muon)
-    monkeypatch.setattr(part("rules.muon"), "orthogonalize", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+    monkeypatch.setattr(
+        part("rules.muon"), "orthogonalize", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no"))
+    )
     with pytest.raises(torch.OutOfMemoryError, match="in bucket"):
         muon.step()
     assert all(map(torch.equal, before, tensors(params, muon)))

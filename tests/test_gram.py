@@ -253,7 +253,8 @@ def test_launches_begin_where_the_one_before_has_ended(part):
 @pytest.mark.parametrize("n", [129, 200, 256, 321, 512, 777, 1000])
 def test_only_lower_triangles_are_read_and_written(part, device, rows, columns, stages, dtype, n):
     """By sm90_one_tile.py, with the same bits: squares above the diagonal may hold anything, and keep it."""
-    gram, tiles, side = part("kernels.matmul.api"), part("kernels.launch.tile_config"), torch.arange(n, device=device) // rows
+    gram, tiles = part("kernels.matmul.api"), part("kernels.launch.tile_config")
+    side = torch.arange(n, device=device) // rows
     if tiles.architecture("cuda", torch.cuda.current_device()) != "sm90":
         pytest.skip("sm90_one_tile.py is for sm90")
     above = side[:, None] < side
@@ -287,7 +288,9 @@ def test_what_need_not_be_whole_is_whole_by_other_kernels(gram, device):
 
 def test_where_triangles_are_read(part, monkeypatch):
     """Of the tile's kernel and of memory; without a GPU."""
-    gram, tiles, launches = (part(f"{name}") for name in ("kernels.matmul.api", "kernels.launch.tile_config", "kernels.matmul.api"))
+    gram, tiles, launches = (
+        part(f"{name}") for name in ("kernels.matmul.api", "kernels.launch.tile_config", "kernels.matmul.api")
+    )
     for module in (tiles, launches):
         monkeypatch.setattr(module, "architecture", lambda kind, index: "sm90")
     for name in ("use_triton", "knows_triton"):
@@ -307,7 +310,15 @@ def test_where_triangles_are_read(part, monkeypatch):
 
 def test_groups_of_warps_are_taken_where_tma_stores_the_result(part, monkeypatch):
     """By sm90's table, of the result's layout alone; without a GPU, so nothing is launched."""
-    gram, by_tma, tiles, split = (part(f"{name}") for name in ("kernels.matmul.api", "kernels.matmul.sm90_tma", "kernels.launch.tile_config", "kernels.elementwise.row_scattered"))
+    gram, by_tma, tiles, split = (
+        part(f"{name}")
+        for name in (
+            "kernels.matmul.api",
+            "kernels.matmul.sm90_tma",
+            "kernels.launch.tile_config",
+            "kernels.elementwise.row_scattered",
+        )
+    )
     monkeypatch.setattr(tiles, "architecture", lambda kind, index: "sm90")
     monkeypatch.setattr(gram, "knows_triton", lambda: True)
     for module, kind in ((by_tma, "TmaLaunch"), (part("kernels.matmul.api"), "Cooperative")):

@@ -64,16 +64,19 @@ def test_vectors(optimizer, part, device, path, small_tiles, name, shape):
     """R or C = 1: the only singular value is 1, so the result is p(1) X / ||X||."""
     X = torch.randn(shape, device=device)
     O = optimizer.orthogonalize(X, name, dtype=F32)
-    torch.testing.assert_close(O.double(), exact(X, part("newton_schulz.orthogonalize").steps_of(name)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        O.double(), exact(X, part("newton_schulz.orthogonalize").steps_of(name)), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 6), (3, 0, 6), (3, 4, 0), (0, 0, 0), (0, 4), (4, 0), (2, 0, 4, 6)], ids=str)
 def test_nothing(optimizer, part, device, path, shape):
+    orthogonalize = part("newton_schulz.orthogonalize")
     X = torch.empty(shape, device=device)
     O = optimizer.orthogonalize(X)
     assert O.shape == X.shape and O.dtype == X.dtype and O is not X
     if len(shape) == 3:
-        part("newton_schulz.orthogonalize").orthogonalize_([X], part("newton_schulz.orthogonalize").steps_of("turbo"))
+        orthogonalize.orthogonalize_([X], orthogonalize.steps_of("turbo"))
         part("kernels.elementwise.normuon").normalize(X, torch.zeros(*shape[:2], 1, device=device), 0.95, 1e-8)
 
 
@@ -218,13 +221,14 @@ def test_rows_of_more_than_2_31_elements(part):
 @pytest.mark.parametrize("strides", [(1 << 21, 1), (1, 1 << 21)], ids=str)
 def test_rectangles_that_end_beyond_2_31_elements(part, strides):
     """What Update and Copy reach lies more than 2^31 elements behind the first element of its own rectangle."""
+    weight_update = part("kernels.elementwise.weight_update")
     memory = torch.zeros((1 << 31) + (1 << 22), dtype=F16, device="cuda")
     W = memory.as_strided((1025, 40) if strides[1] == 1 else (40, 1025), strides)
     values, U = torch.randn(W.shape, device="cuda").half(), torch.randn(W.shape, device="cuda").half()
     W.copy_(values)
     factors, near = torch.tensor([0.1, 0.98], device="cuda"), values.clone()
-    part("kernels.elementwise.weight_update").Update([W], [U], [0.5])(factors)
-    part("kernels.elementwise.weight_update").Update([near], [U], [0.5])(factors)
+    weight_update.Update([W], [U], [0.5])(factors)
+    weight_update.Update([near], [U], [0.5])(factors)
     assert torch.equal(W, near)
     part("kernels.elementwise.momentum").Copy([W], [U])()
     assert torch.equal(W, U) and memory.count_nonzero() <= W.numel()

@@ -129,7 +129,8 @@ def machine(optimizer, monkeypatch):
 
 def install(patch) -> Machine:
     """A machine that hears of every write of a step and every read of FSDP2's; of others a model has to tell."""
-    machine, routes, presence = Machine(), part("execution.bucket_updates"), part("communication.missing_grads").MissingGradients
+    machine, routes = Machine(), part("execution.bucket_updates")
+    presence = part("communication.missing_grads").MissingGradients
     for name in ("Stream", "Event", "stream", "current_stream"):
         patch.setattr(torch.cpu, name, getattr(machine, name))
     patch.setattr(part("execution.overlap.forward"), "_streams", lambda device: machine)
@@ -144,8 +145,13 @@ def install(patch) -> Machine:
 
         patch.setattr(kind, name, then)
 
-    for kind, name in (("LocalUpdate", "step"), ("ShardedUpdate", "land"), ("UnreducedUpdate", "land"), ("UnreducedAdamWUpdate", "land"),
-                       ("AdamWUpdate", "step")):
+    for kind, name in (
+        ("LocalUpdate", "step"),
+        ("ShardedUpdate", "land"),
+        ("UnreducedUpdate", "land"),
+        ("UnreducedAdamWUpdate", "land"),
+        ("AdamWUpdate", "step"),
+    ):
         written(getattr(routes, kind), name)
     put_back = presence.put_back
 
@@ -500,7 +506,9 @@ def test_without_the_option_and_on_a_cpu_nothing_happens(optimizer):
 # which modules wait ---------------------------------------------------------------------------------------------------
 
 def stops(model, keys=None):
-    found, quiet, unseen = part("execution.overlap.module_hooks")._stops(model, {id(p) for p in model.parameters()} if keys is None else keys)
+    found, quiet, unseen = part("execution.overlap.module_hooks")._stops(
+        model, {id(p) for p in model.parameters()} if keys is None else keys
+    )
     names = {id(p): name for name, p in model.named_parameters()}
     called = {m: name for name, m in model.named_modules()}
     return {called[m]: {names[k] for k in ks} for m, ks in found.items()}, quiet, {names[k] for k in unseen}
@@ -561,7 +569,10 @@ def test_a_compiled_module_waits_for_all_of_it_before_it(whole, looking):
     opt = muon(model)
     counts = [[len(m._forward_pre_hooks) for m in block.modules()] for block in blocks]
     assert counts == [[1, 1, 0, 1, 1]] * 3
-    inner, quiet = [m._forward_pre_hooks.values() for m in list(blocks[0].modules())[1:]], part("execution.overlap.module_hooks").Quiet
+    inner, quiet = (
+        [m._forward_pre_hooks.values() for m in list(blocks[0].modules())[1:]],
+        part("execution.overlap.module_hooks").Quiet,
+    )
     assert all(type(hook) is quiet for hook in itertools.chain(*inner)), "they leave the region whole"
     if whole:
         assert [len(layer._forward_pre_hooks) for layer in model.layers] == [1] * 3
@@ -734,7 +745,11 @@ def unhooked(rank, world, what):
     """As "plain", but something does not wait."""
     with pytest.MonkeyPatch.context() as patch:
         if what == "gates":
-            patch.setattr(part("execution.overlap.module_hooks").Gate, "__call__", lambda self, async_op=False: self.gather(async_op))
+            patch.setattr(
+                part("execution.overlap.module_hooks").Gate,
+                "__call__",
+                lambda self, async_op=False: self.gather(async_op),
+            )
         else:
             patch.setattr(part("execution.overlap.forward").ForwardOverlap, "order", lambda self, stream, place: None)
         wrong, *_ = sharded(rank, world, (world,), "plain")

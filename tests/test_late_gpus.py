@@ -65,7 +65,8 @@ def shard(model, world, way):
 
 def slowed(patch) -> None:
     """The optimizer's stream takes its time."""
-    bound, at_home = part("execution.bucket_updates").BoundBucket, part("execution.bucket_updates").AdamWUpdate
+    bucket_updates = part("execution.bucket_updates")
+    bound, at_home = bucket_updates.BoundBucket, bucket_updates.AdamWUpdate
     replay, run = bound.replay, at_home.run
 
     def replay_late(self, step, hp):

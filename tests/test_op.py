@@ -159,7 +159,9 @@ def test_vmap(optimizer):
 def test_the_operator_and_the_function_give_the_same(optimizer, part, device):
     X = torch.randn(2, 6, 20, device=device)
     for choice in CHOICES.values():
-        assert torch.equal(optimizer.orthogonalize(X, *choice), part("newton_schulz.orthogonalize").orthogonalize(X, *choice))
+        assert torch.equal(
+            optimizer.orthogonalize(X, *choice), part("newton_schulz.orthogonalize").orthogonalize(X, *choice)
+        )
 
 
 @pytest.mark.parametrize("X, options, message", [

@@ -19,7 +19,9 @@ HP = {"ns_coefficients": "polar_express", "ns_steps": 5}
 
 def pace(arch, **changes):
     hp = {**HP, **changes}
-    return part("planning.cost_model").CostModel(part("newton_schulz.orthogonalize").steps_of(hp["ns_coefficients"], hp["ns_steps"]), arch)
+    return part("planning.cost_model").CostModel(
+        part("newton_schulz.orthogonalize").steps_of(hp["ns_coefficients"], hp["ns_steps"]), arch
+    )
 
 
 @pytest.mark.parametrize("arch", ["cpu", "sm90"])
@@ -55,7 +57,8 @@ def test_expected_times_are_near_the_measured_ones(optimizer):
 @pytest.mark.parametrize("shape", [(8, 8), (8, 12), (8, 64)])
 @pytest.mark.parametrize("name", ["jordan", "polar_express", "cubic", "aol", "deepseek_v4"])
 def test_the_launches_that_are_priced_are_those_that_are_made(name, shape, monkeypatch, optimizer):
-    polar, segment, long_side, made = part("newton_schulz.orthogonalize"), part("newton_schulz.iteration"), part("newton_schulz.iteration"), Counter()
+    polar, made = part("newton_schulz.orthogonalize"), Counter()
+    segment = long_side = part("newton_schulz.iteration")
     steps = polar.steps_of(name)
 
     def counting(op, real):
@@ -148,7 +151,8 @@ def lanes(spans, lane):
 
 def test_buckets_overlap_as_the_pipeline_lets_them(optimizer):
     """Bucket 1 travels in while bucket 0 is computed; the answer of 0 travels while 1 is computed."""
-    BucketTimes, spans = part("planning.cost_model").BucketTimes, part("planning.cost_model").spans
+    cost_model = part("planning.cost_model")
+    BucketTimes, spans = cost_model.BucketTimes, cost_model.spans
     assert lanes(spans([BucketTimes(1, 10, 100, 10, 2)] * 2, 0.0), "stream") == [
         ("pack", 0, 0, 1), ("pack", 1, 1, 2), ("products", 0, 11, 111), ("products", 1, 111, 211),
         ("apply", 0, 211, 213), ("apply", 1, 221, 223)]
@@ -157,13 +161,15 @@ def test_buckets_overlap_as_the_pipeline_lets_them(optimizer):
 
 
 def test_a_busy_wire_slows_what_is_computed_beside_it(optimizer):
-    BucketTimes, spans = part("planning.cost_model").BucketTimes, part("planning.cost_model").spans
+    cost_model = part("planning.cost_model")
+    BucketTimes, spans = cost_model.BucketTimes, cost_model.spans
     alone, beside = (max(s.end for s in spans([BucketTimes(0, 10, 100, 10, 0)] * 4, exposed)) for exposed in (0.0, 0.5))
     assert alone == 420 and beside == 420 + 0.5 * 6 * 10
 
 
 def test_what_stays_at_home_runs_beside_the_first_way_in(optimizer):
-    BucketTimes, spans = part("planning.cost_model").BucketTimes, part("planning.cost_model").spans
+    cost_model = part("planning.cost_model")
+    BucketTimes, spans = cost_model.BucketTimes, cost_model.spans
     order = lanes(spans([BucketTimes(1, 50, 10, 5, 1), BucketTimes(1, 0, 20, 0, 1, travels=False)], 0.0), "stream")
     assert order == [("pack", 0, 0, 1), ("pack", 1, 1, 2), ("products", 1, 2, 22), ("apply", 1, 22, 23),
                      ("products", 0, 51, 61), ("apply", 0, 66, 67)]

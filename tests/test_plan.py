@@ -66,7 +66,9 @@ def plan_of(layouts, **options):
 
 
 def shares_of(bucket, layouts, rows=None, **others):
-    return {rank: part("planning.rank_plan").share_of(bucket, rank, layouts, rows, terms(**others)) for rank in bucket.ranks}
+    return {
+        rank: part("planning.rank_plan").share_of(bucket, rank, layouts, rows, terms(**others)) for rank in bucket.ranks
+    }
 
 
 def check_owners(buckets, layouts):
@@ -334,7 +336,9 @@ def test_experts_stay_at_home(optimizer):
 
 def test_times_cut_a_plan_without_changing_owners(optimizer):
     pace, layouts = measured_pace(), layouts_on((8,), [Shard(0)], models.shapes_of("qwen3_1p7b", 12))
-    plain, timed = (part("planning.plan").make_plan(layouts, p, {}, rank_bytes=6 << 30) for p in (lambda R, C: pace(R, C), pace))
+    plain, timed = (
+        part("planning.plan").make_plan(layouts, p, {}, rank_bytes=6 << 30) for p in (lambda R, C: pace(R, C), pace)
+    )
     assert len(timed) > len(plain) == 1
     assert {m: o for b in plain for m, o in zip(b.matrices, b.owners)} == {
         m: o for b in timed for m, o in zip(b.matrices, b.owners)}
@@ -365,10 +369,11 @@ class Hurried:
 
 
 def test_how_a_plan_is_cut_changes_no_bit(monkeypatch, optimizer):
+    cost_model = part("planning.cost_model")
     shapes, results, counts = [(16, 8)] * 9 + [(8, 24)] * 12, [], []
-    usual = part("planning.cost_model").CostModel.of
+    usual = cost_model.CostModel.of
     for kind in (usual, lambda hp, device: Hurried(usual(hp, device).steps)):
-        monkeypatch.setattr(part("planning.cost_model").CostModel, "of", kind)
+        monkeypatch.setattr(cost_model.CostModel, "of", kind)
         ranks = run_threads(4, step_as_rank, shapes, [Shard(0)])
         results.append([torch.cat(shards) for shards in zip(*(params for params, _, _ in ranks))])
         counts.append({buckets for _, _, buckets in ranks})
@@ -377,16 +382,19 @@ def test_how_a_plan_is_cut_changes_no_bit(monkeypatch, optimizer):
 
 
 def test_a_second_plan_sees_the_loads_of_the_first(optimizer):
+    plan = part("planning.plan")
     loads, layouts = {}, layouts_on((4,), [Replicate()], [(8, 8)] * 2)
-    first = part("planning.plan").make_plan(layouts, cost, loads)
-    second = part("planning.plan").make_plan(layouts, cost, loads)
+    first = plan.make_plan(layouts, cost, loads)
+    second = plan.make_plan(layouts, cost, loads)
     assert {o for b in first for o in b.owners} | {o for b in second for o in b.owners} == {0, 1, 2, 3}
 
 
 def test_overlapping_rank_sets_share_their_loads(optimizer):
     """Experts bind work to some ranks; the dense matrices of all ranks then go to the others."""
     whole, none = ((0, 2), (0, 8), (0, 8)), ((2, 2), (0, 8), (0, 8))
-    experts = part("params.layout").Layout((2, 8, 8), {0: whole, 1: whole, 2: none, 3: none}, ((0, 2), (1, 3)), plain=False)
+    experts = part("params.layout").Layout(
+        (2, 8, 8), {0: whole, 1: whole, 2: none, 3: none}, ((0, 2), (1, 3)), plain=False
+    )
     loads = {}
     part("planning.plan").make_plan([experts, *layouts_on((4,), [Replicate()], [(8, 8)] * 6)], cost, loads)
     assert sum(loads.values(), Counter()) == dict.fromkeys(range(4), 2 * cost(8, 8))
@@ -471,12 +479,13 @@ def test_the_digest_differs_when_anything_differs(change, optimizer):
 
 def test_ranks_with_other_times_have_another_plan(monkeypatch, optimizer):
     """Owners chosen by other times would be others, if not today then for another model."""
+    cost_model = part("planning.cost_model")
     def pace_of_rank(hp, device):
-        made = part("planning.cost_model").CostModel(part("newton_schulz.orthogonalize").steps_of("polar_express"), "cpu")
+        made = cost_model.CostModel(part("newton_schulz.orthogonalize").steps_of("polar_express"), "cpu")
         made.key = f"the table of rank {dist.get_rank()}"
         return made
 
-    monkeypatch.setattr(part("planning.cost_model").CostModel, "of", pace_of_rank)
+    monkeypatch.setattr(cost_model.CostModel, "of", pace_of_rank)
     with pytest.raises(RuntimeError, match="have different plans"):
         run_threads(2, step_as_rank, [(8, 8)], [Shard(0)])
 
@@ -595,7 +604,9 @@ def test_copies_share_the_work(shapes, sizes, optimizer):
 def timed_plan(layouts, rank_bytes, minimize_workspace=False):
     """(the plan by measured times, when its last bucket is expected to be done, in ns)."""
     pace = measured_pace()
-    buckets = part("planning.plan").make_plan(layouts, pace, {}, rank_bytes=rank_bytes, terms=terms(), minimize_workspace=minimize_workspace)
+    buckets = part("planning.plan").make_plan(
+        layouts, pace, {}, rank_bytes=rank_bytes, terms=terms(), minimize_workspace=minimize_workspace
+    )
     return buckets, max(span.end for span in pace.spans([bucket.part for bucket in buckets]))
 
 
@@ -604,7 +615,9 @@ def test_thrift_saves_workspace_and_costs_one_percent_at_most(optimizer):
     saved, slower = [], []
     for model, world, placement in itertools.product(DENSE_MODELS, (4, 8), (Shard(0), Replicate())):
         layouts = layouts_on((world,), [placement], models.shapes_of(model))
-        (quick, least), (small, done) = (timed_plan(layouts, 2 << 30, minimize_workspace) for minimize_workspace in (False, True))
+        (quick, least), (small, done) = (
+            timed_plan(layouts, 2 << 30, minimize_workspace) for minimize_workspace in (False, True)
+        )
         assert done <= 1.01 * least, (model, world, placement)
         nbytes = [workspace_of(buckets, layouts) for buckets in (small, quick)]
         assert nbytes[0] <= nbytes[1], (model, world, placement)
@@ -618,7 +631,9 @@ def test_twice_the_budget_is_not_slower(optimizer):
     for model, world, placement in itertools.product(DENSE_MODELS, (4, 8), (Shard(0), Replicate())):
         layouts = layouts_on((world,), [placement], models.shapes_of(model))
         budgets = [1 << shift for shift in range(28, 32)]
-        least, spared = ([timed_plan(layouts, n, minimize_workspace)[1] for n in budgets] for minimize_workspace in (False, True))
+        least, spared = (
+            [timed_plan(layouts, n, minimize_workspace)[1] for n in budgets] for minimize_workspace in (False, True)
+        )
         for before, after, after_spared in zip(itertools.accumulate(least, min), least[1:], spared[1:]):
             assert after <= before / 0.995, (model, world, placement, least)
             assert after_spared <= 1.01 * before / 0.995, (model, world, placement, spared)
@@ -627,8 +642,11 @@ def test_twice_the_budget_is_not_slower(optimizer):
 
 def test_only_a_budget_by_default_is_spared(monkeypatch, optimizer):
     make_plan, asked = part("planning.planner").make_plan, []
-    monkeypatch.setattr(part("planning.planner"), "make_plan",
-                        lambda *args, minimize_workspace, **options: asked.append(minimize_workspace) or make_plan(*args, **options))
+    monkeypatch.setattr(
+        part("planning.planner"),
+        "make_plan",
+        lambda *args, minimize_workspace, **options: asked.append(minimize_workspace) or make_plan(*args, **options),
+    )
     for given in (None, 1 << 20):
         weight = nn.Parameter(torch.ones(8, 4))
         weight.grad = torch.ones(8, 4)
@@ -640,7 +658,7 @@ def step_as_rank(rank, world, shapes, placed):
     """Two steps of one of many ranks; returns the whole weights, put together from the shards."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    layout, params, full = part("params.layout"), [], []
+    params, full = [], []
     mesh = init_device_mesh("cpu", (world,)) if placed else None
 
     def place(whole):
@@ -656,7 +674,11 @@ def step_as_rank(rank, world, shapes, placed):
             p.grad = place((f * (number + 3)).sin())
         optimizer.step()
     shares = [share for plan in optimizer._plans[False] for _, share in plan.shares]
-    return [part("params.dtensor").local_of(p).clone() for p in params], sum(len(share.matrices) for share in shares), len(shares)
+    return (
+        [part("params.dtensor").local_of(p).clone() for p in params],
+        sum(len(share.matrices) for share in shares),
+        len(shares),
+    )
 
 
 @pytest.mark.parametrize("placed", [[], [Shard(0)], [Shard(1)]], ids=["ddp", "rows", "columns"])

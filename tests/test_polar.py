@@ -101,10 +101,11 @@ def test_error_of_the_presets_over_spectra(part, polar, device, monkeypatch, nam
 @pytest.mark.parametrize("shape", [(2, 20, 60), (2, 60, 20), (2, 33, 33)], ids=str)
 def test_aol_in_both_paths(part, polar, device, path, name, shape):
     """Rows of any length, from subnormal to the largest numbers, and rows of zeros."""
+    tile_config = part("kernels.launch.tile_config")
     X = torch.randn(shape, device=device)
     rows = X if shape[1] <= shape[2] else X.mT
     rows[0, 1], rows[0, 2], rows[1, 3] = 0, 1e-20 * rows[0, 2], 1e3 * rows[1, 3]
-    with part("kernels.launch.tile_config").force(part("kernels.launch.tile_config").Tile(16, 16, 16, 2, 2, 4)):
+    with tile_config.force(tile_config.Tile(16, 16, 16, 2, 2, 4)):
         O = polar.orthogonalize(X * 1e25, name, dtype=F32)
     assert error(O, X, polar.steps_of(name)) < 1e-4
 
@@ -407,28 +408,30 @@ def test_wrong_eps_raises(polar, eps):
 
 def test_cost_counts_the_cheaper_iteration(part, polar):
     """Per n^3, a = long / short: 3 a k + 4 T - 3 k with k segments; a pair saves one product, as a cubic step does."""
+    method = part("newton_schulz.method")
     steps, other, n = polar.steps_of("polar_express"), polar.steps_of((3.0, -4.0, 2.0), 5), 300
-    assert part("newton_schulz.method").cost(n, n, steps) == part("newton_schulz.method").cost(4096, 4096, steps) * n**3 // 4096**3 == 18 * n**3
-    assert part("newton_schulz.method").cost(n, n, other) == 5 * 4 * n**3
-    assert part("newton_schulz.method").cost(n, 4 * n, steps) == part("newton_schulz.method").cost(4 * n, n, steps) == (6 * 4 + 12) * n**3
-    assert part("newton_schulz.method").cost(n, 4 * n, other) == (6 * 4 + 14) * n**3
-    assert part("newton_schulz.method").cost(n, 4 * n, polar.steps_of("cubic")) == (3 * 4 + 12) * n**3
-    assert part("newton_schulz.method").cost(n, 4 * n, polar.steps_of("jordan", 1)) == 13 * n**3
-    assert part("newton_schulz.method").cost(100, 400, steps) == (9 * 4 + 9) * 100**3 and part("newton_schulz.method").cost(100, 100, steps) == 18 * 100**3
-    assert part("newton_schulz.method").cost(0, 5, steps) == 0
+    assert method.cost(n, n, steps) == method.cost(4096, 4096, steps) * n**3 // 4096**3 == 18 * n**3
+    assert method.cost(n, n, other) == 5 * 4 * n**3
+    assert method.cost(n, 4 * n, steps) == method.cost(4 * n, n, steps) == (6 * 4 + 12) * n**3
+    assert method.cost(n, 4 * n, other) == (6 * 4 + 14) * n**3
+    assert method.cost(n, 4 * n, polar.steps_of("cubic")) == (3 * 4 + 12) * n**3
+    assert method.cost(n, 4 * n, polar.steps_of("jordan", 1)) == 13 * n**3
+    assert method.cost(100, 400, steps) == (9 * 4 + 9) * 100**3 and method.cost(100, 100, steps) == 18 * 100**3
+    assert method.cost(0, 5, steps) == 0
 
 
 def test_the_iteration_that_is_taken(part, polar):
     """1: the standard iteration; pairs, in fp16, pay for square matrices, too."""
+    method = part("newton_schulz.method")
     steps, other = polar.steps_of("polar_express"), polar.steps_of((3.0, -4.0, 2.0), 5)
     for n in (100, 300, 4096):
         sides = [n, n * 5 // 4, n * 4 // 3, n * 3 // 2, 4 * n]
-        assert [part("newton_schulz.method").longest(n, m, steps) for m in sides] == [2 if n == 4096 else 3] * 3 + [3, 3]
-        assert [part("newton_schulz.method").longest(n, m, steps, F32) for m in sides] == [1, 1, 3, 3, 3]
-        assert [part("newton_schulz.method").longest(n, m, other) for m in sides] == [1, 1, 1 if n == 100 else 3, 3, 3]
-        assert [part("newton_schulz.method").longest(n, m, steps, BF16) == 1 for m in sides] == [True, True, True, False, False]
-        assert part("newton_schulz.method").longest(n, n, polar.steps_of("cubic")) > 5
-        assert part("newton_schulz.method").longest(n, 9 * n, polar.steps_of("jordan", 1)) == 1
+        assert [method.longest(n, m, steps) for m in sides] == [2 if n == 4096 else 3] * 3 + [3, 3]
+        assert [method.longest(n, m, steps, F32) for m in sides] == [1, 1, 3, 3, 3]
+        assert [method.longest(n, m, other) for m in sides] == [1, 1, 1 if n == 100 else 3, 3, 3]
+        assert [method.longest(n, m, steps, BF16) == 1 for m in sides] == [True, True, True, False, False]
+        assert method.longest(n, n, polar.steps_of("cubic")) > 5
+        assert method.longest(n, 9 * n, polar.steps_of("jordan", 1)) == 1
 
 
 @pytest.mark.parametrize("ns_steps, dtype, most, lengths", [

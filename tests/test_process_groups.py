@@ -59,7 +59,8 @@ def of_the_users(rank, world, kind):
     optimizer.step()
     used = optimizer._process_groups.of((0, 1))
     alike = dist.get_backend_config(used) == dist.get_backend_config(mine)
-    return used is mine, used is dist.group.WORLD, alike, part("communication.process_groups")._timeout(used).total_seconds()
+    seconds = part("communication.process_groups")._timeout(used).total_seconds()
+    return used is mine, used is dist.group.WORLD, alike, seconds
 
 
 @pytest.mark.parametrize("kind", ["", "unreduced", "own"])
@@ -104,7 +105,9 @@ def unsorted(rank, world, options):
         if number == 1:
             many.load_state_dict(many.state_dict())
     groups = many._process_groups
-    timeouts = {part("communication.process_groups")._timeout(groups.of(ranks)).total_seconds() for ranks in groups.used}
+    timeouts = {
+        part("communication.process_groups")._timeout(groups.of(ranks)).total_seconds() for ranks in groups.used
+    }
     return max((p - q).abs().max().item() for p, q in zip(*runs)), timeouts
 
 

@@ -62,7 +62,9 @@ def test_squares_beyond_fp32(kernels, device, exponent):
 def test_matrices_in_pieces_are_copied(kernels, device):
     torch.manual_seed(0)
     U = torch.randn(2, 40, 64).to(device).half()
-    split = part("kernels.elementwise.row_scattered").ScatteredRows([[U[0, :7].clone(), U[0, 7:].clone()], [U[1].clone()]])
+    split = part("kernels.elementwise.row_scattered").ScatteredRows(
+        [[U[0, :7].clone(), U[0, 7:].clone()], [U[1].clone()]]
+    )
     A, X, found = torch.empty(2, 40, 40, device=device), torch.empty_like(U), torch.empty(3, 2, device=device)
     part("kernels.elementwise.scaling").raw_norm(split, X, found, A, 1e-7)
     assert torch.equal(X, U) and torch.equal(found, factors_of(U, False, A))
@@ -86,7 +88,9 @@ def test_an_iteration_of_raw_matrices(steps, monkeypatch, optimizer):
 
     expected, casts = polar(*stacks), []
     monkeypatch.setattr(part("newton_schulz.iteration"), "takes_raw", lambda U, dtype: U.dtype == torch.bfloat16)
-    monkeypatch.setattr(part("newton_schulz.iteration"), "unit_norm", lambda U, *rest: casts.append(U.dtype) or unit_norm(U, *rest))
+    monkeypatch.setattr(
+        part("newton_schulz.iteration"), "unit_norm", lambda U, *rest: casts.append(U.dtype) or unit_norm(U, *rest)
+    )
     unit_norm = part("kernels.elementwise.scaling").unit_norm
     found = polar(*stacks)
     assert set(casts) == {torch.float32} if len(steps.triples) > 1 else len(casts) == 4

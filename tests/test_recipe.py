@@ -70,11 +70,12 @@ def test_orthogonalize_replaces_stacks_in_place(device):
 
 
 def test_normalize_is_for_groups_with_beta2_only(device):
+    normuon = part("rules.normuon")
     U, V = torch.randn(2, 6, 4, device=device), torch.zeros(2, 6, 1, device=device)
     before = U.clone()
-    part("rules.normuon").normalize([U], [V], HP)
+    normuon.normalize([U], [V], HP)
     assert torch.equal(U, before) and not V.any()
-    part("rules.normuon").normalize([U], [V], {**HP, "beta2": 0.5})
+    normuon.normalize([U], [V], {**HP, "beta2": 0.5})
     square = before.double().square().mean(2, keepdim=True)
     torch.testing.assert_close(V.double(), 0.5 * square, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(U.norm(dim=(1, 2)), before.norm(dim=(1, 2)))  # the Frobenius norm of each matrix stays
@@ -142,7 +143,8 @@ def test_adamw_moves_fp32_weights_by_small_steps_with_bf16_state(watched, optimi
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_adamw_takes_what_it_copies_in_parts(dtype, watched, monkeypatch, optimizer, device):
     """A large parameter in pieces, small ones together: the same bits, in memory of so many elements."""
-    recipe, runs, peaks = part("rules.muon"), [], []
+    adamw = part("rules.adamw")
+    runs, peaks = [], []
     shapes, hp = [(40, 100), (7,), (30, 50), (3, 5)], {
         "betas": (0.9, 0.95), "eps": 1e-8, "lr": 0.1, "weight_decay": 0.1, "use_muon": False}
     numbers = torch.tensor([0.1], device=device)
@@ -156,10 +158,10 @@ def test_adamw_takes_what_it_copies_in_parts(dtype, watched, monkeypatch, optimi
         for _ in range(3):
             G = [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
             if watched:
-                part("rules.adamw").adamw_unless(flags, W, G, states, hp, numbers)
+                adamw.adamw_unless(flags, W, G, states, hp, numbers)
             else:
                 with Peak(1000) as peak:
-                    part("rules.adamw").adamw(W, G, states, hp, numbers)
+                    adamw.adamw(W, G, states, hp, numbers)
                 peaks.append(peak.most)
         runs.append([*W, *(t for state in states for t in state)])
     assert all(map(torch.equal, *runs))

@@ -92,8 +92,9 @@ def expecting(rank, world):
 
 def test_what_is_expected_where_times_were_measured(monkeypatch, tmp_path, optimizer):
     """A CPU with the times of a GPU."""
+    cost_model = part("planning.cost_model")
     steps = part("newton_schulz.orthogonalize").steps_of("polar_express")
-    monkeypatch.setattr(part("planning.cost_model").CostModel, "of", lambda hp, device: part("planning.cost_model").CostModel(steps, "sm90"))
+    monkeypatch.setattr(cost_model.CostModel, "of", lambda hp, device: cost_model.CostModel(steps, "sm90"))
     report = run_threads(4, expecting)[0]
     assert {"pack", "in", "products", "out", "apply"} <= {span.what for span in report.expected}
     assert all(row.expected_ms > 0 for row in report.rows if row.route == "exchange")

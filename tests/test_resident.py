@@ -89,7 +89,9 @@ def test_programs_compute_what_launches_do(resident, part, name):
         A = grams(2, 24, 0.5 if len(segment) == 3 else 0.9)
         codes, factors, count, keep = resident._program(tuple(segment[:-2]), pair)
         assert len(codes) == len(factors) == count == 4 * (len(segment) - 1) and keep == (len(segment) == 2)
-        expected, *_ = part("newton_schulz.iteration").follow(segment, pair, A.clone(), *(torch.empty_like(A) for _ in "123"))
+        expected, *_ = part("newton_schulz.iteration").follow(
+            segment, pair, A.clone(), *(torch.empty_like(A) for _ in "123")
+        )
         torch.testing.assert_close(played(codes, factors, keep, A), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -203,7 +205,11 @@ def test_gram_matrices_have_the_bits_of_launches(taken, resident, part, N, n, m,
         A, Q, Z, T = rooms(part, N, n)
         A.copy_(grams(N, n, 0.5, "cuda"))
         given = A.clone()
-        expected = part("newton_schulz.iteration").follow(segment, pair, part("kernels.matmul.api").gram(X, A, scales), Q, Z, T)[0].clone()
+        expected = (
+            part("newton_schulz.iteration")
+            .follow(segment, pair, part("kernels.matmul.api").gram(X, A, scales), Q, Z, T)[0]
+            .clone()
+        )
         for _ in range(3):
             squares = rooms(part, N, n)
             squares[0].copy_(given)

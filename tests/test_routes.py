@@ -216,6 +216,7 @@ def test_ranks_that_planned_differently_say_so(kind, optimizer):
 # exactness, counts and state -------------------------------------------------------------------------------------
 
 def default_wire(rank, world, dim):
+    dtensor = part("params.dtensor")
     from torch.distributed.tensor import Shard, init_device_mesh
 
     mesh, generator = init_device_mesh("cpu", (world,)), torch.Generator().manual_seed(0)
@@ -228,7 +229,7 @@ def default_wire(rank, world, dim):
             p.grad = cut(w.grad, mesh, [Shard(dim)])
         one.step()
         many.step()
-    return all(torch.equal(part("params.dtensor").local_of(p), part("params.dtensor").local_of(cut(w.detach(), mesh, [Shard(dim)])))
+    return all(torch.equal(dtensor.local_of(p), dtensor.local_of(cut(w.detach(), mesh, [Shard(dim)])))
                for w, p in zip(whole, placed))
 
 
@@ -274,7 +275,8 @@ def stepper_of(world, mode):
 
 
 @pytest.mark.parametrize(("mode", "route", "per_step"), [
-    ("alone", "LocalUpdate", 0), ("ep", "LocalUpdate", 0), ("ddp", "ShardedUpdate", 1), ("replicated", "ShardedUpdate", 1),
+    ("alone", "LocalUpdate", 0), ("ep", "LocalUpdate", 0), ("ddp", "ShardedUpdate", 1),
+    ("replicated", "ShardedUpdate", 1),
     ("fsdp", "ShardedUpdate", 2), ("unreduced", "UnreducedUpdate", 2)])
 def test_the_number_of_collectives(mode, route, per_step, optimizer, monkeypatch):
     """Nothing travels that is there already: DDP sends answers only, experts nothing, and ask nobody for gradients."""
@@ -380,7 +382,9 @@ def chunked(rank, world, workspace_bytes):
             grad = torch.randn(world, *p.shape, generator=generator, dtype=p.dtype)[rank]
             p.grad = grad if step in (0, 4, 5) or torch.rand((), generator=generator) < 0.5 else None
         stepper.step()
-    return [p.detach() for p in params], sum(type(route).__name__ == "UnreducedAdamWUpdate" for route, _ in stepper._jobs)
+    return [p.detach() for p in params], sum(
+        type(route).__name__ == "UnreducedAdamWUpdate" for route, _ in stepper._jobs
+    )
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -43,11 +43,16 @@ def memory_for(part, shapes, steps, dtype, device, together):
 
 @pytest.mark.parametrize("name", ["polar_express", "turbo", "cubic"])
 def test_with_memory_for_all_bits_are_the_same(part, name, monkeypatch):
-    polar, steps = part("newton_schulz.orthogonalize"), part("newton_schulz.orthogonalize").steps_of(name, 4 if name == "turbo" else 5)
+    polar, steps = (
+        part("newton_schulz.orthogonalize"),
+        part("newton_schulz.orthogonalize").steps_of(name, 4 if name == "turbo" else 5),
+    )
     monkeypatch.setattr(part("kernels.onchip.polar"), "fits", lambda U, dtype: False)
     Us, lent, results = [torch.randn(shape) for shape in SMALL], [], []
     before = part("newton_schulz.iteration").iterate
-    monkeypatch.setattr(part("newton_schulz.iteration"), "iterate", lambda *args: (lent.append(args[5]), before(*args))[1])
+    monkeypatch.setattr(
+        part("newton_schulz.iteration"), "iterate", lambda *args: (lent.append(args[5]), before(*args))[1]
+    )
     for together in (max, sum):
         stacks, memory = [U.clone() for U in Us], memory_for(part, SMALL, steps, F32, torch.device("cpu"), together)
         polar.orthogonalize_(stacks, steps, 1e-7, memory=memory)
@@ -68,12 +73,13 @@ def test_small_ones_gain_and_large_ones_do_not(part):
 
 def bucket_of(part, shapes):
     """One bucket at one rank that has all of these matrices, at home."""
+    method = part("newton_schulz.method")
     Layout = part("params.layout").Layout
     layouts = [Layout(shape, {0: ((0, shape[0]), (0, shape[1]))}, copies=((0,),), plain=True) for shape in shapes]
     steps = part("newton_schulz.orthogonalize").steps_of("polar_express")
-    terms = part("planning.memory_model").PlanInputs(scratch=partial(part("newton_schulz.method").scratch, steps=steps, dtype=torch.float16),
-                                  splits=partial(part("newton_schulz.method").splits, steps=steps),
-                                  side_by_side=part("newton_schulz.method").gain_side_by_side)
+    terms = part("planning.memory_model").PlanInputs(scratch=partial(method.scratch, steps=steps, dtype=torch.float16),
+                                  splits=partial(method.splits, steps=steps),
+                                  side_by_side=method.gain_side_by_side)
     bucket, = part("planning.plan").make_plan(layouts, lambda rows, cols: rows * cols, {}, terms)
     return bucket, layouts, terms
 
@@ -82,15 +88,18 @@ def bucket_of(part, shapes):
     [(768, 768), (960, 960)], [(768, 768), (768, 3072)], [(768, 768)] * 2, [(4096, 4096), (4096, 8192)]], ids=str)
 @pytest.mark.parametrize("short", [False, True])
 def test_memory_for_all_is_taken_where_they_gain_and_there_is_room(part, shapes, short):
+    memory_model = part("planning.memory_model")
     bucket, layouts, terms = bucket_of(part, shapes)
-    room = part("planning.memory_model").workspace(*bucket.memory) if short else 1 << 31
-    share, usual = (part("planning.rank_plan").share_of(bucket, 0, layouts, None, replace(terms, room=room, side_by_side=gain))
-                    for gain in (terms.side_by_side, lambda shapes: False))
+    room = memory_model.workspace(*bucket.memory) if short else 1 << 31
+    share, usual = (
+        part("planning.rank_plan").share_of(bucket, 0, layouts, None, replace(terms, room=room, side_by_side=gain))
+        for gain in (terms.side_by_side, lambda shapes: False)
+    )
     uses = ("now", "next", "square")
     wide = shapes == [(768, 768), (960, 960)] and not short
     assert all((share.needs[use] > usual.needs[use]) == wide for use in uses)
     assert all(share.needs[use] == usual.needs[use] for use in share.needs if use not in uses)
-    assert all(nbytes <= place for nbytes, place in zip(share.places()[1].values(), part("planning.memory_model").parts(room)))
+    assert all(nbytes <= place for nbytes, place in zip(share.places()[1].values(), memory_model.parts(room)))
 
 
 @pytest.mark.gpu

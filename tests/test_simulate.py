@@ -38,7 +38,9 @@ def test_bytes_are_those_of_the_plan(model, mode, ranks, simulate):
             found = simulate.traffic(bucket, layouts, cluster, inbound)
             expected = {where: Counter() for where in found}
             for rank in bucket.ranks:
-                share = part("planning.rank_plan").share_of(bucket, rank, layouts, None, part("planning.memory_model").PlanInputs())
+                share = part("planning.rank_plan").share_of(
+                    bucket, rank, layouts, None, part("planning.memory_model").PlanInputs()
+                )
                 way = share.inbound if inbound else share.outbound
                 here, there = ("", "owner ") if inbound else ("owner ", "")
                 for pieces, end, peer in ((way.leave, here, "owner" if inbound else "home"),
@@ -56,14 +58,17 @@ def test_bytes_are_those_of_the_plan(model, mode, ranks, simulate):
 
 def test_what_is_planned_fits_the_package_s_default(simulate):
     """With the memory of the iteration: three slots and the bench, of each rank, within 2 GiB."""
+    method = part("newton_schulz.method")
     layouts, buckets, times, _ = planned(simulate, "llama3_8b", "fsdp", 4)
     terms = part("planning.memory_model").PlanInputs(
-        scratch=lambda R, C: part("newton_schulz.method").scratch(R, C, times.steps, part("newton_schulz.coefficients").F16),
-        splits=lambda R, C: part("newton_schulz.method").splits(R, C, times.steps))
+        scratch=lambda R, C: method.scratch(R, C, times.steps, part("newton_schulz.coefficients").F16),
+        splits=lambda R, C: method.splits(R, C, times.steps))
     for rank in range(4):
         taken = Counter()
         for number, bucket in enumerate(buckets):
-            for memory, nbytes in part("planning.rank_plan").share_of(bucket, rank, layouts, None, terms).places()[1].items():
+            for memory, nbytes in (
+                part("planning.rank_plan").share_of(bucket, rank, layouts, None, terms).places()[1].items()
+            ):
                 place = memory, number % 3 * (memory == "slot")
                 taken[place] = max(taken[place], nbytes)
         assert 1 << 30 < sum(taken.values()) <= 2 << 30

@@ -239,7 +239,7 @@ def shard_on_rank(rank, world):
     """The pieces of a sharded parameter, for each of the ways to cut it."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-    mesh, plan, layout = init_device_mesh("cpu", (2, 2)), part("planning.plan"), part("params.layout")
+    mesh, plan = init_device_mesh("cpu", (2, 2)), part("planning.plan")
     rows_columns, experts = [Shard(0), Shard(1)], [Shard(1), Shard(0)]
     for shape, placements in [((7, 6), rows_columns), ((1, 9), rows_columns), ((5, 4, 6), experts)]:
         full = torch.arange(torch.Size(shape).numel(), dtype=F32).view(shape)
@@ -247,7 +247,9 @@ def shard_on_rank(rank, world):
         store = store_of([param], ("momentum_buffer", "second_moment"))
         buckets = plan.make_plan(store.layouts["update"], lambda R, C: R * C, {})
         for bucket in (b for b in buckets if rank in b.ranks):
-            share = part("planning.rank_plan").share_of(bucket, rank, *store.layouts.values(), part("planning.memory_model").PlanInputs(4, 4))
+            share = part("planning.rank_plan").share_of(
+                bucket, rank, *store.layouts.values(), part("planning.memory_model").PlanInputs(4, 4)
+            )
             home = [p for p in share.home if p.kind == "update"]
             for piece, weight in zip(home, store.weights(home)):
                 assert torch.equal(weight, full[piece.matrix.at][tuple(slice(*side) for side in piece.box)])
@@ -309,9 +311,10 @@ def test_state_of_an_owner_alone(rows, optimizer):
 
 def share_with(needs):
     """A share of which only the memory counts."""
-    travel = part("planning.rank_plan").AllToAllPlan({}, {}, (), (), ())
+    rank_plan = part("planning.rank_plan")
+    travel = rank_plan.AllToAllPlan({}, {}, (), (), ())
     uses = ("leave", "return", "kept", "arrive", "now", "next", "rows", "stays", "square", "stack", "mean")
-    return part("planning.rank_plan").RankPlan((), (), (), travel, travel, True, True, False, {**dict.fromkeys(uses, 0), **needs}, {})
+    return rank_plan.RankPlan((), (), (), travel, travel, True, True, False, {**dict.fromkeys(uses, 0), **needs}, {})
 
 
 def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
@@ -353,7 +356,9 @@ def bound_on_rank(rank, world, route):
     params = [nn.Parameter(distribute_tensor(torch.zeros(s), mesh, [Shard(0)], src_data_rank=None)) for s in shapes]
     store = store_of(params, ("momentum_buffer", "second_moment"))
     (bucket,) = [b for b in plan.make_plan(store.layouts["update"], lambda R, C: R * C, {}) if b.route == route]
-    share = part("planning.rank_plan").share_of(bucket, rank, *store.layouts.values(), part("planning.memory_model").PlanInputs(2, 4))
+    share = part("planning.rank_plan").share_of(
+        bucket, rank, *store.layouts.values(), part("planning.memory_model").PlanInputs(2, 4)
+    )
     options = part("muon").MuonConfig()
     bound = part("execution.bucket_updates").BoundBucket(bucket, share, store, options, None, {"adjust_lr_fn": None})
     bound.memory = {use: torch.empty(n, dtype=torch.uint8) for use, n in share.needs.items()}

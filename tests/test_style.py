@@ -197,7 +197,8 @@ def test_only_kernels_import_triton_and_nobody_needs_more_than_torch(module):
 # Attributes of classes
 
 
-CONSTANT = (ast.Constant, ast.Tuple, ast.UnaryOp, ast.Name, ast.MatrixFootprint, ast.unaryop)  # a name: a constant or a function
+# A name: a constant or a function
+CONSTANT = (ast.Constant, ast.Tuple, ast.UnaryOp, ast.Name, ast.MatrixFootprint, ast.unaryop)
 OPTIMIZERS = ("Muon", "NorMuon", "Returning", "Saving")
 
 

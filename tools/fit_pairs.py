@@ -1,4 +1,5 @@
-"""Fit the numbers of coefficients.py: two steps of Newton-Schulz as one polynomial that takes four products in place of five.
+"""Fit the numbers of coefficients.py: two steps of Newton-Schulz as one polynomial that takes four products in place of
+five.
 
     make build && python tools/fit_pairs.py polar_express jordan
 

@@ -120,7 +120,8 @@ def processors(count: int | None = None):
 
 def norms(device, size) -> None:
     """Frobenius norm and cast, or not, of ordinary and of tiny numbers, wide and tall."""
-    norm, raw_norm, (n, m) = part("kernels.elementwise.scaling"), part("kernels.elementwise.scaling").raw_norm, size["sides"]
+    norm, (n, m) = part("kernels.elementwise.scaling"), size["sides"]
+    raw_norm = norm.raw_norm
     for U in (torch.randn(2, n, m, device=device), torch.randn(2, m, n, device=device).mT * 1e-30):
         norm.unit_norm(U, padded(2, n, m, HALF, device), torch.empty(2, device=device), 1e-7)
         factors, A = torch.empty(3, 2, device=device), padded(2, n, n, HALF, device)
@@ -130,7 +131,16 @@ def norms(device, size) -> None:
 
 def pieces(device, size) -> None:
     """What is read and stored in pieces of whole rows: norms, NorMuon's rows, and products, wide and tall."""
-    gram, norm, rows_, split, tiles = (part(f"{name}") for name in ("kernels.matmul.api", "kernels.elementwise.scaling", "kernels.elementwise.normuon", "kernels.elementwise.row_scattered", "kernels.launch.tile_config"))
+    gram, norm, rows_, split, tiles = (
+        part(f"{name}")
+        for name in (
+            "kernels.matmul.api",
+            "kernels.elementwise.scaling",
+            "kernels.elementwise.normuon",
+            "kernels.elementwise.row_scattered",
+            "kernels.launch.tile_config",
+        )
+    )
     n, m = size["sides"]
     found = [tiles.Tile(64, 64, 32, 2, 2, 4)]
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0):
@@ -178,12 +188,21 @@ def small_matrices(device, size) -> None:
 def rows(device, size) -> None:
     """NorMuon's rows."""
     n, m = size["sides"]
-    part("kernels.elementwise.normuon").normalize(torch.randn(2, n, m, device=device), torch.rand(2, n, 1, device=device), 0.9, 1e-8)
+    part("kernels.elementwise.normuon").normalize(
+        torch.randn(2, n, m, device=device), torch.rand(2, n, 1, device=device), 0.9, 1e-8
+    )
 
 
 def rectangles(device, size) -> None:
     """Momentum, copies and updates: rectangles without gaps and others."""
-    pack, table, update = (part(f"{name}") for name in ("kernels.elementwise.momentum", "kernels.elementwise.multi_tensor", "kernels.elementwise.weight_update"))
+    pack, table, update = (
+        part(f"{name}")
+        for name in (
+            "kernels.elementwise.momentum",
+            "kernels.elementwise.multi_tensor",
+            "kernels.elementwise.weight_update",
+        )
+    )
     n, m = size["sides"]
     for width in (m, m - 3):
         M, U, G, W = (torch.randn(n, m, device=device)[:, :width] for _ in range(4))

@@ -158,8 +158,12 @@ def planned(model, mode, ranks, options, pairs=True):
 
 def terms_of(times) -> freight.PlanInputs:
     """What the optimizer plans by, on GPUs."""
-    return freight.PlanInputs(once=True, scratch=functools.partial(method.scratch, steps=times.steps, dtype=coefficients.F16),
-                         splits=functools.partial(method.splits, steps=times.steps), room=WORKSPACE)
+    return freight.PlanInputs(
+        once=True,
+        scratch=functools.partial(method.scratch, steps=times.steps, dtype=coefficients.F16),
+        splits=functools.partial(method.splits, steps=times.steps),
+        room=WORKSPACE,
+    )
 
 
 # The wire

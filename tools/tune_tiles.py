@@ -4,9 +4,9 @@
     export OPTIMIZER_TILES=$PWD/my_tiles.json        # alike on all ranks
 
 Every tile is timed on matrices of many sizes, under CUDA graphs. Four numbers, and how many programs a processor takes
-at a time, are fitted to its times (tile_config.py, expected_us), and the few tiles are kept whose predicted choice is best;
-their numbers are then moved a little, for a choice that is better still. A tile that gives other bits than the rest is
-left out: which tile is chosen depends on the batch, and the bits must not. About ten minutes with the defaults.
+at a time, are fitted to its times (tile_config.py, expected_us), and the few tiles are kept whose predicted choice is
+best; their numbers are then moved a little, for a choice that is better still. A tile that gives other bits than the
+rest is left out: which tile is chosen depends on the batch, and the bits must not. About ten minutes with the defaults.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def main() -> None:
         parser.error("tiles are timed on a GPU, and there is none")
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)  # now, not after ten minutes
     package = get_kernel("org/optimizer", version=1).__name__
-    gram, tiles = (importlib.import_module(f"{package}.{name}") for name in ("kernels.matmul.api", "kernels.launch.tile_config"))
+    gram, tiles = (
+        importlib.import_module(f"{package}.{name}") for name in ("kernels.matmul.api", "kernels.launch.tile_config")
+    )
     arch, device = tiles.architecture("cuda", torch.cuda.current_device()), torch.cuda.get_device_properties()
     processors, known = device.multi_processor_count, tiles.table(arch)
     shared = getattr(device, "shared_memory_per_block_optin", 64 << 10)
