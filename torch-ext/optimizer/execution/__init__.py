@@ -1,0 +1,1 @@
+"""One step on this rank."""

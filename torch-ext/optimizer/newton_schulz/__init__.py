@@ -1,0 +1,1 @@
+"""Orthogonalization of stacks of matrices. Knows no ranks."""

@@ -1,0 +1,1 @@
+"""What the user hands in: parameter groups, options, layouts, and their checks."""

@@ -1,0 +1,1 @@
+"""Plans: owners, buckets, memory. Pure Python, equal on every rank; touches no tensor."""

@@ -1,0 +1,1 @@
+"""Update rules: what a step computes. Know no ranks."""

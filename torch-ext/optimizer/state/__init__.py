@@ -1,0 +1,1 @@
+"""Optimizer state outside of a step: creation, state dicts, files, conversion."""

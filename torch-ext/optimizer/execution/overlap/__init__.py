@@ -1,0 +1,1 @@
+"""Optional overlap of the step with backward and forward. Only muon.py imports it."""

@@ -1,0 +1,1 @@
+"""Elementwise and row-wise kernels: momentum, weight update, scaling, copies."""

@@ -1,0 +1,1 @@
+"""How kernels are compiled, configured, launched and replayed."""

@@ -1,0 +1,1 @@
+"""Iterations whose matrices stay in registers or shared memory."""
