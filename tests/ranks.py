@@ -41,6 +41,15 @@ def package() -> ModuleType:
     return get_kernel("org/optimizer", version=1)
 
 
+def everywhere(monkeypatch, module: ModuleType, name: str, value: object) -> None:
+    """monkeypatch.setattr in every module of the package that has imported the object by its name."""
+    original = getattr(module, name)
+    monkeypatch.setattr(module, name, value)
+    for other in [m for key, m in sys.modules.items() if key.startswith(f"{package().__name__}.")]:
+        if vars(other).get(name) is original:
+            monkeypatch.setattr(other, name, value)
+
+
 def part(name: str) -> ModuleType:
     """Return a module of the package under test, such as part("newton_schulz.orthogonalize") or
     part("kernels.matmul.api").

@@ -11,6 +11,7 @@ import torch
 
 from tests import paths, references
 from tests.paths import PATHS, quiet, take
+from tests.ranks import everywhere, part
 from tests.spectra import KINDS, spectrum
 from tests.test_polar import exact, scaled
 
@@ -42,7 +43,7 @@ def momentum(optimizer):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))
         training = importlib.import_module("train_gpt")
-    options = training.MuonConfig(layers=2, width=96, heads=3, batch=8, seq=64, lr=0.01)
+    options = training.Options(layers=2, width=96, heads=3, batch=8, seq=64, lr=0.01)
     text, _ = training.read_corpus()
     model = training.make_model(options, torch.device("cpu"))
     opt, order = training.make_optimizer(model, options), torch.Generator().manual_seed(0)
@@ -57,14 +58,14 @@ def momentum(optimizer):
     return found
 
 
-def errors(part, polar, X, name, dtype, monkeypatch, forms=(1, 3)):
+def errors(polar, X, name, dtype, monkeypatch, forms=(1, 3)):
     """(our error, the reference's) with so many steps between restarts at most, 1 being the standard iteration; cubic
     steps take many only.
     """
     steps, target = polar.steps_of(name), exact(X, polar.steps_of(name))
     short = X if X.shape[0] <= X.shape[1] else X.mT
     for most in (100,) if name == "cubic" else forms:
-        monkeypatch.setattr(part("newton_schulz.method"), "longest", lambda *about, most=most: most)
+        everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about, most=most: most)
         paths.forget(polar, monkeypatch)
         ours, one = polar.orthogonalize(X.float(), name, dtype=dtype), most == 1
         theirs = references.standard(short, steps, dtype) if one else references.gram(short, steps, dtype, most)
@@ -81,7 +82,7 @@ def check_no_larger(pairs, dtype):
 @pytest.fixture
 def as_large(part, monkeypatch):
     """Small matrices are cut as large ones are: 3 + 2 in fp16."""
-    monkeypatch.setattr(part("newton_schulz.coefficients"), "SMALL", 0)
+    everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL", 0)
 
 
 @pytest.mark.parametrize("name, dtype", SETS, ids=str)

@@ -113,9 +113,9 @@ def test_another_dtype_in_a_group_is_no_other_number_of_groups(optimizer):
 
 
 @pytest.mark.parametrize(("where", "name", "what"), [
-    ("agree", "_sources", "version of the package"),
-    ("agree", "use_triton", "device, OPTIMIZER_KERNELS or OPTIMIZER_TILES"),
-    ("agree", "triton_version", "version of Triton")])
+    ("communication.plan_check", "_sources", "version of the package"),
+    ("communication.plan_check", "use_triton", "device, OPTIMIZER_KERNELS or OPTIMIZER_TILES"),
+    ("communication.plan_check", "triton_version", "version of Triton")])
 def test_another_version_is_told(where, name, what, optimizer, monkeypatch):
     monkeypatch.setattr(part(where), name, lambda *_: dist.get_rank() == 2)
     for messages, _ in run_threads(4, told, "fsdp", {}):
@@ -127,7 +127,7 @@ def test_the_version_is_that_of_the_sources(optimizer, tmp_path, monkeypatch):
     before = agree._sources()
     (tmp_path / "muon.py").write_text("pass")
     agree._sources.cache_clear()
-    monkeypatch.setattr(agree, "__file__", str(tmp_path / "plan_check.py"))
+    monkeypatch.setattr(agree, "__file__", str(tmp_path / "communication" / "plan_check.py"))
     other = agree._sources()
     (tmp_path / "muon.py").write_text("pass ")
     agree._sources.cache_clear()

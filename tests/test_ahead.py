@@ -330,9 +330,9 @@ def test_a_kind_of_call_is_rehearsed_once_and_never_while_a_graph_is_made(part, 
     polar, capturing, calls, X = part("newton_schulz.orthogonalize"), [True], [], torch.randn(2, 6, 20)
     paths.forget(polar, monkeypatch)
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
-    monkeypatch.setattr(polar, "capturing", lambda device: bool(capturing))
+    everywhere(monkeypatch, polar, "capturing", lambda device: bool(capturing))
     monkeypatch.setattr(polar, "_launch", lambda *_: None)
-    monkeypatch.setattr(polar.ahead, "precompile_kernels", lambda device, work, likely: calls.append(device))
+    monkeypatch.setattr(part("kernels.launch.precompile"), "precompile_kernels", lambda device, work, likely: calls.append(device))
     monkeypatch.setattr(polar, "KEPT", 2)
     polar.polar_factor(X, polar.steps_of("cans"), 0.0)
     assert not calls and not polar._kinds
@@ -366,7 +366,7 @@ def test_the_same_bits_with_and_without_rehearsals(tmp_path):
 ENDS = """
 import sys, time
 from pathlib import Path
-from tests.ranks import part
+from tests.ranks import everywhere, part
 ahead = part("kernels.launch.precompile")
 ahead._read_compiler = lambda: (Path(sys.argv[1], "began").touch(), time.sleep(1.0), Path(sys.argv[1], "read").touch())
 ahead._reader()

@@ -138,7 +138,7 @@ def test_collectives_against_each_other(tmp_path):
     ("gram_tiles", "2x72x96"), ("symmetric", "2x40x40"), ("product", "2x40x72")])
 def test_ways_of_one_bucket(what, stacks, tmp_path):
     out = tmp_path / "stacks.csv"
-    run("workspace.py", what, "--stacks", stacks, "--ranks", 3, "--rounds", 1, "--commit", "abc", "--out", out)
+    run("stacks.py", what, "--stacks", stacks, "--ranks", 3, "--rounds", 1, "--commit", "abc", "--out", out)
     with open(out, newline="") as file:
         rows = list(csv.DictReader(file))
     assert len({row["way"] for row in rows}) == {"processors": 3, "gram_tiles": 1}.get(what, 2)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests import paths
+from tests.ranks import everywhere
 from tests.spectra import KINDS, spectrum
 from tests.test_polar import error, exact
 
@@ -64,12 +65,12 @@ def relative(O, target):
 
 def test_who_goes_through_it(part, monkeypatch):
     chain = part("kernels.onchip.sm90_polar")
-    monkeypatch.setattr(chain, "architecture", lambda kind, index: "sm90")
-    monkeypatch.setattr(chain, "knows_triton", lambda: True)
+    everywhere(monkeypatch, chain, "architecture", lambda kind, index: "sm90")
+    everywhere(monkeypatch, chain, "knows_triton", lambda: True)
     sizes = [(64, 512), (65, 129), (128, 512), (128, 128), (129, 512), (128, 513)]
     assert [size for size in sizes if chain.fits(torch.empty(1, *size), F16, 5)] == sizes[1:3]
     assert not chain.fits(torch.empty(1, 128, 512), F32, 5) and not chain.fits(torch.empty(1, 128, 512), F16, 11)
-    monkeypatch.setattr(chain, "architecture", lambda kind, index: "sm100")
+    everywhere(monkeypatch, chain, "architecture", lambda kind, index: "sm100")
     assert not chain.fits(torch.empty(1, 128, 512), F16, 5)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
-from tests.ranks import package, run_threads
+from tests.ranks import everywhere, package, run_threads
 from tests.test_early import backward, fsdp, tensors
 from tests.test_muon import copies, gradients, same, weights
 
@@ -172,7 +172,7 @@ def test_a_cycle_of_beta1_has_nothing_looked_at_again(monkeypatch, optimizer):
     params = weights(SHAPES)
     muon, looked = adamw(params), []
     module = importlib.import_module(type(muon).__module__)
-    monkeypatch.setattr(module, "check_again", lambda *args, own=module.check_again: looked.append(1) or own(*args))
+    everywhere(monkeypatch, module, "check_again", lambda *args, own=module.check_again: looked.append(1) or own(*args))
     for number, step in enumerate(gradients(params, 4)):
         muon.param_groups[0]["momentum"] = 0.9 - number / 10
         for p, g in zip(params, step):

@@ -110,7 +110,7 @@ def test_processes_end_without_finalizing_python(example, monkeypatch, tmp_path)
     demo, path = example("demo"), tmp_path / "finalized"
     monkeypatch.setattr(demo, "run_rank", functools.partial(stay, path=path))
     with pytest.raises(FileNotFoundError, match="muon.json"):  # what rank 0 of a real one writes
-        demo.run_all(2, demo.MuonConfig(), 1.0)
+        demo.run_all(2, demo.Options(), 1.0)
     assert not path.exists()
 
 
@@ -139,7 +139,7 @@ def test_a_rank_leaves_when_all_have_come_to_their_end():
 def test_help_explains_every_option(example):
     train_gpt = example("train_gpt")
     text = train_gpt.parser("").format_help()
-    for entry in dataclasses.fields(train_gpt.MuonConfig):
+    for entry in dataclasses.fields(train_gpt.Options):
         assert "--" + entry.name.replace("_", "-") in text
         assert entry.metadata["help"].split("%")[0] in " ".join(text.split())
 

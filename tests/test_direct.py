@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.paths import PATHS, forget, poisoned, quiet, take
-from tests.ranks import package, part, run_ranks, run_threads
+from tests.ranks import everywhere, package, part, run_ranks, run_threads
 from tests.test_routes import cut
 
 pytestmark = quiet
@@ -151,7 +151,7 @@ def way(directly, device="cpu"):
     """Matrices in pieces, where layouts allow it, or whole ones as before; on a CPU small ones are as large as any."""
     with pytest.MonkeyPatch.context() as patch:
         if not directly:
-            patch.setattr(part("newton_schulz.orthogonalize"), "splits", lambda R, C, steps: False)
+            patch.setattr(part("newton_schulz.method"), "splits", lambda R, C, steps: False)
         elif device == "cpu":
             patch.setattr(part("kernels.onchip.polar"), "is_small", lambda n, m: False)
         yield
@@ -275,8 +275,8 @@ def test_what_stays_is_packed_while_the_rest_travels(optimizer, monkeypatch):
 def test_what_is_read_elsewhere_shows(optimizer, monkeypatch):
     """The control: were pieces taken for each other, bits would differ."""
     ScatteredRows = part("kernels.elementwise.row_scattered").ScatteredRows
-    monkeypatch.setattr(
-        part("execution.workspace"),
+    everywhere(
+        monkeypatch, part("execution.workspace"),
         "ScatteredRows",
         lambda matrices: ScatteredRows([pieces[::-1] for pieces in matrices]),
     )

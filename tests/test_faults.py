@@ -541,7 +541,7 @@ def test_a_step_that_failed_half_way_refuses_until_a_checkpoint_is_loaded(optimi
     saved, before = copy.deepcopy(muon.state_dict()), [p.detach().clone() for p in params]
     with monkeypatch.context() as patch:
         patch.setattr(
-            part("rules.muon"), "adamw", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory"))
+            part("rules.adamw"), "adamw", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory"))
         )
         with pytest.raises(torch.OutOfMemoryError, match="in Elementwise: no memory"):
             muon.step()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.paths import INTERPRETED, PATHS, poisoned, quiet, take
+from tests.ranks import everywhere
 
 pytestmark = quiet
 
@@ -292,16 +293,16 @@ def test_where_triangles_are_read(part, monkeypatch):
         part(f"{name}") for name in ("kernels.matmul.api", "kernels.launch.tile_config", "kernels.matmul.api")
     )
     for module in (tiles, launches):
-        monkeypatch.setattr(module, "architecture", lambda kind, index: "sm90")
+        everywhere(monkeypatch, module, "architecture", lambda kind, index: "sm90")
     for name in ("use_triton", "knows_triton"):
         monkeypatch.setattr(gram, name, lambda *about: True)
     A, odd = torch.empty(3, 768, 768, dtype=torch.float16), torch.empty(3, 768, 769, dtype=torch.float16)[:, :, :768]
     wide, pingpong = tiles.Tile(64, 128, 64, 8, 3, 4, "once"), tiles.Tile(128, 128, 64, 8, 4, 4, "pingpong")
     with tiles.force(wide):
         assert gram.read_triangles(A, A) and not gram.read_triangles(A, odd)
-        monkeypatch.setattr(gram, "knows_triton", lambda: False)
+        everywhere(monkeypatch, gram, "knows_triton", lambda: False)
         assert not gram.read_triangles(A)
-        monkeypatch.setattr(gram, "knows_triton", lambda: True)
+        everywhere(monkeypatch, gram, "knows_triton", lambda: True)
     others = [tiles.Tile(64, 64, 64, 8, 4, 4, "once"), tiles.Tile(128, 256, 64, 8, 3, 8, "once")]
     for other in (pingpong, *others, tiles.DEFAULT):
         with tiles.force(other):
@@ -319,8 +320,8 @@ def test_groups_of_warps_are_taken_where_tma_stores_the_result(part, monkeypatch
             "kernels.elementwise.row_scattered",
         )
     )
-    monkeypatch.setattr(tiles, "architecture", lambda kind, index: "sm90")
-    monkeypatch.setattr(gram, "knows_triton", lambda: True)
+    everywhere(monkeypatch, tiles, "architecture", lambda kind, index: "sm90")
+    everywhere(monkeypatch, gram, "knows_triton", lambda: True)
     for module, kind in ((by_tma, "TmaLaunch"), (part("kernels.matmul.api"), "Cooperative")):
         monkeypatch.setattr(module, kind, lambda *about: about[-1].loop)
     F16, BF16, (N, n, m) = torch.float16, torch.bfloat16, (12, 768, 3072)
@@ -334,7 +335,7 @@ def test_groups_of_warps_are_taken_where_tma_stores_the_result(part, monkeypatch
         assert loop(out) == "cooperative"
     for out in (X.float(), odd[..., :m], pieces, pieces.mT.mT):
         assert loop(out) == "flat"
-    monkeypatch.setattr(gram, "knows_triton", lambda: False)
+    everywhere(monkeypatch, gram, "knows_triton", lambda: False)
     assert loop(torch.empty_like(X)) == "flat"
     with tiles.force(tiles.Tile(128, 256, 64, 8, 3, 4, "cooperative")):
         assert loop(X) == loop(pieces) == "once"

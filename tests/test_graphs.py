@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests import interpreter
 from tests.paths import INTERPRETED, quiet, why_no_triton
-from tests.ranks import package, part, run_ranks
+from tests.ranks import everywhere, package, part, run_ranks
 
 pytestmark = quiet
 KINDS = ("off", "auto", "capturable")
@@ -106,8 +106,8 @@ def taped(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Tape.current is not None)
     monkeypatch.setattr(graphs, "available", lambda device: part("execution.cuda_graphs").graphs() == "auto")
-    for name in ("graphs", "bound", "presence", "feed"):
-        monkeypatch.setattr(part(name), "capturing", lambda device: Tape.current is not None)
+    for name in ("execution.cuda_graphs", "execution.bucket_updates", "communication.missing_grads", "execution.step_inputs"):
+        everywhere(monkeypatch, part(name), "capturing", lambda device: Tape.current is not None)
 
     def noted(launch):
         def note(*arguments, **constants):
@@ -118,7 +118,7 @@ def taped(monkeypatch):
     plain, launch = jit.__getitem__, jit.launch
     monkeypatch.setattr(jit, "__getitem__", lambda kernel, grid: noted(plain(kernel, grid)))
     monkeypatch.setattr(jit, "launch", lambda kernel, *a, **k: noted(functools.partial(launch, kernel))(*a, **k))
-    monkeypatch.setattr(part("rules.muon"), "torch_adamw", adamw_on_tensors)
+    monkeypatch.setattr(part("rules.adamw"), "torch_adamw", adamw_on_tensors)
     return Tape
 
 
@@ -402,8 +402,8 @@ def test_graphs_go_before_process_groups_do(name, tape, monkeypatch, tmp_path):
     for owner in (dist, dist.distributed_c10d):
         monkeypatch.setattr(owner, "destroy_process_group", dist.destroy_process_group)
     monkeypatch.setattr(dist.ProcessGroup, "shutdown", dist.ProcessGroup.shutdown)
-    monkeypatch.setattr(graphs, "release_before_groups", functools.cache(graphs.release_before_groups.__wrapped__))
-    monkeypatch.setattr(part("muon"), "release_before_groups", graphs.release_before_groups)
+    everywhere(monkeypatch, graphs, "release_before_groups", functools.cache(graphs.release_before_groups.__wrapped__))
+    everywhere(monkeypatch, part("muon"), "release_before_groups", graphs.release_before_groups)
     run = Run("capturable", "Muon")
     for number in range(2):
         run.step(number)

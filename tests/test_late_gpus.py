@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import package, part, run_ranks
+from tests.ranks import everywhere, package, part, run_ranks
 from tests.test_muon import same
 
 STEPS = 6  # two to capture, four that are replayed
@@ -79,7 +79,7 @@ def slowed(patch) -> None:
         yield from run(self, hp)
 
     patch.setattr(bound, "replay", replay_late)
-    patch.setattr(at_home, "run", run_late)
+    everywhere(patch, at_home, "run", run_late)
 
 
 def broken(patch, what) -> None:
@@ -121,7 +121,7 @@ def trained(rank, world, way, mode, what=None):
     replayed). `mode`: "late"; "usual"; "untold": the option without a model. `what` is broken.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part("planning.planner"), "latency_bytes", lambda arch: 0)  # several buckets, however small
+        everywhere(patch, part("planning.planner"), "latency_bytes", lambda arch: 0)  # several buckets, however small
         if mode == "late":
             slowed(patch)
             broken(patch, what)

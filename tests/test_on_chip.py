@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests import paths
+from tests.ranks import everywhere
 
 pytestmark = [paths.quiet, *([pytest.mark.interpreter] if paths.INTERPRETED else [])]
 
@@ -66,7 +67,7 @@ def test_matrices_that_do_not_fit_the_chip_take_products(on_chip, part, device, 
     """In the iteration that the chip takes: square matrices are in the standard one there."""
     polar = part("newton_schulz.orthogonalize")
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
-    monkeypatch.setattr(part("newton_schulz.method"), "longest", lambda *about: most)
+    everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: most)
     X = torch.randn(2, 70, long, device=device)
     usual = polar.orthogonalize(X, dtype=torch.float16)
     assert on_chip.fits(X, torch.float16)

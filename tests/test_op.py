@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.paths import quiet
+from tests.ranks import everywhere
 
 pytestmark = quiet
 
@@ -212,7 +213,7 @@ def test_another_device_is_entered_and_the_current_one_is_not(op, monkeypatch, c
     X, entered, made = types.SimpleNamespace(is_cuda=True, get_device=lambda: 1), [], []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device_of", lambda X: entered.append(X) or contextlib.nullcontext())
-    monkeypatch.setattr(op, "polar_factor", lambda *arguments: made.append(arguments) or "O")
+    everywhere(monkeypatch, op, "polar_factor", lambda *arguments: made.append(arguments) or "O")
     assert op._compute(X, "steps", 1e-7, None) == "O" and made == [(X, "steps", 1e-7, None, None)]
     assert entered == [X] * (current == 0)
 
@@ -229,7 +230,7 @@ def test_a_tensor_on_another_gpu(optimizer):
 def test_what_is_not_looked_at_again(op, optimizer, monkeypatch):
     """A call like one before is: of usual options, of a tensor that nobody listens to; all else is looked at."""
     asked, X = [], torch.randn(2, 4, 6)
-    monkeypatch.setattr(op, "again", lambda X, given: asked.append(given))
+    everywhere(monkeypatch, op, "again", lambda X, given: asked.append(given))
     first = optimizer.orthogonalize(X)
     assert asked == [("polar_express", 5, 1e-7, None)]
     for options in ({"eps": True}, {"eps": 0}, {"ns_steps": True}, {"ns_coefficients": (3.4445, -4.775, 2.0315)}):
@@ -239,7 +240,7 @@ def test_what_is_not_looked_at_again(op, optimizer, monkeypatch):
         optimizer.orthogonalize(X)
     optimizer.orthogonalize(X.clone().requires_grad_())
     assert len(asked) == 1
-    monkeypatch.setattr(op, "again", lambda X, given: first)
+    everywhere(monkeypatch, op, "again", lambda X, given: first)
     assert optimizer.orthogonalize(X) is first
 
 
@@ -248,12 +249,12 @@ def test_a_call_that_is_on_no_tape_is_made_as_the_first_was(optimizer, part, mon
     polar, X, given = part("newton_schulz.orthogonalize"), torch.randn(2, 4, 6), ("polar_express", 5, 1e-7, None)
     kind = polar.CallSignature((0, 0, 0, 0))
     monkeypatch.setattr(polar, "_kinds", {polar._again(X, given): kind})
-    monkeypatch.setattr(polar, "use_triton", lambda device: True)
+    everywhere(monkeypatch, polar, "use_triton", lambda device: True)
     monkeypatch.setattr(polar, "replay", lambda *arguments: arguments[0] is kind)
     assert polar.again(X, given).shape == X.shape and polar.again(X.mT, given) is None
     assert polar.again(X, (*given[:3], torch.float32)) is None
     monkeypatch.setattr(polar, "replay", lambda *arguments: False)
     assert polar.again(X, given) is None
-    monkeypatch.setattr(polar, "use_triton", lambda device: False)
+    everywhere(monkeypatch, polar, "use_triton", lambda device: False)
     monkeypatch.setattr(polar, "replay", lambda *arguments: True)
     assert polar.again(X, given) is None

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.paths import PATHS, forget, quiet, take
+from tests.ranks import everywhere
 
 pytestmark = quiet
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
@@ -103,11 +104,11 @@ def test_the_four_products(part, device, monkeypatch, path, n):
 @pytest.mark.parametrize("most, made", [(1, 5), (2, 9), (3, 12)])
 def test_products_of_an_iteration(part, monkeypatch, most, made):
     """In fp16 a pair takes four, and with a step before it one more."""
-    monkeypatch.setattr(part("newton_schulz.coefficients"), "SMALL", 0)
+    everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL", 0)
     segment, polar, counts = part("newton_schulz.iteration"), part("newton_schulz.orthogonalize"), []
     real = segment.symmetric_product
-    monkeypatch.setattr(segment, "symmetric_product", lambda *args, **more: (counts.append(1), real(*args, **more)))
-    monkeypatch.setattr(part("newton_schulz.method"), "longest", lambda *about: most)
+    everywhere(monkeypatch, segment, "symmetric_product", lambda *args, **more: (counts.append(1), real(*args, **more)))
+    everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: most)
     polar.orthogonalize(torch.randn(24, 24), dtype=torch.float16)
     assert len(counts) == made
 
@@ -116,7 +117,7 @@ def test_products_of_an_iteration(part, monkeypatch, most, made):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_only_what_is_read_whole_is_written_whole(part, monkeypatch, most, dtype):
     """As if symmetric products read lower triangles only: with pairs (fp16) and without, the same bits."""
-    monkeypatch.setattr(part("newton_schulz.coefficients"), "SMALL", 0)
+    everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL", 0)
     monkeypatch.setenv("OPTIMIZER_KERNELS", "torch")
     segment, polar, told = part("newton_schulz.iteration"), part("newton_schulz.orthogonalize"), []
     real, upper = segment.symmetric_product, torch.ones(24, 24, dtype=torch.bool).triu(1)
@@ -130,12 +131,12 @@ def test_only_what_is_read_whole_is_written_whole(part, monkeypatch, most, dtype
         real(lower(A), lower(B), out, alpha, [(lower(C), beta) for C, beta in addends], diagonal)
         return out if whole else out.masked_fill_(upper, float("nan"))
 
-    monkeypatch.setattr(part("newton_schulz.method"), "longest", lambda *about: most)
+    everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: most)
     U = torch.randn(24, 24)
     before = polar.orthogonalize(U, dtype=dtype)
     forget(polar, monkeypatch)
-    monkeypatch.setattr(segment, "symmetric_product", of_triangles)
-    monkeypatch.setattr(segment, "read_triangles", lambda *matrices: True)
+    everywhere(monkeypatch, segment, "symmetric_product", of_triangles)
+    everywhere(monkeypatch, segment, "read_triangles", lambda *matrices: True)
     assert torch.equal(polar.orthogonalize(U, dtype=dtype), before)
     assert told[-1] and 0 < sum(told) < len(told) / 2
 

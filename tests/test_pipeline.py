@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks import part
+from tests.ranks import everywhere, part
 
 
 class Collective:
@@ -127,7 +127,7 @@ def test_all_are_in_before_the_first_goes_out(optimizer):
     jobs = [(BucketUpdate(i, hop, diary, slots), {"group": i}) for i, hop in ((0, 2), (2, 2), (3, 1))]
     home = BucketUpdate("home", 0, diary, slots, travels=False), {"group": "home"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "SLOTS", 5)  # one for each
+        everywhere(patch, pipeline, "SLOTS", 5)  # one for each
         pipeline.run_all_in([jobs[0], home, *jobs[1:]])
         late, diary[:] = list(diary), []
         begun = [pipeline.begin(*job) for job in jobs[:2]]

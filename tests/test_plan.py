@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from tests.ranks import package, part, run_threads
+from tests.ranks import everywhere, package, part, run_threads
 from tests.test_routes import cut
 
 MODELS_PY = Path(__file__).resolve().parent.parent / "benchmarks" / "models.py"
@@ -642,8 +642,8 @@ def test_twice_the_budget_is_not_slower(optimizer):
 
 def test_only_a_budget_by_default_is_spared(monkeypatch, optimizer):
     make_plan, asked = part("planning.planner").make_plan, []
-    monkeypatch.setattr(
-        part("planning.planner"),
+    everywhere(
+        monkeypatch, part("planning.planner"),
         "make_plan",
         lambda *args, minimize_workspace, **options: asked.append(minimize_workspace) or make_plan(*args, **options),
     )

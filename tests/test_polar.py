@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.paths import PATHS, forget, quiet, take
+from tests.ranks import everywhere
 from tests.spectra import KINDS, spectrum
 
 pytestmark = quiet
@@ -79,7 +80,7 @@ def test_every_set_against_its_polynomial(polar, device, name, shape):
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_error_over_spectra(part, polar, device, monkeypatch, kind, dtype, most):
     """Standard and Gram iteration keep the same bounds (a peer's defect: without a restart 1/k and 1/k^2 explode)."""
-    monkeypatch.setattr(part("newton_schulz.method"), "longest", lambda *about: most)
+    everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: most)
     X = spectrum(kind, 96, 288).float().to(device)
     O = polar.orthogonalize(X, dtype=dtype)
     assert error(O, X, polar.steps_of("polar_express")) < BOUNDS[kind] * FACTORS[dtype]
@@ -91,7 +92,7 @@ def test_error_over_spectra(part, polar, device, monkeypatch, kind, dtype, most)
 @pytest.mark.parametrize("name", PRESETS)
 def test_error_of_the_presets_over_spectra(part, polar, device, monkeypatch, name, kind, dtype, most):
     """Rows of unlike lengths that are cast before AOL scaling evens them out would give .04 to .16 ("heavy rows")."""
-    monkeypatch.setattr(part("newton_schulz.method"), "longest", lambda *about: most)
+    everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: most)
     X = spectrum(kind, 96, 288).float().to(device)
     O = polar.orthogonalize(X, name, dtype=dtype)
     assert error(O, X, polar.steps_of(name)) < PRESETS[name][kind] * FACTORS[dtype]
@@ -113,8 +114,8 @@ def test_aol_in_both_paths(part, polar, device, path, name, shape):
 def test_no_restart_would_fail_the_bounds(part, polar, monkeypatch):
     """The bounds can fail: one segment of five steps breaks the one of 1/k."""
     monkeypatch.setitem(part("newton_schulz.coefficients").LONGEST_SEGMENT, F16, 5)
-    monkeypatch.setattr(part("newton_schulz.coefficients"), "SMALL", 0)
-    monkeypatch.setattr(part("newton_schulz.method"), "longest", lambda *about: 5)
+    everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL", 0)
+    everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: 5)
     X = spectrum("1/k", 96, 288).float()
     assert error(polar.orthogonalize(X, dtype=F16), X, polar.steps_of("polar_express")) > BOUNDS["1/k"]
 
@@ -488,7 +489,7 @@ def test_large_matrices_on_a_gpu(polar, monkeypatch, shape, dtype):
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_error_over_spectra_on_a_gpu(part, polar, monkeypatch, kind, dtype, most):
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
-    monkeypatch.setattr(part("newton_schulz.method"), "longest", lambda *about: most)
+    everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: most)
     X = spectrum(kind, 384, 1536).float().cuda()
     O = polar.orthogonalize(X, dtype=dtype)
     assert error(O, X, polar.steps_of("polar_express")) < BOUNDS[kind] * FACTORS[dtype]

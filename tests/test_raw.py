@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.paths import PATHS, quiet, take
-from tests.ranks import part
+from tests.ranks import everywhere, part
 from tests.references import standard
 
 pytestmark = quiet
@@ -87,9 +87,12 @@ def test_an_iteration_of_raw_matrices(steps, monkeypatch, optimizer):
         return out
 
     expected, casts = polar(*stacks), []
-    monkeypatch.setattr(part("newton_schulz.iteration"), "takes_raw", lambda U, dtype: U.dtype == torch.bfloat16)
-    monkeypatch.setattr(
-        part("newton_schulz.iteration"), "unit_norm", lambda U, *rest: casts.append(U.dtype) or unit_norm(U, *rest)
+    everywhere(monkeypatch, part("newton_schulz.iteration"), "takes_raw", lambda U, dtype: U.dtype == torch.bfloat16)
+    everywhere(
+        monkeypatch,
+        part("newton_schulz.iteration"),
+        "unit_norm",
+        lambda U, *rest: casts.append(U.dtype) or unit_norm(U, *rest),
     )
     unit_norm = part("kernels.elementwise.scaling").unit_norm
     found = polar(*stacks)
@@ -110,13 +113,13 @@ def test_what_is_taken_raw(monkeypatch):
         return gram.takes_raw(stacks[0], dtype)
 
     assert not taken(256)
-    monkeypatch.setattr(gram, "use_triton", lambda device: True)
-    monkeypatch.setattr(gram, "knows_triton", lambda: True)
+    everywhere(monkeypatch, gram, "use_triton", lambda device: True)
+    everywhere(monkeypatch, gram, "knows_triton", lambda: True)
     for arch in ("sm100", "sm80", "sm90"):
-        monkeypatch.setattr(part("kernels.launch.tile_config"), "architecture", lambda *_, arch=arch: arch)
+        everywhere(monkeypatch, part("kernels.launch.tile_config"), "architecture", lambda *_, arch=arch: arch)
         assert list(map(taken, (128, 129, 1023, 1024))) == [False, arch == "sm90", arch == "sm90", False]
     assert not any((taken(256, given=torch.float32), taken(256, given=fp16), taken(256, dtype=bf16)))
-    monkeypatch.setattr(gram, "knows_triton", lambda: False)
+    everywhere(monkeypatch, gram, "knows_triton", lambda: False)
     assert not taken(256)
 
 

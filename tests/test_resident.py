@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests import paths
+from tests.ranks import everywhere
 from tests.test_pairs import SETS
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -96,8 +97,8 @@ def test_programs_compute_what_launches_do(resident, part, name):
 
 
 def test_who_goes_through_it(resident, part, monkeypatch):
-    monkeypatch.setattr(resident, "architecture", lambda kind, index: "sm90")
-    monkeypatch.setattr(resident, "knows_triton", lambda: True)
+    everywhere(monkeypatch, resident, "architecture", lambda kind, index: "sm90")
+    everywhere(monkeypatch, resident, "knows_triton", lambda: True)
     (three, pair), (two, last), *_ = segments(part, "polar_express")
 
     def fits(N, n, segment, pair, dtype=F16):
@@ -110,7 +111,7 @@ def test_who_goes_through_it(resident, part, monkeypatch):
     assert not fits(80, 256, three, None) and not fits(80, 256, three, pair, BF16)
     linear = ((1.5, -0.5, 0.0), *three[1:])
     assert not fits(80, 256, linear, pair) and not fits(80, 256, (three[0], *three), pair)
-    monkeypatch.setattr(resident, "architecture", lambda kind, index: "sm100")
+    everywhere(monkeypatch, resident, "architecture", lambda kind, index: "sm100")
     assert not fits(80, 256, three, pair)
 
 

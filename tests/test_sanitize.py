@@ -19,6 +19,8 @@ SCRIPT = ROOT / "tools" / "sanitize.py"
 HASTENED = """
 import runpy, sys
 from tests import interpreter
+
+from tests.ranks import everywhere
 interpreter.hasten()
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")

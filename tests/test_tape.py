@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests import paths
+from tests.ranks import everywhere
 
 pytestmark = pytest.mark.skipif(bool(paths.why_no_triton()), reason=str(paths.why_no_triton()))
 
@@ -173,7 +174,7 @@ def test_from_the_third_call_on_nothing_is_looked_at(tape, part, optimizer, monk
     paths.forget(polar, monkeypatch)
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
     monkeypatch.setattr(polar, "_launch", lambda pairs, *_: tape.note(Kernel(calls), 1, pairs[0]))
-    monkeypatch.setattr(polar, "check", lambda *_: looked.append(1))
+    everywhere(monkeypatch, polar, "check", lambda *_: looked.append(1))
     polar_of = functools.partial(optimizer.orthogonalize, dtype=torch.float16)  # so small, it takes no memory
     X, apart = torch.randn(2, 3, 8, 32), torch.randn(3, 2, 8, 32).transpose(0, 1)
     found = [polar_of(X) for _ in range(4)]
@@ -195,7 +196,7 @@ def test_what_cannot_be_called_so_is_done_as_before(tape, kernel):
 
 def test_another_triton_is_launched_as_before(tape, monkeypatch):
     done, memory = [], torch.zeros(8)
-    monkeypatch.setattr(tape, "knows_triton", lambda: False)
+    everywhere(monkeypatch, tape, "knows_triton", lambda: False)
     for _ in range(3):
         tape.play("kind", [memory], [], lambda: (done.append(0), tape.note(Kernel([]), 1, (memory,))))
     assert len(done) == 3 and not tape._tapes

@@ -193,7 +193,7 @@ def split_of(folder: Path) -> Callable[[torch.nn.Module], list[tuple[str, str, s
     if package not in sys.modules:
         sys.modules[package] = types.ModuleType(package)
         sys.modules[package].__path__ = [str(folder)]
-    groups = importlib.import_module(f"{package}.groups")
+    groups = importlib.import_module(f"{package}.params.param_groups")
 
     def split(model: torch.nn.Module) -> list[tuple[str, str, str, str]]:
         reports = []
@@ -207,12 +207,12 @@ def split_of(folder: Path) -> Callable[[torch.nn.Module], list[tuple[str, str, s
     return split
 
 
-class ForwardOverlap(Exception):
+class Late(Exception):
     """A model took too long."""
 
 
 def _alarm(*_) -> None:
-    raise ForwardOverlap(f"took more than {SECONDS} s")
+    raise Late(f"took more than {SECONDS} s")
 
 
 def _declare_operators() -> None:
