@@ -186,7 +186,7 @@ def both_ways(name, layout, wire, shapes=MATRICES):
 
 def copied(route):
     """(pieces of updates that arrive and stay, of these copied; that leave and stay, of these copied)."""
-    share = route.bound.share
+    share = route.share
     arrive, leave = ({p for p in way if p.kind == "update"} for way in (share.inbound.arrive, share.outbound.leave))
     rows = [sum(p.kind == "row" for p in way) for way in (share.inbound.arrive, share.outbound.leave)]
     return (len(arrive), len(route.assemble.to) - rows[0], len(leave | set(share.kept)),
@@ -245,7 +245,8 @@ def test_what_several_ranks_get_leaves_from_where_it_is_written(optimizer, layou
 
 def test_what_stays_is_packed_while_the_rest_travels(optimizer, monkeypatch):
     """Before anybody waits for what travels in: the device has nothing else to do in a step of one bucket."""
-    events, momentum, exchange = defaultdict(list), part("rules.muon").momentum, dist.all_to_all_single
+    Pack = part("kernels.elementwise.momentum").Pack
+    events, momentum, exchange = defaultdict(list), Pack.__call__, dist.all_to_all_single
 
     class Flying:
         def __init__(self, work):
@@ -263,7 +264,7 @@ def test_what_stays_is_packed_while_the_rest_travels(optimizer, monkeypatch):
         events[dist.get_rank()].append("sent")
         return Flying(exchange(*args, **options))
 
-    monkeypatch.setattr(part("rules.muon"), "momentum", packed)
+    monkeypatch.setattr(Pack, "__call__", packed)
     monkeypatch.setattr(dist, "all_to_all_single", sent)
     with way(True):
         run_threads(4, steps, "Muon", "rows", F32)

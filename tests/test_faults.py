@@ -215,12 +215,13 @@ def by_bucket(optimizer):
     """Of each bucket that travels, what it changes at this rank: weights of all its pieces, and their state kept here.
     """
     found = []
-    for bound in [route.bound for route, _ in optimizer._jobs if route.bound is not None]:
+    for bound in [route for route, _ in optimizer._jobs if route.bucket is not None]:
         pieces = [p for p in bound.share.home if p.kind != "row"]
         here = [p for p in bound.share.home if bound.bucket.route == "exchange" or p.owner == bound.rank]
         rows, others = ([p for p in here if (p.kind == "row") == is_row] for is_row in (True, False))
         keys = ("exp_avg", "exp_avg_sq") if "chunk" in {p.kind for p in pieces} else ("momentum_buffer",)
-        views = [bound.weights(pieces), bound.states(rows, "second_moment"), *(bound.states(others, k) for k in keys)]
+        views = [bound.store.weights(pieces), bound.store.states(rows, "second_moment"),
+                 *(bound.store.states(others, k) for k in keys)]
         found.append([view.clone() for view in itertools.chain(*views)])
     return found
 
@@ -574,7 +575,8 @@ def test_an_error_while_matrices_are_multiplied_leaves_the_bucket_of_the_old_ste
     muon.step()
     before = tensors(params, muon)
     monkeypatch.setattr(
-        part("rules.muon"), "orthogonalize", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no"))
+        part("newton_schulz.orthogonalize").BoundOrthogonalization, "__call__",
+        lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no")),
     )
     with pytest.raises(torch.OutOfMemoryError, match="in bucket"):
         muon.step()

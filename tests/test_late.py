@@ -118,8 +118,8 @@ class On:
 
 
 def params_of(route):
-    return route.store.params if route.store is not None else [
-        route.bound.store.params[i] for i in {m.param for m in route.bound.bucket.matrices}]
+    return route.store.params if route.bucket is None else [
+        route.store.params[i] for i in {m.param for m in route.bucket.matrices}]
 
 
 @pytest.fixture

@@ -66,13 +66,13 @@ def shard(model, world, way):
 def slowed(patch) -> None:
     """The optimizer's stream takes its time."""
     bucket_updates = part("execution.bucket_updates")
-    bound, at_home = bucket_updates.BoundBucket, bucket_updates.AdamWUpdate
+    bound, at_home = bucket_updates.BoundUpdate, bucket_updates.AdamWUpdate
     replay, run = bound.replay, at_home.run
 
-    def replay_late(self, step, hp):
-        if step.__name__ in ("land", "step"):
+    def replay_late(self, step, *constants):
+        if step.__name__ in ("apply", "step"):
             torch.cuda._sleep(CYCLES)
-        replay(self, step, hp)
+        replay(self, step, *constants)
 
     def run_late(self, hp):
         torch.cuda._sleep(CYCLES)

@@ -19,7 +19,7 @@ class Collective:
 
 class BucketUpdate:
     """Yields `hops` collectives; says when each part of its story runs, and that it has its slot to itself."""
-    label = landed = None
+    label, written = "bucket", None
 
     def __init__(self, number, hops, diary, slots, travels=True):
         self.number, self.hops, self.diary, self.slots, self.travels = number, hops, diary, slots, travels

@@ -40,8 +40,7 @@ def test_momentum(nesterov, dtype, device):
     means = [0.9 * m.double() + 0.1 * g.double() for m, g in zip(M, G)]
     expected = [0.1 * g.double() + 0.9 * m if nesterov else m for m, g in zip(means, G)]
     kept = [g.clone() for g in G]
-    part("rules.muon").momentum(bound_pack(M, U, G), (G, addresses(G, device)), numbers(device),
-                            {**HP, "nesterov": nesterov})
+    bound_pack(M, U, G)(G, addresses(G, device), numbers(device)[4:5], nesterov)
     for now, then in [*zip(M, means), *zip(U, expected)]:
         torch.testing.assert_close(now.double(), then, rtol=1e-6, atol=1e-6)
     assert all(torch.equal(a, b) for a, b in zip(G, kept))
@@ -54,7 +53,7 @@ def test_apply(dtype, device):
     U = [torch.randn(s, device=device) for s in SHAPES]
     scales = [1.0 + i for i in range(len(SHAPES))]
     expected = [(1 - 0.02) * w.double() - 0.1 * s * u.double() for w, u, s in zip(W, U, scales)]
-    part("rules.muon").apply(part("kernels.elementwise.weight_update").Update(W, U, scales), numbers(device))
+    part("kernels.elementwise.weight_update").Update(W, U, scales)(numbers(device)[:2])
     for now, then in zip(W, expected):
         tolerance = 1e-6 if dtype == torch.float32 else 2 ** -8
         torch.testing.assert_close(now.double(), then, rtol=tolerance, atol=tolerance)
@@ -64,7 +63,8 @@ def test_orthogonalize_replaces_stacks_in_place(device):
     stacks = [torch.randn(shape, device=device) for shape in [(3, 12, 8), (1, 8, 12), (0, 4, 4)]]
     expected = [part("newton_schulz.orthogonalize").orthogonalize(s, "jordan", dtype=torch.float32) for s in stacks]
     places = [s.data_ptr() for s in stacks]
-    part("rules.muon").orthogonalize(stacks, HP, torch.float32)
+    orthogonalize = part("newton_schulz.orthogonalize")
+    orthogonalize.orthogonalize_(stacks, orthogonalize.steps_of("jordan"), HP["eps"], torch.float32)
     assert [s.data_ptr() for s in stacks] == places
     assert all(torch.equal(a, b) for a, b in zip(stacks, expected))
 
@@ -73,9 +73,9 @@ def test_normalize_is_for_groups_with_beta2_only(device):
     normuon = part("rules.normuon")
     U, V = torch.randn(2, 6, 4, device=device), torch.zeros(2, 6, 1, device=device)
     before = U.clone()
-    normuon.normalize([U], [V], HP)
+    normuon.normalize([U], [V], None)
     assert torch.equal(U, before) and not V.any()
-    normuon.normalize([U], [V], {**HP, "beta2": 0.5})
+    normuon.normalize([U], [V], 0.5)
     square = before.double().square().mean(2, keepdim=True)
     torch.testing.assert_close(V.double(), 0.5 * square, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(U.norm(dim=(1, 2)), before.norm(dim=(1, 2)))  # the Frobenius norm of each matrix stays

@@ -31,7 +31,7 @@ def local(tensor):
 
 def bound(opt):
     """The workspace."""
-    return [memory for route, _ in opt._jobs if route.bound is not None for memory in route.bound.memory.values()]
+    return [memory for route, _ in opt._jobs if route.bucket is not None for memory in route.memory.values()]
 
 
 def offload(opt, params):

@@ -43,8 +43,8 @@ def report_on(rank, world, timing, reduced=None):
     optimizer, params = stepped(rank, world, timing, reduced)
     report, bounds = optimizer.plan_report(), {}
     for number, (route, _) in enumerate(optimizer._jobs):
-        if route.bound is not None:
-            share, bucket = route.bound.share, route.bound.bucket
+        if route.bucket is not None:
+            share, bucket = route.share, route.bucket
             assert route.label.startswith(f"bucket {number} (")  # in messages
             bounds[number] = (len(share.matrices), sum(share.inbound.send_bytes), sum(share.outbound.send_bytes),
                               Counter((m.rows, m.cols) for m in bucket.matrices), len(bucket.ranks))

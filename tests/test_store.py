@@ -359,10 +359,8 @@ def bound_on_rank(rank, world, route):
     share = part("planning.rank_plan").share_of(
         bucket, rank, *store.layouts.values(), part("planning.memory_model").PlanInputs(2, 4)
     )
-    options = part("muon").MuonConfig()
-    bound = part("execution.bucket_updates").BoundBucket(bucket, share, store, options, None, {"adjust_lr_fn": None})
-    bound.memory = {use: torch.empty(n, dtype=torch.uint8) for use, n in share.needs.items()}
-    made = part("execution.workspace").Stacks(bound)
+    memory = {use: torch.empty(n, dtype=torch.uint8) for use, n in share.needs.items()}
+    made = part("execution.workspace").Stacks(share, memory, torch.bfloat16)
     stacks, rows, views = made.read, made.rows, made.come
     assert sum(s.shape[0] for s in stacks) == len(share.matrices) and set(views) == set(share.owned)
     for i, tensor in enumerate([*stacks, *rows]):

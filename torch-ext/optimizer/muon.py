@@ -30,7 +30,6 @@ from .execution.prepare import (
     OTHER_PLACES,
     bind,
     make_stores,
-    name_buckets,
     planned,
     stepped,
     watch,
@@ -595,7 +594,12 @@ class Muon(Saving):
         self._stores = make_stores(plans, self.state)
         self._guard = watch(plans, self._stores, self._process_groups, nonfinite)
         jobs = bind(
-            plans, self._stores, self._options, self._process_groups, (self._graphs, self._beside)
+            plans,
+            self._stores,
+            self._options,
+            self._process_groups,
+            (self._graphs, self._beside),
+            self._late.bucket_written if self._late.on else None,
         )
         if self._options.capturable and self._graphs.on:
             self._process_groups.check_capturable()
@@ -612,7 +616,6 @@ class Muon(Saving):
             job for job in jobs if self._options.capturable and isinstance(job[0], AdamWUpdate)
         ]
         self._jobs = [job for job in jobs if job not in self._alone]
-        name_buckets(self._jobs)
         self._early = BackwardOverlap(
             self._jobs if self._options.overlap_backward else None, self._feed
         )

@@ -7,6 +7,8 @@ only, so that the cost model can run the same schedule on clocks instead of buck
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 
 from .kernels.launch import precompile
@@ -17,43 +19,61 @@ SLOTS = 3
 
 
 class BucketUpdate:
-    """How something is stepped, told by `run(hp)`: a generator that yields collectives in flight.
+    """One bucket's part of a step: `run(group)` is a generator that yields collectives in flight.
 
-    `travels`: whether it yields any; `rehearsed`: names of its parts that are nothing but launches;
-    `bound`: what it has of its bucket, or, without buckets, `store`: its tensors; `label`: its name
-    in messages; `landed`: called at its end.
+    `label`: its name in messages. `written`: called with the update once `run` has ended, when its
+    weights are written. `store`: the tensors of its parameters, None for a pause. `bucket`: its
+    bucket of a plan, None for AdamW's parameters that are stepped where they are stored.
     """
 
-    travels, rehearsed, bound, store, label, landed = False, (), None, None, None, None
+    travels = False  # whether `run` yields collectives
+    bucket = None
+
+    def __init__(
+        self,
+        label: str,
+        written: Callable[[BucketUpdate], None] | None = None,
+        store: object = None,
+    ):
+        self.label = label
+        self.written = written
+        self.store = store
+
+    def run(self, group: dict) -> Iterator:
+        raise NotImplementedError
+
+    def launches(self, group: dict) -> list[Callable[[], None]]:
+        """Parts of `run` that launch kernels and do nothing else; for compilation beforehand."""
+        return []
 
 
 class Pause(BucketUpdate):
-    """A turn in which no bucket starts, between buckets of different ranks: the answers of one
-    leave before the next.
+    """A turn in which no bucket starts, between buckets of different ranks: the updates of one are
+    sent back before the next starts.
 
-    So all ranks issue the collectives of all their process groups in one order, whichever other
+    All ranks then issue the collectives of all their process groups in one order, whichever other
     groups they are in.
     """
 
     travels = True
 
-    def run(self, hp):
+    def run(self, group: dict) -> Iterator:
         return
         yield
 
 
-def precompile_kernels(jobs, device) -> None:
-    """Have the kernels of all buckets compiled side by side, before the first step; nothing is
-    launched or sent.
+def precompile_kernels(jobs: list[tuple[BucketUpdate, dict]], device: torch.device) -> None:
+    """Compile the kernels of all buckets side by side, before the first step. Launches and sends
+    nothing.
     """
+    launches = [launch for update, group in jobs for launch in update.launches(group)]
 
-    def work():
-        for part, hp in parts:
-            part(hp)
+    def launch_all() -> None:
+        for launch in launches:
+            launch()
 
-    parts = [(getattr(route, name), hp) for route, hp in jobs for name in route.rehearsed]
-    if parts:
-        precompile.precompile_kernels(device, work)
+    if launches:
+        precompile.precompile_kernels(device, launch_all)
 
 
 def run(jobs, closing=None) -> None:
@@ -122,10 +142,10 @@ def _told(route, hp):
     """A route's story, at whose end it says that it has `landed`, where somebody wants to know. An
     error in it, or of a collective that it waits for, says which bucket that was.
     """
-    with errors.during(route.label or type(route).__name__):
+    with errors.during(route.label):
         yield from route.run(hp)
-        if route.landed is not None:
-            route.landed()
+        if route.written is not None:
+            route.written(route)
 
 
 def _advance(stories):

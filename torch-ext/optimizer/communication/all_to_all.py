@@ -4,10 +4,13 @@ owner.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 
 from ..kernels.elementwise.multi_tensor import Source
+from ..planning.rank_plan import Piece, RankPlan
 
 
 class Mean:
@@ -15,11 +18,17 @@ class Mean:
     order.
     """
 
-    def __init__(self, wire, memory):
-        ranks, nbytes = len(wire.travel.recv_bytes), wire.travel.recv_bytes[0]
-        self.arrived = wire.recv.view(wire.dtype).view(ranks, nbytes // wire.dtype.itemsize)
-        self.offsets, self.itemsize = wire.travel.arrive, wire.dtype.itemsize
-        self.out = memory.view(torch.promote_types(wire.dtype, torch.float32))
+    def __init__(self, buffers: AllToAllBuffers, memory: torch.Tensor):
+        """`buffers`: of an all-to-all in which every rank sends equally many bytes; `memory`: flat
+        uint8, for the mean.
+        """
+        plan = buffers.plan
+        ranks = len(plan.recv_bytes)
+        count = plan.recv_bytes[0] // buffers.dtype.itemsize
+        self.arrived = buffers.recv.view(buffers.dtype).view(ranks, count)
+        self.offsets = plan.arrive
+        self.itemsize = buffers.dtype.itemsize
+        self.out = memory.view(torch.promote_types(buffers.dtype, torch.float32))
         self.result = [self.out], torch.tensor([self.out.data_ptr()], device=self.out.device)
 
     def __call__(self):
@@ -44,42 +53,61 @@ def piece_at(flat, offset, shape, dtype):
 
 
 class AllToAllBuffers:
-    """One direction of travel: flat send and receive buffers, and the view of each piece in them.
-    `leave`: one piece for each place, of those that go to several ranks.
+    """One direction of a bucket's all-to-all: flat send and receive buffers, and a view of each
+    piece in them.
+
+    `leave`: piece -> view in the send buffer, one piece for each place that is sent to several
+    ranks. `arrive`: piece -> view in the receive buffer.
     """
 
-    def __init__(self, bound, direction, send, recv, dtype=None):
-        self.travel, self.crosses = (
-            getattr(bound.share, direction),
-            getattr(bound.share, f"crosses_{direction}"),
-        )
-        self.group, self.dtype = bound.group, dtype or bound.options.wire_dtype
-        self.send = bound.memory[send][: self.travel.leaving]
-        self.recv = bound.memory[recv][: sum(self.travel.recv_bytes)]
-        once = {at: p for p, at in self.travel.leave.items()}
-        self.leave = {p: self._view(self.send, p, at) for at, p in once.items()}
-        self.arrive = {p: self._view(self.recv, p, at) for p, at in self.travel.arrive.items()}
-        self.parts = self._parts() if bound.share.copies and direction == "outbound" else None
-
-    def _parts(self):
-        """(What each peer sends, what each gets): some get the same memory."""
-        sent = zip(self.travel.send_from, self.travel.send_bytes)
-        return list(self.recv.split(self.travel.recv_bytes)), [
-            self.send[at : at + size] for at, size in sent
-        ]
-
-    def _view(self, flat, piece, at):
-        return piece_at(flat, at, piece.shape, torch.float32 if piece.kind == "row" else self.dtype)
-
-    def go(self) -> list:
-        """Start the collective, unless the plan says that no rank sends anything; return what is in
-        flight.
+    def __init__(
+        self,
+        share: RankPlan,
+        process_group: dist.ProcessGroup | None,
+        memory: Mapping[str, torch.Tensor],
+        direction: str,
+        uses: tuple[str, str],
+        dtype: torch.dtype,
+    ):
+        """`direction`: "inbound" or "outbound"; `uses`: keys of the send and the receive buffer in
+        `memory` (flat uint8 tensors); `dtype`: of pieces but rows of state, which are fp32.
         """
-        if not self.crosses:
+        self.plan = getattr(share, direction)
+        self.has_traffic = getattr(share, f"crosses_{direction}")
+        self.process_group = process_group
+        self.dtype = dtype
+        send, recv = uses
+        self.send = memory[send][: self.plan.leaving]
+        self.recv = memory[recv][: sum(self.plan.recv_bytes)]
+        first = {offset: p for p, offset in self.plan.leave.items()}
+        self.leave = {p: self._view(self.send, p, offset) for offset, p in first.items()}
+        self.arrive = {p: self._view(self.recv, p, at) for p, at in self.plan.arrive.items()}
+        self.per_peer = self._split() if share.copies and direction == "outbound" else None
+
+    def _split(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(receive buffers, send buffers) by peer; replicas are sent from one place."""
+        send = zip(self.plan.send_from, self.plan.send_bytes)
+        sent = [self.send[offset : offset + nbytes] for offset, nbytes in send]
+        return list(self.recv.split(self.plan.recv_bytes)), sent
+
+    def _view(self, flat: torch.Tensor, piece: Piece, offset_bytes: int) -> torch.Tensor:
+        dtype = torch.float32 if piece.kind == "row" else self.dtype
+        return piece_at(flat, offset_bytes, piece.shape, dtype)
+
+    def start(self) -> list[dist.Work]:
+        """Start the all-to-all and return it in a list; empty if no rank sends anything."""
+        if not self.has_traffic:
             return []
-        if self.parts:
-            return [dist.all_to_all(*self.parts, group=self.group, async_op=True)]
-        splits = list(self.travel.recv_bytes), list(self.travel.send_bytes)
+        if self.per_peer:
+            recv, send = self.per_peer
+            return [dist.all_to_all(recv, send, group=self.process_group, async_op=True)]
         return [
-            dist.all_to_all_single(self.recv, self.send, *splits, group=self.group, async_op=True)
+            dist.all_to_all_single(
+                self.recv,
+                self.send,
+                list(self.plan.recv_bytes),
+                list(self.plan.send_bytes),
+                group=self.process_group,
+                async_op=True,
+            )
         ]

@@ -1,376 +1,504 @@
-"""How each kind of bucket is stepped. Start reading here: `ShardedUpdate` with `OwnerUpdate.run`.
+"""How each kind of bucket is stepped. Start reading here: `ShardedUpdate`.
 
-Every update binds its views and kernels once. `run` is a generator that yields collectives in
-flight; the parts between two collectives are replayed as CUDA graphs.
+Every update binds its views and kernels once, in its constructor. `run` is a generator that yields
+collectives in flight; pipeline.py resumes it. The parts between two collectives launch kernels only
+and are replayed as CUDA graphs.
+
+[Note: momentum and weight together]
+Momentum and weight are written together, after the return all-to-all: a step that raises leaves
+each bucket entirely old or entirely new. Price: gradient and momentum are read twice (8 bytes per
+element in fp32). If the whole step is one CUDA graph, no host error can come in between, and
+momentum is written on the first read (`update_momentum_early`).
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from ..communication.all_to_all import AllToAllBuffers, Mean, piece_at
 from ..kernels.backend import capturing
 from ..kernels.elementwise.momentum import Copy, Pack, copy_torch
 from ..kernels.elementwise.weight_update import Update
+from ..newton_schulz.orthogonalize import BoundOrthogonalization
+from ..params.config import MuonConfig
 from ..params.dtensor import gradient_dtype
 from ..pipeline import BucketUpdate
-from ..rules import adamw, muon, normuon, rule
+from ..planning.plan import Bucket
+from ..planning.rank_plan import Piece, RankPlan
+from ..rules import adamw, muon, normuon
+from ..rules.rule import MuonConstants, host_constants
+from .cuda_graphs import Graphs
+from .param_store import Store
 from .workspace import Stacks, copy_apart, like
 
 
-class BoundBucket:
-    """One bucket at this rank: its share of the plan, the tensors of its pieces, its process group
-    and its memory.
-    """
+@dataclass(frozen=True)
+class BucketInputs:
+    """All that one bucket's update is made of on this rank."""
 
-    def __init__(self, bucket, share, store, options, group, hp):
-        self.bucket, self.share, self.store = bucket, share, store
-        self.options, self.group, self.hp = options, group, hp
-        self.rank, self.memory, self.slot, self.graphs = store.rank, None, None, None
-        self.weights, self.states, self.sources = store.weights, store.states, store.sources
+    bucket: Bucket
+    share: RankPlan  # this rank's pieces and all-to-all offsets
+    store: Store  # views of weights, gradients and state
+    options: MuonConfig
+    group: dict  # the live parameter group
+    process_group: dist.ProcessGroup | None  # None: nothing is sent
+    memory: dict[str, torch.Tensor]  # workspace use -> flat uint8 tensor
+    slot: int  # the workspace slot that `memory` lies in
+    graphs: Graphs
+    label: str  # the bucket's name in messages
+    written: Callable[[BucketUpdate], None] | None  # called once the bucket's weights are written
 
-    def pieces(self, end, kind="update"):
-        """The pieces that are stored ("home") or computed ("owned") at this rank."""
+
+class BoundUpdate(BucketUpdate):
+    """An update of one bucket, bound to this rank's memory."""
+
+    def __init__(self, inputs: BucketInputs):
+        super().__init__(inputs.label, inputs.written, inputs.store)
+        self.bucket = inputs.bucket
+        self.share = inputs.share
+        self.options = inputs.options
+        self.group = inputs.group
+        self.process_group = inputs.process_group
+        self.memory = inputs.memory
+        self.slot = inputs.slot
+        self.graphs = inputs.graphs
+        self.rank = inputs.store.rank
+
+    # Binding
+
+    def _pieces(self, end: str, kind: str = "update") -> list[Piece]:
+        """Pieces that this rank stores ("home") or computes ("owned")."""
         return [p for p in getattr(self.share, end) if p.kind == kind]
 
-    @property
-    def moves_first(self) -> bool:
-        """Whether momentum moves where it is read first, not along with the weight, which reads it
-        a second time: where both go into one graph, no error of the host can come in between.
+    def _kept(self, dtype: torch.dtype | None = None) -> dict[Piece, torch.Tensor]:
+        """Buffers of pieces that this rank both stores and computes, which no all-to-all carries:
+        their updates (AdamW: gradients) stay there until the weights are written.
         """
-        return capturing(self.store.device) if self.bucket.route == "local" else self.graphs.within
+        dtype = dtype or self.options.wire_dtype
+        return {
+            p: piece_at(self.memory["kept"], offset, p.shape, dtype)
+            for p, offset in self.share.kept.items()
+        }
 
-    def momentum(self, pack, hp, gradients=None):
-        """`recipe.momentum` of a Pack; `gradients`: (tensors, addresses), None for this step's."""
-        muon.momentum(pack, gradients or self.gradients(), self.store.numbers, hp, self.moves_first)
-
-    def apply(self, update, gradients=None, packed=True):
-        """`recipe.apply` of an Update; `packed`: its momenta went through `momentum` before."""
-        moves = not (packed and self.moves_first)
-        muon.apply(update, self.store.numbers, gradients or self.gradients(), moves)
-
-    def kept(self, dtype=None):
-        """{piece stored and computed here: where its update, or its gradient, stays until the
-        bucket lands}.
-        """
-        dtype, memory = dtype or self.options.wire_dtype, self.memory["kept"]
-        return {p: piece_at(memory, at, p.shape, dtype) for p, at in self.share.kept.items()}
-
-    def momenta(self, pieces):
-        """(M of each piece, where its gradient lies, this step's gradients); nothing of pieces that
-        others keep.
+    def _momenta(self, pieces: Sequence[Piece]) -> tuple:
+        """(momentum, source in the gradients, gradients) of pieces; () if another rank keeps their
+        momentum.
         """
         if self.bucket.route == "own" and any(p.owner != self.rank for p in pieces):
             return ()
-        return self.states(pieces, "momentum_buffer"), self.sources(pieces), self.store.gradients
+        momentum = self.store.states(pieces, "momentum_buffer")
+        return momentum, self.store.sources(pieces), self.store.gradients
 
-    def gradients(self):
-        return self.store.gradients, self.store.addresses
+    def _bind_pack(self, pieces: Sequence[Piece], to: Mapping[Piece, torch.Tensor]) -> Pack:
+        """Momentum of pieces, whose updates are written to `to`."""
+        M, *sources = self._momenta(pieces)
+        return Pack(M, [to[p] for p in pieces], *sources, self.store.skip(pieces))
 
-    def replay(self, part, hp):
-        """Do part(hp), by a CUDA graph where it can be. What else it reads of this step lies on the
-        device.
+    def _bind_update(self, pieces: Sequence[Piece], back: Mapping[Piece, torch.Tensor]) -> Update:
+        """Weight and momentum of pieces, by updates that are read from `back`."""
+        return Update(
+            self.store.weights(pieces),
+            [back[p] for p in pieces],
+            self._scales(pieces),
+            self.store.skip(pieces),
+            *self._momenta(pieces),
+        )
+
+    def _scales(self, pieces: Sequence[Piece]) -> list[float]:
+        """Factors on the learning rate, from each piece's whole matrix."""
+        return [muon.scale_of(p.matrix, self.group["adjust_lr_fn"]) for p in pieces]
+
+    def _bind_iteration(self, stacks: Stacks) -> BoundOrthogonalization:
+        # Between the two all-to-alls their buffers are free, and serve as scratch
+        scratch = [self.memory[use] for use in ("now", "next", "square")]
+        return BoundOrthogonalization(stacks.read, stacks.written, self.options.ns_dtype, scratch)
+
+    # Running
+
+    def replay(self, part: Callable, constants: tuple, argument: object = None) -> None:
+        """Call `part(constants)`, or `part(argument)`, by a CUDA graph where possible. `constants`
+        holds every host value that the part's launches depend on.
         """
-        self.graphs(part, rule.host_constants(hp, self.store.wide), hp)
+        self.graphs(part, constants, constants if argument is None else argument)
 
-    def scales(self, pieces):
-        return [muon.scale_of(p.matrix, self.hp["adjust_lr_fn"]) for p in pieces]
+    @property
+    def update_momentum_early(self) -> bool:
+        """See [Note: momentum and weight together]."""
+        return self.graphs.within
 
-    def orthogonalize(self, stacks, hp):
-        """The iteration of Stacks, in memory that is this bucket's while it is computed."""
-        memory = [self.memory[use] for use in ("now", "next", "square")]
-        muon.orthogonalize(stacks.read, hp, self.options.ns_dtype, memory, stacks.written)
+    def _run_pack(self, pack: Pack, constants: MuonConstants, gradients: tuple = ()) -> None:
+        """`gradients`: (tensors, addresses); empty for this step's."""
+        store = self.store
+        tensors, addresses = gradients or (store.gradients, store.addresses)
+        early = self.update_momentum_early
+        pack(tensors, addresses, store.numbers[4:5], constants.nesterov, early)
+
+    def _run_update(self, update: Update, gradients: tuple = (), packed: bool = True) -> None:
+        """`packed`: `_run_pack` has seen these pieces, so their momentum may be new already."""
+        store = self.store
+        tensors, addresses = gradients or (store.gradients, store.addresses)
+        moves_momentum = not (packed and self.update_momentum_early)
+        update(store.numbers[:2], tensors, addresses, store.numbers[4:5], moves_momentum)
 
 
-class LocalUpdate(BucketUpdate):
-    """The whole matrix is at home: nothing travels."""
+class LocalUpdate(BoundUpdate):
+    """Whole matrices stored on this rank: nothing is sent (one process, EP)."""
 
-    rehearsed = ("step",)
-
-    def __init__(self, bound):
-        self.bound, home = bound, bound.pieces("home")
-        rows, self.stacks = bound.pieces("home", "row"), Stacks(bound)
+    def __init__(self, inputs: BucketInputs):
+        super().__init__(inputs)
+        home = self._pieces("home")
+        rows = self._pieces("home", "row")
+        self.stacks = Stacks(self.share, self.memory, self.options.wire_dtype)
         whole = self.stacks.come
-        V = bound.states(rows, "second_moment")
-        self.pack = _pack(bound, home, whole)
-        self.fetch_rows = Copy([whole[p] for p in rows], V)
-        self.keep_rows = Copy(V, [whole[p] for p in rows], bound.store.skip(rows))
-        self.update = _update(bound, home, whole)
+        second_moment = self.store.states(rows, "second_moment")
+        self.pack_all = self._bind_pack(home, whole)
+        self.load_rows = Copy([whole[p] for p in rows], second_moment)
+        self.save_rows = Copy(second_moment, [whole[p] for p in rows], self.store.skip(rows))
+        self.iterate = self._bind_iteration(self.stacks)
+        self.update_all = self._bind_update(home, whole)
 
-    def run(self, hp):
-        self.bound.replay(self.step, hp)
+    @property
+    def update_momentum_early(self) -> bool:
+        """The whole update is one part, so that any capture holds the weight as well."""
+        return capturing(self.store.device)
+
+    def run(self, group: dict) -> Iterator:
+        self.replay(self.step, host_constants(group))
         return
-        yield  # a story like the others, without a collective
+        yield  # a generator like the others, without a collective
 
-    def step(self, hp):
-        self.bound.momentum(self.pack, hp)
-        self.fetch_rows()
-        self.bound.orthogonalize(self.stacks, hp)
-        normuon.normalize(self.stacks.written, self.stacks.rows, hp)
-        self.bound.apply(self.update)
-        self.keep_rows()
+    def launches(self, group: dict) -> list[Callable[[], None]]:
+        return [partial(self.step, host_constants(group))]
 
-
-def _pack(bound, pieces, to):
-    """Momentum of these pieces, whose updates go to the places that `to` says."""
-    M, *sources = bound.momenta(pieces)
-    return Pack(M, [to[p] for p in pieces], *sources, bound.store.skip(pieces))
+    def step(self, constants: MuonConstants) -> None:
+        self._run_pack(self.pack_all, constants)
+        self.load_rows()
+        self.iterate(constants.steps, constants.eps)
+        normuon.normalize(self.stacks.written, self.stacks.rows, constants.beta2)
+        self._run_update(self.update_all)
+        self.save_rows()
 
 
-def _update(bound, pieces, back):
-    """Weights and momentum of these pieces, by updates that are where `back` says."""
-    return Update(
-        bound.weights(pieces),
-        [back[p] for p in pieces],
-        bound.scales(pieces),
-        bound.store.skip(pieces),
-        *bound.momenta(pieces),
-    )
+class OwnerUpdate(BoundUpdate):
+    """Gradients or momenta travel to the owners of matrices, updates travel back."""
 
+    travels = True
 
-class OwnerUpdate(BucketUpdate):
-    """There and back: what travels in, what is done with it, what travels out."""
+    def run(self, group: dict) -> Iterator:
+        constants = host_constants(group)
+        self.replay(self.pack, constants)  # momentum of pieces owned elsewhere -> send buffer
+        inbound = self.to_owner.start()  # all-to-all
+        if self.packs_local:
+            # Pieces owned here, while the others travel
+            self.replay(self.pack_local, constants)
+        yield from inbound
+        self.replay(self.orthogonalize, constants)  # assemble, Newton-Schulz, NorMuon, disassemble
+        yield from self.to_shards.start()  # all-to-all
+        self.replay(self.apply, constants)  # weight and momentum
 
-    travels, rehearsed, meanwhile = True, ("leave", "compute", "land"), ()
+    packs_local = False
 
-    def run(self, hp):
-        self.bound.replay(self.leave, hp)
-        collectives = self.inbound.go()
-        for part in self.meanwhile:
-            self.bound.replay(getattr(self, part), hp)
-        yield from collectives
-        self.bound.replay(self.compute, hp)
-        yield from self.outbound.go()
-        self.bound.replay(self.land, hp)
+    def launches(self, group: dict) -> list[Callable[[], None]]:
+        constants = host_constants(group)
+        parts = [self.pack, self.orthogonalize, self.apply]
+        if self.packs_local:
+            parts.append(self.pack_local)
+        return [partial(part, constants) for part in parts]
 
-    def leave(self, _):
-        """Gradients as they are, where a route says nothing else."""
-        self.fill(*self.bound.gradients())
+    def _bind_buffers(
+        self, in_dtype: torch.dtype | None = None, out_dtype: torch.dtype | None = None
+    ) -> None:
+        """[Note: buffers of the return all-to-all]
+        The receive buffer of the inbound all-to-all ("arrive") is the send buffer of the return
+        all-to-all: its pieces are assembled, hence copied, before updates are written there. The
+        two other buffers share memory as well, see `RankPlan.places`.
+        """
+        own = self.share, self.process_group, self.memory
+        wire = self.options.wire_dtype
+        self.to_owner = AllToAllBuffers(*own, "inbound", ("leave", "arrive"), in_dtype or wire)
+        self.to_shards = AllToAllBuffers(*own, "outbound", ("arrive", "return"), out_dtype or wire)
 
 
 class ShardedUpdate(OwnerUpdate):
-    """Shards -> owner -> shards. FSDP2, HSDP, TP x FSDP and DDP differ in their pieces only. State
-    stays at home (own: with the owner). Until the answer has landed nothing changes: momentum moves
-    together with the weight. Only in a graph of the whole step, which no error of the host can
-    interrupt, does it move where it is first read.
+    """Shards -> owner -> shards. FSDP2, HSDP, TP x FSDP and DDP with reduced gradients differ in
+    their pieces only. State stays with the shards (shard_state: with the owner).
     """
 
-    def __init__(self, bound):
-        self.bound, home, rows = bound, bound.pieces("home"), bound.pieces("home", "row")
-        self.inbound = AllToAllBuffers(bound, "inbound", "leave", "arrive")
-        self.outbound = AllToAllBuffers(bound, "outbound", "arrive", "return")
-        kept, direct = bound.kept(), bound.share.direct
+    def __init__(self, inputs: BucketInputs):
+        super().__init__(inputs)
+        self._bind_buffers()
+        kept = self._kept()
         self.stacks = Stacks(
-            bound, {**self.inbound.arrive, **kept}, {**self.outbound.leave, **kept}
+            self.share,
+            self.memory,
+            self.options.wire_dtype,
+            {**self.to_owner.arrive, **kept},
+            {**self.to_shards.leave, **kept},
         )
-        come, go = self.stacks.come, self.stacks.go
-        # away: sent to another owner; here: this rank is the owner; copies: only the answer comes,
-        # to replicas
-        away, here = ([p for p in home if p in those] for those in (self.inbound.leave, kept))
-        copies = [p for p in home if p not in self.inbound.leave and p not in kept]
-        # whole matrices go to the bench, which the bucket before still uses; direct pieces do not
-        early = [p for p in here if p.matrix in direct and bound.share.crosses_inbound]
-        self.pack, self.pack_kept = (
-            _pack(bound, away, self.inbound.leave),
-            _pack(bound, early, kept),
-        )
-        self.pack_here = _pack(bound, [p for p in here if p not in early], come)
-        if early:
-            self.rehearsed, self.meanwhile = (*self.rehearsed, "stay"), ("stay",)
-        sent = {p: {**self.inbound.leave, **come}[p] for p in rows if p.fed}
-        self.send_rows = Copy(list(sent.values()), bound.states(sent, "second_moment"))
-        self.assemble = copy_apart({p: come[p] for p in self.inbound.arrive}, self.inbound.arrive)
-        stays = {p: go[p] if p.matrix in direct else place for p, place in kept.items()}
-        self.dismantle = copy_apart({**self.outbound.leave, **stays}, go)
-        back = {**self.outbound.arrive, **stays, **{p: go[p] for p in rows if p in go}}
-        self.keep_rows = Copy(
-            bound.states(rows, "second_moment"), [back[p] for p in rows], bound.store.skip(rows)
-        )
-        self.update, self.update_copies = (
-            _update(bound, away + here, back),
-            _update(bound, copies, back),
-        )
+        self._bind_momentum(kept)
+        self._bind_assembly(kept)
+        self.iterate = self._bind_iteration(self.stacks)
+        self._bind_weights()
 
-    def leave(self, hp):
-        self.bound.momentum(self.pack, hp)
+    def _bind_momentum(self, kept: dict[Piece, torch.Tensor]) -> None:
+        """Momentum and updates of pieces: into the send buffer, into `kept`, or into the stacks."""
+        home = self._pieces("home")
+        self.sent = [p for p in home if p in self.to_owner.leave]
+        self.stays = [p for p in home if p in kept]
+        # Whole matrices go to scratch, which the bucket before still uses; direct pieces do not
+        early = [p for p in self.stays if p.matrix in self.share.direct]
+        early = early if self.share.crosses_inbound else []
+        late = [p for p in self.stays if p not in early]
+        self.pack_sent = self._bind_pack(self.sent, self.to_owner.leave)
+        self.packs_local = bool(early)
+        self.pack_early = self._bind_pack(early, kept)
+        self.pack_late = self._bind_pack(late, self.stacks.come)
+        rows = [p for p in self._pieces("home", "row") if p.fed]
+        to = {**self.to_owner.leave, **self.stacks.come}
+        self.send_rows = Copy([to[p] for p in rows], self.store.states(rows, "second_moment"))
+
+    def _bind_assembly(self, kept: dict[Piece, torch.Tensor]) -> None:
+        """Copies between buffers and stacks, of pieces that are not iterated where they lie."""
+        come = self.stacks.come
+        go = self.stacks.go
+        arrive = self.to_owner.arrive
+        self.assemble = copy_apart({p: come[p] for p in arrive}, arrive)
+        direct = self.share.direct
+        self.kept = {p: go[p] if p.matrix in direct else place for p, place in kept.items()}
+        self.disassemble = copy_apart({**self.to_shards.leave, **self.kept}, go)
+
+    def _bind_weights(self) -> None:
+        """Weights, momenta and rows of state, by updates from the receive buffer or `kept`."""
+        rows = self._pieces("home", "row")
+        go = self.stacks.go
+        back = {**self.to_shards.arrive, **self.kept, **{p: go[p] for p in rows if p in go}}
+        second_moment = self.store.states(rows, "second_moment")
+        self.save_rows = Copy(second_moment, [back[p] for p in rows], self.store.skip(rows))
+        # Replicas whose gradient no owner asked for; they receive the update alone
+        replicas = [p for p in self._pieces("home") if p not in self.sent and p not in self.stays]
+        self.update = self._bind_update([*self.sent, *self.stays], back)
+        self.update_replicas = self._bind_update(replicas, back)
+
+    def pack(self, constants: MuonConstants) -> None:
+        self._run_pack(self.pack_sent, constants)
         self.send_rows()
 
-    def stay(self, hp):
-        self.bound.momentum(self.pack_kept, hp)
+    def pack_local(self, constants: MuonConstants) -> None:
+        self._run_pack(self.pack_early, constants)
 
-    def compute(self, hp):
-        self.bound.momentum(self.pack_here, hp)
+    def orthogonalize(self, constants: MuonConstants) -> None:
+        self._run_pack(self.pack_late, constants)
         self.assemble()
-        self.bound.orthogonalize(self.stacks, hp)
-        normuon.normalize(self.stacks.written, self.stacks.rows, hp)
-        self.dismantle()
+        self.iterate(constants.steps, constants.eps)
+        normuon.normalize(self.stacks.written, self.stacks.rows, constants.beta2)
+        self.disassemble()
 
-    def land(self, hp):
-        self.bound.apply(self.update)
-        self.bound.apply(self.update_copies, packed=False)
-        self.keep_rows()
+    def apply(self, _) -> None:
+        self._run_update(self.update)
+        self._run_update(self.update_replicas, packed=False)
+        self.save_rows()
 
 
 class UnreducedUpdate(OwnerUpdate):
-    """Unreduced gradients -> owner, updates -> everybody: DDP without its all-reduce. State lives
+    """Unreduced gradients -> owner, updates -> every rank: DDP without its all-reduce. State lives
     at the owner.
     """
 
-    def __init__(self, bound):
-        self.bound, home, rows = bound, bound.pieces("home"), bound.pieces("owned", "row")
-        owned = [p for p in home if p.owner == bound.rank]
-        self.stacks = Stacks(bound)
-        self.inbound = AllToAllBuffers(bound, "inbound", "leave", "arrive")
-        self.outbound = AllToAllBuffers(bound, "outbound", "arrive", "return")
+    def __init__(self, inputs: BucketInputs):
+        super().__init__(inputs)
+        self._bind_buffers()
+        store = self.store
+        home = self._pieces("home")
+        rows = self._pieces("owned", "row")
+        owned = [p for p in home if p.owner == self.rank]
+        self.stacks = Stacks(self.share, self.memory, self.options.wire_dtype)
         self.fill = Copy.of_gradients(
-            [self.inbound.leave[p] for p in home], bound.sources(home), bound.store.gradients
+            [self.to_owner.leave[p] for p in home], store.sources(home), store.gradients
         )
-        self.mean = Mean(self.inbound, bound.memory["stays"])
-        M, skip, whole = (
-            bound.states(owned, "momentum_buffer"),
-            bound.store.skip(owned),
-            self.stacks.come,
-        )
+        self.mean = Mean(self.to_owner, self.memory["stays"])
+        M = store.states(owned, "momentum_buffer")
+        skip = store.skip(owned)
+        whole = self.stacks.come
         means = [self.mean.source(p) for p in owned], [self.mean.out]
-        self.pack = Pack(M, [whole[p] for p in owned], *means, skip)
-        self.fetch_rows = Copy([whole[p] for p in rows], bound.states(rows, "second_moment"))
-        self.keep_rows = Copy(
-            bound.states(rows, "second_moment"), [whole[p] for p in rows], bound.store.skip(rows)
-        )
-        kept = bound.kept()
-        self.dismantle = copy_apart({**self.outbound.leave, **kept}, whole)
+        self.pack_owned = Pack(M, [whole[p] for p in owned], *means, skip)
+        second_moment = store.states(rows, "second_moment")
+        self.load_rows = Copy([whole[p] for p in rows], second_moment)
+        self.save_rows = Copy(second_moment, [whole[p] for p in rows], store.skip(rows))
+        kept = self._kept()
+        self.disassemble = copy_apart({**self.to_shards.leave, **kept}, whole)
+        self.iterate = self._bind_iteration(self.stacks)
         self.update_owned = Update(
-            bound.weights(owned), [kept[p] for p in owned], bound.scales(owned), skip, M, *means
+            store.weights(owned), [kept[p] for p in owned], self._scales(owned), skip, M, *means
         )
-        others = self.outbound.arrive
-        self.update = Update(
-            bound.weights(others),
-            list(others.values()),
-            bound.scales(others),
-            bound.store.skip(others),
+        received = self.to_shards.arrive
+        self.update_received = Update(
+            store.weights(received),
+            list(received.values()),
+            self._scales(received),
+            store.skip(received),
         )
 
-    def compute(self, hp):
-        self.bound.momentum(self.pack, hp, self.mean())
-        self.fetch_rows()
-        self.bound.orthogonalize(self.stacks, hp)
-        normuon.normalize(self.stacks.written, self.stacks.rows, hp)
-        self.dismantle()
+    def pack(self, _) -> None:
+        """Gradients travel as autograd left them, rounded to wire_dtype."""
+        self.fill(self.store.gradients, self.store.addresses)
 
-    def land(self, _):
-        self.bound.apply(self.update_owned, self.mean.result)
-        self.bound.apply(self.update)
-        self.keep_rows()
+    def orthogonalize(self, constants: MuonConstants) -> None:
+        self._run_pack(self.pack_owned, constants, self.mean())
+        self.load_rows()
+        self.iterate(constants.steps, constants.eps)
+        normuon.normalize(self.stacks.written, self.stacks.rows, constants.beta2)
+        self.disassemble()
+
+    def apply(self, _) -> None:
+        self._run_update(self.update_owned, self.mean.result)
+        self._run_update(self.update_received)
+        self.save_rows()
 
 
 class AdamWUpdate(BucketUpdate):
     """AdamW: every element is stepped where it is stored."""
 
-    def __init__(self, store, graphs=None):
+    def __init__(
+        self,
+        store: Store,
+        label: str,
+        written: Callable[[BucketUpdate], None] | None = None,
+        graphs: Graphs | None = None,
+    ):
         """`graphs`: None launches every step anew; a graph holds the addresses of its gradients."""
-        self.store, self.graphs, self.W = store, graphs, store.locals()
+        super().__init__(label, written, store)
+        self.graphs = graphs
+        self.weights = store.locals()
         self.states = [store.locals(key) for key in ("exp_avg", "exp_avg_sq", "step")]
-        self.flags = _flags(store, range(len(self.W)))
+        self.flags = _flags(store, range(len(self.weights)))
 
-    def run(self, hp):
+    def run(self, group: dict) -> Iterator:
         if self.graphs is None:
-            self.step(hp)
+            self.step(group)
         else:
-            places = list(map(torch.Tensor.data_ptr, self.store.gradients))
-            self.graphs(self.step, (*rule.host_constants(hp, self.store.wide), places), hp)
+            addresses = list(map(torch.Tensor.data_ptr, self.store.gradients))
+            constants = host_constants(group, self.store.wide)
+            self.graphs(self.step, (*constants, addresses), group)
         return
-        yield  # a story like the others, without a collective
+        yield  # a generator like the others, without a collective
 
-    def step(self, hp):
+    def step(self, group: dict) -> None:
+        store = self.store
         adamw.adamw_unless(
-            self.flags, self.W, self.store.gradients, self.states, hp, self.store.numbers
+            self.flags, self.weights, store.gradients, self.states, group, store.numbers
         )
 
 
 class UnreducedAdamWUpdate(OwnerUpdate):
-    """AdamW on unreduced gradients: every rank sums and steps its chunk of each parameter and
+    """AdamW on unreduced gradients: every rank sums and steps its chunk of each parameter, and
     returns the weights. Its own weights and state are stepped as copies, which take their place
-    when the bucket lands.
+    once the return all-to-all is done.
     """
 
-    rehearsed = ("leave",)
-
-    def __init__(self, bound):
-        self.bound, home, first = bound, bound.pieces("home", "chunk"), bound.store.params[0]
-        owned = [p for p in home if p.owner == bound.rank]
-        self.inbound = AllToAllBuffers(bound, "inbound", "leave", "arrive", gradient_dtype(first))
-        self.outbound = AllToAllBuffers(bound, "outbound", "arrive", "return", first.dtype)
-        gradients = self.bind_gradients(home, owned)
-        now = [
-            bound.weights(owned),
-            *(bound.states(owned, key) for key in ("exp_avg", "exp_avg_sq")),
-        ]
-        steps = [_steps(bound, p) for p in owned]
-        W, *states = next_ = [*like(now, bound.memory["stays"]), [step.clone() for step in steps]]
-        self.now, self.next = [*itertools.chain(*now), *steps], [*itertools.chain(*next_)]
+    def __init__(self, inputs: BucketInputs):
+        super().__init__(inputs)
+        store = self.store
+        first = store.params[0]
+        home = self._pieces("home", "chunk")
+        owned = [p for p in home if p.owner == self.rank]
+        self._bind_buffers(gradient_dtype(first), first.dtype)
+        gradients = self._bind_gradients(home, owned)
+        keys = ("exp_avg", "exp_avg_sq")
+        now = [store.weights(owned), *(store.states(owned, key) for key in keys)]
+        steps = [_steps(store, p) for p in owned]
+        new = [*like(now, self.memory["stays"]), [step.clone() for step in steps]]
+        W, *states = new
+        self.now = [*itertools.chain(*now), *steps]
+        self.new = [*itertools.chain(*new)]
         self.lists = [W, [g.view(w.shape) for g, w in zip(gradients, W)], states]
-        self.flags = _flags(bound.store, [p.matrix.param for p in owned])
-        states, begun = [bound.store.state[p] for p in bound.store.params], bound.bucket.matrices
-        without = [
-            m.param for m in begun if m.at[0] == 0 and not states[m.param]["exp_avg"].numel()
-        ]
-        self.without_rows = [states[i]["step"] for i in without], _flags(bound.store, without)
+        self.flags = _flags(store, [p.matrix.param for p in owned])
+        self.without_rows = self._bind_counts()
         stepped = {p.matrix: w for p, w in zip(owned, W)}
-        W = [stepped[p.matrix] for p in self.outbound.leave]
-        self.sent = [place.view(w.shape) for place, w in zip(self.outbound.leave.values(), W)], W
-        W = bound.weights(self.outbound.arrive)
-        self.answered = (
-            W,
-            [place.view(w.shape) for place, w in zip(self.outbound.arrive.values(), W)],
-        )
+        W = [stepped[p.matrix] for p in self.to_shards.leave]
+        self.sent = _views(self.to_shards.leave, W), W
+        W = store.weights(self.to_shards.arrive)
+        self.received = W, _views(self.to_shards.arrive, W)
 
-    def bind_gradients(self, home, owned) -> list:
-        """Return where those of this rank's chunks are, once `collect` has run."""
-        sources, gradients = self.bound.sources(home), self.bound.store.gradients
-        self.fill = Copy.of_gradients([self.inbound.leave[p] for p in home], sources, gradients)
-        self.collect = Mean(self.inbound, self.bound.memory["mean"])
+    def _bind_gradients(self, home: list[Piece], owned: list[Piece]) -> list[torch.Tensor]:
+        """Return the places of the gradients of this rank's chunks, filled by `collect`."""
+        sources = self.store.sources(home)
+        gradients = self.store.gradients
+        self.fill = Copy.of_gradients([self.to_owner.leave[p] for p in home], sources, gradients)
+        self.collect = Mean(self.to_owner, self.memory["mean"])
         return [self.collect.view(p) for p in owned]
 
-    def compute(self, hp):
+    def _bind_counts(self) -> tuple:
+        """(counts of steps, flags) of parameters that begin in this bucket and of which this rank
+        has no rows: the counts go up here as well, so that state is the same on every rank.
+        """
+        state = [self.store.state[p] for p in self.store.params]
+        begun = [m.param for m in self.bucket.matrices if m.at[0] == 0]
+        without = [number for number in begun if not state[number]["exp_avg"].numel()]
+        return [state[number]["step"] for number in without], _flags(self.store, without)
+
+    def run(self, group: dict) -> Iterator:
+        constants = host_constants(group, self.store.wide)
+        self.replay(self.pack, constants)
+        yield from self.to_owner.start()
+        self.replay(self.orthogonalize, constants, group)
+        yield from self.to_shards.start()
+        self.replay(self.apply, constants)
+
+    def launches(self, group: dict) -> list[Callable[[], None]]:
+        return [partial(self.pack, ())]
+
+    def pack(self, _) -> None:
+        self.fill(self.store.gradients, self.store.addresses)
+
+    def orthogonalize(self, group: dict) -> None:
+        """Step copies of this rank's chunks; nothing is orthogonalized under AdamW."""
         self.collect()
-        copy_torch(self.next, self.now)
-        adamw.adamw_unless(self.flags, *self.lists, hp, self.bound.store.numbers)
+        copy_torch(self.new, self.now)
+        adamw.adamw_unless(self.flags, *self.lists, group, self.store.numbers)
         copy_torch(*self.sent)
 
-    def land(self, _):
-        copy_torch(self.now, self.next)
+    def apply(self, _) -> None:
+        copy_torch(self.now, self.new)
         adamw.count(*self.without_rows)
-        copy_torch(*self.answered)
+        copy_torch(*self.received)
 
 
 class OwnerStateAdamWUpdate(UnreducedAdamWUpdate):
-    """The same on gradients that come reduced: nothing travels in."""
+    """AdamW with shard_state: gradients come reduced, so that nothing travels to the owners."""
 
-    def bind_gradients(self, home, owned) -> list:
-        kept, gradients = self.bound.kept(self.inbound.dtype), self.bound.store.gradients
-        self.fill = Copy.of_gradients(
-            [kept[p] for p in owned], self.bound.sources(owned), gradients
-        )
+    def _bind_gradients(self, home: list[Piece], owned: list[Piece]) -> list[torch.Tensor]:
+        kept = self._kept(self.to_owner.dtype)
+        sources = self.store.sources(owned)
+        self.fill = Copy.of_gradients([kept[p] for p in owned], sources, self.store.gradients)
         return [kept[p] for p in owned]
 
-    def collect(self):
+    def collect(self) -> None:
         pass
 
 
-def _flags(store, numbers):
-    """Those of so many parameters of AdamW, None if no one watches."""
+def _views(places: Mapping[Piece, torch.Tensor], like: Sequence[torch.Tensor]) -> list:
+    """Places of pieces in a flat buffer, in the shapes of `like`."""
+    return [place.view(w.shape) for place, w in zip(places.values(), like)]
+
+
+def _flags(store: Store, numbers: Sequence[int]) -> list[torch.Tensor] | None:
+    """Non-finite flags of AdamW's parameters; None if gradients are not checked."""
     return None if store.flags is None else [store.flags[store.first[i]] for i in numbers]
 
 
-def _steps(bound, piece):
-    """AdamW's count of steps for a chunk; the chunks of a parameter that later buckets bring count
-    along by themselves.
+def _steps(store: Store, piece: Piece) -> torch.Tensor:
+    """AdamW's count of steps for a chunk. The first chunk of a parameter counts in the state; later
+    ones count along in copies.
     """
     number = piece.matrix.param
-    step = bound.store.state[bound.store.params[number]]["step"]
-    return bound.store.twin(number, step) if piece.matrix.at[0] else step
+    step = store.state[store.params[number]]["step"]
+    return store.twin(number, step) if piece.matrix.at[0] else step
 
 
 BUCKET_UPDATES = {

@@ -11,10 +11,10 @@ from ..newton_schulz import coefficients, method
 from ..params.dtensor import is_dtensor, local_of
 from ..params.errors import name_in
 from ..pipeline import SLOTS, Pause
-from ..planning.plan import check_slots, turn
+from ..planning.plan import Bucket, check_slots, turn
 from ..planning.planner import Plan, Planner
 from ..state.create import check_state, prepare_state
-from .bucket_updates import BUCKET_UPDATES, AdamWUpdate, BoundBucket
+from .bucket_updates import BUCKET_UPDATES, AdamWUpdate, BucketInputs
 from .param_store import Store
 from .workspace import Workspace
 
@@ -127,45 +127,50 @@ def make_stores(plans, state) -> list:
     ]
 
 
-def bind(plans, stores, options, process_groups, graphs):
-    """[(route, live parameter group)] of all plans: their buckets share one workspace and one
+def bind(plans, stores, options, process_groups, graphs, written):
+    """[(update, live parameter group)] of all plans: their buckets share one workspace and one
     pipeline.
 
-    `graphs`: those of buckets, and those of what is stepped where it is stored.
+    `graphs`: those of buckets, and those of what is stepped where it is stored. `written`: called
+    with each update once its weights are written.
     """
     graphs, beside = graphs
-    jobs = [
-        (AdamWUpdate(store, beside if options.capturable else None), p.group)
-        for p, store in zip(plans, stores)
-        if p.shares is None
-    ]
+    jobs = []
+    for p, store in zip(plans, stores):
+        if p.shares is None:
+            own = beside if options.capturable else None
+            jobs.append((AdamWUpdate(store, "AdamWUpdate", written, own), p.group))
+    # With capturable, AdamW's updates have a graph of their own and no number in `plan_report`
+    skipped = len(jobs) if options.capturable else 0
     tasks = _in_order(plans, stores, options)
     slots, at_home = _slots([bucket for _, _, bucket, _ in tasks], options)
-    bounds, travelling = [], 0
-    for store, hp, bucket, share in tasks:
-        route = BUCKET_UPDATES[bucket.route]
-        group = process_groups.of(bucket.ranks) if route.travels else None
-        number = travelling if route.travels else at_home
-        bounds.append((route, number, BoundBucket(bucket, share, store, options, group, hp)))
-        travelling += route.travels
     workspace = Workspace(slots, stores[0].device if stores else None)
-    for _, number, bound in bounds:
-        workspace.reserve(number, bound.share)
+    numbers, travelling = [], 0
+    for _, _, bucket, share in tasks:
+        travels = BUCKET_UPDATES[bucket.route].travels
+        numbers.append(travelling if travels else at_home)
+        travelling += travels
+        workspace.reserve(numbers[-1], share)
     ranks = None
-    for route, number, bound in bounds:
-        if (
-            route.travels
-            and ranks not in (None, bound.bucket.ranks)
-            and not options.overlap_backward
-        ):
-            jobs.append((Pause(), bound.hp))
-        ranks = bound.bucket.ranks if route.travels else ranks
-        bound.memory, bound.graphs, bound.slot = (
-            workspace.take(number, bound.share),
-            graphs,
-            number % slots,
+    for (store, group, bucket, share), number in zip(tasks, numbers):
+        kind = BUCKET_UPDATES[bucket.route]
+        if kind.travels and ranks not in (None, bucket.ranks) and not options.overlap_backward:
+            jobs.append((Pause("Pause"), group))
+        ranks = bucket.ranks if kind.travels else ranks
+        inputs = BucketInputs(
+            bucket=bucket,
+            share=share,
+            store=store,
+            options=options,
+            group=group,
+            process_group=process_groups.of(bucket.ranks) if kind.travels else None,
+            memory=workspace.take(number, share),
+            slot=number % slots,
+            graphs=graphs,
+            label=_label(len(jobs) - skipped, bucket, store),
+            written=written,
         )
-        jobs.append((route(bound), bound.hp))
+        jobs.append((kind(inputs), group))
     return jobs
 
 
@@ -200,19 +205,11 @@ def _slots(buckets, options) -> tuple[int, int]:
     return away + 1, away
 
 
-def name_buckets(jobs) -> None:
-    """Give each bucket of a step's jobs its name in messages, which begins with its number in
-    `plan_report`.
-    """
-    for number, (route, _) in enumerate(jobs):
-        if route.bound is not None:
-            route.label = _label(number, route.bound)
-
-
-def _label(number, bound) -> str:
-    ranks, first = bound.bucket.ranks, bound.store.names[bound.bucket.matrices[0].param]
+def _label(number: int, bucket: Bucket, store: Store) -> str:
+    """A bucket's name in messages, which begins with its number in `plan_report`."""
+    first = store.names[bucket.matrices[0].param]
+    ranks = f"{', '.join(map(str, bucket.ranks[:8]))}{', ...' if len(bucket.ranks) > 8 else ''}"
     return (
-        f"bucket {number} ({bound.bucket.route}; {len(bound.bucket.matrices)} matrices, the first "
-        "of parameter "
-        f"{first}; ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''})"
+        f"bucket {number} ({bucket.route}; {len(bucket.matrices)} matrices, the first of "
+        f"parameter {first}; ranks {ranks})"
     )

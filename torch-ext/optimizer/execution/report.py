@@ -60,8 +60,7 @@ class Stopwatch:
         return [(_Timed(route, number, self), hp) for number, (route, hp) in enumerate(jobs)]
 
     def spans(self) -> list[TimelineSpan]:
-        """What was measured; waits for the device. The wire's part lasts until its bucket goes on.
-        """
+        """What was measured; waits for the device. The wire's part lasts until its bucket goes on."""
         if self.cuda:
             torch.cuda.synchronize()
         stories, found = {}, []
@@ -88,8 +87,11 @@ class _Timed(BucketUpdate):
     """A route whose story leaves marks."""
 
     def __init__(self, route, number, watch):
-        self.route, self.number, self.watch = route, number, watch
-        self.travels, self.label = route.travels, route.label or type(route).__name__
+        super().__init__(route.label)
+        self.route = route
+        self.number = number
+        self.watch = watch
+        self.travels = route.travels
 
     def run(self, hp):
         story = self.route.run(hp)
@@ -259,11 +261,11 @@ def report_of(jobs, rank, watch=None, run=pipeline.run) -> Report:
     loads, works = Counter(), []
     for (route, _), pace in zip(jobs, paces):
         if pace:
-            loads.update(_loads(route.bound.bucket, pace))
-            works += [pace(m.rows, m.cols) for m in route.bound.bucket.matrices]
+            loads.update(_loads(route.bucket, pace))
+            works += [pace(m.rows, m.cols) for m in route.bucket.matrices]
     known = next((pace for pace in paces if pace and pace.measured), None)
     expected = known.spans([_part(route, known) for route, _ in jobs], run) if known else []
-    bounds = [route.bound for route, _ in jobs if route.bound is not None]
+    bounds = [route for route, _ in jobs if route.bucket is not None]
     return Report(
         rank,
         tuple(filter(None, rows)),
@@ -277,8 +279,8 @@ def report_of(jobs, rank, watch=None, run=pipeline.run) -> Report:
 
 def _pace(route, hp):
     """The cost model of a route with matrices."""
-    matrices = route.bound is not None and "ns_steps" in hp
-    return CostModel.of(hp, route.bound.store.device) if matrices else None
+    matrices = route.bucket is not None and "ns_steps" in hp
+    return CostModel.of(hp, route.store.device) if matrices else None
 
 
 def _loads(bucket, pace) -> Counter:
@@ -291,7 +293,7 @@ def _loads(bucket, pace) -> Counter:
 
 def _row(number, route, hp, measured_ms):
     """The row of one route, None for a pause."""
-    if route.store is not None:  # AdamW at home
+    if route.bucket is None and route.store is not None:  # AdamW where it is stored
         shapes = Counter(tuple(p.shape) for p in route.store.params)
         return Row(
             number,
@@ -306,9 +308,9 @@ def _row(number, route, hp, measured_ms):
             None,
             measured_ms,
         )
-    if route.bound is None:
+    if route.bucket is None:
         return None
-    bucket, share, pace = route.bound.bucket, route.bound.share, _pace(route, hp)
+    bucket, share, pace = route.bucket, route.share, _pace(route, hp)
     loads = _loads(bucket, pace) if pace else {}
     total, part = sum(loads.values()), _part(route, pace) if pace and pace.measured else None
     return Row(
@@ -330,8 +332,8 @@ def _part(route, pace) -> BucketTimes:
     """What is expected of a route: as planned, or for AdamW from the bytes that it moves (28 per
     element in fp32).
     """
-    if route.bound is not None:
-        share, planned = route.bound.share, route.bound.bucket.part
+    if route.bucket is not None:
+        share, planned = route.share, route.bucket.part
         chunks = pace.memory(28 * sum(p.numel for p in share.owned if p.home == p.owner))
         inbound, outbound = (
             pace.wire(sum(way.send_bytes)) for way in (share.inbound, share.outbound)

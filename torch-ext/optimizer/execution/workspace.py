@@ -1,9 +1,9 @@
-"""Memory that buckets share, and the stacks of matrices in it that Newton-Schulz reads and writes.
-"""
+"""Memory that buckets share, and the stacks of matrices in it that Newton-Schulz reads and writes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 
@@ -11,6 +11,7 @@ from ..communication.all_to_all import piece_at
 from ..kernels.elementwise.momentum import Copy
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..planning.memory_model import ALIGNMENT
+from ..planning.rank_plan import Piece, RankPlan
 
 
 class Workspace:
@@ -65,25 +66,32 @@ class Stacks:
     What is whole stays in one place, and so does row state. The others are Splits.
     """
 
-    def __init__(self, bound, came=None, leaves=None):
-        """`came`, `leaves`: {piece: its place} of all that is read and written where matrices are
-        `direct`; of several places for the same, the first.
+    def __init__(
+        self,
+        share: RankPlan,
+        memory: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        came: Mapping[Piece, torch.Tensor] | None = None,
+        leaves: Mapping[Piece, torch.Tensor] | None = None,
+    ):
+        """`memory`: workspace use -> flat uint8 tensor; `dtype`: of updates. `came`, `leaves`:
+        {piece: its place} of all that is read and written where matrices are `direct`; of several
+        places for one box, the first.
         """
-        self.share, self.read, self.written, self.rows = bound.share, [], [], []
-        ends, members, whole, at, row = (
-            [self._places(came), self._places(leaves)],
-            defaultdict(list),
-            {},
-            0,
-            0,
-        )
+        self.share = share
+        self.read = []
+        self.written = []
+        self.rows = []
+        ends = [self._places(came), self._places(leaves)]
+        members = defaultdict(list)
+        whole = {}
+        at = row = 0
         for matrix in self.share.matrices:
             members[matrix.rows, matrix.cols, matrix in self.share.direct].append(matrix)
         for (R, C, direct), matrices in members.items():
-            N, dtype = len(matrices), bound.options.wire_dtype
-            self.rows.append(
-                piece_at(bound.memory["rows"], row, (N * R, 1), torch.float32).view(N, R, 1)
-            )
+            N = len(matrices)
+            rows = piece_at(memory["rows"], row, (N * R, 1), torch.float32)
+            self.rows.append(rows.view(N, R, 1))
             whole |= {(m, "row"): t for m, t in zip(matrices, self.rows[-1])}
             row += 4 * N * R
             if direct:
@@ -92,9 +100,7 @@ class Stacks:
                     for end in ends
                 )
             else:
-                read = written = piece_at(bound.memory["stack"], at, (N * R, C), dtype).view(
-                    N, R, C
-                )
+                read = written = piece_at(memory["stack"], at, (N * R, C), dtype).view(N, R, C)
                 whole |= {(m, "update"): t for m, t in zip(matrices, read)}
                 at += read.nbytes + -read.nbytes % ALIGNMENT
             self.read.append(read)

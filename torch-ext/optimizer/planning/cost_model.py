@@ -258,7 +258,11 @@ class _Story(pipeline.BucketUpdate):
     """A route that only takes time."""
 
     def __init__(self, clock, number, part):
-        self.clock, self.number, self.part, self.travels = clock, number, part, part.travels
+        super().__init__(f"bucket {number}")
+        self.clock = clock
+        self.number = number
+        self.part = part
+        self.travels = part.travels
 
     def run(self, hp):
         clock, part, number = self.clock, self.part, self.number

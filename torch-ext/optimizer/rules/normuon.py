@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from ..kernels.elementwise.normuon import normalize as normalize_rows
+from ..kernels.elementwise.row_scattered import ScatteredRows
+
+EPS = 1e-8  # added to the root, as in the authors' code
 
 
-def normalize(stacks, rows, hp) -> None:
-    """NorMuon (arXiv 2510.05491): divide each row by the root of its mean square over time; keep
-    the Frobenius norm.
+def normalize(
+    stacks: Sequence[torch.Tensor | ScatteredRows],
+    rows: Sequence[torch.Tensor],
+    beta2: float | None,
+) -> None:
+    """Divide each row of each matrix by the root of its mean square over time, in place, and keep
+    the Frobenius norm of the matrix.
 
-    A group without `beta2` is plain Muon's.
+    `stacks`: (N, R, C); `rows`: (N, R, 1) in fp32, the means, updated in place; `beta2`: their
+    decay, None for plain Muon, which does nothing.
     """
-    for U, V in zip(stacks, rows if "beta2" in hp else ()):
-        normalize_rows(U, V, float(hp["beta2"]), 1e-8)
+    if beta2 is None:
+        return
+    for U, V in zip(stacks, rows):
+        normalize_rows(U, V, beta2, EPS)

@@ -7,6 +7,8 @@ parameter (`step`). Rules know no ranks and no buckets.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ..newton_schulz import coefficients
@@ -31,13 +33,23 @@ def device_scalars(hp) -> list[float]:
     ]
 
 
-def host_constants(hp, wide=False) -> tuple:
-    """What launches of a group take from the host, and a CUDA graph of them keeps. `wide`: AdamW
-    steps in fp64.
+class MuonConstants(NamedTuple):
+    """Numbers of a Muon group that launches take from the host."""
+
+    steps: coefficients.Steps
+    eps: float
+    beta2: float | None  # None without NorMuon's row normalization
+    nesterov: bool
+
+
+def host_constants(hp: dict, wide: bool = False) -> tuple:
+    """Numbers that launches of a group take from the host; a CUDA graph of these launches keeps
+    them. `wide`: AdamW steps in fp64.
     """
     if hp["use_muon"]:
         steps = coefficients.steps_of(hp["ns_coefficients"], hp["ns_steps"])
-        return steps, float(hp["eps"]), float(hp.get("beta2", 0)), bool(hp["nesterov"])
+        beta2 = float(hp["beta2"]) if "beta2" in hp else None
+        return MuonConstants(steps, float(hp["eps"]), beta2, bool(hp["nesterov"]))
     return *map(float, (*hp["betas"], hp["eps"], hp["weight_decay"])), float(
         hp["lr"]
     ) if wide else None

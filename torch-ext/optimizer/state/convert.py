@@ -217,9 +217,7 @@ def _parts(where: str, group: dict, states: dict, source: str) -> list[dict]:
     return parts
 
 
-def _jordan(
-    where: str, group: dict, own: list[dict], arguments: dict
-) -> tuple[Options, OfState]:
+def _jordan(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
     if not group.get("use_muon", True):
         return _adamw(group["betas"], group["eps"]), dict
     _check_dims(where, own, (4,))
@@ -311,9 +309,7 @@ def _emerging(
     }, _kept("momentum_buffer")
 
 
-def _megatron(
-    where: str, group: dict, own: list[dict], arguments: dict
-) -> tuple[Options, OfState]:
+def _megatron(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
     if "momentum" not in group:
         raise ValueError(
             f"{where} of this state dict of Megatron-LM has no momentum: it is not its Muon's. "
@@ -351,9 +347,7 @@ def _timm(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Op
     return options, _kept("momentum_buffer")
 
 
-def _nanochat(
-    where: str, group: dict, own: list[dict], arguments: dict
-) -> tuple[Options, OfState]:
+def _nanochat(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
     """AdamW of MuonAdamW; Muon's first version, and its second (with beta2) without variance."""
     if group.get("kind", "muon") == "adamw":
         return _adamw(group["betas"], group["eps"]), _kept(*ADAMW_STATE)
@@ -380,9 +374,7 @@ def _nanochat(
     }, _kept("momentum_buffer")
 
 
-def _modded(
-    where: str, group: dict, own: list[dict], arguments: dict
-) -> tuple[Options, OfState]:
+def _modded(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
     raise NotImplementedError(
         f"{where} is of {PEERS['modded_nanogpt'].title}, which divides by the variance of rows or "
         "columns, decays cautiously and keeps the momenta of a group in the group: it has no "
@@ -406,9 +398,7 @@ def _deepspeed(
     return _jordan(where, group, own, arguments)
 
 
-def _muonium(
-    where: str, group: dict, own: list[dict], arguments: dict
-) -> tuple[Options, OfState]:
+def _muonium(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
     rule, wd, lr = group["algorithm"], float(group["wd"]), float(group["lr"])
     _check_options(where, "muonium", group, MUONIUMS)
     if not group["use_muon"]:

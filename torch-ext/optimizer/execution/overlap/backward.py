@@ -32,10 +32,10 @@ class BackwardOverlap:
         self.feed, self.journeys = feed, []
         self.order = pipeline.run if jobs is None else pipeline.run_all_in
         for route, hp in [job for job in jobs or () if job[0].travels]:
-            if not route.inbound.crosses:
+            if not route.to_owner.has_traffic:
                 break
-            numbers = sorted({m.param for m in route.bound.bucket.matrices})
-            self.journeys.append((route, hp, route.bound.store, numbers))
+            numbers = sorted({m.param for m in route.bucket.matrices})
+            self.journeys.append((route, hp, route.store, numbers))
         self.awaited = [
             {id(store.params[i]) for i in numbers} for _, _, store, numbers in self.journeys
         ]
@@ -208,8 +208,7 @@ class BackwardOverlap:
 
 
 class Sent:
-    """What one bucket has taken along: its gradients as they were, and what it read of its group.
-    """
+    """What one bucket has taken along: its gradients as they were, and what it read of its group."""
 
     def __init__(self, hp, params):
         self.hp, self.params, self.gradients = hp, params, [p.grad for p in params]

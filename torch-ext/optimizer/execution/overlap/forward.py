@@ -13,6 +13,7 @@ import torch
 
 from ...kernels.backend import capturing
 from ...params.dtensor import raw_locals
+from ...pipeline import BucketUpdate
 from .module_hooks import Waiting
 
 
@@ -71,25 +72,22 @@ class ForwardOverlap:
         self.order(self.home, len(self.marks) - 1 if wait_for_all else self._unknown())
 
     def follow(self, jobs, stores) -> None:
-        """Have the routes of `jobs` say when they have landed. Weights that are freed meanwhile are
-        still written.
+        """Know the updates of `jobs`, which report to `bucket_written`. Weights that are freed
+        meanwhile are still written.
         """
+        self.numbers = {}  # id of an update -> its number
         # Bucket -> its part of a store; parameter -> its buckets
         self.brought, self.buckets = [], {}
         # Parameters -> their buckets
         self.found, self.models_then, self.unknown = {}, None, frozenset()
         for route, _ in jobs if self.on else ():
-            if route.bound is not None:
-                store, numbers = (
-                    route.bound.store,
-                    sorted({m.param for m in route.bound.bucket.matrices}),
-                )
-            elif route.store is not None:
-                store, numbers = route.store, range(len(route.store.params))
-            else:
+            if route.store is None:
                 continue
-            route.landed = functools.partial(self._land, len(self.brought))
-            self._brings(stores, store, numbers)
+            numbers = range(len(route.store.params))
+            if route.bucket is not None:
+                numbers = sorted({m.param for m in route.bucket.matrices})
+            self.numbers[id(route)] = len(self.brought)
+            self._brings(stores, route.store, numbers)
         # One bucket more, of what no route brings: it never lands
         for store in stores if self.on else ():
             self._brings(
@@ -109,9 +107,10 @@ class ForwardOverlap:
             if getattr(tensor, "is_cuda", False):
                 tensor.record_stream(self.stream)
 
-    def _land(self, bucket) -> None:
-        if self.is_open:
-            self.landed[bucket] = len(self.marks)
+    def bucket_written(self, update: BucketUpdate) -> None:
+        """Record the event after which the weights of an update's parameters are written."""
+        if self.is_open and id(update) in self.numbers:
+            self.landed[self.numbers[id(update)]] = len(self.marks)
             self._mark()
 
     def _mark(self) -> None:
@@ -200,8 +199,7 @@ class ForwardOverlap:
         self.follow((), ())
 
     def __del__(self, suppress=contextlib.suppress):
-        """Nobody waits any more for what an optimizer that goes has launched: now it is waited for.
-        """
+        """Nobody waits any more for what an optimizer that goes has launched: now it is waited for."""
         with suppress(Exception):  # the process may be at its end, and this module's names gone
             self.wait()
 
