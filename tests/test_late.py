@@ -147,9 +147,9 @@ def install(patch) -> Machine:
 
     for kind, name in (
         ("LocalUpdate", "step"),
-        ("ShardedUpdate", "land"),
-        ("UnreducedUpdate", "land"),
-        ("UnreducedAdamWUpdate", "land"),
+        ("ShardedUpdate", "apply"),
+        ("UnreducedUpdate", "apply"),
+        ("UnreducedAdamWUpdate", "apply"),
         ("AdamWUpdate", "step"),
     ):
         written(getattr(routes, kind), name)

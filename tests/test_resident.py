@@ -122,7 +122,7 @@ def test_gram_matrices_of_one_long_side_are_computed_there(resident, part, monke
     iteration, steps = part("newton_schulz.iteration"), part("newton_schulz.coefficients").steps_of(name)
     U = [torch.randn(3, 16, m) for m in sides]
     expected, results, calls = [torch.empty_like(u) for u in U], [torch.empty_like(u) for u in U], []
-    iteration.iterate([*zip(U, expected)], steps, 1e-7, torch.float32, 3)
+    iteration.Iteration([*zip(U, expected)], steps, torch.float32, 3).run(1e-7)
 
     def follow(segment, pair, A, Q, Z, T, long):
         calls.append(long is not None)
@@ -133,7 +133,7 @@ def test_gram_matrices_of_one_long_side_are_computed_there(resident, part, monke
 
     monkeypatch.setattr(resident, "fits", lambda A, Q, segment, pair: len(segment) > 1)
     monkeypatch.setattr(resident, "follow", follow)
-    iteration.iterate([*zip(U, results)], steps, 1e-7, torch.float32, 3)
+    iteration.Iteration([*zip(U, results)], steps, torch.float32, 3).run(1e-7)
     assert calls[0] == whole and all(map(torch.equal, results, expected))
 
 

@@ -298,6 +298,10 @@ class Steps:
             for length, end in zip(lengths, itertools.accumulate(lengths))
         )
 
+    def intervals(self, dtype: torch.dtype, most: int, n: int) -> list[tuple]:
+        """Return [(triples, `Pair` of the last two or None)], one for each restart interval."""
+        return [*zip(self.segments(dtype, most, n), self.pairs(dtype, most, n))]
+
     @property
     def cubic(self) -> bool:
         """Whether no step has a square of A."""

@@ -1,7 +1,8 @@
 """The Newton-Schulz iterations over batches of matrices that share a short side.
 
-`iterate_all` runs several batches, `iterate` one. `LongSide` holds the matrices of one long side.
-`follow` computes the polynomial Q of one restart interval from A = X X^T. Knows no ranks.
+`IterationPlan` runs several batches, `Iteration` one; both are bound to memory once and run any
+number of times. `LongSide` holds the matrices of one long side. `follow` computes the polynomial Q
+of one restart interval from A = X X^T. Knows no ranks.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+from collections.abc import Sequence
 
 import torch
 
@@ -25,7 +27,11 @@ from ..kernels.matmul.api import (
     takes_raw,
 )
 from ..kernels.onchip import gram_chain, polar
+from .coefficients import Steps
 from .method import LINE, takes
+
+# Three flat uint8 tensors in which an iteration keeps X, its successor, and n x n matrices
+Memory = Sequence[torch.Tensor]
 
 
 class Room:
@@ -62,30 +68,56 @@ def _arrange(shapes, step, line):
     return forms, end
 
 
-def iterate_all(stacks, steps, eps: float, dtype: torch.dtype, memory=None) -> None:
-    """`iterate` each of stacks (members, most steps between restarts): side by side, in a CUDA
-    graph, if `memory` is enough for all of them together; else one after the other, in the same
-    memory.
+class IterationPlan:
+    """The iterations of several stacks, bound to their memory: `run` launches products only.
+
+    Each stack has a short side and a restart interval of its own. Where `memory` is large enough
+    for all of them together, they run side by side in a CUDA graph, else one after the other in
+    the same memory.
     """
-    device, lent = stacks[0][0][0][0].device, _divided(stacks, dtype, memory)
-    works = [
-        functools.partial(iterate, members, steps, eps, dtype, most, own)
-        for (members, most), own in zip(stacks, lent or itertools.repeat(memory))
-    ]
-    if lent and capturing(device):
-        return _side_by_side(works, device)
-    for work in works:
-        work()
+
+    def __init__(
+        self, stacks: Sequence[tuple[list, int]], steps: Steps, dtype: torch.dtype, memory: Memory
+    ):
+        """`stacks`: [(members, most steps between restarts)], see `Iteration`; `memory`: as there."""
+        self.device = stacks[0][0][0][0].device
+        parts = _divided(stacks, dtype, memory)
+        self.side_by_side = parts is not None
+        self.iterations = [
+            Iteration(members, steps, dtype, most, own)
+            for (members, most), own in zip(stacks, parts or itertools.repeat(memory))
+        ]
+
+    def run(self, eps: float) -> None:
+        """Write the polar factor of every matrix; `eps` as in torch.optim.Muon."""
+        if self.side_by_side and capturing(self.device):
+            _side_by_side([functools.partial(one.run, eps) for one in self.iterations], self.device)
+            return
+        for iteration in self.iterations:
+            iteration.run(eps)
+
+
+def iterate_all(
+    stacks: Sequence[tuple[list, int]],
+    steps: Steps,
+    eps: float,
+    dtype: torch.dtype,
+    memory: Memory | None = None,
+) -> None:
+    """Run an `IterationPlan` once. Without `memory` each stack takes new memory in turn."""
+    if memory is not None:
+        IterationPlan(stacks, steps, dtype, memory).run(eps)
+        return
+    for members, most in stacks:
+        Iteration(members, steps, dtype, most).run(eps)
 
 
 def _divided(stacks, dtype, memory):
     """The part of `memory` for each of `stacks`; None if it is not enough for all of them together."""
+    if len(stacks) == 1:
+        return None
     sizes = list(zip(*(_needs(members, dtype.itemsize, most) for members, most in stacks)))
-    if (
-        memory is None
-        or len(stacks) == 1
-        or any(map(operator.lt, map(torch.numel, memory), map(sum, sizes)))
-    ):
+    if any(map(operator.lt, map(torch.numel, memory), map(sum, sizes))):
         return None
     return list(zip(*(flat[: sum(parts)].split(parts) for flat, parts in zip(memory, sizes))))
 
@@ -121,42 +153,93 @@ def _streams(device, count) -> list:
     return [torch.cuda.Stream(device) for _ in range(count)]
 
 
-def iterate(members, steps, eps: float, dtype: torch.dtype, most: int, memory=None) -> None:
-    """Orthogonalize each U (N, n, m), n <= m, of members (U, out) into out; n is the same for all.
+class Iteration:
+    """Newton-Schulz on stacks of one short side, bound to their memory.
 
-    They may be the same memory, and each a Split. `steps`: a `steps.Steps`; `dtype`: that of
-    products; `most`: steps between restarts, 1 in the standard iteration, more in the Gram
-    iteration; `memory`: three flat uint8 tensors of the bytes that `takes` says for all matrices
-    together, the first of two equal parts, the second, and the rest; None for new memory.
+    Views, scratch and restart intervals are computed once; `run` may be called any number of times
+    and reads the matrices anew each time.
     """
-    kinds = _by_kind(members, steps, dtype, most)
-    counts = [sum(len(U) for U, _ in group) for group in kinds.values()]
-    n, device = members[0][0].shape[1], members[0][0].device
-    long, square = tuple((count, n, m) for count, (m, _) in zip(counts, kinds)), (sum(counts), n, n)
-    rooms = [
-        Room(shapes, dtype, device) for shapes in (long, long, (square,) * (4 if most > 1 else 2))
-    ]
-    sizes = [room.nbytes for room in rooms[:2]] + [rooms[2].nbytes + LINE * sum(counts)]
-    memory = memory or torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
-    for room, flat in zip(rooms, memory):
-        room.lend(flat)
-    factors = (
-        memory[2][rooms[2].nbytes :][: 12 * sum(counts)].view(torch.float32).view(3, sum(counts))
-    )
-    (Xs, Ys, squares), parts, first = (room.all() for room in rooms), [], 0
-    for ((_, raw), group), count, X, Y in zip(kinds.items(), counts, Xs, Ys):
-        parts.append(LongSide(group, raw, squares[0], first, X, Y))
-        first += count
-    lengths, row_scales = (
-        _factors(rooms[1].memory, *squares[0].shape[:2]) if steps.aol else (None, None)
-    )
-    for part in parts:
-        part.begin(eps, factors, lengths)
-    cut = dtype, most, n
-    segments = [*zip(steps.segments(*cut), steps.pairs(*cut))]
-    P = _iteration(parts, squares, segments, lengths, row_scales)
-    for part in parts:
-        part.finish(P)
+
+    def __init__(
+        self,
+        members: list[tuple],
+        steps: Steps,
+        dtype: torch.dtype,
+        most: int,
+        memory: Memory | None = None,
+    ):
+        """`members`: [(U, out)], each (N, n, m) with n <= m and n equal for all; out may be U's
+        memory, and each may be `ScatteredRows`. `dtype`: of products. `most`: steps between
+        restarts, 1 in the standard iteration, more in the Gram iteration. `memory`: three flat
+        uint8 tensors of the bytes that `takes` says for all matrices together, the first of two
+        equal parts, the second, and the rest; None for new memory.
+        """
+        kinds = _by_kind(members, steps, dtype, most)
+        counts = [sum(len(U) for U, _ in group) for group in kinds.values()]
+        total = sum(counts)
+        n, device = members[0][0].shape[1], members[0][0].device
+        long = tuple((count, n, m) for count, (m, _) in zip(counts, kinds))
+        squares = ((total, n, n),) * (4 if most > 1 else 2)
+        rooms = [Room(shapes, dtype, device) for shapes in (long, long, squares)]
+        sizes = [room.nbytes for room in rooms[:2]] + [rooms[2].nbytes + LINE * total]
+        memory = memory or torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
+        for room, flat in zip(rooms, memory):
+            room.lend(flat)
+        # Three fp32 numbers for each matrix, behind the squares: scales of the cast, and powers
+        scales = memory[2][rooms[2].nbytes :][: 12 * total]
+        self.factors = scales.view(torch.float32).view(3, total)
+        Xs, Ys, self.squares = (room.all() for room in rooms)
+        self.parts, first = [], 0
+        for ((_, raw), group), count, X, Y in zip(kinds.items(), counts, Xs, Ys):
+            self.parts.append(LongSide(group, raw, self.squares[0], first, X, Y))
+            first += count
+        self.lengths = self.row_scales = None
+        if steps.aol:
+            self.lengths, self.row_scales = _factors(rooms[1].memory, total, n)
+        self.intervals = steps.intervals(dtype, most, n)
+
+    def run(self, eps: float) -> None:
+        """Write the polar factor of each U into its out."""
+        for part in self.parts:
+            part.begin(eps, self.factors, self.lengths)
+        Q = self._iterate()
+        for part in self.parts:
+            part.finish(Q)
+
+    def _iterate(self) -> torch.Tensor:
+        """X <- Q X, restart interval by restart interval; return the last Q, yet to be applied.
+
+        With AOL the rows of X have yet to get their scales D, which A = X X^T gives: the first
+        product is X <- Q D X.
+        """
+        A, Q, *others = self.squares
+        for number, (triples, pair) in enumerate(self.intervals):
+            if number == 1 and self.row_scales is not None:
+                scale_columns(Q, self.row_scales)  # one pass over Q, for X is larger
+            for part in self.parts if number else ():
+                part.multiply(Q)
+            stays = gram_chain.fits(A, Q, triples, pair)
+            scaled = number == 0 and self.row_scales is not None
+            # The kernel that keeps A in shared memory computes X X^T, too
+            fused = stays and len(self.parts) == 1 and not scaled
+            for part in () if fused else self.parts:
+                gram(part.X, part.A, part.scales)
+            if scaled:
+                aol(A, self.lengths, self.row_scales)
+            if others and polar.follows(A):
+                polar.follow(A, Q, triples)
+            elif len(triples) == 1:
+                polynomial(A, triples[0], Q)
+            elif stays:
+                long = (self.parts[0].X, self.parts[0].scales) if fused else None
+                Q, *others = gram_chain.follow(triples, pair, A, Q, *others, long)
+            else:
+                Q, *others = follow(triples, pair, A, Q, *others)
+        if len(self.intervals) == 1 and self.row_scales is not None:
+            # The last product may be computed transposed, which wants Q symmetric
+            for part in self.parts:
+                scale_rows(part.X, self.row_scales[part.rows])
+        return Q
 
 
 def _by_kind(members, steps, dtype, most) -> dict:
@@ -176,56 +259,6 @@ def _factors(memory, N, n):
     flat = memory[: 4 * numbers] if memory.numel() >= 4 * numbers else memory.new_empty(4 * numbers)
     lengths, scales = flat.view(torch.float32).split((2 * N * n, N * n))
     return lengths.view(N, 2, n), scales.view(N, n)
-
-
-def _iteration(parts, squares, segments, lengths, scales):
-    """X <- Q X, segment by segment; return the last Q, yet to be applied.
-
-    segments: triples, and the pair that the last two are taken as, or None. squares: A and Q, and
-    for more than a step at a time Z and T. scales (N, n): room for those of A (AOL), by the
-    `lengths` of rows, which X has yet to get; None where there are none.
-    """
-    A, Q, *others = squares
-    for number, (segment, pair) in enumerate(segments):
-        if number:
-            _multiply(parts, Q, scales if number == 1 else None)
-        stays, scaled = gram_chain.fits(A, Q, segment, pair), not number and scales is not None
-        # the kernel that keeps A in shared memory computes X X^T, too
-        long = (parts[0].X, parts[0].scales) if stays and len(parts) == 1 and not scaled else None
-        if long is None:
-            _restart(parts)
-        if scaled:
-            aol(A, lengths, scales)
-        if others and polar.follows(A):
-            polar.follow(A, Q, segment)
-        elif len(segment) == 1:
-            polynomial(A, segment[0], Q)
-        elif stays:
-            Q, *others = gram_chain.follow(segment, pair, A, Q, *others, long)
-        else:
-            Q, *others = follow(segment, pair, A, Q, *others)
-    _scale(parts, scales if len(segments) == 1 else None)
-    return Q
-
-
-def _multiply(parts, P, scales) -> None:
-    """X <- P X, or P D X with scales, D = diag(scales)."""
-    if scales is not None:
-        scale_columns(P, scales)  # one pass over P, for X is larger
-    for part in parts:
-        part.multiply(P)
-
-
-def _scale(parts, scales) -> None:
-    """X <- D X: the last product may be computed transposed, which wants P symmetric."""
-    for part in parts if scales is not None else ():
-        scale_rows(part.X, scales[part.rows])
-
-
-def _restart(parts) -> None:
-    """A <- X X^T."""
-    for part in parts:
-        part.restart()
 
 
 def follow(segment, pair, A, Q, Z, T) -> tuple:
@@ -292,20 +325,27 @@ class LongSide:
         counts = [len(U) for U, _ in members]
         ends = list(itertools.accumulate(counts))
         self.places = [slice(end - count, end) for end, count in zip(ends, counts)]
-        self.members, self.raw, self.A, self.X, self.Y, self.room = (
-            members,
-            raw,
-            A[first : first + ends[-1]],
-            X,
-            Y,
-            X,
-        )
-        self.rows, self.scales, self.later = slice(first, first + ends[-1]), None, ()
+        self.members = members
+        self.raw = raw
+        self.rows = slice(first, first + ends[-1])
+        self.A = A[self.rows]
+        self.memory = X, Y
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget an earlier run: products swap X and Y, and a first product that casts drops
+        scales.
+        """
+        self.X, self.Y = self.memory
+        self.room = self.X
+        self.scales = None
+        self.later = ()
 
     def begin(self, eps, factors, lengths=None) -> None:
         """X <- U scaled and cast, row by row where there are `lengths` of rows to be told; or U as
         it is.
         """
+        self._reset()
         if self.raw:
             return self._begin_raw(eps, factors[:, self.rows])
         if lengths is None:
@@ -330,10 +370,6 @@ class LongSide:
                 eps,
                 self.Y,
             )
-
-    def restart(self) -> None:
-        """A <- X X^T."""
-        gram(self.X, self.A, self.scales)
 
     def multiply(self, P) -> None:
         """X <- P X."""

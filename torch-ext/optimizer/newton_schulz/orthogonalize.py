@@ -18,7 +18,7 @@ from ..kernels.launch.tile_config import forced
 from ..kernels.onchip import polar
 from ..params.errors import shortened
 from .coefficients import Steps, is_number, steps_of
-from .iteration import iterate_all, most_of
+from .iteration import IterationPlan, iterate_all, most_of
 from .method import WIDE, _key, longest, products_dtype
 
 AKIN = 1 << 26  # bytes of a stack up to which what is akin to it may take memory, for a moment
@@ -132,6 +132,47 @@ def orthogonalize_(
     if stacks:
         into = into or stacks
         _polar((*stacks, *into), lambda: list(zip(stacks, into)), (steps, eps, dtype), memory)
+
+
+class BoundOrthogonalization:
+    """`orthogonalize_` of fixed stacks in fixed memory, for a bucket that is stepped many times.
+
+    In torch (CPUs), views of the memory and restart intervals are computed by the first call and
+    kept until the coefficients change: later calls compute products only. With Triton, calls are
+    known by their `CallSignature`, and replay recorded launches.
+    """
+
+    def __init__(
+        self,
+        stacks: Sequence[torch.Tensor | ScatteredRows],
+        into: Sequence[torch.Tensor | ScatteredRows],
+        dtype: torch.dtype | None,
+        memory: Sequence[torch.Tensor],
+    ):
+        """Arguments as in `orthogonalize_`."""
+        self.stacks = stacks
+        self.into = into
+        self.dtype = dtype
+        self.memory = memory
+        self.replays = bool(stacks) and use_triton(stacks[0].device)
+        self.steps: Steps | None = None  # for which `plan` was made
+        self.plan: IterationPlan | None = None
+
+    def __call__(self, steps: Steps, eps: float) -> None:
+        """Write the polar factor of every matrix of `stacks` to its place in `into`."""
+        if not self.stacks:
+            return
+        if self.replays or self.stacks[0].device.type == "meta":
+            orthogonalize_(self.stacks, steps, eps, self.dtype, self.memory, self.into)
+            return
+        if steps is not self.steps:
+            pairs = list(zip(self.stacks, self.into))
+            # On a CPU every matrix is iterated in memory: onchip kernels need a GPU
+            _, batches, own = _sorted(pairs, (steps, eps, self.dtype))
+            self.plan = IterationPlan(batches, steps, own, self.memory) if batches else None
+            self.steps = steps
+        if self.plan is not None:
+            self.plan.run(eps)
 
 
 class CallSignature:
