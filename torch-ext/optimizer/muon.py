@@ -416,11 +416,14 @@ class Muon(Saving):
         half-way.
         """
         itself = self._itself()
-        refuse_torn(itself._torn)
+        refuse_torn(itself._half_way or itself._early.failed)
         with torch.enable_grad():
             loss = None if closure is None else closure()
         scaled = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         device = device_of(itself.param_groups)
+        if device.type == "cpu" and not itself._late.on:
+            itself._take(*scaled)
+            return loss
         with current(device), itself._late.aside(device, wait_for_all=scaled != (None, None)):
             itself._take(*scaled)
         return loss
@@ -428,17 +431,19 @@ class Muon(Saving):
     def _take(self, grad_scale, found_inf) -> None:
         """Step, with what a GradScaler says of the gradients, or None."""
         self._read_groups()
-        self._half_way = begun = self._early.begun
+        # Nothing leaves before the step without overlap_backward
+        self._half_way = begun = self._options.overlap_backward and self._early.begun
         self._consolidated = None
         self._process_groups.quiet = False
-        creates_state = creates_state_only(self.param_groups, self.state)
+        creates_state = not self.state and creates_state_only(self.param_groups, self.state)
         if begun:
             self._early.check(self._as_bound(), (grad_scale, found_inf) != (None, None))
         else:
-            self._early.judge()  # binding anew would forget it
-            with lasting():
-                stores = self._ready(found_inf is not None)
-            unscale(stores, grad_scale)
+            if self._options.overlap_backward:
+                self._early.judge()  # binding anew would forget it
+            stores = self._ready(found_inf is not None)
+            if grad_scale is not None:
+                unscale(stores, grad_scale)
         # The next step binds anew
         if self._feed.send(None if begun else self._seen, as_bound=begun):
             self._bound_for = self._seen = None
@@ -449,8 +454,10 @@ class Muon(Saving):
         with self._presence.around():
             self._half_way = True
             self._launch()
-        self._half_way, self._process_groups.quiet = False, True
-        self._late.keep(self._stores)
+        self._half_way = False
+        self._process_groups.quiet = True
+        if self._late.on:
+            self._late.keep(self._stores)
         self._feed.forget()
         if self._guard is not None:
             self._note(found_inf is None)
@@ -488,7 +495,7 @@ class Muon(Saving):
         """All work of the step; with `capturable`, as one graph and one for each AdamW group that
         knows no ranks.
         """
-        if self.timing:
+        if self._timing:
             self._watch = Stopwatch(self._stores[0].device) if self._stores else None
             return self._run(self._watch.over(self._jobs + self._alone) if self._watch else [])
         if not self._options.capturable:
@@ -497,8 +504,12 @@ class Muon(Saving):
         pipeline.beside(lambda: self._graphs(self._run, key), self._alone, self._beside.stream)
 
     def _run(self, jobs=None) -> None:
+        jobs = self._jobs if jobs is None else jobs
         with self._presence.compared() as closing:
-            self._early.run(self._jobs if jobs is None else jobs, closing)
+            if self._options.overlap_backward:
+                self._early.run(jobs, closing)
+            else:
+                pipeline.run(jobs, closing)
 
     @settled
     def last_backward(self):
@@ -550,6 +561,11 @@ class Muon(Saving):
         self._find_world()
         if self._seen is not None and self._seen.holds(self.param_groups, self.state, scaled):
             return self._stores
+        with lasting():
+            return self._prepare(scaled)
+
+    def _prepare(self, scaled: bool) -> list:
+        """Plan and bind what has changed; return the stores."""
         check_again(self.param_groups, self._options)
         if None in self._planned_for.values():
             warn_of_idle(self.param_groups)
@@ -579,7 +595,7 @@ class Muon(Saving):
             forms, self._bound_for, self._seen = [form_of(p) for p in params], None, None
             if self._forms not in (None, forms):
                 self._forget()
-                return self._ready(scaled)
+                return self._prepare(scaled)
             self._bind(plans, "raise" if scaled else self._options.nonfinite)
             self._bound_for, self._forms = key, forms
         # With the state that there is now

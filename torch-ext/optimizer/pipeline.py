@@ -84,8 +84,9 @@ def run(jobs, closing=None) -> None:
     then the one before that is applied: the wire is busy while matrices are multiplied. Buckets
     that stay at home run while the first one travels.
     """
-    stories = [_told(route, hp) for route, hp in jobs if route.travels]
-    at_home = [_told(route, hp) for route, hp in jobs if not route.travels]
+    stories, at_home = [], []
+    for route, hp in jobs:
+        (stories if route.travels else at_home).append(_told(route, hp))
     alive = _advance(stories[:1])
     for story in at_home:
         next(story, None)
@@ -142,17 +143,23 @@ def _told(route, hp):
     """A route's story, at whose end it says that it has `landed`, where somebody wants to know. An
     error in it, or of a collective that it waits for, says which bucket that was.
     """
-    with errors.during(route.label):
+    try:
         yield from route.run(hp)
         if route.written is not None:
             route.written(route)
+    except Exception as error:
+        errors.add_context(error, route.label)
+        raise
 
 
 def _advance(stories):
     """[(story, collective it waits for)] of those that are not at their end."""
-    return [
-        (story, collective) for story in stories if (collective := next(story, None)) is not None
-    ]
+    found = []
+    for story in stories:
+        collective = next(story, None)
+        if collective is not None:
+            found.append((story, collective))
+    return found
 
 
 def _resume(alive):

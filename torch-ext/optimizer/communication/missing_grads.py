@@ -27,13 +27,13 @@ class MissingGradients:
     """
 
     def __init__(self, plans=(), stores=(), process_groups=None):
-        self.members, self.stores, self.process_groups, self.saved, self.works = (
-            {},
-            stores,
-            process_groups,
-            {},
-            [],
-        )
+        self.members = {}  # ranks that compare (None: nobody) -> [(store, parameter index)]
+        self.stores = stores
+        self.process_groups = process_groups
+        self.groups = {}  # ranks -> their process group, once they have compared
+        self.saved = {}  # (ranks, index in members) -> copies from before the step
+        self.works = []  # collectives in flight
+        self.misses = False  # whether a gradient of this step is missing on this rank
         # Ranks -> (what this rank has, what any rank has), on the device, from a Feed
         self.flags = {}
         self.error: Exception | None = None
@@ -49,7 +49,10 @@ class MissingGradients:
 
     def here(self) -> list[bool]:
         """Which gradients of the compared parameters are here, in the order of the flags."""
-        if not self._misses():
+        self.misses = False
+        for store in self.stores:
+            self.misses = self.misses or bool(store.missing)
+        if not self.misses:
             return self.all_here
         return [
             number not in store.missing
@@ -71,15 +74,13 @@ class MissingGradients:
             return False
         for store in self.stores:
             store.missing = frozenset(range(len(store.params)))
+            self.misses = self.misses or bool(store.missing)
         self.only_counts = True
         return True
 
     def _held(self, store, number) -> list:
         """The tensors of one parameter that are put back."""
         return store.counts_of(number) if self.only_counts else store.all_of(number)
-
-    def _misses(self) -> bool:
-        return any(store.missing for store in self.stores)
 
     @contextlib.contextmanager
     def around(self):
@@ -98,13 +99,16 @@ class MissingGradients:
         # A graph cannot wait for what is outside of it; who captures has synchronized
         if capturing(self.device):
             self.works = []
-        self.wait()
-        self.saved = {
-            (ranks, i): [t.clone() for t in self._held(store, number)]
-            for ranks, members in (self.members.items() if self._misses() else ())
-            for i, (store, number) in enumerate(members)
-            if number in store.missing
-        }
+        if self.works or self.error is not None:
+            self.wait()
+        self.saved = {}
+        if not self.misses:
+            return
+        for ranks, members in self.members.items():
+            for i, (store, number) in enumerate(members):
+                if number in store.missing:
+                    held = self._held(store, number)
+                    self.saved[ranks, i] = [t.clone() for t in held]
 
     @contextlib.contextmanager
     def compared(self):
@@ -122,14 +126,20 @@ class MissingGradients:
 
     def compare(self) -> None:
         """Ask the other ranks."""
-        with errors.during("the comparison of missing gradients"):
-            of = self.process_groups.of
-            self.works = [
-                dist.all_reduce(
-                    anybody.copy_(mine), dist.ReduceOp.MAX, group=of(ranks), async_op=True
-                )
-                for ranks, (mine, anybody) in self.flags.items()
-            ]
+        if not self.flags:
+            return
+        self.works = []
+        try:
+            for ranks, (mine, anybody) in self.flags.items():
+                if ranks not in self.groups:
+                    self.groups[ranks] = self.process_groups.of(ranks)
+                anybody.copy_(mine)
+                group = self.groups[ranks]
+                work = dist.all_reduce(anybody, dist.ReduceOp.MAX, group=group, async_op=True)
+                self.works.append(work)
+        except Exception as error:
+            errors.add_context(error, "the comparison of missing gradients")
+            raise
         if self.device.type == "cpu":
             _keep(self.works)
 
@@ -183,4 +193,6 @@ def _keep(works) -> None:
     A thread of gloo that is the last to hold one has to ask Python to let its tensors go; if Python
     ends meanwhile (before 3.14), that aborts the process.
     """
-    _under_way[:] = [work for work in _under_way if not work.is_completed()] + works
+    if _under_way:
+        _under_way[:] = [work for work in _under_way if not work.is_completed()]
+    _under_way.extend(works)

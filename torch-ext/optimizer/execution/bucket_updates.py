@@ -121,16 +121,20 @@ class BoundUpdate(BucketUpdate):
 
     # Running
 
-    def replay(self, part: Callable, constants: tuple, argument: object = None) -> None:
-        """Call `part(constants)`, or `part(argument)`, by a CUDA graph where possible. `constants`
-        holds every host value that the part's launches depend on.
-        """
-        self.graphs(part, constants, constants if argument is None else argument)
-
     @property
     def update_momentum_early(self) -> bool:
         """See [Note: momentum and weight together]."""
         return self.graphs.within
+
+    def replay(self, part: Callable, constants: tuple, argument: object = None) -> None:
+        """Call `part(constants)`, or `part(argument)`, by a CUDA graph where possible. `constants`
+        holds every host value that the part's launches depend on.
+        """
+        argument = constants if argument is None else argument
+        if self.graphs.may_capture:
+            self.graphs(part, constants, argument)
+        else:
+            part(argument)
 
     def _run_pack(self, pack: Pack, constants: MuonConstants, gradients: tuple = ()) -> None:
         """`gradients`: (tensors, addresses); empty for this step's."""
@@ -180,7 +184,8 @@ class LocalUpdate(BoundUpdate):
         self._run_pack(self.pack_all, constants)
         self.load_rows()
         self.iterate(constants.steps, constants.eps)
-        normuon.normalize(self.stacks.written, self.stacks.rows, constants.beta2)
+        if constants.beta2 is not None:
+            normuon.normalize(self.stacks.written, self.stacks.rows, constants.beta2)
         self._run_update(self.update_all)
         self.save_rows()
 
@@ -296,7 +301,8 @@ class ShardedUpdate(OwnerUpdate):
         self._run_pack(self.pack_late, constants)
         self.assemble()
         self.iterate(constants.steps, constants.eps)
-        normuon.normalize(self.stacks.written, self.stacks.rows, constants.beta2)
+        if constants.beta2 is not None:
+            normuon.normalize(self.stacks.written, self.stacks.rows, constants.beta2)
         self.disassemble()
 
     def apply(self, _) -> None:
@@ -352,7 +358,8 @@ class UnreducedUpdate(OwnerUpdate):
         self._run_pack(self.pack_owned, constants, self.mean())
         self.load_rows()
         self.iterate(constants.steps, constants.eps)
-        normuon.normalize(self.stacks.written, self.stacks.rows, constants.beta2)
+        if constants.beta2 is not None:
+            normuon.normalize(self.stacks.written, self.stacks.rows, constants.beta2)
         self.disassemble()
 
     def apply(self, _) -> None:

@@ -75,12 +75,15 @@ class Graphs:
     def __init__(self, excuse=""):
         self.parts, self.stream, self.excuse = {}, None, excuse
         self.on, self.failed, self.device, self.within = False, False, torch.device("cpu"), False
+        # Whether parts go through this object: it captures them, or knows a capture around them
+        self.may_capture = False
         _all.add(self)
 
     def begin(self, device) -> None:
         """Capture what runs on `device` from now on, with new memory."""
         self.drop()
         self.on, self.device = available(device) and not self.failed, device
+        self.may_capture = self.on or device.type != "cpu"
         self.stream = torch.cuda.Stream() if self.on else None
 
     def __call__(self, part, key, *arguments) -> None:

@@ -22,7 +22,7 @@ except ImportError:  # no part of torch's interface: without it looks take longe
     TensorGuards = None
 _params = itemgetter("params")
 # Numbers that no schedule changes
-FIXED = "use_muon", "adjust_lr_fn", "ns_coefficients", "ns_steps", "eps"
+FIXED = "use_muon", "adjust_lr_fn", "ns_steps", "eps"
 
 
 def fingerprint(groups, state, *more):
@@ -145,7 +145,10 @@ class StepFingerprint:
         """Where nothing is a DTensor, what is held and the local part of it are the same, and
         looked at once.
         """
-        return all(guard.check(*tensors) for guard, tensors in zip(self.guards, lists))
+        for guard, tensors in zip(self.guards, lists):
+            if not guard.check(*tensors):
+                return False
+        return True
 
 
 def _locals(tensors, plain) -> list:
@@ -170,20 +173,23 @@ def _values_of(state) -> list:
 
 
 def _numbers(groups) -> list:
-    return [
-        (
-            id(group),
-            len(group["params"]),
-            *map(_kept, map(group.get, FIXED)),
-            _later(group.get("betas")),
+    """Of each group the numbers that no schedule changes. Of betas only beta2: beta1 may change at
+    every step (schedules.py).
+    """
+    found = []
+    for group in groups:
+        coefficients = group.get("ns_coefficients")
+        betas = group.get("betas")
+        found.append(
+            (
+                id(group),
+                len(group["params"]),
+                *map(group.get, FIXED),
+                coefficients if type(coefficients) is str else _kept(coefficients),
+                tuple(betas[1:]) if isinstance(betas, (tuple, list)) else betas,
+            )
         )
-        for group in groups
-    ]
-
-
-def _later(betas):
-    """beta2; beta1 may change at every step (schedules.py)."""
-    return _kept(betas[1:] if isinstance(betas, (tuple, list)) else betas)
+    return found
 
 
 def _kept(value):

@@ -87,7 +87,13 @@ class Store:
                 self.gradients[number] = bring(param, grad)
         if self.in_chunks:
             self.gradients = list(map(torch.Tensor.contiguous, self.gradients))
-        forms = zip(self.gradients, self.forms) if as_bound else ()
+        return as_bound and self._give_bound_form()
+
+    def _give_bound_form(self) -> bool:
+        """Copy gradients of another form than that for which this was bound; return whether any
+        was.
+        """
+        forms = zip(self.gradients, self.forms)
         others = [number for number, (g, form) in enumerate(forms) if form_of_gradient(g) != form]
         for number in others:
             self.gradients[number] = in_form(

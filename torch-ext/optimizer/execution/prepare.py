@@ -139,7 +139,8 @@ def bind(plans, stores, options, process_groups, graphs, written):
     for p, store in zip(plans, stores):
         if p.shares is None:
             own = beside if options.capturable else None
-            jobs.append((AdamWUpdate(store, "AdamWUpdate", written, own), p.group))
+            label = f"AdamW ({len(p.params)} parameters, the first {store.names[0]})"
+            jobs.append((AdamWUpdate(store, label, written, own), p.group))
     # With capturable, AdamW's updates have a graph of their own and no number in `plan_report`
     skipped = len(jobs) if options.capturable else 0
     tasks = _in_order(plans, stores, options)

@@ -48,9 +48,11 @@ class StepInputs:
         be brought into the form in which the stores were bound (`as_bound`).
         """
         came = {} if seen is None else seen.take()
-        brought = [store.read(came=came, as_bound=as_bound) for store in self.stores]
+        brought = False
+        for store in self.stores:
+            brought = store.read(came=came, as_bound=as_bound) or brought
         self.tell()
-        return any(brought)
+        return brought
 
     def tell(self) -> None:
         """The device's part of it, of what the stores know."""

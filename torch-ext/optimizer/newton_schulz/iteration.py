@@ -79,7 +79,9 @@ class IterationPlan:
     def __init__(
         self, stacks: Sequence[tuple[list, int]], steps: Steps, dtype: torch.dtype, memory: Memory
     ):
-        """`stacks`: [(members, most steps between restarts)], see `Iteration`; `memory`: as there."""
+        """`stacks`: [(members, most steps between restarts)], see `Iteration`; `memory`: as
+        there.
+        """
         self.device = stacks[0][0][0][0].device
         parts = _divided(stacks, dtype, memory)
         self.side_by_side = parts is not None
@@ -113,7 +115,9 @@ def iterate_all(
 
 
 def _divided(stacks, dtype, memory):
-    """The part of `memory` for each of `stacks`; None if it is not enough for all of them together."""
+    """The part of `memory` for each of `stacks`; None if it is not enough for all of them
+    together.
+    """
     if len(stacks) == 1:
         return None
     sizes = list(zip(*(_needs(members, dtype.itemsize, most) for members, most in stacks)))
@@ -330,14 +334,10 @@ class LongSide:
         self.rows = slice(first, first + ends[-1])
         self.A = A[self.rows]
         self.memory = X, Y
-        self._reset()
-
-    def _reset(self) -> None:
-        """Forget an earlier run: products swap X and Y, and a first product that casts drops
-        scales.
-        """
-        self.X, self.Y = self.memory
-        self.room = self.X
+        # Products swap X and Y, and a first product that casts drops scales; `begin` sets them
+        self.X = X
+        self.Y = Y
+        self.room = X
         self.scales = None
         self.later = ()
 
@@ -345,7 +345,10 @@ class LongSide:
         """X <- U scaled and cast, row by row where there are `lengths` of rows to be told; or U as
         it is.
         """
-        self._reset()
+        self.X, self.Y = self.memory
+        self.room = self.X
+        self.scales = None
+        self.later = ()
         if self.raw:
             return self._begin_raw(eps, factors[:, self.rows])
         if lengths is None:

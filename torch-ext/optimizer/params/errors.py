@@ -47,7 +47,9 @@ def names_in(group) -> dict:
 
 
 def in_group(number, group):
-    """A context in which errors say of which group they are, by its number and its first parameter."""
+    """A context in which errors say of which group they are, by its number and its first
+    parameter.
+    """
     entries, first = group.get("params"), ""
     if isinstance(entries, (list, tuple)) and entries:
         named = isinstance(entries[0], tuple) and entries[0] and isinstance(entries[0][0], str)
@@ -100,14 +102,19 @@ def shortened(text: object) -> str:
 
 @contextlib.contextmanager
 def during(what: str):
-    """Let an error say during what it happened; it keeps its type where it has a message of its
-    own.
-    """
+    """Context manager: an error raised inside says during what it happened (`add_context`)."""
     try:
         yield
     except Exception as error:
-        text = f"in {what}: {error}"
-        if not error.args or not isinstance(error.args[0], str):
-            raise RuntimeError(text) from error
-        error.args = (text, *error.args[1:])
+        add_context(error, what)
         raise
+
+
+def add_context(error: Exception, what: str) -> None:
+    """Put `what` before the message of an error, which keeps its type. Raises a RuntimeError from
+    an error whose first argument is no text.
+    """
+    text = f"in {what}: {error}"
+    if not error.args or not isinstance(error.args[0], str):
+        raise RuntimeError(text) from error
+    error.args = (text, *error.args[1:])

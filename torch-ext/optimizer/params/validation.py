@@ -7,7 +7,6 @@ and the values that are allowed. Knows neither ranks nor models.
 from __future__ import annotations
 
 import difflib
-import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping
 from operator import attrgetter
@@ -205,10 +204,13 @@ def device_of(groups) -> torch.device:
     """Where the parameters that require gradients are; without these, where any is; the CPU if
     there is none.
     """
-    params = [group["params"] for group in groups]
-    first = next((p for p in itertools.chain(*params) if p.requires_grad), None)
-    first = next(itertools.chain(*params), None) if first is None else first
-    return torch.device("cpu") if first is None else local_of(first).device
+    first = None
+    for group in groups:
+        for param in group["params"]:
+            if param.requires_grad:
+                return param.device
+            first = param if first is None else first
+    return torch.device("cpu") if first is None else first.device
 
 
 def check_together(groups, options, new: Iterable[dict] | None = None) -> None:

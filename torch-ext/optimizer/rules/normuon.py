@@ -13,17 +13,13 @@ EPS = 1e-8  # added to the root, as in the authors' code
 
 
 def normalize(
-    stacks: Sequence[torch.Tensor | ScatteredRows],
-    rows: Sequence[torch.Tensor],
-    beta2: float | None,
+    stacks: Sequence[torch.Tensor | ScatteredRows], rows: Sequence[torch.Tensor], beta2: float
 ) -> None:
     """Divide each row of each matrix by the root of its mean square over time, in place, and keep
     the Frobenius norm of the matrix.
 
     `stacks`: (N, R, C); `rows`: (N, R, 1) in fp32, the means, updated in place; `beta2`: their
-    decay, None for plain Muon, which does nothing.
+    decay.
     """
-    if beta2 is None:
-        return
     for U, V in zip(stacks, rows):
         normalize_rows(U, V, beta2, EPS)
