@@ -111,3 +111,47 @@ def test_a_steady_step_does_no_work_for_each_parameter(way, optimizer):
     """The least that could be done for each is more than one operation."""
     world = 1 if way in ("alone", "late") else 2
     assert run_ranks(world, growth, way) == [{}] * world
+
+
+# One step followed: how many calls and files a reader goes through
+
+
+def followed(rank, world, count, device):
+    """(calls, switches between files) of a steady step outside kernels/, of `count` sharded parameters."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh(device, (world,))
+    params = [nn.Parameter(distribute_tensor(torch.randn(32, 32, device=device), mesh, [Shard(0)]))
+              for _ in range(count)]
+    opt, home, files = package().Muon(params), Path(package().__file__).parent, []
+
+    def note(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and home in path.parents and home / "kernels" not in path.parents:
+            files.append(path)
+
+    for step in range(6):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        sys.setprofile(note if step == 5 else None)
+        opt.step()
+        sys.setprofile(None)
+    assert len(opt._jobs) == 1
+    return len(files), sum(map(Path.__ne__, files, files[1:]))
+
+
+def test_a_step_is_followed_in_few_calls(optimizer):
+    """Of 2 ranks and 1 bucket; as many for 72 parameters as for 12."""
+    few, many = (run_ranks(2, followed, count, "cpu", backend="gloo")[0] for count in (12, 72))
+    calls, switches = few
+    assert calls <= 100 and switches <= 45, few
+    assert many == few
+
+
+@pytest.mark.gpus(2)
+def test_a_step_on_gpus_is_followed_in_few_calls(optimizer):
+    """From the third step on the parts are replayed as graphs."""
+    few, many = (run_ranks(2, followed, count, "cuda", backend="nccl")[0] for count in (12, 72))
+    calls, switches = few
+    assert calls <= 83 and switches <= 45, few
+    assert many == few
