@@ -170,7 +170,7 @@ def steps(rank, world, name, layout, wire, device="cpu", shapes=MATRICES):
             gradient = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
             p.grad = cut(gradient.to(device), mesh, placements)
         optimizer.step()
-    counts = [sum(x) for x in zip(*(copied(route) for route, _ in optimizer._jobs if hasattr(route, "assemble")))]
+    counts = [sum(x) for x in zip(*(copied(route) for route, _ in optimizer._bound.jobs if hasattr(route, "assemble")))]
     tensors = [t for p in params for t in (p.detach(), *(optimizer.state[p][k] for k in sorted(optimizer.state[p])))]
     return [t.to_local().cpu() for t in tensors], counts
 

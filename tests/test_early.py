@@ -626,7 +626,7 @@ def struck(rank, world, place_, fault, hop):
     """Rank 1 fails at one collective of a step that begins during backward; what is told at each rank, by whom."""
     params, opt, place = fsdp(world)
     group = opt._early.journeys[0][0].process_group
-    opt._presence.wait()  # for the end of the first step
+    opt._bound.missing.wait()  # for the end of the first step
     dist.barrier(group)
     # rank 1 must come as far as its fault, and rank 0 with it, on a busy machine too
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=2 * TIMEOUT_S * (1 + 9 * rank)), group)
@@ -669,7 +669,7 @@ def roomy(rank, world, given):
     except ValueError as error:
         return str(error), 0, ""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-                for route, _ in opt._jobs if route.bucket is not None for t in route.memory.values()}
+                for route, _ in opt._bound.jobs if route.bucket is not None for t in route.memory.values()}
     backward(params, place, 1, opt)
     report = opt.plan_report()
     assert sum(report.workspace.values()) == sum(storages.values()) and len(report.workspace) == 8

@@ -215,7 +215,7 @@ def by_bucket(optimizer):
     """Of each bucket that travels, what it changes at this rank: weights of all its pieces, and their state kept here.
     """
     found = []
-    for bound in [route for route, _ in optimizer._jobs if route.bucket is not None]:
+    for bound in [route for route, _ in optimizer._bound.jobs if route.bucket is not None]:
         pieces = [p for p in bound.share.home if p.kind != "row"]
         here = [p for p in bound.share.home if bound.bucket.route == "exchange" or p.owner == bound.rank]
         rows, others = ([p for p in here if (p.kind == "row") == is_row] for is_row in (True, False))
@@ -255,7 +255,7 @@ def struck(rank, world, route, place, fault, hop, nonfinite="propagate", device=
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT_S), group)
     if rank == world - 1:
         Faulty(place, fault, hop)
-    seen = {"collectives": collectives, "buckets": [type(r).__name__ for r, _ in optimizer._jobs],
+    seen = {"collectives": collectives, "buckets": [type(r).__name__ for r, _ in optimizer._bound.jobs],
             "messages": [], "seconds": [], "steps": [], "whole": []}
     for new, new_whole in expected:
         message, seconds = fail(optimizer)
@@ -433,8 +433,8 @@ def train():
     param.grad = torch.ones_like(param)
     optimizer.step()
     if rank == 1:
-        compare = optimizer._presence.compare
-        optimizer._presence.compare = lambda: (wait(), compare())
+        compare = optimizer._bound.missing.compare
+        optimizer._bound.missing.compare = lambda: (wait(), compare())
     optimizer.step()
 
 

@@ -361,10 +361,10 @@ def test_values_are_sent_once_and_together(optimizer, monkeypatch):
     run.params[0].grad = run.params[0].grad.clone()
     run.optimizer.step()
     assert len(sent) == 3 and len(set(map(id, sent))) == 1
-    first, second, _ = run.optimizer._stores
+    first, second, _ = run.optimizer._bound.stores
     assert first.numbers[0] == torch.tensor(0.02) and second.numbers[0] == 0.5
     assert second.numbers[1] == torch.tensor(1 - 0.5 * run.optimizer.param_groups[1]["weight_decay"])
-    assert all(store.numbers.data_ptr() % 16 == 0 for store in run.optimizer._stores)
+    assert all(store.numbers.data_ptr() % 16 == 0 for store in run.optimizer._bound.stores)
 
 
 def other_backends(rank, world):
@@ -539,8 +539,8 @@ def ranked(rank, world, mode, name, option, graph=torch.cuda.CUDAGraph, device="
     wrong, feeds, missing = [], None, {3: (0, -3) if rank == 0 else (), 4: (0, -3) if rank == 1 else (2,), 6: (1, -2)}
     for number in range(STEPS):
         wrong += [(number, kind) for kind in differing(runs, number, missing.get(number, ()))]
-        feeds = feeds or [run.optimizer._feed for run in runs]
-    wrong += [run.kind for run, feed in zip(runs, feeds) if run.optimizer._feed is not feed]  # bound anew
+        feeds = feeds or [run.optimizer._bound.inputs for run in runs]
+    wrong += [run.kind for run, feed in zip(runs, feeds) if run.optimizer._bound.inputs is not feed]  # bound anew
     steady = {}
     with counted(graph) as seen:
         for run in runs:

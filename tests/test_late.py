@@ -826,7 +826,7 @@ def cut_up(rank, world, layout, kind, fulls, steps, expected):
             p.grad = place(g + g + g)
         opt.step()
         opt.zero_grad()
-    return same(tensors(params, opt), [local(place(t)) for t in expected]), len(opt._jobs)
+    return same(tensors(params, opt), [local(place(t)) for t in expected]), len(opt._bound.jobs)
 
 
 @pytest.mark.parametrize("kind", ["Muon", "NorMuon"])

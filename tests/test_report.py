@@ -42,7 +42,7 @@ def report_on(rank, world, timing, reduced=None):
     """(the report's parts, the plan's own figures, the weights) at one rank."""
     optimizer, params = stepped(rank, world, timing, reduced)
     report, bounds = optimizer.plan_report(), {}
-    for number, (route, _) in enumerate(optimizer._jobs):
+    for number, (route, _) in enumerate(optimizer._bound.jobs):
         if route.bucket is not None:
             share, bucket = route.share, route.bucket
             assert route.label.startswith(f"bucket {number} (")  # in messages

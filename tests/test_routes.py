@@ -256,7 +256,7 @@ def counted_step(rank, world, mode):
     stepper = stepper_of(world, mode)
     stepper.step()
     stepper.step()
-    return [type(route).__name__ for route, _ in stepper._jobs]
+    return [type(route).__name__ for route, _ in stepper._bound.jobs]
 
 
 def stepper_of(world, mode):
@@ -335,7 +335,7 @@ def two_groups(rank, world, meshes):
     for p in sum(params, []):
         p.grad = torch.ones_like(p)
     stepper.step()
-    return [type(route).__name__ for route, _ in stepper._jobs]
+    return [type(route).__name__ for route, _ in stepper._bound.jobs]
 
 
 @pytest.mark.parametrize(("meshes", "pauses"), [("one", 0), ("two", 1)])
@@ -383,7 +383,7 @@ def chunked(rank, world, workspace_bytes):
             p.grad = grad if step in (0, 4, 5) or torch.rand((), generator=generator) < 0.5 else None
         stepper.step()
     return [p.detach() for p in params], sum(
-        type(route).__name__ == "UnreducedAdamWUpdate" for route, _ in stepper._jobs
+        type(route).__name__ == "UnreducedAdamWUpdate" for route, _ in stepper._bound.jobs
     )
 
 

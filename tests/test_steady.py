@@ -83,7 +83,7 @@ def work(count, way, place):
             opt.step()
             model(None)
     assert bool(opt._late.marks) == ("late" in way)
-    return found, len(opt._jobs)
+    return found, len(opt._bound.jobs)
 
 
 def growth(rank, world, way):
@@ -136,7 +136,7 @@ def followed(rank, world, count, device):
         sys.setprofile(note if step == 5 else None)
         opt.step()
         sys.setprofile(None)
-    assert len(opt._jobs) == 1
+    assert len(opt._bound.jobs) == 1
     return len(files), sum(map(Path.__ne__, files, files[1:]))
 
 

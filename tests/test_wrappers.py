@@ -79,9 +79,9 @@ def test_release_lets_go_of_the_memory_of_the_optimizer(wrapper, optimizer):
     for ps, opt in ((params, wrapped), (others, plain)):
         give(ps)
         opt.step()
-    assert real._stores != []
+    assert real._bound.stores != []
     wrapped.release()
-    assert real._stores == [] and real._bound_for is None
+    assert real._bound.stores == [] and real._bound_for is None
     wrapped.step()
     plain.step()
     assert all(map(torch.equal, params, others))
@@ -112,7 +112,7 @@ def test_a_group_that_is_added_is_stepped(wrapper, optimizer):
     wrapped.add_param_group({"params": [more]})
     give([more])
     wrapped.step()
-    assert len(real.param_groups) == 3 and real._stores != [] and not torch.equal(more, torch.ones(5, 5))
+    assert len(real.param_groups) == 3 and real._bound.stores != [] and not torch.equal(more, torch.ones(5, 5))
 
 
 @every_wrapper
@@ -165,4 +165,4 @@ def test_a_copy_has_attributes_of_its_own(again, optimizer):
     twin.timing = True
     assert int(twin.skipped) == 2 and real.timing is False and twin.timing is True
     twin.release()
-    assert real._stores != [] and twin._stores == [] and twin._itself() is twin
+    assert real._bound.stores != [] and twin._bound.stores == [] and twin._itself() is twin

@@ -15,11 +15,9 @@ import torch
 import torch.distributed as dist
 
 from . import pipeline
-from .communication.missing_grads import MissingGradients
 from .communication.nonfinite import scalers_may_differ, unscale, warn_of_unlike
 from .communication.owner_state import shown_as_row_dtensors
 from .communication.process_groups import ProcessGroups, check_process_group, world_now
-from .execution.bucket_updates import AdamWUpdate
 from .execution.cuda_graphs import Graphs, check_environment, current, release_before_groups
 from .execution.fingerprint import StepFingerprint, memory_key
 from .execution.overlap.backward import BackwardOverlap
@@ -28,14 +26,11 @@ from .execution.prepare import (
     OTHER_NUMBERS,
     OTHER_PARAMETERS,
     OTHER_PLACES,
-    bind,
-    make_stores,
+    BoundStep,
     planned,
     stepped,
-    watch,
 )
 from .execution.report import Report, Stopwatch, report_of
-from .execution.step_inputs import StepInputs
 from .params.config import MuonConfig, spelled_out
 from .params.dtensor import form_of
 from .params.errors import in_group, names_in
@@ -367,7 +362,7 @@ class Muon(Saving):
             raise
         if self._has_all_groups:  # else once, at the end of `__init__`
             self._take_groups()
-        if self._jobs + self._alone:
+        if self._bound.all_jobs:
             self._unbound = "after add_param_group(), which drops the plan"
         self._forget()
 
@@ -434,7 +429,7 @@ class Muon(Saving):
         # Nothing leaves before the step without overlap_backward
         self._half_way = begun = self._options.overlap_backward and self._early.begun
         self._consolidated = None
-        self._process_groups.quiet = False
+        self._process_groups.begin_step()
         creates_state = not self.state and creates_state_only(self.param_groups, self.state)
         if begun:
             self._early.check(self._as_bound(), (grad_scale, found_inf) != (None, None))
@@ -445,21 +440,21 @@ class Muon(Saving):
             if grad_scale is not None:
                 unscale(stores, grad_scale)
         # The next step binds anew
-        if self._feed.send(None if begun else self._seen, as_bound=begun):
+        if self._bound.inputs.send(None if begun else self._seen, as_bound=begun):
             self._bound_for = self._seen = None
-        if creates_state and self._presence.call_zeros_missing():
-            self._feed.tell()
-        if self._guard is not None:
-            self._guard.check(found_inf)
-        with self._presence.around():
+        if creates_state and self._bound.missing.call_zeros_missing():
+            self._bound.inputs.tell()
+        if self._bound.nonfinite is not None:
+            self._bound.nonfinite.check(found_inf)
+        with self._bound.missing.around():
             self._half_way = True
             self._launch()
         self._half_way = False
-        self._process_groups.quiet = True
+        self._process_groups.end_step()
         if self._late.on:
-            self._late.keep(self._stores)
-        self._feed.forget()
-        if self._guard is not None:
+            self._late.keep(self._bound.stores)
+        self._bound.inputs.forget()
+        if self._bound.nonfinite is not None:
             self._note(found_inf is None)
 
     def _read_groups(self) -> None:
@@ -474,12 +469,12 @@ class Muon(Saving):
         has decided.
         """
         with lasting():
-            count = self._guard.flags.count_nonzero()
+            count = self._bound.nonfinite.flags.count_nonzero()
         self._skipped = (
             count if self._skipped is None else self._skipped.to(count.device).add_(count)
         )
         if tell and self._options.nonfinite == "raise":
-            self._guard.tell()
+            self._bound.nonfinite.tell()
 
     @property
     @settled
@@ -496,16 +491,18 @@ class Muon(Saving):
         knows no ranks.
         """
         if self._timing:
-            self._watch = Stopwatch(self._stores[0].device) if self._stores else None
-            return self._run(self._watch.over(self._jobs + self._alone) if self._watch else [])
+            self._watch = Stopwatch(self._bound.stores[0].device) if self._bound.stores else None
+            return self._run(self._watch.over(self._bound.all_jobs) if self._watch else [])
         if not self._options.capturable:
             return self._run()
-        key = [host_constants(store.hp, store.wide) for store in self._together]
-        pipeline.beside(lambda: self._graphs(self._run, key), self._alone, self._beside.stream)
+        key = [host_constants(store.hp, store.wide) for store in self._bound.together]
+        pipeline.beside(
+            lambda: self._graphs(self._run, key), self._bound.alone, self._beside.stream
+        )
 
     def _run(self, jobs=None) -> None:
-        jobs = self._jobs if jobs is None else jobs
-        with self._presence.compared() as closing:
+        jobs = self._bound.jobs if jobs is None else jobs
+        with self._bound.missing.compared() as closing:
             if self._options.overlap_backward:
                 self._early.run(jobs, closing)
             else:
@@ -521,12 +518,14 @@ class Muon(Saving):
         refuse_torn(self._torn)
         self._read_groups()
         if ready := self._as_bound() and not self.timing:
-            self._process_groups.quiet = False
+            self._process_groups.begin_step()
         return self._early.opened(ready)
 
     def _as_bound(self) -> bool:
         """Whether all but the gradients is as the last step found it."""
-        same = world_now() is self._world and self._seen is not None and self._guard is None
+        same = (
+            world_now() is self._world and self._seen is not None and self._bound.nonfinite is None
+        )
         return same and self._seen.at_rest(self.param_groups, self.state)
 
     def plan_report(self) -> Report:
@@ -535,11 +534,11 @@ class Muon(Saving):
         it; such a step is not replayed from one graph. RuntimeError before the first step, which
         makes the plan, and from release(), load_state_dict() or add_param_group() to the next step.
         """
-        if not self._jobs + self._alone:
+        if not self._bound.all_jobs:
             raise RuntimeError(
                 f"nothing is bound {self._unbound}: call step() before plan_report()"
             )
-        return report_of(self._jobs + self._alone, this_rank(), self._watch, self._early.order)
+        return report_of(self._bound.all_jobs, this_rank(), self._watch, self._early.order)
 
     @settled
     def release(self) -> None:
@@ -549,7 +548,7 @@ class Muon(Saving):
         RuntimeError while buckets have left during backward.
         """
         self._early.refuse("release")
-        self._presence.wait()
+        self._bound.missing.wait()
         self._late.release()
         self._unbind()
         self._unbound = NEVER_BOUND
@@ -560,7 +559,7 @@ class Muon(Saving):
         """
         self._find_world()
         if self._seen is not None and self._seen.holds(self.param_groups, self.state, scaled):
-            return self._stores
+            return self._bound.stores
         with lasting():
             return self._prepare(scaled)
 
@@ -600,45 +599,32 @@ class Muon(Saving):
             self._bound_for, self._forms = key, forms
         # With the state that there is now
         self._seen = StepFingerprint(self.param_groups, self.state, scaled)
-        return self._stores
+        return self._bound.stores
 
-    def _bind(self, plans, nonfinite) -> None:
-        self._presence.wait()
+    def _bind(self, plans: list, nonfinite: str) -> None:
+        self._bound.missing.wait()
         self._graphs.say(OTHER_PARAMETERS)
         for graphs in (self._graphs, self._beside):
             graphs.begin(device_of(self.param_groups))
-        self._stores = make_stores(plans, self.state)
-        self._guard = watch(plans, self._stores, self._process_groups, nonfinite)
-        jobs = bind(
+        bound = BoundStep(
             plans,
-            self._stores,
+            self.state,
             self._options,
             self._process_groups,
             (self._graphs, self._beside),
+            nonfinite,
             self._late.bucket_written if self._late.on else None,
         )
         if self._options.capturable and self._graphs.on:
             self._process_groups.check_capturable()
             release_before_groups()
-        self._presence = MissingGradients(plans, self._stores, self._process_groups)
-        self._feed, self._watch = (
-            StepInputs(self._stores, self._presence, len(jobs) * self._options.overlap_backward),
-            None,
-        )
-        pipeline.precompile_kernels(jobs if self._forms is None else [], self._presence.device)
-        # what holds addresses of gradients is a graph of its own: other ranks do not wait when it
-        # is made anew
-        self._alone = [
-            job for job in jobs if self._options.capturable and isinstance(job[0], AdamWUpdate)
-        ]
-        self._jobs = [job for job in jobs if job not in self._alone]
-        self._early = BackwardOverlap(
-            self._jobs if self._options.overlap_backward else None, self._feed
-        )
-        self._late.follow(jobs, self._stores)
-        self._together = [
-            s for s in self._stores if all(s is not route.store for route, _ in self._alone)
-        ]
+        if self._forms is None:  # the first time that kernels of these shapes are launched
+            pipeline.precompile_kernels(bound.all_jobs, bound.missing.device)
+        self._bound = bound
+        self._watch = None
+        overlapped = bound.jobs if self._options.overlap_backward else None
+        self._early = BackwardOverlap(overlapped, bound.inputs)
+        self._late.follow(bound.all_jobs, bound.stores)
 
     def _find_world(self) -> None:
         """Drop what was planned for process groups that were destroyed."""
@@ -667,9 +653,11 @@ class Muon(Saving):
 
     def _unbind(self) -> None:
         """Drop bound memory; plans stay."""
-        self._bound_for = self._seen = self._feed = self._watch = self._guard = None
-        self._stores, self._jobs, self._alone, self._together = [], [], [], []
-        self._presence, self._early = MissingGradients(), BackwardOverlap()
+        self._bound_for = None
+        self._seen = None
+        self._watch = None
+        self._bound = BoundStep()
+        self._early = BackwardOverlap()
         for graphs in (self._graphs, self._beside):
             graphs.drop()
 

@@ -5,12 +5,24 @@ others.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from ..kernels.backend import capturing
 from ..params import errors
+from ..planning.planner import Plan
+from .process_groups import ProcessGroups
+
+
+def flag_counts(plans: Sequence[Plan]) -> dict[tuple, int]:
+    """{ranks: number of gradients that they compare after a step}."""
+    counts = Counter()
+    for plan in plans:
+        counts.update(filter(None, map(plan.compared_by, range(len(plan.params)))))
+    return counts
 
 
 class MissingGradients:
@@ -26,7 +38,16 @@ class MissingGradients:
     one raises it.
     """
 
-    def __init__(self, plans=(), stores=(), process_groups=None):
+    def __init__(
+        self,
+        plans: Sequence[Plan] = (),
+        stores: Sequence[object] = (),
+        process_groups: ProcessGroups | None = None,
+        flags: dict[tuple, tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ):
+        """`flags`: ranks -> (what this rank has, what any rank has), fp32 on the device; a step
+        uploads the first.
+        """
         self.members = {}  # ranks that compare (None: nobody) -> [(store, parameter index)]
         self.stores = stores
         self.process_groups = process_groups
@@ -34,8 +55,7 @@ class MissingGradients:
         self.saved = {}  # (ranks, index in members) -> copies from before the step
         self.works = []  # collectives in flight
         self.misses = False  # whether a gradient of this step is missing on this rank
-        # Ranks -> (what this rank has, what any rank has), on the device, from a Feed
-        self.flags = {}
+        self.flags = flags or {}
         self.error: Exception | None = None
         # Whether a step puts back AdamW's counts of steps and nothing else
         self.only_counts = False
@@ -73,7 +93,7 @@ class MissingGradients:
         if gradients and bool(torch.stack([g.any() for g in gradients]).any()):
             return False
         for store in self.stores:
-            store.missing = frozenset(range(len(store.params)))
+            store.report_all_missing()
             self.misses = self.misses or bool(store.missing)
         self.only_counts = True
         return True

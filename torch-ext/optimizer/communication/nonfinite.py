@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,43 +19,68 @@ from ..params.dtensor import is_dtensor, raw_locals
 from ..params.errors import name_in
 from ..params.layout import sharded_among
 from ..planning.plan import turn
+from ..planning.planner import Plan
+from .process_groups import ProcessGroups
+
+
+class FlagBuffers:
+    """One flag on the device for each matrix (AdamW: parameter) of all plans.
+
+    `flags`: fp32, 1 where a gradient is not finite. `first`: of each plan, {parameter index: index
+    of its first flag}. `segments`: ranks -> the flags that they share. `numbers`: [(first flag,
+    plan, parameter index)].
+    """
+
+    def __init__(self, plans: Sequence[Plan], device: torch.device):
+        members = {}
+        for index, plan in enumerate(plans):
+            for number in range(len(plan.params)):
+                members.setdefault(plan.compared_by(number), []).append((index, number))
+        self.first = [{} for _ in plans]
+        self.segments = {}
+        self.numbers = []
+        self.count = 0
+        for ranks in sorted(members, key=turn):
+            start = self.count
+            for index, number in members[ranks]:
+                self.first[index][number] = self.count
+                self.numbers.append((self.count, plans[index], number))
+                self.count += math.prod(_lead(plans[index], number))
+            self.segments[ranks] = slice(start, self.count)
+        self.flags = torch.zeros(self.count, dtype=torch.float32, device=device)
 
 
 class NonfiniteFlags:
-    """The flags of all plans of a step. Ranks that share parameters make it, and call it, together.
-
-    `whole`: for one broken gradient the whole step is left out (nonfinite="raise", or a
-    GradScaler's found_inf).
+    """Finds and shares the flags of a step. Ranks that share parameters create and call it
+    together.
     """
 
-    def __init__(self, plans, stores, process_groups, whole):
-        self.process_groups, self.whole, self.numbers, self.segments = process_groups, whole, [], {}
-        members = {}
-        for plan, store in zip(plans, stores):
-            for number in range(len(plan.params)):
-                members.setdefault(plan.compared_by(number), []).append((plan, store, number))
-        firsts, self.count = {id(store): {} for store in stores}, 0
-        for ranks in sorted(members, key=turn):
-            start = self.count
-            for plan, store, number in members[ranks]:
-                firsts[id(store)][number] = self.count
-                self.numbers.append((self.count, plan, number))
-                self.count += math.prod(_lead(plan, number))
-            self.segments[ranks] = slice(start, self.count)
+    def __init__(
+        self,
+        buffers: FlagBuffers,
+        plans: Sequence[Plan],
+        stores: Sequence[object],
+        process_groups: ProcessGroups,
+        whole: bool,
+    ):
+        """`whole`: for one broken gradient the whole step is left out (nonfinite="raise", or a
+        GradScaler's found_inf).
+        """
+        self.process_groups = process_groups
+        self.whole = whole
+        self.numbers = buffers.numbers
+        self.segments = buffers.segments
+        self.count = buffers.count
+        self.flags = buffers.flags
+        self.broken = self.flags.new_zeros(self.count)
         meshes = {
             layout.ranks
             for plan in plans
             for layout in plan.layouts
             if whole and len(layout.boxes) > 1
         }
-        # Experts at home are on a mesh, too
-        self.told = sorted(meshes.union(filter(None, members)), key=turn)
-        self.flags = torch.zeros(
-            self.count, dtype=torch.float32, device=stores[0].device if stores else None
-        )
-        self.broken = self.flags.new_zeros(self.count)
-        for store in stores:
-            store.flags, store.first = self.flags, firsts[id(store)]
+        # Experts that no rank shares are on a mesh, too
+        self.told = sorted(meshes.union(filter(None, self.segments)), key=turn)
         self.watched = [self._watched(plan, store) for plan, store in zip(plans, stores)]
         places = [place for _, _, _, places in self.watched for place in places]
         self.places = torch.tensor(places, dtype=torch.int64, device=self.flags.device)

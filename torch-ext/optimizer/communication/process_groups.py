@@ -48,6 +48,14 @@ class ProcessGroups:
         self.patient: set[tuple] = set()  # sets of ranks, in the order of the group
         self.used, self.connected, self.backends, self.quiet = set(), set(), set(), False
 
+    def begin_step(self) -> None:
+        """Collectives of a step may be in flight from now on."""
+        self.quiet = False
+
+    def end_step(self) -> None:
+        """All collectives of the step have been issued, and none failed."""
+        self.quiet = True
+
     def learn(self, params, process_group) -> None:
         """Find the groups that all parameters of a step bring along, and forget which ones earlier
         plans used.

@@ -5,6 +5,7 @@ collective.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -19,7 +20,7 @@ from ..params.dtensor import (
     raw_locals,
 )
 from ..params.errors import names_in
-from ..params.layout import this_rank, zeros_with_placements
+from ..params.layout import Layout, this_rank, zeros_with_placements
 from ..params.validation import check_gradients, gradient_of
 from .fingerprint import form_of_gradient, in_form, missing_from
 
@@ -31,25 +32,41 @@ class Store:
     optimizer's. `in_chunks`: the parameters are cut into rows of dim 0, and their gradients are
     made contiguous for that. `hp`: the live group. `strays`: number of a parameter -> placements of
     its gradients, where those are others; is added to. `addresses` (of gradients) and `numbers` (of
-    the group): this step's, on the device, from a Feed. `gradients`: this step's, as they are read;
-    `came`: as autograd left them; `missing`: the numbers of those that it did not make.
+    the group): on the device, uploaded in each step (`StepInputs`). `flags`: all non-finite flags
+    of the step, None if nobody checks. `gradients`: this step's, as they are read; `came`: as
+    autograd left them; `missing`: the numbers of those that it did not make.
     """
 
-    addresses = numbers = flags = None
-
-    def __init__(self, params, layouts, row_layouts, state, in_chunks=False, hp=None, strays=None):
-        self.params, self.state, self.rank, self.in_chunks, self.hp = (
-            params,
-            state,
-            this_rank(),
-            in_chunks,
-            hp,
-        )
-        self.layouts, self.twins = {"update": layouts, "row": row_layouts}, defaultdict(list)
-        self.device, self.wide = local_of(params[0]).device, params[0].dtype == torch.float64
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        layouts: Sequence[Layout],
+        row_layouts: Sequence[Layout] | None,
+        state: dict,
+        in_chunks: bool = False,
+        hp: dict | None = None,
+        strays: dict | None = None,
+        addresses: torch.Tensor | None = None,
+        numbers: torch.Tensor | None = None,
+        flags: torch.Tensor | None = None,
+        first_flag: Mapping[int, int] | None = None,
+    ):
+        self.params = params
+        self.state = state
+        self.rank = this_rank()
+        self.in_chunks = in_chunks
+        self.hp = hp
+        self.addresses = addresses
+        self.numbers = numbers
+        self.flags = flags
+        self.first = first_flag or {}  # parameter index -> index of its first flag
+        self.layouts = {"update": layouts, "row": row_layouts}
+        self.twins = defaultdict(list)
+        self.device = local_of(params[0]).device
+        self.wide = params[0].dtype == torch.float64
         self.names = list(range(len(params))) if hp is None else list(map(names_in(hp).get, params))
-        self.strays, self.forms = {} if strays is None else strays, None
-        self.first = {}  # number of a parameter -> that of its first flag
+        self.strays = {} if strays is None else strays
+        self.forms = None
         self._find_strays()
         self.read(
             bring=lambda param, grad: torch.zeros(
@@ -100,6 +117,10 @@ class Store:
                 self.gradients[number], self.forms[number], self.names[number]
             )
         return bool(others)
+
+    def report_all_missing(self) -> None:
+        """Count every gradient of this step as missing."""
+        self.missing = frozenset(range(len(self.params)))
 
     def take(self, numbers) -> bool:
         """Take the gradients of some parameters before the others. False if one of them is missing,

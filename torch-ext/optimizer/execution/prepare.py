@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import Counter
+from collections.abc import Callable, Sequence
 
-from ..communication.nonfinite import NonfiniteFlags
+import torch
+
+from ..communication.missing_grads import MissingGradients, flag_counts
+from ..communication.nonfinite import FlagBuffers, NonfiniteFlags
 from ..communication.plan_check import agree
+from ..communication.process_groups import ProcessGroups
 from ..newton_schulz import coefficients, method
+from ..params.config import MuonConfig
 from ..params.dtensor import is_dtensor, local_of
 from ..params.errors import name_in
-from ..pipeline import SLOTS, Pause
+from ..pipeline import SLOTS, BucketUpdate, Pause
 from ..planning.plan import Bucket, check_slots, turn
 from ..planning.planner import Plan, Planner
 from ..state.create import check_state, prepare_state
 from .bucket_updates import BUCKET_UPDATES, AdamWUpdate, BucketInputs
+from .cuda_graphs import Graphs
 from .param_store import Store
+from .step_inputs import InputBuffers, StepInputs
 from .workspace import Workspace
 
 
@@ -98,18 +107,60 @@ OTHER_PARAMETERS = (
 )
 
 
-def watch(plans, stores, process_groups, mode):
-    """The Guard that flags what the step leaves alone; `mode`: what to do about it. None: nobody
-    looks.
+class BoundStep:
+    """Everything of a step that is bound to memory. Replaced as a whole, never changed, when
+    parameters, state or gradients lie elsewhere.
+
+    `stores`: the tensors of each plan. `jobs`: [(update, live parameter group)] of the pipeline;
+    `alone`: AdamW's updates, where these have a CUDA graph of their own: gradient addresses are
+    baked into that graph, and capturing it again must not capture the graph that holds collectives
+    again, for which other ranks would wait. `together`: the stores that `alone` does not step.
     """
-    return (
-        None
-        if mode == "propagate"
-        else NonfiniteFlags(plans, stores, process_groups, whole=mode != "skip")
-    )
+
+    def __init__(
+        self,
+        plans: Sequence[Plan] = (),
+        state: dict | None = None,
+        options: MuonConfig | None = None,
+        process_groups: ProcessGroups | None = None,
+        graphs: tuple[Graphs, Graphs] | None = None,
+        nonfinite: str = "propagate",
+        written: Callable[[BucketUpdate], None] | None = None,
+    ):
+        """`graphs`: those of buckets, and those of `alone`; `nonfinite`: as in `Muon`; `written`:
+        called with each update once its weights are written. Without plans nothing is bound.
+        """
+        self.jobs = []
+        self.alone = []
+        self.nonfinite = None  # None: gradients are not checked
+        device = local_of(plans[0].params[0]).device if plans else torch.device("cpu")
+        buffers = InputBuffers(plans, flag_counts(plans), device)
+        flags = None if nonfinite == "propagate" else FlagBuffers(plans, device)
+        self.stores = _make_stores(plans, state, buffers, flags)
+        if flags is not None:  # made even without parameters: other ranks may have some
+            whole = nonfinite != "skip"
+            self.nonfinite = NonfiniteFlags(flags, plans, self.stores, process_groups, whole)
+        jobs = _bind(plans, self.stores, options, process_groups, graphs, written) if plans else []
+        self.missing = MissingGradients(plans, self.stores, process_groups, buffers.flags)
+        early = len(jobs) if jobs and options.overlap_backward else 0
+        self.inputs = StepInputs(buffers, self.stores, self.missing, early)
+        for job in jobs:
+            apart = options.capturable and isinstance(job[0], AdamWUpdate)
+            (self.alone if apart else self.jobs).append(job)
+
+    @property
+    def all_jobs(self) -> list[tuple[BucketUpdate, dict]]:
+        return self.jobs + self.alone
+
+    @functools.cached_property
+    def together(self) -> list[Store]:
+        apart = {id(update.store) for update, _ in self.alone}
+        return [store for store in self.stores if id(store) not in apart]
 
 
-def make_stores(plans, state) -> list:
+def _make_stores(
+    plans: Sequence[Plan], state: dict, buffers: InputBuffers, flags: FlagBuffers | None
+) -> list[Store]:
     """The memory of each plan's parameters. Raises RuntimeError for a parameter whose memory was
     freed.
     """
@@ -118,16 +169,27 @@ def make_stores(plans, state) -> list:
             if p.numel() and local_of(p).numel() and not local_of(p).untyped_storage().nbytes():
                 raise RuntimeError(
                     f"parameter {name_in(plan.group, p)} has no memory: it was freed, and has to "
-                    "be "
-                    "materialized again before the step"
+                    "be materialized again before the step"
                 )
     return [
-        Store(p.params, p.layouts, p.row_layouts, state, p.in_chunks, p.group, p.strays)
-        for p in plans
+        Store(
+            plan.params,
+            plan.layouts,
+            plan.row_layouts,
+            state,
+            plan.in_chunks,
+            plan.group,
+            plan.strays,
+            buffers.addresses[index],
+            buffers.scalars[index],
+            None if flags is None else flags.flags,
+            None if flags is None else flags.first[index],
+        )
+        for index, plan in enumerate(plans)
     ]
 
 
-def bind(plans, stores, options, process_groups, graphs, written):
+def _bind(plans, stores, options, process_groups, graphs, written):
     """[(update, live parameter group)] of all plans: their buckets share one workspace and one
     pipeline.
 

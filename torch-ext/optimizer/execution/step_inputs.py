@@ -3,44 +3,75 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from ..communication.missing_grads import MissingGradients
 from ..kernels.backend import capturing, use_triton
 from ..planning.memory_model import ALIGNMENT
+from ..planning.planner import Plan
 from ..rules.rule import device_scalars
+from .param_store import Store
 
-PAGES = 4  # copies that may be on their way to the device
+STAGING_BUFFERS = 4  # copies that may be on their way to the device
+
+
+class InputBuffers:
+    """One buffer on the device that holds all inputs of a step, and the views of each reader.
+
+    `addresses`: of each plan, int64 addresses of its gradients, None without Triton. `scalars`: of
+    each plan, fp32 (`device_scalars`). `flags`: ranks -> (whether this rank has the gradients that
+    they compare, whether any rank has), fp32.
+    """
+
+    def __init__(
+        self, plans: Sequence[Plan], flag_counts: Mapping[tuple, int], device: torch.device
+    ):
+        """`flag_counts`: ranks -> number of gradients that they compare (`MissingGradients`)."""
+        self.device = device
+        addresses, end = _lay_out([8 * len(plan.params) for plan in plans], 0)
+        scalars, end = _lay_out([4 * len(device_scalars(plan.group)) for plan in plans], end)
+        flags, end = _lay_out([4 * count for count in flag_counts.values()], end)
+        self.memory = torch.zeros(end, dtype=torch.uint8, device=device)
+        self.addresses = [None] * len(plans)
+        if use_triton(device):
+            self.addresses = [self.memory[place].view(torch.int64) for place in addresses]
+        self.scalars = [self.memory[place].view(torch.float32) for place in scalars]
+        self.flags = {}
+        for ranks, place in zip(flag_counts, flags):
+            mine = self.memory[place].view(torch.float32)
+            self.flags[ranks] = mine, torch.empty_like(mine)
+        # Little-endian, with the gaps of alignment: how the host packs all of it
+        self.packer = struct.Struct(
+            "=" + _form(addresses, "q", 8) + _form(scalars, "f", 4) + _form(flags, "f", 4)
+        )
 
 
 class StepInputs:
-    """One buffer on the device, in which every store and every set of flags finds its own."""
+    """Uploads gradient addresses and scalars of a step in one copy, only where they changed."""
 
-    def __init__(self, stores, presence, early=0):
-        """Give `stores` their `addresses` (int64, None without Triton) and `numbers` (fp32),
-        `presence` its flags. `early`: how many buckets may leave before the step.
-        """
-        self.stores, self.presence, self.device = stores, presence, presence.device
-        flags = {ranks: len(members) for ranks, members in presence.members.items() if ranks}
-        addresses, at = _lay_out([8 * len(store.params) for store in stores], 0)
-        numbers, at = _lay_out([4 * len(device_scalars(store.hp)) for store in stores], at)
-        places, at = _lay_out([4 * count for count in flags.values()], at)
-        self.memory = torch.zeros(at, dtype=torch.uint8, device=self.device)
-        for store, here, there in zip(stores, addresses, numbers):
-            store.addresses = (
-                self.memory[here].view(torch.int64) if use_triton(self.device) else None
-            )
-            store.numbers = self.memory[there].view(torch.float32)
-        mine = {
-            ranks: self.memory[place].view(torch.float32) for ranks, place in zip(flags, places)
-        }
-        presence.flags = {ranks: (here, torch.empty_like(here)) for ranks, here in mine.items()}
-        self.packer = struct.Struct(
-            "=" + _form(addresses, "q", 8) + _form(numbers, "f", 4) + _form(places, "f", 4)
-        )
-        self.sent, self.replayed, self.kept, self.pages = b"", False, [], []
+    def __init__(
+        self,
+        buffers: InputBuffers,
+        stores: Sequence[Store],
+        missing: MissingGradients,
+        early_buckets: int = 0,
+    ):
+        """`early_buckets`: how many buckets may leave before the step, each with an upload."""
+        self.stores = stores
+        self.missing = missing
+        self.device = buffers.device
+        self.memory = buffers.memory
+        self.packer = buffers.packer
+        self.sent = b""  # what the device holds; None after an upload that a graph replays
+        self.replayed = False
+        self.kept = []  # staging buffers that captured graphs read again
+        self.pages = []
         if self.device.type == "cuda":
-            self.pages = [(_pinned(at), torch.cuda.Event()) for _ in range(PAGES * (1 + early))]
+            nbytes = self.memory.numel()
+            count = STAGING_BUFFERS * (1 + early_buckets)
+            self.pages = [(_pinned(nbytes), torch.cuda.Event()) for _ in range(count)]
 
     def send(self, seen=None, as_bound=False) -> bool:
         """Have the stores know this step's gradients and the device its values, from here on in the
@@ -61,7 +92,7 @@ class StepInputs:
             values += _addresses(store.gradients)
         for store in self.stores:
             values += device_scalars(store.hp)
-        packed = self.packer.pack(*values, *self.presence.here())
+        packed = self.packer.pack(*values, *self.missing.here())
         if capturing(self.device):
             self._send_by_graph(packed)
         elif packed != self.sent:
@@ -79,7 +110,8 @@ class StepInputs:
             self.memory.copy_(source)
             return
         page, copied = self.pages.pop(0)
-        copied.synchronize()  # that was PAGES steps ago or so: only a host that is far ahead waits
+        # Recorded about STAGING_BUFFERS steps ago: only a host that is far ahead waits
+        copied.synchronize()
         self.memory.copy_(page.copy_(source), non_blocking=True)
         copied.record()
         self.pages.append((page, copied))
