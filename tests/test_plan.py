@@ -92,18 +92,18 @@ def covered(shape, boxes):
 
 
 def check_pieces(bucket, layouts, shares, kind="update"):
-    """The fed pieces of a matrix hold each of its elements once, and every stored piece gets its answer."""
+    """The source pieces of a matrix hold each of its elements once, and every stored piece gets its answer."""
     for rank, share in shares.items():
         assert set(share.matrices) == {m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank}
-        fed = defaultdict(list)
+        sources = defaultdict(list)
         for piece in share.owned:
             assert piece.owner == rank
-            if piece.fed and piece.kind == kind:
-                fed[piece.matrix].append(piece)
+            if piece.is_source and piece.kind == kind:
+                sources[piece.matrix].append(piece)
         for matrix in share.matrices:
             shape = (matrix.rows, matrix.cols if kind == "update" else 1)
             homes = 1 if bucket.route != "reduce" else len(bucket.ranks)
-            assert (covered(shape, [p.box for p in fed[matrix]]) == homes).all()
+            assert (covered(shape, [p.box for p in sources[matrix]]) == homes).all()
         answered = set(share.outbound.arrive) | {p for p in share.home if p.owner == rank}
         assert answered == set(share.home)
         for piece in share.home:
@@ -145,20 +145,20 @@ def by_pair(offsets, nbytes, starts, index, here, peer):
 
 
 def bucket_sizes(share):
-    """(bytes of the slot, bytes of the bench) of one rank, whose uses at one time do not overlap."""
+    """(bytes of the bucket buffer, of the shared scratch) of one rank, whose uses at one time do not overlap."""
     places, sizes = share.places()
     spans = {use: (memory, at, at + share.needs[use]) for use, (memory, at) in places.items() if share.needs[use]}
     assert set(places) == set(share.needs) and all(sizes[memory] >= end for memory, _, end in spans.values())
     for together in DIRECT if share.direct else ALIVE:
         for (a, (memory, start, end)), (b, (other, at, _)) in itertools.permutations(spans.items(), 2):
             assert not ({a, b} <= together and memory == other and start <= at < end), (a, b)
-    return sizes["slot"], sizes["bench"]
+    return sizes["bucket_buffer"], sizes["shared_scratch"]
 
 
 def room_of(sizes):
     """The workspace that three buckets take whose slots and benches are no larger than these."""
-    slot, bench = (max(values) for values in zip(*sizes))
-    return part("pipeline").SLOTS * slot + bench
+    bucket_buffer, shared_scratch = (max(values) for values in zip(*sizes))
+    return part("pipeline").BUCKETS_IN_FLIGHT * bucket_buffer + shared_scratch
 
 
 def check_room(bucket, shares, rank_bytes):
@@ -572,16 +572,16 @@ def test_the_workspace_of_no_rank_is_exceeded(shapes, mode, least, optimizer):
     buckets = plan_of(layouts, rank_bytes=given, **options)
     most = workspace_of(buckets, layouts, rows)
     assert most <= given
-    assert most > 0.4 * given or len(buckets) < part("pipeline").SLOTS or shapes is MIXTURE
+    assert most > 0.4 * given or len(buckets) < part("pipeline").BUCKETS_IN_FLIGHT or shapes is MIXTURE
 
 
 def workspace_of(buckets, layouts, rows=None):
-    """The bytes of all slots and of the bench, of the rank that takes the most (of 8, where there are more)."""
+    """The bytes of all bucket buffers and the shared scratch, of the rank that takes the most (of 8 ranks, if more)."""
     taken = Counter()
     for number, bucket in enumerate(buckets):
         for rank in bucket.ranks[:: max(1, len(bucket.ranks) // 8)]:
             sizes = bucket_sizes(part("planning.rank_plan").share_of(bucket, rank, layouts, rows, terms()))
-            for memory, nbytes in zip((number % part("pipeline").SLOTS, "bench"), sizes):
+            for memory, nbytes in zip((number % part("pipeline").BUCKETS_IN_FLIGHT, "shared_scratch"), sizes):
                 taken[memory, rank] = max(taken[memory, rank], nbytes)
     return max(sum(nbytes for (_, owner), nbytes in taken.items() if owner == rank) for rank in buckets[0].ranks)
 

@@ -318,25 +318,26 @@ def share_with(needs):
 
 
 def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
-    """All have the bench in common, and none needs more than the largest."""
+    """All have the shared scratch in common, and none needs more than the largest."""
     workspace = part("execution.workspace").Workspace(3, torch.device("cpu"))
     shares = [share_with({"leave": 60 * (1 + i % 4), "return": 80, "arrive": 7 * i, "now": 45, "next": 45,
                           "kept": 5 * i, "rows": 20, "stays": 3 * i, "stack": 32, "square": 8 + 8 * i, "mean": 9})
               for i in range(6)]
     for number, share in enumerate(shares):
         workspace.reserve(number, share)
-    taken, slot, bench = [workspace.take(number, share) for number, share in enumerate(shares)], [], []
+    taken, buffers, scratch = [workspace.take(number, share) for number, share in enumerate(shares)], [], []
     for share, lent in zip(shares, taken):
         assert {use: t.numel() for use, t in lent.items()} == share.needs
         assert all(t.data_ptr() % part("planning.plan").ALIGNMENT == 0 for t in lent.values() if t.numel())
-        slot.append(lent["rows"].untyped_storage().data_ptr())
-        bench.append(lent["stack"].untyped_storage().data_ptr())
-        assert {lent[use].untyped_storage().data_ptr() for use in ("leave", "return", "now", "next")} == {slot[-1]}
-        assert {lent[use].untyped_storage().data_ptr() for use in ("square", "mean")} == {bench[-1]}
-    assert slot[:3] == slot[3:] and len({*slot, *bench}) == 4 and len(set(bench)) == 1
+        buffers.append(lent["rows"].untyped_storage().data_ptr())
+        scratch.append(lent["stack"].untyped_storage().data_ptr())
+        assert {lent[use].untyped_storage().data_ptr() for use in ("leave", "return", "now", "next")} == {buffers[-1]}
+        assert {lent[use].untyped_storage().data_ptr() for use in ("square", "mean")} == {scratch[-1]}
+    assert buffers[:3] == buffers[3:] and len({*buffers, *scratch}) == 4 and len(set(scratch)) == 1
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for lent in taken for t in lent.values()}
-    largest = [max(shares[i].places()[1]["slot"], shares[i + 3].places()[1]["slot"]) for i in range(3)]
-    assert [sizes[at] for at in (*slot[:3], bench[0])] == [*largest, shares[-1].places()[1]["bench"]]
+    sizes_of = [share.places()[1] for share in shares]
+    largest = [max(sizes_of[i]["bucket_buffer"], sizes_of[i + 3]["bucket_buffer"]) for i in range(3)]
+    assert [sizes[at] for at in (*buffers[:3], scratch[0])] == [*largest, sizes_of[-1]["shared_scratch"]]
 
 
 def test_piece_at_views_bytes(optimizer):

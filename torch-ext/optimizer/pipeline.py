@@ -13,7 +13,7 @@ from .kernels.launch import precompile
 from .params import errors
 
 # Buckets alive at once: one arriving, one being computed, one returning; each has memory of its own
-SLOTS = 3
+BUCKETS_IN_FLIGHT = 3
 
 
 class BucketUpdate:

@@ -170,7 +170,8 @@ class ShardedUpdate(OwnerUpdate):
         # to replicas
         away, here = ([p for p in home if p in those] for those in (self.inbound.leave, kept))
         copies = [p for p in home if p not in self.inbound.leave and p not in kept]
-        # whole matrices go to the bench, which the bucket before still uses; direct pieces do not
+        # whole matrices go to the shared scratch, which the bucket before still uses; direct pieces
+        # do not
         early = [p for p in here if p.matrix in direct and bound.share.crosses_inbound]
         self.pack, self.pack_kept = (
             _pack(bound, away, self.inbound.leave),
@@ -179,7 +180,7 @@ class ShardedUpdate(OwnerUpdate):
         self.pack_here = _pack(bound, [p for p in here if p not in early], come)
         if early:
             self.rehearsed, self.meanwhile = (*self.rehearsed, "stay"), ("stay",)
-        sent = {p: {**self.inbound.leave, **come}[p] for p in rows if p.fed}
+        sent = {p: {**self.inbound.leave, **come}[p] for p in rows if p.is_source}
         self.send_rows = Copy(list(sent.values()), bound.states(sent, "second_moment"))
         self.assemble = copy_apart({p: come[p] for p in self.inbound.arrive}, self.inbound.arrive)
         stays = {p: go[p] if p.matrix in direct else place for p, place in kept.items()}

@@ -10,8 +10,8 @@ from ..communication.plan_check import agree
 from ..newton_schulz import coefficients, method
 from ..params.dtensor import is_dtensor, local_of
 from ..params.errors import name_in
-from ..pipeline import SLOTS, Pause
-from ..planning.plan import check_slots, turn
+from ..pipeline import BUCKETS_IN_FLIGHT, Pause
+from ..planning.plan import check_bucket_buffers, turn
 from ..planning.planner import Plan, Planner
 from ..state.create import check_state, prepare_state
 from .bucket_updates import BUCKET_UPDATES, AdamWUpdate, BoundBucket
@@ -77,7 +77,7 @@ def planned(units, state, options, process_groups, alone) -> list[Plan]:
     if not alone:
         process_groups.learn([p for _, params in units for p in params], planner.process_group)
     plans = [plan for unit in units for plan in planner.plan(*unit)]
-    planner.check_slots()
+    planner.check_bucket_buffers()
     check_state(plans, state)
     agree(plans, options, process_groups)
     prepare_state(plans, state, options)
@@ -194,8 +194,8 @@ def _in_order(plans, stores, options) -> list:
 def _slots(buckets, options) -> tuple[int, int]:
     """(number of slots, that of buckets that stay at home)."""
     if not options.overlap_backward:
-        return SLOTS, 1  # borrowed while only the first one that travels has been started
-    check_slots(buckets, options.workspace_bytes)  # again, with what this rank steps alone
+        return BUCKETS_IN_FLIGHT, 1  # while only the first that travels has been started
+    check_bucket_buffers(buckets, options.workspace_bytes)  # again, with what this rank steps alone
     away = sum(BUCKET_UPDATES[bucket.route].travels for bucket in buckets)
     return away + 1, away
 

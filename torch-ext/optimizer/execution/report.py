@@ -147,8 +147,9 @@ class Report:
 
     `loads`: rank -> expected work (ns where times were measured on this device, else in proportion
     to FLOPs) of the buckets that this rank has part in; `least_load`: what the most loaded rank has
-    at least, however matrices are shared; `workspace`: the bytes of every slot and of the bench.
-    `expected`, `measured`: lists of Span, empty where nothing is known.
+    at least, however matrices are shared; `workspace`: the bytes of every bucket
+    buffer and of the shared scratch. `expected`, `measured`: lists of TimelineSpan, empty where
+    nothing is known.
     """
 
     rank: int
@@ -342,11 +343,11 @@ def _part(route, pace) -> BucketTimes:
 
 
 def workspace_of(bounds) -> dict[str, int]:
-    """What bound buckets take of this rank, in bytes: by slot, and the bench."""
+    """What bound buckets take of this rank, in bytes: by bucket buffer, and the shared scratch."""
     sizes = Counter()
     for bound in bounds:
         for memory, nbytes in bound.share.places()[1].items():
-            name = f"slot {bound.slot}" if memory == "slot" else memory
+            name = f"bucket buffer {bound.slot}" if memory == "bucket_buffer" else "shared scratch"
             sizes[name] = max(sizes[name], nbytes)
     return dict(sizes)
 

@@ -14,8 +14,8 @@ from ..planning.memory_model import ALIGNMENT
 
 
 class Workspace:
-    """Flat memory that buckets use in turn: a buffer for each slot and one for the bench, as large
-    as any wants.
+    """Flat memory that buckets use in turn: a bucket buffer for each bucket in flight and one
+    shared scratch, each as large as any bucket wants.
     """
 
     def __init__(self, slots, device):
@@ -40,7 +40,7 @@ class Workspace:
         return lent
 
     def _key(self, number, memory):
-        return number % self.slots if memory == "slot" else memory
+        return number % self.slots if memory == "bucket_buffer" else memory
 
 
 def like(lists, flat):

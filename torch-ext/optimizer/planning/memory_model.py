@@ -8,14 +8,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..pipeline import SLOTS
+from ..pipeline import BUCKETS_IN_FLIGHT
 from .cost_model import BucketTimes
 
 
 @dataclass(frozen=True)
 class Round:
-    """One matrix of every owner that still has one, and what they take of the workspace together.
-    """
+    """One matrix of every owner that still has one, and what they take of the workspace together."""
 
     matrices: tuple
     taken: Counter
@@ -41,20 +40,26 @@ BYTES = {
     # G, out | what arrives, averaged; as in an exchange, with momentum | W in and out, U
     "reduce": (6, 38, 10),
 }
-# Of SLOTS * SLOT + BENCH equal parts of the workspace, those of each slot, and of the bench
-SLOT, BENCH = 2, 3
+# Of BUCKETS_IN_FLIGHT * BUFFER_PARTS + SCRATCH_PARTS equal parts of the workspace, those of each bucket_buffer, and of the shared_scratch
+BUFFER_PARTS, SCRATCH_PARTS = 2, 3
 
 
-def workspace(slot, bench) -> int:
-    """The bytes of the smallest workspace whose slots and bench, cut as above, have room for so
+def workspace(bucket_buffer, shared_scratch) -> int:
+    """The bytes of the smallest workspace whose buffers and scratch, cut as above, have room for so
     many bytes each.
     """
-    return -(-max(slot * BENCH, bench * SLOT) * (SLOTS * SLOT + BENCH) // (SLOT * BENCH))
+    return -(
+        -max(bucket_buffer * SCRATCH_PARTS, shared_scratch * BUFFER_PARTS)
+        * (BUCKETS_IN_FLIGHT * BUFFER_PARTS + SCRATCH_PARTS)
+        // (BUFFER_PARTS * SCRATCH_PARTS)
+    )
 
 
 def parts(nbytes) -> tuple[int, int]:
-    """(bytes of a slot, bytes of the bench) of such a workspace."""
-    return nbytes * SLOT // (SLOTS * SLOT + BENCH), nbytes * BENCH // (SLOTS * SLOT + BENCH)
+    """(bytes of a bucket_buffer, bytes of the shared_scratch) of such a workspace."""
+    return nbytes * BUFFER_PARTS // (
+        BUCKETS_IN_FLIGHT * BUFFER_PARTS + SCRATCH_PARTS
+    ), nbytes * SCRATCH_PARTS // (BUCKETS_IN_FLIGHT * BUFFER_PARTS + SCRATCH_PARTS)
 
 
 def _no_scratch(R, C):
@@ -110,10 +115,12 @@ class MatrixFootprint:
     outbound: int  # leaves its owner again
     # Of its memory, from which it leaves: ranks that hold the same may get it from one place
     spread: int
-    held: int  # on the bench: the matrix
-    stays: int  # in the slot: a number for each row, and the mean where gradients are reduced
-    long: int  # in the slot, while it is iterated
-    square: int  # on the bench, while it is iterated
+    held: int  # on the shared_scratch: the matrix
+    stays: (
+        int  # in the bucket_buffer: a number for each row, and the mean where gradients are reduced
+    )
+    long: int  # in the bucket_buffer, while it is iterated
+    square: int  # on the shared_scratch, while it is iterated
     key: object  # matrices of one key are iterated at once, see `polar.scratch`
     leaves: int  # the largest piece that goes to the owner
     copy: tuple  # whose pieces these are: (number of the partition, number of the copy)
@@ -268,21 +275,23 @@ class MemoryModel:
         return workspace(*self.memory(taken))
 
     def bytes_together(self, buckets) -> int:
-        """The workspace that these buckets, lists of layers, take of one rank at most: every slot
-        and the bench are as large as the largest that uses them.
+        """The workspace that these buckets, lists of layers, take of one rank at most: every bucket_buffer
+        and the shared_scratch are as large as the largest that uses them.
         """
         slots, benches = zip(*(self.memory(total(bucket)) for bucket in buckets))
-        turns = SLOTS if self.route != "local" else 1
+        turns = BUCKETS_IN_FLIGHT if self.route != "local" else 1
         return sum(max(slots[number::turns], default=0) for number in range(turns)) + max(benches)
 
     def memory(self, taken) -> tuple[int, int]:
-        """(bytes of a slot, bytes of the bench) of any rank at most; see `RankPlan.places`. What
+        """(bytes of a bucket_buffer, bytes of the shared_scratch) of any rank at most; see `RankPlan.places`. What
         leaves a rank are pieces to which answers return.
         """
         owners, iterated, _, returns = self._together(taken)
-        slot, bench, fixed = 0, 0, 3 * ALIGNMENT * (len(self.ranks) + 2)
+        bucket_buffer, shared_scratch, fixed = 0, 0, 3 * ALIGNMENT * (len(self.ranks) + 2)
         for (owner, _), (long, square) in iterated.items():
             inbound, _, spread, held, stays = owners[owner]
-            slot = max(slot, returns + inbound + stays, returns + spread + stays, long + stays)
-            bench = max(bench, square + held)
-        return slot + fixed, bench + fixed
+            bucket_buffer = max(
+                bucket_buffer, returns + inbound + stays, returns + spread + stays, long + stays
+            )
+            shared_scratch = max(shared_scratch, square + held)
+        return bucket_buffer + fixed, shared_scratch + fixed

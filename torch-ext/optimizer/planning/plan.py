@@ -41,7 +41,7 @@ class Matrix:
 class Bucket:
     """Matrices that travel together over `ranks`, the owner of each, the name of the route that
     steps them, the times that are expected where known, and what it takes of any rank at most:
-    (bytes of a slot, bytes of the bench).
+    (bytes of a bucket_buffer, bytes of the shared_scratch).
     """
 
     route: str
@@ -57,22 +57,24 @@ class Bucket:
         return workspace(*self.memory)
 
 
-def check_slots(buckets, given) -> None:
-    """Raise ValueError if buckets that all have a slot of their own take more of any rank than the
+def check_bucket_buffers(buckets, given) -> None:
+    """Raise ValueError if buckets that all have a bucket_buffer of their own take more of any rank than the
     bytes `given`.
     """
-    away, home, bench = Counter(), Counter(), Counter()
+    away, home, shared_scratch = Counter(), Counter(), Counter()
     for bucket in buckets:
-        slot, least = bucket.memory
+        bucket_buffer, least = bucket.memory
         for rank in bucket.ranks:
-            away[rank] += slot * (bucket.route != "local")
-            home[rank] = max(home[rank], slot * (bucket.route == "local"))
-            bench[rank] = max(bench[rank], least)
-    needed = max((away[rank] + home[rank] + bench[rank] for rank in bench), default=0)
+            away[rank] += bucket_buffer * (bucket.route != "local")
+            home[rank] = max(home[rank], bucket_buffer * (bucket.route == "local"))
+            shared_scratch[rank] = max(shared_scratch[rank], least)
+    needed = max(
+        (away[rank] + home[rank] + shared_scratch[rank] for rank in shared_scratch), default=0
+    )
     if given is not None and needed > given:
         raise ValueError(
             f"workspace_bytes={given} is too small: with overlap_backward=True every bucket has a "
-            "slot of "
+            "bucket_buffer of "
             f"its own, which takes {needed} bytes together; pass at least that, or None, or leave "
             "overlap_backward out"
         )
@@ -270,8 +272,8 @@ def plan_chunks(shapes, ranks, rank_bytes, terms) -> list[Bucket]:
     some rows of every part; its Matrix says how many (`rows`), from which one on (`at`). One
     without elements is there for its count of steps.
     """
-    slot, bench, fixed = _of_chunks(ranks, terms)
-    element = workspace(slot, bench)
+    bucket_buffer, shared_scratch, fixed = _of_chunks(ranks, terms)
+    element = workspace(bucket_buffer, shared_scratch)
     N, numel, buckets = len(ranks), (rank_bytes - workspace(fixed, fixed)) // element, [[]]
     for param, (rows, cols) in enumerate(shapes):
         first, last = 0, -(-rows // N) if cols else 0
@@ -287,14 +289,21 @@ def plan_chunks(shapes, ranks, rank_bytes, terms) -> list[Bucket]:
     sizes = [sum(m.numel for m in b) for b in buckets]
     route = "own_elementwise" if terms.reduced else "reduce_elementwise"
     return [
-        Bucket(route, ranks, tuple(b), (), None, (slot * n + fixed, bench * n + fixed))
+        Bucket(
+            route,
+            ranks,
+            tuple(b),
+            (),
+            None,
+            (bucket_buffer * n + fixed, shared_scratch * n + fixed),
+        )
         for b, n in zip(buckets, sizes)
         if b
     ]
 
 
 def _of_chunks(ranks, terms) -> tuple[int, int, int]:
-    """What chunks take: (bytes of a slot for each element of a part, of the bench, of each for any
+    """What chunks take: (bytes of a bucket_buffer for each element of a part, of the shared_scratch, of each for any
     number of them).
     """
     N, gradient, weight = len(ranks), terms.gradient, terms.weight
@@ -313,18 +322,17 @@ def chunks_along_backward(shapes, ranks, terms, latency) -> list[Bucket]:
 
 
 def chunks_along_forward(shapes, ranks, terms, latency, rank_bytes) -> list[Bucket]:
-    """As `plan_chunks`, in buckets that land one after another during forward; see `along_forward`.
-    """
+    """As `plan_chunks`, in buckets that land one after another during forward; see `along_forward`."""
     room = min(rank_bytes, _room_of_part(shapes, ranks, terms, latency))
     return plan_chunks(shapes, ranks, room, terms)
 
 
 def _room_of_part(shapes, ranks, terms, latency) -> int:
     """The workspace in which there is room for one of PARTS parts."""
-    slot, bench, fixed = _of_chunks(ranks, terms)
+    bucket_buffer, shared_scratch, fixed = _of_chunks(ranks, terms)
     numel = sum(-(-rows // len(ranks)) * cols for rows, cols in shapes)
     most = max(-(-numel // PARTS), latency // (len(ranks) * terms.gradient))
-    return workspace(fixed, fixed) + workspace(slot, bench) * most
+    return workspace(fixed, fixed) + workspace(bucket_buffer, shared_scratch) * most
 
 
 def digest(buckets, layouts, *more) -> int:

@@ -20,7 +20,7 @@ from ..params.dtensor import gradient_dtype, is_dtensor, local_of, mismatched_pl
 from ..params.errors import names_in
 from ..params.layout import check_row_state, layout_of, row_chunks, this_rank
 from ..params.validation import check_param
-from ..pipeline import SLOTS
+from ..pipeline import BUCKETS_IN_FLIGHT
 from ..rules.rule import home_of
 from .cost_model import CostModel, latency_bytes
 from .memory_model import ChunkPlanInputs, PlanInputs
@@ -28,7 +28,7 @@ from .plan import (
     OWNER_STATE_KINDS,
     along_backward,
     along_forward,
-    check_slots,
+    check_bucket_buffers,
     chunks_along_backward,
     chunks_along_forward,
     make_plan,
@@ -238,10 +238,10 @@ class Planner:
                 )
         return [known[key] for key in keys]
 
-    def check_slots(self) -> None:
+    def check_bucket_buffers(self) -> None:
         """After all groups: all ranks raise alike, since this looks at other ranks' buckets too."""
         if self.options.overlap_backward:
-            check_slots(self.buckets, self.options.workspace_bytes)
+            check_bucket_buffers(self.buckets, self.options.workspace_bytes)
 
     def _check_room(self, buckets, least) -> None:
         """A bucket that takes more than its part of the workspace holds no more than it must."""
@@ -249,7 +249,7 @@ class Planner:
         given, needed = self.options.workspace_bytes, max((b.nbytes for b in buckets), default=0)
         if given is not None and needed > given and not self.options.overlap_backward:
             raise ValueError(
-                f"workspace_bytes={given} is too small: with {least}, {SLOTS} buckets at a time, "
+                f"workspace_bytes={given} is too small: with {least}, {BUCKETS_IN_FLIGHT} buckets at a time, "
                 "it takes "
                 f"{needed} bytes; pass at least that, or None"
             )

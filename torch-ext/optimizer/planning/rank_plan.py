@@ -17,7 +17,7 @@ class Piece:
     """A rectangle of a matrix: stored at its `home`, computed at its `owner`.
 
     `kind`: "update" (of the matrix itself), "row" (of its (R, 1) row state) or "chunk" (of a
-    parameter that is reduced elementwise). `fed`: this home's copy is the one that is sent to the
+    parameter that is reduced elementwise). `is_source`: the copy of this home is sent to the
     owner.
     """
 
@@ -26,7 +26,7 @@ class Piece:
     box: tuple
     home: int
     owner: int
-    fed: bool
+    is_source: bool
 
     @property
     def shape(self):
@@ -80,29 +80,35 @@ class RankPlan:
     direct: frozenset = frozenset()
 
     def places(self) -> tuple[dict, dict]:
-        """({use: (memory, first byte)}, {memory: bytes}). The "slot" is the bucket's own from its
-        first part to its last, the "bench" is for the one that is being computed.
+        """({use: (memory, first byte)}, {memory: bytes}). The "bucket_buffer" is the bucket's own from its
+        first part to its last, the "shared_scratch" is for the one that is being computed.
 
         What leaves has left before answers return to its place, and what arrives is copied before
         answers leave from where it was; in between, while matrices are multiplied, both are free
         for what is iterated ("now", "next"). Where matrices are `direct`, only what has left is
-        free. What was computed and is applied at the end stays in the slot: answers of matrices
+        free. What was computed and is applied at the end stays in the bucket_buffer: answers of matrices
         that leave ("kept"), and what is reduced ("stays").
         """
         size = {use: nbytes + -nbytes % ALIGNMENT for use, nbytes in self.needs.items()}
         if self.direct:
-            kept, bench = (
+            kept, shared_scratch = (
                 max(size["leave"], size["return"], size["next"]),
                 ("square", "now", "stack", "mean"),
             )
-            slot = {"leave": 0, "return": 0, "next": 0, "kept": kept, "arrive": kept + size["kept"]}
-            wire = slot["arrive"] + size["arrive"]
+            bucket_buffer = {
+                "leave": 0,
+                "return": 0,
+                "next": 0,
+                "kept": kept,
+                "arrive": kept + size["kept"],
+            }
+            wire = bucket_buffer["arrive"] + size["arrive"]
         else:
-            home, bench = (
+            home, shared_scratch = (
                 max(size["leave"], size["return"] + size["kept"]),
                 ("square", "stack", "mean"),
             )
-            slot = {
+            bucket_buffer = {
                 "leave": 0,
                 "return": 0,
                 "kept": size["return"],
@@ -111,14 +117,16 @@ class RankPlan:
                 "next": size["now"],
             }
             wire = max(home + size["arrive"], size["now"] + size["next"])
-        slot |= {"rows": wire, "stays": wire + size["rows"]}
-        on_bench = zip(bench, itertools.accumulate((size[use] for use in bench), initial=0))
-        found = {use: ("slot", at) for use, at in slot.items()} | {
-            use: ("bench", at) for use, at in on_bench
+        bucket_buffer |= {"rows": wire, "stays": wire + size["rows"]}
+        on_bench = zip(
+            shared_scratch, itertools.accumulate((size[use] for use in shared_scratch), initial=0)
+        )
+        found = {use: ("bucket_buffer", at) for use, at in bucket_buffer.items()} | {
+            use: ("shared_scratch", at) for use, at in on_bench
         }
         return found, {
-            "slot": slot["stays"] + size["stays"],
-            "bench": sum(size[use] for use in bench),
+            "bucket_buffer": bucket_buffer["stays"] + size["stays"],
+            "shared_scratch": sum(size[use] for use in shared_scratch),
         }
 
 
@@ -133,10 +141,12 @@ def share_of(bucket, rank, layouts, row_layouts, terms) -> RankPlan:
         pieces = [p for p in rows if p.home == p.owner == rank] + travelling
     else:
         pieces = travelling = rows + travelling
-    fed = [p for p in travelling if p.fed]
+    sources = [p for p in travelling if p.is_source]
     copies = _copies(bucket, layouts)
     matrices = tuple(m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank)
-    inbound = travel(fed, ("home", "owner"), rank, bucket.ranks, terms.itemsizes, with_self=reduce)
+    inbound = travel(
+        sources, ("home", "owner"), rank, bucket.ranks, terms.itemsizes, with_self=reduce
+    )
     outbound = travel(
         travelling, ("owner", "home"), rank, bucket.ranks, terms.itemsizes, terms.once
     )
@@ -173,7 +183,7 @@ def share_of(bucket, rank, layouts, row_layouts, terms) -> RankPlan:
 
 def _in_pieces(share, room, terms) -> RankPlan:
     """The share with its `direct` matrices: those that are cut into whole rows, by all copies
-    alike, all at multiples of ALIGNMENT. As it is where (slot, bench) have no `room` for that, or
+    alike, all at multiples of ALIGNMENT. As it is where (bucket_buffer, shared_scratch) have no `room` for that, or
     where answers would leave from where matrices that are iterated later still lie.
     """
     read, leave, whole = share.inbound.arrive | share.kept, share.outbound.leave, set()
@@ -200,7 +210,7 @@ def _in_pieces(share, room, terms) -> RankPlan:
 
 def _side_by_side(share, room, terms) -> RankPlan:
     """The share with memory for all of its iterations together, where they gain by that. As it is
-    where (slot, bench) have no `room` for that.
+    where (bucket_buffer, shared_scratch) have no `room` for that.
     """
     shapes = [sorted((m.rows, m.cols)) for m in share.matrices]
     if not shapes or not terms.side_by_side(shapes):
@@ -212,7 +222,11 @@ def _side_by_side(share, room, terms) -> RankPlan:
 
 def _if_it_fits(wanted, room, share) -> RankPlan:
     sizes = wanted.places()[1]
-    return wanted if sizes["slot"] <= room[0] and sizes["bench"] <= room[1] else share
+    return (
+        wanted
+        if sizes["bucket_buffer"] <= room[0] and sizes["shared_scratch"] <= room[1]
+        else share
+    )
 
 
 def _stacked(matrices, terms) -> int:
@@ -264,10 +278,10 @@ def _pieces_at(bucket, rank, layouts, kind):
     for matrix, owner in zip(bucket.matrices, bucket.owners):
         layout = layouts[matrix.param]
         for home in bucket.ranks if owner == rank else (rank,):
-            fed = bucket.route == "reduce" or layout.copy_of[home] == layout.copy_of[owner]
+            is_source = bucket.route == "reduce" or layout.copy_of[home] == layout.copy_of[owner]
             boxes = [part[-2:] for part in layout.parts_of(home)]
             for box in [box for box in boxes if all(a < b for a, b in box)]:
-                yield Piece(kind, matrix, box, home, owner, fed)
+                yield Piece(kind, matrix, box, home, owner, is_source)
 
 
 def travel(pieces, ends, rank, ranks, itemsizes, once=False, with_self=False) -> AllToAllPlan:
