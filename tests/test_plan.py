@@ -32,10 +32,11 @@ def terms(**others):
     return part("planning.memory_model").PlanInputs(**given | others)
 
 
-ALIVE = [{"leave", "arrive", "rows"}, {"stack", "arrive", "rows", "mean", "stays"}, {"mean", "stack"},
-         {"stack", "now", "next", "square", "rows", "stays"}, {"stack", "arrive", "kept", "rows", "stays"},
-         {"arrive", "return", "kept", "rows", "stays"}]
-DIRECT = [*ALIVE, {"stack", "now", "next", "square", "arrive", "kept", "rows", "stays"}]
+ALIVE = [{"leave", "arrive", "rows"}, {"stack", "arrive", "rows", "mean", "until_apply"}, {"mean", "stack"},
+         {"stack", "scratch_a", "scratch_b", "gram_scratch", "rows", "until_apply"},
+         {"stack", "arrive", "kept", "rows", "until_apply"},
+         {"arrive", "return", "kept", "rows", "until_apply"}]
+DIRECT = [*ALIVE, {"stack", "scratch_a", "scratch_b", "gram_scratch", "arrive", "kept", "rows", "until_apply"}]
 
 
 def cost(rows, cols):
@@ -146,9 +147,10 @@ def by_pair(offsets, nbytes, starts, index, here, peer):
 
 def bucket_sizes(share):
     """(bytes of the bucket buffer, of the shared scratch) of one rank, whose uses at one time do not overlap."""
-    places, sizes = share.places()
-    spans = {use: (memory, at, at + share.needs[use]) for use, (memory, at) in places.items() if share.needs[use]}
-    assert set(places) == set(share.needs) and all(sizes[memory] >= end for memory, _, end in spans.values())
+    places, sizes = share.workspace_layout()
+    nbytes = share.scratch_bytes
+    spans = {use: (memory, at, at + nbytes[use]) for use, (memory, at) in places.items() if nbytes[use]}
+    assert set(places) == set(share.scratch_bytes) and all(sizes[memory] >= end for memory, _, end in spans.values())
     for together in DIRECT if share.direct else ALIVE:
         for (a, (memory, start, end)), (b, (other, at, _)) in itertools.permutations(spans.items(), 2):
             assert not ({a, b} <= together and memory == other and start <= at < end), (a, b)
@@ -355,7 +357,7 @@ class Hurried:
     def __call__(self, R, C):
         return R * C
 
-    def stacks(self, counts):
+    def batch_time(self, counts):
         return sum(n * self(*shape) for shape, n in counts.items())
 
     def memory(self, nbytes):

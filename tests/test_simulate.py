@@ -67,7 +67,7 @@ def test_what_is_planned_fits_the_package_s_default(simulate):
         taken = Counter()
         for number, bucket in enumerate(buckets):
             for memory, nbytes in (
-                part("planning.rank_plan").share_of(bucket, rank, layouts, None, terms).places()[1].items()
+                part("planning.rank_plan").share_of(bucket, rank, layouts, None, terms).workspace_layout()[1].items()
             ):
                 place = memory, number % 3 * (memory == "bucket_buffer")
                 taken[place] = max(taken[place], nbytes)
@@ -84,7 +84,7 @@ def test_workspace_is_what_a_rank_takes(model, ranks, shards, simulate):
         for bucket in [bucket for bucket in buckets if rank in bucket.ranks]:
             travels = bucket.route != "local"
             share = part("planning.rank_plan").share_of(bucket, rank, layouts, None, terms)
-            for memory, nbytes in share.places()[1].items():
+            for memory, nbytes in share.workspace_layout()[1].items():
                 place = memory, (travelling % 3 if travels else 1) * (memory == "bucket_buffer")
                 taken[place] = max(taken[place], nbytes)
             travelling += travels

@@ -17,7 +17,7 @@ from ..params import errors
 from ..params.dtensor import is_dtensor, raw_locals
 from ..params.errors import name_in
 from ..params.layout import sharded_among
-from ..planning.plan import turn
+from ..planning.plan import bucket_sort_key
 
 
 class NonfiniteFlags:
@@ -34,7 +34,7 @@ class NonfiniteFlags:
             for number in range(len(plan.params)):
                 members.setdefault(plan.compared_by(number), []).append((plan, store, number))
         firsts, self.count = {id(store): {} for store in stores}, 0
-        for ranks in sorted(members, key=turn):
+        for ranks in sorted(members, key=bucket_sort_key):
             start = self.count
             for plan, store, number in members[ranks]:
                 firsts[id(store)][number] = self.count
@@ -48,7 +48,7 @@ class NonfiniteFlags:
             if whole and len(layout.boxes) > 1
         }
         # Experts at home are on a mesh, too
-        self.told = sorted(meshes.union(filter(None, members)), key=turn)
+        self.told = sorted(meshes.union(filter(None, members)), key=bucket_sort_key)
         self.flags = torch.zeros(
             self.count, dtype=torch.float32, device=stores[0].device if stores else None
         )

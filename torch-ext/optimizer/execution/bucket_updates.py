@@ -80,7 +80,7 @@ class BoundBucket:
 
     def orthogonalize(self, stacks, hp):
         """The iteration of Stacks, in memory that is this bucket's while it is computed."""
-        memory = [self.memory[use] for use in ("now", "next", "square")]
+        memory = [self.memory[use] for use in ("scratch_a", "scratch_b", "gram_scratch")]
         muon.orthogonalize(stacks.read, hp, self.options.ns_dtype, memory, stacks.written)
 
 
@@ -228,7 +228,7 @@ class UnreducedUpdate(OwnerUpdate):
         self.fill = Copy.of_gradients(
             [self.inbound.leave[p] for p in home], bound.sources(home), bound.store.gradients
         )
-        self.mean = Mean(self.inbound, bound.memory["stays"])
+        self.mean = Mean(self.inbound, bound.memory["until_apply"])
         M, skip, whole = (
             bound.states(owned, "momentum_buffer"),
             bound.store.skip(owned),
@@ -309,7 +309,8 @@ class UnreducedAdamWUpdate(OwnerUpdate):
             *(bound.states(owned, key) for key in ("exp_avg", "exp_avg_sq")),
         ]
         steps = [_steps(bound, p) for p in owned]
-        W, *states = next_ = [*like(now, bound.memory["stays"]), [step.clone() for step in steps]]
+        memory = bound.memory["until_apply"]
+        W, *states = next_ = [*like(now, memory), [step.clone() for step in steps]]
         self.now, self.next = [*itertools.chain(*now), *steps], [*itertools.chain(*next_)]
         self.lists = [W, [g.view(w.shape) for g, w in zip(gradients, W)], states]
         self.flags = _flags(bound.store, [p.matrix.param for p in owned])

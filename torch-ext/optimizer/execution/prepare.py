@@ -11,7 +11,7 @@ from ..newton_schulz import coefficients, method
 from ..params.dtensor import is_dtensor, local_of
 from ..params.errors import name_in
 from ..pipeline import BUCKETS_IN_FLIGHT, Pause
-from ..planning.plan import check_bucket_buffers, turn
+from ..planning.plan import bucket_sort_key, check_bucket_buffers
 from ..planning.planner import Plan, Planner
 from ..state.create import check_state, prepare_state
 from .bucket_updates import BUCKET_UPDATES, AdamWUpdate, BoundBucket
@@ -183,7 +183,7 @@ def _in_order(plans, stores, options) -> list:
         for bucket, share in plan.shares or ():
             family = bucket.route, bucket.ranks
             seen[family] += 1
-            place, those = seen[family] / counts[family], turn(bucket.ranks)
+            place, those = seen[family] / counts[family], bucket_sort_key(bucket.ranks)
             key = those, place * options.overlap_forward
             if options.overlap_backward:
                 key = not share.crosses_inbound, place, those

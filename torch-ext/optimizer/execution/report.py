@@ -318,7 +318,7 @@ def _row(number, route, hp, measured_ms):
         len(bucket.ranks),
         Counter((m.rows, m.cols) for m in bucket.matrices),
         len(share.matrices),
-        sum(share.places()[1].values()),
+        sum(share.workspace_layout()[1].values()),
         sum(share.inbound.send_bytes),
         sum(share.outbound.send_bytes),
         max(loads.values()) * len(loads) / total if total else None,
@@ -346,7 +346,7 @@ def workspace_of(bounds) -> dict[str, int]:
     """What bound buckets take of this rank, in bytes: by bucket buffer, and the shared scratch."""
     sizes = Counter()
     for bound in bounds:
-        for memory, nbytes in bound.share.places()[1].items():
+        for memory, nbytes in bound.share.workspace_layout()[1].items():
             name = f"bucket buffer {bound.slot}" if memory == "bucket_buffer" else "shared scratch"
             sizes[name] = max(sizes[name], nbytes)
     return dict(sizes)

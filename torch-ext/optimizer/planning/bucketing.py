@@ -34,9 +34,9 @@ def rounds_of(matrices, owner_of, cost, freight) -> list[Round]:
     return layers
 
 
-def cut(layers, workspace_for, room, price=None, bytes_together=None) -> list[list[Round]]:
+def cut(layers, workspace_for, room, predicted_end=None, bytes_together=None) -> list[list[Round]]:
     """Layers -> buckets. `workspace_for(taken)`: the workspace that such buckets want; `room`: the
-    bytes it may have; `price(buckets)`: when the last is done.
+    bytes it may have; `predicted_end(buckets)`: when the last is done.
 
     As few buckets as there is room for, unless others are done earlier: smaller ones, which overlap
     more; small layers first, so that products start early; small layers last, so that little is
@@ -46,9 +46,9 @@ def cut(layers, workspace_for, room, price=None, bytes_together=None) -> list[li
     """
     size = _Sizes(workspace_for)
     best, choice = _fill(layers, size, room), [1, 0, 0]
-    if price is None or len(layers) == 1:
+    if predicted_end is None or len(layers) == 1:
         return best
-    least, seen = price(best), {_key(best)}
+    least, seen = predicted_end(best), {_key(best)}
     for which, option in [
         (which, option) for which, options in enumerate((SHARES, ENDS, ENDS)) for option in options
     ]:
@@ -57,16 +57,16 @@ def cut(layers, workspace_for, room, price=None, bytes_together=None) -> list[li
         if _key(buckets) in seen or any(len(b) > 1 and size(b) > room for b in buckets):
             continue
         seen.add(_key(buckets))
-        done = price(buckets)
+        done = predicted_end(buckets)
         if done < WORTH * least:
             best, least, choice = buckets, done, tried
     if bytes_together is None:
         return best
     options = {_key(buckets): buckets for buckets in (best, *_smaller(layers, size, room, choice))}
-    return _smallest(options.values(), bytes_together, price, SPARE * least)
+    return _smallest(options.values(), bytes_together, predicted_end, SPARE * least)
 
 
-def _smallest(options, bytes_together, price, latest):
+def _smallest(options, bytes_together, predicted_end, latest):
     """The first option, or of the others that are done by `latest` the one that takes the fewest
     bytes.
     """
@@ -74,7 +74,7 @@ def _smallest(options, bytes_together, price, latest):
     fewest = bytes_together(best)
     for buckets in others:
         nbytes = bytes_together(buckets)
-        if nbytes < fewest and price(buckets) <= latest:
+        if nbytes < fewest and predicted_end(buckets) <= latest:
             best, fewest = buckets, nbytes
     return best
 

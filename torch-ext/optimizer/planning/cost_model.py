@@ -85,14 +85,14 @@ class CostModel:
     def __call__(self, R: int, C: int) -> int:
         if (R, C) not in self._costs:
             cost = (
-                self.stacks({(R, C): BATCH}) // BATCH
+                self.batch_time({(R, C): BATCH}) // BATCH
                 if self.measured
                 else method.cost(R, C, self.steps) // NOMINAL
             )
             self._costs[R, C] = max(1, cost)
         return self._costs[R, C]
 
-    def stacks(self, counts: Mapping) -> int:
+    def batch_time(self, counts: Mapping) -> int:
         """The time of a stack of each shape, `counts`: (R, C) -> matrices; those of one short side
         share launches.
         """

@@ -241,7 +241,7 @@ class MemoryModel:
             returns += count * load.returns
         return owners, iterated, leaves, returns
 
-    def price(self, owner_of, pace, buckets) -> float:
+    def predicted_end(self, owner_of, pace, buckets) -> float:
         """When the last of `buckets`, lists of layers, is done, in ns."""
         parts = []
         for bucket in buckets:
@@ -260,7 +260,7 @@ class MemoryModel:
         gathered = gather * held / self.update + (inbound if self.route == "reduce" else 0)
         # Most owners have the same
         distinct = {frozenset(shapes.items()): shapes for shapes in counts.values()}
-        products = max(map(pace.stacks, distinct.values())) + pace.memory(gathered)
+        products = max(map(pace.batch_time, distinct.values())) + pace.memory(gathered)
         return BucketTimes(
             pace.memory(leave * away / self.update),
             pace.wire(inbound),
@@ -283,7 +283,7 @@ class MemoryModel:
         return sum(max(slots[number::turns], default=0) for number in range(turns)) + max(benches)
 
     def memory(self, taken) -> tuple[int, int]:
-        """(bytes of a bucket_buffer, bytes of the shared_scratch) of any rank at most; see `RankPlan.places`. What
+        """(bytes of a bucket_buffer, bytes of the shared_scratch) of any rank at most; see `RankPlan.workspace_layout`. What
         leaves a rank are pieces to which answers return.
         """
         owners, iterated, _, returns = self._together(taken)

@@ -101,15 +101,15 @@ def make_plan(
     """
     families, pace = _families(layouts, plain), cost if getattr(cost, "measured", False) else None
     owner_of, buckets = _assign(families, layouts, cost, loads), []
-    for route, ranks in sorted(families, key=lambda family: (turn(family[1]), family)):
+    for route, ranks in sorted(families, key=lambda family: (bucket_sort_key(family[1]), family)):
         freight = MemoryModel(layouts, terms or PlanInputs(), route, ranks)
         layers = rounds_of(families[route, ranks], owner_of, cost, freight)
-        price = partial(freight.price, owner_of, pace) if pace else None
+        predicted_end = partial(freight.predicted_end, owner_of, pace) if pace else None
         for group in cut(
             layers,
             freight.workspace_for,
             rank_bytes,
-            price,
+            predicted_end,
             freight.bytes_together if minimize_workspace else None,
         ):
             taken, matrices = (
@@ -194,7 +194,7 @@ def _packed(freight, owner_of, pace, parts) -> list[Bucket]:
     return found
 
 
-def turn(ranks) -> tuple:
+def bucket_sort_key(ranks) -> tuple:
     """The key by which buckets are ordered in a step: those of the same ranks follow each other, on
     every rank.
     """

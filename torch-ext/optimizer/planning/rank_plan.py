@@ -61,8 +61,8 @@ class RankPlan:
     sends and receives.
 
     `crosses_inbound`, `crosses_outbound`: whether anything travels in that direction at all, on any
-    rank; `copies`: whether the same goes to several ranks, and leaves from one place. `needs`: use
-    -> bytes of workspace, see `places`. `kept`: pieces that are stored and computed here -> byte
+    rank; `copies`: whether the same goes to several ranks, and leaves from one place. `scratch_bytes`: use
+    -> bytes of workspace, see `workspace_layout`. `kept`: pieces that are stored and computed here -> byte
     offset. `direct`: those of `matrices` that are read where their pieces arrived and are kept, and
     written where these leave from.
     """
@@ -75,30 +75,30 @@ class RankPlan:
     crosses_inbound: bool
     crosses_outbound: bool
     copies: bool
-    needs: dict
+    scratch_bytes: dict
     kept: dict
     direct: frozenset = frozenset()
 
-    def places(self) -> tuple[dict, dict]:
+    def workspace_layout(self) -> tuple[dict, dict]:
         """({use: (memory, first byte)}, {memory: bytes}). The "bucket_buffer" is the bucket's own from its
         first part to its last, the "shared_scratch" is for the one that is being computed.
 
         What leaves has left before answers return to its place, and what arrives is copied before
         answers leave from where it was; in between, while matrices are multiplied, both are free
-        for what is iterated ("now", "next"). Where matrices are `direct`, only what has left is
+        for what is iterated ("scratch_a", "scratch_b"). Where matrices are `direct`, only what has left is
         free. What was computed and is applied at the end stays in the bucket_buffer: answers of matrices
-        that leave ("kept"), and what is reduced ("stays").
+        that leave ("kept"), and what is reduced ("until_apply").
         """
-        size = {use: nbytes + -nbytes % ALIGNMENT for use, nbytes in self.needs.items()}
+        size = {use: nbytes + -nbytes % ALIGNMENT for use, nbytes in self.scratch_bytes.items()}
         if self.direct:
             kept, shared_scratch = (
-                max(size["leave"], size["return"], size["next"]),
-                ("square", "now", "stack", "mean"),
+                max(size["leave"], size["return"], size["scratch_b"]),
+                ("gram_scratch", "scratch_a", "stack", "mean"),
             )
             bucket_buffer = {
                 "leave": 0,
                 "return": 0,
-                "next": 0,
+                "scratch_b": 0,
                 "kept": kept,
                 "arrive": kept + size["kept"],
             }
@@ -106,18 +106,18 @@ class RankPlan:
         else:
             home, shared_scratch = (
                 max(size["leave"], size["return"] + size["kept"]),
-                ("square", "stack", "mean"),
+                ("gram_scratch", "stack", "mean"),
             )
             bucket_buffer = {
                 "leave": 0,
                 "return": 0,
                 "kept": size["return"],
                 "arrive": home,
-                "now": 0,
-                "next": size["now"],
+                "scratch_a": 0,
+                "scratch_b": size["scratch_a"],
             }
-            wire = max(home + size["arrive"], size["now"] + size["next"])
-        bucket_buffer |= {"rows": wire, "stays": wire + size["rows"]}
+            wire = max(home + size["arrive"], size["scratch_a"] + size["scratch_b"])
+        bucket_buffer |= {"rows": wire, "until_apply": wire + size["rows"]}
         on_bench = zip(
             shared_scratch, itertools.accumulate((size[use] for use in shared_scratch), initial=0)
         )
@@ -125,7 +125,7 @@ class RankPlan:
             use: ("shared_scratch", at) for use, at in on_bench
         }
         return found, {
-            "bucket_buffer": bucket_buffer["stays"] + size["stays"],
+            "bucket_buffer": bucket_buffer["until_apply"] + size["until_apply"],
             "shared_scratch": sum(size[use] for use in shared_scratch),
         }
 
@@ -158,7 +158,7 @@ def share_of(bucket, rank, layouts, row_layouts, terms) -> RankPlan:
     kept, (nbytes,), _ = _lay_out(here, "home", (rank,), terms.itemsizes)
     needs = _needs(inbound, outbound, nbytes) | _iterated(matrices, terms)
     if reduce:
-        needs["stays"] = _of_mean(inbound, terms.update)
+        needs["until_apply"] = _of_mean(inbound, terms.update)
     share = RankPlan(
         home=tuple(p for p in pieces if p.home == rank),
         owned=tuple(p for p in pieces if p.owner == rank),
@@ -168,7 +168,7 @@ def share_of(bucket, rank, layouts, row_layouts, terms) -> RankPlan:
         crosses_inbound=reduce or min(copies) < len(bucket.ranks),
         crosses_outbound=bucket.route != "local",
         copies=terms.once and max(copies) > 1,
-        needs={
+        scratch_bytes={
             **needs,
             "stack": _stacked(matrices, terms),
             "rows": sum(4 * m.rows for m in matrices),
@@ -204,7 +204,9 @@ def _in_pieces(share, room, terms) -> RankPlan:
         return share
     stack = _stacked([m for m in share.matrices if m not in matrices], terms)
     return _if_it_fits(
-        replace(share, direct=matrices, needs=share.needs | {"stack": stack}), room, share
+        replace(share, direct=matrices, scratch_bytes=share.scratch_bytes | {"stack": stack}),
+        room,
+        share,
     )
 
 
@@ -216,12 +218,14 @@ def _side_by_side(share, room, terms) -> RankPlan:
     if not shapes or not terms.side_by_side(shapes):
         return share
     return _if_it_fits(
-        replace(share, needs=share.needs | _iterated(share.matrices, terms, sum)), room, share
+        replace(share, scratch_bytes=share.scratch_bytes | _iterated(share.matrices, terms, sum)),
+        room,
+        share,
     )
 
 
 def _if_it_fits(wanted, room, share) -> RankPlan:
-    sizes = wanted.places()[1]
+    sizes = wanted.workspace_layout()[1]
     return (
         wanted
         if sizes["bucket_buffer"] <= room[0] and sizes["shared_scratch"] <= room[1]
@@ -248,7 +252,9 @@ def _needs(inbound, outbound, kept=0):
         "return": sum(outbound.recv_bytes),
         "kept": kept,
         "arrive": max(sum(inbound.recv_bytes), outbound.leaving),
-        **dict.fromkeys(("rows", "stays", "stack", "now", "next", "square", "mean"), 0),
+        **dict.fromkeys(
+            ("rows", "until_apply", "stack", "scratch_a", "scratch_b", "gram_scratch", "mean"), 0
+        ),
     }
 
 
@@ -268,7 +274,7 @@ def _iterated(matrices, terms, together=max):
         key, *nbytes = terms.scratch(matrix.rows, matrix.cols)
         long[key], square[key] = long[key] + nbytes[0], square[key] + nbytes[1]
     half = together([*long.values(), 0]) // 2
-    return {"now": half, "next": half, "square": together([*square.values(), 0])}
+    return {"scratch_a": half, "scratch_b": half, "gram_scratch": together([*square.values(), 0])}
 
 
 def _pieces_at(bucket, rank, layouts, kind):
@@ -345,7 +351,7 @@ def chunk_share(bucket, shapes, rank, terms) -> RankPlan:
     stays = 3 * ALIGNMENT + sum(p.numel for p in mine) * (terms.weight + 2 * terms.state)
     needs = _needs(inbound, outbound, nbytes) | {
         "mean": _of_mean(inbound, terms.gradient),
-        "stays": stays,
+        "until_apply": stays,
     }
     return RankPlan(
         tuple(home),
