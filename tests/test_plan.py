@@ -67,9 +67,8 @@ def plan_of(layouts, **options):
 
 
 def shares_of(bucket, layouts, rows=None, **others):
-    return {
-        rank: part("planning.rank_plan").share_of(bucket, rank, layouts, rows, terms(**others)) for rank in bucket.ranks
-    }
+    rank_plan_of = part("planning.rank_plan").rank_plan_of
+    return {rank: rank_plan_of(bucket, rank, layouts, rows, terms(**others)) for rank in bucket.ranks}
 
 
 def check_owners(buckets, layouts):
@@ -512,7 +511,7 @@ def test_chunks_hold_every_element_once(world, rank_bytes, once, reduced, optimi
     buckets = part("planning.plan").plan_chunks(shapes, ranks, rank_bytes, chunks)
     assert (len(buckets) == 1) == (rank_bytes == 1 << 28)
     for bucket in buckets:
-        shares = {r: part("planning.rank_plan").chunk_share(bucket, shapes, r, chunks) for r in ranks}
+        shares = {r: part("planning.rank_plan").chunk_rank_plan(bucket, shapes, r, chunks) for r in ranks}
         assert room_of([bucket_sizes(share) for share in shares.values()]) <= bucket.nbytes
         assert bucket.nbytes <= rank_bytes or [m.rows for m in bucket.matrices if m.numel] == [1]
         assert bucket.route == ("own_elementwise" if reduced else "reduce_elementwise")
@@ -540,7 +539,7 @@ def test_planning_ten_thousand_matrices_for_4096_ranks(record_property, optimize
     start = time.perf_counter()
     buckets = profile.runcall(part("planning.plan").make_plan, layouts, pace, {}, minimize_workspace=True)
     planned = time.perf_counter()
-    mine = [part("planning.rank_plan").share_of(bucket, 17, layouts, None, terms()) for bucket in buckets]
+    mine = [part("planning.rank_plan").rank_plan_of(bucket, 17, layouts, None, terms()) for bucket in buckets]
     shared = time.perf_counter()
     assert pstats.Stats(profile).total_calls < 4_000_000
     assert sum(len(b.matrices) for b in buckets) == 10_000
@@ -582,7 +581,7 @@ def workspace_of(buckets, layouts, rows=None):
     taken = Counter()
     for number, bucket in enumerate(buckets):
         for rank in bucket.ranks[:: max(1, len(bucket.ranks) // 8)]:
-            sizes = bucket_sizes(part("planning.rank_plan").share_of(bucket, rank, layouts, rows, terms()))
+            sizes = bucket_sizes(part("planning.rank_plan").rank_plan_of(bucket, rank, layouts, rows, terms()))
             for memory, nbytes in zip((number % part("pipeline").BUCKETS_IN_FLIGHT, "shared_scratch"), sizes):
                 taken[memory, rank] = max(taken[memory, rank], nbytes)
     return max(sum(nbytes for (_, owner), nbytes in taken.items() if owner == rank) for rank in buckets[0].ranks)

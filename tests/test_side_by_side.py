@@ -92,7 +92,7 @@ def test_memory_for_all_is_taken_where_they_gain_and_there_is_room(part, shapes,
     bucket, layouts, terms = bucket_of(part, shapes)
     room = memory_model.workspace(*bucket.memory) if short else 1 << 31
     share, usual = (
-        part("planning.rank_plan").share_of(bucket, 0, layouts, None, replace(terms, room=room, side_by_side=gain))
+        part("planning.rank_plan").rank_plan_of(bucket, 0, layouts, None, replace(terms, room=room, side_by_side=gain))
         for gain in (terms.side_by_side, lambda shapes: False)
     )
     uses = ("scratch_a", "scratch_b", "gram_scratch")

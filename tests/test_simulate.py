@@ -38,7 +38,7 @@ def test_bytes_are_those_of_the_plan(model, mode, ranks, simulate):
             found = simulate.traffic(bucket, layouts, cluster, inbound)
             expected = {where: Counter() for where in found}
             for rank in bucket.ranks:
-                share = part("planning.rank_plan").share_of(
+                share = part("planning.rank_plan").rank_plan_of(
                     bucket, rank, layouts, None, part("planning.memory_model").PlanInputs()
                 )
                 way = share.inbound if inbound else share.outbound
@@ -66,9 +66,8 @@ def test_what_is_planned_fits_the_package_s_default(simulate):
     for rank in range(4):
         taken = Counter()
         for number, bucket in enumerate(buckets):
-            for memory, nbytes in (
-                part("planning.rank_plan").share_of(bucket, rank, layouts, None, terms).workspace_layout()[1].items()
-            ):
+            share = part("planning.rank_plan").rank_plan_of(bucket, rank, layouts, None, terms)
+            for memory, nbytes in share.workspace_layout()[1].items():
                 place = memory, number % 3 * (memory == "bucket_buffer")
                 taken[place] = max(taken[place], nbytes)
         assert 1 << 30 < sum(taken.values()) <= 2 << 30
@@ -83,7 +82,7 @@ def test_workspace_is_what_a_rank_takes(model, ranks, shards, simulate):
         taken, travelling = Counter(), 0
         for bucket in [bucket for bucket in buckets if rank in bucket.ranks]:
             travels = bucket.route != "local"
-            share = part("planning.rank_plan").share_of(bucket, rank, layouts, None, terms)
+            share = part("planning.rank_plan").rank_plan_of(bucket, rank, layouts, None, terms)
             for memory, nbytes in share.workspace_layout()[1].items():
                 place = memory, (travelling % 3 if travels else 1) * (memory == "bucket_buffer")
                 taken[place] = max(taken[place], nbytes)

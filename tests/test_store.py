@@ -247,7 +247,7 @@ def shard_on_rank(rank, world):
         store = store_of([param], ("momentum_buffer", "second_moment"))
         buckets = plan.make_plan(store.layouts["update"], lambda R, C: R * C, {})
         for bucket in (b for b in buckets if rank in b.ranks):
-            share = part("planning.rank_plan").share_of(
+            share = part("planning.rank_plan").rank_plan_of(
                 bucket, rank, *store.layouts.values(), part("planning.memory_model").PlanInputs(4, 4)
             )
             home = [p for p in share.home if p.kind == "update"]
@@ -360,7 +360,7 @@ def bound_on_rank(rank, world, route):
     params = [nn.Parameter(distribute_tensor(torch.zeros(s), mesh, [Shard(0)], src_data_rank=None)) for s in shapes]
     store = store_of(params, ("momentum_buffer", "second_moment"))
     (bucket,) = [b for b in plan.make_plan(store.layouts["update"], lambda R, C: R * C, {}) if b.route == route]
-    share = part("planning.rank_plan").share_of(
+    share = part("planning.rank_plan").rank_plan_of(
         bucket, rank, *store.layouts.values(), part("planning.memory_model").PlanInputs(2, 4)
     )
     options = part("muon").MuonConfig()

@@ -34,7 +34,7 @@ from .plan import (
     make_plan,
     plan_chunks,
 )
-from .rank_plan import chunk_share, share_of
+from .rank_plan import chunk_rank_plan, rank_plan_of
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Planner:
             for i, p in enumerate(params)
         ]
         shares = [
-            (b, share_of(b, self.rank, layouts, rows, terms))
+            (b, rank_plan_of(b, self.rank, layouts, rows, terms))
             for b in buckets
             if self.rank in b.ranks
         ]
@@ -211,7 +211,7 @@ class Planner:
             buckets = plan_chunks(shapes, ranks, room, terms)
         self._check_room(buckets, "one row of a parameter per rank")
         kept = [row_chunks(rows, len(ranks)) for rows, _ in shapes]
-        shares = [(b, chunk_share(b, shapes, self.rank, terms)) for b in buckets]
+        shares = [(b, chunk_rank_plan(b, shapes, self.rank, terms)) for b in buckets]
         return Plan(
             group,
             params,

@@ -130,7 +130,7 @@ class RankPlan:
         }
 
 
-def share_of(bucket, rank, layouts, row_layouts, terms) -> RankPlan:
+def rank_plan_of(bucket, rank, layouts, row_layouts, terms) -> RankPlan:
     """What `rank` has of `bucket`. `terms`: as in `make_plan`; `row_layouts`: None without row
     state.
     """
@@ -144,10 +144,10 @@ def share_of(bucket, rank, layouts, row_layouts, terms) -> RankPlan:
     sources = [p for p in travelling if p.is_source]
     copies = _copies(bucket, layouts)
     matrices = tuple(m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank)
-    inbound = travel(
+    inbound = plan_all_to_all(
         sources, ("home", "owner"), rank, bucket.ranks, terms.itemsizes, with_self=reduce
     )
-    outbound = travel(
+    outbound = plan_all_to_all(
         travelling, ("owner", "home"), rank, bucket.ranks, terms.itemsizes, terms.once
     )
     here = [
@@ -290,7 +290,9 @@ def _pieces_at(bucket, rank, layouts, kind):
                 yield Piece(kind, matrix, box, home, owner, is_source)
 
 
-def travel(pieces, ends, rank, ranks, itemsizes, once=False, with_self=False) -> AllToAllPlan:
+def plan_all_to_all(
+    pieces, ends, rank, ranks, itemsizes, once=False, with_self=False
+) -> AllToAllPlan:
     """Lay out one direction of travel in flat buffers: by peer, then row state first, then in the
     order of the plan.
 
@@ -329,7 +331,7 @@ def _lay_out(pieces, end, ranks, itemsizes, once=False):
     return offsets, tuple(sizes), tuple(starts)
 
 
-def chunk_share(bucket, shapes, rank, terms) -> RankPlan:
+def chunk_rank_plan(bucket, shapes, rank, terms) -> RankPlan:
     """What `rank` has of a bucket of `plan_chunks`; the same `shapes` and `terms`."""
     pieces, ranks = [], bucket.ranks
     for matrix in [m for m in bucket.matrices if m.numel]:
@@ -343,10 +345,12 @@ def chunk_share(bucket, shapes, rank, terms) -> RankPlan:
             ]
     home, owned = ([p for p in pieces if getattr(p, end) == rank] for end in ("home", "owner"))
     mine, gradient = [p for p in owned if p.home == rank], {"chunk": terms.gradient}
-    inbound = travel(
+    inbound = plan_all_to_all(
         [] if terms.reduced else pieces, ("home", "owner"), rank, ranks, gradient, with_self=True
     )
-    outbound = travel(pieces, ("owner", "home"), rank, ranks, {"chunk": terms.weight}, terms.once)
+    outbound = plan_all_to_all(
+        pieces, ("owner", "home"), rank, ranks, {"chunk": terms.weight}, terms.once
+    )
     kept, (nbytes,), _ = _lay_out(mine if terms.reduced else [], "home", (rank,), gradient)
     stays = 3 * ALIGNMENT + sum(p.numel for p in mine) * (terms.weight + 2 * terms.state)
     needs = _needs(inbound, outbound, nbytes) | {
