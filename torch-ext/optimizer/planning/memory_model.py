@@ -44,7 +44,7 @@ BYTES = {
 BUFFER_PARTS, SCRATCH_PARTS = 2, 3
 
 
-def workspace(bucket_buffer, shared_scratch) -> int:
+def workspace_bytes(bucket_buffer, shared_scratch) -> int:
     """The bytes of the smallest workspace whose buffers and scratch, cut as above, have room for so
     many bytes each.
     """
@@ -55,7 +55,7 @@ def workspace(bucket_buffer, shared_scratch) -> int:
     )
 
 
-def parts(nbytes) -> tuple[int, int]:
+def split_workspace(nbytes) -> tuple[int, int]:
     """(bytes of a bucket_buffer, bytes of the shared_scratch) of such a workspace."""
     return nbytes * BUFFER_PARTS // (
         BUCKETS_IN_FLIGHT * BUFFER_PARTS + SCRATCH_PARTS
@@ -272,7 +272,7 @@ class MemoryModel:
 
     def workspace_for(self, taken) -> int:
         """The workspace in which any number of buckets that take this have room, on every rank."""
-        return workspace(*self.memory(taken))
+        return workspace_bytes(*self.memory(taken))
 
     def bytes_together(self, buckets) -> int:
         """The workspace that these buckets, lists of layers, take of one rank at most: every bucket_buffer

@@ -15,7 +15,7 @@ from functools import partial
 from .bucketing import PARTS, cut, in_parts, rounds_of
 from .cost_model import BucketTimes
 from .load_balance import assign
-from .memory_model import ALIGNMENT, MemoryModel, PlanInputs, total, workspace
+from .memory_model import ALIGNMENT, MemoryModel, PlanInputs, total, workspace_bytes
 
 # Of plain matrices whose owner keeps the state: gradients come reduced, or not
 OWNER_STATE_KINDS = "own", "reduce"
@@ -54,7 +54,7 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         """Of a workspace that has room for any number of such buckets on every rank."""
-        return workspace(*self.memory)
+        return workspace_bytes(*self.memory)
 
 
 def check_bucket_buffers(buckets, given) -> None:
@@ -273,8 +273,8 @@ def plan_chunks(shapes, ranks, rank_bytes, terms) -> list[Bucket]:
     without elements is there for its count of steps.
     """
     bucket_buffer, shared_scratch, fixed = _of_chunks(ranks, terms)
-    element = workspace(bucket_buffer, shared_scratch)
-    N, numel, buckets = len(ranks), (rank_bytes - workspace(fixed, fixed)) // element, [[]]
+    element = workspace_bytes(bucket_buffer, shared_scratch)
+    N, numel, buckets = len(ranks), (rank_bytes - workspace_bytes(fixed, fixed)) // element, [[]]
     for param, (rows, cols) in enumerate(shapes):
         first, last = 0, -(-rows // N) if cols else 0
         buckets[-1] += [] if last else [Matrix(param, (0,), 0, 0)]
@@ -332,7 +332,7 @@ def _room_of_part(shapes, ranks, terms, latency) -> int:
     bucket_buffer, shared_scratch, fixed = _of_chunks(ranks, terms)
     numel = sum(-(-rows // len(ranks)) * cols for rows, cols in shapes)
     most = max(-(-numel // PARTS), latency // (len(ranks) * terms.gradient))
-    return workspace(fixed, fixed) + workspace(bucket_buffer, shared_scratch) * most
+    return workspace_bytes(fixed, fixed) + workspace_bytes(bucket_buffer, shared_scratch) * most
 
 
 def digest(buckets, layouts, *more) -> int:

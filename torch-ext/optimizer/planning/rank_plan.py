@@ -8,7 +8,7 @@ import itertools
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
-from .memory_model import ALIGNMENT, parts
+from .memory_model import ALIGNMENT, split_workspace
 from .plan import OWNER_STATE_KINDS, Matrix
 
 
@@ -175,7 +175,7 @@ def rank_plan_of(bucket, rank, layouts, row_layouts, terms) -> RankPlan:
         },
         kept=kept,
     )
-    room = bucket.memory if terms.room is None else parts(max(terms.room, bucket.nbytes))
+    room = bucket.memory if terms.room is None else split_workspace(max(terms.room, bucket.nbytes))
     if bucket.route in ("exchange", "own"):
         share = _in_pieces(share, room, terms)
     return _side_by_side(share, room, terms)
