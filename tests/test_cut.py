@@ -101,7 +101,7 @@ def test_the_fewest_bytes_that_cost_one_percent(fixed, optimizer):
     assert len(bucketing.cut(work, most, 10_000, predicted_end)) == 1
     chosen, latest = bucketing.cut(work, most, 10_000, predicted_end, held), 1.01 * (10_000 + fixed)
     least = min(50 * n for n in range(1, 201) if 10_000 + -(-200 // n) * fixed <= latest)
-    assert predicted_end(chosen) <= latest and least <= held(chosen) <= least / bucketing.LESS
+    assert predicted_end(chosen) <= latest and least <= held(chosen) <= least / bucketing.SHRINK
 
 
 def test_all_of_the_room_is_for_time(optimizer):
@@ -112,7 +112,7 @@ def test_all_of_the_room_is_for_time(optimizer):
         for predicted_end in (price_of(*rate) for rate in rates):
             shares = [bucketing.cut(work, most, room / n) for n in (1, 2, 4, 8)]
             chosen = bucketing.cut(work, most, room, predicted_end)
-            assert predicted_end(chosen) <= min(map(predicted_end, shares)) / bucketing.WORTH
+            assert predicted_end(chosen) <= min(map(predicted_end, shares)) / bucketing.WORTHWHILE
     assert len(chosen) == 1  # where all of it fits, and each bucket costs something
 
 

@@ -169,7 +169,7 @@ def check_room(bucket, shares, rank_bytes):
 
 
 def check_all(layouts, rows=None, once=True, **options):
-    options = {"rank_bytes": 1 << 28, "terms": terms(once=once), **options}
+    options = {"rank_bytes": 1 << 28, "inputs": terms(once=once), **options}
     buckets = plan_of(layouts, **options)
     check_owners(buckets, layouts)
     for bucket in buckets:
@@ -440,7 +440,7 @@ def test_work_that_some_ranks_do_not_know_of_moves_nobodys_owners(optimizer):
 def test_every_bucket_gives_every_rank_work_when_there_is_enough(world, optimizer):
     """A byte budget for a whole bucket would not: at 64 ranks it holds a few matrices."""
     layouts = layouts_on((world,), [Shard(0)], [(64, 32)] * (4 * world))
-    buckets = plan_of(layouts, rank_bytes=64 * 32 * 2 * 12, terms=terms())
+    buckets = plan_of(layouts, rank_bytes=64 * 32 * 2 * 12, inputs=terms())
     assert len(buckets) == 4
     assert all(set(bucket.owners) == set(range(world)) for bucket in buckets)
 
@@ -567,7 +567,7 @@ def test_the_workspace_of_no_rank_is_exceeded(shapes, mode, least, optimizer):
     sizes, placements = MODES[mode]
     layouts = layouts_on(sizes, placements, shapes, plain=mode in PLAIN)
     rows = rows_of(layouts, sizes, placements)
-    options = {"plain": PLAIN.get(mode, "exchange"), "terms": terms()}
+    options = {"plain": PLAIN.get(mode, "exchange"), "inputs": terms()}
     one_each = max(b.nbytes for b in plan_of(layouts, rank_bytes=1, **options))
     given = int(least * one_each)
     buckets = plan_of(layouts, rank_bytes=given, **options)
@@ -606,7 +606,7 @@ def timed_plan(layouts, rank_bytes, minimize_workspace=False):
     """(the plan by measured times, when its last bucket is expected to be done, in ns)."""
     pace = measured_pace()
     buckets = part("planning.plan").make_plan(
-        layouts, pace, {}, rank_bytes=rank_bytes, terms=terms(), minimize_workspace=minimize_workspace
+        layouts, pace, {}, rank_bytes=rank_bytes, inputs=terms(), minimize_workspace=minimize_workspace
     )
     return buckets, max(span.end for span in pace.spans([bucket.part for bucket in buckets]))
 

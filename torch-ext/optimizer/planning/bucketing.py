@@ -11,11 +11,11 @@ from .memory_model import Round
 SHARES = (1, 1 / 2, 1 / 4, 1 / 8)  # of the room that a bucket may take
 ENDS = (0, 1, 2)  # layers that make a bucket of their own, at the beginning and at the end
 # More buckets, or another order, have to save some of the time: expectations are not exact
-WORTH = 0.995
+WORTHWHILE = 0.995
 SPARE = 1.01  # how much of the best time less memory may cost
 # Buckets of one family along backward, where each has memory of its own, or along forward
 PARTS = 8
-LESS = 0.85  # where less memory is looked for: each room to the one before it
+SHRINK = 0.85  # where less memory is looked for: each room to the one before it
 
 
 def rounds_of(matrices, owner_of, cost, freight) -> list[Round]:
@@ -58,7 +58,7 @@ def cut(layers, workspace_for, room, predicted_end=None, bytes_together=None) ->
             continue
         seen.add(_key(buckets))
         done = predicted_end(buckets)
-        if done < WORTH * least:
+        if done < WORTHWHILE * least:
             best, least, choice = buckets, done, tried
     if bytes_together is None:
         return best
@@ -91,7 +91,7 @@ def _smaller(layers, size, room, choice):
             longest = max(map(len, buckets))
             if not any(len(b) > 1 and size(b) > room for b in buckets):
                 yield buckets
-            share = LESS * min(share, max(map(size, buckets)) / room)
+            share = SHRINK * min(share, max(map(size, buckets)) / room)
 
 
 def in_parts(rounds, least, count=PARTS) -> list[tuple]:

@@ -132,15 +132,15 @@ class MemoryModel:
     them.
     """
 
-    def __init__(self, layouts, terms, route, ranks):
+    def __init__(self, layouts, inputs, route, ranks):
         self.update, self.row, self.scratch = (
-            terms.update,
-            terms.row * (route != "own"),
-            terms.scratch,
+            inputs.update,
+            inputs.row * (route != "own"),
+            inputs.scratch,
         )
         self.route, self.ranks, self.layouts = route, ranks, layouts
         self.forms, self.numbers, self.loads, self.partitions = [], {}, {}, {}
-        self.once = terms.once
+        self.once = inputs.once
         self.alike = self._alike({id(layout): layout for layout in layouts}.values())
 
     def _alike(self, layouts) -> dict:

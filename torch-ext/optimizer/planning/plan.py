@@ -84,13 +84,13 @@ def make_plan(
     layouts,
     cost,
     loads,
-    terms=None,
+    inputs=None,
     *,
     rank_bytes=1 << 30,
     plain="exchange",
     minimize_workspace=False,
 ) -> list:
-    """Layouts -> [Bucket], the same on every rank; `terms`: a `PlanInputs`, None for its defaults.
+    """Layouts -> [Bucket], the same on every rank; `inputs`: a `PlanInputs`, None for its defaults.
 
     `cost(rows, cols)`: the work of one matrix, a whole number; a Pace with measured times says also
     how buckets are cut and ordered (else they are as few as fit). `loads`: work from earlier plans
@@ -102,7 +102,7 @@ def make_plan(
     families, pace = _families(layouts, plain), cost if getattr(cost, "measured", False) else None
     owner_of, buckets = _assign(families, layouts, cost, loads), []
     for route, ranks in sorted(families, key=lambda family: (bucket_sort_key(family[1]), family)):
-        freight = MemoryModel(layouts, terms or PlanInputs(), route, ranks)
+        freight = MemoryModel(layouts, inputs or PlanInputs(), route, ranks)
         layers = rounds_of(families[route, ranks], owner_of, cost, freight)
         predicted_end = partial(freight.predicted_end, owner_of, pace) if pace else None
         for group in cut(
@@ -126,7 +126,7 @@ def _bucket(freight, matrices, owners, taken, pace) -> Bucket:
     return Bucket(freight.route, freight.ranks, matrices, owners, part, freight.memory(taken))
 
 
-def along_backward(buckets, layouts, cost, terms, latency) -> list[Bucket]:
+def along_backward(buckets, layouts, cost, inputs, latency) -> list[Bucket]:
     """The same matrices with the same owners, in buckets that are complete one after another while
     backward goes from the last parameter to the first. Those that stay at home stay as they are.
 
@@ -138,10 +138,10 @@ def along_backward(buckets, layouts, cost, terms, latency) -> list[Bucket]:
         order = sorted(owner_of, key=lambda m: (-m.param, m.at))
         return pack(in_parts([(m,) for m in order], least))
 
-    return _along(cut_anew, buckets, layouts, cost, terms, latency)
+    return _along(cut_anew, buckets, layouts, cost, inputs, latency)
 
 
-def along_forward(buckets, layouts, cost, terms, latency, rank_bytes) -> list[Bucket]:
+def along_forward(buckets, layouts, cost, inputs, latency, rank_bytes) -> list[Bucket]:
     """The same in buckets that land one after another as forward goes from the first parameter to
     the last: the next matrix of every owner, so that each bucket has work for all. As many as there
     is no room for fewer.
@@ -161,10 +161,10 @@ def along_forward(buckets, layouts, cost, terms, latency, rank_bytes) -> list[Bu
             found = pack(in_parts(rounds, 0, count))
         return found
 
-    return _along(cut_anew, buckets, layouts, cost, terms, latency)
+    return _along(cut_anew, buckets, layouts, cost, inputs, latency)
 
 
-def _along(cut_anew, buckets, layouts, cost, terms, latency) -> list[Bucket]:
+def _along(cut_anew, buckets, layouts, cost, inputs, latency) -> list[Bucket]:
     """`cut_anew(owner_of, least, pack)`: the buckets of one family, of at least so many elements;
     `pack` makes them of matrices.
     """
@@ -181,8 +181,8 @@ def _along(cut_anew, buckets, layouts, cost, terms, latency) -> list[Bucket]:
                 bucket for bucket in buckets if (bucket.route, bucket.ranks) == (route, ranks)
             ]
             continue
-        pack = partial(_packed, MemoryModel(layouts, terms, route, ranks), owner_of, pace)
-        found += cut_anew(owner_of, latency * len(ranks) / terms.update, pack)
+        pack = partial(_packed, MemoryModel(layouts, inputs, route, ranks), owner_of, pace)
+        found += cut_anew(owner_of, latency * len(ranks) / inputs.update, pack)
     return found
 
 
@@ -264,15 +264,15 @@ def _assign(families, layouts, cost, loads) -> dict:
     return owner_of
 
 
-def plan_chunks(shapes, ranks, rank_bytes, terms) -> list[Bucket]:
+def plan_chunks(shapes, ranks, rank_bytes, inputs) -> list[Bucket]:
     """Buckets of parameters whose state is at owners elementwise: rank number i owns the i-th part
     of the rows of each.
 
-    `shapes`: (rows, the rest) of each parameter; `terms`: see `ChunkPlanInputs`. A bucket takes
+    `shapes`: (rows, the rest) of each parameter; `inputs`: see `ChunkPlanInputs`. A bucket takes
     some rows of every part; its Matrix says how many (`rows`), from which one on (`at`). One
     without elements is there for its count of steps.
     """
-    bucket_buffer, shared_scratch, fixed = _of_chunks(ranks, terms)
+    bucket_buffer, shared_scratch, fixed = _of_chunks(ranks, inputs)
     element = workspace_bytes(bucket_buffer, shared_scratch)
     N, numel, buckets = len(ranks), (rank_bytes - workspace_bytes(fixed, fixed)) // element, [[]]
     for param, (rows, cols) in enumerate(shapes):
@@ -287,7 +287,7 @@ def plan_chunks(shapes, ranks, rank_bytes, terms) -> list[Bucket]:
             buckets[-1].append(Matrix(param, (first,), count, cols))
             first += count
     sizes = [sum(m.numel for m in b) for b in buckets]
-    route = "own_elementwise" if terms.reduced else "reduce_elementwise"
+    route = "own_elementwise" if inputs.reduced else "reduce_elementwise"
     return [
         Bucket(
             route,
@@ -302,36 +302,36 @@ def plan_chunks(shapes, ranks, rank_bytes, terms) -> list[Bucket]:
     ]
 
 
-def _of_chunks(ranks, terms) -> tuple[int, int, int]:
+def _of_chunks(ranks, inputs) -> tuple[int, int, int]:
     """What chunks take: (bytes of a bucket_buffer for each element of a part, of the shared_scratch, of each for any
     number of them).
     """
-    N, gradient, weight = len(ranks), terms.gradient, terms.weight
-    leaves, returns, stepped = N * gradient, N * weight - weight, weight + 2 * terms.state
-    if terms.reduced:  # the part's own gradient in place of the mean
+    N, gradient, weight = len(ranks), inputs.gradient, inputs.weight
+    leaves, returns, stepped = N * gradient, N * weight - weight, weight + 2 * inputs.state
+    if inputs.reduced:  # the part's own gradient in place of the mean
         return 2 * returns + stepped + gradient, 0, 4 * ALIGNMENT * (N + 3)
     # as much arrives as leaves; the part's own weight and state, stepped; the mean
     return 2 * max(leaves, returns) + stepped, max(4, gradient), 3 * ALIGNMENT * (N + 3)
 
 
-def chunks_along_backward(shapes, ranks, terms, latency) -> list[Bucket]:
+def chunks_along_backward(shapes, ranks, inputs, latency) -> list[Bucket]:
     """As `plan_chunks`, in buckets for which gradients come one after another during backward; see
     `along_backward`.
     """
-    return plan_chunks(shapes, ranks, _room_of_part(shapes, ranks, terms, latency), terms)[::-1]
+    return plan_chunks(shapes, ranks, _room_of_part(shapes, ranks, inputs, latency), inputs)[::-1]
 
 
-def chunks_along_forward(shapes, ranks, terms, latency, rank_bytes) -> list[Bucket]:
+def chunks_along_forward(shapes, ranks, inputs, latency, rank_bytes) -> list[Bucket]:
     """As `plan_chunks`, in buckets that land one after another during forward; see `along_forward`."""
-    room = min(rank_bytes, _room_of_part(shapes, ranks, terms, latency))
-    return plan_chunks(shapes, ranks, room, terms)
+    room = min(rank_bytes, _room_of_part(shapes, ranks, inputs, latency))
+    return plan_chunks(shapes, ranks, room, inputs)
 
 
-def _room_of_part(shapes, ranks, terms, latency) -> int:
+def _room_of_part(shapes, ranks, inputs, latency) -> int:
     """The workspace in which there is room for one of PARTS parts."""
-    bucket_buffer, shared_scratch, fixed = _of_chunks(ranks, terms)
+    bucket_buffer, shared_scratch, fixed = _of_chunks(ranks, inputs)
     numel = sum(-(-rows // len(ranks)) * cols for rows, cols in shapes)
-    most = max(-(-numel // PARTS), latency // (len(ranks) * terms.gradient))
+    most = max(-(-numel // PARTS), latency // (len(ranks) * inputs.gradient))
     return workspace_bytes(fixed, fixed) + workspace_bytes(bucket_buffer, shared_scratch) * most
 
 

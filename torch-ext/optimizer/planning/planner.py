@@ -116,7 +116,7 @@ class Planner:
         pace = CostModel.of(group, self.device)
         products = method.products_dtype(self.options.ns_dtype, self.device)
         room = self.options.workspace(self.device)
-        terms = PlanInputs(
+        inputs = PlanInputs(
             wire.itemsize,
             4 if rows else 0,
             self.process_groups.send_once(self.device),
@@ -129,15 +129,15 @@ class Planner:
             layouts,
             pace,
             self.loads,
-            terms,
+            inputs,
             rank_bytes=room,
             plain=self._plain_kind(),
             minimize_workspace=self.options.workspace_bytes is None,
         )
         if self.options.overlap_backward:
-            buckets = along_backward(buckets, layouts, pace, terms, self.latency)
+            buckets = along_backward(buckets, layouts, pace, inputs, self.latency)
         elif self.options.overlap_forward:
-            buckets = along_forward(buckets, layouts, pace, terms, self.latency, room)
+            buckets = along_forward(buckets, layouts, pace, inputs, self.latency, room)
         self._check_room(buckets, "one matrix per rank")
         owners = {
             m.param: o
@@ -150,7 +150,7 @@ class Planner:
             for i, p in enumerate(params)
         ]
         shares = [
-            (b, rank_plan_of(b, self.rank, layouts, rows, terms))
+            (b, rank_plan_of(b, self.rank, layouts, rows, inputs))
             for b in buckets
             if self.rank in b.ranks
         ]
@@ -195,7 +195,7 @@ class Planner:
         ranks, layouts = self._ranks(), self._layouts(params)
         shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
         state = home_of("exp_avg", params[0], self.options.state_dtype)[1]
-        terms = ChunkPlanInputs(
+        inputs = ChunkPlanInputs(
             gradient_dtype(params[0]).itemsize,
             params[0].dtype.itemsize,
             state.itemsize,
@@ -204,14 +204,14 @@ class Planner:
         )
         room = self.options.workspace(self.device)
         if self.options.overlap_backward:
-            buckets = chunks_along_backward(shapes, ranks, terms, self.latency)
+            buckets = chunks_along_backward(shapes, ranks, inputs, self.latency)
         elif self.options.overlap_forward:
-            buckets = chunks_along_forward(shapes, ranks, terms, self.latency, room)
+            buckets = chunks_along_forward(shapes, ranks, inputs, self.latency, room)
         else:
-            buckets = plan_chunks(shapes, ranks, room, terms)
+            buckets = plan_chunks(shapes, ranks, room, inputs)
         self._check_room(buckets, "one row of a parameter per rank")
         kept = [row_chunks(rows, len(ranks)) for rows, _ in shapes]
-        shares = [(b, chunk_rank_plan(b, shapes, self.rank, terms)) for b in buckets]
+        shares = [(b, chunk_rank_plan(b, shapes, self.rank, inputs)) for b in buckets]
         return Plan(
             group,
             params,

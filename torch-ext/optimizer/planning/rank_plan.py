@@ -130,8 +130,8 @@ class RankPlan:
         }
 
 
-def rank_plan_of(bucket, rank, layouts, row_layouts, terms) -> RankPlan:
-    """What `rank` has of `bucket`. `terms`: as in `make_plan`; `row_layouts`: None without row
+def rank_plan_of(bucket, rank, layouts, row_layouts, inputs) -> RankPlan:
+    """What `rank` has of `bucket`. `inputs`: as in `make_plan`; `row_layouts`: None without row
     state.
     """
     travelling = list(_pieces_at(bucket, rank, layouts, "update"))
@@ -145,20 +145,20 @@ def rank_plan_of(bucket, rank, layouts, row_layouts, terms) -> RankPlan:
     copies = _copies(bucket, layouts)
     matrices = tuple(m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank)
     inbound = plan_all_to_all(
-        sources, ("home", "owner"), rank, bucket.ranks, terms.itemsizes, with_self=reduce
+        sources, ("home", "owner"), rank, bucket.ranks, inputs.itemsizes, with_self=reduce
     )
     outbound = plan_all_to_all(
-        travelling, ("owner", "home"), rank, bucket.ranks, terms.itemsizes, terms.once
+        travelling, ("owner", "home"), rank, bucket.ranks, inputs.itemsizes, inputs.once
     )
     here = [
         p
         for p in travelling
         if p.home == p.owner == rank and p.kind == "update" and bucket.route != "local"
     ]
-    kept, (nbytes,), _ = _lay_out(here, "home", (rank,), terms.itemsizes)
-    needs = _needs(inbound, outbound, nbytes) | _iterated(matrices, terms)
+    kept, (nbytes,), _ = _lay_out(here, "home", (rank,), inputs.itemsizes)
+    needs = _needs(inbound, outbound, nbytes) | _iterated(matrices, inputs)
     if reduce:
-        needs["until_apply"] = _of_mean(inbound, terms.update)
+        needs["until_apply"] = _of_mean(inbound, inputs.update)
     share = RankPlan(
         home=tuple(p for p in pieces if p.home == rank),
         owned=tuple(p for p in pieces if p.owner == rank),
@@ -167,21 +167,23 @@ def rank_plan_of(bucket, rank, layouts, row_layouts, terms) -> RankPlan:
         outbound=outbound,
         crosses_inbound=reduce or min(copies) < len(bucket.ranks),
         crosses_outbound=bucket.route != "local",
-        copies=terms.once and max(copies) > 1,
+        copies=inputs.once and max(copies) > 1,
         scratch_bytes={
             **needs,
-            "stack": _stacked(matrices, terms),
+            "stack": _stacked(matrices, inputs),
             "rows": sum(4 * m.rows for m in matrices),
         },
         kept=kept,
     )
-    room = bucket.memory if terms.room is None else split_workspace(max(terms.room, bucket.nbytes))
+    room = (
+        bucket.memory if inputs.room is None else split_workspace(max(inputs.room, bucket.nbytes))
+    )
     if bucket.route in ("exchange", "own"):
-        share = _in_pieces(share, room, terms)
-    return _side_by_side(share, room, terms)
+        share = _in_pieces(share, room, inputs)
+    return _side_by_side(share, room, inputs)
 
 
-def _in_pieces(share, room, terms) -> RankPlan:
+def _in_pieces(share, room, inputs) -> RankPlan:
     """The share with its `direct` matrices: those that are cut into whole rows, by all copies
     alike, all at multiples of ALIGNMENT. As it is where (bucket_buffer, shared_scratch) have no `room` for that, or
     where answers would leave from where matrices that are iterated later still lie.
@@ -189,7 +191,7 @@ def _in_pieces(share, room, terms) -> RankPlan:
     read, leave, whole = share.inbound.arrive | share.kept, share.outbound.leave, set()
     boxes = {(p.matrix, p.box) for p in read}
     for p in [p for p in share.owned if p.kind == "update"]:
-        numbers = p.matrix.cols * terms.update, read.get(p, 0), leave.get(p, 0)
+        numbers = p.matrix.cols * inputs.update, read.get(p, 0), leave.get(p, 0)
         if (
             p.shape[1] < p.matrix.cols
             or (p.matrix, p.box) not in boxes
@@ -197,12 +199,12 @@ def _in_pieces(share, room, terms) -> RankPlan:
         ):
             whole.add(p.matrix)
     matrices = frozenset(
-        m for m in share.matrices if m not in whole and terms.splits(m.rows, m.cols)
+        m for m in share.matrices if m not in whole and inputs.splits(m.rows, m.cols)
     )
-    keys = {terms.scratch(m.rows, m.cols)[0] for m in matrices}
+    keys = {inputs.scratch(m.rows, m.cols)[0] for m in matrices}
     if len(keys) > 1 and any(leave[p] != at for p, at in share.inbound.arrive.items()):
         return share
-    stack = _stacked([m for m in share.matrices if m not in matrices], terms)
+    stack = _stacked([m for m in share.matrices if m not in matrices], inputs)
     return _if_it_fits(
         replace(share, direct=matrices, scratch_bytes=share.scratch_bytes | {"stack": stack}),
         room,
@@ -210,15 +212,15 @@ def _in_pieces(share, room, terms) -> RankPlan:
     )
 
 
-def _side_by_side(share, room, terms) -> RankPlan:
+def _side_by_side(share, room, inputs) -> RankPlan:
     """The share with memory for all of its iterations together, where they gain by that. As it is
     where (bucket_buffer, shared_scratch) have no `room` for that.
     """
     shapes = [sorted((m.rows, m.cols)) for m in share.matrices]
-    if not shapes or not terms.side_by_side(shapes):
+    if not shapes or not inputs.side_by_side(shapes):
         return share
     return _if_it_fits(
-        replace(share, scratch_bytes=share.scratch_bytes | _iterated(share.matrices, terms, sum)),
+        replace(share, scratch_bytes=share.scratch_bytes | _iterated(share.matrices, inputs, sum)),
         room,
         share,
     )
@@ -233,9 +235,9 @@ def _if_it_fits(wanted, room, share) -> RankPlan:
     )
 
 
-def _stacked(matrices, terms) -> int:
+def _stacked(matrices, inputs) -> int:
     """Bytes of whole matrices, one stack for each shape."""
-    return sum(m.numel * terms.update + ALIGNMENT for m in matrices)
+    return sum(m.numel * inputs.update + ALIGNMENT for m in matrices)
 
 
 def _copies(bucket, layouts) -> list:
@@ -265,13 +267,13 @@ def _of_mean(inbound, itemsize):
     return inbound.recv_bytes[0] // itemsize * max(4, itemsize)
 
 
-def _iterated(matrices, terms, together=max):
+def _iterated(matrices, inputs, together=max):
     """Bytes of the iteration's stacks, see `polar.scratch`; `together`: max for keys that share
     them, or sum.
     """
     long, square = Counter(), Counter()
     for matrix in matrices:
-        key, *nbytes = terms.scratch(matrix.rows, matrix.cols)
+        key, *nbytes = inputs.scratch(matrix.rows, matrix.cols)
         long[key], square[key] = long[key] + nbytes[0], square[key] + nbytes[1]
     half = together([*long.values(), 0]) // 2
     return {"scratch_a": half, "scratch_b": half, "gram_scratch": together([*square.values(), 0])}
@@ -331,8 +333,8 @@ def _lay_out(pieces, end, ranks, itemsizes, once=False):
     return offsets, tuple(sizes), tuple(starts)
 
 
-def chunk_rank_plan(bucket, shapes, rank, terms) -> RankPlan:
-    """What `rank` has of a bucket of `plan_chunks`; the same `shapes` and `terms`."""
+def chunk_rank_plan(bucket, shapes, rank, inputs) -> RankPlan:
+    """What `rank` has of a bucket of `plan_chunks`; the same `shapes` and `inputs`."""
     pieces, ranks = [], bucket.ranks
     for matrix in [m for m in bucket.matrices if m.numel]:
         rows = shapes[matrix.param][0]
@@ -344,17 +346,17 @@ def chunk_rank_plan(bucket, shapes, rank, terms) -> RankPlan:
                 Piece("chunk", matrix, box, home, owner, True) for home in homes if start < rows
             ]
     home, owned = ([p for p in pieces if getattr(p, end) == rank] for end in ("home", "owner"))
-    mine, gradient = [p for p in owned if p.home == rank], {"chunk": terms.gradient}
+    mine, gradient = [p for p in owned if p.home == rank], {"chunk": inputs.gradient}
     inbound = plan_all_to_all(
-        [] if terms.reduced else pieces, ("home", "owner"), rank, ranks, gradient, with_self=True
+        [] if inputs.reduced else pieces, ("home", "owner"), rank, ranks, gradient, with_self=True
     )
     outbound = plan_all_to_all(
-        pieces, ("owner", "home"), rank, ranks, {"chunk": terms.weight}, terms.once
+        pieces, ("owner", "home"), rank, ranks, {"chunk": inputs.weight}, inputs.once
     )
-    kept, (nbytes,), _ = _lay_out(mine if terms.reduced else [], "home", (rank,), gradient)
-    stays = 3 * ALIGNMENT + sum(p.numel for p in mine) * (terms.weight + 2 * terms.state)
+    kept, (nbytes,), _ = _lay_out(mine if inputs.reduced else [], "home", (rank,), gradient)
+    stays = 3 * ALIGNMENT + sum(p.numel for p in mine) * (inputs.weight + 2 * inputs.state)
     needs = _needs(inbound, outbound, nbytes) | {
-        "mean": _of_mean(inbound, terms.gradient),
+        "mean": _of_mean(inbound, inputs.gradient),
         "until_apply": stays,
     }
     return RankPlan(
@@ -363,9 +365,9 @@ def chunk_rank_plan(bucket, shapes, rank, terms) -> RankPlan:
         (),
         inbound,
         outbound,
-        not terms.reduced,
+        not inputs.reduced,
         True,
-        terms.once,
+        inputs.once,
         needs,
         kept,
     )
