@@ -180,7 +180,7 @@ def _facts(ranks, plans, forms, options) -> list:
         device.type,
         use_triton(device),
         backend.choices(),
-        sorted({plan.pace for plan in plans} - {""}),
+        sorted({plan.cost_model_key for plan in plans} - {""}),
     )
     texts = [
         _sources(),

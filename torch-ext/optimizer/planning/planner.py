@@ -44,7 +44,7 @@ class Plan:
 
     `shares`: None if all of it is stepped elementwise where it is stored; `shared`: the numbers of
     the parameters for which ranks must act alike; `in_chunks`: whether they are cut into rows of
-    dim 0; `pace`: a digest of the times by which owners were chosen; `kept`: how many rows of each
+    dim 0; `cost_model_key`: a digest of the times by which owners were chosen; `kept`: how many rows of each
     parameter's state each rank keeps, None: as it is stored; `strays`: number of a parameter ->
     placements of its gradients, where those are not the parameter's.
     """
@@ -56,7 +56,7 @@ class Plan:
     shares: list | None
     shared: frozenset
     in_chunks: bool = False
-    pace: str = ""
+    cost_model_key: str = ""
     kept: list | None = None
     strays: dict = field(default_factory=dict)
 
@@ -162,7 +162,7 @@ class Planner:
             rows,
             shares,
             travelling,
-            pace=pace.key,
+            cost_model_key=pace.key,
             kept=kept if self._plain_kind() in OWNER_STATE_KINDS else None,
             strays=mismatched_placements(params),
         )
