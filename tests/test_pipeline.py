@@ -128,11 +128,11 @@ def test_all_are_in_before_the_first_goes_out(optimizer):
     home = BucketUpdate("home", 0, diary, slots, travels=False), {"group": "home"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "BUCKETS_IN_FLIGHT", 5)  # one for each
-        pipeline.run_all_in([jobs[0], home, *jobs[1:]])
+        pipeline.run_all_inbound_first([jobs[0], home, *jobs[1:]])
         late, diary[:] = list(diary), []
         begun = [pipeline.begin(*job) for job in jobs[:2]]
         assert diary == ["0.0", "2.0"]
-        pipeline.run_all_in([jobs[0], home, *jobs[1:]], lambda: diary.append("closing"), begun)
+        pipeline.run_all_inbound_first([jobs[0], home, *jobs[1:]], lambda: diary.append("closing"), begun)
         assert diary.pop() == "closing"
     assert diary == late == [
         "0.0", "2.0", "3.0", "home ends", "wait 0.0", "0.1", "wait 2.0", "2.1", "wait 3.0", "3 ends",

@@ -495,7 +495,7 @@ class Muon(Saving):
         if not self._options.capturable:
             return self._run()
         key = [host_constants(store.hp, store.wide) for store in self._together]
-        pipeline.beside(lambda: self._graphs(self._run, key), self._alone, self._beside.stream)
+        pipeline.run_beside(lambda: self._graphs(self._run, key), self._alone, self._beside.stream)
 
     def _run(self, jobs=None) -> None:
         with self._presence.compared() as closing:

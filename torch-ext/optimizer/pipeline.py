@@ -83,7 +83,7 @@ def begin(route, hp):
     return story, next(story)
 
 
-def run_all_in(jobs, closing=None, begun=()) -> None:
+def run_all_inbound_first(jobs, closing=None, begun=()) -> None:
     """Step all buckets: all start on their way in, then all are computed and sent back, then all
     are applied. `begun`: the first of those that travel, which `begin` has started. `closing` is
     done after all of them.
@@ -103,7 +103,7 @@ def run_all_in(jobs, closing=None, begun=()) -> None:
         closing()
 
 
-def beside(work, jobs, stream) -> None:
+def run_beside(work, jobs, stream) -> None:
     """Do `work`, and step jobs that stay at home beside it, on a stream of their own (None: before
     it).
     """
