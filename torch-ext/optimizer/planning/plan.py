@@ -122,7 +122,7 @@ def make_plan(
 
 
 def _bucket(freight, matrices, owners, taken, pace) -> Bucket:
-    part = pace and freight.part(matrices, owners, taken, pace)
+    part = pace and freight.bucket_times(matrices, owners, taken, pace)
     return Bucket(freight.route, freight.ranks, matrices, owners, part, freight.memory(taken))
 
 
