@@ -37,7 +37,8 @@ def test_cost_grows_with_the_matrix_and_knows_no_orientation(name, arch, optimiz
 def test_without_measurements_cost_is_flops(optimizer):
     """5 steps of the Gram iteration on a square matrix: 6 n^3 for X X^T and Q X, 12 n^3 for the products between."""
     assert pace("cpu")(1000, 1000) == 18 * 1000**3 // part("planning.cost_model").NOMINAL
-    assert not pace("cpu").measured and pace("cpu").wire(1 << 20) == pace("cpu").memory(1 << 20) == 0
+    unmeasured = pace("cpu")
+    assert not unmeasured.measured and unmeasured.all_to_all_time(1 << 20) == unmeasured.memory_time(1 << 20) == 0
 
 
 def test_expected_times_are_near_the_measured_ones(optimizer):
@@ -112,8 +113,9 @@ def test_what_stays_on_a_processor_takes_turns(optimizer):
     assert .85 < min(ratios) and max(ratios) < 1.15
     assert p.batch_time({(256, 768): 133}) - p.batch_time({(256, 768): 132}) > 60_000, "another turn"
     few, many = ({(256, 768): resident.FROM - 33 + more, (256, 512): 32} for more in (0, 1))
-    assert not any(p._stays(256, ((512, 32), (768, few[256, 768])))) and p._stays(256, ((512, 48),)) == (2, 12, 2)
-    assert p._stays(256, ((512, 32), (768, 16))) == (2, 12, 0) and not any(p._stays(192, ((512, 48),)))
+    in_chain = p._in_gram_chain
+    assert not any(in_chain(256, ((512, 32), (768, few[256, 768])))) and in_chain(256, ((512, 48),)) == (2, 12, 2)
+    assert in_chain(256, ((512, 32), (768, 16))) == (2, 12, 0) and not any(in_chain(192, ((512, 48),)))
     assert p.batch_time(many) > p.batch_time({(256, 768): resident.FROM})
 
 
@@ -144,7 +146,9 @@ def test_the_key_names_the_table(optimizer):
 
 def test_the_wire_has_a_latency_and_a_rate(optimizer):
     p = pace("sm90")
-    assert p.wire(0) == 0 < p.wire(1) and p.wire(2 << 30) - p.wire(1 << 30) == pytest.approx((1 << 30) / 330, rel=1e-6)
+    assert p.all_to_all_time(0) == 0 < p.all_to_all_time(1)
+    more = p.all_to_all_time(2 << 30) - p.all_to_all_time(1 << 30)
+    assert more == pytest.approx((1 << 30) / 330, rel=1e-6)
 
 
 def lanes(spans, lane):

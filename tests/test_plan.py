@@ -343,7 +343,7 @@ def test_times_cut_a_plan_without_changing_owners(optimizer):
     assert len(timed) > len(plain) == 1
     assert {m: o for b in plain for m, o in zip(b.matrices, b.owners)} == {
         m: o for b in timed for m, o in zip(b.matrices, b.owners)}
-    assert all(b.part.products > 0 and b.part.inbound > 0 for b in timed) and plain[0].part is None
+    assert all(b.times.products > 0 and b.times.inbound > 0 for b in timed) and plain[0].times is None
 
 
 class Hurried:
@@ -359,10 +359,10 @@ class Hurried:
     def batch_time(self, counts):
         return sum(n * self(*shape) for shape, n in counts.items())
 
-    def memory(self, nbytes):
+    def memory_time(self, nbytes):
         return 0
 
-    def wire(self, nbytes):
+    def all_to_all_time(self, nbytes):
         return int(nbytes)
 
     def spans(self, parts):
@@ -608,7 +608,7 @@ def timed_plan(layouts, rank_bytes, minimize_workspace=False):
     buckets = part("planning.plan").make_plan(
         layouts, pace, {}, rank_bytes=rank_bytes, inputs=terms(), minimize_workspace=minimize_workspace
     )
-    return buckets, max(span.end for span in pace.spans([bucket.part for bucket in buckets]))
+    return buckets, max(span.end for span in pace.spans([bucket.times for bucket in buckets]))
 
 
 def test_thrift_saves_workspace_and_costs_one_percent_at_most(optimizer):

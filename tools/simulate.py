@@ -248,9 +248,9 @@ def step_ms(buckets, ways, times, cluster, exchange):
     for bucket, (inbound, outbound) in zip(buckets, ways):
         if inbound is not None:
             there, back = (round(1e6 * wire_ms(way, bucket, cluster, exchange)) for way in (inbound, outbound))
-            parts.append(dataclasses.replace(bucket.part, inbound=there, outbound=back))
+            parts.append(dataclasses.replace(bucket.times, inbound=there, outbound=back))
         else:
-            parts.append(bucket.part)
+            parts.append(bucket.times)
     done, wire, pause = 0.0, 0.0, pace.BucketTimes(0, 0, 0, 0, 0)
     for families in of_ranks(buckets):
         mine = [part for numbers in families for part in (*(parts[number] for number in numbers), pause)]

@@ -332,14 +332,14 @@ def _part(route, pace) -> BucketTimes:
     element in fp32).
     """
     if route.bound is not None:
-        share, planned = route.bound.share, route.bound.bucket.part
-        chunks = pace.memory(28 * sum(p.numel for p in share.owned if p.home == p.owner))
+        share, planned = route.bound.share, route.bound.bucket.times
+        chunks = pace.memory_time(28 * sum(p.numel for p in share.owned if p.home == p.owner))
         inbound, outbound = (
-            pace.wire(sum(way.send_bytes)) for way in (share.inbound, share.outbound)
+            pace.all_to_all_time(sum(way.send_bytes)) for way in (share.inbound, share.outbound)
         )
         return planned or BucketTimes(0, inbound, chunks, outbound, 0, route.travels)
     elements = sum(w.numel() for w in route.store.locals()) if route.store is not None else 0
-    return BucketTimes(0, 0, 0, 0, pace.memory(28 * elements), route.travels)
+    return BucketTimes(0, 0, 0, 0, pace.memory_time(28 * elements), route.travels)
 
 
 def workspace_of(bounds) -> dict[str, int]:

@@ -48,7 +48,7 @@ class Bucket:
     ranks: tuple
     matrices: tuple
     owners: tuple
-    part: BucketTimes | None = field(default=None, compare=False)
+    times: BucketTimes | None = field(default=None, compare=False)
     memory: tuple = (0, 0)
 
     @property
