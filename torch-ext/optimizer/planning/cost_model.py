@@ -261,8 +261,8 @@ def spans(
     """Simulate the buckets of one rank; return the spans of all phases.
 
     The buckets run in the order of `run`, the pipeline's own code, on a compute stream and a
-    network that transfers a single all-to-all at a time. `exposed`: ns by which computation grows per ns
-    of an all-to-all in parallel.
+    network that transfers a single all-to-all at a time. `exposed`: ns by which computation grows
+    per ns of an all-to-all in parallel.
     """
     clock = _Clock(exposed)
     run([(_SimulatedUpdate(clock, number, part), None) for number, part in enumerate(parts)])
