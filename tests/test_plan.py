@@ -213,6 +213,68 @@ def test_a_plan_is_whole(mesh, rank_bytes, once, optimizer):
     check_all(layouts, rows_of(layouts, sizes, placements), once=once, rank_bytes=rank_bytes)
 
 
+def check_piece_sets(share):
+    """Sent, kept and replicas are all stored pieces of matrices, once, in order; kept is computed at two times."""
+    sets, home = share.piece_sets, [p for p in share.home if p.kind == "update"]
+    assert sorted(sets.sent + sets.kept + sets.replicas, key=home.index) == home
+    assert sorted(sets.during_inbound + sets.after_inbound, key=sets.kept.index) == list(sets.kept)
+    for found in (sets.sent, sets.kept, sets.replicas, sets.during_inbound, sets.after_inbound):
+        assert list(found) == sorted(found, key=home.index)
+    assert all(p.is_source and p.home != p.owner for p in sets.sent) and set(sets.sent) <= set(share.inbound.leave)
+    assert all(p.is_source and p.home == p.owner for p in sets.kept) and set(sets.kept) == set(share.kept)
+    assert not any(p.is_source or p.home == p.owner for p in sets.replicas)
+    early = [p for p in sets.kept if p.matrix in share.direct and share.crosses_inbound]
+    assert list(sets.during_inbound) == early
+    assert set(sets.replicas) | set(sets.sent) == {p for p in share.outbound.arrive if p.kind == "update"}
+    return sets
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_stored_pieces_are_sent_kept_or_replicas(mesh, optimizer):
+    """And over all ranks the pieces that are sent or kept hold every matrix once."""
+    sizes, placements, shapes = MESHES[mesh]
+    layouts = layouts_on(sizes, placements, shapes)
+    rows = rows_of(layouts, sizes, placements)
+    for bucket in plan_of(layouts, inputs=terms()):
+        if bucket.route == "local":
+            continue
+        sources = defaultdict(list)
+        for share in shares_of(bucket, layouts, rows).values():
+            sets = check_piece_sets(share)
+            for piece in (*sets.sent, *sets.kept):
+                sources[piece.matrix].append(piece.box)
+        assert all((covered((m.rows, m.cols), sources[m]) == 1).all() for m in bucket.matrices)
+
+
+def test_piece_sets_of_hsdp(optimizer):
+    """Ranks 0 and 1 hold one copy of two matrices of 8 x 16, ranks 2 and 3 the other; each rank has four rows."""
+    layouts = layouts_on((2, 2), [Replicate(), Shard(0)], [(8, 16), (8, 16)])
+    bucket, = plan_of(layouts, inputs=terms(room=1 << 20))
+    first, second = bucket.owners
+    shares = shares_of(bucket, layouts, room=1 << 20)
+    of = {rank: [[p.matrix.param for p in found] for found in (sets.sent, sets.kept, sets.replicas)]
+          for rank, sets in ((rank, check_piece_sets(share)) for rank, share in shares.items())}
+    for rank in range(4):
+        sent = [i for i, owner in enumerate((first, second)) if owner != rank and owner // 2 == rank // 2]
+        kept = [i for i, owner in enumerate((first, second)) if owner == rank]
+        assert of[rank] == [sent, kept, [i for i in range(2) if i not in sent and i not in kept]]
+    assert sum(len(sent) for sent, _, _ in of.values()) == sum(len(kept) for _, kept, _ in of.values()) == 2
+
+
+@pytest.mark.parametrize(("cols", "placements", "early"), [
+    (16, [Shard(0)], True),  # whole rows at multiples of 16 bytes: iterated where they are
+    (12, [Shard(0)], False), (16, [Shard(1)], False),  # copied into whole matrices, after what arrives
+    (16, [Replicate()], False),  # nothing arrives that could be waited for
+])
+def test_momentum_of_direct_matrices_is_computed_while_the_rest_arrives(cols, placements, early, optimizer):
+    layouts = layouts_on((2,), placements, [(8, cols), (8, cols)])
+    bucket, = plan_of(layouts, inputs=terms(room=1 << 20))
+    for share in shares_of(bucket, layouts, room=1 << 20).values():
+        sets = check_piece_sets(share)
+        assert len(sets.kept) == 1
+        assert (sets.during_inbound, sets.after_inbound) == ((sets.kept, ()) if early else ((), sets.kept))
+
+
 @pytest.mark.parametrize("route", ["exchange", "own", "reduce"])
 def test_a_plan_of_plain_parameters_is_whole(route, optimizer):
     layouts = layouts_on((6,), [Replicate()], DENSE + EXPERTS, plain=True)

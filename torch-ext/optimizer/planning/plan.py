@@ -344,7 +344,7 @@ def _assign(
                 (unit[0].param, unit[0].at, ranks, work, unit)
             )
     for world in sorted(worlds, key=lambda world: (-len(world), sorted(world))):
-        # Sorted, as the order of families depends on routes and ranks that not all worlds share
+        # Sorted by parameter: the order of families may depend on parameters of other worlds
         units, base = sorted(worlds[world], key=lambda u: u[:2]), Counter()
         for superset in [ranks for ranks in loads if ranks >= world]:
             base.update(loads[superset])
