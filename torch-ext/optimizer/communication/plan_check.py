@@ -221,7 +221,7 @@ def _forms(plan, numbers, known) -> list:
 
 def _form(plan, number: int) -> tuple:
     """What a parameter has in common with others for which ranks could take it."""
-    return plan.params[number].dtype, plan.layouts[number].digest, plan.strays.get(number)
+    return plan.params[number].dtype, plan.layouts[number].digest, plan.mismatched.get(number)
 
 
 def _plain(value):

@@ -122,7 +122,7 @@ def make_stores(plans, state) -> list:
                     "materialized again before the step"
                 )
     return [
-        Store(p.params, p.layouts, p.row_layouts, state, p.in_chunks, p.group, p.strays)
+        Store(p.params, p.layouts, p.row_layouts, state, p.in_chunks, p.group, p.mismatched)
         for p in plans
     ]
 
