@@ -328,7 +328,9 @@ class MemoryModel:
         gathered = at_owner * held / self.update + (inbound if self.route == "reduce" else 0)
         # Most owners have equal counts, and a batch time is slow to compute
         distinct = {frozenset(shapes.items()): shapes for shapes in counts.values()}
-        products = max(map(cost_model.batch_time, distinct.values())) + cost_model.memory_time(gathered)
+        products = max(map(cost_model.batch_time, distinct.values())) + cost_model.memory_time(
+            gathered
+        )
         return BucketTimes(
             cost_model.memory_time(before * packed / self.update),
             cost_model.all_to_all_time(inbound),
