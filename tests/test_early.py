@@ -715,10 +715,10 @@ def test_a_workspace_too_small_for_one_rank_is_refused_by_all(optimizer):
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_workspace_holds_every_bucket_that_travels(world, optimizer):
     messages = [message for message, _, _ in run_threads(world, roomy, 1000)]
-    assert len(set(messages)) == 1 and "every bucket has a slot of its own, which takes" in messages[0]
+    assert len(set(messages)) == 1 and "every bucket has a buffer of its own, which takes" in messages[0]
     needed = int(messages[0].split("takes ")[1].split(" ")[0])
     for message, taken, report in run_threads(world, roomy, needed):
-        assert not message and 0.3 * needed < taken <= needed and "slot 6" in report
+        assert not message and 0.3 * needed < taken <= needed and "bucket buffer 6" in report
     assert all("too small" in message for message, _, _ in run_threads(world, roomy, needed - 1))
 
 

@@ -496,7 +496,7 @@ class Muon(Saving):
         if not self._options.capturable:
             return self._run()
         key = [host_constants(store.hp, store.wide) for store in self._bound.together]
-        pipeline.beside(
+        pipeline.run_beside(
             lambda: self._graphs(self._run, key), self._bound.alone, self._beside.stream
         )
 

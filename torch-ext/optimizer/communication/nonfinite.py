@@ -18,7 +18,7 @@ from ..params import errors
 from ..params.dtensor import is_dtensor, raw_locals
 from ..params.errors import name_in
 from ..params.layout import sharded_among
-from ..planning.plan import turn
+from ..planning.plan import bucket_sort_key
 from ..planning.planner import Plan
 from .process_groups import ProcessGroups
 
@@ -40,7 +40,7 @@ class FlagBuffers:
         self.segments = {}
         self.numbers = []
         self.count = 0
-        for ranks in sorted(members, key=turn):
+        for ranks in sorted(members, key=bucket_sort_key):
             start = self.count
             for index, number in members[ranks]:
                 self.first[index][number] = self.count
@@ -80,7 +80,7 @@ class NonfiniteFlags:
             if whole and len(layout.boxes) > 1
         }
         # Experts that no rank shares are on a mesh, too
-        self.told = sorted(meshes.union(filter(None, self.segments)), key=turn)
+        self.told = sorted(meshes.union(filter(None, self.segments)), key=bucket_sort_key)
         self.watched = [self._watched(plan, store) for plan, store in zip(plans, stores)]
         places = [place for _, _, _, places in self.watched for place in places]
         self.places = torch.tensor(places, dtype=torch.int64, device=self.flags.device)

@@ -25,7 +25,7 @@ from ..params import errors
 from ..params.dtensor import local_of
 from ..params.errors import fsdp_names, names_in
 from ..params.layout import this_rank
-from ..planning.plan import digest, turn
+from ..planning.plan import bucket_sort_key, digest
 
 GROUP = (
     "use_muon",
@@ -76,7 +76,7 @@ def agree(plans, options, process_groups) -> None:
     first.
     """
     sets, known = [_sets(plan) for plan in plans], _other_names(plans)
-    for ranks in sorted(set().union(*sets), key=turn):
+    for ranks in sorted(set().union(*sets), key=bucket_sort_key):
         together = [(plan, found[ranks]) for plan, found in zip(plans, sets) if ranks in found]
         forms = [
             form for plan, numbers in together for form in _forms(plan, sorted(numbers), known)
@@ -91,7 +91,8 @@ def agree(plans, options, process_groups) -> None:
             _take_idle(ranks, process_groups, shared, device)
             _made(process_groups, ranks, shared, device)
     for ranks in sorted(
-        {b.ranks for plan in plans for b, _ in plan.shares or () if b.route != "local"}, key=turn
+        {b.ranks for plan in plans for b, _ in plan.shares or () if b.route != "local"},
+        key=bucket_sort_key,
     ):
         with errors.during(f"the first exchange of ranks {ranks}"):
             _connect(
@@ -179,7 +180,7 @@ def _facts(ranks, plans, forms, options) -> list:
         device.type,
         use_triton(device),
         backend.choices(),
-        sorted({plan.pace for plan in plans} - {""}),
+        sorted({plan.cost_model_key for plan in plans} - {""}),
     )
     texts = [
         _sources(),
@@ -220,7 +221,7 @@ def _forms(plan, numbers, known) -> list:
 
 def _form(plan, number: int) -> tuple:
     """What a parameter has in common with others for which ranks could take it."""
-    return plan.params[number].dtype, plan.layouts[number].digest, plan.strays.get(number)
+    return plan.params[number].dtype, plan.layouts[number].digest, plan.mismatched.get(number)
 
 
 def _plain(value):

@@ -17,8 +17,8 @@ from ..newton_schulz import coefficients, method
 from ..params.config import MuonConfig
 from ..params.dtensor import is_dtensor, local_of
 from ..params.errors import name_in
-from ..pipeline import SLOTS, BucketUpdate, Pause
-from ..planning.plan import Bucket, check_slots, turn
+from ..pipeline import BUCKETS_IN_FLIGHT, BucketUpdate, Pause
+from ..planning.plan import Bucket, bucket_sort_key, check_bucket_buffers
 from ..planning.planner import Plan, Planner
 from ..state.create import check_state, prepare_state
 from .bucket_updates import BUCKET_UPDATES, AdamWUpdate, BucketInputs
@@ -86,7 +86,7 @@ def planned(units, state, options, process_groups, alone) -> list[Plan]:
     if not alone:
         process_groups.learn([p for _, params in units for p in params], planner.process_group)
     plans = [plan for unit in units for plan in planner.plan(*unit)]
-    planner.check_slots()
+    planner.check_bucket_buffers()
     check_state(plans, state)
     agree(plans, options, process_groups)
     prepare_state(plans, state, options)
@@ -179,7 +179,7 @@ def _make_stores(
             state,
             plan.in_chunks,
             plan.group,
-            plan.strays,
+            plan.mismatched,
             buffers.addresses[index],
             buffers.scalars[index],
             None if flags is None else flags.flags,
@@ -251,7 +251,7 @@ def _in_order(plans, stores, options) -> list:
         for bucket, share in plan.shares or ():
             family = bucket.route, bucket.ranks
             seen[family] += 1
-            place, those = seen[family] / counts[family], turn(bucket.ranks)
+            place, those = seen[family] / counts[family], bucket_sort_key(bucket.ranks)
             key = those, place * options.overlap_forward
             if options.overlap_backward:
                 key = not share.crosses_inbound, place, those
@@ -262,8 +262,8 @@ def _in_order(plans, stores, options) -> list:
 def _slots(buckets, options) -> tuple[int, int]:
     """(number of slots, that of buckets that stay at home)."""
     if not options.overlap_backward:
-        return SLOTS, 1  # borrowed while only the first one that travels has been started
-    check_slots(buckets, options.workspace_bytes)  # again, with what this rank steps alone
+        return BUCKETS_IN_FLIGHT, 1  # while only the first that travels has been started
+    check_bucket_buffers(buckets, options.workspace_bytes)  # again, with what this rank steps alone
     away = sum(BUCKET_UPDATES[bucket.route].travels for bucket in buckets)
     return away + 1, away
 
