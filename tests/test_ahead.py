@@ -507,3 +507,26 @@ def test_a_kernel_is_launched_once_it_is_ready(part):
         kernel.launch(3, "key", argument, num_warps=4)
     options = {"num_warps": 4, "enable_fp_fusion": True}
     assert events == [(True, options, True), ("ready", True), ((7,), False), ((8,), False)]
+
+
+def test_launches_over_a_table_are_prepared_once(part, monkeypatch):
+    """Before its first launch a kernel is made ready while no other thread does that."""
+    kernels, table, events = part("kernels.launch.jit"), part("kernels.elementwise.multi_tensor"), []
+    monkeypatch.setattr(table, "typed", str)
+    launch = table.bind([[torch.zeros(2, 3)], [torch.zeros(2, 3)]])[0]
+    kernel = kernels.jit(lambda: None)
+
+    class Made:
+        def run(self, *arguments, warmup, **options):
+            events.append(("made ready", kernels._compiling.locked()))
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: events.append(("launched", kernels._compiling.locked()))
+
+    kernel.make = Made
+    for moves in (True, True, False):
+        table.run(kernel, launch, 7, MOVES=moves)
+    ready, launched = ("made ready", True), ("launched", False)
+    assert events == [ready, launched, launched, ready, launched]
+    table.run(kernel, table.bind([[torch.zeros(2, 3)], [torch.zeros(2, 3)]])[0], 7, MOVES=True)
+    assert events[5:] == [launched]  # another table of the same form

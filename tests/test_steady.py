@@ -113,6 +113,18 @@ def test_a_steady_step_does_no_work_for_each_parameter(way, optimizer):
     assert run_ranks(world, growth, way) == [{}] * world
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_construction_takes_work_in_proportion_to_the_groups(frozen, optimizer):
+    """No group is looked at again for each one that follows."""
+    work = []
+    for count in (40, 80):
+        params, found = [nn.Parameter(torch.ones(2, 2), not frozen) for _ in range(count)], collections.Counter()
+        with counting(found):
+            package().Muon([{"params": [p]} for p in (*params, nn.Parameter(torch.ones(2, 2)))])
+        work.append(found.total())
+    assert work[0] < work[1] < 2.06 * work[0]
+
+
 # One step followed: how many calls and files a reader goes through
 
 

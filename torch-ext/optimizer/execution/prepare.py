@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -16,7 +15,7 @@ from ..communication.process_groups import ProcessGroups
 from ..newton_schulz import coefficients, method
 from ..params.config import MuonConfig
 from ..params.dtensor import is_dtensor, local_of
-from ..params.errors import name_in
+from ..params.errors import name_in, warn_caller
 from ..pipeline import BUCKETS_IN_FLIGHT, BucketUpdate, Pause
 from ..planning.plan import Bucket, bucket_sort_key, check_bucket_buffers
 from ..planning.planner import Plan, Planner
@@ -48,12 +47,10 @@ def stepped(groups, options, alone) -> tuple[list, list]:
         )
         for p in params if not alone else ():
             if p.grad is not None and not p.requires_grad:
-                warnings.warn(
+                warn_caller(
                     f"parameter {name_in(group, p)} has a gradient but requires_grad=False: it is "
-                    "left "
-                    "alone, for other ranks cannot know; to have it stepped, call requires_grad_() "
-                    "on it",
-                    stacklevel=2,
+                    "left alone, "
+                    "for other ranks cannot know; to have it stepped, call requires_grad_() on it"
                 )
     units = [(group, params) for group, params in units if params]
     return units, [_rests_on(*unit, options.ns_dtype) for unit in units]
@@ -78,9 +75,9 @@ def _rests_on(group, params, dtype) -> tuple:
     return id(group), group["use_muon"], group["adjust_lr_fn"], forms, tuple(map(id, params))
 
 
-def planned(units, state, options, process_groups, alone) -> list[Plan]:
-    """The plans of a step's parameters, after all ranks have agreed on them, and their state.
-    Collective.
+def planned(units, state, options, process_groups, alone) -> tuple[list[Plan], list]:
+    """(the plans of a step's parameters, after all ranks have agreed on them, the comparisons that
+    `agree` leaves for the next step). Brings state to where it is to be. Collective.
     """
     planner = Planner(options, process_groups)
     if not alone:
@@ -88,9 +85,9 @@ def planned(units, state, options, process_groups, alone) -> list[Plan]:
     plans = [plan for unit in units for plan in planner.plan(*unit)]
     planner.check_bucket_buffers()
     check_state(plans, state)
-    agree(plans, options, process_groups)
+    later = agree(plans, options, process_groups)
     prepare_state(plans, state, options)
-    return plans
+    return plans, later
 
 
 # what capturable=True says, once each, where a graph does not fit

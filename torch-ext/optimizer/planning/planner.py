@@ -8,7 +8,6 @@ for equal groups in equal order. Planning sends nothing.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,8 +21,8 @@ from ..kernels.launch.tile_config import architecture
 from ..newton_schulz import method
 from ..newton_schulz.method import gain_side_by_side
 from ..params.dtensor import gradient_dtype, is_dtensor, local_of, mismatched_placements
-from ..params.errors import names_in
-from ..params.layout import Layout, check_row_state, layout_of, row_chunks, this_rank
+from ..params.errors import names_in, warn_caller
+from ..params.layout import Layout, layout_of, row_chunks, this_rank
 from ..params.validation import check_param
 from ..pipeline import BUCKETS_IN_FLIGHT
 from ..rules.rule import home_of
@@ -100,9 +99,7 @@ class Planner:
         # Again, after the checks of the constructor: since then a module may have been cast or
         # sharded
         for p in params:
-            check_param(p, names[p], group["use_muon"])
-            if "beta2" in group and group["use_muon"]:
-                check_row_state(p, names[p])
+            check_param(p, names[p], group)
         self.device = local_of(params[0]).device
         self.latency = latency_bytes(architecture(self.device.type, self.device.index))
         precompile.begin(self.device)  # imports Triton in a thread, while ranks compare plans
@@ -311,14 +308,12 @@ def warn_of_idle(groups: list[dict]) -> None:
         "to_empty(), fully_shard() or a new layer): build it after that"
     )
     if on_meta:
-        warnings.warn(
-            f"parameter {on_meta[0]} is on the meta device, where a step changes "
-            f"nothing. If the model is elsewhere, {cause}",
-            stacklevel=2,
+        warn_caller(
+            f"parameter {on_meta[0]} is on the meta device, where a step changes nothing. "
+            f"If the model is elsewhere, {cause}"
         )
     elif entries and all(p.grad is None for p, _ in entries):
-        warnings.warn(
+        warn_caller(
             f"this step finds a gradient at none of {len(entries)} parameters, the first "
-            f"of which is {entries[0][1]}. If there was a backward, {cause}",
-            stacklevel=2,
+            f"of which is {entries[0][1]}. If there was a backward, {cause}"
         )
