@@ -205,7 +205,7 @@ def options_of(number: int, names: list[str], saved: list[tuple[set, dict]]) -> 
 def _warn_caller(text: str) -> None:
     """Warn at the line that called torch or this package."""
     level, frame = 2, sys._getframe(1)
-    inner = "torch.", f"{__package__}."
+    inner = "torch.", __package__.rpartition(".")[0] + "."
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(inner):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
