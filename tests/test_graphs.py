@@ -108,7 +108,7 @@ def taped(monkeypatch):
     monkeypatch.setattr(graphs, "available", lambda device: graphs.graphs() == "auto")
     for name in ("execution.cuda_graphs", "execution.bucket_updates", "communication.missing_grads",
                  "execution.step_inputs"):
-        everywhere(monkeypatch, part(name), "capturing", lambda device: Tape.current is not None)
+        monkeypatch.setattr(part(name), "capturing", lambda device: Tape.current is not None)
 
     def noted(launch):
         def note(*arguments, **constants):
