@@ -104,7 +104,7 @@ def shortened(text: object) -> str:
 def warn_caller(text: str) -> None:
     """Warn at the line that called torch or this package."""
     level, frame = 2, sys._getframe(1)
-    inner = "torch.", f"{__package__}."
+    inner = "torch.", f"{__package__.rpartition('.')[0]}."  # of this package, not of params/
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(inner):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)

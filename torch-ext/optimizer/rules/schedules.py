@@ -37,7 +37,7 @@ class Beta1:
                 continue
             _, last = self.last.get(id(group), (None, None))
             beta1 = number_of(betas[0])
-            momentum = _number(group.get("momentum"))
+            momentum = number_of(group.get("momentum"))
             is_set = beta1 == last != momentum  # the momentum, since both were made equal
             if math.isnan(beta1) or is_set and math.isnan(momentum):
                 continue
