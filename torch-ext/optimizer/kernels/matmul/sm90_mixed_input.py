@@ -4,17 +4,8 @@ product.
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import (
-    boxes_of,
-    fetch,
-    make_ring,
-    matrices_of,
-    path_of,
-    place,
-    place_of_half,
-    rounded,
-    store_turned,
-)
+from .sm90_pipeline import (boxes_of, fetch, make_ring, matrices_of, matrix_order, place,
+                            place_of_half, rounded, store_turned, )
 
 # Gluon's names, put here by gluon_jit
 gl = mbarrier = tma = fence = barrier = multiply = multiplied = gdc_wait = None
@@ -35,28 +26,36 @@ def raw_kernel(x, a, a_half, out, order, count, whole, halves, inner, scales, po
     strips = gl.allocate_shared_memory(out.dtype, [2, 1, HEIGHT // 2, WIDTH // 2], out.layout)
     fence()
     gdc_wait()
-    work, ends = (order, path_of(count, whole + halves // 2), whole, halves, steps), (out, strips,
-                                                                                      scales,
-                                                                                      powers)
-    gl.warp_specialize([
-        (_consume, (ring, work, ends, 0, HEIGHT, WIDTH, BLOCK_K, STAGES)),
-        (_consume, (ring, work, ends, 1, HEIGHT, WIDTH, BLOCK_K, STAGES)),
-        (fetch, (x, a, x, a_half, ring, work, True, 0, True, STAGES)),
-    ], [4, 1], [232, 24])
+    work, ends = (order, matrix_order(count, whole + halves // 2), whole, halves, steps), (out,
+                                                                                           strips,
+                                                                                           scales,
+                                                                                           powers)
+    gl.warp_specialize([(_consume, (ring, work, ends, 0, HEIGHT, WIDTH, BLOCK_K, STAGES)),
+                        (_consume, (ring, work, ends, 1, HEIGHT, WIDTH, BLOCK_K, STAGES)), (fetch,
+                                                                                            (x, a,
+                                                                                             x,
+                                                                                             a_half,
+                                                                                             ring,
+                                                                                             work,
+                                                                                             True,
+                                                                                             0,
+                                                                                             True,
+                                                                                             STAGES)),
+                        ], [4, 1], [232, 24])
 
 
 @gluon_jit
 def _consume(ring, work, ends, WHO: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
              BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Compute and store half the rows of every tile."""
-    order, path, whole, halves, steps = work
+    order, batch_order, whole, halves, steps = work
     mine = 0
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
-        matrix, i, j = place(order, path, turn)
+        matrix, i, j = place(order, batch_order, turn)
         _strip(ring, ends, matrix, i, j, mine, steps, WHO, HEIGHT, WIDTH, BLOCK_K, STAGES)
         mine += 1
     if gl.program_id(0) < halves:
-        matrix, i, j = place_of_half(order, path, whole, True)
+        matrix, i, j = place_of_half(order, batch_order, whole, True)
         _strip(ring, ends, matrix, i, j, mine, steps, WHO, HEIGHT, WIDTH // 2, BLOCK_K, STAGES)
     tma.store_wait(0)
 

@@ -2,16 +2,8 @@
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import (
-    ask,
-    boxes_of,
-    factors_of,
-    matrices_of,
-    matrix_of,
-    path_of,
-    place,
-    store_strip,
-)
+from .sm90_pipeline import (ask, boxes_of, factors_of, matrices_of, matrix_of, matrix_order, place,
+                            store_strip, )
 
 # Gluon's names, put here by gluon_jit
 gl = mbarrier = tma = fence = multiply = multiplied = load_box = gdc_wait = None
@@ -50,11 +42,11 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, mirro
     for number in gl.static_range(3):
         mbarrier.init(added.index(number), count=1)
     fence()
-    path = path_of(count, gl.num_programs(0))
+    batch_order = matrix_order(count, gl.num_programs(0))
     if order is None:
-        matrix, i, j = _place(path, gl.program_id(0), COLUMNS > ROWS)
+        matrix, i, j = _place(batch_order, gl.program_id(0), COLUMNS > ROWS)
     else:
-        matrix, i, j = place(order, path, gl.program_id(0))
+        matrix, i, j = place(order, batch_order, gl.program_id(0))
     row, column = i * ROWS, j * COLUMNS
     # steps up to which rows of A and of B do not reach beyond their squares on the diagonal
     straight = gl.minimum((row + ROWS) // BLOCK_K, steps), gl.minimum((column + ROWS) // BLOCK_K,
@@ -111,11 +103,11 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, mirro
 
 
 @gluon_jit
-def _place(path, turn, WIDE: gl.constexpr):
+def _place(batch_order, turn, WIDE: gl.constexpr):
     """(matrix, tile row, tile column), without a table to wait for: of few tiles, row by row in the
     lower triangle, as wide as high or twice as wide (WIDE).
     """
-    number = turn % path[0]
+    number = turn % batch_order[0]
     if WIDE:
         half = _root(number)  # rows 2 half - 1 and 2 half begin at half^2 and half (half + 1)
         start = half * (half + 1)
@@ -124,7 +116,7 @@ def _place(path, turn, WIDE: gl.constexpr):
     else:
         i = (_root(8 * number + 1) - 1) // 2
         j = number - i * (i + 1) // 2
-    return matrix_of(path, turn), i, j
+    return matrix_of(batch_order, turn), i, j
 
 
 @gluon_jit

@@ -58,7 +58,7 @@ def make_ring(a, b, STAGES: gl.constexpr, GROUPS: gl.constexpr):
 
 
 @gluon_jit
-def path_of(count, tiles):
+def matrix_order(count, tiles):
     """Return (tiles of a matrix, the matrix that is taken first) of a launch of so many tiles,
     `count` for each matrix; if that is negative, matrices are taken from the last one to the first.
     """
@@ -67,25 +67,25 @@ def path_of(count, tiles):
 
 
 @gluon_jit
-def matrix_of(path, turn):
+def matrix_of(batch_order, turn):
     """Return the matrix that a turn is of."""
-    count, first = path
+    count, first = batch_order
     return gl.where(first > 0, first - turn // count, turn // count)
 
 
 @gluon_jit
-def place(order, path, turn):
+def place(order, batch_order, turn):
     """Return (matrix, tile row, tile column)."""
-    at = order + turn % path[0] * 2
-    return matrix_of(path, turn), gl.load(at), gl.load(at + 1)
+    at = order + turn % batch_order[0] * 2
+    return matrix_of(batch_order, turn), gl.load(at), gl.load(at + 1)
 
 
 @gluon_jit
-def place_of_half(order, path, whole, ACROSS: gl.constexpr):
+def place_of_half(order, batch_order, whole, ACROSS: gl.constexpr):
     """Return the same of this program's half tile (tiles.divide): in columns of left and right
     halves if ACROSS, else in rows of upper and lower ones. Of a pair it is one of the squares.
     """
-    matrix, i, j = place(order, path, whole + gl.program_id(0) // 2)
+    matrix, i, j = place(order, batch_order, whole + gl.program_id(0) // 2)
     if ACROSS:
         second = gl.program_id(0) % 2
         i = gl.where((j < 0) & (second > 0), -j, i)
@@ -102,10 +102,10 @@ def fetch(a, b, a_half, b_half, ring, work, ACROSS: gl.constexpr, SYMMETRIC: gl.
     (tile_scheduler.py, `order_of`) the rows of one square are left operands, those of the other one
     right ones.
     """
-    order, path, whole, halves, steps = work
+    order, batch_order, whole, halves, steps = work
     number = 0
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
-        matrix, i, j = place(order, path, turn)
+        matrix, i, j = place(order, batch_order, turn)
         if j < 0:
             fill(a, b_half, ring, matrix, matrix, i, -j, number, 0, steps, SYMMETRIC, TURNED,
                  STAGES)
@@ -113,7 +113,7 @@ def fetch(a, b, a_half, b_half, ring, work, ACROSS: gl.constexpr, SYMMETRIC: gl.
             fill(a, b, ring, matrix, matrix, i, j, number, 0, steps, SYMMETRIC, TURNED, STAGES)
         number += steps
     if gl.program_id(0) < halves:
-        matrix, i, j = place_of_half(order, path, whole, ACROSS)
+        matrix, i, j = place_of_half(order, batch_order, whole, ACROSS)
         fill(a_half, b_half, ring, matrix, matrix, i, j, number, 0, steps, SYMMETRIC, TURNED,
              STAGES)
 

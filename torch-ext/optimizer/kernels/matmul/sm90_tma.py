@@ -138,7 +138,7 @@ def _tma_kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halve
 
     SYMMETRIC: 1 for a result that is so in every bit, 2 for one that is made so, and scaled; c, d,
     e: addends; c and d of a product in wide tiles: b and out by half a tile's columns. count: see
-    `path_of` of sm90_pipeline.py.
+    `matrix_order` of sm90_pipeline.py.
     """
     BLOCK_R: tl.constexpr = a.block_type.shape[2 if TURNED else 1]
     BLOCK_C: tl.constexpr = b.block_type.shape[1 if SYMMETRIC else 2]

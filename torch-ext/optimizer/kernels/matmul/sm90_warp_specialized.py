@@ -2,17 +2,8 @@
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import (
-    ask,
-    epilogue,
-    factors_of,
-    fetch,
-    make_ring,
-    multiply_ring,
-    path_of,
-    place,
-    place_of_half,
-)
+from .sm90_pipeline import (ask, epilogue, factors_of, fetch, make_ring, multiply_ring,
+                            matrix_order, place, place_of_half, )
 
 gl = mbarrier = tma = fence = gdc_wait = None  # Gluon's names, put here by gluon_jit
 
@@ -42,8 +33,9 @@ def pingpong_kernel(a, b, c, d, e, out, a_half, c_half, d_half, e_half, out_half
     gdc_wait()
     ends = ((c, d, e), addends, out), ((c_half, d_half, e_half), addends, out_half), (scales,
                                                                                       factors)
-    work, room = (order, path_of(count, whole + halves // 2), whole, halves, steps), (tiles, added,
-                                                                                      may_multiply)
+    work, room = (order, matrix_order(count, whole + halves // 2), whole, halves, steps), (tiles,
+                                                                                           added,
+                                                                                           may_multiply)
     gl.warp_specialize([(_consume_pingpong, (ring, work, ends, room, 0, SYMMETRIC, TURNED, SEVERAL,
                                              BLOCK, BLOCK_K, STAGES)),
                         (_consume_pingpong, (ring, work, ends, room, 1, SYMMETRIC, TURNED, SEVERAL,
@@ -57,16 +49,16 @@ def _consume_pingpong(ring, work, ends, room, WHO: gl.constexpr, SYMMETRIC: gl.c
                       TURNED: gl.constexpr, SEVERAL: gl.constexpr, BLOCK: gl.constexpr,
                       BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Take every second tile."""
-    order, path, whole, halves, steps = work
+    order, batch_order, whole, halves, steps = work
     tensors, halved, factors = ends
     mine = 0
     for turn in range(gl.program_id(0) + WHO * gl.num_programs(0), whole, 2 * gl.num_programs(0)):
-        matrix, i, j = place(order, path, turn)
+        matrix, i, j = place(order, batch_order, turn)
         _pingpong_tile(ring, tensors, factors, room, matrix, i, j, mine, steps, WHO, SYMMETRIC,
                        TURNED, SEVERAL, BLOCK, BLOCK, BLOCK_K, STAGES)
         mine += 1
     if gl.program_id(0) < halves and whole // gl.num_programs(0) % 2 == WHO:
-        matrix, i, j = place_of_half(order, path, whole, False)
+        matrix, i, j = place_of_half(order, batch_order, whole, False)
         _pingpong_tile(ring, halved, factors, room, matrix, i, j, mine, steps, WHO, SYMMETRIC,
                        TURNED, SEVERAL, BLOCK // 2, BLOCK, BLOCK_K, STAGES)
     tma.store_wait(0)
@@ -113,7 +105,7 @@ def cooperative_kernel(a, b, b_half, c, d, e, out, order, count, whole, halves, 
         mbarrier.init(added.index(who), count=1)
     fence()
     gdc_wait()
-    work = order, path_of(count, whole + halves // 2), whole, halves, steps
+    work = order, matrix_order(count, whole + halves // 2), whole, halves, steps
     ends = ((c, d, e), addends, out, strips, added, scales, factors)
     gl.warp_specialize([(_consume_cooperative,
                          (ring, work, ends, 0, SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C,
@@ -129,10 +121,10 @@ def _consume_cooperative(ring, work, ends, WHO: gl.constexpr, SYMMETRIC: gl.cons
                          TURNED: gl.constexpr, SEVERAL: gl.constexpr, BLOCK_R: gl.constexpr,
                          BLOCK_C: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Compute and store the upper or the lower half of every tile."""
-    order, path, whole, halves, steps = work
+    order, batch_order, whole, halves, steps = work
     mine = 0
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
-        matrix, i, j = place(order, path, turn)
+        matrix, i, j = place(order, batch_order, turn)
         if SYMMETRIC and j < 0:
             _square(ring, ends, matrix, i if WHO == 0 else -j, mine, steps, WHO, SYMMETRIC, SEVERAL,
                     BLOCK_R, BLOCK_K, STAGES)
@@ -141,7 +133,7 @@ def _consume_cooperative(ring, work, ends, WHO: gl.constexpr, SYMMETRIC: gl.cons
                    BLOCK_C, BLOCK_K, STAGES)
         mine += 1
     if gl.program_id(0) < halves:
-        matrix, i, j = place_of_half(order, path, whole, True)
+        matrix, i, j = place_of_half(order, batch_order, whole, True)
         _strip(ring, ends, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, SEVERAL, BLOCK_R,
                BLOCK_C // 2, BLOCK_K, STAGES)
     tma.store_wait(0)
