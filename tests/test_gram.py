@@ -229,10 +229,10 @@ def test_the_sign_of_count_says_which_matrix_comes_first(part, monkeypatch):
     language = SimpleNamespace(where=lambda which, one, other: one if which else other, abs=abs, load=lambda at: at)
     monkeypatch.setattr(ring, "gl", language)
     monkeypatch.setattr(by_tma, "tl", language)
-    matrix_order, matrix_of, tile = map(plain, (ring.matrix_order, ring.matrix_of, by_tma._tile))
+    matrix_order, matrix_index, tile = map(plain, (ring.matrix_order, ring.matrix_index, by_tma._tile))
     for count, matrices in ((6, [0, 1, 2]), (-6, [2, 1, 0])):
         order, turns = matrix_order(count, 18), [(matrix, 2 * number) for matrix in matrices for number in range(6)]
-        assert [(matrix_of(order, turn), turn % order[0] * 2) for turn in range(18)] == turns
+        assert [(matrix_index(order, turn), turn % order[0] * 2) for turn in range(18)] == turns
         assert [tile(0, count, 18, turn)[:2] for turn in range(18)] == turns
 
 

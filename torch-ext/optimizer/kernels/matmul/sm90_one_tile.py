@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import (ask, boxes_of, factors_of, matrices_of, matrix_of, matrix_order, place,
-                            store_strip, )
+from .sm90_pipeline import (ask, boxes_of, factors_of, matrices_of, matrix_index, matrix_order,
+                            place, store_strip, )
 
 # Gluon's names, put here by gluon_jit
 gl = mbarrier = tma = fence = multiply = multiplied = load_box = gdc_wait = None
@@ -116,7 +116,7 @@ def _place(batch_order, turn, WIDE: gl.constexpr):
     else:
         i = (_root(8 * number + 1) - 1) // 2
         j = number - i * (i + 1) // 2
-    return matrix_of(batch_order, turn), i, j
+    return matrix_index(batch_order, turn), i, j
 
 
 @gluon_jit

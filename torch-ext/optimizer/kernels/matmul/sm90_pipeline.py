@@ -67,7 +67,7 @@ def matrix_order(count, tiles):
 
 
 @gluon_jit
-def matrix_of(batch_order, turn):
+def matrix_index(batch_order, turn):
     """Return the matrix that a turn is of."""
     count, first = batch_order
     return gl.where(first > 0, first - turn // count, turn // count)
@@ -77,7 +77,7 @@ def matrix_of(batch_order, turn):
 def place(order, batch_order, turn):
     """Return (matrix, tile row, tile column)."""
     at = order + turn % batch_order[0] * 2
-    return matrix_of(batch_order, turn), gl.load(at), gl.load(at + 1)
+    return matrix_index(batch_order, turn), gl.load(at), gl.load(at + 1)
 
 
 @gluon_jit
