@@ -4,8 +4,8 @@ product.
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import (boxes_of, fetch, make_ring, matrices_of, matrix_order, place,
-                            place_of_half, rounded, store_turned, )
+from .sm90_pipeline import (boxes_of, fetch, make_ring, matrices_of, matrix_order, tile_coord,
+                            half_tile_coord, rounded, store_turned, )
 
 # Gluon's names, put here by gluon_jit
 gl = mbarrier = tma = fence = barrier = multiply = multiplied = gdc_wait = None
@@ -51,11 +51,11 @@ def _consume(ring, work, ends, WHO: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: g
     order, batch_order, whole, halves, steps = work
     mine = 0
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
-        matrix, i, j = place(order, batch_order, turn)
+        matrix, i, j = tile_coord(order, batch_order, turn)
         _strip(ring, ends, matrix, i, j, mine, steps, WHO, HEIGHT, WIDTH, BLOCK_K, STAGES)
         mine += 1
     if gl.program_id(0) < halves:
-        matrix, i, j = place_of_half(order, batch_order, whole, True)
+        matrix, i, j = half_tile_coord(order, batch_order, whole, True)
         _strip(ring, ends, matrix, i, j, mine, steps, WHO, HEIGHT, WIDTH // 2, BLOCK_K, STAGES)
     tma.store_wait(0)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from ..launch.jit import gluon_jit
 from .sm90_pipeline import (ask, boxes_of, factors_of, matrices_of, matrix_index, matrix_order,
-                            place, store_strip, )
+                            tile_coord, store_strip, )
 
 # Gluon's names, put here by gluon_jit
 gl = mbarrier = tma = fence = multiply = multiplied = load_box = gdc_wait = None
@@ -46,7 +46,7 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, mirro
     if order is None:
         matrix, i, j = _place(batch_order, gl.program_id(0), COLUMNS > ROWS)
     else:
-        matrix, i, j = place(order, batch_order, gl.program_id(0))
+        matrix, i, j = tile_coord(order, batch_order, gl.program_id(0))
     row, column = i * ROWS, j * COLUMNS
     # steps up to which rows of A and of B do not reach beyond their squares on the diagonal
     straight = gl.minimum((row + ROWS) // BLOCK_K, steps), gl.minimum((column + ROWS) // BLOCK_K,

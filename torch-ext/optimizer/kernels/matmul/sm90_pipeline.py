@@ -74,18 +74,18 @@ def matrix_index(batch_order, turn):
 
 
 @gluon_jit
-def place(order, batch_order, turn):
+def tile_coord(order, batch_order, turn):
     """Return (matrix, tile row, tile column)."""
     at = order + turn % batch_order[0] * 2
     return matrix_index(batch_order, turn), gl.load(at), gl.load(at + 1)
 
 
 @gluon_jit
-def place_of_half(order, batch_order, whole, ACROSS: gl.constexpr):
+def half_tile_coord(order, batch_order, whole, ACROSS: gl.constexpr):
     """Return the same of this program's half tile (tiles.divide): in columns of left and right
     halves if ACROSS, else in rows of upper and lower ones. Of a pair it is one of the squares.
     """
-    matrix, i, j = place(order, batch_order, whole + gl.program_id(0) // 2)
+    matrix, i, j = tile_coord(order, batch_order, whole + gl.program_id(0) // 2)
     if ACROSS:
         second = gl.program_id(0) % 2
         i = gl.where((j < 0) & (second > 0), -j, i)
@@ -105,7 +105,7 @@ def fetch(a, b, a_half, b_half, ring, work, ACROSS: gl.constexpr, SYMMETRIC: gl.
     order, batch_order, whole, halves, steps = work
     number = 0
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
-        matrix, i, j = place(order, batch_order, turn)
+        matrix, i, j = tile_coord(order, batch_order, turn)
         if j < 0:
             fill(a, b_half, ring, matrix, matrix, i, -j, number, 0, steps, SYMMETRIC, TURNED,
                  STAGES)
@@ -113,7 +113,7 @@ def fetch(a, b, a_half, b_half, ring, work, ACROSS: gl.constexpr, SYMMETRIC: gl.
             fill(a, b, ring, matrix, matrix, i, j, number, 0, steps, SYMMETRIC, TURNED, STAGES)
         number += steps
     if gl.program_id(0) < halves:
-        matrix, i, j = place_of_half(order, batch_order, whole, ACROSS)
+        matrix, i, j = half_tile_coord(order, batch_order, whole, ACROSS)
         fill(a_half, b_half, ring, matrix, matrix, i, j, number, 0, steps, SYMMETRIC, TURNED,
              STAGES)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from ..launch.jit import gluon_jit
 from .sm90_pipeline import (ask, epilogue, factors_of, fetch, make_ring, multiply_ring,
-                            matrix_order, place, place_of_half, )
+                            matrix_order, tile_coord, half_tile_coord, )
 
 gl = mbarrier = tma = fence = gdc_wait = None  # Gluon's names, put here by gluon_jit
 
@@ -53,12 +53,12 @@ def _consume_pingpong(ring, work, ends, room, WHO: gl.constexpr, SYMMETRIC: gl.c
     tensors, halved, factors = ends
     mine = 0
     for turn in range(gl.program_id(0) + WHO * gl.num_programs(0), whole, 2 * gl.num_programs(0)):
-        matrix, i, j = place(order, batch_order, turn)
+        matrix, i, j = tile_coord(order, batch_order, turn)
         _pingpong_tile(ring, tensors, factors, room, matrix, i, j, mine, steps, WHO, SYMMETRIC,
                        TURNED, SEVERAL, BLOCK, BLOCK, BLOCK_K, STAGES)
         mine += 1
     if gl.program_id(0) < halves and whole // gl.num_programs(0) % 2 == WHO:
-        matrix, i, j = place_of_half(order, batch_order, whole, False)
+        matrix, i, j = half_tile_coord(order, batch_order, whole, False)
         _pingpong_tile(ring, halved, factors, room, matrix, i, j, mine, steps, WHO, SYMMETRIC,
                        TURNED, SEVERAL, BLOCK // 2, BLOCK, BLOCK_K, STAGES)
     tma.store_wait(0)
@@ -124,7 +124,7 @@ def _consume_cooperative(ring, work, ends, WHO: gl.constexpr, SYMMETRIC: gl.cons
     order, batch_order, whole, halves, steps = work
     mine = 0
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
-        matrix, i, j = place(order, batch_order, turn)
+        matrix, i, j = tile_coord(order, batch_order, turn)
         if SYMMETRIC and j < 0:
             _square(ring, ends, matrix, i if WHO == 0 else -j, mine, steps, WHO, SYMMETRIC, SEVERAL,
                     BLOCK_R, BLOCK_K, STAGES)
@@ -133,7 +133,7 @@ def _consume_cooperative(ring, work, ends, WHO: gl.constexpr, SYMMETRIC: gl.cons
                    BLOCK_C, BLOCK_K, STAGES)
         mine += 1
     if gl.program_id(0) < halves:
-        matrix, i, j = place_of_half(order, batch_order, whole, True)
+        matrix, i, j = half_tile_coord(order, batch_order, whole, True)
         _strip(ring, ends, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, SEVERAL, BLOCK_R,
                BLOCK_C // 2, BLOCK_K, STAGES)
     tma.store_wait(0)
