@@ -4,7 +4,7 @@ product.
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import (boxes_of, fetch, make_ring, matrices_of, matrix_order, tile_coord,
+from .sm90_pipeline import (tma_boxes, fetch, make_ring, matrices_of, matrix_order, tile_coord,
                             half_tile_coord, rounded, store_turned, )
 
 # Gluon's names, put here by gluon_jit
@@ -108,7 +108,7 @@ def _cast(x, power, WHO: gl.constexpr, ROWS: gl.constexpr, DTYPE: gl.constexpr,
 @gluon_jit
 def _store(sums, out, own, matrix, row, column):
     """Round sums and store their transpose, when what was stored from the same memory is read."""
-    result, squares = sums.to(out.dtype), boxes_of(own, out)
+    result, squares = sums.to(out.dtype), tma_boxes(own, out)
     tma.store_wait(0)
     barrier()
     store_turned(result, out, squares, matrix, row, column, False)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import (ask, boxes_of, factors_of, matrices_of, matrix_index, matrix_order,
+from .sm90_pipeline import (ask, tma_boxes, factors_of, matrices_of, matrix_index, matrix_order,
                             tile_coord, store_strip, )
 
 # Gluon's names, put here by gluon_jit
@@ -166,7 +166,7 @@ def _load(operand, own, arrived, matrix, row, at, turned, TRIANGLES: gl.constexp
     chosen without a branch, for which the assembler would let products wait for each other.
     """
     SIDE: gl.constexpr = operand.block_type.shape[1]
-    boxes = boxes_of(own, operand)
+    boxes = tma_boxes(own, operand)
     for k in gl.static_range(own.numel // (SIDE * operand.block_type.shape[2])):
         r, s = row + k * SIDE, at
         if TRIANGLES:

@@ -11,7 +11,7 @@ store_box = view = None
 
 
 @gluon_jit
-def boxes_of(memory, descriptor):
+def tma_boxes(memory, descriptor):
     """View `memory` as boxes of a descriptor, one after another: all of it, for Triton 3.8 views no
     part.
     """
@@ -131,8 +131,8 @@ def fill(a, b, ring, of_a, of_b, i, j, number, start, stop, SYMMETRIC: gl.conste
     for k in range(start * BLOCK_K, stop * BLOCK_K, BLOCK_K):
         stage = number % STAGES
         arrived = full.index(stage)
-        rows, columns = boxes_of(left.index(stage), a).index(0), boxes_of(right.index(stage),
-                                                                          b).index(0)
+        rows, columns = tma_boxes(left.index(stage), a).index(0), tma_boxes(right.index(stage),
+                                                                            b).index(0)
         mbarrier.wait(empty.index(stage), (number // STAGES + 1) & 1)
         mbarrier.expect(arrived, 2 * (ROWS + COLUMNS) * BLOCK_K)
         if TURNED:
@@ -189,7 +189,7 @@ def ask(addend, own, arrived, matrix, row, column, COLUMNS: gl.constexpr, HIGH: 
     """
     HEIGHT: gl.constexpr = addend.block_type.shape[1]
     WIDTH: gl.constexpr = addend.block_type.shape[2]
-    boxes = boxes_of(own, addend)
+    boxes = tma_boxes(own, addend)
     mbarrier.expect(arrived, 2 * HIGH * HEIGHT * COLUMNS)
     for k in gl.static_range(COLUMNS // WIDTH * HIGH):
         load_box(addend, [matrix, row + k % HIGH * HEIGHT, column + k // HIGH * WIDTH], arrived,
@@ -262,7 +262,7 @@ def store_strip(sums, out, own, other, factors, matrix, row, column, mirror,
     HIGH: gl.constexpr = SIDE // BOX
     if SYMMETRIC == 1:
         matrix = gl.where(factors[2] < 0, 1 << 30, matrix)
-    squares = boxes_of(own, out)
+    squares = tma_boxes(own, out)
     flat = matrices_of(squares, SIDE, COLUMNS).index(0)
     if DIAGONAL:
         if SAME:
@@ -291,7 +291,7 @@ def store_strip(sums, out, own, other, factors, matrix, row, column, mirror,
             if SAME:
                 tma.store_wait(0)
                 barrier()
-            store_turned(result, out, boxes_of(other, out), matrix, row, column, True)
+            store_turned(result, out, tma_boxes(other, out), matrix, row, column, True)
 
 
 @gluon_jit

@@ -6,7 +6,7 @@ Three warpgroups compute a square of 128 x 128 each, on and below the diagonal. 
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from ..matmul.sm90_pipeline import add_diagonal, ask, boxes_of, matrices_of, rounded
+from ..matmul.sm90_pipeline import add_diagonal, ask, tma_boxes, matrices_of, rounded
 
 # Gluon's names, put here by gluon_jit
 gl = mbarrier = tma = fence = barrier = multiply = multiplied = load_box = None
@@ -55,11 +55,9 @@ def resident_kernel(x, a, z, one_box, other_box, one_half, other_half, one, othe
     long = x, scales, steps, full, empty, done
     work = long, a, z, one_box, other_box, kept, codes, factors, products, keep, matrix
     room = squares, staging, loaded, lent, staged, written, read
-    gl.warp_specialize([
-        (_products, (work, room, EARLY, 0, SIDE)),
-        (_products, (work, room, EARLY, 1, SIDE)),
-        (_products, (work, room, EARLY, 2, SIDE)),
-    ], [4, 4], [184, 160])
+    gl.warp_specialize([(_products, (work, room, EARLY, 0, SIDE)), (_products, (work, room, EARLY,
+                                                                                1, SIDE)),
+                        (_products, (work, room, EARLY, 2, SIDE)), ], [4, 4], [184, 160])
 
 
 @gluon_jit
@@ -76,7 +74,7 @@ def _products(work, room, EARLY: gl.constexpr, WHO: gl.constexpr, SIDE: gl.const
     ROW: gl.constexpr = SIDE if WHO > 0 else 0
     COLUMN: gl.constexpr = SIDE if WHO > 1 else 0
     HALF: gl.constexpr = SIDE // 2
-    flat, boxes = matrices_of(squares, SIDE, SIDE), boxes_of(squares, a)
+    flat, boxes = matrices_of(squares, SIDE, SIDE), tma_boxes(squares, a)
     scale = gram(long, squares, flat, matrix, EARLY, WHO, SIDE, HALF)
     if scale < 0:
         ask(a, boxes.index(WHO), loaded.index(WHO), matrix, ROW, COLUMN, SIDE)
@@ -246,7 +244,7 @@ def gram(long, squares, flat, matrix, EARLY: gl.constexpr, WHO: gl.constexpr, SI
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_K: gl.constexpr = x.block_type.shape[2]
     AHEAD: gl.constexpr = STAGES - 1
-    boxes = boxes_of(squares, x)
+    boxes = tma_boxes(squares, x)
     stages = matrices_of(boxes, 2 * SIDE, BLOCK_K)
     if WHO == 0:
         for k in gl.static_range(AHEAD):
