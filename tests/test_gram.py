@@ -225,11 +225,11 @@ def test_measured_tiles_agree_in_every_bit(part, device, op, dtype, N, n, m, mon
 
 def test_the_sign_of_count_says_which_matrix_comes_first(part, monkeypatch):
     """What kernels compute of it, in Python: `load` shows where the order of tiles is read."""
-    ring, by_tma = part("kernels.matmul.sm90_pipeline"), part("kernels.matmul.sm90_tma")
+    pipeline, by_tma = part("kernels.matmul.sm90_pipeline"), part("kernels.matmul.sm90_tma")
     language = SimpleNamespace(where=lambda which, one, other: one if which else other, abs=abs, load=lambda at: at)
-    monkeypatch.setattr(ring, "gl", language)
+    monkeypatch.setattr(pipeline, "gl", language)
     monkeypatch.setattr(by_tma, "tl", language)
-    matrix_order, matrix_index, tile = map(plain, (ring.matrix_order, ring.matrix_index, by_tma._tile))
+    matrix_order, matrix_index, tile = map(plain, (pipeline.matrix_order, pipeline.matrix_index, by_tma._tile))
     for count, matrices in ((6, [0, 1, 2]), (-6, [2, 1, 0])):
         order, turns = matrix_order(count, 18), [(matrix, 2 * number) for matrix in matrices for number in range(6)]
         assert [(matrix_index(order, turn), turn % order[0] * 2) for turn in range(18)] == turns

@@ -4,7 +4,7 @@ product.
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import (tma_boxes, fetch, make_ring, matrices_of, matrix_order, tile_coord,
+from .sm90_pipeline import (tma_boxes, fetch, make_pipeline, matrices_of, matrix_order, tile_coord,
                             half_tile_coord, rounded, store_turned, )
 
 # Gluon's names, put here by gluon_jit
@@ -22,7 +22,7 @@ def raw_kernel(x, a, a_half, out, order, count, whole, halves, inner, scales, po
     HEIGHT: gl.constexpr = x.block_type.shape[2]
     WIDTH: gl.constexpr = a.block_type.shape[2]
     steps = (inner + BLOCK_K - 1) // BLOCK_K
-    ring = make_ring(x, a, STAGES, 2)
+    pipeline = make_pipeline(x, a, STAGES, 2)
     strips = gl.allocate_shared_memory(out.dtype, [2, 1, HEIGHT // 2, WIDTH // 2], out.layout)
     fence()
     gdc_wait()
@@ -30,44 +30,37 @@ def raw_kernel(x, a, a_half, out, order, count, whole, halves, inner, scales, po
                                                                                            strips,
                                                                                            scales,
                                                                                            powers)
-    gl.warp_specialize([(_consume, (ring, work, ends, 0, HEIGHT, WIDTH, BLOCK_K, STAGES)),
-                        (_consume, (ring, work, ends, 1, HEIGHT, WIDTH, BLOCK_K, STAGES)), (fetch,
-                                                                                            (x, a,
-                                                                                             x,
-                                                                                             a_half,
-                                                                                             ring,
-                                                                                             work,
-                                                                                             True,
-                                                                                             0,
-                                                                                             True,
-                                                                                             STAGES)),
-                        ], [4, 1], [232, 24])
+    gl.warp_specialize([(_consume, (pipeline, work, ends, 0, HEIGHT, WIDTH, BLOCK_K, STAGES)),
+                        (_consume, (pipeline, work, ends, 1, HEIGHT, WIDTH, BLOCK_K, STAGES)),
+                        (fetch, (x, a, x, a_half, pipeline, work, True, 0, True, STAGES)), ], [4,
+                                                                                               1],
+                       [232, 24])
 
 
 @gluon_jit
-def _consume(ring, work, ends, WHO: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
+def _consume(pipeline, work, ends, WHO: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
              BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Compute and store half the rows of every tile."""
     order, batch_order, whole, halves, steps = work
     mine = 0
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
         matrix, i, j = tile_coord(order, batch_order, turn)
-        _strip(ring, ends, matrix, i, j, mine, steps, WHO, HEIGHT, WIDTH, BLOCK_K, STAGES)
+        _strip(pipeline, ends, matrix, i, j, mine, steps, WHO, HEIGHT, WIDTH, BLOCK_K, STAGES)
         mine += 1
     if gl.program_id(0) < halves:
         matrix, i, j = half_tile_coord(order, batch_order, whole, True)
-        _strip(ring, ends, matrix, i, j, mine, steps, WHO, HEIGHT, WIDTH // 2, BLOCK_K, STAGES)
+        _strip(pipeline, ends, matrix, i, j, mine, steps, WHO, HEIGHT, WIDTH // 2, BLOCK_K, STAGES)
     tma.store_wait(0)
 
 
 @gluon_jit
-def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, HEIGHT: gl.constexpr,
+def _strip(pipeline, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, HEIGHT: gl.constexpr,
            COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Compute and store half the rows of tile (i, j), the program's number `mine`."""
     ROWS: gl.constexpr = HEIGHT // 2
     HALF: gl.constexpr = BLOCK_K // 2
     out, strips, scales, powers = ends
-    left, right, full, empty = ring
+    left, right, full, empty = pipeline
     own, row, column = strips.index(WHO), i * HEIGHT + WHO * ROWS, j * COLUMNS
     power, scale = gl.load(powers + matrix), gl.load(scales + matrix)
     shape: gl.constexpr = [16, COLUMNS, 16]

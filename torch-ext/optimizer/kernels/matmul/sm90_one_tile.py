@@ -62,13 +62,13 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, mirro
     sums = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
     asked = c, d, e
     if TRIANGLES:
-        ring, where = (left, right, full, added), (matrix, row, column, straight)
-        sums = _products(a, b, asked, ring, where, sums, 0, straight[1], steps, addends, False,
+        pipeline, where = (left, right, full, added), (matrix, row, column, straight)
+        sums = _products(a, b, asked, pipeline, where, sums, 0, straight[1], steps, addends, False,
                          False, ROWS, COLUMNS, STAGES)
-        sums = _products(a, b, asked, ring, where, sums, straight[1], straight[0], steps, addends,
-                         False, True, ROWS, COLUMNS, STAGES)
-        sums = _products(a, b, asked, ring, where, sums, straight[0], steps, steps, addends, True,
-                         True, ROWS, COLUMNS, STAGES)
+        sums = _products(a, b, asked, pipeline, where, sums, straight[1], straight[0], steps,
+                         addends, False, True, ROWS, COLUMNS, STAGES)
+        sums = _products(a, b, asked, pipeline, where, sums, straight[0], steps, steps, addends,
+                         True, True, ROWS, COLUMNS, STAGES)
     else:
         for k in range(steps - AHEAD):
             sums = _multiply(left, right, full, sums, k, False, False, ROWS, COLUMNS, BLOCK_K,
@@ -194,13 +194,13 @@ def _ask_next(asked, number, addends, left, right, added, steps, matrix, row, co
 
 
 @gluon_jit
-def _products(a, b, asked, ring, where, sums, first, last, steps, addends, TURNED_A: gl.constexpr,
-              TURNED_B: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+def _products(a, b, asked, pipeline, where, sums, first, last, steps, addends, TURNED_A:
+              gl.constexpr, TURNED_B: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
               STAGES: gl.constexpr):
     """Take steps from `first` up to `last`, whose operands arrive as rows or TURNED, an immediate
     of the instruction. Where no step is left to ask for, addends are.
     """
-    left, right, full, added = ring
+    left, right, full, added = pipeline
     matrix, row, column, straight = where
     BLOCK_K: gl.constexpr = a.block_type.shape[2]
     for k in range(first, last):

@@ -43,7 +43,7 @@ def rounded(sums, DTYPE: gl.constexpr):
 
 
 @gluon_jit
-def make_ring(a, b, STAGES: gl.constexpr, GROUPS: gl.constexpr):
+def make_pipeline(a, b, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     """Return (left, right, full, empty): room for boxes of a and b, and what stages wait for;
     GROUPS read each.
     """
@@ -96,7 +96,7 @@ def half_tile_coord(order, batch_order, whole, ACROSS: gl.constexpr):
 
 
 @gluon_jit
-def fetch(a, b, a_half, b_half, ring, work, ACROSS: gl.constexpr, SYMMETRIC: gl.constexpr,
+def fetch(a, b, a_half, b_half, pipeline, work, ACROSS: gl.constexpr, SYMMETRIC: gl.constexpr,
           TURNED: gl.constexpr, STAGES: gl.constexpr):
     """Fill the ring with the operands of all tiles of this program, one after another. Of a pair
     (tile_scheduler.py, `order_of`) the rows of one square are left operands, those of the other one
@@ -107,24 +107,24 @@ def fetch(a, b, a_half, b_half, ring, work, ACROSS: gl.constexpr, SYMMETRIC: gl.
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
         matrix, i, j = tile_coord(order, batch_order, turn)
         if j < 0:
-            fill(a, b_half, ring, matrix, matrix, i, -j, number, 0, steps, SYMMETRIC, TURNED,
+            fill(a, b_half, pipeline, matrix, matrix, i, -j, number, 0, steps, SYMMETRIC, TURNED,
                  STAGES)
         else:
-            fill(a, b, ring, matrix, matrix, i, j, number, 0, steps, SYMMETRIC, TURNED, STAGES)
+            fill(a, b, pipeline, matrix, matrix, i, j, number, 0, steps, SYMMETRIC, TURNED, STAGES)
         number += steps
     if gl.program_id(0) < halves:
         matrix, i, j = half_tile_coord(order, batch_order, whole, ACROSS)
-        fill(a_half, b_half, ring, matrix, matrix, i, j, number, 0, steps, SYMMETRIC, TURNED,
+        fill(a_half, b_half, pipeline, matrix, matrix, i, j, number, 0, steps, SYMMETRIC, TURNED,
              STAGES)
 
 
 @gluon_jit
-def fill(a, b, ring, of_a, of_b, i, j, number, start, stop, SYMMETRIC: gl.constexpr,
+def fill(a, b, pipeline, of_a, of_b, i, j, number, start, stop, SYMMETRIC: gl.constexpr,
          TURNED: gl.constexpr, STAGES: gl.constexpr):
     """Fetch steps of the operands of tile (i, j), of these matrices of a and b, as large as their
     boxes, into the ring from stage `number` on.
     """
-    left, right, full, empty = ring
+    left, right, full, empty = pipeline
     BLOCK_K: gl.constexpr = a.block_type.shape[1 if TURNED else 2]
     ROWS: gl.constexpr = a.block_type.shape[2 if TURNED else 1]
     COLUMNS: gl.constexpr = b.block_type.shape[1 if SYMMETRIC else 2]
@@ -147,15 +147,15 @@ def fill(a, b, ring, of_a, of_b, i, j, number, start, stop, SYMMETRIC: gl.conste
 
 
 @gluon_jit
-def multiply_ring(ring, number, steps, next_one, part, SYMMETRIC: gl.constexpr,
-                  TURNED: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-                  BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
+def multiply_stages(pipeline, number, steps, next_one, part, SYMMETRIC: gl.constexpr, TURNED:
+                    gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr,
+                    STAGES: gl.constexpr):
     """Return sums of products in fp32, from stage `number` of the ring on: of the left box the
     `part` of ROWS rows.
 
     `next_one`, or None: whom to tell when this group has its last operands.
     """
-    left, right, full, empty = ring
+    left, right, full, empty = pipeline
     shape: gl.constexpr = [16, COLUMNS, 16]
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
                                                      instr_shape=shape)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import (ask, epilogue, factors_of, fetch, make_ring, multiply_ring,
+from .sm90_pipeline import (ask, epilogue, factors_of, fetch, make_pipeline, multiply_stages,
                             matrix_order, tile_coord, half_tile_coord, )
 
 gl = mbarrier = tma = fence = gdc_wait = None  # Gluon's names, put here by gluon_jit
@@ -22,7 +22,7 @@ def pingpong_kernel(a, b, c, d, e, out, a_half, c_half, d_half, e_half, out_half
     BLOCK: gl.constexpr = out.block_type.shape[1]
     BLOCK_K: gl.constexpr = a.block_type.shape[1 if TURNED else 2]
     steps = (inner + BLOCK_K - 1) // BLOCK_K
-    ring = make_ring(a, b, STAGES, 1)
+    pipeline = make_pipeline(a, b, STAGES, 1)
     tiles = gl.allocate_shared_memory(out.dtype, [2, 1, BLOCK, BLOCK], out.layout)
     added = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     may_multiply = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -36,16 +36,19 @@ def pingpong_kernel(a, b, c, d, e, out, a_half, c_half, d_half, e_half, out_half
     work, room = (order, matrix_order(count, whole + halves // 2), whole, halves, steps), (tiles,
                                                                                            added,
                                                                                            may_multiply)
-    gl.warp_specialize([(_consume_pingpong, (ring, work, ends, room, 0, SYMMETRIC, TURNED, SEVERAL,
-                                             BLOCK, BLOCK_K, STAGES)),
-                        (_consume_pingpong, (ring, work, ends, room, 1, SYMMETRIC, TURNED, SEVERAL,
-                                             BLOCK, BLOCK_K, STAGES)),
-                        (fetch, (a, b, a_half, b, ring, work, False, SYMMETRIC, TURNED, STAGES)),],
-                       [4, 1], [232, 24])
+    gl.warp_specialize([(_consume_pingpong, (pipeline, work, ends, room, 0, SYMMETRIC, TURNED,
+                                             SEVERAL, BLOCK, BLOCK_K, STAGES)), (_consume_pingpong,
+                                                                                 (pipeline, work,
+                                                                                  ends, room, 1,
+                                                                                  SYMMETRIC, TURNED,
+                                                                                  SEVERAL, BLOCK,
+                                                                                  BLOCK_K, STAGES)),
+                        (fetch, (a, b, a_half, b, pipeline, work, False, SYMMETRIC, TURNED,
+                                 STAGES)),], [4, 1], [232, 24])
 
 
 @gluon_jit
-def _consume_pingpong(ring, work, ends, room, WHO: gl.constexpr, SYMMETRIC: gl.constexpr,
+def _consume_pingpong(pipeline, work, ends, room, WHO: gl.constexpr, SYMMETRIC: gl.constexpr,
                       TURNED: gl.constexpr, SEVERAL: gl.constexpr, BLOCK: gl.constexpr,
                       BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Take every second tile."""
@@ -54,18 +57,18 @@ def _consume_pingpong(ring, work, ends, room, WHO: gl.constexpr, SYMMETRIC: gl.c
     mine = 0
     for turn in range(gl.program_id(0) + WHO * gl.num_programs(0), whole, 2 * gl.num_programs(0)):
         matrix, i, j = tile_coord(order, batch_order, turn)
-        _pingpong_tile(ring, tensors, factors, room, matrix, i, j, mine, steps, WHO, SYMMETRIC,
+        _pingpong_tile(pipeline, tensors, factors, room, matrix, i, j, mine, steps, WHO, SYMMETRIC,
                        TURNED, SEVERAL, BLOCK, BLOCK, BLOCK_K, STAGES)
         mine += 1
     if gl.program_id(0) < halves and whole // gl.num_programs(0) % 2 == WHO:
         matrix, i, j = half_tile_coord(order, batch_order, whole, False)
-        _pingpong_tile(ring, halved, factors, room, matrix, i, j, mine, steps, WHO, SYMMETRIC,
+        _pingpong_tile(pipeline, halved, factors, room, matrix, i, j, mine, steps, WHO, SYMMETRIC,
                        TURNED, SEVERAL, BLOCK // 2, BLOCK, BLOCK_K, STAGES)
     tma.store_wait(0)
 
 
 @gluon_jit
-def _pingpong_tile(ring, tensors, factors, room, matrix, i, j, mine, steps, WHO: gl.constexpr,
+def _pingpong_tile(pipeline, tensors, factors, room, matrix, i, j, mine, steps, WHO: gl.constexpr,
                    SYMMETRIC: gl.constexpr, TURNED: gl.constexpr, SEVERAL: gl.constexpr,
                    ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr,
                    STAGES: gl.constexpr):
@@ -81,8 +84,8 @@ def _pingpong_tile(ring, tensors, factors, room, matrix, i, j, mine, steps, WHO:
     if SYMMETRIC == 2:
         ask(addends[0], own, arrived, matrix, i * ROWS, j * COLUMNS, COLUMNS)
     mbarrier.wait(may_multiply.index(WHO), (mine + 1 + WHO) & 1)
-    sums = multiply_ring(ring, (2 * mine + WHO) * steps, steps, may_multiply.index(1 - WHO), 0,
-                         SYMMETRIC, TURNED, ROWS, COLUMNS, BLOCK_K, STAGES)
+    sums = multiply_stages(pipeline, (2 * mine + WHO) * steps, steps, may_multiply.index(1 - WHO),
+                           0, SYMMETRIC, TURNED, ROWS, COLUMNS, BLOCK_K, STAGES)
     epilogue(sums, addends, number, out, own, arrived, mine, factors, matrix, i * ROWS, j * COLUMNS,
              SYMMETRIC, SEVERAL)
 
@@ -98,7 +101,7 @@ def cooperative_kernel(a, b, b_half, c, d, e, out, order, count, whole, halves, 
     """
     BLOCK_K: gl.constexpr = a.block_type.shape[1 if TURNED else 2]
     steps = (inner + BLOCK_K - 1) // BLOCK_K
-    ring = make_ring(a, b, STAGES, 2)
+    pipeline = make_pipeline(a, b, STAGES, 2)
     strips = gl.allocate_shared_memory(out.dtype, [2, 1, BLOCK_R // 2, BLOCK_C], out.layout)
     added = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for who in gl.static_range(2):
@@ -107,17 +110,23 @@ def cooperative_kernel(a, b, b_half, c, d, e, out, order, count, whole, halves, 
     gdc_wait()
     work = order, matrix_order(count, whole + halves // 2), whole, halves, steps
     ends = ((c, d, e), addends, out, strips, added, scales, factors)
-    gl.warp_specialize([(_consume_cooperative,
-                         (ring, work, ends, 0, SYMMETRIC, TURNED, SEVERAL, BLOCK_R, BLOCK_C,
-                          BLOCK_K, STAGES)), (_consume_cooperative,
-                                              (ring, work, ends, 1, SYMMETRIC, TURNED, SEVERAL,
-                                               BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
-                        (fetch, (a, b, a, b_half, ring, work, True, SYMMETRIC, TURNED, STAGES)),],
+    gl.warp_specialize([(_consume_cooperative, (pipeline, work, ends, 0, SYMMETRIC, TURNED, SEVERAL,
+                                                BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
+                        (_consume_cooperative, (pipeline, work, ends, 1, SYMMETRIC, TURNED, SEVERAL,
+                                                BLOCK_R, BLOCK_C, BLOCK_K, STAGES)), (fetch, (a, b,
+                                                                                              a,
+                                                                                              b_half,
+                                                                                              pipeline,
+                                                                                              work,
+                                                                                              True,
+                                                                                              SYMMETRIC,
+                                                                                              TURNED,
+                                                                                              STAGES)),],
                        [4, 1], [240, 24])
 
 
 @gluon_jit
-def _consume_cooperative(ring, work, ends, WHO: gl.constexpr, SYMMETRIC: gl.constexpr,
+def _consume_cooperative(pipeline, work, ends, WHO: gl.constexpr, SYMMETRIC: gl.constexpr,
                          TURNED: gl.constexpr, SEVERAL: gl.constexpr, BLOCK_R: gl.constexpr,
                          BLOCK_C: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Compute and store the upper or the lower half of every tile."""
@@ -126,21 +135,21 @@ def _consume_cooperative(ring, work, ends, WHO: gl.constexpr, SYMMETRIC: gl.cons
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
         matrix, i, j = tile_coord(order, batch_order, turn)
         if SYMMETRIC and j < 0:
-            _square(ring, ends, matrix, i if WHO == 0 else -j, mine, steps, WHO, SYMMETRIC, SEVERAL,
-                    BLOCK_R, BLOCK_K, STAGES)
+            _square(pipeline, ends, matrix, i if WHO == 0 else -j, mine, steps, WHO, SYMMETRIC,
+                    SEVERAL, BLOCK_R, BLOCK_K, STAGES)
         else:
-            _strip(ring, ends, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, SEVERAL, BLOCK_R,
-                   BLOCK_C, BLOCK_K, STAGES)
+            _strip(pipeline, ends, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, SEVERAL,
+                   BLOCK_R, BLOCK_C, BLOCK_K, STAGES)
         mine += 1
     if gl.program_id(0) < halves:
         matrix, i, j = half_tile_coord(order, batch_order, whole, True)
-        _strip(ring, ends, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, SEVERAL, BLOCK_R,
+        _strip(pipeline, ends, matrix, i, j, mine, steps, WHO, SYMMETRIC, TURNED, SEVERAL, BLOCK_R,
                BLOCK_C // 2, BLOCK_K, STAGES)
     tma.store_wait(0)
 
 
 @gluon_jit
-def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, SYMMETRIC: gl.constexpr,
+def _strip(pipeline, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, SYMMETRIC: gl.constexpr,
            TURNED: gl.constexpr, SEVERAL: gl.constexpr, HEIGHT: gl.constexpr, COLUMNS: gl.constexpr,
            BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Compute and store half of tile (i, j), the program's number `mine`. The first addend arrives
@@ -154,25 +163,25 @@ def _strip(ring, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, SYMMETRIC: 
     if SYMMETRIC == 2:
         tma.store_wait(0)
         ask(addends[0], own, arrived, matrix, row, column, COLUMNS)
-    sums = multiply_ring(ring, mine * steps, steps, None, WHO, SYMMETRIC, TURNED, ROWS, COLUMNS,
-                         BLOCK_K, STAGES)
+    sums = multiply_stages(pipeline, mine * steps, steps, None, WHO, SYMMETRIC, TURNED, ROWS,
+                           COLUMNS, BLOCK_K, STAGES)
     epilogue(sums, addends, number, out, own, arrived, mine, factors, matrix, row, column,
              SYMMETRIC, SEVERAL)
 
 
 @gluon_jit
-def _square(ring, ends, matrix, i, mine, steps, WHO: gl.constexpr, SYMMETRIC: gl.constexpr,
+def _square(pipeline, ends, matrix, i, mine, steps, WHO: gl.constexpr, SYMMETRIC: gl.constexpr,
             SEVERAL: gl.constexpr, SIDE: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Compute and store a square of a pair, the one of row i of tiles: rows times themselves."""
     addends, number, out, strips, added, scales, factors = ends
-    left, right, full, empty = ring
+    left, right, full, empty = pipeline
     factors = factors_of(scales, factors, matrix, SYMMETRIC)
     own, arrived, at = strips.index(WHO), added.index(WHO), i * SIDE
     if SYMMETRIC == 2:
         tma.store_wait(0)
         ask(addends[0], own, arrived, matrix, at, at, SIDE, 2)
     rows = left if WHO == 0 else right
-    sums = multiply_ring((rows, rows, full, empty), mine * steps, steps, None, 0, 1, False, SIDE,
-                         SIDE, BLOCK_K, STAGES)
+    sums = multiply_stages((rows, rows, full, empty), mine * steps, steps, None, 0, 1, False, SIDE,
+                           SIDE, BLOCK_K, STAGES)
     epilogue(sums, addends, number, out, own, arrived, mine, factors, matrix, at, at, SYMMETRIC,
              SEVERAL, 0)
