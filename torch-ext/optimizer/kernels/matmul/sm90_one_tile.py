@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import (ask, tma_boxes, factors_of, matrices_of, matrix_index, matrix_order,
-                            tile_coord, store_strip, )
+from .sm90_pipeline import (load_addend, tma_boxes, factors_of, matrices_of, matrix_index,
+                            matrix_order, tile_coord, store_strip, )
 
 # Gluon's names, put here by gluon_jit
 gl = mbarrier = tma = fence = multiply = multiplied = load_box = gdc_wait = None
@@ -179,8 +179,8 @@ def _ask(addend, k: gl.constexpr, addends, left, right, added, steps, matrix, ro
          ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
     """Ask for addend k, if there are so many, in a stage whose operands are multiplied."""
     if k < addends:
-        ask(addend, _room(left, right, steps + k, ROWS, COLUMNS, STAGES), added.index(k), matrix,
-            row, column, COLUMNS)
+        load_addend(addend, _room(left, right, steps + k, ROWS, COLUMNS, STAGES), added.index(k),
+                    matrix, row, column, COLUMNS)
 
 
 @gluon_jit

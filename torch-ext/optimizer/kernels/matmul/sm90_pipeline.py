@@ -183,7 +183,8 @@ def multiply_stages(pipeline, number, steps, next_one, part, SYMMETRIC: gl.const
 
 
 @gluon_jit
-def ask(addend, own, arrived, matrix, row, column, COLUMNS: gl.constexpr, HIGH: gl.constexpr = 1):
+def load_addend(addend, own, arrived, matrix, row, column, COLUMNS: gl.constexpr, HIGH: gl.constexpr
+                = 1):
     """Let the strip's boxes of an addend, squares or wider, HIGH of them one below another, arrive
     in the memory `own`, where nothing is stored from any more.
     """
@@ -242,7 +243,7 @@ def add_next(sums, addend, k: gl.constexpr, count, own, arrived, asked, factors,
     """Add the k-th after it, if there are so many; else what arrived last, whose factor is 0."""
     if k < count:
         barrier()
-        ask(addend, own, arrived, matrix, row, column, sums.shape[1], HIGH)
+        load_addend(addend, own, arrived, matrix, row, column, sums.shape[1], HIGH)
     mbarrier.wait(arrived, (asked + k) & 1, pred=k < count)
     flat = matrices_of(own, sums.shape[0], sums.shape[1]).index(0)
     return now(sums) + factors[2 + k] * flat.load(sums.type.layout).to(gl.float32)

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import (ask, epilogue, factors_of, fetch, make_pipeline, multiply_stages,
-                            matrix_order, tile_coord, half_tile_coord, )
+from .sm90_pipeline import (load_addend, epilogue, factors_of, fetch, make_pipeline,
+                            multiply_stages, matrix_order, tile_coord, half_tile_coord, )
 
 gl = mbarrier = tma = fence = gdc_wait = None  # Gluon's names, put here by gluon_jit
 
@@ -82,7 +82,7 @@ def _pingpong_tile(pipeline, tensors, factors, room, matrix, i, j, mine, steps, 
     factors = factors_of(factors[0], factors[1], matrix, SYMMETRIC)
     tma.store_wait(0)
     if SYMMETRIC == 2:
-        ask(addends[0], own, arrived, matrix, i * ROWS, j * COLUMNS, COLUMNS)
+        load_addend(addends[0], own, arrived, matrix, i * ROWS, j * COLUMNS, COLUMNS)
     mbarrier.wait(may_multiply.index(WHO), (mine + 1 + WHO) & 1)
     sums = multiply_stages(pipeline, (2 * mine + WHO) * steps, steps, may_multiply.index(1 - WHO),
                            0, SYMMETRIC, TURNED, ROWS, COLUMNS, BLOCK_K, STAGES)
@@ -162,7 +162,7 @@ def _strip(pipeline, ends, matrix, i, j, mine, steps, WHO: gl.constexpr, SYMMETR
     row, column = i * HEIGHT + WHO * ROWS, j * COLUMNS
     if SYMMETRIC == 2:
         tma.store_wait(0)
-        ask(addends[0], own, arrived, matrix, row, column, COLUMNS)
+        load_addend(addends[0], own, arrived, matrix, row, column, COLUMNS)
     sums = multiply_stages(pipeline, mine * steps, steps, None, WHO, SYMMETRIC, TURNED, ROWS,
                            COLUMNS, BLOCK_K, STAGES)
     epilogue(sums, addends, number, out, own, arrived, mine, factors, matrix, row, column,
@@ -179,7 +179,7 @@ def _square(pipeline, ends, matrix, i, mine, steps, WHO: gl.constexpr, SYMMETRIC
     own, arrived, at = strips.index(WHO), added.index(WHO), i * SIDE
     if SYMMETRIC == 2:
         tma.store_wait(0)
-        ask(addends[0], own, arrived, matrix, at, at, SIDE, 2)
+        load_addend(addends[0], own, arrived, matrix, at, at, SIDE, 2)
     rows = left if WHO == 0 else right
     sums = multiply_stages((rows, rows, full, empty), mine * steps, steps, None, 0, 1, False, SIDE,
                            SIDE, BLOCK_K, STAGES)

@@ -6,7 +6,7 @@ Three warpgroups compute a square of 128 x 128 each, on and below the diagonal. 
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from ..matmul.sm90_pipeline import add_diagonal, ask, tma_boxes, matrices_of, rounded
+from ..matmul.sm90_pipeline import add_diagonal, load_addend, tma_boxes, matrices_of, rounded
 
 # Gluon's names, put here by gluon_jit
 gl = mbarrier = tma = fence = barrier = multiply = multiplied = load_box = None
@@ -77,7 +77,7 @@ def _products(work, room, EARLY: gl.constexpr, WHO: gl.constexpr, SIDE: gl.const
     flat, boxes = matrices_of(squares, SIDE, SIDE), tma_boxes(squares, a)
     scale = gram(long, squares, flat, matrix, EARLY, WHO, SIDE, HALF)
     if scale < 0:
-        ask(a, boxes.index(WHO), loaded.index(WHO), matrix, ROW, COLUMN, SIDE)
+        load_addend(a, boxes.index(WHO), loaded.index(WHO), matrix, ROW, COLUMN, SIDE)
         mbarrier.wait(loaded.index(WHO), 0)
     mbarrier.arrive(written.index(WHO))
     if keep != 0:
@@ -108,7 +108,7 @@ def _products(work, room, EARLY: gl.constexpr, WHO: gl.constexpr, SIDE: gl.const
         barrier()
         write(upper, lower, flat.index(to + WHO), mirrors(code), WHO, HALF)
         if borrows(code):
-            ask(z, boxes.index(WHO), lent.index(WHO), matrix, ROW, COLUMN, SIDE)
+            load_addend(z, boxes.index(WHO), lent.index(WHO), matrix, ROW, COLUMN, SIDE)
             mbarrier.wait(lent.index(WHO), 0)
         mbarrier.arrive(written.index(WHO))
         if then == 1:
@@ -166,11 +166,11 @@ def _stage(code, kept, staging, staged, matrix, ROW: gl.constexpr, WHO: gl.const
         if ROW > 0:
             barrier()  # the upper half is read
         if (code >> 3 & 3) == 2:
-            ask(one_half, staging.index(WHO - 1), staged.index(WHO - 1), matrix, WHO * SIDE + ROW,
-                0, SIDE)
+            load_addend(one_half, staging.index(WHO - 1), staged.index(WHO - 1), matrix, WHO * SIDE
+                        + ROW, 0, SIDE)
         if (code >> 5 & 3) == 2:
-            ask(other_half, staging.index(WHO - 1), staged.index(WHO - 1), matrix, WHO * SIDE + ROW,
-                0, SIDE)
+            load_addend(other_half, staging.index(WHO - 1), staged.index(WHO - 1), matrix, WHO *
+                        SIDE + ROW, 0, SIDE)
 
 
 @gluon_jit
@@ -249,7 +249,7 @@ def gram(long, squares, flat, matrix, EARLY: gl.constexpr, WHO: gl.constexpr, SI
     if WHO == 0:
         for k in gl.static_range(AHEAD):
             if k < steps:
-                ask(x, boxes.index(k), full.index(k), matrix, 0, k * BLOCK_K, BLOCK_K)
+                load_addend(x, boxes.index(k), full.index(k), matrix, 0, k * BLOCK_K, BLOCK_K)
     upper, lower = no_sums(WHO, SIDE, HALF)
     for k in range(steps):
         upper, lower = step(stages, full, empty, upper, lower, k, 0, WHO, SIDE, HALF)
