@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from ..launch.jit import gluon_jit
 from .sm90_pipeline import (load_addend, tma_boxes, factors_of, matrices_of, matrix_index,
-                            matrix_order, tile_coord, store_strip, )
+                            matrix_order, tile_coord, store_tile, )
 
 # Gluon's names, put here by gluon_jit
 gl = mbarrier = tma = fence = multiply = multiplied = load_box = gdc_wait = None
@@ -95,9 +95,10 @@ def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, mirro
         sums = sums * own[0]
     if early != 0:
         gdc_launch_dependents()
-    store_strip(sums, out, _room(left, right, steps, ROWS, COLUMNS, STAGES),
-                _room(left, right, steps + 1, ROWS, COLUMNS, STAGES), own, matrix, row, column,
-                mirror, SYMMETRIC, SYMMETRIC == 2, False)
+    store_tile(sums, out, _room(left, right, steps, ROWS, COLUMNS, STAGES), _room(left, right, steps
+                                                                                  + 1, ROWS,
+                                                                                  COLUMNS, STAGES),
+               own, matrix, row, column, mirror, SYMMETRIC, SYMMETRIC == 2, False)
     gdc_launch_dependents()
     tma.store_wait(0)
 

@@ -223,7 +223,7 @@ def epilogue(sums, addends, count, out, own, arrived, mine, factors, matrix, row
     for k in gl.static_range(1, 3 if SEVERAL else 1):
         sums = add_next(sums, addends[k], k, count, own, arrived, mine * count, factors, matrix,
                         row, column, sums.shape[0] // out.block_type.shape[1])
-    store_strip(sums, out, own, own, factors, matrix, row, column, mirror, SYMMETRIC, SEVERAL, True)
+    store_tile(sums, out, own, own, factors, matrix, row, column, mirror, SYMMETRIC, SEVERAL, True)
 
 
 @gluon_jit
@@ -250,8 +250,8 @@ def add_next(sums, addend, k: gl.constexpr, count, own, arrived, asked, factors,
 
 
 @gluon_jit
-def store_strip(sums, out, own, other, factors, matrix, row, column, mirror,
-                SYMMETRIC: gl.constexpr, DIAGONAL: gl.constexpr, SAME: gl.constexpr):
+def store_tile(sums, out, own, other, factors, matrix, row, column, mirror, SYMMETRIC: gl.constexpr,
+               DIAGONAL: gl.constexpr, SAME: gl.constexpr):
     """Add the diagonal, round and store a strip, through the memory `own`, mirror images (if
     `mirror` is not 0) through `other`, which may be the SAME. What was stored from the same memory
     is waited for; from others nothing is stored any more. X X^T whose scale is negative is there
