@@ -4,8 +4,8 @@ product.
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import (tma_boxes, fetch, make_pipeline, matrices_of, matrix_order, tile_coord,
-                            half_tile_coord, rounded, store_turned, )
+from .sm90_pipeline import (tma_boxes, load_operands, make_pipeline, matrices_of, matrix_order,
+                            tile_coord, half_tile_coord, rounded, store_turned, )
 
 # Gluon's names, put here by gluon_jit
 gl = mbarrier = tma = fence = barrier = multiply = multiplied = gdc_wait = None
@@ -32,9 +32,8 @@ def raw_kernel(x, a, a_half, out, order, count, whole, halves, inner, scales, po
                                                                                            powers)
     gl.warp_specialize([(_consume, (pipeline, work, ends, 0, HEIGHT, WIDTH, BLOCK_K, STAGES)),
                         (_consume, (pipeline, work, ends, 1, HEIGHT, WIDTH, BLOCK_K, STAGES)),
-                        (fetch, (x, a, x, a_half, pipeline, work, True, 0, True, STAGES)), ], [4,
-                                                                                               1],
-                       [232, 24])
+                        (load_operands, (x, a, x, a_half, pipeline, work, True, 0, True, STAGES)),
+                        ], [4, 1], [232, 24])
 
 
 @gluon_jit

@@ -96,8 +96,8 @@ def half_tile_coord(order, batch_order, whole, ACROSS: gl.constexpr):
 
 
 @gluon_jit
-def fetch(a, b, a_half, b_half, pipeline, work, ACROSS: gl.constexpr, SYMMETRIC: gl.constexpr,
-          TURNED: gl.constexpr, STAGES: gl.constexpr):
+def load_operands(a, b, a_half, b_half, pipeline, work, ACROSS: gl.constexpr, SYMMETRIC:
+                  gl.constexpr, TURNED: gl.constexpr, STAGES: gl.constexpr):
     """Fill the ring with the operands of all tiles of this program, one after another. Of a pair
     (tile_scheduler.py, `order_of`) the rows of one square are left operands, those of the other one
     right ones.
@@ -107,20 +107,21 @@ def fetch(a, b, a_half, b_half, pipeline, work, ACROSS: gl.constexpr, SYMMETRIC:
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
         matrix, i, j = tile_coord(order, batch_order, turn)
         if j < 0:
-            fill(a, b_half, pipeline, matrix, matrix, i, -j, number, 0, steps, SYMMETRIC, TURNED,
-                 STAGES)
+            load_stages(a, b_half, pipeline, matrix, matrix, i, -j, number, 0, steps, SYMMETRIC,
+                        TURNED, STAGES)
         else:
-            fill(a, b, pipeline, matrix, matrix, i, j, number, 0, steps, SYMMETRIC, TURNED, STAGES)
+            load_stages(a, b, pipeline, matrix, matrix, i, j, number, 0, steps, SYMMETRIC, TURNED,
+                        STAGES)
         number += steps
     if gl.program_id(0) < halves:
         matrix, i, j = half_tile_coord(order, batch_order, whole, ACROSS)
-        fill(a_half, b_half, pipeline, matrix, matrix, i, j, number, 0, steps, SYMMETRIC, TURNED,
-             STAGES)
+        load_stages(a_half, b_half, pipeline, matrix, matrix, i, j, number, 0, steps, SYMMETRIC,
+                    TURNED, STAGES)
 
 
 @gluon_jit
-def fill(a, b, pipeline, of_a, of_b, i, j, number, start, stop, SYMMETRIC: gl.constexpr,
-         TURNED: gl.constexpr, STAGES: gl.constexpr):
+def load_stages(a, b, pipeline, of_a, of_b, i, j, number, start, stop, SYMMETRIC: gl.constexpr,
+                TURNED: gl.constexpr, STAGES: gl.constexpr):
     """Fetch steps of the operands of tile (i, j), of these matrices of a and b, as large as their
     boxes, into the ring from stage `number` on.
     """

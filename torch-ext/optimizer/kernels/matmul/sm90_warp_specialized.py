@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import (load_addend, epilogue, factors_of, fetch, make_pipeline,
+from .sm90_pipeline import (load_addend, epilogue, factors_of, load_operands, make_pipeline,
                             multiply_stages, matrix_order, tile_coord, half_tile_coord, )
 
 gl = mbarrier = tma = fence = gdc_wait = None  # Gluon's names, put here by gluon_jit
@@ -43,8 +43,8 @@ def pingpong_kernel(a, b, c, d, e, out, a_half, c_half, d_half, e_half, out_half
                                                                                   SYMMETRIC, TURNED,
                                                                                   SEVERAL, BLOCK,
                                                                                   BLOCK_K, STAGES)),
-                        (fetch, (a, b, a_half, b, pipeline, work, False, SYMMETRIC, TURNED,
-                                 STAGES)),], [4, 1], [232, 24])
+                        (load_operands, (a, b, a_half, b, pipeline, work, False, SYMMETRIC, TURNED,
+                                         STAGES)),], [4, 1], [232, 24])
 
 
 @gluon_jit
@@ -113,15 +113,14 @@ def cooperative_kernel(a, b, b_half, c, d, e, out, order, count, whole, halves, 
     gl.warp_specialize([(_consume_cooperative, (pipeline, work, ends, 0, SYMMETRIC, TURNED, SEVERAL,
                                                 BLOCK_R, BLOCK_C, BLOCK_K, STAGES)),
                         (_consume_cooperative, (pipeline, work, ends, 1, SYMMETRIC, TURNED, SEVERAL,
-                                                BLOCK_R, BLOCK_C, BLOCK_K, STAGES)), (fetch, (a, b,
-                                                                                              a,
-                                                                                              b_half,
-                                                                                              pipeline,
-                                                                                              work,
-                                                                                              True,
-                                                                                              SYMMETRIC,
-                                                                                              TURNED,
-                                                                                              STAGES)),],
+                                                BLOCK_R, BLOCK_C, BLOCK_K, STAGES)), (load_operands,
+                                                                                      (a, b, a,
+                                                                                       b_half,
+                                                                                       pipeline,
+                                                                                       work, True,
+                                                                                       SYMMETRIC,
+                                                                                       TURNED,
+                                                                                       STAGES)),],
                        [4, 1], [240, 24])
 
 
