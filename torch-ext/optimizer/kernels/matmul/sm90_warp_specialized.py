@@ -2,8 +2,17 @@
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import (load_addend, epilogue, factors_of, load_operands, make_pipeline,
-                            multiply_stages, matrix_order, tile_coord, half_tile_coord, )
+from .sm90_pipeline import (
+    epilogue,
+    factors_of,
+    half_tile_coord,
+    load_addend,
+    load_operands,
+    make_pipeline,
+    matrix_order,
+    multiply_stages,
+    tile_coord,
+)
 
 gl = mbarrier = tma = fence = gdc_wait = None  # Gluon's names, put here by gluon_jit
 

@@ -6,7 +6,7 @@ Three warpgroups compute a square of 128 x 128 each, on and below the diagonal. 
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from ..matmul.sm90_pipeline import add_diagonal, load_addend, tma_boxes, matrices_of, rounded
+from ..matmul.sm90_pipeline import add_diagonal, load_addend, matrices_of, rounded, tma_boxes
 
 # Gluon's names, put here by gluon_jit
 gl = mbarrier = tma = fence = barrier = multiply = multiplied = load_box = None
