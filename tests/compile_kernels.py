@@ -190,7 +190,7 @@ def raw(tile) -> int:
     arguments = {name: GLUON.format(*box) for name, box in boxes.items()} | dict(
         order="*i32", count="i32", whole="i32", halves="i32", inner="i32", scales="*fp32", powers="*fp32",
         STAGES=tile.stages)
-    return compile_for("sm90", part("kernels.matmul.sm90_mixed_input").raw_kernel, arguments, num_warps=4)
+    return compile_for("sm90", part("kernels.matmul.sm90_mixed_input").mixed_input_kernel, arguments, num_warps=4)
 
 
 def resident(dtype: str) -> int:

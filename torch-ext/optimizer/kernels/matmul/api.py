@@ -18,7 +18,7 @@ from ..launch.tile_scheduler import turns
 from . import sm90_tma
 from .pointer import _linear_kernel, _product_kernel
 from .reference import gram_torch, product_torch, symmetric_product_torch
-from .sm90_mixed_input import raw_kernel
+from .sm90_mixed_input import mixed_input_kernel
 from .sm90_one_tile import single_kernel
 from .sm90_tma import NONE, SYMMETRY, TmaLaunch, gains_by_pdl, three
 from .sm90_warp_specialized import cooperative_kernel
@@ -361,7 +361,7 @@ class Raw(TmaLaunch):
         self.pdl = gains_by_pdl("product", A)
 
     def __call__(self, A, X, out, addends, factors, more, direction) -> None:
-        raw_kernel.launch(
+        mixed_input_kernel.launch(
             self.programs,
             self,
             *map(filled, self.blanks, (X, A, A, out)),

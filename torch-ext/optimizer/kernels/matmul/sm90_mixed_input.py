@@ -4,25 +4,16 @@ product.
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import (
-    half_tile_coord,
-    load_operands,
-    make_pipeline,
-    matrices_of,
-    matrix_order,
-    rounded,
-    store_turned,
-    tile_coord,
-    tma_boxes,
-)
+from .sm90_pipeline import (half_tile_coord, load_operands, make_pipeline, matrices_of,
+                            matrix_order, rounded, store_turned, tile_coord, tma_boxes, )
 
 # Gluon's names, put here by gluon_jit
 gl = mbarrier = tma = fence = barrier = multiply = multiplied = gdc_wait = None
 
 
 @gluon_jit.alike("count", "whole", "halves", "inner")
-def raw_kernel(x, a, a_half, out, order, count, whole, halves, inner, scales, powers,
-               STAGES: gl.constexpr):
+def mixed_input_kernel(x, a, a_half, out, order, count, whole, halves, inner, scales, powers,
+                       STAGES: gl.constexpr):
     """out = scale A cast(power X), all (N, rows, columns), for symmetric A; tiles (columns of x,
     columns of a) of the transpose. `whole` tiles, then left and right `halves` of the rest
     (tiles.divide). a_half: A by half a tile's columns; out: by squares.
