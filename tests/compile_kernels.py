@@ -180,7 +180,7 @@ def by_one_group(arch: str, entry: dict, order=None, of="fp16") -> int:
         order=order, count="i32", inner="i32", addends="i32", early="i32", mirror="i32", scales="*fp32",
         factors=("fp32",) * 5, SYMMETRIC=part("kernels.matmul.sm90_tma").SYMMETRY[entry["op"]], COLUMNS=width,
         STAGES=entry["stages"])
-    return compile_for(arch, part("kernels.matmul.sm90_one_tile").single_kernel, arguments, num_warps=entry["warps"])
+    return compile_for(arch, part("kernels.matmul.sm90_one_tile").one_tile_kernel, arguments, num_warps=entry["warps"])
 
 
 def raw(tile) -> int:

@@ -51,7 +51,7 @@ def test_every_kernel_is_run():
         "kernels.matmul.sm90_tma._tma_kernel",
         "kernels.matmul.sm90_warp_specialized.pingpong_kernel",
         "kernels.matmul.sm90_warp_specialized.cooperative_kernel",
-        "kernels.matmul.sm90_one_tile.single_kernel",
+        "kernels.matmul.sm90_one_tile.one_tile_kernel",
         "kernels.onchip.sm90_polar._chain_kernel",
         "kernels.matmul.sm90_mixed_input.mixed_input_kernel",
         "kernels.onchip.sm90_gram_chain.resident_kernel",

@@ -66,7 +66,7 @@ def test_every_kernel_compiles(tmp_path, sizes):
         if (arch, sizes) == ("sm90", "even"):  # rows of a multiple of 8 or 4 elements are read in one piece, too
             at_once = found["cast_bytes"]
             assert at_once.items() >= {"4": 8, "8": 16, "16": 16}.items() and at_once["1"] < 8
-            by_tma = "single_kernel pingpong_kernel cooperative_kernel mixed_input_kernel _tma_kernel".split()
+            by_tma = "one_tile_kernel pingpong_kernel cooperative_kernel mixed_input_kernel _tma_kernel".split()
             early = by_tma + "resident_kernel _cast_kernel _norm_kernel _raw_norm_kernel".split()
             assert all(map(found["waits"].get, early)), "launched programmatically, and does not wait"
             assert found["reads_first"]["resident_kernel"], "the next kernel would hold processors all the time"

@@ -19,7 +19,7 @@ from . import sm90_tma
 from .pointer import _linear_kernel, _product_kernel
 from .reference import gram_torch, product_torch, symmetric_product_torch
 from .sm90_mixed_input import mixed_input_kernel
-from .sm90_one_tile import single_kernel
+from .sm90_one_tile import one_tile_kernel
 from .sm90_tma import NONE, SYMMETRY, TmaLaunch, gains_by_pdl, three
 from .sm90_warp_specialized import cooperative_kernel
 
@@ -300,7 +300,7 @@ class Cooperative(OfGluon):
 class Single(OfGluon):
     """The same by sm90_one_tile.py; of what it `takes`."""
 
-    kernel, turned, pdl, mirrors = single_kernel, False, True, True
+    kernel, turned, pdl, mirrors = one_tile_kernel, False, True, True
 
     @staticmethod
     def takes(op, A, tile) -> bool:

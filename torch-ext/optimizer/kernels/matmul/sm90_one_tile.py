@@ -2,16 +2,8 @@
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import (
-    factors_of,
-    load_addend,
-    matrices_of,
-    matrix_index,
-    matrix_order,
-    store_tile,
-    tile_coord,
-    tma_boxes,
-)
+from .sm90_pipeline import (factors_of, load_addend, matrices_of, matrix_index, matrix_order,
+                            store_tile, tile_coord, tma_boxes, )
 
 # Gluon's names, put here by gluon_jit
 gl = mbarrier = tma = fence = multiply = multiplied = load_box = gdc_wait = None
@@ -19,8 +11,8 @@ gdc_launch_dependents = None
 
 
 @gluon_jit.alike("count", "inner", "addends", "early", "mirror")
-def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, mirror, scales, factors,
-                  SYMMETRIC: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
+def one_tile_kernel(a, b, c, d, e, out, order, count, inner, addends, early, mirror, scales,
+                    factors, SYMMETRIC: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
     """out = factors[0] A B + addends + factors[1] I, or A B without addends; names as in gram_sm90.
     STAGES - 1 steps or more; tiles of 64 x 64, 64 x 128 or 128 x 128 (COLUMNS); c, d, e, out: by
     squares (sm90_pipeline.py). order: None where a program computes its place. early: whether the
