@@ -199,7 +199,7 @@ def resident(dtype: str) -> int:
     arguments = dict.fromkeys(("a", "z", "one_box", "other_box"), squares) | dict(
         x=GLUON.format(dtype, 256, 64), one_half=halves, other_half=halves, one="*fp16", other="*fp16", apart="i32",
         scales="*fp32", steps="i32", codes="*i32", factors="*fp32", products="i32", keep="i32", EARLY=dtype == "bf16")
-    return compile_for("sm90", part("kernels.onchip.sm90_gram_chain").resident_kernel, arguments, num_warps=4)
+    return compile_for("sm90", part("kernels.onchip.sm90_gram_chain").gram_chain_kernel, arguments, num_warps=4)
 
 
 def others(arch: str, shared: int):

@@ -142,7 +142,7 @@ def test_what_a_launch_is_told(resident, part, monkeypatch, n):
     """Without a GPU: each argument has its place, and what is kept lies in the memory of its own matrix."""
     if reason := paths.why_no_triton():
         pytest.skip(reason)
-    kernel, launched = part("kernels.onchip.sm90_gram_chain").resident_kernel, []
+    kernel, launched = part("kernels.onchip.sm90_gram_chain").gram_chain_kernel, []
     monkeypatch.setattr(kernel, "launch", lambda *arguments, **options: launched.append(arguments))
     monkeypatch.setattr(resident, "_known", {})
     A, Q, Z, T = torch.empty(4, 3, n, 256, dtype=F16)[..., :n]  # as on a GPU

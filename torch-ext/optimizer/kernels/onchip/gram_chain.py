@@ -14,7 +14,7 @@ from ..launch.jit import blank, filled, look
 from ..launch.replay import knows_triton, lasting, ones
 from ..launch.tile_config import architecture
 from ..matmul.sm90_tma import addressable
-from .sm90_gram_chain import resident_kernel
+from .sm90_gram_chain import gram_chain_kernel
 
 SIDE, STEP = 128, 64  # of a square, and of the long side of what is multiplied at a time
 SIDES = range(193, 257)  # of matrices whose three squares fit the memory of one
@@ -93,7 +93,7 @@ class _Launch:
 
     def __call__(self, matrices, scales, program) -> None:
         (X, A, Z, one, other), (codes, factors, products, keep) = matrices, program
-        resident_kernel.launch(
+        gram_chain_kernel.launch(
             len(A),
             self,
             *map(filled, self.blanks, (X, A, Z, one, other, one, other)),

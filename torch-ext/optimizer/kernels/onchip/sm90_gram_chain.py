@@ -14,8 +14,8 @@ store_box = gdc_wait = gdc_launch_dependents = None
 
 
 @gluon_jit.alike("steps", "products", "keep")
-def resident_kernel(x, a, z, one_box, other_box, one_half, other_half, one, other, apart, scales,
-                    steps, codes, factors, products, keep, EARLY: gl.constexpr):
+def gram_chain_kernel(x, a, z, one_box, other_box, one_half, other_half, one, other, apart, scales,
+                      steps, codes, factors, products, keep, EARLY: gl.constexpr):
     """One matrix per program. x: by boxes as high as it is, `steps` of them, of which a = scale^2 X
     X^T is made, if there are any; else, and where the scale is negative, a is read; z: what is lent
     and the result, both by squares; one, other: room for what is kept, by squares, by their upper
