@@ -291,7 +291,7 @@ def whole(U: str, turned: bool, pieces: int = 8) -> int:
         WIDE=True, STEPS=5, FIRSTS=0b101011, TURNED=turned, FROM=chain._lines(size, turned),
         TO=chain._lines(size, turned), SIDE=chain.SIDE, WIDTH=chain.WIDTH, PIECES=pieces,
         KEPT=min(chain.KEPT[size], pieces), DTYPE=triton.language.float16)
-    return compile_for("sm90", chain._chain_kernel, arguments, num_warps=8)
+    return compile_for("sm90", chain._polar_kernel, arguments, num_warps=8)
 
 
 def cast_bytes(even: int) -> int:

@@ -43,7 +43,7 @@ def polar(U: torch.Tensor, out: torch.Tensor, triples: tuple, firsts: int, eps: 
     pieces, turned = -(-m // WIDTH), U.stride(1) < U.stride(2)
     lines = _lines(U.element_size(), turned), _lines(out.element_size(),
                                                      out.stride(1) < out.stride(2))
-    _chain_kernel.launch(N, (dtype, steps, firsts, *look(U, out)), U, out, U.stride(), out.stride(),
+    _polar_kernel.launch(N, (dtype, steps, firsts, *look(U, out)), U, out, U.stride(), out.stride(),
                          triples, n, m, eps, U.dtype != torch.float16, steps, firsts | 1 << steps,
                          turned, *lines, SIDE, WIDTH, pieces, min(KEPT[U.element_size()], pieces),
                          typed(dtype), num_warps=8)
@@ -62,7 +62,7 @@ def _lines(itemsize: int, turned: bool, width: int = WIDTH):
 
 
 @gluon_jit
-def _chain_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: gl.constexpr,
+def _polar_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: gl.constexpr,
                   STEPS: gl.constexpr, FIRSTS: gl.constexpr, TURNED: gl.constexpr,
                   FROM: gl.constexpr, TO: gl.constexpr, SIDE: gl.constexpr, WIDTH: gl.constexpr,
                   PIECES: gl.constexpr, KEPT: gl.constexpr, DTYPE: gl.constexpr):
