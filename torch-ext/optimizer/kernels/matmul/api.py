@@ -191,12 +191,12 @@ def _choose(op, A, columns_of_b, out, addends, factors):
         )
     kind = Cooperative if tile.loop == "cooperative" else sm90_tma.TmaLaunch
     if _is_single(op, A, tile):
-        kind = Single
+        kind = OneTileLaunch
     return kind(op, A, columns_of_b, out, addends, factors, tile)
 
 
 def _is_single(op, A, tile) -> bool:
-    return Single.takes(op, A, tile) and knows_triton()
+    return OneTileLaunch.takes(op, A, tile) and knows_triton()
 
 
 def _launch_by_pointers(key, tile, matrices, addends, factors, more):
@@ -297,7 +297,7 @@ class Cooperative(OfGluon):
         return A, B, B, *three(addends, out), out
 
 
-class Single(OfGluon):
+class OneTileLaunch(OfGluon):
     """The same by sm90_one_tile.py; of what it `takes`."""
 
     kernel, turned, pdl, mirrors = one_tile_kernel, False, True, True
