@@ -321,7 +321,7 @@ def test_groups_of_warps_are_taken_where_tma_stores_the_result(part, monkeypatch
     )
     monkeypatch.setattr(tiles, "architecture", lambda kind, index: "sm90")
     monkeypatch.setattr(gram, "knows_triton", lambda: True)
-    for module, kind in ((by_tma, "TmaLaunch"), (part("kernels.matmul.api"), "Cooperative")):
+    for module, kind in ((by_tma, "TmaLaunch"), (part("kernels.matmul.api"), "CooperativeLaunch")):
         monkeypatch.setattr(module, kind, lambda *about: about[-1].loop)
     F16, BF16, (N, n, m) = torch.float16, torch.bfloat16, (12, 768, 3072)
     A, X, rows = torch.empty(N, n, n, dtype=F16), torch.empty(N, n, m, dtype=F16), torch.empty(N, n, m, dtype=BF16)

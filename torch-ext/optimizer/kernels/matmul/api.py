@@ -189,7 +189,7 @@ def _choose(op, A, columns_of_b, out, addends, factors):
             if tile_config.forced()
             else tile_config.choose(*shape, without=tile_config.SPECIALISED)
         )
-    kind = Cooperative if tile.loop == "cooperative" else sm90_tma.TmaLaunch
+    kind = CooperativeLaunch if tile.loop == "cooperative" else sm90_tma.TmaLaunch
     if _is_single(op, A, tile):
         kind = OneTileLaunch
     return kind(op, A, columns_of_b, out, addends, factors, tile)
@@ -267,7 +267,7 @@ class OfGluon(TmaLaunch):
         )
 
 
-class Cooperative(OfGluon):
+class CooperativeLaunch(OfGluon):
     """The same by sm90_warp_specialized.py; of a "product" TMA can store the result."""
 
     kernel = cooperative_kernel
