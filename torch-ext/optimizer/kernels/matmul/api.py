@@ -172,7 +172,7 @@ def _direction(op) -> int:
 def _choose(op, A, columns_of_b, out, addends, factors):
     """A tile for `_launch_by_pointers`, or a bound launch by TMA."""
     if A.dtype != columns_of_b.dtype:
-        return Raw(A, columns_of_b, out)
+        return MixedInputLaunch(A, columns_of_b, out)
     (N, rows, columns), inner = out.shape, A.shape[2]
     shape = op, A.dtype, rows, inner if op == "gram" else columns, out.device, N
     tile = tile_config.choose(*shape)
@@ -337,7 +337,7 @@ class OneTileLaunch(OfGluon):
         return A, B, *three(addends, out), out
 
 
-class Raw(TmaLaunch):
+class MixedInputLaunch(TmaLaunch):
     """A X for X that is yet to be cast, by sm90_mixed_input.py; `more`: scales and powers. Tiles
     are of the transposed result.
     """
