@@ -239,7 +239,7 @@ RAW = [Tile(128, columns, 64, 8, 4, 4, "cooperative") for columns in (256, 128)]
 FEW = 12
 
 
-class OfGluon(TmaLaunch):
+class GluonLaunch(TmaLaunch):
     """The same by a Gluon kernel: `kernel`, told `_tensors` by the descriptors `blanks`, by `table`
     the order of tiles, if it is to be told that, their `count`, `numbers` and `constants`, and
     where it `mirrors` only what need be whole, whether the result need be.
@@ -267,7 +267,7 @@ class OfGluon(TmaLaunch):
         )
 
 
-class CooperativeLaunch(OfGluon):
+class CooperativeLaunch(GluonLaunch):
     """The same by sm90_warp_specialized.py; of a "product" TMA can store the result."""
 
     kernel = cooperative_kernel
@@ -297,7 +297,7 @@ class CooperativeLaunch(OfGluon):
         return A, B, B, *three(addends, out), out
 
 
-class OneTileLaunch(OfGluon):
+class OneTileLaunch(GluonLaunch):
     """The same by sm90_one_tile.py; of what it `takes`."""
 
     kernel, turned, pdl, mirrors = one_tile_kernel, False, True, True
