@@ -4,8 +4,17 @@ product.
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import (half_tile_coord, load_operands, make_pipeline, matrices_of,
-                            matrix_order, rounded, store_turned, tile_coord, tma_boxes, )
+from .sm90_pipeline import (
+    half_tile_coord,
+    load_operands,
+    make_pipeline,
+    matrices_of,
+    matrix_order,
+    rounded,
+    store_turned,
+    tile_coord,
+    tma_boxes,
+)
 
 # Gluon's names, put here by gluon_jit
 gl = mbarrier = tma = fence = barrier = multiply = multiplied = gdc_wait = None

@@ -2,8 +2,16 @@
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import (factors_of, load_addend, matrices_of, matrix_index, matrix_order,
-                            store_tile, tile_coord, tma_boxes, )
+from .sm90_pipeline import (
+    factors_of,
+    load_addend,
+    matrices_of,
+    matrix_index,
+    matrix_order,
+    store_tile,
+    tile_coord,
+    tma_boxes,
+)
 
 # Gluon's names, put here by gluon_jit
 gl = mbarrier = tma = fence = multiply = multiplied = load_box = gdc_wait = None
