@@ -250,7 +250,7 @@ def algorithm(polar, name, X, steps) -> str:
         return "gram" if n < m else "standard"
     if not name.startswith("ours"):
         return "standard"
-    if polar.on_chip.fits(X if X.shape[1] == n else X.mT, torch.float16) and not steps.aol:
+    if polar.polar.supports(X if X.shape[1] == n else X.mT, torch.float16) and not steps.aol:
         return "on chip"
     return "standard" if polar.longest(n, m, steps) == 1 else "gram"
 

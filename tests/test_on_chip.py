@@ -69,11 +69,11 @@ def test_matrices_that_do_not_fit_the_chip_take_products(on_chip, part, device, 
     monkeypatch.setattr(part("newton_schulz.method"), "longest", lambda *about: most)
     X = torch.randn(2, 70, long, device=device)
     usual = polar.orthogonalize(X, dtype=torch.float16)
-    assert on_chip.fits(X, torch.float16)
+    assert on_chip.supports(X, torch.float16)
     monkeypatch.setattr(on_chip, "shared_bytes", lambda kind, index: 49152)
     monkeypatch.setattr(on_chip, "polar", None)
     paths.forget(polar, monkeypatch)
-    assert on_chip.fits(X[:, :64, :64], torch.float16) and not on_chip.fits(X, torch.float16)
+    assert on_chip.supports(X[:, :64, :64], torch.float16) and not on_chip.supports(X, torch.float16)
     assert (polar.orthogonalize(X, dtype=torch.float16) - usual).norm() < 5e-3 * usual.norm()
 
 

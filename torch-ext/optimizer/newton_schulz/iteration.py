@@ -190,7 +190,7 @@ def _iteration(parts, squares, segments, lengths, scales):
     for number, (segment, pair) in enumerate(segments):
         if number:
             _multiply(parts, Q, scales if number == 1 else None)
-        stays, scaled = gram_chain.fits(A, Q, segment, pair), not number and scales is not None
+        stays, scaled = gram_chain.supports(A, Q, segment, pair), not number and scales is not None
         # the kernel that keeps A in shared memory computes X X^T, too
         long = (parts[0].X, parts[0].scales) if stays and len(parts) == 1 and not scaled else None
         if long is None:

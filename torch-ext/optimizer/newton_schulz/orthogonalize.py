@@ -234,7 +234,7 @@ def _sorted(pairs, options, most=None):
         if U.shape[1] > U.shape[2]:
             U, out = U.mT, out.mT
         n, m = U.shape[1:]
-        if polar.fits(U, own) and not steps.aol:
+        if polar.supports(U, own) and not steps.aol:
             chips.append((U, out))
         else:
             key = _key(n, m, most or longest(n, m, steps, own))

@@ -32,7 +32,7 @@ def takes(segment, pair) -> bool:
     return pair is not None and len(segment) <= 3 and bool(segment[0][2])
 
 
-def fits(A: torch.Tensor, Q: torch.Tensor, segment, pair) -> bool:
+def supports(A: torch.Tensor, Q: torch.Tensor, segment, pair) -> bool:
     """Say whether these steps on Gram matrices A (N, n, n) go through `follow`; Q and others lie
     alike.
     """

@@ -19,7 +19,7 @@ tl = None  # Triton's language, put here by jit
 LARGEST, MOST = 128, 1 << 16
 
 
-def fits(U: torch.Tensor, dtype: torch.dtype) -> bool:
+def supports(U: torch.Tensor, dtype: torch.dtype) -> bool:
     """Say whether matrices U (N, n, m), n <= m, to be iterated in `dtype`, go through `polar`."""
     small = dtype.itemsize == 2 and is_small(*U.shape[1:])
     return small and use_triton(U.device) and _launch_of(U) is not None
@@ -63,7 +63,7 @@ def takes(U: torch.Tensor, dtype: torch.dtype, steps: int) -> int:
     (N, n, m), (_, chunk, _) = U.shape, _launch_of(U)[0]
     return (
         0
-        if m <= chunk or sm90_polar.fits(U, dtype, steps)
+        if m <= chunk or sm90_polar.supports(U, dtype, steps)
         else N * n * -(-m // chunk) * chunk * dtype.itemsize
     )
 
@@ -82,7 +82,7 @@ def polar(
         firsts |= 1 << steps
         steps += len(segment)
     triples = tuple(float(x) for segment in segments for triple in segment for x in triple)
-    if sm90_polar.fits(U, dtype, steps):
+    if sm90_polar.supports(U, dtype, steps):
         return sm90_polar.polar(U, out, triples, firsts, eps, dtype)
     (N, n, m), ((block, chunk, stages), options) = U.shape, _launch_of(U)
     key = (dtype, steps, firsts, *look(U, out))

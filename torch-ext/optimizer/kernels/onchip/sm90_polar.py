@@ -27,7 +27,7 @@ def takes(n: int, m: int, steps: int) -> bool:
     return SIDE // 2 < n <= SIDE < m <= LONGEST and steps <= MOST_STEPS
 
 
-def fits(U: torch.Tensor, dtype: torch.dtype, steps: int) -> bool:
+def supports(U: torch.Tensor, dtype: torch.dtype, steps: int) -> bool:
     """Say whether so many steps on matrices U (N, n, m), n <= m, in `dtype`, go through `polar`."""
     small = dtype.itemsize == 2 and takes(*U.shape[1:], steps)
     return small and architecture(U.device.type, U.device.index) == "sm90" and knows_triton()
