@@ -183,7 +183,7 @@ def _make_known(key, pairs, options, memory, alone) -> CallSignature:
         pairs[0][0].device, lambda: _launch(pairs, options, memory), likely
     )
     chips, stacks, own = _sorted(pairs, options)
-    room = max((polar.takes(U, own, len(options[0].triples)) for U, _ in chips), default=0)
+    room = max((polar.scratch_bytes(U, own, len(options[0].triples)) for U, _ in chips), default=0)
     return _remember(key, CallSignature((*most_of(stacks, own.itemsize), room)))
 
 

@@ -58,7 +58,7 @@ def shared_bytes(kind: str, index: int | None) -> int:
     return getattr(device, "shared_memory_per_block_optin", 1 << 16)
 
 
-def takes(U: torch.Tensor, dtype: torch.dtype, steps: int) -> int:
+def scratch_bytes(U: torch.Tensor, dtype: torch.dtype, steps: int) -> int:
     """Return the bytes of memory that `polar` takes for so many steps on matrices U."""
     (N, n, m), (_, chunk, _) = U.shape, _launch_of(U)[0]
     return (
@@ -75,7 +75,7 @@ def polar(
     memory.
 
     segments: the triples (a, b, c) between restarts, as `steps.Steps.segments` gives them; memory:
-    a flat uint8 tensor of the bytes that `takes` says or more, None for new memory.
+    a flat uint8 tensor of the bytes that `scratch_bytes` says or more, None for new memory.
     """
     firsts, steps = 0, 0
     for segment in segments:
@@ -94,7 +94,7 @@ def polar(
         return _standard_kernel.launch(
             N, key, U, out, U.stride(), out.stride(), *numbers, *constants, typed(dtype), **options
         )
-    taken = takes(U, dtype, steps)
+    taken = scratch_bytes(U, dtype, steps)
     memory = (
         torch.empty(taken, dtype=torch.uint8, device=U.device) if memory is None else memory[:taken]
     )
