@@ -21,7 +21,7 @@ WIDTH = 64  # columns of X that are multiplied at a time
 KEPT = {2: 8, 4: 4}
 
 
-def takes(n: int, m: int, steps: int) -> bool:
+def supports_shape(n: int, m: int, steps: int) -> bool:
     """Say whether so many steps on matrices (n, m), n <= m, are taken here, where the kernel runs.
     """
     return SIDE // 2 < n <= SIDE < m <= LONGEST and steps <= MOST_STEPS
@@ -29,7 +29,7 @@ def takes(n: int, m: int, steps: int) -> bool:
 
 def supports(U: torch.Tensor, dtype: torch.dtype, steps: int) -> bool:
     """Say whether so many steps on matrices U (N, n, m), n <= m, in `dtype`, go through `polar`."""
-    small = dtype.itemsize == 2 and takes(*U.shape[1:], steps)
+    small = dtype.itemsize == 2 and supports_shape(*U.shape[1:], steps)
     return small and architecture(U.device.type, U.device.index) == "sm90" and knows_triton()
 
 
