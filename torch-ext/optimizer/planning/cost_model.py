@@ -151,7 +151,7 @@ class CostModel:
         found = [
             (4 * (len(segment) - 1), begins and not (self.steps.aol and number == 0))
             for number, (segment, pair) in enumerate(both)
-            if gram_chain.takes(segment, pair)
+            if gram_chain.supports_interval(segment, pair)
         ]
         return len(found), sum(products for products, _ in found), sum(gram for _, gram in found)
 

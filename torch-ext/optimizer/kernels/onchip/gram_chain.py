@@ -27,7 +27,7 @@ NOTHING, KEEP_ONE, KEEP_OTHER, LEND, END = range(5)  # what becomes of a result 
 MIRROR, BORROW, DIAGONAL, SETTLE = 1 << 11, 1 << 12, 1 << 13, 1 << 14  # see `_code`
 
 
-def takes(segment, pair) -> bool:
+def supports_interval(segment, pair) -> bool:
     """Say whether `follow` knows these steps, in 4 (len(segment) - 1) products."""
     return pair is not None and len(segment) <= 3 and bool(segment[0][2])
 
@@ -36,7 +36,7 @@ def supports(A: torch.Tensor, Q: torch.Tensor, segment, pair) -> bool:
     """Say whether these steps on Gram matrices A (N, n, n) go through `follow`; Q and others lie
     alike.
     """
-    if not (takes(segment, pair) and A.shape[1] in SIDES and len(A) >= FROM):
+    if not (supports_interval(segment, pair) and A.shape[1] in SIDES and len(A) >= FROM):
         return False
     on_sm90 = A.dtype == torch.float16 and architecture(A.device.type, A.device.index) == "sm90"
     return on_sm90 and A.stride(0) >= 3 * SIDE * SIDE and addressable(A, Q) and knows_triton()
