@@ -22,7 +22,7 @@ from ..kernels.matmul.api import (
     read_triangles,
     symmetric_product,
     takes_in_place,
-    takes_raw,
+    supports_mixed_input,
 )
 from ..kernels.onchip import gram_chain, polar
 from .method import LINE, takes
@@ -164,7 +164,7 @@ def _by_kind(members, steps, dtype, most) -> dict:
     """(Long side, whether they are multiplied as they are) -> members."""
     kinds, restarts = {}, len(steps.segments(dtype, most, members[0][0].shape[1])) > 1
     for U, out in members:
-        raw = restarts and not steps.aol and takes_raw(U, dtype)
+        raw = restarts and not steps.aol and supports_mixed_input(U, dtype)
         kinds.setdefault((U.shape[2], raw), []).append((U, out))
     return dict(sorted(kinds.items()))
 

@@ -77,7 +77,7 @@ def product(
     sharing no memory with them; scales (N,) in fp32, None for 1. Sums in fp32, rounded once.
 
     powers (N,) in fp32, with scales: X is in another dtype than A, by these it is multiplied before
-    it is cast. In Triton X must be one that it `takes_raw` and `takes_in_place`; out lies alike.
+    it is cast. In Triton X must be one that it `supports_mixed_input` and `takes_in_place`; out lies alike.
     """
     if use_triton(A.device):
         return _launch("product", A, X, out, more=scales if powers is None else (scales, powers))
@@ -86,7 +86,7 @@ def product(
     return product_torch(A, X, out, 1.0 if scales is None else scales.view(-1, 1, 1))
 
 
-def takes_raw(U: torch.Tensor | ScatteredRows, dtype: torch.dtype) -> bool:
+def supports_mixed_input(U: torch.Tensor | ScatteredRows, dtype: torch.dtype) -> bool:
     """Say whether `gram` takes matrices like U (N, n, m) as they are, and `product` casts them to
     `dtype`: nothing else decides, so that the bits of a matrix do not depend on where it lies, nor
     on its batch.
@@ -196,7 +196,7 @@ def _choose(op, A, columns_of_b, out, addends, factors):
 
 
 def _is_single(op, A, tile) -> bool:
-    return OneTileLaunch.takes(op, A, tile) and knows_triton()
+    return OneTileLaunch.supports(op, A, tile) and knows_triton()
 
 
 def _launch_by_pointers(key, tile, matrices, addends, factors, more):
@@ -303,7 +303,7 @@ class OneTileLaunch(GluonLaunch):
     kernel, turned, pdl, mirrors = one_tile_kernel, False, True, True
 
     @staticmethod
-    def takes(op, A, tile) -> bool:
+    def supports(op, A, tile) -> bool:
         """Say whether so many addends can arrive in a ring that so many steps fill."""
         shape = tile.rows, tile.columns, tile.inner, tile.warps
         on_sm90 = architecture(A.device.type, A.device.index) == "sm90"  # others have no wgmma
