@@ -21,7 +21,7 @@ from ..kernels.matmul.api import (
     product,
     read_triangles,
     symmetric_product,
-    takes_in_place,
+    supports_in_place,
     supports_mixed_input,
 )
 from ..kernels.onchip import gram_chain, polar
@@ -353,4 +353,4 @@ class LongSide:
 
 def _is_laid_out(U) -> bool:
     """Whether U is taken in place, and its rows begin where the cache's lines do, as in a Room."""
-    return takes_in_place(U) and U.stride(1) * U.element_size() % LINE == 0
+    return supports_in_place(U) and U.stride(1) * U.element_size() % LINE == 0

@@ -77,7 +77,7 @@ def product(
     sharing no memory with them; scales (N,) in fp32, None for 1. Sums in fp32, rounded once.
 
     powers (N,) in fp32, with scales: X is in another dtype than A, by these it is multiplied before
-    it is cast. In Triton X must be one that it `supports_mixed_input` and `takes_in_place`; out lies alike.
+    it is cast. In Triton X must be one that it `supports_mixed_input` and `supports_in_place`; out lies alike.
     """
     if use_triton(A.device):
         return _launch("product", A, X, out, more=scales if powers is None else (scales, powers))
@@ -100,7 +100,7 @@ def supports_mixed_input(U: torch.Tensor | ScatteredRows, dtype: torch.dtype) ->
     return tile_config.architecture(U.device.type, U.device.index) == "sm90" and knows_triton()
 
 
-def takes_in_place(U: torch.Tensor | ScatteredRows) -> bool:
+def supports_in_place(U: torch.Tensor | ScatteredRows) -> bool:
     """Say whether raw matrices are taken where they lie: rows apart from each other, where TMA can
     address them.
     """
