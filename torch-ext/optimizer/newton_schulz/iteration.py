@@ -20,9 +20,9 @@ from ..kernels.matmul.api import (
     linear,
     product,
     read_triangles,
-    symmetric_product,
     supports_in_place,
     supports_mixed_input,
+    symmetric_product,
 )
 from ..kernels.onchip import gram_chain, polar
 from .method import LINE, takes
