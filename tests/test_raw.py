@@ -87,7 +87,8 @@ def test_an_iteration_of_raw_matrices(steps, monkeypatch, optimizer):
         return out
 
     expected, casts = polar(*stacks), []
-    monkeypatch.setattr(part("newton_schulz.iteration"), "supports_mixed_input", lambda U, dtype: U.dtype == torch.bfloat16)
+    iteration = part("newton_schulz.iteration")
+    monkeypatch.setattr(iteration, "supports_mixed_input", lambda U, dtype: U.dtype == torch.bfloat16)
     monkeypatch.setattr(
         part("newton_schulz.iteration"), "unit_norm", lambda U, *rest: casts.append(U.dtype) or unit_norm(U, *rest)
     )

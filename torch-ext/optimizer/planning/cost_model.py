@@ -114,7 +114,8 @@ class CostModel:
         for m, count in longs:
             if polar.is_small(n, m) and not self.steps.aol:
                 chained = (
-                    sm90_polar.supports_shape(n, m, len(self.steps.triples)) and "chain_us" in self.table
+                    sm90_polar.supports_shape(n, m, len(self.steps.triples))
+                    and "chain_us" in self.table
                 )
                 first, column = self.table["chain_us" if chained else "on_chip_us"]
                 us += -(-count // self.processors) * (first + column * m)
