@@ -259,7 +259,7 @@ def others(arch: str, shared: int):
     if arch == "sm90":
         for U, turned in (("*bf16", False), ("*bf16", True), ("*fp32", False), ("*fp32", True)):
             yield whole(U, turned)
-        yield from map(raw, part("kernels.matmul.api").RAW)
+        yield from map(raw, part("kernels.matmul.api").MIXED_INPUT_TILES)
         yield from map(resident, ("fp16", "bf16"))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .. import pipeline
 from ..kernels.launch import tile_config
-from ..kernels.matmul.api import RAW_SIDES
+from ..kernels.matmul.api import MIXED_INPUT_SIDES
 from ..kernels.onchip import gram_chain, polar, sm90_polar
 from ..newton_schulz import coefficients, method
 
@@ -122,7 +122,7 @@ class CostModel:
                 continue
             norm, made = self.table["norm"], method.launches(n, m, self.steps)
             # Of bf16, as on the wire
-            raw = n in RAW_SIDES and made["gram"] > 1 and not self.steps.aol
+            raw = n in MIXED_INPUT_SIDES and made["gram"] > 1 and not self.steps.aol
             moved = count * n * m * norm["raw_bytes" if raw else "bytes"]
             us += norm["launch_us"] + moved / self.table["copy_gbps"] / 1e3
             us += (made["gram"] - grams) * self._product_us("gram", n, m, count)

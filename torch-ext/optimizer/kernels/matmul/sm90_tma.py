@@ -15,8 +15,8 @@ tl = None  # Triton's language, put here by jit
 # X X^T sums the same products in the same order on both sides
 SYMMETRY = {"product": 0, "gram": 1, "symmetric": 2}
 # Where the result is stored by pointers, which takes more memory
-POINTERS = Tile(128, 128, 64, 8, 3, 4, "once")
-NONE = 0.0, 0.0, 0.0  # factors of addends that are not there
+POINTER_STORE_TILE = Tile(128, 128, 64, 8, 3, 4, "once")
+NO_FACTORS = 0.0, 0.0, 0.0  # factors of addends that are not there
 
 
 def addressable(*tensors: torch.Tensor) -> bool:
@@ -27,7 +27,7 @@ def addressable(*tensors: torch.Tensor) -> bool:
                all(step * t.element_size() % 16 == 0 for step in t.stride()[:2]) for t in tensors)
 
 
-def stores(out: torch.Tensor | ScatteredRows) -> bool:
+def can_store(out: torch.Tensor | ScatteredRows) -> bool:
     """Say whether TMA can store a result in `out`, or its transpose."""
     return out.element_size() == 2 and addressable(out if out.stride(2) == 1 else out.mT)
 
@@ -53,10 +53,10 @@ class TmaLaunch:
 
     def __init__(self, op, A, B, out, addends, factors, tile):
         symmetric, self.turned = op != "product", op == "product" and out.stride(2) != 1
-        A, B, out = self._straightened(A, B, out)
-        self.straight = symmetric or stores(out)
+        A, B, out = self._as_multiplied(A, B, out)
+        self.straight = symmetric or can_store(out)
         narrow = isinstance(out, ScatteredRows) and out.element_size() == 2
-        tile = tile if self.straight or narrow else POINTERS
+        tile = tile if self.straight or narrow else POINTER_STORE_TILE
         (rows, columns), inner = out.shape[1:], A.shape[1 if self.turned else 2]
         half, describe = (tile.rows if symmetric else tile.columns), _description
         wide = not symmetric and tile.columns > tile.rows and tile.loop != "once"
@@ -90,7 +90,7 @@ class TmaLaunch:
 
     def __call__(self, A, B, out, addends, factors, more, direction) -> None:
         """more, direction: see api.py; a result that need not be whole is so here nevertheless."""
-        A, B, out = self._straightened(A, B, out)
+        A, B, out = self._as_multiplied(A, B, out)
         result = filled(self.result, out) if self.straight else None
         beside = [C for C, _ in addends] or [B, out]
         # What is more is unused
@@ -100,24 +100,24 @@ class TmaLaunch:
                            *beside[:3], result, *halves,
                            *((memory_of(out), *self.strides) if self.strides else ()), self.order,
                            direction * self.count, *self.numbers, self._scales(more),
-                           (*factors, *(beta for _, beta in addends), *NONE[len(addends):]),
+                           (*factors, *(beta for _, beta in addends), *NO_FACTORS[len(addends):]),
                            *self.constants, **self.options)
 
     def _scales(self, more):
         """What a launch takes for them; symmetric products do not look there."""
         return more if isinstance(more, torch.Tensor) else self.order
 
-    def _straightened(self, A, B, out):
+    def _as_multiplied(self, A, B, out):
         """What is multiplied and stored: the transpose, B^T A, into what is a transposed view."""
         return (B, A, out.mT) if self.turned else (A, B, out)
 
 
 def _of_halves(A, out, addends):
     """The tensors of which sm90_warp_specialized.py takes halves of tiles, too."""
-    return A, *three(addends, out), out
+    return A, *addend_tensors(addends, out), out
 
 
-def three(addends, out):
+def addend_tensors(addends, out):
     """The addends' tensors; out in place of one that is not there."""
     return ([C for C, _ in addends] + 3 * [out])[:3]
 
