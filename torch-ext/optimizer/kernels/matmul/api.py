@@ -1,19 +1,19 @@
 """Batched products of the Newton-Schulz iteration: choice of kernel and tile, and launch.
 
 `gram` computes A = X X^T, `symmetric_product` products of commuting symmetric matrices with
-addends, `product` A X, `linear` b A + a I. Without Triton, reference.py computes all of them.
-With Triton, each call goes to one of these kernels:
+addends, `product` A X, `linear` b A + a I. Without Triton, reference.py computes all four.
+With Triton, each call goes to a kernel of:
 
 - pointer.py: any architecture, dtype and strides.
 - sm90_tma.py: operands by TMA descriptors, sm90 and newer.
 - sm90_warp_specialized.py: pingpong and cooperative warpgroups, sm90.
-- sm90_one_tile.py: one tile of a symmetric result per CTA, sm90.
+- sm90_one_tile.py: a tile of a symmetric result per CTA, sm90.
 - sm90_mixed_input.py: A X for X in bf16 and A in fp16, sm90.
 
-The tile table (launch/tile_config.py) names the kernel of a shape. All kernels of one product
-sum in the order of the inner dimension and round once, so a matrix has the same bits whichever
-kernel computes it, in any batch. The classes that end in Launch hold all of a launch but its
-addresses; they are made once per shape, strides and dtype.
+The tile table (launch/tile_config.py) names the kernel of a shape. All kernels sum in the order of
+the inner dimension and round once, so the bits of a matrix depend neither on the kernel nor on the
+batch. A Launch object holds everything about a launch but addresses, and is made once per shape,
+strides and dtype.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def product(
 ) -> torch.Tensor | ScatteredRows:
     """Write A (scale X) of every matrix to `out`, and return `out`. A is symmetric.
 
-    A (N, n, n), X (N, n, m). out (N, n, m) of any dtype and strides (a transposed view too), and in
-    memory of its own. scales (N,) in fp32, None for 1. Sums in fp32, scaled, then rounded once.
+    A (N, n, n), X (N, n, m). out (N, n, m) of any dtype and strides (a transposed view too), apart
+    from A and X. scales (N,) in fp32, None for 1. Sums in fp32, scaled, then rounded once.
 
     powers (N,) in fp32, only together with scales: X has another dtype than A, and each X is
     multiplied by its power before the cast to A's dtype. In Triton `supports_mixed_input` and
@@ -141,7 +141,7 @@ def supports_in_place(U: torch.Tensor | ScatteredRows) -> bool:
 
 
 def linear(A: torch.Tensor, b: float, a: float, out: torch.Tensor) -> torch.Tensor:
-    """Write b A + a I to `out`, and return `out`. A and out (N, n, n), any strides, out may be A."""
+    """Write b A + a I to `out`, and return `out`. (N, n, n), any strides; `out` may be A."""
     if not use_triton(A.device):
         torch.mul(A, b, out=out).diagonal(dim1=1, dim2=2).add_(a)
         return out
@@ -176,7 +176,7 @@ def _launch(
     factors: tuple[float, float] = (1.0, 0.0),
     more: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | bool | None = None,
 ) -> torch.Tensor | ScatteredRows:
-    """Launch one product and return `out`; kernel and tile are chosen once per kind of input.
+    """Launch a product and return `out`; kernel and tile are chosen once per kind of input.
 
     op: "gram", "symmetric" or "product". factors: (alpha, diagonal). more: of "gram" and "product"
     the scales (None for 1) or (scales, powers), of "symmetric" whether `out` must be whole.
@@ -207,12 +207,11 @@ def _launch(
 
 
 def _direction(op: str) -> int:
-    """The batch direction of the next launch: 1 from the first matrix on, -1 from the last one on.
+    """The batch direction of the next launch: 1 from first to last matrix, -1 from last to first.
 
-    [Note: alternating batch direction] A launch begins with the matrices that the launch before
-    has written last, which are still in the L2 cache: so directions alternate. X X^T always begins
-    with the last matrix, because the kernels that write X (norms, copies) go from the first matrix
-    to the last one.
+    [Note: alternating batch direction] The matrices that a launch has written last are still in the
+    L2 cache. Directions alternate, so the next launch begins with them. X X^T always begins with
+    the last matrix, because the kernels that write X (norms, copies) end with the last matrix.
     """
     global _last_direction
     _last_direction = -1 if op == "gram" else -_last_direction
@@ -268,8 +267,8 @@ def _launch_by_pointers(
     factors: tuple[float, float],
     more: torch.Tensor | bool,
 ) -> None:
-    """Launch the kernel of pointer.py: one CTA per tile. matrices: (A, B, out); more: see
-    `_launch`. A symmetric result is always written whole.
+    """Launch the kernel of pointer.py: a CTA per tile. matrices: (A, B, out); more: see `_launch`.
+    A symmetric result is always written whole.
     """
     op = key[0]
     A, B, out = matrices
@@ -335,8 +334,8 @@ class GluonLaunch(TmaLaunch):
         more: torch.Tensor | bool,
         direction: int,
     ) -> None:
-        """Launch for tensors like those of the constructor. `more`: see `_launch`; direction: see
-        [Note: alternating batch direction].
+        """Launch for tensors of the bound shapes, strides and dtypes. `more`: see `_launch`;
+        direction: see [Note: alternating batch direction].
         """
         tensors = self._tensors(*self._as_multiplied(A, B, out), addends)
         mirror = (int(more is not False),) if self.takes_mirror else ()
@@ -419,8 +418,8 @@ class OneTileLaunch(GluonLaunch):
     def supports(op: str, A: torch.Tensor, tile: Tile) -> bool:
         """Whether `one_tile_kernel` computes products `op` of matrices like A with this tile.
 
-        The kernel loads up to three addends into pipeline stages that no operand needs any more, so
-        there must be at least three stages, and K steps enough to fill them.
+        The kernel loads up to three addends into pipeline stages that no operand needs any more:
+        at least three stages are required, and enough K steps to fill all stages but the last.
         """
         shape = tile.rows, tile.columns, tile.inner, tile.warps
         on_sm90 = architecture(A.device.type, A.device.index) == "sm90"  # only sm90 has wgmma
@@ -473,7 +472,7 @@ class OneTileLaunch(GluonLaunch):
 class MixedInputLaunch(TmaLaunch):
     """A launch of `mixed_input_kernel` (sm90_mixed_input.py): A X for X in another dtype than A.
 
-    The kernel computes the transposed result X^T A, so tiles are those of out^T.
+    The kernel computes the transposed result X^T A: tiles are tiles of out^T.
     """
 
     def __init__(self, A: torch.Tensor, X: torch.Tensor, out: torch.Tensor):
@@ -505,8 +504,8 @@ class MixedInputLaunch(TmaLaunch):
         more: tuple[torch.Tensor, torch.Tensor],
         direction: int,
     ) -> None:
-        """Launch for tensors like those of the constructor. more: (scales, powers), see `product`;
-        direction: see [Note: alternating batch direction]. addends and factors are unused.
+        """Launch for tensors of the bound shapes, strides and dtypes. more: (scales, powers), see
+        `product`; direction: see [Note: alternating batch direction]. addends, factors: unused.
         """
         mixed_input_kernel.launch(
             self.programs,
