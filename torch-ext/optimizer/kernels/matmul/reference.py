@@ -13,8 +13,8 @@ import torch
 from ..backend import cpu_slices
 from ..elementwise.row_scattered import ScatteredRows
 
-# Alignment of memory that torch allocates on a CPU. A CPU library may choose its loops by alignment,
-# and so sum in another order: every matrix is given this alignment (see `_operands`).
+# Alignment of memory that torch allocates on a CPU. A CPU library may choose its loops by
+# alignment, and so sum in another order: every matrix gets this alignment (see `_operands`).
 ALIGNMENT_BYTES = 64
 
 
@@ -30,11 +30,8 @@ def product_torch(
     if _is_like_new(out):
         return _add(_multiply(A, X, out), factor)
     for batch in cpu_slices(out):
-        out[batch].copy_(
-            _add(
-                _multiply(A[batch], X[batch], _fp32_scratch(out, batch)), _factor_of(factor, batch)
-            )
-        )
+        result = _multiply(A[batch], X[batch], _fp32_scratch(out, batch))
+        out[batch].copy_(_add(result, _factor_of(factor, batch)))
     return out
 
 

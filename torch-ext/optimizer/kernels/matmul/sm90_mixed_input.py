@@ -4,17 +4,8 @@ product.
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import (
-    half_tile_coord,
-    load_operands,
-    make_pipeline,
-    matrices_of,
-    matrix_order,
-    rounded,
-    store_turned,
-    tile_coord,
-    tma_boxes,
-)
+from .sm90_pipeline import (half_tile_coord, load_operands, make_pipeline, matrices_of,
+                            matrix_order, rounded, store_transposed, tile_coord, tma_boxes, )
 
 # Gluon's names, put here by gluon_jit
 gl = mbarrier = tma = fence = barrier = multiply = multiplied = gdc_wait = None
@@ -112,4 +103,4 @@ def _store(sums, out, own, matrix, row, column):
     result, squares = sums.to(out.dtype), tma_boxes(own, out)
     tma.store_wait(0)
     barrier()
-    store_turned(result, out, squares, matrix, row, column, False)
+    store_transposed(result, out, squares, matrix, row, column, False)

@@ -2,17 +2,8 @@
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from .sm90_pipeline import (
-    epilogue,
-    factors_of,
-    half_tile_coord,
-    load_addend,
-    load_operands,
-    make_pipeline,
-    matrix_order,
-    multiply_stages,
-    tile_coord,
-)
+from .sm90_pipeline import (epilogue, factors_of, half_tile_coord, load_addend, load_operands,
+                            make_pipeline, matrix_order, multiply_stages, tile_coord, )
 
 gl = mbarrier = tma = fence = gdc_wait = None  # Gluon's names, put here by gluon_jit
 
