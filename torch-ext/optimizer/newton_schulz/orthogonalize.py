@@ -203,7 +203,7 @@ def _launch_akin(U, options):
     n, own = min(R, C), products_dtype(dtype, U.device)
     stacks = [U, U.view(N, C, R)]
     # Rows that lie in each other, for nobody reads them
-    if R == C > polar.LARGEST and U.nbytes <= AKIN:
+    if R == C > polar.MAX_SHORT_SIDE and U.nbytes <= AKIN:
         stacks += [U.as_strided((N, *sides), (0, 16, 1)) for sides in ((n, 4 * n), (4 * n, n))]
     for stack in stacks:
         for most in {longest(n, n, steps, own), longest(n, 4 * n, steps, own)}:

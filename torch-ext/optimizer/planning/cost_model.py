@@ -131,7 +131,7 @@ class CostModel:
                 us += made["symmetric"] * self._product_us("symmetric", n, n, count)
             else:
                 shared[made["symmetric"]] += count
-        if n <= polar.LARGEST:
+        if n <= polar.MAX_SHORT_SIDE:
             return us + sum(
                 -(-count // self.processors) * self.table["follow_us"][n > 64]
                 for count in shared.values()

@@ -16,7 +16,8 @@ from . import sm90_polar
 tl = None  # Triton's language, put here by jit
 
 # Short side, elements; one processor reads a larger matrix for longer than launches take
-LARGEST, MOST = 128, 1 << 16
+MAX_SHORT_SIDE = 128
+MAX_ELEMENTS = 1 << 16
 
 
 def supports(U: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -27,7 +28,7 @@ def supports(U: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def is_small(n: int, m: int) -> bool:
     """Say whether matrices (n, m), n <= m, go through `polar` if dtype and device allow it."""
-    return n <= LARGEST and n * m <= MOST
+    return n <= MAX_SHORT_SIDE and n * m <= MAX_ELEMENTS
 
 
 def _launch_of(U):
@@ -117,7 +118,7 @@ def polar(
 
 def follows(A: torch.Tensor) -> bool:
     """Say whether Gram matrices A (N, n, n) go through `follow`."""
-    return use_triton(A.device) and A.element_size() == 2 and A.shape[1] <= LARGEST
+    return use_triton(A.device) and A.element_size() == 2 and A.shape[1] <= MAX_SHORT_SIDE
 
 
 def follow(A: torch.Tensor, Q: torch.Tensor, segment) -> None:
