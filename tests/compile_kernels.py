@@ -277,7 +277,7 @@ def small(arch: str, shared: int, side: int, U: str):
     standard = on_chip._standard_kernel, dict(STEPS=2 if U == "*bf16" else 1)
     gram = on_chip._gram_kernel, dict(STEPS=4, FIRSTS=0b11001) if U == "*bf16" else dict(STEPS=2, FIRSTS=0b111)
     for (kernel, steps), chunk in ((standard, side), (standard, 128), (gram, 128)):
-        stages, options = on_chip.depth(shared, side * chunk, size)
+        stages, options = on_chip.pipeline_depth(shared, side * chunk, size)
         constants = dict(steps, CHUNK=chunk, STAGES=stages)
         yield compile_for(arch, kernel, arguments | constants, num_warps=side // 16, **options)
 

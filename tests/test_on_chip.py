@@ -58,7 +58,7 @@ def test_how_far_ahead_by_the_shared_memory(on_chip):
     """H200, A100 in bf16 and in fp32, RTX 4090, and a GPU with less than either way takes."""
     far, near = (4, {}), (1, {"num_stages": 1})
     expected = {(232448, 4): far, (166912, 2): far, (166912, 4): near, (101376, 2): near, (49152, 2): None}
-    assert {key: on_chip.depth(key[0], 128 * 128, key[1]) for key in expected} == expected
+    assert {key: on_chip.pipeline_depth(key[0], 128 * 128, key[1]) for key in expected} == expected
 
 
 @pytest.mark.parametrize("long, most", [(70, 1), (140, 3)])

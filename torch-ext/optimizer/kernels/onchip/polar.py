@@ -36,11 +36,11 @@ def _launch_of(U):
     not fit the chip.
     """
     block, chunk = 64 if U.shape[1] <= 64 else 128, 64 if U.shape[2] <= 64 else 128
-    found = depth(shared_bytes(U.device.type, U.device.index), block * chunk, U.element_size())
+    found = pipeline_depth(shared_bytes(U.device.type, U.device.index), block * chunk, U.element_size())
     return found and ((block, chunk, found[0]), {"num_warps": block // 16} | found[1])
 
 
-def depth(shared: int, elements: int, itemsize: int) -> tuple | None:
+def pipeline_depth(shared: int, elements: int, itemsize: int) -> tuple | None:
     """Return how far ahead tiles of so many elements are fetched, given the bytes of shared memory:
     stages of the sum of squares, and options of the launch. What they take was seen in compiled
     kernels (tests/test_tiles.py).
