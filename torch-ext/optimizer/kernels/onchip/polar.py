@@ -27,7 +27,7 @@ MAX_ELEMENTS = 1 << 16
 
 
 def supports(U: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether `polar` orthogonalizes matrices like U (N, n, m), n <= m, with products in `dtype`."""
+    """Whether `polar` computes matrices like U (N, n, m), n <= m, with products in `dtype`."""
     small = dtype.itemsize == 2 and is_small(*U.shape[1:])
     return small and use_triton(U.device) and _tiles_of(U) is not None
 
@@ -412,7 +412,7 @@ def _sum_of_squares(
 def _max_and_squares(
     start, n, m, strides, unit, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Return the largest magnitude of a matrix, and the sum of squares of `unit` times the matrix."""
+    """Return the largest magnitude of a matrix, and the sum of squares of unit times the matrix."""
     largest = tl.zeros((BLOCK, CHUNK), dtype=tl.float32)
     squares = largest
     row = tl.arange(0, BLOCK)[:, None]
