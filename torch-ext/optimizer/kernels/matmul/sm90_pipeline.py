@@ -128,30 +128,29 @@ def load_operands(a, b, a_half, b_half, pipeline, schedule, ACROSS: gl.constexpr
     for turn in range(gl.program_id(0), whole, gl.num_programs(0)):
         matrix, i, j = tile_coord(order, batch_order, turn)
         if j < 0:
-            load_stages(a, b_half, pipeline, matrix, matrix, i, -j, stage_number, 0, steps,
-                        SYMMETRIC, TURNED, STAGES)
+            load_stages(a, b_half, pipeline, matrix, i, -j, stage_number, steps, SYMMETRIC, TURNED,
+                        STAGES)
         else:
-            load_stages(a, b, pipeline, matrix, matrix, i, j, stage_number, 0, steps, SYMMETRIC,
-                        TURNED, STAGES)
+            load_stages(a, b, pipeline, matrix, i, j, stage_number, steps, SYMMETRIC, TURNED,
+                        STAGES)
         stage_number += steps
     if gl.program_id(0) < halves:
         matrix, i, j = half_tile_coord(order, batch_order, whole, ACROSS)
-        load_stages(a_half, b_half, pipeline, matrix, matrix, i, j, stage_number, 0, steps,
-                    SYMMETRIC, TURNED, STAGES)
+        load_stages(a_half, b_half, pipeline, matrix, i, j, stage_number, steps, SYMMETRIC, TURNED,
+                    STAGES)
 
 
 @gluon_jit
-def load_stages(a, b, pipeline, of_a, of_b, i, j, stage_number, start, stop,
-                SYMMETRIC: gl.constexpr, TURNED: gl.constexpr, STAGES: gl.constexpr):
-    """Load steps `start` to `stop` of the operands of tile (i, j) into consecutive stages, from
-    stage_number % STAGES on. of_a, of_b: the matrices of a and b. The boxes of the two descriptors
-    give the size of the tile.
+def load_stages(a, b, pipeline, matrix, i, j, stage_number, steps, SYMMETRIC: gl.constexpr,
+                TURNED: gl.constexpr, STAGES: gl.constexpr):
+    """Load `steps` steps of the operands of tile (i, j) into consecutive stages, from stage_number
+    % STAGES on. The boxes of the two descriptors give the size of the tile.
     """
     left, right, full, empty = pipeline
     BLOCK_K: gl.constexpr = a.block_type.shape[1 if TURNED else 2]
     ROWS: gl.constexpr = a.block_type.shape[2 if TURNED else 1]
     COLUMNS: gl.constexpr = b.block_type.shape[1 if SYMMETRIC else 2]
-    for k in range(start * BLOCK_K, stop * BLOCK_K, BLOCK_K):
+    for k in range(0, steps * BLOCK_K, BLOCK_K):
         stage = stage_number % STAGES
         loaded = full.index(stage)
         row_box = tma_boxes(left.index(stage), a).index(0)
@@ -159,13 +158,13 @@ def load_stages(a, b, pipeline, of_a, of_b, i, j, stage_number, start, stop,
         mbarrier.wait(empty.index(stage), (stage_number // STAGES + 1) & 1)
         mbarrier.expect(loaded, 2 * (ROWS + COLUMNS) * BLOCK_K)
         if TURNED:
-            load_box(a, [of_a, k, i * ROWS], loaded, row_box)
+            load_box(a, [matrix, k, i * ROWS], loaded, row_box)
         else:
-            load_box(a, [of_a, i * ROWS, k], loaded, row_box)
+            load_box(a, [matrix, i * ROWS, k], loaded, row_box)
         if SYMMETRIC:
-            load_box(b, [of_b, j * COLUMNS, k], loaded, column_box)
+            load_box(b, [matrix, j * COLUMNS, k], loaded, column_box)
         else:
-            load_box(b, [of_b, k, j * COLUMNS], loaded, column_box)
+            load_box(b, [matrix, k, j * COLUMNS], loaded, column_box)
         stage_number += 1
 
 
@@ -260,15 +259,14 @@ def epilogue(sums, addends, count, out, buffer, loaded, tile_number, factors, ma
 
 
 @gluon_jit
-def add_first_addend(sums, buffer, loaded, loads_before, factors, count=1):
-    """Return alpha sums + beta addend, where `count` is not 0; otherwise alpha sums - 0, which are
-    the bits of alpha sums. loads_before: earlier loads into `buffer`, which give the mbarrier's
-    phase.
+def add_first_addend(sums, buffer, loaded, loads_before, factors):
+    """Return alpha sums + beta addend. loads_before: earlier loads into `buffer`, which give the
+    phase of mbarrier `loaded`.
     """
-    mbarrier.wait(loaded, loads_before & 1, pred=count > 0)
+    mbarrier.wait(loaded, loads_before & 1)
     tile = matrices_of(buffer, sums.shape[0], sums.shape[1]).index(0)
     addend = factors[2] * tile.load(sums.type.layout).to(gl.float32)
-    return gl.fma(sums, factors[0], gl.where(count > 0, addend, -0.0))
+    return gl.fma(sums, factors[0], addend)
 
 
 @gluon_jit
@@ -338,10 +336,16 @@ def store_tile(sums, out, buffer, mirror_buffer, factors, matrix, row, column, m
 @gluon_jit
 def add_diagonal(sums, factor, row, column):
     """Return sums + factor I; the first element of sums is at (row, column) of the matrix."""
-    layout: gl.constexpr = sums.type.layout
-    r = row + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
-    s = column + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
-    return sums + gl.where(r == s, factor, 0.0)
+    r, s = index_grid(sums)
+    return sums + gl.where(row + r == column + s, factor, 0.0)
+
+
+@gluon_jit
+def index_grid(like):
+    """Return row indices (.., 1) and column indices (1, ..) in the layout of a 2-D tensor."""
+    r = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, like.type.layout))[:, None]
+    s = gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, like.type.layout))[None, :]
+    return r, s
 
 
 @gluon_jit

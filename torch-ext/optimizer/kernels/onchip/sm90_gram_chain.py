@@ -8,7 +8,14 @@ shared memory: square 1 is read transposed.
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from ..matmul.sm90_pipeline import add_diagonal, load_addend, matrices_of, rounded, tma_boxes
+from ..matmul.sm90_pipeline import (
+    add_diagonal,
+    index_grid,
+    load_addend,
+    matrices_of,
+    rounded,
+    tma_boxes,
+)
 
 # Gluon's names, put here by gluon_jit
 gl = mbarrier = tma = fence = barrier = multiply = multiplied = load_box = None
@@ -230,7 +237,7 @@ def _load_kept(slot, like, staging, staging_loaded, ROW: gl.constexpr, GROUP: gl
         values = _part_of(matrices_of(staging, like.shape[0], 2 * like.shape[0]).index(GROUP - 1),
                           like, 0)
     else:
-        row, column = _index_grid(like)
+        row, column = index_grid(like)
         address = row // 16 * 2048 + row % 8 * 128 + column % 8
         values = gl.load(slot + address + row // 8 % 2 * 1024 + column // 8 * 8 + ROW *
                          128).to(gl.float32)
@@ -282,7 +289,7 @@ def _gram(long, squares, matrices, matrix, EARLY: gl.constexpr, GROUP: gl.conste
                 load_addend(x, boxes.index(k), full.index(k), matrix, 0, k * BLOCK_K, BLOCK_K)
     upper, lower = _zero_sums(GROUP, SIDE, HALF)
     for k in range(steps):
-        upper, lower = _multiply_step(stages, full, empty, upper, lower, k, 0, GROUP, SIDE, HALF)
+        upper, lower = _multiply_step(stages, full, empty, upper, lower, k, GROUP, SIDE, HALF)
         if GROUP == 0:
             ahead = k + AHEAD
             stage, more = ahead % STAGES, ahead < steps
@@ -320,11 +327,9 @@ def _zero_sums(GROUP: gl.constexpr, SIDE: gl.constexpr, HALF: gl.constexpr):
 
 
 @gluon_jit
-def _multiply_step(stages, full, empty, upper, lower, k, first, GROUP: gl.constexpr,
+def _multiply_step(stages, full, empty, upper, lower, k, GROUP: gl.constexpr,
                    SIDE: gl.constexpr, HALF: gl.constexpr):
-    """Issue the products of step k, counted from `first` on, and wait until the step before is
-    done.
-    """
+    """Issue the products of step k, and wait until the step before is done."""
     stage = k % full.shape[0]
     ROW: gl.constexpr = SIDE if GROUP > 0 else 0
     COLUMN: gl.constexpr = SIDE if GROUP > 1 else 0
@@ -334,7 +339,7 @@ def _multiply_step(stages, full, empty, upper, lower, k, first, GROUP: gl.conste
                      is_async=True)
     lower = multiply(rows.slice(HALF, HALF), columns.permute([1, 0]), lower, is_async=True)
     upper, lower = multiplied(2, deps=(upper, lower))
-    mbarrier.arrive(empty.index((k + full.shape[0] - 1) % full.shape[0]), pred=k > first)
+    mbarrier.arrive(empty.index((k + full.shape[0] - 1) % full.shape[0]), pred=k > 0)
     return upper, lower
 
 
@@ -365,15 +370,8 @@ def _write_square(upper, lower, square, mirror, GROUP: gl.constexpr, HALF: gl.co
 @gluon_jit
 def _mirrored(values, square):
     """Replace the elements above the diagonal by those of the transposed square."""
-    r, s = _index_grid(values)
+    r, s = index_grid(values)
     return gl.where(r < s, square.permute([1, 0]).load(values.type.layout), values)
-
-
-@gluon_jit
-def _index_grid(like):
-    """Row indices (.., 1) and column indices (1, ..) in the layout of a 2-D tensor."""
-    r = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, like.type.layout))[:, None]
-    return r, gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, like.type.layout))[None, :]
 
 
 @gluon_jit

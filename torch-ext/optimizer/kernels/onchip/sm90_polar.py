@@ -15,7 +15,7 @@ import torch
 from ..launch.jit import gluon_jit, look, typed
 from ..launch.replay import knows_triton
 from ..launch.tile_config import architecture
-from ..matmul.sm90_pipeline import rounded
+from ..matmul.sm90_pipeline import index_grid, rounded
 
 if TYPE_CHECKING:
     from triton.experimental.gluon.language import BlockedLayout
@@ -351,6 +351,5 @@ def _addresses_of(start, strides, piece, n, m, SIDE: gl.constexpr, WIDTH: gl.con
 @gluon_jit
 def _identity_times(value, like):
     """Return value I, in the layout of `like`."""
-    r = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, like.type.layout))[:, None]
-    s = gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, like.type.layout))[None, :]
+    r, s = index_grid(like)
     return gl.where(r == s, value, 0.0)
