@@ -34,7 +34,7 @@ from .pointer import _linear_kernel, _product_kernel
 from .reference import gram_torch, product_torch, symmetric_product_torch
 from .sm90_mixed_input import mixed_input_kernel
 from .sm90_one_tile import one_tile_kernel
-from .sm90_tma import NO_FACTORS, SYMMETRY, TmaLaunch, addend_tensors, gains_by_pdl
+from .sm90_tma import NO_FACTORS, SYMMETRY, TmaLaunch, addend_tensors, use_pdl
 from .sm90_warp_specialized import cooperative_kernel
 
 LINEAR_TILE = 64  # rows and columns of a tile of `linear`
@@ -86,7 +86,7 @@ def read_triangles(*matrices: torch.Tensor) -> bool:
 
     True only if sm90_one_tile.py computes the products, with tiles wider than a K step.
     """
-    if not use_triton(matrices[0].device) or not sm90_tma.addressable(*matrices):
+    if not use_triton(matrices[0].device) or not sm90_tma.is_addressable(*matrices):
         return False
     A = matrices[0]
     tile = tile_config.choose("symmetric", A.dtype, A.shape[1], A.shape[2], A.device, A.shape[0])
@@ -137,7 +137,7 @@ def supports_in_place(U: torch.Tensor | ScatteredRows) -> bool:
     address all of U.
     """
     apart = U.stride(1) >= U.shape[2] and U.stride(0) >= U.shape[1] * U.stride(1)
-    return apart and sm90_tma.addressable(U)
+    return apart and sm90_tma.is_addressable(U)
 
 
 def linear(A: torch.Tensor, b: float, a: float, out: torch.Tensor) -> torch.Tensor:
@@ -237,7 +237,7 @@ def _choose(
         return tile
     # The result of "product" may have any layout; without TMA stores it is written by pointers
     by_tma = [A, columns_of_b, *(C for C, _ in addends), *([out] if op != "product" else [])]
-    if not sm90_tma.addressable(*by_tma):
+    if not sm90_tma.is_addressable(*by_tma):
         return tile_config.DEFAULT
     # Warp-specialized kernels need Gluon, and store by TMA only
     if tile.loop in tile_config.SPECIALISED and not (
@@ -376,7 +376,7 @@ class CooperativeLaunch(GluonLaunch):
         """Arguments: see `TmaLaunch`."""
         symmetric = op != "product"
         self.turned = not symmetric and out.stride(2) != 1
-        self.pdl = gains_by_pdl(op, A)
+        self.pdl = use_pdl(op, A)
         # Of a matrix times itself, two squares on the diagonal are one turn (`order_of`)
         paired = op == "gram" or symmetric and A is B
         A, B, out = self._as_multiplied(A, B, out)
@@ -492,7 +492,7 @@ class MixedInputLaunch(TmaLaunch):
             (half[0], half[0]),
         )
         self.blanks = [blank(jit.description(t, *box)) for t, box in zip((X, A, A, out), boxes)]
-        self.pdl = gains_by_pdl("product", A)
+        self.pdl = use_pdl("product", A)
 
     def __call__(
         self,

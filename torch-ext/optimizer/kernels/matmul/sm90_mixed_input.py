@@ -83,7 +83,8 @@ def _half_tile(pipeline, results, matrix, i, j, tile_number, steps, GROUP: gl.co
     HALF: gl.constexpr = BLOCK_K // 2
     out, buffers, scales, powers = results
     left, right, full, empty = pipeline
-    buffer, row, column = buffers.index(GROUP), i * HEIGHT + GROUP * ROWS, j * COLUMNS
+    buffer = buffers.index(GROUP)
+    row, column = i * HEIGHT + GROUP * ROWS, j * COLUMNS
     power, scale = gl.load(powers + matrix), gl.load(scales + matrix)
     shape: gl.constexpr = [16, COLUMNS, 16]
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],

@@ -31,7 +31,7 @@ POINTER_STORE_TILE = Tile(128, 128, 64, 8, 3, 4, "once")
 NO_FACTORS = 0.0, 0.0, 0.0  # Factors of missing addends
 
 
-def addressable(*tensors: torch.Tensor) -> bool:
+def is_addressable(*tensors: torch.Tensor) -> bool:
     """Whether TMA can address these 3-D tensors: contiguous columns; rows, matrices and the first
     element at multiples of 16 bytes.
     """
@@ -41,10 +41,10 @@ def addressable(*tensors: torch.Tensor) -> bool:
 
 def can_store(out: torch.Tensor | ScatteredRows) -> bool:
     """Whether TMA can store a 16-bit result in `out`, or the transposed result in out^T."""
-    return out.element_size() == 2 and addressable(out if out.stride(2) == 1 else out.mT)
+    return out.element_size() == 2 and is_addressable(out if out.stride(2) == 1 else out.mT)
 
 
-def gains_by_pdl(op: str, A: torch.Tensor) -> bool:
+def use_pdl(op: str, A: torch.Tensor) -> bool:
     """Whether a persistent kernel for `op` is launched by programmatic dependent launch.
 
     The programs of a persistent kernel end together, so an early start gains nothing after a
@@ -60,7 +60,7 @@ class TmaLaunch:
 
     Writes factors[0] A B + addends + factors[1] I to `out`, batched; of "gram" and "product"
     factors[0] is made of each matrix's scale. A (N, R, K) and B in fp16 or bf16, and the addends,
-    are `addressable`, and a symmetric `out`, too. "gram" and "symmetric": B (N, R, K) holds the
+    are `is_addressable`, and a symmetric `out`, too. "gram" and "symmetric": B (N, R, K) holds the
     columns of the right factor as rows. "product": B (N, K, C), A symmetric, and `out` (N, R, C)
     may have any layout, or be ScatteredRows.
     """
@@ -91,7 +91,7 @@ class TmaLaunch:
         # Several addends imply a diagonal, which may be 0; in pingpong also the reverse, with
         # addends whose factor is 0. A binary less to compile.
         several = len(addends) > 1 or factors[1] != 0.0
-        self.pdl = gains_by_pdl(op, A)
+        self.pdl = use_pdl(op, A)
         # Without fused multiply-adds: the compiler's choice of them depends on the tile, and so
         # would the bits
         self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "launch_pdl": self.pdl,

@@ -208,7 +208,8 @@ def _pair_square(pipeline, results, matrix, i, tile_number, steps, GROUP: gl.con
     addends, number, out, tile_halves, addend_loaded, scales, factors = results
     left, right, full, empty = pipeline
     factors = factors_of(scales, factors, matrix, SYMMETRIC)
-    buffer, loaded, offset = tile_halves.index(GROUP), addend_loaded.index(GROUP), i * SIDE
+    buffer, loaded = tile_halves.index(GROUP), addend_loaded.index(GROUP)
+    offset = i * SIDE
     if SYMMETRIC == 2:
         tma.store_wait(0)
         load_addend(addends[0], buffer, loaded, matrix, offset, offset, SIDE, 2)

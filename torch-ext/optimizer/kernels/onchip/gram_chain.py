@@ -18,7 +18,7 @@ from ..launch import jit
 from ..launch.jit import blank, filled, look
 from ..launch.replay import knows_triton, lasting, ones
 from ..launch.tile_config import architecture
-from ..matmul.sm90_tma import addressable
+from ..matmul.sm90_tma import is_addressable
 from .sm90_gram_chain import gram_chain_kernel
 
 SIDE = 128  # Rows of a square, of which a Gram matrix has three on and below the diagonal
@@ -63,7 +63,7 @@ def supports(A: torch.Tensor, Q: torch.Tensor, segment: Segment, pair: Pair | No
     if not (supports_interval(segment, pair) and A.shape[1] in SIDES and len(A) >= FROM):
         return False
     on_sm90 = A.dtype == torch.float16 and architecture(A.device.type, A.device.index) == "sm90"
-    return on_sm90 and A.stride(0) >= 3 * SIDE * SIDE and addressable(A, Q) and knows_triton()
+    return on_sm90 and A.stride(0) >= 3 * SIDE * SIDE and is_addressable(A, Q) and knows_triton()
 
 
 def follow(

@@ -215,7 +215,8 @@ def _gram_step(A, Q, tiles, triples, zero, step: gl.constexpr, FIRSTS: gl.conste
     SECOND: gl.constexpr = (FIRSTS << 1 >> step) % 2 == 1
     LAST: gl.constexpr = (FIRSTS >> (step + 1)) % 2 == 1
     # zero hides from the compiler that these are parameters, which each use would load again
-    a, b, c = triples[3 * step] + zero, triples[3 * step + 1] + zero, triples[3 * step + 2] + zero
+    a = triples[3 * step] + zero
+    b, c = triples[3 * step + 1] + zero, triples[3 * step + 2] + zero
     q = triples[0 if FIRST else 3 * step - 3] + zero
     a_tile, q_tile = tiles[0], tiles[2]
     mma: gl.constexpr = A.type.layout
