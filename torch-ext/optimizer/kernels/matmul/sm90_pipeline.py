@@ -336,8 +336,10 @@ def store_tile(sums, out, buffer, mirror_buffer, factors, matrix, row, column, m
 @gluon_jit
 def add_diagonal(sums, factor, row, column):
     """Return sums + factor I; the first element of sums is at (row, column) of the matrix."""
-    r, s = index_grid(sums)
-    return sums + gl.where(row + r == column + s, factor, 0.0)
+    layout: gl.constexpr = sums.type.layout
+    r = row + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
+    s = column + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    return sums + gl.where(r == s, factor, 0.0)
 
 
 @gluon_jit
