@@ -210,7 +210,7 @@ def _add_and_round(sums, code, factor, matrices, kept, staging, staging_loaded, 
     one, other, one_half, other_half = kept
     for k in range(_addend_count(code)):
         source, alpha, beta = _addend_of(code, factor, k)
-        if source == 2:
+        if source == 2:  # KEPT
             slot = gl.where(k == 0, one, other)
             sums = gl.fma(sums, alpha, beta * _load_kept(slot, sums, staging, staging_loaded, ROW,
                                                          GROUP))
@@ -239,8 +239,8 @@ def _load_kept(slot, like, staging, staging_loaded, ROW: gl.constexpr, GROUP: gl
     else:
         row, column = index_grid(like)
         address = row // 16 * 2048 + row % 8 * 128 + column % 8
-        values = gl.load(slot + address + row // 8 % 2 * 1024 + column // 8 * 8 + ROW *
-                         128).to(gl.float32)
+        values = gl.load(slot + address + row // 8 % 2 * 1024 + column // 8 * 8 +
+                         ROW * 128).to(gl.float32)
     return values
 
 
@@ -307,9 +307,9 @@ def _gram(long, squares, matrices, matrix, EARLY: gl.constexpr, GROUP: gl.conste
     mbarrier.wait(done.index(0), 0)
     if scale >= 0:
         factor = scale * scale
-        _write_square(rounded(upper * factor, matrices.dtype), rounded(lower * factor,
-                                                                       matrices.dtype),
-                      matrices.index(GROUP), 0, GROUP, HALF)
+        _write_square(rounded(upper * factor, matrices.dtype),
+                      rounded(lower * factor, matrices.dtype), matrices.index(GROUP), 0, GROUP,
+                      HALF)
     return scale
 
 
@@ -358,8 +358,8 @@ def _write_square(upper, lower, square, mirror, GROUP: gl.constexpr, HALF: gl.co
         if mirror != 0:
             lower_corner = square.slice(HALF, HALF).slice(HALF, HALF, 1)
             barrier()
-            upper, lower_right = _mirrored(upper, upper_corner), _mirrored(lower_right,
-                                                                           lower_corner)
+            upper = _mirrored(upper, upper_corner)
+            lower_right = _mirrored(lower_right, lower_corner)
             barrier()
             upper_corner.store(upper)
             lower_corner.store(lower_right)
