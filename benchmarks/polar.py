@@ -256,7 +256,7 @@ def algorithm(polar, name, X, steps) -> str:
     if not name.startswith("ours"):
         return "standard"
     on_chip = module(polar, ".kernels.onchip.polar")
-    if on_chip.fits(X if X.shape[1] == n else X.mT, torch.float16) and not steps.aol:
+    if on_chip.supports(X if X.shape[1] == n else X.mT, torch.float16) and not steps.aol:
         return "on chip"
     return "standard" if polar.longest(n, m, steps) == 1 else "gram"
 

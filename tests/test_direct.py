@@ -119,7 +119,7 @@ def test_rows_have_to_begin_at_multiples_of_16_bytes(part):
 def test_an_iteration_of_splits_and_stacks_together(part, path, device, small_tiles, name, monkeypatch):
     """Matrices of one short side share launches, whole or not; read here, written there."""
     polar, steps = part("newton_schulz.orthogonalize"), part("newton_schulz.orthogonalize").steps_of(name)
-    monkeypatch.setattr(part("kernels.onchip.polar"), "fits", lambda U, dtype: False)  # no Split would come there
+    monkeypatch.setattr(part("kernels.onchip.polar"), "supports", lambda U, dtype: False)  # no Split would come there
     forget(polar, monkeypatch)
     shapes = SHAPES if device.type == "cpu" else SUMMED
     Us = [torch.randn(3, *shape, device=device).to(F16) for shape in shapes[:3]]

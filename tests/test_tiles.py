@@ -66,14 +66,14 @@ def test_every_kernel_compiles(tmp_path, sizes):
         if (arch, sizes) == ("sm90", "even"):  # rows of a multiple of 8 or 4 elements are read in one piece, too
             at_once = found["cast_bytes"]
             assert at_once.items() >= {"4": 8, "8": 16, "16": 16}.items() and at_once["1"] < 8
-            by_tma = "single_kernel pingpong_kernel cooperative_kernel raw_kernel _tma_kernel".split()
-            early = by_tma + "resident_kernel _cast_kernel _norm_kernel _raw_norm_kernel".split()
+            by_tma = "one_tile_kernel pingpong_kernel cooperative_kernel mixed_input_kernel _tma_kernel".split()
+            early = by_tma + "gram_chain_kernel _cast_kernel _norm_kernel _raw_norm_kernel".split()
             assert all(map(found["waits"].get, early)), "launched programmatically, and does not wait"
-            assert found["reads_first"]["resident_kernel"], "the next kernel would hold processors all the time"
+            assert found["reads_first"]["gram_chain_kernel"], "the next kernel would hold processors all the time"
             assert set(found["serialized"]) == {"hasty_kernel"}, "products wait for each other"
             if importlib.metadata.version("triton").startswith("3.6."):  # others spill more
-                spilled, most = found["spilled"], {"_chain_kernel": 160}
-                known = [*by_tma, "resident_kernel", *most]
+                spilled, most = found["spilled"], {"_polar_kernel": 160}
+                known = [*by_tma, "gram_chain_kernel", *most]
                 assert all(spilled[name] <= most.get(name, 0) for name in known), "it comes back from L2"
 
 

@@ -224,7 +224,7 @@ def _make_known(key, pairs, options, memory, alone) -> CallSignature:
         pairs[0][0].device, lambda: _launch(pairs, options, memory), likely
     )
     chips, stacks, own = _sorted(pairs, options)
-    room = max((polar.takes(U, own, len(options[0].triples)) for U, _ in chips), default=0)
+    room = max((polar.scratch_bytes(U, own, len(options[0].triples)) for U, _ in chips), default=0)
     return _remember(key, CallSignature((*most_of(stacks, own.itemsize), room)))
 
 
@@ -244,7 +244,7 @@ def _launch_akin(U, options):
     n, own = min(R, C), products_dtype(dtype, U.device)
     stacks = [U, U.view(N, C, R)]
     # Rows that lie in each other, for nobody reads them
-    if R == C > polar.LARGEST and U.nbytes <= AKIN:
+    if R == C > polar.MAX_SHORT_SIDE and U.nbytes <= AKIN:
         stacks += [U.as_strided((N, *sides), (0, 16, 1)) for sides in ((n, 4 * n), (4 * n, n))]
     for stack in stacks:
         for most in {longest(n, n, steps, own), longest(n, 4 * n, steps, own)}:
@@ -275,7 +275,7 @@ def _sorted(pairs, options, most=None):
         if U.shape[1] > U.shape[2]:
             U, out = U.mT, out.mT
         n, m = U.shape[1:]
-        if polar.fits(U, own) and not steps.aol:
+        if polar.supports(U, own) and not steps.aol:
             chips.append((U, out))
         else:
             on_cpu = U.device.type == "cpu" and own == torch.float32 and not use_triton(U.device)
