@@ -70,10 +70,10 @@ def test_what_was_recorded_is_played(tape, more):
         done.append("work")
         tape.note(kernel, 3, (Descriptor(memory), memory[2:], forever, 0.5, None, tensor, Descriptor(tensor)))
 
-    tape.play("kind", [memory], [mine], lambda: work(mine))
+    tape.replay_or_record("kind", [memory], [mine], lambda: work(mine))
     assert done == ["work"] and not calls
     other = torch.ones(4)
-    tape.play("kind", [memory], [other], lambda: work(other))
+    tape.replay_or_record("kind", [memory], [other], lambda: work(other))
     assert done == ["work"]
     (call,) = calls
     assert call[:5] == (3, 1, 1, 5, 7) and call[7 if more else 9] == (4, 1)
@@ -90,7 +90,7 @@ def test_what_launchers_are_given_follows_tensors_and_the_stream(tape, monkeypat
     kernel = Kernel(calls)
     monkeypatch.setattr(tape, "_stream", lambda device: next(streams))
     for tensor in (tensors[0], *tensors, tensors[0], tensors[0], *tensors):
-        tape.play("kind", [memory], [tensor], functools.partial(tape.note, kernel, 1, (memory, tensor)))
+        tape.replay_or_record("kind", [memory], [tensor], functools.partial(tape.note, kernel, 1, (memory, tensor)))
     starts = [t.data_ptr() for t in tensors]
     expected = [(5, starts[0]), (5, starts[1]), (5, starts[0]), (6, starts[0]), (6, starts[0]), (5, starts[1])]
     assert [(call[3], call[-1]) for call in calls] == expected
@@ -102,7 +102,7 @@ def test_a_thread_that_plays_the_same_tape_for_others_changes_nothing(tape):
     kernel = Kernel(calls)
 
     def play(tensor):
-        tape.play("kind", [], [tensor], functools.partial(tape.note, kernel, 1, (tensor,)))
+        tape.replay_or_record("kind", [], [tensor], functools.partial(tape.note, kernel, 1, (tensor,)))
 
     play(tensors[0])
     recorded = next(iter(tape._tapes.values()))
@@ -129,19 +129,19 @@ def test_other_memory_another_kind_and_other_sharing_are_recorded_anew(tape):
     for memory in memories * 2:
         for kind in "ab" * 2:
             for together in (tensors, tensors[:1] * 2, tensors[1:] * 2):
-                tape.play(kind, [memory], together, functools.partial(work, memory))
+                tape.replay_or_record(kind, [memory], together, functools.partial(work, memory))
     assert len(done) == 8
 
 
 def test_nothing_is_kept_alive_and_not_too_much_is_kept(tape):
     pair = [torch.zeros(8), torch.zeros(8)]
     gone, start = list(map(weakref.ref, pair)), pair[0].data_ptr()
-    tape.play("kind", pair[:1], pair[1:], lambda: tape.note(Kernel([]), 1, (*pair, Descriptor(pair[0]))))
+    tape.replay_or_record("kind", pair[:1], pair[1:], lambda: tape.note(Kernel([]), 1, (*pair, Descriptor(pair[0]))))
     pair.clear()
     assert [ref() for ref in gone] == [None, None] and any(key[2] == (start,) for key in tape._tapes)
     memory, kernel = torch.zeros(8), Kernel([])
     for kind in range(2 * tape.TAPES):
-        tape.play(kind, [memory], [], lambda: tape.note(kernel, 1, (memory,)))
+        tape.replay_or_record(kind, [memory], [], lambda: tape.note(kernel, 1, (memory,)))
     assert len(tape._tapes) == tape.TAPES
 
 
@@ -154,7 +154,7 @@ def test_a_tape_that_another_thread_drops_is_played_to_its_end(tape, monkeypatch
     kernel = Kernel(calls)
     monkeypatch.setattr(tape, "_tapes", Shared())
     for _ in range(2):
-        tape.play("kind", [memory], [], lambda: tape.note(kernel, 1, (memory,)))
+        tape.replay_or_record("kind", [memory], [], lambda: tape.note(kernel, 1, (memory,)))
     assert len(calls) == 1
 
 
@@ -162,7 +162,7 @@ def test_work_without_launches_is_done_again(tape):
     """A rehearsal launches nothing; what it leaves out must not be left out for ever."""
     done, memory = [], torch.zeros(8)
     for _ in range(3):
-        tape.play("kind", [memory], [], lambda: done.append(0))
+        tape.replay_or_record("kind", [memory], [], lambda: done.append(0))
     assert len(done) == 3
 
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_called_so_is_done_as_before(tape, kernel):
     """Kernels with scratch memory, another kind of launcher, Triton's interpreter."""
     done, memory = [], torch.zeros(8)
     for _ in range(3):
-        tape.play("kind", [memory], [], lambda: (done.append(0), tape.note(kernel, 1, (memory,))))
+        tape.replay_or_record("kind", [memory], [], lambda: (done.append(0), tape.note(kernel, 1, (memory,))))
     assert len(done) == 3 and not tape._tapes
 
 
@@ -197,7 +197,7 @@ def test_another_triton_is_launched_as_before(tape, monkeypatch):
     done, memory = [], torch.zeros(8)
     monkeypatch.setattr(tape, "knows_triton", lambda: False)
     for _ in range(3):
-        tape.play("kind", [memory], [], lambda: (done.append(0), tape.note(Kernel([]), 1, (memory,))))
+        tape.replay_or_record("kind", [memory], [], lambda: (done.append(0), tape.note(Kernel([]), 1, (memory,))))
     assert len(done) == 3 and not tape._tapes
 
 
@@ -214,7 +214,7 @@ def test_launchers_are_called_as_triton_calls_them(tape, monkeypatch):
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=None))
     launcher(3, 1, 1, 5, kernel.function, kernel.packed_metadata, None, None, None, memory.data_ptr(), 0.5)
     for _ in range(2):
-        tape.play("kind", [memory], [], lambda: tape.note(kernel, 3, (memory, 0.5)))
+        tape.replay_or_record("kind", [memory], [], lambda: tape.note(kernel, 3, (memory, 0.5)))
     assert len(calls) == 2 and calls[0] == calls[1]
 
 
@@ -227,15 +227,15 @@ def test_memory_that_nobody_named_is_not_played(tape):
         tape.note(Kernel([]), 1, (tensor,))
 
     for _ in range(3):
-        tape.play("kind", [memory], [], lambda: work(torch.zeros(3)))
-        tape.play("view", [memory], [memory], lambda: work(torch.zeros(3)))
+        tape.replay_or_record("kind", [memory], [], lambda: work(torch.zeros(3)))
+        tape.replay_or_record("view", [memory], [memory], lambda: work(torch.zeros(3)))
     assert len(done) == 6 and not tape._tapes
 
 
 def test_an_error_ends_the_recording(tape):
     memory = torch.zeros(8)
     with pytest.raises(ZeroDivisionError):
-        tape.play("kind", [memory], [], lambda: 1 / 0)
+        tape.replay_or_record("kind", [memory], [], lambda: 1 / 0)
     tape.note(None, 1, ())
     assert tape._local.tape is None and not tape._tapes
 
@@ -249,13 +249,13 @@ def test_a_profiler_of_triton_hears_of_launches(tape):
         done.append(0)
         tape.note(kernel, 1, (memory,))
 
-    tape.play("kind", [memory], [], work)
+    tape.replay_or_record("kind", [memory], [], work)
     knobs.runtime.launch_enter_hook.add(print)
     try:
-        tape.play("kind", [memory], [], work)
+        tape.replay_or_record("kind", [memory], [], work)
     finally:
         knobs.runtime.launch_enter_hook.remove(print)
-    tape.play("kind", [memory], [], work)
+    tape.replay_or_record("kind", [memory], [], work)
     assert len(done) == 2
 
 

@@ -425,8 +425,7 @@ def _warn_of_gradients(differ: list[Copied], ranks: list[int]) -> None:
 
 
 def _warn_of_order(copied: list[Copied], ranks: list[int]) -> None:
-    """Warn of parameters of one form without names that no rank could tell apart in another order.
-    """
+    """Warn of parameters of one form without names that no rank could tell apart in another order."""
     forms, names = defaultdict(list), []
     for c in copied:
         if c.travels:

@@ -1,5 +1,4 @@
-"""The process group of each set of ranks. Creates missing groups; issues no collective of a step.
-"""
+"""The process group of each set of ranks. Creates missing groups; issues no collective of a step."""
 
 from __future__ import annotations
 

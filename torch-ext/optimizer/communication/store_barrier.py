@@ -113,8 +113,7 @@ def _bound_seconds(group: dist.ProcessGroup) -> float:
 
 
 def _shared_store(group: dist.ProcessGroup) -> dist.Store | None:
-    """The store of a group with a prefix for these rounds; None where no other process reaches one.
-    """
+    """The store of a group with a prefix for these rounds; None where no other process reaches one."""
     if group.size() == 1:
         return None
     store = None

@@ -60,8 +60,7 @@ class Stopwatch:
         return [(_Timed(route, number, self), hp) for number, (route, hp) in enumerate(jobs)]
 
     def spans(self) -> list[TimelineSpan]:
-        """What was measured; waits for the device. The wire's part lasts until its bucket goes on.
-        """
+        """What was measured; waits for the device. The wire's part lasts until its bucket goes on."""
         if self.cuda:
             torch.cuda.synchronize()
         stories, found = {}, []

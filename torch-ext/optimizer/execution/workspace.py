@@ -1,5 +1,4 @@
-"""Memory that buckets share, and the stacks of matrices in it that Newton-Schulz reads and writes.
-"""
+"""Memory that buckets share, and the stacks of matrices in it that Newton-Schulz reads and writes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Backend selection (Triton or torch), device properties, and the environment variables of kernels.
-"""
+"""Backend selection (Triton or torch), device properties, and the environment variables of kernels."""
 
 from __future__ import annotations
 

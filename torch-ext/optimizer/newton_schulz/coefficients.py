@@ -20,8 +20,7 @@ from ..params.errors import shortened
 
 
 class Pair(NamedTuple):
-    """The factors of each product, of its addends in the order A, S, C, and of I, if it has that.
-    """
+    """The factors of each product, of its addends in the order A, S, C, and of I, if it has that."""
 
     S: tuple[float, float]  # A A, A
     C: tuple[float, float, float]  # A S, A, S

@@ -86,8 +86,7 @@ ASKED = (
 
 
 def _plain_thread() -> int | None:
-    """The dispatcher's keys in a thread where nobody listens; None where this torch does not say.
-    """
+    """The dispatcher's keys in a thread where nobody listens; None where this torch does not say."""
     if not all(hasattr(torch._C, name) for name in ASKED):
         return None
     keys = torch._C.DispatchKey

@@ -79,8 +79,7 @@ def iterate_all(stacks, steps, eps: float, dtype: torch.dtype, memory=None) -> N
 
 
 def _divided(stacks, dtype, memory):
-    """The part of `memory` for each of `stacks`; None if it is not enough for all of them together.
-    """
+    """The part of `memory` for each of `stacks`; None if it is not enough for all of them together."""
     sizes = list(zip(*(_needs(members, dtype.itemsize, most) for members, most in stacks)))
     if (
         memory is None

@@ -13,7 +13,7 @@ from ..kernels.backend import capturing, use_triton
 from ..kernels.elementwise.row_scattered import ScatteredRows, memory_of
 from ..kernels.launch import precompile
 from ..kernels.launch.jit import here, look
-from ..kernels.launch.replay import play, replay
+from ..kernels.launch.replay import replay, replay_or_record
 from ..kernels.launch.tile_config import forced
 from ..kernels.onchip import polar
 from ..params.errors import shortened
@@ -167,7 +167,11 @@ def _polar(tensors, pairs, options, memory=None, alone=False):
         *own, room = new[0].split(sizes) if new else [None] * len(sizes)
         _launch(pairs(), options, memory or own, room)
 
-    return kind if play(kind, (*(memory or ()), *new), [*map(memory_of, tensors)], launch) else None
+    return (
+        kind
+        if replay_or_record(kind, (*(memory or ()), *new), [*map(memory_of, tensors)], launch)
+        else None
+    )
 
 
 def _room(sizes, device) -> tuple:

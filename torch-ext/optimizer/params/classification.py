@@ -18,7 +18,11 @@ from .model_structure import NORM, Place, Structure, _own_parameters, _upwards, 
 
 # Parts of a split, in the order of the groups.
 MUON, EMBEDDINGS, HEADS, OTHER, NO_DECAY = PARTS = (
-    "muon", "embeddings", "heads", "other", "no_decay"
+    "muon",
+    "embeddings",
+    "heads",
+    "other",
+    "no_decay",
 )
 
 # fmt: off

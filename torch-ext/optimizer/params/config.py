@@ -18,8 +18,7 @@ NONFINITE = ("propagate", "skip", "raise")
 
 @dataclass(frozen=True)
 class MuonConfig:
-    """What holds for the whole optimizer: the keyword arguments of `Muon` that no group can change.
-    """
+    """What holds for the whole optimizer: the keyword arguments of `Muon` that no group can change."""
 
     process_group: object = None
     grads_are_reduced: bool = True

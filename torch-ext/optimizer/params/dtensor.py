@@ -68,8 +68,7 @@ def mismatched_placements(params) -> dict:
 
 
 def form_of(param) -> tuple:
-    """What a plan depends on besides the parameter itself: other memory may come with another form.
-    """
+    """What a plan depends on besides the parameter itself: other memory may come with another form."""
     return param.shape, param.dtype, param.device, param._spec if is_dtensor(param) else None
 
 

@@ -47,8 +47,7 @@ def names_in(group) -> dict:
 
 
 def in_group(number, group):
-    """A context in which errors say of which group they are, by its number and its first parameter.
-    """
+    """A context in which errors say of which group they are, by its number and its first parameter."""
     entries, first = group.get("params"), ""
     if isinstance(entries, (list, tuple)) and entries:
         named = isinstance(entries[0], tuple) and entries[0] and isinstance(entries[0][0], str)

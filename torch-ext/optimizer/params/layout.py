@@ -45,8 +45,7 @@ class Layout:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A text that differs where two ranks' layouts do; thousands of boxes are written out once.
-        """
+        """A text that differs where two ranks' layouts do; thousands of boxes are written out once."""
         boxes = [(rank, self.boxes[rank]) for rank in self.ranks]
         text = repr((self.shape, self.copies, boxes, self.interleaved))
         return hashlib.sha256(text.encode()).hexdigest()

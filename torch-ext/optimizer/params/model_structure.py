@@ -117,8 +117,7 @@ class Structure:
         )
 
     def _is_model(self, path: str) -> bool:
-        """Whether a module has lists of layers, and is neither such a list nor one of its layers.
-        """
+        """Whether a module has lists of layers, and is neither such a list nor one of its layers."""
         is_list = any(self.repeated.get(child, False) for child in self.children[path])
         return self.has_list(path) and not is_list and not self.repeated.get(path, False)
 

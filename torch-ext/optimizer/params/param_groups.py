@@ -156,8 +156,7 @@ def _group(
 
 
 class Pattern:
-    """One pattern of an argument: whether it matches a parameter, and whether it has matched any.
-    """
+    """One pattern of an argument: whether it matches a parameter, and whether it has matched any."""
 
     def __init__(self, argument: str, given):
         self.argument, self.given, self.found = argument, given, False

@@ -14,8 +14,7 @@ from .cost_model import BucketTimes
 
 @dataclass(frozen=True)
 class Round:
-    """One matrix of every owner that still has one, and what they take of the workspace together.
-    """
+    """One matrix of every owner that still has one, and what they take of the workspace together."""
 
     matrices: tuple
     taken: Counter

@@ -313,8 +313,7 @@ def chunks_along_backward(shapes, ranks, terms, latency) -> list[Bucket]:
 
 
 def chunks_along_forward(shapes, ranks, terms, latency, rank_bytes) -> list[Bucket]:
-    """As `plan_chunks`, in buckets that land one after another during forward; see `along_forward`.
-    """
+    """As `plan_chunks`, in buckets that land one after another during forward; see `along_forward`."""
     room = min(rank_bytes, _room_of_part(shapes, ranks, terms, latency))
     return plan_chunks(shapes, ranks, room, terms)
 

@@ -208,8 +208,7 @@ class BackwardOverlap:
 
 
 class Sent:
-    """What one bucket has taken along: its gradients as they were, and what it read of its group.
-    """
+    """What one bucket has taken along: its gradients as they were, and what it read of its group."""
 
     def __init__(self, hp, params):
         self.hp, self.params, self.gradients = hp, params, [p.grad for p in params]

@@ -200,8 +200,7 @@ class ForwardOverlap:
         self.follow((), ())
 
     def __del__(self, suppress=contextlib.suppress):
-        """Nobody waits any more for what an optimizer that goes has launched: now it is waited for.
-        """
+        """Nobody waits any more for what an optimizer that goes has launched: now it is waited for."""
         with suppress(Exception):  # the process may be at its end, and this module's names gone
             self.wait()
 

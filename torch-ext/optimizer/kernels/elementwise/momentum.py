@@ -14,8 +14,7 @@ tl = None  # Triton's language, put here by jit
 
 
 class Pack:
-    """M <- mu M + (1 - mu) G, and U <- (1 - mu) G + mu M (Nesterov) or M, over lists of rectangles.
-    """
+    """M <- mu M + (1 - mu) G, and U <- (1 - mu) G + mu M (Nesterov) or M, over lists of rectangles."""
 
     def __init__(
         self,
@@ -80,8 +79,7 @@ def moved(tensors, sources, M, skip):
 
 
 def pack_torch(M, U, G, weight, nesterov, moves=True):
-    """Compute `Pack` rectangle by rectangle, in the form x + (1 - mu)(g - x), as torch's lerp does.
-    """
+    """Compute `Pack` rectangle by rectangle, in the form x + (1 - mu)(g - x), as torch's lerp does."""
     for m, u, g in zip(M, U, G):
         new = nearer(m, g, weight)
         if moves:

@@ -140,8 +140,7 @@ def _launch(types, aligned, group, device):
 
 
 def run(kernel, launch: Launch, *arguments, **constants):
-    """Launch a kernel over a table; products and sums are rounded one by one, as torch rounds them.
-    """
+    """Launch a kernel over a table; products and sums are rounded one by one, as torch rounds them."""
     types = {f"TYPE_{i}": typed(t) for i, t in enumerate(launch.types)}
     kernel[(len(launch.blocks),)](
         launch.records,
@@ -159,8 +158,7 @@ def run(kernel, launch: Launch, *arguments, **constants):
 
 @jit
 def locate(records, blocks, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return this program's record, the rows and columns of its elements, and which of them exist.
-    """
+    """Return this program's record, the rows and columns of its elements, and which of them exist."""
     block = blocks + tl.program_id(0).to(tl.int64) * 2
     record = records + tl.load(block) * FIELDS
     first = tl.load(block + 1)

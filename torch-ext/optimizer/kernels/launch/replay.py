@@ -35,7 +35,7 @@ class _Tape:
         return last[2]
 
 
-def play(
+def replay_or_record(
     kind: Hashable,
     memory: Sequence[torch.Tensor],
     tensors: Sequence[torch.Tensor],
