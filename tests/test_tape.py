@@ -68,7 +68,7 @@ def test_what_was_recorded_is_played(tape, more):
 
     def work(tensor):
         done.append("work")
-        tape.note(kernel, 3, (Descriptor(memory), memory[2:], forever, 0.5, None, tensor, Descriptor(tensor)))
+        tape.record(kernel, 3, (Descriptor(memory), memory[2:], forever, 0.5, None, tensor, Descriptor(tensor)))
 
     tape.replay_or_record("kind", [memory], [mine], lambda: work(mine))
     assert done == ["work"] and not calls
@@ -90,7 +90,7 @@ def test_what_launchers_are_given_follows_tensors_and_the_stream(tape, monkeypat
     kernel = Kernel(calls)
     monkeypatch.setattr(tape, "_stream", lambda device: next(streams))
     for tensor in (tensors[0], *tensors, tensors[0], tensors[0], *tensors):
-        tape.replay_or_record("kind", [memory], [tensor], functools.partial(tape.note, kernel, 1, (memory, tensor)))
+        tape.replay_or_record("kind", [memory], [tensor], functools.partial(tape.record, kernel, 1, (memory, tensor)))
     starts = [t.data_ptr() for t in tensors]
     expected = [(5, starts[0]), (5, starts[1]), (5, starts[0]), (6, starts[0]), (6, starts[0]), (5, starts[1])]
     assert [(call[3], call[-1]) for call in calls] == expected
@@ -102,7 +102,7 @@ def test_a_thread_that_plays_the_same_tape_for_others_changes_nothing(tape):
     kernel = Kernel(calls)
 
     def play(tensor):
-        tape.replay_or_record("kind", [], [tensor], functools.partial(tape.note, kernel, 1, (tensor,)))
+        tape.replay_or_record("kind", [], [tensor], functools.partial(tape.record, kernel, 1, (tensor,)))
 
     play(tensors[0])
     recorded = next(iter(tape._tapes.values()))
@@ -124,7 +124,7 @@ def test_other_memory_another_kind_and_other_sharing_are_recorded_anew(tape):
 
     def work(memory):
         done.append(0)
-        tape.note(Kernel([]), 1, (memory,))
+        tape.record(Kernel([]), 1, (memory,))
 
     for memory in memories * 2:
         for kind in "ab" * 2:
@@ -136,12 +136,12 @@ def test_other_memory_another_kind_and_other_sharing_are_recorded_anew(tape):
 def test_nothing_is_kept_alive_and_not_too_much_is_kept(tape):
     pair = [torch.zeros(8), torch.zeros(8)]
     gone, start = list(map(weakref.ref, pair)), pair[0].data_ptr()
-    tape.replay_or_record("kind", pair[:1], pair[1:], lambda: tape.note(Kernel([]), 1, (*pair, Descriptor(pair[0]))))
+    tape.replay_or_record("kind", pair[:1], pair[1:], lambda: tape.record(Kernel([]), 1, (*pair, Descriptor(pair[0]))))
     pair.clear()
     assert [ref() for ref in gone] == [None, None] and any(key[2] == (start,) for key in tape._tapes)
     memory, kernel = torch.zeros(8), Kernel([])
     for kind in range(2 * tape.TAPES):
-        tape.replay_or_record(kind, [memory], [], lambda: tape.note(kernel, 1, (memory,)))
+        tape.replay_or_record(kind, [memory], [], lambda: tape.record(kernel, 1, (memory,)))
     assert len(tape._tapes) == tape.TAPES
 
 
@@ -154,7 +154,7 @@ def test_a_tape_that_another_thread_drops_is_played_to_its_end(tape, monkeypatch
     kernel = Kernel(calls)
     monkeypatch.setattr(tape, "_tapes", Shared())
     for _ in range(2):
-        tape.replay_or_record("kind", [memory], [], lambda: tape.note(kernel, 1, (memory,)))
+        tape.replay_or_record("kind", [memory], [], lambda: tape.record(kernel, 1, (memory,)))
     assert len(calls) == 1
 
 
@@ -172,7 +172,7 @@ def test_from_the_third_call_on_nothing_is_looked_at(tape, part, optimizer, monk
     polar, calls, looked = part("newton_schulz.orthogonalize"), [], []
     paths.forget(polar, monkeypatch)
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
-    monkeypatch.setattr(polar, "_launch", lambda pairs, *_: tape.note(Kernel(calls), 1, pairs[0]))
+    monkeypatch.setattr(polar, "_launch", lambda pairs, *_: tape.record(Kernel(calls), 1, pairs[0]))
     monkeypatch.setattr(polar, "check", lambda *_: looked.append(1))
     polar_of = functools.partial(optimizer.orthogonalize, dtype=torch.float16)  # so small, it takes no memory
     X, apart = torch.randn(2, 3, 8, 32), torch.randn(3, 2, 8, 32).transpose(0, 1)
@@ -189,7 +189,7 @@ def test_what_cannot_be_called_so_is_done_as_before(tape, kernel):
     """Kernels with scratch memory, another kind of launcher, Triton's interpreter."""
     done, memory = [], torch.zeros(8)
     for _ in range(3):
-        tape.replay_or_record("kind", [memory], [], lambda: (done.append(0), tape.note(kernel, 1, (memory,))))
+        tape.replay_or_record("kind", [memory], [], lambda: (done.append(0), tape.record(kernel, 1, (memory,))))
     assert len(done) == 3 and not tape._tapes
 
 
@@ -197,7 +197,7 @@ def test_another_triton_is_launched_as_before(tape, monkeypatch):
     done, memory = [], torch.zeros(8)
     monkeypatch.setattr(tape, "knows_triton", lambda: False)
     for _ in range(3):
-        tape.replay_or_record("kind", [memory], [], lambda: (done.append(0), tape.note(Kernel([]), 1, (memory,))))
+        tape.replay_or_record("kind", [memory], [], lambda: (done.append(0), tape.record(Kernel([]), 1, (memory,))))
     assert len(done) == 3 and not tape._tapes
 
 
@@ -214,7 +214,7 @@ def test_launchers_are_called_as_triton_calls_them(tape, monkeypatch):
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=None))
     launcher(3, 1, 1, 5, kernel.function, kernel.packed_metadata, None, None, None, memory.data_ptr(), 0.5)
     for _ in range(2):
-        tape.replay_or_record("kind", [memory], [], lambda: tape.note(kernel, 3, (memory, 0.5)))
+        tape.replay_or_record("kind", [memory], [], lambda: tape.record(kernel, 3, (memory, 0.5)))
     assert len(calls) == 2 and calls[0] == calls[1]
 
 
@@ -224,7 +224,7 @@ def test_memory_that_nobody_named_is_not_played(tape):
 
     def work(tensor):
         done.append("work")
-        tape.note(Kernel([]), 1, (tensor,))
+        tape.record(Kernel([]), 1, (tensor,))
 
     for _ in range(3):
         tape.replay_or_record("kind", [memory], [], lambda: work(torch.zeros(3)))
@@ -236,7 +236,7 @@ def test_an_error_ends_the_recording(tape):
     memory = torch.zeros(8)
     with pytest.raises(ZeroDivisionError):
         tape.replay_or_record("kind", [memory], [], lambda: 1 / 0)
-    tape.note(None, 1, ())
+    tape.record(None, 1, ())
     assert tape._local.tape is None and not tape._tapes
 
 
@@ -247,7 +247,7 @@ def test_a_profiler_of_triton_hears_of_launches(tape):
 
     def work():
         done.append(0)
-        tape.note(kernel, 1, (memory,))
+        tape.record(kernel, 1, (memory,))
 
     tape.replay_or_record("kind", [memory], [], work)
     knobs.runtime.launch_enter_hook.add(print)

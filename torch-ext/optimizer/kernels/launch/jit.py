@@ -102,7 +102,7 @@ class jit:
             self[programs, 1, 1](*arguments, **options)
         else:
             compiled[programs, 1, 1](*arguments)
-        replay.note(compiled, programs, arguments)
+        replay.record(compiled, programs, arguments)
 
     def _ready(self, *arguments, **options):
         """Return the compiled kernel with its launcher and its binary loaded; None in the

@@ -51,7 +51,7 @@ def replay_or_record(
     played = replay(kind, memory, tensors)
     if not played:
         starts = _starts(tensors)
-        _record(_key(kind, memory, tensors, starts), memory, starts, work)
+        _record_launches(_key(kind, memory, tensors, starts), memory, starts, work)
     return played
 
 
@@ -127,14 +127,14 @@ def _ones(count, device):
     return lasting(torch.ones(count, dtype=torch.float32, device="cpu"), device)
 
 
-def note(compiled, programs: int, arguments) -> None:
+def record(compiled, programs: int, arguments) -> None:
     """A kernel was launched: put it on the tape, if one is recorded in this thread."""
     tape = getattr(_local, "tape", None)
     if tape is not None:
         tape.append(_call(compiled, programs, arguments, *_local.memory))
 
 
-def _record(key, memory, starts, work):
+def _record_launches(key, memory, starts, work):
     _local.tape = []
     _local.memory = [range(m.data_ptr(), m.data_ptr() + m.nbytes) for m in memory], starts
     try:
