@@ -140,7 +140,7 @@ class _Pool(ThreadPoolExecutor):
         by then finds the rest done, or waits for it.
         """
         kernels = [kernel[1:] for kernel in sorted(self.handed_over, key=lambda kernel: kernel[0])]
-        number, count = place()
+        number, count = local_rank_and_count()
         own, others = (
             kernels[number::count],
             [kernel for i, kernel in enumerate(kernels) if i % count != number],
@@ -159,7 +159,7 @@ class _Pool(ThreadPoolExecutor):
 
     def _fulfil(self, compile_kernel, future):
         try:
-            with alone(getattr(future, "_key", None)):  # Triton's own
+            with compile_lock(getattr(future, "_key", None)):  # Triton's own
                 kernel = self._make_ready(compile_kernel)
         except BaseException as error:
             future.set_exception(error)
@@ -201,7 +201,7 @@ FLOCK = "hhqqi0q"
 _stuck: set[int] = set()
 
 
-def place() -> tuple[int, int]:
+def local_rank_and_count() -> tuple[int, int]:
     """The number of this process among those of its job on this machine, and how many there are, as
     torchrun says.
     """
@@ -211,7 +211,7 @@ def place() -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def alone(key: str | None):
+def compile_lock(key: str | None):
     """Let processes that share a cache do what is inside, for one kernel known by Triton's `key`,
     one after the other. Where that is not possible, or takes too long, they do it all the same.
     """
