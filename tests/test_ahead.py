@@ -346,7 +346,7 @@ def test_a_kind_of_call_is_rehearsed_once_and_never_while_a_graph_is_made(part, 
 def test_nothing_is_rehearsed_inside_a_rehearsal(part, monkeypatch):
     ahead, calls = part("kernels.launch.precompile"), []
     monkeypatch.setattr(ahead, "_is_possible", lambda device: True)
-    monkeypatch.setattr(ahead, "_rehearse", lambda work, _: calls.append(work()))
+    monkeypatch.setattr(ahead, "_dry_run", lambda work, _: calls.append(work()))
     for dry_run in (True, False):
         monkeypatch.setattr(part("kernels.launch.jit").here, "dry_run", dry_run)
         ahead.precompile_kernels(torch.device("cpu"), list)

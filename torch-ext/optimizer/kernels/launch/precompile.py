@@ -69,14 +69,14 @@ def precompile_kernels(
     """
     if _is_possible(device) and not here.dry_run:  # else it is part of a longer rehearsal
         with contextlib.suppress(Exception):
-            _rehearse(work, likely if _processors() >= MANY_PROCESSORS else None)
+            _dry_run(work, likely if _processors() >= MANY_PROCESSORS else None)
 
 
 def _is_possible(device) -> bool:
     return device.type == "cuda" and use_triton(device) and not capturing(device)
 
 
-def _rehearse(work, likely=None) -> None:
+def _dry_run(work, likely=None) -> None:
     import triton
     from triton.runtime import driver
 
