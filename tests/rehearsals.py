@@ -217,7 +217,7 @@ def shares() -> dict:
         ready.append(kernel)
 
     triton.knobs.compilation.listener = listen
-    precompile.begin(torch.device("cpu"))
+    precompile.preload_compiler(torch.device("cpu"))
     precompile._reader().join()
     Path(os.environ["MEET"], os.environ["LOCAL_RANK"]).touch()
     while len(list(Path(os.environ["MEET"]).glob("[01]"))) < 2:

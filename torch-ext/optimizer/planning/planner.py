@@ -93,7 +93,7 @@ class Planner:
                 check_row_state(p, names[p])
         self.device = local_of(params[0]).device
         self.latency = latency_bytes(architecture(self.device.type, self.device.index))
-        precompile.begin(self.device)
+        precompile.preload_compiler(self.device)
         self.process_groups.expect(params, self.process_group)
         if group["use_muon"]:
             return [self._matrices(group, params)]

@@ -30,7 +30,7 @@ _alone = threading.Lock()
 _turn = threading.Lock()
 
 
-def begin(device: torch.device) -> None:
+def preload_compiler(device: torch.device) -> None:
     """Import Triton in a thread, where work on `device` will need it soon, and have it read what
     its cache's keys do: itself, 400 MB. What waits for other ranks meanwhile waits no longer for
     that.
