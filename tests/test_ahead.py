@@ -125,7 +125,7 @@ def test_what_is_akin_to_large_stacks_is_not_longer_than_they_are(part, monkeypa
 
 
 def test_what_takes_long_is_compiled_first_and_each_process_begins_with_its_share(part, monkeypatch):
-    ahead, here, begun = part("kernels.launch.precompile"), part("kernels.launch.jit").here, []
+    ahead, here, begun = part("kernels.launch.precompile"), part("kernels.launch.jit").thread_state, []
     monkeypatch.setattr(ahead._Pool, "_make_ready", lambda pool, number: begun.append(number) or number)
     for place, order in ((None, [1, 3, 5, 0, 2, 4]), ((0, 2), [1, 5, 2, 3, 0, 4]), ((1, 2), [3, 0, 4, 1, 5, 2])):
         for name, value in zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), place or ("", "")):
@@ -308,7 +308,7 @@ def test_launches_say_whether_multiplications_and_additions_are_fused(part, monk
 
     kernel = kernels.jit(lambda: None)
     kernel.made = Made()
-    monkeypatch.setattr(kernels.here, "dry_run", dry_run)
+    monkeypatch.setattr(kernels.thread_state, "dry_run", dry_run)
     kernel[1, 1, 1]()
     kernel[1, 1, 1](enable_fp_fusion=False)
     assert said == [True, False]
@@ -348,7 +348,7 @@ def test_nothing_is_rehearsed_inside_a_rehearsal(part, monkeypatch):
     monkeypatch.setattr(ahead, "_is_possible", lambda device: True)
     monkeypatch.setattr(ahead, "_dry_run", lambda work, _: calls.append(work()))
     for dry_run in (True, False):
-        monkeypatch.setattr(part("kernels.launch.jit").here, "dry_run", dry_run)
+        monkeypatch.setattr(part("kernels.launch.jit").thread_state, "dry_run", dry_run)
         ahead.precompile_kernels(torch.device("cpu"), list)
     assert calls == [[]]
 

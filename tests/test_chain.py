@@ -40,7 +40,7 @@ def chain(part, monkeypatch):
     monkeypatch.setattr(part("kernels.launch.replay"), "_tapes", collections.OrderedDict())
 
     def counted(*arguments):
-        module.taken += [1] * (not kernels.here.dry_run)
+        module.taken += [1] * (not kernels.thread_state.dry_run)
         launch(*arguments)
 
     monkeypatch.setattr(module, "polar", counted)

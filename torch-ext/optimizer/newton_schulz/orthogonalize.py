@@ -12,7 +12,7 @@ import torch
 from ..kernels.backend import capturing, use_triton
 from ..kernels.elementwise.row_scattered import ScatteredRows, memory_of
 from ..kernels.launch import precompile
-from ..kernels.launch.jit import here, look
+from ..kernels.launch.jit import look, thread_state
 from ..kernels.launch.replay import replay, replay_or_record
 from ..kernels.launch.tile_config import forced
 from ..kernels.onchip import polar
@@ -87,7 +87,13 @@ def replay_known(X: torch.Tensor, given: Hashable) -> torch.Tensor | None:
     than a small matrix.
     """
     kind = _kinds.get(_call_key(X, given))
-    if kind is None or here.dry_run or forced() or not use_triton(X.device) or capturing(X.device):
+    if (
+        kind is None
+        or thread_state.dry_run
+        or forced()
+        or not use_triton(X.device)
+        or capturing(X.device)
+    ):
         return None
     out = torch.empty_like(X, memory_format=torch.contiguous_format)
     return out if replay(kind, _room(kind.sizes, X.device), (X, out)) else None
@@ -158,7 +164,7 @@ def _polar(tensors, pairs, options, memory=None, alone=False):
         return _launch(pairs(), options, memory)
     key = options, forced(), alone, look(*tensors[: 1 if alone else None])
     kind = _kinds.get(key) or _make_known(key, pairs(), options, memory, alone)
-    if here.dry_run:
+    if thread_state.dry_run:
         return _launch(pairs(), options, memory)
     sizes = kind.sizes if memory is None else kind.sizes[3:]
     new = _room(sizes, device)

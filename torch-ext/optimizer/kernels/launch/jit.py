@@ -40,7 +40,7 @@ def _is_interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """What is so in this thread; `dry_run`: kernels are not launched, but compiled (precompile.py);
     `slow`: this one takes long.
     """
@@ -48,7 +48,7 @@ class _Here(threading.local):
     dry_run = slow = False
 
 
-here = _Here()
+thread_state = _ThreadState()
 # Held while a thread makes a kernel ready for its first launch, not while it launches
 _compiling = threading.Lock()
 
@@ -78,8 +78,12 @@ class jit:
         """With fused multiply-adds where nothing else is said: what Triton does without a word
         depends on version and environment.
         """
-        made, here.slow = self.make(), self.slow
-        run = functools.partial(made.run, grid=grid, warmup=True) if here.dry_run else made[grid]
+        made, thread_state.slow = self.make(), self.slow
+        run = (
+            functools.partial(made.run, grid=grid, warmup=True)
+            if thread_state.dry_run
+            else made[grid]
+        )
         return functools.partial(run, enable_fp_fusion=True)
 
     def launch(self, programs: int, key, *arguments, **options) -> None:
@@ -91,7 +95,7 @@ class jit:
         not look at that again, which would take longer than a small kernel.
         """
         compiled = self.compiled.get(key)
-        if here.dry_run:
+        if thread_state.dry_run:
             if compiled is None:
                 self[programs, 1, 1](*arguments, **options)
             return

@@ -20,7 +20,7 @@ from concurrent.futures import CancelledError, Future, InvalidStateError, Thread
 import torch
 
 from ..backend import capturing, use_triton
-from .jit import here
+from .jit import thread_state
 
 MOST_THREADS = 16  # of a process
 MANY_PROCESSORS = 8  # from which on kernels are compiled that are not sure to be wanted
@@ -67,7 +67,7 @@ def precompile_kernels(
     is captured, or where this Triton cannot compile in threads. `likely`: what may well follow;
     where there are many processors its kernels are compiled beside the others.
     """
-    if _is_possible(device) and not here.dry_run:  # else it is part of a longer rehearsal
+    if _is_possible(device) and not thread_state.dry_run:  # else it is part of a longer rehearsal
         with contextlib.suppress(Exception):
             _dry_run(work, likely if _processors() >= MANY_PROCESSORS else None)
 
@@ -88,13 +88,13 @@ def _dry_run(work, likely=None) -> None:
     threads = min(MOST_THREADS, _processors())
     pool = _Pool(threads, "compile", gpus.set_device, (number,))  # a new thread is on the first GPU
     with _alone, triton.AsyncCompileMode(pool, ignore_errors=True), pool:
-        here.dry_run = True
+        thread_state.dry_run = True
         try:
             work()
             if likely is not None:
                 likely()
         finally:
-            here.dry_run = False
+            thread_state.dry_run = False
 
 
 def _processors() -> int:
@@ -131,7 +131,7 @@ class _Pool(ThreadPoolExecutor):
     def submit(self, compile_kernel):
         _take_turns(compile_kernel)
         future = Future()
-        self.handed_over.append((not here.slow, compile_kernel, future))
+        self.handed_over.append((not thread_state.slow, compile_kernel, future))
         return future
 
     def start(self) -> None:
