@@ -12,7 +12,7 @@ import torch
 from ..kernels.backend import capturing, use_triton
 from ..kernels.elementwise.row_scattered import ScatteredRows, memory_of
 from ..kernels.launch import precompile
-from ..kernels.launch.jit import look, thread_state
+from ..kernels.launch.jit import launch_key, thread_state
 from ..kernels.launch.replay import replay, replay_or_record
 from ..kernels.launch.tile_config import forced
 from ..kernels.onchip import polar
@@ -162,7 +162,7 @@ def _polar(tensors, pairs, options, memory=None, alone=False):
     # In a graph stacks are side by side, which no tape holds
     if not use_triton(device) or capturing(device):
         return _launch(pairs(), options, memory)
-    key = options, forced(), alone, look(*tensors[: 1 if alone else None])
+    key = options, forced(), alone, launch_key(*tensors[: 1 if alone else None])
     kind = _kinds.get(key) or _make_known(key, pairs(), options, memory, alone)
     if thread_state.dry_run:
         return _launch(pairs(), options, memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..backend import cpu_slices, use_triton
-from ..launch.jit import jit, look
+from ..launch.jit import jit, launch_key
 
 tl = None  # Triton's language, put here by jit
 
@@ -23,7 +23,7 @@ def unit_rows(U: torch.Tensor, Y: torch.Tensor, lengths: torch.Tensor) -> None:
         return unit_rows_torch(U, Y, lengths)
     N, n, m = U.shape
     rows, block = (4, 512) if U.stride(2) <= U.stride(1) else (64, 32)
-    key = look(U, Y, lengths)
+    key = launch_key(U, Y, lengths)
     _lengths_kernel.launch(N * -(-n // rows), key, U, lengths, n, m, U.stride(), rows, block)
     _unit_rows_kernel.launch(
         N * -(-n // TILE) * -(-m // TILE),
@@ -60,7 +60,7 @@ def aol(A: torch.Tensor, lengths: torch.Tensor, scales: torch.Tensor) -> None:
     if not use_triton(A.device):
         return aol_torch(A, lengths, scales)
     N, n, _ = A.shape
-    down, key = -(-n // TILE), look(A, lengths, scales)
+    down, key = -(-n // TILE), launch_key(A, lengths, scales)
     _scales_kernel.launch(N * n, key, A, lengths, scales, n, A.stride(), BLOCK)
     _rescale_kernel.launch(N * down * down, key, A, scales, scales, n, n, A.stride(), TILE)
 
@@ -94,7 +94,7 @@ def scale_columns(P: torch.Tensor, scales: torch.Tensor) -> None:
 
 
 def _scale(X, left, right):
-    (N, n, m), key = X.shape, (left is None, look(X, right if left is None else left))
+    (N, n, m), key = X.shape, (left is None, launch_key(X, right if left is None else left))
     _rescale_kernel.launch(
         N * -(-n // TILE) * -(-m // TILE), key, X, left, right, n, m, X.stride(), TILE
     )

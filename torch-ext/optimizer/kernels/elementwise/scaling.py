@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..backend import cpu_slices, has_pdl, use_triton
-from ..launch.jit import jit, look
+from ..launch.jit import jit, launch_key
 from .row_scattered import ScatteredRows, memory_of, rows_at, strides_of
 
 tl = None  # Triton's language, put here by jit
@@ -84,7 +84,7 @@ def cast_by_tiles(U, X, scratch, form) -> Cast:
     lines, columns = LINES if straight else SQUARE
     parts = -(-R // lines) * -(-C // columns)
     sums, guesses = _room_for_sums(scratch, N, parts, U.device)
-    key, pdl = (LINES, SAMPLE, form, look(U, X)), has_pdl(U.device)
+    key, pdl = (LINES, SAMPLE, form, launch_key(U, X)), has_pdl(U.device)
     constants = lines, columns, _common_power(R, C, U, X), straight
     aim = 1.25 * math.sqrt(R * C)  # norm over mean magnitude, for normal elements
     options = {"num_warps": 4} | ({"launch_pdl": True} if pdl else {})
@@ -398,7 +398,7 @@ def raw_norm(
     shares = min(SHARES, max(1, PROGRAMS // len(U)))
     _raw_norm_kernel.launch(
         len(U) * shares,
-        (cast.key, look(raw, A)),
+        (cast.key, launch_key(raw, A)),
         raw,
         A,
         cast.sums,

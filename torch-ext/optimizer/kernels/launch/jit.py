@@ -147,7 +147,7 @@ def typed(dtype: torch.dtype):
     return getattr(triton.language, str(dtype).rpartition(".")[2])
 
 
-def look(*tensors: torch.Tensor) -> tuple:
+def launch_key(*tensors: torch.Tensor) -> tuple:
     """Return what a kernel's binary knows of tensors, and more: a part of a key for `jit.launch`."""
     return tuple((t.dtype, t.device.index, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors)
 

@@ -11,7 +11,7 @@ import torch
 from ..backend import use_triton
 from ..elementwise.row_scattered import ScatteredRows, memory_of, strides_of
 from ..launch import jit, tile_config
-from ..launch.jit import blank, filled, look
+from ..launch.jit import blank, filled, launch_key
 from ..launch.replay import knows_triton, ones
 from ..launch.tile_config import Tile, architecture
 from ..launch.tile_scheduler import turns
@@ -116,7 +116,7 @@ def linear(A: torch.Tensor, b: float, a: float, out: torch.Tensor) -> torch.Tens
     N, n, _ = A.shape
     _linear_kernel.launch(
         N * (-(-n // SIDE)) ** 2,
-        look(A, out),
+        launch_key(A, out),
         A,
         out,
         n,
@@ -145,7 +145,7 @@ def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0), more=None):
         tile_config.forced(),
         factors[1] != 0.0,
         A is B,
-        look(A, B, out, *(C for C, _ in addends)),
+        launch_key(A, B, out, *(C for C, _ in addends)),
     )
     if more is None:
         more = ones(len(A), A.device)

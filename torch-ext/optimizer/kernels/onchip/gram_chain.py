@@ -10,7 +10,7 @@ import torch
 
 from ..backend import has_pdl
 from ..launch import jit
-from ..launch.jit import blank, filled, look
+from ..launch.jit import blank, filled, launch_key
 from ..launch.replay import knows_triton, lasting, ones
 from ..launch.tile_config import architecture
 from ..matmul.sm90_tma import addressable
@@ -53,7 +53,7 @@ def follow(
     in another dtype than A it was there before the last launch began.
     """
     X, scales = long or (None, None)
-    key = look(A, Z, T, Q, *([] if X is None else [X]))
+    key = launch_key(A, Z, T, Q, *([] if X is None else [X]))
     known = _known.get(key)
     if known is None:
         known = _known[key] = _Launch(A, Z, X)

@@ -10,7 +10,7 @@ import torch
 
 from ..backend import use_triton
 from ..elementwise.scaling import unit_of
-from ..launch.jit import jit, look, typed
+from ..launch.jit import jit, launch_key, typed
 from . import sm90_polar
 
 tl = None  # Triton's language, put here by jit
@@ -85,7 +85,7 @@ def polar(
     if sm90_polar.fits(U, dtype, steps):
         return sm90_polar.polar(U, out, triples, firsts, eps, dtype)
     (N, n, m), ((block, chunk, stages), options) = U.shape, _launch_of(U)
-    key = (dtype, steps, firsts, *look(U, out))
+    key = (dtype, steps, firsts, *launch_key(U, out))
     numbers, constants = (
         (triples, n, m, eps, U.dtype != torch.float16, steps),
         (block, chunk, stages),
@@ -130,7 +130,7 @@ def follow(A: torch.Tensor, Q: torch.Tensor, segment) -> None:
     block, triples = 64 if n <= 64 else 128, tuple(float(x) for triple in segment for x in triple)
     _segment_kernel.launch(
         N,
-        (len(segment), *look(A, Q)),
+        (len(segment), *launch_key(A, Q)),
         A,
         Q,
         A.stride(),
