@@ -417,7 +417,7 @@ def state_of(process: subprocess.Popen) -> str:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who holds a lock")
 def test_a_stopped_process_is_not_waited_for(precompile, holder):
-    """A rank stopped while it compiled held up its precompile for 30 s, and again for each of its kernels."""
+    """A rank stopped while it compiled held up its neighbours for 30 s, and again for each of its kernels."""
     holder.send_signal(signal.SIGSTOP)
     while state_of(holder) != "T":
         pass

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..launch.jit import jit, typed
+from ..launch.jit import jit, triton_dtype
 
 tl = None  # Triton's language, put here by jit
 
@@ -141,7 +141,7 @@ def _launch(types, aligned, group, device):
 
 def run(kernel, launch: Launch, *arguments, **constants):
     """Launch a kernel over a table; products and sums are rounded one by one, as torch rounds them."""
-    types = {f"TYPE_{i}": typed(t) for i, t in enumerate(launch.types)}
+    types = {f"TYPE_{i}": triton_dtype(t) for i, t in enumerate(launch.types)}
     kernel[(len(launch.blocks),)](
         launch.records,
         launch.blocks,

@@ -140,7 +140,7 @@ class jit:
         return triton.jit
 
 
-def typed(dtype: torch.dtype):
+def triton_dtype(dtype: torch.dtype):
     """Return Triton's name of a dtype."""
     import triton.language
 

@@ -10,7 +10,7 @@ import torch
 
 from ..backend import use_triton
 from ..elementwise.scaling import unit_of
-from ..launch.jit import jit, launch_key, typed
+from ..launch.jit import jit, launch_key, triton_dtype
 from . import sm90_polar
 
 tl = None  # Triton's language, put here by jit
@@ -92,7 +92,16 @@ def polar(
     )
     if m <= chunk:
         return _standard_kernel.launch(
-            N, key, U, out, U.stride(), out.stride(), *numbers, *constants, typed(dtype), **options
+            N,
+            key,
+            U,
+            out,
+            U.stride(),
+            out.stride(),
+            *numbers,
+            *constants,
+            triton_dtype(dtype),
+            **options,
         )
     taken = takes(U, dtype, steps)
     memory = (

@@ -7,7 +7,7 @@ import functools
 
 import torch
 
-from ..launch.jit import gluon_jit, launch_key, typed
+from ..launch.jit import gluon_jit, launch_key, triton_dtype
 from ..launch.replay import knows_triton
 from ..launch.tile_config import architecture
 from ..matmul.sm90_pipeline import rounded
@@ -46,7 +46,7 @@ def polar(U: torch.Tensor, out: torch.Tensor, triples: tuple, firsts: int, eps: 
     _chain_kernel.launch(N, (dtype, steps, firsts, *launch_key(U, out)), U, out, U.stride(), out.stride(),
                          triples, n, m, eps, U.dtype != torch.float16, steps, firsts | 1 << steps,
                          turned, *lines, SIDE, WIDTH, pieces, min(KEPT[U.element_size()], pieces),
-                         typed(dtype), num_warps=8)
+                         triton_dtype(dtype), num_warps=8)
 
 
 @functools.cache
