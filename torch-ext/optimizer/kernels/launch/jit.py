@@ -152,7 +152,7 @@ def launch_key(*tensors: torch.Tensor) -> tuple:
     return tuple((t.dtype, t.device.index, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors)
 
 
-def description(tensor, rows, columns):
+def make_descriptor(tensor, rows, columns):
     """A descriptor for boxes of (rows, columns) in one matrix, checked."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -163,13 +163,13 @@ def description(tensor, rows, columns):
     )
 
 
-def blank(descriptor):
+def descriptor_template(descriptor):
     """A descriptor without its tensor."""
     descriptor.base = None
     return descriptor
 
 
-def filled(blank, tensor):
+def with_tensor(blank, tensor):
     """A descriptor of another tensor of the same shape and strides, without the checks."""
     descriptor = object.__new__(type(blank))
     vars(descriptor).update(vars(blank), base=tensor)

@@ -11,7 +11,7 @@ import torch
 from ..backend import use_triton
 from ..elementwise.row_scattered import ScatteredRows, memory_of, strides_of
 from ..launch import jit, tile_config
-from ..launch.jit import blank, filled, launch_key
+from ..launch.jit import descriptor_template, launch_key, with_tensor
 from ..launch.replay import knows_triton, ones
 from ..launch.tile_config import Tile, architecture
 from ..launch.tile_scheduler import turns
@@ -253,7 +253,7 @@ class OfGluon(TmaLaunch):
         self.kernel.launch(
             self.programs,
             self,
-            *map(filled, self.blanks, tensors),
+            *map(with_tensor, self.blanks, tensors),
             self.table,
             direction * self.count,
             *self.numbers,
@@ -290,7 +290,7 @@ class Cooperative(OfGluon):
             *(box if symmetric else box[::-1] for box in right),
         ]
         blanks = zip(self._tensors(A, B, out, addends), boxes + 4 * [(side, side)])
-        self.blanks = [blank(jit.description(t, *box)) for t, box in blanks]
+        self.blanks = [descriptor_template(jit.make_descriptor(t, *box)) for t, box in blanks]
 
     @staticmethod
     def _tensors(A, B, out, addends):
@@ -328,7 +328,7 @@ class Single(OfGluon):
         operands = whole if op == "gram" else 2 * [(tile.inner, tile.inner)]
         boxes = operands + 4 * [(tile.rows, tile.rows)]
         self.blanks = [
-            blank(jit.description(t, *box))
+            descriptor_template(jit.make_descriptor(t, *box))
             for t, box in zip(self._tensors(A, B, out, addends), boxes)
         ]
 
@@ -357,14 +357,17 @@ class Raw(TmaLaunch):
             (tile.inner, half[1]),
             (half[0], half[0]),
         )
-        self.blanks = [blank(jit.description(t, *box)) for t, box in zip((X, A, A, out), boxes)]
+        self.blanks = [
+            descriptor_template(jit.make_descriptor(t, *box))
+            for t, box in zip((X, A, A, out), boxes)
+        ]
         self.pdl = gains_by_pdl("product", A)
 
     def __call__(self, A, X, out, addends, factors, more, direction) -> None:
         raw_kernel.launch(
             self.programs,
             self,
-            *map(filled, self.blanks, (X, A, A, out)),
+            *map(with_tensor, self.blanks, (X, A, A, out)),
             self.order,
             direction * self.count,
             *self.numbers,

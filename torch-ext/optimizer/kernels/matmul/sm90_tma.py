@@ -5,7 +5,7 @@ import torch
 
 from ..backend import has_pdl
 from ..elementwise.row_scattered import ScatteredRows, memory_of, rows_at, strides_of
-from ..launch.jit import blank, description, filled, jit
+from ..launch.jit import descriptor_template, jit, make_descriptor, with_tensor
 from ..launch.tile_config import Tile
 from ..launch.tile_scheduler import turns
 from .sm90_warp_specialized import pingpong_kernel
@@ -68,7 +68,7 @@ class TmaLaunch:
         self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "launch_pdl": self.pdl,
                         "enable_fp_fusion": False}
         if tile.loop == "pingpong":
-            self.kernel, self.strides, describe = pingpong_kernel, (), description
+            self.kernel, self.strides, describe = pingpong_kernel, (), make_descriptor
             self.numbers = *places, inner, len(addends)
             self.constants = SYMMETRY[op], self.turned, several, tile.stages
         else:
@@ -77,26 +77,26 @@ class TmaLaunch:
             self.constants = SYMMETRY[op], self.turned, len(addends), several, tile.loop, self.pdl
         left = (tile.inner, tile.rows) if self.turned else (tile.rows, tile.inner)
         right = (tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns)
-        self.left = blank(describe(A, *left))
-        self.right = blank(describe(B, *right))
+        self.left = descriptor_template(describe(A, *left))
+        self.right = descriptor_template(describe(B, *right))
         beside = [(C, tile.rows, half) for C, _ in addends]
         if wide:
             beside = [(B, tile.inner, tile.columns // 2),
                       (out, tile.rows, tile.columns // 2)][:1 + self.straight]
-        self.beside = [blank(describe(*box)) for box in beside]
-        self.result = blank(describe(out, tile.rows, half)) if self.straight else None
+        self.beside = [descriptor_template(describe(*box)) for box in beside]
+        self.result = descriptor_template(describe(out, tile.rows, half)) if self.straight else None
         halved = _of_halves(A, out, addends) if tile.loop == "pingpong" else ()
-        self.halves = [blank(describe(t, tile.rows // 2, tile.inner)) for t in halved]
+        self.halves = [descriptor_template(describe(t, tile.rows // 2, tile.inner)) for t in halved]
 
     def __call__(self, A, B, out, addends, factors, more, direction) -> None:
         """more, direction: see api.py; a result that need not be whole is so here nevertheless."""
         A, B, out = self._straightened(A, B, out)
-        result = filled(self.result, out) if self.straight else None
+        result = with_tensor(self.result, out) if self.straight else None
         beside = [C for C, _ in addends] or [B, out]
         # What is more is unused
-        beside = [filled(blank, t) for blank, t in zip(self.beside, beside)] + 3 * [result]
-        halves = [filled(blank, t) for blank, t in zip(self.halves, _of_halves(A, out, addends))]
-        self.kernel.launch(self.programs, self, filled(self.left, A), filled(self.right, B),
+        beside = [with_tensor(blank, t) for blank, t in zip(self.beside, beside)] + 3 * [result]
+        halves = [with_tensor(blank, t) for blank, t in zip(self.halves, _of_halves(A, out, addends))]
+        self.kernel.launch(self.programs, self, with_tensor(self.left, A), with_tensor(self.right, B),
                            *beside[:3], result, *halves,
                            *((memory_of(out), *self.strides) if self.strides else ()), self.order,
                            direction * self.count, *self.numbers, self._scales(more),

@@ -10,7 +10,7 @@ import torch
 
 from ..backend import has_pdl
 from ..launch import jit
-from ..launch.jit import blank, filled, launch_key
+from ..launch.jit import descriptor_template, launch_key, with_tensor
 from ..launch.replay import knows_triton, lasting, ones
 from ..launch.tile_config import architecture
 from ..matmul.sm90_tma import addressable
@@ -81,8 +81,8 @@ class _Launch:
             (kept, SIDE // 2),
         ]
         self.blanks = [
-            blank(jit.description(A if X is None else X, 2 * SIDE, STEP)),
-            *(blank(jit.description(t, rows, SIDE)) for t, rows in boxes),
+            descriptor_template(jit.make_descriptor(A if X is None else X, 2 * SIDE, STEP)),
+            *(descriptor_template(jit.make_descriptor(t, rows, SIDE)) for t, rows in boxes),
         ]
         self.pdl, self.apart, self.steps = (
             has_pdl(A.device),
@@ -96,7 +96,7 @@ class _Launch:
         resident_kernel.launch(
             len(A),
             self,
-            *map(filled, self.blanks, (X, A, Z, one, other, one, other)),
+            *map(with_tensor, self.blanks, (X, A, Z, one, other, one, other)),
             one,
             other,
             self.apart,
