@@ -93,7 +93,7 @@ def nearer(m, g, weight):
     return torch.sub(g.float(), wide).mul_(weight).add_(wide)
 
 
-@jit.alike("moves")
+@jit.unspecialized("moves")
 def _pack_kernel(
     records,
     blocks,

@@ -148,7 +148,7 @@ def unit_norm_torch(U, X, scales, eps):
         X[some].copy_(wide / torch.where(norm == 0, 1.0, norm))
 
 
-@jit.alike("parts")
+@jit.unspecialized("parts")
 def _cast_kernel(
     U,
     X,
@@ -274,7 +274,7 @@ def power_of(number):
     return tl.where((number == 0) | (exponent == 255), 1.0, power)
 
 
-@jit.alike("parts", "shares")
+@jit.unspecialized("parts", "shares")
 def _norm_kernel(
     U,
     X,
@@ -437,7 +437,7 @@ def raw_norm_torch(U, X, factors, A, eps):
         A[some][beyond] = (wide @ wide.mT).to(A.dtype)
 
 
-@jit.alike("apart", "parts", "shares", "copied")
+@jit.unspecialized("apart", "parts", "shares", "copied")
 def _raw_norm_kernel(
     U,
     A,

@@ -92,7 +92,7 @@ def update_torch(W, U, scales, lr, keep, skip=None):
         w.copy_(new if skip is None else torch.where(skip.moves(i), new, w.float()))
 
 
-@jit.alike("moves")
+@jit.unspecialized("moves")
 def _update_kernel(
     records,
     blocks,

@@ -68,7 +68,7 @@ class jit:
         self.function, self.numbers, self.made, self.compiled = function, numbers, None, {}
 
     @classmethod
-    def alike(cls, *numbers: str):
+    def unspecialized(cls, *numbers: str):
         """Decorate a kernel whose binary is the same for all values of these integers, also 1 and
         multiples of 16.
         """

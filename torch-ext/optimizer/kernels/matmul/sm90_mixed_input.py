@@ -20,7 +20,7 @@ from .sm90_pipeline import (
 gl = mbarrier = tma = fence = barrier = multiply = multiplied = gdc_wait = None
 
 
-@gluon_jit.alike("count", "whole", "halves", "inner")
+@gluon_jit.unspecialized("count", "whole", "halves", "inner")
 def raw_kernel(x, a, a_half, out, order, count, whole, halves, inner, scales, powers,
                STAGES: gl.constexpr):
     """out = scale A cast(power X), all (N, rows, columns), for symmetric A; tiles (columns of x,

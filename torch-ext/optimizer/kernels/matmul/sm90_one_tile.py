@@ -18,7 +18,7 @@ gl = mbarrier = tma = fence = multiply = multiplied = load_box = gdc_wait = None
 gdc_launch_dependents = None
 
 
-@gluon_jit.alike("count", "inner", "addends", "early", "mirror")
+@gluon_jit.unspecialized("count", "inner", "addends", "early", "mirror")
 def single_kernel(a, b, c, d, e, out, order, count, inner, addends, early, mirror, scales, factors,
                   SYMMETRIC: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
     """out = factors[0] A B + addends + factors[1] I, or A B without addends; names as in gram_sm90.

@@ -129,7 +129,7 @@ def _description(tensor, rows, columns):
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, rows, columns])
 
 
-@jit.alike("count", "whole", "halves")
+@jit.unspecialized("count", "whole", "halves")
 def _tma_kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halves, sizes, scales,
                 factors, SYMMETRIC: tl.constexpr, TURNED: tl.constexpr, ADDENDS: tl.constexpr,
                 DIAGONAL: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr):

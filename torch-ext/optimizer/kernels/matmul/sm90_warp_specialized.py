@@ -17,7 +17,7 @@ from .sm90_pipeline import (
 gl = mbarrier = tma = fence = gdc_wait = None  # Gluon's names, put here by gluon_jit
 
 
-@gluon_jit.alike("count", "whole", "halves", "inner", "addends")
+@gluon_jit.unspecialized("count", "whole", "halves", "inner", "addends")
 def pingpong_kernel(a, b, c, d, e, out, a_half, c_half, d_half, e_half, out_half, order, count,
                     whole, halves, inner, addends, scales, factors, SYMMETRIC: gl.constexpr,
                     TURNED: gl.constexpr, SEVERAL: gl.constexpr, STAGES: gl.constexpr):
@@ -95,7 +95,7 @@ def _pingpong_tile(ring, tensors, factors, room, matrix, i, j, mine, steps, WHO:
              SYMMETRIC, SEVERAL)
 
 
-@gluon_jit.alike("count", "whole", "halves", "inner", "addends")
+@gluon_jit.unspecialized("count", "whole", "halves", "inner", "addends")
 def cooperative_kernel(a, b, b_half, c, d, e, out, order, count, whole, halves, inner, addends,
                        scales, factors, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr,
                        SEVERAL: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_C: gl.constexpr,
