@@ -63,7 +63,7 @@ LATER = {"arg_annotations": "which are constants", "kernel_signature": b"types"}
 
 @pytest.mark.parametrize("more", [{}, LATER], ids=["3.6", "3.7"])
 def test_what_was_recorded_is_played(tape, more):
-    calls, done, memory, forever = [], [], torch.zeros(8), tape.lasting(torch.ones(2), torch.device("cpu"))
+    calls, done, memory, forever = [], [], torch.zeros(8), tape.persistent_copy(torch.ones(2), torch.device("cpu"))
     kernel, mine = Kernel(calls, **more), torch.ones(4)
 
     def work(tensor):

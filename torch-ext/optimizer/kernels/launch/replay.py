@@ -16,7 +16,7 @@ TRITONS = ("3.6.", "3.7.", "3.8.", "3.9.")
 TAPES = 256  # kept, those that were played last
 
 _tapes: OrderedDict = OrderedDict()  # key -> _Tape
-_lasting: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # id -> tensor
+_persistent: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # id -> tensor
 _local = threading.local()
 
 
@@ -106,14 +106,14 @@ def knows_triton() -> bool:
     return triton.__version__.startswith(TRITONS)
 
 
-def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+def persistent_copy(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy on `device` for launches to use, which never changes; a tape may keep it.
 
     Made in a thread of its own: what this one allocates may belong to a graph that is being made.
     """
     with ThreadPoolExecutor(1) as thread:
         tensor = thread.submit(values.to, device, copy=True).result()
-    _lasting[id(tensor)] = tensor
+    _persistent[id(tensor)] = tensor
     return tensor
 
 
@@ -124,7 +124,7 @@ def ones(count: int, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _ones(count, device):
-    return lasting(torch.ones(count, dtype=torch.float32, device="cpu"), device)
+    return persistent_copy(torch.ones(count, dtype=torch.float32, device="cpu"), device)
 
 
 def record(compiled, programs: int, arguments) -> None:
@@ -162,7 +162,7 @@ def _call(compiled, programs, arguments, memory, starts):
             fill, tensor = _address, argument
             if hasattr(argument, "block_shape"):
                 fill, tensor = _Encode(argument, next(forms)), argument.base
-            if not isinstance(tensor, torch.Tensor) or _lasting.get(id(tensor)) is tensor:
+            if not isinstance(tensor, torch.Tensor) or _persistent.get(id(tensor)) is tensor:
                 flat.append(argument)
                 continue
             first = len(flat)

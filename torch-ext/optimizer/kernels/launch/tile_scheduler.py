@@ -56,4 +56,6 @@ def order_of(down, across, ratio, together, paired, device):
             for i, j in tiles
             if i != 2 * j or i not in other.values()
         ]
-    return replay.lasting(torch.tensor(tiles, dtype=torch.int32, device="cpu"), device), len(tiles)
+    return replay.persistent_copy(
+        torch.tensor(tiles, dtype=torch.int32, device="cpu"), device
+    ), len(tiles)

@@ -11,7 +11,7 @@ import torch
 from ..backend import has_pdl
 from ..launch import jit
 from ..launch.jit import descriptor_template, launch_key, with_tensor
-from ..launch.replay import knows_triton, lasting, ones
+from ..launch.replay import knows_triton, ones, persistent_copy
 from ..launch.tile_config import architecture
 from ..matmul.sm90_tma import addressable
 from .sm90_gram_chain import resident_kernel
@@ -119,7 +119,7 @@ def _placed(first, pair, device) -> tuple:
     lives.
     """
     codes, factors, products, keep = _program(first, pair)
-    return lasting(codes, device), lasting(factors, device), products, keep
+    return persistent_copy(codes, device), persistent_copy(factors, device), products, keep
 
 
 def _program(first, pair) -> tuple:
