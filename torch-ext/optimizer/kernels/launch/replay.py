@@ -117,13 +117,13 @@ def persistent_copy(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def ones(count: int, device: torch.device) -> torch.Tensor:
+def unit_scales(count: int, device: torch.device) -> torch.Tensor:
     """Return scales for so many matrices, or more, that have none."""
-    return _ones(1 << count.bit_length(), device)
+    return _unit_scales(1 << count.bit_length(), device)
 
 
 @functools.cache
-def _ones(count, device):
+def _unit_scales(count, device):
     return persistent_copy(torch.ones(count, dtype=torch.float32, device="cpu"), device)
 
 

@@ -12,7 +12,7 @@ from ..backend import use_triton
 from ..elementwise.row_scattered import ScatteredRows, memory_of, strides_of
 from ..launch import jit, tile_config
 from ..launch.jit import descriptor_template, launch_key, with_tensor
-from ..launch.replay import knows_triton, ones
+from ..launch.replay import knows_triton, unit_scales
 from ..launch.tile_config import Tile, architecture
 from ..launch.tile_scheduler import turns
 from . import sm90_tma
@@ -148,7 +148,7 @@ def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0), more=None):
         launch_key(A, B, out, *(C for C, _ in addends)),
     )
     if more is None:
-        more = ones(len(A), A.device)
+        more = unit_scales(len(A), A.device)
     known = _known.get(key)
     if known is None:
         known = _known[key] = _choose(op, A, columns_of_b, out, addends, factors)

@@ -11,7 +11,7 @@ import torch
 from ..backend import has_pdl
 from ..launch import jit
 from ..launch.jit import descriptor_template, launch_key, with_tensor
-from ..launch.replay import knows_triton, ones, persistent_copy
+from ..launch.replay import knows_triton, persistent_copy, unit_scales
 from ..launch.tile_config import architecture
 from ..matmul.sm90_tma import addressable
 from .sm90_gram_chain import resident_kernel
@@ -57,7 +57,7 @@ def follow(
     known = _known.get(key)
     if known is None:
         known = _known[key] = _Launch(A, Z, X)
-    scales = ones(len(A), A.device) if scales is None else scales
+    scales = unit_scales(len(A), A.device) if scales is None else scales
     known((A if X is None else X, A, Z, T, Q), scales, _placed(tuple(segment[:-2]), pair, A.device))
     return Z, Q, T
 
