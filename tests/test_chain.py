@@ -37,7 +37,7 @@ def chain(part, monkeypatch):
         pytest.skip("needs sm90 and the Gluon of Triton 3.6")
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
     launch, module.taken = module.polar, []
-    monkeypatch.setattr(part("kernels.launch.replay"), "_tapes", collections.OrderedDict())
+    monkeypatch.setattr(part("kernels.launch.replay"), "_recordings", collections.OrderedDict())
 
     def counted(*arguments):
         module.taken += [1] * (not kernels.thread_state.dry_run)

@@ -42,7 +42,7 @@ def tape(part, monkeypatch):
     from triton.backends.nvidia import driver
 
     module = part("kernels.launch.replay")
-    monkeypatch.setattr(module, "_tapes", type(module._tapes)())
+    monkeypatch.setattr(module, "_recordings", type(module._recordings)())
     monkeypatch.setattr(module, "_stream", lambda device: 5)
     monkeypatch.setattr(driver, "make_tensordesc_arg", lambda box, form: [(form, box.base.data_ptr()), *box.shape])
     return module
@@ -105,7 +105,7 @@ def test_a_thread_that_plays_the_same_tape_for_others_changes_nothing(tape):
         tape.replay_or_record("kind", [], [tensor], functools.partial(tape.record, kernel, 1, (tensor,)))
 
     play(tensors[0])
-    recorded = next(iter(tape._tapes.values()))
+    recorded = next(iter(tape._recordings.values()))
 
     class Interrupted(type(recorded)):
         """Another thread plays after each time that `last` is set."""
@@ -138,21 +138,21 @@ def test_nothing_is_kept_alive_and_not_too_much_is_kept(tape):
     gone, start = list(map(weakref.ref, pair)), pair[0].data_ptr()
     tape.replay_or_record("kind", pair[:1], pair[1:], lambda: tape.record(Kernel([]), 1, (*pair, Descriptor(pair[0]))))
     pair.clear()
-    assert [ref() for ref in gone] == [None, None] and any(key[2] == (start,) for key in tape._tapes)
+    assert [ref() for ref in gone] == [None, None] and any(key[2] == (start,) for key in tape._recordings)
     memory, kernel = torch.zeros(8), Kernel([])
-    for kind in range(2 * tape.TAPES):
+    for kind in range(2 * tape.MAX_RECORDINGS):
         tape.replay_or_record(kind, [memory], [], lambda: tape.record(kernel, 1, (memory,)))
-    assert len(tape._tapes) == tape.TAPES
+    assert len(tape._recordings) == tape.MAX_RECORDINGS
 
 
 def test_a_tape_that_another_thread_drops_is_played_to_its_end(tape, monkeypatch):
-    class Shared(type(tape._tapes)):
+    class Shared(type(tape._recordings)):
         def get(self, key):
             return self.pop(key, None)
 
     calls, memory = [], torch.zeros(8)
     kernel = Kernel(calls)
-    monkeypatch.setattr(tape, "_tapes", Shared())
+    monkeypatch.setattr(tape, "_recordings", Shared())
     for _ in range(2):
         tape.replay_or_record("kind", [memory], [], lambda: tape.record(kernel, 1, (memory,)))
     assert len(calls) == 1
@@ -190,7 +190,7 @@ def test_what_cannot_be_called_so_is_done_as_before(tape, kernel):
     done, memory = [], torch.zeros(8)
     for _ in range(3):
         tape.replay_or_record("kind", [memory], [], lambda: (done.append(0), tape.record(kernel, 1, (memory,))))
-    assert len(done) == 3 and not tape._tapes
+    assert len(done) == 3 and not tape._recordings
 
 
 def test_another_triton_is_launched_as_before(tape, monkeypatch):
@@ -198,7 +198,7 @@ def test_another_triton_is_launched_as_before(tape, monkeypatch):
     monkeypatch.setattr(tape, "knows_triton", lambda: False)
     for _ in range(3):
         tape.replay_or_record("kind", [memory], [], lambda: (done.append(0), tape.record(Kernel([]), 1, (memory,))))
-    assert len(done) == 3 and not tape._tapes
+    assert len(done) == 3 and not tape._recordings
 
 
 def test_launchers_are_called_as_triton_calls_them(tape, monkeypatch):
@@ -229,7 +229,7 @@ def test_memory_that_nobody_named_is_not_played(tape):
     for _ in range(3):
         tape.replay_or_record("kind", [memory], [], lambda: work(torch.zeros(3)))
         tape.replay_or_record("view", [memory], [memory], lambda: work(torch.zeros(3)))
-    assert len(done) == 6 and not tape._tapes
+    assert len(done) == 6 and not tape._recordings
 
 
 def test_an_error_ends_the_recording(tape):
@@ -237,7 +237,7 @@ def test_an_error_ends_the_recording(tape):
     with pytest.raises(ZeroDivisionError):
         tape.replay_or_record("kind", [memory], [], lambda: 1 / 0)
     tape.record(None, 1, ())
-    assert tape._local.tape is None and not tape._tapes
+    assert tape._thread.recording is None and not tape._recordings
 
 
 def test_a_profiler_of_triton_hears_of_launches(tape):
@@ -267,12 +267,12 @@ def test_the_bits_are_those_of_the_first_call(part, optimizer, shape, name):
     module = part("kernels.launch.replay")
     Xs, expected = [torch.randn(shape, device="cuda") for _ in range(4)], []
     for X in Xs:
-        module._tapes.clear()
+        module._recordings.clear()
         expected.append(optimizer.orthogonalize(X, name))
-    recorded = len(module._tapes)
+    recorded = len(module._recordings)
     for X, wanted in zip(Xs * 2, expected * 2):
         assert torch.equal(optimizer.orthogonalize(X, name), wanted)
-    assert recorded == 1 and len(module._tapes) <= 2
+    assert recorded == 1 and len(module._recordings) <= 2
 
 
 @pytest.mark.gpu

@@ -13,14 +13,14 @@ import torch
 
 # With which kernels ran on a GPU; others do without tapes and Gluon
 TRITONS = ("3.6.", "3.7.", "3.8.", "3.9.")
-TAPES = 256  # kept, those that were played last
+MAX_RECORDINGS = 256  # kept, those that were played last
 
-_tapes: OrderedDict = OrderedDict()  # key -> _Tape
+_recordings: OrderedDict = OrderedDict()  # key -> _Recording
 _persistent: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # id -> tensor
-_local = threading.local()
+_thread = threading.local()
 
 
-class _Tape:
+class _Recording:
     """Launches, and what their launchers were given last."""
 
     def __init__(self, calls):
@@ -59,11 +59,11 @@ def replay(kind: Hashable, memory: Sequence[torch.Tensor], tensors: Sequence[tor
     """Do the same, if it is on a tape; say whether it was."""
     starts = _starts(tensors)
     key = _key(kind, memory, tensors, starts)
-    tape = _tapes.get(key)
+    tape = _recordings.get(key)
     if tape is None or _hooked():
         return False
     try:  # contextlib.suppress takes longer
-        _tapes.move_to_end(key)
+        _recordings.move_to_end(key)
     except KeyError:  # another thread has just dropped it
         pass
     for launcher, given in tape.given(_stream(key[1]), starts, tensors):
@@ -129,22 +129,22 @@ def _unit_scales(count, device):
 
 def record(compiled, programs: int, arguments) -> None:
     """A kernel was launched: put it on the tape, if one is recorded in this thread."""
-    tape = getattr(_local, "tape", None)
+    tape = getattr(_thread, "recording", None)
     if tape is not None:
-        tape.append(_call(compiled, programs, arguments, *_local.memory))
+        tape.append(_call(compiled, programs, arguments, *_thread.memory))
 
 
 def _record_launches(key, memory, starts, work):
-    _local.tape = []
-    _local.memory = [range(m.data_ptr(), m.data_ptr() + m.nbytes) for m in memory], starts
+    _thread.recording = []
+    _thread.memory = [range(m.data_ptr(), m.data_ptr() + m.nbytes) for m in memory], starts
     try:
         work()
-        if _local.tape and None not in _local.tape:
-            _tapes[key] = _Tape(_local.tape)
+        if _thread.recording and None not in _thread.recording:
+            _recordings[key] = _Recording(_thread.recording)
     finally:
-        _local.tape = None
-    if len(_tapes) > TAPES:
-        _tapes.popitem(last=False)
+        _thread.recording = None
+    if len(_recordings) > MAX_RECORDINGS:
+        _recordings.popitem(last=False)
 
 
 def _call(compiled, programs, arguments, memory, starts):
