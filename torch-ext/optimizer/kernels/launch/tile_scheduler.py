@@ -11,7 +11,7 @@ from . import replay
 from .tile_config import divide
 
 
-def turns(op, out, inner, tile, wide=False, paired=False):
+def schedule_tiles(op, out, inner, tile, wide=False, paired=False):
     """(Programs, order of tiles (`order_of`), tiles of a matrix, tiles that are computed whole,
     halves).
     """

@@ -14,7 +14,7 @@ from ..launch import jit, tile_config
 from ..launch.jit import descriptor_template, launch_key, with_tensor
 from ..launch.replay import knows_triton, unit_scales
 from ..launch.tile_config import Tile, architecture
-from ..launch.tile_scheduler import turns
+from ..launch.tile_scheduler import schedule_tiles
 from . import sm90_tma
 from .pointer import _linear_kernel, _product_kernel
 from .reference import gram_torch, product_torch, symmetric_product_torch
@@ -279,7 +279,9 @@ class Cooperative(OfGluon):
         same = op == "gram" or symmetric and A is B
         A, B, out = self._straightened(A, B, out)
         inner = B.shape[2 if symmetric else 1]
-        self.programs, self.order, self.count, *places = turns(op, out, inner, tile, paired=same)
+        self.programs, self.order, self.count, *places = schedule_tiles(
+            op, out, inner, tile, paired=same
+        )
         self.table, self.numbers = self.order, (*places, inner, len(addends))
         several = len(addends) > 1 or factors[1] != 0.0
         self.constants = SYMMETRY[op], self.turned, several, tile.rows, tile.columns, tile.stages
@@ -318,7 +320,7 @@ class Single(OfGluon):
 
     def __init__(self, op, A, B, out, addends, factors, tile):
         inner = A.shape[2]
-        self.programs, self.order, self.count, _, _ = turns(op, out, inner, tile)
+        self.programs, self.order, self.count, _, _ = schedule_tiles(op, out, inner, tile)
         short = inner <= SHORT and tile.columns == 64
         self.table = None if out.shape[1] <= FEW * tile.rows else self.order
         self.numbers = inner, len(addends), int(short)
@@ -344,7 +346,7 @@ class Raw(TmaLaunch):
 
     def __init__(self, A, X, out):
         for tile in RAW:
-            self.programs, self.order, self.count, *places = turns(
+            self.programs, self.order, self.count, *places = schedule_tiles(
                 "product", out.mT, A.shape[2], tile
             )
             if places[0]:  # else all tiles are halved

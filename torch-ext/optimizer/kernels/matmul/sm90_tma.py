@@ -7,7 +7,7 @@ from ..backend import has_pdl
 from ..elementwise.row_scattered import ScatteredRows, memory_of, rows_at, strides_of
 from ..launch.jit import descriptor_template, jit, make_descriptor, with_tensor
 from ..launch.tile_config import Tile
-from ..launch.tile_scheduler import turns
+from ..launch.tile_scheduler import schedule_tiles
 from .sm90_warp_specialized import pingpong_kernel
 
 tl = None  # Triton's language, put here by jit
@@ -60,7 +60,7 @@ class TmaLaunch:
         (rows, columns), inner = out.shape[1:], A.shape[1 if self.turned else 2]
         half, describe = (tile.rows if symmetric else tile.columns), _description
         wide = not symmetric and tile.columns > tile.rows and tile.loop != "once"
-        self.programs, self.order, self.count, *places = turns(op, out, inner, tile, wide)
+        self.programs, self.order, self.count, *places = schedule_tiles(op, out, inner, tile, wide)
         # With a diagonal, which is 0 with some: one kernel less
         several = len(addends) > 1 or factors[1] != 0.0
         self.pdl = gains_by_pdl(op, A)
