@@ -314,7 +314,7 @@ def expected_us(entry: dict, rows: int, columns: int, matrices: int, processors:
     else:  # the lower triangle, in tiles that are `ratio` times as wide as high
         ratio = width // height
         tiles = sum(i // ratio + 1 for i in range(down))
-        # Squares in pairs (tile_scheduler.py, `order_of`)
+        # Squares in pairs (tile_scheduler.py, `tile_order`)
         if (entry["op"], entry.get("loop")) == ("gram", "cooperative"):
             tiles -= -(-down // 2) // 2
     turns = -(-matrices * tiles // (processors * entry.get("resident", 1)))

@@ -12,7 +12,7 @@ from .tile_config import divide
 
 
 def schedule_tiles(op, out, inner, tile, wide=False, paired=False):
-    """(Programs, order of tiles (`order_of`), tiles of a matrix, tiles that are computed whole,
+    """(Programs, order of tiles (`tile_order`), tiles of a matrix, tiles that are computed whole,
     halves).
     """
     (N, rows, columns), symmetric = out.shape, op != "product"
@@ -21,13 +21,13 @@ def schedule_tiles(op, out, inner, tile, wide=False, paired=False):
         -(-columns // tile.columns),
         tile.columns // tile.rows,
     )
-    together = rows_together(op, rows, inner, tile)
-    order, count = order_of(down, across, ratio if symmetric else 0, together, paired, out.device)
+    together = tile_rows_per_group(op, rows, inner, tile)
+    order, count = tile_order(down, across, ratio if symmetric else 0, together, paired, out.device)
     programs, whole, halves = divide(N * count, processors_of(out.device), tile.loop, wide)
     return programs, order, count, whole, halves
 
 
-def rows_together(op, rows, inner, tile) -> int:
+def tile_rows_per_group(op, rows, inner, tile) -> int:
     """Return about how many rows of tiles are visited together. Neighbouring programs run on
     neighbouring processors, which share a way to the cache: the fewer operands they have, the
     better (docs/log.md).
@@ -38,7 +38,7 @@ def rows_together(op, rows, inner, tile) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def order_of(down, across, ratio, together, paired, device):
+def tile_order(down, across, ratio, together, paired, device):
     """(tile row, tile column) of every tile on the device, and their number; of a symmetric result
     those of the lower triangle, whose tiles are `ratio` times as wide as high (0: all tiles).
     Column by column of about `together` rows, as many each time.
