@@ -178,7 +178,7 @@ def _facts(ranks, plans, forms, options) -> list:
     kernels = (
         device.type,
         use_triton(device),
-        backend.choices(),
+        backend.bit_relevant_settings(),
         sorted({plan.pace for plan in plans} - {""}),
     )
     texts = [

@@ -15,7 +15,7 @@ from ..params.errors import shortened
 CHOICES = ("auto", "torch", "triton")
 
 
-def kernels() -> str:
+def requested_backend() -> str:
     """Say which kernels are wanted, by OPTIMIZER_KERNELS: auto (default), torch, or triton (CPU:
     its interpreter).
     """
@@ -30,7 +30,7 @@ def _check(name, choice, allowed):
     return choice
 
 
-def tiles() -> Path | None:
+def tile_table_path() -> Path | None:
     """Return the file that OPTIMIZER_TILES names, a table of tiles in place of the package's own
     (docs/kernels.md).
     """
@@ -50,12 +50,12 @@ def tiles() -> Path | None:
     return Path(name)
 
 
-def choices() -> tuple[str, str]:
+def bit_relevant_settings() -> tuple[str, str]:
     """Return what all ranks must have alike, for one matrix to have the same bits on each: kernels,
     and which tiles.
     """
-    own = tiles()
-    return kernels(), hashlib.sha256(own.read_bytes()).hexdigest() if own else ""
+    own = tile_table_path()
+    return requested_backend(), hashlib.sha256(own.read_bytes()).hexdigest() if own else ""
 
 
 CPU_ELEMENTS = 1 << 10  # elements that a CPU takes in one thread; what they take is no workspace
@@ -65,7 +65,7 @@ def use_triton(device: torch.device) -> bool:
     """Say whether operations on `device` run in Triton: NVIDIA from sm80, ROCm, XPU, where Triton
     is installed.
     """
-    choice = kernels()
+    choice = requested_backend()
     if choice == "auto":
         return _triton_runs_on(device.type, device.index)
     return choice == "triton"

@@ -18,7 +18,7 @@ def check_choice(device: torch.device) -> None:
     """Raise ValueError where OPTIMIZER_KERNELS asks for Triton and it cannot run on `device`: it is
     not installed, or the device is a CPU and Triton's interpreter is off.
     """
-    if backend.kernels() != "triton":
+    if backend.requested_backend() != "triton":
         return
     if importlib.util.find_spec("triton") is None:
         raise ValueError(

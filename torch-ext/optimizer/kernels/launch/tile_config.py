@@ -135,7 +135,7 @@ def own_table() -> dict | None:
 
     Raises ValueError, with the variable and the file, for one that cannot be read or is malformed.
     """
-    own = backend.tiles()
+    own = backend.tile_table_path()
     if own is None:
         return None
     name = f"OPTIMIZER_TILES is {errors.shortened(own)}"
