@@ -44,18 +44,18 @@ class Pack:
         addresses: torch.Tensor | None,
         weight: torch.Tensor,
         nesterov: bool,
-        moves: bool = True,
+        update_momentum: bool = True,
     ):
         """Take this step's gradients, and their addresses as an int64 tensor on the device (None
         without Triton).
 
         `weight`: 1 - mu, one fp32 element on the device. M and U change in place, the gradients do
-        not; without `moves` M does not either, until `Update` moves it along with the weight. U
+        not; without `update_momentum` M does not either, until `Update` moves it along with the weight. U
         gets the fp32 result, rounded once to its dtype.
         """
         if self.launches is None:
             gradients = moved(tensors, self.sources, self.M, self.skip)
-            return pack_torch(self.M, self.U, gradients, weight, nesterov, moves)
+            return pack_torch(self.M, self.U, gradients, weight, nesterov, update_momentum)
         for launch, (flags, places, skips) in zip(self.launches, self.skips):
             run(
                 _pack_kernel,
@@ -64,7 +64,7 @@ class Pack:
                 weight,
                 flags,
                 places,
-                int(moves),
+                int(update_momentum),
                 NESTEROV=nesterov,
                 SKIPS=skips,
             )
@@ -75,14 +75,14 @@ def moved(tensors, sources, M, skip):
     gradients = [s.view(tensors, m.shape) for s, m in zip(sources, M)]
     if skip is None:
         return gradients
-    return [torch.where(skip.moves(i), g, m) for i, (g, m) in enumerate(zip(gradients, M))]
+    return [torch.where(skip.is_updated(i), g, m) for i, (g, m) in enumerate(zip(gradients, M))]
 
 
-def pack_torch(M, U, G, weight, nesterov, moves=True):
+def pack_torch(M, U, G, weight, nesterov, update_momentum=True):
     """Compute `Pack` rectangle by rectangle, in the form x + (1 - mu)(g - x), as torch's lerp does."""
     for m, u, g in zip(M, U, G):
         new = nearer(m, g, weight)
-        if moves:
+        if update_momentum:
             m.copy_(new)
         u.copy_(nearer(new, g, weight) if nesterov else new)
 
@@ -93,7 +93,7 @@ def nearer(m, g, weight):
     return torch.sub(g.float(), wide).mul_(weight).add_(wide)
 
 
-@jit.unspecialized("moves")
+@jit.unspecialized("update_momentum")
 def _pack_kernel(
     records,
     blocks,
@@ -101,7 +101,7 @@ def _pack_kernel(
     weight,
     flags,
     places,
-    moves,
+    update_momentum,
     NESTEROV: tl.constexpr,
     SKIPS: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -122,7 +122,7 @@ def _pack_kernel(
         g = tl.where(moving(inside, blocks, flags, places), g, m)
     share = tl.load(weight)
     m += share * (g - m)
-    tl.store(m_at, m.to(TYPE_0), mask=tl.where(moves != 0, inside, False))
+    tl.store(m_at, m.to(TYPE_0), mask=tl.where(update_momentum != 0, inside, False))
     if NESTEROV:
         m += share * (g - m)
     tl.store(u_at, m.to(TYPE_1), mask=inside)
@@ -181,7 +181,7 @@ class Copy:
 def copy_torch(to, what, skip=None):
     """Compute `Copy`."""
     if skip is not None:
-        what = [torch.where(skip.moves(i), w, t) for i, (w, t) in enumerate(zip(what, to))]
+        what = [torch.where(skip.is_updated(i), w, t) for i, (w, t) in enumerate(zip(what, to))]
     if to:
         torch._foreach_copy_(to, what)
 

@@ -61,7 +61,7 @@ class Skip:
     flags: torch.Tensor
     places: tuple[int, ...]
 
-    def moves(self, number: int) -> torch.Tensor:
+    def is_updated(self, number: int) -> torch.Tensor:
         """Return whether rectangle `number` moves, as a tensor of one bool."""
         return self.flags[self.places[number]] == 0
 

@@ -52,18 +52,18 @@ class Update:
         tensors: Sequence[torch.Tensor] = (),
         addresses: torch.Tensor | None = None,
         weight: torch.Tensor | None = None,
-        moves: bool = True,
+        update_momentum: bool = True,
     ):
         """Change W in place; the fp32 result is rounded once to its dtype.
 
         `factors`: lr and 1 - lr weight_decay, two fp32 elements on the device. With momenta: this
-        step's gradients, their addresses and 1 - mu, as `Pack` takes them; without `moves` M stays,
+        step's gradients, their addresses and 1 - mu, as `Pack` takes them; without `update_momentum` M stays,
         for `Pack` has moved it.
         """
         if not self.W:
             return
         if self.launches is None:
-            if self.M is not None and moves:
+            if self.M is not None and update_momentum:
                 for m, g in zip(self.M, moved(tensors, self.sources, self.M, self.skip)):
                     m.copy_(nearer(m, g, weight))
             return update_torch(self.W, self.U, self.scales, *factors, self.skip)
@@ -79,7 +79,7 @@ class Update:
                 weight,
                 flags,
                 places,
-                int(moves),
+                int(update_momentum),
                 MOMENTA=self.M is not None,
                 SKIPS=skips,
             )
@@ -89,10 +89,10 @@ def update_torch(W, U, scales, lr, keep, skip=None):
     """Compute the weights of `Update` rectangle by rectangle."""
     for i, (w, u, factor) in enumerate(zip(W, U, scales * lr)):
         new = w.float().mul(keep).sub_(u.float().mul(factor))
-        w.copy_(new if skip is None else torch.where(skip.moves(i), new, w.float()))
+        w.copy_(new if skip is None else torch.where(skip.is_updated(i), new, w.float()))
 
 
-@jit.unspecialized("moves")
+@jit.unspecialized("update_momentum")
 def _update_kernel(
     records,
     blocks,
@@ -102,7 +102,7 @@ def _update_kernel(
     weight,
     flags,
     places,
-    moves,
+    update_momentum,
     MOMENTA: tl.constexpr,
     SKIPS: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -113,7 +113,7 @@ def _update_kernel(
     TYPE_2: tl.constexpr = None,
     TYPE_3: tl.constexpr = None,
 ):
-    """Lists: W, U; with MOMENTA also M, G, where M changes if it `moves`."""
+    """Lists: W, U; with MOMENTA also M, G, where M changes if it `update_momentum`."""
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ALIGNED)
     factor = tl.load(scales + tl.load(blocks + tl.program_id(0).to(tl.int64) * 2)) * tl.load(
         factors
@@ -124,7 +124,7 @@ def _update_kernel(
     w = tl.load(w_at, mask=inside).to(tl.float32)
     u = tl.load(elements(record, row, column, 1, TYPE_1, 0, ALIGNED), mask=inside).to(tl.float32)
     if MOMENTA:
-        moved = tl.where(moves != 0, inside, False)
+        moved = tl.where(update_momentum != 0, inside, False)
         m_at = elements(record, row, column, 2, TYPE_2, 0, ALIGNED)
         g_at = elements(record, row, column, 3, TYPE_3, fresh(record, addresses, FIELDS), ALIGNED)
         m = tl.load(m_at, mask=moved).to(tl.float32)
