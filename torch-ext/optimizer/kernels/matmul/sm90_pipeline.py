@@ -99,8 +99,8 @@ def place_of_half(order, path, whole, ACROSS: gl.constexpr):
 def fetch(a, b, a_half, b_half, ring, work, ACROSS: gl.constexpr, SYMMETRIC: gl.constexpr,
           TURNED: gl.constexpr, STAGES: gl.constexpr):
     """Fill the ring with the operands of all tiles of this program, one after another. Of a pair
-    (tile_scheduler.py, `tile_order`) the rows of one square are left operands, those of the other one
-    right ones.
+    (tile_scheduler.py, `tile_order`) the rows of one square are left operands, those of the other
+    one right ones.
     """
     order, path, whole, halves, steps = work
     number = 0

@@ -95,9 +95,10 @@ class TmaLaunch:
         beside = [C for C, _ in addends] or [B, out]
         # What is more is unused
         beside = [with_tensor(blank, t) for blank, t in zip(self.beside, beside)] + 3 * [result]
-        halves = [with_tensor(blank, t) for blank, t in zip(self.halves, _of_halves(A, out, addends))]
-        self.kernel.launch(self.programs, self, with_tensor(self.left, A), with_tensor(self.right, B),
-                           *beside[:3], result, *halves,
+        halved = _of_halves(A, out, addends)
+        halves = [with_tensor(blank, t) for blank, t in zip(self.halves, halved)]
+        self.kernel.launch(self.programs, self, with_tensor(self.left, A),
+                           with_tensor(self.right, B), *beside[:3], result, *halves,
                            *((memory_of(out), *self.strides) if self.strides else ()), self.order,
                            direction * self.count, *self.numbers, self._scales(more),
                            (*factors, *(beta for _, beta in addends), *NONE[len(addends):]),

@@ -43,7 +43,8 @@ def polar(U: torch.Tensor, out: torch.Tensor, triples: tuple, firsts: int, eps: 
     pieces, turned = -(-m // WIDTH), U.stride(1) < U.stride(2)
     lines = _lines(U.element_size(), turned), _lines(out.element_size(),
                                                      out.stride(1) < out.stride(2))
-    _chain_kernel.launch(N, (dtype, steps, firsts, *launch_key(U, out)), U, out, U.stride(), out.stride(),
+    key = (dtype, steps, firsts, *launch_key(U, out))
+    _chain_kernel.launch(N, key, U, out, U.stride(), out.stride(),
                          triples, n, m, eps, U.dtype != torch.float16, steps, firsts | 1 << steps,
                          turned, *lines, SIDE, WIDTH, pieces, min(KEPT[U.element_size()], pieces),
                          triton_dtype(dtype), num_warps=8)
