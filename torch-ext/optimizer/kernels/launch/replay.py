@@ -78,8 +78,8 @@ def replay_or_record(
 
     `kind`: all properties of the call that determine `work`, apart from addresses. `memory`: flat
     scratch tensors; a recording is valid for their addresses only (torch's caching allocator tends
-    to return equal addresses). `tensors`: the caller's tensors, at any address; two tensors share
-    memory in a replay if and only if they did in the recording.
+    to return equal addresses). `tensors`: the caller's tensors, at any address; two tensors have
+    equal addresses in a replay if and only if they had in the recording.
 
     `work` must act on the device by `jit.launch` alone. Tensor arguments of the launches may be
     `tensors` from their first element on, views of `memory`, and results of `persistent_copy`. With
