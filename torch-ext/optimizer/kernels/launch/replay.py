@@ -168,7 +168,7 @@ def knows_triton() -> bool:
 def persistent_copy(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return an immutable copy of `values` on `device`, for arguments of launches.
 
-    A recording may keep the copy. The caller keeps the copy alive for as long as the process lives.
+    A recording keeps the copy itself, not its address: recorded launches keep the copy alive.
     """
     # In a thread of its own: while a CUDA graph is captured, memory that the capturing thread
     # allocates belongs to the graph
