@@ -5,7 +5,8 @@ into a device table, once for each combination of dtypes (`Launch`). Per step, `
 kernel over the table. Gradients are new tensors at every step: a record holds their place relative
 to the gradient (`Source`), and a launch gets the gradients' addresses.
 
-Kernels call the jit functions `locate`, `elements`, `fresh` and `moving` at the end of the file.
+Kernels call the jit functions at the end of the file: `locate`, `element_pointers`,
+`gradient_address`, `unskipped`.
 
 Layout of a record (int64): rows, columns, then (address, stride of rows, stride of columns) for
 each list, then, for tables with gradients, the number of the gradient. Strides count elements. A
@@ -218,7 +219,7 @@ def locate(records, blocks, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: 
 
 
 @jit
-def moving(inside, blocks, flags, places):
+def unskipped(inside, blocks, flags, places):
     """Return the mask `inside`, all False if the rectangle's flag is set (`Skip`)."""
     record = tl.load(blocks + tl.program_id(0).to(tl.int64) * 2)
     # Compared as an integer, for Triton's interpreter
@@ -227,7 +228,7 @@ def moving(inside, blocks, flags, places):
 
 
 @jit
-def elements(
+def element_pointers(
     record, row, column, LIST: tl.constexpr, TYPE: tl.constexpr, base, ALIGNED: tl.constexpr
 ):
     """Return pointers to elements (row, column) of list number LIST, of dtype TYPE.
@@ -244,7 +245,7 @@ def elements(
 
 
 @jit
-def fresh(record, addresses, FIELDS: tl.constexpr):
+def gradient_address(record, addresses, FIELDS: tl.constexpr):
     """Return the address of the current step's gradient, numbered by the record's last field.
 
     `addresses`: int64 addresses of all gradients.
