@@ -21,7 +21,8 @@ def test_launches_one_on_top_of_the_other_give_what_launches_one_by_one_give(sha
     rounds = [torch.randn(shape, device="cuda").bfloat16() for _ in range(ROUNDS)]
     launched = []
     with monkeypatch.context() as patch:  # one by one, none of them from a tape
-        patch.setattr(part("newton_schulz.orthogonalize"), "replay_or_record", lambda key, memory, tensors, work: work())
+        polar_module = part("newton_schulz.orthogonalize")
+        patch.setattr(polar_module, "replay_or_record", lambda key, memory, tensors, work: work())
         patch.setattr(part("kernels.launch.replay"), "record", lambda *_: launched.append(torch.cuda.synchronize()))
         expected = [polar(U) for U in rounds]
     two_each = shape[0] == 64  # norms, their scales, and one launch for the rest (gram_chain.py)

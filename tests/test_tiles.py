@@ -168,7 +168,8 @@ def test_few_matrices_take_what_whole_calls_found_fastest(tiles, gpu):
 @pytest.mark.parametrize("down", [*range(1, 10), 23, 32])
 def test_squares_in_pairs_leave_one_tile_half_in_vain_at_most(part, tiles, down):
     """Of tiles twice as wide as high, whose pairs have rows (i, -k); as many are expected as there are."""
-    order, count = part("kernels.launch.tile_scheduler").tile_order(down, -(-down // 2), 2, 8, True, torch.device("cpu"))
+    tile_order = part("kernels.launch.tile_scheduler").tile_order
+    order, count = tile_order(down, -(-down // 2), 2, 8, True, torch.device("cpu"))
     found, in_vain = [], 0
     for i, j in order.tolist():
         squares = [(i, i), (-j, -j)] if j < 0 else [(i, 2 * j), (i, 2 * j + 1)]
