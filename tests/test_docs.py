@@ -218,7 +218,7 @@ def test_keys_that_are_let_through_are_listed(part):
 
 
 def test_ranks_compare_as_many_numbers_as_is_said(part):
-    assert f"one row of {len(part('agree').FACTS)} numbers" in text_of("docs/reliability.md")
+    assert f"one row of {len(part('communication.plan_check').FACTS)} numbers" in text_of("docs/reliability.md")
 
 
 def test_every_variable_that_the_package_reads_is_documented():

@@ -198,7 +198,7 @@ def test_only_kernels_import_triton_and_nobody_needs_more_than_torch(module):
 
 
 # A name: a constant or a function
-CONSTANT = (ast.Constant, ast.Tuple, ast.UnaryOp, ast.Name, ast.MatrixFootprint, ast.unaryop)
+CONSTANT = (ast.Constant, ast.Tuple, ast.UnaryOp, ast.Name, ast.Load, ast.unaryop)
 OPTIMIZERS = ("Muon", "NorMuon", "Returning", "Saving")
 
 

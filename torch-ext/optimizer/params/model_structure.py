@@ -33,7 +33,7 @@ class Place(NamedTuple):
     module: nn.Module
 
 
-class Round(NamedTuple):
+class Layer(NamedTuple):
     """A module with parameters of its own: its path without adapters, the sizes that it takes as
     input, and how many matrices it holds.
     """
@@ -125,11 +125,11 @@ class Structure:
         """The path of the model that a module belongs to."""
         return next((above for above in _upwards(path) if above in self.roots), "")
 
-    def _find_layers(self) -> list[Round]:
+    def _find_layers(self) -> list[Layer]:
         """One layer for each path, without the tensors of adapters, whose sizes (ranks) say nothing
         about the model.
         """
-        layers: dict[str, Round] = {}
+        layers: dict[str, Layer] = {}
         for path, module in self.modules.items():
             host = self.host_of(path)
             inner = path if host in (None, path) else self._inner(path, host)
@@ -425,7 +425,7 @@ def _adapted(module: nn.Module) -> str | None:
     return next((name for name in names if module._modules.get(name) is not None), None)
 
 
-def _layer(path: str, module: nn.Module) -> Round:
+def _layer(path: str, module: nn.Module) -> Layer:
     """The record of a module that has parameters of its own."""
     params = _own_parameters(module)
     matrices = [p for p in params if p.ndim > 1]
@@ -439,4 +439,4 @@ def _layer(path: str, module: nn.Module) -> Round:
         norm = NORM.search(type(module).__name__)
         # Of a stack, those of one
         sizes = {size for p in (params if norm else matrices) for size in p.shape[-2:]}
-    return Round(path, module, frozenset(sizes), len(matrices))
+    return Layer(path, module, frozenset(sizes), len(matrices))

@@ -62,7 +62,7 @@ EMERGING_SCALES = {
 RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # learning rates in a group
 SMALL_EPS = 1e-6  # a bound on an absolute eps that only guards against a norm of zero
 
-MuonConfig = dict  # a group's options, by their names here
+Options = dict  # a group's options, by their names here
 OfState = Callable[[dict], dict]  # makes of a parameter's state the state that is kept here
 
 
@@ -174,7 +174,7 @@ def _arguments(source: str, given: dict) -> dict:
 
 def _converted(
     where: str, group: dict, states: dict, source: str, arguments: dict
-) -> tuple[MuonConfig, OfState]:
+) -> tuple[Options, OfState]:
     """A group's options here, and the function of its states. Refuses unknown keys."""
     own = [states[param] for param in group["params"] if states.get(param)]
     _check_tensors(where, own, source)
@@ -219,7 +219,7 @@ def _parts(where: str, group: dict, states: dict, source: str) -> list[dict]:
 
 def _jordan(
     where: str, group: dict, own: list[dict], arguments: dict
-) -> tuple[MuonConfig, OfState]:
+) -> tuple[Options, OfState]:
     if not group.get("use_muon", True):
         return _adamw(group["betas"], group["eps"]), dict
     _check_dims(where, own, (4,))
@@ -233,7 +233,7 @@ def _jordan(
     }, dict
 
 
-def _motif(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[MuonConfig, OfState]:
+def _motif(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
     if not group["use_muon"]:
         return _adamw(group["adamw_betas"], group["adamw_eps"]), _renamed
     return {
@@ -245,7 +245,7 @@ def _motif(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[M
     }, _mean(group["momentum"])
 
 
-def _dion(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[MuonConfig, OfState]:
+def _dion(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
     rule = group["algorithm"]
     if rule not in DION_RULES:
         raise NotImplementedError(
@@ -281,7 +281,7 @@ def _dion(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Mu
 
 def _emerging(
     where: str, group: dict, own: list[dict], arguments: dict, source: str = "emerging_optimizers"
-) -> tuple[MuonConfig, OfState]:
+) -> tuple[Options, OfState]:
     """Emerging-Optimizers' Muon; Megatron's differs in its arguments."""
     if any("moment2_buffer" in state for state in own):
         raise NotImplementedError(
@@ -313,7 +313,7 @@ def _emerging(
 
 def _megatron(
     where: str, group: dict, own: list[dict], arguments: dict
-) -> tuple[MuonConfig, OfState]:
+) -> tuple[Options, OfState]:
     if "momentum" not in group:
         raise ValueError(
             f"{where} of this state dict of Megatron-LM has no momentum: it is not its Muon's. "
@@ -324,7 +324,7 @@ def _megatron(
     return _emerging(where, group, own, {**arguments, "weight_decay_method": method}, "megatron")
 
 
-def _timm(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[MuonConfig, OfState]:
+def _timm(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
     fallback = group.get("fallback_lr_scale")
     if fallback is None:  # older versions: `adamw_lr`, relative to the rate before a schedule
         base = group.get("initial_lr", group["lr"])
@@ -353,7 +353,7 @@ def _timm(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Mu
 
 def _nanochat(
     where: str, group: dict, own: list[dict], arguments: dict
-) -> tuple[MuonConfig, OfState]:
+) -> tuple[Options, OfState]:
     """AdamW of MuonAdamW; Muon's first version, and its second (with beta2) without variance."""
     if group.get("kind", "muon") == "adamw":
         return _adamw(group["betas"], group["eps"]), _kept(*ADAMW_STATE)
@@ -382,7 +382,7 @@ def _nanochat(
 
 def _modded(
     where: str, group: dict, own: list[dict], arguments: dict
-) -> tuple[MuonConfig, OfState]:
+) -> tuple[Options, OfState]:
     raise NotImplementedError(
         f"{where} is of {PEERS['modded_nanogpt'].title}, which divides by the variance of rows or "
         "columns, decays cautiously and keeps the momenta of a group in the group: it has no "
@@ -392,7 +392,7 @@ def _modded(
 
 def _deepspeed(
     where: str, group: dict, own: list[dict], arguments: dict
-) -> tuple[MuonConfig, OfState]:
+) -> tuple[Options, OfState]:
     if not group.get("use_muon", True):
         _check_options(where, "deepspeed", {**arguments, **group}, DEEPSPEEDS)
         return _adamw(group["betas"], group["eps"]), _kept(*ADAMW_STATE)
@@ -408,7 +408,7 @@ def _deepspeed(
 
 def _muonium(
     where: str, group: dict, own: list[dict], arguments: dict
-) -> tuple[MuonConfig, OfState]:
+) -> tuple[Options, OfState]:
     rule, wd, lr = group["algorithm"], float(group["wd"]), float(group["lr"])
     _check_options(where, "muonium", group, MUONIUMS)
     if not group["use_muon"]:
@@ -532,7 +532,7 @@ def _check_whole(where: str, group: dict, states: dict, stepped: bool) -> None:
         )
 
 
-def _coefficients(triples, steps: int, divisor: float = 1.0, cycle: bool = False) -> MuonConfig:
+def _coefficients(triples, steps: int, divisor: float = 1.0, cycle: bool = False) -> Options:
     """The first `steps` triples; after the last, all again (`cycle`), or the last again. `divisor`:
     a factor on the norm, which goes into the first triple.
     """
@@ -548,7 +548,7 @@ def _coefficients(triples, steps: int, divisor: float = 1.0, cycle: bool = False
     return {"ns_coefficients": name, "ns_steps": steps}
 
 
-def _scaled(group: dict, factor: float, decay: bool = False) -> MuonConfig:
+def _scaled(group: dict, factor: float, decay: bool = False) -> Options:
     """The learning rates times a factor; with `decay`, lr times weight_decay stays as it is."""
     if factor == 1:
         return {}
@@ -556,7 +556,7 @@ def _scaled(group: dict, factor: float, decay: bool = False) -> MuonConfig:
     return {**{key: group[key] * factor for key in RATES if key in group}, **weight_decay}
 
 
-def _adamw(betas, eps) -> MuonConfig:
+def _adamw(betas, eps) -> Options:
     return {"use_muon": False, "betas": tuple(betas), "eps": eps}
 
 
