@@ -153,7 +153,7 @@ def product(polar, gram, shape, options):
 def from_tape(polar, gram):
     """X X^T as `orthogonalize` launches it from the second call of a kind on."""
     def call(X, out):
-        polar.play(("X X^T", *polar.look(X, out)), (), (X, out), functools.partial(gram.gram, X, out))
+        polar.replay_or_record(("X X^T", *polar.launch_key(X, out)), (), (X, out), functools.partial(gram.gram, X, out))
     return call
 
 

@@ -217,13 +217,14 @@ def others(arch: str, shared: int):
     table = dict(records="*i64", blocks="*i64", FIELDS=15, BLOCK=4096, ALIGNED=True, **TYPES)
     for skips in (False, True):
         skip = dict(table, flags="*fp32" if skips else "*i64", places="*i64", SKIPS=skips)
-        fresh = dict(skip, addresses="*i64", weight="*fp32", moves="i32")
+        fresh = dict(skip, addresses="*i64", weight="*fp32", update_momentum="i32")
         yield compile_for(arch, pack._pack_kernel, dict(fresh, NESTEROV=True))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses="*i64", FRESH=True))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ALIGNED=False))
         for momenta in (False, True):
             yield compile_for(arch, update._update_kernel, dict(fresh if momenta else dict(
-                skip, addresses=None, weight=None, moves="i32"), scales="*fp32", factors="*fp32", MOMENTA=momenta))
+                skip, addresses=None, weight=None, update_momentum="i32"),
+                scales="*fp32", factors="*fp32", MOMENTA=momenta))
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
                  shares="i32", DOWN=32, ACROSS=16, u_strides=ROW_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR,
                  ROWS=4, COLUMNS=256, WIDE=True, EVEN=16, STRAIGHT=True, STAGES=8, FORM=0,

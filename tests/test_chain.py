@@ -38,10 +38,10 @@ def chain(part, monkeypatch):
         pytest.skip("needs sm90 and the Gluon of Triton 3.6")
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
     launch, module.taken = module.polar, []
-    monkeypatch.setattr(part("kernels.launch.replay"), "_tapes", collections.OrderedDict())
+    monkeypatch.setattr(part("kernels.launch.replay"), "_recordings", collections.OrderedDict())
 
     def counted(*arguments):
-        module.taken += [1] * (not kernels.here.dry_run)
+        module.taken += [1] * (not kernels.thread_state.dry_run)
         launch(*arguments)
 
     monkeypatch.setattr(module, "polar", counted)
@@ -69,7 +69,8 @@ def test_who_goes_through_it(part, monkeypatch):
     everywhere(monkeypatch, chain, "knows_triton", lambda: True)
     sizes = [(64, 512), (65, 129), (128, 512), (128, 128), (129, 512), (128, 513)]
     assert [size for size in sizes if chain.supports(torch.empty(1, *size), F16, 5)] == sizes[1:3]
-    assert not chain.supports(torch.empty(1, 128, 512), F32, 5) and not chain.supports(torch.empty(1, 128, 512), F16, 11)
+    assert not chain.supports(torch.empty(1, 128, 512), F32, 5)
+    assert not chain.supports(torch.empty(1, 128, 512), F16, 11)
     everywhere(monkeypatch, chain, "architecture", lambda kind, index: "sm100")
     assert not chain.supports(torch.empty(1, 128, 512), F16, 5)
 

@@ -360,12 +360,12 @@ def test_large_norms_and_iterations_in_pieces(part, device, shape, dtype):
     target, there = pieces_of(torch.full_like(U, float("nan")), cuts[::-1])
     expected = U.clone()
     polar.orthogonalize_([expected], steps)
-    tape._tapes.clear()
+    tape._recordings.clear()
     for _ in range(3):
         there.fill_(float("nan"))
         polar.orthogonalize_([split], steps, into=[target])
         assert torch.equal(whole(target, there), expected) and torch.equal(whole(split, memory), U)
-    assert len(tape._tapes) >= 1, "from the second time on it is played"
+    assert len(tape._recordings) >= 1, "from the second time on it is played"
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         polar.orthogonalize_([split], steps, into=[target])

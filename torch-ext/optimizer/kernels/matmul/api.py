@@ -25,10 +25,10 @@ import torch
 from ..backend import use_triton
 from ..elementwise.row_scattered import ScatteredRows, memory_of, strides_of
 from ..launch import jit, tile_config
-from ..launch.jit import blank, filled, look
-from ..launch.replay import knows_triton, ones
+from ..launch.jit import descriptor_template, launch_key, with_tensor
+from ..launch.replay import knows_triton, unit_scales
 from ..launch.tile_config import Tile, architecture
-from ..launch.tile_scheduler import turns
+from ..launch.tile_scheduler import schedule_tiles
 from . import sm90_tma
 from .pointer import _linear_kernel, _product_kernel
 from .reference import gram_torch, product_torch, symmetric_product_torch
@@ -148,7 +148,7 @@ def linear(A: torch.Tensor, b: float, a: float, out: torch.Tensor) -> torch.Tens
     N, n, _ = A.shape
     _linear_kernel.launch(
         N * (-(-n // LINEAR_TILE)) ** 2,
-        look(A, out),
+        launch_key(A, out),
         A,
         out,
         n,
@@ -192,10 +192,10 @@ def _launch(
         tile_config.forced(),
         factors[1] != 0.0,
         A is B,
-        look(A, B, out, *(C for C, _ in addends)),
+        launch_key(A, B, out, *(C for C, _ in addends)),
     )
     if more is None:
-        more = ones(len(A), A.device)
+        more = unit_scales(len(A), A.device)
     known = _known.get(key)
     if known is None:
         known = _known[key] = _choose(op, A, columns_of_b, out, addends, factors)
@@ -342,7 +342,7 @@ class GluonLaunch(TmaLaunch):
         self.kernel.launch(
             self.programs,
             self,
-            *map(filled, self.blanks, tensors),
+            *map(with_tensor, self.blanks, tensors),
             self.table,
             direction * self.count,
             *self.numbers,
@@ -377,11 +377,13 @@ class CooperativeLaunch(GluonLaunch):
         symmetric = op != "product"
         self.turned = not symmetric and out.stride(2) != 1
         self.pdl = use_pdl(op, A)
-        # Of a matrix times itself, two squares on the diagonal are one turn (`order_of`)
+        # Of a matrix times itself, two squares on the diagonal are one turn (`tile_order`)
         paired = op == "gram" or symmetric and A is B
         A, B, out = self._as_multiplied(A, B, out)
         inner = B.shape[2 if symmetric else 1]
-        self.programs, self.order, self.count, *places = turns(op, out, inner, tile, paired=paired)
+        self.programs, self.order, self.count, *places = schedule_tiles(
+            op, out, inner, tile, paired=paired
+        )
         self.table = self.order
         self.numbers = *places, inner, len(addends)  # places: whole tiles, halves of tiles
         several = len(addends) > 1 or factors[1] != 0.0
@@ -393,7 +395,7 @@ class CooperativeLaunch(GluonLaunch):
             *(box if symmetric else box[::-1] for box in right),
         ]
         blanks = zip(self._tensors(A, B, out, addends), boxes + 4 * [(side, side)])
-        self.blanks = [blank(jit.description(t, *box)) for t, box in blanks]
+        self.blanks = [descriptor_template(jit.make_descriptor(t, *box)) for t, box in blanks]
 
     @staticmethod
     def _tensors(
@@ -444,7 +446,7 @@ class OneTileLaunch(GluonLaunch):
     ):
         """Arguments: see `TmaLaunch`."""
         inner = A.shape[2]
-        self.programs, self.order, self.count, _, _ = turns(op, out, inner, tile)
+        self.programs, self.order, self.count, _, _ = schedule_tiles(op, out, inner, tile)
         short = inner <= SHORT_SUM and tile.columns == 64
         self.table = None if out.shape[1] <= FEW_TILE_ROWS * tile.rows else self.order
         self.numbers = inner, len(addends), int(short)
@@ -454,7 +456,7 @@ class OneTileLaunch(GluonLaunch):
         operands = whole if op == "gram" else 2 * [(tile.inner, tile.inner)]
         boxes = operands + 4 * [(tile.rows, tile.rows)]
         self.blanks = [
-            blank(jit.description(t, *box))
+            descriptor_template(jit.make_descriptor(t, *box))
             for t, box in zip(self._tensors(A, B, out, addends), boxes)
         ]
 
@@ -477,7 +479,7 @@ class MixedInputLaunch(TmaLaunch):
 
     def __init__(self, A: torch.Tensor, X: torch.Tensor, out: torch.Tensor):
         for tile in MIXED_INPUT_TILES:
-            self.programs, self.order, self.count, *places = turns(
+            self.programs, self.order, self.count, *places = schedule_tiles(
                 "product", out.mT, A.shape[2], tile
             )
             if places[0]:  # Otherwise all tiles are halved: a smaller tile is better
@@ -491,7 +493,10 @@ class MixedInputLaunch(TmaLaunch):
             (tile.inner, half[1]),
             (half[0], half[0]),
         )
-        self.blanks = [blank(jit.description(t, *box)) for t, box in zip((X, A, A, out), boxes)]
+        self.blanks = [
+            descriptor_template(jit.make_descriptor(t, *box))
+            for t, box in zip((X, A, A, out), boxes)
+        ]
         self.pdl = use_pdl("product", A)
 
     def __call__(
@@ -510,7 +515,7 @@ class MixedInputLaunch(TmaLaunch):
         mixed_input_kernel.launch(
             self.programs,
             self,
-            *map(filled, self.blanks, (X, A, A, out)),
+            *map(with_tensor, self.blanks, (X, A, A, out)),
             self.order,
             direction * self.count,
             *self.numbers,

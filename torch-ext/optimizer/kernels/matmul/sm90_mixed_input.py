@@ -24,7 +24,7 @@ from .sm90_pipeline import (
 gl = mbarrier = tma = fence = barrier = multiply = multiplied = gdc_wait = None
 
 
-@gluon_jit.alike("count", "whole", "halves", "inner")
+@gluon_jit.unspecialized("count", "whole", "halves", "inner")
 def mixed_input_kernel(x, a, a_half, out, order, count, whole, halves, inner, scales, powers,
                        STAGES: gl.constexpr):
     """Write scale A cast(power X) to `out`, of every matrix, for symmetric A; scales and powers in

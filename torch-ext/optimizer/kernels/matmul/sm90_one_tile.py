@@ -23,7 +23,7 @@ gl = mbarrier = tma = fence = multiply = multiplied = load_box = gdc_wait = None
 gdc_launch_dependents = None
 
 
-@gluon_jit.alike("count", "inner", "addends", "early", "mirror")
+@gluon_jit.unspecialized("count", "inner", "addends", "early", "mirror")
 def one_tile_kernel(a, b, c, d, e, out, order, count, inner, addends, early, mirror, scales,
                     factors, SYMMETRIC: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
     """Write factors[0] A B + addends + factors[1] I to `out`, a tile per program; of "gram"

@@ -89,7 +89,7 @@ def matrix_index(batch_order, turn):
 @gluon_jit
 def tile_coord(order, batch_order, turn):
     """Return (matrix, tile row, tile column) of tile number `turn`, from the table `order`
-    (`order_of` in tile_scheduler.py).
+    (`tile_order` in tile_scheduler.py).
     """
     tile = order + turn % batch_order[0] * 2
     return matrix_index(batch_order, turn), gl.load(tile), gl.load(tile + 1)
@@ -119,8 +119,8 @@ def load_operands(a, b, a_half, b_half, pipeline, schedule, ACROSS: gl.constexpr
     """Producer warp: load the operands of all tiles of this program in order.
 
     schedule: (order, batch_order, whole, halves, steps). Of a pair of squares (i, -j) the left
-    operand is the rows of square (i, i), the right operand the rows of square (j, j) (`order_of` in
-    tile_scheduler.py). a_half, b_half: descriptors for half tiles; b_half also loads the right
+    operand is the rows of square (i, i), the right operand the rows of square (j, j), see
+    `tile_order` in tile_scheduler.py. a_half, b_half: descriptors for half tiles; b_half also loads the right
     operand of a pair.
     """
     order, batch_order, whole, halves, steps = schedule

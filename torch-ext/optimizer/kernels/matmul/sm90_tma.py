@@ -13,9 +13,9 @@ import torch
 
 from ..backend import has_pdl
 from ..elementwise.row_scattered import ScatteredRows, memory_of, rows_at, strides_of
-from ..launch.jit import blank, description, filled, jit
+from ..launch.jit import descriptor_template, jit, with_tensor
 from ..launch.tile_config import Tile
-from ..launch.tile_scheduler import turns
+from ..launch.tile_scheduler import schedule_tiles
 from .sm90_warp_specialized import pingpong_kernel
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class TmaLaunch:
         half = tile.rows if symmetric else tile.columns
         # Tiles of the last wave can be halved if a half is no narrower than high
         wide = not symmetric and tile.columns > tile.rows and tile.loop != "once"
-        self.programs, self.order, self.count, *places = turns(op, out, inner, tile, wide)
+        self.programs, self.order, self.count, *places = schedule_tiles(op, out, inner, tile, wide)
         # Several addends imply a diagonal, which may be 0; in pingpong also the reverse, with
         # addends whose factor is 0. A binary less to compile.
         several = len(addends) > 1 or factors[1] != 0.0
@@ -97,7 +97,7 @@ class TmaLaunch:
         self.options = {"num_stages": tile.stages, "num_warps": tile.warps, "launch_pdl": self.pdl,
                         "enable_fp_fusion": False}
         if tile.loop == "pingpong":
-            describe = description
+            describe = make_descriptor
             self.kernel = pingpong_kernel
             self.strides = ()
             self.numbers = *places, inner, len(addends)  # places: whole tiles, halves of tiles
@@ -110,16 +110,16 @@ class TmaLaunch:
             self.constants = SYMMETRY[op], self.turned, len(addends), several, tile.loop, self.pdl
         left = (tile.inner, tile.rows) if self.turned else (tile.rows, tile.inner)
         right = (tile.columns, tile.inner) if symmetric else (tile.inner, tile.columns)
-        self.left = blank(describe(A, *left))
-        self.right = blank(describe(B, *right))
+        self.left = descriptor_template(describe(A, *left))
+        self.right = descriptor_template(describe(B, *right))
         beside = [(C, tile.rows, half) for C, _ in addends]
         if wide:  # Descriptors of half tiles, in the place of addends, which a product has not
             beside = [(B, tile.inner, tile.columns // 2),
                       (out, tile.rows, tile.columns // 2)][:1 + self.by_tma]
-        self.beside = [blank(describe(*box)) for box in beside]
-        self.result = blank(describe(out, tile.rows, half)) if self.by_tma else None
+        self.beside = [descriptor_template(describe(*box)) for box in beside]
+        self.result = descriptor_template(describe(out, tile.rows, half)) if self.by_tma else None
         halved = _half_tile_tensors(A, out, addends) if tile.loop == "pingpong" else ()
-        self.halves = [blank(describe(t, tile.rows // 2, tile.inner)) for t in halved]
+        self.halves = [descriptor_template(describe(t, tile.rows // 2, tile.inner)) for t in halved]
 
     def __call__(
         self,
@@ -136,14 +136,14 @@ class TmaLaunch:
         direction].
         """
         A, B, out = self._as_multiplied(A, B, out)
-        result = filled(self.result, out) if self.by_tma else None
+        result = with_tensor(self.result, out) if self.by_tma else None
         beside = [C for C, _ in addends] or [B, out]
         # Descriptors that the kernel does not use are filled up with the result's
-        beside = [filled(blank, t) for blank, t in zip(self.beside, beside)] + 3 * [result]
-        halves = [filled(blank, t)
+        beside = [with_tensor(blank, t) for blank, t in zip(self.beside, beside)] + 3 * [result]
+        halves = [with_tensor(blank, t)
                   for blank, t in zip(self.halves, _half_tile_tensors(A, out, addends))]
-        self.kernel.launch(self.programs, self, filled(self.left, A), filled(self.right, B),
-                           *beside[:3], result, *halves,
+        left, right = with_tensor(self.left, A), with_tensor(self.right, B)
+        self.kernel.launch(self.programs, self, left, right, *beside[:3], result, *halves,
                            *((memory_of(out), *self.strides) if self.strides else ()), self.order,
                            direction * self.count, *self.numbers, self._scales(more),
                            (*factors, *(beta for _, beta in addends), *NO_FACTORS[len(addends):]),
@@ -183,7 +183,7 @@ def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescript
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, rows, columns])
 
 
-@jit.alike("count", "whole", "halves")
+@jit.unspecialized("count", "whole", "halves")
 def _tma_kernel(a, b, c, d, e, out, pointer, strides, order, count, whole, halves, sizes, scales,
                 factors, SYMMETRIC: tl.constexpr, TURNED: tl.constexpr, ADDENDS: tl.constexpr,
                 DIAGONAL: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr):

@@ -27,7 +27,7 @@ from .sm90_pipeline import (
 gl = mbarrier = tma = fence = gdc_wait = None  # Gluon's names, put here by gluon_jit
 
 
-@gluon_jit.alike("count", "whole", "halves", "inner", "addends")
+@gluon_jit.unspecialized("count", "whole", "halves", "inner", "addends")
 def pingpong_kernel(a, b, c, d, e, out, a_half, c_half, d_half, e_half, out_half, order, count,
                     whole, halves, inner, addends, scales, factors, SYMMETRIC: gl.constexpr,
                     TURNED: gl.constexpr, SEVERAL: gl.constexpr, STAGES: gl.constexpr):
@@ -35,7 +35,7 @@ def pingpong_kernel(a, b, c, d, e, out, a_half, c_half, d_half, e_half, out_half
 
     a, b, c, d, e, out: descriptors of operands, addends and result, in boxes of a tile. Of a
     symmetric result, tiles of the lower triangle are computed and mirrored. order: table of tiles
-    (`order_of`); count: tiles per matrix, negative to visit matrices from the last one on.
+    (`tile_order`); count: tiles per matrix, negative to visit matrices from the last one on.
 
     `whole` tiles are computed first, then upper and lower `halves` of the remaining tiles, at most
     a half per program (`divide` in tile_config.py). a_half: A in boxes of half a
@@ -118,7 +118,7 @@ def _pingpong_tile(pipeline, result_args, factors, buffers, matrix, i, j, tile_n
              j * COLUMNS, SYMMETRIC, SEVERAL)
 
 
-@gluon_jit.alike("count", "whole", "halves", "inner", "addends")
+@gluon_jit.unspecialized("count", "whole", "halves", "inner", "addends")
 def cooperative_kernel(a, b, b_half, c, d, e, out, order, count, whole, halves, inner, addends,
                        scales, factors, SYMMETRIC: gl.constexpr, TURNED: gl.constexpr,
                        SEVERAL: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_C: gl.constexpr,
@@ -127,7 +127,7 @@ def cooperative_kernel(a, b, b_half, c, d, e, out, order, count, whole, halves, 
 
     Arguments as in `pingpong_kernel`, but: halves are left and right halves of tiles; b_half: B in
     boxes of half a tile's columns; c, d, e, out: boxes of BLOCK_R / 2 squared. Of a matrix times
-    itself, two squares on the diagonal are a turn, a square for each warpgroup (`order_of`).
+    itself, two squares on the diagonal are a turn, a square for each warpgroup (`tile_order`).
     """
     BLOCK_K: gl.constexpr = a.block_type.shape[1 if TURNED else 2]
     steps = (inner + BLOCK_K - 1) // BLOCK_K

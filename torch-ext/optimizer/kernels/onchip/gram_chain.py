@@ -15,8 +15,8 @@ import torch
 
 from ..backend import has_pdl
 from ..launch import jit
-from ..launch.jit import blank, filled, look
-from ..launch.replay import knows_triton, lasting, ones
+from ..launch.jit import descriptor_template, launch_key, with_tensor
+from ..launch.replay import knows_triton, persistent_copy, unit_scales
 from ..launch.tile_config import architecture
 from ..matmul.sm90_tma import is_addressable
 from .sm90_gram_chain import gram_chain_kernel
@@ -86,11 +86,11 @@ def follow(
     began, because the kernel reads X before the previous kernel is done.
     """
     X, scales = long or (None, None)
-    key = look(A, Z, T, Q, *([] if X is None else [X]))
+    key = launch_key(A, Z, T, Q, *([] if X is None else [X]))
     known = _known.get(key)
     if known is None:
         known = _known[key] = _Launch(A, Z, X)
-    scales = ones(len(A), A.device) if scales is None else scales
+    scales = unit_scales(len(A), A.device) if scales is None else scales
     program = _program_on(tuple(segment[:-2]), pair, A.device)
     known((A if X is None else X, A, Z, T, Q), scales, program)
     return Z, Q, T
@@ -118,8 +118,8 @@ class _Launch:
         ]
         # Descriptors without addresses: x, a, z, one_box, other_box, one_half, other_half
         self.blanks = [
-            blank(jit.description(A if X is None else X, 2 * SIDE, STEP)),
-            *(blank(jit.description(t, rows, SIDE)) for t, rows in boxes),
+            descriptor_template(jit.make_descriptor(A if X is None else X, 2 * SIDE, STEP)),
+            *(descriptor_template(jit.make_descriptor(t, rows, SIDE)) for t, rows in boxes),
         ]
         self.pdl = has_pdl(A.device)
         self.apart = A.stride(0)  # Elements from one matrix to the next
@@ -135,7 +135,7 @@ class _Launch:
         gram_chain_kernel.launch(
             len(A),
             self,
-            *map(filled, self.blanks, (X, A, Z, one, other, one, other)),
+            *map(with_tensor, self.blanks, (X, A, Z, one, other, one, other)),
             one,
             other,
             self.apart,
@@ -158,7 +158,7 @@ def _program_on(
 ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """`_program` with codes and factors on `device`, kept for as long as the process lives."""
     codes, factors, products, keep = _program(first, pair)
-    return lasting(codes, device), lasting(factors, device), products, keep
+    return persistent_copy(codes, device), persistent_copy(factors, device), products, keep
 
 
 def _program(first: tuple, pair: Pair) -> tuple[torch.Tensor, torch.Tensor, int, int]:

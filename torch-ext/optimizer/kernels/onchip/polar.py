@@ -15,7 +15,7 @@ import torch
 
 from ..backend import use_triton
 from ..elementwise.scaling import unit_of
-from ..launch.jit import jit, look, typed
+from ..launch.jit import jit, launch_key, triton_dtype
 from . import sm90_polar
 
 tl = None  # Triton's language, put here by jit
@@ -107,13 +107,22 @@ def polar(
         return sm90_polar.polar(U, out, triples, firsts, eps, dtype)
     N, n, m = U.shape
     (block, chunk, stages), options = _tiles_of(U)
-    key = (dtype, steps, firsts, *look(U, out))
+    key = (dtype, steps, firsts, *launch_key(U, out))
     # Squares of fp16 stay in the range of fp32: no second pass over U in another unit is compiled
     numbers = (triples, n, m, eps, U.dtype != torch.float16, steps)
     constants = (block, chunk, stages)
     if m <= chunk:
         return _standard_kernel.launch(
-            N, key, U, out, U.stride(), out.stride(), *numbers, *constants, typed(dtype), **options
+            N,
+            key,
+            U,
+            out,
+            U.stride(),
+            out.stride(),
+            *numbers,
+            *constants,
+            triton_dtype(dtype),
+            **options,
         )
     nbytes = scratch_bytes(U, dtype, steps)
     memory = (
@@ -154,7 +163,7 @@ def follow(A: torch.Tensor, Q: torch.Tensor, segment: Sequence[tuple[float, floa
     triples = tuple(float(x) for triple in segment for x in triple)
     _segment_kernel.launch(
         N,
-        (len(segment), *look(A, Q)),
+        (len(segment), *launch_key(A, Q)),
         A,
         Q,
         A.stride(),

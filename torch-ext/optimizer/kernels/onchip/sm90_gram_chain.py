@@ -22,7 +22,7 @@ gl = mbarrier = tma = fence = barrier = multiply = multiplied = load_box = None
 store_box = gdc_wait = gdc_launch_dependents = None
 
 
-@gluon_jit.alike("steps", "products", "keep")
+@gluon_jit.unspecialized("steps", "products", "keep")
 def gram_chain_kernel(x, a, z, one_box, other_box, one_half, other_half, one, other, apart, scales,
                       steps, codes, factors, products, keep, EARLY: gl.constexpr):
     """Run the program of a restart interval on a matrix per CTA.

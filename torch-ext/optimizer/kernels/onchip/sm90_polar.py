@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..launch.jit import gluon_jit, look, typed
+from ..launch.jit import gluon_jit, launch_key, triton_dtype
 from ..launch.replay import knows_triton
 from ..launch.tile_config import architecture
 from ..matmul.sm90_pipeline import index_grid, rounded
@@ -55,10 +55,11 @@ def polar(U: torch.Tensor, out: torch.Tensor, triples: tuple[float, ...], firsts
     turned = U.stride(1) < U.stride(2)  # X lies in shared memory as U does in global memory
     lines = (_lines(U.element_size(), turned),
              _lines(out.element_size(), out.stride(1) < out.stride(2)))
-    _polar_kernel.launch(N, (dtype, steps, firsts, *look(U, out)), U, out, U.stride(), out.stride(),
+    key = dtype, steps, firsts, *launch_key(U, out)
+    _polar_kernel.launch(N, key, U, out, U.stride(), out.stride(),
                          triples, n, m, eps, U.dtype != torch.float16, steps, firsts | 1 << steps,
                          turned, *lines, SIDE, WIDTH, pieces, min(KEPT[U.element_size()], pieces),
-                         typed(dtype), num_warps=8)
+                         triton_dtype(dtype), num_warps=8)
 
 
 @functools.cache
