@@ -120,8 +120,8 @@ def load_operands(a, b, a_half, b_half, pipeline, schedule, ACROSS: gl.constexpr
 
     schedule: (order, batch_order, whole, halves, steps). Of a pair of squares (i, -j) the left
     operand is the rows of square (i, i), the right operand the rows of square (j, j), see
-    `tile_order` in tile_scheduler.py. a_half, b_half: descriptors for half tiles; b_half also loads the right
-    operand of a pair.
+    `tile_order` in tile_scheduler.py. a_half, b_half: descriptors for half tiles; b_half also
+    loads the right operand of a pair.
     """
     order, batch_order, whole, halves, steps = schedule
     stage_number = 0

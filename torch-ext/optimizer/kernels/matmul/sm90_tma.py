@@ -13,7 +13,7 @@ import torch
 
 from ..backend import has_pdl
 from ..elementwise.row_scattered import ScatteredRows, memory_of, rows_at, strides_of
-from ..launch.jit import descriptor_template, jit, with_tensor
+from ..launch.jit import descriptor_template, jit, make_descriptor, with_tensor
 from ..launch.tile_config import Tile
 from ..launch.tile_scheduler import schedule_tiles
 from .sm90_warp_specialized import pingpong_kernel
