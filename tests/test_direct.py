@@ -190,7 +190,7 @@ def copied(route):
     arrive, leave = ({p for p in way if p.kind == "update"} for way in (share.inbound.arrive, share.outbound.leave))
     rows = [sum(p.kind == "row" for p in way) for way in (share.inbound.arrive, share.outbound.leave)]
     return (len(arrive), len(route.assemble.to) - rows[0], len(leave | set(share.kept)),
-            len(route.dismantle.to) - rows[1])
+            len(route.disassemble.to) - rows[1])
 
 
 @pytest.mark.parametrize("wire", [F32, BF16], ids=str)

@@ -175,7 +175,10 @@ class BoundOrthogonalization:
             pairs = list(zip(self.stacks, self.into))
             # On a CPU every matrix is iterated in memory: onchip kernels need a GPU
             _, batches, own = _sorted(pairs, (steps, eps, self.dtype))
-            self.plan = IterationPlan(batches, steps, own, self.memory) if batches else None
+            # The plan is kept: a step outside of torch.inference_mode could not write to tensors
+            # made inside of it
+            with torch.inference_mode(False), torch.no_grad():
+                self.plan = IterationPlan(batches, steps, own, self.memory) if batches else None
             self.steps = steps
         if self.plan is not None:
             self.plan.run(eps)

@@ -171,7 +171,8 @@ def unit_norm_torch(
     """
     scales.fill_(1.0)
     for some in cpu_slices(U):
-        wide = U[some].float()
+        # Contiguous: the order of a sum must not depend on where the rows of a matrix lie either
+        wide = U[some].float().contiguous()
         largest = wide.abs().amax((1, 2), keepdim=True)
         # No torch.where of two Python numbers, whose result has torch's default dtype
         unit = torch.ones_like(largest).masked_fill_(largest > 2.0**50, 2.0**-80)
