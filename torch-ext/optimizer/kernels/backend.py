@@ -46,8 +46,7 @@ def tiles() -> Path | None:
     if not is_file:
         raise ValueError(
             f"OPTIMIZER_TILES is {shortened(repr(name))}, which is no file; tools/tune_tiles.py "
-            "writes "
-            "one, or unset it"
+            "writes one, or unset it"
         )
     return Path(name)
 

@@ -91,8 +91,7 @@ def classify(param: nn.Parameter, places: list[Place], structure: Structure) -> 
     if isinstance(param, nn.parameter.UninitializedTensorMixin):
         raise ValueError(
             f"parameter {places[0].name} has no shape yet: call the model once before its "
-            "parameters are "
-            "split"
+            "parameters are split"
         )
     kind = _by_shape(param, "_".join(place.name.rpartition(".")[2] for place in places))
     if kind is not None:

@@ -45,8 +45,7 @@ class MuonConfig:
         if unknown := sorted(set(given) - set(known)):
             raise TypeError(
                 f"there is no argument {shortened(repr(unknown[0]))}: leave it out. Besides "
-                "torch.optim.Muon's there are "
-                f"adamw_betas, adamw_eps, {', '.join(known)}"
+                f"torch.optim.Muon's there are adamw_betas, adamw_eps, {', '.join(known)}"
             )
         if "process_group" in given:
             given = {**given, "process_group": _group_of(given["process_group"])}
@@ -87,8 +86,8 @@ class MuonConfig:
         if self.shard_state and self.process_group is None:
             raise ValueError(
                 "shard_state=True needs process_group: the ranks that hold copies of plain "
-                "parameters, of "
-                "which one is to keep the state; that of DTensors is sharded as they are"
+                "parameters, of which one is to keep the state; that of DTensors is sharded as "
+                "they are"
             )
         if self.process_group is not None and not dist.is_initialized():
             raise ValueError(
@@ -98,8 +97,7 @@ class MuonConfig:
         if self.process_group is not None and not isinstance(self.process_group, dist.ProcessGroup):
             raise ValueError(
                 f"process_group={shortened(repr(self.process_group))} is no process group of which "
-                "this "
-                "rank is a member: only its members may build the optimizer with it"
+                "this rank is a member: only its members may build the optimizer with it"
             )
         self._check_overlap()
 
@@ -116,31 +114,26 @@ class MuonConfig:
             if getattr(self, key) and self.capturable:
                 raise ValueError(
                     f"{key}=True is not allowed with capturable=True, whose step is one graph: "
-                    "leave one "
-                    "of them out"
+                    "leave one of them out"
                 )
         if self.overlap_forward and self.nonfinite == "raise":
             raise ValueError(
                 "overlap_forward=True is not allowed with nonfinite='raise', for which the host "
-                "waits at "
-                "the end of the step: leave one of them out"
+                "waits at the end of the step: leave one of them out"
             )
         if not self.overlap_backward:
             return
         if self.nonfinite != "propagate":
             raise ValueError(
                 f"overlap_backward=True is not allowed with nonfinite={self.nonfinite!r}, which "
-                "looks at "
-                "all gradients before the first one leaves: leave one of them out"
+                "looks at all gradients before the first one leaves: leave one of them out"
             )
         if self.process_group is not None and self.grads_are_reduced:
             raise ValueError(
                 "overlap_backward=True is not allowed with a process_group whose gradients come "
-                "reduced: "
-                "they could leave before DistributedDataParallel has reduced them. Use "
+                "reduced: they could leave before DistributedDataParallel has reduced them. Use "
                 "grads_are_reduced=False without DistributedDataParallel; leave process_group out "
-                "where "
-                "all parameters are DTensors"
+                "where all parameters are DTensors"
             )
 
     @property
@@ -174,8 +167,7 @@ def _group_of(given: object) -> object:
         names = given.mesh_dim_names or tuple(range(given.ndim))
         raise ValueError(
             f"process_group is a DeviceMesh of {given.ndim} dims {names}: pass the process group "
-            "of the "
-            "dim whose ranks hold copies of plain parameters, for example "
+            "of the dim whose ranks hold copies of plain parameters, for example "
             f"mesh.get_group({names[0]!r})"
         )
     return given.get_group()

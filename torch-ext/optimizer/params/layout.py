@@ -354,10 +354,8 @@ def _check_rank_order(param, what) -> None:
         if odd:
             raise NotImplementedError(
                 f"{what}: its mesh {ranks.tolist()} has ranks that do not ascend along axis "
-                f"{odd[0]}, on which it is "
-                "sharded; torch itself does not say which of them stores what: build the "
-                "DeviceMesh with ascending "
-                "ranks along the axes that shard"
+                f"{odd[0]}, on which it is sharded; torch itself does not say which of them stores "
+                "what: build the DeviceMesh with ascending ranks along the axes that shard"
             )
 
 

@@ -127,12 +127,9 @@ def get_default_muon_param_groups(
     if not params[MUON] and not (allow_no_matrices and rows):
         raise ValueError(
             "no parameter of the model goes to Muon: it has no trainable 2-D weight or 3-D stack "
-            "besides "
-            "embeddings, heads and convolutions. If that is meant, as for a pipeline's first stage "
-            "or "
-            "adapters of vectors, pass allow_no_matrices=True; otherwise name matrices with "
-            "muon=..., or "
-            "pass groups with use_muon=True yourself\n" + table(rows)
+            "besides embeddings, heads and convolutions. If that is meant, as for a pipeline's "
+            "first stage or adapters of vectors, pass allow_no_matrices=True; otherwise name "
+            "matrices with muon=..., or pass groups with use_muon=True yourself\n" + table(rows)
         )
     return [_group(part, named, adamw_lr) for part, named in params.items() if named]
 
@@ -166,8 +163,7 @@ class Pattern:
         if not (isinstance(given, (str, re.Pattern)) or callable(given)):
             raise ValueError(
                 f"{argument} holds {shortened(repr(given))}, but it must be a regular expression, "
-                "a "
-                "function of (name, module, parameter), or a list of these"
+                "a function of (name, module, parameter), or a list of these"
             )
         try:
             self.regex = re.compile(given) if isinstance(given, (str, re.Pattern)) else None
@@ -197,8 +193,7 @@ def _patterns(argument: str, given) -> list[Pattern]:
     if not one and given is not None and not isinstance(given, (list, tuple, set, frozenset)):
         raise ValueError(
             f"{argument}={shortened(repr(given))} is not allowed: it must be a regular expression, "
-            "a "
-            "function of (name, module, parameter), or a list of these"
+            "a function of (name, module, parameter), or a list of these"
         )
     return [Pattern(argument, entry) for entry in ([given] if one else given or ())]
 
@@ -254,8 +249,7 @@ def _moved(
     if to_muon and param.ndim < 2:
         raise ValueError(
             f"{name} matches {to_muon[0]}, but Muon takes matrices (R, C) and stacks of them (..., "
-            "R, C): "
-            "make the pattern narrower"
+            "R, C): make the pattern narrower"
         )
     if to_adamw and kind.part == MUON:
         return Kind(OTHER, str(to_adamw[0]))

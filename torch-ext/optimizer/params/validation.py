@@ -84,8 +84,7 @@ def check_unique(group, others, members) -> None:
         keys = shortened(", ".join(map(repr, group)) or "nothing")
         raise ValueError(
             f"there is no key 'params', but {keys}: it is to hold the group's parameters, or pairs "
-            "(name, "
-            "parameter)"
+            "(name, parameter)"
         )
     if isinstance(group["params"], (torch.Tensor, set)):  # one parameter; what torch refuses
         return
@@ -170,8 +169,7 @@ def _check_keys(group: dict, own: set[str], arguments: Mapping[str, object]) -> 
         elif key == "beta2":
             raise ValueError(
                 f"{text} is not allowed: it is a key of NorMuon's groups, and AdamW's have "
-                "betas=(beta1, "
-                "beta2); use NorMuon, or remove it"
+                "betas=(beta1, beta2); use NorMuon, or remove it"
             )
         elif key not in TOLERATED and (meant := _misspelt(key, own)):
             raise ValueError(
@@ -183,8 +181,7 @@ def _check_keys(group: dict, own: set[str], arguments: Mapping[str, object]) -> 
         ) == is_adamw(group):
             raise ValueError(
                 f"{text} names another algorithm than use_muon={not is_adamw(group)}, which is "
-                "what "
-                "counts: set use_muon, or rename the value"
+                "what counts: set use_muon, or rename the value"
             )
 
 
@@ -253,14 +250,12 @@ def _check_beside(param, group, number, options, first) -> None:
     if is_dtensor(param) and options.shard_state:
         raise ValueError(
             f"shard_state=True, but parameter {name} is a DTensor, whose state is sharded as it "
-            "is: leave "
-            "the option out, or use plain parameters"
+            "is: leave the option out, or use plain parameters"
         )
     if is_dtensor(param) and not options.grads_are_reduced:
         raise ValueError(
             f"grads_are_reduced=False, but parameter {name} is a DTensor, whose gradients its "
-            "parallelism "
-            "reduces: leave the option out, or use plain parameters"
+            "parallelism reduces: leave the option out, or use plain parameters"
         )
     if param.device != first[1].device:
         raise ValueError(
@@ -284,8 +279,7 @@ def check_memory(groups) -> None:
                 raise ValueError(
                     f"parameter {name_of(group, i)} of shape {tuple(param.shape)} has strides "
                     f"{local.stride()}, by which elements share memory (as expand() makes them): "
-                    "clone() "
-                    "it before it becomes a parameter"
+                    "clone() it before it becomes a parameter"
                 )
             if local.untyped_storage().nbytes():  # else it was freed, and its address is anybody's
                 start = local.data_ptr()
@@ -334,8 +328,7 @@ def _check_apart(spans, groups) -> None:
             )
             raise ValueError(
                 f"{one} and {two} share memory, which would be stepped twice: leave one out, or "
-                "clone() "
-                "one before it becomes a parameter"
+                "clone() one before it becomes a parameter"
             )
         taken.add(span)
 
@@ -421,14 +414,13 @@ def check_again(groups, options) -> None:
             if isinstance(local_of(param), FakeTensor):
                 raise RuntimeError(
                     f"parameter {name_in(group, param)} is a fake tensor: it has no memory in "
-                    "which "
-                    "step() could change it. Leave the step out of what runs under FakeTensorMode"
+                    "which step() could change it. Leave the step out of what runs under "
+                    "FakeTensorMode"
                 )
             if is_dtensor(param) and param.grad is not None and not is_dtensor(param.grad):
                 raise RuntimeError(
                     f"parameter {name_in(group, param)} is a DTensor, but its gradient a plain "
-                    "tensor "
-                    f"of shape {tuple(param.grad.shape)}: use DTensor.from_local or "
+                    f"tensor of shape {tuple(param.grad.shape)}: use DTensor.from_local or "
                     "distribute_tensor"
                 )
     check_together(groups, options, Members(groups).first)
@@ -438,11 +430,9 @@ def refuse_fsdp1(name: str) -> None:
     """Raise ValueError for a parameter of FullyShardedDataParallel."""
     raise ValueError(
         f"parameter {name} is sharded by FSDP1 (torch.distributed.fsdp.FullyShardedDataParallel), "
-        "which "
-        "keeps parts of flattened parameters on each rank, where Muon needs to know whole "
-        "matrices: shard "
-        "the model with torch.distributed.fsdp.fully_shard (FSDP2), and build the optimizer after "
-        "that"
+        "which keeps parts of flattened parameters on each rank, where Muon needs to know whole "
+        "matrices: shard the model with torch.distributed.fsdp.fully_shard (FSDP2), and build the "
+        "optimizer after that"
     )
 
 
@@ -460,8 +450,7 @@ def _check_values(group) -> None:
     if is_adamw(group) and group.get("betas") is None:
         raise ValueError(
             "use_muon=False, but the group has no betas: where it goes over to AdamW, set betas "
-            "and eps "
-            "along with use_muon"
+            "and eps along with use_muon"
         )
     if "betas" in group:
         _check_betas("betas", group.get("betas"))
@@ -515,8 +504,7 @@ def check_param(param, name, group) -> None:
     if isinstance(param, UninitializedTensorMixin):
         raise ValueError(
             f"parameter {name} is lazy and has no shape yet: run the model once before the "
-            "optimizer is "
-            "built"
+            "optimizer is built"
         )
     if getattr(param, "_fsdp_flattened", False):  # also of the flat parameter itself
         refuse_fsdp1(name)
@@ -534,8 +522,8 @@ def check_param(param, name, group) -> None:
     if param.dtype not in (*WIDE, torch.float64):
         raise ValueError(
             f"{what} has dtype {param.dtype}; allowed are real floating-point parameters in "
-            "float32, "
-            "bfloat16, float16 and, for AdamW, float64: use torch.view_as_real for complex ones"
+            "float32, bfloat16, float16 and, for AdamW, float64: use torch.view_as_real for "
+            "complex ones"
         )
     if use_muon and param.dtype not in WIDE:
         raise ValueError(
@@ -550,9 +538,8 @@ def check_param(param, name, group) -> None:
     if is_dtensor(param) and not torch.distributed.is_initialized():
         raise ValueError(
             f"{what} is a DTensor, but torch.distributed is not initialized, so its mesh has no "
-            "process "
-            "groups: call init_process_group before the model is sharded, and keep it until "
-            "training ends"
+            "process groups: call init_process_group before the model is sharded, and keep it "
+            "until training ends"
         )
     check_placements(param, name, use_muon)
     check_local_shape(param, name)
@@ -584,8 +571,7 @@ def _wrong_with(param, local, own) -> str:
     if param.grad.layout is not torch.strided:
         return (
             "sparse gradient; Muon and its AdamW take dense ones: use sparse=False in "
-            "nn.Embedding, or "
-            "torch.optim.SparseAdam for it"
+            "nn.Embedding, or torch.optim.SparseAdam for it"
         )
     if local.is_neg():
         return (

@@ -28,9 +28,8 @@ def check_choice(device: torch.device) -> None:
     if device.type == "cpu" and not _is_interpreted():
         raise ValueError(
             "OPTIMIZER_KERNELS is 'triton', but the parameters are on a CPU, where Triton's "
-            "kernels run "
-            "in its interpreter only: set TRITON_INTERPRET=1 before triton is imported, or unset "
-            "OPTIMIZER_KERNELS"
+            "kernels run in its interpreter only: set TRITON_INTERPRET=1 before triton is "
+            "imported, or unset OPTIMIZER_KERNELS"
         )
 
 

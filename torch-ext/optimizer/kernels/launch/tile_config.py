@@ -144,8 +144,7 @@ def own_table() -> dict | None:
     except (OSError, ValueError, RecursionError) as error:  # no JSON, no UTF-8, nested too deep
         raise ValueError(
             f"{name}, which is no JSON: {errors.shortened(error)}; tools/tune_tiles.py writes such "
-            "a "
-            "file, or unset the variable"
+            "a file, or unset the variable"
         ) from error
     check_table(given, name)
     return given
