@@ -226,8 +226,8 @@ def is_own_shard(tensor: DTensor) -> bool:
         return ours is theirs or all(p.is_replicate() for p in placements)
     if any(a != b and not p.is_replicate() for a, b, p in zip(theirs, ours, placements)):
         return False
-    # Owner state has this form (communication/redistribute.py, `by_rows`); its rows are moved between
-    # owners by the counts of `row_chunks`.
+    # Owner state has this form (communication/redistribute.py, `by_rows`), and loading moves its
+    # rows between owners by the counts of `row_chunks`.
     by_rows = mesh.ndim == 1 and placements[0].is_shard(0) and not _is_strided(placements[0])
     if not by_rows:
         return True
@@ -313,7 +313,7 @@ def check_placements(param: torch.Tensor, name: str, use_muon: bool = True) -> N
     # Placements that a later torch, or a user, may add
     if any(_shard_dim(p) is None and not p.is_replicate() for p in kinds):
         raise NotImplementedError(
-            f"{label}: only Replicate, Shard and _StridedShard are known; use distribute_tensor or redistribute with these"
+            f"{label}: only Replicate, Shard and _StridedShard are known; redistribute it to these"
         )
     if use_muon and (objection := unsupported_sharding(param)):
         raise NotImplementedError(
