@@ -429,8 +429,8 @@ def check_local_shape(param: torch.Tensor, name: str) -> None:
     if coordinate is None:
         if is_dtensor(param) and param.requires_grad:
             raise NotImplementedError(
-                f"parameter {name} lies on {param.device_mesh}, of which rank {this_rank()} is no "
-                "part: leave it out of the groups on this rank"
+                f"parameter {name} lies on {param.device_mesh}, which rank {this_rank()} is no "
+                "part of: leave it out of the groups on this rank"
             )
         return
     box = box_at(coordinate, tuple(param.shape), param.placements, tuple(param.device_mesh.shape))
