@@ -223,7 +223,7 @@ def _has_vocabulary_rows(weight: torch.Tensor, rows: int, path: str, structure: 
     return (
         found is not None
         and found[1][0] == rows
-        and not structure.is_taken_later(rows, path, found[0])
+        and not structure.is_input_of_later_layer(rows, path, found[0])
     )
 
 
@@ -243,8 +243,8 @@ def _is_last(weight: torch.Tensor, rows: int, path: str, structure: Structure) -
         return False
     return (
         structure.has_list(holder, path)
-        and not structure.is_taken_inside(rows, holder)
-        and not structure.is_taken_later(rows, path, structure.root_of(path))
+        and not structure.is_hidden_size(rows, holder)
+        and not structure.is_input_of_later_layer(rows, path, structure.root_of(path))
     )
 
 
