@@ -38,9 +38,13 @@ class MuonConfig:
     workspace_bytes: int | None = None  # limit on one rank; None: see `workspace_limit_bytes`
     capturable: bool = False  # True: the whole step is one CUDA graph
     nonfinite: str = "propagate"  # one of NONFINITE
+    # True: gradients are sent to owners during backward, inside `Muon.last_backward`
     overlap_backward: bool = False
+    # True: updates return during the next forward, see `Muon.updates_return_during`
     overlap_forward: bool = False
-    unscale_in_step: bool | None = None  # None: chosen by communication/nonfinite.py, `Unscaling`
+    # Whether `step`, not torch.amp.GradScaler, unscales gradients and skips steps with Inf; None:
+    # chosen by `Unscaling` of communication/nonfinite.py
+    unscale_in_step: bool | None = None
 
     @classmethod
     def of(cls, given: dict[str, object]) -> MuonConfig:
@@ -90,6 +94,7 @@ class MuonConfig:
                 raise self._refused(key, "True or False")
         if self.unscale_in_step is not None and type(self.unscale_in_step) is not bool:
             raise self._refused("unscale_in_step", "True, False or None")
+        # Combinations. Each message starts with the argument to change.
         if not self.grads_are_reduced and self.process_group is None:
             raise ValueError(
                 "grads_are_reduced=False needs process_group, the ranks over which the optimizer "
@@ -106,6 +111,7 @@ class MuonConfig:
                 "process_group was given, but torch.distributed is not initialized: call "
                 "init_process_group first, or leave process_group out"
             )
+        # dist.new_group returns an object of another type on ranks outside the group
         if self.process_group is not None and not isinstance(self.process_group, dist.ProcessGroup):
             raise ValueError(
                 f"process_group={shortened(repr(self.process_group))} is no process group of which "
@@ -132,6 +138,7 @@ class MuonConfig:
                 "overlap_forward=True is not allowed with nonfinite='raise', which makes the host "
                 "wait for the device at the end of the step: leave one of them out"
             )
+        # The rest concerns buckets that are sent while backward still runs
         if not self.overlap_backward:
             return
         if self.nonfinite != "propagate":

@@ -156,6 +156,7 @@ def _group(
     }
     if part == MUON:
         return {**group, "adjust_lr_fn": "match_rms_adamw"}
+    # All further options keep the optimizer's defaults
     if part == NO_DECAY:
         group["weight_decay"] = 0.0
     # Schedulers change a tensor lr in place, group by group: each group needs a tensor of its own
@@ -211,6 +212,7 @@ def _patterns(argument: str, given: Patterns) -> list[Pattern]:
 
     Raises ValueError for values of another type.
     """
+    # Refuses a dict, whose keys would silently count as patterns
     one = isinstance(given, (str, re.Pattern)) or callable(given)
     if not one and given is not None and not isinstance(given, (list, tuple, set, frozenset)):
         raise ValueError(
@@ -282,8 +284,8 @@ def _moved(
         )
     if to_muon and param.ndim < 2:
         raise ValueError(
-            f"{name} matches {to_muon[0]}, but Muon takes only matrices (R, C) and stacks of "
-            "matrices (..., R, C): narrow the pattern"
+            f"{name} matches {to_muon[0]}, but Muon takes matrices (R, C) and stacks of matrices "
+            "(..., R, C) only: narrow the pattern"
         )
     if to_adamw and kind.part == MUON:
         return Kind(OTHER, str(to_adamw[0]))

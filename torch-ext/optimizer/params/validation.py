@@ -594,14 +594,15 @@ def check_param(param: torch.Tensor, name: str, group: dict) -> None:
         )
     if use_muon and param.dtype not in WIDE:
         raise ValueError(
-            f"{what} has dtype {param.dtype}; Muon takes float32, bfloat16 and float16: convert "
-            "it, or put it into a group with use_muon=False"
+            f"{what} has dtype {param.dtype}; Muon steps float32, bfloat16 and float16 only: "
+            "convert it, or put it into a group with use_muon=False"
         )
     if use_muon and param.ndim < 2:
         raise ValueError(
             f"{what} is {param.ndim}-D; Muon takes matrices (R, C) and stacks of them (..., R, C): "
             "put it into a group with use_muon=False, or use get_default_muon_param_groups(model)"
         )
+    # Loaded from a file, or kept after destroy_process_group
     if is_dtensor(param) and not torch.distributed.is_initialized():
         raise ValueError(
             f"{what} is a DTensor, but torch.distributed is not initialized, so its mesh has no "
@@ -645,6 +646,7 @@ def _wrong_with(param: torch.Tensor, local: torch.Tensor, own: torch.Tensor) -> 
             "sparse gradient, but only dense gradients are allowed: use sparse=False in "
             "nn.Embedding, or step the parameter with torch.optim.SparseAdam"
         )
+    # Kernels read memory and ignore the lazy sign bit
     if local.is_neg():
         return (
             "gradient that is a lazily negated view (is_neg), whose memory has the opposite sign: "
