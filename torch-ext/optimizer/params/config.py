@@ -150,8 +150,8 @@ class MuonConfig:
             raise ValueError(
                 "overlap_backward=True is not allowed with process_group and grads_are_reduced="
                 "True: gradients could be sent before DistributedDataParallel has reduced them. "
-                "Pass grads_are_reduced=False and do not use DistributedDataParallel; if all "
-                "parameters are DTensors, leave process_group out"
+                "Use grads_are_reduced=False without DistributedDataParallel; if all parameters "
+                "are DTensors, leave process_group out"
             )
 
     @property

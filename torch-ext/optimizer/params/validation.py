@@ -291,13 +291,12 @@ def _check_beside(
     if is_dtensor(param) and options.shard_state:
         raise ValueError(
             f"shard_state=True, but parameter {name} is a DTensor, whose state is always sharded "
-            "like the parameter: leave shard_state out, or use plain parameters"
+            "like the parameter: leave the option out, or use plain parameters"
         )
     if is_dtensor(param) and not options.grads_are_reduced:
         raise ValueError(
             f"grads_are_reduced=False, but parameter {name} is a DTensor, whose gradients are "
-            "reduced by FSDP2 or tensor parallelism: leave grads_are_reduced out, or use plain "
-            "parameters"
+            "reduced by FSDP2 or tensor parallelism: leave the option out, or use plain parameters"
         )
     if param.device != first[1].device:
         raise ValueError(
