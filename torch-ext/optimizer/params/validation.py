@@ -276,10 +276,10 @@ def check_together(
     for group in groups:
         for i, param in enumerate(group["params"]):
             if param.requires_grad:
-                _check_beside(param, group, i, options, first)
+                _check_with_first(param, group, i, options, first)
 
 
-def _check_beside(
+def _check_with_first(
     param: torch.Tensor,
     group: dict,
     number: int,
@@ -319,7 +319,7 @@ def check_memory(groups: Sequence[dict]) -> None:
             local = local_of(param) if param.requires_grad else None
             if local is None or isinstance(local, FakeTensor) or local.is_meta or not local.numel():
                 continue
-            if not local.is_contiguous() and _lies_in_itself(local):
+            if not local.is_contiguous() and _may_overlap_itself(local):
                 raise ValueError(
                     f"parameter {name_of(group, i)} of shape {tuple(param.shape)} has strides "
                     f"{local.stride()}, with which elements share memory (as after expand()): "
@@ -335,7 +335,7 @@ def check_memory(groups: Sequence[dict]) -> None:
     end = 0
     for span in [*spans, None]:
         if span is None or span[0] >= end:
-            _check_apart(together, groups)
+            _check_no_common_element(together, groups)
             together = []
         if span is not None:
             together.append(span)
@@ -347,7 +347,7 @@ def _extent(local: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride()))
 
 
-def _lies_in_itself(local: torch.Tensor) -> bool:
+def _may_overlap_itself(local: torch.Tensor) -> bool:
     """Whether elements of a tensor may share memory: in ascending order of strides, a stride is
     smaller than the span of all dims with smaller strides.
     """
@@ -361,7 +361,7 @@ def _lies_in_itself(local: torch.Tensor) -> bool:
     return False
 
 
-def _check_apart(spans: list[Span], groups: Sequence[dict]) -> None:
+def _check_no_common_element(spans: list[Span], groups: Sequence[dict]) -> None:
     """Raise ValueError if two of `spans` have an element in common. spans: a run of overlapping
     ranges of memory.
 
@@ -369,10 +369,10 @@ def _check_apart(spans: list[Span], groups: Sequence[dict]) -> None:
     """
     if len(spans) < 2:
         return
-    taken = _Map(spans)
+    taken = _MemoryMap(spans)
     for index, span in enumerate(spans):
         if taken.at(span).any():
-            other = next(o for o in spans[:index] if _Map([o, span]).add(o).at(span).any())
+            other = next(o for o in spans[:index] if _MemoryMap([o, span]).add(o).at(span).any())
             one, two = (
                 f"parameter {name_of(groups[g], i)} of group {g}" for _, _, g, i, _ in (other, span)
             )
@@ -383,7 +383,7 @@ def _check_apart(spans: list[Span], groups: Sequence[dict]) -> None:
         taken.add(span)
 
 
-class _Map:
+class _MemoryMap:
     """A bitmap of memory: a bool for each unit of memory, true if taken by an added tensor."""
 
     def __init__(self, spans: list[Span]) -> None:
@@ -408,7 +408,7 @@ class _Map:
             (*local.shape, count), strides, (start - self.start) // self.unit
         )
 
-    def add(self, span: Span) -> _Map:
+    def add(self, span: Span) -> _MemoryMap:
         """Set the units of a tensor; returns the bitmap."""
         self.at(span).fill_(True)
         return self
@@ -443,7 +443,7 @@ def check_live(groups: Sequence[dict]) -> None:
                 type(value) is float
                 and 0.0 <= value < most
                 or isinstance(value, torch.Tensor)
-                and _is_away(value)
+                and _is_on_gpu(value)
             ):
                 continue
             with in_group(number, group):
@@ -456,7 +456,7 @@ def check_live(groups: Sequence[dict]) -> None:
                 _check_betas("betas", group.get("betas"))
 
 
-def _is_away(value: torch.Tensor) -> bool:
+def _is_on_gpu(value: torch.Tensor) -> bool:
     """Whether `value` is a single number on a GPU: a read would make the host wait."""
     return value.device.type != "cpu" and value.numel() == 1
 
