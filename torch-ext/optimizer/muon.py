@@ -32,7 +32,7 @@ from .execution.prepare import (
 )
 from .execution.report import Report, Stopwatch, report_of
 from .kernels.backend import capturing
-from .params.config import MuonConfig, spelled_out
+from .params.config import MuonConfig, with_parameters_of
 from .params.dtensor import form_of
 from .params.errors import in_group, names_in
 from .params.layout import this_rank
@@ -262,7 +262,7 @@ class Muon(Saving):
     # Of a group, besides those of Muon; a constant of the class, as all class attributes here
     _extra_keys = ()
 
-    @spelled_out(MuonConfig, kind=inspect.Parameter.KEYWORD_ONLY)
+    @with_parameters_of(MuonConfig, kind=inspect.Parameter.KEYWORD_ONLY)
     def __init__(
         self,
         params,
@@ -690,6 +690,6 @@ class NorMuon(Muon):
 
     _extra_keys = ("beta2",)
 
-    @spelled_out(Muon.__init__)
+    @with_parameters_of(Muon.__init__)
     def __init__(self, params, *args, beta2=0.95, **kwargs):
         super().__init__(params, *args, beta2=beta2, **kwargs)

@@ -198,7 +198,9 @@ def _group_of(given: object) -> object:
     return given.get_group()
 
 
-def spelled_out(source: Callable, **how: inspect._ParameterKind) -> Callable[[Function], Function]:
+def with_parameters_of(
+    source: Callable, **how: inspect._ParameterKind
+) -> Callable[[Function], Function]:
     """A decorator for functions with *args or **options: `inspect.signature` and help() list the
     parameters of `source` instead of *args and **options.
 
