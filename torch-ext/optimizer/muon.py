@@ -41,8 +41,8 @@ from .params.validation import (
     check_adamw,
     check_again,
     check_group,
-    check_live,
     check_memory,
+    check_scheduled_values,
     check_together,
     check_unique,
     device_of,
@@ -465,7 +465,7 @@ class Muon(Saving):
         """Take what schedules have put into the groups. Raises ValueError, with group and key, for
         what is not allowed.
         """
-        check_live(self.param_groups)
+        check_scheduled_values(self.param_groups)
         self._beta1.follow(self.param_groups)
 
     def _note(self, tell) -> None:

@@ -428,7 +428,7 @@ def check_numbers(group: dict) -> None:
     _check_values(group)
 
 
-def check_live(groups: Sequence[dict]) -> None:
+def check_scheduled_values(groups: Sequence[dict]) -> None:
     """Raise ValueError, with group and key, for a wrong value of lr, weight_decay, momentum or
     betas, as schedules may have set them.
 
@@ -466,7 +466,7 @@ def check_again(groups: Sequence[dict], options: MuonConfig) -> None:
 
     Raises ValueError as `_check_values` and `check_together`. Raises RuntimeError for fake tensors
     (an optimizer can be built for fake tensors, but a step needs memory) and for a plain gradient
-    of a DTensor. Does not read lr and the like: see `check_live`.
+    of a DTensor. Does not read lr and the like: see `check_scheduled_values`.
     """
     for number, group in enumerate(groups):
         with in_group(number, group):
