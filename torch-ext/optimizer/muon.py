@@ -42,9 +42,9 @@ from .params.validation import (
     check_again,
     check_group,
     check_memory,
+    check_param_list,
     check_scheduled_values,
     check_together,
-    check_unique,
     device_of,
     is_adamw,
 )
@@ -361,7 +361,7 @@ class Muon(Saving):
         members = Members(self.param_groups) if self._has_all_groups else self._first_members
         try:
             with in_group(count, param_group):
-                check_unique(param_group, self.param_groups, members)
+                check_param_list(param_group, self.param_groups, members)
                 super().add_param_group(param_group)
                 members.add(self.param_groups[-1])
                 self._check_new(self.param_groups[-1], momentum, members.first)

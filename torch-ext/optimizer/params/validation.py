@@ -89,7 +89,7 @@ class Members:
             self.first = next(((group, p) for p in group["params"] if p.requires_grad), None)
 
 
-def check_unique(group: dict, others: list[dict], members: Members) -> None:
+def check_param_list(group: dict, others: list[dict], members: Members) -> None:
     """Raise ValueError for a new group without "params", or with a parameter listed twice or listed
     in an existing group.
 
