@@ -39,7 +39,7 @@ from .params.layout import this_rank
 from .params.validation import (
     Members,
     check_adamw,
-    check_again,
+    check_changed_groups,
     check_group,
     check_memory,
     check_param_list,
@@ -571,7 +571,7 @@ class Muon(Saving):
 
     def _prepare(self, scaled: bool) -> list:
         """Plan and bind what has changed; return the stores."""
-        check_again(self.param_groups, self._options)
+        check_changed_groups(self.param_groups, self._options)
         if None in self._planned_for.values():
             warn_of_idle(self.param_groups)
         self._members = adopt_state(self._members, self.param_groups, self.state)

@@ -449,7 +449,7 @@ def check_scheduled_values(groups: Sequence[dict]) -> None:
             with in_group(number, group):
                 fits = 0 <= number_of(value) < most or number_of(value) == most == LARGEST
                 _require(fits, key, value, FINITE if most == LARGEST else BELOW_ONE)
-        # An AdamW group without betas is refused by `check_again`, with another message
+        # An AdamW group without betas is refused by `check_changed_groups`, with another message
         known = group.get("use_muon") is True or group.get("betas") is None
         if not known and is_adamw(group):
             with in_group(number, group):
@@ -461,7 +461,7 @@ def _is_on_gpu(value: torch.Tensor) -> bool:
     return value.device.type != "cpu" and value.numel() == 1
 
 
-def check_again(groups: Sequence[dict], options: MuonConfig) -> None:
+def check_changed_groups(groups: Sequence[dict], options: MuonConfig) -> None:
     """Check groups again before a step, after a change of groups or parameters since the last step.
 
     Raises ValueError as `_check_values` and `check_together`. Raises RuntimeError for fake tensors
