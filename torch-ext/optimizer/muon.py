@@ -38,13 +38,13 @@ from .params.errors import in_group, names_in
 from .params.layout import this_rank
 from .params.validation import (
     Members,
+    check_across_params,
     check_adamw,
     check_changed_groups,
     check_group,
     check_memory,
     check_param_list,
     check_scheduled_values,
-    check_together,
     device_of,
     is_adamw,
 )
@@ -387,7 +387,7 @@ class Muon(Saving):
         """
         wide = {f"adamw_{key}": value for key, value in self._adamw.items()}
         check_group(group, self._extra_keys, {**vars(self._options), **wide})
-        check_together([group], self._options, first)
+        check_across_params([group], self._options, first)
         if is_adamw(group):
             check_momentum(group, momentum, self.defaults["momentum"])
 

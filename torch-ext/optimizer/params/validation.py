@@ -264,7 +264,7 @@ def device_of(groups: Iterable[dict]) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def check_together(
+def check_across_params(
     groups: list[dict], options: MuonConfig, first: tuple[dict, torch.Tensor] | None
 ) -> None:
     """Raise ValueError if parameters are on several devices, or if DTensors come with options for
@@ -286,7 +286,7 @@ def _check_with_first(
     options: MuonConfig,
     first: tuple[dict, torch.Tensor],
 ) -> None:
-    """`check_together` for `param`, parameter `number` of `group`."""
+    """`check_across_params` for `param`, parameter `number` of `group`."""
     name = name_of(group, number)
     if is_dtensor(param) and options.shard_state:
         raise ValueError(
@@ -464,7 +464,7 @@ def _is_on_gpu(value: torch.Tensor) -> bool:
 def check_changed_groups(groups: Sequence[dict], options: MuonConfig) -> None:
     """Check groups again before a step, after a change of groups or parameters since the last step.
 
-    Raises ValueError as `_check_values` and `check_together`. Raises RuntimeError for fake tensors
+    Raises ValueError as `_check_values` and `check_across_params`. Raises RuntimeError for fake tensors
     (an optimizer can be built for fake tensors, but a step needs memory) and for a plain gradient
     of a DTensor. Does not read lr and the like: see `check_scheduled_values`.
     """
@@ -486,7 +486,7 @@ def check_changed_groups(groups: Sequence[dict], options: MuonConfig) -> None:
                     f"tensor of shape {tuple(param.grad.shape)}: use DTensor.from_local or "
                     "distribute_tensor"
                 )
-    check_together(groups, options, Members(groups).first)
+    check_across_params(groups, options, Members(groups).first)
 
 
 def refuse_fsdp1(name: str) -> None:
