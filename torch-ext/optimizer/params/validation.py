@@ -464,9 +464,9 @@ def _is_on_gpu(value: torch.Tensor) -> bool:
 def check_changed_groups(groups: Sequence[dict], options: MuonConfig) -> None:
     """Check groups again before a step, after a change of groups or parameters since the last step.
 
-    Raises ValueError as `_check_values` and `check_across_params`. Raises RuntimeError for fake tensors
-    (an optimizer can be built for fake tensors, but a step needs memory) and for a plain gradient
-    of a DTensor. Does not read lr and the like: see `check_scheduled_values`.
+    Raises ValueError as `_check_values` and `check_across_params`. Raises RuntimeError for fake
+    tensors (an optimizer can be built for fake tensors, but a step needs memory) and for a plain
+    gradient of a DTensor. Does not read lr and the like: see `check_scheduled_values`.
     """
     for number, group in enumerate(groups):
         with in_group(number, group):
