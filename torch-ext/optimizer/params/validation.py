@@ -98,9 +98,9 @@ def check_param_list(group: dict, others: list[dict], members: Members) -> None:
     is allowed, as in torch. others: existing groups; members: facts about the existing groups.
     """
     if "params" not in group:
-        keys = shortened(", ".join(map(repr, group)) or "nothing")
+        keys = shortened(", ".join(map(repr, group)) or "none")
         raise ValueError(
-            f"the group has no key 'params', but only {keys}: put the group's parameters, or pairs "
+            f"the group has no key 'params' (keys: {keys}): put the group's parameters, or pairs "
             "(name, parameter), under 'params'"
         )
     # A single parameter is unique; a set is refused by torch, for its random order
