@@ -138,4 +138,4 @@ def plain_gradient(rank, world, steps, options):
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_plain_gradient_of_a_dtensor_is_named(steps, options):
     for said in run_ranks(2, plain_gradient, steps, options):
-        assert "parameter fc.weight is a DTensor, but its gradient a plain tensor of shape (6, 4)" in said
+        assert "parameter fc.weight is a DTensor, but its gradient is a plain tensor of shape (6, 4)" in said

@@ -1,4 +1,7 @@
-"""Muon on any sharding: `Muon`, `NorMuon`, their parameter groups, their state in files, and
+"""Muon on any sharding.
+
+Public names: the optimizers `Muon` and `NorMuon`, `get_default_muon_param_groups` for parameter
+groups, `convert_state_dict`, `export_state` and `import_state` for state in files, and the function
 `orthogonalize`.
 """
 

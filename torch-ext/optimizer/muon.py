@@ -32,19 +32,19 @@ from .execution.prepare import (
 )
 from .execution.report import Report, Stopwatch, report_of
 from .kernels.backend import capturing
-from .params.config import MuonConfig, spelled_out
+from .params.config import MuonConfig, with_parameters_of
 from .params.dtensor import form_of
 from .params.errors import in_group, names_in
 from .params.layout import this_rank
 from .params.validation import (
     Members,
+    check_across_params,
     check_adamw,
-    check_again,
+    check_changed_groups,
     check_group,
-    check_live,
     check_memory,
-    check_together,
-    check_unique,
+    check_param_list,
+    check_scheduled_values,
     device_of,
     is_adamw,
 )
@@ -262,7 +262,7 @@ class Muon(Saving):
     # Of a group, besides those of Muon; a constant of the class, as all class attributes here
     _extra_keys = ()
 
-    @spelled_out(MuonConfig, kind=inspect.Parameter.KEYWORD_ONLY)
+    @with_parameters_of(MuonConfig, kind=inspect.Parameter.KEYWORD_ONLY)
     def __init__(
         self,
         params,
@@ -361,7 +361,7 @@ class Muon(Saving):
         members = Members(self.param_groups) if self._has_all_groups else self._first_members
         try:
             with in_group(count, param_group):
-                check_unique(param_group, self.param_groups, members)
+                check_param_list(param_group, self.param_groups, members)
                 super().add_param_group(param_group)
                 members.add(self.param_groups[-1])
                 self._check_new(self.param_groups[-1], momentum, members.first)
@@ -387,7 +387,7 @@ class Muon(Saving):
         """
         wide = {f"adamw_{key}": value for key, value in self._adamw.items()}
         check_group(group, self._extra_keys, {**vars(self._options), **wide})
-        check_together([group], self._options, first)
+        check_across_params([group], self._options, first)
         if is_adamw(group):
             check_momentum(group, momentum, self.defaults["momentum"])
 
@@ -465,7 +465,7 @@ class Muon(Saving):
         """Take what schedules have put into the groups. Raises ValueError, with group and key, for
         what is not allowed.
         """
-        check_live(self.param_groups)
+        check_scheduled_values(self.param_groups)
         self._beta1.follow(self.param_groups)
 
     def _note(self, tell) -> None:
@@ -571,7 +571,7 @@ class Muon(Saving):
 
     def _prepare(self, scaled: bool) -> list:
         """Plan and bind what has changed; return the stores."""
-        check_again(self.param_groups, self._options)
+        check_changed_groups(self.param_groups, self._options)
         if None in self._planned_for.values():
             warn_of_idle(self.param_groups)
         self._members = adopt_state(self._members, self.param_groups, self.state)
@@ -690,6 +690,6 @@ class NorMuon(Muon):
 
     _extra_keys = ("beta2",)
 
-    @spelled_out(Muon.__init__)
+    @with_parameters_of(Muon.__init__)
     def __init__(self, params, *args, beta2=0.95, **kwargs):
         super().__init__(params, *args, beta2=beta2, **kwargs)

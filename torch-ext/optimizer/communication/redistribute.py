@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like
-from ..params.layout import _cut_by_torch, _is_unknown, layout_of, this_rank
+from ..params.layout import _cut_by_torch, layout_of, this_rank, unsupported_sharding
 
 
 def to_parameter_placements(param, grad) -> torch.Tensor:
@@ -51,7 +51,7 @@ def place_like(value, param):
     whole = value.full_tensor() if is_dtensor(value) else value
     if not is_dtensor(param):
         return whole
-    if _is_unknown(param):
+    if unsupported_sharding(param):
         local = _cut_by_torch(whole, param)
     else:
         local = layout_of(param, shape=whole.shape).cut(whole, this_rank())

@@ -48,8 +48,7 @@ def check(X: torch.Tensor, eps: float = 0.0, dtype: torch.dtype | None = None) -
         kind = "" if X.layout == torch.strided else f", {X.layout}"
         raise ValueError(
             f"X is {X.dtype} of shape {tuple(X.shape)}{kind}; pass matrices (..., R, C) in fp32, "
-            "bf16 or "
-            "fp16, dense"
+            "bf16 or fp16, dense"
         )
     if not is_number(eps) or eps < 0:
         raise ValueError(
@@ -132,8 +131,7 @@ def orthogonalize_(
     if stacks and stacks[0].device.type == "meta":
         raise RuntimeError(
             "meta tensors hold no numbers to orthogonalize: give the model memory before it is "
-            "stepped "
-            "(model.to_empty() and an initialization)"
+            "stepped (model.to_empty() and an initialization)"
         )
     if stacks:
         into = into or stacks

@@ -1,1 +1,1 @@
-"""What the user hands in: parameter groups, options, layouts, and their checks."""
+"""User input of the optimizer: parameter groups, options, sharding layouts, and their checks."""

@@ -1,8 +1,7 @@
-"""Classify one parameter of a model: a hidden matrix for Muon, or one of the kinds that AdamW
-steps.
+"""`classify`: decide whether a parameter is a hidden matrix, for Muon, or of a kind for AdamW.
 
-`classify` decides from shapes and module types first, from the parameter's place in the model
-second, and from names last.
+Decides by shapes and module types first, by the parameter's place in the model (model_structure.py)
+second, and by names last. The lists of names come from models in use (tests/test_judge.py).
 """
 
 from __future__ import annotations
@@ -16,52 +15,48 @@ from torch import nn
 
 from .model_structure import NORM, Place, Structure, _own_parameters, _upwards, is_linear
 
-# Parts of a split, in the order of the groups.
-MUON, EMBEDDINGS, HEADS, OTHER, NO_DECAY = PARTS = (
-    "muon",
-    "embeddings",
-    "heads",
-    "other",
-    "no_decay",
-)
+# Parts of a split: names of parameter groups, in the order of the groups
+PARTS = ("muon", "embeddings", "heads", "other", "no_decay")
+MUON, EMBEDDINGS, HEADS, OTHER, NO_DECAY = PARTS
 
 # fmt: off
-# Output layers under any module: of language models, of question answering, BERT's next sentence,
-# ELECTRA, DiT and Flux, DeepSeek's next tokens.
+# Names of output layers, anywhere in a model: language models, question answering, BERT's next
+# sentence prediction, ELECTRA, DiT and Flux, DeepSeek's multi-token prediction.
 HEAD_NAMES = (
     "lm_head", "embed_out", "unembed", "output_layer", "to_logits", "qa_outputs",
     "seq_relationship", "dense_prediction", "final_layer.linear", "shared_head.head"
 )
-# Output layers only beside the body of a model, since layers inside a model have such names as
-# well.
+# Names of output layers if beside the body of a model (`Structure.is_placed_as_head`): hidden
+# layers have these names, too.
 PLACED = re.compile(
     r"^(heads?|head_dist|score|classifier(_\w+)?|aux\d)$"
     r"|_(heads?|classifier|predictor|pred|logits)$"
 )
-# There, too, unless the output has the size that the first layer beside it takes
+# Names as in PLACED, unless the output size is the input size of the first layer beside the module
 VAGUE_NAMES = ("output",)
-# Vague as well, and only where the module is the layer itself and no container.
+# Names as in VAGUE_NAMES, of single layers only, not of containers.
 LONE_NAMES = (
     "fc", "proj_out", "decoder", "last_linear", "classif", "final_layer", "final_linear",
     "head_linear"
 )
-# Words in the names of layers between parts of a model
+# Words in the names of layers between parts of a model: a narrow projection is no output layer
 NO_OUTPUTS = ("proj", "projection", "projector", "pooler")
 
-EMBEDDING_NAMES = ("wte", "wpe")  # besides names with "embed" in them
-# Last words in the names of tensors whose rows are vectors that are learned one by one.
+EMBEDDING_NAMES = ("wte", "wpe")  # besides all names that contain "embed"
+# Last words in the names of bare tensors whose rows are vectors learned one by one, as those of an
+# embedding.
 LEARNED = (
     "latents", "latent", "queries", "query", "table", "codebook", "codevectors", "prompt",
     "prompts", "probe", "prototypes", "centroids", "slots", "registers", "ape"
 )
-# Tensors of Mamba, S4 and RWKV that multiply states element by element, and of graph attention.
+# Tensors that multiply element by element: of Mamba, S4, RWKV, graph attention.
 ELEMENTWISE = (
     "A_log", "A_real", "log_A_real", "inv_A_real", "A_imag", "time_faaaa", "time_decay",
     "time_first", "r_k", "att", "att_src", "att_dst", "att_edge", "attn_l", "attn_r"
 )
-# Last words in names of others
+# Last words in the names of further tensors that multiply element by element
 SCALES = ("scale", "scales", "alpha", "beta", "gamma", "gain", "logits")
-# Tensors of adapters (peft) that hold vectors, logits or packed blocks: OFT (triangles of
+# Tensors of adapters (peft) whose rows and columns are not those of a matrix: OFT (triangles of
 # skew-symmetric matrices), C3A (first columns of circulant blocks), HRA (Householder vectors),
 # VB-LoRA (a bank of vectors, logits), RandLoRA.
 PACKED = (
@@ -70,30 +65,31 @@ PACKED = (
 )
 ROUTERS, GATES = ("router", "routers", "gating"), ("gate", "gates", "wg")  # words in names
 NORM_NAME = re.compile(r"(^|_)norm\d*$")
-LOSS = re.compile(r"Loss$|ArcFace|CosFace|AMSoftmax")  # modules whose matrices are output layers
+# Types of loss modules with class weights: their matrices are output layers
+LOSS = re.compile(r"Loss$|ArcFace|CosFace|AMSoftmax")
 # fmt: on
 
 
 class Kind(NamedTuple):
-    """A decision: the part of the split that takes a parameter, and the reason in words."""
+    """The decision about a parameter."""
 
-    part: str
-    why: str
+    part: str  # one of PARTS
+    why: str  # reason in words, for the report
 
 
 def classify(param: nn.Parameter, places: list[Place], structure: Structure) -> Kind:
-    """The part of the split that takes a parameter. Raises ValueError for a lazy parameter, which
-    has no shape.
+    """The part of the split for a parameter, and the reason.
 
-    places: the names of a (tied) parameter and the modules there, at least one. An embedding or a
-    head at one of the places decides for all.
+    places: name and module of the parameter, several for a tied parameter, at least one. Rules are
+    tried in the order of RULES, each at every place: an embedding that is tied to a hidden layer is
+    an embedding. Raises ValueError for a lazy parameter, which has no shape.
     """
     if isinstance(param, nn.parameter.UninitializedTensorMixin):
         raise ValueError(
-            f"parameter {places[0].name} has no shape yet: call the model once before its "
-            "parameters are "
-            "split"
+            f"parameter {places[0].name} has no shape yet: run the model once before its "
+            "parameters are split"
         )
+    # Shape first: a vector is no matrix under any name
     kind = _by_shape(param, "_".join(place.name.rpartition(".")[2] for place in places))
     if kind is not None:
         return kind
@@ -102,29 +98,34 @@ def classify(param: nn.Parameter, places: list[Place], structure: Structure) -> 
             kind = rule(param, place, structure)
             if kind is not None:
                 return kind
+    # Muon's default is 2-D and 3-D: the axes of a tensor with more dims have unknown roles
     if param.ndim > 3:
         return Kind(OTHER, f"{param.ndim}-D")
     return Kind(MUON, "matrix" if param.ndim == 2 else "stack of matrices")
 
 
 def output_size(param: torch.Tensor, module: nn.Module) -> int:
-    """The output size of a linear layer's weight; 0 for a tensor that is no linear layer's."""
+    """The output size of `module`, a linear layer with the weight `param`; 0 if `module` is no
+    linear layer or `param` is not 2-D.
+    """
     if not is_linear(module) or param.ndim != 2:
         return 0
-    # GPT-2 of transformers keeps (in, out)
+    # Conv1D of transformers (GPT-2) stores (inputs, outputs), nn.Linear (outputs, inputs)
     return param.shape[1 if type(module).__name__ == "Conv1D" else 0]
 
 
 def _by_shape(param: torch.Tensor, leaves: str) -> Kind | None:
-    """The kind of a parameter that is no matrix by its shape. leaves: the last parts of its names,
-    joined by _.
+    """The kind of a parameter that is no matrix by shape, or is called a bias; else None.
+
+    leaves: the last parts of all names of the parameter, joined by "_".
     """
     if param.ndim < 2:
         return Kind(NO_DECAY, f"{param.ndim}-D")
     if param.numel() == 1:
         return Kind(NO_DECAY, "scalar")
+    # (1, 1, C) and the like, and (C, 1) unless it is the weight of a layer (`_single`)
     if param.numel() == max(param.shape) and (param.ndim > 2 or "weight" not in leaves):
-        return Kind(NO_DECAY, "vector")  # (1, 1, C), or (C, 1) that is no layer's weight
+        return Kind(NO_DECAY, "vector")
     return (
         Kind(NO_DECAY, "bias")
         if any(word.startswith("bias") for word in leaves.split("_"))
@@ -133,9 +134,9 @@ def _by_shape(param: torch.Tensor, leaves: str) -> Kind | None:
 
 
 def _embedding(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
-    """Embeddings by type, also those to which an adapter was added; then by the names of the
-    parameter, of its module and of the module around. Deeper inside of a module with such a name is
-    a tower, which holds matrices.
+    """Embeddings: by module type, also below an adapter; else by the last three parts of the name.
+
+    Parts further up do not count: a module called embedder may be a whole tower with matrices.
     """
     path, module = structure.place_in_model(place)
     module = structure.base_of(path) if module is None else module
@@ -150,7 +151,7 @@ def _embedding(param: torch.Tensor, place: Place, structure: Structure) -> Kind 
 
 
 def _learned(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
-    """Tokens, queries, tables and the like: bare tensors whose rows are vectors."""
+    """Learned vectors, stacked as rows of bare tensors: tokens, positions, queries, tables."""
     parts = place.name.split(".")
     leaves = parts[-2:] if isinstance(place.module, nn.ParameterDict) else parts[-1:]
     if any(
@@ -158,11 +159,12 @@ def _learned(param: torch.Tensor, place: Place, structure: Structure) -> Kind | 
         for leaf in leaves
     ):
         return Kind(EMBEDDINGS, "learned vectors")
-    # LayoutLMv3: (heads, buckets)
+    # Relative position biases of LayoutLMv3: (heads, buckets)
     if len(parts) > 1 and parts[-2].endswith("_bias") and "pos" in parts[-2]:
         return Kind(EMBEDDINGS, "learned vectors")
     if param.ndim == 3 and 1 in param.shape[1:]:
         return Kind(OTHER, "stack of vectors")
+    # (1, N, C): a vector for each of N positions, unless the 1 is a number of experts
     bare = not is_linear(place.module) and not isinstance(place.module, nn.modules.conv._ConvNd)
     if (
         param.ndim == 3
@@ -170,23 +172,28 @@ def _learned(param: torch.Tensor, place: Place, structure: Structure) -> Kind | 
         and bare
         and not re.search(r"expert|moe", place.name.lower())
     ):
-        return Kind(EMBEDDINGS, "learned vectors")  # (1, N, C): one vector for each position
+        return Kind(EMBEDDINGS, "learned vectors")
     return None
 
 
 def _head(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
-    """Output layers, by type, by rows that are the vocabulary, by name and place."""
+    """Output layers: by type of an enclosing loss module, by vocabulary size, by use, or by name
+    and place.
+    """
     path, module = structure.place_in_model(place)
     if any(LOSS.search(type(structure.modules.get(above)).__name__) for above in _upwards(path)):
         return Kind(HEADS, "head")
     weight = param
-    if module is None:  # an adapter
+    # An adapter of a head trains a head: the layer below the adapter decides
+    if module is None:
         module = structure.base_of(path)
         weight = getattr(module, "weight", param)
     rows = output_size(weight, module)
     leaf = [] if is_linear(module) else [place.name.rpartition(".")[2]]
     parts = [*path.split("."), *leaf] if path else leaf
+    # `_is_last` decides about weights of layers, not about bare tensors
     named = place.name.endswith(".weight") and not isinstance(module, nn.ParameterDict)
+    # Any enclosing module may have the name of a head: "classifier.dense.weight"
     found = (
         _has_vocabulary_rows(weight, rows, path, structure)
         or named
@@ -202,8 +209,10 @@ def _head(param: torch.Tensor, place: Place, structure: Structure) -> Kind | Non
 
 
 def _is_head_of(unit: str, path: str, rows: int, linear: bool, structure: Structure) -> bool:
-    """Whether the layer at `path` is an output of `unit`, and `unit` has the name and the place of
-    a head.
+    """Whether the module at `unit` has the name and the place of a head, and the layer at `path`,
+    at or below `unit`, makes the output of the head.
+
+    rows: output size of the layer; linear: whether the layer is linear.
     """
     name = unit.rpartition(".")[2]
     known = any(f".{unit}".endswith(f".{head}") for head in HEAD_NAMES)
@@ -215,8 +224,11 @@ def _is_head_of(unit: str, path: str, rows: int, linear: bool, structure: Struct
 
 
 def _has_vocabulary_rows(weight: torch.Tensor, rows: int, path: str, structure: Structure) -> bool:
-    """Whether a linear layer has as many rows as the largest embedding around it, is not repeated,
-    is not square, and nothing behind it takes its output.
+    """Whether a linear layer has as many outputs as the vocabulary (the largest embedding of the
+    nearest enclosing module with embeddings) has entries, and is not square, not in a list of
+    equal layers, and not followed by a layer with an input of the vocabulary's size.
+
+    rows: output size of the layer; 0: no linear layer.
     """
     if not rows or structure.is_repeated(path) or weight.shape[0] == weight.shape[1]:
         return False
@@ -224,14 +236,14 @@ def _has_vocabulary_rows(weight: torch.Tensor, rows: int, path: str, structure: 
     return (
         found is not None
         and found[1][0] == rows
-        and not structure.is_taken_later(rows, path, found[0])
+        and not structure.is_input_of_later_layer(rows, path, found[0])
     )
 
 
 def _is_last(weight: torch.Tensor, rows: int, path: str, structure: Structure) -> bool:
-    """Whether a linear layer beside the lists of layers of a model makes fewer numbers than it
-    takes, of a size that is none of the model's hidden sizes and that nothing behind takes: an
-    output layer by use.
+    """Whether a linear layer is an output layer by use: beside the lists of layers of a model, with
+    fewer outputs than inputs, and with an output size that is neither a hidden size of the model
+    nor an input size of a later layer.
     """
     holder, _, name = path.rpartition(".")
     words = name.split("_")
@@ -244,13 +256,13 @@ def _is_last(weight: torch.Tensor, rows: int, path: str, structure: Structure) -
         return False
     return (
         structure.has_list(holder, path)
-        and not structure.is_taken_inside(rows, holder)
-        and not structure.is_taken_later(rows, path, structure.root_of(path))
+        and not structure.is_hidden_size(rows, holder)
+        and not structure.is_input_of_later_layer(rows, path, structure.root_of(path))
     )
 
 
 def _module_type(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
-    """Convolutions and norms, by type."""
+    """Convolutions by module type; norms by module type or name of the module."""
     if isinstance(place.module, nn.modules.conv._ConvNd):
         return Kind(OTHER, "convolution")
     names = place.name.split(".")[-2:-1]
@@ -259,17 +271,18 @@ def _module_type(param: torch.Tensor, place: Place, structure: Structure) -> Kin
 
 
 def _elementwise(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
-    """Tensors that multiply element by element, biases (E, R) beside a stack (E, R, C), parts of
-    parametrizations.
+    """Tensors that multiply element by element; biases (E, R) of a stack (E, R, C) of experts;
+    magnitudes of weight norm and the like.
     """
     *path, leaf = place.name.split(".")
-    state = leaf in ("B", "C", "P") and hasattr(place.module, "A_imag")  # of S4
+    # State-space tensors of S4, whose names are too short to be listed
+    state = leaf in ("B", "C", "P") and hasattr(place.module, "A_imag")
     if leaf in ELEMENTWISE or leaf.rpartition("_")[2] in SCALES or state:
         return Kind(OTHER, "elementwise")
     beside = [p.shape[:2] for p in _own_parameters(place.module) if p.ndim == 3]
     if param.ndim == 2 and "weight" not in leaf and param.shape in beside:
         return Kind(NO_DECAY, "bias")
-    # Of weight_norm without parametrizations
+    # weight_g of torch.nn.utils.weight_norm, beside weight_v; new-style parametrizations by path
     scale = leaf.endswith("_g") and hasattr(place.module, f"{leaf[:-1]}v")
     if 1 in param.shape and (scale or "parametrizations" in path):
         return Kind(OTHER, "part of a parametrization")
@@ -277,8 +290,8 @@ def _elementwise(param: torch.Tensor, place: Place, structure: Structure) -> Kin
 
 
 def _packed(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
-    """Tensors of adapters that are no matrices, and a matrix that is kept in three dimensions
-    (XLNet).
+    """Packed tensors of adapters, and matrices stored with three dims (XLNet), which are no stacks
+    of matrices.
     """
     if set(place.name.split(".")[-3:]) & set(PACKED):
         return Kind(OTHER, "packed")
@@ -289,34 +302,37 @@ def _packed(param: torch.Tensor, place: Place, structure: Structure) -> Kind | N
         and "expert" not in place.name.lower()
         and param.shape[0] > param.shape[1]
     ):
-        return Kind(OTHER, "one matrix in three dimensions")  # (model, heads, size of a head)
+        # (model, heads, head size)
+        return Kind(OTHER, "one matrix in three dimensions")
     return None
 
 
 def _router(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
-    """Routers and gates of few rows.
+    """Routers and gates of few rows (`Structure.is_router`).
 
-    By use: as many rows as there are experts beside. By type or name: a router, or a gate with at
-    most 1/FEW as many rows as columns, unless a layer beside takes the output (a bottleneck) or has
-    the same shape (a gated linear unit).
+    By use: as many rows as experts beside the layer. By type or name: a router, or a gate with at
+    most 1/FEW as many rows as columns. Excluded are layers beside a layer that takes the output as
+    input (a bottleneck) or has an equal shape (a gated linear unit).
     """
     if param.ndim != 2:
         return None
     path, leaf = place.name.rpartition(".")[::2]
     linear = is_linear(place.module)
-    at = path if linear or leaf == "weight" else place.name
+    # A bare tensor has a path of its own: "mlp.gate" may be a parameter
+    unit = path if linear or leaf == "weight" else place.name
     host = structure.host_of(path) or ""
-    names = [part for part in at[len(host) :].split(".") if part][-2:]
+    # Inside an adapter only names of the adapter count: LoRA of a router is no router
+    names = [part for part in unit[len(host) :].split(".") if part][-2:]
     words = {word for name in names for word in name.lower().split("_")}
     kinds = " ".join(type(structure.modules[above]).__name__ for above in list(_upwards(path))[:2])
     router = bool(words & set(ROUTERS)) or re.search(r"Router\b|Gating", kinds) is not None
     gate = bool(words & set(GATES)) or re.search(r"Gate\b", kinds) is not None
-    found = structure.is_router(param, at, router, gate, linear and not host)
+    found = structure.is_router(param, unit, router, gate, linear and not host)
     return Kind(OTHER, "router or gate") if found else None
 
 
 def _single(param: torch.Tensor, place: Place, structure: Structure) -> Kind | None:
-    """Weights of linear layers that are vectors."""
+    """Weights of linear layers with a single row or column."""
     return (
         Kind(OTHER, "single row or column")
         if is_linear(place.module) and 1 in param.shape
@@ -324,6 +340,8 @@ def _single(param: torch.Tensor, place: Place, structure: Structure) -> Kind | N
     )
 
 
+# The first rule with a result decides. The order matters: a router, for example, may have the shape
+# of a head.
 RULES: tuple[Callable[[torch.Tensor, Place, Structure], Kind | None], ...] = (
     _module_type,
     _embedding,

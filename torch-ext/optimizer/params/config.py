@@ -1,72 +1,87 @@
-"""`MuonConfig`: the arguments that hold for the whole optimizer, and their checks. Knows no
-parameter.
+"""`MuonConfig`: the arguments of `Muon` that hold for the whole optimizer, and their checks.
+
+Parameters and groups are checked in validation.py.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .errors import shortened
 
-NONFINITE = ("propagate", "skip", "raise")
+NONFINITE = ("propagate", "skip", "raise")  # allowed values of `nonfinite`
+
+Function = TypeVar("Function", bound=Callable)
 
 
 @dataclass(frozen=True)
 class MuonConfig:
-    """What holds for the whole optimizer: the keyword arguments of `Muon` that no group can
-    change.
+    """The keyword arguments of `Muon` that no parameter group can change.
+
+    Values are unchecked user input until `check` has been called. Meaning: docstring of `Muon`.
     """
 
+    # Ranks that hold copies of the plain (non-DTensor) parameters: a dist.ProcessGroup, or None
     process_group: object = None
-    grads_are_reduced: bool = True
-    shard_state: bool = False
-    state_dtype: torch.dtype = torch.float32
-    wire_dtype: torch.dtype = torch.bfloat16
-    ns_dtype: torch.dtype | None = None
-    workspace_bytes: int | None = None
-    capturable: bool = False
-    nonfinite: str = "propagate"
+    grads_are_reduced: bool = True  # False: the optimizer averages gradients over process_group
+    shard_state: bool = False  # True: only the owner of a plain parameter keeps its state
+    state_dtype: torch.dtype = torch.float32  # momentum_buffer, exp_avg, exp_avg_sq
+    wire_dtype: torch.dtype = torch.bfloat16  # updates in all-to-all buffers
+    ns_dtype: torch.dtype | None = None  # matrix products; None: fp16, on CPUs fp32
+    workspace_bytes: int | None = None  # limit on one rank; None: see `workspace_limit_bytes`
+    capturable: bool = False  # True: the whole step is one CUDA graph
+    nonfinite: str = "propagate"  # one of NONFINITE
+    # True: gradients are sent to owners during backward, inside `Muon.last_backward`
     overlap_backward: bool = False
+    # True: updates return during the next forward, see `Muon.updates_return_during`
     overlap_forward: bool = False
+    # Whether `step`, not torch.amp.GradScaler, unscales gradients and skips steps with Inf; None:
+    # chosen by `Unscaling` of communication/nonfinite.py
     unscale_in_step: bool | None = None
 
     @classmethod
-    def of(cls, given: dict) -> MuonConfig:
-        """Those that are given, and defaults; of a 1-D DeviceMesh its process group.
+    def of(cls, given: dict[str, object]) -> MuonConfig:
+        """The config of the keyword arguments `given`; fields without an argument take defaults.
 
-        Raises TypeError for another name, ValueError for a mesh of several dims.
+        A 1-D DeviceMesh as process_group is replaced by its process group. Raises TypeError for an
+        unknown argument, ValueError for a mesh of several dims.
         """
         known = [field.name for field in fields(cls)]
         if unknown := sorted(set(given) - set(known)):
             raise TypeError(
                 f"there is no argument {shortened(repr(unknown[0]))}: leave it out. Besides "
-                "torch.optim.Muon's there are "
-                f"adamw_betas, adamw_eps, {', '.join(known)}"
+                f"torch.optim.Muon's there are adamw_betas, adamw_eps, {', '.join(known)}"
             )
         if "process_group" in given:
             given = {**given, "process_group": _group_of(given["process_group"])}
         return cls(**given)
 
     def check(self) -> None:
-        """Raise ValueError for a value that is not allowed."""
+        """Raise ValueError for a value, or a combination of values, that is not allowed.
+
+        The message gives key, value, allowed values and a remedy.
+        """
         wide = (torch.float32, torch.bfloat16)
         for key, allowed in (
             ("state_dtype", wide),
             ("wire_dtype", wide),
             ("ns_dtype", (None, *wide, torch.float16)),
         ):
-            # An array has no truth value
+            # `is`, not `in`: comparing an array with a dtype gives an array without truth value
             if all(getattr(self, key) is not dtype for dtype in allowed):
                 raise self._refused(key, f"one of {allowed}")
         if not isinstance(self.nonfinite, str) or self.nonfinite not in NONFINITE:
             raise self._refused("nonfinite", f"one of {NONFINITE}")
-        room = self.workspace_bytes
-        if room is not None and (type(room) is not int or room < 1):
+        nbytes = self.workspace_bytes
+        # `type` instead of isinstance: True is an int
+        if nbytes is not None and (type(nbytes) is not int or nbytes < 1):
             raise self._refused("workspace_bytes", "a whole number >= 1, or None")
         for key in (
             "grads_are_reduced",
@@ -79,82 +94,83 @@ class MuonConfig:
                 raise self._refused(key, "True or False")
         if self.unscale_in_step is not None and type(self.unscale_in_step) is not bool:
             raise self._refused("unscale_in_step", "True, False or None")
+        # Combinations. Each message starts with the argument to change.
         if not self.grads_are_reduced and self.process_group is None:
             raise ValueError(
-                "grads_are_reduced=False needs process_group: the ranks over which gradients are "
-                "averaged"
+                "grads_are_reduced=False needs process_group, the ranks over which the optimizer "
+                "averages gradients: pass process_group, or leave grads_are_reduced out"
             )
         if self.shard_state and self.process_group is None:
             raise ValueError(
-                "shard_state=True needs process_group: the ranks that hold copies of plain "
-                "parameters, of "
-                "which one is to keep the state; that of DTensors is sharded as they are"
+                "shard_state=True needs process_group, the ranks that hold copies of plain "
+                "parameters: pass process_group, or leave shard_state out (the state of DTensors "
+                "is sharded like the parameters without it)"
             )
         if self.process_group is not None and not dist.is_initialized():
             raise ValueError(
-                "process_group was given, but torch.distributed is not initialized: "
-                "call init_process_group first"
+                "process_group was given, but torch.distributed is not initialized: call "
+                "init_process_group first, or leave process_group out"
             )
+        # dist.new_group returns an object of another type on ranks outside the group
         if self.process_group is not None and not isinstance(self.process_group, dist.ProcessGroup):
             raise ValueError(
                 f"process_group={shortened(repr(self.process_group))} is no process group of which "
-                "this "
-                "rank is a member: only its members may build the optimizer with it"
+                "this rank is a member: only its members may build the optimizer with it"
             )
         self._check_overlap()
 
     def _refused(self, key: str, allowed: str) -> ValueError:
+        """The error for the value of field `key`; `allowed`: the allowed values in words."""
         value = getattr(self, key)
         text = str(value) if key.endswith("_dtype") else repr(value)
         return ValueError(f"{key}={shortened(text)} is not allowed: it must be {allowed}")
 
     def _check_overlap(self) -> None:
-        """Raise ValueError for what does not go together with buckets that leave during backward,
-        or return during the next forward.
-        """
+        """Raise ValueError for an argument that overlap_backward or overlap_forward excludes."""
         for key in ("overlap_backward", "overlap_forward"):
             if getattr(self, key) and self.capturable:
                 raise ValueError(
-                    f"{key}=True is not allowed with capturable=True, whose step is one graph: "
-                    "leave one "
-                    "of them out"
+                    f"{key}=True is not allowed with capturable=True, which makes the whole step "
+                    "one CUDA graph: leave one of them out"
                 )
         if self.overlap_forward and self.nonfinite == "raise":
             raise ValueError(
-                "overlap_forward=True is not allowed with nonfinite='raise', for which the host "
-                "waits at "
-                "the end of the step: leave one of them out"
+                "overlap_forward=True is not allowed with nonfinite='raise', which makes the host "
+                "wait for the device at the end of the step: leave one of them out"
             )
+        # The rest concerns buckets that are sent while backward still runs
         if not self.overlap_backward:
             return
         if self.nonfinite != "propagate":
             raise ValueError(
                 f"overlap_backward=True is not allowed with nonfinite={self.nonfinite!r}, which "
-                "looks at "
-                "all gradients before the first one leaves: leave one of them out"
+                "checks all gradients before the first one is sent: leave one of them out"
             )
         if self.process_group is not None and self.grads_are_reduced:
             raise ValueError(
-                "overlap_backward=True is not allowed with a process_group whose gradients come "
-                "reduced: "
-                "they could leave before DistributedDataParallel has reduced them. Use "
-                "grads_are_reduced=False without DistributedDataParallel; leave process_group out "
-                "where "
-                "all parameters are DTensors"
+                "overlap_backward=True is not allowed with process_group and grads_are_reduced="
+                "True: gradients could be sent before DistributedDataParallel has reduced them. "
+                "Use grads_are_reduced=False without DistributedDataParallel; if all parameters "
+                "are DTensors, leave process_group out"
             )
 
     @property
     def owner_keeps_state(self) -> bool:
-        """Whether one rank alone keeps the state of a plain parameter that several hold."""
+        """Whether only the owner keeps the state of a plain parameter, not every rank of
+        process_group. True with unreduced gradients: only the owner has the averaged gradient.
+        """
         return self.shard_state or not self.grads_are_reduced
 
     @property
     def overlaps(self) -> bool:
-        """Whether the model's collectives are on their way beside the optimizer's."""
+        """Whether collectives of the model and of the optimizer may be in flight together."""
         return self.overlap_backward or self.overlap_forward
 
-    def workspace(self, device) -> int:
-        """The bytes that buckets may take of one rank, all together."""
+    def workspace_limit_bytes(self, device: torch.device) -> int:
+        """The limit on the workspace of one rank, which all buckets share, in bytes.
+
+        Default: 3 % of the GPU's memory, at most 2 GiB; 256 MiB on other devices.
+        """
         if self.workspace_bytes is not None:
             return self.workspace_bytes
         if device.type != "cuda":
@@ -163,30 +179,37 @@ class MuonConfig:
 
 
 def _group_of(given: object) -> object:
-    """The process group of a 1-D DeviceMesh; anything else as it is. Raises ValueError for another
-    DeviceMesh.
+    """The process group of a 1-D DeviceMesh; any object but a DeviceMesh is returned unchanged.
+
+    Raises ValueError for a DeviceMesh of several dims.
     """
-    # Nobody has a mesh before that module is imported
+    # While the module of DeviceMesh has not been imported, no mesh can exist; importing is slow
     module = sys.modules.get("torch.distributed.device_mesh")
     if module is None or not isinstance(given, module.DeviceMesh):
         return given
     if given.ndim != 1:
         names = given.mesh_dim_names or tuple(range(given.ndim))
         raise ValueError(
-            f"process_group is a DeviceMesh of {given.ndim} dims {names}: pass the process group "
-            "of the "
-            "dim whose ranks hold copies of plain parameters, for example "
+            f"process_group is a DeviceMesh of {given.ndim} dims {names}, but only a process group "
+            "or a 1-D DeviceMesh is allowed: pass the process group of the dim whose ranks hold "
+            "copies of plain parameters, for example "
             f"mesh.get_group({names[0]!r})"
         )
     return given.get_group()
 
 
-def spelled_out(source, **how):
-    """A decorator: `inspect.signature` and help() name what *args and **options stand for, the
-    parameters of `source`; `how`: what to change in these.
+def with_parameters_of(
+    source: Callable, **how: inspect._ParameterKind
+) -> Callable[[Function], Function]:
+    """A decorator for functions with *args or **options: `inspect.signature` and help() list the
+    parameters of `source` instead of *args and **options.
+
+    how: changes of each listed parameter, for `inspect.Parameter.replace` (kind=...). Sets
+    `__signature__` only: calls work as before.
     """
 
-    def decorate(init):
+    def decorate(init: Function) -> Function:
+        """Set `__signature__` of `init`, and return `init`."""
         var = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
         own = {
             name: p for name, p in inspect.signature(init).parameters.items() if p.kind not in var
@@ -196,6 +219,7 @@ def spelled_out(source, **how):
             for name, p in inspect.signature(source).parameters.items()
             if name not in own
         ]
+        # Signature demands parameters ordered by kind: keyword-only ones last
         init.__signature__ = inspect.Signature(
             sorted([*own.values(), *others], key=lambda p: p.kind)
         )

@@ -1,56 +1,80 @@
-"""Local tensors and metadata of DTensors, without communication and without DTensor's dispatch."""
+"""Local tensors and metadata of DTensors, without communication and without DTensor's dispatch.
+
+DTensor's own operators cost much host time; the functions of this module read private attributes of
+torch instead. All functions but `as_dtensor` accept plain tensors, too. The module of DTensor is
+imported only where a DTensor exists or is made: importing is slow.
+"""
 
 from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}  # surely no DTensors
-_placements = attrgetter("_spec.placements")  # of a DTensor
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}  # exact types that are never DTensors
+_placements = attrgetter("_spec.placements")  # placements of a DTensor, read in C
 
 
-def is_dtensor(tensor) -> bool:
-    """Whether `tensor` is a DTensor; imports nothing, since nobody has one before that module is
-    imported.
-    """
+def is_dtensor(tensor: object) -> bool:
+    """Whether `tensor` is a DTensor."""
+    # While the module of DTensor has not been imported, no DTensor can exist
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local_of(tensor):
-    """The tensor of this rank's elements, without DTensor's dispatch and outside autograd."""
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local shard of a DTensor, or a plain tensor, detached from autograd; shares memory with
+    `tensor`.
+    """
     return tensor._local_tensor.detach() if is_dtensor(tensor) else tensor.detach()
 
 
-def raw_locals(tensors) -> list:
-    """The tensors of this rank's elements, inside autograd: only to be looked at. Many, cheaply, at
-    every step.
+def raw_locals(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The local shards of DTensors, and plain tensors and None unchanged, in order.
+
+    Not detached from autograd: for reading addresses and metadata only, at every step.
     """
-    tensors, module = list(tensors), sys.modules.get("torch.distributed.tensor")
+    tensors = list(tensors)
+    module = sys.modules.get("torch.distributed.tensor")
     kinds = set(map(type, tensors))
-    if module is None or kinds <= PLAIN:  # the usual cases take no Python per tensor
+    # The first two cases, which are the usual ones, run in C: a steady step executes no Python per
+    # parameter (tests/test_steady.py).
+    if module is None or kinds <= PLAIN:
         return tensors
     if kinds <= {module.DTensor, *PLAIN}:
+        # getattr's default returns plain tensors unchanged
         return list(map(getattr, tensors, itertools.repeat("_local_tensor"), tensors))
     return [t._local_tensor if isinstance(t, module.DTensor) else t for t in tensors]
 
 
-def placements_of(tensors) -> list:
-    """The placements of those that are DTensors, in order: where autograd left gradients."""
-    tensors, module = list(tensors), sys.modules.get("torch.distributed.tensor")
+def placements_of(tensors: Iterable[torch.Tensor | None]) -> list[tuple[Placement, ...]]:
+    """The placements of all DTensors among `tensors`, in order; plain tensors and None are skipped.
+
+    Used for gradients, whose placements autograd chooses anew in every backward.
+    """
+    tensors = list(tensors)
+    module = sys.modules.get("torch.distributed.tensor")
     if module is None or set(map(type, tensors)) <= PLAIN:
         return []
-    are_some = map(isinstance, tensors, itertools.repeat(module.DTensor))
-    return list(map(_placements, itertools.compress(tensors, are_some)))
+    are_dtensors = map(isinstance, tensors, itertools.repeat(module.DTensor))
+    return list(map(_placements, itertools.compress(tensors, are_dtensors)))
 
 
-def is_mismatched(param) -> bool:
-    """Whether the gradient has other placements than its parameter, such as Partial where
-    SequenceParallel was used.
+def is_mismatched(param: torch.Tensor) -> bool:
+    """Whether a DTensor parameter has a gradient with placements unlike the parameter's.
+
+    Autograd leaves for example Partial gradients of norms under SequenceParallel. A plain gradient
+    of a DTensor counts as mismatched, too.
     """
     grad = param.grad
     return (
@@ -60,33 +84,46 @@ def is_mismatched(param) -> bool:
     )
 
 
-def mismatched_placements(params) -> dict:
-    """{number: placements of its gradient} of parameters whose gradients are astray."""
+def mismatched_placements(
+    params: Sequence[torch.Tensor],
+) -> dict[int, tuple[Placement, ...] | None]:
+    """{index in `params`: placements of the gradient} of all parameters for which `is_mismatched`.
+    A plain gradient of a DTensor has the placements None.
+    """
     return {
         i: getattr(p.grad, "placements", None) for i, p in enumerate(params) if is_mismatched(p)
     }
 
 
-def form_of(param) -> tuple:
-    """What a plan depends on besides the parameter itself: other memory may come with another
-    form.
+def form_of(param: torch.Tensor) -> tuple:
+    """Shape, dtype, device and DTensor spec (None for a plain tensor): the properties of a
+    parameter on which a plan depends.
+
+    A new memory address leaves the tuple equal; resharding, resizing or casting changes the tuple.
     """
     return param.shape, param.dtype, param.device, param._spec if is_dtensor(param) else None
 
 
-def zeros_of(param, dtype):
-    """Zeros like a parameter, in its order of memory. A DTensor's own zeros_like takes
-    milliseconds.
-    """
+def zeros_of(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros with the shape, placements and strides of `param`, in `dtype`, outside autograd."""
+    # DTensor's own zeros_like takes milliseconds
     zeros = torch.zeros_like(local_of(param), dtype=dtype, requires_grad=False)
     if not is_dtensor(param):
         return zeros
     return as_dtensor(zeros, param.shape, param.device_mesh, param.placements, param.stride())
 
 
-def as_dtensor(local, shape, mesh, placements, stride=None):
-    """The DTensor of a global `shape` of which this rank stores `local`; nothing is sent or
-    checked.
+def as_dtensor(
+    local: torch.Tensor,
+    shape: Sequence[int],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    stride: tuple[int, ...] | None = None,
+) -> DTensor:
+    """Make the DTensor of global `shape` whose shard on this rank is `local`, without communication
+    and checks.
+
+    stride: global strides in elements; None: those of a contiguous tensor.
     """
     from torch.distributed.tensor import DTensor
 
@@ -96,8 +133,11 @@ def as_dtensor(local, shape, mesh, placements, stride=None):
     )
 
 
-def is_by_rows(tensor, group) -> bool:
-    """Whether `by_rows` could have made it."""
+def is_by_rows(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether `tensor` is a DTensor with dim 0 sharded over the ranks of `group`, in group order.
+
+    State dicts hold owner state in this form (communication/redistribute.py, `by_rows`).
+    """
     if (
         not is_dtensor(tensor)
         or tensor.device_mesh.ndim != 1
@@ -107,20 +147,26 @@ def is_by_rows(tensor, group) -> bool:
     return tensor.device_mesh.mesh.tolist() == dist.get_process_group_ranks(group)
 
 
-def is_placed_like(value, param) -> bool:
-    """Whether each rank has the same elements of both."""
+def is_placed_like(value: torch.Tensor, param: torch.Tensor) -> bool:
+    """Whether every rank stores the elements of `value` at the indices of its elements of `param`:
+    both plain, or both DTensors with equal placements on meshes of equal ranks.
+    """
     if not (is_dtensor(value) and is_dtensor(param)):
         return is_dtensor(value) == is_dtensor(param)
+    # Meshes that differ only in the names of their dims place elements alike, so the ranks are
+    # compared, not the meshes.
     ours, theirs = param.device_mesh, value.device_mesh
     return value.placements == param.placements and (
         ours is theirs or torch.equal(ours.mesh, theirs.mesh)
     )
 
 
-def gradient_dtype(param):
-    """The dtype in which all ranks exchange the gradient of a parameter, whether or not they have
-    one.
+def gradient_dtype(param: torch.Tensor) -> torch.dtype:
+    """The dtype in which all ranks exchange the gradient of `param`.
+
+    Depends on the parameter alone: a rank without a gradient uses an equal dtype.
     """
-    # Torch before 2.10 has no such attribute; None: any dtype
+    # `grad_dtype` exists from torch 2.10 on. None means that gradients of any dtype are accepted:
+    # then fp32 at least.
     dtype = getattr(param, "grad_dtype", param.dtype)
     return dtype or torch.promote_types(param.dtype, torch.float32)

@@ -1,6 +1,7 @@
-"""Names of parameters and groups in error messages, and errors that say where they happened.
+"""Names of parameters and groups in error messages, and context in front of error messages.
 
-Imports nothing of the package, so that every module may import it.
+A parameter's name is the fully qualified name under "param_names" of the group, else the index in
+the group, "#3". Imports nothing of the package: every module may import from this file.
 """
 
 from __future__ import annotations
@@ -10,48 +11,56 @@ import itertools
 import sys
 import warnings
 import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
-def given_names(group) -> list | tuple:
-    """The names that a group was given for its parameters, in their order; fewer where parameters
-    were appended.
+def given_names(group: dict) -> Sequence[str]:
+    """The group's "param_names", in the order of "params"; () if no names are known.
 
-    Of more names than parameters none is used: wrappers that divide the parameters of a group among
-    ranks (ZeroRedundancyOptimizer) leave its other keys as they are, and do not say which names
-    belong to the rest.
+    Shorter than "params" if parameters were appended without names. Longer lists are ignored:
+    wrappers that distribute the parameters of a group over ranks (ZeroRedundancyOptimizer) keep the
+    whole list of names, and the mapping from names to the remaining parameters is lost.
     """
-    names, params = group.get("param_names") or (), group.get("params")
+    names = group.get("param_names") or ()
+    params = group.get("params")
     return () if isinstance(params, (list, tuple)) and len(names) > len(params) else names
 
 
-def name_of(group, number) -> str:
-    """The name of a group's parameter for messages: as given, or its number."""
+def name_of(group: dict, number: int) -> str:
+    """The name for messages of parameter `number` of a group; "#<number>" without a given name."""
     names = given_names(group)
     return shortened(names[number]) if number < len(names) else f"#{number}"
 
 
-def name_in(group, param) -> str:
-    """The name of a parameter that is in a group, for messages."""
+def name_in(group: dict, param: torch.Tensor) -> str:
+    """The name for messages of a parameter of `group`. Raises StopIteration if absent."""
     return name_of(group, next(i for i, p in enumerate(group["params"]) if p is param))
 
 
-def name_among(groups, param) -> str:
-    """The name of a parameter that is in one of several groups, for messages."""
+def name_among(groups: Iterable[dict], param: torch.Tensor) -> str:
+    """The name for messages of a parameter of one of `groups`. Raises StopIteration if absent."""
     return next(
         name_in(group, param) for group in groups if any(p is param for p in group["params"])
     )
 
 
-def names_in(group) -> dict:
-    """{parameter: its name}, for messages."""
+def names_in(group: dict) -> dict[torch.Tensor, str]:
+    """{parameter: name for messages} of all parameters of a group."""
     return {param: name_of(group, i) for i, param in enumerate(group["params"])}
 
 
-def in_group(number, group):
-    """A context in which errors say of which group they are, by its number and its first
-    parameter.
+def in_group(number: int, group: dict) -> contextlib.AbstractContextManager[None]:
+    """A context manager that prefixes errors raised inside with "in group <number> (<name of the
+    first parameter>, ...)".
+
+    `group` may come unchecked from the user: entries of "params" may be pairs (name, parameter).
     """
-    entries, first = group.get("params"), ""
+    entries = group.get("params")
+    first = ""
     if isinstance(entries, (list, tuple)) and entries:
         named = isinstance(entries[0], tuple) and entries[0] and isinstance(entries[0][0], str)
         name = shortened(entries[0][0]) if named else name_of(group, 0)
@@ -60,31 +69,36 @@ def in_group(number, group):
 
 
 def fsdp_names() -> dict[int, str]:
-    """{id of a parameter: its name} of all that FSDP2 shards in this process, from the outermost
-    module that was given to `fully_shard` on. Empty where torch keeps no such list in the form
-    known here (torch 2.11 to 2.13).
+    """{id of a parameter: fully qualified name} of all parameters sharded by FSDP2 in this process.
+
+    Names start at the outermost module given to `fully_shard`. Reads private lists of torch; empty
+    where torch lacks a list in the form of torch 2.11 to 2.13.
     """
     registry = sys.modules.get("torch.distributed._composable_state")
     states = getattr(registry, "_module_state_mapping", {})
     modules: dict[int, str] = {}
+    # A module is found under several roots, once for each `fully_shard` above it. The longest name
+    # is the one from the outermost root; the text itself breaks ties, independent of the order.
     for root in list(states):
         for name, module in root.named_modules():
             known = modules.get(id(module), "")
             modules[id(module)] = max(known, name, key=lambda text: (len(text), text))
     found = {}
+    # Names only improve messages: attributes missing in an unknown version of torch are no error
     with contextlib.suppress(AttributeError):
         for sharded in itertools.chain.from_iterable(map(_sharded_by, list(states.values()))):
             info = sharded._module_info
-            parts = modules.get(id(info.module), ""), info.param_name
+            parts = (modules.get(id(info.module), ""), info.param_name)
             found[id(sharded.sharded_param)] = ".".join(filter(None, parts))
     return found
 
 
 def _sharded_by(state: object) -> list:
-    """The records of parameters of one FSDP2 state, or of a weak reference to it; [] of other
-    states.
+    """The FSDPParam records of an FSDP2 state, or of a weak reference to an FSDP2 state; [] for
+    states of other composable APIs.
     """
     state = state() if isinstance(state, weakref.ref) else state
+    # The attribute depends on the version of torch: a list of groups, or a single group or None
     groups = getattr(state, "_fsdp_param_groups", None)
     groups = groups or [getattr(state, "_fsdp_param_group", None)]
     return [param for group in groups if group is not None for param in group.fsdp_params]
@@ -94,37 +108,41 @@ LONGEST = 200  # characters of a value that a message repeats
 
 
 def shortened(text: object) -> str:
-    """Return `str(text)` for a message, cut after 200 characters: names and values come from users
-    and files.
+    """`str(text)` for a message, cut after LONGEST characters: names and values come from users and
+    files, and may be of any size.
     """
     text = str(text)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"
 
 
 def warn_caller(text: str) -> None:
-    """Warn at the line that called torch or this package."""
-    level, frame = 2, sys._getframe(1)
-    inner = "torch.", f"{__package__.rpartition('.')[0]}."  # of this package, not of params/
+    """Issue a UserWarning at the innermost line outside torch and this package."""
+    level = 2
+    frame = sys._getframe(1)
+    # __package__ is "<package>.params"; the name of the package itself differs between builds
+    inner = "torch.", f"{__package__.rpartition('.')[0]}."
+    # A fixed stacklevel would point into the wrappers that torch puts around step()
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(inner):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
 
 
 @contextlib.contextmanager
-def during(what: str):
-    """Context manager: an error raised inside says during what it happened (`add_context`)."""
+def during(action: str) -> Iterator[None]:
+    """A context manager that prefixes errors raised inside with "in <action>: " (`add_context`)."""
     try:
         yield
     except Exception as error:
-        add_context(error, what)
+        add_context(error, action)
         raise
 
 
-def add_context(error: Exception, what: str) -> None:
-    """Put `what` before the message of an error, which keeps its type. Raises a RuntimeError from
-    an error whose first argument is no text.
+def add_context(error: Exception, action: str) -> None:
+    """Prefix the message of `error` with "in <action>: ", in place: the type of the error stays.
+
+    Raises RuntimeError from `error` if the first argument of `error` is no text.
     """
-    text = f"in {what}: {error}"
+    text = f"in {action}: {error}"
     if not error.args or not isinstance(error.args[0], str):
         raise RuntimeError(text) from error
     error.args = (text, *error.args[1:])

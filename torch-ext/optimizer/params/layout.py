@@ -1,8 +1,11 @@
-"""`Layout`: the box of global indices that each rank stores of a parameter.
+"""`Layout`: the boxes of global indices of a parameter stored by each rank.
 
-Turns the placements of a DTensor into boxes, and refuses placements for which the boxes are not
-certain. Besides communication/redistribute.py the only module that names placements. Knows no
-owners and no buckets.
+`layout_of` turns the placements of a DTensor into boxes; `check_placements` refuses placements with
+uncertain boxes. All further code plans with boxes: FSDP2, HSDP, TP and EP differ in boxes only.
+Besides communication/redistribute.py, no module names placements. Sends nothing.
+
+[Note: FakeTensorMode] Under FakeTensorMode, operators on a real tensor raise. `DeviceMesh.mesh` is
+a real tensor: code reads the values under `no_dispatch`.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,92 +23,104 @@ from torch.utils._mode_utils import no_dispatch
 
 from .dtensor import as_dtensor, is_dtensor
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+Box = tuple[tuple[int, int], ...]  # (start, stop) for each dim, stop excluded
+
 
 @dataclass(frozen=True)
 class Layout:
-    """`boxes`: rank -> ((start, stop) for each dim), the global indices it stores; `copies`: the
-    rank sets which together hold the tensor once, one for each replica; `plain`: not a DTensor, so
-    that gradients may come unreduced.
+    """The boxes of a tensor on all ranks, in global indices. Equal on every rank.
 
-    `interleaved`: (dim, number of groups) if the dim is a concatenation of groups, each of which is
-    cut over the ranks: DTensor's `_StridedShard` that is alone on its dim, as tensor parallelism
-    stores fused gate and up projections; () if there is none. A rank then stores one part of each
-    group, one after another. Its entry of `boxes` has their size together, and says by its start
-    which part of each group they are; `parts_of` has the indices.
+    An interleaved dim is a concatenation of groups (fused gate and up projections under tensor
+    parallelism) with each group sharded over the ranks: the dim of a lone `_StridedShard`. A rank
+    then stores a slice of every group, concatenated. The rank's entry of `boxes` has the length of
+    all slices together along the interleaved dim; start and stop divided by the number of groups
+    are the indices inside each group. `parts_of` gives the true boxes.
     """
 
-    shape: tuple
-    boxes: dict = field(hash=False)
-    copies: tuple
-    plain: bool = True
-    interleaved: tuple = ()
+    shape: tuple[int, ...]  # global
+    boxes: dict[int, Box] = field(hash=False)  # rank -> stored box
+    copies: tuple[tuple[int, ...], ...]  # per replica: the ranks that together hold the tensor once
+    plain: bool = True  # not a DTensor: gradients may come unreduced
+    interleaved: tuple[int, ...] = ()  # (dim, number of groups); () without interleaved dim
 
     @functools.cached_property
-    def ranks(self) -> tuple:
-        """The ranks that have a box, in ascending order."""
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks with a box, possibly empty, in ascending order."""
         return tuple(sorted(self.boxes))
 
     @functools.cached_property
     def digest(self) -> str:
-        """A text that differs where two ranks' layouts do; thousands of boxes are written out
-        once.
-        """
+        """SHA-256 of shape, boxes, copies and interleaved; ranks compare digests of layouts."""
+        # Cached: writing out the boxes of thousands of ranks takes long
         boxes = [(rank, self.boxes[rank]) for rank in self.ranks]
         text = repr((self.shape, self.copies, boxes, self.interleaved))
         return hashlib.sha256(text.encode()).hexdigest()
 
     @functools.cached_property
-    def copy_of(self) -> dict:
-        """rank -> number of the copy that it is part of."""
+    def copy_of(self) -> dict[int, int]:
+        """rank -> index in `copies` of the rank's replica."""
         return {rank: i for i, ranks in enumerate(self.copies) for rank in ranks}
 
-    def parts_of(self, rank: int) -> list[tuple]:
-        """The boxes of global indices that `rank` stores, in the order of its memory along the
-        interleaved dim.
+    def parts_of(self, rank: int) -> list[Box]:
+        """The boxes stored by `rank`: a single box, or a box per group of the interleaved dim, in
+        memory order.
         """
         box = self.boxes[rank]
         if not self.interleaved:
             return [box]
         dim, count = self.interleaved
         start, stop = (end // count for end in box[dim])
-        group = self.shape[dim] // count  # indices from one group to the next
+        group = self.shape[dim] // count  # length of a group
         sides = [(i * group + start, i * group + stop) for i in range(count)]
         return [(*box[:dim], side, *box[dim + 1 :]) for side in sides]
 
-    def place_of(self, rank: int, box: tuple) -> tuple:
-        """Index into a matrix's part at `rank`, (rows, columns): where `box` is, the last two sides
-        of one of `parts_of(rank)`.
+    def place_of(self, rank: int, box: Box) -> tuple[slice, slice]:
+        """The slices (rows, columns) of `box` in the local shard of a matrix on `rank`.
+
+        box: the last two sides of an element of `parts_of(rank)`.
         """
-        place = [slice(None), slice(None)]
+        index = [slice(None), slice(None)]
         if self.interleaved:
-            dim = self.interleaved[0] - len(self.shape)
+            dim = self.interleaved[0] - len(self.shape)  # -2 or -1
             number = [part[-2:] for part in self.parts_of(rank)].index(box)
             size = box[dim][1] - box[dim][0]
-            place[dim] = slice(number * size, (number + 1) * size)
-        return tuple(place)
+            index[dim] = slice(number * size, (number + 1) * size)
+        return tuple(index)
 
     def cut(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """What `rank` stores of `whole`, in memory of its own."""
+        """A contiguous copy of the elements of `whole` (global shape) stored by `rank`."""
         parts = [whole[tuple(slice(*side) for side in box)] for box in self.parts_of(rank)]
         if len(parts) > 1:
             return torch.cat(parts, dim=self.interleaved[0])
-        # a view would keep all of `whole` in memory
+        # A view would keep all of `whole` in memory
         return parts[0].clone(memory_format=torch.contiguous_format)
 
 
-def zeros_with_placements(param, placements, dtype):
-    """Zeros of a parameter's shape with placements of a gradient; nothing is sent."""
+def zeros_with_placements(
+    param: DTensor, placements: Sequence[Placement], dtype: torch.dtype
+) -> DTensor:
+    """Zeros with shape, mesh and device of `param`, but with `placements`; nothing is sent.
+
+    Replace a missing gradient if the gradients of `param` have mismatched placements.
+    """
     mesh = param.device_mesh
     box = box_at(mesh.get_coordinate(), tuple(param.shape), placements, tuple(mesh.shape))
-    local = torch.zeros([b - a for a, b in box], dtype=dtype, device=param.device)
+    local = torch.zeros([stop - start for start, stop in box], dtype=dtype, device=param.device)
     return as_dtensor(local, param.shape, mesh, placements)
 
 
-def layout_of(param, group=None, shape=None) -> Layout:
-    """The layout of `param`, or of a tensor of another `shape` placed like it (row state is (...,
-    R, 1)).
+def layout_of(
+    param: torch.Tensor, group: dist.ProcessGroup | None = None, shape: Sequence[int] | None = None
+) -> Layout:
+    """The layout of `param`, or of a tensor of global `shape` with the placements of `param` (row
+    state has the shape (..., R, 1)).
 
-    `group`: the ranks which hold a copy of a plain tensor; None means that nobody else does.
+    group: the ranks with a copy of a plain tensor each; None: this rank alone. Unused for DTensors.
     """
     shape = tuple(param.shape if shape is None else shape)
     if is_dtensor(param):
@@ -114,32 +131,45 @@ def layout_of(param, group=None, shape=None) -> Layout:
     )
 
 
-def _dtensor_layout(param, shape) -> Layout:
-    mesh, boxes, copies = param.device_mesh.mesh, {}, {}
+def _dtensor_layout(param: DTensor, shape: tuple[int, ...]) -> Layout:
+    """The layout of a DTensor, or of a tensor of global `shape` with equal placements."""
+    mesh = param.device_mesh.mesh
     sizes = tuple(mesh.shape)
-    for coordinate in (mesh >= 0).nonzero().tolist():
+    boxes: dict[int, Box] = {}
+    copies: dict[tuple[int, ...], list[int]] = {}
+    for coordinate in (mesh >= 0).nonzero().tolist():  # all coordinates of the mesh
         rank = int(mesh[tuple(coordinate)])
         boxes[rank] = box_at(coordinate, shape, param.placements, sizes)
+        # Ranks of one replica have equal coordinates on the replicated axes
         replica = tuple(i for i, p in zip(coordinate, param.placements) if p.is_replicate())
         copies.setdefault(replica, []).append(rank)
-    copies = tuple(map(tuple, copies.values()))
-    return Layout(shape, boxes, copies, plain=False, interleaved=_interleaved(param.placements))
+    ranks = tuple(map(tuple, copies.values()))
+    return Layout(shape, boxes, ranks, plain=False, interleaved=_interleaved(param.placements))
 
 
-def _interleaved(placements) -> tuple:
-    """(dim, split factor) of a _StridedShard that is alone on its dim, else ()."""
+def _interleaved(placements: Sequence[Placement]) -> tuple[int, ...]:
+    """(dim, split_factor) of a _StridedShard alone on a dim, else (); see `Layout`."""
     dims = list(map(_shard_dim, placements))
     alone = [p for p, dim in zip(placements, dims) if dims.count(dim) == 1]
     alone = [p for p in alone if _is_strided(p) and p.split_factor > 1]
     return (alone[0].dim, alone[0].split_factor) if alone else ()
 
 
-def box_at(coordinate, shape, placements, sizes):
-    """The box stored at one mesh coordinate, as in `Layout.boxes`. FSDP2 over TP cuts what TP left:
-    its _StridedShard goes last.
+def box_at(
+    coordinate: Sequence[int],
+    shape: tuple[int, ...],
+    placements: Sequence[Placement],
+    sizes: tuple[int, ...],
+) -> Box:
+    """The box stored at a mesh coordinate, as in `Layout.boxes`.
+
+    shape: global; sizes: lengths of the mesh axes. Chunks have ceil(n / size) indices, as in
+    torch.chunk: the last chunks may be shorter or empty.
     """
     box = [(0, n) for n in shape]
     axes = [i for i, p in enumerate(placements) if _shard_dim(p) is not None]
+    # FSDP2 over TP shards the result of TP, though its mesh axis comes first: torch marks FSDP2's
+    # placement as _StridedShard, and the _StridedShard is applied last.
     for axis in sorted(axes, key=lambda i: _is_strided(placements[i])):
         dim = _shard_dim(placements[axis])
         start, stop = box[dim]
@@ -151,76 +181,87 @@ def box_at(coordinate, shape, placements, sizes):
     return tuple(box)
 
 
-def sharded_among(mesh, placements) -> frozenset:
-    """The ranks that together with this one hold a tensor once: along the axes of the mesh that
-    shard it.
+def sharded_among(mesh: DeviceMesh, placements: Sequence[Placement]) -> frozenset[int]:
+    """The ranks of the replica of a DTensor to which the calling rank belongs: all ranks with equal
+    coordinates on the axes without sharding. Empty on ranks outside the mesh.
     """
-    here = mesh.get_coordinate()
-    if here is None:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
         return frozenset()
-    places = tuple(
-        slice(None) if _shard_dim(p) is not None else at for at, p in zip(here, placements)
+    index = tuple(
+        slice(None) if _shard_dim(p) is not None else i for i, p in zip(coordinate, placements)
     )
-    with no_dispatch():
-        return frozenset(mesh.mesh[places].flatten().tolist())
+    with no_dispatch():  # see [Note: FakeTensorMode]
+        return frozenset(mesh.mesh[index].flatten().tolist())
 
 
-def row_chunks(rows, parts) -> list:
-    """The sizes of the chunks into which torch cuts so many rows."""
-    part = -(-rows // parts)
-    return [min(part, max(0, rows - part * i)) for i in range(parts)]
+def row_chunks(rows: int, parts: int) -> list[int]:
+    """The numbers of rows of the `parts` chunks of Shard(0); the last chunks may be empty."""
+    chunk = -(-rows // parts)
+    return [min(chunk, max(0, rows - chunk * i)) for i in range(parts)]
 
 
-def stored_by(tensor) -> int | None:
-    """The global rank whose shard of a DTensor this is; None: a rank that is not part of the mesh.
+def stored_by(tensor: DTensor) -> int | None:
+    """The global rank to which the local shard of `tensor` belongs; None: a rank outside the mesh.
 
-    A DTensor from a file has the shard of the rank that wrote it: torch pickles the coordinate of
-    that rank on the mesh.
+    Differs from the calling rank for a DTensor loaded from another rank's file.
     """
+    # torch pickles the mesh together with the coordinate of the rank that wrote the file
     coordinate = tensor.device_mesh.get_coordinate()
-    with no_dispatch():  # a FakeTensorMode takes no real tensors
+    with no_dispatch():  # see [Note: FakeTensorMode]
         return None if coordinate is None else int(tensor.device_mesh.mesh[tuple(coordinate)])
 
 
-def is_own_shard(tensor) -> bool:
-    """Whether the local elements of a DTensor are those that this rank stores of it, and not those
-    of the rank that wrote the file from which it comes. Of rows cut over one group, also whether
-    their number is right.
+def is_own_shard(tensor: DTensor) -> bool:
+    """Whether the local shard of `tensor` belongs to the calling rank. False for a DTensor loaded
+    from another rank's file, unless replicated.
+
+    For Shard(0) on a 1-D mesh, the number of local rows must be right, too.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
-    theirs, ours = mesh.get_coordinate(), _coordinate_of(this_rank(), mesh)
+    theirs = mesh.get_coordinate()  # of the rank that made the mesh: see `stored_by`
+    ours = _coordinate_of(this_rank(), mesh)
+    # Replicated axes may differ: all ranks along a replicated axis store equal elements
     if ours is None or theirs is None:
         return ours is theirs or all(p.is_replicate() for p in placements)
     if any(a != b and not p.is_replicate() for a, b, p in zip(theirs, ours, placements)):
         return False
+    # Owner state has this form (communication/redistribute.py, `by_rows`), and loading moves its
+    # rows between owners by the counts of `row_chunks`.
     by_rows = mesh.ndim == 1 and placements[0].is_shard(0) and not _is_strided(placements[0])
     if not by_rows:
         return True
     return len(tensor._local_tensor) == row_chunks(tensor.shape[0], mesh.size())[ours[0]]
 
 
-def _coordinate_of(rank: int, mesh) -> tuple | None:
-    """Where a global rank is on a mesh; None: nowhere."""
-    with no_dispatch():
+def _coordinate_of(rank: int, mesh: DeviceMesh) -> tuple[int, ...] | None:
+    """The coordinate of a global rank on a mesh, computed from the mesh's ranks, not from the
+    mesh's own `get_coordinate`; None if the rank is not on the mesh.
+    """
+    with no_dispatch():  # see [Note: FakeTensorMode]
         ranks, sizes = mesh.mesh.flatten().tolist(), tuple(mesh.mesh.shape)
     if rank not in ranks:
         return None
-    place, coordinate = ranks.index(rank), []
+    index = ranks.index(rank)
+    coordinate = []
     for size in reversed(sizes):
-        place, at = divmod(place, size)
-        coordinate.insert(0, at)
+        index, i = divmod(index, size)
+        coordinate.insert(0, i)
     return tuple(coordinate)
 
 
-def ranks_of(mesh) -> list[int]:
+def ranks_of(mesh: DeviceMesh) -> list[int]:
     """The global ranks of a mesh, in ascending order."""
-    with no_dispatch():  # a FakeTensorMode takes no real tensors
+    with no_dispatch():  # see [Note: FakeTensorMode]
         return sorted(mesh.mesh.flatten().tolist())
 
 
-def groups_of_mesh(mesh) -> list | None:
-    """The process group of each axis of a mesh that has this rank; None where a group is missing or
-    connects other ranks, as may be for a mesh from the file of another run.
+def groups_of_mesh(mesh: DeviceMesh) -> list[dist.ProcessGroup] | None:
+    """The calling rank's process group of each mesh axis. None if the rank is not on the mesh, or
+    if a group is missing or connects ranks unlike the mesh's.
+
+    The mesh of a DTensor loaded from another run's file may name groups that do not exist, or name
+    groups of unlike ranks.
     """
     ours = _coordinate_of(this_rank(), mesh)
     if ours is None or not (dist.is_available() and dist.is_initialized()):
@@ -231,8 +272,9 @@ def groups_of_mesh(mesh) -> list | None:
             group = mesh.get_group(axis)
             ranks = dist.get_process_group_ranks(group)
         except (RuntimeError, KeyError, ValueError):
+            # The errors of torch for a group that this process does not have
             return None
-        with no_dispatch():
+        with no_dispatch():  # see [Note: FakeTensorMode]
             row = mesh.mesh[(*ours[:axis], slice(None), *ours[axis + 1 :])].tolist()
         if sorted(ranks) != sorted(row):
             return None
@@ -241,73 +283,86 @@ def groups_of_mesh(mesh) -> list | None:
 
 
 def _cut_by_torch(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """What this rank stores of `whole`, cut by torch's own code; nothing is sent."""
+    """The local shard of `whole` for the placements of `param`, cut by torch's own code.
+
+    For shardings not supported by `Layout`. Nothing is sent: `whole` is on every rank.
+    """
     from torch.distributed.tensor import Replicate
 
     mesh = param.device_mesh
+    # Redistribution from Replicate to Shard slices locally
     copy = as_dtensor(whole.to(param.device), whole.shape, mesh, [Replicate()] * mesh.ndim)
     local = copy.redistribute(placements=param.placements).to_local()
     return local.clone(memory_format=torch.contiguous_format)
 
 
-def check_placements(param, name, use_muon=True) -> None:
-    """Raise NotImplementedError, naming the parameter, for placements whose boxes would be a guess.
+def check_placements(param: torch.Tensor, name: str, use_muon: bool = True) -> None:
+    """Raise NotImplementedError, naming the parameter, for placements with uncertain boxes.
 
-    Accepted are Replicate, Shard and _StridedShard. Without `use_muon`, for AdamW, which asks for
-    no boxes, every _StridedShard is; with it, those of `_is_unknown`'s rules.
+    Accepted are Replicate, Shard and _StridedShard; the latter with `use_muon` only if
+    `unsupported_sharding` has no objection. AdamW works on local shards and needs no boxes.
     """
     if not is_dtensor(param):
         return
-    kinds, what = (
-        param.placements,
-        f"parameter {name} of shape {tuple(param.shape)} with placements {param.placements}",
-    )
+    kinds = param.placements
+    label = f"parameter {name} of shape {tuple(param.shape)} with placements {kinds}"
     if any(p.is_partial() for p in kinds):
         raise NotImplementedError(
-            f"{what}: Partial holds unsummed terms; redistribute it to Replicate or Shard first"
+            f"{label}: Partial holds unsummed terms; redistribute it to Replicate or Shard first"
         )
+    # Placements that a later torch, or a user, may add
     if any(_shard_dim(p) is None and not p.is_replicate() for p in kinds):
         raise NotImplementedError(
-            f"{what}: only Replicate, Shard and _StridedShard are known; redistribute it to these"
+            f"{label}: only Replicate, Shard and _StridedShard are known; redistribute it to these"
         )
-    if use_muon and (wrong := _is_unknown(param)):
+    if use_muon and (objection := unsupported_sharding(param)):
         raise NotImplementedError(
-            f"{what}: {wrong}. Put it into a group with use_muon=False, "
-            "since AdamW takes every _StridedShard, or shard it in another way"
+            f"{label}: {objection}. Put it into a group with use_muon=False, since AdamW takes "
+            "every _StridedShard, or shard it in another way"
         )
-    _check_shard_order(param, what)
-    _check_rank_order(param, what)
+    _check_shard_order(param, label)
+    _check_rank_order(param, label)
 
 
-def check_row_state(param, name) -> None:
-    """Raise NotImplementedError, naming the parameter, if torch could not put NorMuon's row state
-    together again.
+def check_row_state(param: torch.Tensor, name: str) -> None:
+    """Raise NotImplementedError, naming the parameter, if NorMuon's row state, (..., R, 1), cannot
+    have the placements of `param`: an interleaved dim of columns.
     """
     interleaved = _interleaved(param.placements) if is_dtensor(param) else ()
     if interleaved and interleaved[0] == param.ndim - 1:
         raise NotImplementedError(
             f"parameter {name} of shape {tuple(param.shape)} with placements {param.placements}: "
-            "NorMuon keeps one number for each row, which torch cannot cut like these columns. Use "
-            "Muon for it, or use_muon=False"
+            "NorMuon keeps one number for each row, which torch cannot shard like these "
+            "interleaved columns. Use Muon for it, or put it into a group with use_muon=False"
         )
 
 
-def _is_unknown(param) -> str:
-    """What is unknown of how a DTensor is cut, in words; "" where `Layout` has the boxes."""
-    kinds, sizes = param.placements, param.device_mesh.shape
+def unsupported_sharding(param: DTensor) -> str:
+    """The reason, in words, why `Layout` has no certain boxes for a DTensor; "" for a supported
+    DTensor.
+
+    Supported: any Shard and Replicate, and a single _StridedShard, either FSDP2's over TP (with a
+    split_factor equal to the size of the later mesh axes on the dim), or alone on the rows or
+    columns of a matrix and in equal parts.
+    """
+    kinds = param.placements
+    sizes = param.device_mesh.shape
     strided = [i for i, p in enumerate(kinds) if _is_strided(p)]
     if len(strided) > 1:
         return "it has more than one _StridedShard, but only one is allowed"
     for i in strided:
         dim, factor = kinds[i].dim, kinds[i].split_factor
         others = [j for j, p in enumerate(kinds) if j != i and _shard_dim(p) == dim]
+        # FSDP2 sets split_factor to the number of parts into which TP has cut the dim. Any value
+        # but this one means another order of cuts, for which `box_at` would be wrong.
         split = math.prod(sizes[j] for j in others if j > i)
         if others and factor != split:
             return (
-                "several mesh axes cut one dim in an order that is not FSDP2's over TP, where "
-                "the split_factor of the _StridedShard is the size of the later mesh axes on "
-                f"its dim ({split})"
+                "several mesh axes shard one dim in an order that is not FSDP2's over TP, where "
+                "the split_factor of the _StridedShard is the size of the later mesh axes on its "
+                f"dim ({split}, not {factor})"
             )
+        # With split_factor 1 a _StridedShard is a Shard
         if others or factor == 1:
             continue
         if param.shape[dim] % (factor * sizes[i]):
@@ -315,15 +370,18 @@ def _is_unknown(param) -> str:
                 f"its _StridedShard is alone on a dim of {param.shape[dim]}, which {factor} "
                 f"groups x {sizes[i]} ranks do not divide into equal parts"
             )
+        # `Layout.place_of` slices rows and columns of matrices, not the dims that stack matrices
         if dim < param.ndim - 2:
             return "its _StridedShard is alone on a leading dim, along which matrices are stacked"
     return ""
 
 
-def _check_shard_order(param, what) -> None:
-    """torch >= 2.10 can shard one dim over mesh axes in any order; the boxes here assume left to
-    right.
+def _check_shard_order(param: DTensor, label: str) -> None:
+    """Raise NotImplementedError if mesh axes shard a dim in another order than left to right.
+
+    `box_at` assumes left to right; torch >= 2.10 allows any order. label: for the message.
     """
+    # Both attributes are missing before torch 2.10
     order = getattr(param._spec, "shard_order", None)
     usual = getattr(type(param._spec), "compute_default_shard_order", None)
     if (
@@ -333,37 +391,39 @@ def _check_shard_order(param, what) -> None:
         and order != usual(param.placements)
     ):
         raise NotImplementedError(
-            f"{what}: shard order {order} is not left to right; redistribute it"
+            f"{label}: shard order {order} is unknown, only mesh axes from left to right are "
+            "allowed; redistribute it"
         )
 
 
-def _check_rank_order(param, what) -> None:
-    """Where ranks do not ascend along a sharded axis, torch cuts in the mesh's order, and gathers
-    in the ranks'.
+def _check_rank_order(param: DTensor, label: str) -> None:
+    """Raise NotImplementedError if ranks do not ascend along a sharding mesh axis.
+
+    Torch is inconsistent about descending ranks: sharding follows the order of the mesh, gathering
+    the order of the ranks. label: for the message.
     """
     mesh = param.device_mesh
     if mesh.get_coordinate() is None:
         return
-    with no_dispatch():  # a FakeTensorMode takes no real tensors
+    with no_dispatch():  # see [Note: FakeTensorMode]
         ranks = mesh.mesh
-        odd = [
+        descending = [
             i
             for i, p in enumerate(param.placements)
             if not p.is_replicate() and (ranks.diff(dim=i) < 0).any()
         ]
-        if odd:
+        if descending:
             raise NotImplementedError(
-                f"{what}: its mesh {ranks.tolist()} has ranks that do not ascend along axis "
-                f"{odd[0]}, on which it is "
-                "sharded; torch itself does not say which of them stores what: build the "
-                "DeviceMesh with ascending "
-                "ranks along the axes that shard"
+                f"{label}: its mesh {ranks.tolist()} has ranks that do not ascend along axis "
+                f"{descending[0]}, on which it is sharded; torch itself is not consistent about "
+                "which rank stores which part: build the DeviceMesh with ascending ranks along "
+                "the axes that shard"
             )
 
 
-def check_local_shape(param, name) -> None:
-    """Raise NotImplementedError if this rank stores another box of a DTensor than its placements
-    say, or none at all, of one that is to be stepped.
+def check_local_shape(param: torch.Tensor, name: str) -> None:
+    """Raise NotImplementedError if shape of local shard and placements of a DTensor disagree, or if
+    the calling rank is not on the mesh of a DTensor with requires_grad=True.
     """
     coordinate = param.device_mesh.get_coordinate() if is_dtensor(param) else None
     if coordinate is None:
@@ -374,26 +434,30 @@ def check_local_shape(param, name) -> None:
             )
         return
     box = box_at(coordinate, tuple(param.shape), param.placements, tuple(param.device_mesh.shape))
-    if _is_unknown(param):
+    # AdamW takes any sharding, also if the box is uncertain
+    if unsupported_sharding(param):
         return
-    if tuple(b - a for a, b in box) != tuple(param._local_tensor.shape):
+    expected = tuple(stop - start for start, stop in box)
+    if expected != tuple(param._local_tensor.shape):
         raise NotImplementedError(
-            f"parameter {name}: this rank stores {tuple(param._local_tensor.shape)}, its "
-            f"placements {param.placements} say {box}; only torch's own sharding is known"
+            f"parameter {name} of shape {tuple(param.shape)}: this rank stores a shard of shape "
+            f"{tuple(param._local_tensor.shape)}, but its placements {param.placements} say "
+            f"{expected} (indices {box}); only torch's own sharding is known: shard it with "
+            "distribute_tensor or fully_shard"
         )
 
 
-def _shard_dim(placement):
-    """The sharded dim, or None. _StridedShard is a subclass of Shard in some versions of torch and
-    not in others.
-    """
+def _shard_dim(placement: Placement) -> int | None:
+    """The tensor dim sharded by a placement; None for Replicate and Partial."""
+    # _StridedShard is a subclass of Shard in some versions of torch only
     return placement.dim if placement.is_shard() or _is_strided(placement) else None
 
 
-def _is_strided(placement) -> bool:
+def _is_strided(placement: Placement) -> bool:
+    """Whether a placement is a _StridedShard, by class name: the class is private in torch."""
     return type(placement).__name__ == "_StridedShard"
 
 
 def this_rank() -> int:
-    """The global rank of this process; 0 where nothing is distributed."""
+    """The global rank of the process; 0 if torch.distributed is not initialized."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

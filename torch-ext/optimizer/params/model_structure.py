@@ -1,6 +1,8 @@
-"""A model described once, for the classification of its parameters: its lists of layers, the sizes
-that its layers take as input, its embeddings, its adapters, and where its outputs are. Knows
-neither parameter groups nor ranks.
+"""`Structure`: facts about a model, computed once, for the classification of its parameters.
+
+Finds lists of layers, input sizes of layers, embeddings, adapters, outputs and experts, from module
+types, shapes and paths alone: no forward pass, no source code. "Later" means later in the order of
+registration, the best available guess at the order of execution.
 """
 
 from __future__ import annotations
@@ -15,61 +17,67 @@ import torch
 from torch import nn
 
 # fmt: off
-# Modules around a model that are no part of its structure. The last two are those of peft and of
-# trl.
+# Names of modules that merely contain a model: a head beside them is a head of the model. The last
+# two are names of peft and of trl.
 TOPS = (
     "model", "transformer", "language_model", "net", "backbone", "base_model", "pretrained_model"
 )
 FEW = 16  # a gate has few rows if it has at most 1/16 as many as columns
 NORM = re.compile(r"Norm(Gated)?\d*d?$")  # no LayerNormLinear, which is a linear layer as well
-NUMBERED = re.compile(r"^(.*?)_?(\d+)$")
+NUMBERED = re.compile(r"^(.*?)_?(\d+)$")  # "0", "layer1", "block_2"
 # fmt: on
 
 
 class Place(NamedTuple):
-    """One of the names of a parameter, without wrappers' prefixes, and the module that holds it."""
+    """A name of a parameter, without wrappers' prefixes, and the module that holds the parameter.
+    Tied parameters have several places.
+    """
 
     name: str
     module: nn.Module
 
 
 class Layer(NamedTuple):
-    """A module with parameters of its own: its path without adapters, the sizes that it takes as
-    input, and how many matrices it holds.
-    """
+    """A module with parameters of its own, not only in children."""
 
-    path: str
+    path: str  # without wrappers' prefixes and adapters
     module: nn.Module
-    inputs: frozenset[int]
-    matrices: int
+    inputs: frozenset[int]  # lengths of input vectors (channels of convolutions)
+    matrices: int  # number of own parameters with two or more dims
 
 
 class Structure:
-    """The parts of a model that decide what a parameter is. Paths are without the prefixes of
-    wrappers.
+    """The facts about a model on which the kind of a parameter depends.
 
-    modules: {path: module} of all modules with parameters in or below them, in the model's order.
+    A path is the dotted name of a module without wrappers' prefixes. A list is a group of numbered
+    children of a module (layers.0, layers.1, ...), an element a member of a list. A root is the
+    path of a model; a composite model has several roots.
     """
 
-    def __init__(self, modules: dict[str, nn.Module]):
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        """modules: {path: module} of all modules with parameters in or below the module, in the
+        order of registration.
+        """
         self.modules = modules
-        self.children: dict[str, list[str]] = collections.defaultdict(list)
+        self.children: dict[str, list[str]] = collections.defaultdict(list)  # path -> child paths
         for path in modules:
             if path:
                 self.children[path.rpartition(".")[0]].append(path)
+        # Path of a module with an adapter -> name of the child with the original layer
         self.hosts = {path: kind for path, module in modules.items() if (kind := _adapted(module))}
         self.layers = self._find_layers()
-        # Path of an element of a list -> whether all elements are of one kind
+        # Path of an element -> whether all elements of the list are of one kind, as layers are,
+        # unlike the steps of an nn.Sequential
         self.repeated: dict[str, bool] = {}
         for parent in list(self.children):
             self._find_lists(parent)
         self.roots = self._find_roots()
-        # Path -> numbers of experts there, of paths that were asked for
+        # Cache of `_experts_in`: path -> numbers of experts
         self.experts: dict[str, set[int]] = {}
 
     def _find_lists(self, parent: str) -> None:
-        """Note the numbered children of a module: layers.0, layers.1, or layer1, layer2 of one
-        type.
+        """Add the lists among the children of `parent` to `self.repeated`: layers.0, layers.1, ...,
+        or layer1, layer2, ... of one type.
         """
         lists = collections.defaultdict(list)
         for path in self.children[parent]:
@@ -77,14 +85,14 @@ class Structure:
             if found:
                 lists[found[1], None if found[1] == "" else type(self.modules[path])].append(path)
         for (stem, _), paths in lists.items():
-            # Not fc1, fc2
+            # Children named fc1, fc2 are single layers: elements of such a list have children
             if stem == "" or len(paths) > 1 and all(self.children[path] for path in paths):
                 alike = len({self._signature(path) for path in paths}) == 1
                 self.repeated.update(dict.fromkeys(paths, alike))
 
     def _signature(self, path: str) -> tuple:
-        """Equal for two modules of one kind: the type and the children, or the shapes where there
-        are none.
+        """A value that is equal for two modules of one kind: type and names of children, or, for a
+        module without children, type and shapes of parameters.
         """
         module, children = self.modules[path], self.children[path]
         inner = [child[len(path) :] for child in children] or [
@@ -93,10 +101,12 @@ class Structure:
         return type(module), tuple(inner)
 
     def _find_roots(self) -> set[str]:
-        """The paths of models. A module that holds nothing but models, or a single module, is no
-        part of them.
+        """The paths of models: going down from "", modules without a matrix of their own are passed
+        over while they hold a single child, or complete models only (a vision tower and a language
+        model, for example).
         """
-        roots, paths = set(), [""] if self.modules else []
+        roots: set[str] = set()
+        paths = [""] if self.modules else []
         while paths:
             path = paths.pop()
             inner = [
@@ -111,25 +121,27 @@ class Structure:
         return roots
 
     def _has_matrix(self, path: str, recurse: bool) -> bool:
+        """Whether a module has a parameter of two or more dims; `recurse`: also in children."""
         params = self.modules[path].parameters(recurse)
         return any(
             p.ndim > 1 for p in params if not isinstance(p, nn.parameter.UninitializedTensorMixin)
         )
 
     def _is_model(self, path: str) -> bool:
-        """Whether a module has lists of layers, and is neither such a list nor one of its
-        layers.
+        """Whether a module has a list of layers inside, and is neither the container of the list
+        (nn.ModuleList) nor an element of a list of equal elements.
         """
         is_list = any(self.repeated.get(child, False) for child in self.children[path])
         return self.has_list(path) and not is_list and not self.repeated.get(path, False)
 
     def root_of(self, path: str) -> str:
-        """The path of the model that a module belongs to."""
+        """The path of the model to which the module at `path` belongs."""
         return next((above for above in _upwards(path) if above in self.roots), "")
 
     def _find_layers(self) -> list[Layer]:
-        """One layer for each path, without the tensors of adapters, whose sizes (ranks) say nothing
-        about the model.
+        """A `Layer` for each module with own parameters, in the order of registration.
+
+        Adapters are left out: their sizes are LoRA ranks, not sizes of the model.
         """
         layers: dict[str, Layer] = {}
         for path, module in self.modules.items():
@@ -140,20 +152,23 @@ class Structure:
         return list(layers.values())
 
     def host_of(self, path: str) -> str | None:
-        """The innermost module at or above a path to which an adapter was added (peft)."""
+        """The path of the innermost module, at or above `path`, to which an adapter was added
+        (peft); None without adapter.
+        """
         return next((above for above in _upwards(path) if above in self.hosts), None)
 
     def _inner(self, path: str, host: str) -> str | None:
-        """The path that a module below an adapted one would have without the adapter; None for the
-        adapter's own.
+        """The path of a module in the model before the adapter was added, for a path below `host`,
+        a module with an adapter; None for modules of the adapter.
         """
+        # Number of path parts inserted by peft: "modules_to_save" is followed by the adapter's name
         rest = path[len(host) + 1 :].split(".")
         skip = {"base_layer": 1, "original_module": 1, "modules_to_save": 2}.get(rest[0])
         return None if skip is None else ".".join([host, *rest[skip:]])
 
     def place_in_model(self, place: Place) -> tuple[str, nn.Module | None]:
-        """(path, module) of the layer that a parameter belongs to. An adapter belongs to the layer
-        that it was added to: the path is that layer's, and the module None.
+        """(path, module) of the layer of a parameter. For a tensor of an adapter: (path of the
+        adapted layer, None).
         """
         path = place.name.rpartition(".")[0]
         host = self.host_of(path)
@@ -163,15 +178,17 @@ class Structure:
         return (host, None) if inner is None else (inner, place.module)
 
     def base_of(self, host: str) -> nn.Module:
-        """The layer to which an adapter was added."""
+        """The original layer below `host`, the path of a module with an adapter; the module at
+        `host` without adapter. Adapters may be nested.
+        """
         module = self.modules[host]
         while kind := _adapted(module):
             module = module._modules[kind]
         return module
 
-    def is_taken_inside(self, size: int, root: str) -> bool:
-        """Whether a size is one of the hidden sizes of a model: that which a layer in its lists
-        takes, or a norm beside these lists.
+    def is_hidden_size(self, size: int, root: str) -> bool:
+        """Whether `size` is a hidden size of the model at `root`: an input size of a layer in a
+        list, or of a module without matrices (a norm) outside lists.
         """
         return any(
             size in layer.inputs
@@ -181,25 +198,27 @@ class Structure:
         )
 
     def _is_listed(self, path: str, root: str) -> bool:
+        """Whether the module at `path` is an element of a list below `root`, or in an element."""
         return any(above in self.repeated for above in _upwards(path) if _is_inside(above, root))
 
     def is_in_list(self, path: str) -> bool:
-        """Whether a module is, inside of its model, an element of a list, or in one."""
+        """Whether a module is an element of a list of its model, or inside an element."""
         return self._is_listed(path, self.root_of(path))
 
     def has_list(self, path: str, outside: str | None = None) -> bool:
-        """Whether a list of layers is inside of a module, and not inside of `outside`, one of the
-        modules there.
+        """Whether a list is inside the module at `path`; lists in or below the module at `outside`
+        do not count.
         """
         return any(
             _is_inside(element, path) and (outside is None or not _is_below(element, outside))
             for element in self.repeated
         )
 
-    def is_taken_later(self, size: int, path: str, root: str) -> bool:
-        """Whether a layer behind the module at `path`, below `root`, takes `size` as input.
-        Convolutions do not count, for the reason given in `_inputs_beside`.
+    def is_input_of_later_layer(self, size: int, path: str, root: str) -> bool:
+        """Whether `size` is an input size of a layer below `root` and later than all layers of the
+        module at `path`.
         """
+        # Convolutions do not count, see `_inputs_beside`
         layers = [layer for layer in self.layers if _is_below(layer.path, root)]
         last = max(
             (i for i, layer in enumerate(layers) if _is_below(layer.path, path)),
@@ -212,8 +231,8 @@ class Structure:
         )
 
     def is_repeated(self, path: str) -> bool:
-        """Whether a path is, inside of its model, in a list of modules of one kind, as layers are,
-        unlike parts of a pipeline.
+        """Whether the module at `path` is in a list of its model with elements of one kind: layers,
+        not the unlike steps of an nn.Sequential.
         """
         root = self.root_of(path)
         return any(
@@ -221,8 +240,8 @@ class Structure:
         )
 
     def vocabulary(self, path: str) -> tuple[str, torch.Size] | None:
-        """(path of the nearest module around a path that has an nn.Embedding, shape of the largest
-        one there).
+        """(root, shape): the nearest module at or above `path` with an nn.Embedding at or below it,
+        and the shape of the largest embedding at or below it; None without embedding.
         """
         for root in _upwards(path):
             shapes = [
@@ -235,19 +254,22 @@ class Structure:
         return None
 
     def is_placed_as_head(self, unit: str, rows: int, vague: bool) -> bool:
-        """Whether a module stands beside the body of a model, where output layers are.
+        """Whether the module at `unit` is beside the body of a model, where output layers are.
 
-        unit: the path of the module; rows: the size of its output; vague: whether hidden layers
-        often have its name. At the top of a model the place decides, unless a later layer takes the
-        output. (A vague name is decided by the layers behind the whole model there, since its own
-        may take the size of its output as input, too.) Below the top, a list of layers must be
-        beside the module, or its output must be of a size that no layer beside takes.
+        rows: output size of the module; vague: whether hidden layers often have the module's name.
+        At the top of a model the place decides, unless `rows` is an input size of a later layer.
+        Below the top, a list must be beside the module, or `rows` must not be an input size of any
+        layer beside the module.
         """
         holder = unit.rpartition(".")[0]
         root = self.root_of(unit)
         inside = holder[len(root) :].strip(".") if _is_below(holder, root) else ""
         if all(part in TOPS for part in inside.split(".") if part):
-            return not self.is_taken_later(rows, root if vague else unit, "" if vague else holder)
+            # For a vague name only layers after the whole model count: layers of the model may well
+            # have an input of the size of the model's output.
+            return not self.is_input_of_later_layer(
+                rows, root if vague else unit, "" if vague else holder
+            )
         lists = (
             above
             for above in _upwards(holder)
@@ -255,17 +277,17 @@ class Structure:
         )
         element = next(lists, None)
         if not vague and holder != element and not any(self._inputs_beside(holder, unit)):
-            # Alone in a module: that one's place counts
+            # The module is alone in its holder: the place of the holder counts
             return self.is_placed_as_head(holder, rows, vague)
         has_list = self.has_list(holder, unit)
         first, others = self._inputs_beside(holder, unit)
         if element is None and has_list:
             if not vague:
-                return not self.is_taken_later(rows, unit, holder)
+                return not self.is_input_of_later_layer(rows, unit, holder)
             return not (
                 rows in first
-                or self.is_taken_inside(rows, holder)
-                or self.is_taken_later(rows, unit, root)
+                or self.is_hidden_size(rows, holder)
+                or self.is_input_of_later_layer(rows, unit, root)
             )
         if element is not None and not has_list and (element != holder or self.repeated[element]):
             return False
@@ -274,10 +296,11 @@ class Structure:
         )
 
     def _inputs_beside(self, holder: str, unit: str) -> tuple[frozenset[int], set[int]]:
-        """The sizes that the first layer below `holder` and outside `unit` takes, and those that
-        the others take. The first one takes what comes from outside, which the output may well have
-        the size of. Convolutions do not count, whose few channels may be as many as there are
-        classes.
+        """(input sizes of the first layer, input sizes of all further layers), of the layers below
+        `holder` and outside `unit`. Norms before the first layer count in both.
+
+        The first layer gets the input of the holder, and the output may well have an equal size.
+        Convolutions are left out: the number of classes may equal the number of channels by chance.
         """
         layers = [
             layer
@@ -296,17 +319,17 @@ class Structure:
         )
 
     def is_output(self, path: str, unit: str, rows: int) -> bool:
-        """Whether the layer at `path` is an output of the module `unit`: the module itself, or a
-        layer in it whose output is of a size that no layer of the module takes, and that ends its
-        element of a list.
+        """Whether the layer at `path` makes the output of the module at `unit`: the layer with the
+        only matrix; or a layer with an output size unlike all input sizes of the module and, inside
+        a list, the last layer of an element.
 
-        rows: the size of the output; 0 for a tensor that is no linear layer's, which must be the
-        only matrix.
+        rows: output size of the layer; 0 for a tensor of no linear layer, accepted only as the only
+        matrix.
         """
         layers = [layer for layer in self.layers if _is_below(layer.path, unit) and layer.matrices]
         if sum(layer.matrices for layer in layers) < 2:
             return True
-        # The first one takes what comes from outside
+        # The first layer gets the input of the module, of any size
         others = layers if layers[0].path == path else layers[1:]
         if not rows or any(rows in layer.inputs for layer in others):
             return False
@@ -323,10 +346,11 @@ class Structure:
     def is_router(
         self, param: torch.Tensor, path: str, router: bool, gate: bool, linear: bool
     ) -> bool:
-        """Whether the matrix (rows, columns) at a path is a router or a gate of few rows.
+        """Whether `param`, a matrix (rows, columns) at `path`, is a router or a gate of few rows.
 
-        router, gate: what its name or type says; linear: whether it is a linear layer of the model,
-        which the number of experts beside may show to be a router.
+        router, gate: whether name or type say router or gate. linear: whether the matrix belongs to
+        a linear layer of the model; a linear layer with as many rows as there are experts beside it
+        is a router under any name.
         """
         rows, columns = param.shape
         named = router or gate
@@ -339,6 +363,7 @@ class Structure:
         beside = [
             layer for layer in self.layers if _is_below(layer.path, parent) and layer.path != path
         ]
+        # Equal shape beside the matrix: the gate of a gated linear unit
         twins = [
             p
             for layer in beside
@@ -352,17 +377,16 @@ class Structure:
         )
 
     def expert_counts(self, path: str, levels: int) -> set[int]:
-        """How many experts there are beside a module: lengths of lists, first dimensions of 3-D
-        stacks.
+        """The possible numbers of experts beside the module at `path`: lengths of lists, first dims
+        of 3-D stacks.
 
-        levels: how many of the modules around it are searched.
+        levels: number of enclosing modules to search.
         """
         return set().union(*map(self._experts_in, list(_upwards(path))[1 : levels + 1]))
 
     def _experts_in(self, root: str) -> set[int]:
-        """The numbers of experts of a module and its children; kept, since each expert may ask for
-        them.
-        """
+        """The possible numbers of experts in the module at `root` and its children."""
+        # Cached: every linear layer of every expert asks for the same module
         if root not in self.experts:
             paths = (root, *self.children[root])
             modules = [self.modules[path] for path in paths]
@@ -383,8 +407,8 @@ class Structure:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """By type: nn.Linear, the linear layers of tensor parallelism and of quantization, Conv1D of
-    transformers.
+    """Whether a module is a linear layer, by type: nn.Linear, linear layers of tensor parallelism
+    and of quantization (class name), Conv1D of transformers.
     """
     return (
         isinstance(module, nn.Linear)
@@ -393,7 +417,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """A path, the path of the module around it, and so on up to the root, ""."""
+    """Yield a path and the paths of all enclosing modules, up to the root, ""."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -401,7 +425,7 @@ def _upwards(path: str) -> Iterator[str]:
 
 
 def _is_below(path: str, root: str) -> bool:
-    """Whether a path is `root` or below it."""
+    """Whether a path is `root` or below `root`."""
     return not root or path == root or path.startswith(f"{root}.")
 
 
@@ -411,7 +435,7 @@ def _is_inside(path: str, root: str) -> bool:
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a module itself, without lazy ones, which have no shape."""
+    """The parameters of a module without its children, except lazy parameters (no shape)."""
     return [
         p
         for p in module.parameters(recurse=False)
@@ -420,15 +444,15 @@ def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _adapted(module: nn.Module) -> str | None:
-    """The name of the child that an adapter (peft) was added to, or that is trained in its place;
-    None: no adapter.
+    """The name of the child with the original layer of a module with an adapter (peft), or with the
+    copy that is trained instead; None without adapter.
     """
     names = ("base_layer", "original_module", "modules_to_save")
     return next((name for name in names if module._modules.get(name) is not None), None)
 
 
 def _layer(path: str, module: nn.Module) -> Layer:
-    """The record of a module that has parameters of its own."""
+    """The `Layer` of a module with own parameters."""
     params = _own_parameters(module)
     matrices = [p for p in params if p.ndim > 1]
     if isinstance(module, nn.Embedding):
@@ -439,6 +463,7 @@ def _layer(path: str, module: nn.Module) -> Layer:
         sizes = {p.shape[0 if type(module).__name__ == "Conv1D" else -1] for p in matrices}
     else:
         norm = NORM.search(type(module).__name__)
-        # Of a stack, those of one
+        # Norms: lengths of vectors. Unknown types: both sides of each matrix, also in stacks, since
+        # either may be the input
         sizes = {size for p in (params if norm else matrices) for size in p.shape[-2:]}
     return Layer(path, module, frozenset(sizes), len(matrices))

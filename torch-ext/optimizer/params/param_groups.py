@@ -1,15 +1,15 @@
-"""Default parameter groups: which parameters of a model go to Muon, and which to AdamW.
+"""`get_default_muon_param_groups`: split the parameters of a model into Muon and AdamW groups.
 
-classification.py classifies one parameter; this module names the model's parameters without
-wrappers' prefixes, applies the user's patterns, and builds the groups. Every trainable parameter
-lands in exactly one group.
+classification.py decides about each parameter. The functions below remove wrappers' prefixes from
+names, apply the user's patterns, and build the groups. Every trainable parameter lands in exactly
+one group.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,26 +21,32 @@ from .model_structure import Place, Structure
 from .validation import check_module
 
 # Attributes under which wrappers keep a model: torch.compile, FSDP1, activation checkpointing,
-# Lightning Fabric. DDP's, and DeepSpeed's, is `module`, which models also use: it counts as a
-# wrapper's only where all names begin with it.
+# Lightning Fabric. DDP and DeepSpeed use `module`, a name that models use, too: `module` counts as
+# a wrapper's only if all names begin with it (`_wrapper_depth`).
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
 ORIGINAL = "_original_module"  # where Fabric keeps the model a second time, without wrappers
 
-Match = Callable[[str, nn.Module, nn.Parameter], bool]
+Match = Callable[[str, nn.Module, nn.Parameter], bool]  # (name, holding module, parameter)
+PatternLike = str | re.Pattern | Match
+Patterns = PatternLike | Collection[PatternLike] | None  # the arguments `adamw` and `muon`
 
 
 def clean_name(name: str) -> str:
     """A fully qualified name without the prefixes of DDP, torch.compile, FSDP1, activation
     checkpointing and Fabric.
+
+    Of a lone name, a first part `module` always counts as DDP's prefix; see `clean_names` for all
+    names of a model.
     """
     parts = _parts(name)
+    # "module" alone is the name of a parameter
     depth = int(len(parts) > 1 and parts[0] == "module")
     return ".".join(_parts(name, depth)) or name
 
 
 def clean_names(model: nn.Module) -> dict[str, str]:
-    """{fully qualified name: clean name} of a model's parameters. A first `module` is a wrapper's
-    where all have it.
+    """{fully qualified name: name without wrappers' prefixes} of all parameters of a model; tied
+    parameters under every name.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     depth = _wrapper_depth(names)
@@ -48,16 +54,18 @@ def clean_names(model: nn.Module) -> dict[str, str]:
 
 
 def _wrapper_depth(names: list[str]) -> int:
-    """How many parts `module` all names begin with: wrappers' in wrappers."""
-    depth, every = 0, [_parts(name) for name in names if ORIGINAL not in name.split(".")]
+    """The number of parts `module` at the start of all names: the nesting depth of DDP wrappers."""
+    depth = 0
+    # Names below ORIGINAL are cut there anyway (`_parts`), and have no prefix of DDP
+    every = [_parts(name) for name in names if ORIGINAL not in name.split(".")]
     while every and all(len(parts) > depth + 1 and parts[depth] == "module" for parts in every):
         depth += 1
     return depth
 
 
 def _parts(name: str, depth: int = 0) -> list[str]:
-    """The parts of a name without wrappers' and without the first `depth`, which are parts
-    `module`.
+    """The parts of a name, without wrappers' attributes and without the first `depth` parts
+    (`module` of DDP). Below ORIGINAL only the parts after ORIGINAL count.
     """
     parts = name.split(".")
     if ORIGINAL in parts:
@@ -67,12 +75,12 @@ def _parts(name: str, depth: int = 0) -> list[str]:
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter of the split: its name, its shape, its part (a name of a group), and why."""
+    """A line of the split's report: a parameter and the decision about it."""
 
-    name: str
-    shape: tuple
-    part: str
-    why: str
+    name: str  # without wrappers' prefixes
+    shape: tuple[int, ...]
+    part: str  # name of the group, one of PARTS
+    why: str  # reason in words, or the user's pattern
 
     @property
     def use_muon(self) -> bool:
@@ -83,8 +91,8 @@ class Row:
 def get_default_muon_param_groups(
     model: nn.Module,
     *,
-    adamw=(),
-    muon=(),
+    adamw: Patterns = (),
+    muon: Patterns = (),
     adamw_lr: float | torch.Tensor | None = None,
     allow_no_matrices: bool = False,
     report: Callable[[str], object] | None = None,
@@ -92,19 +100,19 @@ def get_default_muon_param_groups(
     """Split the trainable parameters of `model` into groups for `Muon`: hidden matrices to Muon,
     the rest to AdamW.
 
-    Muon takes 2-D weights (R, C) and 3-D stacks of expert weights (E, R, C). The other groups go to
-    AdamW and are, in this order, "embeddings", "heads" (output layers), "other" (convolutions,
-    routers and gates of few rows, adapters' packed tensors, ...) and "no_decay" (norms, biases and
-    other vectors, with weight_decay=0). The key "name" of a group says which one it is. The Muon
-    group is the first one, and groups without parameters are left out. Tied weights count once,
-    frozen ones not at all. Names are without the prefixes of wrappers. The Muon group sets
-    adjust_lr_fn="match_rms_adamw" (arXiv 2502.16982), so that one learning rate serves both kinds.
+    Muon gets 2-D weights (R, C) and 3-D stacks of expert weights (E, R, C). AdamW gets, in this
+    order, the groups "embeddings", "heads" (output layers), "other" (convolutions, routers and
+    gates of few rows, packed tensors of adapters, ...) and "no_decay" (norms, biases and further
+    vectors, with weight_decay=0). The key "name" of a group holds the group's name. The Muon group
+    comes first; groups without parameters are left out. Tied weights count once, frozen weights not
+    at all. Parameter names are without the prefixes of wrappers. The Muon group sets
+    adjust_lr_fn="match_rms_adamw" (arXiv 2502.16982): Muon and AdamW can share a learning rate.
 
-    adamw, muon: parameters to move to AdamW, or to Muon: a regular expression that is searched in
-    the name, a function of (name, module, parameter), or a list of these. adamw_lr: the lr of all
-    AdamW groups; None: that of the optimizer. allow_no_matrices: True for a model that is meant to
-    have nothing for Muon, such as a pipeline's first stage. report: a function that gets the split
-    as a printable table, for example `print`.
+    adamw, muon: parameters to move to AdamW, or to Muon: a regular expression searched in the name,
+    a function of (name, module, parameter), or a list of regular expressions and functions.
+    adamw_lr: the lr of all AdamW groups; None: the optimizer's lr. allow_no_matrices: True for a
+    model without any matrix for Muon, such as a pipeline's first stage. report: a function called
+    with the split as a printable table, for example `print`.
 
     Raises ValueError if nothing goes to Muon, if a pattern matches no trainable parameter, if a
     parameter matches patterns of both kinds or cannot be stepped by Muon, or if a parameter is lazy
@@ -117,22 +125,21 @@ def get_default_muon_param_groups(
     for row, param in _split(model, patterns):
         rows.append(row)
         params[row.part].append((row.name, param))
+    # Most likely a misspelt name: silently keeping the default would surprise later
     for pattern in (pattern for kind in patterns.values() for pattern in kind if not pattern.found):
         raise ValueError(
             f"{pattern} matches no trainable parameter of the model, whose names are "
             f"{_some([row.name for row in rows])}: correct the pattern, or leave it out"
         )
+    # Before the next error: the table shows why nothing goes to Muon
     if report is not None:
         report(table(rows))
     if not params[MUON] and not (allow_no_matrices and rows):
         raise ValueError(
             "no parameter of the model goes to Muon: it has no trainable 2-D weight or 3-D stack "
-            "besides "
-            "embeddings, heads and convolutions. If that is meant, as for a pipeline's first stage "
-            "or "
-            "adapters of vectors, pass allow_no_matrices=True; otherwise name matrices with "
-            "muon=..., or "
-            "pass groups with use_muon=True yourself\n" + table(rows)
+            "besides embeddings, heads and convolutions. If this is intended, as for a pipeline's "
+            "first stage or adapters of vectors, pass allow_no_matrices=True; otherwise select "
+            "matrices with muon=..., or build groups with use_muon=True yourself\n" + table(rows)
         )
     return [_group(part, named, adamw_lr) for part, named in params.items() if named]
 
@@ -140,7 +147,7 @@ def get_default_muon_param_groups(
 def _group(
     part: str, named: list[tuple[str, nn.Parameter]], adamw_lr: float | torch.Tensor | None
 ) -> dict:
-    """One parameter group, with the options that its part of the split sets."""
+    """The parameter group of a part of the split; `named`: pairs (name, parameter)."""
     group = {
         "name": part,
         "params": [p for _, p in named],
@@ -149,38 +156,47 @@ def _group(
     }
     if part == MUON:
         return {**group, "adjust_lr_fn": "match_rms_adamw"}
+    # All further options keep the optimizer's defaults
     if part == NO_DECAY:
         group["weight_decay"] = 0.0
-    if adamw_lr is not None:  # a tensor of its own for each group: schedulers change it in place
+    # Schedulers change a tensor lr in place, group by group: each group needs a tensor of its own
+    if adamw_lr is not None:
         group["lr"] = adamw_lr.clone() if isinstance(adamw_lr, torch.Tensor) else adamw_lr
     return group
 
 
 class Pattern:
-    """One pattern of an argument: whether it matches a parameter, and whether it has matched
-    any.
-    """
+    """A pattern of the arguments `adamw` or `muon`: a regular expression or a function."""
 
-    def __init__(self, argument: str, given):
-        self.argument, self.given, self.found = argument, given, False
+    def __init__(self, argument: str, given: PatternLike) -> None:
+        """argument: "adamw" or "muon". Raises ValueError for a pattern of another type, or an
+        invalid regular expression.
+        """
+        self.argument = argument
+        self.given = given
+        self.found = False  # whether any parameter has matched
         if not (isinstance(given, (str, re.Pattern)) or callable(given)):
             raise ValueError(
-                f"{argument} holds {shortened(repr(given))}, but it must be a regular expression, "
-                "a "
-                "function of (name, module, parameter), or a list of these"
+                f"{argument} holds {shortened(repr(given))}, but only regular expressions and "
+                "functions of (name, module, parameter) are allowed"
             )
         try:
             self.regex = re.compile(given) if isinstance(given, (str, re.Pattern)) else None
         except re.error as error:
-            raise ValueError(f"{self} is no regular expression: {error}") from error
+            raise ValueError(
+                f"{self} is no regular expression ({error}): correct it, or pass re.escape(name)"
+            ) from error
 
     def __str__(self) -> str:
+        """argument=pattern, as written by the user, for messages and reports."""
         given = self.given.pattern if isinstance(self.given, re.Pattern) else self.given
         given = given if isinstance(given, str) else getattr(given, "__name__", given)
         return f"{self.argument}={shortened(repr(given))}"
 
     def matches(self, param: nn.Parameter, places: list[Place]) -> bool:
-        """Whether the pattern matches a parameter at one of its places."""
+        """Whether the pattern matches a parameter at any of `places`, its names.
+        Sets `found`.
+        """
         call = (
             self.given
             if self.regex is None
@@ -191,19 +207,23 @@ class Pattern:
         return found
 
 
-def _patterns(argument: str, given) -> list[Pattern]:
-    """The patterns of an argument: None, one pattern, or several."""
+def _patterns(argument: str, given: Patterns) -> list[Pattern]:
+    """The patterns of an argument: None, a pattern, or a collection of patterns.
+
+    Raises ValueError for values of another type.
+    """
+    # Refuses a dict, whose keys would silently count as patterns
     one = isinstance(given, (str, re.Pattern)) or callable(given)
     if not one and given is not None and not isinstance(given, (list, tuple, set, frozenset)):
         raise ValueError(
             f"{argument}={shortened(repr(given))} is not allowed: it must be a regular expression, "
-            "a "
-            "function of (name, module, parameter), or a list of these"
+            "a function of (name, module, parameter), or a list of these"
         )
     return [Pattern(argument, entry) for entry in ([given] if one else given or ())]
 
 
 def _some(names: list[str]) -> str:
+    """Up to three names and the number of all names, for a message."""
     return (
         ", ".join(names[:3]) + (f", ... ({len(names)} in all)" if len(names) > 3 else "")
         if names
@@ -214,7 +234,11 @@ def _some(names: list[str]) -> str:
 def _split(
     model: nn.Module, patterns: dict[str, list[Pattern]]
 ) -> Iterator[tuple[Row, nn.Parameter]]:
-    """Yield (Row, parameter) for each trainable parameter, once, in the order of the model."""
+    """Yield (Row, parameter) for each trainable parameter in the order of the model, tied
+    parameters once.
+
+    Sets `found` of the patterns.
+    """
     places, structure = _places(model)
     for param in dict.fromkeys(model.parameters()):
         if param.requires_grad:
@@ -223,18 +247,21 @@ def _split(
 
 
 def _places(model: nn.Module) -> tuple[dict[nn.Parameter, list[Place]], Structure]:
-    """All places of each parameter, and the structure of the model. What a parametrization keeps
-    belongs to the module whose weight it makes. A wrapper and the module in it have one clean path,
-    which stands for the inner one.
+    """All places of each parameter, and the structure of the model, under names without wrappers'
+    prefixes.
     """
-    names, modules = clean_names(model), dict(model.named_modules(remove_duplicate=False))
+    names = clean_names(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
     depth = _wrapper_depth(list(names))
-    places, clean = {}, {}
+    places: dict[nn.Parameter, list[Place]] = {}
+    clean: dict[str, nn.Module] = {}  # path without wrappers' prefixes -> module
     for prefix, module in modules.items():
+        # Tensors of a parametrization belong to the module that uses the parametrized weight
         owner, _, made = prefix.partition(".parametrizations")
         for full, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
             place = Place(names[full], modules[owner] if made else module)
             places.setdefault(param, []).append(place)
+        # A wrapper and its inner module have equal paths: the inner module comes last and stays
         if next(module.parameters(), None) is not None:
             clean[".".join(_parts(prefix, depth))] = module
     return places, Structure(clean)
@@ -243,19 +270,22 @@ def _places(model: nn.Module) -> tuple[dict[nn.Parameter, list[Place]], Structur
 def _moved(
     param: nn.Parameter, places: list[Place], kind: Kind, patterns: dict[str, list[Pattern]]
 ) -> Kind:
-    """The kind of a parameter after the user's patterns, each of which is asked."""
+    """The kind of a parameter after the user's patterns; `kind`: the kind by classification.
+
+    Raises ValueError if patterns contradict, or move a vector to Muon.
+    """
+    # Every pattern is called, also after a match: unmatched patterns are an error
     to_adamw = [pattern for pattern in patterns["adamw"] if pattern.matches(param, places)]
     to_muon = [pattern for pattern in patterns["muon"] if pattern.matches(param, places)]
     name = f"parameter {places[0].name} of shape {tuple(param.shape)}"
     if to_adamw and to_muon:
         raise ValueError(
-            f"{name} matches both {to_adamw[0]} and {to_muon[0]}: make one of them narrower"
+            f"{name} matches both {to_adamw[0]} and {to_muon[0]}: narrow one of the patterns"
         )
     if to_muon and param.ndim < 2:
         raise ValueError(
-            f"{name} matches {to_muon[0]}, but Muon takes matrices (R, C) and stacks of them (..., "
-            "R, C): "
-            "make the pattern narrower"
+            f"{name} matches {to_muon[0]}, but Muon takes matrices (R, C) and stacks of matrices "
+            "(..., R, C) only: narrow the pattern"
         )
     if to_adamw and kind.part == MUON:
         return Kind(OTHER, str(to_adamw[0]))
@@ -263,7 +293,7 @@ def _moved(
 
 
 def table(rows: list[Row]) -> str:
-    """The split as text: one line for each parameter, totals below."""
+    """The split as text: a line for each parameter, with totals below."""
     width = max((len(row.name) for row in rows), default=4)
     lines = [
         f"{row.name:{width}}  {row.shape!s:20}  {'Muon' if row.use_muon else 'AdamW':5}  "

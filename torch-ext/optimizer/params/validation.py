@@ -1,15 +1,18 @@
-"""Checks of parameter groups, their options and their parameters, before anything is stepped.
+"""Checks of parameter groups, options, parameters and gradients, before a step changes anything.
 
-Raises ValueError or NotImplementedError that names the parameter or the option, the value that came
-and the values that are allowed. Knows neither ranks nor models.
+Raises ValueError (a value is wrong), NotImplementedError (a parameter is of an unsupported kind) or
+RuntimeError (a step found a wrong gradient or tensor). Each message names the parameter or the key,
+the value received, the allowed values, and a remedy. Nothing is communicated: each rank checks the
+groups of the rank alone.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -24,6 +27,14 @@ from .dtensor import is_dtensor, is_mismatched, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, shortened
 from .layout import check_local_shape, check_placements, check_row_state
 
+if TYPE_CHECKING:
+    from .config import MuonConfig
+
+# (address of the first byte, address after the last byte, index of the group, index of the
+# parameter in the group, local tensor)
+Span = tuple[int, int, int, int, torch.Tensor]
+
+# Keys of Muon and AdamW groups; NorMuon adds "beta2"
 GROUP_KEYS = frozenset(
     (
         "params",
@@ -40,91 +51,102 @@ GROUP_KEYS = frozenset(
         "betas",
     )
 )
-# Of schedulers
+# Keys that learning-rate schedulers add
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 FINITE = "a finite number >= 0 that fp32 holds"
 BELOW_ONE = "a number in [0, 1)"
-# Torch's, torchtitan's; no effect
+# Keys of torch and torchtitan, allowed though without effect
 TOLERATED = frozenset(("name", "fused", "foreach", "differentiable", *SCHEDULED))
-# Names that others use for our own keys
+# Names of own keys in other optimizers: always an error, never read
 ALIASES = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps"}
-CHANGED = ("maximize", "amsgrad", "differentiable")  # options of torch's that change what a step is
-RESEMBLES = 0.8  # difflib's ratio from which an unknown key counts as one of our own, misspelt
-RESEMBLES_NS = 0.5  # the same for a key that begins with our own prefix `ns_`
-# Name -> use_muon of a group of that kind
+# Options of torch.optim that change the result of a step, and are not implemented
+CHANGED = ("maximize", "amsgrad", "differentiable")
+RESEMBLES = 0.8  # difflib ratio from which an unknown key counts as a misspelt own key
+RESEMBLES_NS = 0.5  # the ratio for keys with the own prefix `ns_`
+# Name of an algorithm, as value of any key -> use_muon of a group stepped with the algorithm
 ALGORITHMS = {"adam": False, "adamw": False, "muon": True, "normuon": True}
 
 
 class Members:
-    """What checks of a new group need to know of the groups before it, without looking at all of
-    them for each group.
+    """Facts about the existing groups, for the checks of a new group.
 
-    `ids`: of their parameters; `first`: the first (group, parameter) that requires a gradient.
+    Kept up to date while the constructor adds groups: looking at all earlier groups for each new
+    group would cost quadratic time.
     """
 
-    def __init__(self, groups: Iterable[dict] = ()):
-        self.ids: set[int] = set()
+    def __init__(self, groups: Iterable[dict] = ()) -> None:
+        """Add all `groups`; "params" of each is a list of parameters."""
+        self.ids: set[int] = set()  # of all parameters
+        # (group, parameter): the first parameter that requires a gradient
         self.first: tuple[dict, torch.Tensor] | None = None
         for group in groups:
             self.add(group)
 
     def add(self, group: dict) -> None:
-        """Take in one more group."""
+        """Add the parameters of `group`."""
         self.ids.update(map(id, group["params"]))
         if self.first is None:
             self.first = next(((group, p) for p in group["params"] if p.requires_grad), None)
 
 
-def check_unique(group, others, members) -> None:
-    """Raise ValueError for a new group that lacks `params`, or holds a parameter twice or one of
-    another group; torch's own errors name no parameter. A group without parameters is allowed, as
-    in torch. `members`: of the `others`.
+def check_param_list(group: dict, others: list[dict], members: Members) -> None:
+    """Raise ValueError for a new group without "params", or with a parameter listed twice or listed
+    in an existing group.
+
+    Torch's own checks come later and name no parameter. Replaces group["params"] by a list, and
+    gives empty groups an empty "param_names" if needed (`_name_empty`). A group without parameters
+    is allowed, as in torch. others: existing groups; members: facts about the existing groups.
     """
     if "params" not in group:
-        keys = shortened(", ".join(map(repr, group)) or "nothing")
+        keys = shortened(", ".join(map(repr, group)) or "none")
         raise ValueError(
-            f"there is no key 'params', but {keys}: it is to hold the group's parameters, or pairs "
-            "(name, "
-            "parameter)"
+            f"the group has no key 'params' (keys: {keys}): put the group's parameters, or pairs "
+            "(name, parameter), under 'params'"
         )
-    if isinstance(group["params"], (torch.Tensor, set)):  # one parameter; what torch refuses
+    # A single parameter is unique; a set is refused by torch, for its random order
+    if isinstance(group["params"], (torch.Tensor, set)):
         return
-    # It may be a generator; torch makes it a list too
+    # A generator can be read only once: torch gets the list
     group["params"] = entries = list(group["params"])
     _name_empty(group, others)
     count = len(group.get("param_names") or entries)
-    # More names are left where a wrapper divides the parameters among ranks
+    # More names than parameters are allowed: see errors.given_names
     if count < len(entries):
         raise ValueError(
-            f"param_names holds {count} names for {len(entries)} parameters: pass one for each"
+            f"param_names holds {count} names for {len(entries)} parameters: pass one name for "
+            "each parameter"
         )
     seen = set()
     for number, entry in enumerate(entries):
         if isinstance(entry, tuple) and len(entry) != 2:
             raise ValueError(
-                f"an entry of params is a tuple of {len(entry)}: pass parameters, or pairs (name, "
-                "parameter)"
+                f"entry {number} of params is a tuple of {len(entry)} elements: pass parameters, "
+                "or pairs (name, parameter)"
             )
         name, param = entry if isinstance(entry, tuple) else (name_of(group, number), entry)
         name = shortened(name)
         if id(param) in seen:
             raise ValueError(
-                f"parameter {name} is twice in a group; it would be stepped twice: leave one out"
+                f"parameter {name} is twice in the group and would be stepped twice: list it once"
             )
         if id(param) in members.ids:
             raise ValueError(
-                f"parameter {name} is in more than one parameter group: leave it in one"
+                f"parameter {name} is in more than one parameter group and would be stepped "
+                "twice: leave it in one group only"
             )
         seen.add(id(param))
 
 
 def _name_empty(group: dict, others: list[dict]) -> None:
-    """Give a group without parameters an empty list of names where the others are named: torch
-    refuses a mixture.
+    """Give groups without parameters an empty "param_names" if the remaining groups are named.
+
+    Torch refuses a mixture of groups with and without names. Written in place: the new `group` if
+    existing groups are named; the empty existing groups if `group` is the first with names. others:
+    the existing groups.
     """
     entries = group["params"]
     named = "param_names" in group or bool(entries) and isinstance(entries[0], tuple)
-    # As all of them are, or none
+    # Torch has made sure that either all groups have names or none
     others_named = any("param_names" in other for other in others[:1])
     if others_named and not entries:
         group.setdefault("param_names", [])
@@ -136,12 +158,11 @@ def _name_empty(group: dict, others: list[dict]) -> None:
 def check_group(
     group: dict, extra_keys: Collection[str] = (), arguments: Mapping[str, object] | None = None
 ) -> None:
-    """Raise ValueError or NotImplementedError for a parameter group that could not be stepped, or
-    has a key that would be without effect though its name says otherwise.
+    """Raise ValueError or NotImplementedError for wrong keys, values or parameters of a group.
 
-    extra_keys: keys besides those of Muon's groups. arguments: {name: value} of the optimizer's
-    arguments that no group can change. Parameters that require no gradient may be anything but
-    lazy.
+    extra_keys: keys besides GROUP_KEYS, of a subclass. arguments: {name: value} of the optimizer's
+    arguments that no group can change. Parameters with requires_grad=False are accepted unchecked,
+    except lazy parameters.
     """
     _check_keys(group, {*GROUP_KEYS, *extra_keys}, arguments or {})
     check_numbers(group)
@@ -151,13 +172,18 @@ def check_group(
 
 
 def _check_keys(group: dict, own: set[str], arguments: Mapping[str, object]) -> None:
-    """Raise ValueError for a key that is not known and resembles one of `own`, belongs to the
-    optimizer, or asks for another algorithm. Other keys are those of schedulers, wrappers and
-    loggers: they stay, without effect.
+    """Raise ValueError for a key without effect if the user probably expects an effect.
+
+    Refused are unknown keys that resemble a key of `own`, keys of `arguments` with another value
+    than the optimizer's, options of torch with an effect on steps, and names of an algorithm in
+    contradiction to use_muon. All further keys belong to schedulers, wrappers and loggers, and
+    stay.
     """
     for key in [key for key in group if isinstance(key, str) and key not in own]:
-        value, text = group[key], f"{shortened(key)}={shortened(repr(group[key]))}"
+        value = group[key]
+        text = f"{shortened(key)}={shortened(repr(value))}"
         if key in arguments:
+            # An equal value contradicts nothing
             if not _is_same(value, arguments[key]):
                 raise ValueError(
                     f"{text} is an argument of the optimizer, which holds for all groups and is "
@@ -166,12 +192,13 @@ def _check_keys(group: dict, own: set[str], arguments: Mapping[str, object]) -> 
                 )
         elif key in CHANGED:
             if not _is_false(value):
-                raise ValueError(f"{text} is not allowed: no step here does that; remove the key")
+                raise ValueError(
+                    f"{text} is not allowed: this optimizer has no such option; remove the key"
+                )
         elif key == "beta2":
             raise ValueError(
-                f"{text} is not allowed: it is a key of NorMuon's groups, and AdamW's have "
-                "betas=(beta1, "
-                "beta2); use NorMuon, or remove it"
+                f"{text} is not allowed: only groups of NorMuon have it, and AdamW groups have "
+                "betas=(beta1, beta2); use NorMuon, or remove the key"
             )
         elif key not in TOLERATED and (meant := _misspelt(key, own)):
             raise ValueError(
@@ -182,16 +209,15 @@ def _check_keys(group: dict, own: set[str], arguments: Mapping[str, object]) -> 
             value.lower(), not is_adamw(group)
         ) == is_adamw(group):
             raise ValueError(
-                f"{text} names another algorithm than use_muon={not is_adamw(group)}, which is "
-                "what "
-                "counts: set use_muon, or rename the value"
+                f"{text} names another algorithm than use_muon={not is_adamw(group)}, and only "
+                "use_muon has an effect: set use_muon, or rename the value"
             )
 
 
 def _misspelt(key: str, own: set[str]) -> str:
-    """The key of `own` that an unknown key stands for by its look; "" if it is somebody else's.
+    """The key of `own` most likely meant by an unknown key; "" without resemblance.
 
-    Names in which a whole key of ours is one part, such as lr_scale or base_momentum, are others'.
+    Compounds of an own key (lr_scale, base_momentum) are keys of schedulers and loggers: "".
     """
     low = key.lower().replace("-", "_").strip("_")
     if low in own:
@@ -200,6 +226,8 @@ def _misspelt(key: str, own: set[str]) -> str:
         return ALIASES[low]
     if {"muon", "adam", "adamw"}.intersection(low.split("_")):
         return "use_muon"
+    # Abbreviations of more than half of a key: "adjust_lr" means adjust_lr_fn, but "weight" need
+    # not mean weight_decay
     if short := [
         known for known in sorted(own) if known.startswith(f"{low}_") and 2 * len(low) > len(known)
     ]:
@@ -211,19 +239,21 @@ def _misspelt(key: str, own: set[str]) -> str:
 
 
 def _is_same(value: object, other: object) -> bool:
+    """Whether two values of any type are equal; False for incomparable values."""
     try:
         return value is other or bool(value == other)
-    except (TypeError, ValueError, RuntimeError):  # arrays
+    except (TypeError, ValueError, RuntimeError):  # the comparison of arrays has no truth value
         return False
 
 
 def _is_false(value: object) -> bool:
+    """Whether the value of an option is None, False, 0 or a tensor of 0."""
     return value is None or number_of(value) == 0
 
 
-def device_of(groups) -> torch.device:
-    """Where the parameters that require gradients are; without these, where any is; the CPU if
-    there is none.
+def device_of(groups: Iterable[dict]) -> torch.device:
+    """The device of the first parameter with requires_grad=True; else of the first parameter; the
+    CPU without parameters.
     """
     first = None
     for group in groups:
@@ -234,67 +264,78 @@ def device_of(groups) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def check_together(groups: list[dict], options, first: tuple[dict, torch.Tensor] | None) -> None:
-    """Raise ValueError for what concerns more than one parameter: devices, and who reduces the
-    gradients.
+def check_across_params(
+    groups: list[dict], options: MuonConfig, first: tuple[dict, torch.Tensor] | None
+) -> None:
+    """Raise ValueError if parameters are on several devices, or if DTensors come with options for
+    plain parameters.
 
-    `first`: see `Members`; of these groups and others. Parameters that require no gradient do not
-    count.
+    first: `Members.first` of all groups of the optimizer; all parameters must be on the device of
+    `first`. Parameters with requires_grad=False are ignored.
     """
     for group in groups:
         for i, param in enumerate(group["params"]):
             if param.requires_grad:
-                _check_beside(param, group, i, options, first)
+                _check_with_first(param, group, i, options, first)
 
 
-def _check_beside(param, group, number, options, first) -> None:
-    """`first`: (group, parameter), on whose device all are to be."""
+def _check_with_first(
+    param: torch.Tensor,
+    group: dict,
+    number: int,
+    options: MuonConfig,
+    first: tuple[dict, torch.Tensor],
+) -> None:
+    """`check_across_params` for `param`, parameter `number` of `group`."""
     name = name_of(group, number)
     if is_dtensor(param) and options.shard_state:
         raise ValueError(
-            f"shard_state=True, but parameter {name} is a DTensor, whose state is sharded as it "
-            "is: leave "
-            "the option out, or use plain parameters"
+            f"shard_state=True, but parameter {name} is a DTensor, whose state is always sharded "
+            "like the parameter: leave the option out, or use plain parameters"
         )
     if is_dtensor(param) and not options.grads_are_reduced:
         raise ValueError(
-            f"grads_are_reduced=False, but parameter {name} is a DTensor, whose gradients its "
-            "parallelism "
-            "reduces: leave the option out, or use plain parameters"
+            f"grads_are_reduced=False, but parameter {name} is a DTensor, whose gradients are "
+            "reduced by FSDP2 or tensor parallelism: leave the option out, or use plain parameters"
         )
     if param.device != first[1].device:
         raise ValueError(
             f"parameter {name} is on {param.device}, but {name_in(*first)} is on "
-            f"{first[1].device}; an optimizer steps one device: move the model, or build one each"
+            f"{first[1].device}; an optimizer steps parameters of one device only: move the "
+            "model to one device, or build an optimizer for each device"
         )
 
 
-def check_memory(groups) -> None:
-    """Raise ValueError for two parameters that share an element, or one whose elements share
-    memory: each would be stepped more than once. Looks at addresses only, and at elements where
-    ranges of memory overlap. Parameters that require no gradient do not count.
+def check_memory(groups: Sequence[dict]) -> None:
+    """Raise ValueError if two parameters share an element in memory, or if elements of a parameter
+    share memory: the elements would be stepped more than once.
+
+    Reads addresses and strides only, no values. Ignores parameters with requires_grad=False, and
+    fake and meta tensors, as tensors without memory.
     """
-    spans = []
+    spans: list[Span] = []
     for number, group in enumerate(groups):
         for i, param in enumerate(group["params"]):
             local = local_of(param) if param.requires_grad else None
             if local is None or isinstance(local, FakeTensor) or local.is_meta or not local.numel():
                 continue
-            if not local.is_contiguous() and _lies_in_itself(local):
+            if not local.is_contiguous() and _may_overlap_itself(local):
                 raise ValueError(
                     f"parameter {name_of(group, i)} of shape {tuple(param.shape)} has strides "
-                    f"{local.stride()}, by which elements share memory (as expand() makes them): "
-                    "clone() "
-                    "it before it becomes a parameter"
+                    f"{local.stride()}, with which elements share memory (as after expand()): "
+                    "clone() the tensor before it becomes a parameter"
                 )
-            if local.untyped_storage().nbytes():  # else it was freed, and its address is anybody's
+            # A storage of 0 bytes has been freed (FSDP2 does so); its address may be in use again
+            if local.untyped_storage().nbytes():
                 start = local.data_ptr()
                 spans.append((start, start + _extent(local) * local.itemsize, number, i, local))
+    # Sorted by address, only runs of spans that overlap are compared element by element
     spans.sort(key=lambda span: span[:2])
-    together, end = [], 0
+    together: list[Span] = []
+    end = 0
     for span in [*spans, None]:
         if span is None or span[0] >= end:
-            _check_apart(together, groups)
+            _check_no_common_element(together, groups)
             together = []
         if span is not None:
             together.append(span)
@@ -302,13 +343,15 @@ def check_memory(groups) -> None:
 
 
 def _extent(local: torch.Tensor) -> int:
-    """How many elements of memory a tensor spans."""
+    """The number of elements of memory from the first to the last element of a tensor."""
     return 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride()))
 
 
-def _lies_in_itself(local: torch.Tensor) -> bool:
-    """Whether a stride is no longer than all that lies within it."""
-    reach = 0
+def _may_overlap_itself(local: torch.Tensor) -> bool:
+    """Whether elements of a tensor may share memory: in ascending order of strides, a stride is
+    smaller than the span of all dims with smaller strides.
+    """
+    reach = 0  # offset, in elements, of the last element of the dims so far
     for stride, size in sorted(
         (stride, size) for size, stride in zip(local.shape, local.stride()) if size > 1
     ):
@@ -318,41 +361,46 @@ def _lies_in_itself(local: torch.Tensor) -> bool:
     return False
 
 
-def _check_apart(spans, groups) -> None:
-    """Raise ValueError if two tensors whose ranges of memory overlap have an element in common:
-    rows or columns of one larger tensor do not. `spans`: (address, end, number of the group, number
-    of the parameter, tensor) each.
+def _check_no_common_element(spans: list[Span], groups: Sequence[dict]) -> None:
+    """Raise ValueError if two of `spans` have an element in common. spans: a run of overlapping
+    ranges of memory.
+
+    Ranges may overlap without a common element: columns of a larger tensor.
     """
     if len(spans) < 2:
         return
-    taken = _Map(spans)
-    for place, span in enumerate(spans):
+    taken = _MemoryMap(spans)
+    for index, span in enumerate(spans):
         if taken.at(span).any():
-            other = next(o for o in spans[:place] if _Map([o, span]).add(o).at(span).any())
+            other = next(o for o in spans[:index] if _MemoryMap([o, span]).add(o).at(span).any())
             one, two = (
                 f"parameter {name_of(groups[g], i)} of group {g}" for _, _, g, i, _ in (other, span)
             )
             raise ValueError(
-                f"{one} and {two} share memory, which would be stepped twice: leave one out, or "
-                "clone() "
-                "one before it becomes a parameter"
+                f"{one} and {two} share memory, which would be stepped twice: leave one of them "
+                "out, or clone() it before it becomes a parameter"
             )
         taken.add(span)
 
 
-class _Map:
-    """Which units of memory some tensors take; a unit: the most bytes that divide their elements
-    and distances.
-    """
+class _MemoryMap:
+    """A bitmap of memory: a bool for each unit of memory, true if taken by an added tensor."""
 
-    def __init__(self, spans):
-        self.start, end = spans[0][0], max(span[1] for span in spans)
+    def __init__(self, spans: list[Span]) -> None:
+        """An empty bitmap of the memory from the first to the last byte of `spans`, sorted by
+        address.
+        """
+        self.start = spans[0][0]  # address of the first byte
+        end = max(span[1] for span in spans)
+        # Bytes per unit: the largest number that divides all item sizes and distances, so that
+        # every element covers whole units
         self.unit = math.gcd(
             *(span[0] - self.start for span in spans), *(span[4].itemsize for span in spans)
         )
         self.taken = torch.zeros((end - self.start) // self.unit, dtype=torch.bool, device="cpu")
 
-    def at(self, span) -> torch.Tensor:
+    def at(self, span: Span) -> torch.Tensor:
+        """The view of the units of a tensor: the tensor's shape, then the units per element."""
         start, _, _, _, local = span
         count = local.itemsize // self.unit
         strides = (*(stride * count for stride in local.stride()), 1)
@@ -360,14 +408,16 @@ class _Map:
             (*local.shape, count), strides, (start - self.start) // self.unit
         )
 
-    def add(self, span) -> _Map:
+    def add(self, span: Span) -> _MemoryMap:
+        """Set the units of a tensor; returns the bitmap."""
         self.at(span).fill_(True)
         return self
 
 
-def check_numbers(group) -> None:
-    """Raise ValueError for what is not allowed of a group's numbers and names, also of those that
-    only the other kind of group reads.
+def check_numbers(group: dict) -> None:
+    """Raise ValueError for a wrong value of an option of a group.
+
+    Options of Muon are checked in AdamW groups, too, and vice versa: use_muon may change later.
     """
     for key in ("use_muon", "nesterov"):
         _require(number_of(group[key]) in (0, 1), key, group[key], "True or False")
@@ -378,39 +428,45 @@ def check_numbers(group) -> None:
     _check_values(group)
 
 
-def check_live(groups) -> None:
-    """Raise ValueError, with group and key, for a number that a schedule may have put in between
-    steps and that is not allowed: before anything of a step changes. Numbers on a GPU are not read.
+def check_scheduled_values(groups: Sequence[dict]) -> None:
+    """Raise ValueError, with group and key, for a wrong value of lr, weight_decay, momentum or
+    betas, as schedules may have set them.
+
+    Called at every step, before anything changes. Tensors on a GPU are not read: the host would
+    wait for the device.
     """
     for number, group in enumerate(groups):
         for key, most in (("lr", LARGEST), ("weight_decay", LARGEST), ("momentum", 1.0)):
             value = group.get(key)
+            # The usual cases first, without a context manager: this runs for each group and step
             if (
                 type(value) is float
                 and 0.0 <= value < most
                 or isinstance(value, torch.Tensor)
-                and _is_away(value)
+                and _is_on_gpu(value)
             ):
                 continue
             with in_group(number, group):
                 fits = 0 <= number_of(value) < most or number_of(value) == most == LARGEST
                 _require(fits, key, value, FINITE if most == LARGEST else BELOW_ONE)
-        # No betas: see check_again
+        # An AdamW group without betas is refused by `check_changed_groups`, with another message
         known = group.get("use_muon") is True or group.get("betas") is None
         if not known and is_adamw(group):
             with in_group(number, group):
                 _check_betas("betas", group.get("betas"))
 
 
-def _is_away(value: torch.Tensor) -> bool:
-    """Whether reading a number would make the host wait for a device."""
+def _is_on_gpu(value: torch.Tensor) -> bool:
+    """Whether `value` is a single number on a GPU: a read would make the host wait."""
     return value.device.type != "cpu" and value.numel() == 1
 
 
-def check_again(groups, options) -> None:
-    """Check again, before a step, what no schedule changes; lr and the like may lie on a device and
-    are not read. Raise RuntimeError for a fake tensor, which an optimizer may be made for, but not
-    step, or a DTensor's plain gradient.
+def check_changed_groups(groups: Sequence[dict], options: MuonConfig) -> None:
+    """Check groups again before a step, after a change of groups or parameters since the last step.
+
+    Raises ValueError as `_check_values` and `check_across_params`. Raises RuntimeError for fake
+    tensors (an optimizer can be built for fake tensors, but a step needs memory) and for a plain
+    gradient of a DTensor. Does not read lr and the like: see `check_scheduled_values`.
     """
     for number, group in enumerate(groups):
         with in_group(number, group):
@@ -420,36 +476,35 @@ def check_again(groups, options) -> None:
                 refuse_fsdp1(name_in(group, param))
             if isinstance(local_of(param), FakeTensor):
                 raise RuntimeError(
-                    f"parameter {name_in(group, param)} is a fake tensor: it has no memory in "
-                    "which "
-                    "step() could change it. Leave the step out of what runs under FakeTensorMode"
+                    f"parameter {name_in(group, param)} is a fake tensor, which has no memory "
+                    "that step() could change: call step() outside FakeTensorMode only, on real "
+                    "parameters"
                 )
             if is_dtensor(param) and param.grad is not None and not is_dtensor(param.grad):
                 raise RuntimeError(
-                    f"parameter {name_in(group, param)} is a DTensor, but its gradient a plain "
-                    "tensor "
-                    f"of shape {tuple(param.grad.shape)}: use DTensor.from_local or "
+                    f"parameter {name_in(group, param)} is a DTensor, but its gradient is a plain "
+                    f"tensor of shape {tuple(param.grad.shape)}: use DTensor.from_local or "
                     "distribute_tensor"
                 )
-    check_together(groups, options, Members(groups).first)
+    check_across_params(groups, options, Members(groups).first)
 
 
 def refuse_fsdp1(name: str) -> None:
     """Raise ValueError for a parameter of FullyShardedDataParallel."""
     raise ValueError(
         f"parameter {name} is sharded by FSDP1 (torch.distributed.fsdp.FullyShardedDataParallel), "
-        "which "
-        "keeps parts of flattened parameters on each rank, where Muon needs to know whole "
-        "matrices: shard "
-        "the model with torch.distributed.fsdp.fully_shard (FSDP2), and build the optimizer after "
-        "that"
+        "which flattens parameters, so that the rows and columns of matrices are lost: shard the "
+        "model with torch.distributed.fsdp.fully_shard (FSDP2), and build the optimizer after that"
     )
 
 
-def _check_values(group) -> None:
-    """Raise ValueError for what no schedule changes."""
+def _check_values(group: dict) -> None:
+    """Raise ValueError for a wrong value of eps, adjust_lr_fn, ns_coefficients, ns_steps or betas,
+    options unchanged by schedules.
+    """
     _require(0 <= number_of(group["eps"]) <= LARGEST, "eps", group["eps"], FINITE)
-    scale, scales = group["adjust_lr_fn"], (None, *SCALES)
+    scale = group["adjust_lr_fn"]
+    scales = (None, *SCALES)
     _require(
         scale is None or isinstance(scale, str) and scale in scales,
         "adjust_lr_fn",
@@ -459,15 +514,15 @@ def _check_values(group) -> None:
     steps_of(group["ns_coefficients"], group["ns_steps"])
     if is_adamw(group) and group.get("betas") is None:
         raise ValueError(
-            "use_muon=False, but the group has no betas: where it goes over to AdamW, set betas "
-            "and eps "
-            "along with use_muon"
+            "use_muon=False, but the group has no betas: to move a group from Muon to AdamW, set "
+            "betas and eps along with use_muon"
         )
     if "betas" in group:
         _check_betas("betas", group.get("betas"))
 
 
 def _check_betas(key: str, betas: object) -> None:
+    """Raise ValueError, naming `key`, unless `betas` is a pair of numbers in [0, 1)."""
     pair = (
         isinstance(betas, (tuple, list))
         and len(betas) == 2
@@ -477,9 +532,7 @@ def _check_betas(key: str, betas: object) -> None:
 
 
 def check_module(model: object) -> None:
-    """Raise TypeError for anything but a module, ValueError for one whose parameters FSDP1 has
-    flattened.
-    """
+    """Raise TypeError if `model` is no nn.Module, ValueError for parameters flattened by FSDP1."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
             f"get_default_muon_param_groups takes one torch.nn.Module, not {type(model).__name__}"
@@ -490,35 +543,36 @@ def check_module(model: object) -> None:
 
 
 def check_adamw(betas: object, eps: object) -> None:
-    """Raise ValueError for defaults of AdamW groups that are not allowed, also where there is no
-    such group.
+    """Raise ValueError for wrong values of the arguments adamw_betas and adamw_eps, also without
+    AdamW groups.
     """
     _check_betas("adamw_betas", betas)
     _require(0 <= number_of(eps) <= LARGEST, "adamw_eps", eps, FINITE)
 
 
-def is_adamw(group) -> bool:
-    """Whether a group that may be wrong in anything asks for AdamW."""
+def is_adamw(group: dict) -> bool:
+    """Whether use_muon of a group is false; works on unchecked groups, too."""
     return number_of(group.get("use_muon", True)) == 0
 
 
-def _require(true, key, came, allowed) -> None:
+def _require(true: bool, key: str, came: object, allowed: str) -> None:
+    """Raise ValueError for the value `came` of `key` unless `true`; `allowed`: values in words."""
     if not true:
         raise ValueError(f"{key}={shortened(repr(came))} is not allowed: it must be {allowed}")
 
 
-def check_param(param, name, group) -> None:
-    """Raise ValueError or NotImplementedError for a parameter that could not be stepped as `group`
-    wants.
+def check_param(param: torch.Tensor, name: str, group: dict) -> None:
+    """Raise ValueError or NotImplementedError for a parameter with a type, layout, dtype, shape or
+    sharding unsupported by the algorithm of `group`.
     """
     use_muon = group["use_muon"]
     if isinstance(param, UninitializedTensorMixin):
         raise ValueError(
-            f"parameter {name} is lazy and has no shape yet: run the model once before the "
-            "optimizer is "
-            "built"
+            f"parameter {name} is lazy and has no shape yet: run the model once, then build the "
+            "optimizer"
         )
-    if getattr(param, "_fsdp_flattened", False):  # also of the flat parameter itself
+    # FSDP1 marks flat parameters and, with use_orig_params=True, the original parameters
+    if getattr(param, "_fsdp_flattened", False):
         refuse_fsdp1(name)
     what = f"parameter {name} of shape {tuple(param.shape)}"
     if param.is_sparse or param.layout != torch.strided:
@@ -529,17 +583,17 @@ def check_param(param, name, group) -> None:
     if is_traceable_wrapper_subclass(local_of(param)):
         raise NotImplementedError(
             f"{what} is a {type(local_of(param)).__name__}, which keeps its elements in other "
-            "tensors; kernels take plain memory: keep the weights in high precision"
+            "tensors, but kernels need plain memory: keep the weights in high precision"
         )
     if param.dtype not in (*WIDE, torch.float64):
         raise ValueError(
             f"{what} has dtype {param.dtype}; allowed are real floating-point parameters in "
-            "float32, "
-            "bfloat16, float16 and, for AdamW, float64: use torch.view_as_real for complex ones"
+            "float32, bfloat16, float16 and, for AdamW, float64: convert it, or use "
+            "torch.view_as_real if it is complex"
         )
     if use_muon and param.dtype not in WIDE:
         raise ValueError(
-            f"{what} has dtype {param.dtype}; Muon steps float32, bfloat16 and float16, in fp32: "
+            f"{what} has dtype {param.dtype}; Muon steps float32, bfloat16 and float16 only: "
             "convert it, or put it into a group with use_muon=False"
         )
     if use_muon and param.ndim < 2:
@@ -547,12 +601,12 @@ def check_param(param, name, group) -> None:
             f"{what} is {param.ndim}-D; Muon takes matrices (R, C) and stacks of them (..., R, C): "
             "put it into a group with use_muon=False, or use get_default_muon_param_groups(model)"
         )
+    # Loaded from a file, or kept after destroy_process_group
     if is_dtensor(param) and not torch.distributed.is_initialized():
         raise ValueError(
             f"{what} is a DTensor, but torch.distributed is not initialized, so its mesh has no "
-            "process "
-            "groups: call init_process_group before the model is sharded, and keep it until "
-            "training ends"
+            "process groups: call init_process_group before the model is sharded, and keep it "
+            "until training ends"
         )
     check_placements(param, name, use_muon)
     check_local_shape(param, name)
@@ -560,15 +614,17 @@ def check_param(param, name, group) -> None:
         check_row_state(param, name)
 
 
+# Attributes read in C, for `map` over all parameters at every step
 gradient_of, _dtype, _requires_grad, _spec = map(
     attrgetter, ("grad", "dtype", "requires_grad", "_spec")
 )
 
 
-def check_gradients(params, groups) -> None:
-    """Raise RuntimeError, naming the parameter, if a gradient is sparse, if its memory holds the
-    numbers with the other sign, or if it has another shape: one that was made before the parameter
-    was resized.
+def check_gradients(params: Iterable[torch.Tensor], groups: Sequence[dict]) -> None:
+    """Raise RuntimeError, naming the parameter, if a gradient is sparse, is lazily negated, or has
+    another shape than the parameter.
+
+    params: parameters of `groups`; parameters without gradient are skipped.
     """
     params = [p for p in params if p.grad is not None]
     for param, local, own in zip(params, raw_locals(map(gradient_of, params)), raw_locals(params)):
@@ -579,23 +635,27 @@ def check_gradients(params, groups) -> None:
             )
 
 
-def _wrong_with(param, local, own) -> str:
-    """What is, with a gradient whose part here is `local`, that of its parameter `own`."""
+def _wrong_with(param: torch.Tensor, local: torch.Tensor, own: torch.Tensor) -> str:
+    """The fault of the gradient of `param` in words; "" without fault.
+
+    local, own: the local shards of gradient and parameter.
+    """
     if param.grad.layout is not torch.strided:
         return (
-            "sparse gradient; Muon and its AdamW take dense ones: use sparse=False in "
-            "nn.Embedding, or "
-            "torch.optim.SparseAdam for it"
+            "sparse gradient, but only dense gradients are allowed: use sparse=False in "
+            "nn.Embedding, or step the parameter with torch.optim.SparseAdam"
         )
+    # Kernels read memory and ignore the lazy sign bit
     if local.is_neg():
         return (
-            "gradient that is a lazily negated view (is_neg), whose memory has the other sign: put "
-            "p.grad.resolve_neg() in its place"
+            "gradient that is a lazily negated view (is_neg), whose memory has the opposite sign: "
+            "replace it by p.grad.resolve_neg()"
         )
+    # Shards of a mismatched gradient have other shapes: it is redistributed later
     if param.grad.shape != param.shape or local.shape != own.shape and not is_mismatched(param):
         return (
-            f"gradient of shape {tuple(local.shape)} where its elements here have "
-            f"{tuple(own.shape)}: it is that "
-            "of another shape of the parameter; set p.grad to None and go backward again"
+            f"gradient of shape {tuple(local.shape)} on this rank, but the parameter has shape "
+            f"{tuple(own.shape)} on this rank: the gradient was made before the parameter was "
+            "resized or resharded; set p.grad to None and run backward again"
         )
     return ""

@@ -126,7 +126,7 @@ class Planner:
         layouts = self._layouts(params)
         rows = self._layouts(params, of_rows=True) if "beta2" in group else None
         cost_model = CostModel.of(group, self.device)
-        room = self.options.workspace(self.device)  # bytes
+        room = self.options.workspace_limit_bytes(self.device)  # bytes
         inputs = self._plan_inputs(rows is not None, cost_model, room)
         buckets = make_plan(
             layouts,
@@ -231,7 +231,7 @@ class Planner:
             self.process_groups.send_once(self.device),
             self.options.grads_are_reduced,
         )
-        room = self.options.workspace(self.device)
+        room = self.options.workspace_limit_bytes(self.device)
         if self.options.overlap_backward:
             buckets = chunks_along_backward(shapes, ranks, inputs, self.latency)
         elif self.options.overlap_forward:

@@ -64,8 +64,7 @@ def check_momentum(group: dict, given: object, default: object) -> None:
     if given is not None and given != default and given != group["betas"][0]:
         raise ValueError(
             f"momentum={shortened(repr(given))} in a group of AdamW, whose betas are "
-            f"{group['betas']}: "
-            "momentum is beta1 there; set betas, and remove momentum"
+            f"{group['betas']}: momentum is beta1 there; set betas, and remove momentum"
         )
 
 
