@@ -165,7 +165,7 @@ def execute(rank, world, document, parts, folder):
     namespace = {"__name__": "__main__", "folder": folder}
     for before, _, code in parts:
         exec(compile("\n" * before + code, document, "exec"), namespace)
-    return [type(route).__name__ for route, _ in getattr(namespace.get("opt"), "_jobs", ())]
+    return [type(route).__name__ for route, _ in getattr(getattr(namespace.get("opt"), "_bound", None), "jobs", ())]
 
 
 @pytest.mark.parametrize("document, ranks, parts", programs())
