@@ -108,7 +108,7 @@ def test_products_of_an_iteration(part, monkeypatch, most, made):
     segment, polar, counts = part("newton_schulz.iteration"), part("newton_schulz.orthogonalize"), []
     real = segment.symmetric_product
     everywhere(monkeypatch, segment, "symmetric_product", lambda *args, **more: (counts.append(1), real(*args, **more)))
-    everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: most)
+    everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: most)
     polar.orthogonalize(torch.randn(24, 24), dtype=torch.float16)
     assert len(counts) == made
 
@@ -131,7 +131,7 @@ def test_only_what_is_read_whole_is_written_whole(part, monkeypatch, most, dtype
         real(lower(A), lower(B), out, alpha, [(lower(C), beta) for C, beta in addends], diagonal)
         return out if whole else out.masked_fill_(upper, float("nan"))
 
-    everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: most)
+    everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: most)
     U = torch.randn(24, 24)
     before = polar.orthogonalize(U, dtype=dtype)
     forget(polar, monkeypatch)

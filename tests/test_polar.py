@@ -80,7 +80,7 @@ def test_every_set_against_its_polynomial(polar, device, name, shape):
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_error_over_spectra(part, polar, device, monkeypatch, kind, dtype, most):
     """Standard and Gram iteration keep the same bounds (a peer's defect: without a restart 1/k and 1/k^2 explode)."""
-    everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: most)
+    everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: most)
     X = spectrum(kind, 96, 288).float().to(device)
     O = polar.orthogonalize(X, dtype=dtype)
     assert error(O, X, polar.steps_of("polar_express")) < BOUNDS[kind] * FACTORS[dtype]
@@ -92,7 +92,7 @@ def test_error_over_spectra(part, polar, device, monkeypatch, kind, dtype, most)
 @pytest.mark.parametrize("name", PRESETS)
 def test_error_of_the_presets_over_spectra(part, polar, device, monkeypatch, name, kind, dtype, most):
     """Rows of unlike lengths that are cast before AOL scaling evens them out would give .04 to .16 ("heavy rows")."""
-    everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: most)
+    everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: most)
     X = spectrum(kind, 96, 288).float().to(device)
     O = polar.orthogonalize(X, name, dtype=dtype)
     assert error(O, X, polar.steps_of(name)) < PRESETS[name][kind] * FACTORS[dtype]
@@ -115,7 +115,7 @@ def test_no_restart_would_fail_the_bounds(part, polar, monkeypatch):
     """The bounds can fail: one segment of five steps breaks the one of 1/k."""
     monkeypatch.setitem(part("newton_schulz.coefficients").LONGEST_SEGMENT, F16, 5)
     everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL", 0)
-    everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: 5)
+    everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: 5)
     X = spectrum("1/k", 96, 288).float()
     assert error(polar.orthogonalize(X, dtype=F16), X, polar.steps_of("polar_express")) > BOUNDS["1/k"]
 
@@ -427,12 +427,12 @@ def test_the_iteration_that_is_taken(part, polar):
     steps, other = polar.steps_of("polar_express"), polar.steps_of((3.0, -4.0, 2.0), 5)
     for n in (100, 300, 4096):
         sides = [n, n * 5 // 4, n * 4 // 3, n * 3 // 2, 4 * n]
-        assert [method.longest(n, m, steps) for m in sides] == [2 if n == 4096 else 3] * 3 + [3, 3]
-        assert [method.longest(n, m, steps, F32) for m in sides] == [1, 1, 3, 3, 3]
-        assert [method.longest(n, m, other) for m in sides] == [1, 1, 1 if n == 100 else 3, 3, 3]
-        assert [method.longest(n, m, steps, BF16) == 1 for m in sides] == [True, True, True, False, False]
-        assert method.longest(n, n, polar.steps_of("cubic")) > 5
-        assert method.longest(n, 9 * n, polar.steps_of("jordan", 1)) == 1
+        assert [method.restart_interval(n, m, steps) for m in sides] == [2 if n == 4096 else 3] * 3 + [3, 3]
+        assert [method.restart_interval(n, m, steps, F32) for m in sides] == [1, 1, 3, 3, 3]
+        assert [method.restart_interval(n, m, other) for m in sides] == [1, 1, 1 if n == 100 else 3, 3, 3]
+        assert [method.restart_interval(n, m, steps, BF16) == 1 for m in sides] == [True, True, True, False, False]
+        assert method.restart_interval(n, n, polar.steps_of("cubic")) > 5
+        assert method.restart_interval(n, 9 * n, polar.steps_of("jordan", 1)) == 1
 
 
 @pytest.mark.parametrize("ns_steps, dtype, most, lengths", [
@@ -489,7 +489,7 @@ def test_large_matrices_on_a_gpu(polar, monkeypatch, shape, dtype):
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_error_over_spectra_on_a_gpu(part, polar, monkeypatch, kind, dtype, most):
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
-    everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: most)
+    everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: most)
     X = spectrum(kind, 384, 1536).float().cuda()
     O = polar.orthogonalize(X, dtype=dtype)
     assert error(O, X, polar.steps_of("polar_express")) < BOUNDS[kind] * FACTORS[dtype]

@@ -30,7 +30,7 @@ def launches(n: int, m: int, steps: Steps) -> dict[str, int]:
     """Return how many products of each kind a stack of (n, m) matrices takes, n <= m, in fp16
     outside the chip.
     """
-    return _launches(steps, F16, longest(n, m, steps), min(n, SMALL))
+    return _launches(steps, F16, restart_interval(n, m, steps), min(n, SMALL))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -47,7 +47,7 @@ def _launches(steps, dtype, most, n):
 
 
 @functools.lru_cache(maxsize=4096)
-def longest(n: int, m: int, steps: Steps, dtype: torch.dtype = F16) -> int:
+def restart_interval(n: int, m: int, steps: Steps, dtype: torch.dtype = F16) -> int:
     """Return the most steps between restarts: 1 is the standard iteration, others the Gram
     iteration, taken where it saves a tenth of the FLOPs. From LARGE on it is 2, which is more exact
     than 3, unless 3 saves another twentieth. Smaller matrices take 3 at once, to share launches
@@ -76,7 +76,7 @@ def scratch(R: int, C: int, steps: Steps, dtype: torch.dtype) -> tuple:
     share their memory.
     """
     n, m = sorted((R, C))
-    most = longest(n, m, steps, dtype)
+    most = restart_interval(n, m, steps, dtype)
     return (_key(n, m, most), *takes(n, m, dtype.itemsize, most))
 
 

@@ -19,7 +19,7 @@ from ..kernels.onchip import polar
 from ..params.errors import shortened
 from .coefficients import Steps, is_number, steps_of
 from .iteration import IterationPlan, iterate_all, most_of
-from .method import WIDE, _key, longest, products_dtype
+from .method import WIDE, _key, restart_interval, products_dtype
 
 AKIN = 1 << 26  # bytes of a stack up to which what is akin to it may take memory, for a moment
 KEPT = 1024  # kinds of calls that are known; schedules may bring new ones at every step
@@ -247,7 +247,7 @@ def _launch_akin(U, options):
     if R == C > polar.LARGEST and U.nbytes <= AKIN:
         stacks += [U.as_strided((N, *sides), (0, 16, 1)) for sides in ((n, 4 * n), (4 * n, n))]
     for stack in stacks:
-        for most in {longest(n, n, steps, own), longest(n, 4 * n, steps, own)}:
+        for most in {restart_interval(n, n, steps, own), restart_interval(n, 4 * n, steps, own)}:
             _launch([(stack, stack)], options, most=most)
 
 
@@ -278,6 +278,6 @@ def _sorted(pairs, options, most=None):
         if polar.fits(U, own) and not steps.aol:
             chips.append((U, out))
         else:
-            key = _key(n, m, most or longest(n, m, steps, own))
+            key = _key(n, m, most or restart_interval(n, m, steps, own))
             together.setdefault(key, []).append((U, out))
     return chips, [(members, most) for (_, most, _), members in together.items()], own

@@ -146,7 +146,7 @@ class CostModel:
         few = sum(count for _, count in longs) < gram_chain.FROM
         if few or n not in gram_chain.SIDES or "resident_us" not in self.table:
             return 0, 0, 0
-        cut = coefficients.F16, method.longest(n, longs[0][0], self.steps), n
+        cut = coefficients.F16, method.restart_interval(n, longs[0][0], self.steps), n
         both, begins = zip(self.steps.segments(*cut), self.steps.pairs(*cut)), len(longs) == 1
         found = [
             (4 * (len(segment) - 1), begins and not (self.steps.aol and number == 0))
