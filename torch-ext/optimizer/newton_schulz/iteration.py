@@ -28,7 +28,7 @@ from ..kernels.matmul.api import (
 )
 from ..kernels.onchip import gram_chain, polar
 from .coefficients import Steps
-from .method import LINE, takes
+from .method import LINE, iteration_bytes
 
 # Three flat uint8 tensors in which an iteration keeps X, its successor, and n x n matrices
 Memory = Sequence[torch.Tensor]
@@ -46,7 +46,7 @@ class Room:
 
     def lend(self, flat) -> None:
         """`flat`: uint8, of `nbytes` or more."""
-        assert flat.numel() >= self.nbytes, "takes() promised less"
+        assert flat.numel() >= self.nbytes, "less than iteration_bytes() says"
         self.memory = flat.view(self.dtype)
 
     def all(self) -> list:
@@ -135,7 +135,7 @@ def most_of(stacks, itemsize: int) -> tuple[int, ...]:
 
 def _needs(members, itemsize, most) -> tuple[int, int, int]:
     """The bytes of `memory` that `iterate` takes at most."""
-    each = [(len(U), *takes(*U.shape[1:], itemsize, most)) for U, _ in members]
+    each = [(len(U), *iteration_bytes(*U.shape[1:], itemsize, most)) for U, _ in members]
     long, square = (sum(sizes[0] * sizes[i] for sizes in each) for i in (1, 2))
     return long // 2, long // 2, square
 
@@ -175,7 +175,7 @@ class Iteration:
         """`members`: [(U, out)], each (N, n, m) with n <= m and n equal for all; out may be U's
         memory, and each may be `ScatteredRows`. `dtype`: of products. `most`: steps between
         restarts, 1 in the standard iteration, more in the Gram iteration. `memory`: three flat
-        uint8 tensors of the bytes that `takes` says for all matrices together, the first of two
+        uint8 tensors of the bytes that `iteration_bytes` says for all matrices together, the first of two
         equal parts, the second, and the rest; None for new memory.
         """
         kinds = _by_kind(members, steps, dtype, most)

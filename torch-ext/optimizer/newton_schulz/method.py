@@ -27,7 +27,7 @@ def _cost(n, m, made):
 
 
 def launches(n: int, m: int, steps: Steps) -> dict[str, int]:
-    """Return how many products of each kind a stack of (n, m) matrices takes, n <= m, in fp16
+    """Return how many products of each kind a stack of (n, m) matrices iteration_bytes, n <= m, in fp16
     outside the chip.
     """
     return _launches(steps, F16, restart_interval(n, m, steps), min(n, SMALL))
@@ -35,8 +35,8 @@ def launches(n: int, m: int, steps: Steps) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=1024)
 def _launches(steps, dtype, most, n):
-    """A step takes three n x n products besides its square, but for the last of a segment, which
-    takes one, and none if it is also the first; a pair takes one less.
+    """A step iteration_bytes three n x n products besides its square, but for the last of a segment, which
+    iteration_bytes one, and none if it is also the first; a pair iteration_bytes one less.
     """
     segments, pairs = steps.segments(dtype, most, n), steps.pairs(dtype, most, n)
     squares = sum(c != 0 for _, _, c in steps.triples)
@@ -69,7 +69,7 @@ def products_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dty
 
 
 def scratch(R: int, C: int, steps: Steps, dtype: torch.dtype) -> tuple:
-    """What one (R, C) matrix takes of the `memory` of `orthogonalize_` with products in dtype:
+    """What one (R, C) matrix iteration_bytes of the `memory` of `orthogonalize_` with products in dtype:
     (key, bytes of the first two, of the third).
 
     Matrices of one key are iterated together and need the sum of it; keys follow each other and
@@ -77,7 +77,7 @@ def scratch(R: int, C: int, steps: Steps, dtype: torch.dtype) -> tuple:
     """
     n, m = sorted((R, C))
     most = restart_interval(n, m, steps, dtype)
-    return (_key(n, m, most), *takes(n, m, dtype.itemsize, most))
+    return (_key(n, m, most), *iteration_bytes(n, m, dtype.itemsize, most))
 
 
 def _key(n, m, most):
@@ -99,8 +99,8 @@ LARGE = 3072  # short sides from here on fill a GPU alone (measured on an H200, 
 MANY = 160_000_000  # numbers of all matrices up to which `gain_side_by_side` is true
 
 
-def takes(n: int, m: int, itemsize: int, most: int) -> tuple[int, int]:
-    """Return the bytes that `iterate` takes at most for one (n, m) matrix, n <= m: of its own
+def iteration_bytes(n: int, m: int, itemsize: int, most: int) -> tuple[int, int]:
+    """Return the bytes that `iterate` iteration_bytes at most for one (n, m) matrix, n <= m: of its own
     shape, in two equal parts, and of n x n, with its scale.
     """
     long, short = (n * (side * itemsize + -side * itemsize % LINE) for side in (m, n))
