@@ -70,30 +70,30 @@ def polar_factor(
     given: Hashable = None,
 ) -> torch.Tensor:
     """Return the polar factor of every matrix of X (..., R, C), contiguous, in X's dtype; see
-    `op.orthogonalize`. `given`: what the rest stands for, if `again` is to know it.
+    `op.orthogonalize`. `given`: what the rest stands for, if `replay_known` is to know it.
     """
     out = torch.empty_like(X, memory_format=torch.contiguous_format)
     if X.numel():
         pairs, options = lambda: [(_in_a_row(X), out.view(-1, *X.shape[-2:]))], (steps, eps, dtype)
         kind = _polar((X, out), pairs, options, alone=True)
         if given is not None and kind is not None and forced() is None:
-            _remember(_again(X, given), kind)
+            _remember(_call_key(X, given), kind)
     return out
 
 
-def again(X: torch.Tensor, given: Hashable) -> torch.Tensor | None:
+def replay_known(X: torch.Tensor, given: Hashable) -> torch.Tensor | None:
     """Return the same for a tensor like one before, if that call's launches are on a tape, else
     None: what was found good then, and what came of it, is not looked at again, which takes longer
     than a small matrix.
     """
-    kind = _kinds.get(_again(X, given))
+    kind = _kinds.get(_call_key(X, given))
     if kind is None or here.dry_run or forced() or not use_triton(X.device) or capturing(X.device):
         return None
     out = torch.empty_like(X, memory_format=torch.contiguous_format)
     return out if replay(kind, _room(kind.sizes, X.device), (X, out)) else None
 
 
-def _again(X, given) -> tuple:
+def _call_key(X, given) -> tuple:
     return given, X.dtype, X.shape, X.stride(), X.data_ptr() % 16, X.get_device()
 
 
