@@ -70,7 +70,7 @@ def main() -> None:
     for text, shapes in options.stacks:
         if options.what == "symmetric" and any(R != C for _, R, C in shapes):
             parser.error(f"{text}: symmetric matrices have as many rows as columns")
-        if options.what == "pieces" and not all(polar.splits(R, C, STEPS) for _, R, C in shapes):
+        if options.what == "pieces" and not all(polar.supports_scattered_rows(R, C, STEPS) for _, R, C in shapes):
             parser.error(f"{text}: small matrices, and rows of no multiple of 16 elements, do not go in pieces")
         ways, results = WAYS[options.what](shapes, options.ranks, device)
         same_bits(ways, results)

@@ -151,7 +151,7 @@ def way(directly, device="cpu"):
     """Matrices in pieces, where layouts allow it, or whole ones as before; on a CPU small ones are as large as any."""
     with pytest.MonkeyPatch.context() as patch:
         if not directly:
-            patch.setattr(part("newton_schulz.method"), "splits", lambda R, C, steps: False)
+            patch.setattr(part("newton_schulz.method"), "supports_scattered_rows", lambda R, C, steps: False)
         elif device == "cpu":
             patch.setattr(part("kernels.onchip.polar"), "is_small", lambda n, m: False)
         yield
@@ -289,9 +289,9 @@ def test_coefficients_that_read_whole_matrices_bind_anew(optimizer):
     """A set with AOL scaling takes the memory of the others, but no pieces."""
     method = part("newton_schulz.method")
     polar, found = part("newton_schulz.orthogonalize"), []
-    assert method.splits(256, 512, polar.steps_of("polar_express"))
-    assert not method.splits(512, 264, polar.steps_of("polar_express"))  # rows of no multiple of 16
-    assert not method.splits(256, 512, polar.steps_of("turbo")) and not method.splits(64, 64, polar.steps_of("cans"))
+    assert method.supports_scattered_rows(256, 512, polar.steps_of("polar_express"))
+    assert not method.supports_scattered_rows(512, 264, polar.steps_of("polar_express"))  # rows of no multiple of 16
+    assert not method.supports_scattered_rows(256, 512, polar.steps_of("turbo")) and not method.supports_scattered_rows(64, 64, polar.steps_of("cans"))
     for directly in (True, False):
         with way(directly):
             found.append(run_threads(2, switched))

@@ -161,7 +161,7 @@ def terms_of(times) -> freight.PlanInputs:
     return freight.PlanInputs(
         once=True,
         scratch=functools.partial(method.scratch, steps=times.steps, dtype=coefficients.F16),
-        splits=functools.partial(method.splits, steps=times.steps),
+        splits=functools.partial(method.supports_scattered_rows, steps=times.steps),
         room=WORKSPACE,
     )
 

@@ -87,7 +87,7 @@ def _key(n, m, most):
     return n, most, m if most == 1 else 0
 
 
-def splits(R: int, C: int, steps: Steps) -> bool:
+def supports_scattered_rows(R: int, C: int, steps: Steps) -> bool:
     """Say whether (R, C) matrices may be Splits: those that are small, or scaled row by row, are
     read as a whole. So are rows of other lengths than multiples of 16, which the compiler would
     read in other orders than a whole matrix.
