@@ -132,7 +132,7 @@ def side_by_side(shapes, ranks, device):
     results = [torch.empty_like(t) for t in stacks]
     needs = {}
     for N, R, C in shapes:
-        key, long, square = polar.scratch(R, C, STEPS, polar.products_dtype(None, device))
+        key, long, square = polar.scratch_bytes(R, C, STEPS, polar.products_dtype(None, device))
         before = needs.get(key, (0, 0, 0))
         needs[key] = tuple(a + N * b for a, b in zip(before, (long // 2, long // 2, square)))
 

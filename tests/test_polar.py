@@ -520,7 +520,7 @@ def test_a_second_call_allocates_the_output_and_the_workspaces_only(part, polar,
     polar.orthogonalize(X, name)
     before = allocated()
     O = polar.orthogonalize(X, name)
-    own = O.numel() * O.element_size() + N * sum(part("newton_schulz.method").scratch(n, m, steps, F16)[1:])
+    own = O.numel() * O.element_size() + N * sum(part("newton_schulz.method").scratch_bytes(n, m, steps, F16)[1:])
     assert allocated() - before <= own + (64 << 10)
 
 

@@ -68,7 +68,7 @@ def products_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dty
     return dtype or (torch.float32 if device.type == "cpu" else torch.float16)
 
 
-def scratch(R: int, C: int, steps: Steps, dtype: torch.dtype) -> tuple:
+def scratch_bytes(R: int, C: int, steps: Steps, dtype: torch.dtype) -> tuple:
     """What one (R, C) matrix iteration_bytes of the `memory` of `orthogonalize_` with products in dtype:
     (key, bytes of the first two, of the third).
 

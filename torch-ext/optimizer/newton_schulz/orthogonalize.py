@@ -119,7 +119,7 @@ def orthogonalize_(
     `orthogonalize`.
 
     Stacks with equal short sides share launches; the bits of a matrix do not depend on its company.
-    `memory`: three flat uint8 tensors, apart from the stacks, of the bytes that `scratch` says: two
+    `memory`: three flat uint8 tensors, apart from the stacks, of the bytes that `scratch_bytes` says: two
     of half the first number each, and of the second; None for new memory. `into`: where polar
     factors go instead. Both may be Splits, if `supports_scattered_rows` says so.
     """

@@ -120,7 +120,7 @@ class Planner:
             wire.itemsize,
             4 if rows else 0,
             self.process_groups.send_once(self.device),
-            partial(method.scratch, steps=pace.steps, dtype=products),
+            partial(method.scratch_bytes, steps=pace.steps, dtype=products),
             partial(method.supports_scattered_rows, steps=pace.steps),
             gain_side_by_side,
             room=None if self.options.overlap_backward else room,

@@ -246,7 +246,7 @@ def _of_mean(inbound, itemsize):
 
 
 def _iterated(matrices, terms, together=max):
-    """Bytes of the iteration's stacks, see `polar.scratch`; `together`: max for keys that share
+    """Bytes of the iteration's stacks, see `polar.scratch_bytes`; `together`: max for keys that share
     them, or sum.
     """
     long, square = Counter(), Counter()
