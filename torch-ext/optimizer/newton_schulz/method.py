@@ -11,7 +11,7 @@ import torch
 from ..kernels.onchip import polar
 from .coefficients import ALL, F16, SMALL, Steps
 
-WIDE = torch.float32, torch.bfloat16, torch.float16  # dtypes of matrices
+MATRIX_DTYPES = torch.float32, torch.bfloat16, torch.float16  # dtypes of matrices
 
 
 def cost(R: int, C: int, steps: Steps) -> int:

@@ -19,7 +19,7 @@ from ..kernels.onchip import polar
 from ..params.errors import shortened
 from .coefficients import Steps, is_number, steps_of
 from .iteration import IterationPlan, iterate_all, most_of
-from .method import WIDE, _key, restart_interval, products_dtype
+from .method import MATRIX_DTYPES, _key, restart_interval, products_dtype
 
 AKIN = 1 << 26  # bytes of a stack up to which what is akin to it may take memory, for a moment
 KEPT = 1024  # kinds of calls that are known; schedules may bring new ones at every step
@@ -44,7 +44,7 @@ def check(X: torch.Tensor, eps: float = 0.0, dtype: torch.dtype | None = None) -
     """
     if not isinstance(X, torch.Tensor):
         raise ValueError(f"X is of type {type(X).__name__}; pass a tensor of matrices (..., R, C)")
-    if X.dim() < 2 or X.dtype not in WIDE or X.layout != torch.strided:
+    if X.dim() < 2 or X.dtype not in MATRIX_DTYPES or X.layout != torch.strided:
         kind = "" if X.layout == torch.strided else f", {X.layout}"
         raise ValueError(
             f"X is {X.dtype} of shape {tuple(X.shape)}{kind}; pass matrices (..., R, C) in fp32, "
@@ -56,9 +56,9 @@ def check(X: torch.Tensor, eps: float = 0.0, dtype: torch.dtype | None = None) -
             f"eps={shortened(repr(eps))} is not allowed: it must be a finite number >= 0 that fp32 "
             "holds"
         )
-    if dtype not in (None, *WIDE):
+    if dtype not in (None, *MATRIX_DTYPES):
         raise ValueError(
-            f"dtype={shortened(repr(dtype))} is not allowed: it must be one of {WIDE}, or None"
+            f"dtype={shortened(repr(dtype))} is not allowed: it must be one of {MATRIX_DTYPES}, or None"
         )
 
 

@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..newton_schulz.coefficients import LARGEST, steps_of
-from ..newton_schulz.method import WIDE
+from ..newton_schulz.method import MATRIX_DTYPES
 from ..rules.muon import SCALES
 from .dtensor import is_dtensor, is_mismatched, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, shortened
@@ -523,13 +523,13 @@ def check_param(param, name, use_muon) -> None:
             f"{what} is a {type(local_of(param)).__name__}, which keeps its elements in other "
             "tensors; kernels take plain memory: keep the weights in high precision"
         )
-    if param.dtype not in (*WIDE, torch.float64):
+    if param.dtype not in (*MATRIX_DTYPES, torch.float64):
         raise ValueError(
             f"{what} has dtype {param.dtype}; allowed are real floating-point parameters in "
             "float32, "
             "bfloat16, float16 and, for AdamW, float64: use torch.view_as_real for complex ones"
         )
-    if use_muon and param.dtype not in WIDE:
+    if use_muon and param.dtype not in MATRIX_DTYPES:
         raise ValueError(
             f"{what} has dtype {param.dtype}; Muon steps float32, bfloat16 and float16, in fp32: "
             "convert it, or put it into a group with use_muon=False"
