@@ -331,9 +331,9 @@ def test_every_tile_of_the_table_stores_in_pieces(part, device, shape, dtype):
     gram, tiles, (n, m) = part("kernels.matmul.api"), part("kernels.launch.tile_config"), sorted(shape)
     table = tiles.table(tiles.architecture("cuda"))
     entries = [e for e in table["entries"] if (e["op"], e["bytes"]) == ("product", 2)]
-    room = part("newton_schulz.iteration").Room(((3, n, m), (3, n, n)), F16, device)
-    room.lend(torch.empty(room.nbytes, dtype=torch.uint8, device=device))
-    X, A = (t.copy_(torch.randn(t.shape, device=device)) for t in room.all())
+    room = part("newton_schulz.iteration").ScratchLayout(((3, n, m), (3, n, n)), F16, device)
+    room.bind(torch.empty(room.nbytes, dtype=torch.uint8, device=device))
+    X, A = (t.copy_(torch.randn(t.shape, device=device)) for t in room.views())
     A.copy_(A + A.mT)
     cuts, tall = [uneven(shape[0], ranks) for ranks in (7, 8, 64)], shape[0] > shape[1]
     for entry in entries or [None]:
@@ -354,10 +354,10 @@ def test_large_norms_and_iterations_in_pieces(part, device, shape, dtype):
     cuts, tall = [uneven(shape[0], ranks) for ranks in (7, 8, 64)], shape[0] > shape[1]
     (split, memory), room = (
         pieces_of(U, cuts),
-        part("newton_schulz.iteration").Room(((3, *sorted(shape)),) * 2, F16, device),
+        part("newton_schulz.iteration").ScratchLayout(((3, *sorted(shape)),) * 2, F16, device),
     )
-    room.lend(torch.empty(room.nbytes, dtype=torch.uint8, device=device))
-    X, Y = room.all()
+    room.bind(torch.empty(room.nbytes, dtype=torch.uint8, device=device))
+    X, Y = room.views()
     assert_same_norms(part, U.mT if tall else U, split.mT if tall else split, X, Y)
     steps, tape = polar.steps_of("polar_express"), part("kernels.launch.replay")
     target, there = pieces_of(torch.full_like(U, float("nan")), cuts[::-1])

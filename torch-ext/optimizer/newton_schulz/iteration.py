@@ -34,7 +34,7 @@ from .method import LINE, iteration_bytes
 Memory = Sequence[torch.Tensor]
 
 
-class Room:
+class ScratchLayout:
     """Stacks one after another in memory that is lent. Matrices begin where the cache's lines do,
     on a GPU rows too.
     """
@@ -44,12 +44,12 @@ class Room:
         self.forms, end = _arrange(shapes, 1 if device.type == "cpu" else line, line)
         self.dtype, self.nbytes, self.memory = dtype, end * dtype.itemsize, None
 
-    def lend(self, flat) -> None:
+    def bind(self, flat) -> None:
         """`flat`: uint8, of `nbytes` or more."""
         assert flat.numel() >= self.nbytes, "less than iteration_bytes() says"
         self.memory = flat.view(self.dtype)
 
-    def all(self) -> list:
+    def views(self) -> list:
         first = self.memory.storage_offset()
         return [
             self.memory.as_strided(shape, strides, first + at) for shape, strides, at in self.forms
@@ -58,7 +58,7 @@ class Room:
 
 @functools.lru_cache(maxsize=1024)
 def _arrange(shapes, step, line):
-    """[(shape, strides, offset)] for `Room`, and how many elements that takes."""
+    """[(shape, strides, offset)] for `ScratchLayout`, and how many elements that takes."""
     forms, end = [], 0
     for N, n, m in shapes:
         pitch = m + -m % step
@@ -184,15 +184,15 @@ class Iteration:
         n, device = members[0][0].shape[1], members[0][0].device
         long = tuple((count, n, m) for count, (m, _) in zip(counts, kinds))
         squares = ((total, n, n),) * (4 if most > 1 else 2)
-        rooms = [Room(shapes, dtype, device) for shapes in (long, long, squares)]
+        rooms = [ScratchLayout(shapes, dtype, device) for shapes in (long, long, squares)]
         sizes = [room.nbytes for room in rooms[:2]] + [rooms[2].nbytes + LINE * total]
         memory = memory or torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
         for room, flat in zip(rooms, memory):
-            room.lend(flat)
+            room.bind(flat)
         # Three fp32 numbers for each matrix, behind the squares: scales of the cast, and powers
         scales = memory[2][rooms[2].nbytes :][: 12 * total]
         self.factors = scales.view(torch.float32).view(3, total)
-        Xs, Ys, self.squares = (room.all() for room in rooms)
+        Xs, Ys, self.squares = (room.views() for room in rooms)
         self.parts, first = [], 0
         for ((_, raw), group), count, X, Y in zip(kinds.items(), counts, Xs, Ys):
             self.parts.append(LongSide(group, raw, self.squares[0], first, X, Y))
@@ -390,5 +390,5 @@ class LongSide:
 
 
 def _is_laid_out(U) -> bool:
-    """Whether U is taken in place, and its rows begin where the cache's lines do, as in a Room."""
+    """Whether U is taken in place, and its rows begin where the cache's lines do, as in a ScratchLayout."""
     return takes_in_place(U) and U.stride(1) * U.element_size() % LINE == 0
