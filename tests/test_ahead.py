@@ -335,12 +335,12 @@ def test_a_kind_of_call_is_rehearsed_once_and_never_while_a_graph_is_made(part, 
     monkeypatch.setattr(part("kernels.launch.precompile"), "precompile_kernels", lambda device, work, likely: calls.append(device))
     monkeypatch.setattr(polar, "KEPT", 2)
     polar.polar_factor(X, polar.steps_of("cans"), 0.0)
-    assert not calls and not polar._kinds
+    assert not calls and not polar._signatures
     capturing.clear()
     for kinds, eps in enumerate((0.0, 1e-3, 1e-4), start=1):
         for _ in range(3):
             polar.polar_factor(X, polar.steps_of("cans"), eps)
-        assert len(calls) == kinds and 0 < len(polar._kinds) <= 2
+        assert len(calls) == kinds and 0 < len(polar._signatures) <= 2
 
 
 def test_nothing_is_rehearsed_inside_a_rehearsal(part, monkeypatch):

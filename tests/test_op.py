@@ -248,7 +248,7 @@ def test_a_call_that_is_on_no_tape_is_made_as_the_first_was(optimizer, part, mon
     """Also where other matrices lie otherwise, another dtype was asked for, or the kernels were changed."""
     polar, X, given = part("newton_schulz.orthogonalize"), torch.randn(2, 4, 6), ("polar_express", 5, 1e-7, None)
     kind = polar.CallSignature((0, 0, 0, 0))
-    monkeypatch.setattr(polar, "_kinds", {polar._call_key(X, given): kind})
+    monkeypatch.setattr(polar, "_signatures", {polar._call_key(X, given): kind})
     everywhere(monkeypatch, polar, "use_triton", lambda device: True)
     monkeypatch.setattr(polar, "replay", lambda *arguments: arguments[0] is kind)
     assert polar.replay_known(X, given).shape == X.shape and polar.replay_known(X.mT, given) is None

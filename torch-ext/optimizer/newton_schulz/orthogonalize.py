@@ -86,7 +86,7 @@ def replay_known(X: torch.Tensor, given: Hashable) -> torch.Tensor | None:
     None: what was found good then, and what came of it, is not looked at again, which takes longer
     than a small matrix.
     """
-    kind = _kinds.get(_call_key(X, given))
+    kind = _signatures.get(_call_key(X, given))
     if kind is None or here.dry_run or forced() or not use_triton(X.device) or capturing(X.device):
         return None
     out = torch.empty_like(X, memory_format=torch.contiguous_format)
@@ -184,7 +184,7 @@ class CallSignature:
         self.sizes = sizes
 
 
-_kinds: dict = {}  # what decides about launches, or is given with a tensor -> _Kind
+_signatures: dict = {}  # what decides about launches, or is given with a tensor -> _Kind
 
 
 def _polar(tensors, pairs, options, memory=None, alone=False):
@@ -198,7 +198,7 @@ def _polar(tensors, pairs, options, memory=None, alone=False):
     if not use_triton(device) or capturing(device):
         return _launch(pairs(), options, memory)
     key = options, forced(), alone, look(*tensors[: 1 if alone else None])
-    kind = _kinds.get(key) or _make_known(key, pairs(), options, memory, alone)
+    kind = _signatures.get(key) or _make_known(key, pairs(), options, memory, alone)
     if here.dry_run:
         return _launch(pairs(), options, memory)
     sizes = kind.sizes if memory is None else kind.sizes[3:]
@@ -229,9 +229,9 @@ def _make_known(key, pairs, options, memory, alone) -> CallSignature:
 
 
 def _remember(key, kind) -> CallSignature:
-    if len(_kinds) >= KEPT:
-        _kinds.clear()
-    _kinds[key] = kind
+    if len(_signatures) >= KEPT:
+        _signatures.clear()
+    _signatures[key] = kind
     return kind
 
 
