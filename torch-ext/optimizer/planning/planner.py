@@ -21,7 +21,7 @@ from ..params.errors import names_in
 from ..params.layout import check_row_state, layout_of, row_chunks, this_rank
 from ..params.validation import check_param
 from ..pipeline import SLOTS
-from ..rules.rule import home_of
+from ..rules.rule import state_device_and_dtype
 from .cost_model import CostModel, latency_bytes
 from .memory_model import ChunkPlanInputs, PlanInputs
 from .plan import (
@@ -194,7 +194,7 @@ class Planner:
     def _chunks(self, group, params):
         ranks, layouts = self._ranks(), self._layouts(params)
         shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
-        state = home_of("exp_avg", params[0], self.options.state_dtype)[1]
+        state = state_device_and_dtype("exp_avg", params[0], self.options.state_dtype)[1]
         terms = ChunkPlanInputs(
             gradient_dtype(params[0]).itemsize,
             params[0].dtype.itemsize,

@@ -68,7 +68,7 @@ def state_keys(group) -> tuple:
     return ("momentum_buffer", "second_moment") if "beta2" in group else ("momentum_buffer",)
 
 
-def home_of(key, param, dtype):
+def state_device_and_dtype(key, param, dtype):
     """(device, dtype) of a state. Of AdamW's implementations the fused one, on GPUs, wants the
     steps there.
     """
