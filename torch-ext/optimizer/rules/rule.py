@@ -56,9 +56,9 @@ def host_constants(hp: dict, wide: bool = False) -> tuple:
 
 
 # State that is cut by rows of the parameter
-ROWS = ("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq")
+ROW_SHARDED_KEYS = ("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq")
 # All that is this optimizer's; who keeps something else in the state of a parameter may
-STATE_KEYS = (*ROWS, "step")
+STATE_KEYS = (*ROW_SHARDED_KEYS, "step")
 
 
 def state_keys(group) -> tuple:

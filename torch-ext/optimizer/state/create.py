@@ -22,7 +22,7 @@ from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like, zeros_of
 from ..params.errors import names_in
 from ..params.layout import layout_of, row_chunks, this_rank
 from ..params.validation import device_of
-from ..rules.rule import ROWS, state_device_and_dtype, state_keys, state_shape
+from ..rules.rule import ROW_SHARDED_KEYS, state_device_and_dtype, state_keys, state_shape
 
 TORN = (
     "the last step of this optimizer failed half-way: some weights and state are those of before "
@@ -187,7 +187,7 @@ def _of_elements(state) -> list:
     return [
         (key, value)
         for key, value in state.items()
-        if isinstance(value, torch.Tensor) and key in ROWS
+        if isinstance(value, torch.Tensor) and key in ROW_SHARDED_KEYS
     ]
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..communication.store_barrier import wait_for_all
 from ..params.dtensor import is_by_rows, is_dtensor, is_placed_like
 from ..params.layout import groups_of_mesh, is_own_shard, stored_by, this_rank
-from ..rules.rule import ROWS
+from ..rules.rule import ROW_SHARDED_KEYS
 
 ADVICE = (
     "A file that one rank writes has only that rank's part of such state. Save with "
@@ -33,7 +33,7 @@ def check_shards(members: list, options: object) -> None:
     shards = [
         (param, f"{key} of parameter {name}", state[key])
         for param, _, name, state in members
-        for key in ROWS
+        for key in ROW_SHARDED_KEYS
         if is_dtensor(state.get(key))
     ]
     if not shards:
