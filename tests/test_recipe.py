@@ -158,7 +158,7 @@ def test_adamw_takes_what_it_copies_in_parts(dtype, watched, monkeypatch, optimi
         for _ in range(3):
             G = [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
             if watched:
-                adamw.adamw_unless(flags, W, G, states, hp, numbers)
+                adamw.adamw_skipping_flagged(flags, W, G, states, hp, numbers)
             else:
                 with Peak(1000) as peak:
                     adamw.adamw(W, G, states, hp, numbers)

@@ -12,7 +12,7 @@ _dtype = attrgetter("dtype")
 COPIED = 1 << 24  # elements of which AdamW has copies in another dtype at a time
 
 
-def adamw_unless(flags, W, G, states, hp, numbers) -> None:
+def adamw_skipping_flagged(flags, W, G, states, hp, numbers) -> None:
     """AdamW parameter by parameter; one whose flag is set keeps its weight and state. None: as
     `adamw`, which says what the rest is.
     """
@@ -118,7 +118,7 @@ def count(steps, flags=None) -> None:
     """AdamW's count of steps, where another rank keeps all else of a parameter: its state is true
     on every rank.
 
-    `flags`: as in `adamw_unless`; what is left alone is not counted.
+    `flags`: as in `adamw_skipping_flagged`; what is left alone is not counted.
     """
     if flags is not None:
         for step, flag in zip(steps, flags):
