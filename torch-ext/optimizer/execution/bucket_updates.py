@@ -472,7 +472,7 @@ class UnreducedAdamWUpdate(OwnerUpdate):
 
     def apply(self, _) -> None:
         copy_torch(self.now, self.new)
-        adamw.count(*self.without_rows)
+        adamw.count_steps(*self.without_rows)
         copy_torch(*self.received)
 
 

@@ -114,7 +114,7 @@ def _pieces(*member):
     return [(*four, step.clone() if number else step) for number, four in enumerate(flat)]
 
 
-def count(steps, flags=None) -> None:
+def count_steps(steps, flags=None) -> None:
     """AdamW's count of steps, where another rank keeps all else of a parameter: its state is true
     on every rank.
 
