@@ -9,7 +9,7 @@ import torch
 from torch.optim.adamw import adamw as torch_adamw
 
 _dtype = attrgetter("dtype")
-COPIED = 1 << 24  # elements of which AdamW has copies in another dtype at a time
+MAX_COPIED_ELEMENTS = 1 << 24  # elements of which AdamW has copies in another dtype at a time
 
 
 def adamw_skipping_flagged(flags, W, G, states, hp, numbers) -> None:
@@ -30,7 +30,7 @@ def adamw(W, G, states, hp, numbers) -> None:
     dtype of each weight and its state: rounded to bf16, a weight would not notice a small step.
 
     `states`: exp_avg, exp_avg_sq and step of each. The fused kernel wants W, G and the first two
-    alike in dtype and strides: what lies otherwise in memory is stepped as a copy, COPIED elements
+    alike in dtype and strides: what lies otherwise in memory is stepped as a copy, MAX_COPIED_ELEMENTS elements
     at a time.
     """
     straight, others = list(zip(W, G, *states)), []
@@ -93,10 +93,10 @@ def _copied(w, g, m, v) -> list:
 
 
 def _in_parts(members):
-    """Lists of at most COPIED elements, but for what cannot be cut."""
+    """Lists of at most MAX_COPIED_ELEMENTS elements, but for what cannot be cut."""
     part, numel = [], 0
     for piece in (piece for member in members for piece in _pieces(*member)):
-        if part and numel + piece[0].numel() > COPIED:
+        if part and numel + piece[0].numel() > MAX_COPIED_ELEMENTS:
             yield part
             part, numel = [], 0
         part.append(piece)
@@ -108,9 +108,9 @@ def _in_parts(members):
 def _pieces(*member):
     """A parameter in pieces, each with a count of steps of its own; they count along."""
     *tensors, step = member
-    if tensors[0].numel() <= COPIED or not all(t.is_contiguous() for t in tensors):
+    if tensors[0].numel() <= MAX_COPIED_ELEMENTS or not all(t.is_contiguous() for t in tensors):
         return [member]
-    flat = zip(*(t.view(-1).split(COPIED) for t in tensors))
+    flat = zip(*(t.view(-1).split(MAX_COPIED_ELEMENTS) for t in tensors))
     return [(*four, step.clone() if number else step) for number, four in enumerate(flat)]
 
 
