@@ -58,7 +58,7 @@ def check_momentum(group: dict, given: object, default: object) -> None:
         )
 
 
-def part_tensors(groups: list[dict]) -> None:
+def unshare_tensors(groups: list[dict]) -> None:
     """Give each group tensors of its own for lr and other numbers: a scheduler writes into them,
     and torch gives one default to all groups. The first group that has a tensor keeps it, the
     others get copies.
