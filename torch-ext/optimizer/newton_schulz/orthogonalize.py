@@ -21,8 +21,8 @@ from .coefficients import Steps, is_number, steps_of
 from .iteration import IterationPlan, iterate_all, most_of
 from .method import MATRIX_DTYPES, _key, restart_interval, products_dtype
 
-AKIN = 1 << 26  # bytes of a stack up to which what is akin to it may take memory, for a moment
-KEPT = 1024  # kinds of calls that are known; schedules may bring new ones at every step
+MAX_COMPANION_BYTES = 1 << 26  # bytes of a stack up to which what is akin to it may take memory, for a moment
+MAX_SIGNATURES = 1024  # kinds of calls that are known; schedules may bring new ones at every step
 
 
 def orthogonalize(
@@ -219,7 +219,7 @@ def _room(sizes, device) -> tuple:
 
 def _make_known(key, pairs, options, memory, alone) -> CallSignature:
     """Rehearse the first call of a kind."""
-    likely = functools.partial(_launch_akin, pairs[0][1], options) if alone else None
+    likely = functools.partial(_launch_companions, pairs[0][1], options) if alone else None
     precompile.precompile_kernels(
         pairs[0][0].device, lambda: _launch(pairs, options, memory), likely
     )
@@ -229,13 +229,13 @@ def _make_known(key, pairs, options, memory, alone) -> CallSignature:
 
 
 def _remember(key, kind) -> CallSignature:
-    if len(_signatures) >= KEPT:
+    if len(_signatures) >= MAX_SIGNATURES:
         _signatures.clear()
     _signatures[key] = kind
     return kind
 
 
-def _launch_akin(U, options):
+def _launch_companions(U, options):
     """Launch what matrices like these take that a model may well have beside them: wide and tall,
     as square ones and as long ones, which may take another iteration; beside square ones, also what
     is four times as long. For rehearsals: U is spoiled.
@@ -244,7 +244,7 @@ def _launch_akin(U, options):
     n, own = min(R, C), products_dtype(dtype, U.device)
     stacks = [U, U.view(N, C, R)]
     # Rows that lie in each other, for nobody reads them
-    if R == C > polar.LARGEST and U.nbytes <= AKIN:
+    if R == C > polar.LARGEST and U.nbytes <= MAX_COMPANION_BYTES:
         stacks += [U.as_strided((N, *sides), (0, 16, 1)) for sides in ((n, 4 * n), (4 * n, n))]
     for stack in stacks:
         for most in {restart_interval(n, n, steps, own), restart_interval(n, 4 * n, steps, own)}:
