@@ -126,7 +126,7 @@ def _divided(stacks, dtype, memory):
     return list(zip(*(flat[: sum(parts)].split(parts) for flat, parts in zip(memory, sizes))))
 
 
-def most_of(stacks, itemsize: int) -> tuple[int, ...]:
+def max_scratch_bytes(stacks, itemsize: int) -> tuple[int, ...]:
     """Return the bytes of `memory` that `iterate_all` takes at most, one after the other."""
     return tuple(
         map(max, zip((0, 0, 0), *(_needs(members, itemsize, most) for members, most in stacks)))

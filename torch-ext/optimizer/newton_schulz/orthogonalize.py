@@ -18,7 +18,7 @@ from ..kernels.launch.tile_config import forced
 from ..kernels.onchip import polar
 from ..params.errors import shortened
 from .coefficients import Steps, is_number, steps_of
-from .iteration import IterationPlan, iterate_all, most_of
+from .iteration import IterationPlan, iterate_all, max_scratch_bytes
 from .method import MATRIX_DTYPES, _key, restart_interval, products_dtype
 
 MAX_COMPANION_BYTES = 1 << 26  # bytes of a stack up to which what is akin to it may take memory, for a moment
@@ -225,7 +225,7 @@ def _make_known(key, pairs, options, memory, alone) -> CallSignature:
     )
     chips, stacks, own = _sorted(pairs, options)
     room = max((polar.takes(U, own, len(options[0].triples)) for U, _ in chips), default=0)
-    return _remember(key, CallSignature((*most_of(stacks, own.itemsize), room)))
+    return _remember(key, CallSignature((*max_scratch_bytes(stacks, own.itemsize), room)))
 
 
 def _remember(key, kind) -> CallSignature:
