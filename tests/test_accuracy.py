@@ -82,7 +82,7 @@ def check_no_larger(pairs, dtype):
 @pytest.fixture
 def as_large(part, monkeypatch):
     """Small matrices are cut as large ones are: 3 + 2 in fp16."""
-    everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL", 0)
+    everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL_SHORT_SIDE", 0)
 
 
 @pytest.mark.parametrize("name, dtype", SETS, ids=str)

@@ -149,7 +149,7 @@ REPEATED_LAST = (1.875, -1.25, 0.375)
 # Steps of the Gram iteration per restart
 LONGEST_SEGMENT = {torch.float32: 3, torch.float16: 3, torch.bfloat16: 2}
 # Sets that begin with three steps at once in fp16, but below such n
-STEADY, SMALL = ("polar_express", "jordan"), 256
+STEADY, SMALL_SHORT_SIDE = ("polar_express", "jordan"), 256
 # The same where every c is 0: they grow slowly
 LONGEST_CUBIC = {torch.float32: 5, torch.float16: 5, torch.bfloat16: 2}
 
@@ -264,13 +264,13 @@ class Steps:
     def _hash(self):  # at each call, for what is known of calls
         return hash((self.triples, self.aol))
 
-    def segments(self, dtype: torch.dtype = F16, most: int = ALL, n: int = SMALL) -> tuple:
+    def segments(self, dtype: torch.dtype = F16, most: int = ALL, n: int = SMALL_SHORT_SIDE) -> tuple:
         """Return the steps between restarts, tuples of triples, for matrices with a short side of
         `n`: at most `most` and what `dtype` allows in each, few segments, the longer first: five
         steps are cut 3 + 2.
 
         In fp16 three steps at once may leave the range of the next ones, for the first steps grow
-        the most, and rounding with them, the more the smaller n is. So from SMALL on only STEADY
+        the most, and rounding with them, the more the smaller n is. So from SMALL_SHORT_SIDE on only STEADY
         sets begin with three, others are cut 2 + 3. Smaller matrices take two at most, the longer
         last, for the first two steps are no `Pair`: 1 + 2 + 2.
         """
@@ -286,10 +286,10 @@ class Steps:
         """Steps between restarts, at most."""
         if self.cubic:
             return LONGEST_CUBIC[dtype]
-        return 2 if dtype == F16 and n < SMALL else LONGEST_SEGMENT[dtype]
+        return 2 if dtype == F16 and n < SMALL_SHORT_SIDE else LONGEST_SEGMENT[dtype]
 
     def pairs(
-        self, dtype: torch.dtype = F16, most: int = ALL, n: int = SMALL
+        self, dtype: torch.dtype = F16, most: int = ALL, n: int = SMALL_SHORT_SIDE
     ) -> tuple[Pair | None, ...]:
         """Return for each segment the `Pair` that its last two steps are taken as, or None: in
         other dtypes than fp16, which are more exact than pairs, or less than these need.

@@ -9,7 +9,7 @@ import functools
 import torch
 
 from ..kernels.onchip import polar
-from .coefficients import ALL, F16, SMALL, Steps
+from .coefficients import ALL, F16, SMALL_SHORT_SIDE, Steps
 
 MATRIX_DTYPES = torch.float32, torch.bfloat16, torch.float16  # dtypes of matrices
 
@@ -30,7 +30,7 @@ def launches(n: int, m: int, steps: Steps) -> dict[str, int]:
     """Return how many products of each kind a stack of (n, m) matrices iteration_bytes, n <= m, in fp16
     outside the chip.
     """
-    return _launches(steps, F16, restart_interval(n, m, steps), min(n, SMALL))
+    return _launches(steps, F16, restart_interval(n, m, steps), min(n, SMALL_SHORT_SIDE))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -58,7 +58,7 @@ def restart_interval(n: int, m: int, steps: Steps, dtype: torch.dtype = F16) -> 
     """
     if steps.cubic:
         return ALL
-    costs = {most: _cost(n, m, _launches(steps, dtype, most, min(n, SMALL))) for most in (1, 2, 3)}
+    costs = {most: _cost(n, m, _launches(steps, dtype, most, min(n, SMALL_SHORT_SIDE))) for most in (1, 2, 3)}
     best = 2 if n >= LARGE and 100 * costs[2] <= 90 * costs[1] else 1
     return 3 if 100 * costs[3] <= (90 if best == 1 else 95) * costs[best] else best
 
