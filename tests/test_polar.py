@@ -113,7 +113,7 @@ def test_aol_in_both_paths(part, polar, device, path, name, shape):
 
 def test_no_restart_would_fail_the_bounds(part, polar, monkeypatch):
     """The bounds can fail: one segment of five steps breaks the one of 1/k."""
-    monkeypatch.setitem(part("newton_schulz.coefficients").LONGEST_SEGMENT, F16, 5)
+    monkeypatch.setitem(part("newton_schulz.coefficients").MAX_INTERVAL, F16, 5)
     everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL_SHORT_SIDE", 0)
     everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: 5)
     X = spectrum("1/k", 96, 288).float()

@@ -147,11 +147,11 @@ LARGEST = torch.finfo(torch.float32).max  # number, in whose arithmetic all is d
 KEPT = 256  # answers about sets of coefficients; schedules may bring new ones at every step
 REPEATED_LAST = (1.875, -1.25, 0.375)
 # Steps of the Gram iteration per restart
-LONGEST_SEGMENT = {torch.float32: 3, torch.float16: 3, torch.bfloat16: 2}
+MAX_INTERVAL = {torch.float32: 3, torch.float16: 3, torch.bfloat16: 2}
 # Sets that begin with three steps at once in fp16, but below such n
 STEADY, SMALL_SHORT_SIDE = ("polar_express", "jordan"), 256
 # The same where every c is 0: they grow slowly
-LONGEST_CUBIC = {torch.float32: 5, torch.float16: 5, torch.bfloat16: 2}
+MAX_INTERVAL_CUBIC = {torch.float32: 5, torch.float16: 5, torch.bfloat16: 2}
 
 
 def _safe(triple: Triple, s: float) -> Triple:
@@ -285,8 +285,8 @@ class Steps:
     def _longest(self, dtype, n):
         """Steps between restarts, at most."""
         if self.cubic:
-            return LONGEST_CUBIC[dtype]
-        return 2 if dtype == F16 and n < SMALL_SHORT_SIDE else LONGEST_SEGMENT[dtype]
+            return MAX_INTERVAL_CUBIC[dtype]
+        return 2 if dtype == F16 and n < SMALL_SHORT_SIDE else MAX_INTERVAL[dtype]
 
     def pairs(
         self, dtype: torch.dtype = F16, most: int = ALL, n: int = SMALL_SHORT_SIDE
