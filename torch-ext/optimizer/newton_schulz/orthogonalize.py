@@ -19,7 +19,7 @@ from ..kernels.onchip import polar
 from ..params.errors import shortened
 from .coefficients import Steps, is_number, steps_of
 from .iteration import IterationPlan, iterate_all, max_scratch_bytes
-from .method import MATRIX_DTYPES, _key, restart_interval, products_dtype
+from .method import MATRIX_DTYPES, batch_key, products_dtype, restart_interval
 
 MAX_COMPANION_BYTES = 1 << 26  # bytes of a stack up to which what is akin to it may take memory, for a moment
 MAX_SIGNATURES = 1024  # kinds of calls that are known; schedules may bring new ones at every step
@@ -278,6 +278,6 @@ def _sorted(pairs, options, most=None):
         if polar.fits(U, own) and not steps.aol:
             chips.append((U, out))
         else:
-            key = _key(n, m, most or restart_interval(n, m, steps, own))
+            key = batch_key(n, m, most or restart_interval(n, m, steps, own))
             together.setdefault(key, []).append((U, out))
     return chips, [(members, most) for (_, most, _), members in together.items()], own

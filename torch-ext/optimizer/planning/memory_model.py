@@ -71,7 +71,8 @@ class PlanInputs:
     """What a plan of matrices rests on, beside their layouts and what they cost. `update`, `row`:
     bytes of an element on the wire, and of a number of row state, 0 where none travels; `once`:
     whether what goes to several ranks leaves from one place; `scratch`: what a matrix takes while
-    it is iterated, see `polar.scratch_bytes`; `splits`: whether it may be in pieces, see `polar.supports_scattered_rows`;
+    it is iterated, see `method.scratch_bytes`; `splits`: whether it may be in pieces, see
+    `method.supports_scattered_rows`;
     `side_by_side`: whether several gain by memory of their own, see `iteration.gain_side_by_side`;
     `room`: the workspace that there may be for these two, None for what others take.
     """
@@ -115,7 +116,7 @@ class MatrixFootprint:
     stays: int  # in the slot: a number for each row, and the mean where gradients are reduced
     long: int  # in the slot, while it is iterated
     square: int  # on the bench, while it is iterated
-    key: object  # matrices of one key are iterated at once, see `polar.scratch_bytes`
+    key: object  # matrices of one key are iterated at once, see `method.scratch_bytes`
     leaves: int  # the largest piece that goes to the owner
     copy: tuple  # whose pieces these are: (number of the partition, number of the copy)
     returns: int  # the largest piece that comes back

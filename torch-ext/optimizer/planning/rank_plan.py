@@ -246,8 +246,8 @@ def _of_mean(inbound, itemsize):
 
 
 def _iterated(matrices, terms, together=max):
-    """Bytes of the iteration's stacks, see `polar.scratch_bytes`; `together`: max for keys that share
-    them, or sum.
+    """Bytes of the iteration's stacks, see `method.scratch_bytes`; `together`: max for keys that
+    share them, or sum.
     """
     long, square = Counter(), Counter()
     for matrix in matrices:
