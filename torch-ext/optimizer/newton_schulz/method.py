@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from ..kernels.onchip import polar
-from .coefficients import ALL, F16, SMALL_SHORT_SIDE, Steps
+from .coefficients import F16, NO_RESTART, SMALL_SHORT_SIDE, Steps
 
 MATRIX_DTYPES = torch.float32, torch.bfloat16, torch.float16
 # TMA reads rows at any multiple of 16 bytes, but takes a third longer for rows that begin inside a
@@ -27,7 +27,7 @@ MAX_SIDE_BY_SIDE_ELEMENTS = 160_000_000
 
 
 def cost(R: int, C: int, steps: Steps) -> int:
-    """Return the FLOPs to orthogonalize one (R, C) matrix, half of each symmetric product counted.
+    """Return the FLOPs to orthogonalize an (R, C) matrix, half of each symmetric product counted.
 
     Balances owners on GPUs without measured times.
     """
@@ -48,6 +48,7 @@ def launches(n: int, m: int, steps: Steps) -> dict[str, int]:
     {"gram": X X^T, "symmetric": n x n products, "product": Q X}. Matrices that an onchip kernel
     iterates need fewer launches, but the products are counted alike.
     """
+    # Measured times and owners assume fp16, whatever `ns_dtype`: plans do not depend on a device
     return _launches(steps, F16, restart_interval(n, m, steps), min(n, SMALL_SHORT_SIDE))
 
 
@@ -79,15 +80,16 @@ def restart_interval(n: int, m: int, steps: Steps, dtype: torch.dtype = F16) -> 
     - 3, as a rule: matrices then share launches with longer matrices of equal short side.
     - 2 for short sides from LARGE_SHORT_SIDE on, because 2 is more exact, unless 3 saves another
       twentieth.
-    - ALL, without a restart, for cubic steps (c = 0). Those always take the Gram iteration, at no
-      more FLOPs: the standard iteration rounds a I + b A to 16 bits, which loses more of b A than
-      of b A + c A^2.
+    - NO_RESTART for cubic steps (c = 0), always. The Gram iteration costs cubic steps no more, and
+      the standard iteration would round a I + b A to 16 bits: that loses more of b A than of
+      b A + c A^2.
 
     `Steps.segments` cuts shorter intervals where the dtype demands.
     """
     if steps.cubic:
-        return ALL
+        return NO_RESTART
     key = min(n, SMALL_SHORT_SIDE)
+    # Whole numbers, in percent: exact, so that all ranks decide alike
     costs = {
         interval: _cost(n, m, _launches(steps, dtype, interval, key)) for interval in (1, 2, 3)
     }
@@ -103,11 +105,11 @@ def products_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dty
 def scratch_bytes(
     R: int, C: int, steps: Steps, dtype: torch.dtype
 ) -> tuple[tuple[int, int, int], int, int]:
-    """Return the scratch of one (R, C) matrix in `orthogonalize_`, with products in `dtype`: (batch
+    """Return the scratch of an (R, C) matrix in `orthogonalize_`, with products in `dtype`: (batch
     key, bytes of the first two tensors of `memory` together, bytes of the third).
 
-    Matrices of one key are iterated together: add up their bytes. Batches of different keys follow
-    one another in the same memory: take the maximum of the sums.
+    Matrices of equal keys are iterated together: their bytes add up. Batches of different keys run
+    in turn in shared memory: the maximum of the sums suffices.
     """
     n, m = sorted((R, C))
     interval = restart_interval(n, m, steps, dtype)

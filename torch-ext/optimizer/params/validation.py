@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..newton_schulz.coefficients import LARGEST, steps_of
+from ..newton_schulz.coefficients import FP32_MAX, steps_of
 from ..newton_schulz.method import MATRIX_DTYPES
 from ..rules.muon import SCALES
 from .dtensor import is_dtensor, is_mismatched, local_of, raw_locals
@@ -351,7 +351,7 @@ def check_numbers(group) -> None:
     for key in ("use_muon", "nesterov"):
         _require(_number(group[key]) in (0, 1), key, group[key], "True or False")
     for key in ("lr", "weight_decay"):
-        _require(0 <= _number(group[key]) <= LARGEST, key, group[key], FINITE)
+        _require(0 <= _number(group[key]) <= FP32_MAX, key, group[key], FINITE)
     for key in ("momentum", "beta2"):
         _require(0 <= _number(group.get(key, 0)) < 1, key, group.get(key), BELOW_ONE)
     _check_values(group)
@@ -362,7 +362,7 @@ def check_live(groups) -> None:
     steps and that is not allowed: before anything of a step changes. Numbers on a GPU are not read.
     """
     for number, group in enumerate(groups):
-        for key, most in (("lr", LARGEST), ("weight_decay", LARGEST), ("momentum", 1.0)):
+        for key, most in (("lr", FP32_MAX), ("weight_decay", FP32_MAX), ("momentum", 1.0)):
             value = group.get(key)
             if (
                 type(value) is float
@@ -372,8 +372,8 @@ def check_live(groups) -> None:
             ):
                 continue
             with in_group(number, group):
-                fits = 0 <= _number(value) < most or _number(value) == most == LARGEST
-                _require(fits, key, value, FINITE if most == LARGEST else BELOW_ONE)
+                fits = 0 <= _number(value) < most or _number(value) == most == FP32_MAX
+                _require(fits, key, value, FINITE if most == FP32_MAX else BELOW_ONE)
         # No betas: see check_again
         known = group.get("use_muon") is True or group.get("betas") is None
         if not known and is_adamw(group):
@@ -427,7 +427,7 @@ def refuse_fsdp1(name: str) -> None:
 
 def _check_values(group) -> None:
     """Raise ValueError for what no schedule changes."""
-    _require(0 <= _number(group["eps"]) <= LARGEST, "eps", group["eps"], FINITE)
+    _require(0 <= _number(group["eps"]) <= FP32_MAX, "eps", group["eps"], FINITE)
     scale, scales = group["adjust_lr_fn"], (None, *SCALES)
     _require(
         scale is None or isinstance(scale, str) and scale in scales,
@@ -479,7 +479,7 @@ def check_adamw(betas: object, eps: object) -> None:
         and all(0 <= _number(b) < 1 for b in betas)
     )
     _require(pair, "adamw_betas", betas, "two numbers in [0, 1)")
-    _require(0 <= _number(eps) <= LARGEST, "adamw_eps", eps, FINITE)
+    _require(0 <= _number(eps) <= FP32_MAX, "adamw_eps", eps, FINITE)
 
 
 def _number(value) -> float:
