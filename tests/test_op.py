@@ -230,7 +230,7 @@ def test_a_tensor_on_another_gpu(optimizer):
 def test_what_is_not_looked_at_again(op, optimizer, monkeypatch):
     """A call like one before is: of usual options, of a tensor that nobody listens to; all else is looked at."""
     asked, X = [], torch.randn(2, 4, 6)
-    everywhere(monkeypatch, op, "again", lambda X, given: asked.append(given))
+    everywhere(monkeypatch, op, "replay_known", lambda X, given: asked.append(given))
     first = optimizer.orthogonalize(X)
     assert asked == [("polar_express", 5, 1e-7, None)]
     for options in ({"eps": True}, {"eps": 0}, {"ns_steps": True}, {"ns_coefficients": (3.4445, -4.775, 2.0315)}):
@@ -240,7 +240,7 @@ def test_what_is_not_looked_at_again(op, optimizer, monkeypatch):
         optimizer.orthogonalize(X)
     optimizer.orthogonalize(X.clone().requires_grad_())
     assert len(asked) == 1
-    everywhere(monkeypatch, op, "again", lambda X, given: first)
+    everywhere(monkeypatch, op, "replay_known", lambda X, given: first)
     assert optimizer.orthogonalize(X) is first
 
 
