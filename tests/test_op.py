@@ -146,9 +146,9 @@ def test_who_listens_sees_the_operator_and_nobody_else_pays_for_it(optimizer, op
     with monkeypatch.context() as patch:
         patch.setattr(op, "_orthogonalize", None)
         assert torch.equal(optimizer.orthogonalize(X), expected)
-    monkeypatch.setattr(op, "ASKED", ("what a later torch may lack",))
+    monkeypatch.setattr(op, "DISPATCHER_NAMES", ("what a later torch may lack",))
     assert op._plain_thread() is None
-    monkeypatch.setattr(op, "_plain", None)
+    monkeypatch.setattr(op, "_plain_thread_keys", None)
     assert not op._is_plain(X) and torch.equal(optimizer.orthogonalize(X), expected)
 
 
