@@ -291,7 +291,8 @@ def test_coefficients_that_read_whole_matrices_bind_anew(optimizer):
     polar, found = part("newton_schulz.orthogonalize"), []
     assert method.supports_scattered_rows(256, 512, polar.steps_of("polar_express"))
     assert not method.supports_scattered_rows(512, 264, polar.steps_of("polar_express"))  # rows of no multiple of 16
-    assert not method.supports_scattered_rows(256, 512, polar.steps_of("turbo")) and not method.supports_scattered_rows(64, 64, polar.steps_of("cans"))
+    assert not method.supports_scattered_rows(256, 512, polar.steps_of("turbo"))
+    assert not method.supports_scattered_rows(64, 64, polar.steps_of("cans"))
     for directly in (True, False):
         with way(directly):
             found.append(run_threads(2, switched))

@@ -10,9 +10,9 @@ State, by the part of a parameter (..., R, C) that one number belongs to:
 | `exp_avg_sq`      | AdamW         | element        | (..., R, C) | `state_dtype`, or fp64 |
 | `step`            | AdamW         | parameter      | ()          | fp32                   |
 
-`state_dtype` is fp32 or bf16; AdamW keeps the averages of fp64 parameters in fp64. State per element
-and per row is sharded with the rows of the parameter; state per parameter is equal on every rank.
-No rule keeps state per matrix today.
+`state_dtype` is fp32 or bf16; AdamW keeps the averages of fp64 parameters in fp64. State per
+element and per row is sharded with the rows of the parameter; state per parameter is equal on every
+rank. No rule keeps state per matrix today.
 
 Phases, in the order of a step:
 
