@@ -33,9 +33,9 @@ nothing. The remaining factor s, s X = U / (||U|| + eps max |U|), is applied to 
 first `gram` and the first product. In torch X is divided in fp32, and s = 1.
 
 [Note: mixed input]
-A stack in bf16 with products in fp16 is not cast before the iteration (`takes_raw`): `gram`
-multiplies U, and the first product X <- Q X casts U while loading tiles. A cast copy is never
-written.
+A stack in bf16 with products in fp16 is not cast before the iteration (`supports_mixed_input`):
+`gram` multiplies U, and the first product X <- Q X casts U while loading tiles. A cast copy is
+never written.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..kernels.backend import capturing
+from ..kernels.backend import capturing, use_triton
 from ..kernels.elementwise.aol import aol, scale_columns, scale_rows, unit_rows
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..kernels.elementwise.scaling import raw_norm, unit_norm
@@ -56,10 +56,11 @@ from ..kernels.matmul.api import (
     linear,
     product,
     read_triangles,
+    supports_in_place,
+    supports_mixed_input,
     symmetric_product,
-    takes_in_place,
-    takes_raw,
 )
+from ..kernels.matmul.reference import standard_torch, takes_matrix_by_matrix
 from ..kernels.onchip import gram_chain, polar
 from .coefficients import Pair, Steps, Triple
 from .method import CACHE_LINE_BYTES, iteration_bytes
@@ -268,6 +269,14 @@ class Iteration:
         if steps.aol:
             self.lengths, self.row_scales = _row_factors(layouts[1].memory, total, n)
         self.intervals = steps.intervals(dtype, interval, n)
+        # On a CPU in fp32, each matrix takes all steps of the standard iteration before the next
+        # matrix begins, and stays in the CPU's cache
+        self.matrix_by_matrix = (
+            interval == 1
+            and not steps.aol
+            and not use_triton(device)
+            and all(takes_matrix_by_matrix(p.X, p.Y, *self.squares) for p in self.parts)
+        )
 
     def run(self, eps: float) -> None:
         """Write the polar factor of each U to its out; eps is added to the norm of U, in units of
@@ -275,6 +284,12 @@ class Iteration:
         """
         for part in self.parts:
             part.begin(eps, self.factors, self.lengths)
+        if self.matrix_by_matrix:
+            A, Q = self.squares
+            triples = [triple for interval, _ in self.intervals for triple in interval]
+            for part in self.parts:
+                part.copy_out(standard_torch(part.X, part.Y, A[0], Q[0], triples))
+            return
         Q = self._iterate()
         for part in self.parts:
             part.finish(Q)
@@ -294,7 +309,7 @@ class Iteration:
                 scale_columns(Q, self.row_scales)
             for part in self.parts if number else ():
                 part.multiply(Q)
-            on_chip = gram_chain.fits(A, Q, triples, pair)
+            on_chip = gram_chain.supports(A, Q, triples, pair)
             scaled = number == 0 and self.row_scales is not None
             # The kernel that keeps A in shared memory computes A = X X^T as well, but of one
             # stack, and leaves no A in memory for AOL
@@ -331,7 +346,7 @@ def _by_long_side(
     kinds = {}
     restarts = len(steps.segments(dtype, interval, members[0][0].shape[1])) > 1
     for U, out in members:
-        raw = restarts and not steps.aol and takes_raw(U, dtype)
+        raw = restarts and not steps.aol and supports_mixed_input(U, dtype)
         kinds.setdefault((U.shape[2], raw), []).append((U, out))
     return dict(sorted(kinds.items()))
 
@@ -527,9 +542,15 @@ class LongSide:
             scales = None if self.scales is None else self.scales[place]
             product(Q[place], self.X[place], out, scales)
 
+    def copy_out(self, results: torch.Tensor) -> None:
+        """out <- results (N, n, m), in the order of X, for every member."""
+        for (_, out), place in zip(self.members, self.places):
+            # A slice of all matrices: `ScatteredRows` are copied by slices
+            out[:].copy_(results[place])
+
 
 def _is_laid_out(U: Stack) -> bool:
     """Whether U is multiplied where it lies: addressable by TMA, rows at multiples of a cache line,
     as in a `ScratchLayout`.
     """
-    return takes_in_place(U) and U.stride(1) * U.element_size() % CACHE_LINE_BYTES == 0
+    return supports_in_place(U) and U.stride(1) * U.element_size() % CACHE_LINE_BYTES == 0

@@ -25,6 +25,11 @@ LARGE_SHORT_SIDE = 3072
 # Elements of all matrices up to which `gain_side_by_side` is true
 MAX_SIDE_BY_SIDE_ELEMENTS = 160_000_000
 
+# Times of a CPU in fp32, counted in FLOPs of its products (docs/kernels.md): to mirror an element
+# of a symmetric matrix, and to call a product
+CPU_MIRROR = 250
+CPU_CALL = 500_000
+
 
 def cost(R: int, C: int, steps: Steps) -> int:
     """Return the FLOPs to orthogonalize an (R, C) matrix, half of each symmetric product counted.
@@ -70,8 +75,23 @@ def _launches(steps: Steps, dtype: torch.dtype, interval: int, n: int) -> dict[s
     return {"gram": len(segments), "symmetric": symmetric, "product": len(segments)}
 
 
+def _cpu_cost(n: int, m: int, steps: Steps, dtype: torch.dtype, interval: int) -> int:
+    """Return the time of an (n, m) matrix on a CPU, in FLOPs. A CPU computes symmetric products in
+    full, and the Gram iteration also mirrors each result.
+    """
+    counts = _launches(steps, dtype, interval, min(n, SMALL_SHORT_SIDE))
+    mirrored = interval > 1
+    squares = counts["gram"] + counts["symmetric"]
+    calls = sum(counts.values())
+    long_flops = 2 * (counts["gram"] + counts["product"]) * n * n * m
+    flops = long_flops + 2 * counts["symmetric"] * n**3
+    return flops + CPU_CALL * calls + (CPU_MIRROR * n * n + CPU_CALL) * squares * mirrored
+
+
 @functools.lru_cache(maxsize=4096)
-def restart_interval(n: int, m: int, steps: Steps, dtype: torch.dtype = F16) -> int:
+def restart_interval(
+    n: int, m: int, steps: Steps, dtype: torch.dtype = F16, on_cpu: bool = False
+) -> int:
     """Return the most steps between restarts for (n, m) matrices, n <= m, with products in `dtype`.
 
     1 is the standard iteration. The Gram iteration is chosen if it saves a tenth of the FLOPs, with
@@ -85,6 +105,9 @@ def restart_interval(n: int, m: int, steps: Steps, dtype: torch.dtype = F16) -> 
       b A + c A^2.
 
     `Steps.segments` cuts shorter intervals where the dtype demands.
+
+    `on_cpu`, for products in fp32: 1 also if the Gram iteration saves less than a tenth of a CPU's
+    time; otherwise the result without `on_cpu`, so that planned scratch (`scratch_bytes`) suffices.
     """
     if steps.cubic:
         return NO_RESTART
@@ -94,7 +117,9 @@ def restart_interval(n: int, m: int, steps: Steps, dtype: torch.dtype = F16) -> 
         interval: _cost(n, m, _launches(steps, dtype, interval, key)) for interval in (1, 2, 3)
     }
     best = 2 if n >= LARGE_SHORT_SIDE and 100 * costs[2] <= 90 * costs[1] else 1
-    return 3 if 100 * costs[3] <= (90 if best == 1 else 95) * costs[best] else best
+    best = 3 if 100 * costs[3] <= (90 if best == 1 else 95) * costs[best] else best
+    slow = on_cpu and _cpu_cost(n, m, steps, dtype, best) > 0.9 * _cpu_cost(n, m, steps, dtype, 1)
+    return 1 if slow else best
 
 
 def products_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:

@@ -25,8 +25,8 @@ import torch
 from ..kernels.backend import capturing, use_triton
 from ..kernels.elementwise.row_scattered import memory_of
 from ..kernels.launch import precompile
-from ..kernels.launch.jit import here, look
-from ..kernels.launch.replay import play, replay
+from ..kernels.launch.jit import launch_key, thread_state
+from ..kernels.launch.replay import replay, replay_or_record
 from ..kernels.launch.tile_config import forced
 from ..kernels.onchip import polar
 from ..params.errors import shortened
@@ -115,7 +115,7 @@ def replay_known(X: torch.Tensor, given: Hashable) -> torch.Tensor | None:
     signature = _signatures.get(_call_key(X, given))
     if (
         signature is None
-        or here.dry_run
+        or thread_state.dry_run
         or forced()
         or not use_triton(X.device)
         or capturing(X.device)
@@ -242,9 +242,9 @@ def _run(
     if not use_triton(device) or capturing(device):
         return _launch(pairs(), options, memory)
     # For a single stack out is new and contiguous: launches depend on X only
-    key = options, forced(), single, look(*tensors[: 1 if single else None])
+    key = options, forced(), single, launch_key(*tensors[: 1 if single else None])
     signature = _signatures.get(key) or _make_signature(key, pairs(), options, memory, single)
-    if here.dry_run:
+    if thread_state.dry_run:
         return _launch(pairs(), options, memory)
     sizes = signature.sizes if memory is None else signature.sizes[3:]
     # A recording is valid for one address of scratch. The allocator tends to return the address of
@@ -256,7 +256,7 @@ def _run(
         _launch(pairs(), options, memory or own, onchip_memory)
 
     scratch = (*(memory or ()), *new)
-    replayed = play(signature, scratch, [*map(memory_of, tensors)], launch)
+    replayed = replay_or_record(signature, scratch, [*map(memory_of, tensors)], launch)
     return signature if replayed else None
 
 
@@ -276,7 +276,7 @@ def _make_signature(
     )
     onchip, batches, products = _by_method(pairs, options)
     steps = len(options[0].triples)
-    onchip_bytes = max((polar.takes(U, products, steps) for U, _ in onchip), default=0)
+    onchip_bytes = max((polar.scratch_bytes(U, products, steps) for U, _ in onchip), default=0)
     batch_bytes = max_scratch_bytes(batches, products.itemsize)
     return _remember(key, CallSignature((*batch_bytes, onchip_bytes)))
 
@@ -299,7 +299,7 @@ def _launch_companions(U: torch.Tensor, options: Options) -> None:
     n = min(R, C)
     products = products_dtype(dtype, U.device)
     stacks = [U, U.view(N, C, R)]
-    if R == C > polar.LARGEST and U.nbytes <= MAX_COMPANION_BYTES:
+    if R == C > polar.MAX_SHORT_SIDE and U.nbytes <= MAX_COMPANION_BYTES:
         # Overlapping rows within the memory of U, since nothing is read in a dry run. A stride of
         # 16 elements keeps rows aligned, as those of real matrices
         stacks += [U.as_strided((N, *sides), (0, 16, 1)) for sides in ((n, 4 * n), (4 * n, n))]
@@ -352,9 +352,12 @@ def _by_method(
             U, out = U.mT, out.mT
         n, m = U.shape[1:]
         # The onchip kernel has no AOL scaling
-        if polar.fits(U, products) and not steps.aol:
+        if polar.supports(U, products) and not steps.aol:
             onchip.append((U, out))
         else:
-            key = batch_key(n, m, interval or restart_interval(n, m, steps, products))
+            on_cpu = (
+                U.device.type == "cpu" and products == torch.float32 and not use_triton(U.device)
+            )
+            key = batch_key(n, m, interval or restart_interval(n, m, steps, products, on_cpu))
             batches.setdefault(key, []).append((U, out))
     return onchip, [(members, most) for (_, most, _), members in batches.items()], products

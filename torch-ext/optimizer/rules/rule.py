@@ -36,6 +36,7 @@ execution/: a rule works on lists of tensors and stacks of matrices, and knows n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -70,6 +71,16 @@ class MuonConstants(NamedTuple):
     eps: float
     beta2: float | None  # None without NorMuon's row normalization
     nesterov: bool
+
+
+def number_of(value: object) -> float:
+    """Return a number, or a tensor of one element, as a float; NaN for anything else, such as
+    "1e-3" from a YAML file.
+    """
+    try:
+        return math.nan if isinstance(value, (str, bytes, bytearray)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return math.nan
 
 
 def host_constants(group: Mapping[str, Any], wide: bool = False) -> tuple:

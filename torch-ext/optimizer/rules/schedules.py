@@ -7,10 +7,13 @@ follow. `unshare_tensors` gives each group separate tensors. No function reads a
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..params.errors import shortened
+from .rule import number_of
 
 
 class Beta1:
@@ -21,24 +24,33 @@ class Beta1:
     def __init__(self) -> None:
         # id of a group -> (the group, its last beta1). The group is kept alive, so that no new
         # group gets its id
-        self.last: dict[int, tuple[dict, object]] = {}
+        self.last: dict[int, tuple[dict, float]] = {}
 
     def follow(self, groups: list[dict]) -> None:
         """Set `momentum` and `betas` of each AdamW group to the value that changed, in place.
 
-        `betas` count if both changed, or if the group is new. Malformed betas stay unchanged for
-        the checks of group values to report.
+        `betas` count if both changed, or if the group is new. A value that is no number (a text,
+        None, a tensor of several elements) stays unchanged, and so does its counterpart: the next
+        step refuses the value with the name of the group. Raises nothing, since `state_dict()` and
+        copies call this method as well.
         """
         for group in groups:
             betas = group.get("betas")
             if group["use_muon"] or not isinstance(betas, (tuple, list)) or len(betas) != 2:
                 continue
             _, last = self.last.get(id(group), (None, None))
-            if last is not None and betas[0] == last and group.get("momentum") != last:
-                group["betas"] = betas = (float(group["momentum"]), betas[1])
+            beta1 = number_of(betas[0])
+            momentum = number_of(group.get("momentum"))
+            # A schedule has set the momentum: the two were equal after the last call
+            is_set = beta1 == last != momentum
+            if math.isnan(beta1) or is_set and math.isnan(momentum):
+                continue
+            if is_set:
+                beta1 = momentum
+                group["betas"] = betas = (momentum, betas[1])
             group["momentum"] = betas[0]
-            if betas[0] != last:
-                self.last[id(group)] = group, betas[0]
+            if beta1 != last:
+                self.last[id(group)] = group, beta1
 
     def forget(self) -> None:
         """Forget all groups: after loading a state dict, groups are new, and `betas` count."""
