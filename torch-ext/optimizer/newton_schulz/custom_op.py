@@ -177,6 +177,7 @@ def orthogonalize(
     and forward mode raise NotImplementedError, reverse mode inside torch.func RuntimeError.
     ValueError states the error in X or an option.
     """
+    # The options as passed, without any conversion: the key of a known call
     given = ns_coefficients, ns_steps, eps, dtype
     plain = _is_plain(X)
     # Exact types, since True == 1 as a key: a known call would skip the checks that refuse True
@@ -188,6 +189,7 @@ def orthogonalize(
     steps = coefficients.steps_of(ns_coefficients, ns_steps)
     if plain:
         return _compute(X, steps, eps, dtype, given if usual else None)
+    # All coefficients in a row, see `_operator`
     return _orthogonalize(
         X, [number for triple in steps.triples for number in triple], steps.aol, eps, dtype
     )

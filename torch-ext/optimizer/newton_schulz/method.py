@@ -53,7 +53,7 @@ def launches(n: int, m: int, steps: Steps) -> dict[str, int]:
     {"gram": X X^T, "symmetric": n x n products, "product": Q X}. Matrices that an onchip kernel
     iterates need fewer launches, but the products are counted alike.
     """
-    # Measured times and owners assume fp16, whatever `ns_dtype`: plans do not depend on a device
+    # The cost model assumes fp16, the default on GPUs, whatever `ns_dtype`
     return _launches(steps, F16, restart_interval(n, m, steps), min(n, SMALL_SHORT_SIDE))
 
 

@@ -100,6 +100,7 @@ def polar_factor(
         signature = _run(
             (X, out), lambda: [(_as_stack(X), out.view(-1, *X.shape[-2:]))], options, single=True
         )
+        # Not while a tool forces tiles: `replay_known` would go on replaying those
         if given is not None and signature is not None and forced() is None:
             _remember(_call_key(X, given), signature)
     return out

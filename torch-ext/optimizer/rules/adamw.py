@@ -45,6 +45,7 @@ def adamw_skipping_flagged(
     for flag, w, g, *own in zip(flags, W, G, *states):
         old = [t.clone() for t in (w, *own)]
         adamw([w], [g], [[t] for t in own], group, scalars)
+        # Selected on the device; the flag goes to the CPU only for state that lies there
         for new, before in zip((w, *own), old):
             new.copy_(torch.where((flag > 0).to(new.device), before, new))
 
@@ -122,6 +123,7 @@ def _all_fit(*lists: Tensors) -> bool:
     """Whether no tensor needs a copy, decided without a Python loop over parameters: all dtypes are
     equal, and the strides of each parameter's tensors. The usual case.
     """
+    # `map`, `set` and `count` loop in C
     strides = [list(map(torch.Tensor.stride, tensors)) for tensors in lists]
     return len(set(map(_dtype, itertools.chain(*lists)))) == 1 and strides.count(strides[0]) == len(
         strides

@@ -21,7 +21,8 @@ import torch
 from ..kernels.elementwise.normuon import normalize as normalize_rows
 from ..kernels.elementwise.row_scattered import ScatteredRows
 
-EPS = 1e-8  # added to the root, as in the authors' code
+# Added to the root, as in the authors' code
+EPS = 1e-8
 
 
 def normalize(

@@ -119,6 +119,7 @@ def state_device_and_dtype(
     `step` lies on the GPU of a parameter there, since torch's fused AdamW reads it on the device;
     otherwise on the CPU, as in torch.
     """
+    # Always fp32: bf16 has too few bits for an average over 20 steps, and to count beyond 256
     if key in ("step", "second_moment"):
         on_device = param.is_cuda or key != "step"
         return param.device if on_device else torch.device("cpu"), torch.float32
