@@ -258,7 +258,7 @@ def algorithm(polar, name, X, steps) -> str:
     on_chip = module(polar, ".kernels.onchip.polar")
     if on_chip.supports(X if X.shape[1] == n else X.mT, torch.float16) and not steps.aol:
         return "on chip"
-    return "standard" if polar.longest(n, m, steps) == 1 else "gram"
+    return "standard" if polar.restart_interval(n, m, steps) == 1 else "gram"
 
 
 def composed(X, steps) -> torch.Tensor:

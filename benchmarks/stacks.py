@@ -71,7 +71,7 @@ def main() -> None:
     for text, shapes in options.stacks:
         if options.what == "symmetric" and any(R != C for _, R, C in shapes):
             parser.error(f"{text}: symmetric matrices have as many rows as columns")
-        if options.what == "pieces" and not all(method.splits(R, C, STEPS) for _, R, C in shapes):
+        if options.what == "pieces" and not all(method.supports_scattered_rows(R, C, STEPS) for _, R, C in shapes):
             parser.error(f"{text}: small matrices, and rows of no multiple of 16 elements, do not go in pieces")
         ways, results = WAYS[options.what](shapes, options.ranks, device)
         same_bits(ways, results)
@@ -133,7 +133,7 @@ def side_by_side(shapes, ranks, device):
     results = [torch.empty_like(t) for t in stacks]
     needs = {}
     for N, R, C in shapes:
-        key, long, square = method.scratch(R, C, STEPS, method.products_dtype(None, device))
+        key, long, square = method.scratch_bytes(R, C, STEPS, method.products_dtype(None, device))
         before = needs.get(key, (0, 0, 0))
         needs[key] = tuple(a + N * b for a, b in zip(before, (long // 2, long // 2, square)))
 

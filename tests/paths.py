@@ -56,7 +56,7 @@ def take(path: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def forget(polar, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `polar` look at every call anew: what it knows of calls of a kind would hide what a test changes."""
-    monkeypatch.setattr(polar, "_kinds", {})
+    monkeypatch.setattr(polar, "_signatures", {})
 
 
 def repeats(call, expected: torch.Tensor) -> bool:

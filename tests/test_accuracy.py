@@ -65,7 +65,7 @@ def errors(polar, X, name, dtype, monkeypatch, forms=(1, 3)):
     steps, target = polar.steps_of(name), exact(X, polar.steps_of(name))
     short = X if X.shape[0] <= X.shape[1] else X.mT
     for most in (100,) if name == "cubic" else forms:
-        everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about, most=most: most)
+        everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about, most=most: most)
         paths.forget(polar, monkeypatch)
         ours, one = polar.orthogonalize(X.float(), name, dtype=dtype), most == 1
         theirs = references.standard(short, steps, dtype) if one else references.gram(short, steps, dtype, most)
@@ -82,7 +82,7 @@ def check_no_larger(pairs, dtype):
 @pytest.fixture
 def as_large(part, monkeypatch):
     """Small matrices are cut as large ones are: 3 + 2 in fp16."""
-    everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL", 0)
+    everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL_SHORT_SIDE", 0)
 
 
 @pytest.mark.parametrize("name, dtype", SETS, ids=str)

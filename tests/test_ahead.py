@@ -116,12 +116,12 @@ def elsewhere_each_call_compiles_its_own(found):  # but wide and tall products, 
 
 def test_what_is_akin_to_large_stacks_is_not_longer_than_they_are(part, monkeypatch):
     polar, seen, U = part("newton_schulz.orthogonalize"), set(), torch.empty(2, 256, 256, dtype=torch.bfloat16)
-    monkeypatch.setattr(polar, "_launch", lambda pairs, options, most: seen.add(tuple(pairs[0][0].shape)))
+    monkeypatch.setattr(polar, "_launch", lambda pairs, options, interval: seen.add(tuple(pairs[0][0].shape)))
     options = polar.steps_of("polar_express"), 0.0, torch.float16
     for most, longer in ((U.nbytes, {(2, 256, 1024), (2, 1024, 256)}), (U.nbytes - 1, set())):
-        monkeypatch.setattr(polar, "AKIN", most)
+        monkeypatch.setattr(polar, "MAX_COMPANION_BYTES", most)
         seen.clear()
-        polar._launch_akin(U, options)
+        polar._launch_companions(U, options)
         assert seen == {(2, 256, 256), *longer}
 
 
@@ -335,14 +335,14 @@ def test_a_kind_of_call_is_rehearsed_once_and_never_while_a_graph_is_made(part, 
     everywhere(monkeypatch, polar, "capturing", lambda device: bool(capturing))
     monkeypatch.setattr(polar, "_launch", lambda *_: None)
     monkeypatch.setattr(ahead, "precompile_kernels", lambda device, work, likely: calls.append(device))
-    monkeypatch.setattr(polar, "KEPT", 2)
+    monkeypatch.setattr(polar, "MAX_SIGNATURES", 2)
     polar.polar_factor(X, polar.steps_of("cans"), 0.0)
-    assert not calls and not polar._kinds
+    assert not calls and not polar._signatures
     capturing.clear()
     for kinds, eps in enumerate((0.0, 1e-3, 1e-4), start=1):
         for _ in range(3):
             polar.polar_factor(X, polar.steps_of("cans"), eps)
-        assert len(calls) == kinds and 0 < len(polar._kinds) <= 2
+        assert len(calls) == kinds and 0 < len(polar._signatures) <= 2
 
 
 def test_nothing_is_rehearsed_inside_a_rehearsal(part, monkeypatch):

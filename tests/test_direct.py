@@ -151,7 +151,7 @@ def way(directly, device="cpu"):
     """Matrices in pieces, where layouts allow it, or whole ones as before; on a CPU small ones are as large as any."""
     with pytest.MonkeyPatch.context() as patch:
         if not directly:
-            patch.setattr(part("newton_schulz.method"), "splits", lambda R, C, steps: False)
+            patch.setattr(part("newton_schulz.method"), "supports_scattered_rows", lambda R, C, steps: False)
         elif device == "cpu":
             patch.setattr(part("kernels.onchip.polar"), "is_small", lambda n, m: False)
         yield
@@ -286,9 +286,10 @@ def test_coefficients_that_read_whole_matrices_bind_anew(optimizer):
     """A set with AOL scaling takes the memory of the others, but no pieces."""
     method = part("newton_schulz.method")
     polar, found = part("newton_schulz.orthogonalize"), []
-    assert method.splits(256, 512, polar.steps_of("polar_express"))
-    assert not method.splits(512, 264, polar.steps_of("polar_express"))  # rows of no multiple of 16
-    assert not method.splits(256, 512, polar.steps_of("turbo")) and not method.splits(64, 64, polar.steps_of("cans"))
+    assert method.supports_scattered_rows(256, 512, polar.steps_of("polar_express"))
+    assert not method.supports_scattered_rows(512, 264, polar.steps_of("polar_express"))  # rows of no multiple of 16
+    assert not method.supports_scattered_rows(256, 512, polar.steps_of("turbo"))
+    assert not method.supports_scattered_rows(64, 64, polar.steps_of("cans"))
     for directly in (True, False):
         with way(directly):
             found.append(run_threads(2, switched))
@@ -328,9 +329,9 @@ def test_every_tile_of_the_table_stores_in_pieces(part, device, shape, dtype):
     gram, tiles, (n, m) = part("kernels.matmul.api"), part("kernels.launch.tile_config"), sorted(shape)
     table = tiles.table(tiles.architecture("cuda"))
     entries = [e for e in table["entries"] if (e["op"], e["bytes"]) == ("product", 2)]
-    room = part("newton_schulz.iteration").Room(((3, n, m), (3, n, n)), F16, device)
-    room.lend(torch.empty(room.nbytes, dtype=torch.uint8, device=device))
-    X, A = (t.copy_(torch.randn(t.shape, device=device)) for t in room.all())
+    room = part("newton_schulz.iteration").ScratchLayout(((3, n, m), (3, n, n)), F16, device)
+    room.bind(torch.empty(room.nbytes, dtype=torch.uint8, device=device))
+    X, A = (t.copy_(torch.randn(t.shape, device=device)) for t in room.views())
     A.copy_(A + A.mT)
     cuts, tall = [uneven(shape[0], ranks) for ranks in (7, 8, 64)], shape[0] > shape[1]
     for entry in entries or [None]:
@@ -351,10 +352,10 @@ def test_large_norms_and_iterations_in_pieces(part, device, shape, dtype):
     cuts, tall = [uneven(shape[0], ranks) for ranks in (7, 8, 64)], shape[0] > shape[1]
     (split, memory), room = (
         pieces_of(U, cuts),
-        part("newton_schulz.iteration").Room(((3, *sorted(shape)),) * 2, F16, device),
+        part("newton_schulz.iteration").ScratchLayout(((3, *sorted(shape)),) * 2, F16, device),
     )
-    room.lend(torch.empty(room.nbytes, dtype=torch.uint8, device=device))
-    X, Y = room.all()
+    room.bind(torch.empty(room.nbytes, dtype=torch.uint8, device=device))
+    X, Y = room.views()
     assert_same_norms(part, U.mT if tall else U, split.mT if tall else split, X, Y)
     steps, tape = polar.steps_of("polar_express"), part("kernels.launch.replay")
     target, there = pieces_of(torch.full_like(U, float("nan")), cuts[::-1])

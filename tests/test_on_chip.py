@@ -67,7 +67,7 @@ def test_matrices_that_do_not_fit_the_chip_take_products(on_chip, part, device, 
     """In the iteration that the chip takes: square matrices are in the standard one there."""
     polar = part("newton_schulz.orthogonalize")
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
-    everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: most)
+    everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: most)
     X = torch.randn(2, 70, long, device=device)
     usual = polar.orthogonalize(X, dtype=torch.float16)
     assert on_chip.supports(X, torch.float16)

@@ -146,9 +146,9 @@ def test_who_listens_sees_the_operator_and_nobody_else_pays_for_it(optimizer, op
     with monkeypatch.context() as patch:
         patch.setattr(op, "_orthogonalize", None)
         assert torch.equal(optimizer.orthogonalize(X), expected)
-    monkeypatch.setattr(op, "ASKED", ("what a later torch may lack",))
+    monkeypatch.setattr(op, "DISPATCHER_NAMES", ("what a later torch may lack",))
     assert op._plain_thread() is None
-    monkeypatch.setattr(op, "_plain", None)
+    monkeypatch.setattr(op, "_plain_thread_keys", None)
     assert not op._is_plain(X) and torch.equal(optimizer.orthogonalize(X), expected)
 
 
@@ -248,7 +248,7 @@ def test_a_call_that_is_on_no_tape_is_made_as_the_first_was(optimizer, part, mon
     """Also where other matrices lie otherwise, another dtype was asked for, or the kernels were changed."""
     polar, X, given = part("newton_schulz.orthogonalize"), torch.randn(2, 4, 6), ("polar_express", 5, 1e-7, None)
     kind = polar.CallSignature((0, 0, 0, 0))
-    monkeypatch.setattr(polar, "_kinds", {polar._call_key(X, given): kind})
+    monkeypatch.setattr(polar, "_signatures", {polar._call_key(X, given): kind})
     everywhere(monkeypatch, polar, "use_triton", lambda device: True)
     monkeypatch.setattr(polar, "replay", lambda *arguments: arguments[0] is kind)
     assert polar.replay_known(X, given).shape == X.shape and polar.replay_known(X.mT, given) is None

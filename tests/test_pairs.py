@@ -104,11 +104,11 @@ def test_the_four_products(part, device, monkeypatch, path, n):
 @pytest.mark.parametrize("most, made", [(1, 5), (2, 9), (3, 12)])
 def test_products_of_an_iteration(part, monkeypatch, most, made):
     """In fp16 a pair takes four, and with a step before it one more."""
-    everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL", 0)
+    everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL_SHORT_SIDE", 0)
     segment, polar, counts = part("newton_schulz.iteration"), part("newton_schulz.orthogonalize"), []
     real = segment.symmetric_product
     everywhere(monkeypatch, segment, "symmetric_product", lambda *args, **more: (counts.append(1), real(*args, **more)))
-    everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: most)
+    everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: most)
     polar.orthogonalize(torch.randn(24, 24), dtype=torch.float16)
     assert len(counts) == made
 
@@ -117,7 +117,7 @@ def test_products_of_an_iteration(part, monkeypatch, most, made):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_only_what_is_read_whole_is_written_whole(part, monkeypatch, most, dtype):
     """As if symmetric products read lower triangles only: with pairs (fp16) and without, the same bits."""
-    everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL", 0)
+    everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL_SHORT_SIDE", 0)
     monkeypatch.setenv("OPTIMIZER_KERNELS", "torch")
     segment, polar, told = part("newton_schulz.iteration"), part("newton_schulz.orthogonalize"), []
     real, upper = segment.symmetric_product, torch.ones(24, 24, dtype=torch.bool).triu(1)
@@ -131,7 +131,7 @@ def test_only_what_is_read_whole_is_written_whole(part, monkeypatch, most, dtype
         real(lower(A), lower(B), out, alpha, [(lower(C), beta) for C, beta in addends], diagonal)
         return out if whole else out.masked_fill_(upper, float("nan"))
 
-    everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: most)
+    everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: most)
     U = torch.randn(24, 24)
     before = polar.orthogonalize(U, dtype=dtype)
     forget(polar, monkeypatch)

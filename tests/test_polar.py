@@ -84,7 +84,7 @@ def test_every_set_against_its_polynomial(polar, device, name, shape):
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_error_over_spectra(part, polar, device, monkeypatch, kind, dtype, most):
     """Standard and Gram iteration keep the same bounds (a peer's defect: without a restart 1/k and 1/k^2 explode)."""
-    everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: most)
+    everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: most)
     X = spectrum(kind, 96, 288).float().to(device)
     O = polar.orthogonalize(X, dtype=dtype)
     assert error(O, X, polar.steps_of("polar_express")) < BOUNDS[kind] * FACTORS[dtype]
@@ -96,7 +96,7 @@ def test_error_over_spectra(part, polar, device, monkeypatch, kind, dtype, most)
 @pytest.mark.parametrize("name", PRESETS)
 def test_error_of_the_presets_over_spectra(part, polar, device, monkeypatch, name, kind, dtype, most):
     """Rows of unlike lengths that are cast before AOL scaling evens them out would give .04 to .16 ("heavy rows")."""
-    everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: most)
+    everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: most)
     X = spectrum(kind, 96, 288).float().to(device)
     O = polar.orthogonalize(X, name, dtype=dtype)
     assert error(O, X, polar.steps_of(name)) < PRESETS[name][kind] * FACTORS[dtype]
@@ -117,9 +117,9 @@ def test_aol_in_both_paths(part, polar, device, path, name, shape):
 
 def test_no_restart_would_fail_the_bounds(part, polar, monkeypatch):
     """The bounds can fail: one segment of five steps breaks the one of 1/k."""
-    monkeypatch.setitem(part("newton_schulz.coefficients").LONGEST_SEGMENT, F16, 5)
-    everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL", 0)
-    everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: 5)
+    monkeypatch.setitem(part("newton_schulz.coefficients").MAX_INTERVAL, F16, 5)
+    everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL_SHORT_SIDE", 0)
+    everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: 5)
     X = spectrum("1/k", 96, 288).float()
     assert error(polar.orthogonalize(X, dtype=F16), X, polar.steps_of("polar_express")) > BOUNDS["1/k"]
 
@@ -431,12 +431,12 @@ def test_the_iteration_that_is_taken(part, polar):
     steps, other = polar.steps_of("polar_express"), polar.steps_of((3.0, -4.0, 2.0), 5)
     for n in (100, 300, 4096):
         sides = [n, n * 5 // 4, n * 4 // 3, n * 3 // 2, 4 * n]
-        assert [method.longest(n, m, steps) for m in sides] == [2 if n == 4096 else 3] * 3 + [3, 3]
-        assert [method.longest(n, m, steps, F32) for m in sides] == [1, 1, 3, 3, 3]
-        assert [method.longest(n, m, other) for m in sides] == [1, 1, 1 if n == 100 else 3, 3, 3]
-        assert [method.longest(n, m, steps, BF16) == 1 for m in sides] == [True, True, True, False, False]
-        assert method.longest(n, n, polar.steps_of("cubic")) > 5
-        assert method.longest(n, 9 * n, polar.steps_of("jordan", 1)) == 1
+        assert [method.restart_interval(n, m, steps) for m in sides] == [2 if n == 4096 else 3] * 3 + [3, 3]
+        assert [method.restart_interval(n, m, steps, F32) for m in sides] == [1, 1, 3, 3, 3]
+        assert [method.restart_interval(n, m, other) for m in sides] == [1, 1, 1 if n == 100 else 3, 3, 3]
+        assert [method.restart_interval(n, m, steps, BF16) == 1 for m in sides] == [True, True, True, False, False]
+        assert method.restart_interval(n, n, polar.steps_of("cubic")) > 5
+        assert method.restart_interval(n, 9 * n, polar.steps_of("jordan", 1)) == 1
 
 
 def test_the_iteration_that_a_cpu_takes(part, polar):
@@ -446,12 +446,12 @@ def test_the_iteration_that_a_cpu_takes(part, polar):
     method = part("newton_schulz.method")
     steps = polar.steps_of((3.4445, -4.7750, 2.0315), 5)
     for n, m in itertools.product((8, 48, 128, 512, 4096), (1, 2, 3, 4, 6, 8, 16)):
-        chosen = method.longest(n, m * n, steps, F32, True)
-        assert chosen in (1, method.longest(n, m * n, steps, F32))
-    assert [method.longest(128, m * 128, steps, F32, True) for m in (4, 5, 6, 8)] == [1, 1, 3, 3]
-    assert [method.longest(1024, m * 1024, steps, F32, True) for m in (1, 2, 4)] == [1, 1, 3]
-    assert method.longest(8, 64, steps, F32, True) == method.longest(48, 768, steps, F32, True) == 1
-    assert method.longest(8, 8, polar.steps_of("cubic"), F32, True) > 5
+        chosen = method.restart_interval(n, m * n, steps, F32, True)
+        assert chosen in (1, method.restart_interval(n, m * n, steps, F32))
+    assert [method.restart_interval(128, m * 128, steps, F32, True) for m in (4, 5, 6, 8)] == [1, 1, 3, 3]
+    assert [method.restart_interval(1024, m * 1024, steps, F32, True) for m in (1, 2, 4)] == [1, 1, 3]
+    assert method.restart_interval(8, 64, steps, F32, True) == method.restart_interval(48, 768, steps, F32, True) == 1
+    assert method.restart_interval(8, 8, polar.steps_of("cubic"), F32, True) > 5
 
 
 class Operations(TorchDispatchMode):
@@ -549,7 +549,7 @@ def test_large_matrices_on_a_gpu(polar, monkeypatch, shape, dtype):
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_error_over_spectra_on_a_gpu(part, polar, monkeypatch, kind, dtype, most):
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
-    everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: most)
+    everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: most)
     X = spectrum(kind, 384, 1536).float().cuda()
     O = polar.orthogonalize(X, dtype=dtype)
     assert error(O, X, polar.steps_of("polar_express")) < BOUNDS[kind] * FACTORS[dtype]
@@ -580,7 +580,7 @@ def test_a_second_call_allocates_the_output_and_the_workspaces_only(part, polar,
     polar.orthogonalize(X, name)
     before = allocated()
     O = polar.orthogonalize(X, name)
-    own = O.numel() * O.element_size() + N * sum(part("newton_schulz.method").scratch(n, m, steps, F16)[1:])
+    own = O.numel() * O.element_size() + N * sum(part("newton_schulz.method").scratch_bytes(n, m, steps, F16)[1:])
     assert allocated() - before <= own + (64 << 10)
 
 

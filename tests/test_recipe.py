@@ -149,7 +149,7 @@ def test_adamw_takes_what_it_copies_in_parts(dtype, watched, monkeypatch, optimi
         "betas": (0.9, 0.95), "eps": 1e-8, "lr": 0.1, "weight_decay": 0.1, "use_muon": False}
     numbers = torch.tensor([0.1], device=device)
     for most in (500, 1 << 24):
-        monkeypatch.setattr(part("rules.adamw"), "COPIED", most)
+        monkeypatch.setattr(part("rules.adamw"), "MAX_COPIED_ELEMENTS", most)
         generator = torch.Generator().manual_seed(0)
         W = [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
         states = [[torch.zeros_like(w, dtype=torch.float32) for w in W] for _ in "12"]
@@ -158,7 +158,7 @@ def test_adamw_takes_what_it_copies_in_parts(dtype, watched, monkeypatch, optimi
         for _ in range(3):
             G = [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
             if watched:
-                adamw.adamw_unless(flags, W, G, states, hp, numbers)
+                adamw.adamw_skipping_flagged(flags, W, G, states, hp, numbers)
             else:
                 with Peak(1000) as peak:
                     adamw.adamw(W, G, states, hp, numbers)

@@ -44,9 +44,9 @@ def segments(part, name, n=256):
 
 def rooms(part, N, n):
     """Four stacks of (n, n) matrices as an iteration has them on a GPU, of NaN."""
-    room = part("newton_schulz.iteration").Room(((N, n, n),) * 4, F16, torch.device("cuda"))
-    room.lend(torch.full((room.nbytes // 2,), float("nan"), dtype=F16, device="cuda").view(torch.uint8))
-    return room.all()
+    room = part("newton_schulz.iteration").ScratchLayout(((N, n, n),) * 4, F16, torch.device("cuda"))
+    room.bind(torch.full((room.nbytes // 2,), float("nan"), dtype=F16, device="cuda").view(torch.uint8))
+    return room.views()
 
 
 def grams(N, n, largest, device="cpu"):

@@ -34,7 +34,7 @@ def memory_for(part, shapes, steps, dtype, device, together):
     """As a share has it: the bytes of all keys together, or of the one that takes most."""
     sums = {}
     for N, R, C in shapes:
-        key, long, square = part("newton_schulz.method").scratch(R, C, steps, dtype)
+        key, long, square = part("newton_schulz.method").scratch_bytes(R, C, steps, dtype)
         one = sums.setdefault(key, [0, 0, 0])
         for i, nbytes in enumerate((long // 2, long // 2, square)):
             one[i] += N * nbytes
@@ -77,9 +77,9 @@ def bucket_of(part, shapes):
     Layout = part("params.layout").Layout
     layouts = [Layout(shape, {0: ((0, shape[0]), (0, shape[1]))}, copies=((0,),), plain=True) for shape in shapes]
     steps = part("newton_schulz.orthogonalize").steps_of("polar_express")
-    terms = part("planning.memory_model").PlanInputs(scratch=partial(method.scratch, steps=steps, dtype=torch.float16),
-                                  splits=partial(method.splits, steps=steps),
-                                  side_by_side=method.gain_side_by_side)
+    terms = part("planning.memory_model").PlanInputs(
+        scratch=partial(method.scratch_bytes, steps=steps, dtype=torch.float16),
+        splits=partial(method.supports_scattered_rows, steps=steps), side_by_side=method.gain_side_by_side)
     bucket, = part("planning.plan").make_plan(layouts, lambda rows, cols: rows * cols, {}, terms)
     return bucket, layouts, terms
 

@@ -182,7 +182,7 @@ def test_from_the_third_call_on_nothing_is_looked_at(tape, part, optimizer, monk
     assert [call[-2:] for call in calls] == [(X.data_ptr(), O.data_ptr()) for O in found[1:]]
     for _ in range(4):
         polar_of(apart)
-    assert len(looked) == 6 and len(calls) == 3 and len(polar._kinds) == 3
+    assert len(looked) == 6 and len(calls) == 3 and len(polar._signatures) == 3
 
 
 @pytest.mark.parametrize("kernel", [Kernel([], scratch=16), SimpleNamespace(), None])

@@ -160,8 +160,8 @@ def terms_of(times) -> freight.PlanInputs:
     """What the optimizer plans by, on GPUs."""
     return freight.PlanInputs(
         once=True,
-        scratch=functools.partial(method.scratch, steps=times.steps, dtype=coefficients.F16),
-        splits=functools.partial(method.splits, steps=times.steps),
+        scratch=functools.partial(method.scratch_bytes, steps=times.steps, dtype=coefficients.F16),
+        splits=functools.partial(method.supports_scattered_rows, steps=times.steps),
         room=WORKSPACE,
     )
 

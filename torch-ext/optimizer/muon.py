@@ -50,7 +50,7 @@ from .params.validation import (
 )
 from .planning.planner import warn_of_idle
 from .rules.rule import host_constants
-from .rules.schedules import Beta1, check_momentum, part_tensors
+from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state.consolidated import check_target, consolidate
 from .state.create import (
     adopt_state,
@@ -378,7 +378,7 @@ class Muon(Saving):
 
     def _take_groups(self) -> None:
         """Give each group tensors of its own, and AdamW groups their `momentum`."""
-        part_tensors(self.param_groups)
+        unshare_tensors(self.param_groups)
         self._beta1.follow(self.param_groups)
 
     def _check_new(self, group: dict, momentum: object, first: tuple | None) -> None:

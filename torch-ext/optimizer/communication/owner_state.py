@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..params import errors
 from ..params.dtensor import local_of
 from ..params.layout import row_chunks
-from ..rules.rule import ROWS, state_shape
+from ..rules.rule import ROW_SHARDED_KEYS, state_shape
 from .redistribute import by_rows
 from .store_barrier import wait_for_all
 
@@ -105,7 +105,7 @@ def _count_rows(state, named, group) -> list:
     """[(parameter, key, how many rows each rank has of it)]."""
     if not named:
         return []
-    entries = [(param, key) for param in named for key in ROWS]
+    entries = [(param, key) for param in named for key in ROW_SHARDED_KEYS]
     # Frozen ones may lie anywhere
     trained = next(filter(attrgetter("requires_grad"), named), next(iter(named)))
     counts = [len(_rows(state[p][key])) if key in state.get(p, {}) else -1 for p, key in entries]

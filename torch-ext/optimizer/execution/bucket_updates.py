@@ -397,7 +397,7 @@ class AdamWUpdate(BucketUpdate):
 
     def step(self, group: dict) -> None:
         store = self.store
-        adamw.adamw_unless(
+        adamw.adamw_skipping_flagged(
             self.flags, self.weights, store.gradients, self.states, group, store.numbers
         )
 
@@ -467,12 +467,12 @@ class UnreducedAdamWUpdate(OwnerUpdate):
         """Step copies of this rank's chunks; nothing is orthogonalized under AdamW."""
         self.collect()
         copy_torch(self.new, self.now)
-        adamw.adamw_unless(self.flags, *self.lists, group, self.store.numbers)
+        adamw.adamw_skipping_flagged(self.flags, *self.lists, group, self.store.numbers)
         copy_torch(*self.sent)
 
     def apply(self, _) -> None:
         copy_torch(self.now, self.new)
-        adamw.count(*self.without_rows)
+        adamw.count_steps(*self.without_rows)
         copy_torch(*self.received)
 
 

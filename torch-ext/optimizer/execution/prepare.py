@@ -69,7 +69,11 @@ def _rests_on(group, params, dtype) -> tuple:
     shapes = {p.shape[-2:] for p in params if p.ndim > 1}
     dtype = method.products_dtype(dtype, params[0].device)
     forms = steps and {
-        (shape, method.scratch(*shape, steps, dtype), method.splits(*shape, steps))
+        (
+            shape,
+            method.scratch_bytes(*shape, steps, dtype),
+            method.supports_scattered_rows(*shape, steps),
+        )
         for shape in shapes
     }
     return id(group), group["use_muon"], group["adjust_lr_fn"], forms, tuple(map(id, params))

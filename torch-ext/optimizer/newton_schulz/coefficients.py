@@ -1,8 +1,11 @@
-"""Coefficient sets of the Newton-Schulz iteration: triples, restart intervals, fused pairs of
-steps.
+"""Coefficients of the Newton-Schulz iteration: named sets, restart intervals, fused pairs of steps.
 
-`steps_of` turns the options of a group into `Steps`. A `Pair` computes the last two steps of an
-interval as one polynomial in A = X X^T of degree 12: four n x n products instead of five.
+A step (a, b, c) is X <- (a I + b A + c A^2) X with A = X X^T; it maps each singular value x of X to
+p(x) = a x + b x^3 + c x^5. `steps_of` turns the options of a group into `Steps`, the sequence of
+triples. `Steps.segments` cuts the sequence into restart intervals for the Gram iteration
+(iteration.py). `Pair` holds two steps as one polynomial.
+
+A segment is the tuple of triples of one restart interval.
 """
 
 from __future__ import annotations
@@ -20,14 +23,24 @@ from ..params.errors import shortened
 
 
 class Pair(NamedTuple):
-    """The factors of each product, of its addends in the order A, S, C, and of I, if it has
-    that.
+    """The last two steps of a restart interval as one polynomial of degree 12 in A, in four n x n
+    products instead of five (docs/math.md, "Two steps at a time").
+
+    With P1 = a I + b A + c A^2 of the first and P2 of the second step, Q = P2(P1 A P1) P1 is
+    approximated by
+
+        S = S[0] A A + S[1] A
+        C = C[0] A S + C[1] A + C[2] S
+        H = H[0] C C + H[1] A + H[2] S + H[3] C + H[4] I
+        Q = H H + Q[0] S + Q[1] C + Q[2] I
+
+    tools/fit_pairs.py fits the thirteen numbers to the range of A before the two steps.
     """
 
-    S: tuple[float, float]  # A A, A
-    C: tuple[float, float, float]  # A S, A, S
-    H: tuple[float, float, float, float, float]  # C C, A, S, C, I
-    Q: tuple[float, float, float]  # S, C, I; that of H H is 1
+    S: tuple[float, float]
+    C: tuple[float, float, float]
+    H: tuple[float, float, float, float, float]
+    Q: tuple[float, float, float]
 
 
 JORDAN = Pair(
@@ -37,8 +50,9 @@ JORDAN = Pair(
     (-2.00700166, -4.11949379, 2.6062715),
 )
 
-# The fourth and fifth step of nanochat's triples, 3.7e-4: the divisor of the norm does not change
-# the range that A has there. The second and third step have no pair: its error would be 1.4e-3.
+# The fourth and fifth step of nanochat's triples; error 3.7e-4. The three sets with these triples
+# divide the norm by different numbers, which does not change the range of A before the fourth step.
+# The second and third step have no pair: the error would be 1.4e-3.
 NANOCHAT_PAIR = Pair(
     (0.165460584, -0.813536952),
     (0.565342165, 0.542160403, -0.822663684),
@@ -46,8 +60,9 @@ NANOCHAT_PAIR = Pair(
     (0.720822965, -1.14333639, 2.14073821),
 )
 
-# Set -> index of the first of two steps -> pair. The largest relative error of Q is beside it
-# (test_pairs.py).
+# Set -> index of the first of two steps, from 0 -> pair. A comment in each pair states the largest
+# relative error of Q (tests/test_pairs.py). No pair begins with step 0, whose A is so small that
+# fp16 rounds away most of A^2.
 PAIRS: dict[str, dict[int, Pair]] = {
     "polar_express": {
         1: Pair(
@@ -142,20 +157,25 @@ PAIRS: dict[str, dict[int, Pair]] = {
 }
 
 Triple = tuple[float, float, float]
-F16, ALL = torch.float16, 100  # no iteration has more steps
-LARGEST = torch.finfo(torch.float32).max  # number, in whose arithmetic all is done
-KEPT = 256  # answers about sets of coefficients; schedules may bring new ones at every step
+F16 = torch.float16
+NO_RESTART = 100  # as a restart interval: more steps than an iteration may have
+FP32_MAX = torch.finfo(torch.float32).max  # coefficients and eps are used in fp32
+MAX_CACHED_SETS = 256  # a bound, since schedules may bring new coefficients at every step
+# polar_express from the seventh step on: the classical Newton-Schulz step of degree 5, for singular
+# values near 1
 REPEATED_LAST = (1.875, -1.25, 0.375)
-# Steps of the Gram iteration per restart
-LONGEST_SEGMENT = {torch.float32: 3, torch.float16: 3, torch.bfloat16: 2}
-# Sets that begin with three steps at once in fp16, but below such n
-STEADY, SMALL = ("polar_express", "jordan"), 256
-# The same where every c is 0: they grow slowly
-LONGEST_CUBIC = {torch.float32: 5, torch.float16: 5, torch.bfloat16: 2}
-REPEATED_CUBIC = 4  # the same in fp32 for iterations of more than five cubic steps
+# Most steps between restarts, by dtype of products: rounding makes A indefinite later
+MAX_INTERVAL = {torch.float32: 3, torch.float16: 3, torch.bfloat16: 2}
+# Cubic steps (c = 0) let small singular values grow slowly, and rounding errors with them
+MAX_INTERVAL_CUBIC = {torch.float32: 5, torch.float16: 5, torch.bfloat16: 2}
+# In fp32, for iterations of more than five cubic steps
+REPEATED_CUBIC = 4
+# Sets whose first interval may have three steps in fp16, for short sides from SMALL_SHORT_SIDE on
+STEADY_SETS = ("polar_express", "jordan")
+SMALL_SHORT_SIDE = 256
 
 
-def _safe(triple: Triple, s: float) -> Triple:
+def _with_safety(triple: Triple, s: float) -> Triple:
     """Return the triple of p(x / s): singular values that rounding pushes above 1 stay where p is
     bounded.
     """
@@ -163,9 +183,9 @@ def _safe(triple: Triple, s: float) -> Triple:
     return a / s, b / s**3, c / s**5
 
 
-def _divided(triples: tuple[Triple, ...], divisor: float) -> tuple[Triple, ...]:
-    """Return the iteration that takes U / ||U|| to where `triples` take U / (divisor ||U||)."""
-    return _safe(triples[0], divisor), *triples[1:]
+def _with_divisor(triples: tuple[Triple, ...], divisor: float) -> tuple[Triple, ...]:
+    """Return triples that give for U / ||U|| the results of `triples` for U / (divisor ||U||)."""
+    return _with_safety(triples[0], divisor), *triples[1:]
 
 
 # Polar Express (arXiv 2505.16932) computed for 5 steps with a safety factor of 1.02 in each triple.
@@ -191,7 +211,7 @@ SETS: dict[str, tuple[Triple, ...]] = {
     # arXiv 2505.16932, with a safety factor of 1.05: less error in fp16 than with 1.02
     # (docs/math.md)
     "polar_express": tuple(
-        _safe(t, 1.05)
+        _with_safety(t, 1.05)
         for t in (
             (8.28721201814563, -23.595886519098837, 17.300387312530933),
             (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -201,13 +221,13 @@ SETS: dict[str, tuple[Triple, ...]] = {
             (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
         )
     ),
-    # The three peers share their triples and divide U by other numbers before the first step.
-    "polar_express_nanochat": _divided(NANOCHAT, 1.01),
-    "polar_express_dion": _divided(NANOCHAT, 1.02),
-    "polar_express_modded_nanogpt": _divided(NANOCHAT, 1.02),
+    # nanochat, Dion and modded-nanogpt share the triples above and divide U by 1.01 or 1.02 ||U||
+    "polar_express_nanochat": _with_divisor(NANOCHAT, 1.01),
+    "polar_express_dion": _with_divisor(NANOCHAT, 1.02),
+    "polar_express_modded_nanogpt": _with_divisor(NANOCHAT, 1.02),
     # arXiv 2506.10935; unscaled, the composition reaches 1e36 at 1.002
     "cans": tuple(
-        _safe(t, 1.02)
+        _with_safety(t, 1.02)
         for t in (
             (8.4703, -25.1081, 18.6293),
             (4.1828, -3.1087, 0.5806),
@@ -223,17 +243,17 @@ SETS: dict[str, tuple[Triple, ...]] = {
         (2.7763, -2.3190, 0.5523),
         (2.4231, -2.2861, 0.8193),
     ),
-    # Emerging-Optimizers, only after AOL scaling, which promises singular values up to 1; the
-    # composition turns negative from 0.884 on, so its argument is divided by 1.2 here
+    # Emerging-Optimizers, only after AOL scaling. AOL permits singular values up to 1, but the
+    # composition of these steps is negative from 0.884 on: the argument is divided by 1.2
     "aol": (
-        _safe((4.0098, -7.0585, 2.4635), 1.2),
+        _with_safety((4.0098, -7.0585, 2.4635), 1.2),
         (3.4585, -5.5479, 2.5959),
         (2.7573, -3.2939, 1.4254),
         (2.7215, -3.0494, 1.3169),
     ),
     # arXiv 2606.00371, lower bound 7e-3; unscaled, the composition is negative from 1.004 on
     "cubic": tuple(
-        _safe(t, 1.02)
+        _with_safety(t, 1.02)
         for t in (
             (3.3656576, -3.3420992, 0.0),
             (2.5744352, -1.4957376, 0.0),
@@ -245,14 +265,15 @@ SETS: dict[str, tuple[Triple, ...]] = {
     # DeepSeek-V4's report
     "deepseek_v4": ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2,
 }
+# Sets that are defined for any number of steps, and sets of singular values after AOL scaling
 ANY_LENGTH = ("jordan", "polar_express")
 NEEDS_AOL = ("turbo", "aol")
 
 
 @dataclass(frozen=True)
 class Steps:
-    """An iteration: each step is X <- (a I + b A + c A^2) X with A = X X^T; `aol` scales the rows
-    before the first.
+    """A Newton-Schulz iteration: the triples (a, b, c) of its steps, and whether AOL (arXiv
+    2208.03160) scales the rows of X before the first step, in place of the Frobenius norm.
     """
 
     triples: tuple[Triple, ...]
@@ -261,66 +282,80 @@ class Steps:
     def __hash__(self) -> int:
         return self._hash
 
+    # Computed once: `Steps` is part of every key under which calls are known
     @functools.cached_property
-    def _hash(self):  # at each call, for what is known of calls
+    def _hash(self) -> int:
         return hash((self.triples, self.aol))
 
-    def segments(self, dtype: torch.dtype = F16, most: int = ALL, n: int = SMALL) -> tuple:
-        """Return the steps between restarts, tuples of triples, for matrices with a short side of
-        `n`: at most `most` and what `dtype` allows in each, few segments, the longer first: five
-        steps are cut 3 + 2.
+    def segments(
+        self, dtype: torch.dtype = F16, interval: int = NO_RESTART, n: int = SMALL_SHORT_SIDE
+    ) -> tuple[tuple[Triple, ...], ...]:
+        """Cut the steps into restart intervals: as few as possible, about equal, each of at most
+        `interval` steps and of at most as many as the dtype of products and the short side n allow.
 
-        In fp16 three steps at once may leave the range of the next ones, for the first steps grow
-        the most, and rounding with them, the more the smaller n is. So from SMALL on only STEADY
-        sets begin with three, others are cut 2 + 3. Smaller matrices take two at most, the longer
-        last, for the first two steps are no `Pair`: 1 + 2 + 2.
+        Five steps are cut, with `interval` >= 3:
+
+        - fp32: 3 + 2. bf16: 2 + 2 + 1.
+        - fp16, n >= SMALL_SHORT_SIDE: 3 + 2 for STEADY_SETS, 2 + 3 for further coefficients. The
+          first steps grow X and rounding errors the most; after three, singular values may lie
+          beyond the range of the next polynomials.
+        - fp16, smaller n: 1 + 2 + 2. Errors weigh more the smaller n is. The longer intervals come
+          last, because the first two steps have no `Pair`.
         """
-        length, total, half = min(most, self._longest(dtype, n)), len(self.triples), dtype == F16
+        length = min(interval, self._max_interval(dtype, n))
+        total = len(self.triples)
+        half = dtype == F16
         careful = half and length == 3 and not self.cubic and not _is_steady(self.triples)
-        # Careful: as if the first segment had one step more
+        # Careful: cut as if the first interval had one step more
         count = math.ceil((total + careful) / length)
+        # Rounding down gives the first intervals fewer steps, rounding up the last ones
         rounded = math.floor if careful or half and length == 2 else math.ceil
         ends = [rounded(total * i / count) for i in range(count + 1)]
         return tuple(self.triples[first:last] for first, last in zip(ends, ends[1:]))
 
-    def _longest(self, dtype, n):
-        """Steps between restarts, at most."""
+    def _max_interval(self, dtype: torch.dtype, n: int) -> int:
+        """Return the most steps between restarts that dtype and short side allow."""
         if self.cubic:
-            longest = LONGEST_CUBIC[dtype]
+            longest = MAX_INTERVAL_CUBIC[dtype]
             # Ten steps cut 5 + 5 have three times the error of the standard iteration in fp32, cut
             # 4 + 3 + 3 they have 1.3 times. Five steps in all stay together: their error is small,
             # and a restart costs time.
             restarts = dtype == torch.float32 and len(self.triples) > longest
             return REPEATED_CUBIC if restarts else longest
-        return 2 if dtype == F16 and n < SMALL else LONGEST_SEGMENT[dtype]
+        return 2 if dtype == F16 and n < SMALL_SHORT_SIDE else MAX_INTERVAL[dtype]
 
     def pairs(
-        self, dtype: torch.dtype = F16, most: int = ALL, n: int = SMALL
+        self, dtype: torch.dtype = F16, interval: int = NO_RESTART, n: int = SMALL_SHORT_SIDE
     ) -> tuple[Pair | None, ...]:
-        """Return for each segment the `Pair` that its last two steps are taken as, or None: in
-        other dtypes than fp16, which are more exact than pairs, or less than these need.
+        """Return for each segment the `Pair` that replaces the last two steps, or None.
+
+        Pairs exist in fp16 only: an error of up to 7e-4 is below the rounding of fp16, but above
+        that of fp32; bf16 is too coarse for the products of a pair.
         """
-        lengths = [len(segment) for segment in self.segments(dtype, most, n)]
+        lengths = [len(segment) for segment in self.segments(dtype, interval, n)]
         return tuple(
             _pair(self.triples[:end], self.aol) if length > 1 and dtype == F16 else None
             for length, end in zip(lengths, itertools.accumulate(lengths))
         )
 
-    def intervals(self, dtype: torch.dtype, most: int, n: int) -> list[tuple]:
-        """Return [(triples, `Pair` of the last two or None)], one for each restart interval."""
-        return [*zip(self.segments(dtype, most, n), self.pairs(dtype, most, n))]
+    def intervals(
+        self, dtype: torch.dtype, interval: int, n: int
+    ) -> list[tuple[tuple[Triple, ...], Pair | None]]:
+        """Return [(triples, `Pair` of the last two or None)], an entry per restart interval."""
+        return [*zip(self.segments(dtype, interval, n), self.pairs(dtype, interval, n))]
 
     @property
     def cubic(self) -> bool:
-        """Whether no step has a square of A."""
+        """Whether c = 0 in every step: no step needs A^2."""
         return not any(c for _, _, c in self.triples)
 
 
 def steps_of(ns_coefficients: str | Sequence, ns_steps: int = 5) -> Steps:
-    """Return the iteration for a set's name, a triple (a, b, c) to be repeated, or a sequence of
-    ns_steps triples.
+    """Return the iteration for the name of a set, a triple (a, b, c) for every step, or a sequence
+    of ns_steps triples.
 
-    A named set of fixed length takes that length or 5, the default, for ns_steps.
+    A named set of fixed length takes ns_steps equal to the length, or 5, the default. Raises
+    ValueError for an unknown name, a wrong number of triples, and numbers that fp32 does not hold.
     """
     if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or not 1 <= ns_steps < 100:
         raise ValueError(
@@ -333,9 +368,10 @@ def steps_of(ns_coefficients: str | Sequence, ns_steps: int = 5) -> Steps:
     return named(ns_coefficients, ns_steps)
 
 
-def _checked(ns_coefficients, ns_steps) -> tuple:
-    """So many triples of floats; looked at each time, since a cache takes True and 1.0 for the
-    same.
+def _checked(ns_coefficients: object, ns_steps: int) -> tuple[Triple, ...]:
+    """Return ns_steps triples of floats, or raise ValueError.
+
+    Not cached: True == 1.0 as a key, and a cache would return a valid result for True.
     """
     numbers = _as_tuples(ns_coefficients)
     single = len(numbers) == 3 and not any(isinstance(x, tuple) for x in numbers)
@@ -350,8 +386,10 @@ def _checked(ns_coefficients, ns_steps) -> tuple:
     return tuple(tuple(map(float, triple)) for triple in triples)
 
 
-def _as_tuples(numbers):
-    """Text and bytes are no sequences of numbers here, and a set has no order."""
+def _as_tuples(numbers: object) -> tuple:
+    """Return a sequence, of numbers or of sequences, as tuples; raise ValueError for anything else,
+    such as a set, which has no order.
+    """
     if not _is_sequence(numbers):
         raise ValueError(
             f"ns_coefficients is {shortened(repr(numbers))}; pass a name, a triple, or a "
@@ -360,11 +398,13 @@ def _as_tuples(numbers):
     return tuple(tuple(x) if _is_sequence(x) else x for x in numbers)
 
 
-def _is_sequence(x):
+def _is_sequence(x: object) -> bool:
+    """Whether x may hold numbers; text and bytes may not."""
     return isinstance(x, Sequence) and not isinstance(x, (str, bytes, bytearray))
 
 
-def _check_triple(triple):
+def _check_triple(triple: object) -> None:
+    """Raise ValueError unless `triple` is a tuple of three numbers."""
     if not (isinstance(triple, tuple) and len(triple) == 3 and all(map(is_number, triple))):
         raise ValueError(
             f"ns_coefficients holds {shortened(repr(triple))}; a triple is three finite "
@@ -372,13 +412,14 @@ def _check_triple(triple):
         )
 
 
-def is_number(x):
-    """Whether x is a finite number that fp32 holds; True is none."""
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= LARGEST
+def is_number(x: object) -> bool:
+    """Whether x is a finite int or float in the range of fp32. A bool is no number."""
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= FP32_MAX
 
 
-@functools.lru_cache(maxsize=KEPT)
-def _named(name, ns_steps):
+@functools.lru_cache(maxsize=MAX_CACHED_SETS)
+def _named(name: str, ns_steps: int) -> Steps:
+    """Return the iteration of a named set; raise ValueError for a wrong name or length."""
     if name not in SETS:
         raise ValueError(
             f"ns_coefficients is {shortened(repr(name))}; the sets are {', '.join(SETS)}; or "
@@ -393,27 +434,31 @@ def _named(name, ns_steps):
     return Steps(_beginning(name, ns_steps if name in ANY_LENGTH else length), name in NEEDS_AOL)
 
 
-def _beginning(name, count):
-    """The first steps of a set, at most `count`."""
+def _beginning(name: str, count: int) -> tuple[Triple, ...]:
+    """Return the first `count` steps of a set, fewer if a set of fixed length has fewer."""
     triples = SETS[name]
     if name in ANY_LENGTH:
         triples += (REPEATED_LAST if name == "polar_express" else triples[-1],) * count
     return triples[:count]
 
 
-@functools.lru_cache(maxsize=KEPT)
-def _is_steady(triples):
-    return any(triples == _beginning(name, len(triples)) for name in STEADY)
+@functools.lru_cache(maxsize=MAX_CACHED_SETS)
+def _is_steady(triples: tuple[Triple, ...]) -> bool:
+    """Whether the triples are the beginning of one of STEADY_SETS."""
+    return any(triples == _beginning(name, len(triples)) for name in STEADY_SETS)
 
 
-@functools.lru_cache(maxsize=KEPT)
-def _pair(triples, aol):
-    """The pair of the last two of these steps, where a set begins with all of them: only then A is
-    in its range.
+@functools.lru_cache(maxsize=MAX_CACHED_SETS)
+def _pair(triples: tuple[Triple, ...], aol: bool) -> Pair | None:
+    """Return the pair of the last two triples, or None.
+
+    `triples`: all steps from the first one of the iteration on. A pair is valid only after the
+    steps of its set from the beginning, which bring A into the range of the fit.
     """
     first = len(triples) - 2
     for name, known in PAIRS.items():
-        pair = known.get(min(first, len(SETS[name])))  # from there on all steps are alike
+        # Beyond its own triples a set repeats the last one, so any two steps there have one pair
+        pair = known.get(min(first, len(SETS[name])))
         if pair and aol == (name in NEEDS_AOL) and triples == _beginning(name, len(triples)):
             return pair
     return None

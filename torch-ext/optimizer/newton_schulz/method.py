@@ -1,47 +1,73 @@
 """Choice between the standard and the Gram iteration for a shape; FLOPs and scratch bytes of one
 matrix.
+
+The choice is the restart interval: 1 is the standard iteration, more the Gram iteration (formulas
+in iteration.py). Everything depends on shapes, dtypes and coefficients only, never on a device's
+state, so all ranks choose alike, and planning can ask without tensors.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
 from ..kernels.onchip import polar
-from .coefficients import ALL, F16, SMALL, Steps
+from .coefficients import F16, NO_RESTART, SMALL_SHORT_SIDE, Steps
 
-WIDE = torch.float32, torch.bfloat16, torch.float16  # dtypes of matrices
-# FLOPs that a CPU does while it mirrors one element of a symmetric matrix (docs/kernels.md)
+MATRIX_DTYPES = torch.float32, torch.bfloat16, torch.float16
+# TMA reads rows at any multiple of 16 bytes, but takes a third longer for rows that begin inside a
+# cache line: rows of scratch begin at multiples of a line
+CACHE_LINE_BYTES = 128
+# Short sides from here on fill a GPU with one matrix (measured on an H200, docs/log.md)
+LARGE_SHORT_SIDE = 3072
+# Elements of all matrices up to which `gain_side_by_side` is true
+MAX_SIDE_BY_SIDE_ELEMENTS = 160_000_000
+
+# Times of a CPU in fp32, counted in FLOPs of its products (docs/kernels.md): to mirror an element
+# of a symmetric matrix, and to call a product
 CPU_MIRROR = 250
-CPU_CALL = 500_000  # FLOPs that it does while it calls a product
+CPU_CALL = 500_000
 
 
 def cost(R: int, C: int, steps: Steps) -> int:
-    """Return the FLOPs that one (R, C) matrix needs, a symmetric result counted once. Owners are
-    balanced by it where no times were measured.
+    """Return the FLOPs to orthogonalize an (R, C) matrix, half of each symmetric product counted.
+
+    Balances owners on GPUs without measured times.
     """
     n, m = sorted((R, C))
     return _cost(n, m, launches(n, m, steps))
 
 
-def _cost(n, m, made):
-    return (made["gram"] + 2 * made["product"]) * n * n * m + made["symmetric"] * n**3
+def _cost(n: int, m: int, counts: dict[str, int]) -> int:
+    """Return the FLOPs of products, `counts` as from `launches`: n^2 m for X X^T, 2 n^2 m for Q X,
+    n^3 for a symmetric product.
+    """
+    return (counts["gram"] + 2 * counts["product"]) * n * n * m + counts["symmetric"] * n**3
 
 
 def launches(n: int, m: int, steps: Steps) -> dict[str, int]:
-    """Return how many products of each kind a stack of (n, m) matrices takes, n <= m, in fp16
-    outside the chip.
+    """Return how many products of each kind iterate a stack of (n, m) matrices, n <= m, in fp16.
+
+    {"gram": X X^T, "symmetric": n x n products, "product": Q X}. Matrices that an onchip kernel
+    iterates need fewer launches, but the products are counted alike.
     """
-    return _launches(steps, F16, longest(n, m, steps), min(n, SMALL))
+    # The cost model assumes fp16, the default on GPUs, whatever `ns_dtype`
+    return _launches(steps, F16, restart_interval(n, m, steps), min(n, SMALL_SHORT_SIDE))
 
 
 @functools.lru_cache(maxsize=1024)
-def _launches(steps, dtype, most, n):
-    """A step takes three n x n products besides its square, but for the last of a segment, which
-    takes one, and none if it is also the first; a pair takes one less.
+def _launches(steps: Steps, dtype: torch.dtype, interval: int, n: int) -> dict[str, int]:
+    """Return `launches` for a given dtype and restart interval.
+
+    An interval of L steps takes A^2 for each step with c != 0, and 3 (L - 1) further products: two
+    for the next A and one for Q per step, without the A of the last and the Q of the first step. A
+    fused pair saves one product. `n`: short side, or SMALL_SHORT_SIDE for larger matrices, which
+    `Steps.segments` cuts alike; keeps the cache small.
     """
-    segments, pairs = steps.segments(dtype, most, n), steps.pairs(dtype, most, n)
+    segments = steps.segments(dtype, interval, n)
+    pairs = steps.pairs(dtype, interval, n)
     squares = sum(c != 0 for _, _, c in steps.triples)
     symmetric = (
         squares + 3 * (len(steps.triples) - len(segments)) - sum(pair is not None for pair in pairs)
@@ -49,90 +75,105 @@ def _launches(steps, dtype, most, n):
     return {"gram": len(segments), "symmetric": symmetric, "product": len(segments)}
 
 
-def _cpu_cost(n, m, steps, dtype, most):
-    """Return the time that an (n, m) matrix takes a CPU, in FLOPs: symmetric results are computed
-    in full, and mirrored in the Gram iteration.
+def _cpu_cost(n: int, m: int, steps: Steps, dtype: torch.dtype, interval: int) -> int:
+    """Return the time of an (n, m) matrix on a CPU, in FLOPs. A CPU computes symmetric products in
+    full, and the Gram iteration also mirrors each result.
     """
-    made, mirrored = _launches(steps, dtype, most, min(n, SMALL)), most > 1
-    squares, calls = made["gram"] + made["symmetric"], sum(made.values())
-    flops = 2 * (made["gram"] + made["product"]) * n * n * m + 2 * made["symmetric"] * n**3
+    counts = _launches(steps, dtype, interval, min(n, SMALL_SHORT_SIDE))
+    mirrored = interval > 1
+    squares = counts["gram"] + counts["symmetric"]
+    calls = sum(counts.values())
+    long_flops = 2 * (counts["gram"] + counts["product"]) * n * n * m
+    flops = long_flops + 2 * counts["symmetric"] * n**3
     return flops + CPU_CALL * calls + (CPU_MIRROR * n * n + CPU_CALL) * squares * mirrored
 
 
 @functools.lru_cache(maxsize=4096)
-def longest(n: int, m: int, steps: Steps, dtype: torch.dtype = F16, on_cpu: bool = False) -> int:
-    """Return the most steps between restarts: 1 is the standard iteration, others the Gram
-    iteration, taken where it saves a tenth of the FLOPs. From LARGE on it is 2, which is more exact
-    than 3, unless 3 saves another twentieth. Smaller matrices take 3 at once, to share launches
-    with a model's long ones of the same short side.
+def restart_interval(
+    n: int, m: int, steps: Steps, dtype: torch.dtype = F16, on_cpu: bool = False
+) -> int:
+    """Return the most steps between restarts for (n, m) matrices, n <= m, with products in `dtype`.
 
-    `on_cpu`, for products in fp32: the result is 1 where the Gram iteration saves less than a tenth
-    of a CPU's time. Else it is the same as without `on_cpu`, so that the memory of `scratch`
-    suffices.
+    1 is the standard iteration. The Gram iteration is chosen if it saves a tenth of the FLOPs, with
+    an interval of
 
-    Of cubic steps always many: it costs no more, and a I + b A, rounded to 16 bits, loses more of b
-    A than of b A + c A^2.
+    - 3, as a rule: matrices then share launches with longer matrices of equal short side.
+    - 2 for short sides from LARGE_SHORT_SIDE on, because 2 is more exact, unless 3 saves another
+      twentieth.
+    - NO_RESTART for cubic steps (c = 0), always. The Gram iteration costs cubic steps no more, and
+      the standard iteration would round a I + b A to 16 bits: that loses more of b A than of
+      b A + c A^2.
+
+    `Steps.segments` cuts shorter intervals where the dtype demands.
+
+    `on_cpu`, for products in fp32: 1 also if the Gram iteration saves less than a tenth of a CPU's
+    time; otherwise the result without `on_cpu`, so that planned scratch (`scratch_bytes`) suffices.
     """
     if steps.cubic:
-        return ALL
-    costs = {most: _cost(n, m, _launches(steps, dtype, most, min(n, SMALL))) for most in (1, 2, 3)}
-    best = 2 if n >= LARGE and 100 * costs[2] <= 90 * costs[1] else 1
+        return NO_RESTART
+    key = min(n, SMALL_SHORT_SIDE)
+    # Whole numbers, in percent: exact, so that all ranks decide alike
+    costs = {
+        interval: _cost(n, m, _launches(steps, dtype, interval, key)) for interval in (1, 2, 3)
+    }
+    best = 2 if n >= LARGE_SHORT_SIDE and 100 * costs[2] <= 90 * costs[1] else 1
     best = 3 if 100 * costs[3] <= (90 if best == 1 else 95) * costs[best] else best
     slow = on_cpu and _cpu_cost(n, m, steps, dtype, best) > 0.9 * _cpu_cost(n, m, steps, dtype, 1)
     return 1 if slow else best
 
 
 def products_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The dtype of products: the chosen one, else fp32 on a CPU and fp16 elsewhere."""
+    """Return the dtype of products: `dtype` if chosen, else fp32 on a CPU and fp16 elsewhere."""
     return dtype or (torch.float32 if device.type == "cpu" else torch.float16)
 
 
-def scratch(R: int, C: int, steps: Steps, dtype: torch.dtype) -> tuple:
-    """What one (R, C) matrix takes of the `memory` of `orthogonalize_` with products in dtype:
-    (key, bytes of the first two, of the third).
+def scratch_bytes(
+    R: int, C: int, steps: Steps, dtype: torch.dtype
+) -> tuple[tuple[int, int, int], int, int]:
+    """Return the scratch of an (R, C) matrix in `orthogonalize_`, with products in `dtype`: (batch
+    key, bytes of the first two tensors of `memory` together, bytes of the third).
 
-    Matrices of one key are iterated together and need the sum of it; keys follow each other and
-    share their memory.
+    Matrices of equal keys are iterated together: their bytes add up. Batches of different keys run
+    in turn in shared memory: the maximum of the sums suffices.
     """
     n, m = sorted((R, C))
-    most = longest(n, m, steps, dtype)
-    return (_key(n, m, most), *takes(n, m, dtype.itemsize, most))
+    interval = restart_interval(n, m, steps, dtype)
+    return (batch_key(n, m, interval), *iteration_bytes(n, m, dtype.itemsize, interval))
 
 
-def _key(n, m, most):
-    """Equal for matrices that share launches: those of one short side, in the standard iteration of
-    one shape.
+def batch_key(n: int, m: int, interval: int) -> tuple[int, int, int]:
+    """Return a key, equal for matrices in one `Iteration`: equal short sides in the Gram iteration,
+    equal shapes in the standard iteration.
     """
-    return n, most, m if most == 1 else 0
+    return n, interval, m if interval == 1 else 0
 
 
-def splits(R: int, C: int, steps: Steps) -> bool:
-    """Say whether (R, C) matrices may be Splits: those that are small, or scaled row by row, are
-    read as a whole. So are rows of other lengths than multiples of 16, which the compiler would
-    read in other orders than a whole matrix.
+def supports_scattered_rows(R: int, C: int, steps: Steps) -> bool:
+    """Whether Newton-Schulz reads and writes (R, C) matrices as `ScatteredRows`.
+
+    Not matrices of onchip kernels, and not with AOL: both read rows or whole matrices by strides.
+    C must be a multiple of 16: with other lengths the compiler reads a whole matrix in smaller
+    parts than scattered rows, and sums the squares in another order, hence with other bits.
     """
     return not (C % 16 or steps.aol or polar.is_small(*sorted((R, C))))
 
 
-LARGE = 3072  # short sides from here on fill a GPU alone (measured on an H200, docs/log.md)
-MANY = 160_000_000  # numbers of all matrices up to which `gain_side_by_side` is true
-
-
-def takes(n: int, m: int, itemsize: int, most: int) -> tuple[int, int]:
-    """Return the bytes that `iterate` takes at most for one (n, m) matrix, n <= m: of its own
-    shape, in two equal parts, and of n x n, with its scale.
+def iteration_bytes(n: int, m: int, itemsize: int, interval: int) -> tuple[int, int]:
+    """Return the scratch bytes of one (n, m) matrix, n <= m, in an `Iteration` at most: (X and its
+    successor together, n x n matrices and fp32 factors).
     """
-    long, short = (n * (side * itemsize + -side * itemsize % LINE) for side in (m, n))
-    return 2 * long, (4 if most > 1 else 2) * short + LINE
+    long, short = (n * (side * itemsize + -side * itemsize % CACHE_LINE_BYTES) for side in (m, n))
+    # A and Q, in the Gram iteration also Z and T; a line for the factors
+    return 2 * long, (4 if interval > 1 else 2) * short + CACHE_LINE_BYTES
 
 
-def gain_side_by_side(shapes) -> bool:
-    """Say whether the iterations of matrices (n, m), n <= m, are done earlier side by side: one
-    fills the processors that another leaves idle, but large products drive each other out of the
-    cache (measured on an H200, docs/log.md).
+def gain_side_by_side(shapes: Sequence[Sequence[int]]) -> bool:
+    """Whether iterations of (n, m) matrices, n <= m, end earlier side by side in a CUDA graph than
+    one after another.
+
+    A small batch leaves multiprocessors idle, which a second batch can use. Large products of two
+    batches evict operands from the cache (measured on an H200, docs/log.md).
     """
-    return max(n for n, _ in shapes) < LARGE and sum(n * m for n, m in shapes) <= MANY
-
-
-# Bytes of the cache: TMA wants rows at multiples of 16, but those within lines take a third longer
-LINE = 128
+    largest = max(n for n, _ in shapes)
+    elements = sum(n * m for n, m in shapes)
+    return largest < LARGE_SHORT_SIDE and elements <= MAX_SIDE_BY_SIDE_ELEMENTS

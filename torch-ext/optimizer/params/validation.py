@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..newton_schulz.coefficients import LARGEST, steps_of
-from ..newton_schulz.method import WIDE
+from ..newton_schulz.coefficients import FP32_MAX, steps_of
+from ..newton_schulz.method import MATRIX_DTYPES
 from ..rules.muon import SCALES
 from ..rules.rule import number_of
 from .dtensor import is_dtensor, is_mismatched, local_of, raw_locals
@@ -422,7 +422,7 @@ def check_numbers(group: dict) -> None:
     for key in ("use_muon", "nesterov"):
         _require(number_of(group[key]) in (0, 1), key, group[key], "True or False")
     for key in ("lr", "weight_decay"):
-        _require(0 <= number_of(group[key]) <= LARGEST, key, group[key], FINITE)
+        _require(0 <= number_of(group[key]) <= FP32_MAX, key, group[key], FINITE)
     for key in ("momentum", "beta2"):
         _require(0 <= number_of(group.get(key, 0)) < 1, key, group.get(key), BELOW_ONE)
     _check_values(group)
@@ -436,7 +436,7 @@ def check_scheduled_values(groups: Sequence[dict]) -> None:
     wait for the device.
     """
     for number, group in enumerate(groups):
-        for key, most in (("lr", LARGEST), ("weight_decay", LARGEST), ("momentum", 1.0)):
+        for key, most in (("lr", FP32_MAX), ("weight_decay", FP32_MAX), ("momentum", 1.0)):
             value = group.get(key)
             # The usual cases first, without a context manager: this runs for each group and step
             if (
@@ -447,8 +447,8 @@ def check_scheduled_values(groups: Sequence[dict]) -> None:
             ):
                 continue
             with in_group(number, group):
-                fits = 0 <= number_of(value) < most or number_of(value) == most == LARGEST
-                _require(fits, key, value, FINITE if most == LARGEST else BELOW_ONE)
+                fits = 0 <= number_of(value) < most or number_of(value) == most == FP32_MAX
+                _require(fits, key, value, FINITE if most == FP32_MAX else BELOW_ONE)
         # An AdamW group without betas is refused by `check_changed_groups`, with another message
         known = group.get("use_muon") is True or group.get("betas") is None
         if not known and is_adamw(group):
@@ -502,7 +502,7 @@ def _check_values(group: dict) -> None:
     """Raise ValueError for a wrong value of eps, adjust_lr_fn, ns_coefficients, ns_steps or betas,
     options unchanged by schedules.
     """
-    _require(0 <= number_of(group["eps"]) <= LARGEST, "eps", group["eps"], FINITE)
+    _require(0 <= number_of(group["eps"]) <= FP32_MAX, "eps", group["eps"], FINITE)
     scale = group["adjust_lr_fn"]
     scales = (None, *SCALES)
     _require(
@@ -547,7 +547,7 @@ def check_adamw(betas: object, eps: object) -> None:
     AdamW groups.
     """
     _check_betas("adamw_betas", betas)
-    _require(0 <= number_of(eps) <= LARGEST, "adamw_eps", eps, FINITE)
+    _require(0 <= number_of(eps) <= FP32_MAX, "adamw_eps", eps, FINITE)
 
 
 def is_adamw(group: dict) -> bool:
@@ -585,13 +585,13 @@ def check_param(param: torch.Tensor, name: str, group: dict) -> None:
             f"{what} is a {type(local_of(param)).__name__}, which keeps its elements in other "
             "tensors, but kernels need plain memory: keep the weights in high precision"
         )
-    if param.dtype not in (*WIDE, torch.float64):
+    if param.dtype not in (*MATRIX_DTYPES, torch.float64):
         raise ValueError(
             f"{what} has dtype {param.dtype}; allowed are real floating-point parameters in "
             "float32, bfloat16, float16 and, for AdamW, float64: convert it, or use "
             "torch.view_as_real if it is complex"
         )
-    if use_muon and param.dtype not in WIDE:
+    if use_muon and param.dtype not in MATRIX_DTYPES:
         raise ValueError(
             f"{what} has dtype {param.dtype}; Muon steps float32, bfloat16 and float16 only: "
             "convert it, or put it into a group with use_muon=False"

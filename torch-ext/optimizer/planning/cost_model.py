@@ -183,7 +183,7 @@ class CostModel:
         few = sum(count for _, count in longs) < gram_chain.FROM
         if few or n not in gram_chain.SIDES or "resident_us" not in self.table:
             return 0, 0, 0
-        interval = coefficients.F16, method.longest(n, longs[0][0], self.steps), n
+        interval = coefficients.F16, method.restart_interval(n, longs[0][0], self.steps), n
         both = zip(self.steps.segments(*interval), self.steps.pairs(*interval))
         # With several long sides the X X^T of each is a launch of its own
         begins = len(longs) == 1

@@ -105,9 +105,11 @@ class PlanInputs:
     row: int = 0  # bytes of a number of row state in the all-to-all; 0: no row state is sent
     # Data for several ranks is sent from one copy in the send buffer
     once: bool = False
-    # (R, C) -> (key, bytes of scratch_a and scratch_b, bytes of gram_scratch), see `method.scratch`
+    # (R, C) -> (key, bytes of scratch_a and scratch_b, bytes of gram_scratch), see
+    # `method.scratch_bytes`
     scratch: Callable[[int, int], tuple[object, int, int]] = _no_scratch
-    # (R, C) -> whether Newton-Schulz can read the matrix as scattered rows, see `method.splits`
+    # (R, C) -> whether Newton-Schulz can read the matrix as scattered rows, see
+    # `method.supports_scattered_rows`
     splits: Callable[[int, int], bool] = _never
     # [(short side, long side)] -> whether iterations of several shapes gain by scratch of their
     # own, see `method.gain_side_by_side`
@@ -144,7 +146,7 @@ class MatrixFootprint:
     until_apply: int  # row state, and the mean of unreduced gradients, in the bucket buffer
     long: int  # scratch_a and scratch_b together, in the bucket buffer
     square: int  # gram_scratch, in the shared scratch
-    key: object  # matrices of equal keys are iterated together, see `method.scratch`
+    key: object  # matrices of equal keys are iterated together, see `method.scratch_bytes`
     leaves: int  # largest piece that a rank sends to the owner
     copy: tuple[int, int]  # (number of the partition, number of the replica) that sends
     returns: int  # largest piece that a rank receives back

@@ -25,7 +25,7 @@ from ..params.errors import names_in, warn_caller
 from ..params.layout import Layout, layout_of, row_chunks, this_rank
 from ..params.validation import check_param
 from ..pipeline import BUCKETS_IN_FLIGHT
-from ..rules.rule import home_of
+from ..rules.rule import state_device_and_dtype
 from .cost_model import CostModel, latency_bytes
 from .memory_model import ChunkPlanInputs, PlanInputs
 from .plan import (
@@ -168,8 +168,8 @@ class Planner:
             self.options.wire_dtype.itemsize,
             4 if row_state else 0,
             self.process_groups.send_once(self.device),
-            partial(method.scratch, steps=cost_model.steps, dtype=products),
-            partial(method.splits, steps=cost_model.steps),
+            partial(method.scratch_bytes, steps=cost_model.steps, dtype=products),
+            partial(method.supports_scattered_rows, steps=cost_model.steps),
             gain_side_by_side,
             # With overlap_backward every bucket has a buffer of its own: extra bytes count for each
             room=None if self.options.overlap_backward else room,
@@ -223,7 +223,7 @@ class Planner:
         """Return the plan of AdamW parameters with state at owners, all of one dtype."""
         ranks, layouts = self._ranks(), self._layouts(params)
         shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
-        state_dtype = home_of("exp_avg", params[0], self.options.state_dtype)[1]
+        state_dtype = state_device_and_dtype("exp_avg", params[0], self.options.state_dtype)[1]
         inputs = ChunkPlanInputs(
             gradient_dtype(params[0]).itemsize,
             params[0].dtype.itemsize,

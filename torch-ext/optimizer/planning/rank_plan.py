@@ -328,7 +328,7 @@ def _mean_bytes(inbound: AllToAllPlan, itemsize: int) -> int:
 def _iterated(
     matrices: Iterable[Matrix], inputs: PlanInputs, together: Callable = max
 ) -> dict[str, int]:
-    """Return the bytes of the scratch of Newton-Schulz, see `method.scratch`.
+    """Return the bytes of the scratch of Newton-Schulz, see `method.scratch_bytes`.
 
     Matrices of equal keys are iterated together. `together`: max if iterations of several keys
     share scratch, sum for separate scratch.

@@ -1,1 +1,1 @@
-"""Update rules: what a step computes. Know no ranks."""
+"""Update rules: the computation of a step, without ranks."""

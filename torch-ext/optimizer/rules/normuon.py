@@ -1,4 +1,16 @@
-"""NorMuon's row normalization of orthogonalized updates (arXiv 2510.05491)."""
+"""NorMuon's row normalization of orthogonalized updates (arXiv 2510.05491).
+
+With O the polar factor of a matrix, s the mean square of a row of O, and V the second moment of the
+row (state `second_moment`):
+
+    V <- beta2 V + (1 - beta2) s
+    N <- O / (sqrt(V) + EPS)          row by row
+    O <- N ||O|| / ||N||              Frobenius norms of the whole matrix
+
+The last line is the norm-preserving form of the authors' code. Because of the norms the
+normalization runs on whole matrices, at the owner, right after Newton-Schulz. V needs no bias
+correction: a factor common to all rows cancels in the ratio of norms.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +21,17 @@ import torch
 from ..kernels.elementwise.normuon import normalize as normalize_rows
 from ..kernels.elementwise.row_scattered import ScatteredRows
 
-EPS = 1e-8  # added to the root, as in the authors' code
+# Added to the root, as in the authors' code
+EPS = 1e-8
 
 
 def normalize(
     stacks: Sequence[torch.Tensor | ScatteredRows], rows: Sequence[torch.Tensor], beta2: float
 ) -> None:
-    """Divide each row of each matrix by the root of its mean square over time, in place, and keep
-    the Frobenius norm of the matrix.
+    """Normalize the rows of every matrix in place, by the formulas of the module.
 
-    `stacks`: (N, R, C); `rows`: (N, R, 1) in fp32, the means, updated in place; `beta2`: their
-    decay.
+    `stacks`: O (N, R, C) in fp32, bf16 or fp16. `rows`: V (N, R, 1) in fp32, one for each stack,
+    updated in place. A matrix of zeros stays zero.
     """
     for U, V in zip(stacks, rows):
         normalize_rows(U, V, beta2, EPS)

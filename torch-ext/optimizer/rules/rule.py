@@ -1,33 +1,63 @@
-"""What every update rule has: the state that a parameter keeps, and the numbers that change from
-step to step.
+"""Every update rule has state and up to three phases; today's rules are Muon, NorMuon and AdamW.
 
-State is per element (`momentum_buffer`, `exp_avg`, `exp_avg_sq`), per row (`second_moment`) or per
-parameter (`step`). Rules know no ranks and no buckets.
+State, by the part of a parameter (..., R, C) that one number belongs to:
+
+| key               | rules         | one number per | shape       | dtype                  |
+|-------------------|---------------|----------------|-------------|------------------------|
+| `momentum_buffer` | Muon, NorMuon | element        | (..., R, C) | `state_dtype`          |
+| `second_moment`   | NorMuon       | row            | (..., R, 1) | fp32                   |
+| `exp_avg`         | AdamW         | element        | (..., R, C) | `state_dtype`, or fp64 |
+| `exp_avg_sq`      | AdamW         | element        | (..., R, C) | `state_dtype`, or fp64 |
+| `step`            | AdamW         | parameter      | ()          | fp32                   |
+
+`state_dtype` is fp32 or bf16; AdamW keeps the averages of fp64 parameters in fp64. State per
+element and per row is sharded with the rows of the parameter; state per parameter is equal on every
+rank. No rule keeps state per matrix today.
+
+Phases, in the order of a step:
+
+1. Elementwise, where the momentum is stored: usually at the rank that stores the shard of the
+   weight, at the owner if the owner keeps the state. Input: gradient and state per element. Output:
+   the update U of each element. Muon and NorMuon: kernels/elementwise/momentum.py.
+2. On whole matrices, at the owner. Input: U of all pieces of a matrix, and state per row. Muon:
+   Newton-Schulz (newton_schulz/). NorMuon: Newton-Schulz, then normuon.py.
+3. Elementwise, where the weight is stored. Input: the result of phase 2, the weight, and the scale
+   of the whole matrix. Muon and NorMuon: kernels/elementwise/weight_update.py, `muon.scale_of`.
+
+AdamW steps weight and state in a single elementwise phase, without phase 2 (adamw.py).
+
+A rule reads two kinds of numbers. `host_constants` are arguments of launches; a CUDA graph keeps
+the values of its capture, so a change means a new capture. `device_scalars` are uploaded before a
+step, so schedules may change lr, weight decay and momentum without a new capture.
+
+Layouts, batching, buffers, all-to-alls and overlap are the work of planning/, communication/ and
+execution/: a rule works on lists of tensors and stacks of matrices, and knows no ranks.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from ..newton_schulz import coefficients
 
 
-def device_scalars(hp) -> list[float]:
-    """What may be another at every step, for the device's memory in fp32: lr, 1 - lr wd; and, 16
-    bytes on, 1 - mu.
-
-    Each kernel finds its part aligned, and is compiled once.
+def device_scalars(group: Mapping[str, Any]) -> list[float]:
+    """Return the numbers of a group that schedules change, for device memory in fp32:
+    [lr, 1 - lr weight_decay, 0, 0, 1 - momentum, 0, 0, 0]. AdamW reads lr only.
     """
-    lr = float(hp["lr"])
+    lr = float(group["lr"])
+    # The weight update reads from element 0, the momentum from element 4. Both addresses are
+    # multiples of 16 bytes: Triton would compile each kernel anew for an unaligned pointer
     return [
         lr,
-        1.0 - lr * float(hp["weight_decay"]),
+        1.0 - lr * float(group["weight_decay"]),
         0.0,
         0.0,
-        1.0 - float(hp["momentum"]),
+        1.0 - float(group["momentum"]),
         0.0,
         0.0,
         0.0,
@@ -35,7 +65,7 @@ def device_scalars(hp) -> list[float]:
 
 
 class MuonConstants(NamedTuple):
-    """Numbers of a Muon group that launches take from the host."""
+    """Numbers of a Muon group that launches take as arguments from the host."""
 
     steps: coefficients.Steps
     eps: float
@@ -44,8 +74,8 @@ class MuonConstants(NamedTuple):
 
 
 def number_of(value: object) -> float:
-    """The value of a number or of a tensor of one element; NaN for anything else, such as "1e-3"
-    from a YAML file.
+    """Return a number, or a tensor of one element, as a float; NaN for anything else, such as
+    "1e-3" from a YAML file.
     """
     try:
         return math.nan if isinstance(value, (str, bytes, bytearray)) else float(value)
@@ -53,47 +83,51 @@ def number_of(value: object) -> float:
         return math.nan
 
 
-def host_constants(hp: dict, wide: bool = False) -> tuple:
-    """Numbers that launches of a group take from the host; a CUDA graph of these launches keeps
-    them. `wide`: AdamW steps in fp64.
+def host_constants(group: Mapping[str, Any], wide: bool = False) -> tuple:
+    """Return the numbers of a group that launches take as arguments from the host.
+
+    A Muon group: `MuonConstants`. An AdamW group: (beta1, beta2, eps, weight_decay, lr or None). A
+    captured CUDA graph is valid as long as these numbers are equal. `wide`: AdamW steps in fp64, in
+    which torch's fused kernel takes lr from the host only.
     """
-    if hp["use_muon"]:
-        steps = coefficients.steps_of(hp["ns_coefficients"], hp["ns_steps"])
-        beta2 = float(hp["beta2"]) if "beta2" in hp else None
-        return MuonConstants(steps, float(hp["eps"]), beta2, bool(hp["nesterov"]))
-    return *map(float, (*hp["betas"], hp["eps"], hp["weight_decay"])), float(
-        hp["lr"]
-    ) if wide else None
+    if group["use_muon"]:
+        steps = coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
+        beta2 = float(group["beta2"]) if "beta2" in group else None
+        return MuonConstants(steps, float(group["eps"]), beta2, bool(group["nesterov"]))
+    fixed = map(float, (*group["betas"], group["eps"], group["weight_decay"]))
+    return *fixed, float(group["lr"]) if wide else None
 
 
-# State that is cut by rows of the parameter
-ROWS = ("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq")
-# All that is this optimizer's; who keeps something else in the state of a parameter may
-STATE_KEYS = (*ROWS, "step")
+# State that is sharded by rows of the parameter
+ROW_SHARDED_KEYS = ("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq")
+# All keys of this optimizer in the state of a parameter. Users may keep further keys in there
+STATE_KEYS = (*ROW_SHARDED_KEYS, "step")
 
 
-def state_keys(group) -> tuple:
-    """What a parameter of a group has in its state."""
+def state_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys of the state that a parameter of a group has."""
     if not group["use_muon"]:
         return ("step", "exp_avg", "exp_avg_sq")
     return ("momentum_buffer", "second_moment") if "beta2" in group else ("momentum_buffer",)
 
 
-def home_of(key, param, dtype):
-    """(device, dtype) of a state. Of AdamW's implementations the fused one, on GPUs, wants the
-    steps there.
+def state_device_and_dtype(
+    key: str, param: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.device, torch.dtype]:
+    """Return (device, dtype) of a parameter's state; `dtype`: the option `state_dtype`.
+
+    `step` lies on the GPU of a parameter there, since torch's fused AdamW reads it on the device;
+    otherwise on the CPU, as in torch.
     """
+    # Always fp32: bf16 has too few bits for an average over 20 steps, and to count beyond 256
     if key in ("step", "second_moment"):
-        return param.device if param.is_cuda or key != "step" else torch.device(
-            "cpu"
-        ), torch.float32
+        on_device = param.is_cuda or key != "step"
+        return param.device if on_device else torch.device("cpu"), torch.float32
     return param.device, torch.float64 if param.dtype == torch.float64 else dtype
 
 
-def state_shape(param, key) -> tuple:
-    """The global shape of a state: (..., R, 1) for the rows' second moments, () for the steps, else
-    the parameter's.
-    """
+def state_shape(param: torch.Tensor, key: str) -> tuple[int, ...]:
+    """Return the global shape of a parameter's state, by the table of the module."""
     if key == "step":
         return ()
     return (*param.shape[:-1], 1) if key == "second_moment" else tuple(param.shape)

@@ -1,9 +1,8 @@
-"""Numbers of groups that schedules change through another key, or share: beta1 of AdamW groups,
-tensors.
+"""Numbers of groups that learning-rate schedulers write: beta1 of AdamW groups, and tensors.
 
-Decides: that `momentum` of an AdamW group is its beta1, since schedulers such as OneCycleLR cycle
-`momentum` in every group of an optimizer that has a default of that name; that no two groups have
-one tensor. Knows no parameter.
+`Beta1` keeps `momentum` and `betas[0]` of an AdamW group equal. Schedulers like OneCycleLR cycle
+`momentum` in every group of an optimizer with a default for `momentum`; in AdamW groups beta1 must
+follow. `unshare_tensors` gives each group separate tensors. No function reads a parameter.
 """
 
 from __future__ import annotations
@@ -18,18 +17,22 @@ from .rule import number_of
 
 
 class Beta1:
-    """What `momentum` and `betas` of AdamW groups were when they were last made equal."""
+    """Keeps `momentum` and `betas[0]` of AdamW groups equal. The last common value is remembered,
+    to tell a change of `momentum` from a change of `betas`.
+    """
 
-    def __init__(self):
-        self.last = {}  # id of a group -> (the group, its beta1)
+    def __init__(self) -> None:
+        # id of a group -> (the group, its last beta1). The group is kept alive, so that no new
+        # group gets its id
+        self.last: dict[int, tuple[dict, float]] = {}
 
     def follow(self, groups: list[dict]) -> None:
-        """Make `momentum` and `betas[0]` of each AdamW group equal, after the one that has changed.
+        """Set `momentum` and `betas` of each AdamW group to the value that changed, in place.
 
-        Where both have changed, or the group is new, `betas` count. A value that is no number (a
-        text, None, a tensor of several elements) stays as it is, and the other one too: the next
-        step refuses it with the group's name. Raises nothing, since `state_dict()` and copies need
-        the numbers as well.
+        `betas` count if both changed, or if the group is new. A value that is no number (a text,
+        None, a tensor of several elements) stays unchanged, and so does its counterpart: the next
+        step refuses the value with the name of the group. Raises nothing, since `state_dict()` and
+        copies call this method as well.
         """
         for group in groups:
             betas = group.get("betas")
@@ -38,7 +41,8 @@ class Beta1:
             _, last = self.last.get(id(group), (None, None))
             beta1 = number_of(betas[0])
             momentum = number_of(group.get("momentum"))
-            is_set = beta1 == last != momentum  # the momentum, since both were made equal
+            # A schedule has set the momentum: the two were equal after the last call
+            is_set = beta1 == last != momentum
             if math.isnan(beta1) or is_set and math.isnan(momentum):
                 continue
             if is_set:
@@ -49,17 +53,15 @@ class Beta1:
                 self.last[id(group)] = group, beta1
 
     def forget(self) -> None:
-        """Let all groups go, and take those that come for new ones: a load makes other groups."""
+        """Forget all groups: after loading a state dict, groups are new, and `betas` count."""
         self.last = {}
 
 
 def check_momentum(group: dict, given: object, default: object) -> None:
-    """Raise ValueError for an AdamW group that was given a `momentum` of its own, other than its
-    beta1.
+    """Raise ValueError if a new AdamW group was given a `momentum` different from beta1.
 
-    given: the value in the group before defaults were filled in, None: there was none. The
-    optimizer's own default is taken, since wrappers copy all arguments into every group; it has no
-    effect.
+    `given`: `momentum` of the group before defaults were filled in, None if absent. The default of
+    the optimizer is accepted without effect, since wrappers copy all arguments into every group.
     """
     if given is not None and given != default and given != group["betas"][0]:
         raise ValueError(
@@ -68,15 +70,17 @@ def check_momentum(group: dict, given: object, default: object) -> None:
         )
 
 
-def part_tensors(groups: list[dict]) -> None:
-    """Give each group tensors of its own for lr and other numbers: a scheduler writes into them,
-    and torch gives one default to all groups. The first group that has a tensor keeps it, the
-    others get copies.
+def unshare_tensors(groups: list[dict]) -> None:
+    """Give each group separate tensors for lr and further numbers, in place.
+
+    A scheduler writes into a tensor in place, and torch puts one default tensor into all groups.
+    The first group keeps a shared tensor, later groups get copies.
     """
     seen = set()
     for group in groups:
         tensors = {key: value for key, value in group.items() if isinstance(value, torch.Tensor)}
         for key, value in tensors.items():
+            # By address: two tensor objects may share memory. Fake tensors have no address
             address = 0 if isinstance(value, FakeTensor) else value.data_ptr()
             group[key] = value.detach().clone() if (address or id(value)) in seen else value
             seen.add(address or id(value))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..communication.owner_state import ADVICE, gather, replaced_state
 from ..communication.store_barrier import wait_for_all
 from ..params import errors
-from ..rules.rule import ROWS
+from ..rules.rule import ROW_SHARDED_KEYS
 
 # Key of the state dict of a rank that did not get the state; its value is the global rank that did.
 ELSEWHERE = "consolidated_on_rank"
@@ -92,7 +92,7 @@ def _fingerprint(named: dict, state: dict) -> dict:
     """
     found = {(id(param), None): (weakref.ref(param), 0) for param in named}
     for param in named:
-        for key in ROWS:
+        for key in ROW_SHARDED_KEYS:
             if isinstance(value := state.get(param, {}).get(key), torch.Tensor):
                 version = 0 if value.is_inference() else value._version
                 found[id(param), key] = (weakref.ref(value), version)

@@ -21,7 +21,7 @@ from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like, zeros_of
 from ..params.errors import names_in, warn_caller
 from ..params.layout import layout_of, row_chunks, this_rank
 from ..params.validation import device_of
-from ..rules.rule import ROWS, home_of, state_keys, state_shape
+from ..rules.rule import ROW_SHARDED_KEYS, state_device_and_dtype, state_keys, state_shape
 
 TORN = (
     "the last step of this optimizer failed half-way: some weights and state are those of before "
@@ -183,7 +183,7 @@ def _of_elements(state) -> list:
     return [
         (key, value)
         for key, value in state.items()
-        if isinstance(value, torch.Tensor) and key in ROWS
+        if isinstance(value, torch.Tensor) and key in ROW_SHARDED_KEYS
     ]
 
 
@@ -197,7 +197,7 @@ def create_state(state, param, keys, dtype, rows=None) -> None:
     the parameter; None means like the parameter.
     """
     for key in keys:
-        device, wide = home_of(key, param, dtype)
+        device, wide = state_device_and_dtype(key, param, dtype)
         if key in state:
             if state[key].device != device:  # model.to() takes the parameters only
                 state[key] = state[key].to(device)

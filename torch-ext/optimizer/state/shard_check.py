@@ -13,7 +13,7 @@ from ..communication.process_groups import world_now
 from ..communication.store_barrier import wait_for_all
 from ..params.dtensor import is_by_rows, is_dtensor, is_placed_like
 from ..params.layout import groups_of_mesh, is_own_shard, ranks_of, stored_by, this_rank
-from ..rules.rule import ROWS
+from ..rules.rule import ROW_SHARDED_KEYS
 
 ADVICE = (
     "A file that one rank writes has only that rank's part of such state. Save with "
@@ -35,7 +35,7 @@ def check_shards(members: list, options: object, refusal: ValueError | None = No
         (param, f"{key} of parameter {name}", state[key])
         for param, _, name, state in members
         if isinstance(state, dict)
-        for key in ROWS
+        for key in ROW_SHARDED_KEYS
         if is_dtensor(state.get(key))
     ]
     fault = next(filter(None, (_fault(*shard, options) for shard in shards if not refusal)), None)

@@ -18,7 +18,7 @@ from ..params.dtensor import as_dtensor, is_by_rows, is_dtensor, local_of
 from ..params.errors import in_group, name_of, names_in, shortened, warn_caller
 from ..params.param_groups import clean_name
 from ..params.validation import CHANGED, check_numbers
-from ..rules.rule import STATE_KEYS, home_of, state_keys, state_shape
+from ..rules.rule import STATE_KEYS, state_device_and_dtype, state_keys, state_shape
 from .consolidated import refuse_elsewhere
 from .peers import PEERS, listed, marked
 from .shard_check import check_shards
@@ -497,7 +497,7 @@ def _tensor(value: object, what: str = "a state") -> torch.Tensor:
 def _restored(param, keys, state, options) -> dict:
     kept = {}
     for key in [k for k in keys if k in state]:
-        device, dtype = home_of(key, param, options.state_dtype)
+        device, dtype = state_device_and_dtype(key, param, options.state_dtype)
         value = _tensor(state[key]).detach()
         if key == "step":
             value = value.reshape(())
