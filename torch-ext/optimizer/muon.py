@@ -68,7 +68,7 @@ class Saving(Returning):
     @property
     def _torn(self) -> bool:
         """Whether a step failed half-way."""
-        return self._half_way or self._early.failed
+        return self._half_way or self._backward_overlap.failed
 
     def _hand_over(self) -> None:
         """Give state of parameters that were replaced to those in their place. Without state no
@@ -84,7 +84,7 @@ class Saving(Returning):
         communication; call it on all ranks, once the model is sharded. RuntimeError while buckets
         have left during backward.
         """
-        self._early.refuse("init_state")
+        self._backward_overlap.refuse("init_state")
         self._hand_over()
         self._find_world()
         with lasting():
@@ -103,7 +103,7 @@ class Saving(Returning):
         self._judge_state()
         self._beta1.follow(self.param_groups)
         self._hand_over()
-        create = called_by_checkpoint() and not self._torn and not self._early.begun
+        create = called_by_checkpoint() and not self._torn and not self._backward_overlap.begun
         if not self._options.owner_keeps_state:
             if create:
                 self.init_state()
@@ -145,7 +145,7 @@ class Saving(Returning):
         they had left.
         """
         if not warn_torn(self._torn):
-            self._early.judge()
+            self._backward_overlap.judge()
 
     def _named(self) -> dict:
         """{parameter: its name}."""
@@ -159,8 +159,8 @@ class Saving(Returning):
         groups of both sides have the same `param_names`, also in other groups; else by position.
         Raises ValueError, before anything is changed, for state of another shape or kind.
         """
-        self._half_way = self._half_way or self._early.begun  # should loading fail
-        self._early.drain()
+        self._half_way = self._half_way or self._backward_overlap.begun  # should loading fail
+        self._backward_overlap.drain()
         self._find_world()
         with lasting(), Loading(self.param_groups, self._options).inside(self):
             super().load_state_dict(state_dict)
@@ -313,7 +313,7 @@ class Muon(Saving):
         self._itself = weakref.ref(self)
         self._options = options
         self._late = ForwardOverlap(options.overlap_forward)
-        self._early = BackwardOverlap()
+        self._backward_overlap = BackwardOverlap()
         self._beta1 = Beta1()
         self._has_all_groups = False  # whether those of the constructor are there
         # Of gradients that a GradScaler compares in another order than other ranks
@@ -349,7 +349,7 @@ class Muon(Saving):
             for key, value in self._adamw.items():
                 param_group.setdefault(key, value)
         count = len(self.param_groups)
-        self._early.refuse("add_param_group")
+        self._backward_overlap.refuse("add_param_group")
         try:
             with in_group(count, param_group):
                 check_unique(param_group, self.param_groups)
@@ -411,7 +411,7 @@ class Muon(Saving):
         half-way.
         """
         itself = self._itself()
-        refuse_torn(itself._half_way or itself._early.failed)
+        refuse_torn(itself._half_way or itself._backward_overlap.failed)
         with torch.enable_grad():
             loss = None if closure is None else closure()
         scaled = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -427,15 +427,15 @@ class Muon(Saving):
         """Step, with what a GradScaler says of the gradients, or None."""
         self._read_groups()
         # Nothing leaves before the step without overlap_backward
-        self._half_way = begun = self._options.overlap_backward and self._early.begun
+        self._half_way = begun = self._options.overlap_backward and self._backward_overlap.begun
         self._consolidated = None
         self._process_groups.begin_step()
         creates_state = not self.state and creates_state_only(self.param_groups, self.state)
         if begun:
-            self._early.check(self._as_bound(), (grad_scale, found_inf) != (None, None))
+            self._backward_overlap.check(self._as_bound(), (grad_scale, found_inf) != (None, None))
         else:
             if self._options.overlap_backward:
-                self._early.judge()  # binding anew would forget it
+                self._backward_overlap.judge()  # binding anew would forget it
             stores = self._ready(found_inf is not None)
             if grad_scale is not None:
                 unscale(stores, grad_scale)
@@ -504,7 +504,7 @@ class Muon(Saving):
         jobs = self._bound.jobs if jobs is None else jobs
         with self._bound.missing.compared() as closing:
             if self._options.overlap_backward:
-                self._early.run(jobs, closing)
+                self._backward_overlap.run(jobs, closing)
             else:
                 pipeline.run(jobs, closing)
 
@@ -519,7 +519,7 @@ class Muon(Saving):
         self._read_groups()
         if ready := self._as_bound() and not self.timing:
             self._process_groups.begin_step()
-        return self._early.opened(ready)
+        return self._backward_overlap.opened(ready)
 
     def _as_bound(self) -> bool:
         """Whether all but the gradients is as the last step found it."""
@@ -538,7 +538,7 @@ class Muon(Saving):
             raise RuntimeError(
                 f"nothing is bound {self._unbound}: call step() before plan_report()"
             )
-        return report_of(self._bound.all_jobs, this_rank(), self._watch, self._early.order)
+        return report_of(self._bound.all_jobs, this_rank(), self._watch, self._backward_overlap.order)
 
     @settled
     def release(self) -> None:
@@ -547,7 +547,7 @@ class Muon(Saving):
         stay: the next step binds anew, with the same bits and without a word to other ranks.
         RuntimeError while buckets have left during backward.
         """
-        self._early.refuse("release")
+        self._backward_overlap.refuse("release")
         self._bound.missing.wait()
         self._late.release()
         self._unbind()
@@ -623,7 +623,7 @@ class Muon(Saving):
         self._bound = bound
         self._watch = None
         overlapped = bound.jobs if self._options.overlap_backward else None
-        self._early = BackwardOverlap(overlapped, bound.inputs)
+        self._backward_overlap = BackwardOverlap(overlapped, bound.inputs)
         self._late.follow(bound.all_jobs, bound.stores)
 
     def _find_world(self) -> None:
@@ -657,7 +657,7 @@ class Muon(Saving):
         self._seen = None
         self._watch = None
         self._bound = BoundStep()
-        self._early = BackwardOverlap()
+        self._backward_overlap = BackwardOverlap()
         for graphs in (self._graphs, self._beside):
             graphs.drop()
 
