@@ -254,7 +254,7 @@ def muon(model, told=True, **options):
 
 def place(opt, *params):
     """The mark behind which they are written."""
-    return opt._late.place(frozenset(map(id, params)))
+    return opt._forward_overlap.place(frozenset(map(id, params)))
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def test_every_weight_of_a_plain_model_is_waited_for(looking):
                                 {"params": [twin.scale["last"], *(m.bias for m in twin.between)], "use_muon": False}],
                                lr=0.02))
     assert same(model.parameters(), twin.parameters())
-    assert isinstance(opt._late, late.ForwardOverlap) and len(opt._late.marks) > 4
+    assert isinstance(opt._forward_overlap, late.ForwardOverlap) and len(opt._forward_overlap.marks) > 4
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -283,7 +283,7 @@ def test_the_current_stream_waits_only_where_it_must(told, looking):
     model = Model()
     opt = muon(model, told)
     steps(model, opt)
-    late, home = opt._late, looking.main
+    late, home = opt._forward_overlap, looking.main
     last = len(late.marks) - 1
     assert late.waited.get(home, -1) == (-1 if told else last)
     model.layers[0]["block"](torch.ones(1, 8))
@@ -348,7 +348,7 @@ def missing(rank, world, found):
             opt.step()
         places = [place(opt, m.weight) for m in model]
         opt.wait()
-        return places, len(opt._late.marks) - 1, machine.wrong
+        return places, len(opt._forward_overlap.marks) - 1, machine.wrong
 
 
 @pytest.mark.parametrize("found", [False, True])
@@ -362,9 +362,9 @@ def test_events_are_used_again(looking):
     model = Model()
     opt = muon(model)
     steps(model, opt, 2)
-    before = opt._late.marks
+    before = opt._forward_overlap.marks
     steps(model, opt, 1)
-    assert opt._late.marks == before and opt._late.marks is not before and looking.wrong == []
+    assert opt._forward_overlap.marks == before and opt._forward_overlap.marks is not before and looking.wrong == []
 
 
 # who waits, before anything else sees weights, state or gradients ----------------------------------------------------
@@ -404,8 +404,8 @@ def test_what_sees_weights_state_or_gradients_waits_first(name, looking):
     model = Model()
     opt = muon(model, nonfinite="skip")
     steps(model, opt, 2)
-    last = opt._late.marks[-1]
-    written = {line: tick for line, tick in last.seen.items() if line is opt._late.stream}
+    last = opt._forward_overlap.marks[-1]
+    written = {line: tick for line, tick in last.seen.items() if line is opt._forward_overlap.stream}
     assert any(looking.main.seen.get(line, 0) < tick for line, tick in written.items())
     DRAINS[name](model, opt)
     assert all(looking.main.seen[line] >= tick for line, tick in written.items())
@@ -417,7 +417,7 @@ def test_gradients_that_go_need_no_wait(looking):
     opt = muon(model)
     steps(model, opt, 1)
     opt.zero_grad()
-    assert opt._late.waited.get(looking.main, -1) == -1
+    assert opt._forward_overlap.waited.get(looking.main, -1) == -1
 
 
 def test_a_copy_waits_in_its_step(looking):
@@ -429,12 +429,12 @@ def test_a_copy_waits_in_its_step(looking):
     for p in itertools.chain(*(g["params"] for g in twin.param_groups)):
         p.grad = torch.ones_like(p)
     twin.step()
-    assert twin._late.waited[looking.main] == len(twin._late.marks) - 1 and not len(twin._late.models)
+    assert twin._forward_overlap.waited[looking.main] == len(twin._forward_overlap.marks) - 1 and not len(twin._forward_overlap.models)
     opt.step()
     clone(torch.ones(1, 8))
     pickle.dumps(model)
     opt.load_state_dict(opt.state_dict())
-    assert len(opt._late.models) == 1, "a load forgets no model"
+    assert len(opt._forward_overlap.models) == 1, "a load forgets no model"
 
 
 def test_a_grad_scaler_waits_in_the_step(looking):
@@ -444,7 +444,7 @@ def test_a_grad_scaler_waits_in_the_step(looking):
     model(torch.ones(1, 8)).sum().backward()
     opt.grad_scale, opt.found_inf = torch.ones(()), torch.zeros(())
     opt.step()
-    assert opt._late.waited[looking.main] == len(opt._late.marks) - 1
+    assert opt._forward_overlap.waited[looking.main] == len(opt._forward_overlap.marks) - 1
 
 
 def test_an_error_in_the_step_leaves_nothing_behind(looking, monkeypatch):
@@ -460,7 +460,7 @@ def test_an_error_in_the_step_leaves_nothing_behind(looking, monkeypatch):
         patch.setattr(part("execution.bucket_updates").AdamWUpdate, "step", fail)
         with pytest.raises(KeyError, match="a fault"):
             opt.step()
-    assert looking.current_stream() is looking.main and opt._late.marks == [] and opt._late.kept == {}
+    assert looking.current_stream() is looking.main and opt._forward_overlap.marks == [] and opt._forward_overlap.kept == {}
     assert all(looking.main.seen[line] >= tick for line, tick in looking.writes.values())
     with pytest.raises(RuntimeError, match="failed half-way"):
         opt.step()
@@ -498,7 +498,7 @@ def test_without_the_option_and_on_a_cpu_nothing_happens(optimizer):
         opt = muon(model, **options)
         steps(model, opt)
         opt.wait()
-        assert opt._late.marks == [] and opt._late.kept == {} and opt._late.stream is None
+        assert opt._forward_overlap.marks == [] and opt._forward_overlap.kept == {} and opt._forward_overlap.stream is None
         assert len(model._forward_pre_hooks) == (not options)
     assert all(same(models[0].parameters(), model.parameters()) for model in models)
 
@@ -550,7 +550,7 @@ def test_parts_of_what_has_no_forward_wait_for_themselves(looking):
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     opt.step()
-    late = opt._late
+    late = opt._forward_overlap
     assert late.waited[looking.main] == place(opt, model.both)
     model.other(torch.ones(1, 8))
     assert looking.wrong == []
@@ -576,7 +576,7 @@ def test_a_compiled_module_waits_for_all_of_it_before_it(whole, looking):
     assert all(type(hook) is quiet for hook in itertools.chain(*inner)), "they leave the region whole"
     if whole:
         assert [len(layer._forward_pre_hooks) for layer in model.layers] == [1] * 3
-    Seen.machine, late = None, opt._late
+    Seen.machine, late = None, opt._forward_overlap
     steps(model, opt)
     model(torch.ones(1, 8))
     assert late.waited[looking.main] >= place(opt, *blocks[0].parameters())
@@ -594,9 +594,9 @@ def test_a_region_stays_whole_where_its_wrapper_waits(optimizer, machine):
     for _ in range(3):
         compiled(torch.ones(2, 4)).sum().backward()
         opt.step()
-        assert opt._late.waited.get(machine.main, -1) == -1
+        assert opt._forward_overlap.waited.get(machine.main, -1) == -1
         compiled(torch.ones(2, 4))
-        assert opt._late.waited[machine.main] == max(opt._late.landed.values())
+        assert opt._forward_overlap.waited[machine.main] == max(opt._forward_overlap.landed.values())
     torch._dynamo.reset()
 
 
@@ -639,7 +639,7 @@ def test_models_are_not_kept_and_one_that_is_gone_waits_for_nothing(looking):
     for p in params:
         p.grad = torch.ones_like(p)
     opt.step()
-    late = opt._late
+    late = opt._forward_overlap
     assert late.waited.get(looking.main, -1) == -1
     del other, m
     gc.collect()
@@ -681,7 +681,7 @@ def sharded(rank, world, mesh_shape, way):
         for step in range(STEPS):
             torch.manual_seed(world * step + rank)
             train(model, opts, machine, way, torch.randint(20, (8,)))
-        return machine.wrong, len(opts[0]._late.marks), place(opts[0], *model[1].parameters())
+        return machine.wrong, len(opts[0]._forward_overlap.marks), place(opts[0], *model[1].parameters())
 
 
 def shard(model, mesh, way):
@@ -775,7 +775,7 @@ def unknown(rank, world):
             opt.updates_return_during(model)
         model(torch.ones(2, 4)).sum().backward()
         opt.step()
-        return opt._late.waited[machine.main] == len(opt._late.marks) - 1, len(model._forward_pre_hooks), machine.wrong
+        return opt._forward_overlap.waited[machine.main] == len(opt._forward_overlap.marks) - 1, len(model._forward_pre_hooks), machine.wrong
 
 
 def test_another_fsdp_is_waited_for_in_the_step(optimizer):
@@ -850,7 +850,7 @@ def unreduced(rank, world, way):
             opt.step()
             opt.zero_grad()
         opt.wait()
-        return machine.wrong, len(opt._late.marks), tensors(params, opt)
+        return machine.wrong, len(opt._forward_overlap.marks), tensors(params, opt)
 
 
 def test_unreduced_gradients_return_during_forward(optimizer):

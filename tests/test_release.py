@@ -150,11 +150,11 @@ def test_while_updates_return(optimizer, monkeypatch):
         model(torch.ones(2, 4)).sum().backward()
         opt.step()
         opt.release()
-        assert machine.main.seen.get(opt._late.stream, 0) == opt._late.stream.seen[opt._late.stream]
-        assert not opt._late.brought
+        assert machine.main.seen.get(opt._forward_overlap.stream, 0) == opt._forward_overlap.stream.seen[opt._forward_overlap.stream]
+        assert not opt._forward_overlap.brought
         reader = machine.Stream()
-        opt._late.ask(frozenset(map(id, model.parameters())), reader)
-        assert reader.seen.get(opt._late.stream)
+        opt._forward_overlap.ask(frozenset(map(id, model.parameters())), reader)
+        assert reader.seen.get(opt._forward_overlap.stream)
     assert not machine.wrong
 
 

@@ -312,7 +312,7 @@ class Muon(Saving):
         # On which `settled` runs methods that are called on a wrapper
         self._itself = weakref.ref(self)
         self._options = options
-        self._late = ForwardOverlap(options.overlap_forward)
+        self._forward_overlap = ForwardOverlap(options.overlap_forward)
         self._backward_overlap = BackwardOverlap()
         self._beta1 = Beta1()
         self._has_all_groups = False  # whether those of the constructor are there
@@ -416,10 +416,10 @@ class Muon(Saving):
             loss = None if closure is None else closure()
         scaled = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         device = device_of(itself.param_groups)
-        if device.type == "cpu" and not itself._late.on:
+        if device.type == "cpu" and not itself._forward_overlap.on:
             itself._take(*scaled)
             return loss
-        with current(device), itself._late.aside(device, wait_for_all=scaled != (None, None)):
+        with current(device), itself._forward_overlap.aside(device, wait_for_all=scaled != (None, None)):
             itself._take(*scaled)
         return loss
 
@@ -451,8 +451,8 @@ class Muon(Saving):
             self._launch()
         self._half_way = False
         self._process_groups.end_step()
-        if self._late.on:
-            self._late.keep(self._bound.stores)
+        if self._forward_overlap.on:
+            self._forward_overlap.keep(self._bound.stores)
         self._bound.inputs.forget()
         if self._bound.nonfinite is not None:
             self._note(found_inf is None)
@@ -549,7 +549,7 @@ class Muon(Saving):
         """
         self._backward_overlap.refuse("release")
         self._bound.missing.wait()
-        self._late.release()
+        self._forward_overlap.release()
         self._unbind()
         self._unbound = NEVER_BOUND
 
@@ -574,7 +574,7 @@ class Muon(Saving):
             units, key = stepped(self.param_groups, self._options, alone)
             if key != self._planned_for[alone] or lack_state(self._plans[alone], self.state):
                 # It may go
-                self._late.share(
+                self._forward_overlap.share(
                     t for s in self.state.values() if isinstance(s, dict) for t in s.values()
                 )
                 self._plans[alone] = planned(
@@ -613,7 +613,7 @@ class Muon(Saving):
             self._process_groups,
             (self._graphs, self._beside),
             nonfinite,
-            self._late.bucket_written if self._late.on else None,
+            self._forward_overlap.bucket_written if self._forward_overlap.on else None,
         )
         if self._options.capturable and self._graphs.on:
             self._process_groups.check_capturable()
@@ -624,7 +624,7 @@ class Muon(Saving):
         self._watch = None
         overlapped = bound.jobs if self._options.overlap_backward else None
         self._backward_overlap = BackwardOverlap(overlapped, bound.inputs)
-        self._late.follow(bound.all_jobs, bound.stores)
+        self._forward_overlap.follow(bound.all_jobs, bound.stores)
 
     def _find_world(self) -> None:
         """Drop what was planned for process groups that were destroyed."""

@@ -233,14 +233,14 @@ def settled(method):
     @functools.wraps(method)
     def after(self, *arguments, **options):
         itself = self._itself()
-        itself._late.wait()
+        itself._forward_overlap.wait()
         return method(itself, *arguments, **options)
 
     return after
 
 
 class Returning(torch.optim.Optimizer):
-    """An optimizer whose updates may return during the next forward. Subclasses set `_late` and
+    """An optimizer whose updates may return during the next forward. Subclasses set `_forward_overlap` and
     `_itself`.
     """
 
@@ -249,19 +249,19 @@ class Returning(torch.optim.Optimizer):
         modules do, each before its forward. Call it once the model is wrapped, sharded and
         compiled, for each model; again after changes.
         """
-        self._late.know(model, [p for group in self.param_groups for p in group["params"]])
+        self._forward_overlap.know(model, [p for group in self.param_groups for p in group["params"]])
 
     def wait(self) -> None:
         """Have the current stream wait for all that the last `step` has launched: before weights,
         state or gradients are read or written otherwise than by the forward of a model given to
         `updates_return_during`. The host goes on.
         """
-        self._late.wait()
+        self._forward_overlap.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. Gradients that become zeros are not read any more; others may go, and are
         kept while needed.
         """
         if not set_to_none:
-            self._late.wait()
+            self._forward_overlap.wait()
         super().zero_grad(set_to_none)
