@@ -49,7 +49,7 @@ class BackwardOverlap:
 
     def _listen(self) -> None:
         """One hook for each parameter, which keeps nothing alive, and is removed when this goes."""
-        come = weakref.WeakMethod(self._come)
+        come = weakref.WeakMethod(self.on_grad_ready)
         params = {
             id(s.params[i]): s.params[i] for _, _, s, numbers in self.journeys for i in numbers
         }
@@ -93,7 +93,7 @@ class BackwardOverlap:
 
     @torch._disable_dynamo
     @torch.no_grad()
-    def _come(self, param) -> None:
+    def on_grad_ready(self, param) -> None:
         """The gradient of a parameter is there. Buckets that are then complete leave, none before
         its turn.
         """
