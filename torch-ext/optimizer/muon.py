@@ -145,7 +145,7 @@ class Saving(Returning):
         they had left.
         """
         if not warn_torn(self._torn):
-            self._backward_overlap.judge()
+            self._backward_overlap.raise_if_changed()
 
     def _named(self) -> dict:
         """{parameter: its name}."""
@@ -435,7 +435,7 @@ class Muon(Saving):
             self._backward_overlap.check(self._as_bound(), (grad_scale, found_inf) != (None, None))
         else:
             if self._options.overlap_backward:
-                self._backward_overlap.judge()  # binding anew would forget it
+                self._backward_overlap.raise_if_changed()  # binding anew would forget it
             stores = self._ready(found_inf is not None)
             if grad_scale is not None:
                 unscale(stores, grad_scale)

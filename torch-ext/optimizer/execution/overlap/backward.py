@@ -81,7 +81,7 @@ class BackwardOverlap:
                 "buckets have left already, for the step that is due: call step() before the next "
                 "last_backward(), which goes round the backward of the last micro-batch only"
             )
-        self.judge()
+        self.raise_if_changed()
         self.is_open = bool(ready and self.journeys) and not capturing(self.device)
         self.pending = [set(awaited) for awaited in self.awaited]
         if self.stream is not None:
@@ -165,11 +165,11 @@ class BackwardOverlap:
             return
         self.verdict = torch.stack(differ).any().to("cpu", non_blocking=True)
         if self.stream is None:
-            return self.judge()
+            return self.raise_if_changed()
         self.judged = torch.cuda.Event()
         self.judged.record()
 
-    def judge(self) -> None:
+    def raise_if_changed(self) -> None:
         """Raise RuntimeError if gradients of the last step had changed; waits for the device."""
         verdict, self.verdict = self.verdict, None
         if verdict is None:
@@ -185,7 +185,7 @@ class BackwardOverlap:
 
     def refuse(self, what) -> None:
         """Raise RuntimeError if the next step has begun; `what` is asked for."""
-        self.judge()
+        self.raise_if_changed()
         if self.begun:
             raise RuntimeError(
                 f"{what} is not possible now: buckets have left during backward. Call step() first"
