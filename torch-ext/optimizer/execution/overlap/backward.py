@@ -43,7 +43,7 @@ class BackwardOverlap:
         self.stream = (
             torch.cuda.Stream(self.device) if self.journeys and self.device.type == "cuda" else None
         )
-        self.handles, self.is_open, self.failed, self.verdict = [], False, False, None
+        self.handles, self.is_open, self.failed, self.changed_flag = [], False, False, None
         self._let_go()
         self._listen()
 
@@ -163,20 +163,20 @@ class BackwardOverlap:
         """
         if not differ:
             return
-        self.verdict = torch.stack(differ).any().to("cpu", non_blocking=True)
+        self.changed_flag = torch.stack(differ).any().to("cpu", non_blocking=True)
         if self.stream is None:
             return self.raise_if_changed()
-        self.judged = torch.cuda.Event()
-        self.judged.record()
+        self.changed_event = torch.cuda.Event()
+        self.changed_event.record()
 
     def raise_if_changed(self) -> None:
         """Raise RuntimeError if gradients of the last step had changed; waits for the device."""
-        verdict, self.verdict = self.verdict, None
-        if verdict is None:
+        changed_flag, self.changed_flag = self.changed_flag, None
+        if changed_flag is None:
             return
         if self.stream is not None:
-            self.judged.synchronize()
-        self._refuse_torn(f"gradients changed. {NOT_THEN}" if verdict else None)
+            self.changed_event.synchronize()
+        self._refuse_torn(f"gradients changed. {NOT_THEN}" if changed_flag else None)
 
     def _join(self) -> None:
         """What follows in the current stream comes after what has left."""
