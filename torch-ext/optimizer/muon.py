@@ -419,7 +419,7 @@ class Muon(Saving):
         if device.type == "cpu" and not itself._forward_overlap.on:
             itself._take(*scaled)
             return loss
-        with current(device), itself._forward_overlap.aside(device, wait_for_all=scaled != (None, None)):
+        with current(device), itself._forward_overlap.on_side_stream(device, wait_for_all=scaled != (None, None)):
             itself._take(*scaled)
         return loss
 

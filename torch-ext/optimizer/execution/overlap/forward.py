@@ -45,7 +45,7 @@ class ForwardOverlap:
         self.missing = frozenset()  # the parameters without a gradient
 
     @contextlib.contextmanager
-    def aside(self, device, wait_for_all=False):
+    def on_side_stream(self, device, wait_for_all=False):
         """Context manager for a step: it goes to the optimizer's stream, after what the current one
         has been given, which then waits for what no known model has; `wait_for_all`: for
         everything.
