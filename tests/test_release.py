@@ -153,7 +153,7 @@ def test_while_updates_return(optimizer, monkeypatch):
         assert machine.main.seen.get(opt._forward_overlap.stream, 0) == opt._forward_overlap.stream.seen[opt._forward_overlap.stream]
         assert not opt._forward_overlap.brought
         reader = machine.Stream()
-        opt._forward_overlap.ask(frozenset(map(id, model.parameters())), reader)
+        opt._forward_overlap.wait_for_params(frozenset(map(id, model.parameters())), reader)
         assert reader.seen.get(opt._forward_overlap.stream)
     assert not machine.wrong
 

@@ -173,7 +173,7 @@ class ForwardOverlap:
             for done in [at for at in list(self.kept) if at <= place]:
                 self.kept.pop(done, None)  # another thread may have been faster
 
-    def ask(self, params, reader=None) -> None:
+    def wait_for_params(self, params, reader=None) -> None:
         """What follows comes after the writing of some parameters, by a frozenset of their ids: in
         the current stream and in that of the step, or in the stream `reader` alone.
         """

@@ -71,7 +71,7 @@ class Before:
     @torch._disable_dynamo  # a compiled region breaks here
     def _wait(self) -> None:
         if (late := self.late()) is not None:
-            late.wait() if self.keys is None else late.ask(self.keys)
+            late.wait() if self.keys is None else late.wait_for_params(self.keys)
 
     def __reduce__(self):
         # Takes whatever comes, and does nothing
@@ -100,10 +100,10 @@ class Gate:
             reader, _ = self.group.comm_ctx.get_all_gather_streams(
                 async_op, self.group._training_state
             )
-            late.ask(self.keys, reader)
+            late.wait_for_params(self.keys, reader)
             # Whole here: the current stream copies them
             if getattr(self.group.mesh_info, "shard_mesh_size", 1) == 1:
-                late.ask(self.keys)
+                late.wait_for_params(self.keys)
         return self.gather(async_op)
 
     def remove(self) -> None:
