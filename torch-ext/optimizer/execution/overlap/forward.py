@@ -69,7 +69,7 @@ class ForwardOverlap:
             self._begin(None)
             raise
         self.is_open = False
-        self.order(self.home, len(self.marks) - 1 if wait_for_all else self._unknown())
+        self.wait_for_event(self.home, len(self.marks) - 1 if wait_for_all else self._unknown())
 
     def follow(self, jobs, stores) -> None:
         """Know the updates of `jobs`, which report to `bucket_written`. Weights that are freed
@@ -163,7 +163,7 @@ class ForwardOverlap:
             else self.place(self.unknown)
         )
 
-    def order(self, stream, place) -> None:
+    def wait_for_event(self, stream, place) -> None:
         """What follows in a stream comes after a mark."""
         if self.waited.get(stream, -1) >= place:
             return
@@ -183,13 +183,13 @@ class ForwardOverlap:
         for stream in (
             (self.streams.current_stream(self.device), self.home) if reader is None else (reader,)
         ):
-            self.order(stream, place)
+            self.wait_for_event(stream, place)
 
     def wait(self) -> None:
         """What follows in the current stream comes after all of the last step."""
         if self.marks and not capturing(self.device):
             for stream in (self.streams.current_stream(self.device), self.home):
-                self.order(stream, len(self.marks) - 1)
+                self.wait_for_event(stream, len(self.marks) - 1)
 
     def release(self) -> None:
         """Let weights and state go, which the current stream has waited for. Who waits for any of
