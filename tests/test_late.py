@@ -751,7 +751,7 @@ def unhooked(rank, world, what):
                 lambda self, async_op=False: self.gather(async_op),
             )
         else:
-            patch.setattr(part("execution.overlap.forward").ForwardOverlap, "order", lambda self, stream, place: None)
+            patch.setattr(part("execution.overlap.forward").ForwardOverlap, "wait_for_event", lambda self, stream, place: None)
         wrong, *_ = sharded(rank, world, (world,), "plain")
     return wrong
 

@@ -86,7 +86,7 @@ def broken(patch, what) -> None:
     """Nobody waits; FSDP2's streams do not; gradients are let go."""
     late, waiting = part("execution.overlap.forward").ForwardOverlap, part("execution.overlap.module_hooks")
     if what == "waits":
-        patch.setattr(late, "order", lambda self, stream, place: None)
+        patch.setattr(late, "wait_for_event", lambda self, stream, place: None)
     elif what == "gates":
         patch.setattr(waiting.Gate, "__call__", lambda self, async_op=False: self.gather(async_op))
     elif what == "gradients":
