@@ -23,7 +23,7 @@ def _streams(device):
 
 
 class ForwardOverlap:
-    """The marks in the optimizer's stream behind which weights are written, and how far other
+    """The events in the optimizer's stream behind which weights are written, and how far other
     streams have waited.
 
     A step looks at buckets only; which parameters they bring, and for which ones models wait, is
@@ -31,7 +31,7 @@ class ForwardOverlap:
     """
 
     def __init__(self, on=False):
-        self.on, self.stream, self.events, self.models = on, None, [], weakref.WeakKeyDictionary()
+        self.on, self.stream, self.event_pool, self.models = on, None, [], weakref.WeakKeyDictionary()
         self._begin(None)
         self.follow((), ())
 
@@ -39,7 +39,7 @@ class ForwardOverlap:
         """`home`: the stream in which `step` was called. Marks follow each other: who waits for
         one, waits for those before it, too.
         """
-        self.home, self.marks, self.is_open = home, [], home is not None
+        self.home, self.events, self.is_open = home, [], home is not None
         # Bucket -> mark; stream -> mark; mark -> gradients
         self.landed, self.waited, self.kept = {}, {}, {}
         self.missing = frozenset()  # the parameters without a gradient
@@ -57,19 +57,19 @@ class ForwardOverlap:
             yield
             return
         if self.stream is None or self.stream.device != device:
-            self.stream, self.events = self.streams.Stream(device), []
+            self.stream, self.event_pool = self.streams.Stream(device), []
         self._begin(self.streams.current_stream(device))
         self.stream.wait_stream(self.home)
         try:
             with self.streams.stream(self.stream):
                 yield
-                self._mark()
+                self._record_event()
         except BaseException:
             self.home.wait_stream(self.stream)
             self._begin(None)
             raise
         self.is_open = False
-        self.wait_for_event(self.home, len(self.marks) - 1 if wait_for_all else self._unknown())
+        self.wait_for_event(self.home, len(self.events) - 1 if wait_for_all else self._unknown())
 
     def follow(self, jobs, stores) -> None:
         """Know the updates of `jobs`, which report to `bucket_written`. Weights that are freed
@@ -110,17 +110,17 @@ class ForwardOverlap:
     def bucket_written(self, update: BucketUpdate) -> None:
         """Record the event after which the weights of an update's parameters are written."""
         if self.is_open and id(update) in self.numbers:
-            self.landed[self.numbers[id(update)]] = len(self.marks)
-            self._mark()
+            self.landed[self.numbers[id(update)]] = len(self.events)
+            self._record_event()
 
-    def _mark(self) -> None:
+    def _record_event(self) -> None:
         """Events are the same in every step: who waits for one does not see that it is recorded
         again.
         """
-        if len(self.marks) == len(self.events):
-            self.events.append(self.streams.Event())
-        self.marks.append(self.events[len(self.marks)])
-        self.marks[-1].record(self.stream)
+        if len(self.events) == len(self.event_pool):
+            self.event_pool.append(self.streams.Event())
+        self.events.append(self.event_pool[len(self.events)])
+        self.events[-1].record(self.stream)
 
     def keep(self, stores) -> None:
         """At the end of a step's work: its gradients have to live until their parameters are
@@ -129,7 +129,7 @@ class ForwardOverlap:
         if not self.is_open:
             return
         for bucket, (number, part) in enumerate(self.brought):
-            store, place = stores[number], self.landed.get(bucket, len(self.marks))
+            store, place = stores[number], self.landed.get(bucket, len(self.events))
             self.kept.setdefault(place, []).append((part(store.came), part(store.gradients)))
         self.missing = frozenset(id(store.params[i]) for store in stores for i in store.missing)
 
@@ -138,7 +138,7 @@ class ForwardOverlap:
         ids; -1: none of them is. What has not landed by itself, and what is put back because no
         rank has a gradient of it, is written at the end.
         """
-        last = len(self.marks) - 1
+        last = len(self.events) - 1
         if params not in self.found:
             self.found[params] = {bucket for key in params for bucket in self.buckets.get(key, ())}
         if not self.missing.isdisjoint(params):
@@ -158,7 +158,7 @@ class ForwardOverlap:
             }
             self.models_then, self.unknown = models, frozenset(self.buckets.keys() - known)
         return (
-            len(self.marks) - 1
+            len(self.events) - 1
             if len(self.unknown) == len(self.buckets)
             else self.place(self.unknown)
         )
@@ -167,7 +167,7 @@ class ForwardOverlap:
         """What follows in a stream comes after a mark."""
         if self.waited.get(stream, -1) >= place:
             return
-        stream.wait_event(self.marks[place])
+        stream.wait_event(self.events[place])
         self.waited[stream] = place
         if stream == self.home:  # from now on its allocator may have the gradients
             for done in [at for at in list(self.kept) if at <= place]:
@@ -177,7 +177,7 @@ class ForwardOverlap:
         """What follows comes after the writing of some parameters, by a frozenset of their ids: in
         the current stream and in that of the step, or in the stream `reader` alone.
         """
-        if not self.marks or capturing(self.device):  # who captures has synchronized
+        if not self.events or capturing(self.device):  # who captures has synchronized
             return
         place = self.place(params)
         for stream in (
@@ -187,9 +187,9 @@ class ForwardOverlap:
 
     def wait(self) -> None:
         """What follows in the current stream comes after all of the last step."""
-        if self.marks and not capturing(self.device):
+        if self.events and not capturing(self.device):
             for stream in (self.streams.current_stream(self.device), self.home):
-                self.wait_for_event(stream, len(self.marks) - 1)
+                self.wait_for_event(stream, len(self.events) - 1)
 
     def release(self) -> None:
         """Let weights and state go, which the current stream has waited for. Who waits for any of
