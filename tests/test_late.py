@@ -274,7 +274,7 @@ def test_every_weight_of_a_plain_model_is_waited_for(looking):
                                 {"params": [twin.scale["last"], *(m.bias for m in twin.between)], "use_muon": False}],
                                lr=0.02))
     assert same(model.parameters(), twin.parameters())
-    assert isinstance(opt._forward_overlap, late.ForwardOverlap) and len(opt._forward_overlap.marks) > 4
+    assert isinstance(opt._forward_overlap, late.ForwardOverlap) and len(opt._forward_overlap.events) > 4
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -284,7 +284,7 @@ def test_the_current_stream_waits_only_where_it_must(told, looking):
     opt = muon(model, told)
     steps(model, opt)
     late, home = opt._forward_overlap, looking.main
-    last = len(late.marks) - 1
+    last = len(late.events) - 1
     assert late.waited.get(home, -1) == (-1 if told else last)
     model.layers[0]["block"](torch.ones(1, 8))
     assert late.waited[home] == place(opt, *model.layers[0].parameters()) if told else last
@@ -348,7 +348,7 @@ def missing(rank, world, found):
             opt.step()
         places = [place(opt, m.weight) for m in model]
         opt.wait()
-        return places, len(opt._forward_overlap.marks) - 1, machine.wrong
+        return places, len(opt._forward_overlap.events) - 1, machine.wrong
 
 
 @pytest.mark.parametrize("found", [False, True])
@@ -362,9 +362,9 @@ def test_events_are_used_again(looking):
     model = Model()
     opt = muon(model)
     steps(model, opt, 2)
-    before = opt._forward_overlap.marks
+    before = opt._forward_overlap.events
     steps(model, opt, 1)
-    assert opt._forward_overlap.marks == before and opt._forward_overlap.marks is not before and looking.wrong == []
+    assert opt._forward_overlap.events == before and opt._forward_overlap.events is not before and looking.wrong == []
 
 
 # who waits, before anything else sees weights, state or gradients ----------------------------------------------------
@@ -404,7 +404,7 @@ def test_what_sees_weights_state_or_gradients_waits_first(name, looking):
     model = Model()
     opt = muon(model, nonfinite="skip")
     steps(model, opt, 2)
-    last = opt._forward_overlap.marks[-1]
+    last = opt._forward_overlap.events[-1]
     written = {line: tick for line, tick in last.seen.items() if line is opt._forward_overlap.stream}
     assert any(looking.main.seen.get(line, 0) < tick for line, tick in written.items())
     DRAINS[name](model, opt)
@@ -429,7 +429,7 @@ def test_a_copy_waits_in_its_step(looking):
     for p in itertools.chain(*(g["params"] for g in twin.param_groups)):
         p.grad = torch.ones_like(p)
     twin.step()
-    assert twin._forward_overlap.waited[looking.main] == len(twin._forward_overlap.marks) - 1 and not len(twin._forward_overlap.models)
+    assert twin._forward_overlap.waited[looking.main] == len(twin._forward_overlap.events) - 1 and not len(twin._forward_overlap.models)
     opt.step()
     clone(torch.ones(1, 8))
     pickle.dumps(model)
@@ -444,7 +444,7 @@ def test_a_grad_scaler_waits_in_the_step(looking):
     model(torch.ones(1, 8)).sum().backward()
     opt.grad_scale, opt.found_inf = torch.ones(()), torch.zeros(())
     opt.step()
-    assert opt._forward_overlap.waited[looking.main] == len(opt._forward_overlap.marks) - 1
+    assert opt._forward_overlap.waited[looking.main] == len(opt._forward_overlap.events) - 1
 
 
 def test_an_error_in_the_step_leaves_nothing_behind(looking, monkeypatch):
@@ -460,7 +460,7 @@ def test_an_error_in_the_step_leaves_nothing_behind(looking, monkeypatch):
         patch.setattr(part("execution.bucket_updates").AdamWUpdate, "step", fail)
         with pytest.raises(KeyError, match="a fault"):
             opt.step()
-    assert looking.current_stream() is looking.main and opt._forward_overlap.marks == [] and opt._forward_overlap.kept == {}
+    assert looking.current_stream() is looking.main and opt._forward_overlap.events == [] and opt._forward_overlap.kept == {}
     assert all(looking.main.seen[line] >= tick for line, tick in looking.writes.values())
     with pytest.raises(RuntimeError, match="failed half-way"):
         opt.step()
@@ -498,7 +498,7 @@ def test_without_the_option_and_on_a_cpu_nothing_happens(optimizer):
         opt = muon(model, **options)
         steps(model, opt)
         opt.wait()
-        assert opt._forward_overlap.marks == [] and opt._forward_overlap.kept == {} and opt._forward_overlap.stream is None
+        assert opt._forward_overlap.events == [] and opt._forward_overlap.kept == {} and opt._forward_overlap.stream is None
         assert len(model._forward_pre_hooks) == (not options)
     assert all(same(models[0].parameters(), model.parameters()) for model in models)
 
@@ -681,7 +681,7 @@ def sharded(rank, world, mesh_shape, way):
         for step in range(STEPS):
             torch.manual_seed(world * step + rank)
             train(model, opts, machine, way, torch.randint(20, (8,)))
-        return machine.wrong, len(opts[0]._forward_overlap.marks), place(opts[0], *model[1].parameters())
+        return machine.wrong, len(opts[0]._forward_overlap.events), place(opts[0], *model[1].parameters())
 
 
 def shard(model, mesh, way):
@@ -775,7 +775,7 @@ def unknown(rank, world):
             opt.updates_return_during(model)
         model(torch.ones(2, 4)).sum().backward()
         opt.step()
-        return opt._forward_overlap.waited[machine.main] == len(opt._forward_overlap.marks) - 1, len(model._forward_pre_hooks), machine.wrong
+        return opt._forward_overlap.waited[machine.main] == len(opt._forward_overlap.events) - 1, len(model._forward_pre_hooks), machine.wrong
 
 
 def test_another_fsdp_is_waited_for_in_the_step(optimizer):
@@ -850,7 +850,7 @@ def unreduced(rank, world, way):
             opt.step()
             opt.zero_grad()
         opt.wait()
-        return machine.wrong, len(opt._forward_overlap.marks), tensors(params, opt)
+        return machine.wrong, len(opt._forward_overlap.events), tensors(params, opt)
 
 
 def test_unreduced_gradients_return_during_forward(optimizer):

@@ -143,10 +143,10 @@ def trained(rank, world, way, mode, what=None):
             here.record()
             overwrite(model, opt)
             here.synchronize()
-            ahead.append(bool(opt._forward_overlap.marks) and not opt._forward_overlap.marks[-1].query())
+            ahead.append(bool(opt._forward_overlap.events) and not opt._forward_overlap.events[-1].query())
         opt.wait()
         torch.cuda.synchronize()
-        assert mode != "late" or world == 1 or way == "early" or len(opt._forward_overlap.marks) > 8
+        assert mode != "late" or world == 1 or way == "early" or len(opt._forward_overlap.events) > 8
         return states(model, opt), ahead, sum(known.graph is not None for known in opt._graphs.parts.values())
 
 

@@ -96,7 +96,7 @@ class Gate:
         group.unshard = self
 
     def __call__(self, async_op=False):
-        if (late := self.late()) is not None and late.marks:
+        if (late := self.late()) is not None and late.events:
             reader, _ = self.group.comm_ctx.get_all_gather_streams(
                 async_op, self.group._training_state
             )
