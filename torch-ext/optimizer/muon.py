@@ -21,7 +21,7 @@ from .communication.process_groups import ProcessGroups, check_process_group, wo
 from .execution.cuda_graphs import Graphs, check_environment, current, release_before_groups
 from .execution.fingerprint import StepFingerprint, memory_key
 from .execution.overlap.backward import BackwardOverlap
-from .execution.overlap.forward import ForwardOverlap, Returning, settled
+from .execution.overlap.forward import ForwardOverlap, Returning, waits_for_updates
 from .execution.prepare import (
     OTHER_NUMBERS,
     OTHER_PARAMETERS,
@@ -77,7 +77,7 @@ class Saving(Returning):
         members = adopt_state(self._members, self.param_groups, self.state)
         self._members = members if self.state else ()
 
-    @settled
+    @waits_for_updates
     def init_state(self) -> None:
         """Create zero state of every parameter that requires a gradient and has none: before the
         first step, for code that loads into the state that is there. Without a step, a plan or
@@ -91,7 +91,7 @@ class Saving(Returning):
             complete_state(self.param_groups, self.state, self._options)
         self._hand_over()
 
-    @settled
+    @waits_for_updates
     def state_dict(self) -> dict:
         """As in torch. With shard_state or unreduced gradients collective over process_group, of
         which each rank has a part of the state: it comes as DTensors cut by rows, for any layout.
@@ -119,7 +119,7 @@ class Saving(Returning):
         ):
             return super().state_dict()
 
-    @settled
+    @waits_for_updates
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Gather the state that owners keep (shard_state, unreduced gradients) in the CPU memory of
         rank `to` of process_group, None: of every rank. One rank can then save it alone.
@@ -151,7 +151,7 @@ class Saving(Returning):
         """{parameter: its name}."""
         return {p: name for group in self.param_groups for p, name in names_in(group).items()}
 
-    @settled
+    @waits_for_updates
     def load_state_dict(self, state_dict) -> None:
         """As in torch, from any layout: tensors that lie otherwise than the parameters are moved,
         and get the dtype of `state_dtype`. What the saved groups lack (those of torch.optim.Muon or
@@ -175,7 +175,7 @@ class Saving(Returning):
         self._hand_over()
         self._unbound = "after load_state_dict(), which drops the plan"
 
-    @settled
+    @waits_for_updates
     def __getstate__(self):
         self._beta1.follow(self.param_groups)
         options = replace(
@@ -309,7 +309,7 @@ class Muon(Saving):
         None of them is an attribute of the class: a wrapper of Lightning or Fabric derives a class
         from the optimizer's and asks the optimizer only for attributes that this class lacks.
         """
-        # On which `settled` runs methods that are called on a wrapper
+        # On which `waits_for_updates` runs methods that are called on a wrapper
         self._itself = weakref.ref(self)
         self._options = options
         self._forward_overlap = ForwardOverlap(options.overlap_forward)
@@ -339,7 +339,7 @@ class Muon(Saving):
     def timing(self, on: bool) -> None:
         self._itself()._timing = on
 
-    @settled
+    @waits_for_updates
     def add_param_group(self, param_group) -> None:
         """Add a group; see the class for what it may hold."""
         if not isinstance(param_group, dict):
@@ -477,7 +477,7 @@ class Muon(Saving):
             self._bound.nonfinite.tell()
 
     @property
-    @settled
+    @waits_for_updates
     def skipped(self) -> torch.Tensor:
         """How many matrices (AdamW: parameters) this rank left alone for NaN or Inf so far: int64,
         on the device.
@@ -508,7 +508,7 @@ class Muon(Saving):
             else:
                 pipeline.run(jobs, closing)
 
-    @settled
+    @waits_for_updates
     def last_backward(self):
         """Context manager for the backward of a step's last micro-batch: with
         overlap_backward=True, gradients leave for their owners as soon as all of a bucket are
@@ -540,7 +540,7 @@ class Muon(Saving):
             )
         return report_of(self._bound.all_jobs, this_rank(), self._watch, self._backward_overlap.order)
 
-    @settled
+    @waits_for_updates
     def release(self) -> None:
         """Let go of what is bound at this rank: the workspace, CUDA graphs, and the views that keep
         the memory of weights and state which you free or offload between steps. State and plan

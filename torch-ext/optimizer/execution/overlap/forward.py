@@ -221,7 +221,7 @@ class ForwardOverlap:
             weakref.finalize(self, waiting.remove)
 
 
-def settled(method):
+def waits_for_updates(method):
     """Decorate a method of an optimizer that reads or changes weights or state: the current stream
     waits first.
 
