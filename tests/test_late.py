@@ -254,7 +254,7 @@ def muon(model, told=True, **options):
 
 def place(opt, *params):
     """The mark behind which they are written."""
-    return opt._forward_overlap.place(frozenset(map(id, params)))
+    return opt._forward_overlap.last_event_of(frozenset(map(id, params)))
 
 
 @pytest.fixture

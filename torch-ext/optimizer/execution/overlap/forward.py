@@ -133,7 +133,7 @@ class ForwardOverlap:
             self.kept.setdefault(place, []).append((part(store.came), part(store.gradients)))
         self.missing = frozenset(id(store.params[i]) for store in stores for i in store.missing)
 
-    def place(self, params) -> int:
+    def last_event_of(self, params) -> int:
         """The mark behind which the last of some parameters is written, by a frozenset of their
         ids; -1: none of them is. What has not landed by itself, and what is put back because no
         rank has a gradient of it, is written at the end.
@@ -160,7 +160,7 @@ class ForwardOverlap:
         return (
             len(self.events) - 1
             if len(self.unknown) == len(self.buckets)
-            else self.place(self.unknown)
+            else self.last_event_of(self.unknown)
         )
 
     def wait_for_event(self, stream, place) -> None:
@@ -179,7 +179,7 @@ class ForwardOverlap:
         """
         if not self.events or capturing(self.device):  # who captures has synchronized
             return
-        place = self.place(params)
+        place = self.last_event_of(params)
         for stream in (
             (self.streams.current_stream(self.device), self.home) if reader is None else (reader,)
         ):
