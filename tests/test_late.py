@@ -289,7 +289,7 @@ def test_the_current_stream_waits_only_where_it_must(told, looking):
     model.layers[0]["block"](torch.ones(1, 8))
     assert late.waited[home] == place(opt, *model.layers[0].parameters()) if told else last
     model(torch.ones(1, 8))
-    assert late.waited[home] == (max(late.landed.values()) if told else last) and looking.wrong == []
+    assert late.waited[home] == (max(late.written_event.values()) if told else last) and looking.wrong == []
 
 
 def test_the_machine_sees_what_does_not_wait(looking, monkeypatch):
@@ -596,7 +596,7 @@ def test_a_region_stays_whole_where_its_wrapper_waits(optimizer, machine):
         opt.step()
         assert opt._forward_overlap.waited.get(machine.main, -1) == -1
         compiled(torch.ones(2, 4))
-        assert opt._forward_overlap.waited[machine.main] == max(opt._forward_overlap.landed.values())
+        assert opt._forward_overlap.waited[machine.main] == max(opt._forward_overlap.written_event.values())
     torch._dynamo.reset()
 
 

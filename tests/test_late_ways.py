@@ -132,7 +132,7 @@ def test_a_compiled_forward_stays_whole_and_waits_before_it(kind, ran, machine):
     for _ in range(3):
         launch(model, opt)
         model(X)
-        assert opt._forward_overlap.waited[machine.main] == max(opt._forward_overlap.landed.values())
+        assert opt._forward_overlap.waited[machine.main] == max(opt._forward_overlap.written_event.values())
     torch._dynamo.reset()
 
 

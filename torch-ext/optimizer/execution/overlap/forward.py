@@ -41,7 +41,7 @@ class ForwardOverlap:
         """
         self.home, self.events, self.is_open = home, [], home is not None
         # Bucket -> mark; stream -> mark; mark -> gradients
-        self.landed, self.waited, self.kept = {}, {}, {}
+        self.written_event, self.waited, self.kept = {}, {}, {}
         self.missing = frozenset()  # the parameters without a gradient
 
     @contextlib.contextmanager
@@ -110,7 +110,7 @@ class ForwardOverlap:
     def bucket_written(self, update: BucketUpdate) -> None:
         """Record the event after which the weights of an update's parameters are written."""
         if self.is_open and id(update) in self.numbers:
-            self.landed[self.numbers[id(update)]] = len(self.events)
+            self.written_event[self.numbers[id(update)]] = len(self.events)
             self._record_event()
 
     def _record_event(self) -> None:
@@ -129,7 +129,7 @@ class ForwardOverlap:
         if not self.is_open:
             return
         for bucket, (number, part) in enumerate(self.brought):
-            store, place = stores[number], self.landed.get(bucket, len(self.events))
+            store, place = stores[number], self.written_event.get(bucket, len(self.events))
             self.kept.setdefault(place, []).append((part(store.came), part(store.gradients)))
         self.missing = frozenset(id(store.params[i]) for store in stores for i in store.missing)
 
@@ -143,7 +143,7 @@ class ForwardOverlap:
             self.found[params] = {bucket for key in params for bucket in self.buckets.get(key, ())}
         if not self.missing.isdisjoint(params):
             return last
-        return max((self.landed.get(bucket, last) for bucket in self.found[params]), default=-1)
+        return max((self.written_event.get(bucket, last) for bucket in self.found[params]), default=-1)
 
     def _unknown(self) -> int:
         """The mark of the parameters for which no model waits; if one does for none, that which
