@@ -285,11 +285,11 @@ def test_the_current_stream_waits_only_where_it_must(told, looking):
     steps(model, opt)
     late, home = opt._forward_overlap, looking.main
     last = len(late.events) - 1
-    assert late.waited.get(home, -1) == (-1 if told else last)
+    assert late.waited_event.get(home, -1) == (-1 if told else last)
     model.layers[0]["block"](torch.ones(1, 8))
-    assert late.waited[home] == place(opt, *model.layers[0].parameters()) if told else last
+    assert late.waited_event[home] == place(opt, *model.layers[0].parameters()) if told else last
     model(torch.ones(1, 8))
-    assert late.waited[home] == (max(late.written_event.values()) if told else last) and looking.wrong == []
+    assert late.waited_event[home] == (max(late.written_event.values()) if told else last) and looking.wrong == []
 
 
 def test_the_machine_sees_what_does_not_wait(looking, monkeypatch):
@@ -417,7 +417,7 @@ def test_gradients_that_go_need_no_wait(looking):
     opt = muon(model)
     steps(model, opt, 1)
     opt.zero_grad()
-    assert opt._forward_overlap.waited.get(looking.main, -1) == -1
+    assert opt._forward_overlap.waited_event.get(looking.main, -1) == -1
 
 
 def test_a_copy_waits_in_its_step(looking):
@@ -429,7 +429,7 @@ def test_a_copy_waits_in_its_step(looking):
     for p in itertools.chain(*(g["params"] for g in twin.param_groups)):
         p.grad = torch.ones_like(p)
     twin.step()
-    assert twin._forward_overlap.waited[looking.main] == len(twin._forward_overlap.events) - 1 and not len(twin._forward_overlap.models)
+    assert twin._forward_overlap.waited_event[looking.main] == len(twin._forward_overlap.events) - 1 and not len(twin._forward_overlap.models)
     opt.step()
     clone(torch.ones(1, 8))
     pickle.dumps(model)
@@ -444,7 +444,7 @@ def test_a_grad_scaler_waits_in_the_step(looking):
     model(torch.ones(1, 8)).sum().backward()
     opt.grad_scale, opt.found_inf = torch.ones(()), torch.zeros(())
     opt.step()
-    assert opt._forward_overlap.waited[looking.main] == len(opt._forward_overlap.events) - 1
+    assert opt._forward_overlap.waited_event[looking.main] == len(opt._forward_overlap.events) - 1
 
 
 def test_an_error_in_the_step_leaves_nothing_behind(looking, monkeypatch):
@@ -551,7 +551,7 @@ def test_parts_of_what_has_no_forward_wait_for_themselves(looking):
         p.grad = torch.ones_like(p)
     opt.step()
     late = opt._forward_overlap
-    assert late.waited[looking.main] == place(opt, model.both)
+    assert late.waited_event[looking.main] == place(opt, model.both)
     model.other(torch.ones(1, 8))
     assert looking.wrong == []
 
@@ -579,7 +579,7 @@ def test_a_compiled_module_waits_for_all_of_it_before_it(whole, looking):
     Seen.machine, late = None, opt._forward_overlap
     steps(model, opt)
     model(torch.ones(1, 8))
-    assert late.waited[looking.main] >= place(opt, *blocks[0].parameters())
+    assert late.waited_event[looking.main] >= place(opt, *blocks[0].parameters())
     steps(model, opt, 1)
     Seen.machine = looking
     blocks[1](torch.ones(1, 8))  # as it is, not compiled
@@ -594,9 +594,9 @@ def test_a_region_stays_whole_where_its_wrapper_waits(optimizer, machine):
     for _ in range(3):
         compiled(torch.ones(2, 4)).sum().backward()
         opt.step()
-        assert opt._forward_overlap.waited.get(machine.main, -1) == -1
+        assert opt._forward_overlap.waited_event.get(machine.main, -1) == -1
         compiled(torch.ones(2, 4))
-        assert opt._forward_overlap.waited[machine.main] == max(opt._forward_overlap.written_event.values())
+        assert opt._forward_overlap.waited_event[machine.main] == max(opt._forward_overlap.written_event.values())
     torch._dynamo.reset()
 
 
@@ -640,12 +640,12 @@ def test_models_are_not_kept_and_one_that_is_gone_waits_for_nothing(looking):
         p.grad = torch.ones_like(p)
     opt.step()
     late = opt._forward_overlap
-    assert late.waited.get(looking.main, -1) == -1
+    assert late.waited_event.get(looking.main, -1) == -1
     del other, m
     gc.collect()
     assert ref() is None
     opt.step()
-    assert late.waited[looking.main] == place(opt, *weights)
+    assert late.waited_event[looking.main] == place(opt, *weights)
 
 
 # FSDP2 --------------------------------------------------------------------------------------------------------------
@@ -775,7 +775,7 @@ def unknown(rank, world):
             opt.updates_return_during(model)
         model(torch.ones(2, 4)).sum().backward()
         opt.step()
-        return opt._forward_overlap.waited[machine.main] == len(opt._forward_overlap.events) - 1, len(model._forward_pre_hooks), machine.wrong
+        return opt._forward_overlap.waited_event[machine.main] == len(opt._forward_overlap.events) - 1, len(model._forward_pre_hooks), machine.wrong
 
 
 def test_another_fsdp_is_waited_for_in_the_step(optimizer):

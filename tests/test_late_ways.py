@@ -132,7 +132,7 @@ def test_a_compiled_forward_stays_whole_and_waits_before_it(kind, ran, machine):
     for _ in range(3):
         launch(model, opt)
         model(X)
-        assert opt._forward_overlap.waited[machine.main] == max(opt._forward_overlap.written_event.values())
+        assert opt._forward_overlap.waited_event[machine.main] == max(opt._forward_overlap.written_event.values())
     torch._dynamo.reset()
 
 
@@ -185,7 +185,7 @@ def test_the_step_waits_for_torchscript(alone, machine):
     model = script if alone else nn.Sequential(nn.Linear(8, 8), script)
     opt = muon(model)
     launch(model, opt)
-    assert opt._forward_overlap.waited[machine.main] >= place(opt, *script.parameters())
+    assert opt._forward_overlap.waited_event[machine.main] >= place(opt, *script.parameters())
     model(X)
 
 

@@ -41,7 +41,7 @@ class ForwardOverlap:
         """
         self.home, self.events, self.is_open = home, [], home is not None
         # Bucket -> mark; stream -> mark; mark -> gradients
-        self.written_event, self.waited, self.kept = {}, {}, {}
+        self.written_event, self.waited_event, self.kept = {}, {}, {}
         self.missing = frozenset()  # the parameters without a gradient
 
     @contextlib.contextmanager
@@ -165,10 +165,10 @@ class ForwardOverlap:
 
     def wait_for_event(self, stream, place) -> None:
         """What follows in a stream comes after a mark."""
-        if self.waited.get(stream, -1) >= place:
+        if self.waited_event.get(stream, -1) >= place:
             return
         stream.wait_event(self.events[place])
-        self.waited[stream] = place
+        self.waited_event[stream] = place
         if stream == self.home:  # from now on its allocator may have the gradients
             for done in [at for at in list(self.kept) if at <= place]:
                 self.kept.pop(done, None)  # another thread may have been faster
