@@ -460,7 +460,7 @@ def test_an_error_in_the_step_leaves_nothing_behind(looking, monkeypatch):
         patch.setattr(part("execution.bucket_updates").AdamWUpdate, "step", fail)
         with pytest.raises(KeyError, match="a fault"):
             opt.step()
-    assert looking.current_stream() is looking.main and opt._forward_overlap.events == [] and opt._forward_overlap.kept == {}
+    assert looking.current_stream() is looking.main and opt._forward_overlap.events == [] and opt._forward_overlap.held_gradients == {}
     assert all(looking.main.seen[line] >= tick for line, tick in looking.writes.values())
     with pytest.raises(RuntimeError, match="failed half-way"):
         opt.step()
@@ -498,7 +498,7 @@ def test_without_the_option_and_on_a_cpu_nothing_happens(optimizer):
         opt = muon(model, **options)
         steps(model, opt)
         opt.wait()
-        assert opt._forward_overlap.events == [] and opt._forward_overlap.kept == {} and opt._forward_overlap.stream is None
+        assert opt._forward_overlap.events == [] and opt._forward_overlap.held_gradients == {} and opt._forward_overlap.stream is None
         assert len(model._forward_pre_hooks) == (not options)
     assert all(same(models[0].parameters(), model.parameters()) for model in models)
 

@@ -90,13 +90,13 @@ def broken(patch, what) -> None:
     elif what == "gates":
         patch.setattr(waiting.Gate, "__call__", lambda self, async_op=False: self.gather(async_op))
     elif what == "gradients":
-        keep = late.keep
+        keep = late.hold_gradients
 
         def keep_nothing(self, stores):
             keep(self, stores)
-            self.kept.clear()
+            self.held_gradients.clear()
 
-        patch.setattr(late, "keep", keep_nothing)
+        patch.setattr(late, "hold_gradients", keep_nothing)
 
 
 def optimizer_of(model, way, mode):

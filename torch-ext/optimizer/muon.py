@@ -452,7 +452,7 @@ class Muon(Saving):
         self._half_way = False
         self._process_groups.end_step()
         if self._forward_overlap.on:
-            self._forward_overlap.keep(self._bound.stores)
+            self._forward_overlap.hold_gradients(self._bound.stores)
         self._bound.inputs.forget()
         if self._bound.nonfinite is not None:
             self._note(found_inf is None)

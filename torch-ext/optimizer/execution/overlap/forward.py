@@ -41,7 +41,7 @@ class ForwardOverlap:
         """
         self.home, self.events, self.is_open = home, [], home is not None
         # Bucket -> mark; stream -> mark; mark -> gradients
-        self.written_event, self.waited_event, self.kept = {}, {}, {}
+        self.written_event, self.waited_event, self.held_gradients = {}, {}, {}
         self.missing = frozenset()  # the parameters without a gradient
 
     @contextlib.contextmanager
@@ -122,7 +122,7 @@ class ForwardOverlap:
         self.events.append(self.event_pool[len(self.events)])
         self.events[-1].record(self.stream)
 
-    def keep(self, stores) -> None:
+    def hold_gradients(self, stores) -> None:
         """At the end of a step's work: its gradients have to live until their parameters are
         written, as they came and as they were brought home.
         """
@@ -130,7 +130,7 @@ class ForwardOverlap:
             return
         for bucket, (number, part) in enumerate(self.brought):
             store, place = stores[number], self.written_event.get(bucket, len(self.events))
-            self.kept.setdefault(place, []).append((part(store.came), part(store.gradients)))
+            self.held_gradients.setdefault(place, []).append((part(store.came), part(store.gradients)))
         self.missing = frozenset(id(store.params[i]) for store in stores for i in store.missing)
 
     def last_event_of(self, params) -> int:
@@ -170,8 +170,8 @@ class ForwardOverlap:
         stream.wait_event(self.events[place])
         self.waited_event[stream] = place
         if stream == self.home:  # from now on its allocator may have the gradients
-            for done in [at for at in list(self.kept) if at <= place]:
-                self.kept.pop(done, None)  # another thread may have been faster
+            for done in [at for at in list(self.held_gradients) if at <= place]:
+                self.held_gradients.pop(done, None)  # another thread may have been faster
 
     def wait_for_params(self, params, reader=None) -> None:
         """What follows comes after the writing of some parameters, by a frozenset of their ids: in
