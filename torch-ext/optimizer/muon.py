@@ -574,7 +574,7 @@ class Muon(Saving):
             units, key = stepped(self.param_groups, self._options, alone)
             if key != self._planned_for[alone] or lack_state(self._plans[alone], self.state):
                 # It may go
-                self._forward_overlap.share(
+                self._forward_overlap.record_stream(
                     t for s in self.state.values() if isinstance(s, dict) for t in s.values()
                 )
                 self._plans[alone] = planned(
@@ -624,7 +624,7 @@ class Muon(Saving):
         self._watch = None
         overlapped = bound.jobs if self._options.overlap_backward else None
         self._backward_overlap = BackwardOverlap(overlapped, bound.inputs)
-        self._forward_overlap.follow(bound.all_jobs, bound.stores)
+        self._forward_overlap.bind(bound.all_jobs, bound.stores)
 
     def _find_world(self) -> None:
         """Drop what was planned for process groups that were destroyed."""

@@ -33,7 +33,7 @@ class ForwardOverlap:
     def __init__(self, on=False):
         self.on, self.stream, self.event_pool, self.models = on, None, [], weakref.WeakKeyDictionary()
         self._begin(None)
-        self.follow((), ())
+        self.bind((), ())
 
     def _begin(self, home) -> None:
         """`home`: the stream in which `step` was called. Marks follow each other: who waits for
@@ -71,7 +71,7 @@ class ForwardOverlap:
         self.is_open = False
         self.wait_for_event(self.home, len(self.events) - 1 if wait_for_all else self._unknown())
 
-    def follow(self, jobs, stores) -> None:
+    def bind(self, jobs, stores) -> None:
         """Know the updates of `jobs`, which report to `bucket_written`. Weights that are freed
         meanwhile are still written.
         """
@@ -93,7 +93,7 @@ class ForwardOverlap:
             self._brings(
                 stores, store, [i for i, p in enumerate(store.params) if id(p) not in self.buckets]
             )
-        self.share(param for store in stores for param in store.params)
+        self.record_stream(param for store in stores for param in store.params)
 
     def _brings(self, stores, store, numbers) -> None:
         for number in numbers:
@@ -101,7 +101,7 @@ class ForwardOverlap:
         if numbers:
             self.brought.append((stores.index(store), itemgetter(*numbers)))
 
-    def share(self, tensors) -> None:
+    def record_stream(self, tensors) -> None:
         """What is freed meanwhile is given to nobody before the step is done with it."""
         for tensor in raw_locals(tensors) if self.is_open else ():
             if getattr(tensor, "is_cuda", False):
@@ -196,7 +196,7 @@ class ForwardOverlap:
         them from now on waits for the end of the last step.
         """
         self.missing = frozenset(self.buckets)
-        self.follow((), ())
+        self.bind((), ())
 
     def __del__(self, suppress=contextlib.suppress):
         """Nobody waits any more for what an optimizer that goes has launched: now it is waited
@@ -205,7 +205,7 @@ class ForwardOverlap:
         with suppress(Exception):  # the process may be at its end, and this module's names gone
             self.wait()
 
-    def know(self, model, params) -> None:
+    def add_model(self, model, params) -> None:
         """From now on the modules of a model wait for those of `params` that they have."""
         if not isinstance(model, torch.nn.Module):
             raise TypeError(
@@ -249,7 +249,7 @@ class Returning(torch.optim.Optimizer):
         modules do, each before its forward. Call it once the model is wrapped, sharded and
         compiled, for each model; again after changes.
         """
-        self._forward_overlap.know(model, [p for group in self.param_groups for p in group["params"]])
+        self._forward_overlap.add_model(model, [p for group in self.param_groups for p in group["params"]])
 
     def wait(self) -> None:
         """Have the current stream wait for all that the last `step` has launched: before weights,
