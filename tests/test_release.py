@@ -151,7 +151,7 @@ def test_while_updates_return(optimizer, monkeypatch):
         opt.step()
         opt.release()
         assert machine.main.seen.get(opt._forward_overlap.stream, 0) == opt._forward_overlap.stream.seen[opt._forward_overlap.stream]
-        assert not opt._forward_overlap.brought
+        assert not opt._forward_overlap.bucket_params
         reader = machine.Stream()
         opt._forward_overlap.wait_for_params(frozenset(map(id, model.parameters())), reader)
         assert reader.seen.get(opt._forward_overlap.stream)

@@ -77,7 +77,7 @@ class ForwardOverlap:
         """
         self.numbers = {}  # id of an update -> its number
         # Bucket -> its part of a store; parameter -> its buckets
-        self.brought, self.buckets = [], {}
+        self.bucket_params, self.buckets = [], {}
         # Parameters -> their buckets
         self.found, self.models_then, self.unknown = {}, None, frozenset()
         for route, _ in jobs if self.on else ():
@@ -86,7 +86,7 @@ class ForwardOverlap:
             numbers = range(len(route.store.params))
             if route.bucket is not None:
                 numbers = sorted({m.param for m in route.bucket.matrices})
-            self.numbers[id(route)] = len(self.brought)
+            self.numbers[id(route)] = len(self.bucket_params)
             self._brings(stores, route.store, numbers)
         # One bucket more, of what no route brings: it never lands
         for store in stores if self.on else ():
@@ -97,9 +97,9 @@ class ForwardOverlap:
 
     def _brings(self, stores, store, numbers) -> None:
         for number in numbers:
-            self.buckets.setdefault(id(store.params[number]), []).append(len(self.brought))
+            self.buckets.setdefault(id(store.params[number]), []).append(len(self.bucket_params))
         if numbers:
-            self.brought.append((stores.index(store), itemgetter(*numbers)))
+            self.bucket_params.append((stores.index(store), itemgetter(*numbers)))
 
     def record_stream(self, tensors) -> None:
         """What is freed meanwhile is given to nobody before the step is done with it."""
@@ -128,7 +128,7 @@ class ForwardOverlap:
         """
         if not self.is_open:
             return
-        for bucket, (number, part) in enumerate(self.brought):
+        for bucket, (number, part) in enumerate(self.bucket_params):
             store, place = stores[number], self.written_event.get(bucket, len(self.events))
             self.held_gradients.setdefault(place, []).append((part(store.came), part(store.gradients)))
         self.missing = frozenset(id(store.params[i]) for store in stores for i in store.missing)
