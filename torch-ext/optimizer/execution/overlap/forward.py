@@ -14,7 +14,7 @@ import torch
 from ...kernels.backend import capturing
 from ...params.dtensor import raw_locals
 from ...pipeline import BucketUpdate
-from .module_hooks import Waiting
+from .module_hooks import ModelHooks
 
 
 def _streams(device):
@@ -217,7 +217,7 @@ class ForwardOverlap:
             before.remove()
         if self.on:
             self.wait()
-            self.models[model] = waiting = Waiting(model, {id(p): p for p in params}, self)
+            self.models[model] = waiting = ModelHooks(model, {id(p): p for p in params}, self)
             weakref.finalize(self, waiting.remove)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 
-class Waiting:
+class ModelHooks:
     """The hooks of one model for one optimizer, whose `late` is asked to wait; it keeps neither
     alive. `known`: the parameters for which somebody waits, by id.
     """
