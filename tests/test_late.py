@@ -293,7 +293,7 @@ def test_the_current_stream_waits_only_where_it_must(told, looking):
 
 
 def test_the_machine_sees_what_does_not_wait(looking, monkeypatch):
-    monkeypatch.setattr(part("execution.overlap.module_hooks").Before, "_wait", lambda self: None)
+    monkeypatch.setattr(part("execution.overlap.module_hooks").WaitHook, "_wait", lambda self: None)
     model = Model()
     steps(model, muon(model))
     assert any("read while it is written" in what for what in looking.wrong)
@@ -571,7 +571,7 @@ def test_a_compiled_module_waits_for_all_of_it_before_it(whole, looking):
     assert counts == [[1, 1, 0, 1, 1]] * 3
     inner, quiet = (
         [m._forward_pre_hooks.values() for m in list(blocks[0].modules())[1:]],
-        part("execution.overlap.module_hooks").Quiet,
+        part("execution.overlap.module_hooks").EagerWaitHook,
     )
     assert all(type(hook) is quiet for hook in itertools.chain(*inner)), "they leave the region whole"
     if whole:
@@ -746,7 +746,7 @@ def unhooked(rank, world, what):
     with pytest.MonkeyPatch.context() as patch:
         if what == "gates":
             patch.setattr(
-                part("execution.overlap.module_hooks").Gate,
+                part("execution.overlap.module_hooks").UnshardHook,
                 "__call__",
                 lambda self, async_op=False: self.gather(async_op),
             )
@@ -804,7 +804,7 @@ def gone(rank, world):
 
 
 def test_gates_go_with_their_optimizer(optimizer):
-    assert run_ranks(2, gone) == [["Gate", "Gate", "method"]] * 2
+    assert run_ranks(2, gone) == [["UnshardHook", "UnshardHook", "method"]] * 2
 
 
 # the bits -------------------------------------------------------------------------------------------------------------

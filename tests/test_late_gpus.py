@@ -88,7 +88,7 @@ def broken(patch, what) -> None:
     if what == "waits":
         patch.setattr(late, "wait_for_event", lambda self, stream, place: None)
     elif what == "gates":
-        patch.setattr(waiting.Gate, "__call__", lambda self, async_op=False: self.gather(async_op))
+        patch.setattr(waiting.UnshardHook, "__call__", lambda self, async_op=False: self.gather(async_op))
     elif what == "gradients":
         keep = late.hold_gradients
 

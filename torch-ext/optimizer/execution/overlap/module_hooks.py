@@ -34,17 +34,17 @@ class ModelHooks:
         for module, _, keys in gathers:
             stops[module] = stops.get(module, set()) | keys
         for group, keys in {id(group): (group, keys) for _, group, keys in gathers}.values():
-            self.gates.add(Gate(group, late, keys))
+            self.gates.add(UnshardHook(group, late, keys))
         for module, hook in [
-            *((m, Before(late, keys)) for m, keys in stops.items()),
-            *((m, Quiet(late, keys)) for m, keys in quiet.items()),
+            *((m, WaitHook(late, keys)) for m, keys in stops.items()),
+            *((m, EagerWaitHook(late, keys)) for m, keys in quiet.items()),
         ]:
             # Before FSDP2's own
             self.handles.append(module.register_forward_pre_hook(hook, prepend=True))
         for module in {model, *stops, *quiet} if not _is_script(model) else ():
             self.handles += [
-                module.register_state_dict_pre_hook(Before(late)),
-                module.register_load_state_dict_pre_hook(Before(late)),
+                module.register_state_dict_pre_hook(WaitHook(late)),
+                module.register_load_state_dict_pre_hook(WaitHook(late)),
             ]
         met = set().union(*stops.values()) - unseen
         self.known = {key: weakref.ref(params[key]) for key in met}
@@ -56,7 +56,7 @@ class ModelHooks:
         self.known, self.handles = {}, []
 
 
-class Before:
+class WaitHook:
     """A hook that waits for parameters, by id; None: for everything. Copies of it, as of its
     module, do nothing, and are loaded where this package is not; what is exported has no hooks.
     """
@@ -78,7 +78,7 @@ class Before:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-class Quiet(Before):
+class EagerWaitHook(Before):
     """One that does nothing inside a compiled region, whose module has waited before."""
 
     def __call__(self, *_) -> None:
@@ -86,7 +86,7 @@ class Quiet(Before):
             self._wait()
 
 
-class Gate:
+class UnshardHook:
     """Stands before FSDP2's all-gather of some parameters, whoever wants it: the module's forward
     or backward, one that prefetches, `unshard()`. The stream that reads the shards waits.
     """
