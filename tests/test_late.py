@@ -506,7 +506,7 @@ def test_without_the_option_and_on_a_cpu_nothing_happens(optimizer):
 # which modules wait ---------------------------------------------------------------------------------------------------
 
 def stops(model, keys=None):
-    found, quiet, unseen = part("execution.overlap.module_hooks")._stops(
+    found, quiet, unseen = part("execution.overlap.module_hooks")._wait_points(
         model, {id(p) for p in model.parameters()} if keys is None else keys
     )
     names = {id(p): name for name, p in model.named_parameters()}

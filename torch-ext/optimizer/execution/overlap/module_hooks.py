@@ -19,7 +19,7 @@ class ModelHooks:
 
     def __init__(self, model, params, late):
         self.known, self.handles, self.gates, late = {}, [], weakref.WeakSet(), weakref.ref(late)
-        gathers = _gathers(model)
+        gathers = _all_gathers(model)
         if gathers is None:
             warnings.warn(
                 "overlap_forward=True: this model's parameters are gathered in a way that is not "
@@ -30,7 +30,7 @@ class ModelHooks:
             return
         gathers = [(module, group, keys & set(params)) for module, group, keys in gathers]
         gathered = set().union(*(keys for *_, keys in gathers))
-        stops, quiet, unseen = _stops(model, (_keys(model.parameters()) & set(params)) - gathered)
+        stops, quiet, unseen = _wait_points(model, (_keys(model.parameters()) & set(params)) - gathered)
         for module, _, keys in gathers:
             stops[module] = stops.get(module, set()) | keys
         for group, keys in {id(group): (group, keys) for _, group, keys in gathers}.values():
@@ -113,7 +113,7 @@ class UnshardHook:
             self.group.unshard = self.gather
 
 
-def _gathers(model):
+def _all_gathers(model):
     """[(module, what FSDP2 gathers for it at once, the ids of its parameters)]. None: parameters
     are gathered, but not as FSDP2 does it in torch 2.11 to 2.13.
     """
@@ -149,7 +149,7 @@ def _gathers(model):
     return found
 
 
-def _stops(model, keys):
+def _wait_points(model, keys):
     """({module: those of `keys` for which it waits}, the same of modules that may be inside a
     compiled region, those for which nobody may wait).
 
