@@ -21,7 +21,7 @@ from .communication.process_groups import ProcessGroups, check_process_group, wo
 from .execution.cuda_graphs import Graphs, check_environment, current, release_before_groups
 from .execution.fingerprint import StepFingerprint, memory_key
 from .execution.overlap.backward import BackwardOverlap
-from .execution.overlap.forward import ForwardOverlap, Returning, waits_for_updates
+from .execution.overlap.forward import ForwardOverlap, ForwardOverlapMethods, waits_for_updates
 from .execution.prepare import (
     OTHER_NUMBERS,
     OTHER_PARAMETERS,
@@ -62,7 +62,7 @@ from .state.create import (
 from .state.state_dict import Loading, called_by_checkpoint
 
 
-class Saving(Returning):
+class Saving(ForwardOverlapMethods):
     """An optimizer that is saved and loaded on any layout."""
 
     @property

@@ -239,7 +239,7 @@ def waits_for_updates(method):
     return after
 
 
-class Returning(torch.optim.Optimizer):
+class ForwardOverlapMethods(torch.optim.Optimizer):
     """An optimizer whose updates may return during the next forward. Subclasses set `_forward_overlap` and
     `_itself`.
     """
