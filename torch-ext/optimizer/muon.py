@@ -62,7 +62,7 @@ from .state.create import (
 from .state.state_dict import Loading, called_by_checkpoint
 
 
-class Saving(ForwardOverlapMethods):
+class StateDictMethods(ForwardOverlapMethods):
     """An optimizer that is saved and loaded on any layout."""
 
     @property
@@ -205,7 +205,7 @@ class Saving(ForwardOverlapMethods):
 NEVER_BOUND = "before the first step, nor after release()"
 
 
-class Muon(Saving):
+class Muon(StateDictMethods):
     """Muon for hidden matrices and AdamW for the rest, on any sharding (Keller Jordan, 2024; arXiv
     2502.16982).
 
