@@ -156,7 +156,7 @@ def cycling(rank, world):
         for step in (1, 2, 3):
             opt.param_groups[1]["momentum"] = 0.9 - step / 10
             backward(params, place, step, opt)
-            left.append(len(opt._backward_overlap.left))
+            left.append(len(opt._backward_overlap.started))
             opt.step()
             opt.zero_grad()
         found.append((left, tensors(params, opt)))
@@ -281,7 +281,7 @@ def wrong_before_backward(rank, world):
     opt.param_groups[0]["lr"] = 0.02
     backward(params, place, 1, opt)
     opt.step()
-    return len(opt._backward_overlap.left)
+    return len(opt._backward_overlap.started)
 
 
 def test_a_wrong_number_lets_no_bucket_leave(optimizer):

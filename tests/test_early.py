@@ -81,7 +81,7 @@ def backward(params, place, step, opt, upto=None):
 
 def step_both(early, late) -> int:
     """Step both, and let their gradients go; how many buckets had left before."""
-    left = len(early._backward_overlap.left)
+    left = len(early._backward_overlap.started)
     for opt in (early, late):
         opt.step()
         opt.zero_grad()
@@ -128,11 +128,11 @@ def cut_up(rank, world, layout, kind, fulls, steps, expected):
         for p, g, here in zip(params, gradients, placed):  # two micro-batches
             come(p, place(g))
             come(p, here)
-        assert not opt._backward_overlap.left
+        assert not opt._backward_overlap.started
         with opt.last_backward():
             for p, here in [*zip(params, placed)][::-1]:
                 come(p, here)
-        left.append(len(opt._backward_overlap.left))
+        left.append(len(opt._backward_overlap.started))
         opt.step()
         opt.zero_grad()
     return left, same(tensors(params, opt), [local(place(t)) for t in expected])
@@ -177,7 +177,7 @@ def trained(rank, world, mesh_shape, kind, overlap, steps=STEPS, device="cpu"):
                         loss.backward()
                 else:
                     loss.backward()
-            left.append((len(opt._backward_overlap.left), len(calls)))
+            left.append((len(opt._backward_overlap.started), len(calls)))
             opt.step()
             opt.zero_grad()
             schedule.step()
@@ -242,7 +242,7 @@ def unreduced(rank, world, way):
         else:
             with opt.last_backward():
                 loss.backward()
-        left.append(len(opt._backward_overlap.left))
+        left.append(len(opt._backward_overlap.started))
         opt.step()
         opt.zero_grad()
     return left, tensors(params, opt)
@@ -381,7 +381,7 @@ def astray(rank, world):
             for i in reversed(range(len(params))):
                 whole = DTensor.from_local(gradients[i] / world, params[0].device_mesh, [Partial()])
                 come(params[i], whole if i == 4 else place(gradients[i]))
-        left.append(len(opt._backward_overlap.left))
+        left.append(len(opt._backward_overlap.started))
         for q, g in zip(twins, gradients):
             q.grad = place(g)
         for optimizer in (opt, late):
@@ -422,7 +422,7 @@ def changing(rank, world):
             if change:
                 change(ps, one, last)
             backward([p for p in ps if p.requires_grad], place, number, one)
-        counts.append(bool(opt._backward_overlap.left))
+        counts.append(bool(opt._backward_overlap.started))
         for one in (opt, late):
             one.step()
             one.zero_grad()
@@ -520,7 +520,7 @@ def changed(rank, world, number):
     params, opt, place = fsdp(world)
     saved, weights = copy.deepcopy(opt.state_dict()), [p.full_tensor().detach().clone() for p in params]
     backward(params, place, 1, opt)
-    left = len(opt._backward_overlap.left)
+    left = len(opt._backward_overlap.started)
     [*CHANGES][number](params, opt)
     with pytest.raises(RuntimeError, match=f"after buckets had left during backward, ({[*CHANGES.values()][number]})"):
         opt.step()
@@ -604,7 +604,7 @@ def thrown(rank, world):
         for p, g in [*zip(params, gradients)][:4:-1]:
             come(p, g)
         raise KeyError
-    left = len(opt._backward_overlap.left)
+    left = len(opt._backward_overlap.started)
     for p, q, g in zip(params, twins, gradients):
         p.grad, q.grad = g if p.grad is None else p.grad, g
     for ps, one in ((params, opt), (twins, late)):
@@ -727,7 +727,7 @@ def timed(rank, world):
     params, opt, place = fsdp(world)
     opt.timing = True
     backward(params, place, 1, opt)
-    left = len(opt._backward_overlap.left)
+    left = len(opt._backward_overlap.started)
     opt.step()
     return left, len({span.bucket for span in opt.plan_report().measured})
 

@@ -140,7 +140,7 @@ def leaving(rank, world, wrapper):
         wrapped, left = through(real), []
         for step in (1, 2):
             backward(params, place, step, wrapped)
-            left.append(len(real._backward_overlap.left))
+            left.append(len(real._backward_overlap.started))
             wrapped.step()
             wrapped.zero_grad()
         found.append((left, tensors(params, real)))

@@ -62,14 +62,14 @@ class BackwardOverlap:
         weakref.finalize(self, _remove, self.handles)
 
     def _let_go(self) -> None:
-        self.left, self.sent, self.pending = [], [], []
+        self.started, self.sent, self.pending = [], [], []
 
     @property
     def begun(self) -> bool:
         """Whether the next step has begun: other ranks wait for what has left, here nothing has
         changed.
         """
-        return bool(self.left) or self.failed
+        return bool(self.started) or self.failed
 
     @contextlib.contextmanager
     def opened(self, ready):
@@ -99,15 +99,15 @@ class BackwardOverlap:
         """
         if not self.is_open:
             return
-        for pending in self.pending[len(self.left) :]:
+        for pending in self.pending[len(self.started) :]:
             pending.discard(id(param))
         while (
             self.is_open
-            and len(self.left) < len(self.journeys)
-            and not self.pending[len(self.left)]
+            and len(self.started) < len(self.journeys)
+            and not self.pending[len(self.started)]
         ):
             with _after(self.stream):
-                self._leave(*self.journeys[len(self.left)])
+                self._leave(*self.journeys[len(self.started)])
 
     def _leave(self, route, hp, store, numbers) -> None:
         if not store.take(numbers):
@@ -119,7 +119,7 @@ class BackwardOverlap:
         except BaseException:
             self.is_open, self.failed = False, True
             raise
-        self.left.append(begun)
+        self.started.append(begun)
         self.sent.append(Sent(hp, [store.params[i] for i in numbers]))
 
     def check(self, as_bound, scaled) -> None:
@@ -193,17 +193,17 @@ class BackwardOverlap:
 
     def run(self, jobs, closing=None) -> None:
         """Step all buckets, going on with those that have left. `closing`: see pipeline.py."""
-        left = self.left
+        started = self.started
         self._let_go()
-        self.order(jobs, closing, *([left] if left else ()))
+        self.order(jobs, closing, *([started] if started else ()))
 
     def drain(self) -> None:
         """Wait for what is on its way, and forget it: what it changed is to be loaded."""
         self._join()
-        left = self.left
+        started = self.started
         self._let_go()
         with errors.during("the wait for buckets that had left during backward"):
-            for _, collective in left:
+            for _, collective in started:
                 collective.wait()
 
 
