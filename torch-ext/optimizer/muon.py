@@ -103,7 +103,7 @@ class StateDictMethods(ForwardOverlapMethods):
         self._judge_state()
         self._beta1.follow(self.param_groups)
         self._hand_over()
-        create = called_by_checkpoint() and not self._torn and not self._backward_overlap.begun
+        create = called_by_checkpoint() and not self._torn and not self._backward_overlap.has_started
         if not self._options.owner_keeps_state:
             if create:
                 self.init_state()
@@ -159,7 +159,7 @@ class StateDictMethods(ForwardOverlapMethods):
         groups of both sides have the same `param_names`, also in other groups; else by position.
         Raises ValueError, before anything is changed, for state of another shape or kind.
         """
-        self._half_way = self._half_way or self._backward_overlap.begun  # should loading fail
+        self._half_way = self._half_way or self._backward_overlap.has_started  # should loading fail
         self._backward_overlap.drain()
         self._find_world()
         with lasting(), Loading(self.param_groups, self._options).inside(self):
@@ -427,7 +427,7 @@ class Muon(StateDictMethods):
         """Step, with what a GradScaler says of the gradients, or None."""
         self._read_groups()
         # Nothing leaves before the step without overlap_backward
-        self._half_way = begun = self._options.overlap_backward and self._backward_overlap.begun
+        self._half_way = begun = self._options.overlap_backward and self._backward_overlap.has_started
         self._consolidated = None
         self._process_groups.begin_step()
         creates_state = not self.state and creates_state_only(self.param_groups, self.state)

@@ -65,7 +65,7 @@ class BackwardOverlap:
         self.started, self.sent, self.pending = [], [], []
 
     @property
-    def begun(self) -> bool:
+    def has_started(self) -> bool:
         """Whether the next step has begun: other ranks wait for what has left, here nothing has
         changed.
         """
@@ -76,7 +76,7 @@ class BackwardOverlap:
         """Let buckets leave meanwhile; `ready`: the step would find everything else as it was
         bound.
         """
-        if self.begun:
+        if self.has_started:
             raise RuntimeError(
                 "buckets have left already, for the step that is due: call step() before the next "
                 "last_backward(), which goes round the backward of the last micro-batch only"
@@ -186,7 +186,7 @@ class BackwardOverlap:
     def refuse(self, what) -> None:
         """Raise RuntimeError if the next step has begun; `what` is asked for."""
         self.raise_if_changed()
-        if self.begun:
+        if self.has_started:
             raise RuntimeError(
                 f"{what} is not possible now: buckets have left during backward. Call step() first"
             )
