@@ -84,7 +84,7 @@ class StateDictMethods(ForwardOverlapMethods):
         communication; call it on all ranks, once the model is sharded. RuntimeError while buckets
         have left during backward.
         """
-        self._backward_overlap.refuse("init_state")
+        self._backward_overlap.raise_if_started("init_state")
         self._hand_over()
         self._find_world()
         with lasting():
@@ -160,7 +160,7 @@ class StateDictMethods(ForwardOverlapMethods):
         Raises ValueError, before anything is changed, for state of another shape or kind.
         """
         self._half_way = self._half_way or self._backward_overlap.has_started  # should loading fail
-        self._backward_overlap.drain()
+        self._backward_overlap.drop_started()
         self._find_world()
         with lasting(), Loading(self.param_groups, self._options).inside(self):
             super().load_state_dict(state_dict)
@@ -349,7 +349,7 @@ class Muon(StateDictMethods):
             for key, value in self._adamw.items():
                 param_group.setdefault(key, value)
         count = len(self.param_groups)
-        self._backward_overlap.refuse("add_param_group")
+        self._backward_overlap.raise_if_started("add_param_group")
         try:
             with in_group(count, param_group):
                 check_unique(param_group, self.param_groups)
@@ -432,7 +432,7 @@ class Muon(StateDictMethods):
         self._process_groups.begin_step()
         creates_state = not self.state and creates_state_only(self.param_groups, self.state)
         if begun:
-            self._backward_overlap.check(self._as_bound(), (grad_scale, found_inf) != (None, None))
+            self._backward_overlap.check_unchanged(self._as_bound(), (grad_scale, found_inf) != (None, None))
         else:
             if self._options.overlap_backward:
                 self._backward_overlap.raise_if_changed()  # binding anew would forget it
@@ -519,7 +519,7 @@ class Muon(StateDictMethods):
         self._read_groups()
         if ready := self._as_bound() and not self.timing:
             self._process_groups.begin_step()
-        return self._backward_overlap.opened(ready)
+        return self._backward_overlap.allow_start(ready)
 
     def _as_bound(self) -> bool:
         """Whether all but the gradients is as the last step found it."""
@@ -547,7 +547,7 @@ class Muon(StateDictMethods):
         stay: the next step binds anew, with the same bits and without a word to other ranks.
         RuntimeError while buckets have left during backward.
         """
-        self._backward_overlap.refuse("release")
+        self._backward_overlap.raise_if_started("release")
         self._bound.missing.wait()
         self._forward_overlap.release()
         self._unbind()

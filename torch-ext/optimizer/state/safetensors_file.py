@@ -47,7 +47,7 @@ def export_state(optimizer, path, model=None) -> None:
             "of "
             "before it and some of after it: load a checkpoint (load_state_dict), then export"
         )
-    optimizer._backward_overlap.refuse("export_state")
+    optimizer._backward_overlap.raise_if_started("export_state")
     optimizer.wait()
     optimizer._beta1.follow(optimizer.param_groups)
     names = _names(optimizer, model)

@@ -72,7 +72,7 @@ class BackwardOverlap:
         return bool(self.started) or self.failed
 
     @contextlib.contextmanager
-    def opened(self, ready):
+    def allow_start(self, ready):
         """Let buckets leave meanwhile; `ready`: the step would find everything else as it was
         bound.
         """
@@ -122,7 +122,7 @@ class BackwardOverlap:
         self.started.append(begun)
         self.sent.append(Sent(hp, [store.params[i] for i in numbers]))
 
-    def check(self, as_bound, scaled) -> None:
+    def check_unchanged(self, as_bound, scaled) -> None:
         """At the step: raise RuntimeError unless what has left is what would leave now. `as_bound`:
         parameters and state are where they were bound; `scaled`: a GradScaler has gradients
         unscaled, or the step left out.
@@ -183,7 +183,7 @@ class BackwardOverlap:
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
-    def refuse(self, what) -> None:
+    def raise_if_started(self, what) -> None:
         """Raise RuntimeError if the next step has begun; `what` is asked for."""
         self.raise_if_changed()
         if self.has_started:
@@ -197,7 +197,7 @@ class BackwardOverlap:
         self._let_go()
         self.order(jobs, closing, *([started] if started else ()))
 
-    def drain(self) -> None:
+    def drop_started(self) -> None:
         """Wait for what is on its way, and forget it: what it changed is to be loaded."""
         self._join()
         started = self.started
