@@ -25,23 +25,23 @@ NOT_THEN = (
 class BackwardOverlap:
     """What may leave, and what has left, of the buckets of one binding."""
 
-    def __init__(self, jobs=None, feed=None):
+    def __init__(self, jobs=None, inputs=None):
         """`jobs`: [(route, live parameter group)] in the order of a step; what nothing brings in
         leaves with it. None: nothing may leave.
         """
-        self.feed, self.journeys = feed, []
+        self.inputs, self.buckets = inputs, []
         self.order = pipeline.run if jobs is None else pipeline.run_all_in
         for route, hp in [job for job in jobs or () if job[0].travels]:
             if not route.to_owner.has_traffic:
                 break
             numbers = sorted({m.param for m in route.bucket.matrices})
-            self.journeys.append((route, hp, route.store, numbers))
+            self.buckets.append((route, hp, route.store, numbers))
         self.awaited = [
-            {id(store.params[i]) for i in numbers} for _, _, store, numbers in self.journeys
+            {id(store.params[i]) for i in numbers} for _, _, store, numbers in self.buckets
         ]
-        self.device = feed.device if feed is not None else torch.device("cpu")
+        self.device = inputs.device if inputs is not None else torch.device("cpu")
         self.stream = (
-            torch.cuda.Stream(self.device) if self.journeys and self.device.type == "cuda" else None
+            torch.cuda.Stream(self.device) if self.buckets and self.device.type == "cuda" else None
         )
         self.handles, self.is_open, self.failed, self.changed_flag = [], False, False, None
         self._let_go()
@@ -51,7 +51,7 @@ class BackwardOverlap:
         """One hook for each parameter, which keeps nothing alive, and is removed when this goes."""
         come = weakref.WeakMethod(self.on_grad_ready)
         params = {
-            id(s.params[i]): s.params[i] for _, _, s, numbers in self.journeys for i in numbers
+            id(s.params[i]): s.params[i] for _, _, s, numbers in self.buckets for i in numbers
         }
         for param in params.values():
             self.handles.append(
@@ -82,7 +82,7 @@ class BackwardOverlap:
                 "last_backward(), which goes round the backward of the last micro-batch only"
             )
         self.raise_if_changed()
-        self.is_open = bool(ready and self.journeys) and not capturing(self.device)
+        self.is_open = bool(ready and self.buckets) and not capturing(self.device)
         self.pending = [set(awaited) for awaited in self.awaited]
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -103,18 +103,18 @@ class BackwardOverlap:
             pending.discard(id(param))
         while (
             self.is_open
-            and len(self.started) < len(self.journeys)
+            and len(self.started) < len(self.buckets)
             and not self.pending[len(self.started)]
         ):
             with _after(self.stream):
-                self._leave(*self.journeys[len(self.started)])
+                self._leave(*self.buckets[len(self.started)])
 
     def _leave(self, route, hp, store, numbers) -> None:
         if not store.take(numbers):
             self.is_open = False
             return
         try:
-            self.feed.tell()
+            self.inputs.tell()
             begun = pipeline.begin(route, hp)
         except BaseException:
             self.is_open, self.failed = False, True
