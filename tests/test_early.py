@@ -625,7 +625,7 @@ def test_an_error_inside_backward_loses_nothing(optimizer):
 def struck(rank, world, place_, fault, hop):
     """Rank 1 fails at one collective of a step that begins during backward; what is told at each rank, by whom."""
     params, opt, place = fsdp(world)
-    group = opt._backward_overlap.journeys[0][0].process_group
+    group = opt._backward_overlap.buckets[0][0].process_group
     opt._bound.missing.wait()  # for the end of the first step
     dist.barrier(group)
     # rank 1 must come as far as its fault, and rank 0 with it, on a busy machine too
