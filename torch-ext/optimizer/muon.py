@@ -538,7 +538,7 @@ class Muon(StateDictMethods):
             raise RuntimeError(
                 f"nothing is bound {self._unbound}: call step() before plan_report()"
             )
-        return report_of(self._bound.all_jobs, this_rank(), self._watch, self._backward_overlap.order)
+        return report_of(self._bound.all_jobs, this_rank(), self._watch, self._backward_overlap.pipeline_run)
 
     @waits_for_updates
     def release(self) -> None:

@@ -30,7 +30,7 @@ class BackwardOverlap:
         leaves with it. None: nothing may leave.
         """
         self.inputs, self.buckets = inputs, []
-        self.order = pipeline.run if jobs is None else pipeline.run_all_in
+        self.pipeline_run = pipeline.run if jobs is None else pipeline.run_all_in
         for route, hp in [job for job in jobs or () if job[0].travels]:
             if not route.to_owner.has_traffic:
                 break
@@ -195,7 +195,7 @@ class BackwardOverlap:
         """Step all buckets, going on with those that have left. `closing`: see pipeline.py."""
         started = self.started
         self._let_go()
-        self.order(jobs, closing, *([started] if started else ()))
+        self.pipeline_run(jobs, closing, *([started] if started else ()))
 
     def drop_started(self) -> None:
         """Wait for what is on its way, and forget it: what it changed is to be loaded."""
