@@ -30,7 +30,7 @@ class Store:
 
     `layouts`, `row_layouts`: of each parameter and of its row state (None without). `state`: the
     optimizer's. `in_chunks`: the parameters are cut into rows of dim 0, and their gradients are
-    made contiguous for that. `hp`: the live group. `strays`: number of a parameter -> placements of
+    made contiguous for that. `group`: the live group. `strays`: number of a parameter -> placements of
     its gradients, where those are others; is added to. `addresses` (of gradients) and `numbers` (of
     the group): on the device, uploaded in each step (`StepInputs`). `flags`: all non-finite flags
     of the step, None if nobody checks. `gradients`: this step's, as they are read; `came`: as
@@ -44,7 +44,7 @@ class Store:
         row_layouts: Sequence[Layout] | None,
         state: dict,
         in_chunks: bool = False,
-        hp: dict | None = None,
+        group: dict | None = None,
         strays: dict | None = None,
         addresses: torch.Tensor | None = None,
         numbers: torch.Tensor | None = None,
@@ -55,7 +55,7 @@ class Store:
         self.state = state
         self.rank = this_rank()
         self.in_chunks = in_chunks
-        self.hp = hp
+        self.group = group
         self.addresses = addresses
         self.numbers = numbers
         self.flags = flags
@@ -64,7 +64,7 @@ class Store:
         self.twins = defaultdict(list)
         self.device = local_of(params[0]).device
         self.wide = params[0].dtype == torch.float64
-        self.names = list(range(len(params))) if hp is None else list(map(names_in(hp).get, params))
+        self.names = list(range(len(params))) if group is None else list(map(names_in(group).get, params))
         self.strays = {} if strays is None else strays
         self.forms = None
         self._find_strays()
@@ -86,7 +86,7 @@ class Store:
         known.
         """
         if as_bound:
-            check_gradients(self.params, [self.hp])
+            check_gradients(self.params, [self.group])
             self._find_strays()
         known = came and map(came.__getitem__, map(id, self.params))
         self.came = list(known) if known else raw_locals(map(gradient_of, self.params))
