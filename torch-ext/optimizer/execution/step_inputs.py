@@ -91,7 +91,7 @@ class StepInputs:
         for store in self.stores:
             values += _addresses(store.gradients)
         for store in self.stores:
-            values += device_scalars(store.hp)
+            values += device_scalars(store.group)
         packed = self.packer.pack(*values, *self.missing.here())
         if capturing(self.device):
             self._send_by_graph(packed)
