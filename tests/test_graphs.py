@@ -362,9 +362,9 @@ def test_values_are_sent_once_and_together(optimizer, monkeypatch):
     run.optimizer.step()
     assert len(sent) == 3 and len(set(map(id, sent))) == 1
     first, second, _ = run.optimizer._bound.stores
-    assert first.numbers[0] == torch.tensor(0.02) and second.numbers[0] == 0.5
-    assert second.numbers[1] == torch.tensor(1 - 0.5 * run.optimizer.param_groups[1]["weight_decay"])
-    assert all(store.numbers.data_ptr() % 16 == 0 for store in run.optimizer._bound.stores)
+    assert first.scalars[0] == torch.tensor(0.02) and second.scalars[0] == 0.5
+    assert second.scalars[1] == torch.tensor(1 - 0.5 * run.optimizer.param_groups[1]["weight_decay"])
+    assert all(store.scalars.data_ptr() % 16 == 0 for store in run.optimizer._bound.stores)
 
 
 def other_backends(rank, world):

@@ -141,14 +141,14 @@ class BoundUpdate(BucketUpdate):
         store = self.store
         tensors, addresses = gradients or (store.gradients, store.addresses)
         early = self.update_momentum_early
-        pack(tensors, addresses, store.numbers[4:5], constants.nesterov, early)
+        pack(tensors, addresses, store.scalars[4:5], constants.nesterov, early)
 
     def _run_update(self, update: Update, gradients: tuple = (), packed: bool = True) -> None:
         """`packed`: `_run_pack` has seen these pieces, so their momentum may be new already."""
         store = self.store
         tensors, addresses = gradients or (store.gradients, store.addresses)
         moves_momentum = not (packed and self.update_momentum_early)
-        update(store.numbers[:2], tensors, addresses, store.numbers[4:5], moves_momentum)
+        update(store.scalars[:2], tensors, addresses, store.scalars[4:5], moves_momentum)
 
 
 class LocalUpdate(BoundUpdate):
@@ -398,7 +398,7 @@ class AdamWUpdate(BucketUpdate):
     def step(self, group: dict) -> None:
         store = self.store
         adamw.adamw_unless(
-            self.flags, self.weights, store.gradients, self.states, group, store.numbers
+            self.flags, self.weights, store.gradients, self.states, group, store.scalars
         )
 
 
@@ -467,7 +467,7 @@ class UnreducedAdamWUpdate(OwnerUpdate):
         """Step copies of this rank's chunks; nothing is orthogonalized under AdamW."""
         self.collect()
         copy_torch(self.new, self.now)
-        adamw.adamw_unless(self.flags, *self.lists, group, self.store.numbers)
+        adamw.adamw_unless(self.flags, *self.lists, group, self.store.scalars)
         copy_torch(*self.sent)
 
     def apply(self, _) -> None:
