@@ -47,7 +47,7 @@ class Store:
         group: dict | None = None,
         strays: dict | None = None,
         addresses: torch.Tensor | None = None,
-        numbers: torch.Tensor | None = None,
+        scalars: torch.Tensor | None = None,
         flags: torch.Tensor | None = None,
         first_flag: Mapping[int, int] | None = None,
     ):
@@ -57,7 +57,7 @@ class Store:
         self.in_chunks = in_chunks
         self.group = group
         self.addresses = addresses
-        self.numbers = numbers
+        self.scalars = scalars
         self.flags = flags
         self.first = first_flag or {}  # parameter index -> index of its first flag
         self.layouts = {"update": layouts, "row": row_layouts}
