@@ -36,14 +36,14 @@ class FlagBuffers:
         for index, plan in enumerate(plans):
             for number in range(len(plan.params)):
                 members.setdefault(plan.compared_by(number), []).append((index, number))
-        self.first = [{} for _ in plans]
+        self.flag_offset = [{} for _ in plans]
         self.segments = {}
         self.numbers = []
         self.count = 0
         for ranks in sorted(members, key=turn):
             start = self.count
             for index, number in members[ranks]:
-                self.first[index][number] = self.count
+                self.flag_offset[index][number] = self.count
                 self.numbers.append((self.count, plans[index], number))
                 self.count += math.prod(_lead(plans[index], number))
             self.segments[ranks] = slice(start, self.count)
@@ -97,7 +97,7 @@ class NonfiniteFlags:
             box = [slice(*side) for side in layout.boxes[store.rank][: len(lead)]]
             here = (
                 torch.arange(math.prod(lead), device="cpu").view(lead)[tuple(box)]
-                + store.first[number]
+                + store.flag_offset[number]
             )
             (several if lead else single).append(number)
             places[bool(lead)].extend(here.flatten().tolist())

@@ -496,7 +496,7 @@ def _views(places: Mapping[Piece, torch.Tensor], like: Sequence[torch.Tensor]) -
 
 def _flags(store: Store, numbers: Sequence[int]) -> list[torch.Tensor] | None:
     """Non-finite flags of AdamW's parameters; None if gradients are not checked."""
-    return None if store.flags is None else [store.flags[store.first[i]] for i in numbers]
+    return None if store.flags is None else [store.flags[store.flag_offset[i]] for i in numbers]
 
 
 def _steps(store: Store, piece: Piece) -> torch.Tensor:

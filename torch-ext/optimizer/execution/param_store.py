@@ -49,7 +49,7 @@ class Store:
         addresses: torch.Tensor | None = None,
         scalars: torch.Tensor | None = None,
         flags: torch.Tensor | None = None,
-        first_flag: Mapping[int, int] | None = None,
+        flag_offset: Mapping[int, int] | None = None,
     ):
         self.params = params
         self.state = state
@@ -59,7 +59,7 @@ class Store:
         self.addresses = addresses
         self.scalars = scalars
         self.flags = flags
-        self.first = first_flag or {}  # parameter index -> index of its first flag
+        self.flag_offset = flag_offset or {}  # parameter index -> index of its first flag
         self.layouts = {"update": layouts, "row": row_layouts}
         self.twins = defaultdict(list)
         self.device = local_of(params[0]).device
@@ -193,7 +193,7 @@ class Store:
         )
         for size, at in zip(lead, piece.matrix.at):
             place = place * size + at
-        return self.first[piece.matrix.param] + place
+        return self.flag_offset[piece.matrix.param] + place
 
     def all_of(self, number) -> list:
         """The local tensors of one parameter: its weight, all its state and the twins of that."""
