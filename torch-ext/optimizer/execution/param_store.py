@@ -45,7 +45,7 @@ class Store:
         state: dict,
         in_chunks: bool = False,
         group: dict | None = None,
-        strays: dict | None = None,
+        mismatched: dict | None = None,
         addresses: torch.Tensor | None = None,
         scalars: torch.Tensor | None = None,
         flags: torch.Tensor | None = None,
@@ -65,9 +65,9 @@ class Store:
         self.device = local_of(params[0]).device
         self.wide = params[0].dtype == torch.float64
         self.names = list(range(len(params))) if group is None else list(map(names_in(group).get, params))
-        self.strays = {} if strays is None else strays
+        self.mismatched = {} if mismatched is None else mismatched
         self.forms = None
-        self._find_strays()
+        self._find_mismatched()
         self.read(
             bring=lambda param, grad: torch.zeros(
                 local_of(param).shape, dtype=grad.dtype, device=self.device
@@ -75,8 +75,8 @@ class Store:
         )
         self.forms = list(map(form_of_gradient, self.gradients))
 
-    def _find_strays(self) -> None:
-        self.strays.update(mismatched_placements(self.params))
+    def _find_mismatched(self) -> None:
+        self.mismatched.update(mismatched_placements(self.params))
 
     def read(self, bring=to_parameter_placements, as_bound=False, came=None) -> bool:
         """Take this step's gradients, which autograd may have put elsewhere; a missing one counts
@@ -87,13 +87,13 @@ class Store:
         """
         if as_bound:
             check_gradients(self.params, [self.group])
-            self._find_strays()
+            self._find_mismatched()
         known = came and map(came.__getitem__, map(id, self.params))
         self.came = list(known) if known else raw_locals(map(gradient_of, self.params))
         self.missing, self.gradients = frozenset(missing_from(self.came)), list(self.came)
         for number in self.missing:
             self.gradients[number] = _zeros(self.params[number])
-        for number, placements in self.strays.items():
+        for number, placements in self.mismatched.items():
             param = self.params[number]
             with errors.during(f"the way home of the gradient of parameter {self.names[number]}"):
                 grad = (
