@@ -89,8 +89,8 @@ class Store:
             check_gradients(self.params, [self.group])
             self._find_mismatched()
         known = came and map(came.__getitem__, map(id, self.params))
-        self.came = list(known) if known else raw_locals(map(gradient_of, self.params))
-        self.missing, self.gradients = frozenset(missing_from(self.came)), list(self.came)
+        self.raw_gradients = list(known) if known else raw_locals(map(gradient_of, self.params))
+        self.missing, self.gradients = frozenset(missing_from(self.raw_gradients)), list(self.raw_gradients)
         for number in self.missing:
             self.gradients[number] = _zeros(self.params[number])
         for number, placements in self.mismatched.items():
@@ -142,7 +142,7 @@ class Store:
         """Let the gradients go: once the step is launched, their memory is for whatever the caller
         does next.
         """
-        self.came, self.gradients = (), [None] * len(self.params)
+        self.raw_gradients, self.gradients = (), [None] * len(self.params)
 
     def sources(self, pieces):
         """Where each piece lies in the gradients, for launches that are told only the gradients'

@@ -130,7 +130,7 @@ class ForwardOverlap:
             return
         for bucket, (number, part) in enumerate(self.bucket_params):
             store, place = stores[number], self.written_event.get(bucket, len(self.events))
-            self.held_gradients.setdefault(place, []).append((part(store.came), part(store.gradients)))
+            self.held_gradients.setdefault(place, []).append((part(store.raw_gradients), part(store.gradients)))
         self.missing = frozenset(id(store.params[i]) for store in stores for i in store.missing)
 
     def last_event_of(self, params) -> int:
