@@ -76,7 +76,7 @@ def test_a_missing_gradient_is_zero_of_the_weights_form(optimizer):
     store = store_of(params)
     assert store.gradients[0] is not None and not store.gradients[1].any() and store.gradients[1].shape == (4, 6)
     params[1].grad = torch.ones(4, 6)
-    store.read()
+    store.read_gradients()
     assert store.gradients[1].all()
 
 

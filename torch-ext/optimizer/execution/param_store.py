@@ -68,7 +68,7 @@ class Store:
         self.mismatched = {} if mismatched is None else mismatched
         self.forms = None
         self._find_mismatched()
-        self.read(
+        self.read_gradients(
             bring=lambda param, grad: torch.zeros(
                 local_of(param).shape, dtype=grad.dtype, device=self.device
             )
@@ -78,7 +78,7 @@ class Store:
     def _find_mismatched(self) -> None:
         self.mismatched.update(mismatched_placements(self.params))
 
-    def read(self, bring=to_parameter_placements, as_bound=False, came=None) -> bool:
+    def read_gradients(self, bring=to_parameter_placements, as_bound=False, came=None) -> bool:
         """Take this step's gradients, which autograd may have put elsewhere; a missing one counts
         as zero. `bring`: what makes one like its parameter that is placed otherwise; where one is
         missing, too, for others wait. `as_bound`: give all the form for which this was bound, and

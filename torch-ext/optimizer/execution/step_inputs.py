@@ -81,7 +81,7 @@ class StepInputs:
         came = {} if seen is None else seen.take()
         brought = False
         for store in self.stores:
-            brought = store.read(came=came, as_bound=as_bound) or brought
+            brought = store.read_gradients(came=came, as_bound=as_bound) or brought
         self.tell()
         return brought
 
