@@ -122,7 +122,7 @@ class Store:
         """Count every gradient of this step as missing."""
         self.missing = frozenset(range(len(self.params)))
 
-    def take(self, numbers) -> bool:
+    def try_read(self, numbers) -> bool:
         """Take the gradients of some parameters before the others. False if one of them is missing,
         or is not as those for which this was bound.
         """

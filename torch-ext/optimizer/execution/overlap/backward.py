@@ -110,7 +110,7 @@ class BackwardOverlap:
                 self._leave(*self.buckets[len(self.started)])
 
     def _leave(self, route, hp, store, numbers) -> None:
-        if not store.take(numbers):
+        if not store.try_read(numbers):
             self.is_open = False
             return
         try:
