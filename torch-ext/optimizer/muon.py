@@ -453,7 +453,7 @@ class Muon(StateDictMethods):
         self._process_groups.end_step()
         if self._forward_overlap.on:
             self._forward_overlap.hold_gradients(self._bound.stores)
-        self._bound.inputs.forget()
+        self._bound.inputs.drop_gradients()
         if self._bound.nonfinite is not None:
             self._note(found_inf is None)
 

@@ -138,7 +138,7 @@ class Store:
                 return False
         return True
 
-    def forget(self):
+    def drop_gradients(self):
         """Let the gradients go: once the step is launched, their memory is for whatever the caller
         does next.
         """

@@ -99,10 +99,10 @@ class StepInputs:
             self._send(packed)
             self.sent = None if self.replayed else packed
 
-    def forget(self) -> None:
+    def drop_gradients(self) -> None:
         """The step is launched: nothing here may keep its gradients alive."""
         for store in self.stores:
-            store.forget()
+            store.drop_gradients()
 
     def _send(self, packed) -> None:
         source = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
