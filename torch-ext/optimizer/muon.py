@@ -495,7 +495,7 @@ class Muon(StateDictMethods):
             return self._run(self._watch.over(self._bound.all_jobs) if self._watch else [])
         if not self._options.capturable:
             return self._run()
-        key = [host_constants(store.group, store.wide) for store in self._bound.together]
+        key = [host_constants(store.group, store.is_fp64) for store in self._bound.together]
         pipeline.beside(
             lambda: self._graphs(self._run, key), self._bound.alone, self._beside.stream
         )

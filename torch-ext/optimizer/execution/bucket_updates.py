@@ -390,7 +390,7 @@ class AdamWUpdate(BucketUpdate):
             self.step(group)
         else:
             addresses = list(map(torch.Tensor.data_ptr, self.store.gradients))
-            constants = host_constants(group, self.store.wide)
+            constants = host_constants(group, self.store.is_fp64)
             self.graphs(self.step, (*constants, addresses), group)
         return
         yield  # a generator like the others, without a collective
@@ -450,7 +450,7 @@ class UnreducedAdamWUpdate(OwnerUpdate):
         return [state[number]["step"] for number in without], _flags(self.store, without)
 
     def run(self, group: dict) -> Iterator:
-        constants = host_constants(group, self.store.wide)
+        constants = host_constants(group, self.store.is_fp64)
         self.replay(self.pack, constants)
         yield from self.to_owner.start()
         self.replay(self.orthogonalize, constants, group)

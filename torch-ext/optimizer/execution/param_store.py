@@ -63,7 +63,7 @@ class Store:
         self.layouts = {"update": layouts, "row": row_layouts}
         self.twins = defaultdict(list)
         self.device = local_of(params[0]).device
-        self.wide = params[0].dtype == torch.float64
+        self.is_fp64 = params[0].dtype == torch.float64
         self.names = list(range(len(params))) if group is None else list(map(names_in(group).get, params))
         self.mismatched = {} if mismatched is None else mismatched
         self.forms = None
