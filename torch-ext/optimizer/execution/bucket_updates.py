@@ -505,7 +505,7 @@ def _steps(store: Store, piece: Piece) -> torch.Tensor:
     """
     number = piece.matrix.param
     step = store.state[store.params[number]]["step"]
-    return store.twin(number, step) if piece.matrix.at[0] else step
+    return store.add_step_copy(number, step) if piece.matrix.at[0] else step
 
 
 BUCKET_UPDATES = {

@@ -61,7 +61,7 @@ class Store:
         self.flags = flags
         self.flag_offset = flag_offset or {}  # parameter index -> index of its first flag
         self.layouts = {"update": layouts, "row": row_layouts}
-        self.twins = defaultdict(list)
+        self.step_copies = defaultdict(list)
         self.device = local_of(params[0]).device
         self.is_fp64 = params[0].dtype == torch.float64
         self.names = list(range(len(params))) if group is None else list(map(names_in(group).get, params))
@@ -196,22 +196,22 @@ class Store:
         return self.flag_offset[piece.matrix.param] + place
 
     def all_of(self, number) -> list:
-        """The local tensors of one parameter: its weight, all its state and the twins of that."""
+        """The local tensors of one parameter: its weight, all its state and the step copies of that."""
         param = self.params[number]
         return [
             *map(local_of, filter(torch.is_tensor, (param, *self.state[param].values()))),
-            *self.twins[number],
+            *self.step_copies[number],
         ]
 
     def counts_of(self, number: int) -> list[torch.Tensor]:
-        """AdamW's count of steps of one parameter, and its twins; empty for Muon's parameters."""
+        """AdamW's count of steps of one parameter, and its step copies; empty for Muon's parameters."""
         count = self.state[self.params[number]].get("step")
-        return [] if count is None else [local_of(count), *self.twins[number]]
+        return [] if count is None else [local_of(count), *self.step_copies[number]]
 
-    def twin(self, number, state):
+    def add_step_copy(self, number, state):
         """A copy of a state of parameter `number` that changes along with it."""
-        self.twins[number].append(state.clone())
-        return self.twins[number][-1]
+        self.step_copies[number].append(state.clone())
+        return self.step_copies[number][-1]
 
     def locals(self, key=None):
         """The local tensors of the parameters, or of their state `key`."""
