@@ -443,7 +443,7 @@ class Muon(StateDictMethods):
         if self._bound.inputs.send(None if begun else self._seen, as_bound=begun):
             self._bound_for = self._seen = None
         if creates_state and self._bound.missing.call_zeros_missing():
-            self._bound.inputs.tell()
+            self._bound.inputs.upload()
         if self._bound.nonfinite is not None:
             self._bound.nonfinite.check(found_inf)
         with self._bound.missing.around():

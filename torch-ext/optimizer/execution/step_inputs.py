@@ -82,10 +82,10 @@ class StepInputs:
         brought = False
         for store in self.stores:
             brought = store.read_gradients(came=came, as_bound=as_bound) or brought
-        self.tell()
+        self.upload()
         return brought
 
-    def tell(self) -> None:
+    def upload(self) -> None:
         """The device's part of it, of what the stores know."""
         values = []
         for store in self.stores:

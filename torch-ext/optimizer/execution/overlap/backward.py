@@ -114,7 +114,7 @@ class BackwardOverlap:
             self.is_open = False
             return
         try:
-            self.inputs.tell()
+            self.inputs.upload()
             begun = pipeline.begin(route, hp)
         except BaseException:
             self.is_open, self.failed = False, True
