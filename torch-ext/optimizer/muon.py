@@ -440,7 +440,7 @@ class Muon(StateDictMethods):
             if grad_scale is not None:
                 unscale(stores, grad_scale)
         # The next step binds anew
-        if self._bound.inputs.send(None if begun else self._seen, as_bound=begun):
+        if self._bound.inputs.read_and_upload(None if begun else self._seen, as_bound=begun):
             self._bound_for = self._seen = None
         if creates_state and self._bound.missing.call_zeros_missing():
             self._bound.inputs.upload()

@@ -73,7 +73,7 @@ class StepInputs:
             count = STAGING_BUFFERS * (1 + early_buckets)
             self.pages = [(_pinned(nbytes), torch.cuda.Event()) for _ in range(count)]
 
-    def send(self, seen=None, as_bound=False) -> bool:
+    def read_and_upload(self, seen=None, as_bound=False) -> bool:
         """Have the stores know this step's gradients and the device its values, from here on in the
         stream's order. `seen`: the Look that has just seen them. Returns whether gradients had to
         be brought into the form in which the stores were bound (`as_bound`).
