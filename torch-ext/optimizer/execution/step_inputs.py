@@ -64,14 +64,14 @@ class StepInputs:
         self.device = buffers.device
         self.memory = buffers.memory
         self.packer = buffers.packer
-        self.sent = b""  # what the device holds; None after an upload that a graph replays
+        self.uploaded = b""  # what the device holds; None after an upload that a graph replays
         self.replayed = False
-        self.kept = []  # staging buffers that captured graphs read again
-        self.pages = []
+        self.captured_staging = []  # staging buffers that captured graphs read again
+        self.staging = []
         if self.device.type == "cuda":
             nbytes = self.memory.numel()
             count = STAGING_BUFFERS * (1 + early_buckets)
-            self.pages = [(_pinned(nbytes), torch.cuda.Event()) for _ in range(count)]
+            self.staging = [(_pinned(nbytes), torch.cuda.Event()) for _ in range(count)]
 
     def read_and_upload(self, seen=None, as_bound=False) -> bool:
         """Have the stores know this step's gradients and the device its values, from here on in the
@@ -94,36 +94,36 @@ class StepInputs:
             values += device_scalars(store.group)
         packed = self.packer.pack(*values, *self.missing.here())
         if capturing(self.device):
-            self._send_by_graph(packed)
-        elif packed != self.sent:
-            self._send(packed)
-            self.sent = None if self.replayed else packed
+            self._copy_in_capture(packed)
+        elif packed != self.uploaded:
+            self._copy_to_device(packed)
+            self.uploaded = None if self.replayed else packed
 
     def drop_gradients(self) -> None:
         """The step is launched: nothing here may keep its gradients alive."""
         for store in self.stores:
             store.drop_gradients()
 
-    def _send(self, packed) -> None:
+    def _copy_to_device(self, packed) -> None:
         source = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         if self.device.type != "cuda":
             self.memory.copy_(source)
             return
-        page, copied = self.pages.pop(0)
+        page, copied = self.staging.pop(0)
         # Recorded about STAGING_BUFFERS steps ago: only a host that is far ahead waits
         copied.synchronize()
         self.memory.copy_(page.copy_(source), non_blocking=True)
         copied.record()
-        self.pages.append((page, copied))
+        self.staging.append((page, copied))
 
-    def _send_by_graph(self, packed) -> None:
+    def _copy_in_capture(self, packed) -> None:
         """Into the user's own graph: its replays send these values again, so the page is theirs
         from now on.
         """
-        page = self.pages.pop(0)[0] if len(self.pages) > 1 else _pinned(len(packed))
-        self.kept.append(page.copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8)))
+        page = self.staging.pop(0)[0] if len(self.staging) > 1 else _pinned(len(packed))
+        self.captured_staging.append(page.copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8)))
         self.memory.copy_(page, non_blocking=True)
-        self.sent, self.replayed = None, True
+        self.uploaded, self.replayed = None, True
 
 
 def _addresses(gradients) -> list[int]:
