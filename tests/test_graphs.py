@@ -350,8 +350,8 @@ def test_values_are_sent_once_and_together(optimizer, monkeypatch):
     """Nothing is sent while nothing changes; a number or an address has all sent again, in one copy."""
     step_inputs = part("execution.step_inputs")
     run = Run("auto", "NorMuon")
-    sent, send = [], step_inputs.StepInputs._send
-    monkeypatch.setattr(step_inputs.StepInputs, "_send", lambda feed, packed: (sent.append(feed), send(feed, packed)))
+    sent, send = [], step_inputs.StepInputs._copy_to_device
+    monkeypatch.setattr(step_inputs.StepInputs, "_copy_to_device", lambda feed, packed: (sent.append(feed), send(feed, packed)))
     run.step(0)
     assert len(sent) == 1
     run.optimizer.step()
