@@ -558,7 +558,7 @@ class Muon(StateDictMethods):
         gradients' form did.
         """
         self._find_world()
-        if self._seen is not None and self._seen.holds(self.param_groups, self.state, scaled):
+        if self._seen is not None and self._seen.is_current(self.param_groups, self.state, scaled):
             return self._bound.stores
         with lasting():
             return self._prepare(scaled)

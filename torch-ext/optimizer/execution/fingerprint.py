@@ -90,7 +90,7 @@ class StepFingerprint:
             ]
             self.quick = self._guarded(held, gradients, local)
 
-    def holds(self, groups, state, *more) -> bool:
+    def is_current(self, groups, state, *more) -> bool:
         """Whether nothing that a step depends on has changed."""
         self.came = None  # should the step before have failed
         with contextlib.suppress(AttributeError, RuntimeError, TypeError):  # as in a glance
