@@ -173,7 +173,7 @@ def looked(change, place=lambda tensor: tensor):
     with torch.no_grad():
         look = part("execution.fingerprint").StepFingerprint(groups, state, False)
         change(p, state, groups)
-        return look.quick, look._soon(groups, state, (False,)), look.is_current(groups, state, False)
+        return look.has_fast_check, look._fast_check(groups, state, (False,)), look.is_current(groups, state, False)
 
 
 @pytest.mark.parametrize("name", [*CHANGES, *SAME])
@@ -209,7 +209,7 @@ def test_gradients_of_a_step_that_failed_are_not_taken_for_later_ones(optimizer)
     with torch.no_grad():
         look = part("execution.fingerprint").StepFingerprint(groups, {})
         assert look.is_current(groups, {}) and look.came
-        look.quick = False
+        look.has_fast_check = False
         assert look.is_current(groups, {}) and look.take() == {}
 
 
@@ -220,7 +220,7 @@ def test_without_guards_looks_are_whole(optimizer, monkeypatch):
         p.grad, state, groups = torch.ones(4, 6), {p: {}}, [{"params": [p]}]
         look = part("execution.fingerprint").StepFingerprint(groups, state)
         change(p, state, groups)
-        assert not look.quick and look.is_current(groups, state) == same
+        assert not look.has_fast_check and look.is_current(groups, state) == same
 
 
 @pytest.mark.parametrize("kept", [{"count": 1}, 1], ids=str)

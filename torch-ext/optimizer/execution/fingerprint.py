@@ -65,7 +65,7 @@ class StepFingerprint:
     """
 
     def __init__(self, groups, state, *more):
-        self.seen, self.came, self.quick = fingerprint(groups, state, *more), None, False
+        self.seen, self.came, self.has_fast_check = fingerprint(groups, state, *more), None, False
         self.params = _params_of(groups)
         whole = list(map(gradient_of, self.params))
         known = (
@@ -88,13 +88,13 @@ class StepFingerprint:
                 TensorGuards(*ts, dynamic_dims_sizes=None, dynamic_dims_strides=None)
                 for ts in (held, gradients, local)[: 2 if self.plain else 3]
             ]
-            self.quick = self._guarded(held, gradients, local)
+            self.has_fast_check = self._guarded(held, gradients, local)
 
     def is_current(self, groups, state, *more) -> bool:
         """Whether nothing that a step depends on has changed."""
         self.came = None  # should the step before have failed
         with contextlib.suppress(AttributeError, RuntimeError, TypeError):  # as in a glance
-            if self.quick and self._soon(groups, state, more):
+            if self.has_fast_check and self._fast_check(groups, state, more):
                 return True
         # What is no number may be anything: it is refused next
         with contextlib.suppress(RuntimeError):
@@ -112,7 +112,7 @@ class StepFingerprint:
         came, self.came = self.came, None
         return {} if came is None else dict(zip(map(id, self.params), came))
 
-    def _soon(self, groups, state, more) -> bool:
+    def _fast_check(self, groups, state, more) -> bool:
         params, values = _params_of(groups), _values_of(state)
         if not (
             _same(params, self.params)
