@@ -208,9 +208,9 @@ def test_gradients_of_a_step_that_failed_are_not_taken_for_later_ones(optimizer)
     p.grad, groups = torch.ones(4, 6), [{"params": [p]}]
     with torch.no_grad():
         look = part("execution.fingerprint").StepFingerprint(groups, {})
-        assert look.is_current(groups, {}) and look.came
+        assert look.is_current(groups, {}) and look.gradients
         look.has_fast_check = False
-        assert look.is_current(groups, {}) and look.take() == {}
+        assert look.is_current(groups, {}) and look.pop_gradients() == {}
 
 
 def test_without_guards_looks_are_whole(optimizer, monkeypatch):

@@ -65,7 +65,7 @@ class StepFingerprint:
     """
 
     def __init__(self, groups, state, *more):
-        self.seen, self.came, self.has_fast_check = fingerprint(groups, state, *more), None, False
+        self.seen, self.gradients, self.has_fast_check = fingerprint(groups, state, *more), None, False
         self.params = _params_of(groups)
         whole = list(map(gradient_of, self.params))
         known = (
@@ -92,7 +92,7 @@ class StepFingerprint:
 
     def is_current(self, groups, state, *more) -> bool:
         """Whether nothing that a step depends on has changed."""
-        self.came = None  # should the step before have failed
+        self.gradients = None  # should the step before have failed
         with contextlib.suppress(AttributeError, RuntimeError, TypeError):  # as in a glance
             if self.has_fast_check and self._fast_check(groups, state, more):
                 return True
@@ -105,11 +105,11 @@ class StepFingerprint:
         """The same without gradients, where it is known."""
         return isinstance(self.seen, tuple) and at_rest(groups, state) == self.seen[0]
 
-    def take(self) -> dict:
+    def pop_gradients(self) -> dict:
         """{parameter's id: its gradient here} as the quick look just saw them, once; empty where it
         did not.
         """
-        came, self.came = self.came, None
+        came, self.gradients = self.gradients, None
         return {} if came is None else dict(zip(map(id, self.params), came))
 
     def _fast_check(self, groups, state, more) -> bool:
@@ -138,7 +138,7 @@ class StepFingerprint:
             and list(map(torch.Tensor.data_ptr, local)) == self.places
         ):
             return False
-        self.came = gradients
+        self.gradients = gradients
         return True
 
     def _guarded(self, *lists) -> bool:

@@ -78,7 +78,7 @@ class StepInputs:
         stream's order. `seen`: the Look that has just seen them. Returns whether gradients had to
         be brought into the form in which the stores were bound (`as_bound`).
         """
-        came = {} if seen is None else seen.take()
+        came = {} if seen is None else seen.pop_gradients()
         brought = False
         for store in self.stores:
             brought = store.read_gradients(came=came, as_bound=as_bound) or brought
