@@ -526,7 +526,7 @@ class Muon(StateDictMethods):
         same = (
             world_now() is self._world and self._seen is not None and self._bound.nonfinite is None
         )
-        return same and self._seen.at_rest(self.param_groups, self.state)
+        return same and self._seen.is_static_current(self.param_groups, self.state)
 
     def plan_report(self) -> Report:
         """The plan of the last step, as this rank knows it: print it, or draw its `figure()`. Not

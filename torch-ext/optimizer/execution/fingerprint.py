@@ -45,7 +45,7 @@ def fingerprint(groups, state, *more):
             list(map(look, gradients)) for look in (_dtype, torch.Tensor.size, torch.Tensor.stride)
         ]
         return (
-            at_rest(groups, state),
+            static_fingerprint(groups, state),
             forms,
             _odd(gradients),
             missing,
@@ -101,9 +101,9 @@ class StepFingerprint:
             return fingerprint(groups, state, *more) == self.seen
         return False
 
-    def at_rest(self, groups, state) -> bool:
+    def is_static_current(self, groups, state) -> bool:
         """The same without gradients, where it is known."""
-        return isinstance(self.seen, tuple) and at_rest(groups, state) == self.seen[0]
+        return isinstance(self.seen, tuple) and static_fingerprint(groups, state) == self.seen[0]
 
     def pop_gradients(self) -> dict:
         """{parameter's id: its gradient here} as the quick look just saw them, once; empty where it
@@ -212,7 +212,7 @@ def missing_from(gradients) -> list[int]:
     )
 
 
-def at_rest(groups, state):
+def static_fingerprint(groups, state):
     """The part of a glance that is there without gradients: parameters, what no schedule changes,
     where they lie.
     """
