@@ -256,7 +256,7 @@ def form_of_gradient(local):
     return local.dtype, local.stride(), local.data_ptr() % ALIGNMENT
 
 
-def in_form(gradient, form, name):
+def copy_in_form(gradient, form, name):
     """A copy of a gradient in the form of another. RuntimeError where the dtype does not hold its
     numbers.
     """

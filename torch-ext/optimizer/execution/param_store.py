@@ -22,7 +22,7 @@ from ..params.dtensor import (
 from ..params.errors import names_in
 from ..params.layout import Layout, this_rank, zeros_with_placements
 from ..params.validation import check_gradients, gradient_of
-from .fingerprint import form_of_gradient, in_form, missing_from
+from .fingerprint import form_of_gradient, copy_in_form, missing_from
 
 
 class Store:
@@ -113,7 +113,7 @@ class Store:
         forms = zip(self.gradients, self.forms)
         others = [number for number, (g, form) in enumerate(forms) if form_of_gradient(g) != form]
         for number in others:
-            self.gradients[number] = in_form(
+            self.gradients[number] = copy_in_form(
                 self.gradients[number], self.forms[number], self.names[number]
             )
         return bool(others)
