@@ -159,7 +159,7 @@ class LocalUpdate(BoundUpdate):
         home = self._pieces("home")
         rows = self._pieces("home", "row")
         self.stacks = Stacks(self.share, self.memory, self.options.wire_dtype)
-        whole = self.stacks.come
+        whole = self.stacks.input_view
         second_moment = self.store.states(rows, "second_moment")
         self.pack_all = self._bind_pack(home, whole)
         self.load_rows = Copy([whole[p] for p in rows], second_moment)
@@ -263,15 +263,15 @@ class ShardedUpdate(OwnerUpdate):
         self.pack_sent = self._bind_pack(self.sent, self.to_owner.leave)
         self.packs_local = bool(early)
         self.pack_early = self._bind_pack(early, kept)
-        self.pack_late = self._bind_pack(late, self.stacks.come)
+        self.pack_late = self._bind_pack(late, self.stacks.input_view)
         rows = [p for p in self._pieces("home", "row") if p.fed]
-        to = {**self.to_owner.leave, **self.stacks.come}
+        to = {**self.to_owner.leave, **self.stacks.input_view}
         self.send_rows = Copy([to[p] for p in rows], self.store.states(rows, "second_moment"))
 
     def _bind_assembly(self, kept: dict[Piece, torch.Tensor]) -> None:
         """Copies between buffers and stacks, of pieces that are not iterated where they lie."""
-        come = self.stacks.come
-        go = self.stacks.go
+        come = self.stacks.input_view
+        go = self.stacks.output_view
         arrive = self.to_owner.arrive
         self.assemble = copy_apart({p: come[p] for p in arrive}, arrive)
         direct = self.share.direct
@@ -281,7 +281,7 @@ class ShardedUpdate(OwnerUpdate):
     def _bind_weights(self) -> None:
         """Weights, momenta and rows of state, by updates from the receive buffer or `kept`."""
         rows = self._pieces("home", "row")
-        go = self.stacks.go
+        go = self.stacks.output_view
         back = {**self.to_shards.arrive, **self.kept, **{p: go[p] for p in rows if p in go}}
         second_moment = self.store.states(rows, "second_moment")
         self.save_rows = Copy(second_moment, [back[p] for p in rows], self.store.skip(rows))
@@ -330,7 +330,7 @@ class UnreducedUpdate(OwnerUpdate):
         self.mean = Mean(self.to_owner, self.memory["stays"])
         M = store.states(owned, "momentum_buffer")
         skip = store.skip(owned)
-        whole = self.stacks.come
+        whole = self.stacks.input_view
         means = [self.mean.source(p) for p in owned], [self.mean.out]
         self.pack_owned = Pack(M, [whole[p] for p in owned], *means, skip)
         second_moment = store.states(rows, "second_moment")

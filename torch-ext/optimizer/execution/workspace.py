@@ -107,7 +107,7 @@ class Stacks:
                 at += read.nbytes + -read.nbytes % ALIGNMENT
             self.read.append(read)
             self.written.append(written)
-        self.come, self.go = ({p: _view(p, whole, end) for p in self.share.owned} for end in ends)
+        self.input_view, self.output_view = ({p: _view(p, whole, end) for p in self.share.owned} for end in ends)
 
     def _places(self, places):
         """{direct matrix: {box: place}}."""
