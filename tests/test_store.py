@@ -361,7 +361,7 @@ def bound_on_rank(rank, world, route):
     )
     memory = {use: torch.empty(n, dtype=torch.uint8) for use, n in share.needs.items()}
     made = part("execution.workspace").Stacks(share, memory, torch.bfloat16)
-    stacks, rows, views = made.read, made.rows, made.input_view
+    stacks, rows, views = made.inputs, made.row_state, made.input_view
     assert sum(s.shape[0] for s in stacks) == len(share.matrices) and set(views) == set(share.owned)
     for i, tensor in enumerate([*stacks, *rows]):
         tensor.fill_(i + 1)

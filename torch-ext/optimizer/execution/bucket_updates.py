@@ -117,7 +117,7 @@ class BoundUpdate(BucketUpdate):
     def _bind_iteration(self, stacks: Stacks) -> BoundOrthogonalization:
         # Between the two all-to-alls their buffers are free, and serve as scratch
         scratch = [self.memory[use] for use in ("now", "next", "square")]
-        return BoundOrthogonalization(stacks.read, stacks.written, self.options.ns_dtype, scratch)
+        return BoundOrthogonalization(stacks.inputs, stacks.outputs, self.options.ns_dtype, scratch)
 
     # Running
 
@@ -185,7 +185,7 @@ class LocalUpdate(BoundUpdate):
         self.load_rows()
         self.iterate(constants.steps, constants.eps)
         if constants.beta2 is not None:
-            normuon.normalize(self.stacks.written, self.stacks.rows, constants.beta2)
+            normuon.normalize(self.stacks.outputs, self.stacks.row_state, constants.beta2)
         self._run_update(self.update_all)
         self.save_rows()
 
@@ -302,7 +302,7 @@ class ShardedUpdate(OwnerUpdate):
         self.assemble()
         self.iterate(constants.steps, constants.eps)
         if constants.beta2 is not None:
-            normuon.normalize(self.stacks.written, self.stacks.rows, constants.beta2)
+            normuon.normalize(self.stacks.outputs, self.stacks.row_state, constants.beta2)
         self.disassemble()
 
     def apply(self, _) -> None:
@@ -359,7 +359,7 @@ class UnreducedUpdate(OwnerUpdate):
         self.load_rows()
         self.iterate(constants.steps, constants.eps)
         if constants.beta2 is not None:
-            normuon.normalize(self.stacks.written, self.stacks.rows, constants.beta2)
+            normuon.normalize(self.stacks.outputs, self.stacks.row_state, constants.beta2)
         self.disassemble()
 
     def apply(self, _) -> None:
