@@ -81,9 +81,9 @@ class Stacks:
         places for one box, the first.
         """
         self.share = share
-        self.read = []
-        self.written = []
-        self.rows = []
+        self.inputs = []
+        self.outputs = []
+        self.row_state = []
         ends = [self._places(came), self._places(leaves)]
         members = defaultdict(list)
         whole = {}
@@ -93,8 +93,8 @@ class Stacks:
         for (R, C, direct), matrices in members.items():
             N = len(matrices)
             rows = piece_at(memory["rows"], row, (N * R, 1), torch.float32)
-            self.rows.append(rows.view(N, R, 1))
-            whole |= {(m, "row"): t for m, t in zip(matrices, self.rows[-1])}
+            self.row_state.append(rows.view(N, R, 1))
+            whole |= {(m, "row"): t for m, t in zip(matrices, self.row_state[-1])}
             row += 4 * N * R
             if direct:
                 read, written = (
@@ -105,8 +105,8 @@ class Stacks:
                 read = written = piece_at(memory["stack"], at, (N * R, C), dtype).view(N, R, C)
                 whole |= {(m, "update"): t for m, t in zip(matrices, read)}
                 at += read.nbytes + -read.nbytes % ALIGNMENT
-            self.read.append(read)
-            self.written.append(written)
+            self.inputs.append(read)
+            self.outputs.append(written)
         self.input_view, self.output_view = ({p: _view(p, whole, end) for p in self.share.owned} for end in ends)
 
     def _places(self, places):
