@@ -325,7 +325,7 @@ def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
               for i in range(6)]
     for number, share in enumerate(shares):
         workspace.reserve(number, share)
-    taken, slot, bench = [workspace.take(number, share) for number, share in enumerate(shares)], [], []
+    taken, slot, bench = [workspace.views_for(number, share) for number, share in enumerate(shares)], [], []
     for share, lent in zip(shares, taken):
         assert {use: t.numel() for use, t in lent.items()} == share.needs
         assert all(t.data_ptr() % part("planning.plan").ALIGNMENT == 0 for t in lent.values() if t.numel())

@@ -227,7 +227,7 @@ def _bind(plans, stores, options, process_groups, graphs, written):
             options=options,
             group=group,
             process_group=process_groups.of(bucket.ranks) if kind.travels else None,
-            memory=workspace.take(number, share),
+            memory=workspace.views_for(number, share),
             slot=number % slots,
             graphs=graphs,
             label=_label(len(jobs) - skipped, bucket, store),

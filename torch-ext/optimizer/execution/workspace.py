@@ -30,7 +30,7 @@ class Workspace:
             key = self._key(number, memory)
             self.sizes[key] = max(self.sizes[key], nbytes)
 
-    def take(self, number, share) -> dict:
+    def views_for(self, number, share) -> dict:
         """use -> flat uint8 tensor of the bytes that the share needs, at its place."""
         lent = {}
         for use, (memory, at) in share.places()[0].items():
