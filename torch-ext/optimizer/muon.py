@@ -27,8 +27,8 @@ from .execution.prepare import (
     OTHER_PARAMETERS,
     OTHER_PLACES,
     BoundStep,
-    planned,
-    stepped,
+    make_plans,
+    select_params,
 )
 from .execution.report import Report, Stopwatch, report_of
 from .params.config import MuonConfig, spelled_out
@@ -571,13 +571,13 @@ class Muon(StateDictMethods):
         self._members = adopt_state(self._members, self.param_groups, self.state)
         # What this process steps alone must not change what it steps with others
         for alone in (False, True):
-            units, key = stepped(self.param_groups, self._options, alone)
+            units, key = select_params(self.param_groups, self._options, alone)
             if key != self._planned_for[alone] or lack_state(self._plans[alone], self.state):
                 # It may go
                 self._forward_overlap.record_stream(
                     t for s in self.state.values() if isinstance(s, dict) for t in s.values()
                 )
-                self._plans[alone] = planned(
+                self._plans[alone] = make_plans(
                     units, self.state, self._options, self._process_groups, alone
                 )
                 self._planned_for[alone], self._bound_for, self._forms, self._seen = (

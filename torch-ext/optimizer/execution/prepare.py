@@ -28,7 +28,7 @@ from .step_inputs import InputBuffers, StepInputs
 from .workspace import Workspace
 
 
-def stepped(groups, options, alone) -> tuple[list, list]:
+def select_params(groups, options, alone) -> tuple[list, list]:
     """([(group, its parameters of a step)], what plans of them rest on), of those that this process
     takes alone, or with other ranks.
 
@@ -51,15 +51,15 @@ def stepped(groups, options, alone) -> tuple[list, list]:
                 warnings.warn(
                     f"parameter {name_in(group, p)} has a gradient but requires_grad=False: it is "
                     "left "
-                    "alone, for other ranks cannot know; to have it stepped, call requires_grad_() "
+                    "alone, for other ranks cannot know; to have it select_params, call requires_grad_() "
                     "on it",
                     stacklevel=2,
                 )
     units = [(group, params) for group, params in units if params]
-    return units, [_rests_on(*unit, options.ns_dtype) for unit in units]
+    return units, [_plan_key(*unit, options.ns_dtype) for unit in units]
 
 
-def _rests_on(group, params, dtype) -> tuple:
+def _plan_key(group, params, dtype) -> tuple:
     """The group itself, which routes read (a plan keeps it, so no other has its id); of
     coefficients only memory.
     """
@@ -78,7 +78,7 @@ def _rests_on(group, params, dtype) -> tuple:
     return id(group), group["use_muon"], group["adjust_lr_fn"], forms, tuple(map(id, params))
 
 
-def planned(units, state, options, process_groups, alone) -> list[Plan]:
+def make_plans(units, state, options, process_groups, alone) -> list[Plan]:
     """The plans of a step's parameters, after all ranks have agreed on them, and their state.
     Collective.
     """
