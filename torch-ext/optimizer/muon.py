@@ -495,9 +495,9 @@ class Muon(StateDictMethods):
             return self._run(self._watch.over(self._bound.all_jobs) if self._watch else [])
         if not self._options.capturable:
             return self._run()
-        key = [host_constants(store.group, store.is_fp64) for store in self._bound.together]
+        key = [host_constants(store.group, store.is_fp64) for store in self._bound.graphed_stores]
         pipeline.beside(
-            lambda: self._graphs(self._run, key), self._bound.alone, self._beside.stream
+            lambda: self._graphs(self._run, key), self._bound.adamw_jobs, self._beside.stream
         )
 
     def _run(self, jobs=None) -> None:

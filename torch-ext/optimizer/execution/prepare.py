@@ -131,7 +131,7 @@ class BoundStep:
         called with each update once its weights are written. Without plans nothing is bound.
         """
         self.jobs = []
-        self.alone = []
+        self.adamw_jobs = []
         self.nonfinite = None  # None: gradients are not checked
         device = local_of(plans[0].params[0]).device if plans else torch.device("cpu")
         buffers = InputBuffers(plans, flag_counts(plans), device)
@@ -146,15 +146,15 @@ class BoundStep:
         self.inputs = StepInputs(buffers, self.stores, self.missing, early)
         for job in jobs:
             apart = options.capturable and isinstance(job[0], AdamWUpdate)
-            (self.alone if apart else self.jobs).append(job)
+            (self.adamw_jobs if apart else self.jobs).append(job)
 
     @property
     def all_jobs(self) -> list[tuple[BucketUpdate, dict]]:
-        return self.jobs + self.alone
+        return self.jobs + self.adamw_jobs
 
     @functools.cached_property
-    def together(self) -> list[Store]:
-        apart = {id(update.store) for update, _ in self.alone}
+    def graphed_stores(self) -> list[Store]:
+        apart = {id(update.store) for update, _ in self.adamw_jobs}
         return [store for store in self.stores if id(store) not in apart]
 
 
