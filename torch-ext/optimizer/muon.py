@@ -23,9 +23,9 @@ from .execution.fingerprint import StepFingerprint, memory_key
 from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, ForwardOverlapMethods, waits_for_updates
 from .execution.prepare import (
-    OTHER_NUMBERS,
-    OTHER_PARAMETERS,
-    OTHER_PLACES,
+    SCALARS_CHANGED,
+    PARAMETERS_CHANGED,
+    GRADIENTS_MOVED,
     BoundStep,
     make_plans,
     select_params,
@@ -603,7 +603,7 @@ class Muon(StateDictMethods):
 
     def _bind(self, plans: list, nonfinite: str) -> None:
         self._bound.missing.wait()
-        self._graphs.say(OTHER_PARAMETERS)
+        self._graphs.say(PARAMETERS_CHANGED)
         for graphs in (self._graphs, self._beside):
             graphs.begin(device_of(self.param_groups))
         bound = BoundStep(
@@ -647,7 +647,7 @@ class Muon(StateDictMethods):
             self._process_groups = ProcessGroups(own=self._options.overlaps)
         if self._graphs is None:
             self._graphs, self._beside = [
-                Graphs(s * self._options.capturable) for s in (OTHER_NUMBERS, OTHER_PLACES)
+                Graphs(s * self._options.capturable) for s in (SCALARS_CHANGED, GRADIENTS_MOVED)
             ]
         self._unbind()
 

@@ -94,13 +94,13 @@ def make_plans(units, state, options, process_groups, alone) -> list[Plan]:
 
 
 # what capturable=True says, once each, where a graph does not fit
-OTHER_NUMBERS = (
+SCALARS_CHANGED = (
     "the step is not replayed, since a number other than lr, weight_decay and momentum changed"
 )
-OTHER_PLACES = (
+GRADIENTS_MOVED = (
     "AdamW's step is not replayed, since gradients lie elsewhere or a number other than lr changed"
 )
-OTHER_PARAMETERS = (
+PARAMETERS_CHANGED = (
     "the step is not replayed, since parameters, their memory or the form of gradients changed or "
     "a "
     "gradient is missing"
