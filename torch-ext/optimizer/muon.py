@@ -603,7 +603,7 @@ class Muon(StateDictMethods):
 
     def _bind(self, plans: list, nonfinite: str) -> None:
         self._bound.missing.wait()
-        self._graphs.say(PARAMETERS_CHANGED)
+        self._graphs.warn_once(PARAMETERS_CHANGED)
         for graphs in (self._graphs, self._beside):
             graphs.begin(device_of(self.param_groups))
         bound = BoundStep(

@@ -124,7 +124,7 @@ class BoundUpdate(BucketUpdate):
     @property
     def update_momentum_early(self) -> bool:
         """See [Note: momentum and weight together]."""
-        return self.graphs.within
+        return self.graphs.inside_capture
 
     def replay(self, part: Callable, constants: tuple, argument: object = None) -> None:
         """Call `part(constants)`, or `part(argument)`, by a CUDA graph where possible. `constants`

@@ -55,7 +55,7 @@ def check_environment(device) -> None:
     own_table()
 
 
-class Recording:
+class PartGraph:
     """What is known of one part: the key of its last run, its graph and the key of that."""
 
     def __init__(self):
@@ -67,14 +67,14 @@ class Graphs:
     """The CUDA graphs of one optimizer, in one memory pool.
 
     They run one after another on one stream, and no tensor of the pool outlives its part: they may
-    share all memory, and come in any order. `excuse`: what to say, once, where there is a graph
+    share all memory, and come in any order. `reason`: what to say, once, where there is a graph
     that does not fit the step. `within`: whether the part that is launched goes into a graph with
     others: no error of the host comes between them.
     """
 
-    def __init__(self, excuse=""):
-        self.parts, self.stream, self.excuse = {}, None, excuse
-        self.on, self.failed, self.device, self.within = False, False, torch.device("cpu"), False
+    def __init__(self, reason=""):
+        self.parts, self.stream, self.reason = {}, None, reason
+        self.on, self.failed, self.device, self.inside_capture = False, False, torch.device("cpu"), False
         # Whether parts go through this object: it captures them, or knows a capture around them
         self.may_capture = False
         _all.add(self)
@@ -92,16 +92,16 @@ class Graphs:
         Inside another capture, part is captured with it.
         """
         if not self.on or torch.cuda.is_current_stream_capturing():
-            self.within = capturing(self.device)
+            self.inside_capture = capturing(self.device)
             return part(*arguments)
-        self.within = False
-        known = self.parts.setdefault((id(part.__self__), part.__name__), Recording())
+        self.inside_capture = False
+        known = self.parts.setdefault((id(part.__self__), part.__name__), PartGraph())
         if known.captured != key and known.last == key and known.count < CAPTURES:
             self._capture(known, key, functools.partial(part, *arguments))
         known.last = key
         if known.graph is not None and known.captured == key:
             return known.graph.replay()
-        self.say(self.excuse)
+        self.warn_once(self.reason)
         part(*arguments)
 
     def _capture(self, known, key, work) -> None:
@@ -133,10 +133,10 @@ class Graphs:
         else:
             known.graph, known.captured = graph, key
 
-    def say(self, why) -> None:
+    def warn_once(self, why) -> None:
         """Tell once that a graph is not replayed, where there is one and the user asked for it."""
-        if self.excuse and any(part.graph is not None for part in self.parts.values()):
-            self.excuse = ""
+        if self.reason and any(part.graph is not None for part in self.parts.values()):
+            self.reason = ""
             warnings.warn(
                 f"capturable=True: {why}; it is captured anew once two steps are alike. Said once.",
                 stacklevel=2,
