@@ -18,7 +18,7 @@ from . import pipeline
 from .communication.nonfinite import scalers_may_differ, unscale, warn_of_unlike
 from .communication.owner_state import shown_as_row_dtensors
 from .communication.process_groups import ProcessGroups, check_process_group, world_now
-from .execution.cuda_graphs import Graphs, check_environment, current, release_before_groups
+from .execution.cuda_graphs import Graphs, check_environment, on_device, release_before_groups
 from .execution.fingerprint import StepFingerprint, memory_key
 from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, ForwardOverlapMethods, waits_for_updates
@@ -419,7 +419,7 @@ class Muon(StateDictMethods):
         if device.type == "cpu" and not itself._forward_overlap.on:
             itself._take(*scaled)
             return loss
-        with current(device), itself._forward_overlap.on_side_stream(device, wait_for_all=scaled != (None, None)):
+        with on_device(device), itself._forward_overlap.on_side_stream(device, wait_for_all=scaled != (None, None)):
             itself._take(*scaled)
         return loss
 

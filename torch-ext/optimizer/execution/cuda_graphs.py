@@ -27,7 +27,7 @@ def graphs() -> str:
 CAPTURES = 8  # of one part; a part whose key keeps changing is not worth more
 
 
-def current(device):
+def on_device(device):
     """Launches go to the current device, which need not be the parameters': meanwhile, make it
     `device`.
     """
