@@ -70,7 +70,7 @@ class StateDictMethods(ForwardOverlapMethods):
         """Whether a step failed half-way."""
         return self._half_way or self._backward_overlap.failed
 
-    def _hand_over(self) -> None:
+    def _adopt_state(self) -> None:
         """Give state of parameters that were replaced to those in their place. Without state no
         parameter is kept in mind: who shards a model next wants the memory of the whole ones back.
         """
@@ -85,11 +85,11 @@ class StateDictMethods(ForwardOverlapMethods):
         have left during backward.
         """
         self._backward_overlap.raise_if_started("init_state")
-        self._hand_over()
+        self._adopt_state()
         self._find_world()
         with lasting():
             complete_state(self.param_groups, self.state, self._options)
-        self._hand_over()
+        self._adopt_state()
 
     @waits_for_updates
     def state_dict(self) -> dict:
@@ -100,10 +100,10 @@ class StateDictMethods(ForwardOverlapMethods):
         torch.distributed.checkpoint, it creates what state there is none of (`init_state`). Warns
         after a step that failed half-way.
         """
-        self._judge_state()
+        self._check_state()
         self._beta1.follow(self.param_groups)
-        self._hand_over()
-        create = called_by_checkpoint() and not self._torn and not self._backward_overlap.has_started
+        self._adopt_state()
+        create = called_by_checkpoint() and not self._is_torn and not self._backward_overlap.has_started
         if not self._options.owner_keeps_state:
             if create:
                 self.init_state()
@@ -132,7 +132,7 @@ class StateDictMethods(ForwardOverlapMethods):
         alike. Warns after a step that failed half-way.
         """
         check_target(to, self._options.process_group if self._options.owner_keeps_state else None)
-        self._judge_state()
+        self._check_state()
         if not self._options.owner_keeps_state:
             return
         self._find_world()
@@ -140,11 +140,11 @@ class StateDictMethods(ForwardOverlapMethods):
         group = self._options.process_group
         self._consolidated = consolidate(self.state, self._named(), group, to)
 
-    def _judge_state(self) -> None:
+    def _check_state(self) -> None:
         """Before the state is read: warn if a step has torn it, raise if gradients changed after
         they had left.
         """
-        if not warn_torn(self._torn):
+        if not warn_torn(self._is_torn):
             self._backward_overlap.raise_if_changed()
 
     def _named(self) -> dict:
@@ -165,15 +165,15 @@ class StateDictMethods(ForwardOverlapMethods):
         with lasting(), Loading(self.param_groups, self._options).inside(self):
             super().load_state_dict(state_dict)
         self._beta1.forget()
-        self._take_groups()
+        self._init_groups()
         self._half_way, self._consolidated = False, None
         if self._options.overlap_backward:  # not all ranks may have sent alike over these
             self._process_groups.release()
             self._process_groups = None
-        self._forget()
+        self._drop_plans()
         self._members = ()
-        self._hand_over()
-        self._unbound = "after load_state_dict(), which drops the plan"
+        self._adopt_state()
+        self._why_unbound = "after load_state_dict(), which drops the plan"
 
     @waits_for_updates
     def __getstate__(self):
@@ -186,7 +186,7 @@ class StateDictMethods(ForwardOverlapMethods):
             "_options": options,
             "_adamw": self._adamw,
             "_skipped": self._skipped,
-            "_half_way": self._torn,
+            "_half_way": self._is_torn,
             "_is_world": self._is_world,
         }
 
@@ -198,8 +198,8 @@ class StateDictMethods(ForwardOverlapMethods):
             group = dist.distributed_c10d._resolve_process_group(self._options.process_group)
             self._options = replace(self._options, process_group=group)
         self._has_all_groups = True
-        self._forget()
-        self._unbound = "in a copy, or after unpickling"
+        self._drop_plans()
+        self._why_unbound = "in a copy, or after unpickling"
 
 
 NEVER_BOUND = "before the first step, nor after release()"
@@ -281,7 +281,7 @@ class Muon(StateDictMethods):
             options.get("process_group") is not None
             and self._options.process_group is dist.group.WORLD
         )
-        self._forget()
+        self._drop_plans()
         super().__init__(
             params,
             {
@@ -299,7 +299,7 @@ class Muon(StateDictMethods):
         )
         check_environment(device_of(self.param_groups))
         check_memory(self.param_groups)
-        self._take_groups()
+        self._init_groups()
         self._has_all_groups = True
 
     def _start(self, options: MuonConfig) -> None:
@@ -319,16 +319,16 @@ class Muon(StateDictMethods):
         # Of gradients that a GradScaler compares in another order than other ranks
         self._has_warned = False
         self._timing = False
-        self._unbound = NEVER_BOUND  # why plan_report() finds no plan
+        self._why_unbound = NEVER_BOUND  # why plan_report() finds no plan
         self._half_way = False  # whether a step began and did not end
         # The state gathered by consolidate_state_dict, until the next step
         self._consolidated = None
         self._skipped = None  # a count on the device, once a step has looked at gradients
         self._members = ()  # each group's parameters at the last step
         self._world = None  # torch.distributed's default group at the last step
-        self._process_groups = None  # made by `_forget`, as are graphs
+        self._process_groups = None  # made by `_drop_plans`, as are graphs
         self._graphs = None
-        self._beside = None  # the graphs of `_alone`
+        self._adamw_graphs = None  # the graphs of `_alone`
 
     @property
     def timing(self) -> bool:
@@ -361,12 +361,12 @@ class Muon(StateDictMethods):
             del self.param_groups[count:]
             raise
         if self._has_all_groups:  # else once, at the end of `__init__`
-            self._take_groups()
+            self._init_groups()
         if self._bound.all_jobs:
-            self._unbound = "after add_param_group(), which drops the plan"
-        self._forget()
+            self._why_unbound = "after add_param_group(), which drops the plan"
+        self._drop_plans()
 
-    def _take_groups(self) -> None:
+    def _init_groups(self) -> None:
         """Give each group tensors of its own, and AdamW groups their `momentum`."""
         part_tensors(self.param_groups)
         self._beta1.follow(self.param_groups)
@@ -417,13 +417,13 @@ class Muon(StateDictMethods):
         scaled = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         device = device_of(itself.param_groups)
         if device.type == "cpu" and not itself._forward_overlap.on:
-            itself._take(*scaled)
+            itself._step(*scaled)
             return loss
         with on_device(device), itself._forward_overlap.on_side_stream(device, wait_for_all=scaled != (None, None)):
-            itself._take(*scaled)
+            itself._step(*scaled)
         return loss
 
-    def _take(self, grad_scale, found_inf) -> None:
+    def _step(self, grad_scale, found_inf) -> None:
         """Step, with what a GradScaler says of the gradients, or None."""
         self._read_groups()
         # Nothing leaves before the step without overlap_backward
@@ -436,12 +436,12 @@ class Muon(StateDictMethods):
         else:
             if self._options.overlap_backward:
                 self._backward_overlap.raise_if_changed()  # binding anew would forget it
-            stores = self._ready(found_inf is not None)
+            stores = self._bound_stores(found_inf is not None)
             if grad_scale is not None:
                 unscale(stores, grad_scale)
         # The next step binds anew
-        if self._bound.inputs.read_and_upload(None if begun else self._seen, as_bound=begun):
-            self._bound_for = self._seen = None
+        if self._bound.inputs.read_and_upload(None if begun else self._fingerprint, as_bound=begun):
+            self._memory_key = self._fingerprint = None
         if creates_state and self._bound.missing.call_zeros_missing():
             self._bound.inputs.upload()
         if self._bound.nonfinite is not None:
@@ -455,7 +455,7 @@ class Muon(StateDictMethods):
             self._forward_overlap.hold_gradients(self._bound.stores)
         self._bound.inputs.drop_gradients()
         if self._bound.nonfinite is not None:
-            self._note(found_inf is None)
+            self._count_skipped(found_inf is None)
 
     def _read_groups(self) -> None:
         """Take what schedules have put into the groups. Raises ValueError, with group and key, for
@@ -464,7 +464,7 @@ class Muon(StateDictMethods):
         check_live(self.param_groups)
         self._beta1.follow(self.param_groups)
 
-    def _note(self, tell) -> None:
+    def _count_skipped(self, tell) -> None:
         """Count what was left alone; `tell`: raise for it with nonfinite="raise". Else a GradScaler
         has decided.
         """
@@ -497,7 +497,7 @@ class Muon(StateDictMethods):
             return self._run()
         key = [host_constants(store.group, store.is_fp64) for store in self._bound.graphed_stores]
         pipeline.beside(
-            lambda: self._graphs(self._run, key), self._bound.adamw_jobs, self._beside.stream
+            lambda: self._graphs(self._run, key), self._bound.adamw_jobs, self._adamw_graphs.stream
         )
 
     def _run(self, jobs=None) -> None:
@@ -515,7 +515,7 @@ class Muon(StateDictMethods):
         there. Otherwise, and before the first step, nothing happens. Then call `step` before
         gradients change. Raises RuntimeError if gradients have left already.
         """
-        refuse_torn(self._torn)
+        refuse_torn(self._is_torn)
         self._read_groups()
         if ready := self._as_bound() and not self.timing:
             self._process_groups.begin_step()
@@ -524,9 +524,9 @@ class Muon(StateDictMethods):
     def _as_bound(self) -> bool:
         """Whether all but the gradients is as the last step found it."""
         same = (
-            world_now() is self._world and self._seen is not None and self._bound.nonfinite is None
+            world_now() is self._world and self._fingerprint is not None and self._bound.nonfinite is None
         )
-        return same and self._seen.is_static_current(self.param_groups, self.state)
+        return same and self._fingerprint.is_static_current(self.param_groups, self.state)
 
     def plan_report(self) -> Report:
         """The plan of the last step, as this rank knows it: print it, or draw its `figure()`. Not
@@ -536,7 +536,7 @@ class Muon(StateDictMethods):
         """
         if not self._bound.all_jobs:
             raise RuntimeError(
-                f"nothing is bound {self._unbound}: call step() before plan_report()"
+                f"nothing is bound {self._why_unbound}: call step() before plan_report()"
             )
         return report_of(self._bound.all_jobs, this_rank(), self._watch, self._backward_overlap.pipeline_run)
 
@@ -551,14 +551,14 @@ class Muon(StateDictMethods):
         self._bound.missing.wait()
         self._forward_overlap.release()
         self._unbind()
-        self._unbound = NEVER_BOUND
+        self._why_unbound = NEVER_BOUND
 
-    def _ready(self, scaled=False):
+    def _bound_stores(self, scaled=False):
         """The stores of this step. Planned anew if parameters changed, bound anew if memory or
         gradients' form did.
         """
         self._find_world()
-        if self._seen is not None and self._seen.is_current(self.param_groups, self.state, scaled):
+        if self._fingerprint is not None and self._fingerprint.is_current(self.param_groups, self.state, scaled):
             return self._bound.stores
         with lasting():
             return self._prepare(scaled)
@@ -566,13 +566,13 @@ class Muon(StateDictMethods):
     def _prepare(self, scaled: bool) -> list:
         """Plan and bind what has changed; return the stores."""
         check_again(self.param_groups, self._options)
-        if None in self._planned_for.values():
+        if None in self._plan_keys.values():
             warn_of_idle(self.param_groups)
         self._members = adopt_state(self._members, self.param_groups, self.state)
         # What this process steps alone must not change what it steps with others
         for alone in (False, True):
             units, key = select_params(self.param_groups, self._options, alone)
-            if key != self._planned_for[alone] or lack_state(self._plans[alone], self.state):
+            if key != self._plan_keys[alone] or lack_state(self._plans[alone], self.state):
                 # It may go
                 self._forward_overlap.record_stream(
                     t for s in self.state.values() if isinstance(s, dict) for t in s.values()
@@ -580,7 +580,7 @@ class Muon(StateDictMethods):
                 self._plans[alone] = make_plans(
                     units, self.state, self._options, self._process_groups, alone
                 )
-                self._planned_for[alone], self._bound_for, self._forms, self._seen = (
+                self._plan_keys[alone], self._memory_key, self._param_forms, self._fingerprint = (
                     key,
                     None,
                     None,
@@ -589,36 +589,36 @@ class Muon(StateDictMethods):
         plans = self._plans[False] + self._plans[True]
         params = [p for plan in plans for p in plan.params]
         key = *memory_key(params, self.state, self.param_groups), scaled
-        if key != self._bound_for:
+        if key != self._memory_key:
             # Should binding fail
-            forms, self._bound_for, self._seen = [form_of(p) for p in params], None, None
-            if self._forms not in (None, forms):
-                self._forget()
+            forms, self._memory_key, self._fingerprint = [form_of(p) for p in params], None, None
+            if self._param_forms not in (None, forms):
+                self._drop_plans()
                 return self._prepare(scaled)
             self._bind(plans, "raise" if scaled else self._options.nonfinite)
-            self._bound_for, self._forms = key, forms
+            self._memory_key, self._param_forms = key, forms
         # With the state that there is now
-        self._seen = StepFingerprint(self.param_groups, self.state, scaled)
+        self._fingerprint = StepFingerprint(self.param_groups, self.state, scaled)
         return self._bound.stores
 
     def _bind(self, plans: list, nonfinite: str) -> None:
         self._bound.missing.wait()
         self._graphs.warn_once(PARAMETERS_CHANGED)
-        for graphs in (self._graphs, self._beside):
+        for graphs in (self._graphs, self._adamw_graphs):
             graphs.begin(device_of(self.param_groups))
         bound = BoundStep(
             plans,
             self.state,
             self._options,
             self._process_groups,
-            (self._graphs, self._beside),
+            (self._graphs, self._adamw_graphs),
             nonfinite,
             self._forward_overlap.bucket_written if self._forward_overlap.on else None,
         )
         if self._options.capturable and self._graphs.on:
             self._process_groups.check_capturable()
             release_before_groups()
-        if self._forms is None:  # the first time that kernels of these shapes are launched
+        if self._param_forms is None:  # the first time that kernels of these shapes are launched
             pipeline.precompile_kernels(bound.all_jobs, bound.missing.device)
         self._bound = bound
         self._watch = None
@@ -634,11 +634,11 @@ class Muon(StateDictMethods):
             check_process_group(world, self._is_world)
             self._options = replace(self._options, process_group=world)
         self._world, self._process_groups = world, None
-        self._forget()
+        self._drop_plans()
 
-    def _forget(self) -> None:
+    def _drop_plans(self) -> None:
         """Drop plans and bound memory; the next step makes them anew. State stays."""
-        self._planned_for, self._plans, self._forms = (
+        self._plan_keys, self._plans, self._param_forms = (
             {False: None, True: None},
             {False: [], True: []},
             None,
@@ -646,19 +646,19 @@ class Muon(StateDictMethods):
         if self._process_groups is None:  # new ones at each plan would pile up
             self._process_groups = ProcessGroups(own=self._options.overlaps)
         if self._graphs is None:
-            self._graphs, self._beside = [
+            self._graphs, self._adamw_graphs = [
                 Graphs(s * self._options.capturable) for s in (SCALARS_CHANGED, GRADIENTS_MOVED)
             ]
         self._unbind()
 
     def _unbind(self) -> None:
         """Drop bound memory; plans stay."""
-        self._bound_for = None
-        self._seen = None
+        self._memory_key = None
+        self._fingerprint = None
         self._watch = None
         self._bound = BoundStep()
         self._backward_overlap = BackwardOverlap()
-        for graphs in (self._graphs, self._beside):
+        for graphs in (self._graphs, self._adamw_graphs):
             graphs.drop()
 
 
