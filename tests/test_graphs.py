@@ -407,7 +407,7 @@ def test_graphs_go_before_process_groups_do(name, tape, monkeypatch, tmp_path):
     run = Run("capturable", "Muon")
     for number in range(2):
         run.step(number)
-    parts = [*run.optimizer._graphs.parts.values(), *run.optimizer._beside.parts.values()]
+    parts = [*run.optimizer._graphs.parts.values(), *run.optimizer._adamw_graphs.parts.values()]
     held = [known.graph for known in parts if known.graph]
     assert len(held) == 2 and not any(graph.gone for graph in held)
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)

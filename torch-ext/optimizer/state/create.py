@@ -44,7 +44,7 @@ def refuse_torn(torn) -> None:
 def warn_torn(torn) -> bool:
     """Warn if a step failed half-way, where somebody may save what it left."""
     if torn:
-        caller = 5  # of `state_dict`, within `late.waits_for_updates` and `StateDictMethods._judge_state`
+        caller = 5  # of `state_dict`, within `late.waits_for_updates` and `StateDictMethods._check_state`
         warnings.warn(
             f"{TORN}: do not save this state, load what was saved before", stacklevel=caller
         )
