@@ -78,7 +78,7 @@ class WaitHook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-class EagerWaitHook(Before):
+class EagerWaitHook(WaitHook):
     """One that does nothing inside a compiled region, whose module has waited before."""
 
     def __call__(self, *_) -> None:
