@@ -2,7 +2,7 @@
 
 Shapes are those of a 1.2B transformer on a GPU, and small ones on a CPU. `verify_*` composes the same polynomials from
 torch.matmul in fp32, matrix by matrix, so its time is what an optimizer without kernels or batches would take. On a CPU
-ours has neither: matrices are taken one by one, for their bits, so there it checks results and says little of speed.
+ours has neither: matrices are taken one by one, for their bits, and fewer passes are made over them.
 """
 
 from __future__ import annotations

@@ -100,9 +100,14 @@ def tasks(options) -> list:
     return found + [(stack, s) for s in shapes.GRID if options.grid]
 
 
+def module(polar, name=""):
+    """A module of the package that `polar` is a module of; the package itself without a name."""
+    return importlib.import_module(polar.__package__.partition(".")[0] + name)
+
+
 def polar_calls(polar, steps, options):
     """name -> function that makes a function of a stack; all with the coefficients of our default."""
-    made = {"ours": lambda: sys.modules[polar.__package__].orthogonalize}
+    made = {"ours": lambda: module(polar).orthogonalize}
     for name in options.peers:
         if name in peers.POLAR:
             made[name] = lambda maker=peers.POLAR[name]: maker(steps)
@@ -112,21 +117,21 @@ def polar_calls(polar, steps, options):
 def stack(polar, gram, shape, options):
     """Yield the rows of one stack: every implementation, as a graph and eager."""
     torch._dynamo.reset()
-    steps = polar.steps_of("polar_express", 5)
+    steps, cost = polar.steps_of("polar_express", 5), module(polar, ".newton_schulz.method").cost
     X = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
     exact = composed(X[-1], steps)
-    flops = shape[0] * polar.cost(*shape[1:], steps)
+    flops = shape[0] * cost(*shape[1:], steps)
     contest = Contest(lambda: X.normal_(), options)
     for name, make in polar_calls(polar, steps, options).items():
         contest.enter(name, make, lambda f: lambda: f(X), lambda out: distance(out[-1], exact))
-    orthogonalize = sys.modules[polar.__package__].orthogonalize
+    orthogonalize = module(polar).orthogonalize
     for name in options.presets:
         contest.enter(f"ours {name}", lambda name=name: lambda X: orthogonalize(X, name), lambda f: lambda: f(X),
                       lambda out, name=name: distance(out[-1], composed(X[-1], polar.steps_of(name))))
     for name, run, result in contest.results():
         if name.startswith("ours "):
             steps = polar.steps_of(name.removeprefix("ours "))
-            flops = shape[0] * polar.cost(*shape[1:], steps)
+            flops = shape[0] * cost(*shape[1:], steps)
         yield row(name, algorithm(polar, name, X, steps), shape, run, result, needed=flops)
 
 
@@ -250,7 +255,8 @@ def algorithm(polar, name, X, steps) -> str:
         return "gram" if n < m else "standard"
     if not name.startswith("ours"):
         return "standard"
-    if polar.on_chip.fits(X if X.shape[1] == n else X.mT, torch.float16) and not steps.aol:
+    on_chip = module(polar, ".kernels.onchip.polar")
+    if on_chip.fits(X if X.shape[1] == n else X.mT, torch.float16) and not steps.aol:
         return "on chip"
     return "standard" if polar.longest(n, m, steps) == 1 else "gram"
 

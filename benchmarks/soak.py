@@ -26,7 +26,18 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import MODELS, shapes_of  # noqa: E402
-from step import MESHES, device_name, fits, meet, meeting, parameters, pick_device, start, synchronize  # noqa: E402
+from step import (  # noqa: E402
+    MESHES,
+    device_name,
+    fits,
+    leave,
+    meet,
+    meeting,
+    parameters,
+    pick_device,
+    start,
+    synchronize,
+)
 
 os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 
@@ -65,9 +76,13 @@ def worker(rank: int, options, port: int) -> None:
         torch.cuda.set_device(device)
     where = {"device_id": device} if options.ranks <= gpus else {}
     dist.init_process_group("nccl" if where else "gloo", store=meet(port), rank=rank, world_size=options.ranks, **where)
-    for mode in options.mode:
-        soak(Run(options, mode, rank, device), options.steps)
-    dist.destroy_process_group()
+    try:
+        for mode in options.mode:
+            soak(Run(options, mode, rank, device), options.steps)
+    except SystemExit:  # all ranks raise it alike
+        leave()
+        raise
+    leave()
 
 
 class Run:

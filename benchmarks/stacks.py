@@ -39,10 +39,11 @@ from step import device_name, triton_version
 
 os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 PACKAGE = get_kernel("org/optimizer", version=1).__name__
-polar, split, pack, gram, order, resident, tape, tiles = (
+polar, method, split, pack, gram, order, resident, tape, tiles = (
     importlib.import_module(f"{PACKAGE}.{name}")
     for name in (
         "newton_schulz.orthogonalize",
+        "newton_schulz.method",
         "kernels.elementwise.row_scattered",
         "kernels.elementwise.momentum",
         "kernels.matmul.api",
@@ -70,7 +71,7 @@ def main() -> None:
     for text, shapes in options.stacks:
         if options.what == "symmetric" and any(R != C for _, R, C in shapes):
             parser.error(f"{text}: symmetric matrices have as many rows as columns")
-        if options.what == "pieces" and not all(polar.splits(R, C, STEPS) for _, R, C in shapes):
+        if options.what == "pieces" and not all(method.splits(R, C, STEPS) for _, R, C in shapes):
             parser.error(f"{text}: small matrices, and rows of no multiple of 16 elements, do not go in pieces")
         ways, results = WAYS[options.what](shapes, options.ranks, device)
         same_bits(ways, results)
@@ -132,7 +133,7 @@ def side_by_side(shapes, ranks, device):
     results = [torch.empty_like(t) for t in stacks]
     needs = {}
     for N, R, C in shapes:
-        key, long, square = polar.scratch(R, C, STEPS, polar.products_dtype(None, device))
+        key, long, square = method.scratch(R, C, STEPS, method.products_dtype(None, device))
         before = needs.get(key, (0, 0, 0))
         needs[key] = tuple(a + N * b for a, b in zip(before, (long // 2, long // 2, square)))
 
@@ -215,7 +216,7 @@ def whole_call(shapes, device):
 def symmetric(shapes, ranks, device):
     """The same of A A + 2 A for symmetric A (N, n, n)."""
     stacks = [torch.randn(shape, device=device) / shape[1]**0.5 for shape in shapes]
-    stacks = [((A + A.mT) / 2).to(polar.products_dtype(None, device)) for A in stacks]
+    stacks = [((A + A.mT) / 2).to(method.products_dtype(None, device)) for A in stacks]
     results = [torch.empty_like(A) for A in stacks]
 
     def multiply():
@@ -227,7 +228,7 @@ def symmetric(shapes, ranks, device):
 
 def product(shapes, ranks, device):
     """The same of A X for symmetric A (N, R, R) and X (N, R, C)."""
-    dtype, pairs = polar.products_dtype(None, device), []
+    dtype, pairs = method.products_dtype(None, device), []
     for N, R, C in shapes:
         A = torch.randn(N, R, R, device=device) / R**0.5
         pairs.append((((A + A.mT) / 2).to(dtype), torch.randn(N, R, C, device=device).to(dtype)))

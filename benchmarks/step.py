@@ -116,7 +116,7 @@ def worker(rank: int, ranks: int, port: int, options) -> None:
         if rank == 0:
             print({k: row[k] for k in (*COLUMNS[2:15], "layers")}, flush=True)
             append(options.out, COLUMNS, [row])
-    dist.destroy_process_group()
+    leave()
 
 
 def one_gpu_each(parser, ranks) -> None:
@@ -333,6 +333,15 @@ def join(rank: int, ranks: int, port: int) -> torch.device:
         where = {"device_id": device}
     dist.init_process_group("nccl" if where else "gloo", store=meet(port), rank=rank, world_size=ranks, **where)
     return device
+
+
+def leave() -> None:
+    """Destroy the process group once all ranks have come to their end and this rank's collectives are complete: torch
+    may abort a process that ends while gloo still holds one (docs/reliability.md).
+    """
+    if dist.get_backend() == "gloo":  # threads of NCCL end with the group
+        dist.barrier()
+    dist.destroy_process_group()
 
 
 def pick_device(rank) -> torch.device:

@@ -29,7 +29,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
 from corpus import VOCABULARY, even_windows, random_windows, read_corpus  # noqa: E402
 from gpt import GPT  # noqa: E402
 from rows import add_output, append  # noqa: E402
-from step import device_name, join, on_ranks, one_gpu_each, synchronize  # noqa: E402
+from step import device_name, join, leave, on_ranks, one_gpu_each, synchronize  # noqa: E402
 
 os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={HERE.parent}")
 
@@ -87,7 +87,7 @@ def worker(rank: int, ranks: int, port: int, options) -> None:
             torch.cuda.empty_cache()
     for line in shares(rows):
         print(line, flush=True)
-    dist.destroy_process_group()
+    leave()
 
 
 class Training:

@@ -18,7 +18,7 @@ import time
 import torch
 import torch.distributed as dist
 from rows import add_output, append
-from step import device_name, join, on_ranks, one_gpu_each
+from step import device_name, join, leave, on_ranks, one_gpu_each
 
 COLUMNS = "commit gpu ranks what collective mib_per_rank median_us torch".split()
 
@@ -44,7 +44,7 @@ def worker(rank: int, ranks: int, port: int, options) -> None:
                        torch.__version__)
                 print(*row[2:7], flush=True)
                 append(options.out, COLUMNS, [dict(zip(COLUMNS, row))])
-    dist.destroy_process_group()
+    leave()
 
 
 def collectives(numel: int, ranks: int, device) -> dict:

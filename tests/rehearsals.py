@@ -122,7 +122,7 @@ def untouched() -> dict:
     for stacks, name in inputs():
         before = [stack.clone() for stack in stacks]
         ahead._rehearse(lambda stacks=stacks, name=name: polar._launch(
-            [(stack, stack) for stack in stacks], (polar.steps_of(name), 1e-7, torch.float16, False)))
+            [(stack, stack) for stack in stacks], (polar.steps_of(name), 1e-7, torch.float16)))
         changed += [name for stack, b in zip(stacks, before) if not torch.equal(stack, b)]
     launched = [event for event in events if event[0] == "launch"]
     for kind, shape in (("Muon", (256, 512)), ("NorMuon", (3, 64, 96))):

@@ -322,3 +322,26 @@ def test_what_nobody_else_says_of_copies_is_warned_of_once(kind, optimizer):
     expected = WARNED[kind]
     assert [expected in message for message in told] == ([True] if expected else []), told
     assert silent == [] or kind == "one is missing" and len(silent) == 1 and "finds a gradient at none" in silent[0]
+
+
+def after_a_step_that_creates_state(rank, world):
+    """Steps whose gradients are zero, then others on each rank; the first one has lr 0."""
+    params = [nn.Parameter(torch.ones(8, 6)), nn.Parameter(torch.ones(8))]
+    groups = [{"params": [("w", params[0])]}, {"params": [("b", params[1])], "use_muon": False}]
+    optimizer = package().Muon(groups, lr=0.0, process_group=dist.group.WORLD)
+    for step in range(4):
+        for p in params:
+            p.grad = torch.full_like(p, float(step > 0))
+        params[1].grad *= 1 + rank
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1
+
+
+def test_gradients_are_compared_after_a_step_that_only_creates_state(optimizer, monkeypatch):
+    """torch.distributed.checkpoint takes one with zero gradients, which are alike on all ranks."""
+    found = []
+    monkeypatch.setattr(part("communication.plan_check"), "_warn_of_gradients",
+                        lambda differ, ranks: found.append([c.name for c in differ]))
+    run_threads(2, after_a_step_that_creates_state)
+    assert found == [[], ["b"]]

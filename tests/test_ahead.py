@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests import paths
+from tests.ranks import everywhere
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -116,7 +117,7 @@ def elsewhere_each_call_compiles_its_own(found):  # but wide and tall products, 
 def test_what_is_akin_to_large_stacks_is_not_longer_than_they_are(part, monkeypatch):
     polar, seen, U = part("newton_schulz.orthogonalize"), set(), torch.empty(2, 256, 256, dtype=torch.bfloat16)
     monkeypatch.setattr(polar, "_launch", lambda pairs, options, most: seen.add(tuple(pairs[0][0].shape)))
-    options = polar.steps_of("polar_express"), 0.0, torch.float16, True
+    options = polar.steps_of("polar_express"), 0.0, torch.float16
     for most, longer in ((U.nbytes, {(2, 256, 1024), (2, 1024, 256)}), (U.nbytes - 1, set())):
         monkeypatch.setattr(polar, "AKIN", most)
         seen.clear()
@@ -328,11 +329,12 @@ def test_only_launches_on_a_gpu_outside_of_captures_are_rehearsed(part, monkeypa
 
 def test_a_kind_of_call_is_rehearsed_once_and_never_while_a_graph_is_made(part, monkeypatch):
     polar, capturing, calls, X = part("newton_schulz.orthogonalize"), [True], [], torch.randn(2, 6, 20)
+    ahead = part("kernels.launch.precompile")
     paths.forget(polar, monkeypatch)
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
     everywhere(monkeypatch, polar, "capturing", lambda device: bool(capturing))
     monkeypatch.setattr(polar, "_launch", lambda *_: None)
-    monkeypatch.setattr(part("kernels.launch.precompile"), "precompile_kernels", lambda device, work, likely: calls.append(device))
+    monkeypatch.setattr(ahead, "precompile_kernels", lambda device, work, likely: calls.append(device))
     monkeypatch.setattr(polar, "KEPT", 2)
     polar.polar_factor(X, polar.steps_of("cans"), 0.0)
     assert not calls and not polar._kinds
@@ -507,3 +509,26 @@ def test_a_kernel_is_launched_once_it_is_ready(part):
         kernel.launch(3, "key", argument, num_warps=4)
     options = {"num_warps": 4, "enable_fp_fusion": True}
     assert events == [(True, options, True), ("ready", True), ((7,), False), ((8,), False)]
+
+
+def test_launches_over_a_table_are_prepared_once(part, monkeypatch):
+    """Before its first launch a kernel is made ready while no other thread does that."""
+    kernels, table, events = part("kernels.launch.jit"), part("kernels.elementwise.multi_tensor"), []
+    monkeypatch.setattr(table, "typed", str)
+    launch = table.bind([[torch.zeros(2, 3)], [torch.zeros(2, 3)]])[0]
+    kernel = kernels.jit(lambda: None)
+
+    class Made:
+        def run(self, *arguments, warmup, **options):
+            events.append(("made ready", kernels._compiling.locked()))
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: events.append(("launched", kernels._compiling.locked()))
+
+    kernel.make = Made
+    for moves in (True, True, False):
+        table.run(kernel, launch, 7, MOVES=moves)
+    ready, launched = ("made ready", True), ("launched", False)
+    assert events == [ready, launched, launched, ready, launched]
+    table.run(kernel, table.bind([[torch.zeros(2, 3)], [torch.zeros(2, 3)]])[0], 7, MOVES=True)
+    assert events[5:] == [launched]  # another table of the same form

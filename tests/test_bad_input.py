@@ -456,9 +456,9 @@ def test_partial_placements_in_either_kind_of_group(use_muon):
 
 
 STRIDED = {
-    "of another factor": lambda S, T: ([T(0, split_factor=3), S(0)], (2, 2)),
-    "last": lambda S, T: ([S(0), T(0, split_factor=2)], (2, 2)),
-    "twice": lambda S, T: ([T(0, split_factor=2), T(0, split_factor=1)], (2, 2)),
+    "of another factor": lambda S, T: ([T(0, split_factor=3), S(0)], (2, 2), "FSDP2's over TP"),
+    "last": lambda S, T: ([S(0), T(0, split_factor=2)], (2, 2), "FSDP2's over TP"),
+    "twice": lambda S, T: ([T(0, split_factor=2), T(0, split_factor=1)], (2, 2), "more than one _StridedShard"),
 }
 
 
@@ -467,9 +467,21 @@ def test_a_strided_shard_that_is_not_fsdp_over_tp(case):
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    placements, mesh_shape = STRIDED[case](Shard, _StridedShard)
+    placements, mesh_shape, why = STRIDED[case](Shard, _StridedShard)
     refuse_on_ranks(lambda: [("fc.weight", dtensor((12, 8), mesh_shape, placements))],
-                    ["fc.weight", "(12, 8)", "_StridedShard", "FSDP2 over TP"])
+                    ["fc.weight", "(12, 8)", "_StridedShard", why, "AdamW takes every _StridedShard"])
+
+
+def test_row_state_that_cannot_be_cut_like_the_columns():
+    """NorMuon's, at construction; `Muon` takes the parameter."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    def make():
+        return [("fc.weight", dtensor((6, 8), (4,), [_StridedShard(1, split_factor=2)]))]
+
+    refuse_on_ranks(make, ["fc.weight", "(6, 8)", "_StridedShard", "NorMuon keeps one number for each row"],
+                    name="NorMuon")
+    assert all(run_threads(4, lambda rank, world: bool(package().Muon(make()))))
 
 
 def test_an_order_of_shards_from_right_to_left():

@@ -184,6 +184,35 @@ def test_unnamed_groups_of_the_same_lengths_go_by_position():
         build(model, "abcd xyz", named=False).load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("places", ["bace", "eabc"])
+def test_names_that_contradict_the_positions_are_refused(places):
+    """A parameter would get the state of another although its own is there."""
+    model, optimizer = trained("abcd xyz")
+    heir = build(model, "abcd xyz")
+    saved = optimizer.state_dict()
+    rename(saved, 0, places)
+    first = next(name for name, place in zip("abcd", places) if name != place and name in places)
+    there = places["abcd".index(first)]
+    with pytest.raises(ValueError, match=f"parameter {first} of group 0 would get the state of {there}, .*parameter "
+                                         "e is only in the state dict.*remove 'param_names'"):
+        heir.load_state_dict(saved)
+    assert not heir.state
+
+
+def test_new_names_at_the_same_positions_are_warned_of_once():
+    """As of a model whose modules were renamed; torch goes by position without a word."""
+    model, optimizer = trained("abcd xyz")
+    heir = build(model, "abcd xyz")
+    saved = optimizer.state_dict()
+    rename(saved, 0, "efcd")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        heir.load_state_dict(saved)
+    message, = [str(w.message) for w in caught if w.filename == __file__]
+    assert "2 parameters have other names here" in message and "the first is a here and e there" in message
+    assert_equal(state_by_name(model, heir), state_by_name(model, optimizer))
+
+
 def test_a_parameter_of_the_other_kind_is_refused():
     model, optimizer = trained("abcd xyz")
     other = nn.ParameterDict(dict(model.items()))
@@ -226,25 +255,71 @@ def test_a_group_that_was_emptied_is_no_trouble(division):
         assert_equal(dict(heir.state[model[name]]), dict(optimizer.state[model[name]]))
 
 
-def test_the_default_groups_load_what_fewer_groups_saved():
-    """Of a version that had one group for all of AdamW's parameters."""
-    def model_of():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8))
+def default_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8))
 
+
+def load_by_state_dict(optimizer, heir, _):
+    heir.load_state_dict(optimizer.state_dict())
+
+
+def load_by_file(optimizer, heir, folder):
+    package().export_state(optimizer, folder / "state")
+    package().import_state(heir, folder / "state")
+
+
+@pytest.mark.parametrize("weight_decay", [0.1, 0.0], ids=["built with decay", "built without"])
+@pytest.mark.parametrize("load", [load_by_state_dict, load_by_file])
+def test_the_default_groups_load_what_fewer_groups_saved(load, weight_decay, tmp_path):
+    """Of a version that had one group for all of AdamW's parameters. Names stay, and the group
+    "no_decay" goes on without weight decay.
+    """
     def coarser(model):
         muon, *others = package().get_default_muon_param_groups(model)
         assert len(others) > 1
         named = [pair for group in others for pair in zip(group["param_names"], group["params"])]
-        return [muon, {"params": named, "use_muon": False}]
+        return [muon, {"params": named, "use_muon": False, "name": "adamw"}]
 
-    model, other = model_of(), model_of()
-    optimizer = package().Muon(coarser(model), lr=0.05)
+    model, other = default_model(), default_model()
+    optimizer = package().Muon(coarser(model), lr=0.05, weight_decay=0.3)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
-    heir = package().Muon(package().get_default_muon_param_groups(other), lr=0.9)
-    heir.load_state_dict(optimizer.state_dict())
+    heir = package().Muon(package().get_default_muon_param_groups(other), lr=0.9, weight_decay=weight_decay)
+    labels = [group["name"] for group in heir.param_groups]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load(optimizer, heir, tmp_path)
+    message, = [str(w.message) for w in caught if w.filename == __file__]
+    assert "keeps weight_decay=0" in message and "with weight_decay=0.3" in message
     assert {group["lr"] for group in heir.param_groups} == {0.05} and len(heir.param_groups) > 2
+    assert [group["name"] for group in heir.param_groups] == labels
+    assert {group["name"]: group["weight_decay"] for group in heir.param_groups} == {
+        **dict.fromkeys(labels, 0.3), "no_decay": 0.0}
     for (name, param), theirs in zip(other.named_parameters(), model.parameters()):
         assert_equal(dict(heir.state[param]), dict(optimizer.state[theirs])), name
+
+
+@pytest.mark.parametrize(("decays", "expected"), [((0.2, 0.0), [0.1, 0.0]), ((0.0, 0.0), [0.1, 0.1])])
+def test_a_group_that_was_split_off_to_have_no_weight_decay_has_none(decays, expected):
+    """Where all groups are built without, they take what was saved, as in torch."""
+    model, optimizer = trained("abcd xyz")
+    heir = build(model, "abcd x yz")
+    for group, decay in zip(heir.param_groups[1:], decays):
+        group["weight_decay"] = decay
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        heir.load_state_dict(optimizer.state_dict())
+    assert [group["weight_decay"] for group in heir.param_groups[1:]] == expected
+
+
+@pytest.mark.parametrize("load", [load_by_state_dict, load_by_file])
+def test_a_group_keeps_its_name(load, tmp_path):
+    model, optimizer = trained("abcd xyz")
+    heir = build(model, "abcd xyz")
+    for group in optimizer.param_groups:
+        group["name"] = "theirs"
+    heir.param_groups[0]["name"] = "mine"
+    load(optimizer, heir, tmp_path)
+    assert heir.param_groups[0]["name"] == "mine"

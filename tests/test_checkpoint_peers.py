@@ -5,12 +5,14 @@ refused by name.
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 
 from tests import peer_rules
+from tests import test_checkpoint_foreign as foreign
 from tests.peer_rules import (
     DeepSpeed,
     DeepSpeedAlone,
@@ -23,10 +25,8 @@ from tests.peer_rules import (
     Timm,
 )
 from tests.ranks import package
-from tests.test_checkpoint_foreign import train
+from tests.test_checkpoint_foreign import REST, SHAPES, drawn, train
 
-SHAPES = [(24, 16), (16, 24), (32, 8), (20, 20)]
-REST = [(30, 6), (7,)]
 STEPS = 3
 EXACT = {"wire_dtype": torch.float32, "ns_dtype": torch.float32}
 
@@ -107,10 +107,7 @@ AMBIGUOUS = (Emerging, Nanochat)  # sources whose keys others have, too
 
 
 def problem(source, shapes=SHAPES):
-    generator = torch.Generator().manual_seed(0)
-    matrices, rest = (
-        [nn.Parameter(torch.randn(s, generator=generator)) for s in some] for some in (shapes, REST)
-    )
+    matrices, rest = drawn(shapes, REST)
     make, options = SOURCES[source]
     rest = rest if make.takes_rest else []
     return matrices + rest, make(matrices, rest, **options)
@@ -134,13 +131,9 @@ def heir_of(theirs, params, **options):
     return copies, optimizer
 
 
-def assert_next_step_is_theirs(theirs, params, ours, optimizer):
-    before = [p.detach().clone() for p in ours]
-    train(theirs, params, [STEPS])
-    train(optimizer, ours, [STEPS])
-    for old, a, b in zip(before, ours, params):
-        assert (b - old).abs().max() > 1e-4
-        assert (a - b).norm() < 1e-4 * (b - old).norm()
+assert_next_step_is_theirs = functools.partial(
+    foreign.assert_next_step_is_theirs, number=STEPS, moved=1e-4, apart=1e-4
+)
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -500,9 +493,7 @@ def test_rates_of_schedules_are_scaled_along():
 
 def test_dions_steps_are_those_of_each_parameter():
     """A parameter without gradients is behind the group's count; newer versions keep its own."""
-    from tests.test_checkpoint_foreign import saved_by
-
-    saved = saved_by("Dion")
+    saved = foreign.saved_by("Dion")
     saved["state"][4]["step_dev"] = torch.tensor(2.0)
     states = package().convert_state_dict(saved)["state"]
     assert states[4]["step"] == 2 and states[5]["step"] == saved["param_groups"][1]["step"]
@@ -510,9 +501,8 @@ def test_dions_steps_are_those_of_each_parameter():
 
 @pytest.mark.parametrize(("given", "name"), [(True, "polar_express_dion"), (False, "quintic")])
 def test_dions_coefficients_may_be_told(given, name):
-    from tests.test_checkpoint_foreign import saved_by
-
-    groups = package().convert_state_dict(saved_by("Dion"), use_polar_express=given)["param_groups"]
+    saved = foreign.saved_by("Dion")
+    groups = package().convert_state_dict(saved, use_polar_express=given)["param_groups"]
     assert groups[0]["ns_coefficients"] == name and "ns_coefficients" not in groups[1]
 
 

@@ -37,6 +37,24 @@ def give_gradients(model, number=0):
         param.grad = torch.randn(param.shape, generator=generator)
 
 
+def with_one_gradient(make="NorMuon"):
+    """A model and its optimizer after a step in which the first matrix alone had a gradient."""
+    model, groups = small()
+    optimizer = getattr(package(), make)(groups)
+    model[0].weight.grad = torch.ones(24, 16)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def flat_after_a_step(model, optimizer):
+    """The flattened state after a step with all gradients, which are gone then."""
+    give_gradients(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return copy.deepcopy(dsd.get_optimizer_state_dict(model, optimizer, options=FLAT))
+
+
 def forms(optimizer):
     """What state there is: of each parameter, by its place, (shape, dtype, device, placements)."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -286,11 +304,7 @@ def with_a_hole():
     """The flattened state of a model of which one parameter alone had a gradient, as torch's own
     optimizers leave it: without keys of the others.
     """
-    model, groups = small()
-    optimizer = package().NorMuon(groups)
-    model[0].weight.grad = torch.ones(24, 16)
-    optimizer.step()
-    optimizer.zero_grad()
+    model, optimizer = with_one_gradient()
     saved = dsd.get_optimizer_state_dict(model, optimizer, options=FLAT)
     return {key: value for key, value in saved.items()
             if not key.startswith("state.") or key.startswith("state.0.weight.")}, optimizer, model
@@ -323,11 +337,7 @@ def test_half_a_hole_is_a_loss(key):
 @BOTH
 def test_checkpoints_have_no_holes(options, tmp_path):
     """Where torch.distributed.checkpoint asks, every parameter that is trained has state."""
-    model, groups = small()
-    optimizer = package().NorMuon(groups)
-    model[0].weight.grad = torch.ones(24, 16)
-    optimizer.step()
-    optimizer.zero_grad()
+    model, optimizer = with_one_gradient()
     state = dsd.get_optimizer_state_dict(model, optimizer, options=options)
     dcp.save(state, checkpoint_id=tmp_path)
     other, groups = small()
@@ -351,16 +361,9 @@ def test_holes_of_the_optimizer_lose_nothing_if_it_is_asked_first():
     """
     model, groups = small()
     optimizer = package().Muon(groups)
-    give_gradients(model)
-    optimizer.step()
-    optimizer.zero_grad()
-    saved = copy.deepcopy(dsd.get_optimizer_state_dict(model, optimizer, options=FLAT))
+    saved = flat_after_a_step(model, optimizer)
     for complete in (False, True):
-        other, groups = small()
-        heir = package().Muon(groups)
-        other[0].weight.grad = torch.ones(24, 16)
-        heir.step()
-        heir.zero_grad()
+        other, heir = with_one_gradient("Muon")
         if complete:
             heir.init_state()
             dsd.set_optimizer_state_dict(other, heir, saved, options=FLAT)
@@ -403,10 +406,7 @@ def test_keys_that_a_flattened_checkpoint_lacks_can_be_filled_in(after):
     """torch raises KeyError for them; docs/checkpoint.md says what to do."""
     model, _ = small()
     optimizer, heir = of_kind("unnamed", model), of_kind(after, model)
-    give_gradients(model)
-    optimizer.step()
-    optimizer.zero_grad()
-    saved = copy.deepcopy(dsd.get_optimizer_state_dict(model, optimizer, options=FLAT))
+    saved = flat_after_a_step(model, optimizer)
     with pytest.raises(KeyError, match="param_names"):
         dsd.set_optimizer_state_dict(model, heir, saved, options=FLAT)
     own = copy.deepcopy(heir.param_groups[0].get("max_lr"))
@@ -424,10 +424,7 @@ def test_and_on_disk(after, tmp_path):
     """With a hole beside the keys, as an older version left it."""
     model, _ = small()
     optimizer, heir = of_kind("unnamed", model), of_kind(after, model)
-    give_gradients(model)
-    optimizer.step()
-    optimizer.zero_grad()
-    saved = dsd.get_optimizer_state_dict(model, optimizer, options=FLAT)
+    saved = flat_after_a_step(model, optimizer)
     dcp.save({k: v for k, v in saved.items() if not k.startswith("state.2.bias.")}, checkpoint_id=tmp_path)
     state = dsd.get_optimizer_state_dict(model, heir, options=FLAT)
     dcp.load(state, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))

@@ -84,6 +84,45 @@ def test_a_file_of_rank_0_is_refused_on_all_ranks(world, name, shapes, rest, way
         assert "consolidate_state_dict() on all ranks before rank 0 writes" in told and "full_state_dict=True" in told
 
 
+def tell(group, call, advice, refuse=False):
+    """Of `wait_for_all`, for which threads have no store: which ranks refuse."""
+    flags = [torch.zeros(1) for _ in range(group.size())]
+    dist.all_gather(flags, torch.full((1,), float(refuse)), group=group)
+    return [rank for rank, flag in zip(dist.get_process_group_ranks(group), flags) if flag]
+
+
+def loads_on_a_grid(rank, world, cause):
+    """What is said where rank 3 of a grid of four refuses a state that has to be gathered."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    if rank > 3:
+        return None
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Replicate(), Shard(0)]))
+    heir = package().Muon([("w", weight)])
+    saved = heir.state_dict()
+    rows = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0), Replicate()])
+    damaged = rank == 3 and cause == "damaged"
+    saved["state"][0] = {"momentum_buffer": rows.to(torch.int64) if damaged else rows}
+    return refusal(heir.load_state_dict, saved)
+
+
+@pytest.mark.parametrize("cause", ["another rank's", "damaged"])
+@pytest.mark.parametrize("world", [4, 5])
+def test_all_ranks_of_a_grid_refuse_together(world, cause, optimizer, monkeypatch):
+    """Over the default group where it has the same ranks, else over one axis after another."""
+    shards = part("state.shard_check")
+    monkeypatch.setattr(shards, "wait_for_all", tell)
+    if cause != "damaged":
+        monkeypatch.setattr(shards, "is_own_shard", lambda value: dist.get_rank() != 3)
+    *others, last = run_threads(world, loads_on_a_grid, cause, timeout=20)[:4]
+    expected = "has dtype torch.int64" if cause == "damaged" else "is the part that another rank"
+    assert expected in last
+    assert all("but ranks [3] were given a part that is not theirs or does not fit" in told
+               or world == 5 and "or ranks that load with them" in told for told in others), others
+
+
 def writes_rank_0s(optimizer, path, rank):
     saved = optimizer.state_dict()
     if rank == 0:

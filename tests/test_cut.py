@@ -32,7 +32,7 @@ def held(buckets):
 def price_of(pack, wire, products, fixed):
     """Price buckets by a rate of bytes for each kind of work, and a time for each bucket."""
     cost_model = part("planning.cost_model")
-    def price(buckets):
+    def predicted_end(buckets):
         parts = []
         for bucket in buckets:
             n = sum(layer.taken["bytes"] for layer in bucket)
@@ -40,7 +40,7 @@ def price_of(pack, wire, products, fixed):
                 cost_model.BucketTimes(int(pack * n), int(wire * n), int(products * n) + fixed, int(wire * n), 0)
             )
         return max(span.end for span in cost_model.spans(parts, 0.0))
-    return price
+    return predicted_end
 
 
 def test_without_prices_as_few_as_fit(optimizer):
@@ -62,14 +62,14 @@ def test_nothing_is_lost_and_the_room_is_kept(optimizer):
     def check(sizes, ragged, room, pack, wire, products, fixed):
         sizes = sorted(sizes, reverse=True)
         work = layers([(n, 4 if i < len(sizes) - ragged else 2) for i, n in enumerate(sizes)])
-        price = price_of(pack, wire, products, fixed)
-        plain, chosen = bucketing.cut(work, most, room), bucketing.cut(work, most, room, price)
+        predicted_end = price_of(pack, wire, products, fixed)
+        plain, chosen = bucketing.cut(work, most, room), bucketing.cut(work, most, room, predicted_end)
         assert flat(chosen) == flat(plain) and all(chosen)
         assert all(len(b) == 1 or sum(map(most, (x.taken for x in b))) <= room for b in chosen)
-        assert price(chosen) <= price(plain)
-        small = bucketing.cut(work, most, room, price, held)
+        assert predicted_end(chosen) <= predicted_end(plain)
+        small = bucketing.cut(work, most, room, predicted_end, held)
         assert flat(small) == flat(plain) and all(small)
-        assert held(small) <= held(chosen) and price(small) <= 1.01 * price(chosen)
+        assert held(small) <= held(chosen) and predicted_end(small) <= 1.01 * predicted_end(chosen)
 
     check()
 
@@ -78,11 +78,11 @@ def test_products_start_early_and_the_last_transfer_is_small(optimizer):
     """Enough work to hide every transfer but the first and the last: those are the smallest."""
     bucketing = part("planning.bucketing")
     work = layers([(100, 4)] * 6 + [(20, 4), (10, 4)])
-    price = price_of(0.0, 1.0, 4.0, 1)
-    chosen = bucketing.cut(work, most, 200, price)
+    predicted_end = price_of(0.0, 1.0, 4.0, 1)
+    chosen = bucketing.cut(work, most, 200, predicted_end)
     bytes_of = [sum(layer.taken["bytes"] for layer in bucket) for bucket in chosen]
     assert {bytes_of[0], bytes_of[-1]} == {10, 20}
-    assert price(chosen) < 0.95 * price(bucketing.cut(work, most, 200))
+    assert predicted_end(chosen) < 0.95 * predicted_end(bucketing.cut(work, most, 200))
 
 
 def test_one_bucket_is_cut_where_its_transfers_would_be_waited_for(optimizer):
@@ -97,11 +97,11 @@ def test_one_bucket_is_cut_where_its_transfers_would_be_waited_for(optimizer):
 def test_the_fewest_bytes_that_cost_one_percent(fixed, optimizer):
     """Every bucket takes `fixed` longer: of all equal cuts that take 1 % longer than one bucket, the finest."""
     bucketing = part("planning.bucketing")
-    work, price = layers([(50, 4)] * 200), price_of(0.0, 0.0, 1.0, fixed)
-    assert len(bucketing.cut(work, most, 10_000, price)) == 1
-    chosen, latest = bucketing.cut(work, most, 10_000, price, held), 1.01 * (10_000 + fixed)
+    work, predicted_end = layers([(50, 4)] * 200), price_of(0.0, 0.0, 1.0, fixed)
+    assert len(bucketing.cut(work, most, 10_000, predicted_end)) == 1
+    chosen, latest = bucketing.cut(work, most, 10_000, predicted_end, held), 1.01 * (10_000 + fixed)
     least = min(50 * n for n in range(1, 201) if 10_000 + -(-200 // n) * fixed <= latest)
-    assert price(chosen) <= latest and least <= held(chosen) <= least / bucketing.LESS
+    assert predicted_end(chosen) <= latest and least <= held(chosen) <= least / bucketing.SHRINK
 
 
 def test_all_of_the_room_is_for_time(optimizer):
@@ -109,10 +109,10 @@ def test_all_of_the_room_is_for_time(optimizer):
     bucketing = part("planning.bucketing")
     work, rates = layers([(100 - i, 4) for i in range(60)]), [(0.0, 1.0, 2.0, 5), (0.5, 3.0, 1.0, 200), (0, 0, 1, 9)]
     for room in (200, 1000, 5000):
-        for price in (price_of(*rate) for rate in rates):
+        for predicted_end in (price_of(*rate) for rate in rates):
             shares = [bucketing.cut(work, most, room / n) for n in (1, 2, 4, 8)]
-            chosen = bucketing.cut(work, most, room, price)
-            assert price(chosen) <= min(map(price, shares)) / bucketing.WORTH
+            chosen = bucketing.cut(work, most, room, predicted_end)
+            assert predicted_end(chosen) <= min(map(predicted_end, shares)) / bucketing.WORTHWHILE
     assert len(chosen) == 1  # where all of it fits, and each bucket costs something
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
 from tests.ranks import everywhere, package, run_threads
-from tests.test_early import backward, fsdp, tensors
+from tests.test_early import backward, departures, fsdp
 from tests.test_muon import copies, gradients, same, weights
 
 SHAPES = [(6, 4), (5,), (7, 3)]
@@ -151,15 +151,7 @@ def cycling(rank, world):
     """Buckets leave during backward while beta1 of the AdamW group is another one in every step."""
     found = []
     for early in (True, False):
-        params, opt, place = fsdp(world, overlap_backward=early)
-        left = []
-        for step in (1, 2, 3):
-            opt.param_groups[1]["momentum"] = 0.9 - step / 10
-            backward(params, place, step, opt)
-            left.append(len(opt._backward_overlap.started))
-            opt.step()
-            opt.zero_grad()
-        found.append((left, tensors(params, opt)))
+        found.append(departures(*fsdp(world, overlap_backward=early), momenta=(0.8, 0.7, 0.6)))
     return found
 
 
@@ -271,6 +263,22 @@ def test_wrong_betas_fail_at_the_step(betas, optimizer):
     muon.param_groups[0]["betas"] = (0.5, 0.9)
     run(muon, params, grads[1:])
     assert muon.param_groups[0]["momentum"] == 0.5
+
+
+@pytest.mark.parametrize("momentum", ["x", "0.5", b"1", None, [0.9], torch.ones(2)], ids=repr)
+def test_a_momentum_that_is_no_number_stays_until_the_step(momentum, optimizer):
+    """State dicts and copies are as they were; they say nothing of it and do not make it a number."""
+    params = weights(SHAPES)
+    muon, grads = adamw(params), gradients(params, 2)
+    run(muon, params, grads[:1])
+    muon.param_groups[0]["momentum"] = momentum
+    for group in (muon.state_dict()["param_groups"][0], copy.deepcopy(muon).param_groups[0], *muon.param_groups):
+        assert group["betas"] == (0.9, 0.99) and repr(group["momentum"]) == repr(momentum)
+    with pytest.raises(ValueError, match=r"in group 0 \(#0, ...\): momentum=.* is not allowed"):
+        run(muon, params, grads[1:])
+    muon.param_groups[0]["momentum"] = 0.5
+    run(muon, params, grads[1:])
+    assert muon.param_groups[0]["betas"] == (0.5, 0.99)
 
 
 def wrong_before_backward(rank, world):

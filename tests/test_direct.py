@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.paths import PATHS, forget, poisoned, quiet, take
-from tests.ranks import everywhere, package, part, run_ranks, run_threads
+from tests.ranks import package, part, run_ranks, run_threads
 from tests.test_routes import cut
 
 pytestmark = quiet
@@ -276,11 +276,8 @@ def test_what_stays_is_packed_while_the_rest_travels(optimizer, monkeypatch):
 def test_what_is_read_elsewhere_shows(optimizer, monkeypatch):
     """The control: were pieces taken for each other, bits would differ."""
     ScatteredRows = part("kernels.elementwise.row_scattered").ScatteredRows
-    everywhere(
-        monkeypatch, part("execution.workspace"),
-        "ScatteredRows",
-        lambda matrices: ScatteredRows([pieces[::-1] for pieces in matrices]),
-    )
+    monkeypatch.setattr(part("execution.workspace"), "ScatteredRows",
+                        lambda matrices: ScatteredRows([pieces[::-1] for pieces in matrices]))
     direct, usual = both_ways("Muon", "rows", F32)
     assert not all(torch.equal(a, b) for a, b in zip(direct[0][0], usual[0][0]))
 

@@ -7,6 +7,7 @@ import datetime
 import functools
 import gc
 import itertools
+import os
 import pickle
 
 import pytest
@@ -452,6 +453,21 @@ def test_hooks_go_with_the_optimizer(optimizer):
     assert run_threads(2, hooks) == [[1, 0, 1, 0]] * 2
 
 
+def departures(params, opt, place, through=None, momenta=(None, None)):
+    """How many buckets leave during the backward of each step, and the tensors after the steps. `through`: a wrapper of
+    the optimizer that is used in its place; `momenta`: for each step, the momentum that the AdamW group is given.
+    """
+    through, left = through or opt, []
+    for step, momentum in enumerate(momenta, 1):
+        if momentum is not None:
+            opt.param_groups[1]["momentum"] = momentum
+        backward(params, place, step, through)
+        left.append(len(opt._early.left))
+        through.step()
+        through.zero_grad()
+    return left, tensors(params, opt)
+
+
 # what is refused -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("options, message", [
@@ -581,6 +597,10 @@ def half_way(rank, world, upto):
     assert str(opt.state_dict()) == str(saved) and not pickle.loads(pickle.dumps(opt))._half_way
     with pytest.raises(RuntimeError, match="add_param_group is not possible now.*Call step"):
         opt.add_param_group({"params": [nn.Parameter(place(torch.ones(4, 4)))]})
+    for name, method in {"init_state": opt.init_state, "release": opt.release,
+                         "export_state": lambda: package().export_state(opt, os.devnull)}.items():
+        with pytest.raises(RuntimeError, match=f"{name} is not possible now.*Call step"):
+            method()
     with pytest.raises(RuntimeError, match="call step.. before the next last_backward"), opt.last_backward():
         pass
     with pytest.raises(ValueError, match="needs"):
@@ -715,10 +735,10 @@ def test_a_workspace_too_small_for_one_rank_is_refused_by_all(optimizer):
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_workspace_holds_every_bucket_that_travels(world, optimizer):
     messages = [message for message, _, _ in run_threads(world, roomy, 1000)]
-    assert len(set(messages)) == 1 and "every bucket has a slot of its own, which takes" in messages[0]
+    assert len(set(messages)) == 1 and "every bucket has a buffer of its own, which takes" in messages[0]
     needed = int(messages[0].split("takes ")[1].split(" ")[0])
     for message, taken, report in run_threads(world, roomy, needed):
-        assert not message and 0.3 * needed < taken <= needed and "slot 6" in report
+        assert not message and 0.3 * needed < taken <= needed and "bucket buffer 6" in report
     assert all("too small" in message for message, _, _ in run_threads(world, roomy, needed - 1))
 
 

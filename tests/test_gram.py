@@ -339,3 +339,13 @@ def test_groups_of_warps_are_taken_where_tma_stores_the_result(part, monkeypatch
     assert loop(torch.empty_like(X)) == "flat"
     with tiles.force(tiles.Tile(128, 256, 64, 8, 3, 4, "cooperative")):
         assert loop(X) == loop(pieces) == "once"
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_lower_triangles_are_mirrored(part, turned):
+    """For every size, in blocks of all sizes, also beside what fills no block."""
+    for n in range(1, 70):
+        X = torch.randn(3, n, n + 2)[..., 1:n + 1]
+        expected = X.tril() + X.tril(-1).mT
+        result = X.mT.contiguous().mT if turned else X
+        assert torch.equal(part("kernels.matmul.reference")._mirror(result), expected), n

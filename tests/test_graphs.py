@@ -105,9 +105,10 @@ def taped(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Tape.current is not None)
-    monkeypatch.setattr(graphs, "available", lambda device: part("execution.cuda_graphs").graphs() == "auto")
-    for name in ("execution.cuda_graphs", "execution.bucket_updates", "communication.missing_grads", "execution.step_inputs"):
-        everywhere(monkeypatch, part(name), "capturing", lambda device: Tape.current is not None)
+    monkeypatch.setattr(graphs, "available", lambda device: graphs.graphs() == "auto")
+    for name in ("execution.cuda_graphs", "execution.bucket_updates", "communication.missing_grads",
+                 "execution.step_inputs"):
+        monkeypatch.setattr(part(name), "capturing", lambda device: Tape.current is not None)
 
     def noted(launch):
         def note(*arguments, **constants):

@@ -79,7 +79,7 @@ def slowed(patch) -> None:
         yield from run(self, hp)
 
     patch.setattr(bound, "replay", replay_late)
-    everywhere(patch, at_home, "run", run_late)
+    patch.setattr(at_home, "run", run_late)
 
 
 def broken(patch, what) -> None:

@@ -248,28 +248,29 @@ def test_adamw_takes_shardings_that_muon_refuses(optimizer):
 
 
 REFUSED = {
-    "partial": ((2, 2), [Partial(), S(0)]),
-    "factor of another size": ((2, 2), [_StridedShard(0, split_factor=3), S(0)]),
-    "unequal groups": ((3, 2), [_StridedShard(0, split_factor=2), S(1)]),
-    "strided axis last": ((2, 2), [S(0), _StridedShard(0, split_factor=2)]),
-    "two strided": ((2, 2, 2), [_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=2), S(0)]),
-    "two strided dims": ((2, 2, 2), [_StridedShard(0, split_factor=2), _StridedShard(1, split_factor=1), S(0)]),
+    "partial": ((2, 2), [Partial(), S(0)], "unsummed terms"),
+    "factor of another size": ((2, 2), [_StridedShard(0, split_factor=3), S(0)], "not FSDP2's over TP"),
+    "unequal groups": ((3, 2), [_StridedShard(0, split_factor=2), S(1)], "do not divide into equal parts"),
+    "strided axis last": ((2, 2), [S(0), _StridedShard(0, split_factor=2)], "not FSDP2's over TP"),
+    "two strided": ((2, 2, 2), [_StridedShard(0, split_factor=2)] * 2 + [S(0)], "more than one _StridedShard"),
+    "two strided dims": ((2, 2, 2), [_StridedShard(0, split_factor=2), _StridedShard(1, split_factor=1), S(0)],
+                         "more than one _StridedShard"),
 }
 
 
-def refused_on_rank(rank, world, mesh_shape, placements):
+def refused_on_rank(rank, world, mesh_shape, placements, why):
     mesh, layout = init_device_mesh("cpu", mesh_shape), part("params.layout")
     tensor = DTensor.from_local(torch.zeros(4, 4), mesh, placements, run_check=False, shape=torch.Size((16, 16)),
                                 stride=(16, 1))
-    with pytest.raises(NotImplementedError, match=r"fc\.weight of shape \(16, 16\) with placements"):
+    with pytest.raises(NotImplementedError, match=rf"fc\.weight of shape \(16, 16\) with placements .*{why}"):
         layout.check_placements(tensor, "fc.weight")
     return True
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_placements_that_would_be_a_guess_are_refused(case, optimizer):
-    mesh_shape, placements = REFUSED[case]
-    assert all(run_threads(torch.Size(mesh_shape).numel(), refused_on_rank, mesh_shape, placements))
+    mesh_shape = REFUSED[case][0]
+    assert all(run_threads(torch.Size(mesh_shape).numel(), refused_on_rank, *REFUSED[case]))
 
 
 def out_of_order(rank, world, ranks, placements, allowed, fake):

@@ -197,6 +197,29 @@ def test_a_step_that_fails_leaves_alone_what_has_no_gradient(optimizer):
     assert run_threads(2, failed) == [[True, False] * 2] * 2
 
 
+def after_a_failed_creation(rank, world):
+    """Whether a parameter without gradient stays as it was, after a first step with lr 0 failed
+    while gradients were searched for NaN.
+    """
+    params = [nn.Parameter(torch.ones(4, 3)) for _ in "12"]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    options = {"process_group": dist.group.WORLD, "nonfinite": "skip"}
+    optimizer = package().Muon(params, lr=0.0, weight_decay=0.1, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part("communication.nonfinite").NonfiniteFlags, "check", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    params[0].grad, params[1].grad = torch.ones(4, 3), None
+    optimizer.step()
+    return [bool((p == 1).all()) for p in params]
+
+
+def test_a_step_that_failed_to_create_state_leaves_no_trace(optimizer):
+    assert run_threads(1, after_a_failed_creation) == [[False, True]]
+
+
 def test_a_step_waits_for_the_comparison_of_the_one_before(optimizer):
     """Its answers stand in memory that the next one writes to; a step whose gradients are all there waits for no more.
     """
@@ -235,6 +258,7 @@ def idle(params):
         warnings.simplefilter("always")
         for _ in range(2):
             stepper.step()
+    assert all(message.filename == __file__ for message in messages)  # where the caller is
     return [str(message.message) for message in messages]
 
 

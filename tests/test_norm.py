@@ -58,3 +58,22 @@ def test_a_power_of_two_changes_no_bit(norm, device, kind):
         norm.unit_norm(U * 2.0**exponent, X, scales, 1e-7)
         results.append(X.float() * scales)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+def test_all_matrices_at_once_give_each_its_bits(part, dtype, turned):
+    """Out of the range of squares and within it, beside zeros and NaN, with room for squares or without."""
+    norm = part("kernels.elementwise.scaling")
+    torch.manual_seed(0)
+    U = torch.stack([matrix_of(kind, 24, 40) * multiple for kind in KINDS for multiple in MULTIPLES]).to(dtype)
+    U[-1] = float("nan")
+    U = U.mT.contiguous().mT if turned else U
+    expected, scales = torch.empty(U.shape), torch.empty(len(U))
+    for i, x in enumerate(expected):
+        norm.unit_norm_torch(U[i:i + 1].contiguous(), x[None], scales[:1], 1e-7)
+    for scratch in (None, torch.empty(U.shape)):
+        X = torch.empty(U.shape)
+        norm.unit_norm(U, X, scales.zero_(), 1e-7, scratch)
+        assert torch.equal(X.nan_to_num(7.0), expected.nan_to_num(7.0)) and (scales == 1).all()
+    assert expected.isnan().all((1, 2)).tolist() == [False] * (len(U) - 1) + [True]

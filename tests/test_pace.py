@@ -37,7 +37,8 @@ def test_cost_grows_with_the_matrix_and_knows_no_orientation(name, arch, optimiz
 def test_without_measurements_cost_is_flops(optimizer):
     """5 steps of the Gram iteration on a square matrix: 6 n^3 for X X^T and Q X, 12 n^3 for the products between."""
     assert pace("cpu")(1000, 1000) == 18 * 1000**3 // part("planning.cost_model").NOMINAL
-    assert not pace("cpu").measured and pace("cpu").wire(1 << 20) == pace("cpu").memory(1 << 20) == 0
+    unmeasured = pace("cpu")
+    assert not unmeasured.measured and unmeasured.all_to_all_time(1 << 20) == unmeasured.memory_time(1 << 20) == 0
 
 
 def test_expected_times_are_near_the_measured_ones(optimizer):
@@ -48,7 +49,7 @@ def test_expected_times_are_near_the_measured_ones(optimizer):
             iteration = row["algorithm"] in ("gram", "standard") and not row["spectrum"] and row["dtype"] == "bf16"
             if iteration and (row["run"], row["implementation"]) == ("graph", "ours") and row["median_ms"]:
                 newest[row["gpu"], tuple(int(row[key]) for key in ("n", "rows", "cols"))] = float(row["median_ms"])
-    ratios = [pace("sm90").stacks({(R, C): N}) / 1e6 / ms for (gpu, (N, R, C)), ms in newest.items()
+    ratios = [pace("sm90").batch_time({(R, C): N}) / 1e6 / ms for (gpu, (N, R, C)), ms in newest.items()
               if gpu == part("planning.cost_model").table("sm90")["gpu"] and min(R, C) >= 256]
     assert len(ratios) >= 10 and 1 / 1.5 < min(ratios) and max(ratios) < 1.5
     assert statistics.mean(abs(math.log(ratio)) for ratio in ratios) < 0.15
@@ -90,12 +91,14 @@ def test_entries_for_gpus_of_a_name_are_no_part_of_times(monkeypatch, optimizer)
 def test_a_stack_takes_less_than_its_matrices_one_by_one(optimizer):
     p = pace("sm90")
     for shape in [(768, 768), (1024, 4096), (64, 256)]:
-        assert p.stacks({shape: 1}) <= p.stacks({shape: 8}) < 8 * p.stacks({shape: 1})
-    assert p.stacks({(768, 768): 2, (1024, 64): 3, (5, 5): 0}) == p.stacks({(768, 768): 2}) + p.stacks({(64, 1024): 3})
-    together = p.stacks({(1024, 4096): 2, (8192, 1024): 2})  # one short side: the products of Gram matrices are shared
-    assert max(p.stacks({(1024, 4096): 2}), p.stacks({(1024, 8192): 2})) < together
-    assert together < p.stacks({(1024, 4096): 2}) + p.stacks({(1024, 8192): 2})
-    assert p.stacks({(4096, 1024): 1, (1024, 4096): 1}) == p.stacks({(1024, 4096): 2})
+        assert p.batch_time({shape: 1}) <= p.batch_time({shape: 8}) < 8 * p.batch_time({shape: 1})
+    apart = p.batch_time({(768, 768): 2}) + p.batch_time({(64, 1024): 3})
+    assert p.batch_time({(768, 768): 2, (1024, 64): 3, (5, 5): 0}) == apart
+    # one short side: the products of Gram matrices are shared
+    together = p.batch_time({(1024, 4096): 2, (8192, 1024): 2})
+    assert max(p.batch_time({(1024, 4096): 2}), p.batch_time({(1024, 8192): 2})) < together
+    assert together < p.batch_time({(1024, 4096): 2}) + p.batch_time({(1024, 8192): 2})
+    assert p.batch_time({(4096, 1024): 1, (1024, 4096): 1}) == p.batch_time({(1024, 4096): 2})
 
 
 def test_what_stays_on_a_processor_takes_turns(optimizer):
@@ -106,13 +109,14 @@ def test_what_stays_on_a_processor_takes_turns(optimizer):
     measured = {(64, 256, 256): 109, (48, 256, 256): 102, (64, 256, 768): 150, (66, 256, 1024): 165,
                 (48, 256, 2048): 208, (64, 256, 2048): 234, (128, 256, 256): 133, (128, 256, 768): 194,
                 (200, 256, 1024): 388}
-    ratios = [1e-3 * p.stacks({(R, C): N}) / us for (N, R, C), us in measured.items()]
+    ratios = [1e-3 * p.batch_time({(R, C): N}) / us for (N, R, C), us in measured.items()]
     assert .85 < min(ratios) and max(ratios) < 1.15
-    assert p.stacks({(256, 768): 133}) - p.stacks({(256, 768): 132}) > 60_000, "another turn"
+    assert p.batch_time({(256, 768): 133}) - p.batch_time({(256, 768): 132}) > 60_000, "another turn"
     few, many = ({(256, 768): resident.FROM - 33 + more, (256, 512): 32} for more in (0, 1))
-    assert not any(p._stays(256, ((512, 32), (768, few[256, 768])))) and p._stays(256, ((512, 48),)) == (2, 12, 2)
-    assert p._stays(256, ((512, 32), (768, 16))) == (2, 12, 0) and not any(p._stays(192, ((512, 48),)))
-    assert p.stacks(many) > p.stacks({(256, 768): resident.FROM})
+    in_chain = p._in_gram_chain
+    assert not any(in_chain(256, ((512, 32), (768, few[256, 768])))) and in_chain(256, ((512, 48),)) == (2, 12, 2)
+    assert in_chain(256, ((512, 32), (768, 16))) == (2, 12, 0) and not any(in_chain(192, ((512, 48),)))
+    assert p.batch_time(many) > p.batch_time({(256, 768): resident.FROM})
 
 
 def test_what_is_not_cast_is_only_read(monkeypatch, optimizer):
@@ -122,10 +126,10 @@ def test_what_is_not_cast_is_only_read(monkeypatch, optimizer):
 
     def saved(shape, raw_bytes, **changes):
         """ns of one matrix that `raw_bytes` less would save."""
-        before = pace("sm90", **changes).stacks({shape: 1})
+        before = pace("sm90", **changes).batch_time({shape: 1})
         with monkeypatch.context() as patch:
             patch.setitem(known, "norm", norm | {"raw_bytes": norm["raw_bytes"] - raw_bytes})
-            return before - pace("sm90", **changes).stacks({shape: 1})
+            return before - pace("sm90", **changes).batch_time({shape: 1})
 
     for shape in [(256, 768), (3072, 1023)]:
         expected = shape[0] * shape[1] / known["copy_gbps"]
@@ -142,7 +146,9 @@ def test_the_key_names_the_table(optimizer):
 
 def test_the_wire_has_a_latency_and_a_rate(optimizer):
     p = pace("sm90")
-    assert p.wire(0) == 0 < p.wire(1) and p.wire(2 << 30) - p.wire(1 << 30) == pytest.approx((1 << 30) / 330, rel=1e-6)
+    assert p.all_to_all_time(0) == 0 < p.all_to_all_time(1)
+    more = p.all_to_all_time(2 << 30) - p.all_to_all_time(1 << 30)
+    assert more == pytest.approx((1 << 30) / 330, rel=1e-6)
 
 
 def lanes(spans, lane):

@@ -26,7 +26,7 @@ class BucketUpdate:
 
     def run(self, hp):
         assert hp == {"group": self.number}
-        slot = self.number % part("pipeline").SLOTS if self.travels else 1
+        slot = self.number % part("pipeline").BUCKETS_IN_FLIGHT if self.travels else 1
         assert self.slots.setdefault(slot, self) is self, f"slot {slot} is still in use"
         for hop in range(self.hops):
             self.diary.append(f"{self.number}.{hop}")
@@ -127,12 +127,12 @@ def test_all_are_in_before_the_first_goes_out(optimizer):
     jobs = [(BucketUpdate(i, hop, diary, slots), {"group": i}) for i, hop in ((0, 2), (2, 2), (3, 1))]
     home = BucketUpdate("home", 0, diary, slots, travels=False), {"group": "home"}
     with pytest.MonkeyPatch.context() as patch:
-        everywhere(patch, pipeline, "SLOTS", 5)  # one for each
-        pipeline.run_all_in([jobs[0], home, *jobs[1:]])
+        everywhere(patch, pipeline, "BUCKETS_IN_FLIGHT", 5)  # one for each
+        pipeline.run_all_inbound_first([jobs[0], home, *jobs[1:]])
         late, diary[:] = list(diary), []
         begun = [pipeline.begin(*job) for job in jobs[:2]]
         assert diary == ["0.0", "2.0"]
-        pipeline.run_all_in([jobs[0], home, *jobs[1:]], lambda: diary.append("closing"), begun)
+        pipeline.run_all_inbound_first([jobs[0], home, *jobs[1:]], lambda: diary.append("closing"), begun)
         assert diary.pop() == "closing"
     assert diary == late == [
         "0.0", "2.0", "3.0", "home ends", "wait 0.0", "0.1", "wait 2.0", "2.1", "wait 3.0", "3 ends",

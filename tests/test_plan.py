@@ -32,10 +32,11 @@ def terms(**others):
     return part("planning.memory_model").PlanInputs(**given | others)
 
 
-ALIVE = [{"leave", "arrive", "rows"}, {"stack", "arrive", "rows", "mean", "stays"}, {"mean", "stack"},
-         {"stack", "now", "next", "square", "rows", "stays"}, {"stack", "arrive", "kept", "rows", "stays"},
-         {"arrive", "return", "kept", "rows", "stays"}]
-DIRECT = [*ALIVE, {"stack", "now", "next", "square", "arrive", "kept", "rows", "stays"}]
+ALIVE = [{"leave", "arrive", "rows"}, {"stack", "arrive", "rows", "mean", "until_apply"}, {"mean", "stack"},
+         {"stack", "scratch_a", "scratch_b", "gram_scratch", "rows", "until_apply"},
+         {"stack", "arrive", "kept", "rows", "until_apply"},
+         {"arrive", "return", "kept", "rows", "until_apply"}]
+DIRECT = [*ALIVE, {"stack", "scratch_a", "scratch_b", "gram_scratch", "arrive", "kept", "rows", "until_apply"}]
 
 
 def cost(rows, cols):
@@ -66,9 +67,8 @@ def plan_of(layouts, **options):
 
 
 def shares_of(bucket, layouts, rows=None, **others):
-    return {
-        rank: part("planning.rank_plan").share_of(bucket, rank, layouts, rows, terms(**others)) for rank in bucket.ranks
-    }
+    rank_plan_of = part("planning.rank_plan").rank_plan_of
+    return {rank: rank_plan_of(bucket, rank, layouts, rows, terms(**others)) for rank in bucket.ranks}
 
 
 def check_owners(buckets, layouts):
@@ -92,18 +92,18 @@ def covered(shape, boxes):
 
 
 def check_pieces(bucket, layouts, shares, kind="update"):
-    """The fed pieces of a matrix hold each of its elements once, and every stored piece gets its answer."""
+    """The source pieces of a matrix hold each of its elements once, and every stored piece gets its answer."""
     for rank, share in shares.items():
         assert set(share.matrices) == {m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank}
-        fed = defaultdict(list)
+        sources = defaultdict(list)
         for piece in share.owned:
             assert piece.owner == rank
-            if piece.fed and piece.kind == kind:
-                fed[piece.matrix].append(piece)
+            if piece.is_source and piece.kind == kind:
+                sources[piece.matrix].append(piece)
         for matrix in share.matrices:
             shape = (matrix.rows, matrix.cols if kind == "update" else 1)
             homes = 1 if bucket.route != "reduce" else len(bucket.ranks)
-            assert (covered(shape, [p.box for p in fed[matrix]]) == homes).all()
+            assert (covered(shape, [p.box for p in sources[matrix]]) == homes).all()
         answered = set(share.outbound.arrive) | {p for p in share.home if p.owner == rank}
         assert answered == set(share.home)
         for piece in share.home:
@@ -145,20 +145,21 @@ def by_pair(offsets, nbytes, starts, index, here, peer):
 
 
 def bucket_sizes(share):
-    """(bytes of the slot, bytes of the bench) of one rank, whose uses at one time do not overlap."""
-    places, sizes = share.places()
-    spans = {use: (memory, at, at + share.needs[use]) for use, (memory, at) in places.items() if share.needs[use]}
-    assert set(places) == set(share.needs) and all(sizes[memory] >= end for memory, _, end in spans.values())
+    """(bytes of the bucket buffer, of the shared scratch) of one rank, whose uses at one time do not overlap."""
+    places, sizes = share.workspace_layout()
+    nbytes = share.scratch_bytes
+    spans = {use: (memory, at, at + nbytes[use]) for use, (memory, at) in places.items() if nbytes[use]}
+    assert set(places) == set(share.scratch_bytes) and all(sizes[memory] >= end for memory, _, end in spans.values())
     for together in DIRECT if share.direct else ALIVE:
         for (a, (memory, start, end)), (b, (other, at, _)) in itertools.permutations(spans.items(), 2):
             assert not ({a, b} <= together and memory == other and start <= at < end), (a, b)
-    return sizes["slot"], sizes["bench"]
+    return sizes["bucket_buffer"], sizes["shared_scratch"]
 
 
 def room_of(sizes):
     """The workspace that three buckets take whose slots and benches are no larger than these."""
-    slot, bench = (max(values) for values in zip(*sizes))
-    return part("pipeline").SLOTS * slot + bench
+    bucket_buffer, shared_scratch = (max(values) for values in zip(*sizes))
+    return part("pipeline").BUCKETS_IN_FLIGHT * bucket_buffer + shared_scratch
 
 
 def check_room(bucket, shares, rank_bytes):
@@ -168,7 +169,7 @@ def check_room(bucket, shares, rank_bytes):
 
 
 def check_all(layouts, rows=None, once=True, **options):
-    options = {"rank_bytes": 1 << 28, "terms": terms(once=once), **options}
+    options = {"rank_bytes": 1 << 28, "inputs": terms(once=once), **options}
     buckets = plan_of(layouts, **options)
     check_owners(buckets, layouts)
     for bucket in buckets:
@@ -210,6 +211,68 @@ def test_a_plan_is_whole(mesh, rank_bytes, once, optimizer):
     sizes, placements, shapes = MESHES[mesh]
     layouts = layouts_on(sizes, placements, shapes)
     check_all(layouts, rows_of(layouts, sizes, placements), once=once, rank_bytes=rank_bytes)
+
+
+def check_piece_sets(share):
+    """Sent, kept and replicas are all stored pieces of matrices, once, in order; kept is computed at two times."""
+    sets, home = share.piece_sets, [p for p in share.home if p.kind == "update"]
+    assert sorted(sets.sent + sets.kept + sets.replicas, key=home.index) == home
+    assert sorted(sets.during_inbound + sets.after_inbound, key=sets.kept.index) == list(sets.kept)
+    for found in (sets.sent, sets.kept, sets.replicas, sets.during_inbound, sets.after_inbound):
+        assert list(found) == sorted(found, key=home.index)
+    assert all(p.is_source and p.home != p.owner for p in sets.sent) and set(sets.sent) <= set(share.inbound.leave)
+    assert all(p.is_source and p.home == p.owner for p in sets.kept) and set(sets.kept) == set(share.kept)
+    assert not any(p.is_source or p.home == p.owner for p in sets.replicas)
+    early = [p for p in sets.kept if p.matrix in share.direct and share.crosses_inbound]
+    assert list(sets.during_inbound) == early
+    assert set(sets.replicas) | set(sets.sent) == {p for p in share.outbound.arrive if p.kind == "update"}
+    return sets
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_stored_pieces_are_sent_kept_or_replicas(mesh, optimizer):
+    """And over all ranks the pieces that are sent or kept hold every matrix once."""
+    sizes, placements, shapes = MESHES[mesh]
+    layouts = layouts_on(sizes, placements, shapes)
+    rows = rows_of(layouts, sizes, placements)
+    for bucket in plan_of(layouts, inputs=terms()):
+        if bucket.route == "local":
+            continue
+        sources = defaultdict(list)
+        for share in shares_of(bucket, layouts, rows).values():
+            sets = check_piece_sets(share)
+            for piece in (*sets.sent, *sets.kept):
+                sources[piece.matrix].append(piece.box)
+        assert all((covered((m.rows, m.cols), sources[m]) == 1).all() for m in bucket.matrices)
+
+
+def test_piece_sets_of_hsdp(optimizer):
+    """Ranks 0 and 1 hold one copy of two matrices of 8 x 16, ranks 2 and 3 the other; each rank has four rows."""
+    layouts = layouts_on((2, 2), [Replicate(), Shard(0)], [(8, 16), (8, 16)])
+    bucket, = plan_of(layouts, inputs=terms(room=1 << 20))
+    first, second = bucket.owners
+    shares = shares_of(bucket, layouts, room=1 << 20)
+    of = {rank: [[p.matrix.param for p in found] for found in (sets.sent, sets.kept, sets.replicas)]
+          for rank, sets in ((rank, check_piece_sets(share)) for rank, share in shares.items())}
+    for rank in range(4):
+        sent = [i for i, owner in enumerate((first, second)) if owner != rank and owner // 2 == rank // 2]
+        kept = [i for i, owner in enumerate((first, second)) if owner == rank]
+        assert of[rank] == [sent, kept, [i for i in range(2) if i not in sent and i not in kept]]
+    assert sum(len(sent) for sent, _, _ in of.values()) == sum(len(kept) for _, kept, _ in of.values()) == 2
+
+
+@pytest.mark.parametrize(("cols", "placements", "early"), [
+    (16, [Shard(0)], True),  # whole rows at multiples of 16 bytes: iterated where they are
+    (12, [Shard(0)], False), (16, [Shard(1)], False),  # copied into whole matrices, after what arrives
+    (16, [Replicate()], False),  # nothing arrives that could be waited for
+])
+def test_momentum_of_direct_matrices_is_computed_while_the_rest_arrives(cols, placements, early, optimizer):
+    layouts = layouts_on((2,), placements, [(8, cols), (8, cols)])
+    bucket, = plan_of(layouts, inputs=terms(room=1 << 20))
+    for share in shares_of(bucket, layouts, room=1 << 20).values():
+        sets = check_piece_sets(share)
+        assert len(sets.kept) == 1
+        assert (sets.during_inbound, sets.after_inbound) == ((sets.kept, ()) if early else ((), sets.kept))
 
 
 @pytest.mark.parametrize("route", ["exchange", "own", "reduce"])
@@ -342,7 +405,7 @@ def test_times_cut_a_plan_without_changing_owners(optimizer):
     assert len(timed) > len(plain) == 1
     assert {m: o for b in plain for m, o in zip(b.matrices, b.owners)} == {
         m: o for b in timed for m, o in zip(b.matrices, b.owners)}
-    assert all(b.part.products > 0 and b.part.inbound > 0 for b in timed) and plain[0].part is None
+    assert all(b.times.products > 0 and b.times.inbound > 0 for b in timed) and plain[0].times is None
 
 
 class Hurried:
@@ -355,13 +418,13 @@ class Hurried:
     def __call__(self, R, C):
         return R * C
 
-    def stacks(self, counts):
+    def batch_time(self, counts):
         return sum(n * self(*shape) for shape, n in counts.items())
 
-    def memory(self, nbytes):
+    def memory_time(self, nbytes):
         return 0
 
-    def wire(self, nbytes):
+    def all_to_all_time(self, nbytes):
         return int(nbytes)
 
     def spans(self, parts):
@@ -439,7 +502,7 @@ def test_work_that_some_ranks_do_not_know_of_moves_nobodys_owners(optimizer):
 def test_every_bucket_gives_every_rank_work_when_there_is_enough(world, optimizer):
     """A byte budget for a whole bucket would not: at 64 ranks it holds a few matrices."""
     layouts = layouts_on((world,), [Shard(0)], [(64, 32)] * (4 * world))
-    buckets = plan_of(layouts, rank_bytes=64 * 32 * 2 * 12, terms=terms())
+    buckets = plan_of(layouts, rank_bytes=64 * 32 * 2 * 12, inputs=terms())
     assert len(buckets) == 4
     assert all(set(bucket.owners) == set(range(world)) for bucket in buckets)
 
@@ -510,7 +573,7 @@ def test_chunks_hold_every_element_once(world, rank_bytes, once, reduced, optimi
     buckets = part("planning.plan").plan_chunks(shapes, ranks, rank_bytes, chunks)
     assert (len(buckets) == 1) == (rank_bytes == 1 << 28)
     for bucket in buckets:
-        shares = {r: part("planning.rank_plan").chunk_share(bucket, shapes, r, chunks) for r in ranks}
+        shares = {r: part("planning.rank_plan").chunk_rank_plan(bucket, shapes, r, chunks) for r in ranks}
         assert room_of([bucket_sizes(share) for share in shares.values()]) <= bucket.nbytes
         assert bucket.nbytes <= rank_bytes or [m.rows for m in bucket.matrices if m.numel] == [1]
         assert bucket.route == ("own_elementwise" if reduced else "reduce_elementwise")
@@ -538,7 +601,7 @@ def test_planning_ten_thousand_matrices_for_4096_ranks(record_property, optimize
     start = time.perf_counter()
     buckets = profile.runcall(part("planning.plan").make_plan, layouts, pace, {}, minimize_workspace=True)
     planned = time.perf_counter()
-    mine = [part("planning.rank_plan").share_of(bucket, 17, layouts, None, terms()) for bucket in buckets]
+    mine = [part("planning.rank_plan").rank_plan_of(bucket, 17, layouts, None, terms()) for bucket in buckets]
     shared = time.perf_counter()
     assert pstats.Stats(profile).total_calls < 4_000_000
     assert sum(len(b.matrices) for b in buckets) == 10_000
@@ -566,22 +629,22 @@ def test_the_workspace_of_no_rank_is_exceeded(shapes, mode, least, optimizer):
     sizes, placements = MODES[mode]
     layouts = layouts_on(sizes, placements, shapes, plain=mode in PLAIN)
     rows = rows_of(layouts, sizes, placements)
-    options = {"plain": PLAIN.get(mode, "exchange"), "terms": terms()}
+    options = {"plain": PLAIN.get(mode, "exchange"), "inputs": terms()}
     one_each = max(b.nbytes for b in plan_of(layouts, rank_bytes=1, **options))
     given = int(least * one_each)
     buckets = plan_of(layouts, rank_bytes=given, **options)
     most = workspace_of(buckets, layouts, rows)
     assert most <= given
-    assert most > 0.4 * given or len(buckets) < part("pipeline").SLOTS or shapes is MIXTURE
+    assert most > 0.4 * given or len(buckets) < part("pipeline").BUCKETS_IN_FLIGHT or shapes is MIXTURE
 
 
 def workspace_of(buckets, layouts, rows=None):
-    """The bytes of all slots and of the bench, of the rank that takes the most (of 8, where there are more)."""
+    """The bytes of all bucket buffers and the shared scratch, of the rank that takes the most (of 8 ranks, if more)."""
     taken = Counter()
     for number, bucket in enumerate(buckets):
         for rank in bucket.ranks[:: max(1, len(bucket.ranks) // 8)]:
-            sizes = bucket_sizes(part("planning.rank_plan").share_of(bucket, rank, layouts, rows, terms()))
-            for memory, nbytes in zip((number % part("pipeline").SLOTS, "bench"), sizes):
+            sizes = bucket_sizes(part("planning.rank_plan").rank_plan_of(bucket, rank, layouts, rows, terms()))
+            for memory, nbytes in zip((number % part("pipeline").BUCKETS_IN_FLIGHT, "shared_scratch"), sizes):
                 taken[memory, rank] = max(taken[memory, rank], nbytes)
     return max(sum(nbytes for (_, owner), nbytes in taken.items() if owner == rank) for rank in buckets[0].ranks)
 
@@ -605,9 +668,9 @@ def timed_plan(layouts, rank_bytes, minimize_workspace=False):
     """(the plan by measured times, when its last bucket is expected to be done, in ns)."""
     pace = measured_pace()
     buckets = part("planning.plan").make_plan(
-        layouts, pace, {}, rank_bytes=rank_bytes, terms=terms(), minimize_workspace=minimize_workspace
+        layouts, pace, {}, rank_bytes=rank_bytes, inputs=terms(), minimize_workspace=minimize_workspace
     )
-    return buckets, max(span.end for span in pace.spans([bucket.part for bucket in buckets]))
+    return buckets, max(span.end for span in pace.spans([bucket.times for bucket in buckets]))
 
 
 def test_thrift_saves_workspace_and_costs_one_percent_at_most(optimizer):

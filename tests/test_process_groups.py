@@ -7,6 +7,7 @@ import inspect
 import threading
 import time
 from operator import attrgetter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,8 +60,12 @@ def of_the_users(rank, world, kind):
     optimizer.step()
     used = optimizer._process_groups.of((0, 1))
     alike = dist.get_backend_config(used) == dist.get_backend_config(mine)
-    seconds = part("communication.process_groups")._timeout(used).total_seconds()
-    return used is mine, used is dist.group.WORLD, alike, seconds
+    return (
+        used is mine,
+        used is dist.group.WORLD,
+        alike,
+        part("communication.process_groups").timeout_of(used).total_seconds(),
+    )
 
 
 @pytest.mark.parametrize("kind", ["", "unreduced", "own"])
@@ -88,6 +93,19 @@ def test_a_new_group_is_not_split_from_a_default_one_that_is_bound_to_a_device(o
     assert run_ranks(3, bound) == [([None], "cuda:0"), ([None], "cuda:0"), ([], "cuda:0")]
 
 
+def test_a_patient_group_is_known_by_its_ranks_in_any_order(optimizer, monkeypatch):
+    """A mesh may list its ranks in another order than a plan does."""
+    process_groups, patient = part("communication.process_groups"), SimpleNamespace(group_name="of a mesh")
+    answers = {"_meshes_groups": [patient], "_always": [], "_is_patient": True, "_ranks_of": (1, 0)}
+    for name, answer in answers.items():
+        monkeypatch.setattr(process_groups, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(process_groups, "timeout_of", lambda group: group)  # of the mesh, or the default one's
+    groups = process_groups.ProcessGroups()
+    groups.learn([], None)
+    assert groups.meshs_own((0, 1)) is patient
+    assert groups._timeout((0, 1)) is groups._timeout((1, 0)) is dist.group.WORLD is not patient
+
+
 def unsorted(rank, world, options):
     """The largest difference from one process of matrices and AdamW's parameters, and the timeouts of all groups."""
     group = dist.new_group([2, 0, 1], sort_ranks=False, timeout=datetime.timedelta(seconds=47))
@@ -106,7 +124,7 @@ def unsorted(rank, world, options):
             many.load_state_dict(many.state_dict())
     groups = many._process_groups
     timeouts = {
-        part("communication.process_groups")._timeout(groups.of(ranks)).total_seconds() for ranks in groups.used
+        part("communication.process_groups").timeout_of(groups.of(ranks)).total_seconds() for ranks in groups.used
     }
     return max((p - q).abs().max().item() for p, q in zip(*runs)), timeouts
 
@@ -275,7 +293,7 @@ def one_axis(rank, world, seconds):
         stepper.step()
         counts.append(groups_now())
     used = stepper._process_groups.of(tuple(dist.get_process_group_ranks(mesh.get_group())))
-    timeout = part("communication.process_groups")._timeout
+    timeout = part("communication.process_groups").timeout_of
     return timeout(mesh.get_group()).total_seconds(), timeout(used).total_seconds(), used is mesh.get_group(), \
         counts[1] - counts[0]
 

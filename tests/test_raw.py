@@ -87,13 +87,9 @@ def test_an_iteration_of_raw_matrices(steps, monkeypatch, optimizer):
         return out
 
     expected, casts = polar(*stacks), []
-    everywhere(monkeypatch, part("newton_schulz.iteration"), "takes_raw", lambda U, dtype: U.dtype == torch.bfloat16)
-    everywhere(
-        monkeypatch,
-        part("newton_schulz.iteration"),
-        "unit_norm",
-        lambda U, *rest: casts.append(U.dtype) or unit_norm(U, *rest),
-    )
+    iteration = part("newton_schulz.iteration")
+    monkeypatch.setattr(iteration, "takes_raw", lambda U, dtype: U.dtype == torch.bfloat16)
+    monkeypatch.setattr(iteration, "unit_norm", lambda U, *rest: casts.append(U.dtype) or unit_norm(U, *rest))
     unit_norm = part("kernels.elementwise.scaling").unit_norm
     found = polar(*stacks)
     assert set(casts) == {torch.float32} if len(steps.triples) > 1 else len(casts) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import warnings
 
@@ -10,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import package, part, run_ranks, run_threads
+from tests.ranks import muon_before_a_step, package, part, run_ranks, run_threads
 from tests.test_muon import copies, gradients, same, weights
 from tests.test_routes import cut
+from tests.test_steady import counting
 
 SHAPES = [(8, 6), (6, 8), (5,)]
 
@@ -164,3 +166,54 @@ def test_a_first_gradient_of_another_placement_is_warned_of_once(optimizer):
     """The scaler waits then, for a rank that compares over another mesh or by other placements."""
     for said in run_ranks(2, told, "ab"):
         assert len(said) == 1 and "parameter a has no gradient here" in said[0] and "that of c" in said[0]
+
+
+def unlike(rank, world, asks):
+    """The message of the first step where the last rank alone has a plain parameter besides a
+    DTensor, so that its scaler cannot be trusted; `asks`: whether a GradScaler asked.
+    """
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    params = [placed(init_device_mesh("cpu", (world,)), (8, 6), [Shard(0)])]
+    params += [nn.Parameter(torch.ones(4, 4))] * (rank == world - 1)
+    muon = muon_before_a_step(params)
+    if asks:
+        assert muon._step_supports_amp_scaling is (rank == world - 1)
+    try:
+        muon.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_decide_differently_are_told(optimizer):
+    """One would take a scaler's found_inf to the other ranks, which ask nobody."""
+    for message in run_threads(3, unlike, True, timeout=20):
+        assert "Ranks [2] and ranks [0, 1] differ in: unscale_in_step, which None has each" in message
+    assert run_threads(3, unlike, False) == [""] * 3  # without a scaler it does not matter
+
+
+def scaled_steps(rank, world, count):
+    """How much of nonfinite.py is interpreted in a steady step with a GradScaler, for so many pairs of
+    parameters; its answers before and after a parameter is frozen.
+    """
+    from torch.distributed.tensor import Replicate, Shard, init_device_mesh
+
+    mesh, found, answers = init_device_mesh("cpu", (world,)), collections.Counter(), []
+    params = [placed(mesh, (4, 4), [place]) for place in (Replicate(), Shard(0)) for _ in range(count)]
+    muon = muon_before_a_step(params)
+    muon.grad_scale, muon.found_inf = torch.ones(()), torch.zeros(())
+    for step in range(4):
+        with counting(found if step == 3 else collections.Counter()):
+            answers.append(muon._step_supports_amp_scaling)
+            muon.step()
+    for p in params[count:]:
+        p.requires_grad_(False)
+    return found["guard"], [*answers, muon._step_supports_amp_scaling]
+
+
+def test_a_steady_step_with_a_scaler_does_no_work_for_each_parameter(optimizer):
+    (few, answers), _ = run_threads(2, scaled_steps, 4)
+    (many, _), _ = run_threads(2, scaled_steps, 8)
+    assert few == many > 0
+    assert answers == [True] * 4 + [False]

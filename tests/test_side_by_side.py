@@ -90,16 +90,17 @@ def bucket_of(part, shapes):
 def test_memory_for_all_is_taken_where_they_gain_and_there_is_room(part, shapes, short):
     memory_model = part("planning.memory_model")
     bucket, layouts, terms = bucket_of(part, shapes)
-    room = memory_model.workspace(*bucket.memory) if short else 1 << 31
+    room = memory_model.workspace_bytes(*bucket.memory) if short else 1 << 31
     share, usual = (
-        part("planning.rank_plan").share_of(bucket, 0, layouts, None, replace(terms, room=room, side_by_side=gain))
+        part("planning.rank_plan").rank_plan_of(bucket, 0, layouts, None, replace(terms, room=room, side_by_side=gain))
         for gain in (terms.side_by_side, lambda shapes: False)
     )
-    uses = ("now", "next", "square")
+    uses = ("scratch_a", "scratch_b", "gram_scratch")
     wide = shapes == [(768, 768), (960, 960)] and not short
-    assert all((share.needs[use] > usual.needs[use]) == wide for use in uses)
-    assert all(share.needs[use] == usual.needs[use] for use in share.needs if use not in uses)
-    assert all(nbytes <= place for nbytes, place in zip(share.places()[1].values(), memory_model.parts(room)))
+    assert all((share.scratch_bytes[use] > usual.scratch_bytes[use]) == wide for use in uses)
+    assert all(share.scratch_bytes[use] == usual.scratch_bytes[use] for use in share.scratch_bytes if use not in uses)
+    taken = share.workspace_layout()[1].values()
+    assert all(nbytes <= place for nbytes, place in zip(taken, memory_model.split_workspace(room)))
 
 
 @pytest.mark.gpu

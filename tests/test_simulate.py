@@ -38,7 +38,7 @@ def test_bytes_are_those_of_the_plan(model, mode, ranks, simulate):
             found = simulate.traffic(bucket, layouts, cluster, inbound)
             expected = {where: Counter() for where in found}
             for rank in bucket.ranks:
-                share = part("planning.rank_plan").share_of(
+                share = part("planning.rank_plan").rank_plan_of(
                     bucket, rank, layouts, None, part("planning.memory_model").PlanInputs()
                 )
                 way = share.inbound if inbound else share.outbound
@@ -57,7 +57,7 @@ def test_bytes_are_those_of_the_plan(model, mode, ranks, simulate):
 
 
 def test_what_is_planned_fits_the_package_s_default(simulate):
-    """With the memory of the iteration: three slots and the bench, of each rank, within 2 GiB."""
+    """With the memory of the iteration: three bucket buffers and the shared scratch, of each rank, within 2 GiB."""
     method = part("newton_schulz.method")
     layouts, buckets, times, _ = planned(simulate, "llama3_8b", "fsdp", 4)
     terms = part("planning.memory_model").PlanInputs(
@@ -66,26 +66,25 @@ def test_what_is_planned_fits_the_package_s_default(simulate):
     for rank in range(4):
         taken = Counter()
         for number, bucket in enumerate(buckets):
-            for memory, nbytes in (
-                part("planning.rank_plan").share_of(bucket, rank, layouts, None, terms).places()[1].items()
-            ):
-                place = memory, number % 3 * (memory == "slot")
+            share = part("planning.rank_plan").rank_plan_of(bucket, rank, layouts, None, terms)
+            for memory, nbytes in share.workspace_layout()[1].items():
+                place = memory, number % 3 * (memory == "bucket_buffer")
                 taken[place] = max(taken[place], nbytes)
         assert 1 << 30 < sum(taken.values()) <= 2 << 30
 
 
 @pytest.mark.parametrize("model, ranks, shards", [("llama3_8b", 4, 4), ("moe_experts", 8, 8), ("moe_experts", 8, 4)])
 def test_workspace_is_what_a_rank_takes(model, ranks, shards, simulate):
-    """Not what ranks with other experts take besides: local buckets share one slot, families take turns."""
+    """Not what ranks with other experts take besides: local buckets share one bucket buffer, families take turns."""
     layouts, buckets, times, _ = planned(simulate, model, "fsdp", ranks, "--layers", 2, "--expert-parallel", shards)
     needed, terms = 0, part("planning.memory_model").PlanInputs(once=True, scratch=simulate.terms_of(times).scratch)
     for rank in range(ranks):
         taken, travelling = Counter(), 0
         for bucket in [bucket for bucket in buckets if rank in bucket.ranks]:
             travels = bucket.route != "local"
-            share = part("planning.rank_plan").share_of(bucket, rank, layouts, None, terms)
-            for memory, nbytes in share.places()[1].items():
-                place = memory, (travelling % 3 if travels else 1) * (memory == "slot")
+            share = part("planning.rank_plan").rank_plan_of(bucket, rank, layouts, None, terms)
+            for memory, nbytes in share.workspace_layout()[1].items():
+                place = memory, (travelling % 3 if travels else 1) * (memory == "bucket_buffer")
                 taken[place] = max(taken[place], nbytes)
             travelling += travels
         needed = max(needed, sum(taken.values()))

@@ -49,7 +49,8 @@ def counting(found):
     home = Path(package().__file__).parent
 
     def each(frame, event, _):
-        found[Path(frame.f_code.co_filename).stem] += event == "opcode"
+        path = Path(frame.f_code.co_filename).relative_to(home)
+        found[path.with_suffix("").as_posix()] += event == "opcode"
         return each
 
     def begin(frame, *_):
@@ -101,7 +102,8 @@ def growth(rank, world, way):
     with pytest.MonkeyPatch.context() as patch:
         install(patch) if "late" in way else None
         (few, buckets), (many, as_many) = (work(count, way, place) for count in (FEW, MANY))
-    assert buckets == as_many and few["muon"] and few["pipeline"] and ("late" not in way or few["forward"])
+    assert buckets == as_many and few["muon"] and few["pipeline"]
+    assert "late" not in way or few["execution/overlap/forward"]
     more = 2 * (MANY - FEW)
     return {name: (many[name] - few[name]) / more for name in many if many[name] - few[name] >= more}
 
@@ -111,6 +113,18 @@ def test_a_steady_step_does_no_work_for_each_parameter(way, optimizer):
     """The least that could be done for each is more than one operation."""
     world = 1 if way in ("alone", "late") else 2
     assert run_ranks(world, growth, way) == [{}] * world
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_construction_takes_work_in_proportion_to_the_groups(frozen, optimizer):
+    """No group is looked at again for each one that follows."""
+    work = []
+    for count in (40, 80):
+        params, found = [nn.Parameter(torch.ones(2, 2), not frozen) for _ in range(count)], collections.Counter()
+        with counting(found):
+            package().Muon([{"params": [p]} for p in (*params, nn.Parameter(torch.ones(2, 2)))])
+        work.append(found.total())
+    assert work[0] < work[1] < 2.06 * work[0]
 
 
 # One step followed: how many calls and files a reader goes through

@@ -247,7 +247,7 @@ def shard_on_rank(rank, world):
         store = store_of([param], ("momentum_buffer", "second_moment"))
         buckets = plan.make_plan(store.layouts["update"], lambda R, C: R * C, {})
         for bucket in (b for b in buckets if rank in b.ranks):
-            share = part("planning.rank_plan").share_of(
+            share = part("planning.rank_plan").rank_plan_of(
                 bucket, rank, *store.layouts.values(), part("planning.memory_model").PlanInputs(4, 4)
             )
             home = [p for p in share.home if p.kind == "update"]
@@ -313,30 +313,34 @@ def share_with(needs):
     """A share of which only the memory counts."""
     rank_plan = part("planning.rank_plan")
     travel = rank_plan.AllToAllPlan({}, {}, (), (), ())
-    uses = ("leave", "return", "kept", "arrive", "now", "next", "rows", "stays", "square", "stack", "mean")
+    uses = ("leave", "return", "kept", "arrive", "scratch_a", "scratch_b", "rows", "until_apply", "gram_scratch",
+            "stack", "mean")
     return rank_plan.RankPlan((), (), (), travel, travel, True, True, False, {**dict.fromkeys(uses, 0), **needs}, {})
 
 
 def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
-    """All have the bench in common, and none needs more than the largest."""
+    """All have the shared scratch in common, and none needs more than the largest."""
     workspace = part("execution.workspace").Workspace(3, torch.device("cpu"))
-    shares = [share_with({"leave": 60 * (1 + i % 4), "return": 80, "arrive": 7 * i, "now": 45, "next": 45,
-                          "kept": 5 * i, "rows": 20, "stays": 3 * i, "stack": 32, "square": 8 + 8 * i, "mean": 9})
+    shares = [share_with({"leave": 60 * (1 + i % 4), "return": 80, "arrive": 7 * i, "scratch_a": 45, "scratch_b": 45,
+                          "kept": 5 * i, "rows": 20, "until_apply": 3 * i, "stack": 32,
+                          "gram_scratch": 8 + 8 * i, "mean": 9})
               for i in range(6)]
     for number, share in enumerate(shares):
         workspace.reserve(number, share)
-    taken, slot, bench = [workspace.views_for(number, share) for number, share in enumerate(shares)], [], []
+    taken, buffers, scratch = [workspace.views_for(number, share) for number, share in enumerate(shares)], [], []
     for share, lent in zip(shares, taken):
-        assert {use: t.numel() for use, t in lent.items()} == share.needs
+        assert {use: t.numel() for use, t in lent.items()} == share.scratch_bytes
         assert all(t.data_ptr() % part("planning.plan").ALIGNMENT == 0 for t in lent.values() if t.numel())
-        slot.append(lent["rows"].untyped_storage().data_ptr())
-        bench.append(lent["stack"].untyped_storage().data_ptr())
-        assert {lent[use].untyped_storage().data_ptr() for use in ("leave", "return", "now", "next")} == {slot[-1]}
-        assert {lent[use].untyped_storage().data_ptr() for use in ("square", "mean")} == {bench[-1]}
-    assert slot[:3] == slot[3:] and len({*slot, *bench}) == 4 and len(set(bench)) == 1
+        buffers.append(lent["rows"].untyped_storage().data_ptr())
+        scratch.append(lent["stack"].untyped_storage().data_ptr())
+        in_buffer = ("leave", "return", "scratch_a", "scratch_b")
+        assert {lent[use].untyped_storage().data_ptr() for use in in_buffer} == {buffers[-1]}
+        assert {lent[use].untyped_storage().data_ptr() for use in ("gram_scratch", "mean")} == {scratch[-1]}
+    assert buffers[:3] == buffers[3:] and len({*buffers, *scratch}) == 4 and len(set(scratch)) == 1
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for lent in taken for t in lent.values()}
-    largest = [max(shares[i].places()[1]["slot"], shares[i + 3].places()[1]["slot"]) for i in range(3)]
-    assert [sizes[at] for at in (*slot[:3], bench[0])] == [*largest, shares[-1].places()[1]["bench"]]
+    sizes_of = [share.workspace_layout()[1] for share in shares]
+    largest = [max(sizes_of[i]["bucket_buffer"], sizes_of[i + 3]["bucket_buffer"]) for i in range(3)]
+    assert [sizes[at] for at in (*buffers[:3], scratch[0])] == [*largest, sizes_of[-1]["shared_scratch"]]
 
 
 def test_piece_at_views_bytes(optimizer):
@@ -356,10 +360,10 @@ def bound_on_rank(rank, world, route):
     params = [nn.Parameter(distribute_tensor(torch.zeros(s), mesh, [Shard(0)], src_data_rank=None)) for s in shapes]
     store = store_of(params, ("momentum_buffer", "second_moment"))
     (bucket,) = [b for b in plan.make_plan(store.layouts["update"], lambda R, C: R * C, {}) if b.route == route]
-    share = part("planning.rank_plan").share_of(
+    share = part("planning.rank_plan").rank_plan_of(
         bucket, rank, *store.layouts.values(), part("planning.memory_model").PlanInputs(2, 4)
     )
-    memory = {use: torch.empty(n, dtype=torch.uint8) for use, n in share.needs.items()}
+    memory = {use: torch.empty(n, dtype=torch.uint8) for use, n in share.scratch_bytes.items()}
     made = part("execution.workspace").Stacks(share, memory, torch.bfloat16)
     stacks, rows, views = made.inputs, made.row_state, made.input_view
     assert sum(s.shape[0] for s in stacks) == len(share.matrices) and set(views) == set(share.owned)

@@ -39,7 +39,7 @@ VAGUE = re.compile(r"util|helper|manager", re.IGNORECASE)
 
 
 def name_of(path: Path) -> str:
-    """The module's name inside the package: "polar", "kernels.gram", "kernels" and "__init__" for the two packages."""
+    """The module's name inside the package: "pipeline", "kernels.matmul.api", and "__init__" for the package itself."""
     parts = path.relative_to(SOURCE).with_suffix("").parts
     return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
 

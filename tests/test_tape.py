@@ -1,4 +1,4 @@
-"""kernels/tape.py: the second call of a kind on the same memory calls launchers only, with the same bits."""
+"""kernels/launch/replay.py: the second call of a kind on the same memory calls launchers only, with the same bits."""
 from __future__ import annotations
 
 import functools

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.ranks import run_threads
-from tests.test_early import backward, fsdp, tensors
+from tests.test_early import departures, fsdp
 
 
 class Delegating:
@@ -137,13 +137,7 @@ def leaving(rank, world, wrapper):
     found = []
     for through in (wrapper, lambda optimizer: optimizer):
         params, real, place = fsdp(world)
-        wrapped, left = through(real), []
-        for step in (1, 2):
-            backward(params, place, step, wrapped)
-            left.append(len(real._backward_overlap.started))
-            wrapped.step()
-            wrapped.zero_grad()
-        found.append((left, tensors(params, real)))
+        found.append(departures(params, real, place, through(real)))
     return found
 
 

@@ -248,9 +248,9 @@ def step_ms(buckets, ways, times, cluster, exchange):
     for bucket, (inbound, outbound) in zip(buckets, ways):
         if inbound is not None:
             there, back = (round(1e6 * wire_ms(way, bucket, cluster, exchange)) for way in (inbound, outbound))
-            parts.append(dataclasses.replace(bucket.part, inbound=there, outbound=back))
+            parts.append(dataclasses.replace(bucket.times, inbound=there, outbound=back))
         else:
-            parts.append(bucket.part)
+            parts.append(bucket.times)
     done, wire, pause = 0.0, 0.0, pace.BucketTimes(0, 0, 0, 0, 0)
     for families in of_ranks(buckets):
         mine = [part for numbers in families for part in (*(parts[number] for number in numbers), pause)]
@@ -274,16 +274,17 @@ def of_ranks(buckets) -> list:
 
 
 def workspace_mib(buckets) -> int:
-    """Of the rank that has the most: slots and bench, as large as the largest of its buckets that uses them, of all
-    families in turn (`MemoryModel.held` knows one); those that stay at home share the slot of the second that travels.
+    """Of the rank that has the most: bucket buffers and shared scratch, each as large as the
+    largest of its buckets that uses it, of all families in turn; those that stay at home share the buffer of the
+    second that travels.
     """
     most = 0
     for families in of_ranks(buckets):
         mine = [buckets[number] for numbers in families for number in numbers]
-        slots, travelling = [0] * pipeline.SLOTS, 0
+        slots, travelling = [0] * pipeline.BUCKETS_IN_FLIGHT, 0
         for bucket in mine:
             travels = bucket.route != "local"
-            place = travelling % pipeline.SLOTS if travels else 1
+            place = travelling % pipeline.BUCKETS_IN_FLIGHT if travels else 1
             slots[place], travelling = max(slots[place], bucket.memory[0]), travelling + travels
         most = max(most, sum(slots) + max(bucket.memory[1] for bucket in mine))
     return round(most / 2**20)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from . import pipeline
-from .communication.nonfinite import scalers_may_differ, unscale, warn_of_unlike
+from .communication.nonfinite import Unscaling, unscale
 from .communication.owner_state import shown_as_row_dtensors
 from .communication.process_groups import ProcessGroups, check_process_group, world_now
 from .execution.cuda_graphs import Graphs, check_environment, on_device, release_before_groups
@@ -31,11 +31,13 @@ from .execution.prepare import (
     select_params,
 )
 from .execution.report import Report, Stopwatch, report_of
+from .kernels.backend import capturing
 from .params.config import MuonConfig, spelled_out
 from .params.dtensor import form_of
 from .params.errors import in_group, names_in
 from .params.layout import this_rank
 from .params.validation import (
+    Members,
     check_adamw,
     check_again,
     check_group,
@@ -157,7 +159,11 @@ class StateDictMethods(ForwardOverlapMethods):
         and get the dtype of `state_dtype`. What the saved groups lack (those of torch.optim.Muon or
         AdamW, or of an older version) stays this optimizer's own. State goes by name where all
         groups of both sides have the same `param_names`, also in other groups; else by position.
-        Raises ValueError, before anything is changed, for state of another shape or kind.
+
+        Raises, before anything is changed, ValueError for state of another shape or kind, and for a
+        DTensor that holds another rank's shard; RuntimeError if the state has DTensors that ranks
+        load together (those that are gathered, or that owners keep) and some of these ranks do not
+        call this in time, or if process_group was destroyed.
         """
         self._half_way = self._half_way or self._backward_overlap.has_started  # should loading fail
         self._backward_overlap.drop_started()
@@ -231,15 +237,16 @@ class Muon(StateDictMethods):
     what pays, up to 2 GiB and 3 % of a GPU, 256 MiB on a CPU. capturable (False): True: on NVIDIA
     GPUs the step, its collectives included, is captured as a CUDA graph in the second step and
     replayed; False: the parts between collectives are. The bits are the same, and lr, weight_decay
-    and momentum may change at every step (weight_decay of AdamW: at the price of a new capture).
-    nonfinite ("propagate"): what NaN or Inf in a gradient does. "propagate": nothing is checked,
-    NaN spoils its matrix. "skip": that matrix (under AdamW, that parameter) keeps its weight and
-    state on every rank, and `skipped` counts it. "raise": nothing changes on any rank; the step
-    waits for the device once and ends in a RuntimeError. overlap_backward (False): True: gradients
-    leave for their owners during the backward that `last_backward` is put round; each bucket then
-    has memory of its own. overlap_forward (False): True: on GPUs no stream waits for `step`; each
-    module of a model given to `updates_return_during` waits for its own weights. With both the bits
-    are the same.
+    and momentum may change at every step. In AdamW groups a change of weight_decay or of momentum,
+    which is beta1 there, costs a new capture (8 at most), and a change at every step keeps AdamW
+    from being replayed. nonfinite ("propagate"): what NaN or Inf in a gradient does. "propagate":
+    nothing is checked, NaN spoils its matrix. "skip": that matrix (under AdamW, that parameter)
+    keeps its weight and state on every rank, and `skipped` counts it. "raise": nothing changes on
+    any rank; the step waits for the device once and ends in a RuntimeError. overlap_backward
+    (False): True: gradients leave for their owners during the backward that `last_backward` is put
+    round; each bucket then has memory of its own. overlap_forward (False): True: on GPUs no stream
+    waits for `step`; each module of a model given to `updates_return_during` waits for its own
+    weights. With both the bits are the same.
 
     unscale_in_step (None): who acts on what a torch.amp.GradScaler finds. False: the scaler, as
     with torch.optim.Muon: it unscales, and does not call `step` where it found Inf. True: `step`,
@@ -301,6 +308,7 @@ class Muon(StateDictMethods):
         check_memory(self.param_groups)
         self._init_groups()
         self._has_all_groups = True
+        self._first_members = Members()  # else it would keep parameters that leave their groups
 
     def _start(self, options: MuonConfig) -> None:
         """Set every attribute that the methods read, in `__init__` and in a copy, which is made
@@ -316,8 +324,8 @@ class Muon(StateDictMethods):
         self._backward_overlap = BackwardOverlap()
         self._beta1 = Beta1()
         self._has_all_groups = False  # whether those of the constructor are there
-        # Of gradients that a GradScaler compares in another order than other ranks
-        self._has_warned = False
+        self._first_members = Members()  # of the groups that the constructor has added so far
+        self._unscaling = Unscaling()
         self._timing = False
         self._why_unbound = NEVER_BOUND  # why plan_report() finds no plan
         self._half_way = False  # whether a step began and did not end
@@ -350,11 +358,13 @@ class Muon(StateDictMethods):
                 param_group.setdefault(key, value)
         count = len(self.param_groups)
         self._backward_overlap.raise_if_started("add_param_group")
+        members = Members(self.param_groups) if self._has_all_groups else self._first_members
         try:
             with in_group(count, param_group):
-                check_unique(param_group, self.param_groups)
+                check_unique(param_group, self.param_groups, members)
                 super().add_param_group(param_group)
-                self._check_new(self.param_groups[-1], momentum)
+                members.add(self.param_groups[-1])
+                self._check_new(self.param_groups[-1], momentum, members.first)
             if self._has_all_groups:
                 check_memory(self.param_groups)
         except Exception:
@@ -371,13 +381,13 @@ class Muon(StateDictMethods):
         part_tensors(self.param_groups)
         self._beta1.follow(self.param_groups)
 
-    def _check_new(self, group: dict, momentum: object) -> None:
+    def _check_new(self, group: dict, momentum: object, first: tuple | None) -> None:
         """Raise ValueError or NotImplementedError for a new group; `momentum`: what it was given,
-        if anything.
+        if anything; `first`: see `Members`.
         """
         wide = {f"adamw_{key}": value for key, value in self._adamw.items()}
         check_group(group, self._extra_keys, {**vars(self._options), **wide})
-        check_together(self.param_groups, self._options, [group])
+        check_together([group], self._options, first)
         if is_adamw(group):
             check_momentum(group, momentum, self.defaults["momentum"])
 
@@ -387,19 +397,13 @@ class Muon(StateDictMethods):
         it gives `grad_scale` and `found_inf`. Otherwise it calls `step` only where it found no Inf.
         """
         itself = self._itself()
-        groups, options = itself.param_groups, itself._options
-        if not itself._has_warned:
-            itself._has_warned = warn_of_unlike(groups)
-        return (
-            scalers_may_differ(groups, options)
-            if options.unscale_in_step is None
-            else options.unscale_in_step
-        )
+        return itself._unscaling.in_step(itself.param_groups, itself._options)
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         itself = self._itself()
         itself._options = replace(itself._options, unscale_in_step=bool(value))
+        itself._unscaling.answer = bool(value)
 
     @torch._disable_dynamo  # a compiled training step breaks here: this one's graphs are its own
     @torch.no_grad()
@@ -442,7 +446,7 @@ class Muon(StateDictMethods):
         # The next step binds anew
         if self._bound.inputs.read_and_upload(None if begun else self._fingerprint, as_bound=begun):
             self._memory_key = self._fingerprint = None
-        if creates_state and self._bound.missing.call_zeros_missing():
+        if self._bound.missing.begin_step(creates_state):
             self._bound.inputs.upload()
         if self._bound.nonfinite is not None:
             self._bound.nonfinite.check(found_inf)
@@ -496,7 +500,7 @@ class Muon(StateDictMethods):
         if not self._options.capturable:
             return self._run()
         key = [host_constants(store.group, store.is_fp64) for store in self._bound.graphed_stores]
-        pipeline.beside(
+        pipeline.run_beside(
             lambda: self._graphs(self._run, key), self._bound.adamw_jobs, self._adamw_graphs.stream
         )
 
@@ -558,6 +562,8 @@ class Muon(StateDictMethods):
         gradients' form did.
         """
         self._find_world()
+        if self._uncompared:
+            self._compare_again()
         if self._fingerprint is not None and self._fingerprint.is_current(self.param_groups, self.state, scaled):
             return self._bound.stores
         with lasting():
@@ -577,9 +583,11 @@ class Muon(StateDictMethods):
                 self._forward_overlap.record_stream(
                     t for s in self.state.values() if isinstance(s, dict) for t in s.values()
                 )
-                self._plans[alone] = make_plans(
-                    units, self.state, self._options, self._process_groups, alone
+                options = self._unscaling.told(self._options)
+                self._plans[alone], later = make_plans(
+                    units, self.state, options, self._process_groups, alone
                 )
+                self._uncompared += later
                 self._plan_keys[alone], self._memory_key, self._param_forms, self._fingerprint = (
                     key,
                     None,
@@ -600,6 +608,15 @@ class Muon(StateDictMethods):
         # With the state that there is now
         self._fingerprint = StepFingerprint(self.param_groups, self.state, scaled)
         return self._bound.stores
+
+    def _compare_again(self) -> None:
+        """Do the comparisons that `agree` left for this step."""
+        # A graph cannot be waited for
+        if capturing(device_of(self.param_groups)):
+            return
+        later, self._uncompared = self._uncompared, []
+        for compare in later:
+            compare()
 
     def _bind(self, plans: list, nonfinite: str) -> None:
         self._bound.missing.wait()
@@ -643,6 +660,7 @@ class Muon(StateDictMethods):
             {False: [], True: []},
             None,
         )
+        self._uncompared = []  # comparisons of gradients that `agree` left for the next step
         if self._process_groups is None:  # new ones at each plan would pile up
             self._process_groups = ProcessGroups(own=self._options.overlaps)
         if self._graphs is None:

@@ -1,33 +1,46 @@
-"""The order in which buckets start, wait for their collectives and finish.
+"""The pipeline: the order in which buckets start, wait for collectives and finish.
 
-The only module that decides how communication and computation overlap. A bucket update is a
-generator that yields collectives in flight; this module resumes it. Imports kernels/ and params/
-only, so that the cost model can run the same schedule on clocks instead of buckets.
+The only module that decides how communication and computation overlap. `BucketUpdate.run` is a
+generator that yields collectives in flight; `run` and `run_all_inbound_first` resume the
+generators. Imports kernels/ and params/ only, so that planning/cost_model.py can import and run the
+schedule, on a simulated clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Protocol
 
 import torch
 
 from .kernels.launch import precompile
 from .params import errors
 
-# Buckets alive at once: one arriving, one being computed, one returning; each has memory of its own
-SLOTS = 3
+# One bucket receives, one is computed, one is sent back. Each has a bucket buffer of its own.
+BUCKETS_IN_FLIGHT = 3
+
+
+class Collective(Protocol):
+    """A collective in flight, such as a `torch.distributed.Work`."""
+
+    def wait(self) -> object:
+        """Let the current stream (on CPUs: the host) wait for the collective."""
+
+
+Running = Generator[Collective, None, None]  # a started `BucketUpdate.run`
+InFlight = tuple[Running, Collective]  # an update, and the collective that it waits for
 
 
 class BucketUpdate:
-    """One bucket's part of a step: `run(group)` is a generator that yields collectives in flight.
+    """Base class: how a bucket, or a set of parameters without buckets, is stepped.
 
-    `label`: its name in messages. `written`: called with the update once `run` has ended, when its
-    weights are written. `store`: the tensors of its parameters, None for a pause. `bucket`: its
-    bucket of a plan, None for AdamW's parameters that are stepped where they are stored.
+    Subclasses define `run(group)`, a generator that steps with the live parameter group `group` and
+    yields every collective in flight. The pipeline waits for the collective, then resumes the
+    generator.
     """
 
-    travels = False  # whether `run` yields collectives
-    bucket = None
+    travels = False  # `run` yields collectives, if the plan needs them
+    bucket = None  # the bucket of a plan; None for parameters without buckets, and for a pause
 
     def __init__(
         self,
@@ -35,37 +48,48 @@ class BucketUpdate:
         written: Callable[[BucketUpdate], None] | None = None,
         store: object = None,
     ):
+        """`label`: name in error messages, such as "bucket 3 (...)". `written`: called with the
+        update when `run` has ended and the weights are written; None: nothing to call. `store`: the
+        tensors of its parameters, None for a pause.
+        """
         self.label = label
         self.written = written
         self.store = store
 
-    def run(self, group: dict) -> Iterator:
+    def run(self, group: dict) -> Running:
+        """Step; see the class."""
         raise NotImplementedError
 
     def launches(self, group: dict) -> list[Callable[[], None]]:
-        """Parts of `run` that launch kernels and do nothing else; for compilation beforehand."""
+        """Parts of `run` that launch kernels and do nothing else, for `precompile_kernels`."""
         return []
 
 
-class Pause(BucketUpdate):
-    """A turn in which no bucket starts, between buckets of different ranks: the updates of one are
-    sent back before the next starts.
+Job = tuple[BucketUpdate, object]  # (update, live parameter group)
 
-    All ranks then issue the collectives of all their process groups in one order, whichever other
-    groups they are in.
+
+class Pause(BucketUpdate):
+    """A turn without a new bucket, between buckets of different ranks: the bucket before the pause
+    sends updates back before the bucket after the pause starts.
+
+    With pauses all ranks issue the collectives of all process groups in a common order, even if
+    some ranks are in further groups.
     """
 
     travels = True
 
-    def run(self, group: dict) -> Iterator:
+    def run(self, group: object) -> Running:
+        """Do nothing."""
         return
-        yield
+        yield  # makes the function a generator
 
 
-def precompile_kernels(jobs: list[tuple[BucketUpdate, dict]], device: torch.device) -> None:
-    """Compile the kernels of all buckets side by side, before the first step. Launches and sends
+def precompile_kernels(jobs: Iterable[Job], device: torch.device) -> None:
+    """Compile the kernels of all buckets in parallel, before the first step. Launches and sends
     nothing.
     """
+    launches = [launch for update, group in jobs for launch in update.launches(group)]
+
     launches = [launch for update, group in jobs for launch in update.launches(group)]
 
     def launch_all() -> None:
@@ -76,101 +100,113 @@ def precompile_kernels(jobs: list[tuple[BucketUpdate, dict]], device: torch.devi
         precompile.precompile_kernels(device, launch_all)
 
 
-def run(jobs, closing=None) -> None:
-    """Step all buckets. `jobs`: [(route, live parameter group)], in the same order on every rank.
-    `closing`: what is done as soon as no bucket sends anything any more.
+def run(jobs: Sequence[Job], closing: Callable[[], None] | None = None) -> None:
+    """Step all buckets, at most BUCKETS_IN_FLIGHT at a time.
 
-    In each turn a bucket starts on its way in, then the one before it is computed and sent back,
-    then the one before that is applied: the wire is busy while matrices are multiplied. Buckets
-    that stay at home run while the first one travels.
+    `jobs`: in an equal order on all ranks. `closing`: called when no bucket will issue a further
+    collective.
+
+    In turn i bucket i starts the inbound all-to-all, then bucket i - 1 is computed and starts the
+    outbound all-to-all, then bucket i - 2 is applied. So all-to-alls run while matrices are
+    multiplied. Updates without collectives run after the first bucket has started.
     """
-    stories, at_home = [], []
-    for route, hp in jobs:
-        (stories if route.travels else at_home).append(_told(route, hp))
-    alive = _advance(stories[:1])
-    for story in at_home:
-        next(story, None)
-    for story in [*stories[1:], None]:
-        started = _advance([story] if story else [])
-        alive = _resume(alive) + started
+    updates, local = [], []
+    for update, group in jobs:
+        (updates if update.travels else local).append(_labelled(update, group))
+    in_flight = _advance(updates[:1])
+    for update in local:
+        next(update, None)
+    for update in [*updates[1:], None]:
+        # The next bucket starts before the one in flight is waited for: else the network would be
+        # idle while matrices are multiplied
+        started = _advance([update] if update else [])
+        in_flight = _resume(in_flight) + started
     if closing is not None:
         closing()
-    _resume(alive)
+    _resume(in_flight)
 
 
-def begin(route, hp):
-    """Start one bucket on its way in: (its story, the collective in flight)."""
-    story = _told(route, hp)
-    return story, next(story)
+def begin(update: BucketUpdate, group: object) -> InFlight:
+    """Start the inbound all-to-all of a bucket, for `run_all_inbound_first(begun=...)`."""
+    started = _labelled(update, group)
+    return started, next(started)
 
 
-def run_all_in(jobs, closing=None, begun=()) -> None:
-    """Step all buckets: all start on their way in, then all are computed and sent back, then all
-    are applied. `begun`: the first of those that travel, which `begin` has started. `closing` is
-    done after all of them.
+def run_all_inbound_first(
+    jobs: Sequence[Job], closing: Callable[[], None] | None = None, begun: Sequence[InFlight] = ()
+) -> None:
+    """Step all buckets in three phases: all start the inbound all-to-all, then all are computed and
+    sent back, then all are applied.
 
-    Each has memory of its own. So ranks of which other buckets have begun issue the collectives of
-    all process groups in one order, and none waits for another before the last matrix is computed.
-    Buckets that stay at home run while the others travel in.
+    `jobs`: in an equal order on all ranks. `begun`: results of `begin` for the first buckets with
+    collectives. `closing`: called at the end. Every bucket needs a buffer of its own. Updates
+    without collectives run while the first all-to-alls run.
     """
-    stories = [_told(route, hp) for route, hp in jobs if route.travels]
-    at_home = [_told(route, hp) for route, hp in jobs if not route.travels]
-    alive = [*begun, *_advance(stories[len(begun) :])]
-    for story in at_home:
-        next(story, None)
-    while alive:
-        alive = [later for one in alive for later in _resume([one])]
+    # With overlap_backward ranks may have begun different numbers of buckets. All inbound
+    # collectives before all outbound collectives is an order that does not depend on the numbers.
+    updates = [_labelled(update, group) for update, group in jobs if update.travels]
+    local = [_labelled(update, group) for update, group in jobs if not update.travels]
+    in_flight = [*begun, *_advance(updates[len(begun) :])]
+    for update in local:
+        next(update, None)
+    while in_flight:
+        in_flight = [later for one in in_flight for later in _resume([one])]
     if closing is not None:
         closing()
 
 
-def beside(work, jobs, stream) -> None:
-    """Do `work`, and step jobs that stay at home beside it, on a stream of their own (None: before
-    it).
+def run_beside(
+    work: Callable[[], None], jobs: Sequence[Job], stream: torch.cuda.Stream | None
+) -> None:
+    """Call `work`, and step jobs without collectives concurrently on `stream`; with None before
+    `work`.
     """
     if stream is None or not jobs:
         run(jobs)
         return work()
-    here = torch.cuda.current_stream()
-    stream.wait_stream(here)
+    current = torch.cuda.current_stream()
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):
         run(jobs)
     work()
-    here.wait_stream(stream)
+    current.wait_stream(stream)
 
 
-def _told(route, hp):
-    """A route's story, at whose end it says that it has `landed`, where somebody wants to know. An
-    error in it, or of a collective that it waits for, says which bucket that was.
+def _labelled(update: BucketUpdate, group: object) -> Running:
+    """Run an update, then call `written`. Errors of the update, and of collectives in flight, name
+    the bucket.
     """
     try:
-        yield from route.run(hp)
-        if route.written is not None:
-            route.written(route)
+        yield from update.run(group)
+        if update.written is not None:
+            update.written(update)
     except Exception as error:
-        errors.add_context(error, route.label)
+        errors.add_context(error, update.label)
         raise
 
 
-def _advance(stories):
-    """[(story, collective it waits for)] of those that are not at their end."""
+def _advance(updates: Iterable[Running]) -> list[InFlight]:
+    """Resume updates up to the next collective; return the updates still running."""
     found = []
-    for story in stories:
-        collective = next(story, None)
+    for update in updates:
+        collective = next(update, None)
         if collective is not None:
-            found.append((story, collective))
+            found.append((update, collective))
     return found
 
 
-def _resume(alive):
-    """Let every bucket on its way go on once its collective is done, the one that started last
-    first.
+def _resume(in_flight: Sequence[InFlight]) -> list[InFlight]:
+    """Wait for the collective of every update and advance the update, the last started first.
+    Return the updates still running, the first started first.
     """
     resumed = []
-    for story, collective in reversed(alive):
+    # The later bucket is to be computed, the earlier one to be applied: computing first lets the
+    # outbound all-to-all start early
+    for update, collective in reversed(in_flight):
         try:
             collective.wait()
         except Exception as error:
-            story.throw(error)
-        resumed = _advance([story]) + resumed
+            # Raised inside the generator, where the message gets the name of the bucket
+            update.throw(error)
+        resumed = _advance([update]) + resumed
     return resumed

@@ -81,6 +81,13 @@ class MissingGradients:
             for store, number in members
         ]
 
+    def begin_step(self, creates_state: bool) -> bool:
+        """Return whether a step that may only create state does: `call_zeros_missing`. Anything
+        that a failed step has left is forgotten.
+        """
+        self.only_counts = creates_state and self.call_zeros_missing()
+        return self.only_counts
+
     def call_zeros_missing(self) -> bool:
         """Report all gradients of this rank as missing if each of them is zero; returns whether
         that is so.
@@ -95,7 +102,6 @@ class MissingGradients:
         for store in self.stores:
             store.report_all_missing()
             self.misses = self.misses or bool(store.missing)
-        self.only_counts = True
         return True
 
     def _held(self, store, number) -> list:
@@ -181,7 +187,6 @@ class MissingGradients:
         if self.saved:
             self.wait()
             self.put_back(lambda ranks, i: self.flags[ranks][1][i] > 0 if ranks else None)
-        self.only_counts = False
 
     def put_back(self, moves=lambda ranks, i: None) -> None:
         """As it was before the step. `moves`: whether number i of those that `ranks` compare is one

@@ -7,18 +7,21 @@ at the end of the step.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-import warnings
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import repeat
+from operator import attrgetter, is_, is_not, itemgetter
 
 import torch
 import torch.distributed as dist
 
 from ..params import errors
 from ..params.dtensor import is_dtensor, raw_locals
-from ..params.errors import name_in
+from ..params.errors import name_in, warn_caller
 from ..params.layout import sharded_among
-from ..planning.plan import turn
+from ..planning.plan import bucket_sort_key
 from ..planning.planner import Plan
 from .process_groups import ProcessGroups
 
@@ -40,7 +43,7 @@ class FlagBuffers:
         self.segments = {}
         self.numbers = []
         self.count = 0
-        for ranks in sorted(members, key=turn):
+        for ranks in sorted(members, key=bucket_sort_key):
             start = self.count
             for index, number in members[ranks]:
                 self.flag_offset[index][number] = self.count
@@ -80,7 +83,7 @@ class NonfiniteFlags:
             if whole and len(layout.boxes) > 1
         }
         # Experts that no rank shares are on a mesh, too
-        self.told = sorted(meshes.union(filter(None, self.segments)), key=turn)
+        self.told = sorted(meshes.union(filter(None, self.segments)), key=bucket_sort_key)
         self.watched = [self._watched(plan, store) for plan, store in zip(plans, stores)]
         places = [place for _, _, _, places in self.watched for place in places]
         self.places = torch.tensor(places, dtype=torch.int64, device=self.flags.device)
@@ -202,34 +205,93 @@ def scalers_may_differ(groups, options) -> bool:
     return len({sharded_among(mesh, placements) for mesh, placements in kinds}) > 1
 
 
-def warn_of_unlike(groups) -> bool:
-    """Warn, and return True, if this rank's scaler compares by another first gradient than ranks
-    that have all.
+class Unscaling:
+    """Who acts on what a torch.amp.GradScaler finds: `step`, or the scaler.
+
+    A scaler asks at every step. Parameters are looked at one by one only if one of them has been
+    replaced, placed otherwise, frozen or unfrozen since the last step.
+
+    `answer`: the last one; None if nobody has asked.
     """
-    # Dtype -> [the first parameter, the first one with a gradient], each with its group
-    firsts = {}
+
+    def __init__(self):
+        self.answer: bool | None = None
+        self._seen = None  # what the answer rests on, as `_rests_on` returns it
+        self._rivals = []  # see `_rivals_of`
+        self._has_warned = False
+
+    def in_step(self, groups: list[dict], options: object) -> bool:
+        """Whether `step` unscales, and leaves itself out where a scaler found Inf. Warns once if
+        this rank's scaler compares by another first gradient than ranks that have all gradients.
+        """
+        now = _rests_on(groups, options)
+        if self._seen is None or not _is_same(now, self._seen):
+            asked = options.unscale_in_step
+            self.answer = scalers_may_differ(groups, options) if asked is None else asked
+            self._seen, self._rivals = now, _rivals_of(groups)
+        self._has_warned = self._has_warned or any(map(_warn_of_unlike, self._rivals))
+        return self.answer
+
+    def told(self, options: object) -> object:
+        """The options that ranks compare: with the answer in place of `unscale_in_step=None`. Where
+        nobody has asked there is no scaler, and ranks may differ.
+        """
+        return options if self.answer is None else replace(options, unscale_in_step=self.answer)
+
+
+def _rests_on(groups: list[dict], options: object) -> tuple:
+    """What `scalers_may_differ` and `_rivals_of` look at, without Python for each parameter."""
+    params = list(itertools.chain.from_iterable(map(itemgetter("params"), groups)))
+    members = [(id(group), len(group["params"])) for group in groups]
+    wanted = list(map(attrgetter("requires_grad"), params))
+    return (
+        (options, members, wanted),
+        params,
+        list(map(getattr, params, repeat("_spec"), repeat(None))),
+    )
+
+
+def _is_same(now: tuple, seen: tuple) -> bool:
+    """Whether two results of `_rests_on` are equal; parameters and placements are compared by
+    identity.
+    """
+    ours, theirs = now[1] + now[2], seen[1] + seen[2]
+    return now[0] == seen[0] and len(ours) == len(theirs) and all(map(is_, ours, theirs))
+
+
+def _rivals_of(groups: list[dict]) -> list[list]:
+    """[(group, parameter)] of the DTensors that want a gradient, one list for each dtype in which
+    they have several placements or meshes.
+    """
+    of_dtype = {}
     for group in groups:
         for param in filter(_is_compared, group["params"]):
-            pair = firsts.setdefault(param.dtype, [(group, param), None])
-            pair[1] = pair[1] or (None if param.grad is None else (group, param))
-    for first, here in firsts.values():
-        if here is None or (here[1].device_mesh, here[1].placements) == (
-            first[1].device_mesh,
-            first[1].placements,
-        ):
-            continue
-        warnings.warn(
-            f"parameter {name_in(*first)} has no gradient here. torch.amp.GradScaler compares what "
-            "it found "
-            "over the mesh and by the placements of the first gradient of each dtype, here that of "
-            f"{name_in(*here)}: ranks that have the other one compare otherwise, and all wait for "
-            "each other "
-            "until the process group's timeout. Have all ranks make the same gradients, zeros "
-            "where need be",
-            stacklevel=4,
-        )
-        return True
-    return False
+            of_dtype.setdefault(param.dtype, []).append((group, param))
+    return [
+        entries
+        for entries in of_dtype.values()
+        if len({(p.device_mesh, p.placements) for _, p in entries}) > 1
+    ]
+
+
+def _warn_of_unlike(rivals: list) -> bool:
+    """Warn, and return True, if the first of these parameters that has a gradient here is placed
+    otherwise than the first one. `rivals`: one list of `_rivals_of`.
+    """
+    first = rivals[0]
+    here = next((entry for entry in rivals if entry[1].grad is not None), first)
+    if (here[1].device_mesh, here[1].placements) == (first[1].device_mesh, first[1].placements):
+        return False
+    warn_caller(
+        f"parameter {name_in(*first)} has no gradient here. torch.amp.GradScaler compares what it "
+        "found over "
+        "the mesh and by the placements of the first gradient of each dtype, here that of "
+        f"{name_in(*here)}: "
+        "ranks that have the other one compare otherwise, and all wait for each other until the "
+        "process "
+        "group's timeout. Have all ranks make the same gradients, zeros where need be"
+    )
+    return True
 
 
 def _is_compared(param) -> bool:
@@ -240,7 +302,9 @@ def unscale(stores, grad_scale) -> None:
     """Divide this step's gradients by a GradScaler's scale, in place; None: they are not scaled."""
     if grad_scale is None:
         return
-    gradients = raw_locals(p.grad for store in stores for p in store.params if p.grad is not None)
+    params = itertools.chain.from_iterable(map(attrgetter("params"), stores))
+    whole = list(map(attrgetter("grad"), params))
+    gradients = raw_locals(itertools.compress(whole, map(is_not, whole, repeat(None))))
     if gradients:
         torch._foreach_mul_(
             gradients, grad_scale.double().reciprocal().float().to(gradients[0].device)

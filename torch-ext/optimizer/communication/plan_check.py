@@ -11,8 +11,8 @@ import hashlib
 import itertools
 import random
 import time
-import warnings
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +23,9 @@ from ..kernels import backend
 from ..kernels.backend import triton_version, use_triton
 from ..params import errors
 from ..params.dtensor import local_of
-from ..params.errors import fsdp_names, names_in
+from ..params.errors import fsdp_names, names_in, warn_caller
 from ..params.layout import this_rank
-from ..planning.plan import digest, turn
+from ..planning.plan import bucket_sort_key, digest
 
 GROUP = (
     "use_muon",
@@ -52,12 +52,16 @@ OPTIONS = (
     "overlap_forward",
     "unscale_in_step",
 )
+UNSCALING = (
+    "unscale_in_step, which None has each rank decide by its own parameters (pass True or False)"
+)
 FACTS = (
     "version of the package",
     "version of torch",
     "device, OPTIMIZER_KERNELS or OPTIMIZER_TILES",
     "version of Triton",
-    *OPTIONS,
+    *OPTIONS[:-1],
+    UNSCALING,
     "number of parameter groups",
     *(f"group option {key}" for key in GROUP),
     "number of parameters",
@@ -68,15 +72,18 @@ FEW = 4  # elements of a copy that ranks compare
 APART = 1e-3  # relative difference between copies from which on they are told to differ
 
 
-def agree(plans, options, process_groups) -> None:
+def agree(plans, options, process_groups) -> list[Callable[[], None]]:
     """Compare over every set of ranks that these plans make work together. Raises RuntimeError
     where one differs.
+
+    Returns collective comparisons to call in the next step: of gradients that are all zero in a
+    step with lr 0, such as torch.distributed.checkpoint takes to create state.
 
     Collective: ranks that share parameters call it before anything else travels, the largest sets
     first.
     """
-    sets, known = [_sets(plan) for plan in plans], _other_names(plans)
-    for ranks in sorted(set().union(*sets), key=turn):
+    sets, known, later = [_sets(plan) for plan in plans], _other_names(plans), []
+    for ranks in sorted(set().union(*sets), key=bucket_sort_key):
         together = [(plan, found[ranks]) for plan, found in zip(plans, sets) if ranks in found]
         forms = [
             form for plan, numbers in together for form in _forms(plan, sorted(numbers), known)
@@ -87,11 +94,12 @@ def agree(plans, options, process_groups) -> None:
             common = process_groups.shared()  # not all may want groups of their own
             shared = _made(common, ranks, common.meshs_own(ranks), device)
             _compare(facts, forms, shared, device)
-            _compare_copies(together, known, options, shared, device)
+            later += _compare_copies(together, known, options, shared, device)
             _take_idle(ranks, process_groups, shared, device)
             _made(process_groups, ranks, shared, device)
     for ranks in sorted(
-        {b.ranks for plan in plans for b, _ in plan.shares or () if b.route != "local"}, key=turn
+        {b.ranks for plan in plans for b, _ in plan.shares or () if b.route != "local"},
+        key=bucket_sort_key,
     ):
         with errors.during(f"the first exchange of ranks {ranks}"):
             _connect(
@@ -99,6 +107,7 @@ def agree(plans, options, process_groups) -> None:
                 process_groups.connected,
                 local_of(plans[0].params[0]).device,
             )
+    return later
 
 
 def _take_idle(ranks, process_groups, shared, device) -> None:
@@ -179,7 +188,7 @@ def _facts(ranks, plans, forms, options) -> list:
         device.type,
         use_triton(device),
         backend.choices(),
-        sorted({plan.pace for plan in plans} - {""}),
+        sorted({plan.cost_model_key for plan in plans} - {""}),
     )
     texts = [
         _sources(),
@@ -220,7 +229,7 @@ def _forms(plan, numbers, known) -> list:
 
 def _form(plan, number: int) -> tuple:
     """What a parameter has in common with others for which ranks could take it."""
-    return plan.params[number].dtype, plan.layouts[number].digest, plan.strays.get(number)
+    return plan.params[number].dtype, plan.layouts[number].digest, plan.mismatched.get(number)
 
 
 def _plain(value):
@@ -310,25 +319,40 @@ class Copied:
         return self.identity or _number(rows)
 
 
-def _compare_copies(together, known, options, group, device) -> None:
+def _compare_copies(together, known, options, group, device) -> list[Callable[[], None]]:
     """Compare the first elements of weights and reduced gradients that ranks hold copies of.
 
     `together`: [(plan, numbers of parameters that the ranks of `group` share)]; `known`: {id: name}
     of parameters to which the user gave no name. Raises RuntimeError where ranks have parameters
     without names in different orders. The lowest rank warns of other differences, and of parameters
-    that could be taken for each other without any rank noticing. Collective.
+    that could be taken for each other without any rank noticing. Collective. Returns the comparison
+    of gradients again, where these are all zero and each lr is 0, else [].
     """
     copied = [c for plan, numbers in together for c in _copied(plan, numbers, known, options)]
-    ranks = dist.get_process_group_ranks(group)
-    rows = [c.weight for c in copied] + [c.gradient for c in copied]
-    differs = _differences(rows, group, device)
-    weights, gradients = differs[: len(copied)], differs[len(copied) :]
-    if any(weights):
+    ends = _ends([c.weight for c in copied] + [c.gradient for c in copied], group, device)
+    weights, gradients = ends[: len(copied)], ends[len(copied) :]
+    if any(map(_is_apart, weights)):
         _refuse_order(copied, group, device)
+    ranks = dist.get_process_group_ranks(group)
     if this_rank() == min(ranks):
-        _warn_of_weights(list(itertools.compress(copied, weights)), ranks)
-        _warn_of_gradients(list(itertools.compress(copied, gradients)), ranks)
+        _warn_of_weights(_apart(copied, weights), ranks)
+        _warn_of_gradients(_apart(copied, gradients), ranks)
         _warn_of_order(copied, ranks)
+    told = [ends for ends in gradients if ends is not None]
+    rests = all(_plain(plan.group["lr"]) == 0 for plan, _ in together)
+    if not told or not rests or any((most > 0).any() or (least < 0).any() for most, least in told):
+        return []
+    return [functools.partial(_compare_gradients, together, known, options, group, device)]
+
+
+def _compare_gradients(together, known, options, group, device) -> None:
+    """The part of `_compare_copies` that is about gradients, for the gradients of now."""
+    copied = [c for plan, numbers in together for c in _copied(plan, numbers, known, options)]
+    with errors.during("the comparison of gradients of which ranks hold copies"):
+        ends = _ends([c.gradient for c in copied], group, device)
+    ranks = dist.get_process_group_ranks(group)
+    if this_rank() == min(ranks):
+        _warn_of_gradients(_apart(copied, ends), ranks)
 
 
 def _copied(plan, numbers: set[int], known: dict[int, str], options) -> list[Copied]:
@@ -361,24 +385,37 @@ def _first_of(tensor: torch.Tensor | None, like: torch.Tensor | None = None) -> 
     return row if is_there else torch.full_like(like, torch.nan)
 
 
-def _differences(rows: list[torch.Tensor | None], group, device) -> list[bool]:
-    """For each row, whether its numbers differ between ranks by more than APART, relatively. A rank
-    with NaN has nothing to compare there. False for None. Collective, unless all rows are None.
-
-    Copies have the same bits after a broadcast or an all-reduce. The tolerance is for gradients on
-    which each rank has worked alone since then, as clipping does, on GPUs of several kinds.
+def _ends(rows: list[torch.Tensor | None], group, device) -> list[tuple | None]:
+    """For each row, (its largest numbers, its smallest ones) over the ranks, on the CPU; None for
+    None. A rank with NaN does not count there. Collective, unless all rows are None.
     """
     there = [row for row in rows if row is not None]
     if not there:
-        return [False] * len(rows)
+        return [None] * len(rows)
     values = torch.cat(there).to(device)
     ends = torch.stack([values, -values])
     ends = ends.masked_fill(ends.isnan(), -torch.inf)
     dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
-    most, least = ends[0], -ends[1]
-    apart = most - least > APART * torch.maximum(most.abs(), least.abs())
-    parts = iter(apart.cpu().split([len(row) for row in there]))
-    return [row is not None and bool(next(parts).any()) for row in rows]
+    most, least = ends.cpu()
+    lengths = [len(row) for row in there]
+    parts = zip(most.split(lengths), (-least).split(lengths))
+    return [None if row is None else next(parts) for row in rows]
+
+
+def _is_apart(ends: tuple | None) -> bool:
+    """Whether numbers of a row differ between ranks by more than APART, relatively; see `_ends`.
+
+    Copies have the same bits after a broadcast or an all-reduce. The tolerance is for gradients on
+    which each rank has worked alone since then, as clipping does, on GPUs of several kinds.
+    """
+    if ends is None:
+        return False
+    most, least = ends
+    return bool((most - least > APART * torch.maximum(most.abs(), least.abs())).any())
+
+
+def _apart(copied: list[Copied], ends: list[tuple | None]) -> list[Copied]:
+    return list(itertools.compress(copied, map(_is_apart, ends)))
 
 
 def _refuse_order(copied: list[Copied], group, device) -> None:
@@ -404,23 +441,21 @@ def _refuse_order(copied: list[Copied], group, device) -> None:
 
 def _warn_of_weights(differ: list[Copied], ranks: list[int]) -> None:
     if differ:
-        warnings.warn(
+        warn_caller(
             f"the weights of {_some([c.name for c in differ])} differ between ranks "
             f"{_some(ranks)}, which hold copies of them, and stay different. Begin with "
-            "the same weights on all ranks, as DistributedDataParallel does",
-            stacklevel=2,
+            "the same weights on all ranks, as DistributedDataParallel does"
         )
 
 
 def _warn_of_gradients(differ: list[Copied], ranks: list[int]) -> None:
     if differ:
-        warnings.warn(
+        warn_caller(
             f"the gradients of {_some([c.name for c in differ])} differ between ranks "
             f"{_some(ranks)}, although grads_are_reduced=True says that they are means "
             "over these ranks. Weights under AdamW will drift apart. Wrap the model in "
             "DistributedDataParallel, or pass grads_are_reduced=False, with which the "
-            "optimizer takes the means",
-            stacklevel=2,
+            "optimizer takes the means"
         )
 
 
@@ -437,12 +472,11 @@ def _warn_of_order(copied: list[Copied], ranks: list[int]) -> None:
         counts = Counter(keys)
         names += [c.name for c, key in zip(alike, keys) if c.identity is None and counts[key] > 1]
     if names:
-        warnings.warn(
+        warn_caller(
             f"parameters {_some(names)} have no names, others have the same shape, "
             f"dtype and placement, and ranks {_some(ranks)} share them. If their order "
             "differed between ranks, pieces of one would be stepped with pieces of "
-            "another, and no rank could tell. Pass model.named_parameters()",
-            stacklevel=2,
+            "another, and no rank could tell. Pass model.named_parameters()"
         )
 
 

@@ -37,15 +37,16 @@ class ProcessGroups:
     group whose pattern it has (`_pattern`), and is shared or used again only among optimizers with
     that pattern.
 
-    `patient`: groups of meshes on which a dead peer would be noticed later than on the default
-    group. torch gives 30 minutes to gloo's groups of a mesh, whatever `init_process_group` was
-    told. A new group with the timeout of the default one is used instead of them. On GPUs the
-    groups of meshes stay: a new one takes memory, and the host waits for none.
+    `patient`: the sets of ranks, as tuples, that only groups of meshes connect whose timeout is
+    longer than that of the default group. torch gives 30 minutes to gloo's groups of a mesh,
+    whatever `init_process_group` was told. For these ranks `of` returns a new group with the
+    timeout of the default one. Empty on GPUs, where the groups of meshes stay: a new one takes
+    memory, and the host waits for none.
     """
 
     def __init__(self, own=False):
         self.made, self.theirs, self.patterns, self.own = {}, {}, {}, own
-        self.patient: set[tuple] = set()  # sets of ranks, in the order of the group
+        self.patient: set[frozenset] = set()  # sets of ranks
         self.used, self.connected, self.backends, self.quiet = set(), set(), set(), False
 
     def begin_step(self) -> None:
@@ -70,8 +71,8 @@ class ProcessGroups:
             self.theirs.setdefault(_ranks_of(group), group)
         patterns = dict(self.theirs)
         device = local_of(params[0]).device.type if params else ""
-        self.patient = {ranks for ranks, group in patterns.items() if _is_patient(group, device)}
-        for ranks in self.patient:
+        patient = [ranks for ranks, group in patterns.items() if _is_patient(group, device)]
+        for ranks in patient:
             del self.theirs[ranks]
         self.theirs |= {_ranks_of(group): group for group in _always(process_group)}
         # Its ranks may be in an order of their own, which no other group has
@@ -83,8 +84,7 @@ class ProcessGroups:
             self.theirs[_ranks_of(process_group)] = process_group
         patterns |= self.theirs
         self.patterns = {frozenset(ranks): group for ranks, group in patterns.items()}
-        known = set(map(frozenset, self.theirs))
-        self.patient = {ranks for ranks in self.patient if frozenset(ranks) not in known}
+        self.patient = set(map(frozenset, patient)) - set(map(frozenset, self.theirs))
 
     def expect(self, params, process_group) -> None:
         """From now on `send_once` speaks of the groups that these parameters bring along."""
@@ -118,8 +118,9 @@ class ProcessGroups:
         return self.own or not self._made_before(ranks)
 
     def meshs_own(self, ranks: tuple) -> dist.ProcessGroup | None:
-        """The group of a mesh's axis that connects these ranks, whether or not it is used; None
-        without.
+        """The group of these ranks, in any order, that `learn` found: a mesh's, also one that is
+        not used for its timeout, the default group or the user's. None where there is none; never
+        raises.
         """
         return self.patterns.get(frozenset(ranks))
 
@@ -170,7 +171,9 @@ class ProcessGroups:
         """The timeout of a new group of these ranks: that of its pattern, or of the default group
         if that is shorter.
         """
-        return _timeout(dist.group.WORLD if ranks in self.patient else self._pattern(ranks))
+        return timeout_of(
+            dist.group.WORLD if frozenset(ranks) in self.patient else self._pattern(ranks)
+        )
 
     def _made_before(self, ranks) -> list:
         """All that this process has made of one kind, in the order in which it did. Every rank
@@ -235,10 +238,10 @@ def _ranks_of(group) -> tuple:
 
 
 def _is_patient(group: dist.ProcessGroup, device: str) -> bool:
-    """Whether collectives of tensors on `device` (a type), if that is the CPU, wait longer in
-    `group` than in the default group.
+    """Whether collectives in `group` wait longer than those in the default group. False unless
+    `device`, a type, is "cpu", and where a backend does not say its timeout.
     """
-    mine, worlds = _timeout(group), _timeout(dist.group.WORLD)
+    mine, worlds = timeout_of(group), timeout_of(dist.group.WORLD)
     return device == "cpu" and None not in (mine, worlds) and mine > worlds
 
 
@@ -312,7 +315,7 @@ def check_process_group(world, was_world) -> None:
         )
 
 
-def _timeout(group):
+def timeout_of(group):
     """That of a process group, which new ones do not inherit; None where a backend has none."""
     with contextlib.suppress(AttributeError, IndexError, RuntimeError):
         return group._get_backend(group._device_types[0]).options._timeout

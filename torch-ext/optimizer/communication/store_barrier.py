@@ -15,7 +15,7 @@ import weakref
 
 import torch.distributed as dist
 
-from .process_groups import _timeout
+from .process_groups import timeout_of
 
 # The longest that the first rank of a group waits for the others. Frameworks let this rank save
 # alone. The others then wait for it in their next collective, and it gives up before that times
@@ -108,7 +108,7 @@ def _raise_unless_alike(end: dict, ranks: list[int], call: str, advice: str, bou
 
 
 def _bound_seconds(group: dist.ProcessGroup) -> float:
-    timeout = (_timeout(group) or DEFAULT_TIMEOUT).total_seconds()
+    timeout = (timeout_of(group) or DEFAULT_TIMEOUT).total_seconds()
     return timeout if group.rank() else min(FIRST_RANK_SECONDS, timeout / 2)
 
 

@@ -116,7 +116,7 @@ class BoundUpdate(BucketUpdate):
 
     def _bind_iteration(self, stacks: Stacks) -> BoundOrthogonalization:
         # Between the two all-to-alls their buffers are free, and serve as scratch
-        scratch = [self.memory[use] for use in ("now", "next", "square")]
+        scratch = [self.memory[use] for use in ("scratch_a", "scratch_b", "gram_scratch")]
         return BoundOrthogonalization(stacks.inputs, stacks.outputs, self.options.ns_dtype, scratch)
 
     # Running
@@ -222,7 +222,7 @@ class OwnerUpdate(BoundUpdate):
         """[Note: buffers of the return all-to-all]
         The receive buffer of the inbound all-to-all ("arrive") is the send buffer of the return
         all-to-all: its pieces are assembled, hence copied, before updates are written there. The
-        two other buffers share memory as well, see `RankPlan.places`.
+        two other buffers share memory as well, see `RankPlan.workspace_layout`.
         """
         own = self.share, self.process_group, self.memory
         wire = self.options.wire_dtype
@@ -264,7 +264,7 @@ class ShardedUpdate(OwnerUpdate):
         self.packs_local = bool(early)
         self.pack_early = self._bind_pack(early, kept)
         self.pack_late = self._bind_pack(late, self.stacks.input_view)
-        rows = [p for p in self._pieces("home", "row") if p.fed]
+        rows = [p for p in self._pieces("home", "row") if p.is_source]
         to = {**self.to_owner.leave, **self.stacks.input_view}
         self.send_rows = Copy([to[p] for p in rows], self.store.states(rows, "second_moment"))
 
@@ -327,7 +327,7 @@ class UnreducedUpdate(OwnerUpdate):
         self.fill = Copy.of_gradients(
             [self.to_owner.leave[p] for p in home], store.sources(home), store.gradients
         )
-        self.mean = Mean(self.to_owner, self.memory["stays"])
+        self.mean = Mean(self.to_owner, self.memory["until_apply"])
         M = store.states(owned, "momentum_buffer")
         skip = store.skip(owned)
         whole = self.stacks.input_view
@@ -419,7 +419,7 @@ class UnreducedAdamWUpdate(OwnerUpdate):
         keys = ("exp_avg", "exp_avg_sq")
         now = [store.weights(owned), *(store.states(owned, key) for key in keys)]
         steps = [_steps(store, p) for p in owned]
-        new = [*like(now, self.memory["stays"]), [step.clone() for step in steps]]
+        new = [*like(now, self.memory["until_apply"]), [step.clone() for step in steps]]
         W, *states = new
         self.now = [*itertools.chain(*now), *steps]
         self.new = [*itertools.chain(*new)]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ..kernels.backend import _check, capturing, use_triton
 from ..kernels.launch.jit import check_choice
 from ..kernels.launch.tile_config import own_table
+from ..params.errors import warn_caller
 
 GRAPHS = ("auto", "off")
 
@@ -126,10 +127,7 @@ class Graphs:
         except Exception as error:
             self.drop()
             self.on, self.failed = False, True
-            warnings.warn(
-                f"steps run without CUDA graphs, since one could not be captured: {error}",
-                stacklevel=2,
-            )
+            warn_caller(f"steps run without CUDA graphs, since one could not be captured: {error}")
         else:
             known.graph, known.captured = graph, key
 
@@ -137,9 +135,8 @@ class Graphs:
         """Tell once that a graph is not replayed, where there is one and the user asked for it."""
         if self.reason and any(part.graph is not None for part in self.parts.values()):
             self.reason = ""
-            warnings.warn(
-                f"capturable=True: {why}; it is captured anew once two steps are alike. Said once.",
-                stacklevel=2,
+            warn_caller(
+                f"capturable=True: {why}; it is captured anew once two steps are alike. Said once."
             )
 
     def drop(self) -> None:

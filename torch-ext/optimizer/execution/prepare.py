@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -16,9 +15,9 @@ from ..communication.process_groups import ProcessGroups
 from ..newton_schulz import coefficients, method
 from ..params.config import MuonConfig
 from ..params.dtensor import is_dtensor, local_of
-from ..params.errors import name_in
-from ..pipeline import SLOTS, BucketUpdate, Pause
-from ..planning.plan import Bucket, check_slots, turn
+from ..params.errors import name_in, warn_caller
+from ..pipeline import BUCKETS_IN_FLIGHT, BucketUpdate, Pause
+from ..planning.plan import Bucket, bucket_sort_key, check_bucket_buffers
 from ..planning.planner import Plan, Planner
 from ..state.create import check_state, prepare_state
 from .bucket_updates import BUCKET_UPDATES, AdamWUpdate, BucketInputs
@@ -48,12 +47,10 @@ def select_params(groups, options, alone) -> tuple[list, list]:
         )
         for p in params if not alone else ():
             if p.grad is not None and not p.requires_grad:
-                warnings.warn(
+                warn_caller(
                     f"parameter {name_in(group, p)} has a gradient but requires_grad=False: it is "
-                    "left "
-                    "alone, for other ranks cannot know; to have it select_params, call requires_grad_() "
-                    "on it",
-                    stacklevel=2,
+                    "left alone, "
+                    "for other ranks cannot know; to have it select_params, call requires_grad_() on it"
                 )
     units = [(group, params) for group, params in units if params]
     return units, [_plan_key(*unit, options.ns_dtype) for unit in units]
@@ -78,19 +75,19 @@ def _plan_key(group, params, dtype) -> tuple:
     return id(group), group["use_muon"], group["adjust_lr_fn"], forms, tuple(map(id, params))
 
 
-def make_plans(units, state, options, process_groups, alone) -> list[Plan]:
-    """The plans of a step's parameters, after all ranks have agreed on them, and their state.
-    Collective.
+def make_plans(units, state, options, process_groups, alone) -> tuple[list[Plan], list]:
+    """(the plans of a step's parameters, after all ranks have agreed on them, the comparisons that
+    `agree` leaves for the next step). Brings state to where it is to be. Collective.
     """
     planner = Planner(options, process_groups)
     if not alone:
         process_groups.learn([p for _, params in units for p in params], planner.process_group)
     plans = [plan for unit in units for plan in planner.plan(*unit)]
-    planner.check_slots()
+    planner.check_bucket_buffers()
     check_state(plans, state)
-    agree(plans, options, process_groups)
+    later = agree(plans, options, process_groups)
     prepare_state(plans, state, options)
-    return plans
+    return plans, later
 
 
 # what capturable=True says, once each, where a graph does not fit
@@ -179,7 +176,7 @@ def _make_stores(
             state,
             plan.in_chunks,
             plan.group,
-            plan.strays,
+            plan.mismatched,
             buffers.addresses[index],
             buffers.scalars[index],
             None if flags is None else flags.flags,
@@ -251,7 +248,7 @@ def _in_order(plans, stores, options) -> list:
         for bucket, share in plan.shares or ():
             family = bucket.route, bucket.ranks
             seen[family] += 1
-            place, those = seen[family] / counts[family], turn(bucket.ranks)
+            place, those = seen[family] / counts[family], bucket_sort_key(bucket.ranks)
             key = those, place * options.overlap_forward
             if options.overlap_backward:
                 key = not share.crosses_inbound, place, those
@@ -262,8 +259,8 @@ def _in_order(plans, stores, options) -> list:
 def _slots(buckets, options) -> tuple[int, int]:
     """(number of slots, that of buckets that stay at home)."""
     if not options.overlap_backward:
-        return SLOTS, 1  # borrowed while only the first one that travels has been started
-    check_slots(buckets, options.workspace_bytes)  # again, with what this rank steps alone
+        return BUCKETS_IN_FLIGHT, 1  # while only the first that travels has been started
+    check_bucket_buffers(buckets, options.workspace_bytes)  # again, with what this rank steps alone
     away = sum(BUCKET_UPDATES[bucket.route].travels for bucket in buckets)
     return away + 1, away
 

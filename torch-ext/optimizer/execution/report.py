@@ -151,8 +151,9 @@ class Report:
 
     `loads`: rank -> expected work (ns where times were measured on this device, else in proportion
     to FLOPs) of the buckets that this rank has part in; `least_load`: what the most loaded rank has
-    at least, however matrices are shared; `workspace`: the bytes of every slot and of the bench.
-    `expected`, `measured`: lists of Span, empty where nothing is known.
+    at least, however matrices are shared; `workspace`: the bytes of every bucket
+    buffer and of the shared scratch. `expected`, `measured`: lists of TimelineSpan, empty where
+    nothing is known.
     """
 
     rank: int
@@ -321,7 +322,7 @@ def _row(number, route, hp, measured_ms):
         len(bucket.ranks),
         Counter((m.rows, m.cols) for m in bucket.matrices),
         len(share.matrices),
-        sum(share.places()[1].values()),
+        sum(share.workspace_layout()[1].values()),
         sum(share.inbound.send_bytes),
         sum(share.outbound.send_bytes),
         max(loads.values()) * len(loads) / total if total else None,
@@ -335,22 +336,22 @@ def _part(route, pace) -> BucketTimes:
     element in fp32).
     """
     if route.bucket is not None:
-        share, planned = route.share, route.bucket.part
-        chunks = pace.memory(28 * sum(p.numel for p in share.owned if p.home == p.owner))
+        share, planned = route.share, route.bucket.times
+        chunks = pace.memory_time(28 * sum(p.numel for p in share.owned if p.home == p.owner))
         inbound, outbound = (
-            pace.wire(sum(way.send_bytes)) for way in (share.inbound, share.outbound)
+            pace.all_to_all_time(sum(way.send_bytes)) for way in (share.inbound, share.outbound)
         )
         return planned or BucketTimes(0, inbound, chunks, outbound, 0, route.travels)
     elements = sum(w.numel() for w in route.store.locals()) if route.store is not None else 0
-    return BucketTimes(0, 0, 0, 0, pace.memory(28 * elements), route.travels)
+    return BucketTimes(0, 0, 0, 0, pace.memory_time(28 * elements), route.travels)
 
 
 def workspace_of(bounds) -> dict[str, int]:
-    """What bound buckets take of this rank, in bytes: by slot, and the bench."""
+    """What bound buckets take of this rank, in bytes: by bucket buffer, and the shared scratch."""
     sizes = Counter()
     for bound in bounds:
-        for memory, nbytes in bound.share.places()[1].items():
-            name = f"slot {bound.slot}" if memory == "slot" else memory
+        for memory, nbytes in bound.share.workspace_layout()[1].items():
+            name = f"bucket buffer {bound.slot}" if memory == "bucket_buffer" else "shared scratch"
             sizes[name] = max(sizes[name], nbytes)
     return dict(sizes)
 

@@ -17,8 +17,8 @@ from ..planning.rank_plan import Piece, RankPlan
 
 
 class Workspace:
-    """Flat memory that buckets use in turn: a buffer for each slot and one for the bench, as large
-    as any wants.
+    """Flat memory that buckets use in turn: a bucket buffer for each bucket in flight and one
+    shared scratch, each as large as any bucket wants.
     """
 
     def __init__(self, slots, device):
@@ -26,24 +26,24 @@ class Workspace:
 
     def reserve(self, number, share) -> None:
         """For bucket `number`. All buckets reserve before the first takes its part."""
-        for memory, nbytes in share.places()[1].items():
+        for memory, nbytes in share.workspace_layout()[1].items():
             key = self._key(number, memory)
             self.sizes[key] = max(self.sizes[key], nbytes)
 
     def views_for(self, number, share) -> dict:
         """use -> flat uint8 tensor of the bytes that the share needs, at its place."""
         lent = {}
-        for use, (memory, at) in share.places()[0].items():
+        for use, (memory, at) in share.workspace_layout()[0].items():
             key = self._key(number, memory)
             if key not in self.buffers:
                 self.buffers[key] = torch.empty(
                     self.sizes[key], dtype=torch.uint8, device=self.device
                 )
-            lent[use] = self.buffers[key][at : at + share.needs[use]]
+            lent[use] = self.buffers[key][at : at + share.scratch_bytes[use]]
         return lent
 
     def _key(self, number, memory):
-        return number % self.slots if memory == "slot" else memory
+        return number % self.slots if memory == "bucket_buffer" else memory
 
 
 def like(lists, flat):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..kernels.backend import capturing
+from ..kernels.backend import capturing, use_triton
 from ..kernels.elementwise.aol import aol, scale_columns, scale_rows, unit_rows
 from ..kernels.elementwise.scaling import raw_norm, unit_norm
 from ..kernels.matmul.api import (
@@ -26,6 +26,7 @@ from ..kernels.matmul.api import (
     takes_in_place,
     takes_raw,
 )
+from ..kernels.matmul.reference import standard_torch, takes_matrix_by_matrix
 from ..kernels.onchip import gram_chain, polar
 from .coefficients import Steps
 from .method import LINE, takes
@@ -201,11 +202,24 @@ class Iteration:
         if steps.aol:
             self.lengths, self.row_scales = _factors(rooms[1].memory, total, n)
         self.intervals = steps.intervals(dtype, most, n)
+        # On a CPU, in fp32, each matrix takes all standard steps before the next one does
+        self.matrix_by_matrix = (
+            most == 1
+            and not steps.aol
+            and not use_triton(device)
+            and all(takes_matrix_by_matrix(p.X, p.Y, *self.squares) for p in self.parts)
+        )
 
     def run(self, eps: float) -> None:
         """Write the polar factor of each U into its out."""
         for part in self.parts:
             part.begin(eps, self.factors, self.lengths)
+        if self.matrix_by_matrix:
+            A, Q = self.squares
+            triples = [triple for interval, _ in self.intervals for triple in interval]
+            for part in self.parts:
+                part.hand_out(standard_torch(part.X, part.Y, A[0], Q[0], triples))
+            return
         Q = self._iterate()
         for part in self.parts:
             part.finish(Q)
@@ -387,6 +401,11 @@ class LongSide:
             product(
                 P[place], self.X[place], out, None if self.scales is None else self.scales[place]
             )
+
+    def hand_out(self, results: torch.Tensor) -> None:
+        """out <- results (N, n, m), which are in the order of X."""
+        for (_, out), place in zip(self.members, self.places):
+            out[:].copy_(results[place])
 
 
 def _is_laid_out(U) -> bool:

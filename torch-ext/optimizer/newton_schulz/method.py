@@ -12,6 +12,9 @@ from ..kernels.onchip import polar
 from .coefficients import ALL, F16, SMALL, Steps
 
 WIDE = torch.float32, torch.bfloat16, torch.float16  # dtypes of matrices
+# FLOPs that a CPU does while it mirrors one element of a symmetric matrix (docs/kernels.md)
+CPU_MIRROR = 250
+CPU_CALL = 500_000  # FLOPs that it does while it calls a product
 
 
 def cost(R: int, C: int, steps: Steps) -> int:
@@ -46,12 +49,26 @@ def _launches(steps, dtype, most, n):
     return {"gram": len(segments), "symmetric": symmetric, "product": len(segments)}
 
 
+def _cpu_cost(n, m, steps, dtype, most):
+    """Return the time that an (n, m) matrix takes a CPU, in FLOPs: symmetric results are computed
+    in full, and mirrored in the Gram iteration.
+    """
+    made, mirrored = _launches(steps, dtype, most, min(n, SMALL)), most > 1
+    squares, calls = made["gram"] + made["symmetric"], sum(made.values())
+    flops = 2 * (made["gram"] + made["product"]) * n * n * m + 2 * made["symmetric"] * n**3
+    return flops + CPU_CALL * calls + (CPU_MIRROR * n * n + CPU_CALL) * squares * mirrored
+
+
 @functools.lru_cache(maxsize=4096)
-def longest(n: int, m: int, steps: Steps, dtype: torch.dtype = F16) -> int:
+def longest(n: int, m: int, steps: Steps, dtype: torch.dtype = F16, on_cpu: bool = False) -> int:
     """Return the most steps between restarts: 1 is the standard iteration, others the Gram
     iteration, taken where it saves a tenth of the FLOPs. From LARGE on it is 2, which is more exact
     than 3, unless 3 saves another twentieth. Smaller matrices take 3 at once, to share launches
     with a model's long ones of the same short side.
+
+    `on_cpu`, for products in fp32: the result is 1 where the Gram iteration saves less than a tenth
+    of a CPU's time. Else it is the same as without `on_cpu`, so that the memory of `scratch`
+    suffices.
 
     Of cubic steps always many: it costs no more, and a I + b A, rounded to 16 bits, loses more of b
     A than of b A + c A^2.
@@ -60,7 +77,9 @@ def longest(n: int, m: int, steps: Steps, dtype: torch.dtype = F16) -> int:
         return ALL
     costs = {most: _cost(n, m, _launches(steps, dtype, most, min(n, SMALL))) for most in (1, 2, 3)}
     best = 2 if n >= LARGE and 100 * costs[2] <= 90 * costs[1] else 1
-    return 3 if 100 * costs[3] <= (90 if best == 1 else 95) * costs[best] else best
+    best = 3 if 100 * costs[3] <= (90 if best == 1 else 95) * costs[best] else best
+    slow = on_cpu and _cpu_cost(n, m, steps, dtype, best) > 0.9 * _cpu_cost(n, m, steps, dtype, 1)
+    return 1 if slow else best
 
 
 def products_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:

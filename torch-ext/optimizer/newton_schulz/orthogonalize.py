@@ -278,6 +278,7 @@ def _sorted(pairs, options, most=None):
         if polar.fits(U, own) and not steps.aol:
             chips.append((U, out))
         else:
-            key = _key(n, m, most or longest(n, m, steps, own))
+            on_cpu = U.device.type == "cpu" and own == torch.float32 and not use_triton(U.device)
+            key = _key(n, m, most or longest(n, m, steps, own, on_cpu))
             together.setdefault(key, []).append((U, out))
     return chips, [(members, most) for (_, most, _), members in together.items()], own

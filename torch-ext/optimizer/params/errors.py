@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import warnings
 import weakref
 
 
@@ -98,6 +99,15 @@ def shortened(text: object) -> str:
     """
     text = str(text)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"
+
+
+def warn_caller(text: str) -> None:
+    """Warn at the line that called torch or this package."""
+    level, frame = 2, sys._getframe(1)
+    inner = "torch.", f"{__package__.rpartition('.')[0]}."  # of this package, not of params/
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(inner):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
 
 
 @contextlib.contextmanager

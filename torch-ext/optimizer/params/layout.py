@@ -212,6 +212,12 @@ def _coordinate_of(rank: int, mesh) -> tuple | None:
     return tuple(coordinate)
 
 
+def ranks_of(mesh) -> list[int]:
+    """The global ranks of a mesh, in ascending order."""
+    with no_dispatch():  # a FakeTensorMode takes no real tensors
+        return sorted(mesh.mesh.flatten().tolist())
+
+
 def groups_of_mesh(mesh) -> list | None:
     """The process group of each axis of a mesh that has this rank; None where a group is missing or
     connects other ranks, as may be for a mesh from the file of another run.
@@ -246,7 +252,9 @@ def _cut_by_torch(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 def check_placements(param, name, use_muon=True) -> None:
     """Raise NotImplementedError, naming the parameter, for placements whose boxes would be a guess.
-    AdamW, which asks for no boxes, takes every way of cutting.
+
+    Accepted are Replicate, Shard and _StridedShard. Without `use_muon`, for AdamW, which asks for
+    no boxes, every _StridedShard is; with it, those of `_is_unknown`'s rules.
     """
     if not is_dtensor(param):
         return
@@ -260,12 +268,12 @@ def check_placements(param, name, use_muon=True) -> None:
         )
     if any(_shard_dim(p) is None and not p.is_replicate() for p in kinds):
         raise NotImplementedError(
-            f"{what}: only Replicate, Shard and FSDP2's _StridedShard over TP are known"
+            f"{what}: only Replicate, Shard and _StridedShard are known; redistribute it to these"
         )
     if use_muon and (wrong := _is_unknown(param)):
         raise NotImplementedError(
             f"{what}: {wrong}. Put it into a group with use_muon=False, "
-            "since AdamW takes every sharding, or shard it in another way"
+            "since AdamW takes every _StridedShard, or shard it in another way"
         )
     _check_shard_order(param, what)
     _check_rank_order(param, what)
@@ -289,26 +297,26 @@ def _is_unknown(param) -> str:
     kinds, sizes = param.placements, param.device_mesh.shape
     strided = [i for i, p in enumerate(kinds) if _is_strided(p)]
     if len(strided) > 1:
-        return "more than one _StridedShard, where FSDP2 over TP has one"
+        return "it has more than one _StridedShard, but only one is allowed"
     for i in strided:
         dim, factor = kinds[i].dim, kinds[i].split_factor
         others = [j for j, p in enumerate(kinds) if j != i and _shard_dim(p) == dim]
         split = math.prod(sizes[j] for j in others if j > i)
         if others and factor != split:
             return (
-                "of several axes that cut one dim, only the shard order of FSDP2 over TP is "
-                "known: one _StridedShard, whose split_factor is the size of the later mesh "
-                f"axes on its dim ({split})"
+                "several mesh axes cut one dim in an order that is not FSDP2's over TP, where "
+                "the split_factor of the _StridedShard is the size of the later mesh axes on "
+                f"its dim ({split})"
             )
         if others or factor == 1:
             continue
         if param.shape[dim] % (factor * sizes[i]):
             return (
-                f"a _StridedShard whose dim of {param.shape[dim]} is not cut into {factor} x "
-                f"{sizes[i]} equal parts"
+                f"its _StridedShard is alone on a dim of {param.shape[dim]}, which {factor} "
+                f"groups x {sizes[i]} ranks do not divide into equal parts"
             )
         if dim < param.ndim - 2:
-            return "a _StridedShard of a leading dim, along which matrices are stacked"
+            return "its _StridedShard is alone on a leading dim, along which matrices are stacked"
     return ""
 
 

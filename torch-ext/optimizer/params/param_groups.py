@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from .classification import MUON, NO_DECAY, OTHER, PARTS, Kind, classify
+from .errors import shortened
 from .model_structure import Place, Structure
 from .validation import check_module
 
@@ -164,9 +165,9 @@ class Pattern:
         self.argument, self.given, self.found = argument, given, False
         if not (isinstance(given, (str, re.Pattern)) or callable(given)):
             raise ValueError(
-                f"{argument} holds {_short(given)}, but it must be a regular expression, a "
-                "function of "
-                "(name, module, parameter), or a list of these"
+                f"{argument} holds {shortened(repr(given))}, but it must be a regular expression, "
+                "a "
+                "function of (name, module, parameter), or a list of these"
             )
         try:
             self.regex = re.compile(given) if isinstance(given, (str, re.Pattern)) else None
@@ -175,8 +176,8 @@ class Pattern:
 
     def __str__(self) -> str:
         given = self.given.pattern if isinstance(self.given, re.Pattern) else self.given
-        text = given if isinstance(given, str) else getattr(given, "__name__", given)
-        return f"{self.argument}={_short(text)}"
+        given = given if isinstance(given, str) else getattr(given, "__name__", given)
+        return f"{self.argument}={shortened(repr(given))}"
 
     def matches(self, param: nn.Parameter, places: list[Place]) -> bool:
         """Whether the pattern matches a parameter at one of its places."""
@@ -195,16 +196,11 @@ def _patterns(argument: str, given) -> list[Pattern]:
     one = isinstance(given, (str, re.Pattern)) or callable(given)
     if not one and given is not None and not isinstance(given, (list, tuple, set, frozenset)):
         raise ValueError(
-            f"{argument}={_short(given)} is not allowed: it must be a regular expression, a "
-            "function of "
-            "(name, module, parameter), or a list of these"
+            f"{argument}={shortened(repr(given))} is not allowed: it must be a regular expression, "
+            "a "
+            "function of (name, module, parameter), or a list of these"
         )
     return [Pattern(argument, entry) for entry in ([given] if one else given or ())]
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _some(names: list[str]) -> str:

@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..newton_schulz.coefficients import LARGEST, steps_of
 from ..newton_schulz.method import WIDE
 from ..rules.muon import SCALES
+from ..rules.rule import number_of
 from .dtensor import is_dtensor, is_mismatched, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, shortened
-from .layout import check_local_shape, check_placements
+from .layout import check_local_shape, check_placements, check_row_state
 
 GROUP_KEYS = frozenset(
     (
@@ -54,10 +55,30 @@ RESEMBLES_NS = 0.5  # the same for a key that begins with our own prefix `ns_`
 ALGORITHMS = {"adam": False, "adamw": False, "muon": True, "normuon": True}
 
 
-def check_unique(group, others) -> None:
+class Members:
+    """What checks of a new group need to know of the groups before it, without looking at all of
+    them for each group.
+
+    `ids`: of their parameters; `first`: the first (group, parameter) that requires a gradient.
+    """
+
+    def __init__(self, groups: Iterable[dict] = ()):
+        self.ids: set[int] = set()
+        self.first: tuple[dict, torch.Tensor] | None = None
+        for group in groups:
+            self.add(group)
+
+    def add(self, group: dict) -> None:
+        """Take in one more group."""
+        self.ids.update(map(id, group["params"]))
+        if self.first is None:
+            self.first = next(((group, p) for p in group["params"] if p.requires_grad), None)
+
+
+def check_unique(group, others, members) -> None:
     """Raise ValueError for a new group that lacks `params`, or holds a parameter twice or one of
     another group; torch's own errors name no parameter. A group without parameters is allowed, as
-    in torch.
+    in torch. `members`: of the `others`.
     """
     if "params" not in group:
         keys = shortened(", ".join(map(repr, group)) or "nothing")
@@ -77,7 +98,7 @@ def check_unique(group, others) -> None:
         raise ValueError(
             f"param_names holds {count} names for {len(entries)} parameters: pass one for each"
         )
-    seen, elsewhere = set(), {id(p) for other in others for p in other["params"]}
+    seen = set()
     for number, entry in enumerate(entries):
         if isinstance(entry, tuple) and len(entry) != 2:
             raise ValueError(
@@ -90,7 +111,7 @@ def check_unique(group, others) -> None:
             raise ValueError(
                 f"parameter {name} is twice in a group; it would be stepped twice: leave one out"
             )
-        if id(param) in elsewhere:
+        if id(param) in members.ids:
             raise ValueError(
                 f"parameter {name} is in more than one parameter group: leave it in one"
             )
@@ -126,7 +147,7 @@ def check_group(
     check_numbers(group)
     for i, param in enumerate(group["params"]):
         if param.requires_grad or isinstance(param, UninitializedTensorMixin):
-            check_param(param, name_of(group, i), group["use_muon"])
+            check_param(param, name_of(group, i), group)
 
 
 def _check_keys(group: dict, own: set[str], arguments: Mapping[str, object]) -> None:
@@ -197,7 +218,7 @@ def _is_same(value: object, other: object) -> bool:
 
 
 def _is_false(value: object) -> bool:
-    return value is None or _number(value) == 0
+    return value is None or number_of(value) == 0
 
 
 def device_of(groups) -> torch.device:
@@ -213,14 +234,14 @@ def device_of(groups) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def check_together(groups, options, new: Iterable[dict] | None = None) -> None:
+def check_together(groups: list[dict], options, first: tuple[dict, torch.Tensor] | None) -> None:
     """Raise ValueError for what concerns more than one parameter: devices, and who reduces the
     gradients.
 
-    new: the groups to look at; None: all of them. Parameters that require no gradient do not count.
+    `first`: see `Members`; of these groups and others. Parameters that require no gradient do not
+    count.
     """
-    first = next(((group, p) for group in groups for p in group["params"] if p.requires_grad), None)
-    for group in groups if new is None else new:
+    for group in groups:
         for i, param in enumerate(group["params"]):
             if param.requires_grad:
                 _check_beside(param, group, i, options, first)
@@ -349,11 +370,11 @@ def check_numbers(group) -> None:
     only the other kind of group reads.
     """
     for key in ("use_muon", "nesterov"):
-        _require(_number(group[key]) in (0, 1), key, group[key], "True or False")
+        _require(number_of(group[key]) in (0, 1), key, group[key], "True or False")
     for key in ("lr", "weight_decay"):
-        _require(0 <= _number(group[key]) <= LARGEST, key, group[key], FINITE)
+        _require(0 <= number_of(group[key]) <= LARGEST, key, group[key], FINITE)
     for key in ("momentum", "beta2"):
-        _require(0 <= _number(group.get(key, 0)) < 1, key, group.get(key), BELOW_ONE)
+        _require(0 <= number_of(group.get(key, 0)) < 1, key, group.get(key), BELOW_ONE)
     _check_values(group)
 
 
@@ -372,13 +393,13 @@ def check_live(groups) -> None:
             ):
                 continue
             with in_group(number, group):
-                fits = 0 <= _number(value) < most or _number(value) == most == LARGEST
+                fits = 0 <= number_of(value) < most or number_of(value) == most == LARGEST
                 _require(fits, key, value, FINITE if most == LARGEST else BELOW_ONE)
         # No betas: see check_again
         known = group.get("use_muon") is True or group.get("betas") is None
         if not known and is_adamw(group):
             with in_group(number, group):
-                _check_betas(group)
+                _check_betas("betas", group.get("betas"))
 
 
 def _is_away(value: torch.Tensor) -> bool:
@@ -410,7 +431,7 @@ def check_again(groups, options) -> None:
                     f"of shape {tuple(param.grad.shape)}: use DTensor.from_local or "
                     "distribute_tensor"
                 )
-    check_together(groups, options)
+    check_together(groups, options, Members(groups).first)
 
 
 def refuse_fsdp1(name: str) -> None:
@@ -427,7 +448,7 @@ def refuse_fsdp1(name: str) -> None:
 
 def _check_values(group) -> None:
     """Raise ValueError for what no schedule changes."""
-    _require(0 <= _number(group["eps"]) <= LARGEST, "eps", group["eps"], FINITE)
+    _require(0 <= number_of(group["eps"]) <= LARGEST, "eps", group["eps"], FINITE)
     scale, scales = group["adjust_lr_fn"], (None, *SCALES)
     _require(
         scale is None or isinstance(scale, str) and scale in scales,
@@ -443,17 +464,16 @@ def _check_values(group) -> None:
             "along with use_muon"
         )
     if "betas" in group:
-        _check_betas(group)
+        _check_betas("betas", group.get("betas"))
 
 
-def _check_betas(group) -> None:
-    betas = group.get("betas")
+def _check_betas(key: str, betas: object) -> None:
     pair = (
         isinstance(betas, (tuple, list))
         and len(betas) == 2
-        and all(0 <= _number(b) < 1 for b in betas)
+        and all(0 <= number_of(b) < 1 for b in betas)
     )
-    _require(pair, "betas", betas, "two numbers in [0, 1)")
+    _require(pair, key, betas, "two numbers in [0, 1)")
 
 
 def check_module(model: object) -> None:
@@ -473,28 +493,13 @@ def check_adamw(betas: object, eps: object) -> None:
     """Raise ValueError for defaults of AdamW groups that are not allowed, also where there is no
     such group.
     """
-    pair = (
-        isinstance(betas, (tuple, list))
-        and len(betas) == 2
-        and all(0 <= _number(b) < 1 for b in betas)
-    )
-    _require(pair, "adamw_betas", betas, "two numbers in [0, 1)")
-    _require(0 <= _number(eps) <= LARGEST, "adamw_eps", eps, FINITE)
-
-
-def _number(value) -> float:
-    """The value of a number or of a tensor of one element; NaN for anything else, such as "1e-3"
-    from a YAML file.
-    """
-    try:
-        return math.nan if isinstance(value, (str, bytes, bytearray)) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return math.nan
+    _check_betas("adamw_betas", betas)
+    _require(0 <= number_of(eps) <= LARGEST, "adamw_eps", eps, FINITE)
 
 
 def is_adamw(group) -> bool:
     """Whether a group that may be wrong in anything asks for AdamW."""
-    return _number(group.get("use_muon", True)) == 0
+    return number_of(group.get("use_muon", True)) == 0
 
 
 def _require(true, key, came, allowed) -> None:
@@ -502,8 +507,11 @@ def _require(true, key, came, allowed) -> None:
         raise ValueError(f"{key}={shortened(repr(came))} is not allowed: it must be {allowed}")
 
 
-def check_param(param, name, use_muon) -> None:
-    """Raise ValueError or NotImplementedError for a parameter that could not be stepped."""
+def check_param(param, name, group) -> None:
+    """Raise ValueError or NotImplementedError for a parameter that could not be stepped as `group`
+    wants.
+    """
+    use_muon = group["use_muon"]
     if isinstance(param, UninitializedTensorMixin):
         raise ValueError(
             f"parameter {name} is lazy and has no shape yet: run the model once before the "
@@ -548,6 +556,8 @@ def check_param(param, name, use_muon) -> None:
         )
     check_placements(param, name, use_muon)
     check_local_shape(param, name)
+    if use_muon and "beta2" in group:
+        check_row_state(param, name)
 
 
 gradient_of, _dtype, _requires_grad, _spec = map(

@@ -1,106 +1,157 @@
-"""Where the matrices of one family are cut into buckets, and in which order buckets go."""
+"""Bucketing: where the matrices of one family are cut into buckets, and the order of the buckets.
+
+`rounds_of` sorts a family into rounds with a matrix per owner. `cut` groups rounds into buckets, by
+expected time where times are known. `in_parts` cuts a sequence into parts of equal size, for the
+modes in which the step overlaps with backward or forward. Sizes and times are callables of the
+caller.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from .memory_model import Round
+from .memory_model import MatrixLike, MemoryModel, Round
 
-SHARES = (1, 1 / 2, 1 / 4, 1 / 8)  # of the room that a bucket may take
-ENDS = (0, 1, 2)  # layers that make a bucket of their own, at the beginning and at the end
-# More buckets, or another order, have to save some of the time: expectations are not exact
-WORTH = 0.995
-SPARE = 1.01  # how much of the best time less memory may cost
-# Buckets of one family along backward, where each has memory of its own, or along forward
+Buckets = list[list[Round]]
+
+# Fractions of the room that a bucket may take. Smaller buckets overlap more, but pay the latency of
+# an all-to-all and the launches of a stack more often.
+ROOM_FRACTIONS = (1, 1 / 2, 1 / 4, 1 / 8)
+# Numbers of rounds that are a bucket of their own, at the beginning and at the end
+END_ROUNDS = (0, 1, 2)
+# Largest ratio of expected times at which another arrangement replaces the best so far. The cost
+# model is not exact enough to tell closer times apart.
+WORTHWHILE = 0.995
+# Largest ratio of expected time to the best, at which buckets that take less memory are preferred
+MAX_SLOWDOWN = 1.01
+# Number of buckets of one family in overlap_backward, where each has memory of its own, and in
+# overlap_forward
 PARTS = 8
-LESS = 0.85  # where less memory is looked for: each room to the one before it
+# Ratio of the room of one trial to the room of the trial before, in the search for less memory
+SHRINK = 0.85
 
 
-def rounds_of(matrices, owner_of, cost, freight) -> list[Round]:
-    """The next matrix of every owner, the costliest first: layer after layer, so that each has work
-    for all.
+def rounds_of(
+    matrices: Iterable[MatrixLike],
+    owner_of: Mapping[MatrixLike, int],
+    cost: Callable[[int, int], int],
+    memory_model: MemoryModel,
+) -> list[Round]:
+    """Return the rounds of a family: round i has the i-th costliest matrix of every owner.
+
+    A bucket of whole rounds gives every owner work; only the last rounds may lack owners. `cost`:
+    (rows, cols) -> work. The sort key depends on nothing local, so all ranks get equal rounds.
     """
-    queues = defaultdict(list)
+    queues: dict[int, list[MatrixLike]] = defaultdict(list)
     for matrix in sorted(matrices, key=lambda m: (-cost(m.rows, m.cols), m.rows, m.param, m.at)):
         queues[owner_of[matrix]].append(matrix)
-    layers = []
+    rounds = []
     for together in itertools.zip_longest(*(queues[owner] for owner in sorted(queues))):
         together = tuple(matrix for matrix in together if matrix is not None)
-        layers.append(
-            Round(together, freight.sum((matrix, owner_of[matrix]) for matrix in together))
-        )
-    return layers
+        taken = memory_model.sum((matrix, owner_of[matrix]) for matrix in together)
+        rounds.append(Round(together, taken))
+    return rounds
 
 
-def cut(layers, workspace_for, room, price=None, bytes_together=None) -> list[list[Round]]:
-    """Layers -> buckets. `workspace_for(taken)`: the workspace that such buckets want; `room`: the
-    bytes it may have; `price(buckets)`: when the last is done.
+def cut(
+    rounds: Sequence[Round],
+    workspace_for: Callable[[Counter], int],
+    room: int,
+    predicted_end: Callable[[Buckets], float] | None = None,
+    bytes_together: Callable[[Buckets], int] | None = None,
+) -> Buckets:
+    """Group rounds into buckets, each a list of rounds.
 
-    As few buckets as there is room for, unless others are done earlier: smaller ones, which overlap
-    more; small layers first, so that products start early; small layers last, so that little is
-    left to send when products end. `bytes_together(buckets)`: the workspace that these take. Where
-    given, the buckets that take the fewest of those tried which are done in SPARE of the best time;
-    else time alone counts.
+    `workspace_for(taken)`: bytes of a workspace for buckets with a sum `taken` of `Round.taken`.
+    `room`: limit of the bytes; a bucket of a single round may exceed the limit.
+    `predicted_end(buckets)`: expected end of the last bucket, in ns. `bytes_together(buckets)`:
+    bytes of the workspace shared by the buckets.
+
+    Without `predicted_end` the buckets are as few as the room allows. With `predicted_end` smaller
+    buckets are tried, for more overlap; then a small first bucket, so that Newton-Schulz starts
+    early; then a small last bucket, so that little is left to send when Newton-Schulz ends. With
+    `bytes_together` the result is the tried arrangement of fewest bytes whose end is within
+    MAX_SLOWDOWN of the best; without, only the time counts.
     """
-    size = _Sizes(workspace_for)
-    best, choice = _fill(layers, size, room), [1, 0, 0]
-    if price is None or len(layers) == 1:
+    nbytes_of = _WorkspaceBytes(workspace_for)
+    best = _fill(rounds, nbytes_of, room)
+    choice = [1, 0, 0]  # fraction of the room, rounds of the first bucket, rounds of the last
+    if predicted_end is None or len(rounds) == 1:
         return best
-    least, seen = price(best), {_key(best)}
-    for which, option in [
-        (which, option) for which, options in enumerate((SHARES, ENDS, ENDS)) for option in options
-    ]:
-        tried = [*choice[:which], option, *choice[which + 1 :]]
-        buckets = _arranged(layers, size, room, tried)
-        if _key(buckets) in seen or any(len(b) > 1 and size(b) > room for b in buckets):
+    least = predicted_end(best)
+    seen = {_key(best)}
+    # Coordinate descent: the three choices one after another, each with the best values found so
+    # far, instead of all 36 combinations. Every trial simulates the timeline.
+    options = (ROOM_FRACTIONS, END_ROUNDS, END_ROUNDS)
+    for position, option in [(i, option) for i, some in enumerate(options) for option in some]:
+        tried = [*choice[:position], option, *choice[position + 1 :]]
+        buckets = _arranged(rounds, nbytes_of, room, tried)
+        if _key(buckets) in seen or _is_too_large(buckets, nbytes_of, room):
             continue
         seen.add(_key(buckets))
-        done = price(buckets)
-        if done < WORTH * least:
-            best, least, choice = buckets, done, tried
+        done = predicted_end(buckets)
+        if done < WORTHWHILE * least:
+            best, choice = buckets, tried
+            least = done
     if bytes_together is None:
         return best
-    options = {_key(buckets): buckets for buckets in (best, *_smaller(layers, size, room, choice))}
-    return _smallest(options.values(), bytes_together, price, SPARE * least)
+    smaller = _smaller(rounds, nbytes_of, room, choice)
+    distinct = {_key(buckets): buckets for buckets in (best, *smaller)}
+    return _smallest(distinct.values(), bytes_together, predicted_end, MAX_SLOWDOWN * least)
 
 
-def _smallest(options, bytes_together, price, latest):
-    """The first option, or of the others that are done by `latest` the one that takes the fewest
-    bytes.
-    """
-    best, *others = options
+def _smallest(
+    options: Iterable[Buckets],
+    bytes_together: Callable[[Buckets], int],
+    predicted_end: Callable[[Buckets], float],
+    latest: float,
+) -> Buckets:
+    """Return the option of fewest bytes with an end by `latest`; the first is always allowed."""
+    best, *rest = options
     fewest = bytes_together(best)
-    for buckets in others:
+    for buckets in rest:
         nbytes = bytes_together(buckets)
-        if nbytes < fewest and price(buckets) <= latest:
+        # The time is asked for last: a simulation of the timeline costs more than a sum
+        if nbytes < fewest and predicted_end(buckets) <= latest:
             best, fewest = buckets, nbytes
     return best
 
 
-def _smaller(layers, size, room, choice):
-    """The same arrangement, then one without ends, each in smaller and smaller shares of the room,
-    until every bucket is one layer.
+def _smaller(
+    rounds: Sequence[Round], nbytes_of: _WorkspaceBytes, room: int, choice: Sequence[float]
+) -> Iterator[Buckets]:
+    """Yield arrangements with smaller and smaller buckets, down to single rounds.
+
+    First with the first and last bucket of `choice`, then without separate first and last buckets.
     """
-    least = min(size([layer]) for layer in layers) / room
+    least = min(nbytes_of([one]) for one in rounds) / room
     for ends in dict.fromkeys([tuple(choice[1:]), (0, 0)]):
-        share, longest = choice[0], len(layers)
-        while share >= least and longest > 1:
-            buckets = _arranged(layers, size, room, (share, *ends))
+        fraction = choice[0]
+        longest = len(rounds)  # rounds of the longest bucket of the last trial
+        while fraction >= least and longest > 1:
+            buckets = _arranged(rounds, nbytes_of, room, (fraction, *ends))
             longest = max(map(len, buckets))
-            if not any(len(b) > 1 and size(b) > room for b in buckets):
+            if not _is_too_large(buckets, nbytes_of, room):
                 yield buckets
-            share = LESS * min(share, max(map(size, buckets)) / room)
+            # At most the fraction in use: every fraction between the two gives equal buckets
+            fraction = SHRINK * min(fraction, max(map(nbytes_of, buckets)) / room)
 
 
-def in_parts(rounds, least, count=PARTS) -> list[tuple]:
-    """Tuples of matrices in the order in which they are to go -> the matrices in at most `count`
-    parts of about one size, in elements, of `least` or more; only the last one may be smaller.
+def in_parts(
+    rounds: Sequence[Sequence[MatrixLike]], least: float, count: int = PARTS
+) -> list[tuple[MatrixLike, ...]]:
+    """Cut a sequence of rounds, in the order of their buckets, into at most `count` parts of about
+    equal size; return the matrices of each part.
+
+    `least`: fewest elements of a part; only the last part may be smaller. A round is never cut.
     """
     size = max(sum(m.numel for together in rounds for m in together) / count, least)
-    parts, numel = [[]], 0
+    parts: list[list[MatrixLike]] = [[]]
+    numel = 0
     for together in rounds:
+        # Against the running total, so that the excess of one part shortens the next
         if numel >= size * len(parts):
             parts.append([])
         parts[-1] += together
@@ -108,63 +159,78 @@ def in_parts(rounds, least, count=PARTS) -> list[tuple]:
     return [tuple(part) for part in parts]
 
 
-def _arranged(layers, size, room, choice):
-    """The smallest layers that give every owner work | the others, in descending order | the
-    smallest.
+def _arranged(
+    rounds: Sequence[Round], nbytes_of: _WorkspaceBytes, room: int, choice: Sequence[float]
+) -> Buckets:
+    """Return buckets in the order: small first bucket, all middle rounds by descending cost, small
+    last bucket.
+
+    `choice`: (fraction of the room for middle buckets, rounds of the first bucket, rounds of the
+    last bucket). The first bucket has the cheapest rounds with work for every owner. The last
+    bucket has the cheapest rounds of all.
     """
-    share, lead, tail = choice
-    end = max(0, len(layers) - tail)
-    full = sum(len(layer.matrices) == len(layers[0].matrices) for layer in layers[:end])
-    first, between = (
-        layers[max(0, full - lead) : full],
-        layers[: max(0, full - lead)] + layers[full:end],
-    )
-    return [part for part in (first, *_fill(between, size, share * room), layers[end:]) if part]
+    fraction, lead, tail = choice
+    end = max(0, len(rounds) - tail)
+    full = sum(len(one.matrices) == len(rounds[0].matrices) for one in rounds[:end])
+    start = max(0, full - lead)
+    first = rounds[start:full]
+    middle = [*rounds[:start], *rounds[full:end]]
+    buckets = (first, *_fill(middle, nbytes_of, fraction * room), rounds[end:])
+    return [bucket for bucket in buckets if bucket]
 
 
-def _fill(layers, size, room):
-    """Layers in as few buckets as there is room for, in order. Each layer is added to one sum, so
-    that the time is linear in the number of layers.
+def _fill(rounds: Sequence[Round], nbytes_of: _WorkspaceBytes, room: float) -> Buckets:
+    """Group rounds, in order, into as few buckets as `room` bytes each allow.
+
+    Each round is added to one running sum, so the time is linear in the number of rounds.
     """
-    buckets, number = [], 0
-    for layer in layers:
-        longer = size.extended(number, layer)
-        if buckets and size.of(longer) <= room:
-            buckets[-1].append(layer)
+    buckets: Buckets = []
+    number = 0  # of the current bucket, see `_WorkspaceBytes`
+    for one in rounds:
+        longer = nbytes_of.extended(number, one)
+        if buckets and nbytes_of.of(longer) <= room:
+            buckets[-1].append(one)
             number = longer
         else:
-            buckets.append([layer])
-            number = size.extended(0, layer)
+            buckets.append([one])
+            number = nbytes_of.extended(0, one)
     return buckets
 
 
-class _Sizes:
-    """`workspace_for` of what lists of layers take together.
+def _is_too_large(buckets: Buckets, nbytes_of: _WorkspaceBytes, room: int) -> bool:
+    """Return whether a bucket of more than one round exceeds the room."""
+    return any(len(bucket) > 1 and nbytes_of(bucket) > room for bucket in buckets)
 
-    Each list has a number, 0 for the empty one. A list that is one layer longer than a known one
-    costs one addition, a known list none.
+
+class _WorkspaceBytes:
+    """Workspace bytes of lists of rounds, cached.
+
+    Each list has a number, 0 for the empty list, stored under the number of the list without the
+    last round, and the last round. A list costs an addition of counters if all but the last round
+    is known, and nothing if the whole list is known.
     """
 
-    def __init__(self, workspace_for: Callable[[Counter], int]):
+    def __init__(self, workspace_for: Callable[[Counter], int]) -> None:
         self.workspace_for = workspace_for
-        # (number of a list, id of the next layer) -> number of the list with that layer
+        # (number of a list, id of the next round) -> number of the list with the round appended
         self.numbers: dict[tuple[int, int], int] = {}
-        self.taken = [Counter()]  # by number: what the layers of the list take together
-        self.sizes: dict[int, int] = {}  # by number: the bytes of workspace
+        self.taken = [Counter()]  # by number: sum of `Round.taken`
+        self.sizes: dict[int, int] = {}  # by number: bytes of workspace
 
-    def __call__(self, layers: list[Round]) -> int:
+    def __call__(self, rounds: Iterable[Round]) -> int:
+        """Return the bytes of workspace of a list of rounds."""
         number = 0
-        for layer in layers:
-            number = self.extended(number, layer)
+        for one in rounds:
+            number = self.extended(number, one)
         return self.of(number)
 
-    def extended(self, number: int, layer: Round) -> int:
-        """Return the number of the list that has `layer` behind the layers of list `number`."""
-        key = number, id(layer)
+    def extended(self, number: int, one: Round) -> int:
+        """Return the number of list `number` with the round `one` appended."""
+        key = number, id(one)
         if key not in self.numbers:
             self.numbers[key] = len(self.taken)
             taken = Counter(self.taken[number])
-            taken.update(layer.taken)
+            taken.update(one.taken)
             self.taken.append(taken)
         return self.numbers[key]
 
@@ -175,5 +241,6 @@ class _Sizes:
         return self.sizes[number]
 
 
-def _key(buckets):
+def _key(buckets: Buckets) -> tuple[tuple[int, ...], ...]:
+    """Return a hashable key of an arrangement: the ids of the rounds of each bucket."""
     return tuple(tuple(map(id, bucket)) for bucket in buckets)

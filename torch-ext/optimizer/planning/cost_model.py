@@ -1,5 +1,8 @@
 """Cost model: expected time of Newton-Schulz by shape and batch, of memory traffic and of
 all-to-alls, from measured tables; and a timeline simulation of the pipeline.
+
+`CostModel` predicts times of a rank. `spans` runs the real schedule (`pipeline.run`) on a clock
+and returns when each phase of each bucket runs. Touches no tensor.
 """
 
 from __future__ import annotations
@@ -8,8 +11,9 @@ import functools
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .. import pipeline
 from ..kernels.launch import tile_config
@@ -17,52 +21,61 @@ from ..kernels.matmul.api import RAW_SIDES
 from ..kernels.onchip import gram_chain, polar, sm90_polar
 from ..newton_schulz import coefficients, method
 
-NOMINAL = 1000  # FLOPs in a nanosecond, where nothing was measured: only ratios count there
-# The matrix whose time counts for its owner is one of so many: a lone one leaves processors without
-# work
+if TYPE_CHECKING:
+    import torch
+
+# FLOPs per ns where no times were measured. Only ratios of costs matter then.
+NOMINAL = 1000
+# Batch size at which the cost of one matrix is measured: a single matrix leaves most processors
+# idle, and an owner usually has several of a shape
 BATCH = 16
+
+Longs = tuple[tuple[int, int], ...]  # (long side, number of matrices), for one short side
 
 
 @functools.cache
 def table(arch: str) -> dict:
-    """The times of an architecture other than its products': {} where none were measured.
+    """Return the measured times of an architecture, without matmuls (kernels/launch/tables); {} if
+    nothing was measured.
 
-    `copy_gbps` (device copy, bytes read + written), `wire_gbps` and `wire_us` (an all-to-all,
-    docs/facts.md), `exposed` (how much longer products take for each second of wire beside them),
-    `norm` (of scaling to norm 1: per stack, and bytes moved per element, of bf16 that is cast, or
-    not: kernels/raw_norm.py), `overlap_us` (by which a product begins before the launch before it
-    ends), `on_chip_us` (of a small matrix in one program: and per column), `chain_us` (the same of
-    sm90_polar.py), `follow_us` (of what follows Gram matrices in one program: of up to 64 rows, of
-    more), `resident_us` (of that in gram_chain.py: per launch, per product, and per column of what
-    is multiplied first).
+    - `copy_gbps`: device copy, bytes read and written, GB/s
+    - `wire_us`, `wire_gbps`: latency and rate of an all-to-all (docs/facts.md)
+    - `exposed`: seconds by which matmuls grow per second of an all-to-all in parallel
+    - `norm`: scaling to norm 1: `launch_us` per stack, bytes moved per element of a bf16 matrix
+      with a cast (`bytes`) and without (`raw_bytes`)
+    - `overlap_us`: by how much a matmul begins before the end of the launch before
+    - `on_chip_us`: small matrix in one program (kernels/onchip/polar.py): constant, per column
+    - `chain_us`: the equivalent for kernels/onchip/sm90_polar.py
+    - `follow_us`: a restart interval of Gram matrices in one program: up to 64 rows, more rows
+    - `resident_us`: kernels/onchip/gram_chain.py: per launch, per product, per column of X X^T
     """
     path = tile_config.TABLES / f"{arch}_pace.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def latency_bytes(arch: str) -> int:
-    """The bytes that the wire carries in the time of its latency; 0 where none was measured."""
+    """Return the bytes that an all-to-all transfers in the time of its latency; 0 if nothing was
+    measured. Smaller all-to-alls are dominated by latency.
+    """
     known = table(arch)
     return round(1e3 * known["wire_us"] * known["wire_gbps"]) if known else 0
 
 
 class CostModel:
-    """Expected times, in ns, of the iteration `steps` (steps.Steps) on an architecture ("sm90", see
-    kernels/tiles.py).
+    """Expected times, in ns, of a Newton-Schulz iteration on an architecture.
 
-    Called with (R, C), it returns what a matrix of that shape counts for its owner, an int above 0.
-    `measured` says whether these are times at all: of an architecture without tables only the
-    ratios mean something.
+    A call with (rows, cols) returns the cost of a matrix for its owner, an int > 0. Costs are times
+    if `measured`; else FLOPs in nominal units, and only ratios of costs have a meaning.
     """
 
-    def __init__(self, steps: coefficients.Steps, arch: str):
+    def __init__(self, steps: coefficients.Steps, arch: str) -> None:
+        """`arch`: "sm90" or another name of kernels/launch/tables."""
         products = [e for e in tile_config.table(arch)["entries"] if e["bytes"] == 2]
-        self.steps, self.table, self.processors = (
-            steps,
-            table(arch),
-            tile_config.table(arch).get("processors", 1),
-        )
-        # A plan is the same on all GPUs of an architecture
+        self.steps = steps
+        self.table = table(arch)
+        self.processors = tile_config.table(arch).get("processors", 1)  # SMs of a GPU
+        # Entries for a single GPU model are left out: ranks with different models of an
+        # architecture must get equal plans
         common = [e for e in products if "gpu" not in e]
         self.entries = {
             op: [e for e in common if e["op"] == op] for op in ("gram", "symmetric", "product")
@@ -72,82 +85,106 @@ class CostModel:
             and all(self.entries.values())
             and all("us" in entry for entry in products)
         )
-        # Part of the plan's digest
+        # Compared by communication/plan_check.py: ranks with other tables choose other owners
         self.key = hashlib.sha256(repr((arch, self.table, products)).encode()).hexdigest()
-        self._known, self._costs = {}, {}
+        self._batch_times: dict[tuple[int, Longs], int] = {}  # (short side, longs) -> ns
+        self._costs: dict[tuple[int, int], int] = {}  # (rows, cols) -> cost
 
     @classmethod
-    def of(cls, hp, device) -> CostModel:
-        """That of a parameter group on a device."""
-        steps = coefficients.steps_of(hp["ns_coefficients"], hp["ns_steps"])
+    def of(cls, group: Mapping, device: torch.device) -> CostModel:
+        """Return the cost model of a parameter group on a device."""
+        steps = coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
         return cls(steps, tile_config.architecture(device.type, device.index))
 
     def __call__(self, R: int, C: int) -> int:
+        """Return the cost of an (R, C) matrix: the average over a batch of BATCH."""
         if (R, C) not in self._costs:
             cost = (
-                self.stacks({(R, C): BATCH}) // BATCH
+                self.batch_time({(R, C): BATCH}) // BATCH
                 if self.measured
                 else method.cost(R, C, self.steps) // NOMINAL
             )
             self._costs[R, C] = max(1, cost)
         return self._costs[R, C]
 
-    def stacks(self, counts: Mapping) -> int:
-        """The time of a stack of each shape, `counts`: (R, C) -> matrices; those of one short side
-        share launches.
+    def batch_time(self, counts: Mapping[tuple[int, int], int]) -> int:
+        """Return the ns of Newton-Schulz on a batch; `counts`: (R, C) -> number of matrices.
+
+        Shapes with equal short sides share the launches of n x n products: the time is less than
+        the sum over shapes.
         """
         if not self.measured:
             return sum(count * self(*shape) for shape, count in counts.items())
-        sides = defaultdict(Counter)
+        sides = defaultdict(Counter)  # short side -> long side -> number of matrices
         for (R, C), count in counts.items():
             sides[min(R, C)][max(R, C)] += count
+        # +longs drops shapes without matrices
         return sum(self._side(n, tuple(sorted((+longs).items()))) for n, longs in sides.items())
 
-    def _side(self, n, longs):
-        """ns of the matrices of one short side; `longs`: (long side, matrices)."""
-        if (n, longs) not in self._known:
-            self._known[n, longs] = round(1e3 * self._side_us(n, longs))
-        return self._known[n, longs]
+    def _side(self, n: int, longs: Longs) -> int:
+        """Return the ns of all matrices with short side `n`, cached."""
+        if (n, longs) not in self._batch_times:
+            self._batch_times[n, longs] = round(1e3 * self._side_us(n, longs))
+        return self._batch_times[n, longs]
 
-    def _side_us(self, n, longs):
-        us, shared, (launches, products, grams) = 0.0, Counter(), self._stays(n, longs)
+    def _side_us(self, n: int, longs: Longs) -> float:
+        """Return the us of all matrices with short side `n`: the sum over the launches of
+        newton_schulz/iteration.py.
+        """
+        us = 0.0
+        # Number of n x n products of the Gram iteration -> matrices with so many
+        shared = Counter()
+        launches, products, grams = self._in_gram_chain(n, longs)
         for m, count in longs:
             if polar.is_small(n, m) and not self.steps.aol:
-                chained = (
-                    sm90_polar.takes(n, m, len(self.steps.triples)) and "chain_us" in self.table
-                )
-                first, column = self.table["chain_us" if chained else "on_chip_us"]
-                us += -(-count // self.processors) * (first + column * m)
+                us += self._on_chip_us(n, m, count)
                 continue
-            norm, made = self.table["norm"], method.launches(n, m, self.steps)
-            # Of bf16, as on the wire
-            raw = n in RAW_SIDES and made["gram"] > 1 and not self.steps.aol
-            moved = count * n * m * norm["raw_bytes" if raw else "bytes"]
-            us += norm["launch_us"] + moved / self.table["copy_gbps"] / 1e3
+            made = method.launches(n, m, self.steps)
+            us += self._norm_us(n, m, count, made)
             us += (made["gram"] - grams) * self._product_us("gram", n, m, count)
             us += made["product"] * self._product_us("product", n, m, count)
-            if made["product"] == len(self.steps.triples):  # the standard iteration shares none
+            if made["product"] == len(self.steps.triples):
+                # Standard iteration: every long side has n x n products of its own
                 us += made["symmetric"] * self._product_us("symmetric", n, n, count)
             else:
                 shared[made["symmetric"]] += count
         if n <= polar.LARGEST:
+            # All n x n products of a restart interval are one launch, one matrix per program
             return us + sum(
                 -(-count // self.processors) * self.table["follow_us"][n > 64]
                 for count in shared.values()
             )
         for made, count in shared.items():
             us += (made - products) * self._product_us("symmetric", n, n, count)
-        return us + self._resident_us(launches, products, grams, longs)
+        return us + self._gram_chain_us(launches, products, grams, longs)
 
-    def _stays(self, n, longs):
-        """(Launches of gram_chain.py, their products, how many begin with X X^T): none where other
-        launches do it.
+    def _on_chip_us(self, n: int, m: int, count: int) -> float:
+        """Return the us of `count` small matrices (n, m), a program on a processor for each."""
+        chained = sm90_polar.takes(n, m, len(self.steps.triples)) and "chain_us" in self.table
+        first, column = self.table["chain_us" if chained else "on_chip_us"]
+        return -(-count // self.processors) * (first + column * m)
+
+    def _norm_us(self, n: int, m: int, count: int, made: Mapping[str, int]) -> float:
+        """Return the us of scaling `count` matrices (n, m) to norm 1, from bf16 as received;
+        `made`: see `method.launches`.
+        """
+        norm = self.table["norm"]
+        # Matrices that stay bf16 until the first product are only read, see `api.RAW_SIDES`
+        raw = n in RAW_SIDES and made["gram"] > 1 and not self.steps.aol
+        moved = count * n * m * norm["raw_bytes" if raw else "bytes"]
+        return norm["launch_us"] + moved / self.table["copy_gbps"] / 1e3
+
+    def _in_gram_chain(self, n: int, longs: Longs) -> tuple[int, int, int]:
+        """Return (launches of kernels/onchip/gram_chain.py, n x n products in the launches,
+        launches with X X^T as first product); zeros if the kernel does not run.
         """
         few = sum(count for _, count in longs) < gram_chain.FROM
         if few or n not in gram_chain.SIDES or "resident_us" not in self.table:
             return 0, 0, 0
-        cut = coefficients.F16, method.longest(n, longs[0][0], self.steps), n
-        both, begins = zip(self.steps.segments(*cut), self.steps.pairs(*cut)), len(longs) == 1
+        interval = coefficients.F16, method.longest(n, longs[0][0], self.steps), n
+        both = zip(self.steps.segments(*interval), self.steps.pairs(*interval))
+        # With several long sides the X X^T of each is a launch of its own
+        begins = len(longs) == 1
         found = [
             (4 * (len(segment) - 1), begins and not (self.steps.aol and number == 0))
             for number, (segment, pair) in enumerate(both)
@@ -155,54 +192,60 @@ class CostModel:
         ]
         return len(found), sum(products for products, _ in found), sum(gram for _, gram in found)
 
-    def _resident_us(self, launches, products, grams, longs):
+    def _gram_chain_us(self, launches: int, products: int, grams: int, longs: Longs) -> float:
+        """Return the us of the launches of `_in_gram_chain`: a processor per matrix, in turns."""
         if not launches:
             return 0.0
         launch, product, column = self.table["resident_us"]
         turns = -(-sum(count for _, count in longs) // self.processors)
         return turns * (launch * launches + product * products + column * longs[0][0] * grams)
 
-    def _product_us(self, op, n, m, count):
-        """One launch among others, with the tile that is expected to be fastest, alone."""
+    def _product_us(self, op: str, n: int, m: int, count: int) -> float:
+        """Return the us added by a matmul in a sequence of launches, with the fastest tile.
+
+        `op`: "gram" (X X^T), "symmetric" (n x n with symmetric result) or "product" (Q X).
+        """
         alone = min(
             tile_config.expected_us(entry, n, m, count, self.processors)
             for entry in self.entries[op]
         )
         return alone - self.table["overlap_us"]
 
-    def memory(self, nbytes: float) -> int:
-        """The time to read or write so many bytes, all counted."""
+    def memory_time(self, nbytes: float) -> int:
+        """Return the ns to move `nbytes`, read plus written; 0 if nothing was measured."""
         return round(nbytes / self.table["copy_gbps"]) if self.measured else 0
 
-    def wire(self, nbytes: float) -> int:
-        """The time of an all-to-all in which no rank sends or receives more bytes."""
+    def all_to_all_time(self, nbytes: float) -> int:
+        """Return the ns of an all-to-all with at most `nbytes` sent and received per rank; 0 for 0
+        bytes, and if nothing was measured.
+        """
         if not (self.measured and nbytes):
             return 0
         return round(1e3 * self.table["wire_us"] + nbytes / self.table["wire_gbps"])
 
-    def spans(self, parts, run=pipeline.run) -> list[TimelineSpan]:
-        """When buckets run; see `spans`."""
+    def spans(
+        self, parts: Iterable[BucketTimes], run: Callable = pipeline.run
+    ) -> list[TimelineSpan]:
+        """Return the timeline of buckets on this architecture, see the function `spans`."""
         return spans(parts, self.table["exposed"] if self.measured else 0.0, run)
 
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """The expected times of one bucket, in ns: before its way in, the way, the products, the way
-    back, the rest.
-    """
+    """Expected times of the phases of a bucket, in ns."""
 
-    pack: int
-    inbound: int
-    products: int
-    outbound: int
-    apply: int
-    travels: bool = True
+    pack: int  # momentum, copy into the send buffer
+    inbound: int  # first all-to-all; 0: none
+    products: int  # Newton-Schulz, and copies of whole matrices
+    outbound: int  # second all-to-all; 0: none
+    apply: int  # momentum, weights
+    travels: bool = True  # the bucket has collectives, as `BucketUpdate.travels`
 
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """From `start` to `end`, in ns, bucket number `bucket` is at `what` on `lane` ("stream" or
-    "wire").
+    """A phase `what` of bucket number `bucket`, from `start` to `end` in ns. `lane`: "stream" (the
+    compute stream) or "wire" (all-to-alls).
     """
 
     lane: str
@@ -212,23 +255,35 @@ class TimelineSpan:
     end: float
 
 
-def spans(parts, exposed: float, run=pipeline.run) -> list[TimelineSpan]:
-    """When buckets run on one rank: the pipeline's own order on a stream that computes and a wire
-    that carries.
+def spans(
+    parts: Iterable[BucketTimes], exposed: float, run: Callable = pipeline.run
+) -> list[TimelineSpan]:
+    """Simulate the buckets of one rank; return the spans of all phases.
 
-    `exposed`: how much longer computing takes for each second in which the wire is busy beside it.
+    The buckets run in the order of `run`, the pipeline's own code, on a compute stream and a
+    network that transfers a single all-to-all at a time. `exposed`: ns by which computation grows
+    per ns of an all-to-all in parallel.
     """
     clock = _Clock(exposed)
-    run([(_Story(clock, number, part), None) for number, part in enumerate(parts)])
+    run([(_SimulatedUpdate(clock, number, part), None) for number, part in enumerate(parts)])
     return clock.spans
 
 
 class _Clock:
-    def __init__(self, exposed):
-        self.exposed, self.spans, self.now, self.free = exposed, [], 0.0, 0.0
+    """Simulated time of one rank: when the compute stream and the network are free, in ns."""
 
-    def compute(self, what, bucket, duration):
-        start, end = self.now, self.now + duration
+    def __init__(self, exposed: float) -> None:
+        self.exposed = exposed
+        self.spans: list[TimelineSpan] = []
+        self.now = 0.0  # end of the work on the compute stream
+        self.free = 0.0  # end of the last all-to-all
+
+    def compute(self, what: str, bucket: int, duration: float) -> None:
+        """Append a phase to the compute stream, longer by its overlap with all-to-alls."""
+        start = self.now
+        end = start + duration
+        # The last 16 spans only: linear time. With BUCKETS_IN_FLIGHT buckets, older all-to-alls
+        # have ended.
         busy = sum(
             max(0.0, min(end, s.end) - max(start, s.start))
             for s in self.spans[-16:]
@@ -237,39 +292,44 @@ class _Clock:
         self.now = end + self.exposed * busy
         self.spans.append(TimelineSpan("stream", what, bucket, start, self.now))
 
-    def carry(self, what, bucket, duration):
+    def transfer(self, what: str, bucket: int, duration: float) -> _SimulatedCollective:
+        """Start an all-to-all as soon as the network is free; return the collective in flight."""
         start = max(self.now, self.free)
         self.free = start + duration
         self.spans.append(TimelineSpan("wire", what, bucket, start, self.free))
-        return _Flight(self, self.free)
+        return _SimulatedCollective(self, self.free)
 
 
-class _Flight:
-    """A collective that is done at a known time."""
+class _SimulatedCollective:
+    """A collective in flight with a known end."""
 
-    def __init__(self, clock, end):
-        self.clock, self.end = clock, end
+    def __init__(self, clock: _Clock, end: float) -> None:
+        self.clock = clock
+        self.end = end  # ns
 
-    def wait(self):
+    def wait(self) -> None:
+        """Let the compute stream wait until the collective has ended."""
         self.clock.now = max(self.clock.now, self.end)
 
 
-class _Story(pipeline.BucketUpdate):
-    """A route that only takes time."""
+class _SimulatedUpdate(pipeline.BucketUpdate):
+    """A bucket update without tensors: every phase only takes time."""
 
-    def __init__(self, clock, number, part):
+    def __init__(self, clock: _Clock, number: int, part: BucketTimes) -> None:
         super().__init__(f"bucket {number}")
         self.clock = clock
-        self.number = number
+        self.number = number  # of the bucket
         self.part = part
         self.travels = part.travels
 
-    def run(self, hp):
-        clock, part, number = self.clock, self.part, self.number
+    def run(self, group: None) -> Iterator[_SimulatedCollective]:
+        """Advance the clock by the phases of the bucket, see `BucketUpdate.run`."""
+        clock, number = self.clock, self.number
+        part = self.part
         clock.compute("pack", number, part.pack)
         if part.inbound:
-            yield clock.carry("in", number, part.inbound)
+            yield clock.transfer("in", number, part.inbound)
         clock.compute("products", number, part.products)
         if part.outbound:
-            yield clock.carry("out", number, part.outbound)
+            yield clock.transfer("out", number, part.outbound)
         clock.compute("apply", number, part.apply)

@@ -1,208 +1,254 @@
-"""Workspace bytes that matrices take while they travel and while they are orthogonalized. Touches
-no tensor.
+"""Memory model: bytes of the workspace that the buckets of a family take on every rank.
+
+`MemoryModel` sums the footprints of matrices, from layouts alone, for any owners. `PlanInputs` and
+`ChunkPlanInputs` hold the sizes and options of a plan. `workspace_bytes` and `split_workspace`
+convert between a workspace and the bucket buffers and shared scratch in the workspace. Touches no
+tensor.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from ..pipeline import SLOTS
-from .cost_model import BucketTimes
+from ..pipeline import BUCKETS_IN_FLIGHT
+from .cost_model import BucketTimes, CostModel
+
+if TYPE_CHECKING:
+    from ..params.layout import Layout
+
+# Bytes: the data of each peer in an all-to-all buffer begins at a multiple, and every row of a
+# matrix that is read where it arrived. The widest load of a GPU, and a TMA address, need 16.
+ALIGNMENT = 16
+
+# Route -> bytes read and written per element outside Newton-Schulz, of fp32 parameters and bf16
+# updates: (before the inbound all-to-all, at the owner, after the outbound all-to-all). G:
+# gradient, M: momentum, U: update, W: weight.
+ELEMENT_BYTES = {
+    # G, M in and out, U | nothing | W in and out, U
+    "local": (14, 0, 10),
+    # G, M, U | pieces copied into whole matrices and back | W, M in and out, G, U
+    "exchange": (10, 8, 22),
+    # As "exchange", but momentum is stored at the owner
+    "own": (10, 8, 10),
+    # G, copy of G | mean of what arrives, then as "exchange" with momentum | W in and out, U
+    "reduce": (6, 38, 10),
+}
+
+# Division of a workspace: each of BUCKETS_IN_FLIGHT bucket buffers gets BUFFER_PARTS equal parts,
+# the shared scratch gets SCRATCH_PARTS. With a fixed division the workspace that a bucket wants
+# depends on the bucket alone.
+BUFFER_PARTS, SCRATCH_PARTS = 2, 3
+
+
+class MatrixLike(Protocol):
+    """The attributes of `plan.Matrix`. plan.py imports modules that need the type."""
+
+    param: int
+    at: tuple[int, ...]
+    rows: int
+    cols: int
+    numel: int
 
 
 @dataclass(frozen=True)
 class Round:
-    """One matrix of every owner that still has one, and what they take of the workspace
-    together.
+    """At most a matrix per owner, and the sum of the matrices' footprints.
+
+    `taken`: Counter of (owner, number of a layout in the MemoryModel), see `MemoryModel.sum`.
     """
 
-    matrices: tuple
+    matrices: tuple[MatrixLike, ...]
     taken: Counter
 
 
-def total(layers) -> Counter:
-    """What layers take of the workspace together."""
-    taken = Counter(layers[0].taken)
-    for layer in layers[1:]:
-        taken.update(layer.taken)
+def total(rounds: Sequence[Round]) -> Counter:
+    """Return the sum of `taken` over one or more rounds."""
+    taken = Counter(rounds[0].taken)
+    for one in rounds[1:]:
+        taken.update(one.taken)
     return taken
 
 
-# Bytes: what one rank sends to another begins where the widest load of a GPU may begin
-ALIGNMENT = 16
-# Route -> read and written of an element in fp32: where it leaves, at its owner, where its update
-# lands
-BYTES = {
-    "local": (14, 0, 10),  # G, M in and out, U | - | W in and out, U
-    # G, M, U | pieces gathered into a matrix, and it cut | W, M in and out, G, U
-    "exchange": (10, 8, 22),
-    "own": (10, 8, 10),  # as in an exchange, but momentum stays with its owner
-    # G, out | what arrives, averaged; as in an exchange, with momentum | W in and out, U
-    "reduce": (6, 38, 10),
-}
-# Of SLOTS * SLOT + BENCH equal parts of the workspace, those of each slot, and of the bench
-SLOT, BENCH = 2, 3
-
-
-def workspace(slot, bench) -> int:
-    """The bytes of the smallest workspace whose slots and bench, cut as above, have room for so
-    many bytes each.
+def workspace_bytes(bucket_buffer: int, shared_scratch: int) -> int:
+    """Return the bytes of the smallest workspace with room for the given bytes of each bucket
+    buffer and of the shared scratch; inverse of `split_workspace`.
     """
-    return -(-max(slot * BENCH, bench * SLOT) * (SLOTS * SLOT + BENCH) // (SLOT * BENCH))
+    all_parts = BUCKETS_IN_FLIGHT * BUFFER_PARTS + SCRATCH_PARTS
+    larger = max(bucket_buffer * SCRATCH_PARTS, shared_scratch * BUFFER_PARTS)
+    return -(-larger * all_parts // (BUFFER_PARTS * SCRATCH_PARTS))
 
 
-def parts(nbytes) -> tuple[int, int]:
-    """(bytes of a slot, bytes of the bench) of such a workspace."""
-    return nbytes * SLOT // (SLOTS * SLOT + BENCH), nbytes * BENCH // (SLOTS * SLOT + BENCH)
+def split_workspace(nbytes: int) -> tuple[int, int]:
+    """Return (bytes of each bucket buffer, bytes of the shared scratch) of a workspace."""
+    all_parts = BUCKETS_IN_FLIGHT * BUFFER_PARTS + SCRATCH_PARTS
+    return nbytes * BUFFER_PARTS // all_parts, nbytes * SCRATCH_PARTS // all_parts
 
 
-def _no_scratch(R, C):
+def _no_scratch(R: int, C: int) -> tuple[object, int, int]:
+    """Default of `PlanInputs.scratch`: no matrix needs scratch."""
     return (0, 0, 0)
 
 
-def _never(*_):
+def _never(*_: object) -> bool:
+    """Default of `PlanInputs.splits` and `side_by_side`: False."""
     return False
 
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What a plan of matrices rests on, beside their layouts and what they cost. `update`, `row`:
-    bytes of an element on the wire, and of a number of row state, 0 where none travels; `once`:
-    whether what goes to several ranks leaves from one place; `scratch`: what a matrix takes while
-    it is iterated, see `polar.scratch`; `splits`: whether it may be in pieces, see `polar.splits`;
-    `side_by_side`: whether several gain by memory of their own, see `iteration.gain_side_by_side`;
-    `room`: the workspace that there may be for these two, None for what others take.
-    """
+    """Sizes and options of a plan of matrices, besides layouts and costs. Equal on all ranks."""
 
-    update: int = 2
-    row: int = 0
+    update: int = 2  # bytes of an element in the all-to-all (`wire_dtype`)
+    row: int = 0  # bytes of a number of row state in the all-to-all; 0: no row state is sent
+    # Data for several ranks is sent from one copy in the send buffer
     once: bool = False
-    scratch: Callable = _no_scratch
-    splits: Callable = _never
-    side_by_side: Callable = _never
+    # (R, C) -> (key, bytes of scratch_a and scratch_b, bytes of gram_scratch), see `method.scratch`
+    scratch: Callable[[int, int], tuple[object, int, int]] = _no_scratch
+    # (R, C) -> whether Newton-Schulz can read the matrix as scattered rows, see `method.splits`
+    splits: Callable[[int, int], bool] = _never
+    # [(short side, long side)] -> whether iterations of several shapes gain by scratch of their
+    # own, see `method.gain_side_by_side`
+    side_by_side: Callable[[list], bool] = _never
+    # Bytes of the workspace that the two options before may use; None: no more than without them
     room: int | None = None
 
     @property
-    def itemsizes(self) -> dict:
-        """Kind of a piece -> bytes of an element on the wire."""
+    def itemsizes(self) -> dict[str, int]:
+        """Kind of a piece -> bytes of an element in the all-to-all."""
         return {"update": self.update, "row": self.row}
 
 
 @dataclass(frozen=True)
 class ChunkPlanInputs:
-    """The same for parameters that are cut into rows. `gradient`, `weight`, `state`: bytes of an
-    element; `reduced`: whether gradients come reduced, so that none travel.
-    """
+    """Sizes and options of a plan of chunks: parameters of AdamW cut into rows over owners."""
 
-    gradient: int
-    weight: int
-    state: int
-    once: bool = False
-    reduced: bool = False
+    gradient: int  # bytes of an element of the gradient
+    weight: int  # bytes of an element of the weight
+    state: int  # bytes of an element of `exp_avg` and of `exp_avg_sq`
+    once: bool = False  # as in PlanInputs
+    reduced: bool = False  # gradients are already averaged over ranks: no inbound all-to-all
 
 
 @dataclass(frozen=True)
 class MatrixFootprint:
-    """What one matrix takes, in bytes: of its owner, down to `key`, and of every other rank."""
+    """Bytes that a matrix takes: of the owner rank down to `key`, of any other rank below."""
 
-    inbound: int  # arrives at its owner
-    outbound: int  # leaves its owner again
-    # Of its memory, from which it leaves: ranks that hold the same may get it from one place
-    spread: int
-    held: int  # on the bench: the matrix
-    stays: int  # in the slot: a number for each row, and the mean where gradients are reduced
-    long: int  # in the slot, while it is iterated
-    square: int  # on the bench, while it is iterated
-    key: object  # matrices of one key are iterated at once, see `polar.scratch`
-    leaves: int  # the largest piece that goes to the owner
-    copy: tuple  # whose pieces these are: (number of the partition, number of the copy)
-    returns: int  # the largest piece that comes back
+    inbound: int  # received by the owner in the inbound all-to-all
+    outbound: int  # sent by the owner in the outbound all-to-all
+    # Send buffer of the outbound all-to-all; ranks with equal boxes are sent from one copy
+    return_buffer_bytes: int
+    held: int  # the whole matrix, in the shared scratch
+    until_apply: int  # row state, and the mean of unreduced gradients, in the bucket buffer
+    long: int  # scratch_a and scratch_b together, in the bucket buffer
+    square: int  # gram_scratch, in the shared scratch
+    key: object  # matrices of equal keys are iterated together, see `method.scratch`
+    leaves: int  # largest piece that a rank sends to the owner
+    copy: tuple[int, int]  # (number of the partition, number of the replica) that sends
+    returns: int  # largest piece that a rank receives back
 
 
 class MemoryModel:
-    """What matrices of one family take together; Counters of (owner, number of a layout) stand for
-    them.
+    """Workspace bytes of the matrices of one family (`route`, `ranks`).
+
+    A set of matrices is a Counter of (owner, number of a layout): thousands of parameters have a
+    handful of layouts, and matrices with equal owner and layout have equal footprints.
     """
 
-    def __init__(self, layouts, terms, route, ranks):
-        self.update, self.row, self.scratch = (
-            terms.update,
-            terms.row * (route != "own"),
-            terms.scratch,
-        )
-        self.route, self.ranks, self.layouts = route, ranks, layouts
-        self.forms, self.numbers, self.loads, self.partitions = [], {}, {}, {}
-        self.once = terms.once
+    def __init__(
+        self, layouts: Sequence[Layout], inputs: PlanInputs, route: str, ranks: tuple[int, ...]
+    ) -> None:
+        self.update = inputs.update  # bytes of an element
+        # Bytes of a number of row state; with route "own" the owner stores row state
+        self.row = inputs.row * (route != "own")
+        self.scratch = inputs.scratch
+        self.once = inputs.once
+        self.route = route
+        self.ranks = ranks
+        self.layouts = layouts  # by number of the parameter
+        # By number of a layout: (layout, scratch of a matrix, *results of `_pieces`)
+        self.forms: list[tuple] = []
+        self.numbers: dict[int, int] = {}  # id of a layout -> its number
+        self.footprints: dict[tuple[int, int], MatrixFootprint] = {}  # by (owner, number)
+        self.partitions: dict[tuple, int] = {}  # `Layout.copies` -> number of the partition
         self.alike = self._alike({id(layout): layout for layout in layouts}.values())
 
-    def _alike(self, layouts) -> dict:
-        """rank -> the ranks that hold the same as it of all these layouts, where they can meet in
-        one bucket, if what they get leaves once.
+    def _alike(self, layouts: Iterable[Layout]) -> dict[int, list[int]]:
+        """Return rank -> ranks that store equal boxes of every layout; each rank alone if nothing
+        is sent from one copy.
         """
         if not self.once:
             return {rank: [rank] for rank in self.ranks}
-        layouts, alike = (
-            [x for x in layouts if all(rank in x.boxes for rank in self.ranks)],
-            defaultdict(list),
-        )
+        # Layouts of other families cannot meet in a bucket with these ranks
+        layouts = [x for x in layouts if all(rank in x.boxes for rank in self.ranks)]
+        alike = defaultdict(list)
         for rank in self.ranks:
             alike[tuple(x.boxes[rank][-2:] for x in layouts)].append(rank)
         return {rank: ranks for ranks in alike.values() for rank in ranks}
 
-    def sum(self, owned) -> Counter:
-        """`owned`: (matrix, its owner), any number of them."""
+    def sum(self, owned: Iterable[tuple[MatrixLike, int]]) -> Counter:
+        """Return the Counter of (owner, layout number) of any number of (matrix, owner)."""
         return Counter((owner, self._number(self.layouts[matrix.param])) for matrix, owner in owned)
 
-    def _number(self, layout):
+    def _number(self, layout: Layout) -> int:
+        """Return the number of a layout; compute sizes of pieces once per layout."""
         if id(layout) not in self.numbers:
             self.numbers[id(layout)] = len(self.forms)
             self.forms.append((layout, self.scratch(*layout.shape[-2:]), *self._pieces(layout)))
         return self.numbers[id(layout)]
 
-    def _pieces(self, layout):
-        """({rank: bytes of its piece}, {copy: those of its largest}, {copy: those of all}, those of
-        pieces that differ, number of the partition).
+    def _pieces(
+        self, layout: Layout
+    ) -> tuple[dict[int, int], dict[int, int], dict[int, int], int, int]:
+        """Return sizes of pieces of a matrix with row state, in bytes: ({rank: piece}, {replica:
+        largest piece}, {replica: sum}, sum over ranks with different boxes, partition number).
+
+        Routes "local" and "reduce" send no pieces by layout: their dicts are empty.
         """
-        pieces, largest, whole = {}, defaultdict(int), defaultdict(int)
+        pieces = {}
+        largest, whole = defaultdict(int), defaultdict(int)
         for rank in self.ranks if self.route in ("exchange", "own") else ():
             (r0, r1), (c0, c1) = layout.boxes[rank][-2:]
             nbytes = (r1 - r0) * ((c1 - c0) * self.update + self.row) if c0 < c1 else 0
-            pieces[rank], copy = nbytes, layout.copy_of[rank]
-            largest[copy], whole[copy] = max(largest[copy], nbytes), whole[copy] + nbytes
-        places = sum(nbytes for rank, nbytes in pieces.items() if self.alike[rank][0] == rank)
-        return (
-            pieces,
-            largest,
-            whole,
-            places,
-            self.partitions.setdefault(layout.copies, len(self.partitions)),
-        )
+            copy = layout.copy_of[rank]
+            pieces[rank] = nbytes
+            largest[copy] = max(largest[copy], nbytes)
+            whole[copy] += nbytes
+        distinct = sum(nbytes for rank, nbytes in pieces.items() if self.alike[rank][0] == rank)
+        partition = self.partitions.setdefault(layout.copies, len(self.partitions))
+        return pieces, largest, whole, distinct, partition
 
-    def _load(self, owner, number) -> MatrixFootprint:
-        if (owner, number) in self.loads:
-            return self.loads[owner, number]
-        layout, (key, long, square), pieces, largest, whole, places, partition = self.forms[number]
+    def _footprint(self, owner: int, number: int) -> MatrixFootprint:
+        """Return the footprint of a matrix of layout `number` at `owner`."""
+        if (owner, number) in self.footprints:
+            return self.footprints[owner, number]
+        layout, scratch, pieces, largest, whole, distinct, partition = self.forms[number]
+        key, long, square = scratch
         R, C = layout.shape[-2:]
         numel, others = R * C * self.update, len(self.ranks) - 1
-        inbound = outbound = spread = leaves = copy = returns = 0
-        held, stays = numel + ALIGNMENT, 4 * R + ALIGNMENT
+        inbound = outbound = return_buffer = leaves = copy = returns = 0
+        held, until_apply = numel + ALIGNMENT, 4 * R + ALIGNMENT
         if self.route == "reduce":
-            stays += 4 * (R * C + ALIGNMENT)
-            inbound, outbound, leaves, returns = numel * (others + 1), numel * others, numel, numel
-            spread = numel if self.once else outbound
+            # Every rank sends a whole gradient, the owner included. The mean is in fp32.
+            until_apply += 4 * (R * C + ALIGNMENT)
+            inbound, outbound = numel * (others + 1), numel * others
+            leaves, returns = numel, numel
+            return_buffer = numel if self.once else outbound
         elif self.route != "local":
-            copy, here = layout.copy_of[owner], pieces[owner]
-            inbound, outbound = whole[copy] - here, sum(whole.values()) - here
-            spread = places if len(self.alike[owner]) > 1 else places - here
+            copy, own = layout.copy_of[owner], pieces[owner]
+            # Only the owner's replica sends pieces; every replica gets an update
+            inbound, outbound = whole[copy] - own, sum(whole.values()) - own
+            # The piece of the owner stays, but ranks with an equal box still need a copy
+            return_buffer = distinct if len(self.alike[owner]) > 1 else distinct - own
             leaves, returns = largest[copy] if inbound else 0, max(largest.values())
-        load = MatrixFootprint(
+        footprint = MatrixFootprint(
             inbound,
             outbound,
-            spread,
+            return_buffer,
             held,
-            stays,
+            until_apply,
             long,
             square,
             key,
@@ -210,80 +256,128 @@ class MemoryModel:
             (partition, copy),
             returns,
         )
-        return self.loads.setdefault((owner, number), load)
+        return self.footprints.setdefault((owner, number), footprint)
 
-    def _together(self, taken):
-        """({owner: [inbound, outbound, spread, held, stays]}, {(owner, key): [long, square]},
-        {copy: leaving}, returning).
+    def _together(
+        self, taken: Mapping
+    ) -> tuple[dict[int, list[int]], dict[tuple, list[int]], Counter, int]:
+        """Return the footprints of a set of matrices, summed, in bytes: ({owner: [inbound,
+        outbound, return buffer, held, until_apply]}, {(owner, key): [long, square]}, {copy:
+        leaves}, returns).
+
+        `leaves` and `returns` are upper bounds: sums of the largest pieces, which may be on
+        different ranks.
         """
-        owners, iterated, leaves, returns = {}, {}, Counter(), 0
+        owners, iterated = {}, {}
+        leaves, returns = Counter(), 0
         for (owner, number), count in taken.items():
-            load = self._load(owner, number)
+            footprint = self._footprint(owner, number)
             if owner not in owners:
                 owners[owner] = [0, 0, 0, 0, 0]
-            if (owner, load.key) not in iterated:
-                iterated[owner, load.key] = [0, 0]
-            mine, stacks = owners[owner], iterated[owner, load.key]
-            mine[0] += count * load.inbound
-            mine[1] += count * load.outbound
-            mine[2] += count * load.spread
-            mine[3] += count * load.held
-            mine[4] += count * load.stays
-            stacks[0] += count * load.long
-            stacks[1] += count * load.square
-            leaves[load.copy] += count * load.leaves
-            returns += count * load.returns
+            if (owner, footprint.key) not in iterated:
+                iterated[owner, footprint.key] = [0, 0]
+            sums, scratch = owners[owner], iterated[owner, footprint.key]
+            sums[0] += count * footprint.inbound
+            sums[1] += count * footprint.outbound
+            sums[2] += count * footprint.return_buffer_bytes
+            sums[3] += count * footprint.held
+            sums[4] += count * footprint.until_apply
+            scratch[0] += count * footprint.long
+            scratch[1] += count * footprint.square
+            leaves[footprint.copy] += count * footprint.leaves
+            returns += count * footprint.returns
         return owners, iterated, leaves, returns
 
-    def price(self, owner_of, pace, buckets) -> float:
-        """When the last of `buckets`, lists of layers, is done, in ns."""
-        parts = []
+    def predicted_end(
+        self,
+        owner_of: Mapping[MatrixLike, int],
+        cost_model: CostModel,
+        buckets: Iterable[Sequence[Round]],
+    ) -> float:
+        """Return the expected end of the last bucket, in ns from the start of the first. `buckets`:
+        lists of rounds, in order.
+        """
+        times = []
         for bucket in buckets:
-            matrices = [matrix for layer in bucket for matrix in layer.matrices]
-            parts.append(self.part(matrices, [owner_of[m] for m in matrices], total(bucket), pace))
-        return max(span.end for span in pace.spans(parts))
+            matrices = [matrix for one in bucket for matrix in one.matrices]
+            owners = [owner_of[m] for m in matrices]
+            times.append(self.bucket_times(matrices, owners, total(bucket), cost_model))
+        return max(span.end for span in cost_model.spans(times))
 
-    def part(self, matrices, owners, taken, pace) -> BucketTimes:
-        """The times of a bucket at the rank that has the most to do; see `BYTES`."""
-        counts, (at_owners, _, leaves, returns) = defaultdict(Counter), self._together(taken)
+    def bucket_times(
+        self,
+        matrices: Sequence[MatrixLike],
+        owners: Sequence[int],
+        taken: Mapping,
+        cost_model: CostModel,
+    ) -> BucketTimes:
+        """Return the expected times of a bucket, each phase at the rank with the most work.
+
+        `owners`: of each matrix. `taken`: sum of the matrices' footprints, as from `sum`.
+        """
+        at_owners, _, leaves, returns = self._together(taken)
+        counts = defaultdict(Counter)  # owner -> shape -> number of matrices
         for matrix, owner in zip(matrices, owners):
             counts[owner][matrix.rows, matrix.cols] += 1
         inbound, outbound, _, held, _ = (max(nbytes) for nbytes in zip(*at_owners.values()))
-        travels, (leave, gather, land) = self.route != "local", BYTES[self.route]
-        inbound, away = max(inbound, *leaves.values()), max(leaves.values()) if travels else held
-        gathered = gather * held / self.update + (inbound if self.route == "reduce" else 0)
-        # Most owners have the same
+        travels = self.route != "local"
+        before, at_owner, after = ELEMENT_BYTES[self.route]
+        # A rank may send more than any owner receives, and the all-to-all waits for both
+        inbound = max(inbound, *leaves.values())
+        packed = max(leaves.values()) if travels else held
+        gathered = at_owner * held / self.update + (inbound if self.route == "reduce" else 0)
+        # Most owners have equal counts, and a batch time is slow to compute
         distinct = {frozenset(shapes.items()): shapes for shapes in counts.values()}
-        products = max(map(pace.stacks, distinct.values())) + pace.memory(gathered)
+        products = max(map(cost_model.batch_time, distinct.values())) + cost_model.memory_time(
+            gathered
+        )
         return BucketTimes(
-            pace.memory(leave * away / self.update),
-            pace.wire(inbound),
+            cost_model.memory_time(before * packed / self.update),
+            cost_model.all_to_all_time(inbound),
             products,
-            pace.wire(outbound),
-            pace.memory(land * (returns if travels else held) / self.update),
+            cost_model.all_to_all_time(outbound),
+            cost_model.memory_time(after * (returns if travels else held) / self.update),
             travels,
         )
 
-    def workspace_for(self, taken) -> int:
-        """The workspace in which any number of buckets that take this have room, on every rank."""
-        return workspace(*self.memory(taken))
-
-    def bytes_together(self, buckets) -> int:
-        """The workspace that these buckets, lists of layers, take of one rank at most: every slot
-        and the bench are as large as the largest that uses them.
+    def workspace_for(self, taken: Mapping) -> int:
+        """Return the bytes of a workspace in which any number of buckets with footprint `taken`
+        fit, on every rank.
         """
-        slots, benches = zip(*(self.memory(total(bucket)) for bucket in buckets))
-        turns = SLOTS if self.route != "local" else 1
-        return sum(max(slots[number::turns], default=0) for number in range(turns)) + max(benches)
+        return workspace_bytes(*self.memory(taken))
 
-    def memory(self, taken) -> tuple[int, int]:
-        """(bytes of a slot, bytes of the bench) of any rank at most; see `RankPlan.places`. What
-        leaves a rank are pieces to which answers return.
+    def bytes_together(self, buckets: Iterable[Sequence[Round]]) -> int:
+        """Return the workspace bytes that the given buckets take on the rank with the most.
+
+        Bucket i of the family uses buffer i modulo the number of buffers. Every buffer, and the
+        shared scratch, is as large as the largest user. "local" buckets share a single buffer.
+        """
+        buffers, scratches = zip(*(self.memory(total(bucket)) for bucket in buckets))
+        count = BUCKETS_IN_FLIGHT if self.route != "local" else 1
+        in_buffers = sum(max(buffers[number::count], default=0) for number in range(count))
+        return in_buffers + max(scratches)
+
+    def memory(self, taken: Mapping) -> tuple[int, int]:
+        """Return (bytes of the bucket buffer, bytes of the shared scratch), an upper bound over all
+        ranks, see `RankPlan.workspace_layout`.
+
+        Pieces that a rank sends are among the pieces of which updates return, so `returns` bounds
+        the buffer for both.
         """
         owners, iterated, _, returns = self._together(taken)
-        slot, bench, fixed = 0, 0, 3 * ALIGNMENT * (len(self.ranks) + 2)
+        # Upper bound of the padding: every use of the workspace, and every peer's part of an
+        # all-to-all buffer, begins at a multiple of ALIGNMENT
+        fixed = 3 * ALIGNMENT * (len(self.ranks) + 2)
+        buffer, scratch = 0, 0
         for (owner, _), (long, square) in iterated.items():
-            inbound, _, spread, held, stays = owners[owner]
-            slot = max(slot, returns + inbound + stays, returns + spread + stays, long + stays)
-            bench = max(bench, square + held)
-        return slot + fixed, bench + fixed
+            inbound, _, return_buffer, held, until_apply = owners[owner]
+            # Row state and means are next to whichever is larger: the all-to-all buffers, or the
+            # scratch of Newton-Schulz, which reuses them
+            buffer = max(
+                buffer,
+                returns + inbound + until_apply,
+                returns + return_buffer + until_apply,
+                long + until_apply,
+            )
+            scratch = max(scratch, square + held)
+        return buffer + fixed, scratch + fixed

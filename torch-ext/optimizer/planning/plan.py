@@ -1,7 +1,12 @@
-"""Matrices, buckets, and `make_plan`, which assigns every matrix an owner and a bucket.
+"""The plan of a parameter group: matrices, the owner of each, and buckets.
 
-A pure function of layouts, options and measured times: every rank computes the same plan. Touches
-no tensor, sends nothing.
+`make_plan` turns layouts into `Bucket`s: families of matrices on the same ranks, owners by expected
+work (load_balance.py), buckets by expected time (bucketing.py). `along_backward` and
+`along_forward` cut the buckets anew for the overlap modes. `plan_chunks` is the counterpart for
+AdamW with state at owners. `digest` lets ranks compare plans.
+
+All functions are pure: every rank computes the same plan from layouts, options and measured times.
+Touches no tensor, sends nothing.
 """
 
 from __future__ import annotations
@@ -9,143 +14,199 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from .bucketing import PARTS, cut, in_parts, rounds_of
-from .cost_model import BucketTimes
+from .cost_model import BucketTimes, CostModel
 from .load_balance import assign
-from .memory_model import ALIGNMENT, MemoryModel, PlanInputs, total, workspace
+from .memory_model import (
+    ALIGNMENT,
+    ChunkPlanInputs,
+    MemoryModel,
+    PlanInputs,
+    total,
+    workspace_bytes,
+)
 
-# Of plain matrices whose owner keeps the state: gradients come reduced, or not
+if TYPE_CHECKING:
+    from ..params.layout import Layout
+
+Family = tuple[str, tuple[int, ...]]  # (route, ranks)
+Cost = Callable[[int, int], int]  # (rows, cols) -> work; a CostModel, or any function in tests
+
+# Routes of plain parameters (no DTensors) whose state one owner stores: with reduced gradients, and
+# with unreduced gradients
 OWNER_STATE_KINDS = "own", "reduce"
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The unit of orthogonalization: `rows` x `cols` of parameter number `param`, at the leading
-    index `at` (experts).
+    """The unit of orthogonalization: `rows` x `cols`, at leading index `at` of a parameter.
+
+    In a bucket of chunks (`plan_chunks`): `rows` rows of every owner's part of a parameter, from
+    row `at[0]` of the part on.
     """
 
-    param: int
-    at: tuple
+    param: int  # index of the parameter in the group's plan
+    at: tuple[int, ...]  # leading indices, for example the expert; () for a 2-D parameter
     rows: int
     cols: int
 
     @property
-    def numel(self):
+    def numel(self) -> int:
+        """Number of elements."""
         return self.rows * self.cols
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices that travel together over `ranks`, the owner of each, the name of the route that
-    steps them, the times that are expected where known, and what it takes of any rank at most:
-    (bytes of a slot, bytes of the bench).
+    """Matrices that are exchanged in a pair of all-to-alls over `ranks`, and stepped together.
+
+    [Note: routes] `route` is a key of execution/bucket_updates.py:
+    "local": a single rank stores the matrices; nothing is sent.
+    "exchange": pieces of momentum to the owner, pieces of the update back. State at the pieces.
+    "own": as "exchange" for plain parameters, with the state at the owner.
+    "reduce": unreduced gradients to the owner, which averages them and stores the state.
+    "own_elementwise", "reduce_elementwise": AdamW, as "own" and "reduce", see `plan_chunks`.
     """
 
     route: str
-    ranks: tuple
-    matrices: tuple
-    owners: tuple
-    part: BucketTimes | None = field(default=None, compare=False)
-    memory: tuple = (0, 0)
+    ranks: tuple[int, ...]  # global ranks, ascending
+    matrices: tuple[Matrix, ...]
+    owners: tuple[int, ...]  # global rank of each matrix's owner; () in a bucket of chunks
+    # Expected times; None without measured times. Not compared: plans are equal if the work is
+    times: BucketTimes | None = field(default=None, compare=False)
+    # Bytes of (bucket buffer, shared scratch) on the rank that needs the most
+    memory: tuple[int, int] = (0, 0)
 
     @property
     def nbytes(self) -> int:
-        """Of a workspace that has room for any number of such buckets on every rank."""
-        return workspace(*self.memory)
+        """Bytes of a workspace with room for any number of buckets like the bucket, on any rank."""
+        return workspace_bytes(*self.memory)
 
 
-def check_slots(buckets, given) -> None:
-    """Raise ValueError if buckets that all have a slot of their own take more of any rank than the
-    bytes `given`.
+def check_bucket_buffers(buckets: Iterable[Bucket], given: int | None) -> None:
+    """Raise ValueError if buckets with a buffer each need more than `given` bytes on some rank.
+
+    `given`: `workspace_bytes` of the user; None allows any size. "local" buckets share a buffer.
     """
-    away, home, bench = Counter(), Counter(), Counter()
+    # Rank -> bytes: of all buffers but the local one, of the local buffer, of the shared scratch
+    own_buffers, local_buffer = Counter(), Counter()
+    scratch = Counter()
     for bucket in buckets:
-        slot, least = bucket.memory
+        buffer_bytes, scratch_bytes = bucket.memory
         for rank in bucket.ranks:
-            away[rank] += slot * (bucket.route != "local")
-            home[rank] = max(home[rank], slot * (bucket.route == "local"))
-            bench[rank] = max(bench[rank], least)
-    needed = max((away[rank] + home[rank] + bench[rank] for rank in bench), default=0)
+            own_buffers[rank] += buffer_bytes * (bucket.route != "local")
+            local_bytes = buffer_bytes * (bucket.route == "local")
+            local_buffer[rank] = max(local_buffer[rank], local_bytes)
+            scratch[rank] = max(scratch[rank], scratch_bytes)
+    needed = max((own_buffers[r] + local_buffer[r] + scratch[r] for r in scratch), default=0)
     if given is not None and needed > given:
         raise ValueError(
             f"workspace_bytes={given} is too small: with overlap_backward=True every bucket has a "
-            "slot of "
-            f"its own, which takes {needed} bytes together; pass at least that, or None, or leave "
-            "overlap_backward out"
+            f"buffer of its own, which takes {needed} bytes together; pass at least that, or None, "
+            "or leave overlap_backward out"
         )
 
 
 def make_plan(
-    layouts,
-    cost,
-    loads,
-    terms=None,
+    layouts: Sequence[Layout],
+    cost: Cost,
+    loads: dict[frozenset[int], Counter],
+    inputs: PlanInputs | None = None,
     *,
-    rank_bytes=1 << 30,
-    plain="exchange",
-    minimize_workspace=False,
-) -> list:
-    """Layouts -> [Bucket], the same on every rank; `terms`: a `PlanInputs`, None for its defaults.
+    rank_bytes: int = 1 << 30,
+    plain: str = "exchange",
+    minimize_workspace: bool = False,
+) -> list[Bucket]:
+    """Return the buckets of a parameter group; equal on every rank.
 
-    `cost(rows, cols)`: the work of one matrix, a whole number; a Pace with measured times says also
-    how buckets are cut and ordered (else they are as few as fit). `loads`: work from earlier plans
-    of this step, by the ranks that know of it and by rank, updated in place; `rank_bytes`: how much
-    workspace buckets may take of one rank (more where one matrix per owner does); `plain`: the
-    route of plain matrices on several ranks, see ROUTES_OF_OWNERS; `minimize_workspace`: take less
-    where that costs 1 % of time at most.
+    `layouts`: of each parameter; parameters of equal shape and placement share a Layout object.
+    `cost`: (rows, cols) -> work of a matrix, an int. A CostModel with measured times also decides
+    how buckets are cut and ordered; without times the buckets are as few as possible.
+    `loads`: {ranks that know of the work: Counter of rank -> work}, from earlier plans of the step;
+    updated in place. `inputs`: None for defaults.
+    `rank_bytes`: workspace bytes of a rank; a bucket of a single round may take more.
+    `plain`: route of plain parameters on several ranks: "exchange", "own" or "reduce".
+    `minimize_workspace`: prefer less memory if the expected time grows by at most 1 %.
     """
-    families, pace = _families(layouts, plain), cost if getattr(cost, "measured", False) else None
-    owner_of, buckets = _assign(families, layouts, cost, loads), []
-    for route, ranks in sorted(families, key=lambda family: (turn(family[1]), family)):
-        freight = MemoryModel(layouts, terms or PlanInputs(), route, ranks)
-        layers = rounds_of(families[route, ranks], owner_of, cost, freight)
-        price = partial(freight.price, owner_of, pace) if pace else None
-        for group in cut(
-            layers,
-            freight.workspace_for,
+    families = _families(layouts, plain)
+    cost_model = cost if getattr(cost, "measured", False) else None
+    owner_of = _assign(families, layouts, cost, loads)
+    buckets = []
+    # The key has no local information: ranks that share several families issue their collectives
+    # in one order
+    for route, ranks in sorted(families, key=lambda family: (bucket_sort_key(family[1]), family)):
+        memory_model = MemoryModel(layouts, inputs or PlanInputs(), route, ranks)
+        predicted_end = (
+            partial(memory_model.predicted_end, owner_of, cost_model) if cost_model else None
+        )
+        groups = cut(
+            rounds_of(families[route, ranks], owner_of, cost, memory_model),
+            memory_model.workspace_for,
             rank_bytes,
-            price,
-            freight.bytes_together if minimize_workspace else None,
-        ):
-            taken, matrices = (
-                total(group),
-                tuple(matrix for layer in group for matrix in layer.matrices),
-            )
+            predicted_end,
+            memory_model.bytes_together if minimize_workspace else None,
+        )
+        for rounds in groups:
+            matrices = tuple(matrix for one in rounds for matrix in one.matrices)
             owners = tuple(owner_of[m] for m in matrices)
-            buckets.append(_bucket(freight, matrices, owners, taken, pace))
+            buckets.append(_bucket(memory_model, matrices, owners, total(rounds), cost_model))
     return buckets
 
 
-def _bucket(freight, matrices, owners, taken, pace) -> Bucket:
-    part = pace and freight.part(matrices, owners, taken, pace)
-    return Bucket(freight.route, freight.ranks, matrices, owners, part, freight.memory(taken))
+def _bucket(
+    memory_model: MemoryModel,
+    matrices: tuple[Matrix, ...],
+    owners: tuple[int, ...],
+    taken: Counter,
+    cost_model: CostModel | None,
+) -> Bucket:
+    """Return a bucket with its expected times and bytes; `taken`: sum of the footprints."""
+    times = cost_model and memory_model.bucket_times(matrices, owners, taken, cost_model)
+    memory = memory_model.memory(taken)
+    return Bucket(memory_model.route, memory_model.ranks, matrices, owners, times, memory)
 
 
-def along_backward(buckets, layouts, cost, terms, latency) -> list[Bucket]:
-    """The same matrices with the same owners, in buckets that are complete one after another while
-    backward goes from the last parameter to the first. Those that stay at home stay as they are.
+def along_backward(
+    buckets: Sequence[Bucket],
+    layouts: Sequence[Layout],
+    cost: Cost,
+    inputs: PlanInputs,
+    latency: int,
+) -> list[Bucket]:
+    """Cut the matrices anew, with unchanged owners, in the order in which backward computes
+    gradients: from the last parameter to the first. "local" buckets are returned unchanged.
 
-    `latency`: the fewest bytes that are worth a bucket on the wire, of one rank; the rest as in
-    `make_plan`.
+    `latency`: fewest bytes per rank of a bucket, see `cost_model.latency_bytes`.
     """
 
-    def cut_anew(owner_of, least, pack):
+    def cut_anew(owner_of: Mapping[Matrix, int], least: float, pack: Callable) -> list[Bucket]:
         order = sorted(owner_of, key=lambda m: (-m.param, m.at))
         return pack(in_parts([(m,) for m in order], least))
 
-    return _along(cut_anew, buckets, layouts, cost, terms, latency)
+    return _along(cut_anew, buckets, layouts, cost, inputs, latency)
 
 
-def along_forward(buckets, layouts, cost, terms, latency, rank_bytes) -> list[Bucket]:
-    """The same in buckets that land one after another as forward goes from the first parameter to
-    the last: the next matrix of every owner, so that each bucket has work for all. As many as there
-    is no room for fewer.
+def along_forward(
+    buckets: Sequence[Bucket],
+    layouts: Sequence[Layout],
+    cost: Cost,
+    inputs: PlanInputs,
+    latency: int,
+    rank_bytes: int,
+) -> list[Bucket]:
+    """Cut the matrices anew, with unchanged owners, in the order in which forward uses parameters:
+    from the first to the last. "local" buckets are returned unchanged.
+
+    A bucket takes whole rounds, the next matrix of every owner, so every owner has work. `latency`:
+    as in `along_backward`. `rank_bytes`: the number of buckets is doubled until every bucket fits.
     """
 
-    def cut_anew(owner_of, least, pack):
+    def cut_anew(owner_of: Mapping[Matrix, int], least: float, pack: Callable) -> list[Bucket]:
         queues = defaultdict(list)
         for matrix in sorted(owner_of, key=lambda m: (m.param, m.at)):
             queues[owner_of[matrix]].append(matrix)
@@ -154,66 +215,87 @@ def along_forward(buckets, layouts, cost, terms, latency, rank_bytes) -> list[Bu
             for together in itertools.zip_longest(*queues.values())
         ]
         found, count = pack(in_parts(rounds, least)), PARTS
+        # The bytes of a part depend on its owners and pieces, so the number of parts is found by
+        # trial. A round cannot be cut, so the trials end at one round per bucket.
         while max(b.nbytes for b in found) > rank_bytes and len(found) < len(rounds):
             count *= 2
             found = pack(in_parts(rounds, 0, count))
         return found
 
-    return _along(cut_anew, buckets, layouts, cost, terms, latency)
+    return _along(cut_anew, buckets, layouts, cost, inputs, latency)
 
 
-def _along(cut_anew, buckets, layouts, cost, terms, latency) -> list[Bucket]:
-    """`cut_anew(owner_of, least, pack)`: the buckets of one family, of at least so many elements;
-    `pack` makes them of matrices.
+def _along(
+    cut_anew: Callable,
+    buckets: Sequence[Bucket],
+    layouts: Sequence[Layout],
+    cost: Cost,
+    inputs: PlanInputs,
+    latency: int,
+) -> list[Bucket]:
+    """Apply `cut_anew(owner_of, least, pack)` to every family; keep "local" buckets.
+
+    `least`: fewest elements of a bucket. `pack`: turns lists of matrices into buckets.
     """
-    families, pace, found = (
-        defaultdict(dict),
-        cost if getattr(cost, "measured", False) else None,
-        [],
-    )
+    cost_model = cost if getattr(cost, "measured", False) else None
+    families: dict[Family, dict[Matrix, int]] = defaultdict(dict)  # -> matrix -> owner
     for bucket in buckets:
         families[bucket.route, bucket.ranks].update(zip(bucket.matrices, bucket.owners))
-    for (route, ranks), owner_of in families.items():
+    found = []
+    for family, owner_of in families.items():
+        route, ranks = family
         if route == "local":
-            found += [
-                bucket for bucket in buckets if (bucket.route, bucket.ranks) == (route, ranks)
-            ]
+            found += [bucket for bucket in buckets if (bucket.route, bucket.ranks) == family]
             continue
-        pack = partial(_packed, MemoryModel(layouts, terms, route, ranks), owner_of, pace)
-        found += cut_anew(owner_of, latency * len(ranks) / terms.update, pack)
+        memory_model = MemoryModel(layouts, inputs, route, ranks)
+        pack = partial(_packed, memory_model, owner_of, cost_model)
+        # Bytes per rank -> elements of all ranks
+        found += cut_anew(owner_of, latency * len(ranks) / inputs.update, pack)
     return found
 
 
-def _packed(freight, owner_of, pace, parts) -> list[Bucket]:
+def _packed(
+    memory_model: MemoryModel,
+    owner_of: Mapping[Matrix, int],
+    cost_model: CostModel | None,
+    parts: Iterable[tuple[Matrix, ...]],
+) -> list[Bucket]:
+    """Return a bucket of each part."""
     found = []
     for matrices in parts:
         owners = tuple(owner_of[m] for m in matrices)
-        found.append(_bucket(freight, matrices, owners, freight.sum(zip(matrices, owners)), pace))
+        taken = memory_model.sum(zip(matrices, owners))
+        found.append(_bucket(memory_model, matrices, owners, taken, cost_model))
     return found
 
 
-def turn(ranks) -> tuple:
-    """The key by which buckets are ordered in a step: those of the same ranks follow each other, on
-    every rank.
+def bucket_sort_key(ranks: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """Return the key by which sets of ranks are ordered in a step, on every rank: large sets first.
+
+    The buckets of a set of ranks are consecutive. All ranks issue the collectives of all sets in a
+    common order; else two ranks would wait in different collectives and hang.
     """
     return -len(ranks), ranks
 
 
-def _families(layouts, plain) -> dict:
-    """(route, ranks) -> matrices whose pieces lie on the same ranks and are stepped alike."""
-    families, places = defaultdict(list), {}
+def _families(layouts: Sequence[Layout], plain: str) -> dict[Family, list[Matrix]]:
+    """Return (route, ranks) -> matrices with pieces on the ranks, in order of parameters."""
+    families = defaultdict(list)
+    # Thousands of parameters share a handful of layouts, whose boxes grow with the ranks
+    boxes_of: dict[int, list] = {}  # id of a layout -> result of `_routes`
     for param, layout in enumerate(layouts):
-        if id(layout) not in places:  # parameters of one shape and placement share their layout
-            places[id(layout)] = _places(layout, plain)
-        for lead, family in places[id(layout)]:
+        if id(layout) not in boxes_of:
+            boxes_of[id(layout)] = _routes(layout, plain)
+        for lead, family in boxes_of[id(layout)]:
             for at in itertools.product(*(range(a, b) for a, b in lead)):
                 families[family].append(Matrix(param, at, *layout.shape[-2:]))
     return dict(families)
 
 
-def _places(layout, plain) -> list:
-    """[(box of leading indices, (route, ranks))]: who stores pieces of the matrices at these
-    indices.
+def _routes(layout: Layout, plain: str) -> list[tuple[tuple, Family]]:
+    """Return [(box of leading indices, (route, ranks))]: the family of the matrices in each box.
+
+    Expert parallelism shards leading indices: experts on different ranks are different families.
     """
     ranks_of = defaultdict(list)
     for rank, box in layout.boxes.items():
@@ -222,6 +304,8 @@ def _places(layout, plain) -> list:
     found = []
     for lead, ranks in ranks_of.items():
         storing = [r for r in ranks if all(a < b for a, b in layout.boxes[r][-2:])]
+        # A single rank with elements owns its matrices. Otherwise ranks with empty shards take
+        # part, too: they may own matrices.
         if len(storing) == 1:
             found.append((lead, ("local", tuple(storing))))
         elif storing:
@@ -229,55 +313,76 @@ def _places(layout, plain) -> list:
     return found
 
 
-def _assign(families, layouts, cost, loads) -> dict:
-    """matrix -> owner, balanced over all shapes at once (load_balance.py).
+def _assign(
+    families: Mapping[Family, list[Matrix]],
+    layouts: Sequence[Layout],
+    cost: Cost,
+    loads: dict[frozenset[int], Counter],
+) -> dict[Matrix, int]:
+    """Return matrix -> owner rank, balanced over all shapes at once (load_balance.py); add the work
+    to `loads`.
 
-    Only work on layouts that all ranks of a layout have part in counts: of other work some of them
-    know nothing. So the layouts of the most ranks come first. Where the owner also keeps the state,
-    a parameter has one owner for all its matrices.
+    The world of a layout is the set of all its ranks. Work of a world is balanced against earlier
+    work of supersets only: other work is unknown to some ranks of the world, and all ranks must
+    choose equal owners. Large worlds come first, so that small worlds can take their work into
+    account. With state at the owner, all matrices of a parameter get a common owner, since the
+    state is a single tensor.
     """
-    owner_of, worlds = {}, defaultdict(list)
-    world_of = {id(layout): layout for layout in layouts}
-    world_of = {key: frozenset(layout.boxes) for key, layout in world_of.items()}
+    owner_of: dict[Matrix, int] = {}
+    worlds = defaultdict(list)  # world -> (param, at, allowed ranks, work, matrices)
+    distinct = {id(layout): layout for layout in layouts}
+    world_of = {key: frozenset(layout.boxes) for key, layout in distinct.items()}
     for (route, ranks), matrices in families.items():
+        # The matrices of a parameter are consecutive in a family, as groupby needs
         for _, unit in itertools.groupby(
             matrices, key=lambda m: m.param if route in OWNER_STATE_KINDS else m
         ):
             unit = list(unit)
+            # LPT needs work > 0: else all matrices without cost would go to one rank
             work = max(1, cost(unit[0].rows, unit[0].cols)) * len(unit)
             worlds[world_of[id(layouts[unit[0].param])]].append(
                 (unit[0].param, unit[0].at, ranks, work, unit)
             )
     for world in sorted(worlds, key=lambda world: (-len(world), sorted(world))):
+        # Sorted by parameter: the order of families may depend on parameters of other worlds
         units, base = sorted(worlds[world], key=lambda u: u[:2]), Counter()
-        for everybody in [e for e in loads if e >= world]:
-            base.update(loads[everybody])
+        for superset in [ranks for ranks in loads if ranks >= world]:
+            base.update(loads[superset])
         owners, _ = assign(
             [(work, ranks) for _, _, ranks, work, _ in units], {r: base[r] for r in sorted(world)}
         )
-        mine = loads.setdefault(world, Counter())
+        added = loads.setdefault(world, Counter())
         for owner, (*_, work, unit) in zip(owners, units):
             owner_of.update(dict.fromkeys(unit, owner))
-            mine[owner] += work
+            added[owner] += work
     return owner_of
 
 
-def plan_chunks(shapes, ranks, rank_bytes, terms) -> list[Bucket]:
-    """Buckets of parameters whose state is at owners elementwise: rank number i owns the i-th part
-    of the rows of each.
+def plan_chunks(
+    shapes: Sequence[tuple[int, int]],
+    ranks: tuple[int, ...],
+    rank_bytes: int,
+    inputs: ChunkPlanInputs,
+) -> list[Bucket]:
+    """Return the buckets of elementwise parameters (AdamW) with state at owners: the i-th rank owns
+    the i-th part of the rows of each parameter.
 
-    `shapes`: (rows, the rest) of each parameter; `terms`: see `ChunkPlanInputs`. A bucket takes
-    some rows of every part; its Matrix says how many (`rows`), from which one on (`at`). One
-    without elements is there for its count of steps.
+    `shapes`: (rows, elements per row) of each parameter. A bucket takes a range of rows of every
+    owner's part, see `Matrix`. `rank_bytes`: workspace bytes of a rank; a bucket has at least a row
+    of each part.
     """
-    slot, bench, fixed = _of_chunks(ranks, terms)
-    element = workspace(slot, bench)
-    N, numel, buckets = len(ranks), (rank_bytes - workspace(fixed, fixed)) // element, [[]]
+    buffer_bytes, scratch_bytes, fixed = _chunk_bytes(ranks, inputs)
+    element = workspace_bytes(buffer_bytes, scratch_bytes)
+    N = len(ranks)
+    limit = (rank_bytes - workspace_bytes(fixed, fixed)) // element  # elements of a part
+    buckets = [[]]
     for param, (rows, cols) in enumerate(shapes):
         first, last = 0, -(-rows // N) if cols else 0
+        # A parameter without elements is a Matrix without rows: its count of steps still advances
         buckets[-1] += [] if last else [Matrix(param, (0,), 0, 0)]
         while first < last:
-            room = numel - sum(m.numel for m in buckets[-1])
+            room = limit - sum(m.numel for m in buckets[-1])
+            # An empty bucket takes a row even if there is no room, or planning would not end
             if room < cols and buckets[-1]:
                 buckets.append([])
                 continue
@@ -285,54 +390,74 @@ def plan_chunks(shapes, ranks, rank_bytes, terms) -> list[Bucket]:
             buckets[-1].append(Matrix(param, (first,), count, cols))
             first += count
     sizes = [sum(m.numel for m in b) for b in buckets]
-    route = "own_elementwise" if terms.reduced else "reduce_elementwise"
+    route = "own_elementwise" if inputs.reduced else "reduce_elementwise"
     return [
-        Bucket(route, ranks, tuple(b), (), None, (slot * n + fixed, bench * n + fixed))
+        Bucket(
+            route, ranks, tuple(b), (), None, (buffer_bytes * n + fixed, scratch_bytes * n + fixed)
+        )
         for b, n in zip(buckets, sizes)
         if b
     ]
 
 
-def _of_chunks(ranks, terms) -> tuple[int, int, int]:
-    """What chunks take: (bytes of a slot for each element of a part, of the bench, of each for any
-    number of them).
+def _chunk_bytes(ranks: tuple[int, ...], inputs: ChunkPlanInputs) -> tuple[int, int, int]:
+    """Return (bytes of the bucket buffer per element of a part, bytes of the shared scratch per
+    element, bytes of each for any number of elements).
     """
-    N, gradient, weight = len(ranks), terms.gradient, terms.weight
-    leaves, returns, stepped = N * gradient, N * weight - weight, weight + 2 * terms.state
-    if terms.reduced:  # the part's own gradient in place of the mean
-        return 2 * returns + stepped + gradient, 0, 4 * ALIGNMENT * (N + 3)
-    # as much arrives as leaves; the part's own weight and state, stepped; the mean
-    return 2 * max(leaves, returns) + stepped, max(4, gradient), 3 * ALIGNMENT * (N + 3)
+    N = len(ranks)
+    sent_in = N * inputs.gradient
+    sent_out = N * inputs.weight - inputs.weight  # the owner keeps its own part
+    stepped = inputs.weight + 2 * inputs.state  # copies of weight, exp_avg and exp_avg_sq
+    if inputs.reduced:
+        # Send and receive buffers of the outbound all-to-all; the part's own gradient stands in
+        # for the mean. The last number bounds the padding of parts to ALIGNMENT.
+        return 2 * sent_out + stepped + inputs.gradient, 0, 4 * ALIGNMENT * (N + 3)
+    # Both directions share two buffers, as large as the larger direction. The mean, in at least
+    # fp32, is in the shared scratch.
+    return (2 * max(sent_in, sent_out) + stepped, max(4, inputs.gradient), 3 * ALIGNMENT * (N + 3))
 
 
-def chunks_along_backward(shapes, ranks, terms, latency) -> list[Bucket]:
-    """As `plan_chunks`, in buckets for which gradients come one after another during backward; see
-    `along_backward`.
+def chunks_along_backward(
+    shapes: Sequence[tuple[int, int]], ranks: tuple[int, ...], inputs: ChunkPlanInputs, latency: int
+) -> list[Bucket]:
+    """Return `plan_chunks` in buckets for overlap_backward: small, last parameter first. `latency`:
+    as in `along_backward`.
     """
-    return plan_chunks(shapes, ranks, _room_of_part(shapes, ranks, terms, latency), terms)[::-1]
+    return plan_chunks(shapes, ranks, _room_of_part(shapes, ranks, inputs, latency), inputs)[::-1]
 
 
-def chunks_along_forward(shapes, ranks, terms, latency, rank_bytes) -> list[Bucket]:
-    """As `plan_chunks`, in buckets that land one after another during forward; see
-    `along_forward`.
+def chunks_along_forward(
+    shapes: Sequence[tuple[int, int]],
+    ranks: tuple[int, ...],
+    inputs: ChunkPlanInputs,
+    latency: int,
+    rank_bytes: int,
+) -> list[Bucket]:
+    """Return `plan_chunks` in buckets for overlap_forward: small, first parameter first. `latency`,
+    `rank_bytes`: as in `along_forward`.
     """
-    room = min(rank_bytes, _room_of_part(shapes, ranks, terms, latency))
-    return plan_chunks(shapes, ranks, room, terms)
+    room = min(rank_bytes, _room_of_part(shapes, ranks, inputs, latency))
+    return plan_chunks(shapes, ranks, room, inputs)
 
 
-def _room_of_part(shapes, ranks, terms, latency) -> int:
-    """The workspace in which there is room for one of PARTS parts."""
-    slot, bench, fixed = _of_chunks(ranks, terms)
+def _room_of_part(
+    shapes: Sequence[tuple[int, int]], ranks: tuple[int, ...], inputs: ChunkPlanInputs, latency: int
+) -> int:
+    """Return the `rank_bytes` with which `plan_chunks` makes about PARTS buckets, or fewer buckets
+    of at least `latency` bytes.
+    """
+    buffer_bytes, scratch_bytes, fixed = _chunk_bytes(ranks, inputs)
     numel = sum(-(-rows // len(ranks)) * cols for rows, cols in shapes)
-    most = max(-(-numel // PARTS), latency // (len(ranks) * terms.gradient))
-    return workspace(fixed, fixed) + workspace(slot, bench) * most
+    most = max(-(-numel // PARTS), latency // (len(ranks) * inputs.gradient))
+    return workspace_bytes(fixed, fixed) + workspace_bytes(buffer_bytes, scratch_bytes) * most
 
 
-def digest(buckets, layouts, *more) -> int:
-    """A number that differs where two ranks' plans differ: exchanged once, instead of the plans. Of
-    parameters only their order counts: between them a rank may have others, of which the ranks of
-    these buckets know nothing.
+def digest(buckets: Sequence[Bucket], layouts: Sequence[Layout], *more: object) -> int:
+    """Return a 56-bit number that differs between ranks with different plans (7 bytes of SHA-256).
+    `more`: further values to compare, by `repr`.
     """
+    # Of parameters only the order counts: a rank may have parameters in between that the other
+    # ranks of the buckets do not know
     place = {
         param: i for i, param in enumerate(sorted({m.param for b in buckets for m in b.matrices}))
     }

@@ -1,13 +1,17 @@
-"""`Planner`: parameter groups to plans. Ranks that share parameters call it together, for the same
-groups in the same order.
+"""Planner: parameter groups -> plans.
+
+`Planner.plan` checks the parameters of a group, derives layouts and returns `Plan`s: layouts,
+buckets, and the rank's part of each bucket. Ranks with common parameters call `Planner` together,
+for equal groups in equal order. Planning sends nothing.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,86 +21,93 @@ from ..kernels.launch.tile_config import architecture
 from ..newton_schulz import method
 from ..newton_schulz.method import gain_side_by_side
 from ..params.dtensor import gradient_dtype, is_dtensor, local_of, mismatched_placements
-from ..params.errors import names_in
-from ..params.layout import check_row_state, layout_of, row_chunks, this_rank
+from ..params.errors import names_in, warn_caller
+from ..params.layout import Layout, layout_of, row_chunks, this_rank
 from ..params.validation import check_param
-from ..pipeline import SLOTS
+from ..pipeline import BUCKETS_IN_FLIGHT
 from ..rules.rule import home_of
 from .cost_model import CostModel, latency_bytes
 from .memory_model import ChunkPlanInputs, PlanInputs
 from .plan import (
     OWNER_STATE_KINDS,
+    Bucket,
     along_backward,
     along_forward,
-    check_slots,
+    check_bucket_buffers,
     chunks_along_backward,
     chunks_along_forward,
     make_plan,
     plan_chunks,
 )
-from .rank_plan import chunk_share, share_of
+from .rank_plan import RankPlan, chunk_rank_plan, rank_plan_of
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+    from ..params.config import MuonConfig
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One group's parameters of one kind, where they and their row state live, and what this rank
-    has of each bucket.
-
-    `shares`: None if all of it is stepped elementwise where it is stored; `shared`: the numbers of
-    the parameters for which ranks must act alike; `in_chunks`: whether they are cut into rows of
-    dim 0; `pace`: a digest of the times by which owners were chosen; `kept`: how many rows of each
-    parameter's state each rank keeps, None: as it is stored; `strays`: number of a parameter ->
-    placements of its gradients, where those are not the parameter's.
+    """The plan of all matrices of a Muon group, or of the AdamW parameters of a group with equal
+    dtypes.
     """
 
-    group: dict
-    params: list
-    layouts: list
-    row_layouts: list | None
-    shares: list | None
-    shared: frozenset
-    in_chunks: bool = False
-    pace: str = ""
-    kept: list | None = None
-    strays: dict = field(default_factory=dict)
+    group: dict  # the live parameter group
+    params: list[torch.Tensor]
+    layouts: list[Layout]  # of each parameter
+    row_layouts: list[Layout] | None  # of each parameter's row state; None without row state
+    # This rank's part of each bucket with this rank; None: AdamW where parameters are stored
+    shares: list[tuple[Bucket, RankPlan]] | None
+    # Indices of parameters that several ranks step together: they must agree on missing gradients
+    shared: frozenset[int]
+    in_chunks: bool = False  # parameters are cut into rows of dim 0, see `plan_chunks`
+    cost_model_key: str = ""  # digest of the times that owners were chosen by, see `CostModel.key`
+    # State at owners: rows of state of each parameter (outer) on each rank of the group (inner).
+    # None: state is placed like the parameter.
+    kept: list[list[int]] | None = None
+    # Index of a parameter -> placements of its gradient, where other than the parameter's
+    mismatched: dict[int, tuple] = field(default_factory=dict)
 
-    def compared_by(self, number) -> tuple:
-        """The ranks that tell each other of a parameter's gradients; () if no other rank has to
-        know.
+    def compared_by(self, number: int) -> tuple[int, ...]:
+        """Return the ranks that agree on whether parameter `number` has a gradient; () if the rank
+        steps the parameter alone.
         """
         layout = self.layouts[number]
         return layout.ranks if number in self.shared and len(layout.boxes) > 1 else ()
 
 
 class Planner:
-    """Plans the groups of one step.
+    """Planner of the parameter groups of a step; carries loads from group to group."""
 
-    Ranks that share parameters call it together, for the same groups in the same order; nothing of
-    state travels.
-    """
+    def __init__(self, options: MuonConfig, process_groups: object) -> None:
+        """`process_groups`: a communication.process_groups.ProcessGroups, a folder further down."""
+        self.options = options
+        self.process_groups = process_groups
+        self.process_group = options.process_group
+        self.rank = this_rank()  # global rank
+        self.loads: dict[frozenset[int], Counter] = {}  # see `make_plan`
+        self.buckets: list[Bucket] = []  # of all groups so far, also of other ranks
 
-    def __init__(self, options, process_groups):
-        self.options, self.process_groups, self.rank, self.loads = (
-            options,
-            process_groups,
-            this_rank(),
-            {},
-        )
-        self.process_group, self.buckets = options.process_group, []
+    def plan(self, group: dict, params: Sequence[torch.Tensor]) -> list[Plan]:
+        """Return the plans of a group's parameters; raise ValueError or NotImplementedError for a
+        parameter that cannot be stepped.
 
-    def plan(self, group, params) -> list[Plan]:
-        """The plans of one group."""
+        `params`: parameters of the group in this step, not empty.
+        """
         names = names_in(group)
-        for p in params:  # since they were checked, a module may have been cast or cut
-            check_param(p, names[p], group["use_muon"])
-            if "beta2" in group and group["use_muon"]:
-                check_row_state(p, names[p])
+        # Again, after the checks of the constructor: since then a module may have been cast or
+        # sharded
+        for p in params:
+            check_param(p, names[p], group)
         self.device = local_of(params[0]).device
         self.latency = latency_bytes(architecture(self.device.type, self.device.index))
-        precompile.begin(self.device)
+        precompile.begin(self.device)  # imports Triton in a thread, while ranks compare plans
         self.process_groups.expect(params, self.process_group)
         if group["use_muon"]:
             return [self._matrices(group, params)]
+        # Chunks of a plan share all-to-all buffers, so a plan has a single dtype. Without chunks
+        # only fp64 parameters are apart: AdamW takes lr for them from the host, in fp64.
         kinds = {}
         for p in params:
             kind = (
@@ -105,40 +116,69 @@ class Planner:
                 else p.dtype == torch.float64
             )
             kinds.setdefault(kind, []).append(p)
-        return [
-            (self._chunks if self.options.owner_keeps_state else self._elementwise)(group, part)
-            for part in kinds.values()
-        ]
+        plan_one = self._chunks if self.options.owner_keeps_state else self._elementwise
+        return [plan_one(group, part) for part in kinds.values()]
 
-    def _matrices(self, group, params):
-        layouts, wire = self._layouts(params), self.options.wire_dtype
+    def _matrices(self, group: dict, params: Sequence[torch.Tensor]) -> Plan:
+        """Return the plan of a Muon group."""
+        layouts = self._layouts(params)
         rows = self._layouts(params, of_rows=True) if "beta2" in group else None
-        pace = CostModel.of(group, self.device)
-        products = method.products_dtype(self.options.ns_dtype, self.device)
-        room = self.options.workspace(self.device)
-        terms = PlanInputs(
-            wire.itemsize,
-            4 if rows else 0,
-            self.process_groups.send_once(self.device),
-            partial(method.scratch, steps=pace.steps, dtype=products),
-            partial(method.splits, steps=pace.steps),
-            gain_side_by_side,
-            room=None if self.options.overlap_backward else room,
-        )
+        cost_model = CostModel.of(group, self.device)
+        room = self.options.workspace(self.device)  # bytes
+        inputs = self._plan_inputs(rows is not None, cost_model, room)
         buckets = make_plan(
             layouts,
-            pace,
+            cost_model,
             self.loads,
-            terms,
+            inputs,
             rank_bytes=room,
             plain=self._plain_kind(),
             minimize_workspace=self.options.workspace_bytes is None,
         )
         if self.options.overlap_backward:
-            buckets = along_backward(buckets, layouts, pace, terms, self.latency)
+            buckets = along_backward(buckets, layouts, cost_model, inputs, self.latency)
         elif self.options.overlap_forward:
-            buckets = along_forward(buckets, layouts, pace, terms, self.latency, room)
+            buckets = along_forward(buckets, layouts, cost_model, inputs, self.latency, room)
         self._check_room(buckets, "one matrix per rank")
+        # Ranks outside `b.ranks` have nothing of the bucket
+        shares = [
+            (b, rank_plan_of(b, self.rank, layouts, rows, inputs))
+            for b in buckets
+            if self.rank in b.ranks
+        ]
+        exchanged = frozenset(m.param for b in buckets if b.route != "local" for m in b.matrices)
+        return Plan(
+            group,
+            params,
+            layouts,
+            rows,
+            shares,
+            exchanged,
+            cost_model_key=cost_model.key,
+            kept=self._rows_of_state(buckets, params),
+            mismatched=mismatched_placements(params),
+        )
+
+    def _plan_inputs(self, row_state: bool, cost_model: CostModel, room: int) -> PlanInputs:
+        """Return the `PlanInputs` of a Muon group; `row_state`: with row state (NorMuon)."""
+        products = method.products_dtype(self.options.ns_dtype, self.device)
+        return PlanInputs(
+            self.options.wire_dtype.itemsize,
+            4 if row_state else 0,
+            self.process_groups.send_once(self.device),
+            partial(method.scratch, steps=cost_model.steps, dtype=products),
+            partial(method.splits, steps=cost_model.steps),
+            gain_side_by_side,
+            # With overlap_backward every bucket has a buffer of its own: extra bytes count for each
+            room=None if self.options.overlap_backward else room,
+        )
+
+    def _rows_of_state(
+        self, buckets: Sequence[Bucket], params: Sequence[torch.Tensor]
+    ) -> list[list[int]] | None:
+        """Return `Plan.kept` of a Muon group: all rows at the owner, none elsewhere; None if state
+        is not at owners.
+        """
         owners = {
             m.param: o
             for b in buckets
@@ -149,38 +189,24 @@ class Planner:
             [p.shape[0] * (owners.get(i, self.rank) == rank) for rank in self._ranks()]
             for i, p in enumerate(params)
         ]
-        shares = [
-            (b, share_of(b, self.rank, layouts, rows, terms))
-            for b in buckets
-            if self.rank in b.ranks
-        ]
-        travelling = frozenset(m.param for b in buckets if b.route != "local" for m in b.matrices)
-        return Plan(
-            group,
-            params,
-            layouts,
-            rows,
-            shares,
-            travelling,
-            pace=pace.key,
-            kept=kept if self._plain_kind() in OWNER_STATE_KINDS else None,
-            strays=mismatched_placements(params),
-        )
+        return kept if self._plain_kind() in OWNER_STATE_KINDS else None
 
     def _plain_kind(self) -> str:
-        """The kind of buckets whose parameters every rank stores whole."""
+        """Return the route of plain parameters on several ranks, see [Note: routes]."""
         if not self.options.grads_are_reduced:
             return "reduce"
         return "own" if self.options.shard_state else "exchange"
 
-    def _ranks(self) -> tuple:
+    def _ranks(self) -> tuple[int, ...]:
+        """Return the global ranks of the user's process group; this rank alone without a group."""
         return (
             (self.rank,)
             if self.process_group is None
             else tuple(dist.get_process_group_ranks(self.process_group))
         )
 
-    def _elementwise(self, group, params):
+    def _elementwise(self, group: dict, params: Sequence[torch.Tensor]) -> Plan:
+        """Return the plan of AdamW parameters without buckets: every rank steps what is stored."""
         return Plan(
             group,
             params,
@@ -188,30 +214,31 @@ class Planner:
             None,
             None,
             frozenset(range(len(params))),
-            strays=mismatched_placements(params),
+            mismatched=mismatched_placements(params),
         )
 
-    def _chunks(self, group, params):
+    def _chunks(self, group: dict, params: Sequence[torch.Tensor]) -> Plan:
+        """Return the plan of AdamW parameters with state at owners, all of one dtype."""
         ranks, layouts = self._ranks(), self._layouts(params)
         shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
-        state = home_of("exp_avg", params[0], self.options.state_dtype)[1]
-        terms = ChunkPlanInputs(
+        state_dtype = home_of("exp_avg", params[0], self.options.state_dtype)[1]
+        inputs = ChunkPlanInputs(
             gradient_dtype(params[0]).itemsize,
             params[0].dtype.itemsize,
-            state.itemsize,
+            state_dtype.itemsize,
             self.process_groups.send_once(self.device),
             self.options.grads_are_reduced,
         )
         room = self.options.workspace(self.device)
         if self.options.overlap_backward:
-            buckets = chunks_along_backward(shapes, ranks, terms, self.latency)
+            buckets = chunks_along_backward(shapes, ranks, inputs, self.latency)
         elif self.options.overlap_forward:
-            buckets = chunks_along_forward(shapes, ranks, terms, self.latency, room)
+            buckets = chunks_along_forward(shapes, ranks, inputs, self.latency, room)
         else:
-            buckets = plan_chunks(shapes, ranks, room, terms)
+            buckets = plan_chunks(shapes, ranks, room, inputs)
         self._check_room(buckets, "one row of a parameter per rank")
         kept = [row_chunks(rows, len(ranks)) for rows, _ in shapes]
-        shares = [(b, chunk_share(b, shapes, self.rank, terms)) for b in buckets]
+        shares = [(b, chunk_rank_plan(b, shapes, self.rank, inputs)) for b in buckets]
         return Plan(
             group,
             params,
@@ -223,10 +250,13 @@ class Planner:
             kept=kept,
         )
 
-    def _layouts(self, params, of_rows=False) -> list:
-        """The layout of each parameter, or of its row state; those of one shape, mesh and placement
-        share it.
+    def _layouts(self, params: Sequence[torch.Tensor], of_rows: bool = False) -> list[Layout]:
+        """Return the layout of each parameter, or with `of_rows` of the (..., R, 1) row state.
+
+        Parameters of equal shape, mesh and placements share a Layout object.
         """
+        # A Layout has a box for every rank, so thousands of equal layouts would be slow; make_plan
+        # and MemoryModel cache their results by the id of a layout
         known = {}
         keys = [
             (p.shape, p.device_mesh, p.placements) if is_dtensor(p) else (p.shape,) for p in params
@@ -238,27 +268,37 @@ class Planner:
                 )
         return [known[key] for key in keys]
 
-    def check_slots(self) -> None:
-        """After all groups: all ranks raise alike, since this looks at other ranks' buckets too."""
+    def check_bucket_buffers(self) -> None:
+        """Raise ValueError if the buckets of all groups exceed `workspace_bytes` with
+        overlap_backward; to be called after the last group.
+        """
+        # Buckets of other ranks count, too: all ranks raise together, or the ranks without an error
+        # would wait for the rest in the plan check
         if self.options.overlap_backward:
-            check_slots(self.buckets, self.options.workspace_bytes)
+            check_bucket_buffers(self.buckets, self.options.workspace_bytes)
 
-    def _check_room(self, buckets, least) -> None:
-        """A bucket that takes more than its part of the workspace holds no more than it must."""
+    def _check_room(self, buckets: Sequence[Bucket], least: str) -> None:
+        """Append to `self.buckets`; raise ValueError if a bucket exceeds `workspace_bytes`.
+
+        `least`: content of the smallest possible bucket, for the message.
+        """
+        # make_plan and plan_chunks exceed the limit only with the smallest possible bucket
         self.buckets += buckets
-        given, needed = self.options.workspace_bytes, max((b.nbytes for b in buckets), default=0)
+        given = self.options.workspace_bytes
+        needed = max((b.nbytes for b in buckets), default=0)
         if given is not None and needed > given and not self.options.overlap_backward:
             raise ValueError(
-                f"workspace_bytes={given} is too small: with {least}, {SLOTS} buckets at a time, "
-                "it takes "
-                f"{needed} bytes; pass at least that, or None"
+                f"workspace_bytes={given} is too small: with {least}, {BUCKETS_IN_FLIGHT} buckets "
+                f"at a time, it takes {needed} bytes; pass at least that, or None"
             )
 
 
-def warn_of_idle(groups: list) -> None:
-    """Warn of an optimizer whose parameters are not those of the model: at its first step none of
-    them has a gradient at this rank, or one is on the meta device. torch's optimizers step nothing
-    then, without a word.
+def warn_of_idle(groups: list[dict]) -> None:
+    """Warn of an optimizer with parameters other than the model's: at the first step no parameter
+    has a gradient on the rank, or a parameter is on the meta device.
+
+    In both cases the optimizers of torch silently step nothing. Typical cause: the optimizer was
+    built before `to_empty` or `fully_shard`.
     """
     entries = [entry for group in groups for entry in names_in(group).items()]
     entries = [(p, name) for p, name in entries if p.requires_grad]
@@ -268,14 +308,12 @@ def warn_of_idle(groups: list) -> None:
         "to_empty(), fully_shard() or a new layer): build it after that"
     )
     if on_meta:
-        warnings.warn(
-            f"parameter {on_meta[0]} is on the meta device, where a step changes "
-            f"nothing. If the model is elsewhere, {cause}",
-            stacklevel=2,
+        warn_caller(
+            f"parameter {on_meta[0]} is on the meta device, where a step changes nothing. "
+            f"If the model is elsewhere, {cause}"
         )
     elif entries and all(p.grad is None for p, _ in entries):
-        warnings.warn(
+        warn_caller(
             f"this step finds a gradient at none of {len(entries)} parameters, the first "
-            f"of which is {entries[0][1]}. If there was a backward, {cause}",
-            stacklevel=2,
+            f"of which is {entries[0][1]}. If there was a backward, {cause}"
         )

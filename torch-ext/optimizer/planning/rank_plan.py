@@ -1,316 +1,428 @@
-"""What one rank has of a bucket: its pieces, and the offsets of its all-to-all buffers. Touches no
-tensor.
+"""RankPlan: the part of a bucket on a single rank.
+
+`rank_plan_of` derives from a bucket: pieces stored at the rank, pieces of matrices owned by the
+rank, byte offsets in the all-to-all buffers (`AllToAllPlan`), and the bytes of each use of the
+workspace. `chunk_rank_plan` is the counterpart for buckets of `plan_chunks`. Touches no tensor.
+
+[Note: buffer reuse of the return all-to-all] The outbound all-to-all uses the buffers of the
+inbound all-to-all with swapped roles: updates are sent from the inbound receive buffer ("arrive")
+and received in the memory of the inbound send buffer ("leave", "return"). Between the two
+collectives Newton-Schulz uses both as scratch ("scratch_a", "scratch_b").
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from .memory_model import ALIGNMENT, parts
-from .plan import OWNER_STATE_KINDS, Matrix
+from .memory_model import ALIGNMENT, ChunkPlanInputs, PlanInputs, split_workspace
+from .plan import OWNER_STATE_KINDS, Bucket, Matrix
+
+if TYPE_CHECKING:
+    from ..params.layout import Layout
+
+Box = tuple[tuple[int, int], tuple[int, int]]  # ((first row, end), (first column, end))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of a matrix: stored at its `home`, computed at its `owner`.
+    """A box of a matrix: stored at rank `home`, orthogonalized at rank `owner`."""
 
-    `kind`: "update" (of the matrix itself), "row" (of its (R, 1) row state) or "chunk" (of a
-    parameter that is reduced elementwise). `fed`: this home's copy is the one that is sent to the
-    owner.
-    """
-
+    # "update": box of the matrix; "row": box of the (R, 1) row state; "chunk": rows of a parameter
+    # of AdamW with state at owners
     kind: str
     matrix: Matrix
-    box: tuple
-    home: int
-    owner: int
-    fed: bool
+    box: Box
+    home: int  # rank that stores the piece
+    owner: int  # rank that owns the matrix
+    # The piece is sent to the owner, or stays there. False for replicas: a replica of the piece is
+    # the source, and `home` only receives the update.
+    is_source: bool
 
     @property
-    def shape(self):
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
         return tuple(stop - start for start, stop in self.box)
 
     @property
-    def numel(self):
+    def numel(self) -> int:
+        """Number of elements."""
         return self.shape[0] * self.shape[1]
 
 
 @dataclass(frozen=True)
 class AllToAllPlan:
-    """One direction of a bucket at one rank: piece -> byte offset in its flat buffers, the bytes
-    for each peer, and where they begin: what several peers get leaves from one place.
+    """An all-to-all of a bucket, seen from a rank; offsets and sizes in bytes, peers in the order
+    of `Bucket.ranks`.
     """
 
-    leave: dict
-    arrive: dict
-    send_bytes: tuple
-    recv_bytes: tuple
-    send_from: tuple
+    leave: dict[Piece, int]  # pieces to send -> offset in the send buffer
+    arrive: dict[Piece, int]  # pieces to receive -> offset in the receive buffer
+    send_bytes: tuple[int, ...]  # for each peer
+    recv_bytes: tuple[int, ...]  # from each peer
+    # Offset of each peer's part of the send buffer. Peers that get equal pieces may share a part.
+    send_from: tuple[int, ...]
 
     @property
     def leaving(self) -> int:
-        """The bytes of memory of all that leaves."""
+        """Bytes of the send buffer; less than the sum of `send_bytes` if peers share a part."""
         return max(map(sum, zip(self.send_from, self.send_bytes)), default=0)
 
 
 @dataclass(frozen=True)
-class RankPlan:
-    """What one rank has of a bucket: the pieces it stores, the pieces it computes, and what it
-    sends and receives.
+class PieceSets:
+    """The stored update pieces of a rank, by the treatment in a step of route "exchange" or "own".
 
-    `crosses_inbound`, `crosses_outbound`: whether anything travels in that direction at all, on any
-    rank; `copies`: whether the same goes to several ranks, and leaves from one place. `needs`: use
-    -> bytes of workspace, see `places`. `kept`: pieces that are stored and computed here -> byte
-    offset. `direct`: those of `matrices` that are read where their pieces arrived and are kept, and
-    written where these leave from.
+    `sent`, `kept` and `replicas` are disjoint, and together all stored update pieces. All tuples
+    are in the order of `RankPlan.home`.
     """
 
-    home: tuple
-    owned: tuple
-    matrices: tuple
-    inbound: AllToAllPlan
-    outbound: AllToAllPlan
+    # Sent to the owner, another rank; the update returns
+    sent: tuple[Piece, ...]
+    # Owned by the rank itself: nothing is sent, the update stays in the workspace
+    kept: tuple[Piece, ...]
+    # Another rank is the source; only the update arrives
+    replicas: tuple[Piece, ...]
+    # Part of `kept` whose momentum is computed while the inbound all-to-all runs
+    during_inbound: tuple[Piece, ...]
+    # Rest of `kept`: momentum is computed after the inbound all-to-all
+    after_inbound: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """The part of a bucket on a single rank.
+
+    [Note: direct matrices] Newton-Schulz reads a direct matrix where its pieces arrived ("arrive")
+    and are kept ("kept"), and writes the result where the pieces are sent from. Other matrices are
+    first copied into a stack of whole matrices ("stack") and afterwards copied back.
+    """
+
+    home: tuple[Piece, ...]  # stored at the rank
+    owned: tuple[Piece, ...]  # of all ranks, of the matrices that the rank owns
+    matrices: tuple[Matrix, ...]  # that the rank owns
+    inbound: AllToAllPlan  # to owners
+    outbound: AllToAllPlan  # from owners
+    # Whether any rank of the bucket sends anything; equal on all ranks, so that all ranks skip a
+    # collective or none does
     crosses_inbound: bool
     crosses_outbound: bool
-    copies: bool
-    needs: dict
-    kept: dict
-    direct: frozenset = frozenset()
+    copies: bool  # several ranks are sent equal pieces from one part of the outbound send buffer
+    scratch_bytes: dict[str, int]  # use of the workspace -> bytes, see `workspace_layout`
+    kept: dict[Piece, int]  # pieces stored and owned by the rank -> byte offset in use "kept"
+    direct: frozenset[Matrix] = frozenset()  # see [Note: direct matrices]
 
-    def places(self) -> tuple[dict, dict]:
-        """({use: (memory, first byte)}, {memory: bytes}). The "slot" is the bucket's own from its
-        first part to its last, the "bench" is for the one that is being computed.
+    @functools.cached_property
+    def piece_sets(self) -> PieceSets:
+        """The stored update pieces by treatment, for routes "exchange" and "own"."""
+        home = [p for p in self.home if p.kind == "update"]
+        kept = [p for p in home if p in self.kept]
+        # A whole matrix is assembled in the shared scratch, which the bucket before still uses
+        # while this bucket's inbound all-to-all runs. Direct pieces stay in the bucket buffer.
+        early = {p for p in kept if p.matrix in self.direct and self.crosses_inbound}
+        return PieceSets(
+            sent=tuple(p for p in home if p in self.inbound.leave),
+            kept=tuple(kept),
+            replicas=tuple(p for p in home if p not in self.inbound.leave and p not in self.kept),
+            during_inbound=tuple(p for p in kept if p in early),
+            after_inbound=tuple(p for p in kept if p not in early),
+        )
 
-        What leaves has left before answers return to its place, and what arrives is copied before
-        answers leave from where it was; in between, while matrices are multiplied, both are free
-        for what is iterated ("now", "next"). Where matrices are `direct`, only what has left is
-        free. What was computed and is applied at the end stays in the slot: answers of matrices
-        that leave ("kept"), and what is reduced ("stays").
+    def workspace_layout(self) -> tuple[dict[str, tuple[str, int]], dict[str, int]]:
+        """Return ({use: (memory, byte offset)}, {memory: bytes}).
+
+        Memory "bucket_buffer" belongs to the bucket from the first phase to the last. Memory
+        "shared_scratch" belongs to the bucket in computation. Uses:
+
+        - "leave", "return": send buffer of the inbound, receive buffer of the outbound all-to-all
+        - "arrive": receive buffer of the inbound, send buffer of the outbound all-to-all
+        - "kept": momentum, updates or gradients of pieces stored and owned by the rank
+        - "rows": row state of owned matrices
+        - "until_apply": mean of unreduced gradients, or stepped weights and state of chunks
+        - "stack": whole matrices; "mean": mean of gradients of chunks
+        - "scratch_a", "scratch_b", "gram_scratch": Newton-Schulz, see `orthogonalize`
+
+        Uses of overlapping memory are never alive together, see [Note: buffer reuse of the return
+        all-to-all]: "leave" is sent before updates return, and "arrive" is read before updates are
+        written over the received pieces. Direct matrices are read from "arrive" and "kept" during
+        Newton-Schulz, so only the memory of "leave" is free for scratch, and "scratch_a" moves to
+        the shared scratch.
         """
-        size = {use: nbytes + -nbytes % ALIGNMENT for use, nbytes in self.needs.items()}
+        size = {use: nbytes + -nbytes % ALIGNMENT for use, nbytes in self.scratch_bytes.items()}
         if self.direct:
-            kept, bench = (
-                max(size["leave"], size["return"], size["next"]),
-                ("square", "now", "stack", "mean"),
-            )
-            slot = {"leave": 0, "return": 0, "next": 0, "kept": kept, "arrive": kept + size["kept"]}
-            wire = slot["arrive"] + size["arrive"]
+            kept = max(size["leave"], size["return"], size["scratch_b"])
+            arrive = kept + size["kept"]
+            in_buffer = {"leave": 0, "return": 0, "scratch_b": 0, "kept": kept, "arrive": arrive}
+            in_scratch = ("gram_scratch", "scratch_a", "stack", "mean")
+            end = arrive + size["arrive"]
         else:
-            home, bench = (
-                max(size["leave"], size["return"] + size["kept"]),
-                ("square", "stack", "mean"),
-            )
-            slot = {
-                "leave": 0,
-                "return": 0,
-                "kept": size["return"],
-                "arrive": home,
-                "now": 0,
-                "next": size["now"],
-            }
-            wire = max(home + size["arrive"], size["now"] + size["next"])
-        slot |= {"rows": wire, "stays": wire + size["rows"]}
-        on_bench = zip(bench, itertools.accumulate((size[use] for use in bench), initial=0))
-        found = {use: ("slot", at) for use, at in slot.items()} | {
-            use: ("bench", at) for use, at in on_bench
-        }
-        return found, {
-            "slot": slot["stays"] + size["stays"],
-            "bench": sum(size[use] for use in bench),
+            # Updates of kept pieces are written after Newton-Schulz, behind those that return
+            arrive = max(size["leave"], size["return"] + size["kept"])
+            in_buffer = {"leave": 0, "return": 0, "kept": size["return"], "arrive": arrive}
+            in_buffer |= {"scratch_a": 0, "scratch_b": size["scratch_a"]}
+            in_scratch = ("gram_scratch", "stack", "mean")
+            end = max(arrive + size["arrive"], size["scratch_a"] + size["scratch_b"])
+        # Row state and means are read or written in several phases: they overlap with nothing
+        in_buffer |= {"rows": end, "until_apply": end + size["rows"]}
+        starts = itertools.accumulate((size[use] for use in in_scratch), initial=0)
+        places = {use: ("bucket_buffer", offset) for use, offset in in_buffer.items()}
+        places |= {use: ("shared_scratch", offset) for use, offset in zip(in_scratch, starts)}
+        return places, {
+            "bucket_buffer": in_buffer["until_apply"] + size["until_apply"],
+            "shared_scratch": sum(size[use] for use in in_scratch),
         }
 
 
-def share_of(bucket, rank, layouts, row_layouts, terms) -> RankPlan:
-    """What `rank` has of `bucket`. `terms`: as in `make_plan`; `row_layouts`: None without row
-    state.
+def rank_plan_of(
+    bucket: Bucket,
+    rank: int,
+    layouts: Sequence[Layout],
+    row_layouts: Sequence[Layout] | None,
+    inputs: PlanInputs,
+) -> RankPlan:
+    """Return the part of a bucket of matrices on `rank`.
+
+    `layouts`, `row_layouts`: of each parameter and of its row state; None without row state.
+    `inputs`: as in `make_plan`.
     """
-    travelling = list(_pieces_at(bucket, rank, layouts, "update"))
+    updates = list(_pieces_at(bucket, rank, layouts, "update"))
     rows = list(_pieces_at(bucket, rank, row_layouts, "row")) if row_layouts else []
     reduce = bucket.route == "reduce"
     if bucket.route in OWNER_STATE_KINDS:
-        pieces = [p for p in rows if p.home == p.owner == rank] + travelling
+        # The owner stores row state: it is in no all-to-all
+        pieces = [p for p in rows if p.home == p.owner == rank] + updates
+        exchanged = updates
     else:
-        pieces = travelling = rows + travelling
-    fed = [p for p in travelling if p.fed]
-    copies = _copies(bucket, layouts)
+        pieces = exchanged = rows + updates
+    sources = [p for p in exchanged if p.is_source]
+    replicas = _replicas(bucket, layouts)
     matrices = tuple(m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank)
-    inbound = travel(fed, ("home", "owner"), rank, bucket.ranks, terms.itemsizes, with_self=reduce)
-    outbound = travel(
-        travelling, ("owner", "home"), rank, bucket.ranks, terms.itemsizes, terms.once
+    # Of unreduced gradients the owner's own goes through the buffer too: the mean is one reduction
+    # over equal parts
+    inbound = plan_all_to_all(
+        sources, ("home", "owner"), rank, bucket.ranks, inputs.itemsizes, with_self=reduce
     )
-    here = [
+    outbound = plan_all_to_all(
+        exchanged, ("owner", "home"), rank, bucket.ranks, inputs.itemsizes, inputs.once
+    )
+    own = [
         p
-        for p in travelling
+        for p in exchanged
         if p.home == p.owner == rank and p.kind == "update" and bucket.route != "local"
     ]
-    kept, (nbytes,), _ = _lay_out(here, "home", (rank,), terms.itemsizes)
-    needs = _needs(inbound, outbound, nbytes) | _iterated(matrices, terms)
+    kept, (kept_bytes,), _ = _lay_out(own, "home", (rank,), inputs.itemsizes)
+    nbytes = _all_to_all_bytes(inbound, outbound, kept_bytes) | _iterated(matrices, inputs)
     if reduce:
-        needs["stays"] = _of_mean(inbound, terms.update)
-    share = RankPlan(
+        nbytes["until_apply"] = _mean_bytes(inbound, inputs.update)
+    nbytes |= {"stack": _stacked(matrices, inputs), "rows": sum(4 * m.rows for m in matrices)}
+    rank_plan = RankPlan(
         home=tuple(p for p in pieces if p.home == rank),
         owned=tuple(p for p in pieces if p.owner == rank),
         matrices=matrices,
         inbound=inbound,
         outbound=outbound,
-        crosses_inbound=reduce or min(copies) < len(bucket.ranks),
+        # If each rank has a replica of its own (DDP), every owner already stores its matrices
+        crosses_inbound=reduce or min(replicas) < len(bucket.ranks),
         crosses_outbound=bucket.route != "local",
-        copies=terms.once and max(copies) > 1,
-        needs={
-            **needs,
-            "stack": _stacked(matrices, terms),
-            "rows": sum(4 * m.rows for m in matrices),
-        },
+        copies=inputs.once and max(replicas) > 1,
+        scratch_bytes=nbytes,
         kept=kept,
     )
-    room = bucket.memory if terms.room is None else parts(max(terms.room, bucket.nbytes))
+    room = bucket.memory
+    if inputs.room is not None:
+        room = split_workspace(max(inputs.room, bucket.nbytes))
     if bucket.route in ("exchange", "own"):
-        share = _in_pieces(share, room, terms)
-    return _side_by_side(share, room, terms)
+        rank_plan = _with_direct(rank_plan, room, inputs)
+    return _with_scratch_of_each(rank_plan, room, inputs)
 
 
-def _in_pieces(share, room, terms) -> RankPlan:
-    """The share with its `direct` matrices: those that are cut into whole rows, by all copies
-    alike, all at multiples of ALIGNMENT. As it is where (slot, bench) have no `room` for that, or
-    where answers would leave from where matrices that are iterated later still lie.
+def _with_direct(rank_plan: RankPlan, room: tuple[int, int], inputs: PlanInputs) -> RankPlan:
+    """Return the rank plan with direct matrices, see [Note: direct matrices].
+
+    A matrix is direct if all pieces, of all replicas, are whole rows at multiples of ALIGNMENT.
+    `room`: (bytes of the bucket buffer, bytes of the shared scratch). Return `rank_plan` itself if
+    direct matrices exceed the room, or if results would overwrite matrices before their iteration.
     """
-    read, leave, whole = share.inbound.arrive | share.kept, share.outbound.leave, set()
+    read, leave = rank_plan.inbound.arrive | rank_plan.kept, rank_plan.outbound.leave
     boxes = {(p.matrix, p.box) for p in read}
-    for p in [p for p in share.owned if p.kind == "update"]:
-        numbers = p.matrix.cols * terms.update, read.get(p, 0), leave.get(p, 0)
+    whole = set()  # matrices that are not direct
+    for p in [p for p in rank_plan.owned if p.kind == "update"]:
+        row_and_offsets = p.matrix.cols * inputs.update, read.get(p, 0), leave.get(p, 0)
         if (
             p.shape[1] < p.matrix.cols
+            # A replica with other boxes: its rows would be parts of several pieces
             or (p.matrix, p.box) not in boxes
-            or any(n % ALIGNMENT for n in numbers)
+            or any(n % ALIGNMENT for n in row_and_offsets)
         ):
             whole.add(p.matrix)
-    matrices = frozenset(
-        m for m in share.matrices if m not in whole and terms.splits(m.rows, m.cols)
+    direct = frozenset(
+        m for m in rank_plan.matrices if m not in whole and inputs.splits(m.rows, m.cols)
     )
-    keys = {terms.scratch(m.rows, m.cols)[0] for m in matrices}
-    if len(keys) > 1 and any(leave[p] != at for p, at in share.inbound.arrive.items()):
-        return share
-    stack = _stacked([m for m in share.matrices if m not in matrices], terms)
-    return _if_it_fits(
-        replace(share, direct=matrices, needs=share.needs | {"stack": stack}), room, share
-    )
+    # Matrices of one key are iterated together. With several keys, the results of the first key are
+    # written before the matrices of the next key are read: safe only if every piece is sent from
+    # exactly where it arrived.
+    keys = {inputs.scratch(m.rows, m.cols)[0] for m in direct}
+    if len(keys) > 1 and any(leave[p] != offset for p, offset in rank_plan.inbound.arrive.items()):
+        return rank_plan
+    stack = _stacked([m for m in rank_plan.matrices if m not in direct], inputs)
+    nbytes = rank_plan.scratch_bytes | {"stack": stack}
+    return _if_room(replace(rank_plan, direct=direct, scratch_bytes=nbytes), room, rank_plan)
 
 
-def _side_by_side(share, room, terms) -> RankPlan:
-    """The share with memory for all of its iterations together, where they gain by that. As it is
-    where (slot, bench) have no `room` for that.
+def _with_scratch_of_each(
+    rank_plan: RankPlan, room: tuple[int, int], inputs: PlanInputs
+) -> RankPlan:
+    """Return the rank plan with separate scratch for every iteration, so that iterations of several
+    shapes can run concurrently. Return `rank_plan` itself without a gain or without the `room`.
     """
-    shapes = [sorted((m.rows, m.cols)) for m in share.matrices]
-    if not shapes or not terms.side_by_side(shapes):
-        return share
-    return _if_it_fits(
-        replace(share, needs=share.needs | _iterated(share.matrices, terms, sum)), room, share
-    )
+    shapes = [sorted((m.rows, m.cols)) for m in rank_plan.matrices]
+    if not shapes or not inputs.side_by_side(shapes):
+        return rank_plan
+    nbytes = rank_plan.scratch_bytes | _iterated(rank_plan.matrices, inputs, sum)
+    return _if_room(replace(rank_plan, scratch_bytes=nbytes), room, rank_plan)
 
 
-def _if_it_fits(wanted, room, share) -> RankPlan:
-    sizes = wanted.places()[1]
-    return wanted if sizes["slot"] <= room[0] and sizes["bench"] <= room[1] else share
+def _if_room(wanted: RankPlan, room: tuple[int, int], otherwise: RankPlan) -> RankPlan:
+    """Return `wanted` if its memory is within (bucket buffer, shared scratch), else `otherwise`."""
+    sizes = wanted.workspace_layout()[1]
+    fits = sizes["bucket_buffer"] <= room[0] and sizes["shared_scratch"] <= room[1]
+    return wanted if fits else otherwise
 
 
-def _stacked(matrices, terms) -> int:
-    """Bytes of whole matrices, one stack for each shape."""
-    return sum(m.numel * terms.update + ALIGNMENT for m in matrices)
+def _stacked(matrices: Iterable[Matrix], inputs: PlanInputs) -> int:
+    """Return the bytes of whole matrices, in a stack for each shape."""
+    return sum(m.numel * inputs.update + ALIGNMENT for m in matrices)
 
 
-def _copies(bucket, layouts) -> list:
-    """How many copies of its parameters the ranks of a bucket hold together, for each layout that
-    there is.
-    """
+def _replicas(bucket: Bucket, layouts: Sequence[Layout]) -> list[int]:
+    """Return the number of replicas on the ranks of a bucket, for each distinct layout."""
     known = {id(layouts[m.param]): layouts[m.param] for m in bucket.matrices}
     return [len(set(map(layout.copy_of.__getitem__, bucket.ranks))) for layout in known.values()]
 
 
-def _needs(inbound, outbound, kept=0):
+def _all_to_all_bytes(
+    inbound: AllToAllPlan, outbound: AllToAllPlan, kept: int = 0
+) -> dict[str, int]:
+    """Return the bytes of all uses of the workspace, without the uses of computation (0)."""
+    computation = ("rows", "until_apply", "stack", "scratch_a", "scratch_b", "gram_scratch", "mean")
     return {
         "leave": inbound.leaving,
         "return": sum(outbound.recv_bytes),
         "kept": kept,
         "arrive": max(sum(inbound.recv_bytes), outbound.leaving),
-        **dict.fromkeys(("rows", "stays", "stack", "now", "next", "square", "mean"), 0),
+        **dict.fromkeys(computation, 0),
     }
 
 
-def _of_mean(inbound, itemsize):
-    """Bytes of what arrives from every rank, averaged in fp32 or wider; `itemsize`: of an element
-    that arrives.
+def _mean_bytes(inbound: AllToAllPlan, itemsize: int) -> int:
+    """Return the bytes of the mean over ranks of received gradients, in at least fp32; `itemsize`:
+    bytes of a received element.
     """
     return inbound.recv_bytes[0] // itemsize * max(4, itemsize)
 
 
-def _iterated(matrices, terms, together=max):
-    """Bytes of the iteration's stacks, see `polar.scratch`; `together`: max for keys that share
-    them, or sum.
+def _iterated(
+    matrices: Iterable[Matrix], inputs: PlanInputs, together: Callable = max
+) -> dict[str, int]:
+    """Return the bytes of the scratch of Newton-Schulz, see `method.scratch`.
+
+    Matrices of equal keys are iterated together. `together`: max if iterations of several keys
+    share scratch, sum for separate scratch.
     """
     long, square = Counter(), Counter()
     for matrix in matrices:
-        key, *nbytes = terms.scratch(matrix.rows, matrix.cols)
-        long[key], square[key] = long[key] + nbytes[0], square[key] + nbytes[1]
+        key, long_bytes, square_bytes = inputs.scratch(matrix.rows, matrix.cols)
+        long[key] += long_bytes
+        square[key] += square_bytes
     half = together([*long.values(), 0]) // 2
-    return {"now": half, "next": half, "square": together([*square.values(), 0])}
+    gram = together([*square.values(), 0])
+    return {"scratch_a": half, "scratch_b": half, "gram_scratch": gram}
 
 
-def _pieces_at(bucket, rank, layouts, kind):
-    """The pieces that `rank` stores or computes, in the order that both ends of every wire know:
-    matrices, then homes, then parts of an interleaved dim.
+def _pieces_at(bucket: Bucket, rank: int, layouts: Sequence[Layout], kind: str) -> Iterator[Piece]:
+    """Yield the pieces stored or owned by `rank`.
+
+    The order is by matrix, then rank, then part of an interleaved dim. Sender and receiver derive
+    equal offsets from the order, without communication.
     """
     for matrix, owner in zip(bucket.matrices, bucket.owners):
         layout = layouts[matrix.param]
         for home in bucket.ranks if owner == rank else (rank,):
-            fed = bucket.route == "reduce" or layout.copy_of[home] == layout.copy_of[owner]
+            # Of sharded parameters the owner's replica sends; of unreduced gradients every rank
+            is_source = bucket.route == "reduce" or layout.copy_of[home] == layout.copy_of[owner]
             boxes = [part[-2:] for part in layout.parts_of(home)]
             for box in [box for box in boxes if all(a < b for a, b in box)]:
-                yield Piece(kind, matrix, box, home, owner, fed)
+                yield Piece(kind, matrix, box, home, owner, is_source)
 
 
-def travel(pieces, ends, rank, ranks, itemsizes, once=False, with_self=False) -> AllToAllPlan:
-    """Lay out one direction of travel in flat buffers: by peer, then row state first, then in the
-    order of the plan.
+def plan_all_to_all(
+    pieces: Iterable[Piece],
+    ends: tuple[str, str],
+    rank: int,
+    ranks: tuple[int, ...],
+    itemsizes: Mapping[str, int],
+    once: bool = False,
+    with_self: bool = False,
+) -> AllToAllPlan:
+    """Lay out an all-to-all in flat send and receive buffers, by peer, as seen from `rank`.
 
-    `ends`: ("home", "owner") or ("owner", "home"); `itemsizes`: kind of a piece -> bytes of an
-    element.
+    `ends`: sending and receiving rank, as attributes of a Piece: ("home", "owner") or ("owner",
+    "home"). `itemsizes`: kind of a piece -> bytes of an element. `once`: peers that get equal
+    pieces share a part of the send buffer. `with_self`: also pieces from `rank` to itself.
     """
     source, target = ends
     pieces = [p for p in pieces if with_self or p.home != p.owner]
-    mine = [p for p in pieces if getattr(p, source) == rank]
-    leave, send, starts = _lay_out(mine, target, ranks, itemsizes, once)
-    arrive, recv, _ = _lay_out(
-        [p for p in pieces if getattr(p, target) == rank], source, ranks, itemsizes
-    )
+    outgoing = [p for p in pieces if getattr(p, source) == rank]
+    incoming = [p for p in pieces if getattr(p, target) == rank]
+    leave, send, starts = _lay_out(outgoing, target, ranks, itemsizes, once)
+    arrive, recv, _ = _lay_out(incoming, source, ranks, itemsizes)
     return AllToAllPlan(leave, arrive, send, recv, starts)
 
 
-def _lay_out(pieces, end, ranks, itemsizes, once=False):
-    """({piece: byte offset}, bytes per peer, their first). A peer's part is a multiple of
-    ALIGNMENT; wider elements come first in it. `once`: parts of peers that get the same lie in one
-    place.
+def _lay_out(
+    pieces: Iterable[Piece],
+    end: str,
+    ranks: tuple[int, ...],
+    itemsizes: Mapping[str, int],
+    once: bool = False,
+) -> tuple[dict[Piece, int], tuple[int, ...], tuple[int, ...]]:
+    """Return ({piece: byte offset}, bytes per peer, offset per peer) of a flat buffer.
+
+    `end`: attribute of a Piece with the peer. `once`: peers with equal pieces share a part.
     """
-    parts, offsets, free, known = defaultdict(list), {}, 0, {}
-    sizes, starts = ([0] * len(ranks) for _ in range(2))
+    of_peer = defaultdict(list)
     for piece in pieces:
-        parts[getattr(piece, end)].append(piece)
-    # Of thousands, most have no part
-    for i in itertools.compress(itertools.count(), map(parts.__contains__, ranks)):
-        part = sorted(parts[ranks[i]], key=lambda p: -itemsizes[p.kind])
-        what = tuple((p.kind, p.matrix, p.box) for p in part) if once else i
-        at = starts[i] = known.setdefault(what, free)
+        of_peer[getattr(piece, end)].append(piece)
+    offsets, known = {}, {}  # piece -> offset; contents of a part -> offset
+    sizes, starts = [0] * len(ranks), [0] * len(ranks)
+    free = 0  # end of the parts so far
+    # Most of thousands of peers have no part: compress skips them without a Python loop
+    for i in itertools.compress(itertools.count(), map(of_peer.__contains__, ranks)):
+        # Wide elements (fp32 row state) first, so that every piece is aligned to its elements
+        part = sorted(of_peer[ranks[i]], key=lambda p: -itemsizes[p.kind])
+        contents = tuple((p.kind, p.matrix, p.box) for p in part) if once else i
+        offset = starts[i] = known.setdefault(contents, free)
         for piece in part:
-            offsets[piece] = at
-            at += piece.numel * itemsizes[piece.kind]
-        at += -at % ALIGNMENT
-        sizes[i], free = at - starts[i], max(free, at)
+            offsets[piece] = offset
+            offset += piece.numel * itemsizes[piece.kind]
+        offset += -offset % ALIGNMENT
+        sizes[i], free = offset - starts[i], max(free, offset)
     return offsets, tuple(sizes), tuple(starts)
 
 
-def chunk_share(bucket, shapes, rank, terms) -> RankPlan:
-    """What `rank` has of a bucket of `plan_chunks`; the same `shapes` and `terms`."""
+def chunk_rank_plan(
+    bucket: Bucket, shapes: Sequence[tuple[int, int]], rank: int, inputs: ChunkPlanInputs
+) -> RankPlan:
+    """Return the part of a bucket of `plan_chunks` on `rank`; `shapes`, `inputs`: as in
+    `plan_chunks`.
+
+    Every rank stores all rows. The owner of a chunk stores the state. With unreduced gradients
+    every rank sends a gradient of the chunk to the owner.
+    """
     pieces, ranks = [], bucket.ranks
     for matrix in [m for m in bucket.matrices if m.numel]:
         rows = shapes[matrix.param][0]
@@ -318,30 +430,33 @@ def chunk_share(bucket, shapes, rank, terms) -> RankPlan:
             start = i * -(-rows // len(ranks)) + matrix.at[0]
             box = (start, min(start + matrix.rows, rows)), (0, matrix.cols)
             homes = ranks if owner == rank else (rank,)
+            # The parts of the last ranks are shorter or empty
             pieces += [
                 Piece("chunk", matrix, box, home, owner, True) for home in homes if start < rows
             ]
-    home, owned = ([p for p in pieces if getattr(p, end) == rank] for end in ("home", "owner"))
-    mine, gradient = [p for p in owned if p.home == rank], {"chunk": terms.gradient}
-    inbound = travel(
-        [] if terms.reduced else pieces, ("home", "owner"), rank, ranks, gradient, with_self=True
-    )
-    outbound = travel(pieces, ("owner", "home"), rank, ranks, {"chunk": terms.weight}, terms.once)
-    kept, (nbytes,), _ = _lay_out(mine if terms.reduced else [], "home", (rank,), gradient)
-    stays = 3 * ALIGNMENT + sum(p.numel for p in mine) * (terms.weight + 2 * terms.state)
-    needs = _needs(inbound, outbound, nbytes) | {
-        "mean": _of_mean(inbound, terms.gradient),
-        "stays": stays,
+    home = [p for p in pieces if p.home == rank]
+    owned = [p for p in pieces if p.owner == rank]
+    own = [p for p in owned if p.home == rank]
+    gradient, weight = {"chunk": inputs.gradient}, {"chunk": inputs.weight}
+    sources = [] if inputs.reduced else pieces
+    inbound = plan_all_to_all(sources, ("home", "owner"), rank, ranks, gradient, with_self=True)
+    outbound = plan_all_to_all(pieces, ("owner", "home"), rank, ranks, weight, inputs.once)
+    kept, (kept_bytes,), _ = _lay_out(own if inputs.reduced else [], "home", (rank,), gradient)
+    # Copies of weight, exp_avg and exp_avg_sq are stepped, and replace the originals at the end
+    stepped = sum(p.numel for p in own) * (inputs.weight + 2 * inputs.state)
+    nbytes = _all_to_all_bytes(inbound, outbound, kept_bytes) | {
+        "mean": _mean_bytes(inbound, inputs.gradient),
+        "until_apply": 3 * ALIGNMENT + stepped,
     }
     return RankPlan(
-        tuple(home),
-        tuple(owned),
-        (),
-        inbound,
-        outbound,
-        not terms.reduced,
-        True,
-        terms.once,
-        needs,
-        kept,
+        home=tuple(home),
+        owned=tuple(owned),
+        matrices=(),
+        inbound=inbound,
+        outbound=outbound,
+        crosses_inbound=not inputs.reduced,
+        crosses_outbound=True,
+        copies=inputs.once,
+        scratch_bytes=nbytes,
+        kept=kept,
     )

@@ -7,6 +7,7 @@ parameter (`step`). Rules know no ranks and no buckets.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,16 @@ class MuonConstants(NamedTuple):
     eps: float
     beta2: float | None  # None without NorMuon's row normalization
     nesterov: bool
+
+
+def number_of(value: object) -> float:
+    """The value of a number or of a tensor of one element; NaN for anything else, such as "1e-3"
+    from a YAML file.
+    """
+    try:
+        return math.nan if isinstance(value, (str, bytes, bytearray)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return math.nan
 
 
 def host_constants(hp: dict, wide: bool = False) -> tuple:

@@ -8,10 +8,13 @@ one tensor. Knows no parameter.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..params.errors import shortened
+from .rule import number_of
 
 
 class Beta1:
@@ -23,19 +26,27 @@ class Beta1:
     def follow(self, groups: list[dict]) -> None:
         """Make `momentum` and `betas[0]` of each AdamW group equal, after the one that has changed.
 
-        Where both have, or the group is new, `betas` count. Numbers that are not allowed stay as
-        they are.
+        Where both have changed, or the group is new, `betas` count. A value that is no number (a
+        text, None, a tensor of several elements) stays as it is, and the other one too: the next
+        step refuses it with the group's name. Raises nothing, since `state_dict()` and copies need
+        the numbers as well.
         """
         for group in groups:
             betas = group.get("betas")
             if group["use_muon"] or not isinstance(betas, (tuple, list)) or len(betas) != 2:
                 continue
             _, last = self.last.get(id(group), (None, None))
-            if last is not None and betas[0] == last and group.get("momentum") != last:
-                group["betas"] = betas = (float(group["momentum"]), betas[1])
+            beta1 = number_of(betas[0])
+            momentum = number_of(group.get("momentum"))
+            is_set = beta1 == last != momentum  # the momentum, since both were made equal
+            if math.isnan(beta1) or is_set and math.isnan(momentum):
+                continue
+            if is_set:
+                beta1 = momentum
+                group["betas"] = betas = (momentum, betas[1])
             group["momentum"] = betas[0]
-            if betas[0] != last:
-                self.last[id(group)] = group, betas[0]
+            if beta1 != last:
+                self.last[id(group)] = group, beta1
 
     def forget(self) -> None:
         """Let all groups go, and take those that come for new ones: a load makes other groups."""

@@ -11,7 +11,6 @@ since the start, M = (1 - mu) S.
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Callable
 
 import torch
@@ -19,11 +18,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..newton_schulz.coefficients import SETS, Triple
 from ..params.dtensor import is_dtensor
+from ..params.errors import shortened
 from .peers import (
     EMERGING_REPEAT_LAST,
     EMERGING_SETS,
     IGNORED,
-    MENTIONED,
     PEERS,
     SHARED,
     SOURCES,
@@ -118,7 +117,7 @@ def _check_form(state_dict) -> None:
         if not isinstance(state_dict, dict):
             came = f"this is a {type(state_dict).__name__}"
         raise ValueError(
-            f"a state dict has `state` and `param_groups`; {came[:MENTIONED]}: pass it as "
+            f"a state dict has `state` and `param_groups`; {shortened(came)}: pass it as "
             "state_dict() returns it, or from get_optimizer_state_dict without "
             "flatten_optimizer_state_dict"
         )
@@ -128,7 +127,7 @@ def _source(state_dict: dict, source: str | None) -> str:
     """The source's name: the given one, if it may be, or the only one that writes such keys."""
     if source is not None and source not in SOURCES:
         raise ValueError(
-            f"source={reprlib.repr(source)} is not known: it must be None or one of "
+            f"source={shortened(repr(source))} is not known: it must be None or one of "
             f"{', '.join(SOURCES)}"
         )
     groups = state_dict["param_groups"]
@@ -166,7 +165,8 @@ def _arguments(source: str, given: dict) -> dict:
     taken = PEERS[source].arguments if source in PEERS else {}
     if unknown := sorted(set(given) - set(taken)):
         raise ValueError(
-            f"{unknown[0]}={reprlib.repr(given[unknown[0]])} is no argument that the state dict of "
+            f"{unknown[0]}={shortened(repr(given[unknown[0]]))} is no argument that the state dict "
+            "of "
             f"source {source!r} lacks: allowed are {', '.join(taken) or 'none'}"
         )
     return {**taken, **given}
@@ -459,7 +459,8 @@ CONVERTERS: dict[str, Callable] = {
 def _refuse(where: str, source: str, key: str, value, instead, kind: str = "option") -> None:
     how = "in the state dict" if kind == "option" else "as an argument"
     raise NotImplementedError(
-        f"{where} has {key}={reprlib.repr(value)}, an {kind} of {PEERS[source].title} that has no "
+        f"{where} has {key}={shortened(repr(value))}, an {kind} of {PEERS[source].title} that has "
+        "no "
         f"counterpart here: to take the state without it, set {key}={instead!r} {how}"
     )
 
@@ -476,7 +477,7 @@ def _check_options(
 def _check_one_of(key: str, value, allowed) -> None:
     if value not in allowed:
         raise ValueError(
-            f"{key}={reprlib.repr(value)} is not known: it must be one of {', '.join(allowed)}"
+            f"{key}={shortened(repr(value))} is not known: it must be one of {', '.join(allowed)}"
         )
 
 

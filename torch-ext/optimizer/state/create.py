@@ -7,7 +7,6 @@ Collective where DTensors move: ranks that share parameters call it together, be
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 
 import torch
@@ -19,7 +18,7 @@ from ..kernels.backend import capturing
 from ..params import errors
 from ..params.config import MuonConfig
 from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like, zeros_of
-from ..params.errors import names_in
+from ..params.errors import names_in, warn_caller
 from ..params.layout import layout_of, row_chunks, this_rank
 from ..params.validation import device_of
 from ..rules.rule import ROWS, home_of, state_keys, state_shape
@@ -44,10 +43,7 @@ def refuse_torn(torn) -> None:
 def warn_torn(torn) -> bool:
     """Warn if a step failed half-way, where somebody may save what it left."""
     if torn:
-        caller = 5  # of `state_dict`, within `late.waits_for_updates` and `StateDictMethods._check_state`
-        warnings.warn(
-            f"{TORN}: do not save this state, load what was saved before", stacklevel=caller
-        )
+        warn_caller(f"{TORN}: do not save this state, load what was saved before")
     return torn
 
 

@@ -6,18 +6,17 @@ loaded (state_dict.py).
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..newton_schulz.coefficients import NANOCHAT, SETS, Triple
+from ..params.errors import shortened
 from ..params.validation import SCHEDULED
 
 SHARED = frozenset(("params", "param_names", "lr", "weight_decay", *SCHEDULED))  # keys of any group
 # No step depends on these: labels, and implementations of the same numbers
 IGNORED = frozenset(("name", "group_name", "lr_scale", "foreach", "fused", "differentiable"))
 TORCH = frozenset(("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"))
-MENTIONED = 200  # characters of what a caller passed that a message repeats
 
 
 @dataclass(frozen=True)
@@ -258,6 +257,5 @@ def candidates(keys: Iterable[str], state_keys: Iterable[str]) -> list[str]:
 
 
 def listed(keys: Iterable) -> str:
-    """Keys in a message, cut after MENTIONED characters."""
-    text = ", ".join(sorted(map(str, keys)))
-    return textwrap.shorten(text, MENTIONED, placeholder=" ...") or "nothing"
+    """Keys in a message, cut after as many characters as any value."""
+    return shortened(", ".join(sorted(map(str, keys)))) or "nothing"

@@ -23,10 +23,9 @@ from ..params.errors import given_names, in_group, shortened
 from ..params.param_groups import clean_names
 from ..params.validation import TOLERATED, check_group
 from ..rules.rule import STATE_KEYS, state_keys
-from .state_dict import KINDS, check_state, options_of
+from .state_dict import KINDS, STRUCTURE, check_state, options_of
 
 FORMAT, VERSION = "optimizer-state", "1"
-STRUCTURE = ("params", "param_names", "use_muon")  # of a group: what its options are not
 DEPTH = 16  # levels of lists and dicts in a header; export_state writes 6 at most
 
 
@@ -102,10 +101,10 @@ def import_state(optimizer, path, model=None) -> None:
     for name, tensor in tensors.items():
         param, _, key = name.removeprefix("state.").rpartition(".")
         states.setdefault(param, {})[key] = tensor
-    groups = []
-    for i, group in enumerate(optimizer.param_groups):
+    own, groups = optimizer.param_groups, []
+    for i, group in enumerate(own):
         with in_group(i, group):
-            groups.append(_saved_group(path, i, group, names, header["groups"], states))
+            groups.append(_saved_group(path, i, own, names, header["groups"], states))
     number = {name: i for i, name in enumerate(n for group in groups for n in group["params"])}
     if set(states) - set(number):
         raise ValueError(
@@ -354,7 +353,8 @@ def _check_form(group: dict) -> None:
     if not isinstance(group["use_muon"], bool):
         raise ValueError(f"use_muon={group['use_muon']!r} must be True or False")
     set(group["params"])
-    if wrong := sorted(group["options"].keys() & {*STRUCTURE}):
+    # Older versions wrote it
+    if wrong := sorted(group["options"].keys() & {*STRUCTURE} - {"name"}):
         raise ValueError(f"{wrong[0]!r} is among the options of a group")
 
 
@@ -373,9 +373,12 @@ def _check_params(path, ours, theirs) -> None:
             )
 
 
-def _saved_group(path, number, group, names, saved, states) -> dict:
-    """A group as a state dict has it, with the options of the file; `params` are names."""
-    mine, keys = [names[p] for p in group["params"]], state_keys(group)
+def _saved_group(path, number, own, names, saved, states) -> dict:
+    """Group `number` of the optimizer's `own` as a state dict has it, with the options of the file;
+    `params` are names.
+    """
+    group, ours = own[number], [[names[p] for p in other["params"]] for other in own]
+    mine, keys = ours[number], state_keys(group)
     for param, name in zip(group["params"], mine):
         was = next((g["use_muon"] for g in saved if name in g["params"]), group["use_muon"])
         if was != bool(group["use_muon"]):
@@ -390,7 +393,7 @@ def _saved_group(path, number, group, names, saved, states) -> dict:
                 f"parameter {name}, but its state here is {', '.join(sorted(keys))}"
             )
         check_state(param, keys, name, states.get(name, {}))
-    options = options_of(number, mine, [(set(g["params"]), g["options"]) for g in saved])
+    options = options_of(number, own, ours, [(set(g["params"]), g["options"]) for g in saved])
     taken = {key: _as_own(key, group[key], options[key]) for key in group if key in options}
     check_group({**group, **taken}, set(group))
     return {**group, **taken, "params": mine}

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ..communication.process_groups import world_now
 from ..communication.store_barrier import wait_for_all
 from ..params.dtensor import is_by_rows, is_dtensor, is_placed_like
-from ..params.layout import groups_of_mesh, is_own_shard, stored_by, this_rank
+from ..params.layout import groups_of_mesh, is_own_shard, ranks_of, stored_by, this_rank
 from ..rules.rule import ROWS
 
 ADVICE = (
@@ -22,9 +23,9 @@ ADVICE = (
 )
 
 
-def check_shards(members: list, options: object) -> None:
+def check_shards(members: list, options: object, refusal: ValueError | None = None) -> None:
     """Raise ValueError if a loaded DTensor is another rank's part of it, or lies on ranks that are
-    no process group here.
+    no process group here; or `refusal`, an error for which this rank does not load.
 
     `members`: [(parameter, group, name, its loaded state)]; `options`: the optimizer's. Ranks that
     load DTensors which are gathered, or which owners keep, wait for each other: all of them raise
@@ -33,23 +34,25 @@ def check_shards(members: list, options: object) -> None:
     shards = [
         (param, f"{key} of parameter {name}", state[key])
         for param, _, name, state in members
+        if isinstance(state, dict)
         for key in ROWS
         if is_dtensor(state.get(key))
     ]
-    if not shards:
-        return
-    fault = next(filter(None, (_fault(*shard, options) for shard in shards)), None)
-    group = _loading_group(shards, options)
-    refusing = []
-    if group is not None:
-        call = "load_state_dict() with DTensors"
-        refusing = wait_for_all(group, call, "All of them load together", fault is not None)
+    fault = next(filter(None, (_fault(*shard, options) for shard in shards if not refusal)), None)
     if fault is not None:
-        raise ValueError(f"{fault}. {ADVICE}")
+        refusal = ValueError(f"{fault}. {ADVICE}")
+    groups, refusing = _loading_groups(shards, options), set()
+    for group in groups:
+        call = "load_state_dict() with DTensors"
+        refuses = refusal is not None or bool(refusing)
+        refusing.update(wait_for_all(group, call, "All of them load together", refuses))
+    if refusal is not None:
+        raise refusal
     if refusing:
+        relayed = " or ranks that load with them" if len(groups) > 1 else ""
         raise ValueError(
-            f"{shards[0][1]} is this rank's own part, but ranks {refusing} were given "
-            f"a part that is not theirs. {ADVICE}"
+            f"{shards[0][1]} is this rank's own part, but ranks {sorted(refusing)}"
+            f"{relayed} were given a part that is not theirs or does not fit. {ADVICE}"
         )
 
 
@@ -78,14 +81,33 @@ def _is_gathered(param: torch.Tensor, value: torch.Tensor, options: object) -> b
     return not (options.owner_keeps_state and is_by_rows(value, options.process_group))
 
 
-def _loading_group(shards: list, options: object) -> dist.ProcessGroup | None:
-    """The ranks that have to load together; None where each may load alone, or where they are not
-    all in one process group.
+def _loading_groups(shards: list, options: object) -> list[dist.ProcessGroup]:
+    """The process groups over which ranks that load together tell each other of a refusal, one
+    after another; [] where each may load alone, or where no groups join them.
+
+    A refusal has to cross one mesh to reach the ranks of the next one, so all groups come as many
+    times as there are meshes.
     """
-    if options.owner_keeps_state:
-        return options.process_group
+    joined, known = [], []
+    if shards and options.owner_keeps_state:
+        joined.append([options.process_group])
     for param, _, value in shards:
-        if value.device_mesh.ndim == 1 and _is_gathered(param, value, options):
-            groups = groups_of_mesh(value.device_mesh)
-            return None if groups is None else groups[0]
-    return None
+        if value.device_mesh not in known and _is_gathered(param, value, options):
+            known.append(value.device_mesh)
+            joined.append(_groups_joining(value.device_mesh, param))
+    joined = list(filter(None, joined))
+    return [group for groups in joined for group in groups] * len(joined)
+
+
+def _groups_joining(mesh: object, param: torch.Tensor) -> list[dist.ProcessGroup]:
+    """Process groups that together join the ranks of a mesh, as all of these ranks find them.
+
+    A mesh from a file has the groups of the rank that wrote it, so the default group or those of
+    the parameter's mesh are taken where they have the same ranks.
+    """
+    ranks, world = ranks_of(mesh), world_now()
+    if world is not None and sorted(dist.get_process_group_ranks(world)) == ranks:
+        return [world]
+    if is_dtensor(param) and ranks_of(param.device_mesh) == ranks:
+        mesh = param.device_mesh
+    return groups_of_mesh(mesh) or []

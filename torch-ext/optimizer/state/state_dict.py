@@ -7,27 +7,27 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-import warnings
 from collections import Counter
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..communication.redistribute import place_like
+from ..params.classification import NO_DECAY
 from ..params.dtensor import as_dtensor, is_by_rows, is_dtensor, local_of
-from ..params.errors import in_group, name_of, names_in, shortened
+from ..params.errors import in_group, name_of, names_in, shortened, warn_caller
 from ..params.param_groups import clean_name
-from ..params.validation import check_numbers
+from ..params.validation import CHANGED, check_numbers
 from ..rules.rule import STATE_KEYS, home_of, state_keys, state_shape
 from .consolidated import refuse_elsewhere
 from .peers import PEERS, listed, marked
 from .shard_check import check_shards
 
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
-OTHERS = "maximize", "amsgrad", "differentiable"  # options of torch's that change what a step is
 # Of torch's AdamW, which no group has here
 ADAMW = "maximize", "amsgrad", "capturable", "decoupled_weight_decay"
-STRUCTURE = ("params", "param_names")  # of a saved group: what its options are not
+LABELS = ("param_names", "name")  # of a group, which loading never changes
+STRUCTURE = ("params", "use_muon", *LABELS)  # keys of a group that are no options
 
 
 def called_by_checkpoint() -> bool:
@@ -104,7 +104,7 @@ class Loading:
         for group, own in zip(optimizer.param_groups, self.own):
             for key in [key for key in ADAMW if key not in own]:
                 group.pop(key, None)
-            group.update({key: own[key] for key in own if key not in group or key == "param_names"})
+            group.update({key: own[key] for key in own if key not in group or key in LABELS})
         for param, state in self.restored.items():
             optimizer.state[param].update(state)
 
@@ -115,8 +115,8 @@ def matched_groups(saved: list[dict], own: list[dict]) -> list[dict]:
     By name where all groups of both sides have `param_names`, each name once, and the names are the
     same; the division into groups may differ then, and options go by `options_of`. Else by
     position, and within a group by name where that has the same names. Raises ValueError where
-    groups of other lengths cannot be matched by name, and where a parameter has gone over to a
-    group of the other kind.
+    groups of other lengths cannot be matched by name, where names contradict the positions, and
+    where a parameter has gone over to a group of the other kind.
     """
     if not all(isinstance(key, int) for group in saved for key in group["params"]):
         return _with_all_options(saved, own)
@@ -134,7 +134,41 @@ def matched_groups(saved: list[dict], own: list[dict]) -> list[dict]:
             f"{obstacle}. Build the groups as they were saved, or name the parameters "
             "of both optimizers (pass pairs (name, parameter))"
         )
-    return [_in_own_order(*pair) for pair in zip(saved, own)]
+    matched = [_in_own_order(*pair) for pair in zip(saved, own)]
+    _check_positions(matched, own)
+    return matched
+
+
+def _check_positions(matched: list[dict], own: list[dict]) -> None:
+    """Judge groups that are matched by position and whose names disagree.
+
+    Raises ValueError if a parameter would get the state of another, although the state dict has
+    its own. Warns if the state dict does not know the name: torch goes by position then, without a
+    word, and runs that rename their modules rely on it.
+    """
+    known, renamed = {name for group in matched for name in _clean_names(group)}, []
+    for number, (saved, group) in enumerate(zip(matched, own)):
+        theirs, ours = _clean_names(saved), _clean_names(group)
+        pairs = zip(theirs, ours) if len(theirs) == len(ours) == len(group["params"]) else ()
+        for name, here in [pair for pair in pairs if pair[0] != pair[1]]:
+            renamed.append((name, here))
+            if here in known:
+                raise ValueError(
+                    f"parameter {shortened(here)} of group {number} would get the "
+                    f"state of {shortened(name)}, which has its position in the state "
+                    "dict, and not its own: not all names are on both sides "
+                    f"({_obstacle(matched, own)}), so state goes by position. Give "
+                    "both optimizers the same names, or remove 'param_names' from the "
+                    "groups of the state dict if the positions are right"
+                )
+    if renamed:
+        name, here = map(shortened, renamed[0])
+        warn_caller(
+            f"{len(renamed)} parameters have other names here than in the state dict, and "
+            f"get their state by position, as in torch: the first is {here} here and "
+            f"{name} there. If that is not a new name of the same parameter, build the "
+            "groups in the order in which they were saved"
+        )
 
 
 def _length(group: dict) -> int:
@@ -171,44 +205,61 @@ def _by_name(saved: list[dict], own: list[dict]) -> list[dict]:
         for name, key in zip(_clean_names(group), group["params"])
     }
     members, matched = [(set(_clean_names(group)), group) for group in saved], []
+    names = list(map(_clean_names, own))
     for number, group in enumerate(own):
-        names = _clean_names(group)
-        for name in names:
+        for name in names[number]:
             _check_options(number, group, where[name][0])
             _check_kind_of(name, group, where[name][0])
-        options = options_of(number, names, members)
-        params = [where[name][1] for name in names]
+        options = options_of(number, own, names, members)
+        params = [where[name][1] for name in names[number]]
         matched.append({**options, "params": params, "param_names": group.get("param_names", [])})
     return matched
 
 
-def options_of(number: int, names: list[str], saved: list[tuple[set, dict]]) -> dict:
-    """The options that own group `number` takes, whose parameters are called `names`.
+def options_of(number: int, own: list[dict], names: list[list[str]], saved: list[tuple]) -> dict:
+    """The options that group `number` of the optimizer's `own` groups takes.
 
-    `saved`: (names of its parameters, the group) of each saved group. The options are those of the
-    saved group that held all the parameters. Where several groups held them, the own group keeps
-    its options ({} is returned), with a warning; and where there are no parameters, without one.
+    `names`: of the parameters of each own group. `saved`: (names of its parameters, the group) of
+    each saved group. The options are those of the saved group that held all the parameters, but for
+    weight decay as `_keeps_no_decay` says. Where several groups held them, the own group keeps its
+    options ({} is returned), with a warning; and where there are no parameters, without one.
     """
-    if not names:
+    mine = names[number]
+    if not mine:
         return {}
     for members, group in saved:
-        if members.issuperset(names):
-            return {key: value for key, value in group.items() if key not in STRUCTURE}
-    text = (
-        f"group {number} ({shortened(names[0])}, ...) keeps its own lr and other options: its "
+        if members.issuperset(mine):
+            options = {key: value for key, value in group.items() if key not in STRUCTURE}
+            beside = [
+                other
+                for i, other in enumerate(own)
+                if i != number and names[i] and members.issuperset(names[i])
+            ]
+            if _keeps_no_decay(own[number], beside, options):
+                came = options.pop("weight_decay")
+                warn_caller(
+                    f"group {number} ({shortened(mine[0])}, ...) keeps weight_decay=0: its "
+                    f"parameters were saved in one group with others that have weight "
+                    f"decay here, with weight_decay={shortened(came)}. Set the group's "
+                    "weight_decay after loading to go on with that"
+                )
+            return options
+    warn_caller(
+        f"group {number} ({shortened(mine[0])}, ...) keeps its own lr and other options: its "
         "parameters were saved in several groups, whose options may differ"
     )
-    _warn_caller(text)
     return {}
 
 
-def _warn_caller(text: str) -> None:
-    """Warn at the line that called torch or this package."""
-    level, frame = 2, sys._getframe(1)
-    inner = "torch.", f"{__package__}."
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith(inner):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, stacklevel=level)
+def _keeps_no_decay(own: dict, beside: list[dict], options: dict) -> bool:
+    """Whether a group without weight decay stays so, although the saved `options` have some: it
+    was split off from groups with weight decay after the state was saved.
+
+    `beside`: the own groups that take the same saved options. The default group "no_decay" counts
+    as split off whatever the others have.
+    """
+    split = own.get("name") == NO_DECAY or any(group["weight_decay"] for group in beside)
+    return bool(beside and split and not own["weight_decay"] and options.get("weight_decay"))
 
 
 def _with_all_options(saved: list[dict], own: list[dict]) -> list[dict]:
@@ -229,7 +280,7 @@ def _with_all_options(saved: list[dict], own: list[dict]) -> list[dict]:
     for number, (names, group) in enumerate(zip(ours, saved)):
         _check_options(number, own[number], group)
         _check_kind(number, own[number], group)
-        options = options_of(number, names, carried) if names else group
+        options = options_of(number, own, ours, carried) if names else group
         matched.append({**options, "params": group["params"]})
     return matched
 
@@ -270,7 +321,7 @@ def _warn_of_lacking_state(groups: list[dict], restored: dict) -> None:
             "checkpoint has none, or, in the flattened form, the optimizer had none when it was "
             "loaded; then call init_state() first, and load again"
         )
-        _warn_caller(text)
+        warn_caller(text)
 
 
 def restore(loaded, groups, options) -> dict:
@@ -288,9 +339,13 @@ def restore(loaded, groups, options) -> dict:
         for i, (param, key) in enumerate(zip(group["params"], saved["params"])):
             if key in loaded["state"]:
                 members.append((param, group, name_of(group, i), loaded["state"][key]))
-    for param, group, name, state in members:
-        check_state(param, state_keys(group), name, state)
-    check_shards(members, options)
+    refusal = None
+    try:
+        for param, group, name, state in members:
+            check_state(param, state_keys(group), name, state)
+    except ValueError as error:
+        refusal = error  # other ranks may wait for this one
+    check_shards(members, options, refusal)
     return {
         param: _restored(param, state_keys(group), state, options)
         for param, group, _, state in members
@@ -392,7 +447,7 @@ def _check_options(number, group, saved) -> None:
     would change the rule of a step and are not known here.
     """
     _check_saved_here(number, group, saved)
-    other = [key for key in OTHERS if saved.get(key)] + ["beta2"] * (
+    other = [key for key in CHANGED if saved.get(key)] + ["beta2"] * (
         "beta2" in saved and "beta2" not in group
     )
     other += ["decoupled_weight_decay"] * (

@@ -30,7 +30,7 @@ class BackwardOverlap:
         leaves with it. None: nothing may leave.
         """
         self.inputs, self.buckets = inputs, []
-        self.pipeline_run = pipeline.run if jobs is None else pipeline.run_all_in
+        self.pipeline_run = pipeline.run if jobs is None else pipeline.run_all_inbound_first
         for route, hp in [job for job in jobs or () if job[0].travels]:
             if not route.to_owner.has_traffic:
                 break

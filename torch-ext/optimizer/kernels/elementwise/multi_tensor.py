@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from ..launch.jit import jit, typed
+from ..launch.jit import here, jit, typed
 
 tl = None  # Triton's language, put here by jit
 
@@ -41,7 +41,8 @@ class Launch:
 
     `aligned` says that all of them are one row without gaps that begins at a multiple of 16 bytes,
     in every list. `blocks` (count, 2) says per program which record, and which element of it is the
-    first; `origins` says per record from which place of the bound lists it comes.
+    first; `origins` says per record from which place of the bound lists it comes. `started`: the
+    kernels that were launched, each with its constants.
     """
 
     types: tuple[torch.dtype, ...]
@@ -49,6 +50,7 @@ class Launch:
     records: torch.Tensor
     blocks: torch.Tensor
     origins: torch.Tensor
+    started: set = field(default_factory=set, compare=False)
 
 
 @dataclass(frozen=True)
@@ -144,18 +146,23 @@ def run(kernel, launch: Launch, *arguments, **constants):
     them.
     """
     types = {f"TYPE_{i}": typed(t) for i, t in enumerate(launch.types)}
-    kernel[(len(launch.blocks),)](
-        launch.records,
-        launch.blocks,
-        *arguments,
-        FIELDS=launch.records.shape[1],
-        BLOCK=BLOCK,
-        ALIGNED=launch.aligned,
+    options = {
+        "FIELDS": launch.records.shape[1],
+        "BLOCK": BLOCK,
+        "ALIGNED": launch.aligned,
         **types,
         **constants,
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
+        "num_warps": 8,
+        "enable_fp_fusion": False,
+    }
+    start = kernel, *constants.values()
+    # Another thread may be about to launch the kernel for the first time, too
+    if start not in launch.started:
+        key = launch.types, launch.aligned, launch.records.device.index, *constants.items()
+        kernel.prepare(key, launch.records, launch.blocks, *arguments, **options)
+        if not here.dry_run:
+            launch.started.add(start)
+    kernel[(len(launch.blocks),)](launch.records, launch.blocks, *arguments, **options)
 
 
 @jit

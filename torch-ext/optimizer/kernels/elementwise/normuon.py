@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..backend import cpu_slices, use_triton
-from ..launch.jit import jit
+from ..launch.jit import jit, look
 from .row_scattered import ScatteredRows, memory_of, rows_at, strides_of
 
 tl = None  # Triton's language, put here by jit
@@ -25,15 +25,30 @@ def normalize(U: torch.Tensor | ScatteredRows, V: torch.Tensor, beta2: float, ep
         return
     if not use_triton(U.device):
         return normalize_torch(U, V, beta2, eps)
+    beta2, eps = float(beta2), float(eps)  # as an integer each would have a binary of its own
     N, R, C = U.shape
     squares = torch.empty((2, N, R), dtype=torch.float32, device=U.device)
     factors = torch.empty(N, dtype=torch.float32, device=U.device)
     memory, strides = memory_of(U), strides_of(U)
-    _moments_kernel[(N * R,)](
-        memory, V, squares, N * R, R, C, strides, V.stride(), beta2, 1.0 - beta2, eps, BLOCK=BLOCK
+    key = BLOCK, look(U, V)
+    _moments_kernel.launch(
+        N * R,
+        key,
+        memory,
+        V,
+        squares,
+        N * R,
+        R,
+        C,
+        strides,
+        V.stride(),
+        beta2,
+        1.0 - beta2,
+        eps,
+        BLOCK,
     )
-    _norms_kernel[(N,)](squares, factors, N * R, R, BLOCK=BLOCK)
-    _normalize_kernel[(N * R,)](memory, V, factors, R, C, strides, V.stride(), eps, BLOCK=BLOCK)
+    _norms_kernel.launch(N, key, squares, factors, N * R, R, BLOCK)
+    _normalize_kernel.launch(N * R, key, memory, V, factors, R, C, strides, V.stride(), eps, BLOCK)
 
 
 def normalize_torch(U, V, beta2, eps):

@@ -37,7 +37,12 @@ def unit_norm(
     what it is for needs less than the matrices do.
     """
     if not use_triton(U.device):
-        return unit_norm_torch(U, X, scales, eps)
+        whole = isinstance(U, torch.Tensor) and X.dtype == torch.float32
+        return (
+            unit_norm_whole(U, X, scales, eps, scratch)
+            if whole
+            else unit_norm_torch(U, X, scales, eps)
+        )
     if U.stride(2) > U.stride(1):
         U, X = U.mT, X.mT
     (N, R, C), cast = U.shape, cast_by_tiles(U, X, scratch, CAST)
@@ -146,6 +151,32 @@ def unit_norm_torch(U, X, scales, eps):
         squares = torch.stack([matrix.sum() for matrix in wide.square().unbind()]).view(-1, 1, 1)
         norm = squares.sqrt() + eps * (largest * unit)
         X[some].copy_(wide / torch.where(norm == 0, 1.0, norm))
+
+
+def unit_norm_whole(
+    U: torch.Tensor,
+    X: torch.Tensor,
+    scales: torch.Tensor,
+    eps: float,
+    scratch: torch.Tensor | None = None,
+) -> None:
+    """Compute `unit_norm` for X in fp32, with scales of 1, all matrices in each operation:
+    `scratch` takes the squares.
+
+    A sum is taken matrix by matrix, as in `unit_norm_torch`. Other operations give an element the
+    same bits in every batch.
+    """
+    scales.fill_(1.0)
+    wide = U if U.dtype == torch.float32 else X.copy_(U)
+    largest = torch.maximum(wide.amax((1, 2), keepdim=True), wide.amin((1, 2), keepdim=True).neg_())
+    unit = torch.ones_like(largest).masked_fill_(largest > 2.0**50, 2.0**-80)
+    unit.masked_fill_(largest < 2.0**-40, 2.0**80)
+    torch.mul(wide, unit, out=X)
+    fits = scratch is not None and scratch.dtype == X.dtype and scratch.shape[1:] == X.shape[1:]
+    rooms = scratch[: len(X)] if fits else torch.empty_like(X[:1]).expand_as(X)
+    sums = [torch.square(x, out=room).sum() for x, room in zip(X.unbind(), rooms.unbind())]
+    norm = torch.stack(sums).view(-1, 1, 1).sqrt_().add_(largest.mul_(unit), alpha=eps)
+    X.div_(norm.masked_fill_(norm == 0, 1.0))
 
 
 @jit.alike("parts")

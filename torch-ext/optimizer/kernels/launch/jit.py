@@ -96,13 +96,24 @@ class jit:
                 self[programs, 1, 1](*arguments, **options)
             return
         if compiled is None:
-            with _compiling:
-                compiled = self.compiled[key] = self._ready(*arguments, **options)
+            compiled = self._prepared(key, *arguments, **options)
         if compiled is None:  # the interpreter compiles nothing
             self[programs, 1, 1](*arguments, **options)
         else:
             compiled[programs, 1, 1](*arguments)
         replay.note(compiled, programs, arguments)
+
+    def prepare(self, key, *arguments, **options) -> None:
+        """Make the kernel ready for its first launch by `jit[grid]`, unless that was done for
+        `key`, which stands for the same as in `launch`. Does nothing in a rehearsal.
+        """
+        if key not in self.compiled and not here.dry_run:
+            self._prepared(key, *arguments, **options)
+
+    def _prepared(self, key, *arguments, **options):
+        with _compiling:
+            compiled = self.compiled[key] = self._ready(*arguments, **options)
+        return compiled
 
     def _ready(self, *arguments, **options):
         """Return the compiled kernel with its launcher and its binary loaded; None in the

@@ -39,9 +39,7 @@ def symmetric_product_torch(A, B, out, alpha=1.0, addends=(), diagonal=0.0):
     """
     if _is_like_new(out) and all(C.data_ptr() != out.data_ptr() for C, _ in addends):
         _add(_multiply(A, B, out), alpha, addends, diagonal)
-        for some in cpu_slices(out):
-            _mirror(out[some])
-        return out
+        return _mirror(out)
     for some in cpu_slices(out):
         result = _multiply(A[some], B[some], _new(out, some))
         beside = [(C[some], beta) for C, beta in addends]
@@ -49,10 +47,68 @@ def symmetric_product_torch(A, B, out, alpha=1.0, addends=(), diagonal=0.0):
     return out
 
 
-def _mirror(result):
-    """Make the lower triangles count on both sides, in place."""
-    result.tril_()
-    return result.add_(result.tril(-1).mT)
+def takes_matrix_by_matrix(
+    X: torch.Tensor, Y: torch.Tensor, A: torch.Tensor, Q: torch.Tensor
+) -> bool:
+    """Say whether `standard_torch` takes these stacks: every matrix lies as in new memory of
+    fp32.
+    """
+    return all(map(_is_like_new, (X, Y, A, Q)))
+
+
+def standard_torch(
+    X: torch.Tensor,
+    Y: torch.Tensor,
+    A: torch.Tensor,
+    Q: torch.Tensor,
+    triples: list[tuple[float, float, float]],
+) -> torch.Tensor:
+    """Apply the standard iteration of `triples` (a, b, c) to every matrix of X (N, n, m); return
+    the results.
+
+    The results are X or Y (N, n, m); the other one is spoiled, and so are A and Q (n, n). A matrix
+    takes all steps before the next matrix begins, so that it stays in the CPU's cache. A library
+    product adds its addend itself: b A to c A^2, and a X to the product with X, as plain torch
+    does. With a I inside the factor of X, spectra with a tail have up to 1.9 times the error
+    (docs/kernels.md).
+    """
+    if torch.is_autocast_enabled(X.device.type):
+        with torch.autocast(X.device.type, enabled=False):
+            return standard_torch(X, Y, A, Q, triples)
+    for x, y in zip(X.unbind(), Y.unbind()):
+        for a, b, c in triples:
+            torch.mm(x, x.mT, out=A)
+            if c:
+                torch.addmm(A, A, A, beta=b, alpha=c, out=Q)
+            else:
+                torch.mul(A, b, out=Q)
+            torch.addmm(x, Q, x, beta=a, out=y)
+            x, y = y, x
+    return Y if len(triples) % 2 else X
+
+
+def _mirror(result: torch.Tensor) -> torch.Tensor:
+    """Copy the lower triangles of result (N, n, n) to the upper ones, in place.
+
+    Square blocks cover a triangle: a block of half the side, beside it two of a quarter, and so on.
+    All blocks of a size are copied at once, which takes no memory and less time than `tril` and a
+    sum.
+    """
+    (N, n, _), (apart, down, across), first = result.shape, result.stride(), result.storage_offset()
+    half = (1 << (n - 1).bit_length()) // 2
+    while half:
+        side, last = 2 * half, n // (2 * half) * 2 * half
+        if last:
+            shape, steps = (N, n // side, half, half), (apart, side * (down + across))
+            right, left = first + half * across, first + half * down
+            result.as_strided(shape, (*steps, down, across), right).copy_(
+                result.as_strided(shape, (*steps, across, down), left)
+            )
+        if last + half < n:  # the last block has fewer columns
+            here = slice(last, last + half)
+            result[:, here, last + half :].copy_(result[:, last + half :, here].mT)
+        half //= 2
+    return result
 
 
 def _new(out, some):
