@@ -462,7 +462,7 @@ def departures(params, opt, place, through=None, momenta=(None, None)):
         if momentum is not None:
             opt.param_groups[1]["momentum"] = momentum
         backward(params, place, step, through)
-        left.append(len(opt._early.left))
+        left.append(len(opt._backward_overlap.started))
         through.step()
         through.zero_grad()
     return left, tensors(params, opt)
@@ -573,9 +573,9 @@ def judged_late(rank, world):
     params, opt, place = fsdp(world)
     backward(params, place, 1, opt)
     clip(params, opt)
-    opt._backward_overlap.judge = lambda: None
+    opt._backward_overlap.raise_if_changed = lambda: None
     opt.step()
-    del opt._backward_overlap.judge
+    del opt._backward_overlap.raise_if_changed
     move(params, opt)
     with pytest.raises(RuntimeError, match="gradients changed"):
         opt.step()

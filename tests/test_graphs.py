@@ -352,7 +352,9 @@ def test_values_are_sent_once_and_together(optimizer, monkeypatch):
     step_inputs = part("execution.step_inputs")
     run = Run("auto", "NorMuon")
     sent, send = [], step_inputs.StepInputs._copy_to_device
-    monkeypatch.setattr(step_inputs.StepInputs, "_copy_to_device", lambda feed, packed: (sent.append(feed), send(feed, packed)))
+    monkeypatch.setattr(
+        step_inputs.StepInputs, "_copy_to_device", lambda inputs, packed: (sent.append(inputs), send(inputs, packed))
+    )
     run.step(0)
     assert len(sent) == 1
     run.optimizer.step()

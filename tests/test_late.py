@@ -429,7 +429,8 @@ def test_a_copy_waits_in_its_step(looking):
     for p in itertools.chain(*(g["params"] for g in twin.param_groups)):
         p.grad = torch.ones_like(p)
     twin.step()
-    assert twin._forward_overlap.waited_event[looking.main] == len(twin._forward_overlap.events) - 1 and not len(twin._forward_overlap.models)
+    late = twin._forward_overlap
+    assert late.waited_event[looking.main] == len(late.events) - 1 and not len(late.models)
     opt.step()
     clone(torch.ones(1, 8))
     pickle.dumps(model)
@@ -460,7 +461,8 @@ def test_an_error_in_the_step_leaves_nothing_behind(looking, monkeypatch):
         patch.setattr(part("execution.bucket_updates").AdamWUpdate, "step", fail)
         with pytest.raises(KeyError, match="a fault"):
             opt.step()
-    assert looking.current_stream() is looking.main and opt._forward_overlap.events == [] and opt._forward_overlap.held_gradients == {}
+    late = opt._forward_overlap
+    assert looking.current_stream() is looking.main and late.events == [] and late.held_gradients == {}
     assert all(looking.main.seen[line] >= tick for line, tick in looking.writes.values())
     with pytest.raises(RuntimeError, match="failed half-way"):
         opt.step()
@@ -498,7 +500,8 @@ def test_without_the_option_and_on_a_cpu_nothing_happens(optimizer):
         opt = muon(model, **options)
         steps(model, opt)
         opt.wait()
-        assert opt._forward_overlap.events == [] and opt._forward_overlap.held_gradients == {} and opt._forward_overlap.stream is None
+        late = opt._forward_overlap
+        assert late.events == [] and late.held_gradients == {} and late.stream is None
         assert len(model._forward_pre_hooks) == (not options)
     assert all(same(models[0].parameters(), model.parameters()) for model in models)
 
@@ -751,7 +754,8 @@ def unhooked(rank, world, what):
                 lambda self, async_op=False: self.gather(async_op),
             )
         else:
-            patch.setattr(part("execution.overlap.forward").ForwardOverlap, "wait_for_event", lambda self, stream, place: None)
+            kind = part("execution.overlap.forward").ForwardOverlap
+            patch.setattr(kind, "wait_for_event", lambda self, stream, place: None)
         wrong, *_ = sharded(rank, world, (world,), "plain")
     return wrong
 
@@ -775,7 +779,8 @@ def unknown(rank, world):
             opt.updates_return_during(model)
         model(torch.ones(2, 4)).sum().backward()
         opt.step()
-        return opt._forward_overlap.waited_event[machine.main] == len(opt._forward_overlap.events) - 1, len(model._forward_pre_hooks), machine.wrong
+        late = opt._forward_overlap
+        return late.waited_event[machine.main] == len(late.events) - 1, len(model._forward_pre_hooks), machine.wrong
 
 
 def test_another_fsdp_is_waited_for_in_the_step(optimizer):

@@ -104,7 +104,7 @@ def in_pieces(rank, world):
     params = [nn.Parameter(cut(torch.randn(512, 256), mesh, [Shard(0)])) for _ in range(4)]
     opt = package().Muon(params, ns_steps=1)
     step(opt, params, 0, lambda g: cut(g, mesh, [Shard(0)]))
-    assert any(route.meanwhile for route, _ in opt._bound.jobs)
+    assert any(route.packs_local for route, _ in opt._bound.jobs)
     weak = storages(bound(opt))
     opt.release()
     return [ref.expired() for ref in weak]
@@ -150,11 +150,12 @@ def test_while_updates_return(optimizer, monkeypatch):
         model(torch.ones(2, 4)).sum().backward()
         opt.step()
         opt.release()
-        assert machine.main.seen.get(opt._forward_overlap.stream, 0) == opt._forward_overlap.stream.seen[opt._forward_overlap.stream]
+        stream = opt._forward_overlap.stream
+        assert machine.main.seen.get(stream, 0) == stream.seen[stream]
         assert not opt._forward_overlap.bucket_params
         reader = machine.Stream()
         opt._forward_overlap.wait_for_params(frozenset(map(id, model.parameters())), reader)
-        assert reader.seen.get(opt._forward_overlap.stream)
+        assert reader.seen.get(stream)
     assert not machine.wrong
 
 

@@ -23,9 +23,9 @@ from .execution.fingerprint import StepFingerprint, memory_key
 from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, ForwardOverlapMethods, waits_for_updates
 from .execution.prepare import (
-    SCALARS_CHANGED,
-    PARAMETERS_CHANGED,
     GRADIENTS_MOVED,
+    PARAMETERS_CHANGED,
+    SCALARS_CHANGED,
     BoundStep,
     make_plans,
     select_params,
@@ -105,7 +105,9 @@ class StateDictMethods(ForwardOverlapMethods):
         self._check_state()
         self._beta1.follow(self.param_groups)
         self._adopt_state()
-        create = called_by_checkpoint() and not self._is_torn and not self._backward_overlap.has_started
+        create = (
+            called_by_checkpoint() and not self._is_torn and not self._backward_overlap.has_started
+        )
         if not self._options.owner_keeps_state:
             if create:
                 self.init_state()
@@ -423,7 +425,10 @@ class Muon(StateDictMethods):
         if device.type == "cpu" and not itself._forward_overlap.on:
             itself._step(*scaled)
             return loss
-        with on_device(device), itself._forward_overlap.on_side_stream(device, wait_for_all=scaled != (None, None)):
+        with (
+            on_device(device),
+            itself._forward_overlap.on_side_stream(device, wait_for_all=scaled != (None, None)),
+        ):
             itself._step(*scaled)
         return loss
 
@@ -431,12 +436,16 @@ class Muon(StateDictMethods):
         """Step, with what a GradScaler says of the gradients, or None."""
         self._read_groups()
         # Nothing leaves before the step without overlap_backward
-        self._half_way = begun = self._options.overlap_backward and self._backward_overlap.has_started
+        self._half_way = begun = (
+            self._options.overlap_backward and self._backward_overlap.has_started
+        )
         self._consolidated = None
         self._process_groups.begin_step()
         creates_state = not self.state and creates_state_only(self.param_groups, self.state)
         if begun:
-            self._backward_overlap.check_unchanged(self._as_bound(), (grad_scale, found_inf) != (None, None))
+            self._backward_overlap.check_unchanged(
+                self._as_bound(), (grad_scale, found_inf) != (None, None)
+            )
         else:
             if self._options.overlap_backward:
                 self._backward_overlap.raise_if_changed()  # binding anew would forget it
@@ -528,7 +537,9 @@ class Muon(StateDictMethods):
     def _as_bound(self) -> bool:
         """Whether all but the gradients is as the last step found it."""
         same = (
-            world_now() is self._world and self._fingerprint is not None and self._bound.nonfinite is None
+            world_now() is self._world
+            and self._fingerprint is not None
+            and self._bound.nonfinite is None
         )
         return same and self._fingerprint.is_static_current(self.param_groups, self.state)
 
@@ -542,7 +553,9 @@ class Muon(StateDictMethods):
             raise RuntimeError(
                 f"nothing is bound {self._why_unbound}: call step() before plan_report()"
             )
-        return report_of(self._bound.all_jobs, this_rank(), self._watch, self._backward_overlap.pipeline_run)
+        return report_of(
+            self._bound.all_jobs, this_rank(), self._watch, self._backward_overlap.pipeline_run
+        )
 
     @waits_for_updates
     def release(self) -> None:
@@ -564,7 +577,9 @@ class Muon(StateDictMethods):
         self._find_world()
         if self._uncompared:
             self._compare_again()
-        if self._fingerprint is not None and self._fingerprint.is_current(self.param_groups, self.state, scaled):
+        if self._fingerprint is not None and self._fingerprint.is_current(
+            self.param_groups, self.state, scaled
+        ):
             return self._bound.stores
         with lasting():
             return self._prepare(scaled)

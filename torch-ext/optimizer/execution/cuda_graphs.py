@@ -75,7 +75,12 @@ class Graphs:
 
     def __init__(self, reason=""):
         self.parts, self.stream, self.reason = {}, None, reason
-        self.on, self.failed, self.device, self.inside_capture = False, False, torch.device("cpu"), False
+        self.on, self.failed, self.device, self.inside_capture = (
+            False,
+            False,
+            torch.device("cpu"),
+            False,
+        )
         # Whether parts go through this object: it captures them, or knows a capture around them
         self.may_capture = False
         _all.add(self)

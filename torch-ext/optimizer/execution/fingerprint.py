@@ -65,7 +65,11 @@ class StepFingerprint:
     """
 
     def __init__(self, groups, state, *more):
-        self.seen, self.gradients, self.has_fast_check = fingerprint(groups, state, *more), None, False
+        self.seen, self.gradients, self.has_fast_check = (
+            fingerprint(groups, state, *more),
+            None,
+            False,
+        )
         self.params = _params_of(groups)
         whole = list(map(gradient_of, self.params))
         known = (

@@ -22,7 +22,7 @@ from ..params.dtensor import (
 from ..params.errors import names_in
 from ..params.layout import Layout, this_rank, zeros_with_placements
 from ..params.validation import check_gradients, gradient_of
-from .fingerprint import form_of_gradient, copy_in_form, missing_from
+from .fingerprint import copy_in_form, form_of_gradient, missing_from
 
 
 class Store:
@@ -64,7 +64,9 @@ class Store:
         self.step_copies = defaultdict(list)
         self.device = local_of(params[0]).device
         self.is_fp64 = params[0].dtype == torch.float64
-        self.names = list(range(len(params))) if group is None else list(map(names_in(group).get, params))
+        self.names = (
+            list(range(len(params))) if group is None else list(map(names_in(group).get, params))
+        )
         self.mismatched = {} if mismatched is None else mismatched
         self.forms = None
         self._find_mismatched()
@@ -90,7 +92,10 @@ class Store:
             self._find_mismatched()
         known = came and map(came.__getitem__, map(id, self.params))
         self.raw_gradients = list(known) if known else raw_locals(map(gradient_of, self.params))
-        self.missing, self.gradients = frozenset(missing_from(self.raw_gradients)), list(self.raw_gradients)
+        self.missing, self.gradients = (
+            frozenset(missing_from(self.raw_gradients)),
+            list(self.raw_gradients),
+        )
         for number in self.missing:
             self.gradients[number] = _zeros(self.params[number])
         for number, placements in self.mismatched.items():

@@ -121,7 +121,9 @@ class StepInputs:
         from now on.
         """
         page = self.staging.pop(0)[0] if len(self.staging) > 1 else _pinned(len(packed))
-        self.captured_staging.append(page.copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8)))
+        self.captured_staging.append(
+            page.copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
+        )
         self.memory.copy_(page, non_blocking=True)
         self.uploaded, self.replayed = None, True
 

@@ -107,7 +107,9 @@ class Stacks:
                 at += read.nbytes + -read.nbytes % ALIGNMENT
             self.inputs.append(read)
             self.outputs.append(written)
-        self.input_view, self.output_view = ({p: _view(p, whole, end) for p in self.share.owned} for end in ends)
+        self.input_view, self.output_view = (
+            {p: _view(p, whole, end) for p in self.share.owned} for end in ends
+        )
 
     def _places(self, places):
         """{direct matrix: {box: place}}."""

@@ -31,7 +31,12 @@ class ForwardOverlap:
     """
 
     def __init__(self, on=False):
-        self.on, self.stream, self.event_pool, self.models = on, None, [], weakref.WeakKeyDictionary()
+        self.on, self.stream, self.event_pool, self.models = (
+            on,
+            None,
+            [],
+            weakref.WeakKeyDictionary(),
+        )
         self._begin(None)
         self.bind((), ())
 
@@ -130,7 +135,9 @@ class ForwardOverlap:
             return
         for bucket, (number, part) in enumerate(self.bucket_params):
             store, place = stores[number], self.written_event.get(bucket, len(self.events))
-            self.held_gradients.setdefault(place, []).append((part(store.raw_gradients), part(store.gradients)))
+            self.held_gradients.setdefault(place, []).append(
+                (part(store.raw_gradients), part(store.gradients))
+            )
         self.missing = frozenset(id(store.params[i]) for store in stores for i in store.missing)
 
     def last_event_of(self, params) -> int:
@@ -143,7 +150,9 @@ class ForwardOverlap:
             self.found[params] = {bucket for key in params for bucket in self.buckets.get(key, ())}
         if not self.missing.isdisjoint(params):
             return last
-        return max((self.written_event.get(bucket, last) for bucket in self.found[params]), default=-1)
+        return max(
+            (self.written_event.get(bucket, last) for bucket in self.found[params]), default=-1
+        )
 
     def _unknown(self) -> int:
         """The mark of the parameters for which no model waits; if one does for none, that which
@@ -249,7 +258,9 @@ class ForwardOverlapMethods(torch.optim.Optimizer):
         modules do, each before its forward. Call it once the model is wrapped, sharded and
         compiled, for each model; again after changes.
         """
-        self._forward_overlap.add_model(model, [p for group in self.param_groups for p in group["params"]])
+        self._forward_overlap.add_model(
+            model, [p for group in self.param_groups for p in group["params"]]
+        )
 
     def wait(self) -> None:
         """Have the current stream wait for all that the last `step` has launched: before weights,

@@ -30,7 +30,9 @@ class ModelHooks:
             return
         gathers = [(module, group, keys & set(params)) for module, group, keys in gathers]
         gathered = set().union(*(keys for *_, keys in gathers))
-        stops, quiet, unseen = _wait_points(model, (_keys(model.parameters()) & set(params)) - gathered)
+        stops, quiet, unseen = _wait_points(
+            model, (_keys(model.parameters()) & set(params)) - gathered
+        )
         for module, _, keys in gathers:
             stops[module] = stops.get(module, set()) | keys
         for group, keys in {id(group): (group, keys) for _, group, keys in gathers}.values():
