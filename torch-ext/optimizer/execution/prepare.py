@@ -50,7 +50,7 @@ def select_params(groups, options, alone) -> tuple[list, list]:
                 warn_caller(
                     f"parameter {name_in(group, p)} has a gradient but requires_grad=False: it is "
                     "left alone, "
-                    "for other ranks cannot know; to have it select_params, call requires_grad_() on it"
+                    "for other ranks cannot know; to have it stepped, call requires_grad_() on it"
                 )
     units = [(group, params) for group, params in units if params]
     return units, [_plan_key(*unit, options.ns_dtype) for unit in units]
