@@ -68,7 +68,7 @@ class StateDictMethods(ForwardOverlapMethods):
     """An optimizer that is saved and loaded on any layout."""
 
     @property
-    def _torn(self) -> bool:
+    def _is_torn(self) -> bool:
         """Whether a step failed half-way."""
         return self._half_way or self._backward_overlap.failed
 

@@ -43,13 +43,13 @@ class BucketInputs:
     """All that one bucket's update is made of on this rank."""
 
     bucket: Bucket
-    share: RankPlan  # this rank's pieces and all-to-all offsets
+    rank_plan: RankPlan  # this rank's pieces and all-to-all offsets
     store: Store  # views of weights, gradients and state
     options: MuonConfig
     group: dict  # the live parameter group
     process_group: dist.ProcessGroup | None  # None: nothing is sent
     memory: dict[str, torch.Tensor]  # workspace use -> flat uint8 tensor
-    slot: int  # the workspace slot that `memory` lies in
+    buffer_index: int  # the workspace slot that `memory` lies in
     graphs: Graphs
     label: str  # the bucket's name in messages
     written: Callable[[BucketUpdate], None] | None  # called once the bucket's weights are written
@@ -61,12 +61,12 @@ class BoundUpdate(BucketUpdate):
     def __init__(self, inputs: BucketInputs):
         super().__init__(inputs.label, inputs.written, inputs.store)
         self.bucket = inputs.bucket
-        self.share = inputs.share
+        self.rank_plan = inputs.rank_plan
         self.options = inputs.options
         self.group = inputs.group
         self.process_group = inputs.process_group
         self.memory = inputs.memory
-        self.slot = inputs.slot
+        self.buffer_index = inputs.buffer_index
         self.graphs = inputs.graphs
         self.rank = inputs.store.rank
 
@@ -74,7 +74,7 @@ class BoundUpdate(BucketUpdate):
 
     def _pieces(self, end: str, kind: str = "update") -> list[Piece]:
         """Pieces that this rank stores ("home") or computes ("owned")."""
-        return [p for p in getattr(self.share, end) if p.kind == kind]
+        return [p for p in getattr(self.rank_plan, end) if p.kind == kind]
 
     def _kept(self, dtype: torch.dtype | None = None) -> dict[Piece, torch.Tensor]:
         """Buffers of pieces that this rank both stores and computes, which no all-to-all carries:
@@ -83,7 +83,7 @@ class BoundUpdate(BucketUpdate):
         dtype = dtype or self.options.wire_dtype
         return {
             p: piece_at(self.memory["kept"], offset, p.shape, dtype)
-            for p, offset in self.share.kept.items()
+            for p, offset in self.rank_plan.kept.items()
         }
 
     def _momenta(self, pieces: Sequence[Piece]) -> tuple:
@@ -158,7 +158,7 @@ class LocalUpdate(BoundUpdate):
         super().__init__(inputs)
         home = self._pieces("home")
         rows = self._pieces("home", "row")
-        self.stacks = Stacks(self.share, self.memory, self.options.wire_dtype)
+        self.stacks = Stacks(self.rank_plan, self.memory, self.options.wire_dtype)
         whole = self.stacks.input_view
         second_moment = self.store.states(rows, "second_moment")
         self.pack_all = self._bind_pack(home, whole)
@@ -224,7 +224,7 @@ class OwnerUpdate(BoundUpdate):
         all-to-all: its pieces are assembled, hence copied, before updates are written there. The
         two other buffers share memory as well, see `RankPlan.workspace_layout`.
         """
-        own = self.share, self.process_group, self.memory
+        own = self.rank_plan, self.process_group, self.memory
         wire = self.options.wire_dtype
         self.to_owner = AllToAllBuffers(*own, "inbound", ("leave", "arrive"), in_dtype or wire)
         self.to_shards = AllToAllBuffers(*own, "outbound", ("arrive", "return"), out_dtype or wire)
@@ -240,7 +240,7 @@ class ShardedUpdate(OwnerUpdate):
         self._bind_buffers()
         kept = self._kept()
         self.stacks = Stacks(
-            self.share,
+            self.rank_plan,
             self.memory,
             self.options.wire_dtype,
             {**self.to_owner.arrive, **kept},
@@ -257,8 +257,8 @@ class ShardedUpdate(OwnerUpdate):
         self.sent = [p for p in home if p in self.to_owner.leave]
         self.stays = [p for p in home if p in kept]
         # Whole matrices go to scratch, which the bucket before still uses; direct pieces do not
-        early = [p for p in self.stays if p.matrix in self.share.direct]
-        early = early if self.share.crosses_inbound else []
+        early = [p for p in self.stays if p.matrix in self.rank_plan.direct]
+        early = early if self.rank_plan.crosses_inbound else []
         late = [p for p in self.stays if p not in early]
         self.pack_sent = self._bind_pack(self.sent, self.to_owner.leave)
         self.packs_local = bool(early)
@@ -274,7 +274,7 @@ class ShardedUpdate(OwnerUpdate):
         go = self.stacks.output_view
         arrive = self.to_owner.arrive
         self.assemble = copy_apart({p: come[p] for p in arrive}, arrive)
-        direct = self.share.direct
+        direct = self.rank_plan.direct
         self.kept = {p: go[p] if p.matrix in direct else place for p, place in kept.items()}
         self.disassemble = copy_apart({**self.to_shards.leave, **self.kept}, go)
 
@@ -323,7 +323,7 @@ class UnreducedUpdate(OwnerUpdate):
         home = self._pieces("home")
         rows = self._pieces("owned", "row")
         owned = [p for p in home if p.owner == self.rank]
-        self.stacks = Stacks(self.share, self.memory, self.options.wire_dtype)
+        self.stacks = Stacks(self.rank_plan, self.memory, self.options.wire_dtype)
         self.fill = Copy.of_gradients(
             [self.to_owner.leave[p] for p in home], store.sources(home), store.gradients
         )

@@ -219,13 +219,13 @@ def _bind(plans, stores, options, process_groups, graphs, written):
         ranks = bucket.ranks if kind.travels else ranks
         inputs = BucketInputs(
             bucket=bucket,
-            share=share,
+            rank_plan=share,
             store=store,
             options=options,
             group=group,
             process_group=process_groups.of(bucket.ranks) if kind.travels else None,
             memory=workspace.views_for(number, share),
-            slot=number % slots,
+            buffer_index=number % slots,
             graphs=graphs,
             label=_label(len(jobs) - skipped, bucket, store),
             written=written,

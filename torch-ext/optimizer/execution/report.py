@@ -313,7 +313,7 @@ def _row(number, route, hp, measured_ms):
         )
     if route.bucket is None:
         return None
-    bucket, share, pace = route.bucket, route.share, _pace(route, hp)
+    bucket, share, pace = route.bucket, route.rank_plan, _pace(route, hp)
     loads = _loads(bucket, pace) if pace else {}
     total, part = sum(loads.values()), _part(route, pace) if pace and pace.measured else None
     return Row(
@@ -336,7 +336,7 @@ def _part(route, pace) -> BucketTimes:
     element in fp32).
     """
     if route.bucket is not None:
-        share, planned = route.share, route.bucket.times
+        share, planned = route.rank_plan, route.bucket.times
         chunks = pace.memory_time(28 * sum(p.numel for p in share.owned if p.home == p.owner))
         inbound, outbound = (
             pace.all_to_all_time(sum(way.send_bytes)) for way in (share.inbound, share.outbound)
@@ -350,8 +350,8 @@ def workspace_of(bounds) -> dict[str, int]:
     """What bound buckets take of this rank, in bytes: by bucket buffer, and the shared scratch."""
     sizes = Counter()
     for bound in bounds:
-        for memory, nbytes in bound.share.workspace_layout()[1].items():
-            name = f"bucket buffer {bound.slot}" if memory == "bucket_buffer" else "shared scratch"
+        for memory, nbytes in bound.rank_plan.workspace_layout()[1].items():
+            name = f"bucket buffer {bound.buffer_index}" if memory == "bucket_buffer" else "shared scratch"
             sizes[name] = max(sizes[name], nbytes)
     return dict(sizes)
 
