@@ -42,7 +42,7 @@ from ..rules import adamw, muon, normuon
 from ..rules.rule import MuonConstants, host_constants
 from .cuda_graphs import Graphs
 from .param_store import Store
-from .workspace import Stacks, copy_apart, like
+from .workspace import Stacks, copy_unless_in_place, views_like
 
 Gradients = tuple[list[torch.Tensor], torch.Tensor | None]  # (tensors, int64 addresses on device)
 Views = Mapping[Piece, torch.Tensor]  # piece -> view of a buffer, (rows, columns)
@@ -339,13 +339,15 @@ class ShardedUpdate(OwnerUpdate):
         input_view = self.stacks.input_view
         output_view = self.stacks.output_view
         arrive = self.to_owner.arrive
-        self.assemble = copy_apart({p: input_view[p] for p in arrive}, arrive)
+        self.assemble = copy_unless_in_place({p: input_view[p] for p in arrive}, arrive)
         # O of a direct matrix is written once; a replica's place in the send buffer counts first
         direct = self.rank_plan.direct
         self.kept_updates = {
             p: output_view[p] if p.matrix in direct else view for p, view in kept.items()
         }
-        self.disassemble = copy_apart({**self.to_shards.leave, **self.kept_updates}, output_view)
+        self.disassemble = copy_unless_in_place(
+            {**self.to_shards.leave, **self.kept_updates}, output_view
+        )
 
     def _bind_weights(self) -> None:
         """Bind launches that write W, M and row state, from received or kept updates."""
@@ -441,7 +443,7 @@ class UnreducedUpdate(OwnerUpdate):
         self.save_rows = Copy(second_moment, [whole[p] for p in rows], store.skip(rows))
         # The stacks lie in the shared scratch, which the next bucket takes over before `apply`
         kept = self._kept_views()
-        self.disassemble = copy_apart({**self.to_shards.leave, **kept}, whole)
+        self.disassemble = copy_unless_in_place({**self.to_shards.leave, **kept}, whole)
         self.update_owned = Update(
             store.weights(owned), [kept[p] for p in owned], self._scales(owned), skip, M, *means
         )
@@ -526,7 +528,7 @@ class UnreducedAdamWUpdate(OwnerUpdate):
         lists = [store.weights(owned), *(store.states(owned, key) for key in keys)]
         steps = [_steps(store, p) for p in owned]
         # Step counts are scalars of their own, which torch's kernel advances with each tensor
-        copies = [*like(lists, self.memory["until_apply"]), [step.clone() for step in steps]]
+        copies = [*views_like(lists, self.memory["until_apply"]), [step.clone() for step in steps]]
         W, *states = copies
         self.current = [*itertools.chain(*lists), *steps]  # weights, state and counts of the owner
         self.stepped = [*itertools.chain(*copies)]  # copies of `current`
