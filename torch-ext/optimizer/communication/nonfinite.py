@@ -39,14 +39,14 @@ class FlagBuffers:
         for index, plan in enumerate(plans):
             for number in range(len(plan.params)):
                 members.setdefault(plan.compared_by(number), []).append((index, number))
-        self.flag_offset = [{} for _ in plans]
+        self.first = [{} for _ in plans]
         self.segments = {}
         self.numbers = []
         self.count = 0
         for ranks in sorted(members, key=bucket_sort_key):
             start = self.count
             for index, number in members[ranks]:
-                self.flag_offset[index][number] = self.count
+                self.first[index][number] = self.count
                 self.numbers.append((self.count, plans[index], number))
                 self.count += math.prod(_lead(plans[index], number))
             self.segments[ranks] = slice(start, self.count)

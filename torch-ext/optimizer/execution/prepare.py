@@ -277,7 +277,7 @@ def _sorted_buckets(
 ) -> list[BucketTask]:
     """Buckets of all plans in the order of a step.
 
-    By default buckets of equal ranks are neighbours. With overlap_forward, the first buckets of all
+    By default buckets of equal ranks are adjacent. With overlap_forward, the first buckets of all
     families (route, ranks) come first among buckets of equal ranks, then the second buckets. With
     overlap_backward the first buckets of all families come first, and buckets without an inbound
     all-to-all last. Sort keys contain only facts known to all ranks of a bucket, so all ranks find
