@@ -40,7 +40,7 @@ def export_state(optimizer, path, model=None) -> None:
     written. Needs the package safetensors.
     """
     path = _text_of(path)
-    if optimizer._torn:
+    if optimizer._is_torn:
         raise RuntimeError(
             "the last step of this optimizer failed half-way, so that a file would hold some state "
             "of "
