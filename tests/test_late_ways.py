@@ -241,7 +241,7 @@ def test_state_that_may_move_is_kept_from_others_meanwhile(machine, monkeypatch)
     opt = muon(model)
     launch(model, opt)
     shared, late = [], part("execution.overlap.forward").ForwardOverlap
-    monkeypatch.setattr(late, "share", lambda self, tensors: shared.extend(map(id, tensors)))
+    monkeypatch.setattr(late, "record_stream", lambda self, tensors: shared.extend(map(id, tensors)))
     opt.add_param_group({"params": [more]})
     more.grad = torch.ones_like(more)
     held = {id(t) for p in model.parameters() for t in opt.state[p].values()}
