@@ -407,7 +407,7 @@ class Muon(StateDictMethods):
             loss = None if closure is None else closure()
         scaled = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         device = validation.device_of(itself.param_groups)
-        # On CPUs without contexts, which would add to the shortest steps
+        # On a CPU neither of the two contexts would do anything
         if device.type == "cpu" and not itself._forward_overlap.on:
             itself._step(*scaled)
             return loss
@@ -592,8 +592,8 @@ class Muon(StateDictMethods):
         params = [p for plan in plans for p in plan.params]
         key = *memory_key(params, self.state, self.param_groups), scaled
         if key != self._memory_key:
-            self._memory_key = self._fingerprint = None  # if binding fails
             forms = [form_of(p) for p in params]
+            self._memory_key = self._fingerprint = None  # if binding fails
             # A parameter was cast, or placed otherwise, in place: plan again
             if self._param_forms not in (None, forms):
                 self._drop_plans()
