@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -23,17 +23,32 @@ from torch import nn
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    from .forward import ForwardOverlap
-
 Keys = set[int]  # ids of parameters
-OverlapRef = weakref.ref  # to a ForwardOverlap
+
+
+class Waiter(Protocol):
+    """The part of `forward.ForwardOverlap` that hooks use."""
+
+    events: list  # of the last step; empty: nothing to wait for
+
+    def wait(self) -> None:
+        """Let the current stream wait for the whole last step."""
+
+    def wait_for_params(
+        self, params: frozenset[int], reader: torch.cuda.Stream | None = None
+    ) -> None:
+        """Let `reader`, or with None the current stream, wait until `params` are written."""
+
+
+# Weak reference to a `Waiter`, or after `remove` a function that returns None
+OverlapRef = Callable[[], Waiter | None]
 
 
 class ModelHooks:
     """The hooks of a model for an optimizer."""
 
     def __init__(
-        self, model: nn.Module, params: Mapping[int, torch.Tensor], overlap: ForwardOverlap
+        self, model: nn.Module, params: Mapping[int, torch.Tensor], overlap: Waiter
     ) -> None:
         """Register all hooks. `params`: the optimizer's parameters by id. Warns if the parameters
         are gathered in an unknown way (FSDP1, other versions of torch): then no module waits.
