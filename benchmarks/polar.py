@@ -153,7 +153,7 @@ def product(polar, gram, shape, options):
 def from_tape(polar, gram):
     """X X^T as `orthogonalize` launches it from the second call of a kind on."""
     def call(X, out):
-        polar.play(("X X^T", *polar.look(X, out)), (), (X, out), functools.partial(gram.gram, X, out))
+        polar.replay_or_record(("X X^T", *polar.launch_key(X, out)), (), (X, out), functools.partial(gram.gram, X, out))
     return call
 
 
@@ -256,7 +256,7 @@ def algorithm(polar, name, X, steps) -> str:
     if not name.startswith("ours"):
         return "standard"
     on_chip = module(polar, ".kernels.onchip.polar")
-    if on_chip.fits(X if X.shape[1] == n else X.mT, torch.float16) and not steps.aol:
+    if on_chip.supports(X if X.shape[1] == n else X.mT, torch.float16) and not steps.aol:
         return "on chip"
     return "standard" if polar.longest(n, m, steps) == 1 else "gram"
 

@@ -156,7 +156,7 @@ def ends(shapes, ranks, device):
 
     def way(direction):
         gram._direction = direction
-        tape._tapes.clear()  # what was recorded with the other one
+        tape._recordings.clear()  # what was recorded with the other one
         work()
 
     return {"from the first": partial(way, lambda op: 1), "either end": partial(way, gram._direction)}, results
@@ -169,7 +169,7 @@ def processors(shapes, ranks, device):
     def way(least):
         resident.FROM = least
         resident._known.clear()
-        tape._tapes.clear()
+        tape._recordings.clear()
         work()
 
     return {"launches": partial(way, 1 << 30), "one processor": partial(way, 1)}, results
@@ -185,7 +185,7 @@ def gram_tiles(shapes, ranks, device):
 
         tiles.choose = choose
         gram._known.clear()
-        tape._tapes.clear()
+        tape._recordings.clear()
         work()
 
     ways = {"chosen": partial(way, None)}
@@ -246,7 +246,7 @@ def whole_and_shared(work) -> dict:
     def way(divide):
         order.divide = divide
         gram._known.clear()  # what was bound with the other one
-        tape._tapes.clear()
+        tape._recordings.clear()
         work()
 
     def whole(count, processors, loop, wide=False):

@@ -180,7 +180,7 @@ def by_one_group(arch: str, entry: dict, order=None, of="fp16") -> int:
         order=order, count="i32", inner="i32", addends="i32", early="i32", mirror="i32", scales="*fp32",
         factors=("fp32",) * 5, SYMMETRIC=part("kernels.matmul.sm90_tma").SYMMETRY[entry["op"]], COLUMNS=width,
         STAGES=entry["stages"])
-    return compile_for(arch, part("kernels.matmul.sm90_one_tile").single_kernel, arguments, num_warps=entry["warps"])
+    return compile_for(arch, part("kernels.matmul.sm90_one_tile").one_tile_kernel, arguments, num_warps=entry["warps"])
 
 
 def raw(tile) -> int:
@@ -190,7 +190,7 @@ def raw(tile) -> int:
     arguments = {name: GLUON.format(*box) for name, box in boxes.items()} | dict(
         order="*i32", count="i32", whole="i32", halves="i32", inner="i32", scales="*fp32", powers="*fp32",
         STAGES=tile.stages)
-    return compile_for("sm90", part("kernels.matmul.sm90_mixed_input").raw_kernel, arguments, num_warps=4)
+    return compile_for("sm90", part("kernels.matmul.sm90_mixed_input").mixed_input_kernel, arguments, num_warps=4)
 
 
 def resident(dtype: str) -> int:
@@ -199,7 +199,7 @@ def resident(dtype: str) -> int:
     arguments = dict.fromkeys(("a", "z", "one_box", "other_box"), squares) | dict(
         x=GLUON.format(dtype, 256, 64), one_half=halves, other_half=halves, one="*fp16", other="*fp16", apart="i32",
         scales="*fp32", steps="i32", codes="*i32", factors="*fp32", products="i32", keep="i32", EARLY=dtype == "bf16")
-    return compile_for("sm90", part("kernels.onchip.sm90_gram_chain").resident_kernel, arguments, num_warps=4)
+    return compile_for("sm90", part("kernels.onchip.sm90_gram_chain").gram_chain_kernel, arguments, num_warps=4)
 
 
 def others(arch: str, shared: int):
@@ -217,13 +217,14 @@ def others(arch: str, shared: int):
     table = dict(records="*i64", blocks="*i64", FIELDS=15, BLOCK=4096, ALIGNED=True, **TYPES)
     for skips in (False, True):
         skip = dict(table, flags="*fp32" if skips else "*i64", places="*i64", SKIPS=skips)
-        fresh = dict(skip, addresses="*i64", weight="*fp32", moves="i32")
+        fresh = dict(skip, addresses="*i64", weight="*fp32", update_momentum="i32")
         yield compile_for(arch, pack._pack_kernel, dict(fresh, NESTEROV=True))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses="*i64", FRESH=True))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ALIGNED=False))
         for momenta in (False, True):
             yield compile_for(arch, update._update_kernel, dict(fresh if momenta else dict(
-                skip, addresses=None, weight=None, moves="i32"), scales="*fp32", factors="*fp32", MOMENTA=momenta))
+                skip, addresses=None, weight=None, update_momentum="i32"),
+                scales="*fp32", factors="*fp32", MOMENTA=momenta))
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
                  shares="i32", DOWN=32, ACROSS=16, u_strides=ROW_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR,
                  ROWS=4, COLUMNS=256, WIDE=True, EVEN=16, STRAIGHT=True, STAGES=8, FORM=0,
@@ -259,7 +260,7 @@ def others(arch: str, shared: int):
     if arch == "sm90":
         for U, turned in (("*bf16", False), ("*bf16", True), ("*fp32", False), ("*fp32", True)):
             yield whole(U, turned)
-        yield from map(raw, part("kernels.matmul.api").RAW)
+        yield from map(raw, part("kernels.matmul.api").MIXED_INPUT_TILES)
         yield from map(resident, ("fp16", "bf16"))
 
 
@@ -277,7 +278,7 @@ def small(arch: str, shared: int, side: int, U: str):
     standard = on_chip._standard_kernel, dict(STEPS=2 if U == "*bf16" else 1)
     gram = on_chip._gram_kernel, dict(STEPS=4, FIRSTS=0b11001) if U == "*bf16" else dict(STEPS=2, FIRSTS=0b111)
     for (kernel, steps), chunk in ((standard, side), (standard, 128), (gram, 128)):
-        stages, options = on_chip.depth(shared, side * chunk, size)
+        stages, options = on_chip.pipeline_depth(shared, side * chunk, size)
         constants = dict(steps, CHUNK=chunk, STAGES=stages)
         yield compile_for(arch, kernel, arguments | constants, num_warps=side // 16, **options)
 
@@ -291,7 +292,7 @@ def whole(U: str, turned: bool, pieces: int = 8) -> int:
         WIDE=True, STEPS=5, FIRSTS=0b101011, TURNED=turned, FROM=chain._lines(size, turned),
         TO=chain._lines(size, turned), SIDE=chain.SIDE, WIDTH=chain.WIDTH, PIECES=pieces,
         KEPT=min(chain.KEPT[size], pieces), DTYPE=triton.language.float16)
-    return compile_for("sm90", chain._chain_kernel, arguments, num_warps=8)
+    return compile_for("sm90", chain._polar_kernel, arguments, num_warps=8)
 
 
 def cast_bytes(even: int) -> int:

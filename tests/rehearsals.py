@@ -121,7 +121,7 @@ def untouched() -> dict:
     ahead, changed, polar = part("kernels.launch.precompile"), [], part("newton_schulz.orthogonalize")
     for stacks, name in inputs():
         before = [stack.clone() for stack in stacks]
-        ahead._rehearse(lambda stacks=stacks, name=name: polar._launch(
+        ahead._dry_run(lambda stacks=stacks, name=name: polar._launch(
             [(stack, stack) for stack in stacks], (polar.steps_of(name), 1e-7, torch.float16)))
         changed += [name for stack, b in zip(stacks, before) if not torch.equal(stack, b)]
     launched = [event for event in events if event[0] == "launch"]
@@ -217,7 +217,7 @@ def shares() -> dict:
         ready.append(kernel)
 
     triton.knobs.compilation.listener = listen
-    precompile.begin(torch.device("cpu"))
+    precompile.preload_compiler(torch.device("cpu"))
     precompile._reader().join()
     Path(os.environ["MEET"], os.environ["LOCAL_RANK"]).touch()
     while len(list(Path(os.environ["MEET"]).glob("[01]"))) < 2:

@@ -119,7 +119,7 @@ def test_error_of_the_kernels_is_no_larger_than_the_reference(
     if paths.INTERPRETED and dtype == BF16:
         pytest.skip("the interpreter multiplies bf16 wrongly")
     if where == "products":
-        for question in ("fits", "follows"):
+        for question in ("supports", "follows"):
             monkeypatch.setattr(part("kernels.onchip.polar"), question, lambda *about: False)
     torch.manual_seed(0)
     forms = {"products": (1, 3), "chip": (3,)}  # of a long side of more than 128

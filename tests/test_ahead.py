@@ -126,7 +126,7 @@ def test_what_is_akin_to_large_stacks_is_not_longer_than_they_are(part, monkeypa
 
 
 def test_what_takes_long_is_compiled_first_and_each_process_begins_with_its_share(part, monkeypatch):
-    ahead, here, begun = part("kernels.launch.precompile"), part("kernels.launch.jit").here, []
+    ahead, here, begun = part("kernels.launch.precompile"), part("kernels.launch.jit").thread_state, []
     monkeypatch.setattr(ahead._Pool, "_make_ready", lambda pool, number: begun.append(number) or number)
     for place, order in ((None, [1, 3, 5, 0, 2, 4]), ((0, 2), [1, 5, 2, 3, 0, 4]), ((1, 2), [3, 0, 4, 1, 5, 2])):
         for name, value in zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), place or ("", "")):
@@ -207,30 +207,30 @@ def test_processes_of_a_machine_compile_a_kernel_once(tmp_path):
 def test_a_kernel_that_another_process_compiles_is_waited_for_but_not_for_ever(part, monkeypatch, tmp_path):
     """It lets go where it ends, and where its process does."""
     pytest.importorskip("triton")
-    neighbours = part("kernels.launch.precompile")
-    monkeypatch.setattr(neighbours.tempfile, "gettempdir", lambda: str(tmp_path))
-    neighbours._file.cache_clear()
+    precompile = part("kernels.launch.precompile")
+    monkeypatch.setattr(precompile.tempfile, "gettempdir", lambda: str(tmp_path))
+    precompile._file.cache_clear()
     holds = ("import fcntl, os, sys; f = os.open(sys.argv[1], os.O_RDWR); "
              "fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()")
-    with neighbours.alone("before"):
+    with precompile.compile_lock("before"):
         pass  # makes the file
     other = subprocess.Popen([sys.executable, "-c", holds, f"{tmp_path}/optimizer-{os.getuid()}/lock"],
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         other.stdout.readline()
-        monkeypatch.setattr(neighbours, "PATIENCE", 0.05)
-        assert neighbours._lock("kernel") is None
-        with neighbours.alone("kernel"):
+        monkeypatch.setattr(precompile, "PATIENCE", 0.05)
+        assert precompile._lock("kernel") is None
+        with precompile.compile_lock("kernel"):
             pass
-        monkeypatch.setattr(neighbours, "PATIENCE", 30.0)
+        monkeypatch.setattr(precompile, "PATIENCE", 30.0)
         other.kill()
         other.wait()  # the system frees the lock once the process has ended
-        release = neighbours._lock("kernel")
+        release = precompile._lock("kernel")
         assert release is not None
         release()
     finally:
         other.kill()
-        neighbours._file.cache_clear()
+        precompile._file.cache_clear()
 
 
 def elsewhere(folder, place):
@@ -254,28 +254,28 @@ def elsewhere(folder, place):
 def test_a_lock_file_is_neither_followed_nor_shared(place, part, monkeypatch, tmp_path):
     """The folder of temporary files is everybody's."""
     pytest.importorskip("triton")
-    neighbours, victim = part("kernels.launch.precompile"), elsewhere(tmp_path, place)
-    monkeypatch.setattr(neighbours.tempfile, "gettempdir", lambda: str(tmp_path))
-    neighbours._file.cache_clear()
-    with neighbours.alone("kernel"):  # without a lock, then
+    precompile, victim = part("kernels.launch.precompile"), elsewhere(tmp_path, place)
+    monkeypatch.setattr(precompile.tempfile, "gettempdir", lambda: str(tmp_path))
+    precompile._file.cache_clear()
+    with precompile.compile_lock("kernel"):  # without a lock, then
         pass
-    assert not victim.exists() and neighbours._lock("kernel") is None
+    assert not victim.exists() and precompile._lock("kernel") is None
 
 
 def test_a_lock_file_of_another_user_is_left_alone(part, monkeypatch, tmp_path):
     pytest.importorskip("triton")
-    neighbours = part("kernels.launch.precompile")
-    monkeypatch.setattr(neighbours.tempfile, "gettempdir", lambda: str(tmp_path))
-    neighbours._file.cache_clear()
+    precompile = part("kernels.launch.precompile")
+    monkeypatch.setattr(precompile.tempfile, "gettempdir", lambda: str(tmp_path))
+    precompile._file.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(neighbours.os, "getuid", lambda: os.geteuid() + 1)
-        assert neighbours._lock("kernel") is None
-    release = neighbours._lock("kernel")
+        patch.setattr(precompile.os, "getuid", lambda: os.geteuid() + 1)
+        assert precompile._lock("kernel") is None
+    release = precompile._lock("kernel")
     assert release is not None
     release()
     folder = tmp_path / f"optimizer-{os.getuid()}"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and stat.S_IMODE((folder / "lock").stat().st_mode) == 0o600
-    neighbours._file.cache_clear()
+    precompile._file.cache_clear()
 
 
 def test_what_could_not_be_loaded_is_loaded_by_its_launch(part):
@@ -309,7 +309,7 @@ def test_launches_say_whether_multiplications_and_additions_are_fused(part, monk
 
     kernel = kernels.jit(lambda: None)
     kernel.made = Made()
-    monkeypatch.setattr(kernels.here, "dry_run", dry_run)
+    monkeypatch.setattr(kernels.thread_state, "dry_run", dry_run)
     kernel[1, 1, 1]()
     kernel[1, 1, 1](enable_fp_fusion=False)
     assert said == [True, False]
@@ -348,9 +348,9 @@ def test_a_kind_of_call_is_rehearsed_once_and_never_while_a_graph_is_made(part, 
 def test_nothing_is_rehearsed_inside_a_rehearsal(part, monkeypatch):
     ahead, calls = part("kernels.launch.precompile"), []
     monkeypatch.setattr(ahead, "_is_possible", lambda device: True)
-    monkeypatch.setattr(ahead, "_rehearse", lambda work, _: calls.append(work()))
+    monkeypatch.setattr(ahead, "_dry_run", lambda work, _: calls.append(work()))
     for dry_run in (True, False):
-        monkeypatch.setattr(part("kernels.launch.jit").here, "dry_run", dry_run)
+        monkeypatch.setattr(part("kernels.launch.jit").thread_state, "dry_run", dry_run)
         ahead.precompile_kernels(torch.device("cpu"), list)
     assert calls == [[]]
 
@@ -389,23 +389,23 @@ HOLDER = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.L
 
 
 @pytest.fixture
-def neighbours(part, monkeypatch, tmp_path):
+def precompile(part, monkeypatch, tmp_path):
     """The module, with a lock file of its own and a clock that only its own waiting moves."""
     pytest.importorskip("triton")
-    neighbours, clock = part("kernels.launch.precompile"), [0.0]
-    monkeypatch.setattr(neighbours.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(neighbours, "time", SimpleNamespace(
+    precompile, clock = part("kernels.launch.precompile"), [0.0]
+    monkeypatch.setattr(precompile.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(precompile, "time", SimpleNamespace(
         monotonic=lambda: clock[0], sleep=lambda seconds: clock.append(clock.pop() + seconds), waited=clock))
-    monkeypatch.setattr(neighbours, "_stuck", set())
-    neighbours._file.cache_clear()
-    yield neighbours
-    neighbours._file.cache_clear()
+    monkeypatch.setattr(precompile, "_stuck", set())
+    precompile._file.cache_clear()
+    yield precompile
+    precompile._file.cache_clear()
 
 
 @pytest.fixture
-def holder(neighbours):
+def holder(precompile):
     """A process that has locked all kernels."""
-    file = os.readlink(f"/proc/self/fd/{neighbours._file()}")
+    file = os.readlink(f"/proc/self/fd/{precompile._file()}")
     process = subprocess.Popen([sys.executable, "-c", HOLDER, file], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     process.stdout.readline()
     yield process
@@ -418,40 +418,40 @@ def state_of(process: subprocess.Popen) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who holds a lock")
-def test_a_stopped_process_is_not_waited_for(neighbours, holder):
+def test_a_stopped_process_is_not_waited_for(precompile, holder):
     """A rank stopped while it compiled held up its neighbours for 30 s, and again for each of its kernels."""
     holder.send_signal(signal.SIGSTOP)
     while state_of(holder) != "T":
         pass
     for kernel in ("one", "two"):
-        assert neighbours._lock(kernel) is None
-    assert neighbours.time.waited == [0.0]
+        assert precompile._lock(kernel) is None
+    assert precompile.time.waited == [0.0]
     holder.send_signal(signal.SIGCONT)
     while state_of(holder) == "T":
         pass
-    assert neighbours._lock("three") is None and neighbours.time.waited[0] >= neighbours.PATIENCE
+    assert precompile._lock("three") is None and precompile.time.waited[0] >= precompile.PATIENCE
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_process_that_keeps_a_lock_is_waited_for_once(neighbours, holder, monkeypatch, known):
+def test_a_process_that_keeps_a_lock_is_waited_for_once(precompile, holder, monkeypatch, known):
     """Also where the system does not say which process it is: it may be in another container."""
     if not known:
-        monkeypatch.setattr(neighbours.sys, "platform", "another")
+        monkeypatch.setattr(precompile.sys, "platform", "another")
     for kernel in ("one", "two", "three"):
-        assert neighbours._lock(kernel) is None
-    assert neighbours.PATIENCE <= neighbours.time.waited[0] < neighbours.PATIENCE + 1.0
+        assert precompile._lock(kernel) is None
+    assert precompile.PATIENCE <= precompile.time.waited[0] < precompile.PATIENCE + 1.0
 
 
-def test_other_processes_are_waited_for_all_the_same(neighbours, holder, monkeypatch):
+def test_other_processes_are_waited_for_all_the_same(precompile, holder, monkeypatch):
     """Until they let go: here the holder ends while it is waited for."""
-    neighbours._stuck.add(os.getpid())
+    precompile._stuck.add(os.getpid())
 
     def end(seconds):
         holder.kill()
         holder.wait()
 
-    neighbours.time.sleep = end
-    release = neighbours._lock("one")
+    precompile.time.sleep = end
+    release = precompile._lock("one")
     assert release is not None and holder.returncode is not None
     release()
 
@@ -514,7 +514,7 @@ def test_a_kernel_is_launched_once_it_is_ready(part):
 def test_launches_over_a_table_are_prepared_once(part, monkeypatch):
     """Before its first launch a kernel is made ready while no other thread does that."""
     kernels, table, events = part("kernels.launch.jit"), part("kernels.elementwise.multi_tensor"), []
-    monkeypatch.setattr(table, "typed", str)
+    monkeypatch.setattr(table, "triton_dtype", str)
     launch = table.bind([[torch.zeros(2, 3)], [torch.zeros(2, 3)]])[0]
     kernel = kernels.jit(lambda: None)
 

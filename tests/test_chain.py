@@ -34,14 +34,14 @@ def polar(part, monkeypatch):
 def chain(part, monkeypatch):
     """The module, on a GPU that it is for; `chain.taken` counts its launches, those from a tape left out."""
     module, kernels = part("kernels.onchip.sm90_polar"), part("kernels.launch.jit")
-    if not torch.cuda.is_available() or not module.fits(torch.empty(1, 128, 512, device="cuda"), F16, 5):
+    if not torch.cuda.is_available() or not module.supports(torch.empty(1, 128, 512, device="cuda"), F16, 5):
         pytest.skip("needs sm90 and the Gluon of Triton 3.6")
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
     launch, module.taken = module.polar, []
-    monkeypatch.setattr(part("kernels.launch.replay"), "_tapes", collections.OrderedDict())
+    monkeypatch.setattr(part("kernels.launch.replay"), "_recordings", collections.OrderedDict())
 
     def counted(*arguments):
-        module.taken += [1] * (not kernels.here.dry_run)
+        module.taken += [1] * (not kernels.thread_state.dry_run)
         launch(*arguments)
 
     monkeypatch.setattr(module, "polar", counted)
@@ -51,7 +51,7 @@ def chain(part, monkeypatch):
 def by_the_other_path(chain, polar, work):
     """What `work` returns without this kernel."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chain, "fits", lambda U, dtype, steps: False)
+        patch.setattr(chain, "supports", lambda U, dtype, steps: False)
         paths.forget(polar, patch)
         before = len(chain.taken)
         result = work()
@@ -68,10 +68,11 @@ def test_who_goes_through_it(part, monkeypatch):
     everywhere(monkeypatch, chain, "architecture", lambda kind, index: "sm90")
     everywhere(monkeypatch, chain, "knows_triton", lambda: True)
     sizes = [(64, 512), (65, 129), (128, 512), (128, 128), (129, 512), (128, 513)]
-    assert [size for size in sizes if chain.fits(torch.empty(1, *size), F16, 5)] == sizes[1:3]
-    assert not chain.fits(torch.empty(1, 128, 512), F32, 5) and not chain.fits(torch.empty(1, 128, 512), F16, 11)
+    assert [size for size in sizes if chain.supports(torch.empty(1, *size), F16, 5)] == sizes[1:3]
+    assert not chain.supports(torch.empty(1, 128, 512), F32, 5)
+    assert not chain.supports(torch.empty(1, 128, 512), F16, 11)
     everywhere(monkeypatch, chain, "architecture", lambda kind, index: "sm100")
-    assert not chain.fits(torch.empty(1, 128, 512), F16, 5)
+    assert not chain.supports(torch.empty(1, 128, 512), F16, 5)
 
 
 @pytest.mark.gpu

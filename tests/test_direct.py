@@ -119,7 +119,7 @@ def test_rows_have_to_begin_at_multiples_of_16_bytes(part):
 def test_an_iteration_of_splits_and_stacks_together(part, path, device, small_tiles, name, monkeypatch):
     """Matrices of one short side share launches, whole or not; read here, written there."""
     polar, steps = part("newton_schulz.orthogonalize"), part("newton_schulz.orthogonalize").steps_of(name)
-    monkeypatch.setattr(part("kernels.onchip.polar"), "fits", lambda U, dtype: False)  # no Split would come there
+    monkeypatch.setattr(part("kernels.onchip.polar"), "supports", lambda U, dtype: False)  # no Split would come there
     forget(polar, monkeypatch)
     shapes = SHAPES if device.type == "cpu" else SUMMED
     Us = [torch.randn(3, *shape, device=device).to(F16) for shape in shapes[:3]]
@@ -360,12 +360,12 @@ def test_large_norms_and_iterations_in_pieces(part, device, shape, dtype):
     target, there = pieces_of(torch.full_like(U, float("nan")), cuts[::-1])
     expected = U.clone()
     polar.orthogonalize_([expected], steps)
-    tape._tapes.clear()
+    tape._recordings.clear()
     for _ in range(3):
         there.fill_(float("nan"))
         polar.orthogonalize_([split], steps, into=[target])
         assert torch.equal(whole(target, there), expected) and torch.equal(whole(split, memory), U)
-    assert len(tape._tapes) >= 1, "from the second time on it is played"
+    assert len(tape._recordings) >= 1, "from the second time on it is played"
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         polar.orthogonalize_([split], steps, into=[target])

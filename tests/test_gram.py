@@ -226,14 +226,14 @@ def test_measured_tiles_agree_in_every_bit(part, device, op, dtype, N, n, m, mon
 
 def test_the_sign_of_count_says_which_matrix_comes_first(part, monkeypatch):
     """What kernels compute of it, in Python: `load` shows where the order of tiles is read."""
-    ring, by_tma = part("kernels.matmul.sm90_pipeline"), part("kernels.matmul.sm90_tma")
+    pipeline, by_tma = part("kernels.matmul.sm90_pipeline"), part("kernels.matmul.sm90_tma")
     language = SimpleNamespace(where=lambda which, one, other: one if which else other, abs=abs, load=lambda at: at)
-    monkeypatch.setattr(ring, "gl", language)
+    monkeypatch.setattr(pipeline, "gl", language)
     monkeypatch.setattr(by_tma, "tl", language)
-    path_of, matrix_of, tile = map(plain, (ring.path_of, ring.matrix_of, by_tma._tile))
+    matrix_order, matrix_index, tile = map(plain, (pipeline.matrix_order, pipeline.matrix_index, by_tma._tile))
     for count, matrices in ((6, [0, 1, 2]), (-6, [2, 1, 0])):
-        path, turns = path_of(count, 18), [(matrix, 2 * number) for matrix in matrices for number in range(6)]
-        assert [(matrix_of(path, turn), turn % path[0] * 2) for turn in range(18)] == turns
+        order, turns = matrix_order(count, 18), [(matrix, 2 * number) for matrix in matrices for number in range(6)]
+        assert [(matrix_index(order, turn), turn % order[0] * 2) for turn in range(18)] == turns
         assert [tile(0, count, 18, turn)[:2] for turn in range(18)] == turns
 
 
@@ -322,7 +322,7 @@ def test_groups_of_warps_are_taken_where_tma_stores_the_result(part, monkeypatch
     )
     everywhere(monkeypatch, tiles, "architecture", lambda kind, index: "sm90")
     everywhere(monkeypatch, gram, "knows_triton", lambda: True)
-    for module, kind in ((by_tma, "TmaLaunch"), (part("kernels.matmul.api"), "Cooperative")):
+    for module, kind in ((by_tma, "TmaLaunch"), (part("kernels.matmul.api"), "CooperativeLaunch")):
         monkeypatch.setattr(module, kind, lambda *about: about[-1].loop)
     F16, BF16, (N, n, m) = torch.float16, torch.bfloat16, (12, 768, 3072)
     A, X, rows = torch.empty(N, n, n, dtype=F16), torch.empty(N, n, m, dtype=F16), torch.empty(N, n, m, dtype=BF16)

@@ -59,7 +59,7 @@ def test_how_far_ahead_by_the_shared_memory(on_chip):
     """H200, A100 in bf16 and in fp32, RTX 4090, and a GPU with less than either way takes."""
     far, near = (4, {}), (1, {"num_stages": 1})
     expected = {(232448, 4): far, (166912, 2): far, (166912, 4): near, (101376, 2): near, (49152, 2): None}
-    assert {key: on_chip.depth(key[0], 128 * 128, key[1]) for key in expected} == expected
+    assert {key: on_chip.pipeline_depth(key[0], 128 * 128, key[1]) for key in expected} == expected
 
 
 @pytest.mark.parametrize("long, most", [(70, 1), (140, 3)])
@@ -70,11 +70,11 @@ def test_matrices_that_do_not_fit_the_chip_take_products(on_chip, part, device, 
     everywhere(monkeypatch, part("newton_schulz.method"), "longest", lambda *about: most)
     X = torch.randn(2, 70, long, device=device)
     usual = polar.orthogonalize(X, dtype=torch.float16)
-    assert on_chip.fits(X, torch.float16)
+    assert on_chip.supports(X, torch.float16)
     monkeypatch.setattr(on_chip, "shared_bytes", lambda kind, index: 49152)
     monkeypatch.setattr(on_chip, "polar", None)
     paths.forget(polar, monkeypatch)
-    assert on_chip.fits(X[:, :64, :64], torch.float16) and not on_chip.fits(X, torch.float16)
+    assert on_chip.supports(X[:, :64, :64], torch.float16) and not on_chip.supports(X, torch.float16)
     assert (polar.orthogonalize(X, dtype=torch.float16) - usual).norm() < 5e-3 * usual.norm()
 
 

@@ -230,7 +230,7 @@ def test_a_tensor_on_another_gpu(optimizer):
 def test_what_is_not_looked_at_again(op, optimizer, monkeypatch):
     """A call like one before is: of usual options, of a tensor that nobody listens to; all else is looked at."""
     asked, X = [], torch.randn(2, 4, 6)
-    everywhere(monkeypatch, op, "again", lambda X, given: asked.append(given))
+    everywhere(monkeypatch, op, "replay_known", lambda X, given: asked.append(given))
     first = optimizer.orthogonalize(X)
     assert asked == [("polar_express", 5, 1e-7, None)]
     for options in ({"eps": True}, {"eps": 0}, {"ns_steps": True}, {"ns_coefficients": (3.4445, -4.775, 2.0315)}):
@@ -240,7 +240,7 @@ def test_what_is_not_looked_at_again(op, optimizer, monkeypatch):
         optimizer.orthogonalize(X)
     optimizer.orthogonalize(X.clone().requires_grad_())
     assert len(asked) == 1
-    everywhere(monkeypatch, op, "again", lambda X, given: first)
+    everywhere(monkeypatch, op, "replay_known", lambda X, given: first)
     assert optimizer.orthogonalize(X) is first
 
 
@@ -248,13 +248,13 @@ def test_a_call_that_is_on_no_tape_is_made_as_the_first_was(optimizer, part, mon
     """Also where other matrices lie otherwise, another dtype was asked for, or the kernels were changed."""
     polar, X, given = part("newton_schulz.orthogonalize"), torch.randn(2, 4, 6), ("polar_express", 5, 1e-7, None)
     kind = polar.CallSignature((0, 0, 0, 0))
-    monkeypatch.setattr(polar, "_kinds", {polar._again(X, given): kind})
+    monkeypatch.setattr(polar, "_kinds", {polar._call_key(X, given): kind})
     everywhere(monkeypatch, polar, "use_triton", lambda device: True)
     monkeypatch.setattr(polar, "replay", lambda *arguments: arguments[0] is kind)
-    assert polar.again(X, given).shape == X.shape and polar.again(X.mT, given) is None
-    assert polar.again(X, (*given[:3], torch.float32)) is None
+    assert polar.replay_known(X, given).shape == X.shape and polar.replay_known(X.mT, given) is None
+    assert polar.replay_known(X, (*given[:3], torch.float32)) is None
     monkeypatch.setattr(polar, "replay", lambda *arguments: False)
-    assert polar.again(X, given) is None
+    assert polar.replay_known(X, given) is None
     everywhere(monkeypatch, polar, "use_triton", lambda device: False)
     monkeypatch.setattr(polar, "replay", lambda *arguments: True)
-    assert polar.again(X, given) is None
+    assert polar.replay_known(X, given) is None

@@ -21,8 +21,9 @@ def test_launches_one_on_top_of_the_other_give_what_launches_one_by_one_give(sha
     rounds = [torch.randn(shape, device="cuda").bfloat16() for _ in range(ROUNDS)]
     launched = []
     with monkeypatch.context() as patch:  # one by one, none of them from a tape
-        everywhere(patch, part("newton_schulz.orthogonalize"), "play", lambda key, memory, tensors, work: work())
-        patch.setattr(part("kernels.launch.replay"), "note", lambda *_: launched.append(torch.cuda.synchronize()))
+        module = part("newton_schulz.orthogonalize")
+        everywhere(patch, module, "replay_or_record", lambda key, memory, tensors, work: work())
+        patch.setattr(part("kernels.launch.replay"), "record", lambda *_: launched.append(torch.cuda.synchronize()))
         expected = [polar(U) for U in rounds]
     two_each = shape[0] == 64  # norms, their scales, and one launch for the rest (gram_chain.py)
     assert len(launched) >= (3 if two_each else 6) * ROUNDS

@@ -88,7 +88,7 @@ def test_an_iteration_of_raw_matrices(steps, monkeypatch, optimizer):
 
     expected, casts = polar(*stacks), []
     iteration = part("newton_schulz.iteration")
-    monkeypatch.setattr(iteration, "takes_raw", lambda U, dtype: U.dtype == torch.bfloat16)
+    monkeypatch.setattr(iteration, "supports_mixed_input", lambda U, dtype: U.dtype == torch.bfloat16)
     monkeypatch.setattr(iteration, "unit_norm", lambda U, *rest: casts.append(U.dtype) or unit_norm(U, *rest))
     unit_norm = part("kernels.elementwise.scaling").unit_norm
     found = polar(*stacks)
@@ -105,8 +105,8 @@ def test_what_is_taken_raw(monkeypatch):
 
     def taken(n, given=bf16, dtype=fp16):
         stacks = [torch.empty(N, n, m, dtype=given) for N, m in ((1, 1030), (3, 2000))]
-        assert len({gram.takes_raw(U, dtype) for U in stacks}) == 1
-        return gram.takes_raw(stacks[0], dtype)
+        assert len({gram.supports_mixed_input(U, dtype) for U in stacks}) == 1
+        return gram.supports_mixed_input(stacks[0], dtype)
 
     assert not taken(256)
     everywhere(monkeypatch, gram, "use_triton", lambda device: True)
@@ -139,7 +139,7 @@ def test_where_a_matrix_is_read_in_place(shape, strides, offset, lies):
 
 def raw(shape):
     U = torch.randn(shape, device="cuda").bfloat16()
-    if not part("kernels.matmul.api").takes_raw(U, torch.float16):
+    if not part("kernels.matmul.api").supports_mixed_input(U, torch.float16):
         pytest.skip("no sm90, or a Triton whose Gluon is not known")
     return U
 

@@ -104,7 +104,7 @@ def test_who_goes_through_it(resident, part, monkeypatch):
     def fits(N, n, segment, pair, dtype=F16):
         pitch = n + -n % 64
         A, Q = (torch.empty(N, n, pitch, dtype=dtype)[:, :, :n] for _ in "12")
-        return resident.fits(A, Q, segment, pair)
+        return resident.supports(A, Q, segment, pair)
 
     assert (len(three), len(two)) == (3, 2) and fits(48, 256, three, pair) and fits(200, 193, two, last)
     assert not (fits(47, 256, three, pair) or fits(200, 192, two, last) or fits(200, 257, two, last))
@@ -131,7 +131,7 @@ def test_gram_matrices_of_one_long_side_are_computed_there(resident, part, monke
             part("kernels.matmul.api").gram(long[0], A, long[1])
         return part("newton_schulz.iteration").follow(segment, pair, A, Q, Z, T)
 
-    monkeypatch.setattr(resident, "fits", lambda A, Q, segment, pair: len(segment) > 1)
+    monkeypatch.setattr(resident, "supports", lambda A, Q, segment, pair: len(segment) > 1)
     monkeypatch.setattr(resident, "follow", follow)
     iteration.Iteration([*zip(U, results)], steps, torch.float32, 3).run(1e-7)
     assert calls[0] == whole and all(map(torch.equal, results, expected))
@@ -143,7 +143,7 @@ def test_what_a_launch_is_told(resident, part, monkeypatch, n):
     """Without a GPU: each argument has its place, and what is kept lies in the memory of its own matrix."""
     if reason := paths.why_no_triton():
         pytest.skip(reason)
-    kernel, launched = part("kernels.onchip.sm90_gram_chain").resident_kernel, []
+    kernel, launched = part("kernels.onchip.sm90_gram_chain").gram_chain_kernel, []
     monkeypatch.setattr(kernel, "launch", lambda *arguments, **options: launched.append(arguments))
     monkeypatch.setattr(resident, "_known", {})
     A, Q, Z, T = torch.empty(4, 3, n, 256, dtype=F16)[..., :n]  # as on a GPU
@@ -186,7 +186,7 @@ def test_the_bits_are_those_of_launches(taken, resident, part, N, n, name):
         for _ in range(3):
             squares = rooms(part, N, n)
             squares[0].copy_(A)
-            assert resident.fits(*squares[:2], segment, pair)
+            assert resident.supports(*squares[:2], segment, pair)
             result, *_ = resident.follow(segment, pair, *squares)
             assert torch.equal(result, expected)
     assert len(taken) >= 3

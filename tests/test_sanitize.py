@@ -53,10 +53,10 @@ def test_every_kernel_is_run():
         "kernels.matmul.sm90_tma._tma_kernel",
         "kernels.matmul.sm90_warp_specialized.pingpong_kernel",
         "kernels.matmul.sm90_warp_specialized.cooperative_kernel",
-        "kernels.matmul.sm90_one_tile.single_kernel",
-        "kernels.onchip.sm90_polar._chain_kernel",
-        "kernels.matmul.sm90_mixed_input.raw_kernel",
-        "kernels.onchip.sm90_gram_chain.resident_kernel",
+        "kernels.matmul.sm90_one_tile.one_tile_kernel",
+        "kernels.onchip.sm90_polar._polar_kernel",
+        "kernels.matmul.sm90_mixed_input.mixed_input_kernel",
+        "kernels.onchip.sm90_gram_chain.gram_chain_kernel",
     }
     assert len(kernels()) > 12 and missing <= (by_tma if paths.INTERPRETED else set()), missing
 

@@ -47,7 +47,7 @@ def test_with_memory_for_all_bits_are_the_same(part, name, monkeypatch):
         part("newton_schulz.orthogonalize"),
         part("newton_schulz.orthogonalize").steps_of(name, 4 if name == "turbo" else 5),
     )
-    monkeypatch.setattr(part("kernels.onchip.polar"), "fits", lambda U, dtype: False)
+    monkeypatch.setattr(part("kernels.onchip.polar"), "supports", lambda U, dtype: False)
     Us, lent, results = [torch.randn(shape) for shape in SMALL], [], []
     before = part("newton_schulz.iteration").Iteration
     monkeypatch.setattr(

@@ -43,7 +43,7 @@ def tape(part, monkeypatch):
     from triton.backends.nvidia import driver
 
     module = part("kernels.launch.replay")
-    monkeypatch.setattr(module, "_tapes", type(module._tapes)())
+    monkeypatch.setattr(module, "_recordings", type(module._recordings)())
     monkeypatch.setattr(module, "_stream", lambda device: 5)
     monkeypatch.setattr(driver, "make_tensordesc_arg", lambda box, form: [(form, box.base.data_ptr()), *box.shape])
     return module
@@ -64,17 +64,17 @@ LATER = {"arg_annotations": "which are constants", "kernel_signature": b"types"}
 
 @pytest.mark.parametrize("more", [{}, LATER], ids=["3.6", "3.7"])
 def test_what_was_recorded_is_played(tape, more):
-    calls, done, memory, forever = [], [], torch.zeros(8), tape.lasting(torch.ones(2), torch.device("cpu"))
+    calls, done, memory, forever = [], [], torch.zeros(8), tape.persistent_copy(torch.ones(2), torch.device("cpu"))
     kernel, mine = Kernel(calls, **more), torch.ones(4)
 
     def work(tensor):
         done.append("work")
-        tape.note(kernel, 3, (Descriptor(memory), memory[2:], forever, 0.5, None, tensor, Descriptor(tensor)))
+        tape.record(kernel, 3, (Descriptor(memory), memory[2:], forever, 0.5, None, tensor, Descriptor(tensor)))
 
-    tape.play("kind", [memory], [mine], lambda: work(mine))
+    tape.replay_or_record("kind", [memory], [mine], lambda: work(mine))
     assert done == ["work"] and not calls
     other = torch.ones(4)
-    tape.play("kind", [memory], [other], lambda: work(other))
+    tape.replay_or_record("kind", [memory], [other], lambda: work(other))
     assert done == ["work"]
     (call,) = calls
     assert call[:5] == (3, 1, 1, 5, 7) and call[7 if more else 9] == (4, 1)
@@ -91,7 +91,7 @@ def test_what_launchers_are_given_follows_tensors_and_the_stream(tape, monkeypat
     kernel = Kernel(calls)
     monkeypatch.setattr(tape, "_stream", lambda device: next(streams))
     for tensor in (tensors[0], *tensors, tensors[0], tensors[0], *tensors):
-        tape.play("kind", [memory], [tensor], functools.partial(tape.note, kernel, 1, (memory, tensor)))
+        tape.replay_or_record("kind", [memory], [tensor], functools.partial(tape.record, kernel, 1, (memory, tensor)))
     starts = [t.data_ptr() for t in tensors]
     expected = [(5, starts[0]), (5, starts[1]), (5, starts[0]), (6, starts[0]), (6, starts[0]), (5, starts[1])]
     assert [(call[3], call[-1]) for call in calls] == expected
@@ -103,10 +103,10 @@ def test_a_thread_that_plays_the_same_tape_for_others_changes_nothing(tape):
     kernel = Kernel(calls)
 
     def play(tensor):
-        tape.play("kind", [], [tensor], functools.partial(tape.note, kernel, 1, (tensor,)))
+        tape.replay_or_record("kind", [], [tensor], functools.partial(tape.record, kernel, 1, (tensor,)))
 
     play(tensors[0])
-    recorded = next(iter(tape._tapes.values()))
+    recorded = next(iter(tape._recordings.values()))
 
     class Interrupted(type(recorded)):
         """Another thread plays after each time that `last` is set."""
@@ -125,37 +125,37 @@ def test_other_memory_another_kind_and_other_sharing_are_recorded_anew(tape):
 
     def work(memory):
         done.append(0)
-        tape.note(Kernel([]), 1, (memory,))
+        tape.record(Kernel([]), 1, (memory,))
 
     for memory in memories * 2:
         for kind in "ab" * 2:
             for together in (tensors, tensors[:1] * 2, tensors[1:] * 2):
-                tape.play(kind, [memory], together, functools.partial(work, memory))
+                tape.replay_or_record(kind, [memory], together, functools.partial(work, memory))
     assert len(done) == 8
 
 
 def test_nothing_is_kept_alive_and_not_too_much_is_kept(tape):
     pair = [torch.zeros(8), torch.zeros(8)]
     gone, start = list(map(weakref.ref, pair)), pair[0].data_ptr()
-    tape.play("kind", pair[:1], pair[1:], lambda: tape.note(Kernel([]), 1, (*pair, Descriptor(pair[0]))))
+    tape.replay_or_record("kind", pair[:1], pair[1:], lambda: tape.record(Kernel([]), 1, (*pair, Descriptor(pair[0]))))
     pair.clear()
-    assert [ref() for ref in gone] == [None, None] and any(key[2] == (start,) for key in tape._tapes)
+    assert [ref() for ref in gone] == [None, None] and any(key[2] == (start,) for key in tape._recordings)
     memory, kernel = torch.zeros(8), Kernel([])
-    for kind in range(2 * tape.TAPES):
-        tape.play(kind, [memory], [], lambda: tape.note(kernel, 1, (memory,)))
-    assert len(tape._tapes) == tape.TAPES
+    for kind in range(2 * tape.MAX_RECORDINGS):
+        tape.replay_or_record(kind, [memory], [], lambda: tape.record(kernel, 1, (memory,)))
+    assert len(tape._recordings) == tape.MAX_RECORDINGS
 
 
 def test_a_tape_that_another_thread_drops_is_played_to_its_end(tape, monkeypatch):
-    class Shared(type(tape._tapes)):
+    class Shared(type(tape._recordings)):
         def get(self, key):
             return self.pop(key, None)
 
     calls, memory = [], torch.zeros(8)
     kernel = Kernel(calls)
-    monkeypatch.setattr(tape, "_tapes", Shared())
+    monkeypatch.setattr(tape, "_recordings", Shared())
     for _ in range(2):
-        tape.play("kind", [memory], [], lambda: tape.note(kernel, 1, (memory,)))
+        tape.replay_or_record("kind", [memory], [], lambda: tape.record(kernel, 1, (memory,)))
     assert len(calls) == 1
 
 
@@ -163,7 +163,7 @@ def test_work_without_launches_is_done_again(tape):
     """A rehearsal launches nothing; what it leaves out must not be left out for ever."""
     done, memory = [], torch.zeros(8)
     for _ in range(3):
-        tape.play("kind", [memory], [], lambda: done.append(0))
+        tape.replay_or_record("kind", [memory], [], lambda: done.append(0))
     assert len(done) == 3
 
 
@@ -173,7 +173,7 @@ def test_from_the_third_call_on_nothing_is_looked_at(tape, part, optimizer, monk
     polar, calls, looked = part("newton_schulz.orthogonalize"), [], []
     paths.forget(polar, monkeypatch)
     monkeypatch.setenv("OPTIMIZER_KERNELS", "triton")
-    monkeypatch.setattr(polar, "_launch", lambda pairs, *_: tape.note(Kernel(calls), 1, pairs[0]))
+    monkeypatch.setattr(polar, "_launch", lambda pairs, *_: tape.record(Kernel(calls), 1, pairs[0]))
     everywhere(monkeypatch, polar, "check", lambda *_: looked.append(1))
     polar_of = functools.partial(optimizer.orthogonalize, dtype=torch.float16)  # so small, it takes no memory
     X, apart = torch.randn(2, 3, 8, 32), torch.randn(3, 2, 8, 32).transpose(0, 1)
@@ -190,16 +190,16 @@ def test_what_cannot_be_called_so_is_done_as_before(tape, kernel):
     """Kernels with scratch memory, another kind of launcher, Triton's interpreter."""
     done, memory = [], torch.zeros(8)
     for _ in range(3):
-        tape.play("kind", [memory], [], lambda: (done.append(0), tape.note(kernel, 1, (memory,))))
-    assert len(done) == 3 and not tape._tapes
+        tape.replay_or_record("kind", [memory], [], lambda: (done.append(0), tape.record(kernel, 1, (memory,))))
+    assert len(done) == 3 and not tape._recordings
 
 
 def test_another_triton_is_launched_as_before(tape, monkeypatch):
     done, memory = [], torch.zeros(8)
     everywhere(monkeypatch, tape, "knows_triton", lambda: False)
     for _ in range(3):
-        tape.play("kind", [memory], [], lambda: (done.append(0), tape.note(Kernel([]), 1, (memory,))))
-    assert len(done) == 3 and not tape._tapes
+        tape.replay_or_record("kind", [memory], [], lambda: (done.append(0), tape.record(Kernel([]), 1, (memory,))))
+    assert len(done) == 3 and not tape._recordings
 
 
 def test_launchers_are_called_as_triton_calls_them(tape, monkeypatch):
@@ -215,7 +215,7 @@ def test_launchers_are_called_as_triton_calls_them(tape, monkeypatch):
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=None))
     launcher(3, 1, 1, 5, kernel.function, kernel.packed_metadata, None, None, None, memory.data_ptr(), 0.5)
     for _ in range(2):
-        tape.play("kind", [memory], [], lambda: tape.note(kernel, 3, (memory, 0.5)))
+        tape.replay_or_record("kind", [memory], [], lambda: tape.record(kernel, 3, (memory, 0.5)))
     assert len(calls) == 2 and calls[0] == calls[1]
 
 
@@ -225,20 +225,20 @@ def test_memory_that_nobody_named_is_not_played(tape):
 
     def work(tensor):
         done.append("work")
-        tape.note(Kernel([]), 1, (tensor,))
+        tape.record(Kernel([]), 1, (tensor,))
 
     for _ in range(3):
-        tape.play("kind", [memory], [], lambda: work(torch.zeros(3)))
-        tape.play("view", [memory], [memory], lambda: work(torch.zeros(3)))
-    assert len(done) == 6 and not tape._tapes
+        tape.replay_or_record("kind", [memory], [], lambda: work(torch.zeros(3)))
+        tape.replay_or_record("view", [memory], [memory], lambda: work(torch.zeros(3)))
+    assert len(done) == 6 and not tape._recordings
 
 
 def test_an_error_ends_the_recording(tape):
     memory = torch.zeros(8)
     with pytest.raises(ZeroDivisionError):
-        tape.play("kind", [memory], [], lambda: 1 / 0)
-    tape.note(None, 1, ())
-    assert tape._local.tape is None and not tape._tapes
+        tape.replay_or_record("kind", [memory], [], lambda: 1 / 0)
+    tape.record(None, 1, ())
+    assert tape._thread.recording is None and not tape._recordings
 
 
 def test_a_profiler_of_triton_hears_of_launches(tape):
@@ -248,15 +248,15 @@ def test_a_profiler_of_triton_hears_of_launches(tape):
 
     def work():
         done.append(0)
-        tape.note(kernel, 1, (memory,))
+        tape.record(kernel, 1, (memory,))
 
-    tape.play("kind", [memory], [], work)
+    tape.replay_or_record("kind", [memory], [], work)
     knobs.runtime.launch_enter_hook.add(print)
     try:
-        tape.play("kind", [memory], [], work)
+        tape.replay_or_record("kind", [memory], [], work)
     finally:
         knobs.runtime.launch_enter_hook.remove(print)
-    tape.play("kind", [memory], [], work)
+    tape.replay_or_record("kind", [memory], [], work)
     assert len(done) == 2
 
 
@@ -268,12 +268,12 @@ def test_the_bits_are_those_of_the_first_call(part, optimizer, shape, name):
     module = part("kernels.launch.replay")
     Xs, expected = [torch.randn(shape, device="cuda") for _ in range(4)], []
     for X in Xs:
-        module._tapes.clear()
+        module._recordings.clear()
         expected.append(optimizer.orthogonalize(X, name))
-    recorded = len(module._tapes)
+    recorded = len(module._recordings)
     for X, wanted in zip(Xs * 2, expected * 2):
         assert torch.equal(optimizer.orthogonalize(X, name), wanted)
-    assert recorded == 1 and len(module._tapes) <= 2
+    assert recorded == 1 and len(module._recordings) <= 2
 
 
 @pytest.mark.gpu

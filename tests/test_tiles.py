@@ -66,14 +66,14 @@ def test_every_kernel_compiles(tmp_path, sizes):
         if (arch, sizes) == ("sm90", "even"):  # rows of a multiple of 8 or 4 elements are read in one piece, too
             at_once = found["cast_bytes"]
             assert at_once.items() >= {"4": 8, "8": 16, "16": 16}.items() and at_once["1"] < 8
-            by_tma = "single_kernel pingpong_kernel cooperative_kernel raw_kernel _tma_kernel".split()
-            early = by_tma + "resident_kernel _cast_kernel _norm_kernel _raw_norm_kernel".split()
+            by_tma = "one_tile_kernel pingpong_kernel cooperative_kernel mixed_input_kernel _tma_kernel".split()
+            early = by_tma + "gram_chain_kernel _cast_kernel _norm_kernel _raw_norm_kernel".split()
             assert all(map(found["waits"].get, early)), "launched programmatically, and does not wait"
-            assert found["reads_first"]["resident_kernel"], "the next kernel would hold processors all the time"
+            assert found["reads_first"]["gram_chain_kernel"], "the next kernel would hold processors all the time"
             assert set(found["serialized"]) == {"hasty_kernel"}, "products wait for each other"
             if importlib.metadata.version("triton").startswith("3.6."):  # others spill more
-                spilled, most = found["spilled"], {"_chain_kernel": 160}
-                known = [*by_tma, "resident_kernel", *most]
+                spilled, most = found["spilled"], {"_polar_kernel": 160}
+                known = [*by_tma, "gram_chain_kernel", *most]
                 assert all(spilled[name] <= most.get(name, 0) for name in known), "it comes back from L2"
 
 
@@ -168,7 +168,8 @@ def test_few_matrices_take_what_whole_calls_found_fastest(tiles, gpu):
 @pytest.mark.parametrize("down", [*range(1, 10), 23, 32])
 def test_squares_in_pairs_leave_one_tile_half_in_vain_at_most(part, tiles, down):
     """Of tiles twice as wide as high, whose pairs have rows (i, -k); as many are expected as there are."""
-    order, count = part("kernels.launch.tile_scheduler").order_of(down, -(-down // 2), 2, 8, True, torch.device("cpu"))
+    tile_order = part("kernels.launch.tile_scheduler").tile_order
+    order, count = tile_order(down, -(-down // 2), 2, 8, True, torch.device("cpu"))
     found, in_vain = [], 0
     for i, j in order.tolist():
         squares = [(i, i), (-j, -j)] if j < 0 else [(i, 2 * j), (i, 2 * j + 1)]
@@ -187,8 +188,8 @@ def test_strips_of_tiles_are_as_high_as_each_other(part, tiles, down, inner, tog
     """
     module = part("kernels.launch.tile_scheduler")
     narrow = tiles.Tile(128, 128, 64, 8, 5, 4, "pingpong")
-    assert module.rows_together("gram", 128 * down, inner, narrow) == together
-    order, count = module.order_of(down, down, 1, together, False, torch.device("cpu"))
+    assert module.tile_rows_per_group("gram", 128 * down, inner, narrow) == together
+    order, count = module.tile_order(down, down, 1, together, False, torch.device("cpu"))
     found = [tuple(tile) for tile in order.tolist()]
     assert sorted(found) == [(i, j) for i in range(down) for j in range(i + 1)] and count == len(found)
     firsts = [len(list(run)) for first, run in itertools.groupby(found, key=lambda tile: tile[1] == 0) if first]
@@ -198,7 +199,7 @@ def test_strips_of_tiles_are_as_high_as_each_other(part, tiles, down, inner, tog
 @pytest.mark.parametrize("op", ["gram", "symmetric", "product"])
 def test_wide_tiles_of_large_matrices_have_higher_strips(part, tiles, op):
     wide, narrow = tiles.Tile(128, 256, 64, 8, 3, 4, "cooperative"), tiles.Tile(128, 128, 64, 8, 5, 4, "pingpong")
-    together = part("kernels.launch.tile_scheduler").rows_together
+    together = part("kernels.launch.tile_scheduler").tile_rows_per_group
     assert [together(op, rows, 8192, wide) for rows in (6016, 6017)] == [8, 16] and together(op, 8192, 64, narrow) == 8
     assert together(op, 4096, 4096, wide) == (8 if op == "product" else 4)
 

@@ -35,7 +35,7 @@ NAMES = {
     "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": "wire", "c10d::alltoall_base_": "wire",
     "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "wire", "gloo:all_to_all": "wire",
     "_tma_kernel": "products", "pingpong_kernel": "products", "cooperative_kernel": "products",
-    "_product_kernel": "products", "raw_kernel": "products",
+    "_product_kernel": "products", "mixed_input_kernel": "products",
     "_raw_norm_kernel": "memory",
     "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NNT": "products",
     "sm90_xmma_gemm_f16f16_f16f32_f32_nn_n_tilesize128x128x64": "products", "aten::mm": "products",

@@ -178,7 +178,7 @@ def small_matrices(device, size) -> None:
     module, (n, m) = part("kernels.onchip.polar"), size["chip"]
     for N, rows, columns in ((3, n, m), (1, n, 2 * m), (2, 20, 30)):
         X = torch.randn(N, rows, columns, device=device)
-        if module.fits(X, HALF):
+        if module.supports(X, HALF):
             module.polar(X, torch.empty_like(X), (TRIPLES,), 1e-7, HALF)
         A = padded(2, rows, rows, HALF, device)
         A.copy_(torch.eye(rows, device=device))

@@ -187,7 +187,7 @@ def _facts(ranks, plans, forms, options) -> list:
     kernels = (
         device.type,
         use_triton(device),
-        backend.choices(),
+        backend.bit_relevant_settings(),
         sorted({plan.cost_model_key for plan in plans} - {""}),
     )
     texts = [

@@ -22,9 +22,9 @@ from ..kernels.matmul.api import (
     linear,
     product,
     read_triangles,
+    supports_in_place,
+    supports_mixed_input,
     symmetric_product,
-    takes_in_place,
-    takes_raw,
 )
 from ..kernels.matmul.reference import standard_torch, takes_matrix_by_matrix
 from ..kernels.onchip import gram_chain, polar
@@ -236,7 +236,7 @@ class Iteration:
                 scale_columns(Q, self.row_scales)  # one pass over Q, for X is larger
             for part in self.parts if number else ():
                 part.multiply(Q)
-            stays = gram_chain.fits(A, Q, triples, pair)
+            stays = gram_chain.supports(A, Q, triples, pair)
             scaled = number == 0 and self.row_scales is not None
             # The kernel that keeps A in shared memory computes X X^T, too
             fused = stays and len(self.parts) == 1 and not scaled
@@ -264,7 +264,7 @@ def _by_kind(members, steps, dtype, most) -> dict:
     """(Long side, whether they are multiplied as they are) -> members."""
     kinds, restarts = {}, len(steps.segments(dtype, most, members[0][0].shape[1])) > 1
     for U, out in members:
-        raw = restarts and not steps.aol and takes_raw(U, dtype)
+        raw = restarts and not steps.aol and supports_mixed_input(U, dtype)
         kinds.setdefault((U.shape[2], raw), []).append((U, out))
     return dict(sorted(kinds.items()))
 
@@ -410,4 +410,4 @@ class LongSide:
 
 def _is_laid_out(U) -> bool:
     """Whether U is taken in place, and its rows begin where the cache's lines do, as in a Room."""
-    return takes_in_place(U) and U.stride(1) * U.element_size() % LINE == 0
+    return supports_in_place(U) and U.stride(1) * U.element_size() % LINE == 0

@@ -12,8 +12,8 @@ import torch
 from ..kernels.backend import capturing, use_triton
 from ..kernels.elementwise.row_scattered import ScatteredRows, memory_of
 from ..kernels.launch import precompile
-from ..kernels.launch.jit import here, look
-from ..kernels.launch.replay import play, replay
+from ..kernels.launch.jit import launch_key, thread_state
+from ..kernels.launch.replay import replay, replay_or_record
 from ..kernels.launch.tile_config import forced
 from ..kernels.onchip import polar
 from ..params.errors import shortened
@@ -70,30 +70,36 @@ def polar_factor(
     given: Hashable = None,
 ) -> torch.Tensor:
     """Return the polar factor of every matrix of X (..., R, C), contiguous, in X's dtype; see
-    `op.orthogonalize`. `given`: what the rest stands for, if `again` is to know it.
+    `op.orthogonalize`. `given`: what the rest stands for, if `replay_known` is to know it.
     """
     out = torch.empty_like(X, memory_format=torch.contiguous_format)
     if X.numel():
         pairs, options = lambda: [(_in_a_row(X), out.view(-1, *X.shape[-2:]))], (steps, eps, dtype)
         kind = _polar((X, out), pairs, options, alone=True)
         if given is not None and kind is not None and forced() is None:
-            _remember(_again(X, given), kind)
+            _remember(_call_key(X, given), kind)
     return out
 
 
-def again(X: torch.Tensor, given: Hashable) -> torch.Tensor | None:
+def replay_known(X: torch.Tensor, given: Hashable) -> torch.Tensor | None:
     """Return the same for a tensor like one before, if that call's launches are on a tape, else
     None: what was found good then, and what came of it, is not looked at again, which takes longer
     than a small matrix.
     """
-    kind = _kinds.get(_again(X, given))
-    if kind is None or here.dry_run or forced() or not use_triton(X.device) or capturing(X.device):
+    kind = _kinds.get(_call_key(X, given))
+    if (
+        kind is None
+        or thread_state.dry_run
+        or forced()
+        or not use_triton(X.device)
+        or capturing(X.device)
+    ):
         return None
     out = torch.empty_like(X, memory_format=torch.contiguous_format)
     return out if replay(kind, _room(kind.sizes, X.device), (X, out)) else None
 
 
-def _again(X, given) -> tuple:
+def _call_key(X, given) -> tuple:
     return given, X.dtype, X.shape, X.stride(), X.data_ptr() % 16, X.get_device()
 
 
@@ -197,9 +203,9 @@ def _polar(tensors, pairs, options, memory=None, alone=False):
     # In a graph stacks are side by side, which no tape holds
     if not use_triton(device) or capturing(device):
         return _launch(pairs(), options, memory)
-    key = options, forced(), alone, look(*tensors[: 1 if alone else None])
+    key = options, forced(), alone, launch_key(*tensors[: 1 if alone else None])
     kind = _kinds.get(key) or _make_known(key, pairs(), options, memory, alone)
-    if here.dry_run:
+    if thread_state.dry_run:
         return _launch(pairs(), options, memory)
     sizes = kind.sizes if memory is None else kind.sizes[3:]
     new = _room(sizes, device)
@@ -208,7 +214,11 @@ def _polar(tensors, pairs, options, memory=None, alone=False):
         *own, room = new[0].split(sizes) if new else [None] * len(sizes)
         _launch(pairs(), options, memory or own, room)
 
-    return kind if play(kind, (*(memory or ()), *new), [*map(memory_of, tensors)], launch) else None
+    return (
+        kind
+        if replay_or_record(kind, (*(memory or ()), *new), [*map(memory_of, tensors)], launch)
+        else None
+    )
 
 
 def _room(sizes, device) -> tuple:
@@ -224,7 +234,7 @@ def _make_known(key, pairs, options, memory, alone) -> CallSignature:
         pairs[0][0].device, lambda: _launch(pairs, options, memory), likely
     )
     chips, stacks, own = _sorted(pairs, options)
-    room = max((polar.takes(U, own, len(options[0].triples)) for U, _ in chips), default=0)
+    room = max((polar.scratch_bytes(U, own, len(options[0].triples)) for U, _ in chips), default=0)
     return _remember(key, CallSignature((*most_of(stacks, own.itemsize), room)))
 
 
@@ -244,7 +254,7 @@ def _launch_akin(U, options):
     n, own = min(R, C), products_dtype(dtype, U.device)
     stacks = [U, U.view(N, C, R)]
     # Rows that lie in each other, for nobody reads them
-    if R == C > polar.LARGEST and U.nbytes <= AKIN:
+    if R == C > polar.MAX_SHORT_SIDE and U.nbytes <= AKIN:
         stacks += [U.as_strided((N, *sides), (0, 16, 1)) for sides in ((n, 4 * n), (4 * n, n))]
     for stack in stacks:
         for most in {longest(n, n, steps, own), longest(n, 4 * n, steps, own)}:
@@ -275,7 +285,7 @@ def _sorted(pairs, options, most=None):
         if U.shape[1] > U.shape[2]:
             U, out = U.mT, out.mT
         n, m = U.shape[1:]
-        if polar.fits(U, own) and not steps.aol:
+        if polar.supports(U, own) and not steps.aol:
             chips.append((U, out))
         else:
             on_cpu = U.device.type == "cpu" and own == torch.float32 and not use_triton(U.device)

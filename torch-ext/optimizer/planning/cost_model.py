@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from .. import pipeline
 from ..kernels.launch import tile_config
-from ..kernels.matmul.api import RAW_SIDES
+from ..kernels.matmul.api import MIXED_INPUT_SIDES
 from ..kernels.onchip import gram_chain, polar, sm90_polar
 from ..newton_schulz import coefficients, method
 
@@ -148,7 +148,7 @@ class CostModel:
                 us += made["symmetric"] * self._product_us("symmetric", n, n, count)
             else:
                 shared[made["symmetric"]] += count
-        if n <= polar.LARGEST:
+        if n <= polar.MAX_SHORT_SIDE:
             # All n x n products of a restart interval are one launch, one matrix per program
             return us + sum(
                 -(-count // self.processors) * self.table["follow_us"][n > 64]
@@ -160,7 +160,9 @@ class CostModel:
 
     def _on_chip_us(self, n: int, m: int, count: int) -> float:
         """Return the us of `count` small matrices (n, m), a program on a processor for each."""
-        chained = sm90_polar.takes(n, m, len(self.steps.triples)) and "chain_us" in self.table
+        chained = (
+            sm90_polar.supports_shape(n, m, len(self.steps.triples)) and "chain_us" in self.table
+        )
         first, column = self.table["chain_us" if chained else "on_chip_us"]
         return -(-count // self.processors) * (first + column * m)
 
@@ -169,8 +171,8 @@ class CostModel:
         `made`: see `method.launches`.
         """
         norm = self.table["norm"]
-        # Matrices that stay bf16 until the first product are only read, see `api.RAW_SIDES`
-        raw = n in RAW_SIDES and made["gram"] > 1 and not self.steps.aol
+        # Matrices that stay bf16 until the first product are only read, see `api.MIXED_INPUT_SIDES`
+        raw = n in MIXED_INPUT_SIDES and made["gram"] > 1 and not self.steps.aol
         moved = count * n * m * norm["raw_bytes" if raw else "bytes"]
         return norm["launch_us"] + moved / self.table["copy_gbps"] / 1e3
 
@@ -188,7 +190,7 @@ class CostModel:
         found = [
             (4 * (len(segment) - 1), begins and not (self.steps.aol and number == 0))
             for number, (segment, pair) in enumerate(both)
-            if gram_chain.takes(segment, pair)
+            if gram_chain.supports_interval(segment, pair)
         ]
         return len(found), sum(products for products, _ in found), sum(gram for _, gram in found)
 

@@ -102,7 +102,9 @@ class Planner:
             check_param(p, names[p], group)
         self.device = local_of(params[0]).device
         self.latency = latency_bytes(architecture(self.device.type, self.device.index))
-        precompile.begin(self.device)  # imports Triton in a thread, while ranks compare plans
+        precompile.preload_compiler(
+            self.device
+        )  # imports Triton in a thread, while ranks compare plans
         self.process_groups.expect(params, self.process_group)
         if group["use_muon"]:
             return [self._matrices(group, params)]

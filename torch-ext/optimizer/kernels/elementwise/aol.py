@@ -1,29 +1,36 @@
-"""AOL preconditioning: rows to length 1, and A <- T A T."""
+"""AOL preconditioning (arXiv 2208.03160): rows scaled to length 1, then A <- T A T.
+
+AOL multiplies row i of U by (sum_j |(U U^T)_ij|)^(-1/2), after which no singular value exceeds 1.
+For range, rows are scaled to length 1 first: with Y the unit rows of U, e their lengths in U, and
+A = Y Y^T, the scaled matrix is T Y, T diagonal, T_ii = sqrt(e_i / sum_j |A_ij| e_j).
+"""
 
 from __future__ import annotations
 
 import torch
 
 from ..backend import cpu_slices, use_triton
-from ..launch.jit import jit, look
+from ..launch.jit import jit, launch_key
 
 tl = None  # Triton's language, put here by jit
 
-BLOCK, TILE = 1024, 64
+BLOCK = 1024  # elements of a row that a program reads at a time
+TILE = 64  # side of a square tile of elementwise kernels
 
 
 def unit_rows(U: torch.Tensor, Y: torch.Tensor, lengths: torch.Tensor) -> None:
-    """Write U with every row divided by its length to Y; a row of zeros stays so.
+    """Write U with rows divided by their lengths to Y, and the lengths to `lengths`.
 
-    U (N, n, m) and Y alike, in fp32, bf16 or fp16, any strides. The lengths are written to
-    `lengths` (N, 2, n), fp32, contiguous, each as two factors: the largest magnitude of a row, and
-    its length in units of that.
+    U and Y (N, n, m) in fp32, bf16 or fp16, any strides. `lengths` (N, 2, n), fp32, contiguous: two
+    factors of each length, the row's largest magnitude and the length in units of the largest
+    magnitude, so that squares neither overflow nor vanish. A row of zeros stays zero.
     """
     if not use_triton(U.device):
         return unit_rows_torch(U, Y, lengths)
     N, n, m = U.shape
+    # A program reads blocks of 4 x 512 elements if rows are lines of memory, else of 64 x 32
     rows, block = (4, 512) if U.stride(2) <= U.stride(1) else (64, 32)
-    key = look(U, Y, lengths)
+    key = launch_key(U, Y, lengths)
     _lengths_kernel.launch(N * -(-n // rows), key, U, lengths, n, m, U.stride(), rows, block)
     _unit_rows_kernel.launch(
         N * -(-n // TILE) * -(-m // TILE),
@@ -40,8 +47,10 @@ def unit_rows(U: torch.Tensor, Y: torch.Tensor, lengths: torch.Tensor) -> None:
     )
 
 
-def unit_rows_torch(U, Y, lengths):
-    """Compute `unit_rows`, sums matrix by matrix, so that a sum's order does not depend on the
+def unit_rows_torch(U: torch.Tensor, Y: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Compute `unit_rows` in torch.
+
+    Sums are computed matrix by matrix: the order of a sum, hence the bits, must not depend on the
     batch.
     """
     for some in cpu_slices(U):
@@ -54,32 +63,37 @@ def unit_rows_torch(U, Y, lengths):
 
 
 def aol(A: torch.Tensor, lengths: torch.Tensor, scales: torch.Tensor) -> None:
-    """Replace A = Y Y^T (N, n, n), any strides, by T A T, rounded once; write T's diagonals to
-    `scales` (N, n), fp32, contiguous.
+    """Replace A = Y Y^T by T A T, in place, and write the diagonals of T to `scales`.
+
+    A (N, n, n) in fp32, bf16 or fp16, any strides; the result is rounded once. `lengths`: as
+    written by `unit_rows`. `scales` (N, n), fp32, contiguous; 1 for rows of zeros.
     """
     if not use_triton(A.device):
         return aol_torch(A, lengths, scales)
     N, n, _ = A.shape
-    down, key = -(-n // TILE), look(A, lengths, scales)
+    down = -(-n // TILE)
+    key = launch_key(A, lengths, scales)
     _scales_kernel.launch(N * n, key, A, lengths, scales, n, A.stride(), BLOCK)
     _rescale_kernel.launch(N * down * down, key, A, scales, scales, n, n, A.stride(), TILE)
 
 
-def aol_torch(A, lengths, scales):
-    """Compute `aol`, sums matrix by matrix."""
+def aol_torch(A: torch.Tensor, lengths: torch.Tensor, scales: torch.Tensor) -> None:
+    """Compute `aol` in torch, sums matrix by matrix as in `unit_rows_torch`."""
     for some in cpu_slices(A):
         largest, length = lengths[some].unbind(1)
         top = largest.amax(dim=1, keepdim=True)
+        # Lengths in units of the largest magnitude of the matrix: only ratios matter
         e = largest / torch.where(top > 0, top, 1.0) * length
-        weighed = A[some].float().abs() * e.unsqueeze(1)
-        sums = torch.stack([matrix.sum(dim=1) for matrix in weighed.unbind()])
+        weighted = A[some].float().abs() * e.unsqueeze(1)
+        sums = torch.stack([matrix.sum(dim=1) for matrix in weighted.unbind()])
         scale = scales[some].copy_(torch.where(sums > 0, (e / sums).sqrt(), 1.0))
         A[some].mul_(scale.unsqueeze(2) * scale.unsqueeze(1))
 
 
 def scale_rows(X: torch.Tensor, scales: torch.Tensor) -> None:
-    """Replace X (N, n, m), any strides, by D X, D = diag(scales); `scales` (N, n) in fp32,
-    contiguous. Rounded once.
+    """Replace X by D X with D = diag(scales), in place, rounded once.
+
+    X (N, n, m) in fp32, bf16 or fp16, any strides. `scales` (N, n), fp32, contiguous.
     """
     if not use_triton(X.device):
         return X.mul_(scales.unsqueeze(2))
@@ -87,14 +101,16 @@ def scale_rows(X: torch.Tensor, scales: torch.Tensor) -> None:
 
 
 def scale_columns(P: torch.Tensor, scales: torch.Tensor) -> None:
-    """Replace P (N, n, n) by P D, as in `scale_rows`."""
+    """Replace P (N, n, n) by P D, in place; the rest as in `scale_rows`."""
     if not use_triton(P.device):
         return P.mul_(scales.unsqueeze(1))
     _scale(P, None, scales)
 
 
-def _scale(X, left, right):
-    (N, n, m), key = X.shape, (left is None, look(X, right if left is None else left))
+def _scale(X: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor | None) -> None:
+    """Multiply rows of X by `left`, or columns by `right`, in place; the second is None."""
+    N, n, m = X.shape
+    key = (left is None, launch_key(X, right if left is None else left))
     _rescale_kernel.launch(
         N * -(-n // TILE) * -(-m // TILE), key, X, left, right, n, m, X.stride(), TILE
     )
@@ -102,7 +118,7 @@ def _scale(X, left, right):
 
 @jit
 def _lengths_kernel(U, lengths, n, m, strides, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """ROWS rows per program, each read twice."""
+    """Write the largest magnitude and the length of each row; ROWS rows per program, read twice."""
     down = tl.cdiv(n, ROWS)
     matrix = (tl.program_id(0) // down).to(tl.int64)
     row = tl.program_id(0) % down * ROWS + tl.arange(0, ROWS)
@@ -127,7 +143,7 @@ def _lengths_kernel(U, lengths, n, m, strides, ROWS: tl.constexpr, BLOCK: tl.con
 
 @jit
 def _unit_rows_kernel(U, Y, lengths, n, m, u_strides, y_strides, TILE: tl.constexpr):
-    """One tile per program: Y = U / largest / length."""
+    """Write Y = U / largest / length; a program per tile."""
     across = tl.cdiv(m, TILE)
     count = tl.cdiv(n, TILE) * across
     matrix, tile = (tl.program_id(0) // count).to(tl.int64), tl.program_id(0) % count
@@ -148,7 +164,7 @@ def _unit_rows_kernel(U, Y, lengths, n, m, u_strides, y_strides, TILE: tl.conste
 
 @jit
 def _scales_kernel(A, lengths, scales, n, strides, BLOCK: tl.constexpr):
-    """One row per program: its element of T."""
+    """Write the diagonal elements of T; a program per row of A."""
     program = tl.program_id(0).to(tl.int64)
     matrix, row = program // n, program % n
     largest, length = lengths + matrix * 2 * n, lengths + matrix * 2 * n + n
@@ -176,7 +192,7 @@ def _scales_kernel(A, lengths, scales, n, strides, BLOCK: tl.constexpr):
 
 @jit
 def _rescale_kernel(A, left, right, n, m, strides, TILE: tl.constexpr):
-    """One tile per program: A times factors of its rows, of its columns, or both."""
+    """Multiply rows of A by `left`, columns by `right` (or None), in place; a program per tile."""
     across = tl.cdiv(m, TILE)
     count = tl.cdiv(n, TILE) * across
     matrix, tile = (tl.program_id(0) // count).to(tl.int64), tl.program_id(0) % count

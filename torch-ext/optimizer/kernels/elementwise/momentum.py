@@ -1,4 +1,7 @@
-"""Momentum, Nesterov and cast into the send buffer; copies of many tensors in one launch."""
+"""Momentum with Nesterov and cast into a send buffer (`Pack`); multi-tensor copies (`Copy`).
+
+Both bind views of tensors once (multi_tensor.py) and are called at every step with new gradients.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,26 @@ import torch
 
 from ..backend import use_triton
 from ..launch.jit import jit
-from .multi_tensor import Skip, Source, bind, elements, fresh, locate, moving, run, skips_of
+from .multi_tensor import (
+    Skip,
+    Source,
+    bind,
+    element_pointers,
+    gradient_address,
+    locate,
+    run,
+    skips_of,
+    unskipped,
+)
 
 tl = None  # Triton's language, put here by jit
 
 
 class Pack:
-    """M <- mu M + (1 - mu) G, and U <- (1 - mu) G + mu M (Nesterov) or M, over lists of
-    rectangles.
+    """Momentum of many rectangles: M <- mu M + (1 - mu) G, then U <- mu M + (1 - mu) G or U <- M.
+
+    M: momentum, G: gradient, U: update, mostly a view of a send buffer. The first form of U is
+    Nesterov momentum, with the new M.
     """
 
     def __init__(
@@ -26,19 +41,20 @@ class Pack:
         gradients: Sequence[torch.Tensor],
         skip: Skip | None = None,
     ):
-        """Bind momenta and updates, 2-D views of equal shapes that stay in place, and where their
-        gradients lie.
+        """Bind momenta and updates: lists of 2-D views with equal shapes, at fixed addresses.
 
-        What `skip` names keeps M, and U gets M: what is computed from it stays finite.
-
-        M, U and the gradients may each be fp32, bf16 or fp16; `gradients` are examples of what
-        every call brings.
+        `sources`: place of each rectangle in the gradients. `gradients`: examples with the dtypes
+        and the alignment of all later gradients. M, U and the gradients may each be fp32, bf16 or
+        fp16. Rectangles of `skip` keep M, and U gets M: results computed from U stay finite.
         """
-        self.M, self.U, self.sources = list(M), list(U), list(sources)
+        self.M = list(M)
+        self.U = list(U)
+        self.sources = list(sources)
         self.launches = (
             bind((self.M, self.U), sources, gradients) if M and use_triton(M[0].device) else None
         )
-        self.skip, self.skips = skip, skips_of(skip, self.launches)
+        self.skip = skip
+        self.skips = skips_of(skip, self.launches)  # kernel arguments for each launch
 
     def __call__(
         self,
@@ -46,18 +62,17 @@ class Pack:
         addresses: torch.Tensor | None,
         weight: torch.Tensor,
         nesterov: bool,
-        moves: bool = True,
-    ):
-        """Take this step's gradients, and their addresses as an int64 tensor on the device (None
-        without Triton).
+        update_momentum: bool = True,
+    ) -> None:
+        """Write U and, with `update_momentum`, M; both in place, computed in fp32, rounded once.
 
-        `weight`: 1 - mu, one fp32 element on the device. M and U change in place, the gradients do
-        not; without `moves` M does not either, until `Update` moves it along with the weight. U
-        gets the fp32 result, rounded once to its dtype.
+        `tensors`: all gradients of the step, unchanged. `addresses`: their addresses, int64 on the
+        device (None without Triton). `weight`: 1 - mu, a single fp32 element on the device. Without
+        `update_momentum`, `Update` writes M later, together with the weight.
         """
         if self.launches is None:
-            gradients = moved(tensors, self.sources, self.M, self.skip)
-            return pack_torch(self.M, self.U, gradients, weight, nesterov, moves)
+            gradients = gradients_or_momenta(tensors, self.sources, self.M, self.skip)
+            return pack_torch(self.M, self.U, gradients, weight, nesterov, update_momentum)
         for launch, (flags, places, skips) in zip(self.launches, self.skips):
             run(
                 _pack_kernel,
@@ -66,38 +81,51 @@ class Pack:
                 weight,
                 flags,
                 places,
-                int(moves),
+                int(update_momentum),
                 NESTEROV=nesterov,
                 SKIPS=skips,
             )
 
 
-def moved(tensors, sources, M, skip):
-    """The gradients; where M is to stay, M in the gradient's place: M + (1 - mu) (M - M) is M."""
+def gradients_or_momenta(
+    tensors: Sequence[torch.Tensor],
+    sources: Sequence[Source],
+    M: Sequence[torch.Tensor],
+    skip: Skip | None,
+) -> list[torch.Tensor]:
+    """Return the gradient of each rectangle, or the momentum M if the rectangle is skipped.
+
+    With M as the gradient, the momentum stays: M + (1 - mu) (M - M) = M.
+    """
     gradients = [s.view(tensors, m.shape) for s, m in zip(sources, M)]
     if skip is None:
         return gradients
-    return [torch.where(skip.moves(i), g, m) for i, (g, m) in enumerate(zip(gradients, M))]
+    return [torch.where(skip.is_updated(i), g, m) for i, (g, m) in enumerate(zip(gradients, M))]
 
 
-def pack_torch(M, U, G, weight, nesterov, moves=True):
-    """Compute `Pack` rectangle by rectangle, in the form x + (1 - mu)(g - x), as torch's lerp
-    does.
-    """
+def pack_torch(
+    M: Sequence[torch.Tensor],
+    U: Sequence[torch.Tensor],
+    G: Sequence[torch.Tensor],
+    weight: torch.Tensor,
+    nesterov: bool,
+    update_momentum: bool = True,
+) -> None:
+    """Compute `Pack` in torch, rectangle by rectangle, with the bits of the kernel."""
     for m, u, g in zip(M, U, G):
-        new = nearer(m, g, weight)
-        if moves:
+        new = lerp(m, g, weight)
+        if update_momentum:
             m.copy_(new)
-        u.copy_(nearer(new, g, weight) if nesterov else new)
+        u.copy_(lerp(new, g, weight) if nesterov else new)
 
 
-def nearer(m, g, weight):
-    """m + (1 - mu)(g - m) in fp32."""
+def lerp(m: torch.Tensor, g: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return m + weight (g - m) in fp32, as torch.lerp computes mu m + (1 - mu) g."""
     wide = m.float()
     return torch.sub(g.float(), wide).mul_(weight).add_(wide)
 
 
-@jit.alike("moves")
+@jit.unspecialized("update_momentum")
 def _pack_kernel(
     records,
     blocks,
@@ -105,7 +133,7 @@ def _pack_kernel(
     weight,
     flags,
     places,
-    moves,
+    update_momentum,
     NESTEROV: tl.constexpr,
     SKIPS: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -115,35 +143,44 @@ def _pack_kernel(
     TYPE_1: tl.constexpr,
     TYPE_2: tl.constexpr,
 ):
-    """Lists: M, U, G."""
+    """Compute `Pack` for a block of elements. Lists of the table: M, U, G.
+
+    `weight`: pointer to 1 - mu. `flags`, `places`: see `unskipped`; read if SKIPS only.
+    """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ALIGNED)
-    m_at = elements(record, row, column, 0, TYPE_0, 0, ALIGNED)
-    u_at = elements(record, row, column, 1, TYPE_1, 0, ALIGNED)
-    g_at = elements(record, row, column, 2, TYPE_2, fresh(record, addresses, FIELDS), ALIGNED)
+    m_at = element_pointers(record, row, column, 0, TYPE_0, 0, ALIGNED)
+    u_at = element_pointers(record, row, column, 1, TYPE_1, 0, ALIGNED)
+    g_at = element_pointers(
+        record, row, column, 2, TYPE_2, gradient_address(record, addresses, FIELDS), ALIGNED
+    )
     g = tl.load(g_at, mask=inside).to(tl.float32)
     m = tl.load(m_at, mask=inside).to(tl.float32)
     if SKIPS:
-        g = tl.where(moving(inside, blocks, flags, places), g, m)
+        g = tl.where(unskipped(inside, blocks, flags, places), g, m)
     share = tl.load(weight)
     m += share * (g - m)
-    tl.store(m_at, m.to(TYPE_0), mask=tl.where(moves != 0, inside, False))
+    tl.store(m_at, m.to(TYPE_0), mask=tl.where(update_momentum != 0, inside, False))
     if NESTEROV:
         m += share * (g - m)
     tl.store(u_at, m.to(TYPE_1), mask=inside)
 
 
 class Copy:
-    """to <- what, with a cast (to the nearest, ties to even), over lists of rectangles."""
+    """Copies of many rectangles, `what` to `to`, with a cast (to nearest, ties to even)."""
 
     def __init__(
         self, to: Sequence[torch.Tensor], what: Sequence[torch.Tensor], skip: Skip | None = None
     ):
-        """Bind both ends, 2-D views of equal shapes that stay in place; what `skip` names is not
-        copied.
+        """Bind targets and origins: lists of 2-D views with equal shapes, at fixed addresses.
+
+        Rectangles of `skip` are not copied. The kernel casts by way of fp32.
         """
-        self.to, self.what, self.sources = list(to), list(what), None
+        self.to = list(to)
+        self.what = list(what)
+        self.sources = None  # places in gradients, see `of_gradients`
         self.launches = bind((self.to, self.what)) if to and use_triton(to[0].device) else None
-        self.skip, self.skips = skip, skips_of(skip, self.launches)
+        self.skip = skip
+        self.skips = skips_of(skip, self.launches)  # kernel arguments for each launch
 
     @classmethod
     def of_gradients(
@@ -151,20 +188,24 @@ class Copy:
         to: Sequence[torch.Tensor],
         sources: Sequence[Source],
         gradients: Sequence[torch.Tensor],
-    ):
-        """Bind the one end, and where in fresh gradients the other end lies; the call takes tensors
-        and addresses.
+    ) -> Copy:
+        """Return a `Copy` of gradients to bound targets; calls take gradients and addresses.
+
+        `sources`, `gradients`: as for `Pack`.
         """
         copy = cls((), ())
-        copy.to, copy.sources = list(to), list(sources)
+        copy.to = list(to)
+        copy.sources = list(sources)
         copy.launches = (
             bind((copy.to,), sources, gradients) if to and use_triton(to[0].device) else None
         )
         copy.skips = skips_of(None, copy.launches)
         return copy
 
-    def __call__(self, tensors: Sequence[torch.Tensor] = (), addresses: torch.Tensor | None = None):
-        """Copy; with fresh gradients, take them and their addresses as `Pack` does."""
+    def __call__(
+        self, tensors: Sequence[torch.Tensor] = (), addresses: torch.Tensor | None = None
+    ) -> None:
+        """Copy all rectangles. After `of_gradients`: `tensors`, `addresses` as for `Pack`."""
         if self.launches is None:
             views = (s.view(tensors, t.shape) for s, t in zip(self.sources or (), self.to))
             return copy_torch(
@@ -182,10 +223,12 @@ class Copy:
             )
 
 
-def copy_torch(to, what, skip=None):
-    """Compute `Copy`."""
+def copy_torch(
+    to: Sequence[torch.Tensor], what: Sequence[torch.Tensor], skip: Skip | None = None
+) -> None:
+    """Compute `Copy` in torch."""
     if skip is not None:
-        what = [torch.where(skip.moves(i), w, t) for i, (w, t) in enumerate(zip(what, to))]
+        what = [torch.where(skip.is_updated(i), w, t) for i, (w, t) in enumerate(zip(what, to))]
     if to:
         torch._foreach_copy_(to, what)
 
@@ -205,14 +248,17 @@ def _copy_kernel(
     TYPE_0: tl.constexpr,
     TYPE_1: tl.constexpr,
 ):
-    """Lists: to, what."""
+    """Compute `Copy` for a block of elements. Lists of the table: to, what.
+
+    FRESH: `what` are gradients. `flags`, `places`: see `unskipped`; read if SKIPS only.
+    """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ALIGNED)
     if SKIPS:
-        inside = moving(inside, blocks, flags, places)
-    base = fresh(record, addresses, FIELDS) if FRESH else 0
-    value = tl.load(elements(record, row, column, 1, TYPE_1, base, ALIGNED), mask=inside)
+        inside = unskipped(inside, blocks, flags, places)
+    base = gradient_address(record, addresses, FIELDS) if FRESH else 0
+    value = tl.load(element_pointers(record, row, column, 1, TYPE_1, base, ALIGNED), mask=inside)
     tl.store(
-        elements(record, row, column, 0, TYPE_0, 0, ALIGNED),
+        element_pointers(record, row, column, 0, TYPE_0, 0, ALIGNED),
         value.to(tl.float32).to(TYPE_0),
         mask=inside,
     )

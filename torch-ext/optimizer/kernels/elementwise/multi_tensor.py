@@ -1,93 +1,109 @@
-"""Multi-tensor launches: one table of addresses for the tensors of a kernel."""
+"""Multi-tensor apply: one kernel launch for rectangles of many tensors.
+
+`bind` writes addresses, shapes and strides of corresponding rectangles of several lists of tensors
+into a device table, once for each combination of dtypes (`Launch`). Per step, `run` launches a
+kernel over the table. Gradients are new tensors at every step: a record holds their place relative
+to the gradient (`Source`), and a launch gets the gradients' addresses.
+
+Kernels call the jit functions at the end of the file: `locate`, `element_pointers`,
+`gradient_address`, `unskipped`.
+
+Layout of a record (int64): rows, columns, then (address, stride of rows, stride of columns) for
+each list, then, for tables with gradients, the number of the gradient. Strides count elements. A
+gradient's address is relative: bytes from the gradient's first element.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from ..launch.jit import here, jit, typed
+from ..launch.jit import jit, thread_state, triton_dtype
 
 tl = None  # Triton's language, put here by jit
 
 BLOCK = 4096  # elements per program
 ALIGNMENT = 16  # bytes: the widest access of a thread
-LONGEST = 1 << 30  # elements per row of a record: a position in a row stays a 32-bit number
+LONGEST = 1 << 30  # elements in a row of a record: a position in a row stays a 32-bit number
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a rectangle lies in a fresh gradient.
+    """Place of a rectangle in a gradient, independent of the gradient's address."""
 
-    `tensor` is the index in the list of gradients, `offset` the elements from the gradient's data
-    pointer to the first element, `strides` the elements from row to row and from column to column.
-    """
-
-    tensor: int
-    offset: int
-    strides: tuple[int, int]
+    tensor: int  # index in the list of gradients
+    offset: int  # elements from the gradient's first element to the rectangle's
+    strides: tuple[int, int]  # elements from row to row, from column to column
 
     def view(self, tensors: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
-        """Return the rectangle as a view of this step's gradient."""
+        """Return the rectangle of shape (rows, columns) as a view of a gradient in `tensors`."""
         whole = tensors[self.tensor]
         return whole.as_strided(shape, self.strides, whole.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The rectangles of one combination of dtypes, in device memory.
+    """Table of the rectangles of a combination of dtypes, on the device."""
 
-    `aligned` says that all of them are one row without gaps that begins at a multiple of 16 bytes,
-    in every list. `blocks` (count, 2) says per program which record, and which element of it is the
-    first; `origins` says per record from which place of the bound lists it comes. `started`: the
-    kernels that were launched, each with its constants.
-    """
-
-    types: tuple[torch.dtype, ...]
+    types: tuple[torch.dtype, ...]  # dtype of each list, the gradients' last
+    # Whether every record is a single row of a multiple of 8 elements that starts at a multiple of
+    # 16 bytes, in every list
     aligned: bool
-    records: torch.Tensor
-    blocks: torch.Tensor
-    origins: torch.Tensor
+    records: torch.Tensor  # (records, fields) int64, see the module's docstring
+    blocks: torch.Tensor  # (programs, 2) int64: number of the record, first element in the record
+    origins: torch.Tensor  # (records,) int64: index of the rectangle in the bound lists
+    # Kernels that were launched, each with its constants: ready for further launches
     started: set = field(default_factory=set, compare=False)
 
 
 @dataclass(frozen=True)
 class Skip:
-    """Which rectangles stay as they are: those whose flag is not 0 when the launch runs.
+    """Rectangles left unchanged by a launch: their flag is not 0 when the kernel runs.
 
-    `flags` (F,) fp32 on the device, `places` the number of every rectangle's flag.
+    Flags mark matrices with non-finite gradients. Launches read them on the device: no host sync.
     """
 
-    flags: torch.Tensor
-    places: tuple[int, ...]
+    flags: torch.Tensor  # (F,) fp32 on the device
+    places: tuple[int, ...]  # index of each rectangle's flag in `flags`
 
-    def moves(self, number: int) -> torch.Tensor:
-        """Return whether rectangle `number` moves, as a tensor of one bool."""
+    def is_updated(self, number: int) -> torch.Tensor:
+        """Return whether rectangle `number` is to be changed, as a tensor with a single bool."""
         return self.flags[self.places[number]] == 0
 
     def of(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the flags and, for each record of a launch, the number of its flag."""
+        """Return (flags, index of the flag of each record of `launch`, int64), on the device."""
         places = torch.tensor(self.places, dtype=torch.int64, device="cpu")[launch.origins.cpu()]
         return self.flags, places.to(self.flags.device)
 
 
 def skips_of(skip: Skip | None, launches: Sequence[Launch] | None) -> list[tuple]:
-    """Return for each launch what its kernel takes: flags, places and whether there are any."""
+    """Return (flags, index of the flag of each record, whether to skip) for each launch.
+
+    Without a `Skip` the two tensors are placeholders, never read by the kernel.
+    """
     return [
         (*skip.of(launch), True) if skip else (launch.records, launch.records, False)
         for launch in launches or ()
     ]
 
 
-def bind(lists: Sequence[Sequence[torch.Tensor]], sources=None, gradients=None) -> list[Launch]:
-    """Write corresponding rectangles into tables, one for each combination of dtypes.
+def bind(
+    lists: Sequence[Sequence[torch.Tensor]],
+    sources: Sequence[Source] | None = None,
+    gradients: Sequence[torch.Tensor] | None = None,
+) -> list[Launch]:
+    """Return tables of corresponding rectangles, a table for each combination of dtypes.
 
-    `lists` holds lists of 2-D tensors, equal in shapes; with `sources`, a fresh gradient is the
-    last list of the launch and `gradients` shows the dtypes and whether addresses are multiples of
-    16 bytes. The caller keeps the tensors.
+    `lists`: lists of 2-D tensors, with equal shapes at equal index (AssertionError otherwise). With
+    `sources`, the gradients form the last list: `sources[i]` is the place of rectangle i, and
+    `gradients` are examples with the dtypes, and the alignment to 16 bytes, of all later gradients.
+    Tables hold addresses: the caller keeps the tensors alive.
     """
+    # (dtypes, aligned) -> [(index in the bound lists, record)]
     groups = defaultdict(list)
     for origin, rectangle in enumerate(zip(*lists)):
         shape = rectangle[0].shape
@@ -97,10 +113,13 @@ def bind(lists: Sequence[Sequence[torch.Tensor]], sources=None, gradients=None) 
         index, base = [], 0
         if sources is not None:
             example = gradients[sources[origin].tensor]
-            index, base, size = [sources[origin].tensor], example.data_ptr(), example.element_size()
+            index = [sources[origin].tensor]
+            base = example.data_ptr()
+            size = example.element_size()
             types += (example.dtype,)
             fields.append((sources[origin].offset * size, *sources[origin].strides, size))
         for record in _records(shape, fields):
+            # 2 * columns: rows of 16-bit elements end at a multiple of 16 bytes
             aligned = record[:1] == [1] and not any(
                 at % ALIGNMENT for at in (2 * record[1], base, *record[2::3])
             )
@@ -108,30 +127,42 @@ def bind(lists: Sequence[Sequence[torch.Tensor]], sources=None, gradients=None) 
     return [_launch(*key, group, lists[0][0].device) for key, group in groups.items()]
 
 
-def _records(shape, fields):
-    """Return the records of one rectangle: none for an empty one, one long row where all is
-    contiguous.
+def _records(shape: Sequence[int], fields: list[tuple[int, int, int, int]]) -> list[list[int]]:
+    """Return the records of a rectangle, as lists of integers without the gradient's number.
+
+    `fields`: (address, stride of rows, stride of columns, bytes of an element) in each list. If the
+    rectangle is contiguous in all lists, each record is a single row of at most LONGEST elements.
+    An empty rectangle has no record.
     """
     rows, columns = shape
     if rows * columns == 0:
         return []
-    if not all(_is_one_row(rows, columns, *strides) for _, *strides, _ in fields):
+    if not all(_is_contiguous(rows, columns, *strides) for _, *strides, _ in fields):
         return [[rows, columns] + [x for field in fields for x in field[:3]]]
     records = []
     for first in range(0, rows * columns, LONGEST):
-        columns_here = min(LONGEST, rows * columns - first)
+        length = min(LONGEST, rows * columns - first)
         records.append(
-            [1, columns_here] + [x for at, _, _, size in fields for x in (at + first * size, 0, 1)]
+            [1, length] + [x for at, _, _, size in fields for x in (at + first * size, 0, 1)]
         )
     return records
 
 
-def _is_one_row(rows, columns, down, across):
+def _is_contiguous(rows: int, columns: int, down: int, across: int) -> bool:
+    """Say whether a rectangle with strides (down, across) is contiguous."""
     return (columns == 1 or across == 1) and (rows == 1 or down == columns)
 
 
-def _launch(types, aligned, group, device):
-    """Cut the records into blocks and send the table to the device."""
+def _launch(
+    types: tuple[torch.dtype, ...],
+    aligned: bool,
+    group: list[tuple[int, list[int]]],
+    device: torch.device,
+) -> Launch:
+    """Cut records into blocks of BLOCK elements and return the table on `device`.
+
+    `group`: (index in the bound lists, record) of each record.
+    """
     records = torch.tensor([record for _, record in group], dtype=torch.int64, device="cpu")
     counts = (records[:, 0] * records[:, 1] + BLOCK - 1) // BLOCK
     index = torch.repeat_interleave(torch.arange(len(group), device="cpu"), counts)
@@ -141,11 +172,13 @@ def _launch(types, aligned, group, device):
     return Launch(types, aligned, records.to(device), blocks.to(device), origins)
 
 
-def run(kernel, launch: Launch, *arguments, **constants):
-    """Launch a kernel over a table; products and sums are rounded one by one, as torch rounds
-    them.
+def run(kernel: jit, launch: Launch, *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel over a table, a program per block.
+
+    The kernel gets records and blocks, `arguments`, FIELDS, BLOCK, ALIGNED, a TYPE_i per list, and
+    `constants`. No fused multiply-adds: products and sums are rounded separately, as in torch.
     """
-    types = {f"TYPE_{i}": typed(t) for i, t in enumerate(launch.types)}
+    types = {f"TYPE_{i}": triton_dtype(t) for i, t in enumerate(launch.types)}
     options = {
         "FIELDS": launch.records.shape[1],
         "BLOCK": BLOCK,
@@ -160,15 +193,17 @@ def run(kernel, launch: Launch, *arguments, **constants):
     if start not in launch.started:
         key = launch.types, launch.aligned, launch.records.device.index, *constants.items()
         kernel.prepare(key, launch.records, launch.blocks, *arguments, **options)
-        if not here.dry_run:
+        if not thread_state.dry_run:
             launch.started.add(start)
     kernel[(len(launch.blocks),)](launch.records, launch.blocks, *arguments, **options)
 
 
 @jit
 def locate(records, blocks, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return this program's record, the rows and columns of its elements, and which of them
-    exist.
+    """Return (record, row, column, inside) of the elements of the current program.
+
+    `record`: pointer to the record. `row`, `column`: indices of BLOCK elements in the rectangle.
+    `inside`: mask of existing elements.
     """
     block = blocks + tl.program_id(0).to(tl.int64) * 2
     record = records + tl.load(block) * FIELDS
@@ -180,7 +215,7 @@ def locate(records, blocks, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: 
         column = tl.multiple_of(first.to(tl.int32), BLOCK) + tl.arange(0, BLOCK)
         inside = column < tl.multiple_of(columns.to(tl.int32), 8)
     else:
-        # divide by 64 bits once per program, by 32 bits per element
+        # Divisions of 64-bit integers are slow: one per program; one of 32 bits per element
         row = first // columns
         column = (first - row * columns).to(tl.int32) + tl.arange(0, BLOCK)
         down = column // columns.to(tl.int32)
@@ -191,20 +226,21 @@ def locate(records, blocks, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: 
 
 
 @jit
-def moving(inside, blocks, flags, places):
-    """Return `inside`, without the elements of a rectangle whose flag is set."""
+def unskipped(inside, blocks, flags, places):
+    """Return the mask `inside`, all False if the rectangle's flag is set (`Skip`)."""
     record = tl.load(blocks + tl.program_id(0).to(tl.int64) * 2)
-    # As integers, for the interpreter
+    # Compared as an integer, for Triton's interpreter
     flag = tl.load(flags + tl.load(places + record)).to(tl.int32)
     return tl.where(flag == 0, inside, False)
 
 
 @jit
-def elements(
+def element_pointers(
     record, row, column, LIST: tl.constexpr, TYPE: tl.constexpr, base, ALIGNED: tl.constexpr
 ):
-    """Return the pointers to elements of a list; `base` is added to the record's address (0 for
-    bound memory).
+    """Return pointers to elements (row, column) of list number LIST, of dtype TYPE.
+
+    `base`: added to the record's address; 0 for bound memory, the gradient's address for gradients.
     """
     field = record + 2 + 3 * LIST
     address = (tl.load(field) + base).to(tl.pointer_type(TYPE))
@@ -216,6 +252,9 @@ def elements(
 
 
 @jit
-def fresh(record, addresses, FIELDS: tl.constexpr):
-    """Return the address of this step's gradient, from the record's last field."""
+def gradient_address(record, addresses, FIELDS: tl.constexpr):
+    """Return the address of the current step's gradient, numbered by the record's last field.
+
+    `addresses`: int64 addresses of all gradients.
+    """
     return tl.load(addresses + tl.load(record + FIELDS - 1))

@@ -1,25 +1,28 @@
-"""NorMuon's row normalization of a stack of updates."""
+"""NorMuon's row normalization of a stack of updates (arXiv 2510.05491).
+
+Three kernels: moments of rows, a factor per matrix, normalization of rows. Reads each update twice.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from ..backend import cpu_slices, use_triton
-from ..launch.jit import jit, look
+from ..launch.jit import jit, launch_key
 from .row_scattered import ScatteredRows, memory_of, rows_at, strides_of
 
 tl = None  # Triton's language, put here by jit
 
-BLOCK = 1024
+BLOCK = 1024  # elements of a row, or rows of a matrix, that a program reads at a time
 
 
 def normalize(U: torch.Tensor | ScatteredRows, V: torch.Tensor, beta2: float, eps: float) -> None:
-    """Normalise U in place and move V along.
+    """Normalize the rows of U and update the second moments V, both in place.
 
     U (N, R, C) in fp32, bf16 or fp16; V (N, R, 1) in fp32; any strides. With s the mean square of a
-    row: V <- beta2 V + (1 - beta2) s, N = U / (sqrt(V) + eps), U <- N ||U|| / ||N||, norms over
-    whole matrices. A matrix of zeros stays so. Source: arXiv 2510.05491, in the norm-preserving
-    form of its authors' code.
+    row: V <- beta2 V + (1 - beta2) s, Y = U / (sqrt(V) + eps), U <- Y ||U|| / ||Y||, with Frobenius
+    norms of whole matrices. A matrix of zeros stays zero. Source: arXiv 2510.05491, in the
+    norm-preserving form of the authors' code.
     """
     if U.numel() == 0:
         return
@@ -30,7 +33,7 @@ def normalize(U: torch.Tensor | ScatteredRows, V: torch.Tensor, beta2: float, ep
     squares = torch.empty((2, N, R), dtype=torch.float32, device=U.device)
     factors = torch.empty(N, dtype=torch.float32, device=U.device)
     memory, strides = memory_of(U), strides_of(U)
-    key = BLOCK, look(U, V)
+    key = BLOCK, launch_key(U, V)
     _moments_kernel.launch(
         N * R,
         key,
@@ -51,8 +54,12 @@ def normalize(U: torch.Tensor | ScatteredRows, V: torch.Tensor, beta2: float, ep
     _normalize_kernel.launch(N * R, key, memory, V, factors, R, C, strides, V.stride(), eps, BLOCK)
 
 
-def normalize_torch(U, V, beta2, eps):
-    """Compute `normalize`, sums matrix by matrix, so that a sum's order does not depend on the
+def normalize_torch(
+    U: torch.Tensor | ScatteredRows, V: torch.Tensor, beta2: float, eps: float
+) -> None:
+    """Compute `normalize` in torch.
+
+    Sums are computed matrix by matrix: the order of a sum, hence the bits, must not depend on the
     batch.
     """
     for some in cpu_slices(U):
@@ -73,7 +80,7 @@ def normalize_torch(U, V, beta2, eps):
 
 @jit
 def _weight(v, eps):
-    """Return 1 / (sqrt(v) + eps), and 0 for a row that has always been zero."""
+    """Return 1 / (sqrt(v) + eps); 0 if v is 0, for a row that has always been zero."""
     return tl.where(v == 0, 0.0, 1.0 / (tl.sqrt(v) + eps))
 
 
@@ -81,8 +88,10 @@ def _weight(v, eps):
 def _moments_kernel(
     U, V, squares, numel, R, C, u_strides, v_strides, beta2, rest, eps, BLOCK: tl.constexpr
 ):
-    """One row per program: V, and the mean square before and after the division, to squares (2, N,
-    R).
+    """Update V and write mean squares of rows; a program per row.
+
+    `squares` (2, N, R): mean square of the row before and after division by sqrt(V) + eps. `numel`:
+    N R. `rest`: 1 - beta2. `u_strides`: None if U is a row table, see `rows_at`.
     """
     program = tl.program_id(0).to(tl.int64)
     matrix, row = program // R, program % R
@@ -106,7 +115,7 @@ def _moments_kernel(
 
 @jit
 def _norms_kernel(squares, factors, numel, R, BLOCK: tl.constexpr):
-    """One matrix per program: the factor that keeps its norm."""
+    """Write the factor ||U|| / ||Y|| of each matrix to `factors` (N,); a program per matrix."""
     matrix = tl.program_id(0).to(tl.int64)
     before = tl.zeros((BLOCK,), dtype=tl.float32)
     after = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -121,7 +130,7 @@ def _norms_kernel(squares, factors, numel, R, BLOCK: tl.constexpr):
 
 @jit
 def _normalize_kernel(U, V, factors, R, C, u_strides, v_strides, eps, BLOCK: tl.constexpr):
-    """One row per program: multiply it by its weight and its matrix's factor."""
+    """Multiply a row of U by its weight and the matrix' factor, in place; a program per row."""
     program = tl.program_id(0).to(tl.int64)
     matrix, row = program // R, program % R
     v = tl.load(V + matrix * v_strides[0] + row * v_strides[1])

@@ -1,4 +1,8 @@
-"""Stacks of matrices whose rows lie at scattered addresses (row pointer table)."""
+"""`ScatteredRows`: stacks of matrices whose rows lie at scattered addresses, by row pointer table.
+
+Newton-Schulz reads matrices directly from the receive buffer, and writes results directly to the
+send buffer, without assembling the matrices in between. Imports `launch` only.
+"""
 
 from __future__ import annotations
 
@@ -11,84 +15,96 @@ from ..launch.jit import jit
 
 tl = None  # Triton's language, put here by jit
 
-ALIGNMENT = 16  # bytes: every row begins where the widest access of a thread may
+# Bytes: each row starts where the widest access of a thread may. Also the unit of the row table
+ALIGNMENT = 16
 
 
 class ScatteredRows:
-    """Matrices (N, R, C) in pieces that stay in place. Launchers take it for a tensor of whole
-    matrices, but that there is no step from one to the next.
+    """A stack of matrices (N, R, C) made of pieces that stay in place: a substitute for a tensor.
 
-    `table` (N, R) holds for every row where it begins, in units of 16 bytes from where the table
-    does. It is on the device, int64, and seen as of the dtype of what lies there.
+    Has the attributes and methods of a tensor that launchers use. Rows are contiguous; the stride
+    from matrix to matrix does not exist and is given as -1.
+
+    `table` (N, R), int64 on the device, holds the address of each row, in units of 16 bytes,
+    relative to the table's own address. The table is viewed as a flat tensor of the pieces' dtype,
+    so that a kernel gets a pointer to elements, see `rows_at`.
     """
 
     def __init__(self, matrices: Sequence[Sequence[torch.Tensor]]):
-        """Take the pieces (rows, C) of every matrix, from its first row to its last, contiguous;
-        all have to fit.
+        """Make a stack of N matrices, each given by pieces (rows, C), from the first row on.
+
+        All pieces have equal dtype, device and C. AssertionError unless each piece is contiguous,
+        starts at a multiple of 16 bytes and has rows of a multiple of 16 bytes.
         """
-        assert all(_fits(piece) for pieces in matrices for piece in pieces), (
+        assert all(_is_aligned(piece) for pieces in matrices for piece in pieces), (
             "rows are no multiples of 16 bytes"
         )
-        self.pieces, first, self.turned = (
-            [list(pieces) for pieces in matrices],
-            matrices[0][0],
-            False,
-        )
-        N, R, C = len(matrices), sum(map(len, matrices[0])), first.shape[1]
-        self.shape, self.dtype, self.device = torch.Size((N, R, C)), first.dtype, first.device
+        self.pieces = [list(pieces) for pieces in matrices]
+        self.is_transposed = False
+        first = matrices[0][0]
+        N = len(matrices)
+        R = sum(map(len, matrices[0]))
+        C = first.shape[1]
+        self.shape = torch.Size((N, R, C))
+        self.dtype = first.dtype
+        self.device = first.device
         table = torch.empty(N, R, dtype=torch.int64, device=self.device)
-        table.copy_(torch.stack([_rows(pieces, table.data_ptr()) for pieces in self.pieces]))
+        table.copy_(torch.stack([_row_offsets(pieces, table.data_ptr()) for pieces in self.pieces]))
         self.table = table.view(-1).view(self.dtype)
 
     @property
     def mT(self) -> ScatteredRows:
-        """The transposed matrices, in the same memory."""
-        turned = copy.copy(self)
-        turned.turned, turned.shape = (
-            not self.turned,
-            torch.Size((self.shape[0], self.shape[2], self.shape[1])),
-        )
-        return turned
+        """The transposed matrices (N, C, R), in the same memory."""
+        transposed = copy.copy(self)
+        transposed.is_transposed = not self.is_transposed
+        transposed.shape = torch.Size((self.shape[0], self.shape[2], self.shape[1]))
+        return transposed
 
-    def stride(self, dim: int | None = None):
-        """Those inside of a piece; -1 from matrix to matrix, which no tensor has."""
-        strides = (-1, 1, self.shape[1]) if self.turned else (-1, self.shape[2], 1)
+    def stride(self, dim: int | None = None) -> tuple[int, int, int] | int:
+        """Return the strides within a piece, in elements; -1 from matrix to matrix."""
+        strides = (-1, 1, self.shape[1]) if self.is_transposed else (-1, self.shape[2], 1)
         return strides if dim is None else strides[dim]
 
     def numel(self) -> int:
+        """Return the number of elements of all matrices."""
         return self.shape.numel()
 
     def element_size(self) -> int:
+        """Return the bytes of an element."""
         return self.dtype.itemsize
 
     def data_ptr(self) -> int:
+        """Return the address of the row table."""
         return self.table.data_ptr()
 
     def __len__(self) -> int:
         return len(self.pieces)
 
-    def __getitem__(self, some: slice) -> _Matrices:
-        return _Matrices(self.pieces[some], self.turned)
+    def __getitem__(self, matrices: slice) -> _MatrixSlice:
+        return _MatrixSlice(self.pieces[matrices], self.is_transposed)
 
 
-class _Matrices:
-    """Some matrices of a Split, for operations of torch's."""
+class _MatrixSlice:
+    """Some matrices of `ScatteredRows`, for the torch path: read and written as whole tensors."""
 
-    def __init__(self, pieces, turned):
-        self.pieces, self.turned = pieces, turned
+    def __init__(self, pieces: list[list[torch.Tensor]], is_transposed: bool):
+        self.pieces = pieces
+        self.is_transposed = is_transposed
 
     def float(self) -> torch.Tensor:
+        """Return the matrices as a new fp32 tensor (N, R, C)."""
         whole = torch.stack([torch.cat(pieces).float() for pieces in self.pieces])
-        return whole.mT if self.turned else whole
+        return whole.mT if self.is_transposed else whole
 
     def copy_(self, values: torch.Tensor) -> None:
-        for pieces, whole in zip(self.pieces, values.mT if self.turned else values):
+        """Write `values` (N, R, C), of any dtype, to the pieces."""
+        for pieces, whole in zip(self.pieces, values.mT if self.is_transposed else values):
             for piece, part in zip(pieces, whole.split([len(piece) for piece in pieces])):
                 piece.copy_(part)
 
 
-def _rows(pieces, origin):
-    """Where the rows of one matrix begin, from the address `origin`."""
+def _row_offsets(pieces: list[torch.Tensor], origin: int) -> torch.Tensor:
+    """Return the addresses of a matrix' rows relative to `origin`, int64 in units of 16 bytes."""
     return (
         torch.cat(
             [
@@ -101,29 +117,29 @@ def _rows(pieces, origin):
     )
 
 
-def _fits(piece):
+def _is_aligned(piece: torch.Tensor) -> bool:
+    """Say whether a piece is contiguous and all of its rows start at multiples of 16 bytes."""
     return piece.is_contiguous() and not (
         piece.data_ptr() % ALIGNMENT or piece[0].nbytes % ALIGNMENT
     )
 
 
 def memory_of(stack: torch.Tensor | ScatteredRows) -> torch.Tensor:
-    """Return what a launch takes for a stack."""
+    """Return the tensor that a kernel gets for a stack: the stack, or the row table."""
     return stack.table if isinstance(stack, ScatteredRows) else stack
 
 
-def strides_of(stack: torch.Tensor | ScatteredRows):
-    """Return the strides that a launch takes; None tells the kernel that the memory is a table of
-    rows.
-    """
+def strides_of(stack: torch.Tensor | ScatteredRows) -> tuple[int, int, int] | None:
+    """Return the strides that a kernel gets for a stack; None if the memory is a row table."""
     return None if isinstance(stack, ScatteredRows) else stack.stride()
 
 
 @jit
 def rows_at(table, matrix, R, row, inside=None):
-    """Return where rows of a matrix, one of those with R rows, begin. `row`, `inside`: a number, or
-    one dimension (in two, threads would load alike), and those that there are. The compiler sees
-    that they are multiples of 16 bytes.
+    """Return the pointers to the first elements of rows, known to the compiler as multiples of 16.
+
+    `matrix`: number of a matrix with R rows. `row`: a number or a one-dimensional block of numbers;
+    with two dimensions several threads would load equal entries. `inside`: mask of existing rows.
     """
     EACH: tl.constexpr = 128 // table.dtype.element_ty.primitive_bitwidth
     return (

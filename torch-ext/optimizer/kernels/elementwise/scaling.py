@@ -1,24 +1,37 @@
-"""Scaling of matrices to Frobenius norm 1: cast with deferred scales, or the scales alone."""
+"""Scaling of matrices to Frobenius norm 1, before Newton-Schulz.
+
+`unit_norm` casts a matrix times a power of two and returns the remaining factor (deferred scale),
+so that a matrix is read once. `raw_norm` leaves the matrix in 16 bits as it is and returns factors.
+
+The power of two is chosen from a sample of the matrix, read by every program. Each program leaves
+the largest magnitude and the sum of squares of a tile; a second kernel makes the norm of them. Sums
+of squares use one of three units, against overflow and loss of small squares: J. L. Blue, ACM
+Trans. Math. Softw. 4, 1978, with a unit for all elements of a tile.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..backend import cpu_slices, has_pdl, use_triton
-from ..launch.jit import jit, look
+from ..launch.jit import jit, launch_key
 from .row_scattered import ScatteredRows, memory_of, rows_at, strides_of
 
 tl = None  # Triton's language, put here by jit
 
-# Rows and columns that are cast at a time, where X has them as lines, and else
-LINES, SQUARE = (32, 256), (64, 64)
-SAMPLE = 32, 16  # rows and columns of what a power of two is chosen by
-SHARES = 16  # programs for a matrix whose sample says too little
-ROOM = 2  # numbers of scratch for every tile
-CAST, COPY, READ = 0, 1, 2  # what becomes of a matrix while it is read
+# (rows, columns) of a tile of the cast: if rows of X are contiguous, else
+LINES = (32, 256)
+SQUARE = (64, 64)
+SAMPLE = 32, 16  # rows, and elements per row, of the sample that a power of two is chosen by
+SHARES = 16  # most programs per matrix of the kernels that make norms of sums
+ROOM = 2  # fp32 numbers of scratch per tile: largest magnitude, sum of squares
+# FORM of the cast kernel: X <- power U, X <- U, or U is only read
+CAST = 0
+COPY = 1
+READ = 2
 
 
 def unit_norm(
@@ -28,24 +41,25 @@ def unit_norm(
     eps: float,
     scratch: torch.Tensor | None = None,
 ) -> None:
-    """Write c U to X, and to scales the numbers by which X would be U / ||U||; c is a power of two
-    for each matrix, so that X is not far from that. A matrix of zeros stays so.
+    """Write c U to X and scales s to `scales`, such that s X = U / (||U|| + eps max |U|).
 
-    U (N, n, m) and X alike, in fp32, bf16 or fp16, any strides (transposed views too); scales (N,)
-    fp32. All in fp32, rounded once. eps times the largest magnitude is added to the norm: a
-    multiple of U gives the same matrix. scratch: a tensor like X of other memory, which is spoiled;
-    what it is for needs less than the matrices do.
+    c is a power of two per matrix with a norm of c U near 1. eps counts in units of the largest
+    magnitude, so that a multiple of U gives equal results. A matrix of zeros stays zero, with scale
+    1. U (N, n, m) and X (N, n, m) each in fp32, bf16 or fp16, any strides (transposed views too),
+    rounded once. `scales` (N,) fp32.
+
+    `scratch`: a tensor with the shape and dtype of X in separate memory, overwritten; None, or too
+    little memory (narrow matrices), allocates.
     """
     if not use_triton(U.device):
-        whole = isinstance(U, torch.Tensor) and X.dtype == torch.float32
-        return (
-            unit_norm_whole(U, X, scales, eps, scratch)
-            if whole
-            else unit_norm_torch(U, X, scales, eps)
-        )
+        if isinstance(U, torch.Tensor) and X.dtype == torch.float32:
+            return unit_norm_whole(U, X, scales, eps, scratch)
+        return unit_norm_torch(U, X, scales, eps)
+    # Rows of U are lines of memory from here on
     if U.stride(2) > U.stride(1):
         U, X = U.mT, X.mT
-    (N, R, C), cast = U.shape, cast_by_tiles(U, X, scratch, CAST)
+    N, R, C = U.shape
+    cast = cast_by_tiles(U, X, scratch, CAST)
     shares = min(SHARES, cast.parts)
     _norm_kernel.launch(
         N * shares,
@@ -70,28 +84,35 @@ def unit_norm(
 
 
 class Cast(NamedTuple):
-    """What a launch left, and what the one that makes the norms is told."""
+    """Results of the cast kernel, and arguments for the kernel that makes the norms."""
 
-    key: tuple
-    sums: torch.Tensor
-    guesses: torch.Tensor
-    parts: int
-    aim: float
-    block: int
-    constants: tuple
-    options: dict
+    key: tuple  # of the launch
+    sums: torch.Tensor  # (N, 2, parts) fp32: largest magnitude and sum of squares of each tile
+    guesses: torch.Tensor  # (N,) fp32: power of two of each matrix, chosen from the sample
+    parts: int  # tiles per matrix
+    aim: float  # norm of a matrix over the mean magnitude, as expected
+    block: int  # sums that a program reads at a time
+    constants: tuple  # ROWS, COLUMNS, EVEN, STRAIGHT, PDL
+    options: dict[str, Any]  # of the launch
 
 
-def cast_by_tiles(U, X, scratch, form) -> Cast:
-    """Cast, copy or only read U, whose rows are lines."""
+def cast_by_tiles(
+    U: torch.Tensor | ScatteredRows, X: torch.Tensor, scratch: torch.Tensor | None, form: int
+) -> Cast:
+    """Launch the cast kernel: cast, copy or only read U (`form`: CAST, COPY or READ).
+
+    Rows of U are lines of memory; otherwise U, X and `scratch` are as in `unit_norm`.
+    """
     N, R, C = U.shape
     straight = X.stride(2) == 1
     lines, columns = LINES if straight else SQUARE
     parts = -(-R // lines) * -(-C // columns)
     sums, guesses = _room_for_sums(scratch, N, parts, U.device)
-    key, pdl = (LINES, SAMPLE, form, look(U, X)), has_pdl(U.device)
+    key = (LINES, SAMPLE, form, launch_key(U, X))
+    pdl = has_pdl(U.device)
     constants = lines, columns, _common_power(R, C, U, X), straight
-    aim = 1.25 * math.sqrt(R * C)  # norm over mean magnitude, for normal elements
+    # Normal elements: root mean square over mean magnitude is sqrt(pi / 2) = 1.25
+    aim = 1.25 * math.sqrt(R * C)
     options = {"num_warps": 4} | ({"launch_pdl": True} if pdl else {})
     _cast_kernel.launch(
         N * parts,
@@ -116,8 +137,10 @@ def cast_by_tiles(U, X, scratch, form) -> Cast:
     return Cast(key, sums, guesses, parts, aim, block, (*constants, pdl), options)
 
 
-def _room_for_sums(scratch, N, parts, device):
-    """(N, 2, parts) and (N,) in fp32, in the memory of `scratch` where that is long enough."""
+def _room_for_sums(
+    scratch: torch.Tensor | None, N: int, parts: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return fp32 tensors (N, 2, parts) and (N,), in `scratch` if large enough, else new."""
     numbers = N * (ROOM * parts + 1)
     if scratch is None or scratch.stride(0) * scratch.itemsize * N < 4 * numbers:
         flat = torch.empty(numbers, dtype=torch.float32, device=device)
@@ -126,9 +149,11 @@ def _room_for_sums(scratch, N, parts, device):
     return flat[:-N].view(N, ROOM, parts), flat[-N:]
 
 
-def _common_power(R, C, U, X) -> int:
-    """The largest power of two up to 16 that divides sizes and strides: how wide accesses may be; 1
-    for odd layouts.
+def _common_power(R: int, C: int, U: torch.Tensor | ScatteredRows, X: torch.Tensor) -> int:
+    """Return the largest power of two up to 16 that divides sizes and strides of U and X.
+
+    The kernel may access as many elements at a time. 1 if rows of U are not contiguous, or if a
+    further stride or a side is 1.
     """
     strides = [step for t in (U, X) for step in t.stride()]
     if U.stride(2) != 1 or strides.count(1) != 2 or 1 in (R, C):
@@ -136,15 +161,19 @@ def _common_power(R, C, U, X) -> int:
     return math.gcd(16, R, C, *(step for step in strides if step > 1))
 
 
-def unit_norm_torch(U, X, scales, eps):
-    """Compute `unit_norm`, with scales of 1, sums matrix by matrix, so that a sum's order does not
-    depend on the batch.
+def unit_norm_torch(
+    U: torch.Tensor | ScatteredRows, X: torch.Tensor, scales: torch.Tensor, eps: float
+) -> None:
+    """Compute `unit_norm` in torch, with scales of 1: X = U / (||U|| + eps max |U|).
+
+    Sums are computed matrix by matrix: the order of a sum, hence the bits, must not depend on the
+    batch.
     """
     scales.fill_(1.0)
     for some in cpu_slices(U):
         wide = U[some].float()
         largest = wide.abs().amax((1, 2), keepdim=True)
-        # Numbers alone have a default dtype
+        # No torch.where of two Python numbers, whose result has torch's default dtype
         unit = torch.ones_like(largest).masked_fill_(largest > 2.0**50, 2.0**-80)
         unit.masked_fill_(largest < 2.0**-40, 2.0**80)
         wide = wide * unit
@@ -179,7 +208,7 @@ def unit_norm_whole(
     X.div_(norm.masked_fill_(norm == 0, 1.0))
 
 
-@jit.alike("parts")
+@jit.unspecialized("parts")
 def _cast_kernel(
     U,
     X,
@@ -200,10 +229,12 @@ def _cast_kernel(
     FORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile per program: X = c U (FORM 0), U (1), or nothing (2); to sums (N, 2, parts) its
-    largest magnitude, and the sum of its squares in one of three units. The units keep squares from
-    overflow and loss; it is the idea of J. L. Blue, ACM Trans. Math. Softw. 4, 1978, with one unit
-    for all that a program reads.
+    """Write X = power U (FORM 0) or X = U (1) or nothing (2), and sums; a program per tile.
+
+    `sums` (N, 2, parts): the tile's largest magnitude, and the sum of squares in the unit given by
+    `unit_of` the magnitude. `guesses` (N,): the power, written by the first tile (FORM 0). `aim`:
+    see `Cast`. EVEN divides sizes and strides; STRAIGHT: rows of X are contiguous; DOWN, ACROSS:
+    rows and columns of the sample. `u_strides`: None if U is a row table.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -243,7 +274,7 @@ def _tile(
     EVEN: tl.constexpr,
     STRAIGHT: tl.constexpr,
 ):
-    """Return where a tile lies in U and in X, and what of it there is."""
+    """Return (pointers into U, pointers into X, mask of existing elements) of a tile."""
     across = tl.cdiv(C, COLUMNS)
     line = (tile // across) * ROWS + tl.arange(0, ROWS)
     row = line.to(tl.int64)[:, None]
@@ -277,9 +308,11 @@ def _tile(
 
 @jit
 def _guess(U, matrix, R, C, strides, aim, DOWN: tl.constexpr, ACROSS: tl.constexpr):
-    """Return the power of two for the norm that a matrix would have if it were everywhere as in
-    some rows and columns, spread over it. Their mean magnitude tells, for a single element that is
-    large would outweigh all others.
+    """Return the power of two that brings the norm to [1, 2), estimated from a sample.
+
+    The sample: ACROSS adjacent elements in each of DOWN rows, spread over both sides of the matrix.
+    The estimate uses the mean magnitude: by the largest magnitude, a single spike would push all
+    remaining elements below the normal range of fp16.
     """
     line = tl.arange(0, DOWN)
     row = line.to(tl.int64) * R // DOWN
@@ -297,15 +330,16 @@ def _guess(U, matrix, R, C, strides, aim, DOWN: tl.constexpr, ACROSS: tl.constex
 
 @jit
 def power_of(number):
-    """Return the power of two that brings a number to [1, 2), as far as there is one; 1 for 0, Inf
-    and NaN.
+    """Return the power of two that brings a number to [1, 2), clamped to normal fp32 numbers.
+
+    1 for 0, Inf and NaN.
     """
     exponent = number.to(tl.int32, bitcast=True) >> 23 & 255
     power = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
     return tl.where((number == 0) | (exponent == 255), 1.0, power)
 
 
-@jit.alike("parts", "shares")
+@jit.unspecialized("parts", "shares")
 def _norm_kernel(
     U,
     X,
@@ -327,8 +361,10 @@ def _norm_kernel(
     STRAIGHT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`shares` programs per matrix: its scale, from its sums. Where c U has left the range in which
-    16 bits are exact, because the rest is not like the sample, each casts its share again.
+    """Write the scale of each matrix, from the sums; `shares` programs per matrix.
+
+    If the matrix is unlike the sample, and power U leaves the normal range of fp16, the programs
+    cast the matrix again, by a power of two chosen from the norm.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -345,18 +381,22 @@ def _norm_kernel(
             u = tl.load(u_at, mask=inside, other=0.0).to(tl.float32)
             tl.store(x_at, (u * power).to(X.dtype.element_ty), mask=inside)
     if share == 0:
-        # X X^T takes its square
+        # A matrix of zeros has scale 1: X X^T is multiplied by the square, which must be finite
         tl.store(scales + matrix, tl.where(most == 0, 1.0, unit / power / norm))
 
 
 @jit
 def norm_of_sums(sums, parts, eps, BLOCK: tl.constexpr):
-    """Return a matrix's largest magnitude, the power of two by which it is multiplied, and the
-    number by which it is then divided.
+    """Return (largest magnitude, unit, norm) of a matrix, from sums over `parts` tiles.
+
+    `sums`: pointer to the matrix' part of `Cast.sums`. The norm counts in 1 / unit: the matrix
+    times `unit`, a power of two, divided by `norm` has norm 1 (up to eps).
     """
     part = tl.arange(0, BLOCK)
     largest = tl.zeros((BLOCK,), dtype=tl.float32)
-    small, middle, large = largest, largest, largest
+    small = largest
+    middle = largest
+    large = largest
     for first in range(0, parts, BLOCK):
         at, inside = sums + first + part, first + part < parts
         most = tl.load(at, mask=inside, other=0.0)
@@ -372,24 +412,27 @@ def norm_of_sums(sums, parts, eps, BLOCK: tl.constexpr):
 
 @jit
 def _even(number, EVEN: tl.constexpr):
-    """Tell the compiler that EVEN divides a number: it finds multiples of 16, and ignores
-    tl.multiple_of here.
+    """Return `number`, divisible by EVEN, in a form that shows the compiler the divisibility.
+
+    The compiler ignores tl.multiple_of at the callers, and detects multiples of 16 itself.
     """
     return number if EVEN == 1 or EVEN == 16 else number // EVEN * EVEN
 
 
 @jit
 def unit_of(largest):
-    """Return a power of two by which to multiply numbers up to `largest` before they are squared
-    and summed.
+    """Return the power of two by which numbers up to `largest` are multiplied before squaring.
+
+    One of three: 2^-80 for numbers beyond 2^50, 2^80 for numbers below 2^-40, else 1.
     """
     return tl.where(largest > 2.0**50, 2.0**-80, tl.where(largest < 2.0**-40, 2.0**80, 1.0))
 
 
 @jit
 def _norm_of(largest, small, middle, large, eps):
-    """Return the power of two by which a matrix is multiplied, and then the number by which it is
-    divided.
+    """Return (unit, norm) as `norm_of_sums`, from sums of squares in the three units.
+
+    `small`, `middle`, `large`: sums over tiles with units 2^80, 1 and 2^-80.
     """
     down, up = large > 0, (large == 0) & (middle < 2.0**-60)
     power = tl.where(down, 2.0**-80, tl.where(up, 2.0**80, 1.0))
@@ -399,9 +442,9 @@ def _norm_of(largest, small, middle, large, eps):
     return power, tl.where(norm == 0, 1.0, norm)
 
 
-# Rows, and elements of a sum, that are taken at a time where squares leave the range of fp32
+# Side of a tile, and elements of a sum per step, of U U^T if squares leave the range of fp32
 BEYOND = 32, 32
-PROGRAMS = 128  # of a launch, or one for each matrix
+PROGRAMS = 128  # programs of a launch of `raw_norm`, at least one per matrix
 
 
 def raw_norm(
@@ -412,24 +455,27 @@ def raw_norm(
     eps: float,
     scratch: torch.Tensor | None = None,
 ) -> None:
-    """Write to factors (3, N), fp32, of U (N, n, m) in 16 bits, which is not cast here: by what it
-    is multiplied for U U^T, before it is cast, and after; eps and scratch as for `unit_norm`. X:
-    memory that U is copied to, in U's dtype; None if U, whose rows then are lines, is read in place
-    later, too.
+    """Write the factors that scale U to norm 1, without a cast of U; for mixed-input products.
 
-    Where squares might leave the range of fp32, U U^T, scaled, is written to A (N, n, n), and the
-    first factor is -1.
+    U (N, n, m) in 16 bits. `factors` (3, N) fp32: the factor of U in U U^T; the power of two by
+    which U is multiplied before a cast; the remaining factor after the cast. eps and `scratch` as
+    for `unit_norm`. `X`: tensor that U is copied to, in U's dtype; None if later products read U in
+    place, with rows that are lines of memory.
+
+    If squares might leave the range of fp32, the first factor is -1, and the scaled U U^T is
+    written to A (N, n, n).
     """
     if not use_triton(U.device):
         return raw_norm_torch(U, X, factors, A, eps)
-    raw, turned = U if X is None else X, U.stride(2) > U.stride(1)
+    raw = U if X is None else X
+    transposed = U.stride(2) > U.stride(1)
     cast = cast_by_tiles(
-        *((U.mT, raw.mT) if turned else (U, raw)), scratch, READ if X is None else COPY
+        *((U.mT, raw.mT) if transposed else (U, raw)), scratch, READ if X is None else COPY
     )
     shares = min(SHARES, max(1, PROGRAMS // len(U)))
     _raw_norm_kernel.launch(
         len(U) * shares,
-        (cast.key, look(raw, A)),
+        (cast.key, launch_key(raw, A)),
         raw,
         A,
         cast.sums,
@@ -449,8 +495,14 @@ def raw_norm(
     )
 
 
-def raw_norm_torch(U, X, factors, A, eps):
-    """The same in fp64, in which nothing leaves the range."""
+def raw_norm_torch(
+    U: torch.Tensor | ScatteredRows,
+    X: torch.Tensor | None,
+    factors: torch.Tensor,
+    A: torch.Tensor,
+    eps: float,
+) -> None:
+    """Compute `raw_norm` in torch, in fp64: no square leaves the range."""
     for some in cpu_slices(U):
         wide = U[some].float()
         if X is not None:
@@ -468,7 +520,7 @@ def raw_norm_torch(U, X, factors, A, eps):
         A[some][beyond] = (wide @ wide.mT).to(A.dtype)
 
 
-@jit.alike("apart", "parts", "shares", "copied")
+@jit.unspecialized("apart", "parts", "shares", "copied")
 def _raw_norm_kernel(
     U,
     A,
@@ -488,15 +540,18 @@ def _raw_norm_kernel(
     STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`shares` programs per matrix: its factors, from its sums; its A, where U's squares might
-    leave the range of fp32, by products that are added in the order in which all are.
+    """Write the factors of each matrix, from the sums, and perhaps A; `shares` programs per matrix.
+
+    A is written if squares of U might leave the range of fp32: products of power U, summed in the
+    order in which all products are summed. `apart`: stride of `factors`. `copied`: 0 if U is read
+    in place. SIDE, STEP: see BEYOND.
     """
     if PDL:
-        # The next kernel may multiply U meanwhile, which was there before it was read
+        # The next kernel may start to multiply U at once if U was there before, not copied
         if copied == 0:
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # said again, it changes nothing
+        tl.extra.cuda.gdc_launch_dependents()  # without effect the second time
     matrix, share = (tl.program_id(0) // shares).to(tl.int64), tl.program_id(0) % shares
     most, unit, norm = norm_of_sums(sums + matrix * 2 * parts, parts, eps, BLOCK)
     power = tl.where(most == 0, 1.0, tl.minimum(power_of(norm) * unit, 2.0**127))
@@ -507,7 +562,9 @@ def _raw_norm_kernel(
         tl.store(factors + apart + matrix, power)
         tl.store(factors + 2 * apart + matrix, scale)
     if beyond:
-        down, side, step = tl.cdiv(n, SIDE), tl.arange(0, SIDE), tl.arange(0, STEP)
+        down = tl.cdiv(n, SIDE)
+        side = tl.arange(0, SIDE)
+        step = tl.arange(0, STEP)
         for tile in range(share, down * down, shares):
             r, s = tile // down * SIDE + side, tile % down * SIDE + side
             total = tl.zeros((SIDE, SIDE), dtype=tl.float32)
@@ -526,7 +583,7 @@ def _raw_norm_kernel(
 
 @jit
 def _scaled(U, r, k, n, m, strides, power):
-    """Rows r and columns k of a matrix, times a power of two."""
+    """Return rows r and columns k of the matrix U (n, m), times a power of two, in U's dtype."""
     at = U + r.to(tl.int64)[:, None] * strides[1] + k.to(tl.int64)[None, :] * strides[2]
     u = tl.load(at, mask=(r < n)[:, None] & (k < m)[None, :], other=0.0)
     return (u.to(tl.float32) * power).to(U.dtype.element_ty)

@@ -1,4 +1,4 @@
-"""Weight decay and update of many tensors in one launch."""
+"""Weight decay and weight update of many rectangles in one launch, with or without momentum."""
 
 from __future__ import annotations
 
@@ -8,15 +8,27 @@ import torch
 
 from ..backend import use_triton
 from ..launch.jit import jit
-from .momentum import moved, nearer
-from .multi_tensor import Skip, Source, bind, elements, fresh, locate, moving, run, skips_of
+from .momentum import gradients_or_momenta, lerp
+from .multi_tensor import (
+    Skip,
+    Source,
+    bind,
+    element_pointers,
+    gradient_address,
+    locate,
+    run,
+    skips_of,
+    unskipped,
+)
 
 tl = None  # Triton's language, put here by jit
 
 
 class Update:
-    """W <- (1 - lr weight_decay) W - (lr scale) U, over lists of rectangles; with momenta, M <- mu
-    M + (1 - mu) G.
+    """Weight update of many rectangles: W <- (1 - lr weight_decay) W - (lr scale) U.
+
+    With momenta bound, also M <- mu M + (1 - mu) G, as `Pack` with `update_momentum`. W: weight,
+    U: orthogonalized update, M: momentum, G: gradient.
     """
 
     def __init__(
@@ -29,19 +41,25 @@ class Update:
         sources: Sequence[Source] = (),
         gradients: Sequence[torch.Tensor] = (),
     ):
-        """Bind weights and updates, 2-D views of equal shapes that stay in place, and the scale of
-        every rectangle; with momenta M of these shapes, where their gradients lie, as in `Pack`.
+        """Bind weights and updates: lists of 2-D views with equal shapes, at fixed addresses.
 
-        W, U, M and the gradients may each be fp32, bf16 or fp16. What `skip` names keeps W and M.
+        `scales`: factor on the learning rate of each rectangle. `M`: momenta of equal shapes, with
+        `sources` and `gradients` as for `Pack`; None to leave momentum alone. W, U, M and the
+        gradients may each be fp32, bf16 or fp16. Rectangles of `skip` keep W and M.
         """
-        self.W, self.U, self.M, self.sources = list(W), list(U), M, sources
+        self.W = list(W)
+        self.U = list(U)
+        self.M = M
+        self.sources = sources
         self.scales = torch.tensor(
             list(scales), dtype=torch.float32, device=W[0].device if W else None
         )
         self.launches = None
         if W and use_triton(W[0].device):
             self.launches = bind((W, U)) if M is None else bind((W, U, M), sources, gradients)
-        self.skip, self.skips = skip, skips_of(skip, self.launches)
+        self.skip = skip
+        self.skips = skips_of(skip, self.launches)  # kernel arguments for each launch
+        # Scale of each record, for each launch
         self.scales_of = [
             self.scales[launch.origins.to(self.scales.device)] for launch in self.launches or ()
         ]
@@ -52,20 +70,22 @@ class Update:
         tensors: Sequence[torch.Tensor] = (),
         addresses: torch.Tensor | None = None,
         weight: torch.Tensor | None = None,
-        moves: bool = True,
-    ):
-        """Change W in place; the fp32 result is rounded once to its dtype.
+        update_momentum: bool = True,
+    ) -> None:
+        """Write W and, with momenta and `update_momentum`, M; in place, in fp32, rounded once.
 
-        `factors`: lr and 1 - lr weight_decay, two fp32 elements on the device. With momenta: this
-        step's gradients, their addresses and 1 - mu, as `Pack` takes them; without `moves` M stays,
-        for `Pack` has moved it.
+        `factors`: lr and 1 - lr weight_decay, two fp32 elements on the device. `tensors`,
+        `addresses`, `weight`: as for `Pack`, read with momenta only. Pass `update_momentum=False`
+        if `Pack` has already written M in the current step.
         """
         if not self.W:
             return
         if self.launches is None:
-            if self.M is not None and moves:
-                for m, g in zip(self.M, moved(tensors, self.sources, self.M, self.skip)):
-                    m.copy_(nearer(m, g, weight))
+            if self.M is not None and update_momentum:
+                for m, g in zip(
+                    self.M, gradients_or_momenta(tensors, self.sources, self.M, self.skip)
+                ):
+                    m.copy_(lerp(m, g, weight))
             return update_torch(self.W, self.U, self.scales, *factors, self.skip)
         for launch, scales, (flags, places, skips) in zip(
             self.launches, self.scales_of, self.skips
@@ -79,20 +99,30 @@ class Update:
                 weight,
                 flags,
                 places,
-                int(moves),
+                int(update_momentum),
                 MOMENTA=self.M is not None,
                 SKIPS=skips,
             )
 
 
-def update_torch(W, U, scales, lr, keep, skip=None):
-    """Compute the weights of `Update` rectangle by rectangle."""
+def update_torch(
+    W: Sequence[torch.Tensor],
+    U: Sequence[torch.Tensor],
+    scales: torch.Tensor,
+    lr: torch.Tensor,
+    keep: torch.Tensor,
+    skip: Skip | None = None,
+) -> None:
+    """Compute the weights of `Update` in torch, rectangle by rectangle, with the kernel's bits.
+
+    `keep`: 1 - lr weight_decay.
+    """
     for i, (w, u, factor) in enumerate(zip(W, U, scales * lr)):
         new = w.float().mul(keep).sub_(u.float().mul(factor))
-        w.copy_(new if skip is None else torch.where(skip.moves(i), new, w.float()))
+        w.copy_(new if skip is None else torch.where(skip.is_updated(i), new, w.float()))
 
 
-@jit.alike("moves")
+@jit.unspecialized("update_momentum")
 def _update_kernel(
     records,
     blocks,
@@ -102,7 +132,7 @@ def _update_kernel(
     weight,
     flags,
     places,
-    moves,
+    update_momentum,
     MOMENTA: tl.constexpr,
     SKIPS: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -113,21 +143,29 @@ def _update_kernel(
     TYPE_2: tl.constexpr = None,
     TYPE_3: tl.constexpr = None,
 ):
-    """Lists: W, U; with MOMENTA also M, G, where M changes if it `moves`."""
+    """Compute `Update` for a block of elements. Lists of the table: W, U; with MOMENTA also M, G.
+
+    `scales`: scale of each record. `update_momentum`: 0 leaves M alone. `flags`, `places`: see
+    `unskipped`; read if SKIPS only.
+    """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ALIGNED)
     factor = tl.load(scales + tl.load(blocks + tl.program_id(0).to(tl.int64) * 2)) * tl.load(
         factors
     )
     if SKIPS:
-        inside = moving(inside, blocks, flags, places)
-    w_at = elements(record, row, column, 0, TYPE_0, 0, ALIGNED)
+        inside = unskipped(inside, blocks, flags, places)
+    w_at = element_pointers(record, row, column, 0, TYPE_0, 0, ALIGNED)
     w = tl.load(w_at, mask=inside).to(tl.float32)
-    u = tl.load(elements(record, row, column, 1, TYPE_1, 0, ALIGNED), mask=inside).to(tl.float32)
+    u = tl.load(element_pointers(record, row, column, 1, TYPE_1, 0, ALIGNED), mask=inside).to(
+        tl.float32
+    )
     if MOMENTA:
-        moved = tl.where(moves != 0, inside, False)
-        m_at = elements(record, row, column, 2, TYPE_2, 0, ALIGNED)
-        g_at = elements(record, row, column, 3, TYPE_3, fresh(record, addresses, FIELDS), ALIGNED)
-        m = tl.load(m_at, mask=moved).to(tl.float32)
-        m += tl.load(weight) * (tl.load(g_at, mask=moved).to(tl.float32) - m)
-        tl.store(m_at, m.to(TYPE_2), mask=moved)
+        written = tl.where(update_momentum != 0, inside, False)
+        m_at = element_pointers(record, row, column, 2, TYPE_2, 0, ALIGNED)
+        g_at = element_pointers(
+            record, row, column, 3, TYPE_3, gradient_address(record, addresses, FIELDS), ALIGNED
+        )
+        m = tl.load(m_at, mask=written).to(tl.float32)
+        m += tl.load(weight) * (tl.load(g_at, mask=written).to(tl.float32) - m)
+        tl.store(m_at, m.to(TYPE_2), mask=written)
     tl.store(w_at, (w * tl.load(factors + 1) - u * factor).to(TYPE_0), mask=inside)

@@ -1,5 +1,8 @@
-"""Compilation of all kernels of a step side by side before the first launch (dry run), shared
-between processes.
+"""Parallel compilation of all kernels of a step before the first launch, shared between processes.
+
+`precompile_kernels` calls the work in a dry run: Triton collects the kernels and launches nothing.
+Threads then compile and load all kernels. Processes of a machine with a common Triton cache start
+with different kernels, and wait for kernels already in work elsewhere (`compile_lock`).
 """
 
 from __future__ import annotations
@@ -14,26 +17,38 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor, wait
+from typing import Any
 
 import torch
 
 from ..backend import capturing, use_triton
-from .jit import here
+from .jit import thread_state
 
-MOST_THREADS = 16  # of a process
-MANY_PROCESSORS = 8  # from which on kernels are compiled that are not sure to be wanted
-# Seconds for which a process compiles nothing but its share of what its neighbours need, too
+MOST_THREADS = 16  # compiling threads of a process
+# Processors from which on kernels of `likely` are compiled, too, which may never be launched
+MANY_PROCESSORS = 8
+# Seconds for which a process compiles its own share of the kernels only. Afterwards the other
+# processes of the machine have compiled theirs, or hold the locks of kernels in work.
 HEAD_START = 0.5
-_alone = threading.Lock()
-_turn = threading.Lock()
+PATIENCE = 30.0  # seconds for which a process waits until another one has compiled a kernel
+# Linux' `struct flock`: type, whence, start, length, process; padded to whole words
+FLOCK = "hhqqi0q"
+
+# One dry run at a time: threads that act as ranks may start theirs together
+_dry_run_lock = threading.Lock()
+# One thread at a time walks through a kernel's source, see `_serialize_front_end`
+_front_end_lock = threading.Lock()
+# Processes that have held one lock for PATIENCE: this process waits for none of their locks
+_stuck: set[int] = set()
 
 
-def begin(device: torch.device) -> None:
-    """Import Triton in a thread, where work on `device` will need it soon, and have it read what
-    its cache's keys do: itself, 400 MB. What waits for other ranks meanwhile waits no longer for
-    that.
+def preload_compiler(device: torch.device) -> None:
+    """Start a thread to import Triton and to compute the constant part of Triton's cache keys.
+
+    The constant part is a hash of Triton's own files, 400 MB. Planning calls `preload_compiler`
+    before waiting for ranks: both waits overlap. Does nothing if `device` never compiles.
     """
     if _is_possible(device):
         _reader()
@@ -41,15 +56,17 @@ def begin(device: torch.device) -> None:
 
 @functools.cache
 def _reader() -> threading.Thread:
-    # No daemon: Python (before 3.14) ends a daemon that runs while it is finalized inside whatever
-    # C++ called it, which aborts the process. A process that ends at once waits a second for this
-    # thread.
+    """Return the thread of `preload_compiler`, started by the first call."""
+    # No daemon: Python (before 3.14) ends a daemon that runs during finalization inside whatever
+    # C++ function it has called, and the process aborts. The price: a process that ends at once
+    # waits a second for the thread.
     thread = threading.Thread(target=_read_compiler, name="read the compiler")
     thread.start()
     return thread
 
 
 def _read_compiler() -> None:
+    """Compute and cache Triton's hash of itself. Errors are left to the first compilation."""
     with contextlib.suppress(Exception):
         from triton.runtime.cache import triton_key
 
@@ -59,53 +76,62 @@ def _read_compiler() -> None:
 def precompile_kernels(
     device: torch.device, work: Callable[[], None], likely: Callable[[], object] | None = None
 ) -> None:
-    """Have all kernels compiled that `work` launches on `device`, before it is called for the first
-    time.
+    """Compile and load all kernels launched by `work` on `device`, before the first real call.
 
-    Calls `work` without launches. All else that it does it does twice: it may write only to memory
-    that nobody reads before `work` has written it again. Does nothing on a CPU, while a CUDA graph
-    is captured, or where this Triton cannot compile in threads. `likely`: what may well follow;
-    where there are many processors its kernels are compiled beside the others.
+    Calls `work` once without launches (dry run). All remaining effects of `work` happen twice, at
+    the dry run and at the real call: `work` may write only to memory that the real call writes
+    again before anybody reads. `likely`: further work, whose kernels may be needed soon; compiled
+    beside the rest if the process has at least MANY_PROCESSORS.
+
+    Does nothing on a CPU, during capture of a CUDA graph, inside another dry run, or if Triton has
+    no asynchronous compilation. Suppresses every Exception: launches repeat failed compilations.
     """
-    if _is_possible(device) and not here.dry_run:  # else it is part of a longer rehearsal
+    # Inside a dry run, kernels are part of the outer one
+    if _is_possible(device) and not thread_state.dry_run:
         with contextlib.suppress(Exception):
-            _rehearse(work, likely if _processors() >= MANY_PROCESSORS else None)
+            _dry_run(work, likely if _processors() >= MANY_PROCESSORS else None)
 
 
-def _is_possible(device) -> bool:
+def _is_possible(device: torch.device) -> bool:
+    """Say whether kernels can be compiled ahead: on a GPU, by Triton, outside of graph capture."""
     return device.type == "cuda" and use_triton(device) and not capturing(device)
 
 
-def _rehearse(work, likely=None) -> None:
+def _dry_run(work: Callable[[], None], likely: Callable[[], object] | None = None) -> None:
+    """Call `work` and `likely` without launches; compile and load the kernels in threads."""
     import triton
     from triton.runtime import driver
 
-    if not hasattr(triton, "AsyncCompileMode"):  # it came with 3.5
+    if not hasattr(triton, "AsyncCompileMode"):  # new in Triton 3.5
         return
     reader = _reader()
-    gpus, number = driver.active.get_device_interface(), driver.active.get_current_device()
-    reader.join()  # Triton would read it twice
+    gpus = driver.active.get_device_interface()
+    number = driver.active.get_current_device()
+    reader.join()  # Triton would hash itself a second time
     threads = min(MOST_THREADS, _processors())
-    pool = _Pool(threads, "compile", gpus.set_device, (number,))  # a new thread is on the first GPU
-    with _alone, triton.AsyncCompileMode(pool, ignore_errors=True), pool:
-        here.dry_run = True
+    # A new thread is on the first GPU, hence set_device
+    pool = _Pool(threads, "compile", gpus.set_device, (number,))
+    with _dry_run_lock, triton.AsyncCompileMode(pool, ignore_errors=True), pool:
+        thread_state.dry_run = True
         try:
             work()
             if likely is not None:
                 likely()
         finally:
-            here.dry_run = False
+            thread_state.dry_run = False
 
 
 def _processors() -> int:
-    """How many this process may use."""
+    """Return the number of processors available to the process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _take_turns(compile_kernel) -> None:
-    """Let compilations walk through their kernels' sources one after another, of which one at a
-    time may use Python: else all would come to what other threads do beside them, the longer part,
-    at the end.
+def _serialize_front_end(compile_kernel: Callable) -> None:
+    """Make compilations walk through their kernels' sources one after another (`make_ir`).
+
+    The walk is pure Python, hence limited to a single thread at a time; LLVM and the assembler run
+    beside the walk. If all walks advanced together, all of LLVM's work, the longer part, would
+    start at the end. Does nothing if Triton's compilation has no `make_ir`.
     """
     with contextlib.suppress(AttributeError, KeyError, TypeError):  # another Triton
         source = dict(zip(compile_kernel.__code__.co_freevars, compile_kernel.__closure__))[
@@ -113,34 +139,44 @@ def _take_turns(compile_kernel) -> None:
         ].cell_contents
         walk = source.make_ir
 
-        def walk_alone(*arguments):
-            with _turn:
+        def walk_alone(*arguments: Any) -> Any:
+            with _front_end_lock:
                 return walk(*arguments)
 
         source.make_ir = walk_alone
 
 
 class _Pool(ThreadPoolExecutor):
-    """What Triton hands over is compiled once all is known, and made ready for its first launch."""
+    """Executor of Triton's AsyncCompileMode: compiles and loads kernels after the dry run.
 
-    def __init__(self, *arguments):
+    `submit` collects compilations; leaving the `with` block runs all of them.
+    """
+
+    def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self.handed_over = []  # (whether it compiles fast, what compiles it, what comes of it)
-        self.kernels = []  # that are ready
+        # (whether it compiles fast, Triton's compile function, future of the compiled kernel)
+        self.handed_over: list[tuple[bool, Callable, Future]] = []
+        self.kernels = []  # compiled and loaded
 
-    def submit(self, compile_kernel):
-        _take_turns(compile_kernel)
+    def submit(self, compile_kernel: Callable) -> Future:
+        """Keep a compilation for `start` and return the future of the compiled kernel."""
+        _serialize_front_end(compile_kernel)
         future = Future()
-        self.handed_over.append((not here.slow, compile_kernel, future))
+        self.handed_over.append((not thread_state.slow, compile_kernel, future))
         return future
 
     def start(self) -> None:
-        """What takes long first, then what is wanted first: Python's part of compilations is done
-        one at a time. And of what all processes of this machine need each does a share first, and
-        by then finds the rest done, or waits for it.
+        """Start all compilations: slow kernels (Gluon) first, then in order of their launches.
+
+        Slow kernels first: up to half of a Gluon compilation is Python, limited to a single thread
+        at a time. Each process of the machine starts with a share of all kernels and, HEAD_START
+        later, with the rest. By then, the rest is in Triton's cache, compiled by the processes of
+        the machine, or `compile_lock` waits.
+
+        Raises an error of starting a thread, or KeyboardInterrupt, after all futures are done.
         """
         kernels = [kernel[1:] for kernel in sorted(self.handed_over, key=lambda kernel: kernel[0])]
-        number, count = place()
+        number, count = local_rank_and_count()
         own, others = (
             kernels[number::count],
             [kernel for i, kernel in enumerate(kernels) if i % count != number],
@@ -151,39 +187,46 @@ class _Pool(ThreadPoolExecutor):
             wait(begun, HEAD_START if others else 0)
             for kernel in others:
                 begin(self._fulfil, *kernel)
-        except BaseException:  # no thread, or the user has had enough
-            for _, future in kernels:  # for which Triton would wait
+        except BaseException:
+            # Triton waits for every future when its mode ends
+            for _, future in kernels:
                 with contextlib.suppress(InvalidStateError):
                     future.set_exception(CancelledError())
             raise
 
-    def _fulfil(self, compile_kernel, future):
+    def _fulfil(self, compile_kernel: Callable, future: Future) -> None:
+        """Compile a kernel under the kernel's lock; set the future to the kernel or the error."""
         try:
-            with alone(getattr(future, "_key", None)):  # Triton's own
+            with compile_lock(getattr(future, "_key", None)):  # Triton's own
                 kernel = self._make_ready(compile_kernel)
         except BaseException as error:
             future.set_exception(error)
         else:
             future.set_result(kernel)
 
-    def _make_ready(self, compile_kernel):
-        """Return a kernel whose launcher is built and whose binary is on the device, else its first
-        launch would do it. It does where that fails here: a Triton from 3.7 on would raise the same
-        error again.
+    def _make_ready(self, compile_kernel: Callable) -> Any:
+        """Return a compiled kernel, launcher built and binary loaded onto the device.
+
+        If loading fails, the kernel's first launch loads again and raises the error.
         """
         kernel = compile_kernel()
         try:
             kernel._init_handles()
             self.kernels.append(kernel)
         except Exception:
+            # Triton 3.7 leaves a launcher that raises the old error again. Without a launcher the
+            # first launch tries anew. With a module, the binary is loaded and cannot run at all
+            # (it needs more threads than there are): then the launcher that raises stays.
             if kernel.module is None:
                 kernel._run = None
         return kernel
 
-    def __exit__(self, *about):
-        """Give each kernel its launcher again, in this thread alone, from what was built. In Triton
-        3.6 launchers are modules of one name, and of two threads that load one at a time, one can
-        get the other's.
+    def __exit__(self, *about: object) -> None:
+        """Compile and load all kernels, wait for the threads, and set each launcher again.
+
+        Launchers of Triton 3.6 are modules with a common name: if two threads load launchers at a
+        time, a kernel can get the launcher of another kernel. The calling thread alone loads all
+        launchers again.
         """
         from triton.runtime import driver
 
@@ -193,17 +236,10 @@ class _Pool(ThreadPoolExecutor):
             kernel._run = driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
-PATIENCE = 30.0  # seconds for which a process waits until another has compiled a kernel
-# Linux' `struct flock`: type, whence, start, length, process; padded to whole words
-FLOCK = "hhqqi0q"
+def local_rank_and_count() -> tuple[int, int]:
+    """Return (number of this process, number of processes) of the job on the machine.
 
-# Processes that have held one lock for PATIENCE: this process waits for none of theirs
-_stuck: set[int] = set()
-
-
-def place() -> tuple[int, int]:
-    """The number of this process among those of its job on this machine, and how many there are, as
-    torchrun says.
+    Read from torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE; (0, 1) without valid values.
     """
     number, count = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     known = number.isdecimal() and count.isdecimal() and int(number) < int(count)
@@ -211,9 +247,12 @@ def place() -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def alone(key: str | None):
-    """Let processes that share a cache do what is inside, for one kernel known by Triton's `key`,
-    one after the other. Where that is not possible, or takes too long, they do it all the same.
+def compile_lock(key: str | None) -> Iterator[None]:
+    """Hold the lock of a kernel, between all processes of a user with a common Triton cache.
+
+    `key`: Triton's cache key; None takes no lock. The `with` block runs without the lock, too, if
+    locks are unavailable or waiting takes longer than PATIENCE: two processes then compile a kernel
+    twice, at a loss of time only.
     """
     release = _lock(key) if key else None
     try:
@@ -223,10 +262,11 @@ def alone(key: str | None):
             release()
 
 
-def _lock(key):
-    """Lock the byte of a file that stands for the kernel, and return what frees it; it is free,
-    too, where the process that has locked it is no more. None where it cannot be locked, or not in
-    time, or where a stuck process holds it.
+def _lock(key: str) -> Callable[[], None] | None:
+    """Lock the byte of the lock file for kernel `key`; return the function to unlock the byte.
+
+    The system unlocks the bytes of an ended process. None if locks are unavailable, if waiting
+    takes longer than PATIENCE, or if a stuck process holds the lock.
     """
     end = time.monotonic() + PATIENCE
     try:
@@ -234,6 +274,7 @@ def _lock(key):
 
         from triton import knobs
 
+        # One byte of a sparse range of 2^56 per cache folder and kernel, by hash
         name = hashlib.sha256(f"{knobs.cache.dir} {key}".encode()).digest()
         file, byte = _file(), int.from_bytes(name[:7], "big")
         while not _is_stuck(holder := _holder(file, byte)):
@@ -249,8 +290,9 @@ def _lock(key):
 
 
 def _holder(file: int, byte: int) -> int | None:
-    """Return the id of the process that has locked `byte` of `file`, 0 where the system does not
-    know it (the process is in another container), None where the byte is free.
+    """Return the id of the process with a lock on `byte` of `file`, None if the byte is free.
+
+    0 if the system does not know the process (of another container), or off Linux.
     """
     import fcntl
 
@@ -262,14 +304,15 @@ def _holder(file: int, byte: int) -> int | None:
 
 
 def _is_stuck(process: int | None) -> bool:
-    """Say whether waiting for `process` is vain: it has held one lock for PATIENCE, or is stopped
-    (SIGSTOP).
+    """Say whether waiting for `process` is vain.
+
+    A stuck process has held a lock for PATIENCE, or is stopped (SIGSTOP).
     """
     if process in _stuck:
         return True
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
-            # Behind the name, which may hold brackets itself
+            # Behind the process's name, which may contain brackets itself
             state = file.read().rpartition(b")")[2].split()[0]
     except (OSError, IndexError):
         return False
@@ -278,10 +321,12 @@ def _is_stuck(process: int | None) -> bool:
 
 @functools.cache
 def _file() -> int:
-    """The lock file, in a folder that only this user can write. It stays open for as long as the
-    process lives, since closing it releases all locks. Raises OSError where another user has made
-    the folder or the file.
+    """Return the descriptor of the lock file, in a folder writable by the current user only.
+
+    The file stays open for as long as the process lives: closing a file releases all locks of the
+    process on it. Raises OSError if folder or file belong to another user or are links.
     """
+    # The folder of temporary files is shared by all users, hence O_NOFOLLOW and the checks of owner
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
     path = os.path.join(tempfile.gettempdir(), f"optimizer-{os.getuid()}")
     with contextlib.suppress(FileExistsError):
@@ -301,8 +346,9 @@ def _file() -> int:
 
 
 def _check_owner(file: int) -> None:
-    """Raise PermissionError unless an open file or folder is this user's and nobody else can write
-    it.
+    """Raise PermissionError unless the current user owns a file and nobody else can write to it.
+
+    `file`: descriptor of an open file or folder.
     """
     found = os.fstat(file)
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:

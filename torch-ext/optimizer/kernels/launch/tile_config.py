@@ -1,4 +1,12 @@
-"""Tile configurations of products, from tables by architecture."""
+"""Tile configurations of matrix products, from tables of measurements by GPU architecture.
+
+`choose` returns the `Tile` with the least expected time for an operation and a shape. A table holds
+candidate tiles with fitted times (`expected_us`), or with the shape a tile was tuned for. Tables
+are the files in tables/, or the file of OPTIMIZER_TILES.
+
+In this file a wave is the set of tiles that all multiprocessors compute at a time; persistent
+kernels (loops "turns" and "flat") run one program per multiprocessor for all waves.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +14,10 @@ import contextlib
 import functools
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,8 +25,8 @@ from ...params import errors
 from .. import backend
 
 TABLES = Path(__file__).with_name("tables")
-# GPUs without a table of their own -> one whose entries suit them: the instructions are alike, and
-# the tiles fit
+# Architecture without a table -> architecture whose table is used: the matrix instructions are
+# alike, and the tiles fit into shared memory
 RELATIVES = {
     "sm86": "sm80",
     "sm87": "sm80",
@@ -31,34 +41,38 @@ RELATIVES = {
 
 @dataclass(frozen=True)
 class Tile:
-    """Elements of the output (rows, columns) and of the sum (inner) that a program takes at a time,
-    and its resources.
+    """Tile of a matrix product, kernel, and resources of a program.
 
-    `loop` says which kernel, and how its programs take turns: "pointers" (any memory, a tile each);
-    with TMA (sm90 on) "once" (a tile each), "turns" (a program per processor, tile after tile),
-    "flat" (the same as one pipelined loop); or, of two groups of warps, "pingpong" (a tile each, in
-    turns; sm90_warp_specialized.py) and "cooperative" (half a tile each; sm90_warp_specialized.py).
-    Symmetric results need square tiles; with TMA, but not in sm90_warp_specialized.py, they may be
-    twice as wide as high. `group` rows of tiles are visited together, so that they share the cache
-    ("pointers" only).
+    `loop` names the kernel and how tiles are distributed to programs:
+      "pointers"     any memory; a tile per program
+      "once"         TMA (sm90 on); a tile per program
+      "turns"        TMA; persistent, a program per multiprocessor
+      "flat"         TMA; persistent, all tiles in a single pipelined loop
+      "pingpong"     warp-specialized (sm90); two warpgroups compute alternate tiles
+      "cooperative"  warp-specialized (sm90); two warpgroups compute half of each tile
+
+    Symmetric results need square tiles. With TMA, but not with "pingpong", tiles of a symmetric
+    result may also be twice as wide as high.
     """
 
-    rows: int
-    columns: int
-    inner: int
-    group: int
-    stages: int
-    warps: int
+    rows: int  # of the output, in elements
+    columns: int  # of the output, in elements
+    inner: int  # elements of the sum per pipeline stage
+    group: int  # rows of tiles visited together, for the cache ("pointers" only)
+    stages: int  # of the pipeline
+    warps: int  # per program; per warpgroup in warp-specialized kernels
     loop: str = "pointers"
 
 
-# fit every GPU from 64 KiB of shared memory on
-DEFAULT, DEFAULT_FP32 = Tile(64, 64, 32, 8, 3, 4), Tile(32, 32, 32, 8, 2, 4)
-HALF_TURN = 0.6  # of a turn: the last one, in which processors share tiles (docs/log.md)
-# Loops of sm90 whose groups of warps differ; they store by TMA only
+# For architectures without a table; they fit every GPU with at least 64 KiB of shared memory
+DEFAULT = Tile(64, 64, 32, 8, 3, 4)
+DEFAULT_FP32 = Tile(32, 32, 32, 8, 2, 4)
+# Time of a last wave of half tiles, in waves of whole tiles (docs/log.md)
+HALF_TURN = 0.6
+# Loops with warp specialization: producer and consumer warps. They store results by TMA only
 SPECIALISED = "pingpong", "cooperative"
-MOST_SHARED = 232448  # bytes: what a program has on the GPU with the most
-_forced: Tile | None = None
+MOST_SHARED = 232448  # bytes of shared memory of a program, on the GPU with the most
+_forced: Tile | None = None  # tile of `force`
 
 
 def choose(
@@ -70,9 +84,11 @@ def choose(
     matrices: int = 1,
     without: tuple[str, ...] = (),
 ) -> Tile:
-    """Return the tile for `op` on so many matrices: "gram" of (rows, columns), "symmetric" (rows,
-    rows), or "product" of (rows, rows) and (rows, columns). `without`: loops that cannot be had
-    here.
+    """Return the tile for an operation on a batch of `matrices` matrices.
+
+    `op`: "gram", X X^T for X (rows, columns); "symmetric", a product of (rows, rows) with a
+    symmetric result; "product", (rows, rows) times (rows, columns). `without`: loops that the
+    caller cannot use.
     """
     return _forced or _best(
         op, dtype.itemsize, rows, columns, matrices, _gpu(device.type, device.index), without
@@ -80,13 +96,13 @@ def choose(
 
 
 def forced() -> Tile | None:
-    """Return the tile that a `with` block forces."""
+    """Return the tile of the innermost `force` block, None outside."""
     return _forced
 
 
 @contextlib.contextmanager
-def force(tile: Tile):
-    """Use `tile` for every launch inside a `with` block (tests and tuning only)."""
+def force(tile: Tile) -> Iterator[None]:
+    """Use `tile` for every launch inside the `with` block, in all threads (tests and tuning)."""
     global _forced
     before, _forced = _forced, tile
     try:
@@ -97,8 +113,9 @@ def force(tile: Tile):
 
 @functools.cache
 def architecture(kind: str, index: int | None = None) -> str:
-    """Return the name that tables go by: sm90, gfx942, or the kind of device where there is no
-    finer name.
+    """Return the architecture of a device, as tables name it: sm90, gfx942, xpu.
+
+    `kind`: type of the device; `index`: its number.
     """
     if kind != "cuda":
         return kind
@@ -108,17 +125,18 @@ def architecture(kind: str, index: int | None = None) -> str:
 
 
 def _gpu(kind: str, index: int | None) -> str:
-    """The architecture, and after a space what the driver calls the GPU."""
+    """Return the architecture and, after a space, the driver's name of the GPU (empty if none)."""
     name = torch.cuda.get_device_properties(index).name if kind == "cuda" else ""
     return f"{architecture(kind, index)} {name}"
 
 
 @functools.cache
-def table(arch: str) -> dict:
-    """Read the table of an architecture, the user's own (OPTIMIZER_TILES), ours or a relative's; an
-    unknown one has no entries.
+def table(arch: str) -> dict[str, Any]:
+    """Return the table of an architecture.
 
-    Read once: a later change of the variable or of the file has no effect.
+    The file of OPTIMIZER_TILES if `arch` is its architecture, else the package's table of `arch`
+    or of RELATIVES[arch], else a table without entries. Files are read once: a later change of the
+    variable or of a file has no effect. Raises ValueError as `own_table` does.
     """
     if (given := own_table()) and given["arch"] == arch:
         return given
@@ -130,12 +148,12 @@ def table(arch: str) -> dict:
     )
 
 
-def own_table() -> dict | None:
-    """Read the table that OPTIMIZER_TILES names; None if the variable is unset.
+def own_table() -> dict[str, Any] | None:
+    """Read the file of OPTIMIZER_TILES; None if the variable is unset.
 
-    Raises ValueError, with the variable and the file, for one that cannot be read or is malformed.
+    Raises ValueError, with the names of variable and file, if the file is unreadable or malformed.
     """
-    own = backend.tiles()
+    own = backend.tile_table_path()
     if own is None:
         return None
     name = f"OPTIMIZER_TILES is {errors.shortened(own)}"
@@ -144,21 +162,23 @@ def own_table() -> dict | None:
     except (OSError, ValueError, RecursionError) as error:  # no JSON, no UTF-8, nested too deep
         raise ValueError(
             f"{name}, which is no JSON: {errors.shortened(error)}; tools/tune_tiles.py writes such "
-            "a "
-            "file, or unset the variable"
+            "a file, or unset the variable"
         ) from error
     check_table(given, name)
     return given
 
 
-def check_table(given: dict, name: str) -> None:
-    """Raise ValueError where a table is malformed or lacks something, or holds an entry that no
-    kernel takes.
+def check_table(given: Any, name: str) -> None:
+    """Raise ValueError if a table is malformed, or has an entry that no kernel supports.
+
+    `given`: the table as JSON. `name`: where it comes from, for messages. Fields of a table are
+    described in docs/kernels.md.
     """
     if fault := _malformed(given):
         raise ValueError(f"{name}: {fault}; see docs/kernels.md")
     timed = [(e.get("op"), e.get("bytes"), "us" in e) for e in given["entries"]]
     for entry in given["entries"]:
+        # Times compare entries: either all entries of an operation and element size have them
         both = (entry.get("op"), entry.get("bytes"), "us" not in entry) in timed
         if (
             fault := "us is in some entries of this op and size only"
@@ -170,7 +190,8 @@ def check_table(given: dict, name: str) -> None:
             )
 
 
-def _malformed(given):
+def _malformed(given: Any) -> str | None:
+    """Return what is wrong with a table apart from its entries' fields, None if nothing is."""
     if not isinstance(given, dict):
         return "a table of tiles is an object of JSON"
     entries = given.get("entries", [])
@@ -186,19 +207,24 @@ def _malformed(given):
     return None
 
 
-def _whole(*numbers) -> bool:
+def _whole(*numbers: object) -> bool:
+    """Say whether all arguments are positive integers below 2^31."""
     return all(type(x) is int and 0 < x < 1 << 31 for x in numbers)  # True is no number
 
 
-def _power(*numbers) -> bool:
+def _power(*numbers: object) -> bool:
+    """Say whether all arguments are powers of two."""
     return _whole(*numbers) and all(x & (x - 1) == 0 for x in numbers)
 
 
-def _fault(entry, arch):
+def _fault(entry: dict[str, Any], arch: str) -> str | None:
+    """Return what is wrong with an entry of a table, None if nothing is."""
     tile, us = (
         entry.get(key) if isinstance(entry.get(key), list) else [] for key in ("tile", "us")
     )
-    op, loop, warps = entry.get("op"), entry.get("loop", "pointers"), entry.get("warps")
+    op = entry.get("op")
+    loop = entry.get("loop", "pointers")
+    warps = entry.get("warps")
     checks = {
         'op is none of "gram", "symmetric", "product"': op in ("gram", "symmetric", "product"),
         "bytes is neither 2 nor 4": entry.get("bytes") in (2, 4),
@@ -221,8 +247,8 @@ def _fault(entry, arch):
     )
 
 
-def _misfit(entry, arch, op, loop):
-    """Say what no kernel takes of an entry whose fields are right one by one."""
+def _misfit(entry: dict[str, Any], arch: str, op: str, loop: str) -> str | None:
+    """Return which combination of an entry's valid fields no kernel supports, None if all do."""
     (rows, columns, inner), stages = entry["tile"], entry["stages"]
     wide = loop not in ("pointers", "pingpong") and columns == 2 * rows
     tma = arch[:2] == "sm" and arch[2:].isdecimal() and int(arch[2:]) >= 90 and entry["bytes"] == 2
@@ -255,22 +281,30 @@ def _misfit(entry, arch, op, loop):
 
 @functools.lru_cache(maxsize=4096)
 def _best(
-    op: str, itemsize: int, rows: int, columns: int, matrices: int, gpu: str, without=()
+    op: str,
+    itemsize: int,
+    rows: int,
+    columns: int,
+    matrices: int,
+    gpu: str,
+    without: tuple[str, ...] = (),
 ) -> Tile:
-    """Take the entry that is expected to be fastest, or without times the one whose shape is
-    nearest, in powers of two; the first of equals. gpu: an architecture, and after a space the
-    name, of which an entry may want a part.
+    """Return the tile of the entry with the least expected time, the first of equals.
+
+    Without times, the entry with the nearest shape: distance of the binary logarithms of rows and
+    columns. Without entries, DEFAULT or DEFAULT_FP32. `itemsize`: bytes of an element. `gpu`: as
+    returned by `_gpu`. The rest as in `choose`.
     """
     entries = [e for e in entries_of(op, itemsize, gpu) if e.get("loop") not in without]
     if not entries:
         return DEFAULT_FP32 if itemsize > 2 else DEFAULT
 
-    def distance(entry):
+    def distance(entry: dict[str, Any]) -> float:
         return abs(math.log2(entry["rows"] / max(rows, 1))) + abs(
             math.log2(entry["columns"] / max(columns, 1))
         )
 
-    def time(entry):
+    def time(entry: dict[str, Any]) -> float:
         return expected_us(
             entry, rows, columns, matrices, table(gpu.partition(" ")[0])["processors"]
         )
@@ -278,9 +312,10 @@ def _best(
     return tile_of(min(entries, key=time if all("us" in e for e in entries) else distance))
 
 
-def entries_of(op: str, itemsize: int, gpu: str) -> list[dict]:
-    """Return the entries for an operation and a size of elements that are for this GPU, called as
-    `_gpu` does.
+def entries_of(op: str, itemsize: int, gpu: str) -> list[dict[str, Any]]:
+    """Return the table's entries for an operation, an element size in bytes and a GPU.
+
+    `gpu`: as returned by `_gpu`. An entry with a field "gpu" is for GPUs whose name contains it.
     """
     arch, _, name = gpu.partition(" ")
     return [
@@ -290,8 +325,8 @@ def entries_of(op: str, itemsize: int, gpu: str) -> list[dict]:
     ]
 
 
-def tile_of(entry: dict) -> Tile:
-    """Return an entry's tile."""
+def tile_of(entry: dict[str, Any]) -> Tile:
+    """Return the tile of a table's entry."""
     return Tile(
         *entry["tile"],
         entry["group"],
@@ -301,47 +336,56 @@ def tile_of(entry: dict) -> Tile:
     )
 
 
-def expected_us(entry: dict, rows: int, columns: int, matrices: int, processors: int) -> float:
-    """Return the microseconds that a launch should take, from the four numbers of its entry that
-    were fitted to measurements: per launch, per turn (the most tiles that one processor gets,
-    `resident` of them at a time), per step of a turn (`inner` elements of the sum), and per step of
-    an even share of all tiles.
+def expected_us(
+    entry: dict[str, Any], rows: int, columns: int, matrices: int, processors: int
+) -> float:
+    """Return the expected time of a launch in microseconds.
+
+    The entry's field "us" holds four coefficients, fitted to measurements: per launch; per wave;
+    per wave and step (`inner` elements of the sum); per step and tile, divided by `processors`. A
+    wave has `resident` tiles per multiprocessor (1 without the field). Shape and `matrices` as in
+    `choose`.
     """
     height, width, inner = entry["tile"]
     product, down = entry["op"] == "product", -(-rows // height)
     if product:
         tiles = down * -(-columns // width)
-    else:  # the lower triangle, in tiles that are `ratio` times as wide as high
+    else:  # the lower triangle, in tiles `ratio` times as wide as high
         ratio = width // height
         tiles = sum(i // ratio + 1 for i in range(down))
-        # Squares in pairs (tile_scheduler.py, `order_of`)
+        # A program computes two squares on the diagonal (tile_scheduler.py, `tile_order`)
         if (entry["op"], entry.get("loop")) == ("gram", "cooperative"):
             tiles -= -(-down // 2) // 2
-    turns = -(-matrices * tiles // (processors * entry.get("resident", 1)))
+    waves = -(-matrices * tiles // (processors * entry.get("resident", 1)))
     if (loop := entry.get("loop")) in SPECIALISED:
         _, whole, halves = divide(matrices * tiles, processors, loop)
-        early = loop == "pingpong" and whole < 2 * processors  # small tiles are faster then
-        alone = whole == 0 and entry["op"] == "gram"  # but X X^T of nothing but halves is not slow
-        turns -= 1 - HALF_TURN if halves and (alone or not early) else 0
+        # Half tiles save time in the last wave. With "pingpong" and less than two waves the gain is
+        # not counted, so that smaller tiles are chosen, which are faster then; except for X X^T
+        # computed in half tiles only
+        few = loop == "pingpong" and whole < 2 * processors
+        only_halves = whole == 0 and entry["op"] == "gram"
+        waves -= 1 - HALF_TURN if halves and (only_halves or not few) else 0
     steps = -(-(rows if product else columns) // inner)
-    launch, turn, turn_step, share_step = entry["us"]
+    launch, wave, wave_step, tile_step = entry["us"]
     return (
         launch
-        + turn * turns
-        + turn_step * turns * steps
-        + share_step * steps * matrices * tiles / processors
+        + wave * waves
+        + wave_step * waves * steps
+        + tile_step * steps * matrices * tiles / processors
     )
 
 
 def divide(tiles: int, processors: int, loop: str, wide: bool = False) -> tuple[int, int, int]:
-    """Return (programs, tiles that they compute whole, halves of the other tiles): where the last
-    turn would leave half of the processors idle or more, two of them share a tile, in SPECIALISED
-    loops or of a product's `wide` tiles. Halves of narrower ones gain nothing where those are
-    chosen (docs/log.md).
+    """Distribute tiles to programs: return (programs, whole tiles, half tiles).
+
+    If the last wave would leave at least half of the multiprocessors idle, the tiles of the last
+    wave are cut in halves, in SPECIALISED loops or if the tiles of a product are `wide`. Half tiles
+    of narrower tiles gain nothing for the shapes that choose them (docs/log.md). Loops that are not
+    persistent have a program per tile.
     """
     if loop not in ("turns", "flat", *SPECIALISED):
         return tiles, tiles, 0
-    last = tiles % processors
+    last = tiles % processors  # tiles of the last wave
     halves = 2 * last if 2 * last <= processors and (loop in SPECIALISED or wide) else 0
     whole = tiles - halves // 2
     return min(whole + halves, processors), whole, halves

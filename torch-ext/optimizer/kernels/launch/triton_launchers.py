@@ -1,26 +1,25 @@
-"""Launchers of Triton 3.6 get a module name each, so that threads that load two at a time cannot
-confuse them.
+"""A module name of its own for each launcher of Triton 3.6: a fix for kernels mixed up by threads.
 
-Triton 3.6 builds a C extension for each signature of a kernel and loads all of them under one
-module name. CPython keeps one module object per name: loading an extension that was loaded before
-returns the object that has the name, with the functions of that extension put into it. A thread
-that reads `launch` from it after another thread has loaded its own extension calls a kernel by the
-launcher of another one. From Triton 3.7 on launchers are no modules.
+Triton 3.6 builds a C extension for each signature of a kernel and loads all extensions under a
+single module name. CPython keeps one module object per name: loading a known extension again
+returns the object with the name, and puts the functions of the extension into the object. If two
+threads load extensions at a time, the first can read `launch` after the second has loaded, and then
+calls a kernel by the launcher of another kernel. From Triton 3.7 on launchers are no modules.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+from types import ModuleType
 
 
 @functools.cache
 def name_launchers_apart() -> None:
-    """Have this process load every C extension of Triton 3.6 under a name that holds the hash of
-    its source.
+    """Make Triton 3.6 load each C extension under a module name with the hash of its source.
 
-    Replaces `triton.runtime.build._load_module_from_path`, through which all threads load, those
-    that launch kernels of others too. Does nothing for other versions of Triton.
+    Replaces `triton.runtime.build._load_module_from_path` in the whole process: the fix holds for
+    all threads, and for kernels of other packages. Does nothing for other versions of Triton.
     """
     import triton
     from triton.runtime import build
@@ -30,8 +29,8 @@ def name_launchers_apart() -> None:
         return
 
     @functools.wraps(load)
-    def load_apart(name: str, path: str):
-        # Triton's cache names it by the hash of the source
+    def load_apart(name: str, path: str) -> ModuleType:
+        # Triton's cache has a folder per extension, named by the hash of the source
         folder = os.path.basename(os.path.dirname(path))
         return load(f"{folder}.{name}", path)
 

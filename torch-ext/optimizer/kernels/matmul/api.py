@@ -1,67 +1,96 @@
-"""Batched products of the Newton-Schulz iteration, and the choice of kernel and tile for each.
+"""Batched products of the Newton-Schulz iteration: choice of kernel and tile, and launch.
 
-`gram`: A = X X^T. `symmetric_product`: products of commuting symmetric matrices with addends.
-`product`: A X.
+`gram` computes A = X X^T, `symmetric_product` products of commuting symmetric matrices with
+addends, `product` A X, `linear` b A + a I. Without Triton, reference.py computes all four.
+With Triton, each call goes to a kernel of:
+
+- pointer.py: any architecture, dtype and strides.
+- sm90_tma.py: operands by TMA descriptors, sm90 and newer.
+- sm90_warp_specialized.py: pingpong and cooperative warpgroups, sm90.
+- sm90_one_tile.py: a tile of a symmetric result per CTA, sm90.
+- sm90_mixed_input.py: A X for X in bf16 and A in fp16, sm90.
+
+The tile table (launch/tile_config.py) names the kernel of a shape. All kernels sum in the order of
+the inner dimension and round once, so the bits of a matrix depend neither on the kernel nor on the
+batch. A Launch object holds everything about a launch but addresses, and is made once per shape,
+strides and dtype.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from ..backend import use_triton
 from ..elementwise.row_scattered import ScatteredRows, memory_of, strides_of
 from ..launch import jit, tile_config
-from ..launch.jit import blank, filled, look
-from ..launch.replay import knows_triton, ones
+from ..launch.jit import descriptor_template, launch_key, with_tensor
+from ..launch.replay import knows_triton, unit_scales
 from ..launch.tile_config import Tile, architecture
-from ..launch.tile_scheduler import turns
+from ..launch.tile_scheduler import schedule_tiles
 from . import sm90_tma
 from .pointer import _linear_kernel, _product_kernel
 from .reference import gram_torch, product_torch, symmetric_product_torch
-from .sm90_mixed_input import raw_kernel
-from .sm90_one_tile import single_kernel
-from .sm90_tma import NONE, SYMMETRY, TmaLaunch, gains_by_pdl, three
+from .sm90_mixed_input import mixed_input_kernel
+from .sm90_one_tile import one_tile_kernel
+from .sm90_tma import NO_FACTORS, SYMMETRY, TmaLaunch, addend_tensors, use_pdl
 from .sm90_warp_specialized import cooperative_kernel
 
-SIDE = 64  # of a tile of `linear`
-# Short sides of matrices that gain by being cast late, and few kernels more (docs/log.md)
-RAW_SIDES = range(129, 1024)
+LINEAR_TILE = 64  # rows and columns of a tile of `linear`
+# Short sides for which casting inside the first A X beats casting beforehand (docs/log.md).
+# A range, not a measurement at run time: all ranks must decide alike.
+MIXED_INPUT_SIDES = range(129, 1024)
 
 
 def gram(X: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
-    """Write X X^T to out, of every matrix times its scale; where that is negative, nothing.
+    """Write scale^2 X X^T of every matrix to `out`, and return `out`.
 
-    X (N, n, m) in fp16, bf16 or fp32, any strides; out (N, n, n), any strides, sharing no memory
-    with X; scales (N,) in fp32, None for 1. Sums in fp32, rounded once.
+    X (N, n, m) in fp16, bf16 or fp32, any strides. out (N, n, n), any strides, sharing no memory
+    with X; exactly symmetric. scales (N,) in fp32, None for 1: a negative scale leaves the matrix
+    in `out` as it was. Sums in fp32, scaled, then rounded once.
     """
     if use_triton(X.device):
         return _launch("gram", X, X.mT, out, more=scales)
     return gram_torch(X, out, scales)
 
 
-def symmetric_product(A, B, out, alpha=1.0, addends=(), diagonal=0.0, whole=True) -> torch.Tensor:
-    """Write alpha A B + sum of beta C over addends (C, beta) + diagonal I to out, for symmetric A
-    and B that commute.
+def symmetric_product(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    out: torch.Tensor,
+    alpha: float = 1.0,
+    addends: Sequence[tuple[torch.Tensor, float]] = (),
+    diagonal: float = 0.0,
+    whole: bool = True,
+) -> torch.Tensor:
+    """Write alpha A B + sum of beta C over addends (C, beta) + diagonal I to `out`, and return
+    `out`. A and B are symmetric and commute, so the result is symmetric.
 
-    All (N, n, n), any strides; at most three addends, symmetric too, of which only the lower
-    triangles count. out may be an addend; it shares no memory with A or B. Sums and the rest in
-    fp32, rounded once. Not `whole`: where products of such matrices `read_triangles`, what only
-    they read of out need be written.
+    All matrices (N, n, n), any strides. At most three addends, symmetric too; only their lower
+    triangles are read. `out` may be an addend, but shares no memory with A or B. Sums, addends and
+    diagonal in fp32, rounded once; the result is exactly symmetric.
+
+    `whole=False` permits a kernel to leave the tiles above the diagonal of `out` unwritten. Allowed
+    if `read_triangles` is true of these matrices and only symmetric products read `out`.
     """
-    if use_triton(A.device):  # kernels take one addend or more
+    if use_triton(A.device):
+        # Kernels of symmetric products add one addend or more: A with factor 0 if there is none
         return _launch("symmetric", A, B, out, addends or [(A, 0.0)], (alpha, diagonal), whole)
     return symmetric_product_torch(A, B, out, alpha, addends, diagonal)
 
 
 def read_triangles(*matrices: torch.Tensor) -> bool:
-    """Say whether symmetric products of these (N, n, n) alike, with addends, read no squares above
-    the diagonal.
+    """Whether symmetric products with addends of these (N, n, n) matrices, alike in shape and
+    dtype, read no tile above the diagonal.
+
+    True only if sm90_one_tile.py computes the products, with tiles wider than a K step.
     """
-    if not use_triton(matrices[0].device) or not sm90_tma.addressable(*matrices):
+    if not use_triton(matrices[0].device) or not sm90_tma.is_addressable(*matrices):
         return False
     A = matrices[0]
     tile = tile_config.choose("symmetric", A.dtype, A.shape[1], A.shape[2], A.device, A.shape[0])
-    return tile.columns > tile.inner and _is_single("symmetric", A, tile)
+    return tile.columns > tile.inner and _is_one_tile("symmetric", A, tile)
 
 
 def product(
@@ -71,13 +100,14 @@ def product(
     scales: torch.Tensor | None = None,
     powers: torch.Tensor | None = None,
 ) -> torch.Tensor | ScatteredRows:
-    """Write A X to out, every X times its scale.
+    """Write A (scale X) of every matrix to `out`, and return `out`. A is symmetric.
 
-    A (N, n, n), X (N, n, m); out (N, n, m) of any dtype and strides (a transposed view too),
-    sharing no memory with them; scales (N,) in fp32, None for 1. Sums in fp32, rounded once.
+    A (N, n, n), X (N, n, m). out (N, n, m) of any dtype and strides (a transposed view too), apart
+    from A and X. scales (N,) in fp32, None for 1. Sums in fp32, scaled, then rounded once.
 
-    powers (N,) in fp32, with scales: X is in another dtype than A, by these it is multiplied before
-    it is cast. In Triton X must be one that it `takes_raw` and `takes_in_place`; out lies alike.
+    powers (N,) in fp32, only together with scales: X has another dtype than A, and each X is
+    multiplied by its power before the cast to A's dtype. In Triton `supports_mixed_input` and
+    `supports_in_place` must be true of X, and `supports_in_place` of out.
     """
     if use_triton(A.device):
         return _launch("product", A, X, out, more=scales if powers is None else (scales, powers))
@@ -86,37 +116,39 @@ def product(
     return product_torch(A, X, out, 1.0 if scales is None else scales.view(-1, 1, 1))
 
 
-def takes_raw(U: torch.Tensor | ScatteredRows, dtype: torch.dtype) -> bool:
-    """Say whether `gram` takes matrices like U (N, n, m) as they are, and `product` casts them to
-    `dtype`: nothing else decides, so that the bits of a matrix do not depend on where it lies, nor
-    on its batch.
+def supports_mixed_input(U: torch.Tensor | ScatteredRows, dtype: torch.dtype) -> bool:
+    """Whether `gram` multiplies matrices like U (N, n, m) uncast, and `product` casts them to
+    `dtype` on the fly.
+
+    Depends on dtypes, short side, GPU and Triton only. Batch, long side and memory layout must not
+    count, or a matrix would have other bits on another rank.
     """
     if (
         not use_triton(U.device)
         or (U.dtype, dtype) != (torch.bfloat16, torch.float16)
-        or U.shape[1] not in RAW_SIDES
+        or U.shape[1] not in MIXED_INPUT_SIDES
     ):
         return False
     return tile_config.architecture(U.device.type, U.device.index) == "sm90" and knows_triton()
 
 
-def takes_in_place(U: torch.Tensor | ScatteredRows) -> bool:
-    """Say whether raw matrices are taken where they lie: rows apart from each other, where TMA can
-    address them.
+def supports_in_place(U: torch.Tensor | ScatteredRows) -> bool:
+    """Whether U (N, n, m) is multiplied uncast without a copy: rows do not overlap, and TMA can
+    address all of U.
     """
     apart = U.stride(1) >= U.shape[2] and U.stride(0) >= U.shape[1] * U.stride(1)
-    return apart and sm90_tma.addressable(U)
+    return apart and sm90_tma.is_addressable(U)
 
 
 def linear(A: torch.Tensor, b: float, a: float, out: torch.Tensor) -> torch.Tensor:
-    """Write b A + a I to out, which may be A: (N, n, n), any strides."""
+    """Write b A + a I to `out`, and return `out`. (N, n, n), any strides; `out` may be A."""
     if not use_triton(A.device):
         torch.mul(A, b, out=out).diagonal(dim1=1, dim2=2).add_(a)
         return out
     N, n, _ = A.shape
     _linear_kernel.launch(
-        N * (-(-n // SIDE)) ** 2,
-        look(A, out),
+        N * (-(-n // LINEAR_TILE)) ** 2,
+        launch_key(A, out),
         A,
         out,
         n,
@@ -124,31 +156,46 @@ def linear(A: torch.Tensor, b: float, a: float, out: torch.Tensor) -> torch.Tens
         out.stride(),
         float(b),
         float(a),
-        SIDE,
+        LINEAR_TILE,
     )
     return out
 
 
-_before = 1  # the direction of the launch before
-_known: dict = {}  # what decides about a launch -> the tile, or what is bound
+# Batch direction of the last launch by TMA: 1 from the first matrix on, -1 from the last one on
+_last_direction = 1
+# Key of `_launch` -> the tile of a launch by pointers, or a Launch object
+_known: dict[tuple, Tile | TmaLaunch] = {}
 
 
-def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0), more=None):
-    """Choose kernel and tile, once per kind of input, and launch. `more`: the scales, None for 1;
-    of a symmetric product whether it need be whole.
+def _launch(
+    op: str,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    out: torch.Tensor | ScatteredRows,
+    addends: Sequence[tuple[torch.Tensor, float]] = (),
+    factors: tuple[float, float] = (1.0, 0.0),
+    more: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | bool | None = None,
+) -> torch.Tensor | ScatteredRows:
+    """Launch a product and return `out`; kernel and tile are chosen once per kind of input.
+
+    op: "gram", "symmetric" or "product". factors: (alpha, diagonal). more: of "gram" and "product"
+    the scales (None for 1) or (scales, powers), of "symmetric" whether `out` must be whole.
     """
     if out.numel() == 0:
         return out
-    columns_of_b = B.mT if op == "gram" else B  # a symmetric B holds its columns as rows
+    # Launches want the columns of a symmetric product's second factor as rows: B itself
+    columns_of_b = B.mT if op == "gram" else B
+    # `look` holds what a compiled kernel depends on: dtype, device, shape, strides, alignment. The
+    # values of factors are arguments; only whether there is a diagonal selects a kernel.
     key = (
         op,
         tile_config.forced(),
         factors[1] != 0.0,
         A is B,
-        look(A, B, out, *(C for C, _ in addends)),
+        launch_key(A, B, out, *(C for C, _ in addends)),
     )
     if more is None:
-        more = ones(len(A), A.device)
+        more = unit_scales(len(A), A.device)
     known = _known.get(key)
     if known is None:
         known = _known[key] = _choose(op, A, columns_of_b, out, addends, factors)
@@ -159,49 +206,75 @@ def _launch(op, A, B, out, addends=(), factors=(1.0, 0.0), more=None):
     return out
 
 
-def _direction(op) -> int:
-    """Say where a launch begins: with the first matrix, 1, or the last, -1. It is where the one
-    before has ended, whose results are in the cache still. X is written from the first matrix on,
-    if not by a product.
+def _direction(op: str) -> int:
+    """The batch direction of the next launch: 1 from first to last matrix, -1 from last to first.
+
+    [Note: alternating batch direction] The matrices that a launch has written last are still in the
+    L2 cache. Directions alternate, so the next launch begins with them. X X^T always begins with
+    the last matrix, because the kernels that write X (norms, copies) end with the last matrix.
     """
-    global _before
-    _before = -1 if op == "gram" else -_before
-    return _before
+    global _last_direction
+    _last_direction = -1 if op == "gram" else -_last_direction
+    return _last_direction
 
 
-def _choose(op, A, columns_of_b, out, addends, factors):
-    """A tile for `_launch_by_pointers`, or a bound launch by TMA."""
+def _choose(
+    op: str,
+    A: torch.Tensor,
+    columns_of_b: torch.Tensor,
+    out: torch.Tensor | ScatteredRows,
+    addends: Sequence[tuple[torch.Tensor, float]],
+    factors: tuple[float, float],
+) -> Tile | TmaLaunch:
+    """The tile for `_launch_by_pointers`, or the Launch object of a kernel that uses TMA."""
     if A.dtype != columns_of_b.dtype:
-        return Raw(A, columns_of_b, out)
-    (N, rows, columns), inner = out.shape, A.shape[2]
+        return MixedInputLaunch(A, columns_of_b, out)
+    N, rows, columns = out.shape
+    inner = A.shape[2]
     shape = op, A.dtype, rows, inner if op == "gram" else columns, out.device, N
     tile = tile_config.choose(*shape)
     if tile.loop == "pointers":
         return tile
+    # The result of "product" may have any layout; without TMA stores it is written by pointers
     by_tma = [A, columns_of_b, *(C for C, _ in addends), *([out] if op != "product" else [])]
-    if not sm90_tma.addressable(*by_tma):
+    if not sm90_tma.is_addressable(*by_tma):
         return tile_config.DEFAULT
+    # Warp-specialized kernels need Gluon, and store by TMA only
     if tile.loop in tile_config.SPECIALISED and not (
-        knows_triton() and (op != "product" or sm90_tma.stores(out))
+        knows_triton() and (op != "product" or sm90_tma.can_store(out))
     ):
         tile = (
-            sm90_tma.POINTERS
+            sm90_tma.POINTER_STORE_TILE
             if tile_config.forced()
             else tile_config.choose(*shape, without=tile_config.SPECIALISED)
         )
-    kind = Cooperative if tile.loop == "cooperative" else sm90_tma.TmaLaunch
-    if _is_single(op, A, tile):
-        kind = Single
+    kind = CooperativeLaunch if tile.loop == "cooperative" else sm90_tma.TmaLaunch
+    if _is_one_tile(op, A, tile):
+        kind = OneTileLaunch
     return kind(op, A, columns_of_b, out, addends, factors, tile)
 
 
-def _is_single(op, A, tile) -> bool:
-    return Single.takes(op, A, tile) and knows_triton()
+def _is_one_tile(op: str, A: torch.Tensor, tile: Tile) -> bool:
+    """Whether sm90_one_tile.py computes products `op` of matrices like A with this tile."""
+    return OneTileLaunch.supports(op, A, tile) and knows_triton()
 
 
-def _launch_by_pointers(key, tile, matrices, addends, factors, more):
-    op, (A, B, out), scales = key[0], matrices, more if isinstance(more, torch.Tensor) else None
-    (N, rows, columns), inner = out.shape, A.shape[2]
+def _launch_by_pointers(
+    key: tuple,
+    tile: Tile,
+    matrices: tuple,
+    addends: Sequence[tuple[torch.Tensor, float]],
+    factors: tuple[float, float],
+    more: torch.Tensor | bool,
+) -> None:
+    """Launch the kernel of pointer.py: a CTA per tile. matrices: (A, B, out); more: see `_launch`.
+    A symmetric result is always written whole.
+    """
+    op = key[0]
+    A, B, out = matrices
+    scales = more if isinstance(more, torch.Tensor) else None
+    N, rows, columns = out.shape
+    inner = A.shape[2]
     down, across = -(-rows // tile.rows), -(-columns // tile.columns)
     count = down * across if op == "product" else down * (down + 1) // 2
     (C, beta), (D, delta), (E, epsilon) = (*addends, *3 * [(None, 0.0)])[:3]
@@ -231,35 +304,51 @@ def _launch_by_pointers(key, tile, matrices, addends, factors, more):
     )
 
 
-# Elements of a sum up to which the next kernel begins early after small tiles (docs/log.md)
-SHORT = 256
-# Of sm90_mixed_input.py: for many tiles, for few
-RAW = [Tile(128, columns, 64, 8, 4, 4, "cooperative") for columns in (256, 128)]
-# Rows of tiles up to which their order matters less than the time until it is read (docs/log.md)
-FEW = 12
+# Inner dimension up to which the next kernel may begin before small tiles are stored (docs/log.md)
+SHORT_SUM = 256
+# Tiles of sm90_mixed_input.py: the first for many tiles, the second for few
+MIXED_INPUT_TILES = [Tile(128, columns, 64, 8, 4, 4, "cooperative") for columns in (256, 128)]
+# Rows of tiles up to which CTAs compute their tile's coordinates. Waiting for a load from the table
+# of tiles would cost more than the table's order gains (docs/log.md).
+FEW_TILE_ROWS = 12
 
 
-class OfGluon(TmaLaunch):
-    """The same by a Gluon kernel: `kernel`, told `_tensors` by the descriptors `blanks`, by `table`
-    the order of tiles, if it is to be told that, their `count`, `numbers` and `constants`, and
-    where it `mirrors` only what need be whole, whether the result need be.
+class GluonLaunch(TmaLaunch):
+    """Base of launches of a Gluon kernel for tensors of certain shapes, strides and dtypes.
+
+    Subclasses set: `kernel`; `blanks`, descriptors without addresses, in the order of `_tensors`;
+    `table`, the order of tiles or None; `count`, tiles per matrix; `numbers` and `constants`, the
+    kernel's integers and constexprs; `takes_mirror`, whether the kernel is told if tiles above the
+    diagonal must be written.
     """
 
-    mirrors = False
+    takes_mirror = False
 
-    def __call__(self, A, B, out, addends, factors, more, direction) -> None:
-        tensors = self._tensors(*self._straightened(A, B, out), addends)
-        told = (int(more is not False),) if self.mirrors else ()
+    def __call__(
+        self,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        out: torch.Tensor,
+        addends: Sequence[tuple[torch.Tensor, float]],
+        factors: tuple[float, float],
+        more: torch.Tensor | bool,
+        direction: int,
+    ) -> None:
+        """Launch for tensors of the bound shapes, strides and dtypes. `more`: see `_launch`;
+        direction: see [Note: alternating batch direction].
+        """
+        tensors = self._tensors(*self._as_multiplied(A, B, out), addends)
+        mirror = (int(more is not False),) if self.takes_mirror else ()
         self.kernel.launch(
             self.programs,
             self,
-            *map(filled, self.blanks, tensors),
+            *map(with_tensor, self.blanks, tensors),
             self.table,
             direction * self.count,
             *self.numbers,
-            *told,
+            *mirror,
             self._scales(more),
-            (*factors, *(beta for _, beta in addends), *NONE[len(addends) :]),
+            (*factors, *(beta for _, beta in addends), *NO_FACTORS[len(addends) :]),
             *self.constants,
             num_warps=4,
             enable_fp_fusion=False,
@@ -267,20 +356,36 @@ class OfGluon(TmaLaunch):
         )
 
 
-class Cooperative(OfGluon):
-    """The same by sm90_warp_specialized.py; of a "product" TMA can store the result."""
+class CooperativeLaunch(GluonLaunch):
+    """A launch of `cooperative_kernel` (sm90_warp_specialized.py). TMA can store the result of a
+    "product".
+    """
 
     kernel = cooperative_kernel
 
-    def __init__(self, op, A, B, out, addends, factors, tile):
-        symmetric, self.turned = op != "product", op == "product" and out.stride(2) != 1
-        self.pdl = gains_by_pdl(op, A)
-        # Squares on the diagonal are rows times themselves
-        same = op == "gram" or symmetric and A is B
-        A, B, out = self._straightened(A, B, out)
+    def __init__(
+        self,
+        op: str,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        out: torch.Tensor,
+        addends: Sequence[tuple[torch.Tensor, float]],
+        factors: tuple[float, float],
+        tile: Tile,
+    ):
+        """Arguments: see `TmaLaunch`."""
+        symmetric = op != "product"
+        self.turned = not symmetric and out.stride(2) != 1
+        self.pdl = use_pdl(op, A)
+        # Of a matrix times itself, two squares on the diagonal are one turn (`tile_order`)
+        paired = op == "gram" or symmetric and A is B
+        A, B, out = self._as_multiplied(A, B, out)
         inner = B.shape[2 if symmetric else 1]
-        self.programs, self.order, self.count, *places = turns(op, out, inner, tile, paired=same)
-        self.table, self.numbers = self.order, (*places, inner, len(addends))
+        self.programs, self.order, self.count, *places = schedule_tiles(
+            op, out, inner, tile, paired=paired
+        )
+        self.table = self.order
+        self.numbers = *places, inner, len(addends)  # places: whole tiles, halves of tiles
         several = len(addends) > 1 or factors[1] != 0.0
         self.constants = SYMMETRY[op], self.turned, several, tile.rows, tile.columns, tile.stages
         side, step = tile.rows // 2, tile.inner
@@ -290,23 +395,36 @@ class Cooperative(OfGluon):
             *(box if symmetric else box[::-1] for box in right),
         ]
         blanks = zip(self._tensors(A, B, out, addends), boxes + 4 * [(side, side)])
-        self.blanks = [blank(jit.description(t, *box)) for t, box in blanks]
+        self.blanks = [descriptor_template(jit.make_descriptor(t, *box)) for t, box in blanks]
 
     @staticmethod
-    def _tensors(A, B, out, addends):
-        return A, B, B, *three(addends, out), out
+    def _tensors(
+        A: torch.Tensor,
+        B: torch.Tensor,
+        out: torch.Tensor,
+        addends: Sequence[tuple[torch.Tensor, float]],
+    ) -> tuple[torch.Tensor, ...]:
+        """Tensors in the order of the kernel's descriptors a, b, b_half, c, d, e, out."""
+        return A, B, B, *addend_tensors(addends, out), out
 
 
-class Single(OfGluon):
-    """The same by sm90_one_tile.py; of what it `takes`."""
+class OneTileLaunch(GluonLaunch):
+    """A launch of `one_tile_kernel` (sm90_one_tile.py), where `supports` is true."""
 
-    kernel, turned, pdl, mirrors = single_kernel, False, True, True
+    kernel = one_tile_kernel
+    turned = False
+    pdl = True
+    takes_mirror = True
 
     @staticmethod
-    def takes(op, A, tile) -> bool:
-        """Say whether so many addends can arrive in a ring that so many steps fill."""
+    def supports(op: str, A: torch.Tensor, tile: Tile) -> bool:
+        """Whether `one_tile_kernel` computes products `op` of matrices like A with this tile.
+
+        The kernel loads up to three addends into pipeline stages that no operand needs any more:
+        at least three stages are required, and enough K steps to fill all stages but the last.
+        """
         shape = tile.rows, tile.columns, tile.inner, tile.warps
-        on_sm90 = architecture(A.device.type, A.device.index) == "sm90"  # others have no wgmma
+        on_sm90 = architecture(A.device.type, A.device.index) == "sm90"  # only sm90 has wgmma
         return (
             on_sm90
             and tile.loop == "once"
@@ -316,40 +434,58 @@ class Single(OfGluon):
             and A.shape[2] > (tile.stages - 2) * tile.inner
         )
 
-    def __init__(self, op, A, B, out, addends, factors, tile):
+    def __init__(
+        self,
+        op: str,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        out: torch.Tensor,
+        addends: Sequence[tuple[torch.Tensor, float]],
+        factors: tuple[float, float],
+        tile: Tile,
+    ):
+        """Arguments: see `TmaLaunch`."""
         inner = A.shape[2]
-        self.programs, self.order, self.count, _, _ = turns(op, out, inner, tile)
-        short = inner <= SHORT and tile.columns == 64
-        self.table = None if out.shape[1] <= FEW * tile.rows else self.order
+        self.programs, self.order, self.count, _, _ = schedule_tiles(op, out, inner, tile)
+        short = inner <= SHORT_SUM and tile.columns == 64
+        self.table = None if out.shape[1] <= FEW_TILE_ROWS * tile.rows else self.order
         self.numbers = inner, len(addends), int(short)
         self.constants = SYMMETRY[op], tile.columns, tile.stages
         whole = [(tile.rows, tile.inner), (tile.columns, tile.inner)]
-        # One form for rows and what mirrors them
+        # Of a symmetric operand, boxes are square: rows and mirrored columns have one descriptor
         operands = whole if op == "gram" else 2 * [(tile.inner, tile.inner)]
         boxes = operands + 4 * [(tile.rows, tile.rows)]
         self.blanks = [
-            blank(jit.description(t, *box))
+            descriptor_template(jit.make_descriptor(t, *box))
             for t, box in zip(self._tensors(A, B, out, addends), boxes)
         ]
 
     @staticmethod
-    def _tensors(A, B, out, addends):
-        return A, B, *three(addends, out), out
+    def _tensors(
+        A: torch.Tensor,
+        B: torch.Tensor,
+        out: torch.Tensor,
+        addends: Sequence[tuple[torch.Tensor, float]],
+    ) -> tuple[torch.Tensor, ...]:
+        """Tensors in the order of the kernel's descriptors a, b, c, d, e, out."""
+        return A, B, *addend_tensors(addends, out), out
 
 
-class Raw(TmaLaunch):
-    """A X for X that is yet to be cast, by sm90_mixed_input.py; `more`: scales and powers. Tiles
-    are of the transposed result.
+class MixedInputLaunch(TmaLaunch):
+    """A launch of `mixed_input_kernel` (sm90_mixed_input.py): A X for X in another dtype than A.
+
+    The kernel computes the transposed result X^T A: tiles are tiles of out^T.
     """
 
-    def __init__(self, A, X, out):
-        for tile in RAW:
-            self.programs, self.order, self.count, *places = turns(
+    def __init__(self, A: torch.Tensor, X: torch.Tensor, out: torch.Tensor):
+        for tile in MIXED_INPUT_TILES:
+            self.programs, self.order, self.count, *places = schedule_tiles(
                 "product", out.mT, A.shape[2], tile
             )
-            if places[0]:  # else all tiles are halved
+            if places[0]:  # Otherwise all tiles are halved: a smaller tile is better
                 break
-        self.numbers, self.stages = (*places, A.shape[2]), tile.stages
+        self.numbers = *places, A.shape[2]  # whole tiles, halves of tiles, inner dimension
+        self.stages = tile.stages
         half = tile.rows // 2, tile.columns // 2
         boxes = (
             (tile.inner, tile.rows),
@@ -357,14 +493,29 @@ class Raw(TmaLaunch):
             (tile.inner, half[1]),
             (half[0], half[0]),
         )
-        self.blanks = [blank(jit.description(t, *box)) for t, box in zip((X, A, A, out), boxes)]
-        self.pdl = gains_by_pdl("product", A)
+        self.blanks = [
+            descriptor_template(jit.make_descriptor(t, *box))
+            for t, box in zip((X, A, A, out), boxes)
+        ]
+        self.pdl = use_pdl("product", A)
 
-    def __call__(self, A, X, out, addends, factors, more, direction) -> None:
-        raw_kernel.launch(
+    def __call__(
+        self,
+        A: torch.Tensor,
+        X: torch.Tensor,
+        out: torch.Tensor,
+        addends: Sequence[tuple[torch.Tensor, float]],
+        factors: tuple[float, float],
+        more: tuple[torch.Tensor, torch.Tensor],
+        direction: int,
+    ) -> None:
+        """Launch for tensors of the bound shapes, strides and dtypes. more: (scales, powers), see
+        `product`; direction: see [Note: alternating batch direction]. addends, factors: unused.
+        """
+        mixed_input_kernel.launch(
             self.programs,
             self,
-            *map(filled, self.blanks, (X, A, A, out)),
+            *map(with_tensor, self.blanks, (X, A, A, out)),
             self.order,
             direction * self.count,
             *self.numbers,

@@ -1,4 +1,6 @@
-"""Products by pointers, for every architecture that Triton compiles for."""
+"""Products that load and store by pointers, for all architectures of Triton, dtypes and strides.
+Launched by api.py.
+"""
 
 from __future__ import annotations
 
@@ -33,22 +35,31 @@ def _product_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """OUT = alpha A B + beta C + delta D + epsilon E + diagonal I, or with scales alpha from them;
-    offsets of matrices and rows are 64 bit. Without out_strides OUT is a table (row_scattered.py),
-    TURNED: of columns.
+    """Write alpha A B + beta C + delta D + epsilon E + diagonal I to OUT, a tile per program.
+
+    sizes: (rows, columns, inner). factors: (alpha, diagonal, beta, delta, epsilon). With `scales`
+    (an fp32 number per matrix) alpha is the matrix's scale, of a SYMMETRIC result the square of the
+    scale; a negative scale then leaves the matrix in OUT as before. C, D and E may be None. OUT may
+    be an addend: only the program that writes an element reads the same element of an addend.
+
+    SYMMETRIC: only tiles of the lower triangle are computed, and stored twice, the second time
+    transposed; BLOCK_R equals BLOCK_C. EVEN: BLOCK_K divides `inner`. Without out_strides OUT is a
+    table of row addresses (row_scattered.py), of columns if TURNED. Offsets of matrices and rows
+    are 64 bits wide.
     """
     rows, columns, inner = sizes
     alpha, diagonal, beta, delta, epsilon = factors
-    matrix, i, j = _tile_of(rows, columns, SYMMETRIC, BLOCK_R, BLOCK_C, GROUP)
+    matrix, i, j = _tile_coord(rows, columns, SYMMETRIC, BLOCK_R, BLOCK_C, GROUP)
     if scales is not None:
         alpha = tl.load(scales + matrix)
         if SYMMETRIC:
-            there = alpha < 0
+            skipped = alpha < 0
             alpha = alpha * alpha
     r = i * BLOCK_R + tl.arange(0, BLOCK_R)
     c = j * BLOCK_C + tl.arange(0, BLOCK_C)
     k = tl.arange(0, BLOCK_K)
-    # rows beyond the edge wrap round: they are read, multiplied and never stored
+    # Rows and columns beyond the edge wrap round: read and multiplied, but never stored. So the
+    # loads in the loop need no mask over rows and columns.
     a = (
         A
         + matrix * a_strides[0]
@@ -74,7 +85,7 @@ def _product_kernel(
     r, c = r.to(tl.int64)[:, None], c.to(tl.int64)[None, :]
     inside = (r < rows) & (c < columns)
     if scales is not None and SYMMETRIC:
-        inside = inside & (there == 0)
+        inside = inside & (skipped == 0)
     if C is not None:
         addend = tl.load(
             C + matrix * c_strides[0] + r * c_strides[1] + c * c_strides[2], mask=inside, other=0.0
@@ -107,7 +118,7 @@ def _product_kernel(
 
 
 @jit
-def _tile_of(
+def _tile_coord(
     rows,
     columns,
     SYMMETRIC: tl.constexpr,
@@ -115,8 +126,10 @@ def _tile_of(
     BLOCK_C: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Return this program's (matrix, tile row, tile column): the lower triangle row by row, or
-    GROUP rows at a time.
+    """Return this program's (matrix, tile row, tile column).
+
+    SYMMETRIC: the tiles of the lower triangle, row by row. Otherwise GROUP rows of tiles at a time,
+    column by column: concurrent programs share operands in the L2 cache.
     """
     program = tl.program_id(0)
     down = tl.cdiv(rows, BLOCK_R)
@@ -124,7 +137,7 @@ def _tile_of(
         count = down * (down + 1) // 2
         tile = program % count
         i = ((tl.sqrt((8 * tile + 1).to(tl.float32)) - 1) * 0.5).to(tl.int32)
-        i = tl.where(i * (i + 1) // 2 > tile, i - 1, i)  # the square root may be one off
+        i = tl.where(i * (i + 1) // 2 > tile, i - 1, i)  # The square root may be off by 1
         i = tl.where((i + 1) * (i + 2) // 2 <= tile, i + 1, i)
         j = tile - i * (i + 1) // 2
     else:
@@ -141,7 +154,7 @@ def _tile_of(
 
 @jit
 def _linear_kernel(A, OUT, n, a_strides, out_strides, b, a, SIDE: tl.constexpr):
-    """One tile per program."""
+    """Write b A + a I to OUT, (n, n) matrices; a tile of SIDE x SIDE per program."""
     down = tl.cdiv(n, SIDE)
     matrix, tile = (
         (tl.program_id(0) // (down * down)).to(tl.int64),
@@ -154,5 +167,5 @@ def _linear_kernel(A, OUT, n, a_strides, out_strides, b, a, SIDE: tl.constexpr):
         A + matrix * a_strides[0] + r * a_strides[1] + c * a_strides[2], mask=inside, other=0.0
     )
     result = b * values.to(tl.float32) + tl.where(r == c, a, 0.0)
-    at = OUT + matrix * out_strides[0] + r * out_strides[1] + c * out_strides[2]
-    tl.store(at, result.to(OUT.dtype.element_ty), mask=inside)
+    address = OUT + matrix * out_strides[0] + r * out_strides[1] + c * out_strides[2]
+    tl.store(address, result.to(OUT.dtype.element_ty), mask=inside)

@@ -1,49 +1,74 @@
-"""The products in torch: the reference of kernels, and the path of CPUs."""
+"""Products in torch: reference of the kernels, and implementation for devices without Triton.
+
+Matrices are multiplied one by one (`torch.mm`), because batched products of CPU libraries have bits
+that depend on the batch.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from ..backend import cpu_slices
 from ..elementwise.row_scattered import ScatteredRows
 
+# Alignment of memory that torch allocates on a CPU. A CPU library may choose its loops by
+# alignment, and so sum in another order: every matrix gets this alignment (see `_operands`).
 ALIGNMENT_BYTES = 64
 
 
-def product_torch(A, X, out, factor=1.0):
-    """Compute `product` matrix by matrix: batched products of CPU libraries give bits that change
-    with the batch.
+def product_torch(
+    A: torch.Tensor,
+    X: torch.Tensor,
+    out: torch.Tensor | ScatteredRows,
+    factor: torch.Tensor | float = 1.0,
+) -> torch.Tensor | ScatteredRows:
+    """Compute `product` (api.py): write factor A X to `out`, and return `out`. factor: a number, or
+    (N, 1, 1) in fp32.
     """
     if _is_like_new(out):
         return _add(_multiply(A, X, out), factor)
-    for some in cpu_slices(out):
-        out[some].copy_(_add(_multiply(A[some], X[some], _new(out, some)), _some(factor, some)))
+    for batch in cpu_slices(out):
+        result = _multiply(A[batch], X[batch], _fp32_scratch(out, batch))
+        out[batch].copy_(_add(result, _factor_of(factor, batch)))
     return out
 
 
-def gram_torch(X, out, scales=None):
-    """Compute `gram`; what a negative scale leaves alone is put back."""
+def gram_torch(
+    X: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute `gram` (api.py). Matrices with a negative scale are restored from a copy."""
     if scales is None:
         return symmetric_product_torch(X, X.mT, out)
     factors = scales.view(-1, 1, 1)
-    for some in cpu_slices(out):
-        known, factor = out[some].clone(), factors[some]
-        symmetric_product_torch(X[some], X[some].mT, out[some], factor * factor)
-        out[some].copy_(torch.where(factor < 0, known, out[some]))
+    for batch in cpu_slices(out):
+        before, factor = out[batch].clone(), factors[batch]
+        symmetric_product_torch(X[batch], X[batch].mT, out[batch], factor * factor)
+        out[batch].copy_(torch.where(factor < 0, before, out[batch]))
     return out
 
 
-def symmetric_product_torch(A, B, out, alpha=1.0, addends=(), diagonal=0.0):
-    """Compute `symmetric_product` matrix by matrix, and what follows for as many as one thread
-    takes at once.
+def symmetric_product_torch(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    out: torch.Tensor,
+    alpha: torch.Tensor | float = 1.0,
+    addends: Sequence[tuple[torch.Tensor, float]] = (),
+    diagonal: float = 0.0,
+) -> torch.Tensor:
+    """Compute `symmetric_product` (api.py); alpha: a number, or (N, 1, 1) in fp32.
+
+    If `out` can hold products in fp32, matrices are multiplied in place. Otherwise fp32 products of
+    `cpu_slices`, as many matrices as a single thread computes, are cast into `out`.
     """
     if _is_like_new(out) and all(C.data_ptr() != out.data_ptr() for C, _ in addends):
         _add(_multiply(A, B, out), alpha, addends, diagonal)
         return _mirror(out)
-    for some in cpu_slices(out):
-        result = _multiply(A[some], B[some], _new(out, some))
-        beside = [(C[some], beta) for C, beta in addends]
-        out[some].copy_(_mirror(_add(result, _some(alpha, some), beside, diagonal)))
+    for batch in cpu_slices(out):
+        result = _multiply(A[batch], B[batch], _fp32_scratch(out, batch))
+        beside = [(C[batch], beta) for C, beta in addends]
+        out[batch].copy_(_mirror(_add(result, _factor_of(alpha, batch), beside, diagonal)))
     return out
 
 
@@ -111,22 +136,30 @@ def _mirror(result: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _new(out, some):
-    """Memory for products that are cast to some of out: each begins as new memory does."""
+def _fp32_scratch(out: torch.Tensor | ScatteredRows, batch: slice) -> torch.Tensor:
+    """Allocate fp32 products for the matrices `batch` of `out`; every matrix is aligned as new
+    memory.
+    """
     N, n, m = out.shape
     apart = n * m + -(n * m) % (ALIGNMENT_BYTES // 4)
     memory = torch.empty(
-        (min(some.stop, N) - some.start, apart), dtype=torch.float32, device=out.device
+        (min(batch.stop, N) - batch.start, apart), dtype=torch.float32, device=out.device
     )
     return memory.as_strided((len(memory), n, m), (apart, m, 1))
 
 
-def _some(factor, some):
-    """The factor of some matrices: of all the same, or a tensor."""
-    return factor[some] if isinstance(factor, torch.Tensor) else factor
+def _factor_of(factor: torch.Tensor | float, batch: slice) -> torch.Tensor | float:
+    """The factors of the matrices `batch`, if each matrix has a factor of its own."""
+    return factor[batch] if isinstance(factor, torch.Tensor) else factor
 
 
-def _add(result, alpha, addends=(), diagonal=0.0):
+def _add(
+    result: torch.Tensor,
+    alpha: torch.Tensor | float,
+    addends: Sequence[tuple[torch.Tensor, float]] = (),
+    diagonal: float = 0.0,
+) -> torch.Tensor:
+    """Compute alpha result + sum of beta C over addends (C, beta) + diagonal I, in place."""
     if isinstance(alpha, torch.Tensor) or alpha != 1.0:
         result.mul_(alpha)
     for C, beta in addends:
@@ -136,9 +169,10 @@ def _add(result, alpha, addends=(), diagonal=0.0):
     return result
 
 
-def _multiply(A, B, out):
-    """Write products to out, which is like new; sums in fp32, also inside autocast."""
-    if torch.is_autocast_enabled(out.device.type):  # entering it takes longer than a small product
+def _multiply(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write A B to `out`, for which `_is_like_new` is true. Sums in fp32, also inside autocast."""
+    # Asked first, because entering an autocast context takes longer than a small product
+    if torch.is_autocast_enabled(out.device.type):
         with torch.autocast(out.device.type, enabled=False):
             return _multiply(A, B, out)
     for a, b, o in zip(_operands(A), _operands(B), out.unbind()):
@@ -146,9 +180,9 @@ def _multiply(A, B, out):
     return out
 
 
-def _operands(stack):
-    """Return the matrices in fp32. A CPU library may sum in another order where memory is aligned
-    otherwise: each begins as new memory does.
+def _operands(stack: torch.Tensor) -> Iterable[torch.Tensor]:
+    """Return the matrices in fp32, each aligned as new memory: copies where needed. A CPU library
+    may sum in another order if memory is aligned in another way.
     """
     if _is_aligned(stack):
         return stack.unbind()
@@ -158,15 +192,16 @@ def _operands(stack):
     )
 
 
-def _is_aligned(stack):
+def _is_aligned(stack: torch.Tensor) -> bool:
+    """Whether every matrix is in fp32 and begins at a multiple of ALIGNMENT_BYTES."""
     return (
         stack.dtype == torch.float32
         and not (stack.data_ptr() | stack.stride(0) * 4) % ALIGNMENT_BYTES
     )
 
 
-def _is_like_new(out):
-    """Say whether every matrix lies as in new memory of fp32."""
+def _is_like_new(out: torch.Tensor | ScatteredRows) -> bool:
+    """Whether every matrix of `out` is in fp32, contiguous, and aligned as new memory."""
     return (
         not isinstance(out, ScatteredRows)
         and _is_aligned(out)

@@ -1,76 +1,112 @@
-"""Gram matrices of 193 to 256 rows that stay in the shared memory of one multiprocessor for a
-restart interval. sm90.
+"""A restart interval of the Gram iteration in shared memory, a matrix per CTA, on sm90: short sides
+of 193 to 256, 48 matrices or more.
+
+`follow` launches the kernel of sm90_gram_chain.py with a program: the list of symmetric products of
+the interval, see [Note: program of products]. With fewer matrices, products that spread a matrix
+over the GPU are faster.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
 from ..backend import has_pdl
 from ..launch import jit
-from ..launch.jit import blank, filled, look
-from ..launch.replay import knows_triton, lasting, ones
+from ..launch.jit import descriptor_template, launch_key, with_tensor
+from ..launch.replay import knows_triton, persistent_copy, unit_scales
 from ..launch.tile_config import architecture
-from ..matmul.sm90_tma import addressable
-from .sm90_gram_chain import resident_kernel
+from ..matmul.sm90_tma import is_addressable
+from .sm90_gram_chain import gram_chain_kernel
 
-SIDE, STEP = 128, 64  # of a square, and of the long side of what is multiplied at a time
-SIDES = range(193, 257)  # of matrices whose three squares fit the memory of one
-# Fewer matrices leave processors idle and take longer than launches: on an H200 40 x 256 x 768
-# takes 5 % longer by one processor each, 48 x 256 x 2048 1 % less, 48 x 256 x 256 7 % less
+SIDE = 128  # Rows of a square, of which a Gram matrix has three on and below the diagonal
+STEP = 64  # Columns of X that are multiplied at a time
+SIDES = range(193, 257)  # Short sides; two matrices of 256 x 256, as three squares each, fit
+# Fewer matrices leave multiprocessors idle and take longer than launches of products: on an H200
+# 40 x 256 x 768 takes 5 % longer in this kernel, 48 x 256 x 2048 1 % less, 48 x 256 x 256 7 % less
 # (benchmarks/results/stacks.csv, "processors").
 FROM = 48
-U, V, KEPT = 0, 1, 2  # where an addend lies: in a matrix in shared memory, or in what was kept
-NOTHING, KEEP_ONE, KEEP_OTHER, LEND, END = range(5)  # what becomes of a result beside
-MIRROR, BORROW, DIAGONAL, SETTLE = 1 << 11, 1 << 12, 1 << 13, 1 << 14  # see `_code`
+# [Note: program of products] The kernel runs a list of products, each a code (`_code`) and five
+# factors. Shared memory has room for two matrices, U and V; U begins as A. Two more matrices are
+# kept in two slots in global memory, and one may be saved to the memory of the result Z.
+# The place of an addend:
+U = 0
+V = 1
+KEPT = 2  # A slot
+# Where a result is stored besides U or V; the final result goes to Z
+STORE_NONE, STORE_FIRST_SLOT, STORE_SECOND_SLOT, SAVE_TO_Z, STORE_RESULT = range(5)
+# Flags, see `_code`
+MIRROR = 1 << 11
+RESTORE_FROM_Z = 1 << 12
+DIAGONAL = 1 << 13
+WAIT_STORES = 1 << 14
+
+# A restart interval: triples (a, b, c) of steps; Pair: the two last steps as one polynomial
+# (newton_schulz/coefficients.py)
+Segment = Sequence[tuple[float, float, float]]
+Pair = Sequence[Sequence[float]]
 
 
-def takes(segment, pair) -> bool:
-    """Say whether `follow` knows these steps, in 4 (len(segment) - 1) products."""
+def supports_interval(segment: Segment, pair: Pair | None) -> bool:
+    """Whether `follow` computes this restart interval, in 4 (len(segment) - 1) products: a pair of
+    steps, after at most one other step, whose polynomial has a term c A^2.
+    """
     return pair is not None and len(segment) <= 3 and bool(segment[0][2])
 
 
-def fits(A: torch.Tensor, Q: torch.Tensor, segment, pair) -> bool:
-    """Say whether these steps on Gram matrices A (N, n, n) go through `follow`; Q and others lie
-    alike.
+def supports(A: torch.Tensor, Q: torch.Tensor, segment: Segment, pair: Pair | None) -> bool:
+    """Whether `follow` computes this restart interval for Gram matrices like A (N, n, n); Q and the
+    other matrices are laid out like A.
     """
-    if not (takes(segment, pair) and A.shape[1] in SIDES and len(A) >= FROM):
+    if not (supports_interval(segment, pair) and A.shape[1] in SIDES and len(A) >= FROM):
         return False
     on_sm90 = A.dtype == torch.float16 and architecture(A.device.type, A.device.index) == "sm90"
-    return on_sm90 and A.stride(0) >= 3 * SIDE * SIDE and addressable(A, Q) and knows_triton()
+    return on_sm90 and A.stride(0) >= 3 * SIDE * SIDE and is_addressable(A, Q) and knows_triton()
 
 
 def follow(
-    segment, pair, A: torch.Tensor, Q: torch.Tensor, Z: torch.Tensor, T: torch.Tensor, long=None
-) -> tuple:
-    """Do what iteration.py's `follow` does, to the last bit. Return the result, one of Q, Z and T,
-    and the other two; all (N, n, n), alike, of which only A is read.
+    segment: Segment,
+    pair: Pair,
+    A: torch.Tensor,
+    Q: torch.Tensor,
+    Z: torch.Tensor,
+    T: torch.Tensor,
+    long: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the polynomial of a restart interval, with the bits of `follow` in iteration.py.
 
-    `long`, X (N, n, m) and its scales or None: do `gram(X, A, scales)` before that, but write
-    nothing to A, of which then is read what the scales leave out. X is addressable and in 16 bits;
-    in another dtype than A it was there before the last launch began.
+    Return the result, one of Q, Z and T, and the two others, which are overwritten. All (N, n, n),
+    laid out alike; A is only read.
+
+    long: (X (N, n, m), scales or None), to compute A = scale^2 X X^T as `gram` in the same kernel.
+    Then A is not written, and read only for matrices with a negative scale. X is addressable by TMA
+    and in 16 bits. An X in another dtype than A must have been complete before the previous launch
+    began, because the kernel reads X before the previous kernel is done.
     """
     X, scales = long or (None, None)
-    key = look(A, Z, T, Q, *([] if X is None else [X]))
+    key = launch_key(A, Z, T, Q, *([] if X is None else [X]))
     known = _known.get(key)
     if known is None:
         known = _known[key] = _Launch(A, Z, X)
-    scales = ones(len(A), A.device) if scales is None else scales
-    known((A if X is None else X, A, Z, T, Q), scales, _placed(tuple(segment[:-2]), pair, A.device))
+    scales = unit_scales(len(A), A.device) if scales is None else scales
+    program = _program_on(tuple(segment[:-2]), pair, A.device)
+    known((A if X is None else X, A, Z, T, Q), scales, program)
     return Z, Q, T
 
 
-_known: dict = {}  # what decides about a launch -> _Launch
+_known: dict[tuple, _Launch] = {}  # Shapes, strides and dtypes -> launch
 
 
 class _Launch:
-    """A launch for matrices of certain shapes and strides: everything but their addresses and what
-    is computed.
+    """A launch for matrices of certain shapes, strides and dtypes: everything but addresses and
+    program.
     """
 
-    def __init__(self, A, Z, X):
+    def __init__(self, A: torch.Tensor, Z: torch.Tensor, X: torch.Tensor | None):
+        """X: the matrices to multiply first, or None to load A."""
+        # The slots: per matrix three squares, one below the other, in the memory of T and of Q
         kept = A.as_strided((len(A), 3 * SIDE, SIDE), (A.stride(0), SIDE, 1))
         boxes = [
             (A, SIDE),
@@ -80,23 +116,26 @@ class _Launch:
             (kept, SIDE // 2),
             (kept, SIDE // 2),
         ]
+        # Descriptors without addresses: x, a, z, one_box, other_box, one_half, other_half
         self.blanks = [
-            blank(jit.description(A if X is None else X, 2 * SIDE, STEP)),
-            *(blank(jit.description(t, rows, SIDE)) for t, rows in boxes),
+            descriptor_template(jit.make_descriptor(A if X is None else X, 2 * SIDE, STEP)),
+            *(descriptor_template(jit.make_descriptor(t, rows, SIDE)) for t, rows in boxes),
         ]
-        self.pdl, self.apart, self.steps = (
-            has_pdl(A.device),
-            A.stride(0),
-            0 if X is None else -(-X.shape[2] // STEP),
-        )
-        self.early = X is not None and X.dtype != A.dtype
+        self.pdl = has_pdl(A.device)
+        self.apart = A.stride(0)  # Elements from one matrix to the next
+        self.steps = 0 if X is None else -(-X.shape[2] // STEP)  # Boxes of X; 0 to load A
+        self.early = X is not None and X.dtype != A.dtype  # X is complete before the last launch
 
-    def __call__(self, matrices, scales, program) -> None:
-        (X, A, Z, one, other), (codes, factors, products, keep) = matrices, program
-        resident_kernel.launch(
+    def __call__(
+        self, matrices: Sequence[torch.Tensor], scales: torch.Tensor, program: tuple
+    ) -> None:
+        """Launch a CTA per matrix. matrices: (X or A, A, Z, first slot, second slot)."""
+        X, A, Z, one, other = matrices
+        codes, factors, products, keep = program
+        gram_chain_kernel.launch(
             len(A),
             self,
-            *map(filled, self.blanks, (X, A, Z, one, other, one, other)),
+            *map(with_tensor, self.blanks, (X, A, Z, one, other, one, other)),
             one,
             other,
             self.apart,
@@ -114,55 +153,65 @@ class _Launch:
 
 
 @functools.lru_cache(maxsize=256)
-def _placed(first, pair, device) -> tuple:
-    """`_program` with its codes and factors on a device, where they stay as long as the process
-    lives.
-    """
+def _program_on(
+    first: tuple, pair: Pair, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """`_program` with codes and factors on `device`, kept for as long as the process lives."""
     codes, factors, products, keep = _program(first, pair)
-    return lasting(codes, device), lasting(factors, device), products, keep
+    return persistent_copy(codes, device), persistent_copy(factors, device), products, keep
 
 
-def _program(first, pair) -> tuple:
-    """(Codes of the products, their factors, how many there are, whether A is kept): all that
-    follows A with the steps `first`, one or none, and a pair. Products, addends and rounding are
-    those of iteration.py, in its order.
+def _program(first: tuple, pair: Pair) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Return the program of a restart interval: codes (int32) and factors (fp32, five each) of the
+    products, the number of products, and whether A goes to the first slot before the products.
+
+    first: () or a single triple, the step before the pair. Products, addends, rounding and order
+    are those of iteration.py, and so are the bits. Factors: alpha, diagonal, and a factor per
+    addend.
     """
     (square, a), (cube, ca, cs), (half, ha, hs, hc, h), (qs, qc, q) = pair
-    products = [  # A is in U, S goes to V; C takes A's place, and H that of C
+    # The pair, `two_steps` in iteration.py: S, C, H and Q of coefficients.Pair. A is in U, S goes
+    # to V; C replaces A in U, and H replaces C.
+    last, flags = (STORE_NONE, RESTORE_FROM_Z | DIAGONAL) if first else (STORE_RESULT, DIAGONAL)
+    products = [
         (_code(U, U, V, [U]), square, 0.0, a),
-        (_code(U, V, U, [U, V], KEEP_OTHER, MIRROR | SETTLE), cube, 0.0, ca, cs),
-        (_code(U, U, U, [KEPT, V, U], NOTHING, DIAGONAL | SETTLE), half, h, ha, hs, hc),
-        (
-            _code(
-                U, U, V, [V, KEPT], *((NOTHING, BORROW | DIAGONAL) if first else (END, DIAGONAL))
-            ),
-            1.0,
-            q,
-            qs,
-            qc,
-        ),
+        (_code(U, V, U, [U, V], STORE_SECOND_SLOT, MIRROR | WAIT_STORES), cube, 0.0, ca, cs),
+        (_code(U, U, U, [KEPT, V, U], STORE_NONE, DIAGONAL | WAIT_STORES), half, h, ha, hs, hc),
+        (_code(U, U, V, [V, KEPT], last, flags), 1.0, q, qs, qc),
     ]
-    # Z goes to V and is lent until the pair is done; A Z takes A's place, and Z A Z its own
+    # The step before. Z goes to V, and is saved to memory until the pair is done. A Z replaces A in
+    # U, and Z A Z replaces A Z. The last product multiplies the pair's polynomial in V by Z + a I.
     if first:
         ((a, b, c),) = first
         products = [
-            (_code(U, U, V, [U], LEND), c, 0.0, b),
-            (_code(U, V, U, [U], NOTHING, MIRROR), 1.0, 0.0, a),
-            (_code(V, U, U, [U], KEEP_ONE, MIRROR), 1.0, 0.0, a),
+            (_code(U, U, V, [U], SAVE_TO_Z), c, 0.0, b),
+            (_code(U, V, U, [U], STORE_NONE, MIRROR), 1.0, 0.0, a),
+            (_code(V, U, U, [U], STORE_FIRST_SLOT, MIRROR), 1.0, 0.0, a),
             *products,
-            (_code(U, V, V, [V], END, MIRROR), 1.0, 0.0, a),
+            (_code(U, V, V, [V], STORE_RESULT, MIRROR), 1.0, 0.0, a),
         ]
     codes = torch.tensor([code for code, *_ in products], dtype=torch.int32, device="cpu")
     factors = torch.tensor([[*factors, 0.0, 0.0][:5] for _, *factors in products], device="cpu")
     return codes, factors, len(products), int(not first)
 
 
-def _code(left, right, to, addends, then=NOTHING, flags=0) -> int:
-    """A product as a number: the matrices that are multiplied, where the result goes, its addends
-    (the first is in U, V or kept as the one, the second in V or kept as the other, the third in U),
-    and what becomes of it beside. MIRROR: squares on the diagonal are made symmetric, as those of A
-    A are. DIAGONAL: a multiple of I is added. BORROW: what was lent comes to U afterwards. SETTLE:
-    what was kept or lent before is in memory afterwards.
+def _code(
+    left: int, right: int, to: int, addends: Sequence[int], then: int = STORE_NONE, flags: int = 0
+) -> int:
+    """Encode a product as an integer.
+
+    left, right: the factors, U or V. to: where the result goes, U or V. addends: the first is in U,
+    V or the first slot (KEPT), the second in V or the second slot (KEPT), the third in U. then:
+    where the result is stored besides. Flags:
+
+    MIRROR: make the squares on the diagonal symmetric. Not needed for the square of a matrix, which
+    is symmetric in every bit.
+
+    DIAGONAL: add a multiple of I.
+
+    RESTORE_FROM_Z: load the matrix saved to Z into U after the product.
+
+    WAIT_STORES: wait until earlier TMA stores to slots and Z are visible in global memory.
     """
     first, second, third = (*addends, None, None)[:3]
     assert first is not None and second in (None, V, KEPT) and third in (None, U)

@@ -1,51 +1,66 @@
-"""The kernel of gram_chain.py: X X^T and a list of products of symmetric matrices, one matrix per
-program.
+"""The kernel of gram_chain.py in Gluon: X X^T and a program of products of symmetric matrices, a
+matrix per CTA, see [Note: program of products].
 
-Three warpgroups compute a square of 128 x 128 each, on and below the diagonal. Needs Gluon.
+A matrix of up to 256 x 256 is three squares of 128 x 128: 0 and 2 on the diagonal, 1 below the
+diagonal. Three warpgroups compute a square each. The square above the diagonal is never stored in
+shared memory: square 1 is read transposed.
 """
 from __future__ import annotations
 
 from ..launch.jit import gluon_jit
-from ..matmul.sm90_pipeline import add_diagonal, ask, boxes_of, matrices_of, rounded
+from ..matmul.sm90_pipeline import (
+    add_diagonal,
+    index_grid,
+    load_addend,
+    matrices_of,
+    rounded,
+    tma_boxes,
+)
 
 # Gluon's names, put here by gluon_jit
 gl = mbarrier = tma = fence = barrier = multiply = multiplied = load_box = None
 store_box = gdc_wait = gdc_launch_dependents = None
 
 
-@gluon_jit.alike("steps", "products", "keep")
-def resident_kernel(x, a, z, one_box, other_box, one_half, other_half, one, other, apart, scales,
-                    steps, codes, factors, products, keep, EARLY: gl.constexpr):
-    """One matrix per program. x: by boxes as high as it is, `steps` of them, of which a = scale^2 X
-    X^T is made, if there are any; else, and where the scale is negative, a is read; z: what is lent
-    and the result, both by squares; one, other: room for what is kept, by squares, by their upper
-    and lower halves, and itself, `apart` elements from one matrix to the next. codes, each with
-    five factors, say what the `products` are (gram_chain.py, `_code`); keep: whether a is kept as
-    the one. EARLY: x was there before the launch before this one began.
+@gluon_jit.unspecialized("steps", "products", "keep")
+def gram_chain_kernel(x, a, z, one_box, other_box, one_half, other_half, one, other, apart, scales,
+                      steps, codes, factors, products, keep, EARLY: gl.constexpr):
+    """Run the program of a restart interval on a matrix per CTA.
+
+    Descriptors: x: X in boxes of 2 SIDE rows, `steps` boxes, from which A = scale^2 X X^T is
+    computed; a: A in squares, loaded if `steps` is 0 or the scale is negative; z: result, and a
+    saved matrix, in squares. one_box, other_box, one_half, other_half: the two slots in squares and
+    in upper and lower halves of squares. one, other: the addresses of the slots, `apart` elements
+    per matrix.
+
+    codes: `products` codes (`_code` in gram_chain.py); factors: five fp32 numbers per product.
+    keep: not 0 to store A in the first slot. EARLY: x was complete before the previous launch
+    began, so X X^T does not wait for the previous kernel.
     """
     SIDE: gl.constexpr = a.block_type.shape[1]
-    STAGES: gl.constexpr = 4  # six would fit, and gain nothing
-    squares = gl.allocate_shared_memory(a.dtype, [6, 1, SIDE, SIDE], a.layout)  # U's three, and V's
+    STAGES: gl.constexpr = 4  # Six would fit, and gain nothing
+    # Three squares of U, then three of V; before, the stages of X
+    squares = gl.allocate_shared_memory(a.dtype, [6, 1, SIDE, SIDE], a.layout)
     staging = gl.allocate_shared_memory(a.dtype, [2, 1, SIDE // 2, SIDE], a.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     loaded = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    lent = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    staged = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    written = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    read = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    restored = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    staging_loaded = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    square_written = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    operands_read = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=3)
     mbarrier.init(done.index(0), count=3)
-    for who in gl.static_range(3):
-        mbarrier.init(loaded.index(who), count=1)
-        mbarrier.init(lent.index(who), count=1)
-        mbarrier.init(written.index(who), count=1)
-        mbarrier.init(read.index(who), count=1)
-    mbarrier.init(staged.index(0), count=1)
-    mbarrier.init(staged.index(1), count=1)
+    for group in gl.static_range(3):
+        mbarrier.init(loaded.index(group), count=1)
+        mbarrier.init(restored.index(group), count=1)
+        mbarrier.init(square_written.index(group), count=1)
+        mbarrier.init(operands_read.index(group), count=1)
+    mbarrier.init(staging_loaded.index(0), count=1)
+    mbarrier.init(staging_loaded.index(1), count=1)
     fence()
     if not EARLY:
         gdc_wait()
@@ -53,81 +68,89 @@ def resident_kernel(x, a, z, one_box, other_box, one_half, other_half, one, othe
     offset = matrix.to(gl.int64) * apart
     kept = one + offset, other + offset, one_half, other_half
     long = x, scales, steps, full, empty, done
-    work = long, a, z, one_box, other_box, kept, codes, factors, products, keep, matrix
-    room = squares, staging, loaded, lent, staged, written, read
+    arguments = long, a, z, one_box, other_box, kept, codes, factors, products, keep, matrix
+    shared = squares, staging, loaded, restored, staging_loaded, square_written, operands_read
+    # Warpgroup 1 computes whole squares and needs more registers than those on the diagonal
     gl.warp_specialize([
-        (_products, (work, room, EARLY, 0, SIDE)),
-        (_products, (work, room, EARLY, 1, SIDE)),
-        (_products, (work, room, EARLY, 2, SIDE)),
+        (_compute_products, (arguments, shared, EARLY, 0, SIDE)),
+        (_compute_products, (arguments, shared, EARLY, 1, SIDE)),
+        (_compute_products, (arguments, shared, EARLY, 2, SIDE)),
     ], [4, 4], [184, 160])
 
 
 @gluon_jit
-def _products(work, room, EARLY: gl.constexpr, WHO: gl.constexpr, SIDE: gl.constexpr):
-    """Compute a square of each product: the upper one on the diagonal, the one below it, or the
-    lower one (WHO).
+def _compute_products(arguments, shared, EARLY: gl.constexpr, GROUP: gl.constexpr,
+                      SIDE: gl.constexpr):
+    """Warpgroup GROUP: compute square GROUP of all products.
 
-    written: a group's square of the product before; read: what its multiplication reads. Groups
-    wait for the squares that they read, and, before they write, for those who read what was there.
-    The lower one multiplies last, for the next product begins without it.
+    mbarrier square_written: a warpgroup's square of the product before is in shared memory;
+    operands_read: a warpgroup's products have read their operands. A warpgroup waits for the
+    squares to multiply, and, before writing a square, for the warpgroups that read the old square.
     """
-    long, a, z, one_box, other_box, kept, codes, factors, products, keep, matrix = work
-    squares, staging, loaded, lent, staged, written, read = room
-    ROW: gl.constexpr = SIDE if WHO > 0 else 0
-    COLUMN: gl.constexpr = SIDE if WHO > 1 else 0
+    long, a, z, one_box, other_box, kept, codes, factors, products, keep, matrix = arguments
+    squares, staging, loaded, restored, staging_loaded, square_written, operands_read = shared
+    ROW: gl.constexpr = SIDE if GROUP > 0 else 0
+    COLUMN: gl.constexpr = SIDE if GROUP > 1 else 0
     HALF: gl.constexpr = SIDE // 2
-    flat, boxes = matrices_of(squares, SIDE, SIDE), boxes_of(squares, a)
-    scale = gram(long, squares, flat, matrix, EARLY, WHO, SIDE, HALF)
+    matrices, boxes = matrices_of(squares, SIDE, SIDE), tma_boxes(squares, a)
+    scale = _gram(long, squares, matrices, matrix, EARLY, GROUP, SIDE, HALF)
     if scale < 0:
-        ask(a, boxes.index(WHO), loaded.index(WHO), matrix, ROW, COLUMN, SIDE)
-        mbarrier.wait(loaded.index(WHO), 0)
-    mbarrier.arrive(written.index(WHO))
+        load_addend(a, boxes.index(GROUP), loaded.index(GROUP), matrix, ROW, COLUMN, SIDE)
+        mbarrier.wait(loaded.index(GROUP), 0)
+    mbarrier.arrive(square_written.index(GROUP))
     if keep != 0:
-        store_box(one_box, [matrix, WHO * SIDE, 0], boxes.index(WHO))
+        store_box(one_box, [matrix, GROUP * SIDE, 0], boxes.index(GROUP))
     for number in range(products):
-        code, f = product_of(codes, factors, number)
-        to, then = result_of(code)
-        # Not before: the next kernel's programs would wait where another stream's could run
+        code, factor = _product_of(codes, factors, number)
+        to, then = _result_of(code)
+        # In the last product (STORE_RESULT), not before: the next kernel's programs would occupy
+        # multiprocessors while they wait, on which kernels of another stream could run
         if then == 4:
             gdc_launch_dependents()
-        _stage(code, kept, staging, staged, matrix, 0, WHO, SIDE)
-        _wait_for_others(written, number, WHO)
-        if WHO == 2:
-            _wait_for_others(read, number, WHO)
-        upper, lower = _multiply(flat, code, WHO, SIDE, HALF)
-        upper = _finish(multiplied(2, deps=(upper,)), code, f, flat, kept, staging, staged, 0, WHO)
+        _prefetch_kept(code, kept, staging, staging_loaded, matrix, 0, GROUP, SIDE)
+        _wait_for_others(square_written, number, GROUP)
+        # Square 2 is multiplied last: warpgroup 0 begins the next product without it
+        if GROUP == 2:
+            _wait_for_others(operands_read, number, GROUP)
+        upper, lower = _start_product(matrices, code, GROUP, SIDE, HALF)
+        upper = _add_and_round(multiplied(2, deps=(upper,)), code, factor, matrices, kept, staging,
+                               staging_loaded, 0, GROUP)
         lower = multiplied(0, deps=(lower,))
         barrier()
-        mbarrier.arrive(read.index(WHO))
-        _stage(code, kept, staging, staged, matrix, HALF, WHO, SIDE)
-        lower = _finish(lower, code, f, flat, kept, staging, staged, HALF, WHO)
-        if WHO != 2:
-            _wait_for_others(read, number, WHO)
-        if settles(code):
+        mbarrier.arrive(operands_read.index(GROUP))
+        _prefetch_kept(code, kept, staging, staging_loaded, matrix, HALF, GROUP, SIDE)
+        lower = _add_and_round(lower, code, factor, matrices, kept, staging, staging_loaded, HALF,
+                               GROUP)
+        if GROUP != 2:
+            _wait_for_others(operands_read, number, GROUP)
+        if _waits_for_stores(code):
             _wait_for_stores()
         else:
             tma.store_wait(0)
         barrier()
-        write(upper, lower, flat.index(to + WHO), mirrors(code), WHO, HALF)
-        if borrows(code):
-            ask(z, boxes.index(WHO), lent.index(WHO), matrix, ROW, COLUMN, SIDE)
-            mbarrier.wait(lent.index(WHO), 0)
-        mbarrier.arrive(written.index(WHO))
+        _write_square(upper, lower, matrices.index(to + GROUP), _has_mirror(code), GROUP, HALF)
+        if _restores_from_z(code):
+            load_addend(z, boxes.index(GROUP), restored.index(GROUP), matrix, ROW, COLUMN, SIDE)
+            mbarrier.wait(restored.index(GROUP), 0)
+        mbarrier.arrive(square_written.index(GROUP))
+        # STORE_FIRST_SLOT, STORE_SECOND_SLOT, SAVE_TO_Z and STORE_RESULT in gram_chain.py
         if then == 1:
-            store_box(one_box, [matrix, WHO * SIDE, 0], boxes.index(to + WHO))
+            store_box(one_box, [matrix, GROUP * SIDE, 0], boxes.index(to + GROUP))
         elif then == 2:
-            store_box(other_box, [matrix, WHO * SIDE, 0], boxes.index(to + WHO))
+            store_box(other_box, [matrix, GROUP * SIDE, 0], boxes.index(to + GROUP))
         elif then > 2:
-            store_box(z, [matrix, ROW, COLUMN], boxes.index(to + WHO))
-        if WHO == 1:
-            _store_turned(upper, lower, z, flat.index(1), boxes.index(1), matrix, then, SIDE)
+            store_box(z, [matrix, ROW, COLUMN], boxes.index(to + GROUP))
+        if GROUP == 1:
+            _store_mirrored(upper, lower, z, matrices.index(1), boxes.index(1), matrix, then, SIDE)
     tma.store_wait(0)
 
 
 @gluon_jit
-def _wait_for_others(barriers, number, WHO: gl.constexpr):
-    """Wait for the groups that share operands with this one, in a product."""
-    if WHO == 1:
+def _wait_for_others(barriers, number, GROUP: gl.constexpr):
+    """Wait for the warpgroups whose squares this warpgroup multiplies: 1 for 0 and 2; 0 and 2 for
+    1.
+    """
+    if GROUP == 1:
         mbarrier.wait(barriers.index(0), number & 1)
         mbarrier.wait(barriers.index(2), number & 1)
     else:
@@ -135,18 +158,18 @@ def _wait_for_others(barriers, number, WHO: gl.constexpr):
 
 
 @gluon_jit
-def _multiply(flat, code, WHO: gl.constexpr, SIDE: gl.constexpr, HALF: gl.constexpr):
-    """Begin to multiply: the upper and the lower half of a square."""
-    left, right = operands_of(code)
-    if WHO == 0:
-        rows, more_rows = flat.index(left), flat.index(left + 1).permute([1, 0])
+def _start_product(matrices, code, GROUP: gl.constexpr, SIDE: gl.constexpr, HALF: gl.constexpr):
+    """Issue the products of the upper and the lower half of square GROUP; return their sums."""
+    left, right = _operands_of(code)
+    if GROUP == 0:
+        rows, more_rows = matrices.index(left), matrices.index(left + 1).permute([1, 0])
     else:
-        rows, more_rows = flat.index(left + 1), flat.index(left + 2)
-    if WHO == 2:
-        columns, more_columns = flat.index(right + 1).permute([1, 0]), flat.index(right + 2)
+        rows, more_rows = matrices.index(left + 1), matrices.index(left + 2)
+    if GROUP == 2:
+        columns, more_columns = matrices.index(right + 1).permute([1, 0]), matrices.index(right + 2)
     else:
-        columns, more_columns = flat.index(right), flat.index(right + 1)
-    upper, lower = no_sums(WHO, SIDE, HALF)
+        columns, more_columns = matrices.index(right), matrices.index(right + 1)
+    upper, lower = _zero_sums(GROUP, SIDE, HALF)
     WIDTH: gl.constexpr = upper.shape[1]
     upper = multiply(rows.slice(0, HALF), columns.slice(0, WIDTH, 1), upper, use_acc=False,
                      is_async=True)
@@ -158,69 +181,78 @@ def _multiply(flat, code, WHO: gl.constexpr, SIDE: gl.constexpr, HALF: gl.conste
 
 
 @gluon_jit
-def _stage(code, kept, staging, staged, matrix, ROW: gl.constexpr, WHO: gl.constexpr,
-           SIDE: gl.constexpr):
-    """Let half a square, from ROW on, of what was kept arrive, where it is an addend; but not of
-    the upper square, for which there is no room.
+def _prefetch_kept(code, kept, staging, staging_loaded, matrix, ROW: gl.constexpr,
+                   GROUP: gl.constexpr, SIDE: gl.constexpr):
+    """Start the TMA load of half a square, from ROW on, from a slot into the staging buffer, if the
+    product has such an addend. Not for square 0, for which shared memory has no staging buffer.
     """
     one, other, one_half, other_half = kept
-    if WHO > 0:
+    if GROUP > 0:
         if ROW > 0:
-            barrier()  # the upper half is read
+            barrier()  # All threads have read the upper half from the buffer
         if (code >> 3 & 3) == 2:
-            ask(one_half, staging.index(WHO - 1), staged.index(WHO - 1), matrix, WHO * SIDE + ROW,
-                0, SIDE)
+            load_addend(one_half, staging.index(GROUP - 1), staging_loaded.index(GROUP - 1), matrix,
+                        GROUP * SIDE + ROW, 0, SIDE)
         if (code >> 5 & 3) == 2:
-            ask(other_half, staging.index(WHO - 1), staged.index(WHO - 1), matrix, WHO * SIDE + ROW,
-                0, SIDE)
+            load_addend(other_half, staging.index(GROUP - 1), staging_loaded.index(GROUP - 1),
+                        matrix, GROUP * SIDE + ROW, 0, SIDE)
 
 
 @gluon_jit
-def _finish(sums, code, f, flat, kept, staging, staged, ROW: gl.constexpr, WHO: gl.constexpr):
-    """Scale sums, add and round: half a square, from ROW on. In a loop, for long code has to be
-    waited for; added in each branch by itself, for of a tensor that comes from either of two the
-    registers would be moved.
+def _add_and_round(sums, code, factor, matrices, kept, staging, staging_loaded, ROW: gl.constexpr,
+                   GROUP: gl.constexpr):
+    """Scale sums, add the addends and the diagonal, and round: half a square, from ROW on.
+
+    A loop instead of unrolled code, because long code stalls on instruction fetches. Each branch
+    has an fma of its own, because the compiler would move the registers of a tensor chosen by a
+    branch.
     """
     one, other, one_half, other_half = kept
-    for k in range(addends_of(code)):
-        place, alpha, beta = addend_of(code, f, k)
-        if place == 2:
-            memory = gl.where(k == 0, one, other)
-            sums = gl.fma(sums, alpha, beta * _kept(memory, sums, staging, staged, ROW, WHO))
+    for k in range(_addend_count(code)):
+        source, alpha, beta = _addend_of(code, factor, k)
+        if source == 2:  # KEPT
+            slot = gl.where(k == 0, one, other)
+            sums = gl.fma(sums, alpha, beta * _load_kept(slot, sums, staging, staging_loaded, ROW,
+                                                         GROUP))
         else:
-            sums = gl.fma(sums, alpha, beta * part_of(flat.index(place * 3 + WHO), sums, ROW))
-    if WHO != 1:
-        if has_diagonal(code):
-            sums = add_diagonal(sums, f[1], ROW, 0)
-    return rounded(sums, flat.dtype)
+            sums = gl.fma(sums, alpha, beta * _part_of(matrices.index(source * 3 + GROUP), sums,
+                                                       ROW))
+    if GROUP != 1:
+        if _has_diagonal(code):
+            sums = add_diagonal(sums, factor[1], ROW, 0)
+    return rounded(sums, matrices.dtype)
 
 
 @gluon_jit
-def _kept(memory, like, staging, staged, ROW: gl.constexpr, WHO: gl.constexpr):
-    """The same of a square of 128 x 128 that was kept: staged, or read from memory. There, what
-    differs between threads is added apart from what does not: else each address would take
-    registers.
+def _load_kept(slot, like, staging, staging_loaded, ROW: gl.constexpr, GROUP: gl.constexpr):
+    """Load half a square of a slot as fp32 in the layout of `like`: from the staging buffer, or,
+    for square 0, from global memory.
+
+    There the address is split into a part that depends on the thread and a part that does not:
+    otherwise each address would take registers.
     """
-    if WHO > 0:
-        mbarrier.wait(staged.index(WHO - 1), ROW // like.shape[0])  # the halves take turns
-        values = part_of(matrices_of(staging, like.shape[0], 2 * like.shape[0]).index(WHO - 1),
-                         like, 0)
+    if GROUP > 0:
+        # A product with a kept addend loads both halves, so each half always has the same phase
+        mbarrier.wait(staging_loaded.index(GROUP - 1), ROW // like.shape[0])
+        values = _part_of(matrices_of(staging, like.shape[0], 2 * like.shape[0]).index(GROUP - 1),
+                          like, 0)
     else:
-        r, s = places(like)
-        own = r // 16 * 2048 + r % 8 * 128 + s % 8
-        values = gl.load(memory + own + r // 8 % 2 * 1024 + s // 8 * 8 + ROW * 128).to(gl.float32)
+        row, column = index_grid(like)
+        address = row // 16 * 2048 + row % 8 * 128 + column % 8
+        values = gl.load(slot + address + row // 8 % 2 * 1024 + column // 8 * 8 +
+                         ROW * 128).to(gl.float32)
     return values
 
 
 @gluon_jit
-def _store_turned(upper, lower, z, square, box, matrix, then, SIDE: gl.constexpr):
-    """Store the mirror image of what is below the diagonal of the end, through U, of which all is
-    read by then.
+def _store_mirrored(upper, lower, z, square, box, matrix, then, SIDE: gl.constexpr):
+    """Store the transpose of result square 1 above the diagonal of z, in the last product only.
+    Square 1 of U is the buffer, which no product reads any more.
     """
     if then == 4:
-        turned = square.permute([1, 0])
-        turned.slice(0, SIDE // 2).store(upper)
-        turned.slice(SIDE // 2, SIDE // 2).store(lower)
+        transposed = square.permute([1, 0])
+        transposed.slice(0, SIDE // 2).store(upper)
+        transposed.slice(SIDE // 2, SIDE // 2).store(lower)
         fence()
         barrier()
         store_box(z, [matrix, 0, SIDE], box)
@@ -228,8 +260,8 @@ def _store_turned(upper, lower, z, square, box, matrix, then, SIDE: gl.constexpr
 
 @gluon_jit
 def _wait_for_stores():
-    """Wait until what this thread stored by TMA is in memory, not only read, as by
-    `tma.store_wait`. It also empties the processor's cache.
+    """Wait until this thread's TMA stores are visible in global memory. `tma.store_wait` only waits
+    until the source is read. Side effect: empties the L1 cache.
     """
     lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
     gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [lanes],
@@ -237,25 +269,28 @@ def _wait_for_stores():
 
 
 @gluon_jit
-def gram(long, squares, flat, matrix, EARLY: gl.constexpr, WHO: gl.constexpr, SIDE: gl.constexpr,
-         HALF: gl.constexpr):
-    """Write a square of scale^2 X X^T; return the scale: where that is negative, nothing is
-    written. The memory of all squares is a ring until all are `done`, which the first group fills.
+def _gram(long, squares, matrices, matrix, EARLY: gl.constexpr, GROUP: gl.constexpr,
+          SIDE: gl.constexpr, HALF: gl.constexpr):
+    """Write a square of scale^2 X X^T, and return the scale; -1 if there is no X. With a negative
+    scale nothing is written.
+
+    The memory of all squares is the pipeline of X, filled by warpgroup 0; `done` completes when all
+    warpgroups have multiplied.
     """
     x, scales, steps, full, empty, done = long
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_K: gl.constexpr = x.block_type.shape[2]
     AHEAD: gl.constexpr = STAGES - 1
-    boxes = boxes_of(squares, x)
+    boxes = tma_boxes(squares, x)
     stages = matrices_of(boxes, 2 * SIDE, BLOCK_K)
-    if WHO == 0:
+    if GROUP == 0:
         for k in gl.static_range(AHEAD):
             if k < steps:
-                ask(x, boxes.index(k), full.index(k), matrix, 0, k * BLOCK_K, BLOCK_K)
-    upper, lower = no_sums(WHO, SIDE, HALF)
+                load_addend(x, boxes.index(k), full.index(k), matrix, 0, k * BLOCK_K, BLOCK_K)
+    upper, lower = _zero_sums(GROUP, SIDE, HALF)
     for k in range(steps):
-        upper, lower = step(stages, full, empty, upper, lower, k, 0, WHO, SIDE, HALF)
-        if WHO == 0:
+        upper, lower = _multiply_step(stages, full, empty, upper, lower, k, GROUP, SIDE, HALF)
+        if GROUP == 0:
             ahead = k + AHEAD
             stage, more = ahead % STAGES, ahead < steps
             mbarrier.wait(empty.index(stage), (ahead // STAGES + 1) & 1, pred=more)
@@ -272,17 +307,18 @@ def gram(long, squares, flat, matrix, EARLY: gl.constexpr, WHO: gl.constexpr, SI
     mbarrier.wait(done.index(0), 0)
     if scale >= 0:
         factor = scale * scale
-        write(rounded(upper * factor, flat.dtype), rounded(lower * factor, flat.dtype),
-              flat.index(WHO), 0, WHO, HALF)
+        _write_square(rounded(upper * factor, matrices.dtype),
+                      rounded(lower * factor, matrices.dtype), matrices.index(GROUP), 0, GROUP,
+                      HALF)
     return scale
 
 
 @gluon_jit
-def no_sums(WHO: gl.constexpr, SIDE: gl.constexpr, HALF: gl.constexpr):
-    """Sums of the upper and the lower half of a square. Of those on the diagonal what is right of
-    the upper half is mirrored afterwards.
+def _zero_sums(GROUP: gl.constexpr, SIDE: gl.constexpr, HALF: gl.constexpr):
+    """Zeros for the sums of the upper and the lower half of a square. On the diagonal the upper
+    half has HALF columns: the rest is mirrored from the lower half.
     """
-    WIDTH: gl.constexpr = SIDE if WHO == 1 else HALF
+    WIDTH: gl.constexpr = SIDE if GROUP == 1 else HALF
     narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
                                                      instr_shape=[16, WIDTH, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
@@ -291,116 +327,114 @@ def no_sums(WHO: gl.constexpr, SIDE: gl.constexpr, HALF: gl.constexpr):
 
 
 @gluon_jit
-def step(stages, full, empty, upper, lower, k, first, WHO: gl.constexpr, SIDE: gl.constexpr,
-         HALF: gl.constexpr):
-    """Begin step k of those from `first` on; the one before it is done."""
+def _multiply_step(stages, full, empty, upper, lower, k, GROUP: gl.constexpr,
+                   SIDE: gl.constexpr, HALF: gl.constexpr):
+    """Issue the products of step k, and wait until the step before is done."""
     stage = k % full.shape[0]
-    ROW: gl.constexpr = SIDE if WHO > 0 else 0
-    COLUMN: gl.constexpr = SIDE if WHO > 1 else 0
+    ROW: gl.constexpr = SIDE if GROUP > 0 else 0
+    COLUMN: gl.constexpr = SIDE if GROUP > 1 else 0
     mbarrier.wait(full.index(stage), (k // full.shape[0]) & 1)
     rows, columns = stages.index(stage).slice(ROW, SIDE), stages.index(stage).slice(COLUMN, SIDE)
     upper = multiply(rows.slice(0, HALF), columns.slice(0, upper.shape[1]).permute([1, 0]), upper,
                      is_async=True)
     lower = multiply(rows.slice(HALF, HALF), columns.permute([1, 0]), lower, is_async=True)
     upper, lower = multiplied(2, deps=(upper, lower))
-    mbarrier.arrive(empty.index((k + full.shape[0] - 1) % full.shape[0]), pred=k > first)
+    mbarrier.arrive(empty.index((k + full.shape[0] - 1) % full.shape[0]), pred=k > 0)
     return upper, lower
 
 
 @gluon_jit
-def write(upper, lower, own, mirror, WHO: gl.constexpr, HALF: gl.constexpr):
-    """Write a square for all to read, whole."""
-    corner = own.slice(0, HALF).slice(0, upper.shape[1], 1)
-    corner.store(upper)
-    own.slice(HALF, HALF).store(lower)
-    if WHO != 1:
-        below, last = gl.split(gl.permute(gl.reshape(lower, (HALF, 2, HALF)), (0, 2, 1)))
-        own.slice(0, HALF).slice(HALF, HALF, 1).permute([1, 0]).store(below)
+def _write_square(upper, lower, square, mirror, GROUP: gl.constexpr, HALF: gl.constexpr):
+    """Write a whole square to shared memory, visible to TMA and wgmma. On the diagonal the upper
+    right quarter is the transpose of the lower left quarter; if `mirror` is not 0, the other
+    quarters are made symmetric, too.
+    """
+    upper_corner = square.slice(0, HALF).slice(0, upper.shape[1], 1)
+    upper_corner.store(upper)
+    square.slice(HALF, HALF).store(lower)
+    if GROUP != 1:
+        below, lower_right = gl.split(gl.permute(gl.reshape(lower, (HALF, 2, HALF)), (0, 2, 1)))
+        square.slice(0, HALF).slice(HALF, HALF, 1).permute([1, 0]).store(below)
         if mirror != 0:
-            other_corner = own.slice(HALF, HALF).slice(HALF, HALF, 1)
+            lower_corner = square.slice(HALF, HALF).slice(HALF, HALF, 1)
             barrier()
-            upper, last = _mirrored(upper, corner), _mirrored(last, other_corner)
+            upper = _mirrored(upper, upper_corner)
+            lower_right = _mirrored(lower_right, lower_corner)
             barrier()
-            corner.store(upper)
-            other_corner.store(last)
+            upper_corner.store(upper)
+            lower_corner.store(lower_right)
     fence()
     barrier()
 
 
 @gluon_jit
 def _mirrored(values, square):
-    """What is above the diagonal comes from below it."""
-    r, s = places(values)
+    """Replace the elements above the diagonal by those of the transposed square."""
+    r, s = index_grid(values)
     return gl.where(r < s, square.permute([1, 0]).load(values.type.layout), values)
 
 
 @gluon_jit
-def places(like):
-    """Return rows (.., 1) and columns (1, ..) of what lies like this tensor."""
-    r = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, like.type.layout))[:, None]
-    return r, gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, like.type.layout))[None, :]
+def _product_of(codes, factors, number):
+    """Load a product's code and the five factors, before any wait for operands."""
+    code, address = gl.load(codes + number), factors + 5 * number
+    return code, (gl.load(address), gl.load(address + 1), gl.load(address + 2),
+                  gl.load(address + 3), gl.load(address + 4))
 
 
 @gluon_jit
-def product_of(codes, factors, number):
-    """Return a product's code and its five factors; read before there is anything to wait for."""
-    code, at = gl.load(codes + number), factors + 5 * number
-    return code, (gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4))
-
-
-@gluon_jit
-def operands_of(code):
-    """Return the first squares of the factors: that of U, 0, or of V, 3."""
+def _operands_of(code):
+    """Index of the first square of each operand: 0 for U, 3 for V."""
     return (code & 1) * 3, (code >> 1 & 1) * 3
 
 
 @gluon_jit
-def result_of(code):
-    """Return the first square of where the result goes, and what becomes of it beside."""
+def _result_of(code):
+    """Index of the first square of the result (0 or 3), and where the result is stored besides."""
     return (code >> 2 & 1) * 3, code >> 8 & 7
 
 
 @gluon_jit
-def mirrors(code):
-    """Whether squares on the diagonal are made symmetric."""
+def _has_mirror(code):
+    """Flag MIRROR."""
     return code >> 11 & 1
 
 
 @gluon_jit
-def borrows(code):
-    """Whether what was lent comes to U afterwards."""
+def _restores_from_z(code):
+    """Flag RESTORE_FROM_Z."""
     return (code >> 12 & 1) != 0
 
 
 @gluon_jit
-def has_diagonal(code):
-    """Whether a multiple of I is added."""
+def _has_diagonal(code):
+    """Flag DIAGONAL."""
     return (code >> 13 & 1) != 0
 
 
 @gluon_jit
-def settles(code):
-    """Whether what was kept or lent before is in memory afterwards."""
+def _waits_for_stores(code):
+    """Flag WAIT_STORES."""
     return (code >> 14 & 1) != 0
 
 
 @gluon_jit
-def addends_of(code):
-    """How many there are."""
+def _addend_count(code):
+    """Number of addends."""
     return 1 + ((code >> 5 & 3) != 0) + (code >> 7 & 1)
 
 
 @gluon_jit
-def addend_of(code, f, k):
-    """Return (where addend k lies: in U, 0, in V, 1, or in what was kept, 2; by what the sums are
-    multiplied; by what the addend is).
-    """
-    place = gl.where(k == 0, code >> 3 & 3, gl.where(k == 1, code >> 5 & 3, 0))
-    return place, gl.where(k == 0, f[0], 1.0), gl.where(k == 0, f[2], gl.where(k == 1, f[3], f[4]))
+def _addend_of(code, factor, k):
+    """(U, V or KEPT, the place of addend k; factor of the sums so far; factor of the addend)."""
+    source = gl.where(k == 0, code >> 3 & 3, gl.where(k == 1, code >> 5 & 3, 0))
+    alpha = gl.where(k == 0, factor[0], 1.0)
+    beta = gl.where(k == 0, factor[2], gl.where(k == 1, factor[3], factor[4]))
+    return source, alpha, beta
 
 
 @gluon_jit
-def part_of(square, like, ROW: gl.constexpr):
-    """As much of an addend's square as there are sums, from row ROW on."""
+def _part_of(square, like, ROW: gl.constexpr):
+    """Load the part of an addend's square that corresponds to `like`, from row ROW on, as fp32."""
     return square.slice(ROW, like.shape[0]).slice(0, like.shape[1],
                                                   1).load(like.type.layout).to(gl.float32)

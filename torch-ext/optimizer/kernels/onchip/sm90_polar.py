@@ -1,57 +1,72 @@
-"""Whole iterations in shared memory on sm90: short sides of 65 to 128, long sides of 129 to 512.
-Needs Gluon.
+"""Whole Newton-Schulz iterations in shared memory on sm90, a matrix per CTA, in Gluon: short sides
+of 65 to 128, long sides of 129 to 512.
+
+X stays in shared memory as pieces of 64 columns, A, Z and Q as tiles of 128 x 128; left factors of
+wgmma come from registers. polar.py calls `polar` where `supports` is true. A and Q need not be
+symmetric in every bit: the updates A <- P A P^T and Q <- P Q hold for any P = Z + a I.
 """
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..launch.jit import gluon_jit, look, typed
+from ..launch.jit import gluon_jit, launch_key, triton_dtype
 from ..launch.replay import knows_triton
 from ..launch.tile_config import architecture
-from ..matmul.sm90_pipeline import rounded
+from ..matmul.sm90_pipeline import index_grid, rounded
+
+if TYPE_CHECKING:
+    from triton.experimental.gluon.language import BlockedLayout
 
 gl = fence = barrier = multiply = multiplied = None  # Gluon's names, put here by gluon_jit
 
-SIDE, LONGEST = 128, 512  # short side, and long side
-MOST_STEPS = 10  # each is compiled for itself; `_afresh` has no addresses for more
-WIDTH = 64  # columns of X that are multiplied at a time
-# Pieces of so many columns that stay in registers between norm and cast, by element size
+SIDE = 128  # Longest short side; a matrix is computed as SIDE rows, with zeros below
+MAX_LONG_SIDE = 512
+MAX_STEPS = 10  # Steps are unrolled; more would shift by 32 bits or more in `_views_of_phase`
+WIDTH = 64  # Columns of a piece of X, which is multiplied at a time
+# Element size in bytes -> pieces that stay in registers between norm and cast
 KEPT = {2: 8, 4: 4}
 
 
-def takes(n: int, m: int, steps: int) -> bool:
-    """Say whether so many steps on matrices (n, m), n <= m, are taken here, where the kernel runs.
-    """
-    return SIDE // 2 < n <= SIDE < m <= LONGEST and steps <= MOST_STEPS
+def supports_shape(n: int, m: int, steps: int) -> bool:
+    """Whether `polar` supports `steps` steps on matrices (n, m), n <= m, where the kernel runs."""
+    return SIDE // 2 < n <= SIDE < m <= MAX_LONG_SIDE and steps <= MAX_STEPS
 
 
-def fits(U: torch.Tensor, dtype: torch.dtype, steps: int) -> bool:
-    """Say whether so many steps on matrices U (N, n, m), n <= m, in `dtype`, go through `polar`."""
-    small = dtype.itemsize == 2 and takes(*U.shape[1:], steps)
+def supports(U: torch.Tensor, dtype: torch.dtype, steps: int) -> bool:
+    """Whether `polar` computes `steps` steps on matrices like U (N, n, m), n <= m, in `dtype`."""
+    small = dtype.itemsize == 2 and supports_shape(*U.shape[1:], steps)
     return small and architecture(U.device.type, U.device.index) == "sm90" and knows_triton()
 
 
-def polar(U: torch.Tensor, out: torch.Tensor, triples: tuple, firsts: int, eps: float,
+def polar(U: torch.Tensor, out: torch.Tensor, triples: tuple[float, ...], firsts: int, eps: float,
           dtype: torch.dtype) -> None:
-    """Write to out the polar factor of every matrix of U (N, n, m); they may be the same memory.
+    """Write the approximate polar factor of every matrix of U (N, n, m) to `out`, which may be U.
+    Products and X are in `dtype`.
 
-    triples: all coefficients, one after another; firsts: bit s says that step s begins a segment.
+    triples: the coefficients (a, b, c) of all steps in a row. firsts: bit s is set if step s begins
+    a restart interval.
     """
-    (N, n, m), steps = U.shape, len(triples) // 3
-    pieces, turned = -(-m // WIDTH), U.stride(1) < U.stride(2)
-    lines = _lines(U.element_size(), turned), _lines(out.element_size(),
-                                                     out.stride(1) < out.stride(2))
-    _chain_kernel.launch(N, (dtype, steps, firsts, *look(U, out)), U, out, U.stride(), out.stride(),
+    N, n, m = U.shape
+    steps = len(triples) // 3
+    pieces = -(-m // WIDTH)
+    turned = U.stride(1) < U.stride(2)  # X lies in shared memory as U does in global memory
+    lines = (_lines(U.element_size(), turned),
+             _lines(out.element_size(), out.stride(1) < out.stride(2)))
+    key = dtype, steps, firsts, *launch_key(U, out)
+    _polar_kernel.launch(N, key, U, out, U.stride(), out.stride(),
                          triples, n, m, eps, U.dtype != torch.float16, steps, firsts | 1 << steps,
                          turned, *lines, SIDE, WIDTH, pieces, min(KEPT[U.element_size()], pieces),
-                         typed(dtype), num_warps=8)
+                         triton_dtype(dtype), num_warps=8)
 
 
 @functools.cache
-def _lines(itemsize: int, turned: bool, width: int = WIDTH):
-    """How 256 threads read or write a piece of a matrix, 16 bytes each at a time."""
+def _lines(itemsize: int, turned: bool, width: int = WIDTH) -> BlockedLayout:
+    """The layout in which 256 threads load or store a piece (SIDE, width): 16 bytes per thread
+    along the contiguous dimension, which is the first dimension if `turned`.
+    """
     from triton.experimental.gluon.language import BlockedLayout
 
     each = 16 // itemsize
@@ -62,20 +77,25 @@ def _lines(itemsize: int, turned: bool, width: int = WIDTH):
 
 
 @gluon_jit
-def _chain_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: gl.constexpr,
+def _polar_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: gl.constexpr,
                   STEPS: gl.constexpr, FIRSTS: gl.constexpr, TURNED: gl.constexpr,
                   FROM: gl.constexpr, TO: gl.constexpr, SIDE: gl.constexpr, WIDTH: gl.constexpr,
                   PIECES: gl.constexpr, KEPT: gl.constexpr, DTYPE: gl.constexpr):
-    """One matrix per program. FIRSTS: bit s says that step s begins a segment, or is one after the
-    last; TURNED: a matrix lies transposed, and so it does in shared memory; FROM, TO: how it is
-    read and written.
+    """Gram iteration of a matrix per program, from U to `out`.
+
+    triples: the coefficients of all STEPS steps in a row. FIRSTS: bit s is set if step s begins a
+    restart interval, and bit STEPS. WIDE: squares may leave the range of fp32. TURNED: U is stored
+    transposed, and X in shared memory, too. FROM, TO: layouts that load U and store `out` in lines.
+    PIECES: pieces of WIDTH columns, of which KEPT stay in registers until they are cast.
     """
     matrix = gl.program_id(0).to(gl.int64)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16,
                                                   rank=2)
     narrow: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1],
                                                      instr_shape=[16, WIDTH, 16])
-    X, tiles = (), ()  # of memory in one piece the compiler would not know what is read where
+    # Separate allocations, because of a single allocation the compiler does not know which part is
+    # read where
+    X, tiles = (), ()
     for piece in gl.static_range(PIECES + 3):
         if piece < PIECES:
             X = X + (gl.allocate_shared_memory(DTYPE,
@@ -83,25 +103,28 @@ def _chain_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: gl.c
                                                swizzled),)
         else:
             tiles = tiles + (gl.allocate_shared_memory(DTYPE, [1, SIDE, SIDE], swizzled),)
-    A, zero = _begin(U + matrix * u_strides[0], u_strides, n, m, eps,
-                     _afresh(X, m, 0, PIECES, TURNED), WIDE, SIDE, WIDTH, PIECES, KEPT, FROM)
+    A, zero = _load_scaled(U + matrix * u_strides[0], u_strides, n, m, eps,
+                           _views_of_phase(X, m, 0, PIECES, TURNED), WIDE, SIDE, WIDTH, PIECES,
+                           KEPT, FROM)
     Q = A
     for step in gl.static_range(STEPS):
-        squares = _afresh(tiles, m, 2 * step + 1, 3, False)
+        squares = _views_of_phase(tiles, m, 2 * step + 1, 3, False)
         if (FIRSTS >> step) % 2 == 1:
-            _show(A, squares[0])
-        A, Q = _step(A, Q, squares, triples, zero, step, FIRSTS)
+            _store_operand(A, squares[0])
+        A, Q = _gram_step(A, Q, squares, triples, zero, step, FIRSTS)
         if (FIRSTS >> (step + 1)) % 2 == 1 and step + 1 < STEPS:
-            A = _restart(Q, _afresh(X, m, 2 * step + 2, PIECES, TURNED), PIECES, narrow)
-    _finish(Q, _afresh(X, m, 2 * STEPS + 1, PIECES, TURNED), out + matrix * out_strides[0],
-            out_strides, n, m, PIECES, narrow, SIDE, WIDTH, TO)
+            A = _restart(Q, _views_of_phase(X, m, 2 * step + 2, PIECES, TURNED), PIECES, narrow)
+    _store_product(Q, _views_of_phase(X, m, 2 * STEPS + 1, PIECES, TURNED),
+                   out + matrix * out_strides[0], out_strides, n, m, PIECES, narrow, SIDE, WIDTH,
+                   TO)
 
 
 @gluon_jit
-def _afresh(memory, m, phase: gl.constexpr, COUNT: gl.constexpr, TURNED: gl.constexpr):
-    """Matrices in shared memory, transposed if they lie TURNED, for a phase. The compiler does not
-    know that m is less than 1 << 10, which is why it keeps no addresses for the next phase; it
-    would need more registers than there are.
+def _views_of_phase(memory, m, phase: gl.constexpr, COUNT: gl.constexpr, TURNED: gl.constexpr):
+    """Views of matrices in shared memory for a phase, transposed if TURNED.
+
+    The index is not foldable by the compiler: m >> (10 + phase) is always 0, since m <= 512. With a
+    constant index the compiler keeps the addresses of all phases, and spills registers.
     """
     views = ()
     for k in gl.static_range(COUNT):
@@ -113,34 +136,39 @@ def _afresh(memory, m, phase: gl.constexpr, COUNT: gl.constexpr, TURNED: gl.cons
 
 
 @gluon_jit
-def _begin(start, strides, n, m, eps, X, WIDE: gl.constexpr, SIDE: gl.constexpr,
-           WIDTH: gl.constexpr, PIECES: gl.constexpr, KEPT: gl.constexpr, layout: gl.constexpr):
-    """X <- U scaled and cast; return X X^T, and a zero of which the compiler does not know. The
-    first pieces are read once, the others again after the sum of squares.
+def _load_scaled(start, strides, n, m, eps, X, WIDE: gl.constexpr, SIDE: gl.constexpr,
+                 WIDTH: gl.constexpr, PIECES: gl.constexpr, KEPT: gl.constexpr,
+                 layout: gl.constexpr):
+    """X <- U scaled to Frobenius norm 1 and cast; return X X^T, and a zero unknown to the compiler.
+
+    Pieces from KEPT on are loaded first, for the norm only, and again when registers are free. The
+    other pieces are loaded once.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1],
                                                   instr_shape=[16, SIDE, 16])
-    others, pieces = (), ()
+    last_pieces, pieces = (), ()
     for piece in gl.static_range(KEPT, PIECES):
-        others = others + (_read(start, strides, piece, n, m, SIDE, WIDTH, layout),)
+        last_pieces = last_pieces + (_load_piece(start, strides, piece, n, m, SIDE, WIDTH, layout),)
     for piece in gl.static_range(KEPT):
-        pieces = pieces + (_read(start, strides, piece, n, m, SIDE, WIDTH, layout),)
-    unit, norm = _factors(others + pieces, start, strides, n, m, eps, WIDE, SIDE, WIDTH, PIECES,
-                          KEPT, layout)
+        pieces = pieces + (_load_piece(start, strides, piece, n, m, SIDE, WIDTH, layout),)
+    unit, norm = _unit_and_inverse_norm(last_pieces + pieces, start, strides, n, m, eps, WIDE, SIDE,
+                                        WIDTH, PIECES, KEPT, layout)
     sums = gl.zeros((SIDE, SIDE), gl.float32, mma)
     for piece in gl.static_range(PIECES):
         if piece + KEPT < PIECES:
-            pieces = pieces + (_read(start, strides, piece + KEPT, n, m, SIDE, WIDTH, layout),)
-        _show(rounded(_again(pieces[piece]) * unit * norm, X[piece].dtype), X[piece])
+            pieces = pieces + (_load_piece(start, strides, piece + KEPT, n, m, SIDE, WIDTH,
+                                           layout),)
+        _store_operand(rounded(_to_fp32(pieces[piece]) * unit * norm, X[piece].dtype), X[piece])
         sums = multiply(X[piece], X[piece].permute([1, 0]), sums, use_acc=piece > 0, is_async=True)
     return rounded(multiplied(0, deps=(sums,)), X[0].dtype), 0.0 * norm
 
 
 @gluon_jit
-def _factors(pieces, start, strides, n, m, eps, WIDE: gl.constexpr, SIDE: gl.constexpr,
-             WIDTH: gl.constexpr, PIECES: gl.constexpr, KEPT: gl.constexpr, layout: gl.constexpr):
-    """Return two factors of a matrix, to be applied one after the other: a power of two, and the
-    rest (scaling.py).
+def _unit_and_inverse_norm(pieces, start, strides, n, m, eps, WIDE: gl.constexpr,
+                           SIDE: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr,
+                           KEPT: gl.constexpr, layout: gl.constexpr):
+    """Return (unit, 1 / norm): the scaled matrix is U unit / norm. unit is a power of two that
+    keeps squares in the range of fp32, as `unit_of` in scaling.py.
     """
     largest = gl.zeros((SIDE, WIDTH), gl.float32, layout)
     squares = largest
@@ -148,107 +176,117 @@ def _factors(pieces, start, strides, n, m, eps, WIDE: gl.constexpr, SIDE: gl.con
         u = pieces[piece].to(gl.float32)
         largest = gl.maximum(largest, gl.abs(u))
         squares = gl.fma(u, u, squares)
-    largest, squares = gl.reduce((largest, squares), None, _both)
+    largest, squares = gl.reduce((largest, squares), None, _max_and_sum)
     unit = gl.where(largest > 2.0**50, 2.0**-80, gl.where(largest < 2.0**-40, 2.0**80, 1.0))
     if WIDE and unit != 1.0:
-        squares = _sum(start, strides, unit, n, m, SIDE, WIDTH, PIECES, KEPT, layout)
+        squares = _sum_of_squares(start, strides, unit, n, m, SIDE, WIDTH, PIECES, KEPT, layout)
     norm = gl.sqrt(squares) + eps * (largest * unit)
     return unit, 1.0 / gl.where(norm == 0, 1.0, norm)
 
 
 @gluon_jit
-def _both(largest, squares, other, others):
+def _max_and_sum(largest, squares, other, others):
+    """Combine (largest magnitude, sum of squares) of two parts of a matrix."""
     return gl.maximum(largest, other), squares + others
 
 
 @gluon_jit
-def _sum(start, strides, unit, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr,
-         KEPT: gl.constexpr, layout: gl.constexpr):
-    """Return the sum of squares in a unit, added and rounded as by `_factors`."""
+def _sum_of_squares(start, strides, unit, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr,
+                    PIECES: gl.constexpr, KEPT: gl.constexpr, layout: gl.constexpr):
+    """Return the sum of squares of unit U, added in the order of `_unit_and_inverse_norm`: a power
+    of two changes no bit of the result.
+    """
     squares = gl.zeros((SIDE, WIDTH), gl.float32, layout)
-    for number in range(PIECES):
-        u = _read(start, strides, (number + KEPT) % PIECES, n, m, SIDE, WIDTH,
-                  layout).to(gl.float32) * unit
+    for piece in range(PIECES):
+        u = _load_piece(start, strides, (piece + KEPT) % PIECES, n, m, SIDE, WIDTH,
+                        layout).to(gl.float32) * unit
         squares = gl.fma(u, u, squares)
     return gl.sum(squares)
 
 
 @gluon_jit
-def _step(A, Q, tiles, triples, zero, step: gl.constexpr, FIRSTS: gl.constexpr):
-    """With Z = b A + c A^2: A <- (Z + a I) A (Z + a I)^T, Q <- (Z + a I) Q; see iteration.py. After
-    the first step of a segment Q + q I stands for Q, where q is that step's a. A lies in the first
-    tile, too, Q in the last.
+def _gram_step(A, Q, tiles, triples, zero, step: gl.constexpr, FIRSTS: gl.constexpr):
+    """A step of the Gram iteration, with Z = b A + c A^2: return A <- (Z + a I) A (Z + a I)^T and Q
+    <- (Z + a I) Q; see iteration.py.
+
+    After the first step of a restart interval Q + q I stands for Q, with q the a of the first step.
+    A is also in tiles[0], Q in tiles[2]. The last step of an interval does not update A.
     """
     FIRST: gl.constexpr = (FIRSTS >> step) % 2 == 1
     SECOND: gl.constexpr = (FIRSTS << 1 >> step) % 2 == 1
     LAST: gl.constexpr = (FIRSTS >> (step + 1)) % 2 == 1
-    # parameters as they are would be loaded again by each of their uses
-    a, b, c = triples[3 * step] + zero, triples[3 * step + 1] + zero, triples[3 * step + 2] + zero
+    # zero hides from the compiler that these are parameters, which each use would load again
+    a = triples[3 * step] + zero
+    b, c = triples[3 * step + 1] + zero, triples[3 * step + 2] + zero
     q = triples[0 if FIRST else 3 * step - 3] + zero
     a_tile, q_tile = tiles[0], tiles[2]
     mma: gl.constexpr = A.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     sums = gl.zeros(A.shape, gl.float32, mma)
     sums = multiply(gl.convert_layout(A, left), a_tile, sums, use_acc=False, is_async=True)
-    Z = rounded(c * multiplied(0, deps=(sums,)) + b * _again(A), A.dtype)
+    Z = rounded(c * multiplied(0, deps=(sums,)) + b * _to_fp32(A), A.dtype)
     z = gl.convert_layout(Z, left)
     if LAST and FIRST:
-        Q = rounded(_again(Z) + _diagonal(a, A), A.dtype)
+        Q = rounded(_to_fp32(Z) + _identity_times(a, A), A.dtype)
     elif LAST:
-        sums = multiply(z, q_tile, _addends(Q, Z, q, a, SECOND), is_async=True)
+        sums = multiply(z, q_tile, _initial_sums(Q, Z, q, a, SECOND), is_async=True)
         Q = rounded(multiplied(0, deps=(sums,)), A.dtype)
     else:
-        sums = multiply(z, a_tile, a * _again(A), is_async=True)
+        sums = multiply(z, a_tile, a * _to_fp32(A), is_async=True)
         if not FIRST:
-            follow = multiply(z, q_tile, _addends(Q, Z, q, a, SECOND), is_async=True)
-        tile = tiles[2 if FIRST else 1]
-        tile.store(Z)
+            q_sums = multiply(z, q_tile, _initial_sums(Q, Z, q, a, SECOND), is_async=True)
+        z_tile = tiles[2 if FIRST else 1]
+        z_tile.store(Z)
         T = rounded(multiplied(0 if FIRST else 1, deps=(sums,)), A.dtype)
         fence()
         barrier()
-        sums = multiply(gl.convert_layout(T, left), tile.permute([1, 0]), a * _again(T),
+        sums = multiply(gl.convert_layout(T, left), z_tile.permute([1, 0]), a * _to_fp32(T),
                         is_async=True)
         if FIRST:
             Q = Z
         else:
-            Q = rounded(multiplied(1, deps=(follow,)), A.dtype)
+            Q = rounded(multiplied(1, deps=(q_sums,)), A.dtype)
             barrier()
             q_tile.store(Q)
         A = rounded(multiplied(0, deps=(sums,)), A.dtype)
-        _show(A, a_tile)
+        _store_operand(A, a_tile)
     return A, Q
 
 
 @gluon_jit
-def _addends(Q, Z, q, a, SECOND: gl.constexpr):
-    """a Q, or what is added to Z Q for (Z + a I) (Q + q I)."""
-    sums = a * _again(Q)
+def _initial_sums(Q, Z, q, a, SECOND: gl.constexpr):
+    """Return a Q, to which Z Q is added. In the SECOND step Q stands for Q + q I: return a Q + q Z
+    + q a I.
+    """
+    sums = a * _to_fp32(Q)
     if SECOND:
-        sums += q * _again(Z) + _diagonal(q * a, Q)
+        sums += q * _to_fp32(Z) + _identity_times(q * a, Q)
     return sums
 
 
 @gluon_jit
 def _restart(Q, X, PIECES: gl.constexpr, narrow: gl.constexpr):
-    """X <- Q X; return X X^T."""
+    """X <- Q X in place; return X X^T."""
     q = gl.convert_layout(Q, gl.DotOperandLayout(0, narrow, 2))
     sums = gl.full(Q.shape, 0.0, gl.float32, Q.type.layout)
-    products = (_product(q, X[0], narrow),)
+    products = (_start_product(q, X[0], narrow),)
     for piece in gl.static_range(PIECES):
         if piece + 1 < PIECES:
-            products = products + (_product(q, X[piece + 1], narrow),)
+            products = products + (_start_product(q, X[piece + 1], narrow),)
         x = rounded(multiplied((piece > 0) + (piece + 1 < PIECES), deps=(products[piece],)),
                     Q.dtype)
         barrier()
-        _show(x, X[piece])
+        _store_operand(x, X[piece])
         sums = multiply(X[piece], X[piece].permute([1, 0]), sums, use_acc=piece > 0, is_async=True)
     return rounded(multiplied(0, deps=(sums,)), Q.dtype)
 
 
 @gluon_jit
-def _finish(Q, X, start, strides, n, m, PIECES: gl.constexpr, narrow: gl.constexpr,
-            SIDE: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """Store Q X, through shared memory where it can be read in lines."""
+def _store_product(Q, X, start, strides, n, m, PIECES: gl.constexpr, narrow: gl.constexpr,
+                   SIDE: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """Store Q X to global memory. Pieces go through shared memory, from which they are loaded in
+    the layout of lines.
+    """
     DTYPE: gl.constexpr = start.dtype.element_ty
     OUT_TURNED: gl.constexpr = layout.order[0] == 0
     shape: gl.constexpr = [WIDTH, SIDE] if OUT_TURNED else [SIDE, WIDTH]
@@ -256,62 +294,64 @@ def _finish(Q, X, start, strides, n, m, PIECES: gl.constexpr, narrow: gl.constex
     stages = (gl.allocate_shared_memory(DTYPE, shape, swizzled),
               gl.allocate_shared_memory(DTYPE, shape, swizzled))
     q = gl.convert_layout(Q, gl.DotOperandLayout(0, narrow, 2))
-    products = (_product(q, X[0], narrow),)
+    products = (_start_product(q, X[0], narrow),)
     for piece in gl.static_range(PIECES):
         if piece + 1 < PIECES:
-            products = products + (_product(q, X[piece + 1], narrow),)
+            products = products + (_start_product(q, X[piece + 1], narrow),)
         tile = stages[piece % 2]
         if OUT_TURNED:
             tile = tile.permute([1, 0])
         tile.store(rounded(multiplied(piece + 1 < PIECES, deps=(products[piece],)), DTYPE))
         barrier()
-        at, inside = _place(start, strides, piece, n, m, SIDE, WIDTH, layout)
-        gl.store(at, tile.load(layout), mask=inside)
+        address, inside = _addresses_of(start, strides, piece, n, m, SIDE, WIDTH, layout)
+        gl.store(address, tile.load(layout), mask=inside)
 
 
 @gluon_jit
-def _product(q, piece, narrow: gl.constexpr):
-    """Begin to multiply a piece of X."""
+def _start_product(q, piece, narrow: gl.constexpr):
+    """Issue the product of q and a piece of X."""
     return multiply(q, piece, gl.full(piece.shape, 0.0, gl.float32, narrow), use_acc=False,
                     is_async=True)
 
 
 @gluon_jit
-def _show(values, tile):
-    """Store where no product reads any more, for products to come."""
+def _store_operand(values, tile):
+    """Store a tile to shared memory for later products. No product may still read the tile."""
     tile.store(values)
     fence()
     barrier()
 
 
 @gluon_jit
-def _read(start, strides, piece, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr,
-          layout: gl.constexpr):
-    """A piece of a matrix, with zeros beyond its edges."""
-    at, inside = _place(start, strides, piece, n, m, SIDE, WIDTH, layout)
-    return gl.load(at, mask=inside, other=0.0)
+def _load_piece(start, strides, piece, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr,
+                layout: gl.constexpr):
+    """Load a piece of a matrix, with zeros beyond the edges."""
+    address, inside = _addresses_of(start, strides, piece, n, m, SIDE, WIDTH, layout)
+    return gl.load(address, mask=inside, other=0.0)
 
 
 @gluon_jit
-def _again(u):
-    """The same numbers in fp32, of which the compiler keeps no copies."""
+def _to_fp32(u):
+    """Convert to fp32, through an identity that the compiler cannot see through: the compiler then
+    keeps the 16-bit registers between uses, not fp32 copies.
+    """
     EACH: gl.constexpr = 32 // u.dtype.primitive_bitwidth
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [u], u.dtype, False,
                                      EACH).to(gl.float32)
 
 
 @gluon_jit
-def _place(start, strides, piece, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr,
-           layout: gl.constexpr):
-    """Return where a piece of a matrix lies, and which of its elements are there."""
+def _addresses_of(start, strides, piece, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr,
+                  layout: gl.constexpr):
+    """Return the addresses of a piece's elements, and which of them are inside the matrix."""
     row = gl.arange(0, SIDE, layout=gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))[None, :] + piece * WIDTH
-    at = start + row.to(gl.int64) * strides[1] + column.to(gl.int64) * strides[2]
-    return at, (row < n) & (column < m)
+    address = start + row.to(gl.int64) * strides[1] + column.to(gl.int64) * strides[2]
+    return address, (row < n) & (column < m)
 
 
 @gluon_jit
-def _diagonal(value, like):
-    r = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, like.type.layout))[:, None]
-    s = gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, like.type.layout))[None, :]
+def _identity_times(value, like):
+    """Return value I, in the layout of `like`."""
+    r, s = index_grid(like)
     return gl.where(r == s, value, 0.0)
