@@ -104,20 +104,22 @@ class Store:
         self,
         bring: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = to_parameter_placements,
         as_bound: bool = False,
-        came: Mapping[int, torch.Tensor | None] | None = None,
+        known: Mapping[int, torch.Tensor | None] | None = None,
     ) -> bool:
         """Read the gradients of this step from the parameters; a missing gradient counts as zero.
 
         `bring(param, grad)`: returns the local part of a mismatched gradient in the placements of
         the parameter. `as_bound`: copy gradients into the form bound by launches; return whether
-        any gradient had another form. `came`: id of a parameter -> local gradient, if
+        any gradient had another form. `known`: id of a parameter -> local gradient, if
         already known. Raises RuntimeError for a gradient of a wrong shape or layout.
         """
         if as_bound:
             check_gradients(self.params, [self.group])
             self._find_mismatched()
-        known = came and map(came.__getitem__, map(id, self.params))
-        self.raw_gradients = list(known) if known else raw_locals(map(gradient_of, self.params))
+        gradients = known and map(known.__getitem__, map(id, self.params))
+        self.raw_gradients = (
+            list(gradients) if gradients else raw_locals(map(gradient_of, self.params))
+        )
         self.missing = frozenset(missing_from(self.raw_gradients))
         self.gradients = list(self.raw_gradients)
         for number in self.missing:

@@ -94,10 +94,10 @@ class StepInputs:
         `seen`: the fingerprint, if the check in this step has read the gradients. `as_bound`: keep
         the bound views, and copy gradients of another form; return whether any was copied.
         """
-        came = {} if seen is None else seen.pop_gradients()
+        known = {} if seen is None else seen.pop_gradients()
         has_copied = False
         for store in self.stores:
-            has_copied = store.read_gradients(came=came, as_bound=as_bound) or has_copied
+            has_copied = store.read_gradients(known=known, as_bound=as_bound) or has_copied
         self.upload()
         return has_copied
 
