@@ -290,7 +290,7 @@ def wrong_before_backward(rank, world):
     opt.param_groups[0]["lr"] = 0.02
     backward(params, place, 1, opt)
     opt.step()
-    return len(opt._early.left)
+    return len(opt._backward_overlap.started)
 
 
 def test_a_wrong_number_lets_no_bucket_leave(optimizer):

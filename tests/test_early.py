@@ -82,7 +82,7 @@ def backward(params, place, step, opt, upto=None):
 
 def step_both(early, late) -> int:
     """Step both, and let their gradients go; how many buckets had left before."""
-    left = len(early._early.left)
+    left = len(early._backward_overlap.started)
     for opt in (early, late):
         opt.step()
         opt.zero_grad()
@@ -129,11 +129,11 @@ def cut_up(rank, world, layout, kind, fulls, steps, expected):
         for p, g, here in zip(params, gradients, placed):  # two micro-batches
             come(p, place(g))
             come(p, here)
-        assert not opt._early.left
+        assert not opt._backward_overlap.started
         with opt.last_backward():
             for p, here in [*zip(params, placed)][::-1]:
                 come(p, here)
-        left.append(len(opt._early.left))
+        left.append(len(opt._backward_overlap.started))
         opt.step()
         opt.zero_grad()
     return left, same(tensors(params, opt), [local(place(t)) for t in expected])
@@ -178,7 +178,7 @@ def trained(rank, world, mesh_shape, kind, overlap, steps=STEPS, device="cpu"):
                         loss.backward()
                 else:
                     loss.backward()
-            left.append((len(opt._early.left), len(calls)))
+            left.append((len(opt._backward_overlap.started), len(calls)))
             opt.step()
             opt.zero_grad()
             schedule.step()
@@ -243,7 +243,7 @@ def unreduced(rank, world, way):
         else:
             with opt.last_backward():
                 loss.backward()
-        left.append(len(opt._early.left))
+        left.append(len(opt._backward_overlap.started))
         opt.step()
         opt.zero_grad()
     return left, tensors(params, opt)
@@ -382,7 +382,7 @@ def astray(rank, world):
             for i in reversed(range(len(params))):
                 whole = DTensor.from_local(gradients[i] / world, params[0].device_mesh, [Partial()])
                 come(params[i], whole if i == 4 else place(gradients[i]))
-        left.append(len(opt._early.left))
+        left.append(len(opt._backward_overlap.started))
         for q, g in zip(twins, gradients):
             q.grad = place(g)
         for optimizer in (opt, late):
@@ -423,7 +423,7 @@ def changing(rank, world):
             if change:
                 change(ps, one, last)
             backward([p for p in ps if p.requires_grad], place, number, one)
-        counts.append(bool(opt._early.left))
+        counts.append(bool(opt._backward_overlap.started))
         for one in (opt, late):
             one.step()
             one.zero_grad()
@@ -462,7 +462,7 @@ def departures(params, opt, place, through=None, momenta=(None, None)):
         if momentum is not None:
             opt.param_groups[1]["momentum"] = momentum
         backward(params, place, step, through)
-        left.append(len(opt._early.left))
+        left.append(len(opt._backward_overlap.started))
         through.step()
         through.zero_grad()
     return left, tensors(params, opt)
@@ -536,7 +536,7 @@ def changed(rank, world, number):
     params, opt, place = fsdp(world)
     saved, weights = copy.deepcopy(opt.state_dict()), [p.full_tensor().detach().clone() for p in params]
     backward(params, place, 1, opt)
-    left = len(opt._early.left)
+    left = len(opt._backward_overlap.started)
     [*CHANGES][number](params, opt)
     with pytest.raises(RuntimeError, match=f"after buckets had left during backward, ({[*CHANGES.values()][number]})"):
         opt.step()
@@ -573,9 +573,9 @@ def judged_late(rank, world):
     params, opt, place = fsdp(world)
     backward(params, place, 1, opt)
     clip(params, opt)
-    opt._early.judge = lambda: None
+    opt._backward_overlap.raise_if_changed = lambda: None
     opt.step()
-    del opt._early.judge
+    del opt._backward_overlap.raise_if_changed
     move(params, opt)
     with pytest.raises(RuntimeError, match="gradients changed"):
         opt.step()
@@ -624,7 +624,7 @@ def thrown(rank, world):
         for p, g in [*zip(params, gradients)][:4:-1]:
             come(p, g)
         raise KeyError
-    left = len(opt._early.left)
+    left = len(opt._backward_overlap.started)
     for p, q, g in zip(params, twins, gradients):
         p.grad, q.grad = g if p.grad is None else p.grad, g
     for ps, one in ((params, opt), (twins, late)):
@@ -645,7 +645,7 @@ def test_an_error_inside_backward_loses_nothing(optimizer):
 def struck(rank, world, place_, fault, hop):
     """Rank 1 fails at one collective of a step that begins during backward; what is told at each rank, by whom."""
     params, opt, place = fsdp(world)
-    group = opt._early.journeys[0][0].process_group
+    group = opt._backward_overlap.buckets[0][0].process_group
     opt._bound.missing.wait()  # for the end of the first step
     dist.barrier(group)
     # rank 1 must come as far as its fault, and rank 0 with it, on a busy machine too
@@ -747,7 +747,7 @@ def timed(rank, world):
     params, opt, place = fsdp(world)
     opt.timing = True
     backward(params, place, 1, opt)
-    left = len(opt._early.left)
+    left = len(opt._backward_overlap.started)
     opt.step()
     return left, len({span.bucket for span in opt.plan_report().measured})
 

@@ -351,8 +351,10 @@ def test_values_are_sent_once_and_together(optimizer, monkeypatch):
     """Nothing is sent while nothing changes; a number or an address has all sent again, in one copy."""
     step_inputs = part("execution.step_inputs")
     run = Run("auto", "NorMuon")
-    sent, send = [], step_inputs.StepInputs._send
-    monkeypatch.setattr(step_inputs.StepInputs, "_send", lambda feed, packed: (sent.append(feed), send(feed, packed)))
+    sent, send = [], step_inputs.StepInputs._copy_to_device
+    monkeypatch.setattr(
+        step_inputs.StepInputs, "_copy_to_device", lambda inputs, packed: (sent.append(inputs), send(inputs, packed))
+    )
     run.step(0)
     assert len(sent) == 1
     run.optimizer.step()
@@ -363,9 +365,9 @@ def test_values_are_sent_once_and_together(optimizer, monkeypatch):
     run.optimizer.step()
     assert len(sent) == 3 and len(set(map(id, sent))) == 1
     first, second, _ = run.optimizer._bound.stores
-    assert first.numbers[0] == torch.tensor(0.02) and second.numbers[0] == 0.5
-    assert second.numbers[1] == torch.tensor(1 - 0.5 * run.optimizer.param_groups[1]["weight_decay"])
-    assert all(store.numbers.data_ptr() % 16 == 0 for store in run.optimizer._bound.stores)
+    assert first.scalars[0] == torch.tensor(0.02) and second.scalars[0] == 0.5
+    assert second.scalars[1] == torch.tensor(1 - 0.5 * run.optimizer.param_groups[1]["weight_decay"])
+    assert all(store.scalars.data_ptr() % 16 == 0 for store in run.optimizer._bound.stores)
 
 
 def other_backends(rank, world):
@@ -408,7 +410,7 @@ def test_graphs_go_before_process_groups_do(name, tape, monkeypatch, tmp_path):
     run = Run("capturable", "Muon")
     for number in range(2):
         run.step(number)
-    parts = [*run.optimizer._graphs.parts.values(), *run.optimizer._beside.parts.values()]
+    parts = [*run.optimizer._graphs.parts.values(), *run.optimizer._adamw_graphs.parts.values()]
     held = [known.graph for known in parts if known.graph]
     assert len(held) == 2 and not any(graph.gone for graph in held)
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)

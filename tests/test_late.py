@@ -254,7 +254,7 @@ def muon(model, told=True, **options):
 
 def place(opt, *params):
     """The mark behind which they are written."""
-    return opt._late.place(frozenset(map(id, params)))
+    return opt._forward_overlap.last_event_of(frozenset(map(id, params)))
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def test_every_weight_of_a_plain_model_is_waited_for(looking):
                                 {"params": [twin.scale["last"], *(m.bias for m in twin.between)], "use_muon": False}],
                                lr=0.02))
     assert same(model.parameters(), twin.parameters())
-    assert isinstance(opt._late, late.ForwardOverlap) and len(opt._late.marks) > 4
+    assert isinstance(opt._forward_overlap, late.ForwardOverlap) and len(opt._forward_overlap.events) > 4
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -283,17 +283,17 @@ def test_the_current_stream_waits_only_where_it_must(told, looking):
     model = Model()
     opt = muon(model, told)
     steps(model, opt)
-    late, home = opt._late, looking.main
-    last = len(late.marks) - 1
-    assert late.waited.get(home, -1) == (-1 if told else last)
+    late, home = opt._forward_overlap, looking.main
+    last = len(late.events) - 1
+    assert late.waited_event.get(home, -1) == (-1 if told else last)
     model.layers[0]["block"](torch.ones(1, 8))
-    assert late.waited[home] == place(opt, *model.layers[0].parameters()) if told else last
+    assert late.waited_event[home] == place(opt, *model.layers[0].parameters()) if told else last
     model(torch.ones(1, 8))
-    assert late.waited[home] == (max(late.landed.values()) if told else last) and looking.wrong == []
+    assert late.waited_event[home] == (max(late.written_event.values()) if told else last) and looking.wrong == []
 
 
 def test_the_machine_sees_what_does_not_wait(looking, monkeypatch):
-    monkeypatch.setattr(part("execution.overlap.module_hooks").Before, "_wait", lambda self: None)
+    monkeypatch.setattr(part("execution.overlap.module_hooks").WaitHook, "_wait", lambda self: None)
     model = Model()
     steps(model, muon(model))
     assert any("read while it is written" in what for what in looking.wrong)
@@ -348,7 +348,7 @@ def missing(rank, world, found):
             opt.step()
         places = [place(opt, m.weight) for m in model]
         opt.wait()
-        return places, len(opt._late.marks) - 1, machine.wrong
+        return places, len(opt._forward_overlap.events) - 1, machine.wrong
 
 
 @pytest.mark.parametrize("found", [False, True])
@@ -362,9 +362,9 @@ def test_events_are_used_again(looking):
     model = Model()
     opt = muon(model)
     steps(model, opt, 2)
-    before = opt._late.marks
+    before = opt._forward_overlap.events
     steps(model, opt, 1)
-    assert opt._late.marks == before and opt._late.marks is not before and looking.wrong == []
+    assert opt._forward_overlap.events == before and opt._forward_overlap.events is not before and looking.wrong == []
 
 
 # who waits, before anything else sees weights, state or gradients ----------------------------------------------------
@@ -404,8 +404,8 @@ def test_what_sees_weights_state_or_gradients_waits_first(name, looking):
     model = Model()
     opt = muon(model, nonfinite="skip")
     steps(model, opt, 2)
-    last = opt._late.marks[-1]
-    written = {line: tick for line, tick in last.seen.items() if line is opt._late.stream}
+    last = opt._forward_overlap.events[-1]
+    written = {line: tick for line, tick in last.seen.items() if line is opt._forward_overlap.stream}
     assert any(looking.main.seen.get(line, 0) < tick for line, tick in written.items())
     DRAINS[name](model, opt)
     assert all(looking.main.seen[line] >= tick for line, tick in written.items())
@@ -417,7 +417,7 @@ def test_gradients_that_go_need_no_wait(looking):
     opt = muon(model)
     steps(model, opt, 1)
     opt.zero_grad()
-    assert opt._late.waited.get(looking.main, -1) == -1
+    assert opt._forward_overlap.waited_event.get(looking.main, -1) == -1
 
 
 def test_a_copy_waits_in_its_step(looking):
@@ -429,12 +429,13 @@ def test_a_copy_waits_in_its_step(looking):
     for p in itertools.chain(*(g["params"] for g in twin.param_groups)):
         p.grad = torch.ones_like(p)
     twin.step()
-    assert twin._late.waited[looking.main] == len(twin._late.marks) - 1 and not len(twin._late.models)
+    late = twin._forward_overlap
+    assert late.waited_event[looking.main] == len(late.events) - 1 and not len(late.models)
     opt.step()
     clone(torch.ones(1, 8))
     pickle.dumps(model)
     opt.load_state_dict(opt.state_dict())
-    assert len(opt._late.models) == 1, "a load forgets no model"
+    assert len(opt._forward_overlap.models) == 1, "a load forgets no model"
 
 
 def test_a_grad_scaler_waits_in_the_step(looking):
@@ -444,7 +445,7 @@ def test_a_grad_scaler_waits_in_the_step(looking):
     model(torch.ones(1, 8)).sum().backward()
     opt.grad_scale, opt.found_inf = torch.ones(()), torch.zeros(())
     opt.step()
-    assert opt._late.waited[looking.main] == len(opt._late.marks) - 1
+    assert opt._forward_overlap.waited_event[looking.main] == len(opt._forward_overlap.events) - 1
 
 
 def test_an_error_in_the_step_leaves_nothing_behind(looking, monkeypatch):
@@ -460,7 +461,8 @@ def test_an_error_in_the_step_leaves_nothing_behind(looking, monkeypatch):
         patch.setattr(part("execution.bucket_updates").AdamWUpdate, "step", fail)
         with pytest.raises(KeyError, match="a fault"):
             opt.step()
-    assert looking.current_stream() is looking.main and opt._late.marks == [] and opt._late.kept == {}
+    late = opt._forward_overlap
+    assert looking.current_stream() is looking.main and late.events == [] and late.held_gradients == {}
     assert all(looking.main.seen[line] >= tick for line, tick in looking.writes.values())
     with pytest.raises(RuntimeError, match="failed half-way"):
         opt.step()
@@ -498,7 +500,8 @@ def test_without_the_option_and_on_a_cpu_nothing_happens(optimizer):
         opt = muon(model, **options)
         steps(model, opt)
         opt.wait()
-        assert opt._late.marks == [] and opt._late.kept == {} and opt._late.stream is None
+        late = opt._forward_overlap
+        assert late.events == [] and late.held_gradients == {} and late.stream is None
         assert len(model._forward_pre_hooks) == (not options)
     assert all(same(models[0].parameters(), model.parameters()) for model in models)
 
@@ -506,7 +509,7 @@ def test_without_the_option_and_on_a_cpu_nothing_happens(optimizer):
 # which modules wait ---------------------------------------------------------------------------------------------------
 
 def stops(model, keys=None):
-    found, quiet, unseen = part("execution.overlap.module_hooks")._stops(
+    found, quiet, unseen = part("execution.overlap.module_hooks")._wait_points(
         model, {id(p) for p in model.parameters()} if keys is None else keys
     )
     names = {id(p): name for name, p in model.named_parameters()}
@@ -550,8 +553,8 @@ def test_parts_of_what_has_no_forward_wait_for_themselves(looking):
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     opt.step()
-    late = opt._late
-    assert late.waited[looking.main] == place(opt, model.both)
+    late = opt._forward_overlap
+    assert late.waited_event[looking.main] == place(opt, model.both)
     model.other(torch.ones(1, 8))
     assert looking.wrong == []
 
@@ -571,15 +574,15 @@ def test_a_compiled_module_waits_for_all_of_it_before_it(whole, looking):
     assert counts == [[1, 1, 0, 1, 1]] * 3
     inner, quiet = (
         [m._forward_pre_hooks.values() for m in list(blocks[0].modules())[1:]],
-        part("execution.overlap.module_hooks").Quiet,
+        part("execution.overlap.module_hooks").EagerWaitHook,
     )
     assert all(type(hook) is quiet for hook in itertools.chain(*inner)), "they leave the region whole"
     if whole:
         assert [len(layer._forward_pre_hooks) for layer in model.layers] == [1] * 3
-    Seen.machine, late = None, opt._late
+    Seen.machine, late = None, opt._forward_overlap
     steps(model, opt)
     model(torch.ones(1, 8))
-    assert late.waited[looking.main] >= place(opt, *blocks[0].parameters())
+    assert late.waited_event[looking.main] >= place(opt, *blocks[0].parameters())
     steps(model, opt, 1)
     Seen.machine = looking
     blocks[1](torch.ones(1, 8))  # as it is, not compiled
@@ -594,9 +597,9 @@ def test_a_region_stays_whole_where_its_wrapper_waits(optimizer, machine):
     for _ in range(3):
         compiled(torch.ones(2, 4)).sum().backward()
         opt.step()
-        assert opt._late.waited.get(machine.main, -1) == -1
+        assert opt._forward_overlap.waited_event.get(machine.main, -1) == -1
         compiled(torch.ones(2, 4))
-        assert opt._late.waited[machine.main] == max(opt._late.landed.values())
+        assert opt._forward_overlap.waited_event[machine.main] == max(opt._forward_overlap.written_event.values())
     torch._dynamo.reset()
 
 
@@ -639,13 +642,13 @@ def test_models_are_not_kept_and_one_that_is_gone_waits_for_nothing(looking):
     for p in params:
         p.grad = torch.ones_like(p)
     opt.step()
-    late = opt._late
-    assert late.waited.get(looking.main, -1) == -1
+    late = opt._forward_overlap
+    assert late.waited_event.get(looking.main, -1) == -1
     del other, m
     gc.collect()
     assert ref() is None
     opt.step()
-    assert late.waited[looking.main] == place(opt, *weights)
+    assert late.waited_event[looking.main] == place(opt, *weights)
 
 
 # FSDP2 --------------------------------------------------------------------------------------------------------------
@@ -681,7 +684,7 @@ def sharded(rank, world, mesh_shape, way):
         for step in range(STEPS):
             torch.manual_seed(world * step + rank)
             train(model, opts, machine, way, torch.randint(20, (8,)))
-        return machine.wrong, len(opts[0]._late.marks), place(opts[0], *model[1].parameters())
+        return machine.wrong, len(opts[0]._forward_overlap.events), place(opts[0], *model[1].parameters())
 
 
 def shard(model, mesh, way):
@@ -746,12 +749,13 @@ def unhooked(rank, world, what):
     with pytest.MonkeyPatch.context() as patch:
         if what == "gates":
             patch.setattr(
-                part("execution.overlap.module_hooks").Gate,
+                part("execution.overlap.module_hooks").UnshardHook,
                 "__call__",
                 lambda self, async_op=False: self.gather(async_op),
             )
         else:
-            patch.setattr(part("execution.overlap.forward").ForwardOverlap, "order", lambda self, stream, place: None)
+            kind = part("execution.overlap.forward").ForwardOverlap
+            patch.setattr(kind, "wait_for_event", lambda self, stream, place: None)
         wrong, *_ = sharded(rank, world, (world,), "plain")
     return wrong
 
@@ -775,7 +779,8 @@ def unknown(rank, world):
             opt.updates_return_during(model)
         model(torch.ones(2, 4)).sum().backward()
         opt.step()
-        return opt._late.waited[machine.main] == len(opt._late.marks) - 1, len(model._forward_pre_hooks), machine.wrong
+        late = opt._forward_overlap
+        return late.waited_event[machine.main] == len(late.events) - 1, len(model._forward_pre_hooks), machine.wrong
 
 
 def test_another_fsdp_is_waited_for_in_the_step(optimizer):
@@ -804,7 +809,7 @@ def gone(rank, world):
 
 
 def test_gates_go_with_their_optimizer(optimizer):
-    assert run_ranks(2, gone) == [["Gate", "Gate", "method"]] * 2
+    assert run_ranks(2, gone) == [["UnshardHook", "UnshardHook", "method"]] * 2
 
 
 # the bits -------------------------------------------------------------------------------------------------------------
@@ -850,7 +855,7 @@ def unreduced(rank, world, way):
             opt.step()
             opt.zero_grad()
         opt.wait()
-        return machine.wrong, len(opt._late.marks), tensors(params, opt)
+        return machine.wrong, len(opt._forward_overlap.events), tensors(params, opt)
 
 
 def test_unreduced_gradients_return_during_forward(optimizer):

@@ -86,17 +86,17 @@ def broken(patch, what) -> None:
     """Nobody waits; FSDP2's streams do not; gradients are let go."""
     late, waiting = part("execution.overlap.forward").ForwardOverlap, part("execution.overlap.module_hooks")
     if what == "waits":
-        patch.setattr(late, "order", lambda self, stream, place: None)
+        patch.setattr(late, "wait_for_event", lambda self, stream, place: None)
     elif what == "gates":
-        patch.setattr(waiting.Gate, "__call__", lambda self, async_op=False: self.gather(async_op))
+        patch.setattr(waiting.UnshardHook, "__call__", lambda self, async_op=False: self.gather(async_op))
     elif what == "gradients":
-        keep = late.keep
+        keep = late.hold_gradients
 
         def keep_nothing(self, stores):
             keep(self, stores)
-            self.kept.clear()
+            self.held_gradients.clear()
 
-        patch.setattr(late, "keep", keep_nothing)
+        patch.setattr(late, "hold_gradients", keep_nothing)
 
 
 def optimizer_of(model, way, mode):
@@ -143,10 +143,10 @@ def trained(rank, world, way, mode, what=None):
             here.record()
             overwrite(model, opt)
             here.synchronize()
-            ahead.append(bool(opt._late.marks) and not opt._late.marks[-1].query())
+            ahead.append(bool(opt._forward_overlap.events) and not opt._forward_overlap.events[-1].query())
         opt.wait()
         torch.cuda.synchronize()
-        assert mode != "late" or world == 1 or way == "early" or len(opt._late.marks) > 8
+        assert mode != "late" or world == 1 or way == "early" or len(opt._forward_overlap.events) > 8
         return states(model, opt), ahead, sum(known.graph is not None for known in opt._graphs.parts.values())
 
 

@@ -109,7 +109,7 @@ def test_what_is_used_past_its_wrapper_waits(name, kind, machine):
     told = {"around": lambda: torch.compile(model, backend="eager"), "in place": lambda: model,
             "replicated": lambda: nn.DataParallel(model)}[kind]()
     opt = muon(told)
-    assert wrong(machine, model, opt, lambda: PAST[name](model, saved)) == [] and len(opt._late.models) == 1
+    assert wrong(machine, model, opt, lambda: PAST[name](model, saved)) == [] and len(opt._forward_overlap.models) == 1
     torch._dynamo.reset()
 
 
@@ -132,7 +132,7 @@ def test_a_compiled_forward_stays_whole_and_waits_before_it(kind, ran, machine):
     for _ in range(3):
         launch(model, opt)
         model(X)
-        assert opt._late.waited[machine.main] == max(opt._late.landed.values())
+        assert opt._forward_overlap.waited_event[machine.main] == max(opt._forward_overlap.written_event.values())
     torch._dynamo.reset()
 
 
@@ -185,7 +185,7 @@ def test_the_step_waits_for_torchscript(alone, machine):
     model = script if alone else nn.Sequential(nn.Linear(8, 8), script)
     opt = muon(model)
     launch(model, opt)
-    assert opt._late.waited[machine.main] >= place(opt, *script.parameters())
+    assert opt._forward_overlap.waited_event[machine.main] >= place(opt, *script.parameters())
     model(X)
 
 
@@ -241,7 +241,7 @@ def test_state_that_may_move_is_kept_from_others_meanwhile(machine, monkeypatch)
     opt = muon(model)
     launch(model, opt)
     shared, late = [], part("execution.overlap.forward").ForwardOverlap
-    monkeypatch.setattr(late, "share", lambda self, tensors: shared.extend(map(id, tensors)))
+    monkeypatch.setattr(late, "record_stream", lambda self, tensors: shared.extend(map(id, tensors)))
     opt.add_param_group({"params": [more]})
     more.grad = torch.ones_like(more)
     held = {id(t) for p in model.parameters() for t in opt.state[p].values()}

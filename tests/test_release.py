@@ -104,7 +104,7 @@ def in_pieces(rank, world):
     params = [nn.Parameter(cut(torch.randn(512, 256), mesh, [Shard(0)])) for _ in range(4)]
     opt = package().Muon(params, ns_steps=1)
     step(opt, params, 0, lambda g: cut(g, mesh, [Shard(0)]))
-    assert any(getattr(route, "packs_local", False) for route, _ in opt._bound.jobs)
+    assert any(route.packs_local for route, _ in opt._bound.jobs)
     weak = storages(bound(opt))
     opt.release()
     return [ref.expired() for ref in weak]
@@ -124,7 +124,7 @@ def left(rank, world):
             loss = sum((p * (number + rank + 1)).square().sum() for p in params[:3])
             with opt.last_backward():
                 loss.backward()
-            if releases and opt._early.left:
+            if releases and opt._backward_overlap.started:
                 seen += 1
                 with pytest.raises(RuntimeError, match="release is not possible now: buckets have left"):
                     opt.release()
@@ -150,11 +150,12 @@ def test_while_updates_return(optimizer, monkeypatch):
         model(torch.ones(2, 4)).sum().backward()
         opt.step()
         opt.release()
-        assert machine.main.seen.get(opt._late.stream, 0) == opt._late.stream.seen[opt._late.stream]
-        assert not opt._late.brought
+        stream = opt._forward_overlap.stream
+        assert machine.main.seen.get(stream, 0) == stream.seen[stream]
+        assert not opt._forward_overlap.bucket_params
         reader = machine.Stream()
-        opt._late.ask(frozenset(map(id, model.parameters())), reader)
-        assert reader.seen.get(opt._late.stream)
+        opt._forward_overlap.wait_for_params(frozenset(map(id, model.parameters())), reader)
+        assert reader.seen.get(stream)
     assert not machine.wrong
 
 

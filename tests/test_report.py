@@ -44,7 +44,7 @@ def report_on(rank, world, timing, reduced=None):
     report, bounds = optimizer.plan_report(), {}
     for number, (route, _) in enumerate(optimizer._bound.jobs):
         if route.bucket is not None:
-            share, bucket = route.share, route.bucket
+            share, bucket = route.rank_plan, route.bucket
             assert route.label.startswith(f"bucket {number} (")  # in messages
             bounds[number] = (len(share.matrices), sum(share.inbound.send_bytes), sum(share.outbound.send_bytes),
                               Counter((m.rows, m.cols) for m in bucket.matrices), len(bucket.ranks))

@@ -83,7 +83,7 @@ def work(count, way, place):
         with counting(found) if step == 4 else contextlib.nullcontext():
             opt.step()
             model(None)
-    assert bool(opt._late.marks) == ("late" in way)
+    assert bool(opt._forward_overlap.events) == ("late" in way)
     return found, len(opt._bound.jobs)
 
 

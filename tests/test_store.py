@@ -76,7 +76,7 @@ def test_a_missing_gradient_is_zero_of_the_weights_form(optimizer):
     store = store_of(params)
     assert store.gradients[0] is not None and not store.gradients[1].any() and store.gradients[1].shape == (4, 6)
     params[1].grad = torch.ones(4, 6)
-    store.read()
+    store.read_gradients()
     assert store.gradients[1].all()
 
 
@@ -173,7 +173,7 @@ def looked(change, place=lambda tensor: tensor):
     with torch.no_grad():
         look = part("execution.fingerprint").StepFingerprint(groups, state, False)
         change(p, state, groups)
-        return look.quick, look._soon(groups, state, (False,)), look.holds(groups, state, False)
+        return look.has_fast_check, look._fast_check(groups, state, (False,)), look.is_current(groups, state, False)
 
 
 @pytest.mark.parametrize("name", [*CHANGES, *SAME])
@@ -208,9 +208,9 @@ def test_gradients_of_a_step_that_failed_are_not_taken_for_later_ones(optimizer)
     p.grad, groups = torch.ones(4, 6), [{"params": [p]}]
     with torch.no_grad():
         look = part("execution.fingerprint").StepFingerprint(groups, {})
-        assert look.holds(groups, {}) and look.came
-        look.quick = False
-        assert look.holds(groups, {}) and look.take() == {}
+        assert look.is_current(groups, {}) and look.gradients
+        look.has_fast_check = False
+        assert look.is_current(groups, {}) and look.pop_gradients() == {}
 
 
 def test_without_guards_looks_are_whole(optimizer, monkeypatch):
@@ -220,7 +220,7 @@ def test_without_guards_looks_are_whole(optimizer, monkeypatch):
         p.grad, state, groups = torch.ones(4, 6), {p: {}}, [{"params": [p]}]
         look = part("execution.fingerprint").StepFingerprint(groups, state)
         change(p, state, groups)
-        assert not look.quick and look.holds(groups, state) == same
+        assert not look.has_fast_check and look.is_current(groups, state) == same
 
 
 @pytest.mark.parametrize("kept", [{"count": 1}, 1], ids=str)
@@ -327,7 +327,7 @@ def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
               for i in range(6)]
     for number, share in enumerate(shares):
         workspace.reserve(number, share)
-    taken, buffers, scratch = [workspace.take(number, share) for number, share in enumerate(shares)], [], []
+    taken, buffers, scratch = [workspace.views_for(number, share) for number, share in enumerate(shares)], [], []
     for share, lent in zip(shares, taken):
         assert {use: t.numel() for use, t in lent.items()} == share.scratch_bytes
         assert all(t.data_ptr() % part("planning.plan").ALIGNMENT == 0 for t in lent.values() if t.numel())
@@ -365,7 +365,7 @@ def bound_on_rank(rank, world, route):
     )
     memory = {use: torch.empty(n, dtype=torch.uint8) for use, n in share.scratch_bytes.items()}
     made = part("execution.workspace").Stacks(share, memory, torch.bfloat16)
-    stacks, rows, views = made.read, made.rows, made.come
+    stacks, rows, views = made.inputs, made.row_state, made.input_view
     assert sum(s.shape[0] for s in stacks) == len(share.matrices) and set(views) == set(share.owned)
     for i, tensor in enumerate([*stacks, *rows]):
         tensor.fill_(i + 1)

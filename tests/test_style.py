@@ -199,7 +199,7 @@ def test_only_kernels_import_triton_and_nobody_needs_more_than_torch(module):
 
 # A name: a constant or a function
 CONSTANT = (ast.Constant, ast.Tuple, ast.UnaryOp, ast.Name, ast.Load, ast.unaryop)
-OPTIMIZERS = ("Muon", "NorMuon", "Returning", "Saving")
+OPTIMIZERS = ("Muon", "NorMuon", "ForwardOverlapMethods", "StateDictMethods")
 
 
 def class_attributes(tree: ast.AST) -> list[tuple[ast.ClassDef, ast.Assign]]:

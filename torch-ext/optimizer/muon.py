@@ -1,14 +1,17 @@
 """The optimizer classes `Muon` and `NorMuon`: arguments, `step`, state-dict methods, `release`,
 `plan_report`.
 
-A step plans (collectively, when parameters or placements changed), binds (on this rank, when memory
-moved), and runs the bucket updates. The three are done by planning/, execution/ and pipeline.py.
+A step has three stages. Planning is collective, at the first step and when parameters or placements
+change (planning/). Binding is local, when memory has moved (execution/). Running launches kernels
+and all-to-alls, in the order of pipeline.py. Without changes a step only runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,171 +21,146 @@ from . import pipeline
 from .communication.nonfinite import Unscaling, unscale
 from .communication.owner_state import shown_as_row_dtensors
 from .communication.process_groups import ProcessGroups, check_process_group, world_now
-from .execution.cuda_graphs import Graphs, check_environment, current, release_before_groups
+from .execution import prepare
+from .execution.cuda_graphs import Graphs, check_environment, on_device, release_before_groups
 from .execution.fingerprint import StepFingerprint, memory_key
 from .execution.overlap.backward import BackwardOverlap
-from .execution.overlap.forward import ForwardOverlap, Returning, settled
-from .execution.prepare import (
-    OTHER_NUMBERS,
-    OTHER_PARAMETERS,
-    OTHER_PLACES,
-    BoundStep,
-    planned,
-    stepped,
-)
+from .execution.overlap.forward import ForwardOverlap, ForwardOverlapMethods, waits_for_updates
+from .execution.param_store import Store
 from .execution.report import Report, Stopwatch, report_of
 from .kernels.backend import capturing
+from .params import validation
 from .params.config import MuonConfig, with_parameters_of
 from .params.dtensor import form_of
 from .params.errors import in_group, names_in
 from .params.layout import this_rank
-from .params.validation import (
-    Members,
-    check_across_params,
-    check_adamw,
-    check_changed_groups,
-    check_group,
-    check_memory,
-    check_param_list,
-    check_scheduled_values,
-    device_of,
-    is_adamw,
-)
-from .planning.planner import warn_of_idle
+from .pipeline import Job
+from .planning.planner import Plan, warn_of_idle
 from .rules.rule import host_constants
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
+from .state import create
 from .state.consolidated import check_target, consolidate
-from .state.create import (
-    adopt_state,
-    complete_state,
-    creates_state_only,
-    lack_state,
-    lasting,
-    refuse_torn,
-    warn_torn,
-)
 from .state.state_dict import Loading, called_by_checkpoint
 
 
-class Saving(Returning):
-    """An optimizer that is saved and loaded on any layout."""
+class StateDictMethods(ForwardOverlapMethods):
+    """Base class: the methods that save, load, copy and pickle, on any layout."""
 
     @property
-    def _torn(self) -> bool:
-        """Whether a step failed half-way."""
-        return self._half_way or self._early.failed
+    def _is_torn(self) -> bool:
+        """Whether a step failed half-way: some weights and state are old, some new."""
+        return self._half_way or self._backward_overlap.failed
 
-    def _hand_over(self) -> None:
-        """Give state of parameters that were replaced to those in their place. Without state no
-        parameter is kept in mind: who shards a model next wants the memory of the whole ones back.
-        """
-        members = adopt_state(self._members, self.param_groups, self.state)
+    def _adopt_state(self) -> None:
+        """Give the state of replaced parameters to the parameters in their place now."""
+        # Without state hold no parameters: a model sharded next can free the unsharded ones
+        members = create.adopt_state(self._members, self.param_groups, self.state)
         self._members = members if self.state else ()
 
-    @settled
+    @waits_for_updates
     def init_state(self) -> None:
-        """Create zero state of every parameter that requires a gradient and has none: before the
-        first step, for code that loads into the state that is there. Without a step, a plan or
-        communication; call it on all ranks, once the model is sharded. RuntimeError while buckets
-        have left during backward.
+        """Create missing state, as zeros, of every parameter that requires a gradient: for code
+        that loads into existing state before the first step. No communication; call on all ranks,
+        once the model is sharded. Raises RuntimeError if buckets have started during backward.
         """
-        self._early.refuse("init_state")
-        self._hand_over()
+        self._backward_overlap.raise_if_started("init_state")
+        self._adopt_state()
         self._find_world()
-        with lasting():
-            complete_state(self.param_groups, self.state, self._options)
-        self._hand_over()
+        with create.lasting():
+            create.complete_state(self.param_groups, self.state, self._options)
+        self._adopt_state()
 
-    @settled
+    @waits_for_updates
     def state_dict(self) -> dict:
-        """As in torch. With shard_state or unreduced gradients collective over process_group, of
-        which each rank has a part of the state: it comes as DTensors cut by rows, for any layout.
-        Raises RuntimeError, before anything is sent, if not all of these ranks call it. After
-        consolidate_state_dict, until the next step, it asks no other rank. Called by
-        torch.distributed.checkpoint, it creates what state there is none of (`init_state`). Warns
-        after a step that failed half-way.
+        """As in torch; for torch.distributed.checkpoint, missing state is created (`init_state`).
+
+        If owners keep state (shard_state, unreduced gradients), every rank of process_group must
+        call, except after consolidate_state_dict: the result holds DTensors sharded by rows, which
+        any layout can load. Raises RuntimeError, before any communication, if a rank does not call.
+        Warns after a step that failed half-way.
         """
-        self._judge_state()
+        self._check_state()
         self._beta1.follow(self.param_groups)
-        self._hand_over()
-        create = called_by_checkpoint() and not self._torn and not self._early.begun
+        self._adopt_state()
+        is_untouched = not self._is_torn and not self._backward_overlap.has_started
+        creates = called_by_checkpoint() and is_untouched
         if not self._options.owner_keeps_state:
-            if create:
+            if creates:
                 self.init_state()
             return super().state_dict()
         named = self._named()
-        # It saves all ranks' parts
+        # torch.distributed.checkpoint saves the parts of all ranks: a consolidated state is no help
         gathered = None if called_by_checkpoint() else self._consolidated
         if gathered is not None and gathered.is_current(named, self.state):
             return gathered.state_dict(self, named)
         self._find_world()
-        with shown_as_row_dtensors(
-            self, named, self._options.process_group, self.init_state if create else None
-        ):
+        prepare_state = self.init_state if creates else None
+        with shown_as_row_dtensors(self, named, self._options.process_group, prepare_state):
             return super().state_dict()
 
-    @settled
+    @waits_for_updates
     def consolidate_state_dict(self, to: int | None = 0) -> None:
-        """Gather the state that owners keep (shard_state, unreduced gradients) in the CPU memory of
-        rank `to` of process_group, None: of every rank. One rank can then save it alone.
+        """Gather the state kept by owners (shard_state, unreduced gradients) in CPU memory of rank
+        `to` of process_group, or of every rank (None): a single rank can then save all state. Does
+        nothing if no owner keeps state.
 
         Collective over process_group. Until the next step, load_state_dict or add_param_group,
-        `state_dict()` returns whole tensors on rank `to`, without communication; on the others it
-        returns a state dict without state, which load_state_dict refuses. Where owners keep no
-        state this does nothing: state_dict() asks no other rank there. Raises ValueError if `to` is
-        no rank of process_group, RuntimeError, before anything is sent, if not all ranks call it
-        alike. Warns after a step that failed half-way.
+        `state_dict()` returns whole tensors on rank `to` without communication; on further ranks a
+        state dict without state, which load_state_dict refuses. Raises ValueError if `to` is no
+        rank of process_group; RuntimeError, before any communication, if ranks call differently.
         """
         check_target(to, self._options.process_group if self._options.owner_keeps_state else None)
-        self._judge_state()
+        self._check_state()
         if not self._options.owner_keeps_state:
             return
         self._find_world()
-        self._consolidated = None  # should it fail
+        self._consolidated = None  # an error must not leave an earlier result
         group = self._options.process_group
         self._consolidated = consolidate(self.state, self._named(), group, to)
 
-    def _judge_state(self) -> None:
-        """Before the state is read: warn if a step has torn it, raise if gradients changed after
-        they had left.
+    def _check_state(self) -> None:
+        """Before state is read: warn after a step that failed half-way, raise RuntimeError if
+        gradients were changed after they were sent (overlap_backward).
         """
-        if not warn_torn(self._torn):
-            self._early.judge()
+        if not create.warn_torn(self._is_torn):
+            self._backward_overlap.raise_if_changed()
 
     def _named(self) -> dict:
-        """{parameter: its name}."""
+        """{parameter: name} of all groups."""
         return {p: name for group in self.param_groups for p, name in names_in(group).items()}
 
-    @settled
-    def load_state_dict(self, state_dict) -> None:
-        """As in torch, from any layout: tensors that lie otherwise than the parameters are moved,
-        and get the dtype of `state_dtype`. What the saved groups lack (those of torch.optim.Muon or
-        AdamW, or of an older version) stays this optimizer's own. State goes by name where all
-        groups of both sides have the same `param_names`, also in other groups; else by position.
+    @waits_for_updates
+    def load_state_dict(self, state_dict: Mapping) -> None:
+        """As in torch, from any layout: tensors are redistributed, and cast to `state_dtype`.
 
-        Raises, before anything is changed, ValueError for state of another shape or kind, and for a
-        DTensor that holds another rank's shard; RuntimeError if the state has DTensors that ranks
-        load together (those that are gathered, or that owners keep) and some of these ranks do not
-        call this in time, or if process_group was destroyed.
+        Options missing in the saved groups (of torch.optim.Muon or AdamW, or of an older version)
+        keep their values. State is matched by name if all groups of both sides have equal
+        `param_names`, in any group; else by position. Raises, before any change: ValueError for
+        state of another shape or kind, or a DTensor with the shard of another rank; RuntimeError if
+        ranks load DTensors together (gathered, or kept by owners) and some rank does not call in
+        time, or if process_group was destroyed.
         """
-        self._half_way = self._half_way or self._early.begun  # should loading fail
-        self._early.drain()
+        self._half_way = self._half_way or self._backward_overlap.has_started  # if loading fails
+        self._backward_overlap.drop_started()
         self._find_world()
-        with lasting(), Loading(self.param_groups, self._options).inside(self):
+        with create.lasting(), Loading(self.param_groups, self._options).inside(self):
             super().load_state_dict(state_dict)
         self._beta1.forget()
-        self._take_groups()
-        self._half_way, self._consolidated = False, None
-        if self._options.overlap_backward:  # not all ranks may have sent alike over these
+        self._init_groups()
+        self._half_way = False
+        self._consolidated = None
+        # Ranks may have started different numbers of buckets: their process groups are out of step
+        if self._options.overlap_backward:
             self._process_groups.release()
             self._process_groups = None
-        self._forget()
+        self._drop_plans()
         self._members = ()
-        self._hand_over()
-        self._unbound = "after load_state_dict(), which drops the plan"
+        self._adopt_state()
+        self._why_unbound = "after load_state_dict(), which drops the plan"
 
-    @settled
-    def __getstate__(self):
+    @waits_for_updates
+    def __getstate__(self) -> dict:
+        """As in torch, for copies and pickles; a process group is kept by name."""
         self._beta1.follow(self.param_groups)
         options = replace(
             self._options, process_group=getattr(self._options.process_group, "group_name", None)
@@ -192,103 +170,108 @@ class Saving(Returning):
             "_options": options,
             "_adamw": self._adamw,
             "_skipped": self._skipped,
-            "_half_way": self._torn,
+            "_half_way": self._is_torn,
             "_is_world": self._is_world,
         }
 
-    def __setstate__(self, state) -> None:
-        if "_itself" not in vars(self):  # a copy, for which `__init__` has not run
+    def __setstate__(self, state: dict) -> None:
+        """As in torch; plans and bound memory are not copied."""
+        # torch calls this in load_state_dict, and for a copy, for which `__init__` has not run
+        if "_itself" not in vars(self):
             self._start(state["_options"])
         super().__setstate__(state)
         if isinstance(self._options.process_group, str):
             group = dist.distributed_c10d._resolve_process_group(self._options.process_group)
             self._options = replace(self._options, process_group=group)
         self._has_all_groups = True
-        self._forget()
-        self._unbound = "in a copy, or after unpickling"
+        self._drop_plans()
+        self._why_unbound = "in a copy, or after unpickling"
 
 
 NEVER_BOUND = "before the first step, nor after release()"
 
 
-class Muon(Saving):
-    """Muon for hidden matrices and AdamW for the rest, on any sharding (Keller Jordan, 2024; arXiv
-    2502.16982).
+class Muon(StateDictMethods):
+    """Muon for hidden matrices and AdamW for all remaining parameters, on any sharding (Keller
+    Jordan, 2024; arXiv 2502.16982).
 
-    params: parameters, named parameters or groups. Groups with use_muon=True (the default) hold
-    parameters (..., R, C), each (R, C) a matrix; groups with use_muon=False go to AdamW. lr,
-    weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in
-    torch.optim.Muon, settable per group. eps is in units of a matrix's largest element;
-    ns_coefficients: the name of a set, a triple or ns_steps triples; adjust_lr_fn: None or
-    "original", "match_rms_adamw" or "rms_norm", "spectral_norm" or "spectral_unclamped",
-    "sqrt_max". adamw_betas, adamw_eps: defaults of `betas` and `eps` in AdamW groups, where
-    `momentum` is beta1. A tensor given for several groups, as lr, stays that of the first; the
-    others get copies.
+    Arguments, with defaults in parentheses. The arguments from lr to adjust_lr_fn are those of
+    torch.optim.Muon, can be set per group, and are read from the live group in every step. Values
+    that are not allowed raise ValueError, TypeError or NotImplementedError at construction.
 
-    process_group (None): the ranks that hold copies of plain (non-DTensor) parameters, among which
-    the work is then split; None means that every process steps its plain parameters alone.
-    shard_state (False): True: owners alone keep the state of those. grads_are_reduced (True):
-    False: their gradients have not been averaged over process_group; the optimizer does it, of
-    matrices in fp32 after they are rounded to wire_dtype, and owners alone keep the state.
-    state_dtype (fp32): of momentum_buffer, exp_avg and exp_avg_sq. wire_dtype (bf16): of updates
-    between home and owner, on every layout, so that all give the same bits. ns_dtype (None): of
-    products; None means fp16, fp32 on CPUs. workspace_bytes (None): bound on the memory of buckets
-    and of the iteration, ValueError at the first step if one matrix per rank takes more; None means
-    what pays, up to 2 GiB and 3 % of a GPU, 256 MiB on a CPU. capturable (False): True: on NVIDIA
-    GPUs the step, its collectives included, is captured as a CUDA graph in the second step and
-    replayed; False: the parts between collectives are. The bits are the same, and lr, weight_decay
-    and momentum may change at every step. In AdamW groups a change of weight_decay or of momentum,
-    which is beta1 there, costs a new capture (8 at most), and a change at every step keeps AdamW
-    from being replayed. nonfinite ("propagate"): what NaN or Inf in a gradient does. "propagate":
-    nothing is checked, NaN spoils its matrix. "skip": that matrix (under AdamW, that parameter)
-    keeps its weight and state on every rank, and `skipped` counts it. "raise": nothing changes on
-    any rank; the step waits for the device once and ends in a RuntimeError. overlap_backward
-    (False): True: gradients leave for their owners during the backward that `last_backward` is put
-    round; each bucket then has memory of its own. overlap_forward (False): True: on GPUs no stream
-    waits for `step`; each module of a model given to `updates_return_during` waits for its own
-    weights. With both the bits are the same.
-
-    unscale_in_step (None): who acts on what a torch.amp.GradScaler finds. False: the scaler, as
-    with torch.optim.Muon: it unscales, and does not call `step` where it found Inf. True: `step`,
-    as with torch.optim.AdamW(fused=True): it unscales gradients in place and leaves itself out on
-    all ranks if one found Inf, and no host waits. None: True only where scalers of several ranks
-    may find unlike things, so that some ranks would wait for the others: with
-    grads_are_reduced=False, and with DTensors that are sharded over unlike ranks.
-
-    Raises ValueError, NotImplementedError or TypeError at construction for what could not be
-    stepped.
+    params: parameters, named parameters, or groups. A group with use_muon=True (the default) holds
+        parameters (..., R, C), each (R, C) a matrix. A group with use_muon=False goes to AdamW.
+    lr (1e-3): learning rate, a number or a CPU tensor. Groups get tensors of their own.
+    weight_decay (0.1): W is multiplied by 1 - lr weight_decay.
+    momentum (0.95): mu in M <- mu M + (1 - mu) G. In AdamW groups: beta1.
+    nesterov (True): orthogonalize (1 - mu) G + mu M; False: M.
+    ns_coefficients ("polar_express"): name of a set, a triple, or ns_steps triples.
+    eps (1e-7): added to the norm before the iteration, in units of a matrix's largest element.
+    ns_steps (5): Newton-Schulz steps.
+    adjust_lr_fn (None): factor on lr of an (R, C) matrix. None or "original": sqrt(max(1, R / C)).
+        "match_rms_adamw" or "rms_norm": 0.2 sqrt(max(R, C)). "spectral_norm" or
+        "spectral_unclamped": sqrt(R / C). "sqrt_max": sqrt(max(R, C)).
+    adamw_betas ((0.9, 0.95)), adamw_eps (1e-8): defaults of `betas` and `eps` in AdamW groups.
+    process_group (None): ranks with copies of plain (non-DTensor) parameters, or a 1-D DeviceMesh.
+        The ranks split the work. None: every process steps plain parameters alone.
+    shard_state (False): True: owners alone keep the state of plain parameters.
+    grads_are_reduced (True): False: gradients of plain parameters are not averaged over
+        process_group. The optimizer averages (matrices in fp32, after rounding to wire_dtype), and
+        owners alone keep the state.
+    state_dtype (torch.float32): of momentum_buffer, exp_avg and exp_avg_sq; or bf16.
+    wire_dtype (torch.bfloat16): of updates in all-to-alls, and of rounding on every layout, hence
+        equal bits on all layouts; or fp32.
+    ns_dtype (None): of Newton-Schulz products: fp16, bf16 or fp32. None: fp16, on CPUs fp32.
+    workspace_bytes (None): bound on the memory of buckets and of the iteration. ValueError at the
+        first step if one matrix per rank needs more. None: what pays, up to 2 GiB and 3 % of a
+        GPU, 256 MiB on a CPU.
+    capturable (False): True: on NVIDIA GPUs the second step is captured as a CUDA graph, with all
+        collectives, and replayed. False: the parts between collectives are. Equal bits. lr,
+        weight_decay and momentum may change in every step; in AdamW groups a change of weight_decay
+        or momentum costs a new capture (at most 8), and changes in every step prevent replay.
+    nonfinite ("propagate"): effect of NaN or Inf in a gradient. "propagate": nothing is checked, a
+        NaN spoils its matrix. "skip": the matrix (AdamW: parameter) keeps weight and state on every
+        rank, and `skipped` counts. "raise": nothing changes on any rank, and the step, which waits
+        for the device, raises RuntimeError.
+    overlap_backward (False): True: gradients are sent to owners during the backward inside
+        `last_backward`. Each bucket has memory of its own. Equal bits.
+    overlap_forward (False): True: on GPUs no stream waits for `step`. Each module of a model given
+        to `updates_return_during` waits for the module's weights. Equal bits.
+    unscale_in_step (None): who acts on the result of a torch.amp.GradScaler. False: the scaler, as
+        with torch.optim.Muon: no call of `step` after Inf. True: `step`, as with AdamW(fused=True):
+        gradients are unscaled in place, and all ranks skip the step without a wait of the host.
+        None: True only if scalers of several ranks may find different results, and ranks would wait
+        for missing peers: with grads_are_reduced=False or DTensors sharded over different ranks.
     """
 
-    # Of a group, besides those of Muon; a constant of the class, as all class attributes here
+    # Keys of a group besides Muon's. Class attributes must be constants, see `_start`
     _extra_keys = ()
 
     @with_parameters_of(MuonConfig, kind=inspect.Parameter.KEYWORD_ONLY)
     def __init__(
         self,
-        params,
-        lr=1e-3,
-        weight_decay=0.1,
-        momentum=0.95,
-        nesterov=True,
-        ns_coefficients="polar_express",
-        eps=1e-7,
-        ns_steps=5,
-        adjust_lr_fn=None,
+        params: Iterable,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: str | Sequence = "polar_express",
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
         *,
-        adamw_betas=(0.9, 0.95),
-        adamw_eps=1e-8,
-        **options,
-    ):
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        **options: object,
+    ) -> None:
         extra = {key: options.pop(key) for key in self._extra_keys}
         self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
         self._start(MuonConfig.of(options))
         self._options.check()
-        check_adamw(adamw_betas, adamw_eps)
-        self._is_world = (
-            options.get("process_group") is not None
-            and self._options.process_group is dist.group.WORLD
-        )
-        self._forget()
+        validation.check_adamw(adamw_betas, adamw_eps)
+        process_group = self._options.process_group
+        self._is_world = process_group is not None and process_group is dist.group.WORLD
+        self._drop_plans()
         super().__init__(
             params,
             {
@@ -304,97 +287,101 @@ class Muon(Saving):
                 **extra,
             },
         )
-        check_environment(device_of(self.param_groups))
-        check_memory(self.param_groups)
-        self._take_groups()
+        check_environment(validation.device_of(self.param_groups))
+        validation.check_memory(self.param_groups)
+        self._init_groups()
         self._has_all_groups = True
-        self._first_members = Members()  # else it would keep parameters that leave their groups
+        # Do not keep parameters alive that leave their groups
+        self._first_members = validation.Members()
 
     def _start(self, options: MuonConfig) -> None:
-        """Set every attribute that the methods read, in `__init__` and in a copy, which is made
-        without it.
+        """Set all attributes, for `__init__` and for a copy, which is made without `__init__`.
 
-        None of them is an attribute of the class: a wrapper of Lightning or Fabric derives a class
-        from the optimizer's and asks the optimizer only for attributes that this class lacks.
+        No attribute may have a default on the class: a wrapper of Lightning or Fabric derives a
+        class from the optimizer's, and forwards only attributes missing on the derived class.
         """
-        # On which `settled` runs methods that are called on a wrapper
+        # The optimizer itself, also for methods called on a wrapper (`waits_for_updates`)
         self._itself = weakref.ref(self)
         self._options = options
-        self._late = ForwardOverlap(options.overlap_forward)
-        self._early = BackwardOverlap()
+        self._forward_overlap = ForwardOverlap(options.overlap_forward)
+        self._backward_overlap = BackwardOverlap()
         self._beta1 = Beta1()
-        self._has_all_groups = False  # whether those of the constructor are there
-        self._first_members = Members()  # of the groups that the constructor has added so far
+        self._has_all_groups = False  # the constructor has added all groups
+        self._first_members = validation.Members()  # of the groups added by the constructor so far
         self._unscaling = Unscaling()
         self._timing = False
-        self._unbound = NEVER_BOUND  # why plan_report() finds no plan
-        self._half_way = False  # whether a step began and did not end
-        # The state gathered by consolidate_state_dict, until the next step
-        self._consolidated = None
-        self._skipped = None  # a count on the device, once a step has looked at gradients
+        self._why_unbound = NEVER_BOUND  # why plan_report() finds no plan
+        self._half_way = False  # a step has begun and not ended
+        self._consolidated = None  # result of consolidate_state_dict, until the next step
+        self._skipped: torch.Tensor | None = None  # int64 count, on the device
         self._members = ()  # each group's parameters at the last step
         self._world = None  # torch.distributed's default group at the last step
-        self._process_groups = None  # made by `_forget`, as are graphs
-        self._graphs = None
-        self._beside = None  # the graphs of `_alone`
+        self._process_groups: ProcessGroups | None = None
+        self._graphs: Graphs | None = None  # of buckets, or of the whole step
+        self._adamw_graphs: Graphs | None = None  # of `BoundStep.adamw_jobs`
 
     @property
     def timing(self) -> bool:
-        """Whether steps are measured for `plan_report`."""
+        """Whether to measure steps for `plan_report`; measured steps use no graph of the step."""
         return self._itself()._timing
 
     @timing.setter
     def timing(self, on: bool) -> None:
         self._itself()._timing = on
 
-    @settled
-    def add_param_group(self, param_group) -> None:
-        """Add a group; see the class for what it may hold."""
+    @waits_for_updates
+    def add_param_group(self, param_group: dict) -> None:
+        """Add a group with the keys of the class docstring; drops the plan. Raises as the
+        constructor does, and leaves the optimizer unchanged.
+        """
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group must be a dict, not {type(param_group).__name__}")
         momentum = param_group.get("momentum")
-        if is_adamw(param_group):
+        if validation.is_adamw(param_group):
             for key, value in self._adamw.items():
                 param_group.setdefault(key, value)
         count = len(self.param_groups)
-        self._early.refuse("add_param_group")
-        members = Members(self.param_groups) if self._has_all_groups else self._first_members
+        self._backward_overlap.raise_if_started("add_param_group")
+        members = (
+            validation.Members(self.param_groups) if self._has_all_groups else self._first_members
+        )
         try:
             with in_group(count, param_group):
-                check_param_list(param_group, self.param_groups, members)
+                validation.check_param_list(param_group, self.param_groups, members)
                 super().add_param_group(param_group)
                 members.add(self.param_groups[-1])
                 self._check_new(self.param_groups[-1], momentum, members.first)
             if self._has_all_groups:
-                check_memory(self.param_groups)
+                validation.check_memory(self.param_groups)
         except Exception:
             del self.param_groups[count:]
             raise
-        if self._has_all_groups:  # else once, at the end of `__init__`
-            self._take_groups()
+        # Else once, at the end of `__init__`
+        if self._has_all_groups:
+            self._init_groups()
         if self._bound.all_jobs:
-            self._unbound = "after add_param_group(), which drops the plan"
-        self._forget()
+            self._why_unbound = "after add_param_group(), which drops the plan"
+        self._drop_plans()
 
-    def _take_groups(self) -> None:
-        """Give each group tensors of its own, and AdamW groups their `momentum`."""
+    def _init_groups(self) -> None:
+        """Give each group own tensors (such as lr), and set `momentum` of AdamW groups."""
         unshare_tensors(self.param_groups)
         self._beta1.follow(self.param_groups)
 
     def _check_new(self, group: dict, momentum: object, first: tuple | None) -> None:
-        """Raise ValueError or NotImplementedError for a new group; `momentum`: what it was given,
-        if anything; `first`: see `Members`.
+        """Raise ValueError or NotImplementedError for a new group. `momentum`: as given by the
+        user, None if not given. `first`: see `Members`.
         """
         wide = {f"adamw_{key}": value for key, value in self._adamw.items()}
-        check_group(group, self._extra_keys, {**vars(self._options), **wide})
-        check_across_params([group], self._options, first)
-        if is_adamw(group):
+        validation.check_group(group, self._extra_keys, {**vars(self._options), **wide})
+        validation.check_across_params([group], self._options, first)
+        if validation.is_adamw(group):
             check_momentum(group, momentum, self.defaults["momentum"])
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether torch.amp.GradScaler leaves unscaling, and leaving out a step, to `step`, which
-        it gives `grad_scale` and `found_inf`. Otherwise it calls `step` only where it found no Inf.
+        """Read by torch.amp.GradScaler. True: the scaler calls `step` in any case, with attributes
+        `grad_scale` and `found_inf`. False: the scaler unscales, and skips `step` after Inf.
         """
         itself = self._itself()
         return itself._unscaling.in_step(itself.param_groups, itself._options)
@@ -405,49 +392,55 @@ class Muon(Saving):
         itself._options = replace(itself._options, unscale_in_step=bool(value))
         itself._unscaling.answer = bool(value)
 
-    @torch._disable_dynamo  # a compiled training step breaks here: this one's graphs are its own
+    # A graph break in a compiled training step: the optimizer captures graphs itself
+    @torch._disable_dynamo
     @torch.no_grad()
-    def step(self, closure=None):
-        """One step; returns the closure's loss. The first step plans: all ranks have to take it
-        together.
+    def step(self, closure: Callable | None = None) -> object:
+        """Step all parameters; return the closure's loss. All ranks take the first step together,
+        which makes the plan, and each step after a change of parameters or placements.
 
-        Raises RuntimeError, also for all later steps until `load_state_dict`, if it failed
-        half-way.
+        Raises RuntimeError if the step fails half-way, and from then on until `load_state_dict`.
         """
         itself = self._itself()
-        refuse_torn(itself._half_way or itself._early.failed)
+        create.refuse_torn(itself._half_way or itself._backward_overlap.failed)
         with torch.enable_grad():
             loss = None if closure is None else closure()
         scaled = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        device = device_of(itself.param_groups)
-        if device.type == "cpu" and not itself._late.on:
-            itself._take(*scaled)
+        device = validation.device_of(itself.param_groups)
+        # On a CPU neither of the two contexts would do anything
+        if device.type == "cpu" and not itself._forward_overlap.on:
+            itself._step(*scaled)
             return loss
-        with current(device), itself._late.aside(device, wait_for_all=scaled != (None, None)):
-            itself._take(*scaled)
+        wait_for_all = scaled != (None, None)
+        with on_device(device), itself._forward_overlap.on_side_stream(device, wait_for_all):
+            itself._step(*scaled)
         return loss
 
-    def _take(self, grad_scale, found_inf) -> None:
-        """Step, with what a GradScaler says of the gradients, or None."""
+    def _step(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        """Step without closure. `grad_scale`, `found_inf`: of a GradScaler, None without one."""
         self._read_groups()
-        # Nothing leaves before the step without overlap_backward
-        self._half_way = begun = self._options.overlap_backward and self._early.begun
+        # With started buckets an error leaves peers with sent gradients: no later step may run
+        begun = self._options.overlap_backward and self._backward_overlap.has_started
+        self._half_way = begun
         self._consolidated = None
         self._process_groups.begin_step()
-        creates_state = not self.state and creates_state_only(self.param_groups, self.state)
+        creates_state = not self.state and create.creates_state_only(self.param_groups, self.state)
         if begun:
-            self._early.check(self._as_bound(), (grad_scale, found_inf) != (None, None))
+            is_scaled = (grad_scale, found_inf) != (None, None)
+            self._backward_overlap.check_unchanged(self._as_bound(), is_scaled)
         else:
             if self._options.overlap_backward:
-                self._early.judge()  # binding anew would forget it
-            stores = self._ready(found_inf is not None)
+                # Before binding anew, which replaces `_backward_overlap`
+                self._backward_overlap.raise_if_changed()
+            stores = self._bound_stores(found_inf is not None)
             if grad_scale is not None:
                 unscale(stores, grad_scale)
-        # The next step binds anew
-        if self._bound.inputs.send(None if begun else self._seen, as_bound=begun):
-            self._bound_for = self._seen = None
+        # Gradients of another form were copied: started buckets need the bound views, so only the
+        # next step binds anew
+        if self._bound.inputs.read_and_upload(None if begun else self._fingerprint, as_bound=begun):
+            self._memory_key = self._fingerprint = None
         if self._bound.missing.begin_step(creates_state):
-            self._bound.inputs.tell()
+            self._bound.inputs.upload()
         if self._bound.nonfinite is not None:
             self._bound.nonfinite.check(found_inf)
         with self._bound.missing.around():
@@ -455,241 +448,252 @@ class Muon(Saving):
             self._launch()
         self._half_way = False
         self._process_groups.end_step()
-        if self._late.on:
-            self._late.keep(self._bound.stores)
-        self._bound.inputs.forget()
+        if self._forward_overlap.on:
+            self._forward_overlap.hold_gradients(self._bound.stores)
+        self._bound.inputs.drop_gradients()
         if self._bound.nonfinite is not None:
-            self._note(found_inf is None)
+            self._count_skipped(found_inf is None)
 
     def _read_groups(self) -> None:
-        """Take what schedules have put into the groups. Raises ValueError, with group and key, for
-        what is not allowed.
-        """
-        check_scheduled_values(self.param_groups)
+        """Check and follow values that schedules wrote into groups; ValueError names the group."""
+        validation.check_scheduled_values(self.param_groups)
         self._beta1.follow(self.param_groups)
 
-    def _note(self, tell) -> None:
-        """Count what was left alone; `tell`: raise for it with nonfinite="raise". Else a GradScaler
-        has decided.
+    def _count_skipped(self, may_raise: bool) -> None:
+        """Add the flagged matrices of the step to `skipped`. `may_raise`: with nonfinite="raise"
+        raise RuntimeError; False if a GradScaler has decided.
         """
-        with lasting():
+        with create.lasting():
             count = self._bound.nonfinite.flags.count_nonzero()
         self._skipped = (
             count if self._skipped is None else self._skipped.to(count.device).add_(count)
         )
-        if tell and self._options.nonfinite == "raise":
+        if may_raise and self._options.nonfinite == "raise":
             self._bound.nonfinite.tell()
 
     @property
-    @settled
+    @waits_for_updates
     def skipped(self) -> torch.Tensor:
-        """How many matrices (AdamW: parameters) this rank left alone for NaN or Inf so far: int64,
-        on the device.
+        """Number of matrices (AdamW: parameters) that this rank has skipped for NaN or Inf so far:
+        int64, on the device.
         """
         if self._skipped is None:
-            return torch.zeros((), dtype=torch.int64, device=device_of(self.param_groups))
+            return torch.zeros(
+                (), dtype=torch.int64, device=validation.device_of(self.param_groups)
+            )
         return self._skipped.clone()
 
     def _launch(self) -> None:
-        """All work of the step; with `capturable`, as one graph and one for each AdamW group that
-        knows no ranks.
+        """Run all bucket updates; with `capturable`, as a CUDA graph, and AdamW's parameters
+        stepped where stored as a second graph.
         """
         if self._timing:
             self._watch = Stopwatch(self._bound.stores[0].device) if self._bound.stores else None
             return self._run(self._watch.over(self._bound.all_jobs) if self._watch else [])
         if not self._options.capturable:
             return self._run()
-        key = [host_constants(store.hp, store.wide) for store in self._bound.together]
+        key = [host_constants(store.group, store.is_fp64) for store in self._bound.graphed_stores]
         pipeline.run_beside(
-            lambda: self._graphs(self._run, key), self._bound.alone, self._beside.stream
+            lambda: self._graphs(self._run, key), self._bound.adamw_jobs, self._adamw_graphs.stream
         )
 
-    def _run(self, jobs=None) -> None:
+    def _run(self, jobs: Sequence[Job] | None = None) -> None:
+        """Run bucket updates through the pipeline; None: all of `BoundStep.jobs`."""
         jobs = self._bound.jobs if jobs is None else jobs
         with self._bound.missing.compared() as closing:
             if self._options.overlap_backward:
-                self._early.run(jobs, closing)
+                self._backward_overlap.run(jobs, closing)
             else:
                 pipeline.run(jobs, closing)
 
-    @settled
-    def last_backward(self):
-        """Context manager for the backward of a step's last micro-batch: with
-        overlap_backward=True, gradients leave for their owners as soon as all of a bucket are
-        there. Otherwise, and before the first step, nothing happens. Then call `step` before
-        gradients change. Raises RuntimeError if gradients have left already.
+    @waits_for_updates
+    def last_backward(self) -> contextlib.AbstractContextManager:
+        """Context manager for the backward of the last micro-batch before a step.
+
+        With overlap_backward=True, a bucket is sent to the owners once all gradients of the bucket
+        are there; gradients must not change from then until `step`. Else, and before the first
+        step, does nothing. Raises RuntimeError if buckets were already sent.
         """
-        refuse_torn(self._torn)
+        create.refuse_torn(self._is_torn)
         self._read_groups()
         if ready := self._as_bound() and not self.timing:
             self._process_groups.begin_step()
-        return self._early.opened(ready)
+        return self._backward_overlap.allow_start(ready)
 
     def _as_bound(self) -> bool:
-        """Whether all but the gradients is as the last step found it."""
-        same = (
-            world_now() is self._world and self._seen is not None and self._bound.nonfinite is None
-        )
-        return same and self._seen.at_rest(self.param_groups, self.state)
+        """Whether parameters, state and options, all but gradients, are as in the last step."""
+        seen = self._fingerprint
+        if seen is None or world_now() is not self._world or self._bound.nonfinite is not None:
+            return False
+        return seen.is_static_current(self.param_groups, self.state)
 
     def plan_report(self) -> Report:
-        """The plan of the last step, as this rank knows it: print it, or draw its `figure()`. Not
-        collective. Set the attribute `timing` to True before a step to have that step's times in
-        it; such a step is not replayed from one graph. RuntimeError before the first step, which
-        makes the plan, and from release(), load_state_dict() or add_param_group() to the next step.
+        """The plan of the last step, with the buckets of this rank: print it, or draw its
+        `figure()`. Set the attribute `timing` to True before a step for measured times.
+
+        Not collective. Raises RuntimeError if nothing is bound: before the first step, and after
+        release(), load_state_dict() or add_param_group().
         """
         if not self._bound.all_jobs:
             raise RuntimeError(
-                f"nothing is bound {self._unbound}: call step() before plan_report()"
+                f"nothing is bound {self._why_unbound}: call step() before plan_report()"
             )
-        return report_of(self._bound.all_jobs, this_rank(), self._watch, self._early.order)
+        run = self._backward_overlap.pipeline_run
+        return report_of(self._bound.all_jobs, this_rank(), self._watch, run)
 
-    @settled
+    @waits_for_updates
     def release(self) -> None:
-        """Let go of what is bound at this rank: the workspace, CUDA graphs, and the views that keep
-        the memory of weights and state which you free or offload between steps. State and plan
-        stay: the next step binds anew, with the same bits and without a word to other ranks.
-        RuntimeError while buckets have left during backward.
+        """Free the workspace and CUDA graphs, and drop all views of weights and state: memory that
+        is freed or offloaded between steps is free at once. State and plan stay. The next step
+        binds anew, with equal bits and without communication. Raises RuntimeError if buckets have
+        started during backward.
         """
-        self._early.refuse("release")
+        self._backward_overlap.raise_if_started("release")
         self._bound.missing.wait()
-        self._late.release()
+        self._forward_overlap.release()
         self._unbind()
-        self._unbound = NEVER_BOUND
+        self._why_unbound = NEVER_BOUND
 
-    def _ready(self, scaled=False):
-        """The stores of this step. Planned anew if parameters changed, bound anew if memory or
-        gradients' form did.
+    def _bound_stores(self, scaled: bool = False) -> list[Store]:
+        """The stores of this step; plan and bind first if anything has changed. `scaled`: a
+        GradScaler decides about the step.
         """
         self._find_world()
         if self._uncompared:
             self._compare_again()
-        if self._seen is not None and self._seen.holds(self.param_groups, self.state, scaled):
+        seen = self._fingerprint
+        if seen is not None and seen.is_current(self.param_groups, self.state, scaled):
             return self._bound.stores
-        with lasting():
+        with create.lasting():
             return self._prepare(scaled)
 
-    def _prepare(self, scaled: bool) -> list:
-        """Plan and bind what has changed; return the stores."""
-        check_changed_groups(self.param_groups, self._options)
-        if None in self._planned_for.values():
+    def _prepare(self, scaled: bool) -> list[Store]:
+        """Plan if parameters or placements changed, bind if memory or the form of gradients did."""
+        validation.check_changed_groups(self.param_groups, self._options)
+        if None in self._plan_keys.values():
             warn_of_idle(self.param_groups)
-        self._members = adopt_state(self._members, self.param_groups, self.state)
-        # What this process steps alone must not change what it steps with others
+        self._members = create.adopt_state(self._members, self.param_groups, self.state)
+        # In this order: parameters that the process steps alone must not affect shared plans
         for alone in (False, True):
-            units, key = stepped(self.param_groups, self._options, alone)
-            if key != self._planned_for[alone] or lack_state(self._plans[alone], self.state):
-                # It may go
-                self._late.share(
+            units, key = prepare.select_params(self.param_groups, self._options, alone)
+            if key != self._plan_keys[alone] or create.lack_state(self._plans[alone], self.state):
+                # State may move to other ranks, and the side stream may still read the old memory
+                self._forward_overlap.record_stream(
                     t for s in self.state.values() if isinstance(s, dict) for t in s.values()
                 )
                 options = self._unscaling.told(self._options)
-                self._plans[alone], later = planned(
+                self._plans[alone], later = prepare.make_plans(
                     units, self.state, options, self._process_groups, alone
                 )
                 self._uncompared += later
-                self._planned_for[alone], self._bound_for, self._forms, self._seen = (
-                    key,
-                    None,
-                    None,
-                    None,
-                )
+                self._plan_keys[alone] = key
+                self._memory_key = self._param_forms = self._fingerprint = None
         plans = self._plans[False] + self._plans[True]
         params = [p for plan in plans for p in plan.params]
         key = *memory_key(params, self.state, self.param_groups), scaled
-        if key != self._bound_for:
-            # Should binding fail
-            forms, self._bound_for, self._seen = [form_of(p) for p in params], None, None
-            if self._forms not in (None, forms):
-                self._forget()
+        if key != self._memory_key:
+            forms = [form_of(p) for p in params]
+            self._memory_key = self._fingerprint = None  # if binding fails
+            # A parameter was cast, or placed otherwise, in place: plan again
+            if self._param_forms not in (None, forms):
+                self._drop_plans()
                 return self._prepare(scaled)
             self._bind(plans, "raise" if scaled else self._options.nonfinite)
-            self._bound_for, self._forms = key, forms
-        # With the state that there is now
-        self._seen = StepFingerprint(self.param_groups, self.state, scaled)
+            self._memory_key = key
+            self._param_forms = forms
+        # After planning, which may create state
+        self._fingerprint = StepFingerprint(self.param_groups, self.state, scaled)
         return self._bound.stores
 
     def _compare_again(self) -> None:
-        """Do the comparisons that `agree` left for this step."""
-        # A graph cannot be waited for
-        if capturing(device_of(self.param_groups)):
+        """Run the collective comparisons that `agree` left for this step."""
+        # The host would have to wait, which a capture forbids
+        if capturing(validation.device_of(self.param_groups)):
             return
         later, self._uncompared = self._uncompared, []
         for compare in later:
             compare()
 
-    def _bind(self, plans: list, nonfinite: str) -> None:
+    def _bind(self, plans: list[Plan], nonfinite: str) -> None:
+        """Replace `_bound`, and what depends on it. `nonfinite`: as in the class."""
         self._bound.missing.wait()
-        self._graphs.say(OTHER_PARAMETERS)
-        for graphs in (self._graphs, self._beside):
-            graphs.begin(device_of(self.param_groups))
-        bound = BoundStep(
+        self._graphs.warn_once(prepare.PARAMETERS_CHANGED)
+        for graphs in (self._graphs, self._adamw_graphs):
+            graphs.begin(validation.device_of(self.param_groups))
+        bound = prepare.BoundStep(
             plans,
             self.state,
             self._options,
             self._process_groups,
-            (self._graphs, self._beside),
+            (self._graphs, self._adamw_graphs),
             nonfinite,
-            self._late.bucket_written if self._late.on else None,
+            self._forward_overlap.bucket_written if self._forward_overlap.on else None,
         )
         if self._options.capturable and self._graphs.on:
             self._process_groups.check_capturable()
             release_before_groups()
-        if self._forms is None:  # the first time that kernels of these shapes are launched
+        # First binding of a plan: kernels of these shapes may not be compiled
+        if self._param_forms is None:
             pipeline.precompile_kernels(bound.all_jobs, bound.missing.device)
         self._bound = bound
         self._watch = None
         overlapped = bound.jobs if self._options.overlap_backward else None
-        self._early = BackwardOverlap(overlapped, bound.inputs)
-        self._late.follow(bound.all_jobs, bound.stores)
+        self._backward_overlap = BackwardOverlap(overlapped, bound.inputs)
+        self._forward_overlap.bind(bound.all_jobs, bound.stores)
 
     def _find_world(self) -> None:
-        """Drop what was planned for process groups that were destroyed."""
+        """Drop plans if torch.distributed was initialized anew: its process groups are gone."""
         if (world := world_now()) is self._world:
             return
         if self._world is not None and self._options.process_group is not None:
             check_process_group(world, self._is_world)
             self._options = replace(self._options, process_group=world)
-        self._world, self._process_groups = world, None
-        self._forget()
+        self._world = world
+        self._process_groups = None
+        self._drop_plans()
 
-    def _forget(self) -> None:
+    def _drop_plans(self) -> None:
         """Drop plans and bound memory; the next step makes them anew. State stays."""
-        self._planned_for, self._plans, self._forms = (
-            {False: None, True: None},
-            {False: [], True: []},
-            None,
-        )
+        self._plan_keys = {False: None, True: None}  # by `alone`, see `prepare.select_params`
+        self._plans = {False: [], True: []}
+        self._param_forms = None
         self._uncompared = []  # comparisons of gradients that `agree` left for the next step
-        if self._process_groups is None:  # new ones at each plan would pile up
+        # Kept from plan to plan: new process groups at each plan would pile up
+        if self._process_groups is None:
             self._process_groups = ProcessGroups(own=self._options.overlaps)
         if self._graphs is None:
-            self._graphs, self._beside = [
-                Graphs(s * self._options.capturable) for s in (OTHER_NUMBERS, OTHER_PLACES)
+            self._graphs, self._adamw_graphs = [
+                Graphs(s * self._options.capturable)
+                for s in (prepare.SCALARS_CHANGED, prepare.GRADIENTS_MOVED)
             ]
         self._unbind()
 
     def _unbind(self) -> None:
         """Drop bound memory; plans stay."""
-        self._bound_for = None
-        self._seen = None
+        self._memory_key = None
+        self._fingerprint = None
         self._watch = None
-        self._bound = BoundStep()
-        self._early = BackwardOverlap()
-        for graphs in (self._graphs, self._beside):
+        self._bound = prepare.BoundStep()
+        self._backward_overlap = BackwardOverlap()
+        for graphs in (self._graphs, self._adamw_graphs):
             graphs.drop()
 
 
 class NorMuon(Muon):
-    """Muon whose update is divided, row by row, by the root of its mean square over time, and keeps
-    its Frobenius norm (arXiv 2510.05491, in the form of its authors' code).
+    """Muon with NorMuon's row normalization (arXiv 2510.05491, in the form of its authors' code):
+    each row of an update is divided by the root of the row's mean square over time, then the update
+    is scaled back to its Frobenius norm.
 
-    beta2: decay of that mean square, kept in fp32 as `second_moment` (..., R, 1); all else as in
-    `Muon`.
+    Arguments of `Muon`, and:
+
+    beta2 (0.95): decay of the mean square, in [0, 1); may be set per group. The mean squares are
+        kept in fp32 as `second_moment` (..., R, 1).
     """
 
     _extra_keys = ("beta2",)
 
     @with_parameters_of(Muon.__init__)
-    def __init__(self, params, *args, beta2=0.95, **kwargs):
+    def __init__(
+        self, params: Iterable, *args: object, beta2: float = 0.95, **kwargs: object
+    ) -> None:
         super().__init__(params, *args, beta2=beta2, **kwargs)

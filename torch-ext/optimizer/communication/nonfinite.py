@@ -100,7 +100,7 @@ class NonfiniteFlags:
             box = [slice(*side) for side in layout.boxes[store.rank][: len(lead)]]
             here = (
                 torch.arange(math.prod(lead), device="cpu").view(lead)[tuple(box)]
-                + store.first[number]
+                + store.flag_offset[number]
             )
             (several if lead else single).append(number)
             places[bool(lead)].extend(here.flatten().tolist())

@@ -1,1 +1,1 @@
-"""One step on this rank."""
+"""Execution of a step: preparation, bucket updates, step inputs, CUDA graphs, report."""

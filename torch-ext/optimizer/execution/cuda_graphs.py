@@ -1,4 +1,9 @@
-"""CUDA graphs of parts of a step: capture, replay, release."""
+"""CUDA graphs of parts of a step: capture, replay, release.
+
+A part is a bound method of a bucket update with kernel launches only; with capturable=True a part
+may also be a whole step with all collectives. `Graphs` captures a part on the second run with equal
+host values, and replays the part from then on.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ import functools
 import os
 import warnings
 import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -21,23 +27,25 @@ GRAPHS = ("auto", "off")
 
 
 def graphs() -> str:
-    """Say whether CUDA graphs may be used, by OPTIMIZER_GRAPHS: auto (default), or off."""
+    """Return the value of OPTIMIZER_GRAPHS: "auto" (default) allows CUDA graphs, "off" does not."""
     return _check("OPTIMIZER_GRAPHS", os.environ.get("OPTIMIZER_GRAPHS", "auto"), GRAPHS)
 
 
-CAPTURES = 8  # of one part; a part whose key keeps changing is not worth more
+# Captures of one part. If the host values of a part keep changing, as by a schedule, further
+# captures would cost more than the few replays of each save.
+CAPTURES = 8
 
 
-def current(device):
-    """Launches go to the current device, which need not be the parameters': meanwhile, make it
-    `device`.
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Context manager with `device` as the current device, where kernels are launched; parameters
+    may lie on another device.
     """
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def available(device) -> bool:
-    """Whether parts on `device` are captured: NVIDIA GPUs with the Triton kernels, unless
-    OPTIMIZER_GRAPHS forbids.
+def available(device: torch.device) -> bool:
+    """Whether parts on `device` are captured: on NVIDIA GPUs with the Triton kernels, unless
+    OPTIMIZER_GRAPHS is "off".
     """
     return (
         device.type == "cuda"
@@ -47,76 +55,96 @@ def available(device) -> bool:
     )
 
 
-def check_environment(device) -> None:
-    """Raise ValueError, with the variable, for an environment variable of this package that a step
-    on `device` could not follow.
+def check_environment(device: torch.device) -> None:
+    """Raise ValueError, naming the variable, if an environment variable of the package has a value
+    impossible for a step on `device`.
     """
     graphs()
     check_choice(device)
     own_table()
 
 
-class Recording:
-    """What is known of one part: the key of its last run, its graph and the key of that."""
+class PartGraph:
+    """The CUDA graph of a part, and the host values at capture."""
 
-    def __init__(self):
-        self.last = self.graph = self.captured = None
-        self.count = 0
+    def __init__(self) -> None:
+        self.last: object = None  # host values of the last run
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.captured: object = None  # host values in `graph`
+        self.count = 0  # captures so far, successful or not
 
 
 class Graphs:
-    """The CUDA graphs of one optimizer, in one memory pool.
+    """The CUDA graphs of an optimizer, in a common memory pool.
 
-    They run one after another on one stream, and no tensor of the pool outlives its part: they may
-    share all memory, and come in any order. `excuse`: what to say, once, where there is a graph
-    that does not fit the step. `within`: whether the part that is launched goes into a graph with
-    others: no error of the host comes between them.
+    [Note: one pool for all graphs]
+    Graphs are replayed in sequence on a single stream, and no tensor allocated in a capture is used
+    after the part. Hence all graphs may share memory, and may be replayed in any order.
     """
 
-    def __init__(self, excuse=""):
-        self.parts, self.stream, self.excuse = {}, None, excuse
-        self.on, self.failed, self.device, self.within = False, False, torch.device("cpu"), False
-        # Whether parts go through this object: it captures them, or knows a capture around them
+    def __init__(self, reason: str = "") -> None:
+        """`reason`: text of the warning if a graph exists but cannot be replayed, given once; "":
+        no warning.
+        """
+        self.parts: dict[tuple[int, str], PartGraph] = {}  # (id of the owner, name of the method)
+        self.stream: torch.cuda.Stream | None = None  # of captures
+        self.reason = reason
+        self.on = False  # parts are captured and replayed
+        self.failed = False  # a capture has failed; no part is captured again
+        self.device = torch.device("cpu")
+        # The running part is inside a capture of more than the part, of the whole step or by the
+        # user: no error of the host can come between its launches and those of later parts
+        self.inside_capture = False
+        # Parts must go through `__call__`, which captures them or sets `inside_capture`
         self.may_capture = False
         _all.add(self)
 
-    def begin(self, device) -> None:
-        """Capture what runs on `device` from now on, with new memory."""
+    def begin(self, device: torch.device) -> None:
+        """Drop all graphs, and capture parts on `device` from now on."""
         self.drop()
-        self.on, self.device = available(device) and not self.failed, device
+        self.on = available(device) and not self.failed
+        self.device = device
         self.may_capture = self.on or device.type != "cpu"
+        # torch refuses a capture on the default stream
         self.stream = torch.cuda.Stream() if self.on else None
 
-    def __call__(self, part, key, *arguments) -> None:
-        """Do part(*arguments): a bound method whose host values are all in `key`.
+    def __call__(self, part: Callable, key: object, *arguments: object) -> None:
+        """Call `part(*arguments)`, or replay the graph of `part` if `key` is unchanged.
 
-        Inside another capture, part is captured with it.
+        `part`: a bound method. `key`: every host value of the launches. Inside another capture
+        the part is called, and captured by the outer graph.
         """
         if not self.on or torch.cuda.is_current_stream_capturing():
-            self.within = capturing(self.device)
+            self.inside_capture = capturing(self.device)
             return part(*arguments)
-        self.within = False
-        known = self.parts.setdefault((id(part.__self__), part.__name__), Recording())
+        self.inside_capture = False
+        known = self.parts.setdefault((id(part.__self__), part.__name__), PartGraph())
+        # A first run is never captured: kernels compile and are tuned then, and a value that
+        # changes in every step would waste the capture
         if known.captured != key and known.last == key and known.count < CAPTURES:
             self._capture(known, key, functools.partial(part, *arguments))
         known.last = key
         if known.graph is not None and known.captured == key:
             return known.graph.replay()
-        self.say(self.excuse)
+        self.warn_once(self.reason)
         part(*arguments)
 
-    def _capture(self, known, key, work) -> None:
-        """Capturing launches nothing. Where it fails, parts run as they are from now on."""
+    def _capture(self, known: PartGraph, key: object, work: Callable[[], None]) -> None:
+        """Capture `work` into `known`; nothing runs on the device. If capture fails, warn, drop all
+        graphs and run parts without graphs from now on.
+        """
         graph = torch.cuda.CUDAGraph()
+        # See [Note: one pool for all graphs]
         shared = next(
             (part.graph.pool() for part in self.parts.values() if part.graph is not None), None
         )
         known.count += 1
         try:
             with torch.cuda.stream(self.stream), warnings.catch_warnings():
-                # A part may have nothing to do
+                # A rank may own no matrix of a bucket: its part launches nothing
                 warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-                # other threads (NCCL's watchdog) may do what a capture forbids
+                # The mode "global" would fail if another thread, such as NCCL's watchdog, calls a
+                # function that captures forbid
                 graph.capture_begin(
                     *([shared] if shared else []), capture_error_mode="thread_local"
                 )
@@ -126,22 +154,28 @@ class Graphs:
                     graph.capture_end()
         except Exception as error:
             self.drop()
-            self.on, self.failed = False, True
+            self.on = False
+            self.failed = True
             warn_caller(f"steps run without CUDA graphs, since one could not be captured: {error}")
         else:
-            known.graph, known.captured = graph, key
+            known.graph = graph
+            known.captured = key
 
-    def say(self, why) -> None:
-        """Tell once that a graph is not replayed, where there is one and the user asked for it."""
-        if self.excuse and any(part.graph is not None for part in self.parts.values()):
-            self.excuse = ""
+    def warn_once(self, why: str) -> None:
+        """Warn of a graph without replay, and why; at most once, only if a graph exists and the
+        constructor got a `reason`.
+        """
+        if self.reason and any(part.graph is not None for part in self.parts.values()):
+            self.reason = ""
             warn_caller(
                 f"capturable=True: {why}; it is captured anew once two steps are alike. Said once."
             )
 
     def drop(self) -> None:
-        """Let all graphs go, and with them their memory; before the owners of parts go, whose ids
-        name the parts.
+        """Release all graphs and the memory pool.
+
+        Call before bucket updates are replaced: parts are known by the id of the update, and a new
+        update may get the id of a deleted update.
         """
         for part in self.parts.values():
             if part.graph is not None:
@@ -149,34 +183,38 @@ class Graphs:
         self.parts = {}
 
 
-_all = weakref.WeakSet()
+_all = weakref.WeakSet()  # every Graphs of the process
 
 
 def drop_all() -> None:
-    """Let all graphs of all optimizers go; the next steps capture them anew."""
+    """Drop the graphs of all optimizers; later steps capture anew."""
     for graphs in list(_all):
         graphs.drop()
 
 
 @functools.cache
 def release_before_groups() -> None:
-    """Have all graphs let go before process groups are destroyed and before the process exits.
+    """Drop all graphs before torch destroys a process group, and before the process exits.
 
-    NCCL waits for graphs that hold its collectives, forever. Called before the first collective is
-    captured.
+    When a communicator is destroyed, NCCL waits forever for graphs with collectives. Call before
+    the first collective is captured. Wraps `dist.destroy_process_group` and
+    `ProcessGroup.shutdown`, once per process.
     """
     atexit.register(drop_all)
     if not dist.is_available():
         return
     destroy = _after_release(dist.destroy_process_group)
     dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy
-    # who imported that by name before calls this
+    # `from torch.distributed import destroy_process_group` may have run before, and still holds the
+    # unwrapped function, which calls this method
     dist.ProcessGroup.shutdown = _after_release(dist.ProcessGroup.shutdown)
 
 
-def _after_release(function):
+def _after_release(function: Callable) -> Callable:
+    """Wrap `function`: drop all graphs, then call `function`."""
+
     @functools.wraps(function)
-    def release_before(*arguments, **more):
+    def release_before(*arguments: object, **more: object) -> object:
         drop_all()
         return function(*arguments, **more)
 

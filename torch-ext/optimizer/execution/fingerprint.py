@@ -1,6 +1,9 @@
-"""Fingerprint of everything that bound views and CUDA graphs depend on, besides scalars.
+"""Fingerprint of a step: everything that plans, bound views and CUDA graphs depend on, besides
+numbers that schedules change.
 
-While it stays equal, a step plans and binds nothing.
+While the fingerprint stays equal, a step plans and binds nothing. `StepFingerprint` compares fast,
+by torch.compile's guards; `fingerprint` computes the slow exact form. Issues no collective and does
+not wait for the device.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 import torch
@@ -16,134 +20,157 @@ from ..params.dtensor import gradient_dtype, local_of, placements_of, raw_locals
 from ..params.validation import _dtype, _requires_grad, _spec, check_gradients, gradient_of
 from ..planning.memory_model import ALIGNMENT
 
+# A private class of torch, with all checks of many tensors in a single C++ call
 try:
     from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # no part of torch's interface: without it looks take longer
+except ImportError:  # every comparison then takes the slow check
     TensorGuards = None
 _params = itemgetter("params")
-# Numbers that no schedule changes
+# Options of a group that no schedule changes
 FIXED = "use_muon", "adjust_lr_fn", "ns_steps", "eps"
 
+# (dtype, stride, data pointer modulo ALIGNMENT in bytes) of the local part of a gradient
+GradientForm = tuple[torch.dtype, tuple[int, ...], int]
 
-def fingerprint(groups, state, *more):
-    """What a step depends on besides numbers, and `more`, as cheaply as it can be had: if it equals
-    the last step's, nothing has to be planned or bound anew. Equals nothing where a closer look is
-    due (a gradient that is sparse or lazily negated, a state of somebody else's that is no tensor).
-    One list for each attribute, which is cheaper than one tuple for each parameter.
+
+def fingerprint(groups: Sequence[dict], state: dict, *more: object) -> object:
+    """The fingerprint of the groups, the optimizer state and the current gradients, with `more`
+    values.
+
+    Two equal fingerprints: nothing has to be planned or bound anew. Returns a fresh object(), equal
+    to nothing, when the slow check of `memory_key` is needed: sparse or lazily negated gradients,
+    non-tensor state.
     """
     params = _params_of(groups)
     whole = list(map(gradient_of, params))
     gradients = raw_locals(whole)
     missing = missing_from(gradients)
+    # A missing gradient counts as zeros in the form of the weight
     weights = raw_locals(params) if missing else ()
     for i in missing:
         gradients[i] = weights[i]
     try:
         if any(map(torch.Tensor.is_neg, gradients)):
             return object()
+        # A list per attribute takes less time than a tuple per parameter
         forms = [
             list(map(look, gradients)) for look in (_dtype, torch.Tensor.size, torch.Tensor.stride)
         ]
         return (
-            at_rest(groups, state),
+            static_fingerprint(groups, state),
             forms,
-            _odd(gradients),
+            _misalignments(gradients),
             missing,
             placements_of(whole),
             [gradient_dtype(params[i]) for i in missing],
             more,
         )
-    except (AttributeError, RuntimeError, TypeError):  # no addresses, no strides
+    # Sparse gradients have no strides, and state of another tool may be no tensor
+    except (AttributeError, RuntimeError, TypeError):
         return object()
 
 
 class StepFingerprint:
-    """What `fingerprint` saw, and a quicker look whether it is so again: at every step Python takes
-    longer for that than a GPU for some models. It sees a change wherever `fingerprint` sees one.
-    The guards are those by which compiled code knows tensors: types, dtypes, shapes, strides, what
-    is lazy or sparse, and whether gradients are wanted.
+    """The fingerprint of a step, and a fast check whether it is still current.
+
+    For some models a step takes the GPU less time than `fingerprint` takes Python. The fast check
+    uses the guards of torch.compile: types, dtypes, shapes, strides, dispatch keys (lazy negation,
+    sparse layout) and requires_grad of all tensors in one call, and adds identities, addresses and
+    placements. The fast check finds every change that `fingerprint` finds.
     """
 
-    def __init__(self, groups, state, *more):
-        self.seen, self.came, self.quick = fingerprint(groups, state, *more), None, False
+    def __init__(self, groups: Sequence[dict], state: dict, *more: object) -> None:
+        self.seen = fingerprint(groups, state, *more)
+        # Local gradients that the last successful fast check has read; see `pop_gradients`
+        self.gradients: list[torch.Tensor] | None = None
+        self.has_fast_check = False
         self.params = _params_of(groups)
         whole = list(map(gradient_of, self.params))
         known = (
             isinstance(self.seen, tuple) and isinstance(self.seen[0], tuple) and not self.seen[3]
         )
+        # Guards need a tensor for every gradient, and `_locals` a common type
         if TensorGuards is None or not known or len(set(map(type, whole))) != 1:
             return
         self.values = _values_of(state)
-        gradients, held = raw_locals(whole), self.params + self.values
+        gradients = raw_locals(whole)
+        held = self.params + self.values
         local = raw_locals(held)
-        self.numbers, self.more, self.odd, self.placements = (
-            _numbers(groups),
-            more,
-            *self.seen[2:5:2],
-        )
-        self.kind, self.specs = type(whole[0]), list(map(_spec, whole)) if self.placements else []
-        self.plain, self.places = _same(local, held), list(map(torch.Tensor.data_ptr, local))
-        with torch.enable_grad():  # else guards do not see who wants gradients
+        self.constants = _constants_of(groups)
+        self.more = more
+        self.misalignments = self.seen[2]
+        self.placements = self.seen[4]  # of gradients; empty without DTensors
+        self.kind = type(whole[0])  # of all gradients
+        self.specs = list(map(_spec, whole)) if self.placements else []
+        self.is_plain = _is_same(local, held)  # no parameter or state is a DTensor
+        self.addresses = list(map(torch.Tensor.data_ptr, local))
+        # Guards ignore requires_grad where gradients are disabled, as in `step`
+        with torch.enable_grad():
             self.guards = [
                 TensorGuards(*ts, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-                for ts in (held, gradients, local)[: 2 if self.plain else 3]
+                for ts in (held, gradients, local)[: 2 if self.is_plain else 3]
             ]
-            self.quick = self._guarded(held, gradients, local)
+            self.has_fast_check = self._pass_guards(held, gradients, local)
 
-    def holds(self, groups, state, *more) -> bool:
-        """Whether nothing that a step depends on has changed."""
-        self.came = None  # should the step before have failed
-        with contextlib.suppress(AttributeError, RuntimeError, TypeError):  # as in a glance
-            if self.quick and self._soon(groups, state, more):
+    def is_current(self, groups: Sequence[dict], state: dict, *more: object) -> bool:
+        """Whether nothing has changed that plans and bound views depend on."""
+        # A step that raised may not have popped the gradients
+        self.gradients = None
+        # As in `fingerprint`: an unexpected object is left to the slow check
+        with contextlib.suppress(AttributeError, RuntimeError, TypeError):
+            if self.has_fast_check and self._fast_check(groups, state, more):
                 return True
-        # What is no number may be anything: it is refused next
+        # Comparing options of a group may raise, if a user put a tensor of many elements there;
+        # validation refuses it right after
         with contextlib.suppress(RuntimeError):
             return fingerprint(groups, state, *more) == self.seen
         return False
 
-    def at_rest(self, groups, state) -> bool:
-        """The same without gradients, where it is known."""
-        return isinstance(self.seen, tuple) and at_rest(groups, state) == self.seen[0]
+    def is_static_current(self, groups: Sequence[dict], state: dict) -> bool:
+        """`is_current` without gradients; False if the fingerprint was not computed."""
+        return isinstance(self.seen, tuple) and static_fingerprint(groups, state) == self.seen[0]
 
-    def take(self) -> dict:
-        """{parameter's id: its gradient here} as the quick look just saw them, once; empty where it
-        did not.
+    def pop_gradients(self) -> dict[int, torch.Tensor]:
+        """{id of a parameter: local gradient} as read by the last fast check; {} if the slow check
+        ran, or on a second call.
         """
-        came, self.came = self.came, None
-        return {} if came is None else dict(zip(map(id, self.params), came))
+        gradients, self.gradients = self.gradients, None
+        return {} if gradients is None else dict(zip(map(id, self.params), gradients))
 
-    def _soon(self, groups, state, more) -> bool:
-        params, values = _params_of(groups), _values_of(state)
+    def _fast_check(self, groups: Sequence[dict], state: dict, more: tuple) -> bool:
+        """Whether nothing has changed; on success keep the local gradients."""
+        params = _params_of(groups)
+        values = _values_of(state)
         if not (
-            _same(params, self.params)
-            and _same(values, self.values)
+            _is_same(params, self.params)
+            and _is_same(values, self.values)
             and more == self.more
-            and _numbers(groups) == self.numbers
+            and _constants_of(groups) == self.constants
         ):
             return False
-        whole, held = list(map(gradient_of, params)), params + values
+        whole = list(map(gradient_of, params))
+        held = params + values
         if set(map(type, whole)) != {self.kind}:
             return False
-        gradients, specs = (
-            _locals(whole, not self.placements),
-            list(map(_spec, whole)) if self.placements else [],
-        )
-        local = _locals(held, self.plain)
+        gradients = _locals(whole, not self.placements)
+        specs = list(map(_spec, whole)) if self.placements else []
+        local = _locals(held, self.is_plain)
         with torch.enable_grad():
-            if not self._guarded(held, gradients, local):
+            if not self._pass_guards(held, gradients, local):
                 return False
+        # Autograd makes a new DTensor in each step, usually with one cached spec
         if not (
-            (_same(specs, self.specs) or placements_of(whole) == self.placements)
-            and _odd(gradients) == self.odd
-            and list(map(torch.Tensor.data_ptr, local)) == self.places
+            (_is_same(specs, self.specs) or placements_of(whole) == self.placements)
+            and _misalignments(gradients) == self.misalignments
+            and list(map(torch.Tensor.data_ptr, local)) == self.addresses
         ):
             return False
-        self.came = gradients
+        self.gradients = gradients
         return True
 
-    def _guarded(self, *lists) -> bool:
-        """Where nothing is a DTensor, what is held and the local part of it are the same, and
-        looked at once.
+    def _pass_guards(self, *lists: list[torch.Tensor]) -> bool:
+        """Whether the guards accept (parameters and state, local gradients, local parameters and
+        state). Without DTensors the third list equals the first and has no guard.
         """
         for guard, tensors in zip(self.guards, lists):
             if not guard.check(*tensors):
@@ -151,29 +178,30 @@ class StepFingerprint:
         return True
 
 
-def _locals(tensors, plain) -> list:
-    """`raw_locals` of DTensors and others, or of `plain` ones only."""
-    return (
-        tensors
-        if plain
-        else list(map(getattr, tensors, itertools.repeat("_local_tensor"), tensors))
-    )
+def _locals(tensors: list[torch.Tensor], is_plain: bool) -> list[torch.Tensor]:
+    """`raw_locals`, without a look at types if no tensor is a DTensor (`is_plain`)."""
+    if is_plain:
+        return tensors
+    return list(map(getattr, tensors, itertools.repeat("_local_tensor"), tensors))
 
 
-def _same(ours, theirs) -> bool:
+def _is_same(ours: Sequence[object], theirs: Sequence[object]) -> bool:
+    """Whether two sequences hold identical objects."""
     return len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
 
 
-def _params_of(groups) -> list:
+def _params_of(groups: Iterable[dict]) -> list[torch.Tensor]:
+    """Parameters of all groups."""
     return list(itertools.chain.from_iterable(map(_params, groups)))
 
 
-def _values_of(state) -> list:
+def _values_of(state: dict) -> list:
+    """Values in the state of all parameters."""
     return list(itertools.chain.from_iterable(map(dict.values, state.values())))
 
 
-def _numbers(groups) -> list:
-    """Of each group the numbers that no schedule changes. Of betas only beta2: beta1 may change at
+def _constants_of(groups: Iterable[dict]) -> list[tuple]:
+    """Options of each group that plans and launches keep. Of betas only beta2: beta1 may change at
     every step (schedules.py).
     """
     found = []
@@ -185,42 +213,40 @@ def _numbers(groups) -> list:
                 id(group),
                 len(group["params"]),
                 *map(group.get, FIXED),
-                coefficients if type(coefficients) is str else _kept(coefficients),
+                coefficients if type(coefficients) is str else _frozen(coefficients),
                 tuple(betas[1:]) if isinstance(betas, (tuple, list)) else betas,
             )
         )
     return found
 
 
-def _kept(value):
-    """A list may change in place: what it holds is kept instead."""
-    return tuple(map(_kept, value)) if isinstance(value, (list, tuple)) else value
+def _frozen(value: object) -> object:
+    """A copy with tuples in place of lists, which a user could change in place."""
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
-def _odd(gradients) -> list:
-    return list(
-        map(operator.mod, map(torch.Tensor.data_ptr, gradients), itertools.repeat(ALIGNMENT))
-    )
+def _misalignments(tensors: list[torch.Tensor]) -> list[int]:
+    """Data pointers modulo ALIGNMENT, in bytes: aligned gradients have kernels of their own."""
+    return list(map(operator.mod, map(torch.Tensor.data_ptr, tensors), itertools.repeat(ALIGNMENT)))
 
 
-def missing_from(gradients) -> list[int]:
-    """The numbers of those that are None; without Python for each of them where all are there."""
-    return (
-        [i for i, g in enumerate(gradients) if g is None]
-        if type(None) in set(map(type, gradients))
-        else []
-    )
+def missing_from(gradients: Sequence[torch.Tensor | None]) -> list[int]:
+    """Indices of gradients that are None."""
+    # Without Python for each gradient in the usual case
+    if type(None) not in set(map(type, gradients)):
+        return []
+    return [i for i, g in enumerate(gradients) if g is None]
 
 
-def at_rest(groups, state):
-    """The part of a glance that is there without gradients: parameters, what no schedule changes,
-    where they lie.
+def static_fingerprint(groups: Sequence[dict], state: dict) -> object:
+    """The part of `fingerprint` without gradients: parameters, constants of groups, and where
+    weights and state lie. A fresh object() in the cases of `fingerprint`.
     """
     params = _params_of(groups)
     try:
         held = raw_locals(params) + raw_locals(_values_of(state))
         return (
-            _numbers(groups),
+            _constants_of(groups),
             list(map(id, params)),
             list(map(_requires_grad, params)),
             _memory(held),
@@ -229,16 +255,23 @@ def at_rest(groups, state):
         return object()
 
 
-def _memory(tensors) -> list:
-    """Where tensors lie, and how: a view of the same address may show other elements."""
+def _memory(tensors: list[torch.Tensor]) -> list[list]:
+    """Address, shape, strides and dtype of tensors: a new view of equal address may have other
+    elements.
+    """
     looks = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, _dtype
     return [list(map(look, tensors)) for look in looks]
 
 
-def memory_key(params, state, groups):
-    """What bound views and launches depend on: where parameters and state lie, and how the
-    gradients are laid out. A missing gradient changes nothing: other ranks, which may have it, do
-    not bind anew either. Raises RuntimeError for a gradient that cannot be stepped.
+def memory_key(
+    params: Sequence[torch.Tensor], state: dict, groups: Sequence[dict]
+) -> tuple[list, list[GradientForm], list]:
+    """Memory that bound views and launches depend on: of weights and state, and the forms and
+    placements of gradients.
+
+    A missing gradient counts in the form of the zeros in its place, so the key stays equal: ranks
+    with the gradient bind nothing anew either. Raises RuntimeError for a gradient that cannot be
+    stepped.
     """
     check_gradients(params, groups)
     gradients = [p.grad for p in params]
@@ -251,16 +284,16 @@ def memory_key(params, state, groups):
     )
 
 
-def form_of_gradient(local):
-    """(dtype, stride, bytes beyond alignment) of this rank's part of a gradient."""
+def form_of_gradient(local: torch.Tensor) -> GradientForm:
+    """The form of the local part of a gradient."""
     return local.dtype, local.stride(), local.data_ptr() % ALIGNMENT
 
 
-def in_form(gradient, form, name):
-    """A copy of a gradient in the form of another. RuntimeError where the dtype does not hold its
-    numbers.
+def copy_in_form(gradient: torch.Tensor, form: GradientForm, name: str | int) -> torch.Tensor:
+    """Return a copy of `gradient` in another form. Raises RuntimeError, naming the parameter, if
+    the dtype of the form cannot hold all values.
     """
-    dtype, stride, odd = form
+    dtype, stride, misalignment = form
     if torch.promote_types(gradient.dtype, dtype) != dtype:
         raise RuntimeError(
             f"the gradient of parameter {name} came in {gradient.dtype}, after buckets had left "
@@ -268,15 +301,18 @@ def in_form(gradient, form, name):
             f"backward; in the steps before it came in {dtype}. Load a checkpoint, and take a step "
             "without last_backward() when dtypes change"
         )
+    # Elements from the first to the last one of a strided tensor
     extent = (
         1 + sum((size - 1) * step for size, step in zip(gradient.shape, stride))
         if gradient.numel()
         else 0
     )
-    flat = torch.empty(extent + odd // dtype.itemsize, dtype=dtype, device=gradient.device)
-    return flat.as_strided(gradient.shape, stride, odd // dtype.itemsize).copy_(gradient)
+    # torch's allocators return aligned memory: begin `misalignment` bytes behind its start
+    first = misalignment // dtype.itemsize
+    flat = torch.empty(extent + first, dtype=dtype, device=gradient.device)
+    return flat.as_strided(gradient.shape, stride, first).copy_(gradient)
 
 
-def form_of_zeros(param):
-    """The form of what stands for a missing gradient."""
+def form_of_zeros(param: torch.Tensor) -> GradientForm:
+    """The form of the zeros in place of a missing gradient, see `param_store._zeros`."""
     return gradient_dtype(param), local_of(param).stride(), 0

@@ -1,11 +1,13 @@
-"""This rank's parameters, gradients and state, as views of the pieces of a plan. Issues no
-collective.
+"""Parameter store: local weights, gradients and state, as views of the pieces of a plan.
+
+Issues a single kind of collective, through `to_parameter_placements`: the redistribution of a
+gradient with placements different from the parameter's.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -22,19 +24,16 @@ from ..params.dtensor import (
 from ..params.errors import names_in
 from ..params.layout import Layout, this_rank, zeros_with_placements
 from ..params.validation import check_gradients, gradient_of
-from .fingerprint import form_of_gradient, in_form, missing_from
+from ..planning.rank_plan import Piece
+from .fingerprint import GradientForm, copy_in_form, form_of_gradient, missing_from
 
 
 class Store:
-    """The tensors of one parameter group at this rank, seen piece by piece.
+    """The local tensors of the parameters of a plan: weights, gradients and state.
 
-    `layouts`, `row_layouts`: of each parameter and of its row state (None without). `state`: the
-    optimizer's. `in_chunks`: the parameters are cut into rows of dim 0, and their gradients are
-    made contiguous for that. `hp`: the live group. `strays`: number of a parameter -> placements of
-    its gradients, where those are others; is added to. `addresses` (of gradients) and `numbers` (of
-    the group): on the device, uploaded in each step (`StepInputs`). `flags`: all non-finite flags
-    of the step, None if nobody checks. `gradients`: this step's, as they are read; `came`: as
-    autograd left them; `missing`: the numbers of those that it did not make.
+    Parameters are numbered by their position in `params`. Views of weights and state are bound
+    once. Gradients are new tensors in every step (`read_gradients`): bound launches hold positions
+    inside a gradient (`sources`), and read the addresses of gradients from device memory.
     """
 
     def __init__(
@@ -44,58 +43,94 @@ class Store:
         row_layouts: Sequence[Layout] | None,
         state: dict,
         in_chunks: bool = False,
-        hp: dict | None = None,
-        strays: dict | None = None,
+        group: dict | None = None,
+        mismatched: dict[int, tuple] | None = None,
         addresses: torch.Tensor | None = None,
-        numbers: torch.Tensor | None = None,
+        scalars: torch.Tensor | None = None,
         flags: torch.Tensor | None = None,
-        first_flag: Mapping[int, int] | None = None,
-    ):
+        flag_offset: Mapping[int, int] | None = None,
+    ) -> None:
+        """`layouts`, `row_layouts`: of each parameter and of its row state; None without row state.
+
+        `mismatched`: index of a parameter -> placements of the gradient, where different from the
+        parameter's; updated in place. `addresses`, `scalars`, `flags`: views of device buffers of
+        the step, see the attributes.
+        """
         self.params = params
-        self.state = state
-        self.rank = this_rank()
+        self.state = state  # of the optimizer: parameter -> {key: tensor}
+        self.rank = this_rank()  # global
+        # Parameters are cut into chunks of dim 0, so gradients are made contiguous
         self.in_chunks = in_chunks
-        self.hp = hp
-        self.addresses = addresses
-        self.numbers = numbers
-        self.flags = flags
-        self.first = first_flag or {}  # parameter index -> index of its first flag
-        self.layouts = {"update": layouts, "row": row_layouts}
-        self.twins = defaultdict(list)
+        self.group = group  # the live parameter group
+        self.addresses = (
+            addresses  # int64 addresses of gradients, on the device; None without Triton
+        )
+        self.scalars = scalars  # fp32 `device_scalars` of the group, on the device
+        self.flags = flags  # fp32 non-finite flags of the whole step; None: nothing is checked
+        # Parameter index -> index in `flags` of its first non-finite flag
+        self.flag_offset = flag_offset or {}
+        self.layouts = {"update": layouts, "row": row_layouts}  # by kind of a piece
+        # Parameter index -> copies of AdamW's step count, see `add_step_copy`
+        self.step_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.device = local_of(params[0]).device
-        self.wide = params[0].dtype == torch.float64
-        self.names = list(range(len(params))) if hp is None else list(map(names_in(hp).get, params))
-        self.strays = {} if strays is None else strays
-        self.forms = None
-        self._find_strays()
-        self.read(
+        self.is_fp64 = params[0].dtype == torch.float64
+        # Names for messages
+        self.names = list(range(len(params)))
+        if group is not None:
+            self.names = list(map(names_in(group).get, params))
+        self.mismatched = {} if mismatched is None else mismatched
+        # This step's gradients: local tensors as autograd left them, None where missing
+        self.raw_gradients: Sequence[torch.Tensor | None] = ()
+        # This step's gradients: local tensors as launches read them, zeros where missing. None
+        # between `drop_gradients` and the next read.
+        self.gradients: list[torch.Tensor | None] = []
+        self.missing: frozenset[int] = frozenset()  # indices of parameters without a gradient
+        self.forms: list[GradientForm] | None = None  # that launches are bound for
+        self._find_mismatched()
+        # Binding needs gradients as examples only: zeros in place of a redistributed gradient keep
+        # the constructor free of collectives
+        self.read_gradients(
             bring=lambda param, grad: torch.zeros(
                 local_of(param).shape, dtype=grad.dtype, device=self.device
             )
         )
         self.forms = list(map(form_of_gradient, self.gradients))
 
-    def _find_strays(self) -> None:
-        self.strays.update(mismatched_placements(self.params))
+    def _find_mismatched(self) -> None:
+        """Add gradients with placements different from the parameter's to `mismatched`."""
+        self.mismatched.update(mismatched_placements(self.params))
 
-    def read(self, bring=to_parameter_placements, as_bound=False, came=None) -> bool:
-        """Take this step's gradients, which autograd may have put elsewhere; a missing one counts
-        as zero. `bring`: what makes one like its parameter that is placed otherwise; where one is
-        missing, too, for others wait. `as_bound`: give all the form for which this was bound, and
-        return whether any had another. `came`: those of all parameters, by id, where they are
-        known.
+    def read_gradients(
+        self,
+        bring: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = to_parameter_placements,
+        as_bound: bool = False,
+        known: Mapping[int, torch.Tensor | None] | None = None,
+    ) -> bool:
+        """Read the gradients of this step from the parameters; a missing gradient counts as zero.
+
+        `bring(param, grad)`: returns the local part of a mismatched gradient in the placements of
+        the parameter. `as_bound`: copy gradients into the form bound by launches; return whether
+        any gradient had another form. `known`: id of a parameter -> local gradient, if
+        already known. Raises RuntimeError for a gradient of a wrong shape or layout.
         """
         if as_bound:
-            check_gradients(self.params, [self.hp])
-            self._find_strays()
-        known = came and map(came.__getitem__, map(id, self.params))
-        self.came = list(known) if known else raw_locals(map(gradient_of, self.params))
-        self.missing, self.gradients = frozenset(missing_from(self.came)), list(self.came)
+            check_gradients(self.params, [self.group])
+            self._find_mismatched()
+        gradients = known and map(known.__getitem__, map(id, self.params))
+        self.raw_gradients = (
+            list(gradients) if gradients else raw_locals(map(gradient_of, self.params))
+        )
+        self.missing = frozenset(missing_from(self.raw_gradients))
+        self.gradients = list(self.raw_gradients)
         for number in self.missing:
             self.gradients[number] = _zeros(self.params[number])
-        for number, placements in self.strays.items():
+        for number, placements in self.mismatched.items():
             param = self.params[number]
-            with errors.during(f"the way home of the gradient of parameter {self.names[number]}"):
+            with errors.during(
+                f"the redistribution of the gradient of parameter {self.names[number]}"
+            ):
+                # Redistribution is a collective: a rank without the gradient joins with zeros, or
+                # the remaining ranks would wait forever
                 grad = (
                     zeros_with_placements(param, placements, gradient_dtype(param))
                     if param.grad is None
@@ -104,16 +139,14 @@ class Store:
                 self.gradients[number] = bring(param, grad)
         if self.in_chunks:
             self.gradients = list(map(torch.Tensor.contiguous, self.gradients))
-        return as_bound and self._give_bound_form()
+        return as_bound and self._copy_to_bound_forms()
 
-    def _give_bound_form(self) -> bool:
-        """Copy gradients of another form than that for which this was bound; return whether any
-        was.
-        """
+    def _copy_to_bound_forms(self) -> bool:
+        """Replace gradients of an unexpected form by copies; return whether any was copied."""
         forms = zip(self.gradients, self.forms)
         others = [number for number, (g, form) in enumerate(forms) if form_of_gradient(g) != form]
         for number in others:
-            self.gradients[number] = in_form(
+            self.gradients[number] = copy_in_form(
                 self.gradients[number], self.forms[number], self.names[number]
             )
         return bool(others)
@@ -122,15 +155,17 @@ class Store:
         """Count every gradient of this step as missing."""
         self.missing = frozenset(range(len(self.params)))
 
-    def take(self, numbers) -> bool:
-        """Take the gradients of some parameters before the others. False if one of them is missing,
-        or is not as those for which this was bound.
+    def try_read(self, numbers: Sequence[int]) -> bool:
+        """Read the gradients of some parameters during backward, before `read_gradients`.
+
+        Return False if a gradient is missing, or has another form than launches are bound for.
         """
         for number in numbers:
             param = self.params[number]
             if param.grad is None or param.grad.layout is not torch.strided or is_mismatched(param):
                 return False
             (gradient,) = raw_locals([param.grad])
+            # Lazily negated: the memory holds the values with the other sign
             if gradient.is_neg():
                 return False
             self.gradients[number] = gradient.contiguous() if self.in_chunks else gradient
@@ -138,20 +173,19 @@ class Store:
                 return False
         return True
 
-    def forget(self):
-        """Let the gradients go: once the step is launched, their memory is for whatever the caller
-        does next.
-        """
-        self.came, self.gradients = (), [None] * len(self.params)
+    def drop_gradients(self) -> None:
+        """Drop references to gradients: after the launches of a step their memory may be freed."""
+        self.raw_gradients = ()
+        self.gradients = [None] * len(self.params)
 
-    def sources(self, pieces):
-        """Where each piece lies in the gradients, for launches that are told only the gradients'
-        addresses.
-        """
+    def sources(self, pieces: Sequence[Piece]) -> list[Source]:
+        """Position of each piece inside a gradient, for launches with gradient addresses."""
         return [self._source(p, self.gradients[p.matrix.param]) for p in pieces]
 
-    def _source(self, piece, gradient):
+    def _source(self, piece: Piece, gradient: torch.Tensor) -> Source:
+        """Position of a piece: parameter index, offset in elements, strides in elements."""
         (start, _), (_, cols) = piece.box
+        # Gradients of chunks are contiguous, see `read_gradients`
         if piece.kind == "chunk":
             return Source(piece.matrix.param, start * cols, (cols, 1))
         view = self._view(gradient, piece)
@@ -161,75 +195,82 @@ class Store:
             tuple(view.stride()),
         )
 
-    def weights(self, pieces):
-        """W of each piece: (rows, cols) views, of a chunk (rows, ...)."""
+    def weights(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """Views of the weights: (rows, columns) of each piece; of a chunk, (rows, ...)."""
         return [self._view(local_of(self.params[p.matrix.param]), p) for p in pieces]
 
-    def states(self, pieces, key):
-        """State `key` of each piece, views like those of W. Of chunks, the owner stores its own
-        only.
+    def states(self, pieces: Sequence[Piece], key: str) -> list[torch.Tensor]:
+        """Views of state `key` of each piece, in the shapes of `weights`.
+
+        State of a chunk is stored by the owner alone, from the first row of the owner's chunk on.
         """
         locals_ = [local_of(self.state[self.params[p.matrix.param]][key]) for p in pieces]
-        first = [p.matrix.at[0] if p.kind == "chunk" else None for p in pieces]
+        first_rows = [p.matrix.at[0] if p.kind == "chunk" else None for p in pieces]
         return [
-            self._view(s, p) if at is None else s[at : at + p.shape[0]]
-            for s, p, at in zip(locals_, pieces, first)
+            self._view(s, p) if first is None else s[first : first + p.shape[0]]
+            for s, p, first in zip(locals_, pieces, first_rows)
         ]
 
-    def skip(self, pieces):
-        """Which pieces launches leave as they are: those whose matrix is flagged (nonfinite.py).
-        None: no one watches.
+    def skip(self, pieces: Sequence[Piece]) -> Skip | None:
+        """Pieces left unchanged by launches if the flag of the matrix is set at run time (see
+        nonfinite.py). None: gradients are not checked.
         """
-        return (
-            None
-            if self.flags is None
-            else Skip(self.flags, tuple(self._flag_at(p) for p in pieces))
-        )
+        if self.flags is None:
+            return None
+        return Skip(self.flags, tuple(self._flag_index(p) for p in pieces))
 
-    def _flag_at(self, piece) -> int:
-        place, lead = (
-            0,
-            () if piece.kind == "chunk" else self.layouts["update"][piece.matrix.param].shape[:-2],
-        )
-        for size, at in zip(lead, piece.matrix.at):
-            place = place * size + at
-        return self.first[piece.matrix.param] + place
+    def _flag_index(self, piece: Piece) -> int:
+        """Index in `flags` of a piece's matrix (row-major over leading dims); of a chunk, of the
+        parameter.
+        """
+        leading = ()
+        if piece.kind != "chunk":
+            leading = self.layouts["update"][piece.matrix.param].shape[:-2]
+        index = 0
+        for size, position in zip(leading, piece.matrix.at):
+            index = index * size + position
+        return self.flag_offset[piece.matrix.param] + index
 
-    def all_of(self, number) -> list:
-        """The local tensors of one parameter: its weight, all its state and the twins of that."""
+    def all_of(self, number: int) -> list[torch.Tensor]:
+        """Local tensors of a parameter: weight, all state, and copies of the step count."""
         param = self.params[number]
         return [
             *map(local_of, filter(torch.is_tensor, (param, *self.state[param].values()))),
-            *self.twins[number],
+            *self.step_copies[number],
         ]
 
     def counts_of(self, number: int) -> list[torch.Tensor]:
-        """AdamW's count of steps of one parameter, and its twins; empty for Muon's parameters."""
+        """AdamW's step count of a parameter, and all copies; empty for Muon's parameters."""
         count = self.state[self.params[number]].get("step")
-        return [] if count is None else [local_of(count), *self.twins[number]]
+        return [] if count is None else [local_of(count), *self.step_copies[number]]
 
-    def twin(self, number, state):
-        """A copy of a state of parameter `number` that changes along with it."""
-        self.twins[number].append(state.clone())
-        return self.twins[number][-1]
+    def add_step_copy(self, number: int, step: torch.Tensor) -> torch.Tensor:
+        """Return a new copy of the step count of a parameter, for a further chunk.
 
-    def locals(self, key=None):
-        """The local tensors of the parameters, or of their state `key`."""
+        Copies are restored together with the count after a step without a gradient.
+        """
+        self.step_copies[number].append(step.clone())
+        return self.step_copies[number][-1]
+
+    def locals(self, key: str | None = None) -> list[torch.Tensor]:
+        """Local tensors of all weights, or of state `key`."""
         return [local_of(self.state[p][key] if key else p) for p in self.params]
 
-    def _view(self, local, piece):
-        """What this rank's shard holds of `piece`."""
+    def _view(self, local: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """The view of `piece` in a local shard: (rows, columns); of a chunk, (rows, ...)."""
         if piece.kind == "chunk":
             return torch.atleast_1d(local)[slice(*piece.box[0])]
         layout = self.layouts[piece.kind][piece.matrix.param]
         box = layout.boxes[self.rank]
+        # Leading indices (experts) are global; the shard may begin at any of them
         part = local[tuple(i - start for i, (start, _) in zip(piece.matrix.at, box))]
         return part[layout.place_of(self.rank, piece.box)] if layout.interleaved else part
 
 
-def _zeros(param):
-    """Of the form that `change.form_of_zeros` says, also where rows lie apart, which zeros_like
-    would close up.
+def _zeros(param: torch.Tensor) -> torch.Tensor:
+    """Zeros in place of a missing gradient, in the form of `fingerprint.form_of_zeros`.
+
+    Strides are those of the local weight. zeros_like would close gaps between rows.
     """
     local = local_of(param)
     return torch.empty_strided(

@@ -1,4 +1,9 @@
-"""Plans before the first step, and bound bucket updates after memory has moved."""
+"""Preparation of a step: plans before the first step, bound bucket updates after memory has moved.
+
+`make_plans` is collective and rare: at the first step, and when parameters or placements change.
+`BoundStep` binds the plans to this rank's memory without communication, whenever parameters, state
+or the form of gradients move.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +21,10 @@ from ..newton_schulz import coefficients, method
 from ..params.config import MuonConfig
 from ..params.dtensor import is_dtensor, local_of
 from ..params.errors import name_in, warn_caller
-from ..pipeline import BUCKETS_IN_FLIGHT, BucketUpdate, Pause
+from ..pipeline import BUCKETS_IN_FLIGHT, BucketUpdate, Job, Pause
 from ..planning.plan import Bucket, bucket_sort_key, check_bucket_buffers
 from ..planning.planner import Plan, Planner
+from ..planning.rank_plan import RankPlan
 from ..state.create import check_state, prepare_state
 from .bucket_updates import BUCKET_UPDATES, AdamWUpdate, BucketInputs
 from .cuda_graphs import Graphs
@@ -26,25 +32,35 @@ from .param_store import Store
 from .step_inputs import InputBuffers, StepInputs
 from .workspace import Workspace
 
+GroupParams = tuple[dict, list[torch.Tensor]]  # (live parameter group, parameters of a step)
+BucketTask = tuple[Store, dict, Bucket, RankPlan]  # the dict: the live parameter group
 
-def stepped(groups, options, alone) -> tuple[list, list]:
-    """([(group, its parameters of a step)], what plans of them rest on), of those that this process
-    takes alone, or with other ranks.
 
-    Where ranks must act alike, those that want a gradient are; alone those that have one, as in
-    torch. A step that began during backward cannot plan: with overlap_backward both are, and
-    Presence leaves alone what has no gradient.
+def select_params(
+    groups: Sequence[dict], options: MuonConfig, alone: bool
+) -> tuple[list[GroupParams], list[tuple]]:
+    """Return ([(group, parameters to step)], keys of their plans). While the keys stay equal, the
+    plans of the last step are valid.
+
+    `alone`: parameters that this process steps without other ranks (plain tensors without a
+    process_group). Else parameters that several ranks step together (DTensors, and plain tensors
+    with a process_group). Warns of a shared parameter with a gradient but without requires_grad.
     """
-    shared, units = options.process_group is not None, []
+    is_shared = options.process_group is not None
+    units = []
     for group in groups:
-        params = [p for p in group["params"] if (not shared and not is_dtensor(p)) == alone]
-        wanted = not alone or options.overlap_backward
-        units.append(
-            (
-                group,
-                [p for p in params if wanted and p.requires_grad or alone and p.grad is not None],
-            )
-        )
+        params = [p for p in group["params"] if (not is_shared and not is_dtensor(p)) == alone]
+        # Ranks must plan alike, so shared parameters are chosen by requires_grad, and
+        # MissingGradients handles a missing gradient. Alone, parameters are chosen by gradient, as
+        # in torch. With overlap_backward a step that began during backward cannot plan, so both
+        # kinds are planned whether or not the gradient exists.
+        by_requires_grad = not alone or options.overlap_backward
+        chosen = [
+            p
+            for p in params
+            if by_requires_grad and p.requires_grad or alone and p.grad is not None
+        ]
+        units.append((group, chosen))
         for p in params if not alone else ():
             if p.grad is not None and not p.requires_grad:
                 warn_caller(
@@ -53,19 +69,19 @@ def stepped(groups, options, alone) -> tuple[list, list]:
                     "for other ranks cannot know; to have it stepped, call requires_grad_() on it"
                 )
     units = [(group, params) for group, params in units if params]
-    return units, [_rests_on(*unit, options.ns_dtype) for unit in units]
+    return units, [_plan_key(*unit, options.ns_dtype) for unit in units]
 
 
-def _rests_on(group, params, dtype) -> tuple:
-    """The group itself, which routes read (a plan keeps it, so no other has its id); of
-    coefficients only memory.
+def _plan_key(group: dict, params: list[torch.Tensor], dtype: torch.dtype | None) -> tuple:
+    """Key of a group's plans: group, parameters, and the options that plans depend on.
+
+    Coefficients enter only through the scratch bytes, and the direct matrices, of each shape: a
+    schedule of coefficients seldom plans anew.
     """
-    steps = (
-        coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
-        if group["use_muon"]
-        else None
-    )
-    # One that has lost its dims is refused when it is planned
+    steps = None
+    if group["use_muon"]:
+        steps = coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
+    # A parameter that lost its dims since the constructor is refused by the planner
     shapes = {p.shape[-2:] for p in params if p.ndim > 1}
     dtype = method.products_dtype(dtype, params[0].device)
     forms = steps and {
@@ -76,32 +92,44 @@ def _rests_on(group, params, dtype) -> tuple:
         )
         for shape in shapes
     }
+    # Bucket updates hold the live group, hence its id. Plans keep the group alive, so no other
+    # group can get the id.
     return id(group), group["use_muon"], group["adjust_lr_fn"], forms, tuple(map(id, params))
 
 
-def planned(units, state, options, process_groups, alone) -> tuple[list[Plan], list]:
-    """(the plans of a step's parameters, after all ranks have agreed on them, the comparisons that
-    `agree` leaves for the next step). Brings state to where it is to be. Collective.
+def make_plans(
+    units: Sequence[GroupParams],
+    state: dict,
+    options: MuonConfig,
+    process_groups: ProcessGroups,
+    alone: bool,
+) -> tuple[list[Plan], list[Callable[[], None]]]:
+    """Plan all `units`, check that all ranks have equal plans, and create or move state.
+
+    Return (plans, collective comparisons that `agree` leaves for the next step). Collective unless
+    `alone`. Raises RuntimeError if ranks differ, or if state has another shape than its parameter.
     """
     planner = Planner(options, process_groups)
     if not alone:
         process_groups.learn([p for _, params in units for p in params], planner.process_group)
     plans = [plan for unit in units for plan in planner.plan(*unit)]
     planner.check_bucket_buffers()
+    # Before ranks compare plans: a rank that raises can be repaired and step again, while the
+    # remaining ranks wait in `agree`
     check_state(plans, state)
     later = agree(plans, options, process_groups)
     prepare_state(plans, state, options)
     return plans, later
 
 
-# what capturable=True says, once each, where a graph does not fit
-OTHER_NUMBERS = (
+# Warnings of capturable=True, each given once, if a graph cannot be replayed
+SCALARS_CHANGED = (
     "the step is not replayed, since a number other than lr, weight_decay and momentum changed"
 )
-OTHER_PLACES = (
+GRADIENTS_MOVED = (
     "AdamW's step is not replayed, since gradients lie elsewhere or a number other than lr changed"
 )
-OTHER_PARAMETERS = (
+PARAMETERS_CHANGED = (
     "the step is not replayed, since parameters, their memory or the form of gradients changed or "
     "a "
     "gradient is missing"
@@ -109,13 +137,10 @@ OTHER_PARAMETERS = (
 
 
 class BoundStep:
-    """Everything of a step that is bound to memory. Replaced as a whole, never changed, when
-    parameters, state or gradients lie elsewhere.
+    """A step bound to memory: stores, bucket updates, inputs and flags of all plans.
 
-    `stores`: the tensors of each plan. `jobs`: [(update, live parameter group)] of the pipeline;
-    `alone`: AdamW's updates, where these have a CUDA graph of their own: gradient addresses are
-    baked into that graph, and capturing it again must not capture the graph that holds collectives
-    again, for which other ranks would wait. `together`: the stores that `alone` does not step.
+    Never changed after the constructor. Replaced as a whole when parameters, state or gradients
+    have moved. Without plans nothing is bound.
     """
 
     def __init__(
@@ -127,18 +152,24 @@ class BoundStep:
         graphs: tuple[Graphs, Graphs] | None = None,
         nonfinite: str = "propagate",
         written: Callable[[BucketUpdate], None] | None = None,
-    ):
-        """`graphs`: those of buckets, and those of `alone`; `nonfinite`: as in `Muon`; `written`:
-        called with each update once its weights are written. Without plans nothing is bound.
+    ) -> None:
+        """`graphs`: (of `jobs`, of `adamw_jobs`). `nonfinite`: as in `Muon`. `written`: called with
+        an update once its weights are written. Raises RuntimeError for a parameter whose memory was
+        freed.
         """
-        self.jobs = []
-        self.alone = []
-        self.nonfinite = None  # None: gradients are not checked
+        self.jobs: list[Job] = []  # in the order of the pipeline
+        # With capturable=True: AdamW where parameters are stored, in a CUDA graph of its own,
+        # because gradient addresses are baked into it. Re-capturing it must not re-capture the
+        # graph that holds collectives: other ranks would wait. Else empty.
+        self.adamw_jobs: list[Job] = []
+        self.nonfinite: NonfiniteFlags | None = None  # None: gradients are not checked
         device = local_of(plans[0].params[0]).device if plans else torch.device("cpu")
         buffers = InputBuffers(plans, flag_counts(plans), device)
         flags = None if nonfinite == "propagate" else FlagBuffers(plans, device)
-        self.stores = _make_stores(plans, state, buffers, flags)
-        if flags is not None:  # made even without parameters: other ranks may have some
+        self.stores = _make_stores(plans, state, buffers, flags)  # one for each plan
+        # Even without parameters on this rank: the check is collective, and other ranks may have
+        # some
+        if flags is not None:
             whole = nonfinite != "skip"
             self.nonfinite = NonfiniteFlags(flags, plans, self.stores, process_groups, whole)
         jobs = _bind(plans, self.stores, options, process_groups, graphs, written) if plans else []
@@ -147,24 +178,24 @@ class BoundStep:
         self.inputs = StepInputs(buffers, self.stores, self.missing, early)
         for job in jobs:
             apart = options.capturable and isinstance(job[0], AdamWUpdate)
-            (self.alone if apart else self.jobs).append(job)
+            (self.adamw_jobs if apart else self.jobs).append(job)
 
     @property
-    def all_jobs(self) -> list[tuple[BucketUpdate, dict]]:
-        return self.jobs + self.alone
+    def all_jobs(self) -> list[Job]:
+        """All bucket updates with their groups."""
+        return self.jobs + self.adamw_jobs
 
     @functools.cached_property
-    def together(self) -> list[Store]:
-        apart = {id(update.store) for update, _ in self.alone}
+    def graphed_stores(self) -> list[Store]:
+        """Stores of `jobs`: with capturable=True, those in the graph of the step."""
+        apart = {id(update.store) for update, _ in self.adamw_jobs}
         return [store for store in self.stores if id(store) not in apart]
 
 
 def _make_stores(
-    plans: Sequence[Plan], state: dict, buffers: InputBuffers, flags: FlagBuffers | None
+    plans: Sequence[Plan], state: dict | None, buffers: InputBuffers, flags: FlagBuffers | None
 ) -> list[Store]:
-    """The memory of each plan's parameters. Raises RuntimeError for a parameter whose memory was
-    freed.
-    """
+    """A store for each plan. Raises RuntimeError for a parameter whose memory was freed."""
     for plan in plans:
         for p in plan.params:
             if p.numel() and local_of(p).numel() and not local_of(p).untyped_storage().nbytes():
@@ -190,47 +221,54 @@ def _make_stores(
     ]
 
 
-def _bind(plans, stores, options, process_groups, graphs, written):
-    """[(update, live parameter group)] of all plans: their buckets share one workspace and one
-    pipeline.
-
-    `graphs`: those of buckets, and those of what is stepped where it is stored. `written`: called
-    with each update once its weights are written.
+def _bind(
+    plans: Sequence[Plan],
+    stores: Sequence[Store],
+    options: MuonConfig,
+    process_groups: ProcessGroups,
+    graphs: tuple[Graphs, Graphs],
+    written: Callable[[BucketUpdate], None] | None,
+) -> list[Job]:
+    """Bind the updates of all plans, in the order of the pipeline. Buckets of all plans share a
+    workspace. Arguments as in `BoundStep`.
     """
-    graphs, beside = graphs
+    bucket_graphs, adamw_graphs = graphs
     jobs = []
-    for p, store in zip(plans, stores):
-        if p.shares is None:
-            own = beside if options.capturable else None
-            label = f"AdamW ({len(p.params)} parameters, the first {store.names[0]})"
-            jobs.append((AdamWUpdate(store, label, written, own), p.group))
-    # With capturable, AdamW's updates have a graph of their own and no number in `plan_report`
+    for plan, store in zip(plans, stores):
+        if plan.shares is None:
+            own_graphs = adamw_graphs if options.capturable else None
+            label = f"AdamW ({len(plan.params)} parameters, the first {store.names[0]})"
+            jobs.append((AdamWUpdate(store, label, written, own_graphs), plan.group))
+    # Labels count as `plan_report` does, where AdamW's updates come last with capturable
     skipped = len(jobs) if options.capturable else 0
-    tasks = _in_order(plans, stores, options)
-    slots, at_home = _slots([bucket for _, _, bucket, _ in tasks], options)
-    workspace = Workspace(slots, stores[0].device if stores else None)
-    numbers, travelling = [], 0
-    for _, _, bucket, share in tasks:
+    tasks = _sorted_buckets(plans, stores, options)
+    buffer_count, local_number = _buffer_counts([bucket for _, _, bucket, _ in tasks], options)
+    workspace = Workspace(buffer_count, stores[0].device if stores else None)
+    # Buckets with all-to-alls use bucket buffers in turn, local buckets all the same buffer
+    numbers = []
+    travelling = 0
+    for _, _, bucket, rank_plan in tasks:
         travels = BUCKET_UPDATES[bucket.route].travels
-        numbers.append(travelling if travels else at_home)
+        numbers.append(travelling if travels else local_number)
         travelling += travels
-        workspace.reserve(numbers[-1], share)
+        workspace.reserve(numbers[-1], rank_plan)
     ranks = None
-    for (store, group, bucket, share), number in zip(tasks, numbers):
+    for (store, group, bucket, rank_plan), number in zip(tasks, numbers):
         kind = BUCKET_UPDATES[bucket.route]
+        # Between buckets of different ranks, see `Pause`
         if kind.travels and ranks not in (None, bucket.ranks) and not options.overlap_backward:
             jobs.append((Pause("Pause"), group))
         ranks = bucket.ranks if kind.travels else ranks
         inputs = BucketInputs(
             bucket=bucket,
-            share=share,
+            rank_plan=rank_plan,
             store=store,
             options=options,
             group=group,
             process_group=process_groups.of(bucket.ranks) if kind.travels else None,
-            memory=workspace.take(number, share),
-            slot=number % slots,
-            graphs=graphs,
+            memory=workspace.views_for(number, rank_plan),
+            buffer_index=number % buffer_count,
+            graphs=bucket_graphs,
             label=_label(len(jobs) - skipped, bucket, store),
             written=written,
         )
@@ -238,39 +276,47 @@ def _bind(plans, stores, options, process_groups, graphs, written):
     return jobs
 
 
-def _in_order(plans, stores, options) -> list:
-    """[(store, live parameter group, bucket, share)] in the order of a step: those of the same
-    ranks follow each other.
+def _sorted_buckets(
+    plans: Sequence[Plan], stores: Sequence[Store], options: MuonConfig
+) -> list[BucketTask]:
+    """Buckets of all plans in the order of a step.
 
-    Along backward: the first bucket of each family, then the second ones; those last that nothing
-    brings in. Along forward the same, among those of the same ranks. The key says only what all
-    ranks of a bucket know, so those of several families find one order.
+    By default buckets of equal ranks are adjacent. With overlap_forward, the first buckets of all
+    families (route, ranks) come first among buckets of equal ranks, then the second buckets. With
+    overlap_backward the first buckets of all families come first, and buckets without an inbound
+    all-to-all last. Sort keys contain only facts known to all ranks of a bucket, so all ranks find
+    a common order.
     """
     tasks = []
     for plan, store in zip(plans, stores):
-        counts, seen = Counter((b.route, b.ranks) for b, _ in plan.shares or ()), Counter()
-        for bucket, share in plan.shares or ():
+        counts = Counter((b.route, b.ranks) for b, _ in plan.shares or ())
+        seen = Counter()
+        for bucket, rank_plan in plan.shares or ():
             family = bucket.route, bucket.ranks
             seen[family] += 1
-            place, those = seen[family] / counts[family], bucket_sort_key(bucket.ranks)
-            key = those, place * options.overlap_forward
+            position = seen[family] / counts[family]  # in the family, up to 1
+            by_ranks = bucket_sort_key(bucket.ranks)
+            key = by_ranks, position * options.overlap_forward
             if options.overlap_backward:
-                key = not share.crosses_inbound, place, those
-            tasks.append((key, (store, plan.group, bucket, share)))
+                key = not rank_plan.crosses_inbound, position, by_ranks
+            tasks.append((key, (store, plan.group, bucket, rank_plan)))
     return [task for _, task in sorted(tasks, key=lambda task: task[0])]
 
 
-def _slots(buckets, options) -> tuple[int, int]:
-    """(number of slots, that of buckets that stay at home)."""
+def _buffer_counts(buckets: Sequence[Bucket], options: MuonConfig) -> tuple[int, int]:
+    """(number of bucket buffers, number of the bucket buffer for buckets without all-to-alls)."""
     if not options.overlap_backward:
-        return BUCKETS_IN_FLIGHT, 1  # while only the first that travels has been started
-    check_bucket_buffers(buckets, options.workspace_bytes)  # again, with what this rank steps alone
-    away = sum(BUCKET_UPDATES[bucket.route].travels for bucket in buckets)
-    return away + 1, away
+        # Buffer 1: buckets without all-to-alls run when only bucket 0 has started
+        return BUCKETS_IN_FLIGHT, 1
+    # During backward any number of buckets may be in flight, each with a buffer of its own. The
+    # planner has checked shared buckets; this check includes buckets that this rank steps alone.
+    check_bucket_buffers(buckets, options.workspace_bytes)
+    travelling = sum(BUCKET_UPDATES[bucket.route].travels for bucket in buckets)
+    return travelling + 1, travelling
 
 
 def _label(number: int, bucket: Bucket, store: Store) -> str:
-    """A bucket's name in messages, which begins with its number in `plan_report`."""
+    """Name of a bucket in messages: the number in `plan_report`, route, first parameter, ranks."""
     first = store.names[bucket.matrices[0].param]
     ranks = f"{', '.join(map(str, bucket.ranks[:8]))}{', ...' if len(bucket.ranks) > 8 else ''}"
     return (

@@ -1,18 +1,30 @@
-"""`plan_report`: the plan as a table, times of a step, and a figure."""
+"""`Muon.plan_report`: the plan as a table, measured and expected times of a step, and a figure.
+
+`Report` is the public result; `Stopwatch` measures a step; `report_of` makes the report from bound
+updates. A timed step launches the kernels of an untimed step, with events in between.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from .. import pipeline
-from ..pipeline import BucketUpdate
+from ..pipeline import BucketUpdate, Job, Running
 from ..planning.cost_model import BucketTimes, CostModel, TimelineSpan
 from ..planning.load_balance import least_load
+from ..planning.plan import Bucket
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Phase of a bucket, as in `TimelineSpan.what` -> color in the figure
 COLORS = {
     "pack": "#0ea5e9",
     "products": "#c2410c",
@@ -23,6 +35,7 @@ COLORS = {
     "out": "#a855f7",
     "under way": "#a5b4fc",
 }
+# Columns of the table, in the order of `Row.cells`
 HEADS = (
     "bucket",
     "route",
@@ -38,37 +51,49 @@ HEADS = (
 )
 
 
-class Stopwatch:
-    """The times of one step: a mark before and after each part of a route's story, without waiting
-    for the device.
-    """
+# An event of torch.cuda, or on CPUs a time in ns
+Mark = torch.cuda.Event | int
 
-    def __init__(self, device):
-        self.cuda, self.parts = device.type == "cuda", []
+
+class Stopwatch:
+    """Measures the phases of all buckets in a step, without waiting for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        # (index of the job, begin, end) of each phase between two collectives
+        self.parts: list[tuple[int, Mark, Mark]] = []
         self.start = self.mark()
 
-    def mark(self):
-        """Now: an event in the current stream, or on a CPU the clock's time in ns."""
+    def mark(self) -> Mark:
+        """Now: an event in the current stream, or on CPUs the clock in ns."""
         if not self.cuda:
             return time.perf_counter_ns()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def over(self, jobs) -> list:
-        """The same jobs, timed."""
-        return [(_Timed(route, number, self), hp) for number, (route, hp) in enumerate(jobs)]
+    def over(self, jobs: Sequence[Job]) -> list[Job]:
+        """The jobs, with updates that are timed."""
+        return [
+            (_TimedUpdate(update, number, self), group)
+            for number, (update, group) in enumerate(jobs)
+        ]
 
     def spans(self) -> list[TimelineSpan]:
-        """What was measured; waits for the device. The wire's part lasts until its bucket goes
-        on.
+        """Measured spans in order of start, in ns from the start of the step. Waits for the device.
+
+        A span "under way" of the lane "wire" lasts from the end of a phase to the next phase of the
+        bucket: an all-to-all, and the wait for phases of further buckets.
         """
         if self.cuda:
             torch.cuda.synchronize()
-        stories, found = {}, []
+        phases = {}
+        found = []
         for number, begin, end in self.parts:
-            stories.setdefault(number, []).append((self._since(begin), self._since(end)))
-        for number, parts in stories.items():
+            phases.setdefault(number, []).append((self._since(begin), self._since(end)))
+        for number, parts in phases.items():
+            # An update without collectives has a single phase; two phases: the plan has no inbound
+            # all-to-all, so packing and products follow without a pause
             names = {1: ["all"], 2: ["pack, products", "apply"]}.get(
                 len(parts), ["pack", "products", "apply"]
             )
@@ -81,25 +106,30 @@ class Stopwatch:
             ]
         return sorted(found, key=lambda span: span.start)
 
-    def _since(self, mark):
+    def _since(self, mark: Mark) -> float:
+        """ns from the start of the step."""
+        # elapsed_time returns ms
         return self.start.elapsed_time(mark) * 1e6 if self.cuda else mark - self.start
 
 
-class _Timed(BucketUpdate):
-    """A route whose story leaves marks."""
+class _TimedUpdate(BucketUpdate):
+    """An update with a mark of the stopwatch before and after each phase."""
 
-    def __init__(self, route, number, watch):
-        super().__init__(route.label)
-        self.route = route
+    def __init__(self, update: BucketUpdate, number: int, watch: Stopwatch) -> None:
+        """`number`: index of the job in the step."""
+        super().__init__(update.label)
+        self.update = update
         self.number = number
         self.watch = watch
-        self.travels = route.travels
+        self.travels = update.travels
 
-    def run(self, hp):
-        story = self.route.run(hp)
+    def run(self, group: dict) -> Running:
+        """Run the update; see `BucketUpdate`."""
+        running = self.update.run(group)
+        # `for` would hide where a phase begins: the generator resumes inside `next`
         while True:
             begin = self.watch.mark()
-            collective = next(story, None)
+            collective = next(running, None)
             self.watch.parts.append((self.number, begin, self.watch.mark()))
             if collective is None:
                 return
@@ -108,25 +138,22 @@ class _Timed(BucketUpdate):
 
 @dataclass(frozen=True)
 class Row:
-    """One bucket. Bytes are those of this rank, `matrices` shape -> how many in all, `mine` how
-    many it computes; `balance` is the largest load over the mean, by the cost model; times are in
-    ms of this rank's stream, None where they are not known.
-    """
+    """A bucket in the report, or AdamW's parameters of a plan."""
 
-    bucket: int
-    route: str
-    ranks: int
-    matrices: dict
-    mine: int
-    workspace_bytes: int
-    sent_in_bytes: int
-    sent_out_bytes: int
-    balance: float | None
-    expected_ms: float | None
-    measured_ms: float | None
+    bucket: int  # index of the job in the step
+    route: str  # as in `Bucket.route`; "elementwise": AdamW where parameters are stored
+    ranks: int  # number of ranks
+    matrices: dict  # (rows, columns) -> count, of all ranks
+    mine: int  # matrices owned by this rank
+    workspace_bytes: int  # of this rank
+    sent_in_bytes: int  # sent by this rank to owners
+    sent_out_bytes: int  # sent by this rank as owner
+    balance: float | None  # largest load of a rank / mean load, by the cost model
+    expected_ms: float | None  # of this rank's stream; None without measured tables of the device
+    measured_ms: float | None  # of this rank's stream; None unless the step was timed
 
     def cells(self) -> list[str]:
-        """The row as text."""
+        """The cells of the row as text, in the order of HEADS."""
         shapes = ", ".join(
             f"{n} x {'x'.join(map(str, shape))}" for shape, n in self.matrices.items()
         )
@@ -146,31 +173,29 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What `Muon.plan_report` returns; `str(report)` is a table. Seen from one rank, which knows
-    its own buckets.
-
-    `loads`: rank -> expected work (ns where times were measured on this device, else in proportion
-    to FLOPs) of the buckets that this rank has part in; `least_load`: what the most loaded rank has
-    at least, however matrices are shared; `workspace`: the bytes of every bucket
-    buffer and of the shared scratch. `expected`, `measured`: lists of TimelineSpan, empty where
-    nothing is known.
+    """The result of `Muon.plan_report`; `str(report)` is a table. A rank sees only buckets with the
+    rank as a member.
     """
 
     rank: int
     rows: tuple
+    # Rank -> expected work of the buckets in `rows`: ns with measured times of the device, else
+    # proportional to FLOPs
     loads: dict
-    least_load: float
-    workspace: dict
-    expected: list = field(repr=False)
-    measured: list = field(repr=False)
+    least_load: float  # lower bound of the largest load, for any assignment of whole matrices
+    workspace: dict  # bucket buffer or shared scratch -> bytes
+    expected: list = field(repr=False)  # of TimelineSpan; empty without measured times
+    measured: list = field(repr=False)  # of TimelineSpan; empty unless the step was timed
 
     @property
     def balance(self) -> float | None:
-        """The largest load over the mean; None where nothing is orthogonalized."""
+        """The largest load over the mean; None if nothing is orthogonalized."""
         total = sum(self.loads.values())
         return max(self.loads.values()) * len(self.loads) / total if total else None
 
     def __str__(self) -> str:
+        """The table, and below it workspace, balance and times of the whole step."""
+        # Each column is as wide as its widest cell
         table = [HEADS, *(row.cells() for row in self.rows)]
         widths = [max(len(row[i]) for row in table) for i in range(len(HEADS))]
         lines = [
@@ -179,7 +204,8 @@ class Report:
         ]
         return "\n".join([f"plan of rank {self.rank}", *lines, *self._sums()])
 
-    def _sums(self):
+    def _sums(self) -> Iterator[str]:
+        """The lines below the table."""
         parts = ", ".join(f"{name} {_bytes(nbytes)}" for name, nbytes in self.workspace.items())
         yield f"workspace: {_bytes(sum(self.workspace.values()))} ({parts})"
         if self.balance is not None:
@@ -194,16 +220,19 @@ class Report:
                 end_ms = max(span.end for span in found) / 1e6
                 yield f"{name}: {end_ms:.3f} ms from the first launch to the last"
 
-    def figure(self, path=None):
-        """Draw when buckets run, as a matplotlib figure; written to `path` if given. Needs
-        matplotlib.
+    def figure(self, path: str | None = None) -> Figure:
+        """Draw the timeline of all buckets, as a matplotlib figure; save to `path` if given.
+
+        Raises ModuleNotFoundError without matplotlib, ValueError without any times.
         """
+        # matplotlib is no requirement of the package
         try:
             from matplotlib.figure import Figure
         except ModuleNotFoundError:
             raise ModuleNotFoundError(
                 "plan_report().figure() draws with matplotlib, which is not installed"
             ) from None
+        # On CPUs without measured tables there are no expected times
         panels = [
             (name, found)
             for name, found in (("expected", self.expected), ("measured", self.measured))
@@ -225,17 +254,18 @@ class Report:
         return figure
 
 
-def draw(axes, found) -> None:
-    """Draw spans on two lanes, stream and wire, with the bucket's number in each that is wide
-    enough.
-    """
-    width, seen = max(span.end for span in found), {}
+def draw(axes: Axes, found: Sequence[TimelineSpan]) -> None:
+    """Draw spans on two lanes, stream and wire, with bucket numbers in wide spans."""
+    width = max(span.end for span in found)
+    seen = {}
     for span in found:
-        lane, duration = ("wire", "stream").index(span.lane), span.end - span.start
+        lane = ("wire", "stream").index(span.lane)
+        duration = span.end - span.start
         bars = axes.barh(
             lane, duration / 1e6, left=span.start / 1e6, color=COLORS[span.what], edgecolor="white"
         )
         seen.setdefault(span.what, bars)
+        # A number would be wider than a shorter span
         if duration > 0.02 * width:
             axes.text(
                 (span.start + span.end) / 2e6,
@@ -252,58 +282,69 @@ def draw(axes, found) -> None:
     )
 
 
-def report_of(jobs, rank, watch=None, run=pipeline.run) -> Report:
-    """The report of bound jobs, [(route, live parameter group)] in the order of a step; `watch`: of
-    the last one; `run`: what steps them.
+def report_of(
+    jobs: Sequence[Job], rank: int, watch: Stopwatch | None = None, run: Callable = pipeline.run
+) -> Report:
+    """Return the report of a bound step.
+
+    `jobs`: in the order of the step. `watch`: of the last step; None: no step was timed. `run`: the
+    function of pipeline.py that runs the step, also for the simulated timeline.
     """
-    measured, took = watch.spans() if watch else [], Counter()
+    measured = watch.spans() if watch else []
+    measured_ms = Counter()  # index of a job -> ms in the stream
     for span in measured:
-        took[span.bucket] += (span.end - span.start) / 1e6 * (span.lane == "stream")
-    rows = [_row(number, route, hp, took.get(number)) for number, (route, hp) in enumerate(jobs)]
-    paces = [_pace(route, hp) for route, hp in jobs]
-    loads, works = Counter(), []
-    for (route, _), pace in zip(jobs, paces):
-        if pace:
-            loads.update(_loads(route.bucket, pace))
-            works += [pace(m.rows, m.cols) for m in route.bucket.matrices]
-    known = next((pace for pace in paces if pace and pace.measured), None)
-    expected = known.spans([_part(route, known) for route, _ in jobs], run) if known else []
-    bounds = [route for route, _ in jobs if route.bucket is not None]
+        measured_ms[span.bucket] += (span.end - span.start) / 1e6 * (span.lane == "stream")
+    rows = [
+        _row(number, update, group, measured_ms.get(number))
+        for number, (update, group) in enumerate(jobs)
+    ]
+    models = [_cost_model(update, group) for update, group in jobs]
+    loads = Counter()
+    works = []  # expected work of each matrix
+    for (update, _), model in zip(jobs, models):
+        if model:
+            loads.update(_loads(update.bucket, model))
+            works += [model(m.rows, m.cols) for m in update.bucket.matrices]
+    # Simulate only with measured times: work by FLOPs is no time
+    known = next((model for model in models if model and model.measured), None)
+    expected = known.spans([_times(update, known) for update, _ in jobs], run) if known else []
+    bound = [update for update, _ in jobs if update.bucket is not None]
     return Report(
         rank,
         tuple(filter(None, rows)),
         dict(loads),
         least_load(works, max(len(loads), 1)),
-        workspace_of(bounds),
+        workspace_of(bound),
         expected,
         measured,
     )
 
 
-def _pace(route, hp):
-    """The cost model of a route with matrices."""
-    matrices = route.bucket is not None and "ns_steps" in hp
-    return CostModel.of(hp, route.store.device) if matrices else None
+def _cost_model(update: BucketUpdate, group: dict) -> CostModel | None:
+    """The cost model of a bucket of matrices; None for AdamW and for a pause."""
+    has_matrices = update.bucket is not None and "ns_steps" in group
+    return CostModel.of(group, update.store.device) if has_matrices else None
 
 
-def _loads(bucket, pace) -> Counter:
-    """Expected work by rank, zero for ranks that own nothing."""
+def _loads(bucket: Bucket, model: CostModel) -> Counter:
+    """Expected work of each rank; zero for ranks that own nothing."""
     loads = Counter(dict.fromkeys(bucket.ranks, 0))
     for matrix, owner in zip(bucket.matrices, bucket.owners):
-        loads[owner] += pace(matrix.rows, matrix.cols)
+        loads[owner] += model(matrix.rows, matrix.cols)
     return loads
 
 
-def _row(number, route, hp, measured_ms):
-    """The row of one route, None for a pause."""
-    if route.bucket is None and route.store is not None:  # AdamW where it is stored
-        shapes = Counter(tuple(p.shape) for p in route.store.params)
+def _row(number: int, update: BucketUpdate, group: dict, measured_ms: float | None) -> Row | None:
+    """The row of an update; None for a pause."""
+    if update.bucket is None and update.store is not None:  # AdamW where parameters are stored
+        shapes = Counter(tuple(p.shape) for p in update.store.params)
+        # No workspace and no all-to-alls; a matrix column with the shapes of parameters
         return Row(
             number,
             "elementwise",
             1,
             shapes,
-            len(route.store.params),
+            len(update.store.params),
             0,
             0,
             0,
@@ -311,52 +352,65 @@ def _row(number, route, hp, measured_ms):
             None,
             measured_ms,
         )
-    if route.bucket is None:
+    if update.bucket is None:
         return None
-    bucket, share, pace = route.bucket, route.share, _pace(route, hp)
-    loads = _loads(bucket, pace) if pace else {}
-    total, part = sum(loads.values()), _part(route, pace) if pace and pace.measured else None
+    bucket = update.bucket
+    rank_plan = update.rank_plan
+    model = _cost_model(update, group)
+    loads = _loads(bucket, model) if model else {}
+    # The balance of a bucket without work, as of empty matrices, is unknown
+    total = sum(loads.values())
+    times = _times(update, model) if model and model.measured else None
     return Row(
         number,
         bucket.route,
         len(bucket.ranks),
         Counter((m.rows, m.cols) for m in bucket.matrices),
-        len(share.matrices),
-        sum(share.workspace_layout()[1].values()),
-        sum(share.inbound.send_bytes),
-        sum(share.outbound.send_bytes),
+        len(rank_plan.matrices),
+        sum(rank_plan.workspace_layout()[1].values()),
+        sum(rank_plan.inbound.send_bytes),
+        sum(rank_plan.outbound.send_bytes),
         max(loads.values()) * len(loads) / total if total else None,
-        (part.pack + part.products + part.apply) / 1e6 if part else None,
+        (times.pack + times.products + times.apply) / 1e6 if times else None,
         measured_ms,
     )
 
 
-def _part(route, pace) -> BucketTimes:
-    """What is expected of a route: as planned, or for AdamW from the bytes that it moves (28 per
+def _times(update: BucketUpdate, model: CostModel) -> BucketTimes:
+    """Expected times of an update, in ns: as planned, or for AdamW from the bytes moved (28 per
     element in fp32).
     """
-    if route.bucket is not None:
-        share, planned = route.share, route.bucket.times
-        chunks = pace.memory_time(28 * sum(p.numel for p in share.owned if p.home == p.owner))
+    # 28: weight, exp_avg and exp_avg_sq are read and written, the gradient is read
+    if update.bucket is not None:
+        rank_plan = update.rank_plan
+        planned = update.bucket.times
+        chunks = model.memory_time(28 * sum(p.numel for p in rank_plan.owned if p.home == p.owner))
         inbound, outbound = (
-            pace.all_to_all_time(sum(way.send_bytes)) for way in (share.inbound, share.outbound)
+            model.all_to_all_time(sum(plan.send_bytes))
+            for plan in (rank_plan.inbound, rank_plan.outbound)
         )
-        return planned or BucketTimes(0, inbound, chunks, outbound, 0, route.travels)
-    elements = sum(w.numel() for w in route.store.locals()) if route.store is not None else 0
-    return BucketTimes(0, 0, 0, 0, pace.memory_time(28 * elements), route.travels)
+        return planned or BucketTimes(0, inbound, chunks, outbound, 0, update.travels)
+    elements = 0
+    if update.store is not None:
+        elements = sum(w.numel() for w in update.store.locals())
+    return BucketTimes(0, 0, 0, 0, model.memory_time(28 * elements), update.travels)
 
 
-def workspace_of(bounds) -> dict[str, int]:
-    """What bound buckets take of this rank, in bytes: by bucket buffer, and the shared scratch."""
+def workspace_of(updates: Sequence[BucketUpdate]) -> dict[str, int]:
+    """Workspace of this rank: {"bucket buffer <index>" or "shared scratch": bytes}."""
+    # Buckets take turns in a buffer: the largest counts, not the sum
     sizes = Counter()
-    for bound in bounds:
-        for memory, nbytes in bound.share.workspace_layout()[1].items():
-            name = f"bucket buffer {bound.slot}" if memory == "bucket_buffer" else "shared scratch"
+    for update in updates:
+        for memory, nbytes in update.rank_plan.workspace_layout()[1].items():
+            name = "shared scratch"
+            if memory == "bucket_buffer":
+                name = f"bucket buffer {update.buffer_index}"
             sizes[name] = max(sizes[name], nbytes)
     return dict(sizes)
 
 
-def _bytes(count) -> str:
+def _bytes(count: float) -> str:
+    """A number of bytes as text, in the largest unit below the number."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,4 +1,9 @@
-"""Gradient addresses and scalars of a step, in one copy to the device, only where they changed."""
+"""Step inputs: gradient addresses, group scalars and flags of a step, uploaded in a single copy.
+
+Kernels read lr, weight decay, momentum and the addresses of gradients from device memory. Launches
+and CUDA graphs stay valid while the values change from step to step. `InputBuffers` lays out the
+memory. `StepInputs` uploads, only if a value has changed.
+"""
 
 from __future__ import annotations
 
@@ -12,44 +17,51 @@ from ..kernels.backend import capturing, use_triton
 from ..planning.memory_model import ALIGNMENT
 from ..planning.planner import Plan
 from ..rules.rule import device_scalars
+from .fingerprint import StepFingerprint
 from .param_store import Store
 
-STAGING_BUFFERS = 4  # copies that may be on their way to the device
+# Copies to the device that may be in flight; each has pinned memory of its own
+STAGING_BUFFERS = 4
 
 
 class InputBuffers:
-    """One buffer on the device that holds all inputs of a step, and the views of each reader.
-
-    `addresses`: of each plan, int64 addresses of its gradients, None without Triton. `scalars`: of
-    each plan, fp32 (`device_scalars`). `flags`: ranks -> (whether this rank has the gradients that
-    they compare, whether any rank has), fp32.
-    """
+    """A single device buffer with all inputs of a step, and views of each reader's part."""
 
     def __init__(
         self, plans: Sequence[Plan], flag_counts: Mapping[tuple, int], device: torch.device
-    ):
-        """`flag_counts`: ranks -> number of gradients that they compare (`MissingGradients`)."""
+    ) -> None:
+        """`flag_counts`: ranks -> number of gradients compared by the ranks in a step, see
+        `MissingGradients`.
+        """
         self.device = device
         addresses, end = _lay_out([8 * len(plan.params) for plan in plans], 0)
         scalars, end = _lay_out([4 * len(device_scalars(plan.group)) for plan in plans], end)
         flags, end = _lay_out([4 * count for count in flag_counts.values()], end)
         self.memory = torch.zeros(end, dtype=torch.uint8, device=device)
-        self.addresses = [None] * len(plans)
+        # Of each plan: int64 addresses of the gradients; None without Triton, because torch's
+        # kernels take the gradients themselves
+        self.addresses: list[torch.Tensor | None] = [None] * len(plans)
         if use_triton(device):
             self.addresses = [self.memory[place].view(torch.int64) for place in addresses]
+        # Of each plan: fp32 `device_scalars`
         self.scalars = [self.memory[place].view(torch.float32) for place in scalars]
-        self.flags = {}
+        # Ranks -> (fp32 flags: this rank has the gradient; fp32 flags: any rank has the gradient).
+        # The step uploads the first, an all-reduce fills the second.
+        self.flags: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
         for ranks, place in zip(flag_counts, flags):
             mine = self.memory[place].view(torch.float32)
             self.flags[ranks] = mine, torch.empty_like(mine)
-        # Little-endian, with the gaps of alignment: how the host packs all of it
+        # Packs all values as the device reads them: native byte order, gaps as in `_lay_out`
         self.packer = struct.Struct(
-            "=" + _form(addresses, "q", 8) + _form(scalars, "f", 4) + _form(flags, "f", 4)
+            "=" + _format(addresses, "q", 8) + _format(scalars, "f", 4) + _format(flags, "f", 4)
         )
 
 
 class StepInputs:
-    """Uploads gradient addresses and scalars of a step in one copy, only where they changed."""
+    """Has the stores read the gradients of a step, and uploads addresses, scalars and flags.
+
+    Never waits for the device, unless the host is STAGING_BUFFERS uploads ahead.
+    """
 
     def __init__(
         self,
@@ -57,96 +69,110 @@ class StepInputs:
         stores: Sequence[Store],
         missing: MissingGradients,
         early_buckets: int = 0,
-    ):
-        """`early_buckets`: how many buckets may leave before the step, each with an upload."""
+    ) -> None:
+        """`early_buckets`: number of buckets that may start during backward, each with an
+        upload."""
         self.stores = stores
         self.missing = missing
         self.device = buffers.device
         self.memory = buffers.memory
         self.packer = buffers.packer
-        self.sent = b""  # what the device holds; None after an upload that a graph replays
-        self.replayed = False
-        self.kept = []  # staging buffers that captured graphs read again
-        self.pages = []
+        # Bytes that the device holds; None if a graph may have written others on replay
+        self.uploaded: bytes | None = b""
+        self.replayed = False  # a captured graph contains an upload
+        # Staging buffers that belong to captured graphs: a replay copies from them again
+        self.captured_staging: list[torch.Tensor] = []
+        self.staging: list[tuple[torch.Tensor, torch.cuda.Event]] = []  # (pinned memory, copied)
         if self.device.type == "cuda":
             nbytes = self.memory.numel()
             count = STAGING_BUFFERS * (1 + early_buckets)
-            self.pages = [(_pinned(nbytes), torch.cuda.Event()) for _ in range(count)]
+            self.staging = [(_pinned(nbytes), torch.cuda.Event()) for _ in range(count)]
 
-    def send(self, seen=None, as_bound=False) -> bool:
-        """Have the stores know this step's gradients and the device its values, from here on in the
-        stream's order. `seen`: the Look that has just seen them. Returns whether gradients had to
-        be brought into the form in which the stores were bound (`as_bound`).
+    def read_and_upload(self, seen: StepFingerprint | None = None, as_bound: bool = False) -> bool:
+        """Read this step's gradients into the stores, and upload all values in stream order.
+
+        `seen`: the fingerprint, if the check in this step has read the gradients. `as_bound`: keep
+        the bound views, and copy gradients of another form; return whether any was copied.
         """
-        came = {} if seen is None else seen.take()
-        brought = False
+        known = {} if seen is None else seen.pop_gradients()
+        has_copied = False
         for store in self.stores:
-            brought = store.read(came=came, as_bound=as_bound) or brought
-        self.tell()
-        return brought
+            has_copied = store.read_gradients(known=known, as_bound=as_bound) or has_copied
+        self.upload()
+        return has_copied
 
-    def tell(self) -> None:
-        """The device's part of it, of what the stores know."""
+    def upload(self) -> None:
+        """Upload the addresses, scalars and flags of the gradients in the stores, if changed."""
         values = []
         for store in self.stores:
             values += _addresses(store.gradients)
         for store in self.stores:
-            values += device_scalars(store.hp)
+            values += device_scalars(store.group)
         packed = self.packer.pack(*values, *self.missing.here())
         if capturing(self.device):
-            self._send_by_graph(packed)
-        elif packed != self.sent:
-            self._send(packed)
-            self.sent = None if self.replayed else packed
+            self._copy_in_capture(packed)
+        elif packed != self.uploaded:
+            self._copy_to_device(packed)
+            # A replay of a captured upload overwrites the buffer unseen: from then on every step
+            # has to upload
+            self.uploaded = None if self.replayed else packed
 
-    def forget(self) -> None:
-        """The step is launched: nothing here may keep its gradients alive."""
+    def drop_gradients(self) -> None:
+        """Drop references to gradients after the launches of a step."""
         for store in self.stores:
-            store.forget()
+            store.drop_gradients()
 
-    def _send(self, packed) -> None:
+    def _copy_to_device(self, packed: bytes) -> None:
+        """Copy `packed` into the buffer; on GPUs asynchronously, from pinned memory."""
         source = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         if self.device.type != "cuda":
             self.memory.copy_(source)
             return
-        page, copied = self.pages.pop(0)
+        buffer, copied = self.staging.pop(0)
         # Recorded about STAGING_BUFFERS steps ago: only a host that is far ahead waits
         copied.synchronize()
-        self.memory.copy_(page.copy_(source), non_blocking=True)
+        self.memory.copy_(buffer.copy_(source), non_blocking=True)
         copied.record()
-        self.pages.append((page, copied))
+        self.staging.append((buffer, copied))
 
-    def _send_by_graph(self, packed) -> None:
-        """Into the user's own graph: its replays send these values again, so the page is theirs
-        from now on.
+    def _copy_in_capture(self, packed: bytes) -> None:
+        """Copy `packed` inside the user's own graph. Every replay copies the captured values again,
+        so the staging buffer is never reused.
         """
-        page = self.pages.pop(0)[0] if len(self.pages) > 1 else _pinned(len(packed))
-        self.kept.append(page.copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8)))
-        self.memory.copy_(page, non_blocking=True)
-        self.sent, self.replayed = None, True
+        # Give away a spare buffer rather than allocate pinned memory inside a capture; the last
+        # buffer stays for steps outside of graphs
+        buffer = self.staging.pop(0)[0] if len(self.staging) > 1 else _pinned(len(packed))
+        source = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        self.captured_staging.append(buffer.copy_(source))
+        self.memory.copy_(buffer, non_blocking=True)
+        self.uploaded = None
+        self.replayed = True
 
 
-def _addresses(gradients) -> list[int]:
-    """0 for those that are still to come."""
+def _addresses(gradients: Sequence[torch.Tensor | None]) -> list[int]:
+    """Data pointers; 0 for a gradient not yet made by backward."""
+    # No Python for each gradient in the usual case
     if type(None) in set(map(type, gradients)):
         return [0 if g is None else g.data_ptr() for g in gradients]
     return list(map(torch.Tensor.data_ptr, gradients))
 
 
-def _pinned(nbytes):
+def _pinned(nbytes: int) -> torch.Tensor:
+    """Page-locked host memory, for asynchronous copies to the device."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
-def _form(places, letter, size):
-    return "".join(f"{(p.stop - p.start) // size}{letter}{-p.stop % ALIGNMENT}x" for p in places)
+def _format(places: Sequence[slice], letter: str, itemsize: int) -> str:
+    """struct format of the values at `places`, with pad bytes up to the next place."""
+    return "".join(
+        f"{(p.stop - p.start) // itemsize}{letter}{-p.stop % ALIGNMENT}x" for p in places
+    )
 
 
-def _lay_out(sizes, at):
-    """(slices of so many bytes, one after another at aligned places, where the next one would
-    begin).
-    """
+def _lay_out(sizes: Sequence[int], start: int) -> tuple[list[slice], int]:
+    """(slices of `sizes` bytes from byte `start` on, each at a multiple of ALIGNMENT; the end)."""
     places = []
     for nbytes in sizes:
-        places.append(slice(at, at + nbytes))
-        at += nbytes + -nbytes % ALIGNMENT
-    return places, at
+        places.append(slice(start, start + nbytes))
+        start += nbytes + -nbytes % ALIGNMENT
+    return places, start

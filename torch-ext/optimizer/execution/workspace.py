@@ -1,11 +1,9 @@
-"""Memory that buckets share, and the stacks of matrices in it that Newton-Schulz reads and
-writes.
-"""
+"""The workspace shared by buckets, and the stacks of matrices in it that Newton-Schulz iterates."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -13,117 +11,159 @@ from ..communication.all_to_all import piece_at
 from ..kernels.elementwise.momentum import Copy
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..planning.memory_model import ALIGNMENT
-from ..planning.rank_plan import Piece, RankPlan
+from ..planning.plan import Matrix
+from ..planning.rank_plan import Box, Piece, RankPlan
+
+BoxViews = dict[Matrix, dict[Box, torch.Tensor]]  # matrix -> {box: view of the box}
 
 
 class Workspace:
-    """Flat memory that buckets use in turn: a bucket buffer for each bucket in flight and one
-    shared scratch, each as large as any bucket wants.
+    """Flat memory common to all buckets of a step: a bucket buffer for each bucket in flight, and
+    a single shared scratch. See `RankPlan.workspace_layout` for the uses of both.
+
+    Bucket number i uses buffer i modulo the number of buffers. A buffer has the bytes of the
+    largest bucket that uses it.
     """
 
-    def __init__(self, slots, device):
-        self.slots, self.device, self.sizes, self.buffers = slots, device, defaultdict(int), {}
+    def __init__(self, buffer_count: int, device: torch.device | None) -> None:
+        """`device`: None only if no bucket will reserve memory."""
+        self.buffer_count = buffer_count
+        self.device = device
+        self.sizes: dict[int | str, int] = defaultdict(int)  # key of a buffer -> bytes
+        self.buffers: dict[int | str, torch.Tensor] = {}  # key of a buffer -> flat uint8 tensor
 
-    def reserve(self, number, share) -> None:
-        """For bucket `number`. All buckets reserve before the first takes its part."""
-        for memory, nbytes in share.workspace_layout()[1].items():
+    def reserve(self, number: int, rank_plan: RankPlan) -> None:
+        """Count the bytes of bucket `number`. All buckets reserve before the first `views_for`."""
+        for memory, nbytes in rank_plan.workspace_layout()[1].items():
             key = self._key(number, memory)
             self.sizes[key] = max(self.sizes[key], nbytes)
 
-    def take(self, number, share) -> dict:
-        """use -> flat uint8 tensor of the bytes that the share needs, at its place."""
-        lent = {}
-        for use, (memory, at) in share.workspace_layout()[0].items():
+    def views_for(self, number: int, rank_plan: RankPlan) -> dict[str, torch.Tensor]:
+        """{use of the workspace: flat uint8 view} for bucket `number`; allocates on first use."""
+        views = {}
+        for use, (memory, offset_bytes) in rank_plan.workspace_layout()[0].items():
             key = self._key(number, memory)
+            # Not zeroed: every use is written before read
             if key not in self.buffers:
                 self.buffers[key] = torch.empty(
                     self.sizes[key], dtype=torch.uint8, device=self.device
                 )
-            lent[use] = self.buffers[key][at : at + share.scratch_bytes[use]]
-        return lent
+            end = offset_bytes + rank_plan.scratch_bytes[use]
+            views[use] = self.buffers[key][offset_bytes:end]
+        return views
 
-    def _key(self, number, memory):
-        return number % self.slots if memory == "bucket_buffer" else memory
+    # The shared scratch is used between the two all-to-alls of a bucket only, and the pipeline
+    # computes a bucket to the end before the next: so all buckets can have a single scratch
+    def _key(self, number: int, memory: str) -> int | str:
+        """Key of the buffer for bucket `number`; "shared_scratch" is common to all buckets."""
+        return number % self.buffer_count if memory == "bucket_buffer" else memory
 
 
-def like(lists, flat):
-    """Lists of contiguous tensors like those of `lists`, each list one after another in a flat
-    uint8 buffer.
+def views_like(
+    lists: Sequence[Sequence[torch.Tensor]], flat: torch.Tensor
+) -> list[list[torch.Tensor]]:
+    """Lists of contiguous views of the flat uint8 tensor `flat`, with dtypes and shapes of `lists`.
+
+    Tensors of a list follow without gaps; every list starts at a multiple of ALIGNMENT bytes.
     """
-    found, at = [], 0
+    views = []
+    offset_bytes = 0
     for tensors in lists:
-        at += -at % ALIGNMENT
-        found.append([])
+        offset_bytes += -offset_bytes % ALIGNMENT
+        views.append([])
         for t in tensors:
-            found[-1].append(flat[at : at + t.nbytes].view(t.dtype).view(t.shape))
-            at += t.nbytes
-    return found
+            place = flat[offset_bytes : offset_bytes + t.nbytes]
+            views[-1].append(place.view(t.dtype).view(t.shape))
+            offset_bytes += t.nbytes
+    return views
 
 
 class Stacks:
-    """`read`: matrices (N, R, C) of each shape as the iteration finds them, `written`: where it
-    leaves them, `rows`: their (N, R, 1) row state. `come`, `go`: {piece computed here: the view of
-    it in these}.
+    """The matrices owned by a rank, in stacks (N, R, C) of equal shapes, as Newton-Schulz takes
+    them.
 
-    What is whole stays in one place, and so does row state. The others are Splits.
+    Newton-Schulz reads the stacks `inputs` and writes the stacks `outputs`. For direct
+    matrices (see [Note: direct matrices] in rank_plan.py) both are `ScatteredRows`: tables of where
+    each row lies in the all-to-all buffers. All remaining matrices lie whole in the shared scratch,
+    and input and output are a single tensor. `row_state` (N, R, 1) in fp32 belongs to each stack.
     """
 
     def __init__(
         self,
-        share: RankPlan,
+        rank_plan: RankPlan,
         memory: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
-        came: Mapping[Piece, torch.Tensor] | None = None,
-        leaves: Mapping[Piece, torch.Tensor] | None = None,
-    ):
-        """`memory`: workspace use -> flat uint8 tensor; `dtype`: of updates. `came`, `leaves`:
-        {piece: its place} of all that is read and written where matrices are `direct`; of several
-        places for one box, the first.
+        read_from: Mapping[Piece, torch.Tensor] | None = None,
+        write_to: Mapping[Piece, torch.Tensor] | None = None,
+    ) -> None:
+        """`memory`: use of the workspace -> flat uint8 tensor. `dtype`: of updates (wire_dtype).
+
+        `read_from`, `write_to`: views of pieces of direct matrices; None without direct matrices.
+        If several pieces have equal boxes (replicas), the first piece counts.
         """
-        self.share = share
-        self.read = []
-        self.written = []
-        self.rows = []
-        ends = [self._places(came), self._places(leaves)]
+        self.rank_plan = rank_plan
+        self.inputs: list[torch.Tensor | ScatteredRows] = []
+        self.outputs: list[torch.Tensor | ScatteredRows] = []
+        self.row_state: list[torch.Tensor] = []
+        self.input_view: dict[Piece, torch.Tensor] = {}  # piece of an owned matrix -> view
+        self.output_view: dict[Piece, torch.Tensor] = {}  # the counterpart in `outputs`
+        inputs = self._box_views(read_from)
+        outputs = self._box_views(write_to)
+        # A direct matrix and a whole matrix of equal shape need stacks of different kinds
         members = defaultdict(list)
-        whole = {}
-        at = row = 0
-        for matrix in self.share.matrices:
-            members[matrix.rows, matrix.cols, matrix in self.share.direct].append(matrix)
+        for matrix in rank_plan.matrices:
+            members[matrix.rows, matrix.cols, matrix in rank_plan.direct].append(matrix)
+        whole = {}  # (matrix, kind of a piece) -> view of the matrix in a stack
+        stack_offset_bytes = 0
+        rows_offset_bytes = 0
         for (R, C, direct), matrices in members.items():
             N = len(matrices)
-            rows = piece_at(memory["rows"], row, (N * R, 1), torch.float32)
-            self.rows.append(rows.view(N, R, 1))
-            whole |= {(m, "row"): t for m, t in zip(matrices, self.rows[-1])}
-            row += 4 * N * R
+            rows = piece_at(memory["rows"], rows_offset_bytes, (N * R, 1), torch.float32)
+            self.row_state.append(rows.view(N, R, 1))
+            whole |= {(m, "row"): t for m, t in zip(matrices, self.row_state[-1])}
+            rows_offset_bytes += 4 * N * R
             if direct:
-                read, written = (
-                    ScatteredRows([[at for _, at in sorted(end[m].items())] for m in matrices])
-                    for end in ends
-                )
-            else:
-                read = written = piece_at(memory["stack"], at, (N * R, C), dtype).view(N, R, C)
-                whole |= {(m, "update"): t for m, t in zip(matrices, read)}
-                at += read.nbytes + -read.nbytes % ALIGNMENT
-            self.read.append(read)
-            self.written.append(written)
-        self.come, self.go = ({p: _view(p, whole, end) for p in self.share.owned} for end in ends)
+                self.inputs.append(_scattered(matrices, inputs))
+                self.outputs.append(_scattered(matrices, outputs))
+                continue
+            flat = piece_at(memory["stack"], stack_offset_bytes, (N * R, C), dtype)
+            stack = flat.view(N, R, C)
+            whole |= {(m, "update"): t for m, t in zip(matrices, stack)}
+            # In place: `orthogonalize_` may replace matrices by their polar factors.
+            # The next stack starts at a multiple of ALIGNMENT: TMA descriptors need aligned bases
+            stack_offset_bytes += stack.nbytes + -stack.nbytes % ALIGNMENT
+            self.inputs.append(stack)
+            self.outputs.append(stack)
+        self.input_view = {p: _view(p, whole, inputs) for p in rank_plan.owned}
+        self.output_view = {p: _view(p, whole, outputs) for p in rank_plan.owned}
 
-    def _places(self, places):
-        """{direct matrix: {box: place}}."""
+    def _box_views(self, views: Mapping[Piece, torch.Tensor] | None) -> BoxViews:
+        """Views of the boxes of each direct matrix."""
         found = defaultdict(dict)
-        for p, place in (places or {}).items():
-            if p.kind == "update" and p.matrix in self.share.direct:
-                found[p.matrix].setdefault(p.box, place)
+        for p, view in (views or {}).items():
+            if p.kind == "update" and p.matrix in self.rank_plan.direct:
+                found[p.matrix].setdefault(p.box, view)
         return found
 
 
-def _view(p, whole, places):
+def _scattered(matrices: Sequence[Matrix], views: BoxViews) -> ScatteredRows:
+    """A stack of direct matrices. Boxes are sorted by the first row, so rows are in order."""
+    return ScatteredRows([[view for _, view in sorted(views[m].items())] for m in matrices])
+
+
+def _view(p: Piece, whole: Mapping[tuple, torch.Tensor], views: BoxViews) -> torch.Tensor:
+    """The view of a piece: inside a whole matrix, or where the box of a direct matrix lies."""
+    # Row state always lies in the stacks of row state, also for direct matrices
     stack = whole.get((p.matrix, p.kind))
-    return places[p.matrix][p.box] if stack is None else stack[slice(*p.box[0]), slice(*p.box[1])]
+    if stack is None:
+        return views[p.matrix][p.box]
+    return stack[slice(*p.box[0]), slice(*p.box[1])]
 
 
-def copy_apart(to: dict, what: dict) -> Copy:
-    """A Copy to the places of pieces, {piece: view}, of those that are not there."""
-    apart = [(place, what[p]) for p, place in to.items() if place.data_ptr() != what[p].data_ptr()]
-    return Copy([place for place, _ in apart], [view for _, view in apart])
+def copy_unless_in_place(
+    to: Mapping[Piece, torch.Tensor], what: Mapping[Piece, torch.Tensor]
+) -> Copy:
+    """A `Copy` from `what` to `to` of all pieces of `to` whose two views are different memory."""
+    # Direct matrices are iterated where pieces arrive, and O is sent from where it was written
+    apart = [(view, what[p]) for p, view in to.items() if view.data_ptr() != what[p].data_ptr()]
+    return Copy([view for view, _ in apart], [view for _, view in apart])

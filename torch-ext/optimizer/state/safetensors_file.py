@@ -40,13 +40,13 @@ def export_state(optimizer, path, model=None) -> None:
     written. Needs the package safetensors.
     """
     path = _text_of(path)
-    if optimizer._torn:
+    if optimizer._is_torn:
         raise RuntimeError(
             "the last step of this optimizer failed half-way, so that a file would hold some state "
             "of "
             "before it and some of after it: load a checkpoint (load_state_dict), then export"
         )
-    optimizer._early.refuse("export_state")
+    optimizer._backward_overlap.raise_if_started("export_state")
     optimizer.wait()
     optimizer._beta1.follow(optimizer.param_groups)
     names = _names(optimizer, model)

@@ -1,1 +1,1 @@
-"""Optional overlap of the step with backward and forward. Only muon.py imports it."""
+"""Optional overlap of a step with backward and forward; imported by muon.py only."""
