@@ -114,7 +114,7 @@ class MissingGradients:
         self.save()
         try:
             yield
-            self.settle()
+            self.restore_unstepped()
         except BaseException:
             with contextlib.suppress(Exception):  # the error is what counts
                 self.put_back()
@@ -182,7 +182,7 @@ class MissingGradients:
             except Exception as error:
                 self.error = self.error or error
 
-    def settle(self) -> None:
+    def restore_unstepped(self) -> None:
         """After the step: put back what no rank has a gradient of."""
         if self.saved:
             self.wait()
