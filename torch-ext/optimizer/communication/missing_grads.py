@@ -117,7 +117,7 @@ class MissingGradients:
             self.restore_unstepped()
         except BaseException:
             with contextlib.suppress(Exception):  # the error is what counts
-                self.put_back()
+                self.restore()
             raise
 
     def save(self) -> None:
@@ -186,9 +186,9 @@ class MissingGradients:
         """After the step: put back what no rank has a gradient of."""
         if self.saved:
             self.wait()
-            self.put_back(lambda ranks, i: self.flags[ranks][1][i] > 0 if ranks else None)
+            self.restore(lambda ranks, i: self.flags[ranks][1][i] > 0 if ranks else None)
 
-    def put_back(self, moves=lambda ranks, i: None) -> None:
+    def restore(self, moves=lambda ranks, i: None) -> None:
         """As it was before the step. `moves`: whether number i of those that `ranks` compare is one
         to be stepped.
         """
