@@ -478,7 +478,7 @@ class Muon(Saving):
             count if self._skipped is None else self._skipped.to(count.device).add_(count)
         )
         if tell and self._options.nonfinite == "raise":
-            self._bound.nonfinite.tell()
+            self._bound.nonfinite.raise_if_set()
 
     @property
     @settled

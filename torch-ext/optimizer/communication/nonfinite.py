@@ -160,7 +160,7 @@ class NonfiniteFlags:
         """Those of all sets of ranks, found when the first flag is to spread."""
         return [self.process_groups.at_hand(ranks) for ranks in self.told]
 
-    def tell(self) -> None:
+    def raise_if_set(self) -> None:
         """Raise RuntimeError if the step was kept, naming what is broken at this rank. Waits for
         the device.
         """
