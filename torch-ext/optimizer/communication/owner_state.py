@@ -31,7 +31,7 @@ ADVICE = (
 
 @contextlib.contextmanager
 def shown_as_row_dtensors(optimizer, named, group, complete=None):
-    """Meanwhile, an optimizer's state is as `present` shows it.
+    """Meanwhile, an optimizer's state is as `as_row_dtensors` shows it.
 
     `complete`: a function that creates the state that no rank has, called on every rank; None: none
     is created. The rows are counted before it, so that zeros never stand for rows that a rank
@@ -44,7 +44,7 @@ def shown_as_row_dtensors(optimizer, named, group, complete=None):
         if complete is not None:
             _count_rows(optimizer.state, named, group)
             complete()
-        shown = present(optimizer.state, named, group)
+        shown = as_row_dtensors(optimizer.state, named, group)
     with replaced_state(optimizer, shown):
         yield
 
@@ -59,7 +59,7 @@ def replaced_state(optimizer: torch.optim.Optimizer, state: dict):
         optimizer.state = held
 
 
-def present(state, named, group) -> dict:
+def as_row_dtensors(state, named, group) -> dict:
     """{parameter: its state as DTensors by rows over `group`}, of a 0-D parameter plain. `named`:
     {parameter: name}.
 
@@ -78,7 +78,7 @@ def present(state, named, group) -> dict:
 
 def move_to_owners(state, named, wanted, group) -> None:
     """Give every rank the rows it is to keep. `wanted`: {parameter: rows of each rank}. Errors as
-    in `present`.
+    in `as_row_dtensors`.
     """
     for param, key, have in _count_rows(state, named, group):
         # A model that moved left its state behind
@@ -90,7 +90,7 @@ def gather(state: dict, named: dict, group: dist.ProcessGroup, to: int | None) -
     """{parameter: {key: the whole tensor, on the CPU}} on rank `to` of the group (None: on every
     rank), {} on the others.
 
-    A device holds one whole tensor at a time. `named` and errors as in `present`.
+    A device holds one whole tensor at a time. `named` and errors as in `as_row_dtensors`.
     """
     whole = {}
     for param, key, have in _count_rows(state, named, group):
