@@ -610,7 +610,7 @@ class Muon(Saving):
         return self._bound.stores
 
     def _compare_again(self) -> None:
-        """Do the comparisons that `agree` left for this step."""
+        """Do the comparisons that `check_plans` left for this step."""
         # A graph cannot be waited for
         if capturing(device_of(self.param_groups)):
             return
@@ -660,7 +660,7 @@ class Muon(Saving):
             {False: [], True: []},
             None,
         )
-        self._uncompared = []  # comparisons of gradients that `agree` left for the next step
+        self._uncompared = []  # comparisons of gradients that `check_plans` left for the next step
         if self._process_groups is None:  # new ones at each plan would pile up
             self._process_groups = ProcessGroups(own=self._options.overlaps)
         if self._graphs is None:

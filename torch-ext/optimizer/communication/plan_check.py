@@ -72,7 +72,7 @@ FEW = 4  # elements of a copy that ranks compare
 APART = 1e-3  # relative difference between copies from which on they are told to differ
 
 
-def agree(plans, options, process_groups) -> list[Callable[[], None]]:
+def check_plans(plans, options, process_groups) -> list[Callable[[], None]]:
     """Compare over every set of ranks that these plans make work together. Raises RuntimeError
     where one differs.
 

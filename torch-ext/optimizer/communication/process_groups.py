@@ -107,7 +107,7 @@ class ProcessGroups:
         return self.made[ranks].group
 
     def lock(self) -> threading.Lock:
-        """The lock of this process that a thread holds while it makes a group, see `agree`."""
+        """The lock of this process that a thread holds while it makes a group, see `check_plans`."""
         with _lock:
             return _making_locks.setdefault(dist.group.WORLD, threading.Lock())
 

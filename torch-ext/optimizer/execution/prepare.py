@@ -10,7 +10,7 @@ import torch
 
 from ..communication.missing_grads import MissingGradients, flag_counts
 from ..communication.nonfinite import FlagBuffers, NonfiniteFlags
-from ..communication.plan_check import agree
+from ..communication.plan_check import check_plans
 from ..communication.process_groups import ProcessGroups
 from ..newton_schulz import coefficients, method
 from ..params.config import MuonConfig
@@ -77,7 +77,7 @@ def _rests_on(group, params, dtype) -> tuple:
 
 def planned(units, state, options, process_groups, alone) -> tuple[list[Plan], list]:
     """(the plans of a step's parameters, after all ranks have agreed on them, the comparisons that
-    `agree` leaves for the next step). Brings state to where it is to be. Collective.
+    `check_plans` leaves for the next step). Brings state to where it is to be. Collective.
     """
     planner = Planner(options, process_groups)
     if not alone:
@@ -85,7 +85,7 @@ def planned(units, state, options, process_groups, alone) -> tuple[list[Plan], l
     plans = [plan for unit in units for plan in planner.plan(*unit)]
     planner.check_bucket_buffers()
     check_state(plans, state)
-    later = agree(plans, options, process_groups)
+    later = check_plans(plans, options, process_groups)
     prepare_state(plans, state, options)
     return plans, later
 
