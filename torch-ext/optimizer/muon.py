@@ -58,7 +58,7 @@ from .state.create import (
     creates_state_only,
     lack_state,
     lasting,
-    refuse_torn,
+    refuse_inconsistent,
     warn_torn,
 )
 from .state.state_dict import Loading, called_by_checkpoint
@@ -415,7 +415,7 @@ class Muon(Saving):
         half-way.
         """
         itself = self._itself()
-        refuse_torn(itself._half_way or itself._early.failed)
+        refuse_inconsistent(itself._half_way or itself._early.failed)
         with torch.enable_grad():
             loss = None if closure is None else closure()
         scaled = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -519,7 +519,7 @@ class Muon(Saving):
         there. Otherwise, and before the first step, nothing happens. Then call `step` before
         gradients change. Raises RuntimeError if gradients have left already.
         """
-        refuse_torn(self._torn)
+        refuse_inconsistent(self._torn)
         self._read_groups()
         if ready := self._as_bound() and not self.timing:
             self._process_groups.begin_step()

@@ -30,7 +30,7 @@ TORN = (
 )
 
 
-def refuse_torn(torn) -> None:
+def refuse_inconsistent(torn) -> None:
     """Raise RuntimeError if a step failed half-way."""
     if torn:
         raise RuntimeError(
