@@ -59,7 +59,7 @@ from .state.create import (
     lack_state,
     lasting,
     refuse_inconsistent,
-    warn_torn,
+    warn_inconsistent,
 )
 from .state.state_dict import Loading, called_by_checkpoint
 
@@ -146,7 +146,7 @@ class Saving(Returning):
         """Before the state is read: warn if a step has torn it, raise if gradients changed after
         they had left.
         """
-        if not warn_torn(self._torn):
+        if not warn_inconsistent(self._torn):
             self._early.judge()
 
     def _named(self) -> dict:

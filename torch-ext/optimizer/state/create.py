@@ -23,7 +23,7 @@ from ..params.layout import layout_of, row_chunks, this_rank
 from ..params.validation import device_of
 from ..rules.rule import ROWS, home_of, state_keys, state_shape
 
-TORN = (
+INCONSISTENT = (
     "the last step of this optimizer failed half-way: some weights and state are those of before "
     "it, some those of "
     "after it"
@@ -34,16 +34,16 @@ def refuse_inconsistent(torn) -> None:
     """Raise RuntimeError if a step failed half-way."""
     if torn:
         raise RuntimeError(
-            f"{TORN}. Load a checkpoint into the model and into the optimizer (load_state_dict), "
+            f"{INCONSISTENT}. Load a checkpoint into the model and into the optimizer (load_state_dict), "
             "then "
             "go on"
         )
 
 
-def warn_torn(torn) -> bool:
+def warn_inconsistent(torn) -> bool:
     """Warn if a step failed half-way, where somebody may save what it left."""
     if torn:
-        warn_caller(f"{TORN}: do not save this state, load what was saved before")
+        warn_caller(f"{INCONSISTENT}: do not save this state, load what was saved before")
     return torn
 
 
