@@ -77,7 +77,7 @@ def test_a_process_group_of_all_ranks_is_not_replaced_by_the_default_one(kind, o
 def bound(rank, world):
     """What torch would split for a group of two of three ranks: (the device while it is made, after it)."""
     make, seen, groups = dist.new_group, [], part("communication.process_groups").ProcessGroups()
-    groups.learn([], None)
+    groups.find_existing([], None)
     dist.group.WORLD.bound_device_id = torch.device("cuda:0")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", lambda *args, **options: (
@@ -101,7 +101,7 @@ def test_a_patient_group_is_known_by_its_ranks_in_any_order(optimizer, monkeypat
         monkeypatch.setattr(process_groups, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(process_groups, "timeout_of", lambda group: group)  # of the mesh, or the default one's
     groups = process_groups.ProcessGroups()
-    groups.learn([], None)
+    groups.find_existing([], None)
     assert groups.meshs_own((0, 1)) is patient
     assert groups._timeout((0, 1)) is groups._timeout((1, 0)) is dist.group.WORLD is not patient
 

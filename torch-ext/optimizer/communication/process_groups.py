@@ -57,7 +57,7 @@ class ProcessGroups:
         """All collectives of the step have been issued, and none failed."""
         self.quiet = True
 
-    def learn(self, params, process_group) -> None:
+    def find_existing(self, params, process_group) -> None:
         """Find the groups that all parameters of a step bring along, and forget which ones earlier
         plans used.
 
@@ -118,7 +118,7 @@ class ProcessGroups:
         return self.own or not self._made_before(ranks)
 
     def meshs_own(self, ranks: tuple) -> dist.ProcessGroup | None:
-        """The group of these ranks, in any order, that `learn` found: a mesh's, also one that is
+        """The group of these ranks, in any order, that `find_existing` found: a mesh's, also one that is
         not used for its timeout, the default group or the user's. None where there is none; never
         raises.
         """

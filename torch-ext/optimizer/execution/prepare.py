@@ -81,7 +81,9 @@ def planned(units, state, options, process_groups, alone) -> tuple[list[Plan], l
     """
     planner = Planner(options, process_groups)
     if not alone:
-        process_groups.learn([p for _, params in units for p in params], planner.process_group)
+        process_groups.find_existing(
+            [p for _, params in units for p in params], planner.process_group
+        )
     plans = [plan for unit in units for plan in planner.plan(*unit)]
     planner.check_bucket_buffers()
     check_state(plans, state)
