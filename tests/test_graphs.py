@@ -372,7 +372,7 @@ def other_backends(rank, world):
     groups = part("communication.process_groups").ProcessGroups()
     groups.find_existing([], dist.group.WORLD)
     groups.check_capturable()  # known, but not in use
-    groups.of((0, 1))
+    groups.get_or_create((0, 1))
     with pytest.raises(ValueError, match=r"ranks \(0, 1\) has the backends cpu:gloo.* hold collectives of NCCL only"):
         groups.check_capturable()
     dist.barrier()

@@ -58,7 +58,7 @@ def of_the_users(rank, world, kind):
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()
-    used = optimizer._process_groups.of((0, 1))
+    used = optimizer._process_groups.get_or_create((0, 1))
     alike = dist.get_backend_config(used) == dist.get_backend_config(mine)
     return (
         used is mine,
@@ -83,7 +83,7 @@ def bound(rank, world):
         patch.setattr(dist, "new_group", lambda *args, **options: (
             seen.append(dist.group.WORLD.bound_device_id), make(*args, **options))[1])
         if rank < 2:
-            groups.of((0, 1))
+            groups.get_or_create((0, 1))
     after, dist.group.WORLD.bound_device_id = dist.group.WORLD.bound_device_id, None
     return seen, str(after)
 
@@ -124,7 +124,7 @@ def unsorted(rank, world, options):
             many.load_state_dict(many.state_dict())
     groups = many._process_groups
     timeouts = {
-        part("communication.process_groups").timeout_of(groups.of(ranks)).total_seconds() for ranks in groups.used
+        part("communication.process_groups").timeout_of(groups.get_or_create(ranks)).total_seconds() for ranks in groups.used
     }
     return max((p - q).abs().max().item() for p, q in zip(*runs)), timeouts
 
@@ -292,7 +292,7 @@ def one_axis(rank, world, seconds):
         stepper = muon_before_a_step(params)
         stepper.step()
         counts.append(groups_now())
-    used = stepper._process_groups.of(tuple(dist.get_process_group_ranks(mesh.get_group())))
+    used = stepper._process_groups.get_or_create(tuple(dist.get_process_group_ranks(mesh.get_group())))
     timeout = part("communication.process_groups").timeout_of
     return timeout(mesh.get_group()).total_seconds(), timeout(used).total_seconds(), used is mesh.get_group(), \
         counts[1] - counts[0]

@@ -158,7 +158,7 @@ class MissingGradients:
         try:
             for ranks, (mine, anybody) in self.flags.items():
                 if ranks not in self.groups:
-                    self.groups[ranks] = self.process_groups.of(ranks)
+                    self.groups[ranks] = self.process_groups.get_or_create(ranks)
                 anybody.copy_(mine)
                 group = self.groups[ranks]
                 work = dist.all_reduce(anybody, dist.ReduceOp.MAX, group=group, async_op=True)

@@ -124,7 +124,7 @@ class NonfiniteFlags:
                 )
             else:
                 for ranks in filter(None, self.segments):
-                    group = self.process_groups.of(ranks)
+                    group = self.process_groups.get_or_create(ranks)
                     dist.all_reduce(
                         self.flags[self.segments[ranks]], dist.ReduceOp.MAX, group=group
                     )

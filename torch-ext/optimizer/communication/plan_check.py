@@ -103,7 +103,7 @@ def check_plans(plans, options, process_groups) -> list[Callable[[], None]]:
     ):
         with errors.during(f"the first exchange of ranks {ranks}"):
             _connect(
-                process_groups.of(ranks),
+                process_groups.get_or_create(ranks),
                 process_groups.connected,
                 local_of(plans[0].params[0]).device,
             )
@@ -140,13 +140,13 @@ def _made(process_groups, ranks, over, device):
             free = torch.tensor(int(mine), dtype=torch.int32, device=device)
             dist.all_reduce(free, dist.ReduceOp.MIN, group=over)
             if free.item():
-                process_groups.of(ranks)
+                process_groups.get_or_create(ranks)
         finally:
             if mine:
                 making.release()
         if process_groups.lacks(ranks):
             time.sleep(_pause.uniform(0.001, 0.02))
-    return process_groups.of(ranks)
+    return process_groups.get_or_create(ranks)
 
 
 def _connect(group, connected, device) -> None:

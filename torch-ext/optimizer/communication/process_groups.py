@@ -39,7 +39,7 @@ class ProcessGroups:
 
     `patient`: the sets of ranks, as tuples, that only groups of meshes connect whose timeout is
     longer than that of the default group. torch gives 30 minutes to gloo's groups of a mesh,
-    whatever `init_process_group` was told. For these ranks `of` returns a new group with the
+    whatever `init_process_group` was told. For these ranks `get_or_create` returns a new group with the
     timeout of the default one. Empty on GPUs, where the groups of meshes stay: a new one takes
     memory, and the host waits for none.
     """
@@ -91,7 +91,7 @@ class ProcessGroups:
         groups = [*_always(process_group), *_meshes_groups(params)]
         self.backends = {dist.get_backend_config(group) for group in groups}
 
-    def of(self, ranks):
+    def get_or_create(self, ranks):
         """All ranks of the group call this in the same order, since all have the same plan."""
         self.used.add(ranks)
         if not self.own and ranks in self.theirs:
@@ -112,7 +112,7 @@ class ProcessGroups:
             return _making_locks.setdefault(dist.group.WORLD, threading.Lock())
 
     def lacks(self, ranks: tuple) -> bool:
-        """Whether `of` would make a group."""
+        """Whether `get_or_create` would make a group."""
         if not self.own and ranks in self.theirs or ranks in self.made:
             return False
         return self.own or not self._made_before(ranks)
@@ -128,7 +128,11 @@ class ProcessGroups:
         """The same for ranks that may share no plan, and have not agreed on a group of their own:
         the shared one.
         """
-        return self.shared().of(ranks) if self.own and ranks not in self.made else self.of(ranks)
+        return (
+            self.shared().get_or_create(ranks)
+            if self.own and ranks not in self.made
+            else self.get_or_create(ranks)
+        )
 
     def idle(self, ranks) -> list[bool]:
         """Of the groups of these ranks that were made before, which ones this rank has no use for:
@@ -195,7 +199,7 @@ class ProcessGroups:
     def check_capturable(self) -> None:
         """Raise ValueError if a CUDA graph cannot hold the collectives of a group in use."""
         for ranks in sorted(self.used):
-            backends = dist.get_backend_config(self.of(ranks))
+            backends = dist.get_backend_config(self.get_or_create(ranks))
             if "cuda:nccl" not in backends:
                 raise ValueError(
                     f"capturable=True is not allowed: the process group of ranks {ranks} has the "

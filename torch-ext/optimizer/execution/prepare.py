@@ -225,7 +225,7 @@ def _bind(plans, stores, options, process_groups, graphs, written):
             store=store,
             options=options,
             group=group,
-            process_group=process_groups.of(bucket.ranks) if kind.travels else None,
+            process_group=process_groups.get_or_create(bucket.ranks) if kind.travels else None,
             memory=workspace.take(number, share),
             slot=number % slots,
             graphs=graphs,
