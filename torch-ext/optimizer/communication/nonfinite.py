@@ -158,7 +158,7 @@ class NonfiniteFlags:
     @functools.cached_property
     def _groups(self) -> list:
         """Those of all sets of ranks, found when the first flag is to spread."""
-        return [self.process_groups.at_hand(ranks) for ranks in self.told]
+        return [self.process_groups.get_dedicated_or_shared(ranks) for ranks in self.told]
 
     def raise_if_set(self) -> None:
         """Raise RuntimeError if the step was kept, naming what is broken at this rank. Waits for

@@ -124,7 +124,7 @@ class ProcessGroups:
         """
         return self.patterns.get(frozenset(ranks))
 
-    def at_hand(self, ranks):
+    def get_dedicated_or_shared(self, ranks):
         """The same for ranks that may share no plan, and have not agreed on a group of their own:
         the shared one.
         """
