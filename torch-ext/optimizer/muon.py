@@ -662,7 +662,7 @@ class Muon(Saving):
         )
         self._uncompared = []  # comparisons of gradients that `check_plans` left for the next step
         if self._process_groups is None:  # new ones at each plan would pile up
-            self._process_groups = ProcessGroups(own=self._options.overlaps)
+            self._process_groups = ProcessGroups(dedicated=self._options.overlaps)
         if self._graphs is None:
             self._graphs, self._beside = [
                 Graphs(s * self._options.capturable) for s in (OTHER_NUMBERS, OTHER_PLACES)

@@ -23,7 +23,7 @@ class ProcessGroups:
     """The process group of each set of ranks: one that is there already (the default, a mesh's),
     else a new one.
 
-    `own`: new ones only. During backward the model's collectives are on their way too, and not
+    `dedicated`: new ones only. During backward the model's collectives are on their way too, and not
     every rank has the same buckets leave between the same two of them; during forward they would
     wait for all of the step's in one group.
 
@@ -44,8 +44,8 @@ class ProcessGroups:
     memory, and the host waits for none.
     """
 
-    def __init__(self, own=False):
-        self.made, self.theirs, self.patterns, self.own = {}, {}, {}, own
+    def __init__(self, dedicated=False):
+        self.made, self.theirs, self.patterns, self.dedicated = {}, {}, {}, dedicated
         self.patient: set[frozenset] = set()  # sets of ranks
         self.used, self.connected, self.backends, self.quiet = set(), set(), set(), False
 
@@ -94,11 +94,11 @@ class ProcessGroups:
     def get_or_create(self, ranks):
         """All ranks of the group call this in the same order, since all have the same plan."""
         self.used.add(ranks)
-        if not self.own and ranks in self.theirs:
+        if not self.dedicated and ranks in self.theirs:
             return self.theirs[ranks]
         if ranks not in self.made:
             before = self._made_before(ranks)
-            if self.own or not before:
+            if self.dedicated or not before:
                 made = Made(_new(ranks, self._pattern(ranks), self._timeout(ranks)))
                 before.append(made)
             else:
@@ -113,9 +113,9 @@ class ProcessGroups:
 
     def lacks(self, ranks: tuple) -> bool:
         """Whether `get_or_create` would make a group."""
-        if not self.own and ranks in self.theirs or ranks in self.made:
+        if not self.dedicated and ranks in self.theirs or ranks in self.made:
             return False
-        return self.own or not self._made_before(ranks)
+        return self.dedicated or not self._made_before(ranks)
 
     def meshs_own(self, ranks: tuple) -> dist.ProcessGroup | None:
         """The group of these ranks, in any order, that `find_existing` found: a mesh's, also one that is
@@ -130,7 +130,7 @@ class ProcessGroups:
         """
         return (
             self.shared().get_or_create(ranks)
-            if self.own and ranks not in self.made
+            if self.dedicated and ranks not in self.made
             else self.get_or_create(ranks)
         )
 
@@ -141,7 +141,7 @@ class ProcessGroups:
         """
         return (
             [made.idle for made in self._made_before(ranks)]
-            if self.own and ranks not in self.made
+            if self.dedicated and ranks not in self.made
             else []
         )
 
@@ -155,7 +155,7 @@ class ProcessGroups:
 
     def release(self) -> None:
         """Leave own groups to others."""
-        for made in self.made.values() if self.own else ():
+        for made in self.made.values() if self.dedicated else ():
             made.idle = self.quiet
         self.made = {}
 
@@ -186,7 +186,7 @@ class ProcessGroups:
         """
         pattern = self._pattern(ranks)
         backends, timeout = dist.get_backend_config(pattern), self._timeout(ranks)
-        kind = self.own, ranks, pattern.group_name, backends, timeout
+        kind = self.dedicated, ranks, pattern.group_name, backends, timeout
         with _lock:
             return _made.setdefault(dist.group.WORLD, {}).setdefault(kind, [])
 
