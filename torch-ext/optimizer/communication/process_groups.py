@@ -129,7 +129,7 @@ class ProcessGroups:
         the shared one.
         """
         return (
-            self.shared().get_or_create(ranks)
+            self.shared_groups().get_or_create(ranks)
             if self.dedicated and ranks not in self.made
             else self.get_or_create(ranks)
         )
@@ -162,7 +162,7 @@ class ProcessGroups:
     def __del__(self):
         self.release()
 
-    def shared(self):
+    def shared_groups(self):
         """The same without groups of its own, in which ranks choose one of these."""
         others = ProcessGroups()
         others.theirs, others.patterns, others.patient = self.theirs, self.patterns, self.patient
