@@ -45,7 +45,7 @@ class ProcessGroups:
     """
 
     def __init__(self, dedicated=False):
-        self.made, self.theirs, self.patterns, self.dedicated = {}, {}, {}, dedicated
+        self.created, self.theirs, self.patterns, self.dedicated = {}, {}, {}, dedicated
         self.patient: set[frozenset] = set()  # sets of ranks
         self.used, self.connected, self.backends, self.quiet = set(), set(), set(), False
 
@@ -96,26 +96,26 @@ class ProcessGroups:
         self.used.add(ranks)
         if not self.dedicated and ranks in self.theirs:
             return self.theirs[ranks]
-        if ranks not in self.made:
-            before = self._made_before(ranks)
+        if ranks not in self.created:
+            before = self._created_before(ranks)
             if self.dedicated or not before:
-                made = Made(_new(ranks, self._pattern(ranks), self._timeout(ranks)))
+                made = CreatedGroup(_new(ranks, self._pattern(ranks), self._timeout(ranks)))
                 before.append(made)
             else:
                 made = before[-1]
             self._have(ranks, made)
-        return self.made[ranks].group
+        return self.created[ranks].group
 
     def lock(self) -> threading.Lock:
         """The lock of this process that a thread holds while it makes a group, see `check_plans`."""
         with _lock:
-            return _making_locks.setdefault(dist.group.WORLD, threading.Lock())
+            return _creation_locks.setdefault(dist.group.WORLD, threading.Lock())
 
     def lacks(self, ranks: tuple) -> bool:
         """Whether `get_or_create` would make a group."""
-        if not self.dedicated and ranks in self.theirs or ranks in self.made:
+        if not self.dedicated and ranks in self.theirs or ranks in self.created:
             return False
-        return self.dedicated or not self._made_before(ranks)
+        return self.dedicated or not self._created_before(ranks)
 
     def meshs_own(self, ranks: tuple) -> dist.ProcessGroup | None:
         """The group of these ranks, in any order, that `find_existing` found: a mesh's, also one that is
@@ -130,7 +130,7 @@ class ProcessGroups:
         """
         return (
             self.shared_groups().get_or_create(ranks)
-            if self.dedicated and ranks not in self.made
+            if self.dedicated and ranks not in self.created
             else self.get_or_create(ranks)
         )
 
@@ -140,24 +140,24 @@ class ProcessGroups:
         choose.
         """
         return (
-            [made.idle for made in self._made_before(ranks)]
-            if self.dedicated and ranks not in self.made
+            [made.idle for made in self._created_before(ranks)]
+            if self.dedicated and ranks not in self.created
             else []
         )
 
     def take(self, ranks, number) -> None:
         """Have one of them, by its number, from now on."""
-        self._have(ranks, self._made_before(ranks)[number])
+        self._have(ranks, self._created_before(ranks)[number])
 
-    def _have(self, ranks: tuple, made: Made) -> None:
-        self.made[ranks] = made
+    def _have(self, ranks: tuple, made: CreatedGroup) -> None:
+        self.created[ranks] = made
         made.idle = False
 
     def release(self) -> None:
         """Leave own groups to others."""
-        for made in self.made.values() if self.dedicated else ():
+        for made in self.created.values() if self.dedicated else ():
             made.idle = self.quiet
-        self.made = {}
+        self.created = {}
 
     def __del__(self):
         self.release()
@@ -179,7 +179,7 @@ class ProcessGroups:
             dist.group.WORLD if frozenset(ranks) in self.patient else self._pattern(ranks)
         )
 
-    def _made_before(self, ranks) -> list:
+    def _created_before(self, ranks) -> list:
         """All that this process has made of one kind, in the order in which it did. Every rank
         makes those of one pattern in one order, since only one thread at a time may use the
         pattern.
@@ -188,7 +188,7 @@ class ProcessGroups:
         backends, timeout = dist.get_backend_config(pattern), self._timeout(ranks)
         kind = self.dedicated, ranks, pattern.group_name, backends, timeout
         with _lock:
-            return _made.setdefault(dist.group.WORLD, {}).setdefault(kind, [])
+            return _created.setdefault(dist.group.WORLD, {}).setdefault(kind, [])
 
     def send_once(self, device) -> bool:
         """Whether a collective can send one place to several ranks: NCCL's can, gloo's cannot."""
@@ -211,7 +211,7 @@ class ProcessGroups:
 
 
 @dataclass
-class Made:
+class CreatedGroup:
     """A group that was made here; `idle`: no optimizer of this process has it, and nothing is under
     way in it.
     """
@@ -220,8 +220,8 @@ class Made:
     idle: bool = False
 
 
-_made = weakref.WeakKeyDictionary()  # default group -> {what a group is like: [Made]}
-_making_locks = weakref.WeakKeyDictionary()  # default group -> lock
+_created = weakref.WeakKeyDictionary()  # default group -> {what a group is like: [CreatedGroup]}
+_creation_locks = weakref.WeakKeyDictionary()  # default group -> lock
 # of the tables of this module; never held while another rank is waited for
 _lock = threading.Lock()
 
