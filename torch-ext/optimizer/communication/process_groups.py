@@ -45,7 +45,7 @@ class ProcessGroups:
     """
 
     def __init__(self, dedicated=False):
-        self.created, self.theirs, self.patterns, self.dedicated = {}, {}, {}, dedicated
+        self.created, self.existing, self.patterns, self.dedicated = {}, {}, {}, dedicated
         self.patient: set[frozenset] = set()  # sets of ranks
         self.used, self.connected, self.backends, self.quiet = set(), set(), set(), False
 
@@ -66,25 +66,25 @@ class ProcessGroups:
         first.
         """
         self.used.clear()
-        self.theirs = {}
+        self.existing = {}
         for group in sorted(_meshes_groups(params), key=attrgetter("group_name")):
-            self.theirs.setdefault(_ranks_of(group), group)
-        patterns = dict(self.theirs)
+            self.existing.setdefault(_ranks_of(group), group)
+        patterns = dict(self.existing)
         device = local_of(params[0]).device.type if params else ""
         patient = [ranks for ranks, group in patterns.items() if _is_patient(group, device)]
         for ranks in patient:
-            del self.theirs[ranks]
-        self.theirs |= {_ranks_of(group): group for group in _always(process_group)}
+            del self.existing[ranks]
+        self.existing |= {_ranks_of(group): group for group in _always(process_group)}
         # Its ranks may be in an order of their own, which no other group has
         if process_group is not None:
             ours = set(_ranks_of(process_group))
-            self.theirs = {
-                ranks: group for ranks, group in self.theirs.items() if set(ranks) != ours
+            self.existing = {
+                ranks: group for ranks, group in self.existing.items() if set(ranks) != ours
             }
-            self.theirs[_ranks_of(process_group)] = process_group
-        patterns |= self.theirs
+            self.existing[_ranks_of(process_group)] = process_group
+        patterns |= self.existing
         self.patterns = {frozenset(ranks): group for ranks, group in patterns.items()}
-        self.patient = set(map(frozenset, patient)) - set(map(frozenset, self.theirs))
+        self.patient = set(map(frozenset, patient)) - set(map(frozenset, self.existing))
 
     def expect(self, params, process_group) -> None:
         """From now on `send_once` speaks of the groups that these parameters bring along."""
@@ -94,8 +94,8 @@ class ProcessGroups:
     def get_or_create(self, ranks):
         """All ranks of the group call this in the same order, since all have the same plan."""
         self.used.add(ranks)
-        if not self.dedicated and ranks in self.theirs:
-            return self.theirs[ranks]
+        if not self.dedicated and ranks in self.existing:
+            return self.existing[ranks]
         if ranks not in self.created:
             before = self._created_before(ranks)
             if self.dedicated or not before:
@@ -113,7 +113,7 @@ class ProcessGroups:
 
     def lacks(self, ranks: tuple) -> bool:
         """Whether `get_or_create` would make a group."""
-        if not self.dedicated and ranks in self.theirs or ranks in self.created:
+        if not self.dedicated and ranks in self.existing or ranks in self.created:
             return False
         return self.dedicated or not self._created_before(ranks)
 
@@ -165,7 +165,11 @@ class ProcessGroups:
     def shared_groups(self):
         """The same without groups of its own, in which ranks choose one of these."""
         others = ProcessGroups()
-        others.theirs, others.patterns, others.patient = self.theirs, self.patterns, self.patient
+        others.existing, others.patterns, others.patient = (
+            self.existing,
+            self.patterns,
+            self.patient,
+        )
         return others
 
     def _pattern(self, ranks):
