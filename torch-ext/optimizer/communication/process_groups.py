@@ -37,7 +37,7 @@ class ProcessGroups:
     group whose pattern it has (`_pattern`), and is shared or used again only among optimizers with
     that pattern.
 
-    `patient`: the sets of ranks, as tuples, that only groups of meshes connect whose timeout is
+    `slow_timeout`: the sets of ranks, as tuples, that only groups of meshes connect whose timeout is
     longer than that of the default group. torch gives 30 minutes to gloo's groups of a mesh,
     whatever `init_process_group` was told. For these ranks `get_or_create` returns a new group with the
     timeout of the default one. Empty on GPUs, where the groups of meshes stay: a new one takes
@@ -46,7 +46,7 @@ class ProcessGroups:
 
     def __init__(self, dedicated=False):
         self.created, self.existing, self.patterns, self.dedicated = {}, {}, {}, dedicated
-        self.patient: set[frozenset] = set()  # sets of ranks
+        self.slow_timeout: set[frozenset] = set()  # sets of ranks
         self.used, self.connected, self.backends, self.quiet = set(), set(), set(), False
 
     def begin_step(self) -> None:
@@ -71,7 +71,7 @@ class ProcessGroups:
             self.existing.setdefault(_ranks_of(group), group)
         patterns = dict(self.existing)
         device = local_of(params[0]).device.type if params else ""
-        patient = [ranks for ranks, group in patterns.items() if _is_patient(group, device)]
+        patient = [ranks for ranks, group in patterns.items() if _is_slow(group, device)]
         for ranks in patient:
             del self.existing[ranks]
         self.existing |= {_ranks_of(group): group for group in _always(process_group)}
@@ -84,7 +84,7 @@ class ProcessGroups:
             self.existing[_ranks_of(process_group)] = process_group
         patterns |= self.existing
         self.patterns = {frozenset(ranks): group for ranks, group in patterns.items()}
-        self.patient = set(map(frozenset, patient)) - set(map(frozenset, self.existing))
+        self.slow_timeout = set(map(frozenset, patient)) - set(map(frozenset, self.existing))
 
     def expect(self, params, process_group) -> None:
         """From now on `send_once` speaks of the groups that these parameters bring along."""
@@ -165,10 +165,10 @@ class ProcessGroups:
     def shared_groups(self):
         """The same without groups of its own, in which ranks choose one of these."""
         others = ProcessGroups()
-        others.existing, others.patterns, others.patient = (
+        others.existing, others.patterns, others.slow_timeout = (
             self.existing,
             self.patterns,
-            self.patient,
+            self.slow_timeout,
         )
         return others
 
@@ -180,7 +180,7 @@ class ProcessGroups:
         if that is shorter.
         """
         return timeout_of(
-            dist.group.WORLD if frozenset(ranks) in self.patient else self._pattern(ranks)
+            dist.group.WORLD if frozenset(ranks) in self.slow_timeout else self._pattern(ranks)
         )
 
     def _created_before(self, ranks) -> list:
@@ -245,7 +245,7 @@ def _ranks_of(group) -> tuple:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def _is_patient(group: dist.ProcessGroup, device: str) -> bool:
+def _is_slow(group: dist.ProcessGroup, device: str) -> bool:
     """Whether collectives in `group` wait longer than those in the default group. False unless
     `device`, a type, is "cpu", and where a backend does not say its timeout.
     """
