@@ -34,7 +34,7 @@ class ProcessGroups:
 
     Optimizers may step in several threads, if each has a process group or meshes of its own.
     Threads take turns in an order that differs between ranks. So a new group is named after the
-    group whose pattern it has (`_pattern`), and is shared or used again only among optimizers with
+    group whose pattern it has (`_template`), and is shared or used again only among optimizers with
     that pattern.
 
     `slow_timeout`: the sets of ranks, as tuples, that only groups of meshes connect whose timeout is
@@ -45,7 +45,7 @@ class ProcessGroups:
     """
 
     def __init__(self, dedicated=False):
-        self.created, self.existing, self.patterns, self.dedicated = {}, {}, {}, dedicated
+        self.created, self.existing, self.templates, self.dedicated = {}, {}, {}, dedicated
         self.slow_timeout: set[frozenset] = set()  # sets of ranks
         self.used, self.connected, self.backends, self.quiet = set(), set(), set(), False
 
@@ -83,7 +83,7 @@ class ProcessGroups:
             }
             self.existing[_ranks_of(process_group)] = process_group
         patterns |= self.existing
-        self.patterns = {frozenset(ranks): group for ranks, group in patterns.items()}
+        self.templates = {frozenset(ranks): group for ranks, group in patterns.items()}
         self.slow_timeout = set(map(frozenset, patient)) - set(map(frozenset, self.existing))
 
     def expect(self, params, process_group) -> None:
@@ -99,7 +99,7 @@ class ProcessGroups:
         if ranks not in self.created:
             before = self._created_before(ranks)
             if self.dedicated or not before:
-                made = CreatedGroup(_new(ranks, self._pattern(ranks), self._timeout(ranks)))
+                made = CreatedGroup(_new(ranks, self._template(ranks), self._timeout(ranks)))
                 before.append(made)
             else:
                 made = before[-1]
@@ -122,7 +122,7 @@ class ProcessGroups:
         not used for its timeout, the default group or the user's. None where there is none; never
         raises.
         """
-        return self.patterns.get(frozenset(ranks))
+        return self.templates.get(frozenset(ranks))
 
     def get_dedicated_or_shared(self, ranks):
         """The same for ranks that may share no plan, and have not agreed on a group of their own:
@@ -165,22 +165,22 @@ class ProcessGroups:
     def shared_groups(self):
         """The same without groups of its own, in which ranks choose one of these."""
         others = ProcessGroups()
-        others.existing, others.patterns, others.slow_timeout = (
+        others.existing, others.templates, others.slow_timeout = (
             self.existing,
-            self.patterns,
+            self.templates,
             self.slow_timeout,
         )
         return others
 
-    def _pattern(self, ranks):
-        return self.patterns.get(frozenset(ranks), dist.group.WORLD)
+    def _template(self, ranks):
+        return self.templates.get(frozenset(ranks), dist.group.WORLD)
 
     def _timeout(self, ranks: tuple) -> datetime.timedelta | None:
         """The timeout of a new group of these ranks: that of its pattern, or of the default group
         if that is shorter.
         """
         return timeout_of(
-            dist.group.WORLD if frozenset(ranks) in self.slow_timeout else self._pattern(ranks)
+            dist.group.WORLD if frozenset(ranks) in self.slow_timeout else self._template(ranks)
         )
 
     def _created_before(self, ranks) -> list:
@@ -188,7 +188,7 @@ class ProcessGroups:
         makes those of one pattern in one order, since only one thread at a time may use the
         pattern.
         """
-        pattern = self._pattern(ranks)
+        pattern = self._template(ranks)
         backends, timeout = dist.get_backend_config(pattern), self._timeout(ranks)
         kind = self.dedicated, ranks, pattern.group_name, backends, timeout
         with _lock:
