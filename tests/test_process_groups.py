@@ -102,7 +102,7 @@ def test_a_patient_group_is_known_by_its_ranks_in_any_order(optimizer, monkeypat
     monkeypatch.setattr(process_groups, "timeout_of", lambda group: group)  # of the mesh, or the default one's
     groups = process_groups.ProcessGroups()
     groups.find_existing([], None)
-    assert groups.meshs_own((0, 1)) is patient
+    assert groups.find_any_order((0, 1)) is patient
     assert groups._timeout((0, 1)) is groups._timeout((1, 0)) is dist.group.WORLD is not patient
 
 

@@ -92,7 +92,7 @@ def check_plans(plans, options, process_groups) -> list[Callable[[], None]]:
         with errors.during(f"the comparison of plans of ranks {ranks}"):
             device = local_of(together[0][0].params[0]).device
             common = process_groups.shared_groups()  # not all may want groups of their own
-            shared = _made(common, ranks, common.meshs_own(ranks), device)
+            shared = _made(common, ranks, common.find_any_order(ranks), device)
             _compare(facts, forms, shared, device)
             later += _compare_copies(together, known, options, shared, device)
             _take_idle(ranks, process_groups, shared, device)

@@ -117,7 +117,7 @@ class ProcessGroups:
             return False
         return self.dedicated or not self._created_before(ranks)
 
-    def meshs_own(self, ranks: tuple) -> dist.ProcessGroup | None:
+    def find_any_order(self, ranks: tuple) -> dist.ProcessGroup | None:
         """The group of these ranks, in any order, that `find_existing` found: a mesh's, also one that is
         not used for its timeout, the default group or the user's. None where there is none; never
         raises.
