@@ -134,7 +134,7 @@ def _made(process_groups, ranks, over, device):
     None: they have no group, and do not ask.
     """
     making = process_groups.lock()
-    while over is not None and process_groups.lacks(ranks):
+    while over is not None and process_groups.would_create(ranks):
         mine = making.acquire(blocking=False)
         try:
             free = torch.tensor(int(mine), dtype=torch.int32, device=device)
@@ -144,7 +144,7 @@ def _made(process_groups, ranks, over, device):
         finally:
             if mine:
                 making.release()
-        if process_groups.lacks(ranks):
+        if process_groups.would_create(ranks):
             time.sleep(_pause.uniform(0.001, 0.02))
     return process_groups.get_or_create(ranks)
 

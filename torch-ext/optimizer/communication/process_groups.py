@@ -111,7 +111,7 @@ class ProcessGroups:
         with _lock:
             return _creation_locks.setdefault(dist.group.WORLD, threading.Lock())
 
-    def lacks(self, ranks: tuple) -> bool:
+    def would_create(self, ranks: tuple) -> bool:
         """Whether `get_or_create` would make a group."""
         if not self.dedicated and ranks in self.existing or ranks in self.created:
             return False
