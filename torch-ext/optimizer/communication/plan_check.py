@@ -95,7 +95,7 @@ def check_plans(plans, options, process_groups) -> list[Callable[[], None]]:
             shared = _made(common, ranks, common.find_any_order(ranks), device)
             _compare(facts, forms, shared, device)
             later += _compare_copies(together, known, options, shared, device)
-            _take_idle(ranks, process_groups, shared, device)
+            _reuse_idle_group(ranks, process_groups, shared, device)
             _made(process_groups, ranks, shared, device)
     for ranks in sorted(
         {b.ranks for plan in plans for b, _ in plan.shares or () if b.route != "local"},
@@ -110,15 +110,15 @@ def check_plans(plans, options, process_groups) -> list[Callable[[], None]]:
     return later
 
 
-def _take_idle(ranks, process_groups, shared, device) -> None:
+def _reuse_idle_group(ranks, process_groups, shared, device) -> None:
     """Take a process group that an earlier optimizer has left, if it is idle on all ranks: these do
     not let an optimizer go at the same time.
     """
-    if idle := process_groups.idle(ranks):
+    if idle := process_groups.idle_flags(ranks):
         flags = torch.tensor(idle, dtype=torch.float32, device=device)
         dist.all_reduce(flags, dist.ReduceOp.MIN, group=shared)
         if 1.0 in (flags := flags.tolist()):
-            process_groups.take(ranks, flags.index(1.0))
+            process_groups.reuse(ranks, flags.index(1.0))
 
 
 _pause = random.Random()

@@ -103,7 +103,7 @@ class ProcessGroups:
                 before.append(made)
             else:
                 made = before[-1]
-            self._have(ranks, made)
+            self._use(ranks, made)
         return self.created[ranks].group
 
     def lock(self) -> threading.Lock:
@@ -134,7 +134,7 @@ class ProcessGroups:
             else self.get_or_create(ranks)
         )
 
-    def idle(self, ranks) -> list[bool]:
+    def idle_flags(self, ranks) -> list[bool]:
         """Of the groups of these ranks that were made before, which ones this rank has no use for:
         as many on each of them, for these make them together. Empty where there is nothing to
         choose.
@@ -145,11 +145,11 @@ class ProcessGroups:
             else []
         )
 
-    def take(self, ranks, number) -> None:
+    def reuse(self, ranks, number) -> None:
         """Have one of them, by its number, from now on."""
-        self._have(ranks, self._created_before(ranks)[number])
+        self._use(ranks, self._created_before(ranks)[number])
 
-    def _have(self, ranks: tuple, made: CreatedGroup) -> None:
+    def _use(self, ranks: tuple, made: CreatedGroup) -> None:
         self.created[ranks] = made
         made.idle = False
 
