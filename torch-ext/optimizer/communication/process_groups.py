@@ -86,7 +86,7 @@ class ProcessGroups:
         self.templates = {frozenset(ranks): group for ranks, group in patterns.items()}
         self.slow_timeout = set(map(frozenset, patient)) - set(map(frozenset, self.existing))
 
-    def expect(self, params, process_group) -> None:
+    def find_backends(self, params, process_group) -> None:
         """From now on `send_once` speaks of the groups that these parameters bring along."""
         groups = [*_always(process_group), *_meshes_groups(params)]
         self.backends = {dist.get_backend_config(group) for group in groups}

@@ -103,7 +103,7 @@ class Planner:
         self.device = local_of(params[0]).device
         self.latency = latency_bytes(architecture(self.device.type, self.device.index))
         precompile.begin(self.device)  # imports Triton in a thread, while ranks compare plans
-        self.process_groups.expect(params, self.process_group)
+        self.process_groups.find_backends(params, self.process_group)
         if group["use_muon"]:
             return [self._matrices(group, params)]
         # Chunks of a plan share all-to-all buffers, so a plan has a single dtype. Without chunks
