@@ -133,7 +133,7 @@ def _made(process_groups, ranks, over, device):
     group ask each other, `over` a group that they have, until each has the lock of its process.
     None: they have no group, and do not ask.
     """
-    making = process_groups.lock()
+    making = process_groups.creation_lock()
     while over is not None and process_groups.would_create(ranks):
         mine = making.acquire(blocking=False)
         try:

@@ -106,7 +106,7 @@ class ProcessGroups:
             self._use(ranks, made)
         return self.created[ranks].group
 
-    def lock(self) -> threading.Lock:
+    def creation_lock(self) -> threading.Lock:
         """The lock of this process that a thread holds while it makes a group, see `check_plans`."""
         with _lock:
             return _creation_locks.setdefault(dist.group.WORLD, threading.Lock())
