@@ -29,7 +29,7 @@ class ProcessGroups:
 
     torch keeps a group until the default one goes, and NCCL's cannot be destroyed at any time: so
     new ones are shared by all optimizers of the process; own ones when whoever had them is gone, if
-    all ranks say so. `quiet`: whether a step has been finished since something was sent, else there
+    all ranks say so. `is_step_complete`: whether a step has been finished since something was sent, else there
     may be a collective that other ranks do not know of.
 
     Optimizers may step in several threads, if each has a process group or meshes of its own.
@@ -47,15 +47,15 @@ class ProcessGroups:
     def __init__(self, dedicated=False):
         self.created, self.existing, self.templates, self.dedicated = {}, {}, {}, dedicated
         self.slow_timeout: set[frozenset] = set()  # sets of ranks
-        self.used, self.connected, self.backends, self.quiet = set(), set(), set(), False
+        self.used, self.connected, self.backends, self.is_step_complete = set(), set(), set(), False
 
     def begin_step(self) -> None:
         """Collectives of a step may be in flight from now on."""
-        self.quiet = False
+        self.is_step_complete = False
 
     def end_step(self) -> None:
         """All collectives of the step have been issued, and none failed."""
-        self.quiet = True
+        self.is_step_complete = True
 
     def find_existing(self, params, process_group) -> None:
         """Find the groups that all parameters of a step bring along, and forget which ones earlier
@@ -156,7 +156,7 @@ class ProcessGroups:
     def release(self) -> None:
         """Leave own groups to others."""
         for made in self.created.values() if self.dedicated else ():
-            made.idle = self.quiet
+            made.idle = self.is_step_complete
         self.created = {}
 
     def __del__(self):
