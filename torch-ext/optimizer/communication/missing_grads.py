@@ -56,7 +56,7 @@ class MissingGradients:
         self.groups = {}  # ranks -> process group, found by the first comparison
         self.saved = {}  # (ranks, index in members) -> copies made before the step
         self.works = []  # handles of all-reduces in flight
-        self.misses = False  # whether a gradient of this step is missing at this rank
+        self.has_missing = False  # whether a gradient of this step is missing at this rank
         self.flags = flags or {}
         self.error: Exception | None = None
         # Whether this step restores AdamW's step counts and nothing else
@@ -65,20 +65,20 @@ class MissingGradients:
         for plan, store in zip(plans, stores):
             for number in range(len(plan.params)):
                 self.members.setdefault(plan.compared_by(number), []).append((store, number))
-        # Result of `here` in the usual step, without a loop over parameters
-        self.all_here = [True] * sum(
+        # Result of `local_flags` in the usual step, without a loop over parameters
+        self.all_present = [True] * sum(
             len(members) for ranks, members in self.members.items() if ranks
         )
 
-    def here(self) -> list[bool]:
+    def local_flags(self) -> list[bool]:
         """Return a flag for each compared parameter, in the order of `flags`: whether the rank has
         the gradient.
         """
-        self.misses = False
+        self.has_missing = False
         for store in self.stores:
-            self.misses = self.misses or bool(store.missing)
-        if not self.misses:
-            return self.all_here
+            self.has_missing = self.has_missing or bool(store.missing)
+        if not self.has_missing:
+            return self.all_present
         return [
             number not in store.missing
             for ranks, members in self.members.items()
@@ -106,7 +106,7 @@ class MissingGradients:
             return False
         for store in self.stores:
             store.report_all_missing()
-            self.misses = self.misses or bool(store.missing)
+            self.has_missing = self.has_missing or bool(store.missing)
         return True
 
     def _held(self, store: object, number: int) -> list[torch.Tensor]:
@@ -136,7 +136,7 @@ class MissingGradients:
         if self.works or self.error is not None:
             self.wait()
         self.saved = {}
-        if not self.misses:
+        if not self.has_missing:
             return
         for ranks, members in self.members.items():
             for i, (store, number) in enumerate(members):

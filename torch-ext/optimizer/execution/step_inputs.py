@@ -92,7 +92,7 @@ class StepInputs:
             values += _addresses(store.gradients)
         for store in self.stores:
             values += device_scalars(store.hp)
-        packed = self.packer.pack(*values, *self.missing.here())
+        packed = self.packer.pack(*values, *self.missing.local_flags())
         if capturing(self.device):
             self._send_by_graph(packed)
         elif packed != self.sent:
