@@ -450,7 +450,7 @@ class Muon(Saving):
             self._bound.inputs.tell()
         if self._bound.nonfinite is not None:
             self._bound.nonfinite.check(found_inf)
-        with self._bound.missing.around():
+        with self._bound.missing.restoring():
             self._half_way = True
             self._launch()
         self._half_way = False
@@ -506,7 +506,7 @@ class Muon(Saving):
 
     def _run(self, jobs=None) -> None:
         jobs = self._bound.jobs if jobs is None else jobs
-        with self._bound.missing.compared() as closing:
+        with self._bound.missing.comparing() as closing:
             if self._options.overlap_backward:
                 self._early.run(jobs, closing)
             else:

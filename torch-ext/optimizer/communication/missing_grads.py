@@ -114,7 +114,7 @@ class MissingGradients:
         return store.counts_of(number) if self.only_counts else store.all_of(number)
 
     @contextlib.contextmanager
-    def around(self) -> Iterator[None]:
+    def restoring(self) -> Iterator[None]:
         """Context manager around the work of a step: copies before, restores after. An exception
         restores every copied tensor.
         """
@@ -146,7 +146,7 @@ class MissingGradients:
                     self.saved[ranks, i] = [t.clone() for t in held]
 
     @contextlib.contextmanager
-    def compared(self) -> Iterator[Callable[[], None] | None]:
+    def comparing(self) -> Iterator[Callable[[], None] | None]:
         """Context manager around the launches of a step; compares the flags of the ranks at the
         end.
 
