@@ -87,13 +87,13 @@ class MissingGradients:
         ]
 
     def begin_step(self, creates_state: bool) -> bool:
-        """Return whether the step creates state and changes nothing else, see `call_zeros_missing`.
+        """Return whether the step creates state and changes nothing else, see `report_zeros_as_missing`.
         `creates_state`: whether the caller permits. Forgets the remains of a failed step.
         """
-        self.only_counts = creates_state and self.call_zeros_missing()
+        self.only_counts = creates_state and self.report_zeros_as_missing()
         return self.only_counts
 
-    def call_zeros_missing(self) -> bool:
+    def report_zeros_as_missing(self) -> bool:
         """Report every gradient of the rank as missing if all gradients are zero; return whether
         all are zero.
 
