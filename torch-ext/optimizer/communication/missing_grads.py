@@ -109,7 +109,7 @@ class MissingGradients:
             self.has_missing = self.has_missing or bool(store.missing)
         return True
 
-    def _held(self, store: object, number: int) -> list[torch.Tensor]:
+    def _restorable(self, store: object, number: int) -> list[torch.Tensor]:
         """Return the tensors of parameter `number` for `restore`: all, or AdamW's step counts."""
         return store.counts_of(number) if self.only_counts else store.all_of(number)
 
@@ -142,7 +142,7 @@ class MissingGradients:
             for i, (store, number) in enumerate(members):
                 if number in store.missing:
                     # Copies on the device, only in steps that lack a gradient
-                    held = self._held(store, number)
+                    held = self._restorable(store, number)
                     self.saved[ranks, i] = [t.clone() for t in held]
 
     @contextlib.contextmanager
@@ -214,7 +214,7 @@ class MissingGradients:
         for (ranks, i), before in self.saved.items():
             store, number = self.members[ranks][i]
             stepped = was_stepped(ranks, i)
-            for current, saved in zip(self._held(store, number), before):
+            for current, saved in zip(self._restorable(store, number), before):
                 if stepped is not None:
                     # AdamW's step count may be on the CPU, the flag on the GPU
                     saved = torch.where(stepped.to(current.device), current, saved)
