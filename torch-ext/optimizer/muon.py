@@ -583,7 +583,7 @@ class Muon(Saving):
                 self._late.share(
                     t for s in self.state.values() if isinstance(s, dict) for t in s.values()
                 )
-                options = self._unscaling.told(self._options)
+                options = self._unscaling.resolve(self._options)
                 self._plans[alone], later = planned(
                     units, self.state, options, self._process_groups, alone
                 )

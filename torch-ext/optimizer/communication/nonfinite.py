@@ -232,7 +232,7 @@ class Unscaling:
         self._has_warned = self._has_warned or any(map(_warn_of_unlike, self._rivals))
         return self.answer
 
-    def told(self, options: object) -> object:
+    def resolve(self, options: object) -> object:
         """The options that ranks compare: with the answer in place of `unscale_in_step=None`. Where
         nobody has asked there is no scaler, and ranks may differ.
         """
