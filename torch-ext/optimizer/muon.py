@@ -56,7 +56,7 @@ from .state.create import (
     adopt_state,
     complete_state,
     creates_state_only,
-    lack_state,
+    is_state_missing,
     lasting,
     refuse_inconsistent,
     warn_inconsistent,
@@ -578,7 +578,7 @@ class Muon(Saving):
         # What this process steps alone must not change what it steps with others
         for alone in (False, True):
             units, key = stepped(self.param_groups, self._options, alone)
-            if key != self._planned_for[alone] or lack_state(self._plans[alone], self.state):
+            if key != self._planned_for[alone] or is_state_missing(self._plans[alone], self.state):
                 # It may go
                 self._late.share(
                     t for s in self.state.values() if isinstance(s, dict) for t in s.values()

@@ -112,7 +112,7 @@ def creates_state_only(groups: list[dict], state: dict) -> bool:
     return not capturing(device_of(groups)) and all(float(group["lr"]) == 0 for group in groups)
 
 
-def lack_state(plans, state) -> bool:
+def is_state_missing(plans, state) -> bool:
     """Whether somebody has taken state away since it was created, as those do who begin anew:
     `state.clear()`.
     """
