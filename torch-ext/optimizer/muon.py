@@ -57,7 +57,7 @@ from .state.create import (
     complete_state,
     creates_state_only,
     is_state_missing,
-    lasting,
+    outside_inference_mode,
     refuse_inconsistent,
     warn_inconsistent,
 )
@@ -89,7 +89,7 @@ class Saving(Returning):
         self._early.refuse("init_state")
         self._hand_over()
         self._find_world()
-        with lasting():
+        with outside_inference_mode():
             complete_state(self.param_groups, self.state, self._options)
         self._hand_over()
 
@@ -168,7 +168,7 @@ class Saving(Returning):
         self._half_way = self._half_way or self._early.begun  # should loading fail
         self._early.drain()
         self._find_world()
-        with lasting(), Loading(self.param_groups, self._options).inside(self):
+        with outside_inference_mode(), Loading(self.param_groups, self._options).inside(self):
             super().load_state_dict(state_dict)
         self._beta1.forget()
         self._take_groups()
@@ -472,7 +472,7 @@ class Muon(Saving):
         """Count what was left alone; `tell`: raise for it with nonfinite="raise". Else a GradScaler
         has decided.
         """
-        with lasting():
+        with outside_inference_mode():
             count = self._bound.nonfinite.flags.count_nonzero()
         self._skipped = (
             count if self._skipped is None else self._skipped.to(count.device).add_(count)
@@ -566,7 +566,7 @@ class Muon(Saving):
             self._compare_again()
         if self._seen is not None and self._seen.holds(self.param_groups, self.state, scaled):
             return self._bound.stores
-        with lasting():
+        with outside_inference_mode():
             return self._prepare(scaled)
 
     def _prepare(self, scaled: bool) -> list:

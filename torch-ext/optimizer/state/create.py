@@ -48,7 +48,7 @@ def warn_inconsistent(torn) -> bool:
 
 
 @contextlib.contextmanager
-def lasting() -> Iterator[None]:
+def outside_inference_mode() -> Iterator[None]:
     """Context manager in which state and buffers are made. A step outside of torch.inference_mode
     could not write to tensors that were made inside of it.
     """
