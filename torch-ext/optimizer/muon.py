@@ -168,7 +168,7 @@ class Saving(Returning):
         self._half_way = self._half_way or self._early.begun  # should loading fail
         self._early.drain()
         self._find_world()
-        with outside_inference_mode(), Loading(self.param_groups, self._options).inside(self):
+        with outside_inference_mode(), Loading(self.param_groups, self._options).hooked(self):
             super().load_state_dict(state_dict)
         self._beta1.forget()
         self._take_groups()

@@ -54,12 +54,12 @@ class Loading:
         self.own, self.options, self.restored = [dict(group) for group in groups], options, {}
 
     @contextlib.contextmanager
-    def inside(self, optimizer):
+    def hooked(self, optimizer):
         """Have an optimizer's `load_state_dict` do it meanwhile."""
         # Before those of others
         hooks = [
-            optimizer.register_load_state_dict_pre_hook(self.take),
-            optimizer.register_load_state_dict_post_hook(self.settle, prepend=True),
+            optimizer.register_load_state_dict_pre_hook(self.before_torch),
+            optimizer.register_load_state_dict_post_hook(self.after_torch, prepend=True),
         ]
         try:
             yield
@@ -67,7 +67,7 @@ class Loading:
             for hook in hooks:
                 hook.remove()
 
-    def take(self, _, loaded):
+    def before_torch(self, _, loaded):
         """Check and copy the state, before torch loads. Returns the state dict that torch is to
         load: its groups are those of the optimizer, and its state is what others keep in the state
         of a parameter.
@@ -96,7 +96,7 @@ class Loading:
             },
         }
 
-    def settle(self, optimizer) -> None:
+    def after_torch(self, optimizer) -> None:
         """After: names, and options that the saved groups lack, are the optimizer's own. Of those
         that it does not know torch's AdamW leaves some, which say what is done here anyway, or how
         AdamW did it.
