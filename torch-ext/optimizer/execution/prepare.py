@@ -182,7 +182,7 @@ def _make_stores(
             buffers.addresses[index],
             buffers.scalars[index],
             None if flags is None else flags.flags,
-            None if flags is None else flags.first[index],
+            None if flags is None else flags.flag_offset[index],
         )
         for index, plan in enumerate(plans)
     ]
