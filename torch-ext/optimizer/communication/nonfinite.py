@@ -141,7 +141,9 @@ class NonfiniteFlags:
                     )
 
     def _flag_local_gradients(self) -> None:
-        """Set the flag of each matrix (AdamW: parameter) with a NaN or Inf in the rank's gradient."""
+        """Set the flag of each matrix (AdamW: parameter) with a NaN or Inf in the rank's
+        gradient.
+        """
         # A maximum norm is NaN or Inf exactly if an element is; no sum can overflow
         norms = []
         for store, single, several, _ in self.checked:
