@@ -171,7 +171,8 @@ def _param_names(
         if namesake is not param:
             raise ValueError(
                 f"two parameters, of shapes {tuple(namesake.shape)} and {tuple(param.shape)}, have "
-                f"the name {known[param]}, and one file holds one state by it: name them apart (param_names)"
+                f"the name {known[param]}, and one file holds one state by it: name them apart "
+                "(param_names)"
             )
     return {param: known[param] for param in params}
 
@@ -442,8 +443,8 @@ def _saved_group(
         was_muon = next((g["use_muon"] for g in saved if name in g["params"]), group["use_muon"])
         if was_muon != bool(group["use_muon"]):
             raise ValueError(
-                f"parameter {name} was in a group of {KINDS[was_muon]} when {path} was written, but "
-                f"is in one of {KINDS[not was_muon]} here"
+                f"parameter {name} was in a group of {KINDS[was_muon]} when {path} was written, "
+                f"but is in one of {KINDS[not was_muon]} here"
             )
         # Stricter than load_state_dict: a file holds all keys of a state or none
         if name in states and set(states[name]) != set(keys):
