@@ -245,7 +245,8 @@ def test_an_error_of_the_comparison_is_raised_where_its_answer_is_needed(optimiz
     with presence.restoring(), presence.comparing():
         pass
     assert waited == ["the second one"] and not presence.works
-    with pytest.raises(RuntimeError, match="in the comparison of missing gradients: a peer is gone"), presence.restoring():
+    with (pytest.raises(RuntimeError, match="in the comparison of missing gradients: a peer is gone"),
+          presence.restoring()):
         pass
     with presence.restoring():
         pass  # told once

@@ -124,7 +124,8 @@ def unsorted(rank, world, options):
             many.load_state_dict(many.state_dict())
     groups = many._process_groups
     timeouts = {
-        part("communication.process_groups").timeout_of(groups.get_or_create(ranks)).total_seconds() for ranks in groups.used
+        part("communication.process_groups").timeout_of(groups.get_or_create(ranks)).total_seconds()
+        for ranks in groups.used
     }
     return max((p - q).abs().max().item() for p, q in zip(*runs)), timeouts
 

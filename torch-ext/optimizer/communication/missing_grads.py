@@ -87,8 +87,10 @@ class MissingGradients:
         ]
 
     def begin_step(self, creates_state: bool) -> bool:
-        """Return whether the step creates state and changes nothing else, see `report_zeros_as_missing`.
-        `creates_state`: whether the caller permits. Forgets the remains of a failed step.
+        """Return whether the step creates state and changes nothing else.
+
+        `creates_state`: whether the caller permits `report_zeros_as_missing`. Forgets the remains
+        of a failed step.
         """
         self.only_counts = creates_state and self.report_zeros_as_missing()
         return self.only_counts
