@@ -209,7 +209,7 @@ def scaled_steps(rank, world, count):
             muon.step()
     for p in params[count:]:
         p.requires_grad_(False)
-    return found["guard"], [*answers, muon._step_supports_amp_scaling]
+    return found["communication/nonfinite"], [*answers, muon._step_supports_amp_scaling]
 
 
 def test_a_steady_step_with_a_scaler_does_no_work_for_each_parameter(optimizer):
