@@ -504,12 +504,12 @@ def test_other_coefficients_between_steps(first, then, shape, optimizer):
     assert torch.equal(param, usual)
 
 
-@pytest.mark.parametrize("part_of_it", ["bind", "MissingGradients"])
+@pytest.mark.parametrize("part_of_it", ["_bind", "MissingGradients"])
 def test_binding_that_failed_is_done_again(part_of_it, optimizer, monkeypatch):
     """Out of memory, say, for gradients of another dtype; with those of before, the step is whole."""
     (param,) = weights([(8, 6)])
     muon, before = optimizer.Muon([param], nonfinite="skip"), param.detach().clone()
-    param.grad, module = torch.zeros(8, 6), part("muon")
+    param.grad, module = torch.zeros(8, 6), part("execution.prepare")
     muon.param_groups[0]["weight_decay"] = 0.0
     for _ in range(2):  # the second sees the state that the first has made
         muon.step()
