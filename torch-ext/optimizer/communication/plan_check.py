@@ -120,7 +120,7 @@ def check_plans(
         key=bucket_sort_key,
     ):
         with errors.during(f"the first exchange of ranks {ranks}"):
-            # Connected when no other rank is busy, see `_connect_pairs`
+            # Now, while no collective of a step is in flight, see `_connect_pairs`
             _connect_pairs(
                 process_groups.get_or_create(ranks),
                 process_groups.connected,

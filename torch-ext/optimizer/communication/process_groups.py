@@ -129,8 +129,8 @@ class ProcessGroups:
         return self.created[ranks].group
 
     def creation_lock(self) -> threading.Lock:
-        """Return the lock of the process for the creation of groups, see `check_plans`. A thread
-        holds the lock while it creates a group.
+        """Return the lock of the process for the creation of groups, see `_create_group` of
+        plan_check.py.
         """
         with _lock:
             return _creation_locks.setdefault(dist.group.WORLD, threading.Lock())
