@@ -181,6 +181,7 @@ class MissingGradients:
         except Exception as error:
             errors.add_context(error, "the comparison of missing gradients")
             raise
+        # Collectives of gloo run in threads of their own
         if self.device.type == "cpu":
             _keep(self.works)
 

@@ -262,7 +262,7 @@ def _param_digests(plan: Plan, numbers: list[int], known: dict[int, str]) -> lis
     return found
 
 
-def _signature(plan, number: int) -> tuple:
+def _signature(plan: Plan, number: int) -> tuple:
     """Return dtype, layout and mismatched placements of the gradient: parameters with equal
     signatures could be confused by ranks.
     """
