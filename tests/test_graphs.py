@@ -372,9 +372,9 @@ def test_values_are_sent_once_and_together(optimizer, monkeypatch):
 
 def other_backends(rank, world):
     groups = part("communication.process_groups").ProcessGroups()
-    groups.learn([], dist.group.WORLD)
+    groups.find_existing([], dist.group.WORLD)
     groups.check_capturable()  # known, but not in use
-    groups.of((0, 1))
+    groups.get_or_create((0, 1))
     with pytest.raises(ValueError, match=r"ranks \(0, 1\) has the backends cpu:gloo.* hold collectives of NCCL only"):
         groups.check_capturable()
     dist.barrier()

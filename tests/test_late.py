@@ -153,15 +153,15 @@ def install(patch) -> Machine:
         ("AdamWUpdate", "step"),
     ):
         written(getattr(routes, kind), name)
-    put_back = presence.put_back
+    restore = presence.restore
 
     def then(self, *args):
-        put_back(self, *args)
+        restore(self, *args)
         for ranks, i in self.saved:
             store, number = self.members[ranks][i]
             machine.write(store.params[number])
 
-    patch.setattr(presence, "put_back", then)
+    patch.setattr(presence, "restore", then)
     if dist.is_available():
         from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 

@@ -225,7 +225,7 @@ def test_a_step_waits_for_the_comparison_of_the_one_before(optimizer):
     """
     presence, waited = part("communication.missing_grads").MissingGradients(), []
     presence.works = [SimpleNamespace(wait=lambda: waited.append("before the next step"))]
-    with presence.around():
+    with presence.restoring():
         assert waited == ["before the next step"]
         presence.works = [SimpleNamespace(wait=lambda: waited.append("at the end"))]
     assert waited == ["before the next step"] and len(presence.works) == 1  # nothing is to be put back
@@ -242,12 +242,13 @@ def test_an_error_of_the_comparison_is_raised_where_its_answer_is_needed(optimiz
         presence.works = [SimpleNamespace(wait=fail), SimpleNamespace(wait=lambda: waited.append("the second one"))]
 
     presence.compare, waited = compare, []
-    with presence.around(), presence.compared():
+    with presence.restoring(), presence.comparing():
         pass
     assert waited == ["the second one"] and not presence.works
-    with pytest.raises(RuntimeError, match="in the comparison of missing gradients: a peer is gone"), presence.around():
+    with (pytest.raises(RuntimeError, match="in the comparison of missing gradients: a peer is gone"),
+          presence.restoring()):
         pass
-    with presence.around():
+    with presence.restoring():
         pass  # told once
 
 

@@ -58,7 +58,7 @@ def of_the_users(rank, world, kind):
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()
-    used = optimizer._process_groups.of((0, 1))
+    used = optimizer._process_groups.get_or_create((0, 1))
     alike = dist.get_backend_config(used) == dist.get_backend_config(mine)
     return (
         used is mine,
@@ -77,13 +77,13 @@ def test_a_process_group_of_all_ranks_is_not_replaced_by_the_default_one(kind, o
 def bound(rank, world):
     """What torch would split for a group of two of three ranks: (the device while it is made, after it)."""
     make, seen, groups = dist.new_group, [], part("communication.process_groups").ProcessGroups()
-    groups.learn([], None)
+    groups.find_existing([], None)
     dist.group.WORLD.bound_device_id = torch.device("cuda:0")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", lambda *args, **options: (
             seen.append(dist.group.WORLD.bound_device_id), make(*args, **options))[1])
         if rank < 2:
-            groups.of((0, 1))
+            groups.get_or_create((0, 1))
     after, dist.group.WORLD.bound_device_id = dist.group.WORLD.bound_device_id, None
     return seen, str(after)
 
@@ -96,13 +96,13 @@ def test_a_new_group_is_not_split_from_a_default_one_that_is_bound_to_a_device(o
 def test_a_patient_group_is_known_by_its_ranks_in_any_order(optimizer, monkeypatch):
     """A mesh may list its ranks in another order than a plan does."""
     process_groups, patient = part("communication.process_groups"), SimpleNamespace(group_name="of a mesh")
-    answers = {"_meshes_groups": [patient], "_always": [], "_is_patient": True, "_ranks_of": (1, 0)}
+    answers = {"_meshes_groups": [patient], "_always": [], "_is_slow": True, "_ranks_of": (1, 0)}
     for name, answer in answers.items():
         monkeypatch.setattr(process_groups, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(process_groups, "timeout_of", lambda group: group)  # of the mesh, or the default one's
     groups = process_groups.ProcessGroups()
-    groups.learn([], None)
-    assert groups.meshs_own((0, 1)) is patient
+    groups.find_existing([], None)
+    assert groups.find_any_order((0, 1)) is patient
     assert groups._timeout((0, 1)) is groups._timeout((1, 0)) is dist.group.WORLD is not patient
 
 
@@ -124,7 +124,8 @@ def unsorted(rank, world, options):
             many.load_state_dict(many.state_dict())
     groups = many._process_groups
     timeouts = {
-        part("communication.process_groups").timeout_of(groups.of(ranks)).total_seconds() for ranks in groups.used
+        part("communication.process_groups").timeout_of(groups.get_or_create(ranks)).total_seconds()
+        for ranks in groups.used
     }
     return max((p - q).abs().max().item() for p, q in zip(*runs)), timeouts
 
@@ -238,7 +239,7 @@ def two_threads(rank, world):
     """
     groups = [dist.new_group(list(range(world))) for _ in "12"]
     fulls = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
-    before, here, came = part("communication.plan_check")._take_idle, threading.local(), {}
+    before, here, came = part("communication.plan_check")._reuse_idle_group, threading.local(), {}
 
     def take_idle(*args):
         before(*args)
@@ -263,7 +264,7 @@ def two_threads(rank, world):
             came[number] = repr(error)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part("communication.plan_check"), "_take_idle", take_idle)
+        patch.setattr(part("communication.plan_check"), "_reuse_idle_group", take_idle)
         threads = [threading.Thread(target=train, args=(number,), daemon=True) for number in (0, 1)]
         for thread in threads:
             thread.start()
@@ -292,7 +293,7 @@ def one_axis(rank, world, seconds):
         stepper = muon_before_a_step(params)
         stepper.step()
         counts.append(groups_now())
-    used = stepper._process_groups.of(tuple(dist.get_process_group_ranks(mesh.get_group())))
+    used = stepper._process_groups.get_or_create(tuple(dist.get_process_group_ranks(mesh.get_group())))
     timeout = part("communication.process_groups").timeout_of
     return timeout(mesh.get_group()).total_seconds(), timeout(used).total_seconds(), used is mesh.get_group(), \
         counts[1] - counts[0]

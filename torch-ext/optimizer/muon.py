@@ -66,7 +66,7 @@ class StateDictMethods(ForwardOverlapMethods):
         self._backward_overlap.raise_if_started("init_state")
         self._adopt_state()
         self._find_world()
-        with create.lasting():
+        with create.outside_inference_mode():
             create.complete_state(self.param_groups, self.state, self._options)
         self._adopt_state()
 
@@ -122,7 +122,7 @@ class StateDictMethods(ForwardOverlapMethods):
         """Before state is read: warn after a step that failed half-way, raise RuntimeError if
         gradients were changed after they were sent (overlap_backward).
         """
-        if not create.warn_torn(self._is_torn):
+        if not create.warn_inconsistent(self._is_torn):
             self._backward_overlap.raise_if_changed()
 
     def _named(self) -> dict:
@@ -143,7 +143,8 @@ class StateDictMethods(ForwardOverlapMethods):
         self._half_way = self._half_way or self._backward_overlap.has_started  # if loading fails
         self._backward_overlap.drop_started()
         self._find_world()
-        with create.lasting(), Loading(self.param_groups, self._options).inside(self):
+        hooked = Loading(self.param_groups, self._options).hooked(self)
+        with create.outside_inference_mode(), hooked:
             super().load_state_dict(state_dict)
         self._beta1.forget()
         self._init_groups()
@@ -402,7 +403,7 @@ class Muon(StateDictMethods):
         Raises RuntimeError if the step fails half-way, and from then on until `load_state_dict`.
         """
         itself = self._itself()
-        create.refuse_torn(itself._half_way or itself._backward_overlap.failed)
+        create.refuse_inconsistent(itself._half_way or itself._backward_overlap.failed)
         with torch.enable_grad():
             loss = None if closure is None else closure()
         scaled = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -443,7 +444,7 @@ class Muon(StateDictMethods):
             self._bound.inputs.upload()
         if self._bound.nonfinite is not None:
             self._bound.nonfinite.check(found_inf)
-        with self._bound.missing.around():
+        with self._bound.missing.restoring():
             self._half_way = True
             self._launch()
         self._half_way = False
@@ -463,13 +464,13 @@ class Muon(StateDictMethods):
         """Add the flagged matrices of the step to `skipped`. `may_raise`: with nonfinite="raise"
         raise RuntimeError; False if a GradScaler has decided.
         """
-        with create.lasting():
+        with create.outside_inference_mode():
             count = self._bound.nonfinite.flags.count_nonzero()
         self._skipped = (
             count if self._skipped is None else self._skipped.to(count.device).add_(count)
         )
         if may_raise and self._options.nonfinite == "raise":
-            self._bound.nonfinite.tell()
+            self._bound.nonfinite.raise_if_set()
 
     @property
     @waits_for_updates
@@ -500,7 +501,7 @@ class Muon(StateDictMethods):
     def _run(self, jobs: Sequence[Job] | None = None) -> None:
         """Run bucket updates through the pipeline; None: all of `BoundStep.jobs`."""
         jobs = self._bound.jobs if jobs is None else jobs
-        with self._bound.missing.compared() as closing:
+        with self._bound.missing.comparing() as closing:
             if self._options.overlap_backward:
                 self._backward_overlap.run(jobs, closing)
             else:
@@ -514,7 +515,7 @@ class Muon(StateDictMethods):
         are there; gradients must not change from then until `step`. Else, and before the first
         step, does nothing. Raises RuntimeError if buckets were already sent.
         """
-        create.refuse_torn(self._is_torn)
+        create.refuse_inconsistent(self._is_torn)
         self._read_groups()
         if ready := self._as_bound() and not self.timing:
             self._process_groups.begin_step()
@@ -564,7 +565,7 @@ class Muon(StateDictMethods):
         seen = self._fingerprint
         if seen is not None and seen.is_current(self.param_groups, self.state, scaled):
             return self._bound.stores
-        with create.lasting():
+        with create.outside_inference_mode():
             return self._prepare(scaled)
 
     def _prepare(self, scaled: bool) -> list[Store]:
@@ -576,12 +577,13 @@ class Muon(StateDictMethods):
         # In this order: parameters that the process steps alone must not affect shared plans
         for alone in (False, True):
             units, key = prepare.select_params(self.param_groups, self._options, alone)
-            if key != self._plan_keys[alone] or create.lack_state(self._plans[alone], self.state):
+            lost = create.is_state_missing(self._plans[alone], self.state)
+            if key != self._plan_keys[alone] or lost:
                 # State may move to other ranks, and the side stream may still read the old memory
                 self._forward_overlap.record_stream(
                     t for s in self.state.values() if isinstance(s, dict) for t in s.values()
                 )
-                options = self._unscaling.told(self._options)
+                options = self._unscaling.resolve(self._options)
                 self._plans[alone], later = prepare.make_plans(
                     units, self.state, options, self._process_groups, alone
                 )
@@ -606,7 +608,7 @@ class Muon(StateDictMethods):
         return self._bound.stores
 
     def _compare_again(self) -> None:
-        """Run the collective comparisons that `agree` left for this step."""
+        """Run the collective comparisons that `check_plans` left for this step."""
         # The host would have to wait, which a capture forbids
         if capturing(validation.device_of(self.param_groups)):
             return
@@ -657,10 +659,10 @@ class Muon(StateDictMethods):
         self._plan_keys = {False: None, True: None}  # by `alone`, see `prepare.select_params`
         self._plans = {False: [], True: []}
         self._param_forms = None
-        self._uncompared = []  # comparisons of gradients that `agree` left for the next step
+        self._uncompared = []  # comparisons of gradients that `check_plans` left for the next step
         # Kept from plan to plan: new process groups at each plan would pile up
         if self._process_groups is None:
-            self._process_groups = ProcessGroups(own=self._options.overlaps)
+            self._process_groups = ProcessGroups(dedicated=self._options.overlaps)
         if self._graphs is None:
             self._graphs, self._adamw_graphs = [
                 Graphs(s * self._options.capturable)

@@ -1,12 +1,19 @@
-"""Missing gradients: ranks agree after the step which parameters had one anywhere, and restore the
-others.
+"""Missing gradients: after a step the ranks agree which parameters had a gradient on any rank, and
+restore all parameters without.
+
+[Note: missing gradients] A missing gradient counts as zero, because all ranks must issue equal
+collectives. A parameter without gradient on any rank must nevertheless stay unchanged, as in torch:
+weight and state are copied before the step and copied back after the step. The ranks compare flags
+in a small all-reduce. On GPUs only a rank with a missing gradient waits for the result. On CPUs
+every rank waits: gloo needs the process of every rank until all ranks have the result. Parameters
+stepped by a rank alone need no comparison and are always restored.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,7 +25,7 @@ from .process_groups import ProcessGroups
 
 
 def flag_counts(plans: Sequence[Plan]) -> dict[tuple, int]:
-    """{ranks: number of gradients that they compare after a step}."""
+    """Return {ranks: number of gradients that these ranks compare after a step}."""
     counts = Counter()
     for plan in plans:
         counts.update(filter(None, map(plan.compared_by, range(len(plan.params)))))
@@ -26,16 +33,10 @@ def flag_counts(plans: Sequence[Plan]) -> dict[tuple, int]:
 
 
 class MissingGradients:
-    """Puts back what the step changed of parameters that have no gradient.
+    """Restores parameters without gradient on any rank, see [Note: missing gradients].
 
-    Where ranks must act alike, a missing gradient counts as zero unless no rank has one. After the
-    step the ranks compare what they had, in one small collective. On GPUs only a rank that missed a
-    gradient waits for it. On CPUs every rank does: a process that ended with its part still to be
-    sent would let down a rank that needs the answer. Of parameters whose matrices never travel,
-    each rank leaves its own alone, and asks nobody.
-
-    `error`: what the comparison raised at a rank that needs no answer. Its step is whole; the next
-    one raises it.
+    `error`: an exception of the comparison on a rank without use for the result. The step of the
+    rank is complete; the next step raises the exception.
     """
 
     def __init__(
@@ -44,164 +45,193 @@ class MissingGradients:
         stores: Sequence[object] = (),
         process_groups: ProcessGroups | None = None,
         flags: dict[tuple, tuple[torch.Tensor, torch.Tensor]] | None = None,
-    ):
-        """`flags`: ranks -> (what this rank has, what any rank has), fp32 on the device; a step
-        uploads the first.
+    ) -> None:
+        """`flags`: ranks -> (flags of this rank, maximum over the ranks), fp32 on the device. Every
+        step uploads the flags of this rank with the other inputs.
         """
-        self.members = {}  # ranks that compare (None: nobody) -> [(store, parameter index)]
+        # Ranks that compare flags, () for parameters of a rank alone -> [(store, parameter index)]
+        self.members = {}
         self.stores = stores
         self.process_groups = process_groups
-        self.groups = {}  # ranks -> their process group, once they have compared
-        self.saved = {}  # (ranks, index in members) -> copies from before the step
-        self.works = []  # collectives in flight
-        self.misses = False  # whether a gradient of this step is missing on this rank
+        self.groups = {}  # ranks -> process group, found by the first comparison
+        self.saved = {}  # (ranks, index in members) -> copies made before the step
+        self.works = []  # handles of all-reduces in flight
+        self.has_missing = False  # whether a gradient of this step is missing at this rank
         self.flags = flags or {}
         self.error: Exception | None = None
-        # Whether a step puts back AdamW's counts of steps and nothing else
+        # Whether this step restores AdamW's step counts and nothing else
         self.only_counts = False
         self.device = stores[0].device if stores else torch.device("cpu")
         for plan, store in zip(plans, stores):
             for number in range(len(plan.params)):
                 self.members.setdefault(plan.compared_by(number), []).append((store, number))
-        self.all_here = [True] * sum(
+        # Result of `local_flags` in the usual step, without a loop over parameters
+        self.all_present = [True] * sum(
             len(members) for ranks, members in self.members.items() if ranks
         )
 
-    def here(self) -> list[bool]:
-        """Which gradients of the compared parameters are here, in the order of the flags."""
-        self.misses = False
+    def local_flags(self) -> list[bool]:
+        """Return a flag for each compared parameter, in the order of `flags`: whether the rank has
+        the gradient.
+        """
+        self.has_missing = False
         for store in self.stores:
-            self.misses = self.misses or bool(store.missing)
-        if not self.misses:
-            return self.all_here
+            self.has_missing = self.has_missing or bool(store.missing)
+        if not self.has_missing:
+            return self.all_present
         return [
             number not in store.missing
             for ranks, members in self.members.items()
-            if ranks
+            if ranks  # a parameter that the rank steps alone is not compared
             for store, number in members
         ]
 
     def begin_step(self, creates_state: bool) -> bool:
-        """Return whether a step that may only create state does: `call_zeros_missing`. Anything
-        that a failed step has left is forgotten.
+        """Return whether the step creates state and changes nothing else.
+
+        `creates_state`: whether the caller permits `report_zeros_as_missing`. Forgets the remains
+        of a failed step.
         """
-        self.only_counts = creates_state and self.call_zeros_missing()
+        self.only_counts = creates_state and self.report_zeros_as_missing()
         return self.only_counts
 
-    def call_zeros_missing(self) -> bool:
-        """Report all gradients of this rank as missing if each of them is zero; returns whether
-        that is so.
+    def report_zeros_as_missing(self) -> bool:
+        """Report every gradient of the rank as missing if all gradients are zero; return whether
+        all are zero.
 
-        For a first step with lr 0, such as torch.distributed.checkpoint takes to create state.
-        Neither weights nor averages change in such a step, so that only AdamW's counts of steps
-        have to be put back. Waits for the device.
+        For a first step with lr 0, by which torch.distributed.checkpoint creates state. Weights and
+        averages do not change in a step without gradients and lr; only AdamW's step counts have to
+        be restored. Waits for the device.
         """
         gradients = [g for store in self.stores for g in store.gradients if g.numel()]
         if gradients and bool(torch.stack([g.any() for g in gradients]).any()):
             return False
         for store in self.stores:
             store.report_all_missing()
-            self.misses = self.misses or bool(store.missing)
+            self.has_missing = self.has_missing or bool(store.missing)
         return True
 
-    def _held(self, store, number) -> list:
-        """The tensors of one parameter that are put back."""
+    def _restorable(self, store: object, number: int) -> list[torch.Tensor]:
+        """Return the tensors of parameter `number` for `restore`: all, or AdamW's step counts."""
         return store.counts_of(number) if self.only_counts else store.all_of(number)
 
     @contextlib.contextmanager
-    def around(self):
-        """Context manager for a step's work, in which ranks are `compared`."""
+    def restoring(self) -> Iterator[None]:
+        """Context manager around the work of a step: copies before, restores after. An exception
+        restores every copied tensor.
+        """
         self.save()
         try:
             yield
-            self.settle()
+            self.restore_unstepped()
         except BaseException:
-            with contextlib.suppress(Exception):  # the error is what counts
-                self.put_back()
+            with contextlib.suppress(Exception):  # the exception of the step matters more
+                self.restore()
             raise
 
     def save(self) -> None:
-        """Before the step: copy what may have to be put back."""
-        # A graph cannot wait for what is outside of it; who captures has synchronized
+        """Copy the tensors of the rank's parameters without gradient, before the step."""
+        # A graph cannot wait for work outside of the graph. Whoever captures has synchronized.
         if capturing(self.device):
             self.works = []
+        # The copies of `saved` and the flags are overwritten next
         if self.works or self.error is not None:
             self.wait()
         self.saved = {}
-        if not self.misses:
+        if not self.has_missing:
             return
         for ranks, members in self.members.items():
             for i, (store, number) in enumerate(members):
                 if number in store.missing:
-                    held = self._held(store, number)
+                    # Copies on the device, only in steps that lack a gradient
+                    held = self._restorable(store, number)
                     self.saved[ranks, i] = [t.clone() for t in held]
 
     @contextlib.contextmanager
-    def compared(self):
-        """Context manager for a step's work, after which ranks ask each other. A graph has to wait
-        for the answers: in one they ask as soon as nothing else is to be sent, by what this gives,
-        and the last bucket lands meanwhile.
+    def comparing(self) -> Iterator[Callable[[], None] | None]:
+        """Context manager around the launches of a step; compares the flags of the ranks at the
+        end.
+
+        Yields None, or during capture of a CUDA graph the function `compare`. A graph has to
+        contain the wait for each of the graph's collectives. The pipeline therefore calls `compare`
+        after the last collective of the buckets, and the comparison overlaps with the last bucket.
         """
         in_graph = capturing(self.device)
         yield self.compare if in_graph else None
         if in_graph:
-            self.wait()  # nothing outside a graph may wait for what is in it
+            self.wait()  # work outside of a graph cannot wait for work in the graph
         else:
             self.compare()
             self._finish()
 
     def compare(self) -> None:
-        """Ask the other ranks."""
+        """Start the all-reduce of the flags, for each set of ranks."""
         if not self.flags:
             return
         self.works = []
         try:
-            for ranks, (mine, anybody) in self.flags.items():
+            for ranks, (local, maximum) in self.flags.items():
                 if ranks not in self.groups:
-                    self.groups[ranks] = self.process_groups.of(ranks)
-                anybody.copy_(mine)
+                    self.groups[ranks] = self.process_groups.get_or_create(ranks)
+                # `local` stays: the next step uploads it only if a value changed
+                maximum.copy_(local)
                 group = self.groups[ranks]
-                work = dist.all_reduce(anybody, dist.ReduceOp.MAX, group=group, async_op=True)
+                work = dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group, async_op=True)
                 self.works.append(work)
         except Exception as error:
             errors.add_context(error, "the comparison of missing gradients")
             raise
+        # Collectives of gloo run in threads of their own
         if self.device.type == "cpu":
             _keep(self.works)
 
     def _finish(self) -> None:
-        """On CPUs, wait for the comparison; an error is raised by `wait`, which is called where the
-        answer is used.
+        """Wait for the comparison on CPUs. Keeps an exception in `error` for `wait`, called
+        wherever the result is needed.
         """
         if self.device.type != "cpu":
             return
-        works, self.works = self.works, []
+        works = self.works
+        self.works = []
         for work in works:
             try:
                 work.wait()
             except Exception as error:
                 self.error = self.error or error
 
-    def settle(self) -> None:
-        """After the step: put back what no rank has a gradient of."""
+    def restore_unstepped(self) -> None:
+        """Restore the parameters without gradient on any rank, after the step."""
         if self.saved:
             self.wait()
-            self.put_back(lambda ranks, i: self.flags[ranks][1][i] > 0 if ranks else None)
+            self.restore(lambda ranks, i: self.flags[ranks][1][i] > 0 if ranks else None)
 
-    def put_back(self, moves=lambda ranks, i: None) -> None:
-        """As it was before the step. `moves`: whether number i of those that `ranks` compare is one
-        to be stepped.
+    def restore(
+        self, was_stepped: Callable[[tuple, int], torch.Tensor | None] = lambda ranks, i: None
+    ) -> None:
+        """Copy the saved tensors back.
+
+        `was_stepped(ranks, i)`: scalar bool tensor, True if entry i of the parameters compared by
+        `ranks` keeps the stepped values. None: restore. The choice is made on the device, without a
+        host sync.
         """
         for (ranks, i), before in self.saved.items():
             store, number = self.members[ranks][i]
-            moved = moves(ranks, i)
-            for now, then in zip(self._held(store, number), before):
-                now.copy_(then if moved is None else torch.where(moved.to(now.device), now, then))
+            stepped = was_stepped(ranks, i)
+            for current, saved in zip(self._restorable(store, number), before):
+                if stepped is not None:
+                    # AdamW's step count may be on the CPU, the flag on the GPU
+                    saved = torch.where(stepped.to(current.device), current, saved)
+                current.copy_(saved)
 
     def wait(self) -> None:
-        """Until the last step's collective is done: then its memory may be used again."""
-        works, self.works = self.works, []
-        error, self.error = self.error, None
+        """Wait for the comparison of the last step; afterwards the flags may be written again.
+        Raises the exception of the comparison.
+        """
+        # Cleared first: if a wait raises, the next step does not raise again
+        works = self.works
+        self.works = []
+        error = self.error
+        self.error = None
         with errors.during("the comparison of missing gradients"):
             if error is not None:
                 raise error
@@ -209,15 +239,17 @@ class MissingGradients:
                 work.wait()
 
 
-_under_way = []
+# Handles that `_keep` holds
+_in_flight = []
 
 
-def _keep(works) -> None:
-    """Hold collectives that may outlive their optimizer until they are done, or Python has ended.
+def _keep(works: list[dist.Work]) -> None:
+    """Keep handles of collectives alive until the collectives have completed or the interpreter has
+    ended.
 
-    A thread of gloo that is the last to hold one has to ask Python to let its tensors go; if Python
-    ends meanwhile (before 3.14), that aborts the process.
+    If an optimizer dies earlier, a thread of gloo may hold the last reference to tensors, and needs
+    the GIL to release the tensors. At interpreter exit before Python 3.14 the process aborts.
     """
-    if _under_way:
-        _under_way[:] = [work for work in _under_way if not work.is_completed()]
-    _under_way.extend(works)
+    if _in_flight:
+        _in_flight[:] = [work for work in _in_flight if not work.is_completed()]
+    _in_flight.extend(works)

@@ -1,7 +1,8 @@
-"""NaN and Inf flags of gradients, agreed across ranks: one flag per matrix (AdamW: per parameter).
+"""NaN and Inf flags of gradients, agreed across ranks: a flag per matrix (AdamW: per parameter).
 
-Flags stay on the device; kernels read them at run time. Only nonfinite="raise" makes the host wait,
-at the end of the step.
+`FlagBuffers`: the flags on the device. `NonfiniteFlags`: checks gradients and shares flags.
+`Unscaling`: whether `step` or a torch.amp.GradScaler handles Inf. Flags stay on the device; kernels
+read flags at run time. Only nonfinite="raise" makes the host wait, at the end of the step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..params import errors
+from ..params.config import MuonConfig
 from ..params.dtensor import is_dtensor, raw_locals
 from ..params.errors import name_in, warn_caller
 from ..params.layout import sharded_among
@@ -27,35 +29,37 @@ from .process_groups import ProcessGroups
 
 
 class FlagBuffers:
-    """One flag on the device for each matrix (AdamW: parameter) of all plans.
+    """A flag on the device for each matrix (AdamW: parameter) of all plans.
 
-    `flags`: fp32, 1 where a gradient is not finite. `first`: of each plan, {parameter index: index
-    of its first flag}. `segments`: ranks -> the flags that they share. `numbers`: [(first flag,
-    plan, parameter index)].
+    `flags`: fp32 (count,), 1 if a gradient is not finite. `flag_offset`: for each plan, {parameter
+    index: index of the parameter's first flag}. `segments`: ranks -> slice of the flags shared by
+    the ranks. `flag_params`: [(index of first flag, plan, parameter index)].
     """
 
-    def __init__(self, plans: Sequence[Plan], device: torch.device):
-        members = {}
+    def __init__(self, plans: Sequence[Plan], device: torch.device) -> None:
+        """Lay out the flags of all plans by set of ranks and fill with 0."""
+        members = {}  # ranks that step a parameter together -> [(plan, parameter index)]
         for index, plan in enumerate(plans):
             for number in range(len(plan.params)):
                 members.setdefault(plan.compared_by(number), []).append((index, number))
-        self.first = [{} for _ in plans]
-        self.segments = {}
-        self.numbers = []
-        self.count = 0
+        self.flag_offset: list[dict[int, int]] = [{} for _ in plans]
+        self.segments: dict[tuple, slice] = {}
+        self.flag_params: list[tuple] = []
+        self.count = 0  # flags of all plans
+        # Flags of equal ranks are adjacent: a single all-reduce for each set of ranks
         for ranks in sorted(members, key=bucket_sort_key):
             start = self.count
             for index, number in members[ranks]:
-                self.first[index][number] = self.count
-                self.numbers.append((self.count, plans[index], number))
-                self.count += math.prod(_lead(plans[index], number))
+                self.flag_offset[index][number] = self.count
+                self.flag_params.append((self.count, plans[index], number))
+                self.count += math.prod(_flag_shape(plans[index], number))
             self.segments[ranks] = slice(start, self.count)
         self.flags = torch.zeros(self.count, dtype=torch.float32, device=device)
 
 
 class NonfiniteFlags:
-    """Finds and shares the flags of a step. Ranks that share parameters create and call it
-    together.
+    """Checks the gradients of a step and shares the flags. Ranks with common parameters create and
+    call the object together.
     """
 
     def __init__(
@@ -65,74 +69,84 @@ class NonfiniteFlags:
         stores: Sequence[object],
         process_groups: ProcessGroups,
         whole: bool,
-    ):
-        """`whole`: for one broken gradient the whole step is left out (nonfinite="raise", or a
-        GradScaler's found_inf).
+    ) -> None:
+        """`whole`: a single non-finite gradient skips the whole step on all ranks
+        (nonfinite="raise", or found_inf of a GradScaler); else only the matrix is skipped.
         """
         self.process_groups = process_groups
         self.whole = whole
-        self.numbers = buffers.numbers
+        self.flag_params = buffers.flag_params
         self.segments = buffers.segments
         self.count = buffers.count
         self.flags = buffers.flags
-        self.broken = self.flags.new_zeros(self.count)
+        self.local_flags = self.flags.new_zeros(self.count)
         meshes = {
             layout.ranks
             for plan in plans
             for layout in plan.layouts
             if whole and len(layout.boxes) > 1
         }
-        # Experts that no rank shares are on a mesh, too
-        self.told = sorted(meshes.union(filter(None, self.segments)), key=bucket_sort_key)
-        self.watched = [self._watched(plan, store) for plan, store in zip(plans, stores)]
-        places = [place for _, _, _, places in self.watched for place in places]
-        self.places = torch.tensor(places, dtype=torch.int64, device=self.flags.device)
+        # Meshes too: experts (EP) are on a mesh, but their matrices are stepped by single ranks
+        self.rank_sets = sorted(meshes.union(filter(None, self.segments)), key=bucket_sort_key)
+        self.checked = [self._checked_gradients(plan, store) for plan, store in zip(plans, stores)]
+        indices = [index for _, _, _, indices in self.checked for index in indices]
+        self.flag_indices = torch.tensor(indices, dtype=torch.int64, device=self.flags.device)
 
-    def _watched(self, plan, store):
-        """(store, numbers of its gradients with one flag, of those with several, the places of
-        their flags).
+    def _checked_gradients(
+        self, plan: Plan, store: object
+    ) -> tuple[object, list[int], list[int], list[int]]:
+        """Return (store, indices of gradients with a single flag, indices of gradients with several
+        flags, flag indices of all in the order of `_flag_local_gradients`).
         """
-        single, several, places = [], [], ([], [])
+        single = []
+        several = []
+        indices = [], []  # of the flags of `single`, of `several`
         for number, (layout, param) in enumerate(zip(plan.layouts, store.locals())):
-            lead = _lead(plan, number)
+            shape = _flag_shape(plan, number)
+            # A rank without elements of the parameter has no gradient to check
             if not param.numel():
                 continue
-            box = [slice(*side) for side in layout.boxes[store.rank][: len(lead)]]
-            here = (
-                torch.arange(math.prod(lead), device="cpu").view(lead)[tuple(box)]
+            box = [slice(*side) for side in layout.boxes[store.rank][: len(shape)]]
+            # Flags of the matrices that this rank stores a part of
+            stored = (
+                torch.arange(math.prod(shape), device="cpu").view(shape)[tuple(box)]
                 + store.flag_offset[number]
             )
-            (several if lead else single).append(number)
-            places[bool(lead)].extend(here.flatten().tolist())
-        return store, single, several, places[0] + places[1]
+            (several if shape else single).append(number)
+            indices[bool(shape)].extend(stored.flatten().tolist())
+        return store, single, several, indices[0] + indices[1]
 
-    def check(self, found_inf=None) -> None:
-        """Set the flags for this step's gradients; `found_inf`, a GradScaler's, in the gradients'
-        place.
+    def check(self, found_inf: torch.Tensor | float | None = None) -> None:
+        """Set the flags for the gradients of the step. Collective.
+
+        `found_inf`: result of a GradScaler, taken instead of a check of the gradients.
         """
         self.flags.zero_()
         if found_inf is None:
-            self._look()
+            self._flag_local_gradients()
         with errors.during("the comparison of NaN and Inf in gradients"):
             if found_inf is not None or self.whole:
-                # A GradScaler's 0: no gradient
+                # A GradScaler without gradients on this rank gives the number 0, no tensor
                 flags = self.flags if found_inf is None else torch.as_tensor(found_inf)
-                self._spread(
+                self._spread_maximum(
                     torch.cat([flags.to(self.flags).flatten(), self.flags.new_zeros(1)]).amax(
                         keepdim=True
                     )
                 )
             else:
                 for ranks in filter(None, self.segments):
-                    group = self.process_groups.of(ranks)
+                    group = self.process_groups.get_or_create(ranks)
                     dist.all_reduce(
                         self.flags[self.segments[ranks]], dist.ReduceOp.MAX, group=group
                     )
 
-    def _look(self):
-        """A gradient is broken if its largest magnitude is not a finite number."""
+    def _flag_local_gradients(self) -> None:
+        """Set the flag of each matrix (AdamW: parameter) with a NaN or Inf in the rank's
+        gradient.
+        """
+        # A maximum norm is NaN or Inf exactly if an element is; no sum can overflow
         norms = []
-        for store, single, several, _ in self.watched:
+        for store, single, several, _ in self.checked:
             norms += (
                 torch._foreach_norm([store.gradients[i] for i in single], math.inf)
                 if single
@@ -144,33 +158,40 @@ class NonfiniteFlags:
             ]
         if norms:
             norms = torch.cat([norm.flatten() for norm in norms])
-            self.flags.index_copy_(0, self.places, norms.isfinite().logical_not().float())
+            self.flags.index_copy_(0, self.flag_indices, norms.isfinite().logical_not().float())
 
-    def _spread(self, worst):
-        """One flag for all, over every set of ranks in turn; the second round reaches ranks that
-        share no set.
+    def _spread_maximum(self, maximum: torch.Tensor) -> None:
+        """Set all flags to the maximum over all ranks connected by the sets of ranks, directly or
+        indirectly.
+
+        `maximum`: fp32 (1,), changed in place. The all-reduces run over every set of ranks in turn,
+        twice: the second round reaches ranks without a common set.
         """
-        self.broken.copy_(self.flags)
+        # Kept for the message of `raise_if_set`: flags of this rank, before the others' are added
+        self.local_flags.copy_(self.flags)
+        # All ranks sort the sets of ranks alike, so that the all-reduces of all groups pair up
         for group in self._groups * 2:
-            dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
-        self.flags.copy_(worst.clamp(max=1.0).expand_as(self.flags))
+            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+        # A GradScaler that looked at several devices may have counted beyond 1
+        self.flags.copy_(maximum.clamp(max=1.0).expand_as(self.flags))
 
     @functools.cached_property
-    def _groups(self) -> list:
-        """Those of all sets of ranks, found when the first flag is to spread."""
-        return [self.process_groups.at_hand(ranks) for ranks in self.told]
+    def _groups(self) -> list[dist.ProcessGroup]:
+        """Process groups of all sets of ranks, looked up at the first use."""
+        return [self.process_groups.get_dedicated_or_shared(ranks) for ranks in self.rank_sets]
 
-    def tell(self) -> None:
-        """Raise RuntimeError if the step was kept, naming what is broken at this rank. Waits for
-        the device.
+    def raise_if_set(self) -> None:
+        """Raise RuntimeError if the step was skipped, with the names of the rank's non-finite
+        gradients. Waits for the device.
         """
+        # All flags are equal after `_spread_maximum`
         if not self.count or not float(self.flags[0]):
             return
-        broken = set(self.broken.nonzero().flatten().tolist())
+        set_flags = set(self.local_flags.nonzero().flatten().tolist())
         names = [
             name_in(plan.group, plan.params[number])
-            for first, plan, number in self.numbers
-            if broken.intersection(range(first, first + math.prod(_lead(plan, number))))
+            for first, plan, number in self.flag_params
+            if set_flags.intersection(range(first, first + math.prod(_flag_shape(plan, number))))
         ]
         where = (
             f"of {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
@@ -183,19 +204,20 @@ class NonfiniteFlags:
         )
 
 
-def scalers_may_differ(groups, options) -> bool:
-    """Whether torch.amp.GradScaler may find Inf on one rank and none on another with which it steps
-    together.
+def scalers_may_differ(groups: list[dict], options: MuonConfig) -> bool:
+    """Return whether torch.amp.GradScaler may find Inf on a rank and none on another rank with
+    common parameters.
 
-    Each rank's scaler looks at its own gradients. Of DTensors it takes the maximum over the ranks
-    among which its first gradient is sharded: enough where all parameters are sharded among the
-    same ranks, as with fully_shard alone.
+    The scaler of each rank checks the rank's own gradients. Of DTensors the scaler takes the
+    maximum over the ranks among which the first gradient is sharded. The maximum reaches all ranks
+    if all parameters are sharded among equal ranks, as with fully_shard alone.
     """
     if not options.grads_are_reduced:
         return True
     wanted = [p for group in groups for p in group["params"] if p.requires_grad]
     if any(map(is_dtensor, wanted)) and not all(map(is_dtensor, wanted)):
-        return True  # each rank's scaler sees the Inf of its own plain parameters only
+        # Each rank's scaler sees the Inf of the rank's own plain parameters only
+        return True
     kinds = {
         (p.device_mesh, p.placements)
         for group in groups
@@ -206,41 +228,47 @@ def scalers_may_differ(groups, options) -> bool:
 
 
 class Unscaling:
-    """Who acts on what a torch.amp.GradScaler finds: `step`, or the scaler.
+    """Whether `step` or the torch.amp.GradScaler acts on the scaler's result.
 
-    A scaler asks at every step. Parameters are looked at one by one only if one of them has been
-    replaced, placed otherwise, frozen or unfrozen since the last step.
+    A scaler asks at every step. Parameters are examined one by one only if a parameter was
+    replaced, frozen, unfrozen or got other placements since the last step.
 
-    `answer`: the last one; None if nobody has asked.
+    `answer`: the last result of `in_step`; None if no scaler has asked.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
+        """Start without an answer."""
         self.answer: bool | None = None
-        self._seen = None  # what the answer rests on, as `_rests_on` returns it
-        self._rivals = []  # see `_rivals_of`
+        self._seen = None  # `_classification_inputs` at the last evaluation
+        self._mixed = []  # result of `_mixed_placements`
         self._has_warned = False
 
-    def in_step(self, groups: list[dict], options: object) -> bool:
-        """Whether `step` unscales, and leaves itself out where a scaler found Inf. Warns once if
-        this rank's scaler compares by another first gradient than ranks that have all gradients.
+    def in_step(self, groups: list[dict], options: MuonConfig) -> bool:
+        """Return whether `step` unscales gradients, and skips itself if a scaler found Inf.
+
+        Warns once if missing gradients make the scaler of this rank compare over different ranks
+        than the scalers of ranks with all gradients.
         """
-        now = _rests_on(groups, options)
-        if self._seen is None or not _is_same(now, self._seen):
-            asked = options.unscale_in_step
-            self.answer = scalers_may_differ(groups, options) if asked is None else asked
-            self._seen, self._rivals = now, _rivals_of(groups)
-        self._has_warned = self._has_warned or any(map(_warn_of_unlike, self._rivals))
+        inputs = _classification_inputs(groups, options)
+        if self._seen is None or not _is_equal(inputs, self._seen):
+            given = options.unscale_in_step
+            self.answer = scalers_may_differ(groups, options) if given is None else given
+            self._seen = inputs
+            self._mixed = _mixed_placements(groups)
+        self._has_warned = self._has_warned or any(map(_warn_if_unlike, self._mixed))
         return self.answer
 
-    def told(self, options: object) -> object:
-        """The options that ranks compare: with the answer in place of `unscale_in_step=None`. Where
-        nobody has asked there is no scaler, and ranks may differ.
+    def resolve(self, options: MuonConfig) -> MuonConfig:
+        """Return the options for comparison between ranks: `unscale_in_step=None` is replaced by
+        the answer. Without a scaler there is no answer, and ranks may differ.
         """
         return options if self.answer is None else replace(options, unscale_in_step=self.answer)
 
 
-def _rests_on(groups: list[dict], options: object) -> tuple:
-    """What `scalers_may_differ` and `_rivals_of` look at, without Python for each parameter."""
+def _classification_inputs(groups: list[dict], options: MuonConfig) -> tuple:
+    """Return everything that determines `scalers_may_differ` and `_mixed_placements`, without a
+    Python loop over parameters: (options and group sizes, parameters, DTensor specs).
+    """
     params = list(itertools.chain.from_iterable(map(itemgetter("params"), groups)))
     members = [(id(group), len(group["params"])) for group in groups]
     wanted = list(map(attrgetter("requires_grad"), params))
@@ -251,17 +279,19 @@ def _rests_on(groups: list[dict], options: object) -> tuple:
     )
 
 
-def _is_same(now: tuple, seen: tuple) -> bool:
-    """Whether two results of `_rests_on` are equal; parameters and placements are compared by
-    identity.
+def _is_equal(inputs: tuple, seen: tuple) -> bool:
+    """Return whether two results of `_classification_inputs` are equal. Parameters and specs are
+    compared by identity.
     """
-    ours, theirs = now[1] + now[2], seen[1] + seen[2]
-    return now[0] == seen[0] and len(ours) == len(theirs) and all(map(is_, ours, theirs))
+    objects = inputs[1] + inputs[2]
+    seen_objects = seen[1] + seen[2]
+    may_be_equal = inputs[0] == seen[0] and len(objects) == len(seen_objects)
+    return may_be_equal and all(map(is_, objects, seen_objects))
 
 
-def _rivals_of(groups: list[dict]) -> list[list]:
-    """[(group, parameter)] of the DTensors that want a gradient, one list for each dtype in which
-    they have several placements or meshes.
+def _mixed_placements(groups: list[dict]) -> list[list]:
+    """Return [(group, parameter)] of DTensors with gradients, a list for each dtype with several
+    placements or meshes.
     """
     of_dtype = {}
     for group in groups:
@@ -270,16 +300,18 @@ def _rivals_of(groups: list[dict]) -> list[list]:
     return [
         entries
         for entries in of_dtype.values()
+        # Where all placements are equal, every gradient leads to equal ranks
         if len({(p.device_mesh, p.placements) for _, p in entries}) > 1
     ]
 
 
-def _warn_of_unlike(rivals: list) -> bool:
-    """Warn, and return True, if the first of these parameters that has a gradient here is placed
-    otherwise than the first one. `rivals`: one list of `_rivals_of`.
+def _warn_if_unlike(entries: list) -> bool:
+    """Warn, and return True, if the first parameter with a gradient on the rank has other
+    placements than the first parameter at all. `entries`: a list of `_mixed_placements`.
     """
-    first = rivals[0]
-    here = next((entry for entry in rivals if entry[1].grad is not None), first)
+    first = entries[0]
+    # GradScaler takes the gradients of each dtype together, and compares over the mesh of the first
+    here = next((entry for entry in entries if entry[1].grad is not None), first)
     if (here[1].device_mesh, here[1].placements) == (first[1].device_mesh, first[1].placements):
         return False
     warn_caller(
@@ -294,24 +326,31 @@ def _warn_of_unlike(rivals: list) -> bool:
     return True
 
 
-def _is_compared(param) -> bool:
+def _is_compared(param: torch.Tensor) -> bool:
+    """Return whether a GradScaler compares the parameter's gradient across ranks: a DTensor with a
+    gradient.
+    """
     return is_dtensor(param) and param.requires_grad
 
 
-def unscale(stores, grad_scale) -> None:
-    """Divide this step's gradients by a GradScaler's scale, in place; None: they are not scaled."""
+def unscale(stores: Sequence[object], grad_scale: torch.Tensor | None) -> None:
+    """Divide the step's gradients by the scale of a GradScaler, in place. None: gradients are not
+    scaled.
+    """
     if grad_scale is None:
         return
     params = itertools.chain.from_iterable(map(attrgetter("params"), stores))
-    whole = list(map(attrgetter("grad"), params))
-    gradients = raw_locals(itertools.compress(whole, map(is_not, whole, repeat(None))))
+    grads = list(map(attrgetter("grad"), params))
+    # Without a Python loop over parameters, since it runs in every step
+    gradients = raw_locals(itertools.compress(grads, map(is_not, grads, repeat(None))))
     if gradients:
         torch._foreach_mul_(
             gradients, grad_scale.double().reciprocal().float().to(gradients[0].device)
         )
 
 
-def _lead(plan, number) -> tuple:
-    """The shape of the flags of a parameter: its leading dims where every matrix has one."""
-    whole = plan.shares is None or plan.in_chunks
-    return () if whole else tuple(plan.layouts[number].shape[:-2])
+def _flag_shape(plan: Plan, number: int) -> tuple[int, ...]:
+    """Return the shape of a parameter's flags: the leading dims for Muon, () for AdamW."""
+    # AdamW has a flag for each parameter, Muon for each matrix
+    is_adamw = plan.shares is None or plan.in_chunks
+    return () if is_adamw else tuple(plan.layouts[number].shape[:-2])

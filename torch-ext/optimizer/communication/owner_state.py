@@ -1,14 +1,17 @@
-"""State that one rank keeps for all (`shard_state`, unreduced gradients): gather, scatter and move
-between owners.
+"""State kept by owners (`shard_state`, unreduced gradients): gather, scatter and move rows between
+ranks.
 
-Others see such state as DTensors cut by rows over the process group. Collective, outside of the
-step: all ranks of the group call these functions for the same parameters in one order.
+Each owner keeps some rows (dim 0) of a parameter's state. Outside of the step the state appears as
+DTensors sharded by rows over the process group. All functions are collective: all ranks of the
+group call a function for equal parameters in an equal order. `have`, `want`: rows on each rank, by
+rank of the group.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 import torch
@@ -21,7 +24,7 @@ from ..rules.rule import ROW_SHARDED_KEYS, state_shape
 from .redistribute import by_rows
 from .store_barrier import wait_for_all
 
-# For a rank that waited in vain for the others.
+# End of the error message on ranks that waited in vain for other ranks
 ADVICE = (
     "Where one rank saves alone, as transformers' Trainer does, call "
     "consolidate_state_dict() on all ranks before it, or leave out shard_state=True and "
@@ -30,93 +33,117 @@ ADVICE = (
 
 
 @contextlib.contextmanager
-def shown_as_row_dtensors(optimizer, named, group, complete=None):
-    """Meanwhile, an optimizer's state is as `present` shows it.
+def shown_as_row_dtensors(
+    optimizer: torch.optim.Optimizer,
+    named: dict[torch.Tensor, str],
+    group: dist.ProcessGroup,
+    complete: Callable[[], None] | None = None,
+) -> Iterator[None]:
+    """Context manager in which the optimizer's state consists of row DTensors, see
+    `as_row_dtensors`.
 
-    `complete`: a function that creates the state that no rank has, called on every rank; None: none
-    is created. The rows are counted before it, so that zeros never stand for rows that a rank
-    failed to load.
+    `complete`: a function that creates missing state, called on every rank; None: no state is
+    created.
     """
     with errors.during(
         "state_dict(), which all ranks of process_group call together where owners keep the state"
     ):
+        # A rank that saves alone gets an error, before it issues a collective
         wait_for_all(group, "state_dict()", ADVICE)
+        # Counted before zeros are created, which must not stand for rows that a rank failed to load
         if complete is not None:
             _count_rows(optimizer.state, named, group)
             complete()
-        shown = present(optimizer.state, named, group)
+        shown = as_row_dtensors(optimizer.state, named, group)
     with replaced_state(optimizer, shown):
         yield
 
 
 @contextlib.contextmanager
-def replaced_state(optimizer: torch.optim.Optimizer, state: dict):
-    """Meanwhile, an optimizer has another `state`."""
-    held, optimizer.state = optimizer.state, state
+def replaced_state(optimizer: torch.optim.Optimizer, state: dict) -> Iterator[None]:
+    """Context manager in which `optimizer.state` is replaced by `state`."""
+    held = optimizer.state
+    optimizer.state = state
     try:
         yield
     finally:
         optimizer.state = held
 
 
-def present(state, named, group) -> dict:
-    """{parameter: its state as DTensors by rows over `group`}, of a 0-D parameter plain. `named`:
-    {parameter: name}.
+def as_row_dtensors(state: dict, named: dict[torch.Tensor, str], group: dist.ProcessGroup) -> dict:
+    """Return {parameter: state with DTensors sharded by rows over `group`}; the state of a 0-D
+    parameter is plain and whole.
 
-    Raises RuntimeError, naming the parameter, if the ranks together do not hold the state once.
+    `named`: {parameter: name}. Raises RuntimeError, with the parameter's name, if the ranks
+    together do not hold every row exactly once.
     """
     shown = {param: dict(state[param]) for param in named if param in state}
     for param, key, have in _count_rows(shown, named, group):
-        local, rows = _rows(shown[param][key]).to(param.device), _row_count(param)
+        # A model that moved to another device left its state behind
+        local = _rows(shown[param][key]).to(param.device)
+        rows = _row_count(param)
+        # A DTensor has no dim 0 to shard there
         if param.ndim == 0:
-            shown[param][key] = _everywhere(local, have, group)
+            shown[param][key] = _broadcast_row(local, have, group)
         else:
-            local = _move(local, have, row_chunks(rows, len(have)), group)
+            local = _exchange_rows(local, have, row_chunks(rows, len(have)), group)
             shown[param][key] = by_rows(local, state_shape(param, key), group)
     return shown
 
 
-def move_to_owners(state, named, wanted, group) -> None:
-    """Give every rank the rows it is to keep. `wanted`: {parameter: rows of each rank}. Errors as
-    in `present`.
+def move_to_owners(
+    state: dict,
+    named: dict[torch.Tensor, str],
+    wanted: dict[torch.Tensor, list[int]],
+    group: dist.ProcessGroup,
+) -> None:
+    """Move rows of state, in place of the dict's entries, so that every rank holds the rows it is
+    to keep.
+
+    `wanted`: {parameter: rows of each rank}. Raises as `as_row_dtensors`.
     """
     for param, key, have in _count_rows(state, named, group):
-        # A model that moved left its state behind
+        # A model that moved to another device left its state behind
         local = _rows(state[param][key]).to(param.device)
-        state[param][key] = _move(local, have, wanted[param], group)
+        state[param][key] = _exchange_rows(local, have, wanted[param], group)
 
 
 def gather(state: dict, named: dict, group: dist.ProcessGroup, to: int | None) -> dict:
-    """{parameter: {key: the whole tensor, on the CPU}} on rank `to` of the group (None: on every
-    rank), {} on the others.
+    """Return {parameter: {key: whole tensor on the CPU}} on rank `to` of the group (None: on every
+    rank), {} on other ranks.
 
-    A device holds one whole tensor at a time. `named` and errors as in `present`.
+    A device holds a single whole tensor at a time. `named` and errors as in `as_row_dtensors`.
     """
     whole = {}
     for param, key, have in _count_rows(state, named, group):
         local = _rows(state[param][key]).to(param.device)
-        if (tensor := _whole(local, have, _row_count(param), group, to)) is not None:
+        if (tensor := _gather_rows(local, have, _row_count(param), group, to)) is not None:
             tensor = tensor.reshape(state_shape(param, key))
             whole.setdefault(param, {})[key] = tensor.to("cpu", copy=True)
     return whole
 
 
-def _count_rows(state, named, group) -> list:
-    """[(parameter, key, how many rows each rank has of it)]."""
+def _count_rows(
+    state: dict, named: dict[torch.Tensor, str], group: dist.ProcessGroup
+) -> list[tuple[torch.Tensor, str, list[int]]]:
+    """Return [(parameter, key, rows on each rank)] of all state held by any rank. Raises
+    RuntimeError as `as_row_dtensors`.
+    """
     if not named:
         return []
     entries = [(param, key) for param in named for key in ROW_SHARDED_KEYS]
-    # Frozen ones may lie anywhere
+    # Frozen parameters may be on any device, even without a backend of the group
     trained = next(filter(attrgetter("requires_grad"), named), next(iter(named)))
     counts = [len(_rows(state[p][key])) if key in state.get(p, {}) else -1 for p, key in entries]
-    mine = torch.tensor(counts, dtype=torch.int64, device=local_of(trained).device)
-    every = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(every, mine, group=group)
-    columns = zip(*(vector.tolist() for vector in every))
+    row = torch.tensor(counts, dtype=torch.int64, device=local_of(trained).device)
+    gathered = [torch.empty_like(row) for _ in range(group.size())]
+    dist.all_gather(gathered, row, group=group)
+    columns = zip(*(vector.tolist() for vector in gathered))
     found = [(*entry, list(have)) for entry, have in zip(entries, columns) if max(have) >= 0]
     for param, key, have in found:
         rows = _row_count(param)
-        # Rows on every rank, or, as loaded, whole on every rank; -1: a rank has no such state.
+        # Allowed: disjoint rows on the ranks, or, after a load, the whole state on every rank.
+        # -1: the rank lacks the state.
         if min(have) < 0 or sum(have) != rows and have != [rows] * len(have):
             raise RuntimeError(
                 f"the ranks of process_group hold {have} rows of {key} of parameter "
@@ -126,61 +153,75 @@ def _count_rows(state, named, group) -> list:
     return found
 
 
-def _row_count(param) -> int:
+def _row_count(param: torch.Tensor) -> int:
+    """Return the rows of a parameter's state; 1 for a 0-D parameter."""
     return param.shape[0] if param.ndim else 1
 
 
-def _rows(tensor):
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local rows of a state, at least 1-D."""
     return torch.atleast_1d(local_of(tensor))
 
 
-def _move(local, have, want, group):
-    """The rows that this rank wants, of a tensor whose rows lie over the ranks; if all have all,
-    from the first.
+def _exchange_rows(
+    local: torch.Tensor, have: list[int], want: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Return the rows that this rank wants of a tensor with `have` rows on the ranks, by an
+    all-to-all.
     """
     if have == want:
         return local
-    me, nbytes = group.rank(), math.prod(local.shape[1:]) * local.element_size()
+    me = group.rank()
+    row_bytes = math.prod(local.shape[1:]) * local.element_size()
     moved = local.new_empty((want[me], *local.shape[1:]))
-    leave = [nbytes * _overlap(have, me, want, rank) for rank in range(len(have))]
-    arrive = [nbytes * _overlap(want, me, have, rank) for rank in range(len(have))]
+    # If the state is whole on every rank, `have` sums to more than the rows: rows of the first rank
+    # come first, cover all of `want`, and the overlap with other ranks is 0
+    send_bytes = [row_bytes * _overlap(have, me, want, rank) for rank in range(len(have))]
+    recv_bytes = [row_bytes * _overlap(want, me, have, rank) for rank in range(len(have))]
+    # As bytes, of which every backend can send any dtype. `recv` is a view of `moved`.
     send, recv = (t.contiguous().flatten().view(torch.uint8) for t in (local, moved))
-    dist.all_to_all_single(recv, send[: sum(leave)], arrive, leave, group=group)
+    dist.all_to_all_single(recv, send[: sum(send_bytes)], recv_bytes, send_bytes, group=group)
     return moved
 
 
-def _whole(
+def _gather_rows(
     local: torch.Tensor, have: list, rows: int, group: dist.ProcessGroup, to: int | None
 ) -> torch.Tensor | None:
-    """All rows of a tensor whose rows lie over the ranks, on rank `to` (None: on every rank); else
-    None.
+    """Return all rows of a tensor with `have` rows on the ranks, on rank `to` (None: on every
+    rank); None on other ranks.
     """
     me = group.rank()
-    if have == [rows] * len(have):  # whole everywhere, as a load leaves it
+    # Whole on every rank, as after a load
+    if have == [rows] * len(have):
         return local if to in (None, me) else None
     if to is not None:
         want = [rows * (rank == to) for rank in range(len(have))]
-        moved = _move(local, have, want, group)
+        moved = _exchange_rows(local, have, want, group)
         return moved if to == me else None
     parts = [
         local.contiguous() if rank == me else local.new_empty((count, *local.shape[1:]))
         for rank, count in enumerate(have)
     ]
     for rank, part in enumerate(parts):
-        if part.numel():  # as bytes, of which every backend can send any dtype
+        if part.numel():
+            # As bytes, of which every backend can send any dtype
             source = dist.get_global_rank(group, rank)
             dist.broadcast(part.flatten().view(torch.uint8), source, group=group)
     return torch.cat(parts)
 
 
-def _overlap(first, i, second, j) -> int:
-    """How many of rank i's rows in one division are rank j's in another."""
-    a, b = sum(first[:i]), sum(second[:j])
-    return max(0, min(a + first[i], b + second[j]) - max(a, b))
+def _overlap(first: list[int], i: int, second: list[int], j: int) -> int:
+    """Return how many of rank i's rows in a division `first` belong to rank j in the division
+    `second`.
+    """
+    start = sum(first[:i])
+    other_start = sum(second[:j])
+    end = min(start + first[i], other_start + second[j])
+    return max(0, end - max(start, other_start))
 
 
-def _everywhere(local, have, group):
-    """The only row of a 0-D parameter's state, on every rank."""
+def _broadcast_row(local: torch.Tensor, have: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the only row of a 0-D parameter's state, on every rank."""
     value = local.clone() if len(local) else local.new_empty(1)
     dist.broadcast(value, dist.get_global_rank(group, have.index(1)), group=group)
     return value[0]

@@ -1,7 +1,9 @@
-"""Comparison of plans before the first step of several ranks, so that a difference is an error and
-not a hang.
+"""Comparison of plans between ranks before the first step, so that a difference raises an error
+instead of a hang.
 
-One row of digests per rank travels, never an object.
+`check_plans` compares a row of digests per rank, never objects, and creates the process groups of
+the plans. Also compares first elements of replicated weights and gradients, and warns of
+differences.
 """
 
 from __future__ import annotations
@@ -22,12 +24,17 @@ import torch.distributed as dist
 from ..kernels import backend
 from ..kernels.backend import triton_version, use_triton
 from ..params import errors
+from ..params.config import MuonConfig
 from ..params.dtensor import local_of
 from ..params.errors import fsdp_names, names_in, warn_caller
 from ..params.layout import this_rank
 from ..planning.plan import bucket_sort_key, digest
+from ..planning.planner import Plan
+from .process_groups import ProcessGroups, Ranks
 
-GROUP = (
+# Group options in the order of comparison; the first difference is reported. AdamW groups derive
+# `momentum` from `betas`, so `betas` comes first.
+GROUP_KEYS = (
     "use_muon",
     "lr",
     "weight_decay",
@@ -39,8 +46,9 @@ GROUP = (
     "ns_steps",
     "adjust_lr_fn",
     "beta2",
-)  # betas before momentum, which AdamW groups have from them
-OPTIONS = (
+)
+# Fields of MuonConfig. `unscale_in_step` last: FACTS gives it a longer text
+OPTION_NAMES = (
     "grads_are_reduced",
     "shard_state",
     "state_dtype",
@@ -55,112 +63,135 @@ OPTIONS = (
 UNSCALING = (
     "unscale_in_step, which None has each rank decide by its own parameters (pass True or False)"
 )
+# Names in the error message, in the order of the digests of `_fact_digests`
 FACTS = (
     "version of the package",
     "version of torch",
     "device, OPTIMIZER_KERNELS or OPTIMIZER_TILES",
     "version of Triton",
-    *OPTIONS[:-1],
+    *OPTION_NAMES[:-1],
     UNSCALING,
     "number of parameter groups",
-    *(f"group option {key}" for key in GROUP),
+    *(f"group option {key}" for key in GROUP_KEYS),
     "number of parameters",
     "parameters",
     "buckets (workspace_bytes, or GPUs of other memory)",
 )
-FEW = 4  # elements of a copy that ranks compare
-APART = 1e-3  # relative difference between copies from which on they are told to differ
+COMPARED_ELEMENTS = 4  # first elements of a replica that ranks compare
+TOLERANCE = 1e-3  # relative difference above which replicas count as different
 
 
-def agree(plans, options, process_groups) -> list[Callable[[], None]]:
-    """Compare over every set of ranks that these plans make work together. Raises RuntimeError
-    where one differs.
+def check_plans(
+    plans: list[Plan], options: MuonConfig, process_groups: ProcessGroups
+) -> list[Callable[[], None]]:
+    """Compare plans over every set of ranks with common parameters, and create their process
+    groups. Raises RuntimeError if ranks differ.
 
-    Returns collective comparisons to call in the next step: of gradients that are all zero in a
-    step with lr 0, such as torch.distributed.checkpoint takes to create state.
+    Returns comparisons to call in the next step, collectively: of gradients, if all gradients are
+    zero in a step with lr 0, by which torch.distributed.checkpoint creates state.
 
-    Collective: ranks that share parameters call it before anything else travels, the largest sets
-    first.
+    Collective. Ranks with common parameters call the function before any other collective; larger
+    sets of ranks come first.
     """
-    sets, known, later = [_sets(plan) for plan in plans], _other_names(plans), []
+    sets = [_rank_sets(plan) for plan in plans]
+    known = _fsdp_names(plans)
+    later = []
+    # Sorted alike on all ranks, larger sets first: ranks in several sets meet in a common order
     for ranks in sorted(set().union(*sets), key=bucket_sort_key):
-        together = [(plan, found[ranks]) for plan, found in zip(plans, sets) if ranks in found]
-        forms = [
-            form for plan, numbers in together for form in _forms(plan, sorted(numbers), known)
+        members = [(plan, found[ranks]) for plan, found in zip(plans, sets) if ranks in found]
+        params = [
+            entry
+            for plan, numbers in members
+            for entry in _param_digests(plan, sorted(numbers), known)
         ]
-        facts = _facts(ranks, [plan for plan, _ in together], forms, options)
+        facts = _fact_digests(ranks, [plan for plan, _ in members], params, options)
         with errors.during(f"the comparison of plans of ranks {ranks}"):
-            device = local_of(together[0][0].params[0]).device
-            common = process_groups.shared()  # not all may want groups of their own
-            shared = _made(common, ranks, common.meshs_own(ranks), device)
-            _compare(facts, forms, shared, device)
-            later += _compare_copies(together, known, options, shared, device)
-            _take_idle(ranks, process_groups, shared, device)
-            _made(process_groups, ranks, shared, device)
+            device = local_of(members[0][0].params[0]).device
+            # A shared group: overlap, which needs dedicated groups, may be on for some ranks only,
+            # and the comparison has to find that out
+            common = process_groups.shared_groups()
+            shared = _create_group(common, ranks, common.find_any_order(ranks), device)
+            _compare(facts, params, shared, device)
+            later += _compare_copies(members, known, options, shared, device)
+            _reuse_idle_group(ranks, process_groups, shared, device)
+            _create_group(process_groups, ranks, shared, device)
     for ranks in sorted(
         {b.ranks for plan in plans for b, _ in plan.shares or () if b.route != "local"},
         key=bucket_sort_key,
     ):
         with errors.during(f"the first exchange of ranks {ranks}"):
-            _connect(
-                process_groups.of(ranks),
+            # Now, while no collective of a step is in flight, see `_connect_pairs`
+            _connect_pairs(
+                process_groups.get_or_create(ranks),
                 process_groups.connected,
                 local_of(plans[0].params[0]).device,
             )
     return later
 
 
-def _take_idle(ranks, process_groups, shared, device) -> None:
-    """Take a process group that an earlier optimizer has left, if it is idle on all ranks: these do
-    not let an optimizer go at the same time.
+def _reuse_idle_group(
+    ranks: Ranks, process_groups: ProcessGroups, shared: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Reuse a dedicated process group released by an earlier optimizer, if the group is idle on all
+    ranks: ranks do not release optimizers at the same time. Collective over `shared`.
     """
-    if idle := process_groups.idle(ranks):
+    if idle := process_groups.idle_flags(ranks):
         flags = torch.tensor(idle, dtype=torch.float32, device=device)
         dist.all_reduce(flags, dist.ReduceOp.MIN, group=shared)
         if 1.0 in (flags := flags.tolist()):
-            process_groups.take(ranks, flags.index(1.0))
+            process_groups.reuse(ranks, flags.index(1.0))
 
 
+# With a seed of its own: the user's seed would give all ranks equal pauses
 _pause = random.Random()
 
 
-def _made(process_groups, ranks, over, device):
-    """The process group of these ranks; a new one is made while no other thread of theirs makes
-    one.
+def _create_group(
+    process_groups: ProcessGroups,
+    ranks: Ranks,
+    over: dist.ProcessGroup | None,
+    device: torch.device,
+) -> dist.ProcessGroup:
+    """Return the process group of `ranks`. A new group is created while no other thread of these
+    processes creates a group.
 
-    torch's store serves one thread at a time, also one that waits for another rank. Two threads
-    that make groups in different orders on two ranks would wait for ever. So the ranks of a new
-    group ask each other, `over` a group that they have, until each has the lock of its process.
-    None: they have no group, and do not ask.
+    torch's store serves a single thread at a time, even while the thread waits for another rank.
+    Two threads that create groups in different orders on two ranks would wait forever. The ranks of
+    a new group therefore compare, in `over`, an existing group, until each rank holds the lock of
+    its process. `over` None: no existing group, no comparison.
     """
-    making = process_groups.lock()
-    while over is not None and process_groups.lacks(ranks):
-        mine = making.acquire(blocking=False)
+    lock = process_groups.creation_lock()
+    while over is not None and process_groups.would_create(ranks):
+        # Never blocking: another rank may hold the lock of its process for another group
+        has_lock = lock.acquire(blocking=False)
         try:
-            free = torch.tensor(int(mine), dtype=torch.int32, device=device)
-            dist.all_reduce(free, dist.ReduceOp.MIN, group=over)
-            if free.item():
-                process_groups.of(ranks)
+            all_have = torch.tensor(int(has_lock), dtype=torch.int32, device=device)
+            dist.all_reduce(all_have, dist.ReduceOp.MIN, group=over)
+            if all_have.item():
+                process_groups.get_or_create(ranks)
         finally:
-            if mine:
-                making.release()
-        if process_groups.lacks(ranks):
+            if has_lock:
+                lock.release()
+        # A random pause, or two groups of threads could keep taking each other's locks
+        if process_groups.would_create(ranks):
             time.sleep(_pause.uniform(0.001, 0.02))
-    return process_groups.of(ranks)
+    return process_groups.get_or_create(ranks)
 
 
-def _connect(group, connected, device) -> None:
-    """Have all pairs of ranks exchange something, once, while nothing else is under way: NCCL
-    connects two ranks when they first do, and then waits for both.
+def _connect_pairs(
+    group: dist.ProcessGroup, connected: set[dist.ProcessGroup], device: torch.device
+) -> None:
+    """Send a number between all pairs of ranks, once for each group, while no other collective is
+    in flight. NCCL connects two ranks at the first message and blocks both meanwhile.
     """
     if group not in connected:
-        both = (torch.zeros(group.size(), dtype=torch.int32, device=device) for _ in "12")
-        dist.all_to_all_single(*both, group=group)
+        received = torch.zeros(group.size(), dtype=torch.int32, device=device)
+        dist.all_to_all_single(received, torch.zeros_like(received), group=group)
         connected.add(group)
 
 
-def _sets(plan) -> dict:
-    """ranks -> numbers of the parameters for which these ranks exchange something."""
+def _rank_sets(plan: Plan) -> dict[Ranks, set[int]]:
+    """Return {ranks: indices of parameters for which the ranks communicate}."""
     sets = {}
     for number in plan.shared:
         sets.setdefault(plan.layouts[number].ranks, set()).add(number)
@@ -170,8 +201,10 @@ def _sets(plan) -> dict:
     return {ranks: numbers for ranks, numbers in sets.items() if len(ranks) > 1}
 
 
-def _facts(ranks, plans, forms, options) -> list:
-    """One number for each of FACTS."""
+def _fact_digests(
+    ranks: Ranks, plans: list[Plan], params: list[tuple[str, int]], options: MuonConfig
+) -> list[int]:
+    """Return an integer for each of FACTS."""
     device = local_of(plans[0].params[0]).device
     buckets = [
         digest(
@@ -180,10 +213,10 @@ def _facts(ranks, plans, forms, options) -> list:
         )
         for plan in plans
     ]
-    options = [str(getattr(options, key)) for key in OPTIONS]
-    # Of which one may have several plans
+    options = [str(getattr(options, key)) for key in OPTION_NAMES]
+    # A group may have several plans
     groups = list({id(plan.group): plan.group for plan in plans}.values())
-    by_group = [[_plain(group.get(key)) for group in groups] for key in GROUP]
+    by_group = [[_normalized(group.get(key)) for group in groups] for key in GROUP_KEYS]
     kernels = (
         device.type,
         use_triton(device),
@@ -200,53 +233,61 @@ def _facts(ranks, plans, forms, options) -> list:
         *by_group,
     ]
     return [
-        *map(_number, texts),
-        len(forms),
-        _number([number for _, number in forms]),
-        _number(buckets),
+        *map(_digest_int, texts),
+        len(params),
+        _digest_int([number for _, number in params]),
+        _digest_int(buckets),
     ]
 
 
-def _other_names(plans: list) -> dict[int, str]:
-    """{id: name} of parameters whose group gives no names, where FSDP2 has them."""
+def _fsdp_names(plans: list[Plan]) -> dict[int, str]:
+    """Return {id: name} of parameters in groups without names, if FSDP2 knows a name."""
     unnamed = [id(p) for plan in plans if not plan.group.get("param_names") for p in plan.params]
     known = fsdp_names() if unnamed else {}
     return {key: known[key] for key in unnamed if key in known}
 
 
-def _forms(plan, numbers, known) -> list:
-    """[(what a parameter is called, a number for what it is)]; names count where the user or FSDP2
-    gave them.
+def _param_digests(plan: Plan, numbers: list[int], known: dict[int, str]) -> list[tuple[str, int]]:
+    """Return [(description for messages, digest)] of the parameters with indices `numbers`. Digests
+    include names given by the user or FSDP2.
     """
-    names, found = names_in(plan.group), []
+    names = names_in(plan.group)
+    found = []
     for i in numbers:
-        param, layout = plan.params[i], plan.layouts[i]
+        param = plan.params[i]
+        # Names that this package made up (#0, #1) count positions only, and are not compared
         given = names[param] if plan.group.get("param_names") else known.get(id(param))
-        name = f"{given or names[param]} of shape {layout.shape}"
-        found.append((name, _number((given, *_form(plan, i)))))
+        name = f"{given or names[param]} of shape {plan.layouts[i].shape}"
+        found.append((name, _digest_int((given, *_signature(plan, i)))))
     return found
 
 
-def _form(plan, number: int) -> tuple:
-    """What a parameter has in common with others for which ranks could take it."""
+def _signature(plan: Plan, number: int) -> tuple:
+    """Return dtype, layout and mismatched placements of the gradient: parameters with equal
+    signatures could be confused by ranks.
+    """
     return plan.params[number].dtype, plan.layouts[number].digest, plan.mismatched.get(number)
 
 
-def _plain(value):
-    """A group option so that equal ones read alike: lr may be a tensor, betas a list."""
+def _normalized(value: object) -> object:
+    """Return a group option in a form with equal text for equal values: lr may be a tensor, betas a
+    list.
+    """
     if isinstance(value, torch.Tensor):
         return float(value)
-    return [_plain(x) for x in value] if isinstance(value, (list, tuple)) else value
+    return [_normalized(x) for x in value] if isinstance(value, (list, tuple)) else value
 
 
-def _number(thing) -> int:
+def _digest_int(thing: object) -> int:
+    """Return a 56-bit integer from the SHA-256 of the value's repr."""
+    # 7 bytes: fits into int64
     return int.from_bytes(hashlib.sha256(repr(thing).encode()).digest()[:7], "big")
 
 
 @functools.cache
 def _sources() -> str:
-    """A digest of this package's own sources: their bits decide the bits of a step."""
-    folder = Path(__file__).parent.parent
+    """Return a digest of the package's Python sources, which determine the bits of a step."""
+    folder = Path(__file__).parent.parent  # the package
     texts = [
         (str(path.relative_to(folder)), path.read_bytes())
         for path in folder.rglob("*.py")
@@ -255,12 +296,19 @@ def _sources() -> str:
     return hashlib.sha256(repr(sorted(texts)).encode()).hexdigest()
 
 
-def _compare(facts, forms, group, device) -> None:
-    ranks, rows = dist.get_process_group_ranks(group), _gather(facts, group, device)
-    for place, fact in enumerate(FACTS):
-        odd = _odd(ranks, [row[place] for row in rows])
+def _compare(
+    facts: list[int], params: list[tuple[str, int]], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raise RuntimeError with the first fact that differs between the ranks of `group`.
+    Collective.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    rows = _gather(facts, group, device)
+    for index, fact in enumerate(FACTS):
+        odd = _minority(ranks, [row[index] for row in rows])
+        # All ranks have equal rows, so that all take part in the second gather or none does
         if odd and fact == "parameters":
-            fact = _first(forms, group, device)
+            fact = _first_difference(params, group, device)
         if odd:
             usual = [rank for rank in ranks if rank not in odd]
             raise RuntimeError(
@@ -270,217 +318,256 @@ def _compare(facts, forms, group, device) -> None:
             )
 
 
-def _odd(ranks, values) -> list:
-    """The ranks that have not what most have; of a tie, not what the first rank has."""
+def _minority(ranks: list[int], values: list) -> list[int]:
+    """Return the ranks whose value differs from the majority. On a tie the first rank's value
+    counts as the majority.
+    """
     counts = Counter(values)
     usual = max(counts, key=lambda value: (counts[value], value == values[0]))
     return [rank for rank, value in zip(ranks, values) if value != usual]
 
 
-def _first(forms, group, device) -> str:
-    """Where the lists of parameters part; they are of one length, and all ranks know that they
-    differ.
+def _first_difference(
+    params: list[tuple[str, int]], group: dist.ProcessGroup, device: torch.device
+) -> str:
+    """Return a description of the first parameter that differs between ranks. Collective. The lists
+    of all ranks have equal lengths, and all ranks know that the lists differ.
     """
-    rows = _gather([number for _, number in forms], group, device)
+    rows = _gather([number for _, number in params], group, device)
     place = next(i for i, column in enumerate(zip(*rows)) if len(set(column)) > 1)
     return (
-        f"parameters; the first is number {place}, here {forms[place][0]} (order, shape, dtype, "
+        f"parameters; the first is number {place}, here {params[place][0]} (order, shape, dtype, "
         "placement, or that "
         "of its gradient)"
     )
 
 
-def _gather(numbers, group, device) -> list:
-    """The numbers of every rank, by rank; as many from each."""
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    theirs = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(theirs, mine, group=group)
-    return [row.tolist() for row in theirs]
+def _gather(numbers: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
+    """Return the numbers of every rank, by rank; every rank passes equally many. Collective."""
+    row = torch.tensor(numbers, dtype=torch.int64, device=device)
+    rows = [torch.empty_like(row) for _ in range(group.size())]
+    dist.all_gather(rows, row, group=group)
+    return [row.tolist() for row in rows]
 
 
 @dataclass
-class Copied:
-    """A parameter that several ranks share. `name`: for messages; `identity`: the name by which all
-    ranks know it, None without; `form`: see `_form`; `travels`: whether its pieces go to other
-    ranks, which find them by their order; `weight`, `gradient`: its first elements, where every
-    rank is to have the same ones, else None.
-    """
+class Replicated:
+    """A parameter shared by several ranks, with the values to compare."""
 
-    name: str
-    identity: str | None
-    form: tuple
-    travels: bool
+    name: str  # for messages
+    identity: str | None  # name that the user or FSDP2 gave; None without
+    signature: tuple  # see `_signature`
+    travels: bool  # pieces are sent to other ranks, which find them by the order of parameters
+    # First elements, fp32; None if ranks need not have equal values
     weight: torch.Tensor | None
     gradient: torch.Tensor | None
 
     def key(self) -> object:
-        """The name, or a number for the first elements; the same for all that have neither."""
+        """Return the name, or without name a digest of the first elements; equal for all parameters
+        without both.
+        """
         rows = [None if row is None else row.tolist() for row in (self.weight, self.gradient)]
-        return self.identity or _number(rows)
+        return self.identity or _digest_int(rows)
 
 
-def _compare_copies(together, known, options, group, device) -> list[Callable[[], None]]:
-    """Compare the first elements of weights and reduced gradients that ranks hold copies of.
+def _compare_copies(
+    members: list[tuple[Plan, set[int]]],
+    known: dict[int, str],
+    options: MuonConfig,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> list[Callable[[], None]]:
+    """Compare the first elements of replicated weights and reduced gradients. Collective.
 
-    `together`: [(plan, numbers of parameters that the ranks of `group` share)]; `known`: {id: name}
-    of parameters to which the user gave no name. Raises RuntimeError where ranks have parameters
-    without names in different orders. The lowest rank warns of other differences, and of parameters
-    that could be taken for each other without any rank noticing. Collective. Returns the comparison
-    of gradients again, where these are all zero and each lr is 0, else [].
+    `members`: [(plan, indices of parameters shared by the ranks of `group`)]. `known`: {id: name}
+    of parameters without a name from the user. Raises RuntimeError if ranks have unnamed parameters
+    in different orders. The lowest rank warns of other differences, and of parameters that ranks
+    could confuse without notice. Returns the comparison of gradients for a later step if all
+    gradients are zero and each lr is 0, else [].
     """
-    copied = [c for plan, numbers in together for c in _copied(plan, numbers, known, options)]
-    ends = _ends([c.weight for c in copied] + [c.gradient for c in copied], group, device)
-    weights, gradients = ends[: len(copied)], ends[len(copied) :]
-    if any(map(_is_apart, weights)):
+    copied = [c for plan, numbers in members for c in _replicated(plan, numbers, known, options)]
+    # One all-reduce for weights and gradients
+    extremes = _extremes([c.weight for c in copied] + [c.gradient for c in copied], group, device)
+    weights = extremes[: len(copied)]
+    gradients = extremes[len(copied) :]
+    # Weights in another order differ too: then an error, not a warning
+    if any(map(_differs, weights)):
         _refuse_order(copied, group, device)
     ranks = dist.get_process_group_ranks(group)
+    # All ranks have equal extremes: a single warning is enough
     if this_rank() == min(ranks):
-        _warn_of_weights(_apart(copied, weights), ranks)
-        _warn_of_gradients(_apart(copied, gradients), ranks)
+        _warn_of_weights(_only_different(copied, weights), ranks)
+        _warn_of_gradients(_only_different(copied, gradients), ranks)
         _warn_of_order(copied, ranks)
-    told = [ends for ends in gradients if ends is not None]
-    rests = all(_plain(plan.group["lr"]) == 0 for plan, _ in together)
-    if not told or not rests or any((most > 0).any() or (least < 0).any() for most, least in told):
+    compared = [pair for pair in gradients if pair is not None]
+    is_lr_zero = all(_normalized(plan.group["lr"]) == 0 for plan, _ in members)
+    if not compared or not is_lr_zero:
         return []
-    return [functools.partial(_compare_gradients, together, known, options, group, device)]
+    if any((most > 0).any() or (least < 0).any() for most, least in compared):
+        return []
+    # Such a step of torch.distributed.checkpoint only creates state: its gradients tell nothing
+    return [functools.partial(_compare_gradients, members, known, options, group, device)]
 
 
-def _compare_gradients(together, known, options, group, device) -> None:
-    """The part of `_compare_copies` that is about gradients, for the gradients of now."""
-    copied = [c for plan, numbers in together for c in _copied(plan, numbers, known, options)]
+def _compare_gradients(
+    members: list[tuple[Plan, set[int]]],
+    known: dict[int, str],
+    options: MuonConfig,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Compare the first elements of the current gradients, as `_compare_copies` does."""
+    copied = [c for plan, numbers in members for c in _replicated(plan, numbers, known, options)]
     with errors.during("the comparison of gradients of which ranks hold copies"):
-        ends = _ends([c.gradient for c in copied], group, device)
+        gradients = _extremes([c.gradient for c in copied], group, device)
     ranks = dist.get_process_group_ranks(group)
     if this_rank() == min(ranks):
-        _warn_of_gradients(_apart(copied, ends), ranks)
+        _warn_of_gradients(_only_different(copied, gradients), ranks)
 
 
-def _copied(plan, numbers: set[int], known: dict[int, str], options) -> list[Copied]:
-    """What of these parameters of one plan can be compared."""
-    names, is_copy, found = names_in(plan.group), {}, []
+def _replicated(
+    plan: Plan, numbers: set[int], known: dict[int, str], options: MuonConfig
+) -> list[Replicated]:
+    """Return the comparable values of the parameters with indices `numbers` in a plan."""
+    names = names_in(plan.group)
+    is_replica = {}  # id of a layout -> whether all ranks store the whole
+    found = []
     for i in sorted(numbers):
-        param, layout = plan.params[i], plan.layouts[i]
-        if id(layout) not in is_copy:
-            is_copy[id(layout)] = len(set(layout.boxes.values())) == 1
+        param = plan.params[i]
+        layout = plan.layouts[i]
+        if id(layout) not in is_replica:
+            is_replica[id(layout)] = len(set(layout.boxes.values())) == 1
         given = names[param] if plan.group.get("param_names") else known.get(id(param))
-        weight = _first_of(param) if is_copy[id(layout)] else None
+        weight = _first_elements(param) if is_replica[id(layout)] else None
+        # Without grads_are_reduced each rank has the gradient of its own batch
         reduced = weight is not None and layout.plain and options.grads_are_reduced
-        gradient = _first_of(param.grad, weight) if reduced else None
-        name, travels = given or names[param], plan.shares is not None
-        found.append(Copied(name, given, _form(plan, i), travels, weight, gradient))
+        gradient = _first_elements(param.grad, weight) if reduced else None
+        travels = plan.shares is not None
+        signature = _signature(plan, i)
+        entry = Replicated(given or names[param], given, signature, travels, weight, gradient)
+        found.append(entry)
     return found
 
 
-def _first_of(tensor: torch.Tensor | None, like: torch.Tensor | None = None) -> torch.Tensor:
-    """The first FEW elements of this rank's first row, in fp32. A gradient that is not there, or is
-    not of its parameter's shape, has NaN for each element of `like`, the first ones of the
-    parameter.
+def _first_elements(tensor: torch.Tensor | None, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the first COMPARED_ELEMENTS elements of the rank's first row, in fp32.
+
+    `tensor`: a parameter or gradient. `like`: for a gradient, the first elements of its parameter.
+    A missing gradient, or a gradient of a different shape, gives NaN for each element of `like`.
     """
     row = like
     if tensor is not None and tensor.layout is torch.strided:
         local = local_of(tensor)
         row = local[(0,) * (local.ndim - 1)] if local.numel() and local.ndim else local.reshape(-1)
-        row = row[:FEW].float()
-    is_there = like is None or row is not like and row.shape == like.shape
-    return row if is_there else torch.full_like(like, torch.nan)
+        row = row[:COMPARED_ELEMENTS].float()
+    is_valid = like is None or row is not like and row.shape == like.shape
+    return row if is_valid else torch.full_like(like, torch.nan)
 
 
-def _ends(rows: list[torch.Tensor | None], group, device) -> list[tuple | None]:
-    """For each row, (its largest numbers, its smallest ones) over the ranks, on the CPU; None for
-    None. A rank with NaN does not count there. Collective, unless all rows are None.
+def _extremes(
+    rows: list[torch.Tensor | None], group: dist.ProcessGroup, device: torch.device
+) -> list[tuple | None]:
+    """Return for each row (maximum, minimum) of every element over the ranks, on the CPU; None for
+    None. NaN of a rank does not count. Collective, unless all rows are None.
     """
-    there = [row for row in rows if row is not None]
-    if not there:
+    present = [row for row in rows if row is not None]
+    if not present:
         return [None] * len(rows)
-    values = torch.cat(there).to(device)
-    ends = torch.stack([values, -values])
-    ends = ends.masked_fill(ends.isnan(), -torch.inf)
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
-    most, least = ends.cpu()
-    lengths = [len(row) for row in there]
+    values = torch.cat(present).to(device)
+    # The minimum is the negated maximum of the negated values: one all-reduce for both
+    extremes = torch.stack([values, -values])
+    extremes = extremes.masked_fill(extremes.isnan(), -torch.inf)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    most, least = extremes.cpu()
+    lengths = [len(row) for row in present]
     parts = zip(most.split(lengths), (-least).split(lengths))
     return [None if row is None else next(parts) for row in rows]
 
 
-def _is_apart(ends: tuple | None) -> bool:
-    """Whether numbers of a row differ between ranks by more than APART, relatively; see `_ends`.
+def _differs(extremes: tuple | None) -> bool:
+    """Return whether maximum and minimum of an element differ by more than TOLERANCE, relatively;
+    see `_extremes`.
 
-    Copies have the same bits after a broadcast or an all-reduce. The tolerance is for gradients on
-    which each rank has worked alone since then, as clipping does, on GPUs of several kinds.
+    Replicas have equal bits after a broadcast or an all-reduce. The tolerance is for gradients
+    changed by each rank alone afterwards, such as by clipping, on GPUs of several kinds.
     """
-    if ends is None:
+    if extremes is None:
         return False
-    most, least = ends
-    return bool((most - least > APART * torch.maximum(most.abs(), least.abs())).any())
+    most, least = extremes
+    return bool((most - least > TOLERANCE * torch.maximum(most.abs(), least.abs())).any())
 
 
-def _apart(copied: list[Copied], ends: list[tuple | None]) -> list[Copied]:
-    return list(itertools.compress(copied, map(_is_apart, ends)))
+def _only_different(copied: list[Replicated], extremes: list[tuple | None]) -> list[Replicated]:
+    """Return the parameters whose values differ between ranks."""
+    return list(itertools.compress(copied, map(_differs, extremes)))
 
 
-def _refuse_order(copied: list[Copied], group, device) -> None:
-    """Raise RuntimeError if ranks have the same weights in different orders, of parameters without
-    names. Collective.
-    """
+def _refuse_order(copied: list[Replicated], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise RuntimeError if ranks hold equal unnamed weights in different orders. Collective."""
     unnamed = [c for c in copied if c.identity is None and c.weight is not None]
     if not unnamed:
         return
-    rows = list(map(tuple, _gather([_number((c.form, c.key())) for c in unnamed], group, device)))
+    digests = [_digest_int((c.signature, c.key())) for c in unnamed]
+    rows = list(map(tuple, _gather(digests, group, device)))
+    # Equal orders, or different weights: then the order is not at fault
     if len(set(rows)) == 1 or len({tuple(sorted(row)) for row in rows}) > 1:
         return
     ranks = dist.get_process_group_ranks(group)
-    odd = _odd(ranks, rows)
+    odd = _minority(ranks, rows)
     usual = [rank for rank in ranks if rank not in odd]
-    place = next(i for i, column in enumerate(zip(*rows)) if len(set(column)) > 1)
+    index = next(i for i, column in enumerate(zip(*rows)) if len(set(column)) > 1)
     raise RuntimeError(
         f"rank {this_rank()}: the ranks have different plans. Ranks {odd} and ranks {usual} differ "
         "in: the order of parameters, as their first elements show; the first is here "
-        f"{unnamed[place].name}. Pass model.named_parameters(), in one order on all ranks"
+        f"{unnamed[index].name}. Pass model.named_parameters(), in one order on all ranks"
     )
 
 
-def _warn_of_weights(differ: list[Copied], ranks: list[int]) -> None:
+def _warn_of_weights(differ: list[Replicated], ranks: list[int]) -> None:
+    """Warn of replicated weights that differ between ranks."""
     if differ:
         warn_caller(
-            f"the weights of {_some([c.name for c in differ])} differ between ranks "
-            f"{_some(ranks)}, which hold copies of them, and stay different. Begin with "
+            f"the weights of {_shortened_list([c.name for c in differ])} differ between ranks "
+            f"{_shortened_list(ranks)}, which hold copies of them, and stay different. Begin with "
             "the same weights on all ranks, as DistributedDataParallel does"
         )
 
 
-def _warn_of_gradients(differ: list[Copied], ranks: list[int]) -> None:
+def _warn_of_gradients(differ: list[Replicated], ranks: list[int]) -> None:
+    """Warn of gradients that differ between ranks although said to be reduced."""
     if differ:
         warn_caller(
-            f"the gradients of {_some([c.name for c in differ])} differ between ranks "
-            f"{_some(ranks)}, although grads_are_reduced=True says that they are means "
+            f"the gradients of {_shortened_list([c.name for c in differ])} differ between ranks "
+            f"{_shortened_list(ranks)}, although grads_are_reduced=True says that they are means "
             "over these ranks. Weights under AdamW will drift apart. Wrap the model in "
             "DistributedDataParallel, or pass grads_are_reduced=False, with which the "
             "optimizer takes the means"
         )
 
 
-def _warn_of_order(copied: list[Copied], ranks: list[int]) -> None:
-    """Warn of parameters of one form without names that no rank could tell apart in another
-    order.
+def _warn_of_order(copied: list[Replicated], ranks: list[int]) -> None:
+    """Warn of unnamed parameters with equal signatures and equal first elements: no rank would
+    notice a different order.
     """
-    forms, names = defaultdict(list), []
+    by_form = defaultdict(list)
+    names = []
     for c in copied:
         if c.travels:
-            forms[c.form].append(c)
-    for alike in [alike for alike in forms.values() if len(alike) > 1]:
+            by_form[c.signature].append(c)
+    for alike in [alike for alike in by_form.values() if len(alike) > 1]:
         keys = [c.key() for c in alike]
         counts = Counter(keys)
         names += [c.name for c, key in zip(alike, keys) if c.identity is None and counts[key] > 1]
     if names:
         warn_caller(
-            f"parameters {_some(names)} have no names, others have the same shape, "
-            f"dtype and placement, and ranks {_some(ranks)} share them. If their order "
+            f"parameters {_shortened_list(names)} have no names, others have the same shape, "
+            f"dtype and placement, and ranks {_shortened_list(ranks)} share them. If their order "
             "differed between ranks, pieces of one would be stepped with pieces of "
             "another, and no rank could tell. Pass model.named_parameters()"
         )
 
 
-def _some(things: list) -> str:
-    """The first things of a list, in words."""
+def _shortened_list(things: list) -> str:
+    """Return the first three entries and the number of the rest, as text."""
     more = f" and {len(things) - 3} more" if len(things) > 3 else ""
     return ", ".join(map(str, things[:3])) + more

@@ -1,5 +1,7 @@
-"""The process group of each set of ranks. Creates missing groups; issues no collective of a
-step.
+"""The process group of each set of ranks: found among existing groups or created.
+
+`ProcessGroups`: groups of an optimizer. Creates groups, but issues no collective of a step. The
+ranks of a new group must create it together: plan_check.py sees to the order.
 """
 
 from __future__ import annotations
@@ -11,183 +13,221 @@ import hashlib
 import itertools
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
+import torch
 import torch.distributed as dist
 
 from ..params.dtensor import is_dtensor, local_of
 
+Ranks = tuple[int, ...]  # global ranks, in the order of the group
+
 
 class ProcessGroups:
-    """The process group of each set of ranks: one that is there already (the default, a mesh's),
-    else a new one.
+    """The process group of each set of ranks: an existing group (default, of a mesh, of the user)
+    if possible, else a created group.
 
-    `own`: new ones only. During backward the model's collectives are on their way too, and not
-    every rank has the same buckets leave between the same two of them; during forward they would
-    wait for all of the step's in one group.
+    `dedicated`: use created groups only. During backward the model's collectives are in flight too,
+    and ranks may start buckets at different positions among the model's collectives. During forward
+    the model's collectives would queue behind the step's in a common group.
 
-    torch keeps a group until the default one goes, and NCCL's cannot be destroyed at any time: so
-    new ones are shared by all optimizers of the process; own ones when whoever had them is gone, if
-    all ranks say so. `quiet`: whether a step has been finished since something was sent, else there
-    may be a collective that other ranks do not know of.
+    `slow_timeout`: sets of ranks connected only by groups of meshes with a longer timeout than the
+    default group. torch gives 30 minutes to gloo groups of a mesh, whatever `init_process_group`
+    was given. For the sets `get_or_create` returns a created group with the default group's
+    timeout. Empty on GPUs: a created group takes memory, and no host waits for collectives.
 
-    Optimizers may step in several threads, if each has a process group or meshes of its own.
-    Threads take turns in an order that differs between ranks. So a new group is named after the
-    group whose pattern it has (`_pattern`), and is shared or used again only among optimizers with
-    that pattern.
+    [Note: lifetime of created groups] torch keeps a group until the default group is destroyed, and
+    NCCL groups cannot be destroyed at any time. Created groups are therefore shared by all
+    optimizers of the process. A dedicated group is reused after the previous optimizer has released
+    the group, if all ranks agree. `is_step_complete`: a step has ended since the last collective;
+    otherwise a collective unknown to other ranks may be in flight, and the group is never reused.
 
-    `patient`: the sets of ranks, as tuples, that only groups of meshes connect whose timeout is
-    longer than that of the default group. torch gives 30 minutes to gloo's groups of a mesh,
-    whatever `init_process_group` was told. For these ranks `of` returns a new group with the
-    timeout of the default one. Empty on GPUs, where the groups of meshes stay: a new one takes
-    memory, and the host waits for none.
+    [Note: threads and process groups] Optimizers may step in several threads, if each has a process
+    group or meshes of its own. The order of threads differs between ranks. A created group is
+    therefore named after its template, the existing group of the ranks, and is shared only among
+    optimizers with an equal template.
     """
 
-    def __init__(self, own=False):
-        self.made, self.theirs, self.patterns, self.own = {}, {}, {}, own
-        self.patient: set[frozenset] = set()  # sets of ranks
-        self.used, self.connected, self.backends, self.quiet = set(), set(), set(), False
+    def __init__(self, dedicated: bool = False) -> None:
+        """Start without groups; `find_existing` and `get_or_create` fill the tables."""
+        self.dedicated = dedicated
+        self.created: dict[Ranks, CreatedGroup] = {}  # groups that this package created
+        self.existing: dict[Ranks, dist.ProcessGroup] = {}  # of meshes, the user, or the default
+        # Set of ranks -> group whose backends and timeout a new group of these ranks gets
+        self.templates: dict[frozenset[int], dist.ProcessGroup] = {}
+        self.slow_timeout: set[frozenset[int]] = set()  # sets of ranks
+        self.used: set[Ranks] = set()  # ranks whose group the current plans use
+        self.connected: set[dist.ProcessGroup] = set()  # groups whose ranks are connected in pairs
+        self.backends: set[str] = set()  # backend configurations, see `find_backends`
+        self.is_step_complete = False
 
     def begin_step(self) -> None:
-        """Collectives of a step may be in flight from now on."""
-        self.quiet = False
+        """Note the start of a step: from now on collectives may be in flight."""
+        self.is_step_complete = False
 
     def end_step(self) -> None:
-        """All collectives of the step have been issued, and none failed."""
-        self.quiet = True
+        """Note the end of a step: all collectives were issued, and none failed."""
+        self.is_step_complete = True
 
-    def learn(self, params, process_group) -> None:
-        """Find the groups that all parameters of a step bring along, and forget which ones earlier
+    def find_existing(
+        self, params: list[torch.Tensor], process_group: dist.ProcessGroup | None
+    ) -> None:
+        """Find the existing groups for the parameters of a step, and forget which groups earlier
         plans used.
 
-        Where several connect the same ranks (two meshes with an axis over them), all ranks choose
-        the same: the user's `process_group`, else the default one, else the one whose name comes
-        first.
+        If several groups connect equal ranks (two meshes with an axis over the ranks), all ranks
+        choose alike: the user's `process_group`, else the default group, else the first by name.
         """
         self.used.clear()
-        self.theirs = {}
+        self.existing = {}
+        # Sorted by name, which is equal on all ranks: the order of a set is not
         for group in sorted(_meshes_groups(params), key=attrgetter("group_name")):
-            self.theirs.setdefault(_ranks_of(group), group)
-        patterns = dict(self.theirs)
+            self.existing.setdefault(_ranks_of(group), group)
+        templates = dict(self.existing)
         device = local_of(params[0]).device.type if params else ""
-        patient = [ranks for ranks, group in patterns.items() if _is_patient(group, device)]
-        for ranks in patient:
-            del self.theirs[ranks]
-        self.theirs |= {_ranks_of(group): group for group in _always(process_group)}
-        # Its ranks may be in an order of their own, which no other group has
+        slow = [ranks for ranks, group in templates.items() if _is_slow(group, device)]
+        for ranks in slow:
+            del self.existing[ranks]
+        self.existing |= {_ranks_of(group): group for group in _always(process_group)}
+        # The user's group may order its ranks unlike other groups, and plans follow its order
         if process_group is not None:
-            ours = set(_ranks_of(process_group))
-            self.theirs = {
-                ranks: group for ranks, group in self.theirs.items() if set(ranks) != ours
+            members = set(_ranks_of(process_group))
+            self.existing = {
+                ranks: group for ranks, group in self.existing.items() if set(ranks) != members
             }
-            self.theirs[_ranks_of(process_group)] = process_group
-        patterns |= self.theirs
-        self.patterns = {frozenset(ranks): group for ranks, group in patterns.items()}
-        self.patient = set(map(frozenset, patient)) - set(map(frozenset, self.theirs))
+            self.existing[_ranks_of(process_group)] = process_group
+        # Slow groups stay templates: their names and backends tell groups of a mesh apart
+        templates |= self.existing
+        self.templates = {frozenset(ranks): group for ranks, group in templates.items()}
+        self.slow_timeout = set(map(frozenset, slow)) - set(map(frozenset, self.existing))
 
-    def expect(self, params, process_group) -> None:
-        """From now on `send_once` speaks of the groups that these parameters bring along."""
+    def find_backends(
+        self, params: list[torch.Tensor], process_group: dist.ProcessGroup | None
+    ) -> None:
+        """Collect the backends of the existing groups of `params`, for `send_once`."""
         groups = [*_always(process_group), *_meshes_groups(params)]
         self.backends = {dist.get_backend_config(group) for group in groups}
 
-    def of(self, ranks):
-        """All ranks of the group call this in the same order, since all have the same plan."""
+    def get_or_create(self, ranks: Ranks) -> dist.ProcessGroup:
+        """Return the process group of `ranks`. All ranks of the group call the method in an order
+        given by the plan, since a new group waits for all of its ranks.
+        """
         self.used.add(ranks)
-        if not self.own and ranks in self.theirs:
-            return self.theirs[ranks]
-        if ranks not in self.made:
-            before = self._made_before(ranks)
-            if self.own or not before:
-                made = Made(_new(ranks, self._pattern(ranks), self._timeout(ranks)))
-                before.append(made)
+        if not self.dedicated and ranks in self.existing:
+            return self.existing[ranks]
+        if ranks not in self.created:
+            earlier = self._created_before(ranks)
+            # An idle dedicated group is chosen by `reuse`, after all its ranks have agreed
+            if self.dedicated or not earlier:
+                entry = CreatedGroup(_new(ranks, self._template(ranks), self._timeout(ranks)))
+                earlier.append(entry)
             else:
-                made = before[-1]
-            self._have(ranks, made)
-        return self.made[ranks].group
+                entry = earlier[-1]
+            self._use(ranks, entry)
+        return self.created[ranks].group
 
-    def lock(self) -> threading.Lock:
-        """The lock of this process that a thread holds while it makes a group, see `agree`."""
+    def creation_lock(self) -> threading.Lock:
+        """Return the lock of the process for the creation of groups, see `_create_group` of
+        plan_check.py.
+        """
         with _lock:
-            return _making_locks.setdefault(dist.group.WORLD, threading.Lock())
+            return _creation_locks.setdefault(dist.group.WORLD, threading.Lock())
 
-    def lacks(self, ranks: tuple) -> bool:
-        """Whether `of` would make a group."""
-        if not self.own and ranks in self.theirs or ranks in self.made:
+    def would_create(self, ranks: Ranks) -> bool:
+        """Return whether `get_or_create` would create a group."""
+        if not self.dedicated and ranks in self.existing or ranks in self.created:
             return False
-        return self.own or not self._made_before(ranks)
+        return self.dedicated or not self._created_before(ranks)
 
-    def meshs_own(self, ranks: tuple) -> dist.ProcessGroup | None:
-        """The group of these ranks, in any order, that `learn` found: a mesh's, also one that is
-        not used for its timeout, the default group or the user's. None where there is none; never
-        raises.
+    def find_any_order(self, ranks: Ranks) -> dist.ProcessGroup | None:
+        """Return the existing group of `ranks` in any order, even with a slow timeout; None without
+        such a group. Never raises.
         """
-        return self.patterns.get(frozenset(ranks))
+        return self.templates.get(frozenset(ranks))
 
-    def at_hand(self, ranks):
-        """The same for ranks that may share no plan, and have not agreed on a group of their own:
-        the shared one.
-        """
-        return self.shared().of(ranks) if self.own and ranks not in self.made else self.of(ranks)
-
-    def idle(self, ranks) -> list[bool]:
-        """Of the groups of these ranks that were made before, which ones this rank has no use for:
-        as many on each of them, for these make them together. Empty where there is nothing to
-        choose.
+    def get_dedicated_or_shared(self, ranks: Ranks) -> dist.ProcessGroup:
+        """Return the dedicated group of `ranks` if there is one, else the shared group. For
+        collectives between ranks that never ran the plan check together (spreading NaN flags).
         """
         return (
-            [made.idle for made in self._made_before(ranks)]
-            if self.own and ranks not in self.made
+            self.shared_groups().get_or_create(ranks)
+            if self.dedicated and ranks not in self.created
+            else self.get_or_create(ranks)
+        )
+
+    def idle_flags(self, ranks: Ranks) -> list[bool]:
+        """Return for each earlier dedicated group of `ranks` whether no optimizer of the process
+        uses the group. The list has an equal length on all ranks, since ranks create groups
+        together. [] if nothing is to choose.
+        """
+        return (
+            [entry.idle for entry in self._created_before(ranks)]
+            if self.dedicated and ranks not in self.created
             else []
         )
 
-    def take(self, ranks, number) -> None:
-        """Have one of them, by its number, from now on."""
-        self._have(ranks, self._made_before(ranks)[number])
+    def reuse(self, ranks: Ranks, index: int) -> None:
+        """Use the dedicated group at `index` of `idle_flags` from now on."""
+        self._use(ranks, self._created_before(ranks)[index])
 
-    def _have(self, ranks: tuple, made: Made) -> None:
-        self.made[ranks] = made
-        made.idle = False
+    def _use(self, ranks: Ranks, entry: CreatedGroup) -> None:
+        """Use a created group for `ranks`."""
+        self.created[ranks] = entry
+        entry.idle = False
 
     def release(self) -> None:
-        """Leave own groups to others."""
-        for made in self.made.values() if self.own else ():
-            made.idle = self.quiet
-        self.made = {}
+        """Release dedicated groups for reuse by later optimizers, see [Note: lifetime of created
+        groups].
+        """
+        # After a failed step a collective that other ranks do not know of may still be in flight
+        for entry in self.created.values() if self.dedicated else ():
+            entry.idle = self.is_step_complete
+        self.created = {}
 
-    def __del__(self):
+    def __del__(self) -> None:
+        """Release dedicated groups when the optimizer dies."""
         self.release()
 
-    def shared(self):
-        """The same without groups of its own, in which ranks choose one of these."""
-        others = ProcessGroups()
-        others.theirs, others.patterns, others.patient = self.theirs, self.patterns, self.patient
-        return others
+    def shared_groups(self) -> ProcessGroups:
+        """Return a copy that uses shared groups instead of dedicated groups; ranks agree on
+        dedicated groups through them.
+        """
+        shared = ProcessGroups()
+        shared.existing = self.existing
+        shared.templates = self.templates
+        shared.slow_timeout = self.slow_timeout
+        return shared
 
-    def _pattern(self, ranks):
-        return self.patterns.get(frozenset(ranks), dist.group.WORLD)
+    def _template(self, ranks: Ranks) -> dist.ProcessGroup:
+        """Return the existing group of `ranks` in any order, else the default group."""
+        return self.templates.get(frozenset(ranks), dist.group.WORLD)
 
-    def _timeout(self, ranks: tuple) -> datetime.timedelta | None:
-        """The timeout of a new group of these ranks: that of its pattern, or of the default group
-        if that is shorter.
+    def _timeout(self, ranks: Ranks) -> datetime.timedelta | None:
+        """Return the timeout of a new group of `ranks`: the timeout of the template, or of the
+        default group if shorter.
         """
         return timeout_of(
-            dist.group.WORLD if frozenset(ranks) in self.patient else self._pattern(ranks)
+            dist.group.WORLD if frozenset(ranks) in self.slow_timeout else self._template(ranks)
         )
 
-    def _made_before(self, ranks) -> list:
-        """All that this process has made of one kind, in the order in which it did. Every rank
-        makes those of one pattern in one order, since only one thread at a time may use the
-        pattern.
+    def _created_before(self, ranks: Ranks) -> list[CreatedGroup]:
+        """Return the groups created by this process with equal ranks, template, backends and
+        timeout, in order of creation. Every rank creates the groups of a template in an equal
+        order, since only a single thread at a time may use the template.
         """
-        pattern = self._pattern(ranks)
-        backends, timeout = dist.get_backend_config(pattern), self._timeout(ranks)
-        kind = self.own, ranks, pattern.group_name, backends, timeout
+        template = self._template(ranks)
+        backends = dist.get_backend_config(template)
+        key = self.dedicated, ranks, template.group_name, backends, self._timeout(ranks)
+        # torch keeps groups until the default group is destroyed, so the table is keyed by that
         with _lock:
-            return _made.setdefault(dist.group.WORLD, {}).setdefault(kind, [])
+            return _created.setdefault(dist.group.WORLD, {}).setdefault(key, [])
 
-    def send_once(self, device) -> bool:
-        """Whether a collective can send one place to several ranks: NCCL's can, gloo's cannot."""
+    def send_once(self, device: torch.device) -> bool:
+        """Return whether an all-to-all can send a part of the send buffer to several ranks: NCCL
+        can, gloo cannot.
+        """
         return bool(self.backends) and all(
             f"{device.type}:nccl" in backends for backends in self.backends
         )
@@ -195,7 +235,7 @@ class ProcessGroups:
     def check_capturable(self) -> None:
         """Raise ValueError if a CUDA graph cannot hold the collectives of a group in use."""
         for ranks in sorted(self.used):
-            backends = dist.get_backend_config(self.of(ranks))
+            backends = dist.get_backend_config(self.get_or_create(ranks))
             if "cuda:nccl" not in backends:
                 raise ValueError(
                     f"capturable=True is not allowed: the process group of ranks {ranks} has the "
@@ -207,79 +247,84 @@ class ProcessGroups:
 
 
 @dataclass
-class Made:
-    """A group that was made here; `idle`: no optimizer of this process has it, and nothing is under
-    way in it.
+class CreatedGroup:
+    """A created group. `idle`: no optimizer of this process uses the group, and no collective is in
+    flight.
     """
 
     group: dist.ProcessGroup
     idle: bool = False
 
 
-_made = weakref.WeakKeyDictionary()  # default group -> {what a group is like: [Made]}
-_making_locks = weakref.WeakKeyDictionary()  # default group -> lock
-# of the tables of this module; never held while another rank is waited for
+# Default group -> {key of `_created_before`: [CreatedGroup]}
+_created = weakref.WeakKeyDictionary()
+_creation_locks = weakref.WeakKeyDictionary()  # default group -> lock, see `creation_lock`
+# Guards the tables of this module. Never held while the thread waits for another rank: ranks take
+# their locks in different orders.
 _lock = threading.Lock()
 
 
-def _meshes_groups(params) -> set:
-    """The groups of the axes of all meshes, in an order that differs between ranks."""
+def _meshes_groups(params: list[torch.Tensor]) -> set[dist.ProcessGroup]:
+    """Return the process groups of all mesh axes. The order of the set differs between ranks."""
     meshes = {p.device_mesh for p in params if is_dtensor(p)}
     return {mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)}
 
 
-def _always(process_group) -> list:
-    """The groups that are there whatever the parameters are; the later one counts."""
+def _always(process_group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
+    """Return the groups that exist independently of parameters; of equal ranks the later group
+    counts.
+    """
     return [group for group in (world_now(), process_group) if group is not None]
 
 
-def _ranks_of(group) -> tuple:
+def _ranks_of(group: dist.ProcessGroup) -> Ranks:
+    """Return the global ranks of a group, in its order."""
     return tuple(dist.get_process_group_ranks(group))
 
 
-def _is_patient(group: dist.ProcessGroup, device: str) -> bool:
-    """Whether collectives in `group` wait longer than those in the default group. False unless
-    `device`, a type, is "cpu", and where a backend does not say its timeout.
+def _is_slow(group: dist.ProcessGroup, device: str) -> bool:
+    """Return whether collectives in `group` time out later than in the default group. `device`:
+    type of the device; False unless "cpu". False if a backend does not tell a timeout.
     """
-    mine, worlds = timeout_of(group), timeout_of(dist.group.WORLD)
-    return device == "cpu" and None not in (mine, worlds) and mine > worlds
+    timeout = timeout_of(group)
+    default = timeout_of(dist.group.WORLD)
+    return device == "cpu" and None not in (timeout, default) and timeout > default
 
 
 def _new(
-    ranks: tuple, pattern: dist.ProcessGroup, timeout: datetime.timedelta | None
+    ranks: tuple, template: dist.ProcessGroup, timeout: datetime.timedelta | None
 ) -> dist.ProcessGroup:
-    """A group with the backends of another one, the `pattern`, and the given timeout. Waits for all
-    `ranks`.
-    """
-    backends = dist.get_backend_config(pattern)
-    backends = None if pattern is dist.group.WORLD else backends
-    # Which torch 2.11 has not: it sorts all
+    """Create a group with the backends of `template` and a given timeout. Waits for all `ranks`."""
+    # None: new_group copies the backends of the default group
+    backends = None if template is dist.group.WORLD else dist.get_backend_config(template)
+    # torch 2.11 has no argument `sort_ranks` and always sorts
     order = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
     with _lock:
         _name_by_ranks()
-    _making.pattern = pattern.group_name
+    _thread.template = template.group_name
     try:
         with _unbound(dist.group.WORLD):
             return dist.new_group(
                 list(ranks), timeout, backends, use_local_synchronization=True, **order
             )
     finally:
-        _making.pattern = None
+        _thread.template = None
 
 
 @contextlib.contextmanager
-def _unbound(world):
-    """Meanwhile the default group is bound to no device. From one that is (init_process_group with
-    device_id), torch splits NCCL's communicator for a new group, for which NCCL waits for all
-    ranks, not only for the members.
+def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
+    """Context manager in which the default group is bound to no device.
 
-    Several threads may be inside at once: the last one to leave binds the group again.
+    From a bound default group (init_process_group with device_id) torch splits NCCL's communicator
+    for a new group, and NCCL waits for all ranks instead of the members. Several threads may be
+    inside at once: the last to leave binds the group again.
     """
     with _lock:
         device = getattr(world, "bound_device_id", None)
         if device is not None:
-            _unbinding[world] = [device, 0]
-        entry = _unbinding.get(world)
+            _unbound_worlds[world] = [device, 0]
+        # Another thread may have unbound the group already: then `device` is None
+        entry = _unbound_worlds.get(world)
         if entry is not None:
             world.bound_device_id = None
             entry[1] += 1
@@ -291,21 +336,21 @@ def _unbound(world):
                 entry[1] -= 1
             if entry is not None and entry[1] == 0:
                 world.bound_device_id = entry[0]
-                del _unbinding[world]
+                del _unbound_worlds[world]
 
 
-# default group -> [its device, how many threads are making a group]
-_unbinding = weakref.WeakKeyDictionary()
+# Default group -> [device that it was bound to, number of threads that are creating a group]
+_unbound_worlds = weakref.WeakKeyDictionary()
 
 
-def world_now():
-    """The default process group, None where there is none."""
+def world_now() -> dist.ProcessGroup | None:
+    """Return the default process group, None if there is none."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-def check_process_group(world, was_world) -> None:
-    """Raise RuntimeError unless the option process_group, which was destroyed, `was_world` and
-    there is another one.
+def check_process_group(world: dist.ProcessGroup | None, was_world: bool) -> None:
+    """Raise RuntimeError for a destroyed `process_group`, unless the user gave the default group
+    and a new default group exists.
     """
     if world is None or not was_world:
         raise RuntimeError(
@@ -315,40 +360,45 @@ def check_process_group(world, was_world) -> None:
         )
 
 
-def timeout_of(group):
-    """That of a process group, which new ones do not inherit; None where a backend has none."""
+def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    """Return the timeout of a process group, None if the backend does not tell. New groups do not
+    inherit timeouts.
+    """
+    # Attributes of torch's that not every backend has
     with contextlib.suppress(AttributeError, IndexError, RuntimeError):
         return group._get_backend(group._device_types[0]).options._timeout
     return None
 
 
-# `pattern`: the name of the pattern of the group that this thread is making
-_making = threading.local()
+# `template`: name of the template of the group that this thread is creating, else None
+_thread = threading.local()
 
 
 @functools.cache
 def _name_by_ranks() -> None:
-    """Have the ranks of a new group find each other by its ranks and the name of its pattern.
+    """Patch torch so that the name of a new group depends on its ranks and its template only.
 
-    torch (2.11 to 2.13) puts the number of groups that each of them has into the name, and ranks
-    that are in different numbers of groups wait for each other under different names.
+    torch (2.11 to 2.13) puts the number of groups of the process into the name. Ranks with
+    different numbers of groups would wait for each other under different names.
     """
     c10d = dist.distributed_c10d
-    torchs = c10d._hash_ranks_to_str
+    torch_name = c10d._hash_ranks_to_str
 
-    def name(ranks):
-        pattern = getattr(_making, "pattern", None)
-        if pattern is None:
-            return torchs(ranks)
-        return _free_name(ranks, pattern, list(c10d._world.pg_names.values()))
+    def name(ranks: Ranks) -> str:
+        """Return the name of a new group of `ranks`."""
+        template = getattr(_thread, "template", None)
+        # Groups of other code keep torch's names
+        if template is None:
+            return torch_name(ranks)
+        return _free_name(ranks, template, list(c10d._world.pg_names.values()))
 
     c10d._hash_ranks_to_str = name
 
 
-def _free_name(ranks, pattern: str, taken) -> str:
-    """The first name of these ranks and this pattern that no group has yet; they make their groups
-    in the same order.
+def _free_name(ranks: Ranks, template: str, taken: list[str]) -> str:
+    """Return the first name for the ranks and template without a group. All ranks create groups of
+    a template in an equal order, so the names agree.
     """
-    texts = (repr((list(ranks), pattern, number)) for number in itertools.count())
+    texts = (repr((list(ranks), template, number)) for number in itertools.count())
     names = (hashlib.sha256(text.encode()).hexdigest() for text in texts)
     return next(name for name in names if name not in taken)

@@ -15,7 +15,7 @@ import torch
 
 from ..communication.missing_grads import MissingGradients, flag_counts
 from ..communication.nonfinite import FlagBuffers, NonfiniteFlags
-from ..communication.plan_check import agree
+from ..communication.plan_check import check_plans
 from ..communication.process_groups import ProcessGroups
 from ..newton_schulz import coefficients, method
 from ..params.config import MuonConfig
@@ -106,18 +106,21 @@ def make_plans(
 ) -> tuple[list[Plan], list[Callable[[], None]]]:
     """Plan all `units`, check that all ranks have equal plans, and create or move state.
 
-    Return (plans, collective comparisons that `agree` leaves for the next step). Collective unless
-    `alone`. Raises RuntimeError if ranks differ, or if state has another shape than its parameter.
+    Return (plans, collective comparisons that `check_plans` leaves for the next step).
+    Collective unless `alone`. Raises RuntimeError if ranks differ, or if state has another
+    shape than its parameter.
     """
     planner = Planner(options, process_groups)
     if not alone:
-        process_groups.learn([p for _, params in units for p in params], planner.process_group)
+        process_groups.find_existing(
+            [p for _, params in units for p in params], planner.process_group
+        )
     plans = [plan for unit in units for plan in planner.plan(*unit)]
     planner.check_bucket_buffers()
     # Before ranks compare plans: a rank that raises can be repaired and step again, while the
-    # remaining ranks wait in `agree`
+    # remaining ranks wait in `check_plans`
     check_state(plans, state)
-    later = agree(plans, options, process_groups)
+    later = check_plans(plans, options, process_groups)
     prepare_state(plans, state, options)
     return plans, later
 
@@ -215,7 +218,7 @@ def _make_stores(
             buffers.addresses[index],
             buffers.scalars[index],
             None if flags is None else flags.flags,
-            None if flags is None else flags.first[index],
+            None if flags is None else flags.flag_offset[index],
         )
         for index, plan in enumerate(plans)
     ]
@@ -265,7 +268,7 @@ def _bind(
             store=store,
             options=options,
             group=group,
-            process_group=process_groups.of(bucket.ranks) if kind.travels else None,
+            process_group=process_groups.get_or_create(bucket.ranks) if kind.travels else None,
             memory=workspace.views_for(number, rank_plan),
             buffer_index=number % buffer_count,
             graphs=bucket_graphs,

@@ -108,7 +108,7 @@ class StepInputs:
             values += _addresses(store.gradients)
         for store in self.stores:
             values += device_scalars(store.group)
-        packed = self.packer.pack(*values, *self.missing.here())
+        packed = self.packer.pack(*values, *self.missing.local_flags())
         if capturing(self.device):
             self._copy_in_capture(packed)
         elif packed != self.uploaded:

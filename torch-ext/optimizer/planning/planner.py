@@ -105,7 +105,7 @@ class Planner:
         precompile.preload_compiler(
             self.device
         )  # imports Triton in a thread, while ranks compare plans
-        self.process_groups.expect(params, self.process_group)
+        self.process_groups.find_backends(params, self.process_group)
         if group["use_muon"]:
             return [self._matrices(group, params)]
         # Chunks of a plan share all-to-all buffers, so a plan has a single dtype. Without chunks

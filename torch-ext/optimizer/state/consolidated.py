@@ -1,7 +1,8 @@
-"""State that owners keep, gathered on one rank: what `state_dict()` returns after consolidating.
+"""State kept by owners, gathered on a rank: the content of `state_dict()` after
+`consolidate_state_dict()`.
 
-Decides how long the gathered state is current, and what the ranks return that did not get it. The
-collective part is in owner_state.py.
+`consolidate` gathers (collective, by communication/owner_state.py). `Consolidated` knows how long
+the gathered state is current, and what ranks without the state return.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from ..communication.store_barrier import wait_for_all
 from ..params import errors
 from ..rules.rule import ROW_SHARDED_KEYS
 
-# Key of the state dict of a rank that did not get the state; its value is the global rank that did.
+# Key in the state dict of a rank without the gathered state -> global rank with the gathered state
 ELSEWHERE = "consolidated_on_rank"
 
 
 @dataclass(frozen=True)
 class Consolidated:
-    """`whole`: {parameter: {key: tensor on the CPU}}; empty where `elsewhere`, the global rank that
-    has it, is not None. `seen`: the `_fingerprint` of the state from which it was gathered.
+    """Gathered state of an optimizer.
+
+    `whole`: {parameter: {key: tensor on the CPU}}. `elsewhere`: global rank with the gathered state
+    if this rank has none, else None; `whole` is then empty. `seen`: `_fingerprint` of the state at
+    the gather.
     """
 
     whole: dict
@@ -32,18 +36,20 @@ class Consolidated:
     seen: dict
 
     def is_current(self, named: dict, state: dict) -> bool:
-        """Whether the optimizer still has the parameters `named` and the tensors that were
-        gathered. A step drops this object: its kernels do not count in the versions of tensors.
+        """Return whether the optimizer still has the parameters `named` and the gathered tensors,
+        unchanged. A step must drop the object itself: kernels do not change the version counters of
+        tensors.
         """
-        now = _fingerprint(named, state)
-        return now.keys() == self.seen.keys() and all(
+        current = _fingerprint(named, state)
+        # Objects are compared too: an id may belong to a new object after the old one died
+        return current.keys() == self.seen.keys() and all(
             version == self.seen[entry][1] and reference() is self.seen[entry][0]()
-            for entry, (reference, version) in now.items()
+            for entry, (reference, version) in current.items()
         )
 
     def state_dict(self, optimizer: torch.optim.Optimizer, named: dict) -> dict:
-        """The whole state dict, without communication. Where the state is elsewhere, a state dict
-        without state, which `load_state_dict` refuses.
+        """Return the whole state dict, without communication. On a rank without the gathered state:
+        a state dict without state, refused by `load_state_dict`.
         """
         state = optimizer.state
         shown = {
@@ -51,6 +57,7 @@ class Consolidated:
             for param in named
             if param in state
         }
+        # torch's own method: hooks and options of the state dict stay torch's
         with replaced_state(optimizer, shown if self.elsewhere is None else {}):
             found = torch.optim.Optimizer.state_dict(optimizer)
         return found if self.elsewhere is None else {**found, ELSEWHERE: self.elsewhere}
@@ -58,10 +65,11 @@ class Consolidated:
 
 def consolidate(state: dict, named: dict, group: dist.ProcessGroup, to: int | None) -> Consolidated:
     """Gather the state on rank `to` of the group, None: on every rank. Collective. Raises
-    RuntimeError, before anything is sent, if not all ranks of the group call it with the same `to`.
+    RuntimeError before any collective if not all ranks of the group call with an equal `to`.
     """
     call = f"consolidate_state_dict(to={to})"
     with errors.during(f"{call}, which all ranks of process_group call together"):
+        # A rank that calls alone, or with another `to`, gets an error before the first collective
         wait_for_all(group, call, ADVICE)
         whole = gather(state, named, group, to)
     elsewhere = None if to in (None, group.rank()) else dist.get_global_rank(group, to)
@@ -69,7 +77,9 @@ def consolidate(state: dict, named: dict, group: dist.ProcessGroup, to: int | No
 
 
 def check_target(to: int | None, group: dist.ProcessGroup | None) -> None:
-    """Raise ValueError unless `to` is a rank of the group or None. Without a group, any rank is."""
+    """Raise ValueError unless `to` is a rank of the group or None. Without a group every rank
+    number is valid.
+    """
     if to is None or type(to) is int and 0 <= to and (group is None or to < group.size()):
         return
     allowed = "a rank of process_group" + ("" if group is None else f", 0 to {group.size() - 1}")
@@ -77,7 +87,7 @@ def check_target(to: int | None, group: dist.ProcessGroup | None) -> None:
 
 
 def refuse_elsewhere(state_dict: dict) -> None:
-    """Raise ValueError for the state dict of a rank that the state was not gathered on."""
+    """Raise ValueError for the state dict of a rank without the gathered state."""
     if ELSEWHERE in state_dict:
         rank = state_dict[ELSEWHERE]
         raise ValueError(
@@ -87,13 +97,14 @@ def refuse_elsewhere(state_dict: dict) -> None:
 
 
 def _fingerprint(named: dict, state: dict) -> dict:
-    """{(id of a parameter, key): (reference to a tensor of its state, its version)}; and an entry
-    for the parameter itself, with key None.
+    """Return {(id of a parameter, key): (weak reference to the state tensor, version counter)}, and
+    an entry with key None for the parameter itself.
     """
     found = {(id(param), None): (weakref.ref(param), 0) for param in named}
     for param in named:
         for key in ROW_SHARDED_KEYS:
             if isinstance(value := state.get(param, {}).get(key), torch.Tensor):
+                # Tensors made in inference mode have no version counter
                 version = 0 if value.is_inference() else value._version
                 found[id(param), key] = (weakref.ref(value), version)
     return found

@@ -1,17 +1,17 @@
-"""State of other Muons in this package's form.
+"""Conversion of state dicts of other Muons.
 
-Decides what the tensors and options of another Muon's state dict are called here, and refuses those
-that have no counterpart. Knows no parameter: what does not fit one is found when it is loaded
-(state_dict.py). The facts about the other packages, and who saved a state dict, are in peers.py.
+`convert_state_dict` renames the tensors and options of another package's Muon, and refuses options
+without counterpart. Parameters are unknown to the conversion: shapes are checked at loading
+(state_dict.py). Facts about the packages are in peers.py.
 
-Momentum is a mean here, M <- mu M + (1 - mu) G; some keep a sum, S <- mu S + G. With mu constant
-since the start, M = (1 - mu) S.
+[Note: momentum as mean or sum] In this package momentum is a mean, M <- mu M + (1 - mu) G. Some
+packages keep a sum, S <- mu S + G. With constant mu since the first step, M = (1 - mu) S.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -33,16 +33,19 @@ from .peers import (
     marked,
 )
 
+# Keys of Motif's AdamW state -> keys of this package
 RENAMED = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 DION_RULES = ("muon", "normuon", "adamw")
-# Of each source the options that change a step, and their values that exist here
+# For each source: options that change a step, with the values that have a counterpart; the first
+# value stands for a missing option
 DIONS = {
     "cautious_wd": (False, None),
     "adjust_lr": ("spectral_norm", "rms_norm"),
     "num_heads": (None, 1),
     "split_sizes": (None,),
 }
+# timm's adjust_lr_fn -> adjust_lr_fn of this package
 TIMM_SCALES = {
     "original": "original",
     "match_rms_adamw": "match_rms_adamw",
@@ -53,40 +56,44 @@ MEGATRONS = {"split_qkv": (False,), "tp_mode": ("duplicated", "distributed")}
 NANOCHATS = {"beta2": (None,), "weight_decay": (0,)}
 DEEPSPEEDS = {"bias_correction": (True, 1), "amsgrad": (False,), "adam_w_mode": (True, 1)}
 MUONIUMS = {"maximize": (False,), "split_sizes": (None,), "amsgrad": (False,)}
+# scale_mode of Emerging-Optimizers -> adjust_lr_fn
 EMERGING_SCALES = {
     "spectral": "sqrt_max",
     "shape_scaling": "original",
     "unit_rms_norm": "spectral_norm",
 }
 RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # learning rates in a group
-SMALL_EPS = 1e-6  # a bound on an absolute eps that only guards against a norm of zero
+SMALL_EPS = 1e-6  # up to here an absolute eps only avoids a division by a norm of zero
 
-Options = dict  # a group's options, by their names here
-OfState = Callable[[dict], dict]  # makes of a parameter's state the state that is kept here
+Options = dict  # a group's options under this package's names
+OfState = Callable[[dict], dict]  # converts the state of a parameter
 
 
-def convert_state_dict(state_dict: dict, source: str | None = None, **arguments) -> dict:
-    """Return another Muon's state dict as a new one that `load_state_dict` takes here.
+def convert_state_dict(state_dict: dict, source: str | None = None, **arguments: object) -> dict:
+    """Return the state dict of another Muon as a new state dict for `load_state_dict` of this
+    package.
 
-    `source`: whose it is ("torch" for torch.optim.Muon and this package, "keller_jordan", "motif",
-    "dion", "emerging_optimizers", "megatron", "timm", "nanochat", "modded_nanogpt", "deepspeed",
-    "muonium"); None: known by its keys. `arguments`: those with which the source's optimizer was
-    built and which its state dict lacks; by default the source's defaults (peers.py). What neither
-    holds (Motif's and Dion's coefficients) stays the loading optimizer's own. Tensors are renamed,
-    sums become means, and options get this package's names, so that the next step is the source's.
-    Parameters may be numbered, or named as by get_optimizer_state_dict (not flattened).
+    `source`: package of origin ("torch" for torch.optim.Muon and this package, "keller_jordan",
+    "motif", "dion", "emerging_optimizers", "megatron", "timm", "nanochat", "modded_nanogpt",
+    "deepspeed", "muonium"); None: recognized by keys. `arguments`: constructor arguments of the
+    source's optimizer missing from the state dict; by default the source's defaults (peers.py).
+    Numbers in neither place (coefficients of Motif and Dion) are kept from the loading optimizer.
+    Tensors are renamed, sums become means, options are renamed, and the next step equals the
+    source's. Parameters may be numbered, or named as by get_optimizer_state_dict (not flattened).
 
-    Raises ValueError for a state dict of no known Muon; for one whose keys several sources have,
-    without `source`; and for a group of Muon's that lacks the momentum of some parameters, as that
-    of one rank of Keller Jordan's does. Raises NotImplementedError, naming option and source, for
-    what has no counterpart here.
+    Raises ValueError for a state dict of no known Muon, for keys of several sources without
+    `source`, and for a Muon group without the momentum of some parameters (a single rank of Keller
+    Jordan's Muon). Raises NotImplementedError, with option and source, for options without
+    counterpart.
     """
     _check_form(state_dict)
     source = _source(state_dict, source)
     arguments = _arguments(source, arguments)
     if source == "torch":
         return state_dict
-    states, groups = dict(state_dict["state"]), []
+    states = dict(state_dict["state"])
+    groups = []
+    # Some sources step parameters without gradient too: then each must have state
     stepped = PEERS[source].steps_all and any(states.values())
     parts = [
         (f"group {number}", part)
@@ -103,8 +110,12 @@ def convert_state_dict(state_dict: dict, source: str | None = None, **arguments)
     return {**state_dict, "state": states, "param_groups": groups}
 
 
-def _check_form(state_dict) -> None:
+def _check_form(state_dict: object) -> None:
+    """Raise unless `state_dict` is a state dict: NotImplementedError for a known checkpoint with
+    more in it, else ValueError.
+    """
     keys = set(state_dict) if isinstance(state_dict, dict) else set()
+    # A known checkpoint gets advice; anything else the general message below
     for whole, (source, advice) in WHOLES.items():
         if whole <= keys:
             raise NotImplementedError(
@@ -124,14 +135,17 @@ def _check_form(state_dict) -> None:
 
 
 def _source(state_dict: dict, source: str | None) -> str:
-    """The source's name: the given one, if it may be, or the only one that writes such keys."""
+    """Return the name of the source: the given name if consistent with the keys, else the only
+    package that writes such keys.
+    """
     if source is not None and source not in SOURCES:
         raise ValueError(
             f"source={shortened(repr(source))} is not known: it must be None or one of "
             f"{', '.join(SOURCES)}"
         )
     groups = state_dict["param_groups"]
-    keys, kept = set().union(*groups), set().union(*state_dict["state"].values())
+    keys = set().union(*groups)
+    kept = set().union(*state_dict["state"].values())
     if source is not None:
         others = [name for name in marked(keys, kept) if name != source]
         if others:
@@ -157,11 +171,12 @@ def _source(state_dict: dict, source: str | None) -> str:
 
 
 def _titles(names: list[str]) -> str:
+    """Return the titles of sources, for messages."""
     return " and ".join(PEERS[name].title for name in names)
 
 
 def _arguments(source: str, given: dict) -> dict:
-    """The arguments of the source's constructor: the given ones, and its defaults."""
+    """Return the constructor arguments of the source: the given values, else its defaults."""
     taken = PEERS[source].arguments if source in PEERS else {}
     if unknown := sorted(set(given) - set(taken)):
         raise ValueError(
@@ -175,11 +190,14 @@ def _arguments(source: str, given: dict) -> dict:
 def _converted(
     where: str, group: dict, states: dict, source: str, arguments: dict
 ) -> tuple[Options, OfState]:
-    """A group's options here, and the function of its states. Refuses unknown keys."""
+    """Return (options of a group under this package's names, function that converts a state).
+    Raises for unknown keys.
+    """
     own = [states[param] for param in group["params"] if states.get(param)]
     _check_tensors(where, own, source)
     try:
         converted = CONVERTERS[source](where, group, own, arguments)
+    # A converter reads the keys that its source writes
     except KeyError as missing:
         raise ValueError(
             f"{where} or its states have no key {missing}, which those of {PEERS[source].title} "
@@ -194,9 +212,10 @@ def _converted(
 
 
 def _parts(where: str, group: dict, states: dict, source: str) -> list[dict]:
-    """The group; of timm, which chooses by parameter, its Muon and its AdamW parameters apart."""
+    """Return the group in parts of a single kind. Only timm chooses Muon or AdamW by parameter."""
     if source != "timm" or not group["params"]:
         return [group]
+    # Depending on timm's version the group says `use_fallback` or `use_muon`; state overrides both
     flag = not group["use_fallback"] if "use_fallback" in group else group.get("use_muon")
     kinds = [states.get(param, {}).get("use_muon", flag) for param in group["params"]]
     if len(known := set(kinds) - {None}) == 1:
@@ -218,9 +237,11 @@ def _parts(where: str, group: dict, states: dict, source: str) -> list[dict]:
 
 
 def _jordan(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+    """Convert a group of Keller Jordan's Muon."""
     if not group.get("use_muon", True):
         return _adamw(group["betas"], group["eps"]), dict
     _check_dims(where, own, (4,))
+    # Constants in Keller Jordan's code, which groups do not hold
     return {
         "use_muon": True,
         "momentum": group["momentum"],
@@ -232,8 +253,10 @@ def _jordan(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[
 
 
 def _motif(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+    """Convert a group of Motif's Muon."""
     if not group["use_muon"]:
         return _adamw(group["adamw_betas"], group["adamw_eps"]), _renamed
+    # Without ns_coefficients: those of the loading optimizer stay
     return {
         "use_muon": True,
         "momentum": group["momentum"],
@@ -244,6 +267,7 @@ def _motif(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[O
 
 
 def _dion(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+    """Convert a group of Dion's Muon, NorMuon or AdamW."""
     rule = group["algorithm"]
     if rule not in DION_RULES:
         raise NotImplementedError(
@@ -255,6 +279,7 @@ def _dion(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Op
     if rule == "adamw":
 
         def of_state(state: dict) -> dict:
+            """Convert a state of Dion's AdamW."""
             # `step_dev` counts the steps of one parameter; older versions only count the group's
             step = torch.as_tensor(state.get("step_dev", group["step"]), dtype=torch.float32)
             return {"step": step, "exp_avg": state["momentum"], "exp_avg_sq": state["variance"]}
@@ -270,6 +295,7 @@ def _dion(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Op
     }
     if rule == "normuon":
         options["beta2"] = group["muon_beta2"]
+    # None: unknown, and the coefficients of the loading optimizer stay
     if arguments["use_polar_express"] is not None:
         express = arguments["use_polar_express"]
         options["ns_coefficients"] = "polar_express_dion" if express else "quintic"
@@ -280,16 +306,20 @@ def _dion(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Op
 def _emerging(
     where: str, group: dict, own: list[dict], arguments: dict, source: str = "emerging_optimizers"
 ) -> tuple[Options, OfState]:
-    """Emerging-Optimizers' Muon; Megatron's differs in its arguments."""
+    """Convert a group of Emerging-Optimizers' Muon, or with different arguments of
+    Megatron-LM's.
+    """
     if any("moment2_buffer" in state for state in own):
         raise NotImplementedError(
             f"{where} is of AdaptiveMuon, which {PEERS[source].title} comes with: its second "
             "moment (moment2_buffer) has no counterpart here"
         )
+    # Without weight decay the method makes no difference
     method = arguments["weight_decay_method"]
     if float(group["weight_decay"]) and method != "decoupled":
         _refuse(where, source, "weight_decay_method", method, "decoupled")
-    kind, mode = arguments["coefficient_type"], arguments["scale_mode"]
+    kind = arguments["coefficient_type"]
+    mode = arguments["scale_mode"]
     _check_one_of("coefficient_type", kind, EMERGING_SETS)
     _check_one_of("scale_mode", mode, EMERGING_SCALES)
     factor = float(arguments["extra_scale_factor"])
@@ -297,6 +327,7 @@ def _emerging(
         raise ValueError(
             f"extra_scale_factor={factor} is not allowed: it must be a finite number > 0"
         )
+    # 0.2 sqrt(max(R, C)) is match_rms_adamw; any other factor is moved into lr
     matched = mode == "spectral" and factor == 0.2
     steps = arguments["num_ns_steps"]
     return {
@@ -310,6 +341,7 @@ def _emerging(
 
 
 def _megatron(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+    """Convert a group of Megatron-LM's Muon."""
     if "momentum" not in group:
         raise ValueError(
             f"{where} of this state dict of Megatron-LM has no momentum: it is not its Muon's. "
@@ -321,17 +353,21 @@ def _megatron(where: str, group: dict, own: list[dict], arguments: dict) -> tupl
 
 
 def _timm(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+    """Convert a group of timm's Muon."""
     fallback = group.get("fallback_lr_scale")
-    if fallback is None:  # older versions: `adamw_lr`, relative to the rate before a schedule
+    # Older versions have `adamw_lr`, relative to the learning rate before a schedule
+    if fallback is None:
         base = group.get("initial_lr", group["lr"])
         fallback = 1.0 if group.get("adamw_lr") is None or not base else group["adamw_lr"] / base
     if not group["use_muon"]:
-        _check_options(where, "timm", group, {"nesterov": (False,)})  # else it is NAdamW
+        # With nesterov timm steps by NAdamW
+        _check_options(where, "timm", group, {"nesterov": (False,)})
         options = {**_adamw(group["betas"], group["eps"]), **_scaled(group, fallback)}
         return options, _kept(*ADAMW_STATE)
     _check_options(where, "timm", group, TIMMS)
     _check_eps(where, "timm", "eps", group["eps"])
     _check_dims(where, own, range(3, 10), f" (conv_mode={group['conv_mode']!r})")
+    # The name of a set, a triple, or a list of triples
     triples = group["ns_coefficients"]
     if isinstance(triples, str):
         _check_one_of("ns_coefficients", triples, TIMM_SETS)
@@ -348,7 +384,9 @@ def _timm(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Op
 
 
 def _nanochat(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
-    """AdamW of MuonAdamW; Muon's first version, and its second (with beta2) without variance."""
+    """Convert a group of nanochat: AdamW of MuonAdamW, the first version of Muon, or the second
+    version (with beta2) without variance.
+    """
     if group.get("kind", "muon") == "adamw":
         return _adamw(group["betas"], group["eps"]), _kept(*ADAMW_STATE)
     if "kind" in group or "nesterov" not in group:
@@ -359,7 +397,8 @@ def _nanochat(where: str, group: dict, own: list[dict], arguments: dict) -> tupl
         )
     if "beta2" in group:
         _check_options(where, "nanochat", group, NANOCHATS)
-        steps = min(group["ns_steps"], 5)  # more are ignored; this version divides by 1.02
+        # That version ignores further steps, and divides the norm by 1.02, as the set below does
+        steps = min(group["ns_steps"], 5)
         coefficients = _coefficients(SETS["polar_express_dion"], steps)
     else:
         coefficients = {"ns_coefficients": "jordan", "ns_steps": group["ns_steps"]}
@@ -375,6 +414,7 @@ def _nanochat(where: str, group: dict, own: list[dict], arguments: dict) -> tupl
 
 
 def _modded(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
+    """Refuse a group of modded-nanogpt's NorMuon."""
     raise NotImplementedError(
         f"{where} is of {PEERS['modded_nanogpt'].title}, which divides by the variance of rows or "
         "columns, decays cautiously and keeps the momenta of a group in the group: it has no "
@@ -385,11 +425,13 @@ def _modded(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[
 def _deepspeed(
     where: str, group: dict, own: list[dict], arguments: dict
 ) -> tuple[Options, OfState]:
+    """Convert a group of DeepSpeed's Muon."""
     if not group.get("use_muon", True):
         _check_options(where, "deepspeed", {**arguments, **group}, DEEPSPEEDS)
         return _adamw(group["betas"], group["eps"]), _kept(*ADAMW_STATE)
     if arguments["muon_num_heads"] is not None:
         _refuse(where, "deepspeed", "muon_num_heads", arguments["muon_num_heads"], None)
+    # Momentum of a matrix is at least 2-D; ZeRO's partitions are 1-D
     if any(dims == 1 for dims in _dims(own)):
         raise NotImplementedError(
             f"{where} is of DeepSpeed's Muon under ZeRO, which keeps flat partitions of the "
@@ -399,7 +441,10 @@ def _deepspeed(
 
 
 def _muonium(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Options, OfState]:
-    rule, wd, lr = group["algorithm"], float(group["wd"]), float(group["lr"])
+    """Convert a group of muonium's Muon, NorMuon or AdamW."""
+    rule = group["algorithm"]
+    wd = float(group["wd"])
+    lr = float(group["lr"])
     _check_options(where, "muonium", group, MUONIUMS)
     if not group["use_muon"]:
         if wd:
@@ -412,6 +457,7 @@ def _muonium(where: str, group: dict, own: list[dict], arguments: dict) -> tuple
             "counterpart here"
         )
     _check_dims(where, own, range(3, 10) if group["flatten"] else ())
+    # muonium's Muon scales weight decay by the shape of each matrix
     if wd:
         wd *= _decay_ratio(where, group, own)
     express = group["orthogonalization_strategy"] == "polar_express"
@@ -430,7 +476,9 @@ def _muonium(where: str, group: dict, own: list[dict], arguments: dict) -> tuple
 
 
 def _decay_ratio(where: str, group: dict, own: list[dict]) -> float:
-    """The scale of the shape, by which muonium multiplies wd; it must be the same in a group."""
+    """Return the factor sqrt(max(1, R / C)) by which muonium multiplies weight decay. Raises
+    NotImplementedError unless equal for all matrices of the group.
+    """
     _check_options(where, "muonium", group, {"use_cautious_wd": (False,)})
     ratios = {float(state["lr_ratio"]) for state in own}
     if len(ratios) != 1:
@@ -442,6 +490,8 @@ def _decay_ratio(where: str, group: dict, own: list[dict]) -> float:
     return ratios.pop()
 
 
+# Source -> converter of a group. Arguments: name of the group in messages, group, states of its
+# parameters, constructor arguments. Result: options, and the function that converts a state.
 CONVERTERS: dict[str, Callable] = {
     "keller_jordan": _jordan,
     "motif": _motif,
@@ -456,7 +506,13 @@ CONVERTERS: dict[str, Callable] = {
 }
 
 
-def _refuse(where: str, source: str, key: str, value, instead, kind: str = "option") -> None:
+def _refuse(
+    where: str, source: str, key: str, value: object, instead: object, kind: str = "option"
+) -> None:
+    """Raise NotImplementedError for an option without counterpart. `instead`: the value to set for
+    going on without the option.
+    """
+    # Where the user can change the value
     how = "in the state dict" if kind == "option" else "as an argument"
     raise NotImplementedError(
         f"{where} has {key}={shortened(repr(value))}, an {kind} of {PEERS[source].title} that has "
@@ -468,26 +524,34 @@ def _refuse(where: str, source: str, key: str, value, instead, kind: str = "opti
 def _check_options(
     where: str, source: str, group: dict, allowed: dict[str, tuple], kind: str = "option"
 ) -> None:
-    """Raise NotImplementedError for an option whose value is not allowed; it may be missing."""
+    """Raise NotImplementedError for an option with a value not in `allowed`; a missing option
+    passes.
+    """
     for key, values in allowed.items():
         if group.get(key, values[0]) not in values:
             _refuse(where, source, key, group[key], values[0], kind)
 
 
-def _check_one_of(key: str, value, allowed) -> None:
+def _check_one_of(key: str, value: object, allowed: Iterable[str]) -> None:
+    """Raise ValueError unless `value` is in `allowed`."""
     if value not in allowed:
         raise ValueError(
             f"{key}={shortened(repr(value))} is not known: it must be one of {', '.join(allowed)}"
         )
 
 
-def _check_eps(where: str, source: str, key: str, value) -> None:
-    """Raise NotImplementedError for an eps that damps: it is absolute, and ours is relative."""
+def _check_eps(where: str, source: str, key: str, value: object) -> None:
+    """Raise NotImplementedError for an eps large enough to damp updates: the source's eps is
+    absolute, this package's is relative.
+    """
     if float(value) > SMALL_EPS:
         _refuse(where, source, key, value, SMALL_EPS)
 
 
 def _check_tensors(where: str, own: list[dict], source: str) -> None:
+    """Raise NotImplementedError for state in tensor subclasses other than DTensor, such as
+    quantized state.
+    """
     for value in (value for state in own for value in state.values()):
         if is_traceable_wrapper_subclass(value) and not is_dtensor(value):
             raise NotImplementedError(
@@ -497,11 +561,14 @@ def _check_tensors(where: str, own: list[dict], source: str) -> None:
 
 
 def _dims(own: list[dict]) -> list[int]:
+    """Return the number of dims of each momentum."""
     return [value.ndim for state in own for key, value in state.items() if "momentum" in key]
 
 
-def _check_dims(where: str, own: list[dict], flattened, how: str = "") -> None:
-    """Raise NotImplementedError for momenta with a number of dims that the source flattens."""
+def _check_dims(where: str, own: list[dict], flattened: Container[int], how: str = "") -> None:
+    """Raise NotImplementedError for momenta with a number of dims that the source flattens into
+    matrices.
+    """
     for dims in _dims(own):
         if dims in flattened:
             raise NotImplementedError(
@@ -512,6 +579,9 @@ def _check_dims(where: str, own: list[dict], flattened, how: str = "") -> None:
 
 
 def _check_whole(where: str, group: dict, states: dict, stepped: bool) -> None:
+    """Raise ValueError for a group without the momentum of some parameters. `stepped`: the source
+    steps all parameters, so even a group without any state is incomplete.
+    """
     names = group.get("param_names") or group["params"]
     lacking = [str(n) for n, param in zip(names, group["params"]) if not states.get(param)]
     if lacking and (stepped or len(lacking) < len(names)):
@@ -523,49 +593,61 @@ def _check_whole(where: str, group: dict, states: dict, stepped: bool) -> None:
         )
 
 
-def _coefficients(triples, steps: int, divisor: float = 1.0, cycle: bool = False) -> Options:
-    """The first `steps` triples; after the last, all again (`cycle`), or the last again. `divisor`:
-    a factor on the norm, which goes into the first triple.
+def _coefficients(
+    triples: Sequence[Triple], steps: int, divisor: float = 1.0, cycle: bool = False
+) -> Options:
+    """Return the options for the first `steps` triples; after the last triple start again (`cycle`)
+    or repeat the last. `divisor`: a factor on the norm, absorbed in the first triple.
     """
     chosen: list[Triple] = [
         tuple(triples[i % len(triples) if cycle else min(i, len(triples) - 1)])
         for i in range(steps)
     ]
+    # p(x / d) = (a / d) x + (b / d^3) x^3 + (c / d^5) x^5
     a, b, c = chosen[0]
     chosen[0] = a / divisor, b / divisor**3, c / divisor**5
-    jordan = set(chosen) == set(SETS["jordan"])
+    # A name if one of the sets has these triples: reports and saved groups stay readable
+    is_jordan = set(chosen) == set(SETS["jordan"])
     names = [name for name in ("quintic", "polar_express_dion") if SETS[name] == tuple(chosen)]
-    name = "jordan" if jordan else names[0] if names else tuple(chosen)
+    name = "jordan" if is_jordan else names[0] if names else tuple(chosen)
     return {"ns_coefficients": name, "ns_steps": steps}
 
 
 def _scaled(group: dict, factor: float, decay: bool = False) -> Options:
-    """The learning rates times a factor; with `decay`, lr times weight_decay stays as it is."""
+    """Return the learning rates of a group times `factor`; with `decay` also weight_decay / factor,
+    so that lr times weight_decay stays.
+    """
     if factor == 1:
         return {}
     weight_decay = {"weight_decay": group["weight_decay"] / factor} if decay else {}
     return {**{key: group[key] * factor for key in RATES if key in group}, **weight_decay}
 
 
-def _adamw(betas, eps) -> Options:
+def _adamw(betas: Iterable[float], eps: float) -> Options:
+    """Return the options of an AdamW group."""
     return {"use_muon": False, "betas": tuple(betas), "eps": eps}
 
 
 def _kept(*keys: str) -> OfState:
-    """The function of states that keeps these keys."""
+    """Return a function of states that keeps only `keys`."""
     return lambda state: {key: state[key] for key in keys if key in state}
 
 
 def _renamed(state: dict) -> dict:
+    """Return a state with this package's keys for AdamW."""
     return {
         RENAMED.get(key, key): value for key, value in state.items() if key in ("step", *RENAMED)
     }
 
 
-def _mean(mu) -> OfState:
-    """The function of states whose momentum is a sum: in fp32, as their dtype may have 8 bits."""
+def _mean(mu: object) -> OfState:
+    """Return a function of states that turns a momentum sum into a mean, see [Note: momentum as
+    mean or sum]. Computed in fp32, since the state's dtype may have 8 bits of precision.
+    """
 
     def of_state(state: dict) -> dict:
+        """Convert a state with a momentum sum, and Dion's NorMuon state `variance_neuron`."""
+        # Exactly one of the two names is there
         (total,) = (state[key] for key in ("momentum_buffer", "momentum") if key in state)
         wide = total.to(torch.promote_types(total.dtype, torch.float32))
         kept = {"momentum_buffer": wide * (1 - float(mu))}

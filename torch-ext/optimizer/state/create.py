@@ -1,13 +1,15 @@
-"""State before it is bound: creation, and how it follows a parameter to another mesh, placement or
-object.
+"""Creation of state, and migration of state to a parameter's new mesh, placements or object.
 
-Collective where DTensors move: ranks that share parameters call it together, before a step.
+`complete_state` creates missing state without communication, before a plan exists. `prepare_state`
+does so for the plans of a step, after moving existing state; collective if DTensors or owner state
+move, so ranks with common parameters call the function together, before a step. `adopt_state`
+follows replaced parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,101 +23,110 @@ from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like, zeros_of
 from ..params.errors import names_in, warn_caller
 from ..params.layout import layout_of, row_chunks, this_rank
 from ..params.validation import device_of
+from ..planning.planner import Plan
 from ..rules.rule import ROW_SHARDED_KEYS, state_device_and_dtype, state_keys, state_shape
 
-TORN = (
+# Begin of messages after a failed step
+INCONSISTENT = (
     "the last step of this optimizer failed half-way: some weights and state are those of before "
-    "it, some those of "
-    "after it"
+    "it, some those of after it"
 )
 
 
-def refuse_torn(torn) -> None:
+def refuse_inconsistent(is_inconsistent: bool) -> None:
     """Raise RuntimeError if a step failed half-way."""
-    if torn:
+    if is_inconsistent:
         raise RuntimeError(
-            f"{TORN}. Load a checkpoint into the model and into the optimizer (load_state_dict), "
-            "then "
-            "go on"
+            f"{INCONSISTENT}. Load a checkpoint into the model and into the optimizer "
+            "(load_state_dict), then go on"
         )
 
 
-def warn_torn(torn) -> bool:
-    """Warn if a step failed half-way, where somebody may save what it left."""
-    if torn:
-        warn_caller(f"{TORN}: do not save this state, load what was saved before")
-    return torn
+def warn_inconsistent(is_inconsistent: bool) -> bool:
+    """Warn if a step failed half-way, before the user saves its state. Returns
+    `is_inconsistent`.
+    """
+    if is_inconsistent:
+        warn_caller(f"{INCONSISTENT}: do not save this state, load what was saved before")
+    return is_inconsistent
 
 
 @contextlib.contextmanager
-def lasting() -> Iterator[None]:
-    """Context manager in which state and buffers are made. A step outside of torch.inference_mode
-    could not write to tensors that were made inside of it.
+def outside_inference_mode() -> Iterator[None]:
+    """Context manager for the creation of state and buffers, without inference mode and gradients.
+    A step outside of torch.inference_mode could not write to tensors created inside.
     """
-    with torch.inference_mode(False), torch.no_grad():  # the former alone turns gradients on
+    # inference_mode(False) turns gradients on
+    with torch.inference_mode(False), torch.no_grad():
         yield
 
 
-def adopt_state(before, groups, state) -> list:
-    """Give the state of a parameter that has left its group to the one in its place, of the same
-    shape: who prepares a model after its optimizer puts other parameters into the groups. Returns
-    each group's parameters, which are to be `before` at the next call.
+def adopt_state(
+    before: Sequence[Sequence[torch.Tensor]], groups: list[dict], state: dict
+) -> list[list[torch.Tensor]]:
+    """Give the state of a replaced parameter to its replacement of equal shape in the group. For
+    users who prepare a model after the optimizer, and put the new parameters into the groups.
+
+    `before`: result of the previous call. Returns the parameters of each group, for the next call.
     """
-    here = {p for group in groups for p in group["params"]}
-    for gone, group in zip(before, groups):
-        for old, new in zip(gone, group["params"]) if len(gone) == len(group["params"]) else ():
-            if old not in here and old in state and old.shape == new.shape:
+    current = {p for group in groups for p in group["params"]}
+    for previous, group in zip(before, groups):
+        # Without equal lengths nothing tells which parameter took which place
+        is_paired = len(previous) == len(group["params"])
+        for old, new in zip(previous, group["params"]) if is_paired else ():
+            if old not in current and old in state and old.shape == new.shape:
                 held = state.pop(old)
+                # Existing state of the new parameter wins
                 state.setdefault(new, held)
     return [list(group["params"]) for group in groups]
 
 
 def complete_state(groups: list[dict], state: dict, options: MuonConfig) -> None:
-    """Create zero state where a parameter that requires a gradient lacks some, in place; without
+    """Create missing state of all parameters with gradients, zero and in place; without
     communication.
 
-    It lies as the parameter does. Where owners keep the state, which are not chosen before the
-    first step, each rank gets as many rows as a DTensor cut by rows has there; `move_to_owners`
-    brings them to the owners. All parameters get theirs on every rank, since the keys of a
-    checkpoint may not differ between ranks.
+    State is placed like the parameter. State kept by owners gets as many rows on each rank as a
+    row-sharded DTensor, until the first step chooses owners. All parameters get state on every
+    rank, since the keys of a checkpoint must be equal on all ranks.
     """
     for group in groups:
         for param in [p for p in group["params"] if p.requires_grad]:
             held = state.setdefault(param, {})
             if is_dtensor(param):
-                _cut_like(held, param)
-            rows = _rows_here(param, options) if options.owner_keeps_state else None
+                _shard_plain_state(held, param)
+            # Owners are chosen in the first step, and `move_to_owners` brings rows to the owners
+            rows = _rows_at_rank(param, options) if options.owner_keeps_state else None
             create_state(held, param, state_keys(group), options.state_dtype, rows=rows)
 
 
-def _cut_like(state: dict, param: torch.Tensor) -> None:
-    """Cut plain state, from before the model was sharded, as the DTensor `param` is."""
-    for key, value in _of_elements(state):
+def _shard_plain_state(state: dict, param: torch.Tensor) -> None:
+    """Shard plain state, from before the model was sharded, like the DTensor `param`."""
+    for key, value in _row_entries(state):
         if not is_dtensor(value) and tuple(value.shape) == state_shape(param, key):
             state[key] = place_like(value, param)
 
 
-def _rows_here(param: torch.Tensor, options: MuonConfig) -> int:
-    """How many rows this rank gets of the state of a plain parameter that is cut by rows."""
+def _rows_at_rank(param: torch.Tensor, options: MuonConfig) -> int:
+    """Return the rows of this rank of the row-sharded state of a plain parameter."""
     group = options.process_group
     rows = row_chunks(param.shape[0] if param.ndim else 1, group.size())
     return rows[dist.get_group_rank(group, this_rank())]
 
 
 def creates_state_only(groups: list[dict], state: dict) -> bool:
-    """Whether a step may be one that only creates state: there is none yet, and every lr is 0. So
-    is that of torch.distributed.checkpoint, with zero gradients, and the first one of a warm-up,
-    which counts.
+    """Return whether a step may be meant to create state only: no state exists, and every lr is 0.
+    torch.distributed.checkpoint takes a step of the kind with zero gradients. The first step of a
+    warm-up has lr 0 too, but counts.
     """
     if state:
         return False
+    # Reading an lr tensor would synchronize, which a capture forbids
     return not capturing(device_of(groups)) and all(float(group["lr"]) == 0 for group in groups)
 
 
-def lack_state(plans, state) -> bool:
-    """Whether somebody has taken state away since it was created, as those do who begin anew:
-    `state.clear()`.
-    """
+def is_state_missing(plans: Sequence[Plan], state: dict) -> bool:
+    """Return whether the user removed state after creation, as by `state.clear()` to start anew."""
+    # Each key: whoever resets state may delete single entries
     return any(
         key not in state.get(p, ())
         for plan in plans
@@ -124,9 +135,9 @@ def lack_state(plans, state) -> bool:
     )
 
 
-def check_state(plans, state) -> None:
-    """Raise RuntimeError where a state has not its parameter's shape: before ranks compare their
-    plans, so that who mends it can step again, for which the others wait there.
+def check_state(plans: Sequence[Plan], state: dict) -> None:
+    """Raise RuntimeError if state does not have its parameter's shape. Called before ranks compare
+    plans: other ranks wait in the comparison until the rank has repaired its state and steps again.
     """
     for plan in plans:
         names = names_in(plan.group)
@@ -134,33 +145,34 @@ def check_state(plans, state) -> None:
             _check_shapes(state.get(p, {}), p, names[p], by_rows=plan.kept is not None)
 
 
-def prepare_state(plans, state, options) -> None:
-    """Bring state to the ranks that are to keep it and to where their parameters lie, and create
-    what there is none of.
+def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> None:
+    """Move state to its owners or to the placements of its parameters, and create missing state.
+    Collective.
 
-    Raises RuntimeError where a part of it is at no rank.
+    Raises RuntimeError if no rank holds a part of the state.
     """
     for plan in plans:
         if plan.kept is not None:
-            names, kept = names_in(plan.group), dict(zip(plan.params, plan.kept))
+            names = names_in(plan.group)
+            named = {p: names[p] for p in plan.params}
+            wanted = dict(zip(plan.params, plan.kept))
             with errors.during("the move of state to new owners"):
-                move_to_owners(
-                    state, {p: names[p] for p in plan.params}, kept, options.process_group
-                )
-        mine = (
-            None if plan.kept is None else dist.get_group_rank(options.process_group, this_rank())
-        )
+                move_to_owners(state, named, wanted, options.process_group)
+            group_rank = dist.get_group_rank(options.process_group, this_rank())
         for i, p in enumerate(plan.params):
-            if mine is None:
-                _follow(state[p], p)
-            rows = None if mine is None else plan.kept[i][mine]
+            if plan.kept is None:
+                _move_to_param(state[p], p)
+            rows = None if plan.kept is None else plan.kept[i][group_rank]
             create_state(state[p], p, state_keys(plan.group), options.state_dtype, rows=rows)
 
 
-def _check_shapes(state, param, name, by_rows) -> None:
-    """`by_rows`: a rank may have some rows only."""
+def _check_shapes(state: dict, param: torch.Tensor, name: str, by_rows: bool) -> None:
+    """Raise RuntimeError for state without its parameter's shape. `by_rows`: a rank may hold some
+    rows only.
+    """
+    # With `by_rows` dim 0 has as many rows as the rank keeps
     first = 1 if by_rows else 0
-    for key, value in _of_elements(state):
+    for key, value in _row_entries(state):
         expected = state_shape(param, key)
         if param.ndim and tuple(value.shape[first:]) != expected[first:]:
             raise RuntimeError(
@@ -171,15 +183,17 @@ def _check_shapes(state, param, name, by_rows) -> None:
             )
 
 
-def _follow(state, param) -> None:
-    for key, value in _of_elements(state):
+def _move_to_param(state: dict, param: torch.Tensor) -> None:
+    """Redistribute state to the mesh and placements of its parameter, in place. Collective."""
+    for key, value in _row_entries(state):
+        # Collective for DTensors that have to be gathered: ranks call it in the order of the plan
         if not is_placed_like(value, param):
             with errors.during("the move of state to where its parameter lies now"):
                 state[key] = place_like(value, param)
 
 
-def _of_elements(state) -> list:
-    """[(key, tensor)] of what belongs to elements of the parameter."""
+def _row_entries(state: dict) -> list[tuple[str, torch.Tensor]]:
+    """Return [(key, tensor)] of the state with rows of the parameter (all but step counts)."""
     return [
         (key, value)
         for key, value in state.items()
@@ -187,35 +201,46 @@ def _of_elements(state) -> list:
     ]
 
 
-def create_state(state, param, keys, dtype, rows=None) -> None:
-    """Zeros for the state of one parameter, placed like it, on every rank alike: checkpoint keys
-    may not differ.
+def create_state(
+    state: dict,
+    param: torch.Tensor,
+    keys: Iterable[str],
+    dtype: torch.dtype,
+    rows: int | None = None,
+) -> None:
+    """Create missing zero state of a parameter, in place, and move existing state to the
+    parameter's device.
 
     `keys`: "momentum_buffer", "exp_avg" and "exp_avg_sq" of the parameter's shape in `dtype`;
     "second_moment" (..., R, 1) in fp32 (bf16 has too few bits for an average over 20 steps);
-    "step", a scalar. `rows`: how many rows of the state this rank keeps where it is not stored like
-    the parameter; None means like the parameter.
+    "step", a scalar. `rows`: number of rows on this rank if owners keep the state; None: placed
+    like the parameter. Called on every rank, even without local elements: keys of a checkpoint must
+    be equal on all ranks.
     """
     for key in keys:
-        device, wide = state_device_and_dtype(key, param, dtype)
+        device, key_dtype = state_device_and_dtype(key, param, dtype)
         if key in state:
-            if state[key].device != device:  # model.to() takes the parameters only
+            # model.to() moves parameters only
+            if state[key].device != device:
                 state[key] = state[key].to(device)
         elif key == "step":
-            state[key] = torch.zeros((), dtype=wide, device=device)
+            state[key] = torch.zeros((), dtype=key_dtype, device=device)
         elif rows is not None:
+            # Rows of dim 0 only: the state of a 0-D parameter has shape (rows,)
             last = param.shape[1:-1] + (1,) if key == "second_moment" else param.shape[1:]
-            state[key] = torch.zeros((rows, *last), dtype=wide, device=device)
+            state[key] = torch.zeros((rows, *last), dtype=key_dtype, device=device)
         elif key == "second_moment":
-            state[key] = _zero_rows(param)
+            state[key] = _zero_row_state(param)
         else:
-            state[key] = zeros_of(param, wide)
+            state[key] = zeros_of(param, key_dtype)
 
 
-def _zero_rows(param):
+def _zero_row_state(param: torch.Tensor) -> torch.Tensor:
+    """Return zero row state (..., R, 1), fp32, placed like the parameter."""
     shape = state_shape(param, "second_moment")
     if not is_dtensor(param):
         return torch.zeros(shape, dtype=torch.float32, device=param.device)
+    # Not zeros_of: of a parameter sharded by columns a single rank stores the row state
     box = layout_of(param, shape=shape).boxes[this_rank()]
     local = torch.zeros([b - a for a, b in box], dtype=torch.float32, device=param.device)
     return as_dtensor(local, shape, param.device_mesh, param.placements)

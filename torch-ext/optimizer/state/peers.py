@@ -1,7 +1,7 @@
-"""Facts about other packages' Muons: keys of their state dicts, their arguments and coefficients.
+"""Facts about the Muons of other packages: keys of their state dicts, arguments and coefficients.
 
-Says which package saved a state dict. Must not know how its state is converted (convert.py) or
-loaded (state_dict.py).
+`PEERS`: the packages. `candidates`: which packages may have written a state dict. Conversion is in
+convert.py, loading in state_dict.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..params.errors import shortened
 from ..params.validation import SCHEDULED
 
 SHARED = frozenset(("params", "param_names", "lr", "weight_decay", *SCHEDULED))  # keys of any group
-# No step depends on these: labels, and implementations of the same numbers
+# Keys that change no step: labels, and choices of an implementation with equal results
 IGNORED = frozenset(("name", "group_name", "lr_scale", "foreach", "fused", "differentiable"))
 TORCH = frozenset(("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"))
 
@@ -23,10 +23,10 @@ TORCH = frozenset(("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps",
 class Peer:
     """A Muon of another package.
 
-    `title`: its name in messages. `keys`: those of its groups besides SHARED. `marks`,
-    `state_marks`: keys of groups and of states that no other peer and no optimizer of torch writes.
-    `arguments`: those of its constructor that a step depends on and that its state dict lacks, with
-    their defaults. `steps_all`: it steps parameters without gradient.
+    `title`: name in messages. `keys`: keys of parameter groups besides SHARED. `marks`,
+    `state_marks`: keys of groups and of state written by no other peer and no torch optimizer.
+    `arguments`: constructor arguments with influence on a step but missing from the state dict,
+    with defaults. `steps_all`: steps parameters without gradient too.
     """
 
     title: str
@@ -38,9 +38,11 @@ class Peer:
 
 
 def _keys(text: str) -> frozenset[str]:
+    """Return the set of words in `text`."""
     return frozenset(text.split())
 
 
+# Arguments of Emerging-Optimizers' constructor and their defaults
 EMERGING = {
     "nesterov": False,
     "weight_decay_method": "decoupled",
@@ -137,13 +139,10 @@ PEERS: dict[str, Peer] = {
         state_marks=_keys("lr_ratio"),
     ),
 }
-SOURCES = (
-    "torch",
-    *PEERS,
-)  # "torch": torch.optim.Muon and this package, whose state dicts need no conversion
+# "torch": torch.optim.Muon and this package, whose state dicts need no conversion
+SOURCES = ("torch", *PEERS)
 
-# Whole checkpoints, whose parts are state dicts: keys that only these have -> whose they are, what
-# to pass instead
+# Checkpoints that contain a state dict: keys found in no state dict -> (peer, advice)
 WHOLES: dict[frozenset[str], tuple[str, str]] = {
     _keys("fp32_from_fp16_params"): (
         "megatron",
@@ -164,8 +163,8 @@ WHOLES: dict[frozenset[str], tuple[str, str]] = {
     ),
 }
 
-# Emerging-Optimizers' numbers, of four decimals; `cycle` sets begin anew after their last triple,
-# others repeat it
+# Coefficients of Emerging-Optimizers, with four decimals. After the last triple the sets of
+# EMERGING_REPEAT_LAST repeat the last triple; other sets start again with the first.
 EMERGING_SETS: dict[str, tuple[Triple, ...]] = {
     "simple": SETS["jordan"],
     "quintic": SETS["quintic"],
@@ -203,6 +202,7 @@ EMERGING_SETS: dict[str, tuple[Triple, ...]] = {
 }
 EMERGING_REPEAT_LAST = ("polar_express", "cans", "deepseekv4")
 
+# Coefficients of timm, before its safety factor
 TIMM_SETS: dict[str, tuple[Triple, ...]] = {
     "original": SETS["jordan"],
     "quintic": SETS["quintic"],
@@ -230,15 +230,18 @@ TIMM_SETS: dict[str, tuple[Triple, ...]] = {
 
 
 def marked(keys: Iterable[str], state_keys: Iterable[str] = ()) -> list[str]:
-    """The names of the peers that alone write one of these keys of groups, or of states."""
-    keys, state_keys = set(keys), set(state_keys)
+    """Return the names of peers identified by a key of a group or of state."""
+    keys = set(keys)
+    state_keys = set(state_keys)
     return [
         name for name, peer in PEERS.items() if peer.marks & keys or peer.state_marks & state_keys
     ]
 
 
 def candidates(keys: Iterable[str], state_keys: Iterable[str]) -> list[str]:
-    """The names of the sources that write a state dict with these keys of groups and states."""
+    """Return the names of all sources that write a state dict with the given keys of groups and
+    state.
+    """
     keys = frozenset(keys)
     own = keys - SHARED - IGNORED
     if names := marked(keys, state_keys):
@@ -249,6 +252,7 @@ def candidates(keys: Iterable[str], state_keys: Iterable[str]) -> list[str]:
         return ["nanochat"]
     if "use_muon" in own and own <= PEERS["keller_jordan"].keys:
         return ["keller_jordan"]
+    # Two peers write equal keys: the caller has to ask the user
     if own == {"momentum"}:
         return ["keller_jordan", "emerging_optimizers"]
     if own in (_keys("momentum nesterov ns_steps"), _keys("momentum nesterov ns_steps beta2")):
@@ -257,5 +261,5 @@ def candidates(keys: Iterable[str], state_keys: Iterable[str]) -> list[str]:
 
 
 def listed(keys: Iterable) -> str:
-    """Keys in a message, cut after as many characters as any value."""
+    """Return sorted keys as text for a message, shortened."""
     return shortened(", ".join(sorted(map(str, keys)))) or "nothing"

@@ -1,8 +1,8 @@
-"""The whole state of an optimizer of one process in one safetensors file.
+"""The whole state of an optimizer of a single process in a safetensors file.
 
-Tensors are named `state.<parameter>.<key>`, as torch.distributed.checkpoint names them; the header
-says which group each parameter was in. Nothing is unpickled, and nothing is loaded before
-everything fits.
+`export_state` writes, `import_state` reads. Tensors are named `state.<parameter>.<key>`, as by
+torch.distributed.checkpoint; the header names the group of each parameter. Nothing is unpickled,
+and the optimizer changes only after all checks.
 """
 
 from __future__ import annotations
@@ -26,20 +26,26 @@ from ..rules.rule import STATE_KEYS, state_keys
 from .state_dict import KINDS, STRUCTURE, check_state, options_of
 
 FORMAT, VERSION = "optimizer-state", "1"
-DEPTH = 16  # levels of lists and dicts in a header; export_state writes 6 at most
+DEPTH = 16  # allowed levels of lists and dicts in a header; export_state writes at most 6
 
 
-def export_state(optimizer, path, model=None) -> None:
-    """Write the state and the options of all groups to a safetensors file, whole or not at all.
+def export_state(
+    optimizer: torch.optim.Optimizer,
+    path: str | bytes | os.PathLike,
+    model: torch.nn.Module | None = None,
+) -> None:
+    """Write the state and the options of all groups to a safetensors file, completely or not at
+    all.
 
-    `path`: str, bytes or PathLike. An old file is replaced, also behind a symbolic link, and its
-    mode is kept; a new one gets the mode that the umask leaves. `model` names the parameters;
-    without it the groups' `param_names` do. For one process: ValueError for DTensors and where
-    owners keep the state (use torch.distributed.checkpoint), or where a parameter has no name;
-    RuntimeError after a step that failed half-way; OSError, with the path, where the file cannot be
-    written. Needs the package safetensors.
+    `path`: an old file is replaced, also behind a symbolic link, and its mode is kept; a new file
+    gets the mode of the umask. `model` names the parameters; without `model` the `param_names` of
+    groups do. For a single process: ValueError for DTensors, for state kept by owners (use
+    torch.distributed.checkpoint) and for parameters without name; RuntimeError after a step that
+    failed half-way; OSError, with the path, if the file cannot be written. Needs the package
+    safetensors.
     """
-    path = _text_of(path)
+    path = _path_text(path)
+    # A file outlives the warning that state_dict() gives, so this raises
     if optimizer._is_torn:
         raise RuntimeError(
             "the last step of this optimizer failed half-way, so that a file would hold some state "
@@ -47,9 +53,12 @@ def export_state(optimizer, path, model=None) -> None:
             "before it and some of after it: load a checkpoint (load_state_dict), then export"
         )
     optimizer._backward_overlap.raise_if_started("export_state")
+    # Updates of the last step may still be in flight with overlap_forward
     optimizer.wait()
+    # AdamW's betas follow a `momentum` that a schedule set
     optimizer._beta1.follow(optimizer.param_groups)
-    names = _names(optimizer, model)
+    names = _param_names(optimizer, model)
+    # Other code may keep entries of its own in the state; the file has this optimizer's only
     tensors = {
         f"state.{name}.{key}": value.detach().cpu().contiguous()
         for param, name in names.items()
@@ -61,7 +70,7 @@ def export_state(optimizer, path, model=None) -> None:
             "params": [names[p] for p in group["params"]],
             "use_muon": bool(group["use_muon"]),
             "options": {
-                key: _plain(value) for key, value in group.items() if _is_option(key, value)
+                key: _to_json(value) for key, value in group.items() if _is_option(key, value)
             },
         }
         for group in optimizer.param_groups
@@ -69,9 +78,9 @@ def export_state(optimizer, path, model=None) -> None:
     header = {
         "params": {name: list(p.shape) for p, name in names.items()},
         "groups": groups,
-        "tensors": {name: _described(t) for name, t in tensors.items()},
+        "tensors": {name: _dtype_and_shape(t) for name, t in tensors.items()},
     }
-    _write(
+    _write_file(
         path,
         tensors,
         {
@@ -83,35 +92,42 @@ def export_state(optimizer, path, model=None) -> None:
     )
 
 
-def import_state(optimizer, path, model=None) -> None:
-    """Load what `export_state` wrote: state by the parameters' names, and options of the groups in
-    which they were.
+def import_state(
+    optimizer: torch.optim.Optimizer,
+    path: str | bytes | os.PathLike,
+    model: torch.nn.Module | None = None,
+) -> None:
+    """Load a file of `export_state`: state by parameter names, and options of the groups in the
+    file.
 
-    A group whose parameters were in several groups keeps its own options, with a warning. Names as
-    in `export_state`. Raises ValueError, before the optimizer is changed, for a file that is
-    truncated, damaged or of another form, naming the parameter that is missing, unknown, of another
-    shape or in another kind of group, or the option that is of another type; OSError for a file
-    that cannot be read.
+    A group with parameters from several saved groups keeps its own options, with a warning. Names
+    as in `export_state`. Raises before the optimizer changes: ValueError for a truncated, damaged
+    or foreign file, and for a missing or unknown parameter, a different shape or kind of group, or
+    an option of a different type; OSError for an unreadable file.
     """
-    path = _text_of(path)
-    names = _names(optimizer, model)
-    header, tensors = _read(path)
+    path = _path_text(path)
+    names = _param_names(optimizer, model)
+    # Everything is checked before load_state_dict changes the optimizer
+    header, tensors = _read_file(path)
     _check_params(path, {name: list(p.shape) for p, name in names.items()}, header["params"])
     states = {}
     for name, tensor in tensors.items():
         param, _, key = name.removeprefix("state.").rpartition(".")
         states.setdefault(param, {})[key] = tensor
-    own, groups = optimizer.param_groups, []
+    own = optimizer.param_groups
+    groups = []
     for i, group in enumerate(own):
         with in_group(i, group):
             groups.append(_saved_group(path, i, own, names, header["groups"], states))
+    # A state dict numbers the parameters in the order of the groups
     number = {name: i for i, name in enumerate(n for group in groups for n in group["params"])}
     if set(states) - set(number):
         raise ValueError(
             f"{path} has state of {shortened(min(set(states) - set(number)))}, which "
             "it does not list as a parameter"
         )
-    if header["digest"] not in (None, _digest(tensors)):  # None: an older version wrote the file
+    # None: an older version wrote the file
+    if header["digest"] not in (None, _digest(tensors)):
         raise ValueError(
             f"{path} is damaged: its tensors are not those that export_state wrote "
             "(their SHA-256 is not the one in the header). Load another file"
@@ -123,8 +139,12 @@ def import_state(optimizer, path, model=None) -> None:
     )
 
 
-def _names(optimizer, model) -> dict:
-    """{parameter: its name}, for what one process holds whole."""
+def _param_names(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module | None
+) -> dict[torch.Tensor, str]:
+    """Return {parameter: name}. Raises ValueError for a parameter without name, a DTensor, state
+    kept by owners, and a name used twice.
+    """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if model is not None:
         names = clean_names(model)
@@ -133,7 +153,7 @@ def _names(optimizer, model) -> dict:
         known = {
             p: name for g in optimizer.param_groups for p, name in zip(g["params"], given_names(g))
         }
-    first = {}
+    by_name = {}
     for i, param in enumerate(params):
         if known.get(param) is None:
             raise ValueError(
@@ -147,98 +167,116 @@ def _names(optimizer, model) -> dict:
                 "is for "
                 "one process: use torch.distributed.checkpoint, which also writes safetensors"
             )
-        twin = first.setdefault(known[param], param)
-        if twin is not param:
+        namesake = by_name.setdefault(known[param], param)
+        if namesake is not param:
             raise ValueError(
-                f"two parameters, of shapes {tuple(twin.shape)} and {tuple(param.shape)}, have the "
-                "name "
-                f"{known[param]}, and one file holds one state by it: name them apart (param_names)"
+                f"two parameters, of shapes {tuple(namesake.shape)} and {tuple(param.shape)}, have "
+                f"the name {known[param]}, and one file holds one state by it: name them apart "
+                "(param_names)"
             )
     return {param: known[param] for param in params}
 
 
-def _is_option(key, value) -> bool:
-    """Whether JSON holds an entry of a group; what other tools keep there may be anything."""
+def _is_option(key: object, value: object) -> bool:
+    """Return whether an entry of a group can be saved as JSON; entries of other tools may be
+    anything.
+    """
     if key in STRUCTURE or not isinstance(key, str):
         return False
+    # The only complete test of a value is the conversion
     try:
-        json.dumps(_plain(value))
+        json.dumps(_to_json(value))
     except (TypeError, ValueError, RuntimeError, RecursionError):
         return False
     return True
 
 
-def _plain(value):
-    """An option as JSON has it."""
+def _to_json(value: object) -> object:
+    """Return an option in the form of JSON."""
     if isinstance(value, (tuple, list)):
-        return list(map(_plain, value))
-    return value.item() if hasattr(value, "item") else value  # of torch or NumPy
+        return list(map(_to_json, value))
+    # Scalars of torch or NumPy
+    return value.item() if hasattr(value, "item") else value
 
 
-def _as_own(key, own, value):
-    """An option from JSON in the form in which a group has it. ValueError where one is a bool or a
-    number, the other not; for the rest, see check_group.
+def _from_json(key: str, own: object, value: object) -> object:
+    """Return an option from JSON in the form of the group's own option: a tensor if `own` is a
+    tensor, else tuples for lists.
+
+    Raises ValueError if only one of the two is a bool or only one is a number; all other checks are
+    in check_group.
     """
-    types, allowed = (
-        ((bool,), "True or False") if isinstance(own, bool) else ((int, float), "a number")
-    )
-    typed = isinstance(own, (bool, int, float, torch.Tensor)) and not (
-        key in TOLERATED and value is None
-    )
-    if typed and type(value) not in types:
+    types = (int, float)
+    allowed = "a number"
+    if isinstance(own, bool):  # a subclass of int
+        types = (bool,)
+        allowed = "True or False"
+    is_unset = key in TOLERATED and value is None
+    is_typed = isinstance(own, (bool, int, float, torch.Tensor)) and not is_unset
+    if is_typed and type(value) not in types:
         raise ValueError(f"{key}={shortened(repr(value))} is not allowed: it must be {allowed}")
+    # An lr tensor stays a tensor, on its device
     if isinstance(own, torch.Tensor):
         return torch.full_like(own, value)
     return _as_tuples(value)
 
 
-def _as_tuples(value):
+def _as_tuples(value: object) -> object:
+    """Return `value` with tuples in place of lists, at all levels."""
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
-def _described(tensor) -> list:
+def _dtype_and_shape(tensor: torch.Tensor) -> list:
+    """Return [dtype, shape] of a tensor for the header."""
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
 
 def _digest(tensors: dict) -> str:
-    """SHA-256 of tensors on the CPU: names, dtypes, shapes and bytes, in the order of names."""
+    """Return the SHA-256 of tensors on the CPU: names, dtypes, shapes and bytes, in the order of
+    names.
+    """
     total = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
-        total.update(json.dumps([name, *_described(tensor)]).encode())
+        total.update(json.dumps([name, *_dtype_and_shape(tensor)]).encode())
+        # Without a copy to bytes: state may be as large as the model
         if tensor.nbytes:
             total.update((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
     return f"sha256:{total.hexdigest()}"
 
 
-def _text_of(path: str | bytes | os.PathLike) -> str:
-    """A path as text. Raises ValueError for one that no file system takes."""
+def _path_text(path: str | bytes | os.PathLike) -> str:
+    """Return a path as text. Raises ValueError for a path with a NUL character."""
     text = os.fsdecode(path)
     if "\0" in text:
         raise ValueError(f"the path {shortened(repr(text))} holds a NUL character: remove it")
     return text
 
 
-def _write(path: str, tensors: dict, metadata: dict) -> None:
-    """Replace the file at `path` in one move: whoever is interrupted leaves the old one.
+def _write_file(path: str, tensors: dict, metadata: dict) -> None:
+    """Replace the file at `path` in a single move: an interrupted call leaves the old file.
 
-    The new file is written beside it under a random name, which no other thread, process or
-    container has, and flushed to the disk. Raises OSError with the path.
+    The new file is first written into the folder of `path`, under a random name unique among
+    threads, processes and containers, and flushed to the disk. Raises OSError with the path.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    target = os.path.realpath(path)  # a symbolic link stays one
+    # The file behind a symbolic link is replaced, not the link
+    target = os.path.realpath(path)
     part = os.path.join(os.path.dirname(target), f".{os.urandom(8).hex()}.part")
     try:
+        # Created first, to learn the mode that the umask leaves
         mode = _create(part, target)
         save_file(tensors, part, metadata)
-        if stat.S_IMODE(os.stat(part).st_mode) != mode:  # safetensors puts a file of its own there
+        # safetensors replaces the created file by a file of its own, with another mode
+        if stat.S_IMODE(os.stat(part).st_mode) != mode:
             os.chmod(part, mode)
-        _flush(part)
+        _flush_to_disk(part)
         os.replace(part, target)
-        with contextlib.suppress(OSError):  # the file is whole; not every system flushes folders
-            _flush(os.path.dirname(target), os.O_RDONLY)
+        # The file is complete already; not every system can flush folders
+        with contextlib.suppress(OSError):
+            _flush_to_disk(os.path.dirname(target), os.O_RDONLY)
     except (OSError, SafetensorError) as error:
         raise _write_error(path, error) from error
     finally:
@@ -247,11 +285,14 @@ def _write(path: str, tensors: dict, metadata: dict) -> None:
 
 
 def _create(part: str, target: str) -> int:
-    """Create an empty file; returns its mode: that of the old file, or what the umask leaves."""
+    """Create an empty file `part`; return the mode of the old file `target`, or without old file
+    the mode of the umask.
+    """
     old = os.stat(target) if os.path.exists(target) else None
     if old is not None and not stat.S_ISREG(old.st_mode):
         number = errno.EISDIR if stat.S_ISDIR(old.st_mode) else errno.EINVAL
         raise OSError(number, "it is no regular file, which a new one could replace")
+    # The system applies the umask; os.umask() would change the mask of all threads
     file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         return stat.S_IMODE((os.fstat(file) if old is None else old).st_mode)
@@ -259,8 +300,8 @@ def _create(part: str, target: str) -> int:
         os.close(file)
 
 
-def _flush(path: str, flags: int = os.O_RDWR) -> None:
-    """Have a file, or the entries of a folder, written to the disk."""
+def _flush_to_disk(path: str, flags: int = os.O_RDWR) -> None:
+    """Flush a file, or the entries of a folder, to the disk."""
     file = os.open(path, flags)
     try:
         os.fsync(file)
@@ -269,8 +310,8 @@ def _flush(path: str, flags: int = os.O_RDWR) -> None:
 
 
 def _write_error(path: str, error: Exception) -> OSError:
-    """What `open(path, "wb")` would raise: safetensors says the system's error as text, and
-    temporary names help nobody.
+    """Return the error that `open(path, "wb")` would raise. safetensors gives the system's error as
+    text only, and the temporary name in a message would help nobody.
     """
     number = re.search(r"\(os error (\d+)\)", str(error))
     if isinstance(error, OSError) and error.errno is not None:
@@ -280,14 +321,16 @@ def _write_error(path: str, error: Exception) -> OSError:
     return OSError(f"cannot write {path}: {shortened(error)}")
 
 
-def _read(path):
-    """(header, {name: tensor}) of a file that is what its header says; otherwise ValueError."""
+def _read_file(path: str) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Return (header, {name: tensor}) of a file. Raises ValueError if the tensors are not those of
+    the header, or the file is not of `export_state`.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            names = file.keys()  # the file is no dict
+            names = file.keys()  # a safe_open has no iterator
             tensors = {name: file.get_tensor(name) for name in names}
     except SafetensorError as error:
         text = f"{path} is truncated or no safetensors file: {shortened(error)}"
@@ -303,21 +346,22 @@ def _read(path):
             f"format, but this package reads {VERSION!r}: load it with the package "
             "that wrote it"
         )
-    header = _header(path, metadata)
+    header = _parse_header(path, metadata)
     for name in sorted(set(tensors) | set(header["tensors"])):
-        came, said = (
-            name in tensors and _described(tensors[name]),
-            header["tensors"].get(name, False),
-        )
-        if came != said:
+        found = name in tensors and _dtype_and_shape(tensors[name])
+        expected = header["tensors"].get(name, False)
+        if found != expected:
             raise ValueError(
-                f"{path} holds {shortened(name)} as {shortened(came or 'nothing')}, "
-                f"but its header says {shortened(said or 'nothing')}"
+                f"{path} holds {shortened(name)} as {shortened(found or 'nothing')}, "
+                f"but its header says {shortened(expected or 'nothing')}"
             )
     return header, tensors
 
 
-def _header(path, metadata) -> dict:
+def _parse_header(path: str, metadata: dict[str, str]) -> dict:
+    """Return the header of a file: params, groups, tensors and digest. Raises ValueError for a
+    header not written by `export_state`.
+    """
     try:
         header = {key: json.loads(metadata[key]) for key in ("params", "groups", "tensors")}
         if [type(header[key]) for key in header] != [dict, list, dict]:
@@ -325,7 +369,7 @@ def _header(path, metadata) -> dict:
         if not _is_shallow(header):
             raise ValueError(f"it is nested more than {DEPTH} deep")
         for group in header["groups"]:
-            _check_form(group)
+            _check_group_form(group)
     except RecursionError as error:
         raise ValueError(f"{path} has a header that cannot be read: nested too deep") from error
     except (KeyError, ValueError, TypeError, AttributeError) as error:
@@ -334,9 +378,10 @@ def _header(path, metadata) -> dict:
 
 
 def _is_shallow(value: object) -> bool:
-    """Whether lists and dicts lie at most DEPTH deep in each other."""
+    """Return whether lists and dicts are nested at most DEPTH deep."""
     level = [value]
     for _ in range(DEPTH):
+        # Values one level deeper; without recursion, which a hostile header would exhaust
         level = [
             inner
             for outer in level
@@ -346,54 +391,69 @@ def _is_shallow(value: object) -> bool:
     return not level
 
 
-def _check_form(group: dict) -> None:
-    """Raise ValueError, KeyError, TypeError or AttributeError for a group that export_state could
-    not have written.
+def _check_group_form(group: dict) -> None:
+    """Raise ValueError, KeyError, TypeError or AttributeError for a saved group not written by
+    `export_state`.
     """
     if not isinstance(group["use_muon"], bool):
         raise ValueError(f"use_muon={group['use_muon']!r} must be True or False")
-    set(group["params"])
-    # Older versions wrote it
+    set(group["params"])  # raises TypeError unless a collection of hashable entries
+    # Older versions wrote the option `name`
     if wrong := sorted(group["options"].keys() & {*STRUCTURE} - {"name"}):
         raise ValueError(f"{wrong[0]!r} is among the options of a group")
 
 
-def _check_params(path, ours, theirs) -> None:
-    for name in sorted(set(ours) | set(theirs)):
-        if name not in theirs:
+def _check_params(
+    path: str, shapes: dict[str, list[int]], saved_shapes: dict[str, list[int]]
+) -> None:
+    """Raise ValueError unless the optimizer and the file have equal parameter names and shapes."""
+    for name in sorted(set(shapes) | set(saved_shapes)):
+        if name not in saved_shapes:
             raise ValueError(f"{path} has no parameter {shortened(name)}, which the optimizer has")
-        if name not in ours:
+        if name not in shapes:
             raise ValueError(
                 f"{path} has a parameter {shortened(name)}, which the optimizer does not have"
             )
-        if ours[name] != theirs[name]:
+        if shapes[name] != saved_shapes[name]:
             raise ValueError(
-                f"parameter {shortened(name)} has shape {ours[name]} here, but "
-                f"{shortened(theirs[name])} in {path}"
+                f"parameter {shortened(name)} has shape {shapes[name]} here, but "
+                f"{shortened(saved_shapes[name])} in {path}"
             )
 
 
-def _saved_group(path, number, own, names, saved, states) -> dict:
-    """Group `number` of the optimizer's `own` as a state dict has it, with the options of the file;
+def _saved_group(
+    path: str,
+    number: int,
+    own: list[dict],
+    names: dict[torch.Tensor, str],
+    saved: list[dict],
+    states: dict[str, dict],
+) -> dict:
+    """Return the optimizer's group `number` in the form of a state dict with the file's options;
     `params` are names.
+
+    `own`: groups of the optimizer. `saved`: groups of the file. `states`: {parameter name: state}.
+    Raises ValueError for state or options that do not fit.
     """
-    group, ours = own[number], [[names[p] for p in other["params"]] for other in own]
-    mine, keys = ours[number], state_keys(group)
-    for param, name in zip(group["params"], mine):
-        was = next((g["use_muon"] for g in saved if name in g["params"]), group["use_muon"])
-        if was != bool(group["use_muon"]):
+    group = own[number]
+    own_names = [[names[p] for p in entry["params"]] for entry in own]
+    params = own_names[number]
+    keys = state_keys(group)
+    for param, name in zip(group["params"], params):
+        was_muon = next((g["use_muon"] for g in saved if name in g["params"]), group["use_muon"])
+        if was_muon != bool(group["use_muon"]):
             raise ValueError(
-                f"parameter {name} was in a group of {KINDS[was]} when {path} was written, but is "
-                "in one "
-                f"of {KINDS[not was]} here"
+                f"parameter {name} was in a group of {KINDS[was_muon]} when {path} was written, "
+                f"but is in one of {KINDS[not was_muon]} here"
             )
+        # Stricter than load_state_dict: a file holds all keys of a state or none
         if name in states and set(states[name]) != set(keys):
             raise ValueError(
                 f"{path} has {shortened(', '.join(sorted(states[name])))} of "
                 f"parameter {name}, but its state here is {', '.join(sorted(keys))}"
             )
         check_state(param, keys, name, states.get(name, {}))
-    options = options_of(number, own, ours, [(set(g["params"]), g["options"]) for g in saved])
-    taken = {key: _as_own(key, group[key], options[key]) for key in group if key in options}
+    options = options_of(number, own, own_names, [(set(g["params"]), g["options"]) for g in saved])
+    taken = {key: _from_json(key, group[key], options[key]) for key in group if key in options}
     check_group({**group, **taken}, set(group))
-    return {**group, **taken, "params": mine}
+    return {**group, **taken, "params": params}

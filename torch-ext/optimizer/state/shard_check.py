@@ -1,7 +1,7 @@
-"""Whether the DTensors of a loaded state hold what this rank stores of them.
+"""Check of the DTensors in a loaded state: does each hold the shard of this rank?
 
-A file that one rank wrote with torch.save has that rank's part of each DTensor. Loaded on another
-rank it fits in shape and dtype, and would be taken for the part of this rank.
+A file written by a single rank with torch.save holds the rank's shard of each DTensor. On another
+rank the shard would fit in shape and dtype, and would silently be taken for the own shard.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..communication.process_groups import world_now
 from ..communication.store_barrier import wait_for_all
+from ..params.config import MuonConfig
 from ..params.dtensor import is_by_rows, is_dtensor, is_placed_like
 from ..params.layout import groups_of_mesh, is_own_shard, ranks_of, stored_by, this_rank
 from ..rules.rule import ROW_SHARDED_KEYS
@@ -23,13 +24,17 @@ ADVICE = (
 )
 
 
-def check_shards(members: list, options: object, refusal: ValueError | None = None) -> None:
-    """Raise ValueError if a loaded DTensor is another rank's part of it, or lies on ranks that are
-    no process group here; or `refusal`, an error for which this rank does not load.
+def check_shards(
+    members: list[tuple[torch.Tensor, dict, str, object]],
+    options: MuonConfig,
+    refusal: ValueError | None = None,
+) -> None:
+    """Raise ValueError if a loaded DTensor holds the shard of another rank, or lies on ranks
+    without a process group in the process; or raise `refusal`, an earlier error of the rank.
 
-    `members`: [(parameter, group, name, its loaded state)]; `options`: the optimizer's. Ranks that
-    load DTensors which are gathered, or which owners keep, wait for each other: all of them raise
-    if one does. RuntimeError if some of them do not come.
+    `members`: [(parameter, group, name, loaded state)]. `options`: of the optimizer. Ranks with
+    DTensors loaded by communication (gathered, or kept by owners) wait for all peers: if any rank
+    raises, all raise. RuntimeError if peers do not come.
     """
     shards = [
         (param, f"{key} of parameter {name}", state[key])
@@ -38,10 +43,13 @@ def check_shards(members: list, options: object, refusal: ValueError | None = No
         for key in ROW_SHARDED_KEYS
         if is_dtensor(state.get(key))
     ]
+    # A refusal is not raised before the ranks have met below: other ranks may wait for this rank
     fault = next(filter(None, (_fault(*shard, options) for shard in shards if not refusal)), None)
     if fault is not None:
         refusal = ValueError(f"{fault}. {ADVICE}")
-    groups, refusing = _loading_groups(shards, options), set()
+    groups = _loading_groups(shards, options)
+    refusing = set()  # global ranks
+    # A rank that learns of a refusal passes it on to the groups after
     for group in groups:
         call = "load_state_dict() with DTensors"
         refuses = refusal is not None or bool(refusing)
@@ -56,9 +64,9 @@ def check_shards(members: list, options: object, refusal: ValueError | None = No
         )
 
 
-def _fault(param: torch.Tensor, what: str, value: torch.Tensor, options: object) -> str | None:
-    """What is wrong with one DTensor, or None."""
-    mesh = value.device_mesh
+def _fault(param: torch.Tensor, what: str, value: torch.Tensor, options: MuonConfig) -> str | None:
+    """Return the fault of a DTensor as text, or None."""
+    mesh = value.device_mesh  # as the writing rank saw it: coordinates tell whose shard it is
     if not is_own_shard(value):
         owner = stored_by(value)
         whose = "another rank" if owner in (None, this_rank()) else f"rank {owner}"
@@ -74,38 +82,46 @@ def _fault(param: torch.Tensor, what: str, value: torch.Tensor, options: object)
     return None
 
 
-def _is_gathered(param: torch.Tensor, value: torch.Tensor, options: object) -> bool:
-    """Whether `load_state_dict` has to gather a DTensor, over the process groups of its mesh."""
+def _is_gathered(param: torch.Tensor, value: torch.Tensor, options: MuonConfig) -> bool:
+    """Return whether `load_state_dict` has to gather a DTensor, over the process groups of its
+    mesh.
+    """
+    # Replicated or placed like the parameter: the local tensor is enough
     if all(p.is_replicate() for p in value.placements) or is_placed_like(value, param):
         return False
     return not (options.owner_keeps_state and is_by_rows(value, options.process_group))
 
 
-def _loading_groups(shards: list, options: object) -> list[dist.ProcessGroup]:
-    """The process groups over which ranks that load together tell each other of a refusal, one
-    after another; [] where each may load alone, or where no groups join them.
+def _loading_groups(shards: list, options: MuonConfig) -> list[dist.ProcessGroup]:
+    """Return the process groups over which ranks exchange refusals, in order; [] if each rank may
+    load alone, or if no groups connect the ranks.
 
-    A refusal has to cross one mesh to reach the ranks of the next one, so all groups come as many
-    times as there are meshes.
+    A refusal has to cross a mesh to reach the ranks of the next mesh: all groups are listed once
+    for each mesh.
     """
-    joined, known = [], []
+    joined = []  # process groups of each mesh
+    known = []  # meshes
+    # The rows of owner state move among all ranks of the group at the next step
     if shards and options.owner_keeps_state:
         joined.append([options.process_group])
     for param, _, value in shards:
         if value.device_mesh not in known and _is_gathered(param, value, options):
             known.append(value.device_mesh)
             joined.append(_groups_joining(value.device_mesh, param))
+    # A refusal crosses one mesh in each pass, so as many passes as meshes reach all ranks
     joined = list(filter(None, joined))
     return [group for groups in joined for group in groups] * len(joined)
 
 
 def _groups_joining(mesh: object, param: torch.Tensor) -> list[dist.ProcessGroup]:
-    """Process groups that together join the ranks of a mesh, as all of these ranks find them.
+    """Return process groups that together connect the ranks of a mesh; all ranks of the mesh find
+    equal groups. [] if the process has none.
 
-    A mesh from a file has the groups of the rank that wrote it, so the default group or those of
-    the parameter's mesh are taken where they have the same ranks.
+    The default group or the groups of the parameter's mesh come first if they have equal ranks.
     """
-    ranks, world = ranks_of(mesh), world_now()
+    ranks = ranks_of(mesh)
+    world = world_now()
+    # Preferred: a mesh from a file has the groups of the rank that wrote the file
     if world is not None and sorted(dist.get_process_group_ranks(world)) == ranks:
         return [world]
     if is_dtensor(param) and ranks_of(param.device_mesh) == ranks:

@@ -1,5 +1,9 @@
-"""Loading of state dicts: checks by name, shape, dtype and group before anything changes, then
-copies into place.
+"""Loading of state dicts: groups are matched, everything is checked before any change, then state
+is copied into place.
+
+`Loading`: hooks around torch's `load_state_dict`. `matched_groups`: saved groups in the division of
+the optimizer. `restore`: checks by name, shape, dtype and kind of group, then copies in the
+optimizer's dtypes and placements. `options_of` and `check_state` serve safetensors_file.py too.
 """
 
 from __future__ import annotations
@@ -8,12 +12,14 @@ import contextlib
 import math
 import sys
 from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..communication.redistribute import place_like
 from ..params.classification import NO_DECAY
+from ..params.config import MuonConfig
 from ..params.dtensor import as_dtensor, is_by_rows, is_dtensor, local_of
 from ..params.errors import in_group, name_of, names_in, shortened, warn_caller
 from ..params.param_groups import clean_name
@@ -24,19 +30,21 @@ from .peers import PEERS, listed, marked
 from .shard_check import check_shards
 
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
-# Of torch's AdamW, which no group has here
+# Keys of groups of torch's AdamW that this optimizer has no option for
 ADAMW = "maximize", "amsgrad", "capturable", "decoupled_weight_decay"
-LABELS = ("param_names", "name")  # of a group, which loading never changes
+LABELS = ("param_names", "name")  # keys of a group that loading never changes
 STRUCTURE = ("params", "use_muon", *LABELS)  # keys of a group that are no options
 
 
 def called_by_checkpoint() -> bool:
-    """Whether torch.distributed.checkpoint is among the callers of this function.
+    """Return whether torch.distributed.checkpoint is among the callers of the current function.
 
-    It loads into the tensors of `state_dict()` and needs state of every parameter. Others call
-    `state_dict()` before the model is sharded (accelerate's `prepare` does, and moves the state to
-    the GPU and loads it back): state that was created for them would be whole on every rank.
+    torch.distributed.checkpoint loads into the tensors of `state_dict()`, and needs state of every
+    parameter. Other callers must not get new state: accelerate's `prepare` calls `state_dict()`
+    before the model is sharded, moves the state to the GPU and loads it back, so new state would be
+    whole on every rank.
     """
+    # torch has no flag for the purpose, so the call stack is searched
     frame = sys._getframe(1)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.checkpoint"):
@@ -46,20 +54,25 @@ def called_by_checkpoint() -> bool:
 
 
 class Loading:
-    """One `load_state_dict`: torch gets the groups, and the state is put in place when it is done
-    with them.
+    """A `load_state_dict` in two parts: torch loads the groups, and this class the state of the
+    optimizer.
     """
 
-    def __init__(self, groups, options):
-        self.own, self.options, self.restored = [dict(group) for group in groups], options, {}
+    def __init__(self, groups: list[dict], options: MuonConfig) -> None:
+        """Keep copies of the optimizer's groups from before the load."""
+        self.own = [dict(group) for group in groups]  # groups before the load
+        self.options = options
+        self.restored = {}  # parameter -> state, set by `before_torch`
 
     @contextlib.contextmanager
-    def inside(self, optimizer):
-        """Have an optimizer's `load_state_dict` do it meanwhile."""
-        # Before those of others
+    def hooked(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Context manager in which `before_torch` and `after_torch` are hooks of the optimizer's
+        `load_state_dict`.
+        """
+        # After the user's pre-hooks, which may change the state dict; before the user's post-hooks
         hooks = [
-            optimizer.register_load_state_dict_pre_hook(self.take),
-            optimizer.register_load_state_dict_post_hook(self.settle, prepend=True),
+            optimizer.register_load_state_dict_pre_hook(self.before_torch),
+            optimizer.register_load_state_dict_post_hook(self.after_torch, prepend=True),
         ]
         try:
             yield
@@ -67,10 +80,11 @@ class Loading:
             for hook in hooks:
                 hook.remove()
 
-    def take(self, _, loaded):
-        """Check and copy the state, before torch loads. Returns the state dict that torch is to
-        load: its groups are those of the optimizer, and its state is what others keep in the state
-        of a parameter.
+    def before_torch(self, _: torch.optim.Optimizer, loaded: dict) -> dict | None:
+        """Check and copy the loaded state; return the state dict for torch, with the groups of the
+        optimizer, and with foreign entries of the state only.
+
+        Raises ValueError before anything changes. None: torch loads `loaded` unchanged.
         """
         if missing := {"state", "param_groups"} - set(loaded):
             raise ValueError(
@@ -80,107 +94,123 @@ class Loading:
             )
         refuse_elsewhere(loaded)
         groups = matched_groups(loaded["param_groups"], self.own)
-        if list(map(_length, groups)) != list(map(_length, self.own)):
-            return None  # of torch.distributed.checkpoint without any state; torch refuses it
+        if list(map(_param_count, groups)) != list(map(_param_count, self.own)):
+            # A checkpoint of torch.distributed.checkpoint without state: torch raises
+            return None
         states = {key: without_holes(state) for key, state in loaded["state"].items()}
         loaded = {**loaded, "param_groups": groups, "state": states}
         self.restored = restore(loaded, self.own, self.options)
+        # Elsewhere a state dict may lack state on purpose, as of parameters that were never stepped
         if called_by_checkpoint():
-            _warn_of_lacking_state(self.own, self.restored)
+            _warn_of_missing_state(self.own, self.restored)
+        # torch gets no state of this optimizer: it would cast the state to the parameter's dtype
         numbers = {number for group in loaded["param_groups"] for number in group["params"]}
         return {
             **loaded,
             "state": {
-                key: _of_others(state) if key in numbers else state
+                key: _foreign_entries(state) if key in numbers else state
                 for key, state in loaded["state"].items()
             },
         }
 
-    def settle(self, optimizer) -> None:
-        """After: names, and options that the saved groups lack, are the optimizer's own. Of those
-        that it does not know torch's AdamW leaves some, which say what is done here anyway, or how
-        AdamW did it.
+    def after_torch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put the copied state in place, and complete the groups.
+
+        Names, and options missing from the saved groups, stay as before the load. Drops keys of
+        torch.optim.AdamW without an option in this optimizer (ADAMW).
         """
         for group, own in zip(optimizer.param_groups, self.own):
             for key in [key for key in ADAMW if key not in own]:
                 group.pop(key, None)
+            # Saved by an older version or by torch, a group may lack options of this optimizer
             group.update({key: own[key] for key in own if key not in group or key in LABELS})
         for param, state in self.restored.items():
             optimizer.state[param].update(state)
 
 
 def matched_groups(saved: list[dict], own: list[dict]) -> list[dict]:
-    """The saved groups, divided as the optimizer's own and with their `params` in that order.
+    """Return the saved groups in the division of the optimizer's own groups, with `params` in the
+    own order.
 
-    By name where all groups of both sides have `param_names`, each name once, and the names are the
-    same; the division into groups may differ then, and options go by `options_of`. Else by
-    position, and within a group by name where that has the same names. Raises ValueError where
-    groups of other lengths cannot be matched by name, where names contradict the positions, and
-    where a parameter has gone over to a group of the other kind.
+    Matched by name if all groups of both sides have `param_names`, each name occurs once, and both
+    sides have equal names; the division into groups may differ then, and options follow
+    `options_of`. Otherwise matched by position, and within a group by name if both groups have
+    equal names. Raises ValueError if groups of different lengths cannot be matched by name, if
+    names contradict positions, and if a parameter changed to the other kind of group.
     """
+    # torch.distributed.checkpoint has names in place of numbers
     if not all(isinstance(key, int) for group in saved for key in group["params"]):
-        return _with_all_options(saved, own)
-    lengths, ours = (list(map(_length, groups)) for groups in (saved, own))
-    names, own_names = ([set(_clean_names(group)) for group in groups] for groups in (saved, own))
-    if lengths == ours and names == own_names:
-        return [_in_own_order(*pair) for pair in zip(saved, own)]
-    obstacle = _obstacle(saved, own)
+        return _match_checkpoint_groups(saved, own)
+    lengths = list(map(_param_count, saved))
+    own_lengths = list(map(_param_count, own))
+    names = [set(_clean_names(group)) for group in saved]
+    own_names = [set(_clean_names(group)) for group in own]
+    # Equal division: by position, and by name within each group
+    if lengths == own_lengths and names == own_names:
+        return [_reordered(*pair) for pair in zip(saved, own)]
+    obstacle = _name_obstacle(saved, own)
     if obstacle is None:
-        return _by_name(saved, own)
-    if lengths != ours:
+        return _match_by_name(saved, own)
+    if lengths != own_lengths:
         raise ValueError(
             f"the state dict has groups of {shortened(lengths)} parameters, this "
-            f"optimizer of {shortened(ours)}, and they cannot be matched by name: "
+            f"optimizer of {shortened(own_lengths)}, and they cannot be matched by name: "
             f"{obstacle}. Build the groups as they were saved, or name the parameters "
             "of both optimizers (pass pairs (name, parameter))"
         )
-    matched = [_in_own_order(*pair) for pair in zip(saved, own)]
-    _check_positions(matched, own)
+    # By position, as torch does
+    matched = [_reordered(*pair) for pair in zip(saved, own)]
+    _check_position_names(matched, own)
     return matched
 
 
-def _check_positions(matched: list[dict], own: list[dict]) -> None:
-    """Judge groups that are matched by position and whose names disagree.
+def _check_position_names(matched: list[dict], own: list[dict]) -> None:
+    """Check the names in groups that were matched by position although names differ.
 
-    Raises ValueError if a parameter would get the state of another, although the state dict has
-    its own. Warns if the state dict does not know the name: torch goes by position then, without a
-    word, and runs that rename their modules rely on it.
+    Raises ValueError if a parameter would get the state of a different parameter although the state
+    dict holds its own. Warns if the state dict does not have the name: torch goes by position
+    silently, and runs with renamed modules rely on it.
     """
-    known, renamed = {name for group in matched for name in _clean_names(group)}, []
+    saved_names = {name for group in matched for name in _clean_names(group)}
+    renamed = []  # (name in the state dict, name in this optimizer)
     for number, (saved, group) in enumerate(zip(matched, own)):
-        theirs, ours = _clean_names(saved), _clean_names(group)
-        pairs = zip(theirs, ours) if len(theirs) == len(ours) == len(group["params"]) else ()
-        for name, here in [pair for pair in pairs if pair[0] != pair[1]]:
-            renamed.append((name, here))
-            if here in known:
+        names = _clean_names(saved)
+        own_names = _clean_names(group)
+        is_named = len(names) == len(own_names) == len(group["params"])
+        pairs = zip(names, own_names) if is_named else ()
+        for name, own_name in [pair for pair in pairs if pair[0] != pair[1]]:
+            renamed.append((name, own_name))
+            if own_name in saved_names:
                 raise ValueError(
-                    f"parameter {shortened(here)} of group {number} would get the "
+                    f"parameter {shortened(own_name)} of group {number} would get the "
                     f"state of {shortened(name)}, which has its position in the state "
                     "dict, and not its own: not all names are on both sides "
-                    f"({_obstacle(matched, own)}), so state goes by position. Give "
+                    f"({_name_obstacle(matched, own)}), so state goes by position. Give "
                     "both optimizers the same names, or remove 'param_names' from the "
                     "groups of the state dict if the positions are right"
                 )
     if renamed:
-        name, here = map(shortened, renamed[0])
+        name, own_name = map(shortened, renamed[0])
         warn_caller(
             f"{len(renamed)} parameters have other names here than in the state dict, and "
-            f"get their state by position, as in torch: the first is {here} here and "
+            f"get their state by position, as in torch: the first is {own_name} here and "
             f"{name} there. If that is not a new name of the same parameter, build the "
             "groups in the order in which they were saved"
         )
 
 
-def _length(group: dict) -> int:
+def _param_count(group: dict) -> int:
+    """Return the number of a group's parameters."""
     return len(group["params"])
 
 
 def _clean_names(group: dict) -> list[str]:
+    """Return the names of a group's parameters without prefixes of wrappers; [] without names."""
     return [clean_name(name) for name in group.get("param_names") or ()]
 
 
-def _obstacle(saved: list[dict], own: list[dict]) -> str | None:
-    """The reason why parameters cannot be matched by name; None if they can."""
+def _name_obstacle(saved: list[dict], own: list[dict]) -> str | None:
+    """Return the reason why parameters cannot be matched by name; None if possible."""
     names = {}
     for where, groups in (("in the state dict", saved), ("here", own)):
         for number, group in enumerate(groups):
@@ -191,25 +221,27 @@ def _obstacle(saved: list[dict], own: list[dict]) -> str | None:
             return f"{shortened(twice[0])} is the name of two parameters {where}"
         names[where] = set(found)
     first, second = names.values()
+    # A name on one side only
     for only, where in ((first - second, "only in the state dict"), (second - first, "only here")):
         if only:
             return f"parameter {shortened(min(only))} is {where}"
     return None
 
 
-def _by_name(saved: list[dict], own: list[dict]) -> list[dict]:
-    """`matched_groups` where every name is on both sides."""
+def _match_by_name(saved: list[dict], own: list[dict]) -> list[dict]:
+    """Return `matched_groups` for equal names on both sides."""
     where = {
         name: (group, key)
         for group in saved
         for name, key in zip(_clean_names(group), group["params"])
     }
-    members, matched = [(set(_clean_names(group)), group) for group in saved], []
+    members = [(set(_clean_names(group)), group) for group in saved]
     names = list(map(_clean_names, own))
+    matched = []
     for number, group in enumerate(own):
         for name in names[number]:
             _check_options(number, group, where[name][0])
-            _check_kind_of(name, group, where[name][0])
+            _check_param_kind(name, group, where[name][0])
         options = options_of(number, own, names, members)
         params = [where[name][1] for name in names[number]]
         matched.append({**options, "params": params, "param_names": group.get("param_names", [])})
@@ -217,92 +249,95 @@ def _by_name(saved: list[dict], own: list[dict]) -> list[dict]:
 
 
 def options_of(number: int, own: list[dict], names: list[list[str]], saved: list[tuple]) -> dict:
-    """The options that group `number` of the optimizer's `own` groups takes.
+    """Return the options of the optimizer's group `number`, taken from the saved groups.
 
-    `names`: of the parameters of each own group. `saved`: (names of its parameters, the group) of
-    each saved group. The options are those of the saved group that held all the parameters, but for
-    weight decay as `_keeps_no_decay` says. Where several groups held them, the own group keeps its
-    options ({} is returned), with a warning; and where there are no parameters, without one.
+    `names`: parameter names of each own group. `saved`: (parameter names, group) of each saved
+    group. The options come from the saved group with all of the parameters, except weight decay,
+    see `_keeps_no_decay`. If several saved groups held the parameters, the own options stay ({} is
+    returned), with a warning; {} too for a group without parameters.
     """
-    mine = names[number]
-    if not mine:
+    own_names = names[number]
+    if not own_names:
         return {}
     for members, group in saved:
-        if members.issuperset(mine):
+        if members.issuperset(own_names):
             options = {key: value for key, value in group.items() if key not in STRUCTURE}
-            beside = [
+            # Groups that were one group with this group when the state was saved
+            siblings = [
                 other
                 for i, other in enumerate(own)
                 if i != number and names[i] and members.issuperset(names[i])
             ]
-            if _keeps_no_decay(own[number], beside, options):
-                came = options.pop("weight_decay")
+            if _keeps_no_decay(own[number], siblings, options):
+                saved_decay = options.pop("weight_decay")
                 warn_caller(
-                    f"group {number} ({shortened(mine[0])}, ...) keeps weight_decay=0: its "
+                    f"group {number} ({shortened(own_names[0])}, ...) keeps weight_decay=0: its "
                     f"parameters were saved in one group with others that have weight "
-                    f"decay here, with weight_decay={shortened(came)}. Set the group's "
+                    f"decay here, with weight_decay={shortened(saved_decay)}. Set the group's "
                     "weight_decay after loading to go on with that"
                 )
             return options
     warn_caller(
-        f"group {number} ({shortened(mine[0])}, ...) keeps its own lr and other options: its "
+        f"group {number} ({shortened(own_names[0])}, ...) keeps its own lr and other options: its "
         "parameters were saved in several groups, whose options may differ"
     )
     return {}
 
 
-def _keeps_no_decay(own: dict, beside: list[dict], options: dict) -> bool:
-    """Whether a group without weight decay stays so, although the saved `options` have some: it
-    was split off from groups with weight decay after the state was saved.
+def _keeps_no_decay(own: dict, siblings: list[dict], options: dict) -> bool:
+    """Return whether a group without weight decay keeps weight_decay=0 although the saved `options`
+    have some: the group was split off from groups with weight decay after the save.
 
-    `beside`: the own groups that take the same saved options. The default group "no_decay" counts
-    as split off whatever the others have.
+    `siblings`: own groups with equal saved options. The default group "no_decay" always counts as
+    split off.
     """
-    split = own.get("name") == NO_DECAY or any(group["weight_decay"] for group in beside)
-    return bool(beside and split and not own["weight_decay"] and options.get("weight_decay"))
+    is_split = own.get("name") == NO_DECAY or any(group["weight_decay"] for group in siblings)
+    return bool(siblings and is_split and not own["weight_decay"] and options.get("weight_decay"))
 
 
-def _with_all_options(saved: list[dict], own: list[dict]) -> list[dict]:
-    """Groups of torch.distributed.checkpoint: divided as the own ones, with names for numbers.
+def _match_checkpoint_groups(saved: list[dict], own: list[dict]) -> list[dict]:
+    """Return groups of torch.distributed.checkpoint, which have names instead of numbers and the
+    division of the own groups.
 
-    Nested, torch gives the options of a saved group to one of the groups that were cut from it, and
-    those of several to a group made of them. The `param_names` that came along tell which
-    parameters the saved group had, where the groups are named: then options go by `options_of`.
-    Else groups stay as torch has divided them.
+    In the nested form torch gives the options of a saved group to only one of the groups cut from
+    it, and mixes the options of several saved groups. If groups are named, the saved `param_names`
+    tell the parameters of each saved group, and options follow `options_of`. Otherwise groups stay
+    as torch divided them.
     """
-    ours = [_clean_names(group) for group in own]
+    own_names = [_clean_names(group) for group in own]
     params = [[clean_name(name) for name in group["params"]] for group in saved]
-    known = {name for names in ours for name in names}
+    known = {name for names in own_names for name in names}
+    # `param_names` of the groups as saved, before torch divided the groups anew
     carried = [(set(_clean_names(group)), group) for group in saved if group.get("param_names")]
-    if ours != params or not carried or any(not names <= known for names, _ in carried):
+    if own_names != params or not carried or any(not names <= known for names, _ in carried):
         return saved
     matched = []
-    for number, (names, group) in enumerate(zip(ours, saved)):
+    for number, (names, group) in enumerate(zip(own_names, saved)):
         _check_options(number, own[number], group)
         _check_kind(number, own[number], group)
-        options = options_of(number, own, ours, carried) if names else group
+        options = options_of(number, own, own_names, carried) if names else group
         matched.append({**options, "params": group["params"]})
     return matched
 
 
-def _in_own_order(saved: dict, own: dict) -> dict:
-    """A saved group with `params` in the order in which the own group has their names; as it is
-    where the names differ.
+def _reordered(saved: dict, own: dict) -> dict:
+    """Return a saved group with `params` in the order of the own group's names; unchanged if names
+    differ.
     """
-    ours, theirs = _clean_names(own), _clean_names(saved)
-    number = dict(zip(theirs, saved["params"]))
-    if (
-        not ours
-        or not len(ours) == len(theirs) == len(number) == len(saved["params"])
-        or set(ours) != set(number)
-    ):
+    own_names = _clean_names(own)
+    names = _clean_names(saved)
+    number = dict(zip(names, saved["params"]))
+    # Unequal lengths: names are missing, or a name occurs twice
+    is_named = len(own_names) == len(names) == len(number) == len(saved["params"])
+    if not own_names or not is_named or set(own_names) != set(number):
         return saved
-    return {**saved, "params": [number[name] for name in ours], "param_names": own["param_names"]}
+    params = [number[name] for name in own_names]
+    return {**saved, "params": params, "param_names": own["param_names"]}
 
 
 def without_holes(state: object) -> object:
-    """A parameter's saved state without keys that hold an empty dict. torch's flattened form puts
-    one for each key of a parameter that had no state when it was saved.
+    """Return the saved state of a parameter without keys that hold an empty dict. torch's flattened
+    form has an empty dict for each key of a parameter without state.
     """
     if not isinstance(state, dict):
         return state
@@ -310,8 +345,8 @@ def without_holes(state: object) -> object:
     return {key: value for key, value in state.items() if key not in holes}
 
 
-def _warn_of_lacking_state(groups: list[dict], restored: dict) -> None:
-    """Warn if a checkpoint does not bring state of all parameters that require a gradient."""
+def _warn_of_missing_state(groups: list[dict], restored: dict) -> None:
+    """Warn if a checkpoint lacks state of parameters with gradients."""
     named = [entry for group in groups for entry in names_in(group).items()]
     lacking = [name for param, name in named if param.requires_grad and not restored.get(param)]
     if lacking:
@@ -324,15 +359,14 @@ def _warn_of_lacking_state(groups: list[dict], restored: dict) -> None:
         warn_caller(text)
 
 
-def restore(loaded, groups, options) -> dict:
-    """{parameter: a copy of its saved state, in the dtype and place in which the optimizer keeps
-    it}.
+def restore(loaded: dict, groups: list[dict], options: MuonConfig) -> dict:
+    """Return {parameter: copy of the saved state, in the dtype and placements of the optimizer}.
 
-    `loaded`: a state dict of as many groups and parameters. Tensors that lie otherwise than the
-    parameter are moved; from DTensors that is collective. Raises ValueError, naming the parameter,
-    for what does not fit.
+    `loaded`: a state dict with an equal number of groups and parameters. Tensors with other
+    placements than the parameter's are redistributed; for DTensors that is collective. Raises
+    ValueError, with the parameter's name, for state that does not fit.
     """
-    members = []
+    members = []  # (parameter, group, name, saved state)
     for number, (group, saved) in enumerate(zip(groups, loaded["param_groups"])):
         _check_options(number, group, saved)
         _check_kind(number, group, saved)
@@ -344,24 +378,27 @@ def restore(loaded, groups, options) -> dict:
         for param, group, name, state in members:
             check_state(param, state_keys(group), name, state)
     except ValueError as error:
-        refusal = error  # other ranks may wait for this one
+        refusal = error  # raised by check_shards: other ranks may wait for this rank
     check_shards(members, options, refusal)
     return {
-        param: _restored(param, state_keys(group), state, options)
+        param: _restored_state(param, state_keys(group), state, options)
         for param, group, _, state in members
     }
 
 
-def _of_others(state) -> dict:
-    """What neither this optimizer keeps nor torch's AdamW, with an option that is refused."""
+def _foreign_entries(state: object) -> dict:
+    """Return the entries of a parameter's state that neither this optimizer nor torch's AdamW
+    keeps.
+    """
+    # max_exp_avg_sq: of torch's AdamW with amsgrad
     return {
         key: value for key, value in state.items() if key not in (*STATE_KEYS, "max_exp_avg_sq")
     }
 
 
-def check_state(param, keys, name, state) -> None:
-    """Raise ValueError unless the saved `state` of a parameter can be that of one whose rule keeps
-    `keys`: all of them or none, but NorMuon goes on with Muon's, which has no second moment.
+def check_state(param: torch.Tensor, keys: Sequence[str], name: str, state: object) -> None:
+    """Raise ValueError unless `state` can be the saved state of `param` under a rule with state
+    `keys`: all keys or none. NorMuon also accepts state of Muon, without second moment.
     """
     name = shortened(name)
     if not isinstance(state, dict):
@@ -370,6 +407,7 @@ def check_state(param, keys, name, state) -> None:
             "of "
             f"{', '.join(keys)}: it was saved by another optimizer, or is damaged"
         )
+    # An empty state is allowed: the parameter starts anew
     if state and not set(keys) - {"second_moment"} <= set(state):
         raise ValueError(
             f"the state of parameter {name} is "
@@ -378,28 +416,31 @@ def check_state(param, keys, name, state) -> None:
             "optimizer or for another kind of group"
         )
     for key in [k for k in keys if k in state]:
-        shape, came = state_shape(param, key), tuple(getattr(state[key], "shape", ()))
-        if came != shape and not (key == "step" and came == (1,)):
+        shape = state_shape(param, key)
+        saved_shape = tuple(getattr(state[key], "shape", ()))
+        # A step count of shape (1,) is reshaped by `_restored_state`
+        if saved_shape != shape and not (key == "step" and saved_shape == (1,)):
             raise ValueError(
-                f"{key} of parameter {name} has shape {shortened(came)} in the state, "
+                f"{key} of parameter {name} has shape {shortened(saved_shape)} in the state, "
                 f"but a parameter of shape {tuple(param.shape)} needs {shape}: it was "
                 "saved for another parameter"
             )
-        dtype = _tensor(state[key], f"{key} of parameter {name}").dtype
-        whole = key == "step" and not dtype.is_complex and dtype != torch.bool
-        if not (dtype.is_floating_point or whole):
+        dtype = _as_tensor(state[key], f"{key} of parameter {name}").dtype
+        is_count = key == "step" and not dtype.is_complex and dtype != torch.bool
+        if not (dtype.is_floating_point or is_count):
             raise ValueError(
                 f"{key} of parameter {name} has dtype {dtype} in the state, but it needs a "
                 "floating-point "
                 "one: it was saved by another optimizer, or is damaged"
             )
     if "step" in keys and "step" in state:
-        _check_count(_tensor(state["step"]), name)
+        _check_step_count(_as_tensor(state["step"]), name)
 
 
-def _check_count(step: torch.Tensor, name: str) -> None:
-    """Raise ValueError unless AdamW's count of steps is a whole number >= 0. Reads the device."""
+def _check_step_count(step: torch.Tensor, name: str) -> None:
+    """Raise ValueError unless AdamW's step count is a whole number >= 0. Waits for the device."""
     step = local_of(step)
+    # Without values, as of a model on the meta device
     if step.is_meta or isinstance(step, FakeTensor):
         return
     count = float(step)
@@ -411,20 +452,21 @@ def _check_count(step: torch.Tensor, name: str) -> None:
         )
 
 
-def _check_kind_of(name: str, group: dict, saved: dict) -> None:
-    """Raise ValueError for a parameter of `group` that was saved in a group of the other kind."""
-    ours, theirs = bool(group["use_muon"]), bool(saved.get("use_muon", group["use_muon"]))
-    if ours != theirs:
+def _check_param_kind(name: str, group: dict, saved: dict) -> None:
+    """Raise ValueError for a parameter saved in a group of the other kind (Muon or AdamW)."""
+    is_muon = bool(group["use_muon"])
+    was_muon = bool(saved.get("use_muon", is_muon))
+    if is_muon != was_muon:
         raise ValueError(
-            f"parameter {shortened(name)} is in a group of {KINDS[theirs]} in the "
-            f"state dict, but in one of {KINDS[ours]} here: put it into a group of "
+            f"parameter {shortened(name)} is in a group of {KINDS[was_muon]} in the "
+            f"state dict, but in one of {KINDS[is_muon]} here: put it into a group of "
             "the kind in which it was saved"
         )
 
 
-def _check_saved_here(number: int, group: dict, saved: dict) -> None:
-    """Raise ValueError for a saved group of another Muon, or of SGD: its momentum and its options
-    mean something else. Keys that the own group has, too, are nobody's mark.
+def _check_source(number: int, group: dict, saved: dict) -> None:
+    """Raise ValueError for a group saved by a Muon of another package or by SGD, whose momentum and
+    options have a different meaning. Keys of the own group identify no package.
     """
     where = f"parameter group {number} was saved by"
     convert = "pass the state dict through convert_state_dict first, which says more"
@@ -433,20 +475,21 @@ def _check_saved_here(number: int, group: dict, saved: dict) -> None:
             f"{where} {PEERS[names[0]].title} (keys {listed(saved)}), which scales its "
             f"state or its steps differently: {convert}"
         )
-    # A state dict of an older version may lack one of them
-    own = {"adjust_lr_fn", "ns_coefficients"}
-    if group["use_muon"] and "momentum" in saved and not own & set(saved):
+    # A state dict of an older version of this package may lack one of the two
+    own_marks = {"adjust_lr_fn", "ns_coefficients"}
+    if group["use_muon"] and "momentum" in saved and not own_marks & set(saved):
         raise ValueError(
             f"{where} another optimizer: it has momentum, but no adjust_lr_fn (keys "
             f"{listed(saved)}). If that was a Muon, {convert}"
         )
 
 
-def _check_options(number, group, saved) -> None:
-    """Raise ValueError for a group of another optimizer, and for options of a saved group that
-    would change the rule of a step and are not known here.
+def _check_options(number: int, group: dict, saved: dict) -> None:
+    """Raise ValueError for a group of a different optimizer, and for options that change the rule
+    of a step and are unknown to this optimizer.
     """
-    _check_saved_here(number, group, saved)
+    _check_source(number, group, saved)
+    # A saved `beta2` means NorMuon's rule, and this group is not NorMuon's
     other = [key for key in CHANGED if saved.get(key)] + ["beta2"] * (
         "beta2" in saved and "beta2" not in group
     )
@@ -461,24 +504,27 @@ def _check_options(number, group, saved) -> None:
         )
 
 
-def _check_kind(number, group, saved) -> None:
+def _check_kind(number: int, group: dict, saved: dict) -> None:
     """Raise ValueError for a saved group of the other kind, or with a number out of range."""
-    ours, theirs = bool(group["use_muon"]), bool(saved.get("use_muon", group["use_muon"]))
-    if ours != theirs:
+    is_muon = bool(group["use_muon"])
+    was_muon = bool(saved.get("use_muon", is_muon))
+    if is_muon != was_muon:
         names = saved.get("param_names") or saved["params"] or ["no parameters"]
         raise ValueError(
             f"parameter group {number} ({shortened(names[0])}, ...) is one of "
-            f"{KINDS[theirs]} in the state dict, but of {KINDS[ours]} here: build the "
+            f"{KINDS[was_muon]} in the state dict, but of {KINDS[is_muon]} here: build the "
             "groups in the order in which they were saved"
         )
+    # The saved numbers of the options that this group has
     with in_group(number, group):
         check_numbers({**group, **{key: saved[key] for key in saved if key in group}})
 
 
-def _tensor(value: object, what: str = "a state") -> torch.Tensor:
-    """A tensor, or a number (AdamW's steps in old files) as one on the CPU. The default dtype need
-    not hold the number, and the default device may be without memory. Raises ValueError that begins
-    with `what` for anything else.
+def _as_tensor(value: object, what: str = "a state") -> torch.Tensor:
+    """Return a tensor unchanged, or a number (step counts in old files) as a tensor on the CPU.
+
+    Raises ValueError, beginning with `what`, for anything else. Dtype and device are explicit: the
+    default dtype may not hold the number, and the default device may have no memory.
     """
     if isinstance(value, torch.Tensor):
         return value
@@ -494,20 +540,24 @@ def _tensor(value: object, what: str = "a state") -> torch.Tensor:
         ) from error
 
 
-def _restored(param, keys, state, options) -> dict:
+def _restored_state(
+    param: torch.Tensor, keys: Sequence[str], state: dict, options: MuonConfig
+) -> dict:
+    """Return a copy of a parameter's saved state in the dtypes and placements of the optimizer."""
     kept = {}
     for key in [k for k in keys if k in state]:
         device, dtype = state_device_and_dtype(key, param, options.state_dtype)
-        value = _tensor(state[key]).detach()
+        value = _as_tensor(state[key]).detach()
         if key == "step":
             value = value.reshape(())
+        # Rows of owner state stay rows; the next step moves the rows to the owners
         elif not options.owner_keeps_state or not is_by_rows(value, options.process_group):
             value = place_like(value, param)
+        # A copy: the user's state dict must not change with the next step
         local = local_of(value).to(device, dtype, copy=True)
-        dtensor = is_dtensor(value)
         kept[key] = (
             as_dtensor(local, value.shape, value.device_mesh, value.placements)
-            if dtensor
+            if is_dtensor(value)
             else local
         )
     return kept
