@@ -233,6 +233,15 @@ def test_every_variable_of_the_tests_is_documented():
     assert tests <= named <= tests | set(table("docs/env.md", "## The package"))
 
 
+def test_the_tree_of_the_walk_is_complete():
+    """Files whose row begins with a link; the `__init__.py` of a folder is empty, and `_ops.py` is generated."""
+    root = ROOT / "torch-ext" / "optimizer"
+    files = {p.relative_to(ROOT).as_posix() for p in root.rglob("*.py")
+             if p.name not in ("__init__.py", "_ops.py") or p == root / "__init__.py"}
+    rows = re.findall(r"^\| \[[^\]]*\]\(\.\./([^()\s]*\.py)\) \|", text_of("docs/walk.md"), re.MULTILINE)
+    assert set(rows) == files
+
+
 def test_every_mode_has_a_section():
     sections = set(re.findall(r"^## (.*)$", text_of("docs/modes.md"), re.MULTILINE))
     assert set(table("docs/modes.md", "# Modes")) <= sections

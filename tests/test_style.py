@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections import Counter
 from pathlib import Path
 
@@ -238,7 +240,75 @@ def test_class_attributes_of_optimizers_are_never_assigned():
     assert kept & assigned == set() and kept <= {"_extra_keys"}
 
 
+# Attributes of torch's objects that a module replaces, each for a reason that stands beside the line
+FOREIGN = {
+    "communication.owner_state": {"state"},
+    "communication.process_groups": {"template", "bound_device_id", "_hash_ranks_to_str"},
+    "execution.cuda_graphs": {"destroy_process_group", "shutdown"},
+    "execution.overlap.module_hooks": {"unshard"},
+    "params.config": {"__signature__"},
+    "params.errors": {"args"},
+}
+
+
+@every_module
+def test_objects_are_changed_by_their_own_module_only(module):
+    """An object is complete after its constructor, and no other module assigns to it afterwards."""
+    if module.startswith("kernels."):
+        return  # descriptors and Triton's objects
+    own, others = set(), set()
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.ClassDef):
+            own |= {line.target.id for line in node.body if isinstance(line, ast.AnnAssign)}
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            (own if is_own else others).add(node.attr)
+    assert others - own == FOREIGN.get(module, set())
+
+
 # Text
+
+
+# Words that stand for a noun that a docstring should name instead
+PRONOUNS = set(
+    "it its itself this that those these they them their what which one ones other others same such so there here "
+    "whose".split())
+PRONOUNS_PER_100 = 3.5
+COMMENTS_PER_1000 = 40  # comments for lines of code, outside of kernels
+
+
+def docstrings(tree: ast.AST) -> list[str]:
+    documented = [n for n in ast.walk(tree) if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+    return list(filter(None, map(ast.get_docstring, documented)))
+
+
+def test_docstrings_name_their_objects():
+    texts = [text.lower() for tree in TREES.values() for text in docstrings(tree)]
+    words = [word for text in texts for word in re.findall("[a-z]+", text)]
+    assert 100 * sum(word in PRONOUNS for word in words) <= PRONOUNS_PER_100 * len(words)
+
+
+def test_comments_say_why():
+    comments = code = 0
+    for module, path in PATHS.items():
+        if not module.startswith("kernels."):
+            tokens = list(tokenize.generate_tokens(io.StringIO(path.read_text()).readline))
+            comments += sum(token.type == tokenize.COMMENT for token in tokens)
+            ended = {token.end[0] for token in tokens if token.type == tokenize.NEWLINE}
+            code += len(ended) - len(docstrings(TREES[module]))
+    assert 1000 * comments >= COMMENTS_PER_1000 * code
+
+
+@every_module
+def test_arguments_are_annotated(module):
+    """All of them, and results, but for Triton's functions."""
+    for name, function in functions(TREES[module]):
+        if is_kernel(function):
+            continue
+        given = function.args
+        arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+        bare = [a.arg for a in arguments if a is not None and a.annotation is None and a.arg not in ("self", "cls")]
+        assert bare == [], f"{module}.{name}"
 
 
 @every_module

@@ -292,8 +292,7 @@ class Muon(StateDictMethods):
         validation.check_memory(self.param_groups)
         self._init_groups()
         self._has_all_groups = True
-        # Do not keep parameters alive that leave their groups
-        self._first_members = validation.Members()
+        self._first_members = validation.Members()  # parameters that leave groups may be freed
 
     def _start(self, options: MuonConfig) -> None:
         """Set all attributes, for `__init__` and for a copy, which is made without `__init__`.
@@ -391,7 +390,7 @@ class Muon(StateDictMethods):
     def _step_supports_amp_scaling(self, value: bool) -> None:
         itself = self._itself()
         itself._options = replace(itself._options, unscale_in_step=bool(value))
-        itself._unscaling.answer = bool(value)
+        itself._unscaling.set_answer(bool(value))
 
     # A graph break in a compiled training step: the optimizer captures graphs itself
     @torch._disable_dynamo

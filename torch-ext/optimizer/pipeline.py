@@ -90,8 +90,6 @@ def precompile_kernels(jobs: Iterable[Job], device: torch.device) -> None:
     """
     launches = [launch for update, group in jobs for launch in update.launches(group)]
 
-    launches = [launch for update, group in jobs for launch in update.launches(group)]
-
     def launch_all() -> None:
         for launch in launches:
             launch()

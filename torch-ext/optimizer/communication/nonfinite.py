@@ -258,6 +258,10 @@ class Unscaling:
         self._has_warned = self._has_warned or any(map(_warn_if_unlike, self._mixed))
         return self.answer
 
+    def set_answer(self, in_step: bool) -> None:
+        """Take an answer that somebody has set on the optimizer."""
+        self.answer = in_step
+
     def resolve(self, options: MuonConfig) -> MuonConfig:
         """Return the options for comparison between ranks: `unscale_in_step=None` is replaced by
         the answer. Without a scaler there is no answer, and ranks may differ.

@@ -269,7 +269,6 @@ class OwnerUpdate(BoundUpdate):
     ) -> None:
         """Bind the buffers of both all-to-alls; None: wire_dtype.
 
-        [Note: buffers of the return all-to-all]
         The receive buffer of the inbound all-to-all ("arrive") is the send buffer of the return
         all-to-all. Received pieces are copied into whole matrices before updates overwrite the
         buffer; direct matrices are read and written in the buffer. The send buffer of the inbound
