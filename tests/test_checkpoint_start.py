@@ -137,7 +137,7 @@ def test_state_of_owners_is_no_larger_on_request():
 def test_it_waits_for_what_has_left_during_backward(monkeypatch):
     _, groups = small()
     optimizer = package().Muon(groups)
-    monkeypatch.setattr(type(optimizer._backward_overlap), "begun", True)
+    monkeypatch.setattr(type(optimizer._backward_overlap), "has_started", True)
     with pytest.raises(RuntimeError, match="init_state is not possible now: .* Call step"):
         optimizer.init_state()
     assert not optimizer.state
