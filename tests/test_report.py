@@ -66,6 +66,8 @@ def test_the_report_says_what_the_plan_says(reduced):
         assert all(re.match(r"\d+ +(exchange|reduce|elementwise|reduce_elementwise) ", line)
                    for line in lines[2:2 + len(rows)])
         assert f"largest load / mean = {balance:.3f} over 4 ranks" in text and "measured: " in text
+        # No assignment of whole matrices is better; chunks of AdamW's parameters are no matrices
+        assert float(re.search(r"no less than ([\d.]+)", text)[1]) <= balance + 1e-3
         assert {"under way", "apply"} <= set(parts)
     assert sum(mine for mine, *_ in (row for r in results for row in r[1].values())) == 21
 
@@ -135,3 +137,20 @@ def test_errors_say_what_to_do(monkeypatch, optimizer):
 def test_bytes_are_readable(optimizer):
     read = part("execution.report")._bytes
     assert [read(n) for n in (0, 1023, 1024, 3 << 20, 5 << 40)] == ["0 B", "1023 B", "1.0 KiB", "3.0 MiB", "5120.0 GiB"]
+
+
+def balance_beside_chunks(rank, world):
+    """(max / mean of the report, the least that whole matrices allow) beside a large parameter of AdamW."""
+    params = [nn.Parameter(torch.randn(8, 8)) for _ in range(4)] + [nn.Parameter(torch.randn(4096, 8))]
+    groups = [{"params": params[:-1]}, {"params": params[-1:], "use_muon": False}]
+    opt = package().Muon(groups, process_group=dist.group.WORLD, shard_state=True)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    report = opt.plan_report()
+    return report.balance, report.least_load * world / sum(report.loads.values())
+
+
+def test_chunks_of_adamw_are_no_matrices(optimizer):
+    for balance, least in run_threads(2, balance_beside_chunks):
+        assert least <= balance <= 2

@@ -399,7 +399,7 @@ class Muon(StateDictMethods):
         """Step all parameters; return the closure's loss. All ranks take the first step together,
         which makes the plan, and each step after a change of parameters or placements.
 
-        Raises RuntimeError if the step fails half-way, and from then on until `load_state_dict`.
+        An error half-way names its bucket; then `step` raises RuntimeError until `load_state_dict`.
         """
         itself = self._itself()
         create.refuse_inconsistent(itself._half_way or itself._backward_overlap.failed)
@@ -521,7 +521,7 @@ class Muon(StateDictMethods):
         return self._backward_overlap.allow_start(ready)
 
     def _as_bound(self) -> bool:
-        """Whether parameters, state and options, all but gradients, are as in the last step."""
+        """Whether all but gradients is as in the last step, and gradients are not checked first."""
         seen = self._fingerprint
         if seen is None or world_now() is not self._world or self._bound.nonfinite is not None:
             return False

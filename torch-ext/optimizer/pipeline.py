@@ -16,7 +16,8 @@ import torch
 from .kernels.launch import precompile
 from .params import errors
 
-# One bucket receives, one is computed, one is sent back. Each has a bucket buffer of its own.
+# One bucket receives, one is computed, one is sent back. Each has a bucket buffer of its own. The
+# number follows from `run`, which does not read it: fewer buffers would be overwritten.
 BUCKETS_IN_FLIGHT = 3
 
 
@@ -102,7 +103,7 @@ def run(jobs: Sequence[Job], closing: Callable[[], None] | None = None) -> None:
     """Step all buckets, at most BUCKETS_IN_FLIGHT at a time.
 
     `jobs`: in an equal order on all ranks. `closing`: called when no bucket will issue a further
-    collective.
+    collective; the last bucket is applied after it.
 
     In turn i bucket i starts the inbound all-to-all, then bucket i - 1 is computed and starts the
     outbound all-to-all, then bucket i - 2 is applied. So all-to-alls run while matrices are

@@ -72,7 +72,7 @@ class MissingGradients:
 
     def local_flags(self) -> list[bool]:
         """Return a flag for each compared parameter, in the order of `flags`: whether the rank has
-        the gradient.
+        the gradient. Sets `has_missing` for the rest of the step.
         """
         self.has_missing = False
         for store in self.stores:
@@ -89,8 +89,8 @@ class MissingGradients:
     def begin_step(self, creates_state: bool) -> bool:
         """Return whether the step creates state and changes nothing else.
 
-        `creates_state`: whether the caller permits `report_zeros_as_missing`. Forgets the remains
-        of a failed step.
+        `creates_state`: whether the caller permits `report_zeros_as_missing`. Resets `only_counts`,
+        which a failed step may have left.
         """
         self.only_counts = creates_state and self.report_zeros_as_missing()
         return self.only_counts

@@ -285,13 +285,15 @@ class OwnerUpdate(BoundUpdate):
 class ShardedUpdate(OwnerUpdate):
     """FSDP2, HSDP, TP x FSDP, and DDP with reduced gradients. Layouts differ in pieces only.
 
-    Where the gradient G of a piece is, phase by phase (FSDP2: G is the rank's rows of `param.grad`
-    after the reduce-scatter of backward). G stays in `param.grad` and is only read; a rank sends U:
+    What becomes of the gradient G of a piece, phase by phase (FSDP2: G is the rank's rows of
+    `param.grad` after the reduce-scatter of backward). G stays in `param.grad` and is only read; a
+    rank sends U:
 
     - `pack`, owner is another rank: G and M are read, U is written to the inbound send buffer.
     - inbound all-to-all: U moves to the owner's receive buffer.
     - `pack_local`, owner is this rank: U is written to workspace "kept", if Newton-Schulz reads the
-      matrix there (see [Note: direct matrices] in rank_plan.py).
+      matrix there (see [Note: direct matrices] in rank_plan.py). If no rank sends anything (DDP),
+      there is nothing to run beside, and `orthogonalize` writes it.
     - `orthogonalize`: U of the remaining own pieces is written into the stack of whole matrices,
       and received U are copied beside. Newton-Schulz turns each whole U into O, and NorMuon
       rescales the rows of O. Pieces of O are copied to the return send buffer, or to "kept".
@@ -380,7 +382,8 @@ class ShardedUpdate(OwnerUpdate):
         into "kept".
         """
         # The stacks lie in the shared scratch. While the inbound all-to-all ran, the bucket before
-        # was still orthogonalized there, so own pieces could not be written any earlier.
+        # was still orthogonalized there, so own pieces could not be written any earlier. Without
+        # an inbound all-to-all the pieces of direct matrices are packed here as well.
         self._run_pack(self.pack_after_inbound, constants)
         self.assemble()
         self.iterate(constants.steps, constants.eps)

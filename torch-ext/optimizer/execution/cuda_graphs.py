@@ -32,7 +32,7 @@ def graphs() -> str:
 
 
 # Captures of one part. If the host values of a part keep changing, as by a schedule, further
-# captures would cost more than the few replays of each save.
+# captures would cost more than their few replays save.
 CAPTURES = 8
 
 

@@ -142,8 +142,9 @@ PARAMETERS_CHANGED = (
 class BoundStep:
     """A step bound to memory: stores, bucket updates, inputs and flags of all plans.
 
-    Never changed after the constructor. Replaced as a whole when parameters, state or gradients
-    have moved. Without plans nothing is bound.
+    Views, buffers and launches never change after the constructor; a step changes what `stores`,
+    `inputs` and `missing` know of its gradients. Replaced as a whole when parameters, state or
+    gradients have moved. Without plans nothing is bound.
     """
 
     def __init__(

@@ -322,7 +322,8 @@ def report_of(
 
 def _cost_model(update: BucketUpdate, group: dict) -> CostModel | None:
     """The cost model of a bucket of matrices; None for AdamW and for a pause."""
-    has_matrices = update.bucket is not None and "ns_steps" in group
+    # Not by keys: torch puts every default of the optimizer into every group
+    has_matrices = update.bucket is not None and group["use_muon"]
     return CostModel.of(group, update.store.device) if has_matrices else None
 
 

@@ -82,7 +82,7 @@ def adopt_state(
 
 
 def complete_state(groups: list[dict], state: dict, options: MuonConfig) -> None:
-    """Create missing state of all parameters with gradients, zero and in place; without
+    """Create missing state of all parameters that require a gradient: zero, in place, without
     communication.
 
     State is placed like the parameter. State kept by owners gets as many rows on each rank as a

@@ -206,8 +206,7 @@ def _record_launches(
     """Call `work` and keep the launches under `key`, if all of them can be recorded.
 
     A call without launches is not kept: a dry run launches nothing, and would be replayed as
-    nothing.
-    An error of `work` ends the recording.
+    nothing. An error of `work` ends the recording.
     """
     _thread.recording = []
     _thread.memory = [range(m.data_ptr(), m.data_ptr() + m.nbytes) for m in memory], starts
