@@ -187,13 +187,14 @@ def _llama(kind: str = "LlamaForCausalLM") -> torch.nn.Module:
 def split_of(folder: Path) -> Callable[[torch.nn.Module], list[tuple[str, str, str, str]]]:
     """A function that returns (name, shape, side, reason) of each parameter, by the split in a source folder.
 
-    Only param_groups.py and its imports are loaded, as parts of a package of another name.
+    Only the module of the default groups and its imports are loaded, as parts of a package of another name.
     """
     package = f"split_{abs(hash(folder)):x}"
     if package not in sys.modules:
         sys.modules[package] = types.ModuleType(package)
         sys.modules[package].__path__ = [str(folder)]
-    groups = importlib.import_module(f"{package}.params.param_groups")
+    nested = (folder / "params" / "param_groups.py").exists()  # older folders are flat
+    groups = importlib.import_module(f"{package}.params.param_groups" if nested else f"{package}.groups")
 
     def split(model: torch.nn.Module) -> list[tuple[str, str, str, str]]:
         reports = []
