@@ -320,12 +320,10 @@ def _warn_if_unlike(entries: list) -> bool:
         return False
     warn_caller(
         f"parameter {name_in(*first)} has no gradient here. torch.amp.GradScaler compares what it "
-        "found over "
-        "the mesh and by the placements of the first gradient of each dtype, here that of "
-        f"{name_in(*here)}: "
-        "ranks that have the other one compare otherwise, and all wait for each other until the "
-        "process "
-        "group's timeout. Have all ranks make the same gradients, zeros where need be"
+        "found over the mesh and by the placements of the first gradient of each dtype, here that "
+        f"of {name_in(*here)}: ranks that have the other one compare otherwise, and all wait for "
+        "each other until the process group's timeout. Have all ranks make the same gradients, "
+        "zeros where need be"
     )
     return True
 

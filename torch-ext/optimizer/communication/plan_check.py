@@ -313,8 +313,7 @@ def _compare(
             usual = [rank for rank in ranks if rank not in odd]
             raise RuntimeError(
                 f"rank {this_rank()}: the ranks have different plans. Ranks {odd} and ranks "
-                f"{usual} "
-                f"differ in: {fact}. Build the optimizer alike on all ranks"
+                f"{usual} differ in: {fact}. Build the optimizer alike on all ranks"
             )
 
 
@@ -337,8 +336,7 @@ def _first_difference(
     place = next(i for i, column in enumerate(zip(*rows)) if len(set(column)) > 1)
     return (
         f"parameters; the first is number {place}, here {params[place][0]} (order, shape, dtype, "
-        "placement, or that "
-        "of its gradient)"
+        "placement, or that of its gradient)"
     )
 
 

@@ -239,10 +239,8 @@ class ProcessGroups:
             if "cuda:nccl" not in backends:
                 raise ValueError(
                     f"capturable=True is not allowed: the process group of ranks {ranks} has the "
-                    "backends "
-                    f"{backends}, and CUDA graphs hold collectives of NCCL only: initialize it "
-                    "with nccl, "
-                    "or leave capturable out"
+                    f"backends {backends}, and CUDA graphs hold collectives of NCCL only: "
+                    "initialize it with nccl, or leave capturable out"
                 )
 
 
@@ -355,8 +353,7 @@ def check_process_group(world: dist.ProcessGroup | None, was_world: bool) -> Non
     if world is None or not was_world:
         raise RuntimeError(
             "process_group was destroyed since the optimizer was built; build another one with a "
-            "group "
-            "of now, and load this one's state_dict() into it"
+            "group of now, and load this one's state_dict() into it"
         )
 
 

@@ -297,9 +297,8 @@ def copy_in_form(gradient: torch.Tensor, form: GradientForm, name: str | int) ->
     if torch.promote_types(gradient.dtype, dtype) != dtype:
         raise RuntimeError(
             f"the gradient of parameter {name} came in {gradient.dtype}, after buckets had left "
-            "during "
-            f"backward; in the steps before it came in {dtype}. Load a checkpoint, and take a step "
-            "without last_backward() when dtypes change"
+            f"during backward; in the steps before it came in {dtype}. Load a checkpoint, and take "
+            "a step without last_backward() when dtypes change"
         )
     # Elements from the first to the last one of a strided tensor
     extent = (

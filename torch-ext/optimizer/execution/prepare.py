@@ -65,8 +65,8 @@ def select_params(
             if p.grad is not None and not p.requires_grad:
                 warn_caller(
                     f"parameter {name_in(group, p)} has a gradient but requires_grad=False: it is "
-                    "left alone, "
-                    "for other ranks cannot know; to have it stepped, call requires_grad_() on it"
+                    "left alone, for other ranks cannot know; to have it stepped, call "
+                    "requires_grad_() on it"
                 )
     units = [(group, params) for group, params in units if params]
     return units, [_plan_key(*unit, options.ns_dtype) for unit in units]
@@ -134,8 +134,7 @@ GRADIENTS_MOVED = (
 )
 PARAMETERS_CHANGED = (
     "the step is not replayed, since parameters, their memory or the form of gradients changed or "
-    "a "
-    "gradient is missing"
+    "a gradient is missing"
 )
 
 

@@ -212,8 +212,7 @@ class Report:
             least = self.least_load * len(self.loads) / sum(self.loads.values())
             yield (
                 f"balance: largest load / mean = {self.balance:.3f} over {len(self.loads)} ranks; "
-                "as matrices are "
-                f"not cut, no less than {least:.3f}"
+                f"as matrices are not cut, no less than {least:.3f}"
             )
         for name, found in (("expected", self.expected), ("measured", self.measured)):
             if found:

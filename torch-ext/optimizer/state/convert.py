@@ -181,8 +181,7 @@ def _arguments(source: str, given: dict) -> dict:
     if unknown := sorted(set(given) - set(taken)):
         raise ValueError(
             f"{unknown[0]}={shortened(repr(given[unknown[0]]))} is no argument that the state dict "
-            "of "
-            f"source {source!r} lacks: allowed are {', '.join(taken) or 'none'}"
+            f"of source {source!r} lacks: allowed are {', '.join(taken) or 'none'}"
         )
     return {**taken, **given}
 
@@ -516,8 +515,7 @@ def _refuse(
     how = "in the state dict" if kind == "option" else "as an argument"
     raise NotImplementedError(
         f"{where} has {key}={shortened(repr(value))}, an {kind} of {PEERS[source].title} that has "
-        "no "
-        f"counterpart here: to take the state without it, set {key}={instead!r} {how}"
+        f"no counterpart here: to take the state without it, set {key}={instead!r} {how}"
     )
 
 

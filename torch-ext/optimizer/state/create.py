@@ -177,9 +177,8 @@ def _check_shapes(state: dict, param: torch.Tensor, name: str, by_rows: bool) ->
         if param.ndim and tuple(value.shape[first:]) != expected[first:]:
             raise RuntimeError(
                 f"{key} of parameter {name} has shape {tuple(value.shape)}, but the parameter, of "
-                "shape "
-                f"{tuple(param.shape)}, needs {expected}: it was resized. Delete its entry in the "
-                "optimizer's `state`, or load state that fits"
+                f"shape {tuple(param.shape)}, needs {expected}: it was resized. Delete its entry "
+                "in the optimizer's `state`, or load state that fits"
             )
 
 

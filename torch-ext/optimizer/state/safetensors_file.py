@@ -49,8 +49,7 @@ def export_state(
     if optimizer._is_torn:
         raise RuntimeError(
             "the last step of this optimizer failed half-way, so that a file would hold some state "
-            "of "
-            "before it and some of after it: load a checkpoint (load_state_dict), then export"
+            "of before it and some of after it: load a checkpoint (load_state_dict), then export"
         )
     optimizer._backward_overlap.raise_if_started("export_state")
     # Updates of the last step may still be in flight with overlap_forward
@@ -158,14 +157,13 @@ def _param_names(
         if known.get(param) is None:
             raise ValueError(
                 f"parameter #{i} of shape {tuple(param.shape)} has no name: pass model=, the model "
-                "that "
-                "has it, or build the optimizer from named parameters"
+                "that has it, or build the optimizer from named parameters"
             )
         if is_dtensor(param) or optimizer._options.owner_keeps_state:
             raise ValueError(
                 f"the state of parameter {known[param]} is spread over several ranks, but one file "
-                "is for "
-                "one process: use torch.distributed.checkpoint, which also writes safetensors"
+                "is for one process: use torch.distributed.checkpoint, which also "
+                "writes safetensors"
             )
         namesake = by_name.setdefault(known[param], param)
         if namesake is not param:

@@ -404,8 +404,7 @@ def check_state(param: torch.Tensor, keys: Sequence[str], name: str, state: obje
     if not isinstance(state, dict):
         raise ValueError(
             f"the state of parameter {name} is of type {type(state).__name__}, but it needs a dict "
-            "of "
-            f"{', '.join(keys)}: it was saved by another optimizer, or is damaged"
+            f"of {', '.join(keys)}: it was saved by another optimizer, or is damaged"
         )
     # An empty state is allowed: the parameter starts anew
     if state and not set(keys) - {"second_moment"} <= set(state):
@@ -430,8 +429,7 @@ def check_state(param: torch.Tensor, keys: Sequence[str], name: str, state: obje
         if not (dtype.is_floating_point or is_count):
             raise ValueError(
                 f"{key} of parameter {name} has dtype {dtype} in the state, but it needs a "
-                "floating-point "
-                "one: it was saved by another optimizer, or is damaged"
+                "floating-point one: it was saved by another optimizer, or is damaged"
             )
     if "step" in keys and "step" in state:
         _check_step_count(_as_tensor(state["step"]), name)

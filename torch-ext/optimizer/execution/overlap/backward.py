@@ -29,8 +29,7 @@ from ..step_inputs import StepInputs
 
 NOT_THEN = (
     "Gradients can neither be clipped nor accumulated further then: use last_backward() for the "
-    "last "
-    "micro-batch only, or leave overlap_backward out"
+    "last micro-batch only, or leave overlap_backward out"
 )
 
 # (update, live parameter group, store, sorted indices in the store of the bucket's parameters)
@@ -198,10 +197,8 @@ class BackwardOverlap:
             self.failed = True
             raise RuntimeError(
                 f"after buckets had left during backward, {what}. Other ranks may step with what "
-                "has "
-                "left: load a checkpoint into the model and into the optimizer (load_state_dict), "
-                "then "
-                "go on"
+                "has left: load a checkpoint into the model and into the optimizer "
+                "(load_state_dict), then go on"
             )
 
     def _compare_norms(self, differ: list[torch.Tensor]) -> None:

@@ -256,8 +256,7 @@ class ForwardOverlap:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(
                 f"updates_return_during takes one torch.nn.Module, not {type(model).__name__}: "
-                "call it "
-                "once for each model"
+                "call it once for each model"
             )
         if (before := self.models.pop(model, None)) is not None:
             before.remove()

@@ -62,8 +62,7 @@ class ModelHooks:
         if gathers is None:
             warnings.warn(
                 "overlap_forward=True: this model's parameters are gathered in a way that is not "
-                "known here, "
-                "so that step() waits until its weights are written",
+                "known here, so that step() waits until its weights are written",
                 stacklevel=4,
             )
             return

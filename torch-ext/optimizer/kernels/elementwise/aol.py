@@ -1,4 +1,4 @@
-"""AOL preconditioning (arXiv 2208.03160): rows scaled to length 1, then A <- T A T.
+"""AOL preconditioning (arXiv 2208.03160): rows scaled to length 1, then A <- D A D.
 
 AOL multiplies row i of U by (sum_j |(U U^T)_ij|)^(-1/2), after which no singular value exceeds 1.
 For range, rows are scaled to length 1 first: with Y the unit rows of U, e their lengths in U, and
@@ -63,7 +63,7 @@ def unit_rows_torch(U: torch.Tensor, Y: torch.Tensor, lengths: torch.Tensor) -> 
 
 
 def aol(A: torch.Tensor, lengths: torch.Tensor, scales: torch.Tensor) -> None:
-    """Replace A = Y Y^T by T A T, in place, and write the diagonals of T to `scales`.
+    """Replace A = Y Y^T by D A D, in place, and write the diagonals of T to `scales`.
 
     A (N, n, n) in fp32, bf16 or fp16, any strides; the result is rounded once. `lengths`: as
     written by `unit_rows`. `scales` (N, n), fp32, contiguous; 1 for rows of zeros.
