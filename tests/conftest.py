@@ -21,7 +21,7 @@ import torch
 from tests import ranks
 
 ROOT = Path(__file__).resolve().parent.parent
-LONG = ("test_tiles.py", "test_random.py", "test_soak.py", "test_demo.py", "test_benchmarks.py")
+LONG = ("test_tile_config.py", "test_random.py", "test_soak.py", "test_demo.py", "test_benchmarks.py")
 
 try:
     import hypothesis

@@ -13,7 +13,7 @@ from tests import paths, references
 from tests.paths import PATHS, quiet, take
 from tests.ranks import everywhere, part
 from tests.spectra import KINDS, spectrum
-from tests.test_polar import exact, scaled
+from tests.test_orthogonalize import exact, scaled
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

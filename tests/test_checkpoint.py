@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dsd
 
-from tests import test_routes as routes
+from tests import test_bucket_updates as routes
 from tests.ranks import package, part, run_ranks
 
 UNEVEN = {"dense.up": (33, 7), "dense.down": (10, 12), "dense.square": (16, 16), "dense.thin": (3, 8),

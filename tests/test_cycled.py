@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
 from tests.ranks import everywhere, package, run_threads
-from tests.test_early import backward, departures, fsdp
 from tests.test_muon import copies, gradients, same, weights
+from tests.test_overlap_backward import backward, departures, fsdp
 
 SHAPES = [(6, 4), (5,), (7, 3)]
 SCHEDULES = {"one cycle": lambda opt: OneCycleLR(opt, max_lr=0.1, total_steps=12),

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import PRELOADED, START_S, package, part
-from tests.test_routes import cut
+from tests.test_bucket_updates import cut
 
 TIMEOUT_S = 1.5  # of the process group, in the step with the fault
 AT_ONCE = 48  # processes that run side by side; most of them only wait

@@ -15,7 +15,7 @@ from tests import test_graphs as graphs
 from tests.paths import quiet
 from tests.ranks import part, run_ranks
 from tests.test_graphs import KINDS, STEPS, Run, count, counted, graphs_as, local, placed, tape  # noqa: F401
-from tests.test_missing import MODES, PATTERNS, patterns
+from tests.test_missing_grads import MODES, PATTERNS, patterns
 
 pytestmark = quiet
 SAID = ("a gradient is missing", "gradients lie elsewhere", "could not be captured")  # a word of each message

@@ -1,6 +1,6 @@
 """Input that is empty, thin, scattered, not finite or very large: a right result, and neighbours that notice nothing.
 
-A matrix has the same bits whatever else is computed with it; the batch itself is tested in test_polar.py.
+A matrix has the same bits whatever else is computed with it; the batch itself is tested in test_orthogonalize.py.
 """
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.paths import PATHS, quiet, take
-from tests.test_polar import exact
+from tests.test_orthogonalize import exact
 
 pytestmark = quiet
 

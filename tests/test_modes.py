@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import package, part, run_ranks, run_threads
-from tests.test_routes import cut
+from tests.test_bucket_updates import cut
 
 DENSE = [(16, 24), (24, 16), (10, 12), (3, 8), (16, 16), (33, 7), (16, 24), (1, 9)]  # 3 and 1 rows: empty shards
 EVEN = [(16, 24), (24, 16), (32, 8), (16, 16)]

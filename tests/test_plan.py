@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from tests.ranks import everywhere, package, part, run_threads
-from tests.test_routes import cut
+from tests.test_bucket_updates import cut
 
 MODELS_PY = Path(__file__).resolve().parent.parent / "benchmarks" / "models.py"
 models = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("models", MODELS_PY))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import package, part, run_threads
-from tests.test_routes import cut
+from tests.test_bucket_updates import cut
 
 pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, assume, given, seed, settings

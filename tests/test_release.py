@@ -12,10 +12,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.ranks import package, part, run_threads
-from tests.test_late import install
+from tests.test_bucket_updates import cut
 from tests.test_muon import same
+from tests.test_overlap_forward import install
 from tests.test_replan import alone, build, step, wholes
-from tests.test_routes import cut
 
 WAYS = {"alone": None, "sharded": {}, "replicated": {}, "shard_state": {"shard_state": True},
         "unreduced": {"grads_are_reduced": False}}

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from tests.ranks import package, part, run_ranks, run_threads
+from tests.test_bucket_updates import cut
 from tests.test_muon import EXACT, copies, same, weights
-from tests.test_routes import cut
 
 SHAPES = [(16, 8), (8, 16), (3, 8), (6,), (9, 5)]
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import package, part, run_ranks, run_threads
+from tests.test_bucket_updates import cut
 from tests.test_graphs import KINDS, counted, graphs_as
 from tests.test_modes import DENSE, EXPERTS, LAYOUTS, placements_of
 from tests.test_muon import same
-from tests.test_routes import cut
 
 FLAT = ["replicated", "fsdp rows", "fsdp columns", "experts, fsdp rows", "ep"]  # of any number of ranks
 WIRES, STEPS, LR = (torch.float32, torch.bfloat16), 2, 0.1

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import package, run_ranks
-from tests.test_routes import cut
+from tests.test_bucket_updates import cut
 
 STEPS, MEASURED = 2000, (399, 1999)  # the steps after which things are counted; 400 is the period of what is frozen
 

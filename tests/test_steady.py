@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import package, run_ranks
-from tests.test_late import install
+from tests.test_overlap_forward import install
 
 FEW, MANY = 32, 64  # matrices, and as many vectors
 WAYS = {

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.ranks import run_threads
-from tests.test_early import departures, fsdp
+from tests.test_overlap_backward import departures, fsdp
 
 
 class Delegating:

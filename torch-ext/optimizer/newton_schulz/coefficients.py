@@ -61,8 +61,8 @@ NANOCHAT_PAIR = Pair(
 )
 
 # Set -> index of the first of two steps, from 0 -> pair. A comment in each pair states the largest
-# relative error of Q (tests/test_pairs.py). No pair begins with step 0, whose A is so small that
-# fp16 rounds away most of A^2.
+# relative error of Q (tests/test_coefficients.py). No pair begins with step 0, whose A is so small
+# that fp16 rounds away most of A^2.
 PAIRS: dict[str, dict[int, Pair]] = {
     "polar_express": {
         1: Pair(

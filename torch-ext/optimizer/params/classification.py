@@ -1,7 +1,8 @@
 """`classify`: decide whether a parameter is a hidden matrix, for Muon, or of a kind for AdamW.
 
 Decides by shapes and module types first, by the parameter's place in the model (model_structure.py)
-second, and by names last. The lists of names come from models in use (tests/test_judge.py).
+second, and by names last. The lists of names come from models in use
+(tests/test_classification.py).
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def pipeline_depth(shared: int, elements: int, itemsize: int) -> tuple[int, dict
     """(Pipeline stages of the sum of squares, launch options) for tiles of `elements` elements and
     `shared` bytes of shared memory; None if the tiles do not fit.
 
-    The bytes per element are those of compiled kernels (tests/test_tiles.py).
+    The bytes per element are those of compiled kernels (tests/test_tile_config.py).
     """
     if shared >= max(3 * itemsize, 8) * elements:
         return 4, {}

@@ -1,7 +1,7 @@
 """Updates that return during the next forward: every weight is waited for before it is read, and the bits stay.
 
 On a CPU a machine of notes stands for streams and events: it knows which work comes after which, and tells what is read
-while it may be half-written, or written while it may still be read. On GPUs: test_late_gpus.py.
+while it may be half-written, or written while it may still be read. On GPUs: test_overlap_forward_gpus.py.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import package, part, run_ranks, run_threads
-from tests.test_early import LAYOUTS, alone, build, drawn, planned_along, tensors, vary
+from tests.test_bucket_updates import cut
 from tests.test_modes import DENSE, placements_of
 from tests.test_muon import same
-from tests.test_routes import cut
+from tests.test_overlap_backward import LAYOUTS, alone, build, drawn, planned_along, tensors, vary
 
 STEPS = 4
 

@@ -1,5 +1,5 @@
 """Matrices whose whole iteration stays in shared memory: beside the other path, in any batch and place, on an H100 or
-an H200. `tests/test_tiles.py` compiles the kernel without one.
+an H200. `tests/test_tile_config.py` compiles the kernel without one.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from tests import paths
 from tests.ranks import everywhere
 from tests.spectra import KINDS, spectrum
-from tests.test_polar import error, exact
+from tests.test_orthogonalize import error, exact
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(2, 65, 129), (3, 96, 200), (2, 100, 256), (1, 128, 384), (2, 100, 500), (3, 128, 512), (2, 65, 512),

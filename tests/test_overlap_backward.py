@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import muon_before_a_step, package, part, run_ranks, run_threads
+from tests.test_bucket_updates import cut
 from tests.test_faults import TIMEOUT_S, Faulty, run_mortal
-from tests.test_missing import pattern
+from tests.test_missing_grads import pattern
 from tests.test_modes import DENSE, placements_of
 from tests.test_muon import same
-from tests.test_routes import cut
 
 SHAPES = [(16, 24), (24, 16), (10, 12), (16, 16)] * 3
 LAYOUTS = ["fsdp rows", "fsdp columns", "hsdp", "tp columns x fsdp rows", "ep x fsdp rows", "experts, fsdp rows"]

@@ -1,5 +1,5 @@
-"""Updates that return during the next forward, on a CPU machine of notes (test_late.py): ways in which weights are read
-that a module's forward is not, and what else may see an update that is under way.
+"""Updates that return during the next forward, on a CPU machine of notes (test_overlap_forward.py): ways in which
+weights are read that a module's forward is not, and what else may see an update that is under way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import package, part, run_ranks
-from tests.test_late import install, muon, place
+from tests.test_overlap_forward import install, muon, place
 
 VIEWS = ("detach", "alias", "view", "aten::t", "transpose")
 

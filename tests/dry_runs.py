@@ -1,4 +1,4 @@
-"""What processes compile, load and launch, and in which thread: `python -m tests.rehearsals <scenario> ...`.
+"""What processes compile, load and launch, and in which thread: `python -m tests.dry_runs <scenario> ...`.
 
 Prints a line of JSON for each. Without a GPU, kernels are compiled for sm90 all the same, and a stub stands for the
 driver: it loads and launches nothing. Processes of their own: Triton's interpreter, which other tests use, excludes its

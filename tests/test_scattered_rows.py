@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.paths import PATHS, forget, poisoned, quiet, take
 from tests.ranks import package, part, run_ranks, run_threads
-from tests.test_routes import cut
+from tests.test_bucket_updates import cut
 
 pytestmark = quiet
 

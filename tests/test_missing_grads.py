@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import package, part, run_threads
+from tests.test_bucket_updates import cut
 from tests.test_graphs import graphs_as
-from tests.test_routes import cut
 
 WORLD, PATTERNS = 8, 50
 DENSE, EXPERTS = [(16, 8), (8, 16), (9, 5), (2, 7)], [(8, 6, 4), (8, 4, 6)]

@@ -1,4 +1,4 @@
-"""What follows a Gram matrix in one program: `polar` as a whole is tested in test_polar.py."""
+"""What follows a Gram matrix in one program: `polar` as a whole is tested in test_orthogonalize.py."""
 from __future__ import annotations
 
 from types import SimpleNamespace

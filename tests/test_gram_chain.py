@@ -1,5 +1,5 @@
 """Gram matrices that stay on one processor, and what follows them: programs, who takes them so, and on an
-H100 or an H200 the bits of launches. `tests/test_tiles.py` compiles the kernels without one.
+H100 or an H200 the bits of launches. `tests/test_tile_config.py` compiles the kernels without one.
 """
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from tests import paths
 from tests.ranks import everywhere
-from tests.test_pairs import SETS
+from tests.test_coefficients import SETS
 
 F16, BF16 = torch.float16, torch.bfloat16
 SIZES = [(3, 193), (2, 200), (140, 240), (1, 255), (140, 256), (2, 256)]

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.paths import quiet, take
 from tests.ranks import package, part, run_ranks, run_threads
+from tests.test_bucket_updates import cut
 from tests.test_modes import DENSE, LAYOUTS, placements_of
 from tests.test_muon import EXACT, copies, gradients, same, train, weights
-from tests.test_routes import cut
 
 SHAPES = [(12, 7), (7, 12), (3, 6, 4), (5,), (4, 3)]
 BAD = [math.nan, math.inf, -math.inf]

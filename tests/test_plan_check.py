@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import muon_before_a_step, package, part, run_ranks, run_threads
-from tests.test_routes import cut
+from tests.test_bucket_updates import cut
 
 SHAPES = [(8, 6), (6, 8), (12, 4), (6,)]
 MODES = ["fsdp", "reduced", "unreduced"]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.ranks import package
-from tests.test_groups import split
+from tests.test_param_groups import split
 
 
 def nest(**named) -> nn.Module:

@@ -23,10 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def scenarios(cache: Path, *names: str) -> list[dict]:
-    """What processes of their own report, the first with an empty cache of kernels (tests/rehearsals.py)."""
+    """What processes of their own report, the first with an empty cache of kernels (tests/dry_runs.py)."""
     if reason := paths.why_no_triton():
         pytest.skip(reason)
-    command = [sys.executable, "-m", "tests.rehearsals", *names]
+    command = [sys.executable, "-m", "tests.dry_runs", *names]
     done = subprocess.run(command, cwd=ROOT, env=paths.compiler_environment(cache), capture_output=True, text=True,
                           check=False)
     assert done.returncode == 0, done.stderr
@@ -195,7 +195,7 @@ def test_processes_of_a_machine_compile_a_kernel_once(tmp_path):
     if reason := paths.why_no_triton():
         pytest.skip(reason)
     environment = paths.compiler_environment(tmp_path / "cache") | {"LOCAL_WORLD_SIZE": "2"}
-    ranks = [subprocess.Popen([sys.executable, "-m", "tests.rehearsals", "shares"], cwd=ROOT, stdout=subprocess.PIPE,
+    ranks = [subprocess.Popen([sys.executable, "-m", "tests.dry_runs", "shares"], cwd=ROOT, stdout=subprocess.PIPE,
                               env=environment | {"LOCAL_RANK": str(rank), "MEET": str(tmp_path)}, text=True)
              for rank in range(2)]
     found = [json.loads(rank.communicate(timeout=240)[0].splitlines()[-1]) for rank in ranks]
