@@ -79,6 +79,9 @@ class BoundUpdate(BucketUpdate):
         self.buffer_index = inputs.buffer_index
         self.graphs = inputs.graphs
         self.rank = inputs.store.rank  # global
+        # On the device: a schedule may change these numbers without a new capture
+        self.lr_and_decay = inputs.store.scalars[:2]  # lr, 1 - lr weight_decay
+        self.momentum_weight = inputs.store.scalars[4:5]  # 1 - momentum
 
     # Binding
 
@@ -165,9 +168,7 @@ class BoundUpdate(BucketUpdate):
         store = self.store
         tensors, addresses = gradients or (store.gradients, store.addresses)
         early = self.update_momentum_early
-        # Element 4 of the scalars is 1 - momentum, on the device: a schedule may change lr and
-        # momentum without a new capture
-        pack(tensors, addresses, store.scalars[4:5], constants.nesterov, early)
+        pack(tensors, addresses, self.momentum_weight, constants.nesterov, early)
 
     def _run_update(
         self, update: Update, gradients: Gradients | tuple[()] = (), was_packed: bool = True
@@ -178,8 +179,7 @@ class BoundUpdate(BucketUpdate):
         store = self.store
         tensors, addresses = gradients or (store.gradients, store.addresses)
         writes_momentum = not (was_packed and self.update_momentum_early)
-        # Elements 0 and 1 of the scalars are lr and 1 - lr weight_decay
-        update(store.scalars[:2], tensors, addresses, store.scalars[4:5], writes_momentum)
+        update(self.lr_and_decay, tensors, addresses, self.momentum_weight, writes_momentum)
 
 
 class LocalUpdate(BoundUpdate):
