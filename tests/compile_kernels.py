@@ -226,18 +226,19 @@ def others(arch: str, shared: int):
                 skip, addresses=None, weight=None, update_momentum="i32"),
                 scales="*fp32", factors="*fp32", MOMENTA=momenta))
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
-                 shares="i32", DOWN=32, ACROSS=16, u_strides=ROW_MAJOR, v_strides=("i32", 1, 1), x_strides=ROW_MAJOR,
-                 ROWS=4, COLUMNS=256, WIDE=True, EVEN=16, STRAIGHT=True, STAGES=8, FORM=0,
+                 shares="i32", DOWN=32, ACROSS=16, u_strides=ROW_MAJOR, o_strides=ROW_MAJOR, v_strides=("i32", 1, 1),
+                 x_strides=ROW_MAJOR, ROWS=4, COLUMNS=256, WIDE=True, EVEN=16, STRAIGHT=True, STAGES=8, FORM=0,
                  PDL=arch in ("sm90", "sm100"))
     floats = dict(V="*fp32", squares="*fp32", factors="*fp32", sums="*fp32", beta2="fp32", rest="fp32",
                   guesses="*fp32", scales="*fp32", aim="fp32")
     cast, scales = norm._cast_kernel, norm._norm_kernel
     for kernel in (rows._moments_kernel, rows._norms_kernel, rows._normalize_kernel, cast, scales):
-        yield compile_for(arch, kernel, dict(sizes, **floats, U="*bf16", X="*fp16"))
+        yield compile_for(arch, kernel, dict(sizes, **floats, U="*bf16", O="*bf16", X="*fp16"))
         if arch == "sm90":  # sizes of 1 are constants to the compiler
-            ones = dict(R=1, C=1, numel=1, parts=1, EVEN=1, u_strides=COLUMN_MAJOR)
-            yield compile_for(arch, kernel, {**sizes, **floats, "U": "*fp32", "X": "*bf16", **ones})
-    in_rows = dict(sizes, **floats, U="*bf16", X="*fp16") | dict(strides=None, u_strides=None)
+            ones = dict(R=1, C=1, numel=1, parts=1, EVEN=1, u_strides=COLUMN_MAJOR, o_strides=COLUMN_MAJOR)
+            yield compile_for(arch, kernel, {**sizes, **floats, "U": "*fp32", "O": "*fp32", "X": "*bf16", **ones})
+    in_rows = dict(sizes, **floats, U="*bf16", O="*bf16", X="*fp16") | dict(
+        strides=None, u_strides=None, o_strides=None)
     for kernel in (rows._moments_kernel, rows._normalize_kernel, cast, scales):
         yield compile_for(arch, kernel, in_rows)
     if arch == "sm90":

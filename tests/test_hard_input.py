@@ -220,15 +220,15 @@ def test_rows_of_more_than_2_31_elements(part):
 @pytest.mark.gpu
 @pytest.mark.parametrize("strides", [(1 << 21, 1), (1, 1 << 21)], ids=str)
 def test_rectangles_that_end_beyond_2_31_elements(part, strides):
-    """What Update and Copy reach lies more than 2^31 elements behind the first element of its own rectangle."""
+    """What WeightUpdate and Copy reach lies more than 2^31 elements behind the first element of its own rectangle."""
     weight_update = part("kernels.elementwise.weight_update")
     memory = torch.zeros((1 << 31) + (1 << 22), dtype=F16, device="cuda")
     W = memory.as_strided((1025, 40) if strides[1] == 1 else (40, 1025), strides)
     values, U = torch.randn(W.shape, device="cuda").half(), torch.randn(W.shape, device="cuda").half()
     W.copy_(values)
     factors, near = torch.tensor([0.1, 0.98], device="cuda"), values.clone()
-    weight_update.Update([W], [U], [0.5])(factors)
-    weight_update.Update([near], [U], [0.5])(factors)
+    weight_update.WeightUpdate([W], [U], [0.5])(factors)
+    weight_update.WeightUpdate([near], [U], [0.5])(factors)
     assert torch.equal(W, near)
     part("kernels.elementwise.momentum").Copy([W], [U])()
     assert torch.equal(W, U) and memory.count_nonzero() <= W.numel()

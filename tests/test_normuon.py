@@ -24,23 +24,23 @@ def normalize(part, path, monkeypatch):
     return part("kernels.elementwise.normuon").normalize
 
 
-def exact(U, V):
+def exact(O, V):
     """Return the result and the new V in fp64 (arXiv 2510.05491, norm preserving)."""
-    U, V = U.double(), V.double()
-    V = BETA2 * V + (1 - BETA2) * U.square().mean(dim=2, keepdim=True)
-    N = U / (V.sqrt() + EPS)
-    return N * torch.linalg.matrix_norm(U, keepdim=True) / torch.linalg.matrix_norm(N, keepdim=True), V
+    O, V = O.double(), V.double()
+    V = BETA2 * V + (1 - BETA2) * O.square().mean(dim=2, keepdim=True)
+    N = O / (V.sqrt() + EPS)
+    return N * torch.linalg.matrix_norm(O, keepdim=True) / torch.linalg.matrix_norm(N, keepdim=True), V
 
 
 @pytest.mark.kernels_ci
 @every_shape
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_rows_against_fp64(normalize, device, shape, dtype):
-    U, V = torch.randn(shape, device=device).to(dtype), torch.rand(*shape[:2], 1, device=device)
-    result, second = exact(U, V)
-    normalize(U, V, BETA2, EPS)
+    O, V = torch.randn(shape, device=device).to(dtype), torch.rand(*shape[:2], 1, device=device)
+    result, second = exact(O, V)
+    normalize(O, V, BETA2, EPS)
     torch.testing.assert_close(V.double(), second, rtol=1e-6, atol=0)
-    torch.testing.assert_close(U.double(), result, rtol=torch.finfo(dtype).eps + 2e-6, atol=1e-7)
+    torch.testing.assert_close(O.double(), result, rtol=torch.finfo(dtype).eps + 2e-6, atol=1e-7)
 
 
 def test_several_steps_of_transposed_memory(normalize, device):
@@ -55,32 +55,32 @@ def test_several_steps_of_transposed_memory(normalize, device):
 
 def test_zeros_stay_zero(normalize, device):
     """Peers' defect: a zero gradient gave NaN. A zero row in another matrix is as harmless."""
-    U, V = torch.randn(3, 6, 10, device=device), torch.zeros(3, 6, 1, device=device)
-    U[1], U[2, 3] = 0, 0
-    norm = torch.linalg.matrix_norm(U)
+    O, V = torch.randn(3, 6, 10, device=device), torch.zeros(3, 6, 1, device=device)
+    O[1], O[2, 3] = 0, 0
+    norm = torch.linalg.matrix_norm(O)
     for eps in (EPS, 0.0):
-        normalize(U, V, BETA2, eps)
-        assert U.isfinite().all() and V.isfinite().all()
-        assert not U[1].any() and not U[2, 3].any()
-        torch.testing.assert_close(torch.linalg.matrix_norm(U), norm)
+        normalize(O, V, BETA2, eps)
+        assert O.isfinite().all() and V.isfinite().all()
+        assert not O[1].any() and not O[2, 3].any()
+        torch.testing.assert_close(torch.linalg.matrix_norm(O), norm)
 
 
 def test_nan_stays_in_its_matrix(normalize, device):
-    U, V = torch.randn(3, 6, 10, device=device), torch.rand(3, 6, 1, device=device)
-    U[1, 2, 3] = float("nan")
-    normalize(U, V, BETA2, EPS)
-    assert U[1].isnan().any() and U[[0, 2]].isfinite().all() and V[[0, 2]].isfinite().all()
+    O, V = torch.randn(3, 6, 10, device=device), torch.rand(3, 6, 1, device=device)
+    O[1, 2, 3] = float("nan")
+    normalize(O, V, BETA2, EPS)
+    assert O[1].isnan().any() and O[[0, 2]].isfinite().all() and V[[0, 2]].isfinite().all()
 
 
 @every_shape
 def test_one_matrix_has_the_same_bits_in_every_batch(normalize, device, shape):
-    U = torch.randn(4, *shape[1:], device=device)
+    O = torch.randn(4, *shape[1:], device=device)
     V = torch.rand(4, shape[1], 1, device=device)
-    alone = [(u[None].clone(), v[None].clone()) for u, v in zip(U, V)]
-    normalize(U, V, BETA2, EPS)
-    for i, (u, v) in enumerate(alone):
-        normalize(u, v, BETA2, EPS)
-        assert torch.equal(U[i], u[0]) and torch.equal(V[i], v[0])
+    alone = [(o[None].clone(), v[None].clone()) for o, v in zip(O, V)]
+    normalize(O, V, BETA2, EPS)
+    for i, (o, v) in enumerate(alone):
+        normalize(o, v, BETA2, EPS)
+        assert torch.equal(O[i], o[0]) and torch.equal(V[i], v[0])
 
 
 def test_an_empty_stack(normalize, device):

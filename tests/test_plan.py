@@ -91,7 +91,7 @@ def covered(shape, boxes):
     return count
 
 
-def check_pieces(bucket, layouts, shares, kind="update"):
+def check_pieces(bucket, layouts, shares, kind="matrix"):
     """The source pieces of a matrix hold each of its elements once, and every stored piece gets its answer."""
     for rank, share in shares.items():
         assert set(share.matrices) == {m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank}
@@ -101,7 +101,7 @@ def check_pieces(bucket, layouts, shares, kind="update"):
             if piece.is_source and piece.kind == kind:
                 sources[piece.matrix].append(piece)
         for matrix in share.matrices:
-            shape = (matrix.rows, matrix.cols if kind == "update" else 1)
+            shape = (matrix.rows, matrix.cols if kind == "matrix" else 1)
             homes = 1 if bucket.route != "reduce" else len(bucket.ranks)
             assert (covered(shape, [p.box for p in sources[matrix]]) == homes).all()
         answered = set(share.outbound.arrive) | {p for p in share.home if p.owner == rank}
@@ -215,7 +215,7 @@ def test_a_plan_is_whole(mesh, rank_bytes, once, optimizer):
 
 def check_piece_sets(share):
     """Sent, kept and replicas are all stored pieces of matrices, once, in order; kept is computed at two times."""
-    sets, home = share.piece_sets, [p for p in share.home if p.kind == "update"]
+    sets, home = share.piece_sets, [p for p in share.home if p.kind == "matrix"]
     assert sorted(sets.sent + sets.kept + sets.replicas, key=home.index) == home
     assert sorted(sets.during_inbound + sets.after_inbound, key=sets.kept.index) == list(sets.kept)
     for found in (sets.sent, sets.kept, sets.replicas, sets.during_inbound, sets.after_inbound):
@@ -225,7 +225,7 @@ def check_piece_sets(share):
     assert not any(p.is_source or p.home == p.owner for p in sets.replicas)
     early = [p for p in sets.kept if p.matrix in share.direct and share.crosses_inbound]
     assert list(sets.during_inbound) == early
-    assert set(sets.replicas) | set(sets.sent) == {p for p in share.outbound.arrive if p.kind == "update"}
+    assert set(sets.replicas) | set(sets.sent) == {p for p in share.outbound.arrive if p.kind == "matrix"}
     return sets
 
 

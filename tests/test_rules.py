@@ -53,7 +53,7 @@ def test_apply(dtype, device):
     U = [torch.randn(s, device=device) for s in SHAPES]
     scales = [1.0 + i for i in range(len(SHAPES))]
     expected = [(1 - 0.02) * w.double() - 0.1 * s * u.double() for w, u, s in zip(W, U, scales)]
-    part("kernels.elementwise.weight_update").Update(W, U, scales)(numbers(device)[:2])
+    part("kernels.elementwise.weight_update").WeightUpdate(W, U, scales)(numbers(device)[:2])
     for now, then in zip(W, expected):
         tolerance = 1e-6 if dtype == torch.float32 else 2 ** -8
         torch.testing.assert_close(now.double(), then, rtol=tolerance, atol=tolerance)

@@ -187,7 +187,7 @@ def both_ways(name, layout, wire, shapes=MATRICES):
 def copied(route):
     """(pieces of updates that arrive and stay, of these copied; that leave and stay, of these copied)."""
     share = route.rank_plan
-    arrive, leave = ({p for p in way if p.kind == "update"} for way in (share.inbound.arrive, share.outbound.leave))
+    arrive, leave = ({p for p in way if p.kind == "matrix"} for way in (share.inbound.arrive, share.outbound.leave))
     rows = [sum(p.kind == "row" for p in way) for way in (share.inbound.arrive, share.outbound.leave)]
     return (len(arrive), len(route.assemble.to) - rows[0], len(leave | set(share.kept)),
             len(route.disassemble.to) - rows[1])

@@ -25,13 +25,13 @@ def store_of(params, keys=("momentum_buffer",), dtype=F32, rows=None):
     return store.Store(params, [layout.layout_of(p) for p in params], row_layouts, state)
 
 
-def pieces_of(params, kind="update"):
+def pieces_of(params, kind="matrix"):
     """All matrices of plain parameters, whole."""
     plan = part("planning.plan")
     matrices = [plan.Matrix(i, at, *p.shape[-2:]) for i, p in enumerate(params)
                 for at in itertools.product(*map(range, p.shape[:-2]))]
     Piece = part("planning.rank_plan").Piece
-    return [Piece(kind, m, ((0, m.rows), (0, m.cols if kind == "update" else 1)), 0, 0, True) for m in matrices]
+    return [Piece(kind, m, ((0, m.rows), (0, m.cols if kind == "matrix" else 1)), 0, 0, True) for m in matrices]
 
 
 def shares_memory(view, tensor):
@@ -245,12 +245,12 @@ def shard_on_rank(rank, world):
         full = torch.arange(torch.Size(shape).numel(), dtype=F32).view(shape)
         param = nn.Parameter(distribute_tensor(full, mesh, placements, src_data_rank=None))
         store = store_of([param], ("momentum_buffer", "second_moment"))
-        buckets = plan.make_plan(store.layouts["update"], lambda R, C: R * C, {})
+        buckets = plan.make_plan(store.layouts["matrix"], lambda R, C: R * C, {})
         for bucket in (b for b in buckets if rank in b.ranks):
             share = part("planning.rank_plan").rank_plan_of(
                 bucket, rank, *store.layouts.values(), part("planning.memory_model").PlanInputs(4, 4)
             )
-            home = [p for p in share.home if p.kind == "update"]
+            home = [p for p in share.home if p.kind == "matrix"]
             for piece, weight in zip(home, store.weights(home)):
                 assert torch.equal(weight, full[piece.matrix.at][tuple(slice(*side) for side in piece.box)])
                 assert shares_memory(weight, part("params.dtensor").local_of(param))
@@ -359,7 +359,7 @@ def bound_on_rank(rank, world, route):
     shapes = [(7, 5), (5, 7), (7, 5), (3, 3), (9, 1)]
     params = [nn.Parameter(distribute_tensor(torch.zeros(s), mesh, [Shard(0)], src_data_rank=None)) for s in shapes]
     store = store_of(params, ("momentum_buffer", "second_moment"))
-    (bucket,) = [b for b in plan.make_plan(store.layouts["update"], lambda R, C: R * C, {}) if b.route == route]
+    (bucket,) = [b for b in plan.make_plan(store.layouts["matrix"], lambda R, C: R * C, {}) if b.route == route]
     share = part("planning.rank_plan").rank_plan_of(
         bucket, rank, *store.layouts.values(), part("planning.memory_model").PlanInputs(2, 4)
     )

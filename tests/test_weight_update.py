@@ -10,7 +10,7 @@ pytestmark = quiet
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = [(F32, F32), (F32, BF16), (BF16, BF16), (BF16, F32), (F16, F16)]
-every_dtype = pytest.mark.parametrize("w_dtype, u_dtype", DTYPES, ids=str)
+every_dtype = pytest.mark.parametrize("w_dtype, o_dtype", DTYPES, ids=str)
 SHAPES = [(3, 5), (1, 7), (0, 4), (9, 1), (70, 90)]
 SCALES = [0.2, 1.0, 3.0, 1.7, 0.31]
 
@@ -32,30 +32,30 @@ def update(part, path):
 
 @pytest.mark.kernels_ci
 @every_dtype
-def test_update_against_fp64(update, device, w_dtype, u_dtype):
+def test_update_against_fp64(update, device, w_dtype, o_dtype):
     W = [torch.randn(c, r, device=device).to(w_dtype).mT for r, c in SHAPES]
-    U = [torch.randn(r, c, device=device).to(u_dtype) for r, c in SHAPES]
-    before, kept = [w.double() for w in W], [u.clone() for u in U]
-    bound = update.Update(W, U, SCALES)
+    O = [torch.randn(r, c, device=device).to(o_dtype) for r, c in SHAPES]
+    before, kept = [w.double() for w in W], [o.clone() for o in O]
+    bound = update.WeightUpdate(W, O, SCALES)
     bound(factors(0.02, 0.1, device))
     bound(factors(0.5, 0.0, device))
-    for w, old, u, scale in zip(W, before, U, SCALES):
-        once = ((1 - 0.02 * 0.1) * old - 0.02 * scale * u.double()).to(w_dtype)
-        exact = once.double() - 0.5 * scale * u.double()
+    for w, old, o, scale in zip(W, before, O, SCALES):
+        once = ((1 - 0.02 * 0.1) * old - 0.02 * scale * o.double()).to(w_dtype)
+        exact = once.double() - 0.5 * scale * o.double()
         eps = torch.finfo(w_dtype).eps
         torch.testing.assert_close(w.double(), exact, rtol=2 * eps, atol=4 * eps)
-    assert all(map(torch.equal, U, kept))
+    assert all(map(torch.equal, O, kept))
 
 
 @every_dtype
-def test_bits_do_not_depend_on_how_a_matrix_is_cut(update, device, w_dtype, u_dtype):
+def test_bits_do_not_depend_on_how_a_matrix_is_cut(update, device, w_dtype, o_dtype):
     R, C = 13, 67
-    W, U = torch.randn(R, C, device=device).to(w_dtype), torch.randn(R, C, device=device).to(u_dtype)
+    W, O = torch.randn(R, C, device=device).to(w_dtype), torch.randn(R, C, device=device).to(o_dtype)
 
     def run(pieces, contiguous):
         full = W.clone()
         w = [full[piece].clone() if contiguous else full[piece] for piece in pieces]
-        update.Update(w, [U[piece] for piece in pieces], [0.37] * len(pieces))(factors(0.013, 0.1, device))
+        update.WeightUpdate(w, [O[piece] for piece in pieces], [0.37] * len(pieces))(factors(0.013, 0.1, device))
         for piece, part_w in zip(pieces, w):
             full[piece] = part_w
         return full
@@ -70,25 +70,25 @@ def test_bits_do_not_depend_on_how_a_matrix_is_cut(update, device, w_dtype, u_dt
 def test_scales_follow_their_rectangles_when_dtypes_are_mixed(update, device):
     """One launch per combination of dtypes: the order of the lists changes, the scales go with them."""
     W = [torch.zeros(3, 5, device=device, dtype=dtype) for dtype in (F32, BF16, F32, BF16, F32)]
-    update.Update(W, [torch.ones(3, 5, device=device) for _ in W], [1.0, 2.0, 4.0, 8.0, 16.0])(
+    update.WeightUpdate(W, [torch.ones(3, 5, device=device) for _ in W], [1.0, 2.0, 4.0, 8.0, 16.0])(
         factors(0.5, 0.1, device))
     assert [w.unique().tolist() for w in W] == [[-0.5], [-1.0], [-2.0], [-4.0], [-8.0]]
 
 
 def test_empty_lists(update):
-    update.Update([], [], [])(factors(0.1, 0.1, "cpu"))
+    update.WeightUpdate([], [], [])(factors(0.1, 0.1, "cpu"))
 
 
 @pytest.mark.interpreter
 @every_dtype
-def test_triton_and_torch_give_the_same_bits(part, device, monkeypatch, w_dtype, u_dtype):
+def test_triton_and_torch_give_the_same_bits(part, device, monkeypatch, w_dtype, o_dtype):
     if INTERPRETED and w_dtype == BF16:
         pytest.skip("the interpreter rounds to bf16 towards zero")
     start = [torch.randn(r, c, device=device).to(w_dtype) for r, c in SHAPES]
-    U, results = [torch.randn(r, c, device=device).to(u_dtype) for r, c in SHAPES], []
+    O, results = [torch.randn(r, c, device=device).to(o_dtype) for r, c in SHAPES], []
     for path in ("torch", "triton"):
         take(path, monkeypatch)
         W = [w.clone() for w in start]
-        part("kernels.elementwise.weight_update").Update(W, U, SCALES)(factors(0.02, 0.1, device))
+        part("kernels.elementwise.weight_update").WeightUpdate(W, O, SCALES)(factors(0.02, 0.1, device))
         results.append(W)
     assert all(map(torch.equal, *results))

@@ -212,7 +212,7 @@ def rectangles(device, size) -> None:
         pack.Pack([M], [U], sources, [G])([G], addresses, numbers[:1], True)
         pack.Copy.of_gradients([U], sources, [G])([G], addresses)
         pack.Copy([W], [M])()
-        update.Update([W], [U], [0.5])(numbers)
+        update.WeightUpdate([W], [U], [0.5])(numbers)
 
 
 CASES = {function.__name__: function for function in (products, norms, pieces, aol, small_matrices, rows, rectangles)}

@@ -8,8 +8,9 @@ A piece is the box of a matrix stored by a rank; under FSDP2, a few whole rows. 
 matrix is the rank chosen to orthogonalize the whole matrix. A constructor binds all tensors, views
 and kernel launches of an update once. `run` then only launches kernels and starts collectives.
 
-In comments and docstrings G is a gradient, M a momentum and W a weight. U is the momentum to
-orthogonalize (Nesterov: blended with G once more), and O the polar factor of a whole U.
+In comments and docstrings G is a gradient, M a momentum and W a weight. U is the update before
+orthogonalization: the momentum (Nesterov: blended with G once more). O is the orthogonalized
+update, the polar factor of a whole U.
 
 [Note: momentum and weight together]
 Momentum and weight are written together, after the return all-to-all: a step that raises leaves
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from ..communication.all_to_all import AllToAllBuffers, Mean, piece_at
 from ..kernels.backend import capturing
 from ..kernels.elementwise.momentum import Copy, Pack, copy_torch
-from ..kernels.elementwise.weight_update import Update
+from ..kernels.elementwise.weight_update import WeightUpdate
 from ..newton_schulz.orthogonalize import BoundOrthogonalization
 from ..params.config import MuonConfig
 from ..params.dtensor import gradient_dtype
@@ -85,7 +86,7 @@ class BoundUpdate(BucketUpdate):
 
     # Binding
 
-    def _stored(self, kind: str = "update") -> list[Piece]:
+    def _stored(self, kind: str = "matrix") -> list[Piece]:
         """Pieces stored by this rank; kinds as in `Piece`."""
         return [p for p in self.rank_plan.home if p.kind == kind]
 
@@ -96,7 +97,7 @@ class BoundUpdate(BucketUpdate):
     def _kept_views(self, dtype: torch.dtype | None = None) -> dict[Piece, torch.Tensor]:
         """Workspace of pieces stored and owned by this rank, in no all-to-all.
 
-        Updates (AdamW: gradients) stay in the workspace until weights are written. `dtype`: of the
+        O (AdamW: the gradient) stays in the workspace until weights are written. `dtype`: of the
         views; None: wire_dtype.
         """
         dtype = dtype or self.options.wire_dtype
@@ -106,8 +107,8 @@ class BoundUpdate(BucketUpdate):
         }
 
     def _momentum_args(self, pieces: Sequence[Piece]) -> tuple:
-        """Momentum arguments of `Pack` and `Update`: (views of M, positions of the pieces in the
-        gradients, example gradients).
+        """Momentum arguments of `Pack` and `WeightUpdate`: (views of M, positions of the pieces in
+        the gradients, example gradients).
 
         () on route "own" if another rank owns a piece: only owners keep momentum.
         """
@@ -121,11 +122,11 @@ class BoundUpdate(BucketUpdate):
         M, *sources = self._momentum_args(pieces)
         return Pack(M, [to[p] for p in pieces], *sources, self.store.skip(pieces))
 
-    def _bind_update(self, pieces: Sequence[Piece], updates: Views) -> Update:
-        """Bind the launch that writes W and M of `pieces`, with O read from the views `updates`."""
-        return Update(
+    def _bind_weight_update(self, pieces: Sequence[Piece], orthogonal: Views) -> WeightUpdate:
+        """Bind the launch that writes W and M of `pieces`; O is read from `orthogonal`."""
+        return WeightUpdate(
             self.store.weights(pieces),
-            [updates[p] for p in pieces],
+            [orthogonal[p] for p in pieces],
             self._scales(pieces),
             self.store.skip(pieces),
             *self._momentum_args(pieces),
@@ -170,8 +171,8 @@ class BoundUpdate(BucketUpdate):
         early = self.update_momentum_early
         pack(tensors, addresses, self.momentum_weight, constants.nesterov, early)
 
-    def _run_update(
-        self, update: Update, gradients: Gradients | tuple[()] = (), was_packed: bool = True
+    def _run_weight_update(
+        self, update: WeightUpdate, gradients: Gradients | tuple[()] = (), was_packed: bool = True
     ) -> None:
         """Launch `update`. `gradients`: as in `_run_pack`. `was_packed`: the pieces of
         `update` have been in a `_run_pack` of the step, so M may already be new.
@@ -201,7 +202,7 @@ class LocalUpdate(BoundUpdate):
         self.load_rows = Copy([whole[p] for p in rows], second_moment)
         self.save_rows = Copy(second_moment, [whole[p] for p in rows], self.store.skip(rows))
         self.iterate = self._bind_iteration(self.stacks)
-        self.update_all = self._bind_update(stored, whole)
+        self.update_all = self._bind_weight_update(stored, whole)
 
     @property
     def update_momentum_early(self) -> bool:
@@ -227,7 +228,7 @@ class LocalUpdate(BoundUpdate):
         self.iterate(constants.steps, constants.eps)
         if constants.beta2 is not None:
             normuon.normalize(self.stacks.outputs, self.stacks.row_state, constants.beta2)
-        self._run_update(self.update_all)
+        self._run_weight_update(self.update_all)
         self.save_rows()
 
 
@@ -270,7 +271,7 @@ class OwnerUpdate(BoundUpdate):
         """Bind the buffers of both all-to-alls; None: wire_dtype.
 
         The receive buffer of the inbound all-to-all ("arrive") is the send buffer of the return
-        all-to-all. Received pieces are copied into whole matrices before updates overwrite the
+        all-to-all. Received pieces are copied into whole matrices before O overwrites the
         buffer; direct matrices are read and written in the buffer. The send buffer of the inbound
         all-to-all ("leave") shares memory with the receive buffer of the return all-to-all
         ("return"). See [Note: buffer reuse of the return all-to-all] in rank_plan.py.
@@ -343,28 +344,28 @@ class ShardedUpdate(OwnerUpdate):
         self.assemble = copy_unless_in_place({p: input_view[p] for p in arrive}, arrive)
         # O of a direct matrix is written once; a replica's place in the send buffer counts first
         direct = self.rank_plan.direct
-        self.kept_updates = {
+        self.kept_orthogonal = {
             p: output_view[p] if p.matrix in direct else view for p, view in kept.items()
         }
         self.disassemble = copy_unless_in_place(
-            {**self.to_shards.leave, **self.kept_updates}, output_view
+            {**self.to_shards.leave, **self.kept_orthogonal}, output_view
         )
 
     def _bind_weights(self) -> None:
-        """Bind launches that write W, M and row state, from received or kept updates."""
+        """Bind launches that write W, M and row state, from received or kept O."""
         rows = self._stored("row")
         output_view = self.stacks.output_view
-        updates = {
+        orthogonal = {
             **self.to_shards.arrive,
-            **self.kept_updates,
+            **self.kept_orthogonal,
             # Row state of owned matrices stays in the stacks
             **{p: output_view[p] for p in rows if p in output_view},
         }
         second_moment = self.store.states(rows, "second_moment")
-        self.save_rows = Copy(second_moment, [updates[p] for p in rows], self.store.skip(rows))
+        self.save_rows = Copy(second_moment, [orthogonal[p] for p in rows], self.store.skip(rows))
         pieces = self.rank_plan.piece_sets
-        self.update_packed = self._bind_update([*pieces.sent, *pieces.kept], updates)
-        self.update_replicas = self._bind_update(pieces.replicas, updates)
+        self.update_packed = self._bind_weight_update([*pieces.sent, *pieces.kept], orthogonal)
+        self.update_replicas = self._bind_weight_update(pieces.replicas, orthogonal)
 
     def pack(self, constants: MuonConstants) -> None:
         """Write U and row state of sent pieces to the send buffer; row state of own pieces goes to
@@ -393,14 +394,14 @@ class ShardedUpdate(OwnerUpdate):
 
     def apply(self, constants: object) -> None:
         """Write W, M and row state of all stored pieces."""
-        self._run_update(self.update_packed)
+        self._run_weight_update(self.update_packed)
         # `Pack` has not read replicas: M is still old, whatever `update_momentum_early` says
-        self._run_update(self.update_replicas, was_packed=False)
+        self._run_weight_update(self.update_replicas, was_packed=False)
         self.save_rows()
 
 
 class UnreducedUpdate(OwnerUpdate):
-    """Unreduced gradients -> owner, updates -> every rank: DDP without its all-reduce.
+    """Unreduced gradients -> owner, O -> every rank: DDP without its all-reduce.
 
     Every rank stores all parameters and has a gradient of its own batch. `pack` copies G, rounded
     to wire_dtype, to the send buffer. The owner averages the received gradients in fp32, and keeps
@@ -424,7 +425,7 @@ class UnreducedUpdate(OwnerUpdate):
         self._bind_owned(owned, [self.mean.source(p) for p in owned])
         received = self.to_shards.arrive
         # No momentum: only the owner keeps and writes M
-        self.update_received = Update(
+        self.update_received = WeightUpdate(
             self.store.weights(received),
             list(received.values()),
             self._scales(received),
@@ -446,7 +447,7 @@ class UnreducedUpdate(OwnerUpdate):
         # The stacks lie in the shared scratch, which the next bucket takes over before `apply`
         kept = self._kept_views()
         self.disassemble = copy_unless_in_place({**self.to_shards.leave, **kept}, whole)
-        self.update_owned = Update(
+        self.update_owned = WeightUpdate(
             store.weights(owned), [kept[p] for p in owned], self._scales(owned), skip, M, *means
         )
 
@@ -465,8 +466,8 @@ class UnreducedUpdate(OwnerUpdate):
 
     def apply(self, constants: object) -> None:
         """Write W of all pieces, and M and row state of owned matrices."""
-        self._run_update(self.update_owned, self.mean.result)
-        self._run_update(self.update_received)
+        self._run_weight_update(self.update_owned, self.mean.result)
+        self._run_weight_update(self.update_received)
         self.save_rows()
 
 

@@ -69,7 +69,7 @@ class Store:
         self.flags = flags  # fp32 non-finite flags of the whole step; None: nothing is checked
         # Parameter index -> index in `flags` of its first non-finite flag
         self.flag_offset = flag_offset or {}
-        self.layouts = {"update": layouts, "row": row_layouts}  # by kind of a piece
+        self.layouts = {"matrix": layouts, "row": row_layouts}  # by kind of a piece
         # Parameter index -> copies of AdamW's step count, see `add_step_copy`
         self.step_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.device = local_of(params[0]).device
@@ -225,7 +225,7 @@ class Store:
         """
         leading = ()
         if piece.kind != "chunk":
-            leading = self.layouts["update"][piece.matrix.param].shape[:-2]
+            leading = self.layouts["matrix"][piece.matrix.param].shape[:-2]
         index = 0
         for size, position in zip(leading, piece.matrix.at):
             index = index * size + position

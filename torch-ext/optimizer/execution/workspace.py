@@ -96,7 +96,7 @@ class Stacks:
         read_from: Mapping[Piece, torch.Tensor] | None = None,
         write_to: Mapping[Piece, torch.Tensor] | None = None,
     ) -> None:
-        """`memory`: use of the workspace -> flat uint8 tensor. `dtype`: of updates (wire_dtype).
+        """`memory`: use of the workspace -> flat uint8 tensor. `dtype`: of U and O (wire_dtype).
 
         `read_from`, `write_to`: views of pieces of direct matrices; None without direct matrices.
         If several pieces have equal boxes (replicas), the first piece counts.
@@ -128,7 +128,7 @@ class Stacks:
                 continue
             flat = piece_at(memory["stack"], stack_offset_bytes, (N * R, C), dtype)
             stack = flat.view(N, R, C)
-            whole |= {(m, "update"): t for m, t in zip(matrices, stack)}
+            whole |= {(m, "matrix"): t for m, t in zip(matrices, stack)}
             # In place: `orthogonalize_` may replace matrices by their polar factors.
             # The next stack starts at a multiple of ALIGNMENT: TMA descriptors need aligned bases
             stack_offset_bytes += stack.nbytes + -stack.nbytes % ALIGNMENT
@@ -141,7 +141,7 @@ class Stacks:
         """Views of the boxes of each direct matrix."""
         found = defaultdict(dict)
         for p, view in (views or {}).items():
-            if p.kind == "update" and p.matrix in self.rank_plan.direct:
+            if p.kind == "matrix" and p.matrix in self.rank_plan.direct:
                 found[p.matrix].setdefault(p.box, view)
         return found
 

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 ALIGNMENT = 16
 
 # Route -> bytes read and written per element outside Newton-Schulz, of fp32 parameters and bf16
-# updates: (before the inbound all-to-all, at the owner, after the outbound all-to-all). G:
-# gradient, M: momentum, U: update, W: weight.
+# U and O: (before the inbound all-to-all, at the owner, after the outbound all-to-all). G:
+# gradient, M: momentum, U: update, O: orthogonalized update, W: weight.
 ELEMENT_BYTES = {
-    # G, M in and out, U | nothing | W in and out, U
+    # G, M in and out, U | nothing | W in and out, O
     "local": (14, 0, 10),
-    # G, M, U | pieces copied into whole matrices and back | W, M in and out, G, U
+    # G, M, U | pieces copied into whole matrices and back | W, M in and out, G, O
     "exchange": (10, 8, 22),
     # As "exchange", but momentum is stored at the owner
     "own": (10, 8, 10),
-    # G, copy of G | mean of what arrives, then as "exchange" with momentum | W in and out, U
+    # G, copy of G | mean of what arrives, then as "exchange" with momentum | W in and out, O
     "reduce": (6, 38, 10),
 }
 
@@ -101,7 +101,7 @@ def _never(*_: object) -> bool:
 class PlanInputs:
     """Sizes and options of a plan of matrices, besides layouts and costs. Equal on all ranks."""
 
-    update: int = 2  # bytes of an element in the all-to-all (`wire_dtype`)
+    element: int = 2  # bytes of an element of U and O in the all-to-alls (`wire_dtype`)
     row: int = 0  # bytes of a number of row state in the all-to-all; 0: no row state is sent
     # Data for several ranks is sent from one copy in the send buffer
     once: bool = False
@@ -120,7 +120,7 @@ class PlanInputs:
     @property
     def itemsizes(self) -> dict[str, int]:
         """Kind of a piece -> bytes of an element in the all-to-all."""
-        return {"update": self.update, "row": self.row}
+        return {"matrix": self.element, "row": self.row}
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class MemoryModel:
     def __init__(
         self, layouts: Sequence[Layout], inputs: PlanInputs, route: str, ranks: tuple[int, ...]
     ) -> None:
-        self.update = inputs.update  # bytes of an element
+        self.element = inputs.element  # bytes of an element
         # Bytes of a number of row state; with route "own" the owner stores row state
         self.row = inputs.row * (route != "own")
         self.scratch = inputs.scratch
@@ -213,7 +213,7 @@ class MemoryModel:
         largest, whole = defaultdict(int), defaultdict(int)
         for rank in self.ranks if self.route in ("exchange", "own") else ():
             (r0, r1), (c0, c1) = layout.boxes[rank][-2:]
-            nbytes = (r1 - r0) * ((c1 - c0) * self.update + self.row) if c0 < c1 else 0
+            nbytes = (r1 - r0) * ((c1 - c0) * self.element + self.row) if c0 < c1 else 0
             copy = layout.copy_of[rank]
             pieces[rank] = nbytes
             largest[copy] = max(largest[copy], nbytes)
@@ -229,7 +229,7 @@ class MemoryModel:
         layout, scratch, pieces, largest, whole, distinct, partition = self.forms[number]
         key, long, square = scratch
         R, C = layout.shape[-2:]
-        numel, others = R * C * self.update, len(self.ranks) - 1
+        numel, others = R * C * self.element, len(self.ranks) - 1
         inbound = outbound = return_buffer = leaves = copy = returns = 0
         held, until_apply = numel + ALIGNMENT, 4 * R + ALIGNMENT
         if self.route == "reduce":
@@ -240,7 +240,7 @@ class MemoryModel:
             return_buffer = numel if self.once else outbound
         elif self.route != "local":
             copy, own = layout.copy_of[owner], pieces[owner]
-            # Only the owner's replica sends pieces; every replica gets an update
+            # Only the owner's replica sends pieces; every replica gets O
             inbound, outbound = whole[copy] - own, sum(whole.values()) - own
             # The piece of the owner stays, but ranks with an equal box still need a copy
             return_buffer = distinct if len(self.alike[owner]) > 1 else distinct - own
@@ -327,18 +327,18 @@ class MemoryModel:
         # A rank may send more than any owner receives, and the all-to-all waits for both
         inbound = max(inbound, *leaves.values())
         packed = max(leaves.values()) if travels else held
-        gathered = at_owner * held / self.update + (inbound if self.route == "reduce" else 0)
+        gathered = at_owner * held / self.element + (inbound if self.route == "reduce" else 0)
         # Most owners have equal counts, and a batch time is slow to compute
         distinct = {frozenset(shapes.items()): shapes for shapes in counts.values()}
         products = max(map(cost_model.batch_time, distinct.values())) + cost_model.memory_time(
             gathered
         )
         return BucketTimes(
-            cost_model.memory_time(before * packed / self.update),
+            cost_model.memory_time(before * packed / self.element),
             cost_model.all_to_all_time(inbound),
             products,
             cost_model.all_to_all_time(outbound),
-            cost_model.memory_time(after * (returns if travels else held) / self.update),
+            cost_model.memory_time(after * (returns if travels else held) / self.element),
             travels,
         )
 
@@ -363,7 +363,7 @@ class MemoryModel:
         """Return (bytes of the bucket buffer, bytes of the shared scratch), an upper bound over all
         ranks, see `RankPlan.workspace_layout`.
 
-        Pieces that a rank sends are among the pieces of which updates return, so `returns` bounds
+        Pieces that a rank sends are among the pieces of which O returns, so `returns` bounds
         the buffer for both.
         """
         owners, iterated, _, returns = self._together(taken)

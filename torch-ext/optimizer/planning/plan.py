@@ -67,7 +67,7 @@ class Bucket:
 
     [Note: routes] `route` is a key of execution/bucket_updates.py:
     "local": a single rank stores the matrices; nothing is sent.
-    "exchange": pieces of momentum to the owner, pieces of the update back. State at the pieces.
+    "exchange": pieces of U to the owner, pieces of O back. State at the pieces.
     "own": as "exchange" for plain parameters, with the state at the owner.
     "reduce": unreduced gradients to the owner, which averages them and stores the state.
     "own_elementwise", "reduce_elementwise": AdamW, as "own" and "reduce", see `plan_chunks`.
@@ -250,7 +250,7 @@ def _along(
         memory_model = MemoryModel(layouts, inputs, route, ranks)
         pack = partial(_packed, memory_model, owner_of, cost_model)
         # Bytes per rank -> elements of all ranks
-        found += cut_anew(owner_of, latency * len(ranks) / inputs.update, pack)
+        found += cut_anew(owner_of, latency * len(ranks) / inputs.element, pack)
     return found
 
 

@@ -5,7 +5,7 @@ rank, byte offsets in the all-to-all buffers (`AllToAllPlan`), and the bytes of 
 workspace. `chunk_rank_plan` is the counterpart for buckets of `plan_chunks`. Touches no tensor.
 
 [Note: buffer reuse of the return all-to-all] The outbound all-to-all uses the buffers of the
-inbound all-to-all with swapped roles: updates are sent from the inbound receive buffer ("arrive")
+inbound all-to-all with swapped roles: results O are sent from the inbound receive buffer ("arrive")
 and received in the memory of the inbound send buffer ("leave", "return"). Between the two
 collectives Newton-Schulz uses both as scratch ("scratch_a", "scratch_b").
 """
@@ -32,7 +32,7 @@ Box = tuple[tuple[int, int], tuple[int, int]]  # ((first row, end), (first colum
 class Piece:
     """A box of a matrix: stored at rank `home`, orthogonalized at rank `owner`."""
 
-    # "update": box of the matrix; "row": box of the (R, 1) row state; "chunk": rows of a parameter
+    # "matrix": box of the matrix; "row": box of the (R, 1) row state; "chunk": rows of a parameter
     # of AdamW with state at owners
     kind: str
     matrix: Matrix
@@ -40,7 +40,7 @@ class Piece:
     home: int  # rank that stores the piece
     owner: int  # rank that owns the matrix
     # The piece is sent to the owner, or stays there. False for replicas: a replica of the piece is
-    # the source, and `home` only receives the update.
+    # the source, and `home` only receives O.
     is_source: bool
 
     @property
@@ -75,17 +75,17 @@ class AllToAllPlan:
 
 @dataclass(frozen=True)
 class PieceSets:
-    """The stored update pieces of a rank, by the treatment in a step of route "exchange" or "own".
+    """The stored pieces of matrices, by the treatment in a step of route "exchange" or "own".
 
-    `sent`, `kept` and `replicas` are disjoint, and together all stored update pieces. All tuples
-    are in the order of `RankPlan.home`.
+    `sent`, `kept` and `replicas` are disjoint, and together all stored pieces of matrices. All
+    tuples are in the order of `RankPlan.home`.
     """
 
-    # Sent to the owner, another rank; the update returns
+    # Sent to the owner, another rank; O returns
     sent: tuple[Piece, ...]
-    # Owned by the rank itself: nothing is sent, the update stays in the workspace
+    # Owned by the rank itself: nothing is sent, O stays in the workspace
     kept: tuple[Piece, ...]
-    # Another rank is the source; only the update arrives
+    # Another rank is the source; only O arrives
     replicas: tuple[Piece, ...]
     # Part of `kept` whose momentum is computed while the inbound all-to-all runs
     during_inbound: tuple[Piece, ...]
@@ -118,8 +118,8 @@ class RankPlan:
 
     @functools.cached_property
     def piece_sets(self) -> PieceSets:
-        """The stored update pieces by treatment, for routes "exchange" and "own"."""
-        home = [p for p in self.home if p.kind == "update"]
+        """The stored pieces of matrices by treatment, for routes "exchange" and "own"."""
+        home = [p for p in self.home if p.kind == "matrix"]
         kept = [p for p in home if p in self.kept]
         # A whole matrix is assembled in the shared scratch, which the bucket before still uses
         # while this bucket's inbound all-to-all runs. Direct pieces stay in the bucket buffer.
@@ -140,14 +140,14 @@ class RankPlan:
 
         - "leave", "return": send buffer of the inbound, receive buffer of the outbound all-to-all
         - "arrive": receive buffer of the inbound, send buffer of the outbound all-to-all
-        - "kept": momentum, updates or gradients of pieces stored and owned by the rank
+        - "kept": U and O, or gradients, of pieces stored and owned by the rank
         - "rows": row state of owned matrices
         - "until_apply": mean of unreduced gradients, or stepped weights and state of chunks
         - "stack": whole matrices; "mean": mean of gradients of chunks
         - "scratch_a", "scratch_b", "gram_scratch": Newton-Schulz, see `orthogonalize`
 
         Uses of overlapping memory are never alive together, see [Note: buffer reuse of the return
-        all-to-all]: "leave" is sent before updates return, and "arrive" is read before updates are
+        all-to-all]: "leave" is sent before O returns, and "arrive" is read before O is
         written over the received pieces. Direct matrices are read from "arrive" and "kept" during
         Newton-Schulz, so only the memory of "leave" is free for scratch, and "scratch_a" moves to
         the shared scratch.
@@ -160,7 +160,7 @@ class RankPlan:
             in_scratch = ("gram_scratch", "scratch_a", "stack", "mean")
             end = arrive + size["arrive"]
         else:
-            # Updates of kept pieces are written after Newton-Schulz, behind those that return
+            # O of kept pieces is written after Newton-Schulz, behind the pieces that return
             arrive = max(size["leave"], size["return"] + size["kept"])
             in_buffer = {"leave": 0, "return": 0, "kept": size["return"], "arrive": arrive}
             in_buffer |= {"scratch_a": 0, "scratch_b": size["scratch_a"]}
@@ -189,15 +189,15 @@ def rank_plan_of(
     `layouts`, `row_layouts`: of each parameter and of its row state; None without row state.
     `inputs`: as in `make_plan`.
     """
-    updates = list(_pieces_at(bucket, rank, layouts, "update"))
+    of_matrices = list(_pieces_at(bucket, rank, layouts, "matrix"))
     rows = list(_pieces_at(bucket, rank, row_layouts, "row")) if row_layouts else []
     reduce = bucket.route == "reduce"
     if bucket.route in OWNER_STATE_KINDS:
         # The owner stores row state: it is in no all-to-all
-        pieces = [p for p in rows if p.home == p.owner == rank] + updates
-        exchanged = updates
+        pieces = [p for p in rows if p.home == p.owner == rank] + of_matrices
+        exchanged = of_matrices
     else:
-        pieces = exchanged = rows + updates
+        pieces = exchanged = rows + of_matrices
     sources = [p for p in exchanged if p.is_source]
     replicas = _replicas(bucket, layouts)
     matrices = tuple(m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank)
@@ -212,12 +212,12 @@ def rank_plan_of(
     own = [
         p
         for p in exchanged
-        if p.home == p.owner == rank and p.kind == "update" and bucket.route != "local"
+        if p.home == p.owner == rank and p.kind == "matrix" and bucket.route != "local"
     ]
     kept, (kept_bytes,), _ = _lay_out(own, "home", (rank,), inputs.itemsizes)
     nbytes = _all_to_all_bytes(inbound, outbound, kept_bytes) | _iterated(matrices, inputs)
     if reduce:
-        nbytes["until_apply"] = _mean_bytes(inbound, inputs.update)
+        nbytes["until_apply"] = _mean_bytes(inbound, inputs.element)
     nbytes |= {"stack": _stacked(matrices, inputs), "rows": sum(4 * m.rows for m in matrices)}
     rank_plan = RankPlan(
         home=tuple(p for p in pieces if p.home == rank),
@@ -250,8 +250,8 @@ def _with_direct(rank_plan: RankPlan, room: tuple[int, int], inputs: PlanInputs)
     read, leave = rank_plan.inbound.arrive | rank_plan.kept, rank_plan.outbound.leave
     boxes = {(p.matrix, p.box) for p in read}
     whole = set()  # matrices that are not direct
-    for p in [p for p in rank_plan.owned if p.kind == "update"]:
-        row_and_offsets = p.matrix.cols * inputs.update, read.get(p, 0), leave.get(p, 0)
+    for p in [p for p in rank_plan.owned if p.kind == "matrix"]:
+        row_and_offsets = p.matrix.cols * inputs.element, read.get(p, 0), leave.get(p, 0)
         if (
             p.shape[1] < p.matrix.cols
             # A replica with other boxes: its rows would be parts of several pieces
@@ -295,7 +295,7 @@ def _if_room(wanted: RankPlan, room: tuple[int, int], otherwise: RankPlan) -> Ra
 
 def _stacked(matrices: Iterable[Matrix], inputs: PlanInputs) -> int:
     """Return the bytes of whole matrices, in a stack for each shape."""
-    return sum(m.numel * inputs.update + ALIGNMENT for m in matrices)
+    return sum(m.numel * inputs.element + ALIGNMENT for m in matrices)
 
 
 def _replicas(bucket: Bucket, layouts: Sequence[Layout]) -> list[int]:

@@ -1,7 +1,8 @@
 """Muon's update rule (Keller Jordan, 2024; arXiv 2502.16982).
 
-Letters: W weight, G gradient, M momentum, U update, O polar factor of U, all (R, C) for a matrix of
-R rows (fan out) and C columns (fan in); mu (`momentum`), lr and weight_decay from the group.
+Letters: W weight, G gradient, M momentum, U update (momentum to orthogonalize), O orthogonalized
+update (polar factor of U), all (R, C) for a matrix of R rows (fan out) and C columns (fan in); mu
+(`momentum`), lr and weight_decay from the group.
 
     M <- M + (1 - mu) (G - M)                     momentum, an exponential mean
     U <- M + (1 - mu) (G - M) with nesterov       with the new M
@@ -32,7 +33,7 @@ from typing import Protocol
 SCALES: dict[str, Callable[[int, int], float]] = {
     # Keller Jordan, torch.optim.Muon
     "original": lambda R, C: math.sqrt(max(1.0, R / C)),
-    # Moonlight, arXiv 2502.16982: the RMS of an update is 0.2, about that of AdamW, so that both
+    # Moonlight, arXiv 2502.16982: the RMS of scale O is 0.2, about that of AdamW, so that both
     # take one learning rate
     "match_rms_adamw": lambda R, C: 0.2 * math.sqrt(max(R, C)),
     # Dion's name of match_rms_adamw
@@ -41,7 +42,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral_norm": lambda R, C: math.sqrt(R / C),
     # torch.optim.Muon's name of spectral_norm (torch 2.14)
     "spectral_unclamped": lambda R, C: math.sqrt(R / C),
-    # Emerging-Optimizers' "spectral": the RMS of an update is 1
+    # Emerging-Optimizers' "spectral": the RMS of scale O is 1
     "sqrt_max": lambda R, C: math.sqrt(max(R, C)),
 }
 

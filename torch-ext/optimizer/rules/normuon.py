@@ -1,4 +1,4 @@
-"""NorMuon's row normalization of orthogonalized updates (arXiv 2510.05491).
+"""NorMuon's row normalization of orthogonalized matrices (arXiv 2510.05491).
 
 With O the polar factor of a matrix, s the mean square of a row of O, and V the second moment of the
 row (state `second_moment`):
@@ -33,5 +33,5 @@ def normalize(
     `stacks`: O (N, R, C) in fp32, bf16 or fp16. `rows`: V (N, R, 1) in fp32, one for each stack,
     updated in place. A matrix of zeros stays zero.
     """
-    for U, V in zip(stacks, rows):
-        normalize_rows(U, V, beta2, EPS)
+    for O, V in zip(stacks, rows):
+        normalize_rows(O, V, beta2, EPS)

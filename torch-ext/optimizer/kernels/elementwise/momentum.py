@@ -41,7 +41,7 @@ class Pack:
         gradients: Sequence[torch.Tensor],
         skip: Skip | None = None,
     ):
-        """Bind momenta and updates: lists of 2-D views with equal shapes, at fixed addresses.
+        """Bind M and U: lists of 2-D views with equal shapes, at fixed addresses.
 
         `sources`: place of each rectangle in the gradients. `gradients`: examples with the dtypes
         and the alignment of all later gradients. M, U and the gradients may each be fp32, bf16 or

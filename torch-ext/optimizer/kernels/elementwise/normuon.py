@@ -1,6 +1,6 @@
-"""NorMuon's row normalization of a stack of updates (arXiv 2510.05491).
+"""NorMuon's row normalization of orthogonalized matrices (arXiv 2510.05491).
 
-Three kernels: moments of rows, a factor per matrix, normalization of rows. Reads each update twice.
+Three kernels: moments of rows, a factor per matrix, normalization of rows. Reads each matrix twice.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ tl = None  # Triton's language, put here by jit
 BLOCK = 1024  # elements of a row, or rows of a matrix, that a program reads at a time
 
 
-def normalize(U: torch.Tensor | ScatteredRows, V: torch.Tensor, beta2: float, eps: float) -> None:
-    """Normalize the rows of U and update the second moments V, both in place.
+def normalize(O: torch.Tensor | ScatteredRows, V: torch.Tensor, beta2: float, eps: float) -> None:
+    """Normalize the rows of O and update the second moments V, both in place.
 
-    U (N, R, C) in fp32, bf16 or fp16; V (N, R, 1) in fp32; any strides. With s the mean square of a
-    row: V <- beta2 V + (1 - beta2) s, Y = U / (sqrt(V) + eps), U <- Y ||U|| / ||Y||, with Frobenius
+    O (N, R, C) in fp32, bf16 or fp16; V (N, R, 1) in fp32; any strides. With s the mean square of a
+    row: V <- beta2 V + (1 - beta2) s, Y = O / (sqrt(V) + eps), O <- Y ||O|| / ||Y||, with Frobenius
     norms of whole matrices. A matrix of zeros stays zero. Source: arXiv 2510.05491, in the
     norm-preserving form of the authors' code.
     """
-    if U.numel() == 0:
+    if O.numel() == 0:
         return
-    if not use_triton(U.device):
-        return normalize_torch(U, V, beta2, eps)
+    if not use_triton(O.device):
+        return normalize_torch(O, V, beta2, eps)
     beta2, eps = float(beta2), float(eps)  # as an integer each would have a binary of its own
-    N, R, C = U.shape
-    squares = torch.empty((2, N, R), dtype=torch.float32, device=U.device)
-    factors = torch.empty(N, dtype=torch.float32, device=U.device)
-    memory, strides = memory_of(U), strides_of(U)
-    key = BLOCK, launch_key(U, V)
+    N, R, C = O.shape
+    squares = torch.empty((2, N, R), dtype=torch.float32, device=O.device)
+    factors = torch.empty(N, dtype=torch.float32, device=O.device)
+    memory, strides = memory_of(O), strides_of(O)
+    key = BLOCK, launch_key(O, V)
     _moments_kernel.launch(
         N * R,
         key,
@@ -55,15 +55,15 @@ def normalize(U: torch.Tensor | ScatteredRows, V: torch.Tensor, beta2: float, ep
 
 
 def normalize_torch(
-    U: torch.Tensor | ScatteredRows, V: torch.Tensor, beta2: float, eps: float
+    O: torch.Tensor | ScatteredRows, V: torch.Tensor, beta2: float, eps: float
 ) -> None:
     """Compute `normalize` in torch.
 
     Sums are computed matrix by matrix: the order of a sum, hence the bits, must not depend on the
     batch.
     """
-    for some in cpu_slices(U):
-        wide, v = U[some].float(), V[some]
+    for some in cpu_slices(O):
+        wide, v = O[some].float(), V[some]
         square = torch.stack(
             [matrix.mean(dim=1, keepdim=True) for matrix in wide.square().unbind()]
         )
@@ -75,7 +75,7 @@ def normalize_torch(
         ]
         before, after = (x.view(-1, 1, 1) for x in sums)
         factor = torch.where(after > 0, before / after, after).sqrt()
-        U[some].copy_(wide * (w * factor))
+        O[some].copy_(wide * (w * factor))
 
 
 @jit
@@ -86,24 +86,24 @@ def _weight(v, eps):
 
 @jit
 def _moments_kernel(
-    U, V, squares, numel, R, C, u_strides, v_strides, beta2, rest, eps, BLOCK: tl.constexpr
+    O, V, squares, numel, R, C, o_strides, v_strides, beta2, rest, eps, BLOCK: tl.constexpr
 ):
     """Update V and write mean squares of rows; a program per row.
 
     `squares` (2, N, R): mean square of the row before and after division by sqrt(V) + eps. `numel`:
-    N R. `rest`: 1 - beta2. `u_strides`: None if U is a row table, see `rows_at`.
+    N R. `rest`: 1 - beta2. `o_strides`: None if O is a row table, see `rows_at`.
     """
     program = tl.program_id(0).to(tl.int64)
     matrix, row = program // R, program % R
-    if u_strides is None:
-        start, step = rows_at(U, matrix, R, row), 1
+    if o_strides is None:
+        start, step = rows_at(O, matrix, R, row), 1
     else:
-        start, step = U + matrix * u_strides[0] + row * u_strides[1], u_strides[2]
+        start, step = O + matrix * o_strides[0] + row * o_strides[1], o_strides[2]
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, C, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        u = tl.load(start + column.to(tl.int64) * step, mask=column < C, other=0.0).to(tl.float32)
-        sums += u * u
+        o = tl.load(start + column.to(tl.int64) * step, mask=column < C, other=0.0).to(tl.float32)
+        sums += o * o
     square = tl.sum(sums) / C
     v_at = V + matrix * v_strides[0] + row * v_strides[1]
     v = beta2 * tl.load(v_at) + rest * square
@@ -115,7 +115,7 @@ def _moments_kernel(
 
 @jit
 def _norms_kernel(squares, factors, numel, R, BLOCK: tl.constexpr):
-    """Write the factor ||U|| / ||Y|| of each matrix to `factors` (N,); a program per matrix."""
+    """Write the factor ||O|| / ||Y|| of each matrix to `factors` (N,); a program per matrix."""
     matrix = tl.program_id(0).to(tl.int64)
     before = tl.zeros((BLOCK,), dtype=tl.float32)
     after = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -129,18 +129,18 @@ def _norms_kernel(squares, factors, numel, R, BLOCK: tl.constexpr):
 
 
 @jit
-def _normalize_kernel(U, V, factors, R, C, u_strides, v_strides, eps, BLOCK: tl.constexpr):
-    """Multiply a row of U by its weight and the matrix' factor, in place; a program per row."""
+def _normalize_kernel(O, V, factors, R, C, o_strides, v_strides, eps, BLOCK: tl.constexpr):
+    """Multiply a row of O by its weight and the matrix' factor, in place; a program per row."""
     program = tl.program_id(0).to(tl.int64)
     matrix, row = program // R, program % R
     v = tl.load(V + matrix * v_strides[0] + row * v_strides[1])
     factor = _weight(v, eps) * tl.load(factors + matrix)
-    if u_strides is None:
-        start, step = rows_at(U, matrix, R, row), 1
+    if o_strides is None:
+        start, step = rows_at(O, matrix, R, row), 1
     else:
-        start, step = U + matrix * u_strides[0] + row * u_strides[1], u_strides[2]
+        start, step = O + matrix * o_strides[0] + row * o_strides[1], o_strides[2]
     for first in range(0, C, BLOCK):
         column = first + tl.arange(0, BLOCK)
         at = start + column.to(tl.int64) * step
-        u = tl.load(at, mask=column < C, other=0.0).to(tl.float32)
-        tl.store(at, (u * factor).to(U.dtype.element_ty), mask=column < C)
+        o = tl.load(at, mask=column < C, other=0.0).to(tl.float32)
+        tl.store(at, (o * factor).to(O.dtype.element_ty), mask=column < C)

@@ -24,31 +24,31 @@ from .multi_tensor import (
 tl = None  # Triton's language, put here by jit
 
 
-class Update:
-    """Weight update of many rectangles: W <- (1 - lr weight_decay) W - (lr scale) U.
+class WeightUpdate:
+    """Weight update of many rectangles: W <- (1 - lr weight_decay) W - (lr scale) O.
 
     With momenta bound, also M <- mu M + (1 - mu) G, as `Pack` with `update_momentum`. W: weight,
-    U: orthogonalized update, M: momentum, G: gradient.
+    O: orthogonalized update, M: momentum, G: gradient.
     """
 
     def __init__(
         self,
         W: Sequence[torch.Tensor],
-        U: Sequence[torch.Tensor],
+        O: Sequence[torch.Tensor],
         scales: Sequence[float],
         skip: Skip | None = None,
         M: Sequence[torch.Tensor] | None = None,
         sources: Sequence[Source] = (),
         gradients: Sequence[torch.Tensor] = (),
     ):
-        """Bind weights and updates: lists of 2-D views with equal shapes, at fixed addresses.
+        """Bind weights and O: lists of 2-D views with equal shapes, at fixed addresses.
 
         `scales`: factor on the learning rate of each rectangle. `M`: momenta of equal shapes, with
-        `sources` and `gradients` as for `Pack`; None to leave momentum alone. W, U, M and the
+        `sources` and `gradients` as for `Pack`; None to leave momentum alone. W, O, M and the
         gradients may each be fp32, bf16 or fp16. Rectangles of `skip` keep W and M.
         """
         self.W = list(W)
-        self.U = list(U)
+        self.O = list(O)
         self.M = M
         self.sources = sources
         self.scales = torch.tensor(
@@ -56,7 +56,7 @@ class Update:
         )
         self.launches = None
         if W and use_triton(W[0].device):
-            self.launches = bind((W, U)) if M is None else bind((W, U, M), sources, gradients)
+            self.launches = bind((W, O)) if M is None else bind((W, O, M), sources, gradients)
         self.skip = skip
         self.skips = skips_of(skip, self.launches)  # kernel arguments for each launch
         # Scale of each record, for each launch
@@ -86,7 +86,7 @@ class Update:
                     self.M, gradients_or_momenta(tensors, self.sources, self.M, self.skip)
                 ):
                     m.copy_(lerp(m, g, weight))
-            return update_torch(self.W, self.U, self.scales, *factors, self.skip)
+            return weight_update_torch(self.W, self.O, self.scales, *factors, self.skip)
         for launch, scales, (flags, places, skips) in zip(
             self.launches, self.scales_of, self.skips
         ):
@@ -105,20 +105,20 @@ class Update:
             )
 
 
-def update_torch(
+def weight_update_torch(
     W: Sequence[torch.Tensor],
-    U: Sequence[torch.Tensor],
+    O: Sequence[torch.Tensor],
     scales: torch.Tensor,
     lr: torch.Tensor,
     keep: torch.Tensor,
     skip: Skip | None = None,
 ) -> None:
-    """Compute the weights of `Update` in torch, rectangle by rectangle, with the kernel's bits.
+    """Compute the weights of `WeightUpdate` in torch, by rectangle, with the bits of the kernel.
 
     `keep`: 1 - lr weight_decay.
     """
-    for i, (w, u, factor) in enumerate(zip(W, U, scales * lr)):
-        new = w.float().mul(keep).sub_(u.float().mul(factor))
+    for i, (w, o, factor) in enumerate(zip(W, O, scales * lr)):
+        new = w.float().mul(keep).sub_(o.float().mul(factor))
         w.copy_(new if skip is None else torch.where(skip.is_updated(i), new, w.float()))
 
 
@@ -143,7 +143,8 @@ def _update_kernel(
     TYPE_2: tl.constexpr = None,
     TYPE_3: tl.constexpr = None,
 ):
-    """Compute `Update` for a block of elements. Lists of the table: W, U; with MOMENTA also M, G.
+    """Compute `WeightUpdate` for a block of elements. Lists of the table: W, O; with MOMENTA also
+    M, G.
 
     `scales`: scale of each record. `update_momentum`: 0 leaves M alone. `flags`, `places`: see
     `unskipped`; read if SKIPS only.
@@ -156,7 +157,7 @@ def _update_kernel(
         inside = unskipped(inside, blocks, flags, places)
     w_at = element_pointers(record, row, column, 0, TYPE_0, 0, ALIGNED)
     w = tl.load(w_at, mask=inside).to(tl.float32)
-    u = tl.load(element_pointers(record, row, column, 1, TYPE_1, 0, ALIGNED), mask=inside).to(
+    o = tl.load(element_pointers(record, row, column, 1, TYPE_1, 0, ALIGNED), mask=inside).to(
         tl.float32
     )
     if MOMENTA:
@@ -168,4 +169,4 @@ def _update_kernel(
         m = tl.load(m_at, mask=written).to(tl.float32)
         m += tl.load(weight) * (tl.load(g_at, mask=written).to(tl.float32) - m)
         tl.store(m_at, m.to(TYPE_2), mask=written)
-    tl.store(w_at, (w * tl.load(factors + 1) - u * factor).to(TYPE_0), mask=inside)
+    tl.store(w_at, (w * tl.load(factors + 1) - o * factor).to(TYPE_0), mask=inside)
