@@ -292,7 +292,7 @@ def whole(U: str, turned: bool, pieces: int = 8) -> int:
         U=U, out=U, u_strides=strides, out_strides=strides, triples=("fp32",) * 15, n="i32", m="i32", eps="fp32",
         WIDE=True, STEPS=5, FIRSTS=0b101011, TURNED=turned, FROM=chain._lines(size, turned),
         TO=chain._lines(size, turned), SIDE=chain.SIDE, WIDTH=chain.WIDTH, PIECES=pieces,
-        KEPT=min(chain.KEPT[size], pieces), DTYPE=triton.language.float16)
+        IN_REGISTERS=min(chain.IN_REGISTERS[size], pieces), DTYPE=triton.language.float16)
     return compile_for("sm90", chain._polar_kernel, arguments, num_warps=8)
 
 

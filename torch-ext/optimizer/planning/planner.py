@@ -65,7 +65,7 @@ class Plan:
     cost_model_key: str = ""  # digest of the times that owners were chosen by, see `CostModel.key`
     # State at owners: rows of state of each parameter (outer) on each rank of the group (inner).
     # None: state is placed like the parameter.
-    kept: list[list[int]] | None = None
+    state_rows: list[list[int]] | None = None
     # Index of a parameter -> placements of its gradient, where other than the parameter's
     mismatched: dict[int, tuple] = field(default_factory=dict)
 
@@ -157,7 +157,7 @@ class Planner:
             shares,
             exchanged,
             cost_model_key=cost_model.key,
-            kept=self._rows_of_state(buckets, params),
+            state_rows=self._state_rows(buckets, params),
             mismatched=mismatched_placements(params),
         )
 
@@ -175,11 +175,11 @@ class Planner:
             room=None if self.options.overlap_backward else room,
         )
 
-    def _rows_of_state(
+    def _state_rows(
         self, buckets: Sequence[Bucket], params: Sequence[torch.Tensor]
     ) -> list[list[int]] | None:
-        """Return `Plan.kept` of a Muon group: all rows at the owner, none elsewhere; None if state
-        is not at owners.
+        """Return `Plan.state_rows` of a Muon group: all rows at the owner, none elsewhere; None if
+        state is not at owners.
         """
         owners = {
             m.param: o
@@ -187,11 +187,11 @@ class Planner:
             if b.route in OWNER_STATE_KINDS
             for m, o in zip(b.matrices, b.owners)
         }
-        kept = [
+        state_rows = [
             [p.shape[0] * (owners.get(i, self.rank) == rank) for rank in self._ranks()]
             for i, p in enumerate(params)
         ]
-        return kept if self._plain_kind() in OWNER_STATE_KINDS else None
+        return state_rows if self._plain_kind() in OWNER_STATE_KINDS else None
 
     def _plain_kind(self) -> str:
         """Return the route of plain parameters on several ranks, see [Note: routes]."""
@@ -239,7 +239,7 @@ class Planner:
         else:
             buckets = plan_chunks(shapes, ranks, room, inputs)
         self._check_room(buckets, "one row of a parameter per rank")
-        kept = [row_chunks(rows, len(ranks)) for rows, _ in shapes]
+        state_rows = [row_chunks(rows, len(ranks)) for rows, _ in shapes]
         shares = [(b, chunk_rank_plan(b, shapes, self.rank, inputs)) for b in buckets]
         return Plan(
             group,
@@ -249,7 +249,7 @@ class Planner:
             shares,
             frozenset(range(len(params))),
             in_chunks=True,
-            kept=kept,
+            state_rows=state_rows,
         )
 
     def _layouts(self, params: Sequence[torch.Tensor], of_rows: bool = False) -> list[Layout]:

@@ -145,17 +145,17 @@ def _source(state_dict: dict, source: str | None) -> str:
         )
     groups = state_dict["param_groups"]
     keys = set().union(*groups)
-    kept = set().union(*state_dict["state"].values())
+    saved = set().union(*state_dict["state"].values())
     if source is not None:
-        others = [name for name in marked(keys, kept) if name != source]
+        others = [name for name in marked(keys, saved) if name != source]
         if others:
             raise ValueError(
                 f"source={source!r}, but the state dict has keys that {_titles(others)} alone "
-                f"writes: its groups have {listed(keys)}, its states {listed(kept)}. Leave "
+                f"writes: its groups have {listed(keys)}, its states {listed(saved)}. Leave "
                 "`source` out"
             )
         return source
-    names = candidates(keys, kept)
+    names = candidates(keys, saved)
     if len(names) == 1:
         return names[0]
     if names:
@@ -166,7 +166,7 @@ def _source(state_dict: dict, source: str | None) -> str:
     known = ", ".join(["torch.optim.Muon", *(peer.title for peer in PEERS.values())])
     raise ValueError(
         f"this is the state dict of no Muon that is known: its groups have {listed(keys)}, its "
-        f"states {listed(kept)}; known are {known}"
+        f"states {listed(saved)}; known are {known}"
     )
 
 
@@ -648,9 +648,9 @@ def _mean(mu: object) -> OfState:
         # Exactly one of the two names is there
         (total,) = (state[key] for key in ("momentum_buffer", "momentum") if key in state)
         wide = total.to(torch.promote_types(total.dtype, torch.float32))
-        kept = {"momentum_buffer": wide * (1 - float(mu))}
+        converted = {"momentum_buffer": wide * (1 - float(mu))}
         if "variance_neuron" in state:
-            kept["second_moment"] = state["variance_neuron"]
-        return kept
+            converted["second_moment"] = state["variance_neuron"]
+        return converted
 
     return of_state

@@ -142,7 +142,7 @@ def check_state(plans: Sequence[Plan], state: dict) -> None:
     for plan in plans:
         names = names_in(plan.group)
         for p in plan.params:
-            _check_shapes(state.get(p, {}), p, names[p], by_rows=plan.kept is not None)
+            _check_shapes(state.get(p, {}), p, names[p], by_rows=plan.state_rows is not None)
 
 
 def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> None:
@@ -152,17 +152,17 @@ def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> No
     Raises RuntimeError if no rank holds a part of the state.
     """
     for plan in plans:
-        if plan.kept is not None:
+        if plan.state_rows is not None:
             names = names_in(plan.group)
             named = {p: names[p] for p in plan.params}
-            wanted = dict(zip(plan.params, plan.kept))
+            wanted = dict(zip(plan.params, plan.state_rows))
             with errors.during("the move of state to new owners"):
                 move_to_owners(state, named, wanted, options.process_group)
             group_rank = dist.get_group_rank(options.process_group, this_rank())
         for i, p in enumerate(plan.params):
-            if plan.kept is None:
+            if plan.state_rows is None:
                 _move_to_param(state[p], p)
-            rows = None if plan.kept is None else plan.kept[i][group_rank]
+            rows = None if plan.state_rows is None else plan.state_rows[i][group_rank]
             create_state(state[p], p, state_keys(plan.group), options.state_dtype, rows=rows)
 
 

@@ -542,7 +542,7 @@ def _restored_state(
     param: torch.Tensor, keys: Sequence[str], state: dict, options: MuonConfig
 ) -> dict:
     """Return a copy of a parameter's saved state in the dtypes and placements of the optimizer."""
-    kept = {}
+    restored = {}
     for key in [k for k in keys if k in state]:
         device, dtype = state_device_and_dtype(key, param, options.state_dtype)
         value = _as_tensor(state[key]).detach()
@@ -553,9 +553,9 @@ def _restored_state(
             value = place_like(value, param)
         # A copy: the user's state dict must not change with the next step
         local = local_of(value).to(device, dtype, copy=True)
-        kept[key] = (
+        restored[key] = (
             as_dtensor(local, value.shape, value.device_mesh, value.placements)
             if is_dtensor(value)
             else local
         )
-    return kept
+    return restored

@@ -30,11 +30,11 @@ SIDES = range(193, 257)  # Short sides; two matrices of 256 x 256, as three squa
 FROM = 48
 # [Note: program of products] The kernel runs a list of products, each a code (`_code`) and five
 # factors. Shared memory has room for two matrices, U and V; U begins as A. Two more matrices are
-# kept in two slots in global memory, and one may be saved to the memory of the result Z.
+# stored in two slots in global memory, and one may be saved to the memory of the result Z.
 # The place of an addend:
 U = 0
 V = 1
-KEPT = 2  # A slot
+SLOT = 2  # A slot
 # Where a result is stored besides U or V; the final result goes to Z
 STORE_NONE, STORE_FIRST_SLOT, STORE_SECOND_SLOT, SAVE_TO_Z, STORE_RESULT = range(5)
 # Flags, see `_code`
@@ -107,14 +107,14 @@ class _Launch:
     def __init__(self, A: torch.Tensor, Z: torch.Tensor, X: torch.Tensor | None):
         """X: the matrices to multiply first, or None to load A."""
         # The slots: per matrix three squares, one below the other, in the memory of T and of Q
-        kept = A.as_strided((len(A), 3 * SIDE, SIDE), (A.stride(0), SIDE, 1))
+        slots = A.as_strided((len(A), 3 * SIDE, SIDE), (A.stride(0), SIDE, 1))
         boxes = [
             (A, SIDE),
             (Z, SIDE),
-            (kept, SIDE),
-            (kept, SIDE),
-            (kept, SIDE // 2),
-            (kept, SIDE // 2),
+            (slots, SIDE),
+            (slots, SIDE),
+            (slots, SIDE // 2),
+            (slots, SIDE // 2),
         ]
         # Descriptors without addresses: x, a, z, one_box, other_box, one_half, other_half
         self.blanks = [
@@ -156,7 +156,7 @@ class _Launch:
 def _program_on(
     first: tuple, pair: Pair, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """`_program` with codes and factors on `device`, kept for as long as the process lives."""
+    """`_program` with codes and factors on `device`, held for as long as the process lives."""
     codes, factors, products, keep = _program(first, pair)
     return persistent_copy(codes, device), persistent_copy(factors, device), products, keep
 
@@ -176,8 +176,8 @@ def _program(first: tuple, pair: Pair) -> tuple[torch.Tensor, torch.Tensor, int,
     products = [
         (_code(U, U, V, [U]), square, 0.0, a),
         (_code(U, V, U, [U, V], STORE_SECOND_SLOT, MIRROR | WAIT_STORES), cube, 0.0, ca, cs),
-        (_code(U, U, U, [KEPT, V, U], STORE_NONE, DIAGONAL | WAIT_STORES), half, h, ha, hs, hc),
-        (_code(U, U, V, [V, KEPT], last, flags), 1.0, q, qs, qc),
+        (_code(U, U, U, [SLOT, V, U], STORE_NONE, DIAGONAL | WAIT_STORES), half, h, ha, hs, hc),
+        (_code(U, U, V, [V, SLOT], last, flags), 1.0, q, qs, qc),
     ]
     # The step before. Z goes to V, and is saved to memory until the pair is done. A Z replaces A in
     # U, and Z A Z replaces A Z. The last product multiplies the pair's polynomial in V by Z + a I.
@@ -201,7 +201,7 @@ def _code(
     """Encode a product as an integer.
 
     left, right: the factors, U or V. to: where the result goes, U or V. addends: the first is in U,
-    V or the first slot (KEPT), the second in V or the second slot (KEPT), the third in U. then:
+    V or the first slot (SLOT), the second in V or the second slot (SLOT), the third in U. then:
     where the result is stored besides. Flags:
 
     MIRROR: make the squares on the diagonal symmetric. Not needed for the square of a matrix, which
@@ -214,7 +214,7 @@ def _code(
     WAIT_STORES: wait until earlier TMA stores to slots and Z are visible in global memory.
     """
     first, second, third = (*addends, None, None)[:3]
-    assert first is not None and second in (None, V, KEPT) and third in (None, U)
+    assert first is not None and second in (None, V, SLOT) and third in (None, U)
     return (
         left
         | right << 1

@@ -66,9 +66,9 @@ def gram_chain_kernel(x, a, z, one_box, other_box, one_half, other_half, one, ot
         gdc_wait()
     matrix = gl.program_id(0)
     offset = matrix.to(gl.int64) * apart
-    kept = one + offset, other + offset, one_half, other_half
+    slots = one + offset, other + offset, one_half, other_half
     long = x, scales, steps, full, empty, done
-    arguments = long, a, z, one_box, other_box, kept, codes, factors, products, keep, matrix
+    arguments = long, a, z, one_box, other_box, slots, codes, factors, products, keep, matrix
     shared = squares, staging, loaded, restored, staging_loaded, square_written, operands_read
     # Warpgroup 1 computes whole squares and needs more registers than those on the diagonal
     gl.warp_specialize([
@@ -87,7 +87,7 @@ def _compute_products(arguments, shared, EARLY: gl.constexpr, GROUP: gl.constexp
     operands_read: a warpgroup's products have read their operands. A warpgroup waits for the
     squares to multiply, and, before writing a square, for the warpgroups that read the old square.
     """
-    long, a, z, one_box, other_box, kept, codes, factors, products, keep, matrix = arguments
+    long, a, z, one_box, other_box, slots, codes, factors, products, keep, matrix = arguments
     squares, staging, loaded, restored, staging_loaded, square_written, operands_read = shared
     ROW: gl.constexpr = SIDE if GROUP > 0 else 0
     COLUMN: gl.constexpr = SIDE if GROUP > 1 else 0
@@ -107,19 +107,19 @@ def _compute_products(arguments, shared, EARLY: gl.constexpr, GROUP: gl.constexp
         # multiprocessors while they wait, on which kernels of another stream could run
         if then == 4:
             gdc_launch_dependents()
-        _prefetch_kept(code, kept, staging, staging_loaded, matrix, 0, GROUP, SIDE)
+        _prefetch_slot(code, slots, staging, staging_loaded, matrix, 0, GROUP, SIDE)
         _wait_for_others(square_written, number, GROUP)
         # Square 2 is multiplied last: warpgroup 0 begins the next product without it
         if GROUP == 2:
             _wait_for_others(operands_read, number, GROUP)
         upper, lower = _start_product(matrices, code, GROUP, SIDE, HALF)
-        upper = _add_and_round(multiplied(2, deps=(upper,)), code, factor, matrices, kept, staging,
+        upper = _add_and_round(multiplied(2, deps=(upper,)), code, factor, matrices, slots, staging,
                                staging_loaded, 0, GROUP)
         lower = multiplied(0, deps=(lower,))
         barrier()
         mbarrier.arrive(operands_read.index(GROUP))
-        _prefetch_kept(code, kept, staging, staging_loaded, matrix, HALF, GROUP, SIDE)
-        lower = _add_and_round(lower, code, factor, matrices, kept, staging, staging_loaded, HALF,
+        _prefetch_slot(code, slots, staging, staging_loaded, matrix, HALF, GROUP, SIDE)
+        lower = _add_and_round(lower, code, factor, matrices, slots, staging, staging_loaded, HALF,
                                GROUP)
         if GROUP != 2:
             _wait_for_others(operands_read, number, GROUP)
@@ -181,12 +181,12 @@ def _start_product(matrices, code, GROUP: gl.constexpr, SIDE: gl.constexpr, HALF
 
 
 @gluon_jit
-def _prefetch_kept(code, kept, staging, staging_loaded, matrix, ROW: gl.constexpr,
+def _prefetch_slot(code, slots, staging, staging_loaded, matrix, ROW: gl.constexpr,
                    GROUP: gl.constexpr, SIDE: gl.constexpr):
     """Start the TMA load of half a square, from ROW on, from a slot into the staging buffer, if the
     product has such an addend. Not for square 0, for which shared memory has no staging buffer.
     """
-    one, other, one_half, other_half = kept
+    one, other, one_half, other_half = slots
     if GROUP > 0:
         if ROW > 0:
             barrier()  # All threads have read the upper half from the buffer
@@ -199,7 +199,7 @@ def _prefetch_kept(code, kept, staging, staging_loaded, matrix, ROW: gl.constexp
 
 
 @gluon_jit
-def _add_and_round(sums, code, factor, matrices, kept, staging, staging_loaded, ROW: gl.constexpr,
+def _add_and_round(sums, code, factor, matrices, slots, staging, staging_loaded, ROW: gl.constexpr,
                    GROUP: gl.constexpr):
     """Scale sums, add the addends and the diagonal, and round: half a square, from ROW on.
 
@@ -207,12 +207,12 @@ def _add_and_round(sums, code, factor, matrices, kept, staging, staging_loaded, 
     has an fma of its own, because the compiler would move the registers of a tensor chosen by a
     branch.
     """
-    one, other, one_half, other_half = kept
+    one, other, one_half, other_half = slots
     for k in range(_addend_count(code)):
         source, alpha, beta = _addend_of(code, factor, k)
-        if source == 2:  # KEPT
+        if source == 2:  # SLOT
             slot = gl.where(k == 0, one, other)
-            sums = gl.fma(sums, alpha, beta * _load_kept(slot, sums, staging, staging_loaded, ROW,
+            sums = gl.fma(sums, alpha, beta * _load_slot(slot, sums, staging, staging_loaded, ROW,
                                                          GROUP))
         else:
             sums = gl.fma(sums, alpha, beta * _part_of(matrices.index(source * 3 + GROUP), sums,
@@ -224,7 +224,7 @@ def _add_and_round(sums, code, factor, matrices, kept, staging, staging_loaded, 
 
 
 @gluon_jit
-def _load_kept(slot, like, staging, staging_loaded, ROW: gl.constexpr, GROUP: gl.constexpr):
+def _load_slot(slot, like, staging, staging_loaded, ROW: gl.constexpr, GROUP: gl.constexpr):
     """Load half a square of a slot as fp32 in the layout of `like`: from the staging buffer, or,
     for square 0, from global memory.
 
@@ -232,7 +232,7 @@ def _load_kept(slot, like, staging, staging_loaded, ROW: gl.constexpr, GROUP: gl
     otherwise each address would take registers.
     """
     if GROUP > 0:
-        # A product with a kept addend loads both halves, so each half always has the same phase
+        # A product with an addend from a slot loads both halves, so each half has a fixed phase
         mbarrier.wait(staging_loaded.index(GROUP - 1), ROW // like.shape[0])
         values = _part_of(matrices_of(staging, like.shape[0], 2 * like.shape[0]).index(GROUP - 1),
                           like, 0)
@@ -426,7 +426,7 @@ def _addend_count(code):
 
 @gluon_jit
 def _addend_of(code, factor, k):
-    """(U, V or KEPT, the place of addend k; factor of the sums so far; factor of the addend)."""
+    """(U, V or SLOT, the place of addend k; factor of the sums so far; factor of the addend)."""
     source = gl.where(k == 0, code >> 3 & 3, gl.where(k == 1, code >> 5 & 3, 0))
     alpha = gl.where(k == 0, factor[0], 1.0)
     beta = gl.where(k == 0, factor[2], gl.where(k == 1, factor[3], factor[4]))

@@ -27,7 +27,7 @@ MAX_LONG_SIDE = 512
 MAX_STEPS = 10  # Steps are unrolled; more would shift by 32 bits or more in `_views_of_phase`
 WIDTH = 64  # Columns of a piece of X, which is multiplied at a time
 # Element size in bytes -> pieces that stay in registers between norm and cast
-KEPT = {2: 8, 4: 4}
+IN_REGISTERS = {2: 8, 4: 4}
 
 
 def supports_shape(n: int, m: int, steps: int) -> bool:
@@ -58,7 +58,8 @@ def polar(U: torch.Tensor, out: torch.Tensor, triples: tuple[float, ...], firsts
     key = dtype, steps, firsts, *launch_key(U, out)
     _polar_kernel.launch(N, key, U, out, U.stride(), out.stride(),
                          triples, n, m, eps, U.dtype != torch.float16, steps, firsts | 1 << steps,
-                         turned, *lines, SIDE, WIDTH, pieces, min(KEPT[U.element_size()], pieces),
+                         turned, *lines, SIDE, WIDTH, pieces,
+                         min(IN_REGISTERS[U.element_size()], pieces),
                          triton_dtype(dtype), num_warps=8)
 
 
@@ -80,13 +81,13 @@ def _lines(itemsize: int, turned: bool, width: int = WIDTH) -> BlockedLayout:
 def _polar_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: gl.constexpr,
                   STEPS: gl.constexpr, FIRSTS: gl.constexpr, TURNED: gl.constexpr,
                   FROM: gl.constexpr, TO: gl.constexpr, SIDE: gl.constexpr, WIDTH: gl.constexpr,
-                  PIECES: gl.constexpr, KEPT: gl.constexpr, DTYPE: gl.constexpr):
+                  PIECES: gl.constexpr, IN_REGISTERS: gl.constexpr, DTYPE: gl.constexpr):
     """Gram iteration of a matrix per program, from U to `out`.
 
     triples: the coefficients of all STEPS steps in a row. FIRSTS: bit s is set if step s begins a
     restart interval, and bit STEPS. WIDE: squares may leave the range of fp32. TURNED: U is stored
     transposed, and X in shared memory, too. FROM, TO: layouts that load U and store `out` in lines.
-    PIECES: pieces of WIDTH columns, of which KEPT stay in registers until they are cast.
+    PIECES: pieces of WIDTH columns, of which IN_REGISTERS stay in registers until they are cast.
     """
     matrix = gl.program_id(0).to(gl.int64)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16,
@@ -105,7 +106,7 @@ def _polar_kernel(U, out, u_strides, out_strides, triples, n, m, eps, WIDE: gl.c
             tiles = tiles + (gl.allocate_shared_memory(DTYPE, [1, SIDE, SIDE], swizzled),)
     A, zero = _load_scaled(U + matrix * u_strides[0], u_strides, n, m, eps,
                            _views_of_phase(X, m, 0, PIECES, TURNED), WIDE, SIDE, WIDTH, PIECES,
-                           KEPT, FROM)
+                           IN_REGISTERS, FROM)
     Q = A
     for step in gl.static_range(STEPS):
         squares = _views_of_phase(tiles, m, 2 * step + 1, 3, False)
@@ -137,26 +138,26 @@ def _views_of_phase(memory, m, phase: gl.constexpr, COUNT: gl.constexpr, TURNED:
 
 @gluon_jit
 def _load_scaled(start, strides, n, m, eps, X, WIDE: gl.constexpr, SIDE: gl.constexpr,
-                 WIDTH: gl.constexpr, PIECES: gl.constexpr, KEPT: gl.constexpr,
+                 WIDTH: gl.constexpr, PIECES: gl.constexpr, IN_REGISTERS: gl.constexpr,
                  layout: gl.constexpr):
     """X <- U scaled to Frobenius norm 1 and cast; return X X^T, and a zero unknown to the compiler.
 
-    Pieces from KEPT on are loaded first, for the norm only, and again when registers are free. The
-    other pieces are loaded once.
+    Pieces from IN_REGISTERS on are loaded first, for the norm only, and again when registers are
+    free. The other pieces are loaded once.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1],
                                                   instr_shape=[16, SIDE, 16])
     last_pieces, pieces = (), ()
-    for piece in gl.static_range(KEPT, PIECES):
+    for piece in gl.static_range(IN_REGISTERS, PIECES):
         last_pieces = last_pieces + (_load_piece(start, strides, piece, n, m, SIDE, WIDTH, layout),)
-    for piece in gl.static_range(KEPT):
+    for piece in gl.static_range(IN_REGISTERS):
         pieces = pieces + (_load_piece(start, strides, piece, n, m, SIDE, WIDTH, layout),)
     unit, norm = _unit_and_inverse_norm(last_pieces + pieces, start, strides, n, m, eps, WIDE, SIDE,
-                                        WIDTH, PIECES, KEPT, layout)
+                                        WIDTH, PIECES, IN_REGISTERS, layout)
     sums = gl.zeros((SIDE, SIDE), gl.float32, mma)
     for piece in gl.static_range(PIECES):
-        if piece + KEPT < PIECES:
-            pieces = pieces + (_load_piece(start, strides, piece + KEPT, n, m, SIDE, WIDTH,
+        if piece + IN_REGISTERS < PIECES:
+            pieces = pieces + (_load_piece(start, strides, piece + IN_REGISTERS, n, m, SIDE, WIDTH,
                                            layout),)
         _store_operand(rounded(_to_fp32(pieces[piece]) * unit * norm, X[piece].dtype), X[piece])
         sums = multiply(X[piece], X[piece].permute([1, 0]), sums, use_acc=piece > 0, is_async=True)
@@ -166,7 +167,7 @@ def _load_scaled(start, strides, n, m, eps, X, WIDE: gl.constexpr, SIDE: gl.cons
 @gluon_jit
 def _unit_and_inverse_norm(pieces, start, strides, n, m, eps, WIDE: gl.constexpr,
                            SIDE: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr,
-                           KEPT: gl.constexpr, layout: gl.constexpr):
+                           IN_REGISTERS: gl.constexpr, layout: gl.constexpr):
     """Return (unit, 1 / norm): the scaled matrix is U unit / norm. unit is a power of two that
     keeps squares in the range of fp32, as `unit_of` in scaling.py.
     """
@@ -179,7 +180,8 @@ def _unit_and_inverse_norm(pieces, start, strides, n, m, eps, WIDE: gl.constexpr
     largest, squares = gl.reduce((largest, squares), None, _max_and_sum)
     unit = gl.where(largest > 2.0**50, 2.0**-80, gl.where(largest < 2.0**-40, 2.0**80, 1.0))
     if WIDE and unit != 1.0:
-        squares = _sum_of_squares(start, strides, unit, n, m, SIDE, WIDTH, PIECES, KEPT, layout)
+        squares = _sum_of_squares(start, strides, unit, n, m, SIDE, WIDTH, PIECES, IN_REGISTERS,
+                                  layout)
     norm = gl.sqrt(squares) + eps * (largest * unit)
     return unit, 1.0 / gl.where(norm == 0, 1.0, norm)
 
@@ -192,13 +194,13 @@ def _max_and_sum(largest, squares, other, others):
 
 @gluon_jit
 def _sum_of_squares(start, strides, unit, n, m, SIDE: gl.constexpr, WIDTH: gl.constexpr,
-                    PIECES: gl.constexpr, KEPT: gl.constexpr, layout: gl.constexpr):
+                    PIECES: gl.constexpr, IN_REGISTERS: gl.constexpr, layout: gl.constexpr):
     """Return the sum of squares of unit U, added in the order of `_unit_and_inverse_norm`: a power
     of two changes no bit of the result.
     """
     squares = gl.zeros((SIDE, WIDTH), gl.float32, layout)
     for piece in range(PIECES):
-        u = _load_piece(start, strides, (piece + KEPT) % PIECES, n, m, SIDE, WIDTH,
+        u = _load_piece(start, strides, (piece + IN_REGISTERS) % PIECES, n, m, SIDE, WIDTH,
                         layout).to(gl.float32) * unit
         squares = gl.fma(u, u, squares)
     return gl.sum(squares)
