@@ -51,20 +51,21 @@ def floor_ms(shapes, ranks: int, shards: int | None = None, mode: str = "fsdp") 
 
     `shards`: ranks that hold one copy together (default: all; 1: replicated). `mode` "reduce": gradients travel in from
     all ranks, state is the owner's; "ep": nothing travels; "allreduce": gradients, fp32, are all-reduced before.
-    Memory, bytes an element: momentum 14 (gradient, momentum in and out, update) on one copy, shared by all; update 10,
-    at home; assembly 4 and back 4 at the owner. Wire: what a rank receives, as an owner and as a home.
+    Memory, bytes an element: momentum 14 (gradient, momentum in and out, update) on one copy, split between all; update
+    10, where stored; assembly 4 and back 4 at the owner. All-to-alls: what a rank receives, of its own and stored
+    matrices.
     """
     matrices = [(s[-2:], numel) for s in shapes for numel in [s[-2] * s[-1]] * (s[0] if len(s) == 3 else 1)]
     loads, shards = [0.0] * ranks, shards or ranks
     for flops in sorted((products_flops(*shape) for shape, _ in matrices), reverse=True):
         heapq.heapreplace(loads, loads[0] + flops)
     elements = sum(numel for _, numel in matrices)
-    home, owned, others = elements / shards, elements / ranks, (ranks - 1) / ranks
-    moved = home * 10 + owned * (14 + 8 * (shards > 1))
-    travels = owned * (1 - 1 / shards) + home * others
+    stored, owned, others = elements / shards, elements / ranks, (ranks - 1) / ranks
+    moved = stored * 10 + owned * (14 + 8 * (shards > 1))
+    travels = owned * (1 - 1 / shards) + stored * others
     if mode == "reduce":  # pack 6, update 10; the owner sums what came (2 from each rank), and has momentum
-        moved, travels = home * 16 + owned * (2 * ranks + 14), 2 * home * others
+        moved, travels = stored * 16 + owned * (2 * ranks + 14), 2 * stored * others
     if mode == "ep":
-        moved, travels = home * 24, 0
+        moved, travels = stored * 24, 0
     wire_s = (2 * travels * EXPOSED_WIRE + (8 * elements * others if mode == "allreduce" else 0)) / WIRE_BYTES_PER_S
     return 1e3 * (max(loads) / TENSOR_FLOPS + moved / COPY_BYTES_PER_S + wire_s)

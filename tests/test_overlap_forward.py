@@ -283,13 +283,13 @@ def test_the_current_stream_waits_only_where_it_must(told, looking):
     model = Model()
     opt = muon(model, told)
     steps(model, opt)
-    late, home = opt._forward_overlap, looking.main
+    late, main = opt._forward_overlap, looking.main
     last = len(late.events) - 1
-    assert late.waited_event.get(home, -1) == (-1 if told else last)
+    assert late.waited_event.get(main, -1) == (-1 if told else last)
     model.layers[0]["block"](torch.ones(1, 8))
-    assert late.waited_event[home] == place(opt, *model.layers[0].parameters()) if told else last
+    assert late.waited_event[main] == place(opt, *model.layers[0].parameters()) if told else last
     model(torch.ones(1, 8))
-    assert late.waited_event[home] == (max(late.written_event.values()) if told else last) and looking.wrong == []
+    assert late.waited_event[main] == (max(late.written_event.values()) if told else last) and looking.wrong == []
 
 
 def test_the_machine_sees_what_does_not_wait(looking, monkeypatch):

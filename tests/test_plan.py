@@ -102,11 +102,11 @@ def check_pieces(bucket, layouts, shares, kind="matrix"):
                 sources[piece.matrix].append(piece)
         for matrix in share.matrices:
             shape = (matrix.rows, matrix.cols if kind == "matrix" else 1)
-            homes = 1 if bucket.route != "reduce" else len(bucket.ranks)
-            assert (covered(shape, [p.box for p in sources[matrix]]) == homes).all()
-        answered = set(share.outbound.arrive) | {p for p in share.home if p.owner == rank}
-        assert answered == set(share.home)
-        for piece in share.home:
+            storing = 1 if bucket.route != "reduce" else len(bucket.ranks)
+            assert (covered(shape, [p.box for p in sources[matrix]]) == storing).all()
+        answered = set(share.outbound.arrive) | {p for p in share.stored if p.owner == rank}
+        assert answered == set(share.stored)
+        for piece in share.stored:
             if piece.kind == kind:
                 box = layouts[piece.matrix.param].boxes[rank]
                 assert piece.box == box[-2:] and all(a <= i < b for i, (a, b) in zip(piece.matrix.at, box))
@@ -117,7 +117,7 @@ def check_wire(bucket, shares, direction):
     ways = {rank: getattr(share, direction) for rank, share in shares.items()}
     sent, received = ([getattr(ways[rank], name) for rank in bucket.ranks] for name in ("send_bytes", "recv_bytes"))
     assert sent == list(zip(*received))
-    source, target = ("home", "owner") if direction == "inbound" else ("owner", "home")
+    source, target = ("stored_at", "owner") if direction == "inbound" else ("owner", "stored_at")
     left, arrived, index = {}, {}, {rank: i for i, rank in enumerate(bucket.ranks)}
     for rank, way in ways.items():
         left.update(by_pair(way.leave, way.send_bytes, way.send_from, index, (source, rank), target))
@@ -215,14 +215,14 @@ def test_a_plan_is_whole(mesh, rank_bytes, once, optimizer):
 
 def check_piece_sets(share):
     """Sent, kept and replicas are all stored pieces of matrices, once, in order; kept is computed at two times."""
-    sets, home = share.piece_sets, [p for p in share.home if p.kind == "matrix"]
-    assert sorted(sets.sent + sets.kept + sets.replicas, key=home.index) == home
+    sets, stored = share.piece_sets, [p for p in share.stored if p.kind == "matrix"]
+    assert sorted(sets.sent + sets.kept + sets.replicas, key=stored.index) == stored
     assert sorted(sets.during_inbound + sets.after_inbound, key=sets.kept.index) == list(sets.kept)
     for found in (sets.sent, sets.kept, sets.replicas, sets.during_inbound, sets.after_inbound):
-        assert list(found) == sorted(found, key=home.index)
-    assert all(p.is_source and p.home != p.owner for p in sets.sent) and set(sets.sent) <= set(share.inbound.leave)
-    assert all(p.is_source and p.home == p.owner for p in sets.kept) and set(sets.kept) == set(share.kept)
-    assert not any(p.is_source or p.home == p.owner for p in sets.replicas)
+        assert list(found) == sorted(found, key=stored.index)
+    assert all(p.is_source and p.stored_at != p.owner for p in sets.sent) and set(sets.sent) <= set(share.inbound.leave)
+    assert all(p.is_source and p.stored_at == p.owner for p in sets.kept) and set(sets.kept) == set(share.kept)
+    assert not any(p.is_source or p.stored_at == p.owner for p in sets.replicas)
     early = [p for p in sets.kept if p.matrix in share.direct and share.crosses_inbound]
     assert list(sets.during_inbound) == early
     assert set(sets.replicas) | set(sets.sent) == {p for p in share.outbound.arrive if p.kind == "matrix"}
@@ -579,11 +579,11 @@ def test_chunks_hold_every_element_once(world, rank_bytes, once, reduced, optimi
         assert bucket.route == ("own_elementwise" if reduced else "reduce_elementwise")
         for rank, share in shares.items():
             for piece in share.owned:
-                if piece.home == rank:
+                if piece.stored_at == rank:
                     owned[piece.matrix.param].append((piece.box, rank, piece.matrix.at[0]))
-            mine = {p for p in share.owned if p.home == rank}
+            mine = {p for p in share.owned if p.stored_at == rank}
             assert len(set(share.owned)) == len(share.owned) and set(share.kept) == (mine if reduced else set())
-            assert set(share.inbound.leave) == (set() if reduced else set(share.home))
+            assert set(share.inbound.leave) == (set() if reduced else set(share.stored))
         for direction in ("inbound", "outbound"):
             check_wire(bucket, shares, direction)
     assert [m.param for b in buckets for m in b.matrices if m.at[0] == 0] == list(range(len(shapes)))

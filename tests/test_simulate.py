@@ -43,8 +43,8 @@ def test_bytes_are_those_of_the_plan(model, mode, ranks, simulate):
                 )
                 way = share.inbound if inbound else share.outbound
                 here, there = ("", "owner ") if inbound else ("owner ", "")
-                for pieces, end, peer in ((way.leave, here, "owner" if inbound else "home"),
-                                          (way.arrive, there, "home" if inbound else "owner")):
+                for pieces, end, peer in ((way.leave, here, "owner" if inbound else "stored_at"),
+                                          (way.arrive, there, "stored_at" if inbound else "owner")):
                     peers = Counter()
                     for piece in pieces:
                         peers[getattr(piece, peer)] += 2 * piece.numel

@@ -250,11 +250,11 @@ def shard_on_rank(rank, world):
             share = part("planning.rank_plan").rank_plan_of(
                 bucket, rank, *store.layouts.values(), part("planning.memory_model").PlanInputs(4, 4)
             )
-            home = [p for p in share.home if p.kind == "matrix"]
-            for piece, weight in zip(home, store.weights(home)):
+            stored = [p for p in share.stored if p.kind == "matrix"]
+            for piece, weight in zip(stored, store.weights(stored)):
                 assert torch.equal(weight, full[piece.matrix.at][tuple(slice(*side) for side in piece.box)])
                 assert shares_memory(weight, part("params.dtensor").local_of(param))
-            rows = [p for p in share.home if p.kind == "row"]
+            rows = [p for p in share.stored if p.kind == "row"]
             assert all(V.shape == p.shape for V, p in zip(store.states(rows, "second_moment"), rows))
     return True
 

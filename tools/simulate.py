@@ -275,7 +275,7 @@ def of_ranks(buckets) -> list:
 
 def workspace_mib(buckets) -> int:
     """Of the rank that has the most: bucket buffers and shared scratch, each as large as the
-    largest of its buckets that uses it, of all families in turn; those that stay at home share the buffer of the
+    largest of its buckets that uses it, of all families in turn; those of route "local" share the buffer of the
     second that travels.
     """
     most = 0

@@ -88,7 +88,7 @@ class BoundUpdate(BucketUpdate):
 
     def _stored(self, kind: str = "matrix") -> list[Piece]:
         """Pieces stored by this rank; kinds as in `Piece`."""
-        return [p for p in self.rank_plan.home if p.kind == kind]
+        return [p for p in self.rank_plan.stored if p.kind == kind]
 
     def _owned(self, kind: str) -> list[Piece]:
         """Pieces, stored by any rank, of matrices owned by this rank."""
@@ -565,7 +565,7 @@ class UnreducedAdamWUpdate(OwnerUpdate):
         """Bind copies of stepped weights `W` to the send buffer, and of received weights to
         parameters.
         """
-        # A chunk is sent to every rank: pieces of one matrix differ in `home` only
+        # A chunk is sent to every rank: pieces of one matrix differ in `stored_at` only
         stepped = {p.matrix: w for p, w in zip(owned, W)}
         W = [stepped[p.matrix] for p in self.to_shards.leave]
         self.sent = _views(self.to_shards.leave, W), W

@@ -384,7 +384,9 @@ def _times(update: BucketUpdate, model: CostModel) -> BucketTimes:
     if update.bucket is not None:
         rank_plan = update.rank_plan
         planned = update.bucket.times
-        chunks = model.memory_time(28 * sum(p.numel for p in rank_plan.owned if p.home == p.owner))
+        chunks = model.memory_time(
+            28 * sum(p.numel for p in rank_plan.owned if p.stored_at == p.owner)
+        )
         inbound, outbound = (
             model.all_to_all_time(sum(plan.send_bytes))
             for plan in (rank_plan.inbound, rank_plan.outbound)

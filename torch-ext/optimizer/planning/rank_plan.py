@@ -30,17 +30,17 @@ Box = tuple[tuple[int, int], tuple[int, int]]  # ((first row, end), (first colum
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a matrix: stored at rank `home`, orthogonalized at rank `owner`."""
+    """A box of a matrix: stored at rank `stored_at`, orthogonalized at rank `owner`."""
 
     # "matrix": box of the matrix; "row": box of the (R, 1) row state; "chunk": rows of a parameter
     # of AdamW with state at owners
     kind: str
     matrix: Matrix
     box: Box
-    home: int  # rank that stores the piece
+    stored_at: int  # rank that stores the piece
     owner: int  # rank that owns the matrix
     # The piece is sent to the owner, or stays there. False for replicas: a replica of the piece is
-    # the source, and `home` only receives O.
+    # the source, and rank `stored_at` only receives O for the piece.
     is_source: bool
 
     @property
@@ -78,7 +78,7 @@ class PieceSets:
     """The stored pieces of matrices, by the treatment in a step of route "exchange" or "own".
 
     `sent`, `kept` and `replicas` are disjoint, and together all stored pieces of matrices. All
-    tuples are in the order of `RankPlan.home`.
+    tuples are in the order of `RankPlan.stored`.
     """
 
     # Sent to the owner, another rank; O returns
@@ -102,7 +102,7 @@ class RankPlan:
     first copied into a stack of whole matrices ("stack") and afterwards copied back.
     """
 
-    home: tuple[Piece, ...]  # stored at the rank
+    stored: tuple[Piece, ...]  # stored at the rank
     owned: tuple[Piece, ...]  # of all ranks, of the matrices that the rank owns
     matrices: tuple[Matrix, ...]  # that the rank owns
     inbound: AllToAllPlan  # to owners
@@ -119,15 +119,15 @@ class RankPlan:
     @functools.cached_property
     def piece_sets(self) -> PieceSets:
         """The stored pieces of matrices by treatment, for routes "exchange" and "own"."""
-        home = [p for p in self.home if p.kind == "matrix"]
-        kept = [p for p in home if p in self.kept]
+        stored = [p for p in self.stored if p.kind == "matrix"]
+        kept = [p for p in stored if p in self.kept]
         # A whole matrix is assembled in the shared scratch, which the bucket before still uses
         # while this bucket's inbound all-to-all runs. Direct pieces stay in the bucket buffer.
         early = {p for p in kept if p.matrix in self.direct and self.crosses_inbound}
         return PieceSets(
-            sent=tuple(p for p in home if p in self.inbound.leave),
+            sent=tuple(p for p in stored if p in self.inbound.leave),
             kept=tuple(kept),
-            replicas=tuple(p for p in home if p not in self.inbound.leave and p not in self.kept),
+            replicas=tuple(p for p in stored if p not in self.inbound.leave and p not in self.kept),
             during_inbound=tuple(p for p in kept if p in early),
             after_inbound=tuple(p for p in kept if p not in early),
         )
@@ -194,7 +194,7 @@ def rank_plan_of(
     reduce = bucket.route == "reduce"
     if bucket.route in OWNER_STATE_KINDS:
         # The owner stores row state: it is in no all-to-all
-        pieces = [p for p in rows if p.home == p.owner == rank] + of_matrices
+        pieces = [p for p in rows if p.stored_at == p.owner == rank] + of_matrices
         exchanged = of_matrices
     else:
         pieces = exchanged = rows + of_matrices
@@ -204,23 +204,23 @@ def rank_plan_of(
     # Of unreduced gradients the owner's own goes through the buffer too: the mean is one reduction
     # over equal parts
     inbound = plan_all_to_all(
-        sources, ("home", "owner"), rank, bucket.ranks, inputs.itemsizes, with_self=reduce
+        sources, ("stored_at", "owner"), rank, bucket.ranks, inputs.itemsizes, with_self=reduce
     )
     outbound = plan_all_to_all(
-        exchanged, ("owner", "home"), rank, bucket.ranks, inputs.itemsizes, inputs.once
+        exchanged, ("owner", "stored_at"), rank, bucket.ranks, inputs.itemsizes, inputs.once
     )
     own = [
         p
         for p in exchanged
-        if p.home == p.owner == rank and p.kind == "matrix" and bucket.route != "local"
+        if p.stored_at == p.owner == rank and p.kind == "matrix" and bucket.route != "local"
     ]
-    kept, (kept_bytes,), _ = _lay_out(own, "home", (rank,), inputs.itemsizes)
+    kept, (kept_bytes,), _ = _lay_out(own, "stored_at", (rank,), inputs.itemsizes)
     nbytes = _all_to_all_bytes(inbound, outbound, kept_bytes) | _iterated(matrices, inputs)
     if reduce:
         nbytes["until_apply"] = _mean_bytes(inbound, inputs.element)
     nbytes |= {"stack": _stacked(matrices, inputs), "rows": sum(4 * m.rows for m in matrices)}
     rank_plan = RankPlan(
-        home=tuple(p for p in pieces if p.home == rank),
+        stored=tuple(p for p in pieces if p.stored_at == rank),
         owned=tuple(p for p in pieces if p.owner == rank),
         matrices=matrices,
         inbound=inbound,
@@ -351,12 +351,12 @@ def _pieces_at(bucket: Bucket, rank: int, layouts: Sequence[Layout], kind: str) 
     """
     for matrix, owner in zip(bucket.matrices, bucket.owners):
         layout = layouts[matrix.param]
-        for home in bucket.ranks if owner == rank else (rank,):
+        for storing in bucket.ranks if owner == rank else (rank,):
             # Of sharded parameters the owner's replica sends; of unreduced gradients every rank
-            is_source = bucket.route == "reduce" or layout.copy_of[home] == layout.copy_of[owner]
-            boxes = [part[-2:] for part in layout.parts_of(home)]
+            is_source = bucket.route == "reduce" or layout.copy_of[storing] == layout.copy_of[owner]
+            boxes = [part[-2:] for part in layout.parts_of(storing)]
             for box in [box for box in boxes if all(a < b for a, b in box)]:
-                yield Piece(kind, matrix, box, home, owner, is_source)
+                yield Piece(kind, matrix, box, storing, owner, is_source)
 
 
 def plan_all_to_all(
@@ -370,12 +370,13 @@ def plan_all_to_all(
 ) -> AllToAllPlan:
     """Lay out an all-to-all in flat send and receive buffers, by peer, as seen from `rank`.
 
-    `ends`: sending and receiving rank, as attributes of a Piece: ("home", "owner") or ("owner",
-    "home"). `itemsizes`: kind of a piece -> bytes of an element. `once`: peers that get equal
-    pieces share a part of the send buffer. `with_self`: also pieces from `rank` to itself.
+    `ends`: sending and receiving rank, as attributes of a Piece: ("stored_at", "owner") or
+    ("owner", "stored_at"). `itemsizes`: kind of a piece -> bytes of an element. `once`: peers that
+    get equal pieces share a part of the send buffer. `with_self`: also pieces from `rank` to
+    itself.
     """
     source, target = ends
-    pieces = [p for p in pieces if with_self or p.home != p.owner]
+    pieces = [p for p in pieces if with_self or p.stored_at != p.owner]
     outgoing = [p for p in pieces if getattr(p, source) == rank]
     incoming = [p for p in pieces if getattr(p, target) == rank]
     leave, send, starts = _lay_out(outgoing, target, ranks, itemsizes, once)
@@ -429,19 +430,23 @@ def chunk_rank_plan(
         for i, owner in enumerate(ranks):
             start = i * -(-rows // len(ranks)) + matrix.at[0]
             box = (start, min(start + matrix.rows, rows)), (0, matrix.cols)
-            homes = ranks if owner == rank else (rank,)
+            storing_ranks = ranks if owner == rank else (rank,)
             # The parts of the last ranks are shorter or empty
             pieces += [
-                Piece("chunk", matrix, box, home, owner, True) for home in homes if start < rows
+                Piece("chunk", matrix, box, storing, owner, True)
+                for storing in storing_ranks
+                if start < rows
             ]
-    home = [p for p in pieces if p.home == rank]
+    stored = [p for p in pieces if p.stored_at == rank]
     owned = [p for p in pieces if p.owner == rank]
-    own = [p for p in owned if p.home == rank]
+    own = [p for p in owned if p.stored_at == rank]
     gradient, weight = {"chunk": inputs.gradient}, {"chunk": inputs.weight}
     sources = [] if inputs.reduced else pieces
-    inbound = plan_all_to_all(sources, ("home", "owner"), rank, ranks, gradient, with_self=True)
-    outbound = plan_all_to_all(pieces, ("owner", "home"), rank, ranks, weight, inputs.once)
-    kept, (kept_bytes,), _ = _lay_out(own if inputs.reduced else [], "home", (rank,), gradient)
+    inbound = plan_all_to_all(
+        sources, ("stored_at", "owner"), rank, ranks, gradient, with_self=True
+    )
+    outbound = plan_all_to_all(pieces, ("owner", "stored_at"), rank, ranks, weight, inputs.once)
+    kept, (kept_bytes,), _ = _lay_out(own if inputs.reduced else [], "stored_at", (rank,), gradient)
     # Copies of weight, exp_avg and exp_avg_sq are stepped, and replace the originals at the end
     stepped = sum(p.numel for p in own) * (inputs.weight + 2 * inputs.state)
     nbytes = _all_to_all_bytes(inbound, outbound, kept_bytes) | {
@@ -449,7 +454,7 @@ def chunk_rank_plan(
         "until_apply": 3 * ALIGNMENT + stepped,
     }
     return RankPlan(
-        home=tuple(home),
+        stored=tuple(stored),
         owned=tuple(owned),
         matrices=(),
         inbound=inbound,

@@ -50,13 +50,13 @@ class ForwardOverlap:
         self._begin(None)
         self.bind((), ())
 
-    def _begin(self, home: torch.cuda.Stream | None) -> None:
-        """Forget the last step. `home`: stream of the caller of `step`; None: the step does not
-        overlap.
+    def _begin(self, caller_stream: torch.cuda.Stream | None) -> None:
+        """Forget the last step. `caller_stream`: the current stream of the caller of `step`; None:
+        the step does not overlap.
         """
-        self.home = home
+        self.caller_stream = caller_stream
         self.events: list[torch.cuda.Event] = []  # of the last step; the last ends the step
-        self.is_running = home is not None  # a step launches on the side stream
+        self.is_running = caller_stream is not None  # a step launches on the side stream
         self.written_event: dict[int, int] = {}  # bucket -> index of the event after its weights
         self.waited_event: dict[torch.cuda.Stream, int] = {}  # stream -> last event waited for
         # Index of an event -> gradients that the step reads until then, see `hold_gradients`
@@ -82,18 +82,18 @@ class ForwardOverlap:
             self.stream = self.streams.Stream(device)
             self.event_pool = []
         self._begin(self.streams.current_stream(device))
-        self.stream.wait_stream(self.home)
+        self.stream.wait_stream(self.caller_stream)
         try:
             with self.streams.stream(self.stream):
                 yield
                 self._record_event()
         except BaseException:
-            self.home.wait_stream(self.stream)
+            self.caller_stream.wait_stream(self.stream)
             self._begin(None)
             raise
         self.is_running = False
         last = len(self.events) - 1
-        self.wait_for_event(self.home, last if wait_for_all else self._unknown_event())
+        self.wait_for_event(self.caller_stream, last if wait_for_all else self._unknown_event())
 
     def bind(self, jobs: Sequence[Job], stores: Sequence[Store]) -> None:
         """Number the buckets of a bound step. Updates of `jobs` report to `bucket_written`.
@@ -209,7 +209,7 @@ class ForwardOverlap:
         self.waited_event[stream] = index
         # From now on the allocator may reuse gradients freed on this stream. `pop` has a default
         # since autograd's threads may get here at the same time.
-        if stream == self.home:
+        if stream == self.caller_stream:
             for done in [until for until in list(self.held_gradients) if until <= index]:
                 self.held_gradients.pop(done, None)
 
@@ -225,15 +225,15 @@ class ForwardOverlap:
         index = self.last_event_of(params)
         streams = (reader,)
         if reader is None:
-            # The home stream too: held gradients are released there
-            streams = self.streams.current_stream(self.device), self.home
+            # The caller's stream too: held gradients are released there
+            streams = self.streams.current_stream(self.device), self.caller_stream
         for stream in streams:
             self.wait_for_event(stream, index)
 
     def wait(self) -> None:
         """Let the current stream and the stream of `step` wait for the whole last step."""
         if self.events and not capturing(self.device):
-            for stream in (self.streams.current_stream(self.device), self.home):
+            for stream in (self.streams.current_stream(self.device), self.caller_stream):
                 self.wait_for_event(stream, len(self.events) - 1)
 
     def release(self) -> None:
