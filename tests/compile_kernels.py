@@ -226,7 +226,7 @@ def others(arch: str, shared: int):
                 skip, addresses=None, weight=None, update_momentum="i32"),
                 scales="*fp32", factors="*fp32", MOMENTA=momenta))
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
-                 shares="i32", DOWN=32, ACROSS=16, u_strides=ROW_MAJOR, o_strides=ROW_MAJOR, v_strides=("i32", 1, 1),
+                 programs="i32", DOWN=32, ACROSS=16, u_strides=ROW_MAJOR, o_strides=ROW_MAJOR, v_strides=("i32", 1, 1),
                  x_strides=ROW_MAJOR, ROWS=4, COLUMNS=256, WIDE=True, EVEN=16, STRAIGHT=True, STAGES=8, FORM=0,
                  PDL=arch in ("sm90", "sm100"))
     floats = dict(V="*fp32", squares="*fp32", factors="*fp32", sums="*fp32", beta2="fp32", rest="fp32",

@@ -66,7 +66,7 @@ def plan_of(layouts, **options):
     return part("planning.plan").make_plan(layouts, cost, {}, **options)
 
 
-def shares_of(bucket, layouts, rows=None, **others):
+def rank_plans_of(bucket, layouts, rows=None, **others):
     rank_plan_of = part("planning.rank_plan").rank_plan_of
     return {rank: rank_plan_of(bucket, rank, layouts, rows, terms(**others)) for rank in bucket.ranks}
 
@@ -91,30 +91,30 @@ def covered(shape, boxes):
     return count
 
 
-def check_pieces(bucket, layouts, shares, kind="matrix"):
+def check_pieces(bucket, layouts, rank_plans, kind="matrix"):
     """The source pieces of a matrix hold each of its elements once, and every stored piece gets its answer."""
-    for rank, share in shares.items():
-        assert set(share.matrices) == {m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank}
+    for rank, rank_plan in rank_plans.items():
+        assert set(rank_plan.matrices) == {m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank}
         sources = defaultdict(list)
-        for piece in share.owned:
+        for piece in rank_plan.owned:
             assert piece.owner == rank
             if piece.is_source and piece.kind == kind:
                 sources[piece.matrix].append(piece)
-        for matrix in share.matrices:
+        for matrix in rank_plan.matrices:
             shape = (matrix.rows, matrix.cols if kind == "matrix" else 1)
             storing = 1 if bucket.route != "reduce" else len(bucket.ranks)
             assert (covered(shape, [p.box for p in sources[matrix]]) == storing).all()
-        answered = set(share.outbound.arrive) | {p for p in share.stored if p.owner == rank}
-        assert answered == set(share.stored)
-        for piece in share.stored:
+        answered = set(rank_plan.outbound.arrive) | {p for p in rank_plan.stored if p.owner == rank}
+        assert answered == set(rank_plan.stored)
+        for piece in rank_plan.stored:
             if piece.kind == kind:
                 box = layouts[piece.matrix.param].boxes[rank]
                 assert piece.box == box[-2:] and all(a <= i < b for i, (a, b) in zip(piece.matrix.at, box))
 
 
-def check_wire(bucket, shares, direction):
+def check_wire(bucket, rank_plans, direction):
     """What a rank sends to another is what the other receives from it: pieces, order, places and bytes."""
-    ways = {rank: getattr(share, direction) for rank, share in shares.items()}
+    ways = {rank: getattr(rank_plan, direction) for rank, rank_plan in rank_plans.items()}
     sent, received = ([getattr(ways[rank], name) for rank in bucket.ranks] for name in ("send_bytes", "recv_bytes"))
     assert sent == list(zip(*received))
     source, target = ("stored_at", "owner") if direction == "inbound" else ("owner", "stored_at")
@@ -125,8 +125,8 @@ def check_wire(bucket, shares, direction):
         arrived.update(by_pair(way.arrive, way.recv_bytes, starts, index, (target, rank), source))
     assert left == {pair[::-1]: pieces for pair, pieces in arrived.items()}
     if any(map(any, sent)):
-        assert getattr(shares[bucket.ranks[0]], f"crosses_{direction}")
-    assert len({getattr(share, f"crosses_{direction}") for share in shares.values()}) == 1
+        assert getattr(rank_plans[bucket.ranks[0]], f"crosses_{direction}")
+    assert len({getattr(rank_plan, f"crosses_{direction}") for rank_plan in rank_plans.values()}) == 1
 
 
 def by_pair(offsets, nbytes, starts, index, here, peer):
@@ -144,13 +144,13 @@ def by_pair(offsets, nbytes, starts, index, here, peer):
     return dict(pairs)
 
 
-def bucket_sizes(share):
+def bucket_sizes(rank_plan):
     """(bytes of the bucket buffer, of the shared scratch) of one rank, whose uses at one time do not overlap."""
-    places, sizes = share.workspace_layout()
-    nbytes = share.scratch_bytes
+    places, sizes = rank_plan.workspace_layout()
+    nbytes = rank_plan.use_bytes
     spans = {use: (memory, at, at + nbytes[use]) for use, (memory, at) in places.items() if nbytes[use]}
-    assert set(places) == set(share.scratch_bytes) and all(sizes[memory] >= end for memory, _, end in spans.values())
-    for together in DIRECT if share.direct else ALIVE:
+    assert set(places) == set(rank_plan.use_bytes) and all(sizes[memory] >= end for memory, _, end in spans.values())
+    for together in DIRECT if rank_plan.direct else ALIVE:
         for (a, (memory, start, end)), (b, (other, at, _)) in itertools.permutations(spans.items(), 2):
             assert not ({a, b} <= together and memory == other and start <= at < end), (a, b)
     return sizes["bucket_buffer"], sizes["shared_scratch"]
@@ -162,9 +162,9 @@ def room_of(sizes):
     return part("pipeline").BUCKETS_IN_FLIGHT * bucket_buffer + shared_scratch
 
 
-def check_room(bucket, shares, rank_bytes):
+def check_room(bucket, rank_plans, rank_bytes):
     """No rank needs more workspace than the plan says, and that is within bounds unless owners have one matrix each."""
-    assert room_of([bucket_sizes(share) for share in shares.values()]) <= bucket.nbytes
+    assert room_of([bucket_sizes(rank_plan) for rank_plan in rank_plans.values()]) <= bucket.nbytes
     assert bucket.nbytes <= rank_bytes or max(Counter(bucket.owners).values()) == 1
 
 
@@ -173,15 +173,15 @@ def check_all(layouts, rows=None, once=True, **options):
     buckets = plan_of(layouts, **options)
     check_owners(buckets, layouts)
     for bucket in buckets:
-        shares = shares_of(bucket, layouts, rows, once=once)
-        check_room(bucket, shares, options["rank_bytes"])
-        check_pieces(bucket, layouts, shares)
+        rank_plans = rank_plans_of(bucket, layouts, rows, once=once)
+        check_room(bucket, rank_plans, options["rank_bytes"])
+        check_pieces(bucket, layouts, rank_plans)
         if rows and bucket.route not in part("planning.plan").OWNER_STATE_KINDS:
-            check_pieces(bucket, rows, shares, "row")
+            check_pieces(bucket, rows, rank_plans, "row")
         if bucket.route == "local":
-            assert len(bucket.ranks) == 1 and not shares[bucket.ranks[0]].crosses_outbound
+            assert len(bucket.ranks) == 1 and not rank_plans[bucket.ranks[0]].crosses_outbound
         for direction in ("inbound", "outbound"):
-            check_wire(bucket, shares, direction)
+            check_wire(bucket, rank_plans, direction)
     return buckets
 
 
@@ -213,19 +213,20 @@ def test_a_plan_is_whole(mesh, rank_bytes, once, optimizer):
     check_all(layouts, rows_of(layouts, sizes, placements), once=once, rank_bytes=rank_bytes)
 
 
-def check_piece_sets(share):
+def check_piece_sets(rank_plan):
     """Sent, kept and replicas are all stored pieces of matrices, once, in order; kept is computed at two times."""
-    sets, stored = share.piece_sets, [p for p in share.stored if p.kind == "matrix"]
+    sets, stored = rank_plan.piece_sets, [p for p in rank_plan.stored if p.kind == "matrix"]
     assert sorted(sets.sent + sets.kept + sets.replicas, key=stored.index) == stored
     assert sorted(sets.during_inbound + sets.after_inbound, key=sets.kept.index) == list(sets.kept)
     for found in (sets.sent, sets.kept, sets.replicas, sets.during_inbound, sets.after_inbound):
         assert list(found) == sorted(found, key=stored.index)
-    assert all(p.is_source and p.stored_at != p.owner for p in sets.sent) and set(sets.sent) <= set(share.inbound.leave)
-    assert all(p.is_source and p.stored_at == p.owner for p in sets.kept) and set(sets.kept) == set(share.kept)
+    assert all(p.is_source and p.stored_at != p.owner for p in sets.sent)
+    assert set(sets.sent) <= set(rank_plan.inbound.leave)
+    assert all(p.is_source and p.stored_at == p.owner for p in sets.kept) and set(sets.kept) == set(rank_plan.kept)
     assert not any(p.is_source or p.stored_at == p.owner for p in sets.replicas)
-    early = [p for p in sets.kept if p.matrix in share.direct and share.crosses_inbound]
+    early = [p for p in sets.kept if p.matrix in rank_plan.direct and rank_plan.crosses_inbound]
     assert list(sets.during_inbound) == early
-    assert set(sets.replicas) | set(sets.sent) == {p for p in share.outbound.arrive if p.kind == "matrix"}
+    assert set(sets.replicas) | set(sets.sent) == {p for p in rank_plan.outbound.arrive if p.kind == "matrix"}
     return sets
 
 
@@ -239,8 +240,8 @@ def test_stored_pieces_are_sent_kept_or_replicas(mesh, optimizer):
         if bucket.route == "local":
             continue
         sources = defaultdict(list)
-        for share in shares_of(bucket, layouts, rows).values():
-            sets = check_piece_sets(share)
+        for rank_plan in rank_plans_of(bucket, layouts, rows).values():
+            sets = check_piece_sets(rank_plan)
             for piece in (*sets.sent, *sets.kept):
                 sources[piece.matrix].append(piece.box)
         assert all((covered((m.rows, m.cols), sources[m]) == 1).all() for m in bucket.matrices)
@@ -251,9 +252,9 @@ def test_piece_sets_of_hsdp(optimizer):
     layouts = layouts_on((2, 2), [Replicate(), Shard(0)], [(8, 16), (8, 16)])
     bucket, = plan_of(layouts, inputs=terms(room=1 << 20))
     first, second = bucket.owners
-    shares = shares_of(bucket, layouts, room=1 << 20)
+    rank_plans = rank_plans_of(bucket, layouts, room=1 << 20)
     of = {rank: [[p.matrix.param for p in found] for found in (sets.sent, sets.kept, sets.replicas)]
-          for rank, sets in ((rank, check_piece_sets(share)) for rank, share in shares.items())}
+          for rank, sets in ((rank, check_piece_sets(rank_plan)) for rank, rank_plan in rank_plans.items())}
     for rank in range(4):
         sent = [i for i, owner in enumerate((first, second)) if owner != rank and owner // 2 == rank // 2]
         kept = [i for i, owner in enumerate((first, second)) if owner == rank]
@@ -269,8 +270,8 @@ def test_piece_sets_of_hsdp(optimizer):
 def test_momentum_of_direct_matrices_is_computed_while_the_rest_arrives(cols, placements, early, optimizer):
     layouts = layouts_on((2,), placements, [(8, cols), (8, cols)])
     bucket, = plan_of(layouts, inputs=terms(room=1 << 20))
-    for share in shares_of(bucket, layouts, room=1 << 20).values():
-        sets = check_piece_sets(share)
+    for rank_plan in rank_plans_of(bucket, layouts, room=1 << 20).values():
+        sets = check_piece_sets(rank_plan)
         assert len(sets.kept) == 1
         assert (sets.during_inbound, sets.after_inbound) == ((sets.kept, ()) if early else ((), sets.kept))
 
@@ -375,7 +376,7 @@ def test_models_are_balanced_within_five_percent(model, layers, placements, opti
     loads, buckets = loads_of(shapes, 8, placements, pace)
     assert max(loads) <= 1.05 * sum(loads) / 8
     layouts, elements = layouts_on((8,), placements, shapes), sum(map(math.prod, shapes))
-    sent = sum(sum(share.outbound.send_bytes) for b in buckets for share in shares_of(b, layouts).values())
+    sent = sum(sum(rank_plan.outbound.send_bytes) for b in buckets for rank_plan in rank_plans_of(b, layouts).values())
     copies = 7 if placements[0].is_replicate() else 7 / 8
     assert 2 * copies * elements <= sent <= 2 * copies * elements + 16 * 8 * 8 * len(buckets)
 
@@ -573,19 +574,20 @@ def test_chunks_hold_every_element_once(world, rank_bytes, once, reduced, optimi
     buckets = part("planning.plan").plan_chunks(shapes, ranks, rank_bytes, chunks)
     assert (len(buckets) == 1) == (rank_bytes == 1 << 28)
     for bucket in buckets:
-        shares = {r: part("planning.rank_plan").chunk_rank_plan(bucket, shapes, r, chunks) for r in ranks}
-        assert room_of([bucket_sizes(share) for share in shares.values()]) <= bucket.nbytes
+        rank_plans = {r: part("planning.rank_plan").chunk_rank_plan(bucket, shapes, r, chunks) for r in ranks}
+        assert room_of([bucket_sizes(rank_plan) for rank_plan in rank_plans.values()]) <= bucket.nbytes
         assert bucket.nbytes <= rank_bytes or [m.rows for m in bucket.matrices if m.numel] == [1]
         assert bucket.route == ("own_elementwise" if reduced else "reduce_elementwise")
-        for rank, share in shares.items():
-            for piece in share.owned:
+        for rank, rank_plan in rank_plans.items():
+            for piece in rank_plan.owned:
                 if piece.stored_at == rank:
                     owned[piece.matrix.param].append((piece.box, rank, piece.matrix.at[0]))
-            mine = {p for p in share.owned if p.stored_at == rank}
-            assert len(set(share.owned)) == len(share.owned) and set(share.kept) == (mine if reduced else set())
-            assert set(share.inbound.leave) == (set() if reduced else set(share.stored))
+            mine = {p for p in rank_plan.owned if p.stored_at == rank}
+            assert len(set(rank_plan.owned)) == len(rank_plan.owned)
+            assert set(rank_plan.kept) == (mine if reduced else set())
+            assert set(rank_plan.inbound.leave) == (set() if reduced else set(rank_plan.stored))
         for direction in ("inbound", "outbound"):
-            check_wire(bucket, shares, direction)
+            check_wire(bucket, rank_plans, direction)
     assert [m.param for b in buckets for m in b.matrices if m.at[0] == 0] == list(range(len(shapes)))
     for param, (rows, cols) in enumerate(shapes):
         assert (covered((rows, cols), [box for box, _, _ in owned[param]]) == 1).all()
@@ -602,14 +604,14 @@ def test_planning_ten_thousand_matrices_for_4096_ranks(record_property, optimize
     buckets = profile.runcall(part("planning.plan").make_plan, layouts, pace, {}, minimize_workspace=True)
     planned = time.perf_counter()
     mine = [part("planning.rank_plan").rank_plan_of(bucket, 17, layouts, None, terms()) for bucket in buckets]
-    shared = time.perf_counter()
+    derived = time.perf_counter()
     assert pstats.Stats(profile).total_calls < 4_000_000
     assert sum(len(b.matrices) for b in buckets) == 10_000
     assert 2 <= sum(len(m.matrices) for m in mine) <= 4
     assert all(len(m.owned) == 4096 * len(m.matrices) for m in mine)
     record_property("plan_ms", round(1e3 * (planned - start)))
-    record_property("share_ms", round(1e3 * (shared - planned)))
-    print(f"10,000 matrices, 4096 ranks: plan {planned - start:.2f} s, one rank's shares {shared - planned:.2f} s")
+    record_property("rank_plan_ms", round(1e3 * (derived - planned)))
+    print(f"10,000 matrices, 4096 ranks: plan {planned - start:.2f} s, one rank's plans {derived - planned:.2f} s")
 
 
 GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12
@@ -736,11 +738,11 @@ def step_as_rank(rank, world, shapes, placed):
         for p, f in zip(params, full):
             p.grad = place((f * (number + 3)).sin())
         optimizer.step()
-    shares = [share for plan in optimizer._plans[False] for _, share in plan.shares]
+    rank_plans = [rank_plan for plan in optimizer._plans[False] for _, rank_plan in plan.rank_plans]
     return (
         [part("params.dtensor").local_of(p).clone() for p in params],
-        sum(len(share.matrices) for share in shares),
-        len(shares),
+        sum(len(rank_plan.matrices) for rank_plan in rank_plans),
+        len(rank_plans),
     )
 
 

@@ -186,10 +186,11 @@ def both_ways(name, layout, wire, shapes=MATRICES):
 
 def copied(route):
     """(pieces of updates that arrive and stay, of these copied; that leave and stay, of these copied)."""
-    share = route.rank_plan
-    arrive, leave = ({p for p in way if p.kind == "matrix"} for way in (share.inbound.arrive, share.outbound.leave))
-    rows = [sum(p.kind == "row" for p in way) for way in (share.inbound.arrive, share.outbound.leave)]
-    return (len(arrive), len(route.assemble.to) - rows[0], len(leave | set(share.kept)),
+    rank_plan = route.rank_plan
+    ways = rank_plan.inbound.arrive, rank_plan.outbound.leave
+    arrive, leave = ({p for p in way if p.kind == "matrix"} for way in ways)
+    rows = [sum(p.kind == "row" for p in way) for way in ways]
+    return (len(arrive), len(route.assemble.to) - rows[0], len(leave | set(rank_plan.kept)),
             len(route.disassemble.to) - rows[1])
 
 

@@ -61,7 +61,7 @@ def against_one(rank, world, name, options, numbers=range(4), **gradients):
         train(optimizer, params, numbers, **gradients)
     equal = same(alone, many) and same(state_of(one, alone), state_of(opt, many))
     return equal, kept(opt, many), kept(one, alone), {bucket.route for plan in opt._plans[False]
-                                                      for bucket, _ in plan.shares or ()}
+                                                      for bucket, _ in plan.rank_plans or ()}
 
 
 @pytest.mark.parametrize("options", [{}, {"workspace_bytes": 110_000}, {"nonfinite": "skip"},

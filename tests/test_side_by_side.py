@@ -31,7 +31,7 @@ def side_by_side(part, monkeypatch):
 
 
 def memory_for(part, shapes, steps, dtype, device, together):
-    """As a share has it: the bytes of all keys together, or of the one that takes most."""
+    """As a rank plan has it: the bytes of all keys together, or of the one that takes most."""
     sums = {}
     for N, R, C in shapes:
         key, long, square = part("newton_schulz.method").scratch_bytes(R, C, steps, dtype)
@@ -91,15 +91,15 @@ def test_memory_for_all_is_taken_where_they_gain_and_there_is_room(part, shapes,
     memory_model = part("planning.memory_model")
     bucket, layouts, terms = bucket_of(part, shapes)
     room = memory_model.workspace_bytes(*bucket.memory) if short else 1 << 31
-    share, usual = (
+    rank_plan, usual = (
         part("planning.rank_plan").rank_plan_of(bucket, 0, layouts, None, replace(terms, room=room, side_by_side=gain))
         for gain in (terms.side_by_side, lambda shapes: False)
     )
     uses = ("scratch_a", "scratch_b", "gram_scratch")
     wide = shapes == [(768, 768), (960, 960)] and not short
-    assert all((share.scratch_bytes[use] > usual.scratch_bytes[use]) == wide for use in uses)
-    assert all(share.scratch_bytes[use] == usual.scratch_bytes[use] for use in share.scratch_bytes if use not in uses)
-    taken = share.workspace_layout()[1].values()
+    assert all((rank_plan.use_bytes[use] > usual.use_bytes[use]) == wide for use in uses)
+    assert all(rank_plan.use_bytes[use] == usual.use_bytes[use] for use in rank_plan.use_bytes if use not in uses)
+    taken = rank_plan.workspace_layout()[1].values()
     assert all(nbytes <= place for nbytes, place in zip(taken, memory_model.split_workspace(room)))
 
 

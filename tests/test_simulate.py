@@ -29,7 +29,7 @@ def planned(simulate, model, mode, ranks, *arguments):
 @pytest.mark.parametrize("model, mode, ranks", [("tiny", "fsdp", 16), ("tiny", "hsdp", 16), ("tiny", "ddp", 16),
                                                 ("tiny_experts", "fsdp", 16)])
 def test_bytes_are_those_of_the_plan(model, mode, ranks, simulate):
-    """What every rank sends and receives, inside nodes and between them, against the shares of all ranks."""
+    """What every rank sends and receives, inside nodes and between them, against the rank plans of all ranks."""
     cluster = simulate.Cluster(node=4)
     layouts, buckets, _, _ = planned(simulate, model, mode, ranks, "--shards", 8, "--expert-parallel", 4)
     assert any(b.route == "exchange" for b in buckets)
@@ -38,10 +38,10 @@ def test_bytes_are_those_of_the_plan(model, mode, ranks, simulate):
             found = simulate.traffic(bucket, layouts, cluster, inbound)
             expected = {where: Counter() for where in found}
             for rank in bucket.ranks:
-                share = part("planning.rank_plan").rank_plan_of(
+                rank_plan = part("planning.rank_plan").rank_plan_of(
                     bucket, rank, layouts, None, part("planning.memory_model").PlanInputs()
                 )
-                way = share.inbound if inbound else share.outbound
+                way = rank_plan.inbound if inbound else rank_plan.outbound
                 here, there = ("", "owner ") if inbound else ("owner ", "")
                 for pieces, end, peer in ((way.leave, here, "owner" if inbound else "stored_at"),
                                           (way.arrive, there, "stored_at" if inbound else "owner")):
@@ -66,8 +66,8 @@ def test_what_is_planned_fits_the_package_s_default(simulate):
     for rank in range(4):
         taken = Counter()
         for number, bucket in enumerate(buckets):
-            share = part("planning.rank_plan").rank_plan_of(bucket, rank, layouts, None, terms)
-            for memory, nbytes in share.workspace_layout()[1].items():
+            rank_plan = part("planning.rank_plan").rank_plan_of(bucket, rank, layouts, None, terms)
+            for memory, nbytes in rank_plan.workspace_layout()[1].items():
                 place = memory, number % 3 * (memory == "bucket_buffer")
                 taken[place] = max(taken[place], nbytes)
         assert 1 << 30 < sum(taken.values()) <= 2 << 30
@@ -82,8 +82,8 @@ def test_workspace_is_what_a_rank_takes(model, ranks, shards, simulate):
         taken, travelling = Counter(), 0
         for bucket in [bucket for bucket in buckets if rank in bucket.ranks]:
             travels = bucket.route != "local"
-            share = part("planning.rank_plan").rank_plan_of(bucket, rank, layouts, None, terms)
-            for memory, nbytes in share.workspace_layout()[1].items():
+            rank_plan = part("planning.rank_plan").rank_plan_of(bucket, rank, layouts, None, terms)
+            for memory, nbytes in rank_plan.workspace_layout()[1].items():
                 place = memory, (travelling % 3 if travels else 1) * (memory == "bucket_buffer")
                 taken[place] = max(taken[place], nbytes)
             travelling += travels

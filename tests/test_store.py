@@ -247,14 +247,14 @@ def shard_on_rank(rank, world):
         store = store_of([param], ("momentum_buffer", "second_moment"))
         buckets = plan.make_plan(store.layouts["matrix"], lambda R, C: R * C, {})
         for bucket in (b for b in buckets if rank in b.ranks):
-            share = part("planning.rank_plan").rank_plan_of(
+            rank_plan = part("planning.rank_plan").rank_plan_of(
                 bucket, rank, *store.layouts.values(), part("planning.memory_model").PlanInputs(4, 4)
             )
-            stored = [p for p in share.stored if p.kind == "matrix"]
+            stored = [p for p in rank_plan.stored if p.kind == "matrix"]
             for piece, weight in zip(stored, store.weights(stored)):
                 assert torch.equal(weight, full[piece.matrix.at][tuple(slice(*side) for side in piece.box)])
                 assert shares_memory(weight, part("params.dtensor").local_of(param))
-            rows = [p for p in share.stored if p.kind == "row"]
+            rows = [p for p in rank_plan.stored if p.kind == "row"]
             assert all(V.shape == p.shape for V, p in zip(store.states(rows, "second_moment"), rows))
     return True
 
@@ -309,8 +309,8 @@ def test_state_of_an_owner_alone(rows, optimizer):
 
 # memory lent to buckets ------------------------------------------------------------------------------------------
 
-def share_with(needs):
-    """A share of which only the memory counts."""
+def rank_plan_with(needs):
+    """A rank plan of which only the memory counts."""
     rank_plan = part("planning.rank_plan")
     travel = rank_plan.AllToAllPlan({}, {}, (), (), ())
     uses = ("leave", "return", "kept", "arrive", "scratch_a", "scratch_b", "rows", "until_apply", "gram_scratch",
@@ -321,15 +321,16 @@ def share_with(needs):
 def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
     """All have the shared scratch in common, and none needs more than the largest."""
     workspace = part("execution.workspace").Workspace(3, torch.device("cpu"))
-    shares = [share_with({"leave": 60 * (1 + i % 4), "return": 80, "arrive": 7 * i, "scratch_a": 45, "scratch_b": 45,
-                          "kept": 5 * i, "rows": 20, "until_apply": 3 * i, "stack": 32,
-                          "gram_scratch": 8 + 8 * i, "mean": 9})
-              for i in range(6)]
-    for number, share in enumerate(shares):
-        workspace.reserve(number, share)
-    taken, buffers, scratch = [workspace.views_for(number, share) for number, share in enumerate(shares)], [], []
-    for share, lent in zip(shares, taken):
-        assert {use: t.numel() for use, t in lent.items()} == share.scratch_bytes
+    rank_plans = [rank_plan_with({"leave": 60 * (1 + i % 4), "return": 80, "arrive": 7 * i, "scratch_a": 45,
+                                  "scratch_b": 45, "kept": 5 * i, "rows": 20, "until_apply": 3 * i, "stack": 32,
+                                  "gram_scratch": 8 + 8 * i, "mean": 9})
+                  for i in range(6)]
+    for number, rank_plan in enumerate(rank_plans):
+        workspace.reserve(number, rank_plan)
+    taken = [workspace.views_for(number, rank_plan) for number, rank_plan in enumerate(rank_plans)]
+    buffers, scratch = [], []
+    for rank_plan, lent in zip(rank_plans, taken):
+        assert {use: t.numel() for use, t in lent.items()} == rank_plan.use_bytes
         assert all(t.data_ptr() % part("planning.plan").ALIGNMENT == 0 for t in lent.values() if t.numel())
         buffers.append(lent["rows"].untyped_storage().data_ptr())
         scratch.append(lent["stack"].untyped_storage().data_ptr())
@@ -338,7 +339,7 @@ def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
         assert {lent[use].untyped_storage().data_ptr() for use in ("gram_scratch", "mean")} == {scratch[-1]}
     assert buffers[:3] == buffers[3:] and len({*buffers, *scratch}) == 4 and len(set(scratch)) == 1
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for lent in taken for t in lent.values()}
-    sizes_of = [share.workspace_layout()[1] for share in shares]
+    sizes_of = [rank_plan.workspace_layout()[1] for rank_plan in rank_plans]
     largest = [max(sizes_of[i]["bucket_buffer"], sizes_of[i + 3]["bucket_buffer"]) for i in range(3)]
     assert [sizes[at] for at in (*buffers[:3], scratch[0])] == [*largest, sizes_of[-1]["shared_scratch"]]
 
@@ -360,19 +361,19 @@ def bound_on_rank(rank, world, route):
     params = [nn.Parameter(distribute_tensor(torch.zeros(s), mesh, [Shard(0)], src_data_rank=None)) for s in shapes]
     store = store_of(params, ("momentum_buffer", "second_moment"))
     (bucket,) = [b for b in plan.make_plan(store.layouts["matrix"], lambda R, C: R * C, {}) if b.route == route]
-    share = part("planning.rank_plan").rank_plan_of(
+    rank_plan = part("planning.rank_plan").rank_plan_of(
         bucket, rank, *store.layouts.values(), part("planning.memory_model").PlanInputs(2, 4)
     )
-    memory = {use: torch.empty(n, dtype=torch.uint8) for use, n in share.scratch_bytes.items()}
-    made = part("execution.workspace").Stacks(share, memory, torch.bfloat16)
+    memory = {use: torch.empty(n, dtype=torch.uint8) for use, n in rank_plan.use_bytes.items()}
+    made = part("execution.workspace").Stacks(rank_plan, memory, torch.bfloat16)
     stacks, rows, views = made.inputs, made.row_state, made.input_view
-    assert sum(s.shape[0] for s in stacks) == len(share.matrices) and set(views) == set(share.owned)
+    assert sum(s.shape[0] for s in stacks) == len(rank_plan.matrices) and set(views) == set(rank_plan.owned)
     for i, tensor in enumerate([*stacks, *rows]):
         tensor.fill_(i + 1)
     assert all((tensor == i + 1).all() for i, tensor in enumerate([*stacks, *rows]))
     assert all(v.shape == p.shape for p, v in views.items())
     assert all(s.data_ptr() % plan.ALIGNMENT == 0 for s in stacks) or not stacks
-    return len(share.matrices)
+    return len(rank_plan.matrices)
 
 
 def test_the_matrices_of_a_bucket_lie_side_by_side(optimizer):

@@ -354,5 +354,5 @@ def unscale(stores: Sequence[object], grad_scale: torch.Tensor | None) -> None:
 def _flag_shape(plan: Plan, number: int) -> tuple[int, ...]:
     """Return the shape of a parameter's flags: the leading dims for Muon, () for AdamW."""
     # AdamW has a flag for each parameter, Muon for each matrix
-    is_adamw = plan.shares is None or plan.in_chunks
+    is_adamw = plan.rank_plans is None or plan.in_chunks
     return () if is_adamw else tuple(plan.layouts[number].shape[:-2])

@@ -110,13 +110,13 @@ def check_plans(
             # A shared group: overlap, which needs dedicated groups, may be on for some ranks only,
             # and the comparison has to find that out
             common = process_groups.shared_groups()
-            shared = _create_group(common, ranks, common.find_any_order(ranks), device)
-            _compare(facts, params, shared, device)
-            later += _compare_copies(members, known, options, shared, device)
-            _reuse_idle_group(ranks, process_groups, shared, device)
-            _create_group(process_groups, ranks, shared, device)
+            group = _create_group(common, ranks, common.find_any_order(ranks), device)
+            _compare(facts, params, group, device)
+            later += _compare_copies(members, known, options, group, device)
+            _reuse_idle_group(ranks, process_groups, group, device)
+            _create_group(process_groups, ranks, group, device)
     for ranks in sorted(
-        {b.ranks for plan in plans for b, _ in plan.shares or () if b.route != "local"},
+        {b.ranks for plan in plans for b, _ in plan.rank_plans or () if b.route != "local"},
         key=bucket_sort_key,
     ):
         with errors.during(f"the first exchange of ranks {ranks}"):
@@ -130,14 +130,14 @@ def check_plans(
 
 
 def _reuse_idle_group(
-    ranks: Ranks, process_groups: ProcessGroups, shared: dist.ProcessGroup, device: torch.device
+    ranks: Ranks, process_groups: ProcessGroups, group: dist.ProcessGroup, device: torch.device
 ) -> None:
     """Reuse a dedicated process group released by an earlier optimizer, if the group is idle on all
-    ranks: ranks do not release optimizers at the same time. Collective over `shared`.
+    ranks: ranks do not release optimizers at the same time. Collective over `group`.
     """
     if idle := process_groups.idle_flags(ranks):
         flags = torch.tensor(idle, dtype=torch.float32, device=device)
-        dist.all_reduce(flags, dist.ReduceOp.MIN, group=shared)
+        dist.all_reduce(flags, dist.ReduceOp.MIN, group=group)
         if 1.0 in (flags := flags.tolist()):
             process_groups.reuse(ranks, flags.index(1.0))
 
@@ -193,9 +193,9 @@ def _connect_pairs(
 def _rank_sets(plan: Plan) -> dict[Ranks, set[int]]:
     """Return {ranks: indices of parameters for which the ranks communicate}."""
     sets = {}
-    for number in plan.shared:
+    for number in plan.stepped_together:
         sets.setdefault(plan.layouts[number].ranks, set()).add(number)
-    for bucket, _ in plan.shares or ():
+    for bucket, _ in plan.rank_plans or ():
         if bucket.route != "local":
             sets.setdefault(bucket.ranks, set()).update(m.param for m in bucket.matrices)
     return {ranks: numbers for ranks, numbers in sets.items() if len(ranks) > 1}
@@ -208,7 +208,7 @@ def _fact_digests(
     device = local_of(plans[0].params[0]).device
     buckets = [
         digest(
-            [b for b, _ in plan.shares or () if b.ranks == ranks and b.route != "local"],
+            [b for b, _ in plan.rank_plans or () if b.ranks == ranks and b.route != "local"],
             plan.layouts,
         )
         for plan in plans
@@ -440,7 +440,7 @@ def _replicated(
         # Without grads_are_reduced each rank has the gradient of its own batch
         reduced = weight is not None and layout.plain and options.grads_are_reduced
         gradient = _first_elements(param.grad, weight) if reduced else None
-        travels = plan.shares is not None
+        travels = plan.rank_plans is not None
         signature = _signature(plan, i)
         entry = Replicated(given or names[param], given, signature, travels, weight, gradient)
         found.append(entry)

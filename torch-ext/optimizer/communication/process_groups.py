@@ -194,11 +194,11 @@ class ProcessGroups:
         """Return a copy that uses shared groups instead of dedicated groups; ranks agree on
         dedicated groups through them.
         """
-        shared = ProcessGroups()
-        shared.existing = self.existing
-        shared.templates = self.templates
-        shared.slow_timeout = self.slow_timeout
-        return shared
+        copy = ProcessGroups()
+        copy.existing = self.existing
+        copy.templates = self.templates
+        copy.slow_timeout = self.slow_timeout
+        return copy
 
     def _template(self, ranks: Ranks) -> dist.ProcessGroup:
         """Return the existing group of `ranks` in any order, else the default group."""

@@ -135,7 +135,7 @@ class Graphs:
         """
         graph = torch.cuda.CUDAGraph()
         # See [Note: one pool for all graphs]
-        shared = next(
+        pool = next(
             (part.graph.pool() for part in self.parts.values() if part.graph is not None), None
         )
         known.count += 1
@@ -145,9 +145,7 @@ class Graphs:
                 warnings.filterwarnings("ignore", "The CUDA Graph is empty")
                 # The mode "global" would fail if another thread, such as NCCL's watchdog, calls a
                 # function that captures forbid
-                graph.capture_begin(
-                    *([shared] if shared else []), capture_error_mode="thread_local"
-                )
+                graph.capture_begin(*([pool] if pool else []), capture_error_mode="thread_local")
                 try:
                     work()
                 finally:

@@ -238,7 +238,7 @@ def _bind(
     bucket_graphs, adamw_graphs = graphs
     jobs = []
     for plan, store in zip(plans, stores):
-        if plan.shares is None:
+        if plan.rank_plans is None:
             own_graphs = adamw_graphs if options.capturable else None
             label = f"AdamW ({len(plan.params)} parameters, the first {store.names[0]})"
             jobs.append((AdamWUpdate(store, label, written, own_graphs), plan.group))
@@ -292,9 +292,9 @@ def _sorted_buckets(
     """
     tasks = []
     for plan, store in zip(plans, stores):
-        counts = Counter((b.route, b.ranks) for b, _ in plan.shares or ())
+        counts = Counter((b.route, b.ranks) for b, _ in plan.rank_plans or ())
         seen = Counter()
-        for bucket, rank_plan in plan.shares or ():
+        for bucket, rank_plan in plan.rank_plans or ():
             family = bucket.route, bucket.ranks
             seen[family] += 1
             position = seen[family] / counts[family]  # in the family, up to 1

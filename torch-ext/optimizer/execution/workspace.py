@@ -48,7 +48,7 @@ class Workspace:
                 self.buffers[key] = torch.empty(
                     self.sizes[key], dtype=torch.uint8, device=self.device
                 )
-            end = offset_bytes + rank_plan.scratch_bytes[use]
+            end = offset_bytes + rank_plan.use_bytes[use]
             views[use] = self.buffers[key][offset_bytes:end]
         return views
 

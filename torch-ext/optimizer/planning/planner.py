@@ -57,10 +57,11 @@ class Plan:
     params: list[torch.Tensor]
     layouts: list[Layout]  # of each parameter
     row_layouts: list[Layout] | None  # of each parameter's row state; None without row state
-    # This rank's part of each bucket with this rank; None: AdamW where parameters are stored
-    shares: list[tuple[Bucket, RankPlan]] | None
-    # Indices of parameters that several ranks step together: they must agree on missing gradients
-    shared: frozenset[int]
+    # (bucket, part of this rank) of each bucket with this rank; None: AdamW where parameters are
+    # stored
+    rank_plans: list[tuple[Bucket, RankPlan]] | None
+    # Indices of parameters whose step takes several ranks, which must agree on missing gradients
+    stepped_together: frozenset[int]
     in_chunks: bool = False  # parameters are cut into rows of dim 0, see `plan_chunks`
     cost_model_key: str = ""  # digest of the times that owners were chosen by, see `CostModel.key`
     # State at owners: rows of state of each parameter (outer) on each rank of the group (inner).
@@ -74,7 +75,7 @@ class Plan:
         steps the parameter alone.
         """
         layout = self.layouts[number]
-        return layout.ranks if number in self.shared and len(layout.boxes) > 1 else ()
+        return layout.ranks if number in self.stepped_together and len(layout.boxes) > 1 else ()
 
 
 class Planner:
@@ -143,7 +144,7 @@ class Planner:
             buckets = along_forward(buckets, layouts, cost_model, inputs, self.latency, room)
         self._check_room(buckets, "one matrix per rank")
         # Ranks outside `b.ranks` have nothing of the bucket
-        shares = [
+        rank_plans = [
             (b, rank_plan_of(b, self.rank, layouts, rows, inputs))
             for b in buckets
             if self.rank in b.ranks
@@ -154,7 +155,7 @@ class Planner:
             params,
             layouts,
             rows,
-            shares,
+            rank_plans,
             exchanged,
             cost_model_key=cost_model.key,
             state_rows=self._state_rows(buckets, params),
@@ -240,13 +241,13 @@ class Planner:
             buckets = plan_chunks(shapes, ranks, room, inputs)
         self._check_room(buckets, "one row of a parameter per rank")
         state_rows = [row_chunks(rows, len(ranks)) for rows, _ in shapes]
-        shares = [(b, chunk_rank_plan(b, shapes, self.rank, inputs)) for b in buckets]
+        rank_plans = [(b, chunk_rank_plan(b, shapes, self.rank, inputs)) for b in buckets]
         return Plan(
             group,
             params,
             layouts,
             None,
-            shares,
+            rank_plans,
             frozenset(range(len(params))),
             in_chunks=True,
             state_rows=state_rows,

@@ -112,7 +112,7 @@ class RankPlan:
     crosses_inbound: bool
     crosses_outbound: bool
     copies: bool  # several ranks are sent equal pieces from one part of the outbound send buffer
-    scratch_bytes: dict[str, int]  # use of the workspace -> bytes, see `workspace_layout`
+    use_bytes: dict[str, int]  # use of the workspace -> bytes, see `workspace_layout`
     kept: dict[Piece, int]  # pieces stored and owned by the rank -> byte offset in use "kept"
     direct: frozenset[Matrix] = frozenset()  # see [Note: direct matrices]
 
@@ -152,7 +152,7 @@ class RankPlan:
         Newton-Schulz, so only the memory of "leave" is free for scratch, and "scratch_a" moves to
         the shared scratch.
         """
-        size = {use: nbytes + -nbytes % ALIGNMENT for use, nbytes in self.scratch_bytes.items()}
+        size = {use: nbytes + -nbytes % ALIGNMENT for use, nbytes in self.use_bytes.items()}
         if self.direct:
             kept = max(size["leave"], size["return"], size["scratch_b"])
             arrive = kept + size["kept"]
@@ -229,7 +229,7 @@ def rank_plan_of(
         crosses_inbound=reduce or min(replicas) < len(bucket.ranks),
         crosses_outbound=bucket.route != "local",
         copies=inputs.once and max(replicas) > 1,
-        scratch_bytes=nbytes,
+        use_bytes=nbytes,
         kept=kept,
     )
     room = bucket.memory
@@ -269,8 +269,8 @@ def _with_direct(rank_plan: RankPlan, room: tuple[int, int], inputs: PlanInputs)
     if len(keys) > 1 and any(leave[p] != offset for p, offset in rank_plan.inbound.arrive.items()):
         return rank_plan
     stack = _stacked([m for m in rank_plan.matrices if m not in direct], inputs)
-    nbytes = rank_plan.scratch_bytes | {"stack": stack}
-    return _if_room(replace(rank_plan, direct=direct, scratch_bytes=nbytes), room, rank_plan)
+    nbytes = rank_plan.use_bytes | {"stack": stack}
+    return _if_room(replace(rank_plan, direct=direct, use_bytes=nbytes), room, rank_plan)
 
 
 def _with_scratch_of_each(
@@ -282,8 +282,8 @@ def _with_scratch_of_each(
     shapes = [sorted((m.rows, m.cols)) for m in rank_plan.matrices]
     if not shapes or not inputs.side_by_side(shapes):
         return rank_plan
-    nbytes = rank_plan.scratch_bytes | _iterated(rank_plan.matrices, inputs, sum)
-    return _if_room(replace(rank_plan, scratch_bytes=nbytes), room, rank_plan)
+    nbytes = rank_plan.use_bytes | _iterated(rank_plan.matrices, inputs, sum)
+    return _if_room(replace(rank_plan, use_bytes=nbytes), room, rank_plan)
 
 
 def _if_room(wanted: RankPlan, room: tuple[int, int], otherwise: RankPlan) -> RankPlan:
@@ -462,6 +462,6 @@ def chunk_rank_plan(
         crosses_inbound=not inputs.reduced,
         crosses_outbound=True,
         copies=inputs.once,
-        scratch_bytes=nbytes,
+        use_bytes=nbytes,
         kept=kept,
     )

@@ -157,11 +157,11 @@ def _pack_kernel(
     m = tl.load(m_at, mask=inside).to(tl.float32)
     if SKIPS:
         g = tl.where(unskipped(inside, blocks, flags, places), g, m)
-    share = tl.load(weight)
-    m += share * (g - m)
+    rest = tl.load(weight)
+    m += rest * (g - m)
     tl.store(m_at, m.to(TYPE_0), mask=tl.where(update_momentum != 0, inside, False))
     if NESTEROV:
-        m += share * (g - m)
+        m += rest * (g - m)
     tl.store(u_at, m.to(TYPE_1), mask=inside)
 
 

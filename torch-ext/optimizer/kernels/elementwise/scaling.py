@@ -26,8 +26,8 @@ tl = None  # Triton's language, put here by jit
 LINES = (32, 256)
 SQUARE = (64, 64)
 SAMPLE = 32, 16  # rows, and elements per row, of the sample that a power of two is chosen by
-SHARES = 16  # most programs per matrix of the kernels that make norms of sums
-ROOM = 2  # fp32 numbers of scratch per tile: largest magnitude, sum of squares
+PROGRAMS_PER_MATRIX = 16  # most programs per matrix of the kernels that make norms of sums
+NUMBERS_PER_TILE = 2  # fp32 numbers of scratch per tile: largest magnitude, sum of squares
 # FORM of the cast kernel: X <- power U, X <- U, or U is only read
 CAST = 0
 COPY = 1
@@ -60,9 +60,9 @@ def unit_norm(
         U, X = U.mT, X.mT
     N, R, C = U.shape
     cast = cast_by_tiles(U, X, scratch, CAST)
-    shares = min(SHARES, cast.parts)
+    programs = min(PROGRAMS_PER_MATRIX, cast.parts)
     _norm_kernel.launch(
-        N * shares,
+        N * programs,
         cast.key,
         memory_of(U),
         X,
@@ -70,7 +70,7 @@ def unit_norm(
         cast.guesses,
         scales,
         cast.parts,
-        shares,
+        programs,
         R,
         C,
         strides_of(U),
@@ -107,7 +107,7 @@ def cast_by_tiles(
     straight = X.stride(2) == 1
     lines, columns = LINES if straight else SQUARE
     parts = -(-R // lines) * -(-C // columns)
-    sums, guesses = _room_for_sums(scratch, N, parts, U.device)
+    sums, guesses = _memory_of_sums(scratch, N, parts, U.device)
     key = (LINES, SAMPLE, form, launch_key(U, X))
     pdl = has_pdl(U.device)
     constants = lines, columns, _common_power(R, C, U, X), straight
@@ -137,16 +137,16 @@ def cast_by_tiles(
     return Cast(key, sums, guesses, parts, aim, block, (*constants, pdl), options)
 
 
-def _room_for_sums(
+def _memory_of_sums(
     scratch: torch.Tensor | None, N: int, parts: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return fp32 tensors (N, 2, parts) and (N,), in `scratch` if large enough, else new."""
-    numbers = N * (ROOM * parts + 1)
+    numbers = N * (NUMBERS_PER_TILE * parts + 1)
     if scratch is None or scratch.stride(0) * scratch.itemsize * N < 4 * numbers:
         flat = torch.empty(numbers, dtype=torch.float32, device=device)
     else:
         flat = scratch.as_strided((4 * numbers // scratch.itemsize,), (1,)).view(torch.float32)
-    return flat[:-N].view(N, ROOM, parts), flat[-N:]
+    return flat[:-N].view(N, NUMBERS_PER_TILE, parts), flat[-N:]
 
 
 def _common_power(R: int, C: int, U: torch.Tensor | ScatteredRows, X: torch.Tensor) -> int:
@@ -203,8 +203,8 @@ def unit_norm_whole(
     unit.masked_fill_(largest < 2.0**-40, 2.0**80)
     torch.mul(wide, unit, out=X)
     fits = scratch is not None and scratch.dtype == X.dtype and scratch.shape[1:] == X.shape[1:]
-    rooms = scratch[: len(X)] if fits else torch.empty_like(X[:1]).expand_as(X)
-    sums = [torch.square(x, out=room).sum() for x, room in zip(X.unbind(), rooms.unbind())]
+    buffers = scratch[: len(X)] if fits else torch.empty_like(X[:1]).expand_as(X)
+    sums = [torch.square(x, out=buffer).sum() for x, buffer in zip(X.unbind(), buffers.unbind())]
     norm = torch.stack(sums).view(-1, 1, 1).sqrt_().add_(largest.mul_(unit), alpha=eps)
     X.div_(norm.masked_fill_(norm == 0, 1.0))
 
@@ -340,7 +340,7 @@ def power_of(number):
     return tl.where((number == 0) | (exponent == 255), 1.0, power)
 
 
-@jit.unspecialized("parts", "shares")
+@jit.unspecialized("parts", "programs")
 def _norm_kernel(
     U,
     X,
@@ -348,7 +348,7 @@ def _norm_kernel(
     guesses,
     scales,
     parts,
-    shares,
+    programs,
     R,
     C,
     u_strides,
@@ -362,7 +362,7 @@ def _norm_kernel(
     STRAIGHT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the scale of each matrix, from the sums; `shares` programs per matrix.
+    """Write the scale of each matrix, from the sums; `programs` programs per matrix.
 
     If the matrix is unlike the sample, and power U leaves the normal range of fp16, the programs
     cast the matrix again, by a power of two chosen from the norm.
@@ -370,18 +370,18 @@ def _norm_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    matrix, share = (tl.program_id(0) // shares).to(tl.int64), tl.program_id(0) % shares
+    matrix, program = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs
     most, unit, norm = norm_of_sums(sums + matrix * 2 * parts, parts, eps, BLOCK)
     power = tl.load(guesses + matrix)
     if (most * power > 16384.0) | ((most * power * aim < 0.25) & (most > 0)):
         power = tl.minimum(power_of(norm) * unit, 2.0**127)
-        for tile in range(share, parts, shares):
+        for tile in range(program, parts, programs):
             u_at, x_at, inside = _tile(
                 U, X, matrix, tile, R, C, u_strides, x_strides, ROWS, COLUMNS, EVEN, STRAIGHT
             )
             u = tl.load(u_at, mask=inside, other=0.0).to(tl.float32)
             tl.store(x_at, (u * power).to(X.dtype.element_ty), mask=inside)
-    if share == 0:
+    if program == 0:
         # A matrix of zeros has scale 1: X X^T is multiplied by the square, which must be finite
         tl.store(scales + matrix, tl.where(most == 0, 1.0, unit / power / norm))
 
@@ -473,9 +473,9 @@ def raw_norm(
     cast = cast_by_tiles(
         *((U.mT, raw.mT) if transposed else (U, raw)), scratch, READ if X is None else COPY
     )
-    shares = min(SHARES, max(1, PROGRAMS // len(U)))
+    programs = min(PROGRAMS_PER_MATRIX, max(1, PROGRAMS // len(U)))
     _raw_norm_kernel.launch(
-        len(U) * shares,
+        len(U) * programs,
         (cast.key, launch_key(raw, A)),
         raw,
         A,
@@ -483,7 +483,7 @@ def raw_norm(
         factors,
         factors.stride(0),
         cast.parts,
-        shares,
+        programs,
         *U.shape[1:],
         raw.stride(),
         A.stride(),
@@ -521,7 +521,7 @@ def raw_norm_torch(
         A[some][beyond] = (wide @ wide.mT).to(A.dtype)
 
 
-@jit.unspecialized("apart", "parts", "shares", "copied")
+@jit.unspecialized("apart", "parts", "programs", "copied")
 def _raw_norm_kernel(
     U,
     A,
@@ -529,7 +529,7 @@ def _raw_norm_kernel(
     factors,
     apart,
     parts,
-    shares,
+    programs,
     n,
     m,
     u_strides,
@@ -541,7 +541,8 @@ def _raw_norm_kernel(
     STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the factors of each matrix, from the sums, and perhaps A; `shares` programs per matrix.
+    """Write the factors of each matrix, from the sums, and perhaps A; `programs` programs per
+    matrix.
 
     A is written if squares of U might leave the range of fp32: products of power U, summed in the
     order in which all products are summed. `apart`: stride of `factors`. `copied`: 0 if U is read
@@ -553,12 +554,12 @@ def _raw_norm_kernel(
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # without effect the second time
-    matrix, share = (tl.program_id(0) // shares).to(tl.int64), tl.program_id(0) % shares
+    matrix, program = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs
     most, unit, norm = norm_of_sums(sums + matrix * 2 * parts, parts, eps, BLOCK)
     power = tl.where(most == 0, 1.0, tl.minimum(power_of(norm) * unit, 2.0**127))
     scale = tl.where(most == 0, 1.0, unit / power / norm)
     beyond = (unit_of(most) != 1.0) & (most != 0)
-    if share == 0:
+    if program == 0:
         tl.store(factors + matrix, tl.where(beyond, -1.0, scale * power))
         tl.store(factors + apart + matrix, power)
         tl.store(factors + 2 * apart + matrix, scale)
@@ -566,7 +567,7 @@ def _raw_norm_kernel(
         down = tl.cdiv(n, SIDE)
         side = tl.arange(0, SIDE)
         step = tl.arange(0, STEP)
-        for tile in range(share, down * down, shares):
+        for tile in range(program, down * down, programs):
             r, s = tile // down * SIDE + side, tile % down * SIDE + side
             total = tl.zeros((SIDE, SIDE), dtype=tl.float32)
             for first in range(0, m, STEP):
