@@ -176,7 +176,7 @@ def check_all(layouts, rows=None, once=True, **options):
         rank_plans = rank_plans_of(bucket, layouts, rows, once=once)
         check_room(bucket, rank_plans, options["rank_bytes"])
         check_pieces(bucket, layouts, rank_plans)
-        if rows and bucket.route not in part("planning.plan").OWNER_STATE_KINDS:
+        if rows and bucket.route not in part("planning.plan").OWNER_STATE_ROUTES:
             check_pieces(bucket, rows, rank_plans, "row")
         if bucket.route == "local":
             assert len(bucket.ranks) == 1 and not rank_plans[bucket.ranks[0]].crosses_outbound

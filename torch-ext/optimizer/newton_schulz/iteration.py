@@ -240,12 +240,12 @@ class Iteration:
         iteration. `memory`: three flat uint8 tensors of at least `_batch_bytes`, overwritten; None
         allocates.
         """
-        kinds = _by_long_side(members, steps, dtype, interval)
-        counts = [sum(len(U) for U, _ in group) for group in kinds.values()]
+        by_length = _by_long_side(members, steps, dtype, interval)
+        counts = [sum(len(U) for U, _ in group) for group in by_length.values()]
         total = sum(counts)
         n = members[0][0].shape[1]
         device = members[0][0].device
-        long = tuple((count, n, m) for count, (m, _) in zip(counts, kinds))
+        long = tuple((count, n, m) for count, (m, _) in zip(counts, by_length))
         # A and Q; the Gram iteration also Z and T, see `follow`
         squares = ((total, n, n),) * (4 if interval > 1 else 2)
         layouts = [ScratchLayout(shapes, dtype, device) for shapes in (long, long, squares)]
@@ -261,7 +261,7 @@ class Iteration:
         Xs, Ys, self.squares = (layout.views() for layout in layouts)
         self.parts: list[LongSide] = []
         first = 0
-        for ((_, raw), group), count, X, Y in zip(kinds.items(), counts, Xs, Ys):
+        for ((_, raw), group), count, X, Y in zip(by_length.items(), counts, Xs, Ys):
             self.parts.append(LongSide(group, raw, self.squares[0], first, X, Y))
             first += count
         self.lengths: torch.Tensor | None = None  # AOL only, see `_row_factors`
@@ -343,12 +343,12 @@ def _by_long_side(
     A single interval has no product X <- Q X to cast U, and AOL casts U while dividing the rows:
     no mixed input in either case. See [Note: mixed input].
     """
-    kinds = {}
+    by_length = {}
     restarts = len(steps.segments(dtype, interval, members[0][0].shape[1])) > 1
     for U, out in members:
         raw = restarts and not steps.aol and supports_mixed_input(U, dtype)
-        kinds.setdefault((U.shape[2], raw), []).append((U, out))
-    return dict(sorted(kinds.items()))
+        by_length.setdefault((U.shape[2], raw), []).append((U, out))
+    return dict(sorted(by_length.items()))
 
 
 def _row_factors(memory: torch.Tensor, N: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:

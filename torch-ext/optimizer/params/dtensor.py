@@ -46,12 +46,12 @@ def raw_locals(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor | No
     """
     tensors = list(tensors)
     module = sys.modules.get("torch.distributed.tensor")
-    kinds = set(map(type, tensors))
+    types = set(map(type, tensors))
     # The first two cases, which are the usual ones, run in C: a steady step executes no Python per
     # parameter (tests/test_steady.py).
-    if module is None or kinds <= PLAIN:
+    if module is None or types <= PLAIN:
         return tensors
-    if kinds <= {module.DTensor, *PLAIN}:
+    if types <= {module.DTensor, *PLAIN}:
         # getattr's default returns plain tensors unchanged
         return list(map(getattr, tensors, itertools.repeat("_local_tensor"), tensors))
     return [t._local_tensor if isinstance(t, module.DTensor) else t for t in tensors]

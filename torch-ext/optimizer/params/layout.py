@@ -304,14 +304,14 @@ def check_placements(param: torch.Tensor, name: str, use_muon: bool = True) -> N
     """
     if not is_dtensor(param):
         return
-    kinds = param.placements
-    label = f"parameter {name} of shape {tuple(param.shape)} with placements {kinds}"
-    if any(p.is_partial() for p in kinds):
+    placements = param.placements
+    label = f"parameter {name} of shape {tuple(param.shape)} with placements {placements}"
+    if any(p.is_partial() for p in placements):
         raise NotImplementedError(
             f"{label}: Partial holds unsummed terms; redistribute it to Replicate or Shard first"
         )
     # Placements that a later torch, or a user, may add
-    if any(_shard_dim(p) is None and not p.is_replicate() for p in kinds):
+    if any(_shard_dim(p) is None and not p.is_replicate() for p in placements):
         raise NotImplementedError(
             f"{label}: only Replicate, Shard and _StridedShard are known; redistribute it to these"
         )
@@ -345,14 +345,14 @@ def unsupported_sharding(param: DTensor) -> str:
     split_factor equal to the size of the later mesh axes on the dim), or alone on the rows or
     columns of a matrix and in equal parts.
     """
-    kinds = param.placements
+    placements = param.placements
     sizes = param.device_mesh.shape
-    strided = [i for i, p in enumerate(kinds) if _is_strided(p)]
+    strided = [i for i, p in enumerate(placements) if _is_strided(p)]
     if len(strided) > 1:
         return "it has more than one _StridedShard, but only one is allowed"
     for i in strided:
-        dim, factor = kinds[i].dim, kinds[i].split_factor
-        others = [j for j, p in enumerate(kinds) if j != i and _shard_dim(p) == dim]
+        dim, factor = placements[i].dim, placements[i].split_factor
+        others = [j for j, p in enumerate(placements) if j != i and _shard_dim(p) == dim]
         # FSDP2 sets split_factor to the number of parts into which TP has cut the dim. Any value
         # but this one means another order of cuts, for which `box_at` would be wrong.
         split = math.prod(sizes[j] for j in others if j > i)

@@ -39,7 +39,7 @@ Cost = Callable[[int, int], int]  # (rows, cols) -> work; a CostModel, or any fu
 
 # Routes of plain parameters (no DTensors) whose state one owner stores: with reduced gradients, and
 # with unreduced gradients
-OWNER_STATE_KINDS = "own", "reduce"
+OWNER_STATE_ROUTES = "own", "reduce"
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,7 @@ def _assign(
     for (route, ranks), matrices in families.items():
         # The matrices of a parameter are consecutive in a family, as groupby needs
         for _, unit in itertools.groupby(
-            matrices, key=lambda m: m.param if route in OWNER_STATE_KINDS else m
+            matrices, key=lambda m: m.param if route in OWNER_STATE_ROUTES else m
         ):
             unit = list(unit)
             # LPT needs work > 0: else all matrices without cost would go to one rank

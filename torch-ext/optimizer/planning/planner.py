@@ -29,7 +29,7 @@ from ..rules.rule import state_device_and_dtype
 from .cost_model import CostModel, latency_bytes
 from .memory_model import ChunkPlanInputs, PlanInputs
 from .plan import (
-    OWNER_STATE_KINDS,
+    OWNER_STATE_ROUTES,
     Bucket,
     along_backward,
     along_forward,
@@ -111,16 +111,16 @@ class Planner:
             return [self._matrices(group, params)]
         # Chunks of a plan share all-to-all buffers, so a plan has a single dtype. Without chunks
         # only fp64 parameters are apart: AdamW takes lr for them from the host, in fp64.
-        kinds = {}
+        by_dtype = {}
         for p in params:
-            kind = (
+            key = (
                 (p.dtype, gradient_dtype(p))
                 if self.options.owner_keeps_state
                 else p.dtype == torch.float64
             )
-            kinds.setdefault(kind, []).append(p)
+            by_dtype.setdefault(key, []).append(p)
         plan_one = self._chunks if self.options.owner_keeps_state else self._elementwise
-        return [plan_one(group, part) for part in kinds.values()]
+        return [plan_one(group, part) for part in by_dtype.values()]
 
     def _matrices(self, group: dict, params: Sequence[torch.Tensor]) -> Plan:
         """Return the plan of a Muon group."""
@@ -135,7 +135,7 @@ class Planner:
             self.loads,
             inputs,
             rank_bytes=room,
-            plain=self._plain_kind(),
+            plain=self._plain_route(),
             minimize_workspace=self.options.workspace_bytes is None,
         )
         if self.options.overlap_backward:
@@ -185,16 +185,16 @@ class Planner:
         owners = {
             m.param: o
             for b in buckets
-            if b.route in OWNER_STATE_KINDS
+            if b.route in OWNER_STATE_ROUTES
             for m, o in zip(b.matrices, b.owners)
         }
         state_rows = [
             [p.shape[0] * (owners.get(i, self.rank) == rank) for rank in self._ranks()]
             for i, p in enumerate(params)
         ]
-        return state_rows if self._plain_kind() in OWNER_STATE_KINDS else None
+        return state_rows if self._plain_route() in OWNER_STATE_ROUTES else None
 
-    def _plain_kind(self) -> str:
+    def _plain_route(self) -> str:
         """Return the route of plain parameters on several ranks, see [Note: routes]."""
         if not self.options.grads_are_reduced:
             return "reduce"

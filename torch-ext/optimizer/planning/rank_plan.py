@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .memory_model import ALIGNMENT, ChunkPlanInputs, PlanInputs, split_workspace
-from .plan import OWNER_STATE_KINDS, Bucket, Matrix
+from .plan import OWNER_STATE_ROUTES, Bucket, Matrix
 
 if TYPE_CHECKING:
     from ..params.layout import Layout
@@ -192,7 +192,7 @@ def rank_plan_of(
     of_matrices = list(_pieces_at(bucket, rank, layouts, "matrix"))
     rows = list(_pieces_at(bucket, rank, row_layouts, "row")) if row_layouts else []
     reduce = bucket.route == "reduce"
-    if bucket.route in OWNER_STATE_KINDS:
+    if bucket.route in OWNER_STATE_ROUTES:
         # The owner stores row state: it is in no all-to-all
         pieces = [p for p in rows if p.stored_at == p.owner == rank] + of_matrices
         exchanged = of_matrices
