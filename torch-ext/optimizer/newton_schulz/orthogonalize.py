@@ -191,8 +191,8 @@ class BoundOrthogonalization:
         self.dtype = dtype
         self.memory = memory
         self.replays = bool(stacks) and use_triton(stacks[0].device)
-        self.steps: Steps | None = None  # the steps of `plan`
-        self.plan: IterationPlan | None = None
+        self.steps: Steps | None = None  # the steps of `iteration_plan`
+        self.iteration_plan: IterationPlan | None = None
 
     def __call__(self, steps: Steps, eps: float) -> None:
         """Write the polar factor of every matrix of `stacks` to its counterpart in `into`."""
@@ -205,15 +205,15 @@ class BoundOrthogonalization:
             pairs = list(zip(self.stacks, self.into))
             # No matrix goes to an onchip kernel: those need a GPU
             _, batches, products = _by_method(pairs, (steps, eps, self.dtype))
-            # The plan is kept: a step outside of torch.inference_mode could not write to tensors
-            # made inside of it
+            # The iteration plan is stored: a step outside of torch.inference_mode could not write
+            # to tensors made inside of it
             with torch.inference_mode(False), torch.no_grad():
-                self.plan = (
+                self.iteration_plan = (
                     IterationPlan(batches, steps, products, self.memory) if batches else None
                 )
             self.steps = steps
-        if self.plan is not None:
-            self.plan.run(eps)
+        if self.iteration_plan is not None:
+            self.iteration_plan.run(eps)
 
 
 class CallSignature:

@@ -67,7 +67,9 @@ class Plan:
     # State at owners: rows of state of each parameter (outer) on each rank of the group (inner).
     # None: state is placed like the parameter.
     state_rows: list[list[int]] | None = None
-    # Index of a parameter -> placements of its gradient, where other than the parameter's
+    # Index of a parameter -> placements of its gradient, where other than the parameter's. The only
+    # field that changes: a `Store` adds gradients found later. A new `Store` of the plan must know
+    # them: a rank whose gradient is missing takes part in the redistribution all the same.
     mismatched: dict[int, tuple] = field(default_factory=dict)
 
     def compared_by(self, number: int) -> tuple[int, ...]:
