@@ -156,15 +156,15 @@ def bucket_sizes(rank_plan):
     return sizes["bucket_buffer"], sizes["shared_scratch"]
 
 
-def room_of(sizes):
+def bytes_of_buckets(sizes):
     """The workspace that three buckets take whose slots and benches are no larger than these."""
     bucket_buffer, shared_scratch = (max(values) for values in zip(*sizes))
     return part("pipeline").BUCKETS_IN_FLIGHT * bucket_buffer + shared_scratch
 
 
-def check_room(bucket, rank_plans, rank_bytes):
+def check_bucket_bytes(bucket, rank_plans, rank_bytes):
     """No rank needs more workspace than the plan says, and that is within bounds unless owners have one matrix each."""
-    assert room_of([bucket_sizes(rank_plan) for rank_plan in rank_plans.values()]) <= bucket.nbytes
+    assert bytes_of_buckets([bucket_sizes(rank_plan) for rank_plan in rank_plans.values()]) <= bucket.nbytes
     assert bucket.nbytes <= rank_bytes or max(Counter(bucket.owners).values()) == 1
 
 
@@ -174,7 +174,7 @@ def check_all(layouts, rows=None, once=True, **options):
     check_owners(buckets, layouts)
     for bucket in buckets:
         rank_plans = rank_plans_of(bucket, layouts, rows, once=once)
-        check_room(bucket, rank_plans, options["rank_bytes"])
+        check_bucket_bytes(bucket, rank_plans, options["rank_bytes"])
         check_pieces(bucket, layouts, rank_plans)
         if rows and bucket.route not in part("planning.plan").OWNER_STATE_ROUTES:
             check_pieces(bucket, rows, rank_plans, "row")
@@ -250,9 +250,9 @@ def test_stored_pieces_are_sent_kept_or_replicas(mesh, optimizer):
 def test_piece_sets_of_hsdp(optimizer):
     """Ranks 0 and 1 hold one copy of two matrices of 8 x 16, ranks 2 and 3 the other; each rank has four rows."""
     layouts = layouts_on((2, 2), [Replicate(), Shard(0)], [(8, 16), (8, 16)])
-    bucket, = plan_of(layouts, inputs=terms(room=1 << 20))
+    bucket, = plan_of(layouts, inputs=terms(rank_bytes=1 << 20))
     first, second = bucket.owners
-    rank_plans = rank_plans_of(bucket, layouts, room=1 << 20)
+    rank_plans = rank_plans_of(bucket, layouts, rank_bytes=1 << 20)
     of = {rank: [[p.matrix.param for p in found] for found in (sets.sent, sets.kept, sets.replicas)]
           for rank, sets in ((rank, check_piece_sets(rank_plan)) for rank, rank_plan in rank_plans.items())}
     for rank in range(4):
@@ -269,8 +269,8 @@ def test_piece_sets_of_hsdp(optimizer):
 ])
 def test_momentum_of_direct_matrices_is_computed_while_the_rest_arrives(cols, placements, early, optimizer):
     layouts = layouts_on((2,), placements, [(8, cols), (8, cols)])
-    bucket, = plan_of(layouts, inputs=terms(room=1 << 20))
-    for rank_plan in rank_plans_of(bucket, layouts, room=1 << 20).values():
+    bucket, = plan_of(layouts, inputs=terms(rank_bytes=1 << 20))
+    for rank_plan in rank_plans_of(bucket, layouts, rank_bytes=1 << 20).values():
         sets = check_piece_sets(rank_plan)
         assert len(sets.kept) == 1
         assert (sets.during_inbound, sets.after_inbound) == ((sets.kept, ()) if early else ((), sets.kept))
@@ -575,7 +575,7 @@ def test_chunks_hold_every_element_once(world, rank_bytes, once, reduced, optimi
     assert (len(buckets) == 1) == (rank_bytes == 1 << 28)
     for bucket in buckets:
         rank_plans = {r: part("planning.rank_plan").chunk_rank_plan(bucket, shapes, r, chunks) for r in ranks}
-        assert room_of([bucket_sizes(rank_plan) for rank_plan in rank_plans.values()]) <= bucket.nbytes
+        assert bytes_of_buckets([bucket_sizes(rank_plan) for rank_plan in rank_plans.values()]) <= bucket.nbytes
         assert bucket.nbytes <= rank_bytes or [m.rows for m in bucket.matrices if m.numel] == [1]
         assert bucket.route == ("own_elementwise" if reduced else "reduce_elementwise")
         for rank, rank_plan in rank_plans.items():

@@ -90,9 +90,11 @@ def bucket_of(part, shapes):
 def test_memory_for_all_is_taken_where_they_gain_and_there_is_room(part, shapes, short):
     memory_model = part("planning.memory_model")
     bucket, layouts, terms = bucket_of(part, shapes)
-    room = memory_model.workspace_bytes(*bucket.memory) if short else 1 << 31
+    rank_bytes = memory_model.workspace_bytes(*bucket.memory) if short else 1 << 31
     rank_plan, usual = (
-        part("planning.rank_plan").rank_plan_of(bucket, 0, layouts, None, replace(terms, room=room, side_by_side=gain))
+        part("planning.rank_plan").rank_plan_of(
+            bucket, 0, layouts, None, replace(terms, rank_bytes=rank_bytes, side_by_side=gain)
+        )
         for gain in (terms.side_by_side, lambda shapes: False)
     )
     uses = ("scratch_a", "scratch_b", "gram_scratch")
@@ -100,7 +102,7 @@ def test_memory_for_all_is_taken_where_they_gain_and_there_is_room(part, shapes,
     assert all((rank_plan.use_bytes[use] > usual.use_bytes[use]) == wide for use in uses)
     assert all(rank_plan.use_bytes[use] == usual.use_bytes[use] for use in rank_plan.use_bytes if use not in uses)
     taken = rank_plan.workspace_layout()[1].values()
-    assert all(nbytes <= place for nbytes, place in zip(taken, memory_model.split_workspace(room)))
+    assert all(nbytes <= place for nbytes, place in zip(taken, memory_model.split_workspace(rank_bytes)))
 
 
 @pytest.mark.gpu

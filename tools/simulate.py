@@ -162,7 +162,7 @@ def terms_of(times) -> freight.PlanInputs:
         once=True,
         scratch=functools.partial(method.scratch_bytes, steps=times.steps, dtype=coefficients.F16),
         splits=functools.partial(method.supports_scattered_rows, steps=times.steps),
-        room=WORKSPACE,
+        rank_bytes=WORKSPACE,
     )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ..kernels.backend import check_choice, capturing, use_triton
+from ..kernels.backend import capturing, use_triton, validate_choice
 from ..kernels.launch.jit import check_choice
 from ..kernels.launch.tile_config import own_table
 from ..params.errors import warn_caller
@@ -28,7 +28,7 @@ GRAPHS = ("auto", "off")
 
 def graphs() -> str:
     """Return the value of OPTIMIZER_GRAPHS: "auto" (default) allows CUDA graphs, "off" does not."""
-    return check_choice("OPTIMIZER_GRAPHS", os.environ.get("OPTIMIZER_GRAPHS", "auto"), GRAPHS)
+    return validate_choice("OPTIMIZER_GRAPHS", os.environ.get("OPTIMIZER_GRAPHS", "auto"), GRAPHS)
 
 
 # Captures of one part. If the host values of a part keep changing, as by a schedule, further

@@ -29,10 +29,12 @@ def requested_backend() -> str:
 
     On a CPU "triton" means Triton's interpreter. Raises ValueError for any further value.
     """
-    return check_choice("OPTIMIZER_KERNELS", os.environ.get("OPTIMIZER_KERNELS", "auto"), CHOICES)
+    return validate_choice(
+        "OPTIMIZER_KERNELS", os.environ.get("OPTIMIZER_KERNELS", "auto"), CHOICES
+    )
 
 
-def check_choice(name: str, choice: str, allowed: tuple[str, ...]) -> str:
+def validate_choice(name: str, choice: str, allowed: tuple[str, ...]) -> str:
     """Return `choice`. Raises ValueError, with the variable's name, unless `choice` is allowed."""
     if choice not in allowed:
         raise ValueError(

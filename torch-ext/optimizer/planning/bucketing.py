@@ -16,8 +16,8 @@ from .memory_model import MatrixLike, MemoryModel, Round
 
 Buckets = list[list[Round]]
 
-# Fractions of the room that a bucket may take. Smaller buckets overlap more, but pay the latency of
-# an all-to-all and the launches of a stack more often.
+# Fractions of the limit that a bucket may take. Smaller buckets overlap more, but pay the latency
+# of an all-to-all and the launches of a stack more often.
 ROOM_FRACTIONS = (1, 1 / 2, 1 / 4, 1 / 8)
 # Numbers of rounds that are a bucket of their own, at the beginning and at the end
 END_ROUNDS = (0, 1, 2)
@@ -29,7 +29,7 @@ MAX_SLOWDOWN = 1.01
 # Number of buckets of one family in overlap_backward, where each has memory of its own, and in
 # overlap_forward
 PARTS = 8
-# Ratio of the room of one trial to the room of the trial before, in the search for less memory
+# Ratio of the limit of one trial to the limit of the trial before, in the search for less memory
 SHRINK = 0.85
 
 
@@ -58,26 +58,26 @@ def rounds_of(
 def cut(
     rounds: Sequence[Round],
     workspace_for: Callable[[Counter], int],
-    room: int,
+    rank_bytes: int,
     predicted_end: Callable[[Buckets], float] | None = None,
     bytes_together: Callable[[Buckets], int] | None = None,
 ) -> Buckets:
     """Group rounds into buckets, each a list of rounds.
 
     `workspace_for(taken)`: bytes of a workspace for buckets with a sum `taken` of `Round.taken`.
-    `room`: limit of the bytes; a bucket of a single round may exceed the limit.
+    `rank_bytes`: limit of the bytes; a bucket of a single round may exceed the limit.
     `predicted_end(buckets)`: expected end of the last bucket, in ns. `bytes_together(buckets)`:
     bytes of the workspace shared by the buckets.
 
-    Without `predicted_end` the buckets are as few as the room allows. With `predicted_end` smaller
+    Without `predicted_end` the buckets are as few as the limit allows. With `predicted_end` smaller
     buckets are tried, for more overlap; then a small first bucket, so that Newton-Schulz starts
     early; then a small last bucket, so that little is left to send when Newton-Schulz ends. With
     `bytes_together` the result is the tried arrangement of fewest bytes whose end is within
     MAX_SLOWDOWN of the best; without, only the time counts.
     """
     nbytes_of = _WorkspaceBytes(workspace_for)
-    best = _fill(rounds, nbytes_of, room)
-    choice = [1, 0, 0]  # fraction of the room, rounds of the first bucket, rounds of the last
+    best = _fill(rounds, nbytes_of, rank_bytes)
+    choice = [1, 0, 0]  # fraction of the limit, rounds of the first bucket, rounds of the last
     if predicted_end is None or len(rounds) == 1:
         return best
     least = predicted_end(best)
@@ -87,8 +87,8 @@ def cut(
     options = (ROOM_FRACTIONS, END_ROUNDS, END_ROUNDS)
     for position, option in [(i, option) for i, some in enumerate(options) for option in some]:
         tried = [*choice[:position], option, *choice[position + 1 :]]
-        buckets = _arranged(rounds, nbytes_of, room, tried)
-        if _key(buckets) in seen or _is_too_large(buckets, nbytes_of, room):
+        buckets = _arranged(rounds, nbytes_of, rank_bytes, tried)
+        if _key(buckets) in seen or _is_too_large(buckets, nbytes_of, rank_bytes):
             continue
         seen.add(_key(buckets))
         done = predicted_end(buckets)
@@ -97,7 +97,7 @@ def cut(
             least = done
     if bytes_together is None:
         return best
-    smaller = _smaller(rounds, nbytes_of, room, choice)
+    smaller = _smaller(rounds, nbytes_of, rank_bytes, choice)
     distinct = {_key(buckets): buckets for buckets in (best, *smaller)}
     return _smallest(distinct.values(), bytes_together, predicted_end, MAX_SLOWDOWN * least)
 
@@ -120,23 +120,23 @@ def _smallest(
 
 
 def _smaller(
-    rounds: Sequence[Round], nbytes_of: _WorkspaceBytes, room: int, choice: Sequence[float]
+    rounds: Sequence[Round], nbytes_of: _WorkspaceBytes, rank_bytes: int, choice: Sequence[float]
 ) -> Iterator[Buckets]:
     """Yield arrangements with smaller and smaller buckets, down to single rounds.
 
     First with the first and last bucket of `choice`, then without separate first and last buckets.
     """
-    least = min(nbytes_of([one]) for one in rounds) / room
+    least = min(nbytes_of([one]) for one in rounds) / rank_bytes
     for ends in dict.fromkeys([tuple(choice[1:]), (0, 0)]):
         fraction = choice[0]
         longest = len(rounds)  # rounds of the longest bucket of the last trial
         while fraction >= least and longest > 1:
-            buckets = _arranged(rounds, nbytes_of, room, (fraction, *ends))
+            buckets = _arranged(rounds, nbytes_of, rank_bytes, (fraction, *ends))
             longest = max(map(len, buckets))
-            if not _is_too_large(buckets, nbytes_of, room):
+            if not _is_too_large(buckets, nbytes_of, rank_bytes):
                 yield buckets
             # At most the fraction in use: every fraction between the two gives equal buckets
-            fraction = SHRINK * min(fraction, max(map(nbytes_of, buckets)) / room)
+            fraction = SHRINK * min(fraction, max(map(nbytes_of, buckets)) / rank_bytes)
 
 
 def in_parts(
@@ -160,12 +160,12 @@ def in_parts(
 
 
 def _arranged(
-    rounds: Sequence[Round], nbytes_of: _WorkspaceBytes, room: int, choice: Sequence[float]
+    rounds: Sequence[Round], nbytes_of: _WorkspaceBytes, rank_bytes: int, choice: Sequence[float]
 ) -> Buckets:
     """Return buckets in the order: small first bucket, all middle rounds by descending cost, small
     last bucket.
 
-    `choice`: (fraction of the room for middle buckets, rounds of the first bucket, rounds of the
+    `choice`: (fraction of the limit for middle buckets, rounds of the first bucket, rounds of the
     last bucket). The first bucket has the cheapest rounds with work for every owner. The last
     bucket has the cheapest rounds of all.
     """
@@ -175,12 +175,12 @@ def _arranged(
     start = max(0, full - lead)
     first = rounds[start:full]
     middle = [*rounds[:start], *rounds[full:end]]
-    buckets = (first, *_fill(middle, nbytes_of, fraction * room), rounds[end:])
+    buckets = (first, *_fill(middle, nbytes_of, fraction * rank_bytes), rounds[end:])
     return [bucket for bucket in buckets if bucket]
 
 
-def _fill(rounds: Sequence[Round], nbytes_of: _WorkspaceBytes, room: float) -> Buckets:
-    """Group rounds, in order, into as few buckets as `room` bytes each allow.
+def _fill(rounds: Sequence[Round], nbytes_of: _WorkspaceBytes, rank_bytes: float) -> Buckets:
+    """Group rounds, in order, into as few buckets as `rank_bytes` bytes each allow.
 
     Each round is added to one running sum, so the time is linear in the number of rounds.
     """
@@ -188,7 +188,7 @@ def _fill(rounds: Sequence[Round], nbytes_of: _WorkspaceBytes, room: float) -> B
     number = 0  # of the current bucket, see `_WorkspaceBytes`
     for one in rounds:
         longer = nbytes_of.extended(number, one)
-        if buckets and nbytes_of.of(longer) <= room:
+        if buckets and nbytes_of.of(longer) <= rank_bytes:
             buckets[-1].append(one)
             number = longer
         else:
@@ -197,9 +197,9 @@ def _fill(rounds: Sequence[Round], nbytes_of: _WorkspaceBytes, room: float) -> B
     return buckets
 
 
-def _is_too_large(buckets: Buckets, nbytes_of: _WorkspaceBytes, room: int) -> bool:
-    """Return whether a bucket of more than one round exceeds the room."""
-    return any(len(bucket) > 1 and nbytes_of(bucket) > room for bucket in buckets)
+def _is_too_large(buckets: Buckets, nbytes_of: _WorkspaceBytes, rank_bytes: int) -> bool:
+    """Return whether a bucket of more than one round exceeds the limit."""
+    return any(len(bucket) > 1 and nbytes_of(bucket) > rank_bytes for bucket in buckets)
 
 
 class _WorkspaceBytes:

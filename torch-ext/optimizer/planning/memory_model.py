@@ -115,7 +115,7 @@ class PlanInputs:
     # own, see `method.gain_side_by_side`
     side_by_side: Callable[[list], bool] = _never
     # Bytes of the workspace that the two options before may use; None: no more than without them
-    room: int | None = None
+    rank_bytes: int | None = None
 
     @property
     def itemsizes(self) -> dict[str, int]:

@@ -381,12 +381,13 @@ def plan_chunks(
         # A parameter without elements is a Matrix without rows: its count of steps still advances
         buckets[-1] += [] if last else [Matrix(param, (0,), 0, 0)]
         while first < last:
-            room = limit - sum(m.numel for m in buckets[-1])
-            # An empty bucket takes a row even if there is no room, or planning would not end
-            if room < cols and buckets[-1]:
+            free = limit - sum(m.numel for m in buckets[-1])
+            # An empty bucket takes a row even if there is no free element, or planning would not
+            # end
+            if free < cols and buckets[-1]:
                 buckets.append([])
                 continue
-            count = min(max(room // cols, 1), last - first)
+            count = min(max(free // cols, 1), last - first)
             buckets[-1].append(Matrix(param, (first,), count, cols))
             first += count
     sizes = [sum(m.numel for m in b) for b in buckets]
@@ -423,7 +424,8 @@ def chunks_along_backward(
     """Return `plan_chunks` in buckets for overlap_backward: small, last parameter first. `latency`:
     as in `along_backward`.
     """
-    return plan_chunks(shapes, ranks, _room_of_part(shapes, ranks, inputs, latency), inputs)[::-1]
+    rank_bytes = _rank_bytes_of_parts(shapes, ranks, inputs, latency)
+    return plan_chunks(shapes, ranks, rank_bytes, inputs)[::-1]
 
 
 def chunks_along_forward(
@@ -436,11 +438,11 @@ def chunks_along_forward(
     """Return `plan_chunks` in buckets for overlap_forward: small, first parameter first. `latency`,
     `rank_bytes`: as in `along_forward`.
     """
-    room = min(rank_bytes, _room_of_part(shapes, ranks, inputs, latency))
-    return plan_chunks(shapes, ranks, room, inputs)
+    rank_bytes = min(rank_bytes, _rank_bytes_of_parts(shapes, ranks, inputs, latency))
+    return plan_chunks(shapes, ranks, rank_bytes, inputs)
 
 
-def _room_of_part(
+def _rank_bytes_of_parts(
     shapes: Sequence[tuple[int, int]], ranks: tuple[int, ...], inputs: ChunkPlanInputs, latency: int
 ) -> int:
     """Return the `rank_bytes` with which `plan_chunks` makes about PARTS buckets, or fewer buckets

@@ -129,22 +129,22 @@ class Planner:
         layouts = self._layouts(params)
         rows = self._layouts(params, of_rows=True) if "beta2" in group else None
         cost_model = CostModel.of(group, self.device)
-        room = self.options.workspace_limit_bytes(self.device)  # bytes
-        inputs = self._plan_inputs(rows is not None, cost_model, room)
+        rank_bytes = self.options.workspace_limit_bytes(self.device)
+        inputs = self._plan_inputs(rows is not None, cost_model, rank_bytes)
         buckets = make_plan(
             layouts,
             cost_model,
             self.loads,
             inputs,
-            rank_bytes=room,
+            rank_bytes=rank_bytes,
             plain=self._plain_route(),
             minimize_workspace=self.options.workspace_bytes is None,
         )
         if self.options.overlap_backward:
             buckets = along_backward(buckets, layouts, cost_model, inputs, self.latency)
         elif self.options.overlap_forward:
-            buckets = along_forward(buckets, layouts, cost_model, inputs, self.latency, room)
-        self._check_room(buckets, "one matrix per rank")
+            buckets = along_forward(buckets, layouts, cost_model, inputs, self.latency, rank_bytes)
+        self._check_workspace_bytes(buckets, "one matrix per rank")
         # Ranks outside `b.ranks` have nothing of the bucket
         rank_plans = [
             (b, rank_plan_of(b, self.rank, layouts, rows, inputs))
@@ -164,7 +164,7 @@ class Planner:
             mismatched=mismatched_placements(params),
         )
 
-    def _plan_inputs(self, row_state: bool, cost_model: CostModel, room: int) -> PlanInputs:
+    def _plan_inputs(self, row_state: bool, cost_model: CostModel, rank_bytes: int) -> PlanInputs:
         """Return the `PlanInputs` of a Muon group; `row_state`: with row state (NorMuon)."""
         products = method.products_dtype(self.options.ns_dtype, self.device)
         return PlanInputs(
@@ -175,7 +175,7 @@ class Planner:
             partial(method.supports_scattered_rows, steps=cost_model.steps),
             gain_side_by_side,
             # With overlap_backward every bucket has a buffer of its own: extra bytes count for each
-            room=None if self.options.overlap_backward else room,
+            rank_bytes=None if self.options.overlap_backward else rank_bytes,
         )
 
     def _state_rows(
@@ -234,14 +234,14 @@ class Planner:
             self.process_groups.send_once(self.device),
             self.options.grads_are_reduced,
         )
-        room = self.options.workspace_limit_bytes(self.device)
+        rank_bytes = self.options.workspace_limit_bytes(self.device)
         if self.options.overlap_backward:
             buckets = chunks_along_backward(shapes, ranks, inputs, self.latency)
         elif self.options.overlap_forward:
-            buckets = chunks_along_forward(shapes, ranks, inputs, self.latency, room)
+            buckets = chunks_along_forward(shapes, ranks, inputs, self.latency, rank_bytes)
         else:
-            buckets = plan_chunks(shapes, ranks, room, inputs)
-        self._check_room(buckets, "one row of a parameter per rank")
+            buckets = plan_chunks(shapes, ranks, rank_bytes, inputs)
+        self._check_workspace_bytes(buckets, "one row of a parameter per rank")
         state_rows = [row_chunks(rows, len(ranks)) for rows, _ in shapes]
         rank_plans = [(b, chunk_rank_plan(b, shapes, self.rank, inputs)) for b in buckets]
         return Plan(
@@ -282,7 +282,7 @@ class Planner:
         if self.options.overlap_backward:
             check_bucket_buffers(self.buckets, self.options.workspace_bytes)
 
-    def _check_room(self, buckets: Sequence[Bucket], least: str) -> None:
+    def _check_workspace_bytes(self, buckets: Sequence[Bucket], least: str) -> None:
         """Append to `self.buckets`; raise ValueError if a bucket exceeds `workspace_bytes`.
 
         `least`: content of the smallest possible bucket, for the message.

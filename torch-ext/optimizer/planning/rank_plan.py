@@ -232,20 +232,21 @@ def rank_plan_of(
         use_bytes=nbytes,
         kept=kept,
     )
-    room = bucket.memory
-    if inputs.room is not None:
-        room = split_workspace(max(inputs.room, bucket.nbytes))
+    limits = bucket.memory
+    if inputs.rank_bytes is not None:
+        limits = split_workspace(max(inputs.rank_bytes, bucket.nbytes))
     if bucket.route in ("exchange", "own"):
-        rank_plan = _with_direct(rank_plan, room, inputs)
-    return _with_scratch_of_each(rank_plan, room, inputs)
+        rank_plan = _with_direct(rank_plan, limits, inputs)
+    return _with_scratch_of_each(rank_plan, limits, inputs)
 
 
-def _with_direct(rank_plan: RankPlan, room: tuple[int, int], inputs: PlanInputs) -> RankPlan:
+def _with_direct(rank_plan: RankPlan, limits: tuple[int, int], inputs: PlanInputs) -> RankPlan:
     """Return the rank plan with direct matrices, see [Note: direct matrices].
 
     A matrix is direct if all pieces, of all replicas, are whole rows at multiples of ALIGNMENT.
-    `room`: (bytes of the bucket buffer, bytes of the shared scratch). Return `rank_plan` itself if
-    direct matrices exceed the room, or if results would overwrite matrices before their iteration.
+    `limits`: (bytes of the bucket buffer, bytes of the shared scratch). Return `rank_plan` itself
+    if direct matrices exceed `limits`, or if results would overwrite matrices before their
+    iteration.
     """
     read, leave = rank_plan.inbound.arrive | rank_plan.kept, rank_plan.outbound.leave
     boxes = {(p.matrix, p.box) for p in read}
@@ -270,26 +271,27 @@ def _with_direct(rank_plan: RankPlan, room: tuple[int, int], inputs: PlanInputs)
         return rank_plan
     stack = _stacked([m for m in rank_plan.matrices if m not in direct], inputs)
     nbytes = rank_plan.use_bytes | {"stack": stack}
-    return _if_room(replace(rank_plan, direct=direct, use_bytes=nbytes), room, rank_plan)
+    return _if_within(replace(rank_plan, direct=direct, use_bytes=nbytes), limits, rank_plan)
 
 
 def _with_scratch_of_each(
-    rank_plan: RankPlan, room: tuple[int, int], inputs: PlanInputs
+    rank_plan: RankPlan, limits: tuple[int, int], inputs: PlanInputs
 ) -> RankPlan:
     """Return the rank plan with separate scratch for every iteration, so that iterations of several
-    shapes can run concurrently. Return `rank_plan` itself without a gain or without the `room`.
+    shapes can run concurrently. Return `rank_plan` itself without a gain or where memory exceeds
+    `limits`.
     """
     shapes = [sorted((m.rows, m.cols)) for m in rank_plan.matrices]
     if not shapes or not inputs.side_by_side(shapes):
         return rank_plan
     nbytes = rank_plan.use_bytes | _iterated(rank_plan.matrices, inputs, sum)
-    return _if_room(replace(rank_plan, use_bytes=nbytes), room, rank_plan)
+    return _if_within(replace(rank_plan, use_bytes=nbytes), limits, rank_plan)
 
 
-def _if_room(wanted: RankPlan, room: tuple[int, int], otherwise: RankPlan) -> RankPlan:
+def _if_within(wanted: RankPlan, limits: tuple[int, int], otherwise: RankPlan) -> RankPlan:
     """Return `wanted` if its memory is within (bucket buffer, shared scratch), else `otherwise`."""
     sizes = wanted.workspace_layout()[1]
-    fits = sizes["bucket_buffer"] <= room[0] and sizes["shared_scratch"] <= room[1]
+    fits = sizes["bucket_buffer"] <= limits[0] and sizes["shared_scratch"] <= limits[1]
     return wanted if fits else otherwise
 
 

@@ -127,8 +127,11 @@ def _key(
     Aliasing: per tensor the number of the first tensor with an equal address.
     """
     # Lists are made faster than generators
-    device, room = (tensors or memory)[0].get_device(), tuple([m.data_ptr() for m in memory])
-    return kind, device, room, tuple([*map(starts.index, starts)])
+    device, memory_addresses = (
+        (tensors or memory)[0].get_device(),
+        tuple([m.data_ptr() for m in memory]),
+    )
+    return kind, device, memory_addresses, tuple([*map(starts.index, starts)])
 
 
 def _stream(device: int) -> int:
