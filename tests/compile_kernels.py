@@ -273,9 +273,9 @@ def small(arch: str, shared: int, side: int, U: str):
         a_strides=ROW_MAJOR, q_strides=ROW_MAJOR, triples=("fp32",) * 15, n="i32", m="i32", eps="fp32", WIDE=True,
         BLOCK=side, DTYPE=triton.language.float16)
     # As few steps as show every kind; each is compiled for itself, and more of them take no more memory. The Gram
-    # iteration's: the first, one between and the last of a segment, and, after a restart, the only one of another. Of
+    # iteration's: the first, one between and the last of a interval, and, after a restart, the only one of another. Of
     # what U's dtype changes, which is before the first step and after the last, two only steps show as much.
-    yield compile_for(arch, on_chip._segment_kernel, arguments | dict(STEPS=3), num_warps=side // 16)
+    yield compile_for(arch, on_chip._interval_kernel, arguments | dict(STEPS=3), num_warps=side // 16)
     standard = on_chip._standard_kernel, dict(STEPS=2 if U == "*bf16" else 1)
     gram = on_chip._gram_kernel, dict(STEPS=4, FIRSTS=0b11001) if U == "*bf16" else dict(STEPS=2, FIRSTS=0b111)
     for (kernel, steps), chunk in ((standard, side), (standard, 128), (gram, 128)):

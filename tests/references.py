@@ -20,13 +20,13 @@ def standard(X: torch.Tensor, steps, dtype: torch.dtype) -> torch.Tensor:
 def gram(X: torch.Tensor, steps, dtype: torch.dtype, most: int = 100) -> torch.Tensor:
     """Gram Newton-Schulz as in Dao-AILab's package, with the restarts that `steps` asks for, and step by step."""
     X = _normalised(X, dtype)
-    for segment in steps.segments(dtype, most, len(X)):
+    for interval in steps.intervals(dtype, most, len(X)):
         R, Q = _rounded(X @ X.mT, dtype), None
-        for number, (a, b, c) in enumerate(segment, start=1):
+        for number, (a, b, c) in enumerate(interval, start=1):
             Z = _rounded(b * R + c * (R @ R), dtype)
             one = torch.eye(len(R), device=R.device)
             Q = _rounded(Z + a * one if Q is None else a * Q + Q @ Z, dtype)
-            if number < len(segment):
+            if number < len(interval):
                 RZ = _rounded(a * R + R @ Z, dtype)
                 R = _rounded(a * RZ + Z @ RZ, dtype)
         X = _rounded(Q @ X, dtype)

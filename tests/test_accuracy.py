@@ -163,7 +163,7 @@ def test_no_singular_value_leaves_the_range_of_later_steps(polar, device, monkey
 @pytest.mark.parametrize("ns_steps, dtype", [(10, F16), (15, F16), (30, F16), (10, F32), (15, F32), (30, F32)], ids=str)
 def test_many_cubic_steps_keep_the_error_of_the_standard_iteration(
         polar, device, monkeypatch, path, triple, ns_steps, dtype):
-    """In one segment without a restart, 20 of these gave NaN in fp16, and 30 in fp32."""
+    """In one interval without a restart, 20 of these gave NaN in fp16, and 30 in fp32."""
     if take(path, monkeypatch) == "triton" and dtype == F32 and paths.INTERPRETED:
         pytest.skip("many products in fp32 take the interpreter a minute")
     torch.manual_seed(0)

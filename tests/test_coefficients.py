@@ -105,9 +105,9 @@ def test_the_four_products(part, device, monkeypatch, path, n):
 def test_products_of_an_iteration(part, monkeypatch, most, made):
     """In fp16 a pair takes four, and with a step before it one more."""
     everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL_SHORT_SIDE", 0)
-    segment, polar, counts = part("newton_schulz.iteration"), part("newton_schulz.orthogonalize"), []
-    real = segment.symmetric_product
-    everywhere(monkeypatch, segment, "symmetric_product", lambda *args, **more: (counts.append(1), real(*args, **more)))
+    iteration, polar, counts = part("newton_schulz.iteration"), part("newton_schulz.orthogonalize"), []
+    real = iteration.symmetric_product
+    everywhere(monkeypatch, iteration, "symmetric_product", lambda *args, **more: (counts.append(1), real(*args, **more)))
     everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: most)
     polar.orthogonalize(torch.randn(24, 24), dtype=torch.float16)
     assert len(counts) == made
@@ -119,8 +119,8 @@ def test_only_what_is_read_whole_is_written_whole(part, monkeypatch, most, dtype
     """As if symmetric products read lower triangles only: with pairs (fp16) and without, the same bits."""
     everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL_SHORT_SIDE", 0)
     monkeypatch.setenv("OPTIMIZER_KERNELS", "torch")
-    segment, polar, told = part("newton_schulz.iteration"), part("newton_schulz.orthogonalize"), []
-    real, upper = segment.symmetric_product, torch.ones(24, 24, dtype=torch.bool).triu(1)
+    iteration, polar, told = part("newton_schulz.iteration"), part("newton_schulz.orthogonalize"), []
+    real, upper = iteration.symmetric_product, torch.ones(24, 24, dtype=torch.bool).triu(1)
 
     def lower(C):
         return C.tril() + C.tril(-1).mT
@@ -135,8 +135,8 @@ def test_only_what_is_read_whole_is_written_whole(part, monkeypatch, most, dtype
     U = torch.randn(24, 24)
     before = polar.orthogonalize(U, dtype=dtype)
     forget(polar, monkeypatch)
-    everywhere(monkeypatch, segment, "symmetric_product", of_triangles)
-    everywhere(monkeypatch, segment, "read_triangles", lambda *matrices: True)
+    everywhere(monkeypatch, iteration, "symmetric_product", of_triangles)
+    everywhere(monkeypatch, iteration, "read_triangles", lambda *matrices: True)
     assert torch.equal(polar.orthogonalize(U, dtype=dtype), before)
     assert told[-1] and 0 < sum(told) < len(told) / 2
 

@@ -59,7 +59,7 @@ def test_expected_times_are_near_the_measured_ones(optimizer):
 @pytest.mark.parametrize("name", ["jordan", "polar_express", "cubic", "aol", "deepseek_v4"])
 def test_the_launches_that_are_priced_are_those_that_are_made(name, shape, monkeypatch, optimizer):
     polar, made = part("newton_schulz.orthogonalize"), Counter()
-    segment = long_side = part("newton_schulz.iteration")
+    iteration = part("newton_schulz.iteration")
     steps = polar.steps_of(name)
 
     def counting(op, real):
@@ -68,8 +68,8 @@ def test_the_launches_that_are_priced_are_those_that_are_made(name, shape, monke
             return real(*args, **kwargs)
         return counted
 
-    for module, op, function in ((long_side, "gram", "gram"), (segment, "symmetric", "symmetric_product"),
-                                 (long_side, "product", "product")):
+    for module, op, function in ((iteration, "gram", "gram"), (iteration, "symmetric", "symmetric_product"),
+                                 (iteration, "product", "product")):
         monkeypatch.setattr(module, function, counting(op, getattr(module, function)))
     polar.orthogonalize_([torch.randn(2, *shape)], steps, dtype=torch.float16)
     assert made == Counter(part("newton_schulz.method").launches(*shape, steps))

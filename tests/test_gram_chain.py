@@ -36,10 +36,10 @@ def taken(resident, part, monkeypatch):
     return calls
 
 
-def segments(part, name, n=256):
-    """[(segment, pair)] of a set that has pairs."""
+def intervals(part, name, n=256):
+    """[(interval, pair)] of a set that has pairs."""
     steps = part("newton_schulz.coefficients").steps_of(name, SETS[name])
-    return [(segment, pair) for segment, pair in zip(steps.segments(F16, 3, n), steps.pairs(F16, 3, n)) if pair]
+    return [(interval, pair) for interval, pair in zip(steps.intervals(F16, 3, n), steps.pairs(F16, 3, n)) if pair]
 
 
 def rooms(part, N, n):
@@ -86,12 +86,12 @@ def played(codes, factors, keep, A):
 @pytest.mark.parametrize("name", SETS)
 def test_programs_compute_what_launches_do(resident, part, name):
     torch.manual_seed(0)
-    for segment, pair in segments(part, name):
-        A = grams(2, 24, 0.5 if len(segment) == 3 else 0.9)
-        codes, factors, count, keep = resident._program(tuple(segment[:-2]), pair)
-        assert len(codes) == len(factors) == count == 4 * (len(segment) - 1) and keep == (len(segment) == 2)
+    for interval, pair in intervals(part, name):
+        A = grams(2, 24, 0.5 if len(interval) == 3 else 0.9)
+        codes, factors, count, keep = resident._program(tuple(interval[:-2]), pair)
+        assert len(codes) == len(factors) == count == 4 * (len(interval) - 1) and keep == (len(interval) == 2)
         expected, *_ = part("newton_schulz.iteration").follow(
-            segment, pair, A.clone(), *(torch.empty_like(A) for _ in "123")
+            interval, pair, A.clone(), *(torch.empty_like(A) for _ in "123")
         )
         torch.testing.assert_close(played(codes, factors, keep, A), expected, rtol=1e-4, atol=1e-4)
 
@@ -99,12 +99,12 @@ def test_programs_compute_what_launches_do(resident, part, name):
 def test_who_goes_through_it(resident, part, monkeypatch):
     everywhere(monkeypatch, resident, "architecture", lambda kind, index: "sm90")
     everywhere(monkeypatch, resident, "knows_triton", lambda: True)
-    (three, pair), (two, last), *_ = segments(part, "polar_express")
+    (three, pair), (two, last), *_ = intervals(part, "polar_express")
 
-    def fits(N, n, segment, pair, dtype=F16):
+    def fits(N, n, interval, pair, dtype=F16):
         pitch = n + -n % 64
         A, Q = (torch.empty(N, n, pitch, dtype=dtype)[:, :, :n] for _ in "12")
-        return resident.supports(A, Q, segment, pair)
+        return resident.supports(A, Q, interval, pair)
 
     assert (len(three), len(two)) == (3, 2) and fits(48, 256, three, pair) and fits(200, 193, two, last)
     assert not (fits(47, 256, three, pair) or fits(200, 192, two, last) or fits(200, 257, two, last))
@@ -124,14 +124,14 @@ def test_gram_matrices_of_one_long_side_are_computed_there(resident, part, monke
     expected, results, calls = [torch.empty_like(u) for u in U], [torch.empty_like(u) for u in U], []
     iteration.Iteration([*zip(U, expected)], steps, torch.float32, 3).run(1e-7)
 
-    def follow(segment, pair, A, Q, Z, T, long):
+    def follow(interval, pair, A, Q, Z, T, long):
         calls.append(long is not None)
         if long is not None:
             A.fill_(float("nan"))
             part("kernels.matmul.api").gram(long[0], A, long[1])
-        return part("newton_schulz.iteration").follow(segment, pair, A, Q, Z, T)
+        return part("newton_schulz.iteration").follow(interval, pair, A, Q, Z, T)
 
-    monkeypatch.setattr(resident, "supports", lambda A, Q, segment, pair: len(segment) > 1)
+    monkeypatch.setattr(resident, "supports", lambda A, Q, interval, pair: len(interval) > 1)
     monkeypatch.setattr(resident, "follow", follow)
     iteration.Iteration([*zip(U, results)], steps, torch.float32, 3).run(1e-7)
     assert calls[0] == whole and all(map(torch.equal, results, expected))
@@ -147,8 +147,8 @@ def test_what_a_launch_is_told(resident, part, monkeypatch, n):
     monkeypatch.setattr(kernel, "launch", lambda *arguments, **options: launched.append(arguments))
     monkeypatch.setattr(resident, "_known", {})
     A, Q, Z, T = torch.empty(4, 3, n, 256, dtype=F16)[..., :n]  # as on a GPU
-    for segment, pair in segments(part, "polar_express", n)[:2]:
-        result, *others = resident.follow(segment, pair, A, Q, Z, T)
+    for interval, pair in intervals(part, "polar_express", n)[:2]:
+        result, *others = resident.follow(interval, pair, A, Q, Z, T)
         assert result is Z and {id(t) for t in others} == {id(Q), id(T)}
         programs, _, *arguments = launched.pop()
         names = list(inspect.signature(kernel.function).parameters)
@@ -164,7 +164,7 @@ def test_what_a_launch_is_told(resident, part, monkeypatch, n):
         assert (told["x"].base, told["steps"], told["EARLY"]) == (A, 0, False), "nothing is multiplied"
     for dtype, scales in ((F16, None), (BF16, torch.ones(3))):
         X = torch.empty(3, n, 320, dtype=dtype)[..., :300]
-        resident.follow(*segments(part, "polar_express", n)[0], A, Q, Z, T, (X, scales))
+        resident.follow(*intervals(part, "polar_express", n)[0], A, Q, Z, T, (X, scales))
         told = dict(zip(names, launched.pop()[2:]))
         assert told["x"].base is X and told["x"].block_shape == [1, 256, 64] and told["steps"] == 5
         assert told["EARLY"] == (dtype == BF16), "what was cast or multiplied is by the launch before"
@@ -176,18 +176,18 @@ def test_what_a_launch_is_told(resident, part, monkeypatch, n):
 @pytest.mark.parametrize("N, n", SIZES)
 def test_the_bits_are_those_of_launches(taken, resident, part, N, n, name):
     torch.manual_seed(n)
-    for segment, pair in segments(part, name, n):
-        A = grams(N, n, 0.5 if len(segment) == 3 else 0.9, "cuda").to(F16)
+    for interval, pair in intervals(part, name, n):
+        A = grams(N, n, 0.5 if len(interval) == 3 else 0.9, "cuda").to(F16)
         A[-1] = 0.0
         squares = rooms(part, N, n)
         squares[0].copy_(A)
-        expected = part("newton_schulz.iteration").follow(segment, pair, *squares)[0].clone()
+        expected = part("newton_schulz.iteration").follow(interval, pair, *squares)[0].clone()
         assert torch.equal(expected, expected.mT) and expected.isfinite().all()
         for _ in range(3):
             squares = rooms(part, N, n)
             squares[0].copy_(A)
-            assert resident.supports(*squares[:2], segment, pair)
-            result, *_ = resident.follow(segment, pair, *squares)
+            assert resident.supports(*squares[:2], interval, pair)
+            result, *_ = resident.follow(interval, pair, *squares)
             assert torch.equal(result, expected)
     assert len(taken) >= 3
 
@@ -202,19 +202,19 @@ def test_gram_matrices_have_the_bits_of_launches(taken, resident, part, N, n, m,
     scales /= torch.linalg.matrix_norm(X.float())
     X[-1, 2, 3] = float("nan") if N > 2 else 1.0
     scales[0] *= -1.0 if N > 1 else 1.0
-    for segment, pair in segments(part, "polar_express", n):
+    for interval, pair in intervals(part, "polar_express", n):
         A, Q, Z, T = rooms(part, N, n)
         A.copy_(grams(N, n, 0.5, "cuda"))
         given = A.clone()
         expected = (
             part("newton_schulz.iteration")
-            .follow(segment, pair, part("kernels.matmul.api").gram(X, A, scales), Q, Z, T)[0]
+            .follow(interval, pair, part("kernels.matmul.api").gram(X, A, scales), Q, Z, T)[0]
             .clone()
         )
         for _ in range(3):
             squares = rooms(part, N, n)
             squares[0].copy_(given)
-            result, *_ = resident.follow(segment, pair, *squares, (X, scales))
+            result, *_ = resident.follow(interval, pair, *squares, (X, scales))
             torch.testing.assert_close(result, expected, rtol=0.0, atol=0.0, equal_nan=True)
     assert taken and (N < 3 or expected[-1].isnan().any()) and expected[0].isfinite().all()
 

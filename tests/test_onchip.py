@@ -32,7 +32,7 @@ def gram_matrices(N, n, device):
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("n", [33, 64, 70, 128])
-def test_a_segment_is_the_product_of_its_polynomials(on_chip, device, n, count):
+def test_an_interval_is_the_product_of_its_polynomials(on_chip, device, n, count):
     torch.manual_seed(n)
     A = gram_matrices(3, n, device)
     before, Q = A.clone(), torch.full_like(A, 7.0)

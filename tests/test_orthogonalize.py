@@ -116,7 +116,7 @@ def test_aol_in_both_paths(part, polar, device, path, name, shape):
 
 
 def test_no_restart_would_fail_the_bounds(part, polar, monkeypatch):
-    """The bounds can fail: one segment of five steps breaks the one of 1/k."""
+    """The bounds can fail: one interval of five steps breaks the one of 1/k."""
     monkeypatch.setitem(part("newton_schulz.coefficients").MAX_INTERVAL, F16, 5)
     everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL_SHORT_SIDE", 0)
     everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: 5)
@@ -412,7 +412,7 @@ def test_wrong_eps_raises(polar, eps):
 
 
 def test_cost_counts_the_cheaper_iteration(part, polar):
-    """Per n^3, a = long / short: 3 a k + 4 T - 3 k with k segments; a pair saves one product, as a cubic step does."""
+    """Per n^3, a = long / short: 3 a k + 4 T - 3 k with k intervals; a pair saves one product, as a cubic step does."""
     method = part("newton_schulz.method")
     steps, other, n = polar.steps_of("polar_express"), polar.steps_of((3.0, -4.0, 2.0), 5), 300
     assert method.cost(n, n, steps) == method.cost(4096, 4096, steps) * n**3 // 4096**3 == 18 * n**3
@@ -489,11 +489,11 @@ def test_a_cpu_does_no_more_than_plain_torch(polar, monkeypatch, shape):
     (1, F16, 100, [1]), (3, F16, 100, [3]), (4, F16, 100, [2, 2]), (5, F16, 100, [3, 2]), (5, F32, 100, [3, 2]),
     (5, BF16, 100, [2, 2, 1]), (7, F16, 100, [3, 2, 2]), (10, F16, 100, [3, 2, 3, 2]), (5, F16, 1, [1] * 5),
     (5, F16, 2, [1, 2, 2]), (4, F16, 2, [2, 2]), (5, F32, 2, [2, 2, 1]), (5, BF16, 3, [2, 2, 1])])
-def test_segments_between_restarts(polar, ns_steps, dtype, most, lengths):
-    """Longer segments drift: in bf16, three steps of 1/k already explode."""
+def test_intervals_between_restarts(polar, ns_steps, dtype, most, lengths):
+    """Longer intervals drift: in bf16, three steps of 1/k already explode."""
     steps = polar.steps_of("jordan", ns_steps)
-    segments = steps.segments(dtype, most)
-    assert [len(segment) for segment in segments] == lengths and sum(segments, ()) == steps.triples
+    intervals = steps.intervals(dtype, most)
+    assert [len(interval) for interval in intervals] == lengths and sum(intervals, ()) == steps.triples
 
 
 @pytest.mark.parametrize("ns_steps, small, other", [
@@ -503,15 +503,15 @@ def test_first_segments_are_short_in_fp16_but_for_large_matrices_of_steady_sets(
     """After three steps the largest singular value may leave the range of the others (test_accuracy.py)."""
     steps, unknown = polar.steps_of("polar_express", ns_steps), polar.steps_of((3.0, -4.0, 2.0), ns_steps)
     for found in (steps, unknown):
-        assert [len(segment) for segment in found.segments(n=255)] == small
-        assert [len(segment) for segment in found.segments(F32, n=255)] == [len(s) for s in steps.segments(F32)]
-    assert [len(segment) for segment in unknown.segments(n=256)] == other
-    assert [len(segment) for segment in polar.steps_of("cans").segments(n=4096)] == [2, 3]
+        assert [len(interval) for interval in found.intervals(n=255)] == small
+        assert [len(interval) for interval in found.intervals(F32, n=255)] == [len(s) for s in steps.intervals(F32)]
+    assert [len(interval) for interval in unknown.intervals(n=256)] == other
+    assert [len(interval) for interval in polar.steps_of("cans").intervals(n=4096)] == [2, 3]
 
 
 def test_up_to_five_cubic_steps_need_no_restart(polar):
     def lengths(steps):
-        return [[len(segment) for segment in steps.segments(dtype)] for dtype in (F16, F32, BF16)]
+        return [[len(interval) for interval in steps.intervals(dtype)] for dtype in (F16, F32, BF16)]
 
     assert lengths(polar.steps_of("cubic")) == [[5], [5], [2, 2, 1]]
     assert lengths(polar.steps_of((1.5, -0.5, 0.0), 12)) == [[4] * 3, [4] * 3, [2] * 6]
@@ -523,8 +523,8 @@ def test_more_than_five_cubic_steps_are_cut_after_four_in_fp32(polar, ns_steps, 
     """Ten steps cut 5 + 5 had three times the error of the standard iteration in fp32 (test_accuracy.py)."""
     steps = polar.steps_of((2.0, -1.0, 0.0), ns_steps)
     for dtype, lengths in ((F16, half), (F32, single)):
-        segments = steps.segments(dtype)
-        assert [len(segment) for segment in segments] == lengths and sum(segments, ()) == steps.triples
+        intervals = steps.intervals(dtype)
+        assert [len(interval) for interval in intervals] == lengths and sum(intervals, ()) == steps.triples
 
 
 # GPU

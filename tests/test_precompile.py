@@ -116,7 +116,7 @@ def elsewhere_each_call_compiles_its_own(found):  # but wide and tall products, 
 
 def test_what_is_akin_to_large_stacks_is_not_longer_than_they_are(part, monkeypatch):
     polar, seen, U = part("newton_schulz.orthogonalize"), set(), torch.empty(2, 256, 256, dtype=torch.bfloat16)
-    monkeypatch.setattr(polar, "_launch", lambda pairs, options, interval: seen.add(tuple(pairs[0][0].shape)))
+    monkeypatch.setattr(polar, "_launch", lambda pairs, options, max_steps: seen.add(tuple(pairs[0][0].shape)))
     options = polar.steps_of("polar_express"), 0.0, torch.float16
     for most, longer in ((U.nbytes, {(2, 256, 1024), (2, 1024, 256)}), (U.nbytes - 1, set())):
         monkeypatch.setattr(polar, "MAX_COMPANION_BYTES", most)

@@ -3,10 +3,10 @@ five.
 
     make build && python tools/fit_pairs.py polar_express jordan
 
-Prints an entry for the last two steps of each segment of a set, but for the first two of all. With t = A / m on [0, 1],
-the last product's numbers are linear in Q(t); the seven others are found by Levenberg-Marquardt from one known solution
-and random neighbours of it, for the smallest relative error, then with weights that grow where the error is large. Five
-seconds a pair.
+Prints an entry for the last two steps of each interval of a set, but for the first two of all. With t = A / m on [0,
+1], the last product's numbers are linear in Q(t); the seven others are found by Levenberg-Marquardt from one known
+solution and random neighbours of it, for the smallest relative error, then with weights that grow where the error is
+large. Five seconds a pair.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def main() -> None:
 
 
 def pairs_of(steps):
-    """(Index, triple, next triple, largest singular value before them) of the last two steps of each segment, as large
+    """(Index, triple, next triple, largest singular value before them) of the last two steps of each interval, as large
     and as small matrices are cut.
     """
-    for segments in (steps.segments(), steps.segments(n=1)):
+    for intervals in (steps.intervals(), steps.intervals(n=1)):
         values, at = np.linspace(0, 1, 1 << 20), 0
-        for segment in segments:
-            for number, (a, b, c) in enumerate(segment):
-                if number == len(segment) - 2 and c and at:
-                    yield at, segment[-2], segment[-1], values.max()
+        for interval in intervals:
+            for number, (a, b, c) in enumerate(interval):
+                if number == len(interval) - 2 and c and at:
+                    yield at, interval[-2], interval[-1], values.max()
                 values, at = a * values + b * values**3 + c * values**5, at + 1
 
 

@@ -97,10 +97,10 @@ def resident(device) -> None:
     raw = padded(2, 200, 500, torch.bfloat16, device)
     squares = [(1e-3 * torch.randn(2, 256, 256, device=device)).to(HALF)[:, :200, :200] for _ in range(4)]
     module._known.clear()
-    for segment, pair in zip(steps.segments(), steps.pairs()):
-        module.follow(segment, pair, *squares)
+    for interval, pair in zip(steps.intervals(), steps.pairs()):
+        module.follow(interval, pair, *squares)
         for X in (padded(2, 200, 500, HALF, device), raw):
-            module.follow(segment, pair, *squares, (X, None))
+            module.follow(interval, pair, *squares, (X, None))
 
 
 @contextlib.contextmanager

@@ -2,10 +2,10 @@
 
 A step (a, b, c) is X <- (a I + b A + c A^2) X with A = X X^T; it maps each singular value x of X to
 p(x) = a x + b x^3 + c x^5. `steps_of` turns the options of a group into `Steps`, the sequence of
-triples. `Steps.segments` cuts the sequence into restart intervals for the Gram iteration
+triples. `Steps.intervals` cuts the sequence into restart intervals for the Gram iteration
 (iteration.py). `Pair` holds two steps as one polynomial.
 
-A segment is the tuple of triples of one restart interval.
+An interval is the tuple of triples of one restart interval.
 """
 
 from __future__ import annotations
@@ -287,13 +287,14 @@ class Steps:
     def _hash(self) -> int:
         return hash((self.triples, self.aol))
 
-    def segments(
-        self, dtype: torch.dtype = F16, interval: int = NO_RESTART, n: int = SMALL_SHORT_SIDE
+    def intervals(
+        self, dtype: torch.dtype = F16, max_steps: int = NO_RESTART, n: int = SMALL_SHORT_SIDE
     ) -> tuple[tuple[Triple, ...], ...]:
         """Cut the steps into restart intervals: as few as possible, about equal, each of at most
-        `interval` steps and of at most as many as the dtype of products and the short side n allow.
+        `max_steps` steps and of at most as many as the dtype of products and the short side n
+        allow.
 
-        Five steps are cut, with `interval` >= 3:
+        Five steps are cut, with `max_steps` >= 3:
 
         - fp32: 3 + 2. bf16: 2 + 2 + 1.
         - fp16, n >= SMALL_SHORT_SIDE: 3 + 2 for STEADY_SETS, 2 + 3 for further coefficients. The
@@ -302,7 +303,7 @@ class Steps:
         - fp16, smaller n: 1 + 2 + 2. Errors weigh more the smaller n is. The longer intervals come
           last, because the first two steps have no `Pair`.
         """
-        length = min(interval, self._max_interval(dtype, n))
+        length = min(max_steps, self._max_interval(dtype, n))
         total = len(self.triples)
         half = dtype == F16
         careful = half and length == 3 and not self.cubic and not _is_steady(self.triples)
@@ -325,24 +326,24 @@ class Steps:
         return 2 if dtype == F16 and n < SMALL_SHORT_SIDE else MAX_INTERVAL[dtype]
 
     def pairs(
-        self, dtype: torch.dtype = F16, interval: int = NO_RESTART, n: int = SMALL_SHORT_SIDE
+        self, dtype: torch.dtype = F16, max_steps: int = NO_RESTART, n: int = SMALL_SHORT_SIDE
     ) -> tuple[Pair | None, ...]:
-        """Return for each segment the `Pair` that replaces the last two steps, or None.
+        """Return for each interval the `Pair` that replaces the last two steps, or None.
 
         Pairs exist in fp16 only: an error of up to 7e-4 is below the rounding of fp16, but above
         that of fp32; bf16 is too coarse for the products of a pair.
         """
-        lengths = [len(segment) for segment in self.segments(dtype, interval, n)]
+        lengths = [len(interval) for interval in self.intervals(dtype, max_steps, n)]
         return tuple(
             _pair(self.triples[:end], self.aol) if length > 1 and dtype == F16 else None
             for length, end in zip(lengths, itertools.accumulate(lengths))
         )
 
-    def intervals(
-        self, dtype: torch.dtype, interval: int, n: int
+    def intervals_with_pairs(
+        self, dtype: torch.dtype, max_steps: int, n: int
     ) -> list[tuple[tuple[Triple, ...], Pair | None]]:
         """Return [(triples, `Pair` of the last two or None)], an entry per restart interval."""
-        return [*zip(self.segments(dtype, interval, n), self.pairs(dtype, interval, n))]
+        return [*zip(self.intervals(dtype, max_steps, n), self.pairs(dtype, max_steps, n))]
 
     @property
     def cubic(self) -> bool:

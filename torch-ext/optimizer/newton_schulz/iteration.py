@@ -139,8 +139,8 @@ class IterationPlan:
         parts = _split_memory(batches, dtype, memory)
         self.side_by_side = parts is not None  # each batch has memory of its own
         self.iterations = [
-            Iteration(members, steps, dtype, interval, part)
-            for (members, interval), part in zip(batches, parts or itertools.repeat(memory))
+            Iteration(members, steps, dtype, max_steps, part)
+            for (members, max_steps), part in zip(batches, parts or itertools.repeat(memory))
         ]
 
     def run(self, eps: float) -> None:
@@ -165,8 +165,8 @@ def iterate_all(
     if memory is not None:
         IterationPlan(batches, steps, dtype, memory).run(eps)
         return
-    for members, interval in batches:
-        Iteration(members, steps, dtype, interval).run(eps)
+    for members, max_steps in batches:
+        Iteration(members, steps, dtype, max_steps).run(eps)
 
 
 def _split_memory(
@@ -179,7 +179,7 @@ def _split_memory(
         return None
     # For each of the three tensors: bytes per batch
     sizes = list(
-        zip(*(_batch_bytes(members, dtype.itemsize, interval) for members, interval in batches))
+        zip(*(_batch_bytes(members, dtype.itemsize, max_steps) for members, max_steps in batches))
     )
     if any(map(operator.lt, map(torch.numel, memory), map(sum, sizes))):
         return None
@@ -190,13 +190,13 @@ def max_scratch_bytes(batches: Sequence[Batch], itemsize: int) -> tuple[int, ...
     """Return the bytes of each tensor of `memory` that suffice for every batch, if batches run one
     after another. `itemsize`: of the dtype of products.
     """
-    needs = (_batch_bytes(members, itemsize, interval) for members, interval in batches)
+    needs = (_batch_bytes(members, itemsize, max_steps) for members, max_steps in batches)
     return tuple(map(max, zip((0, 0, 0), *needs)))
 
 
-def _batch_bytes(members: Members, itemsize: int, interval: int) -> tuple[int, int, int]:
+def _batch_bytes(members: Members, itemsize: int, max_steps: int) -> tuple[int, int, int]:
     """Return the bytes of each tensor of `memory` that one batch needs at most."""
-    each = [(len(U), *iteration_bytes(*U.shape[1:], itemsize, interval)) for U, _ in members]
+    each = [(len(U), *iteration_bytes(*U.shape[1:], itemsize, max_steps)) for U, _ in members]
     long, square = (sum(sizes[0] * sizes[i] for sizes in each) for i in (1, 2))
     return long // 2, long // 2, square
 
@@ -232,22 +232,22 @@ class Iteration:
         members: Members,
         steps: Steps,
         dtype: torch.dtype,
-        interval: int,
+        max_steps: int,
         memory: Memory | None = None,
     ):
         """`members`: [(U, out)], each (N, n, m) with n <= m, n equal for all; out may be the memory
-        of U. `dtype`: of products. `interval`: most steps between restarts, 1 for the standard
+        of U. `dtype`: of products. `max_steps`: most steps between restarts, 1 for the standard
         iteration. `memory`: three flat uint8 tensors of at least `_batch_bytes`, overwritten; None
         allocates.
         """
-        by_length = _by_long_side(members, steps, dtype, interval)
+        by_length = _by_long_side(members, steps, dtype, max_steps)
         counts = [sum(len(U) for U, _ in group) for group in by_length.values()]
         total = sum(counts)
         n = members[0][0].shape[1]
         device = members[0][0].device
         long = tuple((count, n, m) for count, (m, _) in zip(counts, by_length))
         # A and Q; the Gram iteration also Z and T, see `follow`
-        squares = ((total, n, n),) * (4 if interval > 1 else 2)
+        squares = ((total, n, n),) * (4 if max_steps > 1 else 2)
         layouts = [ScratchLayout(shapes, dtype, device) for shapes in (long, long, squares)]
         sizes = [layout.nbytes for layout in layouts[:2]]
         sizes.append(layouts[2].nbytes + CACHE_LINE_BYTES * total)
@@ -268,11 +268,11 @@ class Iteration:
         self.row_scales: torch.Tensor | None = None
         if steps.aol:
             self.lengths, self.row_scales = _row_factors(layouts[1].memory, total, n)
-        self.intervals = steps.intervals(dtype, interval, n)
+        self.intervals = steps.intervals_with_pairs(dtype, max_steps, n)
         # On a CPU in fp32, each matrix takes all steps of the standard iteration before the next
         # matrix begins, and stays in the CPU's cache
         self.matrix_by_matrix = (
-            interval == 1
+            max_steps == 1
             and not steps.aol
             and not use_triton(device)
             and all(takes_matrix_by_matrix(p.X, p.Y, *self.squares) for p in self.parts)
@@ -336,7 +336,7 @@ class Iteration:
 
 
 def _by_long_side(
-    members: Members, steps: Steps, dtype: torch.dtype, interval: int
+    members: Members, steps: Steps, dtype: torch.dtype, max_steps: int
 ) -> dict[tuple[int, bool], list[tuple[Stack, Stack]]]:
     """Return {(long side, whether U is multiplied uncast): members}, in ascending order.
 
@@ -344,7 +344,7 @@ def _by_long_side(
     no mixed input in either case. See [Note: mixed input].
     """
     by_length = {}
-    restarts = len(steps.segments(dtype, interval, members[0][0].shape[1])) > 1
+    restarts = len(steps.intervals(dtype, max_steps, members[0][0].shape[1])) > 1
     for U, out in members:
         raw = restarts and not steps.aol and supports_mixed_input(U, dtype)
         by_length.setdefault((U.shape[2], raw), []).append((U, out))
@@ -365,7 +365,7 @@ def _row_factors(memory: torch.Tensor, N: int, n: int) -> tuple[torch.Tensor, to
 
 
 def follow(
-    segment: Sequence[Triple],
+    interval: Sequence[Triple],
     pair: Pair | None,
     A: torch.Tensor,
     Q: torch.Tensor,
@@ -375,7 +375,7 @@ def follow(
     """Compute Q of one restart interval of two or more steps, and return (Q, scratch, scratch).
 
     All matrices (N, n, n). A holds X X^T; A, Z, T and the former content of Q are overwritten. The
-    result is one of Q, Z and T. `segment`: triples (a, b, c) of the steps; `pair`: the polynomial
+    result is one of Q, Z and T. `interval`: triples (a, b, c) of the steps; `pair`: the polynomial
     of the last two steps, or None.
 
     With Z = b A + c A^2 and P = Z + a I, each step computes
@@ -391,10 +391,10 @@ def follow(
     are symmetric products that read lower tiles only. The returned Q is always whole.
     """
     # Steps with c = 0 use `linear`, which reads and writes whole matrices
-    whole = not (all(c for _, _, c in segment) and read_triangles(A, Q, Z, T))
+    whole = not (all(c for _, _, c in interval) and read_triangles(A, Q, Z, T))
     q = 0.0
-    last = len(segment)
-    for step, (a, b, c) in enumerate(segment[:-2] if pair else segment, start=1):
+    last = len(interval)
+    for step, (a, b, c) in enumerate(interval[:-2] if pair else interval, start=1):
         polynomial(A, (0.0, b, c), Z, whole)
         if step < last:
             symmetric_product(A, Z, T, 1.0, [(A, a)], 0.0, whole)

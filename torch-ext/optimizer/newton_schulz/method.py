@@ -58,29 +58,31 @@ def launches(n: int, m: int, steps: Steps) -> dict[str, int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _launches(steps: Steps, dtype: torch.dtype, interval: int, n: int) -> dict[str, int]:
+def _launches(steps: Steps, dtype: torch.dtype, max_steps: int, n: int) -> dict[str, int]:
     """Return `launches` for a given dtype and restart interval.
 
     An interval of L steps takes A^2 for each step with c != 0, and 3 (L - 1) further products: two
     for the next A and one for Q per step, without the A of the last and the Q of the first step. A
     fused pair saves one product. `n`: short side, or SMALL_SHORT_SIDE for larger matrices, which
-    `Steps.segments` cuts alike; keeps the cache small.
+    `Steps.intervals` cuts alike; keeps the cache small.
     """
-    segments = steps.segments(dtype, interval, n)
-    pairs = steps.pairs(dtype, interval, n)
+    intervals = steps.intervals(dtype, max_steps, n)
+    pairs = steps.pairs(dtype, max_steps, n)
     squares = sum(c != 0 for _, _, c in steps.triples)
     symmetric = (
-        squares + 3 * (len(steps.triples) - len(segments)) - sum(pair is not None for pair in pairs)
+        squares
+        + 3 * (len(steps.triples) - len(intervals))
+        - sum(pair is not None for pair in pairs)
     )
-    return {"gram": len(segments), "symmetric": symmetric, "product": len(segments)}
+    return {"gram": len(intervals), "symmetric": symmetric, "product": len(intervals)}
 
 
-def _cpu_cost(n: int, m: int, steps: Steps, dtype: torch.dtype, interval: int) -> int:
+def _cpu_cost(n: int, m: int, steps: Steps, dtype: torch.dtype, max_steps: int) -> int:
     """Return the time of an (n, m) matrix on a CPU, in FLOPs. A CPU computes symmetric products in
     full, and the Gram iteration also mirrors each result.
     """
-    counts = _launches(steps, dtype, interval, min(n, SMALL_SHORT_SIDE))
-    mirrored = interval > 1
+    counts = _launches(steps, dtype, max_steps, min(n, SMALL_SHORT_SIDE))
+    mirrored = max_steps > 1
     squares = counts["gram"] + counts["symmetric"]
     calls = sum(counts.values())
     long_flops = 2 * (counts["gram"] + counts["product"]) * n * n * m
@@ -104,7 +106,7 @@ def restart_interval(
       the standard iteration would round a I + b A to 16 bits: that loses more of b A than of
       b A + c A^2.
 
-    `Steps.segments` cuts shorter intervals where the dtype demands.
+    `Steps.intervals` cuts shorter intervals where the dtype demands.
 
     `on_cpu`, for products in fp32: 1 also if the Gram iteration saves less than a tenth of a CPU's
     time; otherwise the result without `on_cpu`, so that planned scratch (`scratch_bytes`) suffices.
@@ -114,7 +116,7 @@ def restart_interval(
     key = min(n, SMALL_SHORT_SIDE)
     # Whole numbers, in percent: exact, so that all ranks decide alike
     costs = {
-        interval: _cost(n, m, _launches(steps, dtype, interval, key)) for interval in (1, 2, 3)
+        max_steps: _cost(n, m, _launches(steps, dtype, max_steps, key)) for max_steps in (1, 2, 3)
     }
     best = 2 if n >= LARGE_SHORT_SIDE and 100 * costs[2] <= 90 * costs[1] else 1
     best = 3 if 100 * costs[3] <= (90 if best == 1 else 95) * costs[best] else best
@@ -137,15 +139,15 @@ def scratch_bytes(
     in turn in shared memory: the maximum of the sums suffices.
     """
     n, m = sorted((R, C))
-    interval = restart_interval(n, m, steps, dtype)
-    return (batch_key(n, m, interval), *iteration_bytes(n, m, dtype.itemsize, interval))
+    max_steps = restart_interval(n, m, steps, dtype)
+    return (batch_key(n, m, max_steps), *iteration_bytes(n, m, dtype.itemsize, max_steps))
 
 
-def batch_key(n: int, m: int, interval: int) -> tuple[int, int, int]:
+def batch_key(n: int, m: int, max_steps: int) -> tuple[int, int, int]:
     """Return a key, equal for matrices in one `Iteration`: equal short sides in the Gram iteration,
     equal shapes in the standard iteration.
     """
-    return n, interval, m if interval == 1 else 0
+    return n, max_steps, m if max_steps == 1 else 0
 
 
 def supports_scattered_rows(R: int, C: int, steps: Steps) -> bool:
@@ -158,13 +160,13 @@ def supports_scattered_rows(R: int, C: int, steps: Steps) -> bool:
     return not (C % 16 or steps.aol or polar.is_small(*sorted((R, C))))
 
 
-def iteration_bytes(n: int, m: int, itemsize: int, interval: int) -> tuple[int, int]:
+def iteration_bytes(n: int, m: int, itemsize: int, max_steps: int) -> tuple[int, int]:
     """Return the scratch bytes of one (n, m) matrix, n <= m, in an `Iteration` at most: (X and its
     successor together, n x n matrices and fp32 factors).
     """
     long, short = (n * (side * itemsize + -side * itemsize % CACHE_LINE_BYTES) for side in (m, n))
     # A and Q, in the Gram iteration also Z and T; a line for the factors
-    return 2 * long, (4 if interval > 1 else 2) * short + CACHE_LINE_BYTES
+    return 2 * long, (4 if max_steps > 1 else 2) * short + CACHE_LINE_BYTES
 
 
 def gain_side_by_side(shapes: Sequence[Sequence[int]]) -> bool:

@@ -312,8 +312,8 @@ def _launch_companions(U: torch.Tensor, options: Options) -> None:
     square = restart_interval(n, n, steps, products)
     long = restart_interval(n, 4 * n, steps, products)
     for stack in stacks:
-        for interval in {square, long}:
-            _launch([(stack, stack)], options, interval=interval)
+        for max_steps in {square, long}:
+            _launch([(stack, stack)], options, max_steps=max_steps)
 
 
 @torch.no_grad()
@@ -322,30 +322,30 @@ def _launch(
     options: Options,
     memory: Memory | None = None,
     onchip_memory: torch.Tensor | None = None,
-    interval: int | None = None,
+    max_steps: int | None = None,
 ) -> None:
     """Launch everything that orthogonalizes each U into its out.
 
     `memory`: scratch of the batches, `onchip_memory`: of `polar.polar`, flat uint8; None allocates.
-    `interval`: as in `_by_method`.
+    `max_steps`: as in `_by_method`.
     """
     steps, eps, _ = options
-    onchip, batches, products = _by_method(pairs, options, interval)
+    onchip, batches, products = _by_method(pairs, options, max_steps)
     for U, out in onchip:
-        segments = steps.segments(products, n=U.shape[1])
-        polar.polar(U, out, segments, eps, products, onchip_memory)
+        intervals = steps.intervals(products, n=U.shape[1])
+        polar.polar(U, out, intervals, eps, products, onchip_memory)
     if batches:
         iterate_all(batches, steps, eps, products, memory)
 
 
 def _by_method(
-    pairs: Pairs, options: Options, interval: int | None = None
+    pairs: Pairs, options: Options, max_steps: int | None = None
 ) -> tuple[list[tuple[Stack, Stack]], list[Batch], torch.dtype]:
     """Sort pairs by method. Return (pairs for the onchip kernel, batches for `iterate_all`, dtype
     of products).
 
     In the result U and out are (N, n, m) with n <= m, transposed if necessary; empty stacks are
-    dropped. `interval`: most steps between restarts, None for `restart_interval` of each shape.
+    dropped. `max_steps`: most steps between restarts, None for `restart_interval` of each shape.
     """
     steps, _, dtype = options
     onchip = []
@@ -364,6 +364,6 @@ def _by_method(
             on_cpu = (
                 U.device.type == "cpu" and products == torch.float32 and not use_triton(U.device)
             )
-            key = batch_key(n, m, interval or restart_interval(n, m, steps, products, on_cpu))
+            key = batch_key(n, m, max_steps or restart_interval(n, m, steps, products, on_cpu))
             batches.setdefault(key, []).append((U, out))
     return onchip, [(members, most) for (_, most, _), members in batches.items()], products

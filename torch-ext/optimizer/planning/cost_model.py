@@ -183,14 +183,14 @@ class CostModel:
         few = sum(count for _, count in longs) < gram_chain.FROM
         if few or n not in gram_chain.SIDES or "resident_us" not in self.table:
             return 0, 0, 0
-        interval = coefficients.F16, method.restart_interval(n, longs[0][0], self.steps), n
-        both = zip(self.steps.segments(*interval), self.steps.pairs(*interval))
+        options = coefficients.F16, method.restart_interval(n, longs[0][0], self.steps), n
+        both = zip(self.steps.intervals(*options), self.steps.pairs(*options))
         # With several long sides the X X^T of each is a launch of its own
         begins = len(longs) == 1
         found = [
-            (4 * (len(segment) - 1), begins and not (self.steps.aol and number == 0))
-            for number, (segment, pair) in enumerate(both)
-            if gram_chain.supports_interval(segment, pair)
+            (4 * (len(interval) - 1), begins and not (self.steps.aol and number == 0))
+            for number, (interval, pair) in enumerate(both)
+            if gram_chain.supports_interval(interval, pair)
         ]
         return len(found), sum(products for products, _ in found), sum(gram for _, gram in found)
 

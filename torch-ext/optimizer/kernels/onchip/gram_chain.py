@@ -45,29 +45,29 @@ WAIT_STORES = 1 << 14
 
 # A restart interval: triples (a, b, c) of steps; Pair: the two last steps as one polynomial
 # (newton_schulz/coefficients.py)
-Segment = Sequence[tuple[float, float, float]]
+Interval = Sequence[tuple[float, float, float]]
 Pair = Sequence[Sequence[float]]
 
 
-def supports_interval(segment: Segment, pair: Pair | None) -> bool:
-    """Whether `follow` computes this restart interval, in 4 (len(segment) - 1) products: a pair of
+def supports_interval(interval: Interval, pair: Pair | None) -> bool:
+    """Whether `follow` computes this restart interval, in 4 (len(interval) - 1) products: a pair of
     steps, after at most one other step, whose polynomial has a term c A^2.
     """
-    return pair is not None and len(segment) <= 3 and bool(segment[0][2])
+    return pair is not None and len(interval) <= 3 and bool(interval[0][2])
 
 
-def supports(A: torch.Tensor, Q: torch.Tensor, segment: Segment, pair: Pair | None) -> bool:
+def supports(A: torch.Tensor, Q: torch.Tensor, interval: Interval, pair: Pair | None) -> bool:
     """Whether `follow` computes this restart interval for Gram matrices like A (N, n, n); Q and the
     other matrices are laid out like A.
     """
-    if not (supports_interval(segment, pair) and A.shape[1] in SIDES and len(A) >= FROM):
+    if not (supports_interval(interval, pair) and A.shape[1] in SIDES and len(A) >= FROM):
         return False
     on_sm90 = A.dtype == torch.float16 and architecture(A.device.type, A.device.index) == "sm90"
     return on_sm90 and A.stride(0) >= 3 * SIDE * SIDE and is_addressable(A, Q) and knows_triton()
 
 
 def follow(
-    segment: Segment,
+    interval: Interval,
     pair: Pair,
     A: torch.Tensor,
     Q: torch.Tensor,
@@ -91,7 +91,7 @@ def follow(
     if known is None:
         known = _known[key] = _Launch(A, Z, X)
     scales = unit_scales(len(A), A.device) if scales is None else scales
-    program = _program_on(tuple(segment[:-2]), pair, A.device)
+    program = _program_on(tuple(interval[:-2]), pair, A.device)
     known((A if X is None else X, A, Z, T, Q), scales, program)
     return Z, Q, T
 

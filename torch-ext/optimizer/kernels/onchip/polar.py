@@ -85,7 +85,7 @@ def scratch_bytes(U: torch.Tensor, dtype: torch.dtype, steps: int) -> int:
 def polar(
     U: torch.Tensor,
     out: torch.Tensor,
-    segments: Sequence[Sequence[tuple[float, float, float]]],
+    intervals: Sequence[Sequence[tuple[float, float, float]]],
     eps: float,
     dtype: torch.dtype,
     memory: torch.Tensor | None = None,
@@ -93,16 +93,16 @@ def polar(
     """Write the approximate polar factor of every matrix of U (N, n, m), n <= m, to `out`, which
     may be U. Products and X are in `dtype`; U and out in fp32, bf16 or fp16, any strides.
 
-    segments: triples (a, b, c) per restart interval, from `Steps.segments`. eps times the largest
+    intervals: triples (a, b, c) per restart interval, from `Steps.intervals`. eps times the largest
     magnitude is added to the Frobenius norm. memory: a flat uint8 tensor of `scratch_bytes` or
     more; None to allocate.
     """
     firsts = 0  # Bit s: step s begins a restart interval
     steps = 0
-    for segment in segments:
+    for interval in intervals:
         firsts |= 1 << steps
-        steps += len(segment)
-    triples = tuple(float(x) for segment in segments for triple in segment for x in triple)
+        steps += len(interval)
+    triples = tuple(float(x) for interval in intervals for triple in interval for x in triple)
     if sm90_polar.supports(U, dtype, steps):
         return sm90_polar.polar(U, out, triples, firsts, eps, dtype)
     N, n, m = U.shape
@@ -152,7 +152,9 @@ def follows(A: torch.Tensor) -> bool:
     return use_triton(A.device) and A.element_size() == 2 and A.shape[1] <= MAX_SHORT_SIDE
 
 
-def follow(A: torch.Tensor, Q: torch.Tensor, segment: Sequence[tuple[float, float, float]]) -> None:
+def follow(
+    A: torch.Tensor, Q: torch.Tensor, interval: Sequence[tuple[float, float, float]]
+) -> None:
     """Write the polynomial Q of a restart interval to Q, from A = X X^T, which is only read.
 
     Q is the product over the steps (a, b, c) of a I + b A + c A^2; after each step A is updated to
@@ -160,17 +162,17 @@ def follow(A: torch.Tensor, Q: torch.Tensor, segment: Sequence[tuple[float, floa
     """
     N, n, _ = A.shape
     block = 64 if n <= 64 else 128
-    triples = tuple(float(x) for triple in segment for x in triple)
-    _segment_kernel.launch(
+    triples = tuple(float(x) for triple in interval for x in triple)
+    _interval_kernel.launch(
         N,
-        (len(segment), *launch_key(A, Q)),
+        (len(interval), *launch_key(A, Q)),
         A,
         Q,
         A.stride(),
         Q.stride(),
         triples,
         n,
-        len(segment),
+        len(interval),
         block,
         num_warps=block // 16,
     )
@@ -286,7 +288,7 @@ def _gram_kernel(
 
 
 @jit
-def _segment_kernel(
+def _interval_kernel(
     A, Q, a_strides, q_strides, triples, n, STEPS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Compute Q of a restart interval from A, a matrix per program. triples: the coefficients of
