@@ -107,7 +107,9 @@ def test_products_of_an_iteration(part, monkeypatch, most, made):
     everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL_SHORT_SIDE", 0)
     iteration, polar, counts = part("newton_schulz.iteration"), part("newton_schulz.orthogonalize"), []
     real = iteration.symmetric_product
-    everywhere(monkeypatch, iteration, "symmetric_product", lambda *args, **more: (counts.append(1), real(*args, **more)))
+    everywhere(
+        monkeypatch, iteration, "symmetric_product", lambda *args, **more: (counts.append(1), real(*args, **more))
+    )
     everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: most)
     polar.orthogonalize(torch.randn(24, 24), dtype=torch.float16)
     assert len(counts) == made
