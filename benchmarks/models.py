@@ -7,8 +7,8 @@ import heapq
 # Of an H200, not read from the package's table: floors of rows that were measured before are to stay what they were.
 TENSOR_FLOPS = 790e12  # bf16 matrix product of 8192^3 with random data on an H200 (docs/facts.md)
 COPY_BYTES_PER_S = 4.3e12  # bytes read and written by a device copy
-WIRE_BYTES_PER_S = 325e9  # all_to_all_single over 8 ranks, per direction
-EXPOSED_WIRE = 0.4  # the part of the wire's time that lengthens the products it overlaps
+ALL_TO_ALL_BYTES_PER_S = 325e9  # all_to_all_single over 8 ranks, per direction
+EXPOSED_ALL_TO_ALL = 0.4  # the part of an all-to-all's time that lengthens the products it overlaps
 
 MODELS = {  # name -> [(in how many layers, shape)]
     "gpt2_124m": [(12, shape) for shape in 4 * [(768, 768)] + [(3072, 768), (768, 3072)]],
@@ -47,7 +47,8 @@ def products_flops(rows: int, columns: int, steps: int = 5) -> float:
 
 
 def floor_ms(shapes, ranks: int, shards: int | None = None, mode: str = "fsdp") -> float:
-    """What the step takes at least: products at the measured rate over balanced ranks, memory traffic, exposed wire.
+    """What the step takes at least: products at the measured rate over balanced ranks, memory traffic, exposed
+    all-to-alls.
 
     `shards`: ranks that hold one copy together (default: all; 1: replicated). `mode` "reduce": gradients travel in from
     all ranks, state is the owner's; "ep": nothing travels; "allreduce": gradients, fp32, are all-reduced before.
@@ -67,5 +68,6 @@ def floor_ms(shapes, ranks: int, shards: int | None = None, mode: str = "fsdp") 
         moved, travels = stored * 16 + owned * (2 * ranks + 14), 2 * stored * others
     if mode == "ep":
         moved, travels = stored * 24, 0
-    wire_s = (2 * travels * EXPOSED_WIRE + (8 * elements * others if mode == "allreduce" else 0)) / WIRE_BYTES_PER_S
-    return 1e3 * (max(loads) / TENSOR_FLOPS + moved / COPY_BYTES_PER_S + wire_s)
+    reduced = 8 * elements * others if mode == "allreduce" else 0
+    all_to_all_s = (2 * travels * EXPOSED_ALL_TO_ALL + reduced) / ALL_TO_ALL_BYTES_PER_S
+    return 1e3 * (max(loads) / TENSOR_FLOPS + moved / COPY_BYTES_PER_S + all_to_all_s)

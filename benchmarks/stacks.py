@@ -54,7 +54,7 @@ polar, method, split, pack, gram, order, resident, tape, tiles = (
     )
 )
 COLUMNS = "commit gpu what stacks ranks way median_us p20_us p80_us torch triton".split()
-STEPS, WIRE, CHOOSE = polar.steps_of("polar_express"), torch.bfloat16, tiles.choose
+STEPS, WIRE_DTYPE, CHOOSE = polar.steps_of("polar_express"), torch.bfloat16, tiles.choose
 
 
 def main() -> None:
@@ -91,9 +91,9 @@ def bucket_of(text) -> tuple:
 
 def in_pieces(shapes, ranks, device):
     """({way: function}, where both leave their results)."""
-    stacks = [torch.randn(shape, device=device).to(WIRE) for shape in shapes]
-    arrived, leaves = (torch.empty(sum(t.numel() for t in stacks), dtype=WIRE, device=device) for _ in "12")
-    came, go = (on_wire(flat, shapes, ranks) for flat in (arrived, leaves))
+    stacks = [torch.randn(shape, device=device).to(WIRE_DTYPE) for shape in shapes]
+    arrived, leaves = (torch.empty(sum(t.numel() for t in stacks), dtype=WIRE_DTYPE, device=device) for _ in "12")
+    came, go = (in_buffer(flat, shapes, ranks) for flat in (arrived, leaves))
     wholes = [pieces_of(t, ranks) for t in stacks]
     flat = [[piece for stack in where for matrix in stack for piece in matrix] for where in (came, go, wholes)]
     for place, piece in zip(flat[0], flat[2]):
@@ -114,7 +114,7 @@ def pieces_of(stack, ranks):
     return [list(matrix.split(-(-len(matrix) // ranks))) for matrix in stack]
 
 
-def on_wire(flat, shapes, ranks):
+def in_buffer(flat, shapes, ranks):
     """Places for all pieces in a flat tensor: by rank, then by matrix."""
     at, places = 0, [[[] for _ in range(N)] for N, _, _ in shapes]
     for rank in range(ranks):
@@ -129,7 +129,7 @@ def on_wire(flat, shapes, ranks):
 
 def side_by_side(shapes, ranks, device):
     """({way: function}, where both leave their results)."""
-    stacks = [torch.randn(shape, device=device).to(WIRE) for shape in shapes]
+    stacks = [torch.randn(shape, device=device).to(WIRE_DTYPE) for shape in shapes]
     results = [torch.empty_like(t) for t in stacks]
     needs = {}
     for N, R, C in shapes:
@@ -196,7 +196,7 @@ def gram_tiles(shapes, ranks, device):
 
 def function_call(shapes, device):
     """(`orthogonalize` of all stacks, where it leaves its results)."""
-    stacks = [torch.randn(shape, device=device).to(WIRE) for shape in shapes]
+    stacks = [torch.randn(shape, device=device).to(WIRE_DTYPE) for shape in shapes]
     results = [torch.empty_like(t) for t in stacks]
 
     def work():
@@ -208,7 +208,7 @@ def function_call(shapes, device):
 
 def whole_call(shapes, device):
     """(function, where it leaves its results)."""
-    stacks = [torch.randn(shape, device=device).to(WIRE) for shape in shapes]
+    stacks = [torch.randn(shape, device=device).to(WIRE_DTYPE) for shape in shapes]
     results = [torch.empty_like(t) for t in stacks]
     return partial(polar.orthogonalize_, stacks, STEPS, into=results), results
 

@@ -207,7 +207,7 @@ class Measurement:
         self.step = graph.replay
 
     def floor_ms(self) -> float:
-        """Of this mode; that of a single GPU and of expert parallelism has no wire."""
+        """Of this mode; that of a single GPU and of expert parallelism has no all-to-all."""
         mesh = MESHES[self.mode](self.ranks)
         if mesh is None:
             alone = self.mode == "single"

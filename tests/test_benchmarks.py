@@ -314,7 +314,7 @@ def check_timeline(folder):
 
 
 def test_floors_follow_the_mode(monkeypatch):
-    """More copies at home cost memory and wire; what stays at home, and one GPU, have no wire."""
+    """More stored replicas cost memory and all-to-alls; local matrices, and one GPU, have no all-to-all."""
     models = load("models", monkeypatch)
     shapes = models.shapes_of("llama3_8b")
     fsdp, hsdp, ddp = (models.floor_ms(shapes, 8, shards) for shards in (8, 4, 1))

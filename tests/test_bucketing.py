@@ -87,8 +87,8 @@ def test_products_start_early_and_the_last_transfer_is_small(optimizer):
 
 def test_one_bucket_is_cut_where_its_transfers_would_be_waited_for(optimizer):
     bucketing = part("planning.bucketing")
-    work, slow_wire = layers([(100, 4)] * 8), price_of(0.0, 1.0, 2.0, 5)
-    assert len(bucketing.cut(work, most, 1000, slow_wire)) > 2
+    work, slow_network = layers([(100, 4)] * 8), price_of(0.0, 1.0, 2.0, 5)
+    assert len(bucketing.cut(work, most, 1000, slow_network)) > 2
     costly_buckets = price_of(0.0, 1.0, 2.0, 5000)
     assert len(bucketing.cut(work, most, 1000, costly_buckets)) == 1
 

@@ -144,7 +144,7 @@ def test_the_key_names_the_table(optimizer):
     assert part("planning.cost_model").CostModel.of(HP, torch.device("cpu")).key == pace("cpu").key
 
 
-def test_the_wire_has_a_latency_and_a_rate(optimizer):
+def test_an_all_to_all_has_a_latency_and_a_rate(optimizer):
     p = pace("sm90")
     assert p.all_to_all_time(0) == 0 < p.all_to_all_time(1)
     more = p.all_to_all_time(2 << 30) - p.all_to_all_time(1 << 30)
@@ -162,11 +162,11 @@ def test_buckets_overlap_as_the_pipeline_lets_them(optimizer):
     assert lanes(spans([BucketTimes(1, 10, 100, 10, 2)] * 2, 0.0), "stream") == [
         ("pack", 0, 0, 1), ("pack", 1, 1, 2), ("products", 0, 11, 111), ("products", 1, 111, 211),
         ("apply", 0, 211, 213), ("apply", 1, 221, 223)]
-    assert lanes(spans([BucketTimes(1, 10, 100, 10, 2)] * 2, 0.0), "wire") == [
+    assert lanes(spans([BucketTimes(1, 10, 100, 10, 2)] * 2, 0.0), "all-to-all") == [
         ("in", 0, 1, 11), ("in", 1, 11, 21), ("out", 0, 111, 121), ("out", 1, 211, 221)]
 
 
-def test_a_busy_wire_slows_what_is_computed_beside_it(optimizer):
+def test_a_busy_network_slows_what_is_computed_beside_it(optimizer):
     cost_model = part("planning.cost_model")
     BucketTimes, spans = cost_model.BucketTimes, cost_model.spans
     alone, beside = (max(s.end for s in spans([BucketTimes(0, 10, 100, 10, 0)] * 4, exposed)) for exposed in (0.0, 0.5))

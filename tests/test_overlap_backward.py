@@ -775,7 +775,9 @@ def planned_along(which, W, *more):
 
 @pytest.mark.parametrize("latency", [0, 300, 1 << 30])
 def test_buckets_are_complete_one_after_another(latency, optimizer):
-    """The same matrices and owners, the last parameter first, of about one size, as few as the wire's latency says."""
+    """The same matrices and owners, the last parameter first, of about one size, as few as an all-to-all's latency
+    says.
+    """
     W, (before, after) = 4, planned_along("along_backward", 4, latency)
     assert [b for b in after if b.route == "local"] == [b for b in before if b.route == "local"]
     away = [b for b in after if b.route == "exchange"]

@@ -1,4 +1,4 @@
-"""The plan: every element of every matrix travels once, both ends of a wire agree, and the work is balanced."""
+"""The plan: every element of every matrix travels once, both ends of an all-to-all agree, and the work is balanced."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def check_pieces(bucket, layouts, rank_plans, kind="matrix"):
                 assert piece.box == box[-2:] and all(a <= i < b for i, (a, b) in zip(piece.matrix.at, box))
 
 
-def check_wire(bucket, rank_plans, direction):
+def check_all_to_all(bucket, rank_plans, direction):
     """What a rank sends to another is what the other receives from it: pieces, order, places and bytes."""
     ways = {rank: getattr(rank_plan, direction) for rank, rank_plan in rank_plans.items()}
     sent, received = ([getattr(ways[rank], name) for rank in bucket.ranks] for name in ("send_bytes", "recv_bytes"))
@@ -181,7 +181,7 @@ def check_all(layouts, rows=None, once=True, **options):
         if bucket.route == "local":
             assert len(bucket.ranks) == 1 and not rank_plans[bucket.ranks[0]].crosses_outbound
         for direction in ("inbound", "outbound"):
-            check_wire(bucket, rank_plans, direction)
+            check_all_to_all(bucket, rank_plans, direction)
     return buckets
 
 
@@ -369,8 +369,8 @@ def loads_of(shapes, world, placements, pace):
 @pytest.mark.parametrize("layers", [None, 12, 30])
 @pytest.mark.parametrize("placements", [[Shard(0)], [Replicate()]], ids=["fsdp", "ddp"])
 def test_models_are_balanced_within_five_percent(model, layers, placements, optimizer):
-    """In measured time, on 8 ranks, also where the matrices are no multiple of them; and nothing on the wire is padding
-    but what aligns the parts of a message.
+    """In measured time, on 8 ranks, also where the matrices are no multiple of them; and nothing that is sent is
+    padding but what aligns the parts of a message.
     """
     shapes, pace = models.shapes_of(model, layers), measured_pace()
     loads, buckets = loads_of(shapes, 8, placements, pace)
@@ -587,7 +587,7 @@ def test_chunks_hold_every_element_once(world, rank_bytes, once, reduced, optimi
             assert set(rank_plan.kept) == (mine if reduced else set())
             assert set(rank_plan.inbound.leave) == (set() if reduced else set(rank_plan.stored))
         for direction in ("inbound", "outbound"):
-            check_wire(bucket, rank_plans, direction)
+            check_all_to_all(bucket, rank_plans, direction)
     assert [m.param for b in buckets for m in b.matrices if m.at[0] == 0] == list(range(len(shapes)))
     for param, (rows, cols) in enumerate(shapes):
         assert (covered((rows, cols), [box for box, _, _ in owned[param]]) == 1).all()

@@ -1,4 +1,4 @@
-"""The plan's report: it says what the plan and the wire say, times what it is told to, and changes no step."""
+"""The plan's report: it says what the plan and the all-to-alls say, times what it is told to, and changes no step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step on paper: bytes are those of the package's own plan, the wire follows its arguments, the fit fits."""
+"""The step on paper: bytes are those of the package's own plan, all-to-alls follow their arguments, the fit fits."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ def test_workspace_is_what_a_rank_takes(model, ranks, shards, simulate):
     assert needed <= 2**20 * (simulate.workspace_mib(buckets) + 1) <= 1.1 * needed
 
 
-def test_the_wire_follows_its_arguments(simulate):
+def test_all_to_alls_follow_their_arguments(simulate):
     layouts, (bucket,), *_ = planned(simulate, "tiny", "fsdp", 32)
 
     def ms(exchange, **changes):
         cluster = simulate.Cluster(**changes)
-        return simulate.wire_ms(simulate.traffic(bucket, layouts, cluster, True), bucket, cluster, exchange)
+        return simulate.all_to_all_ms(simulate.traffic(bucket, layouts, cluster, True), bucket, cluster, exchange)
 
     assert ms("flat", network_us=1060.0) == pytest.approx(ms("flat") + 1)
     assert ms("flat", network_gbps=5.0) > ms("flat") > ms("flat", node=32) == ms("two-level", node=32)
@@ -104,12 +104,12 @@ def test_the_wire_follows_its_arguments(simulate):
     assert ms("flat", message_us=0.0) < ms("two-level", message_us=0.0)
 
 
-def test_a_step_is_at_least_its_products_and_its_wire_counts(simulate, monkeypatch):
+def test_a_step_is_at_least_its_products_and_its_all_to_alls_count(simulate, monkeypatch):
     options = simulate.arguments(["--layers", "4"])
     fitted = {"device_ms": 0.0, "scale": 1.0, "host_ms": 100.0, "stack_ms": 1.0}
     flat, two = simulate.simulate("qwen3_1p7b", "fsdp", 64, simulate.Cluster(), fitted, options)
     assert (flat["exchange"], two["exchange"]) == ("flat", "two-level") and flat["matrices"] == 28
-    assert flat["step_ms"] >= flat["products_ms"] and flat["step_ms"] >= flat["wire_ms"] > 0
+    assert flat["step_ms"] >= flat["products_ms"] and flat["step_ms"] >= flat["all_to_all_ms"] > 0
     elements = 28 / 196 * 1.409e9  # each received once and answered once, 2 bytes, less what stays in a node
     assert flat["network_mb"] >= 2 * 2 * elements / 64 * 56 / 64 / 1e6
     assert flat["balance"] >= flat["least_balance"] >= 1

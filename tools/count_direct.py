@@ -15,7 +15,7 @@ import importlib
 import simulate
 
 rank_plan = importlib.import_module(f"{simulate.PACKAGE}.planning.rank_plan")
-SIZE = 2  # bytes of an element on the wire
+SIZE = 2  # bytes of an element in an all-to-all
 
 
 def main() -> None:

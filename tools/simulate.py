@@ -3,7 +3,7 @@
     make build && python tools/simulate.py --models llama3_8b kimi_k2 --out scaling
 
 The planner of the package plans for every number of ranks; its buckets run through the package's pipeline on a clock,
-with times of products as measured on one GPU, and times of the wire from bytes, bandwidths and messages. Two things
+with times of products as measured on one GPU, and times of all-to-alls from bytes, bandwidths and messages. Two things
 are fitted to benchmarks/results/step.csv: how much longer the device takes than the sum of its parts, and the host's
 time for a stack of matrices where a step is not captured. What lies beyond one node is assumed, by arguments.
 Writes scaling.csv and scaling.png into a folder, and prints tables.
@@ -46,7 +46,7 @@ PAIRS_FROM = "6d124ed"  # the first rows of step.csv in which two steps were one
 WORKSPACE = 2 << 30  # bytes, at most
 PLAIN = {"ddp": "exchange", "ddp_sharded": "own"}  # mode of plain parameters -> their route
 COLUMNS = ("model mode ranks shards exchange matrices buckets plan_s balance least_balance network_mb nvlink_mb "
-           "messages wire_ms products_ms step_ms workspace_mib").split()
+           "messages all_to_all_ms products_ms step_ms workspace_mib").split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Cluster:
     is what the package expects of it.
     """
     node: int = 8
-    nvlink_gbps: float = PACE["wire_gbps"]
-    nvlink_us: float = PACE["wire_us"]
+    nvlink_gbps: float = PACE["all_to_all_gbps"]
+    nvlink_us: float = PACE["all_to_all_us"]
     network_gbps: float = 50.0
     network_us: float = 60.0
     message_us: float = 2.0
@@ -166,7 +166,7 @@ def terms_of(times) -> freight.PlanInputs:
     )
 
 
-# The wire
+# All-to-alls
 
 
 def traffic(bucket, layouts, cluster, inbound) -> dict:
@@ -192,7 +192,7 @@ def traffic(bucket, layouts, cluster, inbound) -> dict:
     return found
 
 
-def wire_ms(found, bucket, cluster, exchange) -> float:
+def all_to_all_ms(found, bucket, cluster, exchange) -> float:
     """An all-to-all, flat, or first inside nodes and then between GPUs of the same place in each node."""
     near, far, messages = (np.maximum(found[what], found[f"owner {what}"])
                            for what in ("near", "far", "messages"))
@@ -227,7 +227,7 @@ def simulate(model, mode, ranks, cluster, fitted, options) -> list[dict]:
             for b in buckets]
     rows = []
     for exchange in ("flat", "two-level"):
-        step, wire = step_ms(buckets, ways, times, cluster, exchange)
+        step, all_to_alls = step_ms(buckets, ways, times, cluster, exchange)
         host = fitted["host_ms"] + fitted["stack_ms"] * stacks_of(buckets)
         totals = sums(buckets, ways, len(loads))
         rows.append({
@@ -236,28 +236,28 @@ def simulate(model, mode, ranks, cluster, fitted, options) -> list[dict]:
             "plan_s": round(plan_s, 2), "balance": round(max(loads.values()) / mean, 4),
             "least_balance": round(least / mean, 4), "network_mb": round(totals["far"] / 1e6, 2),
             "nvlink_mb": round(totals["near"] / 1e6, 2), "messages": int(totals["messages"]),
-            "wire_ms": round(wire, 3), "products_ms": round(max(loads.values()) / 1e6, 3),
+            "all_to_all_ms": round(all_to_alls, 3), "products_ms": round(max(loads.values()) / 1e6, 3),
             "step_ms": round(max(fitted["device_ms"] + fitted["scale"] * step, host * (options.run == "eager")), 3),
             "workspace_mib": workspace_mib(buckets)})
     return rows
 
 
 def step_ms(buckets, ways, times, cluster, exchange):
-    """(when the last rank is done, what its wire carries), from the package's pipeline on a clock."""
+    """(when the last rank is done, the time of its all-to-alls), from the package's pipeline on a clock."""
     parts = []
     for bucket, (inbound, outbound) in zip(buckets, ways):
         if inbound is not None:
-            there, back = (round(1e6 * wire_ms(way, bucket, cluster, exchange)) for way in (inbound, outbound))
+            there, back = (round(1e6 * all_to_all_ms(way, bucket, cluster, exchange)) for way in (inbound, outbound))
             parts.append(dataclasses.replace(bucket.times, inbound=there, outbound=back))
         else:
             parts.append(bucket.times)
-    done, wire, pause = 0.0, 0.0, pace.BucketTimes(0, 0, 0, 0, 0)
+    done, all_to_alls, pause = 0.0, 0.0, pace.BucketTimes(0, 0, 0, 0, 0)
     for families in of_ranks(buckets):
         mine = [part for numbers in families for part in (*(parts[number] for number in numbers), pause)]
         spans = times.spans(mine)
         if (end := max(span.end for span in spans) / 1e6) > done:
-            done, wire = end, sum(p.inbound + p.outbound for p in mine) / 1e6
-    return done, wire
+            done, all_to_alls = end, sum(p.inbound + p.outbound for p in mine) / 1e6
+    return done, all_to_alls
 
 
 def of_ranks(buckets) -> list:
@@ -411,12 +411,13 @@ def verdict(rows) -> list[str]:
         cases[row["model"], row["mode"]].setdefault(row["ranks"], {})[row["exchange"]] = row
     for (model, mode), by_ranks in cases.items():
         worse = [ranks for ranks, pair in sorted(by_ranks.items())
-                 if pair["two-level"]["wire_ms"] < 0.95 * pair["flat"]["wire_ms"]]
+                 if pair["two-level"]["all_to_all_ms"] < 0.95 * pair["flat"]["all_to_all_ms"]]
         text = f"{model}, {mode}: a flat all-to-all pays everywhere here"
         if worse:
             pair = by_ranks[worse[0]]
-            text = (f"{model}, {mode}: from {worse[0]} ranks on a flat all-to-all takes longer on the wire than two "
-                    f"levels ({pair['flat']['wire_ms']} against {pair['two-level']['wire_ms']} ms there); step at "
+            text = (f"{model}, {mode}: from {worse[0]} ranks on a flat all-to-all takes longer than two "
+                    f"levels ({pair['flat']['all_to_all_ms']} against {pair['two-level']['all_to_all_ms']} ms "
+                    f"there); step at "
                     f"{max(by_ranks)} ranks: {by_ranks[max(by_ranks)]['flat']['step_ms']} flat, "
                     f"{by_ranks[max(by_ranks)]['two-level']['step_ms']} ms on two levels")
         best = min(by_ranks, key=lambda ranks: min(r["step_ms"] for r in by_ranks[ranks].values()))

@@ -82,8 +82,8 @@ class Stopwatch:
     def spans(self) -> list[TimelineSpan]:
         """Measured spans in order of start, in ns from the start of the step. Waits for the device.
 
-        A span "under way" of the lane "wire" lasts from the end of a phase to the next phase of the
-        bucket: an all-to-all, and the wait for phases of further buckets.
+        A span "under way" of the lane "all-to-all" lasts from the end of a phase to the next phase
+        of the bucket: an all-to-all, and the wait for phases of further buckets.
         """
         if self.cuda:
             torch.cuda.synchronize()
@@ -101,7 +101,7 @@ class Stopwatch:
                 TimelineSpan("stream", name, number, *part) for name, part in zip(names, parts)
             ]
             found += [
-                TimelineSpan("wire", "under way", number, a[1], b[0])
+                TimelineSpan("all-to-all", "under way", number, a[1], b[0])
                 for a, b in zip(parts, parts[1:])
             ]
         return sorted(found, key=lambda span: span.start)
@@ -254,11 +254,11 @@ class Report:
 
 
 def draw(axes: Axes, found: Sequence[TimelineSpan]) -> None:
-    """Draw spans on two lanes, stream and wire, with bucket numbers in wide spans."""
+    """Draw spans on two lanes, stream and all-to-all, with bucket numbers in wide spans."""
     width = max(span.end for span in found)
     seen = {}
     for span in found:
-        lane = ("wire", "stream").index(span.lane)
+        lane = ("all-to-all", "stream").index(span.lane)
         duration = span.end - span.start
         bars = axes.barh(
             lane, duration / 1e6, left=span.start / 1e6, color=COLORS[span.what], edgecolor="white"
@@ -274,7 +274,7 @@ def draw(axes: Axes, found: Sequence[TimelineSpan]) -> None:
                 va="center",
                 fontsize=8,
             )
-    axes.set_yticks((0, 1), ("wire", "stream"))
+    axes.set_yticks((0, 1), ("all-to-all", "stream"))
     axes.set_xlabel("ms")
     axes.legend(
         seen.values(), seen, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)

@@ -39,7 +39,7 @@ def table(arch: str) -> dict:
     nothing was measured.
 
     - `copy_gbps`: device copy, bytes read and written, GB/s
-    - `wire_us`, `wire_gbps`: latency and rate of an all-to-all (docs/facts.md)
+    - `all_to_all_us`, `all_to_all_gbps`: latency and rate of an all-to-all (docs/facts.md)
     - `exposed`: seconds by which matmuls grow per second of an all-to-all in parallel
     - `norm`: scaling to norm 1: `launch_us` per stack, bytes moved per element of a bf16 matrix
       with a cast (`bytes`) and without (`raw_bytes`)
@@ -58,7 +58,7 @@ def latency_bytes(arch: str) -> int:
     measured. Smaller all-to-alls are dominated by latency.
     """
     known = table(arch)
-    return round(1e3 * known["wire_us"] * known["wire_gbps"]) if known else 0
+    return round(1e3 * known["all_to_all_us"] * known["all_to_all_gbps"]) if known else 0
 
 
 class CostModel:
@@ -223,7 +223,7 @@ class CostModel:
         """
         if not (self.measured and nbytes):
             return 0
-        return round(1e3 * self.table["wire_us"] + nbytes / self.table["wire_gbps"])
+        return round(1e3 * self.table["all_to_all_us"] + nbytes / self.table["all_to_all_gbps"])
 
     def spans(
         self, parts: Iterable[BucketTimes], run: Callable = pipeline.run
@@ -247,7 +247,7 @@ class BucketTimes:
 @dataclass(frozen=True)
 class TimelineSpan:
     """A phase `what` of bucket number `bucket`, from `start` to `end` in ns. `lane`: "stream" (the
-    compute stream) or "wire" (all-to-alls).
+    compute stream) or "all-to-all" (all-to-alls).
     """
 
     lane: str
@@ -289,7 +289,7 @@ class _Clock:
         busy = sum(
             max(0.0, min(end, s.end) - max(start, s.start))
             for s in self.spans[-16:]
-            if s.lane == "wire"
+            if s.lane == "all-to-all"
         )
         self.now = end + self.exposed * busy
         self.spans.append(TimelineSpan("stream", what, bucket, start, self.now))
@@ -298,7 +298,7 @@ class _Clock:
         """Start an all-to-all as soon as the network is free; return the collective in flight."""
         start = max(self.now, self.free)
         self.free = start + duration
-        self.spans.append(TimelineSpan("wire", what, bucket, start, self.free))
+        self.spans.append(TimelineSpan("all-to-all", what, bucket, start, self.free))
         return _SimulatedCollective(self, self.free)
 
 
