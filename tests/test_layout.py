@@ -54,7 +54,7 @@ def boxes_on_rank(rank, world, mesh_shape, placements, shapes):
         layout.check_placements(tensor, "w")
         layout.check_local_shape(tensor, "w")
         theirs = tuple((start, start + size) for start, size in zip(offset, local))
-        found.append((ours.boxes[rank], theirs, ours.boxes, ours.copies))
+        found.append((ours.boxes[rank], theirs, ours.boxes, ours.replicas))
     return found
 
 
@@ -70,15 +70,15 @@ def test_boxes_are_torchs(mesh, optimizer):
     shapes = [shape for shape in SHAPES if len(shape) >= least]
     results = run_threads(torch.Size(mesh_shape).numel(), boxes_on_rank, mesh_shape, placements, shapes)
     for of_shape in zip(*results):
-        for rank, (ours, theirs, boxes, copies) in enumerate(of_shape):
+        for rank, (ours, theirs, boxes, replicas) in enumerate(of_shape):
             assert extent(ours) == extent(theirs)
-            assert boxes[rank] == ours and (boxes, copies) == of_shape[0][2:]
+            assert boxes[rank] == ours and (boxes, replicas) == of_shape[0][2:]
 
 
-def check_copies(shape, boxes, copies):
-    """Each copy holds every element once; the copies share no rank and leave none out."""
-    assert sorted(itertools.chain(*copies)) == sorted(boxes)
-    for ranks in copies:
+def check_replicas(shape, boxes, replicas):
+    """Each replica holds every element once; the replicas share no rank and leave none out."""
+    assert sorted(itertools.chain(*replicas)) == sorted(boxes)
+    for ranks in replicas:
         count = torch.zeros(shape, dtype=torch.int64)
         for rank in ranks:
             count[tuple(slice(*side) for side in boxes[rank])] += 1
@@ -90,9 +90,9 @@ def test_each_copy_is_the_whole_tensor(mesh, optimizer):
     mesh_shape, placements = MESHES[mesh]
     shapes = [(8, 6, 10), (5, 7, 3)]
     results = run_threads(torch.Size(mesh_shape).numel(), boxes_on_rank, mesh_shape, placements, shapes)
-    for shape, (_, _, boxes, copies) in zip(shapes, results[0]):
-        check_copies(shape, boxes, copies)
-        assert len(copies) == torch.Size(n for n, p in zip(mesh_shape, placements) if p.is_replicate()).numel()
+    for shape, (_, _, boxes, replicas) in zip(shapes, results[0]):
+        check_replicas(shape, boxes, replicas)
+        assert len(replicas) == torch.Size(n for n, p in zip(mesh_shape, placements) if p.is_replicate()).numel()
 
 
 def strided_on_rank(rank, world, mesh_shape, placements, shape):
@@ -104,7 +104,7 @@ def strided_on_rank(rank, world, mesh_shape, placements, shape):
     tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
     layout.check_placements(tensor, "w")
     ours = layout.layout_of(tensor)
-    check_copies(shape, ours.boxes, ours.copies)
+    check_replicas(shape, ours.boxes, ours.replicas)
     return torch.equal(tensor.full_tensor(), full), ours.boxes
 
 
@@ -151,8 +151,8 @@ INTERLEAVED = {  # fused projections under TP: every rank stores a part of each 
     "three groups on three ranks": ((3,), [_StridedShard(0, split_factor=3)], (18, 4)),
     "experts over fsdp": ((2, 2), [S(0), _StridedShard(1, split_factor=2)], (4, 8, 6)),
     "columns over another axis": ((2, 2), [_StridedShard(0, split_factor=2), S(1)], (8, 7)),
-    "copies": ((2, 2), [R, _StridedShard(0, split_factor=2)], (8, 6)),
-    "copies last": ((2, 2), [_StridedShard(0, split_factor=2), R], (8, 6)),
+    "replicas": ((2, 2), [R, _StridedShard(0, split_factor=2)], (8, 6)),
+    "replicas last": ((2, 2), [_StridedShard(0, split_factor=2), R], (8, 6)),
 }
 
 
@@ -165,8 +165,8 @@ def interleaved_on_rank(rank, world, mesh_shape, placements, shape):
     layout.check_local_shape(tensor, "w")
     ours = layout.layout_of(tensor)
     count = torch.zeros(shape)
-    for holder in ours.copies[0]:
-        for box in ours.parts_of(holder):
+    for holder in ours.replicas[0]:
+        for box in ours.boxes_of(holder):
             count[tuple(slice(*side) for side in box)] += 1
     same = torch.equal(ours.cut(full, rank), tensor.to_local()) and torch.equal(tensor.full_tensor(), full)
     placed = part("communication.redistribute").place_like(full, tensor)
@@ -302,7 +302,7 @@ def row_state_on_rank(rank, world, mesh_shape, placements, shape):
     tensor = distribute_tensor(torch.zeros(shape), mesh, placements, src_data_rank=None)
     rows = layout.layout_of(tensor, shape=(*shape[:-1], 1))
     whole = layout.layout_of(tensor)
-    check_copies(rows.shape, rows.boxes, rows.copies)
+    check_replicas(rows.shape, rows.boxes, rows.replicas)
     if not any(p.is_shard() and p.dim == len(shape) - 1 for p in placements):
         assert all(rows.boxes[r][:-1] == whole.boxes[r][:-1] for r in rows.boxes)
     return rows.boxes
@@ -319,7 +319,7 @@ def test_row_state_lies_where_its_rows_do(mesh, shape, optimizer):
 
 def test_a_plain_tensor_is_whole_where_it_is(optimizer):
     layout = part("params.layout").layout_of(torch.zeros(3, 4))
-    assert layout.boxes == {0: ((0, 3), (0, 4))} and layout.copies == ((0,),) and layout.plain
+    assert layout.boxes == {0: ((0, 3), (0, 4))} and layout.replicas == ((0,),) and layout.plain
 
 
 def plain_on_rank(rank, world):
@@ -328,10 +328,10 @@ def plain_on_rank(rank, world):
     layout = part("params.layout")
     alone, shared = layout.layout_of(torch.zeros(3, 4)), layout.layout_of(torch.zeros(3, 4), dist.group.WORLD)
     assert list(alone.boxes) == [rank]
-    return shared.boxes, shared.copies, shared.copy_of
+    return shared.boxes, shared.replicas, shared.replica_of
 
 
 def test_a_plain_tensor_of_a_process_group_is_whole_on_each_rank(optimizer):
-    for boxes, copies, copy_of in run_threads(3, plain_on_rank):
+    for boxes, replicas, replica_of in run_threads(3, plain_on_rank):
         assert boxes == dict.fromkeys(range(3), ((0, 3), (0, 4)))
-        assert copies == ((0,), (1,), (2,)) and copy_of == {0: 0, 1: 1, 2: 2}
+        assert replicas == ((0,), (1,), (2,)) and replica_of == {0: 0, 1: 1, 2: 2}

@@ -798,4 +798,4 @@ def test_chunks_are_complete_one_after_another(latency, optimizer):
     assert rows == sorted((m.param, row) for m in whole.matrices for row in range(m.rows))
     lasts = [max(m.param for m in b.matrices) for b in parts]
     assert lasts == sorted(lasts, reverse=True)
-    assert len(parts) == 1 if latency > 200 else 4 <= len(parts) <= 2 * part("planning.bucketing").PARTS
+    assert len(parts) == 1 if latency > 200 else 4 <= len(parts) <= 2 * part("planning.bucketing").OVERLAP_BUCKETS

@@ -27,7 +27,7 @@ spec.loader.exec_module(models)
 
 
 def terms(**others):
-    given = {"row": 4, "once": True, "splits": lambda R, C: True,
+    given = {"row": 4, "once": True, "supports_scattered_rows": lambda R, C: True,
              "scratch": lambda R, C: (min(R, C), 4 * R * C, 8 * min(R, C) ** 2)}
     return part("planning.memory_model").PlanInputs(**given | others)
 
@@ -45,11 +45,11 @@ def cost(rows, cols):
 
 def layout_on(sizes, placements, shape, plain=False):
     """The layout of a tensor on a mesh of consecutive ranks."""
-    layout, boxes, copies = part("params.layout"), {}, defaultdict(list)
+    layout, boxes, replicas = part("params.layout"), {}, defaultdict(list)
     for rank, coordinate in enumerate(itertools.product(*map(range, sizes))):
         boxes[rank] = layout.box_at(coordinate, shape, placements, sizes)
-        copies[tuple(c for c, p in zip(coordinate, placements) if p.is_replicate())].append(rank)
-    return layout.Layout(shape, boxes, tuple(map(tuple, copies.values())), plain)
+        replicas[tuple(c for c, p in zip(coordinate, placements) if p.is_replicate())].append(rank)
+    return layout.Layout(shape, boxes, tuple(map(tuple, replicas.values())), plain)
 
 
 def layouts_on(sizes, placements, shapes, plain=False):
@@ -512,7 +512,8 @@ def test_every_rank_makes_the_same_plan(optimizer):
     """The order in which a rank lists its mesh or finds its ranks changes nothing."""
     sizes, placements, shapes = MESHES["hsdp x tp"]
     layouts = layouts_on(sizes, placements, shapes)
-    other = [part("params.layout").Layout(x.shape, dict(reversed(x.boxes.items())), x.copies, x.plain) for x in layouts]
+    Layout = part("params.layout").Layout
+    other = [Layout(x.shape, dict(reversed(x.boxes.items())), x.replicas, x.plain) for x in layouts]
     assert plan_of(layouts, rank_bytes=3000) == plan_of(other, rank_bytes=3000)
     digest = part("planning.plan").digest
     assert digest(plan_of(layouts), layouts) == digest(plan_of(other), other)

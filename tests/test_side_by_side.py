@@ -75,11 +75,12 @@ def bucket_of(part, shapes):
     """One bucket at one rank that has all of these matrices, at home."""
     method = part("newton_schulz.method")
     Layout = part("params.layout").Layout
-    layouts = [Layout(shape, {0: ((0, shape[0]), (0, shape[1]))}, copies=((0,),), plain=True) for shape in shapes]
+    layouts = [Layout(shape, {0: ((0, shape[0]), (0, shape[1]))}, replicas=((0,),), plain=True) for shape in shapes]
     steps = part("newton_schulz.orthogonalize").steps_of("polar_express")
     terms = part("planning.memory_model").PlanInputs(
         scratch=partial(method.scratch_bytes, steps=steps, dtype=torch.float16),
-        splits=partial(method.supports_scattered_rows, steps=steps), side_by_side=method.gain_side_by_side)
+        supports_scattered_rows=partial(method.supports_scattered_rows, steps=steps),
+        side_by_side=method.gain_side_by_side)
     bucket, = part("planning.plan").make_plan(layouts, lambda rows, cols: rows * cols, {}, terms)
     return bucket, layouts, terms
 

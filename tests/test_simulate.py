@@ -62,7 +62,7 @@ def test_what_is_planned_fits_the_package_s_default(simulate):
     layouts, buckets, times, _ = planned(simulate, "llama3_8b", "fsdp", 4)
     terms = part("planning.memory_model").PlanInputs(
         scratch=lambda R, C: method.scratch_bytes(R, C, times.steps, part("newton_schulz.coefficients").F16),
-        splits=lambda R, C: method.supports_scattered_rows(R, C, times.steps))
+        supports_scattered_rows=lambda R, C: method.supports_scattered_rows(R, C, times.steps))
     for rank in range(4):
         taken = Counter()
         for number, bucket in enumerate(buckets):

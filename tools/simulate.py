@@ -133,11 +133,11 @@ def _layout(shape, mode, ranks, options):
         sizes, placements = (ranks,), [Shard(0)]
     else:
         sizes, placements = (ranks // shards, shards), [Replicate(), Shard(0)]
-    boxes, copies = {}, defaultdict(list)
+    boxes, replicas = {}, defaultdict(list)
     for rank, at in enumerate(itertools.product(*map(range, sizes))):
         boxes[rank] = layout.box_at(at, shape, placements, sizes)
-        copies[tuple(i for i, p in zip(at, placements) if p.is_replicate())].append(rank)
-    return layout.Layout(shape, boxes, tuple(map(tuple, copies.values())), plain=mode in PLAIN)
+        replicas[tuple(i for i, p in zip(at, placements) if p.is_replicate())].append(rank)
+    return layout.Layout(shape, boxes, tuple(map(tuple, replicas.values())), plain=mode in PLAIN)
 
 
 def planned(model, mode, ranks, options, pairs=True):
@@ -161,7 +161,7 @@ def terms_of(times) -> freight.PlanInputs:
     return freight.PlanInputs(
         once=True,
         scratch=functools.partial(method.scratch_bytes, steps=times.steps, dtype=coefficients.F16),
-        splits=functools.partial(method.supports_scattered_rows, steps=times.steps),
+        supports_scattered_rows=functools.partial(method.supports_scattered_rows, steps=times.steps),
         rank_bytes=WORKSPACE,
     )
 
@@ -178,7 +178,7 @@ def traffic(bucket, layouts, cluster, inbound) -> dict:
     known = {id(layouts[m.param]): layouts[m.param] for m in bucket.matrices}
     for key, where in known.items():
         sides = np.array([[b - a for a, b in where.boxes[r][-2:]] for r in bucket.ranks])
-        pieces[key] = 2 * sides[:, 0] * sides[:, 1], np.array([where.copy_of[r] for r in bucket.ranks])
+        pieces[key] = 2 * sides[:, 0] * sides[:, 1], np.array([where.replica_of[r] for r in bucket.ranks])
     found = {f"{end}{what}": np.zeros(len(ranks)) for end in ("", "owner ") for what in ("near", "far", "messages")}
     for owner, counts in by_owner.items():
         at = int(np.searchsorted(ranks, owner))
@@ -231,7 +231,7 @@ def simulate(model, mode, ranks, cluster, fitted, options) -> list[dict]:
         host = fitted["host_ms"] + fitted["stack_ms"] * stacks_of(buckets)
         totals = sums(buckets, ways, len(loads))
         rows.append({
-            "model": model, "mode": mode, "ranks": ranks, "shards": len(layouts[0].copies[0]), "exchange": exchange,
+            "model": model, "mode": mode, "ranks": ranks, "shards": len(layouts[0].replicas[0]), "exchange": exchange,
             "matrices": sum(len(b.matrices) for b in buckets), "buckets": most_buckets(buckets),
             "plan_s": round(plan_s, 2), "balance": round(max(loads.values()) / mean, 4),
             "least_balance": round(least / mean, 4), "network_mb": round(totals["far"] / 1e6, 2),

@@ -96,8 +96,8 @@ class AllToAllBuffers:
         send_use, recv_use = uses
         self.send = memory[send_use][: self.plan.leaving]
         self.recv = memory[recv_use][: sum(self.plan.recv_bytes)]
-        # Replicas that are sent from one part have equal offsets: the last of them stands for all,
-        # so that each part is written once
+        # Replicas that are sent from one split have equal offsets: the last of them stands for all,
+        # so that each split is written once
         by_offset = {offset_bytes: p for p, offset_bytes in self.plan.leave.items()}
         self.leave = {
             p: self._view(self.send, p, offset_bytes) for offset_bytes, p in by_offset.items()
@@ -106,14 +106,16 @@ class AllToAllBuffers:
             p: self._view(self.recv, p, offset_bytes)
             for p, offset_bytes in self.plan.arrive.items()
         }
-        self.per_peer = self._split() if rank_plan.copies and direction == "outbound" else None
+        self.per_peer = (
+            self._split() if rank_plan.has_common_splits and direction == "outbound" else None
+        )
 
     def _split(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return (receive buffers, send buffers) by peer. Peers with equal replicas share a send
         buffer.
         """
-        parts = zip(self.plan.send_from, self.plan.send_bytes)
-        send = [self.send[start : start + nbytes] for start, nbytes in parts]
+        splits = zip(self.plan.send_from, self.plan.send_bytes)
+        send = [self.send[start : start + nbytes] for start, nbytes in splits]
         return list(self.recv.split(self.plan.recv_bytes)), send
 
     def _view(self, flat: torch.Tensor, piece: Piece, offset_bytes: int) -> torch.Tensor:

@@ -39,12 +39,14 @@ class Layout:
     parallelism) with each group sharded over the ranks: the dim of a lone `_StridedShard`. A rank
     then stores a slice of every group, concatenated. The rank's entry of `boxes` has the length of
     all slices together along the interleaved dim; start and stop divided by the number of groups
-    are the indices inside each group. `parts_of` gives the true boxes.
+    are the indices inside each group. `boxes_of` gives the true boxes.
     """
 
     shape: tuple[int, ...]  # global
     boxes: dict[int, Box] = field(hash=False)  # rank -> stored box
-    copies: tuple[tuple[int, ...], ...]  # per replica: the ranks that together hold the tensor once
+    replicas: tuple[
+        tuple[int, ...], ...
+    ]  # per replica: the ranks that together hold the tensor once
     plain: bool = True  # not a DTensor: gradients may come unreduced
     interleaved: tuple[int, ...] = ()  # (dim, number of groups); () without interleaved dim
 
@@ -55,18 +57,18 @@ class Layout:
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of shape, boxes, copies and interleaved; ranks compare digests of layouts."""
+        """SHA-256 of shape, boxes, replicas and interleaved; ranks compare digests of layouts."""
         # Cached: writing out the boxes of thousands of ranks takes long
         boxes = [(rank, self.boxes[rank]) for rank in self.ranks]
-        text = repr((self.shape, self.copies, boxes, self.interleaved))
+        text = repr((self.shape, self.replicas, boxes, self.interleaved))
         return hashlib.sha256(text.encode()).hexdigest()
 
     @functools.cached_property
-    def copy_of(self) -> dict[int, int]:
-        """rank -> index in `copies` of the rank's replica."""
-        return {rank: i for i, ranks in enumerate(self.copies) for rank in ranks}
+    def replica_of(self) -> dict[int, int]:
+        """rank -> index in `replicas` of the rank's replica."""
+        return {rank: i for i, ranks in enumerate(self.replicas) for rank in ranks}
 
-    def parts_of(self, rank: int) -> list[Box]:
+    def boxes_of(self, rank: int) -> list[Box]:
         """The boxes stored by `rank`: a single box, or a box per group of the interleaved dim, in
         memory order.
         """
@@ -82,19 +84,19 @@ class Layout:
     def place_of(self, rank: int, box: Box) -> tuple[slice, slice]:
         """The slices (rows, columns) of `box` in the local shard of a matrix on `rank`.
 
-        box: the last two sides of an element of `parts_of(rank)`.
+        box: the last two sides of an element of `boxes_of(rank)`.
         """
         index = [slice(None), slice(None)]
         if self.interleaved:
             dim = self.interleaved[0] - len(self.shape)  # -2 or -1
-            number = [part[-2:] for part in self.parts_of(rank)].index(box)
+            number = [stored[-2:] for stored in self.boxes_of(rank)].index(box)
             size = box[dim][1] - box[dim][0]
             index[dim] = slice(number * size, (number + 1) * size)
         return tuple(index)
 
     def cut(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """A contiguous copy of the elements of `whole` (global shape) stored by `rank`."""
-        parts = [whole[tuple(slice(*side) for side in box)] for box in self.parts_of(rank)]
+        parts = [whole[tuple(slice(*side) for side in box)] for box in self.boxes_of(rank)]
         if len(parts) > 1:
             return torch.cat(parts, dim=self.interleaved[0])
         # A view would keep all of `whole` in memory
@@ -120,7 +122,8 @@ def layout_of(
     """The layout of `param`, or of a tensor of global `shape` with the placements of `param` (row
     state has the shape (..., R, 1)).
 
-    group: the ranks with a copy of a plain tensor each; None: this rank alone. Unused for DTensors.
+    group: the ranks with a replica of a plain tensor each; None: this rank alone. Unused for
+    DTensors.
     """
     shape = tuple(param.shape if shape is None else shape)
     if is_dtensor(param):
@@ -136,14 +139,14 @@ def _dtensor_layout(param: DTensor, shape: tuple[int, ...]) -> Layout:
     mesh = param.device_mesh.mesh
     sizes = tuple(mesh.shape)
     boxes: dict[int, Box] = {}
-    copies: dict[tuple[int, ...], list[int]] = {}
+    replicas: dict[tuple[int, ...], list[int]] = {}
     for coordinate in (mesh >= 0).nonzero().tolist():  # all coordinates of the mesh
         rank = int(mesh[tuple(coordinate)])
         boxes[rank] = box_at(coordinate, shape, param.placements, sizes)
         # Ranks of one replica have equal coordinates on the replicated axes
-        replica = tuple(i for i, p in zip(coordinate, param.placements) if p.is_replicate())
-        copies.setdefault(replica, []).append(rank)
-    ranks = tuple(map(tuple, copies.values()))
+        coordinates = tuple(i for i, p in zip(coordinate, param.placements) if p.is_replicate())
+        replicas.setdefault(coordinates, []).append(rank)
+    ranks = tuple(map(tuple, replicas.values()))
     return Layout(shape, boxes, ranks, plain=False, interleaved=_interleaved(param.placements))
 
 
@@ -291,8 +294,8 @@ def _cut_by_torch(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
     mesh = param.device_mesh
     # Redistribution from Replicate to Shard slices locally
-    copy = as_dtensor(whole.to(param.device), whole.shape, mesh, [Replicate()] * mesh.ndim)
-    local = copy.redistribute(placements=param.placements).to_local()
+    replicated = as_dtensor(whole.to(param.device), whole.shape, mesh, [Replicate()] * mesh.ndim)
+    local = replicated.redistribute(placements=param.placements).to_local()
     return local.clone(memory_format=torch.contiguous_format)
 
 

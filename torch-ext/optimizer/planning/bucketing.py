@@ -1,9 +1,9 @@
 """Bucketing: where the matrices of one family are cut into buckets, and the order of the buckets.
 
 `rounds_of` sorts a family into rounds with a matrix per owner. `cut` groups rounds into buckets, by
-expected time where times are known. `in_parts` cuts a sequence into parts of equal size, for the
-modes in which the step overlaps with backward or forward. Sizes and times are callables of the
-caller.
+expected time where times are known. `in_equal_buckets` cuts a sequence into buckets of equal size,
+for the modes in which the step overlaps with backward or forward. Sizes and times are callables of
+the caller.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORTHWHILE = 0.995
 MAX_SLOWDOWN = 1.01
 # Number of buckets of one family in overlap_backward, where each has memory of its own, and in
 # overlap_forward
-PARTS = 8
+OVERLAP_BUCKETS = 8
 # Ratio of the limit of one trial to the limit of the trial before, in the search for less memory
 SHRINK = 0.85
 
@@ -139,24 +139,24 @@ def _smaller(
             fraction = SHRINK * min(fraction, max(map(nbytes_of, buckets)) / rank_bytes)
 
 
-def in_parts(
-    rounds: Sequence[Sequence[MatrixLike]], least: float, count: int = PARTS
+def in_equal_buckets(
+    rounds: Sequence[Sequence[MatrixLike]], least: float, count: int = OVERLAP_BUCKETS
 ) -> list[tuple[MatrixLike, ...]]:
-    """Cut a sequence of rounds, in the order of their buckets, into at most `count` parts of about
-    equal size; return the matrices of each part.
+    """Cut a sequence of rounds, in the order of their buckets, into at most `count` buckets of
+    about equal size; return the matrices of each bucket.
 
-    `least`: fewest elements of a part; only the last part may be smaller. A round is never cut.
+    `least`: fewest elements of a bucket; only the last bucket may be smaller. A round is never cut.
     """
     size = max(sum(m.numel for together in rounds for m in together) / count, least)
-    parts: list[list[MatrixLike]] = [[]]
+    buckets: list[list[MatrixLike]] = [[]]
     numel = 0
     for together in rounds:
-        # Against the running total, so that the excess of one part shortens the next
-        if numel >= size * len(parts):
-            parts.append([])
-        parts[-1] += together
+        # Against the running total, so that the excess of one bucket shortens the next
+        if numel >= size * len(buckets):
+            buckets.append([])
+        buckets[-1] += together
         numel += sum(m.numel for m in together)
-    return [tuple(part) for part in parts]
+    return [tuple(bucket) for bucket in buckets]
 
 
 def _arranged(

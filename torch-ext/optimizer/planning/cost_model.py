@@ -258,7 +258,7 @@ class TimelineSpan:
 
 
 def spans(
-    parts: Iterable[BucketTimes], exposed: float, run: Callable = pipeline.run
+    buckets: Iterable[BucketTimes], exposed: float, run: Callable = pipeline.run
 ) -> list[TimelineSpan]:
     """Simulate the buckets of one rank; return the spans of all phases.
 
@@ -267,7 +267,7 @@ def spans(
     per ns of an all-to-all in parallel.
     """
     clock = _Clock(exposed)
-    run([(_SimulatedUpdate(clock, number, part), None) for number, part in enumerate(parts)])
+    run([(_SimulatedUpdate(clock, number, times), None) for number, times in enumerate(buckets)])
     return clock.spans
 
 
@@ -317,21 +317,21 @@ class _SimulatedCollective:
 class _SimulatedUpdate(pipeline.BucketUpdate):
     """A bucket update without tensors: every phase only takes time."""
 
-    def __init__(self, clock: _Clock, number: int, part: BucketTimes) -> None:
+    def __init__(self, clock: _Clock, number: int, times: BucketTimes) -> None:
         super().__init__(f"bucket {number}")
         self.clock = clock
         self.number = number  # of the bucket
-        self.part = part
-        self.travels = part.travels
+        self.times = times
+        self.travels = times.travels
 
     def run(self, group: None) -> Iterator[_SimulatedCollective]:
         """Advance the clock by the phases of the bucket, see `BucketUpdate.run`."""
         clock, number = self.clock, self.number
-        part = self.part
-        clock.compute("pack", number, part.pack)
-        if part.inbound:
-            yield clock.transfer("in", number, part.inbound)
-        clock.compute("products", number, part.products)
-        if part.outbound:
-            yield clock.transfer("out", number, part.outbound)
-        clock.compute("apply", number, part.apply)
+        times = self.times
+        clock.compute("pack", number, times.pack)
+        if times.inbound:
+            yield clock.transfer("in", number, times.inbound)
+        clock.compute("products", number, times.products)
+        if times.outbound:
+            yield clock.transfer("out", number, times.outbound)
+        clock.compute("apply", number, times.apply)

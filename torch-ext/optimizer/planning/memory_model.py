@@ -93,7 +93,7 @@ def _no_scratch(R: int, C: int) -> tuple[object, int, int]:
 
 
 def _never(*_: object) -> bool:
-    """Default of `PlanInputs.splits` and `side_by_side`: False."""
+    """Default of `PlanInputs.supports_scattered_rows` and `side_by_side`: False."""
     return False
 
 
@@ -110,7 +110,7 @@ class PlanInputs:
     scratch: Callable[[int, int], tuple[object, int, int]] = _no_scratch
     # (R, C) -> whether Newton-Schulz can read the matrix as scattered rows, see
     # `method.supports_scattered_rows`
-    splits: Callable[[int, int], bool] = _never
+    supports_scattered_rows: Callable[[int, int], bool] = _never
     # [(short side, long side)] -> whether iterations of several shapes gain by scratch of their
     # own, see `method.gain_side_by_side`
     side_by_side: Callable[[list], bool] = _never
@@ -148,7 +148,7 @@ class MatrixFootprint:
     square: int  # gram_scratch, in the shared scratch
     key: object  # matrices of equal keys are iterated together, see `method.scratch_bytes`
     leaves: int  # largest piece that a rank sends to the owner
-    copy: tuple[int, int]  # (number of the partition, number of the replica) that sends
+    replica: tuple[int, int]  # (number of the partition, number of the replica) that sends
     returns: int  # largest piece that a rank receives back
 
 
@@ -174,7 +174,7 @@ class MemoryModel:
         self.forms: list[tuple] = []
         self.numbers: dict[int, int] = {}  # id of a layout -> its number
         self.footprints: dict[tuple[int, int], MatrixFootprint] = {}  # by (owner, number)
-        self.partitions: dict[tuple, int] = {}  # `Layout.copies` -> number of the partition
+        self.partitions: dict[tuple, int] = {}  # `Layout.replicas` -> number of the partition
         self.alike = self._alike({id(layout): layout for layout in layouts}.values())
 
     def _alike(self, layouts: Iterable[Layout]) -> dict[int, list[int]]:
@@ -214,12 +214,12 @@ class MemoryModel:
         for rank in self.ranks if self.route in ("exchange", "own") else ():
             (r0, r1), (c0, c1) = layout.boxes[rank][-2:]
             nbytes = (r1 - r0) * ((c1 - c0) * self.element + self.row) if c0 < c1 else 0
-            copy = layout.copy_of[rank]
+            replica = layout.replica_of[rank]
             pieces[rank] = nbytes
-            largest[copy] = max(largest[copy], nbytes)
-            whole[copy] += nbytes
+            largest[replica] = max(largest[replica], nbytes)
+            whole[replica] += nbytes
         distinct = sum(nbytes for rank, nbytes in pieces.items() if self.alike[rank][0] == rank)
-        partition = self.partitions.setdefault(layout.copies, len(self.partitions))
+        partition = self.partitions.setdefault(layout.replicas, len(self.partitions))
         return pieces, largest, whole, distinct, partition
 
     def _footprint(self, owner: int, number: int) -> MatrixFootprint:
@@ -230,7 +230,7 @@ class MemoryModel:
         key, long, square = scratch
         R, C = layout.shape[-2:]
         numel, others = R * C * self.element, len(self.ranks) - 1
-        inbound = outbound = return_buffer = leaves = copy = returns = 0
+        inbound = outbound = return_buffer = leaves = replica = returns = 0
         held, until_apply = numel + ALIGNMENT, 4 * R + ALIGNMENT
         if self.route == "reduce":
             # Every rank sends a whole gradient, the owner included. The mean is in fp32.
@@ -239,12 +239,12 @@ class MemoryModel:
             leaves, returns = numel, numel
             return_buffer = numel if self.once else outbound
         elif self.route != "local":
-            copy, own = layout.copy_of[owner], pieces[owner]
+            replica, own = layout.replica_of[owner], pieces[owner]
             # Only the owner's replica sends pieces; every replica gets O
-            inbound, outbound = whole[copy] - own, sum(whole.values()) - own
+            inbound, outbound = whole[replica] - own, sum(whole.values()) - own
             # The piece of the owner stays, but ranks with an equal box still need a copy
             return_buffer = distinct if len(self.alike[owner]) > 1 else distinct - own
-            leaves, returns = largest[copy] if inbound else 0, max(largest.values())
+            leaves, returns = largest[replica] if inbound else 0, max(largest.values())
         footprint = MatrixFootprint(
             inbound,
             outbound,
@@ -255,7 +255,7 @@ class MemoryModel:
             square,
             key,
             leaves,
-            (partition, copy),
+            (partition, replica),
             returns,
         )
         return self.footprints.setdefault((owner, number), footprint)
@@ -264,7 +264,7 @@ class MemoryModel:
         self, taken: Mapping
     ) -> tuple[dict[int, list[int]], dict[tuple, list[int]], Counter, int]:
         """Return the footprints of a set of matrices, summed, in bytes: ({owner: [inbound,
-        outbound, return buffer, held, until_apply]}, {(owner, key): [long, square]}, {copy:
+        outbound, return buffer, held, until_apply]}, {(owner, key): [long, square]}, {replica:
         leaves}, returns).
 
         `leaves` and `returns` are upper bounds: sums of the largest pieces, which may be on
@@ -286,7 +286,7 @@ class MemoryModel:
             sums[4] += count * footprint.until_apply
             scratch[0] += count * footprint.long
             scratch[1] += count * footprint.square
-            leaves[footprint.copy] += count * footprint.leaves
+            leaves[footprint.replica] += count * footprint.leaves
             returns += count * footprint.returns
         return owners, iterated, leaves, returns
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from .bucketing import PARTS, cut, in_parts, rounds_of
+from .bucketing import OVERLAP_BUCKETS, cut, in_equal_buckets, rounds_of
 from .cost_model import BucketTimes, CostModel
 from .load_balance import assign
 from .memory_model import (
@@ -186,7 +186,7 @@ def along_backward(
 
     def cut_anew(owner_of: Mapping[Matrix, int], least: float, pack: Callable) -> list[Bucket]:
         order = sorted(owner_of, key=lambda m: (-m.param, m.at))
-        return pack(in_parts([(m,) for m in order], least))
+        return pack(in_equal_buckets([(m,) for m in order], least))
 
     return _along(cut_anew, buckets, layouts, cost, inputs, latency)
 
@@ -214,12 +214,12 @@ def along_forward(
             tuple(m for m in together if m is not None)
             for together in itertools.zip_longest(*queues.values())
         ]
-        found, count = pack(in_parts(rounds, least)), PARTS
-        # The bytes of a part depend on its owners and pieces, so the number of parts is found by
-        # trial. A round cannot be cut, so the trials end at one round per bucket.
+        found, count = pack(in_equal_buckets(rounds, least)), OVERLAP_BUCKETS
+        # The bytes of a bucket depend on its owners and pieces, so the number of buckets is found
+        # by trial. A round cannot be cut, so the trials end at one round per bucket.
         while max(b.nbytes for b in found) > rank_bytes and len(found) < len(rounds):
             count *= 2
-            found = pack(in_parts(rounds, 0, count))
+            found = pack(in_equal_buckets(rounds, 0, count))
         return found
 
     return _along(cut_anew, buckets, layouts, cost, inputs, latency)
@@ -258,11 +258,11 @@ def _packed(
     memory_model: MemoryModel,
     owner_of: Mapping[Matrix, int],
     cost_model: CostModel | None,
-    parts: Iterable[tuple[Matrix, ...]],
+    groups: Iterable[tuple[Matrix, ...]],
 ) -> list[Bucket]:
-    """Return a bucket of each part."""
+    """Return a bucket of each group."""
     found = []
-    for matrices in parts:
+    for matrices in groups:
         owners = tuple(owner_of[m] for m in matrices)
         taken = memory_model.sum(zip(matrices, owners))
         found.append(_bucket(memory_model, matrices, owners, taken, cost_model))
@@ -424,7 +424,7 @@ def chunks_along_backward(
     """Return `plan_chunks` in buckets for overlap_backward: small, last parameter first. `latency`:
     as in `along_backward`.
     """
-    rank_bytes = _rank_bytes_of_parts(shapes, ranks, inputs, latency)
+    rank_bytes = _small_bucket_bytes(shapes, ranks, inputs, latency)
     return plan_chunks(shapes, ranks, rank_bytes, inputs)[::-1]
 
 
@@ -438,19 +438,19 @@ def chunks_along_forward(
     """Return `plan_chunks` in buckets for overlap_forward: small, first parameter first. `latency`,
     `rank_bytes`: as in `along_forward`.
     """
-    rank_bytes = min(rank_bytes, _rank_bytes_of_parts(shapes, ranks, inputs, latency))
+    rank_bytes = min(rank_bytes, _small_bucket_bytes(shapes, ranks, inputs, latency))
     return plan_chunks(shapes, ranks, rank_bytes, inputs)
 
 
-def _rank_bytes_of_parts(
+def _small_bucket_bytes(
     shapes: Sequence[tuple[int, int]], ranks: tuple[int, ...], inputs: ChunkPlanInputs, latency: int
 ) -> int:
-    """Return the `rank_bytes` with which `plan_chunks` makes about PARTS buckets, or fewer buckets
-    of at least `latency` bytes.
+    """Return the `rank_bytes` with which `plan_chunks` makes about OVERLAP_BUCKETS buckets, or
+    fewer buckets of at least `latency` bytes.
     """
     buffer_bytes, scratch_bytes, fixed = _chunk_bytes(ranks, inputs)
     numel = sum(-(-rows // len(ranks)) * cols for rows, cols in shapes)
-    most = max(-(-numel // PARTS), latency // (len(ranks) * inputs.gradient))
+    most = max(-(-numel // OVERLAP_BUCKETS), latency // (len(ranks) * inputs.gradient))
     return workspace_bytes(fixed, fixed) + workspace_bytes(buffer_bytes, scratch_bytes) * most
 
 

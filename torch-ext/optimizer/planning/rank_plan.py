@@ -64,12 +64,12 @@ class AllToAllPlan:
     arrive: dict[Piece, int]  # pieces to receive -> offset in the receive buffer
     send_bytes: tuple[int, ...]  # for each peer
     recv_bytes: tuple[int, ...]  # from each peer
-    # Offset of each peer's part of the send buffer. Peers that get equal pieces may share a part.
+    # Offset of each peer's split of the send buffer. Peers that get equal pieces may share a split.
     send_from: tuple[int, ...]
 
     @property
     def leaving(self) -> int:
-        """Bytes of the send buffer; less than the sum of `send_bytes` if peers share a part."""
+        """Bytes of the send buffer; less than the sum of `send_bytes` if peers share a split."""
         return max(map(sum, zip(self.send_from, self.send_bytes)), default=0)
 
 
@@ -111,7 +111,7 @@ class RankPlan:
     # collective or none does
     crosses_inbound: bool
     crosses_outbound: bool
-    copies: bool  # several ranks are sent equal pieces from one part of the outbound send buffer
+    has_common_splits: bool  # outbound: several ranks are sent equal pieces from one split
     use_bytes: dict[str, int]  # use of the workspace -> bytes, see `workspace_layout`
     kept: dict[Piece, int]  # pieces stored and owned by the rank -> byte offset in use "kept"
     direct: frozenset[Matrix] = frozenset()  # see [Note: direct matrices]
@@ -202,7 +202,7 @@ def rank_plan_of(
     replicas = _replicas(bucket, layouts)
     matrices = tuple(m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank)
     # Of unreduced gradients the owner's own goes through the buffer too: the mean is one reduction
-    # over equal parts
+    # over equal splits
     inbound = plan_all_to_all(
         sources, ("stored_at", "owner"), rank, bucket.ranks, inputs.itemsizes, with_self=reduce
     )
@@ -228,7 +228,7 @@ def rank_plan_of(
         # If each rank has a replica of its own (DDP), every owner already stores its matrices
         crosses_inbound=reduce or min(replicas) < len(bucket.ranks),
         crosses_outbound=bucket.route != "local",
-        copies=inputs.once and max(replicas) > 1,
+        has_common_splits=inputs.once and max(replicas) > 1,
         use_bytes=nbytes,
         kept=kept,
     )
@@ -261,7 +261,9 @@ def _with_direct(rank_plan: RankPlan, limits: tuple[int, int], inputs: PlanInput
         ):
             whole.add(p.matrix)
     direct = frozenset(
-        m for m in rank_plan.matrices if m not in whole and inputs.splits(m.rows, m.cols)
+        m
+        for m in rank_plan.matrices
+        if m not in whole and inputs.supports_scattered_rows(m.rows, m.cols)
     )
     # Matrices of one key are iterated together. With several keys, the results of the first key are
     # written before the matrices of the next key are read: safe only if every piece is sent from
@@ -303,7 +305,7 @@ def _stacked(matrices: Iterable[Matrix], inputs: PlanInputs) -> int:
 def _replicas(bucket: Bucket, layouts: Sequence[Layout]) -> list[int]:
     """Return the number of replicas on the ranks of a bucket, for each distinct layout."""
     known = {id(layouts[m.param]): layouts[m.param] for m in bucket.matrices}
-    return [len(set(map(layout.copy_of.__getitem__, bucket.ranks))) for layout in known.values()]
+    return [len(set(map(layout.replica_of.__getitem__, bucket.ranks))) for layout in known.values()]
 
 
 def _all_to_all_bytes(
@@ -348,15 +350,17 @@ def _iterated(
 def _pieces_at(bucket: Bucket, rank: int, layouts: Sequence[Layout], kind: str) -> Iterator[Piece]:
     """Yield the pieces stored or owned by `rank`.
 
-    The order is by matrix, then rank, then part of an interleaved dim. Sender and receiver derive
+    The order is by matrix, then rank, then group of an interleaved dim. Sender and receiver derive
     equal offsets from the order, without communication.
     """
     for matrix, owner in zip(bucket.matrices, bucket.owners):
         layout = layouts[matrix.param]
         for storing in bucket.ranks if owner == rank else (rank,):
             # Of sharded parameters the owner's replica sends; of unreduced gradients every rank
-            is_source = bucket.route == "reduce" or layout.copy_of[storing] == layout.copy_of[owner]
-            boxes = [part[-2:] for part in layout.parts_of(storing)]
+            is_source = (
+                bucket.route == "reduce" or layout.replica_of[storing] == layout.replica_of[owner]
+            )
+            boxes = [box[-2:] for box in layout.boxes_of(storing)]
             for box in [box for box in boxes if all(a < b for a, b in box)]:
                 yield Piece(kind, matrix, box, storing, owner, is_source)
 
@@ -374,7 +378,7 @@ def plan_all_to_all(
 
     `ends`: sending and receiving rank, as attributes of a Piece: ("stored_at", "owner") or
     ("owner", "stored_at"). `itemsizes`: kind of a piece -> bytes of an element. `once`: peers that
-    get equal pieces share a part of the send buffer. `with_self`: also pieces from `rank` to
+    get equal pieces share a split of the send buffer. `with_self`: also pieces from `rank` to
     itself.
     """
     source, target = ends
@@ -395,21 +399,21 @@ def _lay_out(
 ) -> tuple[dict[Piece, int], tuple[int, ...], tuple[int, ...]]:
     """Return ({piece: byte offset}, bytes per peer, offset per peer) of a flat buffer.
 
-    `end`: attribute of a Piece with the peer. `once`: peers with equal pieces share a part.
+    `end`: attribute of a Piece with the peer. `once`: peers with equal pieces share a split.
     """
     of_peer = defaultdict(list)
     for piece in pieces:
         of_peer[getattr(piece, end)].append(piece)
-    offsets, known = {}, {}  # piece -> offset; contents of a part -> offset
+    offsets, known = {}, {}  # piece -> offset; contents of a split -> offset
     sizes, starts = [0] * len(ranks), [0] * len(ranks)
-    free = 0  # end of the parts so far
-    # Most of thousands of peers have no part: compress skips them without a Python loop
+    free = 0  # end of the splits so far
+    # Most of thousands of peers have no split: compress skips them without a Python loop
     for i in itertools.compress(itertools.count(), map(of_peer.__contains__, ranks)):
         # Wide elements (fp32 row state) first, so that every piece is aligned to its elements
-        part = sorted(of_peer[ranks[i]], key=lambda p: -itemsizes[p.kind])
-        contents = tuple((p.kind, p.matrix, p.box) for p in part) if once else i
+        split = sorted(of_peer[ranks[i]], key=lambda p: -itemsizes[p.kind])
+        contents = tuple((p.kind, p.matrix, p.box) for p in split) if once else i
         offset = starts[i] = known.setdefault(contents, free)
-        for piece in part:
+        for piece in split:
             offsets[piece] = offset
             offset += piece.numel * itemsizes[piece.kind]
         offset += -offset % ALIGNMENT
@@ -463,7 +467,7 @@ def chunk_rank_plan(
         outbound=outbound,
         crosses_inbound=not inputs.reduced,
         crosses_outbound=True,
-        copies=inputs.once,
+        has_common_splits=inputs.once,
         use_bytes=nbytes,
         kept=kept,
     )
