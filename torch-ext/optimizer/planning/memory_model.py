@@ -231,6 +231,7 @@ class MemoryModel:
         R, C = layout.shape[-2:]
         numel, others = R * C * self.element, len(self.ranks) - 1
         inbound = outbound = return_buffer = leaves = replica = returns = 0
+        # 4 R: row state, reserved for plain Muon, too, see `rank_plan_of`
         held, until_apply = numel + ALIGNMENT, 4 * R + ALIGNMENT
         if self.route == "reduce":
             # Every rank sends a whole gradient, the owner included. The mean is in fp32.
