@@ -71,9 +71,9 @@ class AllToAllBuffers:
     """A direction of a bucket's all-to-all: flat send and receive buffers, and a view of each
     piece.
 
-    `leave`: piece -> view in the send buffer; a single piece for each part of the buffer, even if
-    several ranks receive the part. `arrive`: piece -> view in the receive buffer. `per_peer`:
-    (receive buffers, send buffers) by peer if several ranks receive a part, else None.
+    `leave`: piece -> view in the send buffer; a single piece for each split of the buffer, even if
+    several ranks receive the split. `arrive`: piece -> view in the receive buffer. `per_peer`:
+    (receive buffers, send buffers) by peer if several ranks receive a split, else None.
     """
 
     def __init__(
@@ -127,7 +127,8 @@ class AllToAllBuffers:
         """Start the all-to-all and return [handle]; [] if no rank of the bucket sends anything."""
         if not self.has_traffic:
             return []
-        # all_to_all_single sends consecutive parts of a buffer: a shared part would be there twice
+        # all_to_all_single sends consecutive splits of a buffer: a common split would be there
+        # twice
         if self.per_peer:
             recv, send = self.per_peer
             return [dist.all_to_all(recv, send, group=self.process_group, async_op=True)]

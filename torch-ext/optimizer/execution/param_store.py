@@ -263,8 +263,8 @@ class Store:
         layout = self.layouts[piece.kind][piece.matrix.param]
         box = layout.boxes[self.rank]
         # Leading indices (experts) are global; the shard may begin at any of them
-        part = local[tuple(i - start for i, (start, _) in zip(piece.matrix.at, box))]
-        return part[layout.place_of(self.rank, piece.box)] if layout.interleaved else part
+        matrix = local[tuple(i - start for i, (start, _) in zip(piece.matrix.at, box))]
+        return matrix[layout.place_of(self.rank, piece.box)] if layout.interleaved else matrix
 
 
 def _zeros(param: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,7 @@ class Stopwatch:
                 len(parts), ["pack", "products", "apply"]
             )
             found += [
-                TimelineSpan("stream", name, number, *part) for name, part in zip(names, parts)
+                TimelineSpan("stream", name, number, *phase) for name, phase in zip(names, parts)
             ]
             found += [
                 TimelineSpan("all-to-all", "under way", number, a[1], b[0])

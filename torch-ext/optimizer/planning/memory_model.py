@@ -368,7 +368,7 @@ class MemoryModel:
         the buffer for both.
         """
         owners, iterated, _, returns = self._together(taken)
-        # Upper bound of the padding: every use of the workspace, and every peer's part of an
+        # Upper bound of the padding: every use of the workspace, and every peer's split of an
         # all-to-all buffer, begins at a multiple of ALIGNMENT
         fixed = 3 * ALIGNMENT * (len(self.ranks) + 2)
         buffer, scratch = 0, 0
