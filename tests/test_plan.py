@@ -736,7 +736,7 @@ def step_as_rank(rank, world, shapes, placed):
         for p, f in zip(params, full):
             p.grad = place((f * (number + 3)).sin())
         optimizer.step()
-    shares = [share for plan in optimizer._plans[False] for _, share in plan.shares]
+    shares = [share for plan in optimizer._preparation._plans[False] for _, share in plan.shares]
     return (
         [part("params.dtensor").local_of(p).clone() for p in params],
         sum(len(share.matrices) for share in shares),
