@@ -221,7 +221,7 @@ def stages(rank, world, name, even, kinds, numbered, folder, device, capturable)
             fill(model, cut, initial(shapes))
         train(model, cut, optimizer, range(STEPS * number, STEPS * (number + 1)))
         if capturable and device == "cuda":
-            assert any(part.graph for part in optimizer._graphs.parts.values())
+            assert any(part.graph for part in optimizer._preparation.graphs.parts.values())
         FORMATS[kinds[number % len(kinds)]].save(model, optimizer, f"{folder}/{number}")
         differences.append(unequal(model, optimizer, expected))
     return differences

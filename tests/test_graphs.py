@@ -259,7 +259,7 @@ def test_missing_gradients_and_other_parameters(tape, said):
     for run in runs:
         run.params.append(nn.Parameter(torch.ones(6, 4)))
         run.optimizer.add_param_group({"params": run.params[-1:]})
-        assert not run.optimizer._graphs.parts
+        assert not run.optimizer._preparation.graphs.parts
     for number in range(2):
         assert differing(runs, number) == []
 
@@ -333,7 +333,7 @@ def captured(rank, world):
         run = Run("capturable", "Muon", placed("fsdp", world, "cpu")[0])
         for number in range(2):
             run.step(number)
-        graphs = [known.graph for known in run.optimizer._graphs.parts.values() if known.graph is not None]
+        graphs = [known.graph for known in run.optimizer._preparation.graphs.parts.values() if known.graph is not None]
         whole = max((graph.launches for graph in graphs), key=len)
         names = [getattr(launch, "__name__", "kernel") for launch, *_ in whole]
         return [name.partition(".")[0] for name in names if name == "kernel" or name.startswith("all")]
@@ -406,16 +406,16 @@ def test_graphs_go_before_process_groups_do(name, tape, monkeypatch, tmp_path):
         monkeypatch.setattr(owner, "destroy_process_group", dist.destroy_process_group)
     monkeypatch.setattr(dist.ProcessGroup, "shutdown", dist.ProcessGroup.shutdown)
     everywhere(monkeypatch, graphs, "release_before_groups", functools.cache(graphs.release_before_groups.__wrapped__))
-    everywhere(monkeypatch, part("muon"), "release_before_groups", graphs.release_before_groups)
+    everywhere(monkeypatch, part("execution.prepare"), "release_before_groups", graphs.release_before_groups)
     run = Run("capturable", "Muon")
     for number in range(2):
         run.step(number)
-    parts = [*run.optimizer._graphs.parts.values(), *run.optimizer._adamw_graphs.parts.values()]
+    parts = [*run.optimizer._preparation.graphs.parts.values(), *run.optimizer._preparation.adamw_graphs.parts.values()]
     held = [known.graph for known in parts if known.graph]
     assert len(held) == 2 and not any(graph.gone for graph in held)
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     imported() if name == "imported before" else dist.distributed_c10d.destroy_process_group()
-    assert all(graph.gone for graph in held) and not run.optimizer._graphs.parts
+    assert all(graph.gone for graph in held) and not run.optimizer._preparation.graphs.parts
     assert replays_of(run, tape, 1) == 0 and replays_of(run, tape, 1) == 2
 
 
@@ -436,7 +436,7 @@ def test_the_bits_of_steps_without_graphs_on_a_gpu(name, options, replays, said)
     for number in range(STEPS):
         assert differing(runs, number) == [], number
     assert count(said, "not replayed") == 2 and count(said, "could not be captured") == 0
-    assert not runs[0].optimizer._graphs.parts and len(replays) > 2 * STEPS
+    assert not runs[0].optimizer._preparation.graphs.parts and len(replays) > 2 * STEPS
 
 
 @pytest.mark.gpu
@@ -493,7 +493,7 @@ def test_graphs_take_no_memory(count):
         for p in params:
             p.grad = torch.randn_like(p)
         stepper.step()
-    graphs = [part.graph for part in stepper._graphs.parts.values()]
+    graphs = [part.graph for part in stepper._preparation.graphs.parts.values()]
     assert len(graphs) >= count and None not in graphs
     assert bytes_of(graphs) == 0
     graph = torch.cuda.CUDAGraph()
@@ -574,7 +574,7 @@ param.grad = torch.ones_like(param)
 for _ in range(4):
     optimizer.step()
 torch.cuda.synchronize()
-assert any(part.graph for part in optimizer._graphs.parts.values())
+assert any(part.graph for part in optimizer._preparation.graphs.parts.values())
 if way == "destroys":
     destroy_process_group()
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from types import SimpleNamespace
 
@@ -207,7 +208,7 @@ def after_a_failed_creation(rank, world):
     options = {"process_group": dist.group.WORLD, "nonfinite": "skip"}
     optimizer = package().Muon(params, lr=0.0, weight_decay=0.1, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part("communication.nonfinite").NonfiniteFlags, "check", lambda *_: 1 / 0)
+        patch.setattr(part("communication.nonfinite").NonfiniteFlags, "before_buckets", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.1
@@ -220,12 +221,24 @@ def test_a_step_that_failed_to_create_state_leaves_no_trace(optimizer):
     assert run_threads(1, after_a_failed_creation) == [[False, True]]
 
 
+@contextlib.contextmanager
+def hooked(presence):
+    """The calls of `Muon.step` around the buckets."""
+    presence.before_buckets()
+    try:
+        yield
+        presence.after_buckets()
+    except BaseException:
+        presence.on_error()
+        raise
+
+
 def test_a_step_waits_for_the_comparison_of_the_one_before(optimizer):
     """Its answers stand in memory that the next one writes to; a step whose gradients are all there waits for no more.
     """
     presence, waited = part("communication.missing_grads").MissingGradients(), []
     presence.works = [SimpleNamespace(wait=lambda: waited.append("before the next step"))]
-    with presence.restoring():
+    with hooked(presence):
         assert waited == ["before the next step"]
         presence.works = [SimpleNamespace(wait=lambda: waited.append("at the end"))]
     assert waited == ["before the next step"] and len(presence.works) == 1  # nothing is to be put back
@@ -242,13 +255,13 @@ def test_an_error_of_the_comparison_is_raised_where_its_answer_is_needed(optimiz
         presence.works = [SimpleNamespace(wait=fail), SimpleNamespace(wait=lambda: waited.append("the second one"))]
 
     presence.compare, waited = compare, []
-    with presence.restoring(), presence.comparing():
+    with hooked(presence), presence.comparing():
         pass
     assert waited == ["the second one"] and not presence.works
     with (pytest.raises(RuntimeError, match="in the comparison of missing gradients: a peer is gone"),
-          presence.restoring()):
+          hooked(presence)):
         pass
-    with presence.restoring():
+    with hooked(presence):
         pass  # told once
 
 

@@ -538,7 +538,7 @@ def changed(rank, world, number):
     backward(params, place, 1, opt)
     left = len(opt._backward_overlap.started)
     [*CHANGES][number](params, opt)
-    with pytest.raises(RuntimeError, match=f"after buckets had left during backward, ({[*CHANGES.values()][number]})"):
+    with pytest.raises(RuntimeError, match=f"after buckets were sent during backward, ({[*CHANGES.values()][number]})"):
         opt.step()
     opt.found_inf = opt.grad_scale = None
     for again in (opt.step, opt.last_backward, pickle.loads(pickle.dumps(opt)).step):

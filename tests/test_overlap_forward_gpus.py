@@ -90,13 +90,13 @@ def broken(patch, what) -> None:
     elif what == "gates":
         patch.setattr(waiting.UnshardHook, "__call__", lambda self, async_op=False: self.gather(async_op))
     elif what == "gradients":
-        keep = late.hold_gradients
+        keep = late.after_buckets
 
-        def keep_nothing(self, stores):
-            keep(self, stores)
+        def keep_nothing(self):
+            keep(self)
             self.held_gradients.clear()
 
-        patch.setattr(late, "hold_gradients", keep_nothing)
+        patch.setattr(late, "after_buckets", keep_nothing)
 
 
 def optimizer_of(model, way, mode):
@@ -147,7 +147,8 @@ def trained(rank, world, way, mode, what=None):
         opt.wait()
         torch.cuda.synchronize()
         assert mode != "late" or world == 1 or way == "early" or len(opt._forward_overlap.events) > 8
-        return states(model, opt), ahead, sum(known.graph is not None for known in opt._graphs.parts.values())
+        parts = opt._preparation.graphs.parts.values()
+        return states(model, opt), ahead, sum(known.graph is not None for known in parts)
 
 
 def overwrite(model, opt) -> None:

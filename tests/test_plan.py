@@ -739,7 +739,8 @@ def step_as_rank(rank, world, shapes, placed):
         for p, f in zip(params, full):
             p.grad = place((f * (number + 3)).sin())
         optimizer.step()
-    rank_plans = [rank_plan for plan in optimizer._plans[False] for _, rank_plan in plan.rank_plans]
+    plans = optimizer._preparation._plans[False]
+    rank_plans = [rank_plan for plan in plans for _, rank_plan in plan.rank_plans]
     return (
         [part("params.dtensor").local_of(p).clone() for p in params],
         sum(len(rank_plan.matrices) for rank_plan in rank_plans),

@@ -58,7 +58,7 @@ def of_the_users(rank, world, kind):
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()
-    used = optimizer._process_groups.get_or_create((0, 1))
+    used = optimizer._preparation.process_groups.get_or_create((0, 1))
     alike = dist.get_backend_config(used) == dist.get_backend_config(mine)
     return (
         used is mine,
@@ -122,7 +122,7 @@ def unsorted(rank, world, options):
         many.step()
         if number == 1:
             many.load_state_dict(many.state_dict())
-    groups = many._process_groups
+    groups = many._preparation.process_groups
     timeouts = {
         part("communication.process_groups").timeout_of(groups.get_or_create(ranks)).total_seconds()
         for ranks in groups.used
@@ -293,7 +293,7 @@ def one_axis(rank, world, seconds):
         stepper = muon_before_a_step(params)
         stepper.step()
         counts.append(groups_now())
-    used = stepper._process_groups.get_or_create(tuple(dist.get_process_group_ranks(mesh.get_group())))
+    used = stepper._preparation.process_groups.get_or_create(tuple(dist.get_process_group_ranks(mesh.get_group())))
     timeout = part("communication.process_groups").timeout_of
     return timeout(mesh.get_group()).total_seconds(), timeout(used).total_seconds(), used is mesh.get_group(), \
         counts[1] - counts[0]

@@ -126,7 +126,7 @@ def left(rank, world):
                 loss.backward()
             if releases and opt._backward_overlap.started:
                 seen += 1
-                with pytest.raises(RuntimeError, match="release is not possible now: buckets have left"):
+                with pytest.raises(RuntimeError, match="release is not possible now: buckets were sent"):
                     opt.release()
             opt.step()
             if releases and rank == number % 2:

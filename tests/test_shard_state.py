@@ -60,7 +60,7 @@ def against_one(rank, world, name, options, numbers=range(4), **gradients):
     for params, optimizer in ((alone, one), (many, opt)):
         train(optimizer, params, numbers, **gradients)
     equal = same(alone, many) and same(state_of(one, alone), state_of(opt, many))
-    return equal, kept(opt, many), kept(one, alone), {bucket.route for plan in opt._plans[False]
+    return equal, kept(opt, many), kept(one, alone), {bucket.route for plan in opt._preparation._plans[False]
                                                       for bucket, _ in plan.rank_plans or ()}
 
 

@@ -242,7 +242,6 @@ def test_class_attributes_of_optimizers_are_never_assigned():
 
 # Attributes of torch's objects that a module replaces, each for a reason that stands beside the line
 FOREIGN = {
-    "communication.owner_state": {"state"},
     "communication.process_groups": {"template", "bound_device_id", "_hash_ranks_to_str"},
     "execution.cuda_graphs": {"destroy_process_group", "shutdown"},
     "execution.overlap.module_hooks": {"unshard"},

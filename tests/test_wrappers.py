@@ -81,7 +81,7 @@ def test_release_lets_go_of_the_memory_of_the_optimizer(wrapper, optimizer):
         opt.step()
     assert real._bound.stores != []
     wrapped.release()
-    assert real._bound.stores == [] and real._memory_key is None
+    assert real._bound.stores == [] and real._preparation.fingerprint is None
     wrapped.step()
     plain.step()
     assert all(map(torch.equal, params, others))

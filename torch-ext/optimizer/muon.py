@@ -11,31 +11,26 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from . import pipeline
-from .communication.nonfinite import Unscaling, unscale
-from .communication.owner_state import shown_as_row_dtensors
-from .communication.process_groups import ProcessGroups, check_process_group, world_now
-from .execution import prepare
-from .execution.cuda_graphs import Graphs, check_environment, on_device, release_before_groups
-from .execution.fingerprint import StepFingerprint, memory_key
+from .communication.nonfinite import NonfiniteFlags, Unscaling, unscale
+from .communication.owner_state import state_for_checkpoint
+from .communication.process_groups import check_process_group, world_now
+from .execution.cuda_graphs import check_environment, on_device
 from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, ForwardOverlapMethods, waits_for_updates
-from .execution.param_store import Store
+from .execution.prepare import BoundStep, Preparation
 from .execution.report import Report, Stopwatch, report_of
-from .kernels.backend import capturing
 from .params import validation
 from .params.config import MuonConfig, with_parameters_of
-from .params.dtensor import form_of
 from .params.errors import in_group, names_in
 from .params.layout import this_rank
 from .pipeline import Job
-from .planning.planner import Plan, warn_of_idle
 from .rules.rule import host_constants
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
@@ -53,9 +48,17 @@ class StateDictMethods(ForwardOverlapMethods):
 
     def _adopt_state(self) -> None:
         """Give the state of replaced parameters to the parameters in their place now."""
-        # Without state hold no parameters: a model sharded next can free the unsharded ones
-        members = create.adopt_state(self._members, self.param_groups, self.state)
-        self._members = members if self.state else ()
+        self._preparation.adopt_state(self.param_groups, self.state)
+
+    @contextlib.contextmanager
+    def _showing(self, state: dict) -> Iterator[None]:
+        """Context manager in which torch's methods find `state` instead of the state."""
+        held = self.state
+        self.state = state
+        try:
+            yield
+        finally:
+            self.state = held
 
     @waits_for_updates
     def init_state(self) -> None:
@@ -92,10 +95,12 @@ class StateDictMethods(ForwardOverlapMethods):
         # torch.distributed.checkpoint saves the parts of all ranks: a consolidated state is no help
         gathered = None if called_by_checkpoint() else self._consolidated
         if gathered is not None and gathered.is_current(named, self.state):
-            return gathered.state_dict(self, named)
+            with self._showing(gathered.whole_state(named, self.state)):
+                return gathered.mark(super().state_dict())
         self._find_world()
-        prepare_state = self.init_state if creates else None
-        with shown_as_row_dtensors(self, named, self._options.process_group, prepare_state):
+        complete = self.init_state if creates else None
+        group = self._options.process_group
+        with self._showing(state_for_checkpoint(self.state, named, group, complete)):
             return super().state_dict()
 
     @waits_for_updates
@@ -152,10 +157,9 @@ class StateDictMethods(ForwardOverlapMethods):
         self._consolidated = None
         # Ranks may have started different numbers of buckets: their process groups are out of step
         if self._options.overlap_backward:
-            self._process_groups.release()
-            self._process_groups = None
+            self._preparation.release_groups()
         self._drop_plans()
-        self._members = ()
+        self._preparation.forget_members()
         self._adopt_state()
         self._why_unbound = "after load_state_dict(), which drops the plan"
 
@@ -314,11 +318,8 @@ class Muon(StateDictMethods):
         self._half_way = False  # a step has begun and not ended
         self._consolidated = None  # result of consolidate_state_dict, until the next step
         self._skipped: torch.Tensor | None = None  # int64 count, on the device
-        self._members = ()  # each group's parameters at the last step
-        self._world = None  # torch.distributed's default group at the last step
-        self._process_groups: ProcessGroups | None = None
-        self._graphs: Graphs | None = None  # of buckets, or of the whole step
-        self._adamw_graphs: Graphs | None = None  # of `BoundStep.adamw_jobs`
+        self._watch: Stopwatch | None = None  # times of the last step, with `timing`
+        self._preparation = Preparation()
 
     @property
     def timing(self) -> bool:
@@ -423,53 +424,58 @@ class Muon(StateDictMethods):
         begun = self._options.overlap_backward and self._backward_overlap.has_started
         self._half_way = begun
         self._consolidated = None
-        self._process_groups.begin_step()
+        self._preparation.process_groups.begin_step()
         creates_state = not self.state and create.creates_state_only(self.param_groups, self.state)
         if begun:
             is_scaled = (grad_scale, found_inf) != (None, None)
-            self._backward_overlap.check_unchanged(self._as_bound(), is_scaled)
+            as_bound = self._preparation.is_as_bound(self.param_groups, self.state)
+            self._backward_overlap.check_unchanged(as_bound, is_scaled)
         else:
             if self._options.overlap_backward:
                 # Before binding anew, which replaces `_backward_overlap`
                 self._backward_overlap.raise_if_changed()
-            stores = self._bound_stores(found_inf is not None)
+            self._prepare(found_inf is not None)
             if grad_scale is not None:
-                unscale(stores, grad_scale)
+                unscale(self._preparation.bound.stores, grad_scale)
+        bound = self._preparation.bound
+        seen = None if begun else self._preparation.fingerprint
         # Gradients of another form were copied: started buckets need the bound views, so only the
         # next step binds anew
-        if self._bound.inputs.read_and_upload(None if begun else self._fingerprint, as_bound=begun):
-            self._memory_key = self._fingerprint = None
-        if self._bound.missing.begin_step(creates_state):
-            self._bound.inputs.upload()
-        if self._bound.nonfinite is not None:
-            self._bound.nonfinite.check(found_inf)
-        with self._bound.missing.restoring():
-            self._half_way = True
-            self._launch()
+        if bound.inputs.read_and_upload(seen, begun, creates_state):
+            self._preparation.forget_memory()
+        for hook in bound.hooks:
+            hook.before_buckets(found_inf)
+        self._half_way = True
+        try:
+            self._launch(bound)
+            for hook in bound.hooks:
+                hook.after_buckets()
+        except BaseException:
+            for hook in bound.hooks:
+                hook.on_error()
+            raise
         self._half_way = False
-        self._process_groups.end_step()
-        if self._forward_overlap.on:
-            self._forward_overlap.hold_gradients(self._bound.stores)
-        self._bound.inputs.drop_gradients()
-        if self._bound.nonfinite is not None:
-            self._count_skipped(found_inf is None)
+        self._preparation.process_groups.end_step()
+        bound.inputs.drop_gradients()
+        if bound.nonfinite is not None:
+            self._count_skipped(bound.nonfinite, found_inf is None)
 
     def _read_groups(self) -> None:
         """Check and follow values that schedules wrote into groups; ValueError names the group."""
         validation.check_scheduled_values(self.param_groups)
         self._beta1.follow(self.param_groups)
 
-    def _count_skipped(self, may_raise: bool) -> None:
+    def _count_skipped(self, nonfinite: NonfiniteFlags, may_raise: bool) -> None:
         """Add the flagged matrices of the step to `skipped`. `may_raise`: with nonfinite="raise"
         raise RuntimeError; False if a GradScaler has decided.
         """
         with create.outside_inference_mode():
-            count = self._bound.nonfinite.flags.count_nonzero()
+            count = nonfinite.flags.count_nonzero()
         self._skipped = (
             count if self._skipped is None else self._skipped.to(count.device).add_(count)
         )
         if may_raise and self._options.nonfinite == "raise":
-            self._bound.nonfinite.raise_if_set()
+            nonfinite.raise_if_set()
 
     @property
     @waits_for_updates
@@ -483,24 +489,24 @@ class Muon(StateDictMethods):
             )
         return self._skipped.clone()
 
-    def _launch(self) -> None:
+    def _launch(self, bound: BoundStep) -> None:
         """Run all bucket updates; with `capturable`, as a CUDA graph, and AdamW's parameters
         stepped where stored as a second graph.
         """
         if self._timing:
-            self._watch = Stopwatch(self._bound.stores[0].device) if self._bound.stores else None
-            return self._run(self._watch.over(self._bound.all_jobs) if self._watch else [])
+            self._watch = Stopwatch(bound.stores[0].device) if bound.stores else None
+            return self._run(bound, self._watch.over(bound.all_jobs) if self._watch else [])
         if not self._options.capturable:
-            return self._run()
-        key = [host_constants(store.group, store.is_fp64) for store in self._bound.graphed_stores]
+            return self._run(bound, bound.jobs)
+        key = [host_constants(store.group, store.is_fp64) for store in bound.graphed_stores]
+        graphs, adamw_graphs = self._preparation.graphs, self._preparation.adamw_graphs
         pipeline.run_beside(
-            lambda: self._graphs(self._run, key), self._bound.adamw_jobs, self._adamw_graphs.stream
+            lambda: graphs(self._run, key, bound, bound.jobs), bound.adamw_jobs, adamw_graphs.stream
         )
 
-    def _run(self, jobs: Sequence[Job] | None = None) -> None:
-        """Run bucket updates through the pipeline; None: all of `BoundStep.jobs`."""
-        jobs = self._bound.jobs if jobs is None else jobs
-        with self._bound.missing.comparing() as closing:
+    def _run(self, bound: BoundStep, jobs: Sequence[Job]) -> None:
+        """Run bucket updates through the pipeline, and compare missing gradients."""
+        with bound.missing.comparing() as closing:
             if self._options.overlap_backward:
                 self._backward_overlap.run(jobs, closing)
             else:
@@ -516,16 +522,10 @@ class Muon(StateDictMethods):
         """
         create.refuse_inconsistent(self._is_torn)
         self._read_groups()
-        if ready := self._as_bound() and not self.timing:
-            self._process_groups.begin_step()
+        as_bound = self._preparation.is_as_bound(self.param_groups, self.state)
+        if ready := as_bound and not self.timing:
+            self._preparation.process_groups.begin_step()
         return self._backward_overlap.allow_start(ready)
-
-    def _as_bound(self) -> bool:
-        """Whether all but gradients is as in the last step, and gradients are not checked first."""
-        seen = self._fingerprint
-        if seen is None or world_now() is not self._world or self._bound.nonfinite is not None:
-            return False
-        return seen.is_static_current(self.param_groups, self.state)
 
     def plan_report(self) -> Report:
         """The plan of the last step, with the buckets of this rank: print it, or draw its
@@ -551,133 +551,56 @@ class Muon(StateDictMethods):
         self._backward_overlap.raise_if_started("release")
         self._bound.missing.wait()
         self._forward_overlap.release()
-        self._unbind()
+        self._preparation.unbind()
+        self._forget_bound()
         self._why_unbound = NEVER_BOUND
 
-    def _bound_stores(self, scaled: bool = False) -> list[Store]:
-        """The stores of this step; plan and bind first if anything has changed. `scaled`: a
-        GradScaler decides about the step.
-        """
+    @property
+    def _bound(self) -> BoundStep:
+        """The bound step; without plans if nothing is bound."""
+        return self._preparation.bound
+
+    def _prepare(self, scaled: bool) -> None:
+        """Plan and bind if anything has changed. `scaled`: a GradScaler decides about the step."""
         self._find_world()
-        if self._uncompared:
-            self._compare_again()
-        seen = self._fingerprint
-        if seen is not None and seen.is_current(self.param_groups, self.state, scaled):
-            return self._bound.stores
-        with create.outside_inference_mode():
-            return self._prepare(scaled)
-
-    def _prepare(self, scaled: bool) -> list[Store]:
-        """Plan if parameters or placements changed, bind if memory or the form of gradients did."""
-        validation.check_changed_groups(self.param_groups, self._options)
-        if None in self._plan_keys.values():
-            warn_of_idle(self.param_groups)
-        self._members = create.adopt_state(self._members, self.param_groups, self.state)
-        # In this order: parameters that the process steps alone must not affect shared plans
-        for alone in (False, True):
-            units, key = prepare.select_params(self.param_groups, self._options, alone)
-            lost = create.is_state_missing(self._plans[alone], self.state)
-            if key != self._plan_keys[alone] or lost:
-                # State may move to other ranks, and the side stream may still read the old memory
-                self._forward_overlap.record_stream(
-                    t for s in self.state.values() if isinstance(s, dict) for t in s.values()
-                )
-                options = self._unscaling.resolve(self._options)
-                self._plans[alone], later = prepare.make_plans(
-                    units, self.state, options, self._process_groups, alone
-                )
-                self._uncompared += later
-                self._plan_keys[alone] = key
-                self._memory_key = self._param_forms = self._fingerprint = None
-        plans = self._plans[False] + self._plans[True]
-        params = [p for plan in plans for p in plan.params]
-        key = *memory_key(params, self.state, self.param_groups), scaled
-        if key != self._memory_key:
-            forms = [form_of(p) for p in params]
-            self._memory_key = self._fingerprint = None  # if binding fails
-            # A parameter was cast, or placed otherwise, in place: plan again
-            if self._param_forms not in (None, forms):
-                self._drop_plans()
-                return self._prepare(scaled)
-            self._bind(plans, "raise" if scaled else self._options.nonfinite)
-            self._memory_key = key
-            self._param_forms = forms
-        # After planning, which may create state
-        self._fingerprint = StepFingerprint(self.param_groups, self.state, scaled)
-        return self._bound.stores
-
-    def _compare_again(self) -> None:
-        """Run the collective comparisons that `check_plans` left for this step."""
-        # The host would have to wait, which a capture forbids
-        if capturing(validation.device_of(self.param_groups)):
+        if self._preparation.is_current(self.param_groups, self.state, scaled):
             return
-        later, self._uncompared = self._uncompared, []
-        for compare in later:
-            compare()
-
-    def _bind(self, plans: list[Plan], nonfinite: str) -> None:
-        """Replace `_bound`, and what depends on it. `nonfinite`: as in the class."""
-        self._bound.missing.wait()
-        self._graphs.warn_once(prepare.PARAMETERS_CHANGED)
-        for graphs in (self._graphs, self._adamw_graphs):
-            graphs.begin(validation.device_of(self.param_groups))
-        bound = prepare.BoundStep(
-            plans,
-            self.state,
-            self._options,
-            self._process_groups,
-            (self._graphs, self._adamw_graphs),
-            nonfinite,
-            self._forward_overlap.bucket_written if self._forward_overlap.on else None,
-        )
-        if self._options.capturable and self._graphs.on:
-            self._process_groups.check_capturable()
-            release_before_groups()
-        # First binding of a plan: kernels of these shapes may not be compiled
-        if self._param_forms is None:
-            pipeline.precompile_kernels(bound.all_jobs, bound.missing.device)
-        self._bound = bound
-        self._watch = None
-        overlapped = bound.jobs if self._options.overlap_backward else None
-        self._backward_overlap = BackwardOverlap(overlapped, bound.inputs)
-        self._forward_overlap.bind(bound.all_jobs, bound.stores)
+        before = self._preparation.bound
+        with create.outside_inference_mode():
+            self._preparation.prepare(
+                self.param_groups,
+                self.state,
+                self._options,
+                self._unscaling.resolve(self._options),
+                scaled,
+                self._forward_overlap if self._forward_overlap.on else None,
+            )
+        bound = self._preparation.bound
+        if bound is not before:
+            self._watch = None
+            overlapped = bound.jobs if self._options.overlap_backward else None
+            self._backward_overlap = BackwardOverlap(overlapped, bound.inputs)
+            self._forward_overlap.bind(bound.all_jobs, bound.stores)
 
     def _find_world(self) -> None:
         """Drop plans if torch.distributed was initialized anew: its process groups are gone."""
-        if (world := world_now()) is self._world:
+        if (world := world_now()) is self._preparation.world:
             return
-        if self._world is not None and self._options.process_group is not None:
+        if self._preparation.world is not None and self._options.process_group is not None:
             check_process_group(world, self._is_world)
             self._options = replace(self._options, process_group=world)
-        self._world = world
-        self._process_groups = None
-        self._drop_plans()
+        self._preparation.follow_world(world, self._options)
+        self._forget_bound()
 
     def _drop_plans(self) -> None:
         """Drop plans and bound memory; the next step makes them anew. State stays."""
-        self._plan_keys = {False: None, True: None}  # by `alone`, see `prepare.select_params`
-        self._plans = {False: [], True: []}
-        self._param_forms = None
-        self._uncompared = []  # comparisons of gradients that `check_plans` left for the next step
-        # Kept from plan to plan: new process groups at each plan would pile up
-        if self._process_groups is None:
-            self._process_groups = ProcessGroups(dedicated=self._options.overlaps)
-        if self._graphs is None:
-            self._graphs, self._adamw_graphs = [
-                Graphs(s * self._options.capturable)
-                for s in (prepare.SCALARS_CHANGED, prepare.GRADIENTS_MOVED)
-            ]
-        self._unbind()
+        self._preparation.drop_plans(self._options)
+        self._forget_bound()
 
-    def _unbind(self) -> None:
-        """Drop bound memory; plans stay."""
-        self._memory_key = None
-        self._fingerprint = None
+    def _forget_bound(self) -> None:
+        """Forget the buckets and measured times of a step that is no longer bound."""
         self._watch = None
-        self._bound = prepare.BoundStep()
         self._backward_overlap = BackwardOverlap()
-        for graphs in (self._graphs, self._adamw_graphs):
-            graphs.drop()
 
 
 class NorMuon(Muon):

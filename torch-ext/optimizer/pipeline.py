@@ -69,6 +69,32 @@ class BucketUpdate:
 Job = tuple[BucketUpdate, object]  # (update, live parameter group)
 
 
+class StepHook:
+    """Base class: work around the buckets of a step; every method does nothing by default.
+
+    `Muon.step` calls `before_buckets`, runs the buckets, then calls `after_buckets`. Hooks are
+    called in the order of the optimizer's list, which is equal on all ranks: a hook may issue
+    collectives.
+    """
+
+    def before_buckets(self, found_inf: torch.Tensor | float | None) -> None:
+        """Called when the step has read and uploaded all gradients, before any weight or state
+        changes. `found_inf`: result of a GradScaler for this step, None without one.
+        """
+
+    def bucket_written(self, update: BucketUpdate) -> None:
+        """Called when the launches that write the weights of `update` are enqueued."""
+
+    def after_buckets(self) -> None:
+        """Called when the launches of all buckets are enqueued."""
+
+    def on_error(self) -> None:
+        """Called if a bucket, or `after_buckets` of any hook, raised. Must not raise."""
+
+    def before_state_moves(self, state: dict) -> None:
+        """Called before new plans, which may move the optimizer state to other memory or ranks."""
+
+
 class Pause(BucketUpdate):
     """A turn without a new bucket, between buckets of different ranks: the bucket before the pause
     sends updates back before the bucket after the pause starts.

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ..kernels.backend import capturing
 from ..params import errors
+from ..pipeline import StepHook
 from ..planning.planner import Plan
 from .process_groups import ProcessGroups
 
@@ -32,7 +33,7 @@ def flag_counts(plans: Sequence[Plan]) -> dict[tuple, int]:
     return counts
 
 
-class MissingGradients:
+class MissingGradients(StepHook):
     """Restores parameters without gradient on any rank, see [Note: missing gradients].
 
     `error`: an exception of the comparison on a rank without use for the result. The step of the
@@ -86,14 +87,14 @@ class MissingGradients:
             for store, number in members
         ]
 
-    def begin_step(self, creates_state: bool) -> bool:
-        """Return whether the step creates state and changes nothing else.
+    def begin_step(self, creates_state: bool) -> None:
+        """Begin a step whose gradients the stores have read.
 
-        `creates_state`: whether the caller permits `report_zeros_as_missing`. Resets `only_counts`,
-        which a failed step may have left.
+        `creates_state`: whether the step may be a first step with lr 0, which creates state and
+        changes nothing else if all gradients are zero (`report_zeros_as_missing`). Sets
+        `only_counts`, which a failed step may have left.
         """
         self.only_counts = creates_state and self.report_zeros_as_missing()
-        return self.only_counts
 
     def report_zeros_as_missing(self) -> bool:
         """Report every gradient of the rank as missing if all gradients are zero; return whether
@@ -115,22 +116,8 @@ class MissingGradients:
         """Return the tensors of parameter `number` for `restore`: all, or AdamW's step counts."""
         return store.counts_of(number) if self.only_counts else store.all_of(number)
 
-    @contextlib.contextmanager
-    def restoring(self) -> Iterator[None]:
-        """Context manager around the work of a step: copies before, restores after. An exception
-        restores every copied tensor.
-        """
-        self.save()
-        try:
-            yield
-            self.restore_unstepped()
-        except BaseException:
-            with contextlib.suppress(Exception):  # the exception of the step matters more
-                self.restore()
-            raise
-
-    def save(self) -> None:
-        """Copy the tensors of the rank's parameters without gradient, before the step."""
+    def before_buckets(self, found_inf: torch.Tensor | float | None = None) -> None:
+        """Copy the tensors of the rank's parameters without gradient."""
         # A graph cannot wait for work outside of the graph. Whoever captures has synchronized.
         if capturing(self.device):
             self.works = []
@@ -199,11 +186,16 @@ class MissingGradients:
             except Exception as error:
                 self.error = self.error or error
 
-    def restore_unstepped(self) -> None:
-        """Restore the parameters without gradient on any rank, after the step."""
+    def after_buckets(self) -> None:
+        """Restore the parameters without gradient on any rank."""
         if self.saved:
             self.wait()
             self.restore(lambda ranks, i: self.flags[ranks][1][i] > 0 if ranks else None)
+
+    def on_error(self) -> None:
+        """Restore every copied tensor."""
+        with contextlib.suppress(Exception):  # the exception of the step matters more
+            self.restore()
 
     def restore(
         self, was_stepped: Callable[[tuple, int], torch.Tensor | None] = lambda ranks, i: None

@@ -23,6 +23,7 @@ from ..params.config import MuonConfig
 from ..params.dtensor import is_dtensor, raw_locals
 from ..params.errors import name_in, warn_caller
 from ..params.layout import sharded_among
+from ..pipeline import StepHook
 from ..planning.plan import bucket_sort_key
 from ..planning.planner import Plan
 from .process_groups import ProcessGroups
@@ -57,7 +58,7 @@ class FlagBuffers:
         self.flags = torch.zeros(self.count, dtype=torch.float32, device=device)
 
 
-class NonfiniteFlags:
+class NonfiniteFlags(StepHook):
     """Checks the gradients of a step and shares the flags. Ranks with common parameters create and
     call the object together.
     """
@@ -116,7 +117,7 @@ class NonfiniteFlags:
             indices[bool(shape)].extend(stored.flatten().tolist())
         return store, single, several, indices[0] + indices[1]
 
-    def check(self, found_inf: torch.Tensor | float | None = None) -> None:
+    def before_buckets(self, found_inf: torch.Tensor | float | None = None) -> None:
         """Set the flags for the gradients of the step. Collective.
 
         `found_inf`: result of a GradScaler, taken instead of a check of the gradients.

@@ -9,9 +9,8 @@ rank of the group.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import attrgetter
 
 import torch
@@ -32,18 +31,17 @@ ADVICE = (
 )
 
 
-@contextlib.contextmanager
-def shown_as_row_dtensors(
-    optimizer: torch.optim.Optimizer,
+def state_for_checkpoint(
+    state: dict,
     named: dict[torch.Tensor, str],
     group: dist.ProcessGroup,
     complete: Callable[[], None] | None = None,
-) -> Iterator[None]:
-    """Context manager in which the optimizer's state consists of row DTensors, see
-    `as_row_dtensors`.
+) -> dict:
+    """Return the state as row DTensors, see `as_row_dtensors`. Collective; raises RuntimeError,
+    before any collective, if a rank of `group` does not call in time.
 
-    `complete`: a function that creates missing state, called on every rank; None: no state is
-    created.
+    `complete`: a function that creates missing entries of `state`, called on every rank; None: no
+    state is created.
     """
     with errors.during(
         "state_dict(), which all ranks of process_group call together where owners keep the state"
@@ -52,22 +50,9 @@ def shown_as_row_dtensors(
         wait_for_all(group, "state_dict()", ADVICE)
         # Counted before zeros are created, which must not stand for rows that a rank failed to load
         if complete is not None:
-            _count_rows(optimizer.state, named, group)
+            _count_rows(state, named, group)
             complete()
-        shown = as_row_dtensors(optimizer.state, named, group)
-    with replaced_state(optimizer, shown):
-        yield
-
-
-@contextlib.contextmanager
-def replaced_state(optimizer: torch.optim.Optimizer, state: dict) -> Iterator[None]:
-    """Context manager in which `optimizer.state` is replaced by `state`."""
-    held = optimizer.state
-    optimizer.state = state
-    try:
-        yield
-    finally:
-        optimizer.state = held
+        return as_row_dtensors(state, named, group)
 
 
 def as_row_dtensors(state: dict, named: dict[torch.Tensor, str], group: dist.ProcessGroup) -> dict:

@@ -296,7 +296,7 @@ def copy_in_form(gradient: torch.Tensor, form: GradientForm, name: str | int) ->
     dtype, stride, misalignment = form
     if torch.promote_types(gradient.dtype, dtype) != dtype:
         raise RuntimeError(
-            f"the gradient of parameter {name} came in {gradient.dtype}, after buckets had left "
+            f"the gradient of parameter {name} came in {gradient.dtype}, after buckets were sent "
             f"during backward; in the steps before it came in {dtype}. Load a checkpoint, and take "
             "a step without last_backward() when dtypes change"
         )

@@ -1,8 +1,9 @@
 """Preparation of a step: plans before the first step, bound bucket updates after memory has moved.
 
-`make_plans` is collective and rare: at the first step, and when parameters or placements change.
-`BoundStep` binds the plans to this rank's memory without communication, whenever parameters, state
-or the form of gradients move.
+`Preparation` owns the plans and the bound step of an optimizer, and decides when to make either
+anew. `make_plans` is collective and rare: at the first step, and when parameters or placements
+change. `BoundStep` binds the plans to this rank's memory without communication, whenever
+parameters, state or the form of gradients move.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ import torch
 from ..communication.missing_grads import MissingGradients, flag_counts
 from ..communication.nonfinite import FlagBuffers, NonfiniteFlags
 from ..communication.plan_check import check_plans
-from ..communication.process_groups import ProcessGroups
+from ..communication.process_groups import ProcessGroups, world_now
+from ..kernels.backend import capturing
 from ..newton_schulz import coefficients, method
 from ..params.config import MuonConfig
-from ..params.dtensor import is_dtensor, local_of
+from ..params.dtensor import form_of, is_dtensor, local_of
 from ..params.errors import name_in, warn_caller
-from ..pipeline import BUCKETS_IN_FLIGHT, BucketUpdate, Job, Pause
+from ..params.validation import check_changed_groups, device_of
+from ..pipeline import BUCKETS_IN_FLIGHT, BucketUpdate, Job, Pause, StepHook, precompile_kernels
 from ..planning.plan import Bucket, bucket_sort_key, check_bucket_buffers
-from ..planning.planner import Plan, Planner
+from ..planning.planner import Plan, Planner, warn_of_idle
 from ..planning.rank_plan import RankPlan
-from ..state.create import check_state, prepare_state
+from ..state import create
 from .bucket_updates import BUCKET_UPDATES, AdamWUpdate, BucketInputs
-from .cuda_graphs import Graphs
+from .cuda_graphs import Graphs, release_before_groups
+from .fingerprint import StepFingerprint, memory_key
 from .param_store import Store
 from .step_inputs import InputBuffers, StepInputs
 from .workspace import Workspace
@@ -119,9 +123,9 @@ def make_plans(
     planner.check_bucket_buffers()
     # Before ranks compare plans: a rank that raises can be repaired and step again, while the
     # remaining ranks wait in `check_plans`
-    check_state(plans, state)
+    create.check_state(plans, state)
     later = check_plans(plans, options, process_groups)
-    prepare_state(plans, state, options)
+    create.prepare_state(plans, state, options)
     return plans, later
 
 
@@ -136,6 +140,191 @@ PARAMETERS_CHANGED = (
     "the step is not replayed, since parameters, their memory or the form of gradients changed or "
     "a gradient is missing"
 )
+
+
+class Preparation:
+    """The plans and the bound step of an optimizer, each made anew only after changes.
+
+    Plans depend on parameters, placements and options; making plans is collective. The bound step
+    depends on memory too; binding is local. Without changes `is_current` is all a step calls.
+
+    `bound`: the bound step, without plans if nothing is bound. `process_groups`: of all plans.
+    `world`: torch.distributed's default group at the last step. `fingerprint`: of the last
+    step; None if the next step has to look at everything.
+    """
+
+    def __init__(self) -> None:
+        """Start without plans; call `drop_plans` before the first step."""
+        self.bound = BoundStep()
+        self.world: object = None
+        self.process_groups: ProcessGroups | None = None
+        self.graphs: Graphs | None = None  # of buckets, or of the whole step
+        self.adamw_graphs: Graphs | None = None  # of `BoundStep.adamw_jobs`
+        self.fingerprint: StepFingerprint | None = None
+        # Each group's parameters at the last step
+        self._members: Sequence[Sequence[torch.Tensor]] = ()
+        # By `alone`, see `select_params`
+        self._plans: dict[bool, list[Plan]] = {False: [], True: []}
+        self._plan_keys: dict[bool, list[tuple] | None] = {False: None, True: None}
+        self._memory_key: tuple | None = None  # of the bound step
+        self._param_forms: list | None = None  # of all parameters in plans, at the last binding
+        # Comparisons of gradients that `check_plans` left for the next step
+        self._uncompared: list[Callable[[], None]] = []
+
+    def is_current(self, groups: Sequence[dict], state: dict, *more: object) -> bool:
+        """Whether `bound` can step with the current gradients. Runs the collective comparisons left
+        by the last plan. `more`: further values that `bound` depends on.
+        """
+        if self._uncompared:
+            self._compare_again(groups)
+        seen = self.fingerprint
+        return seen is not None and seen.is_current(groups, state, *more)
+
+    def is_as_bound(self, groups: Sequence[dict], state: dict) -> bool:
+        """Whether everything but gradients is as in the last step, and gradients are not checked
+        for NaN and Inf before the buckets start.
+        """
+        if self.fingerprint is None or world_now() is not self.world:
+            return False
+        return self.bound.nonfinite is None and self.fingerprint.is_static_current(groups, state)
+
+    def prepare(
+        self,
+        groups: Sequence[dict],
+        state: dict,
+        options: MuonConfig,
+        compared: MuonConfig,
+        scaled: bool,
+        hook: StepHook | None,
+    ) -> None:
+        """Plan if parameters or placements changed, bind if memory or the form of gradients did.
+
+        `options`: of the optimizer. `compared`: the options that ranks compare. `scaled`: a
+        GradScaler decides about the step. `hook`: is told of state that moves, and of written
+        buckets.
+        """
+        check_changed_groups(groups, options)
+        if None in self._plan_keys.values():
+            warn_of_idle(groups)
+        # Also without state: this step creates the state
+        self._members = create.adopt_state(self._members, groups, state)
+        # In this order: parameters that the process steps alone must not affect shared plans
+        for alone in (False, True):
+            units, key = select_params(groups, options, alone)
+            lost = create.is_state_missing(self._plans[alone], state)
+            if key != self._plan_keys[alone] or lost:
+                if hook is not None:
+                    hook.before_state_moves(state)
+                self._plans[alone], later = make_plans(
+                    units, state, compared, self.process_groups, alone
+                )
+                self._uncompared += later
+                self._plan_keys[alone] = key
+                self._memory_key = self._param_forms = self.fingerprint = None
+        plans = self._plans[False] + self._plans[True]
+        params = [p for plan in plans for p in plan.params]
+        key = *memory_key(params, state, groups), scaled
+        if key != self._memory_key:
+            forms = [form_of(p) for p in params]
+            self.forget_memory()  # if binding fails
+            # A parameter was cast, or placed otherwise, in place: plan again
+            if self._param_forms not in (None, forms):
+                self.drop_plans(options)
+                return self.prepare(groups, state, options, compared, scaled, hook)
+            nonfinite = "raise" if scaled else options.nonfinite
+            self._bind_plans(plans, state, options, nonfinite, device_of(groups), hook)
+            self._memory_key = key
+            self._param_forms = forms
+        # After planning, which may create state
+        self.fingerprint = StepFingerprint(groups, state, scaled)
+
+    def _bind_plans(
+        self,
+        plans: list[Plan],
+        state: dict,
+        options: MuonConfig,
+        nonfinite: str,
+        device: torch.device,
+        hook: StepHook | None,
+    ) -> None:
+        """Replace `bound`. `nonfinite`: as in `Muon`. `hook`: as in `prepare`."""
+        self.bound.missing.wait()
+        self.graphs.warn_once(PARAMETERS_CHANGED)
+        for graphs in (self.graphs, self.adamw_graphs):
+            graphs.begin(device)
+        bound = BoundStep(
+            plans,
+            state,
+            options,
+            self.process_groups,
+            (self.graphs, self.adamw_graphs),
+            nonfinite,
+            hook,
+        )
+        if options.capturable and self.graphs.on:
+            self.process_groups.check_capturable()
+            release_before_groups()
+        # First binding of a plan: kernels of these shapes may not be compiled
+        if self._param_forms is None:
+            precompile_kernels(bound.all_jobs, bound.missing.device)
+        self.bound = bound
+
+    def _compare_again(self, groups: Sequence[dict]) -> None:
+        """Run the collective comparisons that `check_plans` left for this step."""
+        # The host would have to wait, which a capture forbids
+        if capturing(device_of(groups)):
+            return
+        later, self._uncompared = self._uncompared, []
+        for compare in later:
+            compare()
+
+    def adopt_state(self, groups: list[dict], state: dict) -> None:
+        """Give the state of replaced parameters to the parameters in their place now."""
+        # Without state hold no parameters: a model sharded next can free the unsharded ones
+        members = create.adopt_state(self._members, groups, state)
+        self._members = members if state else ()
+
+    def forget_members(self) -> None:
+        """Forget which parameters the groups held: the state was replaced as a whole."""
+        self._members = ()
+
+    def follow_world(self, world: object, options: MuonConfig) -> None:
+        """Drop plans and process groups: torch.distributed has another default group, `world`."""
+        self.world = world
+        self.process_groups = None
+        self.drop_plans(options)
+
+    def release_groups(self) -> None:
+        """Give up the created process groups; the next plan creates or finds groups."""
+        self.process_groups.release()
+        self.process_groups = None
+
+    def drop_plans(self, options: MuonConfig) -> None:
+        """Drop plans and the bound step; the next step makes both anew. State stays."""
+        self._plans = {False: [], True: []}
+        self._plan_keys = {False: None, True: None}
+        self._param_forms = None
+        self._uncompared = []
+        # Kept from plan to plan: new process groups at each plan would pile up
+        if self.process_groups is None:
+            self.process_groups = ProcessGroups(dedicated=options.overlaps)
+        if self.graphs is None:
+            self.graphs, self.adamw_graphs = [
+                Graphs(s * options.capturable) for s in (SCALARS_CHANGED, GRADIENTS_MOVED)
+            ]
+        self.unbind()
+
+    def unbind(self) -> None:
+        """Drop the bound step; plans stay."""
+        self.forget_memory()
+        self.bound = BoundStep()
+        for graphs in (self.graphs, self.adamw_graphs):
+            graphs.drop()
+
+    def forget_memory(self) -> None:
+        """Let the next step bind anew."""
+        self._memory_key = None
+        self.fingerprint = None
 
 
 class BoundStep:
@@ -154,10 +343,10 @@ class BoundStep:
         process_groups: ProcessGroups | None = None,
         graphs: tuple[Graphs, Graphs] | None = None,
         nonfinite: str = "propagate",
-        written: Callable[[BucketUpdate], None] | None = None,
+        hook: StepHook | None = None,
     ) -> None:
-        """`graphs`: (of `jobs`, of `adamw_jobs`). `nonfinite`: as in `Muon`. `written`: called with
-        an update once its weights are written. Raises RuntimeError for a parameter whose memory was
+        """`graphs`: (of `jobs`, of `adamw_jobs`). `nonfinite`: as in `Muon`. `hook`: the last of
+        `hooks`, and told of written buckets. Raises RuntimeError for a parameter whose memory was
         freed.
         """
         self.jobs: list[Job] = []  # in the order of the pipeline
@@ -175,8 +364,12 @@ class BoundStep:
         if flags is not None:
             whole = nonfinite != "skip"
             self.nonfinite = NonfiniteFlags(flags, plans, self.stores, process_groups, whole)
+        written = None if hook is None else hook.bucket_written
         jobs = _bind(plans, self.stores, options, process_groups, graphs, written) if plans else []
         self.missing = MissingGradients(plans, self.stores, process_groups, buffers.flags)
+        # Work around the buckets of each step, in this order
+        hooks = (self.nonfinite, self.missing, hook)
+        self.hooks: list[StepHook] = [hook for hook in hooks if hook is not None]
         early = len(jobs) if jobs and options.overlap_backward else 0
         self.inputs = StepInputs(buffers, self.stores, self.missing, early)
         for job in jobs:

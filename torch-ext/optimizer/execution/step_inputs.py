@@ -88,16 +88,23 @@ class StepInputs:
             count = STAGING_BUFFERS * (1 + early_buckets)
             self.staging = [(_pinned(nbytes), torch.cuda.Event()) for _ in range(count)]
 
-    def read_and_upload(self, seen: StepFingerprint | None = None, as_bound: bool = False) -> bool:
+    def read_and_upload(
+        self,
+        seen: StepFingerprint | None = None,
+        as_bound: bool = False,
+        creates_state: bool = False,
+    ) -> bool:
         """Read this step's gradients into the stores, and upload all values in stream order.
 
         `seen`: the fingerprint, if the check in this step has read the gradients. `as_bound`: keep
         the bound views, and copy gradients of another form; return whether any was copied.
+        `creates_state`: as in `MissingGradients.begin_step`.
         """
         known = {} if seen is None else seen.pop_gradients()
         has_copied = False
         for store in self.stores:
             has_copied = store.read_gradients(known=known, as_bound=as_bound) or has_copied
+        self.missing.begin_step(creates_state)
         self.upload()
         return has_copied
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ..communication.owner_state import ADVICE, gather, replaced_state
+from ..communication.owner_state import ADVICE, gather
 from ..communication.store_barrier import wait_for_all
 from ..params import errors
 from ..rules.rule import ROW_SHARDED_KEYS
@@ -47,20 +47,23 @@ class Consolidated:
             for entry, (reference, version) in current.items()
         )
 
-    def state_dict(self, optimizer: torch.optim.Optimizer, named: dict) -> dict:
-        """Return the whole state dict, without communication. On a rank without the gathered state:
-        a state dict without state, refused by `load_state_dict`.
+    def whole_state(self, named: dict, state: dict) -> dict:
+        """Return the optimizer state with whole tensors; {} on a rank without the gathered state.
+        No communication.
         """
-        state = optimizer.state
-        shown = {
+        if self.elsewhere is not None:
+            return {}
+        return {
             param: {**state[param], **self.whole.get(param, {})}
             for param in named
             if param in state
         }
-        # torch's own method: hooks and options of the state dict stay torch's
-        with replaced_state(optimizer, shown if self.elsewhere is None else {}):
-            found = torch.optim.Optimizer.state_dict(optimizer)
-        return found if self.elsewhere is None else {**found, ELSEWHERE: self.elsewhere}
+
+    def mark(self, state_dict: dict) -> dict:
+        """Return `state_dict`, on a rank without the gathered state with a key for which
+        `load_state_dict` refuses it.
+        """
+        return state_dict if self.elsewhere is None else {**state_dict, ELSEWHERE: self.elsewhere}
 
 
 def consolidate(state: dict, named: dict, group: dist.ProcessGroup, to: int | None) -> Consolidated:

@@ -114,7 +114,7 @@ class BackwardOverlap:
         """
         if self.has_started:
             raise RuntimeError(
-                "buckets have left already, for the step that is due: call step() before the next "
+                "buckets of the next step have been sent already: call step() before the next "
                 "last_backward(), which goes round the backward of the last micro-batch only"
             )
         self.raise_if_changed()
@@ -196,8 +196,8 @@ class BackwardOverlap:
         if what is not None:
             self.failed = True
             raise RuntimeError(
-                f"after buckets had left during backward, {what}. Other ranks may step with what "
-                "has left: load a checkpoint into the model and into the optimizer "
+                f"after buckets were sent during backward, {what}. Other ranks may step with the "
+                "gradients that were sent: load a checkpoint into the model and into the optimizer "
                 "(load_state_dict), then go on"
             )
 
@@ -235,7 +235,7 @@ class BackwardOverlap:
         self.raise_if_changed()
         if self.has_started:
             raise RuntimeError(
-                f"{what} is not possible now: buckets have left during backward. Call step() first"
+                f"{what} is not possible now: buckets were sent during backward. Call step() first"
             )
 
     def run(self, jobs: Sequence[Job], closing: Callable[[], None] | None = None) -> None:
@@ -252,7 +252,7 @@ class BackwardOverlap:
         self._join()
         started = self.started
         self._reset()
-        with errors.during("the wait for buckets that had left during backward"):
+        with errors.during("the wait for buckets that were sent during backward"):
             for _, collective in started:
                 collective.wait()
 

@@ -23,7 +23,7 @@ import torch
 
 from ...kernels.backend import capturing
 from ...params.dtensor import raw_locals
-from ...pipeline import BucketUpdate, Job
+from ...pipeline import BucketUpdate, Job, StepHook
 from ..param_store import Store
 from .module_hooks import ModelHooks
 
@@ -33,7 +33,7 @@ def _streams(device: torch.device) -> ModuleType | None:
     return torch.cuda if device.type == "cuda" else None
 
 
-class ForwardOverlap:
+class ForwardOverlap(StepHook):
     """Events of the last step, each recorded after some weights are written, and waits for events.
 
     Parameters are known by id, sets of parameters as frozensets of ids. The buckets of a set are
@@ -59,7 +59,7 @@ class ForwardOverlap:
         self.is_running = caller_stream is not None  # a step launches on the side stream
         self.written_event: dict[int, int] = {}  # bucket -> index of the event after its weights
         self.waited_event: dict[torch.cuda.Stream, int] = {}  # stream -> last event waited for
-        # Index of an event -> gradients that the step reads until then, see `hold_gradients`
+        # Index of an event -> gradients that the step reads until then, see `after_buckets`
         self.held_gradients: dict[int, list] = {}
         self.missing: frozenset[int] = frozenset()  # ids of parameters without a gradient
 
@@ -100,6 +100,7 @@ class ForwardOverlap:
 
         AdamW's parameters stepped where stored count as a bucket for each store.
         """
+        self.stores = stores
         self.numbers: dict[int, int] = {}  # id of an update -> bucket
         # Bucket -> (index of the store, getter of the bucket's items in lists of the store)
         self.bucket_params: list[tuple[int, Callable]] = []
@@ -154,21 +155,29 @@ class ForwardOverlap:
         self.events.append(self.event_pool[len(self.events)])
         self.events[-1].record(self.stream)
 
-    def hold_gradients(self, stores: Sequence[Store]) -> None:
-        """Keep the gradients of a step alive until the weights of all readers are written.
+    def after_buckets(self) -> None:
+        """Keep the gradients of the step alive until the weights of all readers are written.
 
-        Call after the launches of the step. The caller may set `param.grad` to None at once, and
-        the allocator would reuse the memory on the caller's stream while the side stream reads.
+        The caller of `step` may set `param.grad` to None at once, and the allocator would reuse the
+        memory on the caller's stream while the side stream reads.
         """
         if not self.is_running:
             return
         for bucket, (number, part) in enumerate(self.bucket_params):
-            store = stores[number]
+            store = self.stores[number]
             # Without an event of its own a bucket depends on the final event, not yet recorded
             index = self.written_event.get(bucket, len(self.events))
             held = part(store.raw_gradients), part(store.gradients)
             self.held_gradients.setdefault(index, []).append(held)
-        self.missing = frozenset(id(store.params[i]) for store in stores for i in store.missing)
+        self.missing = frozenset(
+            id(store.params[i]) for store in self.stores for i in store.missing
+        )
+
+    def before_state_moves(self, state: dict) -> None:
+        """Keep the memory of all state until the side stream is done with the state."""
+        for entry in state.values():
+            if isinstance(entry, dict):
+                self.record_stream(entry.values())
 
     def last_event_of(self, params: frozenset[int]) -> int:
         """Index of the last event that `params` depend on; -1 if the step writes none of `params`.
