@@ -348,7 +348,7 @@ def _assign(
         units, base = sorted(worlds[world], key=lambda u: u[:2]), Counter()
         for superset in [ranks for ranks in loads if ranks >= world]:
             base.update(loads[superset])
-        owners, _ = assign(
+        owners = assign(
             [(work, ranks) for _, _, ranks, work, _ in units], {r: base[r] for r in sorted(world)}
         )
         added = loads.setdefault(world, Counter())
