@@ -10,11 +10,14 @@ a real tensor: code reads the values under `no_dispatch`.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +25,7 @@ import torch.distributed as dist
 from torch.utils._mode_utils import no_dispatch
 
 from .dtensor import as_dtensor, is_dtensor
+from .units import Block, Cut, Split
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +33,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) for each dim, stop excluded
+# (box inside a unit, (row, column) of the matrix at which the box begins)
+UnitBox = tuple[Box, tuple[int, int]]
+# Indices of a dim in one unit: (start, stop, number of the block, start inside the block)
+Segment = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,66 @@ class Layout:
     ]  # per replica: the ranks that together hold the tensor once
     plain: bool = True  # not a DTensor: gradients may come unreduced
     interleaved: tuple[int, ...] = ()  # (dim, number of groups); () without interleaved dim
+    cut_into: Cut | None = None  # units of each matrix; None: the matrix is one unit
+
+    @functools.cached_property
+    def unit_count(self) -> int:
+        """Number of units of each matrix."""
+        return 1 if self.cut_into is None else self.cut_into.count
+
+    @functools.cached_property
+    def unit_shapes(self) -> list[tuple[int, int]]:
+        """(rows, columns) of each unit."""
+        return [self.shape[-2:]] if self.cut_into is None else self.cut_into.shapes()
+
+    def as_matrices(self, split: Split, param_shape: Sequence[int] | None = None) -> Layout:
+        """The layout of `split.matrices` of the tensor, cut into units. `param_shape`: the tensor
+        is the row state of a parameter of this shape, see `Split.row_state_shape`.
+        """
+        if split.is_whole:
+            return self
+        shape = split.shape(self.shape)
+        cut = split.cut(self.shape if param_shape is None else param_shape)
+        if param_shape is not None:
+            # Row state has one column for each block of columns
+            columns = tuple(Block(((k, k + 1),)) for k in range(len(cut.columns)))
+            cut = Cut(cut.rows, columns)
+        boxes = {rank: split.box(self.shape, box) for rank, box in self.boxes.items()}
+        interleaved = ()
+        if self.interleaved:
+            dim, groups = self.interleaved
+            interleaved = split.dim(len(self.shape), dim), groups
+        return Layout(shape, boxes, self.replicas, self.plain, interleaved, cut)
+
+    @functools.cached_property
+    def _segments(self) -> tuple[list[Segment], list[Segment]]:
+        """Segments of the rows and of the columns, ascending; without `cut_into` one of each."""
+        blocks = [(Block(((0, size),)),) for size in self.shape[-2:]]
+        if self.cut_into is not None:
+            blocks = [self.cut_into.rows, self.cut_into.columns]
+        return tuple(map(_segments_of, blocks))
+
+    @functools.cached_property
+    def _unit_boxes(self) -> dict[int, dict[int, list[UnitBox]]]:
+        """Cache of `unit_boxes`: rank -> unit -> boxes."""
+        return {}
+
+    def unit_boxes(self, rank: int, unit: int) -> list[UnitBox]:
+        """The boxes of a unit stored by `rank`, in memory order: of each matrix of the rank."""
+        if rank not in self._unit_boxes:
+            self._unit_boxes[rank] = self._cut_boxes(rank)
+        return self._unit_boxes[rank].get(unit, [])
+
+    def _cut_boxes(self, rank: int) -> dict[int, list[UnitBox]]:
+        """unit -> boxes stored by `rank`."""
+        found = {}
+        columns = 1 if self.cut_into is None else len(self.cut_into.columns)
+        for part in self.parts_of(rank):
+            for top, row, height, inner_row in _overlaps(self._segments[0], part[-2]):
+                for left, column, width, inner_column in _overlaps(self._segments[1], part[-1]):
+                    box = (inner_row, inner_row + height), (inner_column, inner_column + width)
+                    found.setdefault(row * columns + column, []).append((box, (top, left)))
+        return found
 
     @functools.cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -60,7 +128,7 @@ class Layout:
         """SHA-256 of shape, boxes, replicas and interleaved; ranks compare digests of layouts."""
         # Cached: writing out the boxes of thousands of ranks takes long
         boxes = [(rank, self.boxes[rank]) for rank in self.ranks]
-        text = repr((self.shape, self.replicas, boxes, self.interleaved))
+        text = repr((self.shape, self.replicas, boxes, self.interleaved, self.cut_into))
         return hashlib.sha256(text.encode()).hexdigest()
 
     @functools.cached_property
@@ -81,18 +149,22 @@ class Layout:
         sides = [(i * group + start, i * group + stop) for i in range(count)]
         return [(*box[:dim], side, *box[dim + 1 :]) for side in sides]
 
-    def place_of(self, rank: int, box: Box) -> tuple[slice, slice]:
-        """The slices (rows, columns) of `box` in the local shard of a matrix on `rank`.
+    def place_of(self, rank: int, start: tuple[int, int], shape: tuple[int, int]) -> tuple:
+        """The slices (rows, columns) of a box in the local shard of a matrix on `rank`.
 
-        box: the last two sides of an element of `boxes_of(rank)`.
+        `start`: (row, column) of the matrix at which the box begins. `shape`: of the box, which
+        lies within one element of `parts_of(rank)`.
         """
-        index = [slice(None), slice(None)]
+        place = [first - side[0] for first, side in zip(start, self.boxes[rank][-2:])]
         if self.interleaved:
-            dim = self.interleaved[0] - len(self.shape)  # -2 or -1
-            number = [stored[-2:] for stored in self.boxes_of(rank)].index(box)
-            size = box[dim][1] - box[dim][0]
-            index[dim] = slice(number * size, (number + 1) * size)
-        return tuple(index)
+            axis = self.interleaved[0] - len(self.shape) + 2  # 0 for rows, 1 for columns
+            behind = 0  # rows or columns of the shard before the part
+            for part in self.parts_of(rank):
+                first, stop = part[-2:][axis]
+                if first <= start[axis] < stop:
+                    place[axis] = behind + start[axis] - first
+                behind += stop - first
+        return tuple(slice(first, first + n) for first, n in zip(place, shape))
 
     def cut(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """A contiguous copy of the elements of `whole` (global shape) stored by `rank`."""
@@ -101,6 +173,35 @@ class Layout:
             return torch.cat(parts, dim=self.interleaved[0])
         # A view would keep all of `whole` in memory
         return parts[0].clone(memory_format=torch.contiguous_format)
+
+
+def _segments_of(blocks: Sequence[Block]) -> list[Segment]:
+    """The segments of a dim, ascending."""
+    segments = []
+    for number, block in enumerate(blocks):
+        inner = 0
+        for start, stop in block.ranges:
+            segments.append((start, stop, number, inner))
+            inner += stop - start
+    return sorted(segments)
+
+
+def _overlaps(
+    segments: Sequence[Segment], side: tuple[int, int]
+) -> list[tuple[int, int, int, int]]:
+    """[(first index, number of the block, length, first index inside the block)] of the nonempty
+    intersections of segments with `side`.
+    """
+    start, stop = side
+    found = []
+    first = bisect.bisect_right(segments, start, key=itemgetter(1))
+    for low, high, number, inner in itertools.islice(segments, first, None):
+        if low >= stop:
+            break
+        begin, end = max(low, start), min(high, stop)
+        if begin < end:
+            found.append((begin, number, end - begin, inner + begin - low))
+    return found
 
 
 def zeros_with_placements(

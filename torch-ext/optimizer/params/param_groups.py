@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .classification import MUON, NO_DECAY, OTHER, PARTS, Kind, classify
 from .errors import shortened
-from .model_structure import Place, Structure
+from .model.classification import MUON, NO_DECAY, OTHER, PARTS, Kind, classify
+from .model.structure import Place, Structure
 from .validation import check_module
 
 # Attributes under which wrappers keep a model: torch.compile, FSDP1, activation checkpointing,

@@ -18,10 +18,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..communication.redistribute import place_like
-from ..params.classification import NO_DECAY
 from ..params.config import MuonConfig
 from ..params.dtensor import as_dtensor, is_by_rows, is_dtensor, local_of
 from ..params.errors import in_group, name_of, names_in, shortened, warn_caller
+from ..params.model.classification import NO_DECAY
 from ..params.param_groups import clean_name
 from ..params.validation import CHANGED, check_numbers
 from ..rules.rule import STATE_KEYS, state_device_and_dtype, state_keys, state_shape

@@ -1,6 +1,6 @@
 """`classify`: decide whether a parameter is a hidden matrix, for Muon, or of a kind for AdamW.
 
-Decides by shapes and module types first, by the parameter's place in the model (model_structure.py)
+Decides by shapes and module types first, by the parameter's place in the model (structure.py)
 second, and by names last. The lists of names come from models in use
 (tests/test_classification.py).
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .model_structure import NORM, Place, Structure, _own_parameters, _upwards, is_linear
+from .structure import NORM, Place, Structure, _own_parameters, _upwards, is_linear
 
 # Parts of a split: names of parameter groups, in the order of the groups
 PARTS = ("muon", "embeddings", "heads", "other", "no_decay")

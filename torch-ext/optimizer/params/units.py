@@ -1,0 +1,343 @@
+"""Units: how a parameter is cut into the matrices that are orthogonalized.
+
+A `Split` is the checked form of a group's `split` and `transposed`. `Split.matrices` views a
+tensor as matrices (..., R, C). `Split.cut` cuts R and C into blocks; a `Unit` is the block of rows
+times the block of columns that is orthogonalized as one matrix.
+
+[Note: forms of split]
+`split` of a group, plain values so that a config file can name them:
+
+    None                              each (R, C) of (..., R, C) is one matrix
+    {"rows": [4096, 1024, 1024]}      blocks of rows: fused q, k, v; gate and up
+    {"columns": [768, 768]}           blocks of columns
+    {"rows": [256, 64], "repeat": 8}  8 repetitions of blocks of 256 and 64 rows. Each block
+                                      is one matrix, of its rows in all repetitions: 2 matrices,
+                                      of 2048 and 512 rows (query groups [q..., k, v] of Megatron)
+    {"heads": 32}                     rows in 32 equal blocks
+    {"heads": 32, "dim": 1}           columns in 32 equal blocks (output projections)
+    "flatten"                         (O, I, H, W) as one matrix O x (I H W); (A, B, C) as A x (B C)
+    "taps"                            a convolution (O, I, H, W) as a matrix (O, I) for each (h, w)
+
+"rows" and "columns" may be combined; a unit is then a block of both. Rows and columns are those of
+the parameter as stored. With `transposed` the parameter is stored as (in, out): the unit is the
+transpose, so the factor on lr and the rows of NorMuon are those of (out, in).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+Range = tuple[int, int]  # (start, stop), stop excluded
+KEYS = ("rows", "columns", "repeat", "heads", "dim")
+VIEWS = ("flatten", "taps")
+# Attributes of a parameter that are read where the group has no `split`, no `transposed`
+ATTRIBUTES = "muon_split", "muon_transposed"
+FORMS = (
+    'None, {"rows": [sizes]}, {"columns": [sizes]}, {"rows": [sizes], "repeat": n}, {"heads": n}, '
+    '{"heads": n, "dim": 1}, "flatten" or "taps"'
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Indices of one dim that belong to one unit: a range in each repetition.
+
+    `ranges`: in indices of the dim, ascending. In the unit the ranges follow one another.
+    """
+
+    ranges: tuple[Range, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of indices."""
+        return sum(stop - start for start, stop in self.ranges)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The blocks of rows and of columns of a matrix; every pair of blocks is a unit.
+
+    Units are numbered row block by row block.
+    """
+
+    rows: tuple[Block, ...]
+    columns: tuple[Block, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of units."""
+        return len(self.rows) * len(self.columns)
+
+    def blocks(self, unit: int) -> tuple[Block, Block]:
+        """The block of rows and the block of columns of a unit."""
+        row, column = divmod(unit, len(self.columns))
+        return self.rows[row], self.columns[column]
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """(rows, columns) of each unit."""
+        return [(r.size, c.size) for r, c in itertools.product(self.rows, self.columns)]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a parameter is cut into matrices, see [Note: forms of split].
+
+    `view`: "", "flatten" or "taps". `rows`, `columns`: sizes of blocks as stored, () for one block.
+    `row_heads`, `column_heads`: numbers of equal blocks in place of sizes, 0 for none. `repeat`:
+    repetitions of `rows`, or of `columns` without `rows`.
+    """
+
+    view: str = ""
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+    row_heads: int = 0
+    column_heads: int = 0
+    repeat: int = 1
+    transposed: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each (R, C) as stored is one matrix."""
+        return self == WHOLE
+
+    def matrices(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view (..., R, C) of a parameter, of a shard of it, or of row state.
+
+        Raises RuntimeError if "flatten" finds strides that cannot be viewed.
+        """
+        if self.view == "flatten":
+            tensor = tensor.view(tensor.shape[0], math.prod(tensor.shape[1:]))
+        elif self.view == "taps":
+            tensor = tensor.permute(*range(2, tensor.ndim), 0, 1)
+        return tensor.mT if self.transposed else tensor
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of `matrices` of a tensor of `shape`."""
+        shape = tuple(shape)
+        if self.view == "flatten":
+            shape = shape[0], math.prod(shape[1:])
+        elif self.view == "taps":
+            shape = *shape[2:], *shape[:2]
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
+
+    def cut(self, shape: Sequence[int]) -> Cut:
+        """The blocks of a parameter of `shape`, in rows and columns of `matrices`. Raises
+        ValueError if sizes do not add up to the shape.
+        """
+        R, C = replace(self, transposed=False).shape(shape)[-2:]
+        repeat_rows = self.repeat if self.rows else 1
+        repeat_columns = 1 if self.rows else self.repeat
+        rows = _blocks("rows", R, self.rows, self.row_heads, repeat_rows)
+        columns = _blocks("columns", C, self.columns, self.column_heads, repeat_columns)
+        return Cut(columns, rows) if self.transposed else Cut(rows, columns)
+
+    def box(self, shape: Sequence[int], box: Sequence[Range]) -> tuple[Range, ...]:
+        """The box of `matrices` for the `box` of a parameter of `shape`. For "flatten" all dims
+        from the third on must be whole, see `check_flattened`.
+        """
+        box = tuple(box)
+        if self.view == "flatten":
+            inner = math.prod(shape[2:])
+            box = box[0], (box[1][0] * inner, box[1][1] * inner)
+        elif self.view == "taps":
+            box = *box[2:], *box[:2]
+        return (*box[:-2], box[-1], box[-2]) if self.transposed else box
+
+    def dim(self, ndim: int, dim: int) -> int:
+        """The dim of `matrices` that holds the rows or columns of dim `dim` of a parameter with
+        `ndim` dims.
+        """
+        if self.view == "taps":
+            dim = dim - 2 if dim >= 2 else ndim - 2 + dim
+        ndim = 2 if self.view == "flatten" else ndim
+        if self.transposed and dim >= ndim - 2:
+            dim = 2 * ndim - 3 - dim  # exchanges the last two dims
+        return dim
+
+    def row_state_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of row state: `shape` with the columns of each block of columns replaced by
+        one. Dims and their order are the parameter's, so that row state can be sharded like it.
+        """
+        shape = tuple(shape)
+        cut = self.cut(shape)
+        if self.view == "flatten":
+            return shape[0], *([1] * (len(shape) - 1))
+        if self.view == "taps":
+            return shape[0], 1, *shape[2:]
+        if self.transposed:
+            return *shape[:-2], len(cut.columns), shape[-1]
+        return *shape[:-1], len(cut.columns)
+
+
+WHOLE = Split()
+
+
+def _blocks(
+    what: str, size: int, sizes: Sequence[int], heads: int, repeat: int
+) -> tuple[Block, ...]:
+    """The blocks of a dim of `size` indices; `what`: "rows" or "columns", for messages."""
+    if heads:
+        if size % heads:
+            raise ValueError(f"{heads} heads do not divide {size} {what} into equal parts")
+        sizes = [size // heads] * heads
+    if not sizes:
+        return (Block(((0, size),)),)
+    period = sum(sizes)
+    if period * repeat != size:
+        total = f"{repeat} times {period}" if repeat > 1 else period
+        raise ValueError(f"the sizes {list(sizes)} add up to {total} {what}, not to {size}")
+    starts = itertools.accumulate(sizes, initial=0)
+    return tuple(
+        Block(tuple((k * period + start, k * period + start + n) for k in range(repeat)))
+        for start, n in zip(starts, sizes)
+    )
+
+
+def parse(form: object, transposed: bool = False) -> Split:
+    """The `Split` of a form of [Note: forms of split]. Raises TypeError or ValueError that says
+    which forms are allowed.
+    """
+    if form is None:
+        return Split(transposed=transposed)
+    if isinstance(form, str):
+        if form not in VIEWS:
+            raise ValueError(f"split={form!r} is unknown; allowed: {FORMS}")
+        return Split(form, transposed=transposed)
+    if not isinstance(form, Mapping):
+        raise TypeError(f"split={form!r} is a {type(form).__name__}; allowed: {FORMS}")
+    if unknown := set(form) - set(KEYS):
+        raise ValueError(
+            f"split={form!r} has the unknown key {min(unknown, key=str)!r}; allowed: {FORMS}"
+        )
+    rows, columns = _sizes(form, "rows"), _sizes(form, "columns")
+    heads, repeat = _count(form, "heads"), _count(form, "repeat")
+    dim = form.get("dim", 0)
+    if dim not in (0, 1, -1, -2) or isinstance(dim, bool):
+        raise ValueError(f"split={form!r}: dim must be 0 (rows) or 1 (columns)")
+    if "dim" in form and not heads:
+        raise ValueError(f"split={form!r}: dim goes with heads")
+    if heads and (rows or columns or repeat):
+        raise ValueError(f"split={form!r}: heads cannot be combined with rows, columns or repeat")
+    if not (heads or rows or columns):
+        raise ValueError(f"split={form!r} says no sizes; allowed: {FORMS}")
+    in_rows = dim in (0, -2)
+    return Split(
+        rows=rows,
+        columns=columns,
+        row_heads=heads * in_rows,
+        column_heads=heads * (not in_rows),
+        repeat=repeat or 1,
+        transposed=transposed,
+    )
+
+
+def _sizes(form: Mapping, key: str) -> tuple[int, ...]:
+    """The sizes of `form[key]`, () without the key."""
+    if key not in form:
+        return ()
+    sizes = form[key]
+    if isinstance(sizes, str) or not isinstance(sizes, Iterable):
+        raise TypeError(f"split={form!r}: {key} must be a list of sizes")
+    sizes = tuple(sizes)
+    if not sizes or not all(type(n) is int and n > 0 for n in sizes):
+        raise ValueError(f"split={form!r}: {key} must be a list of positive integers")
+    return sizes
+
+
+def _count(form: Mapping, key: str) -> int:
+    """`form[key]`, a positive integer; 0 without the key."""
+    if key not in form:
+        return 0
+    if type(form[key]) is not int or form[key] < 1:
+        raise ValueError(f"split={form!r}: {key} must be a positive integer")
+    return form[key]
+
+
+def splits_of(group: Mapping) -> list[Split]:
+    """The `Split` of each parameter of a group. Raises as `parse`, and ValueError if a list of
+    forms has another length than the parameters.
+    """
+    count = len(group["params"])
+    if not group.get("use_muon", True):
+        return [WHOLE] * count
+    forms = _for_each(group, "split", count)
+    transposed = _for_each(group, "transposed", count)
+    parsed: dict[str, Split] = {}  # most parameters share a handful of forms
+    keys = list(map(repr, zip(forms, transposed)))
+    for key, form, is_transposed in zip(keys, forms, transposed):
+        if key not in parsed:
+            parsed[key] = parse(form, bool(is_transposed))
+    return [parsed[key] for key in keys]
+
+
+def _for_each(group: Mapping, key: str, count: int) -> list:
+    """`group[key]` for each parameter: a list holds a value for each, all else is for all."""
+    value = group.get(key)
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(
+            f"{key} is a list of {len(value)} values, but the group has {count} parameters: a list "
+            "has one value for each parameter"
+        )
+    return list(value)
+
+
+def read_attributes(group: dict, names: Sequence[str]) -> None:
+    """Write the attributes `muon_split` and `muon_transposed` of the parameters into the group: a
+    parameter that is sharded later is a new object without attributes. `names`: of the parameters,
+    for messages. Raises ValueError if attribute and group contradict.
+    """
+    params = group["params"]
+    for key, attribute in zip(("split", "transposed"), ATTRIBUTES):
+        found = [getattr(p, attribute, None) for p in params]
+        if all(value is None for value in found):
+            continue
+        given = _for_each(group, key, len(params))
+        for name, value, own in zip(names, given, found):
+            if own is not None and value not in (None, False, own):
+                raise ValueError(
+                    f"parameter {name} has two splits: its attribute {attribute}={own!r}, and "
+                    f"{key}={value!r} of its group. Remove one of the two"
+                )
+        group[key] = [value if own is None else own for value, own in zip(given, found)]
+
+
+def check_split(split: Split, param: torch.Tensor) -> None:
+    """Raise ValueError or NotImplementedError if `split` is not possible for a parameter of at
+    least 2 dims.
+    """
+    shape = tuple(param.shape)
+    if split.view == "taps" and param.ndim not in (3, 4, 5):
+        raise ValueError(
+            f'split="taps" is for weights of convolutions (O, I, ...) with 3 to 5 dims, not {shape}'
+        )
+    split.cut(shape)
+    if split.view == "flatten":
+        check_flattened(param)
+
+
+def check_flattened(param: torch.Tensor) -> None:
+    """Raise NotImplementedError if a parameter with split="flatten" is sharded beyond dim 1, or has
+    strides of which (O, I H W) is no view.
+    """
+    local = getattr(param, "_local_tensor", param)
+    inner = tuple(param.shape[2:])
+    if tuple(local.shape[2:]) != inner and local.numel():
+        raise NotImplementedError(
+            'split="flatten" takes parameters sharded along their first two dims only: shard it '
+            'otherwise, or use split="taps"'
+        )
+    try:
+        Split("flatten").matrices(local)
+    except RuntimeError:
+        raise NotImplementedError(
+            f'split="flatten" needs a contiguous parameter, not strides {tuple(local.stride())} '
+            "(channels_last?): call param.data = param.data.contiguous() before the optimizer is "
+            'built, or use split="taps"'
+        ) from None
