@@ -111,7 +111,7 @@ class Layout:
         """unit -> boxes stored by `rank`."""
         found = {}
         columns = 1 if self.cut_into is None else len(self.cut_into.columns)
-        for part in self.parts_of(rank):
+        for part in self.boxes_of(rank):
             for top, row, height, inner_row in _overlaps(self._segments[0], part[-2]):
                 for left, column, width, inner_column in _overlaps(self._segments[1], part[-1]):
                     box = (inner_row, inner_row + height), (inner_column, inner_column + width)
@@ -153,13 +153,13 @@ class Layout:
         """The slices (rows, columns) of a box in the local shard of a matrix on `rank`.
 
         `start`: (row, column) of the matrix at which the box begins. `shape`: of the box, which
-        lies within one element of `parts_of(rank)`.
+        lies within one element of `boxes_of(rank)`.
         """
         place = [first - side[0] for first, side in zip(start, self.boxes[rank][-2:])]
         if self.interleaved:
             axis = self.interleaved[0] - len(self.shape) + 2  # 0 for rows, 1 for columns
             behind = 0  # rows or columns of the shard before the part
-            for part in self.parts_of(rank):
+            for part in self.boxes_of(rank):
                 first, stop = part[-2:][axis]
                 if first <= start[axis] < stop:
                     place[axis] = behind + start[axis] - first
