@@ -9,6 +9,7 @@ and all-to-alls, in the order of pipeline.py. Without changes a step only runs.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from .execution.overlap.backward import BackwardOverlap
 from .execution.overlap.forward import ForwardOverlap, ForwardOverlapMethods, waits_for_updates
 from .execution.prepare import BoundStep, Preparation
 from .execution.report import Report, Stopwatch, report_of
-from .params import validation
+from .params import units, validation
 from .params.config import MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
 from .params.layout import this_rank
@@ -289,6 +290,8 @@ class Muon(StateDictMethods):
                 "ns_steps": ns_steps,
                 "adjust_lr_fn": adjust_lr_fn,
                 "use_muon": True,
+                "split": None,
+                "transposed": False,
                 **extra,
             },
         )
@@ -350,6 +353,7 @@ class Muon(StateDictMethods):
             with in_group(count, param_group):
                 validation.check_param_list(param_group, self.param_groups, members)
                 super().add_param_group(param_group)
+                self._read_splits(self.param_groups[-1])
                 members.add(self.param_groups[-1])
                 self._check_new(self.param_groups[-1], momentum, members.first)
             if self._has_all_groups:
@@ -364,6 +368,13 @@ class Muon(StateDictMethods):
             self._why_unbound = "after add_param_group(), which drops the plan"
         self._drop_plans()
 
+    def _read_splits(self, group: dict) -> None:
+        """Give a new group its own `split`, with the attributes of parameters read into it."""
+        if validation.is_adamw(group):
+            return
+        group["split"] = copy.deepcopy(group["split"])
+        units.read_attributes(group, list(names_in(group).values()))
+
     def _init_groups(self) -> None:
         """Give each group own tensors (such as lr), and set `momentum` of AdamW groups."""
         unshare_tensors(self.param_groups)
@@ -376,6 +387,7 @@ class Muon(StateDictMethods):
         wide = {f"adamw_{key}": value for key, value in self._adamw.items()}
         validation.check_group(group, self._extra_keys, {**vars(self._options), **wide})
         validation.check_across_params([group], self._options, first)
+        units.check_splits(group, names_in(group), self._options.owner_keeps_state)
         if validation.is_adamw(group):
             check_momentum(group, momentum, self.defaults["momentum"])
 

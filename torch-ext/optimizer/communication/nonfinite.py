@@ -95,9 +95,10 @@ class NonfiniteFlags(StepHook):
 
     def _checked_gradients(
         self, plan: Plan, store: object
-    ) -> tuple[object, list[int], list[int], list[int]]:
-        """Return (store, indices of gradients with a single flag, indices of gradients with several
-        flags, flag indices of all in the order of `_flag_local_gradients`).
+    ) -> tuple[object, list[int], list[tuple[int, list]], list[int]]:
+        """Return (store, indices of gradients with a single flag, [(index of a gradient, boxes of
+        each of its units)] with several flags, flag indices of all in the order of
+        `_flag_local_gradients`).
         """
         single = []
         several = []
@@ -107,14 +108,24 @@ class NonfiniteFlags(StepHook):
             # A rank without elements of the parameter has no gradient to check
             if not param.numel():
                 continue
-            box = [slice(*side) for side in layout.boxes[store.rank][: len(shape)]]
-            # Flags of the matrices that this rank stores a part of
-            stored = (
-                torch.arange(math.prod(shape), device="cpu").view(shape)[tuple(box)]
-                + store.flag_offset[number]
-            )
-            (several if shape else single).append(number)
-            indices[bool(shape)].extend(stored.flatten().tolist())
+            # Flags of the units of matrices that this rank stores a part of
+            flags = torch.arange(math.prod(shape), device="cpu").view(shape)
+            flags = flags + store.flag_offset[number]
+            if not shape:
+                single.append(number)
+                indices[0].append(int(flags))
+                continue
+            lead = tuple(slice(*side) for side in layout.boxes[store.rank][:-2])
+            boxes = []
+            for unit in sorted(layout.unit_sizes(store.rank)):
+                boxes.append(
+                    [
+                        layout.place_of(store.rank, start, _shape_of(box))
+                        for box, start in layout.unit_boxes(store.rank, unit)
+                    ]
+                )
+                indices[1].extend(flags[(*lead, unit)].flatten().tolist())
+            several.append((number, boxes))
         return store, single, several, indices[0] + indices[1]
 
     def before_buckets(self, found_inf: torch.Tensor | float | None = None) -> None:
@@ -153,10 +164,9 @@ class NonfiniteFlags(StepHook):
                 if single
                 else []
             )
-            norms += [
-                torch.linalg.vector_norm(store.gradients[i], math.inf, dim=(-2, -1))
-                for i in several
-            ]
+            for i, boxes in several:
+                matrices = store.splits[i].matrices(store.gradients[i])
+                norms += [_largest(matrices, places) for places in boxes]
         if norms:
             norms = torch.cat([norm.flatten() for norm in norms])
             self.flags.index_copy_(0, self.flag_indices, norms.isfinite().logical_not().float())
@@ -353,7 +363,28 @@ def unscale(stores: Sequence[object], grad_scale: torch.Tensor | None) -> None:
 
 
 def _flag_shape(plan: Plan, number: int) -> tuple[int, ...]:
-    """Return the shape of a parameter's flags: the leading dims for Muon, () for AdamW."""
+    """Return the shape of a parameter's flags: (leading dims, units) for Muon; () for AdamW, and
+    for a parameter that is one matrix as stored.
+    """
     # AdamW has a flag for each parameter, Muon for each matrix
-    is_adamw = plan.rank_plans is None or plan.in_chunks
-    return () if is_adamw else tuple(plan.layouts[number].shape[:-2])
+    layout = plan.layouts[number]
+    if plan.rank_plans is None or plan.in_chunks:
+        return ()
+    is_one = len(layout.shape) == 2 and layout.unit_count == 1
+    return () if is_one else (*layout.shape[:-2], layout.unit_count)
+
+
+def _shape_of(box: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """Return the lengths of the sides of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def _largest(matrices: torch.Tensor, places: Sequence[tuple[slice, slice]]) -> torch.Tensor:
+    """Return the largest magnitude in each of (..., R, C), within boxes of rows and columns; NaN
+    and Inf stay.
+    """
+    norms = [
+        torch.linalg.vector_norm(matrices[(..., *place)], math.inf, dim=(-2, -1))
+        for place in places
+    ]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).amax(0)

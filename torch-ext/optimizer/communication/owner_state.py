@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..params import errors
 from ..params.dtensor import local_of
 from ..params.layout import row_chunks
-from ..rules.rule import ROW_SHARDED_KEYS, state_shape
+from ..rules.rule import ROW_SHARDED_KEYS
 from .redistribute import by_rows
 from .store_barrier import wait_for_all
 
@@ -72,7 +72,7 @@ def as_row_dtensors(state: dict, named: dict[torch.Tensor, str], group: dist.Pro
             shown[param][key] = _broadcast_row(local, have, group)
         else:
             local = _exchange_rows(local, have, row_chunks(rows, len(have)), group)
-            shown[param][key] = by_rows(local, state_shape(param, key), group)
+            shown[param][key] = by_rows(local, (rows, *local.shape[1:]), group)
     return shown
 
 
@@ -103,7 +103,8 @@ def gather(state: dict, named: dict, group: dist.ProcessGroup, to: int | None) -
     for param, key, have in _count_rows(state, named, group):
         local = _rows(state[param][key]).to(param.device)
         if (tensor := _gather_rows(local, have, _row_count(param), group, to)) is not None:
-            tensor = tensor.reshape(state_shape(param, key))
+            if param.ndim == 0:
+                tensor = tensor.reshape(())
             whole.setdefault(param, {})[key] = tensor.to("cpu", copy=True)
     return whole
 

@@ -45,6 +45,8 @@ GROUP_KEYS = (
     "eps",
     "ns_steps",
     "adjust_lr_fn",
+    "split",
+    "transposed",
     "beta2",
 )
 # Fields of MuonConfig. `unscale_in_step` last: FACTS gives it a longer text

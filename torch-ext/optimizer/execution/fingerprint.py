@@ -213,11 +213,23 @@ def _constants_of(groups: Iterable[dict]) -> list[tuple]:
                 id(group),
                 len(group["params"]),
                 *map(group.get, FIXED),
+                _frozen_form(group.get("split")),
+                _frozen_form(group.get("transposed")),
                 coefficients if type(coefficients) is str else _frozen(coefficients),
                 tuple(betas[1:]) if isinstance(betas, (tuple, list)) else betas,
             )
         )
     return found
+
+
+def _frozen_form(form: object) -> object:
+    """A value that changes with a `split`: the text of a dict, which a user could change in place.
+    In a list with a form for each parameter, forms are compared by identity: texts would take
+    Python time for each parameter.
+    """
+    if isinstance(form, dict):
+        return repr(form)
+    return tuple(map(id, form)) if isinstance(form, (list, tuple)) else form
 
 
 def _frozen(value: object) -> object:

@@ -23,6 +23,7 @@ from ..params.dtensor import (
 )
 from ..params.errors import names_in
 from ..params.layout import Layout, this_rank, zeros_with_placements
+from ..params.units import WHOLE, Split
 from ..params.validation import check_gradients, gradient_of
 from ..planning.rank_plan import Piece
 from .fingerprint import GradientForm, copy_in_form, form_of_gradient, missing_from
@@ -49,8 +50,10 @@ class Store:
         scalars: torch.Tensor | None = None,
         flags: torch.Tensor | None = None,
         flag_offset: Mapping[int, int] | None = None,
+        splits: Sequence[Split] | None = None,
     ) -> None:
         """`layouts`, `row_layouts`: of each parameter and of its row state; None without row state.
+        `splits`: how each parameter is cut into matrices; None: each (R, C) is one.
 
         `mismatched`: index of a parameter -> placements of the gradient, where different from the
         parameter's; updated in place. `addresses`, `scalars`, `flags`: views of device buffers of
@@ -69,6 +72,9 @@ class Store:
         self.flags = flags  # fp32 non-finite flags of the whole step; None: nothing is checked
         # Parameter index -> index in `flags` of its first non-finite flag
         self.flag_offset = flag_offset or {}
+        self.splits = [WHOLE] * len(params) if splits is None else splits
+        # Indices of parameters whose gradients must be viewed as (O, I H W)
+        self.flattened = [i for i, split in enumerate(self.splits) if split.view == "flatten"]
         self.layouts = {"matrix": layouts, "row": row_layouts}  # by kind of a piece
         # Parameter index -> copies of AdamW's step count, see `add_step_copy`
         self.step_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -139,6 +145,8 @@ class Store:
                 self.gradients[number] = bring(param, grad)
         if self.in_chunks:
             self.gradients = list(map(torch.Tensor.contiguous, self.gradients))
+        for number in self.flattened:
+            self.gradients[number] = self.gradients[number].contiguous()
         return as_bound and self._copy_to_bound_forms()
 
     def _copy_to_bound_forms(self) -> bool:
@@ -168,7 +176,8 @@ class Store:
             # Lazily negated: the memory holds the values with the other sign
             if gradient.is_neg():
                 return False
-            self.gradients[number] = gradient.contiguous() if self.in_chunks else gradient
+            contiguous = self.in_chunks or number in self.flattened
+            self.gradients[number] = gradient.contiguous() if contiguous else gradient
             if form_of_gradient(self.gradients[number]) != self.forms[number]:
                 return False
         return True
@@ -220,15 +229,16 @@ class Store:
         return Skip(self.flags, tuple(self._flag_index(p) for p in pieces))
 
     def _flag_index(self, piece: Piece) -> int:
-        """Index in `flags` of a piece's matrix (row-major over leading dims); of a chunk, of the
-        parameter.
+        """Index in `flags` of a piece's matrix (row-major over leading dims, then unit); of a
+        chunk, of the parameter.
         """
-        leading = ()
-        if piece.kind != "chunk":
-            leading = self.layouts["matrix"][piece.matrix.param].shape[:-2]
+        layout = self.layouts["matrix"][piece.matrix.param]
+        leading = layout.shape[:-2] if piece.kind != "chunk" else ()
         index = 0
         for size, position in zip(leading, piece.matrix.at):
             index = index * size + position
+        if piece.kind != "chunk":
+            index = index * layout.unit_count + piece.matrix.unit
         return self.flag_offset[piece.matrix.param] + index
 
     def all_of(self, number: int) -> list[torch.Tensor]:
@@ -261,10 +271,11 @@ class Store:
         if piece.kind == "chunk":
             return torch.atleast_1d(local)[slice(*piece.box[0])]
         layout = self.layouts[piece.kind][piece.matrix.param]
+        local = self.splits[piece.matrix.param].matrices(local)
         box = layout.boxes[self.rank]
         # Leading indices (experts) are global; the shard may begin at any of them
         matrix = local[tuple(i - start for i, (start, _) in zip(piece.matrix.at, box))]
-        return matrix[layout.place_of(self.rank, piece.box)] if layout.interleaved else matrix
+        return matrix[layout.place_of(self.rank, piece.start, piece.shape)]
 
 
 def _zeros(param: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from ..newton_schulz import coefficients, method
 from ..params.config import MuonConfig
 from ..params.dtensor import form_of, is_dtensor, local_of
 from ..params.errors import name_in, warn_caller
+from ..params.units import splits_of
 from ..params.validation import check_changed_groups, device_of
 from ..pipeline import BUCKETS_IN_FLIGHT, BucketUpdate, Job, Pause, StepHook, precompile_kernels
 from ..planning.plan import Bucket, bucket_sort_key, check_bucket_buffers
@@ -86,7 +87,11 @@ def _plan_key(group: dict, params: list[torch.Tensor], dtype: torch.dtype | None
     if group["use_muon"]:
         steps = coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
     # A parameter that lost its dims since the constructor is refused by the planner
-    shapes = {p.shape[-2:] for p in params if p.ndim > 1}
+    of_param = dict(zip(map(id, group["params"]), splits_of(group)))
+    splits = [of_param[id(p)] for p in params]
+    shapes = {
+        shape for p, split in zip(params, splits) if p.ndim > 1 for shape in split.shapes(p.shape)
+    }
     dtype = method.products_dtype(dtype, params[0].device)
     forms = steps and {
         (
@@ -98,7 +103,14 @@ def _plan_key(group: dict, params: list[torch.Tensor], dtype: torch.dtype | None
     }
     # Bucket updates hold the live group, hence its id. Plans keep the group alive, so no other
     # group can get the id.
-    return id(group), group["use_muon"], group["adjust_lr_fn"], forms, tuple(map(id, params))
+    return (
+        id(group),
+        group["use_muon"],
+        group["adjust_lr_fn"],
+        forms,
+        tuple(splits),
+        tuple(map(id, params)),
+    )
 
 
 def make_plans(
@@ -412,6 +424,7 @@ def _make_stores(
             buffers.scalars[index],
             None if flags is None else flags.flags,
             None if flags is None else flags.flag_offset[index],
+            plan.splits,
         )
         for index, plan in enumerate(plans)
     ]

@@ -118,6 +118,14 @@ class Layout:
                     found.setdefault(row * columns + column, []).append((box, (top, left)))
         return found
 
+    def unit_sizes(self, rank: int) -> dict[int, int]:
+        """unit -> elements stored by `rank`, without units of which it stores none."""
+        found = {}
+        self.unit_boxes(rank, 0)
+        for unit, boxes in self._unit_boxes[rank].items():
+            found[unit] = sum((r1 - r0) * (c1 - c0) for ((r0, r1), (c0, c1)), _ in boxes)
+        return found
+
     @functools.cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks with a box, possibly empty, in ascending order."""

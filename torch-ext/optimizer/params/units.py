@@ -25,6 +25,7 @@ transpose, so the factor on lr and the rows of NorMuon are those of (out, in).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -135,6 +136,11 @@ class Split:
         rows = _blocks("rows", R, self.rows, self.row_heads, repeat_rows)
         columns = _blocks("columns", C, self.columns, self.column_heads, repeat_columns)
         return Cut(columns, rows) if self.transposed else Cut(rows, columns)
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019, keyed by frozen values
+    def shapes(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of each unit of a parameter of `shape`, hashable."""
+        return tuple(self.cut(shape).shapes())
 
     def box(self, shape: Sequence[int], box: Sequence[Range]) -> tuple[Range, ...]:
         """The box of `matrices` for the `box` of a parameter of `shape`. For "flatten" all dims
@@ -308,15 +314,44 @@ def read_attributes(group: dict, names: Sequence[str]) -> None:
         group[key] = [value if own is None else own for value, own in zip(given, found)]
 
 
-def check_split(split: Split, param: torch.Tensor) -> None:
-    """Raise ValueError or NotImplementedError if `split` is not possible for a parameter of at
-    least 2 dims.
+def check_splits(
+    group: Mapping, names: Mapping[torch.Tensor, object], owner_keeps_state: bool = False
+) -> None:
+    """Raise ValueError, TypeError or NotImplementedError, naming the parameter, for a split that is
+    not allowed. `names`: of the group's parameters. `owner_keeps_state`: option of the optimizer.
     """
+    if not group["use_muon"]:
+        for key in ("split", "transposed"):
+            if group.get(key):
+                raise ValueError(
+                    f"{key}={group[key]!r} in a group with use_muon=False: AdamW steps elements, "
+                    "and cuts nothing; remove the key"
+                )
+        return
+    for transposed in set(map(repr, _for_each(group, "transposed", len(group["params"])))):
+        if transposed not in ("None", "False", "True"):
+            raise TypeError(f"transposed={transposed} must be True or False")
+    for param, split in zip(group["params"], splits_of(group)):
+        if split.is_whole or not (param.requires_grad and param.ndim > 1):
+            continue
+        try:
+            _check_split(split, param)
+        except (ValueError, NotImplementedError) as error:
+            shape = tuple(param.shape)
+            raise type(error)(f"parameter {names[param]} of shape {shape}: {error}") from None
+        if split.transposed and param.ndim == 2 and owner_keeps_state and "beta2" in group:
+            raise NotImplementedError(
+                f"parameter {names[param]} is transposed, and NorMuon's row state of it cannot be "
+                "cut into rows for owners: leave out shard_state=True and grads_are_reduced=False, "
+                "or use Muon for it"
+            )
+
+
+def _check_split(split: Split, param: torch.Tensor) -> None:
+    """Raise ValueError or NotImplementedError if `split` is not possible for a parameter."""
     shape = tuple(param.shape)
     if split.view == "taps" and param.ndim not in (3, 4, 5):
-        raise ValueError(
-            f'split="taps" is for weights of convolutions (O, I, ...) with 3 to 5 dims, not {shape}'
-        )
+        raise ValueError('split="taps" is for weights of convolutions (O, I, ...) with 3 to 5 dims')
     split.cut(shape)
     if split.view == "flatten":
         check_flattened(param)

@@ -48,6 +48,8 @@ GROUP_KEYS = frozenset(
         "eps",
         "ns_steps",
         "adjust_lr_fn",
+        "split",
+        "transposed",
         "betas",
     )
 )

@@ -45,7 +45,9 @@ def rounds_of(
     (rows, cols) -> work. The sort key depends on nothing local, so all ranks get equal rounds.
     """
     queues: dict[int, list[MatrixLike]] = defaultdict(list)
-    for matrix in sorted(matrices, key=lambda m: (-cost(m.rows, m.cols), m.rows, m.param, m.at)):
+    for matrix in sorted(
+        matrices, key=lambda m: (-cost(m.rows, m.cols), m.rows, m.param, m.at, m.unit)
+    ):
         queues[owner_of[matrix]].append(matrix)
     rounds = []
     for together in itertools.zip_longest(*(queues[owner] for owner in sorted(queues))):

@@ -50,6 +50,7 @@ class MatrixLike(Protocol):
     at: tuple[int, ...]
     rows: int
     cols: int
+    unit: int
     numel: int
 
 
@@ -155,8 +156,9 @@ class MatrixFootprint:
 class MemoryModel:
     """Workspace bytes of the matrices of one family (`route`, `ranks`).
 
-    A set of matrices is a Counter of (owner, number of a layout): thousands of parameters have a
-    handful of layouts, and matrices with equal owner and layout have equal footprints.
+    A set of matrices is a Counter of (owner, number of a form): thousands of parameters have a
+    handful of layouts, and units of a layout with equal shapes and pieces have one form. Matrices
+    with equal owner and form have equal footprints.
     """
 
     def __init__(
@@ -170,9 +172,10 @@ class MemoryModel:
         self.route = route
         self.ranks = ranks
         self.layouts = layouts  # by number of the parameter
-        # By number of a layout: (layout, scratch of a matrix, *results of `_pieces`)
+        # By number of a form: (layout, shape of a unit, scratch of a unit, *results of `_pieces`)
         self.forms: list[tuple] = []
-        self.numbers: dict[int, int] = {}  # id of a layout -> its number
+        # (id of a layout, unit), and (id of a layout, shape, pieces) -> number of the form
+        self.numbers: dict[tuple, int] = {}
         self.footprints: dict[tuple[int, int], MatrixFootprint] = {}  # by (owner, number)
         self.partitions: dict[tuple, int] = {}  # `Layout.replicas` -> number of the partition
         self.alike = self._alike({id(layout): layout for layout in layouts}.values())
@@ -191,20 +194,31 @@ class MemoryModel:
         return {rank: ranks for ranks in alike.values() for rank in ranks}
 
     def sum(self, owned: Iterable[tuple[MatrixLike, int]]) -> Counter:
-        """Return the Counter of (owner, layout number) of any number of (matrix, owner)."""
-        return Counter((owner, self._number(self.layouts[matrix.param])) for matrix, owner in owned)
+        """Return the Counter of (owner, form number) of any number of (matrix, owner)."""
+        return Counter(
+            (owner, self._number(self.layouts[matrix.param], matrix.unit))
+            for matrix, owner in owned
+        )
 
-    def _number(self, layout: Layout) -> int:
-        """Return the number of a layout; compute sizes of pieces once per layout."""
-        if id(layout) not in self.numbers:
-            self.numbers[id(layout)] = len(self.forms)
-            self.forms.append((layout, self.scratch(*layout.shape[-2:]), *self._pieces(layout)))
-        return self.numbers[id(layout)]
+    def _number(self, layout: Layout, unit: int) -> int:
+        """Return the number of the form of a unit; compute sizes of pieces once per form.
+
+        Units of a layout with equal pieces at every rank have one form.
+        """
+        if (id(layout), unit) not in self.numbers:
+            shape = layout.unit_shapes[unit]
+            sizes = self._pieces(layout, unit)
+            form = id(layout), shape, tuple(sizes[0].items())
+            if form not in self.numbers:
+                self.numbers[form] = len(self.forms)
+                self.forms.append((layout, shape, self.scratch(*shape), *sizes))
+            self.numbers[id(layout), unit] = self.numbers[form]
+        return self.numbers[id(layout), unit]
 
     def _pieces(
-        self, layout: Layout
+        self, layout: Layout, unit: int
     ) -> tuple[dict[int, int], dict[int, int], dict[int, int], int, int]:
-        """Return sizes of pieces of a matrix with row state, in bytes: ({rank: piece}, {replica:
+        """Return sizes of pieces of a unit with row state, in bytes: ({rank: piece}, {replica:
         largest piece}, {replica: sum}, sum over ranks with different boxes, partition number).
 
         Routes "local" and "reduce" send no pieces by layout: their dicts are empty.
@@ -212,8 +226,10 @@ class MemoryModel:
         pieces = {}
         largest, whole = defaultdict(int), defaultdict(int)
         for rank in self.ranks if self.route in ("exchange", "own") else ():
-            (r0, r1), (c0, c1) = layout.boxes[rank][-2:]
-            nbytes = (r1 - r0) * ((c1 - c0) * self.element + self.row) if c0 < c1 else 0
+            nbytes = sum(
+                (r1 - r0) * ((c1 - c0) * self.element + self.row) if c0 < c1 else 0
+                for ((r0, r1), (c0, c1)), _ in layout.unit_boxes(rank, unit)
+            )
             replica = layout.replica_of[rank]
             pieces[rank] = nbytes
             largest[replica] = max(largest[replica], nbytes)
@@ -223,12 +239,12 @@ class MemoryModel:
         return pieces, largest, whole, distinct, partition
 
     def _footprint(self, owner: int, number: int) -> MatrixFootprint:
-        """Return the footprint of a matrix of layout `number` at `owner`."""
+        """Return the footprint of a matrix of form `number` at `owner`."""
         if (owner, number) in self.footprints:
             return self.footprints[owner, number]
-        layout, scratch, pieces, largest, whole, distinct, partition = self.forms[number]
+        layout, shape, scratch, pieces, largest, whole, distinct, partition = self.forms[number]
         key, long, square = scratch
-        R, C = layout.shape[-2:]
+        R, C = shape
         numel, others = R * C * self.element, len(self.ranks) - 1
         inbound = outbound = return_buffer = leaves = replica = returns = 0
         # 4 R: row state, reserved for plain Muon, too, see `rank_plan_of`

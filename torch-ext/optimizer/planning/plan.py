@@ -44,7 +44,8 @@ OWNER_STATE_ROUTES = "own", "reduce"
 
 @dataclass(frozen=True)
 class Matrix:
-    """The unit of orthogonalization: `rows` x `cols`, at leading index `at` of a parameter.
+    """The unit of orthogonalization: `rows` x `cols`, unit `unit` of the matrix at leading index
+    `at` of a parameter (see params/units.py).
 
     In a bucket of chunks (`plan_chunks`): `rows` rows of every owner's part of a parameter, from
     row `at[0]` of the part on.
@@ -54,6 +55,7 @@ class Matrix:
     at: tuple[int, ...]  # leading indices, for example the expert; () for a 2-D parameter
     rows: int
     cols: int
+    unit: int = 0  # number in `Layout.unit_boxes`; 0 if the whole (R, C) is one unit
 
     @property
     def numel(self) -> int:
@@ -121,10 +123,12 @@ def make_plan(
     rank_bytes: int = 1 << 30,
     plain: str = "exchange",
     minimize_workspace: bool = False,
+    row_layouts: Sequence[Layout] | None = None,
 ) -> list[Bucket]:
     """Return the buckets of a parameter group; equal on every rank.
 
-    `layouts`: of each parameter; parameters of equal shape and placement share a Layout object.
+    `layouts`, `row_layouts`: of each parameter and of its row state, None without row state;
+    parameters of equal shape, placement and split share a Layout object.
     `cost`: (rows, cols) -> work of a matrix, an int. A CostModel with measured times also decides
     how buckets are cut and ordered; without times the buckets are as few as possible.
     `loads`: {ranks that know of the work: Counter of rank -> work}, from earlier plans of the step;
@@ -133,7 +137,7 @@ def make_plan(
     `plain`: route of plain parameters on several ranks: "exchange", "own" or "reduce".
     `minimize_workspace`: prefer less memory if the expected time grows by at most 1 %.
     """
-    families = _families(layouts, plain)
+    families = _families(layouts, row_layouts, plain)
     cost_model = cost if getattr(cost, "measured", False) else None
     owner_of = _assign(families, layouts, cost, loads)
     buckets = []
@@ -185,7 +189,7 @@ def along_backward(
     """
 
     def cut_anew(owner_of: Mapping[Matrix, int], least: float, pack: Callable) -> list[Bucket]:
-        order = sorted(owner_of, key=lambda m: (-m.param, m.at))
+        order = sorted(owner_of, key=lambda m: (-m.param, m.at, m.unit))
         return pack(in_equal_buckets([(m,) for m in order], least))
 
     return _along(cut_anew, buckets, layouts, cost, inputs, latency)
@@ -208,7 +212,7 @@ def along_forward(
 
     def cut_anew(owner_of: Mapping[Matrix, int], least: float, pack: Callable) -> list[Bucket]:
         queues = defaultdict(list)
-        for matrix in sorted(owner_of, key=lambda m: (m.param, m.at)):
+        for matrix in sorted(owner_of, key=lambda m: (m.param, m.at, m.unit)):
             queues[owner_of[matrix]].append(matrix)
         rounds = [
             tuple(m for m in together if m is not None)
@@ -278,22 +282,28 @@ def bucket_sort_key(ranks: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     return -len(ranks), ranks
 
 
-def _families(layouts: Sequence[Layout], plain: str) -> dict[Family, list[Matrix]]:
+def _families(
+    layouts: Sequence[Layout], row_layouts: Sequence[Layout] | None, plain: str
+) -> dict[Family, list[Matrix]]:
     """Return (route, ranks) -> matrices with pieces on the ranks, in order of parameters."""
     families = defaultdict(list)
     # Thousands of parameters share a handful of layouts, whose boxes grow with the ranks
     boxes_of: dict[int, list] = {}  # id of a layout -> result of `_routes`
     for param, layout in enumerate(layouts):
         if id(layout) not in boxes_of:
-            boxes_of[id(layout)] = _routes(layout, plain)
-        for lead, family in boxes_of[id(layout)]:
+            boxes_of[id(layout)] = _routes(layout, row_layouts and row_layouts[param], plain)
+        for lead, of_units in boxes_of[id(layout)]:
             for at in itertools.product(*(range(a, b) for a, b in lead)):
-                families[family].append(Matrix(param, at, *layout.shape[-2:]))
+                for unit, family in of_units:
+                    families[family].append(Matrix(param, at, *layout.unit_shapes[unit], unit))
     return dict(families)
 
 
-def _routes(layout: Layout, plain: str) -> list[tuple[tuple, Family]]:
-    """Return [(box of leading indices, (route, ranks))]: the family of the matrices in each box.
+def _routes(
+    layout: Layout, row_layout: Layout | None, plain: str
+) -> list[tuple[tuple, list[tuple[int, Family]]]]:
+    """Return [(box of leading indices, [(unit, (route, ranks))])]: the family of each unit of the
+    matrices in each box.
 
     Expert parallelism shards leading indices: experts on different ranks are different families.
     """
@@ -301,15 +311,46 @@ def _routes(layout: Layout, plain: str) -> list[tuple[tuple, Family]]:
     for rank, box in layout.boxes.items():
         if all(a < b for a, b in box[:-2]):
             ranks_of[box[:-2]].append(rank)
+    route = plain if layout.plain else "exchange"
     found = []
     for lead, ranks in ranks_of.items():
-        storing = [r for r in ranks if all(a < b for a, b in layout.boxes[r][-2:])]
-        # A single rank with elements owns its matrices. Otherwise ranks with empty shards take
-        # part, too: they may own matrices.
-        if len(storing) == 1:
-            found.append((lead, ("local", tuple(storing))))
-        elif storing:
-            found.append((lead, (plain if layout.plain else "exchange", tuple(sorted(ranks)))))
+        ranks = tuple(sorted(ranks))
+        if layout.unit_count > 1:
+            storing = _whole_at(layout, row_layout, ranks)
+        else:
+            # A single rank with elements owns its matrices. Otherwise ranks with empty shards take
+            # part, too: they may own matrices.
+            some = tuple(r for r in ranks if all(a < b for a, b in layout.boxes[r][-2:]))
+            storing = {} if not some else {0: some if len(some) == 1 else ranks}
+        units = [
+            (unit, ("local" if len(ranks) == 1 else route, ranks))
+            for unit, ranks in sorted(storing.items())
+        ]
+        found.append((lead, units))
+    return found
+
+
+def _whole_at(
+    layout: Layout, row_layout: Layout | None, ranks: tuple[int, ...]
+) -> dict[int, tuple[int, ...]]:
+    """Return unit -> the ranks that step it: the ranks that store it, if each of these stores the
+    whole unit; else all of `ranks`.
+
+    A unit that lies whole on a rank, such as a head, is never sent to another owner. Units without
+    elements are left out. `row_layout`: a unit counts as whole only with its row state.
+    """
+    needed = defaultdict(dict)  # unit -> rank -> elements of the unit, and of its row state
+    for kind, of_kind in enumerate((layout, row_layout)):
+        for rank in ranks if of_kind is not None else ():
+            for unit, count in of_kind.unit_sizes(rank).items():
+                needed[unit].setdefault(rank, [0, 0])[kind] = count
+    found = {}
+    for unit, stored in needed.items():
+        rows, cols = layout.unit_shapes[unit]
+        whole = [rows * cols, rows * (row_layout is not None)]
+        is_whole = all(counts == whole for counts in stored.values())
+        if rows * cols:
+            found[unit] = tuple(sorted(stored)) if is_whole else ranks
     return found
 
 
@@ -329,7 +370,7 @@ def _assign(
     state is a single tensor.
     """
     owner_of: dict[Matrix, int] = {}
-    worlds = defaultdict(list)  # world -> (param, at, allowed ranks, work, matrices)
+    worlds = defaultdict(list)  # world -> ((param, at, unit), allowed ranks, work, matrices)
     distinct = {id(layout): layout for layout in layouts}
     world_of = {key: frozenset(layout.boxes) for key, layout in distinct.items()}
     for (route, ranks), matrices in families.items():
@@ -338,18 +379,19 @@ def _assign(
             matrices, key=lambda m: m.param if route in OWNER_STATE_ROUTES else m
         ):
             unit = list(unit)
+            first = unit[0]
             # LPT needs work > 0: else all matrices without cost would go to one rank
-            work = max(1, cost(unit[0].rows, unit[0].cols)) * len(unit)
-            worlds[world_of[id(layouts[unit[0].param])]].append(
-                (unit[0].param, unit[0].at, ranks, work, unit)
+            work = sum(max(1, cost(m.rows, m.cols)) for m in unit)
+            worlds[world_of[id(layouts[first.param])]].append(
+                ((first.param, first.at, first.unit), ranks, work, unit)
             )
     for world in sorted(worlds, key=lambda world: (-len(world), sorted(world))):
         # Sorted by parameter: the order of families may depend on parameters of other worlds
-        units, base = sorted(worlds[world], key=lambda u: u[:2]), Counter()
+        units, base = sorted(worlds[world], key=lambda u: u[0]), Counter()
         for superset in [ranks for ranks in loads if ranks >= world]:
             base.update(loads[superset])
         owners = assign(
-            [(work, ranks) for _, _, ranks, work, _ in units], {r: base[r] for r in sorted(world)}
+            [(work, ranks) for _, ranks, work, _ in units], {r: base[r] for r in sorted(world)}
         )
         added = loads.setdefault(world, Counter())
         for owner, (*_, work, unit) in zip(owners, units):

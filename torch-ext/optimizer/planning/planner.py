@@ -23,6 +23,7 @@ from ..newton_schulz.method import gain_side_by_side
 from ..params.dtensor import gradient_dtype, is_dtensor, local_of, mismatched_placements
 from ..params.errors import names_in, warn_caller
 from ..params.layout import Layout, layout_of, row_chunks, this_rank
+from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import check_param
 from ..pipeline import BUCKETS_IN_FLIGHT
 from ..rules.rule import state_device_and_dtype
@@ -71,6 +72,13 @@ class Plan:
     # field that changes: a `Store` adds gradients found later. A new `Store` of the plan must know
     # them: a rank whose gradient is missing takes part in the redistribution all the same.
     mismatched: dict[int, tuple] = field(default_factory=dict)
+    # How each parameter is cut into matrices; None: each (R, C) is one matrix. `layouts` and
+    # `row_layouts` are those of the matrices, see `Layout.as_matrices`.
+    splits: list[Split] | None = None
+
+    def split(self, number: int) -> Split:
+        """Return how parameter `number` is cut into matrices."""
+        return WHOLE if self.splits is None else self.splits[number]
 
     def compared_by(self, number: int) -> tuple[int, ...]:
         """Return the ranks that agree on whether parameter `number` has a gradient; () if the rank
@@ -126,8 +134,10 @@ class Planner:
 
     def _matrices(self, group: dict, params: Sequence[torch.Tensor]) -> Plan:
         """Return the plan of a Muon group."""
-        layouts = self._layouts(params)
-        rows = self._layouts(params, of_rows=True) if "beta2" in group else None
+        of_param = dict(zip(map(id, group["params"]), splits_of(group)))
+        splits = [of_param[id(p)] for p in params]
+        layouts = self._layouts(params, splits)
+        rows = self._layouts(params, splits, of_rows=True) if "beta2" in group else None
         cost_model = CostModel.of(group, self.device)
         rank_bytes = self.options.workspace_limit_bytes(self.device)
         inputs = self._plan_inputs(rows is not None, cost_model, rank_bytes)
@@ -139,6 +149,7 @@ class Planner:
             rank_bytes=rank_bytes,
             plain=self._plain_route(),
             minimize_workspace=self.options.workspace_bytes is None,
+            row_layouts=rows,
         )
         if self.options.overlap_backward:
             buckets = along_backward(buckets, layouts, cost_model, inputs, self.latency)
@@ -162,6 +173,7 @@ class Planner:
             cost_model_key=cost_model.key,
             state_rows=self._state_rows(buckets, params),
             mismatched=mismatched_placements(params),
+            splits=splits,
         )
 
     def _plan_inputs(self, row_state: bool, cost_model: CostModel, rank_bytes: int) -> PlanInputs:
@@ -215,7 +227,7 @@ class Planner:
         return Plan(
             group,
             params,
-            self._layouts(params),
+            self._layouts(params, [WHOLE] * len(params)),
             None,
             None,
             frozenset(range(len(params))),
@@ -224,7 +236,7 @@ class Planner:
 
     def _chunks(self, group: dict, params: Sequence[torch.Tensor]) -> Plan:
         """Return the plan of AdamW parameters with state at owners, all of one dtype."""
-        ranks, layouts = self._ranks(), self._layouts(params)
+        ranks, layouts = self._ranks(), self._layouts(params, [WHOLE] * len(params))
         shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
         state_dtype = state_device_and_dtype("exp_avg", params[0], self.options.state_dtype)[1]
         inputs = ChunkPlanInputs(
@@ -255,22 +267,25 @@ class Planner:
             state_rows=state_rows,
         )
 
-    def _layouts(self, params: Sequence[torch.Tensor], of_rows: bool = False) -> list[Layout]:
-        """Return the layout of each parameter, or with `of_rows` of the (..., R, 1) row state.
+    def _layouts(
+        self, params: Sequence[torch.Tensor], splits: Sequence[Split], of_rows: bool = False
+    ) -> list[Layout]:
+        """Return the layout of each parameter's matrices, or with `of_rows` of its row state.
 
-        Parameters of equal shape, mesh and placements share a Layout object.
+        Parameters of equal shape, mesh, placements and split share a Layout object.
         """
         # A Layout has a box for every rank, so thousands of equal layouts would be slow; make_plan
         # and MemoryModel cache their results by the id of a layout
         known = {}
         keys = [
-            (p.shape, p.device_mesh, p.placements) if is_dtensor(p) else (p.shape,) for p in params
+            (p.shape, split, p.device_mesh, p.placements) if is_dtensor(p) else (p.shape, split)
+            for p, split in zip(params, splits)
         ]
-        for key, p in zip(keys, params):
+        for key, p, split in zip(keys, params, splits):
             if key not in known:
-                known[key] = layout_of(
-                    p, self.process_group, (*p.shape[:-1], 1) if of_rows else None
-                )
+                shape = split.row_state_shape(p.shape) if of_rows else None
+                layout = layout_of(p, self.process_group, shape)
+                known[key] = layout.as_matrices(split, tuple(p.shape) if of_rows else None)
         return [known[key] for key in keys]
 
     def check_bucket_buffers(self) -> None:

@@ -36,12 +36,14 @@ class Piece:
     # of AdamW with state at owners
     kind: str
     matrix: Matrix
-    box: Box
+    box: Box  # in rows and columns of the unit; of a chunk, of the parameter
     stored_at: int  # rank that stores the piece
     owner: int  # rank that owns the matrix
     # The piece is sent to the owner, or stays there. False for replicas: a replica of the piece is
     # the source, and rank `stored_at` only receives O for the piece.
     is_source: bool
+    # (row, column) of the (R, C) matrix of the parameter at which the box begins; unused in chunks
+    start: tuple[int, int] = (0, 0)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -362,9 +364,8 @@ def _pieces_at(bucket: Bucket, rank: int, layouts: Sequence[Layout], kind: str) 
             is_source = (
                 bucket.route == "reduce" or layout.replica_of[storing] == layout.replica_of[owner]
             )
-            boxes = [box[-2:] for box in layout.boxes_of(storing)]
-            for box in [box for box in boxes if all(a < b for a, b in box)]:
-                yield Piece(kind, matrix, box, storing, owner, is_source)
+            for box, start in layout.unit_boxes(storing, matrix.unit):
+                yield Piece(kind, matrix, box, storing, owner, is_source, start)
 
 
 def plan_all_to_all(

@@ -37,7 +37,7 @@ execution/: a rule works on lists of tensors and stacks of matrices, and knows n
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -98,6 +98,11 @@ def host_constants(group: Mapping[str, Any], wide: bool = False) -> tuple:
     return *fixed, float(group["lr"]) if wide else None
 
 
+def per_row(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return (..., R, 1) for the shape (..., R, C)."""
+    return *shape[:-1], 1
+
+
 # State that is sharded by rows of the parameter
 ROW_SHARDED_KEYS = ("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq")
 # All keys of this optimizer in the state of a parameter. Users may keep further keys in there
@@ -126,8 +131,14 @@ def state_device_and_dtype(
     return param.device, torch.float64 if param.dtype == torch.float64 else dtype
 
 
-def state_shape(param: torch.Tensor, key: str) -> tuple[int, ...]:
-    """Return the global shape of a parameter's state, by the table of the module."""
+def state_shape(
+    param: torch.Tensor, key: str, row_state_shape: Callable[[torch.Size], tuple] = per_row
+) -> tuple[int, ...]:
+    """Return the global shape of a parameter's state, by the table of the module.
+
+    `row_state_shape`: shape of a parameter -> shape of its state per row, see
+    `params.units.Split.row_state_shape`; by default, one number for each row of (..., R, C).
+    """
     if key == "step":
         return ()
-    return (*param.shape[:-1], 1) if key == "second_moment" else tuple(param.shape)
+    return row_state_shape(param.shape) if key == "second_moment" else tuple(param.shape)

@@ -22,6 +22,7 @@ from ..params.config import MuonConfig
 from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like, zeros_of
 from ..params.errors import names_in, warn_caller
 from ..params.layout import layout_of, row_chunks, this_rank
+from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import device_of
 from ..planning.planner import Plan
 from ..rules.rule import ROW_SHARDED_KEYS, state_device_and_dtype, state_keys, state_shape
@@ -90,19 +91,22 @@ def complete_state(groups: list[dict], state: dict, options: MuonConfig) -> None
     rank, since the keys of a checkpoint must be equal on all ranks.
     """
     for group in groups:
-        for param in [p for p in group["params"] if p.requires_grad]:
+        for param, split in zip(group["params"], splits_of(group)):
+            if not param.requires_grad:
+                continue
             held = state.setdefault(param, {})
             if is_dtensor(param):
-                _shard_plain_state(held, param)
+                _shard_plain_state(held, param, split)
             # Owners are chosen in the first step, and `move_to_owners` brings rows to the owners
             rows = _rows_at_rank(param, options) if options.owner_keeps_state else None
-            create_state(held, param, state_keys(group), options.state_dtype, rows=rows)
+            create_state(held, param, state_keys(group), options.state_dtype, split, rows)
 
 
-def _shard_plain_state(state: dict, param: torch.Tensor) -> None:
+def _shard_plain_state(state: dict, param: torch.Tensor, split: Split) -> None:
     """Shard plain state, from before the model was sharded, like the DTensor `param`."""
     for key, value in _row_entries(state):
-        if not is_dtensor(value) and tuple(value.shape) == state_shape(param, key):
+        expected = state_shape(param, key, split.row_state_shape)
+        if not is_dtensor(value) and tuple(value.shape) == expected:
             state[key] = place_like(value, param)
 
 
@@ -141,8 +145,9 @@ def check_state(plans: Sequence[Plan], state: dict) -> None:
     """
     for plan in plans:
         names = names_in(plan.group)
-        for p in plan.params:
-            _check_shapes(state.get(p, {}), p, names[p], by_rows=plan.state_rows is not None)
+        for number, p in enumerate(plan.params):
+            by_rows = plan.state_rows is not None
+            _check_shapes(state.get(p, {}), p, names[p], plan.split(number), by_rows)
 
 
 def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> None:
@@ -163,22 +168,23 @@ def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> No
             if plan.state_rows is None:
                 _move_to_param(state[p], p)
             rows = None if plan.state_rows is None else plan.state_rows[i][group_rank]
-            create_state(state[p], p, state_keys(plan.group), options.state_dtype, rows=rows)
+            keys = state_keys(plan.group)
+            create_state(state[p], p, keys, options.state_dtype, plan.split(i), rows)
 
 
-def _check_shapes(state: dict, param: torch.Tensor, name: str, by_rows: bool) -> None:
+def _check_shapes(state: dict, param: torch.Tensor, name: str, split: Split, by_rows: bool) -> None:
     """Raise RuntimeError for state without its parameter's shape. `by_rows`: a rank may hold some
     rows only.
     """
     # With `by_rows` dim 0 has as many rows as the rank keeps
     first = 1 if by_rows else 0
     for key, value in _row_entries(state):
-        expected = state_shape(param, key)
+        expected = state_shape(param, key, split.row_state_shape)
         if param.ndim and tuple(value.shape[first:]) != expected[first:]:
             raise RuntimeError(
                 f"{key} of parameter {name} has shape {tuple(value.shape)}, but the parameter, of "
-                f"shape {tuple(param.shape)}, needs {expected}: it was resized. Delete its entry "
-                "in the optimizer's `state`, or load state that fits"
+                f"shape {tuple(param.shape)}, needs {expected}: it was resized, or its split has "
+                "changed. Delete its entry in the optimizer's `state`, or load state that fits"
             )
 
 
@@ -205,16 +211,17 @@ def create_state(
     param: torch.Tensor,
     keys: Iterable[str],
     dtype: torch.dtype,
+    split: Split = WHOLE,
     rows: int | None = None,
 ) -> None:
     """Create missing zero state of a parameter, in place, and move existing state to the
     parameter's device.
 
     `keys`: "momentum_buffer", "exp_avg" and "exp_avg_sq" of the parameter's shape in `dtype`;
-    "second_moment" (..., R, 1) in fp32 (bf16 has too few bits for an average over 20 steps);
-    "step", a scalar. `rows`: number of rows on this rank if owners keep the state; None: placed
-    like the parameter. Called on every rank, even without local elements: keys of a checkpoint must
-    be equal on all ranks.
+    "second_moment" of `Split.row_state_shape` in fp32 (bf16 has too few bits for an average over
+    20 steps); "step", a scalar. `split`: how the parameter is cut into matrices. `rows`: number of
+    rows on this rank if owners keep the state; None: placed like the parameter. Called on every
+    rank, even without local elements: keys of a checkpoint must be equal on all ranks.
     """
     for key in keys:
         device, key_dtype = state_device_and_dtype(key, param, dtype)
@@ -226,17 +233,17 @@ def create_state(
             state[key] = torch.zeros((), dtype=key_dtype, device=device)
         elif rows is not None:
             # Rows of dim 0 only: the state of a 0-D parameter has shape (rows,)
-            last = param.shape[1:-1] + (1,) if key == "second_moment" else param.shape[1:]
+            last = state_shape(param, key, split.row_state_shape)[1:]
             state[key] = torch.zeros((rows, *last), dtype=key_dtype, device=device)
         elif key == "second_moment":
-            state[key] = _zero_row_state(param)
+            state[key] = _zero_row_state(param, split)
         else:
             state[key] = zeros_of(param, key_dtype)
 
 
-def _zero_row_state(param: torch.Tensor) -> torch.Tensor:
-    """Return zero row state (..., R, 1), fp32, placed like the parameter."""
-    shape = state_shape(param, "second_moment")
+def _zero_row_state(param: torch.Tensor, split: Split) -> torch.Tensor:
+    """Return zero row state, fp32, placed like the parameter."""
+    shape = split.row_state_shape(param.shape)
     if not is_dtensor(param):
         return torch.zeros(shape, dtype=torch.float32, device=param.device)
     # Not zeros_of: of a parameter sharded by columns a single rank stores the row state

@@ -21,6 +21,7 @@ import torch
 from ..params.dtensor import is_dtensor
 from ..params.errors import given_names, in_group, shortened
 from ..params.param_groups import clean_names
+from ..params.units import splits_of
 from ..params.validation import TOLERATED, check_group
 from ..rules.rule import STATE_KEYS, state_keys
 from .state_dict import KINDS, STRUCTURE, check_state, options_of
@@ -437,7 +438,7 @@ def _saved_group(
     own_names = [[names[p] for p in entry["params"]] for entry in own]
     params = own_names[number]
     keys = state_keys(group)
-    for param, name in zip(group["params"], params):
+    for param, name, split in zip(group["params"], params, splits_of(group)):
         was_muon = next((g["use_muon"] for g in saved if name in g["params"]), group["use_muon"])
         if was_muon != bool(group["use_muon"]):
             raise ValueError(
@@ -450,7 +451,7 @@ def _saved_group(
                 f"{path} has {shortened(', '.join(sorted(states[name])))} of "
                 f"parameter {name}, but its state here is {', '.join(sorted(keys))}"
             )
-        check_state(param, keys, name, states.get(name, {}))
+        check_state(param, keys, name, states.get(name, {}), split)
     options = options_of(number, own, own_names, [(set(g["params"]), g["options"]) for g in saved])
     taken = {key: _from_json(key, group[key], options[key]) for key in group if key in options}
     check_group({**group, **taken}, set(group))

@@ -23,6 +23,7 @@ from ..params.dtensor import as_dtensor, is_by_rows, is_dtensor, local_of
 from ..params.errors import in_group, name_of, names_in, shortened, warn_caller
 from ..params.model.classification import NO_DECAY
 from ..params.param_groups import clean_name
+from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import CHANGED, check_numbers
 from ..rules.rule import STATE_KEYS, state_device_and_dtype, state_keys, state_shape
 from .consolidated import refuse_elsewhere
@@ -32,7 +33,9 @@ from .shard_check import check_shards
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
 # Keys of groups of torch's AdamW that this optimizer has no option for
 ADAMW = "maximize", "amsgrad", "capturable", "decoupled_weight_decay"
-LABELS = ("param_names", "name")  # keys of a group that loading never changes
+# Keys of a group that loading never changes. `split` and `transposed` say how a weight is built,
+# which the model decides and not the checkpoint.
+LABELS = ("param_names", "name", "split", "transposed")
 STRUCTURE = ("params", "use_muon", *LABELS)  # keys of a group that are no options
 
 
@@ -367,6 +370,7 @@ def restore(loaded: dict, groups: list[dict], options: MuonConfig) -> dict:
     ValueError, with the parameter's name, for state that does not fit.
     """
     members = []  # (parameter, group, name, saved state)
+    splits = {p: split for group in groups for p, split in zip(group["params"], splits_of(group))}
     for number, (group, saved) in enumerate(zip(groups, loaded["param_groups"])):
         _check_options(number, group, saved)
         _check_kind(number, group, saved)
@@ -376,7 +380,7 @@ def restore(loaded: dict, groups: list[dict], options: MuonConfig) -> dict:
     refusal = None
     try:
         for param, group, name, state in members:
-            check_state(param, state_keys(group), name, state)
+            check_state(param, state_keys(group), name, state, splits[param])
     except ValueError as error:
         refusal = error  # raised by check_shards: other ranks may wait for this rank
     check_shards(members, options, refusal)
@@ -396,9 +400,12 @@ def _foreign_entries(state: object) -> dict:
     }
 
 
-def check_state(param: torch.Tensor, keys: Sequence[str], name: str, state: object) -> None:
+def check_state(
+    param: torch.Tensor, keys: Sequence[str], name: str, state: object, split: Split = WHOLE
+) -> None:
     """Raise ValueError unless `state` can be the saved state of `param` under a rule with state
-    `keys`: all keys or none. NorMuon also accepts state of Muon, without second moment.
+    `keys`: all keys or none. NorMuon also accepts state of Muon, without second moment. `split`:
+    how the parameter is cut into matrices.
     """
     name = shortened(name)
     if not isinstance(state, dict):
@@ -415,14 +422,14 @@ def check_state(param: torch.Tensor, keys: Sequence[str], name: str, state: obje
             "optimizer or for another kind of group"
         )
     for key in [k for k in keys if k in state]:
-        shape = state_shape(param, key)
+        shape = state_shape(param, key, split.row_state_shape)
         saved_shape = tuple(getattr(state[key], "shape", ()))
         # A step count of shape (1,) is reshaped by `_restored_state`
         if saved_shape != shape and not (key == "step" and saved_shape == (1,)):
             raise ValueError(
                 f"{key} of parameter {name} has shape {shortened(saved_shape)} in the state, "
                 f"but a parameter of shape {tuple(param.shape)} needs {shape}: it was "
-                "saved for another parameter"
+                "saved for another parameter or with another split"
             )
         dtype = _as_tensor(state[key], f"{key} of parameter {name}").dtype
         is_count = key == "step" and not dtype.is_complex and dtype != torch.bool
