@@ -200,7 +200,7 @@ class NonfiniteFlags(StepHook):
             return
         set_flags = set(self.local_flags.nonzero().flatten().tolist())
         names = [
-            name_in(plan.group, plan.params[number])
+            plan.names[number]
             for first, plan, number in self.flag_params
             if set_flags.intersection(range(first, first + math.prod(_flag_shape(plan, number))))
         ]

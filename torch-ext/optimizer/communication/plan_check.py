@@ -26,7 +26,7 @@ from ..kernels.backend import triton_version, use_triton
 from ..params import errors
 from ..params.config import MuonConfig
 from ..params.dtensor import local_of
-from ..params.errors import fsdp_names, names_in, warn_caller
+from ..params.errors import fsdp_names, warn_caller
 from ..params.layout import this_rank
 from ..planning.plan import bucket_sort_key, digest
 from ..planning.planner import Plan
@@ -217,7 +217,7 @@ def _fact_digests(
     ]
     options = [str(getattr(options, key)) for key in OPTION_NAMES]
     # A group may have several plans
-    groups = list({id(plan.group): plan.group for plan in plans}.values())
+    groups = list({id(group): group for plan in plans for group in plan.all_groups}.values())
     by_group = [[_normalized(group.get(key)) for group in groups] for key in GROUP_KEYS]
     kernels = (
         device.type,
@@ -244,7 +244,12 @@ def _fact_digests(
 
 def _fsdp_names(plans: list[Plan]) -> dict[int, str]:
     """Return {id: name} of parameters in groups without names, if FSDP2 knows a name."""
-    unnamed = [id(p) for plan in plans if not plan.group.get("param_names") for p in plan.params]
+    unnamed = [
+        id(p)
+        for plan in plans
+        for i, p in enumerate(plan.params)
+        if not plan.group_at(i).get("param_names")
+    ]
     known = fsdp_names() if unnamed else {}
     return {key: known[key] for key in unnamed if key in known}
 
@@ -253,13 +258,12 @@ def _param_digests(plan: Plan, numbers: list[int], known: dict[int, str]) -> lis
     """Return [(description for messages, digest)] of the parameters with indices `numbers`. Digests
     include names given by the user or FSDP2.
     """
-    names = names_in(plan.group)
     found = []
     for i in numbers:
-        param = plan.params[i]
         # Names that this package made up (#0, #1) count positions only, and are not compared
-        given = names[param] if plan.group.get("param_names") else known.get(id(param))
-        name = f"{given or names[param]} of shape {plan.layouts[i].shape}"
+        is_named = plan.group_at(i).get("param_names")
+        given = plan.names[i] if is_named else known.get(id(plan.params[i]))
+        name = f"{given or plan.names[i]} of shape {tuple(plan.params[i].shape)}"
         found.append((name, _digest_int((given, *_signature(plan, i)))))
     return found
 
@@ -400,7 +404,8 @@ def _compare_copies(
         _warn_of_gradients(_only_different(copied, gradients), ranks)
         _warn_of_order(copied, ranks)
     compared = [pair for pair in gradients if pair is not None]
-    is_lr_zero = all(_normalized(plan.group["lr"]) == 0 for plan, _ in members)
+    groups = [group for plan, _ in members for group in plan.all_groups]
+    is_lr_zero = all(_normalized(group["lr"]) == 0 for group in groups)
     if not compared or not is_lr_zero:
         return []
     if any((most > 0).any() or (least < 0).any() for most, least in compared):
@@ -429,7 +434,6 @@ def _replicated(
     plan: Plan, numbers: set[int], known: dict[int, str], options: MuonConfig
 ) -> list[Replicated]:
     """Return the comparable values of the parameters with indices `numbers` in a plan."""
-    names = names_in(plan.group)
     is_replica = {}  # id of a layout -> whether all ranks store the whole
     found = []
     for i in sorted(numbers):
@@ -437,14 +441,15 @@ def _replicated(
         layout = plan.layouts[i]
         if id(layout) not in is_replica:
             is_replica[id(layout)] = len(set(layout.boxes.values())) == 1
-        given = names[param] if plan.group.get("param_names") else known.get(id(param))
+        is_named = plan.group_at(i).get("param_names")
+        given = plan.names[i] if is_named else known.get(id(param))
         weight = _first_elements(param) if is_replica[id(layout)] else None
         # Without grads_are_reduced each rank has the gradient of its own batch
         reduced = weight is not None and layout.plain and options.grads_are_reduced
         gradient = _first_elements(param.grad, weight) if reduced else None
         travels = plan.rank_plans is not None
         signature = _signature(plan, i)
-        entry = Replicated(given or names[param], given, signature, travels, weight, gradient)
+        entry = Replicated(given or plan.names[i], given, signature, travels, weight, gradient)
         found.append(entry)
     return found
 

@@ -80,9 +80,9 @@ class BoundUpdate(BucketUpdate):
         self.buffer_index = inputs.buffer_index
         self.graphs = inputs.graphs
         self.rank = inputs.store.rank  # global
-        # On the device: a schedule may change these numbers without a new capture
-        self.lr_and_decay = inputs.store.scalars[:2]  # lr, 1 - lr weight_decay
-        self.momentum_weight = inputs.store.scalars[4:5]  # 1 - momentum
+        # On the device, of all groups: a schedule may change the numbers without a new capture
+        self.lr_and_decay = inputs.store.scalars  # from element 0 on: lr, 1 - lr weight_decay
+        self.momentum_weight = inputs.store.scalars[4:]  # from element 0 on: 1 - momentum
 
     # Binding
 
@@ -120,7 +120,8 @@ class BoundUpdate(BucketUpdate):
     def _bind_pack(self, pieces: Sequence[Piece], to: Views) -> Pack:
         """Bind the launch that reads G and M of `pieces` and writes U to the views `to`."""
         M, *sources = self._momentum_args(pieces)
-        return Pack(M, [to[p] for p in pieces], *sources, self.store.skip(pieces))
+        skip = self.store.skip(pieces)
+        return Pack(M, [to[p] for p in pieces], *sources, skip, self._groups(pieces))
 
     def _bind_weight_update(self, pieces: Sequence[Piece], orthogonal: Views) -> WeightUpdate:
         """Bind the launch that writes W and M of `pieces`; O is read from `orthogonal`."""
@@ -129,8 +130,13 @@ class BoundUpdate(BucketUpdate):
             [orthogonal[p] for p in pieces],
             self._scales(pieces),
             self.store.skip(pieces),
-            *self._momentum_args(pieces),
+            *(self._momentum_args(pieces) or (None, (), ())),
+            self._groups(pieces),
         )
+
+    def _groups(self, pieces: Sequence[Piece]) -> list[int]:
+        """Number of the parameter group of each piece, in `Store.groups`."""
+        return [self.store.group_of[p.matrix.param] for p in pieces]
 
     def _scales(self, pieces: Sequence[Piece]) -> list[float]:
         """Factor on the learning rate of each piece, from the shape of the whole matrix."""
@@ -430,6 +436,7 @@ class UnreducedUpdate(OwnerUpdate):
             list(received.values()),
             self._scales(received),
             self.store.skip(received),
+            groups=self._groups(received),
         )
 
     def _bind_owned(self, owned: list[Piece], sources: list) -> None:
@@ -440,7 +447,8 @@ class UnreducedUpdate(OwnerUpdate):
         skip = store.skip(owned)
         whole = self.stacks.input_view
         means = sources, [self.mean.out]
-        self.pack_owned = Pack(M, [whole[p] for p in owned], *means, skip)
+        groups = self._groups(owned)
+        self.pack_owned = Pack(M, [whole[p] for p in owned], *means, skip, groups)
         second_moment = store.states(rows, "second_moment")
         self.load_rows = Copy([whole[p] for p in rows], second_moment)
         self.save_rows = Copy(second_moment, [whole[p] for p in rows], store.skip(rows))
@@ -448,7 +456,13 @@ class UnreducedUpdate(OwnerUpdate):
         kept = self._kept_views()
         self.disassemble = copy_unless_in_place({**self.to_shards.leave, **kept}, whole)
         self.update_owned = WeightUpdate(
-            store.weights(owned), [kept[p] for p in owned], self._scales(owned), skip, M, *means
+            store.weights(owned),
+            [kept[p] for p in owned],
+            self._scales(owned),
+            skip,
+            M,
+            *means,
+            groups,
         )
 
     def pack(self, constants: object) -> None:

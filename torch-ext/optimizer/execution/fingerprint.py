@@ -205,6 +205,7 @@ def _constants_of(groups: Iterable[dict]) -> list[tuple]:
     every step (schedules.py).
     """
     found = []
+    first_like: dict[tuple, int] = {}
     for group in groups:
         coefficients = group.get("ns_coefficients")
         betas = group.get("betas")
@@ -217,6 +218,9 @@ def _constants_of(groups: Iterable[dict]) -> list[tuple]:
                 _frozen_form(group.get("transposed")),
                 coefficients if type(coefficients) is str else _frozen(coefficients),
                 tuple(betas[1:]) if isinstance(betas, (tuple, list)) else betas,
+                # Groups of equal values may be stepped together, see `prepare.step_together`. The
+                # values themselves may change in every step.
+                first_like.setdefault((group.get("nesterov"), group.get("beta2")), len(found)),
             )
         )
     return found

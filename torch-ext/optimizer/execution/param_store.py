@@ -51,6 +51,8 @@ class Store:
         flags: torch.Tensor | None = None,
         flag_offset: Mapping[int, int] | None = None,
         splits: Sequence[Split] | None = None,
+        groups: Sequence[dict] = (),
+        group_of: Sequence[int] = (),
     ) -> None:
         """`layouts`, `row_layouts`: of each parameter and of its row state; None without row state.
         `splits`: how each parameter is cut into matrices; None: each (R, C) is one.
@@ -64,11 +66,13 @@ class Store:
         self.rank = this_rank()  # global
         # Parameters are cut into chunks of dim 0, so gradients are made contiguous
         self.in_chunks = in_chunks
-        self.group = group  # the live parameter group
+        self.group = group  # the live parameter group; of several groups the first
+        self.groups = groups or (group,)  # live groups that are stepped together
+        self.group_of = group_of or [0] * len(params)  # index of each parameter's group
         self.addresses = (
             addresses  # int64 addresses of gradients, on the device; None without Triton
         )
-        self.scalars = scalars  # fp32 `device_scalars` of the group, on the device
+        self.scalars = scalars  # fp32 `device_scalars` of all groups, on the device
         self.flags = flags  # fp32 non-finite flags of the whole step; None: nothing is checked
         # Parameter index -> index in `flags` of its first non-finite flag
         self.flag_offset = flag_offset or {}
@@ -83,7 +87,8 @@ class Store:
         # Names for messages
         self.names = list(range(len(params)))
         if group is not None:
-            self.names = list(map(names_in(group).get, params))
+            known = {p: name for one in self.groups for p, name in names_in(one).items()}
+            self.names = list(map(known.get, params))
         self.mismatched = {} if mismatched is None else mismatched
         # This step's gradients: local tensors as autograd left them, None where missing
         self.raw_gradients: Sequence[torch.Tensor | None] = ()
@@ -120,7 +125,7 @@ class Store:
         already known. Raises RuntimeError for a gradient of a wrong shape or layout.
         """
         if as_bound:
-            check_gradients(self.params, [self.group])
+            check_gradients(self.params, self.groups)
             self._find_mismatched()
         gradients = known and map(known.__getitem__, map(id, self.params))
         self.raw_gradients = (

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -29,6 +30,7 @@ from ..pipeline import BUCKETS_IN_FLIGHT, BucketUpdate, Job, Pause, StepHook, pr
 from ..planning.plan import Bucket, bucket_sort_key, check_bucket_buffers
 from ..planning.planner import Plan, Planner, warn_of_idle
 from ..planning.rank_plan import RankPlan
+from ..rules.rule import host_constants
 from ..state import create
 from .bucket_updates import BUCKET_UPDATES, AdamWUpdate, BucketInputs
 from .cuda_graphs import Graphs, release_before_groups
@@ -37,15 +39,23 @@ from .param_store import Store
 from .step_inputs import InputBuffers, StepInputs
 from .workspace import Workspace
 
-GroupParams = tuple[dict, list[torch.Tensor]]  # (live parameter group, parameters of a step)
 BucketTask = tuple[Store, dict, Bucket, RankPlan]  # the dict: the live parameter group
+
+
+@dataclass(frozen=True)
+class GroupParams:
+    """Parameters of a step, of one live parameter group or of several that are stepped together."""
+
+    groups: list[dict]
+    params: list[torch.Tensor]
+    group_of: list[int]  # index in `groups` of the group of each parameter
 
 
 def select_params(
     groups: Sequence[dict], options: MuonConfig, alone: bool
 ) -> tuple[list[GroupParams], list[tuple]]:
-    """Return ([(group, parameters to step)], keys of their plans). While the keys stay equal, the
-    plans of the last step are valid.
+    """Return (parameters to step, keys of their plans). While the keys stay equal, the plans of the
+    last step are valid.
 
     `alone`: parameters that this process steps without other ranks (plain tensors without a
     process_group). Else parameters that several ranks step together (DTensors, and plain tensors
@@ -73,26 +83,55 @@ def select_params(
                     "left alone, for other ranks cannot know; to have it stepped, call "
                     "requires_grad_() on it"
                 )
-    units = [(group, params) for group, params in units if params]
-    return units, [_plan_key(*unit, options.ns_dtype) for unit in units]
+    found = step_together([unit for unit in units if unit[1]])
+    return found, [_plan_key(some, options.ns_dtype) for some in found]
 
 
-def _plan_key(group: dict, params: list[torch.Tensor], dtype: torch.dtype | None) -> tuple:
-    """Key of a group's plans: group, parameters, and the options that plans depend on.
+def step_together(units: Sequence[tuple[dict, list[torch.Tensor]]]) -> list[GroupParams]:
+    """Put Muon groups together that differ only in numbers that a step reads on the device (lr,
+    weight_decay, momentum) and in `split`: they are planned, packed and launched as one.
+
+    `units`: [(live group, parameters to step)]. Groups planned one by one would leave ranks without
+    work: a group of one matrix has one owner. AdamW groups stay alone: torch's kernels take one lr.
+    """
+    together: dict[object, list[tuple]] = {}
+    for group, params in units:
+        key = id(group)
+        if group["use_muon"]:
+            key = host_constants(group), group["adjust_lr_fn"]
+        together.setdefault(key, []).append((group, params))
+    return [
+        GroupParams(
+            [group for group, _ in members],
+            [p for _, params in members for p in params],
+            [i for i, (_, params) in enumerate(members) for _ in params],
+        )
+        for members in together.values()
+    ]
+
+
+def _plan_key(unit: GroupParams, dtype: torch.dtype | None) -> tuple:
+    """Key of the plans of groups: groups, parameters, and the options that plans depend on.
 
     Coefficients enter only through the scratch bytes, and the direct matrices, of each shape: a
     schedule of coefficients seldom plans anew.
     """
+    group = unit.groups[0]  # equal in all that follows
     steps = None
     if group["use_muon"]:
         steps = coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
-    # A parameter that lost its dims since the constructor is refused by the planner
-    of_param = dict(zip(map(id, group["params"]), splits_of(group)))
-    splits = [of_param[id(p)] for p in params]
-    shapes = {
-        shape for p, split in zip(params, splits) if p.ndim > 1 for shape in split.shapes(p.shape)
+    of_param = {
+        id(p): split for one in unit.groups for p, split in zip(one["params"], splits_of(one))
     }
-    dtype = method.products_dtype(dtype, params[0].device)
+    splits = [of_param[id(p)] for p in unit.params]
+    # A parameter that lost its dims since the constructor is refused by the planner
+    shapes = {
+        shape
+        for p, split in zip(unit.params, splits)
+        if p.ndim > 1
+        for shape in split.shapes(p.shape)
+    }
+    dtype = method.products_dtype(dtype, unit.params[0].device)
     forms = steps and {
         (
             shape,
@@ -101,15 +140,16 @@ def _plan_key(group: dict, params: list[torch.Tensor], dtype: torch.dtype | None
         )
         for shape in shapes
     }
-    # Bucket updates hold the live group, hence its id. Plans keep the group alive, so no other
+    # Bucket updates hold the live groups, hence the ids. Plans keep the groups alive, so no other
     # group can get the id.
     return (
-        id(group),
+        tuple(map(id, unit.groups)),
+        tuple(unit.group_of),
         group["use_muon"],
         group["adjust_lr_fn"],
         forms,
         tuple(splits),
-        tuple(map(id, params)),
+        tuple(map(id, unit.params)),
     )
 
 
@@ -129,9 +169,11 @@ def make_plans(
     planner = Planner(options, process_groups)
     if not alone:
         process_groups.find_existing(
-            [p for _, params in units for p in params], planner.process_group
+            [p for unit in units for p in unit.params], planner.process_group
         )
-    plans = [plan for unit in units for plan in planner.plan(*unit)]
+    plans = [
+        plan for unit in units for plan in planner.plan(unit.groups, unit.params, unit.group_of)
+    ]
     planner.check_bucket_buffers()
     # Before ranks compare plans: a rank that raises can be repaired and step again, while the
     # remaining ranks wait in `check_plans`
@@ -405,10 +447,10 @@ def _make_stores(
 ) -> list[Store]:
     """A store for each plan. Raises RuntimeError for a parameter whose memory was freed."""
     for plan in plans:
-        for p in plan.params:
+        for number, p in enumerate(plan.params):
             if p.numel() and local_of(p).numel() and not local_of(p).untyped_storage().nbytes():
                 raise RuntimeError(
-                    f"parameter {name_in(plan.group, p)} has no memory: it was freed, and has to "
+                    f"parameter {plan.names[number]} has no memory: it was freed, and has to "
                     "be materialized again before the step"
                 )
     return [
@@ -425,6 +467,8 @@ def _make_stores(
             None if flags is None else flags.flags,
             None if flags is None else flags.flag_offset[index],
             plan.splits,
+            plan.all_groups,
+            plan.group_of,
         )
         for index, plan in enumerate(plans)
     ]

@@ -14,6 +14,7 @@ import torch
 
 from ..communication.missing_grads import MissingGradients
 from ..kernels.backend import capturing, use_triton
+from ..kernels.elementwise.multi_tensor import NUMBERS
 from ..planning.memory_model import ALIGNMENT
 from ..planning.planner import Plan
 from ..rules.rule import device_scalars
@@ -35,7 +36,7 @@ class InputBuffers:
         """
         self.device = device
         addresses, end = _lay_out([8 * len(plan.params) for plan in plans], 0)
-        scalars, end = _lay_out([4 * len(device_scalars(plan.group)) for plan in plans], end)
+        scalars, end = _lay_out([4 * NUMBERS * len(plan.all_groups) for plan in plans], end)
         flags, end = _lay_out([4 * count for count in flag_counts.values()], end)
         self.memory = torch.zeros(end, dtype=torch.uint8, device=device)
         # Of each plan: int64 addresses of the gradients; None without Triton, because torch's
@@ -43,7 +44,7 @@ class InputBuffers:
         self.addresses: list[torch.Tensor | None] = [None] * len(plans)
         if use_triton(device):
             self.addresses = [self.memory[place].view(torch.int64) for place in addresses]
-        # Of each plan: fp32 `device_scalars`
+        # Of each plan: fp32 `device_scalars` of each group
         self.scalars = [self.memory[place].view(torch.float32) for place in scalars]
         # Ranks -> (fp32 flags: this rank has the gradient; fp32 flags: any rank has the gradient).
         # The step uploads the first, an all-reduce fills the second.
@@ -114,7 +115,8 @@ class StepInputs:
         for store in self.stores:
             values += _addresses(store.gradients)
         for store in self.stores:
-            values += device_scalars(store.group)
+            for group in store.groups:
+                values += device_scalars(group)
         packed = self.packer.pack(*values, *self.missing.local_flags())
         if capturing(self.device):
             self._copy_in_capture(packed)

@@ -7,6 +7,7 @@ for equal groups in equal order. Planning sends nothing.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from ..newton_schulz.method import gain_side_by_side
 from ..params.dtensor import gradient_dtype, is_dtensor, local_of, mismatched_placements
 from ..params.errors import names_in, warn_caller
 from ..params.layout import Layout, layout_of, row_chunks, this_rank
-from ..params.units import WHOLE, Split, splits_of
+from ..params.units import WHOLE, Split, check_splits, splits_of
 from ..params.validation import check_param
 from ..pipeline import BUCKETS_IN_FLIGHT
 from ..rules.rule import state_device_and_dtype
@@ -54,7 +55,7 @@ class Plan:
     dtypes.
     """
 
-    group: dict  # the live parameter group
+    group: dict  # the live parameter group; of several groups the first
     params: list[torch.Tensor]
     layouts: list[Layout]  # of each parameter
     row_layouts: list[Layout] | None  # of each parameter's row state; None without row state
@@ -75,6 +76,27 @@ class Plan:
     # How each parameter is cut into matrices; None: each (R, C) is one matrix. `layouts` and
     # `row_layouts` are those of the matrices, see `Layout.as_matrices`.
     splits: list[Split] | None = None
+    # Live parameter groups that are stepped together, and the index of each parameter's group; ()
+    # for `group` alone. The groups differ only in numbers that a step reads on the device.
+    groups: tuple[dict, ...] = ()
+    group_of: tuple[int, ...] = ()
+
+    @property
+    def all_groups(self) -> tuple[dict, ...]:
+        """The live parameter groups of the plan."""
+        return self.groups or (self.group,)
+
+    def group_at(self, number: int) -> dict:
+        """Return the live parameter group of parameter `number`."""
+        return self.groups[self.group_of[number]] if self.groups else self.group
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """Name of each parameter, for messages."""
+        known = {
+            param: name for group in self.all_groups for param, name in names_in(group).items()
+        }
+        return [known[param] for param in self.params]
 
     def split(self, number: int) -> Split:
         """Return how parameter `number` is cut into matrices."""
@@ -100,17 +122,23 @@ class Planner:
         self.loads: dict[frozenset[int], Counter] = {}  # see `make_plan`
         self.buckets: list[Bucket] = []  # of all groups so far, also of other ranks
 
-    def plan(self, group: dict, params: Sequence[torch.Tensor]) -> list[Plan]:
-        """Return the plans of a group's parameters; raise ValueError or NotImplementedError for a
-        parameter that cannot be stepped.
+    def plan(
+        self, groups: Sequence[dict], params: Sequence[torch.Tensor], group_of: Sequence[int]
+    ) -> list[Plan]:
+        """Return the plans of the parameters of groups that are stepped together; raise ValueError
+        or NotImplementedError for a parameter that cannot be stepped.
 
-        `params`: parameters of the group in this step, not empty.
+        `params`: parameters of the groups in this step, not empty. `group_of`: index of the group
+        of each parameter. AdamW groups come alone.
         """
-        names = names_in(group)
+        group = groups[0]
+        names = [names_in(group) for group in groups]
         # Again, after the checks of the constructor: since then a module may have been cast or
         # sharded
-        for p in params:
-            check_param(p, names[p], group)
+        for p, number in zip(params, group_of):
+            check_param(p, names[number][p], groups[number])
+        for own, known in zip(groups, names):
+            check_splits(own, known, self.options.owner_keeps_state)
         self.device = local_of(params[0]).device
         self.latency = latency_bytes(architecture(self.device.type, self.device.index))
         precompile.preload_compiler(
@@ -118,7 +146,7 @@ class Planner:
         )  # imports Triton in a thread, while ranks compare plans
         self.process_groups.find_backends(params, self.process_group)
         if group["use_muon"]:
-            return [self._matrices(group, params)]
+            return [self._matrices(groups, params, group_of)]
         # Chunks of a plan share all-to-all buffers, so a plan has a single dtype. Without chunks
         # only fp64 parameters are apart: AdamW takes lr for them from the host, in fp64.
         by_dtype = {}
@@ -132,9 +160,14 @@ class Planner:
         plan_one = self._chunks if self.options.owner_keeps_state else self._elementwise
         return [plan_one(group, part) for part in by_dtype.values()]
 
-    def _matrices(self, group: dict, params: Sequence[torch.Tensor]) -> Plan:
-        """Return the plan of a Muon group."""
-        of_param = dict(zip(map(id, group["params"]), splits_of(group)))
+    def _matrices(
+        self, groups: Sequence[dict], params: Sequence[torch.Tensor], group_of: Sequence[int]
+    ) -> Plan:
+        """Return the plan of Muon groups that are stepped together."""
+        group = groups[0]
+        of_param = {
+            id(p): split for one in groups for p, split in zip(one["params"], splits_of(one))
+        }
         splits = [of_param[id(p)] for p in params]
         layouts = self._layouts(params, splits)
         rows = self._layouts(params, splits, of_rows=True) if "beta2" in group else None
@@ -174,6 +207,8 @@ class Planner:
             state_rows=self._state_rows(buckets, params),
             mismatched=mismatched_placements(params),
             splits=splits,
+            groups=tuple(groups),
+            group_of=tuple(group_of),
         )
 
     def _plan_inputs(self, row_state: bool, cost_model: CostModel, rank_bytes: int) -> PlanInputs:

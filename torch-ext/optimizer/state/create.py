@@ -20,7 +20,7 @@ from ..kernels.backend import capturing
 from ..params import errors
 from ..params.config import MuonConfig
 from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like, zeros_of
-from ..params.errors import names_in, warn_caller
+from ..params.errors import warn_caller
 from ..params.layout import layout_of, row_chunks, this_rank
 from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import device_of
@@ -144,10 +144,9 @@ def check_state(plans: Sequence[Plan], state: dict) -> None:
     plans: other ranks wait in the comparison until the rank has repaired its state and steps again.
     """
     for plan in plans:
-        names = names_in(plan.group)
         for number, p in enumerate(plan.params):
             by_rows = plan.state_rows is not None
-            _check_shapes(state.get(p, {}), p, names[p], plan.split(number), by_rows)
+            _check_shapes(state.get(p, {}), p, plan.names[number], plan.split(number), by_rows)
 
 
 def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> None:
@@ -158,8 +157,7 @@ def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> No
     """
     for plan in plans:
         if plan.state_rows is not None:
-            names = names_in(plan.group)
-            named = {p: names[p] for p in plan.params}
+            named = dict(zip(plan.params, plan.names))
             wanted = dict(zip(plan.params, plan.state_rows))
             with errors.during("the move of state to new owners"):
                 move_to_owners(state, named, wanted, options.process_group)

@@ -163,7 +163,8 @@ class BackwardOverlap:
             self.failed = True
             raise
         self.started.append(in_flight)
-        self.sent.append(SentGradients(group, [store.params[i] for i in numbers]))
+        groups = [store.groups[store.group_of[i]] for i in numbers]
+        self.sent.append(SentGradients(groups, [store.params[i] for i in numbers]))
 
     def check_unchanged(self, as_bound: bool, scaled: bool) -> None:
         """At the step: raise RuntimeError if started buckets have sent values different from those
@@ -183,7 +184,7 @@ class BackwardOverlap:
                 "a GradScaler wants gradients unscaled, or the step left out: "
                 "use it without overlap_backward"
             )
-        elif any(_pack_options(sent.group) != sent.options for sent in self.sent):
+        elif any(sent.read_options() != sent.options for sent in self.sent):
             what = "momentum or nesterov changed: set them before the backward, or after the step"
         elif names := [name for sent in self.sent for name in sent.changed()]:
             what = f"the gradient of parameter {names[0]} changed. {NOT_THEN}"
@@ -258,17 +259,22 @@ class BackwardOverlap:
 
 
 class SentGradients:
-    """The gradients of a started bucket and the options of the group, at the time of sending."""
+    """The gradients of a started bucket and the options of the groups, at the time of sending."""
 
-    def __init__(self, group: dict, params: Sequence[torch.Tensor]) -> None:
-        self.group = group
+    def __init__(self, groups: Sequence[dict], params: Sequence[torch.Tensor]) -> None:
+        """`groups`: live parameter group of each parameter."""
+        self.groups = groups
         self.params = params
         self.gradients = [p.grad for p in params]
-        self.options = _pack_options(group)
+        self.options = self.read_options()
         self.versions = list(map(_versions, self.gradients))
         # torch._foreach_* operations on DTensors, as clipping uses, advance no version counter:
         # only norms show the change. None without DTensors.
         self.norms = self._norms() if any(map(is_dtensor, params)) else None
+
+    def read_options(self) -> list[tuple]:
+        """The options of each group that `pack` reads, as they are now."""
+        return list(map(_pack_options, {id(group): group for group in self.groups}.values()))
 
     def _norms(self) -> torch.Tensor | None:
         """2-norms of the nonempty local gradients, on the device; None if all are empty."""
@@ -279,10 +285,10 @@ class SentGradients:
         """Names of parameters with a new gradient tensor, or with a gradient changed in place as
         far as version counters tell.
         """
-        before = zip(self.params, self.gradients, self.versions)
+        before = zip(self.groups, self.params, self.gradients, self.versions)
         return [
-            name_in(self.group, p)
-            for p, g, seen in before
+            name_in(group, p)
+            for group, p, g, seen in before
             if p.grad is not g or _versions(g) != seen
         ]
 

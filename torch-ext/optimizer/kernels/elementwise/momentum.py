@@ -12,11 +12,14 @@ import torch
 from ..backend import use_triton
 from ..launch.jit import jit
 from .multi_tensor import (
+    NUMBERS,
     Skip,
     Source,
     bind,
     element_pointers,
     gradient_address,
+    group_offset,
+    groups_of,
     locate,
     run,
     skips_of,
@@ -40,8 +43,10 @@ class Pack:
         sources: Sequence[Source],
         gradients: Sequence[torch.Tensor],
         skip: Skip | None = None,
+        groups: Sequence[int] | None = None,
     ):
-        """Bind M and U: lists of 2-D views with equal shapes, at fixed addresses.
+        """Bind M and U: lists of 2-D views with equal shapes, at fixed addresses. `groups`: number
+        of the parameter group of each rectangle; None: group 0.
 
         `sources`: place of each rectangle in the gradients. `gradients`: examples with the dtypes
         and the alignment of all later gradients. M, U and the gradients may each be fp32, bf16 or
@@ -53,6 +58,8 @@ class Pack:
         self.launches = (
             bind((self.M, self.U), sources, gradients) if M and use_triton(M[0].device) else None
         )
+        self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.M)]
+        self.groups = groups_of(groups, self.launches)
         self.skip = skip
         self.skips = skips_of(skip, self.launches)  # kernel arguments for each launch
 
@@ -67,13 +74,17 @@ class Pack:
         """Write U and, with `update_momentum`, M; both in place, computed in fp32, rounded once.
 
         `tensors`: all gradients of the step, unchanged. `addresses`: their addresses, int64 on the
-        device (None without Triton). `weight`: 1 - mu, a single fp32 element on the device. Without
-        `update_momentum`, `Update` writes M later, together with the weight.
+        device (None without Triton). `weight`: 1 - mu of group 0, fp32 on the device; the value of
+        group i is i * NUMBERS elements behind. Without `update_momentum`, `WeightUpdate` writes M
+        later, together with the weight.
         """
         if self.launches is None:
             gradients = gradients_or_momenta(tensors, self.sources, self.M, self.skip)
-            return pack_torch(self.M, self.U, gradients, weight, nesterov, update_momentum)
-        for launch, (flags, places, skips) in zip(self.launches, self.skips):
+            weights = [weight[at] for at in self.group_offsets]
+            return pack_torch(self.M, self.U, gradients, weights, nesterov, update_momentum)
+        for launch, (flags, places, skips), (groups, grouped) in zip(
+            self.launches, self.skips, self.groups
+        ):
             run(
                 _pack_kernel,
                 launch,
@@ -81,9 +92,11 @@ class Pack:
                 weight,
                 flags,
                 places,
+                groups,
                 int(update_momentum),
                 NESTEROV=nesterov,
                 SKIPS=skips,
+                GROUPED=grouped,
             )
 
 
@@ -107,12 +120,14 @@ def pack_torch(
     M: Sequence[torch.Tensor],
     U: Sequence[torch.Tensor],
     G: Sequence[torch.Tensor],
-    weight: torch.Tensor,
+    weights: Sequence[torch.Tensor],
     nesterov: bool,
     update_momentum: bool = True,
 ) -> None:
-    """Compute `Pack` in torch, rectangle by rectangle, with the bits of the kernel."""
-    for m, u, g in zip(M, U, G):
+    """Compute `Pack` in torch, rectangle by rectangle, with the bits of the kernel. `weights`: 1 -
+    mu of each rectangle.
+    """
+    for m, u, g, weight in zip(M, U, G, weights):
         new = lerp(m, g, weight)
         if update_momentum:
             m.copy_(new)
@@ -133,9 +148,11 @@ def _pack_kernel(
     weight,
     flags,
     places,
+    groups,
     update_momentum,
     NESTEROV: tl.constexpr,
     SKIPS: tl.constexpr,
+    GROUPED: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -145,7 +162,8 @@ def _pack_kernel(
 ):
     """Compute `Pack` for a block of elements. Lists of the table: M, U, G.
 
-    `weight`: pointer to 1 - mu. `flags`, `places`: see `unskipped`; read if SKIPS only.
+    `weight`: pointer to 1 - mu of group 0. `flags`, `places`: see `unskipped`; read if SKIPS only.
+    `groups`: see `group_offset`; read if GROUPED only.
     """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ALIGNED)
     m_at = element_pointers(record, row, column, 0, TYPE_0, 0, ALIGNED)
@@ -157,7 +175,7 @@ def _pack_kernel(
     m = tl.load(m_at, mask=inside).to(tl.float32)
     if SKIPS:
         g = tl.where(unskipped(inside, blocks, flags, places), g, m)
-    rest = tl.load(weight)
+    rest = tl.load(weight + group_offset(blocks, groups, GROUPED))
     m += rest * (g - m)
     tl.store(m_at, m.to(TYPE_0), mask=tl.where(update_momentum != 0, inside, False))
     if NESTEROV:

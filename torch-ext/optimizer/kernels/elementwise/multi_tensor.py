@@ -6,7 +6,7 @@ kernel over the table. Gradients are new tensors at every step: a record holds t
 to the gradient (`Source`), and a launch gets the gradients' addresses.
 
 Kernels call the jit functions at the end of the file: `locate`, `element_pointers`,
-`gradient_address`, `unskipped`.
+`gradient_address`, `unskipped`, `group_offset`.
 
 Layout of a record (int64): rows, columns, then (address, stride of rows, stride of columns) for
 each list, then, for tables with gradients, the number of the gradient. Strides count elements. A
@@ -28,6 +28,7 @@ tl = None  # Triton's language, put here by jit
 
 BLOCK = 4096  # elements per program
 ALIGNMENT = 16  # bytes: the widest access of a thread
+NUMBERS = 8  # fp32 elements of a parameter group in `rules.rule.device_scalars`
 LONGEST = 1 << 30  # elements in a row of a record: a position in a row stays a 32-bit number
 
 
@@ -88,6 +89,23 @@ def skips_of(skip: Skip | None, launches: Sequence[Launch] | None) -> list[tuple
     return [
         (*skip.of(launch), True) if skip else (launch.records, launch.records, False)
         for launch in launches or ()
+    ]
+
+
+def groups_of(
+    groups: Sequence[int] | None, launches: Sequence[Launch] | None
+) -> list[tuple[torch.Tensor, bool]]:
+    """Return (first element of the numbers of each record's parameter group, whether groups differ)
+    for each launch: `groups` is the number of the group of each rectangle, None for group 0.
+
+    Numbers of a group are NUMBERS consecutive elements. Without groups the tensor is a placeholder,
+    never read by the kernel.
+    """
+    if groups is None or not any(groups):
+        return [(launch.records, False) for launch in launches or ()]
+    first = torch.tensor(groups, dtype=torch.int64, device="cpu") * NUMBERS
+    return [
+        (first[launch.origins.cpu()].to(launch.records.device), True) for launch in launches or ()
     ]
 
 
@@ -232,6 +250,15 @@ def unskipped(inside, blocks, flags, places):
     # Compared as an integer, for Triton's interpreter
     flag = tl.load(flags + tl.load(places + record)).to(tl.int32)
     return tl.where(flag == 0, inside, False)
+
+
+@jit
+def group_offset(blocks, groups, GROUPED: tl.constexpr):
+    """Return the offset of the numbers of the rectangle's parameter group, see `groups_of`."""
+    offset = 0
+    if GROUPED:
+        offset = tl.load(groups + tl.load(blocks + tl.program_id(0).to(tl.int64) * 2))
+    return offset
 
 
 @jit

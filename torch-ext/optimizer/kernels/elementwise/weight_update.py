@@ -10,11 +10,14 @@ from ..backend import use_triton
 from ..launch.jit import jit
 from .momentum import gradients_or_momenta, lerp
 from .multi_tensor import (
+    NUMBERS,
     Skip,
     Source,
     bind,
     element_pointers,
     gradient_address,
+    group_offset,
+    groups_of,
     locate,
     run,
     skips_of,
@@ -40,12 +43,14 @@ class WeightUpdate:
         M: Sequence[torch.Tensor] | None = None,
         sources: Sequence[Source] = (),
         gradients: Sequence[torch.Tensor] = (),
+        groups: Sequence[int] | None = None,
     ):
         """Bind weights and O: lists of 2-D views with equal shapes, at fixed addresses.
 
         `scales`: factor on the learning rate of each rectangle. `M`: momenta of equal shapes, with
         `sources` and `gradients` as for `Pack`; None to leave momentum alone. W, O, M and the
-        gradients may each be fp32, bf16 or fp16. Rectangles of `skip` keep W and M.
+        gradients may each be fp32, bf16 or fp16. Rectangles of `skip` keep W and M. `groups`:
+        number of the parameter group of each rectangle; None: group 0.
         """
         self.W = list(W)
         self.O = list(O)
@@ -59,6 +64,8 @@ class WeightUpdate:
             self.launches = bind((W, O)) if M is None else bind((W, O, M), sources, gradients)
         self.skip = skip
         self.skips = skips_of(skip, self.launches)  # kernel arguments for each launch
+        self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.W)]
+        self.groups = groups_of(groups, self.launches)
         # Scale of each record, for each launch
         self.scales_of = [
             self.scales[launch.origins.to(self.scales.device)] for launch in self.launches or ()
@@ -74,21 +81,23 @@ class WeightUpdate:
     ) -> None:
         """Write W and, with momenta and `update_momentum`, M; in place, in fp32, rounded once.
 
-        `factors`: lr and 1 - lr weight_decay, two fp32 elements on the device. `tensors`,
-        `addresses`, `weight`: as for `Pack`, read with momenta only. Pass `update_momentum=False`
+        `factors`: lr and 1 - lr weight_decay of group 0, fp32 on the device; the values of group i
+        are i * NUMBERS elements behind. `tensors`, `addresses`, `weight`: as for `Pack`, read with
+        momenta only. Pass `update_momentum=False`
         if `Pack` has already written M in the current step.
         """
         if not self.W:
             return
         if self.launches is None:
             if self.M is not None and update_momentum:
-                for m, g in zip(
-                    self.M, gradients_or_momenta(tensors, self.sources, self.M, self.skip)
-                ):
-                    m.copy_(lerp(m, g, weight))
-            return weight_update_torch(self.W, self.O, self.scales, *factors, self.skip)
-        for launch, scales, (flags, places, skips) in zip(
-            self.launches, self.scales_of, self.skips
+                gradients = gradients_or_momenta(tensors, self.sources, self.M, self.skip)
+                for m, g, at in zip(self.M, gradients, self.group_offsets):
+                    m.copy_(lerp(m, g, weight[at]))
+            return weight_update_torch(
+                self.W, self.O, self.scales, factors, self.group_offsets, self.skip
+            )
+        for launch, scales, (flags, places, skips), (groups, grouped) in zip(
+            self.launches, self.scales_of, self.skips, self.groups
         ):
             run(
                 _update_kernel,
@@ -99,9 +108,11 @@ class WeightUpdate:
                 weight,
                 flags,
                 places,
+                groups,
                 int(update_momentum),
                 MOMENTA=self.M is not None,
                 SKIPS=skips,
+                GROUPED=grouped,
             )
 
 
@@ -109,16 +120,16 @@ def weight_update_torch(
     W: Sequence[torch.Tensor],
     O: Sequence[torch.Tensor],
     scales: torch.Tensor,
-    lr: torch.Tensor,
-    keep: torch.Tensor,
+    factors: torch.Tensor,
+    group_offsets: Sequence[int],
     skip: Skip | None = None,
 ) -> None:
     """Compute the weights of `WeightUpdate` in torch, by rectangle, with the bits of the kernel.
 
-    `keep`: 1 - lr weight_decay.
+    `factors`, at the offset of a rectangle: lr, 1 - lr weight_decay.
     """
-    for i, (w, o, factor) in enumerate(zip(W, O, scales * lr)):
-        new = w.float().mul(keep).sub_(o.float().mul(factor))
+    for i, (w, o, scale, at) in enumerate(zip(W, O, scales, group_offsets)):
+        new = w.float().mul(factors[at + 1]).sub_(o.float().mul(scale * factors[at]))
         w.copy_(new if skip is None else torch.where(skip.is_updated(i), new, w.float()))
 
 
@@ -132,9 +143,11 @@ def _update_kernel(
     weight,
     flags,
     places,
+    groups,
     update_momentum,
     MOMENTA: tl.constexpr,
     SKIPS: tl.constexpr,
+    GROUPED: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -147,11 +160,12 @@ def _update_kernel(
     M, G.
 
     `scales`: scale of each record. `update_momentum`: 0 leaves M alone. `flags`, `places`: see
-    `unskipped`; read if SKIPS only.
+    `unskipped`; read if SKIPS only. `groups`: see `group_offset`; read if GROUPED only.
     """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ALIGNED)
+    group = group_offset(blocks, groups, GROUPED)
     factor = tl.load(scales + tl.load(blocks + tl.program_id(0).to(tl.int64) * 2)) * tl.load(
-        factors
+        factors + group
     )
     if SKIPS:
         inside = unskipped(inside, blocks, flags, places)
@@ -167,6 +181,6 @@ def _update_kernel(
             record, row, column, 3, TYPE_3, gradient_address(record, addresses, FIELDS), ALIGNED
         )
         m = tl.load(m_at, mask=written).to(tl.float32)
-        m += tl.load(weight) * (tl.load(g_at, mask=written).to(tl.float32) - m)
+        m += tl.load(weight + group) * (tl.load(g_at, mask=written).to(tl.float32) - m)
         tl.store(m_at, m.to(TYPE_2), mask=written)
-    tl.store(w_at, (w * tl.load(factors + 1) - o * factor).to(TYPE_0), mask=inside)
+    tl.store(w_at, (w * tl.load(factors + group + 1) - o * factor).to(TYPE_0), mask=inside)
