@@ -387,7 +387,7 @@ class Muon(StateDictMethods):
         wide = {f"adamw_{key}": value for key, value in self._adamw.items()}
         validation.check_group(group, self._extra_keys, {**vars(self._options), **wide})
         validation.check_across_params([group], self._options, first)
-        units.check_splits(group, names_in(group), self._options.owner_keeps_state)
+        validation.check_units(group, self._options)
         if validation.is_adamw(group):
             check_momentum(group, momentum, self.defaults["momentum"])
 

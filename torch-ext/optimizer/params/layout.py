@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.utils._mode_utils import no_dispatch
 
 from .dtensor import as_dtensor, is_dtensor
-from .units import Block, Cut, Split
+from .units import WHOLE, Block, Cut, Split
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -436,17 +436,35 @@ def check_placements(param: torch.Tensor, name: str, use_muon: bool = True) -> N
     _check_rank_order(param, label)
 
 
-def check_row_state(param: torch.Tensor, name: str) -> None:
-    """Raise NotImplementedError, naming the parameter, if NorMuon's row state, (..., R, 1), cannot
-    have the placements of `param`: an interleaved dim of columns.
+def check_row_state(param: torch.Tensor, name: str, split: Split = WHOLE) -> None:
+    """Raise NotImplementedError, naming the parameter, if NorMuon's row state cannot have the
+    placements of `param`: along an interleaved dim row state has another size. `split`: how the
+    parameter is cut into matrices.
     """
     interleaved = _interleaved(param.placements) if is_dtensor(param) else ()
-    if interleaved and interleaved[0] == param.ndim - 1:
+    shape = tuple(param.shape)
+    if interleaved and split.row_state_shape(shape)[interleaved[0]] != shape[interleaved[0]]:
         raise NotImplementedError(
-            f"parameter {name} of shape {tuple(param.shape)} with placements {param.placements}: "
+            f"parameter {name} of shape {shape} with placements {param.placements}: "
             "NorMuon keeps one number for each row, which torch cannot shard like these "
             "interleaved columns. Use Muon for it, or put it into a group with use_muon=False"
         )
+
+
+def check_unit_sharding(param: torch.Tensor, name: str, split: Split, has_row_state: bool) -> None:
+    """Raise NotImplementedError, naming the parameter, if the units of `split` cannot have the
+    placements of `param`. `has_row_state`: of NorMuon.
+    """
+    interleaved = _interleaved(param.placements) if is_dtensor(param) else ()
+    # `Layout.place_of` slices rows and columns of matrices only
+    if interleaved and split.dim(param.ndim, interleaved[0]) < len(split.shape(param.shape)) - 2:
+        raise NotImplementedError(
+            f"parameter {name} of shape {tuple(param.shape)} with placements {param.placements}: "
+            "its _StridedShard is alone on a dim along which split='taps' stacks matrices. Shard "
+            "it in another way, or use split='flatten'"
+        )
+    if has_row_state:
+        check_row_state(param, name, split)
 
 
 def unsupported_sharding(param: DTensor) -> str:

@@ -33,6 +33,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .dtensor import is_dtensor, local_of
+
 Range = tuple[int, int]  # (start, stop), stop excluded
 KEYS = ("rows", "columns", "repeat", "heads", "dim")
 VIEWS = ("flatten", "taps")
@@ -171,6 +173,9 @@ class Split:
         """
         shape = tuple(shape)
         cut = self.cut(shape)
+        # Rows of a transposed view are all dims but the first ("taps": the second, of each tap)
+        if self.view and self.transposed:
+            return 1, *shape[1:]
         if self.view == "flatten":
             return shape[0], *([1] * (len(shape) - 1))
         if self.view == "taps":
@@ -223,7 +228,7 @@ def parse(form: object, transposed: bool = False) -> Split:
     rows, columns = _sizes(form, "rows"), _sizes(form, "columns")
     heads, repeat = _count(form, "heads"), _count(form, "repeat")
     dim = form.get("dim", 0)
-    if dim not in (0, 1, -1, -2) or isinstance(dim, bool):
+    if type(dim) is not int or dim not in (0, 1, -1, -2):
         raise ValueError(f"split={form!r}: dim must be 0 (rows) or 1 (columns)")
     if "dim" in form and not heads:
         raise ValueError(f"split={form!r}: dim goes with heads")
@@ -328,18 +333,23 @@ def check_splits(
                     "and cuts nothing; remove the key"
                 )
         return
-    for transposed in set(map(repr, _for_each(group, "transposed", len(group["params"])))):
-        if transposed not in ("None", "False", "True"):
-            raise TypeError(f"transposed={transposed} must be True or False")
-    for param, split in zip(group["params"], splits_of(group)):
-        if split.is_whole or not (param.requires_grad and param.ndim > 1):
+    count = len(group["params"])
+    given = _for_each(group, "split", count), _for_each(group, "transposed", count)
+    for param, form, transposed in zip(group["params"], *given):
+        if form is None and (transposed is None or transposed is False):
             continue
         try:
+            if not (transposed is None or isinstance(transposed, bool)):
+                raise TypeError(f"transposed={transposed!r} must be True or False")
+            split = parse(form, bool(transposed))
+            if split.is_whole or not (param.requires_grad and param.ndim > 1):
+                continue
             _check_split(split, param)
-        except (ValueError, NotImplementedError) as error:
+        except (TypeError, ValueError, NotImplementedError) as error:
             shape = tuple(param.shape)
             raise type(error)(f"parameter {names[param]} of shape {shape}: {error}") from None
-        if split.transposed and param.ndim == 2 and owner_keeps_state and "beta2" in group:
+        by_rows = split.row_state_shape(param.shape)[0] == param.shape[0]
+        if not by_rows and owner_keeps_state and "beta2" in group:
             raise NotImplementedError(
                 f"parameter {names[param]} is transposed, and NorMuon's row state of it cannot be "
                 "cut into rows for owners: leave out shard_state=True and grads_are_reduced=False, "
@@ -361,13 +371,14 @@ def check_flattened(param: torch.Tensor) -> None:
     """Raise NotImplementedError if a parameter with split="flatten" is sharded beyond dim 1, or has
     strides of which (O, I H W) is no view.
     """
-    local = getattr(param, "_local_tensor", param)
-    inner = tuple(param.shape[2:])
-    if tuple(local.shape[2:]) != inner and local.numel():
+    # By placements, which are equal on all ranks: a rank without elements must refuse, too
+    axes = zip(param.placements, param.device_mesh.shape) if is_dtensor(param) else ()
+    if any(size > 1 and getattr(placement, "dim", 0) > 1 for placement, size in axes):
         raise NotImplementedError(
             'split="flatten" takes parameters sharded along their first two dims only: shard it '
             'otherwise, or use split="taps"'
         )
+    local = local_of(param)
     try:
         Split("flatten").matrices(local)
     except RuntimeError:

@@ -24,8 +24,14 @@ from ..newton_schulz.method import MATRIX_DTYPES
 from ..rules.muon import SCALES
 from ..rules.rule import number_of
 from .dtensor import is_dtensor, is_mismatched, local_of, raw_locals
-from .errors import in_group, name_among, name_in, name_of, shortened
-from .layout import check_local_shape, check_placements, check_row_state
+from .errors import in_group, name_among, name_in, name_of, names_in, shortened
+from .layout import (
+    check_local_shape,
+    check_placements,
+    check_row_state,
+    check_unit_sharding,
+)
+from .units import check_splits, splits_of
 
 if TYPE_CHECKING:
     from .config import MuonConfig
@@ -463,16 +469,27 @@ def _is_on_gpu(value: torch.Tensor) -> bool:
     return value.device.type != "cpu" and value.numel() == 1
 
 
+def check_units(group: dict, options: MuonConfig) -> None:
+    """Raise ValueError, TypeError or NotImplementedError, naming the parameter, for a `split` or
+    `transposed` of a group that is wrong, or that a parameter cannot have.
+    """
+    check_splits(group, names_in(group), options.owner_keeps_state)
+    for number, (param, split) in enumerate(zip(group["params"], splits_of(group))):
+        if not split.is_whole and param.requires_grad and param.ndim > 1:
+            check_unit_sharding(param, name_of(group, number), split, "beta2" in group)
+
+
 def check_changed_groups(groups: Sequence[dict], options: MuonConfig) -> None:
     """Check groups again before a step, after a change of groups or parameters since the last step.
 
-    Raises ValueError as `_check_values` and `check_across_params`. Raises RuntimeError for fake
+    Raises as `_check_values`, `check_units` and `check_across_params`. Raises RuntimeError for fake
     tensors (an optimizer can be built for fake tensors, but a step needs memory) and for a plain
     gradient of a DTensor. Does not read lr and the like: see `check_scheduled_values`.
     """
     for number, group in enumerate(groups):
         with in_group(number, group):
             _check_values(group)
+            check_units(group, options)
         for param in group["params"]:
             if getattr(param, "_fsdp_flattened", False):
                 refuse_fsdp1(name_in(group, param))

@@ -293,9 +293,9 @@ def _families(
         if id(layout) not in boxes_of:
             boxes_of[id(layout)] = _routes(layout, row_layouts and row_layouts[param], plain)
         for lead, of_units in boxes_of[id(layout)]:
-            for at in itertools.product(*(range(a, b) for a, b in lead)):
-                for unit, family in of_units:
-                    families[family].append(Matrix(param, at, *layout.unit_shapes[unit], unit))
+            every_at = itertools.product(*(range(a, b) for a, b in lead))
+            for at, (unit, family) in itertools.product(every_at, of_units):
+                families[family].append(Matrix(param, at, *layout.unit_shapes[unit], unit))
     return dict(families)
 
 
