@@ -159,7 +159,8 @@ class Run:
         self.params = matrices + rest
         few = {"ns_coefficients": "jordan", "ns_steps": 2 if device == "cpu" else 5}  # the interpreter is slow
         half = len(matrices) // 2
-        groups = [{"params": matrices[:half], **few}, {"params": matrices[half:], **few},
+        # Another eps: groups that differ only in numbers of the device would be stepped as one
+        groups = [{"params": matrices[:half], **few}, {"params": matrices[half:], **few, "eps": 3e-6},
                   {"params": rest, "use_muon": False, "lr": 0.01}]
         self.optimizer = getattr(package(), name)(groups, capturable=kind == "capturable", **options)
 
