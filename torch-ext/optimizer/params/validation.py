@@ -25,12 +25,7 @@ from ..rules.muon import SCALES
 from ..rules.rule import number_of
 from .dtensor import is_dtensor, is_mismatched, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, names_in, shortened
-from .layout import (
-    check_local_shape,
-    check_placements,
-    check_row_state,
-    check_unit_sharding,
-)
+from .layout import check_local_shape, check_placements, check_row_state, check_unit_sharding
 from .units import check_splits, splits_of
 
 if TYPE_CHECKING:
