@@ -40,7 +40,7 @@ def blocks(form, dim, size):
 
 
 def indices_of(shape, form, transposed=False):
-    """The index in the flattened parameter of each element of each unit."""
+    """The index in the flattened parameter of each element of each unit; units by rows first, as stepped."""
     numbers = torch.arange(math.prod(shape)).view(shape)
     if form == "flatten":
         found = [numbers.flatten(1)]
@@ -48,7 +48,8 @@ def indices_of(shape, form, transposed=False):
         found = numbers.flatten(2).unbind(2)
     else:
         rows, columns = (blocks(form, dim, shape[dim - 2]) for dim in (0, 1))
-        found = [m[r][:, c] for m in numbers.view(-1, *shape[-2:]) for r in rows for c in columns]
+        pairs = [(r, c) for c in columns for r in rows] if transposed else [(r, c) for r in rows for c in columns]
+        found = [m[r][:, c] for m in numbers.view(-1, *shape[-2:]) for r, c in pairs]
     return [(unit.mT if transposed else unit).contiguous() for unit in found]
 
 
@@ -106,7 +107,7 @@ def sizes(rng, multiple):
     return found
 
 
-def matrix_form(rng, multiple, transposed):
+def matrix_form(rng, multiple):
     """(form, rows, columns), both numbers multiples."""
     free = multiple * rng.randint(1, max(1, 20 // multiple))
     kind = rng.choice(["rows", "columns", "both", "repeat", "repeat columns", "heads", "heads of columns", "none"])
@@ -138,7 +139,7 @@ def member(rng, kind, multiple, may_transpose):
         if rng.random() < 0.2:
             return (O, I, rng.randint(1, 9)), "flatten", transposed
         return (O, I, *rng.choice(KERNELS)), rng.choice(["flatten", "taps"]), transposed
-    form, R, C = matrix_form(rng, multiple, transposed)
+    form, R, C = matrix_form(rng, multiple)
     lead = () if kind == "matrix" else (rng.choice([2, 4, 5]),)
     return (*lead, R, C), form, transposed
 
