@@ -289,7 +289,7 @@ def units_on(rng, sizes, placements, dims):
 
 
 def check_units(bucket, members, layouts, rank_plans):
-    """The source pieces of a unit hold each of its elements once; each piece is where the rank stores those elements."""
+    """The source pieces of a unit hold each of its elements once, and each piece is where the rank stores them."""
     sources = defaultdict(list)
     for rank, rank_plan in rank_plans.items():
         for piece in rank_plan.owned:

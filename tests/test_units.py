@@ -275,6 +275,11 @@ def unequal(name, problem, expected, place, layout, world, options):
             here = mine(value, ours[key]) if layout in OWNERS else place(i, value)
             if not torch.equal(local_of(ours[key]), local_of(here)):
                 wrong.append((name, *problem["members"][i], key))
+    if layout in OWNERS:
+        optimizer.consolidate_state_dict(None)
+        consolidated = optimizer.state_dict()["state"]
+        wrong += [(name, *problem["members"][i], key, "consolidated") for i, whole in enumerate(expected)
+                  for key in consolidated[i] if not torch.equal(consolidated[i][key], whole[key])]
     return wrong
 
 
@@ -550,6 +555,25 @@ def test_state_of_another_split_is_refused(optimizer):
     other.step()
 
 
+def test_a_split_is_the_models_and_not_the_checkpoints(optimizer):
+    """Also of a checkpoint whose groups have no such key."""
+    params = [nn.Parameter(torch.ones(6, 12)) for _ in "abc"]
+    forms = {"rows": [2, 4]}, {"rows": [3, 3]}, None
+    first, second, plain = (optimizer.NorMuon([{"params": [p], **({"split": form} if form else {})}])
+                            for p, form in zip(params, forms))
+    assert not {"split", "transposed"} & plain.state_dict()["param_groups"][0].keys()
+    for p, opt in zip(params, (first, second, plain)):
+        p.grad = torch.ones(6, 12)
+        opt.step()
+    for saved, heir in ((first, second), (plain, second)):
+        heir.load_state_dict(saved.state_dict())
+        assert heir.param_groups[0]["split"] == {"rows": [3, 3]}
+    plain.load_state_dict(first.state_dict())
+    assert "split" not in plain.param_groups[0]
+    for opt in (second, plain):
+        opt.step()
+
+
 def test_a_split_that_is_changed_in_place_counts(optimizer):
     params = [nn.Parameter(torch.eye(8, 6)) for _ in "ab"]
     first, second = (optimizer.Muon([{"params": [p], "split": {"rows": sizes}}], lr=LR)
@@ -716,7 +740,7 @@ def test_attributes_are_read_and_kept(optimizer):
     params[0].muon_split, params[1].muon_transposed = {"heads": 2}, True
     muon = optimizer.NorMuon([{"params": params}], lr=LR)
     group = muon.param_groups[0]
-    assert group["split"] == [{"heads": 2}, None, None] and group["transposed"] == [False, True, False]
+    assert group["split"] == [{"heads": 2}, None, None] and group["transposed"] == [None, True, None]
     group["params"] = heirs = [nn.Parameter(p.detach().clone()) for p in params]
     apart = [nn.Parameter(t.contiguous()) for t in (*params[0].detach().chunk(2), params[1].detach().mT)]
     other = optimizer.NorMuon([*apart, params[2]], lr=LR)
