@@ -17,8 +17,8 @@ from torch import nn
 
 from tests.ranks import package, part, run_ranks, run_threads
 from tests.test_bucket_updates import cut
-from tests.test_overlap_backward import come
 from tests.test_muon import quiet, take
+from tests.test_overlap_backward import come
 from tests.test_same_bits import mine, shown_state
 
 NAMES, STEPS, LR = ["Muon", "NorMuon"], 3, 0.1
