@@ -17,6 +17,7 @@ from torch import nn
 
 from tests.ranks import package, part, run_ranks, run_threads
 from tests.test_bucket_updates import cut
+from tests.test_muon import quiet, take
 from tests.test_overlap_backward import come
 from tests.test_same_bits import mine, shown_state
 
@@ -323,6 +324,24 @@ def test_options_leave_the_bits_of_units(layout, options, optimizer):
         problem["options"]["nonfinite"] = "propagate"
     for wrong in run_threads(world, stepped, layout, cases, options):
         assert wrong == []
+
+
+@quiet
+@pytest.mark.interpreter
+def test_units_through_the_kernels(monkeypatch, device):
+    """Where there is no GPU, in Triton's interpreter: units are views with strides of any kind."""
+    take("triton", monkeypatch)
+    members = [((6, 6), {"rows": [2, 1], "repeat": 2}, False), ((6, 4), {"columns": [3, 1]}, True),
+               ((3, 3, 1, 2), "flatten", False), ((3, 3, 2, 1), "taps", False)]
+    generator = torch.Generator().manual_seed(0)
+    fulls = [torch.randn(m[0], generator=generator).to(device) for m in members]
+    gradients = [[torch.randn(m[0], generator=generator).to(device) for m in members] for _ in "12"]
+    gradients[1][0][2, 3] = math.nan
+    gradients[1][3] = gradients[1][3].to(memory_format=torch.channels_last)
+    problem = {"members": members, "form": "list", "fulls": fulls, "gradients": gradients,
+               "options": {"nonfinite": "skip", "ns_steps": 2}, "has_little_room": False}
+    expected = separate("NorMuon", problem)
+    assert unequal("NorMuon", problem, expected, lambda i, full: full.clone(), "one process", 1, {}) == []
 
 
 # units that lie whole on a rank ------------------------------------------------------------------------------------
