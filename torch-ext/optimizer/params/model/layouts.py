@@ -308,6 +308,12 @@ def two_series(weight: Weight) -> Blocks | None:
     return Blocks((head_dim, head_dim)) if weight.outputs == 2 * head_dim else None
 
 
+def focal_net(weight: Weight) -> Blocks:
+    """FocalNet: query, context and the gates of the focal levels."""
+    gates = weight.number("focal_level") + 1
+    return Blocks((weight.inputs, weight.inputs, gates))
+
+
 def in_split(weight: Weight) -> Blocks:
     """timm's parallel blocks, which keep the sizes."""
     return Blocks(tuple(weight.holder.in_split))
@@ -353,7 +359,7 @@ def _rule(layers: str, layout: Layout, classes: str = "", *attributes: str) -> R
 
 GLU = (
     r"gate_up_proj|gate_up|up_gate_proj|Wi|wi|input_linear|fc1|dense_h_to_4h|linear_fc1|w12|w13"
-    r"|weights_in|linear_in|proj_in|fc_in"
+    r"|weights_in|linear_in|linear_start|proj_in|fc_in"
 )
 MLA = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
 DELTA = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
@@ -402,7 +408,8 @@ RULES: tuple[Rule, ...] = (
     _rule("in_proj", in_split, r"timm\.models\.vision_transformer\.\w+", "in_split"),
     _rule("qkv|to_qkv", equal(3), r"torchvision\.models\.[\w.]+"),
     _rule("kv_proj", equal(2), "JetMoeAttention"),
-    _rule("to_kv", equal(2), "EvollaSequenceCompressorAttention"),
+    _rule("to_kv", equal(2), r"EvollaSequenceCompressorAttention|GraniteSpeech\w*ConformerAttention"),
+    _rule("projection_in", focal_net, "FocalNetModulation"),
     # Latent attention
     _rule(r"kv_a_proj_with_mqa|kv_b_proj|q_b_proj|q_proj|q_gate_proj|wkv_a|wkv_b|wq_b|wq", mla, "",
           *MLA),
