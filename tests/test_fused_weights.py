@@ -221,6 +221,14 @@ def test_latent_attention():
         "layers.0.lite.q_proj.weight": {"rows": [4, 2], "repeat": H}}
 
 
+def test_latent_attention_without_rotary_positions():
+    """The module's 0 counts, not the number of the config."""
+    sizes = {"num_heads": H, "qk_nope_head_dim": 6, "qk_rope_head_dim": 0, "v_head_dim": 5, "kv_lora_rank": 10}
+    module = kind("AnyAttention", q_proj=linear(6 * H, E), kv_a_proj_with_mqa=linear(10, E),
+                  config=types.SimpleNamespace(qk_rope_head_dim=2), **sizes)
+    assert splits(within(attn=module)) == {}
+
+
 def test_linear_attention_and_state_spaces():
     state = {"A_log": nn.Parameter(torch.randn(8, 2)), "D": nn.Parameter(torch.randn(8))}
     mamba = kind("Mixer", in_proj=linear(16, E), x_proj=linear(7, 8), intermediate_size=8, ssm_state_size=2,
@@ -233,8 +241,10 @@ def test_linear_attention_and_state_spaces():
     qwen = kind("Qwen3NextGatedDeltaNet", in_proj_qkvz=linear(2 * (3 + 3 + 10 + 10), E), in_proj_ba=linear(8, E), **delta)
     qwen35 = kind("Qwen3_5GatedDeltaNet", in_proj_qkv=linear(6 + 6 + 20, E), **delta)
     gated = kind("Qwen3NextAttention", q_proj=linear(2 * E, E), o_proj=linear(E, E), num_heads=H, head_dim=D)
+    ungated = kind("Qwen3NextAttention", q_proj=linear(E, E), o_proj=linear(E, E), num_heads=H, head_dim=D)
     lfm = kind("Lfm2ShortConv", in_proj=linear(3 * E, E), out_proj=linear(E, E))
-    assert splits(within(mamba=mamba, zamba=zamba, mamba2=mamba2, qwen=qwen, qwen35=qwen35, gated=gated, lfm=lfm)) == {
+    assert splits(within(mamba=mamba, zamba=zamba, mamba2=mamba2, qwen=qwen, qwen35=qwen35, gated=gated, lfm=lfm,
+                         ungated=ungated)) == {
         "layers.0.mamba.in_proj.weight": {"rows": [8, 8]}, "layers.0.mamba.x_proj.weight": {"rows": [3, 2, 2]},
         "layers.0.zamba.in_proj.weight": {"rows": [1, 1], "repeat": 8},
         "layers.0.zamba.x_proj_weight": {"rows": [3, 2, 2]},

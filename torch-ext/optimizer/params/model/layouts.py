@@ -80,13 +80,13 @@ class Weight:
         return self.shape[-2 if self.transposed else -1]
 
     def number(self, *names: str) -> int:
-        """The first positive integer among the attributes `names` of the holder, else of the
-        config; 0 without.
+        """The first integer among the attributes `names` of the holder, else of the config; 0
+        without. An attribute 0 of the holder counts: a layer without rotary positions.
         """
         for source in (self.holder, self.config):
             for name in names:
                 value = getattr(source, name, None)
-                if type(value) is int and value > 0:
+                if type(value) is int and value >= 0:
                     return value
         return 0
 
@@ -272,9 +272,11 @@ def gated_delta_net(weight: Weight) -> Blocks:
     return Blocks(sizes, groups)
 
 
-def query_and_gate(weight: Weight) -> Blocks:
-    """Qwen3-Next: q and the output gate of each head."""
+def query_and_gate(weight: Weight) -> Blocks | None:
+    """Qwen3-Next: q and the output gate of each head, where there is a gate."""
     heads, _, head_dim = weight.heads()
+    if weight.outputs == heads * head_dim:
+        return None
     return Blocks((head_dim, head_dim), heads)
 
 
@@ -363,7 +365,7 @@ GLU = (
 )
 MLA = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
 DELTA = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
-GATED_QUERY = r"\w*(Qwen3Next|Qwen3_5|Qwen3_5Moe|Qwen4Exp\w*|LaraMini)Attention"
+GATED_QUERY = r"\w*(Qwen3Next|Qwen3_5|Qwen3_5Moe|Qwen4Exp\w*)Attention"
 TRANSFORMERS = r"transformers\.models\.\w+\.modeling_\w+"
 
 # The first rule that applies and finds a fused weight decides
@@ -402,7 +404,7 @@ RULES: tuple[Rule, ...] = (
     _rule("qkv", head_first, r"timm\.models\.maxxvit\.\w*", "head_first"),
     _rule("qkv", equal(3), r"timm\.(models|layers)\.(?!gcvit|efficientformer|lambda|bottleneck)"
                            r"\w+\.\w*Attn\w*|timm\.(models|layers)\.(?!gcvit|efficientformer|"
-                           r"lambda|bottleneck)\w+\.\w*Attention\w*"),
+                           r"lambda|bottleneck)\w+\.(\w*Attention\w*|MHSA|XCA)"),
     _rule("kv|qk", equal(2), r"timm\.(models|layers)\.(pvt_v2|twins|volo|convit|tnt|"
                              r"attention_pool)\.\w+"),
     _rule("in_proj", in_split, r"timm\.models\.vision_transformer\.\w+", "in_split"),
