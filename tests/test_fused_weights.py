@@ -108,8 +108,8 @@ ATTENTION = {
                              config=types.SimpleNamespace(num_attention_heads=H)), BLOCKS),
     "flash-attn": (attention("MHA", "Wqkv", ALL, num_heads=H, num_heads_kv=KV, head_dim=D), GQA),
     "Qwen2-VL": (attention("VisionAttention", "qkv", 3 * E, VISION, num_heads=H, head_dim=D), BLOCKS),
-    "EXAONE 4.5": (attention("Exaone4_5_VisionAttention", "qkv", ALL, "transformers.models.exaone4_5.modeling_exaone4_5",
-                             **GROUPED), GQA),
+    "EXAONE 4.5": (attention("Exaone4_5_VisionAttention", "qkv", ALL,
+                             "transformers.models.exaone4_5.modeling_exaone4_5", **GROUPED), GQA),
     "timm": (attention("Attention", "qkv", 3 * E, "timm.layers.attention", num_heads=H, head_dim=D), BLOCKS),
     "timm, TinyViT": (attention("Attention", "qkv", 8 * H, "timm.models.tiny_vit", num_heads=H, key_dim=2, val_dim=4),
                       {"rows": [2, 2, 4], "repeat": H}),
@@ -129,7 +129,8 @@ def test_q_k_v_of_attention(name):
 
 
 def test_numbers_come_from_the_config_where_the_module_has_none():
-    module = attention("GPTNeoXAttention", "query_key_value", 3 * E, config=types.SimpleNamespace(num_attention_heads=H))
+    config = types.SimpleNamespace(num_attention_heads=H)
+    module = attention("GPTNeoXAttention", "query_key_value", 3 * E, config=config)
     assert list(splits(within(attn=module)).values()) == [PER_HEAD]
     tower = within(attn=attention("Phi3Attention", "qkv_proj", ALL))
     tower.config = types.SimpleNamespace(num_attention_heads=H, num_key_value_heads=KV, head_dim=D)
@@ -238,7 +239,8 @@ def test_linear_attention_and_state_spaces():
     mamba2 = kind("Mixer", in_proj=linear(2 * 8 + 2 * 6 + 4, E), intermediate_size=8, ssm_state_size=2, n_groups=3,
                   num_heads=4, **state)
     delta = {"num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 3, "head_v_dim": 5}
-    qwen = kind("Qwen3NextGatedDeltaNet", in_proj_qkvz=linear(2 * (3 + 3 + 10 + 10), E), in_proj_ba=linear(8, E), **delta)
+    qwen = kind("Qwen3NextGatedDeltaNet", in_proj_qkvz=linear(2 * (3 + 3 + 10 + 10), E), in_proj_ba=linear(8, E),
+                **delta)
     qwen35 = kind("Qwen3_5GatedDeltaNet", in_proj_qkv=linear(6 + 6 + 20, E), **delta)
     gated = kind("Qwen3NextAttention", q_proj=linear(2 * E, E), o_proj=linear(E, E), num_heads=H, head_dim=D)
     ungated = kind("Qwen3NextAttention", q_proj=linear(E, E), o_proj=linear(E, E), num_heads=H, head_dim=D)
@@ -364,8 +366,8 @@ def test_an_attribute_of_the_parameter_comes_first(own):
 
 
 def plain():
-    return within(attn=kind("LlamaAttention", q_proj=linear(E, E), k_proj=linear(8, E), o_proj=linear(E, E)),
-                  mlp=kind("LlamaMLP", gate_proj=linear(INNER, E), up_proj=linear(INNER, E), down_proj=linear(E, INNER)))
+    mlp = kind("LlamaMLP", gate_proj=linear(INNER, E), up_proj=linear(INNER, E), down_proj=linear(E, INNER))
+    return within(attn=kind("LlamaAttention", q_proj=linear(E, E), k_proj=linear(8, E), o_proj=linear(E, E)), mlp=mlp)
 
 
 def test_a_model_without_fused_weights_gives_the_groups_of_split_none():

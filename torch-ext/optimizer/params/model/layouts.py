@@ -410,7 +410,8 @@ RULES: tuple[Rule, ...] = (
     _rule("in_proj", in_split, r"timm\.models\.vision_transformer\.\w+", "in_split"),
     _rule("qkv|to_qkv", equal(3), r"torchvision\.models\.[\w.]+"),
     _rule("kv_proj", equal(2), "JetMoeAttention"),
-    _rule("to_kv", equal(2), r"EvollaSequenceCompressorAttention|GraniteSpeech\w*ConformerAttention"),
+    _rule("to_kv", equal(2), r"EvollaSequenceCompressorAttention|"
+                             r"GraniteSpeech\w*ConformerAttention"),
     _rule("projection_in", focal_net, "FocalNetModulation"),
     # Latent attention
     _rule(r"kv_a_proj_with_mqa|kv_b_proj|q_b_proj|q_proj|q_gate_proj|wkv_a|wkv_b|wq_b|wq", mla, "",
