@@ -393,7 +393,7 @@ RULES: tuple[Rule, ...] = (
           r"transformers\.models\.openai\.modeling_openai\.Attention"),
     _rule("c_attn", equal(3), "CausalSelfAttention", "n_embd"),  # nanoGPT
     _rule("c_attn", equal(3), "QWenAttention"),
-    _rule("W_pack", equal(3), r"BaichuanAttention|\w*modeling_baichuan\.Attention"),
+    _rule("W_pack", q_k_v, r"BaichuanAttention|\w*modeling_baichuan\.Attention"),
     _rule("Wqkv", q_k_v, r"MptAttention|DbrxAttention|ModernBertAttention|MHA|"
                          r"llmfoundry\.[\w.]*Attention|GroupedQueryAttention|MultiQueryAttention"),
     _rule("qkv_proj", q_k_v, r"Phi3\w*Attention\w*|Phi4Multimodal\w*Attention\w*"),
