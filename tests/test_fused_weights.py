@@ -16,9 +16,9 @@ from tests.ranks import package, part
 E, H, D, KV, INNER = 24, 6, 4, 2, 40  # hidden size, heads, head size, key heads, inner size
 
 
-def found(model, **options):
+def found(model, split="auto", **options):
     """{name: (split, transposed)} of the parameters for Muon, after checks of the groups."""
-    groups = package().get_default_muon_param_groups(model, split="auto", **options)
+    groups = package().get_default_muon_param_groups(model, split=split, **options)
     package().Muon([dict(group) for group in groups])  # all keys are allowed, all sizes add up
     params = [p for group in groups for p in group["params"]]
     assert len(params) == len(set(params)) == len(list(model.parameters()))
@@ -31,9 +31,9 @@ def found(model, **options):
             for group in muon for name in group["param_names"]}
 
 
-def splits(model):
+def splits(model, **options):
     """{name: split} of the parameters with a split."""
-    return {name: split for name, (split, _) in found(model).items() if split is not None}
+    return {name: split for name, (split, _) in found(model, **options).items() if split is not None}
 
 
 def kind(name, path="model", **members):
@@ -87,8 +87,8 @@ ATTENTION = {
     "Falcon, heads": (attention("FalconAttention", "query_key_value", 3 * E, num_heads=H, num_kv_heads=H, head_dim=D,
                                 new_decoder_architecture=False, multi_query=False), PER_HEAD),
     "MPT": (attention("MptAttention", "Wqkv", 3 * E, n_heads=H, head_dim=D), BLOCKS),
-    "CodeGen": (attention("CodeGenAttention", "qkv_proj", 3 * E, num_attention_heads=H, head_dim=D),
-                {"rows": [D * H // 4] * 3, "repeat": 4}),
+    "CodeGen": (attention("CodeGenAttention", "qkv_proj", 3 * E, num_attention_heads=8, head_dim=3),
+                {"rows": [6, 6, 6], "repeat": 4}),
     "DBRX": (attention("DbrxAttention", "Wqkv", ALL, **GROUPED), GQA),
     "Phi-3": (attention("Phi3Attention", "qkv_proj", ALL, **GROUPED), GQA),
     "InternLM2": (attention("InternLM2FlashAttention2", "wqkv", ALL, **GROUPED), GROUPS),
@@ -309,6 +309,65 @@ def test_torch_multi_head_attention_projects_by_blocks():
     torch.testing.assert_close(module(x, y, y)[0], expected)
 
 
+# split="heads" ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", sorted(set(ATTENTION) - {"timm, TinyViT", "torchvision", "EXAONE 4.5"}))
+def test_heads_of_fused_attention(name):
+    module, _ = ATTENTION[name]
+    heads = 8 if name == "CodeGen" else H
+    (layer,) = [key for key in module._modules if key != "dense"]
+    rows = getattr(module, layer).weight.shape[0]
+    assert found(within(attn=module), split="heads") == {
+        f"layers.0.attn.{layer}.weight": ({"heads": rows // (E // heads)}, False),
+        "layers.0.attn.dense.weight": ({"heads": heads, "dim": 1}, False)}
+
+
+def test_heads_of_separate_projections():
+    """The key heads follow from sizes where the number of the config is that of another module."""
+    llama = kind("LlamaAttention", q_proj=linear(E, E), k_proj=linear(KV * D, E), v_proj=linear(KV * D, E),
+                 o_proj=linear(E, E), head_dim=D,
+                 config=types.SimpleNamespace(num_attention_heads=H, num_key_value_heads=KV))
+    bert = kind("BertSelfAttention", query=linear(E, E), key=linear(E, E), value=linear(E, E), num_attention_heads=H,
+                config=types.SimpleNamespace(num_key_value_heads=KV))
+    mlp = kind("LlamaMLP", gate_up_proj=linear(2 * INNER, E), down_proj=linear(E, INNER), dense=linear(E, E))
+    torch_like = nn.MultiheadAttention(E, H, kdim=10, vdim=12)
+    columns, all_heads, few = {"heads": H, "dim": 1}, {"heads": H}, {"heads": KV}
+    names = {"llama.q_proj.weight": all_heads, "llama.k_proj.weight": few, "llama.v_proj.weight": few,
+             "llama.o_proj.weight": columns, "bert.query.weight": all_heads, "bert.key.weight": all_heads,
+             "bert.value.weight": all_heads, "mlp.gate_up_proj.weight": {"rows": [INNER, INNER]},
+             "mha.q_proj_weight": all_heads, "mha.k_proj_weight": all_heads, "mha.v_proj_weight": all_heads,
+             "mha.out_proj.weight": columns}
+    model = within(llama=llama, bert=bert, mlp=mlp, mha=torch_like)
+    assert splits(model, split="heads") == {f"layers.0.{name}": split for name, split in names.items()}
+
+
+def test_heads_of_transposed_weights_gated_queries_and_latent_attention():
+    gpt2 = kind("GPT2Attention", c_attn=conv1d(3 * E, E), c_proj=conv1d(E, E), num_heads=H, is_cross_attention=False)
+    gated = kind("Qwen3NextAttention", q_proj=linear(2 * E, E), k_proj=linear(KV * D, E), v_proj=linear(KV * D, E),
+                 o_proj=linear(E, E), **GROUPED)
+    sizes = {"num_heads": H, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4, "kv_lora_rank": 10}
+    mla = kind("AnyAttention", q_b_proj=linear(6 * H, 12), kv_b_proj=linear(8 * H, 10), o_proj=linear(E, 4 * H),
+               kv_a_proj_with_mqa=linear(12, E), **sizes)
+    assert found(within(gpt2=gpt2, gated=gated, mla=mla), split="heads") == {
+        "layers.0.gpt2.c_attn.weight": ({"heads": 3 * H, "dim": 1}, True),
+        "layers.0.gpt2.c_proj.weight": ({"heads": H}, True),
+        "layers.0.gated.q_proj.weight": ({"heads": 2 * H}, False),
+        "layers.0.gated.k_proj.weight": ({"heads": KV}, False),
+        "layers.0.gated.v_proj.weight": ({"heads": KV}, False),
+        "layers.0.gated.o_proj.weight": ({"heads": H, "dim": 1}, False),
+        "layers.0.mla.q_b_proj.weight": ({"rows": [4, 2] * H}, False),
+        "layers.0.mla.kv_b_proj.weight": ({"heads": 2 * H}, False),
+        "layers.0.mla.kv_a_proj_with_mqa.weight": ({"rows": [10, 2]}, False),
+        "layers.0.mla.o_proj.weight": ({"heads": H, "dim": 1}, False)}
+
+
+def test_an_unknown_number_of_heads_is_refused():
+    module = kind("Attention", q_proj=linear(E, E), k_proj=linear(E, E), v_proj=linear(E, E), o_proj=linear(E, E))
+    with pytest.raises(ValueError, match="layers.0.attn.q_proj.weight .*number of its heads is unknown"):
+        found(within(attn=module), split="heads")
+    assert splits(within(attn=module)) == {}
+
+
 # refusals, attributes, wrappers, reports --------------------------------------------------------------------------
 
 def test_an_unknown_class_is_refused_with_the_possible_splits():
@@ -376,9 +435,9 @@ def test_a_model_without_fused_weights_gives_the_groups_of_split_none():
     assert auto == default == package().get_default_muon_param_groups(model)
 
 
-@pytest.mark.parametrize("value", ["heads", True, {"rows": [1]}])
+@pytest.mark.parametrize("value", ["all", True, {"rows": [1]}])
 def test_other_values_of_split(value):
-    with pytest.raises(ValueError, match='must be None or "auto"'):
+    with pytest.raises(ValueError, match='must be None, "auto" or "heads"'):
         package().get_default_muon_param_groups(plain(), split=value)
 
 

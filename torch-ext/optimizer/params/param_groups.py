@@ -30,7 +30,7 @@ ORIGINAL = "_original_module"  # where Fabric keeps the model a second time, wit
 Match = Callable[[str, nn.Module, nn.Parameter], bool]  # (name, holding module, parameter)
 PatternLike = str | re.Pattern | Match
 Patterns = PatternLike | Collection[PatternLike] | None  # the arguments `adamw` and `muon`
-SPLITS = (None, "auto")  # values of the argument `split`
+SPLITS = (None, "auto", "heads")  # values of the argument `split`
 
 
 def clean_name(name: str) -> str:
@@ -120,16 +120,17 @@ def get_default_muon_param_groups(
     weights (q, k and v; gate and up; parts of latent attention and of Mamba layers) and weights
     stored as (in, out). Each projection is then a matrix of its own; heads are not cut apart. The
     parameters for Muon come in one group for each `split` and `transposed`, with the keys that say
-    them; see units.py [Note: forms of split]. None: each weight is one matrix. report: a function
-    called with the groups as a printable table, for example `print`.
+    them; see units.py [Note: forms of split]. "heads": also each head of q, k and v is a matrix
+    (rows), and in output projections the columns of each head. None: each weight is one matrix.
+    report: a function called with the groups as a printable table, for example `print`.
 
     Raises ValueError if nothing goes to Muon, if a pattern matches no trainable parameter, if a
     parameter matches patterns of both kinds or cannot be stepped by Muon, if a parameter is lazy
-    and has no shape yet, or if split="auto" finds a weight that looks fused, but cannot tell how.
+    and has no shape yet, or if `split` finds a weight that looks fused, but cannot tell how.
     """
     check_module(model)
     if split not in SPLITS:
-        raise ValueError(f'split={split!r} is not allowed: it must be None or "auto"')
+        raise ValueError(f'split={split!r} is not allowed: it must be None, "auto" or "heads"')
     patterns = {"adamw": _patterns("adamw", adamw), "muon": _patterns("muon", muon)}
     places, structure = _places(model)
     split_model = list(_split(model, places, structure, patterns))
@@ -140,8 +141,8 @@ def get_default_muon_param_groups(
             f"{pattern} matches no trainable parameter of the model, whose names are "
             f"{_some([row.name for row in rows])}: correct the pattern, or leave it out"
         )
-    if split == "auto":
-        split_model = _find_splits(split_model, places, structure)
+    if split is not None:
+        split_model = _find_splits(split_model, places, structure, split == "heads")
         rows = [row for row, _ in split_model]
     # Before the next error: the table shows why nothing goes to Muon
     if report is not None:
@@ -165,15 +166,17 @@ def _find_splits(
     split_model: list[tuple[Row, nn.Parameter]],
     places: dict[nn.Parameter, list[Place]],
     structure: Structure,
+    per_head: bool,
 ) -> list[tuple[Row, nn.Parameter]]:
-    """`split_model`, pairs (Row, parameter), with the splits of the parameters for Muon. Raises
-    ValueError for the first parameter whose split cannot be told, with the names of all.
+    """`split_model`, pairs (Row, parameter), with the splits of the parameters for Muon; with
+    `per_head` weights of attention are split into heads. Raises ValueError for the first parameter
+    whose split cannot be told, with the names of all.
     """
     result, refused = [], {}
     for row, param in split_model:
         if row.use_muon:
             try:
-                found = find_split(param, places[param], structure)
+                found = find_split(param, places[param], structure, per_head)
             except ValueError as error:
                 refused[row.name] = error
                 continue

@@ -17,7 +17,17 @@ import torch
 from torch import nn
 
 from ..units import ATTRIBUTES, parse
-from .layouts import RULES, SUSPECTS, Blocks, Weight, class_paths, is_stored_transposed
+from .heads import head_blocks
+from .layouts import (
+    ATTENTION,
+    OTHERS,
+    SUSPECTS,
+    Blocks,
+    Rule,
+    Weight,
+    class_paths,
+    is_stored_transposed,
+)
 from .structure import Place, Structure, _upwards, is_linear
 
 
@@ -28,8 +38,11 @@ class Found(NamedTuple):
     transposed: bool = False
 
 
-def find_split(param: nn.Parameter, places: list[Place], structure: Structure) -> Found:
-    """The projections that a parameter for Muon holds.
+def find_split(
+    param: nn.Parameter, places: list[Place], structure: Structure, per_head: bool = False
+) -> Found:
+    """The projections that a parameter for Muon holds; with `per_head` the heads of weights of
+    attention.
 
     The attributes `muon_split` and `muon_transposed` of the parameter come first, also with the
     value None. Weights of adapters are not split. Raises ValueError, naming the parameter, if its
@@ -44,7 +57,7 @@ def find_split(param: nn.Parameter, places: list[Place], structure: Structure) -
         weight = _weight(param, place, structure)
         if weight is None:
             continue
-        form = _form(weight)
+        form = _form(weight, per_head)
         if form is not None or weight.transposed:
             return _checked(Found(form, weight.transposed), weight)
     return Found()
@@ -78,13 +91,21 @@ def _weight(param: nn.Parameter, place: Place, structure: Structure) -> Weight |
     )
 
 
-def _form(weight: Weight) -> dict | None:
-    """The split by the first rule for a weight; None for a weight that is not fused."""
-    for rule in RULES:
-        if rule.applies(weight):
-            found = rule.blocks(weight)
-            if found is not None:
-                return _as_form(found, weight)
+def _form(weight: Weight, per_head: bool) -> dict | None:
+    """The split by the first rule for a weight; None for a weight that is one matrix."""
+    fused = _first(ATTENTION, weight)
+    other = _first(OTHERS, weight) if fused is None else None
+    if per_head and other is None:
+        try:
+            fused = head_blocks(weight, fused)
+        except ValueError as error:
+            raise ValueError(
+                f"parameter {weight.name} of shape {weight.shape} belongs to attention of "
+                f"{class_paths(weight.holder)[0]}, but {error}. Found: {weight.facts()}. {HOW}"
+            ) from None
+    found = other if fused is None else fused
+    if found is not None:
+        return _as_form(found, weight)
     for suspect in SUSPECTS:
         candidates = suspect(weight)
         if candidates:
@@ -92,10 +113,17 @@ def _form(weight: Weight) -> dict | None:
     return None
 
 
+def _first(rules: tuple[Rule, ...], weight: Weight) -> Blocks | None:
+    """The projections by the first of the rules that applies and finds any."""
+    found = (rule.blocks(weight) for rule in rules if rule.applies(weight))
+    return next((blocks for blocks in found if blocks is not None), None)
+
+
 def _as_form(blocks: Blocks, weight: Weight) -> dict | None:
     """`blocks` as a form of `split`; None if there is a single block."""
     if blocks.heads:
-        return {"heads": blocks.heads} if blocks.heads > 1 else None
+        dim = {"dim": blocks.dim} if blocks.dim else {}
+        return {"heads": blocks.heads, **dim} if blocks.heads > 1 else None
     sizes = [size for size in blocks.sizes if size]
     if len(sizes) < 2:
         return None
@@ -117,7 +145,7 @@ def _checked(found: Found, weight: Weight) -> Found:
 
 HOW = (
     "Say which parts it holds with an attribute of the parameter before this call, for example "
-    'param.muon_split = {"rows": [sizes]} (None: one matrix), or leave out split="auto" and set '
+    'param.muon_split = {"rows": [sizes]} (None: one matrix), or leave out `split` and set '
     "the key `split` of a group yourself"
 )
 
@@ -128,7 +156,7 @@ def _refusal(weight: Weight, candidates: list[Blocks]) -> str:
     return (
         f"parameter {weight.name} of shape {weight.shape} looks like a fused weight, but the order "
         f"of its parts is unknown: {class_paths(weight.holder)[0]} is no class that "
-        f'split="auto" knows. Found: {weight.facts()}. Possible: {forms}, or one matrix. {HOW}'
+        f"`split` knows. Found: {weight.facts()}. Possible: {forms}, or one matrix. {HOW}"
     )
 
 

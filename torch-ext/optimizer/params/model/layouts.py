@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -44,12 +44,17 @@ INTERLEAVED = re.compile(r"\.GptOssExperts$")  # gate and up in turns
 @dataclass(frozen=True)
 class Blocks:
     """The projections of a fused weight: `repeat` repetitions of blocks of `sizes` outputs, or
-    `heads` equal blocks.
+    `heads` equal blocks of dim `dim` as stored.
+
+    `head_dim`: the head size where a block of `sizes` holds several heads; 0: unknown, or each
+    repetition of a block is one head.
     """
 
     sizes: tuple[int, ...] = ()
     repeat: int = 1
     heads: int = 0
+    dim: int = 0
+    head_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,10 @@ class Weight:
         """Whether the attribute `name` of the holder, else of the config, is true."""
         value = getattr(self.holder, name, None)
         return bool(getattr(self.config, name, False) if value is None else value)
+
+    def named(self, layer: str) -> Weight:
+        """A weight of the same module with the name `layer`."""
+        return replace(self, layer=layer)
 
     def heads(self) -> tuple[int, int, int]:
         """(query heads, key heads, head size); 0 for unknown numbers of heads. An unknown head size
@@ -167,7 +176,8 @@ def q_k_v(weight: Weight) -> Blocks | None:
     heads, kv_heads, head_dim = weight.heads()
     if not heads or not head_dim:
         return equal(3)(weight)
-    return Blocks((heads * head_dim, kv_heads * head_dim, kv_heads * head_dim))
+    sizes = heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
+    return Blocks(sizes, head_dim=head_dim)
 
 
 def per_head(weight: Weight) -> Blocks | None:
@@ -181,7 +191,8 @@ def per_head(weight: Weight) -> Blocks | None:
 def per_group(weight: Weight) -> Blocks:
     """The query heads of a key head, then k and v, of each key head."""
     heads, kv_heads, head_dim = weight.heads()
-    return Blocks((heads // max(1, kv_heads) * head_dim, head_dim, head_dim), kv_heads)
+    queries = heads // max(1, kv_heads) * head_dim
+    return Blocks((queries, head_dim, head_dim), kv_heads, head_dim=head_dim)
 
 
 def falcon(weight: Weight) -> Blocks | None:
@@ -190,13 +201,13 @@ def falcon(weight: Weight) -> Blocks | None:
     if weight.flag("new_decoder_architecture"):
         return per_group(weight)
     if weight.flag("multi_query"):
-        return Blocks((heads * head_dim, head_dim, head_dim))
+        return Blocks((heads * head_dim, head_dim, head_dim), head_dim=head_dim)
     return per_head(weight)
 
 
 def codegen(weight: Weight) -> Blocks:
     """CodeGen: q, v, k of each of 4 cores of the TPU that it was trained on."""
-    return Blocks((weight.outputs // 12,) * 3, 4)
+    return Blocks((weight.outputs // 12,) * 3, 4, head_dim=weight.heads()[2])
 
 
 def big_code(weight: Weight) -> Blocks | None:
@@ -205,7 +216,7 @@ def big_code(weight: Weight) -> Blocks | None:
         return equal(2)(weight)
     heads, _, head_dim = weight.heads()
     if weight.flag("multi_query"):
-        return Blocks((heads * head_dim, head_dim, head_dim))
+        return Blocks((heads * head_dim, head_dim, head_dim), head_dim=head_dim)
     return per_head(weight)
 
 
@@ -368,12 +379,10 @@ DELTA = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
 GATED_QUERY = r"\w*(Qwen3Next|Qwen3_5|Qwen3_5Moe|Qwen4Exp\w*)Attention"
 TRANSFORMERS = r"transformers\.models\.\w+\.modeling_\w+"
 
-# The first rule that applies and finds a fused weight decides
 # fmt: off
-RULES: tuple[Rule, ...] = (
+# Weights whose outputs are heads of attention
+ATTENTION: tuple[Rule, ...] = (
     _rule("in_proj_weight", equal(3), r"torch\.nn\.modules\.activation\.MultiheadAttention"),
-    _rule(r"weight_[ih]h\w*", equal(4), r"torch\.nn\.modules\.rnn\.LSTM(Cell)?"),
-    _rule(r"weight_[ih]h\w*", equal(3), r"torch\.nn\.modules\.rnn\.GRU(Cell)?"),
     # q, k, v of each head
     _rule("query_key_value", per_head,
           "GPTNeoXAttention|GPTNeoXJapaneseAttention|BloomAttention|PersimmonAttention"),
@@ -395,7 +404,7 @@ RULES: tuple[Rule, ...] = (
     _rule("c_attn", equal(3), "QWenAttention"),
     _rule("W_pack", q_k_v, r"BaichuanAttention|\w*modeling_baichuan\.Attention"),
     _rule("Wqkv", q_k_v, r"MptAttention|DbrxAttention|ModernBertAttention|MHA|"
-                         r"llmfoundry\.[\w.]*Attention|GroupedQueryAttention|MultiQueryAttention"),
+                         r"NomicBert\w*Attention|llmfoundry\.[\w.]*Attention|GroupedQueryAttention|MultiQueryAttention"),
     _rule("qkv_proj", q_k_v, r"Phi3\w*Attention\w*|Phi4Multimodal\w*Attention\w*"),
     _rule("qkv_linear", equal(3), "LayoutLMv2SelfAttention"),
     _rule("att_proj", equal(3), r"BarkSelf(Flash)?Attention2?"),
@@ -407,19 +416,24 @@ RULES: tuple[Rule, ...] = (
                            r"lambda|bottleneck)\w+\.(\w*Attention\w*|MHSA|XCA)"),
     _rule("kv|qk", equal(2), r"timm\.(models|layers)\.(pvt_v2|twins|volo|convit|tnt|"
                              r"attention_pool)\.\w+"),
-    _rule("in_proj", in_split, r"timm\.models\.vision_transformer\.\w+", "in_split"),
     _rule("qkv|to_qkv", equal(3), r"torchvision\.models\.[\w.]+"),
     _rule("kv_proj", equal(2), "JetMoeAttention"),
     _rule("to_kv", equal(2), r"EvollaSequenceCompressorAttention|"
                              r"GraniteSpeech\w*ConformerAttention"),
+    # Latent attention; a gate beside the queries
+    _rule("kv_b_proj|q_b_proj|q_proj|q_gate_proj|wkv_b|wq_b|wq", mla, "", *MLA),
+    _rule("q_proj", query_and_gate, GATED_QUERY),
+)
+# All other fused weights
+OTHERS: tuple[Rule, ...] = (
+    _rule("kv_a_proj_with_mqa|wkv_a", mla, "", *MLA),
+    _rule("in_proj", in_split, r"timm\.models\.vision_transformer\.\w+", "in_split"),
     _rule("projection_in", focal_net, "FocalNetModulation"),
-    # Latent attention
-    _rule(r"kv_a_proj_with_mqa|kv_b_proj|q_b_proj|q_proj|q_gate_proj|wkv_a|wkv_b|wq_b|wq", mla, "",
-          *MLA),
+    _rule(r"weight_[ih]h\w*", equal(4), r"torch\.nn\.modules\.rnn\.LSTM(Cell)?"),
+    _rule(r"weight_[ih]h\w*", equal(3), r"torch\.nn\.modules\.rnn\.GRU(Cell)?"),
     _rule("kv_proj|gate_proj", two_series, r"DeepseekV4\w*(Compressor|Indexer)"),
     # Linear attention, state spaces, short convolutions
     _rule("in_proj_qkvz|in_proj_ba|in_proj_qkv", gated_delta_net, "", *DELTA),
-    _rule("q_proj", query_and_gate, GATED_QUERY),
     _rule("in_proj", mamba_input, "", "A_log", "D"),
     _rule("x_proj|x_proj_weight", mamba_scan, "", "A_log", "D"),
     _rule("in_proj", equal(3), r"Lfm\d\w*ShortConv"),
