@@ -361,6 +361,25 @@ def test_heads_of_transposed_weights_gated_queries_and_latent_attention():
         "layers.0.mla.o_proj.weight": ({"heads": H, "dim": 1}, False)}
 
 
+def test_numbers_of_a_config_that_differs_from_layer_to_layer():
+    """transformers refuses to give such a number, and has a config for each layer."""
+    class Config:
+        is_heterogeneous = True
+        per_layer_config = [None, types.SimpleNamespace(num_attention_heads=H)]
+
+        @property
+        def num_attention_heads(self):
+            raise RuntimeError("ambiguous")
+
+    known = attention("GPTNeoXAttention", "query_key_value", 3 * E, config=Config(), layer_idx=1)
+    assert list(splits(within(attn=known)).values()) == [PER_HEAD]
+    sizes = kind("Attention", q_proj=linear(E, E), k_proj=linear(KV * D, E), v_proj=linear(KV * D, E),
+                 o_proj=linear(E, E), head_dim=D, config=Config())
+    assert splits(within(attn=sizes), split="heads") == {
+        "layers.0.attn.q_proj.weight": {"heads": H}, "layers.0.attn.k_proj.weight": {"heads": KV},
+        "layers.0.attn.v_proj.weight": {"heads": KV}, "layers.0.attn.o_proj.weight": {"heads": H, "dim": 1}}
+
+
 def test_an_unknown_number_of_heads_is_refused():
     module = kind("Attention", q_proj=linear(E, E), k_proj=linear(E, E), v_proj=linear(E, E), o_proj=linear(E, E))
     with pytest.raises(ValueError, match="layers.0.attn.q_proj.weight .*number of its heads is unknown"):
@@ -479,6 +498,25 @@ def test_the_report_lists_each_split_with_its_parameters():
     assert row.endswith(f"Muon   muon        matrix, {keys}")
     package().get_default_muon_param_groups(model, report=reports.append)
     assert "split=" not in reports[1]
+    sizes = {"num_heads": H, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4, "kv_lora_rank": 10}
+    mla = kind("AnyAttention", q_b_proj=linear(6 * H, 12), o_proj=linear(E, 4 * H), **sizes)
+    package().get_default_muon_param_groups(within(mla=mla), split="heads", report=reports.append)
+    assert "split={'rows': [4, 2, 4, 2, ... (12 in all)]}: 1 parameters, 12 matrices:" in reports[2]
+
+
+def test_a_step_is_that_of_separate_weights():
+    """Of torch's attention: q, k and v in one weight, or in three."""
+    fused, apart = nn.Module(), nn.Module()
+    fused.attn = nn.MultiheadAttention(E, H, bias=False)
+    gradient = torch.randn(3 * E, E)
+    for key, weight in zip("qkv", fused.attn.in_proj_weight.detach().split(E)):
+        setattr(apart, key, nn.Parameter(weight.clone()))
+    fused.attn.in_proj_weight.grad = gradient.clone()
+    for key, grad in zip("qkv", gradient.split(E)):
+        getattr(apart, key).grad = grad.clone()
+    for model in (fused, apart):
+        package().Muon(package().get_default_muon_param_groups(model, split="auto"), lr=0.1).step()
+    torch.testing.assert_close(fused.attn.in_proj_weight, torch.cat([apart.q, apart.k, apart.v]), rtol=0, atol=0)
 
 
 # transformers, where it is installed ------------------------------------------------------------------------------

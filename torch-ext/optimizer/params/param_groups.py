@@ -155,9 +155,9 @@ def get_default_muon_param_groups(
             "matrices with muon=..., or build groups with use_muon=True yourself\n" + table(rows)
         )
     # Groups in the order of PARTS; of the groups for Muon, the group without a split comes first
-    groups: dict[tuple[str, str], list] = {(part, ""): [] for part in PARTS}
+    groups: dict[tuple[str, str], list] = {(part, repr(Found())): [] for part in PARTS}
     for row, param in split_model:
-        groups.setdefault((row.part, describe(row.found)), []).append((row, param))
+        groups.setdefault((row.part, repr(row.found)), []).append((row, param))
     ordered = sorted(groups.items(), key=lambda item: PARTS.index(item[0][0]))
     return [_group(members, adamw_lr) for _, members in ordered if members]
 

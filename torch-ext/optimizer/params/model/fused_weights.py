@@ -11,6 +11,7 @@ rule, may hold its projections in more than one order: it is refused with the po
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -26,9 +27,12 @@ from .layouts import (
     Rule,
     Weight,
     class_paths,
+    config_of_layer,
     is_stored_transposed,
 )
 from .structure import Place, Structure, _upwards, is_linear
+
+SHOWN = 8  # sizes of a list in a report
 
 
 class Found(NamedTuple):
@@ -80,13 +84,14 @@ def _weight(param: nn.Parameter, place: Place, structure: Structure) -> Weight |
         return None
     above = (structure.modules.get(up) for up in _upwards(parent if is_layer else path))
     configs = (getattr(inner, "config", None) for inner in above)
+    config = next((config for config in configs if config is not None), None)
     return Weight(
         name=place.name,
         layer=layer if is_layer else leaf,
         shape=tuple(param.shape),
         holder=holder,
         module=module,
-        config=next((config for config in configs if config is not None), None),
+        config=config_of_layer(config, holder),
         transposed=is_stored_transposed(holder, module, layer if is_layer else leaf),
     )
 
@@ -161,9 +166,22 @@ def _refusal(weight: Weight, candidates: list[Blocks]) -> str:
 
 
 def describe(found: Found) -> str:
-    """The keys of a split in words for a report, "" for one matrix."""
-    words = [] if found.split is None else [f"split={found.split!r}"]
+    """The keys of a split in words for a report, with long lists shortened; "" for one matrix."""
+    form = found.split
+    if isinstance(form, Mapping):
+        items = ", ".join(f"{key!r}: {_short(value)}" for key, value in form.items())
+        form = f"{{{items}}}"
+    elif form is not None:
+        form = repr(form)
+    words = [] if form is None else [f"split={form}"]
     return ", ".join(words + ["transposed=True"] * found.transposed)
+
+
+def _short(value: object) -> str:
+    """A value of a form; of a list with more than SHOWN sizes the first sizes and the number."""
+    if not isinstance(value, (list, tuple)) or len(value) <= SHOWN:
+        return repr(value)
+    return f"[{', '.join(map(repr, value[: SHOWN // 2]))}, ... ({len(value)} in all)]"
 
 
 def matrix_count(found: Found, param: torch.Tensor) -> int:

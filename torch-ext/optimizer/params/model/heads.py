@@ -33,7 +33,7 @@ def head_blocks(weight: Weight, fused: Blocks | None) -> Blocks | None:
     """
     if fused is not None:
         return _of_fused(weight, fused)
-    heads = weight.number(*HEADS)
+    heads = _query_heads(weight)
     if weight.layer in OUTPUTS and _is_attention(weight):
         return _equal(weight, heads, weight.inputs, is_output=False)
     if weight.layer in QUERIES and _has_one(weight.holder, KEYS, VALUES):
@@ -41,6 +41,14 @@ def head_blocks(weight: Weight, fused: Blocks | None) -> Blocks | None:
     if weight.layer in KEYS + VALUES and _has_one(weight.holder, QUERIES, KEYS):
         return _equal(weight, _key_heads(weight), weight.outputs)
     return None
+
+
+def _query_heads(weight: Weight) -> int:
+    """The number of query heads: by name, else by the head size and the outputs of q; else 0."""
+    heads, head_dim = weight.number(*HEADS), weight.number(*HEAD_DIM)
+    if heads or not head_dim or not _has_one(weight.holder, QUERIES):
+        return heads
+    return _quotient(_outputs(weight, QUERIES), head_dim)
 
 
 def _key_heads(weight: Weight) -> int:
@@ -51,7 +59,7 @@ def _key_heads(weight: Weight) -> int:
     keys, kv_heads = _outputs(weight, KEYS), weight.number(*KV_HEADS)
     if kv_heads and kv_heads * weight.number(*HEAD_DIM) == keys:
         return kv_heads
-    head_dim = _quotient(_outputs(weight, QUERIES), weight.number(*HEADS))
+    head_dim = _quotient(_outputs(weight, QUERIES), _query_heads(weight))
     return _quotient(keys, head_dim)
 
 

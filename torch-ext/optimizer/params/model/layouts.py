@@ -90,15 +90,15 @@ class Weight:
         """
         for source in (self.holder, self.config):
             for name in names:
-                value = getattr(source, name, None)
+                value = _read(source, name)
                 if type(value) is int and value >= 0:
                     return value
         return 0
 
     def flag(self, name: str) -> bool:
         """Whether the attribute `name` of the holder, else of the config, is true."""
-        value = getattr(self.holder, name, None)
-        return bool(getattr(self.config, name, False) if value is None else value)
+        value = _read(self.holder, name)
+        return bool(_read(self.config, name) if value is None else value)
 
     def named(self, layer: str) -> Weight:
         """A weight of the same module with the name `layer`."""
@@ -138,6 +138,24 @@ class Weight:
         numbers = {"heads": heads, "key and value heads": kv_heads, "head size": head_dim}
         found = [f"{count} {what}" for what, count in numbers.items() if count]
         return ", ".join([*found, f"{self.outputs} outputs", f"{self.inputs} inputs"])
+
+
+def config_of_layer(config: object, holder: nn.Module) -> object:
+    """The config of one layer, where a config of transformers differs from layer to layer."""
+    layer = getattr(holder, "layer_idx", None)
+    if getattr(config, "is_heterogeneous", False) and type(layer) is int:
+        return config.per_layer_config[layer]
+    return config
+
+
+def _read(source: object, name: str) -> object:
+    """An attribute; None without, or if a config of transformers refuses to give a number that
+    differs from layer to layer.
+    """
+    try:
+        return getattr(source, name, None)
+    except RuntimeError:
+        return None
 
 
 def class_paths(module: nn.Module) -> list[str]:
