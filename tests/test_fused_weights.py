@@ -544,7 +544,8 @@ def test_models_of_transformers(name):
     transformers = pytest.importorskip("transformers")
     config, expected = MODELS[name]
     with torch.device("meta"):
-        model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**config))
+        config = getattr(transformers, f"{name}Config")(**config)
+        model = transformers.AutoModelForCausalLM.from_config(config)
     groups = package().get_default_muon_param_groups(model, split="auto")
     seen = {(full.removesuffix(".weight").rpartition(".")[2], repr(group["split"]))
             for group in groups if "split" in group for full in group["param_names"]}

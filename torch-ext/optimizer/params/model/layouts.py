@@ -25,7 +25,8 @@ HEADS = (
 )
 KV_HEADS = (
     "num_multi_query_groups_per_partition", "num_query_groups_per_partition", "num_key_value_heads",
-    "num_kv_heads", "num_heads_kv", "kv_n_heads", "n_query_groups"
+    "num_kv_heads", "num_heads_kv", "kv_n_heads", "n_head_kv",
+    "n_query_groups"
 )
 HEAD_DIM = (
     "head_dim", "hidden_size_per_attention_head", "head_size", "attention_head_size"
@@ -421,8 +422,11 @@ ATTENTION: tuple[Rule, ...] = (
     _rule("c_attn", equal(3), "CausalSelfAttention", "n_embd"),  # nanoGPT
     _rule("c_attn", equal(3), "QWenAttention"),
     _rule("W_pack", q_k_v, r"BaichuanAttention|\w*modeling_baichuan\.Attention"),
-    _rule("Wqkv", q_k_v, r"MptAttention|DbrxAttention|ModernBertAttention|MHA|"
-                         r"NomicBert\w*Attention|llmfoundry\.[\w.]*Attention|GroupedQueryAttention|MultiQueryAttention"),
+    _rule("Wqkv", q_k_v, r"MptAttention|DbrxAttention|ModernBertAttention|NomicBert\w*Attention|"
+                         r"llmfoundry\.[\w.]*Attention"),
+    _rule("Wqkv", q_k_v, r"GroupedQueryAttention|MultiQueryAttention", "kv_n_heads"),  # MPT
+    _rule("Wqkv", q_k_v, "MHA", "num_heads_kv"),  # flash-attn
+    _rule("Wqkv", q_k_v, "MHA", "n_head_kv"),  # Phi-2, with its code on the Hub
     _rule("qkv_proj", q_k_v, r"Phi3\w*Attention\w*|Phi4Multimodal\w*Attention\w*"),
     _rule("qkv_linear", equal(3), "LayoutLMv2SelfAttention"),
     _rule("att_proj", equal(3), r"BarkSelf(Flash)?Attention2?"),
