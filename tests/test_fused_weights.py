@@ -550,3 +550,46 @@ def test_models_of_transformers(name):
     seen = {(full.removesuffix(".weight").rpartition(".")[2], repr(group["split"]))
             for group in groups if "split" in group for full in group["param_names"]}
     assert seen == {(layer, repr(split)) for layer, split in expected.items()}
+
+
+FORWARD = {
+    "GPTNeoX": SMALL, "GPTNeoXJapanese": {**SMALL, "intermediate_multiple_size": 2}, "Persimmon": SMALL,
+    "Bloom": MODELS["Bloom"][0], "Falcon": MODELS["Falcon"][0], "Phi3": MODELS["Phi3"][0], "GPT2": MODELS["GPT2"][0],
+    "GPTBigCode": MODELS["GPT2"][0], "CodeGen": {**MODELS["GPT2"][0], "rotary_dim": 8, "n_inner": 96},
+    "Mpt": {"vocab_size": 160, "d_model": 64, "n_layers": 1, "n_heads": 4},
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_blocks_in_the_forward_pass_of_transformers(name):
+    """Without q, or without k, all scores are equal: both give the same outputs. Without v, attention adds nothing."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**FORWARD[name])
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.3) if p.ndim > 1 else p.fill_(float(p.ndim == 1 and bool(p.any())))
+    names = ("query_key_value", "qkv_proj", "c_attn", "Wqkv")
+    groups = package().get_default_muon_param_groups(model, split="auto")
+    (weight, form, transposed), = [(p, group["split"], group.get("transposed", False)) for group in groups
+                                   if "split" in group for full, p in zip(group["param_names"], group["params"])
+                                   if full.split(".")[-2] in names]
+    cut = part("params.units").parse(form, transposed).cut(weight.shape)
+    tokens = torch.arange(12)[None]
+
+    @torch.no_grad()
+    def outputs(*without):
+        kept = weight.clone()
+        for block in without:
+            for start, stop in block.ranges:
+                weight.data.mT[..., start:stop].zero_() if not transposed else weight.data[:, start:stop].zero_()
+        result = model(tokens).logits
+        weight.copy_(kept)
+        return result
+
+    q, *others = cut.rows
+    k, v = reversed(others) if name == "CodeGen" else others
+    torch.testing.assert_close(outputs(q), outputs(k))
+    torch.testing.assert_close(outputs(v), outputs(q, k, v))
+    assert (outputs() - outputs(q)).abs().max() > 1e-3 and (outputs() - outputs(v)).abs().max() > 1e-3
