@@ -214,16 +214,18 @@ def others(arch: str, shared: int):
             "kernels.elementwise.aol",
         )
     )
-    table = dict(records="*i64", blocks="*i64", FIELDS=15, BLOCK=4096, ALIGNED=True, **TYPES)
+    table = dict(records="*i64", blocks="*i64", FIELDS=15, BLOCK=4096, ACCESS=2, **TYPES)
     for skips in (False, True):
         skip = dict(table, flags="*fp32" if skips else "*i64", places="*i64", SKIPS=skips)
-        fresh = dict(skip, addresses="*i64", weight="*fp32", update_momentum="i32")
+        own = dict(groups="*i64", GROUPED=skips)
+        fresh = dict(skip, **own, addresses="*i64", weight="*fp32", update_momentum="i32")
         yield compile_for(arch, pack._pack_kernel, dict(fresh, NESTEROV=True))
         yield compile_for(arch, pack._copy_kernel, dict(skip, addresses="*i64", FRESH=True))
-        yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ALIGNED=False))
+        yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=0))
+        yield compile_for(arch, pack._copy_kernel, dict(skip, addresses=None, FRESH=False, ACCESS=1))
         for momenta in (False, True):
             yield compile_for(arch, update._update_kernel, dict(fresh if momenta else dict(
-                skip, addresses=None, weight=None, update_momentum="i32"),
+                skip, **own, addresses=None, weight=None, update_momentum="i32"),
                 scales="*fp32", factors="*fp32", MOMENTA=momenta))
     sizes = dict(numel="i32", R="i32", C="i32", eps="fp32", BLOCK=1024, TILE=64, strides=ROW_MAJOR, parts="i32",
                  programs="i32", DOWN=32, ACROSS=16, u_strides=ROW_MAJOR, o_strides=ROW_MAJOR, v_strides=("i32", 1, 1),

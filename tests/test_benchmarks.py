@@ -313,6 +313,17 @@ def check_timeline(folder):
         assert int(busy[rank, "wire"]["launches"]) in range(2, 6)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU machine measures there")
+def test_splits_and_groups_take_turns_with_a_step_without(optimizer, tmp_path):
+    run("units.py", "--ranks", "1", "2", "--models", "tiny", "--steps", "2", "--warmup", "1", "--optimizers", "normuon",
+        "--variants", "whole", "heads", "stacks", "one", "layer", "each", "--out", tmp_path / "units.csv")
+    with open(tmp_path / "units.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["variant"] for row in rows] == 2 * ["whole", "heads", "stacks", "one", "layer", "each"]
+    assert [row["groups"] for row in rows] == 2 * ["1", "3", "1", "1", "4", "12"]
+    assert len({row["buckets"] for row in rows if row["variant"] in ("whole", "one", "layer", "each")}) == 1
+
+
 def test_floors_follow_the_mode(monkeypatch):
     """More stored replicas cost memory and all-to-alls; local matrices, and one GPU, have no all-to-all."""
     models = load("models", monkeypatch)

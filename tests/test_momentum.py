@@ -1,6 +1,8 @@
 """Momentum and copies over many rectangles: values, layouts, fresh addresses, bits that do not depend on the cuts."""
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -84,6 +86,43 @@ def cuts(rows, columns):
     by_rows = [(slice(a, b), slice(0, columns)) for a, b in ((0, 1), (1, 4), (4, 4), (4, rows))]
     by_columns = [(slice(0, rows), slice(a, b)) for a, b in ((0, 7), (7, 8), (8, 31), (31, columns))]
     return by_rows, by_columns
+
+
+@every_dtype
+def test_blocks_of_columns_are_read_in_vectors(pack, part, device, path, m_dtype, u_dtype, g_dtype):
+    """Heads of an output projection: rows of whole vectors, with the bits of single elements."""
+    table = part("kernels.elementwise.multi_tensor")
+    G, M = torch.randn(13, 200, device=device).to(g_dtype), torch.randn(13, 200, device=device).to(m_dtype)
+    results, access = [], []
+    for start, stop in ((64, 144), (65, 144)):  # the second block begins between two vectors
+        m, u = M.clone(), poisoned(13, stop - start, dtype=u_dtype, device=device)
+        bound = pack.Pack([m[:, start:stop]], [u], [table.Source(0, start, (200, 1))], [G])
+        bound([G], addresses([G], path), weight(0.95, device), True)
+        access += [launch.access for launch in bound.launches or ()]
+        results.append((m[:, 65:144], u[:, 65 - start:]))
+    assert all(map(torch.equal, *results))
+    assert access in ([], [table.VECTORS, table.ELEMENTS])
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_each_rectangle_has_the_momentum_of_its_group(pack, part, device, path, nesterov):
+    Source, numbers = part("kernels.elementwise.multi_tensor").Source, part("kernels.elementwise.multi_tensor").NUMBERS
+    G = [torch.randn(4, 5, device=device) for _ in range(3)]
+    M = [torch.randn(4, 5, device=device) for _ in range(3)]
+    groups, momenta = [1, 0, 1], [0.9, 0.8]
+    weights = torch.full((2 * numbers,), math.nan, device=device)
+    weights[::numbers] = 1 - torch.tensor(momenta)
+    results = []
+    for together in (True, False):
+        m, u = [x.clone() for x in M], [poisoned(4, 5, dtype=F32, device=device) for _ in M]
+        sources = [Source(i, 0, (5, 1)) for i in range(3)]
+        if together:
+            pack.Pack(m, u, sources, G, groups=groups)(G, addresses(G, path), weights, nesterov)
+        for i in range(0 if together else 3):
+            pack.Pack(m[i:i + 1], u[i:i + 1], sources[i:i + 1], G)(
+                G, addresses(G, path), weights[groups[i] * numbers:][:1], nesterov)
+        results.append(m + u)
+    assert all(map(torch.equal, *results))
 
 
 @every_dtype

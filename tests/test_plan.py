@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import math
 import pstats
+import random
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tests.ranks import everywhere, package, part, run_threads
 from tests.test_bucket_updates import cut
+from tests.test_units import indices_of, matrix_form
 
 MODELS_PY = Path(__file__).resolve().parent.parent / "benchmarks" / "models.py"
 models = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("models", MODELS_PY))
@@ -274,6 +276,59 @@ def test_momentum_of_direct_matrices_is_computed_while_the_rest_arrives(cols, pl
         sets = check_piece_sets(rank_plan)
         assert len(sets.kept) == 1
         assert (sets.during_inbound, sets.after_inbound) == ((sets.kept, ()) if early else ((), sets.kept))
+
+
+def units_on(rng, sizes, placements, dims):
+    """Random (shape, form, transposed) of a parameter, the layouts of its units and of their row state."""
+    form, rows, columns = matrix_form(rng, 1)
+    shape, transposed = (rng.randint(1, 3),) * (dims == 3) + (rows, columns), rng.random() < 0.3
+    split = part("params.units").parse(form, transposed)
+    found = [layout_on(sizes, placements, of).as_matrices(split, of_param) for of, of_param in
+             ((shape, None), (split.row_state_shape(shape), shape))]
+    return (shape, form, transposed), *found
+
+
+def check_units(bucket, members, layouts, rank_plans):
+    """The source pieces of a unit hold each of its elements once, and each piece is where the rank stores them."""
+    sources = defaultdict(list)
+    for rank, rank_plan in rank_plans.items():
+        for piece in rank_plan.owned:
+            sources[piece.matrix, piece.kind] += [piece.box] * piece.is_source
+        for piece in [p for p in rank_plan.stored if p.kind == "matrix"]:
+            shape, form, transposed = members[piece.matrix.param]
+            unit = indices_of(shape[-2:], form, transposed)[piece.matrix.unit]
+            matrix = torch.arange(math.prod(shape[-2:])).view(shape[-2:])
+            (top, left), box = piece.start, layouts[piece.matrix.param].boxes[rank][-2:]
+            side = [slice(start, start + n) for start, n in zip((top, left), piece.shape)]
+            stored = (matrix.mT if transposed else matrix)[tuple(side)]
+            assert torch.equal(unit[tuple(slice(*ends) for ends in piece.box)], stored)
+            assert all(a <= s.start and s.stop <= b for s, (a, b) in zip(side, box))
+    for (matrix, kind), boxes in sources.items():
+        assert (covered((matrix.rows, matrix.cols if kind == "matrix" else 1), boxes) == 1).all()
+    assert {matrix for matrix, _ in sources} == set(bucket.matrices)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_plan_of_units_is_whole(seed, optimizer):
+    """Every unit is stepped once, its elements travel once, and no rank needs more workspace than the plan says."""
+    rng = random.Random(seed)
+    sizes = rng.choice([(1,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2)])
+    dims = rng.choice([2, 3])
+    placements = [rng.choice([Replicate(), *map(Shard, range(dims))]) for _ in sizes]
+    members, layouts, rows = zip(*(units_on(rng, sizes, placements, dims) for _ in range(rng.randint(1, 4))))
+    rows = rows if rng.random() < 0.7 else None
+    once, rank_bytes = rng.random() < 0.5, rng.choice([1, 4000, 1 << 28])
+    buckets = plan_of(layouts, row_layouts=rows, rank_bytes=rank_bytes, inputs=terms(once=once))
+    planned = Counter((m.param, m.at, m.unit) for b in buckets for m in b.matrices)
+    units = [[(*at, unit) for at in itertools.product(*map(range, shape[:-2]))
+              for unit in range(len(indices_of(shape[-2:], form)))] for shape, form, _ in members]
+    assert planned == Counter((i, unit[:-1], unit[-1]) for i, found in enumerate(units) for unit in found)
+    for bucket in buckets:
+        rank_plans = rank_plans_of(bucket, layouts, rows, once=once)
+        check_bucket_bytes(bucket, rank_plans, rank_bytes)
+        check_units(bucket, members, layouts, rank_plans)
+        for direction in ("inbound", "outbound"):
+            check_all_to_all(bucket, rank_plans, direction)
 
 
 @pytest.mark.parametrize("route", ["exchange", "own", "reduce"])

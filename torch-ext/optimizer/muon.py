@@ -290,8 +290,6 @@ class Muon(StateDictMethods):
                 "ns_steps": ns_steps,
                 "adjust_lr_fn": adjust_lr_fn,
                 "use_muon": True,
-                "split": None,
-                "transposed": False,
                 **extra,
             },
         )
@@ -372,7 +370,10 @@ class Muon(StateDictMethods):
         """Give a new group its own `split`, with the attributes of parameters read into it."""
         if validation.is_adamw(group):
             return
-        group["split"] = copy.deepcopy(group["split"])
+        # Without a split there is no key: checkpoints from before keys were added have none, and
+        # torch.distributed.checkpoint refuses to load fewer keys than groups have
+        if "split" in group:
+            group["split"] = copy.deepcopy(group["split"])
         units.read_attributes(group, list(names_in(group).values()))
 
     def _init_groups(self) -> None:

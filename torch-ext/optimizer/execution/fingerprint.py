@@ -28,6 +28,9 @@ except ImportError:  # every comparison then takes the slow check
 _params = itemgetter("params")
 # Options of a group that no schedule changes
 FIXED = "use_muon", "adjust_lr_fn", "ns_steps", "eps"
+# Options that may be a list or a dict, which could be changed in place
+MUTABLE = "ns_coefficients", "split", "transposed"
+SIMPLE = {str, bool, type(None)}  # types of values that cannot be changed in place
 
 # (dtype, stride, data pointer modulo ALIGNMENT in bytes) of the local part of a gradient
 GradientForm = tuple[torch.dtype, tuple[int, ...], int]
@@ -200,44 +203,35 @@ def _values_of(state: dict) -> list:
     return list(itertools.chain.from_iterable(map(dict.values, state.values())))
 
 
-def _constants_of(groups: Iterable[dict]) -> list[tuple]:
-    """Options of each group that plans and launches keep. Of betas only beta2: beta1 may change at
+def _constants_of(groups: Sequence[dict]) -> tuple:
+    """Options of all groups that plans and launches keep. Of betas only beta2: beta1 may change at
     every step (schedules.py).
     """
-    found = []
-    first_like: dict[tuple, int] = {}
-    for group in groups:
-        coefficients = group.get("ns_coefficients")
-        betas = group.get("betas")
-        found.append(
-            (
-                id(group),
-                len(group["params"]),
-                *map(group.get, FIXED),
-                _frozen_form(group.get("split")),
-                _frozen_form(group.get("transposed")),
-                coefficients if type(coefficients) is str else _frozen(coefficients),
-                tuple(betas[1:]) if isinstance(betas, (tuple, list)) else betas,
-                # Groups of equal values may be stepped together, see `prepare.step_together`. The
-                # values themselves may change in every step.
-                first_like.setdefault((group.get("nesterov"), group.get("beta2")), len(found)),
-            )
-        )
-    return found
-
-
-def _frozen_form(form: object) -> object:
-    """A value that changes with a `split`: the text of a dict, which a user could change in place.
-    In a list with a form for each parameter, forms are compared by identity: texts would take
-    Python time for each parameter.
-    """
-    if isinstance(form, dict):
-        return repr(form)
-    return tuple(map(id, form)) if isinstance(form, (list, tuple)) else form
+    # Lists filled in C: there may be a group for each parameter
+    get = [list(map(dict.get, groups, itertools.repeat(key))) for key in (*FIXED, *MUTABLE)]
+    fixed, mutable = get[: len(FIXED)], get[len(FIXED) :]
+    forms = [values if set(map(type, values)) <= SIMPLE else _frozen(values) for values in mutable]
+    betas = list(map(dict.get, groups, itertools.repeat("betas")))
+    if set(map(type, betas)) != {type(None)}:
+        betas = [tuple(b[1:]) if isinstance(b, (tuple, list)) else b for b in betas]
+    # Groups of equal values may be stepped together, see `prepare.step_together`. The values
+    # themselves may change in every step.
+    keys = ("nesterov", "beta2")
+    pairs = list(zip(*[map(dict.get, groups, itertools.repeat(key)) for key in keys]))
+    first_like: list[int] = []
+    if len(set(pairs)) > 1:
+        numbers: dict[tuple, int] = {}
+        first_like = [numbers.setdefault(pair, i) for i, pair in enumerate(pairs)]
+    counts = list(map(len, map(_params, groups)))
+    return list(map(id, groups)), counts, fixed, forms, betas, first_like
 
 
 def _frozen(value: object) -> object:
-    """A copy with tuples in place of lists, which a user could change in place."""
+    """A copy with tuples in place of lists, and texts in place of dicts, which a user could change
+    in place.
+    """
+    if isinstance(value, dict):
+        return repr(value)
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 

@@ -460,8 +460,8 @@ def check_unit_sharding(param: torch.Tensor, name: str, split: Split, has_row_st
     if interleaved and split.dim(param.ndim, interleaved[0]) < len(split.shape(param.shape)) - 2:
         raise NotImplementedError(
             f"parameter {name} of shape {tuple(param.shape)} with placements {param.placements}: "
-            "its _StridedShard is alone on a dim along which split='taps' stacks matrices. Shard "
-            "it in another way, or use split='flatten'"
+            "its _StridedShard is alone on a dim along which split='taps' stacks matrices: shard "
+            "it in another way"
         )
     if has_row_state:
         check_row_state(param, name, split)

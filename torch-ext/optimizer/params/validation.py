@@ -431,6 +431,11 @@ def check_numbers(group: dict) -> None:
     _check_values(group)
 
 
+def _scheduled(group: dict) -> tuple[object, object, object]:
+    """Values of a group that schedules set; None where missing."""
+    return group.get("lr"), group.get("weight_decay"), group.get("momentum")
+
+
 def check_scheduled_values(groups: Sequence[dict]) -> None:
     """Raise ValueError, with group and key, for a wrong value of lr, weight_decay, momentum or
     betas, as schedules may have set them.
@@ -439,9 +444,15 @@ def check_scheduled_values(groups: Sequence[dict]) -> None:
     wait for the device.
     """
     for number, group in enumerate(groups):
+        # The usual case first: this runs for each group and step
+        lr, decay, momentum = _scheduled(group)
+        is_float = type(lr) is float and type(decay) is float and type(momentum) is float
+        if is_float and group.get("use_muon") is True:
+            if 0.0 <= lr < FP32_MAX and 0.0 <= decay < FP32_MAX and 0.0 <= momentum < 1.0:
+                continue
         for key, most in (("lr", FP32_MAX), ("weight_decay", FP32_MAX), ("momentum", 1.0)):
             value = group.get(key)
-            # The usual cases first, without a context manager: this runs for each group and step
+            # Without a context manager where possible
             if (
                 type(value) is float
                 and 0.0 <= value < most

@@ -273,6 +273,22 @@ def _packed(
     return found
 
 
+def stepped_together(buckets: Iterable[Bucket], layouts: Sequence[Layout]) -> frozenset[int]:
+    """Return the indices of parameters that several ranks step together: parameters in a bucket of
+    several ranks, and parameters with a matrix of which several ranks store elements.
+
+    Ranks that each store whole units of a matrix send nothing, but must agree on the units and on
+    whether the gradient of the matrix is missing.
+    """
+    shared = {}  # id of a layout -> whether several ranks store elements of one matrix
+    for layout in {id(layout): layout for layout in layouts}.values():
+        stored = [box for box in layout.boxes.values() if all(a < b for a, b in box)]
+        counts = Counter(box[:-2] for box in stored)
+        shared[id(layout)] = max(counts.values(), default=0) > 1
+    exchanged = {m.param for b in buckets if b.route != "local" for m in b.matrices}
+    return frozenset(exchanged.union(i for i, layout in enumerate(layouts) if shared[id(layout)]))
+
+
 def bucket_sort_key(ranks: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     """Return the key by which sets of ranks are ordered in a step, on every rank: large sets first.
 

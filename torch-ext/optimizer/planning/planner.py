@@ -40,6 +40,7 @@ from .plan import (
     chunks_along_forward,
     make_plan,
     plan_chunks,
+    stepped_together,
 )
 from .rank_plan import RankPlan, chunk_rank_plan, rank_plan_of
 
@@ -195,14 +196,13 @@ class Planner:
             for b in buckets
             if self.rank in b.ranks
         ]
-        exchanged = frozenset(m.param for b in buckets if b.route != "local" for m in b.matrices)
         return Plan(
             group,
             params,
             layouts,
             rows,
             rank_plans,
-            exchanged,
+            stepped_together(buckets, layouts),
             cost_model_key=cost_model.key,
             state_rows=self._state_rows(buckets, params),
             mismatched=mismatched_placements(params),

@@ -35,7 +35,8 @@ KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for m
 ADAMW = "maximize", "amsgrad", "capturable", "decoupled_weight_decay"
 # Keys of a group that loading never changes. `split` and `transposed` say how a weight is built,
 # which the model decides and not the checkpoint.
-LABELS = ("param_names", "name", "split", "transposed")
+SPLITS = "split", "transposed"  # missing from groups without a split
+LABELS = ("param_names", "name", *SPLITS)
 STRUCTURE = ("params", "use_muon", *LABELS)  # keys of a group that are no options
 
 
@@ -119,11 +120,11 @@ class Loading:
     def after_torch(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the copied state in place, and complete the groups.
 
-        Names, and options missing from the saved groups, stay as before the load. Drops keys of
-        torch.optim.AdamW without an option in this optimizer (ADAMW).
+        Names, splits, and options missing from the saved groups, stay as before the load. Drops
+        keys of torch.optim.AdamW without an option in this optimizer (ADAMW).
         """
         for group, own in zip(optimizer.param_groups, self.own):
-            for key in [key for key in ADAMW if key not in own]:
+            for key in [key for key in (*ADAMW, *SPLITS) if key not in own]:
                 group.pop(key, None)
             # Saved by an older version or by torch, a group may lack options of this optimizer
             group.update({key: own[key] for key in own if key not in group or key in LABELS})

@@ -155,7 +155,7 @@ def _pack_kernel(
     GROUPED: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ACCESS: tl.constexpr,
     TYPE_0: tl.constexpr,
     TYPE_1: tl.constexpr,
     TYPE_2: tl.constexpr,
@@ -165,11 +165,11 @@ def _pack_kernel(
     `weight`: pointer to 1 - mu of group 0. `flags`, `places`: see `unskipped`; read if SKIPS only.
     `groups`: see `group_offset`; read if GROUPED only.
     """
-    record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ALIGNED)
-    m_at = element_pointers(record, row, column, 0, TYPE_0, 0, ALIGNED)
-    u_at = element_pointers(record, row, column, 1, TYPE_1, 0, ALIGNED)
+    record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
+    m_at = element_pointers(record, row, column, 0, TYPE_0, 0, ACCESS)
+    u_at = element_pointers(record, row, column, 1, TYPE_1, 0, ACCESS)
     g_at = element_pointers(
-        record, row, column, 2, TYPE_2, gradient_address(record, addresses, FIELDS), ALIGNED
+        record, row, column, 2, TYPE_2, gradient_address(record, addresses, FIELDS), ACCESS
     )
     g = tl.load(g_at, mask=inside).to(tl.float32)
     m = tl.load(m_at, mask=inside).to(tl.float32)
@@ -262,7 +262,7 @@ def _copy_kernel(
     SKIPS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ACCESS: tl.constexpr,
     TYPE_0: tl.constexpr,
     TYPE_1: tl.constexpr,
 ):
@@ -270,13 +270,13 @@ def _copy_kernel(
 
     FRESH: `what` are gradients. `flags`, `places`: see `unskipped`; read if SKIPS only.
     """
-    record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ALIGNED)
+    record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
     if SKIPS:
         inside = unskipped(inside, blocks, flags, places)
     base = gradient_address(record, addresses, FIELDS) if FRESH else 0
-    value = tl.load(element_pointers(record, row, column, 1, TYPE_1, base, ALIGNED), mask=inside)
+    value = tl.load(element_pointers(record, row, column, 1, TYPE_1, base, ACCESS), mask=inside)
     tl.store(
-        element_pointers(record, row, column, 0, TYPE_0, 0, ALIGNED),
+        element_pointers(record, row, column, 0, TYPE_0, 0, ACCESS),
         value.to(tl.float32).to(TYPE_0),
         mask=inside,
     )

@@ -30,6 +30,9 @@ BLOCK = 4096  # elements per program
 ALIGNMENT = 16  # bytes: the widest access of a thread
 NUMBERS = 8  # fp32 elements of a parameter group in `rules.rule.device_scalars`
 LONGEST = 1 << 30  # elements in a row of a record: a position in a row stays a 32-bit number
+VECTOR = 8  # elements of a vector access: 16 bytes of a 16-bit dtype, 32 of fp32
+# How a launch accesses the elements of its records, from the slowest to the fastest:
+ELEMENTS, VECTORS, ROW = 0, 1, 2  # any strides; rows of whole aligned vectors; a single such row
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,7 @@ class Launch:
     """Table of the rectangles of a combination of dtypes, on the device."""
 
     types: tuple[torch.dtype, ...]  # dtype of each list, the gradients' last
-    # Whether every record is a single row of a multiple of 8 elements that starts at a multiple of
-    # 16 bytes, in every list
-    aligned: bool
+    access: int  # ELEMENTS, VECTORS or ROW: in every list of every record, see `_access`
     records: torch.Tensor  # (records, fields) int64, see the module's docstring
     blocks: torch.Tensor  # (programs, 2) int64: number of the record, first element in the record
     origins: torch.Tensor  # (records,) int64: index of the rectangle in the bound lists
@@ -121,7 +122,7 @@ def bind(
     `gradients` are examples with the dtypes, and the alignment to 16 bytes, of all later gradients.
     Tables hold addresses: the caller keeps the tensors alive.
     """
-    # (dtypes, aligned) -> [(index in the bound lists, record)]
+    # (dtypes, access) -> [(index in the bound lists, record)]
     groups = defaultdict(list)
     for origin, rectangle in enumerate(zip(*lists)):
         shape = rectangle[0].shape
@@ -137,12 +138,24 @@ def bind(
             types += (example.dtype,)
             fields.append((sources[origin].offset * size, *sources[origin].strides, size))
         for record in _records(shape, fields):
-            # 2 * columns: rows of 16-bit elements end at a multiple of 16 bytes
-            aligned = record[:1] == [1] and not any(
-                at % ALIGNMENT for at in (2 * record[1], base, *record[2::3])
-            )
-            groups[types, aligned].append((origin, record + index))
+            groups[types, _access(record, base)].append((origin, record + index))
     return [_launch(*key, group, lists[0][0].device) for key, group in groups.items()]
+
+
+def _access(record: list[int], base: int) -> int:
+    """Return how the elements of a record can be accessed.
+
+    Vectors need columns without gaps, rows that are multiples of VECTOR elements long and apart,
+    and addresses at multiples of ALIGNMENT. `base`: address of the gradient.
+    """
+    rows, columns = record[:2]
+    addresses, down, across = record[2::3], record[3::3], record[4::3]
+    # 2 * columns: rows of 16-bit elements end at a multiple of 16 bytes
+    if set(across) != {1} or any(at % ALIGNMENT for at in (2 * columns, base, *addresses)):
+        return ELEMENTS
+    if rows == 1:
+        return ROW
+    return ELEMENTS if any(stride % VECTOR for stride in down) else VECTORS
 
 
 def _records(shape: Sequence[int], fields: list[tuple[int, int, int, int]]) -> list[list[int]]:
@@ -173,7 +186,7 @@ def _is_contiguous(rows: int, columns: int, down: int, across: int) -> bool:
 
 def _launch(
     types: tuple[torch.dtype, ...],
-    aligned: bool,
+    access: int,
     group: list[tuple[int, list[int]]],
     device: torch.device,
 ) -> Launch:
@@ -187,20 +200,20 @@ def _launch(
     place = torch.arange(len(index), device="cpu") - (counts.cumsum(0) - counts)[index]
     blocks = torch.stack((index, place * BLOCK), dim=1)
     origins = torch.tensor([origin for origin, _ in group], device="cpu")
-    return Launch(types, aligned, records.to(device), blocks.to(device), origins)
+    return Launch(types, access, records.to(device), blocks.to(device), origins)
 
 
 def run(kernel: jit, launch: Launch, *arguments: Any, **constants: Any) -> None:
     """Launch a kernel over a table, a program per block.
 
-    The kernel gets records and blocks, `arguments`, FIELDS, BLOCK, ALIGNED, a TYPE_i per list, and
+    The kernel gets records and blocks, `arguments`, FIELDS, BLOCK, ACCESS, a TYPE_i per list, and
     `constants`. No fused multiply-adds: products and sums are rounded separately, as in torch.
     """
     types = {f"TYPE_{i}": triton_dtype(t) for i, t in enumerate(launch.types)}
     options = {
         "FIELDS": launch.records.shape[1],
         "BLOCK": BLOCK,
-        "ALIGNED": launch.aligned,
+        "ACCESS": launch.access,
         **types,
         **constants,
         "num_warps": 8,
@@ -209,7 +222,7 @@ def run(kernel: jit, launch: Launch, *arguments: Any, **constants: Any) -> None:
     start = kernel, *constants.values()
     # Another thread may be about to launch the kernel for the first time, too
     if start not in launch.started:
-        key = launch.types, launch.aligned, launch.records.device.index, *constants.items()
+        key = launch.types, launch.access, launch.records.device.index, *constants.items()
         kernel.prepare(key, launch.records, launch.blocks, *arguments, **options)
         if not thread_state.dry_run:
             launch.started.add(start)
@@ -217,21 +230,32 @@ def run(kernel: jit, launch: Launch, *arguments: Any, **constants: Any) -> None:
 
 
 @jit
-def locate(records, blocks, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+def locate(records, blocks, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ACCESS: tl.constexpr):
     """Return (record, row, column, inside) of the elements of the current program.
 
-    `record`: pointer to the record. `row`, `column`: indices of BLOCK elements in the rectangle.
-    `inside`: mask of existing elements.
+    `record`: pointer to the record. `row`, `column`: indices of BLOCK elements in the rectangle;
+    with VECTORS (2-D) of BLOCK / 8 vectors, a row of the tile each. `inside`: mask of existing
+    elements.
     """
     block = blocks + tl.program_id(0).to(tl.int64) * 2
     record = records + tl.load(block) * FIELDS
     first = tl.load(block + 1)
     rows = tl.load(record)
     columns = tl.load(record + 1)
-    if ALIGNED:
+    if ACCESS == 2:  # ROW
         row = first * 0
         column = tl.multiple_of(first.to(tl.int32), BLOCK) + tl.arange(0, BLOCK)
         inside = column < tl.multiple_of(columns.to(tl.int32), 8)
+    elif ACCESS == 1:  # VECTORS
+        # One division for each vector: no vector reaches into the next row
+        vectors = columns // 8
+        first_vector = first // 8
+        row = first_vector // vectors
+        place = (first_vector - row * vectors).to(tl.int32) + tl.arange(0, BLOCK // 8)[:, None]
+        down = place // vectors.to(tl.int32)
+        row += down
+        column = (place - down * vectors.to(tl.int32)) * 8 + tl.arange(0, 8)[None, :]
+        inside = (row < rows) & (column >= 0)  # a mask for each element
     else:
         # Divisions of 64-bit integers are slow: one per program; one of 32 bits per element
         row = first // columns
@@ -263,7 +287,7 @@ def group_offset(blocks, groups, GROUPED: tl.constexpr):
 
 @jit
 def element_pointers(
-    record, row, column, LIST: tl.constexpr, TYPE: tl.constexpr, base, ALIGNED: tl.constexpr
+    record, row, column, LIST: tl.constexpr, TYPE: tl.constexpr, base, ACCESS: tl.constexpr
 ):
     """Return pointers to elements (row, column) of list number LIST, of dtype TYPE.
 
@@ -271,8 +295,10 @@ def element_pointers(
     """
     field = record + 2 + 3 * LIST
     address = (tl.load(field) + base).to(tl.pointer_type(TYPE))
-    if ALIGNED:
+    if ACCESS == 2:  # ROW
         at = tl.multiple_of(address, 16) + column
+    elif ACCESS == 1:  # VECTORS
+        at = tl.multiple_of(address, 16) + row * tl.multiple_of(tl.load(field + 1), 8) + column
     else:
         at = address + row * tl.load(field + 1) + column * tl.load(field + 2)
     return at

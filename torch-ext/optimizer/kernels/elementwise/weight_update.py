@@ -150,7 +150,7 @@ def _update_kernel(
     GROUPED: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ACCESS: tl.constexpr,
     TYPE_0: tl.constexpr,
     TYPE_1: tl.constexpr,
     TYPE_2: tl.constexpr = None,
@@ -162,23 +162,23 @@ def _update_kernel(
     `scales`: scale of each record. `update_momentum`: 0 leaves M alone. `flags`, `places`: see
     `unskipped`; read if SKIPS only. `groups`: see `group_offset`; read if GROUPED only.
     """
-    record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ALIGNED)
+    record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
     group = group_offset(blocks, groups, GROUPED)
     factor = tl.load(scales + tl.load(blocks + tl.program_id(0).to(tl.int64) * 2)) * tl.load(
         factors + group
     )
     if SKIPS:
         inside = unskipped(inside, blocks, flags, places)
-    w_at = element_pointers(record, row, column, 0, TYPE_0, 0, ALIGNED)
+    w_at = element_pointers(record, row, column, 0, TYPE_0, 0, ACCESS)
     w = tl.load(w_at, mask=inside).to(tl.float32)
-    o = tl.load(element_pointers(record, row, column, 1, TYPE_1, 0, ALIGNED), mask=inside).to(
+    o = tl.load(element_pointers(record, row, column, 1, TYPE_1, 0, ACCESS), mask=inside).to(
         tl.float32
     )
     if MOMENTA:
         written = tl.where(update_momentum != 0, inside, False)
-        m_at = element_pointers(record, row, column, 2, TYPE_2, 0, ALIGNED)
+        m_at = element_pointers(record, row, column, 2, TYPE_2, 0, ACCESS)
         g_at = element_pointers(
-            record, row, column, 3, TYPE_3, gradient_address(record, addresses, FIELDS), ALIGNED
+            record, row, column, 3, TYPE_3, gradient_address(record, addresses, FIELDS), ACCESS
         )
         m = tl.load(m_at, mask=written).to(tl.float32)
         m += tl.load(weight + group) * (tl.load(g_at, mask=written).to(tl.float32) - m)
