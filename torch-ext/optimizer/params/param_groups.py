@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from .errors import shortened
 from .model.classification import MUON, NO_DECAY, OTHER, PARTS, Kind, classify
+from .model.fused_weights import Found, describe, find_split, matrix_count
 from .model.structure import Place, Structure
 from .validation import check_module
 
@@ -29,6 +30,7 @@ ORIGINAL = "_original_module"  # where Fabric keeps the model a second time, wit
 Match = Callable[[str, nn.Module, nn.Parameter], bool]  # (name, holding module, parameter)
 PatternLike = str | re.Pattern | Match
 Patterns = PatternLike | Collection[PatternLike] | None  # the arguments `adamw` and `muon`
+SPLITS = (None, "auto", "heads")  # values of the argument `split`
 
 
 def clean_name(name: str) -> str:
@@ -81,6 +83,8 @@ class Row:
     shape: tuple[int, ...]
     part: str  # name of the group, one of PARTS
     why: str  # reason in words, or the user's pattern
+    found: Found = Found()  # noqa: RUF009, immutable: keys `split` and `transposed` of the group
+    matrices: int = 0  # number of matrices of a parameter with a split
 
     @property
     def use_muon(self) -> bool:
@@ -95,6 +99,7 @@ def get_default_muon_param_groups(
     muon: Patterns = (),
     adamw_lr: float | torch.Tensor | None = None,
     allow_no_matrices: bool = False,
+    split: str | None = None,
     report: Callable[[str], object] | None = None,
 ) -> list[dict]:
     """Split the trainable parameters of `model` into groups for `Muon`: hidden matrices to Muon,
@@ -111,51 +116,98 @@ def get_default_muon_param_groups(
     adamw, muon: parameters to move to AdamW, or to Muon: a regular expression searched in the name,
     a function of (name, module, parameter), or a list of regular expressions and functions.
     adamw_lr: the lr of all AdamW groups; None: the optimizer's lr. allow_no_matrices: True for a
-    model without any matrix for Muon, such as a pipeline's first stage. report: a function called
-    with the split as a printable table, for example `print`.
+    model without any matrix for Muon, such as a pipeline's first stage. split: "auto" finds fused
+    weights (q, k and v; gate and up; parts of latent attention and of Mamba layers) and weights
+    stored as (in, out). Each projection is then a matrix of its own; heads are not cut apart. The
+    parameters for Muon come in one group for each `split` and `transposed`, with the keys that say
+    them; see units.py [Note: forms of split]. "heads": also each head of q, k and v is a matrix
+    (rows), and in output projections the columns of each head. None: each weight is one matrix.
+    report: a function called with the groups as a printable table, for example `print`.
 
     Raises ValueError if nothing goes to Muon, if a pattern matches no trainable parameter, if a
-    parameter matches patterns of both kinds or cannot be stepped by Muon, or if a parameter is lazy
-    and has no shape yet.
+    parameter matches patterns of both kinds or cannot be stepped by Muon, if a parameter is lazy
+    and has no shape yet, or if `split` finds a weight that looks fused, but cannot tell how.
     """
     check_module(model)
+    if split not in SPLITS:
+        raise ValueError(f'split={split!r} is not allowed: it must be None, "auto" or "heads"')
     patterns = {"adamw": _patterns("adamw", adamw), "muon": _patterns("muon", muon)}
-    rows = []
-    params: dict[str, list] = {part: [] for part in PARTS}
-    for row, param in _split(model, patterns):
-        rows.append(row)
-        params[row.part].append((row.name, param))
+    places, structure = _places(model)
+    split_model = list(_split(model, places, structure, patterns))
+    rows = [row for row, _ in split_model]
     # Most likely a misspelt name: silently keeping the default would surprise later
     for pattern in (pattern for kind in patterns.values() for pattern in kind if not pattern.found):
         raise ValueError(
             f"{pattern} matches no trainable parameter of the model, whose names are "
             f"{_some([row.name for row in rows])}: correct the pattern, or leave it out"
         )
+    if split is not None:
+        split_model = _find_splits(split_model, places, structure, split == "heads")
+        rows = [row for row, _ in split_model]
     # Before the next error: the table shows why nothing goes to Muon
     if report is not None:
         report(table(rows))
-    if not params[MUON] and not (allow_no_matrices and rows):
+    if not any(row.use_muon for row in rows) and not (allow_no_matrices and rows):
         raise ValueError(
             "no parameter of the model goes to Muon: it has no trainable 2-D weight or 3-D stack "
             "besides embeddings, heads and convolutions. If this is intended, as for a pipeline's "
             "first stage or adapters of vectors, pass allow_no_matrices=True; otherwise select "
             "matrices with muon=..., or build groups with use_muon=True yourself\n" + table(rows)
         )
-    return [_group(part, named, adamw_lr) for part, named in params.items() if named]
+    # Groups in the order of PARTS; of the groups for Muon, the group without a split comes first
+    groups: dict[tuple[str, str], list] = {(part, repr(Found())): [] for part in PARTS}
+    for row, param in split_model:
+        groups.setdefault((row.part, repr(row.found)), []).append((row, param))
+    ordered = sorted(groups.items(), key=lambda item: PARTS.index(item[0][0]))
+    return [_group(members, adamw_lr) for _, members in ordered if members]
 
 
-def _group(
-    part: str, named: list[tuple[str, nn.Parameter]], adamw_lr: float | torch.Tensor | None
-) -> dict:
-    """The parameter group of a part of the split; `named`: pairs (name, parameter)."""
+def _find_splits(
+    split_model: list[tuple[Row, nn.Parameter]],
+    places: dict[nn.Parameter, list[Place]],
+    structure: Structure,
+    per_head: bool,
+) -> list[tuple[Row, nn.Parameter]]:
+    """`split_model`, pairs (Row, parameter), with the splits of the parameters for Muon; with
+    `per_head` weights of attention are split into heads. Raises ValueError for the first parameter
+    whose split cannot be told, with the names of all.
+    """
+    result, refused = [], {}
+    for row, param in split_model:
+        if row.use_muon:
+            try:
+                found = find_split(param, places[param], structure, per_head)
+            except ValueError as error:
+                refused[row.name] = error
+                continue
+            if found != Found():
+                count = matrix_count(found, param)
+                row = replace(row, found=found, why=f"{row.why}, {describe(found)}", matrices=count)
+        result.append((row, param))
+    if refused:
+        first = next(iter(refused.values()))
+        others = f" (parameters like it: {_some(list(refused))})" if len(refused) > 1 else ""
+        raise ValueError(f"{first}{others}")
+    return result
+
+
+def _group(members: list[tuple[Row, nn.Parameter]], adamw_lr: float | torch.Tensor | None) -> dict:
+    """The parameter group of pairs (Row, parameter) of one part and one split."""
+    first = members[0][0]
+    part = first.part
     group = {
         "name": part,
-        "params": [p for _, p in named],
-        "param_names": [n for n, _ in named],
-        "use_muon": part == MUON,
+        "params": [p for _, p in members],
+        "param_names": [row.name for row, _ in members],
+        "use_muon": first.use_muon,
     }
     if part == MUON:
-        return {**group, "adjust_lr_fn": "match_rms_adamw"}
+        group["adjust_lr_fn"] = "match_rms_adamw"
+        if first.found.split is not None:
+            group["split"] = first.found.split
+        if first.found.transposed:
+            group["transposed"] = True
+        return group
     # All further options keep the optimizer's defaults
     if part == NO_DECAY:
         group["weight_decay"] = 0.0
@@ -232,14 +284,16 @@ def _some(names: list[str]) -> str:
 
 
 def _split(
-    model: nn.Module, patterns: dict[str, list[Pattern]]
+    model: nn.Module,
+    places: dict[nn.Parameter, list[Place]],
+    structure: Structure,
+    patterns: dict[str, list[Pattern]],
 ) -> Iterator[tuple[Row, nn.Parameter]]:
     """Yield (Row, parameter) for each trainable parameter in the order of the model, tied
-    parameters once.
+    parameters once. `places`, `structure`: as `_places` returns them.
 
     Sets `found` of the patterns.
     """
-    places, structure = _places(model)
     for param in dict.fromkeys(model.parameters()):
         if param.requires_grad:
             kind = _moved(param, places[param], classify(param, places[param], structure), patterns)
@@ -303,4 +357,19 @@ def table(rows: list[Row]) -> str:
     for use_muon, name in ((True, "Muon"), (False, "AdamW")):
         shapes = [row.shape for row in rows if row.use_muon == use_muon]
         lines.append(f"{name}: {len(shapes)} parameters, {sum(map(math.prod, shapes)):,} elements")
-    return "\n".join(lines)
+    return "\n".join(lines + _split_lines(rows))
+
+
+def _split_lines(rows: list[Row]) -> list[str]:
+    """A line for each split of parameters: the number of parameters and of their matrices, and the
+    names, with * for numbers.
+    """
+    by_split: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.found != Found():
+            by_split.setdefault(describe(row.found), []).append(row)
+    return [
+        f"{keys}: {len(members)} parameters, {sum(row.matrices for row in members):,} matrices: "
+        + ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", row.name) for row in members))
+        for keys, members in by_split.items()
+    ]
