@@ -69,9 +69,8 @@ class Store:
         self.group = group  # the live parameter group; of several groups the first
         self.groups = groups or (group,)  # live groups that are stepped together
         self.group_of = group_of or [0] * len(params)  # index of each parameter's group
-        self.addresses = (
-            addresses  # int64 addresses of gradients, on the device; None without Triton
-        )
+        # int64 addresses of gradients, on the device; None without Triton
+        self.addresses = addresses
         self.scalars = scalars  # fp32 `device_scalars` of all groups, on the device
         self.flags = flags  # fp32 non-finite flags of the whole step; None: nothing is checked
         # Parameter index -> index in `flags` of its first non-finite flag
@@ -84,11 +83,7 @@ class Store:
         self.step_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.device = local_of(params[0]).device
         self.is_fp64 = params[0].dtype == torch.float64
-        # Names for messages
-        self.names = list(range(len(params)))
-        if group is not None:
-            known = {p: name for one in self.groups for p, name in names_in(one).items()}
-            self.names = list(map(known.get, params))
+        self.names = _names(params, self.groups)  # for messages
         self.mismatched = {} if mismatched is None else mismatched
         # This step's gradients: local tensors as autograd left them, None where missing
         self.raw_gradients: Sequence[torch.Tensor | None] = ()
@@ -281,6 +276,14 @@ class Store:
         # Leading indices (experts) are global; the shard may begin at any of them
         matrix = local[tuple(i - start for i, (start, _) in zip(piece.matrix.at, box))]
         return matrix[layout.place_of(self.rank, piece.start, piece.shape)]
+
+
+def _names(params: Sequence[torch.Tensor], groups: Sequence[dict | None]) -> list[str | int]:
+    """Name of each parameter for messages; its number without groups."""
+    if groups[0] is None:
+        return list(range(len(params)))
+    known = {p: name for group in groups for p, name in names_in(group).items()}
+    return list(map(known.get, params))
 
 
 def _zeros(param: torch.Tensor) -> torch.Tensor:
