@@ -33,6 +33,9 @@ from .layouts import (
 from .structure import Place, Structure, _upwards, is_linear
 
 SHOWN = 8  # sizes of a list in a report
+# A weight with more repetitions stays one matrix: gate and up that alternate element by element
+# (GPT-OSS) would be thousands of rectangles for each matrix, and a launch has a record of each
+MOST_REPETITIONS = 512
 
 
 class Found(NamedTuple):
@@ -130,7 +133,7 @@ def _as_form(blocks: Blocks, weight: Weight) -> dict | None:
         dim = {"dim": blocks.dim} if blocks.dim else {}
         return {"heads": blocks.heads, **dim} if blocks.heads > 1 else None
     sizes = [size for size in blocks.sizes if size]
-    if len(sizes) < 2:
+    if len(sizes) < 2 or blocks.repeat > MOST_REPETITIONS:
         return None
     form = {"columns" if weight.transposed else "rows": sizes}
     return {**form, "repeat": blocks.repeat} if blocks.repeat > 1 else form
