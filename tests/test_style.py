@@ -26,12 +26,12 @@ SOURCE = ROOT / "torch-ext" / "optimizer"
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES, NESTING = 700, 60, 120, 3
 
 # A module imports from its own folder and from folders above its own in this list; no two modules import each other.
-# params/errors.py and params/units.py import nothing of the package, so every module may import them.
+# The modules of LEAVES import each other only, so every module may import them.
 FOLDERS = ["kernels.backend", "kernels.launch", "kernels.elementwise", "kernels.matmul", "kernels.onchip",
            "newton_schulz", "rules", "params.model", "params", "pipeline", "planning", "communication", "state",
            "execution", "execution.overlap", "muon", "__init__"]
 FILES_IN_A_FOLDER = 8
-LEAVES = {"_ops", "params.errors", "params.units"}  # _ops is generated: the operators' namespace
+LEAVES = {"_ops", "params.errors", "params.dtensor", "params.units"}  # _ops is generated: the operators' namespace
 
 COLLECTIVES = re.compile(
     r"^(dist|distributed|c10d|funcol)\.(all_|reduce|broadcast|barrier|monitored_barrier|i?send|i?recv|scatter|gather|batch_)"
@@ -135,7 +135,7 @@ def room_of(module: str) -> int:
 def test_modules_import_only_from_folders_above(module):
     for other in imported(module):
         assert room_of(other) <= room_of(module), f"{module} imports {other}"
-    assert module not in LEAVES or not imported(module)
+    assert module not in LEAVES or imported(module) <= LEAVES
 
 
 def test_no_two_modules_import_each_other():
