@@ -9,6 +9,7 @@ groups of the rank alone.
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -431,9 +432,21 @@ def check_numbers(group: dict) -> None:
     _check_values(group)
 
 
-def _scheduled(group: dict) -> tuple[object, object, object]:
-    """Values of a group that schedules set; None where missing."""
-    return group.get("lr"), group.get("weight_decay"), group.get("momentum")
+# Keys of a group that schedules set, and the least value that is not allowed
+SCHEDULED_LIMITS = {"lr": FP32_MAX, "weight_decay": FP32_MAX, "momentum": 1.0}
+
+
+def _are_usual(groups: Sequence[dict]) -> bool:
+    """Whether all scheduled values are allowed floats. Computed in C, since there may be a group
+    for each parameter. `groups`: at least one.
+    """
+    for key, most in SCHEDULED_LIMITS.items():
+        values = list(map(dict.get, groups, itertools.repeat(key)))
+        if set(map(type, values)) != {float} or not math.isfinite(sum(values)):
+            return False
+        if min(values) < 0.0 or max(values) >= most:
+            return False
+    return True
 
 
 def check_scheduled_values(groups: Sequence[dict]) -> None:
@@ -443,14 +456,12 @@ def check_scheduled_values(groups: Sequence[dict]) -> None:
     Called at every step, before anything changes. Tensors on a GPU are not read: the host would
     wait for the device.
     """
+    muon = [group for group in groups if group.get("use_muon") is True]
+    usual = bool(muon) and _are_usual(muon)
     for number, group in enumerate(groups):
-        # The usual case first: this runs for each group and step
-        lr, decay, momentum = _scheduled(group)
-        is_float = type(lr) is float and type(decay) is float and type(momentum) is float
-        if is_float and group.get("use_muon") is True:
-            if 0.0 <= lr < FP32_MAX and 0.0 <= decay < FP32_MAX and 0.0 <= momentum < 1.0:
-                continue
-        for key, most in (("lr", FP32_MAX), ("weight_decay", FP32_MAX), ("momentum", 1.0)):
+        if usual and group.get("use_muon") is True:
+            continue
+        for key, most in SCHEDULED_LIMITS.items():
             value = group.get(key)
             # Without a context manager where possible
             if (
