@@ -12,6 +12,7 @@ mesh and with equal numbers. A figure is the largest over the ranks, then the me
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -23,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import products_flops, shapes_of  # noqa: E402
 from rows import add_output, append  # noqa: E402
 from step import device_name, join, leave, on_ranks, one_gpu_each, parameters, timed, triton_version  # noqa: E402
+
+os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 
 COLUMNS = ("commit gpu ranks model layers optimizer run variant median_ms p20_ms p80_ms host_ms ratio gflops groups "
            "buckets torch triton").split()

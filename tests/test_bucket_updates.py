@@ -67,7 +67,9 @@ def issued(rank, world):
     flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     params = [nn.Parameter(cut(torch.ones(shape), mesh, [Shard(0)]))
               for shape in [(8, 6), (6, 8)] for mesh in (square["rows"], flat, square["columns"])]
-    stepper, mine = package().Muon([{"params": [p]} for p in params]), ISSUED[rank]
+    # A bucket for each: groups of one eps would be stepped together
+    groups = [{"params": [p], "eps": 1e-7 * (i + 1)} for i, p in enumerate(params)]
+    stepper, mine = package().Muon(groups), ISSUED[rank]
     for p in params:
         p.grad = torch.ones_like(p)
     stepper.step()
