@@ -624,7 +624,7 @@ class NorMuon(Muon):
     Arguments of `Muon`, and:
 
     beta2 (0.95): decay of the mean square, in [0, 1); may be set per group. The mean squares are
-        kept in fp32 as `second_moment` (..., R, 1).
+        kept in fp32 as `second_moment` (..., R, 1), with K blocks of columns (..., R, K).
     """
 
     _extra_keys = ("beta2",)

@@ -78,8 +78,8 @@ class StepHook:
     """
 
     def before_buckets(self, found_inf: torch.Tensor | float | None) -> None:
-        """Called when the step has read and uploaded all gradients, before any weight or state
-        changes. `found_inf`: result of a GradScaler for this step, None without one.
+        """Called when the step has read all gradients and uploaded their addresses, before any
+        weight or state changes. `found_inf`: result of a GradScaler for the step, None without one.
         """
 
     def bucket_written(self, update: BucketUpdate) -> None:

@@ -106,7 +106,7 @@ def check_plans(
             for plan, numbers in members
             for entry in _param_digests(plan, sorted(numbers), known)
         ]
-        facts = _fact_digests(ranks, [plan for plan, _ in members], params, options)
+        facts = _fact_digests(ranks, members, params, options)
         with errors.during(f"the comparison of plans of ranks {ranks}"):
             device = local_of(members[0][0].params[0]).device
             # A shared group: overlap, which needs dedicated groups, may be on for some ranks only,
@@ -195,7 +195,7 @@ def _connect_pairs(
 def _rank_sets(plan: Plan) -> dict[Ranks, set[int]]:
     """Return {ranks: indices of parameters for which the ranks communicate}."""
     sets = {}
-    for number in plan.stepped_together:
+    for number in plan.on_several_ranks:
         sets.setdefault(plan.layouts[number].ranks, set()).add(number)
     for bucket, _ in plan.rank_plans or ():
         if bucket.route != "local":
@@ -203,10 +203,28 @@ def _rank_sets(plan: Plan) -> dict[Ranks, set[int]]:
     return {ranks: numbers for ranks, numbers in sets.items() if len(ranks) > 1}
 
 
+def _groups_of(members: list[tuple[Plan, set[int]]]) -> list[dict]:
+    """Return the live groups of the parameters that ranks have in common: a plan may hold further
+    groups, unknown to some of the ranks.
+    """
+    found = {}
+    for plan, numbers in members:
+        for number in sorted(numbers):
+            group = plan.group_at(number)
+            found[id(group)] = group
+    return list(found.values())
+
+
 def _fact_digests(
-    ranks: Ranks, plans: list[Plan], params: list[tuple[str, int]], options: MuonConfig
+    ranks: Ranks,
+    members: list[tuple[Plan, set[int]]],
+    params: list[tuple[str, int]],
+    options: MuonConfig,
 ) -> list[int]:
-    """Return an integer for each of FACTS."""
+    """Return an integer for each of FACTS. `members`: [(plan, indices of the parameters that
+    `ranks` have in common)].
+    """
+    plans = [plan for plan, _ in members]
     device = local_of(plans[0].params[0]).device
     buckets = [
         digest(
@@ -216,8 +234,7 @@ def _fact_digests(
         for plan in plans
     ]
     options = [str(getattr(options, key)) for key in OPTION_NAMES]
-    # A group may have several plans
-    groups = list({id(group): group for plan in plans for group in plan.all_groups}.values())
+    groups = _groups_of(members)
     by_group = [[_normalized(group.get(key)) for group in groups] for key in GROUP_KEYS]
     kernels = (
         device.type,
@@ -404,8 +421,7 @@ def _compare_copies(
         _warn_of_gradients(_only_different(copied, gradients), ranks)
         _warn_of_order(copied, ranks)
     compared = [pair for pair in gradients if pair is not None]
-    groups = [group for plan, _ in members for group in plan.all_groups]
-    is_lr_zero = all(_normalized(group["lr"]) == 0 for group in groups)
+    is_lr_zero = all(_normalized(group["lr"]) == 0 for group in _groups_of(members))
     if not compared or not is_lr_zero:
         return []
     if any((most > 0).any() or (least < 0).any() for most, least in compared):

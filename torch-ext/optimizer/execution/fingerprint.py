@@ -31,6 +31,9 @@ FIXED = "use_muon", "adjust_lr_fn", "ns_steps", "eps"
 # Options that may be a list or a dict, which could be changed in place
 MUTABLE = "ns_coefficients", "split", "transposed"
 SIMPLE = {str, bool, type(None)}  # types of values that cannot be changed in place
+# Options with numbers that launches take from the host
+ALIKE = "eps", "nesterov", "beta2"
+NUMBERS = {float, int, bool, type(None)}
 
 # (dtype, stride, data pointer modulo ALIGNMENT in bytes) of the local part of a gradient
 GradientForm = tuple[torch.dtype, tuple[int, ...], int]
@@ -214,16 +217,32 @@ def _constants_of(groups: Sequence[dict]) -> tuple:
     betas = list(map(dict.get, groups, itertools.repeat("betas")))
     if set(map(type, betas)) != {type(None)}:
         betas = [tuple(b[1:]) if isinstance(b, (tuple, list)) else b for b in betas]
-    # Groups of equal values may be stepped together, see `prepare.step_together`. The values
-    # themselves may change in every step.
-    keys = ("nesterov", "beta2")
-    pairs = list(zip(*[map(dict.get, groups, itertools.repeat(key)) for key in keys]))
-    first_like: list[int] = []
-    if len(set(pairs)) > 1:
-        numbers: dict[tuple, int] = {}
-        first_like = [numbers.setdefault(pair, i) for i, pair in enumerate(pairs)]
     counts = list(map(len, map(_params, groups)))
-    return list(map(id, groups)), counts, fixed, forms, betas, first_like
+    return list(map(id, groups)), counts, fixed, forms, betas, _first_alike(groups)
+
+
+def _first_alike(groups: Sequence[dict]) -> list[int]:
+    """For each group, the first group with equal values of the options that decide which groups are
+    stepped together (`prepare.step_together`); [] if all groups are alike.
+
+    Only which groups are alike is compared: if the values of all change alike, the plan stays.
+    """
+    values = [list(map(dict.get, groups, itertools.repeat(key))) for key in ALIKE]
+    # A tensor may change in place: its value counts, not the object
+    values = [
+        some if set(map(type, some)) <= NUMBERS else [_as_number(value) for value in some]
+        for some in values
+    ]
+    keys = list(zip(*values))
+    if len(set(keys)) <= 1:
+        return []
+    first: dict[tuple, int] = {}
+    return [first.setdefault(key, i) for i, key in enumerate(keys)]
+
+
+def _as_number(value: object) -> object:
+    """The number in a tensor of one element; everything else unchanged."""
+    return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _frozen(value: object) -> object:

@@ -62,7 +62,7 @@ def select_params(
     with a process_group). Warns of a shared parameter with a gradient but without requires_grad.
     """
     is_shared = options.process_group is not None
-    units = []
+    parts = []
     for group in groups:
         params = [p for p in group["params"] if (not is_shared and not is_dtensor(p)) == alone]
         # Ranks must plan alike, so shared parameters are chosen by requires_grad, and
@@ -75,7 +75,7 @@ def select_params(
             for p in params
             if by_requires_grad and p.requires_grad or alone and p.grad is not None
         ]
-        units.append((group, chosen))
+        parts.append((group, chosen))
         for p in params if not alone else ():
             if p.grad is not None and not p.requires_grad:
                 warn_caller(
@@ -83,22 +83,24 @@ def select_params(
                     "left alone, for other ranks cannot know; to have it stepped, call "
                     "requires_grad_() on it"
                 )
-    found = step_together([unit for unit in units if unit[1]])
+    found = step_together([part for part in parts if part[1]])
     return found, [_plan_key(some, options.ns_dtype) for some in found]
 
 
-def step_together(units: Sequence[tuple[dict, list[torch.Tensor]]]) -> list[GroupParams]:
+def step_together(parts: Sequence[tuple[dict, list[torch.Tensor]]]) -> list[GroupParams]:
     """Put Muon groups together that differ only in numbers that a step reads on the device (lr,
     weight_decay, momentum) and in `split`: they are planned, packed and launched as one.
 
-    `units`: [(live group, parameters to step)]. Groups planned one by one would leave ranks without
+    `parts`: [(live group, parameters to step)]. Groups planned one by one would leave ranks without
     work: a group of one matrix has one owner. AdamW groups stay alone: torch's kernels take one lr.
     """
-    together: dict[object, list[tuple]] = {}
-    for group, params in units:
-        key = id(group)
+    together: dict[tuple, list[tuple]] = {}
+    for number, (group, params) in enumerate(parts):
+        # All ranks plan in one order, although a rank may have groups that others lack: an order by
+        # the first group of each key would differ. AdamW groups keep the order of the groups.
+        key = 1, number, ""
         if group["use_muon"]:
-            key = host_constants(group), group["adjust_lr_fn"]
+            key = 0, 0, repr((host_constants(group), group["adjust_lr_fn"]))
         together.setdefault(key, []).append((group, params))
     return [
         GroupParams(
@@ -106,32 +108,32 @@ def step_together(units: Sequence[tuple[dict, list[torch.Tensor]]]) -> list[Grou
             [p for _, params in members for p in params],
             [i for i, (_, params) in enumerate(members) for _ in params],
         )
-        for members in together.values()
+        for members in (together[key] for key in sorted(together))
     ]
 
 
-def _plan_key(unit: GroupParams, dtype: torch.dtype | None) -> tuple:
+def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
     """Key of the plans of groups: groups, parameters, and the options that plans depend on.
 
     Coefficients enter only through the scratch bytes, and the direct matrices, of each shape: a
     schedule of coefficients seldom plans anew.
     """
-    group = unit.groups[0]  # equal in all that follows
+    group = part.groups[0]  # equal in all that follows
     steps = None
     if group["use_muon"]:
         steps = coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
     of_param = {
-        id(p): split for one in unit.groups for p, split in zip(one["params"], splits_of(one))
+        id(p): split for one in part.groups for p, split in zip(one["params"], splits_of(one))
     }
-    splits = [of_param[id(p)] for p in unit.params]
+    splits = [of_param[id(p)] for p in part.params]
     # A parameter that lost its dims since the constructor is refused by the planner
     shapes = {
         shape
-        for p, split in zip(unit.params, splits)
+        for p, split in zip(part.params, splits)
         if p.ndim > 1
         for shape in split.shapes(p.shape)
     }
-    dtype = method.products_dtype(dtype, unit.params[0].device)
+    dtype = method.products_dtype(dtype, part.params[0].device)
     forms = steps and {
         (
             shape,
@@ -143,24 +145,24 @@ def _plan_key(unit: GroupParams, dtype: torch.dtype | None) -> tuple:
     # Bucket updates hold the live groups, hence the ids. Plans keep the groups alive, so no other
     # group can get the id.
     return (
-        tuple(map(id, unit.groups)),
-        tuple(unit.group_of),
+        tuple(map(id, part.groups)),
+        tuple(part.group_of),
         group["use_muon"],
         group["adjust_lr_fn"],
         forms,
         tuple(splits),
-        tuple(map(id, unit.params)),
+        tuple(map(id, part.params)),
     )
 
 
 def make_plans(
-    units: Sequence[GroupParams],
+    parts: Sequence[GroupParams],
     state: dict,
     options: MuonConfig,
     process_groups: ProcessGroups,
     alone: bool,
 ) -> tuple[list[Plan], list[Callable[[], None]]]:
-    """Plan all `units`, check that all ranks have equal plans, and create or move state.
+    """Plan all `parts`, check that all ranks have equal plans, and create or move state.
 
     Return (plans, collective comparisons that `check_plans` leaves for the next step).
     Collective unless `alone`. Raises RuntimeError if ranks differ, or if state has another
@@ -169,10 +171,10 @@ def make_plans(
     planner = Planner(options, process_groups)
     if not alone:
         process_groups.find_existing(
-            [p for unit in units for p in unit.params], planner.process_group
+            [p for part in parts for p in part.params], planner.process_group
         )
     plans = [
-        plan for unit in units for plan in planner.plan(unit.groups, unit.params, unit.group_of)
+        plan for part in parts for plan in planner.plan(part.groups, part.params, part.group_of)
     ]
     planner.check_bucket_buffers()
     # Before ranks compare plans: a rank that raises can be repaired and step again, while the
@@ -235,8 +237,8 @@ class Preparation:
         return seen is not None and seen.is_current(groups, state, *more)
 
     def is_as_bound(self, groups: Sequence[dict], state: dict) -> bool:
-        """Whether everything but gradients is as in the last step, and gradients are not checked
-        for NaN and Inf before the buckets start.
+        """Whether buckets may start during backward: nothing but gradients has changed since the
+        last step, and gradients are not checked for NaN and Inf first.
         """
         if self.fingerprint is None or world_now() is not self.world:
             return False
@@ -253,7 +255,8 @@ class Preparation:
     ) -> None:
         """Plan if parameters or placements changed, bind if memory or the form of gradients did.
 
-        `options`: of the optimizer. `compared`: the options that ranks compare. `scaled`: a
+        `options`: of the optimizer. `compared`: the options for the comparison of ranks, with
+        `unscale_in_step` resolved. `scaled`: a
         GradScaler decides about the step. `hook`: is told of state that moves, and of written
         buckets.
         """
@@ -264,13 +267,13 @@ class Preparation:
         self._members = create.adopt_state(self._members, groups, state)
         # In this order: parameters that the process steps alone must not affect shared plans
         for alone in (False, True):
-            units, key = select_params(groups, options, alone)
+            parts, key = select_params(groups, options, alone)
             lost = create.is_state_missing(self._plans[alone], state)
             if key != self._plan_keys[alone] or lost:
                 if hook is not None:
                     hook.before_state_moves(state)
                 self._plans[alone], later = make_plans(
-                    units, state, compared, self.process_groups, alone
+                    parts, state, compared, self.process_groups, alone
                 )
                 self._uncompared += later
                 self._plan_keys[alone] = key

@@ -102,7 +102,7 @@ class Layout:
         return {}
 
     def unit_boxes(self, rank: int, unit: int) -> list[UnitBox]:
-        """The boxes of a unit stored by `rank`, in memory order: of each matrix of the rank."""
+        """Boxes of a unit stored by `rank`, in memory order; equal in every matrix of a stack."""
         if rank not in self._unit_boxes:
             self._unit_boxes[rank] = self._cut_boxes(rank)
         return self._unit_boxes[rank].get(unit, [])
@@ -133,7 +133,7 @@ class Layout:
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of shape, boxes, replicas and interleaved; ranks compare digests of layouts."""
+        """SHA-256 of shape, boxes, replicas, interleaved and units; ranks compare digests."""
         # Cached: writing out the boxes of thousands of ranks takes long
         boxes = [(rank, self.boxes[rank]) for rank in self.ranks]
         text = repr((self.shape, self.replicas, boxes, self.interleaved, self.cut_into))

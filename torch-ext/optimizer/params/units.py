@@ -173,7 +173,7 @@ class Split:
         """
         shape = tuple(shape)
         cut = self.cut(shape)
-        # Rows of a transposed view are all dims but the first ("taps": the second, of each tap)
+        # Transposed, a row is an index of (I, H, W); all O share its number
         if self.view and self.transposed:
             return 1, *shape[1:]
         if self.view == "flatten":
@@ -316,7 +316,10 @@ def read_attributes(group: dict, names: Sequence[str]) -> None:
                     f"parameter {name} has two splits: its attribute {attribute}={own!r}, and "
                     f"{key}={value!r} of its group. Remove one of the two"
                 )
-        group[key] = [value if own is None else own for value, own in zip(given, found)]
+        values = [value if own is None else own for value, own in zip(given, found)]
+        # One value for all is cheaper to compare in every step than a list
+        is_common = all(value == values[0] for value in values)
+        group[key] = values[0] if is_common else values
 
 
 def check_splits(
@@ -342,7 +345,8 @@ def check_splits(
             if not (transposed is None or isinstance(transposed, bool)):
                 raise TypeError(f"transposed={transposed!r} must be True or False")
             split = parse(form, bool(transposed))
-            if split.is_whole or not (param.requires_grad and param.ndim > 1):
+            is_stepped = param.requires_grad or param.grad is not None
+            if split.is_whole or not (is_stepped and param.ndim > 1):
                 continue
             _check_split(split, param)
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -351,9 +355,9 @@ def check_splits(
         by_rows = split.row_state_shape(param.shape)[0] == param.shape[0]
         if not by_rows and owner_keeps_state and "beta2" in group:
             raise NotImplementedError(
-                f"parameter {names[param]} is transposed, and NorMuon's row state of it cannot be "
-                "cut into rows for owners: leave out shard_state=True and grads_are_reduced=False, "
-                "or use Muon for it"
+                f"parameter {names[param]} is transposed: NorMuon keeps a number for each of its "
+                "columns as stored, which cannot be divided by rows among owners: leave out "
+                "shard_state=True and grads_are_reduced=False, or use Muon for it"
             )
 
 

@@ -26,7 +26,7 @@ from ..rules.muon import SCALES
 from ..rules.rule import number_of
 from .dtensor import is_dtensor, is_mismatched, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, names_in, shortened
-from .layout import check_local_shape, check_placements, check_row_state, check_unit_sharding
+from .layout import check_local_shape, check_placements, check_unit_sharding
 from .units import check_splits, splits_of
 
 if TYPE_CHECKING:
@@ -492,7 +492,7 @@ def check_units(group: dict, options: MuonConfig) -> None:
     """
     check_splits(group, names_in(group), options.owner_keeps_state)
     for number, (param, split) in enumerate(zip(group["params"], splits_of(group))):
-        if not split.is_whole and param.requires_grad and param.ndim > 1:
+        if group["use_muon"] and param.requires_grad and param.ndim > 1:
             check_unit_sharding(param, name_of(group, number), split, "beta2" in group)
 
 
@@ -646,8 +646,6 @@ def check_param(param: torch.Tensor, name: str, group: dict) -> None:
         )
     check_placements(param, name, use_muon)
     check_local_shape(param, name)
-    if use_muon and "beta2" in group:
-        check_row_state(param, name)
 
 
 # Attributes read in C, for `map` over all parameters at every step

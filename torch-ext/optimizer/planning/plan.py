@@ -44,8 +44,8 @@ OWNER_STATE_ROUTES = "own", "reduce"
 
 @dataclass(frozen=True)
 class Matrix:
-    """The unit of orthogonalization: `rows` x `cols`, unit `unit` of the matrix at leading index
-    `at` of a parameter (see params/units.py).
+    """A matrix to orthogonalize, `rows` x `cols`: one unit (params/units.py) of the (R, C) at
+    leading index `at` of a parameter.
 
     In a bucket of chunks (`plan_chunks`): `rows` rows of every owner's part of a parameter, from
     row `at[0]` of the part on.
@@ -273,7 +273,7 @@ def _packed(
     return found
 
 
-def stepped_together(buckets: Iterable[Bucket], layouts: Sequence[Layout]) -> frozenset[int]:
+def on_several_ranks(buckets: Iterable[Bucket], layouts: Sequence[Layout]) -> frozenset[int]:
     """Return the indices of parameters that several ranks step together: parameters in a bucket of
     several ranks, and parameters with a matrix of which several ranks store elements.
 
@@ -527,7 +527,7 @@ def digest(buckets: Sequence[Bucket], layouts: Sequence[Layout], *more: object) 
                 b.route,
                 b.ranks,
                 b.owners,
-                [(place[m.param], m.at, m.rows, m.cols) for m in b.matrices],
+                [(place[m.param], m.at, m.unit, m.rows, m.cols) for m in b.matrices],
             )
             for b in buckets
         ]

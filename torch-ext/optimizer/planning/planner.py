@@ -39,8 +39,8 @@ from .plan import (
     chunks_along_backward,
     chunks_along_forward,
     make_plan,
+    on_several_ranks,
     plan_chunks,
-    stepped_together,
 )
 from .rank_plan import RankPlan, chunk_rank_plan, rank_plan_of
 
@@ -64,7 +64,7 @@ class Plan:
     # stored
     rank_plans: list[tuple[Bucket, RankPlan]] | None
     # Indices of parameters whose step takes several ranks, which must agree on missing gradients
-    stepped_together: frozenset[int]
+    on_several_ranks: frozenset[int]
     in_chunks: bool = False  # parameters are cut into rows of dim 0, see `plan_chunks`
     cost_model_key: str = ""  # digest of the times that owners were chosen by, see `CostModel.key`
     # State at owners: rows of state of each parameter (outer) on each rank of the group (inner).
@@ -77,7 +77,7 @@ class Plan:
     # How each parameter is cut into matrices; None: each (R, C) is one matrix. `layouts` and
     # `row_layouts` are those of the matrices, see `Layout.as_matrices`.
     splits: list[Split] | None = None
-    # Live parameter groups that are stepped together, and the index of each parameter's group; ()
+    # Live parameter groups that are planned together, and the index of each parameter's group; ()
     # for `group` alone. The groups differ only in numbers that a step reads on the device.
     groups: tuple[dict, ...] = ()
     group_of: tuple[int, ...] = ()
@@ -108,7 +108,7 @@ class Plan:
         steps the parameter alone.
         """
         layout = self.layouts[number]
-        return layout.ranks if number in self.stepped_together and len(layout.boxes) > 1 else ()
+        return layout.ranks if number in self.on_several_ranks and len(layout.boxes) > 1 else ()
 
 
 class Planner:
@@ -202,7 +202,7 @@ class Planner:
             layouts,
             rows,
             rank_plans,
-            stepped_together(buckets, layouts),
+            on_several_ranks(buckets, layouts),
             cost_model_key=cost_model.key,
             state_rows=self._state_rows(buckets, params),
             mismatched=mismatched_placements(params),

@@ -19,7 +19,7 @@ from ..communication.redistribute import place_like
 from ..kernels.backend import capturing
 from ..params import errors
 from ..params.config import MuonConfig
-from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like, zeros_of
+from ..params.dtensor import as_dtensor, is_dtensor, is_placed_like, local_of, zeros_of
 from ..params.errors import warn_caller
 from ..params.layout import layout_of, row_chunks, this_rank
 from ..params.units import WHOLE, Split, splits_of
@@ -166,6 +166,8 @@ def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> No
             if plan.state_rows is None:
                 _move_to_param(state[p], p)
             rows = None if plan.state_rows is None else plan.state_rows[i][group_rank]
+            if plan.split(i).view == "flatten":
+                _make_contiguous(state[p])
             keys = state_keys(plan.group)
             create_state(state[p], p, keys, options.state_dtype, plan.split(i), rows)
 
@@ -193,6 +195,15 @@ def _move_to_param(state: dict, param: torch.Tensor) -> None:
         if not is_placed_like(value, param):
             with errors.during("the move of state to where its parameter lies now"):
                 state[key] = place_like(value, param)
+
+
+def _make_contiguous(state: dict) -> None:
+    """Replace state of other strides, as of a model in channels_last, by contiguous copies, in
+    place of the dict's entries: split="flatten" views state as (O, I H W).
+    """
+    for key, value in _row_entries(state):
+        if not local_of(value).is_contiguous():
+            state[key] = value.contiguous()
 
 
 def _row_entries(state: dict) -> list[tuple[str, torch.Tensor]]:

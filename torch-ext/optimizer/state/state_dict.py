@@ -33,8 +33,8 @@ from .shard_check import check_shards
 KINDS = {True: "Muon", False: "AdamW"}  # use_muon -> the kind of a group, for messages
 # Keys of groups of torch's AdamW that this optimizer has no option for
 ADAMW = "maximize", "amsgrad", "capturable", "decoupled_weight_decay"
-# Keys of a group that loading never changes. `split` and `transposed` say how a weight is built,
-# which the model decides and not the checkpoint.
+# Keys of a group that loading never changes. `split` and `transposed` describe the
+# model, so the optimizer's own values stay.
 SPLITS = "split", "transposed"  # missing from groups without a split
 LABELS = ("param_names", "name", *SPLITS)
 STRUCTURE = ("params", "use_muon", *LABELS)  # keys of a group that are no options

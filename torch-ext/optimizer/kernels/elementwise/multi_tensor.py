@@ -96,11 +96,12 @@ def skips_of(skip: Skip | None, launches: Sequence[Launch] | None) -> list[tuple
 def groups_of(
     groups: Sequence[int] | None, launches: Sequence[Launch] | None
 ) -> list[tuple[torch.Tensor, bool]]:
-    """Return (first element of the numbers of each record's parameter group, whether groups differ)
-    for each launch: `groups` is the number of the group of each rectangle, None for group 0.
+    """Return (first element of the numbers of each record's parameter group, whether any rectangle
+    belongs to a group other than 0) for each launch.
 
-    Numbers of a group are NUMBERS consecutive elements. Without groups the tensor is a placeholder,
-    never read by the kernel.
+    `groups`: number of the group of each rectangle, None for group 0. Numbers of a group are
+    NUMBERS consecutive elements. Without groups the tensor is a placeholder, never read by the
+    kernel.
     """
     if groups is None or not any(groups):
         return [(launch.records, False) for launch in launches or ()]
@@ -150,8 +151,8 @@ def _access(record: list[int], base: int) -> int:
     """
     rows, columns = record[:2]
     addresses, down, across = record[2::3], record[3::3], record[4::3]
-    # 2 * columns: rows of 16-bit elements end at a multiple of 16 bytes
-    if set(across) != {1} or any(at % ALIGNMENT for at in (2 * columns, base, *addresses)):
+    is_aligned = not any(at % ALIGNMENT for at in (base, *addresses))
+    if set(across) != {1} or columns % VECTOR or not is_aligned:
         return ELEMENTS
     if rows == 1:
         return ROW

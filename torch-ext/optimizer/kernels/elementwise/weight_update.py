@@ -83,8 +83,8 @@ class WeightUpdate:
 
         `factors`: lr and 1 - lr weight_decay of group 0, fp32 on the device; the values of group i
         are i * NUMBERS elements behind. `tensors`, `addresses`, `weight`: as for `Pack`, read with
-        momenta only. Pass `update_momentum=False`
-        if `Pack` has already written M in the current step.
+        momenta only. Pass `update_momentum=False` if `Pack` has already written M in the current
+        step.
         """
         if not self.W:
             return

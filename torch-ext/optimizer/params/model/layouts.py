@@ -87,7 +87,7 @@ class Weight:
 
     def number(self, *names: str) -> int:
         """The first integer among the attributes `names` of the holder, else of the config; 0
-        without. An attribute 0 of the holder counts: a layer without rotary positions.
+        without. 0 is a value too: `qk_rope_head_dim` is 0 in layers without rotary positions.
         """
         for source in (self.holder, self.config):
             for name in names:
@@ -180,10 +180,10 @@ def is_stored_transposed(holder: nn.Module, module: nn.Module, layer: str) -> bo
 # Layouts: functions of a weight, which return the projections in the order of the outputs, or None
 # for a weight that is not fused
 
-Layout = Callable[[Weight], Blocks | None]
+Arrangement = Callable[[Weight], Blocks | None]
 
 
-def equal(count: int) -> Layout:
+def equal(count: int) -> Arrangement:
     """`count` equal blocks."""
     return lambda weight: (
         Blocks((weight.outputs // count,) * count) if weight.outputs % count == 0 else None
@@ -360,7 +360,7 @@ class Rule:
     """
 
     layers: re.Pattern
-    layout: Layout
+    layout: Arrangement
     classes: re.Pattern | None = None
     attributes: tuple[str, ...] = ()
 
@@ -380,7 +380,7 @@ class Rule:
         return self.layout(weight)
 
 
-def _rule(layers: str, layout: Layout, classes: str = "", *attributes: str) -> Rule:
+def _rule(layers: str, layout: Arrangement, classes: str = "", *attributes: str) -> Rule:
     """A `Rule` of regular expressions for the whole name of a layer, and for the class: its last
     part, or a dotted name that starts with the package.
     """
