@@ -231,7 +231,8 @@ def others(arch: str, shared: int):
                  programs="i32", DOWN=32, ACROSS=16, u_strides=ROW_MAJOR, o_strides=ROW_MAJOR, v_strides=("i32", 1, 1),
                  x_strides=ROW_MAJOR, ROWS=4, COLUMNS=256, WIDE=True, EVEN=16, STRAIGHT=True, STAGES=8, FORM=0,
                  PDL=arch in ("sm90", "sm100"))
-    floats = dict(V="*fp32", squares="*fp32", factors="*fp32", sums="*fp32", beta2="fp32", rest="fp32",
+    floats = dict(V="*fp32", squares="*fp32", factors="*fp32", sums="*fp32", numbers="*fp32", groups="*i64",
+                  GROUPED=False,
                   guesses="*fp32", scales="*fp32", aim="fp32")
     cast, scales = norm._cast_kernel, norm._norm_kernel
     for kernel in (rows._moments_kernel, rows._norms_kernel, rows._normalize_kernel, cast, scales):

@@ -1,6 +1,8 @@
 """NorMuon's normalisation: against fp64, with the whole matrix's norm, and safe for zeros."""
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -30,6 +32,21 @@ def exact(O, V):
     V = BETA2 * V + (1 - BETA2) * O.square().mean(dim=2, keepdim=True)
     N = O / (V.sqrt() + EPS)
     return N * torch.linalg.matrix_norm(O, keepdim=True) / torch.linalg.matrix_norm(N, keepdim=True), V
+
+
+def test_each_matrix_has_the_beta2_of_its_group(normalize, part, device):
+    O, V = torch.randn(3, 20, 33, device=device), torch.rand(3, 20, 1, device=device)
+    count, betas, groups = part("kernels.elementwise.multi_tensor").NUMBERS, [0.9, 0.5], [1, 0, 1]
+    numbers = torch.full((2, count), math.nan)
+    numbers[:, 2] = torch.tensor(betas)
+    numbers[:, 3] = 1 - torch.tensor(betas, dtype=torch.float64)
+    together, v = O.clone(), V.clone()
+    offsets = torch.tensor([count * n for n in groups], device=device)
+    normalize(together, v, numbers.flatten().to(device), EPS, offsets)
+    for i, group in enumerate(groups):
+        one, own = O[i:i + 1].clone(), V[i:i + 1].clone()
+        normalize(one, own, betas[group], EPS)
+        assert torch.equal(one, together[i:i + 1]) and torch.equal(own, v[i:i + 1])
 
 
 @pytest.mark.kernels_ci

@@ -233,8 +233,9 @@ class Muon(StateDictMethods):
         GPU, 256 MiB on a CPU.
     capturable (False): True: on NVIDIA GPUs the second step is captured as a CUDA graph, with all
         collectives, and replayed. False: the parts between collectives are. Equal bits. lr,
-        weight_decay and momentum may change in every step; in AdamW groups a change of weight_decay
-        or momentum costs a new capture (at most 8), and changes in every step prevent replay.
+        weight_decay, momentum and NorMuon's beta2 may change in every step; in AdamW groups a
+        change of weight_decay or momentum costs a new capture (at most 8), and changes in every
+        step prevent replay.
     nonfinite ("propagate"): effect of NaN or Inf in a gradient. "propagate": nothing is checked, a
         NaN spoils its matrix. "skip": the matrix (AdamW: parameter) keeps weight and state on every
         rank, and `skipped` counts. "raise": nothing changes on any rank, and the step, which waits

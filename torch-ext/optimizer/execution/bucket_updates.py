@@ -32,12 +32,13 @@ import torch.distributed as dist
 from ..communication.all_to_all import AllToAllBuffers, Mean, piece_at
 from ..kernels.backend import capturing
 from ..kernels.elementwise.momentum import Copy, Pack, copy_torch
+from ..kernels.elementwise.multi_tensor import NUMBERS
 from ..kernels.elementwise.weight_update import WeightUpdate
 from ..newton_schulz.orthogonalize import BoundOrthogonalization
 from ..params.config import MuonConfig
 from ..params.dtensor import gradient_dtype
 from ..pipeline import BucketUpdate, Running
-from ..planning.plan import Bucket
+from ..planning.plan import Bucket, Matrix
 from ..planning.rank_plan import Piece, RankPlan
 from ..rules import adamw, muon, normuon
 from ..rules.rule import MuonConstants, host_constants
@@ -143,7 +144,10 @@ class BoundUpdate(BucketUpdate):
         return [muon.scale_of(p.matrix, self.group["adjust_lr_fn"]) for p in pieces]
 
     def _bind_iteration(self, stacks: Stacks) -> BoundOrthogonalization:
-        """Bind Newton-Schulz from `stacks.inputs` to `stacks.outputs`."""
+        """Bind Newton-Schulz from `stacks.inputs` to `stacks.outputs`, and the groups of the
+        matrices, whose beta2 the row normalization reads.
+        """
+        self.row_groups = [self._group_offsets(matrices) for matrices in stacks.matrices]
         # Between the two all-to-alls the send buffer, and often the receive buffer, hold nothing:
         # Newton-Schulz uses both as scratch, see `RankPlan.workspace_layout`
         scratch = [self.memory[use] for use in ("scratch_a", "scratch_b", "gram_scratch")]
@@ -167,6 +171,17 @@ class BoundUpdate(BucketUpdate):
             self.graphs(part, constants, argument)
         else:
             part(argument)
+
+    def _normalize_rows(self, stacks: Stacks) -> None:
+        """Launch NorMuon's row normalization of all stacks."""
+        normuon.normalize(stacks.outputs, stacks.row_state, self.store.scalars, self.row_groups)
+
+    def _group_offsets(self, matrices: Sequence[Matrix]) -> torch.Tensor | None:
+        """First element of the numbers of each matrix's group, for a stack; None if all are 0."""
+        groups = [self.store.group_of[matrix.param] for matrix in matrices]
+        if not any(groups):
+            return None
+        return torch.tensor([NUMBERS * n for n in groups], device=self.store.device)
 
     def _run_pack(
         self, pack: Pack, constants: MuonConstants, gradients: Gradients | tuple[()] = ()
@@ -232,8 +247,8 @@ class LocalUpdate(BoundUpdate):
         self._run_pack(self.pack_all, constants)
         self.load_rows()
         self.iterate(constants.steps, constants.eps)
-        if constants.beta2 is not None:
-            normuon.normalize(self.stacks.outputs, self.stacks.row_state, constants.beta2)
+        if constants.has_row_state:
+            self._normalize_rows(self.stacks)
         self._run_weight_update(self.update_all)
         self.save_rows()
 
@@ -394,8 +409,8 @@ class ShardedUpdate(OwnerUpdate):
         self._run_pack(self.pack_after_inbound, constants)
         self.assemble()
         self.iterate(constants.steps, constants.eps)
-        if constants.beta2 is not None:
-            normuon.normalize(self.stacks.outputs, self.stacks.row_state, constants.beta2)
+        if constants.has_row_state:
+            self._normalize_rows(self.stacks)
         self.disassemble()
 
     def apply(self, constants: object) -> None:
@@ -474,8 +489,8 @@ class UnreducedUpdate(OwnerUpdate):
         self._run_pack(self.pack_owned, constants, self.mean())
         self.load_rows()
         self.iterate(constants.steps, constants.eps)
-        if constants.beta2 is not None:
-            normuon.normalize(self.stacks.outputs, self.stacks.row_state, constants.beta2)
+        if constants.has_row_state:
+            self._normalize_rows(self.stacks)
         self.disassemble()
 
     def apply(self, constants: object) -> None:

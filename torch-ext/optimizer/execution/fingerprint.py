@@ -32,7 +32,7 @@ FIXED = "use_muon", "adjust_lr_fn", "ns_steps", "eps"
 MUTABLE = "ns_coefficients", "split", "transposed"
 SIMPLE = {str, bool, type(None)}  # types of values that cannot be changed in place
 # Options with numbers that launches take from the host
-ALIKE = "eps", "nesterov", "beta2"
+ALIKE = "eps", "nesterov"
 NUMBERS = {float, int, bool, type(None)}
 
 # (dtype, stride, data pointer modulo ALIGNMENT in bytes) of the local part of a gradient

@@ -187,7 +187,8 @@ def make_plans(
 
 # Warnings of capturable=True, each given once, if a graph cannot be replayed
 SCALARS_CHANGED = (
-    "the step is not replayed, since a number other than lr, weight_decay and momentum changed"
+    "the step is not replayed, since a number other than lr, weight_decay, momentum and NorMuon's "
+    "beta2 changed"
 )
 GRADIENTS_MOVED = (
     "AdamW's step is not replayed, since gradients lie elsewhere or a number other than lr changed"

@@ -105,6 +105,7 @@ class Stacks:
         self.inputs: list[torch.Tensor | ScatteredRows] = []
         self.outputs: list[torch.Tensor | ScatteredRows] = []
         self.row_state: list[torch.Tensor] = []
+        self.matrices: list[list[Matrix]] = []  # of each stack
         self.input_view: dict[Piece, torch.Tensor] = {}  # piece of an owned matrix -> view
         self.output_view: dict[Piece, torch.Tensor] = {}  # the counterpart in `outputs`
         inputs = self._box_views(read_from)
@@ -118,6 +119,7 @@ class Stacks:
         rows_offset_bytes = 0
         for (R, C, direct), matrices in members.items():
             N = len(matrices)
+            self.matrices.append(matrices)
             rows = piece_at(memory["rows"], rows_offset_bytes, (N * R, 1), torch.float32)
             self.row_state.append(rows.view(N, R, 1))
             whole |= {(m, "row"): t for m, t in zip(matrices, self.row_state[-1])}

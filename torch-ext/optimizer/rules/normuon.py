@@ -26,12 +26,17 @@ EPS = 1e-8
 
 
 def normalize(
-    stacks: Sequence[torch.Tensor | ScatteredRows], rows: Sequence[torch.Tensor], beta2: float
+    stacks: Sequence[torch.Tensor | ScatteredRows],
+    rows: Sequence[torch.Tensor],
+    numbers: torch.Tensor | float,
+    groups: Sequence[torch.Tensor | None] | None = None,
 ) -> None:
     """Normalize the rows of every matrix in place, by the formulas of the module.
 
     `stacks`: O (N, R, C) in fp32, bf16 or fp16. `rows`: V (N, R, 1) in fp32, one for each stack,
-    updated in place. A matrix of zeros stays zero.
+    updated in place. `numbers`: `device_scalars` of the parameter groups, on the device, or beta2.
+    `groups`: for each stack, the first element of the numbers of each matrix, (N,) int64; None:
+    group 0. A matrix of zeros stays zero.
     """
-    for O, V in zip(stacks, rows):
-        normalize_rows(O, V, beta2, EPS)
+    for i, (O, V) in enumerate(zip(stacks, rows)):
+        normalize_rows(O, V, numbers, EPS, None if groups is None else groups[i])

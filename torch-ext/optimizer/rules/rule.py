@@ -28,7 +28,7 @@ AdamW steps weight and state in a single elementwise phase, without phase 2 (ada
 
 A rule reads two kinds of numbers. `host_constants` are arguments of launches; a CUDA graph keeps
 the values of its capture, so a change means a new capture. `device_scalars` are uploaded before a
-step, so schedules may change lr, weight decay and momentum without a new capture.
+step, so schedules may change lr, weight decay, momentum and beta2 without a new capture.
 
 Layouts, batching, buffers, all-to-alls and overlap are the work of planning/, communication/ and
 execution/: a rule works on lists of tensors and stacks of matrices, and knows no ranks.
@@ -47,16 +47,18 @@ from ..newton_schulz import coefficients
 
 def device_scalars(group: Mapping[str, Any]) -> list[float]:
     """Return the numbers of a group that schedules change, for device memory in fp32:
-    [lr, 1 - lr weight_decay, 0, 0, 1 - momentum, 0, 0, 0]. AdamW reads lr only.
+    [lr, 1 - lr weight_decay, beta2, 1 - beta2, 1 - momentum, 0, 0, 0], beta2 of NorMuon. AdamW
+    reads lr only.
     """
     lr = float(group["lr"])
+    beta2 = float(group.get("beta2", 0.0))
     # The weight update reads from element 0, the momentum from element 4. Both addresses are
     # multiples of 16 bytes: Triton would compile each kernel anew for an unaligned pointer
     return [
         lr,
         1.0 - lr * float(group["weight_decay"]),
-        0.0,
-        0.0,
+        beta2,
+        1.0 - beta2,
         1.0 - float(group["momentum"]),
         0.0,
         0.0,
@@ -69,7 +71,7 @@ class MuonConstants(NamedTuple):
 
     steps: coefficients.Steps
     eps: float
-    beta2: float | None  # None without NorMuon's row normalization
+    has_row_state: bool  # NorMuon's row normalization; beta2 is on the device
     nesterov: bool
 
 
@@ -92,8 +94,8 @@ def host_constants(group: Mapping[str, Any], wide: bool = False) -> tuple:
     """
     if group["use_muon"]:
         steps = coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
-        beta2 = float(group["beta2"]) if "beta2" in group else None
-        return MuonConstants(steps, float(group["eps"]), beta2, bool(group["nesterov"]))
+        has_row_state = "beta2" in group
+        return MuonConstants(steps, float(group["eps"]), has_row_state, bool(group["nesterov"]))
     fixed = map(float, (*group["betas"], group["eps"], group["weight_decay"]))
     return *fixed, float(group["lr"]) if wide else None
 

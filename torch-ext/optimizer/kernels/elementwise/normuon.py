@@ -13,30 +13,43 @@ from .row_scattered import ScatteredRows, memory_of, rows_at, strides_of
 
 tl = None  # Triton's language, put here by jit
 
+BETA2 = 2  # index of beta2 among the numbers of a parameter group; 1 - beta2 is the next
 BLOCK = 1024  # elements of a row, or rows of a matrix, that a program reads at a time
 
 
-def normalize(O: torch.Tensor | ScatteredRows, V: torch.Tensor, beta2: float, eps: float) -> None:
+def normalize(
+    O: torch.Tensor | ScatteredRows,
+    V: torch.Tensor,
+    numbers: torch.Tensor | float,
+    eps: float,
+    groups: torch.Tensor | None = None,
+) -> None:
     """Normalize the rows of O and update the second moments V, both in place.
 
-    O (N, R, C) in fp32, bf16 or fp16; V (N, R, 1) in fp32; any strides. With s the mean square of a
+    O (N, R, C) in fp32, bf16 or fp16; V (N, R, 1) in fp32; any strides. `numbers`: of parameter
+    groups as in `rules.rule.device_scalars`, fp32 on the device, with beta2 and 1 - beta2 at
+    BETA2 and BETA2 + 1; or beta2 itself. `groups`: (N,) int64, first element of the numbers of each
+    matrix; None: 0. With s the mean square of a
     row: V <- beta2 V + (1 - beta2) s, Y = O / (sqrt(V) + eps), O <- Y ||O|| / ||Y||, with Frobenius
     norms of whole matrices. A matrix of zeros stays zero. Source: arXiv 2510.05491, in the
     norm-preserving form of the authors' code.
     """
     if O.numel() == 0:
         return
+    if not isinstance(numbers, torch.Tensor):
+        numbers = torch.tensor([0.0] * BETA2 + [numbers, 1.0 - numbers], device=V.device)
     if not use_triton(O.device):
-        return normalize_torch(O, V, beta2, eps)
-    beta2, eps = float(beta2), float(eps)  # as an integer each would have a binary of its own
+        return normalize_torch(O, V, numbers, eps, groups)
+    eps = float(eps)  # an integer would have a binary of its own
     N, R, C = O.shape
     squares = torch.empty((2, N, R), dtype=torch.float32, device=O.device)
     factors = torch.empty(N, dtype=torch.float32, device=O.device)
     memory, strides = memory_of(O), strides_of(O)
     key = BLOCK, launch_key(O, V)
+    grouped = groups is not None
     _moments_kernel.launch(
         N * R,
-        key,
+        (*key, grouped),
         memory,
         V,
         squares,
@@ -45,9 +58,10 @@ def normalize(O: torch.Tensor | ScatteredRows, V: torch.Tensor, beta2: float, ep
         C,
         strides,
         V.stride(),
-        beta2,
-        1.0 - beta2,
+        numbers,
+        groups if grouped else squares,  # a placeholder, never read
         eps,
+        grouped,
         BLOCK,
     )
     _norms_kernel.launch(N, key, squares, factors, N * R, R, BLOCK)
@@ -55,7 +69,11 @@ def normalize(O: torch.Tensor | ScatteredRows, V: torch.Tensor, beta2: float, ep
 
 
 def normalize_torch(
-    O: torch.Tensor | ScatteredRows, V: torch.Tensor, beta2: float, eps: float
+    O: torch.Tensor | ScatteredRows,
+    V: torch.Tensor,
+    numbers: torch.Tensor,
+    eps: float,
+    groups: torch.Tensor | None = None,
 ) -> None:
     """Compute `normalize` in torch.
 
@@ -67,7 +85,11 @@ def normalize_torch(
         square = torch.stack(
             [matrix.mean(dim=1, keepdim=True) for matrix in wide.square().unbind()]
         )
-        v.mul_(beta2).add_(square.mul(1.0 - beta2))
+        beta2, rest = numbers[BETA2], numbers[BETA2 + 1]
+        if groups is not None:
+            at = groups[some].view(-1, 1, 1) + BETA2
+            beta2, rest = numbers[at], numbers[at + 1]
+        v.mul_(beta2).add_(square.mul(rest))
         w = v.sqrt().add_(eps).reciprocal_().masked_fill_(v == 0, 0.0)
         sums = [
             torch.stack([matrix.sum() for matrix in x.unbind()])
@@ -86,12 +108,25 @@ def _weight(v, eps):
 
 @jit
 def _moments_kernel(
-    O, V, squares, numel, R, C, o_strides, v_strides, beta2, rest, eps, BLOCK: tl.constexpr
+    O,
+    V,
+    squares,
+    numel,
+    R,
+    C,
+    o_strides,
+    v_strides,
+    numbers,
+    groups,
+    eps,
+    GROUPED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Update V and write mean squares of rows; a program per row.
 
     `squares` (2, N, R): mean square of the row before and after division by sqrt(V) + eps. `numel`:
-    N R. `rest`: 1 - beta2. `o_strides`: None if O is a row table, see `rows_at`.
+    N R. `numbers`, `groups`: as for `normalize`; `groups` is read if GROUPED only. `o_strides`:
+    None if O is a row table, see `rows_at`.
     """
     program = tl.program_id(0).to(tl.int64)
     matrix, row = program // R, program % R
@@ -106,7 +141,10 @@ def _moments_kernel(
         sums += o * o
     square = tl.sum(sums) / C
     v_at = V + matrix * v_strides[0] + row * v_strides[1]
-    v = beta2 * tl.load(v_at) + rest * square
+    at = numbers + 2  # BETA2
+    if GROUPED:
+        at += tl.load(groups + matrix)
+    v = tl.load(at) * tl.load(v_at) + tl.load(at + 1) * square
     tl.store(v_at, v)
     w = _weight(v, eps)
     tl.store(squares + program, square)
