@@ -35,10 +35,10 @@ from models import MODELS, shapes_of  # noqa: E402
 from rows import read  # noqa: E402
 
 PACKAGE = get_kernel("org/optimizer", version=1).__name__
-balance, freight, layout, pace, pipeline, plan, method, coefficients = (
+balance, freight, layout, pace, pipeline, plan, method, coefficients, units = (
     importlib.import_module(f"{PACKAGE}.{name}") for name in (
         "planning.load_balance", "planning.memory_model", "params.layout", "planning.cost_model", "pipeline",
-        "planning.plan", "newton_schulz.method", "newton_schulz.coefficients"))
+        "planning.plan", "newton_schulz.method", "newton_schulz.coefficients", "params.units"))
 ARCH = "sm90"  # whose measured times are taken, of an H200
 PACE = pace.table(ARCH)
 RESULTS = ROOT / "benchmarks" / "results" / "step.csv"
@@ -96,6 +96,7 @@ def arguments(given=None):
                         "expert lie: in other nodes (neighbours hold other experts), or side by side")
     parser.add_argument("--run", default="graph", choices=["graph", "eager"], help="eager: the host's time counts too")
     parser.add_argument("--layers", type=int, default=None, help="layers in place of the model's own number")
+    parser.add_argument("--heads", action="store_true", help="a matrix for each head, in the models of HEADS")
     parser.add_argument("--measured", type=Path, default=RESULTS,
                         help="what benchmarks/step.py wrote, to fit to (default: the committed steps)")
     parser.add_argument("--out", type=Path, default=Path("scaling"), help="folder for scaling.csv and scaling.png")
@@ -108,12 +109,22 @@ def arguments(given=None):
 # The plan
 
 
+# Splits of weights of attention by shape: rows of queries, of keys and values (in latent attention of each head 128 of
+# both), columns of outputs
+HEADS = {
+    "llama3_8b": {(4096, 4096): {"heads": 32}, (1024, 4096): {"heads": 8}},
+    "kimi_k2": {(12288, 1536): {"heads": 64}, (16384, 512): {"heads": 128}, (7168, 8192): {"heads": 64, "dim": 1}},
+    "tiny": {(32, 32): {"heads": 4}},
+}
+
+
 def layouts_of(model, mode, ranks, options) -> list:
     """The layouts of a model's parameters, as the mode's mesh places them; those of one shape share theirs."""
     known, found = {}, []
     for shape in shapes_of(model, options.layers):
         if shape not in known:
-            known[shape] = _layout(shape, mode, ranks, options)
+            split = units.parse(HEADS.get(model, {}).get(shape) if options.heads else None)
+            known[shape] = _layout(shape, mode, ranks, options).as_matrices(split)
         found.append(known[shape])
     return found
 
@@ -174,11 +185,11 @@ def traffic(bucket, layouts, cluster, inbound) -> dict:
     ranks = np.array(bucket.ranks)
     node, by_owner, pieces = ranks // cluster.node, defaultdict(Counter), {}
     for matrix, owner in zip(bucket.matrices, bucket.owners):
-        by_owner[owner][id(layouts[matrix.param])] += 1
-    known = {id(layouts[m.param]): layouts[m.param] for m in bucket.matrices}
+        by_owner[owner][id(layouts[matrix.param]), matrix.unit] += 1
+    known = {(id(layouts[m.param]), m.unit): layouts[m.param] for m in bucket.matrices}
     for key, where in known.items():
-        sides = np.array([[b - a for a, b in where.boxes[r][-2:]] for r in bucket.ranks])
-        pieces[key] = 2 * sides[:, 0] * sides[:, 1], np.array([where.replica_of[r] for r in bucket.ranks])
+        sizes = np.array([where.unit_sizes(r).get(key[1], 0) for r in bucket.ranks])
+        pieces[key] = 2 * sizes, np.array([where.replica_of[r] for r in bucket.ranks])
     found = {f"{end}{what}": np.zeros(len(ranks)) for end in ("", "owner ") for what in ("near", "far", "messages")}
     for owner, counts in by_owner.items():
         at = int(np.searchsorted(ranks, owner))
