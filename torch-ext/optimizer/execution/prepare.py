@@ -12,6 +12,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 
@@ -84,7 +85,10 @@ def select_params(
                     "requires_grad_() on it"
                 )
     found = step_together([part for part in parts if part[1]])
-    return found, [_plan_key(some, options.ns_dtype) for some in found]
+    # Sorted by the ids of groups: a number that changes the order of plans, and nothing else, must
+    # not plan anew
+    keys = sorted((_plan_key(some, options.ns_dtype) for some in found), key=itemgetter(0))
+    return found, keys
 
 
 def step_together(parts: Sequence[tuple[dict, list[torch.Tensor]]]) -> list[GroupParams]:
