@@ -75,7 +75,7 @@ def row_state_of(whole, form, transposed):
         return whole[:, :1] if form == "taps" else whole.flatten(1)[:, :1].view(-1, *[1] * (whole.ndim - 1))
     dim = -2 if transposed else -1
     firsts = torch.stack([block[0] for block in blocks(form, dim + 2, whole.shape[dim])])
-    return whole.index_select(dim, firsts)
+    return whole.index_select(dim, firsts.to(whole.device))
 
 
 def separate(name, problem):
