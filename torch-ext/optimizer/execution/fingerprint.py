@@ -211,14 +211,18 @@ def _constants_of(groups: Sequence[dict]) -> tuple:
     every step (schedules.py).
     """
     # Lists filled in C: there may be a group for each parameter
-    get = [list(map(dict.get, groups, itertools.repeat(key))) for key in (*FIXED, *MUTABLE)]
-    fixed, mutable = get[: len(FIXED)], get[len(FIXED) :]
-    forms = [values if set(map(type, values)) <= SIMPLE else _frozen(values) for values in mutable]
+    fixed, forms = [], []
+    for key in FIXED:
+        fixed.append(list(map(dict.get, groups, itertools.repeat(key))))
+    for key in MUTABLE:
+        values = list(map(dict.get, groups, itertools.repeat(key)))
+        forms.append(values if set(map(type, values)) <= SIMPLE else _frozen(values))
     betas = list(map(dict.get, groups, itertools.repeat("betas")))
     if set(map(type, betas)) != {type(None)}:
         betas = [tuple(b[1:]) if isinstance(b, (tuple, list)) else b for b in betas]
     counts = list(map(len, map(_params, groups)))
-    return list(map(id, groups)), counts, fixed, forms, betas, _first_alike(groups)
+    alike = _first_alike(groups) if len(groups) > 1 else []
+    return list(map(id, groups)), counts, fixed, forms, betas, alike
 
 
 def _first_alike(groups: Sequence[dict]) -> list[int]:

@@ -432,13 +432,14 @@ def check_numbers(group: dict) -> None:
     _check_values(group)
 
 
+MANY_GROUPS = 4  # groups above which values are compared as lists
 # Keys of a group that schedules set, and the least value that is not allowed
 SCHEDULED_LIMITS = {"lr": FP32_MAX, "weight_decay": FP32_MAX, "momentum": 1.0}
 
 
 def _are_usual(groups: Sequence[dict]) -> bool:
     """Whether all scheduled values are allowed floats. Computed in C, since there may be a group
-    for each parameter. `groups`: at least one.
+    for each parameter. False without groups.
     """
     for key, most in SCHEDULED_LIMITS.items():
         values = list(map(dict.get, groups, itertools.repeat(key)))
@@ -456,8 +457,9 @@ def check_scheduled_values(groups: Sequence[dict]) -> None:
     Called at every step, before anything changes. Tensors on a GPU are not read: the host would
     wait for the device.
     """
-    muon = [group for group in groups if group.get("use_muon") is True]
-    usual = bool(muon) and _are_usual(muon)
+    usual = len(groups) > MANY_GROUPS and _are_usual(
+        [group for group in groups if group.get("use_muon") is True]
+    )
     for number, group in enumerate(groups):
         if usual and group.get("use_muon") is True:
             continue
