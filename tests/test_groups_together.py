@@ -158,3 +158,29 @@ def test_a_frozen_parameter_with_a_gradient_is_named(optimizer):
     opt.param_groups[0]["split"] = {"rows": [3, 3]}
     with pytest.raises(ValueError, match=r"parameter frozen of shape \(8, 6\): the sizes \[3, 3\] add up to 6"):
         opt.step()
+
+
+def interleaved_columns(rank, world):
+    """Experts stored as (in, out), gate and up interleaved over ranks: row state keeps the columns as stored."""
+    from torch.distributed.tensor import DTensor, init_device_mesh
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh, whole = init_device_mesh("cpu", (world,)), torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    local = torch.cat([half.chunk(world, 1)[rank] for half in whole.chunk(2, 1)], 1).contiguous()
+    place = [_StridedShard(1, split_factor=2)]
+
+    def sharded(tensor):
+        return DTensor.from_local(tensor, mesh, place, run_check=False, shape=whole.shape, stride=whole.stride())
+
+    param, alone = nn.Parameter(sharded(local.clone())), nn.Parameter(whole.clone())
+    optimizers = [package().NorMuon([{"params": [p], "transposed": True}]) for p in (param, alone)]
+    for _ in range(2):
+        param.grad, alone.grad = sharded(local.clone()), whole.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    mine = torch.cat([half.chunk(world, 1)[rank] for half in alone.detach().chunk(2, 1)], 1)
+    return torch.equal(param.detach().to_local(), mine)
+
+
+def test_rows_of_a_transposed_weight_may_be_interleaved(optimizer):
+    assert run_threads(2, interleaved_columns, timeout=20) == [True, True]

@@ -690,6 +690,16 @@ def test_planning_ten_thousand_matrices_for_4096_ranks(record_property, optimize
     print(f"10,000 matrices, 4096 ranks: plan {planned - start:.2f} s, one rank's plans {derived - planned:.2f} s")
 
 
+def test_units_of_one_shape_that_change_places_are_noticed(optimizer):
+    plan, units, layout = part("planning.plan"), part("params.units"), part("params.layout").Layout
+    whole = layout((8, 6), {0: ((0, 4), (0, 6)), 1: ((4, 8), (0, 6))}, ((0, 1),), plain=False)
+    cut = whole.as_matrices(units.parse({"columns": [3, 3]}))
+    first, second = (plan.Matrix(0, (), 8, 3, unit) for unit in (0, 1))
+    digests = {plan.digest([plan.Bucket("exchange", (0, 1), order, (0, 1))], [cut])
+               for order in ((first, second), (second, first))}
+    assert len(digests) == 2
+
+
 GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12
 LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)] * 32
 MIXTURE = [(8, 2048, 1024), (8, 1024, 2048), (2048, 2048)] * 4
