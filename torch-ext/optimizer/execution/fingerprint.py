@@ -33,7 +33,7 @@ MUTABLE = "ns_coefficients", "split", "transposed"
 SIMPLE = {str, bool, type(None)}  # types of values that cannot be changed in place
 # Options with numbers that launches take from the host
 ALIKE = "eps", "nesterov"
-NUMBERS = {float, int, bool, type(None)}
+NUMBER_TYPES = {float, int, bool, type(None)}
 
 # (dtype, stride, data pointer modulo ALIGNMENT in bytes) of the local part of a gradient
 GradientForm = tuple[torch.dtype, tuple[int, ...], int]
@@ -234,7 +234,7 @@ def _first_alike(groups: Sequence[dict]) -> list[int]:
     values = [list(map(dict.get, groups, itertools.repeat(key))) for key in ALIKE]
     # A tensor may change in place: its value counts, not the object
     values = [
-        some if set(map(type, some)) <= NUMBERS else [_as_number(value) for value in some]
+        some if set(map(type, some)) <= NUMBER_TYPES else [_as_number(value) for value in some]
         for some in values
     ]
     keys = list(zip(*values))

@@ -21,7 +21,7 @@ from ..params.dtensor import (
     mismatched_placements,
     raw_locals,
 )
-from ..params.errors import names_in
+from ..params.errors import names_of
 from ..params.layout import Layout, this_rank, zeros_with_placements
 from ..params.units import WHOLE, Split
 from ..params.validation import check_gradients, gradient_of
@@ -83,7 +83,8 @@ class Store:
         self.step_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.device = local_of(params[0]).device
         self.is_fp64 = params[0].dtype == torch.float64
-        self.names = _names(params, self.groups)  # for messages
+        # For messages; numbers without a group
+        self.names = list(range(len(params))) if group is None else names_of(params, self.groups)
         self.mismatched = {} if mismatched is None else mismatched
         # This step's gradients: local tensors as autograd left them, None where missing
         self.raw_gradients: Sequence[torch.Tensor | None] = ()
@@ -276,14 +277,6 @@ class Store:
         # Leading indices (experts) are global; the shard may begin at any of them
         matrix = local[tuple(i - start for i, (start, _) in zip(piece.matrix.at, box))]
         return matrix[layout.place_of(self.rank, piece.start, piece.shape)]
-
-
-def _names(params: Sequence[torch.Tensor], groups: Sequence[dict | None]) -> list[str | int]:
-    """Name of each parameter for messages; its number without groups."""
-    if groups[0] is None:
-        return list(range(len(params)))
-    known = {p: name for group in groups for p, name in names_in(group).items()}
-    return list(map(known.get, params))
 
 
 def _zeros(param: torch.Tensor) -> torch.Tensor:

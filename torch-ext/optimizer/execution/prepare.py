@@ -25,7 +25,7 @@ from ..newton_schulz import coefficients, method
 from ..params.config import MuonConfig
 from ..params.dtensor import form_of, is_dtensor, local_of
 from ..params.errors import name_in, warn_caller
-from ..params.units import splits_of
+from ..params.units import splits_by_id
 from ..params.validation import check_changed_groups, device_of
 from ..pipeline import BUCKETS_IN_FLIGHT, BucketUpdate, Job, Pause, StepHook, precompile_kernels
 from ..planning.plan import Bucket, bucket_sort_key, check_bucket_buffers
@@ -93,7 +93,7 @@ def select_params(
 
 def step_together(parts: Sequence[tuple[dict, list[torch.Tensor]]]) -> list[GroupParams]:
     """Put Muon groups together that differ only in numbers that a step reads on the device (lr,
-    weight_decay, momentum) and in `split`: they are planned, packed and launched as one.
+    weight_decay, momentum, beta2) and in `split`: they are planned, packed and launched as one.
 
     `parts`: [(live group, parameters to step)]. Groups planned one by one would leave ranks without
     work: a group of one matrix has one owner. AdamW groups stay alone: torch's kernels take one lr.
@@ -126,10 +126,7 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
     steps = None
     if group["use_muon"]:
         steps = coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
-    of_param = {
-        id(p): split for one in part.groups for p, split in zip(one["params"], splits_of(one))
-    }
-    splits = [of_param[id(p)] for p in part.params]
+    splits = list(map(splits_by_id(part.groups).get, map(id, part.params)))
     # A parameter that lost its dims since the constructor is refused by the planner
     shapes = {
         shape
@@ -475,7 +472,7 @@ def _make_stores(
             None if flags is None else flags.flags,
             None if flags is None else flags.flag_offset[index],
             plan.splits,
-            plan.all_groups,
+            plan.groups,
             plan.group_of,
         )
         for index, plan in enumerate(plans)

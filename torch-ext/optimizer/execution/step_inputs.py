@@ -36,7 +36,7 @@ class InputBuffers:
         """
         self.device = device
         addresses, end = _lay_out([8 * len(plan.params) for plan in plans], 0)
-        scalars, end = _lay_out([4 * NUMBERS * len(plan.all_groups) for plan in plans], end)
+        scalars, end = _lay_out([4 * NUMBERS * len(plan.groups) for plan in plans], end)
         flags, end = _lay_out([4 * count for count in flag_counts.values()], end)
         self.memory = torch.zeros(end, dtype=torch.uint8, device=device)
         # Of each plan: int64 addresses of the gradients; None without Triton, because torch's

@@ -53,6 +53,12 @@ def names_in(group: dict) -> dict[torch.Tensor, str]:
     return {param: name_of(group, i) for i, param in enumerate(group["params"])}
 
 
+def names_of(params: Iterable[torch.Tensor], groups: Iterable[dict]) -> list[str]:
+    """Name for messages of each of `params`, which are in `groups`."""
+    known = {param: name for group in groups for param, name in names_in(group).items()}
+    return [known[param] for param in params]
+
+
 def in_group(number: int, group: dict) -> contextlib.AbstractContextManager[None]:
     """A context manager that prefixes errors raised inside with "in group <number> (<name of the
     first parameter>, ...)".

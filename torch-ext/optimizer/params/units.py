@@ -76,11 +76,6 @@ class Cut:
         """Number of units."""
         return len(self.rows) * len(self.columns)
 
-    def blocks(self, unit: int) -> tuple[Block, Block]:
-        """The block of rows and the block of columns of a unit."""
-        row, column = divmod(unit, len(self.columns))
-        return self.rows[row], self.columns[column]
-
     def shapes(self) -> list[tuple[int, int]]:
         """(rows, columns) of each unit."""
         return [(r.size, c.size) for r, c in itertools.product(self.rows, self.columns)]
@@ -284,6 +279,15 @@ def splits_of(group: Mapping) -> list[Split]:
         if key not in parsed:
             parsed[key] = parse(form, bool(is_transposed))
     return [parsed[key] for key in keys]
+
+
+def splits_by_id(groups: Iterable[Mapping]) -> dict[int, Split]:
+    """{id of a parameter: `Split`} of all parameters of the groups. Raises as `splits_of`."""
+    return {
+        id(param): split
+        for group in groups
+        for param, split in zip(group["params"], splits_of(group))
+    }
 
 
 def _for_each(group: Mapping, key: str, count: int) -> list:

@@ -22,9 +22,9 @@ from ..kernels.launch.tile_config import architecture
 from ..newton_schulz import method
 from ..newton_schulz.method import gain_side_by_side
 from ..params.dtensor import gradient_dtype, is_dtensor, local_of, mismatched_placements
-from ..params.errors import names_in, warn_caller
+from ..params.errors import names_in, names_of, warn_caller
 from ..params.layout import Layout, layout_of, row_chunks, this_rank
-from ..params.units import WHOLE, Split, check_splits, splits_of
+from ..params.units import WHOLE, Split, check_splits, splits_by_id
 from ..params.validation import check_param
 from ..pipeline import BUCKETS_IN_FLIGHT
 from ..rules.rule import state_device_and_dtype
@@ -56,7 +56,9 @@ class Plan:
     dtypes.
     """
 
-    group: dict  # the live parameter group; of several groups the first
+    # Live parameter groups that are planned together. They differ only in numbers that a step reads
+    # on the device.
+    groups: tuple[dict, ...]
     params: list[torch.Tensor]
     layouts: list[Layout]  # of each parameter
     row_layouts: list[Layout] | None  # of each parameter's row state; None without row state
@@ -77,27 +79,21 @@ class Plan:
     # How each parameter is cut into matrices; None: each (R, C) is one matrix. `layouts` and
     # `row_layouts` are those of the matrices, see `Layout.as_matrices`.
     splits: list[Split] | None = None
-    # Live parameter groups that are planned together, and the index of each parameter's group; ()
-    # for `group` alone. The groups differ only in numbers that a step reads on the device.
-    groups: tuple[dict, ...] = ()
-    group_of: tuple[int, ...] = ()
+    group_of: tuple[int, ...] = ()  # index of each parameter's group; () for one group
 
     @property
-    def all_groups(self) -> tuple[dict, ...]:
-        """The live parameter groups of the plan."""
-        return self.groups or (self.group,)
+    def group(self) -> dict:
+        """The first group, for options in which all groups are equal."""
+        return self.groups[0]
 
     def group_at(self, number: int) -> dict:
         """Return the live parameter group of parameter `number`."""
-        return self.groups[self.group_of[number]] if self.groups else self.group
+        return self.groups[self.group_of[number]] if self.group_of else self.group
 
     @functools.cached_property
     def names(self) -> list[str]:
         """Name of each parameter, for messages."""
-        known = {
-            param: name for group in self.all_groups for param, name in names_in(group).items()
-        }
-        return [known[param] for param in self.params]
+        return names_of(self.params, self.groups)
 
     def split(self, number: int) -> Split:
         """Return how parameter `number` is cut into matrices."""
@@ -166,10 +162,7 @@ class Planner:
     ) -> Plan:
         """Return the plan of Muon groups that are stepped together."""
         group = groups[0]
-        of_param = {
-            id(p): split for one in groups for p, split in zip(one["params"], splits_of(one))
-        }
-        splits = [of_param[id(p)] for p in params]
+        splits = list(map(splits_by_id(groups).get, map(id, params)))
         layouts = self._layouts(params, splits)
         rows = self._layouts(params, splits, of_rows=True) if "beta2" in group else None
         cost_model = CostModel.of(group, self.device)
@@ -197,7 +190,7 @@ class Planner:
             if self.rank in b.ranks
         ]
         return Plan(
-            group,
+            tuple(groups),
             params,
             layouts,
             rows,
@@ -207,7 +200,6 @@ class Planner:
             state_rows=self._state_rows(buckets, params),
             mismatched=mismatched_placements(params),
             splits=splits,
-            groups=tuple(groups),
             group_of=tuple(group_of),
         )
 
@@ -260,7 +252,7 @@ class Planner:
     def _elementwise(self, group: dict, params: Sequence[torch.Tensor]) -> Plan:
         """Return the plan of AdamW parameters without buckets: every rank steps what is stored."""
         return Plan(
-            group,
+            (group,),
             params,
             self._layouts(params, [WHOLE] * len(params)),
             None,
@@ -292,7 +284,7 @@ class Planner:
         state_rows = [row_chunks(rows, len(ranks)) for rows, _ in shapes]
         rank_plans = [(b, chunk_rank_plan(b, shapes, self.rank, inputs)) for b in buckets]
         return Plan(
-            group,
+            (group,),
             params,
             layouts,
             None,
