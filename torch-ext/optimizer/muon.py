@@ -32,7 +32,8 @@ from .params.config import MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
 from .params.layout import this_rank
 from .pipeline import Job
-from .rules.rule import host_constants
+from .rules import check
+from .rules.rule import Rule, host_constants
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
 from .state.consolidated import check_target, consolidate
@@ -175,6 +176,7 @@ class StateDictMethods(ForwardOverlapMethods):
             **super().__getstate__(),
             "_options": options,
             "_adamw": self._adamw,
+            "_rule": self._rule,
             "_skipped": self._skipped,
             "_half_way": self._is_torn,
             "_is_world": self._is_world,
@@ -217,6 +219,9 @@ class Muon(StateDictMethods):
     adjust_lr_fn (None): factor on lr of an (R, C) matrix. None or "original": sqrt(max(1, R / C)).
         "match_rms_adamw" or "rms_norm": 0.2 sqrt(max(R, C)). "spectral_norm" or
         "spectral_unclamped": sqrt(R / C). "sqrt_max": sqrt(max(R, C)).
+    rule (None): what a step computes, in groups without a key `rule`: a name of docs/rules.md or a
+        subclass of `Rule`. Options of the rule are keys of groups. None: "muon", in `NorMuon`
+        "normuon".
     adamw_betas ((0.9, 0.95)), adamw_eps (1e-8): defaults of `betas` and `eps` in AdamW groups.
     process_group (None): ranks with copies of plain (non-DTensor) parameters, or a 1-D DeviceMesh.
         The ranks split the work. None: every process steps plain parameters alone.
@@ -269,11 +274,13 @@ class Muon(StateDictMethods):
         *,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
+        rule: str | type[Rule] | None = None,
         **options: object,
     ) -> None:
         extra = {key: options.pop(key) for key in self._extra_keys}
         self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
         self._start(MuonConfig.of(options))
+        self._rule = rule
         self._options.check()
         validation.check_adamw(adamw_betas, adamw_eps)
         process_group = self._options.process_group
@@ -322,6 +329,7 @@ class Muon(StateDictMethods):
         self._skipped: torch.Tensor | None = None  # int64 count, on the device
         self._watch: Stopwatch | None = None  # times of the last step, with `timing`
         self._preparation = Preparation()
+        self._rule: str | type[Rule] | None = None  # of groups without a key `rule`
 
     @property
     def timing(self) -> bool:
@@ -352,7 +360,7 @@ class Muon(StateDictMethods):
             with in_group(count, param_group):
                 validation.check_param_list(param_group, self.param_groups, members)
                 super().add_param_group(param_group)
-                self._read_splits(self.param_groups[-1])
+                self._read_rule_and_splits(self.param_groups[-1])
                 members.add(self.param_groups[-1])
                 self._check_new(self.param_groups[-1], momentum, members.first)
             if self._has_all_groups:
@@ -367,10 +375,13 @@ class Muon(StateDictMethods):
             self._why_unbound = "after add_param_group(), which drops the plan"
         self._drop_plans()
 
-    def _read_splits(self, group: dict) -> None:
-        """Give a new group its own `split`, with the attributes of parameters read into it."""
+    def _read_rule_and_splits(self, group: dict) -> None:
+        """Give a new group the name and the options of its rule, and its own `split`, with the
+        attributes of parameters read into it.
+        """
         if validation.is_adamw(group):
             return
+        check.adopt(group, self._rule, validation.GROUP_KEYS)
         # Without a split there is no key: checkpoints from before keys were added have none, and
         # torch.distributed.checkpoint refuses to load fewer keys than groups have
         if "split" in group:

@@ -87,7 +87,7 @@ class AllToAllBuffers:
     ) -> None:
         """`direction`: "inbound" (shards to owner) or "outbound" (owner to shards). `uses`: keys of
         the send and of the receive buffer in `memory`, which maps uses of the workspace to flat
-        uint8 tensors. `dtype`: of all pieces but row state, which is fp32.
+        uint8 tensors. `dtype`: of pieces of matrices and chunks; all others are fp32.
         """
         self.plan = getattr(rank_plan, direction)
         self.has_traffic = getattr(rank_plan, f"crosses_{direction}")
@@ -120,7 +120,7 @@ class AllToAllBuffers:
 
     def _view(self, flat: torch.Tensor, piece: Piece, offset_bytes: int) -> torch.Tensor:
         """Return the view of a piece in a send or receive buffer."""
-        dtype = torch.float32 if piece.kind == "row" else self.dtype
+        dtype = self.dtype if piece.kind in ("matrix", "chunk") else torch.float32
         return piece_at(flat, offset_bytes, piece.shape, dtype)
 
     def start(self) -> list[dist.Work]:

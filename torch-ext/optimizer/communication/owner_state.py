@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..params import errors
 from ..params.dtensor import local_of
 from ..params.layout import row_chunks
-from ..rules.rule import ROW_SHARDED_KEYS
+from ..rules.rule import row_sharded_keys
 from .redistribute import by_rows
 from .store_barrier import wait_for_all
 
@@ -117,7 +117,7 @@ def _count_rows(
     """
     if not named:
         return []
-    entries = [(param, key) for param in named for key in ROW_SHARDED_KEYS]
+    entries = [(param, key) for param in named for key in row_sharded_keys()]
     # Frozen parameters may be on any device, even without a backend of the group
     trained = next(filter(attrgetter("requires_grad"), named), next(iter(named)))
     counts = [len(_rows(state[p][key])) if key in state.get(p, {}) else -1 for p, key in entries]

@@ -30,6 +30,7 @@ from ..params.errors import fsdp_names, warn_caller
 from ..params.layout import this_rank
 from ..planning.plan import bucket_sort_key, digest
 from ..planning.planner import Plan
+from ..rules.rule import rule_of
 from .process_groups import ProcessGroups, Ranks
 
 # Group options in the order of comparison; the first difference is reported. AdamW groups derive
@@ -47,7 +48,9 @@ GROUP_KEYS = (
     "adjust_lr_fn",
     "split",
     "transposed",
+    "rule",
     "beta2",
+    "rule options",
 )
 # Fields of MuonConfig. `unscale_in_step` last: FACTS gives it a longer text
 OPTION_NAMES = (
@@ -235,7 +238,7 @@ def _fact_digests(
     ]
     options = [str(getattr(options, key)) for key in OPTION_NAMES]
     groups = _groups_of(members)
-    by_group = [[_normalized(group.get(key)) for group in groups] for key in GROUP_KEYS]
+    by_group = [[_option(group, key) for group in groups] for key in GROUP_KEYS]
     kernels = (
         device.type,
         use_triton(device),
@@ -290,6 +293,14 @@ def _signature(plan: Plan, number: int) -> tuple:
     signatures could be confused by ranks.
     """
     return plan.params[number].dtype, plan.layouts[number].digest, plan.mismatched.get(number)
+
+
+def _option(group: dict, key: str) -> object:
+    """Return the option of a group in a comparable form; `key`: one of GROUP_KEYS."""
+    if key == "rule options":
+        keys = rule_of(group).options if group["use_muon"] else ()
+        return [(k, _normalized(group.get(k))) for k in sorted(keys)]
+    return _normalized(group.get(key))
 
 
 def _normalized(value: object) -> object:

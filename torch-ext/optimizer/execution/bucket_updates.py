@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from ..communication.all_to_all import AllToAllBuffers, Mean, piece_at
 from ..kernels.backend import capturing
+from ..kernels.elementwise.by_rule import PackByRule, WeightUpdateByRule
 from ..kernels.elementwise.momentum import Copy, Pack, copy_torch
 from ..kernels.elementwise.multi_tensor import NUMBERS
 from ..kernels.elementwise.weight_update import WeightUpdate
@@ -39,9 +40,11 @@ from ..params.config import MuonConfig
 from ..params.dtensor import gradient_dtype
 from ..pipeline import BucketUpdate, Running
 from ..planning.plan import Bucket, Matrix
-from ..planning.rank_plan import Piece, RankPlan
-from ..rules import adamw, muon, normuon
-from ..rules.rule import MuonConstants, host_constants
+from ..planning.memory_model import sent_kind
+from ..planning.rank_plan import Piece, RankPlan, sent_piece
+from ..rules import adamw, muon
+from ..rules.phases import Phases
+from ..rules.rule import MuonConstants, host_constants, rule_of
 from .cuda_graphs import Graphs
 from .param_store import Store
 from .workspace import Stacks, copy_unless_in_place, views_like
@@ -84,6 +87,9 @@ class BoundUpdate(BucketUpdate):
         # On the device, of all groups: a schedule may change the numbers without a new capture
         self.lr_and_decay = inputs.store.scalars  # from element 0 on: lr, 1 - lr weight_decay
         self.momentum_weight = inputs.store.scalars[4:]  # from element 0 on: 1 - momentum
+        if inputs.group["use_muon"]:
+            self.rule = rule_of(inputs.group)
+            self.phases = Phases(self.rule, inputs.store.groups, inputs.store.scalars)
 
     # Binding
 
@@ -91,9 +97,25 @@ class BoundUpdate(BucketUpdate):
         """Pieces stored by this rank; kinds as in `Piece`."""
         return [p for p in self.rank_plan.stored if p.kind == kind]
 
-    def _owned(self, kind: str) -> list[Piece]:
-        """Pieces, stored by any rank, of matrices owned by this rank."""
-        return [p for p in self.rank_plan.owned if p.kind == kind]
+    def _stored_state(self) -> list[Piece]:
+        """Pieces, stored by this rank, of state that the rule reads at the owner."""
+        keys = [state.key for state in self.rule.state]
+        return [p for p in self.rank_plan.stored if p.kind in keys]
+
+    def _bind_loads(self, pieces: Sequence[Piece], to: Views) -> Copy:
+        """Bind the copy of state and of weights that the rule reads at the owner to the views
+        `to`. `pieces`: of state, stored by this rank. Weights are those of this rank's pieces that
+        are sent, or stay at the owner.
+        """
+        weights = [p for p in self._stored("weight") if p.is_source and p in to]
+        views = self.store.states(pieces) + self.store.weights(weights)
+        return Copy([to[p] for p in (*pieces, *weights)], views)
+
+    def _bind_saves(self, pieces: Sequence[Piece], views: Views) -> Copy:
+        """Bind the copy of state back to where it is stored."""
+        return Copy(
+            self.store.states(pieces), [views[p] for p in pieces], self.store.skip(pieces)
+        )
 
     def _kept_views(self, dtype: torch.dtype | None = None) -> dict[Piece, torch.Tensor]:
         """Workspace of pieces stored and owned by this rank, in no all-to-all.
@@ -118,15 +140,22 @@ class BoundUpdate(BucketUpdate):
         momentum = self.store.states(pieces, "momentum_buffer")
         return momentum, self.store.sources(pieces), self.store.gradients
 
-    def _bind_pack(self, pieces: Sequence[Piece], to: Views) -> Pack:
+    def _bind_pack(self, pieces: Sequence[Piece], to: Views) -> Pack | PackByRule:
         """Bind the launch that reads G and M of `pieces` and writes U to the views `to`."""
         M, *sources = self._momentum_args(pieces)
         skip = self.store.skip(pieces)
-        return Pack(M, [to[p] for p in pieces], *sources, skip, self._groups(pieces))
+        return self.phases.pack(
+            M, [to[p] for p in pieces], *sources, skip, self._groups(pieces)
+        )
 
-    def _bind_weight_update(self, pieces: Sequence[Piece], orthogonal: Views) -> WeightUpdate:
-        """Bind the launch that writes W and M of `pieces`; O is read from `orthogonal`."""
-        return WeightUpdate(
+    def _bind_weight_update(
+        self, pieces: Sequence[Piece], orthogonal: Views
+    ) -> WeightUpdate | WeightUpdateByRule:
+        """Bind the launch that writes W and M of `pieces`; O, and numbers sent by the owner, are
+        read from `orthogonal`.
+        """
+        return self.phases.weight_update(
+            self._sent(pieces, orthogonal),
             self.store.weights(pieces),
             [orthogonal[p] for p in pieces],
             self._scales(pieces),
@@ -134,6 +163,11 @@ class BoundUpdate(BucketUpdate):
             *(self._momentum_args(pieces) or (None, (), ())),
             self._groups(pieces),
         )
+
+    def _sent(self, pieces: Sequence[Piece], views: Views) -> list[dict[str, torch.Tensor]]:
+        """Numbers that the owner sends for each piece of a matrix: name -> view in `views`."""
+        sends = self.rule.sends.items()
+        return [{name: views[sent_piece(p, name, per)] for name, per in sends} for p in pieces]
 
     def _groups(self, pieces: Sequence[Piece]) -> list[int]:
         """Number of the parameter group of each piece, in `Store.groups`."""
@@ -143,11 +177,24 @@ class BoundUpdate(BucketUpdate):
         """Factor on the learning rate of each piece, from the shape of the whole matrix."""
         return [muon.scale_of(p.matrix, self.group["adjust_lr_fn"]) for p in pieces]
 
+    def _make_stacks(self, read_from: Views | None = None, write_to: Views | None = None) -> Stacks:
+        """The stacks of the bucket's owned matrices; arguments as in `Stacks`."""
+        rule = self.rule
+        wide = {state.key: state.per for state in rule.state}
+        wide |= {"weight": "element"} if rule.reads_weight else {}
+        wide |= {sent_kind(name): per for name, per in rule.sends.items()}
+        dtype = self.options.wire_dtype
+        return Stacks(self.rank_plan, self.memory, dtype, wide, read_from, write_to)
+
     def _bind_iteration(self, stacks: Stacks) -> BoundOrthogonalization:
-        """Bind Newton-Schulz from `stacks.inputs` to `stacks.outputs`, and the groups of the
-        matrices, whose beta2 the row normalization reads.
+        """Bind Newton-Schulz from `stacks.inputs` to `stacks.outputs`, and for each stack what the
+        rule's phases read besides: tensors in fp32, factor on lr, groups of the matrices.
         """
-        self.row_groups = [self._group_offsets(matrices) for matrices in stacks.matrices]
+        adjust = self.group["adjust_lr_fn"]
+        self.units = [
+            (wide, muon.scale_of(matrices[0], adjust), self._group_offsets(matrices))
+            for wide, matrices in zip(stacks.wide, stacks.matrices)
+        ]
         # Between the two all-to-alls the send buffer, and often the receive buffer, hold nothing:
         # Newton-Schulz uses both as scratch, see `RankPlan.workspace_layout`
         scratch = [self.memory[use] for use in ("scratch_a", "scratch_b", "gram_scratch")]
@@ -172,9 +219,15 @@ class BoundUpdate(BucketUpdate):
         else:
             part(argument)
 
-    def _normalize_rows(self, stacks: Stacks) -> None:
-        """Launch NorMuon's row normalization of all stacks."""
-        normuon.normalize(stacks.outputs, stacks.row_state, self.store.scalars, self.row_groups)
+    def _run_iteration(self, constants: MuonConstants) -> None:
+        """Turn U of all stacks into O: the rule's `before`, Newton-Schulz, the rule's `after`."""
+        if self.phases.has_before:
+            for stack, units in zip(self.stacks.inputs, self.units):
+                self.phases.call("before", stack, *units)
+        self.iterate(constants.steps, constants.eps)
+        if self.phases.has_after:
+            for stack, units in zip(self.stacks.outputs, self.units):
+                self.phases.call("after", stack, *units)
 
     def _group_offsets(self, matrices: Sequence[Matrix]) -> torch.Tensor | None:
         """First element of the numbers of each matrix's group, for a stack; None if all are 0."""
@@ -214,14 +267,13 @@ class LocalUpdate(BoundUpdate):
     def __init__(self, inputs: BucketInputs) -> None:
         super().__init__(inputs)
         stored = self._stored()
-        rows = self._stored("row")
-        self.stacks = Stacks(self.rank_plan, self.memory, self.options.wire_dtype)
+        state = self._stored_state()
+        self.stacks = self._make_stacks()
         whole = self.stacks.input_view
-        second_moment = self.store.states(rows, "second_moment")
         self.pack_all = self._bind_pack(stored, whole)
-        # NorMuon's kernel takes the row state of a stack as one (N, R, 1) tensor
-        self.load_rows = Copy([whole[p] for p in rows], second_moment)
-        self.save_rows = Copy(second_moment, [whole[p] for p in rows], self.store.skip(rows))
+        # Rules take the state of a stack as one tensor
+        self.load = self._bind_loads(state, whole)
+        self.save = self._bind_saves(state, whole)
         self.iterate = self._bind_iteration(self.stacks)
         self.update_all = self._bind_weight_update(stored, whole)
 
@@ -245,12 +297,10 @@ class LocalUpdate(BoundUpdate):
     def step(self, constants: MuonConstants) -> None:
         """Launch all kernels of the bucket."""
         self._run_pack(self.pack_all, constants)
-        self.load_rows()
-        self.iterate(constants.steps, constants.eps)
-        if constants.has_row_state:
-            self._normalize_rows(self.stacks)
+        self.load()
+        self._run_iteration(constants)
         self._run_weight_update(self.update_all)
-        self.save_rows()
+        self.save()
 
 
 class OwnerUpdate(BoundUpdate):
@@ -317,8 +367,8 @@ class ShardedUpdate(OwnerUpdate):
       matrix there (see [Note: direct matrices] in rank_plan.py). If no rank sends anything (DDP),
       there is nothing to run beside, and `orthogonalize` writes it.
     - `orthogonalize`: U of the remaining own pieces is written into the stack of whole matrices,
-      and received U are copied beside. Newton-Schulz turns each whole U into O, and NorMuon
-      rescales the rows of O. Pieces of O are copied to the return send buffer, or to "kept".
+      and received U are copied beside. Newton-Schulz turns each whole U into O, and the rule
+      rescales O (NorMuon: the rows of O). Pieces of O are copied to the return send buffer, or to "kept".
     - return all-to-all: O of a piece moves to all ranks with a copy of the piece.
     - `apply`: G and M are read again, and W and M are written.
 
@@ -333,12 +383,8 @@ class ShardedUpdate(OwnerUpdate):
         kept = self._kept_views()
         # Views of direct matrices are read from the two receiving places, and written to the two
         # places that `to_shards` and `apply` read
-        self.stacks = Stacks(
-            self.rank_plan,
-            self.memory,
-            self.options.wire_dtype,
-            {**self.to_owner.arrive, **kept},
-            {**self.to_shards.leave, **kept},
+        self.stacks = self._make_stacks(
+            {**self.to_owner.arrive, **kept}, {**self.to_shards.leave, **kept}
         )
         self._bind_momentum(kept)
         self._bind_assembly(kept)
@@ -352,10 +398,10 @@ class ShardedUpdate(OwnerUpdate):
         self.packs_local = bool(pieces.during_inbound)
         self.pack_during_inbound = self._bind_pack(pieces.during_inbound, kept)
         self.pack_after_inbound = self._bind_pack(pieces.after_inbound, self.stacks.input_view)
-        # NorMuon's row state has the layout of the parameter's rows: the owner needs all of it
-        rows = [p for p in self._stored("row") if p.is_source]
+        # State has the layout of the parameter: the owner needs all of it
+        state = [p for p in self._stored_state() if p.is_source]
         to = {**self.to_owner.leave, **self.stacks.input_view}
-        self.send_rows = Copy([to[p] for p in rows], self.store.states(rows, "second_moment"))
+        self.send_wide = self._bind_loads(state, to)
 
     def _bind_assembly(self, kept: dict[Piece, torch.Tensor]) -> None:
         """Bind copies of pieces between buffers and stacks; direct matrices need none."""
@@ -373,27 +419,29 @@ class ShardedUpdate(OwnerUpdate):
         )
 
     def _bind_weights(self) -> None:
-        """Bind launches that write W, M and row state, from received or kept O."""
-        rows = self._stored("row")
+        """Bind launches that write W, M and state, from received or kept O."""
         output_view = self.stacks.output_view
         orthogonal = {
             **self.to_shards.arrive,
             **self.kept_orthogonal,
-            # Row state of owned matrices stays in the stacks
-            **{p: output_view[p] for p in rows if p in output_view},
+            # State and sent numbers of owned matrices stay in the stacks
+            **{
+                p: output_view[p]
+                for p in self.rank_plan.stored
+                if p.kind != "matrix" and p in output_view
+            },
         }
-        second_moment = self.store.states(rows, "second_moment")
-        self.save_rows = Copy(second_moment, [orthogonal[p] for p in rows], self.store.skip(rows))
+        self.save = self._bind_saves(self._stored_state(), orthogonal)
         pieces = self.rank_plan.piece_sets
         self.update_packed = self._bind_weight_update([*pieces.sent, *pieces.kept], orthogonal)
         self.update_replicas = self._bind_weight_update(pieces.replicas, orthogonal)
 
     def pack(self, constants: MuonConstants) -> None:
-        """Write U and row state of sent pieces to the send buffer; row state of own pieces goes to
-        the stacks.
+        """Write U, and state and weights that the rule reads, of sent pieces to the send buffer;
+        state and weights of own pieces go to the stacks.
         """
         self._run_pack(self.pack_sent, constants)
-        self.send_rows()
+        self.send_wide()
 
     def pack_local(self, constants: MuonConstants) -> None:
         """Write U of own pieces of direct matrices to "kept"."""
@@ -408,17 +456,15 @@ class ShardedUpdate(OwnerUpdate):
         # an inbound all-to-all the pieces of direct matrices are packed here as well.
         self._run_pack(self.pack_after_inbound, constants)
         self.assemble()
-        self.iterate(constants.steps, constants.eps)
-        if constants.has_row_state:
-            self._normalize_rows(self.stacks)
+        self._run_iteration(constants)
         self.disassemble()
 
     def apply(self, constants: object) -> None:
-        """Write W, M and row state of all stored pieces."""
+        """Write W, M and state of all stored pieces."""
         self._run_weight_update(self.update_packed)
         # `Pack` has not read replicas: M is still old, whatever `update_momentum_early` says
         self._run_weight_update(self.update_replicas, was_packed=False)
-        self.save_rows()
+        self.save()
 
 
 class UnreducedUpdate(OwnerUpdate):
@@ -432,7 +478,7 @@ class UnreducedUpdate(OwnerUpdate):
     def __init__(self, inputs: BucketInputs) -> None:
         super().__init__(inputs)
         self._bind_buffers()
-        self.stacks = Stacks(self.rank_plan, self.memory, self.options.wire_dtype)
+        self.stacks = self._make_stacks()
         self.iterate = self._bind_iteration(self.stacks)
         stored = self._stored()
         # All ranks store all pieces: one with this rank as owner is the whole matrix
@@ -444,33 +490,37 @@ class UnreducedUpdate(OwnerUpdate):
         # then, in workspace that no later phase overwrites
         self.mean = Mean(self.to_owner, self.memory["until_apply"])
         self._bind_owned(owned, [self.mean.source(p) for p in owned])
-        received = self.to_shards.arrive
+        received = [p for p in self.to_shards.arrive if p.kind == "matrix"]
         # No momentum: only the owner keeps and writes M
-        self.update_received = WeightUpdate(
+        self.update_received = self.phases.weight_update(
+            self._sent(received, self.to_shards.arrive),
             self.store.weights(received),
-            list(received.values()),
+            [self.to_shards.arrive[p] for p in received],
             self._scales(received),
             self.store.skip(received),
-            groups=self._groups(received),
+            None,
+            (),
+            (),
+            self._groups(received),
         )
 
     def _bind_owned(self, owned: list[Piece], sources: list) -> None:
         """Bind launches on whole owned matrices. `sources`: positions of `owned` in the mean."""
         store = self.store
-        rows = self._owned("row")
+        state = self._stored_state()  # of owned matrices: owners keep state
         M = store.states(owned, "momentum_buffer")
         skip = store.skip(owned)
         whole = self.stacks.input_view
         means = sources, [self.mean.out]
         groups = self._groups(owned)
-        self.pack_owned = Pack(M, [whole[p] for p in owned], *means, skip, groups)
-        second_moment = store.states(rows, "second_moment")
-        self.load_rows = Copy([whole[p] for p in rows], second_moment)
-        self.save_rows = Copy(second_moment, [whole[p] for p in rows], store.skip(rows))
+        self.pack_owned = self.phases.pack(M, [whole[p] for p in owned], *means, skip, groups)
+        self.load = self._bind_loads(state, whole)
+        self.save = self._bind_saves(state, whole)
         # The stacks lie in the shared scratch, which the next bucket takes over before `apply`
         kept = self._kept_views()
         self.disassemble = copy_unless_in_place({**self.to_shards.leave, **kept}, whole)
-        self.update_owned = WeightUpdate(
+        self.update_owned = self.phases.weight_update(
+            self._sent(owned, whole),
             store.weights(owned),
             [kept[p] for p in owned],
             self._scales(owned),
@@ -487,17 +537,15 @@ class UnreducedUpdate(OwnerUpdate):
     def orthogonalize(self, constants: MuonConstants) -> None:
         """Average the received gradients, and turn U of all owned matrices into O."""
         self._run_pack(self.pack_owned, constants, self.mean())
-        self.load_rows()
-        self.iterate(constants.steps, constants.eps)
-        if constants.has_row_state:
-            self._normalize_rows(self.stacks)
+        self.load()
+        self._run_iteration(constants)
         self.disassemble()
 
     def apply(self, constants: object) -> None:
-        """Write W of all pieces, and M and row state of owned matrices."""
+        """Write W of all pieces, and M and state of owned matrices."""
         self._run_weight_update(self.update_owned, self.mean.result)
         self._run_weight_update(self.update_received)
-        self.save_rows()
+        self.save()
 
 
 class AdamWUpdate(BucketUpdate):

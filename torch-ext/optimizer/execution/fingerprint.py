@@ -27,7 +27,7 @@ except ImportError:  # every comparison then takes the slow check
     TensorGuards = None
 _params = itemgetter("params")
 # Options of a group that no schedule changes
-FIXED = "use_muon", "adjust_lr_fn", "ns_steps", "eps"
+FIXED = "use_muon", "adjust_lr_fn", "ns_steps", "eps", "rule"
 # Options that may be a list or a dict, which could be changed in place
 MUTABLE = "ns_coefficients", "split", "transposed"
 SIMPLE = {str, bool, type(None)}  # types of values that cannot be changed in place
@@ -231,7 +231,8 @@ def _first_alike(groups: Sequence[dict]) -> list[int]:
 
     Only which groups are alike is compared: if the values of all change alike, the plan stays.
     """
-    values = [list(map(dict.get, groups, itertools.repeat(key))) for key in ALIKE]
+    keys = (*ALIKE, *option_keys())
+    values = [list(map(dict.get, groups, itertools.repeat(key))) for key in keys]
     # A tensor may change in place: its value counts, not the object
     values = [
         some if set(map(type, some)) <= NUMBER_TYPES else [_as_number(value) for value in some]

@@ -41,7 +41,7 @@ class Store:
         self,
         params: Sequence[torch.Tensor],
         layouts: Sequence[Layout],
-        row_layouts: Sequence[Layout] | None,
+        state_layouts: Mapping[str, Sequence[Layout]],
         state: dict,
         in_chunks: bool = False,
         group: dict | None = None,
@@ -54,7 +54,7 @@ class Store:
         groups: Sequence[dict] = (),
         group_of: Sequence[int] = (),
     ) -> None:
-        """`layouts`, `row_layouts`: of each parameter and of its row state; None without row state.
+        """`layouts`: of each parameter. `state_layouts`: state key -> of the state of each parameter.
         `splits`: how each parameter is cut into matrices; None: each (R, C) is one.
 
         `mismatched`: index of a parameter -> placements of the gradient, where different from the
@@ -78,7 +78,8 @@ class Store:
         self.splits = [WHOLE] * len(params) if splits is None else splits
         # Indices of parameters whose gradients must be viewed as (O, I H W)
         self.flattened = [i for i, split in enumerate(self.splits) if split.view == "flatten"]
-        self.layouts = {"matrix": layouts, "row": row_layouts}  # by kind of a piece
+        # By kind of a piece
+        self.layouts = {**state_layouts, "matrix": layouts, "weight": layouts}
         # Parameter index -> copies of AdamW's step count, see `add_step_copy`
         self.step_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.device = local_of(params[0]).device
@@ -209,12 +210,15 @@ class Store:
         """Views of the weights: (rows, columns) of each piece; of a chunk, (rows, ...)."""
         return [self._view(local_of(self.params[p.matrix.param]), p) for p in pieces]
 
-    def states(self, pieces: Sequence[Piece], key: str) -> list[torch.Tensor]:
-        """Views of state `key` of each piece, in the shapes of `weights`.
+    def states(self, pieces: Sequence[Piece], key: str | None = None) -> list[torch.Tensor]:
+        """Views of state `key` of each piece, (rows, columns); of a chunk, (rows, ...). None: the
+        state that each piece is of, `Piece.kind`.
 
         State of a chunk is stored by the owner alone, from the first row of the owner's chunk on.
         """
-        locals_ = [local_of(self.state[self.params[p.matrix.param]][key]) for p in pieces]
+        locals_ = [
+            local_of(self.state[self.params[p.matrix.param]][key or p.kind]) for p in pieces
+        ]
         first_rows = [p.matrix.at[0] if p.kind == "chunk" else None for p in pieces]
         return [
             self._view(s, p) if first is None else s[first : first + p.shape[0]]

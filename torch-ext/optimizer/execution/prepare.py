@@ -462,7 +462,7 @@ def _make_stores(
         Store(
             plan.params,
             plan.layouts,
-            plan.row_layouts,
+            plan.state_layouts,
             state,
             plan.in_chunks,
             plan.group,

@@ -10,7 +10,7 @@ import torch
 from ..communication.all_to_all import piece_at
 from ..kernels.elementwise.momentum import Copy
 from ..kernels.elementwise.row_scattered import ScatteredRows
-from ..planning.memory_model import ALIGNMENT
+from ..planning.memory_model import ALIGNMENT, per_shape
 from ..planning.plan import Matrix
 from ..planning.rank_plan import Box, Piece, RankPlan
 
@@ -85,7 +85,8 @@ class Stacks:
     Newton-Schulz reads the stacks `inputs` and writes the stacks `outputs`. For direct
     matrices (see [Note: direct matrices] in rank_plan.py) both are `ScatteredRows`: tables of where
     each row lies in the all-to-all buffers. All remaining matrices lie whole in the shared scratch,
-    and input and output are a single tensor. `row_state` (N, R, 1) in fp32 belongs to each stack.
+    and input and output are a single tensor. `wide` has for each stack its tensors in fp32 by kind of
+    a piece: state, weights and numbers to send, (N, R, C), (N, R, 1), (N, 1, C) or (N, 1, 1).
     """
 
     def __init__(
@@ -93,10 +94,12 @@ class Stacks:
         rank_plan: RankPlan,
         memory: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
+        wide: Mapping[str, str],
         read_from: Mapping[Piece, torch.Tensor] | None = None,
         write_to: Mapping[Piece, torch.Tensor] | None = None,
     ) -> None:
         """`memory`: use of the workspace -> flat uint8 tensor. `dtype`: of U and O (wire_dtype).
+        `wide`: `PlanInputs.wide` of the rule.
 
         `read_from`, `write_to`: views of pieces of direct matrices; None without direct matrices.
         If several pieces have equal boxes (replicas), the first piece counts.
@@ -104,7 +107,7 @@ class Stacks:
         self.rank_plan = rank_plan
         self.inputs: list[torch.Tensor | ScatteredRows] = []
         self.outputs: list[torch.Tensor | ScatteredRows] = []
-        self.row_state: list[torch.Tensor] = []
+        self.wide: list[dict[str, torch.Tensor]] = []
         self.matrices: list[list[Matrix]] = []  # of each stack
         self.input_view: dict[Piece, torch.Tensor] = {}  # piece of an owned matrix -> view
         self.output_view: dict[Piece, torch.Tensor] = {}  # the counterpart in `outputs`
@@ -116,14 +119,17 @@ class Stacks:
             members[matrix.rows, matrix.cols, matrix in rank_plan.direct].append(matrix)
         whole = {}  # (matrix, kind of a piece) -> view of the matrix in a stack
         stack_offset_bytes = 0
-        rows_offset_bytes = 0
+        wide_offset_bytes = 0
         for (R, C, direct), matrices in members.items():
             N = len(matrices)
             self.matrices.append(matrices)
-            rows = piece_at(memory["rows"], rows_offset_bytes, (N * R, 1), torch.float32)
-            self.row_state.append(rows.view(N, R, 1))
-            whole |= {(m, "row"): t for m, t in zip(matrices, self.row_state[-1])}
-            rows_offset_bytes += 4 * N * R
+            self.wide.append({})
+            for kind, per in wide.items():
+                r, c = per_shape(per, R, C)
+                flat = piece_at(memory["wide"], wide_offset_bytes, (N * r, c), torch.float32)
+                self.wide[-1][kind] = stack = flat.view(N, r, c)
+                whole |= {(m, kind): t for m, t in zip(matrices, stack)}
+                wide_offset_bytes += flat.nbytes
             if direct:
                 self.inputs.append(_scattered(matrices, inputs))
                 self.outputs.append(_scattered(matrices, outputs))
@@ -155,7 +161,7 @@ def _scattered(matrices: Sequence[Matrix], views: BoxViews) -> ScatteredRows:
 
 def _view(p: Piece, whole: Mapping[tuple, torch.Tensor], views: BoxViews) -> torch.Tensor:
     """The view of a piece: inside a whole matrix, or where the box of a direct matrix lies."""
-    # Row state always lies in the stacks of row state, also for direct matrices
+    # State always lies in stacks, also that of direct matrices
     stack = whole.get((p.matrix, p.kind))
     if stack is None:
         return views[p.matrix][p.box]

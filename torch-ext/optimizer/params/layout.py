@@ -69,18 +69,22 @@ class Layout:
         """(rows, columns) of each unit."""
         return [self.shape[-2:]] if self.cut_into is None else self.cut_into.shapes()
 
-    def as_matrices(self, split: Split, param_shape: Sequence[int] | None = None) -> Layout:
+    def as_matrices(
+        self, split: Split, param_shape: Sequence[int] | None = None, per: str = "element"
+    ) -> Layout:
         """The layout of `split.matrices` of the tensor, cut into units. `param_shape`: the tensor
-        is the row state of a parameter of this shape, see `Split.row_state_shape`.
+        is state of a parameter of this shape, with a number for each `per`, see
+        `Split.state_shape`.
         """
         if split.is_whole:
             return self
         shape = split.shape(self.shape)
         cut = split.cut(self.shape if param_shape is None else param_shape)
-        if param_shape is not None:
-            # Row state has one column for each block of columns
-            columns = tuple(Block(((k, k + 1),)) for k in range(len(cut.columns)))
-            cut = Cut(cut.rows, columns)
+        # State has one row for each block of rows, one column for each block of columns
+        if per in ("row", "matrix"):
+            cut = Cut(cut.rows, _one_each(cut.columns))
+        if per in ("column", "matrix"):
+            cut = Cut(_one_each(cut.rows), cut.columns)
         boxes = {rank: split.box(self.shape, box) for rank, box in self.boxes.items()}
         interleaved = ()
         if self.interleaved:
@@ -181,6 +185,11 @@ class Layout:
             return torch.cat(parts, dim=self.interleaved[0])
         # A view would keep all of `whole` in memory
         return parts[0].clone(memory_format=torch.contiguous_format)
+
+
+def _one_each(blocks: Sequence[Block]) -> tuple[Block, ...]:
+    """A block of one index for each of `blocks`."""
+    return tuple(Block(((k, k + 1),)) for k in range(len(blocks)))
 
 
 def _segments_of(blocks: Sequence[Block]) -> list[Segment]:
@@ -436,24 +445,33 @@ def check_placements(param: torch.Tensor, name: str, use_muon: bool = True) -> N
     _check_rank_order(param, label)
 
 
-def check_row_state(param: torch.Tensor, name: str, split: Split = WHOLE) -> None:
-    """Raise NotImplementedError, naming the parameter, if NorMuon's row state cannot have the
-    placements of `param`: along an interleaved dim row state has another size. `split`: how the
-    parameter is cut into matrices.
+def check_state(
+    param: torch.Tensor, name: str, per: str, split: Split = WHOLE, by_rows: bool = False
+) -> None:
+    """Raise NotImplementedError, naming the parameter, if state with a number for each `per` cannot
+    be stored like `param`: along an interleaved dim the state has another size. `split`: how the
+    parameter is cut into matrices. `by_rows`: owners keep the state, by rows of the parameter.
     """
     interleaved = _interleaved(param.placements) if is_dtensor(param) else ()
-    shape = tuple(param.shape)
-    if interleaved and split.row_state_shape(shape)[interleaved[0]] != shape[interleaved[0]]:
+    shape, of_state = tuple(param.shape), split.state_shape(param.shape, per)
+    if interleaved and of_state[interleaved[0]] != shape[interleaved[0]]:
         raise NotImplementedError(
-            f"parameter {name} of shape {shape} with placements {param.placements}: "
-            "NorMuon keeps one number for each row, which torch cannot shard like these "
-            "interleaved columns. Use Muon for it, or put it into a group with use_muon=False"
+            f"parameter {name} of shape {shape} with placements {param.placements}: the rule "
+            f"keeps one number for each {per}, which torch cannot shard like this interleaved "
+            "dim. Use Muon's rule for it, or put it into a group with use_muon=False"
+        )
+    if by_rows and of_state[0] != shape[0]:
+        raise NotImplementedError(
+            f"parameter {name} of shape {shape}: the rule keeps state of shape {of_state}, one "
+            f"number for each {per}, which cannot be divided by rows of the parameter among "
+            "owners: leave out shard_state=True and grads_are_reduced=False, or use Muon's rule "
+            "for it"
         )
 
 
-def check_unit_sharding(param: torch.Tensor, name: str, split: Split, has_row_state: bool) -> None:
+def check_unit_sharding(param: torch.Tensor, name: str, split: Split) -> None:
     """Raise NotImplementedError, naming the parameter, if the units of `split` cannot have the
-    placements of `param`. `has_row_state`: of NorMuon.
+    placements of `param`.
     """
     interleaved = _interleaved(param.placements) if is_dtensor(param) else ()
     # `Layout.place_of` slices rows and columns of matrices only
@@ -463,8 +481,6 @@ def check_unit_sharding(param: torch.Tensor, name: str, split: Split, has_row_st
             "its _StridedShard is alone on a dim along which split='taps' stacks matrices: shard "
             "it in another way"
         )
-    if has_row_state:
-        check_row_state(param, name, split)
 
 
 def unsupported_sharding(param: DTensor) -> str:

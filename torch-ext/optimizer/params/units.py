@@ -162,22 +162,27 @@ class Split:
             dim = 2 * ndim - 3 - dim  # exchanges the last two dims
         return dim
 
-    def row_state_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of row state: `shape` with the columns of each block of columns replaced by
-        one. Dims and their order are the parameter's, so that row state can be sharded like it.
+    def state_shape(self, shape: Sequence[int], per: str) -> tuple[int, ...]:
+        """The shape of state of a parameter of shape `shape` with one number for each `per`:
+        "element", "row", "column" or "matrix" of a unit.
+
+        `shape` with the columns of each block of columns ("row", "matrix") and the rows of each
+        block of rows ("column", "matrix") replaced by one. Dims and their order are the
+        parameter's, so that the state can be sharded like it.
         """
         shape = tuple(shape)
-        cut = self.cut(shape)
-        # Transposed, a row is an index of (I, H, W); all O share its number
-        if self.view and self.transposed:
-            return 1, *shape[1:]
+        by_row = per in ("element", "row")
+        by_column = per in ("element", "column")
         if self.view == "flatten":
-            return shape[0], *([1] * (len(shape) - 1))
-        if self.view == "taps":
-            return shape[0], 1, *shape[2:]
-        if self.transposed:
-            return *shape[:-2], len(cut.columns), shape[-1]
-        return *shape[:-1], len(cut.columns)
+            # (O, I H W): transposed, a row is an index of (I, H, W)
+            rows, columns = (by_column, by_row) if self.transposed else (by_row, by_column)
+            rest = shape[1:] if columns else [1] * (len(shape) - 1)
+            return shape[0] if rows else 1, *rest
+        cut = self.cut(shape)
+        R, C = self.shape(shape)[-2:]
+        size = R if by_row else len(cut.rows), C if by_column else len(cut.columns)
+        size = size[::-1] if self.transposed else size
+        return (*size, *shape[2:]) if self.view == "taps" else (*shape[:-2], *size)
 
 
 WHOLE = Split()
@@ -327,10 +332,10 @@ def read_attributes(group: dict, names: Sequence[str]) -> None:
 
 
 def check_splits(
-    group: Mapping, names: Mapping[torch.Tensor, object], owner_keeps_state: bool = False
+    group: Mapping, names: Mapping[torch.Tensor, object]
 ) -> None:
     """Raise ValueError, TypeError or NotImplementedError, naming the parameter, for a split that is
-    not allowed. `names`: of the group's parameters. `owner_keeps_state`: option of the optimizer.
+    not allowed. `names`: of the group's parameters.
     """
     if not group["use_muon"]:
         for key in ("split", "transposed"):
@@ -356,13 +361,6 @@ def check_splits(
         except (TypeError, ValueError, NotImplementedError) as error:
             shape = tuple(param.shape)
             raise type(error)(f"parameter {names[param]} of shape {shape}: {error}") from None
-        by_rows = split.row_state_shape(param.shape)[0] == param.shape[0]
-        if not by_rows and owner_keeps_state and "beta2" in group:
-            raise NotImplementedError(
-                f"parameter {names[param]} is transposed: NorMuon keeps a number for each of its "
-                "columns as stored, which cannot be divided by rows among owners: leave out "
-                "shard_state=True and grads_are_reduced=False, or use Muon for it"
-            )
 
 
 def _check_split(split: Split, param: torch.Tensor) -> None:

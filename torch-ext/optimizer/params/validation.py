@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..newton_schulz.coefficients import FP32_MAX, steps_of
 from ..newton_schulz.method import MATRIX_DTYPES
 from ..rules.muon import SCALES
-from ..rules.rule import number_of
+from ..rules.rule import number_of, rule_of
 from .dtensor import is_dtensor, is_mismatched, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, names_in, shortened
-from .layout import check_local_shape, check_placements, check_unit_sharding
+from .layout import check_local_shape, check_placements, check_state, check_unit_sharding
 from .units import check_splits, splits_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # parameter in the group, local tensor)
 Span = tuple[int, int, int, int, torch.Tensor]
 
-# Keys of Muon and AdamW groups; NorMuon adds "beta2"
+# Keys of Muon and AdamW groups; NorMuon adds "beta2", other rules their options
 GROUP_KEYS = frozenset(
     (
         "params",
@@ -52,6 +52,7 @@ GROUP_KEYS = frozenset(
         "adjust_lr_fn",
         "split",
         "transposed",
+        "rule",
         "betas",
     )
 )
@@ -168,7 +169,8 @@ def check_group(
     arguments that no group can change. Parameters with requires_grad=False are accepted unchecked,
     except lazy parameters.
     """
-    _check_keys(group, {*GROUP_KEYS, *extra_keys}, arguments or {})
+    options = rule_of(group).options if group["use_muon"] else ()
+    _check_keys(group, {*GROUP_KEYS, *extra_keys, *options}, arguments or {})
     check_numbers(group)
     for i, param in enumerate(group["params"]):
         if param.requires_grad or isinstance(param, UninitializedTensorMixin):
@@ -492,10 +494,16 @@ def check_units(group: dict, options: MuonConfig) -> None:
     """Raise ValueError, TypeError or NotImplementedError, naming the parameter, for a `split` or
     `transposed` of a group that is wrong, or that a parameter cannot have.
     """
-    check_splits(group, names_in(group), options.owner_keeps_state)
+    check_splits(group, names_in(group))
+    if not group["use_muon"]:
+        return
+    state = rule_of(group).state
     for number, (param, split) in enumerate(zip(group["params"], splits_of(group))):
-        if group["use_muon"] and param.requires_grad and param.ndim > 1:
-            check_unit_sharding(param, name_of(group, number), split, "beta2" in group)
+        if param.requires_grad and param.ndim > 1:
+            name = name_of(group, number)
+            check_unit_sharding(param, name, split)
+            for per in {s.per for s in state}:
+                check_state(param, name, per, split, options.owner_keeps_state)
 
 
 def check_changed_groups(groups: Sequence[dict], options: MuonConfig) -> None:

@@ -8,9 +8,11 @@ tensor.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from ..pipeline import BUCKETS_IN_FLIGHT
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 # Bytes: the data of each peer in an all-to-all buffer begins at a multiple, and every row of a
 # matrix that is read where it arrived. The widest load of a GPU, and a TMA address, need 16.
 ALIGNMENT = 16
+
+# Bytes of an element of state, of a weight and of a sent number, in fp32, at the owner and in the
+# all-to-alls
+WIDE_BYTES = 4
 
 # Route -> bytes read and written per element outside Newton-Schulz, of fp32 parameters and bf16
 # U and O: (before the inbound all-to-all, at the owner, after the outbound all-to-all). G:
@@ -93,7 +99,7 @@ def _no_scratch(R: int, C: int) -> tuple[object, int, int]:
     return (0, 0, 0)
 
 
-def _never(*_: object) -> bool:
+def never(*_: object) -> bool:
     """Default of `PlanInputs.supports_scattered_rows` and `side_by_side`: False."""
     return False
 
@@ -103,7 +109,11 @@ class PlanInputs:
     """Sizes and options of a plan of matrices, besides layouts and costs. Equal on all ranks."""
 
     element: int = 2  # bytes of an element of U and O in the all-to-alls (`wire_dtype`)
-    row: int = 0  # bytes of a number of row state in the all-to-all; 0: no row state is sent
+    # State that owners read: key -> "element", "row", "column" or "matrix", that a number is for
+    state: Mapping[str, str] = field(default_factory=dict)
+    # Numbers that owners send with O: [(name, "row", "column" or "matrix")]
+    sends: tuple[tuple[str, str], ...] = ()
+    reads_weight: bool = False  # the owner needs the whole weight
     # Data for several ranks is sent from one copy in the send buffer
     once: bool = False
     # (R, C) -> (key, bytes of scratch_a and scratch_b, bytes of gram_scratch), see
@@ -111,17 +121,38 @@ class PlanInputs:
     scratch: Callable[[int, int], tuple[object, int, int]] = _no_scratch
     # (R, C) -> whether Newton-Schulz can read the matrix as scattered rows, see
     # `method.supports_scattered_rows`
-    supports_scattered_rows: Callable[[int, int], bool] = _never
+    supports_scattered_rows: Callable[[int, int], bool] = never
     # [(short side, long side)] -> whether iterations of several shapes gain by scratch of their
     # own, see `method.gain_side_by_side`
-    side_by_side: Callable[[list], bool] = _never
+    side_by_side: Callable[[list], bool] = never
     # Bytes of the workspace that the two options before may use; None: no more than without them
     rank_bytes: int | None = None
 
     @property
     def itemsizes(self) -> dict[str, int]:
         """Kind of a piece -> bytes of an element in the all-to-all."""
-        return {"matrix": self.element, "row": self.row}
+        kinds = [*self.state, "weight", *(sent_kind(name) for name, _ in self.sends)]
+        return {"matrix": self.element, **dict.fromkeys(kinds, WIDE_BYTES)}
+
+    def wide_bytes(self, R: int, C: int) -> int:
+        """Bytes at the owner of state, weight and sent numbers of an (R, C) matrix."""
+        return sum(WIDE_BYTES * math.prod(per_shape(per, R, C)) for per in self.wide.values())
+
+    @functools.cached_property
+    def wide(self) -> dict[str, str]:
+        """Kind -> `per` of all tensors in fp32 that an owner has beside U and O."""
+        weight = {"weight": "element"} if self.reads_weight else {}
+        return {**self.state, **weight, **{sent_kind(name): per for name, per in self.sends}}
+
+
+def sent_kind(name: str) -> str:
+    """Kind of the pieces of a number that owners send with O."""
+    return f"sent:{name}"
+
+
+def per_shape(per: str, R: int, C: int) -> tuple[int, int]:
+    """Shape of the state of an (R, C) matrix with one number for each `per`."""
+    return R if per in ("element", "row") else 1, C if per in ("element", "column") else 1
 
 
 @dataclass(frozen=True)
@@ -144,7 +175,7 @@ class MatrixFootprint:
     # Send buffer of the outbound all-to-all; ranks with equal boxes are sent from one copy
     return_buffer_bytes: int
     held: int  # the whole matrix, in the shared scratch
-    until_apply: int  # row state, and the mean of unreduced gradients, in the bucket buffer
+    until_apply: int  # state, and the mean of unreduced gradients, in the bucket buffer
     long: int  # scratch_a and scratch_b together, in the bucket buffer
     square: int  # gram_scratch, in the shared scratch
     key: object  # matrices of equal keys are iterated together, see `method.scratch_bytes`
@@ -162,11 +193,21 @@ class MemoryModel:
     """
 
     def __init__(
-        self, layouts: Sequence[Layout], inputs: PlanInputs, route: str, ranks: tuple[int, ...]
+        self,
+        layouts: Sequence[Layout],
+        inputs: PlanInputs,
+        route: str,
+        ranks: tuple[int, ...],
+        state_layouts: Mapping[str, Sequence[Layout]] | None = None,
     ) -> None:
+        """`layouts`, `state_layouts`: as in `make_plan`."""
         self.element = inputs.element  # bytes of an element
-        # Bytes of a number of row state; with route "own" the owner stores row state
-        self.row = inputs.row * (route != "own")
+        self.inputs = inputs
+        # Id of a layout -> layouts of the state that is sent; with route "own" the owner stores it
+        self.of_state: dict[int, list[Layout]] = {}
+        if state_layouts and route == "exchange":
+            for layout, *of_state in zip(layouts, *state_layouts.values()):
+                self.of_state[id(layout)] = of_state
         self.scratch = inputs.scratch
         self.once = inputs.once
         self.route = route
@@ -218,18 +259,21 @@ class MemoryModel:
     def _pieces(
         self, layout: Layout, unit: int
     ) -> tuple[dict[int, int], dict[int, int], dict[int, int], int, int]:
-        """Return sizes of pieces of a unit with row state, in bytes: ({rank: piece}, {replica:
-        largest piece}, {replica: sum}, sum over ranks with different boxes, partition number).
+        """Return sizes of pieces of a unit, with state, weight and sent numbers, in bytes: ({rank:
+        piece}, {replica: largest piece}, {replica: sum}, sum over ranks with different boxes,
+        partition number). The weight counts in both directions, so do sent numbers: an upper bound.
 
         Routes "local" and "reduce" send no pieces by layout: their dicts are empty.
         """
         pieces = {}
         largest, whole = defaultdict(int), defaultdict(int)
         for rank in self.ranks if self.route in ("exchange", "own") else ():
-            nbytes = sum(
-                (r1 - r0) * ((c1 - c0) * self.element + self.row) if c0 < c1 else 0
-                for ((r0, r1), (c0, c1)), _ in layout.unit_boxes(rank, unit)
-            )
+            nbytes = 0
+            for ((r0, r1), (c0, c1)), _ in layout.unit_boxes(rank, unit):
+                nbytes += self._piece_bytes(r1 - r0, c1 - c0)
+            for of_state in self.of_state.get(id(layout), ()):
+                for ((r0, r1), (c0, c1)), _ in of_state.unit_boxes(rank, unit):
+                    nbytes += WIDE_BYTES * (r1 - r0) * (c1 - c0)
             replica = layout.replica_of[rank]
             pieces[rank] = nbytes
             largest[replica] = max(largest[replica], nbytes)
@@ -237,6 +281,13 @@ class MemoryModel:
         distinct = sum(nbytes for rank, nbytes in pieces.items() if self.alike[rank][0] == rank)
         partition = self.partitions.setdefault(layout.replicas, len(self.partitions))
         return pieces, largest, whole, distinct, partition
+
+    def _piece_bytes(self, R: int, C: int) -> int:
+        """Return the bytes of a piece of R x C elements, without state."""
+        inputs = self.inputs
+        weight = WIDE_BYTES * inputs.reads_weight * (self.route == "exchange")
+        sent = sum(math.prod(per_shape(per, R, C)) for _, per in inputs.sends)
+        return R * C * (self.element + weight) + WIDE_BYTES * sent
 
     def _footprint(self, owner: int, number: int) -> MatrixFootprint:
         """Return the footprint of a matrix of form `number` at `owner`."""
@@ -247,14 +298,14 @@ class MemoryModel:
         R, C = shape
         numel, others = R * C * self.element, len(self.ranks) - 1
         inbound = outbound = return_buffer = leaves = replica = returns = 0
-        # 4 R: row state, reserved for plain Muon, too, see `rank_plan_of`
-        held, until_apply = numel + ALIGNMENT, 4 * R + ALIGNMENT
+        held, until_apply = numel + ALIGNMENT, self.inputs.wide_bytes(R, C) + ALIGNMENT
         if self.route == "reduce":
             # Every rank sends a whole gradient, the owner included. The mean is in fp32.
             until_apply += 4 * (R * C + ALIGNMENT)
-            inbound, outbound = numel * (others + 1), numel * others
-            leaves, returns = numel, numel
-            return_buffer = numel if self.once else outbound
+            returns = self._piece_bytes(R, C)
+            inbound, outbound = numel * (others + 1), returns * others
+            leaves = numel
+            return_buffer = returns if self.once else outbound
         elif self.route != "local":
             replica, own = layout.replica_of[owner], pieces[owner]
             # Only the owner's replica sends pieces; every replica gets O
@@ -390,7 +441,7 @@ class MemoryModel:
         buffer, scratch = 0, 0
         for (owner, _), (long, square) in iterated.items():
             inbound, _, return_buffer, held, until_apply = owners[owner]
-            # Row state and means are next to whichever is larger: the all-to-all buffers, or the
+            # State and means are next to whichever is larger: the all-to-all buffers, or the
             # scratch of Newton-Schulz, which reuses them
             buffer = max(
                 buffer,

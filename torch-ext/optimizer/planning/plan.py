@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -123,12 +124,13 @@ def make_plan(
     rank_bytes: int = 1 << 30,
     plain: str = "exchange",
     minimize_workspace: bool = False,
-    row_layouts: Sequence[Layout] | None = None,
+    state_layouts: Mapping[str, Sequence[Layout]] | None = None,
 ) -> list[Bucket]:
     """Return the buckets of a parameter group; equal on every rank.
 
-    `layouts`, `row_layouts`: of each parameter and of its row state, None without row state;
-    parameters of equal shape, placement and split share a Layout object.
+    `layouts`: of each parameter. `state_layouts`: state key -> layout of the state of each
+    parameter, of state that owners read. Parameters of equal shape, placement and split share a
+    Layout object.
     `cost`: (rows, cols) -> work of a matrix, an int. A CostModel with measured times also decides
     how buckets are cut and ordered; without times the buckets are as few as possible.
     `loads`: {ranks that know of the work: Counter of rank -> work}, from earlier plans of the step;
@@ -137,14 +139,14 @@ def make_plan(
     `plain`: route of plain parameters on several ranks: "exchange", "own" or "reduce".
     `minimize_workspace`: prefer less memory if the expected time grows by at most 1 %.
     """
-    families = _families(layouts, row_layouts, plain)
+    families = _families(layouts, list((state_layouts or {}).values()), plain)
     cost_model = cost if getattr(cost, "measured", False) else None
     owner_of = _assign(families, layouts, cost, loads)
     buckets = []
     # The key has no local information: ranks that share several families issue their collectives
     # in one order
     for route, ranks in sorted(families, key=lambda family: (bucket_sort_key(family[1]), family)):
-        memory_model = MemoryModel(layouts, inputs or PlanInputs(), route, ranks)
+        memory_model = MemoryModel(layouts, inputs or PlanInputs(), route, ranks, state_layouts)
         predicted_end = (
             partial(memory_model.predicted_end, owner_of, cost_model) if cost_model else None
         )
@@ -181,6 +183,7 @@ def along_backward(
     cost: Cost,
     inputs: PlanInputs,
     latency: int,
+    state_layouts: Mapping[str, Sequence[Layout]] | None = None,
 ) -> list[Bucket]:
     """Cut the matrices anew, with unchanged owners, in the order in which backward computes
     gradients: from the last parameter to the first. "local" buckets are returned unchanged.
@@ -192,7 +195,7 @@ def along_backward(
         order = sorted(owner_of, key=lambda m: (-m.param, m.at, m.unit))
         return pack(in_equal_buckets([(m,) for m in order], least))
 
-    return _along(cut_anew, buckets, layouts, cost, inputs, latency)
+    return _along(cut_anew, buckets, layouts, cost, inputs, latency, state_layouts)
 
 
 def along_forward(
@@ -202,6 +205,7 @@ def along_forward(
     inputs: PlanInputs,
     latency: int,
     rank_bytes: int,
+    state_layouts: Mapping[str, Sequence[Layout]] | None = None,
 ) -> list[Bucket]:
     """Cut the matrices anew, with unchanged owners, in the order in which forward uses parameters:
     from the first to the last. "local" buckets are returned unchanged.
@@ -226,7 +230,7 @@ def along_forward(
             found = pack(in_equal_buckets(rounds, 0, count))
         return found
 
-    return _along(cut_anew, buckets, layouts, cost, inputs, latency)
+    return _along(cut_anew, buckets, layouts, cost, inputs, latency, state_layouts)
 
 
 def _along(
@@ -236,6 +240,7 @@ def _along(
     cost: Cost,
     inputs: PlanInputs,
     latency: int,
+    state_layouts: Mapping[str, Sequence[Layout]] | None,
 ) -> list[Bucket]:
     """Apply `cut_anew(owner_of, least, pack)` to every family; keep "local" buckets.
 
@@ -251,7 +256,7 @@ def _along(
         if route == "local":
             found += [bucket for bucket in buckets if (bucket.route, bucket.ranks) == family]
             continue
-        memory_model = MemoryModel(layouts, inputs, route, ranks)
+        memory_model = MemoryModel(layouts, inputs, route, ranks, state_layouts)
         pack = partial(_packed, memory_model, owner_of, cost_model)
         # Bytes per rank -> elements of all ranks
         found += cut_anew(owner_of, latency * len(ranks) / inputs.element, pack)
@@ -299,7 +304,7 @@ def bucket_sort_key(ranks: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
 
 
 def _families(
-    layouts: Sequence[Layout], row_layouts: Sequence[Layout] | None, plain: str
+    layouts: Sequence[Layout], of_state: Sequence[Sequence[Layout]], plain: str
 ) -> dict[Family, list[Matrix]]:
     """Return (route, ranks) -> matrices with pieces on the ranks, in order of parameters."""
     families = defaultdict(list)
@@ -307,7 +312,7 @@ def _families(
     boxes_of: dict[int, list] = {}  # id of a layout -> result of `_routes`
     for param, layout in enumerate(layouts):
         if id(layout) not in boxes_of:
-            boxes_of[id(layout)] = _routes(layout, row_layouts and row_layouts[param], plain)
+            boxes_of[id(layout)] = _routes(layout, [some[param] for some in of_state], plain)
         for lead, of_units in boxes_of[id(layout)]:
             every_at = itertools.product(*(range(a, b) for a, b in lead))
             for at, (unit, family) in itertools.product(every_at, of_units):
@@ -316,7 +321,7 @@ def _families(
 
 
 def _routes(
-    layout: Layout, row_layout: Layout | None, plain: str
+    layout: Layout, of_state: Sequence[Layout], plain: str
 ) -> list[tuple[tuple, list[tuple[int, Family]]]]:
     """Return [(box of leading indices, [(unit, (route, ranks))])]: the family of each unit of the
     matrices in each box.
@@ -332,7 +337,7 @@ def _routes(
     for lead, ranks in ranks_of.items():
         ranks = tuple(sorted(ranks))
         if layout.unit_count > 1:
-            storing = _whole_at(layout, row_layout, ranks)
+            storing = _whole_at(layout, of_state, ranks)
         else:
             # A single rank with elements owns its matrices. Otherwise ranks with empty shards take
             # part, too: they may own matrices.
@@ -347,25 +352,25 @@ def _routes(
 
 
 def _whole_at(
-    layout: Layout, row_layout: Layout | None, ranks: tuple[int, ...]
+    layout: Layout, of_state: Sequence[Layout], ranks: tuple[int, ...]
 ) -> dict[int, tuple[int, ...]]:
     """Return unit -> the ranks that step it: the ranks that store it, if each of these stores the
     whole unit; else all of `ranks`.
 
     A unit that lies whole on a rank, such as a head, is never sent to another owner. Units without
-    elements are left out. `row_layout`: a unit counts as whole only with its row state.
+    elements are left out. `of_state`: a unit counts as whole only with all its state.
     """
-    needed = defaultdict(dict)  # unit -> rank -> elements of the unit, and of its row state
-    for kind, of_kind in enumerate((layout, row_layout)):
-        for rank in ranks if of_kind is not None else ():
+    tensors = [layout, *of_state]
+    needed = defaultdict(dict)  # unit -> rank -> elements of the unit, and of each of its states
+    for kind, of_kind in enumerate(tensors):
+        for rank in ranks:
             for unit, count in of_kind.unit_sizes(rank).items():
-                needed[unit].setdefault(rank, [0, 0])[kind] = count
+                needed[unit].setdefault(rank, [0] * len(tensors))[kind] = count
     found = {}
     for unit, stored in needed.items():
-        rows, cols = layout.unit_shapes[unit]
-        whole = [rows * cols, rows * (row_layout is not None)]
+        whole = [math.prod(of_kind.unit_shapes[unit]) for of_kind in tensors]
         is_whole = all(counts == whole for counts in stored.values())
-        if rows * cols:
+        if whole[0]:
             found[unit] = tuple(sorted(stored)) if is_whole else ranks
     return found
 

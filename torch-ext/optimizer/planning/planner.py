@@ -27,9 +27,9 @@ from ..params.layout import Layout, layout_of, row_chunks, this_rank
 from ..params.units import WHOLE, Split, check_splits, splits_by_id
 from ..params.validation import check_param
 from ..pipeline import BUCKETS_IN_FLIGHT
-from ..rules.rule import state_device_and_dtype
+from ..rules.rule import Rule, rule_of, state_device_and_dtype
 from .cost_model import CostModel, latency_bytes
-from .memory_model import ChunkPlanInputs, PlanInputs
+from .memory_model import ChunkPlanInputs, PlanInputs, never
 from .plan import (
     OWNER_STATE_ROUTES,
     Bucket,
@@ -61,7 +61,8 @@ class Plan:
     groups: tuple[dict, ...]
     params: list[torch.Tensor]
     layouts: list[Layout]  # of each parameter
-    row_layouts: list[Layout] | None  # of each parameter's row state; None without row state
+    # State key -> layout of the state of each parameter, for state that owners read
+    state_layouts: dict[str, list[Layout]]
     # (bucket, part of this rank) of each bucket with this rank; None: AdamW where parameters are
     # stored
     rank_plans: list[tuple[Bucket, RankPlan]] | None
@@ -77,7 +78,7 @@ class Plan:
     # them: a rank whose gradient is missing takes part in the redistribution all the same.
     mismatched: dict[int, tuple] = field(default_factory=dict)
     # How each parameter is cut into matrices; None: each (R, C) is one matrix. `layouts` and
-    # `row_layouts` are those of the matrices, see `Layout.as_matrices`.
+    # `state_layouts` are those of the matrices, see `Layout.as_matrices`.
     splits: list[Split] | None = None
     group_of: tuple[int, ...] = ()  # index of each parameter's group; () for one group
 
@@ -135,7 +136,7 @@ class Planner:
         for p, number in zip(params, group_of):
             check_param(p, names[number][p], groups[number])
         for own, known in zip(groups, names):
-            check_splits(own, known, self.options.owner_keeps_state)
+            check_splits(own, known)
         self.device = local_of(params[0]).device
         self.latency = latency_bytes(architecture(self.device.type, self.device.index))
         precompile.preload_compiler(
@@ -164,10 +165,11 @@ class Planner:
         group = groups[0]
         splits = list(map(splits_by_id(groups).get, map(id, params)))
         layouts = self._layouts(params, splits)
-        rows = self._layouts(params, splits, of_rows=True) if "beta2" in group else None
+        rule = rule_of(group)
+        of_state = {s.key: self._layouts(params, splits, s.per) for s in rule.state}
         cost_model = CostModel.of(group, self.device)
         rank_bytes = self.options.workspace_limit_bytes(self.device)
-        inputs = self._plan_inputs(rows is not None, cost_model, rank_bytes)
+        inputs = self._plan_inputs(rule, cost_model, rank_bytes)
         buckets = make_plan(
             layouts,
             cost_model,
@@ -176,16 +178,20 @@ class Planner:
             rank_bytes=rank_bytes,
             plain=self._plain_route(),
             minimize_workspace=self.options.workspace_bytes is None,
-            row_layouts=rows,
+            state_layouts=of_state,
         )
         if self.options.overlap_backward:
-            buckets = along_backward(buckets, layouts, cost_model, inputs, self.latency)
+            buckets = along_backward(
+                buckets, layouts, cost_model, inputs, self.latency, of_state
+            )
         elif self.options.overlap_forward:
-            buckets = along_forward(buckets, layouts, cost_model, inputs, self.latency, rank_bytes)
+            buckets = along_forward(
+                buckets, layouts, cost_model, inputs, self.latency, rank_bytes, of_state
+            )
         self._check_workspace_bytes(buckets, "one matrix per rank")
         # Ranks outside `b.ranks` have nothing of the bucket
         rank_plans = [
-            (b, rank_plan_of(b, self.rank, layouts, rows, inputs))
+            (b, rank_plan_of(b, self.rank, layouts, of_state, inputs))
             for b in buckets
             if self.rank in b.ranks
         ]
@@ -193,7 +199,7 @@ class Planner:
             tuple(groups),
             params,
             layouts,
-            rows,
+            of_state,
             rank_plans,
             on_several_ranks(buckets, layouts),
             cost_model_key=cost_model.key,
@@ -203,15 +209,18 @@ class Planner:
             group_of=tuple(group_of),
         )
 
-    def _plan_inputs(self, row_state: bool, cost_model: CostModel, rank_bytes: int) -> PlanInputs:
-        """Return the `PlanInputs` of a Muon group; `row_state`: with row state (NorMuon)."""
+    def _plan_inputs(self, rule: Rule, cost_model: CostModel, rank_bytes: int) -> PlanInputs:
+        """Return the `PlanInputs` of a Muon group with `rule`."""
         products = method.products_dtype(self.options.ns_dtype, self.device)
+        scattered = partial(method.supports_scattered_rows, steps=cost_model.steps)
         return PlanInputs(
             self.options.wire_dtype.itemsize,
-            4 if row_state else 0,
+            {s.key: s.per for s in rule.state},
+            tuple(rule.sends.items()),
+            rule.reads_weight,
             self.process_groups.send_once(self.device),
             partial(method.scratch_bytes, steps=cost_model.steps, dtype=products),
-            partial(method.supports_scattered_rows, steps=cost_model.steps),
+            scattered if rule.takes_scattered_rows else never,
             gain_side_by_side,
             # With overlap_backward every bucket has a buffer of its own: extra bytes count for each
             rank_bytes=None if self.options.overlap_backward else rank_bytes,
@@ -255,7 +264,7 @@ class Planner:
             (group,),
             params,
             self._layouts(params, [WHOLE] * len(params)),
-            None,
+            {},
             None,
             frozenset(range(len(params))),
             mismatched=mismatched_placements(params),
@@ -287,7 +296,7 @@ class Planner:
             (group,),
             params,
             layouts,
-            None,
+            {},
             rank_plans,
             frozenset(range(len(params))),
             in_chunks=True,
@@ -295,9 +304,10 @@ class Planner:
         )
 
     def _layouts(
-        self, params: Sequence[torch.Tensor], splits: Sequence[Split], of_rows: bool = False
+        self, params: Sequence[torch.Tensor], splits: Sequence[Split], per: str = ""
     ) -> list[Layout]:
-        """Return the layout of each parameter's matrices, or with `of_rows` of its row state.
+        """Return the layout of each parameter's matrices, or of its state with a number for each
+        `per`, see `Split.state_shape`.
 
         Parameters of equal shape, mesh, placements and split share a Layout object.
         """
@@ -310,9 +320,9 @@ class Planner:
         ]
         for key, p, split in zip(keys, params, splits):
             if key not in known:
-                shape = split.row_state_shape(p.shape) if of_rows else None
+                shape = split.state_shape(p.shape, per) if per else None
                 layout = layout_of(p, self.process_group, shape)
-                known[key] = layout.as_matrices(split, tuple(p.shape) if of_rows else None)
+                known[key] = layout.as_matrices(split, tuple(p.shape) if per else None, per)
         return [known[key] for key in keys]
 
     def check_bucket_buffers(self) -> None:

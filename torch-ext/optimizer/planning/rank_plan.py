@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .memory_model import ALIGNMENT, ChunkPlanInputs, PlanInputs, split_workspace
+from .memory_model import ALIGNMENT, ChunkPlanInputs, PlanInputs, sent_kind, split_workspace
 from .plan import OWNER_STATE_ROUTES, Bucket, Matrix
 
 if TYPE_CHECKING:
@@ -32,8 +32,9 @@ Box = tuple[tuple[int, int], tuple[int, int]]  # ((first row, end), (first colum
 class Piece:
     """A box of a matrix: stored at rank `stored_at`, orthogonalized at rank `owner`."""
 
-    # "matrix": box of the matrix; "row": box of the (R, 1) row state; "chunk": rows of a parameter
-    # of AdamW with state at owners
+    # "matrix": box of the matrix; a state key: box of the matrix' state; "weight": box of the
+    # weight, on the way to the owner; "sent:NAME": numbers on the way from the owner; "chunk": rows
+    # of a parameter of AdamW with state at owners
     kind: str
     matrix: Matrix
     box: Box  # in rows and columns of the unit; of a chunk, of the parameter
@@ -143,7 +144,7 @@ class RankPlan:
         - "leave", "return": send buffer of the inbound, receive buffer of the outbound all-to-all
         - "arrive": receive buffer of the inbound, send buffer of the outbound all-to-all
         - "kept": U and O, or gradients, of pieces stored and owned by the rank
-        - "rows": row state of owned matrices; unused without NorMuon
+        - "wide": state, weights and sent numbers of owned matrices, in fp32; unused by Muon's rule
         - "until_apply": mean of unreduced gradients, or stepped weights and state of chunks
         - "stack": whole matrices; "mean": mean of gradients of chunks
         - "scratch_a", "scratch_b", "gram_scratch": Newton-Schulz, see `orthogonalize`
@@ -168,8 +169,8 @@ class RankPlan:
             in_buffer |= {"scratch_a": 0, "scratch_b": size["scratch_a"]}
             in_scratch = ("gram_scratch", "stack", "mean")
             end = max(arrive + size["arrive"], size["scratch_a"] + size["scratch_b"])
-        # Row state and means are read or written in several phases: they overlap with nothing
-        in_buffer |= {"rows": end, "until_apply": end + size["rows"]}
+        # State and means are read or written in several phases: they overlap with nothing
+        in_buffer |= {"wide": end, "until_apply": end + size["wide"]}
         starts = itertools.accumulate((size[use] for use in in_scratch), initial=0)
         places = {use: ("bucket_buffer", offset) for use, offset in in_buffer.items()}
         places |= {use: ("shared_scratch", offset) for use, offset in zip(in_scratch, starts)}
@@ -183,24 +184,39 @@ def rank_plan_of(
     bucket: Bucket,
     rank: int,
     layouts: Sequence[Layout],
-    row_layouts: Sequence[Layout] | None,
+    state_layouts: Mapping[str, Sequence[Layout]],
     inputs: PlanInputs,
 ) -> RankPlan:
     """Return the part of a bucket of matrices on `rank`.
 
-    `layouts`, `row_layouts`: of each parameter and of its row state; None without row state.
-    `inputs`: as in `make_plan`.
+    `layouts`, `state_layouts`, `inputs`: as in `make_plan`.
     """
     of_matrices = list(_pieces_at(bucket, rank, layouts, "matrix"))
-    rows = list(_pieces_at(bucket, rank, row_layouts, "row")) if row_layouts else []
+    state = [
+        p for key, of_key in state_layouts.items() for p in _pieces_at(bucket, rank, of_key, key)
+    ]
     reduce = bucket.route == "reduce"
+    exchanged = of_matrices
     if bucket.route in OWNER_STATE_ROUTES:
-        # The owner stores row state: it is in no all-to-all
-        pieces = [p for p in rows if p.stored_at == p.owner == rank] + of_matrices
-        exchanged = of_matrices
+        # The owner stores state: it is in no all-to-all
+        state = [p for p in state if p.stored_at == p.owner == rank]
     else:
-        pieces = exchanged = rows + of_matrices
+        exchanged = state + of_matrices
     sources = [p for p in exchanged if p.is_source]
+    weights = []
+    if inputs.reads_weight:
+        weights = [replace(p, kind="weight") for p in of_matrices if p.is_source]
+        if bucket.route in OWNER_STATE_ROUTES:
+            # Every rank stores all weights
+            weights = [p for p in weights if p.stored_at == p.owner == rank]
+        else:
+            sources += weights
+    sent = [
+        sent_piece(p, name, per)
+        for name, per in inputs.sends
+        for p in of_matrices
+    ]
+    pieces = [*state, *of_matrices, *weights, *sent]
     replicas = _replicas(bucket, layouts)
     matrices = tuple(m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank)
     # Of unreduced gradients the owner's own goes through the buffer too: the mean is one reduction
@@ -209,7 +225,7 @@ def rank_plan_of(
         sources, ("stored_at", "owner"), rank, bucket.ranks, inputs.itemsizes, with_self=reduce
     )
     outbound = plan_all_to_all(
-        exchanged, ("owner", "stored_at"), rank, bucket.ranks, inputs.itemsizes, inputs.once
+        exchanged + sent, ("owner", "stored_at"), rank, bucket.ranks, inputs.itemsizes, inputs.once
     )
     own = [
         p
@@ -220,9 +236,10 @@ def rank_plan_of(
     nbytes = _all_to_all_bytes(inbound, outbound, kept_bytes) | _iterated(matrices, inputs)
     if reduce:
         nbytes["until_apply"] = _mean_bytes(inbound, inputs.element)
-    # Memory for row state is reserved for plain Muon, too: `Stacks` needs no second case, and 4
-    # bytes per row are 0.3 % of a matrix of 768 columns in bf16
-    nbytes |= {"stack": _stacked(matrices, inputs), "rows": sum(4 * m.rows for m in matrices)}
+    nbytes |= {
+        "stack": _stacked(matrices, inputs),
+        "wide": sum(inputs.wide_bytes(m.rows, m.cols) for m in matrices),
+    }
     rank_plan = RankPlan(
         stored=tuple(p for p in pieces if p.stored_at == rank),
         owned=tuple(p for p in pieces if p.owner == rank),
@@ -316,7 +333,7 @@ def _all_to_all_bytes(
     inbound: AllToAllPlan, outbound: AllToAllPlan, kept: int = 0
 ) -> dict[str, int]:
     """Return the bytes of all uses of the workspace, without the uses of computation (0)."""
-    computation = ("rows", "until_apply", "stack", "scratch_a", "scratch_b", "gram_scratch", "mean")
+    computation = ("wide", "until_apply", "stack", "scratch_a", "scratch_b", "gram_scratch", "mean")
     return {
         "leave": inbound.leaving,
         "return": sum(outbound.recv_bytes),
@@ -368,6 +385,13 @@ def _pieces_at(bucket: Bucket, rank: int, layouts: Sequence[Layout], kind: str) 
                 yield Piece(kind, matrix, box, storing, owner, is_source, start)
 
 
+def sent_piece(p: Piece, name: str, per: str) -> Piece:
+    """Return the piece of the number `name` that belongs to the piece `p` of a matrix."""
+    rows, columns = p.box
+    box = rows if per == "row" else (0, 1), columns if per == "column" else (0, 1)
+    return replace(p, kind=sent_kind(name), box=box)
+
+
 def plan_all_to_all(
     pieces: Iterable[Piece],
     ends: tuple[str, str],
@@ -412,7 +436,7 @@ def _lay_out(
     free = 0  # end of the splits so far
     # Most of thousands of peers have no split: compress skips them without a Python loop
     for i in itertools.compress(itertools.count(), map(of_peer.__contains__, ranks)):
-        # Wide elements (fp32 row state) first, so that every piece is aligned to its elements
+        # Wide elements (fp32 state) first, so that every piece is aligned to its elements
         split = sorted(of_peer[ranks[i]], key=lambda p: -itemsizes[p.kind])
         contents = tuple((p.kind, p.matrix, p.box) for p in split) if once else i
         offset = starts[i] = known.setdefault(contents, free)

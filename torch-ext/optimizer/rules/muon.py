@@ -11,10 +11,10 @@ update (polar factor of U), all (R, C) for a matrix of R rows (fan out) and C co
                                                   of U = P S Q^T
     W <- (1 - lr weight_decay) W - lr scale O     scale by the shape of the matrix, see `scale_of`
 
-The three phases of rule.py:
+The phases of rule.py:
 
 1. M and U: elementwise, where M is stored (kernels/elementwise/momentum.py).
-2. O: on whole matrices, at the owner (newton_schulz/). NorMuon adds normuon.py.
+2. O: on whole matrices, at the owner (newton_schulz/).
 3. W: elementwise, where W is stored (kernels/elementwise/weight_update.py).
 
 Elementwise arithmetic is in fp32, without fused multiply-adds, so an element's bits do not depend
@@ -28,6 +28,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Protocol
+
+from .rule import Rule, register
 
 # adjust_lr_fn -> scale of a whole (R, C) matrix, a factor on the learning rate
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -52,6 +54,15 @@ class MatrixShape(Protocol):
 
     rows: int
     cols: int
+
+
+@register
+class Muon(Rule):
+    """See the module: the phases of `Rule`, which overrides nothing."""
+
+    name = "muon"
+    batched = True
+    takes_scattered_rows = True
 
 
 def scale_of(matrix: MatrixShape, adjust_lr_fn: str | None) -> float:

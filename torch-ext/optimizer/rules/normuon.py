@@ -14,29 +14,31 @@ correction: a factor common to all rows cancels in the ratio of norms.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from ..kernels.elementwise.normuon import normalize as normalize_rows
+from ..kernels.elementwise.normuon import normalize
 from ..kernels.elementwise.row_scattered import ScatteredRows
+from .rule import Rule, State, Units, register
 
 # Added to the root, as in the authors' code
 EPS = 1e-8
 
 
-def normalize(
-    stacks: Sequence[torch.Tensor | ScatteredRows],
-    rows: Sequence[torch.Tensor],
-    numbers: torch.Tensor | float,
-    groups: Sequence[torch.Tensor | None] | None = None,
-) -> None:
-    """Normalize the rows of every matrix in place, by the formulas of the module.
+@register
+class NorMuon(Rule):
+    """See the module."""
 
-    `stacks`: O (N, R, C) in fp32, bf16 or fp16. `rows`: V (N, R, 1) in fp32, one for each stack,
-    updated in place. `numbers`: `device_scalars` of the parameter groups, on the device, or beta2.
-    `groups`: for each stack, the first element of the numbers of each matrix, (N,) int64; None:
-    group 0. A matrix of zeros stays zero.
-    """
-    for i, (O, V) in enumerate(zip(stacks, rows)):
-        normalize_rows(O, V, numbers, EPS, None if groups is None else groups[i])
+    name = "normuon"
+    state = (State("second_moment", per="row"),)
+    options = {"beta2": 0.95}
+    batched = True
+    takes_scattered_rows = True
+
+    def after(
+        self, O: torch.Tensor | ScatteredRows, units: Units
+    ) -> torch.Tensor | ScatteredRows:
+        """Normalize the rows of O (N, R, C) in place, and update V. A matrix of zeros stays
+        zero.
+        """
+        normalize(O, units.state["second_moment"], units.scalars, EPS, units.groups)
+        return O

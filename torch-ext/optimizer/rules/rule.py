@@ -1,48 +1,253 @@
-"""Every update rule has state and up to three phases; today's rules are Muon, NorMuon and AdamW.
+"""The protocol of update rules: the state that a rule keeps, and what a step computes from it.
+
+A step of a Muon group has four phases. `Rule` says what the middle ones compute; a class that
+overrides nothing is Muon's rule. With G gradient, M momentum, U update, O orthogonalized update and
+W weight of a matrix:
+
+1. `update`: M and U from G and M, element by element, where the momentum is stored.
+2. `before`: on whole matrices U, at the owner; then Newton-Schulz, from U to O; then `after`, on
+   whole matrices O.
+3. `write`: W from W and O, element by element, where the weight is stored, with the numbers that
+   `after` has sent.
+
+Layouts, batching, buffers, all-to-alls, overlap, CUDA graphs, checkpoints and faults are the work
+of planning/, communication/ and execution/. A rule sees tensors, and knows no ranks. Phases 1 and 3
+of Muon are fused kernels (kernels/elementwise/), used by every rule that does not override them.
 
 State, by the part of a parameter (..., R, C) that one number belongs to:
 
 | key               | rules         | one number per | shape       | dtype                  |
 |-------------------|---------------|----------------|-------------|------------------------|
-| `momentum_buffer` | Muon, NorMuon | element        | (..., R, C) | `state_dtype`          |
+| `momentum_buffer` | all but AdamW | element        | (..., R, C) | `state_dtype`          |
 | `second_moment`   | NorMuon       | row            | (..., R, 1) | fp32                   |
+| keys of a `Rule`  | its own       | see `State`    | see `State` | see `State`            |
 | `exp_avg`         | AdamW         | element        | (..., R, C) | `state_dtype`, or fp64 |
 | `exp_avg_sq`      | AdamW         | element        | (..., R, C) | `state_dtype`, or fp64 |
 | `step`            | AdamW         | parameter      | ()          | fp32                   |
 
-`state_dtype` is fp32 or bf16; AdamW keeps the averages of fp64 parameters in fp64. State per
-element and per row is sharded with the rows of the parameter; state per parameter is equal on every
-rank. No rule keeps state per matrix today.
-
-Phases, in the order of a step:
-
-1. Elementwise, where the momentum is stored: usually at the rank that stores the shard of the
-   weight, at the owner if the owner keeps the state. Input: gradient and state per element. Output:
-   the update U of each element. Muon and NorMuon: kernels/elementwise/momentum.py.
-2. On whole matrices, at the owner. Input: U of all pieces of a matrix, and state per row. Muon:
-   Newton-Schulz (newton_schulz/). NorMuon: Newton-Schulz, then normuon.py.
-3. Elementwise, where the weight is stored. Input: the result of phase 2, the weight, and the scale
-   of the whole matrix. Muon and NorMuon: kernels/elementwise/weight_update.py, `muon.scale_of`.
-
-AdamW steps weight and state in a single elementwise phase, without phase 2 (adamw.py).
+`state_dtype` is fp32 or bf16; AdamW keeps the averages of fp64 parameters in fp64. State is sharded
+like the parameter; state per parameter is equal on every rank. AdamW steps weight and state in a
+single elementwise phase (adamw.py), and is no `Rule`.
 
 A rule reads two kinds of numbers. `host_constants` are arguments of launches; a CUDA graph keeps
 the values of its capture, so a change means a new capture. `device_scalars` are uploaded before a
 step, so schedules may change lr, weight decay, momentum and beta2 without a new capture.
-
-Layouts, batching, buffers, all-to-alls and overlap are the work of planning/, communication/ and
-execution/: a rule works on lists of tensors and stacks of matrices, and knows no ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 from ..newton_schulz import coefficients
+
+if TYPE_CHECKING:
+    from ..params.units import Split
+
+PER = ("element", "row", "column", "matrix")  # allowed values of `State.per`
+
+
+@dataclass(frozen=True)
+class State:
+    """A tensor of state of each parameter, beside the momentum, that a rule reads and writes in
+    `before` and `after`. Zero at the start.
+
+    `per`: which part of an (R, C) matrix a number belongs to: "element" (R, C), "row" (R, 1),
+    "column" (1, C) or "matrix" (1, 1). `dtype`: as stored, fp32 or bf16; phases see fp32. State per
+    element is sent to the owner and back in fp32 in every step: 8 bytes of traffic per element.
+    """
+
+    key: str
+    per: str = "element"
+    dtype: torch.dtype = torch.float32
+
+
+class Numbers:
+    """The numbers of a parameter group: attributes `lr`, `decay` (1 - lr weight_decay), `beta2`,
+    `one_minus_beta2` and `one_minus_momentum` are fp32 tensors on the device; `nesterov` and each
+    of `Rule.options` are values of the live group.
+
+    The tensors are 0-D, or (N, 1, 1) for N matrices of several groups. A captured CUDA graph reads
+    the tensors anew in every replay. A change of another number is a new capture.
+    """
+
+    def __init__(self, group: Mapping[str, Any], scalars: torch.Tensor) -> None:
+        """`scalars`: `device_scalars` of one group (8,), or of the group of each matrix (N, 8), in
+        fp32 on the device. `group`: the live group, one of several with equal options.
+        """
+        self._group = group
+        if scalars.ndim > 1:
+            scalars = scalars.T.unsqueeze(-1).unsqueeze(-1)
+        self.lr, self.decay, self.beta2, self.one_minus_beta2, self.one_minus_momentum = scalars[:5]
+
+    def __getattr__(self, key: str) -> Any:
+        """Return an option of the live group."""
+        # Private names are not options: copy and pickle ask for them before `__init__`
+        if not key.startswith("_") and key in self._group:
+            return self._group[key]
+        raise AttributeError(f"a parameter group has no number {key!r}: add it to Rule.options")
+
+
+@dataclass
+class Units:
+    """The matrices of a call of `Rule.before` or `Rule.after`, besides U or O (N, R, C).
+
+    `state`: key -> fp32 (N, R, C), (N, R, 1), (N, 1, C) or (N, 1, 1) by `State.per`, changed in
+    place. `weight`: W in fp32 (N, R, C) with `Rule.reads_weight`, else None. `sent`: name -> fp32,
+    shaped like state; `after` fills every one. `scale`: the factor on lr by `adjust_lr_fn`.
+    """
+
+    numbers: Numbers
+    state: dict[str, torch.Tensor]
+    weight: torch.Tensor | None
+    sent: dict[str, torch.Tensor]
+    scale: float
+    # For built-in rules: numbers of all groups that are stepped together, and the place of each
+    # matrix's group in it (None: 0), see `device_scalars`
+    scalars: torch.Tensor | None = field(default=None, repr=False)
+    groups: torch.Tensor | None = field(default=None, repr=False)
+
+
+class Rule:
+    """A rule that steps matrices; subclass it, and pass the class as `rule` of an optimizer or a
+    parameter group. docs/rules.md has a complete example.
+
+    Override any of the four methods. Each gets tensors and must return a tensor of equal shape;
+    fp32 arithmetic is rounded once, by the package. No method may call a collective, keep a tensor
+    for the next step (state is declared in `state`), or read a value of a tensor on the host.
+    """
+
+    # Name in `rule=`, messages, reports and checkpoints; by default the class's
+    name: ClassVar[str] = ""
+    state: ClassVar[tuple[State, ...]] = ()
+    # Keys that groups of the rule have besides Muon's, with defaults. `beta2` is read on the device
+    options: ClassVar[dict[str, Any]] = {}
+    # Numbers that `after` sends to `write`: name -> "row", "column" or "matrix"
+    sends: ClassVar[dict[str, str]] = {}
+    # Whether `before` and `after` read the whole weight: sent to the owner in fp32, 4 bytes per
+    # element
+    reads_weight: ClassVar[bool] = False
+    # Whether `before` and `after` give a matrix equal bits whatever the other matrices of the call:
+    # then N is any number, else 1. Elementwise operations do; torch's sums do not, since the order
+    # of a sum depends on the shape.
+    batched: ClassVar[bool] = False
+    # Of built-in rules: `after` takes U and O as they lie in the workspace, in wire_dtype and also
+    # as scattered rows, and reads the numbers of several groups
+    takes_scattered_rows: ClassVar[bool] = False
+
+    def __repr__(self) -> str:
+        """Return the name, equal on all ranks: ranks order groups by it."""
+        return f"<rule {rule_name(type(self))}>"
+
+    def update(
+        self, G: torch.Tensor, M: torch.Tensor, numbers: Numbers
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (U, the new M) of a piece, elementwise. G and M: fp32, of any shape. Default:
+        Muon's momentum.
+        """
+        M = M + numbers.one_minus_momentum * (G - M)
+        return (M + numbers.one_minus_momentum * (G - M) if numbers.nesterov else M), M
+
+    def before(self, U: torch.Tensor, units: Units) -> torch.Tensor:
+        """Return U (N, R, C) for Newton-Schulz. U: fp32, may be changed in place."""
+        return U
+
+    def after(self, O: torch.Tensor, units: Units) -> torch.Tensor:
+        """Return O (N, R, C) for `write`. O: fp32, may be changed in place."""
+        return O
+
+    def write(
+        self,
+        W: torch.Tensor,
+        O: torch.Tensor,
+        scale: float,
+        sent: Mapping[str, torch.Tensor],
+        numbers: Numbers,
+    ) -> torch.Tensor:
+        """Return the new W of a piece (r, c), elementwise. W and O: fp32. `scale`: as in `Units`.
+        `sent`: name -> fp32 (r, 1), (1, c) or (1, 1). Default: Muon's.
+        """
+        return W * numbers.decay - O * (scale * numbers.lr)
+
+
+def overrides(rule: Rule, method: str) -> bool:
+    """Whether the class of `rule` has a method of its own."""
+    return getattr(type(rule), method) is not getattr(Rule, method)
+
+
+# Name -> rule, of built-in rules and of all classes that an optimizer of the process was given
+RULES: dict[str, Rule] = {}
+# State key -> State, of all of `RULES` and of AdamW
+STATES: dict[str, State] = {
+    "momentum_buffer": State("momentum_buffer"),
+    "exp_avg": State("exp_avg"),
+    "exp_avg_sq": State("exp_avg_sq"),
+}
+# Kinds of pieces in planning/rank_plan.py, and keys of AdamW and of checkpoints
+RESERVED_KEYS = ("matrix", "weight", "chunk", "step", "param", "params")
+
+
+def rule_name(rule: type[Rule]) -> str:
+    """Return the name of a class of rules."""
+    return rule.name or rule.__name__
+
+
+def register(rule: type[Rule]) -> type[Rule]:
+    """Add a class to `RULES` and its state to `STATES`; return the class.
+
+    A class of equal module and name is replaced, as after an edit in a notebook. Raises ValueError
+    for a name, or a state key with another meaning, that another rule has.
+    """
+    name = rule_name(rule)
+    known = RULES.get(name)
+    if known is not None and _origin(type(known)) != _origin(rule):
+        raise ValueError(
+            f"rule {name!r} of {rule.__module__} has the name of a rule of "
+            f"{type(known).__module__}: give the class another `name`"
+        )
+    for state in rule.state:
+        other = STATES.get(state.key, state)
+        is_own = known is not None and other in known.state
+        if other != state and not is_own or state.key in RESERVED_KEYS:
+            raise ValueError(
+                f"state {state.key!r} of rule {name!r} is in use by another rule, or by the "
+                "package: give it another key"
+            )
+    STATES.update({state.key: state for state in rule.state})
+    RULES[name] = rule()
+    return rule
+
+
+def _origin(rule: type[Rule]) -> tuple[str, str]:
+    """Module and name of a class."""
+    return rule.__module__, rule.__qualname__
+
+
+def rule_of(group: Mapping[str, Any]) -> Rule:
+    """Return the rule of a Muon group. Without a key `rule`, groups with `beta2` are NorMuon's."""
+    name = group.get("rule")
+    return RULES[name or ("normuon" if "beta2" in group else "muon")]
+
+
+def option_keys() -> list[str]:
+    """Return the keys of groups, besides beta2, that are options of any rule: `host_constants`."""
+    return sorted({key for rule in RULES.values() for key in rule.options} - {"beta2"})
+
+
+def row_sharded_keys() -> tuple[str, ...]:
+    """Return all keys of state that is sharded like the parameter, in an order equal on all
+    ranks.
+    """
+    return tuple(sorted(STATES))
+
+
+def all_state_keys() -> tuple[str, ...]:
+    """Return all keys of this package in the state of a parameter. Users may keep others there."""
+    return (*row_sharded_keys(), "step")
 
 
 def device_scalars(group: Mapping[str, Any]) -> list[float]:
@@ -71,8 +276,9 @@ class MuonConstants(NamedTuple):
 
     steps: coefficients.Steps
     eps: float
-    has_row_state: bool  # NorMuon's row normalization; beta2 is on the device
+    rule: Rule
     nesterov: bool
+    options: tuple  # values of `Rule.options`, without beta2
 
 
 def number_of(value: object) -> float:
@@ -94,28 +300,18 @@ def host_constants(group: Mapping[str, Any], wide: bool = False) -> tuple:
     """
     if group["use_muon"]:
         steps = coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
-        has_row_state = "beta2" in group
-        return MuonConstants(steps, float(group["eps"]), has_row_state, bool(group["nesterov"]))
+        rule = rule_of(group)
+        options = tuple(group[key] for key in rule.options if key != "beta2")
+        return MuonConstants(steps, float(group["eps"]), rule, bool(group["nesterov"]), options)
     fixed = map(float, (*group["betas"], group["eps"], group["weight_decay"]))
     return *fixed, float(group["lr"]) if wide else None
-
-
-def per_row(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return (..., R, 1) for the shape (..., R, C)."""
-    return *shape[:-1], 1
-
-
-# State that is sharded by rows of the parameter
-ROW_SHARDED_KEYS = ("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq")
-# All keys of this optimizer in the state of a parameter. Users may keep further keys in there
-STATE_KEYS = (*ROW_SHARDED_KEYS, "step")
 
 
 def state_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the keys of the state that a parameter of a group has."""
     if not group["use_muon"]:
         return ("step", "exp_avg", "exp_avg_sq")
-    return ("momentum_buffer", "second_moment") if "beta2" in group else ("momentum_buffer",)
+    return ("momentum_buffer", *(state.key for state in rule_of(group).state))
 
 
 def state_device_and_dtype(
@@ -126,21 +322,19 @@ def state_device_and_dtype(
     `step` lies on the GPU of a parameter there, since torch's fused AdamW reads it on the device;
     otherwise on the CPU, as in torch.
     """
-    # Always fp32: bf16 has too few bits for an average over 20 steps, and to count beyond 256
-    if key in ("step", "second_moment"):
-        on_device = param.is_cuda or key != "step"
-        return param.device if on_device else torch.device("cpu"), torch.float32
-    return param.device, torch.float64 if param.dtype == torch.float64 else dtype
+    # fp32: bf16 has too few bits to count beyond 256
+    if key == "step":
+        return param.device if param.is_cuda else torch.device("cpu"), torch.float32
+    if key in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+        return param.device, torch.float64 if param.dtype == torch.float64 else dtype
+    return param.device, STATES[key].dtype
 
 
-def state_shape(
-    param: torch.Tensor, key: str, row_state_shape: Callable[[torch.Size], tuple] = per_row
-) -> tuple[int, ...]:
-    """Return the global shape of a parameter's state, by the table of the module.
-
-    `row_state_shape`: shape of a parameter -> shape of its state per row, see
-    `params.units.Split.row_state_shape`; by default, one number for each row of (..., R, C).
+def state_shape(param: torch.Tensor, key: str, split: Split) -> tuple[int, ...]:
+    """Return the global shape of a parameter's state, by the table of the module. `split`: how the
+    parameter is cut into matrices.
     """
     if key == "step":
         return ()
-    return row_state_shape(param.shape) if key == "second_moment" else tuple(param.shape)
+    per = STATES[key].per
+    return tuple(param.shape) if per == "element" else split.state_shape(param.shape, per)

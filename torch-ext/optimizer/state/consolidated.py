@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..communication.owner_state import ADVICE, gather
 from ..communication.store_barrier import wait_for_all
 from ..params import errors
-from ..rules.rule import ROW_SHARDED_KEYS
+from ..rules.rule import row_sharded_keys
 
 # Key in the state dict of a rank without the gathered state -> global rank with the gathered state
 ELSEWHERE = "consolidated_on_rank"
@@ -105,7 +105,7 @@ def _fingerprint(named: dict, state: dict) -> dict:
     """
     found = {(id(param), None): (weakref.ref(param), 0) for param in named}
     for param in named:
-        for key in ROW_SHARDED_KEYS:
+        for key in row_sharded_keys():
             if isinstance(value := state.get(param, {}).get(key), torch.Tensor):
                 # Tensors made in inference mode have no version counter
                 version = 0 if value.is_inference() else value._version

@@ -25,7 +25,13 @@ from ..params.layout import layout_of, row_chunks, this_rank
 from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import device_of
 from ..planning.planner import Plan
-from ..rules.rule import ROW_SHARDED_KEYS, state_device_and_dtype, state_keys, state_shape
+from ..rules.rule import (
+    STATES,
+    row_sharded_keys,
+    state_device_and_dtype,
+    state_keys,
+    state_shape,
+)
 
 # Begin of messages after a failed step
 INCONSISTENT = (
@@ -105,7 +111,7 @@ def complete_state(groups: list[dict], state: dict, options: MuonConfig) -> None
 def _shard_plain_state(state: dict, param: torch.Tensor, split: Split) -> None:
     """Shard plain state, from before the model was sharded, like the DTensor `param`."""
     for key, value in _row_entries(state):
-        expected = state_shape(param, key, split.row_state_shape)
+        expected = state_shape(param, key, split)
         if not is_dtensor(value) and tuple(value.shape) == expected:
             state[key] = place_like(value, param)
 
@@ -179,7 +185,7 @@ def _check_shapes(state: dict, param: torch.Tensor, name: str, split: Split, by_
     # With `by_rows` dim 0 has as many rows as the rank keeps
     first = 1 if by_rows else 0
     for key, value in _row_entries(state):
-        expected = state_shape(param, key, split.row_state_shape)
+        expected = state_shape(param, key, split)
         if param.ndim and tuple(value.shape[first:]) != expected[first:]:
             raise RuntimeError(
                 f"{key} of parameter {name} has shape {tuple(value.shape)}, but the parameter, of "
@@ -211,7 +217,7 @@ def _row_entries(state: dict) -> list[tuple[str, torch.Tensor]]:
     return [
         (key, value)
         for key, value in state.items()
-        if isinstance(value, torch.Tensor) and key in ROW_SHARDED_KEYS
+        if isinstance(value, torch.Tensor) and key in row_sharded_keys()
     ]
 
 
@@ -227,10 +233,10 @@ def create_state(
     parameter's device.
 
     `keys`: "momentum_buffer", "exp_avg" and "exp_avg_sq" of the parameter's shape in `dtype`;
-    "second_moment" of `Split.row_state_shape` in fp32 (bf16 has too few bits for an average over
-    20 steps); "step", a scalar. `split`: how the parameter is cut into matrices. `rows`: number of
-    rows on this rank if owners keep the state; None: placed like the parameter. Called on every
-    rank, even without local elements: keys of a checkpoint must be equal on all ranks.
+    further state of a rule by `rules.rule.State`; "step", a scalar. `split`: how the parameter is
+    cut into matrices. `rows`: number of rows on this rank if owners keep the state; None: placed
+    like the parameter. Called on every rank, even without local elements: keys of a checkpoint must
+    be equal on all ranks.
     """
     for key in keys:
         device, key_dtype = state_device_and_dtype(key, param, dtype)
@@ -242,20 +248,21 @@ def create_state(
             state[key] = torch.zeros((), dtype=key_dtype, device=device)
         elif rows is not None:
             # Rows of dim 0 only: the state of a 0-D parameter has shape (rows,)
-            last = state_shape(param, key, split.row_state_shape)[1:]
+            last = state_shape(param, key, split)[1:]
             state[key] = torch.zeros((rows, *last), dtype=key_dtype, device=device)
-        elif key == "second_moment":
-            state[key] = _zero_row_state(param, split)
+        elif STATES[key].per != "element":
+            state[key] = _zeros_of_shape(param, state_shape(param, key, split), key_dtype)
         else:
             state[key] = zeros_of(param, key_dtype)
 
 
-def _zero_row_state(param: torch.Tensor, split: Split) -> torch.Tensor:
-    """Return zero row state, fp32, placed like the parameter."""
-    shape = split.row_state_shape(param.shape)
+def _zeros_of_shape(
+    param: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return zeros of a global shape, placed like the parameter."""
     if not is_dtensor(param):
-        return torch.zeros(shape, dtype=torch.float32, device=param.device)
-    # Not zeros_of: of a parameter sharded by columns a single rank stores the row state
+        return torch.zeros(shape, dtype=dtype, device=param.device)
+    # Not zeros_of: of a parameter sharded by columns a single rank stores state per row
     box = layout_of(param, shape=shape).boxes[this_rank()]
-    local = torch.zeros([b - a for a, b in box], dtype=torch.float32, device=param.device)
+    local = torch.zeros([b - a for a, b in box], dtype=dtype, device=param.device)
     return as_dtensor(local, shape, param.device_mesh, param.placements)

@@ -23,7 +23,7 @@ from ..params.errors import given_names, in_group, shortened
 from ..params.param_groups import clean_names
 from ..params.units import splits_of
 from ..params.validation import TOLERATED, check_group
-from ..rules.rule import STATE_KEYS, state_keys
+from ..rules.rule import all_state_keys, state_keys
 from .state_dict import KINDS, STRUCTURE, check_state, options_of
 
 FORMAT, VERSION = "optimizer-state", "1"
@@ -59,11 +59,12 @@ def export_state(
     optimizer._beta1.follow(optimizer.param_groups)
     names = _param_names(optimizer, model)
     # Other code may keep entries of its own in the state; the file has this optimizer's only
+    keys = all_state_keys()
     tensors = {
         f"state.{name}.{key}": value.detach().cpu().contiguous()
         for param, name in names.items()
         for key, value in optimizer.state.get(param, {}).items()
-        if key in STATE_KEYS
+        if key in keys
     }
     groups = [
         {

@@ -14,7 +14,7 @@ from ..communication.store_barrier import wait_for_all
 from ..params.config import MuonConfig
 from ..params.dtensor import is_by_rows, is_dtensor, is_placed_like
 from ..params.layout import groups_of_mesh, is_own_shard, ranks_of, stored_by, this_rank
-from ..rules.rule import ROW_SHARDED_KEYS
+from ..rules.rule import row_sharded_keys
 
 ADVICE = (
     "A file that one rank writes has only that rank's part of such state. Save with "
@@ -40,7 +40,7 @@ def check_shards(
         (param, f"{key} of parameter {name}", state[key])
         for param, _, name, state in members
         if isinstance(state, dict)
-        for key in ROW_SHARDED_KEYS
+        for key in row_sharded_keys()
         if is_dtensor(state.get(key))
     ]
     # A refusal is not raised before the ranks have met below: other ranks may wait for this rank

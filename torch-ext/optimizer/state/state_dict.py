@@ -25,7 +25,13 @@ from ..params.model.classification import NO_DECAY
 from ..params.param_groups import clean_name
 from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import CHANGED, check_numbers
-from ..rules.rule import STATE_KEYS, state_device_and_dtype, state_keys, state_shape
+from ..rules.rule import (
+    all_state_keys,
+    rule_of,
+    state_device_and_dtype,
+    state_keys,
+    state_shape,
+)
 from .consolidated import refuse_elsewhere
 from .peers import PEERS, listed, marked
 from .shard_check import check_shards
@@ -345,7 +351,7 @@ def without_holes(state: object) -> object:
     """
     if not isinstance(state, dict):
         return state
-    holes = {key for key in STATE_KEYS if isinstance(state.get(key), dict) and not state[key]}
+    holes = {key for key in all_state_keys() if isinstance(state.get(key), dict) and not state[key]}
     return {key: value for key, value in state.items() if key not in holes}
 
 
@@ -397,7 +403,7 @@ def _foreign_entries(state: object) -> dict:
     """
     # max_exp_avg_sq: of torch's AdamW with amsgrad
     return {
-        key: value for key, value in state.items() if key not in (*STATE_KEYS, "max_exp_avg_sq")
+        key: value for key, value in state.items() if key not in (*all_state_keys(), "max_exp_avg_sq")
     }
 
 
@@ -405,8 +411,8 @@ def check_state(
     param: torch.Tensor, keys: Sequence[str], name: str, state: object, split: Split = WHOLE
 ) -> None:
     """Raise ValueError unless `state` can be the saved state of `param` under a rule with state
-    `keys`: all keys or none. NorMuon also accepts state of Muon, without second moment. `split`:
-    how the parameter is cut into matrices.
+    `keys`: all keys or none. Any rule also accepts state of Muon, momentum alone. `split`: how the
+    parameter is cut into matrices.
     """
     name = shortened(name)
     if not isinstance(state, dict):
@@ -415,7 +421,8 @@ def check_state(
             f"of {', '.join(keys)}: it was saved by another optimizer, or is damaged"
         )
     # An empty state is allowed: the parameter starts anew
-    if state and not set(keys) - {"second_moment"} <= set(state):
+    needed = {"momentum_buffer"} if "momentum_buffer" in keys else set(keys)
+    if state and not needed <= set(state):
         raise ValueError(
             f"the state of parameter {name} is "
             f"{shortened(', '.join(sorted(map(str, state))))}, but it needs "
@@ -423,7 +430,7 @@ def check_state(
             "optimizer or for another kind of group"
         )
     for key in [k for k in keys if k in state]:
-        shape = state_shape(param, key, split.row_state_shape)
+        shape = state_shape(param, key, split)
         saved_shape = tuple(getattr(state[key], "shape", ()))
         # A step count of shape (1,) is reshaped by `_restored_state`
         if saved_shape != shape and not (key == "step" and saved_shape == (1,)):

@@ -1,0 +1,227 @@
+"""Checks of a class of rules, when an optimizer is given it: declarations, and a trial of each
+phase on small tensors on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .rule import (
+    PER,
+    RULES,
+    Numbers,
+    Rule,
+    State,
+    Units,
+    device_scalars,
+    overrides,
+    register,
+    rule_name,
+)
+
+SENT_PER = ("row", "column", "matrix")  # allowed values of `Rule.sends`
+SHAPE = 3, 6, 4  # of the stack of the trial
+
+
+def adopt(
+    group: dict[str, Any], default: str | type[Rule] | None, taken: Collection[str]
+) -> None:
+    """Replace `rule` of a new Muon group, a name or a class of rules, by its name, and add the
+    rule's options with their defaults; in place. `default`: of the optimizer; with None a group
+    without the key stays without it.
+
+    `taken`: keys that groups have without a rule. Raises TypeError or ValueError for anything else
+    and for a wrong class. A class that an optimizer of this process has had is known by its name.
+    """
+    given = group.pop("rule", None) or default
+    if given is None:
+        return
+    if isinstance(given, type) and issubclass(given, Rule):
+        if type(RULES.get(rule_name(given))) is not given:
+            check_rule(given, taken)
+            register(given)
+        given = rule_name(given)
+    if not isinstance(given, str):
+        raise TypeError(
+            f"rule={given!r} must be one of {sorted(RULES)} or a subclass of Rule, the class itself"
+        )
+    if given not in RULES:
+        raise ValueError(
+            f"there is no rule {given!r}: pass one of {sorted(RULES)}, or the class of a rule of "
+            "your own, a subclass of Rule"
+        )
+    group["rule"] = given
+    for key, value in RULES[given].options.items():
+        group.setdefault(key, value)
+
+
+def check_rule(rule: type[Rule], taken: Collection[str]) -> None:
+    """Raise ValueError or TypeError, saying the fault, for a class that cannot step matrices on
+    every layout. `taken`: as in `adopt`.
+    """
+    name = rule_name(rule)
+    for state in rule.state:
+        if not isinstance(state, State):
+            raise TypeError(f"rule {name!r}: {state!r} in `state` must be a State")
+        _require(name, f"per of state {state.key!r}", state.per, PER)
+        wide = torch.float32, torch.bfloat16
+        _require(name, f"dtype of state {state.key!r}", state.dtype, wide)
+    for key, per in rule.sends.items():
+        _require(name, f"sends[{key!r}]", per, SENT_PER)
+    if clash := sorted(set(rule.options) & set(taken)):
+        raise ValueError(
+            f"rule {name!r}: option {clash[0]!r} is a key of every group: give it another name"
+        )
+    trial = _Trial(rule)
+    try:
+        with _NoCollectives(name), torch.no_grad():
+            trial.run()
+    except (ValueError, TypeError):
+        raise
+    except Exception as error:
+        raise ValueError(f"rule {name!r} fails in a trial on small tensors: {error}") from error
+    if vars(trial.rule):
+        raise ValueError(
+            f"rule {name!r} keeps {sorted(vars(trial.rule))[0]!r} on itself, where no checkpoint "
+            "and no other layout would find it: declare it in `state`"
+        )
+
+
+def _require(name: str, what: str, value: object, allowed: Collection) -> None:
+    """Raise ValueError unless `value` is allowed."""
+    if value not in allowed:
+        raise ValueError(f"rule {name!r}: {what} is {value!r}, but must be one of {allowed}")
+
+
+class _NoCollectives(TorchDispatchMode):
+    """Refuses collectives: ranks call a phase for different matrices, and would wait forever."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __torch_dispatch__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Mapping | None = None
+    ) -> Any:
+        """Run an operation that is no collective."""
+        if "c10d" in func.namespace:
+            raise ValueError(
+                f"rule {self.name!r} calls the collective {func}: phases run for different "
+                "matrices on each rank, and the package sends what `state`, `reads_weight` and "
+                "`sends` declare"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class _Trial:
+    """Calls of every overridden phase, twice: on whole tensors and on parts."""
+
+    def __init__(self, rule: type[Rule]) -> None:
+        self.rule = rule()
+        self.name = rule_name(rule)
+        self.random = torch.Generator().manual_seed(0)
+        usual = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "eps": 1e-7}
+        self.group = {**usual, **rule.options}
+        scalars = torch.tensor(device_scalars(self.group), dtype=torch.float32)
+        self.numbers = Numbers(self.group, scalars)
+
+    def run(self) -> None:
+        """Raise ValueError for a phase that breaks a promise of `Rule`."""
+        W, O, G, M = (torch.randn(SHAPE[1:], generator=self.random) for _ in range(4))
+        if overrides(self.rule, "update"):
+            self._elementwise("update", (G, M), self.rule.update, self.numbers)
+        sent = self._units()
+        if overrides(self.rule, "write"):
+            shapes = {key: torch.randn(t.shape[1:]).abs() for key, t in sent.sent.items()}
+            self._elementwise("write", (W, O), self.rule.write, 0.5, shapes, self.numbers)
+
+    def _elementwise(
+        self, method: str, tensors: tuple[torch.Tensor, ...], call: Callable, *rest: Any
+    ) -> None:
+        """Check shapes, and that parts of the tensors give the same as the whole."""
+        whole = call(*(t.clone() for t in tensors), *rest)
+        results = whole if method == "update" else (whole,)
+        expected = 2 if method == "update" else 1
+        if not isinstance(results, tuple) or len(results) != expected:
+            raise ValueError(f"rule {self.name!r}: update must return (U, the new M)")
+        for result in results:
+            self._shape(method, result, tensors[0])
+        for rows, cols in ((slice(0, 2), slice(None)), (slice(None), slice(1, 3))):
+            part = [t[rows, cols].clone() for t in tensors]
+            some = call(*part, *(_cut(value, rows, cols) for value in rest))
+            for a, b in zip(some if method == "update" else (some,), results):
+                if not torch.equal(a, b[rows, cols]):
+                    raise ValueError(
+                        f"rule {self.name!r}: {method} is not elementwise, a part of a matrix "
+                        "gets another result than in the whole: it runs on shards. Compute on "
+                        "whole matrices in `before` or `after`, and send numbers to `write` by "
+                        "`sends`"
+                    )
+
+    def _shape(self, method: str, result: object, like: torch.Tensor) -> None:
+        """Raise ValueError unless a result is a tensor with the shape of `like`."""
+        if not isinstance(result, torch.Tensor) or result.shape != like.shape:
+            raise ValueError(
+                f"rule {self.name!r}: {method} returned "
+                f"{tuple(getattr(result, 'shape', ())) or type(result).__name__} for a tensor of "
+                f"shape {tuple(like.shape)}: it has to return a tensor of equal shape"
+            )
+
+    def _units(self) -> Units:
+        """Call `before` and `after` on a stack, and with `batched` on each matrix alone."""
+        U, O, W = (torch.randn(SHAPE, generator=self.random) for _ in range(3))
+        together = self._make(W)
+        parts = [self._make(W[i : i + 1]) for i in range(SHAPE[0])]
+        if self.rule.takes_scattered_rows:
+            return together
+        for method, stack in (("before", U), ("after", O)):
+            if not overrides(self.rule, method):
+                continue
+            call = getattr(self.rule, method)
+            alone = [call(stack[i : i + 1].clone(), units) for i, units in enumerate(parts)]
+            for result in alone:
+                self._shape(method, result, stack[:1])
+            whole = call(stack.clone(), together) if self.rule.batched else torch.cat(alone)
+            self._shape(method, whole, stack)
+            if not torch.equal(whole, torch.cat(alone)):
+                raise ValueError(
+                    f"rule {self.name!r}: {method} gives a matrix other bits in a stack than "
+                    "alone: leave out `batched`"
+                )
+        for key in self.rule.sends if overrides(self.rule, "after") else ():
+            if any(units.sent[key].isnan().any() for units in parts):
+                raise ValueError(f"rule {self.name!r}: after has to fill units.sent[{key!r}]")
+        for state in self.rule.state:
+            if any(units.state[state.key].shape != self._state(1, state.per).shape for units in parts):
+                raise ValueError(
+                    f"rule {self.name!r}: state {state.key!r} was replaced: change it in place"
+                )
+        return together
+
+    def _make(self, W: torch.Tensor) -> Units:
+        """Units of the trial, with zero state and with NaN in numbers to send."""
+        rule, N = self.rule, W.shape[0]
+        state = {s.key: self._state(N, s.per) for s in rule.state}
+        sent = {key: self._state(N, per).fill_(torch.nan) for key, per in rule.sends.items()}
+        return Units(self.numbers, state, W.clone() if rule.reads_weight else None, sent, 0.5)
+
+    def _state(self, N: int, per: str) -> torch.Tensor:
+        """Zero state of N matrices."""
+        _, R, C = SHAPE
+        return torch.zeros(
+            N, R if per in ("element", "row") else 1, C if per in ("element", "column") else 1
+        )
+
+
+def _cut(value: object, rows: slice, cols: slice) -> object:
+    """Cut the numbers of `sends` like a matrix; leave other arguments."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: t[rows if t.shape[0] > 1 else slice(None), cols if t.shape[1] > 1 else slice(None)]
+        for key, t in value.items()
+    }

@@ -1,0 +1,131 @@
+"""The phases of a rule on the tensors of a bucket: `before` and `after` on stacks of whole
+matrices, `update` and `write` on pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..kernels.elementwise.by_rule import PackByRule, WeightUpdateByRule
+from ..kernels.elementwise.momentum import Pack
+from ..kernels.elementwise.multi_tensor import NUMBERS
+from ..kernels.elementwise.row_scattered import ScatteredRows
+from ..kernels.elementwise.weight_update import WeightUpdate
+from .rule import Numbers, Rule, Units, overrides, rule_name
+
+Stack = torch.Tensor | ScatteredRows
+
+
+class Phases:
+    """A rule, with the numbers of the live groups that are stepped together."""
+
+    def __init__(self, rule: Rule, groups: Sequence[Mapping[str, Any]], scalars: torch.Tensor):
+        """`groups`: live groups, of equal options. `scalars`: `device_scalars` of all groups, fp32
+        on the device, NUMBERS elements each.
+        """
+        self.rule = rule
+        self.group = groups[0]
+        self.scalars = scalars
+        # By index of the group; views of `scalars`
+        self.numbers = [Numbers(group, s) for group, s in zip(groups, scalars.split(NUMBERS))]
+        self.has_before = overrides(rule, "before")
+        self.has_after = overrides(rule, "after")
+        self.has_update = overrides(rule, "update")
+        self.has_write = overrides(rule, "write") or bool(rule.sends)
+
+    def pack(self, *arguments: Any) -> Pack | PackByRule:
+        """Bind phase 1; arguments of `Pack`."""
+        if not self.has_update:
+            return Pack(*arguments)
+        return PackByRule(self._update, *arguments)
+
+    def weight_update(
+        self, sent: Sequence[Mapping[str, torch.Tensor]], *arguments: Any
+    ) -> WeightUpdate | WeightUpdateByRule:
+        """Bind phase 3; `sent`: numbers for each rectangle, then arguments of `WeightUpdate`."""
+        if not (self.has_update or self.has_write):
+            return WeightUpdate(*arguments)
+        return WeightUpdateByRule(self._write, self._update, sent, *arguments)
+
+    def _update(
+        self, G: torch.Tensor, M: torch.Tensor, group: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Call `Rule.update` with the numbers of a group, and check its results."""
+        U, M = self.rule.update(G, M, self.numbers[group])
+        self._check("update", U, G)
+        self._check("update", M, G)
+        return U, M
+
+    def _write(
+        self,
+        W: torch.Tensor,
+        O: torch.Tensor,
+        scale: float,
+        sent: Mapping[str, torch.Tensor],
+        group: int,
+    ) -> torch.Tensor:
+        """Call `Rule.write` with the numbers of a group, and check its result."""
+        new = self.rule.write(W, O, scale, sent, self.numbers[group])
+        self._check("write", new, W)
+        return new
+
+    def _check(self, method: str, result: object, like: torch.Tensor) -> None:
+        """Raise ValueError unless a method has returned a tensor with the shape of `like`."""
+        shape = getattr(result, "shape", None)
+        if shape != like.shape or not result.is_floating_point():
+            name = f"{rule_name(type(self.rule))}.{method}"
+            raise ValueError(
+                f"{name} returned {type(result).__name__} of shape "
+                f"{None if shape is None else tuple(shape)} for a tensor of shape "
+                f"{tuple(like.shape)}: it has to return a floating-point tensor of equal shape"
+            )
+
+    def call(
+        self,
+        method: str,
+        stack: Stack,
+        wide: Mapping[str, torch.Tensor],
+        scale: float,
+        groups: torch.Tensor | None,
+    ) -> None:
+        """Call `before` or `after` on a stack (N, R, C), in place.
+
+        `wide`: tensors in fp32 by kind, see `execution.workspace.Stacks`. `groups`: first element
+        in the numbers of each matrix's group, (N,) int64 on the device; None: group 0.
+        """
+        rule = self.rule
+        if rule.takes_scattered_rows:
+            units = self._units(wide, scale, groups, slice(None))
+            getattr(rule, method)(stack, units)
+            return
+        N = stack.shape[0]
+        for some in [slice(None)] if rule.batched else [slice(i, i + 1) for i in range(N)]:
+            part = stack[some]
+            result = getattr(rule, method)(part.float(), self._units(wide, scale, groups, some))
+            self._check(method, result, part)
+            part.copy_(result)
+
+    def _units(
+        self,
+        wide: Mapping[str, torch.Tensor],
+        scale: float,
+        groups: torch.Tensor | None,
+        some: slice,
+    ) -> Units:
+        """Return the `Units` of some matrices of a stack."""
+        numbers = self.numbers[0]
+        if groups is not None and not self.rule.takes_scattered_rows:
+            rows = (groups[some] // NUMBERS).long()
+            numbers = Numbers(self.group, self.scalars.view(-1, NUMBERS)[rows])
+        return Units(
+            numbers,
+            {state.key: wide[state.key][some] for state in self.rule.state},
+            wide["weight"][some] if self.rule.reads_weight else None,
+            {name: wide[f"sent:{name}"][some] for name in self.rule.sends},
+            scale,
+            self.scalars,
+            groups,
+        )
