@@ -479,7 +479,7 @@ def test_row_state_that_cannot_be_cut_like_the_columns():
     def make():
         return [("fc.weight", dtensor((6, 8), (4,), [_StridedShard(1, split_factor=2)]))]
 
-    refuse_on_ranks(make, ["fc.weight", "(6, 8)", "_StridedShard", "NorMuon keeps one number for each row"],
+    refuse_on_ranks(make, ["fc.weight", "(6, 8)", "_StridedShard", "keeps one number for each row"],
                     name="NorMuon")
     assert all(run_threads(4, lambda rank, world: bool(package().Muon(make()))))
 

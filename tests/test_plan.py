@@ -29,16 +29,16 @@ spec.loader.exec_module(models)
 
 
 def terms(**others):
-    given = {"row": 4, "once": True, "supports_scattered_rows": lambda R, C: True,
+    given = {"state": {"second_moment": "row"}, "once": True, "supports_scattered_rows": lambda R, C: True,
              "scratch": lambda R, C: (min(R, C), 4 * R * C, 8 * min(R, C) ** 2)}
     return part("planning.memory_model").PlanInputs(**given | others)
 
 
-ALIVE = [{"leave", "arrive", "rows"}, {"stack", "arrive", "rows", "mean", "until_apply"}, {"mean", "stack"},
-         {"stack", "scratch_a", "scratch_b", "gram_scratch", "rows", "until_apply"},
-         {"stack", "arrive", "kept", "rows", "until_apply"},
-         {"arrive", "return", "kept", "rows", "until_apply"}]
-DIRECT = [*ALIVE, {"stack", "scratch_a", "scratch_b", "gram_scratch", "arrive", "kept", "rows", "until_apply"}]
+ALIVE = [{"leave", "arrive", "wide"}, {"stack", "arrive", "wide", "mean", "until_apply"}, {"mean", "stack"},
+         {"stack", "scratch_a", "scratch_b", "gram_scratch", "wide", "until_apply"},
+         {"stack", "arrive", "kept", "wide", "until_apply"},
+         {"arrive", "return", "kept", "wide", "until_apply"}]
+DIRECT = [*ALIVE, {"stack", "scratch_a", "scratch_b", "gram_scratch", "arrive", "kept", "wide", "until_apply"}]
 
 
 def cost(rows, cols):
@@ -64,13 +64,18 @@ def rows_of(layouts, sizes, placements):
     return layouts_on(sizes, placements, [(*layout.shape[:-1], 1) for layout in layouts])
 
 
+def of_state(rows):
+    """{state key: layouts}, with row state or without."""
+    return {"second_moment": rows} if rows else {}
+
+
 def plan_of(layouts, **options):
     return part("planning.plan").make_plan(layouts, cost, {}, **options)
 
 
 def rank_plans_of(bucket, layouts, rows=None, **others):
     rank_plan_of = part("planning.rank_plan").rank_plan_of
-    return {rank: rank_plan_of(bucket, rank, layouts, rows, terms(**others)) for rank in bucket.ranks}
+    return {rank: rank_plan_of(bucket, rank, layouts, of_state(rows), terms(**others)) for rank in bucket.ranks}
 
 
 def check_owners(buckets, layouts):
@@ -172,14 +177,14 @@ def check_bucket_bytes(bucket, rank_plans, rank_bytes):
 
 def check_all(layouts, rows=None, once=True, **options):
     options = {"rank_bytes": 1 << 28, "inputs": terms(once=once), **options}
-    buckets = plan_of(layouts, **options)
+    buckets = plan_of(layouts, state_layouts=of_state(rows), **options)
     check_owners(buckets, layouts)
     for bucket in buckets:
         rank_plans = rank_plans_of(bucket, layouts, rows, once=once)
         check_bucket_bytes(bucket, rank_plans, options["rank_bytes"])
         check_pieces(bucket, layouts, rank_plans)
         if rows and bucket.route not in part("planning.plan").OWNER_STATE_ROUTES:
-            check_pieces(bucket, rows, rank_plans, "row")
+            check_pieces(bucket, rows, rank_plans, "second_moment")
         if bucket.route == "local":
             assert len(bucket.ranks) == 1 and not rank_plans[bucket.ranks[0]].crosses_outbound
         for direction in ("inbound", "outbound"):
@@ -283,9 +288,8 @@ def units_on(rng, sizes, placements, dims):
     form, rows, columns = matrix_form(rng, 1)
     shape, transposed = (rng.randint(1, 3),) * (dims == 3) + (rows, columns), rng.random() < 0.3
     split = part("params.units").parse(form, transposed)
-    found = [layout_on(sizes, placements, of).as_matrices(split, of_param) for of, of_param in
-             ((shape, None), (split.row_state_shape(shape), shape))]
-    return (shape, form, transposed), *found
+    rows = layout_on(sizes, placements, split.state_shape(shape, "row")).as_matrices(split, shape, "row")
+    return (shape, form, transposed), layout_on(sizes, placements, shape).as_matrices(split), rows
 
 
 def check_units(bucket, members, layouts, rank_plans):
@@ -318,7 +322,7 @@ def test_a_plan_of_units_is_whole(seed, optimizer):
     members, layouts, rows = zip(*(units_on(rng, sizes, placements, dims) for _ in range(rng.randint(1, 4))))
     rows = rows if rng.random() < 0.7 else None
     once, rank_bytes = rng.random() < 0.5, rng.choice([1, 4000, 1 << 28])
-    buckets = plan_of(layouts, row_layouts=rows, rank_bytes=rank_bytes, inputs=terms(once=once))
+    buckets = plan_of(layouts, state_layouts=of_state(rows), rank_bytes=rank_bytes, inputs=terms(once=once))
     planned = Counter((m.param, m.at, m.unit) for b in buckets for m in b.matrices)
     units = [[(*at, unit) for at in itertools.product(*map(range, shape[:-2]))
               for unit in range(len(indices_of(shape[-2:], form)))] for shape, form, _ in members]
@@ -679,7 +683,7 @@ def test_planning_ten_thousand_matrices_for_4096_ranks(record_property, optimize
     start = time.perf_counter()
     buckets = profile.runcall(part("planning.plan").make_plan, layouts, pace, {}, minimize_workspace=True)
     planned = time.perf_counter()
-    mine = [part("planning.rank_plan").rank_plan_of(bucket, 17, layouts, None, terms()) for bucket in buckets]
+    mine = [part("planning.rank_plan").rank_plan_of(bucket, 17, layouts, {}, terms()) for bucket in buckets]
     derived = time.perf_counter()
     assert pstats.Stats(profile).total_calls < 4_000_000
     assert sum(len(b.matrices) for b in buckets) == 10_000
@@ -718,6 +722,7 @@ def test_the_workspace_of_no_rank_is_exceeded(shapes, mode, least, optimizer):
     layouts = layouts_on(sizes, placements, shapes, plain=mode in PLAIN)
     rows = rows_of(layouts, sizes, placements)
     options = {"plain": PLAIN.get(mode, "exchange"), "inputs": terms()}
+    options["state_layouts"] = of_state(rows)
     one_each = max(b.nbytes for b in plan_of(layouts, rank_bytes=1, **options))
     given = int(least * one_each)
     buckets = plan_of(layouts, rank_bytes=given, **options)
@@ -731,7 +736,7 @@ def workspace_of(buckets, layouts, rows=None):
     taken = Counter()
     for number, bucket in enumerate(buckets):
         for rank in bucket.ranks[:: max(1, len(bucket.ranks) // 8)]:
-            sizes = bucket_sizes(part("planning.rank_plan").rank_plan_of(bucket, rank, layouts, rows, terms()))
+            sizes = bucket_sizes(part("planning.rank_plan").rank_plan_of(bucket, rank, layouts, of_state(rows), terms()))
             for memory, nbytes in zip((number % part("pipeline").BUCKETS_IN_FLIGHT, "shared_scratch"), sizes):
                 taken[memory, rank] = max(taken[memory, rank], nbytes)
     return max(sum(nbytes for (_, owner), nbytes in taken.items() if owner == rank) for rank in buckets[0].ranks)

@@ -94,7 +94,7 @@ def test_memory_for_all_is_taken_where_they_gain_and_there_is_room(part, shapes,
     rank_bytes = memory_model.workspace_bytes(*bucket.memory) if short else 1 << 31
     rank_plan, usual = (
         part("planning.rank_plan").rank_plan_of(
-            bucket, 0, layouts, None, replace(terms, rank_bytes=rank_bytes, side_by_side=gain)
+            bucket, 0, layouts, {}, replace(terms, rank_bytes=rank_bytes, side_by_side=gain)
         )
         for gain in (terms.side_by_side, lambda shapes: False)
     )

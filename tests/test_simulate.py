@@ -39,7 +39,7 @@ def test_bytes_are_those_of_the_plan(model, mode, ranks, simulate):
             expected = {where: Counter() for where in found}
             for rank in bucket.ranks:
                 rank_plan = part("planning.rank_plan").rank_plan_of(
-                    bucket, rank, layouts, None, part("planning.memory_model").PlanInputs()
+                    bucket, rank, layouts, {}, part("planning.memory_model").PlanInputs()
                 )
                 way = rank_plan.inbound if inbound else rank_plan.outbound
                 here, there = ("", "owner ") if inbound else ("owner ", "")
@@ -66,7 +66,7 @@ def test_what_is_planned_fits_the_package_s_default(simulate):
     for rank in range(4):
         taken = Counter()
         for number, bucket in enumerate(buckets):
-            rank_plan = part("planning.rank_plan").rank_plan_of(bucket, rank, layouts, None, terms)
+            rank_plan = part("planning.rank_plan").rank_plan_of(bucket, rank, layouts, {}, terms)
             for memory, nbytes in rank_plan.workspace_layout()[1].items():
                 place = memory, number % 3 * (memory == "bucket_buffer")
                 taken[place] = max(taken[place], nbytes)
@@ -82,7 +82,7 @@ def test_workspace_is_what_a_rank_takes(model, ranks, shards, simulate):
         taken, travelling = Counter(), 0
         for bucket in [bucket for bucket in buckets if rank in bucket.ranks]:
             travels = bucket.route != "local"
-            rank_plan = part("planning.rank_plan").rank_plan_of(bucket, rank, layouts, None, terms)
+            rank_plan = part("planning.rank_plan").rank_plan_of(bucket, rank, layouts, {}, terms)
             for memory, nbytes in rank_plan.workspace_layout()[1].items():
                 place = memory, (travelling % 3 if travels else 1) * (memory == "bucket_buffer")
                 taken[place] = max(taken[place], nbytes)

@@ -15,14 +15,20 @@ from torch.utils._pytree import tree_leaves
 from tests.ranks import package, part, run_threads
 
 F32, BF16 = torch.float32, torch.bfloat16
+ROWS = {"second_moment": "row"}  # state
 
 
 def store_of(params, keys=("momentum_buffer",), dtype=F32, rows=None):
     store, layout, state = part("execution.param_store"), part("params.layout"), {p: {} for p in params}
     for p in params:
         part("state.create").create_state(state[p], p, keys, dtype, rows=rows)
-    row_layouts = [layout.layout_of(p, shape=(*p.shape[:-1], 1)) for p in params]
-    return store.Store(params, [layout.layout_of(p) for p in params], row_layouts, state)
+    rows = [layout.layout_of(p, shape=(*p.shape[:-1], 1)) for p in params]
+    return store.Store(params, [layout.layout_of(p) for p in params], {"second_moment": rows}, state)
+
+
+def layouts_of(store):
+    """Layouts of the matrices, and of state."""
+    return store.layouts["matrix"], {"second_moment": store.layouts["second_moment"]}
 
 
 def pieces_of(params, kind="matrix"):
@@ -50,7 +56,7 @@ def test_pieces_are_views_of_weights_and_state(make, optimizer):
         assert torch.equal(weight, param[piece.matrix.at].detach()) and shares_memory(weight, param)
         buffer.fill_(7)
         assert (store.state[param]["momentum_buffer"][piece.matrix.at] == 7).all() and not weight.requires_grad
-    rows = pieces_of(params, "row")
+    rows = pieces_of(params, "second_moment")
     for piece, V in zip(rows, store.states(rows, "second_moment")):
         whole = store.state[params[piece.matrix.param]]["second_moment"]
         assert V.shape == (piece.matrix.rows, 1) and shares_memory(V, whole)
@@ -248,13 +254,13 @@ def shard_on_rank(rank, world):
         buckets = plan.make_plan(store.layouts["matrix"], lambda R, C: R * C, {})
         for bucket in (b for b in buckets if rank in b.ranks):
             rank_plan = part("planning.rank_plan").rank_plan_of(
-                bucket, rank, *store.layouts.values(), part("planning.memory_model").PlanInputs(4, 4)
+                bucket, rank, *layouts_of(store), part("planning.memory_model").PlanInputs(4, ROWS)
             )
             stored = [p for p in rank_plan.stored if p.kind == "matrix"]
             for piece, weight in zip(stored, store.weights(stored)):
                 assert torch.equal(weight, full[piece.matrix.at][tuple(slice(*side) for side in piece.box)])
                 assert shares_memory(weight, part("params.dtensor").local_of(param))
-            rows = [p for p in rank_plan.stored if p.kind == "row"]
+            rows = [p for p in rank_plan.stored if p.kind == "second_moment"]
             assert all(V.shape == p.shape for V, p in zip(store.states(rows, "second_moment"), rows))
     return True
 
@@ -322,7 +328,7 @@ def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
     """All have the shared scratch in common, and none needs more than the largest."""
     workspace = part("execution.workspace").Workspace(3, torch.device("cpu"))
     rank_plans = [rank_plan_with({"leave": 60 * (1 + i % 4), "return": 80, "arrive": 7 * i, "scratch_a": 45,
-                                  "scratch_b": 45, "kept": 5 * i, "rows": 20, "until_apply": 3 * i, "stack": 32,
+                                  "scratch_b": 45, "kept": 5 * i, "wide": 20, "until_apply": 3 * i, "stack": 32,
                                   "gram_scratch": 8 + 8 * i, "mean": 9})
                   for i in range(6)]
     for number, rank_plan in enumerate(rank_plans):
@@ -362,11 +368,11 @@ def bound_on_rank(rank, world, route):
     store = store_of(params, ("momentum_buffer", "second_moment"))
     (bucket,) = [b for b in plan.make_plan(store.layouts["matrix"], lambda R, C: R * C, {}) if b.route == route]
     rank_plan = part("planning.rank_plan").rank_plan_of(
-        bucket, rank, *store.layouts.values(), part("planning.memory_model").PlanInputs(2, 4)
+        bucket, rank, *layouts_of(store), part("planning.memory_model").PlanInputs(2, ROWS)
     )
     memory = {use: torch.empty(n, dtype=torch.uint8) for use, n in rank_plan.use_bytes.items()}
-    made = part("execution.workspace").Stacks(rank_plan, memory, torch.bfloat16)
-    stacks, rows, views = made.inputs, made.row_state, made.input_view
+    made = part("execution.workspace").Stacks(rank_plan, memory, torch.bfloat16, ROWS)
+    stacks, rows, views = made.inputs, [wide["second_moment"] for wide in made.wide], made.input_view
     assert sum(s.shape[0] for s in stacks) == len(rank_plan.matrices) and set(views) == set(rank_plan.owned)
     for i, tensor in enumerate([*stacks, *rows]):
         tensor.fill_(i + 1)

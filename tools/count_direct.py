@@ -49,7 +49,7 @@ def saved(rank, buckets, layouts, times):
     """(matrices of a rank that are read and written in place, all of them, bytes that are not read and written)."""
     direct = all_ = nbytes = 0
     for bucket in buckets:
-        mine = rank_plan.rank_plan_of(bucket, rank, layouts, None, simulate.terms_of(times))
+        mine = rank_plan.rank_plan_of(bucket, rank, layouts, {}, simulate.terms_of(times))
         direct, all_ = direct + len(mine.direct), all_ + len(mine.matrices)
         leave = {at: p for p, at in mine.outbound.leave.items()}  # what several ranks get is copied once
         pieces = [*mine.inbound.arrive, *leave.values(), *mine.kept]

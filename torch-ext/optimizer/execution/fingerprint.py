@@ -19,6 +19,7 @@ import torch
 from ..params.dtensor import gradient_dtype, local_of, placements_of, raw_locals
 from ..params.validation import _dtype, _requires_grad, _spec, check_gradients, gradient_of
 from ..planning.memory_model import ALIGNMENT
+from ..rules.rule import OPTION_KEYS
 
 # A private class of torch, with all checks of many tensors in a single C++ call
 try:
@@ -231,8 +232,8 @@ def _first_alike(groups: Sequence[dict]) -> list[int]:
 
     Only which groups are alike is compared: if the values of all change alike, the plan stays.
     """
-    keys = (*ALIKE, *option_keys())
-    values = [list(map(dict.get, groups, itertools.repeat(key))) for key in keys]
+    options = (*ALIKE, *OPTION_KEYS)
+    values = [list(map(dict.get, groups, itertools.repeat(key))) for key in options]
     # A tensor may change in place: its value counts, not the object
     values = [
         some if set(map(type, some)) <= NUMBER_TYPES else [_as_number(value) for value in some]

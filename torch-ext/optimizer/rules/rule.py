@@ -39,14 +39,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from ..newton_schulz import coefficients
-
-if TYPE_CHECKING:
-    from ..params.units import Split
+from ..params.units import WHOLE, Split
 
 PER = ("element", "row", "column", "matrix")  # allowed values of `State.per`
 
@@ -187,6 +185,8 @@ STATES: dict[str, State] = {
     "exp_avg": State("exp_avg"),
     "exp_avg_sq": State("exp_avg_sq"),
 }
+# Keys of groups, besides beta2, that are options of any rule: `host_constants`
+OPTION_KEYS: set[str] = set()
 # Kinds of pieces in planning/rank_plan.py, and keys of AdamW and of checkpoints
 RESERVED_KEYS = ("matrix", "weight", "chunk", "step", "param", "params")
 
@@ -218,6 +218,7 @@ def register(rule: type[Rule]) -> type[Rule]:
                 "package: give it another key"
             )
     STATES.update({state.key: state for state in rule.state})
+    OPTION_KEYS.update(rule.options.keys() - {"beta2"})
     RULES[name] = rule()
     return rule
 
@@ -231,11 +232,6 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
     """Return the rule of a Muon group. Without a key `rule`, groups with `beta2` are NorMuon's."""
     name = group.get("rule")
     return RULES[name or ("normuon" if "beta2" in group else "muon")]
-
-
-def option_keys() -> list[str]:
-    """Return the keys of groups, besides beta2, that are options of any rule: `host_constants`."""
-    return sorted({key for rule in RULES.values() for key in rule.options} - {"beta2"})
 
 
 def row_sharded_keys() -> tuple[str, ...]:
@@ -330,7 +326,7 @@ def state_device_and_dtype(
     return param.device, STATES[key].dtype
 
 
-def state_shape(param: torch.Tensor, key: str, split: Split) -> tuple[int, ...]:
+def state_shape(param: torch.Tensor, key: str, split: Split = WHOLE) -> tuple[int, ...]:
     """Return the global shape of a parameter's state, by the table of the module. `split`: how the
     parameter is cut into matrices.
     """
