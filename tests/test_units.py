@@ -715,7 +715,7 @@ SHARDED = {  # (mesh shape, shape, form, transposed, what is told); "strided 0" 
     "flatten, dim 2 of three": ([2], (4, 3, 4), "flatten", False, "sharded along their first two dims only"),
     "flatten, empty on a rank": ([2], (4, 3, 1), "flatten", False, "sharded along their first two dims only"),
     "taps, interleaved": (["strided 2"], (4, 3, 4, 2), "taps", False, "split='taps' stacks matrices"),
-    "transposed, interleaved": (["strided 0"], (8, 6), None, True, "NorMuon keeps one number for each row"),
+    "transposed, interleaved": (["strided 0"], (8, 6), None, True, "the rule keeps one number for each row"),
 }
 
 

@@ -33,7 +33,7 @@ from .params.errors import in_group, names_in
 from .params.layout import this_rank
 from .pipeline import Job
 from .rules import check
-from .rules.rule import Rule, host_constants
+from .rules.rule import Rule, host_constants, sharded_keys
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
 from .state.consolidated import check_target, consolidate
@@ -101,8 +101,9 @@ class StateDictMethods(ForwardOverlapMethods):
                 return gathered.mark(super().state_dict())
         self._find_world()
         complete = self.init_state if creates else None
+        keys = sharded_keys(self.param_groups)
         group = self._options.process_group
-        with self._showing(state_for_checkpoint(self.state, named, group, complete)):
+        with self._showing(state_for_checkpoint(self.state, named, keys, group, complete)):
             return super().state_dict()
 
     @waits_for_updates
@@ -122,8 +123,9 @@ class StateDictMethods(ForwardOverlapMethods):
             return
         self._find_world()
         self._consolidated = None  # an error must not leave an earlier result
+        keys = sharded_keys(self.param_groups)
         group = self._options.process_group
-        self._consolidated = consolidate(self.state, self._named(), group, to)
+        self._consolidated = consolidate(self.state, self._named(), keys, group, to)
 
     def _check_state(self) -> None:
         """Before state is read: warn after a step that failed half-way, raise RuntimeError if

@@ -10,7 +10,7 @@ rank of the group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 import torch
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from ..params import errors
 from ..params.dtensor import local_of
 from ..params.layout import row_chunks
-from ..rules.rule import row_sharded_keys
 from .redistribute import by_rows
 from .store_barrier import wait_for_all
 
@@ -34,6 +33,7 @@ ADVICE = (
 def state_for_checkpoint(
     state: dict,
     named: dict[torch.Tensor, str],
+    keys: Sequence[str],
     group: dist.ProcessGroup,
     complete: Callable[[], None] | None = None,
 ) -> dict:
@@ -50,20 +50,22 @@ def state_for_checkpoint(
         wait_for_all(group, "state_dict()", ADVICE)
         # Counted before zeros are created, which must not stand for rows that a rank failed to load
         if complete is not None:
-            _count_rows(state, named, group)
+            _count_rows(state, named, keys, group)
             complete()
-        return as_row_dtensors(state, named, group)
+        return as_row_dtensors(state, named, keys, group)
 
 
-def as_row_dtensors(state: dict, named: dict[torch.Tensor, str], group: dist.ProcessGroup) -> dict:
+def as_row_dtensors(
+    state: dict, named: dict[torch.Tensor, str], keys: Sequence[str], group: dist.ProcessGroup
+) -> dict:
     """Return {parameter: state with DTensors sharded by rows over `group`}; the state of a 0-D
     parameter is plain and whole.
 
-    `named`: {parameter: name}. Raises RuntimeError, with the parameter's name, if the ranks
+    `named`: {parameter: name}. `keys`: see `_count_rows`. Raises RuntimeError, with the parameter's name, if the ranks
     together do not hold every row exactly once.
     """
     shown = {param: dict(state[param]) for param in named if param in state}
-    for param, key, have in _count_rows(shown, named, group):
+    for param, key, have in _count_rows(shown, named, keys, group):
         # A model that moved to another device left its state behind
         local = _rows(shown[param][key]).to(param.device)
         rows = _row_count(param)
@@ -79,6 +81,7 @@ def as_row_dtensors(state: dict, named: dict[torch.Tensor, str], group: dist.Pro
 def move_to_owners(
     state: dict,
     named: dict[torch.Tensor, str],
+    keys: Sequence[str],
     wanted: dict[torch.Tensor, list[int]],
     group: dist.ProcessGroup,
 ) -> None:
@@ -87,20 +90,22 @@ def move_to_owners(
 
     `wanted`: {parameter: rows of each rank}. Raises as `as_row_dtensors`.
     """
-    for param, key, have in _count_rows(state, named, group):
+    for param, key, have in _count_rows(state, named, keys, group):
         # A model that moved to another device left its state behind
         local = _rows(state[param][key]).to(param.device)
         state[param][key] = _exchange_rows(local, have, wanted[param], group)
 
 
-def gather(state: dict, named: dict, group: dist.ProcessGroup, to: int | None) -> dict:
+def gather(
+    state: dict, named: dict, keys: Sequence[str], group: dist.ProcessGroup, to: int | None
+) -> dict:
     """Return {parameter: {key: whole tensor on the CPU}} on rank `to` of the group (None: on every
     rank), {} on other ranks.
 
-    A device holds a single whole tensor at a time. `named` and errors as in `as_row_dtensors`.
+    A device holds a single whole tensor at a time. `named`, `keys` and errors as in `as_row_dtensors`.
     """
     whole = {}
-    for param, key, have in _count_rows(state, named, group):
+    for param, key, have in _count_rows(state, named, keys, group):
         local = _rows(state[param][key]).to(param.device)
         if (tensor := _gather_rows(local, have, _row_count(param), group, to)) is not None:
             if param.ndim == 0:
@@ -110,14 +115,15 @@ def gather(state: dict, named: dict, group: dist.ProcessGroup, to: int | None) -
 
 
 def _count_rows(
-    state: dict, named: dict[torch.Tensor, str], group: dist.ProcessGroup
+    state: dict, named: dict[torch.Tensor, str], keys: Sequence[str], group: dist.ProcessGroup
 ) -> list[tuple[torch.Tensor, str, list[int]]]:
-    """Return [(parameter, key, rows on each rank)] of all state held by any rank. Raises
-    RuntimeError as `as_row_dtensors`.
+    """Return [(parameter, key, rows on each rank)] of all state held by any rank. `keys`:
+    `rules.rule.sharded_keys` of the optimizer, equal on all ranks. Raises RuntimeError as
+    `as_row_dtensors`.
     """
     if not named:
         return []
-    entries = [(param, key) for param in named for key in row_sharded_keys()]
+    entries = [(param, key) for param in named for key in keys]
     # Frozen parameters may be on any device, even without a backend of the group
     trained = next(filter(attrgetter("requires_grad"), named), next(iter(named)))
     counts = [len(_rows(state[p][key])) if key in state.get(p, {}) else -1 for p, key in entries]

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..newton_schulz.coefficients import FP32_MAX, steps_of
 from ..newton_schulz.method import MATRIX_DTYPES
 from ..rules.muon import SCALES
-from ..rules.rule import number_of, rule_of
+from ..rules.rule import RULES, number_of, rule_of
 from .dtensor import is_dtensor, is_mismatched, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, names_in, shortened
 from .layout import check_local_shape, check_placements, check_state, check_unit_sharding
@@ -169,9 +169,12 @@ def check_group(
     arguments that no group can change. Parameters with requires_grad=False are accepted unchecked,
     except lazy parameters.
     """
-    options = rule_of(group).options if group["use_muon"] else ()
+    rule = RULES.get(group.get("rule"))
+    options = rule.options if rule else ()
     _check_keys(group, {*GROUP_KEYS, *extra_keys, *options}, arguments or {})
     check_numbers(group)
+    if rule:
+        rule.check(group)
     for i, param in enumerate(group["params"]):
         if param.requires_grad or isinstance(param, UninitializedTensorMixin):
             check_param(param, name_of(group, i), group)

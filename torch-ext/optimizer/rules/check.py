@@ -80,8 +80,8 @@ def check_rule(rule: type[Rule], taken: Collection[str]) -> None:
     try:
         with _NoCollectives(name), torch.no_grad():
             trial.run()
-    except (ValueError, TypeError):
-        raise
+    except _WrongRule as error:
+        raise ValueError(str(error)) from None
     except Exception as error:
         raise ValueError(f"rule {name!r} fails in a trial on small tensors: {error}") from error
     if vars(trial.rule):
@@ -97,6 +97,10 @@ def _require(name: str, what: str, value: object, allowed: Collection) -> None:
         raise ValueError(f"rule {name!r}: {what} is {value!r}, but must be one of {allowed}")
 
 
+class _WrongRule(ValueError):
+    """A fault that the trial has found."""
+
+
 class _NoCollectives(TorchDispatchMode):
     """Refuses collectives: ranks call a phase for different matrices, and would wait forever."""
 
@@ -109,7 +113,7 @@ class _NoCollectives(TorchDispatchMode):
     ) -> Any:
         """Run an operation that is no collective."""
         if "c10d" in func.namespace:
-            raise ValueError(
+            raise _WrongRule(
                 f"rule {self.name!r} calls the collective {func}: phases run for different "
                 "matrices on each rank, and the package sends what `state`, `reads_weight` and "
                 "`sends` declare"
@@ -147,7 +151,7 @@ class _Trial:
         results = whole if method == "update" else (whole,)
         expected = 2 if method == "update" else 1
         if not isinstance(results, tuple) or len(results) != expected:
-            raise ValueError(f"rule {self.name!r}: update must return (U, the new M)")
+            raise _WrongRule(f"rule {self.name!r}: update must return (U, the new M)")
         for result in results:
             self._shape(method, result, tensors[0])
         for rows, cols in ((slice(0, 2), slice(None)), (slice(None), slice(1, 3))):
@@ -155,7 +159,7 @@ class _Trial:
             some = call(*part, *(_cut(value, rows, cols) for value in rest))
             for a, b in zip(some if method == "update" else (some,), results):
                 if not torch.equal(a, b[rows, cols]):
-                    raise ValueError(
+                    raise _WrongRule(
                         f"rule {self.name!r}: {method} is not elementwise, a part of a matrix "
                         "gets another result than in the whole: it runs on shards. Compute on "
                         "whole matrices in `before` or `after`, and send numbers to `write` by "
@@ -165,7 +169,7 @@ class _Trial:
     def _shape(self, method: str, result: object, like: torch.Tensor) -> None:
         """Raise ValueError unless a result is a tensor with the shape of `like`."""
         if not isinstance(result, torch.Tensor) or result.shape != like.shape:
-            raise ValueError(
+            raise _WrongRule(
                 f"rule {self.name!r}: {method} returned "
                 f"{tuple(getattr(result, 'shape', ())) or type(result).__name__} for a tensor of "
                 f"shape {tuple(like.shape)}: it has to return a tensor of equal shape"
@@ -176,7 +180,7 @@ class _Trial:
         U, O, W = (torch.randn(SHAPE, generator=self.random) for _ in range(3))
         together = self._make(W)
         parts = [self._make(W[i : i + 1]) for i in range(SHAPE[0])]
-        if self.rule.takes_scattered_rows:
+        if self.rule.fused:
             return together
         for method, stack in (("before", U), ("after", O)):
             if not overrides(self.rule, method):
@@ -188,16 +192,16 @@ class _Trial:
             whole = call(stack.clone(), together) if self.rule.batched else torch.cat(alone)
             self._shape(method, whole, stack)
             if not torch.equal(whole, torch.cat(alone)):
-                raise ValueError(
+                raise _WrongRule(
                     f"rule {self.name!r}: {method} gives a matrix other bits in a stack than "
                     "alone: leave out `batched`"
                 )
         for key in self.rule.sends if overrides(self.rule, "after") else ():
             if any(units.sent[key].isnan().any() for units in parts):
-                raise ValueError(f"rule {self.name!r}: after has to fill units.sent[{key!r}]")
+                raise _WrongRule(f"rule {self.name!r}: after has to fill units.sent[{key!r}]")
         for state in self.rule.state:
             if any(units.state[state.key].shape != self._state(1, state.per).shape for units in parts):
-                raise ValueError(
+                raise _WrongRule(
                     f"rule {self.name!r}: state {state.key!r} was replaced: change it in place"
                 )
         return together

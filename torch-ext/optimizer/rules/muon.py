@@ -57,11 +57,11 @@ class MatrixShape(Protocol):
 
 
 @register
-class Muon(Rule):
+class MuonRule(Rule):
     """See the module: the phases of `Rule`, which overrides nothing."""
 
     name = "muon"
-    batched = True
+    fused = True
     takes_scattered_rows = True
 
 

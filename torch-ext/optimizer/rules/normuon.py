@@ -25,13 +25,13 @@ EPS = 1e-8
 
 
 @register
-class NorMuon(Rule):
+class NorMuonRule(Rule):
     """See the module."""
 
     name = "normuon"
     state = (State("second_moment", per="row"),)
     options = {"beta2": 0.95}
-    batched = True
+    fused = True
     takes_scattered_rows = True
 
     def after(
@@ -41,4 +41,20 @@ class NorMuon(Rule):
         zero.
         """
         normalize(O, units.state["second_moment"], units.scalars, EPS, units.groups)
+        return O
+
+
+@register
+class NorMuonColumnsRule(Rule):
+    """NorMuon with columns in place of rows, as for weights stored transposed."""
+
+    name = "normuon_columns"
+    state = (State("second_moment_of_columns", per="column"),)
+    options = {"beta2": 0.95}
+    fused = True
+
+    def after(self, O: torch.Tensor, units: Units) -> torch.Tensor:
+        """Normalize the columns of O (N, R, C) in place, and update V (N, 1, C)."""
+        V = units.state["second_moment_of_columns"]
+        normalize(O.mT, V.mT, units.scalars, EPS, units.groups)
         return O

@@ -97,16 +97,22 @@ class Phases:
         in the numbers of each matrix's group, (N,) int64 on the device; None: group 0.
         """
         rule = self.rule
-        if rule.takes_scattered_rows:
-            units = self._units(wide, scale, groups, slice(None))
-            getattr(rule, method)(stack, units)
+        run = getattr(rule, method)
+        if rule.fused:
+            run(stack, self._units(wide, scale, groups, slice(None)))
             return
         N = stack.shape[0]
         for some in [slice(None)] if rule.batched else [slice(i, i + 1) for i in range(N)]:
-            part = stack[some]
-            result = getattr(rule, method)(part.float(), self._units(wide, scale, groups, some))
-            self._check(method, result, part)
-            part.copy_(result)
+            # Copies: the bits of torch's sums may depend on where a matrix begins in memory
+            copies = {kind: t[some].clone() for kind, t in wide.items()}
+            result = run(
+                stack[some].to(torch.float32, copy=True),
+                self._units(copies, scale, None if groups is None else groups[some], slice(None)),
+            )
+            self._check(method, result, stack[some])
+            stack[some] = result
+            for kind, t in copies.items():
+                wide[kind][some] = t
 
     def _units(
         self,
@@ -117,8 +123,8 @@ class Phases:
     ) -> Units:
         """Return the `Units` of some matrices of a stack."""
         numbers = self.numbers[0]
-        if groups is not None and not self.rule.takes_scattered_rows:
-            rows = (groups[some] // NUMBERS).long()
+        if groups is not None and not self.rule.fused:
+            rows = groups[some] // NUMBERS
             numbers = Numbers(self.group, self.scalars.view(-1, NUMBERS)[rows])
         return Units(
             numbers,

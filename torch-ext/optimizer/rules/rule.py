@@ -37,7 +37,7 @@ step, so schedules may change lr, weight decay, momentum and beta2 without a new
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -133,9 +133,17 @@ class Rule:
     # then N is any number, else 1. Elementwise operations do; torch's sums do not, since the order
     # of a sum depends on the shape.
     batched: ClassVar[bool] = False
-    # Of built-in rules: `after` takes U and O as they lie in the workspace, in wire_dtype and also
-    # as scattered rows, and reads the numbers of several groups
+    # Of built-in rules with kernels: `before` and `after` work in place on stacks as they lie in
+    # the workspace, in wire_dtype, and read `Units.scalars` and `Units.groups`
+    fused: ClassVar[bool] = False
+    # Whether a fused rule also takes stacks of scattered rows, see [Note: direct matrices]
     takes_scattered_rows: ClassVar[bool] = False
+
+    @classmethod
+    def check(cls, group: Mapping[str, Any]) -> None:
+        """Raise ValueError for a wrong value of an option in a group; by default nothing is
+        checked.
+        """
 
     def __repr__(self) -> str:
         """Return the name, equal on all ranks: ranks order groups by it."""
@@ -177,6 +185,14 @@ def overrides(rule: Rule, method: str) -> bool:
     return getattr(type(rule), method) is not getattr(Rule, method)
 
 
+def norm(X: torch.Tensor, per: str) -> torch.Tensor:
+    """Return the Frobenius norms of each "row", "column" or "matrix" of X (N, R, C), with the dims
+    of `Rule.sends`. For N = 1: the bits of a sum depend on the shape.
+    """
+    dim = {"row": (2,), "column": (1,), "matrix": (1, 2)}[per]
+    return X.square().sum(dim, keepdim=True).sqrt()
+
+
 # Name -> rule, of built-in rules and of all classes that an optimizer of the process was given
 RULES: dict[str, Rule] = {}
 # State key -> State, of all of `RULES` and of AdamW
@@ -187,6 +203,8 @@ STATES: dict[str, State] = {
 }
 # Keys of groups, besides beta2, that are options of any rule: `host_constants`
 OPTION_KEYS: set[str] = set()
+# Keys of Muon, NorMuon and AdamW, which a state may have from an earlier use of its parameter
+BASE_KEYS = frozenset(("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq"))
 # Kinds of pieces in planning/rank_plan.py, and keys of AdamW and of checkpoints
 RESERVED_KEYS = ("matrix", "weight", "chunk", "step", "param", "params")
 
@@ -234,10 +252,16 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
     return RULES[name or ("normuon" if "beta2" in group else "muon")]
 
 
-def row_sharded_keys() -> tuple[str, ...]:
-    """Return all keys of state that is sharded like the parameter, in an order equal on all
-    ranks.
+def sharded_keys(groups: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the keys of state that is sharded like the parameter, in an order equal on all ranks
+    with equal groups: other optimizers of a process may have further rules.
     """
+    keys = {key for group in groups for key in state_keys(group)} - {"step"}
+    return tuple(sorted(keys | BASE_KEYS))
+
+
+def row_sharded_keys() -> tuple[str, ...]:
+    """Return the keys of `STATES`, for work of this process alone; see `sharded_keys`."""
     return tuple(sorted(STATES))
 
 

@@ -8,6 +8,7 @@ the gathered state is current, and what ranks without the state return.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,15 +67,18 @@ class Consolidated:
         return state_dict if self.elsewhere is None else {**state_dict, ELSEWHERE: self.elsewhere}
 
 
-def consolidate(state: dict, named: dict, group: dist.ProcessGroup, to: int | None) -> Consolidated:
+def consolidate(
+    state: dict, named: dict, keys: Sequence[str], group: dist.ProcessGroup, to: int | None
+) -> Consolidated:
     """Gather the state on rank `to` of the group, None: on every rank. Collective. Raises
     RuntimeError before any collective if not all ranks of the group call with an equal `to`.
+    `keys`: `sharded_keys` of the optimizer's groups.
     """
     call = f"consolidate_state_dict(to={to})"
     with errors.during(f"{call}, which all ranks of process_group call together"):
         # A rank that calls alone, or with another `to`, gets an error before the first collective
         wait_for_all(group, call, ADVICE)
-        whole = gather(state, named, group, to)
+        whole = gather(state, named, keys, group, to)
     elsewhere = None if to in (None, group.rank()) else dist.get_global_rank(group, to)
     return Consolidated(whole, elsewhere, _fingerprint(named, state))
 

@@ -28,6 +28,7 @@ from ..planning.planner import Plan
 from ..rules.rule import (
     STATES,
     row_sharded_keys,
+    sharded_keys,
     state_device_and_dtype,
     state_keys,
     state_shape,
@@ -166,7 +167,8 @@ def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> No
             named = dict(zip(plan.params, plan.names))
             wanted = dict(zip(plan.params, plan.state_rows))
             with errors.during("the move of state to new owners"):
-                move_to_owners(state, named, wanted, options.process_group)
+                keys = sharded_keys(plan.groups)
+                move_to_owners(state, named, keys, wanted, options.process_group)
             group_rank = dist.get_group_rank(options.process_group, this_rank())
         for i, p in enumerate(plan.params):
             if plan.state_rows is None:

@@ -24,7 +24,7 @@ from ..params.param_groups import clean_names
 from ..params.units import splits_of
 from ..params.validation import TOLERATED, check_group
 from ..rules.rule import all_state_keys, state_keys
-from .state_dict import KINDS, STRUCTURE, check_state, options_of
+from .state_dict import KINDS, STRUCTURE, check_same_rule, check_state, options_of
 
 FORMAT, VERSION = "optimizer-state", "1"
 DEPTH = 16  # allowed levels of lists and dicts in a header; export_state writes at most 6
@@ -454,6 +454,7 @@ def _saved_group(
             )
         check_state(param, keys, name, states.get(name, {}), split)
     options = options_of(number, own, own_names, [(set(g["params"]), g["options"]) for g in saved])
+    check_same_rule(number, group, options)
     taken = {key: _from_json(key, group[key], options[key]) for key in group if key in options}
     check_group({**group, **taken}, set(group))
     return {**group, **taken, "params": params}

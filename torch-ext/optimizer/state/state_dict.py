@@ -27,7 +27,6 @@ from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import CHANGED, check_numbers
 from ..rules.rule import (
     all_state_keys,
-    rule_of,
     state_device_and_dtype,
     state_keys,
     state_shape,
@@ -497,15 +496,28 @@ def _check_source(number: int, group: dict, saved: dict) -> None:
         )
 
 
+def check_same_rule(number: int, group: dict, saved: dict) -> None:
+    """Raise ValueError for a group that was saved with another rule. Without a key `rule` a group
+    was Muon's, whose momentum every rule accepts.
+    """
+    if not group["use_muon"]:
+        return
+    was = saved.get("rule") or ("normuon" if "beta2" in saved else None)
+    now = group.get("rule") or ("normuon" if "beta2" in group else "muon")
+    if was not in (None, now):
+        raise ValueError(
+            f"parameter group {number} was saved with rule={was!r}, but has {now!r} here: build "
+            "the group with the rule with which it was saved"
+        )
+
+
 def _check_options(number: int, group: dict, saved: dict) -> None:
     """Raise ValueError for a group of a different optimizer, and for options that change the rule
     of a step and are unknown to this optimizer.
     """
     _check_source(number, group, saved)
-    # A saved `beta2` means NorMuon's rule, and this group is not NorMuon's
-    other = [key for key in CHANGED if saved.get(key)] + ["beta2"] * (
-        "beta2" in saved and "beta2" not in group
-    )
+    check_same_rule(number, group, saved)
+    other = [key for key in CHANGED if saved.get(key)]
     other += ["decoupled_weight_decay"] * (
         saved.get("decoupled_weight_decay") is False and bool(saved["weight_decay"])
     )

@@ -1,0 +1,457 @@
+"""Rules by name and rules of a third party: on every layout the bits of one process, results of formulas in fp64, and
+refusals of rules that could not keep that.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import package, part, run_ranks, run_threads
+from tests.test_units import OWNERS, layouts, problem_of, stepped
+
+LR, SHAPES = 0.02, [(24, 8), (8, 30), (3, 6, 32), (7, 40)]
+
+
+def their_rule(**changes):
+    """A class of rules outside the package, with state of every kind and all phases."""
+    optimizer = package()
+
+    class Damped(optimizer.Rule):
+        state = (optimizer.State("of_elements", dtype=torch.bfloat16), optimizer.State("of_rows", "row"))
+        options = {"damping": 0.5, "beta2": 0.9}
+        sends = {"size": "matrix", "of_each_row": "row", "of_each_column": "column"}
+        reads_weight = True
+
+        def update(self, G, M, numbers):
+            M = M + numbers.one_minus_momentum * (G - M)
+            return torch.tanh(M), M
+
+        def before(self, U, units):
+            return U + units.numbers.damping * units.weight
+
+        def after(self, O, units):
+            units.state["of_elements"].lerp_(O.square(), 0.25)
+            units.state["of_rows"].mul_(units.numbers.beta2).add_(O.square().mean(2, keepdim=True))
+            units.sent["size"].copy_(units.weight.abs().amax((1, 2), keepdim=True))
+            units.sent["of_each_row"].copy_(units.state["of_rows"].sqrt())
+            units.sent["of_each_column"].copy_(O.abs().amax(1, keepdim=True))
+            return O / (1 + units.state["of_elements"])
+
+        def write(self, W, O, scale, sent, numbers):
+            decayed = W * numbers.decay * (1 - 0.01 * sent["of_each_column"])
+            return decayed - numbers.lr * scale * sent["size"] * O / (1 + sent["of_each_row"])
+
+    for key, value in changes.items():
+        setattr(Damped, key, value)
+    return Damped
+
+
+RULES = ["muon", "normuon", "adamuon", "hyperball", "muon_plus", "theirs"]
+EVERYWHERE_ELSE = ["normuon_columns"]  # keeps a number for each column, which owners cannot divide by rows
+
+
+def chosen(rule):
+    return their_rule() if rule == "theirs" else rule
+
+
+def alone(problem, rule):
+    """Weight and state of each parameter after the steps of one process."""
+    params = [nn.Parameter(full.clone()) for full in problem["fulls"]]
+    groups = [{"params": [p], "split": form, "transposed": t} for p, (_, form, t) in zip(params, problem["members"])]
+    optimizer = package().Muon(groups, lr=0.1, rule=chosen(rule), **problem["options"])
+    for gradients in problem["gradients"]:
+        for p, g in zip(params, gradients):
+            p.grad = g.clone()
+        optimizer.step()
+    return [{"weight": p.detach(), **optimizer.state[p]} for p in params]
+
+
+def on_rank(rank, world, layout, problems, expected, rule, options):
+    cases = [("Muon", problem, tensors) for problem, tensors in zip(problems, expected)]
+    return stepped(rank, world, layout, cases, {"rule": chosen(rule), **options})
+
+
+def differences(layout, rule, seeds, run=run_threads, **options):
+    problems = [problem_of(layout, seed) for seed in seeds]
+    if options:
+        for problem in problems:
+            problem["has_little_room"], problem["options"]["nonfinite"] = False, "propagate"
+    expected = [alone(problem, rule) for problem in problems]
+    world = math.prod(layouts()[layout][0])
+    return [wrong for found in run(world, on_rank, layout, problems, expected, rule, options) for wrong in found]
+
+
+@pytest.mark.parametrize("rule", RULES + EVERYWHERE_ELSE)
+@pytest.mark.parametrize("layout", layouts())
+def test_a_rule_has_the_same_bits_on_every_layout(layout, rule, optimizer):
+    if rule in EVERYWHERE_ELSE and (layout in OWNERS or layout == "interleaved"):
+        with pytest.raises((NotImplementedError, RuntimeError, BaseException)) as told:
+            differences(layout, rule, range(1))
+        assert "one number for each column" in str(told.value)
+        return
+    assert differences(layout, rule, range(2)) == []
+
+
+@pytest.mark.parametrize("rule", ["hyperball", "theirs"])
+@pytest.mark.parametrize("layout", ["fsdp rows, uneven", "unreduced"])
+def test_a_rule_has_the_same_bits_in_processes(layout, rule, optimizer):
+    assert differences(layout, rule, [100], run_ranks) == []
+
+
+@pytest.mark.parametrize("option", ["overlap_backward", "overlap_forward", "capturable"])
+@pytest.mark.parametrize("layout", ["fsdp rows, uneven", "tp columns x fsdp rows", "unreduced"])
+def test_options_leave_the_bits_of_a_rule(layout, option, optimizer):
+    assert differences(layout, "theirs", [200], **{option: True}) == []
+
+
+# formulas ----------------------------------------------------------------------------------------------------------
+
+def polar(U):
+    P, _, Q = torch.linalg.svd(U, full_matrices=False)
+    return P @ Q
+
+
+def adamuon(W, U, state, t):
+    O = polar(U.sign())
+    state["V"] = 0.95 * state.get("V", 0) + 0.05 * O ** 2
+    A = O / (state["V"].sqrt() + 1e-8)
+    return W * (1 - LR * 0.1) - LR * factor(W) * A * (A.numel() ** 0.5) / A.norm()
+
+
+def hyperball(W, U, state, t):
+    R, O = state.setdefault("R", W.norm()), polar(U)
+    new = W - LR * R * O / O.norm()
+    return R * new / new.norm()
+
+
+def muon_plus(W, U, state, t, before=(), after=(-2, -1)):
+    U = U / U.norm()
+    for dim in before:
+        U = U / (U.norm(dim=dim, keepdim=True) ** 2 + 1e-7).sqrt()
+    O = polar(U)
+    for dim in after:
+        O = O / (O.norm(dim=dim, keepdim=True) ** 2 + 1e-7).sqrt()
+    return W * (1 - LR * 0.1) - LR * factor(W) * O
+
+
+def normuon_columns(W, U, state, t):
+    O = polar(U)
+    state["V"] = 0.95 * state.get("V", 0) + 0.05 * (O ** 2).mean(-2, keepdim=True)
+    N = O / (state["V"].sqrt() + 1e-8)
+    return W * (1 - LR * 0.1) - LR * factor(W) * N * O.norm() / N.norm()
+
+
+def factor(W):
+    return max(1.0, W.shape[-2] / W.shape[-1]) ** 0.5
+
+
+FORMULAS = {
+    "adamuon": (adamuon, {}), "hyperball": (hyperball, {}), "normuon_columns": (normuon_columns, {}),
+    "muon_plus": (muon_plus, {}),
+    "muon_plus, rows": (lambda *a: muon_plus(*a, after=(-1,)), {"normalize": "row"}),
+    "muon_eq": (lambda *a: muon_plus(*a, before=(-1,), after=()), {"equilibrate": "row", "normalize": None}),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_rule_computes_its_formula(name, optimizer):
+    """In fp64, with the polar factor by an SVD."""
+    formula, options = FORMULAS[name]
+    torch.manual_seed(0)
+    W = [torch.randn(shape, dtype=torch.float64) for shape in SHAPES]
+    params = [nn.Parameter(w.float()) for w in W]
+    rule = "muon_plus" if name == "muon_eq" else name.split(",")[0]
+    muon = optimizer.Muon([{"params": params, "rule": rule, **options}], lr=LR, ns_coefficients=(1.875, -1.25, 0.375), ns_steps=22,
+                          wire_dtype=torch.float32)
+    momenta, states = [torch.zeros_like(w) for w in W], [[{} for _ in range(3)] for _ in W]
+    for t in range(4):
+        for i, (p, w, m) in enumerate(zip(params, W, momenta)):
+            g = torch.randn_like(w)
+            p.grad = g.float()
+            m.lerp_(g, 0.05)
+            U = torch.lerp(m, g, 0.05)
+            for k, (one, u) in enumerate(zip(w.view(-1, *w.shape[-2:]), U.view(-1, *w.shape[-2:]))):
+                one.copy_(formula(one.clone(), u, states[i][k], t))
+        muon.step()
+    for p, w in zip(params, W):
+        moved = (w - p.detach().double()).norm() / w.norm()
+        assert moved < 2e-4, (name, tuple(w.shape), float(moved))
+
+
+# groups, checkpoints -----------------------------------------------------------------------------------------------
+
+def test_groups_with_rules_of_their_own(optimizer):
+    """Each as in an optimizer of its own, also where several are stepped together."""
+    torch.manual_seed(0)
+    rules = ["muon", "normuon", "hyperball", their_rule(), "hyperball"]
+    W = [torch.randn(10, 8) for _ in rules]
+    lrs = [0.1, 0.2, 0.3, 0.4, 0.5]
+    params, others = ([nn.Parameter(w.clone()) for w in W] for _ in range(2))
+    together = optimizer.Muon([{"params": [p], "rule": rule, "lr": lr} for p, rule, lr in zip(params, rules, lrs)])
+    apart = [optimizer.Muon([p], rule=rule, lr=lr) for p, rule, lr in zip(others, rules, lrs)]
+    for _ in range(3):
+        for p, q in zip(params, others):
+            p.grad = torch.randn(10, 8)
+            q.grad = p.grad.clone()
+        together.step()
+        for one in apart:
+            one.step()
+    assert all(map(torch.equal, params, others))
+    assert [g["rule"] for g in together.param_groups] == ["muon", "normuon", "hyperball", "Damped", "hyperball"]
+
+
+def test_an_option_of_a_rule_is_read_live(optimizer):
+    torch.manual_seed(0)
+    rule = their_rule()
+    W, G = torch.randn(10, 8), torch.randn(2, 10, 8)
+    p, q = nn.Parameter(W.clone()), nn.Parameter(W.clone())
+    changed = optimizer.Muon([p], rule=rule)
+    p.grad = G[0].clone()
+    changed.step()
+    before = p.detach().clone()
+    changed.param_groups[0]["damping"] = 3.0
+    p.grad = G[1].clone()
+    changed.step()
+    fixed = optimizer.Muon([q], rule=rule)
+    for g in G:
+        q.grad = g.clone()
+        fixed.step()
+        if torch.equal(q, before):
+            fixed.param_groups[0]["damping"] = 3.0
+    assert torch.equal(p, q)
+    assert not torch.equal(p, before)
+
+
+@pytest.mark.parametrize("rule", ["adamuon", "hyperball", "normuon", "normuon_columns", "muon_plus", "theirs"])
+def test_a_checkpoint_of_a_rule(rule, optimizer, tmp_path):
+    """As a state dict through a file without code in it, and as a file of this package."""
+    torch.manual_seed(0)
+    W, G = torch.randn(10, 8), torch.randn(4, 10, 8)
+
+    def steps(muon, p, some):
+        for g in some:
+            p.grad = g.clone()
+            muon.step()
+        return p.detach().clone()
+
+    p = nn.Parameter(W.clone())
+    muon = optimizer.Muon([("w", p)], rule=chosen(rule), lr=LR)
+    middle = steps(muon, p, G[:2])
+    file = io.BytesIO()
+    torch.save(muon.state_dict(), file)
+    optimizer.export_state(muon, tmp_path / "state.safetensors")
+    end = steps(muon, p, G[2:])
+    file.seek(0)
+    q = nn.Parameter(middle.clone())
+    again = optimizer.Muon([("w", q)], rule=chosen(rule), lr=LR)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(steps(again, q, G[2:]), end)
+    r = nn.Parameter(middle.clone())
+    from_file = optimizer.Muon([("w", r)], rule=chosen(rule), lr=LR)
+    optimizer.import_state(from_file, tmp_path / "state.safetensors")
+    assert torch.equal(steps(from_file, r, G[2:]), end)
+    twin, s = copy.deepcopy(again), None
+    s = twin.param_groups[0]["params"][0]
+    more = torch.randn(1, 10, 8)
+    assert torch.equal(steps(twin, s, more), steps(again, q, more))
+
+
+def test_a_checkpoint_of_another_rule_is_refused(optimizer):
+    p, q = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4, 3))
+    saved = optimizer.Muon([p], rule="hyperball")
+    p.grad = torch.ones(4, 3)
+    saved.step()
+    with pytest.raises(ValueError, match="rule='hyperball'.*'adamuon'"):
+        optimizer.Muon([q], rule="adamuon").load_state_dict(saved.state_dict())
+
+
+def resharded_on_rank(rank, world, rule):
+    """A state dict gathered from rows, loaded onto columns, and stepped on."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    W, G, results = torch.randn(9, 7), torch.randn(4, 9, 7), []
+
+    class Model(nn.Module):
+        def __init__(self, full, dim):
+            super().__init__()
+            self.w = nn.Parameter(distribute_tensor(full, mesh, [Shard(dim)], src_data_rank=None))
+
+    def steps(model, muon, some):
+        for g in some:
+            model.w.grad = distribute_tensor(g, mesh, model.w.placements, src_data_rank=None)
+            muon.step()
+
+    model = Model(W, 0)
+    muon = package().Muon(model.named_parameters(), rule=chosen(rule), lr=LR)
+    steps(model, muon, G[:2])
+    options = StateDictOptions(full_state_dict=True)
+    saved = get_optimizer_state_dict(model, muon, options=options)
+    other = Model(model.w.detach().full_tensor(), 1)
+    steps(model, muon, G[2:])
+    again = package().Muon(other.named_parameters(), rule=chosen(rule), lr=LR)
+    again.init_state()
+    set_optimizer_state_dict(other, again, saved, options=options)
+    steps(other, again, G[2:])
+    results.append(torch.equal(model.w.detach().full_tensor(), other.w.detach().full_tensor()))
+    return all(results)
+
+
+@pytest.mark.parametrize("rule", ["adamuon", "hyperball", "normuon_columns", "theirs"])
+def test_state_of_a_rule_goes_to_another_sharding(rule, optimizer):
+    assert all(run_ranks(3, resharded_on_rank, rule))
+
+
+# refusals ----------------------------------------------------------------------------------------------------------
+
+def collective(self, O, units):
+    dist.all_reduce(O)
+    return O
+
+
+def keeps(self, O, units):
+    self.last = O
+    return O
+
+
+WRONG = {
+    "a tensor on itself": ({"after": keeps, "sends": {}, "write": None}, ValueError, "keeps 'last' on itself"),
+    "another shape": ({"before": lambda self, U, units: U[:, :-1]}, ValueError, "before returned"),
+    "no tensor": ({"before": lambda self, U, units: None}, ValueError, "before returned NoneType"),
+    "a sum in write": ({"write": lambda self, W, O, scale, sent, numbers: W - O.sum()}, ValueError, "write is not elementwise"),
+    "a sum in update": ({"update": lambda self, G, M, numbers: (G / G.norm(), M)}, ValueError, "update is not elementwise"),
+    "one result": ({"update": lambda self, G, M, numbers: M}, ValueError, r"update must return \(U, the new M\)"),
+    "a number that is not sent": ({"after": lambda self, O, units: O}, ValueError, r"has to fill units.sent\['size'\]"),
+    "a number for each element": ({"sends": {"size": "element"}}, ValueError, r"sends\['size'\] is 'element'"),
+    "no option": ({"before": lambda self, U, units: U * units.numbers.absent}, ValueError, "has no number 'absent'"),
+    "an option of every group": ({"options": {"lr": 1.0}}, ValueError, "option 'lr' is a key of every group"),
+    "a name of another rule": ({"name": "muon"}, ValueError, "has the name of a rule of"),
+    "an error": ({"before": lambda self, U, units: U @ U}, ValueError, "fails in a trial on small tensors"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_rules_are_refused(case, optimizer):
+    changes, error, text = WRONG[case]
+    rule = their_rule(**{key: value for key, value in changes.items() if value is not None})
+    if changes.get("write", True) is None:
+        del rule.write
+    with pytest.raises(error, match=text):
+        optimizer.Muon([nn.Parameter(torch.ones(4, 3))], rule=rule)
+
+
+def told_on_rank(rank, world, changes):
+    with pytest.raises(ValueError) as told:
+        package().Muon([nn.Parameter(torch.ones(4, 3))], rule=their_rule(**changes))
+    return str(told.value)
+
+
+def test_a_rule_that_communicates_is_refused(optimizer):
+    for told in run_ranks(2, told_on_rank, {"after": collective}):
+        assert "calls the collective c10d.allreduce_" in told
+    with pytest.raises(ValueError, match="fails in a trial .* process group"):
+        optimizer.Muon([nn.Parameter(torch.ones(4, 3))], rule=their_rule(after=collective))
+
+
+@pytest.mark.parametrize("state, text", [
+    (lambda o: (o.State("mine", "layer"),), "per of state 'mine' is 'layer'"),
+    (lambda o: (o.State("mine", dtype=torch.int64),), "dtype of state 'mine'"),
+    (lambda o: ("mine",), "must be a State"),
+    (lambda o: (o.State("exp_avg", "row"),), "state 'exp_avg' .* is in use"),
+    (lambda o: (o.State("weight"),), "state 'weight' .* is in use"),
+])
+def test_wrong_state_is_refused(state, text, optimizer):
+    class Mine(optimizer.Rule):
+        pass
+
+    Mine.state = state(optimizer)
+    with pytest.raises((ValueError, TypeError), match=text):
+        optimizer.Muon([nn.Parameter(torch.ones(4, 3))], rule=Mine)
+
+
+def test_sums_in_a_stack_are_refused(optimizer):
+    class Batched(optimizer.Rule):
+        batched = True
+
+        def after(self, O, units):
+            return O / O.abs().sum()  # of all matrices
+
+    with pytest.raises(ValueError, match="leave out `batched`"):
+        optimizer.Muon([nn.Parameter(torch.ones(4, 3))], rule=Batched)
+
+
+@pytest.mark.parametrize("rule, error, text", [
+    ("hyperbal", ValueError, "there is no rule 'hyperbal': pass one of .*'hyperball'"),
+    (3, TypeError, "must be one of .* or a subclass of Rule"),
+    (nn.Linear, TypeError, "must be one of .* or a subclass of Rule"),
+])
+def test_what_is_no_rule_is_refused(rule, error, text, optimizer):
+    with pytest.raises(error, match=text):
+        optimizer.Muon([nn.Parameter(torch.ones(4, 3))], rule=rule)
+
+
+def test_options_of_a_rule_are_checked(optimizer):
+    with pytest.raises(ValueError, match="normalize='rows' must be one of"):
+        optimizer.Muon([{"params": [nn.Parameter(torch.ones(4, 3))], "rule": "muon_plus", "normalize": "rows"}])
+
+
+def test_normuon_is_muon_with_the_rule(optimizer):
+    torch.manual_seed(0)
+    W, G = torch.randn(10, 8), torch.randn(3, 10, 8)
+    p, q = nn.Parameter(W.clone()), nn.Parameter(W.clone())
+    a, b = optimizer.NorMuon([p], beta2=0.9), optimizer.Muon([{"params": [q], "beta2": 0.9}], rule="normuon")
+    for g in G:
+        p.grad, q.grad = g.clone(), g.clone()
+        a.step()
+        b.step()
+    assert torch.equal(p, q)
+    b.load_state_dict(a.state_dict())
+    assert b.param_groups[0]["rule"] == "normuon"
+
+
+def test_every_phase_in_torch_has_the_bits_of_the_kernels(optimizer):
+    """Muon's rule written out in a class steps as the built-in one."""
+    class Written(optimizer.Rule):
+        def update(self, G, M, numbers):
+            return super().update(G, M, numbers)
+
+        def write(self, W, O, scale, sent, numbers):
+            return super().write(W, O, scale, sent, numbers)
+
+    torch.manual_seed(0)
+    params = [[nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(i)))
+               for i, shape in enumerate(SHAPES)] for _ in range(2)]
+    both = [optimizer.Muon(some, rule=rule) for some, rule in zip(params, ("muon", Written))]
+    for _ in range(3):
+        for p, q in zip(*params):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        for muon in both:
+            muon.step()
+    assert all(map(torch.equal, *params))
+
+
+def test_rules_are_short():
+    """A rule is at most 40 lines of code in a file of its own; part() has loaded the package."""
+    import ast
+    from pathlib import Path
+
+    folder = Path(part("rules.rule").__file__).parent / "named"
+    for path in [p for p in folder.glob("*.py") if p.name != "__init__.py"]:
+        tree = ast.parse(path.read_text())
+        lines = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
+                continue
+            if isinstance(node, ast.stmt) and not isinstance(node, (ast.Import, ast.ImportFrom)):
+                lines.add(node.lineno)
+        assert len(lines) <= 40, (path.name, len(lines))

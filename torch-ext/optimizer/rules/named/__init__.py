@@ -1,0 +1,1 @@
+"""Rules that users choose by name, written like a rule of their own."""
