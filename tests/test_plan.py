@@ -690,6 +690,45 @@ def test_planning_ten_thousand_matrices_for_4096_ranks(record_property, optimize
     print(f"10,000 matrices, 4096 ranks: plan {planned - start:.2f} s, one rank's plans {derived - planned:.2f} s")
 
 
+def counted_plan(world, experts, monkeypatch):
+    """(buckets, timelines, batches whose time is asked for) of a plan of so many experts on each rank."""
+    cost_model, counts = measured_pace(), Counter()
+    for name in ("spans", "batch_time"):
+        def counting(*given, name=name, real=getattr(cost_model, name)):
+            counts[name] += 1
+            return real(*given)
+        monkeypatch.setattr(cost_model, name, counting)
+    shapes = [shape for _ in range(experts) for shape in ((world, 2048, 1024), (world, 1024, 512))]
+    buckets = part("planning.plan").make_plan(
+        layouts_on((world,), [Shard(0)], shapes), cost_model, {}, terms(), rank_bytes=2**30, minimize_workspace=True)
+    return buckets, counts["spans"], counts["batch_time"]
+
+
+def test_what_takes_equally_much_is_timed_once(monkeypatch, optimizer):
+    """Ranks with experts of equal shapes have one timeline, and buckets of equal shapes one time: planning Kimi K2 took
+    100 s.
+    """
+    buckets, timelines, batches = counted_plan(4, 100, monkeypatch)
+    more, again, as_many = counted_plan(32, 100, monkeypatch)
+    assert again == timelines and as_many == batches and len(more) == 8 * len(buckets)
+    assert len({tuple(len(b.matrices) for b in more if b.ranks == (rank,)) for rank in range(32)}) == 1
+    check_owners(more, layouts_on((32,), [Shard(0)], [(32, 2048, 1024), (32, 1024, 512)] * 100))
+    _, timelines, batches = counted_plan(1, 400, monkeypatch)
+    assert batches <= 400 and timelines > 10
+
+
+def test_ranks_with_other_experts_have_buckets_of_their_own(optimizer):
+    """Also beside ranks with as many."""
+    layouts = layouts_on((4,), [Shard(0)], [(6, 64, 32)] * 5 + [(8, 32, 16)] * 3)  # 2, 2, 2 and 0 of the first
+    buckets = part("planning.plan").make_plan(layouts, measured_pace(), {}, terms(), rank_bytes=2**16)
+    check_owners(buckets, layouts)
+    for rank in range(4):
+        alone = [part("params.layout").Layout(x.shape, {rank: x.boxes[rank]}, ((rank,),), plain=False) for x in layouts]
+        expected = part("planning.plan").make_plan(alone, measured_pace(), {}, terms(), rank_bytes=2**16)
+        assert [b for b in buckets if rank in b.ranks] == expected
+        assert [b.times for b in buckets if rank in b.ranks] == [b.times for b in expected]
+
+
 def test_units_of_one_shape_that_change_places_are_noticed(optimizer):
     plan, units, layout = part("planning.plan"), part("params.units"), part("params.layout").Layout
     whole = layout((8, 6), {0: ((0, 4), (0, 6)), 1: ((4, 8), (0, 6))}, ((0, 1),), plain=False)

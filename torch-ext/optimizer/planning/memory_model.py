@@ -178,6 +178,8 @@ class MemoryModel:
         self.numbers: dict[tuple, int] = {}
         self.footprints: dict[tuple[int, int], MatrixFootprint] = {}  # by (owner, number)
         self.partitions: dict[tuple, int] = {}  # `Layout.replicas` -> number of the partition
+        self.times: dict[frozenset, BucketTimes] = {}  # items of a sum -> `bucket_times`
+        self.sizes: dict[frozenset, tuple[int, int]] = {}  # items of a sum -> `memory`
         self.alike = self._alike({id(layout): layout for layout in layouts}.values())
 
     def _alike(self, layouts: Iterable[Layout]) -> dict[int, list[int]]:
@@ -307,37 +309,29 @@ class MemoryModel:
             returns += count * footprint.returns
         return owners, iterated, leaves, returns
 
-    def predicted_end(
-        self,
-        owner_of: Mapping[MatrixLike, int],
-        cost_model: CostModel,
-        buckets: Iterable[Sequence[Round]],
-    ) -> float:
-        """Return the expected end of the last bucket, in ns from the start of the first. `buckets`:
-        lists of rounds, in order.
+    def predicted_end(self, cost_model: CostModel, sums: Iterable[Mapping]) -> float:
+        """Return the expected end of the last bucket, in ns from the start of the first. `sums`:
+        of the footprints of each bucket, in order.
         """
-        times = []
-        for bucket in buckets:
-            matrices = [matrix for one in bucket for matrix in one.matrices]
-            owners = [owner_of[m] for m in matrices]
-            times.append(self.bucket_times(matrices, owners, total(bucket), cost_model))
+        times = [self.bucket_times(taken, cost_model) for taken in sums]
         return max(span.end for span in cost_model.spans(times))
 
-    def bucket_times(
-        self,
-        matrices: Sequence[MatrixLike],
-        owners: Sequence[int],
-        taken: Mapping,
-        cost_model: CostModel,
-    ) -> BucketTimes:
-        """Return the expected times of a bucket, each phase at the rank with the most work.
+    def bucket_times(self, taken: Mapping, cost_model: CostModel) -> BucketTimes:
+        """Return the expected times of a bucket, each phase at the rank with the most work; cached.
 
-        `owners`: of each matrix. `taken`: sum of the matrices' footprints, as from `sum`.
+        `taken`: sum of the matrices' footprints, as from `sum`. `cost_model`: equal in all calls.
         """
+        key = frozenset(taken.items())
+        if key not in self.times:
+            self.times[key] = self._bucket_times(taken, cost_model)
+        return self.times[key]
+
+    def _bucket_times(self, taken: Mapping, cost_model: CostModel) -> BucketTimes:
+        """Compute `bucket_times`."""
         at_owners, _, leaves, returns = self._together(taken)
         counts = defaultdict(Counter)  # owner -> shape -> number of matrices
-        for matrix, owner in zip(matrices, owners):
-            counts[owner][matrix.rows, matrix.cols] += 1
+        for (owner, number), count in taken.items():
+            counts[owner][self.forms[number][1]] += count
         inbound, outbound, _, held, _ = (max(nbytes) for nbytes in zip(*at_owners.values()))
         travels = self.route != "local"
         before, at_owner, after = ELEMENT_BYTES[self.route]
@@ -365,20 +359,29 @@ class MemoryModel:
         """
         return workspace_bytes(*self.memory(taken))
 
-    def bytes_together(self, buckets: Iterable[Sequence[Round]]) -> int:
-        """Return the workspace bytes that the given buckets take on the rank with the most.
+    def bytes_together(self, sums: Iterable[Mapping]) -> int:
+        """Return the workspace bytes that buckets take on the rank with the most. `sums`: of the
+        footprints of each bucket, in order.
 
         Bucket i of the family uses buffer i modulo the number of buffers. Every buffer, and the
         shared scratch, is as large as the largest user. "local" buckets share a single buffer.
         """
-        buffers, scratches = zip(*(self.memory(total(bucket)) for bucket in buckets))
+        buffers, scratches = zip(*map(self.memory, sums))
         count = BUCKETS_IN_FLIGHT if self.route != "local" else 1
         in_buffers = sum(max(buffers[number::count], default=0) for number in range(count))
         return in_buffers + max(scratches)
 
     def memory(self, taken: Mapping) -> tuple[int, int]:
         """Return (bytes of the bucket buffer, bytes of the shared scratch), an upper bound over all
-        ranks, see `RankPlan.workspace_layout`.
+        ranks, see `RankPlan.workspace_layout`; cached.
+        """
+        key = frozenset(taken.items())
+        if key not in self.sizes:
+            self.sizes[key] = self._memory(taken)
+        return self.sizes[key]
+
+    def _memory(self, taken: Mapping) -> tuple[int, int]:
+        """Compute `memory`.
 
         Pieces that a rank sends are among the pieces of which O returns, so `returns` bounds
         the buffer for both.
