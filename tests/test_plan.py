@@ -719,14 +719,17 @@ def test_what_takes_equally_much_is_timed_once(monkeypatch, optimizer):
 
 def test_ranks_with_other_experts_have_buckets_of_their_own(optimizer):
     """Also beside ranks with as many."""
-    layouts = layouts_on((4,), [Shard(0)], [(6, 64, 32)] * 5 + [(8, 32, 16)] * 3)  # 2, 2, 2 and 0 of the first
-    buckets = part("planning.plan").make_plan(layouts, measured_pace(), {}, terms(), rank_bytes=2**16)
+    Layout, make_plan, layouts = part("params.layout").Layout, part("planning.plan").make_plan, []
+    for rank, shape in enumerate([(2, 64, 32), (2, 64, 32), (2, 32, 16), (1, 64, 32)]):
+        layouts += [Layout(shape, {rank: tuple((0, n) for n in shape)}, ((rank,),), plain=False)] * 5
+    buckets = make_plan(layouts, measured_pace(), {}, terms(), rank_bytes=2**16)
     check_owners(buckets, layouts)
     for rank in range(4):
-        alone = [part("params.layout").Layout(x.shape, {rank: x.boxes[rank]}, ((rank,),), plain=False) for x in layouts]
-        expected = part("planning.plan").make_plan(alone, measured_pace(), {}, terms(), rank_bytes=2**16)
-        assert [b for b in buckets if rank in b.ranks] == expected
-        assert [b.times for b in buckets if rank in b.ranks] == [b.times for b in expected]
+        alone = make_plan(layouts[5 * rank:5 * rank + 5], measured_pace(), {}, terms(), rank_bytes=2**16)
+        mine = [b for b in buckets if b.ranks == (rank,)]
+        assert [(b.times, b.memory, len(b.matrices)) for b in mine] == [
+            (b.times, b.memory, len(b.matrices)) for b in alone]
+        assert {m.param // 5 for b in mine for m in b.matrices} == {rank} and all(set(b.owners) == {rank} for b in mine)
 
 
 def test_units_of_one_shape_that_change_places_are_noticed(optimizer):
