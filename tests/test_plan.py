@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cProfile
+import functools
 import importlib.util
 import itertools
 import math
@@ -693,11 +694,11 @@ def test_planning_ten_thousand_matrices_for_4096_ranks(record_property, optimize
 def counted_plan(world, experts, monkeypatch):
     """(buckets, timelines, batches whose time is asked for) of a plan of so many experts on each rank."""
     cost_model, counts = measured_pace(), Counter()
+    def counted(name, call, *given):
+        counts[name] += 1
+        return call(*given)
     for name in ("spans", "batch_time"):
-        def counting(*given, name=name, real=getattr(cost_model, name)):
-            counts[name] += 1
-            return real(*given)
-        monkeypatch.setattr(cost_model, name, counting)
+        monkeypatch.setattr(cost_model, name, functools.partial(counted, name, getattr(cost_model, name)))
     shapes = [shape for _ in range(experts) for shape in ((world, 2048, 1024), (world, 1024, 512))]
     buckets = part("planning.plan").make_plan(
         layouts_on((world,), [Shard(0)], shapes), cost_model, {}, terms(), rank_bytes=2**30, minimize_workspace=True)

@@ -325,7 +325,8 @@ class Preparation:
             release_before_groups()
         # First binding of a plan: kernels of these shapes may not be compiled
         if self._param_forms is None:
-            precompile_kernels(bound.all_jobs, bound.missing.device)
+            checks = () if bound.nonfinite is None else bound.nonfinite.launches
+            precompile_kernels(bound.all_jobs, bound.missing.device, checks)
         self.bound = bound
 
     def _compare_again(self, groups: Sequence[dict]) -> None:
