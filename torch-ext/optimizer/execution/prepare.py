@@ -451,9 +451,12 @@ class BoundStep:
 def _make_stores(
     plans: Sequence[Plan], state: dict | None, buffers: InputBuffers, flags: FlagBuffers | None
 ) -> list[Store]:
-    """A store for each plan. Raises RuntimeError for a parameter whose memory was freed."""
+    """A store for each plan. Raises RuntimeError for a parameter whose memory was freed, or whose
+    strides have changed so that its split cannot view them.
+    """
     for plan in plans:
         for number, p in enumerate(plan.params):
+            plan.check_strides(number)
             if p.numel() and local_of(p).numel() and not local_of(p).untyped_storage().nbytes():
                 raise RuntimeError(
                     f"parameter {plan.names[number]} has no memory: it was freed, and has to "

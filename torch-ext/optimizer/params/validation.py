@@ -488,11 +488,12 @@ def _is_on_gpu(value: torch.Tensor) -> bool:
     return value.device.type != "cpu" and value.numel() == 1
 
 
-def check_units(group: dict, options: MuonConfig) -> None:
+def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
     """Raise ValueError, TypeError or NotImplementedError, naming the parameter, for a `split` or
-    `transposed` of a group that is wrong, or that a parameter cannot have.
+    `transposed` of a group that is wrong, or that a parameter cannot have. `strides`: as in
+    `check_splits`.
     """
-    check_splits(group, names_in(group), options.owner_keeps_state)
+    check_splits(group, names_in(group), options.owner_keeps_state, strides)
     for number, (param, split) in enumerate(zip(group["params"], splits_of(group))):
         if group["use_muon"] and param.requires_grad and param.ndim > 1:
             check_unit_sharding(param, name_of(group, number), split, "beta2" in group)
@@ -508,7 +509,8 @@ def check_changed_groups(groups: Sequence[dict], options: MuonConfig) -> None:
     for number, group in enumerate(groups):
         with in_group(number, group):
             _check_values(group)
-            check_units(group, options)
+            # Strides may differ between ranks: `check_plans` has all ranks raise together
+            check_units(group, options, strides=False)
         for param in group["params"]:
             if getattr(param, "_fsdp_flattened", False):
                 refuse_fsdp1(name_in(group, param))
