@@ -172,7 +172,7 @@ def check_bucket_bytes(bucket, rank_plans, rank_bytes):
 
 
 def check_all(layouts, rows=None, once=True, **options):
-    options = {"rank_bytes": 1 << 28, "inputs": terms(once=once), **options}
+    options = {"rank_bytes": 1 << 28, "inputs": terms(once=once), "row_layouts": rows, **options}
     buckets = plan_of(layouts, **options)
     check_owners(buckets, layouts)
     for bucket in buckets:
@@ -330,6 +330,32 @@ def test_a_plan_of_units_is_whole(seed, optimizer):
         check_units(bucket, members, layouts, rank_plans)
         for direction in ("inbound", "outbound"):
             check_all_to_all(bucket, rank_plans, direction)
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("world, columns", [(4, [48, 8, 8]), (8, [2, 1, 1, 1, 1, 1, 1, 1]), (4, [2, 1, 1, 1])], ids=str)
+def test_row_state_of_a_unit_counts_where_none_of_its_elements_is(world, columns, once, optimizer):
+    """Row state has a column for each block, so that the ranks of its shards are not those of the block's columns."""
+    split, shape = part("params.units").parse({"columns": columns}), (500, sum(columns))
+    layout = layout_on((world,), [Shard(1)], shape).as_matrices(split)
+    rows = layout_on((world,), [Shard(1)], split.row_state_shape(shape)).as_matrices(split, shape)
+    assert any(rows.unit_sizes(rank).get(unit, 0) and unit not in layout.unit_sizes(rank)
+               for rank in range(world) for unit in range(len(columns)))
+    for rank_bytes in (1, 1 << 28):
+        buckets = plan_of([layout] * 3, row_layouts=[rows] * 3, rank_bytes=rank_bytes, inputs=terms(once=once))
+        for bucket in buckets:
+            rank_plans = rank_plans_of(bucket, [layout] * 3, [rows] * 3, once=once)
+            check_bucket_bytes(bucket, rank_plans, rank_bytes)
+            sizes = [bucket_sizes(rank_plan)[0] for rank_plan in rank_plans.values()]
+            assert max(sizes) <= bucket.memory[0]
+    family = next(b for b in buckets if b.route == "exchange")
+    model = part("planning.memory_model").MemoryModel(
+        [layout] * 3, terms(once=once), "exchange", family.ranks, [rows] * 3)
+    for matrix, owner in zip(family.matrices, family.owners):
+        footprint = model._footprint(owner, model._number(layout, matrix.unit))
+        elements = [2 * layout.unit_sizes(rank).get(matrix.unit, 0) + 4 * rows.unit_sizes(rank).get(matrix.unit, 0)
+                    for rank in family.ranks if rank != owner]
+        assert footprint.inbound == sum(elements) == footprint.outbound
 
 
 @pytest.mark.parametrize("route", ["exchange", "own", "reduce"])

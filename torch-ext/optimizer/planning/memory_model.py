@@ -162,8 +162,16 @@ class MemoryModel:
     """
 
     def __init__(
-        self, layouts: Sequence[Layout], inputs: PlanInputs, route: str, ranks: tuple[int, ...]
+        self,
+        layouts: Sequence[Layout],
+        inputs: PlanInputs,
+        route: str,
+        ranks: tuple[int, ...],
+        row_layouts: Sequence[Layout] | None = None,
     ) -> None:
+        """`layouts`, `row_layouts`: of each parameter and of its row state; None without row state.
+        Parameters of one layout have equal row layouts.
+        """
         self.element = inputs.element  # bytes of an element
         # Bytes of a number of row state; with route "own" the owner stores row state
         self.row = inputs.row * (route != "own")
@@ -172,6 +180,8 @@ class MemoryModel:
         self.route = route
         self.ranks = ranks
         self.layouts = layouts  # by number of the parameter
+        # Id of a layout -> layout of the row state, where row state is sent
+        self.row_layouts = {id(x): row for x, row in zip(layouts, row_layouts or ()) if self.row}
         # By number of a form: (layout, shape of a unit, scratch of a unit, *results of `_pieces`)
         self.forms: list[tuple] = []
         # (id of a layout, unit), and (id of a layout, shape, pieces) -> number of the form
@@ -180,7 +190,8 @@ class MemoryModel:
         self.partitions: dict[tuple, int] = {}  # `Layout.replicas` -> number of the partition
         self.times: dict[frozenset, BucketTimes] = {}  # items of a sum -> `bucket_times`
         self.sizes: dict[frozenset, tuple[int, int]] = {}  # items of a sum -> `memory`
-        self.alike = self._alike({id(layout): layout for layout in layouts}.values())
+        both = *layouts, *self.row_layouts.values()
+        self.alike = self._alike({id(layout): layout for layout in both}.values())
 
     def _alike(self, layouts: Iterable[Layout]) -> dict[int, list[int]]:
         """Return rank -> ranks that store equal boxes of every layout; each rank alone if nothing
@@ -225,13 +236,14 @@ class MemoryModel:
 
         Routes "local" and "reduce" send no pieces by layout: their dicts are empty.
         """
+        row_layout = self.row_layouts.get(id(layout))
         pieces = {}
         largest, whole = defaultdict(int), defaultdict(int)
         for rank in self.ranks if self.route in ("exchange", "own") else ():
-            nbytes = sum(
-                (r1 - r0) * ((c1 - c0) * self.element + self.row) if c0 < c1 else 0
-                for ((r0, r1), (c0, c1)), _ in layout.unit_boxes(rank, unit)
-            )
+            nbytes = self.element * layout.unit_sizes(rank).get(unit, 0)
+            if row_layout is not None:
+                # A rank may store row state of a unit, but none of its elements
+                nbytes += self.row * row_layout.unit_sizes(rank).get(unit, 0)
             replica = layout.replica_of[rank]
             pieces[rank] = nbytes
             largest[replica] = max(largest[replica], nbytes)

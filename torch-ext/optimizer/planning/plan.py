@@ -154,7 +154,7 @@ def make_plan(
             counterpart = dict(zip(known[shapes][0], matrices))
             buckets += [_for_rank(ranks, counterpart, bucket) for bucket in known[shapes][1]]
             continue
-        memory_model = MemoryModel(layouts, inputs or PlanInputs(), route, ranks)
+        memory_model = MemoryModel(layouts, inputs or PlanInputs(), route, ranks, row_layouts)
         found = _cut(memory_model, matrices, owner_of, cost_model, rank_bytes, minimize_workspace)
         if route == "local":
             known[shapes] = matrices, found
@@ -213,18 +213,20 @@ def along_backward(
     cost: Cost,
     inputs: PlanInputs,
     latency: int,
+    row_layouts: Sequence[Layout] | None = None,
 ) -> list[Bucket]:
     """Cut the matrices anew, with unchanged owners, in the order in which backward computes
     gradients: from the last parameter to the first. "local" buckets are returned unchanged.
 
-    `latency`: fewest bytes per rank of a bucket, see `cost_model.latency_bytes`.
+    `latency`: fewest bytes per rank of a bucket, see `cost_model.latency_bytes`. `row_layouts`: as
+    in `make_plan`.
     """
 
     def cut_anew(owner_of: Mapping[Matrix, int], least: float, pack: Callable) -> list[Bucket]:
         order = sorted(owner_of, key=lambda m: (-m.param, m.at, m.unit))
         return pack(in_equal_buckets([(m,) for m in order], least))
 
-    return _along(cut_anew, buckets, layouts, cost, inputs, latency)
+    return _along(cut_anew, buckets, layouts, cost, inputs, latency, row_layouts)
 
 
 def along_forward(
@@ -234,12 +236,14 @@ def along_forward(
     inputs: PlanInputs,
     latency: int,
     rank_bytes: int,
+    row_layouts: Sequence[Layout] | None = None,
 ) -> list[Bucket]:
     """Cut the matrices anew, with unchanged owners, in the order in which forward uses parameters:
     from the first to the last. "local" buckets are returned unchanged.
 
-    A bucket takes whole rounds, the next matrix of every owner, so every owner has work. `latency`:
-    as in `along_backward`. `rank_bytes`: the number of buckets is doubled until every bucket fits.
+    A bucket takes whole rounds, the next matrix of every owner, so every owner has work. `latency`,
+    `row_layouts`: as in `along_backward`. `rank_bytes`: the number of buckets is doubled until
+    every bucket fits.
     """
 
     def cut_anew(owner_of: Mapping[Matrix, int], least: float, pack: Callable) -> list[Bucket]:
@@ -258,7 +262,7 @@ def along_forward(
             found = pack(in_equal_buckets(rounds, 0, count))
         return found
 
-    return _along(cut_anew, buckets, layouts, cost, inputs, latency)
+    return _along(cut_anew, buckets, layouts, cost, inputs, latency, row_layouts)
 
 
 def _along(
@@ -268,6 +272,7 @@ def _along(
     cost: Cost,
     inputs: PlanInputs,
     latency: int,
+    row_layouts: Sequence[Layout] | None,
 ) -> list[Bucket]:
     """Apply `cut_anew(owner_of, least, pack)` to every family; keep "local" buckets.
 
@@ -283,7 +288,7 @@ def _along(
         if route == "local":
             found += [bucket for bucket in buckets if (bucket.route, bucket.ranks) == family]
             continue
-        memory_model = MemoryModel(layouts, inputs, route, ranks)
+        memory_model = MemoryModel(layouts, inputs, route, ranks, row_layouts)
         pack = partial(_packed, memory_model, owner_of, cost_model)
         # Bytes per rank -> elements of all ranks
         found += cut_anew(owner_of, latency * len(ranks) / inputs.element, pack)

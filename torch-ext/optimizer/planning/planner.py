@@ -189,9 +189,11 @@ class Planner:
             row_layouts=rows,
         )
         if self.options.overlap_backward:
-            buckets = along_backward(buckets, layouts, cost_model, inputs, self.latency)
+            buckets = along_backward(buckets, layouts, cost_model, inputs, self.latency, rows)
         elif self.options.overlap_forward:
-            buckets = along_forward(buckets, layouts, cost_model, inputs, self.latency, rank_bytes)
+            buckets = along_forward(
+                buckets, layouts, cost_model, inputs, self.latency, rank_bytes, rows
+            )
         self._check_workspace_bytes(buckets, "one matrix per rank")
         # Ranks outside `b.ranks` have nothing of the bucket
         rank_plans = [
