@@ -240,10 +240,10 @@ class MemoryModel:
         pieces = {}
         largest, whole = defaultdict(int), defaultdict(int)
         for rank in self.ranks if self.route in ("exchange", "own") else ():
-            nbytes = self.element * layout.unit_sizes(rank).get(unit, 0)
+            nbytes = self.element * layout.unit_numel(rank, unit)
             if row_layout is not None:
                 # A rank may store row state of a unit, but none of its elements
-                nbytes += self.row * row_layout.unit_sizes(rank).get(unit, 0)
+                nbytes += self.row * row_layout.unit_numel(rank, unit)
             replica = layout.replica_of[rank]
             pieces[rank] = nbytes
             largest[replica] = max(largest[replica], nbytes)
