@@ -36,7 +36,7 @@ from ..state import create
 from .bucket_updates import BUCKET_UPDATES, AdamWUpdate, BucketInputs
 from .cuda_graphs import Graphs, release_before_groups
 from .fingerprint import StepFingerprint, memory_key
-from .param_store import Store
+from .param_store import PlanInputViews, Store
 from .step_inputs import InputBuffers, StepInputs
 from .workspace import Workspace
 
@@ -462,24 +462,12 @@ def _make_stores(
                     f"parameter {plan.names[number]} has no memory: it was freed, and has to "
                     "be materialized again before the step"
                 )
+    of_plans = [()] * len(plans)  # (flags, first flag of each parameter) of each plan
+    if flags is not None:
+        of_plans = [(flags.flags, offset) for offset in flags.flag_offset]
     return [
-        Store(
-            plan.params,
-            plan.layouts,
-            plan.row_layouts,
-            state,
-            plan.in_chunks,
-            plan.group,
-            plan.mismatched,
-            buffers.addresses[index],
-            buffers.scalars[index],
-            None if flags is None else flags.flags,
-            None if flags is None else flags.flag_offset[index],
-            plan.splits,
-            plan.groups,
-            plan.group_of,
-        )
-        for index, plan in enumerate(plans)
+        Store(plan, state, PlanInputViews(*views, *flags_of))
+        for plan, *views, flags_of in zip(plans, buffers.addresses, buffers.scalars, of_plans)
     ]
 
 
