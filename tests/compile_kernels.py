@@ -204,7 +204,7 @@ def resident(dtype: str) -> int:
 
 def others(arch: str, shared: int):
     """Compile the kernels of everything that is not a product."""
-    pack, update, rows, norm, aol = (
+    pack, update, rows, norm, aol, check = (
         part(f"{name}")
         for name in (
             "kernels.elementwise.momentum",
@@ -212,9 +212,13 @@ def others(arch: str, shared: int):
             "kernels.elementwise.normuon",
             "kernels.elementwise.scaling",
             "kernels.elementwise.aol",
+            "kernels.elementwise.nonfinite_check",
         )
     )
     table = dict(records="*i64", blocks="*i64", FIELDS=15, BLOCK=4096, ACCESS=2, **TYPES)
+    for access in (0, 1, 2):
+        yield compile_for(arch, check._check_kernel, dict(
+            table, addresses="*i64", flags="*fp32", places="*i64", ACCESS=access))
     for skips in (False, True):
         skip = dict(table, flags="*fp32" if skips else "*i64", places="*i64", SKIPS=skips)
         own = dict(groups="*i64", GROUPED=skips)

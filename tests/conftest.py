@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tests import ranks
+from tests.interpreter import PATHS
 
 ROOT = Path(__file__).resolve().parent.parent
 LONG = ("test_tile_config.py", "test_random.py", "test_soak.py", "test_demo.py", "test_benchmarks.py")
@@ -84,6 +85,16 @@ def optimizer():
 def part(optimizer):
     """A function: part("newton_schulz.orthogonalize") is the module `polar` of the package under test."""
     return ranks.part
+
+
+@pytest.fixture(params=PATHS)
+def path(request, monkeypatch) -> str:
+    """Each path of the kernels, taken by all operations of the test. Files with such tests import tests.paths, which
+    chooses Triton's interpreter for the whole session: imported here, it would do so for every session.
+    """
+    from tests.paths import take
+
+    return take(request.param, monkeypatch)
 
 
 @pytest.fixture

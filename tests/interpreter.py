@@ -2,12 +2,18 @@
 
 It computes and checks as before. Most of its time goes into names of types and shapes, into numbers in a kernel's text,
 into replacing the language anew whenever a kernel calls a function, and into whether integers overflow, of which it
-makes nothing outside debug mode.
+makes nothing outside debug mode. Importing this module chooses nothing: tests/paths.py does.
 """
 from __future__ import annotations
 
 import dataclasses
 import functools
+
+import pytest
+import torch
+
+INTERPRETED = not torch.cuda.is_available()  # whether Triton's kernels run in the interpreter here
+PATHS = ["torch", pytest.param("triton", marks=[pytest.mark.interpreter] if INTERPRETED else [])]
 
 
 @functools.cache

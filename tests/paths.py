@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests import interpreter
+from tests.interpreter import INTERPRETED, PATHS  # noqa: F401, for tests
 
-INTERPRETED = not torch.cuda.is_available()
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -40,7 +40,6 @@ def compiler_environment(cache: Path) -> dict[str, str]:
                    "GLIBC_TUNABLES": "glibc.malloc.tcache_count=65535"}
 
 
-PATHS = ["torch", pytest.param("triton", marks=[pytest.mark.interpreter] if INTERPRETED else [])]
 quiet = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # the interpreter's own
 
 

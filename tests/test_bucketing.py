@@ -25,8 +25,13 @@ def flat(buckets):
     return sorted(m for bucket in buckets for layer in bucket for m in layer.matrices)
 
 
+def bytes_of(bucket):
+    """Of a list of layers, or of what a bucket takes, as `cut` says it."""
+    return bucket["bytes"] if isinstance(bucket, Counter) else sum(layer.taken["bytes"] for layer in bucket)
+
+
 def held(buckets):
-    return max(sum(layer.taken["bytes"] for layer in bucket) for bucket in buckets)
+    return max(map(bytes_of, buckets))
 
 
 def price_of(pack, wire, products, fixed):
@@ -35,7 +40,7 @@ def price_of(pack, wire, products, fixed):
     def predicted_end(buckets):
         parts = []
         for bucket in buckets:
-            n = sum(layer.taken["bytes"] for layer in bucket)
+            n = bytes_of(bucket)
             parts.append(
                 cost_model.BucketTimes(int(pack * n), int(wire * n), int(products * n) + fixed, int(wire * n), 0)
             )
@@ -80,8 +85,7 @@ def test_products_start_early_and_the_last_transfer_is_small(optimizer):
     work = layers([(100, 4)] * 6 + [(20, 4), (10, 4)])
     predicted_end = price_of(0.0, 1.0, 4.0, 1)
     chosen = bucketing.cut(work, most, 200, predicted_end)
-    bytes_of = [sum(layer.taken["bytes"] for layer in bucket) for bucket in chosen]
-    assert {bytes_of[0], bytes_of[-1]} == {10, 20}
+    assert {bytes_of(chosen[0]), bytes_of(chosen[-1])} == {10, 20}
     assert predicted_end(chosen) < 0.95 * predicted_end(bucketing.cut(work, most, 200))
 
 

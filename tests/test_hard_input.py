@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.paths import PATHS, quiet, take
+from tests.paths import quiet, take
 from tests.test_orthogonalize import exact
 
 pytestmark = quiet
@@ -16,11 +16,6 @@ F32, F16 = torch.float32, torch.float16
 INF, NAN = float("inf"), float("nan")
 SETS = ["polar_express", "turbo", "cubic"]
 JORDAN = (3.4445, -4.7750, 2.0315)
-
-
-@pytest.fixture(params=PATHS)
-def path(request, monkeypatch):
-    return take(request.param, monkeypatch)
 
 
 # Views, vectors, nothing

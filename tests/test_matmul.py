@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.paths import INTERPRETED, PATHS, poisoned, quiet, take
+from tests.paths import INTERPRETED, poisoned, quiet
 from tests.ranks import everywhere
 
 pytestmark = quiet
@@ -16,11 +16,6 @@ SHAPES = [(1, 1), (1, 9), (5, 3), (16, 16), (17, 1), (33, 50), (40, 20)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 every_shape = pytest.mark.parametrize("n, m", SHAPES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-@pytest.fixture(params=PATHS)
-def path(request, monkeypatch):
-    return take(request.param, monkeypatch)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from tests.paths import INTERPRETED, PATHS, poisoned, quiet, take
+from tests.paths import INTERPRETED, poisoned, quiet, take
 
 pytestmark = quiet
 
@@ -14,11 +14,6 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = [(F32, F32, F32), (F32, BF16, F32), (F32, BF16, BF16), (BF16, F16, F32), (F16, F32, BF16)]
 every_dtype = pytest.mark.parametrize("m_dtype, u_dtype, g_dtype", DTYPES, ids=str)
 SHAPES = [(3, 5), (1, 7), (0, 4), (9, 1), (6, 0), (70, 90)]
-
-
-@pytest.fixture(params=PATHS)
-def path(request, monkeypatch):
-    return take(request.param, monkeypatch)
 
 
 @pytest.fixture

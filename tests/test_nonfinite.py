@@ -44,6 +44,69 @@ class Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+# the kernel ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.kernels_ci
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_rectangle_has_its_flag(dtype, device, monkeypatch):
+    """Any strides, vectors and rows; a NaN beside a rectangle is not its own, and some rectangles share a flag."""
+    take("triton", monkeypatch)
+    table, check = part("kernels.elementwise.multi_tensor"), part("kernels.elementwise.nonfinite_check")
+    largest = torch.finfo(dtype).max
+    G = [torch.full(shape, largest, dtype=dtype, device=device) for shape in ((90, 104), (5000,))]
+    places = {  # shape, (gradient, offset, strides), flag
+        "transposed": ((7, 40), (0, 0, (1, 104)), 0), "vectors": ((60, 64), (0, 8, (104, 1)), 1),
+        "any": ((80, 31), (0, 73, (104, 1)), 2), "row": ((1, 5000), (1, 0, (5000, 1)), 3),
+        "empty": ((0, 4), (0, 0, (4, 1)), 4), "shares": ((2, 8), (0, 88 * 104, (104, 1)), 0)}
+    sources = [table.Source(tensor, offset, strides) for _, (tensor, offset, strides), _ in places.values()]
+    shapes, owners = [shape for shape, _, _ in places.values()], tuple(flag for _, _, flag in places.values())
+    flags = torch.tensor([0.0] * 5 + [7.0], device=device)
+    bound = check.NonfiniteCheck(shapes, sources, G, table.Skip(flags, owners))
+    assert {launch.access for launch in bound.launches} == {table.ELEMENTS, table.VECTORS, table.ROW}
+
+    def found(tensors):
+        flags[:5] = 0.0
+        bound(torch.tensor([g.data_ptr() for g in tensors], dtype=torch.int64, device=device))
+        return flags.tolist()
+
+    assert found(G) == [0.0] * 5 + [7.0]
+    torch.manual_seed(0)
+    for number, value in itertools.product(range(len(G)), BAD):
+        for at in torch.randint(G[number].numel(), (6,)).tolist() + [0, G[number].numel() - 1]:
+            tensors = [g.clone() for g in G]
+            tensors[number].view(-1)[at] = value
+            expected = [0.0] * 5 + [7.0]
+            for shape, source, flag in zip(shapes, sources, owners):
+                if not source.view(tensors, shape).isfinite().all():
+                    expected[flag] = 1.0
+            assert found(tensors) == expected
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("split, transposed", [
+    ({"heads": 3}, False), ({"heads": 4, "dim": 1}, True), ({"rows": [3, 1], "repeat": 3}, False)], ids=str)
+def test_kernel_and_torch_flag_the_same_units(split, transposed, device, monkeypatch):
+    """Also of experts: the launches are as many as for one unit."""
+    shapes, results, launches = [(12, 8), (2, 12, 8)], [], []
+    for path in ("torch", "triton"):
+        take(path, monkeypatch)
+        params = [nn.Parameter(torch.ones(shape, device=device)) for shape in shapes]
+        groups = [{"params": params, "split": split, "transposed": transposed}]
+        optimizer = package().Muon(groups, lr=0.1, nonfinite="skip")
+        run = part("kernels.elementwise.multi_tensor").run
+        monkeypatch.setattr(part("kernels.elementwise.nonfinite_check"), "run",
+                            lambda *given, run=run: (launches.append(given), run(*given)))
+        torch.manual_seed(0)
+        for step in range(4):
+            for p in params:
+                p.grad = torch.randn(p.shape, device=device)
+                p.grad.view(-1)[torch.randint(p.numel(), (step,))] = BAD[step % 3]
+            optimizer.step()
+            results.append(optimizer._preparation.bound.nonfinite.flags.tolist())
+    assert results[:4] == results[4:] and any(map(sum, results)) and len(launches) == 4
+
+
 # one process -----------------------------------------------------------------------------------------------------
 
 @pytest.mark.kernels_ci

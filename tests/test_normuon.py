@@ -6,17 +6,12 @@ import math
 import pytest
 import torch
 
-from tests.paths import PATHS, quiet, take
+from tests.paths import quiet
 
 pytestmark = quiet
 
 BETA2, EPS = 0.95, 1e-8
 every_shape = pytest.mark.parametrize("shape", [(1, 1, 1), (3, 7, 50), (2, 40, 3), (2, 3, 70), (1, 40, 2)], ids=str)
-
-
-@pytest.fixture(params=PATHS)
-def path(request, monkeypatch):
-    return take(request.param, monkeypatch)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.paths import PATHS, forget, quiet, take
+from tests.paths import forget, quiet, take
 from tests.ranks import everywhere
 from tests.spectra import KINDS, spectrum
 
@@ -33,11 +33,6 @@ FACTORS = {F32: 2.0**-8, F16: 1.0, BF16: 8.0}
 def polar(part, monkeypatch):
     forget(part("newton_schulz.orthogonalize"), monkeypatch)
     return part("newton_schulz.orthogonalize")
-
-
-@pytest.fixture(params=PATHS)
-def path(request, monkeypatch):
-    return take(request.param, monkeypatch)
 
 
 def scaled(X, steps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cProfile
+import functools
 import importlib.util
 import itertools
 import math
@@ -333,6 +334,32 @@ def test_a_plan_of_units_is_whole(seed, optimizer):
         check_units(bucket, members, layouts, rank_plans)
         for direction in ("inbound", "outbound"):
             check_all_to_all(bucket, rank_plans, direction)
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("world, columns", [(4, [48, 8, 8]), (8, [2, 1, 1, 1, 1, 1, 1, 1]), (4, [2, 1, 1, 1])], ids=str)
+def test_row_state_of_a_unit_counts_where_none_of_its_elements_is(world, columns, once, optimizer):
+    """Row state has a column for each block, so that the ranks of its shards are not those of the block's columns."""
+    split, shape = part("params.units").parse({"columns": columns}), (500, sum(columns))
+    layout = layout_on((world,), [Shard(1)], shape).as_matrices(split)
+    rows = layout_on((world,), [Shard(1)], split.state_shape(shape, "row")).as_matrices(split, shape, "row")
+    assert any(rows.unit_sizes(rank).get(unit, 0) and unit not in layout.unit_sizes(rank)
+               for rank in range(world) for unit in range(len(columns)))
+    for rank_bytes in (1, 1 << 28):
+        buckets = plan_of([layout] * 3, state_layouts=of_state([rows] * 3), rank_bytes=rank_bytes, inputs=terms(once=once))
+        for bucket in buckets:
+            rank_plans = rank_plans_of(bucket, [layout] * 3, [rows] * 3, once=once)
+            check_bucket_bytes(bucket, rank_plans, rank_bytes)
+            sizes = [bucket_sizes(rank_plan)[0] for rank_plan in rank_plans.values()]
+            assert max(sizes) <= bucket.memory[0]
+    family = next(b for b in buckets if b.route == "exchange")
+    model = part("planning.memory_model").MemoryModel(
+        [layout] * 3, terms(once=once), "exchange", family.ranks, of_state([rows] * 3))
+    for matrix, owner in zip(family.matrices, family.owners):
+        footprint = model._footprint(owner, model._number(layout, matrix.unit))
+        elements = [2 * layout.unit_sizes(rank).get(matrix.unit, 0) + 4 * rows.unit_sizes(rank).get(matrix.unit, 0)
+                    for rank in family.ranks if rank != owner]
+        assert footprint.inbound == sum(elements) == footprint.outbound
 
 
 @pytest.mark.parametrize("route", ["exchange", "own", "reduce"])
@@ -692,6 +719,48 @@ def test_planning_ten_thousand_matrices_for_4096_ranks(record_property, optimize
     record_property("plan_ms", round(1e3 * (planned - start)))
     record_property("rank_plan_ms", round(1e3 * (derived - planned)))
     print(f"10,000 matrices, 4096 ranks: plan {planned - start:.2f} s, one rank's plans {derived - planned:.2f} s")
+
+
+def counted_plan(world, experts, monkeypatch):
+    """(buckets, timelines, batches whose time is asked for) of a plan of so many experts on each rank."""
+    cost_model, counts = measured_pace(), Counter()
+    def counted(name, call, *given):
+        counts[name] += 1
+        return call(*given)
+    for name in ("spans", "batch_time"):
+        monkeypatch.setattr(cost_model, name, functools.partial(counted, name, getattr(cost_model, name)))
+    shapes = [shape for _ in range(experts) for shape in ((world, 2048, 1024), (world, 1024, 512))]
+    buckets = part("planning.plan").make_plan(
+        layouts_on((world,), [Shard(0)], shapes), cost_model, {}, terms(), rank_bytes=2**30, minimize_workspace=True)
+    return buckets, counts["spans"], counts["batch_time"]
+
+
+def test_what_takes_equally_much_is_timed_once(monkeypatch, optimizer):
+    """Ranks with experts of equal shapes have one timeline, and buckets of equal shapes one time: planning Kimi K2 took
+    100 s.
+    """
+    buckets, timelines, batches = counted_plan(4, 100, monkeypatch)
+    more, again, as_many = counted_plan(32, 100, monkeypatch)
+    assert again == timelines and as_many == batches and len(more) == 8 * len(buckets)
+    assert len({tuple(len(b.matrices) for b in more if b.ranks == (rank,)) for rank in range(32)}) == 1
+    check_owners(more, layouts_on((32,), [Shard(0)], [(32, 2048, 1024), (32, 1024, 512)] * 100))
+    _, timelines, batches = counted_plan(1, 400, monkeypatch)
+    assert batches <= 400 and timelines > 10
+
+
+def test_ranks_with_other_experts_have_buckets_of_their_own(optimizer):
+    """Also beside ranks with as many."""
+    Layout, make_plan, layouts = part("params.layout").Layout, part("planning.plan").make_plan, []
+    for rank, shape in enumerate([(2, 64, 32), (2, 64, 32), (2, 32, 16), (1, 64, 32)]):
+        layouts += [Layout(shape, {rank: tuple((0, n) for n in shape)}, ((rank,),), plain=False)] * 5
+    buckets = make_plan(layouts, measured_pace(), {}, terms(), rank_bytes=2**16)
+    check_owners(buckets, layouts)
+    for rank in range(4):
+        alone = make_plan(layouts[5 * rank:5 * rank + 5], measured_pace(), {}, terms(), rank_bytes=2**16)
+        mine = [b for b in buckets if b.ranks == (rank,)]
+        assert [(b.times, b.memory, len(b.matrices)) for b in mine] == [
+            (b.times, b.memory, len(b.matrices)) for b in alone]
+        assert {m.param // 5 for b in mine for m in b.matrices} == {rank} and all(set(b.owners) == {rank} for b in mine)
 
 
 def test_units_of_one_shape_that_change_places_are_noticed(optimizer):

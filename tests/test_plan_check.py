@@ -95,6 +95,49 @@ def test_overlap_on_some_ranks_is_told(optimizer):
         assert "Ranks [2] and ranks [0, 1, 3] differ in: overlap_backward" in messages[0]
 
 
+def with_odd_strides(rank, world, odd, mode):
+    """What a rank is told at the first step, where ranks of `odd` made a convolution channels_last after construction;
+    whether anything moved.
+    """
+    from torch.distributed.tensor import Shard, init_device_mesh
+
+    fulls = [torch.ones(8, 6), torch.ones(3, 4, 2, 2), torch.ones(6, 4, 2, 2)]
+    mesh, options = init_device_mesh("cpu", (world,)), {}
+    if mode == "fsdp":  # of (3, ...), rank 3 has no element
+        fulls = [cut(full, mesh, [Shard(0)]) for full in fulls]
+    else:
+        options = {"process_group": dist.group.WORLD}
+    params = [(f"p{i}", nn.Parameter(full)) for i, full in enumerate(fulls)]
+    groups = [{"params": params[:1]}, {"params": params[1:], "split": "flatten"}]
+    optimizer = package().Muon(groups, lr=0.1, **options)
+    local = part("params.dtensor").local_of
+    for _, p in params:
+        p.grad = torch.ones_like(p)
+    if rank in odd:
+        weight = params[1][1]
+        strided = local(weight).detach().to(memory_format=torch.channels_last)
+        if mode == "fsdp":
+            weight._local_tensor = strided
+        else:
+            weight.data = strided
+    messages = []
+    for _ in "12":
+        with pytest.raises(NotImplementedError) as raised:
+            optimizer.step()
+        messages.append(str(raised.value))
+    return messages, not all((local(p) == 1).all() for _, p in params)
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "reduced"])
+@pytest.mark.parametrize("odd", [(0, 1, 2), (1,)])
+def test_strides_that_a_split_cannot_view_are_told_to_all_ranks(odd, mode, optimizer):
+    """A rank whose shard is empty, or which has other strides, waited for the others."""
+    told = (f"parameter p1 of shape (3, 4, 2, 2): split=\"flatten\" needs a contiguous parameter, not strides as on "
+            f"ranks {', '.join(map(str, odd))} (channels_last?)")
+    for messages, moved in run_threads(4, with_odd_strides, odd, mode, timeout=20):
+        assert all(told in message for message in messages) and not moved
+
+
 def of_two_dtypes(rank, world):
     """Of a group whose dtypes owners step apart, which is two plans where one of its parameters is odd."""
     params = [nn.Parameter(torch.ones(6, 8)), nn.Parameter(torch.ones(8)),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.paths import PATHS, forget, poisoned, quiet, take
+from tests.paths import forget, poisoned, quiet
 from tests.ranks import package, part, run_ranks, run_threads
 from tests.test_bucket_updates import cut
 
@@ -21,11 +21,6 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CUTS = [[[0, 7, 24], [0, 24], [0, 3, 20, 24]], [[0, 1, 2, 3, 24], [0, 23, 24], [0, 24]], [list(range(25))] * 3]
 SHAPES = [(24, 40), (24, 24), (24, 8), (24, 72)]
 SUMMED = [(24, 48), (24, 16), (24, 80), (24, 2064)]  # of a GPU's sums over rows the order depends on multiples of 16
-
-
-@pytest.fixture(params=PATHS)
-def path(request, monkeypatch):
-    return take(request.param, monkeypatch)
 
 
 def pieces_of(U, cuts, gap=16):

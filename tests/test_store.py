@@ -22,8 +22,10 @@ def store_of(params, keys=("momentum_buffer",), dtype=F32, rows=None):
     store, layout, state = part("execution.param_store"), part("params.layout"), {p: {} for p in params}
     for p in params:
         part("state.create").create_state(state[p], p, keys, dtype, rows=rows)
-    rows = [layout.layout_of(p, shape=(*p.shape[:-1], 1)) for p in params]
-    return store.Store(params, [layout.layout_of(p) for p in params], {"second_moment": rows}, state)
+    layouts = [layout.layout_of(p) for p in params]
+    rows = {"second_moment": [layout.layout_of(p, shape=(*p.shape[:-1], 1)) for p in params]}
+    plan = part("planning.planner").Plan(({"params": params},), params, layouts, rows, None, frozenset())
+    return store.Store(plan, state)
 
 
 def layouts_of(store):

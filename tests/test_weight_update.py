@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.paths import INTERPRETED, PATHS, quiet, take
+from tests.paths import INTERPRETED, quiet, take
 
 pytestmark = quiet
 
@@ -18,11 +18,6 @@ SCALES = [0.2, 1.0, 3.0, 1.7, 0.31]
 def factors(lr, weight_decay, device):
     """What the kernel reads from the device."""
     return torch.tensor([lr, 1.0 - lr * weight_decay], dtype=torch.float32, device=device)
-
-
-@pytest.fixture(params=PATHS)
-def path(request, monkeypatch):
-    return take(request.param, monkeypatch)
 
 
 @pytest.fixture

@@ -195,12 +195,13 @@ def rows(device, size) -> None:
 
 def rectangles(device, size) -> None:
     """Momentum, copies and updates: rectangles without gaps and others."""
-    pack, table, update = (
+    pack, table, update, check = (
         part(f"{name}")
         for name in (
             "kernels.elementwise.momentum",
             "kernels.elementwise.multi_tensor",
             "kernels.elementwise.weight_update",
+            "kernels.elementwise.nonfinite_check",
         )
     )
     n, m = size["sides"]
@@ -213,6 +214,8 @@ def rectangles(device, size) -> None:
         pack.Copy.of_gradients([U], sources, [G])([G], addresses)
         pack.Copy([W], [M])()
         update.WeightUpdate([W], [U], [0.5])(numbers)
+        flags = table.Skip(torch.zeros(1, device=device), (0,))
+        check.NonfiniteCheck([(n, width)], sources, [G], flags)(addresses)
 
 
 CASES = {function.__name__: function for function in (products, norms, pieces, aol, small_matrices, rows, rectangles)}

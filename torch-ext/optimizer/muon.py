@@ -525,7 +525,7 @@ class Muon(StateDictMethods):
             return self._run(bound, self._watch.over(bound.all_jobs) if self._watch else [])
         if not self._options.capturable:
             return self._run(bound, bound.jobs)
-        key = [host_constants(store.group, store.is_fp64) for store in bound.graphed_stores]
+        key = [host_constants(store.groups[0], store.is_fp64) for store in bound.graphed_stores]
         graphs, adamw_graphs = self._preparation.graphs, self._preparation.adamw_graphs
         pipeline.run_beside(
             lambda: graphs(self._run, key, bound, bound.jobs), bound.adamw_jobs, adamw_graphs.stream

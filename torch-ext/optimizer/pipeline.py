@@ -111,11 +111,14 @@ class Pause(BucketUpdate):
         yield  # makes the function a generator
 
 
-def precompile_kernels(jobs: Iterable[Job], device: torch.device) -> None:
-    """Compile the kernels of all buckets in parallel, before the first step. Launches and sends
-    nothing.
+def precompile_kernels(
+    jobs: Iterable[Job], device: torch.device, further: Iterable[Callable[[], None]] = ()
+) -> None:
+    """Compile the kernels of all buckets, and of `further` launches, in parallel, before the first
+    step. Launches and sends nothing.
     """
     launches = [launch for update, group in jobs for launch in update.launches(group)]
+    launches += further
 
     def launch_all() -> None:
         for launch in launches:

@@ -18,14 +18,16 @@ from operator import attrgetter, is_, is_not, itemgetter
 import torch
 import torch.distributed as dist
 
+from ..kernels.elementwise.nonfinite_check import NonfiniteCheck
 from ..params import errors
 from ..params.config import MuonConfig
 from ..params.dtensor import is_dtensor, raw_locals
 from ..params.errors import name_in, warn_caller
 from ..params.layout import sharded_among
 from ..pipeline import StepHook
-from ..planning.plan import bucket_sort_key
+from ..planning.plan import Matrix, bucket_sort_key
 from ..planning.planner import Plan
+from ..planning.rank_plan import Piece
 from .process_groups import ProcessGroups
 
 
@@ -92,13 +94,19 @@ class NonfiniteFlags(StepHook):
         self.checked = [self._checked_gradients(plan, store) for plan, store in zip(plans, stores)]
         indices = [index for _, _, _, indices in self.checked for index in indices]
         self.flag_indices = torch.tensor(indices, dtype=torch.int64, device=self.flags.device)
+        # Checks of gradients with several flags, one for each plan
+        self.launches = [
+            functools.partial(_bind_check(plan, store), store.addresses)
+            for plan, store in zip(plans, stores)
+            if store.addresses is not None
+        ]
 
     def _checked_gradients(
         self, plan: Plan, store: object
     ) -> tuple[object, list[int], list[tuple[int, list]], list[int]]:
         """Return (store, indices of gradients with a single flag, [(index of a gradient, boxes of
         each of its units)] with several flags, flag indices of all in the order of
-        `_flag_local_gradients`).
+        `_flag_local_gradients`). With Triton without gradients of several flags, see `_bind_check`.
         """
         single = []
         several = []
@@ -114,6 +122,8 @@ class NonfiniteFlags(StepHook):
             if not shape:
                 single.append(number)
                 indices[0].append(int(flags))
+                continue
+            if store.addresses is not None:
                 continue
             lead = tuple(slice(*side) for side in layout.boxes[store.rank][:-2])
             boxes = []
@@ -156,6 +166,8 @@ class NonfiniteFlags(StepHook):
         """Set the flag of each matrix (AdamW: parameter) with a NaN or Inf in the rank's
         gradient.
         """
+        for check in self.launches:
+            check()
         # A maximum norm is NaN or Inf exactly if an element is; no sum can overflow
         norms = []
         for store, single, several, _ in self.checked:
@@ -372,6 +384,27 @@ def _flag_shape(plan: Plan, number: int) -> tuple[int, ...]:
         return ()
     is_one = len(layout.shape) == 2 and layout.unit_count == 1
     return () if is_one else (*layout.shape[:-2], layout.unit_count)
+
+
+def _bind_check(plan: Plan, store: object) -> NonfiniteCheck:
+    """Bind the check of the gradients with several flags: a rectangle for each box of a unit that
+    the rank stores, of every matrix.
+    """
+    pieces = []
+    for number, layout in enumerate(plan.layouts):
+        shards = layout.boxes[store.rank]
+        if not _flag_shape(plan, number) or not all(start < stop for start, stop in shards):
+            continue
+        sizes = layout.unit_sizes(store.rank)
+        for at in itertools.product(*(range(*side) for side in shards[:-2])):
+            for unit in sizes:
+                matrix = Matrix(number, at, *layout.unit_shapes[unit], unit)
+                pieces += [
+                    Piece("matrix", matrix, box, store.rank, store.rank, True, start)
+                    for box, start in layout.unit_boxes(store.rank, unit)
+                ]
+    shapes = [piece.shape for piece in pieces]
+    return NonfiniteCheck(shapes, store.sources(pieces), store.gradients, store.skip(pieces))
 
 
 def _shape_of(box: tuple[tuple[int, int], ...]) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from ..params.config import MuonConfig
 from ..params.dtensor import local_of
 from ..params.errors import fsdp_names, warn_caller
 from ..params.layout import this_rank
+from ..params.units import NOT_VIEWABLE, is_viewable
 from ..planning.plan import bucket_sort_key, digest
 from ..planning.planner import Plan
 from ..rules.rule import rule_of
@@ -81,6 +82,7 @@ FACTS = (
     "number of parameters",
     "parameters",
     "buckets (workspace_bytes, or GPUs of other memory)",
+    'strides that split="flatten" cannot view',
 )
 COMPARED_ELEMENTS = 4  # first elements of a replica that ranks compare
 TOLERANCE = 1e-3  # relative difference above which replicas count as different
@@ -90,7 +92,8 @@ def check_plans(
     plans: list[Plan], options: MuonConfig, process_groups: ProcessGroups
 ) -> list[Callable[[], None]]:
     """Compare plans over every set of ranks with common parameters, and create their process
-    groups. Raises RuntimeError if ranks differ.
+    groups. Raises RuntimeError if ranks differ, and NotImplementedError if some rank has strides
+    of a parameter that its split cannot view.
 
     Returns comparisons to call in the next step, collectively: of gradients, if all gradients are
     zero in a step with lr 0, by which torch.distributed.checkpoint creates state.
@@ -109,7 +112,7 @@ def check_plans(
             for plan, numbers in members
             for entry in _param_digests(plan, sorted(numbers), known)
         ]
-        facts = _fact_digests(ranks, members, params, options)
+        facts = [*_fact_digests(ranks, members, params, options), _first_not_viewable(members)]
         with errors.during(f"the comparison of plans of ranks {ranks}"):
             device = local_of(members[0][0].params[0]).device
             # A shared group: overlap, which needs dedicated groups, may be on for some ranks only,
@@ -120,6 +123,10 @@ def check_plans(
             later += _compare_copies(members, known, options, group, device)
             _reuse_idle_group(ranks, process_groups, group, device)
             _create_group(process_groups, ranks, group, device)
+    for plan in plans:
+        # Left to refuse are parameters that this rank steps alone
+        for number in range(len(plan.params)):
+            plan.check_strides(number)
     for ranks in sorted(
         {b.ranks for plan in plans for b, _ in plan.rank_plans or () if b.route != "local"},
         key=bucket_sort_key,
@@ -224,8 +231,8 @@ def _fact_digests(
     params: list[tuple[str, int]],
     options: MuonConfig,
 ) -> list[int]:
-    """Return an integer for each of FACTS. `members`: [(plan, indices of the parameters that
-    `ranks` have in common)].
+    """Return an integer for each of FACTS but the last. `members`: [(plan, indices of the
+    parameters that `ranks` have in common)].
     """
     plans = [plan for plan, _ in members]
     device = local_of(plans[0].params[0]).device
@@ -260,6 +267,18 @@ def _fact_digests(
         _digest_int([number for _, number in params]),
         _digest_int(buckets),
     ]
+
+
+def _first_not_viewable(members: list[tuple[Plan, set[int]]]) -> int:
+    """Return the place, counted from 1, of the first parameter with strides that its split cannot
+    view on this rank; 0 for none. `members`: as in `_fact_digests`.
+    """
+    viewable = [
+        is_viewable(plan.split(number), plan.params[number])
+        for plan, numbers in members
+        for number in sorted(numbers)
+    ]
+    return 0 if all(viewable) else viewable.index(False) + 1
 
 
 def _fsdp_names(plans: list[Plan]) -> dict[int, str]:
@@ -333,12 +352,12 @@ def _sources() -> str:
 def _compare(
     facts: list[int], params: list[tuple[str, int]], group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Raise RuntimeError with the first fact that differs between the ranks of `group`.
-    Collective.
+    """Raise RuntimeError with the first fact that differs between the ranks of `group`, or
+    NotImplementedError if a rank cannot view a parameter. Collective.
     """
     ranks = dist.get_process_group_ranks(group)
     rows = _gather(facts, group, device)
-    for index, fact in enumerate(FACTS):
+    for index, fact in enumerate(FACTS[:-1]):
         odd = _minority(ranks, [row[index] for row in rows])
         # All ranks have equal rows, so that all take part in the second gather or none does
         if odd and fact == "parameters":
@@ -349,6 +368,13 @@ def _compare(
                 f"rank {this_rank()}: the ranks have different plans. Ranks {odd} and ranks "
                 f"{usual} differ in: {fact}. Build the optimizer alike on all ranks"
             )
+    # Not compared: strides of a shard without elements say nothing, but its rank must raise too
+    places = {rank: row[-1] for rank, row in zip(ranks, rows) if row[-1]}
+    if places:
+        first = min(places.values())
+        where = ", ".join(str(rank) for rank, place in places.items() if place == first)
+        refusal = NOT_VIEWABLE.format(f"as on ranks {where}")
+        raise NotImplementedError(f"parameter {params[first - 1][0]}: {refusal}")
 
 
 def _minority(ranks: list[int], values: list) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,12 +22,23 @@ from ..params.dtensor import (
     mismatched_placements,
     raw_locals,
 )
-from ..params.errors import names_of
-from ..params.layout import Layout, this_rank, zeros_with_placements
-from ..params.units import WHOLE, Split
+from ..params.layout import this_rank, zeros_with_placements
 from ..params.validation import check_gradients, gradient_of
+from ..planning.planner import Plan
 from ..planning.rank_plan import Piece
 from .fingerprint import GradientForm, copy_in_form, form_of_gradient, missing_from
+
+
+@dataclass(frozen=True)
+class PlanInputViews:
+    """Views of the device inputs of a step that belong to one plan."""
+
+    # int64 addresses of gradients; None without Triton
+    addresses: torch.Tensor | None = None
+    scalars: torch.Tensor | None = None  # fp32 `device_scalars` of all groups
+    flags: torch.Tensor | None = None  # fp32 non-finite flags of the whole step; None: no check
+    # Parameter index -> index in `flags` of its first non-finite flag
+    flag_offset: Mapping[int, int] = field(default_factory=dict)
 
 
 class Store:
@@ -37,56 +49,34 @@ class Store:
     inside a gradient (`sources`), and read the addresses of gradients from device memory.
     """
 
-    def __init__(
-        self,
-        params: Sequence[torch.Tensor],
-        layouts: Sequence[Layout],
-        state_layouts: Mapping[str, Sequence[Layout]],
-        state: dict,
-        in_chunks: bool = False,
-        group: dict | None = None,
-        mismatched: dict[int, tuple] | None = None,
-        addresses: torch.Tensor | None = None,
-        scalars: torch.Tensor | None = None,
-        flags: torch.Tensor | None = None,
-        flag_offset: Mapping[int, int] | None = None,
-        splits: Sequence[Split] | None = None,
-        groups: Sequence[dict] = (),
-        group_of: Sequence[int] = (),
-    ) -> None:
-        """`layouts`: of each parameter. `state_layouts`: state key -> of the state of each parameter.
-        `splits`: how each parameter is cut into matrices; None: each (R, C) is one.
+    def __init__(self, plan: Plan, state: dict, inputs: PlanInputViews | None = None) -> None:
+        """`state`: of the optimizer. `inputs`: None without device inputs of a step.
 
-        `mismatched`: index of a parameter -> placements of the gradient, where different from the
-        parameter's; updated in place. `addresses`, `scalars`, `flags`: views of device buffers of
-        the step, see the attributes.
+        `plan.mismatched` is updated in place with gradients found later.
         """
-        self.params = params
+        inputs = inputs or PlanInputViews()
+        self.params = plan.params
         self.state = state  # of the optimizer: parameter -> {key: tensor}
         self.rank = this_rank()  # global
         # Parameters are cut into chunks of dim 0, so gradients are made contiguous
-        self.in_chunks = in_chunks
-        self.group = group  # the live parameter group; of several groups the first
-        self.groups = groups or (group,)  # live groups that are stepped together
-        self.group_of = group_of or [0] * len(params)  # index of each parameter's group
-        # int64 addresses of gradients, on the device; None without Triton
-        self.addresses = addresses
-        self.scalars = scalars  # fp32 `device_scalars` of all groups, on the device
-        self.flags = flags  # fp32 non-finite flags of the whole step; None: nothing is checked
-        # Parameter index -> index in `flags` of its first non-finite flag
-        self.flag_offset = flag_offset or {}
-        self.splits = [WHOLE] * len(params) if splits is None else splits
+        self.in_chunks = plan.in_chunks
+        self.groups = plan.groups  # live groups that are stepped together
+        self.group_of = plan.group_of or [0] * len(plan.params)  # index of each parameter's group
+        self.addresses = inputs.addresses
+        self.scalars = inputs.scalars
+        self.flags = inputs.flags
+        self.flag_offset = inputs.flag_offset
+        self.splits = list(map(plan.split, range(len(plan.params))))
         # Indices of parameters whose gradients must be viewed as (O, I H W)
         self.flattened = [i for i, split in enumerate(self.splits) if split.view == "flatten"]
         # By kind of a piece
-        self.layouts = {**state_layouts, "matrix": layouts, "weight": layouts}
+        self.layouts = {**plan.state_layouts, "matrix": plan.layouts, "weight": plan.layouts}
         # Parameter index -> copies of AdamW's step count, see `add_step_copy`
         self.step_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
-        self.device = local_of(params[0]).device
-        self.is_fp64 = params[0].dtype == torch.float64
-        # For messages; numbers without a group
-        self.names = list(range(len(params))) if group is None else names_of(params, self.groups)
-        self.mismatched = {} if mismatched is None else mismatched
+        self.device = local_of(plan.params[0]).device
+        self.is_fp64 = plan.params[0].dtype == torch.float64
+        self.names = plan.names  # for messages
+        self.mismatched = plan.mismatched
         # This step's gradients: local tensors as autograd left them, None where missing
         self.raw_gradients: Sequence[torch.Tensor | None] = ()
         # This step's gradients: local tensors as launches read them, zeros where missing. None

@@ -36,7 +36,7 @@ from ..state import create
 from .bucket_updates import BUCKET_UPDATES, AdamWUpdate, BucketInputs
 from .cuda_graphs import Graphs, release_before_groups
 from .fingerprint import StepFingerprint, memory_key
-from .param_store import Store
+from .param_store import PlanInputViews, Store
 from .step_inputs import InputBuffers, StepInputs
 from .workspace import Workspace
 
@@ -325,7 +325,8 @@ class Preparation:
             release_before_groups()
         # First binding of a plan: kernels of these shapes may not be compiled
         if self._param_forms is None:
-            precompile_kernels(bound.all_jobs, bound.missing.device)
+            checks = () if bound.nonfinite is None else bound.nonfinite.launches
+            precompile_kernels(bound.all_jobs, bound.missing.device, checks)
         self.bound = bound
 
     def _compare_again(self, groups: Sequence[dict]) -> None:
@@ -450,32 +451,23 @@ class BoundStep:
 def _make_stores(
     plans: Sequence[Plan], state: dict | None, buffers: InputBuffers, flags: FlagBuffers | None
 ) -> list[Store]:
-    """A store for each plan. Raises RuntimeError for a parameter whose memory was freed."""
+    """A store for each plan. Raises RuntimeError for a parameter whose memory was freed, or whose
+    strides have changed so that its split cannot view them.
+    """
     for plan in plans:
         for number, p in enumerate(plan.params):
+            plan.check_strides(number)
             if p.numel() and local_of(p).numel() and not local_of(p).untyped_storage().nbytes():
                 raise RuntimeError(
                     f"parameter {plan.names[number]} has no memory: it was freed, and has to "
                     "be materialized again before the step"
                 )
+    of_plans = [()] * len(plans)  # (flags, first flag of each parameter) of each plan
+    if flags is not None:
+        of_plans = [(flags.flags, offset) for offset in flags.flag_offset]
     return [
-        Store(
-            plan.params,
-            plan.layouts,
-            plan.state_layouts,
-            state,
-            plan.in_chunks,
-            plan.group,
-            plan.mismatched,
-            buffers.addresses[index],
-            buffers.scalars[index],
-            None if flags is None else flags.flags,
-            None if flags is None else flags.flag_offset[index],
-            plan.splits,
-            plan.groups,
-            plan.group_of,
-        )
-        for index, plan in enumerate(plans)
+        Store(plan, state, PlanInputViews(*views, *flags_of))
+        for plan, *views, flags_of in zip(plans, buffers.addresses, buffers.scalars, of_plans)
     ]
 
 

@@ -124,11 +124,13 @@ class Layout:
 
     def unit_sizes(self, rank: int) -> dict[int, int]:
         """unit -> elements stored by `rank`, without units of which it stores none."""
-        found = {}
         self.unit_boxes(rank, 0)
-        for unit, boxes in self._unit_boxes[rank].items():
-            found[unit] = sum((r1 - r0) * (c1 - c0) for ((r0, r1), (c0, c1)), _ in boxes)
-        return found
+        return {unit: self.unit_numel(rank, unit) for unit in self._unit_boxes[rank]}
+
+    def unit_numel(self, rank: int, unit: int) -> int:
+        """Elements of a unit stored by `rank`."""
+        boxes = self.unit_boxes(rank, unit)
+        return sum((r1 - r0) * (c1 - c0) for ((r0, r1), (c0, c1)), _ in boxes)
 
     @functools.cached_property
     def ranks(self) -> tuple[int, ...]:

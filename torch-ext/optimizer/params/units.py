@@ -46,6 +46,13 @@ FORMS = (
 )
 
 
+NOT_VIEWABLE = (
+    'split="flatten" needs a contiguous parameter, not strides {} (channels_last?): call '
+    "param.data = param.data.contiguous() before the optimizer is built, or use "
+    'split="taps"'
+)
+
+
 @dataclass(frozen=True)
 class Block:
     """Indices of one dim that belong to one unit: a range in each repetition.
@@ -332,10 +339,11 @@ def read_attributes(group: dict, names: Sequence[str]) -> None:
 
 
 def check_splits(
-    group: Mapping, names: Mapping[torch.Tensor, object]
+    group: Mapping, names: Mapping[torch.Tensor, object], strides: bool = True
 ) -> None:
     """Raise ValueError, TypeError or NotImplementedError, naming the parameter, for a split that is
-    not allowed. `names`: of the group's parameters.
+    not allowed. `names`: of the group's parameters. `strides`: also refuse strides that "flatten"
+    cannot view, which may differ between ranks.
     """
     if not group["use_muon"]:
         for key in ("split", "transposed"):
@@ -358,6 +366,8 @@ def check_splits(
             if split.is_whole or not (is_stepped and param.ndim > 1):
                 continue
             _check_split(split, param)
+            if strides and not is_viewable(split, param):
+                raise NotImplementedError(NOT_VIEWABLE.format(tuple(local_of(param).stride())))
         except (TypeError, ValueError, NotImplementedError) as error:
             shape = tuple(param.shape)
             raise type(error)(f"parameter {names[param]} of shape {shape}: {error}") from None
@@ -374,9 +384,7 @@ def _check_split(split: Split, param: torch.Tensor) -> None:
 
 
 def check_flattened(param: torch.Tensor) -> None:
-    """Raise NotImplementedError if a parameter with split="flatten" is sharded beyond dim 1, or has
-    strides of which (O, I H W) is no view.
-    """
+    """Raise NotImplementedError if a parameter with split="flatten" is sharded beyond dim 1."""
     # By placements, which are equal on all ranks: a rank without elements must refuse, too
     axes = zip(param.placements, param.device_mesh.shape) if is_dtensor(param) else ()
     if any(size > 1 and getattr(placement, "dim", 0) > 1 for placement, size in axes):
@@ -384,12 +392,15 @@ def check_flattened(param: torch.Tensor) -> None:
             'split="flatten" takes parameters sharded along their first two dims only: shard it '
             'otherwise, or use split="taps"'
         )
-    local = local_of(param)
+
+
+def is_viewable(split: Split, param: torch.Tensor) -> bool:
+    """Return whether the strides of the local shard of a parameter allow the view of `split`; True
+    for a shard without elements.
+    """
+    local = local_of(param).detach()
     try:
-        Split("flatten").matrices(local)
+        split.matrices(local)
     except RuntimeError:
-        raise NotImplementedError(
-            f'split="flatten" needs a contiguous parameter, not strides {tuple(local.stride())} '
-            "(channels_last?): call param.data = param.data.contiguous() before the optimizer is "
-            'built, or use split="taps"'
-        ) from None
+        return not local.numel()
+    return True

@@ -493,11 +493,12 @@ def _is_on_gpu(value: torch.Tensor) -> bool:
     return value.device.type != "cpu" and value.numel() == 1
 
 
-def check_units(group: dict, options: MuonConfig) -> None:
+def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
     """Raise ValueError, TypeError or NotImplementedError, naming the parameter, for a `split` or
-    `transposed` of a group that is wrong, or that a parameter cannot have.
+    `transposed` of a group that is wrong, or that a parameter cannot have. `strides`: as in
+    `check_splits`.
     """
-    check_splits(group, names_in(group))
+    check_splits(group, names_in(group), strides)
     if not group["use_muon"]:
         return
     state = rule_of(group).state
@@ -519,7 +520,8 @@ def check_changed_groups(groups: Sequence[dict], options: MuonConfig) -> None:
     for number, group in enumerate(groups):
         with in_group(number, group):
             _check_values(group)
-            check_units(group, options)
+            # Strides may differ between ranks: `check_plans` has all ranks raise together
+            check_units(group, options, strides=False)
         for param in group["params"]:
             if getattr(param, "_fsdp_flattened", False):
                 refuse_fsdp1(name_in(group, param))

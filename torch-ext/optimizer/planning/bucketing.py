@@ -34,20 +34,15 @@ SHRINK = 0.85
 
 
 def rounds_of(
-    matrices: Iterable[MatrixLike],
-    owner_of: Mapping[MatrixLike, int],
-    cost: Callable[[int, int], int],
-    memory_model: MemoryModel,
+    matrices: Iterable[MatrixLike], owner_of: Mapping[MatrixLike, int], memory_model: MemoryModel
 ) -> list[Round]:
-    """Return the rounds of a family: round i has the i-th costliest matrix of every owner.
+    """Return the rounds of a family: round i has the i-th matrix of every owner.
 
-    A bucket of whole rounds gives every owner work; only the last rounds may lack owners. `cost`:
-    (rows, cols) -> work. The sort key depends on nothing local, so all ranks get equal rounds.
+    A bucket of whole rounds gives every owner work; only the last rounds may lack owners.
+    `matrices`: in the order of `by_cost`.
     """
     queues: dict[int, list[MatrixLike]] = defaultdict(list)
-    for matrix in sorted(
-        matrices, key=lambda m: (-cost(m.rows, m.cols), m.rows, m.param, m.at, m.unit)
-    ):
+    for matrix in matrices:
         queues[owner_of[matrix]].append(matrix)
     rounds = []
     for together in itertools.zip_longest(*(queues[owner] for owner in sorted(queues))):
@@ -57,19 +52,26 @@ def rounds_of(
     return rounds
 
 
+def by_cost(matrices: Iterable[MatrixLike], cost: Callable[[int, int], int]) -> list[MatrixLike]:
+    """Return matrices in descending order of cost. The sort key depends on nothing local, so all
+    ranks get equal orders.
+    """
+    return sorted(matrices, key=lambda m: (-cost(m.rows, m.cols), m.rows, m.param, m.at, m.unit))
+
+
 def cut(
     rounds: Sequence[Round],
     workspace_for: Callable[[Counter], int],
     rank_bytes: int,
-    predicted_end: Callable[[Buckets], float] | None = None,
-    bytes_together: Callable[[Buckets], int] | None = None,
+    predicted_end: Callable[[list[Counter]], float] | None = None,
+    bytes_together: Callable[[list[Counter]], int] | None = None,
 ) -> Buckets:
     """Group rounds into buckets, each a list of rounds.
 
     `workspace_for(taken)`: bytes of a workspace for buckets with a sum `taken` of `Round.taken`.
     `rank_bytes`: limit of the bytes; a bucket of a single round may exceed the limit.
-    `predicted_end(buckets)`: expected end of the last bucket, in ns. `bytes_together(buckets)`:
-    bytes of the workspace shared by the buckets.
+    `predicted_end(sums)`: expected end of the last bucket, in ns; `sums`: `taken` of each bucket,
+    in order. `bytes_together(sums)`: bytes of the workspace shared by the buckets.
 
     Without `predicted_end` the buckets are as few as the limit allows. With `predicted_end` smaller
     buckets are tried, for more overlap; then a small first bucket, so that Newton-Schulz starts
@@ -77,12 +79,12 @@ def cut(
     `bytes_together` the result is the tried arrangement of fewest bytes whose end is within
     MAX_SLOWDOWN of the best; without, only the time counts.
     """
-    nbytes_of = _WorkspaceBytes(workspace_for)
+    nbytes_of = _WorkspaceBytes(rounds, workspace_for)
     best = _fill(rounds, nbytes_of, rank_bytes)
     choice = [1, 0, 0]  # fraction of the limit, rounds of the first bucket, rounds of the last
     if predicted_end is None or len(rounds) == 1:
         return best
-    least = predicted_end(best)
+    least = predicted_end(nbytes_of.sums(best))
     seen = {_key(best)}
     # Coordinate descent: the three choices one after another, each with the best values found so
     # far, instead of all 36 combinations. Every trial simulates the timeline.
@@ -93,7 +95,7 @@ def cut(
         if _key(buckets) in seen or _is_too_large(buckets, nbytes_of, rank_bytes):
             continue
         seen.add(_key(buckets))
-        done = predicted_end(buckets)
+        done = predicted_end(nbytes_of.sums(buckets))
         if done < WORTHWHILE * least:
             best, choice = buckets, tried
             least = done
@@ -101,22 +103,13 @@ def cut(
         return best
     smaller = _smaller(rounds, nbytes_of, rank_bytes, choice)
     distinct = {_key(buckets): buckets for buckets in (best, *smaller)}
-    return _smallest(distinct.values(), bytes_together, predicted_end, MAX_SLOWDOWN * least)
-
-
-def _smallest(
-    options: Iterable[Buckets],
-    bytes_together: Callable[[Buckets], int],
-    predicted_end: Callable[[Buckets], float],
-    latest: float,
-) -> Buckets:
-    """Return the option of fewest bytes with an end by `latest`; the first is always allowed."""
-    best, *rest = options
-    fewest = bytes_together(best)
-    for buckets in rest:
-        nbytes = bytes_together(buckets)
+    latest = MAX_SLOWDOWN * least
+    fewest = bytes_together(nbytes_of.sums(best))
+    for buckets in distinct.values():
+        sums = nbytes_of.sums(buckets)
+        nbytes = bytes_together(sums)
         # The time is asked for last: a simulation of the timeline costs more than a sum
-        if nbytes < fewest and predicted_end(buckets) <= latest:
+        if nbytes < fewest and predicted_end(sums) <= latest:
             best, fewest = buckets, nbytes
     return best
 
@@ -207,28 +200,42 @@ def _is_too_large(buckets: Buckets, nbytes_of: _WorkspaceBytes, rank_bytes: int)
 class _WorkspaceBytes:
     """Workspace bytes of lists of rounds, cached.
 
-    Each list has a number, 0 for the empty list, stored under the number of the list without the
-    last round, and the last round. A list costs an addition of counters if all but the last round
+    Rounds with equal `taken` are of one kind; thousands of rounds are of a handful of kinds. Each
+    list of kinds has a number, 0 for the empty list, stored under the number of the list without
+    the last kind, and the last kind. A list costs an addition of counters if all but the last kind
     is known, and nothing if the whole list is known.
     """
 
-    def __init__(self, workspace_for: Callable[[Counter], int]) -> None:
+    def __init__(self, rounds: Iterable[Round], workspace_for: Callable[[Counter], int]) -> None:
+        """`rounds`: all rounds of which lists will be made."""
         self.workspace_for = workspace_for
-        # (number of a list, id of the next round) -> number of the list with the round appended
+        kinds: dict[frozenset, int] = {}  # `Round.taken` -> number of the kind
+        self.kinds = {  # id of a round -> number of its kind
+            id(one): kinds.setdefault(frozenset(one.taken.items()), len(kinds)) for one in rounds
+        }
+        # (number of a list, next kind) -> number of the list with a round of the kind appended
         self.numbers: dict[tuple[int, int], int] = {}
         self.taken = [Counter()]  # by number: sum of `Round.taken`
         self.sizes: dict[int, int] = {}  # by number: bytes of workspace
 
     def __call__(self, rounds: Iterable[Round]) -> int:
         """Return the bytes of workspace of a list of rounds."""
+        return self.of(self._number(rounds))
+
+    def sums(self, buckets: Buckets) -> list[Counter]:
+        """Return the sum of `Round.taken` of each bucket."""
+        return [self.taken[self._number(bucket)] for bucket in buckets]
+
+    def _number(self, rounds: Iterable[Round]) -> int:
+        """Return the number of a list of rounds."""
         number = 0
         for one in rounds:
             number = self.extended(number, one)
-        return self.of(number)
+        return number
 
     def extended(self, number: int, one: Round) -> int:
         """Return the number of list `number` with the round `one` appended."""
-        key = number, id(one)
+        key = number, self.kinds[id(one)]
         if key not in self.numbers:
             self.numbers[key] = len(self.taken)
             taken = Counter(self.taken[number])

@@ -9,6 +9,7 @@ tensor.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -200,7 +201,9 @@ class MemoryModel:
         ranks: tuple[int, ...],
         state_layouts: Mapping[str, Sequence[Layout]] | None = None,
     ) -> None:
-        """`layouts`, `state_layouts`: as in `make_plan`."""
+        """`layouts`, `state_layouts`: as in `make_plan`. Parameters of one layout have equal layouts
+        of state.
+        """
         self.element = inputs.element  # bytes of an element
         self.inputs = inputs
         # Id of a layout -> layouts of the state that is sent; with route "own" the owner stores it
@@ -219,7 +222,10 @@ class MemoryModel:
         self.numbers: dict[tuple, int] = {}
         self.footprints: dict[tuple[int, int], MatrixFootprint] = {}  # by (owner, number)
         self.partitions: dict[tuple, int] = {}  # `Layout.replicas` -> number of the partition
-        self.alike = self._alike({id(layout): layout for layout in layouts}.values())
+        self.times: dict[frozenset, BucketTimes] = {}  # items of a sum -> `bucket_times`
+        self.sizes: dict[frozenset, tuple[int, int]] = {}  # items of a sum -> `memory`
+        every = itertools.chain(layouts, *self.of_state.values())
+        self.alike = self._alike({id(layout): layout for layout in every}.values())
 
     def _alike(self, layouts: Iterable[Layout]) -> dict[int, list[int]]:
         """Return rank -> ranks that store equal boxes of every layout; each rank alone if nothing
@@ -272,8 +278,8 @@ class MemoryModel:
             for ((r0, r1), (c0, c1)), _ in layout.unit_boxes(rank, unit):
                 nbytes += self._piece_bytes(r1 - r0, c1 - c0)
             for of_state in self.of_state.get(id(layout), ()):
-                for ((r0, r1), (c0, c1)), _ in of_state.unit_boxes(rank, unit):
-                    nbytes += WIDE_BYTES * (r1 - r0) * (c1 - c0)
+                # A rank may store state of a unit, but none of its elements
+                nbytes += WIDE_BYTES * of_state.unit_numel(rank, unit)
             replica = layout.replica_of[rank]
             pieces[rank] = nbytes
             largest[replica] = max(largest[replica], nbytes)
@@ -358,37 +364,29 @@ class MemoryModel:
             returns += count * footprint.returns
         return owners, iterated, leaves, returns
 
-    def predicted_end(
-        self,
-        owner_of: Mapping[MatrixLike, int],
-        cost_model: CostModel,
-        buckets: Iterable[Sequence[Round]],
-    ) -> float:
-        """Return the expected end of the last bucket, in ns from the start of the first. `buckets`:
-        lists of rounds, in order.
+    def predicted_end(self, cost_model: CostModel, sums: Iterable[Mapping]) -> float:
+        """Return the expected end of the last bucket, in ns from the start of the first. `sums`:
+        of the footprints of each bucket, in order.
         """
-        times = []
-        for bucket in buckets:
-            matrices = [matrix for one in bucket for matrix in one.matrices]
-            owners = [owner_of[m] for m in matrices]
-            times.append(self.bucket_times(matrices, owners, total(bucket), cost_model))
+        times = [self.bucket_times(taken, cost_model) for taken in sums]
         return max(span.end for span in cost_model.spans(times))
 
-    def bucket_times(
-        self,
-        matrices: Sequence[MatrixLike],
-        owners: Sequence[int],
-        taken: Mapping,
-        cost_model: CostModel,
-    ) -> BucketTimes:
-        """Return the expected times of a bucket, each phase at the rank with the most work.
+    def bucket_times(self, taken: Mapping, cost_model: CostModel) -> BucketTimes:
+        """Return the expected times of a bucket, each phase at the rank with the most work; cached.
 
-        `owners`: of each matrix. `taken`: sum of the matrices' footprints, as from `sum`.
+        `taken`: sum of the matrices' footprints, as from `sum`. `cost_model`: equal in all calls.
         """
+        key = frozenset(taken.items())
+        if key not in self.times:
+            self.times[key] = self._bucket_times(taken, cost_model)
+        return self.times[key]
+
+    def _bucket_times(self, taken: Mapping, cost_model: CostModel) -> BucketTimes:
+        """Compute `bucket_times`."""
         at_owners, _, leaves, returns = self._together(taken)
         counts = defaultdict(Counter)  # owner -> shape -> number of matrices
-        for matrix, owner in zip(matrices, owners):
-            counts[owner][matrix.rows, matrix.cols] += 1
+        for (owner, number), count in taken.items():
+            counts[owner][self.forms[number][1]] += count
         inbound, outbound, _, held, _ = (max(nbytes) for nbytes in zip(*at_owners.values()))
         travels = self.route != "local"
         before, at_owner, after = ELEMENT_BYTES[self.route]
@@ -416,20 +414,29 @@ class MemoryModel:
         """
         return workspace_bytes(*self.memory(taken))
 
-    def bytes_together(self, buckets: Iterable[Sequence[Round]]) -> int:
-        """Return the workspace bytes that the given buckets take on the rank with the most.
+    def bytes_together(self, sums: Iterable[Mapping]) -> int:
+        """Return the workspace bytes that buckets take on the rank with the most. `sums`: of the
+        footprints of each bucket, in order.
 
         Bucket i of the family uses buffer i modulo the number of buffers. Every buffer, and the
         shared scratch, is as large as the largest user. "local" buckets share a single buffer.
         """
-        buffers, scratches = zip(*(self.memory(total(bucket)) for bucket in buckets))
+        buffers, scratches = zip(*map(self.memory, sums))
         count = BUCKETS_IN_FLIGHT if self.route != "local" else 1
         in_buffers = sum(max(buffers[number::count], default=0) for number in range(count))
         return in_buffers + max(scratches)
 
     def memory(self, taken: Mapping) -> tuple[int, int]:
         """Return (bytes of the bucket buffer, bytes of the shared scratch), an upper bound over all
-        ranks, see `RankPlan.workspace_layout`.
+        ranks, see `RankPlan.workspace_layout`; cached.
+        """
+        key = frozenset(taken.items())
+        if key not in self.sizes:
+            self.sizes[key] = self._memory(taken)
+        return self.sizes[key]
+
+    def _memory(self, taken: Mapping) -> tuple[int, int]:
+        """Compute `memory`.
 
         Pieces that a rank sends are among the pieces of which O returns, so `returns` bounds
         the buffer for both.

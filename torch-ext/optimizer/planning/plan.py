@@ -16,11 +16,11 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from .bucketing import OVERLAP_BUCKETS, cut, in_equal_buckets, rounds_of
+from .bucketing import OVERLAP_BUCKETS, by_cost, cut, in_equal_buckets, rounds_of
 from .cost_model import BucketTimes, CostModel
 from .load_balance import assign
 from .memory_model import (
@@ -143,38 +143,70 @@ def make_plan(
     cost_model = cost if getattr(cost, "measured", False) else None
     owner_of = _assign(families, layouts, cost, loads)
     buckets = []
+    # Shapes of the matrices of one rank, by cost -> (the matrices, their buckets)
+    known: dict[tuple, tuple[list[Matrix], list[Bucket]]] = {}
     # The key has no local information: ranks that share several families issue their collectives
     # in one order
     for route, ranks in sorted(families, key=lambda family: (bucket_sort_key(family[1]), family)):
+        matrices = by_cost(families[route, ranks], cost)
+        shapes = tuple((m.rows, m.cols) for m in matrices)
+        if route == "local" and shapes in known:
+            # Every rank stores experts and heads of its own, mostly as many as other ranks. The
+            # buckets of matrices that are not sent depend on shapes alone.
+            counterpart = dict(zip(known[shapes][0], matrices))
+            buckets += [_for_rank(ranks, counterpart, bucket) for bucket in known[shapes][1]]
+            continue
         memory_model = MemoryModel(layouts, inputs or PlanInputs(), route, ranks, state_layouts)
-        predicted_end = (
-            partial(memory_model.predicted_end, owner_of, cost_model) if cost_model else None
-        )
-        groups = cut(
-            rounds_of(families[route, ranks], owner_of, cost, memory_model),
-            memory_model.workspace_for,
-            rank_bytes,
-            predicted_end,
-            memory_model.bytes_together if minimize_workspace else None,
-        )
-        for rounds in groups:
-            matrices = tuple(matrix for one in rounds for matrix in one.matrices)
-            owners = tuple(owner_of[m] for m in matrices)
-            buckets.append(_bucket(memory_model, matrices, owners, total(rounds), cost_model))
+        found = _cut(memory_model, matrices, owner_of, cost_model, rank_bytes, minimize_workspace)
+        if route == "local":
+            known[shapes] = matrices, found
+        buckets += found
     return buckets
+
+
+def _cut(
+    memory_model: MemoryModel,
+    matrices: Sequence[Matrix],
+    owner_of: Mapping[Matrix, int],
+    cost_model: CostModel | None,
+    rank_bytes: int,
+    minimize_workspace: bool,
+) -> list[Bucket]:
+    """Return the buckets of one family; `matrices`: in the order of `by_cost`."""
+    groups = cut(
+        rounds_of(matrices, owner_of, memory_model),
+        memory_model.workspace_for,
+        rank_bytes,
+        partial(memory_model.predicted_end, cost_model) if cost_model else None,
+        memory_model.bytes_together if minimize_workspace else None,
+    )
+    found = []
+    for rounds in groups:
+        together = [matrix for one in rounds for matrix in one.matrices]
+        found.append(_bucket(memory_model, together, owner_of, total(rounds), cost_model))
+    return found
+
+
+def _for_rank(ranks: tuple[int], counterpart: Mapping[Matrix, Matrix], bucket: Bucket) -> Bucket:
+    """Return a "local" bucket of one rank for another rank. `counterpart`: matrix of the bucket ->
+    matrix of equal shape on the other rank.
+    """
+    matrices = tuple(counterpart[m] for m in bucket.matrices)
+    return replace(bucket, ranks=ranks, matrices=matrices, owners=ranks * len(matrices))
 
 
 def _bucket(
     memory_model: MemoryModel,
-    matrices: tuple[Matrix, ...],
-    owners: tuple[int, ...],
+    matrices: Sequence[Matrix],
+    owner_of: Mapping[Matrix, int],
     taken: Counter,
     cost_model: CostModel | None,
 ) -> Bucket:
     """Return a bucket with its expected times and bytes; `taken`: sum of the footprints."""
-    times = cost_model and memory_model.bucket_times(matrices, owners, taken, cost_model)
+    times = cost_model and memory_model.bucket_times(taken, cost_model)
     memory = memory_model.memory(taken)
-    return Bucket(memory_model.route, memory_model.ranks, matrices, owners, times, memory)
+    owners = tuple(owner_of[m] for m in matrices)
+    return Bucket(memory_model.route, memory_model.ranks, tuple(matrices), owners, times, memory)
 
 
 def along_backward(
@@ -188,7 +220,8 @@ def along_backward(
     """Cut the matrices anew, with unchanged owners, in the order in which backward computes
     gradients: from the last parameter to the first. "local" buckets are returned unchanged.
 
-    `latency`: fewest bytes per rank of a bucket, see `cost_model.latency_bytes`.
+    `latency`: fewest bytes per rank of a bucket, see `cost_model.latency_bytes`. `state_layouts`:
+    as in `make_plan`.
     """
 
     def cut_anew(owner_of: Mapping[Matrix, int], least: float, pack: Callable) -> list[Bucket]:
@@ -210,8 +243,9 @@ def along_forward(
     """Cut the matrices anew, with unchanged owners, in the order in which forward uses parameters:
     from the first to the last. "local" buckets are returned unchanged.
 
-    A bucket takes whole rounds, the next matrix of every owner, so every owner has work. `latency`:
-    as in `along_backward`. `rank_bytes`: the number of buckets is doubled until every bucket fits.
+    A bucket takes whole rounds, the next matrix of every owner, so every owner has work. `latency`,
+    `state_layouts`: as in `along_backward`. `rank_bytes`: the number of buckets is doubled until
+    every bucket fits.
     """
 
     def cut_anew(owner_of: Mapping[Matrix, int], least: float, pack: Callable) -> list[Bucket]:
@@ -272,9 +306,8 @@ def _packed(
     """Return a bucket of each group."""
     found = []
     for matrices in groups:
-        owners = tuple(owner_of[m] for m in matrices)
-        taken = memory_model.sum(zip(matrices, owners))
-        found.append(_bucket(memory_model, matrices, owners, taken, cost_model))
+        taken = memory_model.sum((m, owner_of[m]) for m in matrices)
+        found.append(_bucket(memory_model, matrices, owner_of, taken, cost_model))
     return found
 
 

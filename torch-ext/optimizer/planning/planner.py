@@ -24,7 +24,7 @@ from ..newton_schulz.method import gain_side_by_side
 from ..params.dtensor import gradient_dtype, is_dtensor, local_of, mismatched_placements
 from ..params.errors import names_in, names_of, warn_caller
 from ..params.layout import Layout, layout_of, row_chunks, this_rank
-from ..params.units import WHOLE, Split, check_splits, splits_by_id
+from ..params.units import NOT_VIEWABLE, WHOLE, Split, check_splits, is_viewable, splits_by_id
 from ..params.validation import check_param
 from ..pipeline import BUCKETS_IN_FLIGHT
 from ..rules.rule import Rule, rule_of, state_device_and_dtype
@@ -100,6 +100,16 @@ class Plan:
         """Return how parameter `number` is cut into matrices."""
         return WHOLE if self.splits is None else self.splits[number]
 
+    def check_strides(self, number: int) -> None:
+        """Raise NotImplementedError if the split of parameter `number` cannot view its strides on
+        this rank.
+        """
+        param = self.params[number]
+        if not is_viewable(self.split(number), param):
+            refusal = NOT_VIEWABLE.format(tuple(local_of(param).stride()))
+            shape = tuple(param.shape)
+            raise NotImplementedError(f"parameter {self.names[number]} of shape {shape}: {refusal}")
+
     def compared_by(self, number: int) -> tuple[int, ...]:
         """Return the ranks that agree on whether parameter `number` has a gradient; () if the rank
         steps the parameter alone.
@@ -136,7 +146,7 @@ class Planner:
         for p, number in zip(params, group_of):
             check_param(p, names[number][p], groups[number])
         for own, known in zip(groups, names):
-            check_splits(own, known)
+            check_splits(own, known, strides=False)
         self.device = local_of(params[0]).device
         self.latency = latency_bytes(architecture(self.device.type, self.device.index))
         precompile.preload_compiler(

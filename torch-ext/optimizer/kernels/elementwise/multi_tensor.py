@@ -115,18 +115,21 @@ def bind(
     lists: Sequence[Sequence[torch.Tensor]],
     sources: Sequence[Source] | None = None,
     gradients: Sequence[torch.Tensor] | None = None,
+    shapes: Sequence[tuple[int, int]] | None = None,
 ) -> list[Launch]:
     """Return tables of corresponding rectangles, a table for each combination of dtypes.
 
     `lists`: lists of 2-D tensors, with equal shapes at equal index (AssertionError otherwise). With
     `sources`, the gradients form the last list: `sources[i]` is the place of rectangle i, and
     `gradients` are examples with the dtypes, and the alignment to 16 bytes, of all later gradients.
-    Tables hold addresses: the caller keeps the tensors alive.
+    `shapes`: of the rectangles, if the gradients are the only list. Tables hold addresses: the
+    caller keeps the tensors alive.
     """
     # (dtypes, access) -> [(index in the bound lists, record)]
     groups = defaultdict(list)
-    for origin, rectangle in enumerate(zip(*lists)):
-        shape = rectangle[0].shape
+    rectangles = zip(*lists) if lists else [()] * len(shapes)
+    for origin, rectangle in enumerate(rectangles):
+        shape = rectangle[0].shape if lists else shapes[origin]
         assert all(t.shape == shape for t in rectangle), [t.shape for t in rectangle]
         types = tuple(t.dtype for t in rectangle)
         fields = [(t.data_ptr(), *t.stride(), t.element_size()) for t in rectangle]
@@ -140,7 +143,8 @@ def bind(
             fields.append((sources[origin].offset * size, *sources[origin].strides, size))
         for record in _records(shape, fields):
             groups[types, _access(record, base)].append((origin, record + index))
-    return [_launch(*key, group, lists[0][0].device) for key, group in groups.items()]
+    device = (lists[0] if lists else gradients)[0].device
+    return [_launch(*key, group, device) for key, group in groups.items()]
 
 
 def _access(record: list[int], base: int) -> int:
