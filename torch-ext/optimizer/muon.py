@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from . import pipeline
 from .communication.nonfinite import NonfiniteFlags, Unscaling, unscale
-from .communication.owner_state import state_for_checkpoint
+from .communication.owner_state import Shared, state_for_checkpoint
 from .communication.process_groups import check_process_group, world_now
 from .execution.cuda_graphs import check_environment, on_device
 from .execution.overlap.backward import BackwardOverlap
@@ -31,7 +31,9 @@ from .params import units, validation
 from .params.config import MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
 from .params.layout import this_rank
+from .params.own_process_groups import Choice, OwnProcessGroups, has_process_group
 from .pipeline import Job
+from .planning.plan import bucket_sort_key
 from .rules.rule import host_constants
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
@@ -71,7 +73,7 @@ class StateDictMethods(ForwardOverlapMethods):
         self._adopt_state()
         self._find_world()
         with create.outside_inference_mode():
-            create.complete_state(self.param_groups, self.state, self._options)
+            create.complete_state(self.param_groups, self.state, self._options_by_group())
         self._adopt_state()
 
     @waits_for_updates
@@ -88,7 +90,7 @@ class StateDictMethods(ForwardOverlapMethods):
         self._adopt_state()
         is_untouched = not self._is_torn and not self._backward_overlap.has_started
         creates = called_by_checkpoint() and is_untouched
-        if not self._options.owner_keeps_state:
+        if not self._owner_keeps_state:
             if creates:
                 self.init_state()
             return super().state_dict()
@@ -100,8 +102,8 @@ class StateDictMethods(ForwardOverlapMethods):
                 return gathered.mark(super().state_dict())
         self._find_world()
         complete = self.init_state if creates else None
-        group = self._options.process_group
-        with self._showing(state_for_checkpoint(self.state, named, group, complete)):
+        shown = state_for_checkpoint(self.state, named, self._shared(), complete)
+        with self._showing(shown):
             return super().state_dict()
 
     @waits_for_updates
@@ -110,19 +112,22 @@ class StateDictMethods(ForwardOverlapMethods):
         `to` of process_group, or of every rank (None): a single rank can then save all state. Does
         nothing if no owner keeps state.
 
-        Collective over process_group. Until the next step, load_state_dict or add_param_group,
-        `state_dict()` returns whole tensors on rank `to` without communication; on further ranks a
-        state dict without state, which load_state_dict refuses. Raises ValueError if `to` is no
-        rank of process_group; RuntimeError, before any communication, if ranks call differently.
+        Collective over process_group; with several process groups, each in turn, `to` must be None.
+        Until the next step, load_state_dict or add_param_group, `state_dict()` returns whole
+        tensors on rank `to` without communication; on further ranks a state dict without state,
+        which load_state_dict refuses. Raises ValueError if `to` is no rank of process_group;
+        RuntimeError, before any communication, if ranks call differently.
         """
-        check_target(to, self._options.process_group if self._options.owner_keeps_state else None)
+        shared = self._shared()
+        members = sum(len(named) for _, named in shared)
+        is_common = not shared or len(shared) == 1 and members == len(self._named())
+        check_target(to, shared[0][0] if shared else None, is_common)
         self._check_state()
-        if not self._options.owner_keeps_state:
+        if not shared:
             return
         self._find_world()
         self._consolidated = None  # an error must not leave an earlier result
-        group = self._options.process_group
-        self._consolidated = consolidate(self.state, self._named(), group, to)
+        self._consolidated = consolidate(self.state, self._named(), self._shared(), to)
 
     def _check_state(self) -> None:
         """Before state is read: warn after a step that failed half-way, raise RuntimeError if
@@ -134,6 +139,26 @@ class StateDictMethods(ForwardOverlapMethods):
     def _named(self) -> dict:
         """{parameter: name} of all groups."""
         return {p: name for group in self.param_groups for p, name in names_in(group).items()}
+
+    def _options_by_group(self) -> list[MuonConfig]:
+        """The options of each group: of the optimizer, with the group's own process_group."""
+        return self._own_process_groups.options_of(self._options, len(self.param_groups))
+
+    @property
+    def _owner_keeps_state(self) -> bool:
+        """Whether only owners keep the state of plain parameters of some group."""
+        return any(own.owner_keeps_state for own in self._options_by_group())
+
+    def _shared(self) -> list[Shared]:
+        """The process groups whose owners keep state, with {parameter: name} of their parameters:
+        large sets of ranks first, the order of all collectives of several sets.
+        """
+        found: dict[tuple, Shared] = {}
+        for group, own in zip(self.param_groups, self._options_by_group()):
+            if own.owner_keeps_state:
+                ranks = tuple(dist.get_process_group_ranks(own.process_group))
+                found.setdefault(ranks, (own.process_group, {}))[1].update(names_in(group))
+        return [found[ranks] for ranks in sorted(found, key=bucket_sort_key)]
 
     @waits_for_updates
     def load_state_dict(self, state_dict: Mapping) -> None:
@@ -149,7 +174,7 @@ class StateDictMethods(ForwardOverlapMethods):
         self._half_way = self._half_way or self._backward_overlap.has_started  # if loading fails
         self._backward_overlap.drop_started()
         self._find_world()
-        hooked = Loading(self.param_groups, self._options).hooked(self)
+        hooked = Loading(self.param_groups, self._options_by_group()).hooked(self)
         with create.outside_inference_mode(), hooked:
             super().load_state_dict(state_dict)
         self._beta1.forget()
@@ -171,9 +196,11 @@ class StateDictMethods(ForwardOverlapMethods):
         options = replace(
             self._options, process_group=getattr(self._options.process_group, "group_name", None)
         )
+        own = self._own_process_groups.mapped(lambda choice: choice.process_group.group_name)
         return {
             **super().__getstate__(),
             "_options": options,
+            "_own_process_groups": own,
             "_adamw": self._adamw,
             "_skipped": self._skipped,
             "_half_way": self._is_torn,
@@ -189,9 +216,24 @@ class StateDictMethods(ForwardOverlapMethods):
         if isinstance(self._options.process_group, str):
             group = dist.distributed_c10d._resolve_process_group(self._options.process_group)
             self._options = replace(self._options, process_group=group)
+        self._own_process_groups = self._own_process_groups.mapped(_resolved)
         self._has_all_groups = True
         self._drop_plans()
         self._why_unbound = "in a copy, or after unpickling"
+
+
+def _found_again(choice: Choice, world: dist.ProcessGroup | None) -> object:
+    """The new default group in place of a destroyed process group. Raises RuntimeError if the
+    destroyed group was not the default group.
+    """
+    check_process_group(world, choice.is_world)
+    return world
+
+
+def _resolved(choice: Choice) -> object:
+    """The process group of a choice, which a pickle keeps by name."""
+    name = choice.process_group
+    return dist.distributed_c10d._resolve_process_group(name) if isinstance(name, str) else name
 
 
 NEVER_BOUND = "before the first step, nor after release()"
@@ -274,7 +316,9 @@ class Muon(StateDictMethods):
         extra = {key: options.pop(key) for key in self._extra_keys}
         self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
         self._start(MuonConfig.of(options))
-        self._options.check()
+        # A generator can be read only once
+        params = list(params) if isinstance(params, Iterator) else params
+        self._options.check(group_has_ranks=has_process_group(params))
         validation.check_adamw(adamw_betas, adamw_eps)
         process_group = self._options.process_group
         self._is_world = process_group is not None and process_group is dist.group.WORLD
@@ -322,6 +366,7 @@ class Muon(StateDictMethods):
         self._skipped: torch.Tensor | None = None  # int64 count, on the device
         self._watch: Stopwatch | None = None  # times of the last step, with `timing`
         self._preparation = Preparation()
+        self._own_process_groups = OwnProcessGroups()
 
     @property
     def timing(self) -> bool:
@@ -340,11 +385,13 @@ class Muon(StateDictMethods):
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group must be a dict, not {type(param_group).__name__}")
         momentum = param_group.get("momentum")
+        count = len(self.param_groups)
+        self._backward_overlap.raise_if_started("add_param_group")
+        with in_group(count, param_group):
+            param_group = self._own_process_groups.take_key(param_group, self._options)
         if validation.is_adamw(param_group):
             for key, value in self._adamw.items():
                 param_group.setdefault(key, value)
-        count = len(self.param_groups)
-        self._backward_overlap.raise_if_started("add_param_group")
         members = (
             validation.Members(self.param_groups) if self._has_all_groups else self._first_members
         )
@@ -359,6 +406,7 @@ class Muon(StateDictMethods):
                 validation.check_memory(self.param_groups)
         except Exception:
             del self.param_groups[count:]
+            self._own_process_groups.drop_last()
             raise
         # Else once, at the end of `__init__`
         if self._has_all_groups:
@@ -389,7 +437,7 @@ class Muon(StateDictMethods):
         wide = {f"adamw_{key}": value for key, value in self._adamw.items()}
         validation.check_group(group, self._extra_keys, {**vars(self._options), **wide})
         validation.check_across_params([group], self._options, first)
-        validation.check_units(group, self._options)
+        validation.check_units(group, self._own_process_groups.last_options(self._options))
         if validation.is_adamw(group):
             check_momentum(group, momentum, self.defaults["momentum"])
 
@@ -399,7 +447,8 @@ class Muon(StateDictMethods):
         `grad_scale` and `found_inf`. False: the scaler unscales, and skips `step` after Inf.
         """
         itself = self._itself()
-        return itself._unscaling.in_step(itself.param_groups, itself._options)
+        own = itself._options_by_group()
+        return itself._unscaling.in_step(itself.param_groups, itself._options, own)
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
@@ -585,6 +634,7 @@ class Muon(StateDictMethods):
                 self.param_groups,
                 self.state,
                 self._options,
+                self._options_by_group(),
                 self._unscaling.resolve(self._options),
                 scaled,
                 self._forward_overlap if self._forward_overlap.on else None,
@@ -600,9 +650,14 @@ class Muon(StateDictMethods):
         """Drop plans if torch.distributed was initialized anew: its process groups are gone."""
         if (world := world_now()) is self._preparation.world:
             return
-        if self._preparation.world is not None and self._options.process_group is not None:
-            check_process_group(world, self._is_world)
-            self._options = replace(self._options, process_group=world)
+        if self._preparation.world is not None:
+            if self._options.process_group is not None:
+                check_process_group(world, self._is_world)
+            own = self._own_process_groups.mapped(lambda choice: _found_again(choice, world))
+            # Only after all checks
+            self._own_process_groups = own
+            if self._options.process_group is not None:
+                self._options = replace(self._options, process_group=world)
         self._preparation.follow_world(world, self._options)
         self._forget_bound()
 

@@ -10,7 +10,7 @@ rank of the group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 import torch
@@ -31,15 +31,20 @@ ADVICE = (
 )
 
 
+# (process group, {parameter: name} of the parameters whose state its ranks share)
+Shared = tuple[dist.ProcessGroup, dict[torch.Tensor, str]]
+
+
 def state_for_checkpoint(
     state: dict,
     named: dict[torch.Tensor, str],
-    group: dist.ProcessGroup,
+    shared: Sequence[Shared],
     complete: Callable[[], None] | None = None,
 ) -> dict:
-    """Return the state as row DTensors, see `as_row_dtensors`. Collective; raises RuntimeError,
-    before any collective, if a rank of `group` does not call in time.
+    """Return the state as row DTensors, see `as_row_dtensors`; state in no process group stays as
+    stored. Collective; raises RuntimeError, before any collective, if a rank does not call in time.
 
+    `named`: all parameters. `shared`: in an equal order on ranks with common process groups.
     `complete`: a function that creates missing entries of `state`, called on every rank; None: no
     state is created.
     """
@@ -47,12 +52,17 @@ def state_for_checkpoint(
         "state_dict(), which all ranks of process_group call together where owners keep the state"
     ):
         # A rank that saves alone gets an error, before it issues a collective
-        wait_for_all(group, "state_dict()", ADVICE)
+        for group, _ in shared:
+            wait_for_all(group, "state_dict()", ADVICE)
         # Counted before zeros are created, which must not stand for rows that a rank failed to load
         if complete is not None:
-            _count_rows(state, named, group)
+            for group, members in shared:
+                _count_rows(state, members, group)
             complete()
-        return as_row_dtensors(state, named, group)
+        shown = {param: state[param] for param in named if param in state}
+        for group, members in shared:
+            shown |= as_row_dtensors(state, members, group)
+        return shown
 
 
 def as_row_dtensors(state: dict, named: dict[torch.Tensor, str], group: dist.ProcessGroup) -> dict:

@@ -53,6 +53,7 @@ GROUP_KEYS = frozenset(
         "split",
         "transposed",
         "betas",
+        "process_group",
     )
 )
 # Keys that learning-rate schedulers add
@@ -498,17 +499,23 @@ def check_units(group: dict, options: MuonConfig) -> None:
             check_unit_sharding(param, name_of(group, number), split, "beta2" in group)
 
 
-def check_changed_groups(groups: Sequence[dict], options: MuonConfig) -> None:
+def check_changed_groups(groups: Sequence[dict], options: Sequence[MuonConfig]) -> None:
     """Check groups again before a step, after a change of groups or parameters since the last step.
+    `options`: of each group.
 
     Raises as `_check_values`, `check_units` and `check_across_params`. Raises RuntimeError for fake
     tensors (an optimizer can be built for fake tensors, but a step needs memory) and for a plain
     gradient of a DTensor. Does not read lr and the like: see `check_scheduled_values`.
     """
-    for number, group in enumerate(groups):
+    for number, (group, own) in enumerate(zip(groups, options)):
         with in_group(number, group):
+            if "process_group" in group:
+                raise ValueError(
+                    "the key process_group was set after the group was added to the optimizer: "
+                    "build a new optimizer, with the key in the group, or remove the key"
+                )
             _check_values(group)
-            check_units(group, options)
+            check_units(group, own)
         for param in group["params"]:
             if getattr(param, "_fsdp_flattened", False):
                 refuse_fsdp1(name_in(group, param))
@@ -524,7 +531,9 @@ def check_changed_groups(groups: Sequence[dict], options: MuonConfig) -> None:
                     f"tensor of shape {tuple(param.grad.shape)}: use DTensor.from_local or "
                     "distribute_tensor"
                 )
-    check_across_params(groups, options, Members(groups).first)
+    first = Members(groups).first
+    for group, own in zip(groups, options):
+        check_across_params([group], own, first)
 
 
 def refuse_fsdp1(name: str) -> None:
