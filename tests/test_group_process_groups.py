@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import package, run_ranks, run_threads
+from tests.ranks import package, run_ranks
 
 DENSE, EXPERTS, BIASES = [(12, 8), (8, 8), (5, 9)], [(3, 6, 8), (10, 4)], [(7,), (4, 3)]
 WAYS = {
@@ -179,21 +179,23 @@ def missing(rank, world):
     """An expert without gradient on one rank or on both of its ranks; a dense parameter likewise."""
     expert_group, ranks = pairs(rank, world)
     found = []
-    for way in ("reduced", "shard_state"):
+    for way in WAYS:
         one, two = Model(ranks), Model(ranks)
         built = package().Muon(one.groups({}, {"process_group": expert_group}), lr=0.1,
                                process_group=dist.group.WORLD, **WAYS[way])
         others = halves(two, "Muon", dist.group.WORLD, expert_group, **WAYS[way])
         for step in range(3):
             for model in (one, two):
-                model.backward(step, rank, range(world), True)
+                model.backward(step, rank, range(world), way != "unreduced")
                 if step == 1:
-                    if rank == 0:  # rank 1 has the gradient: the expert is stepped
-                        model.experts[0].grad = model.expert_biases[0].grad = None
-                    if rank in (2, 3):  # no rank has it
+                    if rank in (2, 3):  # none of its ranks has it
                         model.experts[1].grad = model.expert_biases[1].grad = None
-                    model.dense[0].grad = None if rank != 3 else model.dense[0].grad
                     model.dense_biases[0].grad = None
+                    # With unreduced gradients a missing one counts as zero, if another rank has it
+                    if rank == 0 and way == "unreduced":
+                        model.experts[0].grad = model.expert_biases[0].grad = None
+                    if rank != 3 and way == "unreduced":
+                        model.dense[0].grad = None
             before = [p.detach().clone() for p in (one.experts[1], one.expert_biases[1], one.dense_biases[0])]
             for optimizer in (built, *others):
                 optimizer.step()
@@ -274,16 +276,18 @@ def saved(rank, world, way):
     for p in one.experts:  # whole, and this rank's own
         assert loaded["state"][numbers[p]]["momentum_buffer"].shape == p.shape
     second.load_state_dict(loaded)
-    third, three = copy.deepcopy((build(Model(ranks)), None))[0], Model(ranks)
-    del third
-    if way != "reduced":
-        build(three).load_state_dict(sharded)
+    models, optimizers = [one, two], [first, second]
+    if way != "reduced":  # rows of the state on each rank, which load on all ranks together
+        models.append(Model(ranks))
+        for p, other in zip(models[2].params, one.params):
+            p.data.copy_(other.detach())
+        optimizers.append(build(models[2]))
+        optimizers[2].load_state_dict(sharded)
     for step in range(2, 4):
-        for model in (one, two):
+        for model, optimizer in zip(models, optimizers):
             model.backward(step, rank, range(world), way != "unreduced")
-        first.step()
-        second.step()
-        assert same(one.params, two.params), (step, rank)
+            optimizer.step()
+            assert same(one.params, model.params) or model is one, (step, rank)
     return [p.detach() for p in one.params]
 
 
@@ -291,6 +295,146 @@ def saved(rank, world, way):
 def test_a_checkpoint_of_every_rank(way):
     results = run_ranks(4, saved, way)
     assert same(results[0], results[1]) and not same(results[0], results[2])
+
+
+def during_backward(rank, world):
+    """overlap_backward: ranks send buckets of several sets of ranks while backward runs."""
+    expert_group, ranks = pairs(rank, world)
+    models = [Model(ranks), Model(ranks)]
+    one, two = (
+        package().Muon(model.groups({}, {"process_group": expert_group}), lr=0.1, process_group=dist.group.WORLD,
+                       grads_are_reduced=False, overlap_backward=overlap)
+        for model, overlap in zip(models, (True, False))
+    )
+    for step in range(4):
+        for model, optimizer in zip(models, (one, two)):
+            optimizer.zero_grad()
+            loss = sum((p * (p + rank + step)).sum() for p in model.params)
+            with optimizer.last_backward():
+                loss.backward()
+            optimizer.step()
+        assert same(*(model.params for model in models)), (step, rank)
+    return [p.detach() for p in models[0].params]
+
+
+def test_buckets_of_several_sets_during_backward():
+    results = run_ranks(4, during_backward)
+    assert same(results[0], results[1]) and not same(results[0], results[2])
+
+
+class Named(nn.Module):
+    """A model whose experts have names that differ between the pairs of ranks, as a checkpoint needs."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.dense = nn.ParameterList([*model.dense, *model.dense_biases])
+        self.add_module(f"experts_{model.expert_ranks[0]}", nn.ParameterList([*model.experts, *model.expert_biases]))
+
+
+def in_one_checkpoint(rank, world, way, path):
+    """torch.distributed.checkpoint, by all ranks together: every pair saves and loads the state of its experts."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    expert_group, ranks = pairs(rank, world)
+    runs = []
+    for flat in (False, True):
+        models, optimizers = [Model(ranks), Model(ranks)], []
+        for model in models:
+            names = {p: name for name, p in Named(model).named_parameters()}
+            groups = model.groups({}, {"process_group": expert_group})
+            for group in groups:
+                group["params"] = [(names[p], p) for p in group["params"]]
+            optimizers.append(package().Muon(groups, lr=0.1, process_group=dist.group.WORLD, **WAYS[way]))
+        for step in range(2):
+            models[0].backward(step, rank, range(world), way != "unreduced")
+            optimizers[0].step()
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        where = f"{path}/{flat}"
+        dcp.save({"optim": get_optimizer_state_dict(Named(models[0]), optimizers[0], options=options)},
+                 checkpoint_id=where)
+        loaded = {"optim": get_optimizer_state_dict(Named(models[1]), optimizers[1], options=options)}
+        dcp.load(loaded, checkpoint_id=where)
+        set_optimizer_state_dict(Named(models[1]), optimizers[1], loaded["optim"], options=options)
+        for p, other in zip(models[1].params, models[0].params):
+            p.data.copy_(other.detach())
+        for model, optimizer in zip(models, optimizers):
+            model.backward(2, rank, range(world), way != "unreduced")
+            optimizer.step()
+        assert same(models[0].params, models[1].params), (flat, rank)
+        runs.append([p.detach() for p in models[1].params])
+    return runs
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_checkpoint_of_all_ranks(way, tmp_path):
+    results = run_ranks(4, in_one_checkpoint, way, str(tmp_path))
+    assert same(results[0][0], results[1][0]) and not same(results[0][0], results[2][0])
+
+
+def beside_dtensors(rank, world, cls):
+    """DTensors follow their mesh, in whatever group they are; plain parameters follow the group."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    expert_group, ranks = pairs(rank, world)
+    mesh = init_device_mesh("cpu", (world,))
+    models, sharded = [Model(ranks), Model(ranks)], []
+    for _ in models:
+        sharded.append([nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)]))
+                        for p in made([(8, 6), (6, 8), (9,)], 5)])
+    groups = models[0].groups({}, {"process_group": expert_group})
+    groups[2]["params"] = [sharded[0][0], *models[0].experts]
+    groups[1]["params"] = [*models[0].dense, sharded[0][1]]
+    groups[0]["params"] = [*models[0].expert_biases, sharded[0][2]]
+    one = getattr(package(), cls)(groups, lr=0.1, process_group=dist.group.WORLD)
+    apart = getattr(package(), cls)([{"params": sharded[1][:1], "lr": 0.05}, {"params": sharded[1][1:2]},
+                                     {"params": sharded[1][2:], "use_muon": False}], lr=0.1)
+    others = [*halves(models[1], cls, dist.group.WORLD, expert_group), apart]
+    for step in range(3):
+        for model, dtensors in zip(models, sharded):
+            model.backward(step, rank, range(world), True)
+            for p, g in zip(dtensors, made([p.shape for p in dtensors], 50 + step)):
+                p.grad = distribute_tensor(g.detach(), mesh, [Shard(0)])
+        for optimizer in (one, *others):
+            optimizer.step()
+        assert same(models[0].params, models[1].params)
+        assert same(*([p.full_tensor() for p in dtensors] for dtensors in sharded))
+    return True
+
+
+@pytest.mark.parametrize("cls", ["Muon", "NorMuon"])
+def test_dtensors_follow_their_mesh(cls):
+    assert all(run_ranks(4, beside_dtensors, cls))
+
+
+def scaled(rank, world, in_step):
+    """Inf in an expert of ranks 2 and 3: the scalers of the ranks differ, and all ranks skip the step."""
+    expert_group, ranks = pairs(rank, world)
+    model = Model(ranks)
+    optimizer = package().Muon(model.groups({}, {"process_group": expert_group}), lr=0.1,
+                               process_group=dist.group.WORLD, unscale_in_step=in_step)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))  # begins the scale
+    kept = []
+    for step in range(3):
+        model.backward(step, rank, range(world), True)
+        for p in model.params:
+            p.grad.mul_(scaler.get_scale())
+        if step == 1 and rank > 1:
+            model.experts[0].grad[0, 0, 0] = float("inf")
+        before = [p.detach().clone() for p in model.params]
+        scaler.step(optimizer)
+        scaler.update(4.0)
+        kept.append(sum(torch.equal(a, b) for a, b in zip(before, model.params)))
+    return kept
+
+
+@pytest.mark.parametrize("in_step", [None, True])
+def test_a_grad_scaler_whose_ranks_differ(in_step):
+    count = len(DENSE) + len(EXPERTS) + 2 * len(BIASES)
+    assert run_ranks(4, scaled, in_step) == [[0, count, 0]] * 4
 
 
 def copied(rank, world):
@@ -330,7 +474,7 @@ def refused(rank, world):
     from torch.distributed.device_mesh import init_device_mesh
 
     p = made([(4, 4)], 0)
-    other = dist.new_group([1 - rank], use_local_synchronization=True) if False else dist.new_group([0])
+    other = dist.new_group([0])
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("a", "b"))
     texts = []
     for given, options in [("x", {}), (mesh, {}), (0, {}), *([(other, {})] if rank else []),
@@ -371,15 +515,11 @@ def test_without_torch_distributed(optimizer):
 
 
 def differing(rank, world):
-    """Rank 2 has no experts; ranks 0 and 1 build theirs with other options."""
-    expert_group = dist.new_group([0, 1])
-    dense, experts = made([(8, 8)], 1), made([(6, 4)], 2)
-    groups = [{"params": dense}]
-    if rank < 2:
-        groups.insert(0, {"params": experts, "process_group": expert_group, "nesterov": rank == 0})
-    for p in (*dense, *experts):
-        p.grad = torch.ones_like(p)
-    optimizer = package().Muon(groups, process_group=dist.group.WORLD)
+    """Ranks 0 and 1 build the experts that they share with other options, ranks 2 and 3 alike."""
+    expert_group, ranks = pairs(rank, world)
+    experts = made([(6, 4)], ranks[0])
+    experts[0].grad = torch.ones(6, 4)
+    optimizer = package().Muon([{"params": experts, "process_group": expert_group, "nesterov": rank != 1}])
     try:
         optimizer.step()
     except RuntimeError as error:
@@ -388,6 +528,6 @@ def differing(rank, world):
 
 
 def test_a_difference_is_found_within_its_ranks():
-    texts = run_threads(3, differing)
+    texts = run_ranks(4, differing)
     assert all("Ranks [1] and ranks [0] differ in: group option nesterov" in text for text in texts[:2]), texts
-    assert texts[2] == ""
+    assert texts[2:] == ["", ""]
