@@ -163,7 +163,7 @@ def chained(rank, world):
         for p in [*shared, *(p for some in params.values() for p in some)]:
             p.grad = torch.full_like(p, 3.0)
         optimizer.step()
-        steps[cls, *options] = {ranks: [p.detach() for p in some] for ranks, some in params.items()}
+        steps[(cls, *options)] = {ranks: [p.detach() for p in some] for ranks, some in params.items()}
     return steps
 
 
@@ -334,8 +334,11 @@ class Named(nn.Module):
 def in_one_checkpoint(rank, world, way, path):
     """torch.distributed.checkpoint, by all ranks together: every pair saves and loads the state of its experts."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
 
     expert_group, ranks = pairs(rank, world)
     runs = []

@@ -125,7 +125,7 @@ def test_ranks_may_hold_further_groups(case, optimizer):
 def test_muon_groups_come_in_an_order_that_no_further_group_changes(optimizer):
     together = part("execution.prepare").step_together
     found = package().Muon([{"params": weights(1), "ns_steps": n, "lr": 0.1 * n} for n in (5, 4, 5, 3)]).param_groups
-    groups = [(group, group["params"]) for group in found]
+    groups = [(group, group["params"], None) for group in found]
     orders = [[part_.groups[0]["ns_steps"] for part_ in together(some)] for some in (groups, groups[1:], groups[::-1])]
     assert orders == [orders[0]] * 3 and sorted(orders[0]) == [3, 4, 5]
 

@@ -773,9 +773,31 @@ def test_attributes_are_read_and_kept(optimizer):
     assert torch.equal(heirs[2], params[2])
 
 
-def test_attributes_of_parameters_of_adamw_cut_nothing(optimizer):
+@pytest.mark.parametrize("attribute, value", [("muon_split", {"heads": 3}), ("muon_transposed", True)])
+@pytest.mark.parametrize("shape", [(8, 6), (8,)])
+def test_attributes_of_parameters_of_adamw_are_refused(attribute, value, shape, optimizer):
+    weight = nn.Parameter(torch.ones(shape))
+    setattr(weight, attribute, value)
+    weight.grad = torch.ones(shape)
+    advice = "or put the parameter into a group with use_muon=True" if len(shape) > 1 else "takes matrices only"
+    other = optimizer.Muon([("other", nn.Parameter(torch.ones(4, 4)))])
+    for build in (optimizer.Muon, lambda groups: other.add_param_group(*groups)):
+        with pytest.raises(ValueError) as raised:
+            build([{"params": [("w", weight)], "use_muon": False}])
+        told = f"parameter w of shape {shape} has the attribute {attribute}={value!r}, but is in a group with use_muon"
+        assert told in str(raised.value) and advice in str(raised.value)
+    weight.requires_grad_(False)  # as it is never stepped, nothing is ignored
+    frozen = optimizer.Muon([{"params": [("w", weight)], "use_muon": False}])
+    weight.requires_grad_()
+    weight.grad = torch.ones(shape)
+    with pytest.raises(ValueError, match="parameter w of shape .* has the attribute"):
+        frozen.step()
+
+
+@pytest.mark.parametrize("attribute, value", [("muon_split", None), ("muon_transposed", False)])
+def test_attributes_that_demand_nothing_are_allowed(attribute, value, optimizer):
     weight = nn.Parameter(torch.ones(8, 6))
-    weight.muon_split = {"heads": 3}
+    setattr(weight, attribute, value)
     weight.grad = torch.ones(8, 6)
     optimizer.Muon([{"params": [weight], "use_muon": False}]).step()
 

@@ -436,7 +436,7 @@ class Muon(StateDictMethods):
         """
         wide = {f"adamw_{key}": value for key, value in self._adamw.items()}
         validation.check_group(group, self._extra_keys, {**vars(self._options), **wide})
-        validation.check_across_params([group], self._options, first)
+        validation.check_across_params([group], [self._options], first)
         validation.check_units(group, self._own_process_groups.last_options(self._options))
         if validation.is_adamw(group):
             check_momentum(group, momentum, self.defaults["momentum"])

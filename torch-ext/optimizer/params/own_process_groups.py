@@ -32,6 +32,15 @@ def has_process_group(params: object) -> bool:
     return any(isinstance(entry, dict) and entry.get(KEY) is not None for entry in entries)
 
 
+def refuse_late_key(group: dict) -> None:
+    """Raise ValueError for a group that has got the key after it was added to an optimizer."""
+    if KEY in group:
+        raise ValueError(
+            "the key process_group was set after the group was added to the optimizer: build a new "
+            "optimizer, with the key in the group, or remove the key"
+        )
+
+
 class OwnProcessGroups:
     """The process groups of parameter groups. `choices`: of each group, in the order of
     `param_groups`; None: the group has no such key.

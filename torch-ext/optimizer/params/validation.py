@@ -27,6 +27,7 @@ from ..rules.rule import number_of
 from .dtensor import is_dtensor, is_mismatched, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, names_in, shortened
 from .layout import check_local_shape, check_placements, check_unit_sharding
+from .own_process_groups import refuse_late_key
 from .units import check_splits, splits_of
 
 if TYPE_CHECKING:
@@ -270,18 +271,18 @@ def device_of(groups: Iterable[dict]) -> torch.device:
 
 
 def check_across_params(
-    groups: list[dict], options: MuonConfig, first: tuple[dict, torch.Tensor] | None
+    groups: list[dict], options: Sequence[MuonConfig], first: tuple[dict, torch.Tensor] | None
 ) -> None:
     """Raise ValueError if parameters are on several devices, or if DTensors come with options for
-    plain parameters.
+    plain parameters. Parameters with requires_grad=False are ignored.
 
-    first: `Members.first` of all groups of the optimizer; all parameters must be on the device of
-    `first`. Parameters with requires_grad=False are ignored.
+    options: of each group. first: `Members.first` of all groups of the optimizer; all parameters
+    must be on its device.
     """
-    for group in groups:
+    for group, own in zip(groups, options):
         for i, param in enumerate(group["params"]):
             if param.requires_grad:
-                _check_with_first(param, group, i, options, first)
+                _check_with_first(param, group, i, own, first)
 
 
 def _check_with_first(
@@ -501,19 +502,14 @@ def check_units(group: dict, options: MuonConfig) -> None:
 
 def check_changed_groups(groups: Sequence[dict], options: Sequence[MuonConfig]) -> None:
     """Check groups again before a step, after a change of groups or parameters since the last step.
-    `options`: of each group.
 
-    Raises as `_check_values`, `check_units` and `check_across_params`. Raises RuntimeError for fake
-    tensors (an optimizer can be built for fake tensors, but a step needs memory) and for a plain
-    gradient of a DTensor. Does not read lr and the like: see `check_scheduled_values`.
+    options: of each group. Raises as `_check_values`, `check_units` and `check_across_params`;
+    RuntimeError for fake tensors (an optimizer can be built for fake tensors, but a step needs
+    memory) and for a plain gradient of a DTensor. lr and the like: `check_scheduled_values`.
     """
     for number, (group, own) in enumerate(zip(groups, options)):
         with in_group(number, group):
-            if "process_group" in group:
-                raise ValueError(
-                    "the key process_group was set after the group was added to the optimizer: "
-                    "build a new optimizer, with the key in the group, or remove the key"
-                )
+            refuse_late_key(group)
             _check_values(group)
             check_units(group, own)
         for param in group["params"]:
@@ -531,9 +527,7 @@ def check_changed_groups(groups: Sequence[dict], options: Sequence[MuonConfig]) 
                     f"tensor of shape {tuple(param.grad.shape)}: use DTensor.from_local or "
                     "distribute_tensor"
                 )
-    first = Members(groups).first
-    for group, own in zip(groups, options):
-        check_across_params([group], own, first)
+    check_across_params(groups, options, Members(groups).first)
 
 
 def refuse_fsdp1(name: str) -> None:
