@@ -261,7 +261,8 @@ class Muon(StateDictMethods):
         "spectral_unclamped": sqrt(R / C). "sqrt_max": sqrt(max(R, C)).
     adamw_betas ((0.9, 0.95)), adamw_eps (1e-8): defaults of `betas` and `eps` in AdamW groups.
     process_group (None): ranks with copies of plain (non-DTensor) parameters, or a 1-D DeviceMesh.
-        The ranks split the work. None: every process steps plain parameters alone.
+        The ranks split the work. None: every process steps plain parameters alone. A group may have
+        a "process_group" of its own, also None: for experts that differ by rank (docs/groups.md).
     shard_state (False): True: owners alone keep the state of plain parameters.
     grads_are_reduced (True): False: gradients of plain parameters are not averaged over
         process_group. The optimizer averages (matrices in fp32, after rounding to wire_dtype), and
