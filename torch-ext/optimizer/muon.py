@@ -34,7 +34,6 @@ from .params.layout import this_rank
 from .params.own_process_groups import Choice, OwnProcessGroups, has_process_group
 from .pipeline import Job
 from .planning.plan import bucket_sort_key
-from .rules.rule import host_constants
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
 from .state.consolidated import check_target, consolidate
@@ -562,7 +561,7 @@ class Muon(StateDictMethods):
             return self._run(bound, self._watch.over(bound.all_jobs) if self._watch else [])
         if not self._options.capturable:
             return self._run(bound, bound.jobs)
-        key = [host_constants(store.group, store.is_fp64) for store in bound.graphed_stores]
+        key = [store.host_constants() for store in bound.graphed_stores]
         graphs, adamw_graphs = self._preparation.graphs, self._preparation.adamw_graphs
         pipeline.run_beside(
             lambda: graphs(self._run, key, bound, bound.jobs), bound.adamw_jobs, adamw_graphs.stream

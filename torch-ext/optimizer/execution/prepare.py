@@ -55,8 +55,8 @@ class GroupParams:
     process_group: dist.ProcessGroup | None
 
 
-# (live group, its parameters to step, process group of the plain ones)
-Part = tuple[dict, list[torch.Tensor], object]
+# (live group, its parameters to step, options with the process group of the plain ones)
+Part = tuple[dict, list[torch.Tensor], MuonConfig]
 
 
 def select_params(
@@ -71,8 +71,8 @@ def select_params(
     process_group). Warns of a shared parameter with a gradient but without requires_grad.
     """
     parts = []
-    for group, process_group, members in _by_process_group(groups, options, own):
-        is_shared = process_group is not None
+    for group, part_options, members in _by_process_group(groups, options, own):
+        is_shared = part_options.process_group is not None
         params = [p for p in members if (not is_shared and not is_dtensor(p)) == alone]
         # Ranks must plan alike, so shared parameters are chosen by requires_grad, and
         # MissingGradients handles a missing gradient. Alone, parameters are chosen by gradient, as
@@ -84,7 +84,7 @@ def select_params(
             for p in params
             if by_requires_grad and p.requires_grad or alone and p.grad is not None
         ]
-        parts.append((group, chosen, process_group))
+        parts.append((group, chosen, part_options))
         for p in params if not alone else ():
             if p.grad is not None and not p.requires_grad:
                 warn_caller(
@@ -101,8 +101,8 @@ def select_params(
 
 def _by_process_group(
     groups: Sequence[dict], options: MuonConfig, own: Sequence[MuonConfig]
-) -> list[tuple[dict, object, list[torch.Tensor]]]:
-    """Return [(group, process group, parameters)]: the plain parameters of a group with a process
+) -> list[tuple[dict, MuonConfig, list[torch.Tensor]]]:
+    """Return [(group, options, parameters)]: the plain parameters of a group with a process
     group of its own come apart from the group's DTensors, which follow their meshes and are planned
     with the process group of the optimizer.
     """
@@ -110,11 +110,10 @@ def _by_process_group(
     for group, group_options in zip(groups, own):
         params = group["params"]
         if group_options.process_group is options.process_group:
-            found.append((group, options.process_group, params))
+            found.append((group, options, params))
             continue
-        found.append((group, options.process_group, list(filter(is_dtensor, params))))
-        plain = [p for p in params if not is_dtensor(p)]
-        found.append((group, group_options.process_group, plain))
+        found.append((group, options, list(filter(is_dtensor, params))))
+        found.append((group, group_options, [p for p in params if not is_dtensor(p)]))
     return found
 
 
@@ -124,26 +123,29 @@ def step_together(parts: Sequence[Part]) -> list[GroupParams]:
 
     Groups planned one by one would leave ranks without work: a group of one matrix has one owner.
     Groups for other ranks stay apart: a plan averages and keeps state over one process group. AdamW
-    groups stay alone: torch's kernels take one lr.
+    groups share buckets where owners keep state, with launches of their own; else they stay alone:
+    torch's kernels take one lr.
     """
-    together: dict[tuple, list[tuple]] = {}
-    for number, (group, params, process_group) in enumerate(parts):
+    together: dict[tuple, list[Part]] = {}
+    for number, part in enumerate(parts):
+        group, _, options = part
         # All ranks plan in one order, although a rank may have groups that others lack: an order by
         # the first group of each key would differ. Large sets of ranks come first, as in a step:
         # plans move state by collectives, and in the order of the groups ranks could wait for each
         # other in a circle. AdamW groups of equal ranks keep the order of the groups.
+        process_group = options.process_group
         ranks = () if process_group is None else dist.get_process_group_ranks(process_group)
         by_ranks = bucket_sort_key(tuple(ranks))
-        key = by_ranks, 1, number, ""
+        key = by_ranks, 1, -1 if options.owner_keeps_state else number, ""
         if group["use_muon"]:
             key = by_ranks, 0, 0, repr((host_constants(group), group["adjust_lr_fn"]))
-        together.setdefault(key, []).append((group, params, process_group))
+        together.setdefault(key, []).append(part)
     return [
         GroupParams(
             [group for group, _, _ in members],
             [p for _, params, _ in members for p in params],
             [i for i, (_, params, _) in enumerate(members) for _ in params],
-            members[0][2],
+            members[0][2].process_group,
         )
         for members in (together[key] for key in sorted(together))
     ]

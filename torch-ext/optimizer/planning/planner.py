@@ -52,12 +52,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of all matrices of a Muon group, or of the AdamW parameters of a group with equal
-    dtypes.
-    """
+    """The plan of all matrices of Muon groups, or of AdamW parameters of equal dtypes."""
 
-    # Live parameter groups that are planned together. They differ only in numbers that a step reads
-    # on the device.
+    # Live parameter groups that are planned together. Muon groups differ only in numbers that a
+    # step reads on the device; AdamW groups in any number, since a step launches each by itself.
     groups: tuple[dict, ...]
     params: list[torch.Tensor]
     layouts: list[Layout]  # of each parameter
@@ -131,8 +129,8 @@ class Planner:
         or NotImplementedError for a parameter that cannot be stepped.
 
         `params`: parameters of the groups in this step, not empty. `group_of`: index of the group
-        of each parameter. AdamW groups come alone. `process_group`: ranks with copies of the plain
-        parameters; None: plain parameters are this rank's alone.
+        of each parameter. AdamW groups come alone unless owners keep state. `process_group`: ranks
+        with copies of the plain parameters; None: plain parameters are this rank's alone.
         """
         group = groups[0]
         self.options = replace(self.options, process_group=process_group)
@@ -154,15 +152,16 @@ class Planner:
         # Chunks of a plan share all-to-all buffers, so a plan has a single dtype. Without chunks
         # only fp64 parameters are apart: AdamW takes lr for them from the host, in fp64.
         by_dtype = {}
-        for p in params:
+        for p, number in zip(params, group_of):
             key = (
                 (p.dtype, gradient_dtype(p))
                 if self.options.owner_keeps_state
                 else p.dtype == torch.float64
             )
-            by_dtype.setdefault(key, []).append(p)
-        plan_one = self._chunks if self.options.owner_keeps_state else self._elementwise
-        return [plan_one(group, part) for part in by_dtype.values()]
+            by_dtype.setdefault(key, []).append((p, number))
+        if self.options.owner_keeps_state:
+            return [self._chunks(groups, *zip(*part)) for part in by_dtype.values()]
+        return [self._elementwise(group, [p for p, _ in part]) for part in by_dtype.values()]
 
     def _matrices(
         self, groups: Sequence[dict], params: Sequence[torch.Tensor], group_of: Sequence[int]
@@ -269,7 +268,9 @@ class Planner:
             process_group=self.options.process_group,
         )
 
-    def _chunks(self, group: dict, params: Sequence[torch.Tensor]) -> Plan:
+    def _chunks(
+        self, groups: Sequence[dict], params: Sequence[torch.Tensor], group_of: Sequence[int]
+    ) -> Plan:
         """Return the plan of AdamW parameters with state at owners, all of one dtype."""
         ranks, layouts = self._ranks(), self._layouts(params, [WHOLE] * len(params))
         shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
@@ -292,14 +293,15 @@ class Planner:
         state_rows = [row_chunks(rows, len(ranks)) for rows, _ in shapes]
         rank_plans = [(b, chunk_rank_plan(b, shapes, self.rank, inputs)) for b in buckets]
         return Plan(
-            (group,),
-            params,
+            tuple(groups),
+            list(params),
             layouts,
             None,
             rank_plans,
             frozenset(range(len(params))),
             in_chunks=True,
             state_rows=state_rows,
+            group_of=tuple(group_of),
             process_group=self.options.process_group,
         )
 
