@@ -184,7 +184,8 @@ def test_rows_of_a_transposed_weight_may_be_interleaved(optimizer):
     assert run_threads(2, interleaved_columns, timeout=20) == [True, True]
 
 
-ADAMW_GROUPS = [{"lr": 0.1}, {"lr": 0.02, "weight_decay": 0.3}, {"betas": (0.8, 0.9), "eps": 1e-3}, {"betas": (0.5, 0.99)}]
+ADAMW_GROUPS = [{"lr": 0.1}, {"lr": 0.02, "weight_decay": 0.3}, {"betas": (0.8, 0.9), "eps": 1e-3},
+                {"betas": (0.5, 0.99)}]
 
 
 def adamw_at_owners(rank, world, options, dtype):
