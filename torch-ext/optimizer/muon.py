@@ -37,7 +37,7 @@ from .planning.plan import bucket_sort_key
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
 from .state.consolidated import check_target, consolidate
-from .state.state_dict import Loading, called_by_checkpoint
+from .state.state_dict import Loading, called_by_checkpoint, without_splits
 
 
 class StateDictMethods(ForwardOverlapMethods):
@@ -84,18 +84,23 @@ class StateDictMethods(ForwardOverlapMethods):
         any layout can load. Raises RuntimeError, before any communication, if a rank does not call.
         Warns after a step that failed half-way.
         """
+        by_checkpoint = called_by_checkpoint()
+        saved = self._saved(by_checkpoint)
+        return without_splits(saved) if by_checkpoint else saved
+
+    def _saved(self, by_checkpoint: bool) -> dict:
+        """`state_dict` with all keys. `by_checkpoint`: for torch.distributed.checkpoint."""
         self._check_state()
         self._beta1.follow(self.param_groups)
         self._adopt_state()
-        is_untouched = not self._is_torn and not self._backward_overlap.has_started
-        creates = called_by_checkpoint() and is_untouched
+        creates = by_checkpoint and not (self._is_torn or self._backward_overlap.has_started)
         if not self._owner_keeps_state:
             if creates:
                 self.init_state()
             return super().state_dict()
         named = self._named()
         # torch.distributed.checkpoint saves the parts of all ranks: a consolidated state is no help
-        gathered = None if called_by_checkpoint() else self._consolidated
+        gathered = None if by_checkpoint else self._consolidated
         if gathered is not None and gathered.is_current(named, self.state):
             with self._showing(gathered.whole_state(named, self.state)):
                 return gathered.mark(super().state_dict())

@@ -57,6 +57,20 @@ def called_by_checkpoint() -> bool:
     return False
 
 
+def without_splits(state_dict: dict) -> dict:
+    """Return a state dict whose groups hold {} as `split` and `transposed`.
+
+    torch.distributed.checkpoint refuses a checkpoint that lacks a value of the optimizer: with {},
+    which has no value, a checkpoint from before the split was set loads. The keys stay, since the
+    flattened form demands all keys of the live groups. Loading never reads either value.
+    """
+    groups = [
+        {key: {} if key in SPLITS else value for key, value in group.items()}
+        for group in state_dict["param_groups"]
+    ]
+    return {**state_dict, "param_groups": groups}
+
+
 class Loading:
     """A `load_state_dict` in two parts: torch loads the groups, and this class the state of the
     optimizer.
@@ -433,6 +447,8 @@ def check_state(
                 f"{key} of parameter {name} has shape {shortened(saved_shape)} in the state, "
                 f"but a parameter of shape {tuple(param.shape)} needs {shape}: it was "
                 "saved for another parameter or with another split"
+                + (" (without second_moment it loads, and the mean squares begin anew)")
+                * (key == "second_moment")
             )
         dtype = _as_tensor(state[key], f"{key} of parameter {name}").dtype
         is_count = key == "step" and not dtype.is_complex and dtype != torch.bool
