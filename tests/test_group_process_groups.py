@@ -473,6 +473,41 @@ def test_copies_and_groups_that_are_added():
     assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
 
 
+def anew(rank, world, folder):
+    """torch.distributed is initialized anew: the default group is found again, another group is not."""
+    from tests.test_replan import again
+
+    for number, options in enumerate(({}, {"shard_state": True})):
+        models = [Model((0, 1)), Model((0, 1))]
+        one = package().Muon(models[0].groups({}, {"process_group": dist.group.WORLD}), lr=0.1, process_group=None)
+        pair = dist.new_group([0, 1])
+        two = package().Muon(models[1].groups({}, {"process_group": pair}), lr=0.1, process_group=dist.group.WORLD,
+                             **options)
+        for step in range(2):
+            for model, optimizer in zip(models, (one, two)):
+                model.backward(step, rank, range(world), True)
+                if step and optimizer is two:
+                    for call in (optimizer.step, *([optimizer.consolidate_state_dict] if options else [])):
+                        with pytest.raises(RuntimeError, match="process_group was destroyed since the optimizer was"):
+                            call()
+                else:
+                    optimizer.step()
+            if not step:
+                assert again(folder, f"anew{number}", rank, world)
+        # A destroyed group takes no state along
+        if not options:
+            three = package().Muon(models[1].groups({}, {"process_group": dist.new_group([0, 1])}), lr=0.1,
+                                   process_group=dist.group.WORLD)
+            three.load_state_dict(two.state_dict())
+            three.step()
+            assert same(models[0].experts, models[1].experts)
+    return True
+
+
+def test_a_default_group_that_is_initialized_anew(tmp_path):
+    assert run_ranks(2, anew, str(tmp_path)) == [True, True]
+
+
 def refused(rank, world):
     from torch.distributed.device_mesh import init_device_mesh
 

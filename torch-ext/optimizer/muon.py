@@ -122,16 +122,18 @@ class StateDictMethods(ForwardOverlapMethods):
         which load_state_dict refuses. Raises ValueError if `to` is no rank of process_group;
         RuntimeError, before any communication, if ranks call differently.
         """
-        shared = self._shared()
-        members = sum(len(named) for _, named in shared)
-        is_common = not shared or len(shared) == 1 and members == len(self._named())
-        check_target(to, shared[0][0] if shared else None, is_common)
-        self._check_state()
-        if not shared:
+        if not self._owner_keeps_state:
+            check_target(to, None)
+            self._check_state()
             return
         self._find_world()
+        shared = self._shared()
+        named = self._named()
+        is_common = len(shared) == 1 and len(shared[0][1]) == len(named)
+        check_target(to, shared[0][0], is_common)
+        self._check_state()
         self._consolidated = None  # an error must not leave an earlier result
-        self._consolidated = consolidate(self.state, self._named(), self._shared(), to)
+        self._consolidated = consolidate(self.state, named, shared, to)
 
     def _check_state(self) -> None:
         """Before state is read: warn after a step that failed half-way, raise RuntimeError if
