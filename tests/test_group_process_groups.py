@@ -175,6 +175,36 @@ def test_sets_of_ranks_in_a_circle_wait_for_no_one():
             assert same(first, second)
 
 
+def on_some_ranks(rank, world, way):
+    """Ranks 0 and 1 have experts, rank 2 has none, and none of the groups for them."""
+    expert_group = dist.new_group([0, 1])
+    runs = []
+    for apart in (False, True):
+        model = Model((0, 1))
+        dense, experts = model.groups({}, {})[1::2], model.groups({}, {})[0::2] if rank < 2 else []
+        options = {"lr": 0.1, **WAYS[way]}
+        if apart:
+            optimizers = [package().NorMuon(dense, process_group=dist.group.WORLD, **options)]
+            optimizers += [package().NorMuon(experts, process_group=expert_group, **options)] if experts else []
+        else:
+            experts = [{**group, "process_group": expert_group} for group in experts]
+            optimizers = [package().NorMuon([*experts, *dense], process_group=dist.group.WORLD, **options)]
+        for step in range(4):
+            model.backward(step, rank % 2, range(2), True)
+            for optimizer in optimizers:
+                optimizer.step()
+                if step == 1:
+                    optimizer.load_state_dict(optimizer.state_dict())
+        runs.append([p.detach() for p in (model.params if rank < 2 else [*model.dense, *model.dense_biases])])
+    assert same(*runs)
+    return True
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_without_experts(way):
+    assert run_ranks(3, on_some_ranks, way) == [True] * 3
+
+
 def missing(rank, world):
     """An expert without gradient on one rank or on both of its ranks; a dense parameter likewise."""
     expert_group, ranks = pairs(rank, world)
