@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import package, part
+from tests.ranks import package, part, run_ranks
 from tests.test_checkpoint_file import assert_equal
 from tests.test_peer_sets import PUBLISHED
 
@@ -125,6 +125,39 @@ class Dion(Theirs):
              group["weight_decay"])
 
 
+class DionHeads(Dion):
+    """Dion's `num_heads`: views (heads, rows, C) of weight, momentum and row state take the step."""
+
+    def muon(self, p, G, state, group):
+        if not state:
+            Dion.muon(self, p.detach().clone(), G, state, group)  # makes the state
+            for tensor in state.values():
+                tensor.zero_()
+        count = group["num_heads"]
+        for part_of in zip(*(t.view(count, -1, t.shape[1]) for t in (p, G, *state.values()))):
+            super().muon(*part_of[:2], dict(zip(state, part_of[2:])), group)
+
+
+class DionBlocks(Dion):
+    """Dion's `split_sizes`: blocks are orthogonalized and scaled, to their own rate over that of the matrix, first."""
+
+    def blocks(self, group, *tensors):
+        return zip(*(t.split(list(group["split_sizes"])) for t in tensors))
+
+    def muon(self, p, G, state, group):
+        S = state.setdefault("momentum", torch.zeros_like(p))
+        S.mul_(group["mu"]).add_(G)
+        U = G + group["mu"] * S if group["nesterov"] else S
+
+        def rate(R, C):
+            return (R / C) ** 0.5 if group["adjust_lr"] == "spectral_norm" else 0.2 * max(R, C) ** 0.5
+
+        scaled = [polar(block, self.coefficients) * rate(*block.shape) / rate(*p.shape)
+                  for block, in self.blocks(group, U)]
+        update = self.normalized(torch.cat(scaled), state, group)
+        p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * rate(*p.shape) * update)
+
+
 class DionNorMuon(Dion):
     ours = "NorMuon"
 
@@ -136,6 +169,18 @@ class DionNorMuon(Dion):
         V.lerp_(update.square().mean(-1, keepdim=True), 1 - group["muon_beta2"])
         scaled = update / (V.sqrt() + 1e-8)
         return scaled * update.norm() / scaled.norm()
+
+
+class DionNorMuonHeads(DionHeads, DionNorMuon):
+    pass
+
+
+class DionNorMuonBlocks(DionBlocks, DionNorMuon):
+    def normalized(self, update, state, group):
+        V = state.setdefault("variance_neuron", torch.zeros_like(update[..., :1]))
+        parts = [super(DionNorMuonBlocks, self).normalized(block, {"variance_neuron": rows}, group)
+                 for block, rows in self.blocks(group, update, V)]
+        return torch.cat(parts)
 
 
 def torchs(matrices, rest):
@@ -281,14 +326,77 @@ def saved_by(source):
     (0, "adjust_lr", None, "group 0 has adjust_lr=None, .* set adjust_lr='spectral_norm'"),
     (0, "cautious_wd", True, "group 0 has cautious_wd=True, .* set cautious_wd=False"),
     (1, "cautious_wd", True, "group 1 has cautious_wd=True, .* set cautious_wd=False"),
-    (0, "num_heads", 4, "group 0 has num_heads=4, .* set num_heads=None"),
-    (0, "split_sizes", (8, 8, 8), r"group 0 has split_sizes=\(8, 8, 8\), .* set split_sizes=None"),
     (0, "algorithm", "dion2", "group 0 is stepped by 'dion2'"),
 ])
 def test_options_without_a_counterpart_are_refused(number, key, value, message):
     saved = saved_by("Dion")
     saved["param_groups"][number][key] = value
     with pytest.raises(NotImplementedError, match=message):
+        package().convert_state_dict(saved)
+
+
+BLOCKS = (14, 6, 4)
+SPLITS_OF_DION = {
+    "heads": ({"num_heads": 4}, {"heads": 4}), "blocks": ({"split_sizes": BLOCKS}, {"rows": list(BLOCKS)}),
+    "blocks, rms": ({"split_sizes": BLOCKS, "adjust_lr": "rms_norm"}, {"rows": list(BLOCKS)}),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS_OF_DION)
+@pytest.mark.parametrize("rule", ["Muon", "NorMuon"])
+def test_splits_of_dion_are_ours(rule, name):
+    """The group says them, and the state fits: row state of blocks was taken of scaled updates."""
+    theirs_say, form = SPLITS_OF_DION[name]
+    kind = "Heads" if "num_heads" in theirs_say else "Blocks"
+    make = globals()[f"Dion{'NorMuon' if rule == 'NorMuon' else ''}{kind}"]
+    matrices, rest = drawn([(24, 16), (24, 8)], REST)
+    theirs = make(matrices, rest, **theirs_say)
+    params = matrices + rest
+    train(theirs, params, range(STEPS))
+    saved = theirs.state_dict()
+    kept = copy.deepcopy(saved)
+    converted = package().convert_state_dict(saved)
+    assert_equal(saved, kept)
+    assert converted["param_groups"][0]["split"] == form and "split" not in converted["param_groups"][1]
+    ours = [nn.Parameter(p.detach().clone()) for p in params]
+    optimizer = getattr(package(), rule)([{"params": ours[:2], "split": form}, {"params": ours[2:], "use_muon": False}],
+                                         ns_coefficients="polar_express_dion")
+    optimizer.load_state_dict(converted)
+    assert optimizer.param_groups[0]["split"] == form
+    assert_next_step_is_theirs(theirs, params, ours, optimizer)
+
+
+def sharded_rows(rank, world):
+    """Row state in DTensors: each rank divides its own rows."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    matrices, rest = drawn([(24, 16)], REST)
+    theirs = DionNorMuonBlocks(matrices, rest, split_sizes=BLOCKS)
+    train(theirs, matrices + rest, range(STEPS))
+    whole = package().convert_state_dict(theirs.state_dict())
+    mesh = init_device_mesh("cpu", (world,))
+    saved = copy.deepcopy(theirs.state_dict())
+    saved["state"][0] = {key: distribute_tensor(value, mesh, [Shard(0)]) for key, value in saved["state"][0].items()}
+    cut = package().convert_state_dict(saved)
+    for key, value in whole["state"][0].items():
+        assert torch.equal(cut["state"][0][key].full_tensor(), value), key
+    return True
+
+
+def test_splits_of_dion_in_dtensors():
+    assert all(run_ranks(2, sharded_rows))
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"num_heads": 2, "split_sizes": (8, 16)}, "num_heads=2 and split_sizes=.* exclude each other"),
+    ({"num_heads": 2.5}, "in group 0, in num_heads or split_sizes: .*heads must be a positive integer"),
+    ({"split_sizes": (8, -8)}, "in group 0, in num_heads or split_sizes: .*must be a list of positive integers"),
+    ({"split_sizes": (8, 8)}, r"split_sizes=\[8, 8\], which add up to 16 rows, and a parameter of 24 rows")])
+def test_wrong_splits_of_dion_are_refused(options, message):
+    saved = saved_by("Dion")
+    saved["param_groups"][0].update(options)
+    with pytest.raises(ValueError, match=message):
         package().convert_state_dict(saved)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import package, part, run_threads
+from tests.ranks import package, part, run_ranks, run_threads
 
 
 def stepped(groups, cls="NorMuon", steps=2, change=None, **options):
@@ -125,7 +126,7 @@ def test_ranks_may_hold_further_groups(case, optimizer):
 def test_muon_groups_come_in_an_order_that_no_further_group_changes(optimizer):
     together = part("execution.prepare").step_together
     found = package().Muon([{"params": weights(1), "ns_steps": n, "lr": 0.1 * n} for n in (5, 4, 5, 3)]).param_groups
-    groups = [(group, group["params"]) for group in found]
+    groups = [(group, group["params"], part("params.config").MuonConfig()) for group in found]
     orders = [[part_.groups[0]["ns_steps"] for part_ in together(some)] for some in (groups, groups[1:], groups[::-1])]
     assert orders == [orders[0]] * 3 and sorted(orders[0]) == [3, 4, 5]
 
@@ -181,3 +182,49 @@ def interleaved_columns(rank, world):
 
 def test_rows_of_a_transposed_weight_may_be_interleaved(optimizer):
     assert run_threads(2, interleaved_columns, timeout=20) == [True, True]
+
+
+ADAMW_GROUPS = [{"lr": 0.1}, {"lr": 0.02, "weight_decay": 0.3}, {"betas": (0.8, 0.9), "eps": 1e-3},
+                {"betas": (0.5, 0.99)}]
+
+
+def adamw_at_owners(rank, world, options, dtype):
+    """AdamW groups with numbers of their own, in one optimizer and in an optimizer for each group."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 3), (7,), (), (2, 3, 4), (1, 6), (9, 2), (4, 4), (3,)]
+    values = [torch.randn(shape, generator=generator) for shape in shapes]
+    dtypes = [dtype if i % 3 else torch.float32 for i in range(len(shapes))]
+    sets = [[nn.Parameter(v.to(d)) for v, d in zip(values, dtypes)] for _ in range(2)]
+    groups = [[{"params": params[2 * i:2 * i + 2], "use_muon": False, **own} for i, own in enumerate(ADAMW_GROUPS)]
+              for params in sets]
+    options = {"process_group": dist.group.WORLD, **options}
+    one = package().Muon(groups[0], **options)
+    apart = [package().Muon([group], **options) for group in groups[1]]
+    for step in range(4):
+        for i, (p, q) in enumerate(zip(*sets)):
+            seed = 100 * step + i + (0 if options.get("grads_are_reduced", True) else 1000 * rank)
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)).to(p.dtype)
+            q.grad = p.grad.clone()
+        if step == 2:  # of no rank
+            sets[0][2].grad = sets[1][2].grad = None
+        if step == 3:
+            one.param_groups[1]["lr"] = apart[1].param_groups[0]["lr"] = 0.5
+        for optimizer in (one, *apart):
+            optimizer.step()
+        for p, q in zip(*sets):
+            assert torch.equal(p, q), (step, p.shape)
+    for optimizer in (one, *apart):
+        optimizer.consolidate_state_dict(to=None)
+    whole = one.state_dict()["state"]
+    parts = [optimizer.state_dict()["state"][i] for optimizer in apart for i in range(2)]
+    for i, part_ in enumerate(parts):
+        assert all(torch.equal(whole[i][key], part_[key]) for key in part_), i
+    return len({update.label for update, _ in one._bound.jobs if update.bucket is not None})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("options", [{"shard_state": True}, {"grads_are_reduced": False},
+                                     {"grads_are_reduced": False, "nonfinite": "skip"}])
+def test_adamw_groups_with_state_at_owners_share_buckets(options, dtype):
+    """A bucket for each dtype, though every group has numbers of its own."""
+    assert run_ranks(2, adamw_at_owners, options, dtype) == [1 if dtype == torch.float32 else 2] * 2

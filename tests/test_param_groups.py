@@ -519,3 +519,20 @@ class Fabric(nn.Module):
                                   lambda m: Parallel(Fabric(m))], ids=["Fabric", "compiled", "twice", "both"])
 def test_names_and_split_under_fabric_and_double_wrappers(wrap):
     assert split(wrap(Model(head="output"))) == split(Model(head="output"))
+
+
+@pytest.mark.parametrize("name, why, advice", [
+    ("embed.weight", "embedding", "pass its name as muon="), ("norm.weight", "1-D", "Muon takes matrices only"),
+    ("layers.0.weight", "adamw=", "pass its name as muon=")])
+def test_a_split_of_a_parameter_that_goes_to_adamw_is_refused(name, why, advice, optimizer):
+    model = nn.ModuleDict({"embed": nn.Embedding(64, 16), "layers": nn.ModuleList([nn.Linear(16, 16) for _ in "ab"]),
+                           "norm": nn.LayerNorm(16)})
+    param = model.get_parameter(name)
+    param.muon_split = {"heads": 2}
+    tables = []
+    with pytest.raises(ValueError) as raised:
+        optimizer.get_default_muon_param_groups(model, adamw="layers.0.weight", report=tables.append)
+    told = f"parameter {name} of shape {tuple(param.shape)} has the attribute muon_split={{'heads': 2}}, but goes to"
+    assert told in str(raised.value) and why in str(raised.value) and advice in str(raised.value) and tables
+    param.requires_grad_(False)
+    optimizer.get_default_muon_param_groups(model)

@@ -340,7 +340,7 @@ def test_buckets_of_one_slot_share_memory_and_the_others_do_not(optimizer):
     for rank_plan, lent in zip(rank_plans, taken):
         assert {use: t.numel() for use, t in lent.items()} == rank_plan.use_bytes
         assert all(t.data_ptr() % part("planning.plan").ALIGNMENT == 0 for t in lent.values() if t.numel())
-        buffers.append(lent["rows"].untyped_storage().data_ptr())
+        buffers.append(lent["wide"].untyped_storage().data_ptr())
         scratch.append(lent["stack"].untyped_storage().data_ptr())
         in_buffer = ("leave", "return", "scratch_a", "scratch_b")
         assert {lent[use].untyped_storage().data_ptr() for use in in_buffer} == {buffers[-1]}

@@ -773,9 +773,31 @@ def test_attributes_are_read_and_kept(optimizer):
     assert torch.equal(heirs[2], params[2])
 
 
-def test_attributes_of_parameters_of_adamw_cut_nothing(optimizer):
+@pytest.mark.parametrize("attribute, value", [("muon_split", {"heads": 3}), ("muon_transposed", True)])
+@pytest.mark.parametrize("shape", [(8, 6), (8,)])
+def test_attributes_of_parameters_of_adamw_are_refused(attribute, value, shape, optimizer):
+    weight = nn.Parameter(torch.ones(shape))
+    setattr(weight, attribute, value)
+    weight.grad = torch.ones(shape)
+    advice = "or put the parameter into a group with use_muon=True" if len(shape) > 1 else "takes matrices only"
+    other = optimizer.Muon([("other", nn.Parameter(torch.ones(4, 4)))])
+    for build in (optimizer.Muon, lambda groups: other.add_param_group(*groups)):
+        with pytest.raises(ValueError) as raised:
+            build([{"params": [("w", weight)], "use_muon": False}])
+        told = f"parameter w of shape {shape} has the attribute {attribute}={value!r}, but is in a group with use_muon"
+        assert told in str(raised.value) and advice in str(raised.value)
+    weight.requires_grad_(False)  # as it is never stepped, nothing is ignored
+    frozen = optimizer.Muon([{"params": [("w", weight)], "use_muon": False}])
+    weight.requires_grad_()
+    weight.grad = torch.ones(shape)
+    with pytest.raises(ValueError, match="parameter w of shape .* has the attribute"):
+        frozen.step()
+
+
+@pytest.mark.parametrize("attribute, value", [("muon_split", None), ("muon_transposed", False)])
+def test_attributes_that_demand_nothing_are_allowed(attribute, value, optimizer):
     weight = nn.Parameter(torch.ones(8, 6))
-    weight.muon_split = {"heads": 3}
+    setattr(weight, attribute, value)
     weight.grad = torch.ones(8, 6)
     optimizer.Muon([{"params": [weight], "use_muon": False}]).step()
 
@@ -809,3 +831,86 @@ def differs(rank, world, case, sharded):
 def test_ranks_with_different_splits_are_told(case, sharded, optimizer):
     for told in run_threads(4, differs, case, sharded, timeout=20):
         assert f"Ranks [2] and ranks [0, 1, 3] differ in: {DIFFERENT[case][2]}" in told, told
+
+
+# torch.distributed.checkpoint --------------------------------------------------------------------------------------
+
+class Fused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Parameter(torch.randn(12, 8, generator=torch.Generator().manual_seed(0)))
+        self.out = nn.Parameter(torch.randn(8, 12, generator=torch.Generator().manual_seed(1)))
+
+
+def fused(cls, keys):
+    model = Fused()
+    groups = [{"params": [("qkv", model.qkv)], **keys}, {"params": [("out", model.out)]}]
+    return model, getattr(package(), cls)(groups, lr=LR)
+
+
+def fused_step(model, optimizer, number):
+    for i, p in enumerate(model.parameters()):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * number + i))
+    optimizer.step()
+
+
+def reloaded(rank, world, path, cls, before, after, flat, without=()):
+    """The state of an optimizer with keys `before` in one with keys `after`; `without`: keys of qkv's state that are
+    not loaded. Returns both optimizers.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    (model, optimizer), (other, heir) = fused(cls, before), fused(cls, after)
+    for number in range(2):
+        fused_step(model, optimizer, number)
+    dcp.save({"optim": get_optimizer_state_dict(model, optimizer, options=options)}, checkpoint_id=path)
+    loaded = {"optim": get_optimizer_state_dict(other, heir, options=options)}
+    for key in without:
+        del loaded["optim"]["state"]["qkv"][key]
+    dcp.load(loaded, checkpoint_id=path)
+    set_optimizer_state_dict(other, heir, loaded["optim"], options=options)
+    for name in ("qkv", "out"):
+        theirs, ours = optimizer.state[getattr(model, name)], heir.state[getattr(other, name)]
+        assert all(torch.equal(theirs[key], ours[key]) for key in theirs if not (name == "qkv" and key in without))
+    group = heir.param_groups[0]
+    assert {key: group[key] for key in ("split", "transposed") if key in group} == after
+    fused_step(other, heir, 2)
+    return group["lr"] == optimizer.param_groups[0]["lr"] and "second_moment" not in without
+
+
+KEPT = {  # row state of these has one shape
+    "none, heads": ({}, {"split": {"heads": 2}}), "heads, none": ({"split": {"heads": 2}}, {}),
+    "blocks, others": ({"split": {"rows": [4, 8]}}, {"split": {"rows": [8, 4]}}),
+    "a list, none": ({"split": [{"heads": 3}]}, {}), "none, a list": ({}, {"split": [{"heads": 3}]}),
+}
+OTHER = {  # of these it has not
+    "none, columns": ({}, {"split": {"columns": [4, 4]}}), "columns, none": ({"split": {"columns": [4, 4]}}, {}),
+    "none, transposed": ({}, {"transposed": True}), "transposed, none": ({"transposed": True}, {}),
+}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("cls, case", [
+    *(("NorMuon", case) for case in KEPT), *(("Muon", case) for case in (*KEPT, *OTHER))])
+def test_a_checkpoint_loads_into_another_split(cls, case, flat, tmp_path, optimizer):
+    assert run_ranks(1, reloaded, str(tmp_path), cls, *{**KEPT, **OTHER}[case], flat) == [True]
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_row_state_of_another_shape_begins_anew(case, tmp_path, optimizer):
+    """torch names the entry, and the rest loads without it."""
+    with pytest.raises(RuntimeError, match=r"Size mismatch between saved .* for optim.state.qkv.second_moment"):
+        run_ranks(1, reloaded, str(tmp_path / "1"), "NorMuon", *OTHER[case], False)
+    run_ranks(1, reloaded, str(tmp_path / "2"), "NorMuon", *OTHER[case], False, ("second_moment",))
+
+
+def test_only_a_checkpoint_is_without_splits(optimizer):
+    _, muon = fused("Muon", {"split": {"heads": 2}, "transposed": True})
+    group = muon.state_dict()["param_groups"][0]
+    assert group["split"] == {"heads": 2} and group["transposed"] is True

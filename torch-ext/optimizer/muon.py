@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from . import pipeline
 from .communication.nonfinite import NonfiniteFlags, Unscaling, unscale
-from .communication.owner_state import state_for_checkpoint
+from .communication.owner_state import Shared, state_for_checkpoint
 from .communication.process_groups import check_process_group, world_now
 from .execution.cuda_graphs import check_environment, on_device
 from .execution.overlap.backward import BackwardOverlap
@@ -31,13 +31,15 @@ from .params import units, validation
 from .params.config import MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
 from .params.layout import this_rank
+from .params.own_process_groups import Choice, OwnProcessGroups, has_process_group
 from .pipeline import Job
+from .planning.plan import bucket_sort_key
 from .rules import check
-from .rules.rule import Rule, host_constants, sharded_keys
+from .rules.rule import Rule, sharded_keys
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
 from .state.consolidated import check_target, consolidate
-from .state.state_dict import Loading, called_by_checkpoint
+from .state.state_dict import Loading, called_by_checkpoint, without_splits
 
 
 class StateDictMethods(ForwardOverlapMethods):
@@ -72,7 +74,7 @@ class StateDictMethods(ForwardOverlapMethods):
         self._adopt_state()
         self._find_world()
         with create.outside_inference_mode():
-            create.complete_state(self.param_groups, self.state, self._options)
+            create.complete_state(self.param_groups, self.state, self._options_by_group())
         self._adopt_state()
 
     @waits_for_updates
@@ -84,26 +86,30 @@ class StateDictMethods(ForwardOverlapMethods):
         any layout can load. Raises RuntimeError, before any communication, if a rank does not call.
         Warns after a step that failed half-way.
         """
+        by_checkpoint = called_by_checkpoint()
+        saved = self._saved(by_checkpoint)
+        return without_splits(saved) if by_checkpoint else saved
+
+    def _saved(self, by_checkpoint: bool) -> dict:
+        """`state_dict` with all keys. `by_checkpoint`: for torch.distributed.checkpoint."""
         self._check_state()
         self._beta1.follow(self.param_groups)
         self._adopt_state()
-        is_untouched = not self._is_torn and not self._backward_overlap.has_started
-        creates = called_by_checkpoint() and is_untouched
-        if not self._options.owner_keeps_state:
+        creates = by_checkpoint and not (self._is_torn or self._backward_overlap.has_started)
+        if not self._owner_keeps_state:
             if creates:
                 self.init_state()
             return super().state_dict()
         named = self._named()
         # torch.distributed.checkpoint saves the parts of all ranks: a consolidated state is no help
-        gathered = None if called_by_checkpoint() else self._consolidated
+        gathered = None if by_checkpoint else self._consolidated
         if gathered is not None and gathered.is_current(named, self.state):
             with self._showing(gathered.whole_state(named, self.state)):
                 return gathered.mark(super().state_dict())
         self._find_world()
         complete = self.init_state if creates else None
-        keys = sharded_keys(self.param_groups)
-        group = self._options.process_group
-        with self._showing(state_for_checkpoint(self.state, named, keys, group, complete)):
+        shown = state_for_checkpoint(self.state, named, self._shared(), complete)
+        with self._showing(shown):
             return super().state_dict()
 
     @waits_for_updates
@@ -112,20 +118,24 @@ class StateDictMethods(ForwardOverlapMethods):
         `to` of process_group, or of every rank (None): a single rank can then save all state. Does
         nothing if no owner keeps state.
 
-        Collective over process_group. Until the next step, load_state_dict or add_param_group,
-        `state_dict()` returns whole tensors on rank `to` without communication; on further ranks a
-        state dict without state, which load_state_dict refuses. Raises ValueError if `to` is no
-        rank of process_group; RuntimeError, before any communication, if ranks call differently.
+        Collective over process_group; with several process groups, each in turn, `to` must be None.
+        Until the next step, load_state_dict or add_param_group, `state_dict()` returns whole
+        tensors on rank `to` without communication; on further ranks a state dict without state,
+        which load_state_dict refuses. Raises ValueError if `to` is no rank of process_group;
+        RuntimeError, before any communication, if ranks call differently.
         """
-        check_target(to, self._options.process_group if self._options.owner_keeps_state else None)
-        self._check_state()
-        if not self._options.owner_keeps_state:
+        if not self._owner_keeps_state:
+            check_target(to, None)
+            self._check_state()
             return
         self._find_world()
+        shared = self._shared()
+        named = self._named()
+        is_common = len(shared) == 1 and len(shared[0][1]) == len(named)
+        check_target(to, shared[0][0], is_common)
+        self._check_state()
         self._consolidated = None  # an error must not leave an earlier result
-        keys = sharded_keys(self.param_groups)
-        group = self._options.process_group
-        self._consolidated = consolidate(self.state, self._named(), keys, group, to)
+        self._consolidated = consolidate(self.state, named, shared, to)
 
     def _check_state(self) -> None:
         """Before state is read: warn after a step that failed half-way, raise RuntimeError if
@@ -137,6 +147,28 @@ class StateDictMethods(ForwardOverlapMethods):
     def _named(self) -> dict:
         """{parameter: name} of all groups."""
         return {p: name for group in self.param_groups for p, name in names_in(group).items()}
+
+    def _options_by_group(self) -> list[MuonConfig]:
+        """The options of each group: of the optimizer, with the group's own process_group."""
+        return self._own_process_groups.options_of(self._options, len(self.param_groups))
+
+    @property
+    def _owner_keeps_state(self) -> bool:
+        """Whether only owners keep the state of plain parameters of some group."""
+        return any(own.owner_keeps_state for own in self._options_by_group())
+
+    def _shared(self) -> list[Shared]:
+        """The process groups whose owners keep state, with the members of each:
+        large sets of ranks first, the order of all collectives of several sets.
+        """
+        found: dict[tuple, Shared] = {}
+        for group, own in zip(self.param_groups, self._options_by_group()):
+            if own.owner_keeps_state:
+                ranks = tuple(dist.get_process_group_ranks(own.process_group))
+                keys = sharded_keys([group])
+                members = {p: (name, keys) for p, name in names_in(group).items()}
+                found.setdefault(ranks, (own.process_group, {}))[1].update(members)
+        return [found[ranks] for ranks in sorted(found, key=bucket_sort_key)]
 
     @waits_for_updates
     def load_state_dict(self, state_dict: Mapping) -> None:
@@ -152,7 +184,7 @@ class StateDictMethods(ForwardOverlapMethods):
         self._half_way = self._half_way or self._backward_overlap.has_started  # if loading fails
         self._backward_overlap.drop_started()
         self._find_world()
-        hooked = Loading(self.param_groups, self._options).hooked(self)
+        hooked = Loading(self.param_groups, self._options_by_group()).hooked(self)
         with create.outside_inference_mode(), hooked:
             super().load_state_dict(state_dict)
         self._beta1.forget()
@@ -174,9 +206,11 @@ class StateDictMethods(ForwardOverlapMethods):
         options = replace(
             self._options, process_group=getattr(self._options.process_group, "group_name", None)
         )
+        own = self._own_process_groups.mapped(lambda choice: choice.process_group.group_name)
         return {
             **super().__getstate__(),
             "_options": options,
+            "_own_process_groups": own,
             "_adamw": self._adamw,
             "_rule": self._rule,
             "_skipped": self._skipped,
@@ -193,9 +227,24 @@ class StateDictMethods(ForwardOverlapMethods):
         if isinstance(self._options.process_group, str):
             group = dist.distributed_c10d._resolve_process_group(self._options.process_group)
             self._options = replace(self._options, process_group=group)
+        self._own_process_groups = self._own_process_groups.mapped(_resolved)
         self._has_all_groups = True
         self._drop_plans()
         self._why_unbound = "in a copy, or after unpickling"
+
+
+def _found_again(choice: Choice, world: dist.ProcessGroup | None) -> object:
+    """The new default group in place of a destroyed process group. Raises RuntimeError if the
+    destroyed group was not the default group.
+    """
+    check_process_group(world, choice.is_world)
+    return world
+
+
+def _resolved(choice: Choice) -> object:
+    """The process group of a choice, which a pickle keeps by name."""
+    name = choice.process_group
+    return dist.distributed_c10d._resolve_process_group(name) if isinstance(name, str) else name
 
 
 NEVER_BOUND = "before the first step, nor after release()"
@@ -226,7 +275,8 @@ class Muon(StateDictMethods):
         "normuon".
     adamw_betas ((0.9, 0.95)), adamw_eps (1e-8): defaults of `betas` and `eps` in AdamW groups.
     process_group (None): ranks with copies of plain (non-DTensor) parameters, or a 1-D DeviceMesh.
-        The ranks split the work. None: every process steps plain parameters alone.
+        The ranks split the work. None: every process steps plain parameters alone. A group may have
+        a "process_group" of its own, also None: for experts that differ by rank (docs/groups.md).
     shard_state (False): True: owners alone keep the state of plain parameters.
     grads_are_reduced (True): False: gradients of plain parameters are not averaged over
         process_group. The optimizer averages (matrices in fp32, after rounding to wire_dtype), and
@@ -283,7 +333,9 @@ class Muon(StateDictMethods):
         self._adamw = {"betas": adamw_betas, "eps": adamw_eps}
         self._start(MuonConfig.of(options))
         self._rule = rule
-        self._options.check()
+        # A generator can be read only once
+        params = list(params) if isinstance(params, Iterator) else params
+        self._options.check(group_has_ranks=has_process_group(params))
         validation.check_adamw(adamw_betas, adamw_eps)
         process_group = self._options.process_group
         self._is_world = process_group is not None and process_group is dist.group.WORLD
@@ -331,6 +383,7 @@ class Muon(StateDictMethods):
         self._skipped: torch.Tensor | None = None  # int64 count, on the device
         self._watch: Stopwatch | None = None  # times of the last step, with `timing`
         self._preparation = Preparation()
+        self._own_process_groups = OwnProcessGroups()
         self._rule: str | type[Rule] | None = None  # of groups without a key `rule`
 
     @property
@@ -350,11 +403,13 @@ class Muon(StateDictMethods):
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group must be a dict, not {type(param_group).__name__}")
         momentum = param_group.get("momentum")
+        count = len(self.param_groups)
+        self._backward_overlap.raise_if_started("add_param_group")
+        with in_group(count, param_group):
+            param_group = self._own_process_groups.take_key(param_group, self._options)
         if validation.is_adamw(param_group):
             for key, value in self._adamw.items():
                 param_group.setdefault(key, value)
-        count = len(self.param_groups)
-        self._backward_overlap.raise_if_started("add_param_group")
         members = (
             validation.Members(self.param_groups) if self._has_all_groups else self._first_members
         )
@@ -369,6 +424,7 @@ class Muon(StateDictMethods):
                 validation.check_memory(self.param_groups)
         except Exception:
             del self.param_groups[count:]
+            self._own_process_groups.drop_last()
             raise
         # Else once, at the end of `__init__`
         if self._has_all_groups:
@@ -401,8 +457,8 @@ class Muon(StateDictMethods):
         """
         wide = {f"adamw_{key}": value for key, value in self._adamw.items()}
         validation.check_group(group, self._extra_keys, {**vars(self._options), **wide})
-        validation.check_across_params([group], self._options, first)
-        validation.check_units(group, self._options)
+        validation.check_across_params([group], [self._options], first)
+        validation.check_units(group, self._own_process_groups.last_options(self._options))
         if validation.is_adamw(group):
             check_momentum(group, momentum, self.defaults["momentum"])
 
@@ -412,7 +468,8 @@ class Muon(StateDictMethods):
         `grad_scale` and `found_inf`. False: the scaler unscales, and skips `step` after Inf.
         """
         itself = self._itself()
-        return itself._unscaling.in_step(itself.param_groups, itself._options)
+        own = itself._options_by_group()
+        return itself._unscaling.in_step(itself.param_groups, itself._options, own)
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
@@ -525,7 +582,7 @@ class Muon(StateDictMethods):
             return self._run(bound, self._watch.over(bound.all_jobs) if self._watch else [])
         if not self._options.capturable:
             return self._run(bound, bound.jobs)
-        key = [host_constants(store.groups[0], store.is_fp64) for store in bound.graphed_stores]
+        key = [store.host_constants() for store in bound.graphed_stores]
         graphs, adamw_graphs = self._preparation.graphs, self._preparation.adamw_graphs
         pipeline.run_beside(
             lambda: graphs(self._run, key, bound, bound.jobs), bound.adamw_jobs, adamw_graphs.stream
@@ -598,6 +655,7 @@ class Muon(StateDictMethods):
                 self.param_groups,
                 self.state,
                 self._options,
+                self._options_by_group(),
                 self._unscaling.resolve(self._options),
                 scaled,
                 self._forward_overlap if self._forward_overlap.on else None,
@@ -613,9 +671,14 @@ class Muon(StateDictMethods):
         """Drop plans if torch.distributed was initialized anew: its process groups are gone."""
         if (world := world_now()) is self._preparation.world:
             return
-        if self._preparation.world is not None and self._options.process_group is not None:
-            check_process_group(world, self._is_world)
-            self._options = replace(self._options, process_group=world)
+        if self._preparation.world is not None:
+            if self._options.process_group is not None:
+                check_process_group(world, self._is_world)
+            own = self._own_process_groups.mapped(lambda choice: _found_again(choice, world))
+            # Only after all checks
+            self._own_process_groups = own
+            if self._options.process_group is not None:
+                self._options = replace(self._options, process_group=world)
         self._preparation.follow_world(world, self._options)
         self._forget_bound()
 

@@ -227,19 +227,29 @@ class NonfiniteFlags(StepHook):
         )
 
 
-def scalers_may_differ(groups: list[dict], options: MuonConfig) -> bool:
+def scalers_may_differ(groups: list[dict], options: Sequence[MuonConfig]) -> bool:
     """Return whether torch.amp.GradScaler may find Inf on a rank and none on another rank with
     common parameters.
 
     The scaler of each rank checks the rank's own gradients. Of DTensors the scaler takes the
     maximum over the ranks among which the first gradient is sharded. The maximum reaches all ranks
-    if all parameters are sharded among equal ranks, as with fully_shard alone.
+    if all parameters are sharded among equal ranks, as with fully_shard alone. `options`: of each
+    group.
     """
-    if not options.grads_are_reduced:
+    if not all(own.grads_are_reduced for own in options):
         return True
     wanted = [p for group in groups for p in group["params"] if p.requires_grad]
     if any(map(is_dtensor, wanted)) and not all(map(is_dtensor, wanted)):
         # Each rank's scaler sees the Inf of the rank's own plain parameters only
+        return True
+    plain = {
+        own.process_group
+        for group, own in zip(groups, options)
+        for p in group["params"]
+        if p.requires_grad and not is_dtensor(p)
+    }
+    # Gradients are equal on the ranks of a process group, and differ beyond
+    if len(plain) > 1:
         return True
     kinds = {
         (p.device_mesh, p.placements)
@@ -266,16 +276,17 @@ class Unscaling:
         self._mixed = []  # result of `_mixed_placements`
         self._has_warned = False
 
-    def in_step(self, groups: list[dict], options: MuonConfig) -> bool:
-        """Return whether `step` unscales gradients, and skips itself if a scaler found Inf.
+    def in_step(self, groups: list[dict], options: MuonConfig, own: Sequence[MuonConfig]) -> bool:
+        """Return whether `step` unscales gradients, and skips itself if a scaler found Inf. `own`:
+        the options of each group.
 
         Warns once if missing gradients make the scaler of this rank compare over different ranks
         than the scalers of ranks with all gradients.
         """
-        inputs = _classification_inputs(groups, options)
+        inputs = _classification_inputs(groups, (options, *own))
         if self._seen is None or not _is_equal(inputs, self._seen):
             given = options.unscale_in_step
-            self.answer = scalers_may_differ(groups, options) if given is None else given
+            self.answer = scalers_may_differ(groups, own) if given is None else given
             self._seen = inputs
             self._mixed = _mixed_placements(groups)
         self._has_warned = self._has_warned or any(map(_warn_if_unlike, self._mixed))
@@ -292,7 +303,7 @@ class Unscaling:
         return options if self.answer is None else replace(options, unscale_in_step=self.answer)
 
 
-def _classification_inputs(groups: list[dict], options: MuonConfig) -> tuple:
+def _classification_inputs(groups: list[dict], options: tuple[MuonConfig, ...]) -> tuple:
     """Return everything that determines `scalers_may_differ` and `_mixed_placements`, without a
     Python loop over parameters: (options and group sizes, parameters, DTensor specs).
     """

@@ -30,16 +30,22 @@ ADVICE = (
 )
 
 
+# Parameter -> (name, `rules.rule.sharded_keys` of its group, equal on all ranks)
+Members = dict[torch.Tensor, tuple[str, Sequence[str]]]
+# (process group, the parameters whose state its ranks share)
+Shared = tuple[dist.ProcessGroup, Members]
+
+
 def state_for_checkpoint(
     state: dict,
     named: dict[torch.Tensor, str],
-    keys: Sequence[str],
-    group: dist.ProcessGroup,
+    shared: Sequence[Shared],
     complete: Callable[[], None] | None = None,
 ) -> dict:
-    """Return the state as row DTensors, see `as_row_dtensors`. Collective; raises RuntimeError,
-    before any collective, if a rank of `group` does not call in time.
+    """Return the state as row DTensors, see `as_row_dtensors`; state in no process group stays as
+    stored. Collective; raises RuntimeError, before any collective, if a rank does not call in time.
 
+    `named`: all parameters. `shared`: in an equal order on ranks with common process groups.
     `complete`: a function that creates missing entries of `state`, called on every rank; None: no
     state is created.
     """
@@ -47,25 +53,28 @@ def state_for_checkpoint(
         "state_dict(), which all ranks of process_group call together where owners keep the state"
     ):
         # A rank that saves alone gets an error, before it issues a collective
-        wait_for_all(group, "state_dict()", ADVICE)
+        for group, _ in shared:
+            wait_for_all(group, "state_dict()", ADVICE)
         # Counted before zeros are created, which must not stand for rows that a rank failed to load
         if complete is not None:
-            _count_rows(state, named, keys, group)
+            for group, members in shared:
+                _count_rows(state, members, group)
             complete()
-        return as_row_dtensors(state, named, keys, group)
+        shown = {param: state[param] for param in named if param in state}
+        for group, members in shared:
+            shown |= as_row_dtensors(state, members, group)
+        return shown
 
 
-def as_row_dtensors(
-    state: dict, named: dict[torch.Tensor, str], keys: Sequence[str], group: dist.ProcessGroup
-) -> dict:
+def as_row_dtensors(state: dict, members: Members, group: dist.ProcessGroup) -> dict:
     """Return {parameter: state with DTensors sharded by rows over `group`}; the state of a 0-D
     parameter is plain and whole.
 
-    `named`: {parameter: name}. `keys`: see `_count_rows`. Raises RuntimeError, with the parameter's name, if the ranks
-    together do not hold every row exactly once.
+    Raises RuntimeError, with the parameter's name, if the ranks together do not hold every row
+    exactly once.
     """
-    shown = {param: dict(state[param]) for param in named if param in state}
-    for param, key, have in _count_rows(shown, named, keys, group):
+    shown = {param: dict(state[param]) for param in members if param in state}
+    for param, key, have in _count_rows(shown, members, group):
         # A model that moved to another device left its state behind
         local = _rows(shown[param][key]).to(param.device)
         rows = _row_count(param)
@@ -80,8 +89,7 @@ def as_row_dtensors(
 
 def move_to_owners(
     state: dict,
-    named: dict[torch.Tensor, str],
-    keys: Sequence[str],
+    members: Members,
     wanted: dict[torch.Tensor, list[int]],
     group: dist.ProcessGroup,
 ) -> None:
@@ -90,22 +98,20 @@ def move_to_owners(
 
     `wanted`: {parameter: rows of each rank}. Raises as `as_row_dtensors`.
     """
-    for param, key, have in _count_rows(state, named, keys, group):
+    for param, key, have in _count_rows(state, members, group):
         # A model that moved to another device left its state behind
         local = _rows(state[param][key]).to(param.device)
         state[param][key] = _exchange_rows(local, have, wanted[param], group)
 
 
-def gather(
-    state: dict, named: dict, keys: Sequence[str], group: dist.ProcessGroup, to: int | None
-) -> dict:
+def gather(state: dict, members: Members, group: dist.ProcessGroup, to: int | None) -> dict:
     """Return {parameter: {key: whole tensor on the CPU}} on rank `to` of the group (None: on every
     rank), {} on other ranks.
 
-    A device holds a single whole tensor at a time. `named`, `keys` and errors as in `as_row_dtensors`.
+    A device holds a single whole tensor at a time. Errors as in `as_row_dtensors`.
     """
     whole = {}
-    for param, key, have in _count_rows(state, named, keys, group):
+    for param, key, have in _count_rows(state, members, group):
         local = _rows(state[param][key]).to(param.device)
         if (tensor := _gather_rows(local, have, _row_count(param), group, to)) is not None:
             if param.ndim == 0:
@@ -115,17 +121,16 @@ def gather(
 
 
 def _count_rows(
-    state: dict, named: dict[torch.Tensor, str], keys: Sequence[str], group: dist.ProcessGroup
+    state: dict, members: Members, group: dist.ProcessGroup
 ) -> list[tuple[torch.Tensor, str, list[int]]]:
-    """Return [(parameter, key, rows on each rank)] of all state held by any rank. `keys`:
-    `rules.rule.sharded_keys` of the optimizer, equal on all ranks. Raises RuntimeError as
-    `as_row_dtensors`.
+    """Return [(parameter, key, rows on each rank)] of all state held by any rank. Raises
+    RuntimeError as `as_row_dtensors`.
     """
-    if not named:
+    if not members:
         return []
-    entries = [(param, key) for param in named for key in keys]
+    entries = [(param, key) for param, (_, keys) in members.items() for key in keys]
     # Frozen parameters may be on any device, even without a backend of the group
-    trained = next(filter(attrgetter("requires_grad"), named), next(iter(named)))
+    trained = next(filter(attrgetter("requires_grad"), members), next(iter(members)))
     counts = [len(_rows(state[p][key])) if key in state.get(p, {}) else -1 for p, key in entries]
     row = torch.tensor(counts, dtype=torch.int64, device=local_of(trained).device)
     gathered = [torch.empty_like(row) for _ in range(group.size())]
@@ -139,7 +144,7 @@ def _count_rows(
         if min(have) < 0 or sum(have) != rows and have != [rows] * len(have):
             raise RuntimeError(
                 f"the ranks of process_group hold {have} rows of {key} of parameter "
-                f"{named[param]}, "
+                f"{members[param][0]}, "
                 f"which has {rows}: load the state on all ranks, or on none"
             )
     return found

@@ -587,7 +587,8 @@ def _warn_of_weights(differ: list[Replicated], ranks: list[int]) -> None:
         warn_caller(
             f"the weights of {_shortened_list([c.name for c in differ])} differ between ranks "
             f"{_shortened_list(ranks)}, which hold copies of them, and stay different. Begin with "
-            "the same weights on all ranks, as DistributedDataParallel does"
+            "the same weights on all ranks, as DistributedDataParallel does; give parameters that "
+            "are to differ by rank a group with a process_group of their own"
         )
 
 

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ..params.dtensor import is_dtensor, local_of
 
 Ranks = tuple[int, ...]  # global ranks, in the order of the group
+_name = attrgetter("group_name")
 
 
 class ProcessGroups:
@@ -72,18 +73,22 @@ class ProcessGroups:
         self.is_step_complete = True
 
     def find_existing(
-        self, params: list[torch.Tensor], process_group: dist.ProcessGroup | None
+        self,
+        params: list[torch.Tensor],
+        process_group: dist.ProcessGroup | None,
+        own: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         """Find the existing groups for the parameters of a step, and forget which groups earlier
-        plans used.
+        plans used. `own`: process groups of parameter groups.
 
         If several groups connect equal ranks (two meshes with an axis over the ranks), all ranks
-        choose alike: the user's `process_group`, else the default group, else the first by name.
+        choose alike: the optimizer's `process_group`, else the first of `own` by name, else the
+        default group, else the first by name.
         """
         self.used.clear()
         self.existing = {}
         # Sorted by name, which is equal on all ranks: the order of a set is not
-        for group in sorted(_meshes_groups(params), key=attrgetter("group_name")):
+        for group in sorted(_meshes_groups(params), key=_name):
             self.existing.setdefault(_ranks_of(group), group)
         templates = dict(self.existing)
         device = local_of(params[0]).device.type if params else ""
@@ -91,13 +96,16 @@ class ProcessGroups:
         for ranks in slow:
             del self.existing[ranks]
         self.existing |= {_ranks_of(group): group for group in _always(process_group)}
-        # The user's group may order its ranks unlike other groups, and plans follow its order
-        if process_group is not None:
-            members = set(_ranks_of(process_group))
-            self.existing = {
-                ranks: group for ranks, group in self.existing.items() if set(ranks) != members
-            }
-            self.existing[_ranks_of(process_group)] = process_group
+        # The user's groups may order their ranks unlike other groups, and plans follow their order
+        given = {_ranks_of(group): group for group in reversed(sorted(own, key=_name))}
+        given |= {} if process_group is None else {_ranks_of(process_group): process_group}
+        members = set(map(frozenset, given))
+        self.existing = {
+            ranks: group
+            for ranks, group in self.existing.items()
+            if frozenset(ranks) not in members
+        }
+        self.existing |= given
         # Slow groups stay templates: their names and backends tell groups of a mesh apart
         templates |= self.existing
         self.templates = {frozenset(ranks): group for ranks, group in templates.items()}

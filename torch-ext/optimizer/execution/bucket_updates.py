@@ -207,17 +207,16 @@ class BoundUpdate(BucketUpdate):
         """Whether `Pack` writes M; see [Note: momentum and weight together]."""
         return self.graphs.inside_capture
 
-    def replay(self, part: Callable, constants: tuple, argument: object = None) -> None:
-        """Call `part(constants)`, or `part(argument)` if given, by a CUDA graph where possible.
+    def replay(self, part: Callable, constants: tuple) -> None:
+        """Call `part(constants)`, by a CUDA graph where possible.
 
         `part`: a bound method with kernel launches only. `constants`: every host value that the
         launches depend on; if a value changes, the graph is captured again.
         """
-        argument = constants if argument is None else argument
         if self.graphs.may_capture:
-            self.graphs(part, constants, argument)
+            self.graphs(part, constants, constants)
         else:
-            part(argument)
+            part(constants)
 
     def _run_iteration(self, constants: MuonConstants) -> None:
         """Turn U of all stacks into O: the rule's `before`, Newton-Schulz, the rule's `after`."""
@@ -612,8 +611,8 @@ class UnreducedAdamWUpdate(OwnerUpdate):
         W, *states = copies
         self.current = [*itertools.chain(*lists), *steps]  # weights, state and counts of the owner
         self.stepped = [*itertools.chain(*copies)]  # copies of `current`
-        self.lists = [W, [g.view(w.shape) for g, w in zip(gradients, W)], states]
-        self.flags = _flags(store, [p.matrix.param for p in owned])
+        means = [g.view(w.shape) for g, w in zip(gradients, W)]
+        self.by_group = self._bind_groups(owned, [W, means, *states])
         self.without_rows = self._bind_counts()
         self._bind_weights(owned, W)
 
@@ -626,6 +625,21 @@ class UnreducedAdamWUpdate(OwnerUpdate):
         self.fill = Copy.of_gradients([self.to_owner.leave[p] for p in stored], sources, gradients)
         self.collect = Mean(self.to_owner, self.memory["mean"])
         return [self.collect.view(p) for p in owned]
+
+    def _bind_groups(self, owned: list[Piece], lists: list[list[torch.Tensor]]) -> list[tuple]:
+        """Return arguments of `adamw_skipping_flagged` for each parameter group with owned chunks:
+        torch's kernels take one lr. `lists`: weights, gradients and three states of `owned`.
+        """
+        found = []
+        groups = self._groups(owned)
+        for number in sorted(set(groups)):
+            chosen = [i for i, group in enumerate(groups) if group == number]
+            W, G, *states = ([tensors[i] for i in chosen] for tensors in lists)
+            flags = _flags(self.store, [owned[i].matrix.param for i in chosen])
+            scalars = self.store.scalars
+            scalars = None if scalars is None else scalars[NUMBERS * number :]
+            found.append((flags, W, G, states, self.store.groups[number], scalars))
+        return found
 
     def _bind_counts(self) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
         """(step counts, flags) of parameters with the first chunk in the bucket and no rows owned
@@ -651,11 +665,10 @@ class UnreducedAdamWUpdate(OwnerUpdate):
 
     def run(self, group: dict) -> Running:
         """Step the bucket; phases as in `OwnerUpdate.run`."""
-        constants = host_constants(group, self.store.is_fp64)
+        constants = tuple(self.store.host_constants())
         self.replay(self.pack, constants)
         yield from self.to_owner.start()
-        # AdamW reads lr and betas from the group itself
-        self.replay(self.orthogonalize, constants, group)
+        self.replay(self.orthogonalize, constants)
         yield from self.to_shards.start()
         self.replay(self.apply, constants)
 
@@ -667,13 +680,15 @@ class UnreducedAdamWUpdate(OwnerUpdate):
         """Copy gradients to the send buffer, in their own dtype."""
         self.fill(self.store.gradients, self.store.addresses)
 
-    def orthogonalize(self, group: dict) -> None:
+    def orthogonalize(self, constants: object) -> None:
         """Step copies of own chunks, and copy the stepped weights to the send buffer. Named after
         the phase of `OwnerUpdate.run`; AdamW orthogonalizes nothing.
         """
         self.collect()
         copy_torch(self.stepped, self.current)
-        adamw.adamw_skipping_flagged(self.flags, *self.lists, group, self.store.scalars)
+        # AdamW reads lr and betas from the live groups
+        for arguments in self.by_group:
+            adamw.adamw_skipping_flagged(*arguments)
         copy_torch(*self.sent)
 
     def apply(self, constants: object) -> None:

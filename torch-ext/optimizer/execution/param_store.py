@@ -26,6 +26,7 @@ from ..params.layout import this_rank, zeros_with_placements
 from ..params.validation import check_gradients, gradient_of
 from ..planning.planner import Plan
 from ..planning.rank_plan import Piece
+from ..rules.rule import host_constants
 from .fingerprint import GradientForm, copy_in_form, form_of_gradient, missing_from
 
 
@@ -93,6 +94,11 @@ class Store:
             )
         )
         self.forms = list(map(form_of_gradient, self.gradients))
+
+    def host_constants(self) -> list[tuple]:
+        """`host_constants` of all groups: Muon groups that are stepped together have equal ones."""
+        groups = self.groups[:1] if self.group["use_muon"] else self.groups
+        return [host_constants(group, self.is_fp64) for group in groups]
 
     def _find_mismatched(self) -> None:
         """Add gradients with placements different from the parameter's to `mismatched`."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 import torch
+import torch.distributed as dist
 
 from ..communication.missing_grads import MissingGradients, flag_counts
 from ..communication.nonfinite import FlagBuffers, NonfiniteFlags
@@ -50,22 +51,29 @@ class GroupParams:
     groups: list[dict]
     params: list[torch.Tensor]
     group_of: list[int]  # index in `groups` of the group of each parameter
+    # Ranks with copies of the plain parameters; None: plain parameters are this rank's alone
+    process_group: dist.ProcessGroup | None
+
+
+# (live group, its parameters to step, options with the process group of the plain ones)
+Part = tuple[dict, list[torch.Tensor], MuonConfig]
 
 
 def select_params(
-    groups: Sequence[dict], options: MuonConfig, alone: bool
+    groups: Sequence[dict], options: MuonConfig, own: Sequence[MuonConfig], alone: bool
 ) -> tuple[list[GroupParams], list[tuple]]:
     """Return (parameters to step, keys of their plans). While the keys stay equal, the plans of the
     last step are valid.
 
-    `alone`: parameters that this process steps without other ranks (plain tensors without a
-    process_group). Else parameters that several ranks step together (DTensors, and plain tensors
-    with a process_group). Warns of a shared parameter with a gradient but without requires_grad.
+    `own`: the options of each group, which differ from `options` in process_group only. `alone`:
+    parameters that this process steps without other ranks (plain tensors without a process_group).
+    Else parameters that several ranks step together (DTensors, and plain tensors with a
+    process_group). Warns of a shared parameter with a gradient but without requires_grad.
     """
-    is_shared = options.process_group is not None
     parts = []
-    for group in groups:
-        params = [p for p in group["params"] if (not is_shared and not is_dtensor(p)) == alone]
+    for group, part_options, members in _by_process_group(groups, options, own):
+        is_shared = part_options.process_group is not None
+        params = [p for p in members if (not is_shared and not is_dtensor(p)) == alone]
         # Ranks must plan alike, so shared parameters are chosen by requires_grad, and
         # MissingGradients handles a missing gradient. Alone, parameters are chosen by gradient, as
         # in torch. With overlap_backward a step that began during backward cannot plan, so both
@@ -76,7 +84,7 @@ def select_params(
             for p in params
             if by_requires_grad and p.requires_grad or alone and p.grad is not None
         ]
-        parts.append((group, chosen))
+        parts.append((group, chosen, part_options))
         for p in params if not alone else ():
             if p.grad is not None and not p.requires_grad:
                 warn_caller(
@@ -91,26 +99,53 @@ def select_params(
     return found, keys
 
 
-def step_together(parts: Sequence[tuple[dict, list[torch.Tensor]]]) -> list[GroupParams]:
+def _by_process_group(
+    groups: Sequence[dict], options: MuonConfig, own: Sequence[MuonConfig]
+) -> list[tuple[dict, MuonConfig, list[torch.Tensor]]]:
+    """Return [(group, options, parameters)]: the plain parameters of a group with a process
+    group of its own come apart from the group's DTensors, which follow their meshes and are planned
+    with the process group of the optimizer.
+    """
+    found = []
+    for group, group_options in zip(groups, own):
+        params = group["params"]
+        if group_options.process_group is options.process_group:
+            found.append((group, options, params))
+            continue
+        found.append((group, options, list(filter(is_dtensor, params))))
+        found.append((group, group_options, [p for p in params if not is_dtensor(p)]))
+    return found
+
+
+def step_together(parts: Sequence[Part]) -> list[GroupParams]:
     """Put Muon groups together that differ only in numbers that a step reads on the device (lr,
     weight_decay, momentum, beta2) and in `split`: they are planned, packed and launched as one.
 
-    `parts`: [(live group, parameters to step)]. Groups planned one by one would leave ranks without
-    work: a group of one matrix has one owner. AdamW groups stay alone: torch's kernels take one lr.
+    Groups planned one by one would leave ranks without work: a group of one matrix has one owner.
+    Groups for other ranks stay apart: a plan averages and keeps state over one process group. AdamW
+    groups share buckets where owners keep state, with launches of their own; else they stay alone:
+    torch's kernels take one lr.
     """
-    together: dict[tuple, list[tuple]] = {}
-    for number, (group, params) in enumerate(parts):
+    together: dict[tuple, list[Part]] = {}
+    for number, part in enumerate(parts):
+        group, _, options = part
         # All ranks plan in one order, although a rank may have groups that others lack: an order by
-        # the first group of each key would differ. AdamW groups keep the order of the groups.
-        key = 1, number, ""
+        # the first group of each key would differ. Large sets of ranks come first, as in a step:
+        # plans move state by collectives, and in the order of the groups ranks could wait for each
+        # other in a circle. AdamW groups of equal ranks keep the order of the groups.
+        process_group = options.process_group
+        ranks = () if process_group is None else dist.get_process_group_ranks(process_group)
+        by_ranks = bucket_sort_key(tuple(ranks))
+        key = by_ranks, 1, -1 if options.owner_keeps_state else number, ""
         if group["use_muon"]:
-            key = 0, 0, repr((host_constants(group), group["adjust_lr_fn"]))
-        together.setdefault(key, []).append((group, params))
+            key = by_ranks, 0, 0, repr((host_constants(group), group["adjust_lr_fn"]))
+        together.setdefault(key, []).append(part)
     return [
         GroupParams(
-            [group for group, _ in members],
-            [p for _, params in members for p in params],
-            [i for i, (_, params) in enumerate(members) for _ in params],
+            [group for group, _, _ in members],
+            [p for _, params, _ in members for p in params],
+            [i for i, (_, params, _) in enumerate(members) for _ in params],
+            members[0][2].process_group,
         )
         for members in (together[key] for key in sorted(together))
     ]
@@ -160,10 +195,12 @@ def make_plans(
     parts: Sequence[GroupParams],
     state: dict,
     options: MuonConfig,
+    own: Sequence[MuonConfig],
     process_groups: ProcessGroups,
     alone: bool,
 ) -> tuple[list[Plan], list[Callable[[], None]]]:
-    """Plan all `parts`, check that all ranks have equal plans, and create or move state.
+    """Plan all `parts`, check that all ranks have equal plans, and create or move state. `own`: the
+    options of each parameter group.
 
     Return (plans, collective comparisons that `check_plans` leaves for the next step).
     Collective unless `alone`. Raises RuntimeError if ranks differ, or if state has another
@@ -172,10 +209,14 @@ def make_plans(
     planner = Planner(options, process_groups)
     if not alone:
         process_groups.find_existing(
-            [p for part in parts for p in part.params], planner.process_group
+            [p for part in parts for p in part.params],
+            options.process_group,
+            {group.process_group for group in own} - {None},
         )
     plans = [
-        plan for part in parts for plan in planner.plan(part.groups, part.params, part.group_of)
+        plan
+        for part in parts
+        for plan in planner.plan(part.groups, part.params, part.group_of, part.process_group)
     ]
     planner.check_bucket_buffers()
     # Before ranks compare plans: a rank that raises can be repaired and step again, while the
@@ -251,31 +292,31 @@ class Preparation:
         groups: Sequence[dict],
         state: dict,
         options: MuonConfig,
+        own: Sequence[MuonConfig],
         compared: MuonConfig,
         scaled: bool,
         hook: StepHook | None,
     ) -> None:
         """Plan if parameters or placements changed, bind if memory or the form of gradients did.
 
-        `options`: of the optimizer. `compared`: the options for the comparison of ranks, with
-        `unscale_in_step` resolved. `scaled`: a
-        GradScaler decides about the step. `hook`: is told of state that moves, and of written
-        buckets.
+        `options`: of the optimizer. `own`: of each parameter group. `compared`: the options for the
+        comparison of ranks, with `unscale_in_step` resolved. `scaled`: a GradScaler decides about
+        the step. `hook`: is told of state that moves, and of written buckets.
         """
-        check_changed_groups(groups, options)
+        check_changed_groups(groups, own)
         if None in self._plan_keys.values():
             warn_of_idle(groups)
         # Also without state: this step creates the state
         self._members = create.adopt_state(self._members, groups, state)
         # In this order: parameters that the process steps alone must not affect shared plans
         for alone in (False, True):
-            parts, key = select_params(groups, options, alone)
+            parts, key = select_params(groups, options, own, alone)
             lost = create.is_state_missing(self._plans[alone], state)
             if key != self._plan_keys[alone] or lost:
                 if hook is not None:
                     hook.before_state_moves(state)
                 self._plans[alone], later = make_plans(
-                    parts, state, compared, self.process_groups, alone
+                    parts, state, compared, own, self.process_groups, alone
                 )
                 self._uncompared += later
                 self._plan_keys[alone] = key
@@ -289,7 +330,7 @@ class Preparation:
             # A parameter was cast, or placed otherwise, in place: plan again
             if self._param_forms not in (None, forms):
                 self.drop_plans(options)
-                return self.prepare(groups, state, options, compared, scaled, hook)
+                return self.prepare(groups, state, options, own, compared, scaled, hook)
             nonfinite = "raise" if scaled else options.nonfinite
             self._bind_plans(plans, state, options, nonfinite, device_of(groups), hook)
             self._memory_key = key

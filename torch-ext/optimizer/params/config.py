@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import torch
@@ -23,12 +23,13 @@ Function = TypeVar("Function", bound=Callable)
 
 @dataclass(frozen=True)
 class MuonConfig:
-    """The keyword arguments of `Muon` that no parameter group can change.
+    """The keyword arguments of `Muon` that hold for all parameter groups.
 
     Values are unchecked user input until `check` has been called. Meaning: docstring of `Muon`.
     """
 
-    # Ranks that hold copies of the plain (non-DTensor) parameters: a dist.ProcessGroup, or None
+    # Ranks that hold copies of the plain (non-DTensor) parameters: a dist.ProcessGroup, or None.
+    # The only field that a parameter group can replace, see own_process_groups.py.
     process_group: object = None
     grads_are_reduced: bool = True  # False: the optimizer averages gradients over process_group
     shard_state: bool = False  # True: only the owner of a plain parameter keeps its state
@@ -60,13 +61,14 @@ class MuonConfig:
                 f"torch.optim.Muon's there are adamw_betas, adamw_eps, {', '.join(known)}"
             )
         if "process_group" in given:
-            given = {**given, "process_group": _group_of(given["process_group"])}
+            given = {**given, "process_group": group_of_mesh(given["process_group"])}
         return cls(**given)
 
-    def check(self) -> None:
+    def check(self, group_has_ranks: bool = False) -> None:
         """Raise ValueError for a value, or a combination of values, that is not allowed.
 
-        The message gives key, value, allowed values and a remedy.
+        The message gives key, value, allowed values and a remedy. `group_has_ranks`: whether a
+        parameter group has a process_group of its own.
         """
         wide = (torch.float32, torch.bfloat16)
         for key, allowed in (
@@ -95,12 +97,13 @@ class MuonConfig:
         if self.unscale_in_step is not None and type(self.unscale_in_step) is not bool:
             raise self._refused("unscale_in_step", "True, False or None")
         # Combinations. Each message starts with the argument to change.
-        if not self.grads_are_reduced and self.process_group is None:
+        has_ranks = group_has_ranks or self.process_group is not None
+        if not self.grads_are_reduced and not has_ranks:
             raise ValueError(
                 "grads_are_reduced=False needs process_group, the ranks over which the optimizer "
                 "averages gradients: pass process_group, or leave grads_are_reduced out"
             )
-        if self.shard_state and self.process_group is None:
+        if self.shard_state and not has_ranks:
             raise ValueError(
                 "shard_state=True needs process_group, the ranks that hold copies of plain "
                 "parameters: pass process_group, or leave shard_state out (the state of DTensors "
@@ -146,7 +149,11 @@ class MuonConfig:
                 f"overlap_backward=True is not allowed with nonfinite={self.nonfinite!r}, which "
                 "checks all gradients before the first one is sent: leave one of them out"
             )
-        if self.process_group is not None and self.grads_are_reduced:
+        self._check_reduced()
+
+    def _check_reduced(self) -> None:
+        """Raise ValueError for overlap_backward with reduced gradients of plain parameters."""
+        if self.overlap_backward and self.process_group is not None and self.grads_are_reduced:
             raise ValueError(
                 "overlap_backward=True is not allowed with process_group and grads_are_reduced="
                 "True: gradients could be sent before DistributedDataParallel has reduced them. "
@@ -159,7 +166,7 @@ class MuonConfig:
         """Whether only the owner keeps the state of a plain parameter, not every rank of
         process_group. True with unreduced gradients: only the owner has the averaged gradient.
         """
-        return self.shard_state or not self.grads_are_reduced
+        return self.process_group is not None and (self.shard_state or not self.grads_are_reduced)
 
     @property
     def overlaps(self) -> bool:
@@ -178,7 +185,27 @@ class MuonConfig:
         return min(2 << 30, torch.cuda.get_device_properties(device).total_memory * 3 // 100)
 
 
-def _group_of(given: object) -> object:
+def check_own_process_group(given: object, options: MuonConfig) -> None:
+    """Raise ValueError unless `given` may be the process_group of a parameter group of an optimizer
+    with `options`.
+    """
+    if given is None:
+        return
+    if not (dist.is_available() and isinstance(given, dist.ProcessGroup)):
+        raise ValueError(
+            f"process_group={shortened(repr(given))} is not allowed: it must be a process group of "
+            "which this rank is a member, a 1-D DeviceMesh, or None (the parameters belong to this "
+            "rank alone). Without the key, the argument of the optimizer holds for the group"
+        )
+    if not dist.is_initialized():
+        raise ValueError(
+            "the group has a process_group, but torch.distributed is not initialized: call "
+            "init_process_group first, or remove the key"
+        )
+    replace(options, process_group=given)._check_reduced()
+
+
+def group_of_mesh(given: object) -> object:
     """The process group of a 1-D DeviceMesh; any object but a DeviceMesh is returned unchanged.
 
     Raises ValueError for a DeviceMesh of several dims.

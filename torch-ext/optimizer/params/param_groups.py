@@ -19,6 +19,7 @@ from .errors import shortened
 from .model.classification import MUON, NO_DECAY, OTHER, PARTS, Kind, classify
 from .model.fused_weights import Found, describe, find_split, matrix_count
 from .model.structure import Place, Structure
+from .units import demanded_split, remedy
 from .validation import check_module
 
 # Attributes under which wrappers keep a model: torch.compile, FSDP1, activation checkpointing,
@@ -125,8 +126,9 @@ def get_default_muon_param_groups(
     report: a function called with the groups as a printable table, for example `print`.
 
     Raises ValueError if nothing goes to Muon, if a pattern matches no trainable parameter, if a
-    parameter matches patterns of both kinds or cannot be stepped by Muon, if a parameter is lazy
-    and has no shape yet, or if `split` finds a weight that looks fused, but cannot tell how.
+    parameter matches patterns of both kinds or cannot be stepped by Muon, if a parameter that goes
+    to AdamW has an attribute `muon_split` or `muon_transposed`, if a parameter is lazy and has no
+    shape yet, or if `split` finds a weight that looks fused, but cannot tell how.
     """
     check_module(model)
     if split not in SPLITS:
@@ -144,9 +146,10 @@ def get_default_muon_param_groups(
     if split is not None:
         split_model = _find_splits(split_model, places, structure, split == "heads")
         rows = [row for row, _ in split_model]
-    # Before the next error: the table shows why nothing goes to Muon
+    # Before the next errors: the table shows why parameters do not go to Muon
     if report is not None:
         report(table(rows))
+    _refuse_ignored_splits(split_model)
     if not any(row.use_muon for row in rows) and not (allow_no_matrices and rows):
         raise ValueError(
             "no parameter of the model goes to Muon: it has no trainable 2-D weight or 3-D stack "
@@ -160,6 +163,18 @@ def get_default_muon_param_groups(
         groups.setdefault((row.part, repr(row.found)), []).append((row, param))
     ordered = sorted(groups.items(), key=lambda item: PARTS.index(item[0][0]))
     return [_group(members, adamw_lr) for _, members in ordered if members]
+
+
+def _refuse_ignored_splits(split_model: list[tuple[Row, nn.Parameter]]) -> None:
+    """Raise ValueError, naming the first parameter, if a parameter with an attribute `muon_split`
+    or `muon_transposed` goes to AdamW, which would ignore the attribute.
+    """
+    for row, param in split_model:
+        if not row.use_muon and (demanded := demanded_split(param)):
+            raise ValueError(
+                f"parameter {row.name} of shape {row.shape} has the attribute {demanded}, but goes "
+                f"to AdamW ({row.why}), which steps elements, and cuts nothing. {remedy(param)}"
+            )
 
 
 def _find_splits(

@@ -338,6 +338,24 @@ def read_attributes(group: dict, names: Sequence[str]) -> None:
         group[key] = values[0] if is_common else values
 
 
+def demanded_split(param: torch.Tensor) -> str:
+    """The attribute of a trained parameter that demands a split or transposition, as text; "" if
+    none does.
+    """
+    demanded = [(key, getattr(param, key, None)) for key in ATTRIBUTES if param.requires_grad]
+    return next((f"{key}={value!r}" for key, value in demanded if value not in (None, False)), "")
+
+
+def remedy(param: torch.Tensor) -> str:
+    """Advice for a parameter under AdamW with an attribute that demands a split."""
+    if param.ndim < 2:
+        return "Delete the attribute: Muon takes matrices only"
+    return (
+        "Delete the attribute, or put the parameter into a group with use_muon=True (of "
+        "get_default_muon_param_groups: pass its name as muon=)"
+    )
+
+
 def check_splits(
     group: Mapping, names: Mapping[torch.Tensor, object], strides: bool = True
 ) -> None:
@@ -351,6 +369,14 @@ def check_splits(
                 raise ValueError(
                     f"{key}={group[key]!r} in a group with use_muon=False: AdamW steps elements, "
                     "and cuts nothing; remove the key"
+                )
+        for param in group["params"]:
+            if demanded := demanded_split(param):
+                shape = tuple(param.shape)
+                raise ValueError(
+                    f"parameter {names[param]} of shape {shape} has the attribute {demanded}, but "
+                    "is in a group with use_muon=False: AdamW steps elements, and cuts nothing. "
+                    f"{remedy(param)}"
                 )
         return
     count = len(group["params"])

@@ -27,6 +27,7 @@ from ..rules.rule import RULES, number_of, rule_of
 from .dtensor import is_dtensor, is_mismatched, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, names_in, shortened
 from .layout import check_local_shape, check_placements, check_state, check_unit_sharding
+from .own_process_groups import refuse_late_key
 from .units import check_splits, splits_of
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ GROUP_KEYS = frozenset(
         "transposed",
         "rule",
         "betas",
+        "process_group",
     )
 )
 # Keys that learning-rate schedulers add
@@ -274,18 +276,18 @@ def device_of(groups: Iterable[dict]) -> torch.device:
 
 
 def check_across_params(
-    groups: list[dict], options: MuonConfig, first: tuple[dict, torch.Tensor] | None
+    groups: list[dict], options: Sequence[MuonConfig], first: tuple[dict, torch.Tensor] | None
 ) -> None:
     """Raise ValueError if parameters are on several devices, or if DTensors come with options for
-    plain parameters.
+    plain parameters. Parameters with requires_grad=False are ignored.
 
-    first: `Members.first` of all groups of the optimizer; all parameters must be on the device of
-    `first`. Parameters with requires_grad=False are ignored.
+    options: of each group. first: `Members.first` of all groups of the optimizer; all parameters
+    must be on its device.
     """
-    for group in groups:
+    for group, own in zip(groups, options):
         for i, param in enumerate(group["params"]):
             if param.requires_grad:
-                _check_with_first(param, group, i, options, first)
+                _check_with_first(param, group, i, own, first)
 
 
 def _check_with_first(
@@ -510,18 +512,19 @@ def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
                 check_state(param, name, per, split, options.owner_keeps_state)
 
 
-def check_changed_groups(groups: Sequence[dict], options: MuonConfig) -> None:
+def check_changed_groups(groups: Sequence[dict], options: Sequence[MuonConfig]) -> None:
     """Check groups again before a step, after a change of groups or parameters since the last step.
 
-    Raises as `_check_values`, `check_units` and `check_across_params`. Raises RuntimeError for fake
-    tensors (an optimizer can be built for fake tensors, but a step needs memory) and for a plain
-    gradient of a DTensor. Does not read lr and the like: see `check_scheduled_values`.
+    options: of each group. Raises as `_check_values`, `check_units` and `check_across_params`;
+    RuntimeError for fake tensors (an optimizer can be built for fake tensors, but a step needs
+    memory) and for a plain gradient of a DTensor. lr and the like: `check_scheduled_values`.
     """
-    for number, group in enumerate(groups):
+    for number, (group, own) in enumerate(zip(groups, options)):
         with in_group(number, group):
+            refuse_late_key(group)
             _check_values(group)
             # Strides may differ between ranks: `check_plans` has all ranks raise together
-            check_units(group, options, strides=False)
+            check_units(group, own, strides=False)
         for param in group["params"]:
             if getattr(param, "_fsdp_flattened", False):
                 refuse_fsdp1(name_in(group, param))

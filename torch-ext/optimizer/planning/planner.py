@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -52,12 +52,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of all matrices of a Muon group, or of the AdamW parameters of a group with equal
-    dtypes.
-    """
+    """The plan of all matrices of Muon groups, or of AdamW parameters of equal dtypes."""
 
-    # Live parameter groups that are planned together. They differ only in numbers that a step reads
-    # on the device.
+    # Live parameter groups that are planned together. Muon groups differ only in numbers that a
+    # step reads on the device; AdamW groups in any number, since a step launches each by itself.
     groups: tuple[dict, ...]
     params: list[torch.Tensor]
     layouts: list[Layout]  # of each parameter
@@ -81,6 +79,8 @@ class Plan:
     # `state_layouts` are those of the matrices, see `Layout.as_matrices`.
     splits: list[Split] | None = None
     group_of: tuple[int, ...] = ()  # index of each parameter's group; () for one group
+    # Ranks that hold copies of the plain parameters; None: plain parameters are this rank's alone
+    process_group: dist.ProcessGroup | None = None
 
     @property
     def group(self) -> dict:
@@ -123,23 +123,28 @@ class Planner:
 
     def __init__(self, options: MuonConfig, process_groups: object) -> None:
         """`process_groups`: a communication.process_groups.ProcessGroups, a folder further down."""
-        self.options = options
+        self.options = options  # of the optimizer; in `plan`, of the groups that are planned
         self.process_groups = process_groups
-        self.process_group = options.process_group
         self.rank = this_rank()  # global rank
         self.loads: dict[frozenset[int], Counter] = {}  # see `make_plan`
         self.buckets: list[Bucket] = []  # of all groups so far, also of other ranks
 
     def plan(
-        self, groups: Sequence[dict], params: Sequence[torch.Tensor], group_of: Sequence[int]
+        self,
+        groups: Sequence[dict],
+        params: Sequence[torch.Tensor],
+        group_of: Sequence[int],
+        process_group: dist.ProcessGroup | None,
     ) -> list[Plan]:
         """Return the plans of the parameters of groups that are stepped together; raise ValueError
         or NotImplementedError for a parameter that cannot be stepped.
 
         `params`: parameters of the groups in this step, not empty. `group_of`: index of the group
-        of each parameter. AdamW groups come alone.
+        of each parameter. AdamW groups come alone unless owners keep state. `process_group`: ranks
+        with copies of the plain parameters; None: plain parameters are this rank's alone.
         """
         group = groups[0]
+        self.options = replace(self.options, process_group=process_group)
         names = [names_in(group) for group in groups]
         # Again, after the checks of the constructor: since then a module may have been cast or
         # sharded
@@ -152,21 +157,22 @@ class Planner:
         precompile.preload_compiler(
             self.device
         )  # imports Triton in a thread, while ranks compare plans
-        self.process_groups.find_backends(params, self.process_group)
+        self.process_groups.find_backends(params, process_group)
         if group["use_muon"]:
             return [self._matrices(groups, params, group_of)]
         # Chunks of a plan share all-to-all buffers, so a plan has a single dtype. Without chunks
         # only fp64 parameters are apart: AdamW takes lr for them from the host, in fp64.
         by_dtype = {}
-        for p in params:
+        for p, number in zip(params, group_of):
             key = (
                 (p.dtype, gradient_dtype(p))
                 if self.options.owner_keeps_state
                 else p.dtype == torch.float64
             )
-            by_dtype.setdefault(key, []).append(p)
-        plan_one = self._chunks if self.options.owner_keeps_state else self._elementwise
-        return [plan_one(group, part) for part in by_dtype.values()]
+            by_dtype.setdefault(key, []).append((p, number))
+        if self.options.owner_keeps_state:
+            return [self._chunks(groups, *zip(*part)) for part in by_dtype.values()]
+        return [self._elementwise(group, [p for p, _ in part]) for part in by_dtype.values()]
 
     def _matrices(
         self, groups: Sequence[dict], params: Sequence[torch.Tensor], group_of: Sequence[int]
@@ -217,6 +223,7 @@ class Planner:
             mismatched=mismatched_placements(params),
             splits=splits,
             group_of=tuple(group_of),
+            process_group=self.options.process_group,
         )
 
     def _plan_inputs(self, rule: Rule, cost_model: CostModel, rank_bytes: int) -> PlanInputs:
@@ -256,17 +263,16 @@ class Planner:
 
     def _plain_route(self) -> str:
         """Return the route of plain parameters on several ranks, see [Note: routes]."""
-        if not self.options.grads_are_reduced:
-            return "reduce"
-        return "own" if self.options.shard_state else "exchange"
+        if not self.options.owner_keeps_state:
+            return "exchange"
+        return "own" if self.options.grads_are_reduced else "reduce"
 
     def _ranks(self) -> tuple[int, ...]:
         """Return the global ranks of the user's process group; this rank alone without a group."""
-        return (
-            (self.rank,)
-            if self.process_group is None
-            else tuple(dist.get_process_group_ranks(self.process_group))
-        )
+        process_group = self.options.process_group
+        if process_group is None:
+            return (self.rank,)
+        return tuple(dist.get_process_group_ranks(process_group))
 
     def _elementwise(self, group: dict, params: Sequence[torch.Tensor]) -> Plan:
         """Return the plan of AdamW parameters without buckets: every rank steps what is stored."""
@@ -278,9 +284,12 @@ class Planner:
             None,
             frozenset(range(len(params))),
             mismatched=mismatched_placements(params),
+            process_group=self.options.process_group,
         )
 
-    def _chunks(self, group: dict, params: Sequence[torch.Tensor]) -> Plan:
+    def _chunks(
+        self, groups: Sequence[dict], params: Sequence[torch.Tensor], group_of: Sequence[int]
+    ) -> Plan:
         """Return the plan of AdamW parameters with state at owners, all of one dtype."""
         ranks, layouts = self._ranks(), self._layouts(params, [WHOLE] * len(params))
         shapes = [(p.shape[0], math.prod(p.shape[1:])) if p.ndim else (1, 1) for p in params]
@@ -303,14 +312,16 @@ class Planner:
         state_rows = [row_chunks(rows, len(ranks)) for rows, _ in shapes]
         rank_plans = [(b, chunk_rank_plan(b, shapes, self.rank, inputs)) for b in buckets]
         return Plan(
-            (group,),
-            params,
+            tuple(groups),
+            list(params),
             layouts,
             {},
             rank_plans,
             frozenset(range(len(params))),
             in_chunks=True,
             state_rows=state_rows,
+            group_of=tuple(group_of),
+            process_group=self.options.process_group,
         )
 
     def _layouts(
@@ -331,7 +342,7 @@ class Planner:
         for key, p, split in zip(keys, params, splits):
             if key not in known:
                 shape = split.state_shape(p.shape, per) if per else None
-                layout = layout_of(p, self.process_group, shape)
+                layout = layout_of(p, self.options.process_group, shape)
                 known[key] = layout.as_matrices(split, tuple(p.shape) if per else None, per)
         return [known[key] for key in keys]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ..communication.owner_state import ADVICE, gather
+from ..communication.owner_state import ADVICE, Shared, gather
 from ..communication.store_barrier import wait_for_all
 from ..params import errors
 from ..rules.rule import row_sharded_keys
@@ -67,26 +67,38 @@ class Consolidated:
         return state_dict if self.elsewhere is None else {**state_dict, ELSEWHERE: self.elsewhere}
 
 
-def consolidate(
-    state: dict, named: dict, keys: Sequence[str], group: dist.ProcessGroup, to: int | None
-) -> Consolidated:
-    """Gather the state on rank `to` of the group, None: on every rank. Collective. Raises
-    RuntimeError before any collective if not all ranks of the group call with an equal `to`.
-    `keys`: `sharded_keys` of the optimizer's groups.
+def consolidate(state: dict, named: dict, shared: Sequence[Shared], to: int | None) -> Consolidated:
+    """Gather the state on rank `to` of the process group, None: on every rank. Collective. Raises
+    RuntimeError before any collective if not all ranks of a group call with an equal `to`.
+
+    `named`: {parameter: name} of all parameters. `shared`: as in `state_for_checkpoint`; a single
+    entry unless `to` is None.
     """
     call = f"consolidate_state_dict(to={to})"
     with errors.during(f"{call}, which all ranks of process_group call together"):
         # A rank that calls alone, or with another `to`, gets an error before the first collective
-        wait_for_all(group, call, ADVICE)
-        whole = gather(state, named, keys, group, to)
+        for group, _ in shared:
+            wait_for_all(group, call, ADVICE)
+        whole = {}
+        for group, members in shared:
+            whole |= gather(state, members, group, to)
+    group = shared[0][0]
     elsewhere = None if to in (None, group.rank()) else dist.get_global_rank(group, to)
     return Consolidated(whole, elsewhere, _fingerprint(named, state))
 
 
-def check_target(to: int | None, group: dist.ProcessGroup | None) -> None:
+def check_target(to: int | None, group: dist.ProcessGroup | None, is_common: bool = True) -> None:
     """Raise ValueError unless `to` is a rank of the group or None. Without a group every rank
-    number is valid.
+    number is valid. `is_common`: all plain parameters are in the process group; else `to` must be
+    None.
     """
+    if to is not None and not is_common:
+        raise ValueError(
+            f"to={to!r} is not allowed where parameter groups have several process groups, or "
+            "process_group=None: ranks hold different parameters, and no rank has the state of "
+            "all. Pass to=None on all ranks, and let every rank save its own state_dict(), or use "
+            "torch.distributed.checkpoint"
+        )
     if to is None or type(to) is int and 0 <= to and (group is None or to < group.size()):
         return
     allowed = "a rank of process_group" + ("" if group is None else f", 0 to {group.size() - 1}")

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..newton_schulz.coefficients import SETS, Triple
 from ..params.dtensor import is_dtensor
 from ..params.errors import shortened
+from .dion_splits import split_of, with_unscaled_rows
 from .peers import (
     EMERGING_REPEAT_LAST,
     EMERGING_SETS,
@@ -39,12 +40,7 @@ ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 DION_RULES = ("muon", "normuon", "adamw")
 # For each source: options that change a step, with the values that have a counterpart; the first
 # value stands for a missing option
-DIONS = {
-    "cautious_wd": (False, None),
-    "adjust_lr": ("spectral_norm", "rms_norm"),
-    "num_heads": (None, 1),
-    "split_sizes": (None,),
-}
+DIONS = {"cautious_wd": (False, None), "adjust_lr": ("spectral_norm", "rms_norm")}
 # timm's adjust_lr_fn -> adjust_lr_fn of this package
 TIMM_SCALES = {
     "original": "original",
@@ -79,7 +75,9 @@ def convert_state_dict(state_dict: dict, source: str | None = None, **arguments:
     source's optimizer missing from the state dict; by default the source's defaults (peers.py).
     Numbers in neither place (coefficients of Motif and Dion) are kept from the loading optimizer.
     Tensors are renamed, sums become means, options are renamed, and the next step equals the
-    source's. Parameters may be numbered, or named as by get_optimizer_state_dict (not flattened).
+    source's. Dion's `num_heads` and `split_sizes` become `split` of the converted group; loading
+    keeps the optimizer's own `split`, so give its groups an equal one. Parameters may be numbered,
+    or named as by get_optimizer_state_dict (not flattened).
 
     Raises ValueError for a state dict of no known Muon, for keys of several sources without
     `source`, and for a Muon group without the momentum of some parameters (a single rank of Keller
@@ -292,6 +290,9 @@ def _dion(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Op
         "nesterov": group["nesterov"],
         "adjust_lr_fn": group["adjust_lr"],
     }
+    form = split_of(where, group)
+    if form is not None:
+        options["split"] = form
     if rule == "normuon":
         options["beta2"] = group["muon_beta2"]
     # None: unknown, and the coefficients of the loading optimizer stay
@@ -299,7 +300,10 @@ def _dion(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Op
         express = arguments["use_polar_express"]
         options["ns_coefficients"] = "polar_express_dion" if express else "quintic"
         options["ns_steps"] = 5
-    return options, _mean(group["mu"])
+    of_state = _mean(group["mu"])
+    if form is None or "rows" not in form:
+        return options, of_state
+    return options, with_unscaled_rows(where, form["rows"], group["adjust_lr"], of_state)
 
 
 def _emerging(
@@ -469,6 +473,9 @@ def _muonium(where: str, group: dict, own: list[dict], arguments: dict) -> tuple
         "adjust_lr_fn": "original",
         **_coefficients(SETS["polar_express_dion" if express else "jordan"], group["ns_steps"]),
     }
+    form = split_of(where, group)
+    if form is not None:
+        options["split"] = form
     if rule == "normuon":
         options["beta2"] = group["muon_beta2"]
     return options, _mean(group["momentum"])

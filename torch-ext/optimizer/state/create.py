@@ -89,15 +89,15 @@ def adopt_state(
     return [list(group["params"]) for group in groups]
 
 
-def complete_state(groups: list[dict], state: dict, options: MuonConfig) -> None:
+def complete_state(groups: list[dict], state: dict, options: Sequence[MuonConfig]) -> None:
     """Create missing state of all parameters that require a gradient: zero, in place, without
-    communication.
+    communication. `options`: of each group.
 
     State is placed like the parameter. State kept by owners gets as many rows on each rank as a
     row-sharded DTensor, until the first step chooses owners. All parameters get state on every
     rank, since the keys of a checkpoint must be equal on all ranks.
     """
-    for group in groups:
+    for group, own in zip(groups, options):
         for param, split in zip(group["params"], splits_of(group)):
             if not param.requires_grad:
                 continue
@@ -105,8 +105,8 @@ def complete_state(groups: list[dict], state: dict, options: MuonConfig) -> None
             if is_dtensor(param):
                 _shard_plain_state(held, param, split)
             # Owners are chosen in the first step, and `move_to_owners` brings rows to the owners
-            rows = _rows_at_rank(param, options) if options.owner_keeps_state else None
-            create_state(held, param, state_keys(group), options.state_dtype, split, rows)
+            rows = _rows_at_rank(param, own) if own.owner_keeps_state else None
+            create_state(held, param, state_keys(group), own.state_dtype, split, rows)
 
 
 def _shard_plain_state(state: dict, param: torch.Tensor, split: Split) -> None:
@@ -164,12 +164,12 @@ def prepare_state(plans: Sequence[Plan], state: dict, options: MuonConfig) -> No
     """
     for plan in plans:
         if plan.state_rows is not None:
-            named = dict(zip(plan.params, plan.names))
+            keys = sharded_keys(plan.groups)
+            members = {p: (name, keys) for p, name in zip(plan.params, plan.names)}
             wanted = dict(zip(plan.params, plan.state_rows))
             with errors.during("the move of state to new owners"):
-                keys = sharded_keys(plan.groups)
-                move_to_owners(state, named, keys, wanted, options.process_group)
-            group_rank = dist.get_group_rank(options.process_group, this_rank())
+                move_to_owners(state, members, wanted, plan.process_group)
+            group_rank = dist.get_group_rank(plan.process_group, this_rank())
         for i, p in enumerate(plan.params):
             if plan.state_rows is None:
                 _move_to_param(state[p], p)

@@ -161,7 +161,7 @@ def _param_names(
                 f"parameter #{i} of shape {tuple(param.shape)} has no name: pass model=, the model "
                 "that has it, or build the optimizer from named parameters"
             )
-        if is_dtensor(param) or optimizer._options.owner_keeps_state:
+        if is_dtensor(param) or optimizer._owner_keeps_state:
             raise ValueError(
                 f"the state of parameter {known[param]} is spread over several ranks, but one file "
                 "is for one process: use torch.distributed.checkpoint, which also "

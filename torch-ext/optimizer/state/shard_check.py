@@ -6,6 +6,8 @@ rank the shard would fit in shape and dtype, and would silently be taken for the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 
@@ -14,6 +16,7 @@ from ..communication.store_barrier import wait_for_all
 from ..params.config import MuonConfig
 from ..params.dtensor import is_by_rows, is_dtensor, is_placed_like
 from ..params.layout import groups_of_mesh, is_own_shard, ranks_of, stored_by, this_rank
+from ..planning.plan import bucket_sort_key
 from ..rules.rule import row_sharded_keys
 
 ADVICE = (
@@ -26,13 +29,13 @@ ADVICE = (
 
 def check_shards(
     members: list[tuple[torch.Tensor, dict, str, object]],
-    options: MuonConfig,
+    options: Mapping[torch.Tensor, MuonConfig],
     refusal: ValueError | None = None,
 ) -> None:
     """Raise ValueError if a loaded DTensor holds the shard of another rank, or lies on ranks
     without a process group in the process; or raise `refusal`, an earlier error of the rank.
 
-    `members`: [(parameter, group, name, loaded state)]. `options`: of the optimizer. Ranks with
+    `members`: [(parameter, group, name, loaded state)]. `options`: of each parameter. Ranks with
     DTensors loaded by communication (gathered, or kept by owners) wait for all peers: if any rank
     raises, all raise. RuntimeError if peers do not come.
     """
@@ -44,7 +47,8 @@ def check_shards(
         if is_dtensor(state.get(key))
     ]
     # A refusal is not raised before the ranks have met below: other ranks may wait for this rank
-    fault = next(filter(None, (_fault(*shard, options) for shard in shards if not refusal)), None)
+    faults = (_fault(*shard, options[shard[0]]) for shard in shards if not refusal)
+    fault = next(filter(None, faults), None)
     if fault is not None:
         refusal = ValueError(f"{fault}. {ADVICE}")
     groups = _loading_groups(shards, options)
@@ -92,7 +96,9 @@ def _is_gathered(param: torch.Tensor, value: torch.Tensor, options: MuonConfig) 
     return not (options.owner_keeps_state and is_by_rows(value, options.process_group))
 
 
-def _loading_groups(shards: list, options: MuonConfig) -> list[dist.ProcessGroup]:
+def _loading_groups(
+    shards: list, options: Mapping[torch.Tensor, MuonConfig]
+) -> list[dist.ProcessGroup]:
     """Return the process groups over which ranks exchange refusals, in order; [] if each rank may
     load alone, or if no groups connect the ranks.
 
@@ -102,10 +108,16 @@ def _loading_groups(shards: list, options: MuonConfig) -> list[dist.ProcessGroup
     joined = []  # process groups of each mesh
     known = []  # meshes
     # The rows of owner state move among all ranks of the group at the next step
-    if shards and options.owner_keeps_state:
-        joined.append([options.process_group])
+    at_owners = {}  # ranks -> process group
+    for param, _, _ in shards:
+        if options[param].owner_keeps_state:
+            group = options[param].process_group
+            at_owners.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    # Large sets of ranks first, the order of all collectives of several sets
+    if at_owners:
+        joined.append([at_owners[ranks] for ranks in sorted(at_owners, key=bucket_sort_key)])
     for param, _, value in shards:
-        if value.device_mesh not in known and _is_gathered(param, value, options):
+        if value.device_mesh not in known and _is_gathered(param, value, options[param]):
             known.append(value.device_mesh)
             joined.append(_groups_joining(value.device_mesh, param))
     # A refusal crosses one mesh in each pass, so as many passes as meshes reach all ranks

@@ -62,13 +62,27 @@ def called_by_checkpoint() -> bool:
     return False
 
 
+def without_splits(state_dict: dict) -> dict:
+    """Return a state dict whose groups hold {} as `split` and `transposed`.
+
+    torch.distributed.checkpoint refuses a checkpoint that lacks a value of the optimizer: with {},
+    which has no value, a checkpoint from before the split was set loads. The keys stay, since the
+    flattened form demands all keys of the live groups. Loading never reads either value.
+    """
+    groups = [
+        {key: {} if key in SPLITS else value for key, value in group.items()}
+        for group in state_dict["param_groups"]
+    ]
+    return {**state_dict, "param_groups": groups}
+
+
 class Loading:
     """A `load_state_dict` in two parts: torch loads the groups, and this class the state of the
     optimizer.
     """
 
-    def __init__(self, groups: list[dict], options: MuonConfig) -> None:
-        """Keep copies of the optimizer's groups from before the load."""
+    def __init__(self, groups: list[dict], options: Sequence[MuonConfig]) -> None:
+        """Keep copies of the optimizer's groups from before the load. `options`: of each group."""
         self.own = [dict(group) for group in groups]  # groups before the load
         self.options = options
         self.restored = {}  # parameter -> state, set by `before_torch`
@@ -368,10 +382,11 @@ def _warn_of_missing_state(groups: list[dict], restored: dict) -> None:
         warn_caller(text)
 
 
-def restore(loaded: dict, groups: list[dict], options: MuonConfig) -> dict:
+def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> dict:
     """Return {parameter: copy of the saved state, in the dtype and placements of the optimizer}.
 
-    `loaded`: a state dict with an equal number of groups and parameters. Tensors with other
+    `loaded`: a state dict with an equal number of groups and parameters. `options`: of each group.
+    Tensors with other
     placements than the parameter's are redistributed; for DTensors that is collective. Raises
     ValueError, with the parameter's name, for state that does not fit.
     """
@@ -383,15 +398,16 @@ def restore(loaded: dict, groups: list[dict], options: MuonConfig) -> dict:
         for i, (param, key) in enumerate(zip(group["params"], saved["params"])):
             if key in loaded["state"]:
                 members.append((param, group, name_of(group, i), loaded["state"][key]))
+    of_param = {p: own for group, own in zip(groups, options) for p in group["params"]}
     refusal = None
     try:
         for param, group, name, state in members:
             check_state(param, state_keys(group), name, state, splits[param])
     except ValueError as error:
         refusal = error  # raised by check_shards: other ranks may wait for this rank
-    check_shards(members, options, refusal)
+    check_shards(members, of_param, refusal)
     return {
-        param: _restored_state(param, state_keys(group), state, options)
+        param: _restored_state(param, state_keys(group), state, of_param[param])
         for param, group, _, state in members
     }
 
@@ -437,6 +453,8 @@ def check_state(
                 f"{key} of parameter {name} has shape {shortened(saved_shape)} in the state, "
                 f"but a parameter of shape {tuple(param.shape)} needs {shape}: it was "
                 "saved for another parameter or with another split"
+                + (" (without second_moment it loads, and the mean squares begin anew)")
+                * (key == "second_moment")
             )
         dtype = _as_tensor(state[key], f"{key} of parameter {name}").dtype
         is_count = key == "step" and not dtype.is_complex and dtype != torch.bool
