@@ -217,7 +217,7 @@ def test_a_parameter_whose_elements_share_memory_is_refused(make):
 
 def test_many_parameters_of_one_buffer_are_looked_at_once(monkeypatch, optimizer):
     """A look takes memory for a map of all of the buffer."""
-    maps, module = [], part("params.validation")
+    maps, module = [], part("params.checks.memory")
     monkeypatch.setattr(module, "_MemoryMap", lambda spans, own=module._MemoryMap: maps.append(1) or own(spans))
     buffer = torch.ones(8, 3000)
     optimizer.Muon([nn.Parameter(buffer[:, 3 * i:3 * i + 3]) for i in range(1000)])

@@ -346,7 +346,8 @@ def test_row_state_of_a_unit_counts_where_none_of_its_elements_is(world, columns
     assert any(rows.unit_sizes(rank).get(unit, 0) and unit not in layout.unit_sizes(rank)
                for rank in range(world) for unit in range(len(columns)))
     for rank_bytes in (1, 1 << 28):
-        buckets = plan_of([layout] * 3, state_layouts=of_state([rows] * 3), rank_bytes=rank_bytes, inputs=terms(once=once))
+        state = of_state([rows] * 3)
+        buckets = plan_of([layout] * 3, state_layouts=state, rank_bytes=rank_bytes, inputs=terms(once=once))
         for bucket in buckets:
             rank_plans = rank_plans_of(bucket, [layout] * 3, [rows] * 3, once=once)
             check_bucket_bytes(bucket, rank_plans, rank_bytes)
@@ -805,7 +806,8 @@ def workspace_of(buckets, layouts, rows=None):
     taken = Counter()
     for number, bucket in enumerate(buckets):
         for rank in bucket.ranks[:: max(1, len(bucket.ranks) // 8)]:
-            sizes = bucket_sizes(part("planning.rank_plan").rank_plan_of(bucket, rank, layouts, of_state(rows), terms()))
+            rank_plan = part("planning.rank_plan").rank_plan_of(bucket, rank, layouts, of_state(rows), terms())
+            sizes = bucket_sizes(rank_plan)
             for memory, nbytes in zip((number % part("pipeline").BUCKETS_IN_FLIGHT, "shared_scratch"), sizes):
                 taken[memory, rank] = max(taken[memory, rank], nbytes)
     return max(sum(nbytes for (_, owner), nbytes in taken.items() if owner == rank) for rank in buckets[0].ranks)

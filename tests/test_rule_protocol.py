@@ -168,8 +168,8 @@ def test_a_rule_computes_its_formula(name, optimizer):
     W = [torch.randn(shape, dtype=torch.float64) for shape in SHAPES]
     params = [nn.Parameter(w.float()) for w in W]
     rule = "muon_plus" if name == "muon_eq" else name.split(",")[0]
-    muon = optimizer.Muon([{"params": params, "rule": rule, **options}], lr=LR, ns_coefficients=(1.875, -1.25, 0.375), ns_steps=22,
-                          wire_dtype=torch.float32)
+    muon = optimizer.Muon([{"params": params, "rule": rule, **options}], lr=LR, ns_coefficients=(1.875, -1.25, 0.375),
+                          ns_steps=22, wire_dtype=torch.float32)
     momenta, states = [torch.zeros_like(w) for w in W], [[{} for _ in range(3)] for _ in W]
     for t in range(4):
         for i, (p, w, m) in enumerate(zip(params, W, momenta)):
@@ -274,7 +274,11 @@ def test_a_checkpoint_of_another_rule_is_refused(optimizer):
 
 def resharded_on_rank(rank, world, rule):
     """A state dict gathered from rows, loaded onto columns, and stepped on."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh("cpu", (world,))
@@ -327,8 +331,9 @@ WRONG = {
     "a tensor on itself": ({"after": keeps, "sends": {}, "write": None}, ValueError, "keeps 'last' on itself"),
     "another shape": ({"before": lambda self, U, units: U[:, :-1]}, ValueError, "before returned"),
     "no tensor": ({"before": lambda self, U, units: None}, ValueError, "before returned NoneType"),
-    "a sum in write": ({"write": lambda self, W, O, scale, sent, numbers: W - O.sum()}, ValueError, "write is not elementwise"),
-    "a sum in update": ({"update": lambda self, G, M, numbers: (G / G.norm(), M)}, ValueError, "update is not elementwise"),
+    "a sum in write": ({"write": lambda self, W, O, *others: W - O.sum()}, ValueError, "write is not elementwise"),
+    "a sum in update": ({"update": lambda self, G, M, numbers: (G / G.norm(), M)}, ValueError,
+                        "update is not elementwise"),
     "one result": ({"update": lambda self, G, M, numbers: M}, ValueError, r"update must return \(U, the new M\)"),
     "a number that is not sent": ({"after": lambda self, O, units: O}, ValueError, r"has to fill units.sent\['size'\]"),
     "a number for each element": ({"sends": {"size": "element"}}, ValueError, r"sends\['size'\] is 'element'"),

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,217 +20,24 @@ import torch.distributed as dist
 
 from . import pipeline
 from .communication.nonfinite import NonfiniteFlags, Unscaling, unscale
-from .communication.owner_state import Shared, state_for_checkpoint
 from .communication.process_groups import check_process_group, world_now
 from .execution.cuda_graphs import check_environment, on_device
 from .execution.overlap.backward import BackwardOverlap
-from .execution.overlap.forward import ForwardOverlap, ForwardOverlapMethods, waits_for_updates
+from .execution.overlap.forward import ForwardOverlap, waits_for_updates
 from .execution.prepare import BoundStep, Preparation
-from .execution.report import Report, Stopwatch, report_of
 from .params import units, validation
+from .params.checks.memory import check_memory
 from .params.config import MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
 from .params.layout import this_rank
 from .params.own_process_groups import Choice, OwnProcessGroups, has_process_group
 from .pipeline import Job
-from .planning.plan import bucket_sort_key
+from .report import Report, Stopwatch, report_of
 from .rules import check
-from .rules.rule import Rule, sharded_keys
+from .rules.rule import Rule
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
-from .state.consolidated import check_target, consolidate
-from .state.state_dict import Loading, called_by_checkpoint, without_splits
-
-
-class StateDictMethods(ForwardOverlapMethods):
-    """Base class: the methods that save, load, copy and pickle, on any layout."""
-
-    @property
-    def _is_torn(self) -> bool:
-        """Whether a step failed half-way: some weights and state are old, some new."""
-        return self._half_way or self._backward_overlap.failed
-
-    def _adopt_state(self) -> None:
-        """Give the state of replaced parameters to the parameters in their place now."""
-        self._preparation.adopt_state(self.param_groups, self.state)
-
-    @contextlib.contextmanager
-    def _showing(self, state: dict) -> Iterator[None]:
-        """Context manager in which torch's methods find `state` instead of the state."""
-        held = self.state
-        self.state = state
-        try:
-            yield
-        finally:
-            self.state = held
-
-    @waits_for_updates
-    def init_state(self) -> None:
-        """Create missing state, as zeros, of every parameter that requires a gradient: for code
-        that loads into existing state before the first step. No communication; call on all ranks,
-        once the model is sharded. Raises RuntimeError if buckets have started during backward.
-        """
-        self._backward_overlap.raise_if_started("init_state")
-        self._adopt_state()
-        self._find_world()
-        with create.outside_inference_mode():
-            create.complete_state(self.param_groups, self.state, self._options_by_group())
-        self._adopt_state()
-
-    @waits_for_updates
-    def state_dict(self) -> dict:
-        """As in torch; for torch.distributed.checkpoint, missing state is created (`init_state`).
-
-        If owners keep state (shard_state, unreduced gradients), every rank of process_group must
-        call, except after consolidate_state_dict: the result holds DTensors sharded by rows, which
-        any layout can load. Raises RuntimeError, before any communication, if a rank does not call.
-        Warns after a step that failed half-way.
-        """
-        by_checkpoint = called_by_checkpoint()
-        saved = self._saved(by_checkpoint)
-        return without_splits(saved) if by_checkpoint else saved
-
-    def _saved(self, by_checkpoint: bool) -> dict:
-        """`state_dict` with all keys. `by_checkpoint`: for torch.distributed.checkpoint."""
-        self._check_state()
-        self._beta1.follow(self.param_groups)
-        self._adopt_state()
-        creates = by_checkpoint and not (self._is_torn or self._backward_overlap.has_started)
-        if not self._owner_keeps_state:
-            if creates:
-                self.init_state()
-            return super().state_dict()
-        named = self._named()
-        # torch.distributed.checkpoint saves the parts of all ranks: a consolidated state is no help
-        gathered = None if by_checkpoint else self._consolidated
-        if gathered is not None and gathered.is_current(named, self.state):
-            with self._showing(gathered.whole_state(named, self.state)):
-                return gathered.mark(super().state_dict())
-        self._find_world()
-        complete = self.init_state if creates else None
-        shown = state_for_checkpoint(self.state, named, self._shared(), complete)
-        with self._showing(shown):
-            return super().state_dict()
-
-    @waits_for_updates
-    def consolidate_state_dict(self, to: int | None = 0) -> None:
-        """Gather the state kept by owners (shard_state, unreduced gradients) in CPU memory of rank
-        `to` of process_group, or of every rank (None): a single rank can then save all state. Does
-        nothing if no owner keeps state.
-
-        Collective over process_group; with several process groups, each in turn, `to` must be None.
-        Until the next step, load_state_dict or add_param_group, `state_dict()` returns whole
-        tensors on rank `to` without communication; on further ranks a state dict without state,
-        which load_state_dict refuses. Raises ValueError if `to` is no rank of process_group;
-        RuntimeError, before any communication, if ranks call differently.
-        """
-        if not self._owner_keeps_state:
-            check_target(to, None)
-            self._check_state()
-            return
-        self._find_world()
-        shared = self._shared()
-        named = self._named()
-        is_common = len(shared) == 1 and len(shared[0][1]) == len(named)
-        check_target(to, shared[0][0], is_common)
-        self._check_state()
-        self._consolidated = None  # an error must not leave an earlier result
-        self._consolidated = consolidate(self.state, named, shared, to)
-
-    def _check_state(self) -> None:
-        """Before state is read: warn after a step that failed half-way, raise RuntimeError if
-        gradients were changed after they were sent (overlap_backward).
-        """
-        if not create.warn_inconsistent(self._is_torn):
-            self._backward_overlap.raise_if_changed()
-
-    def _named(self) -> dict:
-        """{parameter: name} of all groups."""
-        return {p: name for group in self.param_groups for p, name in names_in(group).items()}
-
-    def _options_by_group(self) -> list[MuonConfig]:
-        """The options of each group: of the optimizer, with the group's own process_group."""
-        return self._own_process_groups.options_of(self._options, len(self.param_groups))
-
-    @property
-    def _owner_keeps_state(self) -> bool:
-        """Whether only owners keep the state of plain parameters of some group."""
-        return any(own.owner_keeps_state for own in self._options_by_group())
-
-    def _shared(self) -> list[Shared]:
-        """The process groups whose owners keep state, with the members of each:
-        large sets of ranks first, the order of all collectives of several sets.
-        """
-        found: dict[tuple, Shared] = {}
-        for group, own in zip(self.param_groups, self._options_by_group()):
-            if own.owner_keeps_state:
-                ranks = tuple(dist.get_process_group_ranks(own.process_group))
-                keys = sharded_keys([group])
-                members = {p: (name, keys) for p, name in names_in(group).items()}
-                found.setdefault(ranks, (own.process_group, {}))[1].update(members)
-        return [found[ranks] for ranks in sorted(found, key=bucket_sort_key)]
-
-    @waits_for_updates
-    def load_state_dict(self, state_dict: Mapping) -> None:
-        """As in torch, from any layout: tensors are redistributed, and cast to `state_dtype`.
-
-        Options missing in the saved groups (of torch.optim.Muon or AdamW, or of an older version)
-        keep their values. State is matched by name if all groups of both sides have equal
-        `param_names`, in any group; else by position. Raises, before any change: ValueError for
-        state of another shape or kind, or a DTensor with the shard of another rank; RuntimeError if
-        ranks load DTensors together (gathered, or kept by owners) and some rank does not call in
-        time, or if process_group was destroyed.
-        """
-        self._half_way = self._half_way or self._backward_overlap.has_started  # if loading fails
-        self._backward_overlap.drop_started()
-        self._find_world()
-        hooked = Loading(self.param_groups, self._options_by_group()).hooked(self)
-        with create.outside_inference_mode(), hooked:
-            super().load_state_dict(state_dict)
-        self._beta1.forget()
-        self._init_groups()
-        self._half_way = False
-        self._consolidated = None
-        # Ranks may have started different numbers of buckets: their process groups are out of step
-        if self._options.overlap_backward:
-            self._preparation.release_groups()
-        self._drop_plans()
-        self._preparation.forget_members()
-        self._adopt_state()
-        self._why_unbound = "after load_state_dict(), which drops the plan"
-
-    @waits_for_updates
-    def __getstate__(self) -> dict:
-        """As in torch, for copies and pickles; a process group is kept by name."""
-        self._beta1.follow(self.param_groups)
-        options = replace(
-            self._options, process_group=getattr(self._options.process_group, "group_name", None)
-        )
-        own = self._own_process_groups.mapped(lambda choice: choice.process_group.group_name)
-        return {
-            **super().__getstate__(),
-            "_options": options,
-            "_own_process_groups": own,
-            "_adamw": self._adamw,
-            "_rule": self._rule,
-            "_skipped": self._skipped,
-            "_half_way": self._is_torn,
-            "_is_world": self._is_world,
-        }
-
-    def __setstate__(self, state: dict) -> None:
-        """As in torch; plans and bound memory are not copied."""
-        # torch calls this in load_state_dict, and for a copy, for which `__init__` has not run
-        if "_itself" not in vars(self):
-            self._start(state["_options"])
-        super().__setstate__(state)
-        if isinstance(self._options.process_group, str):
-            group = dist.distributed_c10d._resolve_process_group(self._options.process_group)
-            self._options = replace(self._options, process_group=group)
-        self._own_process_groups = self._own_process_groups.mapped(_resolved)
-        self._has_all_groups = True
-        self._drop_plans()
-        self._why_unbound = "in a copy, or after unpickling"
+from .state_dict_methods import StateDictMethods
 
 
 def _found_again(choice: Choice, world: dist.ProcessGroup | None) -> object:
@@ -239,12 +46,6 @@ def _found_again(choice: Choice, world: dist.ProcessGroup | None) -> object:
     """
     check_process_group(world, choice.is_world)
     return world
-
-
-def _resolved(choice: Choice) -> object:
-    """The process group of a choice, which a pickle keeps by name."""
-    name = choice.process_group
-    return dist.distributed_c10d._resolve_process_group(name) if isinstance(name, str) else name
 
 
 NEVER_BOUND = "before the first step, nor after release()"
@@ -356,7 +157,7 @@ class Muon(StateDictMethods):
             },
         )
         check_environment(validation.device_of(self.param_groups))
-        validation.check_memory(self.param_groups)
+        check_memory(self.param_groups)
         self._init_groups()
         self._has_all_groups = True
         self._first_members = validation.Members()  # parameters that leave groups may be freed
@@ -421,7 +222,7 @@ class Muon(StateDictMethods):
                 members.add(self.param_groups[-1])
                 self._check_new(self.param_groups[-1], momentum, members.first)
             if self._has_all_groups:
-                validation.check_memory(self.param_groups)
+                check_memory(self.param_groups)
         except Exception:
             del self.param_groups[count:]
             self._own_process_groups.drop_last()

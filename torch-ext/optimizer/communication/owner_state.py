@@ -88,10 +88,7 @@ def as_row_dtensors(state: dict, members: Members, group: dist.ProcessGroup) -> 
 
 
 def move_to_owners(
-    state: dict,
-    members: Members,
-    wanted: dict[torch.Tensor, list[int]],
-    group: dist.ProcessGroup,
+    state: dict, members: Members, wanted: dict[torch.Tensor, list[int]], group: dist.ProcessGroup
 ) -> None:
     """Move rows of state, in place of the dict's entries, so that every rank holds the rows it is
     to keep.

@@ -2,7 +2,7 @@
 
 Start reading at `OwnerUpdate.run`, the order of all phases, and at `ShardedUpdate`, the phases of
 FSDP2 and most layouts. `LocalUpdate` has no collectives. `UnreducedUpdate` averages gradients
-itself. Three classes step AdamW's parameters. `BUCKET_UPDATES` maps routes of a plan to classes.
+itself. AdamW's parameters are stepped by the classes of adamw_updates.py.
 
 A piece is the box of a matrix stored by a rank; under FSDP2, a few whole rows. The owner of a
 matrix is the rank chosen to orthogonalize the whole matrix. A constructor binds all tensors, views
@@ -21,7 +21,6 @@ momentum is written on the first read (`update_momentum_early`).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,23 +30,21 @@ import torch.distributed as dist
 
 from ..communication.all_to_all import AllToAllBuffers, Mean, piece_at
 from ..kernels.backend import capturing
-from ..kernels.elementwise.by_rule import PackByRule, WeightUpdateByRule
-from ..kernels.elementwise.momentum import Copy, Pack, copy_torch
+from ..kernels.elementwise.momentum import Copy, Pack
 from ..kernels.elementwise.multi_tensor import NUMBERS
 from ..kernels.elementwise.weight_update import WeightUpdate
 from ..newton_schulz.orthogonalize import BoundOrthogonalization
 from ..params.config import MuonConfig
-from ..params.dtensor import gradient_dtype
 from ..pipeline import BucketUpdate, Running
-from ..planning.plan import Bucket, Matrix
 from ..planning.memory_model import sent_kind
+from ..planning.plan import Bucket, Matrix
 from ..planning.rank_plan import Piece, RankPlan, sent_piece
-from ..rules import adamw, muon
-from ..rules.phases import Phases
+from ..rules import muon
+from ..rules.phases import PackByRule, Phases, WeightUpdateByRule
 from ..rules.rule import MuonConstants, host_constants, rule_of
 from .cuda_graphs import Graphs
 from .param_store import Store
-from .workspace import Stacks, copy_unless_in_place, views_like
+from .workspace import Stacks, copy_unless_in_place
 
 Gradients = tuple[list[torch.Tensor], torch.Tensor | None]  # (tensors, int64 addresses on device)
 Views = Mapping[Piece, torch.Tensor]  # piece -> view of a buffer, (rows, columns)
@@ -113,9 +110,7 @@ class BoundUpdate(BucketUpdate):
 
     def _bind_saves(self, pieces: Sequence[Piece], views: Views) -> Copy:
         """Bind the copy of state back to where it is stored."""
-        return Copy(
-            self.store.states(pieces), [views[p] for p in pieces], self.store.skip(pieces)
-        )
+        return Copy(self.store.states(pieces), [views[p] for p in pieces], self.store.skip(pieces))
 
     def _kept_views(self, dtype: torch.dtype | None = None) -> dict[Piece, torch.Tensor]:
         """Workspace of pieces stored and owned by this rank, in no all-to-all.
@@ -144,9 +139,7 @@ class BoundUpdate(BucketUpdate):
         """Bind the launch that reads G and M of `pieces` and writes U to the views `to`."""
         M, *sources = self._momentum_args(pieces)
         skip = self.store.skip(pieces)
-        return self.phases.pack(
-            M, [to[p] for p in pieces], *sources, skip, self._groups(pieces)
-        )
+        return self.phases.pack(M, [to[p] for p in pieces], *sources, skip, self._groups(pieces))
 
     def _bind_weight_update(
         self, pieces: Sequence[Piece], orthogonal: Views
@@ -367,7 +360,8 @@ class ShardedUpdate(OwnerUpdate):
       there is nothing to run beside, and `orthogonalize` writes it.
     - `orthogonalize`: U of the remaining own pieces is written into the stack of whole matrices,
       and received U are copied beside. Newton-Schulz turns each whole U into O, and the rule
-      rescales O (NorMuon: the rows of O). Pieces of O are copied to the return send buffer, or to "kept".
+      rescales O (NorMuon: the rows of O). Pieces of O are copied to the return send buffer, or to
+      "kept".
     - return all-to-all: O of a piece moves to all ranks with a copy of the piece.
     - `apply`: G and M are read again, and W and M are written.
 
@@ -545,200 +539,3 @@ class UnreducedUpdate(OwnerUpdate):
         self._run_weight_update(self.update_owned, self.mean.result)
         self._run_weight_update(self.update_received)
         self.save()
-
-
-class AdamWUpdate(BucketUpdate):
-    """AdamW of parameters stepped element by element where stored: no buckets, no collectives."""
-
-    def __init__(
-        self,
-        store: Store,
-        label: str,
-        written: Callable[[BucketUpdate], None] | None = None,
-        graphs: Graphs | None = None,
-    ) -> None:
-        """`graphs`: None launches every step from Python. A captured graph keeps the addresses of
-        gradients: a step replays only if no gradient has moved.
-        """
-        super().__init__(label, written, store)
-        self.graphs = graphs
-        self.weights = store.locals()
-        self.states = [store.locals(key) for key in ("exp_avg", "exp_avg_sq", "step")]
-        self.flags = _flags(store, range(len(self.weights)))
-
-    def run(self, group: dict) -> Running:
-        """Step all parameters."""
-        if self.graphs is None:
-            self.step(group)
-        else:
-            # torch's fused kernel takes addresses from the host, where this package's own kernels
-            # read them from device memory: a graph is valid for these addresses only
-            addresses = list(map(torch.Tensor.data_ptr, self.store.gradients))
-            constants = host_constants(group, self.store.is_fp64)
-            self.graphs(self.step, (*constants, addresses), group)
-        return
-        yield  # makes the function a generator, as the pipeline expects
-
-    def step(self, group: dict) -> None:
-        """Launch AdamW's kernels; flagged parameters keep weight and state."""
-        store = self.store
-        adamw.adamw_skipping_flagged(
-            self.flags, self.weights, store.gradients, self.states, group, store.scalars
-        )
-
-
-class UnreducedAdamWUpdate(OwnerUpdate):
-    """AdamW on unreduced gradients (DDP without its all-reduce): every rank owns a chunk of the
-    rows of each parameter, averages the gradients of the chunk, and returns stepped weights.
-
-    The owner steps copies of the weights and state of the chunk. The copies are written back in
-    `apply`, after the return all-to-all: an error leaves the bucket entirely old.
-    """
-
-    def __init__(self, inputs: BucketInputs) -> None:
-        super().__init__(inputs)
-        store = self.store
-        first = store.params[0]  # all parameters of the bucket have equal dtypes
-        stored = self._stored("chunk")
-        owned = [p for p in stored if p.owner == self.rank]
-        self._bind_buffers(gradient_dtype(first), first.dtype)
-        gradients = self._bind_gradients(stored, owned)
-        keys = ("exp_avg", "exp_avg_sq")
-        lists = [store.weights(owned), *(store.states(owned, key) for key in keys)]
-        steps = [_steps(store, p) for p in owned]
-        # Step counts are scalars of their own, which torch's kernel advances with each tensor
-        copies = [*views_like(lists, self.memory["until_apply"]), [step.clone() for step in steps]]
-        W, *states = copies
-        self.current = [*itertools.chain(*lists), *steps]  # weights, state and counts of the owner
-        self.stepped = [*itertools.chain(*copies)]  # copies of `current`
-        means = [g.view(w.shape) for g, w in zip(gradients, W)]
-        self.by_group = self._bind_groups(owned, [W, means, *states])
-        self.without_rows = self._bind_counts()
-        self._bind_weights(owned, W)
-
-    def _bind_gradients(self, stored: list[Piece], owned: list[Piece]) -> list[torch.Tensor]:
-        """Bind `fill` and `collect`; return the views that `collect` fills with the mean gradients
-        of `owned`.
-        """
-        sources = self.store.sources(stored)
-        gradients = self.store.gradients
-        self.fill = Copy.of_gradients([self.to_owner.leave[p] for p in stored], sources, gradients)
-        self.collect = Mean(self.to_owner, self.memory["mean"])
-        return [self.collect.view(p) for p in owned]
-
-    def _bind_groups(self, owned: list[Piece], lists: list[list[torch.Tensor]]) -> list[tuple]:
-        """Return arguments of `adamw_skipping_flagged` for each parameter group with owned chunks:
-        torch's kernels take one lr. `lists`: weights, gradients and three states of `owned`.
-        """
-        found = []
-        groups = self._groups(owned)
-        for number in sorted(set(groups)):
-            chosen = [i for i, group in enumerate(groups) if group == number]
-            W, G, *states = ([tensors[i] for i in chosen] for tensors in lists)
-            flags = _flags(self.store, [owned[i].matrix.param for i in chosen])
-            scalars = self.store.scalars
-            scalars = None if scalars is None else scalars[NUMBERS * number :]
-            found.append((flags, W, G, states, self.store.groups[number], scalars))
-        return found
-
-    def _bind_counts(self) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-        """(step counts, flags) of parameters with the first chunk in the bucket and no rows owned
-        by the rank.
-
-        The counts advance on the rank as well: state must be equal on every rank.
-        """
-        state = [self.store.state[p] for p in self.store.params]
-        begun = [m.param for m in self.bucket.matrices if m.at[0] == 0]
-        without = [number for number in begun if not state[number]["exp_avg"].numel()]
-        return [state[number]["step"] for number in without], _flags(self.store, without)
-
-    def _bind_weights(self, owned: list[Piece], W: list[torch.Tensor]) -> None:
-        """Bind copies of stepped weights `W` to the send buffer, and of received weights to
-        parameters.
-        """
-        # A chunk is sent to every rank: pieces of one matrix differ in `stored_at` only
-        stepped = {p.matrix: w for p, w in zip(owned, W)}
-        W = [stepped[p.matrix] for p in self.to_shards.leave]
-        self.sent = _views(self.to_shards.leave, W), W
-        W = self.store.weights(self.to_shards.arrive)
-        self.received = W, _views(self.to_shards.arrive, W)
-
-    def run(self, group: dict) -> Running:
-        """Step the bucket; phases as in `OwnerUpdate.run`."""
-        constants = tuple(self.store.host_constants())
-        self.replay(self.pack, constants)
-        yield from self.to_owner.start()
-        self.replay(self.orthogonalize, constants)
-        yield from self.to_shards.start()
-        self.replay(self.apply, constants)
-
-    def launches(self, group: dict) -> list[Callable[[], None]]:
-        """`pack` only: torch's own kernels need no compilation beforehand."""
-        return [partial(self.pack, ())]
-
-    def pack(self, constants: object) -> None:
-        """Copy gradients to the send buffer, in their own dtype."""
-        self.fill(self.store.gradients, self.store.addresses)
-
-    def orthogonalize(self, constants: object) -> None:
-        """Step copies of own chunks, and copy the stepped weights to the send buffer. Named after
-        the phase of `OwnerUpdate.run`; AdamW orthogonalizes nothing.
-        """
-        self.collect()
-        copy_torch(self.stepped, self.current)
-        # AdamW reads lr and betas from the live groups
-        for arguments in self.by_group:
-            adamw.adamw_skipping_flagged(*arguments)
-        copy_torch(*self.sent)
-
-    def apply(self, constants: object) -> None:
-        """Write weights, state and step counts."""
-        copy_torch(self.current, self.stepped)
-        adamw.count_steps(*self.without_rows)
-        copy_torch(*self.received)
-
-
-class OwnerStateAdamWUpdate(UnreducedAdamWUpdate):
-    """AdamW with shard_state: gradients are already reduced, so nothing is sent to owners."""
-
-    def _bind_gradients(self, stored: list[Piece], owned: list[Piece]) -> list[torch.Tensor]:
-        """Bind `fill`: copy the gradients of own chunks to "kept"."""
-        kept = self._kept_views(self.to_owner.dtype)
-        sources = self.store.sources(owned)
-        self.fill = Copy.of_gradients([kept[p] for p in owned], sources, self.store.gradients)
-        return [kept[p] for p in owned]
-
-    def collect(self) -> None:
-        """Do nothing: `fill` has already written the gradients."""
-
-
-def _views(flat: Views, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The views `flat`, in the shapes of `like`."""
-    return [view.view(w.shape) for view, w in zip(flat.values(), like)]
-
-
-def _flags(store: Store, numbers: Sequence[int]) -> list[torch.Tensor] | None:
-    """Non-finite flags of parameters, by index; None if gradients are not checked."""
-    if store.flags is None:
-        return None
-    return [store.flags[store.flag_offset[i]] for i in numbers]
-
-
-def _steps(store: Store, piece: Piece) -> torch.Tensor:
-    """AdamW's step count for a chunk: the count in the state for the first chunk of a parameter, a
-    copy for later chunks, because the kernel advances a count per tensor.
-    """
-    number = piece.matrix.param
-    step = store.state[store.params[number]]["step"]
-    return store.add_step_copy(number, step) if piece.matrix.at[0] else step
-
-
-# Route of a bucket, as in `Bucket.route` -> class
-BUCKET_UPDATES = {
-    "local": LocalUpdate,
-    "exchange": ShardedUpdate,
-    "own": ShardedUpdate,
-    "reduce": UnreducedUpdate,
-    "reduce_elementwise": UnreducedAdamWUpdate,
-    "own_elementwise": OwnerStateAdamWUpdate,
-}

@@ -97,7 +97,7 @@ class Store:
 
     def host_constants(self) -> list[tuple]:
         """`host_constants` of all groups: Muon groups that are stepped together have equal ones."""
-        groups = self.groups[:1] if self.group["use_muon"] else self.groups
+        groups = self.groups[:1] if self.groups[0]["use_muon"] else self.groups
         return [host_constants(group, self.is_fp64) for group in groups]
 
     def _find_mismatched(self) -> None:
@@ -212,9 +212,7 @@ class Store:
 
         State of a chunk is stored by the owner alone, from the first row of the owner's chunk on.
         """
-        locals_ = [
-            local_of(self.state[self.params[p.matrix.param]][key or p.kind]) for p in pieces
-        ]
+        locals_ = [local_of(self.state[self.params[p.matrix.param]][key or p.kind]) for p in pieces]
         first_rows = [p.matrix.at[0] if p.kind == "chunk" else None for p in pieces]
         return [
             self._view(s, p) if first is None else s[first : first + p.shape[0]]

@@ -34,7 +34,8 @@ from ..planning.planner import Plan, Planner, warn_of_idle
 from ..planning.rank_plan import RankPlan
 from ..rules.rule import host_constants
 from ..state import create
-from .bucket_updates import BUCKET_UPDATES, AdamWUpdate, BucketInputs
+from .adamw_updates import BUCKET_UPDATES, AdamWUpdate
+from .bucket_updates import BucketInputs
 from .cuda_graphs import Graphs, release_before_groups
 from .fingerprint import StepFingerprint, memory_key
 from .param_store import PlanInputViews, Store

@@ -85,8 +85,8 @@ class Stacks:
     Newton-Schulz reads the stacks `inputs` and writes the stacks `outputs`. For direct
     matrices (see [Note: direct matrices] in rank_plan.py) both are `ScatteredRows`: tables of where
     each row lies in the all-to-all buffers. All remaining matrices lie whole in the shared scratch,
-    and input and output are a single tensor. `wide` has for each stack its tensors in fp32 by kind of
-    a piece: state, weights and numbers to send, (N, R, C), (N, R, 1), (N, 1, C) or (N, 1, 1).
+    and input and output are a single tensor. `wide` has for each stack its tensors in fp32 by kind
+    of a piece: state, weights and numbers to send, (N, R, C), (N, R, 1), (N, 1, C) or (N, 1, 1).
     """
 
     def __init__(

@@ -201,8 +201,8 @@ class MemoryModel:
         ranks: tuple[int, ...],
         state_layouts: Mapping[str, Sequence[Layout]] | None = None,
     ) -> None:
-        """`layouts`, `state_layouts`: as in `make_plan`. Parameters of one layout have equal layouts
-        of state.
+        """`layouts`, `state_layouts`: as in `make_plan`. Parameters of one layout have equal
+        layouts of state.
         """
         self.element = inputs.element  # bytes of an element
         self.inputs = inputs

@@ -197,9 +197,7 @@ class Planner:
             state_layouts=of_state,
         )
         if self.options.overlap_backward:
-            buckets = along_backward(
-                buckets, layouts, cost_model, inputs, self.latency, of_state
-            )
+            buckets = along_backward(buckets, layouts, cost_model, inputs, self.latency, of_state)
         elif self.options.overlap_forward:
             buckets = along_forward(
                 buckets, layouts, cost_model, inputs, self.latency, rank_bytes, of_state

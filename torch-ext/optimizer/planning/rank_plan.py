@@ -192,30 +192,14 @@ def rank_plan_of(
     `layouts`, `state_layouts`, `inputs`: as in `make_plan`.
     """
     of_matrices = list(_pieces_at(bucket, rank, layouts, "matrix"))
-    state = [
-        p for key, of_key in state_layouts.items() for p in _pieces_at(bucket, rank, of_key, key)
-    ]
+    state, weights, sent = _wide_pieces(bucket, rank, of_matrices, state_layouts, inputs)
     reduce = bucket.route == "reduce"
     exchanged = of_matrices
-    if bucket.route in OWNER_STATE_ROUTES:
-        # The owner stores state: it is in no all-to-all
-        state = [p for p in state if p.stored_at == p.owner == rank]
-    else:
+    if bucket.route not in OWNER_STATE_ROUTES:
         exchanged = state + of_matrices
     sources = [p for p in exchanged if p.is_source]
-    weights = []
-    if inputs.reads_weight:
-        weights = [replace(p, kind="weight") for p in of_matrices if p.is_source]
-        if bucket.route in OWNER_STATE_ROUTES:
-            # Every rank stores all weights
-            weights = [p for p in weights if p.stored_at == p.owner == rank]
-        else:
-            sources += weights
-    sent = [
-        sent_piece(p, name, per)
-        for name, per in inputs.sends
-        for p in of_matrices
-    ]
+    if bucket.route not in OWNER_STATE_ROUTES:
+        sources += weights
     pieces = [*state, *of_matrices, *weights, *sent]
     replicas = _replicas(bucket, layouts)
     matrices = tuple(m for m, owner in zip(bucket.matrices, bucket.owners) if owner == rank)
@@ -259,6 +243,31 @@ def rank_plan_of(
     if bucket.route in ("exchange", "own"):
         rank_plan = _with_direct(rank_plan, limits, inputs)
     return _with_scratch_of_each(rank_plan, limits, inputs)
+
+
+def _wide_pieces(
+    bucket: Bucket,
+    rank: int,
+    of_matrices: Sequence[Piece],
+    state_layouts: Mapping[str, Sequence[Layout]],
+    inputs: PlanInputs,
+) -> tuple[list[Piece], list[Piece], list[Piece]]:
+    """Return the pieces in fp32 of `rank`: (state, weights, sent numbers) that belong to the pieces
+    `of_matrices`.
+    """
+    state = [
+        p for key, of_key in state_layouts.items() for p in _pieces_at(bucket, rank, of_key, key)
+    ]
+    weights = []
+    if inputs.reads_weight:
+        weights = [replace(p, kind="weight") for p in of_matrices if p.is_source]
+    if bucket.route in OWNER_STATE_ROUTES:
+        # The owner stores state, and every rank all weights: both are in no all-to-all
+        state, weights = (
+            [p for p in some if p.stored_at == p.owner == rank] for some in (state, weights)
+        )
+    sent = [sent_piece(p, name, per) for name, per in inputs.sends for p in of_matrices]
+    return state, weights, sent
 
 
 def _with_direct(rank_plan: RankPlan, limits: tuple[int, int], inputs: PlanInputs) -> RankPlan:

@@ -27,9 +27,7 @@ SENT_PER = ("row", "column", "matrix")  # allowed values of `Rule.sends`
 SHAPE = 3, 6, 4  # of the stack of the trial
 
 
-def adopt(
-    group: dict[str, Any], default: str | type[Rule] | None, taken: Collection[str]
-) -> None:
+def adopt(group: dict[str, Any], default: str | type[Rule] | None, taken: Collection[str]) -> None:
     """Replace `rule` of a new Muon group, a name or a class of rules, by its name, and add the
     rule's options with their defaults; in place. `default`: of the optimizer; with None a group
     without the key stays without it.
@@ -200,7 +198,9 @@ class _Trial:
             if any(units.sent[key].isnan().any() for units in parts):
                 raise _WrongRule(f"rule {self.name!r}: after has to fill units.sent[{key!r}]")
         for state in self.rule.state:
-            if any(units.state[state.key].shape != self._state(1, state.per).shape for units in parts):
+            if any(
+                units.state[state.key].shape != self._state(1, state.per).shape for units in parts
+            ):
                 raise _WrongRule(
                     f"rule {self.name!r}: state {state.key!r} was replaced: change it in place"
                 )

@@ -34,9 +34,7 @@ class NorMuonRule(Rule):
     fused = True
     takes_scattered_rows = True
 
-    def after(
-        self, O: torch.Tensor | ScatteredRows, units: Units
-    ) -> torch.Tensor | ScatteredRows:
+    def after(self, O: torch.Tensor | ScatteredRows, units: Units) -> torch.Tensor | ScatteredRows:
         """Normalize the rows of O (N, R, C) in place, and update V. A matrix of zeros stays
         zero.
         """

@@ -25,12 +25,7 @@ from ..params.model.classification import NO_DECAY
 from ..params.param_groups import clean_name
 from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import CHANGED, check_numbers
-from ..rules.rule import (
-    all_state_keys,
-    state_device_and_dtype,
-    state_keys,
-    state_shape,
-)
+from ..rules.rule import all_state_keys, state_device_and_dtype, state_keys, state_shape
 from .consolidated import refuse_elsewhere
 from .peers import PEERS, listed, marked
 from .shard_check import check_shards
@@ -417,9 +412,8 @@ def _foreign_entries(state: object) -> dict:
     keeps.
     """
     # max_exp_avg_sq: of torch's AdamW with amsgrad
-    return {
-        key: value for key, value in state.items() if key not in (*all_state_keys(), "max_exp_avg_sq")
-    }
+    known = (*all_state_keys(), "max_exp_avg_sq")
+    return {key: value for key, value in state.items() if key not in known}
 
 
 def check_state(

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .. import pipeline
-from ..pipeline import BucketUpdate, Job, Running
-from ..planning.cost_model import BucketTimes, CostModel, TimelineSpan
-from ..planning.load_balance import least_load
-from ..planning.plan import Bucket
+from . import pipeline
+from .pipeline import BucketUpdate, Job, Running
+from .planning.cost_model import BucketTimes, CostModel, TimelineSpan
+from .planning.load_balance import least_load
+from .planning.plan import Bucket
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

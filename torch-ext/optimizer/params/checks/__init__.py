@@ -1,0 +1,1 @@
+"""Checks of parameters, each a subject of its own."""
