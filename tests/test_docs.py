@@ -233,6 +233,17 @@ def test_every_variable_of_the_tests_is_documented():
     assert tests <= named <= tests | set(table("docs/env.md", "## The package"))
 
 
+def test_the_page_of_architectures_and_the_rules_agree(part):
+    """Every fused layer of the page has a rule, and every rule has a layer there."""
+    layouts = part("params.model.layouts")
+    rows = text_of("docs/architectures.md").partition("With `split")[0].splitlines()
+    columns = [row.split(" | ")[1] for row in rows if row.startswith("| ") and "`" in row and "| whole" not in row]
+    layers = {name.rpartition(".")[2].rstrip("*") for column in columns for name in re.findall("`([^`]*)`", column)}
+    rules = [rule.layers for rule in (*layouts.ATTENTION, *layouts.OTHERS)]
+    assert len(layers) > 40 and all(any(rule.search(layer) for rule in rules) for layer in layers)
+    assert not [rule.pattern for rule in rules if not any(map(rule.search, layers))]
+
+
 def test_the_tree_of_the_walk_is_complete():
     """Files whose row begins with a link; the `__init__.py` of a folder is empty, and `_ops.py` is generated."""
     root = ROOT / "torch-ext" / "optimizer"
