@@ -16,7 +16,7 @@ pytestmark = quiet
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 
 SETS = {"polar_express": 10, "polar_express_nanochat": 5, "polar_express_dion": 5, "polar_express_modded_nanogpt": 5,
-        "cans": 5, "quintic": 5, "turbo": 4, "aol": 4, "jordan": 10, "deepseek_v4": 10}
+        "cans": 5, "quintic": 5, "turbo": 4, "aol": 4, "jordan": 10, "deepseek_v4": 10, "anvil": 6}
 
 
 @pytest.fixture

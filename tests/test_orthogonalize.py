@@ -18,7 +18,8 @@ pytestmark = quiet
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 LENGTHS = {"jordan": 5, "quintic": 5, "polar_express": 5, "polar_express_nanochat": 5, "polar_express_dion": 5,
-           "polar_express_modded_nanogpt": 5, "cans": 5, "turbo": 4, "aol": 4, "cubic": 5, "deepseek_v4": 10}
+           "polar_express_modded_nanogpt": 5, "cans": 5, "turbo": 4, "aol": 4, "cubic": 5, "deepseek_v4": 10,
+           "qwen3_8": 8, "anvil": 6}
 
 # The largest relative error allowed in fp16, up to twice the largest seen (docs/math.md); other dtypes by FACTORS.
 BOUNDS = {"gaussian": 0.004, "k^-1/2": 0.010, "1/k": 0.030, "1/k^2": 0.100, "log to 1e-3": 0.025, "log to 1e-5": 0.040,
@@ -487,7 +488,7 @@ def test_a_cpu_does_no_more_than_plain_torch(polar, monkeypatch, shape):
 
 @pytest.mark.parametrize("ns_steps, dtype, most, lengths", [
     (1, F16, 100, [1]), (3, F16, 100, [3]), (4, F16, 100, [2, 2]), (5, F16, 100, [3, 2]), (5, F32, 100, [3, 2]),
-    (5, BF16, 100, [2, 2, 1]), (7, F16, 100, [3, 2, 2]), (10, F16, 100, [3, 2, 3, 2]), (5, F16, 1, [1] * 5),
+    (5, BF16, 100, [2, 2, 1]), (7, F16, 100, [3, 2, 2]), (10, F16, 100, [3, 2, 2, 3]), (5, F16, 1, [1] * 5),
     (5, F16, 2, [1, 2, 2]), (4, F16, 2, [2, 2]), (5, F32, 2, [2, 2, 1]), (5, BF16, 3, [2, 2, 1])])
 def test_intervals_between_restarts(polar, ns_steps, dtype, most, lengths):
     """Longer intervals drift: in bf16, three steps of 1/k already explode."""

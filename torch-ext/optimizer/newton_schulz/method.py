@@ -102,6 +102,8 @@ def restart_interval(
     - 3, as a rule: matrices then share launches with longer matrices of equal short side.
     - 2 for short sides from LARGE_SHORT_SIDE on, because 2 is more exact, unless 3 saves another
       twentieth.
+    - NO_RESTART for more than five steps whose late intervals may be long (`Steps.intervals`), if
+      that saves another twentieth: from an aspect ratio of about 2 on.
     - NO_RESTART for cubic steps (c = 0), always. The Gram iteration costs cubic steps no more, and
       the standard iteration would round a I + b A to 16 bits: that loses more of b A than of
       b A + c A^2.
@@ -116,10 +118,13 @@ def restart_interval(
     key = min(n, SMALL_SHORT_SIDE)
     # Whole numbers, in percent: exact, so that all ranks decide alike
     costs = {
-        max_steps: _cost(n, m, _launches(steps, dtype, max_steps, key)) for max_steps in (1, 2, 3)
+        max_steps: _cost(n, m, _launches(steps, dtype, max_steps, key))
+        for max_steps in (1, 2, 3, NO_RESTART)
     }
-    best = 2 if n >= LARGE_SHORT_SIDE and 100 * costs[2] <= 90 * costs[1] else 1
-    best = 3 if 100 * costs[3] <= (90 if best == 1 else 95) * costs[best] else best
+    best = 1
+    for max_steps in (2, 3, NO_RESTART) if n >= LARGE_SHORT_SIDE else (3, NO_RESTART):
+        if 100 * costs[max_steps] <= (90 if best == 1 else 95) * costs[best]:
+            best = max_steps
     slow = on_cpu and _cpu_cost(n, m, steps, dtype, best) > 0.9 * _cpu_cost(n, m, steps, dtype, 1)
     return 1 if slow else best
 
