@@ -17,6 +17,7 @@ fp16, inputs bf16 where nothing else is said. A missing peer leaves its fields e
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import sys
 from dataclasses import dataclass
@@ -161,10 +162,12 @@ def candidates(package, steps, n, m):
     """
     total = len(steps.triples)
     taken = package.cut(steps, n, 4 * n, most=package.coefficients.NO_RESTART)
-    count = -(-total // 3)
+    count, careful = -(-total // 3), -(-(total + 1) // 3)
     equal = tuple(-(-total * (i + 1) // count) - -(-total * i // count) for i in range(count))
+    short = tuple(total * (i + 1) // careful - total * i // careful for i in range(careful))
     found = {(1,) * total: "standard", taken: "ours"}
-    for role, cut in (("equal", equal), ("at most 3", package.cut(steps, n, 4 * n, most=3))):
+    for role, cut in (("equal", equal), ("equal, short first", short),
+                      ("at most 3", package.cut(steps, n, 4 * n, most=3))):
         found.setdefault(cut, role)
     for cut in itertools.product(range(1, LONGEST + 1), repeat=len(taken)):
         if sum(cut) == total and cut[0] in (2, 3) and min(cut) > 1:
@@ -219,8 +222,7 @@ def times(package, options):
         cuts[package.cut(steps, n, m, package.coefficients.NO_RESTART)] = "long"
         calls = {}
         for cut in cuts:
-            def call(out=torch.empty_like(X), steps=package.with_cut(steps, cut)):
-                return package.orthogonalize(X, steps, out)
+            call = functools.partial(package.orthogonalize, X, package.with_cut(steps, cut), torch.empty_like(X))
             call()
             calls[cut] = captured(call)[0] if DEVICE == "cuda" else call
         found = race(calls, X.normal_, options.rounds, options.burst_ms, options.rest_ms)
@@ -241,12 +243,16 @@ def beside_peers(package, options):
         exact, (n, m) = single.composed(X[-1], steps), sorted(shape[1:])
         contest = single.Contest(X.normal_, options)
         for maker, make in makers(package, steps, name, count, options).items():
-            contest.enter(maker, make, lambda f, X=X: lambda: f(X), lambda out: single.distance(out[-1], exact))
+            contest.enter(maker, make, lambda f, X=X: lambda: f(X), functools.partial(error_of_last, exact))
         for maker, run, result in contest.results():
             cut = text(package.cut(steps, n, m)) if maker == "ours" else ""
             row = single.row(maker, "", shape, run, result)
             yield {key: row[key] for key in row if key in COLUMNS and key not in ("commit", "gpu", "spectrum")} | dict(
                 set=name, steps=count, cut=cut, error=row["error_fp64"])
+
+
+def error_of_last(exact, out) -> float:
+    return single.distance(out[-1], exact)
 
 
 def makers(package, steps, name, count, options):
