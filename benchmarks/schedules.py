@@ -8,10 +8,11 @@ packages. One CSV row for each measurement.
 
 A cut is the steps of each restart interval, "3+5"; "1+1+1" is the standard iteration. "errors": cuts of a schedule over
 all spectra of tests/spectra.py, over matrices with two to four levels of singular values ("levels") and over noise plus
-one direction ("line"), relative to the same polynomials in fp64, the largest of the matrices of a kind. "times": the
-standard iteration, intervals of at most three steps, and the cut that the package takes, in turns by CUDA graph.
-"peers": the package beside torch.compile, gram-newton-schulz and Dion, with the same triples for all. Products are in
-fp16, inputs bf16 where nothing else is said. A missing peer leaves its fields empty, and the note says why.
+one direction ("line"), relative to the same polynomials in fp64: a column for each kind, the largest of its matrices,
+and the largest of all. "times": the standard iteration and cuts with at most two, at most three and more steps, in
+turns by CUDA graph; the note says which one the package takes. "peers": the package beside torch.compile,
+gram-newton-schulz and Dion, with the same triples for all. Products of the package are in fp16, inputs in bf16 where
+nothing else is said. A missing peer leaves its fields empty, and the note says why.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +40,7 @@ from step import triton_version  # noqa: E402
 from tests.spectra import KINDS, spectrum  # noqa: E402
 
 COLUMNS = ("commit gpu what set steps implementation cut products n rows cols dtype run median_ms p20_ms p80_ms "
-           "spectrum error torch triton version note").split()
+           "error torch triton version note").split() + [f"error {kind}" for kind in (*KINDS, "levels", "line")]
 DEVICE = single.DEVICE
 LONGEST = 8  # steps of an interval that is tried
 SCHEDULES = [("polar_express", count) for count in range(6, 13)] + [("jordan", count) for count in range(6, 13)] + [
@@ -59,9 +61,7 @@ def main() -> None:
                 "commit": options.commit, "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU",
                 "what": what, "torch": torch.__version__, "triton": triton_version()} | row
             append(options.out, COLUMNS, [values])
-            if what != "errors":
-                print(*(values[key] for key in ("set", "steps", "implementation", "cut", "n", "rows", "cols", "run",
-                                                "median_ms", "error", "note")), flush=True)
+            print(*(values[key] for key in COLUMNS[3:13] + ["median_ms", "error", "note"]), flush=True)
 
 
 def arguments():
@@ -124,9 +124,9 @@ class Package:
         return tuple(map(len, steps.intervals(torch.float16, most, n)))
 
     def products(self, steps, cut):
-        """(n x m products, n x n products) of a cut."""
+        """Products with long matrices + n x n products of a cut."""
         counts = self.method._launches.__wrapped__(self.with_cut(steps, cut), torch.float16, max(cut), 256)
-        return counts["gram"] + counts["product"], counts["symmetric"]
+        return "{}+{}".format(counts["gram"] + counts["product"], counts["symmetric"])
 
     def orthogonalize(self, X, steps, into=None):
         out = torch.empty_like(X) if into is None else into
@@ -135,44 +135,36 @@ class Package:
 
 
 def errors(package, options):
-    """Yield a row for each cut, shape, input dtype and kind of matrix."""
-    worst = {}
+    """Yield a row for each shape, schedule, input dtype and cut."""
     for n, m in options.shapes:
         kinds, matrices = matrices_of(n, m, options.matrices)
         for (name, count), (label, dtype) in itertools.product(options.schedules or SCHEDULES, INPUTS.items()):
             steps, X = package.steps(name, count), matrices.to(dtype)
             exact = composed(X, steps)
             sizes = exact.norm(dim=(1, 2))
-            for role, cut in candidates(package, steps, n, m):
+            for cut in candidates(package, steps, n, m):
                 O = package.orthogonalize(X, package.with_cut(steps, cut))
-                found = ((O.double() - exact).norm(dim=(1, 2)) / sizes).cpu()
-                for kind, place in kinds.items():
-                    error = found[place].max().item() if found[place].isfinite().all() else float("inf")
-                    worst[name, count, role, cut] = max(error, worst.get((name, count, role, cut), 0))
-                    yield dict(set=name, steps=count, implementation=role, cut=text(cut), n=len(found[place]),
-                               products="{}+{}".format(*package.products(steps, cut)), rows=n, cols=m, dtype=label,
-                               spectrum=kind, error=f"{error:.3e}")
-    for (name, count, role, cut), error in worst.items():
-        print(f"{name} {count} {text(cut)} {role}: {error:.4f}", flush=True)
+                found = ((O.double() - exact).norm(dim=(1, 2)) / sizes).nan_to_num(float("inf")).cpu()
+                largest = {f"error {kind}": f"{found[place].max().item():.2e}" for kind, place in kinds.items()}
+                yield largest | dict(set=name, steps=count, implementation="ours", cut=text(cut), n=len(X), rows=n,
+                                     products=package.products(steps, cut), cols=m, dtype=label,
+                                     error=f"{found.max().item():.2e}")
 
 
-def candidates(package, steps, n, m):
-    """[(role, cut)]: the standard iteration, cuts with at most three steps, as equal as possible and as the package
-    makes them, the cut that it takes for long matrices, and all others with as few intervals, of two or more steps.
+def candidates(package, steps, n, m) -> list[tuple[int, ...]]:
+    """The standard iteration, the cut that the package takes for long matrices, cuts with at most three steps, as equal
+    as possible, and all others of two or more steps with one interval less than those, or with as few as the package's.
     """
     total = len(steps.triples)
-    taken = package.cut(steps, n, 4 * n, most=package.coefficients.NO_RESTART)
-    count, careful = -(-total // 3), -(-(total + 1) // 3)
-    equal = tuple(-(-total * (i + 1) // count) - -(-total * i // count) for i in range(count))
-    short = tuple(total * (i + 1) // careful - total * i // careful for i in range(careful))
-    found = {(1,) * total: "standard", taken: "ours"}
-    for role, cut in (("equal", equal), ("equal, short first", short),
-                      ("at most 3", package.cut(steps, n, 4 * n, most=3))):
-        found.setdefault(cut, role)
-    for cut in itertools.product(range(1, LONGEST + 1), repeat=len(taken)):
-        if sum(cut) == total and cut[0] in (2, 3) and min(cut) > 1:
-            found.setdefault(cut, "other")
-    return [(role, cut) for cut, role in found.items()]
+    taken = package.cut(steps, n, 4 * n, package.coefficients.NO_RESTART)
+    found = [(1,) * total, taken, package.cut(steps, n, 4 * n, 3)]
+    for count, rounded in ((-(-total // 3), math.ceil), (-(-(total + 1) // 3), math.floor)):
+        ends = [rounded(total * i / count) for i in range(count + 1)]
+        found.append(tuple(last - first for first, last in itertools.pairwise(ends)))
+    for count in {len(taken), len(found[3]) - 1}:
+        found += [cut for cut in itertools.product(range(2, LONGEST + 1), repeat=count)
+                  if sum(cut) == total and cut[0] <= 3]
+    return [*dict.fromkeys(found)]
 
 
 def matrices_of(n, m, count):
@@ -218,8 +210,8 @@ def times(package, options):
     for shape, (name, count) in itertools.product(options.stacks, options.schedules or SCHEDULES):
         steps, X = package.steps(name, count), torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
         n, m = sorted(shape[1:])
-        cuts = {(1,) * count: "standard", package.cut(steps, n, m, 3): "at most 3"}
-        cuts[package.cut(steps, n, m, package.coefficients.NO_RESTART)] = "long"
+        cuts = {(1,) * count: None}
+        cuts |= {package.cut(steps, n, m, most): None for most in (2, 3, package.coefficients.NO_RESTART)}
         calls = {}
         for cut in cuts:
             call = functools.partial(package.orthogonalize, X, package.with_cut(steps, cut), torch.empty_like(X))
@@ -227,12 +219,12 @@ def times(package, options):
             calls[cut] = captured(call)[0] if DEVICE == "cuda" else call
         found = race(calls, X.normal_, options.rounds, options.burst_ms, options.rest_ms)
         taken = package.cut(steps, n, m)
-        for cut, role in cuts.items():
+        for cut in cuts:
             median, p20, p80 = (round(ms, 5) for ms in found[cut].summary())
-            yield dict(set=name, steps=count, implementation="ours" if cut == taken else role, cut=text(cut),
-                       products="{}+{}".format(*package.products(steps, cut)), n=shape[0], rows=shape[1],
-                       cols=shape[2], dtype="bf16", run="graph" if DEVICE == "cuda" else "eager", median_ms=median,
-                       p20_ms=p20, p80_ms=p80)
+            yield dict(set=name, steps=count, implementation="ours", cut=text(cut), n=shape[0], rows=shape[1],
+                       products=package.products(steps, cut), cols=shape[2], dtype="bf16",
+                       run="graph" if DEVICE == "cuda" else "eager", median_ms=median, p20_ms=p20, p80_ms=p80,
+                       note="taken" if cut == taken else "")
 
 
 def beside_peers(package, options):

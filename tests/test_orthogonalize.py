@@ -488,7 +488,7 @@ def test_a_cpu_does_no_more_than_plain_torch(polar, monkeypatch, shape):
 
 @pytest.mark.parametrize("ns_steps, dtype, most, lengths", [
     (1, F16, 100, [1]), (3, F16, 100, [3]), (4, F16, 100, [2, 2]), (5, F16, 100, [3, 2]), (5, F32, 100, [3, 2]),
-    (5, BF16, 100, [2, 2, 1]), (7, F16, 100, [3, 2, 2]), (10, F16, 100, [3, 2, 2, 3]), (5, F16, 1, [1] * 5),
+    (5, BF16, 100, [2, 2, 1]), (7, F16, 100, [3, 2, 2]), (10, F16, 100, [3, 2, 3, 2]), (5, F16, 1, [1] * 5),
     (5, F16, 2, [1, 2, 2]), (4, F16, 2, [2, 2]), (5, F32, 2, [2, 2, 1]), (5, BF16, 3, [2, 2, 1])])
 def test_intervals_between_restarts(polar, ns_steps, dtype, most, lengths):
     """Longer intervals drift: in bf16, three steps of 1/k already explode."""

@@ -193,10 +193,10 @@ REPEATED_CUBIC = 4
 # Sets whose first interval may have three steps in fp16, for short sides from SMALL_SHORT_SIDE on
 STEADY_SETS = ("polar_express", "jordan", "deepseek_v4", "anvil")
 SMALL_SHORT_SIDE = 256
-# Schedules of steady sets with more steps than this are cut by growth, see `_cut_by_growth`
-MAX_EQUAL_STEPS = 5
-# Most that an interval may multiply rounding errors of A by: half of the inverse of the error of
-# one rounding to fp16, 2^-11
+# In fp16, late intervals of steady sets may have more than three steps, see `_long_intervals`: from
+# this step on, counted from 0, if they multiply rounding errors of A by at most MAX_GROWTH, half of
+# the inverse of the error of one rounding to fp16, 2^-11
+FIRST_LONG_STEP = 5
 MAX_GROWTH = 2.0**10
 
 
@@ -343,24 +343,24 @@ class Steps:
         - fp16, smaller n: 1 + 2 + 2. Errors weigh more the smaller n is. The longer intervals come
           last, because the first two steps have no `Pair`.
 
-        In fp16 with n >= SMALL_SHORT_SIDE and `max_steps` >= 3, more than MAX_EQUAL_STEPS steps of
-        STEADY_SETS are cut by `_cut_by_growth`, where late intervals may have up to `max_steps`
-        steps: 3 + 5 for eight steps of `polar_express`.
+        In fp16 with n >= SMALL_SHORT_SIDE and `max_steps` > 3, the last steps of STEADY_SETS are
+        cut by `_long_intervals`, the steps before as above: 3 + 2 + 5 for ten steps of
+        `polar_express`, 3 + 3 + 4 for `deepseek_v4`.
         """
         length = min(max_steps, self._max_interval(dtype, n))
-        total = len(self.triples)
         half = dtype == F16
-        long = half and length == 3 and not self.cubic
-        steady = long and _is_steady(self.triples)
-        if steady and total > MAX_EQUAL_STEPS:
-            ends = [0, *itertools.accumulate(_cut_by_growth(self.triples, max_steps))]
-        else:
-            careful = long and not steady
-            # Careful: cut as if the first interval had one step more
-            count = math.ceil((total + careful) / length)
-            # Rounding down gives the first intervals fewer steps, rounding up the last ones
-            rounded = math.floor if careful or half and length == 2 else math.ceil
-            ends = [rounded(total * i / count) for i in range(count + 1)]
+        # The choices below concern large matrices in fp16
+        large = half and length == 3 and not self.cubic
+        steady = large and _is_steady(self.triples)
+        tail = _long_intervals(self.triples, max_steps) if steady else ()
+        total = len(self.triples) - sum(tail)
+        careful = large and not steady
+        # Careful: cut as if the first interval had one step more
+        count = math.ceil((total + careful) / length)
+        # Rounding down gives the first intervals fewer steps, rounding up the last ones
+        rounded = math.floor if careful or half and length == 2 else math.ceil
+        ends = [rounded(total * i / count) for i in range(count)]
+        ends += itertools.accumulate(tail, initial=total)
         return tuple(self.triples[first:last] for first, last in zip(ends, ends[1:]))
 
     def _max_interval(self, dtype: torch.dtype, n: int) -> int:
@@ -499,29 +499,28 @@ def _is_steady(triples: tuple[Triple, ...]) -> bool:
 
 
 @functools.lru_cache(maxsize=MAX_CACHED_SETS)
-def _cut_by_growth(triples: tuple[Triple, ...], max_steps: int) -> tuple[int, ...]:
-    """Return the lengths of restart intervals: three steps, then as few intervals as possible of at
-    most `max_steps` steps each whose growth is at most MAX_GROWTH.
+def _long_intervals(triples: tuple[Triple, ...], max_steps: int) -> tuple[int, ...]:
+    """Return the lengths of the last restart intervals that have more than three steps, in order:
+    each as long as `max_steps`, FIRST_LONG_STEP and MAX_GROWTH allow, the last one first.
 
     The growth of an interval is the product of a^2 over its steps but the last: the factor by which
     A <- P A P multiplies rounding errors of A where A is near 0 (docs/math.md, "Cuts of more than
-    five steps"). Among equally many intervals, the cut has as few intervals of one step as possible
-    (such an interval has no `Pair`), then the shorter intervals first.
+    five steps").
     """
-    total = len(triples)
-    # First step -> (intervals, intervals of one step, lengths) of the best cut from there on
-    best: dict[int, tuple[int, int, tuple[int, ...]]] = {total: (0, 0, ())}
-    for first in reversed(range(3, total)):
+    lengths = []
+    end = len(triples)
+    while True:
+        first = end - 1
         growth = 1.0
-        options = []
-        for end in range(first + 1, min(first + max_steps, total) + 1):
+        while first > FIRST_LONG_STEP and end - first < max_steps:
+            growth *= triples[first - 1][0] ** 2
             if growth > MAX_GROWTH:
                 break
-            count, single, lengths = best[end]
-            options.append((count + 1, single + (end == first + 1), (end - first, *lengths)))
-            growth *= triples[end - 1][0] ** 2
-        best[first] = min(options)
-    return (3, *best[3][2])
+            first -= 1
+        if end - first <= MAX_INTERVAL[F16]:
+            return tuple(reversed(lengths))
+        lengths.append(end - first)
+        end = first
 
 
 @functools.lru_cache(maxsize=MAX_CACHED_SETS)
