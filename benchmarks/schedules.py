@@ -254,14 +254,16 @@ def makers(package, steps, name, count, options):
 
 
 def compile_all(rank, options) -> None:
-    """Call everything once on every jobs-th stack and schedule, so that the compilers' caches on disk know it."""
+    """Call the peers once on every jobs-th stack and schedule, so that the compilers' caches on disk know them. The
+    package's own kernels are the same for all, and would be compiled by every process.
+    """
     package = Package()
-    for shape, (name, count) in [*itertools.product(options.stacks, options.schedules or PUBLISHED)][
-            rank::options.jobs]:
+    tasks = [*itertools.product(options.stacks, options.schedules or PUBLISHED)]
+    for shape, (name, count) in tasks[rank::options.jobs]:
         torch._dynamo.reset()
-        for make in makers(package, package.steps(name, count), name, count, options).values():
+        for peer in options.peers:
             try:
-                make()(torch.randn(shape, device=DEVICE, dtype=torch.bfloat16))
+                peers.POLAR[peer](package.steps(name, count))(torch.randn(shape, device=DEVICE, dtype=torch.bfloat16))
             except Exception:  # it is told when it is measured
                 continue
         torch.cuda.empty_cache()
