@@ -49,6 +49,7 @@ MESHES = {  # mode -> (mesh shape for W ranks, placements as letters)
     "ep": lambda W: ((W,), "0"),
     **dict.fromkeys(("ddp", "ddp_sharded", "reduce", "allreduce", "single"), lambda W: None),
 }
+RULES = ("normuon_columns", "adamuon", "muon_plus", "hyperball")  # by name, for groups of Muon
 AT_LEAST = {"hsdp": 2, "hsdp4": 4, "tp_fsdp": 2}  # ranks, of which the number has to be a multiple
 REDUCED_BYTES = 25 << 20  # of gradients in one all-reduce, as DDP has it
 
@@ -90,7 +91,8 @@ def arguments():
                         help="GPUs, one process each; several numbers are measured one after the other")
     parser.add_argument("--models", nargs="+", default=["gpt2_124m"], choices=MODELS, help="which models' matrices")
     parser.add_argument("--modes", nargs="+", default=["fsdp"], choices=MESHES, help="how the parameters are laid out")
-    parser.add_argument("--optimizers", nargs="+", default=["muon"], choices=["muon", "normuon"])
+    parser.add_argument("--optimizers", nargs="+", default=["muon"],
+                        choices=["muon", "normuon", *RULES])
     parser.add_argument("--runs", nargs="+", default=["eager"], choices=["eager", "graph", "replay"],
                         help="graph: step() with capturable=True; replay: of a CUDA graph of one's own that holds a "
                         "step, which is how peers are timed under a graph")
@@ -160,8 +162,10 @@ class Measurement:
         replicated = MESHES[self.mode](self.ranks) is None and self.mode != "single"
         shared = {"process_group": dist.group.WORLD} if replicated else {}
         room = self.options.workspace_mib
-        return {"muon": package.Muon, "normuon": package.NorMuon}[self.optimizer](
-            self.params, lr=1e-3, adjust_lr_fn="match_rms_adamw", grads_are_reduced=self.mode != "reduce",
+        kind = package.NorMuon if self.optimizer == "normuon" else package.Muon
+        rule = {"rule": self.optimizer} if self.optimizer in RULES else {}
+        return kind(
+            self.params, **rule, lr=1e-3, adjust_lr_fn="match_rms_adamw", grads_are_reduced=self.mode != "reduce",
             shard_state=self.mode == "ddp_sharded", capturable=self.run == "graph",
             workspace_bytes=None if room is None else room << 20, **shared)
 

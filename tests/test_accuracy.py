@@ -28,7 +28,7 @@ NANOCHAT = ("polar_express_nanochat", "polar_express_dion", "polar_express_modde
 BANDS = {"polar_express": (0.846, 1.124, 3e-3), "quintic": (0.978, 1.145, 3e-3), "cans": (0.836, 1.114, 3e-3),
          "jordan": (0.681, 1.203, 3e-3), "cubic": (0.839, 1.300, 1e-2),
          **dict.fromkeys(NANOCHAT, (0.858, 1.142, 3e-3)), "turbo": (0.940, 1.050, 1e-2), "aol": (0.987, 1.085, 2e-2),
-         "deepseek_v4": (0.999, 1.002, 3e-3)}
+         "deepseek_v4": (0.999, 1.002, 3e-3), "qwen3_8": (0.999, 1.001, 3e-3), "anvil": (0.997, 1.051, 4e-3)}
 
 
 @pytest.fixture

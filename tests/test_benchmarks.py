@@ -145,6 +145,21 @@ def test_ways_of_one_bucket(what, stacks, tmp_path):
     assert all(float(row["median_us"]) > 0 for row in rows)
 
 
+def test_schedules(tmp_path):
+    """Cuts of a schedule with their errors and times, and the package beside a peer that is not installed."""
+    out = tmp_path / "schedules.csv"
+    run("schedules.py", "errors", "times", "peers", "--schedules", "polar_express:7", "--shapes", "16x24",
+        "--matrices", 1, "--stacks", "2x16x40", "--peers", "gns", "--rounds", 1, "--burst-ms", 0.1, "--rest-ms", 0,
+        "--commit", "abc", "--out", out)
+    with open(out, newline="") as file:
+        rows = list(csv.DictReader(file))
+    errors, times, peers = ([row for row in rows if row["what"] == what] for what in ("errors", "times", "peers"))
+    assert {"1+1+1+1+1+1+1", "3+4", "3+2+2"} < {row["cut"] for row in errors}
+    assert all(0 < float(row["error half rank"]) <= float(row["error"]) for row in errors)
+    assert [row["note"] for row in times].count("taken") == 1 and all(float(row["median_ms"]) > 0 for row in times)
+    assert [(row["implementation"], bool(row["median_ms"])) for row in peers] == [("ours", True), ("gns", False)]
+
+
 def test_a_table_with_other_columns_is_not_appended_to(tmp_path):
     (tmp_path / "old.csv").write_text("commit,gpu\n")
     command = [sys.executable, FOLDER / "polar.py", "--out", tmp_path / "old.csv"]

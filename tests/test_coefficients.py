@@ -3,20 +3,24 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
+import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import references
 from tests.paths import PATHS, forget, quiet, take
 from tests.ranks import everywhere
+from tests.spectra import KINDS, spectrum
 
 pytestmark = quiet
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 
 SETS = {"polar_express": 10, "polar_express_nanochat": 5, "polar_express_dion": 5, "polar_express_modded_nanogpt": 5,
-        "cans": 5, "quintic": 5, "turbo": 4, "aol": 4, "jordan": 10, "deepseek_v4": 10}
+        "cans": 5, "quintic": 5, "turbo": 4, "aol": 4, "jordan": 10, "deepseek_v4": 10, "anvil": 6}
 
 
 @pytest.fixture
@@ -141,6 +145,148 @@ def test_only_what_is_read_whole_is_written_whole(part, monkeypatch, most, dtype
     everywhere(monkeypatch, iteration, "read_triangles", lambda *matrices: True)
     assert torch.equal(polar.orthogonalize(U, dtype=dtype), before)
     assert told[-1] and 0 < sum(told) < len(told) / 2
+
+
+# Cuts of more than five steps
+
+F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
+LONGEST = 12
+# Of large matrices in fp16 (docs/math.md, "Cuts of more than five steps"; benchmarks/results/schedules.csv)
+LONG_CUTS = {("polar_express", 6): [3, 3], ("polar_express", 7): [3, 2, 2], ("polar_express", 8): [3, 3, 2],
+             ("polar_express", 9): [3, 2, 4], ("polar_express", 10): [3, 2, 5], ("polar_express", 11): [3, 2, 6],
+             ("polar_express", 12): [3, 3, 6], ("jordan", 8): [3, 3, 2], ("jordan", 10): [3, 2, 3, 2],
+             ("jordan", 12): [3, 3, 3, 3], ("deepseek_v4", 10): [3, 3, 4], ("qwen3_8", 8): [3, 3, 2],
+             ("anvil", 6): [3, 3]}
+
+
+def schedules(steps):
+    """(name, iteration) of every set, with 1 to LONGEST steps if it has any length."""
+    for name, triples in steps.SETS.items():
+        for count in range(1, LONGEST + 1) if name in steps.ANY_LENGTH else [len(triples)]:
+            yield name, steps.steps_of(name, count)
+
+
+def lengths(iteration, *about):
+    return [len(interval) for interval in iteration.intervals(*about)]
+
+
+def growths(iteration, *about):
+    for interval in iteration.intervals(*about):
+        yield len(interval), math.prod(a * a for a, _, _ in interval[:-1])
+
+
+def test_every_cut_is_the_whole_schedule(steps):
+    """In each dtype, for small and large matrices, whatever is allowed; long intervals are late and grow little."""
+    for (name, iteration), dtype, n, most in itertools.product(
+            schedules(steps), (F16, F32, BF16), (64, 255, 256, 4096), (1, 2, 3, 4, 5, 100)):
+        about, count = (dtype, most, n), len(iteration.triples)
+        assert sum(iteration.intervals(*about), ()) == iteration.triples, name
+        assert max(lengths(iteration, *about)) <= most and len(iteration.pairs(*about)) == len(
+            iteration.intervals(*about))
+        short = (steps.MAX_INTERVAL_CUBIC if iteration.cubic else steps.MAX_INTERVAL)[dtype]
+        first = 0
+        for length, growth in growths(iteration, *about):
+            if length > short - (dtype == F16 and n < 256 and not iteration.cubic):
+                assert dtype == F16 and n >= 256 and name in ("polar_express", "deepseek_v4"), (name, count, about)
+                assert first >= 5 and growth <= 2**10
+            first += length
+
+
+@pytest.mark.parametrize("name, count", LONG_CUTS)
+def test_cuts_of_long_schedules(steps, name, count):
+    iteration = steps.steps_of(name, count)
+    assert lengths(iteration) == LONG_CUTS[name, count]
+    assert lengths(steps.steps_of(iteration.triples, count)) == LONG_CUTS[name, count]  # given as triples
+    assert max(lengths(iteration, F16, 3)) <= 3
+
+
+def test_up_to_five_steps_are_cut_alike_whatever_is_allowed(steps):
+    """The default is, and no set of five steps takes a long interval."""
+    for name, iteration in schedules(steps):
+        if len(iteration.triples) <= 5 and not iteration.cubic:
+            assert iteration.intervals(F16, 3) == iteration.intervals(F16, 100), name
+    assert lengths(steps.steps_of("polar_express")) == lengths(steps.steps_of("jordan")) == [3, 2]
+
+
+@pytest.mark.parametrize("alpha", [1, 2, 4, 8])
+def test_longer_intervals_cost_no_more_for_long_matrices_and_more_steps_cost_more(part, steps, alpha):
+    """Of square matrices an interval fewer costs no product with them, but may cost a pair."""
+    method, n = part("newton_schulz.method"), 1024
+
+    def cost(iteration, most):
+        return method._cost(n, alpha * n, method._launches(iteration, F16, most, 256))
+
+    before = {}
+    for name, iteration in schedules(steps):
+        costs = [cost(iteration, most) for most in (2, 3, 100)]
+        if alpha > 1 and not iteration.cubic:
+            assert costs == sorted(costs, reverse=True), name
+        taken = method.cost(n, alpha * n, iteration)
+        assert taken <= cost(iteration, 1) or iteration.cubic
+        assert taken > before.get(name, 0), (name, len(iteration.triples))
+        before[name] = taken
+
+
+def test_long_intervals_are_taken_for_long_matrices(part, steps):
+    """Ten steps and more save a twentieth by them from an aspect ratio a little above 2 on; other schedules have none.
+    Of more than five steps square matrices take the Gram iteration in fp16, too.
+    """
+    method = part("newton_schulz.method")
+    for name, iteration in schedules(steps):
+        count, chosen = len(iteration.triples), {}
+        for alpha in (1, 2, 2.5, 4, 8):
+            chosen[alpha] = method.restart_interval(1024, int(alpha * 1024), iteration)
+        long = count >= 10 and name != "jordan"
+        assert [chosen[alpha] for alpha in (2.5, 4, 8)] == [100 if long or iteration.cubic else 3] * 3 or count < 3
+        assert chosen[2] <= 3 or iteration.cubic
+        if count > 5:
+            assert chosen[1] == 3 and method.restart_interval(4096, 4096, iteration) == 2
+            assert method.restart_interval(1024, 1024, iteration, F32) == 1
+
+
+@pytest.mark.parametrize("name, given, count", [
+    ("qwen3_8", 5, 8), ("qwen3_8", 8, 8), ("deepseek_v4", 5, 10), ("deepseek_v4", 10, 10), ("anvil", 5, 6),
+    ("anvil", 6, 6)])
+def test_a_published_schedule_needs_its_name_only(steps, name, given, count):
+    """ns_steps may stay at its default; another number that is not the schedule's raises."""
+    assert len(steps.steps_of(name, given).triples) == count
+    with pytest.raises(ValueError, match=f"the set '{name}' has {count} steps"):
+        steps.steps_of(name, 7)
+
+
+def test_qwen_is_the_default_with_eight_steps(steps):
+    named = steps.steps_of("qwen3_8")
+    assert named == steps.steps_of("polar_express", 8) and named.pairs() == steps.steps_of("polar_express", 8).pairs()
+    assert None not in named.pairs()
+
+
+@pytest.mark.parametrize("name, count", [("polar_express", 6), ("qwen3_8", 8), ("polar_express", 10),
+                                         ("polar_express", 11), ("polar_express", 12), ("deepseek_v4", 10),
+                                         ("anvil", 6), ("jordan", 8)])
+def test_errors_of_long_schedules(part, steps, monkeypatch, name, count):
+    """In fp16 in emulation: over all spectra the largest error is at most 1.25 times that of the standard iteration,
+    and on each at most 1.25 times the larger of it and of intervals of at most three steps, plus .002.
+    """
+    take("torch", monkeypatch)
+    everywhere(monkeypatch, part("newton_schulz.coefficients"), "SMALL_SHORT_SIDE", 0)
+    everywhere(monkeypatch, part("newton_schulz.method"), "restart_interval", lambda *about: 100)
+    polar, iteration = part("newton_schulz.orthogonalize"), steps.steps_of(name, count)
+    forget(polar, monkeypatch)
+    torch.manual_seed(0)
+    errors = []
+    for kind in KINDS:
+        X = spectrum(kind, 128, 384).float()
+        left, S, right = torch.linalg.svd(X.double() / X.double().norm(), full_matrices=False)
+        for a, b, c in iteration.triples:
+            S = a * S + b * S**3 + c * S**5
+        target = (left * S) @ right
+        results = (polar.orthogonalize(X, name, count, dtype=F16), references.standard(X, iteration, F16),
+                   references.gram(X, iteration, F16, 3))
+        ours, standard, short = (((O.double() - target).norm() / target.norm()).item() for O in results)
+        assert ours <= 1.25 * max(standard, short) + 0.002, kind
+        errors.append((ours, standard))
+    largest, allowed = map(max, zip(*errors))
+    assert math.isfinite(largest) and largest <= 1.25 * allowed
 
 
 def test_a_set_that_is_none_is_named(optimizer, monkeypatch, capsys):

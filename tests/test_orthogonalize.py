@@ -18,7 +18,8 @@ pytestmark = quiet
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 LENGTHS = {"jordan": 5, "quintic": 5, "polar_express": 5, "polar_express_nanochat": 5, "polar_express_dion": 5,
-           "polar_express_modded_nanogpt": 5, "cans": 5, "turbo": 4, "aol": 4, "cubic": 5, "deepseek_v4": 10}
+           "polar_express_modded_nanogpt": 5, "cans": 5, "turbo": 4, "aol": 4, "cubic": 5, "deepseek_v4": 10,
+           "qwen3_8": 8, "anvil": 6}
 
 # The largest relative error allowed in fp16, up to twice the largest seen (docs/math.md); other dtypes by FACTORS.
 BOUNDS = {"gaussian": 0.004, "k^-1/2": 0.010, "1/k": 0.030, "1/k^2": 0.100, "log to 1e-3": 0.025, "log to 1e-5": 0.040,

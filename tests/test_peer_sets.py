@@ -24,12 +24,30 @@ PUBLISHED = {
     "polar_express_modded_nanogpt": (1.02, 1e-6, POLAR_EXPRESS),
     "polar_express_nanochat": (1.01, 1e-6, POLAR_EXPRESS),
 }
+# Converged sets: another divisor of the norm changes little. DeepSeek-V4's report as Emerging-Optimizers
+# quotes it (muon_utils.py), and KellerJordan/modded-nanogpt's pull request 349 (b5e4e7e,
+# records/080626_ANVIL/train_gpt.py)
+CONVERGED = {
+    "deepseek_v4": (1.0, 1e-7, ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2),
+    "anvil": (
+        1.02,
+        1e-6,
+        (
+            (4.447393659248992, -8.6592834371539, 4.484453950130224),
+            (3.0003381342927278, -3.180035633097396, 0.959298544318381),
+            (3.5997737315685896, -5.129961939372116, 1.94624091228252),
+            (3.238755176943844, -3.988313284248892, 1.4073635628857994),
+            (2.558664852492382, -2.5626431459988033, 0.9815933969681315),
+            (2.38665846260798, -2.223181615281231, 0.835162681686761),
+        ),
+    ),
+}
 SHAPES = [(48, 32), (64, 128), (128, 128), (256, 1024), (2, 24, 40)]
 
 
 def published(U: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
     """The peer's iteration on (..., R, C), every product rounded to `dtype`; the result in fp64."""
-    divisor, eps, triples = PUBLISHED[name]
+    divisor, eps, triples = (PUBLISHED | CONVERGED)[name]
     X = U.to(dtype)
     tall = U.shape[-2] > U.shape[-1]
     X = X / (X.norm(dim=(-2, -1), keepdim=True) * divisor + eps)
@@ -57,6 +75,15 @@ def test_a_name_gives_the_numbers_of_its_peer(name: str, shape: tuple[int, ...])
     assert difference(ours, published(U, name, torch.float64)) < 1e-4
     for other in [other for other in PUBLISHED if PUBLISHED[other][0] != PUBLISHED[name][0]]:
         assert difference(ours, published(U, other, torch.float64)) > 0.02
+
+
+@pytest.mark.parametrize("shape", [(48, 32), (64, 128), (256, 1024), (2, 24, 40)], ids=str)
+@pytest.mark.parametrize("name", CONVERGED)
+def test_a_converged_set_gives_the_numbers_of_its_peer(name: str, shape: tuple[int, ...]) -> None:
+    """In fp32 against the peer's program in fp64, which takes no options but the name."""
+    U = gaussian(shape)
+    ours = package().orthogonalize(U, name, dtype=torch.float32).double()
+    assert difference(ours, published(U, name, torch.float64)) < 1e-4
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -161,28 +161,70 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_a_rule_computes_its_formula(name, optimizer):
+def test_a_rule_computes_its_formula(name, device, optimizer):
     """In fp64, with the polar factor by an SVD."""
     formula, options = FORMULAS[name]
     torch.manual_seed(0)
     W = [torch.randn(shape, dtype=torch.float64) for shape in SHAPES]
-    params = [nn.Parameter(w.float()) for w in W]
+    params = [nn.Parameter(w.float().to(device)) for w in W]
     rule = "muon_plus" if name == "muon_eq" else name.split(",")[0]
     muon = optimizer.Muon([{"params": params, "rule": rule, **options}], lr=LR, ns_coefficients=(1.875, -1.25, 0.375),
-                          ns_steps=22, wire_dtype=torch.float32)
+                          ns_steps=22, wire_dtype=torch.float32, ns_dtype=torch.float32)
     momenta, states = [torch.zeros_like(w) for w in W], [[{} for _ in range(3)] for _ in W]
     for t in range(4):
         for i, (p, w, m) in enumerate(zip(params, W, momenta)):
             g = torch.randn_like(w)
-            p.grad = g.float()
+            p.grad = g.float().to(device)
             m.lerp_(g, 0.05)
             U = torch.lerp(m, g, 0.05)
             for k, (one, u) in enumerate(zip(w.view(-1, *w.shape[-2:]), U.view(-1, *w.shape[-2:]))):
                 one.copy_(formula(one.clone(), u, states[i][k], t))
         muon.step()
     for p, w in zip(params, W):
-        moved = (w - p.detach().double()).norm() / w.norm()
+        moved = (w - p.detach().double().cpu()).norm() / w.norm()
         assert moved < 2e-4, (name, tuple(w.shape), float(moved))
+
+
+# GPUs --------------------------------------------------------------------------------------------------------------
+
+def gpu_rank(rank, world, rule, options):
+    """(key, parameter) of what differs from a step of this GPU alone: rows and columns of FSDP2, and copies."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh, wrong = init_device_mesh("cuda", (world,)), []
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    fulls = [torch.randn(shape, generator=generator, device="cuda") for shape in [(96, 64), (64, 192), (3, 40, 72), (1, 56)]]
+    gradients = [[torch.randn(f.shape, generator=generator, device="cuda") for f in fulls] for _ in range(5)]
+
+    def run(place, **more):
+        params = [nn.Parameter(place(f)) for f in fulls]
+        muon = package().Muon(params, lr=0.1, rule=chosen(rule), **more)
+        for some in gradients:
+            for p, g in zip(params, some):
+                p.grad = place(g)
+            muon.step()
+        return [{"weight": p.detach(), **muon.state[p]} for p in params]
+
+    def whole(t):
+        return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+    expected = run(torch.clone)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        found = run(lambda t: distribute_tensor(t, mesh, [placement], src_data_rank=None), **options)
+        wrong += [(str(placement), i, key) for i, (ours, theirs) in enumerate(zip(found, expected))
+                  for key in theirs if not torch.equal(whole(ours[key]), theirs[key])]
+    return wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.gpus(2))])
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("rule", ["normuon_columns", "adamuon", "hyperball", "muon_plus", "theirs"])
+def test_a_rule_has_the_bits_of_one_gpu(rule, capturable, world, optimizer):
+    """In parts replayed as graphs, and as one graph."""
+    options = {"capturable": capturable}
+    for wrong in run_ranks(world, gpu_rank, rule, options, backend="nccl"):
+        assert wrong == []
 
 
 # groups, checkpoints -----------------------------------------------------------------------------------------------

@@ -154,6 +154,26 @@ PAIRS: dict[str, dict[int, Pair]] = {
             (-1.45702836, -3.12916125, 1.49636263),
         ),
     },
+    "anvil": {
+        1: Pair(
+            (0.378718446, -1.23080323),
+            (1.04564936, 1.09095693, -0.918096992),  # 2.9e-5
+            (8.06455777, -1.79835808, -3.54821361, -11.7440371, 3.12980388),
+            (-2.64100231, -2.72745543, 1.00473612),
+        ),
+        2: Pair(
+            (1.49212137, -2.44305512),
+            (0.598567499, 0.621580695, -0.980988579),  # 2.7e-5
+            (7.94786345, -0.146315406, -1.34200839, -11.4675787, 3.16915439),
+            (0.137442911, -0.932841891, 1.61540094),
+        ),
+        4: Pair(
+            (1.75782269, -2.65167168),
+            (0.227326646, 0.677634511, -0.397087711),  # 4.9e-7
+            (5.46707796, -0.520654731, -0.291387681, -6.28514488, 1.88033601),
+            (0.0842676763, -1.83521565, 2.57099388),
+        ),
+    },
 }
 
 Triple = tuple[float, float, float]
@@ -171,8 +191,13 @@ MAX_INTERVAL_CUBIC = {torch.float32: 5, torch.float16: 5, torch.bfloat16: 2}
 # In fp32, for iterations of more than five cubic steps
 REPEATED_CUBIC = 4
 # Sets whose first interval may have three steps in fp16, for short sides from SMALL_SHORT_SIDE on
-STEADY_SETS = ("polar_express", "jordan")
+STEADY_SETS = ("polar_express", "jordan", "deepseek_v4", "anvil")
 SMALL_SHORT_SIDE = 256
+# In fp16, late intervals of steady sets may have more than three steps, see `_long_intervals`: from
+# this step on, counted from 0, if they multiply rounding errors of A by at most MAX_GROWTH, half of
+# the inverse of the error of one rounding to fp16, 2^-11
+FIRST_LONG_STEP = 5
+MAX_GROWTH = 2.0**10
 
 
 def _with_safety(triple: Triple, s: float) -> Triple:
@@ -197,6 +222,19 @@ NANOCHAT: tuple[Triple, ...] = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
+# arXiv 2505.16932, with a safety factor of 1.05: less error in fp16 than with 1.02 (docs/math.md)
+POLAR_EXPRESS: tuple[Triple, ...] = tuple(
+    _with_safety(t, 1.05)
+    for t in (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+        (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    )
+)
+
 SETS: dict[str, tuple[Triple, ...]] = {
     # Keller Jordan's post on Muon; torch.optim.Muon's default
     "jordan": ((3.4445, -4.7750, 2.0315),),
@@ -208,19 +246,7 @@ SETS: dict[str, tuple[Triple, ...]] = {
         (2.8769, -3.1427, 1.2046),
         (2.8366, -3.0525, 1.2012),
     ),
-    # arXiv 2505.16932, with a safety factor of 1.05: less error in fp16 than with 1.02
-    # (docs/math.md)
-    "polar_express": tuple(
-        _with_safety(t, 1.05)
-        for t in (
-            (8.28721201814563, -23.595886519098837, 17.300387312530933),
-            (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-            (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-            (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-            (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-            (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-        )
-    ),
+    "polar_express": POLAR_EXPRESS,
     # nanochat, Dion and modded-nanogpt share the triples above and divide U by 1.01 or 1.02 ||U||
     "polar_express_nanochat": _with_divisor(NANOCHAT, 1.01),
     "polar_express_dion": _with_divisor(NANOCHAT, 1.02),
@@ -264,6 +290,20 @@ SETS: dict[str, tuple[Triple, ...]] = {
     ),
     # DeepSeek-V4's report
     "deepseek_v4": ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2,
+    # Qwen3.8 runs eight steps of Polar Express: `polar_express` with ns_steps=8
+    "qwen3_8": POLAR_EXPRESS + (REPEATED_LAST,) * 2,
+    # modded-nanogpt's pull request 349, which divides U by 1.02 ||U||
+    "anvil": _with_divisor(
+        (
+            (4.447393659248992, -8.6592834371539, 4.484453950130224),
+            (3.0003381342927278, -3.180035633097396, 0.959298544318381),
+            (3.5997737315685896, -5.129961939372116, 1.94624091228252),
+            (3.238755176943844, -3.988313284248892, 1.4073635628857994),
+            (2.558664852492382, -2.5626431459988033, 0.9815933969681315),
+            (2.38665846260798, -2.223181615281231, 0.835162681686761),
+        ),
+        1.02,
+    ),
 }
 # Sets that are defined for any number of steps, and sets of singular values after AOL scaling
 ANY_LENGTH = ("jordan", "polar_express")
@@ -302,16 +342,25 @@ class Steps:
           beyond the range of the next polynomials.
         - fp16, smaller n: 1 + 2 + 2. Errors weigh more the smaller n is. The longer intervals come
           last, because the first two steps have no `Pair`.
+
+        In fp16 with n >= SMALL_SHORT_SIDE and `max_steps` > 3, the last steps of STEADY_SETS are
+        cut by `_long_intervals`, the steps before as above: 3 + 2 + 5 for ten steps of
+        `polar_express`, 3 + 3 + 4 for `deepseek_v4`.
         """
         length = min(max_steps, self._max_interval(dtype, n))
-        total = len(self.triples)
         half = dtype == F16
-        careful = half and length == 3 and not self.cubic and not _is_steady(self.triples)
+        # The choices below concern large matrices in fp16
+        large = half and length == 3 and not self.cubic
+        steady = large and _is_steady(self.triples)
+        tail = _long_intervals(self.triples, max_steps) if steady else ()
+        total = len(self.triples) - sum(tail)
+        careful = large and not steady
         # Careful: cut as if the first interval had one step more
         count = math.ceil((total + careful) / length)
         # Rounding down gives the first intervals fewer steps, rounding up the last ones
         rounded = math.floor if careful or half and length == 2 else math.ceil
-        ends = [rounded(total * i / count) for i in range(count + 1)]
+        ends = [rounded(total * i / count) for i in range(count)]
+        ends += itertools.accumulate(tail, initial=total)
         return tuple(self.triples[first:last] for first, last in zip(ends, ends[1:]))
 
     def _max_interval(self, dtype: torch.dtype, n: int) -> int:
@@ -447,6 +496,31 @@ def _beginning(name: str, count: int) -> tuple[Triple, ...]:
 def _is_steady(triples: tuple[Triple, ...]) -> bool:
     """Whether the triples are the beginning of one of STEADY_SETS."""
     return any(triples == _beginning(name, len(triples)) for name in STEADY_SETS)
+
+
+@functools.lru_cache(maxsize=MAX_CACHED_SETS)
+def _long_intervals(triples: tuple[Triple, ...], max_steps: int) -> tuple[int, ...]:
+    """Return the lengths of the last restart intervals that have more than three steps, in order:
+    each as long as `max_steps`, FIRST_LONG_STEP and MAX_GROWTH allow, the last one first.
+
+    The growth of an interval is the product of a^2 over its steps but the last: the factor by which
+    A <- P A P multiplies rounding errors of A where A is near 0 (docs/math.md, "Cuts of more than
+    five steps").
+    """
+    lengths = []
+    end = len(triples)
+    while True:
+        first = end - 1
+        growth = 1.0
+        while first > FIRST_LONG_STEP and end - first < max_steps:
+            growth *= triples[first - 1][0] ** 2
+            if growth > MAX_GROWTH:
+                break
+            first -= 1
+        if end - first <= MAX_INTERVAL[F16]:
+            return tuple(reversed(lengths))
+        lengths.append(end - first)
+        end = first
 
 
 @functools.lru_cache(maxsize=MAX_CACHED_SETS)

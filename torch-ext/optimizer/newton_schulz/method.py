@@ -25,6 +25,13 @@ LARGE_SHORT_SIDE = 3072
 # Elements of all matrices up to which `gain_side_by_side` is true
 MAX_SIDE_BY_SIDE_ELEMENTS = 160_000_000
 
+# Most FLOPs of the Gram iteration in percent of the standard iteration, of schedules of up to five
+# steps and of longer ones in fp16, whose standard iteration has the larger errors (docs/math.md,
+# "Cuts of more than five steps"); and of a longer interval in percent of a shorter one
+MAX_COST = 90
+MAX_COST_LONG = 92
+MAX_COST_OVER_GRAM = 95
+
 # Times of a CPU in fp32, counted in FLOPs of its products (docs/kernels.md): to mirror an element
 # of a symmetric matrix, and to call a product
 CPU_MIRROR = 250
@@ -96,12 +103,14 @@ def restart_interval(
 ) -> int:
     """Return the most steps between restarts for (n, m) matrices, n <= m, with products in `dtype`.
 
-    1 is the standard iteration. The Gram iteration is chosen if it saves a tenth of the FLOPs, with
-    an interval of
+    1 is the standard iteration. The Gram iteration is chosen if it saves a tenth of the FLOPs, or
+    of more than five steps in fp16 a twelfth, with an interval of
 
     - 3, as a rule: matrices then share launches with longer matrices of equal short side.
     - 2 for short sides from LARGE_SHORT_SIDE on, because 2 is more exact, unless 3 saves another
       twentieth.
+    - NO_RESTART where late intervals may be long (`Steps.intervals`; ten steps or more) and save
+      another twentieth: from aspect ratios a little above 2 on.
     - NO_RESTART for cubic steps (c = 0), always. The Gram iteration costs cubic steps no more, and
       the standard iteration would round a I + b A to 16 bits: that loses more of b A than of
       b A + c A^2.
@@ -116,10 +125,14 @@ def restart_interval(
     key = min(n, SMALL_SHORT_SIDE)
     # Whole numbers, in percent: exact, so that all ranks decide alike
     costs = {
-        max_steps: _cost(n, m, _launches(steps, dtype, max_steps, key)) for max_steps in (1, 2, 3)
+        max_steps: _cost(n, m, _launches(steps, dtype, max_steps, key))
+        for max_steps in (1, 2, 3, NO_RESTART)
     }
-    best = 2 if n >= LARGE_SHORT_SIDE and 100 * costs[2] <= 90 * costs[1] else 1
-    best = 3 if 100 * costs[3] <= (90 if best == 1 else 95) * costs[best] else best
+    best = 1
+    first = MAX_COST_LONG if dtype == F16 and len(steps.triples) > 5 else MAX_COST
+    for max_steps in (2, 3, NO_RESTART) if n >= LARGE_SHORT_SIDE else (3, NO_RESTART):
+        if 100 * costs[max_steps] <= (first if best == 1 else MAX_COST_OVER_GRAM) * costs[best]:
+            best = max_steps
     slow = on_cpu and _cpu_cost(n, m, steps, dtype, best) > 0.9 * _cpu_cost(n, m, steps, dtype, 1)
     return 1 if slow else best
 
