@@ -5,6 +5,7 @@ refusals of rules that could not keep that.
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import math
 
@@ -193,7 +194,8 @@ def gpu_rank(rank, world, rule, options):
 
     mesh, wrong = init_device_mesh("cuda", (world,)), []
     generator = torch.Generator(device="cuda").manual_seed(0)
-    fulls = [torch.randn(shape, generator=generator, device="cuda") for shape in [(96, 64), (64, 192), (3, 40, 72), (1, 56)]]
+    shapes = [(96, 64), (64, 192), (3, 40, 72), (1, 56)]
+    fulls = [torch.randn(shape, generator=generator, device="cuda") for shape in shapes]
     gradients = [[torch.randn(f.shape, generator=generator, device="cuda") for f in fulls] for _ in range(5)]
 
     def run(place, **more):
@@ -210,7 +212,8 @@ def gpu_rank(rank, world, rule, options):
 
     expected = run(torch.clone)
     for placement in (Shard(0), Shard(1), Replicate()):
-        found = run(lambda t: distribute_tensor(t, mesh, [placement], src_data_rank=None), **options)
+        place = functools.partial(distribute_tensor, device_mesh=mesh, placements=[placement], src_data_rank=None)
+        found = run(place, **options)
         wrong += [(str(placement), i, key) for i, (ours, theirs) in enumerate(zip(found, expected))
                   for key in theirs if not torch.equal(whole(ours[key]), theirs[key])]
     return wrong
