@@ -16,6 +16,7 @@ from ..kernels.elementwise.momentum import Pack, gradients_or_momenta
 from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..kernels.elementwise.weight_update import WeightUpdate
+from ..kernels.launch.precompile import in_dry_run
 from .rule import Numbers, Rule, Units, overrides, rule_name
 
 Stack = torch.Tensor | ScatteredRows
@@ -107,6 +108,8 @@ class Phases:
         if rule.fused:
             run(stack, self._units(wide, scale, groups, slice(None)))
             return
+        if in_dry_run():
+            return
         N = stack.shape[0]
         for some in [slice(None)] if rule.batched else [slice(i, i + 1) for i in range(N)]:
             # Copies: the bits of torch's sums may depend on where a matrix begins in memory
@@ -175,7 +178,8 @@ class PackByRule:
         """Write U and, with `update_momentum`, M, as `Pack`. `addresses`, `weight` and `nesterov`
         are not read: `update` knows its numbers.
         """
-        write_updates(self, tensors, self.U if self.M else (), update_momentum)
+        if not in_dry_run():
+            write_updates(self, tensors, self.U, update_momentum)
 
 
 def write_updates(
@@ -242,6 +246,8 @@ class WeightUpdateByRule:
         """Write W and, with momenta and `update_momentum`, M, as `WeightUpdate`. `factors`,
         `addresses` and `weight` are not read.
         """
+        if in_dry_run():
+            return
         if self.M is not None and update_momentum:
             write_updates(self, tensors, (), True)
         for i, (w, o) in enumerate(zip(self.W, self.O)):

@@ -97,6 +97,13 @@ def _is_possible(device: torch.device) -> bool:
     return device.type == "cuda" and use_triton(device) and not capturing(device)
 
 
+def in_dry_run() -> bool:
+    """Return whether the calling thread only collects kernels: torch's own operations would take
+    effect on memory that nothing was loaded into.
+    """
+    return thread_state.dry_run
+
+
 def _dry_run(work: Callable[[], None], likely: Callable[[], object] | None = None) -> None:
     """Call `work` and `likely` without launches; compile and load the kernels in threads."""
     import triton
