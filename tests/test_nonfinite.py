@@ -89,13 +89,13 @@ def test_every_rectangle_has_its_flag(dtype, device, monkeypatch):
 def test_kernel_and_torch_flag_the_same_units(split, transposed, device, monkeypatch):
     """Also of experts: the launches are as many as for one unit."""
     shapes, results, launches = [(12, 8), (2, 12, 8)], [], []
+    is_dry = part("kernels.launch.precompile").in_dry_run  # on a GPU, kernels are compiled in a dry run
     for path in ("torch", "triton"):
         take(path, monkeypatch)
         params = [nn.Parameter(torch.ones(shape, device=device)) for shape in shapes]
         groups = [{"params": params, "split": split, "transposed": transposed}]
         optimizer = package().Muon(groups, lr=0.1, nonfinite="skip")
         run = part("kernels.elementwise.multi_tensor").run
-        is_dry = part("kernels.launch.precompile").in_dry_run  # on a GPU, kernels are compiled in one
         monkeypatch.setattr(part("kernels.elementwise.nonfinite_check"), "run",
                             lambda *given, run=run: (is_dry() or launches.append(given), run(*given)))
         torch.manual_seed(0)
