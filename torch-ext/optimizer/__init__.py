@@ -1,8 +1,8 @@
 """Muon on any sharding.
 
 Public names: the optimizers `Muon` and `NorMuon`, `get_default_muon_param_groups` for parameter
-groups, `convert_state_dict`, `export_state` and `import_state` for state in files, and the function
-`orthogonalize`.
+groups, `convert_state_dict`, `export_state` and `import_state` for state in files, `QKClip` for
+attention logits, and the function `orthogonalize`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 from .muon import Muon, NorMuon
 from .newton_schulz.custom_op import orthogonalize
 from .params.param_groups import get_default_muon_param_groups
+from .qk_clip.clip import QKClip
 from .state.convert import convert_state_dict
 from .state.safetensors_file import export_state, import_state
 
 __all__ = [
     "Muon",
     "NorMuon",
+    "QKClip",
     "convert_state_dict",
     "export_state",
     "get_default_muon_param_groups",
