@@ -868,3 +868,61 @@ def test_state_dicts_do_not_know_of_it(optimizer):
     opt.load_state_dict(plain.state_dict())
     opt.step(qk_logits={"layer": torch.tensor(MAXIMA)})
     assert int(opt.qk_clip.clipped) == 2
+
+
+# On GPUs --------------------------------------------------------------------------------------------------------------
+
+def many_steps(kind, count=6, **options):
+    """The weights after steps of the problem on a GPU, each with other maxima; from the fourth on without a sync."""
+    weights, gradients, maxima = problem()
+    named = {name: nn.Parameter(w.cuda()) for name, w in weights.items()}
+    clip = package().QKClip(TAU, layers_of_problem(), shared_keys="shrink")
+    opt, counts = muon(named, clip, lr=0.02, capturable=kind == "capturable", **options), []
+    for name, p in named.items():
+        p.grad = gradients[0][name].cuda()
+    steps = [{layer: (values + 0.5 * step).cuda() for layer, values in maxima[0].items()} for step in range(count)]
+    for step, most in enumerate(steps):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step > 3 else "default")
+        opt.step(qk_logits=most)
+        torch.cuda.set_sync_debug_mode("default")
+        counts.append(int(opt.qk_clip.clipped))
+    return [p.detach() for p in named.values()], counts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}, {"overlap_forward": True}], ids=str)
+def test_graphs_replay_with_the_maxima_of_each_step(options, optimizer):
+    from tests.test_graphs import graphs_as
+
+    with graphs_as("off"):
+        expected, counts = many_steps("launched")
+    assert counts == sorted(counts) and counts[0] < counts[-1]
+    for kind in ("parts", "capturable"):
+        if kind == "parts" or "overlap_forward" not in options:
+            found, as_many = many_steps(kind, **options)
+            assert as_many == counts and same(found, expected), kind
+
+
+@pytest.mark.gpu
+def test_a_graph_of_the_user_holds_recording_and_step(optimizer):
+    def made():
+        named = params({name: w.cuda() for name, w in weights_of("GQA").items()})
+        for p in named.values():
+            p.grad = torch.ones_like(p)
+        return named, muon(named, optimizer.QKClip(TAU, {"layer": layer_of("GQA")}), lr=0.01, capturable=True)
+
+    (named, opt), (twins, plain) = made(), made()
+    static, graph = torch.zeros(H, device="cuda"), torch.cuda.CUDAGraph()
+    for _ in range(3):
+        for one in (opt, plain):
+            one.step(qk_logits={"layer": static})
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        opt.step(qk_logits={"layer": static})
+    for values in ([5.0, 1.0, 3.0, 0.0], [0.0, 1.0, 1.0, 1.0], [9.0, 9.0, 0.0, 9.0]):
+        static.copy_(torch.tensor(values))
+        graph.replay()
+        plain.step(qk_logits={"layer": static})
+        assert opt.qk_clip.maxima["layer"].tolist() == values and int(opt.qk_clip.clipped) == int(plain.qk_clip.clipped)
+    assert same(named.values(), twins.values())

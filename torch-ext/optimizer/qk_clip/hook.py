@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ..communication.nonfinite import NonfiniteFlags, reduce_maximum
 from ..communication.process_groups import ProcessGroups, Ranks, world_now
+from ..params import errors
 from ..params.config import MuonConfig
 from ..params.dtensor import is_dtensor, local_of
 from ..params.layout import coordinates_of_parts, ranks_of, stored_ranges, this_rank
@@ -81,7 +82,7 @@ class HeadClipping(StepHook):
         self.turns: dict[int, list[int]] = {}  # id of an update -> indices of weights it writes
         self.writes: list[int] = []  # weight -> number of updates that write it
         self.unwritten: list[int] = []  # weight -> updates of this step that are still to come
-        self.unscaled: set[int] = set()  # indices of weights, in this step
+        self.unscaled: set[int] = set()  # indices of weights, with `in_turn` in this step
         # Views of `values` that `taken` of the clip is copied into: layer -> (maxima, flags)
         self.targets: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -173,22 +174,30 @@ class HeadClipping(StepHook):
         """Find the factor of each stored row of all weights."""
         known = {id(p): (store, i) for store in stores for i, p in enumerate(store.params)}
         H, keys = len(self.maxima_index), len(self.members)
-        # Where the factors of each kind begin in the table of `_factors`
-        begin = {ROOT: 0, WHOLE: H, SHARED_QUERY: 2 * H, SHARED_KEY: 3 * H, NONE: 3 * H + keys}
         found, rows = [], []
+        count = 0
         for name, layer in self.clip.layers.items():
+            first, first_key = self.first[name], self.first_key[name]
+            # Index in the table of `_factors` of the layer's first factor, by kind
+            starts = {
+                ROOT: first,
+                WHOLE: H + first,
+                SHARED_QUERY: 2 * H + first,
+                SHARED_KEY: 3 * H + first_key,
+                NONE: 3 * H + keys,
+            }
+            start_of = torch.tensor([starts[kind] for kind in sorted(starts)], device="cpu")
             for key, param in self.parameters[name].items():
-                dim = layer.weights[key].dim
-                slots = layer.slots(key, param.shape[dim], self.clip.shared_keys)
-                mine = [slots[i] for part in stored_ranges(param, dim) for i in range(*part)]
-                if id(param) in known and any(kind != NONE for kind, _ in mine):
-                    shift = {SHARED_KEY: self.first_key[name], NONE: 0}
-                    first = self.first[name]
-                    at = [begin[kind] + shift.get(kind, first) + head for kind, head in mine]
-                    found.append((param, dim, slice(len(rows), len(rows) + len(at))))
-                    rows += at
-        self.rows = self._indices(rows)
-        self.row_factors = torch.ones(len(rows), dtype=torch.float32, device=self.device)
+                with errors.during(f"layer {name} of qk_clip, parameter {key}"):
+                    kinds, heads = self._stored_slots(layer, key, param)
+                if id(param) in known and bool((kinds != NONE).any()):
+                    dim = layer.weights[key].dim
+                    found.append((param, dim, slice(count, count + len(kinds))))
+                    rows.append(start_of[kinds] + heads)
+                    count += len(kinds)
+        self.rows = torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *rows])
+        self.rows = self.rows.to(self.device)
+        self.row_factors = torch.ones(count, dtype=torch.float32, device=self.device)
         self.weights = []
         for param, dim, part in found:
             local = local_of(param)
@@ -196,6 +205,17 @@ class HeadClipping(StepHook):
             shape[dim] = -1
             factors = self.row_factors[part].view(shape)
             self.weights.append(ClippedWeight(local, factors, *known[id(param)]))
+        self.locals = [weight.local for weight in self.weights]
+        self.local_factors = [weight.factors for weight in self.weights]
+
+    def _stored_slots(self, layer: AttentionLayer, key: str, param: torch.Tensor) -> torch.Tensor:
+        """`AttentionLayer.slots` of the rows (or columns) that this rank stores, in memory order:
+        (2, rows).
+        """
+        dim = layer.weights[key].dim
+        slots = layer.slots(key, param.shape[dim], self.clip.shared_keys)
+        stored = [slots[:, start:stop] for start, stop in stored_ranges(param, dim)]
+        return torch.cat([slots[:, :0], *stored], dim=1)
 
     def bind(self, jobs: Sequence[Job]) -> None:
         """Count the updates of `jobs` that write each weight."""
@@ -228,7 +248,8 @@ class HeadClipping(StepHook):
         if len(self.rows):
             torch.index_select(table, 0, self.rows, out=self.row_factors)
         self.unwritten = list(self.writes)
-        self.unscaled = set(range(len(self.weights)))
+        if self.in_turn:
+            self.unscaled = set(range(len(self.weights)))
 
     def _copy(self, taken: Mapping[str, Recorded]) -> None:
         """Copy the maxima of this rank to the places of its heads."""
@@ -281,7 +302,10 @@ class HeadClipping(StepHook):
 
     def after_buckets(self) -> None:
         """Scale all remaining weights."""
-        self._scale(sorted(self.unscaled))
+        if self.in_turn:
+            self._scale(sorted(self.unscaled))
+        elif self.locals:
+            torch._foreach_mul_(self.locals, self.local_factors)
 
     def _scale(self, indices: Sequence[int]) -> None:
         """Multiply weights by the factors of their rows, in fp32, rounded once."""

@@ -27,6 +27,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from ..params.errors import shortened
 
 # Roles of rows. "q", "k": queries and keys, in MLA the parts without rotary positions. "q_rope":
@@ -38,7 +40,6 @@ PART_KEYS = ("rows", "columns", "repeat", "roles")
 SHARED_KEYS = ("keep", "shrink")  # allowed values of `shared_keys`
 # Kinds of factors of a head, see `HeadClipping` of hook.py
 ROOT, WHOLE, SHARED_QUERY, SHARED_KEY, NONE = range(5)
-Slot = tuple[int, int]  # (kind of the factor, head; of SHARED_KEY the key head)
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,9 @@ class AttentionLayer:
         """Whether several query heads share a key head."""
         return self.kv_heads < self.heads
 
-    def slots(self, name: str, size: int, shared_keys: str) -> tuple[Slot, ...]:
-        """The `Slot` of each of the `size` rows (or columns) of parameter `name`.
+    def slots(self, name: str, size: int, shared_keys: str) -> torch.Tensor:
+        """(kind of the factor, head) of each of the `size` rows (or columns) of parameter `name`:
+        int64 (2, size). The head of SHARED_KEY is a key head.
 
         `shared_keys`: as in `QKClip`. Raises ValueError if heads do not divide the rows of a role.
         """
@@ -106,20 +108,21 @@ class AttentionLayer:
 @functools.lru_cache(maxsize=64)
 def _slots(
     projection: Projection, size: int, factors: tuple[tuple[str, int, int], ...]
-) -> tuple[Slot, ...]:
-    """The `Slot` of each of `size` rows. `factors`: (role, kind of the factor, number of heads)."""
+) -> torch.Tensor:
+    """`AttentionLayer.slots`. `factors`: (role, kind of the factor, number of heads)."""
     roles = projection.roles_of(size)
     counts = Counter(roles)
-    found: dict[str, Iterator[Slot]] = {}
+    found: dict[str, Iterator[tuple[int, int]]] = {}
     for role, kind, heads in factors:
         if kind != NONE and counts[role] % heads:
             raise ValueError(
                 f"{heads} heads do not divide its {counts[role]} rows of the role {role!r}"
             )
-        rows = range(counts[role])
         length = max(1, counts[role] // heads)  # rows of a head
+        rows = range(counts[role])
         found[role] = iter([(kind, 0 if kind == NONE else row // length) for row in rows])
-    return tuple(next(found[role]) for role in roles)
+    # Also where the default device is another one
+    return torch.tensor([next(found[role]) for role in roles], device="cpu").T
 
 
 def parse_layer(given: object) -> AttentionLayer:
