@@ -169,7 +169,8 @@ class QKClip:
                     what = "is twice" if name in doubled else "is not"
                     raise ValueError(
                         f"{label} {what} among the names of the optimizer. Pass named parameters, "
-                        "such as model.named_parameters() or get_default_muon_param_groups(model)"
+                        "such as model.named_parameters() or get_default_muon_param_groups(model)."
+                        " Layers with frozen parameters must be left out"
                     )
                 found[name] = places[name]
                 _check_shape(self.param(groups, name, found), layer, name, label, self.shared_keys)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..params.dtensor import local_of
-from ..params.errors import shortened
+from ..params.errors import shortened, warn_caller
 from ..params.param_groups import clean_name
 
 # Logits in memory at once, for all batches and heads
@@ -88,7 +88,8 @@ class Recording(TorchFunctionMode):
     of layers.
 
     A call belongs to the innermost running module that is a layer. Calls outside of layers are not
-    recorded.
+    recorded. Warns at the end of layers without a call: compiled modules, and modules that compute
+    attention in another way, cannot be recorded.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Recording(TorchFunctionMode):
             )
         self.modules = {name: modules[name] for name in layers}
         self.record = record
+        self.silent = set(self.modules)  # layers without a recorded call
         self.running: list[str] = []  # layers whose forward runs, the innermost last
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -120,6 +122,13 @@ class Recording(TorchFunctionMode):
         self.handles = []
         self.running = []
         super().__exit__(*error)
+        if self.silent and error[:1] in ((), (None,)):
+            names = sorted(self.silent)
+            warn_caller(
+                f"{len(names)} of {len(self.modules)} layers, the first {shortened(names[0])}, "
+                "called no scaled_dot_product_attention that could be recorded, and QK-clip will "
+                "not scale their weights. Compiled modules and other kernels need QKClip.record"
+            )
 
     def _begin(self, name: str, module: nn.Module, inputs: tuple) -> None:
         """Forward pre-hook of a layer."""
@@ -138,6 +147,7 @@ class Recording(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is SDPA and self.running:
             given = {**dict(zip(SDPA_ARGUMENTS, args)), **kwargs}
+            self.silent.discard(self.running[-1])
             names = ("query", "key", "attn_mask", "is_causal", "scale")
             self.record(self.running[-1], max_logits(**{n: given[n] for n in names if n in given}))
         return function(*args, **kwargs)

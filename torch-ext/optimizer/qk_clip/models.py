@@ -18,20 +18,23 @@ from ..params.model.fused_weights import _weight
 from ..params.model.layouts import (
     ATTENTION,
     HEADS,
+    OTHERS,
     Arrangement,
     Blocks,
     Weight,
+    _looks_like_k_v,
+    _looks_like_q_k_v,
     class_paths,
     codegen,
     query_and_gate,
 )
 from ..params.model.layouts import mla as latent
-from ..params.model.structure import Structure
 from ..params.param_groups import _places
 
 # Modules between projections and logits that undo any scaling of the projections
 NORMS = re.compile(r"^(q|k|qk|query|key)_?(layer_?)?norm$|^norm_(q|k)$|^(q|k)_ln$|^ln_(q|k)$")
-LINEAR = re.compile(r"(^|\.)(XCA|LinearAttention)$")  # classes without logits of tokens by tokens
+# Classes without logits of tokens by tokens
+LINEAR = re.compile(r"(^|\.)(XCA|\w*LinearAttention|MiniMaxLightningAttention)$")
 COSINE = re.compile(r"Swin\w*V2|swin_transformer_v2|cosine", re.IGNORECASE)
 HOW = (
     "describe its layer by hand (docs/qk_clip.md), or leave the module out with exclude=[...] of "
@@ -60,13 +63,14 @@ def find_layers(model: nn.Module, exclude: Iterable[str] = ()) -> dict[str, dict
     exclude = [exclude] if isinstance(exclude, str) else list(exclude)
     places, structure = _places(model)
     names = {place.name for entries in places.values() for place in entries}
+    paths = {id(module): path for path, module in reversed(structure.modules.items())}
     found: dict[str, _Found] = {}
     for param, entries in places.items():
         place = entries[0]
         weight = _weight(param, place, structure) if param.ndim == 2 else None
         if weight is None:
             continue
-        path = _path_of(weight.holder, structure)
+        path = paths[id(weight.holder)]
         if any(path == out or path.startswith(f"{out}.") for out in exclude):
             continue
         try:
@@ -90,20 +94,18 @@ def find_layers(model: nn.Module, exclude: Iterable[str] = ()) -> dict[str, dict
     return layers
 
 
-def _path_of(module: nn.Module, structure: Structure) -> str:
-    """The path of a module."""
-    return next(path for path, other in structure.modules.items() if other is module)
-
-
 def _label(path: str, module: nn.Module) -> str:
     """A module in messages."""
     return f"module {shortened(path)} ({class_paths(module)[0]})"
 
 
 def _layer(path: str, found: _Found) -> dict | None:
-    """The layer of a module; None without queries: keys and values of a gate, for example.
-    Raises ValueError as `find_layers`.
+    """The layer of a module; None for linear attention, which has no logits. Raises ValueError as
+    `find_layers`.
     """
+    kinds = class_paths(found.module)
+    if any(LINEAR.search(kind) for kind in kinds):
+        return None
     roles = {role for parts in found.weights.values() for role in parts["roles"]}
     label = _label(path, found.module)
     if not {"q", "k"} <= roles:
@@ -113,7 +115,6 @@ def _layer(path: str, found: _Found) -> dict | None:
         for name, child in found.module.named_children()
         if NORMS.search(name) and not isinstance(child, nn.Identity)
     ]
-    kinds = class_paths(found.module)
     if norms or any(COSINE.search(kind) for kind in kinds):
         what = f"a norm ({', '.join(norms)})" if norms else "a norm"
         raise ValueError(
@@ -121,8 +122,6 @@ def _layer(path: str, found: _Found) -> dict | None:
             "projections: QK-clip has no effect there, and the norm bounds the logits; leave the "
             "module out with exclude=[...] of QKClip.of"
         )
-    if any(LINEAR.search(kind) for kind in kinds):
-        raise ValueError(f"{label} has no logits of queries and keys; {HOW}")
     layer = {"heads": found.heads, "weights": found.weights}
     return layer if found.kv_heads in (0, found.heads) else {**layer, "kv_heads": found.kv_heads}
 
@@ -150,6 +149,12 @@ def _parts(weight: Weight) -> tuple[dict | None, int, int]:
                 raise ValueError("the number of its heads is unknown")
             kv_heads = head_rules._key_heads(weight) if role == "k" else 0
             return _blocks(weight, (), 1, (role,)), heads, kv_heads
+    is_other = any(rule.applies(weight) and rule.blocks(weight) for rule in OTHERS)
+    if not is_other and (_looks_like_q_k_v(weight) or _looks_like_k_v(weight)):
+        raise ValueError(
+            f"its {weight.layer} of shape {weight.shape} looks like fused queries, keys and values "
+            "of an unknown order"
+        )
     return None, 0, 0
 
 
