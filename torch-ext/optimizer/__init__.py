@@ -2,7 +2,7 @@
 
 Public names: the optimizers `Muon` and `NorMuon`, `get_default_muon_param_groups` for parameter
 groups, `convert_state_dict`, `export_state` and `import_state` for state in files, the function
-`orthogonalize`, and `Rule` with `State` for rules of your own.
+`orthogonalize`, `Rule` with `State` for rules of your own, and `QKClip` for attention logits.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from .muon import Muon, NorMuon
 from .newton_schulz.custom_op import orthogonalize
 from .params.param_groups import get_default_muon_param_groups
+from .qk_clip.clip import QKClip
 from .rules.rule import Rule, State
 from .state.convert import convert_state_dict
 from .state.safetensors_file import export_state, import_state
@@ -17,6 +18,7 @@ from .state.safetensors_file import export_state, import_state
 __all__ = [
     "Muon",
     "NorMuon",
+    "QKClip",
     "Rule",
     "State",
     "convert_state_dict",

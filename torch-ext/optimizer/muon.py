@@ -32,6 +32,7 @@ from .params.errors import in_group, names_in
 from .params.layout import this_rank
 from .params.own_process_groups import Choice, OwnProcessGroups, has_process_group
 from .pipeline import Job
+from .qk_clip.clip import QKClip
 from .report import Report, Stopwatch, report_of
 from .rules import check
 from .rules.rule import Rule
@@ -102,6 +103,8 @@ class Muon(StateDictMethods):
         `last_backward`. Each bucket has memory of its own. Equal bits.
     overlap_forward (False): True: on GPUs no stream waits for `step`. Each module of a model given
         to `updates_return_during` waits for the module's weights. Equal bits.
+    qk_clip (None): a QKClip. After each step, queries and keys of heads with a logit above a
+        threshold are scaled (QK-clip, arXiv 2507.20534). Parameters need names.
     unscale_in_step (None): who acts on the result of a torch.amp.GradScaler. False: the scaler, as
         with torch.optim.Muon: no call of `step` after Inf. True: `step`, as with AdamW(fused=True):
         gradients are unscaled in place, and all ranks skip the step without a wait of the host.
@@ -156,6 +159,7 @@ class Muon(StateDictMethods):
                 **extra,
             },
         )
+        self._attach_clip()
         check_environment(validation.device_of(self.param_groups))
         check_memory(self.param_groups)
         self._init_groups()
@@ -186,6 +190,21 @@ class Muon(StateDictMethods):
         self._preparation = Preparation()
         self._own_process_groups = OwnProcessGroups()
         self._rule: str | type[Rule] | None = None  # of groups without a key `rule`
+
+    def _attach_clip(self) -> None:
+        """Give `qk_clip` the parameters. Raises TypeError or ValueError if that is impossible."""
+        clip = self._options.qk_clip
+        if clip is None:
+            return
+        if not isinstance(clip, QKClip):
+            raise TypeError(f"qk_clip must be a QKClip or None, not {type(clip).__name__}")
+        clip.attach(self.param_groups)
+
+    @property
+    @waits_for_updates
+    def qk_clip(self) -> QKClip | None:
+        """The QKClip given at construction, with the results of the last step; None without."""
+        return self._options.qk_clip
 
     @property
     def timing(self) -> bool:
@@ -281,9 +300,16 @@ class Muon(StateDictMethods):
     # A graph break in a compiled training step: the optimizer captures graphs itself
     @torch._disable_dynamo
     @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> object:
+    def step(
+        self,
+        closure: Callable | None = None,
+        *,
+        qk_logits: Mapping[str, torch.Tensor] | None = None,
+    ) -> object:
         """Step all parameters; return the closure's loss. All ranks take the first step together,
         which makes the plan, and each step after a change of parameters or placements.
+
+        `qk_logits`: {layer: (heads,)}, the largest logit of each head, as in `QKClip.record`.
 
         An error half-way names its bucket; then `step` raises RuntimeError until `load_state_dict`.
         """
@@ -291,6 +317,7 @@ class Muon(StateDictMethods):
         create.refuse_inconsistent(itself._half_way or itself._backward_overlap.failed)
         with torch.enable_grad():
             loss = None if closure is None else closure()
+        itself._take_logits(qk_logits)
         scaled = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         device = validation.device_of(itself.param_groups)
         # On a CPU neither of the two contexts would do anything
@@ -301,6 +328,15 @@ class Muon(StateDictMethods):
         with on_device(device), itself._forward_overlap.on_side_stream(device, wait_for_all):
             itself._step(*scaled)
         return loss
+
+    def _take_logits(self, qk_logits: Mapping[str, torch.Tensor] | None) -> None:
+        """Give recorded maxima and `qk_logits` to the step that begins, on the caller's stream."""
+        clip = self._options.qk_clip
+        if clip is not None:
+            self._forward_overlap.wait()  # the last step may still read its maxima
+            clip.take(qk_logits)
+        elif qk_logits is not None:
+            raise ValueError("qk_logits needs an optimizer with qk_clip=QKClip(...)")
 
     def _step(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         """Step without closure. `grad_scale`, `found_inf`: of a GradScaler, None without one."""

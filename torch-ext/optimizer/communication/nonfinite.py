@@ -227,6 +227,12 @@ class NonfiniteFlags(StepHook):
         )
 
 
+def reduce_maximum(values: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Replace `values` by the maxima over the ranks of `group`. Collective."""
+    with errors.during("the comparison of attention logits"):
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+
+
 def scalers_may_differ(groups: list[dict], options: Sequence[MuonConfig]) -> bool:
     """Return whether torch.amp.GradScaler may find Inf on a rank and none on another rank with
     common parameters.

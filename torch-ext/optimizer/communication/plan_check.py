@@ -77,6 +77,7 @@ FACTS = (
     "version of Triton",
     *OPTION_NAMES[:-1],
     UNSCALING,
+    "qk_clip",
     "number of parameter groups",
     *(f"group option {key}" for key in GROUP_KEYS),
     "number of parameters",
@@ -243,6 +244,7 @@ def _fact_digests(
         )
         for plan in plans
     ]
+    clip = options.qk_clip
     options = [str(getattr(options, key)) for key in OPTION_NAMES]
     groups = _groups_of(members)
     by_group = [[_option(group, key) for group in groups] for key in GROUP_KEYS]
@@ -258,6 +260,7 @@ def _fact_digests(
         kernels,
         triton_version(device),
         *options,
+        clip and clip.digest_text(plan.names[i] for plan, numbers in members for i in numbers),
         len(groups),
         *by_group,
     ]

@@ -32,6 +32,7 @@ from ..pipeline import BUCKETS_IN_FLIGHT, BucketUpdate, Job, Pause, StepHook, pr
 from ..planning.plan import Bucket, bucket_sort_key, check_bucket_buffers
 from ..planning.planner import Plan, Planner, warn_of_idle
 from ..planning.rank_plan import RankPlan
+from ..qk_clip.hook import HeadClipping
 from ..rules.rule import host_constants
 from ..state import create
 from .adamw_updates import BUCKET_UPDATES, AdamWUpdate
@@ -333,7 +334,7 @@ class Preparation:
                 self.drop_plans(options)
                 return self.prepare(groups, state, options, own, compared, scaled, hook)
             nonfinite = "raise" if scaled else options.nonfinite
-            self._bind_plans(plans, state, options, nonfinite, device_of(groups), hook)
+            self._bind_plans(plans, state, options, nonfinite, groups, hook)
             self._memory_key = key
             self._param_forms = forms
         # After planning, which may create state
@@ -345,10 +346,11 @@ class Preparation:
         state: dict,
         options: MuonConfig,
         nonfinite: str,
-        device: torch.device,
+        groups: Sequence[dict],
         hook: StepHook | None,
     ) -> None:
-        """Replace `bound`. `nonfinite`: as in `Muon`. `hook`: as in `prepare`."""
+        """Replace `bound`. `nonfinite`: as in `Muon`. `groups`, `hook`: as in `prepare`."""
+        device = device_of(groups)
         self.bound.missing.wait()
         self.graphs.warn_once(PARAMETERS_CHANGED)
         for graphs in (self.graphs, self.adamw_graphs):
@@ -361,6 +363,7 @@ class Preparation:
             (self.graphs, self.adamw_graphs),
             nonfinite,
             hook,
+            groups,
         )
         if options.capturable and self.graphs.on:
             self.process_groups.check_capturable()
@@ -446,10 +449,11 @@ class BoundStep:
         graphs: tuple[Graphs, Graphs] | None = None,
         nonfinite: str = "propagate",
         hook: StepHook | None = None,
+        groups: Sequence[dict] = (),
     ) -> None:
         """`graphs`: (of `jobs`, of `adamw_jobs`). `nonfinite`: as in `Muon`. `hook`: the last of
-        `hooks`, and told of written buckets. Raises RuntimeError for a parameter whose memory was
-        freed.
+        `hooks`, and told of written buckets. `groups`: live parameter groups. Raises RuntimeError
+        for a parameter whose memory was freed.
         """
         self.jobs: list[Job] = []  # in the order of the pipeline
         # With capturable=True: AdamW where parameters are stored, in a CUDA graph of its own,
@@ -466,11 +470,25 @@ class BoundStep:
         if flags is not None:
             whole = nonfinite != "skip"
             self.nonfinite = NonfiniteFlags(flags, plans, self.stores, process_groups, whole)
-        written = None if hook is None else hook.bucket_written
+        clip = None
+        # Even without parameters to step on this rank: the hook is collective
+        if options is not None and options.qk_clip is not None:
+            clip = HeadClipping(
+                options.qk_clip,
+                groups,
+                self.stores,
+                options,
+                process_groups,
+                self.nonfinite,
+                device_of(groups),
+            )
+        written = _all_told(clip, hook)
         jobs = _bind(plans, self.stores, options, process_groups, graphs, written) if plans else []
+        if clip is not None:
+            clip.bind(jobs)
         self.missing = MissingGradients(plans, self.stores, process_groups, buffers.flags)
         # Work around the buckets of each step, in this order
-        hooks = (self.nonfinite, self.missing, hook)
+        hooks = (self.nonfinite, self.missing, clip, hook)
         self.hooks: list[StepHook] = [hook for hook in hooks if hook is not None]
         early = len(jobs) if jobs and options.overlap_backward else 0
         self.inputs = StepInputs(buffers, self.stores, self.missing, early)
@@ -488,6 +506,21 @@ class BoundStep:
         """Stores of `jobs`: with capturable=True, those in the graph of the step."""
         apart = {id(update.store) for update, _ in self.adamw_jobs}
         return [store for store in self.stores if id(store) not in apart]
+
+
+def _all_told(*hooks: StepHook | None) -> Callable[[BucketUpdate], None] | None:
+    """A function that tells all hooks of a written bucket; None without the last hook, for which
+    alone the moment matters.
+    """
+    if hooks[-1] is None:
+        return None
+    told = [hook.bucket_written for hook in hooks if hook is not None]
+
+    def tell(update: BucketUpdate) -> None:
+        for written in told:
+            written(update)
+
+    return told[0] if len(told) == 1 else tell
 
 
 def _make_stores(

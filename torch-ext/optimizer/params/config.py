@@ -46,6 +46,7 @@ class MuonConfig:
     # Whether `step`, not torch.amp.GradScaler, unscales gradients and skips steps with Inf; None:
     # chosen by `Unscaling` of communication/nonfinite.py
     unscale_in_step: bool | None = None
+    qk_clip: object = None  # a QKClip; None: no weight is scaled
 
     @classmethod
     def of(cls, given: dict[str, object]) -> MuonConfig:

@@ -379,6 +379,43 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
         return sorted(mesh.mesh.flatten().tolist())
 
 
+def stored_ranges(param: torch.Tensor, dim: int) -> list[tuple[int, int]]:
+    """The ranges (start, stop) of global indices along `dim` that the calling rank stores, in
+    memory order. Raises NotImplementedError for placements without certain boxes.
+    """
+    shape = tuple(param.shape)
+    if not is_dtensor(param):
+        return [(0, shape[dim])]
+    mesh, placements = param.device_mesh, param.placements
+    coordinate = mesh.get_coordinate()
+    if objection := unsupported_sharding(param):
+        raise NotImplementedError(f"placements {placements} of shape {shape}: {objection}")
+    if coordinate is None:
+        return []
+    box = box_at(coordinate, shape, placements, tuple(mesh.shape))
+    interleaved = _interleaved(placements)
+    if not interleaved or interleaved[0] != dim:
+        return [box[dim]]
+    return [part[dim] for part in Layout(shape, {0: box}, (), False, interleaved).boxes_of(0)]
+
+
+def coordinates_of_parts(
+    param: torch.Tensor, dim: int, parts: int, name: str | None = None
+) -> list[int]:
+    """The calling rank's coordinate on each mesh axis of `parts` ranks that shards `dim`; an axis
+    of FSDP2 over TP does not count. `name`: of the only axis that counts.
+    """
+    if not is_dtensor(param) or param.device_mesh.get_coordinate() is None:
+        return []
+    mesh = param.device_mesh
+    axes = [i for i, p in enumerate(param.placements) if _shard_dim(p) == dim]
+    if name is not None:
+        axes = [i for i in axes if (mesh.mesh_dim_names or ())[i : i + 1] == (name,)]
+    elif len(axes) > 1:
+        axes = [i for i in axes if not _is_strided(param.placements[i])]
+    return [mesh.get_coordinate()[i] for i in axes if mesh.shape[i] == parts]
+
+
 def groups_of_mesh(mesh: DeviceMesh) -> list[dist.ProcessGroup] | None:
     """The calling rank's process group of each mesh axis. None if the rank is not on the mesh, or
     if a group is missing or connects ranks unlike the mesh's.

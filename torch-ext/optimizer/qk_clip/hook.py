@@ -1,0 +1,342 @@
+"""`HeadClipping`: QK-clip as a hook of a step.
+
+Before the buckets the maxima of all ranks are compared in one all-reduce, and a factor for each
+stored row is computed on the device. After the buckets, the local weights are multiplied by the
+factors of their rows. Weights of every layout get equal bits, since a row has one factor on all
+ranks. Nothing waits for the device.
+
+[Note: time of the collective] The all-reduce comes before the buckets, in a group that is never
+dedicated: with overlap_backward ranks may have begun different numbers of buckets in dedicated
+groups, but all model collectives of backward were issued.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..communication.nonfinite import NonfiniteFlags, reduce_maximum
+from ..communication.process_groups import ProcessGroups, Ranks, world_now
+from ..params import errors
+from ..params.config import MuonConfig
+from ..params.dtensor import is_dtensor, local_of
+from ..params.layout import coordinates_of_parts, ranks_of, stored_ranges, this_rank
+from ..pipeline import BucketUpdate, Job, StepHook
+from ..planning.plan import bucket_sort_key
+from .clip import QKClip, Recorded
+from .layers import NONE, ROOT, SHARED_KEY, SHARED_QUERY, WHOLE, AttentionLayer
+
+
+@dataclass
+class ClippedWeight:
+    """The local part of a parameter with queries or keys.
+
+    `local`: the stored elements. `factors`: fp32 view of the factors of all rows, (rows, 1),
+    (1, columns) or (rows,). `store`, `number`: of the parameter in the bound step.
+    """
+
+    local: torch.Tensor
+    factors: torch.Tensor
+    store: object
+    number: int
+
+
+class HeadClipping(StepHook):
+    """Scales the weights of heads with large logits, see [Note: time of the collective].
+
+    Weights that the step leaves out (frozen, or plain without a gradient) are not scaled.
+    """
+
+    def __init__(
+        self,
+        clip: QKClip,
+        groups: Sequence[dict],
+        stores: Sequence[object],
+        options: MuonConfig,
+        process_groups: ProcessGroups,
+        nonfinite: NonfiniteFlags | None,
+        device: torch.device,
+    ) -> None:
+        """`groups`: live parameter groups. `nonfinite`: of the step; a step that it skips as a
+        whole clips nothing.
+
+        Raises ValueError if ranks would clip by maxima of their own batches only;
+        NotImplementedError, naming the layer, if weights of a layer are on different ranks.
+        """
+        self.clip = clip
+        self.options = options
+        self.process_groups = process_groups
+        self.whole_step = nonfinite if nonfinite is not None and nonfinite.whole else None
+        self.device = device
+        self.in_turn = options.overlap_forward  # weights are scaled once each one is written
+        self.parameters = {
+            name: {key: clip.param(groups, key) for key in layer.weights}
+            for name, layer in clip.layers.items()
+        }
+        self._place_heads()
+        self._place_rows(stores)
+        self.turns: dict[int, list[int]] = {}  # id of an update -> indices of weights it writes
+        self.writes: list[int] = []  # weight -> number of updates that write it
+        self.unwritten: list[int] = []  # weight -> updates of this step that are still to come
+        self.unscaled: set[int] = set()  # indices of weights, with `in_turn` in this step
+        # Views of `values` that `taken` of the clip is copied into: layer -> (maxima, flags)
+        self.targets: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def _place_heads(self) -> None:
+        """Place the maxima of all layers in a buffer, layers of equal ranks beside each other: the
+        maxima of all heads of these layers, then as many flags.
+        """
+        layers_of: dict[Ranks, list[str]] = {}
+        for name in self.clip.layers:
+            layers_of.setdefault(self._ranks_of(name), []).append(name)
+        self.segments: dict[Ranks, slice] = {}  # of `values`
+        self.first: dict[str, int] = {}  # layer -> index of the first head in `maxima_index`
+        self.first_key: dict[str, int] = {}  # layer -> index of the first key head, of shared keys
+        maxima, flags, starts = [], [], {}
+        at = keys = 0
+        for ranks in sorted(layers_of, key=bucket_sort_key):
+            heads = sum(self.clip.layers[name].heads for name in layers_of[ranks])
+            self.segments[ranks] = slice(at, at + 2 * heads)
+            for name in layers_of[ranks]:
+                self.first[name] = len(maxima)
+                starts[name] = at, at + heads
+                count = self.clip.layers[name].heads
+                maxima.extend(range(at, at + count))
+                flags.extend(range(at + heads, at + heads + count))
+                at += count
+            at += heads
+        members = []  # of each shared key head: indices of its query heads
+        for name, layer in self.clip.layers.items():
+            self.first_key[name] = keys
+            if layer.has_shared_keys and self.clip.shared_keys == "shrink":
+                each, first = layer.heads // layer.kv_heads, self.first[name]
+                members += [
+                    range(first + key * each, first + (key + 1) * each)
+                    for key in range(layer.kv_heads)
+                ]
+                keys += layer.kv_heads
+        self.starts = starts  # layer -> (index in `values` of its maxima, of its flags)
+        self.maxima_index = self._indices(maxima)
+        self.flag_index = self._indices(flags)
+        # Padded: layers may have key heads of different numbers of query heads
+        most = max(map(len, members), default=0)
+        padded = [[*heads, *[heads[0]] * (most - len(heads))] for heads in members]
+        self.members = self._indices(padded)
+        key_of = [0] * len(maxima)
+        for key, heads in enumerate(members):
+            for head in heads:
+                key_of[head] = key
+        self.key_of = self._indices(key_of)
+        initial = torch.zeros(at, dtype=torch.float32)
+        initial[maxima] = -math.inf
+        self.initial = initial.to(self.device)
+        self.values = self.initial.clone()
+        self.results = (
+            torch.full((len(maxima),), -math.inf, dtype=torch.float32, device=self.device),
+            torch.zeros((), dtype=torch.int64, device=self.device),
+            torch.zeros((), dtype=torch.int64, device=self.device),
+        )
+
+    def _indices(self, values: list) -> torch.Tensor:
+        """int64 on the device."""
+        return torch.tensor(values, dtype=torch.int64).to(self.device)
+
+    def _ranks_of(self, name: str) -> Ranks:
+        """The ranks that hold the weights of a layer."""
+        group = self.options.process_group
+        found = set()
+        for param in self.parameters[name].values():
+            if is_dtensor(param):
+                found.add(tuple(ranks_of(param.device_mesh)))
+            elif group is not None:
+                found.add(tuple(dist.get_process_group_ranks(group)))
+            else:
+                found.add((this_rank(),))
+        if len(found) > 1:
+            raise NotImplementedError(
+                f"layer {name} of qk_clip has parameters on different ranks {sorted(found)}: shard "
+                "all of them over one mesh, or leave the layer out"
+            )
+        (ranks,) = found
+        if len(ranks) == 1 and self.clip.process_group is None and _world_size() > 1:
+            raise ValueError(
+                f"layer {name} of qk_clip has parameters that each process steps alone, and the "
+                "processes would scale their copies by the maxima of their own batches: pass "
+                "process_group to QKClip or to the optimizer, the ranks with copies"
+            )
+        return ranks
+
+    def _place_rows(self, stores: Sequence[object]) -> None:
+        """Find the factor of each stored row of all weights."""
+        known = {id(p): (store, i) for store in stores for i, p in enumerate(store.params)}
+        H, keys = len(self.maxima_index), len(self.members)
+        found, rows = [], []
+        count = 0
+        for name, layer in self.clip.layers.items():
+            first, first_key = self.first[name], self.first_key[name]
+            # Index in the table of `_factors` of the layer's first factor, by kind
+            starts = {
+                ROOT: first,
+                WHOLE: H + first,
+                SHARED_QUERY: 2 * H + first,
+                SHARED_KEY: 3 * H + first_key,
+                NONE: 3 * H + keys,
+            }
+            start_of = torch.tensor([starts[kind] for kind in sorted(starts)], device="cpu")
+            for key, param in self.parameters[name].items():
+                with errors.during(f"layer {name} of qk_clip, parameter {key}"):
+                    kinds, heads = self._stored_slots(layer, key, param)
+                if id(param) in known and bool((kinds != NONE).any()):
+                    dim = layer.weights[key].dim
+                    found.append((param, dim, slice(count, count + len(kinds))))
+                    rows.append(start_of[kinds] + heads)
+                    count += len(kinds)
+        self.rows = torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *rows])
+        self.rows = self.rows.to(self.device)
+        self.row_factors = torch.ones(count, dtype=torch.float32, device=self.device)
+        self.weights = []
+        for param, dim, part in found:
+            local = local_of(param)
+            shape = [1] * local.ndim
+            shape[dim] = -1
+            factors = self.row_factors[part].view(shape)
+            self.weights.append(ClippedWeight(local, factors, *known[id(param)]))
+        self.locals = [weight.local for weight in self.weights]
+        self.local_factors = [weight.factors for weight in self.weights]
+
+    def _stored_slots(self, layer: AttentionLayer, key: str, param: torch.Tensor) -> torch.Tensor:
+        """`AttentionLayer.slots` of the rows (or columns) that this rank stores, in memory order:
+        (2, rows).
+        """
+        dim = layer.weights[key].dim
+        slots = layer.slots(key, param.shape[dim], self.clip.shared_keys)
+        stored = [slots[:, start:stop] for start, stop in stored_ranges(param, dim)]
+        return torch.cat([slots[:, :0], *stored], dim=1)
+
+    def bind(self, jobs: Sequence[Job]) -> None:
+        """Count the updates of `jobs` that write each weight."""
+        index = {(id(w.store), w.number): i for i, w in enumerate(self.weights)}
+        self.writes = [0] * len(self.weights)
+        for update, _ in jobs if self.in_turn else ():
+            if update.store is None:
+                continue
+            numbers = range(len(update.store.params))
+            if update.bucket is not None:
+                numbers = sorted({matrix.param for matrix in update.bucket.matrices})
+            written = [index.get((id(update.store), number)) for number in numbers]
+            self.turns[id(update)] = [i for i in written if i is not None]
+            for i in self.turns[id(update)]:
+                self.writes[i] += 1
+
+    def before_buckets(self, found_inf: torch.Tensor | float | None) -> None:
+        """Compare the maxima of the ranks, and compute the factors of all rows. Collective."""
+        self.values.copy_(self.initial)
+        if taken := self.clip.taken:
+            self._copy(taken)
+        common = self.process_groups.shared_groups()
+        for ranks, segment in self.segments.items():
+            groups = [common.get_or_create(ranks)] if len(ranks) > 1 else []
+            if self.clip.process_group is not None:
+                groups.append(self.clip.process_group)
+            for group in groups:
+                reduce_maximum(self.values[segment], group)
+        table = self._factors()
+        if len(self.rows):
+            torch.index_select(table, 0, self.rows, out=self.row_factors)
+        self.unwritten = list(self.writes)
+        if self.in_turn:
+            self.unscaled = set(range(len(self.weights)))
+
+    def _copy(self, taken: Mapping[str, Recorded]) -> None:
+        """Copy the maxima of this rank to the places of its heads."""
+        for name, recorded in taken.items():
+            known = self.targets.get(name)
+            if known is None or len(known[0]) != len(recorded.maxima):
+                count = len(recorded.maxima)
+                first = _first_head(self.clip, name, self.parameters[name], count)
+                self.targets[name] = tuple(
+                    self.values[start + first : start + first + count]
+                    for start in self.starts[name]
+                )
+        torch._foreach_copy_(
+            [target for name in taken for target in self.targets[name]],
+            [part for one in taken.values() for part in (one.maxima, one.nonfinite)],
+        )
+
+    def _factors(self) -> torch.Tensor:
+        """The factors by kind and head, fp32: ROOT, WHOLE, SHARED_QUERY, SHARED_KEY, 1. Gives the
+        maxima to the clip.
+        """
+        maxima = self.values.index_select(0, self.maxima_index)
+        flags = self.values.index_select(0, self.flag_index)
+        is_above = maxima > self.clip.threshold
+        if self.whole_step is not None and self.whole_step.count:
+            is_above &= self.whole_step.flags[0] == 0
+        for result, value in zip(self.results, (maxima, is_above.sum(), (flags > 0).sum())):
+            result.copy_(value)
+        self.clip.set_results(self.results, self.first)
+        whole = torch.where(is_above, self.clip.threshold / maxima, 1.0)
+        root = whole.sqrt()
+        shared = [whole, root[:0]]
+        if len(self.members):
+            key = root[self.members].amin(1)
+            shared = [(whole / key[self.key_of]).clamp(max=1.0), key]
+        return torch.cat([root, whole, *shared, torch.ones_like(self.initial[:1])])
+
+    def bucket_written(self, update: BucketUpdate) -> None:
+        """With overlap_forward: scale the weights that no later update of this step writes, before
+        the event that readers wait for.
+        """
+        ready = []
+        for i in self.turns.get(id(update), ()):
+            self.unwritten[i] -= 1
+            weight = self.weights[i]
+            # A missing gradient: the weight may be restored after the buckets
+            if not self.unwritten[i] and weight.number not in weight.store.missing:
+                ready.append(i)
+        self._scale(ready)
+
+    def after_buckets(self) -> None:
+        """Scale all remaining weights."""
+        if self.in_turn:
+            self._scale(sorted(self.unscaled))
+        elif self.locals:
+            torch._foreach_mul_(self.locals, self.local_factors)
+
+    def _scale(self, indices: Sequence[int]) -> None:
+        """Multiply weights by the factors of their rows, in fp32, rounded once."""
+        if indices:
+            weights = [self.weights[i] for i in indices]
+            torch._foreach_mul_([w.local for w in weights], [w.factors for w in weights])
+            self.unscaled.difference_update(indices)
+
+
+def _world_size() -> int:
+    """Number of processes of torch.distributed; 1 without."""
+    return 1 if world_now() is None else dist.get_world_size()
+
+
+def _first_head(clip: QKClip, name: str, params: Mapping[str, torch.Tensor], count: int) -> int:
+    """The first of the `count` heads of a layer for which a rank gives maxima.
+
+    Fewer heads than the layer has are those of the rank's part of a mesh dim that shards heads
+    (TP). Raises ValueError if the mesh dim cannot be told.
+    """
+    layer: AttentionLayer = clip.layers[name]
+    if count == layer.heads:
+        return 0
+    key = next(key for key, parts in layer.weights.items() if "q" in parts.roles)
+    param, dim = params[key], layer.weights[key].dim
+    found = coordinates_of_parts(param, dim, layer.heads // count, clip.heads_dim)
+    if len(found) != 1:
+        raise ValueError(
+            f"layer {name} of qk_clip has {layer.heads} heads, and this rank gave maxima of "
+            f"{count}: {len(found)} mesh dims shard its queries into {layer.heads // count} parts. "
+            "Give the maxima of all heads, or say which dim shards heads: "
+            'QKClip(heads_dim="tp") for a mesh dim of this name'
+        )
+    return found[0] * count

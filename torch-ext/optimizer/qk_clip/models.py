@@ -1,0 +1,216 @@
+"""`find_layers`: the attention layers of a model, from the rules of params/model.
+
+The rules know the sizes of the projections of a weight. This module adds the roles of the
+projections, collects the weights and biases of each module, and counts heads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ..params.errors import shortened
+from ..params.model import heads as head_rules
+from ..params.model.fused_weights import _weight
+from ..params.model.layouts import (
+    ATTENTION,
+    HEADS,
+    OTHERS,
+    Arrangement,
+    Blocks,
+    Weight,
+    _looks_like_k_v,
+    _looks_like_q_k_v,
+    class_paths,
+    codegen,
+    query_and_gate,
+)
+from ..params.model.layouts import mla as latent
+from ..params.param_groups import _places
+
+# Modules between projections and logits that undo any scaling of the projections
+NORMS = re.compile(r"^(q|k|qk|query|key)_?(layer_?)?norm$|^norm_(q|k)$|^(q|k)_ln$|^ln_(q|k)$")
+# Classes without logits of tokens by tokens
+LINEAR = re.compile(r"(^|\.)(XCA|\w*LinearAttention|MiniMaxLightningAttention)$")
+COSINE = re.compile(r"Swin\w*V2|swin_transformer_v2|cosine", re.IGNORECASE)
+HOW = (
+    "describe its layer by hand (docs/qk_clip.md), or leave the module out with exclude=[...] of "
+    "QKClip.of"
+)
+
+
+@dataclass
+class _Found:
+    """The weights of one attention module: parameter name -> blocks as in a layer."""
+
+    module: nn.Module
+    weights: dict[str, object] = field(default_factory=dict)
+    heads: int = 0
+    kv_heads: int = 0
+
+
+def find_layers(model: nn.Module, exclude: Iterable[str] = ()) -> dict[str, dict]:
+    """{path of a module: layer} of all attention modules, see layers.py [Note: forms of a layer].
+    Parameters need not be trained.
+
+    Names and paths have no wrappers' prefixes, as in `get_default_muon_param_groups`. `exclude`:
+    paths left out, with everything below. Raises ValueError, naming the module, if queries and keys
+    cannot be told or scaling would have no effect; or if no attention is found.
+    """
+    exclude = [exclude] if isinstance(exclude, str) else list(exclude)
+    places, structure = _places(model)
+    names = {place.name for entries in places.values() for place in entries}
+    paths = {id(module): path for path, module in reversed(structure.modules.items())}
+    found: dict[str, _Found] = {}
+    for param, entries in places.items():
+        place = entries[0]
+        weight = _weight(param, place, structure) if param.ndim == 2 else None
+        if weight is None:
+            continue
+        path = paths[id(weight.holder)]
+        if any(path == out or path.startswith(f"{out}.") for out in exclude):
+            continue
+        try:
+            parts, heads, kv_heads = _parts(weight)
+        except ValueError as error:
+            raise ValueError(f"{_label(path, weight.holder)}: {error}; {HOW}") from None
+        if parts is None:
+            continue
+        one = found.setdefault(path, _Found(weight.holder))
+        one.weights[place.name] = parts
+        one.heads, one.kv_heads = one.heads or heads, one.kv_heads or kv_heads
+        bias = re.sub("weight$", "bias", place.name)
+        if bias != place.name and bias in names:
+            one.weights[bias] = _as_rows(parts)
+    layers = {path: layer for path, one in found.items() if (layer := _layer(path, one))}
+    if not layers:
+        raise ValueError(
+            "the model has no attention whose queries and keys are known: describe the layers by "
+            "hand (docs/qk_clip.md)"
+        )
+    return layers
+
+
+def _label(path: str, module: nn.Module) -> str:
+    """A module in messages."""
+    return f"module {shortened(path)} ({class_paths(module)[0]})"
+
+
+def _layer(path: str, found: _Found) -> dict | None:
+    """The layer of a module; None for linear attention, which has no logits. Raises ValueError as
+    `find_layers`.
+    """
+    kinds = class_paths(found.module)
+    if any(LINEAR.search(kind) for kind in kinds):
+        return None
+    roles = {role for parts in found.weights.values() for role in parts["roles"]}
+    label = _label(path, found.module)
+    if not {"q", "k"} <= roles:
+        raise ValueError(f"{label} has weights of the roles {sorted(roles)} alone; {HOW}")
+    norms = [
+        name
+        for name, child in found.module.named_children()
+        if NORMS.search(name) and not isinstance(child, nn.Identity)
+    ]
+    if norms or any(COSINE.search(kind) for kind in kinds):
+        what = f"a norm ({', '.join(norms)})" if norms else "a norm"
+        raise ValueError(
+            f"{label} has {what} between projections and logits, which undoes any scaling of the "
+            "projections: QK-clip has no effect there, and the norm bounds the logits; leave the "
+            "module out with exclude=[...] of QKClip.of"
+        )
+    layer = {"heads": found.heads, "weights": found.weights}
+    return layer if found.kv_heads in (0, found.heads) else {**layer, "kv_heads": found.kv_heads}
+
+
+def _parts(weight: Weight) -> tuple[dict | None, int, int]:
+    """(blocks with roles, query heads, key heads) of a weight; (None, 0, 0) for a weight without
+    queries and keys. Raises ValueError if the number of heads is unknown.
+    """
+    for rule in ATTENTION:
+        blocks = rule.blocks(weight) if rule.applies(weight) else None
+        if blocks is not None:
+            roles = _roles(rule.layout, weight, blocks)
+            heads, kv_heads = _head_counts(rule.layout, weight, blocks, roles)
+            return _blocks(weight, blocks.sizes, blocks.repeat, roles), heads, kv_heads
+    for role, names, others in (
+        ("q", head_rules.QUERIES, head_rules.KEYS),
+        ("k", head_rules.KEYS, head_rules.QUERIES),
+    ):
+        is_role = weight.layer in names and head_rules._has_one(weight.holder, names)
+        if is_role and (head_rules._has_one(weight.holder, others) or role == "q"):
+            if not _is_attention(weight):
+                continue
+            heads = head_rules._query_heads(weight)
+            if not heads:
+                raise ValueError("the number of its heads is unknown")
+            kv_heads = head_rules._key_heads(weight) if role == "k" else 0
+            return _blocks(weight, (), 1, (role,)), heads, kv_heads
+    is_other = any(rule.applies(weight) and rule.blocks(weight) for rule in OTHERS)
+    if not is_other and (_looks_like_q_k_v(weight) or _looks_like_k_v(weight)):
+        raise ValueError(
+            f"its {weight.layer} of shape {weight.shape} looks like fused queries, keys and values "
+            "of an unknown order"
+        )
+    return None, 0, 0
+
+
+def _is_attention(weight: Weight) -> bool:
+    """Whether a module with a layer named after queries has keys, too: alone or fused."""
+    return head_rules._has_one(weight.holder, head_rules.KEYS) or head_rules._is_attention(weight)
+
+
+def _roles(layout: Arrangement, weight: Weight, blocks: Blocks) -> tuple[str, ...]:
+    """The roles of the projections of a fused weight, in the order of the blocks."""
+    count = len(blocks.sizes)
+    if layout is latent:
+        if re.search(r"kv_b|wkv_b", weight.layer):
+            return "k", "v"
+        return ("q", "q_rope", "v")[:count]
+    if layout is query_and_gate:
+        return "q", "v"
+    if layout is codegen:
+        return "q", "v", "k"
+    if count == 2:
+        return ("q", "k") if "q" in weight.layer else ("k", "v")
+    return "q", "k", "v"
+
+
+def _head_counts(
+    layout: Arrangement, weight: Weight, blocks: Blocks, roles: tuple[str, ...]
+) -> tuple[int, int]:
+    """(query heads, key heads) of a fused weight; 0 for a number that it does not tell."""
+    if layout is latent:
+        heads = weight.number("n_local_heads", *HEADS)
+        return heads, heads
+    size = {role: n * blocks.repeat for role, n in zip(roles, blocks.sizes)}
+    heads = weight.heads()[0] or head_rules._query_heads(weight)
+    if not heads:
+        raise ValueError("the number of its heads is unknown")
+    if "q" not in size:
+        # Keys and values of cross attention, beside queries of their own
+        return heads, weight.heads()[1]
+    head_dim = size["q"] // heads
+    return heads, size["k"] // head_dim if "k" in size and head_dim else 0
+
+
+def _blocks(
+    weight: Weight, sizes: tuple[int, ...], repeat: int, roles: tuple[str, ...]
+) -> dict[str, object]:
+    """The blocks of a layer; blocks of size 0 are left out (layers without rotary positions)."""
+    kept = [(size, role) for size, role in zip(sizes, roles) if size]
+    if sizes:
+        roles = tuple(role for _, role in kept)
+    parts = {
+        "columns" if weight.transposed else "rows": [size for size, _ in kept],
+        "roles": list(roles),
+    }
+    return {**parts, "repeat": repeat} if repeat > 1 else parts
+
+
+def _as_rows(parts: dict) -> dict:
+    """The blocks of a bias: those of the weight's outputs."""
+    return {("rows" if key == "columns" else key): value for key, value in parts.items()}
