@@ -32,11 +32,12 @@ from .params.config import MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
 from .params.layout import this_rank
 from .pipeline import Job
+from .rules.muon import Scale
 from .rules.rule import host_constants
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
 from .state.consolidated import check_target, consolidate
-from .state.state_dict import Loading, called_by_checkpoint
+from .state.state_dict import Loading, called_by_checkpoint, without_functions
 
 
 class StateDictMethods(ForwardOverlapMethods):
@@ -76,7 +77,8 @@ class StateDictMethods(ForwardOverlapMethods):
 
     @waits_for_updates
     def state_dict(self) -> dict:
-        """As in torch; for torch.distributed.checkpoint, missing state is created (`init_state`).
+        """As in torch; for torch.distributed.checkpoint, missing state is created (`init_state`). A
+        function as adjust_lr_fn is not saved: a load keeps the function of the optimizer.
 
         If owners keep state (shard_state, unreduced gradients), every rank of process_group must
         call, except after consolidate_state_dict: the result holds DTensors sharded by rows, which
@@ -91,18 +93,18 @@ class StateDictMethods(ForwardOverlapMethods):
         if not self._options.owner_keeps_state:
             if creates:
                 self.init_state()
-            return super().state_dict()
+            return without_functions(super().state_dict())
         named = self._named()
         # torch.distributed.checkpoint saves the parts of all ranks: a consolidated state is no help
         gathered = None if called_by_checkpoint() else self._consolidated
         if gathered is not None and gathered.is_current(named, self.state):
             with self._showing(gathered.whole_state(named, self.state)):
-                return gathered.mark(super().state_dict())
+                return gathered.mark(without_functions(super().state_dict()))
         self._find_world()
         complete = self.init_state if creates else None
         group = self._options.process_group
         with self._showing(state_for_checkpoint(self.state, named, group, complete)):
-            return super().state_dict()
+            return without_functions(super().state_dict())
 
     @waits_for_updates
     def consolidate_state_dict(self, to: int | None = 0) -> None:
@@ -216,7 +218,9 @@ class Muon(StateDictMethods):
     ns_steps (5): Newton-Schulz steps.
     adjust_lr_fn (None): factor on lr of an (R, C) matrix. None or "original": sqrt(max(1, R / C)).
         "match_rms_adamw" or "rms_norm": 0.2 sqrt(max(R, C)). "spectral_norm" or
-        "spectral_unclamped": sqrt(R / C). "sqrt_max": sqrt(max(R, C)).
+        "spectral_unclamped": sqrt(R / C). "sqrt_max": sqrt(max(R, C)). "shape_scaling" and
+        "unit_rms_norm" are Megatron-LM's names of "original" and "spectral_norm". A number > 0 is
+        the factor of all shapes; a function of (R, C) returns it.
     adamw_betas ((0.9, 0.95)), adamw_eps (1e-8): defaults of `betas` and `eps` in AdamW groups.
     process_group (None): ranks with copies of plain (non-DTensor) parameters, or a 1-D DeviceMesh.
         The ranks split the work. None: every process steps plain parameters alone.
@@ -265,7 +269,7 @@ class Muon(StateDictMethods):
         ns_coefficients: str | Sequence = "polar_express",
         eps: float = 1e-7,
         ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
+        adjust_lr_fn: Scale = None,
         *,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,

@@ -28,8 +28,10 @@ from ..params.config import MuonConfig
 from ..params.dtensor import local_of
 from ..params.errors import fsdp_names, warn_caller
 from ..params.layout import this_rank
+from ..params.units import shapes_of
 from ..planning.plan import bucket_sort_key, digest
 from ..planning.planner import Plan
+from ..rules.muon import comparable_scale
 from .process_groups import ProcessGroups, Ranks
 
 # Group options in the order of comparison; the first difference is reported. AdamW groups derive
@@ -235,7 +237,8 @@ def _fact_digests(
     ]
     options = [str(getattr(options, key)) for key in OPTION_NAMES]
     groups = _groups_of(members)
-    by_group = [[_normalized(group.get(key)) for group in groups] for key in GROUP_KEYS]
+    shared = [plan.params[number] for plan, numbers in members for number in numbers]
+    by_group = [[_group_option(group, key, shared) for group in groups] for key in GROUP_KEYS]
     kernels = (
         device.type,
         use_triton(device),
@@ -290,6 +293,16 @@ def _signature(plan: Plan, number: int) -> tuple:
     signatures could be confused by ranks.
     """
     return plan.params[number].dtype, plan.layouts[number].digest, plan.mismatched.get(number)
+
+
+def _group_option(group: dict, key: str, params: list[torch.Tensor]) -> object:
+    """Return a group option in a form with equal text for equal values. `params`: that ranks have
+    in common.
+    """
+    value = group.get(key)
+    if key == "adjust_lr_fn" and callable(value):
+        return comparable_scale(value, shapes_of(group, params)) if group["use_muon"] else None
+    return _normalized(value)
 
 
 def _normalized(value: object) -> object:

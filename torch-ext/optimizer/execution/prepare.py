@@ -25,12 +25,13 @@ from ..newton_schulz import coefficients, method
 from ..params.config import MuonConfig
 from ..params.dtensor import form_of, is_dtensor, local_of
 from ..params.errors import name_in, warn_caller
-from ..params.units import splits_by_id
+from ..params.units import shapes_of, splits_by_id
 from ..params.validation import check_changed_groups, device_of
 from ..pipeline import BUCKETS_IN_FLIGHT, BucketUpdate, Job, Pause, StepHook, precompile_kernels
 from ..planning.plan import Bucket, bucket_sort_key, check_bucket_buffers
 from ..planning.planner import Plan, Planner, warn_of_idle
 from ..planning.rank_plan import RankPlan
+from ..rules.muon import comparable_scale
 from ..rules.rule import host_constants
 from ..state import create
 from .bucket_updates import BUCKET_UPDATES, AdamWUpdate, BucketInputs
@@ -104,7 +105,10 @@ def step_together(parts: Sequence[tuple[dict, list[torch.Tensor]]]) -> list[Grou
         # the first group of each key would differ. AdamW groups keep the order of the groups.
         key = 1, number, ""
         if group["use_muon"]:
-            key = 0, 0, repr((host_constants(group), group["adjust_lr_fn"]))
+            scale = group["adjust_lr_fn"]
+            if callable(scale):  # equal factors, in place of the address of the function
+                scale = comparable_scale(scale, shapes_of(group, params))
+            key = 0, 0, repr((host_constants(group), scale))
         together.setdefault(key, []).append((group, params))
     return [
         GroupParams(

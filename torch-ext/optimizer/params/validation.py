@@ -20,12 +20,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..newton_schulz.coefficients import FP32_MAX, steps_of
+from ..newton_schulz.coefficients import FP32_MAX
 from ..newton_schulz.method import MATRIX_DTYPES
-from ..rules.muon import SCALES
 from ..rules.rule import number_of
 from .dtensor import is_dtensor, is_mismatched, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, names_in, shortened
+from .group_values import (
+    BELOW_ONE,
+    FINITE,
+    check_betas,
+    check_scale_function,
+    check_values,
+    is_adamw,
+    require,
+)
 from .layout import check_local_shape, check_placements, check_unit_sharding
 from .units import check_splits, splits_of
 
@@ -57,8 +65,6 @@ GROUP_KEYS = frozenset(
 )
 # Keys that learning-rate schedulers add
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
-FINITE = "a finite number >= 0 that fp32 holds"
-BELOW_ONE = "a number in [0, 1)"
 # Keys of torch and torchtitan, allowed though without effect
 TOLERATED = frozenset(("name", "fused", "foreach", "differentiable", *SCHEDULED))
 # Names of own keys in other optimizers: always an error, never read
@@ -424,12 +430,12 @@ def check_numbers(group: dict) -> None:
     Options of Muon are checked in AdamW groups, too, and vice versa: use_muon may change later.
     """
     for key in ("use_muon", "nesterov"):
-        _require(number_of(group[key]) in (0, 1), key, group[key], "True or False")
+        require(number_of(group[key]) in (0, 1), key, group[key], "True or False")
     for key in ("lr", "weight_decay"):
-        _require(0 <= number_of(group[key]) <= FP32_MAX, key, group[key], FINITE)
+        require(0 <= number_of(group[key]) <= FP32_MAX, key, group[key], FINITE)
     for key in ("momentum", "beta2"):
-        _require(0 <= number_of(group.get(key, 0)) < 1, key, group.get(key), BELOW_ONE)
-    _check_values(group)
+        require(0 <= number_of(group.get(key, 0)) < 1, key, group.get(key), BELOW_ONE)
+    check_values(group)
 
 
 MANY_GROUPS = 4  # groups above which values are compared as lists
@@ -475,12 +481,12 @@ def check_scheduled_values(groups: Sequence[dict]) -> None:
                 continue
             with in_group(number, group):
                 fits = 0 <= number_of(value) < most or number_of(value) == most == FP32_MAX
-                _require(fits, key, value, FINITE if most == FP32_MAX else BELOW_ONE)
+                require(fits, key, value, FINITE if most == FP32_MAX else BELOW_ONE)
         # An AdamW group without betas is refused by `check_changed_groups`, with another message
         known = group.get("use_muon") is True or group.get("betas") is None
         if not known and is_adamw(group):
             with in_group(number, group):
-                _check_betas("betas", group.get("betas"))
+                check_betas("betas", group.get("betas"))
 
 
 def _is_on_gpu(value: torch.Tensor) -> bool:
@@ -490,24 +496,28 @@ def _is_on_gpu(value: torch.Tensor) -> bool:
 
 def check_units(group: dict, options: MuonConfig) -> None:
     """Raise ValueError, TypeError or NotImplementedError, naming the parameter, for a `split` or
-    `transposed` of a group that is wrong, or that a parameter cannot have.
+    `transposed` of a group that is wrong, or that a parameter cannot have, and for a function
+    `adjust_lr_fn` whose factor for a matrix of the parameter is wrong.
     """
     check_splits(group, names_in(group), options.owner_keeps_state)
     for number, (param, split) in enumerate(zip(group["params"], splits_of(group))):
         if group["use_muon"] and param.requires_grad and param.ndim > 1:
             check_unit_sharding(param, name_of(group, number), split, "beta2" in group)
+            if callable(group["adjust_lr_fn"]):
+                shapes = split.shapes(param.shape)
+                check_scale_function(group["adjust_lr_fn"], shapes, name_of(group, number))
 
 
 def check_changed_groups(groups: Sequence[dict], options: MuonConfig) -> None:
     """Check groups again before a step, after a change of groups or parameters since the last step.
 
-    Raises as `_check_values`, `check_units` and `check_across_params`. Raises RuntimeError for fake
+    Raises as `check_values`, `check_units` and `check_across_params`. Raises RuntimeError for fake
     tensors (an optimizer can be built for fake tensors, but a step needs memory) and for a plain
     gradient of a DTensor. Does not read lr and the like: see `check_scheduled_values`.
     """
     for number, group in enumerate(groups):
         with in_group(number, group):
-            _check_values(group)
+            check_values(group)
             check_units(group, options)
         for param in group["params"]:
             if getattr(param, "_fsdp_flattened", False):
@@ -536,39 +546,6 @@ def refuse_fsdp1(name: str) -> None:
     )
 
 
-def _check_values(group: dict) -> None:
-    """Raise ValueError for a wrong value of eps, adjust_lr_fn, ns_coefficients, ns_steps or betas,
-    options unchanged by schedules.
-    """
-    _require(0 <= number_of(group["eps"]) <= FP32_MAX, "eps", group["eps"], FINITE)
-    scale = group["adjust_lr_fn"]
-    scales = (None, *SCALES)
-    _require(
-        scale is None or isinstance(scale, str) and scale in scales,
-        "adjust_lr_fn",
-        scale,
-        f"one of {scales}",
-    )
-    steps_of(group["ns_coefficients"], group["ns_steps"])
-    if is_adamw(group) and group.get("betas") is None:
-        raise ValueError(
-            "use_muon=False, but the group has no betas: to move a group from Muon to AdamW, set "
-            "betas and eps along with use_muon"
-        )
-    if "betas" in group:
-        _check_betas("betas", group.get("betas"))
-
-
-def _check_betas(key: str, betas: object) -> None:
-    """Raise ValueError, naming `key`, unless `betas` is a pair of numbers in [0, 1)."""
-    pair = (
-        isinstance(betas, (tuple, list))
-        and len(betas) == 2
-        and all(0 <= number_of(b) < 1 for b in betas)
-    )
-    _require(pair, key, betas, "two numbers in [0, 1)")
-
-
 def check_module(model: object) -> None:
     """Raise TypeError if `model` is no nn.Module, ValueError for parameters flattened by FSDP1."""
     if not isinstance(model, torch.nn.Module):
@@ -584,19 +561,8 @@ def check_adamw(betas: object, eps: object) -> None:
     """Raise ValueError for wrong values of the arguments adamw_betas and adamw_eps, also without
     AdamW groups.
     """
-    _check_betas("adamw_betas", betas)
-    _require(0 <= number_of(eps) <= FP32_MAX, "adamw_eps", eps, FINITE)
-
-
-def is_adamw(group: dict) -> bool:
-    """Whether use_muon of a group is false; works on unchecked groups, too."""
-    return number_of(group.get("use_muon", True)) == 0
-
-
-def _require(true: bool, key: str, came: object, allowed: str) -> None:
-    """Raise ValueError for the value `came` of `key` unless `true`; `allowed`: values in words."""
-    if not true:
-        raise ValueError(f"{key}={shortened(repr(came))} is not allowed: it must be {allowed}")
+    check_betas("adamw_betas", betas)
+    require(0 <= number_of(eps) <= FP32_MAX, "adamw_eps", eps, FINITE)
 
 
 def check_param(param: torch.Tensor, name: str, group: dict) -> None:

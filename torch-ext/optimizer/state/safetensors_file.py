@@ -24,7 +24,7 @@ from ..params.param_groups import clean_names
 from ..params.units import splits_of
 from ..params.validation import TOLERATED, check_group
 from ..rules.rule import STATE_KEYS, state_keys
-from .state_dict import KINDS, STRUCTURE, check_state, options_of
+from .state_dict import KINDS, STRUCTURE, check_state, options_of, with_function, without_function
 
 FORMAT, VERSION = "optimizer-state", "1"
 DEPTH = 16  # allowed levels of lists and dicts in a header; export_state writes at most 6
@@ -73,7 +73,7 @@ def export_state(
                 key: _to_json(value) for key, value in group.items() if _is_option(key, value)
             },
         }
-        for group in optimizer.param_groups
+        for group in map(without_function, optimizer.param_groups)
     ]
     header = {
         "params": {name: list(p.shape) for p, name in names.items()},
@@ -211,7 +211,9 @@ def _from_json(key: str, own: object, value: object) -> object:
         types = (bool,)
         allowed = "True or False"
     is_unset = key in TOLERATED and value is None
-    is_typed = isinstance(own, (bool, int, float, torch.Tensor)) and not is_unset
+    # adjust_lr_fn may be a number, a name or None
+    is_fixed = not is_unset and key != "adjust_lr_fn"
+    is_typed = is_fixed and isinstance(own, (bool, int, float, torch.Tensor))
     if is_typed and type(value) not in types:
         raise ValueError(f"{key}={shortened(repr(value))} is not allowed: it must be {allowed}")
     # An lr tensor stays a tensor, on its device
@@ -454,5 +456,6 @@ def _saved_group(
         check_state(param, keys, name, states.get(name, {}), split)
     options = options_of(number, own, own_names, [(set(g["params"]), g["options"]) for g in saved])
     taken = {key: _from_json(key, group[key], options[key]) for key in group if key in options}
+    taken = with_function(number, taken, group)
     check_group({**group, **taken}, set(group))
     return {**group, **taken, "params": params}

@@ -38,6 +38,7 @@ ADAMW = "maximize", "amsgrad", "capturable", "decoupled_weight_decay"
 SPLITS = "split", "transposed"  # missing from groups without a split
 LABELS = ("param_names", "name", *SPLITS)
 STRUCTURE = ("params", "use_muon", *LABELS)  # keys of a group that are no options
+FUNCTION = "function"  # in a state dict, in place of a function as adjust_lr_fn
 
 
 def called_by_checkpoint() -> bool:
@@ -55,6 +56,39 @@ def called_by_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def without_function(group: dict) -> dict:
+    """Return a group with FUNCTION in place of a function as adjust_lr_fn: torch.save cannot write
+    a lambda, and torch.load would have to import the function.
+    """
+    return {**group, "adjust_lr_fn": FUNCTION} if callable(group.get("adjust_lr_fn")) else group
+
+
+def without_functions(state_dict: dict) -> dict:
+    """Return `state_dict` with `without_function` of each group."""
+    return {**state_dict, "param_groups": list(map(without_function, state_dict["param_groups"]))}
+
+
+def has_function(saved: dict) -> bool:
+    """Return whether the options `saved` of a group hold FUNCTION as adjust_lr_fn."""
+    scale = saved.get("adjust_lr_fn")
+    return isinstance(scale, str) and scale == FUNCTION
+
+
+def with_function(number: int, saved: dict, own: dict) -> dict:
+    """Return the options `saved` with the function of the own group `number` in place of FUNCTION.
+    Raises ValueError if the own group, one of Muon, has none.
+    """
+    if not has_function(saved):
+        return saved
+    if own["use_muon"] and not callable(own["adjust_lr_fn"]):
+        raise ValueError(
+            f"parameter group {number} was saved with a function as adjust_lr_fn, which no "
+            f"checkpoint holds, but has adjust_lr_fn={own['adjust_lr_fn']!r} here: pass the "
+            "function to the optimizer, or set adjust_lr_fn in the group of the state dict"
+        )
+    return {**saved, "adjust_lr_fn": own["adjust_lr_fn"]}
 
 
 class Loading:
@@ -101,6 +135,7 @@ class Loading:
         if list(map(_param_count, groups)) != list(map(_param_count, self.own)):
             # A checkpoint of torch.distributed.checkpoint without state: torch raises
             return None
+        groups = [with_function(number, *pair) for number, pair in enumerate(zip(groups, self.own))]
         states = {key: without_holes(state) for key, state in loaded["state"].items()}
         loaded = {**loaded, "param_groups": groups, "state": states}
         self.restored = restore(loaded, self.own, self.options)
@@ -522,8 +557,11 @@ def _check_kind(number: int, group: dict, saved: dict) -> None:
             "groups in the order in which they were saved"
         )
     # The saved numbers of the options that this group has
+    known = {key: saved[key] for key in saved if key in group}
+    if has_function(saved):
+        del known["adjust_lr_fn"]
     with in_group(number, group):
-        check_numbers({**group, **{key: saved[key] for key in saved if key in group}})
+        check_numbers({**group, **known})
 
 
 def _as_tensor(value: object, what: str = "a state") -> torch.Tensor:
