@@ -32,6 +32,7 @@ from .params.config import MuonConfig, with_parameters_of
 from .params.errors import in_group, names_in
 from .params.layout import this_rank
 from .pipeline import Job
+from .rules.decay import DECOUPLED
 from .rules.muon import Scale
 from .rules.rule import host_constants
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
@@ -221,6 +222,10 @@ class Muon(StateDictMethods):
         "spectral_unclamped": sqrt(R / C). "sqrt_max": sqrt(max(R, C)). "shape_scaling" and
         "unit_rms_norm" are Megatron-LM's names of "original" and "spectral_norm". A number > 0 is
         the factor of all shapes; a function of (R, C) returns it.
+    decay ("decoupled"): form of weight decay in Muon's and AdamW's groups (rules/decay.py).
+        "cautious": only elements whose update has not the opposite sign. "independent": by
+        weight_decay, not times lr. "lr_squared": by lr^2 weight_decay. "initial": towards the
+        weights before the first step, kept as state `initial_weight`.
     adamw_betas ((0.9, 0.95)), adamw_eps (1e-8): defaults of `betas` and `eps` in AdamW groups.
     process_group (None): ranks with copies of plain (non-DTensor) parameters, or a 1-D DeviceMesh.
         The ranks split the work. None: every process steps plain parameters alone.
@@ -273,6 +278,7 @@ class Muon(StateDictMethods):
         *,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
+        decay: str = DECOUPLED,
         **options: object,
     ) -> None:
         extra = {key: options.pop(key) for key in self._extra_keys}
@@ -295,6 +301,7 @@ class Muon(StateDictMethods):
                 "ns_steps": ns_steps,
                 "adjust_lr_fn": adjust_lr_fn,
                 "use_muon": True,
+                **({} if decay == DECOUPLED else {"decay": decay}),
                 **extra,
             },
         )

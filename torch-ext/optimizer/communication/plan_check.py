@@ -29,6 +29,7 @@ from ..params.dtensor import local_of
 from ..params.errors import fsdp_names, warn_caller
 from ..params.layout import this_rank
 from ..params.units import shapes_of
+from ..params.validation import OPTIONAL_KEYS
 from ..planning.plan import bucket_sort_key, digest
 from ..planning.planner import Plan
 from ..rules.muon import comparable_scale
@@ -40,6 +41,7 @@ GROUP_KEYS = (
     "use_muon",
     "lr",
     "weight_decay",
+    "decay",
     "betas",
     "momentum",
     "nesterov",
@@ -299,7 +301,7 @@ def _group_option(group: dict, key: str, params: list[torch.Tensor]) -> object:
     """Return a group option in a form with equal text for equal values. `params`: that ranks have
     in common.
     """
-    value = group.get(key)
+    value = group.get(key, OPTIONAL_KEYS.get(key))
     if key == "adjust_lr_fn" and callable(value):
         return comparable_scale(value, shapes_of(group, params)) if group["use_muon"] else None
     return _normalized(value)

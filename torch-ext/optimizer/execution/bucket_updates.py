@@ -33,7 +33,7 @@ from ..communication.all_to_all import AllToAllBuffers, Mean, piece_at
 from ..kernels.backend import capturing
 from ..kernels.elementwise.momentum import Copy, Pack, copy_torch
 from ..kernels.elementwise.multi_tensor import NUMBERS
-from ..kernels.elementwise.weight_update import WeightUpdate
+from ..kernels.elementwise.weight_update import TO_INITIAL, WeightUpdate
 from ..newton_schulz.orthogonalize import BoundOrthogonalization
 from ..params.config import MuonConfig
 from ..params.dtensor import gradient_dtype
@@ -41,6 +41,7 @@ from ..pipeline import BucketUpdate, Running
 from ..planning.plan import Bucket, Matrix
 from ..planning.rank_plan import Piece, RankPlan
 from ..rules import adamw, muon, normuon
+from ..rules.decay import INITIAL_KEY, form_of
 from ..rules.rule import MuonConstants, host_constants
 from .cuda_graphs import Graphs
 from .param_store import Store
@@ -133,7 +134,14 @@ class BoundUpdate(BucketUpdate):
             self.store.skip(pieces),
             *(self._momentum_args(pieces) or (None, (), ())),
             self._groups(pieces),
+            **self._decay_args(pieces),
         )
+
+    def _decay_args(self, pieces: Sequence[Piece]) -> dict[str, object]:
+        """Arguments of `WeightUpdate` that say how `pieces` decay."""
+        form = form_of(self.group)
+        initial = self.store.states(pieces, INITIAL_KEY) if form == TO_INITIAL else ()
+        return {"decay": form, "initial": initial}
 
     def _groups(self, pieces: Sequence[Piece]) -> list[int]:
         """Number of the parameter group of each piece, in `Store.groups`."""
@@ -452,6 +460,7 @@ class UnreducedUpdate(OwnerUpdate):
             self._scales(received),
             self.store.skip(received),
             groups=self._groups(received),
+            **self._decay_args(received),
         )
 
     def _bind_owned(self, owned: list[Piece], sources: list) -> None:
@@ -478,6 +487,7 @@ class UnreducedUpdate(OwnerUpdate):
             M,
             *means,
             groups,
+            **self._decay_args(owned),
         )
 
     def pack(self, constants: object) -> None:
@@ -516,7 +526,7 @@ class AdamWUpdate(BucketUpdate):
         super().__init__(label, written, store)
         self.graphs = graphs
         self.weights = store.locals()
-        self.states = [store.locals(key) for key in ("exp_avg", "exp_avg_sq", "step")]
+        self.states = [store.locals(key) for key in adamw.state_keys_of(store.group)]
         self.flags = _flags(store, range(len(self.weights)))
 
     def run(self, group: dict) -> Running:

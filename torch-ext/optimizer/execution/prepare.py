@@ -31,6 +31,7 @@ from ..pipeline import BUCKETS_IN_FLIGHT, BucketUpdate, Job, Pause, StepHook, pr
 from ..planning.plan import Bucket, bucket_sort_key, check_bucket_buffers
 from ..planning.planner import Plan, Planner, warn_of_idle
 from ..planning.rank_plan import RankPlan
+from ..rules.decay import form_of as form_of_decay
 from ..rules.muon import comparable_scale
 from ..rules.rule import host_constants
 from ..state import create
@@ -154,6 +155,7 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         tuple(part.group_of),
         group["use_muon"],
         group["adjust_lr_fn"],
+        form_of_decay(group),
         forms,
         tuple(splits),
         tuple(map(id, part.params)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from ..newton_schulz.coefficients import FP32_MAX, steps_of
+from ..rules.decay import DECAYS, DECOUPLED
 from ..rules.muon import AMBIGUOUS_SCALES, SCALES
 from ..rules.rule import number_of
 from .errors import shortened
@@ -18,11 +19,13 @@ BELOW_ONE = "a number in [0, 1)"
 
 
 def check_values(group: dict) -> None:
-    """Raise ValueError for a wrong value of eps, adjust_lr_fn, ns_coefficients, ns_steps or betas,
-    options unchanged by schedules.
+    """Raise ValueError for a wrong value of eps, adjust_lr_fn, decay, ns_coefficients, ns_steps or
+    betas, options unchanged by schedules.
     """
     require(0 <= number_of(group["eps"]) <= FP32_MAX, "eps", group["eps"], FINITE)
     _check_scale(group["adjust_lr_fn"])
+    decay = group.get("decay", DECOUPLED)
+    require(isinstance(decay, str) and decay in DECAYS, "decay", decay, f"one of {tuple(DECAYS)}")
     steps_of(group["ns_coefficients"], group["ns_steps"])
     if is_adamw(group) and group.get("betas") is None:
         raise ValueError(

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..newton_schulz.coefficients import FP32_MAX
 from ..newton_schulz.method import MATRIX_DTYPES
+from ..rules.decay import DECOUPLED
 from ..rules.rule import number_of
 from .dtensor import is_dtensor, is_mismatched, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, names_in, shortened
@@ -61,8 +62,12 @@ GROUP_KEYS = frozenset(
         "split",
         "transposed",
         "betas",
+        "decay",
     )
 )
+# Keys that a group has only if they were given -> default. So checkpoints from before a key was
+# added fit: torch.distributed.checkpoint refuses to load fewer keys than groups have
+OPTIONAL_KEYS = {"decay": DECOUPLED}
 # Keys that learning-rate schedulers add
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 # Keys of torch and torchtitan, allowed though without effect
@@ -242,7 +247,8 @@ def _misspelt(key: str, own: set[str]) -> str:
         known for known in sorted(own) if known.startswith(f"{low}_") and 2 * len(low) > len(known)
     ]:
         return short[0]
-    if any(low.startswith(f"{known}_") or low.endswith(f"_{known}") for known in own):
+    # Not of `decay`: "weigth_decay" is no compound
+    if any(low.startswith(f"{known}_") or low.endswith(f"_{known}") for known in own - {"decay"}):
         return ""
     ratio = RESEMBLES_NS if low.startswith("ns_") else RESEMBLES
     return next(iter(difflib.get_close_matches(low, sorted(own), 1, ratio)), "")
@@ -500,6 +506,12 @@ def check_units(group: dict, options: MuonConfig) -> None:
     `adjust_lr_fn` whose factor for a matrix of the parameter is wrong.
     """
     check_splits(group, names_in(group), options.owner_keeps_state)
+    if group.get("decay") == "initial" and options.owner_keeps_state:
+        raise NotImplementedError(
+            "decay='initial' keeps the initial weights where the weights are stored, but with "
+            "shard_state=True or grads_are_reduced=False only owners keep state: leave these "
+            "options out, or use another decay"
+        )
     for number, (param, split) in enumerate(zip(group["params"], splits_of(group))):
         if group["use_muon"] and param.requires_grad and param.ndim > 1:
             check_unit_sharding(param, name_of(group, number), split, "beta2" in group)

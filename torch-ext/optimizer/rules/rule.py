@@ -9,6 +9,7 @@ State, by the part of a parameter (..., R, C) that one number belongs to:
 | `exp_avg`         | AdamW         | element        | (..., R, C) | `state_dtype`, or fp64 |
 | `exp_avg_sq`      | AdamW         | element        | (..., R, C) | `state_dtype`, or fp64 |
 | `step`            | AdamW         | parameter      | ()          | fp32                   |
+| `initial_weight`  | all, with `decay="initial"` | element | (..., R, C) | of the weight   |
 
 `state_dtype` is fp32 or bf16; AdamW keeps the averages of fp64 parameters in fp64. State per
 element and per row is sharded with the rows of the parameter; state per parameter is equal on every
@@ -43,27 +44,21 @@ from typing import Any, NamedTuple
 import torch
 
 from ..newton_schulz import coefficients
+from .decay import INITIAL_KEY, form_of, rate_of
 
 
 def device_scalars(group: Mapping[str, Any]) -> list[float]:
     """Return the numbers of a group that schedules change, for device memory in fp32:
-    [lr, 1 - lr weight_decay, beta2, 1 - beta2, 1 - momentum, 0, 0, 0], beta2 of NorMuon. AdamW
-    reads lr only.
+    [lr, 1 - rate, beta2, 1 - beta2, 1 - momentum, 0, rate, 0], with the rate of decay (lr
+    weight_decay, see decay.py) and beta2 of NorMuon. AdamW reads lr, and the rate of other forms of
+    decay than the default.
     """
     lr = float(group["lr"])
+    rate = lr * float(group["weight_decay"]) if "decay" not in group else rate_of(group)
     beta2 = float(group.get("beta2", 0.0))
     # The weight update reads from element 0, the momentum from element 4. Both addresses are
     # multiples of 16 bytes: Triton would compile each kernel anew for an unaligned pointer
-    return [
-        lr,
-        1.0 - lr * float(group["weight_decay"]),
-        beta2,
-        1.0 - beta2,
-        1.0 - float(group["momentum"]),
-        0.0,
-        0.0,
-        0.0,
-    ]
+    return [lr, 1.0 - rate, beta2, 1.0 - beta2, 1.0 - float(group["momentum"]), 0.0, rate, 0.0]
 
 
 class MuonConstants(NamedTuple):
@@ -73,6 +68,7 @@ class MuonConstants(NamedTuple):
     eps: float
     has_row_state: bool  # NorMuon's row normalization; beta2 is on the device
     nesterov: bool
+    decay: int  # form of decay of the weight update
 
 
 def number_of(value: object) -> float:
@@ -88,16 +84,18 @@ def number_of(value: object) -> float:
 def host_constants(group: Mapping[str, Any], wide: bool = False) -> tuple:
     """Return the numbers of a group that launches take as arguments from the host.
 
-    A Muon group: `MuonConstants`. An AdamW group: (beta1, beta2, eps, weight_decay, lr or None). A
+    A Muon group: `MuonConstants`. An AdamW group: (beta1, beta2, eps, weight_decay, lr or None,
+    decay). A
     captured CUDA graph is valid as long as these numbers are equal. `wide`: AdamW steps in fp64, in
     which torch's fused kernel takes lr from the host only.
     """
     if group["use_muon"]:
         steps = coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
         has_row_state = "beta2" in group
-        return MuonConstants(steps, float(group["eps"]), has_row_state, bool(group["nesterov"]))
+        nesterov = bool(group["nesterov"])
+        return MuonConstants(steps, float(group["eps"]), has_row_state, nesterov, form_of(group))
     fixed = map(float, (*group["betas"], group["eps"], group["weight_decay"]))
-    return *fixed, float(group["lr"]) if wide else None
+    return *fixed, float(group["lr"]) if wide else None, group.get("decay")
 
 
 def per_row(shape: Sequence[int]) -> tuple[int, ...]:
@@ -106,16 +104,17 @@ def per_row(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 # State that is sharded by rows of the parameter
-ROW_SHARDED_KEYS = ("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq")
+ROW_SHARDED_KEYS = ("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq", INITIAL_KEY)
 # All keys of this optimizer in the state of a parameter. Users may keep further keys in there
 STATE_KEYS = (*ROW_SHARDED_KEYS, "step")
 
 
 def state_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the keys of the state that a parameter of a group has."""
+    keys = ("momentum_buffer", "second_moment") if "beta2" in group else ("momentum_buffer",)
     if not group["use_muon"]:
-        return ("step", "exp_avg", "exp_avg_sq")
-    return ("momentum_buffer", "second_moment") if "beta2" in group else ("momentum_buffer",)
+        keys = ("step", "exp_avg", "exp_avg_sq")
+    return (*keys, INITIAL_KEY) if group.get("decay") == "initial" else keys
 
 
 def state_device_and_dtype(
@@ -130,6 +129,9 @@ def state_device_and_dtype(
     if key in ("step", "second_moment"):
         on_device = param.is_cuda or key != "step"
         return param.device if on_device else torch.device("cpu"), torch.float32
+    # A copy of the weight is exact only in the weight's dtype
+    if key == INITIAL_KEY:
+        return param.device, param.dtype
     return param.device, torch.float64 if param.dtype == torch.float64 else dtype
 
 

@@ -25,6 +25,7 @@ from ..params.layout import layout_of, row_chunks, this_rank
 from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import device_of
 from ..planning.planner import Plan
+from ..rules.decay import INITIAL_KEY
 from ..rules.rule import ROW_SHARDED_KEYS, state_device_and_dtype, state_keys, state_shape
 
 # Begin of messages after a failed step
@@ -224,7 +225,7 @@ def create_state(
     rows: int | None = None,
 ) -> None:
     """Create missing zero state of a parameter, in place, and move existing state to the
-    parameter's device.
+    parameter's device. The initial weight is a copy of the parameter.
 
     `keys`: "momentum_buffer", "exp_avg" and "exp_avg_sq" of the parameter's shape in `dtype`;
     "second_moment" of `Split.row_state_shape` in fp32 (bf16 has too few bits for an average over
@@ -246,6 +247,9 @@ def create_state(
             state[key] = torch.zeros((rows, *last), dtype=key_dtype, device=device)
         elif key == "second_moment":
             state[key] = _zero_row_state(param, split)
+        elif key == INITIAL_KEY:
+            state[key] = zeros_of(param, key_dtype)
+            local_of(state[key]).copy_(local_of(param))
         else:
             state[key] = zeros_of(param, key_dtype)
 

@@ -22,9 +22,17 @@ from ..params.dtensor import is_dtensor
 from ..params.errors import given_names, in_group, shortened
 from ..params.param_groups import clean_names
 from ..params.units import splits_of
-from ..params.validation import TOLERATED, check_group
+from ..params.validation import OPTIONAL_KEYS, TOLERATED, check_group
 from ..rules.rule import STATE_KEYS, state_keys
-from .state_dict import KINDS, STRUCTURE, check_state, options_of, with_function, without_function
+from .state_dict import (
+    KINDS,
+    STRUCTURE,
+    check_state,
+    options_of,
+    with_function,
+    with_saved_rule,
+    without_function,
+)
 
 FORMAT, VERSION = "optimizer-state", "1"
 DEPTH = 16  # allowed levels of lists and dicts in a header; export_state writes at most 6
@@ -439,7 +447,8 @@ def _saved_group(
     group = own[number]
     own_names = [[names[p] for p in entry["params"]] for entry in own]
     params = own_names[number]
-    keys = state_keys(group)
+    options = options_of(number, own, own_names, [(set(g["params"]), g["options"]) for g in saved])
+    keys = state_keys(with_saved_rule(group, options))
     for param, name, split in zip(group["params"], params, splits_of(group)):
         was_muon = next((g["use_muon"] for g in saved if name in g["params"]), group["use_muon"])
         if was_muon != bool(group["use_muon"]):
@@ -454,8 +463,8 @@ def _saved_group(
                 f"parameter {name}, but its state here is {', '.join(sorted(keys))}"
             )
         check_state(param, keys, name, states.get(name, {}), split)
-    options = options_of(number, own, own_names, [(set(g["params"]), g["options"]) for g in saved])
-    taken = {key: _from_json(key, group[key], options[key]) for key in group if key in options}
+    known = dict.fromkeys((*group, *OPTIONAL_KEYS))
+    taken = {key: _from_json(key, group.get(key), options[key]) for key in known if key in options}
     taken = with_function(number, taken, group)
     check_group({**group, **taken}, set(group))
     return {**group, **taken, "params": params}

@@ -24,7 +24,8 @@ from ..params.errors import in_group, name_of, names_in, shortened, warn_caller
 from ..params.model.classification import NO_DECAY
 from ..params.param_groups import clean_name
 from ..params.units import WHOLE, Split, splits_of
-from ..params.validation import CHANGED, check_numbers
+from ..params.validation import CHANGED, OPTIONAL_KEYS, check_numbers
+from ..rules.decay import INITIAL_KEY
 from ..rules.rule import STATE_KEYS, state_device_and_dtype, state_keys, state_shape
 from .consolidated import refuse_elsewhere
 from .peers import PEERS, listed, marked
@@ -161,6 +162,9 @@ class Loading:
         for group, own in zip(optimizer.param_groups, self.own):
             for key in [key for key in (*ADAMW, *SPLITS) if key not in own]:
                 group.pop(key, None)
+            for key, default in OPTIONAL_KEYS.items():
+                if key not in own and group.get(key) == default:
+                    del group[key]
             # Saved by an older version or by torch, a group may lack options of this optimizer
             group.update({key: own[key] for key in own if key not in group or key in LABELS})
         for param, state in self.restored.items():
@@ -405,14 +409,15 @@ def restore(loaded: dict, groups: list[dict], options: MuonConfig) -> dict:
     placements than the parameter's are redistributed; for DTensors that is collective. Raises
     ValueError, with the parameter's name, for state that does not fit.
     """
-    members = []  # (parameter, group, name, saved state)
+    members = []  # (parameter, group with the saved decay, name, saved state)
     splits = {p: split for group in groups for p, split in zip(group["params"], splits_of(group))}
     for number, (group, saved) in enumerate(zip(groups, loaded["param_groups"])):
         _check_options(number, group, saved)
         _check_kind(number, group, saved)
+        rule = with_saved_rule(group, saved)
         for i, (param, key) in enumerate(zip(group["params"], saved["params"])):
             if key in loaded["state"]:
-                members.append((param, group, name_of(group, i), loaded["state"][key]))
+                members.append((param, rule, name_of(group, i), loaded["state"][key]))
     refusal = None
     try:
         for param, group, name, state in members:
@@ -424,6 +429,11 @@ def restore(loaded: dict, groups: list[dict], options: MuonConfig) -> dict:
         param: _restored_state(param, state_keys(group), state, options)
         for param, group, _, state in members
     }
+
+
+def with_saved_rule(group: dict, saved: dict) -> dict:
+    """Return `group` with the options of the saved group on which the keys of state depend."""
+    return {**group, **{key: saved[key] for key in OPTIONAL_KEYS if key in saved}}
 
 
 def _foreign_entries(state: object) -> dict:
@@ -440,8 +450,8 @@ def check_state(
     param: torch.Tensor, keys: Sequence[str], name: str, state: object, split: Split = WHOLE
 ) -> None:
     """Raise ValueError unless `state` can be the saved state of `param` under a rule with state
-    `keys`: all keys or none. NorMuon also accepts state of Muon, without second moment. `split`:
-    how the parameter is cut into matrices.
+    `keys`: all keys or none. NorMuon also accepts state of Muon, without second moment, and
+    decay="initial" state without initial weights. `split`: how the parameter is cut into matrices.
     """
     name = shortened(name)
     if not isinstance(state, dict):
@@ -450,7 +460,7 @@ def check_state(
             f"of {', '.join(keys)}: it was saved by another optimizer, or is damaged"
         )
     # An empty state is allowed: the parameter starts anew
-    if state and not set(keys) - {"second_moment"} <= set(state):
+    if state and not set(keys) - {"second_moment", INITIAL_KEY} <= set(state):
         raise ValueError(
             f"the state of parameter {name} is "
             f"{shortened(', '.join(sorted(map(str, state))))}, but it needs "
@@ -557,7 +567,7 @@ def _check_kind(number: int, group: dict, saved: dict) -> None:
             "groups in the order in which they were saved"
         )
     # The saved numbers of the options that this group has
-    known = {key: saved[key] for key in saved if key in group}
+    known = {key: saved[key] for key in saved if key in group or key in OPTIONAL_KEYS}
     if has_function(saved):
         del known["adjust_lr_fn"]
     with in_group(number, group):
