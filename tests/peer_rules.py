@@ -164,9 +164,11 @@ class Emerging(Peer):
             "num_ns_steps": 5,
             "scale_mode": "spectral",
             "extra_scale_factor": 1.0,
+            "weight_decay_method": "decoupled",
             **self.arguments,
         }
-        p.mul_(1 - group["lr"] * group["weight_decay"])
+        rates = {"decoupled": group["lr"], "independent": 1.0, "palm": group["lr"] ** 2}
+        p.mul_(1 - rates[given["weight_decay_method"]] * group["weight_decay"])
         U = mean(p, G, state, group["momentum"], given["nesterov"])
         triples, steps = EMERGING_SETS[given["coefficient_type"]], given["num_ns_steps"]
         if given["coefficient_type"] in ("polar_express", "cans", "deepseekv4"):

@@ -282,13 +282,13 @@ def option(old, new):
     (option('"nesterov": true', '"nesterov": "no"'), "nesterov='no' is not allowed: it must be True or False"),
     (option('"nesterov": true', '"nesterov": 0'), "nesterov=0 is not allowed: it must be True or False"),
     (option('"nesterov": true', '"nesterov": null'), "nesterov=None is not allowed: it must be True or False"),
-    (option('"adjust_lr_fn": null', '"adjust_lr_fn": 1'), "adjust_lr_fn=1 is not allowed"),
+    (option('"adjust_lr_fn": null', '"adjust_lr_fn": -1'), "adjust_lr_fn=-1 is not allowed"),
     (lambda m, t: t.pop("state.down.second_moment"), "holds state.down.second_moment as nothing, but its header says"),
     (lambda m, t: t.update(more=torch.zeros(1)), "holds more as .*, but its header says nothing"),
     (lambda m, t: t.update({"state.embed.step": torch.tensor(1.0, dtype=torch.float64)}), "holds state.embed.step as"),
     (lambda m, t: t.update({"state.up.momentum_buffer": torch.zeros(8, 12)}), "holds state.up.momentum_buffer as"),
 ], ids=["version", "no groups", "no JSON", "no dict", "half a group", "no kind", "no number", "bool for a number",
-        "word for a bool", "number for a bool", "null for a bool", "number for a name", "tensor gone", "tensor added",
+        "word for a bool", "number for a bool", "null for a bool", "negative factor", "tensor gone", "tensor added",
         "other dtype", "other shape"])
 def test_a_file_that_is_not_what_its_header_says_is_refused(whole, change, message):
     path, metadata, tensors = whole

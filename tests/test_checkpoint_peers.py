@@ -61,6 +61,18 @@ SOURCES = {
             ("cubic5", 5),
         )
     },
+    "Emerging-Optimizers, independent decay": (
+        Emerging,
+        {"weight_decay_method": "independent", "extra_scale_factor": 0.5},
+    ),
+    "Emerging-Optimizers, PaLM's decay": (
+        Emerging,
+        {
+            "weight_decay_method": "palm",
+            "extra_scale_factor": 0.5,
+            "keys": {"weight_decay": 200.0},
+        },
+    ),
     "Megatron": (Megatron, {}),
     "Megatron, Nesterov": (
         Megatron,

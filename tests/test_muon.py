@@ -131,7 +131,9 @@ def test_one_step_is_the_polar_factor_of_the_gradient(ns_coefficients, device):
 SCALES = {"original": lambda R, C: max(1.0, R / C) ** 0.5, None: lambda R, C: max(1.0, R / C) ** 0.5,
           "match_rms_adamw": lambda R, C: 0.2 * max(R, C) ** 0.5, "rms_norm": lambda R, C: 0.2 * max(R, C) ** 0.5,
           "spectral_norm": lambda R, C: (R / C) ** 0.5, "spectral_unclamped": lambda R, C: (R / C) ** 0.5,
-          "sqrt_max": lambda R, C: max(R, C) ** 0.5}
+          "sqrt_max": lambda R, C: max(R, C) ** 0.5, "shape_scaling": lambda R, C: max(1.0, R / C) ** 0.5,
+          "unit_rms_norm": lambda R, C: (R / C) ** 0.5, 0.25: lambda R, C: 0.25,
+          (lambda R, C: R + 0.5 * C): lambda R, C: R + 0.5 * C}
 
 
 @pytest.mark.parametrize("adjust_lr_fn", SCALES)

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -35,6 +35,8 @@ from .pipeline import Job
 from .qk_clip.clip import QKClip
 from .report import Report, Stopwatch, report_of
 from .rules import check
+from .rules.decay import DECOUPLED
+from .rules.muon import Scale
 from .rules.rule import Rule
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
@@ -71,7 +73,13 @@ class Muon(StateDictMethods):
     ns_steps (5): Newton-Schulz steps.
     adjust_lr_fn (None): factor on lr of an (R, C) matrix. None or "original": sqrt(max(1, R / C)).
         "match_rms_adamw" or "rms_norm": 0.2 sqrt(max(R, C)). "spectral_norm" or
-        "spectral_unclamped": sqrt(R / C). "sqrt_max": sqrt(max(R, C)).
+        "spectral_unclamped": sqrt(R / C). "sqrt_max": sqrt(max(R, C)). "shape_scaling" and
+        "unit_rms_norm" are Megatron-LM's names of "original" and "spectral_norm". A number > 0 is
+        the factor of all shapes; a function of (R, C) returns it.
+    decay ("decoupled"): form of weight decay in Muon's and AdamW's groups (rules/decay.py).
+        "cautious": only elements whose update has not the opposite sign. "independent": by
+        weight_decay, not times lr. "lr_squared": by lr^2 weight_decay. "initial": towards the
+        weights before the first step, kept as state `initial_weight`.
     rule (None): what a step computes, in groups without a key `rule`: a name of docs/rules.md or a
         subclass of `Rule`. Options of the rule are keys of groups. None: "muon", in `NorMuon`
         "normuon".
@@ -126,11 +134,12 @@ class Muon(StateDictMethods):
         ns_coefficients: str | Sequence = "polar_express",
         eps: float = 1e-7,
         ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
+        adjust_lr_fn: Scale = None,
         *,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         rule: str | type[Rule] | None = None,
+        decay: str = DECOUPLED,
         **options: object,
     ) -> None:
         extra = {key: options.pop(key) for key in self._extra_keys}
@@ -156,6 +165,7 @@ class Muon(StateDictMethods):
                 "ns_steps": ns_steps,
                 "adjust_lr_fn": adjust_lr_fn,
                 "use_muon": True,
+                **({} if decay == DECOUPLED else {"decay": decay}),
                 **extra,
             },
         )

@@ -17,7 +17,7 @@ from .planning.plan import bucket_sort_key
 from .rules.rule import sharded_keys
 from .state import create
 from .state.consolidated import check_target, consolidate
-from .state.state_dict import Loading, called_by_checkpoint, without_splits
+from .state.state_dict import Loading, called_by_checkpoint, without_functions, without_splits
 
 
 class StateDictMethods(ForwardOverlapMethods):
@@ -57,7 +57,8 @@ class StateDictMethods(ForwardOverlapMethods):
 
     @waits_for_updates
     def state_dict(self) -> dict:
-        """As in torch; for torch.distributed.checkpoint, missing state is created (`init_state`).
+        """As in torch; for torch.distributed.checkpoint, missing state is created (`init_state`). A
+        function as adjust_lr_fn is not saved: a load keeps the function of the optimizer.
 
         If owners keep state (shard_state, unreduced gradients), every rank of process_group must
         call, except after consolidate_state_dict: the result holds DTensors sharded by rows, which
@@ -65,7 +66,7 @@ class StateDictMethods(ForwardOverlapMethods):
         Warns after a step that failed half-way.
         """
         by_checkpoint = called_by_checkpoint()
-        saved = self._saved(by_checkpoint)
+        saved = without_functions(self._saved(by_checkpoint))
         return without_splits(saved) if by_checkpoint else saved
 
     def _saved(self, by_checkpoint: bool) -> dict:

@@ -95,6 +95,10 @@ class MissingGradients(StepHook):
         `only_counts`, which a failed step may have left.
         """
         self.only_counts = creates_state and self.report_zeros_as_missing()
+        # This decay also changes weights in a step with lr 0
+        if self.only_counts:
+            groups = [group for store in self.stores for group in store.groups]
+            self.only_counts = all(group.get("decay") != "independent" for group in groups)
 
     def report_zeros_as_missing(self) -> bool:
         """Report every gradient of the rank as missing if all gradients are zero; return whether

@@ -28,9 +28,11 @@ from ..params.config import MuonConfig
 from ..params.dtensor import local_of
 from ..params.errors import fsdp_names, warn_caller
 from ..params.layout import this_rank
-from ..params.units import NOT_VIEWABLE, is_viewable
+from ..params.units import NOT_VIEWABLE, is_viewable, shapes_of
+from ..params.validation import OPTIONAL_KEYS
 from ..planning.plan import bucket_sort_key, digest
 from ..planning.planner import Plan
+from ..rules.muon import comparable_scale
 from ..rules.rule import rule_of
 from .process_groups import ProcessGroups, Ranks
 
@@ -40,6 +42,7 @@ GROUP_KEYS = (
     "use_muon",
     "lr",
     "weight_decay",
+    "decay",
     "betas",
     "momentum",
     "nesterov",
@@ -247,7 +250,8 @@ def _fact_digests(
     clip = options.qk_clip
     options = [str(getattr(options, key)) for key in OPTION_NAMES]
     groups = _groups_of(members)
-    by_group = [[_option(group, key) for group in groups] for key in GROUP_KEYS]
+    shared = [plan.params[number] for plan, numbers in members for number in numbers]
+    by_group = [[_group_option(group, key, shared) for group in groups] for key in GROUP_KEYS]
     kernels = (
         device.type,
         use_triton(device),
@@ -317,12 +321,17 @@ def _signature(plan: Plan, number: int) -> tuple:
     return plan.params[number].dtype, plan.layouts[number].digest, plan.mismatched.get(number)
 
 
-def _option(group: dict, key: str) -> object:
-    """Return the option of a group in a comparable form; `key`: one of GROUP_KEYS."""
+def _group_option(group: dict, key: str, params: list[torch.Tensor]) -> object:
+    """Return a group option in a form with equal text for equal values; `key`: one of GROUP_KEYS.
+    `params`: that ranks have in common.
+    """
     if key == "rule options":
         keys = rule_of(group).options if group["use_muon"] else ()
         return [(k, _normalized(group.get(k))) for k in sorted(keys)]
-    return _normalized(group.get(key))
+    value = group.get(key, OPTIONAL_KEYS.get(key))
+    if key == "adjust_lr_fn" and callable(value):
+        return comparable_scale(value, shapes_of(group, params)) if group["use_muon"] else None
+    return _normalized(value)
 
 
 def _normalized(value: object) -> object:

@@ -49,7 +49,7 @@ class AdamWUpdate(BucketUpdate):
         super().__init__(label, written, store)
         self.graphs = graphs
         self.weights = store.locals()
-        self.states = [store.locals(key) for key in ("exp_avg", "exp_avg_sq", "step")]
+        self.states = [store.locals(key) for key in adamw.state_keys_of(store.groups[0])]
         self.flags = _flags(store, range(len(self.weights)))
 
     def run(self, group: dict) -> Running:

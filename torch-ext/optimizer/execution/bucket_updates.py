@@ -32,7 +32,7 @@ from ..communication.all_to_all import AllToAllBuffers, Mean, piece_at
 from ..kernels.backend import capturing
 from ..kernels.elementwise.momentum import Copy, Pack
 from ..kernels.elementwise.multi_tensor import NUMBERS
-from ..kernels.elementwise.weight_update import WeightUpdate
+from ..kernels.elementwise.weight_update import TO_INITIAL, WeightUpdate
 from ..newton_schulz.orthogonalize import BoundOrthogonalization
 from ..params.config import MuonConfig
 from ..pipeline import BucketUpdate, Running
@@ -40,6 +40,7 @@ from ..planning.memory_model import sent_kind
 from ..planning.plan import Bucket, Matrix
 from ..planning.rank_plan import Piece, RankPlan, sent_piece
 from ..rules import muon
+from ..rules.decay import INITIAL_KEY, form_of
 from ..rules.phases import PackByRule, Phases, WeightUpdateByRule
 from ..rules.rule import MuonConstants, host_constants, rule_of
 from .cuda_graphs import Graphs
@@ -155,12 +156,19 @@ class BoundUpdate(BucketUpdate):
             self.store.skip(pieces),
             *(self._momentum_args(pieces) or (None, (), ())),
             self._groups(pieces),
+            **self._decay_args(pieces),
         )
 
     def _sent(self, pieces: Sequence[Piece], views: Views) -> list[dict[str, torch.Tensor]]:
         """Numbers that the owner sends for each piece of a matrix: name -> view in `views`."""
         sends = self.rule.sends.items()
         return [{name: views[sent_piece(p, name, per)] for name, per in sends} for p in pieces]
+
+    def _decay_args(self, pieces: Sequence[Piece]) -> dict[str, object]:
+        """Arguments of `WeightUpdate` that say how `pieces` decay."""
+        form = form_of(self.group)
+        initial = self.store.states(pieces, INITIAL_KEY) if form == TO_INITIAL else ()
+        return {"decay": form, "initial": initial}
 
     def _groups(self, pieces: Sequence[Piece]) -> list[int]:
         """Number of the parameter group of each piece, in `Store.groups`."""
@@ -495,6 +503,7 @@ class UnreducedUpdate(OwnerUpdate):
             (),
             (),
             self._groups(received),
+            **self._decay_args(received),
         )
 
     def _bind_owned(self, owned: list[Piece], sources: list) -> None:
@@ -521,6 +530,7 @@ class UnreducedUpdate(OwnerUpdate):
             M,
             *means,
             groups,
+            **self._decay_args(owned),
         )
 
     def pack(self, constants: object) -> None:

@@ -26,13 +26,15 @@ from ..newton_schulz import coefficients, method
 from ..params.config import MuonConfig
 from ..params.dtensor import form_of, is_dtensor, local_of
 from ..params.errors import name_in, warn_caller
-from ..params.units import splits_by_id
+from ..params.units import shapes_of, splits_by_id
 from ..params.validation import check_changed_groups, device_of
 from ..pipeline import BUCKETS_IN_FLIGHT, BucketUpdate, Job, Pause, StepHook, precompile_kernels
 from ..planning.plan import Bucket, bucket_sort_key, check_bucket_buffers
 from ..planning.planner import Plan, Planner, warn_of_idle
 from ..planning.rank_plan import RankPlan
 from ..qk_clip.hook import HeadClipping
+from ..rules.decay import form_of as form_of_decay
+from ..rules.muon import comparable_scale
 from ..rules.rule import host_constants
 from ..state import create
 from .adamw_updates import BUCKET_UPDATES, AdamWUpdate
@@ -140,7 +142,10 @@ def step_together(parts: Sequence[Part]) -> list[GroupParams]:
         by_ranks = bucket_sort_key(tuple(ranks))
         key = by_ranks, 1, -1 if options.owner_keeps_state else number, ""
         if group["use_muon"]:
-            key = by_ranks, 0, 0, repr((host_constants(group), group["adjust_lr_fn"]))
+            scale = group["adjust_lr_fn"]
+            if callable(scale):  # equal factors, in place of the address of the function
+                scale = comparable_scale(scale, shapes_of(group, part[1]))
+            key = by_ranks, 0, 0, repr((host_constants(group), scale))
         together.setdefault(key, []).append(part)
     return [
         GroupParams(
@@ -187,6 +192,7 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         tuple(part.group_of),
         group["use_muon"],
         group["adjust_lr_fn"],
+        form_of_decay(group),
         forms,
         tuple(splits),
         tuple(map(id, part.params)),

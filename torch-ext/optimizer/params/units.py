@@ -293,6 +293,17 @@ def splits_of(group: Mapping) -> list[Split]:
     return [parsed[key] for key in keys]
 
 
+def shapes_of(group: Mapping, params: Iterable[torch.Tensor]) -> set[tuple[int, int]]:
+    """Shapes (R, C) of all matrices in the parameters of a Muon group that are among `params`."""
+    wanted = set(map(id, params))
+    return {
+        shape
+        for param, split in zip(group["params"], splits_of(group))
+        if id(param) in wanted and param.ndim > 1
+        for shape in split.shapes(param.shape)
+    }
+
+
 def splits_by_id(groups: Iterable[Mapping]) -> dict[int, Split]:
     """{id of a parameter: `Split`} of all parameters of the groups. Raises as `splits_of`."""
     return {

@@ -20,10 +20,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..newton_schulz.coefficients import FP32_MAX, steps_of
+from ..kernels.elementwise.weight_update import ALL
+from ..newton_schulz.coefficients import FP32_MAX
 from ..newton_schulz.method import MATRIX_DTYPES
-from ..rules.muon import SCALES
-from ..rules.rule import RULES, number_of, rule_of
+from ..rules.decay import DECOUPLED, form_of
+from ..rules.rule import RULES, number_of, overrides, rule_of
+from .checks.group_values import (
+    BELOW_ONE,
+    FINITE,
+    check_betas,
+    check_scale_function,
+    check_values,
+    is_adamw,
+    require,
+)
 from .dtensor import is_dtensor, is_mismatched, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, names_in, shortened
 from .layout import check_local_shape, check_placements, check_state, check_unit_sharding
@@ -52,12 +62,14 @@ GROUP_KEYS = frozenset(
         "rule",
         "betas",
         "process_group",
+        "decay",
     )
 )
+# Keys that a group has only if they were given -> default. So checkpoints from before a key was
+# added fit: torch.distributed.checkpoint refuses to load fewer keys than groups have
+OPTIONAL_KEYS = {"decay": DECOUPLED}
 # Keys that learning-rate schedulers add
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
-FINITE = "a finite number >= 0 that fp32 holds"
-BELOW_ONE = "a number in [0, 1)"
 # Keys of torch and torchtitan, allowed though without effect
 TOLERATED = frozenset(("name", "fused", "foreach", "differentiable", *SCHEDULED))
 # Names of own keys in other optimizers: always an error, never read
@@ -173,6 +185,12 @@ def check_group(
     check_numbers(group)
     if rule:
         rule.check(group)
+        writes = overrides(rule, "update") or overrides(rule, "write") or rule.sends
+        if writes and form_of(group) != ALL:
+            raise ValueError(
+                f"decay={group['decay']!r} with rule={group['rule']!r}, which writes weights "
+                "itself: leave decay out, or use another rule"
+            )
     for i, param in enumerate(group["params"]):
         if param.requires_grad or isinstance(param, UninitializedTensorMixin):
             check_param(param, name_of(group, i), group)
@@ -239,7 +257,8 @@ def _misspelt(key: str, own: set[str]) -> str:
         known for known in sorted(own) if known.startswith(f"{low}_") and 2 * len(low) > len(known)
     ]:
         return short[0]
-    if any(low.startswith(f"{known}_") or low.endswith(f"_{known}") for known in own):
+    # Not of `decay`: "weigth_decay" is no compound
+    if any(low.startswith(f"{known}_") or low.endswith(f"_{known}") for known in own - {"decay"}):
         return ""
     ratio = RESEMBLES_NS if low.startswith("ns_") else RESEMBLES
     return next(iter(difflib.get_close_matches(low, sorted(own), 1, ratio)), "")
@@ -319,12 +338,12 @@ def check_numbers(group: dict) -> None:
     Options of Muon are checked in AdamW groups, too, and vice versa: use_muon may change later.
     """
     for key in ("use_muon", "nesterov"):
-        _require(number_of(group[key]) in (0, 1), key, group[key], "True or False")
+        require(number_of(group[key]) in (0, 1), key, group[key], "True or False")
     for key in ("lr", "weight_decay"):
-        _require(0 <= number_of(group[key]) <= FP32_MAX, key, group[key], FINITE)
+        require(0 <= number_of(group[key]) <= FP32_MAX, key, group[key], FINITE)
     for key in ("momentum", "beta2"):
-        _require(0 <= number_of(group.get(key, 0)) < 1, key, group.get(key), BELOW_ONE)
-    _check_values(group)
+        require(0 <= number_of(group.get(key, 0)) < 1, key, group.get(key), BELOW_ONE)
+    check_values(group)
 
 
 MANY_GROUPS = 4  # groups above which values are compared as lists
@@ -370,12 +389,12 @@ def check_scheduled_values(groups: Sequence[dict]) -> None:
                 continue
             with in_group(number, group):
                 fits = 0 <= number_of(value) < most or number_of(value) == most == FP32_MAX
-                _require(fits, key, value, FINITE if most == FP32_MAX else BELOW_ONE)
+                require(fits, key, value, FINITE if most == FP32_MAX else BELOW_ONE)
         # An AdamW group without betas is refused by `check_changed_groups`, with another message
         known = group.get("use_muon") is True or group.get("betas") is None
         if not known and is_adamw(group):
             with in_group(number, group):
-                _check_betas("betas", group.get("betas"))
+                check_betas("betas", group.get("betas"))
 
 
 def _is_on_gpu(value: torch.Tensor) -> bool:
@@ -385,10 +404,17 @@ def _is_on_gpu(value: torch.Tensor) -> bool:
 
 def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
     """Raise ValueError, TypeError or NotImplementedError, naming the parameter, for a `split` or
-    `transposed` of a group that is wrong, or that a parameter cannot have. `strides`: as in
+    `transposed` of a group that is wrong, or that a parameter cannot have, and for a function
+    `adjust_lr_fn` whose factor for a matrix of the parameter is wrong. `strides`: as in
     `check_splits`.
     """
     check_splits(group, names_in(group), strides)
+    if group.get("decay") == "initial" and options.owner_keeps_state:
+        raise NotImplementedError(
+            "decay='initial' keeps the initial weights where the weights are stored, but with "
+            "shard_state=True or grads_are_reduced=False only owners keep state: leave these "
+            "options out, or use another decay"
+        )
     if not group["use_muon"]:
         return
     state = rule_of(group).state
@@ -398,19 +424,21 @@ def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
             check_unit_sharding(param, name, split)
             for per in {s.per for s in state}:
                 check_state(param, name, per, split, options.owner_keeps_state)
+            if callable(group["adjust_lr_fn"]):
+                check_scale_function(group["adjust_lr_fn"], split.shapes(param.shape), name)
 
 
 def check_changed_groups(groups: Sequence[dict], options: Sequence[MuonConfig]) -> None:
     """Check groups again before a step, after a change of groups or parameters since the last step.
 
-    options: of each group. Raises as `_check_values`, `check_units` and `check_across_params`;
+    options: of each group. Raises as `check_values`, `check_units` and `check_across_params`;
     RuntimeError for fake tensors (an optimizer can be built for fake tensors, but a step needs
     memory) and for a plain gradient of a DTensor. lr and the like: `check_scheduled_values`.
     """
     for number, (group, own) in enumerate(zip(groups, options)):
         with in_group(number, group):
             refuse_late_key(group)
-            _check_values(group)
+            check_values(group)
             # Strides may differ between ranks: `check_plans` has all ranks raise together
             check_units(group, own, strides=False)
         for param in group["params"]:
@@ -440,39 +468,6 @@ def refuse_fsdp1(name: str) -> None:
     )
 
 
-def _check_values(group: dict) -> None:
-    """Raise ValueError for a wrong value of eps, adjust_lr_fn, ns_coefficients, ns_steps or betas,
-    options unchanged by schedules.
-    """
-    _require(0 <= number_of(group["eps"]) <= FP32_MAX, "eps", group["eps"], FINITE)
-    scale = group["adjust_lr_fn"]
-    scales = (None, *SCALES)
-    _require(
-        scale is None or isinstance(scale, str) and scale in scales,
-        "adjust_lr_fn",
-        scale,
-        f"one of {scales}",
-    )
-    steps_of(group["ns_coefficients"], group["ns_steps"])
-    if is_adamw(group) and group.get("betas") is None:
-        raise ValueError(
-            "use_muon=False, but the group has no betas: to move a group from Muon to AdamW, set "
-            "betas and eps along with use_muon"
-        )
-    if "betas" in group:
-        _check_betas("betas", group.get("betas"))
-
-
-def _check_betas(key: str, betas: object) -> None:
-    """Raise ValueError, naming `key`, unless `betas` is a pair of numbers in [0, 1)."""
-    pair = (
-        isinstance(betas, (tuple, list))
-        and len(betas) == 2
-        and all(0 <= number_of(b) < 1 for b in betas)
-    )
-    _require(pair, key, betas, "two numbers in [0, 1)")
-
-
 def check_module(model: object) -> None:
     """Raise TypeError if `model` is no nn.Module, ValueError for parameters flattened by FSDP1."""
     if not isinstance(model, torch.nn.Module):
@@ -488,19 +483,8 @@ def check_adamw(betas: object, eps: object) -> None:
     """Raise ValueError for wrong values of the arguments adamw_betas and adamw_eps, also without
     AdamW groups.
     """
-    _check_betas("adamw_betas", betas)
-    _require(0 <= number_of(eps) <= FP32_MAX, "adamw_eps", eps, FINITE)
-
-
-def is_adamw(group: dict) -> bool:
-    """Whether use_muon of a group is false; works on unchecked groups, too."""
-    return number_of(group.get("use_muon", True)) == 0
-
-
-def _require(true: bool, key: str, came: object, allowed: str) -> None:
-    """Raise ValueError for the value `came` of `key` unless `true`; `allowed`: values in words."""
-    if not true:
-        raise ValueError(f"{key}={shortened(repr(came))} is not allowed: it must be {allowed}")
+    check_betas("adamw_betas", betas)
+    require(0 <= number_of(eps) <= FP32_MAX, "adamw_eps", eps, FINITE)
 
 
 def check_param(param: torch.Tensor, name: str, group: dict) -> None:

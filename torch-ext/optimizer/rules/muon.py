@@ -26,10 +26,14 @@ Newton-Schulz.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from .rule import Rule, register
+
+# A factor on the learning rate of an (R, C) matrix: a name of SCALES (None: "original"), a number
+# for all shapes, or a function of (R, C)
+Scale = str | float | Callable[[int, int], float] | None
 
 # adjust_lr_fn -> scale of a whole (R, C) matrix, a factor on the learning rate
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -46,6 +50,14 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral_unclamped": lambda R, C: math.sqrt(R / C),
     # Emerging-Optimizers' "spectral": the RMS of scale O is 1
     "sqrt_max": lambda R, C: math.sqrt(max(R, C)),
+    # Emerging-Optimizers' and Megatron-LM's names of original and of spectral_norm
+    "shape_scaling": lambda R, C: math.sqrt(max(1.0, R / C)),
+    "unit_rms_norm": lambda R, C: math.sqrt(R / C),
+}
+# Names of other packages that would be misread here -> advice
+AMBIGUOUS_SCALES = {
+    "spectral": "Emerging-Optimizers and Megatron-LM call sqrt(max(R, C)) so, which is 'sqrt_max' "
+    "here; sqrt(R / C) is 'spectral_norm'"
 }
 
 
@@ -65,10 +77,26 @@ class MuonRule(Rule):
     takes_scattered_rows = True
 
 
-def scale_of(matrix: MatrixShape, adjust_lr_fn: str | None) -> float:
+def scale_of(matrix: MatrixShape, adjust_lr_fn: Scale) -> float:
     """Return the factor on the learning rate of a matrix; None is "original", as in torch.
 
     A piece of a sharded matrix gets the scale of its whole matrix: the polar factor is that of the
     whole matrix, and a scale by the shape of the shard would depend on the number of ranks.
     """
-    return SCALES[adjust_lr_fn or "original"](matrix.rows, matrix.cols)
+    return scale_of_shape(matrix.rows, matrix.cols, adjust_lr_fn)
+
+
+def scale_of_shape(rows: int, cols: int, adjust_lr_fn: Scale) -> float:
+    """Return the factor on the learning rate of a (rows, cols) matrix, see `scale_of`."""
+    if adjust_lr_fn is None or isinstance(adjust_lr_fn, str):
+        return SCALES[adjust_lr_fn or "original"](rows, cols)
+    return float(adjust_lr_fn(rows, cols) if callable(adjust_lr_fn) else adjust_lr_fn)
+
+
+def comparable_scale(adjust_lr_fn: Scale, shapes: Iterable[tuple[int, int]]) -> object:
+    """Return `adjust_lr_fn` in a form with equal text for equal factors: in place of a function,
+    its factors for `shapes`. The text of a function is an address, which differs between ranks.
+    """
+    if not callable(adjust_lr_fn):
+        return adjust_lr_fn
+    return [(*shape, scale_of_shape(*shape, adjust_lr_fn)) for shape in sorted(set(shapes))]

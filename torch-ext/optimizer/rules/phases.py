@@ -50,11 +50,13 @@ class Phases:
         return PackByRule(self._update, *arguments)
 
     def weight_update(
-        self, sent: Sequence[Mapping[str, torch.Tensor]], *arguments: Any
+        self, sent: Sequence[Mapping[str, torch.Tensor]], *arguments: Any, **decay: Any
     ) -> WeightUpdate | WeightUpdateByRule:
-        """Bind phase 3; `sent`: numbers for each rectangle, then arguments of `WeightUpdate`."""
+        """Bind phase 3; `sent`: numbers for each rectangle, then arguments of `WeightUpdate`.
+        `decay`: its arguments `decay` and `initial`; rules that write weights have one form.
+        """
         if not (self.has_update or self.has_write):
-            return WeightUpdate(*arguments)
+            return WeightUpdate(*arguments, **decay)
         return WeightUpdateByRule(self._write, self._update, sent, *arguments)
 
     def _update(

@@ -24,6 +24,7 @@ State, by the part of a parameter (..., R, C) that one number belongs to:
 | `exp_avg`         | AdamW         | element        | (..., R, C) | `state_dtype`, or fp64 |
 | `exp_avg_sq`      | AdamW         | element        | (..., R, C) | `state_dtype`, or fp64 |
 | `step`            | AdamW         | parameter      | ()          | fp32                   |
+| `initial_weight`  | all, with `decay="initial"` | element | (..., R, C) | of the weight   |
 
 `state_dtype` is fp32 or bf16; AdamW keeps the averages of fp64 parameters in fp64. State is sharded
 like the parameter; state per parameter is equal on every rank. AdamW steps weight and state in a
@@ -45,6 +46,7 @@ import torch
 
 from ..newton_schulz import coefficients
 from ..params.units import WHOLE, Split
+from .decay import INITIAL_KEY, form_of, rate_of
 
 PER = ("element", "row", "column", "matrix")  # allowed values of `State.per`
 
@@ -200,6 +202,7 @@ STATES: dict[str, State] = {
     "momentum_buffer": State("momentum_buffer"),
     "exp_avg": State("exp_avg"),
     "exp_avg_sq": State("exp_avg_sq"),
+    INITIAL_KEY: State(INITIAL_KEY),
 }
 # Keys of groups, besides beta2, that are options of any rule: `host_constants`
 OPTION_KEYS: set[str] = set()
@@ -272,23 +275,16 @@ def all_state_keys() -> tuple[str, ...]:
 
 def device_scalars(group: Mapping[str, Any]) -> list[float]:
     """Return the numbers of a group that schedules change, for device memory in fp32:
-    [lr, 1 - lr weight_decay, beta2, 1 - beta2, 1 - momentum, 0, 0, 0], beta2 of NorMuon. AdamW
-    reads lr only.
+    [lr, 1 - rate, beta2, 1 - beta2, 1 - momentum, 0, rate, 0], with the rate of decay (lr
+    weight_decay, see decay.py) and beta2 of NorMuon. AdamW reads lr, and the rate of other forms of
+    decay than the default.
     """
     lr = float(group["lr"])
+    rate = lr * float(group["weight_decay"]) if "decay" not in group else rate_of(group)
     beta2 = float(group.get("beta2", 0.0))
     # The weight update reads from element 0, the momentum from element 4. Both addresses are
     # multiples of 16 bytes: Triton would compile each kernel anew for an unaligned pointer
-    return [
-        lr,
-        1.0 - lr * float(group["weight_decay"]),
-        beta2,
-        1.0 - beta2,
-        1.0 - float(group["momentum"]),
-        0.0,
-        0.0,
-        0.0,
-    ]
+    return [lr, 1.0 - rate, beta2, 1.0 - beta2, 1.0 - float(group["momentum"]), 0.0, rate, 0.0]
 
 
 class MuonConstants(NamedTuple):
@@ -299,6 +295,7 @@ class MuonConstants(NamedTuple):
     rule: Rule
     nesterov: bool
     options: tuple  # values of `Rule.options`, without beta2
+    decay: int  # form of decay of the weight update
 
 
 def number_of(value: object) -> float:
@@ -314,7 +311,8 @@ def number_of(value: object) -> float:
 def host_constants(group: Mapping[str, Any], wide: bool = False) -> tuple:
     """Return the numbers of a group that launches take as arguments from the host.
 
-    A Muon group: `MuonConstants`. An AdamW group: (beta1, beta2, eps, weight_decay, lr or None). A
+    A Muon group: `MuonConstants`. An AdamW group: (beta1, beta2, eps, weight_decay, lr or None,
+    decay). A
     captured CUDA graph is valid as long as these numbers are equal. `wide`: AdamW steps in fp64, in
     which torch's fused kernel takes lr from the host only.
     """
@@ -322,16 +320,19 @@ def host_constants(group: Mapping[str, Any], wide: bool = False) -> tuple:
         steps = coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
         rule = rule_of(group)
         options = tuple(group[key] for key in rule.options if key != "beta2")
-        return MuonConstants(steps, float(group["eps"]), rule, bool(group["nesterov"]), options)
+        nesterov = bool(group["nesterov"])
+        return MuonConstants(steps, float(group["eps"]), rule, nesterov, options, form_of(group))
     fixed = map(float, (*group["betas"], group["eps"], group["weight_decay"]))
-    return *fixed, float(group["lr"]) if wide else None
+    return *fixed, float(group["lr"]) if wide else None, group.get("decay")
 
 
 def state_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the keys of the state that a parameter of a group has."""
     if not group["use_muon"]:
-        return ("step", "exp_avg", "exp_avg_sq")
-    return ("momentum_buffer", *(state.key for state in rule_of(group).state))
+        keys = ("step", "exp_avg", "exp_avg_sq")
+    else:
+        keys = ("momentum_buffer", *(state.key for state in rule_of(group).state))
+    return (*keys, INITIAL_KEY) if group.get("decay") == "initial" else keys
 
 
 def state_device_and_dtype(
@@ -345,6 +346,9 @@ def state_device_and_dtype(
     # fp32: bf16 has too few bits to count beyond 256
     if key == "step":
         return param.device if param.is_cuda else torch.device("cpu"), torch.float32
+    # A copy of the weight is exact only in the weight's dtype
+    if key == INITIAL_KEY:
+        return param.device, param.dtype
     if key in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
         return param.device, torch.float64 if param.dtype == torch.float64 else dtype
     return param.device, STATES[key].dtype

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..newton_schulz.coefficients import SETS, Triple
 from ..params.dtensor import is_dtensor
 from ..params.errors import shortened
+from ..rules.decay import DECOUPLED
 from .dion_splits import split_of, with_unscaled_rows
 from .peers import (
     EMERGING_REPEAT_LAST,
@@ -40,7 +41,7 @@ ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 DION_RULES = ("muon", "normuon", "adamw")
 # For each source: options that change a step, with the values that have a counterpart; the first
 # value stands for a missing option
-DIONS = {"cautious_wd": (False, None), "adjust_lr": ("spectral_norm", "rms_norm")}
+DIONS = {"adjust_lr": ("spectral_norm", "rms_norm", None)}
 # timm's adjust_lr_fn -> adjust_lr_fn of this package
 TIMM_SCALES = {
     "original": "original",
@@ -52,6 +53,9 @@ MEGATRONS = {"split_qkv": (False,), "tp_mode": ("duplicated", "distributed")}
 NANOCHATS = {"beta2": (None,), "weight_decay": (0,)}
 DEEPSPEEDS = {"bias_correction": (True, 1), "amsgrad": (False,), "adam_w_mode": (True, 1)}
 MUONIUMS = {"maximize": (False,), "split_sizes": (None,), "amsgrad": (False,)}
+# weight_decay_method of Emerging-Optimizers -> (decay, power of lr in the rate of decay)
+EMERGING_DECAYS = {"decoupled": ("decoupled", 1), "independent": ("independent", 0)}
+EMERGING_DECAYS["palm"] = "lr_squared", 2
 # scale_mode of Emerging-Optimizers -> adjust_lr_fn
 EMERGING_SCALES = {
     "spectral": "sqrt_max",
@@ -102,7 +106,8 @@ def convert_state_dict(state_dict: dict, source: str | None = None, **arguments:
         options, of_state = _converted(where, part, states, source, arguments)
         if options["use_muon"]:
             _check_whole(where, part, states, stepped)
-        groups.append({**{key: part[key] for key in part if key in SHARED}, **options})
+        shared = {key: part[key] for key in part if key in SHARED}
+        groups.append({"decay": DECOUPLED, **shared, **options})
         for param in [param for param in part["params"] if states.get(param)]:
             states[param] = of_state(states[param])
     return {**state_dict, "state": states, "param_groups": groups}
@@ -271,9 +276,10 @@ def _dion(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Op
             f"{where} is stepped by {rule!r} of Dion's package; only {DION_RULES} have a "
             "counterpart here"
         )
-    keys = DIONS if rule != "adamw" else ("cautious_wd",)
-    _check_options(where, "dion", group, {key: DIONS[key] for key in keys})
-    if rule == "adamw":
+    decay = "cautious" if group["cautious_wd"] else DECOUPLED
+    if rule != "adamw":
+        _check_options(where, "dion", group, DIONS)
+    else:
 
         def of_state(state: dict) -> dict:
             """Convert a state of Dion's AdamW."""
@@ -281,14 +287,17 @@ def _dion(where: str, group: dict, own: list[dict], arguments: dict) -> tuple[Op
             step = torch.as_tensor(state.get("step_dev", group["step"]), dtype=torch.float32)
             return {"step": step, "exp_avg": state["momentum"], "exp_avg_sq": state["variance"]}
 
-        return _adamw((group["beta1"], group["beta2"]), group["epsilon"]), of_state
+        options = _adamw((group["beta1"], group["beta2"]), group["epsilon"])
+        return {**options, "decay": decay}, of_state
     _check_dims(where, own, range(3, 10) if group["flatten"] else ())
     _check_eps(where, "dion", "epsilon", group["epsilon"])
     options = {
         "use_muon": True,
         "momentum": group["mu"],
         "nesterov": group["nesterov"],
-        "adjust_lr_fn": group["adjust_lr"],
+        # None: no factor
+        "adjust_lr_fn": group["adjust_lr"] or 1.0,
+        "decay": decay,
     }
     form = split_of(where, group)
     if form is not None:
@@ -317,10 +326,13 @@ def _emerging(
             f"{where} is of AdaptiveMuon, which {PEERS[source].title} comes with: its second "
             "moment (moment2_buffer) has no counterpart here"
         )
-    # Without weight decay the method makes no difference
     method = arguments["weight_decay_method"]
-    if float(group["weight_decay"]) and method != "decoupled":
+    # Without weight decay the method makes no difference
+    if not float(group["weight_decay"]):
+        method = "decoupled"
+    if method not in EMERGING_DECAYS:
         _refuse(where, source, "weight_decay_method", method, "decoupled")
+    decay, power = EMERGING_DECAYS[method]
     kind = arguments["coefficient_type"]
     mode = arguments["scale_mode"]
     _check_one_of("coefficient_type", kind, EMERGING_SETS)
@@ -339,7 +351,8 @@ def _emerging(
         "nesterov": bool(arguments["nesterov"]),
         "adjust_lr_fn": "match_rms_adamw" if matched else EMERGING_SCALES[mode],
         **_coefficients(EMERGING_SETS[kind], steps, cycle=kind not in EMERGING_REPEAT_LAST),
-        **_scaled(group, 1.0 if matched else factor, decay=True),
+        **_scaled(group, 1.0 if matched else factor, power),
+        "decay": decay,
     }, _kept("momentum_buffer")
 
 
@@ -618,13 +631,13 @@ def _coefficients(
     return {"ns_coefficients": name, "ns_steps": steps}
 
 
-def _scaled(group: dict, factor: float, decay: bool = False) -> Options:
-    """Return the learning rates of a group times `factor`; with `decay` also weight_decay / factor,
-    so that lr times weight_decay stays.
+def _scaled(group: dict, factor: float, power: int = 0) -> Options:
+    """Return the learning rates of a group times `factor`, and weight_decay / factor^power, so that
+    lr^power weight_decay stays.
     """
     if factor == 1:
         return {}
-    weight_decay = {"weight_decay": group["weight_decay"] / factor} if decay else {}
+    weight_decay = {"weight_decay": group["weight_decay"] / factor**power} if power else {}
     return {**{key: group[key] * factor for key in RATES if key in group}, **weight_decay}
 
 

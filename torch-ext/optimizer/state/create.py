@@ -25,6 +25,7 @@ from ..params.layout import layout_of, row_chunks, this_rank
 from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import device_of
 from ..planning.planner import Plan
+from ..rules.decay import INITIAL_KEY
 from ..rules.rule import (
     STATES,
     row_sharded_keys,
@@ -232,7 +233,7 @@ def create_state(
     rows: int | None = None,
 ) -> None:
     """Create missing zero state of a parameter, in place, and move existing state to the
-    parameter's device.
+    parameter's device. The initial weight is a copy of the parameter.
 
     `keys`: "momentum_buffer", "exp_avg" and "exp_avg_sq" of the parameter's shape in `dtype`;
     further state of a rule by `rules.rule.State`; "step", a scalar. `split`: how the parameter is
@@ -254,6 +255,9 @@ def create_state(
             state[key] = torch.zeros((rows, *last), dtype=key_dtype, device=device)
         elif STATES[key].per != "element":
             state[key] = _zeros_of_shape(param, state_shape(param, key, split), key_dtype)
+        elif key == INITIAL_KEY:
+            state[key] = zeros_of(param, key_dtype)
+            local_of(state[key]).copy_(local_of(param))
         else:
             state[key] = zeros_of(param, key_dtype)
 

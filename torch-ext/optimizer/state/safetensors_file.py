@@ -22,9 +22,18 @@ from ..params.dtensor import is_dtensor
 from ..params.errors import given_names, in_group, shortened
 from ..params.param_groups import clean_names
 from ..params.units import splits_of
-from ..params.validation import TOLERATED, check_group
+from ..params.validation import OPTIONAL_KEYS, TOLERATED, check_group
 from ..rules.rule import all_state_keys, state_keys
-from .state_dict import KINDS, STRUCTURE, check_same_rule, check_state, options_of
+from .state_dict import (
+    KINDS,
+    STRUCTURE,
+    check_same_rule,
+    check_state,
+    options_of,
+    with_function,
+    with_saved_rule,
+    without_function,
+)
 
 FORMAT, VERSION = "optimizer-state", "1"
 DEPTH = 16  # allowed levels of lists and dicts in a header; export_state writes at most 6
@@ -74,7 +83,7 @@ def export_state(
                 key: _to_json(value) for key, value in group.items() if _is_option(key, value)
             },
         }
-        for group in optimizer.param_groups
+        for group in map(without_function, optimizer.param_groups)
     ]
     header = {
         "params": {name: list(p.shape) for p, name in names.items()},
@@ -212,7 +221,9 @@ def _from_json(key: str, own: object, value: object) -> object:
         types = (bool,)
         allowed = "True or False"
     is_unset = key in TOLERATED and value is None
-    is_typed = isinstance(own, (bool, int, float, torch.Tensor)) and not is_unset
+    # adjust_lr_fn may be a number, a name or None
+    is_fixed = not is_unset and key != "adjust_lr_fn"
+    is_typed = is_fixed and isinstance(own, (bool, int, float, torch.Tensor))
     if is_typed and type(value) not in types:
         raise ValueError(f"{key}={shortened(repr(value))} is not allowed: it must be {allowed}")
     # An lr tensor stays a tensor, on its device
@@ -438,7 +449,8 @@ def _saved_group(
     group = own[number]
     own_names = [[names[p] for p in entry["params"]] for entry in own]
     params = own_names[number]
-    keys = state_keys(group)
+    options = options_of(number, own, own_names, [(set(g["params"]), g["options"]) for g in saved])
+    keys = state_keys(with_saved_rule(group, options))
     for param, name, split in zip(group["params"], params, splits_of(group)):
         was_muon = next((g["use_muon"] for g in saved if name in g["params"]), group["use_muon"])
         if was_muon != bool(group["use_muon"]):
@@ -453,8 +465,9 @@ def _saved_group(
                 f"parameter {name}, but its state here is {', '.join(sorted(keys))}"
             )
         check_state(param, keys, name, states.get(name, {}), split)
-    options = options_of(number, own, own_names, [(set(g["params"]), g["options"]) for g in saved])
     check_same_rule(number, group, options)
-    taken = {key: _from_json(key, group[key], options[key]) for key in group if key in options}
+    known = dict.fromkeys((*group, *OPTIONAL_KEYS))
+    taken = {key: _from_json(key, group.get(key), options[key]) for key in known if key in options}
+    taken = with_function(number, taken, group)
     check_group({**group, **taken}, set(group))
     return {**group, **taken, "params": params}

@@ -24,7 +24,8 @@ from ..params.errors import in_group, name_of, names_in, shortened, warn_caller
 from ..params.model.classification import NO_DECAY
 from ..params.param_groups import clean_name
 from ..params.units import WHOLE, Split, splits_of
-from ..params.validation import CHANGED, check_numbers
+from ..params.validation import CHANGED, OPTIONAL_KEYS, check_numbers
+from ..rules.decay import INITIAL_KEY
 from ..rules.rule import all_state_keys, state_device_and_dtype, state_keys, state_shape
 from .consolidated import refuse_elsewhere
 from .peers import PEERS, listed, marked
@@ -38,6 +39,7 @@ ADAMW = "maximize", "amsgrad", "capturable", "decoupled_weight_decay"
 SPLITS = "split", "transposed"  # missing from groups without a split
 LABELS = ("param_names", "name", *SPLITS)
 STRUCTURE = ("params", "use_muon", *LABELS)  # keys of a group that are no options
+FUNCTION = "function"  # in a state dict, in place of a function as adjust_lr_fn
 
 
 def called_by_checkpoint() -> bool:
@@ -69,6 +71,39 @@ def without_splits(state_dict: dict) -> dict:
         for group in state_dict["param_groups"]
     ]
     return {**state_dict, "param_groups": groups}
+
+
+def without_function(group: dict) -> dict:
+    """Return a group with FUNCTION in place of a function as adjust_lr_fn: torch.save cannot write
+    a lambda, and torch.load would have to import the function.
+    """
+    return {**group, "adjust_lr_fn": FUNCTION} if callable(group.get("adjust_lr_fn")) else group
+
+
+def without_functions(state_dict: dict) -> dict:
+    """Return `state_dict` with `without_function` of each group."""
+    return {**state_dict, "param_groups": list(map(without_function, state_dict["param_groups"]))}
+
+
+def has_function(saved: dict) -> bool:
+    """Return whether the options `saved` of a group hold FUNCTION as adjust_lr_fn."""
+    scale = saved.get("adjust_lr_fn")
+    return isinstance(scale, str) and scale == FUNCTION
+
+
+def with_function(number: int, saved: dict, own: dict) -> dict:
+    """Return the options `saved` with the function of the own group `number` in place of FUNCTION.
+    Raises ValueError if the own group, one of Muon, has none.
+    """
+    if not has_function(saved):
+        return saved
+    if own["use_muon"] and not callable(own["adjust_lr_fn"]):
+        raise ValueError(
+            f"parameter group {number} was saved with a function as adjust_lr_fn, which no "
+            f"checkpoint holds, but has adjust_lr_fn={own['adjust_lr_fn']!r} here: pass the "
+            "function to the optimizer, or set adjust_lr_fn in the group of the state dict"
+        )
+    return {**saved, "adjust_lr_fn": own["adjust_lr_fn"]}
 
 
 class Loading:
@@ -115,6 +150,7 @@ class Loading:
         if list(map(_param_count, groups)) != list(map(_param_count, self.own)):
             # A checkpoint of torch.distributed.checkpoint without state: torch raises
             return None
+        groups = [with_function(number, *pair) for number, pair in enumerate(zip(groups, self.own))]
         states = {key: without_holes(state) for key, state in loaded["state"].items()}
         loaded = {**loaded, "param_groups": groups, "state": states}
         self.restored = restore(loaded, self.own, self.options)
@@ -140,6 +176,9 @@ class Loading:
         for group, own in zip(optimizer.param_groups, self.own):
             for key in [key for key in (*ADAMW, *SPLITS) if key not in own]:
                 group.pop(key, None)
+            for key, default in OPTIONAL_KEYS.items():
+                if key not in own and group.get(key) == default:
+                    del group[key]
             # Saved by an older version or by torch, a group may lack options of this optimizer
             group.update({key: own[key] for key in own if key not in group or key in LABELS})
         for param, state in self.restored.items():
@@ -385,14 +424,15 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
     placements than the parameter's are redistributed; for DTensors that is collective. Raises
     ValueError, with the parameter's name, for state that does not fit.
     """
-    members = []  # (parameter, group, name, saved state)
+    members = []  # (parameter, group with the saved decay, name, saved state)
     splits = {p: split for group in groups for p, split in zip(group["params"], splits_of(group))}
     for number, (group, saved) in enumerate(zip(groups, loaded["param_groups"])):
         _check_options(number, group, saved)
         _check_kind(number, group, saved)
+        rule = with_saved_rule(group, saved)
         for i, (param, key) in enumerate(zip(group["params"], saved["params"])):
             if key in loaded["state"]:
-                members.append((param, group, name_of(group, i), loaded["state"][key]))
+                members.append((param, rule, name_of(group, i), loaded["state"][key]))
     of_param = {p: own for group, own in zip(groups, options) for p in group["params"]}
     refusal = None
     try:
@@ -405,6 +445,11 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
         param: _restored_state(param, state_keys(group), state, of_param[param])
         for param, group, _, state in members
     }
+
+
+def with_saved_rule(group: dict, saved: dict) -> dict:
+    """Return `group` with the options of the saved group on which the keys of state depend."""
+    return {**group, **{key: saved[key] for key in OPTIONAL_KEYS if key in saved}}
 
 
 def _foreign_entries(state: object) -> dict:
@@ -420,8 +465,8 @@ def check_state(
     param: torch.Tensor, keys: Sequence[str], name: str, state: object, split: Split = WHOLE
 ) -> None:
     """Raise ValueError unless `state` can be the saved state of `param` under a rule with state
-    `keys`: all keys or none. Any rule also accepts state of Muon, momentum alone. `split`: how the
-    parameter is cut into matrices.
+    `keys`: all keys or none. Any rule also accepts state of Muon, momentum alone, and
+    decay="initial" state without initial weights. `split`: how the parameter is cut into matrices.
     """
     name = shortened(name)
     if not isinstance(state, dict):
@@ -430,7 +475,7 @@ def check_state(
             f"of {', '.join(keys)}: it was saved by another optimizer, or is damaged"
         )
     # An empty state is allowed: the parameter starts anew
-    needed = {"momentum_buffer"} if "momentum_buffer" in keys else set(keys)
+    needed = {"momentum_buffer"} if "momentum_buffer" in keys else set(keys) - {INITIAL_KEY}
     if state and not needed <= set(state):
         raise ValueError(
             f"the state of parameter {name} is "
@@ -553,8 +598,11 @@ def _check_kind(number: int, group: dict, saved: dict) -> None:
             "groups in the order in which they were saved"
         )
     # The saved numbers of the options that this group has
+    known = {key: saved[key] for key in saved if key in group or key in OPTIONAL_KEYS}
+    if has_function(saved):
+        del known["adjust_lr_fn"]
     with in_group(number, group):
-        check_numbers({**group, **{key: saved[key] for key in saved if key in group}})
+        check_numbers({**group, **known})
 
 
 def _as_tensor(value: object, what: str = "a state") -> torch.Tensor:

@@ -26,12 +26,19 @@ from .multi_tensor import (
 
 tl = None  # Triton's language, put here by jit
 
+# Elements that decay, and towards what: all, towards 0; those whose update has not the opposite
+# sign; all, towards initial weights
+ALL, CAUTIOUS, TO_INITIAL = 0, 1, 2
+RATE = 6  # element of a group's numbers with the rate of decay, see `rules.rule.device_scalars`
+
 
 class WeightUpdate:
-    """Weight update of many rectangles: W <- (1 - lr weight_decay) W - (lr scale) O.
+    """Weight update of many rectangles: W <- (1 - rate) W - (lr scale) O, with the rate of decay
+    lr weight_decay, or another one of rules/decay.py.
 
+    CAUTIOUS: elements with O W < 0 do not decay. TO_INITIAL: W <- W - rate (W - W0) - (lr scale) O.
     With momenta bound, also M <- mu M + (1 - mu) G, as `Pack` with `update_momentum`. W: weight,
-    O: orthogonalized update, M: momentum, G: gradient.
+    O: orthogonalized update, M: momentum, G: gradient, W0: initial weight.
     """
 
     def __init__(
@@ -44,24 +51,30 @@ class WeightUpdate:
         sources: Sequence[Source] = (),
         gradients: Sequence[torch.Tensor] = (),
         groups: Sequence[int] | None = None,
+        decay: int = ALL,
+        initial: Sequence[torch.Tensor] = (),
     ):
         """Bind weights and O: lists of 2-D views with equal shapes, at fixed addresses.
 
         `scales`: factor on the learning rate of each rectangle. `M`: momenta of equal shapes, with
         `sources` and `gradients` as for `Pack`; None to leave momentum alone. W, O, M and the
         gradients may each be fp32, bf16 or fp16. Rectangles of `skip` keep W and M. `groups`:
-        number of the parameter group of each rectangle; None: group 0.
+        number of the parameter group of each rectangle; None: group 0. `decay`: ALL, CAUTIOUS or
+        TO_INITIAL. `initial`: W0 with TO_INITIAL, of equal shapes.
         """
         self.W = list(W)
         self.O = list(O)
         self.M = M
         self.sources = sources
+        self.decay = decay
+        self.initial = list(initial)
         self.scales = torch.tensor(
             list(scales), dtype=torch.float32, device=W[0].device if W else None
         )
         self.launches = None
         if W and use_triton(W[0].device):
-            self.launches = bind((W, O)) if M is None else bind((W, O, M), sources, gradients)
+            lists = [W, O, *([] if M is None else [M]), *([initial] if initial else [])]
+            self.launches = bind(lists) if M is None else bind(lists, sources, gradients)
         self.skip = skip
         self.skips = skips_of(skip, self.launches)  # kernel arguments for each launch
         self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.W)]
@@ -81,10 +94,10 @@ class WeightUpdate:
     ) -> None:
         """Write W and, with momenta and `update_momentum`, M; in place, in fp32, rounded once.
 
-        `factors`: lr and 1 - lr weight_decay of group 0, fp32 on the device; the values of group i
-        are i * NUMBERS elements behind. `tensors`, `addresses`, `weight`: as for `Pack`, read with
-        momenta only. Pass `update_momentum=False` if `Pack` has already written M in the current
-        step.
+        `factors`: numbers of group 0, fp32 on the device: lr, 1 - rate, and the rate as element
+        RATE, read with TO_INITIAL only; the values of group i are i * NUMBERS elements behind.
+        `tensors`, `addresses`, `weight`: as for `Pack`, read with momenta only. Pass
+        `update_momentum=False` if `Pack` has already written M in the current step.
         """
         if not self.W:
             return
@@ -94,7 +107,14 @@ class WeightUpdate:
                 for m, g, at in zip(self.M, gradients, self.group_offsets):
                     m.copy_(lerp(m, g, weight[at]))
             return weight_update_torch(
-                self.W, self.O, self.scales, factors, self.group_offsets, self.skip
+                self.W,
+                self.O,
+                self.scales,
+                factors,
+                self.group_offsets,
+                self.skip,
+                self.decay,
+                self.initial,
             )
         for launch, scales, (flags, places, skips), (groups, grouped) in zip(
             self.launches, self.scales_of, self.skips, self.groups
@@ -113,6 +133,7 @@ class WeightUpdate:
                 MOMENTA=self.M is not None,
                 SKIPS=skips,
                 GROUPED=grouped,
+                DECAY=self.decay,
             )
 
 
@@ -123,14 +144,28 @@ def weight_update_torch(
     factors: torch.Tensor,
     group_offsets: Sequence[int],
     skip: Skip | None = None,
+    decay: int = ALL,
+    initial: Sequence[torch.Tensor] = (),
 ) -> None:
     """Compute the weights of `WeightUpdate` in torch, by rectangle, with the bits of the kernel.
 
-    `factors`, at the offset of a rectangle: lr, 1 - lr weight_decay.
+    `factors`, at the offset of a rectangle: lr, 1 - rate; the rate as element RATE.
     """
     for i, (w, o, scale, at) in enumerate(zip(W, O, scales, group_offsets)):
-        new = w.float().mul(factors[at + 1]).sub_(o.float().mul(scale * factors[at]))
+        wide = w.float()
+        if decay == ALL:
+            new = wide.mul(factors[at + 1])
+        elif decay == CAUTIOUS:
+            new = torch.where(is_opposite(wide, o), wide, wide * factors[at + 1])
+        else:
+            new = wide - (wide - initial[i].float()) * factors[at + RATE]
+        new.sub_(o.float().mul(scale * factors[at]))
         w.copy_(new if skip is None else torch.where(skip.is_updated(i), new, w.float()))
+
+
+def is_opposite(w: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+    """Return where w and o have opposite signs. Not by the product, which may underflow to 0."""
+    return (w > 0) & (o < 0) | (w < 0) & (o > 0)
 
 
 @jit.unspecialized("update_momentum")
@@ -148,6 +183,7 @@ def _update_kernel(
     MOMENTA: tl.constexpr,
     SKIPS: tl.constexpr,
     GROUPED: tl.constexpr,
+    DECAY: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCESS: tl.constexpr,
@@ -155,9 +191,10 @@ def _update_kernel(
     TYPE_1: tl.constexpr,
     TYPE_2: tl.constexpr = None,
     TYPE_3: tl.constexpr = None,
+    TYPE_4: tl.constexpr = None,
 ):
     """Compute `WeightUpdate` for a block of elements. Lists of the table: W, O; with MOMENTA also
-    M, G.
+    M; with DECAY TO_INITIAL also W0; with MOMENTA also G.
 
     `scales`: scale of each record. `update_momentum`: 0 leaves M alone. `flags`, `places`: see
     `unskipped`; read if SKIPS only. `groups`: see `group_offset`; read if GROUPED only.
@@ -177,10 +214,24 @@ def _update_kernel(
     if MOMENTA:
         written = tl.where(update_momentum != 0, inside, False)
         m_at = element_pointers(record, row, column, 2, TYPE_2, 0, ACCESS)
-        g_at = element_pointers(
-            record, row, column, 3, TYPE_3, gradient_address(record, addresses, FIELDS), ACCESS
-        )
+        g_base = gradient_address(record, addresses, FIELDS)
+        if DECAY == 2:  # G is behind W0
+            g_at = element_pointers(record, row, column, 4, TYPE_4, g_base, ACCESS)
+        else:
+            g_at = element_pointers(record, row, column, 3, TYPE_3, g_base, ACCESS)
         m = tl.load(m_at, mask=written).to(tl.float32)
         m += tl.load(weight + group) * (tl.load(g_at, mask=written).to(tl.float32) - m)
         tl.store(m_at, m.to(TYPE_2), mask=written)
-    tl.store(w_at, (w * tl.load(factors + group + 1) - o * factor).to(TYPE_0), mask=inside)
+    if DECAY == 0:  # ALL
+        new = w * tl.load(factors + group + 1) - o * factor
+    elif DECAY == 1:  # CAUTIOUS
+        opposite = ((w > 0) & (o < 0)) | ((w < 0) & (o > 0))
+        new = tl.where(opposite, w, w * tl.load(factors + group + 1)) - o * factor
+    else:
+        if MOMENTA:
+            first_at = element_pointers(record, row, column, 3, TYPE_3, 0, ACCESS)
+        else:
+            first_at = element_pointers(record, row, column, 2, TYPE_2, 0, ACCESS)
+        first = tl.load(first_at, mask=inside).to(tl.float32)
+        new = w - (w - first) * tl.load(factors + group + 6) - o * factor
+    tl.store(w_at, new.to(TYPE_0), mask=inside)

@@ -1,0 +1,98 @@
+"""Checks of single values in a parameter group: options that no schedule changes.
+
+validation.py checks scheduled values, keys and parameters. ValueError says the key, the value
+received and the allowed values; callers add the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ...newton_schulz.coefficients import FP32_MAX, steps_of
+from ...rules.decay import DECAYS, DECOUPLED
+from ...rules.muon import AMBIGUOUS_SCALES, SCALES
+from ...rules.rule import number_of
+from ..errors import shortened
+
+FINITE = "a finite number >= 0 that fp32 holds"
+BELOW_ONE = "a number in [0, 1)"
+
+
+def check_values(group: dict) -> None:
+    """Raise ValueError for a wrong value of eps, adjust_lr_fn, decay, ns_coefficients, ns_steps or
+    betas, options unchanged by schedules.
+    """
+    require(0 <= number_of(group["eps"]) <= FP32_MAX, "eps", group["eps"], FINITE)
+    _check_scale(group["adjust_lr_fn"])
+    decay = group.get("decay", DECOUPLED)
+    require(isinstance(decay, str) and decay in DECAYS, "decay", decay, f"one of {tuple(DECAYS)}")
+    steps_of(group["ns_coefficients"], group["ns_steps"])
+    if is_adamw(group) and group.get("betas") is None:
+        raise ValueError(
+            "use_muon=False, but the group has no betas: to move a group from Muon to AdamW, set "
+            "betas and eps along with use_muon"
+        )
+    if "betas" in group:
+        check_betas("betas", group.get("betas"))
+
+
+def _check_scale(scale: object) -> None:
+    """Raise ValueError for a wrong value of adjust_lr_fn. Calls no function: see `check_units`."""
+    # By identity of types: an array would compare with each name element by element
+    if isinstance(scale, str) and scale in AMBIGUOUS_SCALES:
+        raise ValueError(
+            f"adjust_lr_fn={scale!r} is not allowed, since packages differ in its meaning: "
+            f"{AMBIGUOUS_SCALES[scale]}"
+        )
+    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    require(
+        scale is None
+        or isinstance(scale, str)
+        and scale in SCALES
+        or is_number
+        and 0 < scale <= FP32_MAX
+        or callable(scale),
+        "adjust_lr_fn",
+        scale,
+        f"one of {(None, *SCALES)}, a finite number > 0, or a function of (rows, columns)",
+    )
+
+
+def check_scale_function(function: Callable, shapes: Iterable[tuple[int, int]], name: str) -> None:
+    """Raise ValueError, naming the parameter, for a factor of `function` that is no finite number >
+    0. `shapes`: of the matrices of the parameter. An error of `function` itself is chained.
+    """
+    for rows, cols in shapes:
+        what = f"adjust_lr_fn for parameter {name}, of whose matrices some are ({rows}, {cols}),"
+        try:
+            factor = function(rows, cols)
+        except Exception as error:
+            raise ValueError(
+                f"{what} raised {type(error).__name__}: {shortened(error)}. It must be a function "
+                "of two ints, the rows and the columns of a matrix"
+            ) from error
+        if not 0 < number_of(factor) <= FP32_MAX:
+            raise ValueError(
+                f"{what} returned {shortened(repr(factor))}: it must return a finite number > 0"
+            )
+
+
+def check_betas(key: str, betas: object) -> None:
+    """Raise ValueError, naming `key`, unless `betas` is a pair of numbers in [0, 1)."""
+    pair = (
+        isinstance(betas, (tuple, list))
+        and len(betas) == 2
+        and all(0 <= number_of(b) < 1 for b in betas)
+    )
+    require(pair, key, betas, "two numbers in [0, 1)")
+
+
+def is_adamw(group: dict) -> bool:
+    """Whether use_muon of a group is false; works on unchecked groups, too."""
+    return number_of(group.get("use_muon", True)) == 0
+
+
+def require(true: bool, key: str, came: object, allowed: str) -> None:
+    """Raise ValueError for the value `came` of `key` unless `true`; `allowed`: values in words."""
+    if not true:
+        raise ValueError(f"{key}={shortened(repr(came))} is not allowed: it must be {allowed}")
