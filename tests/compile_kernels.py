@@ -209,7 +209,7 @@ def others(arch: str, shared: int):
         for name in (
             "kernels.elementwise.momentum",
             "kernels.elementwise.weight_update",
-            "kernels.elementwise.normuon",
+            "kernels.elementwise.norms",
             "kernels.elementwise.scaling",
             "kernels.elementwise.aol",
             "kernels.elementwise.nonfinite_check",

@@ -72,7 +72,7 @@ def test_nothing(optimizer, part, device, path, shape):
     assert O.shape == X.shape and O.dtype == X.dtype and O is not X
     if len(shape) == 3:
         orthogonalize.orthogonalize_([X], orthogonalize.steps_of("turbo"))
-        part("kernels.elementwise.normuon").normalize(X, torch.zeros(*shape[:2], 1, device=device), 0.95, 1e-8)
+        part("kernels.elementwise.norms").normalize(X, torch.zeros(*shape[:2], 1, device=device), 0.95, 1e-8)
 
 
 # Not finite: the matrix itself is lost, its neighbours have the bits that they have without it
@@ -204,7 +204,7 @@ def test_more_than_2_31_elements_in_a_matrix(optimizer, tall):
 @pytest.mark.gpu
 def test_rows_of_more_than_2_31_elements(part):
     N, R, C = 3, 1 << 15, (1 << 15) // 3 * 2 + 8
-    rows = part("kernels.elementwise.normuon")
+    rows = part("kernels.elementwise.norms")
     U, V = torch.randn(N, R, C, device="cuda", dtype=torch.bfloat16), torch.rand(N, R, 1, device="cuda")
     last, v = U[-1:].clone(), V[-1:].clone()
     rows.normalize(U, V, 0.9, 1e-8)

@@ -17,8 +17,8 @@ every_shape = pytest.mark.parametrize("shape", [(1, 1, 1), (3, 7, 50), (2, 40, 3
 @pytest.fixture
 def normalize(part, path, monkeypatch):
     """The function, on short blocks, so that short rows have many."""
-    monkeypatch.setattr(part("kernels.elementwise.normuon"), "BLOCK", 16)
-    return part("kernels.elementwise.normuon").normalize
+    monkeypatch.setattr(part("kernels.elementwise.norms"), "BLOCK", 16)
+    return part("kernels.elementwise.norms").normalize
 
 
 def exact(O, V):

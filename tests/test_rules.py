@@ -70,7 +70,7 @@ def test_orthogonalize_replaces_stacks_in_place(device):
 
 
 def test_normalize_is_for_groups_with_beta2_only(device):
-    normuon, rules = part("kernels.elementwise.normuon"), part("rules.rule")
+    normuon, rules = part("kernels.elementwise.norms"), part("rules.rule")
     assert repr(rules.rule_of(HP)) == "<rule muon>" and repr(rules.rule_of({**HP, "beta2": 0.5})) == "<rule normuon>"
     U, V = torch.randn(2, 6, 4, device=device), torch.zeros(2, 6, 1, device=device)
     before = U.clone()

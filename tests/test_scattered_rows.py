@@ -94,7 +94,7 @@ def test_products_have_the_bits_of_whole_matrices(part, path, device, small_tile
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_rows_are_normalized_alike(part, path, device, dtype, cuts):
-    normuon = part("kernels.elementwise.normuon")
+    normuon = part("kernels.elementwise.norms")
     U, V = torch.randn(3, 24, 48, device=device).to(dtype), torch.rand(3, 24, 1, device=device)
     (split, memory), W = pieces_of(U, cuts), V.clone()
     normuon.normalize(U, V, 0.95, 1e-8)

@@ -136,7 +136,7 @@ def pieces(device, size) -> None:
         for name in (
             "kernels.matmul.api",
             "kernels.elementwise.scaling",
-            "kernels.elementwise.normuon",
+            "kernels.elementwise.norms",
             "kernels.elementwise.row_scattered",
             "kernels.launch.tile_config",
         )
@@ -188,7 +188,7 @@ def small_matrices(device, size) -> None:
 def rows(device, size) -> None:
     """NorMuon's rows."""
     n, m = size["sides"]
-    part("kernels.elementwise.normuon").normalize(
+    part("kernels.elementwise.norms").normalize(
         torch.randn(2, n, m, device=device), torch.rand(2, n, 1, device=device), 0.9, 1e-8
     )
 

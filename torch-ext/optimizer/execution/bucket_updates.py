@@ -41,7 +41,7 @@ from ..planning.plan import Bucket, Matrix
 from ..planning.rank_plan import Piece, RankPlan, sent_piece
 from ..rules import muon
 from ..rules.decay import INITIAL_KEY, form_of
-from ..rules.phases import PackByRule, Phases, WeightUpdateByRule
+from ..rules.phases import AnyWeightUpdate, PackByRule, Phases
 from ..rules.rule import MuonConstants, host_constants, rule_of
 from .cuda_graphs import Graphs
 from .param_store import Store
@@ -142,9 +142,7 @@ class BoundUpdate(BucketUpdate):
         skip = self.store.skip(pieces)
         return self.phases.pack(M, [to[p] for p in pieces], *sources, skip, self._groups(pieces))
 
-    def _bind_weight_update(
-        self, pieces: Sequence[Piece], orthogonal: Views
-    ) -> WeightUpdate | WeightUpdateByRule:
+    def _bind_weight_update(self, pieces: Sequence[Piece], orthogonal: Views) -> AnyWeightUpdate:
         """Bind the launch that writes W and M of `pieces`; O, and numbers sent by the owner, are
         read from `orthogonal`.
         """

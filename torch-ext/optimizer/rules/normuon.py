@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.elementwise.normuon import normalize
+from ..kernels.elementwise.norms import normalize
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from .rule import Rule, State, Units, register
 

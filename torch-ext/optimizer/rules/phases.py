@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.elementwise.momentum import Pack, gradients_or_momenta
+from ..kernels.elementwise.momentum import Copy, Pack, gradients_or_momenta
 from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..kernels.elementwise.weight_update import WeightUpdate
@@ -20,6 +20,7 @@ from ..kernels.launch.precompile import in_dry_run
 from .rule import Numbers, Rule, Units, overrides, rule_name
 
 Stack = torch.Tensor | ScatteredRows
+MOMENTUM = 4  # index of 1 - momentum in `device_scalars`
 # (G, M, index of the group) -> (U, the new M)
 Update = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 # (W, O, scale, numbers that the owner has sent, index of the group) -> the new W
@@ -51,12 +52,14 @@ class Phases:
 
     def weight_update(
         self, sent: Sequence[Mapping[str, torch.Tensor]], *arguments: Any, **decay: Any
-    ) -> WeightUpdate | WeightUpdateByRule:
+    ) -> AnyWeightUpdate:
         """Bind phase 3; `sent`: numbers for each rectangle, then arguments of `WeightUpdate`.
         `decay`: its arguments `decay` and `initial`; rules that write weights have one form.
         """
         if not (self.has_update or self.has_write):
             return WeightUpdate(*arguments, **decay)
+        if self.rule.write_factors:
+            return WeightUpdateByFactors(self, sent, *arguments)
         return WeightUpdateByRule(self._write, self._update, sent, *arguments)
 
     def _update(
@@ -134,7 +137,7 @@ class Phases:
     ) -> Units:
         """Return the `Units` of some matrices of a stack."""
         numbers = self.numbers[0]
-        if groups is not None and not self.rule.fused:
+        if groups is not None and not self.rule.takes_scattered_rows:
             rows = groups[some] // NUMBERS
             numbers = Numbers(self.group, self.scalars.view(-1, NUMBERS)[rows])
         return Units(
@@ -204,6 +207,59 @@ def write_updates(
             U[i].copy_(u)
 
 
+class WeightUpdateByFactors:
+    """`WeightUpdate` as W <- a W - b O, with numbers a and b of each matrix from its owner.
+
+    The kernel reads numbers of parameter groups: here each rectangle is a group of its own, whose
+    numbers are gathered before the launch.
+    """
+
+    def __init__(
+        self,
+        phases: Phases,
+        sent: Sequence[Mapping[str, torch.Tensor]],
+        W: Sequence[torch.Tensor],
+        O: Sequence[torch.Tensor],
+        scales: Sequence[float],
+        skip: Skip | None = None,
+        M: Sequence[torch.Tensor] | None = None,
+        sources: Sequence[Source] = (),
+        gradients: Sequence[torch.Tensor] = (),
+        groups: Sequence[int] | None = None,
+    ) -> None:
+        """Arguments of `WeightUpdate`, after the phases and the numbers `sent` for each
+        rectangle. `scales` are not read.
+        """
+        count = len(W)
+        self.scalars = phases.scalars
+        self.numbers = torch.zeros((count, NUMBERS), device=self.scalars.device)
+        # At the places of lr and of 1 - lr weight_decay
+        keep, step = phases.rule.write_factors
+        places = [self.numbers[i, at].view(1, 1) for at in (0, 1) for i in range(count)]
+        self.gather = Copy(places, [one[name] for name in (step, keep) for one in sent])
+        at = [NUMBERS * n + MOMENTUM for n in groups or [0] * count]
+        self.momentum_at = torch.tensor(at, dtype=torch.int64, device=self.scalars.device)
+        self.update = WeightUpdate(
+            W, O, [1.0] * count, skip, M, sources, gradients, list(range(count))
+        )
+
+    def __call__(
+        self,
+        factors: torch.Tensor,
+        tensors: Sequence[torch.Tensor] = (),
+        addresses: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
+        update_momentum: bool = True,
+    ) -> None:
+        """Write W and, with momenta and `update_momentum`, M, as `WeightUpdate`."""
+        if not len(self.numbers):
+            return
+        self.gather()
+        self.numbers[:, MOMENTUM] = self.scalars[self.momentum_at]
+        flat = self.numbers.view(-1)
+        self.update(flat, tensors, addresses, flat[MOMENTUM:], update_momentum)
+
+
 class WeightUpdateByRule:
     """`WeightUpdate` with `write` in place of Muon's weight update, and `update` of Muon's
     momentum.
@@ -256,3 +312,6 @@ class WeightUpdateByRule:
             wide = w.float()
             new = self.write(wide, o.float(), self.scales[i], self.sent[i], self.groups[i])
             w.copy_(new if self.skip is None else torch.where(self.skip.is_updated(i), new, wide))
+
+
+AnyWeightUpdate = WeightUpdate | WeightUpdateByRule | WeightUpdateByFactors

@@ -138,6 +138,8 @@ class Rule:
     # Of built-in rules with kernels: `before` and `after` work in place on stacks as they lie in
     # the workspace, in wire_dtype, and read `Units.scalars` and `Units.groups`
     fused: ClassVar[bool] = False
+    # Of a fused rule: names (a, b) in `sends`, one number per matrix, if `write` is W a - O b
+    write_factors: ClassVar[tuple[str, ...]] = ()
     # Whether a fused rule also takes stacks of scattered rows, see [Note: direct matrices]
     takes_scattered_rows: ClassVar[bool] = False
 
@@ -185,14 +187,6 @@ class Rule:
 def overrides(rule: Rule, method: str) -> bool:
     """Whether the class of `rule` has a method of its own."""
     return getattr(type(rule), method) is not getattr(Rule, method)
-
-
-def norm(X: torch.Tensor, per: str) -> torch.Tensor:
-    """Return the Frobenius norms of each "row", "column" or "matrix" of X (N, R, C), with the dims
-    of `Rule.sends`. For N = 1: the bits of a sum depend on the shape.
-    """
-    dim = {"row": (2,), "column": (1,), "matrix": (1, 2)}[per]
-    return X.square().sum(dim, keepdim=True).sqrt()
 
 
 # Name -> rule, of built-in rules and of all classes that an optimizer of the process was given

@@ -10,11 +10,10 @@ V needs no bias correction: a common factor cancels in the norm.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from ..rule import Rule, State, Units, norm, register
+from ...kernels.elementwise.norms import divide_by_moments
+from ..rule import Rule, State, Units, register
 
 EPS = 1e-8
 
@@ -26,15 +25,14 @@ class AdaMuon(Rule):
     name = "adamuon"
     state = (State("second_moment_of_elements"),)
     options = {"beta2": 0.95}
+    fused = True
 
     def before(self, U: torch.Tensor, units: Units) -> torch.Tensor:
-        """Return the signs of U (1, R, C)."""
-        return U.sign()
+        """Replace U (N, R, C) by its signs."""
+        return U.sign_()
 
     def after(self, O: torch.Tensor, units: Units) -> torch.Tensor:
-        """Update V, and return O (1, R, C) with RMS 1; zeros stay zero."""
+        """Update V, and scale O (N, R, C) to RMS 1; zeros stay zero."""
         V = units.state["second_moment_of_elements"]
-        V.mul_(units.numbers.beta2).add_(O.square() * units.numbers.one_minus_beta2)
-        A = O / (V.sqrt() + EPS)
-        size = norm(A, "matrix")
-        return A * torch.where(size > 0, math.sqrt(A[0].numel()) / size, size)
+        divide_by_moments(O, V, units.scalars, EPS, units.groups)
+        return O

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 
 import torch
 
-from ..rule import Numbers, Rule, State, Units, norm, register
+from ...kernels.elementwise.norms import difference_squares, squares, total
+from ..rule import Numbers, Rule, State, Units, register
 
 
 @register
@@ -27,16 +28,18 @@ class Hyperball(Rule):
     state = (State("radius", per="row"),)
     sends = {"keep": "matrix", "step": "matrix"}
     reads_weight = True
+    fused = True
+    write_factors = ("keep", "step")
 
     def after(self, O: torch.Tensor, units: Units) -> torch.Tensor:
-        """Send the factors of W and of O (1, R, C) in the new weight."""
+        """Send the factors of W and of O (N, R, C) in the new weight."""
         W = units.weight
         radius = units.state["radius"][:, :1]
-        radius = torch.where(radius > 0, radius, norm(W, "matrix"))
+        radius = torch.where(radius > 0, radius, total(squares(W, "row")).sqrt())
         units.state["radius"].copy_(radius)
-        size = norm(O, "matrix")
+        size = total(squares(O, "row")).sqrt()
         step = torch.where(size > 0, units.numbers.lr * radius / size, size)
-        length = norm(W - step * O, "matrix")
+        length = total(difference_squares(W, O, step)).sqrt()
         keep = torch.where(length > 0, radius / length, length)
         units.sent["keep"].copy_(keep)
         units.sent["step"].copy_(keep * step)

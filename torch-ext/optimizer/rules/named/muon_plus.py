@@ -13,18 +13,31 @@ from typing import Any
 
 import torch
 
-from ..rule import Rule, Units, norm, register
+from ...kernels.elementwise.norms import scale, squares, total
+from ..rule import Rule, Units, register
 
 EPS = 1e-7
 ORDERS = {None: (), "row": ("row",), "column": ("column",), "row_column": ("row", "column"),
           "column_row": ("column", "row")}  # fmt: skip
 
 
-def equalize(X: torch.Tensor, order: str | None) -> torch.Tensor:
-    """Return X (1, R, C) with rows or columns divided by their norms, in the given order."""
+def equalize(X: torch.Tensor, order: str | None, unit: bool) -> None:
+    """Divide rows or columns of X (N, R, C) by their norms, in the given order, in place. `unit`:
+    as if X had norm 1, which EPS is for.
+    """
+    if order is None or not X.numel():
+        return
+    shrink = torch.ones_like(X[:, :1, :1], dtype=torch.float32)
+    if unit:
+        size = total(squares(X, "row"))
+        shrink = torch.where(size > 0, 1 / size, 1.0)
+    rows, columns = shrink.sqrt().expand(-1, X.shape[1], 1), shrink.new_ones(len(X), 1, X.shape[2])
     for per in ORDERS[order]:
-        X = X / (norm(X, per).square() + EPS).sqrt()
-    return X
+        if per == "row":
+            rows = rows / (squares(X, per, columns) * shrink + EPS).sqrt()
+        else:
+            columns = columns / (squares(X, per, rows) + EPS).sqrt()
+    scale(X, rows, columns)
 
 
 @register
@@ -33,6 +46,7 @@ class MuonPlus(Rule):
 
     name = "muon_plus"
     options = {"equilibrate": None, "normalize": "column_row"}
+    fused = True
 
     @classmethod
     def check(cls, group: Mapping[str, Any]) -> None:
@@ -42,11 +56,11 @@ class MuonPlus(Rule):
                 raise ValueError(f"{key}={group[key]!r} must be one of {[*ORDERS]}")
 
     def before(self, U: torch.Tensor, units: Units) -> torch.Tensor:
-        """Return U (1, R, C) for Newton-Schulz. Its size has no effect: EPS is for U of norm 1."""
-        size = norm(U, "matrix")
-        U = torch.where(size > 0, U / size, U)
-        return equalize(U, units.numbers.equilibrate)
+        """Equalize U (N, R, C) for Newton-Schulz. Its size has no effect."""
+        equalize(U, units.numbers.equilibrate, unit=True)
+        return U
 
     def after(self, O: torch.Tensor, units: Units) -> torch.Tensor:
-        """Return O (1, R, C) for the weight update."""
-        return equalize(O, units.numbers.normalize)
+        """Equalize O (N, R, C) for the weight update."""
+        equalize(O, units.numbers.normalize, unit=False)
+        return O
