@@ -33,7 +33,7 @@ from .params.errors import in_group, names_in
 from .params.layout import this_rank
 from .pipeline import Job
 from .rules.decay import DECOUPLED
-from .rules.muon import Scale
+from .rules.muon import MOMENTUM_FORMS, Scale
 from .rules.rule import host_constants
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
@@ -226,6 +226,8 @@ class Muon(StateDictMethods):
         "cautious": only elements whose update has not the opposite sign. "independent": by
         weight_decay, not times lr. "lr_squared": by lr^2 weight_decay. "initial": towards the
         weights before the first step, kept as state `initial_weight`.
+    momentum_form ("ema"): "sum": M <- mu M + G, nesterov: orthogonalize G + mu M, kept as state
+        `momentum_sum`, as in Dion and Motif. Equal to "ema" while momentum is constant.
     adamw_betas ((0.9, 0.95)), adamw_eps (1e-8): defaults of `betas` and `eps` in AdamW groups.
     process_group (None): ranks with copies of plain (non-DTensor) parameters, or a 1-D DeviceMesh.
         The ranks split the work. None: every process steps plain parameters alone.
@@ -279,6 +281,7 @@ class Muon(StateDictMethods):
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         decay: str = DECOUPLED,
+        momentum_form: str = MOMENTUM_FORMS[0],
         **options: object,
     ) -> None:
         extra = {key: options.pop(key) for key in self._extra_keys}
@@ -302,6 +305,7 @@ class Muon(StateDictMethods):
                 "adjust_lr_fn": adjust_lr_fn,
                 "use_muon": True,
                 **({} if decay == DECOUPLED else {"decay": decay}),
+                **({} if momentum_form == MOMENTUM_FORMS[0] else {"momentum_form": momentum_form}),
                 **extra,
             },
         )

@@ -44,6 +44,7 @@ GROUP_KEYS = (
     "decay",
     "betas",
     "momentum",
+    "momentum_form",
     "nesterov",
     "ns_coefficients",
     "eps",

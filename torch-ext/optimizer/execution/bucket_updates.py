@@ -42,7 +42,8 @@ from ..planning.plan import Bucket, Matrix
 from ..planning.rank_plan import Piece, RankPlan
 from ..rules import adamw, muon, normuon
 from ..rules.decay import INITIAL_KEY, form_of
-from ..rules.rule import MuonConstants, host_constants
+from ..rules.muon import is_sum
+from ..rules.rule import MuonConstants, host_constants, momentum_key
 from .cuda_graphs import Graphs
 from .param_store import Store
 from .workspace import Stacks, copy_unless_in_place, views_like
@@ -116,14 +117,15 @@ class BoundUpdate(BucketUpdate):
         """
         if self.bucket.route == "own" and any(p.owner != self.rank for p in pieces):
             return ()
-        momentum = self.store.states(pieces, "momentum_buffer")
+        momentum = self.store.states(pieces, momentum_key(self.group))
         return momentum, self.store.sources(pieces), self.store.gradients
 
     def _bind_pack(self, pieces: Sequence[Piece], to: Views) -> Pack:
         """Bind the launch that reads G and M of `pieces` and writes U to the views `to`."""
         M, *sources = self._momentum_args(pieces)
         skip = self.store.skip(pieces)
-        return Pack(M, [to[p] for p in pieces], *sources, skip, self._groups(pieces))
+        groups = self._groups(pieces)
+        return Pack(M, [to[p] for p in pieces], *sources, skip, groups, is_sum(self.group))
 
     def _bind_weight_update(self, pieces: Sequence[Piece], orthogonal: Views) -> WeightUpdate:
         """Bind the launch that writes W and M of `pieces`; O is read from `orthogonal`."""
@@ -134,14 +136,14 @@ class BoundUpdate(BucketUpdate):
             self.store.skip(pieces),
             *(self._momentum_args(pieces) or (None, (), ())),
             self._groups(pieces),
-            **self._decay_args(pieces),
+            **self._form_args(pieces),
         )
 
-    def _decay_args(self, pieces: Sequence[Piece]) -> dict[str, object]:
-        """Arguments of `WeightUpdate` that say how `pieces` decay."""
+    def _form_args(self, pieces: Sequence[Piece]) -> dict[str, object]:
+        """Arguments of `WeightUpdate` that say how `pieces` decay, and the form of M."""
         form = form_of(self.group)
         initial = self.store.states(pieces, INITIAL_KEY) if form == TO_INITIAL else ()
-        return {"decay": form, "initial": initial}
+        return {"decay": form, "initial": initial, "sums": is_sum(self.group)}
 
     def _groups(self, pieces: Sequence[Piece]) -> list[int]:
         """Number of the parameter group of each piece, in `Store.groups`."""
@@ -460,19 +462,20 @@ class UnreducedUpdate(OwnerUpdate):
             self._scales(received),
             self.store.skip(received),
             groups=self._groups(received),
-            **self._decay_args(received),
+            **self._form_args(received),
         )
 
     def _bind_owned(self, owned: list[Piece], sources: list) -> None:
         """Bind launches on whole owned matrices. `sources`: positions of `owned` in the mean."""
         store = self.store
         rows = self._owned("row")
-        M = store.states(owned, "momentum_buffer")
+        M = store.states(owned, momentum_key(self.group))
         skip = store.skip(owned)
         whole = self.stacks.input_view
         means = sources, [self.mean.out]
         groups = self._groups(owned)
-        self.pack_owned = Pack(M, [whole[p] for p in owned], *means, skip, groups)
+        sums = is_sum(self.group)
+        self.pack_owned = Pack(M, [whole[p] for p in owned], *means, skip, groups, sums)
         second_moment = store.states(rows, "second_moment")
         self.load_rows = Copy([whole[p] for p in rows], second_moment)
         self.save_rows = Copy(second_moment, [whole[p] for p in rows], store.skip(rows))
@@ -487,7 +490,7 @@ class UnreducedUpdate(OwnerUpdate):
             M,
             *means,
             groups,
-            **self._decay_args(owned),
+            **self._form_args(owned),
         )
 
     def pack(self, constants: object) -> None:

@@ -32,7 +32,7 @@ from ..planning.plan import Bucket, bucket_sort_key, check_bucket_buffers
 from ..planning.planner import Plan, Planner, warn_of_idle
 from ..planning.rank_plan import RankPlan
 from ..rules.decay import form_of as form_of_decay
-from ..rules.muon import comparable_scale
+from ..rules.muon import comparable_scale, is_sum
 from ..rules.rule import host_constants
 from ..state import create
 from .bucket_updates import BUCKET_UPDATES, AdamWUpdate, BucketInputs
@@ -156,6 +156,7 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         group["use_muon"],
         group["adjust_lr_fn"],
         form_of_decay(group),
+        is_sum(group),
         forms,
         tuple(splits),
         tuple(map(id, part.params)),

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..newton_schulz.coefficients import FP32_MAX
 from ..newton_schulz.method import MATRIX_DTYPES
 from ..rules.decay import DECOUPLED
+from ..rules.muon import MOMENTUM_FORMS
 from ..rules.rule import number_of
 from .dtensor import is_dtensor, is_mismatched, local_of, raw_locals
 from .errors import in_group, name_among, name_in, name_of, names_in, shortened
@@ -63,11 +64,12 @@ GROUP_KEYS = frozenset(
         "transposed",
         "betas",
         "decay",
+        "momentum_form",
     )
 )
 # Keys that a group has only if they were given -> default. So checkpoints from before a key was
 # added fit: torch.distributed.checkpoint refuses to load fewer keys than groups have
-OPTIONAL_KEYS = {"decay": DECOUPLED}
+OPTIONAL_KEYS = {"decay": DECOUPLED, "momentum_form": MOMENTUM_FORMS[0]}
 # Keys that learning-rate schedulers add
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 # Keys of torch and torchtitan, allowed though without effect

@@ -5,15 +5,17 @@ State, by the part of a parameter (..., R, C) that one number belongs to:
 | key               | rules         | one number per | shape       | dtype                  |
 |-------------------|---------------|----------------|-------------|------------------------|
 | `momentum_buffer` | Muon, NorMuon | element        | (..., R, C) | `state_dtype`          |
+| `momentum_sum`    | Muon, NorMuon | element        | (..., R, C) | `state_dtype`          |
 | `second_moment`   | NorMuon       | row            | (..., R, 1) | fp32                   |
 | `exp_avg`         | AdamW         | element        | (..., R, C) | `state_dtype`, or fp64 |
 | `exp_avg_sq`      | AdamW         | element        | (..., R, C) | `state_dtype`, or fp64 |
 | `step`            | AdamW         | parameter      | ()          | fp32                   |
-| `initial_weight`  | all, with `decay="initial"` | element | (..., R, C) | of the weight   |
+| `initial_weight`  | all           | element        | (..., R, C) | of the weight          |
 
-`state_dtype` is fp32 or bf16; AdamW keeps the averages of fp64 parameters in fp64. State per
-element and per row is sharded with the rows of the parameter; state per parameter is equal on every
-rank. No rule keeps state per matrix today.
+`momentum_sum` takes the place of `momentum_buffer` with `momentum_form="sum"`. Only groups with
+`decay="initial"` keep `initial_weight`. `state_dtype` is fp32 or bf16; AdamW keeps the averages of
+fp64 parameters in fp64. State per element and per row is sharded with the rows of the parameter;
+state per parameter is equal on every rank. No rule keeps state per matrix today.
 
 Phases, in the order of a step:
 
@@ -45,20 +47,22 @@ import torch
 
 from ..newton_schulz import coefficients
 from .decay import INITIAL_KEY, form_of, rate_of
+from .muon import SUM_KEY, is_sum
 
 
 def device_scalars(group: Mapping[str, Any]) -> list[float]:
     """Return the numbers of a group that schedules change, for device memory in fp32:
-    [lr, 1 - rate, beta2, 1 - beta2, 1 - momentum, 0, rate, 0], with the rate of decay (lr
+    [lr, 1 - rate, beta2, 1 - beta2, 1 - momentum, momentum, rate, 0], with the rate of decay (lr
     weight_decay, see decay.py) and beta2 of NorMuon. AdamW reads lr, and the rate of other forms of
     decay than the default.
     """
     lr = float(group["lr"])
     rate = lr * float(group["weight_decay"]) if "decay" not in group else rate_of(group)
     beta2 = float(group.get("beta2", 0.0))
+    momentum = float(group["momentum"])
     # The weight update reads from element 0, the momentum from element 4. Both addresses are
     # multiples of 16 bytes: Triton would compile each kernel anew for an unaligned pointer
-    return [lr, 1.0 - rate, beta2, 1.0 - beta2, 1.0 - float(group["momentum"]), 0.0, rate, 0.0]
+    return [lr, 1.0 - rate, beta2, 1.0 - beta2, 1.0 - momentum, momentum, rate, 0.0]
 
 
 class MuonConstants(NamedTuple):
@@ -69,6 +73,7 @@ class MuonConstants(NamedTuple):
     has_row_state: bool  # NorMuon's row normalization; beta2 is on the device
     nesterov: bool
     decay: int  # form of decay of the weight update
+    is_sum: bool  # the momentum is a sum
 
 
 def number_of(value: object) -> float:
@@ -93,7 +98,8 @@ def host_constants(group: Mapping[str, Any], wide: bool = False) -> tuple:
         steps = coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
         has_row_state = "beta2" in group
         nesterov = bool(group["nesterov"])
-        return MuonConstants(steps, float(group["eps"]), has_row_state, nesterov, form_of(group))
+        rule = has_row_state, nesterov, form_of(group), is_sum(group)
+        return MuonConstants(steps, float(group["eps"]), *rule)
     fixed = map(float, (*group["betas"], group["eps"], group["weight_decay"]))
     return *fixed, float(group["lr"]) if wide else None, group.get("decay")
 
@@ -104,14 +110,26 @@ def per_row(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 # State that is sharded by rows of the parameter
-ROW_SHARDED_KEYS = ("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq", INITIAL_KEY)
+ROW_SHARDED_KEYS = (
+    "momentum_buffer",
+    "second_moment",
+    "exp_avg",
+    "exp_avg_sq",
+    INITIAL_KEY,
+    SUM_KEY,
+)
 # All keys of this optimizer in the state of a parameter. Users may keep further keys in there
 STATE_KEYS = (*ROW_SHARDED_KEYS, "step")
 
 
+def momentum_key(group: Mapping[str, Any]) -> str:
+    """Return the key of the momentum in the state of a Muon group."""
+    return SUM_KEY if is_sum(group) else "momentum_buffer"
+
+
 def state_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the keys of the state that a parameter of a group has."""
-    keys = ("momentum_buffer", "second_moment") if "beta2" in group else ("momentum_buffer",)
+    keys = (momentum_key(group), *(["second_moment"] if "beta2" in group else []))
     if not group["use_muon"]:
         keys = ("step", "exp_avg", "exp_avg_sq")
     return (*keys, INITIAL_KEY) if group.get("decay") == "initial" else keys
