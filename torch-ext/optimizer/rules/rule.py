@@ -45,6 +45,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..kernels.elementwise.weight_update import ALL
 from ..newton_schulz import coefficients
 from .decay import INITIAL_KEY, form_of, rate_of
 from .muon import SUM_KEY, is_sum
@@ -98,7 +99,9 @@ def host_constants(group: Mapping[str, Any], wide: bool = False) -> tuple:
         steps = coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
         has_row_state = "beta2" in group
         nesterov = bool(group["nesterov"])
-        rule = has_row_state, nesterov, form_of(group), is_sum(group)
+        # Without a call for groups without these keys: each part of a bucket reads the constants
+        decay = form_of(group) if "decay" in group else ALL
+        rule = has_row_state, nesterov, decay, "momentum_form" in group and is_sum(group)
         return MuonConstants(steps, float(group["eps"]), *rule)
     fixed = map(float, (*group["betas"], group["eps"], group["weight_decay"]))
     return *fixed, float(group["lr"]) if wide else None, group.get("decay")
