@@ -36,7 +36,7 @@ from .qk_clip.clip import QKClip
 from .report import Report, Stopwatch, report_of
 from .rules import check
 from .rules.decay import DECOUPLED
-from .rules.muon import Scale
+from .rules.muon import MOMENTUM_FORMS, Scale
 from .rules.rule import Rule
 from .rules.schedules import Beta1, check_momentum, unshare_tensors
 from .state import create
@@ -80,6 +80,8 @@ class Muon(StateDictMethods):
         "cautious": only elements whose update has not the opposite sign. "independent": by
         weight_decay, not times lr. "lr_squared": by lr^2 weight_decay. "initial": towards the
         weights before the first step, kept as state `initial_weight`.
+    momentum_form ("ema"): "sum": M <- mu M + G, nesterov: orthogonalize G + mu M, kept as state
+        `momentum_sum`, as in Dion and Motif. Equal to "ema" while momentum is constant.
     rule (None): what a step computes, in groups without a key `rule`: a name of docs/rules.md or a
         subclass of `Rule`. Options of the rule are keys of groups. None: "muon", in `NorMuon`
         "normuon".
@@ -140,6 +142,7 @@ class Muon(StateDictMethods):
         adamw_eps: float = 1e-8,
         rule: str | type[Rule] | None = None,
         decay: str = DECOUPLED,
+        momentum_form: str = MOMENTUM_FORMS[0],
         **options: object,
     ) -> None:
         extra = {key: options.pop(key) for key in self._extra_keys}
@@ -166,6 +169,7 @@ class Muon(StateDictMethods):
                 "adjust_lr_fn": adjust_lr_fn,
                 "use_muon": True,
                 **({} if decay == DECOUPLED else {"decay": decay}),
+                **({} if momentum_form == MOMENTUM_FORMS[0] else {"momentum_form": momentum_form}),
                 **extra,
             },
         )

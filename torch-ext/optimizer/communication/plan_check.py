@@ -45,6 +45,7 @@ GROUP_KEYS = (
     "decay",
     "betas",
     "momentum",
+    "momentum_form",
     "nesterov",
     "ns_coefficients",
     "eps",

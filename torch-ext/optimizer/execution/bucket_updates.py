@@ -41,8 +41,9 @@ from ..planning.plan import Bucket, Matrix
 from ..planning.rank_plan import Piece, RankPlan, sent_piece
 from ..rules import muon
 from ..rules.decay import INITIAL_KEY, form_of
+from ..rules.muon import is_sum
 from ..rules.phases import AnyWeightUpdate, PackByRule, Phases
-from ..rules.rule import MuonConstants, host_constants, rule_of
+from ..rules.rule import MuonConstants, host_constants, momentum_key, rule_of
 from .cuda_graphs import Graphs
 from .param_store import Store
 from .workspace import Stacks, copy_unless_in_place
@@ -133,14 +134,16 @@ class BoundUpdate(BucketUpdate):
         """
         if self.bucket.route == "own" and any(p.owner != self.rank for p in pieces):
             return ()
-        momentum = self.store.states(pieces, "momentum_buffer")
+        momentum = self.store.states(pieces, momentum_key(self.group))
         return momentum, self.store.sources(pieces), self.store.gradients
 
     def _bind_pack(self, pieces: Sequence[Piece], to: Views) -> Pack | PackByRule:
         """Bind the launch that reads G and M of `pieces` and writes U to the views `to`."""
         M, *sources = self._momentum_args(pieces)
         skip = self.store.skip(pieces)
-        return self.phases.pack(M, [to[p] for p in pieces], *sources, skip, self._groups(pieces))
+        groups = self._groups(pieces)
+        sums = is_sum(self.group)
+        return self.phases.pack(M, [to[p] for p in pieces], *sources, skip, groups, sums)
 
     def _bind_weight_update(self, pieces: Sequence[Piece], orthogonal: Views) -> AnyWeightUpdate:
         """Bind the launch that writes W and M of `pieces`; O, and numbers sent by the owner, are
@@ -154,7 +157,7 @@ class BoundUpdate(BucketUpdate):
             self.store.skip(pieces),
             *(self._momentum_args(pieces) or (None, (), ())),
             self._groups(pieces),
-            **self._decay_args(pieces),
+            **self._form_args(pieces),
         )
 
     def _sent(self, pieces: Sequence[Piece], views: Views) -> list[dict[str, torch.Tensor]]:
@@ -162,11 +165,11 @@ class BoundUpdate(BucketUpdate):
         sends = self.rule.sends.items()
         return [{name: views[sent_piece(p, name, per)] for name, per in sends} for p in pieces]
 
-    def _decay_args(self, pieces: Sequence[Piece]) -> dict[str, object]:
-        """Arguments of `WeightUpdate` that say how `pieces` decay."""
+    def _form_args(self, pieces: Sequence[Piece]) -> dict[str, object]:
+        """Arguments of `WeightUpdate` that say how `pieces` decay, and the form of M."""
         form = form_of(self.group)
         initial = self.store.states(pieces, INITIAL_KEY) if form == TO_INITIAL else ()
-        return {"decay": form, "initial": initial}
+        return {"decay": form, "initial": initial, "sums": is_sum(self.group)}
 
     def _groups(self, pieces: Sequence[Piece]) -> list[int]:
         """Number of the parameter group of each piece, in `Store.groups`."""
@@ -501,19 +504,20 @@ class UnreducedUpdate(OwnerUpdate):
             (),
             (),
             self._groups(received),
-            **self._decay_args(received),
+            **self._form_args(received),
         )
 
     def _bind_owned(self, owned: list[Piece], sources: list) -> None:
         """Bind launches on whole owned matrices. `sources`: positions of `owned` in the mean."""
         store = self.store
         state = self._stored_state()  # of owned matrices: owners keep state
-        M = store.states(owned, "momentum_buffer")
+        M = store.states(owned, momentum_key(self.group))
         skip = store.skip(owned)
         whole = self.stacks.input_view
         means = sources, [self.mean.out]
         groups = self._groups(owned)
-        self.pack_owned = self.phases.pack(M, [whole[p] for p in owned], *means, skip, groups)
+        sums = is_sum(self.group)
+        self.pack_owned = self.phases.pack(M, [whole[p] for p in owned], *means, skip, groups, sums)
         self.load = self._bind_loads(state, whole)
         self.save = self._bind_saves(state, whole)
         # The stacks lie in the shared scratch, which the next bucket takes over before `apply`
@@ -528,7 +532,7 @@ class UnreducedUpdate(OwnerUpdate):
             M,
             *means,
             groups,
-            **self._decay_args(owned),
+            **self._form_args(owned),
         )
 
     def pack(self, constants: object) -> None:

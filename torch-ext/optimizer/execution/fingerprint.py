@@ -28,7 +28,7 @@ except ImportError:  # every comparison then takes the slow check
     TensorGuards = None
 _params = itemgetter("params")
 # Options of a group that no schedule changes
-FIXED = "use_muon", "adjust_lr_fn", "ns_steps", "eps", "rule", "decay"
+FIXED = "use_muon", "adjust_lr_fn", "ns_steps", "eps", "rule", "decay", "momentum_form"
 # Options that may be a list or a dict, which could be changed in place
 MUTABLE = "ns_coefficients", "split", "transposed"
 SIMPLE = {str, bool, type(None)}  # types of values that cannot be changed in place

@@ -34,7 +34,7 @@ from ..planning.planner import Plan, Planner, warn_of_idle
 from ..planning.rank_plan import RankPlan
 from ..qk_clip.hook import HeadClipping
 from ..rules.decay import form_of as form_of_decay
-from ..rules.muon import comparable_scale
+from ..rules.muon import comparable_scale, is_sum
 from ..rules.rule import host_constants
 from ..state import create
 from .adamw_updates import BUCKET_UPDATES, AdamWUpdate
@@ -193,6 +193,7 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         group["use_muon"],
         group["adjust_lr_fn"],
         form_of_decay(group),
+        is_sum(group),
         forms,
         tuple(splits),
         tuple(map(id, part.params)),

@@ -59,7 +59,8 @@ class MuonConfig:
         if unknown := sorted(set(given) - set(known)):
             raise TypeError(
                 f"there is no argument {shortened(repr(unknown[0]))}: leave it out. Besides "
-                f"torch.optim.Muon's there are adamw_betas, adamw_eps, decay, {', '.join(known)}"
+                "torch.optim.Muon's there are adamw_betas, adamw_eps, decay, momentum_form, "
+                f"{', '.join(known)}"
             )
         if "process_group" in given:
             given = {**given, "process_group": group_of_mesh(given["process_group"])}

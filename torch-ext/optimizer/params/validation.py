@@ -24,6 +24,7 @@ from ..kernels.elementwise.weight_update import ALL
 from ..newton_schulz.coefficients import FP32_MAX
 from ..newton_schulz.method import MATRIX_DTYPES
 from ..rules.decay import DECOUPLED, form_of
+from ..rules.muon import MOMENTUM_FORMS, is_sum
 from ..rules.rule import RULES, number_of, overrides, rule_of
 from .checks.group_values import (
     BELOW_ONE,
@@ -63,11 +64,12 @@ GROUP_KEYS = frozenset(
         "betas",
         "process_group",
         "decay",
+        "momentum_form",
     )
 )
 # Keys that a group has only if they were given -> default. So checkpoints from before a key was
 # added fit: torch.distributed.checkpoint refuses to load fewer keys than groups have
-OPTIONAL_KEYS = {"decay": DECOUPLED}
+OPTIONAL_KEYS = {"decay": DECOUPLED, "momentum_form": MOMENTUM_FORMS[0]}
 # Keys that learning-rate schedulers add
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 # Keys of torch and torchtitan, allowed though without effect
@@ -186,10 +188,11 @@ def check_group(
     if rule:
         rule.check(group)
         writes = overrides(rule, "update") or overrides(rule, "write") or rule.sends
-        if writes and form_of(group) != ALL:
+        own = {"decay": form_of(group) != ALL, "momentum_form": is_sum(group)}
+        for key in [key for key, differs in own.items() if writes and differs]:
             raise ValueError(
-                f"decay={group['decay']!r} with rule={group['rule']!r}, which writes weights "
-                "itself: leave decay out, or use another rule"
+                f"{key}={group[key]!r} with rule={group['rule']!r}, which has formulas of its own: "
+                f"leave {key} out, or use another rule"
             )
     for i, param in enumerate(group["params"]):
         if param.requires_grad or isinstance(param, UninitializedTensorMixin):

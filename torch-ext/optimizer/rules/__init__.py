@@ -3,7 +3,6 @@
 # Each registers its rule under a name
 from __future__ import annotations
 
-from . import muon as _muon  # noqa: F401
 from . import normuon as _normuon  # noqa: F401
 from .named import adamuon as _adamuon  # noqa: F401
 from .named import hyperball as _hyperball  # noqa: F401

@@ -11,6 +11,14 @@ update (polar factor of U), all (R, C) for a matrix of R rows (fan out) and C co
                                                   of U = P S Q^T
     W <- (1 - lr weight_decay) W - lr scale O     scale by the shape of the matrix, see `scale_of`
 
+With momentum_form="sum" (Keller Jordan's first version, Dion, Motif), M is a sum, state
+`momentum_sum`:
+
+    M <- mu M + G
+    U <- mu M + G with nesterov, else M
+
+With constant mu since the first step, the sum is the mean / (1 - mu), and O is equal.
+
 The phases of rule.py:
 
 1. M and U: elementwise, where M is stored (kernels/elementwise/momentum.py).
@@ -26,10 +34,17 @@ Newton-Schulz.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
-from .rule import Rule, register
+MOMENTUM_FORMS = ("ema", "sum")  # allowed values of `momentum_form`; the first is the default
+SUM_KEY = "momentum_sum"  # state of the momentum as a sum
+
+
+def is_sum(group: Mapping[str, Any]) -> bool:
+    """Return whether the momentum of a group is a sum."""
+    return group.get("momentum_form") == "sum"
+
 
 # A factor on the learning rate of an (R, C) matrix: a name of SCALES (None: "original"), a number
 # for all shapes, or a function of (R, C)
@@ -66,15 +81,6 @@ class MatrixShape(Protocol):
 
     rows: int
     cols: int
-
-
-@register
-class MuonRule(Rule):
-    """See the module: the phases of `Rule`, which overrides nothing."""
-
-    name = "muon"
-    fused = True
-    takes_scattered_rows = True
 
 
 def scale_of(matrix: MatrixShape, adjust_lr_fn: Scale) -> float:

@@ -25,6 +25,15 @@ EPS = 1e-8
 
 
 @register
+class MuonRule(Rule):
+    """Muon's rule: the phases of `Rule`, which overrides nothing."""
+
+    name = "muon"
+    fused = True
+    takes_scattered_rows = True
+
+
+@register
 class NorMuonRule(Rule):
     """See the module."""
 

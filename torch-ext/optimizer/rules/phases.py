@@ -20,7 +20,7 @@ from ..kernels.launch.precompile import in_dry_run
 from .rule import Numbers, Rule, Units, overrides, rule_name
 
 Stack = torch.Tensor | ScatteredRows
-MOMENTUM = 4  # index of 1 - momentum in `device_scalars`
+MOMENTUM = 4  # index in `device_scalars` of 1 - momentum, the first number that the momentum reads
 # (G, M, index of the group) -> (U, the new M)
 Update = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 # (W, O, scale, numbers that the owner has sent, index of the group) -> the new W
@@ -163,8 +163,9 @@ class PackByRule:
         gradients: Sequence[torch.Tensor],
         skip: Skip | None = None,
         groups: Sequence[int] | None = None,
+        sums: bool = False,
     ) -> None:
-        """Arguments of `Pack`, after `update`."""
+        """Arguments of `Pack`, after `update`, which knows the form of M."""
         self.update = update
         self.M = list(M)
         self.U = list(U)
@@ -237,8 +238,7 @@ class WeightUpdateByFactors:
         keep, step = phases.rule.write_factors
         places = [self.numbers[i, at].view(1, 1) for at in (0, 1) for i in range(count)]
         self.gather = Copy(places, [one[name] for name in (step, keep) for one in sent])
-        at = [NUMBERS * n + MOMENTUM for n in groups or [0] * count]
-        self.momentum_at = torch.tensor(at, dtype=torch.int64, device=self.scalars.device)
+        self.groups = torch.tensor(groups or [0] * count, device=self.scalars.device)
         self.update = WeightUpdate(
             W, O, [1.0] * count, skip, M, sources, gradients, list(range(count))
         )
@@ -255,7 +255,7 @@ class WeightUpdateByFactors:
         if not len(self.numbers):
             return
         self.gather()
-        self.numbers[:, MOMENTUM] = self.scalars[self.momentum_at]
+        self.numbers[:, MOMENTUM:] = self.scalars.view(-1, NUMBERS)[self.groups, MOMENTUM:]
         flat = self.numbers.view(-1)
         self.update(flat, tensors, addresses, flat[MOMENTUM:], update_momentum)
 

@@ -19,16 +19,18 @@ State, by the part of a parameter (..., R, C) that one number belongs to:
 | key               | rules         | one number per | shape       | dtype                  |
 |-------------------|---------------|----------------|-------------|------------------------|
 | `momentum_buffer` | all but AdamW | element        | (..., R, C) | `state_dtype`          |
+| `momentum_sum`    | all but AdamW | element        | (..., R, C) | `state_dtype`          |
 | `second_moment`   | NorMuon       | row            | (..., R, 1) | fp32                   |
 | keys of a `Rule`  | its own       | see `State`    | see `State` | see `State`            |
 | `exp_avg`         | AdamW         | element        | (..., R, C) | `state_dtype`, or fp64 |
 | `exp_avg_sq`      | AdamW         | element        | (..., R, C) | `state_dtype`, or fp64 |
 | `step`            | AdamW         | parameter      | ()          | fp32                   |
-| `initial_weight`  | all, with `decay="initial"` | element | (..., R, C) | of the weight   |
+| `initial_weight`  | all           | element        | (..., R, C) | of the weight          |
 
-`state_dtype` is fp32 or bf16; AdamW keeps the averages of fp64 parameters in fp64. State is sharded
-like the parameter; state per parameter is equal on every rank. AdamW steps weight and state in a
-single elementwise phase (adamw.py), and is no `Rule`.
+`momentum_sum` takes the place of `momentum_buffer` with `momentum_form="sum"`. Only groups with
+`decay="initial"` keep `initial_weight`. `state_dtype` is fp32 or bf16; AdamW keeps the averages of
+fp64 parameters in fp64. State is sharded like the parameter; state per parameter is equal on every
+rank. AdamW steps weight and state in a single elementwise phase (adamw.py), and is no `Rule`.
 
 A rule reads two kinds of numbers. `host_constants` are arguments of launches; a CUDA graph keeps
 the values of its capture, so a change means a new capture. `device_scalars` are uploaded before a
@@ -44,9 +46,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from ..kernels.elementwise.weight_update import ALL
 from ..newton_schulz import coefficients
 from ..params.units import WHOLE, Split
 from .decay import INITIAL_KEY, form_of, rate_of
+from .muon import SUM_KEY, is_sum
 
 PER = ("element", "row", "column", "matrix")  # allowed values of `State.per`
 
@@ -197,6 +201,7 @@ STATES: dict[str, State] = {
     "exp_avg": State("exp_avg"),
     "exp_avg_sq": State("exp_avg_sq"),
     INITIAL_KEY: State(INITIAL_KEY),
+    SUM_KEY: State(SUM_KEY),
 }
 # Keys of groups, besides beta2, that are options of any rule: `host_constants`
 OPTION_KEYS: set[str] = set()
@@ -269,16 +274,17 @@ def all_state_keys() -> tuple[str, ...]:
 
 def device_scalars(group: Mapping[str, Any]) -> list[float]:
     """Return the numbers of a group that schedules change, for device memory in fp32:
-    [lr, 1 - rate, beta2, 1 - beta2, 1 - momentum, 0, rate, 0], with the rate of decay (lr
+    [lr, 1 - rate, beta2, 1 - beta2, 1 - momentum, momentum, rate, 0], with the rate of decay (lr
     weight_decay, see decay.py) and beta2 of NorMuon. AdamW reads lr, and the rate of other forms of
     decay than the default.
     """
     lr = float(group["lr"])
     rate = lr * float(group["weight_decay"]) if "decay" not in group else rate_of(group)
     beta2 = float(group.get("beta2", 0.0))
+    momentum = float(group["momentum"])
     # The weight update reads from element 0, the momentum from element 4. Both addresses are
     # multiples of 16 bytes: Triton would compile each kernel anew for an unaligned pointer
-    return [lr, 1.0 - rate, beta2, 1.0 - beta2, 1.0 - float(group["momentum"]), 0.0, rate, 0.0]
+    return [lr, 1.0 - rate, beta2, 1.0 - beta2, 1.0 - momentum, momentum, rate, 0.0]
 
 
 class MuonConstants(NamedTuple):
@@ -290,6 +296,7 @@ class MuonConstants(NamedTuple):
     nesterov: bool
     options: tuple  # values of `Rule.options`, without beta2
     decay: int  # form of decay of the weight update
+    is_sum: bool  # the momentum is a sum
 
 
 def number_of(value: object) -> float:
@@ -315,9 +322,17 @@ def host_constants(group: Mapping[str, Any], wide: bool = False) -> tuple:
         rule = rule_of(group)
         options = tuple(group[key] for key in rule.options if key != "beta2")
         nesterov = bool(group["nesterov"])
-        return MuonConstants(steps, float(group["eps"]), rule, nesterov, options, form_of(group))
+        # Without a call for groups without these keys: each part of a bucket reads the constants
+        decay = form_of(group) if "decay" in group else ALL
+        sums = "momentum_form" in group and is_sum(group)
+        return MuonConstants(steps, float(group["eps"]), rule, nesterov, options, decay, sums)
     fixed = map(float, (*group["betas"], group["eps"], group["weight_decay"]))
     return *fixed, float(group["lr"]) if wide else None, group.get("decay")
+
+
+def momentum_key(group: Mapping[str, Any]) -> str:
+    """Return the key of the momentum in the state of a Muon group."""
+    return SUM_KEY if is_sum(group) else "momentum_buffer"
 
 
 def state_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -325,7 +340,7 @@ def state_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
     if not group["use_muon"]:
         keys = ("step", "exp_avg", "exp_avg_sq")
     else:
-        keys = ("momentum_buffer", *(state.key for state in rule_of(group).state))
+        keys = (momentum_key(group), *(state.key for state in rule_of(group).state))
     return (*keys, INITIAL_KEY) if group.get("decay") == "initial" else keys
 
 
@@ -343,7 +358,7 @@ def state_device_and_dtype(
     # A copy of the weight is exact only in the weight's dtype
     if key == INITIAL_KEY:
         return param.device, param.dtype
-    if key in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+    if key in ("momentum_buffer", SUM_KEY, "exp_avg", "exp_avg_sq"):
         return param.device, torch.float64 if param.dtype == torch.float64 else dtype
     return param.device, STATES[key].dtype
 

@@ -20,6 +20,7 @@ from ..newton_schulz.coefficients import SETS, Triple
 from ..params.dtensor import is_dtensor
 from ..params.errors import shortened
 from ..rules.decay import DECOUPLED
+from ..rules.muon import SUM_KEY
 from .dion_splits import split_of, with_unscaled_rows
 from .peers import (
     EMERGING_REPEAT_LAST,
@@ -38,6 +39,7 @@ from .peers import (
 # Keys of Motif's AdamW state -> keys of this package
 RENAMED = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
+SUM_SOURCES = ("motif", "dion", "muonium")  # sources whose momentum is a sum
 DION_RULES = ("muon", "normuon", "adamw")
 # For each source: options that change a step, with the values that have a counterpart; the first
 # value stands for a missing option
@@ -69,7 +71,9 @@ Options = dict  # a group's options under this package's names
 OfState = Callable[[dict], dict]  # converts the state of a parameter
 
 
-def convert_state_dict(state_dict: dict, source: str | None = None, **arguments: object) -> dict:
+def convert_state_dict(
+    state_dict: dict, source: str | None = None, *, momentum_form: str = "ema", **arguments: object
+) -> dict:
     """Return the state dict of another Muon as a new state dict for `load_state_dict` of this
     package.
 
@@ -77,6 +81,8 @@ def convert_state_dict(state_dict: dict, source: str | None = None, **arguments:
     "motif", "dion", "emerging_optimizers", "megatron", "timm", "nanochat", "modded_nanogpt",
     "deepspeed", "muonium"); None: recognized by keys. `arguments`: constructor arguments of the
     source's optimizer missing from the state dict; by default the source's defaults (peers.py).
+    `momentum_form`: "ema" turns sums into means; "sum" keeps the sums of "motif", "dion" and
+    "muonium", and sets momentum_form="sum": exact even if momentum is scheduled.
     Numbers in neither place (coefficients of Motif and Dion) are kept from the loading optimizer.
     Tensors are renamed, sums become means, options are renamed, and the next step equals the
     source's. Dion's `num_heads` and `split_sizes` become `split` of the converted group; loading
@@ -90,6 +96,11 @@ def convert_state_dict(state_dict: dict, source: str | None = None, **arguments:
     """
     _check_form(state_dict)
     source = _source(state_dict, source)
+    if momentum_form not in ("ema", *(["sum"] if source in SUM_SOURCES else [])):
+        raise ValueError(
+            f"momentum_form={shortened(repr(momentum_form))} is not allowed: it must be 'ema', or "
+            f"'sum' for the sources with sums, {', '.join(SUM_SOURCES)}; this one is {source!r}"
+        )
     arguments = _arguments(source, arguments)
     if source == "torch":
         return state_dict
@@ -107,9 +118,14 @@ def convert_state_dict(state_dict: dict, source: str | None = None, **arguments:
         if options["use_muon"]:
             _check_whole(where, part, states, stepped)
         shared = {key: part[key] for key in part if key in SHARED}
-        groups.append({"decay": DECOUPLED, **shared, **options})
+        form = momentum_form if options["use_muon"] else "ema"
+        groups.append({"decay": DECOUPLED, "momentum_form": form, **shared, **options})
         for param in [param for param in part["params"] if states.get(param)]:
-            states[param] = of_state(states[param])
+            converted = of_state(states[param])
+            if form == "sum":
+                converted[SUM_KEY] = _total(states[param])
+                del converted["momentum_buffer"]
+            states[param] = converted
     return {**state_dict, "state": states, "param_groups": groups}
 
 
@@ -665,8 +681,7 @@ def _mean(mu: object) -> OfState:
 
     def of_state(state: dict) -> dict:
         """Convert a state with a momentum sum, and Dion's NorMuon state `variance_neuron`."""
-        # Exactly one of the two names is there
-        (total,) = (state[key] for key in ("momentum_buffer", "momentum") if key in state)
+        total = _total(state)
         wide = total.to(torch.promote_types(total.dtype, torch.float32))
         converted = {"momentum_buffer": wide * (1 - float(mu))}
         if "variance_neuron" in state:
@@ -674,3 +689,10 @@ def _mean(mu: object) -> OfState:
         return converted
 
     return of_state
+
+
+def _total(state: dict) -> torch.Tensor:
+    """Return the momentum sum in the state of a parameter."""
+    # Exactly one of the two names is there
+    (total,) = (state[key] for key in ("momentum_buffer", "momentum") if key in state)
+    return total

@@ -29,6 +29,7 @@ from .state_dict import (
     STRUCTURE,
     check_same_rule,
     check_state,
+    in_momentum_form,
     options_of,
     with_function,
     with_saved_rule,
@@ -450,7 +451,11 @@ def _saved_group(
     own_names = [[names[p] for p in entry["params"]] for entry in own]
     params = own_names[number]
     options = options_of(number, own, own_names, [(set(g["params"]), g["options"]) for g in saved])
-    keys = state_keys(with_saved_rule(group, options))
+    rule = with_saved_rule(group, options)
+    keys = state_keys(rule)
+    states.update(
+        {name: in_momentum_form(states[name], rule, options) for name in params if name in states}
+    )
     for param, name, split in zip(group["params"], params, splits_of(group)):
         was_muon = next((g["use_muon"] for g in saved if name in g["params"]), group["use_muon"])
         if was_muon != bool(group["use_muon"]):

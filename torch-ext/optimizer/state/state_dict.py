@@ -26,6 +26,7 @@ from ..params.param_groups import clean_name
 from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import CHANGED, OPTIONAL_KEYS, check_numbers
 from ..rules.decay import INITIAL_KEY
+from ..rules.muon import SUM_KEY, is_sum
 from ..rules.rule import all_state_keys, state_device_and_dtype, state_keys, state_shape
 from .consolidated import refuse_elsewhere
 from .peers import PEERS, listed, marked
@@ -432,7 +433,8 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
         rule = with_saved_rule(group, saved)
         for i, (param, key) in enumerate(zip(group["params"], saved["params"])):
             if key in loaded["state"]:
-                members.append((param, rule, name_of(group, i), loaded["state"][key]))
+                state = in_momentum_form(loaded["state"][key], rule, saved)
+                members.append((param, rule, name_of(group, i), state))
     of_param = {p: own for group, own in zip(groups, options) for p in group["params"]}
     refusal = None
     try:
@@ -450,6 +452,23 @@ def restore(loaded: dict, groups: list[dict], options: Sequence[MuonConfig]) -> 
 def with_saved_rule(group: dict, saved: dict) -> dict:
     """Return `group` with the options of the saved group on which the keys of state depend."""
     return {**group, **{key: saved[key] for key in OPTIONAL_KEYS if key in saved}}
+
+
+def in_momentum_form(state: object, group: dict, saved: dict) -> object:
+    """Return the saved state of a parameter with a sum in place of a mean as momentum, if `group`,
+    `with_saved_rule`, has a sum: the checkpoint is from before it had one. Exact if momentum was
+    constant since the first step.
+    """
+    wants_sum = bool(group["use_muon"]) and is_sum(group)
+    if not (wants_sum and isinstance(state, dict) and "momentum_buffer" in state):
+        return state
+    mean = _as_tensor(state["momentum_buffer"], "momentum_buffer")
+    if SUM_KEY in state or not mean.dtype.is_floating_point:
+        return state
+    wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
+    rest = {key: value for key, value in state.items() if key != "momentum_buffer"}
+    momentum = float(saved.get("momentum", group["momentum"]))
+    return {**rest, SUM_KEY: wide / (1.0 - momentum)}
 
 
 def _foreign_entries(state: object) -> dict:
@@ -475,7 +494,8 @@ def check_state(
             f"of {', '.join(keys)}: it was saved by another optimizer, or is damaged"
         )
     # An empty state is allowed: the parameter starts anew
-    needed = {"momentum_buffer"} if "momentum_buffer" in keys else set(keys) - {INITIAL_KEY}
+    momentum = {"momentum_buffer", SUM_KEY} & set(keys)
+    needed = momentum or set(keys) - {INITIAL_KEY}
     if state and not needed <= set(state):
         raise ValueError(
             f"the state of parameter {name} is "

@@ -33,7 +33,7 @@ class Pack:
     """Momentum of many rectangles: M <- mu M + (1 - mu) G, then U <- mu M + (1 - mu) G or U <- M.
 
     M: momentum, G: gradient, U: update, mostly a view of a send buffer. The first form of U is
-    Nesterov momentum, with the new M.
+    Nesterov momentum, with the new M. With `sums`: M <- mu M + G, then U <- mu M + G or U <- M.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Pack:
         gradients: Sequence[torch.Tensor],
         skip: Skip | None = None,
         groups: Sequence[int] | None = None,
+        sums: bool = False,
     ):
         """Bind M and U: lists of 2-D views with equal shapes, at fixed addresses. `groups`: number
         of the parameter group of each rectangle; None: group 0.
@@ -58,6 +59,7 @@ class Pack:
         self.launches = (
             bind((self.M, self.U), sources, gradients) if M and use_triton(M[0].device) else None
         )
+        self.sums = sums
         self.group_offsets = [n * NUMBERS for n in groups or [0] * len(self.M)]
         self.groups = groups_of(groups, self.launches)
         self.skip = skip
@@ -74,12 +76,17 @@ class Pack:
         """Write U and, with `update_momentum`, M; both in place, computed in fp32, rounded once.
 
         `tensors`: all gradients of the step, unchanged. `addresses`: their addresses, int64 on the
-        device (None without Triton). `weight`: 1 - mu of group 0, fp32 on the device; the value of
-        group i is i * NUMBERS elements behind. Without `update_momentum`, `WeightUpdate` writes M
-        later, together with the weight.
+        device (None without Triton). `weight`: 1 - mu of group 0, then mu, read with `sums` only,
+        in fp32 on the device; the values of group i are i * NUMBERS elements behind. Without
+        `update_momentum`, `WeightUpdate` writes M later, together with the weight.
         """
         if self.launches is None:
             gradients = gradients_or_momenta(tensors, self.sources, self.M, self.skip)
+            if self.sums:
+                factors = [weight[at + 1] for at in self.group_offsets]
+                return pack_sums_torch(
+                    self.M, self.U, gradients, factors, nesterov, update_momentum, self.skip
+                )
             weights = [weight[at] for at in self.group_offsets]
             return pack_torch(self.M, self.U, gradients, weights, nesterov, update_momentum)
         for launch, (flags, places, skips), (groups, grouped) in zip(
@@ -97,6 +104,7 @@ class Pack:
                 NESTEROV=nesterov,
                 SKIPS=skips,
                 GROUPED=grouped,
+                SUMS=self.sums,
             )
 
 
@@ -134,6 +142,33 @@ def pack_torch(
         u.copy_(lerp(new, g, weight) if nesterov else new)
 
 
+def pack_sums_torch(
+    M: Sequence[torch.Tensor],
+    U: Sequence[torch.Tensor],
+    G: Sequence[torch.Tensor],
+    factors: Sequence[torch.Tensor],
+    nesterov: bool,
+    update_momentum: bool,
+    skip: Skip | None,
+) -> None:
+    """Compute `Pack` with `sums` in torch, with the bits of the kernel. `factors`: mu of each
+    rectangle.
+    """
+    for i, (m, u, g, mu) in enumerate(zip(M, U, G, factors)):
+        new = summed(m, g, mu)
+        update = summed(new, g, mu) if nesterov else new
+        if skip is not None:
+            new, update = (torch.where(skip.is_updated(i), t, m.float()) for t in (new, update))
+        if update_momentum:
+            m.copy_(new)
+        u.copy_(update)
+
+
+def summed(m: torch.Tensor, g: torch.Tensor, mu: torch.Tensor) -> torch.Tensor:
+    """Return mu m + g in fp32."""
+    return m.float().mul(mu).add_(g.float())
+
+
 def lerp(m: torch.Tensor, g: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return m + weight (g - m) in fp32, as torch.lerp computes mu m + (1 - mu) g."""
     wide = m.float()
@@ -153,6 +188,7 @@ def _pack_kernel(
     NESTEROV: tl.constexpr,
     SKIPS: tl.constexpr,
     GROUPED: tl.constexpr,
+    SUMS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCESS: tl.constexpr,
@@ -162,8 +198,8 @@ def _pack_kernel(
 ):
     """Compute `Pack` for a block of elements. Lists of the table: M, U, G.
 
-    `weight`: pointer to 1 - mu of group 0. `flags`, `places`: see `unskipped`; read if SKIPS only.
-    `groups`: see `group_offset`; read if GROUPED only.
+    `weight`: pointer to 1 - mu of group 0, then mu. SUMS: M is a sum. `flags`, `places`: see
+    `unskipped`; read if SKIPS only. `groups`: see `group_offset`; read if GROUPED only.
     """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
     m_at = element_pointers(record, row, column, 0, TYPE_0, 0, ACCESS)
@@ -173,13 +209,22 @@ def _pack_kernel(
     )
     g = tl.load(g_at, mask=inside).to(tl.float32)
     m = tl.load(m_at, mask=inside).to(tl.float32)
-    if SKIPS:
-        g = tl.where(unskipped(inside, blocks, flags, places), g, m)
-    rest = tl.load(weight + group_offset(blocks, groups, GROUPED))
-    m += rest * (g - m)
-    tl.store(m_at, m.to(TYPE_0), mask=tl.where(update_momentum != 0, inside, False))
-    if NESTEROV:
+    if SUMS:
+        mu = tl.load(weight + group_offset(blocks, groups, GROUPED) + 1)
+        # A rectangle that is skipped: M stays, and U becomes M
+        stepped = unskipped(inside, blocks, flags, places) if SKIPS else inside
+        m = tl.where(stepped, m * mu + g, m)
+        tl.store(m_at, m.to(TYPE_0), mask=tl.where(update_momentum != 0, inside, False))
+        if NESTEROV:
+            m = tl.where(stepped, m * mu + g, m)
+    else:
+        if SKIPS:
+            g = tl.where(unskipped(inside, blocks, flags, places), g, m)
+        rest = tl.load(weight + group_offset(blocks, groups, GROUPED))
         m += rest * (g - m)
+        tl.store(m_at, m.to(TYPE_0), mask=tl.where(update_momentum != 0, inside, False))
+        if NESTEROV:
+            m += rest * (g - m)
     tl.store(u_at, m.to(TYPE_1), mask=inside)
 
 

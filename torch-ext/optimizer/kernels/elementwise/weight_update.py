@@ -8,7 +8,7 @@ import torch
 
 from ..backend import use_triton
 from ..launch.jit import jit
-from .momentum import gradients_or_momenta, lerp
+from .momentum import gradients_or_momenta, lerp, summed
 from .multi_tensor import (
     NUMBERS,
     Skip,
@@ -53,6 +53,7 @@ class WeightUpdate:
         groups: Sequence[int] | None = None,
         decay: int = ALL,
         initial: Sequence[torch.Tensor] = (),
+        sums: bool = False,
     ):
         """Bind weights and O: lists of 2-D views with equal shapes, at fixed addresses.
 
@@ -60,13 +61,15 @@ class WeightUpdate:
         `sources` and `gradients` as for `Pack`; None to leave momentum alone. W, O, M and the
         gradients may each be fp32, bf16 or fp16. Rectangles of `skip` keep W and M. `groups`:
         number of the parameter group of each rectangle; None: group 0. `decay`: ALL, CAUTIOUS or
-        TO_INITIAL. `initial`: W0 with TO_INITIAL, of equal shapes.
+        TO_INITIAL. `initial`: W0 with TO_INITIAL, of equal shapes. `sums`: M is a sum, as in
+        `Pack`.
         """
         self.W = list(W)
         self.O = list(O)
         self.M = M
         self.sources = sources
         self.decay = decay
+        self.sums = sums
         self.initial = list(initial)
         self.scales = torch.tensor(
             list(scales), dtype=torch.float32, device=W[0].device if W else None
@@ -103,9 +106,7 @@ class WeightUpdate:
             return
         if self.launches is None:
             if self.M is not None and update_momentum:
-                gradients = gradients_or_momenta(tensors, self.sources, self.M, self.skip)
-                for m, g, at in zip(self.M, gradients, self.group_offsets):
-                    m.copy_(lerp(m, g, weight[at]))
+                self._update_momenta(tensors, weight)
             return weight_update_torch(
                 self.W,
                 self.O,
@@ -134,7 +135,19 @@ class WeightUpdate:
                 SKIPS=skips,
                 GROUPED=grouped,
                 DECAY=self.decay,
+                SUMS=self.sums,
             )
+
+    def _update_momenta(self, tensors: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
+        """Write M in torch, with the bits of the kernel. Arguments as for `__call__`."""
+        gradients = gradients_or_momenta(tensors, self.sources, self.M, self.skip)
+        for i, (m, g, at) in enumerate(zip(self.M, gradients, self.group_offsets)):
+            if not self.sums:
+                m.copy_(lerp(m, g, weight[at]))
+                continue
+            new = summed(m, g, weight[at + 1])
+            skip = self.skip
+            m.copy_(new if skip is None else torch.where(skip.is_updated(i), new, m.float()))
 
 
 def weight_update_torch(
@@ -184,6 +197,7 @@ def _update_kernel(
     SKIPS: tl.constexpr,
     GROUPED: tl.constexpr,
     DECAY: tl.constexpr,
+    SUMS: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCESS: tl.constexpr,
@@ -196,8 +210,9 @@ def _update_kernel(
     """Compute `WeightUpdate` for a block of elements. Lists of the table: W, O; with MOMENTA also
     M; with DECAY TO_INITIAL also W0; with MOMENTA also G.
 
-    `scales`: scale of each record. `update_momentum`: 0 leaves M alone. `flags`, `places`: see
-    `unskipped`; read if SKIPS only. `groups`: see `group_offset`; read if GROUPED only.
+    `scales`: scale of each record. SUMS: M is a sum. `update_momentum`: 0 leaves M alone. `flags`,
+    `places`: see `unskipped`; read if SKIPS only. `groups`: see `group_offset`; read if GROUPED
+    only.
     """
     record, row, column, inside = locate(records, blocks, FIELDS, BLOCK, ACCESS)
     group = group_offset(blocks, groups, GROUPED)
@@ -220,7 +235,10 @@ def _update_kernel(
         else:
             g_at = element_pointers(record, row, column, 3, TYPE_3, g_base, ACCESS)
         m = tl.load(m_at, mask=written).to(tl.float32)
-        m += tl.load(weight + group) * (tl.load(g_at, mask=written).to(tl.float32) - m)
+        if SUMS:
+            m = m * tl.load(weight + group + 1) + tl.load(g_at, mask=written).to(tl.float32)
+        else:
+            m += tl.load(weight + group) * (tl.load(g_at, mask=written).to(tl.float32) - m)
         tl.store(m_at, m.to(TYPE_2), mask=written)
     if DECAY == 0:  # ALL
         new = w * tl.load(factors + group + 1) - o * factor

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from ...newton_schulz.coefficients import FP32_MAX, steps_of
 from ...rules.decay import DECAYS, DECOUPLED
-from ...rules.muon import AMBIGUOUS_SCALES, SCALES
+from ...rules.muon import AMBIGUOUS_SCALES, MOMENTUM_FORMS, SCALES
 from ...rules.rule import number_of
 from ..errors import shortened
 
@@ -19,13 +19,16 @@ BELOW_ONE = "a number in [0, 1)"
 
 
 def check_values(group: dict) -> None:
-    """Raise ValueError for a wrong value of eps, adjust_lr_fn, decay, ns_coefficients, ns_steps or
-    betas, options unchanged by schedules.
+    """Raise ValueError for a wrong value of eps, adjust_lr_fn, decay, momentum_form,
+    ns_coefficients, ns_steps or betas, options unchanged by schedules.
     """
     require(0 <= number_of(group["eps"]) <= FP32_MAX, "eps", group["eps"], FINITE)
     _check_scale(group["adjust_lr_fn"])
     decay = group.get("decay", DECOUPLED)
     require(isinstance(decay, str) and decay in DECAYS, "decay", decay, f"one of {tuple(DECAYS)}")
+    form = group.get("momentum_form", MOMENTUM_FORMS[0])
+    is_form = isinstance(form, str) and form in MOMENTUM_FORMS
+    require(is_form, "momentum_form", form, f"one of {MOMENTUM_FORMS}")
     steps_of(group["ns_coefficients"], group["ns_steps"])
     if is_adamw(group) and group.get("betas") is None:
         raise ValueError(
