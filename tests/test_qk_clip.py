@@ -456,23 +456,26 @@ def test_owners_of_state_leave_the_bits(options, optimizer):
     assert run_threads(4, on_ranks, "ddp", "keep", options) == [(True, counts)] * 4
 
 
-def silent_rank(rank, world):
-    """Rank 1 gives nothing, has no gradient of one weight, and takes part all the same."""
+def silent_rank(rank, world, lacking, options):
+    """Rank 1 gives nothing, ranks `lacking` have no gradient of q, and take part all the same."""
     from torch.distributed.tensor import Shard, init_device_mesh
 
     mesh, weights = init_device_mesh("cpu", (world,)), weights_of("MHA")
     named = {name: nn.Parameter(placed(w, mesh, [Shard(0)])) for name, w in weights.items()}
     clip = package().QKClip(TAU, {"layer": layer_of("MHA")})
-    opt = muon(named, clip)
+    opt = muon(named, clip, **options)
     for name, p in named.items():
-        p.grad = None if rank == 1 and name == "q" else torch.zeros_like(p)
+        p.grad = None if rank in lacking and name == "q" else torch.ones_like(p)
     opt.step(qk_logits=None if rank == 1 else {"layer": torch.tensor(MAXIMA)})
     expected = reference("MHA", weights, MAXIMA)
-    return [float((p.full_tensor().double() - expected[n]).abs().max()) < 1e-5 for n, p in named.items()]
+    return [float((p.detach().full_tensor().double() - expected[n]).abs().max()) < 1e-5 for n, p in named.items()]
 
 
-def test_a_rank_without_maxima_takes_part(optimizer):
-    assert run_threads(3, silent_rank) == [[True, True]] * 3
+@pytest.mark.parametrize("options", [{}, {"overlap_forward": True}], ids=str)
+@pytest.mark.parametrize("lacking", [(1,), (0, 1, 2)])
+def test_a_rank_without_maxima_or_gradients_takes_part(lacking, options, optimizer):
+    """Where no rank has a gradient, the weight is restored after the step, and scaled after that."""
+    assert run_threads(3, silent_rank, lacking, options) == [[True, True]] * 3
 
 
 def interleaved(rank, world, w, layer, expected):
