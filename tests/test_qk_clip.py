@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from tests.ranks import package, part, run_threads
+from tests.ranks import package, part, run_ranks, run_threads
 from tests.test_fused_weights import ATTENTION, attention, kind, linear, within
 from tests.test_muon import same
 from tests.test_overlap_forward import Seen, install
@@ -291,6 +291,17 @@ def test_a_step_that_raises_or_is_skipped_as_a_whole_clips_nothing(optimizer):
     assert same(weights.values(), named.values()) and int(clip.clipped) == 0
 
 
+def test_a_scaler_that_finds_inf_skips_the_scaling_too(optimizer):
+    weights = weights_of("MHA")
+    named = params(weights)
+    opt = muon(named, optimizer.QKClip(TAU, {"layer": layer_of("MHA")}), unscale_in_step=True)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(sum(p.sum() for p in named.values()) * INF).backward()
+    scaler.step(opt, qk_logits={"layer": torch.tensor(MAXIMA)})
+    assert same(weights.values(), named.values()) and int(opt.qk_clip.clipped) == 0
+    assert opt.qk_clip.maxima["layer"].tolist() == MAXIMA
+
+
 def test_a_step_that_fails_before_it_begins_keeps_the_maxima(optimizer):
     named = params(weights_of("MHA"))
     clip = optimizer.QKClip(TAU, {"layer": layer_of("MHA")})
@@ -445,23 +456,26 @@ def test_owners_of_state_leave_the_bits(options, optimizer):
     assert run_threads(4, on_ranks, "ddp", "keep", options) == [(True, counts)] * 4
 
 
-def silent_rank(rank, world):
-    """Rank 1 gives nothing, has no gradient of one weight, and takes part all the same."""
+def silent_rank(rank, world, lacking, options):
+    """Rank 1 gives nothing, ranks `lacking` have no gradient of q, and take part all the same."""
     from torch.distributed.tensor import Shard, init_device_mesh
 
     mesh, weights = init_device_mesh("cpu", (world,)), weights_of("MHA")
     named = {name: nn.Parameter(placed(w, mesh, [Shard(0)])) for name, w in weights.items()}
     clip = package().QKClip(TAU, {"layer": layer_of("MHA")})
-    opt = muon(named, clip)
+    opt = muon(named, clip, **options)
     for name, p in named.items():
-        p.grad = None if rank == 1 and name == "q" else torch.zeros_like(p)
+        p.grad = None if rank in lacking and name == "q" else torch.ones_like(p)
     opt.step(qk_logits=None if rank == 1 else {"layer": torch.tensor(MAXIMA)})
     expected = reference("MHA", weights, MAXIMA)
-    return [float((p.full_tensor().double() - expected[n]).abs().max()) < 1e-5 for n, p in named.items()]
+    return [float((p.detach().full_tensor().double() - expected[n]).abs().max()) < 1e-5 for n, p in named.items()]
 
 
-def test_a_rank_without_maxima_takes_part(optimizer):
-    assert run_threads(3, silent_rank) == [[True, True]] * 3
+@pytest.mark.parametrize("options", [{}, {"overlap_forward": True}], ids=str)
+@pytest.mark.parametrize("lacking", [(1,), (0, 1, 2)])
+def test_a_rank_without_maxima_or_gradients_takes_part(lacking, options, optimizer):
+    """Where no rank has a gradient, the weight is restored after the step, and scaled after that."""
+    assert run_threads(3, silent_rank, lacking, options) == [[True, True]] * 3
 
 
 def interleaved(rank, world, w, layer, expected):
@@ -665,6 +679,77 @@ def test_a_training_loop_with_recording_holds_logits_at_the_threshold(wrapped, o
     assert max(float(m.max()) for m in clip.maxima.values()) <= 0.2 * (1 + 1e-5)
     model(tokens)
     assert clip._recorded["layers.0.attention"].maxima.tolist() == [-INF] * H, "nothing is recorded outside"
+
+
+def batches_of(rank, count):
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randint(0, 11, (2, 8), generator=generator) for _ in range(count)]
+
+
+def trained(rank, world, overlap, expected):
+    """FSDP2 with batches of each rank: whether this rank has the weights of one process that saw all batches."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model, mesh = Model(), init_device_mesh("cpu", (world,))
+    for layer in model.layers:
+        fully_shard(layer["attention"], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    clip = package().QKClip.of(model, 0.2)
+    opt = package().Muon(package().get_default_muon_param_groups(model), lr=0.0, weight_decay=0.0, qk_clip=clip,
+                         **{overlap: True for overlap in overlap})
+    if "overlap_forward" in overlap:
+        opt.updates_return_during(model)
+    for tokens in batches_of(rank, 3):
+        with clip.recording(model):
+            loss = model(tokens).square().mean()
+            with opt.last_backward():
+                loss.backward()
+        opt.step()
+        opt.zero_grad()
+    opt.wait()
+    found = {name: p.full_tensor() for name, p in model.named_parameters()}
+    return all(torch.equal(found[name], w) for name, w in expected.items()), int(opt.qk_clip.clipped)
+
+
+@pytest.mark.parametrize("overlap", [(), ("overlap_backward",), ("overlap_forward",),
+                                     ("overlap_backward", "overlap_forward")], ids=str)
+def test_ranks_with_fsdp2_scale_by_the_batches_of_all(overlap, optimizer):
+    world = 2
+    torch.manual_seed(0)
+    model = Model()
+    clip = optimizer.QKClip.of(model, 0.2)
+    opt = optimizer.Muon(optimizer.get_default_muon_param_groups(model), lr=0.0, weight_decay=0.0, qk_clip=clip)
+    counts = []
+    for step in zip(*(batches_of(rank, 3) for rank in range(world))):
+        with clip.recording(model):
+            for tokens in step:
+                model(tokens).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        counts.append(int(clip.clipped))
+    assert counts[0] == 2 * H and counts[-1] > 0
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    assert run_ranks(world, trained, overlap, expected) == [(True, counts[-1])] * world
+
+
+def stages(rank, world):
+    """Two stages of a pipeline: a mesh and a layer for each; and logits that the other stage must not see."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))["dp"]
+    layer = "ab"[rank // 2]
+    weights = weights_of("MHA", prefix=f"{layer}.")
+    named = {name: nn.Parameter(placed(w, mesh, [Shard(0)])) for name, w in weights.items()}
+    clip = package().QKClip(TAU, {layer: layer_of("MHA", f"{layer}.")})
+    stepped(named, clip, {layer: torch.tensor([1.0 + rank, 0.0, 0.0, 0.0])})
+    return clip.maxima[layer].tolist()[0], int(clip.clipped)
+
+
+def test_stages_of_a_pipeline_have_layers_of_their_own(optimizer):
+    assert run_threads(4, stages) == [(2.0, 0), (2.0, 0), (4.0, 1), (4.0, 1)]
 
 
 class Silent(Attention):
