@@ -482,7 +482,8 @@ def test_steps_through_the_kernels(decay, device, monkeypatch):
         take(path, monkeypatch)
         params = [nn.Parameter(w) for w in tensors([(6, 4), (2, 4, 6), (5,)], device=device)]
         groups = [{"params": params[:2]}, {"params": params[2:], "use_muon": False}]
-        made = package().NorMuon(groups, lr=LR, weight_decay=WD, decay=decay, ns_steps=2, wire_dtype=torch.float32)
+        made = package().NorMuon(groups, lr=LR, weight_decay=WD, decay=decay, ns_steps=2, wire_dtype=torch.float32,
+                                     ns_dtype=torch.float32)
         results.append(train(made, params, range(2)))
     for a, b in zip(*results):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

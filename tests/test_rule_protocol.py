@@ -59,7 +59,13 @@ EVERYWHERE_ELSE = ["normuon_columns"]  # keeps a number for each column, which o
 
 
 def chosen(rule):
-    return their_rule() if rule == "theirs" else rule
+    if not rule.startswith("theirs"):
+        return rule
+    Damped = their_rule()
+    if rule != "theirs":
+        Damped.name = "Damped without update"
+        del Damped.update
+    return Damped
 
 
 def alone(problem, rule):
@@ -109,7 +115,8 @@ def test_a_rule_has_the_same_bits_in_processes(layout, rule, optimizer):
 @pytest.mark.parametrize("option", ["overlap_backward", "overlap_forward", "capturable"])
 @pytest.mark.parametrize("layout", ["fsdp rows, uneven", "tp columns x fsdp rows", "unreduced"])
 def test_options_leave_the_bits_of_a_rule(layout, option, optimizer):
-    assert differences(layout, "theirs", [200], **{option: True}) == []
+    rule = "hyperball" if option == "capturable" else "theirs"
+    assert differences(layout, rule, [200], **{option: True}) == []
 
 
 # formulas ----------------------------------------------------------------------------------------------------------
@@ -226,6 +233,8 @@ def gpu_rank(rank, world, rule, options):
 def test_a_rule_has_the_bits_of_one_gpu(rule, capturable, world, optimizer):
     """In parts replayed as graphs, and as one graph."""
     options = {"capturable": capturable}
+    if capturable and rule == "theirs":
+        rule = "theirs, without update"
     for wrong in run_ranks(world, gpu_rank, rule, options, backend="nccl"):
         assert wrong == []
 
@@ -447,6 +456,12 @@ def test_sums_in_a_stack_are_refused(optimizer):
 def test_what_is_no_rule_is_refused(rule, error, text, optimizer):
     with pytest.raises(error, match=text):
         optimizer.Muon([nn.Parameter(torch.ones(4, 3))], rule=rule)
+
+
+def test_an_update_in_torch_is_refused_in_a_graph_of_the_step(optimizer):
+    """The graph would read the gradients of its capture."""
+    with pytest.raises(NotImplementedError, match="rule='Damped' overrides `update`.*capturable=True"):
+        optimizer.Muon([nn.Parameter(torch.ones(4, 3))], rule=their_rule(), capturable=True)
 
 
 def test_options_of_a_rule_are_checked(optimizer):

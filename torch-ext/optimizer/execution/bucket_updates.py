@@ -86,9 +86,13 @@ class BoundUpdate(BucketUpdate):
         # On the device, of all groups: a schedule may change the numbers without a new capture
         self.lr_and_decay = inputs.store.scalars  # from element 0 on: lr, 1 - lr weight_decay
         self.momentum_weight = inputs.store.scalars[4:]  # from element 0 on: 1 - momentum
+        # Torch reads gradients where they lay at the capture of a graph, the package's kernels take
+        # addresses from device memory
+        self.reads_gradients = False
         if inputs.group["use_muon"]:
             self.rule = rule_of(inputs.group)
             self.phases = Phases(self.rule, inputs.store.groups, inputs.store.scalars)
+            self.reads_gradients = self.phases.has_update
 
     # Binding
 
@@ -216,7 +220,11 @@ class BoundUpdate(BucketUpdate):
         launches depend on; if a value changes, the graph is captured again.
         """
         if self.graphs.may_capture:
-            self.graphs(part, constants, constants)
+            key = constants
+            if self.reads_gradients:
+                addresses = map(torch.Tensor.data_ptr, self.store.gradients)
+                key = (*constants, tuple(addresses))
+            self.graphs(part, key, constants)
         else:
             part(constants)
 

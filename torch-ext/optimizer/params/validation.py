@@ -420,7 +420,14 @@ def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
         )
     if not group["use_muon"]:
         return
-    state = rule_of(group).state
+    rule = rule_of(group)
+    if options.capturable and overrides(rule, "update"):
+        raise NotImplementedError(
+            f"rule={group['rule']!r} overrides `update`, in which torch reads gradients where they "
+            "lay at the capture of a CUDA graph: leave capturable=True out (parts of the step are "
+            "graphs without it), or compute in `before`"
+        )
+    state = rule.state
     for number, (param, split) in enumerate(zip(group["params"], splits_of(group))):
         if param.requires_grad and param.ndim > 1:
             name = name_of(group, number)

@@ -318,8 +318,8 @@ def host_constants(group: Mapping[str, Any], wide: bool = False) -> tuple:
     which torch's fused kernel takes lr from the host only.
     """
     if group["use_muon"]:
-        steps = coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
         rule = rule_of(group)
+        steps = coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
         options = tuple(group[key] for key in rule.options if key != "beta2")
         nesterov = bool(group["nesterov"])
         # Without a call for groups without these keys: each part of a bucket reads the constants
