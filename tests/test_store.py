@@ -321,7 +321,7 @@ def rank_plan_with(needs):
     """A rank plan of which only the memory counts."""
     rank_plan = part("planning.rank_plan")
     travel = rank_plan.AllToAllPlan({}, {}, (), (), ())
-    uses = ("leave", "return", "kept", "arrive", "scratch_a", "scratch_b", "rows", "until_apply", "gram_scratch",
+    uses = ("leave", "return", "kept", "arrive", "scratch_a", "scratch_b", "wide", "until_apply", "gram_scratch",
             "stack", "mean")
     return rank_plan.RankPlan((), (), (), travel, travel, True, True, False, {**dict.fromkeys(uses, 0), **needs}, {})
 
