@@ -526,6 +526,62 @@ def test_copies_without_a_process_group_are_refused(optimizer):
     assert run_threads(2, copies_alone) == [True] * 2
 
 
+def in_groups(way):
+    """(process_group of the parameter group, of the optimizer, ranks that share the layer)."""
+    rank, everyone = dist.get_rank(), dist.group.WORLD
+    if way == "pairs":
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        return pairs[rank // 2], everyone, [(0, 1), (2, 3)][rank // 2]
+    if way == "none":
+        return None, everyone, (rank,)
+    return everyone, None, (0, 1, 2, 3)
+
+
+def own_group(rank, world, way, beside, options):
+    """A layer in a parameter group with a process group of its own; `beside`: another with the optimizer's."""
+    key, whole, ranks = in_groups(way)
+    case, case_beside = ("MHA", "GQA")[ranks[0] // 2], "MLA"
+    named = params(weights_of(case, prefix="a."))
+    named_beside = params(weights_of(case_beside, prefix="b.")) if beside else {}
+    layers = {f"a{ranks}": layer_of(case, "a."), **({"b": layer_of(case_beside, "b.")} if beside else {})}
+    clip = package().QKClip(TAU, layers)
+    groups = [{"params": [*named.items()], "process_group": key}, {"params": [*named_beside.items()]}]
+    opt = package().Muon([g for g in groups if g["params"]], lr=0.0, weight_decay=0.0, qk_clip=clip,
+                         process_group=whole, **options)
+    for p in (*named.values(), *named_beside.values()):
+        p.grad = torch.ones_like(p)
+    heads = torch.arange(H, dtype=torch.float32)
+    maxima = {name: heads * (rank + 1 + (name == "b")) for name in layers}
+    opt.step(qk_logits=maxima)
+    made = [("a.", case, ranks[-1] + 1), *([("b.", case_beside, world + 1)] if beside else [])]
+    expected = {f"{prefix}{name}": w for prefix, case, most in made
+                for name, w in reference(case, weights_of(case), (heads * most).tolist()).items()}
+    return [float((p.detach().double() - expected[n]).abs().max()) < 1e-5 for n, p in (named | named_beside).items()]
+
+
+@pytest.mark.parametrize("way, beside, options", [
+    ("pairs", False, {}), ("pairs", True, {}), ("pairs", True, {"overlap_forward": True}), ("none", False, {}),
+    ("none", True, {}), ("world", False, {})], ids=str)
+def test_a_group_with_a_process_group_of_its_own_is_scaled_by_the_maxima_of_its_ranks(way, beside, options, optimizer):
+    assert all(all(found) for found in run_ranks(4, own_group, way, beside, options))
+
+
+def divided(rank, world):
+    named = params(weights_of("MHA"))
+    q, k = ([(name, named[name])] for name in "qk")
+    opt = package().Muon([{"params": q, "process_group": None}, {"params": k}], process_group=dist.group.WORLD,
+                         qk_clip=package().QKClip(TAU, {"layer": layer_of("MHA")}))
+    for p in named.values():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(NotImplementedError, match="layer layer of qk_clip .* one process_group"):
+        opt.step()
+    return True
+
+
+def test_a_layer_on_unlike_process_groups_is_refused(optimizer):
+    assert run_threads(2, divided) == [True] * 2
+
+
 def unlike(rank, world, thresholds, modes):
     named = params(weights_of("GQA"))
     clip = package().QKClip(thresholds[rank], {"layer": layer_of("GQA")}, shared_keys=modes[rank])
@@ -598,7 +654,7 @@ def dense(q, k, mask, causal, scale):
     if causal:
         logits = logits.masked_fill(~torch.ones(logits.shape[-2:], dtype=torch.bool).tril(), -INF)
     if mask is not None:
-        keep = mask if mask.dtype == torch.bool else mask > -1e30
+        keep = mask if mask.dtype == torch.bool else mask > -1000
         logits = logits.masked_fill(~keep, -INF)
     return logits.flatten(0, -4).amax((0, -2, -1))
 
@@ -608,6 +664,9 @@ MASKS = {
     "keys": lambda: torch.rand(2, 1, 1, 9) > 0.3,
     "all": lambda: torch.rand(2, 4, 7, 9) > 0.3,
     "numbers": lambda: torch.where(torch.rand(7, 9) > 0.3, 0.0, torch.finfo(torch.float32).min),
+    "-1e9": lambda: torch.where(torch.rand(7, 9) > 0.3, 0.0, -1e9),
+    "-1e4, half": lambda: torch.where(torch.rand(7, 9) > 0.3, 0.0, -1e4).half(),
+    "-1e3": lambda: torch.where(torch.rand(7, 9) > 0.3, -999.0, -1000.0),
     "nothing seen": lambda: torch.zeros(7, 9, dtype=torch.bool),
 }
 

@@ -341,7 +341,7 @@ class Preparation:
                 self.drop_plans(options)
                 return self.prepare(groups, state, options, own, compared, scaled, hook)
             nonfinite = "raise" if scaled else options.nonfinite
-            self._bind_plans(plans, state, options, nonfinite, groups, hook)
+            self._bind_plans(plans, state, options, nonfinite, groups, own, hook)
             self._memory_key = key
             self._param_forms = forms
         # After planning, which may create state
@@ -354,9 +354,10 @@ class Preparation:
         options: MuonConfig,
         nonfinite: str,
         groups: Sequence[dict],
+        own: Sequence[MuonConfig],
         hook: StepHook | None,
     ) -> None:
-        """Replace `bound`. `nonfinite`: as in `Muon`. `groups`, `hook`: as in `prepare`."""
+        """Replace `bound`. `nonfinite`: as in `Muon`. `groups`, `own`, `hook`: as in `prepare`."""
         device = device_of(groups)
         self.bound.missing.wait()
         self.graphs.warn_once(PARAMETERS_CHANGED)
@@ -371,6 +372,7 @@ class Preparation:
             nonfinite,
             hook,
             groups,
+            own,
         )
         if options.capturable and self.graphs.on:
             self.process_groups.check_capturable()
@@ -457,10 +459,11 @@ class BoundStep:
         nonfinite: str = "propagate",
         hook: StepHook | None = None,
         groups: Sequence[dict] = (),
+        own: Sequence[MuonConfig] = (),
     ) -> None:
         """`graphs`: (of `jobs`, of `adamw_jobs`). `nonfinite`: as in `Muon`. `hook`: the last of
-        `hooks`, and told of written buckets. `groups`: live parameter groups. Raises RuntimeError
-        for a parameter whose memory was freed.
+        `hooks`, and told of written buckets. `groups`: live parameter groups. `own`: options of
+        each group. Raises RuntimeError for a parameter whose memory was freed.
         """
         self.jobs: list[Job] = []  # in the order of the pipeline
         # With capturable=True: AdamW where parameters are stored, in a CUDA graph of its own,
@@ -485,6 +488,7 @@ class BoundStep:
                 groups,
                 self.stores,
                 options,
+                own,
                 process_groups,
                 self.nonfinite,
                 device_of(groups),

@@ -55,7 +55,7 @@ class QKClip:
         if a rank gives maxima of its own heads and sizes do not tell the dim.
     process_group (None): further ranks that see other batches of the same layers, for parameters
         that the optimizer steps without these ranks. The ranks of a DTensor's mesh, and of the
-        optimizer's process_group, are known.
+        process_group of a parameter group or the optimizer, are known.
 
     Belongs to one optimizer: `Muon(..., qk_clip=QKClip(...))`. Raises ValueError or TypeError for
     values that are not allowed.
@@ -182,6 +182,10 @@ class QKClip:
         """The parameter of a name, which may have been replaced since `attach` (FSDP2)."""
         number, index = (places or self._places)[name]
         return groups[number]["params"][index]
+
+    def group_index(self, name: str) -> int:
+        """The index of the parameter group that holds the parameter of a name."""
+        return self._places[name][0]
 
     @torch.no_grad()
     def record(self, layer: str, maxima: torch.Tensor) -> None:

@@ -57,18 +57,20 @@ class HeadClipping(StepHook):
         groups: Sequence[dict],
         stores: Sequence[object],
         options: MuonConfig,
+        own: Sequence[MuonConfig],
         process_groups: ProcessGroups,
         nonfinite: NonfiniteFlags | None,
         device: torch.device,
     ) -> None:
-        """`groups`: live parameter groups. `nonfinite`: of the step; a step that it skips as a
-        whole clips nothing.
+        """`groups`: live parameter groups. `own`: `options` of each group, with its process group.
+        `nonfinite`: of the step; a step that it skips as a whole clips nothing.
 
         Raises ValueError if ranks would clip by maxima of their own batches only;
         NotImplementedError, naming the layer, if weights of a layer are on different ranks.
         """
         self.clip = clip
         self.options = options
+        self.own = own
         self.process_groups = process_groups
         self.whole_step = nonfinite if nonfinite is not None and nonfinite.whole else None
         self.device = device
@@ -147,9 +149,11 @@ class HeadClipping(StepHook):
 
     def _ranks_of(self, name: str) -> Ranks:
         """The ranks that hold the weights of a layer."""
-        group = self.options.process_group
         found = set()
-        for param in self.parameters[name].values():
+        is_chosen = False  # whether a parameter group names the ranks of its plain parameters
+        for key, param in self.parameters[name].items():
+            group = self.own[self.clip.group_index(key)].process_group
+            is_chosen |= not is_dtensor(param) and group is not self.options.process_group
             if is_dtensor(param):
                 found.add(tuple(ranks_of(param.device_mesh)))
             elif group is not None:
@@ -159,14 +163,17 @@ class HeadClipping(StepHook):
         if len(found) > 1:
             raise NotImplementedError(
                 f"layer {name} of qk_clip has parameters on different ranks {sorted(found)}: shard "
-                "all of them over one mesh, or leave the layer out"
+                "all of them over one mesh, give their parameter groups one process_group, or "
+                "leave the layer out"
             )
         (ranks,) = found
-        if len(ranks) == 1 and self.clip.process_group is None and _world_size() > 1:
+        is_alone = len(ranks) == 1 and self.clip.process_group is None and _world_size() > 1
+        # A parameter group with None in an optimizer with a process group has weights of this rank
+        if is_alone and not is_chosen:
             raise ValueError(
                 f"layer {name} of qk_clip has parameters that each process steps alone, and the "
-                "processes would scale their copies by the maxima of their own batches: pass "
-                "process_group to QKClip or to the optimizer, the ranks with copies"
+                "processes would scale their copies by the maxima of their own batches: pass the "
+                "ranks with copies as process_group of the parameter group, the optimizer or QKClip"
             )
         return ranks
 

@@ -18,6 +18,9 @@ from ..params.dtensor import local_of
 from ..params.errors import shortened, warn_caller
 from ..params.param_groups import clean_name
 
+# A mask of numbers excludes the positions of numbers up to this one. Models write -1e4, -1e9 or the
+# smallest number of a dtype in place of -inf.
+MASKED = -1e3
 # Logits in memory at once, for all batches and heads
 CHUNK_ELEMENTS = 1 << 24
 SDPA = nn.functional.scaled_dot_product_attention
@@ -36,9 +39,10 @@ def max_logits(
     """The largest logit of each query head, fp32 (H,); -inf for a head without logits.
 
     query: (..., H, L, D); key: (..., K, S, D), where K divides H. attn_mask: as in
-    `scaled_dot_product_attention`. A mask of numbers only excludes: finite biases are not added,
-    since scaling of queries and keys does not scale them. Logits are products in the dtype of the
-    query. Costs 2 L S D operations for each head and batch, about half with `is_causal`.
+    `scaled_dot_product_attention`. A mask of numbers excludes positions of numbers up to `MASKED`.
+    Its other numbers (biases) are not added, since scaling of queries and keys does not scale them.
+    Logits are products in the dtype of the query. Costs 2 L S D operations for each head and batch,
+    about half with `is_causal`.
     """
     query, key = local_of(query), local_of(key)
     H, L, D = query.shape[-3:]
@@ -71,9 +75,8 @@ def _excluded(mask: torch.Tensor | None, batch: int, H: int, K: int) -> torch.Te
     if mask is None:
         return None
     mask = local_of(mask)
-    # Models write the smallest number of a dtype in place of -inf
     if mask.dtype != torch.bool:
-        mask = mask > torch.finfo(mask.dtype).min / 2
+        mask = mask > MASKED
     mask = mask.logical_not()
     while mask.ndim < 4:
         mask = mask.unsqueeze(0)
