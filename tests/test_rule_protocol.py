@@ -62,9 +62,16 @@ def chosen(rule):
     if not rule.startswith("theirs"):
         return rule
     Damped = their_rule()
-    if rule != "theirs":
+    if rule == "theirs, without update":
         Damped.name = "Damped without update"
         del Damped.update
+    elif rule == "theirs, of whole matrices":
+        def after(self, O, units):
+            units.state["of_rows"].mul_(units.numbers.beta2).add_(O.square().mean(2, keepdim=True))
+            return O / (1 + units.state["of_rows"])
+
+        Damped.name, Damped.after, Damped.sends = "Damped, of whole matrices", after, {}
+        del Damped.update, Damped.write
     return Damped
 
 
@@ -229,12 +236,12 @@ def gpu_rank(rank, world, rule, options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.gpus(2))])
 @pytest.mark.parametrize("capturable", [False, True])
-@pytest.mark.parametrize("rule", ["normuon_columns", "adamuon", "hyperball", "muon_plus", "theirs"])
+@pytest.mark.parametrize("rule", ["normuon_columns", "adamuon", "hyperball", "muon_plus", "theirs", "theirs, without update"])
 def test_a_rule_has_the_bits_of_one_gpu(rule, capturable, world, optimizer):
     """In parts replayed as graphs, and as one graph."""
     options = {"capturable": capturable}
-    if capturable and rule == "theirs":
-        rule = "theirs, without update"
+    if capturable and rule.startswith("theirs"):
+        rule = "theirs, of whole matrices"
     for wrong in run_ranks(world, gpu_rank, rule, options, backend="nccl"):
         assert wrong == []
 
@@ -460,8 +467,10 @@ def test_what_is_no_rule_is_refused(rule, error, text, optimizer):
 
 def test_an_update_in_torch_is_refused_in_a_graph_of_the_step(optimizer):
     """The graph would read the gradients of its capture."""
-    with pytest.raises(NotImplementedError, match="rule='Damped' overrides `update`.*capturable=True"):
-        optimizer.Muon([nn.Parameter(torch.ones(4, 3))], rule=their_rule(), capturable=True)
+    for rule in ("theirs", "theirs, without update"):
+        with pytest.raises(NotImplementedError, match="rule='Damped.*' overrides `update` or `write`.*capturable=True"):
+            optimizer.Muon([nn.Parameter(torch.ones(4, 3))], rule=chosen(rule), capturable=True)
+    optimizer.Muon([nn.Parameter(torch.ones(4, 3))], rule=chosen("theirs, of whole matrices"), capturable=True)
 
 
 def test_options_of_a_rule_are_checked(optimizer):

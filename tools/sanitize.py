@@ -186,11 +186,16 @@ def small_matrices(device, size) -> None:
 
 
 def rows(device, size) -> None:
-    """NorMuon's rows."""
+    """NorMuon's rows, and the norms and moments of other rules."""
     n, m = size["sides"]
-    part("kernels.elementwise.norms").normalize(
-        torch.randn(2, n, m, device=device), torch.rand(2, n, 1, device=device), 0.9, 1e-8
-    )
+    norms = part("kernels.elementwise.norms")
+    X, V = torch.randn(2, n, m, device=device), torch.rand(2, n, 1, device=device)
+    norms.normalize(X, V, 0.9, 1e-8)
+    numbers = torch.tensor([0.02, 1.0, 0.9, 0.1, 0.05, 0.95, 0.0, 0.0], device=device)
+    norms.divide_by_moments(X, torch.rand_like(X), numbers, 1e-8)
+    columns = norms.squares(X, "column", V)
+    norms.scale(X, norms.squares(X, "row", columns), columns)
+    norms.difference_squares(torch.rand_like(X), X, norms.total(columns))
 
 
 def rectangles(device, size) -> None:

@@ -14,6 +14,7 @@ from .params.config import MuonConfig
 from .params.errors import names_in
 from .params.own_process_groups import Choice
 from .planning.plan import bucket_sort_key
+from .rules import rule as rules
 from .rules.rule import sharded_keys
 from .state import create
 from .state.consolidated import check_target, consolidate
@@ -192,6 +193,7 @@ class StateDictMethods(ForwardOverlapMethods):
             "_own_process_groups": own,
             "_adamw": self._adamw,
             "_rule": self._rule,
+            "_rule_origins": rules.origins(self.param_groups),
             "_skipped": self._skipped,
             "_half_way": self._is_torn,
             "_is_world": self._is_world,
@@ -202,6 +204,7 @@ class StateDictMethods(ForwardOverlapMethods):
         # torch calls this in load_state_dict, and for a copy, for which `__init__` has not run
         if "_itself" not in vars(self):
             self._start(state["_options"])
+        rules.register_origins(state.pop("_rule_origins", {}))
         super().__setstate__(state)
         if isinstance(self._options.process_group, str):
             group = dist.distributed_c10d._resolve_process_group(self._options.process_group)

@@ -22,6 +22,7 @@ from ..kernels.backend import capturing
 from ..params import errors
 from ..pipeline import StepHook
 from ..planning.planner import Plan
+from ..rules.rule import changes_at_lr_0, rule_of
 from .process_groups import ProcessGroups
 
 
@@ -95,10 +96,15 @@ class MissingGradients(StepHook):
         `only_counts`, which a failed step may have left.
         """
         self.only_counts = creates_state and self.report_zeros_as_missing()
-        # This decay also changes weights in a step with lr 0
+        # Some forms of decay and some rules change weights or state in a step with lr 0, too
         if self.only_counts:
             groups = [group for store in self.stores for group in store.groups]
-            self.only_counts = all(group.get("decay") != "independent" for group in groups)
+            self.only_counts = not any(
+                group.get("decay") == "independent"
+                or group["use_muon"]
+                and changes_at_lr_0(rule_of(group))
+                for group in groups
+            )
 
     def report_zeros_as_missing(self) -> bool:
         """Report every gradient of the rank as missing if all gradients are zero; return whether

@@ -43,7 +43,7 @@ from ..rules import muon
 from ..rules.decay import INITIAL_KEY, form_of
 from ..rules.muon import is_sum
 from ..rules.phases import AnyWeightUpdate, PackByRule, Phases
-from ..rules.rule import MuonConstants, host_constants, momentum_key, rule_of
+from ..rules.rule import MuonConstants, host_constants, momentum_key, reads_gradients, rule_of
 from .cuda_graphs import Graphs
 from .param_store import Store
 from .workspace import Stacks, copy_unless_in_place
@@ -92,7 +92,7 @@ class BoundUpdate(BucketUpdate):
         if inputs.group["use_muon"]:
             self.rule = rule_of(inputs.group)
             self.phases = Phases(self.rule, inputs.store.groups, inputs.store.scalars)
-            self.reads_gradients = self.phases.has_update
+            self.reads_gradients = reads_gradients(self.rule)
 
     # Binding
 

@@ -19,7 +19,7 @@ import torch
 from ..params.dtensor import gradient_dtype, local_of, placements_of, raw_locals
 from ..params.validation import _dtype, _requires_grad, _spec, check_gradients, gradient_of
 from ..planning.memory_model import ALIGNMENT
-from ..rules.rule import OPTION_KEYS
+from ..rules.rule import frozen, option_keys
 
 # A private class of torch, with all checks of many tensors in a single C++ call
 try:
@@ -28,7 +28,16 @@ except ImportError:  # every comparison then takes the slow check
     TensorGuards = None
 _params = itemgetter("params")
 # Options of a group that no schedule changes
-FIXED = "use_muon", "adjust_lr_fn", "ns_steps", "eps", "rule", "decay", "momentum_form"
+FIXED = (
+    "use_muon",
+    "adjust_lr_fn",
+    "ns_steps",
+    "eps",
+    "rule",
+    "decay",
+    "momentum_form",
+    "process_group",  # refused if it comes late
+)
 # Options that may be a list or a dict, which could be changed in place
 MUTABLE = "ns_coefficients", "split", "transposed"
 SIMPLE = {str, bool, type(None)}  # types of values that cannot be changed in place
@@ -217,26 +226,34 @@ def _constants_of(groups: Sequence[dict]) -> tuple:
         fixed.append(list(map(dict.get, groups, itertools.repeat(key))))
     for key in MUTABLE:
         values = list(map(dict.get, groups, itertools.repeat(key)))
-        forms.append(values if set(map(type, values)) <= SIMPLE else _frozen(values))
+        forms.append(values if set(map(type, values)) <= SIMPLE else frozen(values))
     betas = list(map(dict.get, groups, itertools.repeat("betas")))
     if set(map(type, betas)) != {type(None)}:
         betas = [tuple(b[1:]) if isinstance(b, (tuple, list)) else b for b in betas]
     counts = list(map(len, map(_params, groups)))
-    alike = _first_alike(groups) if len(groups) > 1 else []
+    keys = option_keys(groups)
+    for key in keys:
+        values = list(map(dict.get, groups, itertools.repeat(key)))
+        # Numbers are read live
+        forms.append([None if type(v) in NUMBER_TYPES else frozen(v) for v in values])
+    alike = _first_alike(groups, keys) if len(groups) > 1 else []
     return list(map(id, groups)), counts, fixed, forms, betas, alike
 
 
-def _first_alike(groups: Sequence[dict]) -> list[int]:
+def _first_alike(groups: Sequence[dict], keys: Sequence[str]) -> list[int]:
     """For each group, the first group with equal values of the options that decide which groups are
     stepped together (`prepare.step_together`); [] if all groups are alike.
 
-    Only which groups are alike is compared: if the values of all change alike, the plan stays.
+    `keys`: options of the groups' rules. Only which groups are alike is compared: if the values of
+    all change alike, the plan stays.
     """
-    options = (*ALIKE, *OPTION_KEYS)
+    options = (*ALIKE, *keys)
     values = [list(map(dict.get, groups, itertools.repeat(key))) for key in options]
     # A tensor may change in place: its value counts, not the object
     values = [
-        some if set(map(type, some)) <= NUMBER_TYPES else [_as_number(value) for value in some]
+        some
+        if set(map(type, some)) <= NUMBER_TYPES
+        else [frozen(_as_number(value)) for value in some]
         for some in values
     ]
     keys = list(zip(*values))
@@ -249,15 +266,6 @@ def _first_alike(groups: Sequence[dict]) -> list[int]:
 def _as_number(value: object) -> object:
     """The number in a tensor of one element; everything else unchanged."""
     return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
-def _frozen(value: object) -> object:
-    """A copy with tuples in place of lists, and texts in place of dicts, which a user could change
-    in place.
-    """
-    if isinstance(value, dict):
-        return repr(value)
-    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _misalignments(tensors: list[torch.Tensor]) -> list[int]:

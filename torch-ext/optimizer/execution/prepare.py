@@ -35,7 +35,7 @@ from ..planning.rank_plan import RankPlan
 from ..qk_clip.hook import HeadClipping
 from ..rules.decay import form_of as form_of_decay
 from ..rules.muon import comparable_scale, is_sum
-from ..rules.rule import host_constants
+from ..rules.rule import host_constants, rule_of
 from ..state import create
 from .adamw_updates import BUCKET_UPDATES, AdamWUpdate
 from .bucket_updates import BucketInputs
@@ -194,6 +194,7 @@ def _plan_key(part: GroupParams, dtype: torch.dtype | None) -> tuple:
         group["adjust_lr_fn"],
         form_of_decay(group),
         is_sum(group),
+        rule_of(group) if group["use_muon"] else None,
         forms,
         tuple(splits),
         tuple(map(id, part.params)),

@@ -20,12 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..kernels.elementwise.weight_update import ALL
 from ..newton_schulz.coefficients import FP32_MAX
 from ..newton_schulz.method import MATRIX_DTYPES
-from ..rules.decay import DECOUPLED, form_of
-from ..rules.muon import MOMENTUM_FORMS, is_sum
-from ..rules.rule import RULES, number_of, overrides, rule_of
+from ..rules.decay import DECOUPLED
+from ..rules.muon import MOMENTUM_FORMS
+from ..rules.rule import RULES, number_of, reads_gradients, rule_of
 from .checks.group_values import (
     BELOW_ONE,
     FINITE,
@@ -185,15 +184,6 @@ def check_group(
     options = rule.options if rule else ()
     _check_keys(group, {*GROUP_KEYS, *extra_keys, *options}, arguments or {})
     check_numbers(group)
-    if rule:
-        rule.check(group)
-        writes = overrides(rule, "update") or overrides(rule, "write") or rule.sends
-        own = {"decay": form_of(group) != ALL, "momentum_form": is_sum(group)}
-        for key in [key for key, differs in own.items() if writes and differs]:
-            raise ValueError(
-                f"{key}={group[key]!r} with rule={group['rule']!r}, which has formulas of its own: "
-                f"leave {key} out, or use another rule"
-            )
     for i, param in enumerate(group["params"]):
         if param.requires_grad or isinstance(param, UninitializedTensorMixin):
             check_param(param, name_of(group, i), group)
@@ -421,11 +411,11 @@ def check_units(group: dict, options: MuonConfig, strides: bool = True) -> None:
     if not group["use_muon"]:
         return
     rule = rule_of(group)
-    if options.capturable and overrides(rule, "update"):
+    if options.capturable and reads_gradients(rule):
         raise NotImplementedError(
-            f"rule={group['rule']!r} overrides `update`, in which torch reads gradients where they "
-            "lay at the capture of a CUDA graph: leave capturable=True out (parts of the step are "
-            "graphs without it), or compute in `before`"
+            f"rule={group['rule']!r} overrides `update` or `write`, beside which torch reads "
+            "gradients where they lay at the capture of a CUDA graph: leave capturable=True out "
+            "(parts of the step are graphs without it), or compute in `before` and `after`"
         )
     state = rule.state
     for number, (param, split) in enumerate(zip(group["params"], splits_of(group))):

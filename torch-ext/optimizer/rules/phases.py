@@ -15,7 +15,7 @@ import torch
 from ..kernels.elementwise.momentum import Copy, Pack, gradients_or_momenta
 from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source
 from ..kernels.elementwise.row_scattered import ScatteredRows
-from ..kernels.elementwise.weight_update import WeightUpdate
+from ..kernels.elementwise.weight_update import ALL, WeightUpdate
 from ..kernels.launch.precompile import in_dry_run
 from .rule import Numbers, Rule, Units, overrides, rule_name
 
@@ -38,7 +38,7 @@ class Phases:
         self.group = groups[0]
         self.scalars = scalars
         # By index of the group; views of `scalars`
-        self.numbers = [Numbers(group, s) for group, s in zip(groups, scalars.split(NUMBERS))]
+        self.numbers = [Numbers(rule, group, s) for group, s in zip(groups, scalars.split(NUMBERS))]
         self.has_before = overrides(rule, "before")
         self.has_after = overrides(rule, "after")
         self.has_update = overrides(rule, "update")
@@ -58,6 +58,11 @@ class Phases:
         """
         if not (self.has_update or self.has_write):
             return WeightUpdate(*arguments, **decay)
+        # Validation has refused both, but a group may have changed in between
+        if decay.get("sums") or decay.get("decay", ALL) != ALL:
+            raise ValueError(
+                f"rule {rule_name(type(self.rule))!r} has no other form of decay or momentum"
+            )
         if self.rule.write_factors:
             return WeightUpdateByFactors(self, sent, *arguments)
         return WeightUpdateByRule(self._write, self._update, sent, *arguments)
@@ -139,7 +144,7 @@ class Phases:
         numbers = self.numbers[0]
         if groups is not None and not self.rule.takes_scattered_rows:
             rows = groups[some] // NUMBERS
-            numbers = Numbers(self.group, self.scalars.view(-1, NUMBERS)[rows])
+            numbers = Numbers(self.rule, self.group, self.scalars.view(-1, NUMBERS)[rows])
         return Units(
             numbers,
             {state.key: wide[state.key][some] for state in self.rule.state},
@@ -165,7 +170,7 @@ class PackByRule:
         groups: Sequence[int] | None = None,
         sums: bool = False,
     ) -> None:
-        """Arguments of `Pack`, after `update`, which knows the form of M."""
+        """Arguments of `Pack`, after `update`. `sums` is refused by validation."""
         self.update = update
         self.M = list(M)
         self.U = list(U)

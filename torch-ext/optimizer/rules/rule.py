@@ -39,7 +39,11 @@ step, so schedules may change lr, weight decay, momentum and beta2 without a new
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import itertools
 import math
+import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -71,29 +75,36 @@ class State:
 
 
 class Numbers:
-    """The numbers of a parameter group: attributes `lr`, `decay` (1 - lr weight_decay), `beta2`,
-    `one_minus_beta2` and `one_minus_momentum` are fp32 tensors on the device; `nesterov` and each
-    of `Rule.options` are values of the live group.
+    """The numbers of a parameter group: attributes `lr`, `weight_decay`, `decay` (1 - lr
+    weight_decay), `momentum` and `one_minus_momentum` are fp32 tensors on the device, as are
+    `beta2` and `one_minus_beta2` with the option beta2; `nesterov` and each other one of
+    `Rule.options` are values of the live group.
 
     The tensors are 0-D, or (N, 1, 1) for N matrices of several groups. A captured CUDA graph reads
     the tensors anew in every replay. A change of another number is a new capture.
     """
 
-    def __init__(self, group: Mapping[str, Any], scalars: torch.Tensor) -> None:
+    def __init__(self, rule: Rule, group: Mapping[str, Any], scalars: torch.Tensor) -> None:
         """`scalars`: `device_scalars` of one group (8,), or of the group of each matrix (N, 8), in
         fp32 on the device. `group`: the live group, one of several with equal options.
         """
         self._group = group
+        self._options = rule.options
         if scalars.ndim > 1:
             scalars = scalars.T.unsqueeze(-1).unsqueeze(-1)
-        self.lr, self.decay, self.beta2, self.one_minus_beta2, self.one_minus_momentum = scalars[:5]
+        self.lr, self.decay, beta2, one_minus_beta2, self.one_minus_momentum = scalars[:5]
+        self.momentum, _, self.weight_decay = scalars[5:]
+        if "beta2" in rule.options:
+            self.beta2, self.one_minus_beta2 = beta2, one_minus_beta2
 
     def __getattr__(self, key: str) -> Any:
-        """Return an option of the live group."""
+        """Return an option of the live group. Raises AttributeError for other keys of groups: a
+        CUDA graph would keep the value of its capture.
+        """
         # Private names are not options: copy and pickle ask for them before `__init__`
-        if not key.startswith("_") and key in self._group:
+        if not key.startswith("_") and (key == "nesterov" or key in self._options):
             return self._group[key]
-        raise AttributeError(f"a parameter group has no number {key!r}: add it to Rule.options")
+        raise AttributeError(f"a rule has no number {key!r}: add it to Rule.options")
 
 
 @dataclass
@@ -193,6 +204,25 @@ def overrides(rule: Rule, method: str) -> bool:
     return getattr(type(rule), method) is not getattr(Rule, method)
 
 
+def writes_weights(rule: Rule) -> bool:
+    """Whether a rule computes weights by formulas of its own, without Muon's fused kernels."""
+    return overrides(rule, "update") or overrides(rule, "write") or bool(rule.sends)
+
+
+def reads_gradients(rule: Rule) -> bool:
+    """Whether torch reads gradients in a step of a rule: where they lie is then part of each CUDA
+    graph. The momentum is written along with the weight, by the fused kernel or by torch.
+    """
+    return writes_weights(rule) and not rule.write_factors
+
+
+def changes_at_lr_0(rule: Rule) -> bool:
+    """Whether a step with lr 0 and gradients of zero may change weights or state of a rule. State
+    of fused rules stays zero in such a step.
+    """
+    return writes_weights(rule) or bool(rule.state) and not rule.fused
+
+
 # Name -> rule, of built-in rules and of all classes that an optimizer of the process was given
 RULES: dict[str, Rule] = {}
 # State key -> State, of all of `RULES` and of AdamW
@@ -203,8 +233,6 @@ STATES: dict[str, State] = {
     INITIAL_KEY: State(INITIAL_KEY),
     SUM_KEY: State(SUM_KEY),
 }
-# Keys of groups, besides beta2, that are options of any rule: `host_constants`
-OPTION_KEYS: set[str] = set()
 # Keys of Muon, NorMuon and AdamW, which a state may have from an earlier use of its parameter
 BASE_KEYS = frozenset(("momentum_buffer", "second_moment", "exp_avg", "exp_avg_sq"))
 # Kinds of pieces in planning/rank_plan.py, and keys of AdamW and of checkpoints
@@ -220,7 +248,8 @@ def register(rule: type[Rule]) -> type[Rule]:
     """Add a class to `RULES` and its state to `STATES`; return the class.
 
     A class of equal module and name is replaced, as after an edit in a notebook. Raises ValueError
-    for a name, or a state key with another meaning, that another rule has.
+    for a name, or a state key with another meaning, that another rule has, and for a class that a
+    function has defined anew with other values: groups know rules by name.
     """
     name = rule_name(rule)
     known = RULES.get(name)
@@ -228,6 +257,12 @@ def register(rule: type[Rule]) -> type[Rule]:
         raise ValueError(
             f"rule {name!r} of {rule.__module__} has the name of a rule of "
             f"{type(known).__module__}: give the class another `name`"
+        )
+    if known is not None and "<locals>" in rule.__qualname__ and not _is_alike(type(known), rule):
+        raise ValueError(
+            f"rule {name!r}: {rule.__qualname__} is defined again with other values, and groups "
+            "know rules by name: give each such class a `name` of its own, or make the values "
+            "`options`"
         )
     for state in rule.state:
         other = STATES.get(state.key, state)
@@ -238,7 +273,6 @@ def register(rule: type[Rule]) -> type[Rule]:
                 "package: give it another key"
             )
     STATES.update({state.key: state for state in rule.state})
-    OPTION_KEYS.update(rule.options.keys() - {"beta2"})
     RULES[name] = rule()
     return rule
 
@@ -248,10 +282,78 @@ def _origin(rule: type[Rule]) -> tuple[str, str]:
     return rule.__module__, rule.__qualname__
 
 
+def _is_alike(one: type[Rule], other: type[Rule]) -> bool:
+    """Whether two classes have equal attributes, and functions with equal code and closures."""
+    ours, theirs = _attributes(one), _attributes(other)
+    if ours.keys() != theirs.keys():
+        return False
+    # `bool` of a comparison of tensors may raise
+    with contextlib.suppress(Exception):
+        return all(
+            bool(value is theirs[key] or value == theirs[key]) for key, value in ours.items()
+        )
+    return False
+
+
+def _attributes(rule: type[Rule]) -> dict[str, Any]:
+    """Attributes of a class, with the contents of functions; the class itself, in a closure for
+    `super`, is replaced by None.
+    """
+    found = {}
+    for key, value in vars(rule).items():
+        if key.startswith("__"):
+            continue
+        value = getattr(value, "__func__", value)
+        if isinstance(value, types.FunctionType):
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            cells = [None if cell is rule else cell for cell in cells]
+            value = value.__code__, value.__defaults__, cells
+        found[key] = value
+    return found
+
+
 def rule_of(group: Mapping[str, Any]) -> Rule:
-    """Return the rule of a Muon group. Without a key `rule`, groups with `beta2` are NorMuon's."""
-    name = group.get("rule")
-    return RULES[name or ("normuon" if "beta2" in group else "muon")]
+    """Return the rule of a Muon group. Without a key `rule`, groups with `beta2` are NorMuon's.
+    Raises ValueError for a name that this process does not know.
+    """
+    name = group.get("rule") or ("normuon" if "beta2" in group else "muon")
+    if name not in RULES:
+        raise ValueError(
+            f"there is no rule {name!r} in this process: pass the class to an optimizer once, as "
+            "`rule` of a group, before a checkpoint or a pickle with its name is loaded"
+        )
+    return RULES[name]
+
+
+def option_keys(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the options, without beta2, of the rules that groups name: `host_constants`."""
+    names = set(map(dict.get, groups, itertools.repeat("rule"))) & RULES.keys()
+    return sorted({key for name in names for key in RULES[name].options} - {"beta2"})
+
+
+def origins(groups: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
+    """Return name -> (module, qualified name) of the classes of rules of groups, for pickles."""
+    names = {group.get("rule") for group in groups} & RULES.keys()
+    return {name: _origin(type(RULES[name])) for name in sorted(names)}
+
+
+def register_origins(found: Mapping[str, tuple[str, str]]) -> None:
+    """Import and register the classes of `origins` that this process does not know. Raises
+    ValueError for a class that cannot be imported.
+    """
+    for name, (module, qualified) in found.items():
+        if name in RULES:
+            continue
+        try:
+            value: Any = importlib.import_module(module)
+            for part in qualified.split("."):
+                value = getattr(value, part)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(
+                f"rule {name!r} of the pickled optimizer is {qualified} of the module {module}, "
+                "which cannot be imported here: define the class at the top level of a module"
+            ) from error
+        register(value)
 
 
 def sharded_keys(groups: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -274,17 +376,18 @@ def all_state_keys() -> tuple[str, ...]:
 
 def device_scalars(group: Mapping[str, Any]) -> list[float]:
     """Return the numbers of a group that schedules change, for device memory in fp32:
-    [lr, 1 - rate, beta2, 1 - beta2, 1 - momentum, momentum, rate, 0], with the rate of decay (lr
-    weight_decay, see decay.py) and beta2 of NorMuon. AdamW reads lr, and the rate of other forms of
-    decay than the default.
+    [lr, 1 - rate, beta2, 1 - beta2, 1 - momentum, momentum, rate, weight_decay], with the rate of
+    decay (lr weight_decay, see decay.py). AdamW reads lr, and the rate of other forms of decay than
+    the default.
     """
     lr = float(group["lr"])
-    rate = lr * float(group["weight_decay"]) if "decay" not in group else rate_of(group)
+    weight_decay = float(group["weight_decay"])
+    rate = lr * weight_decay if "decay" not in group else rate_of(group)
     beta2 = float(group.get("beta2", 0.0))
     momentum = float(group["momentum"])
     # The weight update reads from element 0, the momentum from element 4. Both addresses are
     # multiples of 16 bytes: Triton would compile each kernel anew for an unaligned pointer
-    return [lr, 1.0 - rate, beta2, 1.0 - beta2, 1.0 - momentum, momentum, rate, 0.0]
+    return [lr, 1.0 - rate, beta2, 1.0 - beta2, 1.0 - momentum, momentum, rate, weight_decay]
 
 
 class MuonConstants(NamedTuple):
@@ -297,6 +400,15 @@ class MuonConstants(NamedTuple):
     options: tuple  # values of `Rule.options`, without beta2
     decay: int  # form of decay of the weight update
     is_sum: bool  # the momentum is a sum
+
+
+def frozen(value: object) -> object:
+    """Return a copy with tuples in place of lists, and texts in place of dicts, which a user could
+    change in place.
+    """
+    if isinstance(value, dict):
+        return repr(value)
+    return tuple(map(frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
 def number_of(value: object) -> float:
@@ -320,7 +432,7 @@ def host_constants(group: Mapping[str, Any], wide: bool = False) -> tuple:
     if group["use_muon"]:
         rule = rule_of(group)
         steps = coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
-        options = tuple(group[key] for key in rule.options if key != "beta2")
+        options = tuple(frozen(group[key]) for key in rule.options if key != "beta2")
         nesterov = bool(group["nesterov"])
         # Without a call for groups without these keys: each part of a bucket reads the constants
         decay = form_of(group) if "decay" in group else ALL

@@ -26,6 +26,7 @@ from ..params.units import WHOLE, Split, splits_of
 from ..params.validation import device_of
 from ..planning.planner import Plan
 from ..rules.decay import INITIAL_KEY
+from ..rules.muon import SUM_KEY
 from ..rules.rule import (
     STATES,
     row_sharded_keys,
@@ -241,6 +242,11 @@ def create_state(
     like the parameter. Called on every rank, even without local elements: keys of a checkpoint must
     be equal on all ranks.
     """
+    keys = tuple(keys)
+    # The momentum of the other form is stale: a later change back begins from zero
+    for key, other in (("momentum_buffer", SUM_KEY), (SUM_KEY, "momentum_buffer")):
+        if key in keys and key not in state:
+            state.pop(other, None)
     for key in keys:
         device, key_dtype = state_device_and_dtype(key, param, dtype)
         if key in state:

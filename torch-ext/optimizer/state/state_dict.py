@@ -574,14 +574,14 @@ def _check_source(number: int, group: dict, saved: dict) -> None:
 
 
 def check_same_rule(number: int, group: dict, saved: dict) -> None:
-    """Raise ValueError for a group that was saved with another rule. Without a key `rule` a group
-    was Muon's, whose momentum every rule accepts.
+    """Raise ValueError for a group that was saved with another rule. Every rule accepts the
+    momentum of Muon, which groups without a key `rule` have.
     """
     if not group["use_muon"]:
         return
     was = saved.get("rule") or ("normuon" if "beta2" in saved else None)
     now = group.get("rule") or ("normuon" if "beta2" in group else "muon")
-    if was not in (None, now):
+    if was not in (None, "muon", now):
         raise ValueError(
             f"parameter group {number} was saved with rule={was!r}, but has {now!r} here: build "
             "the group with the rule with which it was saved"

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from ...kernels.elementwise.weight_update import ALL
 from ...newton_schulz.coefficients import FP32_MAX, steps_of
-from ...rules.decay import DECAYS, DECOUPLED
-from ...rules.muon import AMBIGUOUS_SCALES, MOMENTUM_FORMS, SCALES
-from ...rules.rule import number_of
+from ...rules.decay import DECAYS, DECOUPLED, form_of
+from ...rules.muon import AMBIGUOUS_SCALES, MOMENTUM_FORMS, SCALES, is_sum
+from ...rules.rule import number_of, rule_of, writes_weights
 from ..errors import shortened
 
 FINITE = "a finite number >= 0 that fp32 holds"
@@ -20,7 +21,7 @@ BELOW_ONE = "a number in [0, 1)"
 
 def check_values(group: dict) -> None:
     """Raise ValueError for a wrong value of eps, adjust_lr_fn, decay, momentum_form,
-    ns_coefficients, ns_steps or betas, options unchanged by schedules.
+    ns_coefficients, ns_steps, betas, rule or options of the rule: schedules change none of them.
     """
     require(0 <= number_of(group["eps"]) <= FP32_MAX, "eps", group["eps"], FINITE)
     _check_scale(group["adjust_lr_fn"])
@@ -37,6 +38,28 @@ def check_values(group: dict) -> None:
         )
     if "betas" in group:
         check_betas("betas", group.get("betas"))
+    _check_rule(group)
+
+
+def _check_rule(group: dict) -> None:
+    """Raise ValueError for an unknown rule, for wrong or missing options of the rule, and for
+    options that the rule does not read.
+    """
+    if group.get("rule") is None or is_adamw(group):
+        return
+    rule = rule_of(group)
+    for key in [key for key in rule.options if key not in group]:
+        raise ValueError(
+            f"rule={group['rule']!r} needs the key {key!r}, by default {rule.options[key]!r}: add "
+            "it to the group along with the rule"
+        )
+    rule.check(group)
+    own = {"decay": form_of(group) != ALL, "momentum_form": is_sum(group)}
+    for key in [key for key, differs in own.items() if writes_weights(rule) and differs]:
+        raise ValueError(
+            f"{key}={group[key]!r} with rule={group['rule']!r}, which has formulas of its own: "
+            f"leave {key} out, or use another rule"
+        )
 
 
 def _check_scale(scale: object) -> None:
