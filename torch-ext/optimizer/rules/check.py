@@ -4,7 +4,7 @@ phase on small tensors on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from .rule import (
 
 SENT_PER = ("row", "column", "matrix")  # allowed values of `Rule.sends`
 SHAPE = 3, 6, 4  # of the stack of the trial
+PACKAGE = __name__.rsplit(".", 2)[0]
 
 
 def adopt(group: dict[str, Any], default: str | type[Rule] | None, taken: Collection[str]) -> None:
@@ -62,6 +63,18 @@ def check_rule(rule: type[Rule], taken: Collection[str]) -> None:
     every layout. `taken`: as in `adopt`.
     """
     name = rule_name(rule)
+    # The package calls the kernels of fused rules in place and reads no result of their phases
+    if rule.fused and not rule.__module__.startswith(f"{PACKAGE}."):
+        raise ValueError(
+            f"rule {name!r} inherits the kernels of a built-in rule (`fused`), which ignore what "
+            "its phases return: subclass Rule, or set fused = False and write `before` and "
+            "`after` in plain torch"
+        )
+    if rule.sends and rule.after is Rule.after:
+        raise ValueError(
+            f"rule {name!r} has `sends` but no `after`, which fills units.sent: override `after`, "
+            "or leave out `sends`"
+        )
     for state in rule.state:
         if not isinstance(state, State):
             raise TypeError(f"rule {name!r}: {state!r} in `state` must be a State")
@@ -76,7 +89,7 @@ def check_rule(rule: type[Rule], taken: Collection[str]) -> None:
         )
     trial = _Trial(rule)
     try:
-        with _NoCollectives(name), torch.no_grad():
+        with _NoCollectives(name), torch.no_grad(), torch.device("cpu"):
             trial.run()
     except _WrongRule as error:
         raise ValueError(str(error)) from None
@@ -125,21 +138,25 @@ class _Trial:
     def __init__(self, rule: type[Rule]) -> None:
         self.rule = rule()
         self.name = rule_name(rule)
-        self.random = torch.Generator().manual_seed(0)
+        self.random = torch.Generator("cpu").manual_seed(0)
         usual = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "eps": 1e-7}
         self.group = {**usual, **rule.options}
-        scalars = torch.tensor(device_scalars(self.group), dtype=torch.float32)
+        scalars = torch.tensor(device_scalars(self.group), dtype=torch.float32, device="cpu")
         self.numbers = Numbers(self.group, scalars)
 
     def run(self) -> None:
         """Raise ValueError for a phase that breaks a promise of `Rule`."""
-        W, O, G, M = (torch.randn(SHAPE[1:], generator=self.random) for _ in range(4))
+        W, O, G, M = (self._random(SHAPE[1:]) for _ in range(4))
         if overrides(self.rule, "update"):
             self._elementwise("update", (G, M), self.rule.update, self.numbers)
         sent = self._units()
         if overrides(self.rule, "write"):
-            shapes = {key: torch.randn(t.shape[1:]).abs() for key, t in sent.sent.items()}
+            shapes = {key: self._random(t.shape[1:]).abs() for key, t in sent.sent.items()}
             self._elementwise("write", (W, O), self.rule.write, 0.5, shapes, self.numbers)
+
+    def _random(self, shape: Sequence[int]) -> torch.Tensor:
+        """Normal numbers in fp32 on the CPU, whatever torch's defaults and global generator."""
+        return torch.randn(shape, generator=self.random, dtype=torch.float32, device="cpu")
 
     def _elementwise(
         self, method: str, tensors: tuple[torch.Tensor, ...], call: Callable, *rest: Any
@@ -175,7 +192,7 @@ class _Trial:
 
     def _units(self) -> Units:
         """Call `before` and `after` on a stack, and with `batched` on each matrix alone."""
-        U, O, W = (torch.randn(SHAPE, generator=self.random) for _ in range(3))
+        U, O, W = (self._random(SHAPE) for _ in range(3))
         together = self._make(W)
         parts = [self._make(W[i : i + 1]) for i in range(SHAPE[0])]
         if self.rule.fused:
@@ -217,7 +234,9 @@ class _Trial:
         """Zero state of N matrices."""
         _, R, C = SHAPE
         return torch.zeros(
-            N, R if per in ("element", "row") else 1, C if per in ("element", "column") else 1
+            (N, R if per in ("element", "row") else 1, C if per in ("element", "column") else 1),
+            dtype=torch.float32,
+            device="cpu",
         )
 
 

@@ -27,14 +27,20 @@ def equalize(X: torch.Tensor, order: str | None, unit: bool) -> None:
     """
     if order is None or not X.numel():
         return
-    shrink = torch.ones_like(X[:, :1, :1], dtype=torch.float32)
+    shrink = power = torch.ones_like(X[:, :1, :1], dtype=torch.float32)
+    columns = shrink.new_ones(len(X), 1, X.shape[2])
     if unit:
-        size = total(squares(X, "row"))
+        # Squares of 1e20 overflow. A power of two, by which the largest element is near 1, changes
+        # no bits elsewhere
+        largest = X.abs().amax((1, 2), keepdim=True).float()
+        is_normal = (largest >= torch.finfo(torch.float32).tiny) & largest.isfinite()
+        power = torch.where(is_normal, torch.frexp(largest).mantissa / largest, 1.0)
+        size = total(squares(X, "row", columns * power))
         shrink = torch.where(size > 0, 1 / size, 1.0)
-    rows, columns = shrink.sqrt().expand(-1, X.shape[1], 1), shrink.new_ones(len(X), 1, X.shape[2])
+    rows = (shrink.sqrt() * power).expand(-1, X.shape[1], 1)
     for per in ORDERS[order]:
         if per == "row":
-            rows = rows / (squares(X, per, columns) * shrink + EPS).sqrt()
+            rows = rows / (squares(X, per, columns * power) * shrink + EPS).sqrt()
         else:
             columns = columns / (squares(X, per, rows) + EPS).sqrt()
     scale(X, rows, columns)
