@@ -236,7 +236,7 @@ def gpu_rank(rank, world, rule, options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.gpus(2))])
 @pytest.mark.parametrize("capturable", [False, True])
-@pytest.mark.parametrize("rule", ["normuon_columns", "adamuon", "hyperball", "muon_plus", "theirs", "theirs, without update"])
+@pytest.mark.parametrize("rule", [*RULES[2:], "theirs, without update", "normuon_columns"])
 def test_a_rule_has_the_bits_of_one_gpu(rule, capturable, world, optimizer):
     """In parts replayed as graphs, and as one graph."""
     options = {"capturable": capturable}

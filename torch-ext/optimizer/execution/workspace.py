@@ -129,7 +129,9 @@ class Stacks:
                 flat = piece_at(memory["wide"], wide_offset_bytes, (N * r, c), torch.float32)
                 self.wide[-1][kind] = stack = flat.view(N, r, c)
                 whole |= {(m, kind): t for m, t in zip(matrices, stack)}
-                wide_offset_bytes += flat.nbytes
+                # At multiples of ALIGNMENT as well: a kernel that adds elements has another layout,
+                # hence other bits, for unaligned memory, and offsets depend on N
+                wide_offset_bytes += flat.nbytes + -flat.nbytes % ALIGNMENT
             if direct:
                 self.inputs.append(_scattered(matrices, inputs))
                 self.outputs.append(_scattered(matrices, outputs))

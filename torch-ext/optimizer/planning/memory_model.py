@@ -136,8 +136,11 @@ class PlanInputs:
         return {"matrix": self.element, **dict.fromkeys(kinds, WIDE_BYTES)}
 
     def wide_bytes(self, R: int, C: int) -> int:
-        """Bytes at the owner of state, weight and sent numbers of an (R, C) matrix."""
-        return sum(WIDE_BYTES * math.prod(per_shape(per, R, C)) for per in self.wide.values())
+        """Bytes at the owner of state, weight and sent numbers of an (R, C) matrix, each rounded up
+        to ALIGNMENT: an upper bound of the share in a stack.
+        """
+        sizes = [WIDE_BYTES * math.prod(per_shape(per, R, C)) for per in self.wide.values()]
+        return sum(nbytes + -nbytes % ALIGNMENT for nbytes in sizes)
 
     @functools.cached_property
     def wide(self) -> dict[str, str]:

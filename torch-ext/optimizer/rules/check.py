@@ -4,6 +4,7 @@ phase on small tensors on the CPU.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ def adopt(group: dict[str, Any], default: str | type[Rule] | None, taken: Collec
         )
     group["rule"] = given
     for key, value in RULES[given].options.items():
-        group.setdefault(key, value)
+        group.setdefault(key, copy.deepcopy(value))
 
 
 def check_rule(rule: type[Rule], taken: Collection[str]) -> None:
@@ -142,7 +143,7 @@ class _Trial:
         usual = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "eps": 1e-7}
         self.group = {**usual, **rule.options}
         scalars = torch.tensor(device_scalars(self.group), dtype=torch.float32, device="cpu")
-        self.numbers = Numbers(self.group, scalars)
+        self.numbers = Numbers(self.rule, self.group, scalars)
 
     def run(self) -> None:
         """Raise ValueError for a phase that breaks a promise of `Rule`."""
