@@ -331,7 +331,8 @@ class Muon(StateDictMethods):
         create.refuse_inconsistent(itself._half_way or itself._backward_overlap.failed)
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        itself._take_logits(qk_logits)
+        if itself._options.qk_clip is not None or qk_logits is not None:
+            itself._take_logits(qk_logits)
         scaled = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         device = validation.device_of(itself.param_groups)
         # On a CPU neither of the two contexts would do anything

@@ -38,6 +38,7 @@ FIXED = (
     "momentum_form",
     "process_group",  # refused if it comes late
 )
+RULE = FIXED.index("rule")
 # Options that may be a list or a dict, which could be changed in place
 MUTABLE = "ns_coefficients", "split", "transposed"
 SIMPLE = {str, bool, type(None)}  # types of values that cannot be changed in place
@@ -231,7 +232,8 @@ def _constants_of(groups: Sequence[dict]) -> tuple:
     if set(map(type, betas)) != {type(None)}:
         betas = [tuple(b[1:]) if isinstance(b, (tuple, list)) else b for b in betas]
     counts = list(map(len, map(_params, groups)))
-    keys = option_keys(groups)
+    # Without a call in the usual case
+    keys = option_keys(groups) if any(fixed[RULE]) else []
     for key in keys:
         values = list(map(dict.get, groups, itertools.repeat(key)))
         # Numbers are read live

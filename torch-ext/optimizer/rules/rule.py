@@ -432,7 +432,9 @@ def host_constants(group: Mapping[str, Any], wide: bool = False) -> tuple:
     if group["use_muon"]:
         rule = rule_of(group)
         steps = coefficients.steps_of(group["ns_coefficients"], group["ns_steps"])
-        options = tuple(frozen(group[key]) for key in rule.options if key != "beta2")
+        options = ()
+        if rule.options:
+            options = tuple(frozen(group[key]) for key in rule.options if key != "beta2")
         nesterov = bool(group["nesterov"])
         # Without a call for groups without these keys: each part of a bucket reads the constants
         decay = form_of(group) if "decay" in group else ALL
