@@ -198,7 +198,9 @@ class BoundUpdate(BucketUpdate):
         """
         adjust = self.group["adjust_lr_fn"]
         self.units = [
-            (wide, muon.scale_of(matrices[0], adjust), self._group_offsets(matrices))
+            self.phases.bind(
+                wide, muon.scale_of(matrices[0], adjust), self._group_offsets(matrices)
+            )
             for wide, matrices in zip(stacks.wide, stacks.matrices)
         ]
         # Between the two all-to-alls the send buffer, and often the receive buffer, hold nothing:
@@ -232,11 +234,11 @@ class BoundUpdate(BucketUpdate):
         """Turn U of all stacks into O: the rule's `before`, Newton-Schulz, the rule's `after`."""
         if self.phases.has_before:
             for stack, units in zip(self.stacks.inputs, self.units):
-                self.phases.call("before", stack, *units)
+                self.phases.call("before", stack, units)
         self.iterate(constants.steps, constants.eps)
         if self.phases.has_after:
             for stack, units in zip(self.stacks.outputs, self.units):
-                self.phases.call("after", stack, *units)
+                self.phases.call("after", stack, units)
 
     def _group_offsets(self, matrices: Sequence[Matrix]) -> torch.Tensor | None:
         """First element of the numbers of each matrix's group, for a stack; None if all are 0."""

@@ -8,6 +8,7 @@ element equal bits in any piece, so a matrix may be cut in any way.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..kernels.elementwise.multi_tensor import NUMBERS, Skip, Source
 from ..kernels.elementwise.row_scattered import ScatteredRows
 from ..kernels.elementwise.weight_update import ALL, WeightUpdate
 from ..kernels.launch.precompile import in_dry_run
-from .rule import Numbers, Rule, Units, overrides, rule_name
+from .rule import Numbers, Rule, Units, overrides, rule_name, writes_weights
 
 Stack = torch.Tensor | ScatteredRows
 MOMENTUM = 4  # index in `device_scalars` of 1 - momentum, the first number that the momentum reads
@@ -42,7 +43,6 @@ class Phases:
         self.has_before = overrides(rule, "before")
         self.has_after = overrides(rule, "after")
         self.has_update = overrides(rule, "update")
-        self.has_write = overrides(rule, "write") or bool(rule.sends)
 
     def pack(self, *arguments: Any) -> Pack | PackByRule:
         """Bind phase 1; arguments of `Pack`."""
@@ -56,7 +56,7 @@ class Phases:
         """Bind phase 3; `sent`: numbers for each rectangle, then arguments of `WeightUpdate`.
         `decay`: its arguments `decay` and `initial`; rules that write weights have one form.
         """
-        if not (self.has_update or self.has_write):
+        if not writes_weights(self.rule):
             return WeightUpdate(*arguments, **decay)
         # Validation has refused both, but a group may have changed in between
         if decay.get("sums") or decay.get("decay", ALL) != ALL:
@@ -100,60 +100,65 @@ class Phases:
                 f"{tuple(like.shape)}: it has to return a floating-point tensor of equal shape"
             )
 
-    def call(
-        self,
-        method: str,
-        stack: Stack,
-        wide: Mapping[str, torch.Tensor],
-        scale: float,
-        groups: torch.Tensor | None,
-    ) -> None:
-        """Call `before` or `after` on a stack (N, R, C), in place.
+    def bind(
+        self, wide: Mapping[str, torch.Tensor], scale: float, groups: torch.Tensor | None
+    ) -> Units:
+        """Return what `before` and `after` read beside a stack (N, R, C), bound once: views.
 
         `wide`: tensors in fp32 by kind, see `execution.workspace.Stacks`. `groups`: first element
         in the numbers of each matrix's group, (N,) int64 on the device; None: group 0.
         """
         rule = self.rule
+        return Units(
+            self.numbers[0],
+            {state.key: wide[state.key] for state in rule.state},
+            wide["weight"] if rule.reads_weight else None,
+            {name: wide[f"sent:{name}"] for name in rule.sends},
+            scale,
+            self.scalars,
+            groups,
+        )
+
+    def call(self, method: str, stack: Stack, units: Units) -> None:
+        """Call `before` or `after` on a stack (N, R, C), in place. `units`: of `bind`."""
+        rule = self.rule
         run = getattr(rule, method)
         if rule.fused:
-            run(stack, self._units(wide, scale, groups, slice(None)))
+            run(stack, self._with_numbers(units))
             return
         if in_dry_run():
             return
         N = stack.shape[0]
         for some in [slice(None)] if rule.batched else [slice(i, i + 1) for i in range(N)]:
-            # Copies: the bits of torch's sums may depend on where a matrix begins in memory
-            copies = {kind: t[some].clone() for kind, t in wide.items()}
-            result = run(
-                stack[some].to(torch.float32, copy=True),
-                self._units(copies, scale, None if groups is None else groups[some], slice(None)),
-            )
+            part = self._copy(units, some)
+            result = run(stack[some].to(torch.float32, copy=True), part)
             self._check(method, result, stack[some])
             stack[some] = result
-            for kind, t in copies.items():
-                wide[kind][some] = t
+            for whole, new in ((units.state, part.state), (units.sent, part.sent)):
+                for key, t in new.items():
+                    whole[key][some] = t
 
-    def _units(
-        self,
-        wide: Mapping[str, torch.Tensor],
-        scale: float,
-        groups: torch.Tensor | None,
-        some: slice,
-    ) -> Units:
-        """Return the `Units` of some matrices of a stack."""
-        numbers = self.numbers[0]
-        if groups is not None and not self.rule.takes_scattered_rows:
-            rows = groups[some] // NUMBERS
-            numbers = Numbers(self.rule, self.group, self.scalars.view(-1, NUMBERS)[rows])
-        return Units(
-            numbers,
-            {state.key: wide[state.key][some] for state in self.rule.state},
-            wide["weight"][some] if self.rule.reads_weight else None,
-            {name: wide[f"sent:{name}"][some] for name in self.rule.sends},
-            scale,
-            self.scalars,
-            groups,
+    def _copy(self, units: Units, some: slice) -> Units:
+        """Return the `Units` of some matrices, in memory of their own: the bits of torch's sums may
+        depend on where a matrix begins.
+        """
+        part = replace(
+            units,
+            state={key: t[some].clone() for key, t in units.state.items()},
+            weight=None if units.weight is None else units.weight[some].clone(),
+            sent={key: t[some].clone() for key, t in units.sent.items()},
+            groups=None if units.groups is None else units.groups[some],
         )
+        return self._with_numbers(part)
+
+    def _with_numbers(self, units: Units) -> Units:
+        """Return `units` with the numbers of each matrix's group, gathered in every step because
+        schedules change them. Kernels that take scattered rows read `Units.groups` instead.
+        """
+        if units.groups is None or self.rule.takes_scattered_rows:
+            return units
+        scalars = self.scalars.view(-1, NUMBERS)[units.groups // NUMBERS]
+        return replace(units, numbers=Numbers(self.rule, self.group, scalars))
 
 
 class PackByRule:
@@ -237,13 +242,16 @@ class WeightUpdateByFactors:
         rectangle. `scales` are not read.
         """
         count = len(W)
-        self.scalars = phases.scalars
-        self.numbers = torch.zeros((count, NUMBERS), device=self.scalars.device)
+        self.numbers = torch.zeros((count, NUMBERS), device=phases.scalars.device)
         # At the places of lr and of 1 - lr weight_decay
         keep, step = phases.rule.write_factors
         places = [self.numbers[i, at].view(1, 1) for at in (0, 1) for i in range(count)]
-        self.gather = Copy(places, [one[name] for name in (step, keep) for one in sent])
-        self.groups = torch.tensor(groups or [0] * count, device=self.scalars.device)
+        origins = [one[name] for name in (step, keep) for one in sent]
+        # Behind them those of the momentum, of the rectangle's own group
+        places += [one[MOMENTUM:].view(1, -1) for one in self.numbers]
+        of_groups = phases.scalars.view(-1, NUMBERS)
+        origins += [of_groups[n, MOMENTUM:].view(1, -1) for n in groups or [0] * count]
+        self.gather = Copy(places, origins)
         self.update = WeightUpdate(
             W, O, [1.0] * count, skip, M, sources, gradients, list(range(count))
         )
@@ -257,10 +265,7 @@ class WeightUpdateByFactors:
         update_momentum: bool = True,
     ) -> None:
         """Write W and, with momenta and `update_momentum`, M, as `WeightUpdate`."""
-        if not len(self.numbers):
-            return
         self.gather()
-        self.numbers[:, MOMENTUM:] = self.scalars.view(-1, NUMBERS)[self.groups, MOMENTUM:]
         flat = self.numbers.view(-1)
         self.update(flat, tensors, addresses, flat[MOMENTUM:], update_momentum)
 

@@ -153,7 +153,8 @@ class Rule:
     # Of built-in rules with kernels: `before` and `after` work in place on stacks as they lie in
     # the workspace, in wire_dtype, and read `Units.scalars` and `Units.groups`
     fused: ClassVar[bool] = False
-    # Of a fused rule: names (a, b) in `sends`, one number per matrix, if `write` is W a - O b
+    # Of a fused rule: names (a, b) in `sends`, one number per matrix. A kernel writes W a - O b in
+    # place of `write`
     write_factors: ClassVar[tuple[str, ...]] = ()
     # Whether a fused rule also takes stacks of scattered rows, see [Note: direct matrices]
     takes_scattered_rows: ClassVar[bool] = False
@@ -425,9 +426,8 @@ def host_constants(group: Mapping[str, Any], wide: bool = False) -> tuple:
     """Return the numbers of a group that launches take as arguments from the host.
 
     A Muon group: `MuonConstants`. An AdamW group: (beta1, beta2, eps, weight_decay, lr or None,
-    decay). A
-    captured CUDA graph is valid as long as these numbers are equal. `wide`: AdamW steps in fp64, in
-    which torch's fused kernel takes lr from the host only.
+    decay). A captured CUDA graph is valid as long as these numbers are equal. `wide`: AdamW steps
+    in fp64, in which torch's fused kernel takes lr from the host only.
     """
     if group["use_muon"]:
         rule = rule_of(group)

@@ -12,12 +12,10 @@ relative to the weight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from ...kernels.elementwise.norms import difference_squares, squares, total
-from ..rule import Numbers, Rule, State, Units, register
+from ..rule import Rule, State, Units, register
 
 
 @register
@@ -44,14 +42,3 @@ class Hyperball(Rule):
         units.sent["keep"].copy_(keep)
         units.sent["step"].copy_(keep * step)
         return O
-
-    def write(
-        self,
-        W: torch.Tensor,
-        O: torch.Tensor,
-        scale: float,
-        sent: Mapping[str, torch.Tensor],
-        numbers: Numbers,
-    ) -> torch.Tensor:
-        """Return the new W of a piece."""
-        return W * sent["keep"] - O * sent["step"]

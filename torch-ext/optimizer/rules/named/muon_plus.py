@@ -32,7 +32,7 @@ def equalize(X: torch.Tensor, order: str | None, unit: bool) -> None:
     if unit:
         # Squares of 1e20 overflow. A power of two, by which the largest element is near 1, changes
         # no bits elsewhere
-        largest = X.abs().amax((1, 2), keepdim=True).float()
+        largest = torch.linalg.vector_norm(X, torch.inf, (1, 2), keepdim=True).float()
         is_normal = (largest >= torch.finfo(torch.float32).tiny) & largest.isfinite()
         power = torch.where(is_normal, torch.frexp(largest).mantissa / largest, 1.0)
         size = total(squares(X, "row", columns * power))
