@@ -11,7 +11,10 @@
 
 Weights are 0.02 x normal and gradients 0.01 x normal, fp32. After warm-up, every step is timed between CUDA events,
 with a synchronize and a barrier before it; a figure is the largest over the ranks, then the median over the steps.
-Without a GPU, ranks are CPU processes with gloo and times are the host's: good to try the script.
+`median_ms` is of a step that begins on an idle GPU, so that it holds the host's time too. `behind_ms` is of a step that
+is queued behind 40 ms of products and a small all-reduce, as in a training run: the host is ahead, and ranks begin
+together. Without a GPU, ranks are CPU processes with gloo, times are the host's and `behind_ms` stays empty: good to
+try the script.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from rows import add_output, append  # noqa: E402
 os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={Path(__file__).resolve().parents[1]}")
 
 COLUMNS = ("commit gpu ranks mode model implementation optimizer run median_ms p20_ms p80_ms host_ms first_step_s "
-           "extra_mib floor_ms torch triton layers").split()
+           "extra_mib floor_ms torch triton layers behind_ms").split()
 MESHES = {  # mode -> (mesh shape for W ranks, placements as letters)
     "fsdp": lambda W: ((W,), "0"),
     "hsdp": lambda W: ((2, W // 2), "R0"),
@@ -52,6 +55,7 @@ MESHES = {  # mode -> (mesh shape for W ranks, placements as letters)
 RULES = ("normuon_columns", "adamuon", "muon_plus", "hyperball")  # by name, for groups of Muon
 AT_LEAST = {"hsdp": 2, "hsdp4": 4, "tp_fsdp": 2}  # ranks, of which the number has to be a multiple
 REDUCED_BYTES = 25 << 20  # of gradients in one all-reduce, as DDP has it
+OTHER_WORK = 25, 8192  # so many bf16 products of square matrices of this size take 40 ms on an H100
 
 
 def main() -> None:
@@ -189,10 +193,11 @@ class Measurement:
             self.replay()
         times, hosts = zip(*(timed(self.step, self.device) for _ in range(self.options.steps)))
         extra = peak(self.device) - before
+        behind = timed_behind(self.step, self.device, self.options.steps) if self.device.type == "cuda" else []
         self.look()
-        figures = torch.tensor([*times, *hosts, first_s, extra], dtype=torch.float64, device=self.device)
+        figures = torch.tensor([*times, *hosts, *behind, first_s, extra], dtype=torch.float64, device=self.device)
         dist.all_reduce(figures, dist.ReduceOp.MAX)
-        times, hosts = figures[:len(times)].tolist(), figures[len(times):-2].tolist()
+        times, hosts, behind = (part.tolist() for part in figures[:-2].split([len(times), len(hosts), len(behind)]))
         quantiles = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else times * 4
         return {
             "commit": self.options.commit, "gpu": device_name(self.device), "ranks": self.ranks,
@@ -201,7 +206,7 @@ class Measurement:
             "p80_ms": round(quantiles[3], 4), "host_ms": round(statistics.median(hosts), 4),
             "first_step_s": round(figures[-2].item(), 3), "extra_mib": round(figures[-1].item() / 2**20, 1),
             "floor_ms": round(self.floor_ms(), 4), "torch": torch.__version__, "triton": triton_version(),
-            "layers": self.layers or ""}
+            "layers": self.layers or "", "behind_ms": round(statistics.median(behind), 4) if behind else ""}
 
     def replay(self) -> None:
         """From now on a step is the replay of a graph that holds one."""
@@ -324,6 +329,27 @@ def timed(step, device) -> tuple[float, float]:
     host_ms = 1e3 * (time.perf_counter() - start)
     torch.cuda.synchronize()
     return begin.elapsed_time(end), host_ms
+
+
+def timed_behind(step, device, count: int) -> list[float]:
+    """Device ms of so many steps, each queued behind OTHER_WORK and an all-reduce that all ranks wait for."""
+    products, size = OTHER_WORK
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out, flag = torch.empty_like(left), torch.ones(8, device=device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(count):
+        torch.cuda.synchronize()
+        dist.barrier()
+        for _ in range(products):
+            torch.mm(left, right, out=out)
+        dist.all_reduce(flag)
+        begin.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return times
 
 
 def join(rank: int, ranks: int, port: int) -> torch.device:
