@@ -599,3 +599,62 @@ def test_a_difference_is_found_within_its_ranks():
     texts = run_ranks(4, differing)
     assert all("Ranks [1] and ranks [0] differ in: group option nesterov" in text for text in texts[:2]), texts
     assert texts[2:] == ["", ""]
+
+
+def differing_beside_dtensors(rank, world):
+    """An option of the whole optimizer differs: ranks that share only a mesh find it, and so do ranks of a pair."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    expert_group, ranks = pairs(rank, world)
+    mesh, texts = init_device_mesh("cpu", (world,)), []
+    for odd in (1, 3):
+        model = Model(ranks)
+        model.backward(0, rank, range(world), True)
+        sharded = nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh, [Shard(0)]))
+        sharded.grad = distribute_tensor(torch.ones(8, 6), mesh, [Shard(0)])
+        groups = model.groups({"process_group": None}, {"process_group": expert_group})
+        groups.append({"params": [sharded]})
+        optimizer = package().Muon(groups, process_group=dist.group.WORLD, nonfinite="skip" if rank == odd else "raise")
+        before = [p.detach().clone() for p in model.params]
+        try:
+            optimizer.step()
+            texts.append("")
+        except RuntimeError as error:
+            texts.append(str(error))
+        assert same(before, model.params)
+    return texts
+
+
+def test_a_difference_of_the_optimizer_is_found_over_a_mesh():
+    for texts in run_ranks(4, differing_beside_dtensors):
+        assert ["nonfinite" in text for text in texts] == [True, True], texts
+        assert "[1]" in texts[0] and "[3]" in texts[1]
+
+
+def missing_on_one_copy(rank, world):
+    """Reduced gradients, and one rank of a pair lacks one: against the contract, but no rank hangs."""
+    expert_group, ranks = pairs(rank, world)
+    found = []
+    for way in ("reduced", "shard_state"):
+        model = Model(ranks)
+        optimizer = package().Muon(model.groups({}, {"process_group": expert_group}), lr=0.1,
+                                   process_group=dist.group.WORLD, **WAYS[way])
+        for step in range(3):
+            model.backward(step, rank, range(world), True)
+            if step == 1 and rank == 0:
+                model.experts[0].grad = model.expert_biases[0].grad = None
+                model.dense[0].grad = model.dense_biases[0].grad = None
+            optimizer.step()
+        assert all(p.isfinite().all() for p in model.params)
+        found.append([p.detach() for p in model.params])
+    return found
+
+
+def test_a_gradient_that_one_copy_lacks_hangs_no_rank():
+    """Parameters whose gradients no rank lacks have equal bits, and matrices do, since one owner updates them."""
+    results = run_ranks(4, missing_on_one_copy)
+    for way in (0, 1):
+        matrices = slice(0, len(DENSE))
+        assert all(same(results[0][way][matrices], result[way][matrices]) for result in results[1:])
+        assert torch.equal(results[2][way][-1], results[3][way][-1])
